@@ -1,0 +1,39 @@
+# make train   train a byte-level GPT on this machine, two processes
+# make test    lint, types, tests (about 10 minutes at most on 2 cores)
+# make test-all  the deep version: more examples, more ranks
+
+PYTHON ?= python3
+VENV := .venv
+RUN := $(VENV)/bin
+# One thread a process: ranks share the cores, and sums keep their order.
+export OMP_NUM_THREADS ?= 1
+ARGS ?=
+
+.PHONY: train test test-all lint examples clean
+
+$(VENV)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(RUN)/pip install --quiet -c constraints.txt torch
+	$(RUN)/pip install --quiet -c constraints.txt -e '.[train,test]'
+	touch $@
+
+train: $(VENV)/.installed
+	@$(RUN)/python -m examples.gpt $(ARGS)
+
+lint: $(VENV)/.installed
+	$(RUN)/ruff check .
+	$(RUN)/ruff format --check .
+	$(RUN)/mypy
+
+test: lint
+	$(RUN)/python -m pytest -m "not deep"
+
+test-all: lint
+	FSHARP_DEEP=1 $(RUN)/python -m pytest
+
+examples: $(VENV)/.installed
+	$(RUN)/python examples/functional_train_step.py
+	$(RUN)/python -m pytest -q examples/property_test_roundtrip.py
+
+clean:
+	rm -rf $(VENV) build *.egg-info

@@ -1,0 +1,110 @@
+"""fsharp: a JAX-style functional sharding library for PyTorch.
+
+Parameters are explicit pytrees, every operation on them is a pure function, and a strategy says where tensors rest.
+
+Glossary
+    axis        a dimension of the mesh, by name; *dim* is a dimension of a tensor.
+    mesh        the ranks, arranged along axes (:class:`Mesh`).
+    placement   how a tensor relates to the ranks along one axis: Replicate, Shard or Partial.
+    place       a placement for every axis: where one kind of tensor rests (:class:`Place`).
+    strategy    the places of parameters, gradients and optimizer state (:class:`Strategy`).
+    unit        a subtree gathered, used and released together.
+    group       the leaves of a unit that share a flat buffer: same dtypes, all trained or all frozen, same label.
+    atom        the run of elements that is never cut (:class:`Element`, :class:`Rows`, :class:`Whole`).
+    layout      which element of which leaf rests on which rank (:class:`Layout`), made by :func:`plan`.
+    sharded     the pytree node that stands where a unit's subtree stood (:class:`Sharded`).
+    full        replicated on every axis: how functions see parameters.
+    comm        what a rank calls collectives through (:class:`Comm`).
+    main copy   the parameters in the optimizer's dtype, kept where its state rests.
+"""
+
+from fsharp import testing as testing
+from fsharp.functional.agree import agree as agree
+from fsharp.functional.collectives import all_gather_last as all_gather_last
+from fsharp.functional.collectives import all_reduce as all_reduce
+from fsharp.functional.collectives import local_slice as local_slice
+from fsharp.functional.collectives import reduce_scatter_last as reduce_scatter_last
+from fsharp.functional.comm import Call as Call
+from fsharp.functional.comm import Comm as Comm
+from fsharp.functional.comm import CountingComm as CountingComm
+from fsharp.functional.comm import SingleComm as SingleComm
+from fsharp.functional.errors import AgreementError as AgreementError
+from fsharp.functional.errors import CommError as CommError
+from fsharp.functional.errors import FsharpError as FsharpError
+from fsharp.functional.errors import LayoutError as LayoutError
+from fsharp.functional.errors import LossError as LossError
+from fsharp.functional.errors import MeshError as MeshError
+from fsharp.functional.errors import PatternError as PatternError
+from fsharp.functional.errors import StrategyError as StrategyError
+from fsharp.functional.errors import TreeError as TreeError
+from fsharp.functional.forward import forward as forward
+from fsharp.functional.functionalize import functionalize as functionalize
+from fsharp.functional.layout import Group as Group
+from fsharp.functional.layout import Layout as Layout
+from fsharp.functional.layout import Leaf as Leaf
+from fsharp.functional.layout import Span as Span
+from fsharp.functional.layout import UnitLayout as UnitLayout
+from fsharp.functional.materialize import full as full
+from fsharp.functional.materialize import init as init
+from fsharp.functional.materialize import normal as normal
+from fsharp.functional.materialize import ones as ones
+from fsharp.functional.materialize import shard as shard
+from fsharp.functional.materialize import uniform as uniform
+from fsharp.functional.materialize import zeros as zeros
+from fsharp.functional.mesh import Mesh as Mesh
+from fsharp.functional.moves import gather as gather
+from fsharp.functional.moves import reduce_scatter as reduce_scatter
+from fsharp.functional.packing import Element as Element
+from fsharp.functional.packing import Rows as Rows
+from fsharp.functional.packing import Whole as Whole
+from fsharp.functional.placement import AxisRule as AxisRule
+from fsharp.functional.placement import Partial as Partial
+from fsharp.functional.placement import Place as Place
+from fsharp.functional.placement import Placement as Placement
+from fsharp.functional.placement import Replicate as Replicate
+from fsharp.functional.placement import Shard as Shard
+from fsharp.functional.placement import Strategy as Strategy
+from fsharp.functional.placement import ddp as ddp
+from fsharp.functional.placement import hfsdp as hfsdp
+from fsharp.functional.placement import hsdp as hsdp
+from fsharp.functional.placement import zero1 as zero1
+from fsharp.functional.placement import zero2 as zero2
+from fsharp.functional.placement import zero3 as zero3
+from fsharp.functional.plan import plan as plan
+from fsharp.functional.precision import Dtypes as Dtypes
+from fsharp.functional.precision import Precision as Precision
+from fsharp.functional.predict import step_traffic as step_traffic
+from fsharp.functional.process_group import ProcessGroupComm as ProcessGroupComm
+from fsharp.functional.process_group import connect as connect
+from fsharp.functional.process_group import destroy as destroy
+from fsharp.functional.sharded import Sharded as Sharded
+from fsharp.functional.sharded import map_units as map_units
+from fsharp.functional.sharded import merge as merge
+from fsharp.functional.sharded import shard_for as shard_for
+from fsharp.functional.sharded import trainable as trainable
+from fsharp.functional.sharded import units_of as units_of
+from fsharp.functional.sharded import unshard as unshard
+from fsharp.functional.train import Loss as Loss
+from fsharp.functional.train import Metrics as Metrics
+from fsharp.functional.train import TrainState as TrainState
+from fsharp.functional.train import average as average
+from fsharp.functional.train import init_state as init_state
+from fsharp.functional.train import train_step as train_step
+from fsharp.functional.train import update as update
+from fsharp.functional.train import value_and_grad as value_and_grad
+from fsharp.functional.transforms.base import Transform as Transform
+from fsharp.functional.transforms.base import chain as chain
+from fsharp.functional.transforms.base import masked as masked
+from fsharp.functional.transforms.base import partition as partition
+from fsharp.functional.transforms.elementwise import adamw as adamw
+from fsharp.functional.transforms.elementwise import lion as lion
+from fsharp.functional.transforms.elementwise import sgd as sgd
+from fsharp.functional.transforms.ema import with_ema as with_ema
+from fsharp.functional.transforms.muon import muon as muon
+from fsharp.functional.transforms.norms import clip_by_global_norm as clip_by_global_norm
+from fsharp.functional.transforms.norms import global_norm as global_norm
+from fsharp.functional.transforms.norms import skip_nonfinite as skip_nonfinite
+from fsharp.functional.transforms.schedules import warmup_cosine as warmup_cosine
+from fsharp.functional.transforms.schedules import warmup_linear as warmup_linear
+
+__version__ = "0.1.0"

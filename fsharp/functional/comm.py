@@ -1,0 +1,157 @@
+"""Comm: the only way in which pure functions reach other ranks.
+
+Collectives are linear maps on the tuple of all ranks' tensors. They take and return plain tensors, know nothing of
+autograd, and never change their arguments; :mod:`fsharp.functional.collectives` makes them differentiable.
+"""
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple, Protocol, runtime_checkable
+
+import torch
+
+from fsharp.functional.errors import MeshError
+from fsharp.functional.mesh import Mesh
+
+ReduceOp = Literal["sum", "max", "min"]
+
+
+@runtime_checkable
+class Comm(Protocol):
+    """The view that one rank has of a mesh.
+
+    Every rank of a group along an axis has to call the same collectives in the same order, with equal shapes and
+    dtypes. Along an axis of size 1 callers skip the call.
+    """
+
+    @property
+    def mesh(self) -> Mesh:
+        """The mesh this rank is part of."""
+
+    @property
+    def rank(self) -> int:
+        """This rank's number in the mesh."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where tensors of this library's own, such as losses to sum, have to be for a collective."""
+
+    def all_gather(self, x: torch.Tensor, axis: str) -> torch.Tensor:
+        """``[n, *x.shape]``: every rank's ``x`` in order of coordinate. Any dtype; bits are kept."""
+
+    def reduce_scatter(self, x: torch.Tensor, axis: str, *, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """From ``x`` of shape ``[n, *s]`` the sum over ranks of ``x[own coordinate]``, shape ``s``, in ``dtype``."""
+
+    def all_reduce(self, x: torch.Tensor, axis: str, *, op: ReduceOp = "sum") -> torch.Tensor:
+        """The sum, maximum or minimum over ranks of ``x``, elementwise; the same bits on every rank."""
+
+
+class SingleComm:
+    """The only rank of a mesh of size 1. Needs no process group and sends nothing.
+
+    Raises:
+        MeshError: a mesh of more than one rank.
+    """
+
+    def __init__(self, mesh: Mesh = Mesh({"dp": 1}), *, device: torch.device | str = "cpu") -> None:
+        if mesh.size != 1:
+            raise MeshError(f"SingleComm(): {mesh} has {mesh.size} ranks; use connect(mesh) in each of {mesh.size} processes.")
+        self.mesh, self.rank, self.device = mesh, 0, torch.device(device)
+
+    def all_gather(self, x: torch.Tensor, axis: str) -> torch.Tensor:
+        """``x`` with a leading dim of size 1."""
+        self.mesh.index(axis)
+        return x.unsqueeze(0)
+
+    def reduce_scatter(self, x: torch.Tensor, axis: str, *, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """``x[0]`` in ``dtype``."""
+        self.mesh.index(axis)
+        return x[0].to(dtype or x.dtype)
+
+    def all_reduce(self, x: torch.Tensor, axis: str, *, op: ReduceOp = "sum") -> torch.Tensor:
+        """``x``."""
+        self.mesh.index(axis)
+        return x
+
+
+class Call(NamedTuple):
+    """One kind of collective call: what, along which axis, and how many bytes this rank sends for it."""
+
+    op: str
+    axis: str
+    nbytes: int
+
+
+def sent_nbytes(op: str, nbytes: int, n: int) -> int:
+    """Bytes one rank of ``n`` sends in the bandwidth-optimal algorithm (ring or direct exchange).
+
+    Args:
+        op: ``"all_gather"``, ``"reduce_scatter"`` or ``"all_reduce"``.
+        nbytes: size of one rank's part: the input of an all_gather, the output of a reduce_scatter in the dtype that
+            travels, the part ``ceil(numel / n)`` of an all_reduce.
+        n: ranks along the axis.
+    """
+    return (n - 1) * nbytes * (2 if op == "all_reduce" else 1)
+
+
+@dataclass
+class CountingComm:
+    """Passes every call on to ``inner`` and counts it.
+
+    Attributes:
+        calls: how often each :class:`Call` was made.
+    """
+
+    inner: Comm
+    calls: Counter[Call] = field(default_factory=Counter)
+
+    @property
+    def mesh(self) -> Mesh:
+        """The mesh of ``inner``."""
+        return self.inner.mesh
+
+    @property
+    def rank(self) -> int:
+        """The rank of ``inner``."""
+        return self.inner.rank
+
+    @property
+    def device(self) -> torch.device:
+        """The device of ``inner``."""
+        return self.inner.device
+
+    @property
+    def num_calls(self) -> int:
+        """Collectives called so far."""
+        return sum(self.calls.values())
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes sent so far."""
+        return sum(call.nbytes * count for call, count in self.calls.items())
+
+    def all_gather(self, x: torch.Tensor, axis: str) -> torch.Tensor:
+        """Counted, then passed on."""
+        self._count("all_gather", axis, x.numel() * x.dtype.itemsize)
+        return self.inner.all_gather(x, axis)
+
+    def reduce_scatter(self, x: torch.Tensor, axis: str, *, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """Counted, then passed on."""
+        self._count("reduce_scatter", axis, x[0].numel() * x.dtype.itemsize)
+        return self.inner.reduce_scatter(x, axis, dtype=dtype)
+
+    def all_reduce(self, x: torch.Tensor, axis: str, *, op: ReduceOp = "sum") -> torch.Tensor:
+        """Counted, then passed on."""
+        self._count("all_reduce", axis, -(-x.numel() // self.mesh.axis_size(axis)) * x.dtype.itemsize)
+        return self.inner.all_reduce(x, axis, op=op)
+
+    def _count(self, op: str, axis: str, nbytes: int) -> None:
+        self.calls[Call(op, axis, sent_nbytes(op, nbytes, self.mesh.axis_size(axis)))] += 1
+
+
+def sum_in_rank_order(parts: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """``((parts[0] + parts[1]) + parts[2]) + ...`` in ``dtype``: one order, whatever the backend or the way it is cut."""
+    result = parts[0].to(dtype, copy=True)
+    for part in parts[1:]:
+        result += part
+    return result

@@ -1,0 +1,47 @@
+"""Every error a caller can cause. All of them are raised before the first collective of the call that raises them."""
+
+from collections.abc import Iterable
+
+
+class FsharpError(Exception):
+    """Base class of every error this library raises on purpose."""
+
+
+class MeshError(FsharpError, ValueError):
+    """A mesh, an axis name, a rank or a world size that does not fit."""
+
+
+class StrategyError(FsharpError, ValueError):
+    """Placements that are illegal together, or that do not cover the mesh."""
+
+
+class PatternError(FsharpError, ValueError):
+    """A key-path pattern that matches nothing, or two that claim the same place."""
+
+
+class LayoutError(FsharpError, ValueError):
+    """A tree that cannot be laid out as asked, or a layout that does not fit the tree it is used with."""
+
+
+class TreeError(FsharpError, TypeError):
+    """A tree whose structure, leaves, dtypes or resting place are not those expected."""
+
+
+class LossError(FsharpError, TypeError):
+    """A loss that is neither a scalar mean nor a ``(sum, weight)`` pair, or that no parameter reaches."""
+
+
+class AgreementError(FsharpError, RuntimeError):
+    """Ranks that were given different trees, layouts or configurations. The same text is raised on every rank."""
+
+
+class CommError(FsharpError, RuntimeError):
+    """A collective that ranks did not enter alike, or that one of them never entered."""
+
+
+def problem(where: str, what: str, details: Iterable[tuple[str, object]] = (), remedy: str = "") -> str:
+    """One error text: ``where: what``, an aligned table of facts, and what to do about it."""
+    rows = [(name, str(value)) for name, value in details]
+    width = max((len(name) for name, _ in rows), default=0)
+    lines = [f"{where}: {what}", *(f"  {name:<{width}}  {value}" for name, value in rows)]
+    return "\n".join([*lines, remedy] if remedy else lines)

@@ -1,0 +1,263 @@
+"""Layout: which element of which leaf rests on which rank. Static, hashable, integers only.
+
+A unit's leaves are sorted into groups that agree in dtypes, in being trained and in label. A group is one flat buffer
+of ``num_parts * capacity`` elements; a place keeps some consecutive parts of it on each rank:
+
+    leaves        |--- w ---|-b-|------- v -------|..|      .. padding
+    parts         |   0   |   1   |   2   |   3      |      optimizer state, sharded over outer and inner
+    place params  |   inner 0     |   inner 1        |      parameters, sharded over inner
+"""
+
+import hashlib
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import optree
+import torch
+
+from fsharp.functional.errors import LayoutError
+from fsharp.functional.mesh import Mesh
+from fsharp.functional.packing import Atom
+from fsharp.functional.placement import Place, Strategy
+from fsharp.functional.precision import Dtypes
+
+
+@dataclass(frozen=True, slots=True)
+class Leaf:
+    """One leaf of the user's tree.
+
+    Attributes:
+        path: key path within its unit, ``""`` if the unit is the leaf.
+        shape: sizes of the dims.
+        dtype: the dtype that the user's leaf had.
+        atom: what must not be cut.
+        group: index of the group whose buffer holds it, -1 for a tied leaf.
+        offset: its first element in that buffer.
+        tied_to: ``(unit, path)`` of the leaf that holds its storage, or None.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    atom: Atom
+    group: int
+    offset: int
+    tied_to: tuple[str, str] | None = None
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """One flat buffer of a unit.
+
+    Attributes:
+        dtypes: of parameters, main copy and gradients.
+        trainable: whether it has gradients and optimizer state.
+        label: what :func:`~fsharp.partition` selects by.
+        num_parts: ranks among which the optimizer's place divides it.
+        capacity: elements in one part.
+        used: elements that belong to leaves; the rest is padding.
+    """
+
+    dtypes: Dtypes
+    trainable: bool
+    label: str
+    num_parts: int
+    capacity: int
+    used: int
+
+    @property
+    def size(self) -> int:
+        """Elements in the whole buffer."""
+        return self.num_parts * self.capacity
+
+
+class Span(NamedTuple):
+    """The part of one leaf that lies in one rank's buffer: ``buffer[start:stop]`` is ``leaf.flatten()[first:last]``."""
+
+    leaf: Leaf
+    start: int
+    stop: int
+    first: int
+    last: int
+
+
+@dataclass(frozen=True)
+class UnitLayout:
+    """The layout of one unit.
+
+    Attributes:
+        name: path of the unit in the user's tree.
+        mesh: the mesh it is laid out on.
+        strategy: where its state rests.
+        leaves: in tree order.
+        groups: its flat buffers.
+        spec: structure of its subtree.
+    """
+
+    name: str
+    mesh: Mesh
+    strategy: Strategy
+    leaves: tuple[Leaf, ...]
+    groups: tuple[Group, ...]
+    spec: optree.PyTreeSpec
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.name, self.mesh, self.strategy, self.leaves, self.groups, self.spec))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
+        return isinstance(other, UnitLayout) and hash(self) == hash(other) and self._key == other._key
+
+    @property
+    def _key(self) -> tuple[Any, ...]:
+        return (self.name, self.mesh, self.strategy, self.leaves, self.groups, self.spec)
+
+    @cached_property
+    def trainable(self) -> tuple[int, ...]:
+        """Indices of the groups that have gradients."""
+        return tuple(i for i, group in enumerate(self.groups) if group.trainable)
+
+    @cached_property
+    def all_groups(self) -> tuple[int, ...]:
+        """Indices of all groups."""
+        return tuple(range(len(self.groups)))
+
+    def local_size(self, group: int, place: Place) -> int:
+        """Elements of a group that one rank holds in ``place``."""
+        return self.groups[group].size // math.prod(self.mesh.axis_size(axis) for axis in place.sharded)
+
+    def local_start(self, group: int, place: Place, rank: int) -> int:
+        """First element of the group's buffer that ``rank`` holds in ``place``."""
+        index = 0
+        for axis in place.sharded:
+            index = index * self.mesh.axis_size(axis) + self.mesh.coord(axis, rank)
+        return index * self.local_size(group, place)
+
+    def spans(self, group: int, place: Place, rank: int) -> Iterator[Span]:
+        """What ``rank`` holds of each leaf of a group in ``place``, in order of the buffer."""
+        start, size = self.local_start(group, place, rank), self.local_size(group, place)
+        for leaf in self.leaves_of(group):
+            low, high = max(start, leaf.offset), min(start + size, leaf.offset + leaf.numel)
+            if low < high:
+                yield Span(leaf, low - start, high - start, low - leaf.offset, high - leaf.offset)
+
+    def leaves_of(self, group: int) -> tuple[Leaf, ...]:
+        """The leaves stored in a group's buffer, in order of offset; empty leaves lead."""
+        return self._stored[group]
+
+    @cached_property
+    def _stored(self) -> tuple[tuple[Leaf, ...], ...]:
+        by_offset = sorted(self.leaves, key=lambda leaf: (leaf.offset, leaf.numel))
+        return tuple(tuple(leaf for leaf in by_offset if leaf.group == i) for i in self.all_groups)
+
+    def full_path(self, leaf: Leaf) -> str:
+        """The path of a leaf of this unit in the user's tree."""
+        return f"{self.name}.{leaf.path}" if self.name and leaf.path else self.name or leaf.path
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where every element of a tree rests.
+
+    Attributes:
+        mesh: the mesh it is laid out on.
+        units: in tree order.
+        spec: structure of the user's tree above the units.
+    """
+
+    mesh: Mesh
+    units: tuple[UnitLayout, ...]
+    spec: optree.PyTreeSpec
+    _by_name: Mapping[str, UnitLayout] = field(init=False, repr=False, compare=False, hash=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_by_name", {unit.name: unit for unit in self.units})
+
+    def __getitem__(self, unit: str) -> UnitLayout:
+        if unit not in self._by_name:
+            raise LayoutError(f"no unit {unit!r}: the layout has {list(self._by_name)}.")
+        return self._by_name[unit]
+
+    def nbytes(self, kind: str, dtype: torch.dtype | None = None) -> int:
+        """Bytes of one kind of state that one rank holds at rest.
+
+        Args:
+            kind: ``"params"``, ``"grads"``, ``"main"`` (the copies that exist beside the parameters), or ``"optim"``
+                (one buffer of optimizer state at its place, in ``dtype`` or the main dtype).
+            dtype: overrides the element size.
+
+        Raises:
+            LayoutError: an unknown kind.
+        """
+        total = 0
+        for unit in self.units:
+            place = {"params": unit.strategy.params, "grads": unit.strategy.grads}.get(kind, unit.strategy.optim)
+            for i, group in enumerate(unit.groups):
+                if kind != "params" and not group.trainable:
+                    continue
+                total += unit.local_size(i, place) * (dtype.itemsize if dtype else _itemsize(kind, group.dtypes))
+        return total
+
+    @property
+    def nbytes_unsharded(self) -> int:
+        """Bytes of the parameters without sharding or padding, in the dtype they rest in."""
+        return sum(group.used * group.dtypes.compute.itemsize for unit in self.units for group in unit.groups)
+
+    @property
+    def num_params(self) -> int:
+        """Elements of all leaves; tied leaves count once."""
+        return sum(group.used for unit in self.units for group in unit.groups)
+
+    @property
+    def num_padding(self) -> int:
+        """Elements of padding in all buffers."""
+        return sum(group.size - group.used for unit in self.units for group in unit.groups)
+
+    @cached_property
+    def digest(self) -> str:
+        """SHA-256 of the JSON form: equal on ranks whose layouts are equal."""
+        return hashlib.sha256(self.to_json().encode()).hexdigest()
+
+    def to_json(self) -> str:
+        """The layout as JSON; :meth:`from_json` is the inverse."""
+        from fsharp.functional.serial import layout_to_json
+
+        return layout_to_json(self)
+
+    @staticmethod
+    def from_json(text: str) -> "Layout":
+        """The layout that :meth:`to_json` wrote.
+
+        Raises:
+            LayoutError: the text is not one.
+        """
+        from fsharp.functional.serial import layout_from_json
+
+        return layout_from_json(text)
+
+    def __str__(self) -> str:
+        from fsharp.functional.table import layout_table
+
+        return layout_table(self)
+
+
+def _itemsize(kind: str, dtypes: Dtypes) -> int:
+    if kind == "main":
+        return dtypes.main.itemsize if dtypes.has_main_copy else 0
+    sizes = {"params": dtypes.compute, "grads": dtypes.accumulate, "optim": dtypes.main}
+    if kind not in sizes:
+        raise LayoutError(f"nbytes(): unknown kind {kind!r}, expected one of {[*sizes, 'main']}.")
+    return sizes[kind].itemsize

@@ -1,0 +1,127 @@
+"""Key paths of pytrees, and the patterns that select them.
+
+A path is the chain of keys from the root, joined by dots: ``layers.0.attn.q``. A pattern is written the same way;
+``*``, ``?`` and ``[...]`` match within one segment, ``**`` matches any number of segments, none included.
+"""
+
+import difflib
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import lru_cache
+from typing import Any, TypeVar
+
+import optree
+
+from fsharp.functional.errors import PatternError, TreeError, problem
+
+T = TypeVar("T")
+Patterns = str | Sequence[str] | Callable[[str], bool]
+"""One pattern, several, or a predicate on the path."""
+
+
+def join(entries: Iterable[Any]) -> str:
+    """The dotted form of a key path; the root is the empty string."""
+    return ".".join(str(entry) for entry in entries)
+
+
+def flatten(tree: Any) -> tuple[tuple[str, ...], list[Any], optree.PyTreeSpec]:
+    """Paths, leaves and structure of ``tree``; refuses trees in which two leaves have the same dotted path."""
+    paths, leaves, spec = optree.tree_flatten_with_path(tree)
+    dotted = tuple(map(join, paths))
+    if len(set(dotted)) != len(dotted):
+        twice = sorted({path for path in dotted if dotted.count(path) > 1})
+        raise TreeError(f"two leaves share the dotted path {twice[0]!r}: rename a key that contains a dot.")
+    return dotted, leaves, spec
+
+
+@lru_cache(maxsize=4096)
+def _compiled(pattern: str) -> re.Pattern[str]:
+    parts = []
+    for segment in pattern.split("."):
+        if segment == "**":
+            parts.append(r"(?:[^.]+\.)*")
+            continue
+        body = re.sub(r"\\\[(.*?)\\\]", r"[\1]", re.escape(segment)).replace(r"\*", "[^.]*").replace(r"\?", "[^.]")
+        parts.append(body.replace("[!", "[^") + r"\.")
+    return re.compile("".join(parts))
+
+
+def matches(pattern: str, path: str) -> bool:
+    """Whether ``pattern`` matches the whole of ``path``.
+
+    >>> matches("layers.*", "layers.0"), matches("layers.*", "layers.0.w"), matches("**.w", "layers.0.w")
+    (True, False, True)
+    """
+    return _compiled(pattern).fullmatch(path + "." if path else "") is not None
+
+
+def ancestors(path: str) -> list[str]:
+    """The path itself and every prefix of it, longest first; the root, ``""``, comes last.
+
+    >>> ancestors("layers.0.w")
+    ['layers.0.w', 'layers.0', 'layers', '']
+    """
+    segments = path.split(".") if path else []
+    return [".".join(segments[:n]) for n in range(len(segments), -1, -1)]
+
+
+def selects(pattern: str, path: str) -> bool:
+    """Whether ``pattern`` matches ``path`` or a subtree around it."""
+    return any(matches(pattern, prefix) for prefix in ancestors(path))
+
+
+def as_patterns(patterns: str | Sequence[str] | None) -> tuple[str, ...]:
+    """One pattern or several, as a tuple."""
+    return () if patterns is None else (patterns,) if isinstance(patterns, str) else tuple(patterns)
+
+
+def nothing_matches(where: str, pattern: str, paths: Sequence[str]) -> PatternError:
+    """The error for a pattern that selects nothing, with the closest paths there are."""
+    known = sorted({prefix for path in paths for prefix in ancestors(path) if prefix})
+    near = difflib.get_close_matches(pattern, known, n=4, cutoff=0.3) or known[:4]
+    return PatternError(
+        problem(
+            where,
+            f"the pattern {pattern!r} matches nothing in the tree.",
+            [("closest", ", ".join(near) or "the tree is empty")],
+            "'*' stands for one key, '**' for any number of them.",
+        )
+    )
+
+
+def chosen(where: str, patterns: Patterns, paths: Sequence[str]) -> frozenset[str]:
+    """The paths selected by any of the patterns, each of which has to select one."""
+    if callable(patterns):
+        return frozenset(path for path in paths if patterns(path))
+    result: set[str] = set()
+    for pattern in as_patterns(patterns):
+        hit = {path for path in paths if selects(pattern, path)}
+        if not hit:
+            raise nothing_matches(where, pattern, paths)
+        result |= hit
+    return frozenset(result)
+
+
+def assign(
+    where: str, rules: T | Mapping[str, T] | Callable[[str], T], paths: Sequence[str], default: T | None = None
+) -> dict[str, T]:
+    """A value for every path: one for all, a function of the path, or by pattern, the last that selects it winning.
+
+    Raises:
+        PatternError: a pattern that selects nothing, or a path that no pattern selects and there is no default.
+    """
+    if isinstance(rules, Mapping):
+        result: dict[str, T] = {} if default is None else dict.fromkeys(paths, default)
+        for pattern, value in rules.items():
+            hit = [path for path in paths if selects(pattern, path)]
+            if not hit:
+                raise nothing_matches(where, pattern, paths)
+            result.update(dict.fromkeys(hit, value))
+        missing = [path for path in paths if path not in result]
+        if missing:
+            remedy = "Add a rule for '**' in front of the others."
+            raise PatternError(problem(where, f"no pattern selects {missing[0]!r}.", [("rules", list(rules))], remedy))
+        return result
+    if callable(rules):
+        return {path: rules(path) for path in paths}
+    return dict.fromkeys(paths, rules)

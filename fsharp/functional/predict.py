@@ -1,0 +1,72 @@
+"""What a step costs on the wire, computed from the layout before anything runs."""
+
+from collections import Counter
+
+from fsharp.functional.comm import Call, sent_nbytes
+from fsharp.functional.layout import Layout, UnitLayout
+from fsharp.functional.placement import Partial, Place, Replicate, Shard
+
+
+def step_traffic(layout: Layout, *, microbatches: int = 1, release: bool = True) -> Counter[Call]:
+    """Every collective call that one :func:`~fsharp.train_step` makes on one rank, and the bytes this rank sends for it.
+
+    A run makes exactly these calls if ``loss_fn`` passes each unit to :func:`~fsharp.forward` once and the
+    transformation has no collectives of its own.
+
+    Args:
+        layout: of the parameters.
+        microbatches: as given to the step.
+        release: as given to ``forward``.
+    """
+    calls: Counter[Call] = Counter()
+    for unit in layout.units:
+        strategy = unit.strategy
+        is_gathered = any(unit.mesh.axis_size(axis) > 1 for axis in strategy.params.sharded)
+        gathers = 2 if release and is_gathered and unit.trainable else 1
+        for group in unit.all_groups:
+            uses = gather_calls(unit, group, strategy.params, strategy.full)
+            calls.update({call: count * gathers * microbatches for call, count in uses.items()})
+        for group in unit.trainable:
+            landed = reduce_calls(unit, group, strategy.full.dual, strategy.grads)
+            calls.update({call: count * microbatches for call, count in landed.items()})
+            calls.update(reduce_calls(unit, group, strategy.grads, strategy.optim))
+            calls.update(gather_calls(unit, group, strategy.optim, strategy.params))
+    for axis, n in layout.mesh.axes:  # the loss and its weight, two float64
+        if n > 1:
+            calls[Call("all_reduce", axis, sent_nbytes("all_reduce", -(-2 // n) * 8, n))] += 1
+    return calls
+
+
+def gather_calls(unit: UnitLayout, group: int, source: Place, target: Place) -> Counter[Call]:
+    """The collectives that :func:`~fsharp.gather` makes for one group between two places."""
+    calls: Counter[Call] = Counter()
+    size = unit.local_size(group, source)
+    itemsize = unit.groups[group].dtypes.compute.itemsize
+    for axis in reversed(source.order):
+        n = unit.mesh.axis_size(axis)
+        if source[axis] is Shard and target[axis] is Replicate and n > 1 and size:
+            calls[Call("all_gather", axis, sent_nbytes("all_gather", size * itemsize, n))] += 1
+            size *= n
+    return calls
+
+
+def reduce_calls(unit: UnitLayout, group: int, source: Place, target: Place) -> Counter[Call]:
+    """The collectives that :func:`~fsharp.reduce_scatter` makes for one group between two places."""
+    calls: Counter[Call] = Counter()
+    size = unit.local_size(group, source)
+    dtypes = unit.groups[group].dtypes
+    for axis in source.order:
+        n = unit.mesh.axis_size(axis)
+        if source[axis] is Partial and target[axis] is Shard and n > 1 and size:
+            size //= n
+            calls[Call("reduce_scatter", axis, sent_nbytes("reduce_scatter", size * dtypes.wire.itemsize, n))] += 1
+    for axis in source.order:
+        n = unit.mesh.axis_size(axis)
+        if source[axis] is Partial and target[axis] is Replicate and n > 1 and size:
+            part = -(-size // n)
+            if dtypes.wire == dtypes.accumulate:
+                calls[Call("all_reduce", axis, sent_nbytes("all_reduce", part * dtypes.wire.itemsize, n))] += 1
+            else:
+                for op, itemsize in (("reduce_scatter", dtypes.wire.itemsize), ("all_gather", dtypes.accumulate.itemsize)):
+                    calls[Call(op, axis, sent_nbytes(op, part * itemsize, n))] += 1
+    return calls

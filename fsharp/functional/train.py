@@ -1,0 +1,297 @@
+"""TrainState, value_and_grad, update and train_step: what the other functions are for."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import optree
+import torch
+
+from fsharp.functional.agree import together
+from fsharp.functional.collectives import all_reduce
+from fsharp.functional.comm import Comm
+from fsharp.functional.describe import describe_units
+from fsharp.functional.errors import LossError, TreeError, problem
+from fsharp.functional.moves import check_comm, gather, reduce_scatter
+from fsharp.functional.sharded import Sharded, map_units, merge, trainable, units_of
+from fsharp.functional.transforms.base import apply_transform, as_transform, check_gradients
+
+LossFn = Callable[[Any, Any, Comm], Any]
+"""``loss_fn(params, batch, comm)``: a scalar mean, or a pair of scalars ``(sum, weight)``."""
+
+
+class TrainState(NamedTuple):
+    """Everything a step needs and makes; a pytree.
+
+    Attributes:
+        step: updates made, skipped ones included.
+        params: a tree of :class:`~fsharp.Sharded` where parameters rest, in the compute dtype.
+        main: the same tree with, at the optimizer's place, the groups that have a main copy in another dtype.
+        opt: state of the gradient transformation, at the optimizer's place.
+    """
+
+    step: int
+    params: Any
+    main: Any
+    opt: Any
+
+
+class Loss(NamedTuple):
+    """A loss that adds up rightly over microbatches and ranks.
+
+    Attributes:
+        sum: weighted sum over what was seen; scalar.
+        weight: its weight; scalar.
+    """
+
+    sum: torch.Tensor
+    weight: torch.Tensor
+
+    @property
+    def mean(self) -> torch.Tensor:
+        """``sum / weight``, and 0 if there was no weight."""
+        return self.sum / _nonzero(self.weight)
+
+
+class Metrics(NamedTuple):
+    """What a step reports; the same on all ranks.
+
+    Attributes:
+        loss: mean over all microbatches and ranks, float64 scalar.
+        weight: total weight of the loss, float64 scalar.
+    """
+
+    loss: torch.Tensor
+    weight: torch.Tensor
+
+
+def train_step(
+    loss_fn: LossFn, tx: Any, *, microbatches: int = 1, donate: bool = False
+) -> Callable[[TrainState, Any, Comm], tuple[TrainState, Metrics]]:
+    """A pure training step: ``step(state, batch, comm) -> (state, metrics)``. Write your own from the same functions.
+
+    Args:
+        loss_fn: ``loss_fn(params, batch, comm)`` gives this rank's mean, or ``(sum, weight)`` where tokens are uneven.
+        tx: any ``(init, update)`` pair.
+        microbatches: equal parts along dim 0 into which this rank's batch is split.
+        donate: allow the step to overwrite the state it is given, which is then no longer to be used.
+    """
+    tx = as_transform(tx)
+
+    def step(state: TrainState, batch: Any, comm: Comm) -> tuple[TrainState, Metrics]:
+        loss, grads = value_and_grad(loss_fn, microbatches=microbatches)(state.params, batch, comm=comm)
+        grads = reduce_scatter(grads, comm=comm)  # where gradients rest -> where the optimizer wants them
+        metrics, grads = average(loss, grads, comm=comm)  # one divisor for all microbatches and ranks
+        return update(tx, grads, state, comm=comm, donate=donate), metrics  # optimizer -> parameters
+
+    return step
+
+
+def init_state(tx: Any, sharded: Any, *, comm: Comm) -> TrainState:
+    """A state to start training from.
+
+    Args:
+        tx: any ``(init, update)`` pair.
+        sharded: parameters as :func:`~fsharp.shard` or :func:`~fsharp.init` made them: with ``place="optim"`` in the main
+            dtype, or where parameters rest if no main copy is kept.
+        comm: the ranks.
+
+    Raises:
+        TreeError: not a tree of Sharded in one of these places, or parameters in the compute dtype alone where a main
+            copy in another dtype is kept: its bits would be lost.
+        AgreementError: ranks with different layouts or transformations.
+
+    Cost: from ``"optim"`` one gather to where parameters rest; else none.
+    """
+    tx = as_transform(tx)
+
+    def check() -> list[Sharded]:
+        check_comm("init_state()", sharded, comm)
+        nodes = units_of(sharded)
+        for node in nodes:
+            _check_start(node)
+        return nodes
+
+    together("init_state()", comm, check, lambda nodes: {**describe_units([n.unit for n in nodes]), "tx": repr(tx.config)})
+    params = gather(_cast(sharded, "compute"), comm=comm, to="params")
+    start = trainable(gather(sharded, comm=comm, to="optim"))
+    return TrainState(0, params, _main_copies(start), tx.init(start))
+
+
+def _check_start(node: Sharded) -> None:
+    for group, buffer in zip(node.groups, node.buffers, strict=True):
+        dtypes = node.unit.groups[group].dtypes
+        if buffer.dtype != dtypes.main or node.place.partial:
+            raise TreeError(
+                problem(
+                    "init_state()",
+                    f"unit {node.name!r} has a {dtypes.main} main copy, which cannot be made from {buffer.dtype}.",
+                    [("place", node.place)],
+                    "Pass shard(params, layout, comm, place='optim'), or init(..., place='optim').",
+                )
+            )
+
+
+def value_and_grad(loss_fn: LossFn, *, microbatches: int = 1) -> Callable[..., tuple[Loss, Any]]:
+    """A function ``(params, batch, *, comm) -> (loss, grads)`` of what this rank saw, summed over microbatches.
+
+    Each unit's gradient goes to where gradients rest, in the accumulation dtype, as soon as the backward has it. Neither
+    loss nor gradients are divided by the weight yet: :func:`average` does, once all ranks' sums are added.
+
+    Args:
+        loss_fn: ``loss_fn(params, batch, comm)``. A mean counts as weight 1 a microbatch; ``(sum, weight)`` makes the
+            result independent of how tokens are spread over microbatches and ranks. Weights are not differentiated.
+        microbatches: equal parts along dim 0 of every tensor in the batch. Their gradients are added in order: in full
+            where gradients rest partial, after the reduction where they rest sharded.
+
+    Raises:
+        LossError: a loss of another kind, a batch that does not divide, or a loss that no parameter reaches.
+
+    Cost: with zero3 two gathers and one reduction a unit and microbatch; memory of one unit in full beside the shards.
+    """
+    if not isinstance(microbatches, int) or microbatches < 1:
+        raise LossError(f"value_and_grad(): microbatches is {microbatches!r}, expected an integer of at least 1.")
+
+    def run(params: Any, batch: Any, *, comm: Comm) -> tuple[Loss, Any]:
+        check_comm("value_and_grad()", params, comm)
+        total: Loss | None = None
+        grads: Any = None
+        for part in split_batch(batch, microbatches):
+            loss, new = _one_microbatch(loss_fn, params, part, comm)
+            if total is None:
+                total, grads = loss, new
+            else:
+                total = Loss(total.sum + loss.sum, total.weight + loss.weight)
+                grads = optree.tree_map(torch.Tensor.add_, grads, new)
+        assert total is not None
+        return total, grads
+
+    return run
+
+
+def _one_microbatch(loss_fn: LossFn, params: Any, batch: Any, comm: Comm) -> tuple[Loss, Any]:
+    with torch.enable_grad():
+        probed = map_units(_with_sinks, params)
+        sinks = [sink for node in units_of(probed) for sink in node.sinks]
+        loss = _as_loss(loss_fn(probed, batch, comm))
+        if not sinks or not loss.sum.requires_grad:
+            why = "every parameter is frozen" if not sinks else "no parameter reaches it: use forward() or gather() in it"
+            raise LossError(f"value_and_grad(): the loss has no gradient, {why}.")
+        found = torch.autograd.grad(loss.sum, sinks, allow_unused=True)
+    flat = iter([torch.zeros_like(s, memory_format=torch.contiguous_format) if g is None else g for s, g in zip(sinks, found)])
+    grads = map_units(
+        lambda node: Sharded(
+            [next(flat) for _ in node.unit.trainable], node.unit, node.unit.strategy.grads, node.unit.trainable
+        ),
+        params,
+    )
+    return Loss(loss.sum.detach().double(), loss.weight.detach().double()), grads
+
+
+def _with_sinks(node: Sharded) -> Sharded:
+    unit, place = node.unit, node.unit.strategy.grads
+    device = node.buffers[0].device if node.buffers else torch.device("cpu")
+    sinks = [
+        torch.zeros((), dtype=unit.groups[g].dtypes.accumulate, device=device)
+        .expand(unit.local_size(g, place))
+        .requires_grad_()
+        for g in unit.trainable
+    ]
+    return Sharded([b.detach() for b in node.buffers], unit, node.place, node.groups, sinks)
+
+
+def _as_loss(value: Any) -> Loss:
+    total, weight = value if isinstance(value, tuple) and len(value) == 2 else (value, 1.0)
+    if not isinstance(total, torch.Tensor) or total.numel() != 1 or not total.is_floating_point():
+        got = f"{total.dtype}{list(total.shape)}" if isinstance(total, torch.Tensor) else type(total).__name__
+        raise LossError(f"value_and_grad(): the loss is {got}, expected a scalar mean or a pair of scalars (sum, weight).")
+    weight = torch.as_tensor(weight, device=total.device)
+    if weight.numel() != 1:
+        raise LossError(f"value_and_grad(): the weight of the loss has shape {list(weight.shape)}, expected a scalar.")
+    return Loss(total.reshape(()), weight.reshape(()))
+
+
+def split_batch(batch: Any, count: int) -> list[Any]:
+    """``count`` equal parts of a pytree of tensors along dim 0; leaves that are not tensors are repeated.
+
+    Raises:
+        LossError: a tensor whose dim 0 does not divide.
+    """
+    if count == 1:
+        return [batch]
+    leaves, spec = optree.tree_flatten(batch)
+    for leaf in leaves:
+        if isinstance(leaf, torch.Tensor) and (leaf.ndim == 0 or leaf.shape[0] % count):
+            raise LossError(f"a batch with a tensor of shape {list(leaf.shape)} does not split into {count} microbatches.")
+    parts = [leaf.chunk(count) if isinstance(leaf, torch.Tensor) else [leaf] * count for leaf in leaves]
+    return [optree.tree_unflatten(spec, list(row)) for row in zip(*parts, strict=True)]
+
+
+def average(loss: Loss, grads: Any, *, comm: Comm) -> tuple[Metrics, Any]:
+    """Divide summed gradients by the weight of all microbatches and ranks.
+
+    Args:
+        loss: this rank's, from :func:`value_and_grad`.
+        grads: already reduced over ranks; overwritten.
+        comm: the ranks.
+
+    Returns:
+        The mean loss over all ranks, and the gradients of it.
+
+    Raises:
+        TreeError: gradients that are still partial: dividing those would round differently for every strategy.
+
+    Cost: one ``all_reduce`` of 16 bytes for each axis.
+    """
+    for node in units_of(grads):
+        if node.place.partial:
+            raise TreeError(f"average(): gradients of unit {node.name!r} rest partial ({node.place}); reduce_scatter() first.")
+    sums = torch.stack([loss.sum, loss.weight]).to(comm.device)
+    for axis, _ in comm.mesh.axes:
+        sums = all_reduce(sums, comm, axis)
+    total = Loss(sums[0], sums[1])
+    divisor = _nonzero(total.weight)
+    return Metrics(total.mean, total.weight), optree.tree_map(lambda g: g.div_(divisor.to(g.dtype)), grads)
+
+
+def _nonzero(weight: torch.Tensor) -> torch.Tensor:
+    return torch.where(weight == 0, torch.ones_like(weight), weight)
+
+
+def update(tx: Any, grads: Any, state: TrainState, *, comm: Comm, donate: bool = False) -> TrainState:
+    """Run a gradient transformation where optimizer state rests, and bring parameters to where they rest.
+
+    Args:
+        tx: any ``(init, update)`` pair.
+        grads: the gradients at the optimizer's place, from :func:`~fsharp.reduce_scatter`.
+        state: the state before.
+        comm: the ranks.
+        donate: allow to overwrite ``state``.
+
+    Returns:
+        The state after. Frozen groups are the same tensors.
+
+    Raises:
+        TreeError: gradients of another structure, layout, place or dtype than the state's parameters.
+
+    Cost: one gather from the optimizer's place to the parameters' where the two differ.
+    """
+    tx = as_transform(tx)
+    check_comm("update()", grads, comm)
+    with torch.no_grad():
+        old = merge(gather(trainable(state.params), comm=comm, to="optim"), state.main)
+        check_gradients("update()", grads, old)
+        new, opt = apply_transform(tx, grads, state.opt, old, comm=comm, donate=donate)
+        params = merge(state.params, gather(_cast(new, "compute"), comm=comm, to="params"))
+    return TrainState(state.step + 1, params, _main_copies(new), opt)
+
+
+def _main_copies(tree: Any) -> Any:
+    return map_units(lambda s: s.select([g for g in s.groups if s.unit.groups[g].dtypes.has_main_copy]), tree)
+
+
+def _cast(tree: Any, kind: str) -> Any:
+    def one(node: Sharded) -> Sharded:
+        dtypes = [getattr(node.unit.groups[g].dtypes, kind) for g in node.groups]
+        return node.replace([b.to(dtype) for b, dtype in zip(node.buffers, dtypes, strict=True)])
+
+    return map_units(one, tree)

@@ -1,0 +1,1 @@
+"""Gradient transformations over sharded trees: pairs of pure functions ``(init, update)``."""

@@ -1,0 +1,5 @@
+"""Testing sharded programs: all ranks in one process, random trees and layouts, and equivalence of strategies."""
+
+from fsharp.testing.equivalence import Tolerance as Tolerance
+from fsharp.testing.equivalence import assert_equivalent as assert_equivalent
+from fsharp.testing.simulate import simulate as simulate
