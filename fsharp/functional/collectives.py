@@ -17,7 +17,8 @@ such tuples, and its backward is the transpose under the inner product ``sum_r <
   ``reduce_scatter`` under ``vmap`` sums over ranks for each ``i``. For per-sample gradients give all ranks the same
   samples, or let ranks that do not have sample ``i`` contribute zero.
 
-All primitives work on the last dim; dims in front of it are carried along. Along an axis of size 1, and for empty tensors, they do nothing.
+All primitives work on the last dim; dims in front of it are carried along. Along an axis of size 1, and for empty
+tensors, they do nothing.
 """
 
 from typing import Any
@@ -106,7 +107,10 @@ def all_gather_last(x: torch.Tensor, comm: Comm, axis: str) -> torch.Tensor:
 
     Gradient: :func:`reduce_scatter_last`. Cost: ``(n - 1) * x.nbytes`` sent by each rank.
     """
-    return x if _is_free(x, comm, axis) else _AllGather.apply(x, comm, axis)
+    if _is_free(x, comm, axis):
+        return x
+    out: torch.Tensor = _AllGather.apply(x, comm, axis)
+    return out
 
 
 def reduce_scatter_last(x: torch.Tensor, comm: Comm, axis: str, *, dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -116,7 +120,8 @@ def reduce_scatter_last(x: torch.Tensor, comm: Comm, axis: str, *, dtype: torch.
     """
     if _is_free(x, comm, axis):
         return x.to(dtype or x.dtype)
-    return _ReduceScatter.apply(x, comm, axis, dtype or x.dtype)
+    out: torch.Tensor = _ReduceScatter.apply(x, comm, axis, dtype or x.dtype)
+    return out
 
 
 def all_reduce(x: torch.Tensor, comm: Comm, axis: str) -> torch.Tensor:
@@ -124,7 +129,10 @@ def all_reduce(x: torch.Tensor, comm: Comm, axis: str) -> torch.Tensor:
 
     Gradient: itself. Cost: ``2 * (n - 1) / n * x.nbytes`` sent by each rank.
     """
-    return x if _is_free(x, comm, axis) else _AllReduce.apply(x, comm, axis)
+    if _is_free(x, comm, axis):
+        return x
+    out: torch.Tensor = _AllReduce.apply(x, comm, axis)
+    return out
 
 
 def local_slice(x: torch.Tensor, comm: Comm, axis: str) -> torch.Tensor:

@@ -51,7 +51,8 @@ def forward(
     call = _Call(fn, comm)
     if not (release and torch.is_grad_enabled() and _is_gathered(units) and not _transformed()):
         return call(units, args, kwargs)
-    leaves, spec = optree.tree_flatten((units, args, kwargs))
+    inputs: Any = (units, args, kwargs)
+    leaves, spec = optree.tree_flatten(inputs)
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
     if not any(t.requires_grad for t in tensors):
         return call(units, args, kwargs)
@@ -90,8 +91,8 @@ class _Static:
     def run(self, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         filled = iter(tensors)
         leaves = [next(filled) if leaf is None else leaf for leaf in self.others]
-        units, args, kwargs = optree.tree_unflatten(self.spec, leaves)
-        out, self.result.spec = optree.tree_flatten(self.call(units, args, kwargs))
+        inputs: Any = optree.tree_unflatten(self.spec, leaves)
+        out, self.result.spec = optree.tree_flatten(self.call(*inputs))
         self.result.leaves = [(isinstance(x, torch.Tensor), None if isinstance(x, torch.Tensor) else x) for x in out]
         return tuple(x for x in out if isinstance(x, torch.Tensor))
 

@@ -1,4 +1,4 @@
-"""Where tensors rest: one placement for each mesh axis, and a strategy that says so for each of three kinds of state.
+r"""Where tensors rest: one placement for each mesh axis, and a strategy that says so for each of three kinds of state.
 
 The whole library reads these tables; nothing in it asks for a strategy by name.
 
@@ -10,9 +10,9 @@ strategy              axis   parameters              gradients              opti
 ``zero2``             dp     replicated              sharded                sharded
 ``zero3``             dp     sharded                 sharded                sharded
 ``hsdp``              outer  replicated              partial                replicated
-\\                     inner  sharded                 sharded                sharded
+\                     inner  sharded                 sharded                sharded
 ``hfsdp``             outer  replicated              partial                sharded
-\\                     inner  sharded                 sharded                sharded
+\                     inner  sharded                 sharded                sharded
 ====================  =====  ======================  =====================  ======================
 
 Gradients rest between microbatches as the table says; the update wants them where the optimizer state rests.

@@ -33,6 +33,7 @@ def plan(
     Every pattern selects leaves by key path, a pattern for a subtree selecting all leaves below it; of several rules
     that select a leaf the last one counts.
 
+    >>> from fsharp import zero3
     >>> params = {"embed": torch.empty(10, 4), "layers": [{"w": torch.empty(4, 4)}, {"w": torch.empty(4, 4)}]}
     >>> layout = plan(params, Mesh({"dp": 3}), zero3("dp"), units="layers.*")
     >>> [unit.name for unit in layout.units], layout.num_params, layout.num_padding
@@ -67,7 +68,8 @@ def plan(
     names = tuple(dict.fromkeys(unit_of[path] for path in paths))
     strategies = _strategies(strategy, names, mesh)
     frozen_paths = chosen("plan(frozen=...)", frozen, paths)
-    atom_of = assign("plan(atoms=...)", atoms, paths, default=Element())
+    no_cut: Atom = Element()
+    atom_of: dict[str, Atom] = assign("plan(atoms=...)", atoms, paths, default=no_cut)
     label_of = assign("plan(labels=...)", labels, paths, default="default")
 
     def key(path: str, tensor: torch.Tensor) -> tuple[Any, ...]:
@@ -131,7 +133,7 @@ def within(path: str, unit: str) -> str:
 def _strategies(strategy: Any, names: Sequence[str], mesh: Mesh) -> dict[str, Strategy]:
     if not isinstance(strategy, Strategy | Mapping):
         raise LayoutError(f"plan(): strategy is {strategy!r}, expected a Strategy such as zero3('dp').")
-    result = assign("plan(strategy=...)", strategy, names)
+    result: dict[str, Strategy] = assign("plan(strategy=...)", strategy, names)
     for each in dict.fromkeys(result.values()):
         if not isinstance(each, Strategy):
             raise LayoutError(f"plan(): strategy is {each!r}, expected a Strategy such as zero3('dp').")
@@ -165,7 +167,7 @@ def find_ties(paths: Sequence[str], leaves: Sequence[torch.Tensor]) -> dict[str,
     for path, leaf in zip(paths, leaves):
         if leaf.numel() == 0:
             continue
-        place = (leaf.untyped_storage()._cdata, leaf.storage_offset() * leaf.dtype.itemsize)
+        place = (leaf.untyped_storage()._cdata, int(leaf.storage_offset()) * leaf.dtype.itemsize)
         owner, other = owners.setdefault(place, (path, leaf))
         if owner == path:
             continue

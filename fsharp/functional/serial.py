@@ -92,7 +92,8 @@ def _atom_to_json(atom: Atom) -> Any:
 
 
 def _atom_from_json(data: Any) -> Atom:
-    return Rows(data) if isinstance(data, int) else {"element": Element(), "whole": Whole()}[data]
+    named: dict[str, Atom] = {"element": Element(), "whole": Whole()}
+    return Rows(data) if isinstance(data, int) else named[data]
 
 
 def _spec_to_json(spec: optree.PyTreeSpec) -> Any:

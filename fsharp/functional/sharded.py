@@ -1,6 +1,7 @@
 """Sharded: the pytree node that stands where a unit's subtree stood, and the pure slicing that makes and unmakes it."""
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import optree
@@ -123,7 +124,7 @@ class Sharded:
                 end = leaf.offset + leaf.numel
             pieces = torch.split(buffer, [*sizes, buffer.shape[-1] - end], dim=-1)
             for leaf, piece in zip(leaves, pieces[1::2], strict=False):
-                views[leaf.path] = piece.reshape(*buffer.shape[:-1], *leaf.shape)
+                views[leaf.path] = piece.reshape((*buffer.shape[:-1], *leaf.shape))
         return views
 
     def local_leaves(self, rank: int) -> dict[str, torch.Tensor]:
@@ -166,7 +167,7 @@ def _unflatten(context: Context, children: Any) -> Sharded:
 def _register() -> None:
     # optree's global namespace, so that libraries which know nothing of this one (TorchOpt) see through the node.
     everywhere: Any = vars(optree.registry)["__GLOBAL_NAMESPACE"]
-    optree.register_pytree_node(Sharded, _flatten, _unflatten, namespace=everywhere)  # type: ignore[arg-type, type-var]
+    optree.register_pytree_node(Sharded, _flatten, _unflatten, namespace=everywhere)  # type: ignore[arg-type]
     torch_pytree.register_pytree_node(
         Sharded,
         lambda node: (list(_flatten(node)[0]), _flatten(node)[1]),
@@ -267,8 +268,12 @@ def shard_for(params: Any, layout: Layout, rank: int, *, place: PlaceName = "par
     for unit, subtree in zip(layout.units, sections.subtrees, strict=True):
         tensors = dict(zip((leaf.path for leaf in unit.leaves), optree.tree_leaves(subtree), strict=True))
         where = resolve_place(unit, place)
-        nodes.append(build(unit, where, rank, lambda leaf, have=tensors: have[leaf.path], main=place == "optim"))
+        nodes.append(build(unit, where, rank, partial(_by_path, tensors), main=place == "optim"))
     return optree.tree_unflatten(layout.spec, nodes)
+
+
+def _by_path(tensors: dict[str, torch.Tensor], leaf: Leaf) -> torch.Tensor:
+    return tensors[leaf.path]
 
 
 def build(
@@ -309,7 +314,7 @@ def unshard(shards: Sequence[Any]) -> Any:
     for rank, nodes in enumerate(per_rank):
         if [_flatten(node)[1] for node in nodes] != [_flatten(node)[1] for node in per_rank[0]]:
             raise TreeError(f"unshard(): the tree of rank {rank} has another layout or place than that of rank 0.")
-    full = []
+    whole = []
     for nodes in zip(*per_rank, strict=True):
         unit, place, mesh = nodes[0].unit, nodes[0].place, nodes[0].unit.mesh
         if len(trees) != mesh.size:
@@ -318,8 +323,8 @@ def unshard(shards: Sequence[Any]) -> Any:
             raise TreeError(f"unshard(): unit {unit.name!r} rests partial ({place}); reduce_scatter() it first.")
         holders = {tuple(mesh.coord(axis, r) for axis in place.sharded): nodes[r] for r in reversed(range(mesh.size))}
         in_order = [holders[key].buffers for key in sorted(holders)]
-        full.append(Sharded([torch.cat(parts, dim=-1) for parts in zip(*in_order)], unit, unit.strategy.full, nodes[0].groups))
-    position = iter(full)
+        whole.append(Sharded([torch.cat(parts, dim=-1) for parts in zip(*in_order)], unit, unit.strategy.full, nodes[0].groups))
+    position = iter(whole)
     gathered = map_units(lambda node: next(position) if is_sharded(node) else node, trees[0])
     return as_tree(gathered)
 

@@ -44,9 +44,10 @@ def layout_table(layout: Layout) -> str:
             "-" * max(map(len, lines)),
             *lines[1:],
             f"padding {layout.num_padding:,} elements ({waste:.3g} %)",
-            f"at rest on each rank: params {nbytes_text(layout.nbytes('params'))}, grads {nbytes_text(layout.nbytes('grads'))}, "
-            f"main copy {nbytes_text(layout.nbytes('main'))}, each optimizer buffer {nbytes_text(layout.nbytes('optim'))}; "
-            f"unsharded params {nbytes_text(layout.nbytes_unsharded)}",
+            "at rest on each rank: "
+            + ", ".join(f"{kind} {nbytes_text(layout.nbytes(kind))}" for kind in ("params", "grads", "main"))
+            + f", each optimizer buffer {nbytes_text(layout.nbytes('optim'))};"
+            + f" unsharded params {nbytes_text(layout.nbytes_unsharded)}",
         ]
     )
 

@@ -57,6 +57,9 @@ def unit_names(paths: Sequence[str], patterns: str | Sequence[str] | None) -> di
     return result
 
 
+_LEAF = optree.treespec_leaf()
+
+
 def cut(tree: Any, patterns: str | Sequence[str] | None) -> Cut:
     """Cut ``tree`` at the units that :func:`unit_names` names; subtrees without leaves stay where they are."""
     paths, _, _ = flatten(tree)
@@ -72,7 +75,7 @@ def cut_at(tree: Any, names: frozenset[str]) -> Cut:
     def walk(node: Any, path: str) -> Any:
         if path in names:
             found.append((path, node))
-            return optree.tree_structure(0)
+            return _LEAF
         if optree.tree_is_leaf(node):
             return optree.tree_structure(node)
         children, _, entries, _ = optree.tree_flatten_one_level(node)[:4]

@@ -2,4 +2,5 @@
 
 from fsharp.testing.equivalence import Tolerance as Tolerance
 from fsharp.testing.equivalence import assert_equivalent as assert_equivalent
+from fsharp.testing.processes import processes as processes
 from fsharp.testing.simulate import simulate as simulate

@@ -7,6 +7,7 @@ only: the remainders go through a padded scratch tensor. An element's update the
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import optree
@@ -34,7 +35,7 @@ class AdamState(NamedTuple):
         nu: second moments, like the parameters.
     """
 
-    count: int
+    count: int  # type: ignore[assignment]  # tuple.count, which nobody calls on a state
     mu: Any
     nu: Any
 
@@ -47,7 +48,7 @@ class MomentumState(NamedTuple):
         momentum: like the parameters, or None without momentum.
     """
 
-    count: int
+    count: int  # type: ignore[assignment]  # tuple.count, which nobody calls on a state
     momentum: Any
 
 
@@ -223,7 +224,7 @@ def _writable(donate: bool, *trees: Any) -> list[Any]:
 
 
 def _each_run(
-    kernel: Callable[[Sequence[list[torch.Tensor]], float, float], None],
+    kernel: Callable[..., None],
     trees: tuple[Any, ...],
     rank: int,
     lr_scale: PerPath,
@@ -253,7 +254,8 @@ def _each_run(
         dtypes = dict.fromkeys(x.dtype for x in lists[0])
         for dtype in dtypes:
             chosen = [j for j, x in enumerate(lists[0]) if x.dtype is dtype]
-            _in_whole_vectors(lambda ls, v=value: kernel(ls, *v), [[column[j] for j in chosen] for column in lists])
+            chosen_lists = [[column[j] for j in chosen] for column in lists]
+            _in_whole_vectors(partial(kernel, scale=value[0], decay=value[1]), chosen_lists)
 
 
 def _runs(node: Sharded, group: int, rank: int, tables: Mapping[str, Mapping[str, float]]) -> list[Any]:

@@ -1,0 +1,1 @@
+"""A byte-level GPT trained on the source of Python's standard library: ``python -m examples.gpt --help``."""

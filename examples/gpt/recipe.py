@@ -1,0 +1,52 @@
+"""What is trained and how: the layout, the optimizer, the step, the batches."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+import fsharp as fs
+from examples.gpt import data, model
+from examples.gpt.options import Options
+
+
+def layout_of(options: Options, mesh: fs.Mesh, strategy: fs.Strategy) -> fs.Layout:
+    """Where the state rests: every block is a unit, and so are what comes before and after the blocks."""
+    return fs.plan(
+        model.shapes(options.dim, options.layers),
+        mesh,
+        strategy,
+        units="layers.*",
+        precision=fs.Precision(compute=getattr(torch, options.dtype), main=torch.float32),
+    )
+
+
+def learning_rate(options: Options, total: int) -> Callable[[int], float]:
+    """Learning rate by updates made. Up to the end of the warm-up it does not depend on ``total``."""
+    return fs.warmup_cosine(options.lr, warmup=options.warmup, total=total, floor=options.lr / 10)
+
+
+def optimizer(options: Options, total: int) -> fs.Transform:
+    """Clipping, then AdamW."""
+    decay = model.weight_decay(options.weight_decay)
+    return fs.chain(
+        fs.clip_by_global_norm(options.clip, deterministic=options.exact_clip),
+        fs.adamw(learning_rate(options, total), b2=0.99, weight_decay=decay),
+    )
+
+
+def build_step(options: Options, loss_fn: Callable[..., Any], total: int) -> Any:
+    """A training step whose learning rate ends at ``total``."""
+    return fs.train_step(loss_fn, optimizer(options, total), microbatches=options.microbatches, donate=True)
+
+
+def batch_of(corpus: data.Corpus, options: Options, step: int, comm: fs.Comm) -> dict[str, torch.Tensor]:
+    """This rank's share of a step's batch."""
+    starts = data.random_starts(corpus.train, options.batch, options.context, seed=options.seed, step=step)
+    mine = data.windows(corpus.train, starts.chunk(comm.mesh.size)[comm.rank], options.context)
+    return {name: x.to(comm.device) for name, x in mine.items()}
+
+
+def predicted_bytes(layout: fs.Layout) -> int:
+    """Bytes at rest on a rank: parameters, main copies, and the two buffers that AdamW keeps."""
+    return sum(map(layout.nbytes, ("params", "main", "optim", "optim")))

@@ -1,0 +1,136 @@
+"""One process of the training run; the launcher starts as many as there are ranks."""
+
+import math
+import sys
+import time
+from functools import partial
+
+import torch
+from torch.distributed.elastic.multiprocessing.errors import record
+
+import fsharp as fs
+from examples.gpt import data, model
+from examples.gpt.evaluate import bigram_bits_per_byte, bits_per_byte
+from examples.gpt.options import Options, parse
+from examples.gpt.plot import plot
+from examples.gpt.recipe import batch_of, build_step, layout_of, learning_rate, optimizer, predicted_bytes
+from examples.gpt.report import Report
+from examples.gpt.sample import generate
+
+_REPLAN_EVERY = 10
+"""Steps after which a run of given time looks at how many there is time for."""
+
+
+def run(options: Options, comm: fs.Comm) -> None:
+    """Train, evaluate, report."""
+    layout = layout_of(options, comm.mesh, getattr(fs, options.strategy)(*comm.mesh.names))
+    alone = layout_of(options, fs.Mesh({"dp": 1}), fs.ddp("dp"))
+    loss_fn = partial(model.loss, heads=options.heads, release=options.release)
+    params = fs.init(model.initializers(options.dim, options.layers), layout, comm, key=options.seed, place="optim")
+    state = fs.init_state(optimizer(options, 1), params, comm=comm)
+    corpus = data.load()
+    starts = data.even_starts(corpus.held_out, options.eval_bytes, options.context)
+
+    def evaluate(every: int) -> float:
+        chosen = starts[::every]
+        with_options = {"context": options.context, "batch": 4 * options.batch, "comm": comm}
+        bits = bits_per_byte(loss_fn, state.params, corpus.held_out, chosen, **with_options)
+        report.eval(state.step, bits, len(chosen) * options.context)
+        return bits
+
+    total = options.steps or max(options.warmup, _REPLAN_EVERY)
+    with Report(options.folder, rank=comm.rank, total=total) as report:
+        at_rest, predicted, unsharded = bytes_at_rest(state), predicted_bytes(layout), predicted_bytes(alone)
+        mib = 1 << 20
+        report.say(str(layout))
+        report.say(
+            f"params + optimizer at rest: {at_rest / mib:.2f} MiB per rank (predicted {predicted / mib:.2f}),"
+            f" {unsharded / mib:.2f} MiB unsharded"
+        )
+        report.say(f"train on {len(corpus.train):,} bytes, {len(corpus.held_out):,} held out; device {comm.device}")
+        step_fn = build_step(options, loss_fn, total)
+        elapsed, tokens = 0.0, options.batch * options.context
+        while state.step < total:
+            began = time.perf_counter()
+            state, metrics = step_fn(state, batch_of(corpus, options, state.step, comm), comm)
+            loss = float(metrics.loss)  # waits for the device
+            elapsed += time.perf_counter() - began
+            row = {"step": state.step, "loss": loss, "bits_per_byte": loss / math.log(2)}
+            row |= {"tokens_per_s": tokens * state.step / elapsed, "lr": learning_rate(options, total)(state.step - 1)}
+            report.train(row | {"grad_norm": float(state.opt[0].norm), "elapsed": elapsed})
+            if options.steps is None and state.step % _REPLAN_EVERY == 0:
+                total = max(state.step, round(state.step * options.seconds / agreed(elapsed, comm)))
+                step_fn = build_step(options, loss_fn, total)  # the state does not know who will change it
+                report.plan(total)
+            if options.eval_every and state.step % options.eval_every == 0 and state.step < total:
+                evaluate(every=8)
+        bits = evaluate(every=1)
+
+        whole = fs.gather(state.params, comm=comm)
+        if comm.rank:
+            return
+        bigram = bigram_bits_per_byte(corpus.train, corpus.held_out, starts, context=options.context)
+        plot(options.folder, title=f"{layout.num_params:,} parameters, {options.strategy} on {comm.mesh}", bigram=bigram)
+        if options.sample_bytes:
+            report.say(f"--- a sample at temperature {options.temperature}\n{sample(whole, options, comm)}\n---")
+        report.say(f"bigram model: {bigram:.3f} bits/byte; this model: {bits:.3f}; see {options.folder}/loss.png")
+    report.summary(
+        {
+            "val_bits_per_byte": bits,
+            "bigram_bits_per_byte": bigram,
+            "tokens_per_s": tokens * state.step / elapsed,
+            "bytes_at_rest": at_rest,
+            "bytes_at_rest_predicted": predicted,
+            "bytes_unsharded": unsharded,
+            "strategy": options.strategy,
+            "world_size": comm.mesh.size,
+            "steps": state.step,
+            "train_seconds": elapsed,
+            "train_tokens": tokens * state.step,
+            "val_bytes": len(starts) * options.context,
+            "num_params": layout.num_params,
+            "dtype": options.dtype,
+            "seed": options.seed,
+            "folder": str(options.folder),
+        }
+    )
+
+
+def agreed(value: float, comm: fs.Comm) -> float:
+    """The largest value of any rank, so that all decide alike."""
+    x = torch.tensor([value], dtype=torch.float64, device=comm.device)
+    for axis, size in comm.mesh.axes:
+        x = comm.all_reduce(x, axis, op="max") if size > 1 else x
+    return float(x)
+
+
+def bytes_at_rest(state: fs.TrainState) -> int:
+    """Bytes that this rank holds between steps: parameters, main copies and optimizer state."""
+    return sum(node.nbytes for node in fs.units_of((state.params, state.main, state.opt)))
+
+
+def sample(params: Any, options: Options, comm: fs.Comm) -> str:
+    """Generated text. ``params`` are gathered already, so that one rank can do this alone."""
+    return generate(
+        lambda tokens: model.logits(params, tokens.to(comm.device), comm, heads=options.heads),
+        options.prompt,
+        options.sample_bytes,
+        context=options.context,
+        temperature=options.temperature,
+        seed=options.seed,
+    )
+
+
+@record  # tells the launcher what went wrong
+def main() -> None:
+    """Join the other processes and run."""
+    options = parse()
+    run(options, fs.connect(fs.Mesh(options.mesh_axes)))
+    fs.destroy()
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except Exception:
+        sys.exit(1)  # the launcher prints the error, once

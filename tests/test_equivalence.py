@@ -1,0 +1,179 @@
+"""One step, every strategy, every world: bitwise where sums have one order, to a tolerance where they do not."""
+
+import pytest
+import torch
+
+import fsharp as fs
+from fsharp.testing import assert_equivalent, processes, simulate
+from tests.gpt_like import loss_fn, make_batches, make_params
+
+FLAT = ("ddp", "zero1", "zero2", "zero3")
+DECAY = {"**": 0.1, "**.b": 0.0, "**.gain": 0.0}
+
+
+def make_tx():
+    return fs.chain(fs.clip_by_global_norm(0.5, deterministic=True), fs.adamw(1e-2, weight_decay=DECAY))
+
+
+def flat_runs(n):
+    return {name: (fs.Mesh({"dp": n}), getattr(fs, name)("dp")) for name in FLAT}
+
+
+def hybrid_runs(outer, inner):
+    mesh = fs.Mesh({"outer": outer, "inner": inner})
+    mixed = fs.Strategy(
+        {"outer": fs.AxisRule(fs.Replicate, fs.Partial, fs.Shard), "inner": fs.AxisRule(fs.Replicate, fs.Shard, fs.Shard)}
+    )
+    late = fs.Strategy(dict.fromkeys(("outer", "inner"), fs.AxisRule(fs.Shard, fs.Partial, fs.Shard)))
+    return {
+        "hsdp": (mesh, fs.hsdp("outer", "inner")),
+        "hfsdp": (mesh, fs.hfsdp("outer", "inner")),
+        "zero1 outside, zero2 inside": (mesh, mixed),
+        "zero3 on both axes": (mesh, fs.zero3("outer", "inner")),
+        "sharded parameters, partial gradients": (mesh, late),
+    }
+
+
+def equivalent(runs, *, run=simulate, steps=10, microbatches=1, tx=None, **options):
+    return assert_equivalent(
+        loss_fn, tx or make_tx(), make_params(), make_batches(steps, 32), runs=runs, units="layers.*",
+        microbatches=microbatches, run=run, **options,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+@pytest.mark.parametrize("n", [2, 4, pytest.param(8, marks=pytest.mark.deep)])
+def test_flat_strategies_simulated(n, microbatches):
+    results = equivalent(flat_runs(n), microbatches=microbatches)
+    if microbatches == 1:
+        assert all(torch.equal(results["ddp"]["embed"], results[name]["embed"]) for name in FLAT)
+    assert not torch.equal(results["ddp"]["embed"], make_params()["embed"])
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+@pytest.mark.parametrize("n", [2, 4])
+def test_flat_strategies_in_processes_have_the_bits_of_simulated_ones(n, microbatches):
+    runs = flat_runs(n)
+    # One start for all four strategies: the outer function runs them one after another on the same processes.
+    real = processes(fs.Mesh({"dp": n}), lambda comm: train_all(runs, comm, microbatches))
+    fake = simulate(fs.Mesh({"dp": n}), lambda comm: train_all(runs, comm, microbatches))
+    for name in FLAT:
+        for a, b in zip(real, fake, strict=True):
+            assert_same_bits(a[name], b[name])
+    assert_same_bits(real[0]["ddp"], real[0]["zero1"])
+    assert_same_bits(real[0]["zero2"], real[0]["zero3"])
+    if microbatches == 1:
+        assert_same_bits(real[0]["ddp"], real[0]["zero3"])
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_hybrid_meshes_in_processes_have_the_bits_of_simulated_ones(microbatches):
+    runs = hybrid_runs(2, 2)
+    mesh = fs.Mesh({"outer": 2, "inner": 2})
+    real = processes(mesh, lambda comm: train_all(runs, comm, microbatches))
+    fake = simulate(mesh, lambda comm: train_all(runs, comm, microbatches))
+    for name in runs:
+        assert_same_bits(real[0][name], fake[0][name])
+
+
+def train_all(runs, comm, microbatches, steps=10):
+    out = {}
+    for name, (mesh, strategy) in runs.items():
+        tx = make_tx()
+        layout = fs.plan(make_params(), mesh, strategy, units="layers.*")
+        state = fs.init_state(tx, fs.shard(make_params(), layout, comm), comm=comm)
+        step = fs.train_step(loss_fn, tx, microbatches=microbatches, donate=True)
+        for batch in make_batches(steps, 32):
+            state, _ = step(state, {k: v.chunk(mesh.size)[comm.rank] for k, v in batch.items()}, comm)
+        out[name] = fs.full(state.params, comm=comm)
+    return out
+
+
+def assert_same_bits(a, b):
+    import optree
+
+    for path, x, y in zip(optree.tree_paths(a), optree.tree_leaves(a), optree.tree_leaves(b), strict=True):
+        assert torch.equal(x, y), f"{path}: {int((x != y).sum())} of {x.numel()} elements differ"
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+@pytest.mark.parametrize(
+    ("outer", "inner"), [(2, 2), (1, 3), (3, 1), pytest.param(2, 4, marks=pytest.mark.deep)]
+)
+def test_hybrid_meshes_agree_with_one_process(outer, inner, microbatches):
+    equivalent(hybrid_runs(outer, inner), microbatches=microbatches, tx=fs.chain(make_tx()))
+
+
+@pytest.mark.parametrize("n", [1, 3, 5])
+def test_worlds_that_do_not_divide_the_sizes(n):
+    batches = make_batches(4, 30)
+    assert_equivalent(loss_fn, make_tx(), make_params(), batches, runs=flat_runs(n), units="layers.*")
+
+
+@pytest.mark.parametrize("atoms", [fs.Rows(1), fs.Rows(2), fs.Whole(), {"**": fs.Rows(1), "layers": fs.Whole()}])
+def test_atoms_do_not_change_values(atoms):
+    by_atom = equivalent({"zero3": (fs.Mesh({"dp": 3}), fs.zero3("dp"))}, steps=4, atoms=atoms)
+    by_element = equivalent({"zero3": (fs.Mesh({"dp": 3}), fs.zero3("dp"))}, steps=4)
+    assert_same_bits(by_atom["zero3"], by_element["zero3"])
+
+
+def test_frozen_leaves_stay_and_others_train():
+    results = equivalent(flat_runs(2), steps=3, frozen=["layers.0", "head.b"])
+    start = make_params()
+    for name in FLAT:
+        assert torch.equal(results[name]["layers"][0]["w"], start["layers"][0]["w"])
+        assert torch.equal(results[name]["head"]["b"], start["head"]["b"])
+        assert not torch.equal(results[name]["layers"][1]["w"], start["layers"][1]["w"])
+
+
+@pytest.mark.parametrize("wire", [None, torch.float32])
+def test_bfloat16_compute_with_float32_main_copies_is_bitwise_the_same_under_every_strategy(wire):
+    """The tolerance is of bfloat16: forward and backward round at every step, so worlds differ by some of its epsilons."""
+    equivalent(
+        flat_runs(4),
+        steps=5,
+        precision=fs.Precision(compute=torch.bfloat16, wire=wire),
+        tolerance=fs.testing.Tolerance(rtol=0.1, atol=0.05),
+    )
+
+
+def test_a_wrong_gradient_scale_is_found():
+    def bad_loss(params, batch, comm):
+        total, weight = loss_fn(params, batch, comm)
+        return total / weight  # a mean of means: wrong where weights are uneven
+
+    with pytest.raises(AssertionError, match="unsharded and zero3 differ"):
+        assert_equivalent(bad_loss, make_tx(), make_params(), make_batches(3, 32), runs=flat_runs(4), units="layers.*")
+
+
+def test_a_sum_in_another_order_is_found():
+    def skewed(params, batch, comm):
+        total, weight = loss_fn(params, batch, comm)
+        return total * (1 + (1e-7 if params["embed"].place.sharded else 0)), weight
+
+    with pytest.raises(AssertionError, match="ddp and zero3 differ"):
+        assert_equivalent(skewed, make_tx(), make_params(), make_batches(3, 32), runs=flat_runs(2), units="layers.*")
+
+
+def test_the_result_does_not_depend_on_how_tokens_are_spread():
+    """Weights are uneven; the parts are dealt to ranks and microbatches in three ways, one of them with an idle rank."""
+    mesh = fs.Mesh({"dp": 2})
+    batch = make_batches(1, 16)[0]
+    layout = fs.plan(make_params(), mesh, fs.zero3("dp"), units="layers.*")
+
+    def run(order, microbatches):
+        shuffled = {k: v[order] for k, v in batch.items()}
+
+        def rank_fn(comm):
+            state = fs.init_state(fs.sgd(1.0), fs.shard(make_params(), layout, comm), comm=comm)
+            mine = {k: v.chunk(2)[comm.rank] for k, v in shuffled.items()}
+            state, metrics = fs.train_step(loss_fn, fs.sgd(1.0), microbatches=microbatches)(state, mine, comm)
+            return fs.full(state.params, comm=comm)["layers"][1]["w"], metrics.loss
+
+        return simulate(mesh, rank_fn)[0]
+
+    expected, loss = run(torch.arange(16), 1)
+    for order, microbatches in ((torch.arange(15, -1, -1), 2), (batch["w"].argsort(), 1), (batch["w"].argsort(), 4)):
+        got, other = run(order, microbatches)
+        torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(other, loss, rtol=1e-6, atol=1e-7)
