@@ -114,7 +114,16 @@ def all_gather_last(x: torch.Tensor, comm: Comm, axis: str) -> torch.Tensor:
 
 
 def reduce_scatter_last(x: torch.Tensor, comm: Comm, axis: str, *, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """Sum ``x`` of shape ``[..., n * c]`` over ranks and keep the own part ``[..., c]``, summed in ``dtype``.
+    """Sum over ranks and keep the own part.
+
+    Args:
+        x: ``[..., n * c]``.
+        comm: the ranks.
+        axis: the axis to sum along.
+        dtype: of the sum and the result; None means that of ``x``.
+
+    Returns:
+        ``[..., c]``.
 
     Gradient: :func:`all_gather_last`. Cost: ``(n - 1) / n * x.nbytes`` sent by each rank.
     """

@@ -202,6 +202,8 @@ class Layout:
         Raises:
             LayoutError: an unknown kind.
         """
+        if kind not in _KINDS:
+            raise LayoutError(f"nbytes(): unknown kind {kind!r}, expected one of {list(_KINDS)}.")
         total = 0
         for unit in self.units:
             place = {"params": unit.strategy.params, "grads": unit.strategy.grads}.get(kind, unit.strategy.optim)
@@ -254,10 +256,10 @@ class Layout:
         return layout_table(self)
 
 
+_KINDS = ("params", "grads", "main", "optim")
+
+
 def _itemsize(kind: str, dtypes: Dtypes) -> int:
     if kind == "main":
         return dtypes.main.itemsize if dtypes.has_main_copy else 0
-    sizes = {"params": dtypes.compute, "grads": dtypes.accumulate, "optim": dtypes.main}
-    if kind not in sizes:
-        raise LayoutError(f"nbytes(): unknown kind {kind!r}, expected one of {[*sizes, 'main']}.")
-    return sizes[kind].itemsize
+    return {"params": dtypes.compute, "grads": dtypes.accumulate, "optim": dtypes.main}[kind].itemsize

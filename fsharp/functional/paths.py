@@ -34,6 +34,17 @@ def flatten(tree: Any) -> tuple[tuple[str, ...], list[Any], optree.PyTreeSpec]:
     return dotted, leaves, spec
 
 
+_SPECIAL = re.compile(r"\[(!?)([^\]]+)\]|.", re.DOTALL)
+
+
+def _translated(token: re.Match[str]) -> str:
+    negated, characters = token.groups()
+    if characters is None:
+        return {"*": "[^.]*", "?": "[^.]"}.get(token[0]) or re.escape(token[0])
+    inside = re.escape(characters).replace(r"\-", "-")  # '-' makes a range, every other character stands for itself
+    return rf"(?!\.)[{'^' if negated else ''}{inside}]"
+
+
 @lru_cache(maxsize=4096)
 def _compiled(pattern: str) -> re.Pattern[str]:
     parts = []
@@ -41,8 +52,7 @@ def _compiled(pattern: str) -> re.Pattern[str]:
         if segment == "**":
             parts.append(r"(?:[^.]+\.)*")
             continue
-        body = re.sub(r"\\\[(.*?)\\\]", r"[\1]", re.escape(segment)).replace(r"\*", "[^.]*").replace(r"\?", "[^.]")
-        parts.append(body.replace("[!", "[^") + r"\.")
+        parts.append(_SPECIAL.sub(_translated, segment) + r"\.")
     return re.compile("".join(parts))
 
 

@@ -171,7 +171,7 @@ def find_ties(paths: Sequence[str], leaves: Sequence[torch.Tensor]) -> dict[str,
         owner, other = owners.setdefault(place, (path, leaf))
         if owner == path:
             continue
-        if (leaf.shape, leaf.stride(), leaf.dtype) != (other.shape, other.stride(), other.dtype):
+        if _view(leaf) != _view(other):
             raise LayoutError(
                 problem(
                     "plan()",
@@ -182,6 +182,10 @@ def find_ties(paths: Sequence[str], leaves: Sequence[torch.Tensor]) -> dict[str,
             )
         ties[path] = owner
     return ties
+
+
+def _view(t: torch.Tensor) -> tuple[Any, ...]:
+    return t.shape, t.stride(), t.dtype, t.is_conj(), t.is_neg()
 
 
 def _check_ties(ties: Mapping[str, str], rules: Mapping[str, tuple[Any, ...]]) -> None:

@@ -1,13 +1,16 @@
 """What a step costs on the wire, computed from the layout before anything runs."""
 
 from collections import Counter
+from collections.abc import Collection
 
 from fsharp.functional.comm import Call, sent_nbytes
 from fsharp.functional.layout import Layout, UnitLayout
 from fsharp.functional.placement import Partial, Place, Replicate, Shard
 
 
-def step_traffic(layout: Layout, *, microbatches: int = 1, release: bool = True) -> Counter[Call]:
+def step_traffic(
+    layout: Layout, *, microbatches: int = 1, release: bool = True, forward_only: Collection[str] = ()
+) -> Counter[Call]:
     """Every collective call that one :func:`~fsharp.train_step` makes on one rank, and the bytes this rank sends for it.
 
     A run makes exactly these calls if ``loss_fn`` passes each unit to :func:`~fsharp.forward` once and the
@@ -17,12 +20,13 @@ def step_traffic(layout: Layout, *, microbatches: int = 1, release: bool = True)
         layout: of the parameters.
         microbatches: as given to the step.
         release: as given to ``forward``.
+        forward_only: frozen units that no gradient passes through, as those in front of the first trainable one.
     """
     calls: Counter[Call] = Counter()
     for unit in layout.units:
         strategy = unit.strategy
         is_gathered = any(unit.mesh.axis_size(axis) > 1 for axis in strategy.params.sharded)
-        gathers = 2 if release and is_gathered and unit.trainable else 1
+        gathers = 2 if release and is_gathered and unit.name not in forward_only else 1
         for group in unit.all_groups:
             uses = gather_calls(unit, group, strategy.params, strategy.full)
             calls.update({call: count * gathers * microbatches for call, count in uses.items()})

@@ -43,7 +43,9 @@ def layout_from_json(text: str) -> Layout:
         mesh = Mesh([(name, size) for name, size in data["mesh"]])
         units = tuple(_unit_from_json(unit, mesh) for unit in data["units"])
         return Layout(mesh, units, _spec_from_json(data["spec"]))
-    except (KeyError, TypeError, AttributeError, IndexError, json.JSONDecodeError) as error:
+    except LayoutError:
+        raise
+    except (KeyError, TypeError, AttributeError, IndexError, ValueError, ImportError) as error:
         raise LayoutError(f"Layout.from_json(): not a layout: {type(error).__name__} {error}.") from error
 
 

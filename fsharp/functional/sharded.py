@@ -294,6 +294,7 @@ def build(
                     f"on {buffer.device}: move them to one device."
                 )
             buffer[span.start : span.stop] = value.detach().reshape(-1)[span.first : span.last]
+            del value  # before the next one is made
         if buffer is None:
             some = next((leaf_value(leaf) for leaf in unit.leaves_of(i)), torch.empty(0))
             buffer = torch.zeros(unit.local_size(i, place), dtype=dtype, device=some.device)

@@ -111,7 +111,11 @@ def init_state(tx: Any, sharded: Any, *, comm: Comm) -> TrainState:
             _check_start(node)
         return nodes
 
-    together("init_state()", comm, check, lambda nodes: {**describe_units([n.unit for n in nodes]), "tx": repr(tx.config)})
+    def fields(nodes: list[Sharded]) -> dict[str, str]:
+        places = "\n".join(f"{node.name or '(root)'}: {node.place}" for node in nodes)
+        return {**describe_units([node.unit for node in nodes]), "place": places, "tx": repr(tx.config)}
+
+    together("init_state()", comm, check, fields)
     params = gather(_cast(sharded, "compute"), comm=comm, to="params")
     start = trainable(gather(sharded, comm=comm, to="optim"))
     return TrainState(0, params, _main_copies(start), tx.init(start))

@@ -14,7 +14,7 @@ from fsharp.functional.materialize import full, shard
 from fsharp.functional.mesh import Mesh
 from fsharp.functional.placement import Partial, Strategy
 from fsharp.functional.plan import plan
-from fsharp.functional.train import TrainState, init_state, train_step
+from fsharp.functional.train import TrainState, init_state, split_batch, train_step
 from fsharp.testing.simulate import simulate
 
 
@@ -76,8 +76,7 @@ def assert_equivalent(
             layout: Layout = plan(params, mesh, strategy, units=units, **plan_options)
             state: TrainState = init_state(tx, shard(params, layout, comm, place="optim"), comm=comm)
             for batch in batches:
-                part = optree.tree_map(lambda t: t.chunk(mesh.size)[comm.rank], batch)
-                state, _ = step(state, part, comm)
+                state, _ = step(state, split_batch(batch, mesh.size)[comm.rank], comm)
             return full(state.params, comm=comm)
 
         results = run(mesh, rank_fn)

@@ -1,10 +1,13 @@
 """simulate: run a function as every rank of a mesh, in the threads of one process."""
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
+from torch._functorch import eager_transforms
+from torch.autograd import forward_ad
 
 from fsharp.functional.comm import ReduceOp, sum_in_rank_order
 from fsharp.functional.errors import CommError, problem
@@ -24,7 +27,7 @@ def simulate(mesh: Mesh, fn: Callable[["ThreadComm"], R], *, timeout: float = 60
 
     Args:
         mesh: the ranks.
-        fn: what each rank does. Torch's global random generator is shared by all; use generators of your own.
+        fn: what each rank does. Torch's global random generator is shared by all: use generators of your own.
         timeout: seconds a rank waits in a collective for the others.
 
     Returns:
@@ -49,13 +52,32 @@ def simulate(mesh: Mesh, fn: Callable[["ThreadComm"], R], *, timeout: float = 60
             world.fail(rank, error)
 
     threads = [threading.Thread(target=run, args=(rank,), name=f"rank {rank}", daemon=True) for rank in range(mesh.size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with _one_forward_ad_level():
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
     if world.error is not None:
         raise world.error
     return results
+
+
+@contextmanager
+def _one_forward_ad_level() -> Iterator[None]:
+    """Let every rank's ``torch.func.jvp`` use one forward-mode level, which is open for as long as they run.
+
+    torch counts these levels for the process and not for the thread: the rank that came first would open the level, and
+    on leaving close it under the others.
+    """
+    if eager_transforms.JVP_NESTING:
+        yield
+        return
+    with forward_ad.dual_level():
+        eager_transforms.JVP_NESTING += 1
+        try:
+            yield
+        finally:
+            eager_transforms.JVP_NESTING -= 1
 
 
 class ThreadComm:
@@ -84,7 +106,8 @@ class ThreadComm:
 
     def _meet(self, op: str, axis: str, x: torch.Tensor) -> list[torch.Tensor]:
         group = self.mesh.group(axis, self.rank)
-        return self._world.meet(self.rank, group, (op, axis, tuple(x.shape), x.dtype), x.detach())
+        # A copy: a rank whose call has returned may overwrite x while others still read it.
+        return self._world.meet(self.rank, group, (op, axis, tuple(x.shape), x.dtype), x.detach().clone())
 
     def __repr__(self) -> str:
         return f"ThreadComm({self.mesh}, rank={self.rank})"

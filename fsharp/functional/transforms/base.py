@@ -192,7 +192,9 @@ def masked(tx: Any, mask: Any) -> Transform:
         out, state = inner.update(seen, state, params, comm=comm)
         return _where(flags, out, grads, comm.rank), state
 
-    return Transform(inner.init, update, {"masked": repr(mask), "inner": dict(inner.config)})
+    # A function's repr holds its address, which differs between ranks.
+    shown = getattr(mask, "__qualname__", type(mask).__qualname__) if callable(mask) else repr(mask)
+    return Transform(inner.init, update, {"masked": shown, "inner": dict(inner.config)})
 
 
 def _where(flags: Mapping[str, bool], yes: Any, no: Any | None, rank: int) -> Any:

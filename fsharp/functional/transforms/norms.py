@@ -68,7 +68,7 @@ def _exact(by_axes: dict[tuple[str, ...], list[torch.Tensor]], comm: Comm) -> to
     for buffers in by_axes.values():
         for buffer in buffers:
             largest = torch.maximum(largest, buffer.abs().max().double().to(largest.device))  # propagates NaN
-    largest = largest.nan_to_num(nan=math.inf)
+    largest = largest.nan_to_num(nan=math.inf, posinf=math.inf)
     for axis, size in comm.mesh.axes:
         if size > 1:
             largest = comm.all_reduce(largest, axis, op="max")

@@ -5,7 +5,13 @@ from collections.abc import Callable
 
 
 def warmup_cosine(peak: float, *, warmup: int, total: int, floor: float = 0.0) -> Callable[[int], float]:
-    """Linear from 0 to ``peak`` in ``warmup`` updates, then a half cosine down to ``floor`` at ``total``.
+    """Linear from 0 to ``peak``, then a half cosine down to ``floor``.
+
+    Args:
+        peak: the highest rate.
+        warmup: updates until it is reached.
+        total: updates until ``floor`` is.
+        floor: the rate from then on.
 
     >>> rate = warmup_cosine(1.0, warmup=2, total=6)
     >>> [round(rate(count), 3) for count in range(7)]
@@ -22,7 +28,13 @@ def warmup_cosine(peak: float, *, warmup: int, total: int, floor: float = 0.0) -
 
 
 def warmup_linear(peak: float, *, warmup: int, total: int, floor: float = 0.0) -> Callable[[int], float]:
-    """Linear from 0 to ``peak`` in ``warmup`` updates, then linear down to ``floor`` at ``total``.
+    """Linear from 0 to ``peak``, then linear down to ``floor``.
+
+    Args:
+        peak: the highest rate.
+        warmup: updates until it is reached.
+        total: updates until ``floor`` is.
+        floor: the rate from then on.
 
     >>> rate = warmup_linear(1.0, warmup=2, total=6)
     >>> [rate(count) for count in range(7)]

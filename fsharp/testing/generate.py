@@ -1,0 +1,231 @@
+"""Hypothesis strategies for meshes, sharding strategies, trees and layouts: what a law of sharding is tried on.
+
+Importing this module imports hypothesis; nothing else in the library does.
+
+Values are small integers in every dtype, so that sums over ranks are exact and can be compared bit for bit.
+"""
+
+from collections.abc import Sequence
+from itertools import product
+from typing import Any, NamedTuple, TypeVar
+
+import optree
+import torch
+from hypothesis import strategies as st
+
+from fsharp.functional.errors import StrategyError
+from fsharp.functional.layout import Layout
+from fsharp.functional.mesh import Mesh
+from fsharp.functional.packing import Atom, Element, Rows, Whole
+from fsharp.functional.paths import ancestors, flatten
+from fsharp.functional.placement import AxisRule, Partial, Replicate, Shard, Strategy
+from fsharp.functional.plan import find_ties, plan
+from fsharp.functional.precision import Precision
+
+V = TypeVar("V")
+
+FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+"""Dtypes of leaves that are trained."""
+DTYPES = (*FLOATS, torch.int64, torch.uint8, torch.bool, torch.complex64)
+"""Dtypes of leaves; the others than :data:`FLOATS` are frozen."""
+
+_LARGEST = 4
+_SIZES = (0, 1, 2, 3, 4, 5, 7, 8, 11, 13)
+_RULES = (
+    AxisRule(Shard, Shard, Shard),
+    AxisRule(Replicate, Partial, Replicate),
+    AxisRule(Replicate, Partial, Shard),
+    AxisRule(Replicate, Shard, Shard),
+    AxisRule(Shard, Partial, Shard),
+)
+
+
+class Case(NamedTuple):
+    """A tree and where it rests.
+
+    Attributes:
+        tree: the user's tree.
+        layout: made by :func:`~fsharp.plan` for it.
+    """
+
+    tree: Any
+    layout: Layout
+
+
+def meshes(*, max_ranks: int = 16) -> st.SearchStrategy[Mesh]:
+    """Meshes of one axis, ``dp``, or of two, ``outer`` and ``inner``, with axes of size 1 among them.
+
+    Args:
+        max_ranks: the most ranks of a mesh.
+    """
+    sizes = range(1, max_ranks + 1)
+    flat = [Mesh({"dp": n}) for n in sizes]
+    grids = [Mesh({"outer": m, "inner": n}) for m, n in product(sizes, sizes) if m * n <= max_ranks]
+    return st.one_of(st.sampled_from(flat), st.sampled_from(grids))
+
+
+def legal_strategies(mesh: Mesh) -> list[Strategy]:
+    """Every :class:`~fsharp.Strategy` there is on a mesh: those with names, and those without."""
+    result = []
+    for rules in product(_RULES, repeat=len(mesh.axes)):
+        try:
+            result.append(Strategy(dict(zip(mesh.names, rules, strict=True))))
+        except StrategyError:  # parameters and gradients that do not nest
+            continue
+    return result
+
+
+def strategies(mesh: Mesh) -> st.SearchStrategy[Strategy]:
+    """Any legal strategy on ``mesh``."""
+    return st.sampled_from(legal_strategies(mesh))
+
+
+def atoms() -> st.SearchStrategy[Atom]:
+    """Elements, blocks of one to three rows, and whole tensors."""
+    return st.one_of(st.just(Element()), st.builds(Rows, st.integers(1, 3)), st.just(Whole()))
+
+
+def precisions() -> st.SearchStrategy[Precision]:
+    """The leaf's own dtypes; a main copy; a wire narrower than the sum."""
+    return st.sampled_from(
+        [
+            Precision(),
+            Precision(compute=torch.bfloat16, main=torch.float32),
+            Precision(compute=torch.float32, wire=torch.bfloat16, accumulate=torch.float32),
+        ]
+    )
+
+
+@st.composite
+def tensors(draw: st.DrawFn, *, dtypes: Sequence[torch.dtype] = DTYPES, max_dims: int = 3) -> torch.Tensor:
+    """Small tensors of integer values: scalars, dims of size 0 and 1, primes; contiguous, transposed, strided, expanded.
+
+    Args:
+        draw: given by hypothesis.
+        dtypes: to choose from.
+        max_dims: the most dims.
+    """
+    shape = draw(st.lists(st.sampled_from(_SIZES), max_size=max_dims))
+    while len(shape) > 1 and torch.Size(shape).numel() > 200:
+        shape.pop()
+    kind = draw(st.sampled_from(["contiguous", "transposed", "strided", "expanded"]))
+    seed = draw(st.integers(0, 1 << 16))
+    made = [*shape[:-1], 2 * shape[-1]] if kind == "strided" and shape else shape
+    value = integers_like(torch.empty(made, dtype=draw(st.sampled_from(dtypes))), seed)
+    if kind == "transposed":
+        return value.mT.contiguous().mT if value.ndim > 1 else value
+    if kind == "strided" and shape:
+        return value[..., ::2]
+    if kind == "expanded" and shape:
+        return value[:1].expand(shape) if shape[0] else value
+    return value
+
+
+def integers_like(like: torch.Tensor, seed: int) -> torch.Tensor:
+    """Integers from -4 to 4, or from 0 to 4 where the dtype has no sign, in the shape and dtype of ``like``."""
+    low = -_LARGEST if like.dtype.is_signed else 0
+    drawn = torch.randint(low, _LARGEST + 1, like.shape, generator=torch.Generator().manual_seed(seed))
+    return drawn.to(like.dtype)
+
+
+def _has_leaves(tree: Any) -> bool:
+    return len(optree.tree_leaves(tree)) > 0
+
+
+@st.composite
+def trees(draw: st.DrawFn, *, dtypes: Sequence[torch.dtype] = DTYPES, max_leaves: int = 8, ties: bool = True) -> Any:
+    """Nested dicts, lists and tuples of :func:`tensors`, with one leaf at least; empty containers and None in between.
+
+    Args:
+        draw: given by hypothesis.
+        dtypes: of the leaves.
+        max_leaves: the most leaves.
+        ties: let some leaves be the same tensor.
+    """
+    keys = st.sampled_from(["w", "b", "scale", "layers", "0", "10"])
+    shapes: st.SearchStrategy[Any] = st.recursive(
+        st.sampled_from([0, 0, 0, 0, None]),
+        lambda inner: st.one_of(
+            st.dictionaries(keys, inner, max_size=4),
+            st.lists(inner, max_size=4),
+            st.lists(inner, max_size=3).map(tuple),
+        ),
+        max_leaves=max_leaves,
+    )
+    skeleton = draw(shapes.filter(_has_leaves))
+    leaves: list[torch.Tensor] = []
+    for _ in optree.tree_leaves(skeleton):
+        again = ties and leaves and draw(st.integers(0, 4)) == 4
+        leaves.append(draw(st.sampled_from(leaves)) if again else draw(tensors(dtypes=dtypes)))
+    return optree.tree_unflatten(optree.tree_structure(skeleton), leaves)
+
+
+@st.composite
+def unit_patterns(draw: st.DrawFn, tree: Any) -> str | list[str] | None:
+    """Unit patterns that are legal for a tree: none, every key at the root, or some subtrees apart from each other."""
+    paths, _, _ = flatten(tree)
+    if paths == ("",):
+        return None
+    prefixes = sorted({prefix for path in paths for prefix in ancestors(path) if prefix})
+    picked: list[str] = []
+    for prefix in draw(st.lists(st.sampled_from(prefixes), max_size=3, unique=True)):
+        if not any(prefix in ancestors(other) or other in ancestors(prefix) for other in picked):
+            picked.append(prefix)
+    return draw(st.sampled_from([None, "*", picked or None]))
+
+
+@st.composite
+def layouts(
+    draw: st.DrawFn,
+    tree: Any,
+    *,
+    mesh: st.SearchStrategy[Mesh] | None = None,
+    precision: st.SearchStrategy[Precision] | None = None,
+) -> Layout:
+    """Layouts of a tree: any mesh, strategy, units, atoms and labels by path, frozen leaves.
+
+    Args:
+        draw: given by hypothesis.
+        tree: of tensors.
+        mesh: None means :func:`meshes`.
+        precision: None keeps the dtypes of the leaves.
+    """
+    ranks = draw(meshes() if mesh is None else mesh)
+    paths, leaves, _ = flatten(tree)
+    owners = find_ties(paths, leaves)
+
+    def by_path(values: st.SearchStrategy[V]) -> dict[str, V]:
+        drawn = {path: draw(values) for path in paths if path not in owners}
+        return {path or "**": drawn[owners.get(path, path)] for path in paths}
+
+    frozen = by_path(st.sampled_from([False, False, False, True]))
+    return plan(
+        tree,
+        ranks,
+        draw(strategies(ranks)),
+        units=draw(unit_patterns(tree)),
+        frozen=[path for path, is_frozen in frozen.items() if is_frozen],
+        atoms=by_path(atoms()),
+        labels=by_path(st.sampled_from(["default", "default", "matrix"])),
+        precision=draw(precision) if precision is not None else Precision(),
+    )
+
+
+@st.composite
+def cases(
+    draw: st.DrawFn,
+    *,
+    dtypes: Sequence[torch.dtype] = DTYPES,
+    max_ranks: int = 16,
+    precision: st.SearchStrategy[Precision] | None = None,
+) -> Case:
+    """A tree and a layout of it: :func:`trees` and :func:`layouts` together.
+
+    Args:
+        draw: given by hypothesis.
+        dtypes: of the leaves.
+        max_ranks: the most ranks of the mesh.
+        precision: None keeps the dtypes of the leaves.
+    """
+    tree = draw(trees(dtypes=dtypes))
+    return Case(tree, draw(layouts(tree, mesh=meshes(max_ranks=max_ranks), precision=precision)))

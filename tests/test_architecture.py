@@ -1,0 +1,65 @@
+"""What holds of the source itself: direction of imports, one door to torch.distributed, documentation of every name."""
+
+import ast
+import inspect
+import re
+from pathlib import Path
+
+import pytest
+
+import fsharp as fs
+import fsharp.testing
+
+ROOT = Path(fs.__file__).parent
+SOURCES = sorted(ROOT.rglob("*.py"))
+
+
+def imports(path):
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield node.module or ""
+
+
+def test_functional_imports_nothing_stateful():
+    for path in (ROOT / "functional").rglob("*.py"):
+        wrong = [name for name in imports(path) if name.startswith(("fsharp.stateful", "fsharp.testing", "fsharp.interop"))]
+        assert not wrong, f"{path}: {wrong}"
+
+
+def test_one_door_to_torch_distributed():
+    users = {path.name for path in (ROOT / "functional").rglob("*.py") if any("distributed" in name for name in imports(path))}
+    assert users == {"process_group.py"}
+
+
+def test_nothing_asks_for_a_strategy_by_name():
+    names = re.compile(r"""(==|in)\s*\(?["'](ddp|zero[123]|hsdp|hfsdp)["']""")
+    assert not [str(path) for path in SOURCES if names.search(path.read_text())]
+
+
+PUBLIC = [(module, name) for module in (fs, fsharp.testing) for name in vars(module) if not name.startswith("_")]
+PUBLIC = [(module, name) for module, name in PUBLIC if not inspect.ismodule(getattr(module, name))]
+
+
+@pytest.mark.parametrize(("module", "name"), PUBLIC, ids=[name for _, name in PUBLIC])
+def test_every_public_name_is_documented(module, name):
+    thing = getattr(module, name)
+    if isinstance(thing, fs.Placement):
+        return  # its members are documented where they are defined
+    assert inspect.getdoc(thing), name
+    assert not (thing.__doc__ or "").startswith(f"{name}("), "a dataclass's generated text is no documentation"
+    if inspect.isclass(thing):
+        for member, value in vars(thing).items():
+            value = value.fget if isinstance(value, property) else getattr(value, "__func__", value)
+            if inspect.isfunction(value) and not member.startswith("_") and value.__module__.startswith("fsharp"):
+                assert value.__doc__, f"{name}.{member}"
+
+
+@pytest.mark.parametrize(("module", "name"), [(m, n) for m, n in PUBLIC if inspect.isfunction(getattr(m, n))])
+def test_functions_with_several_arguments_say_what_they_are(module, name):
+    fn = getattr(module, name)
+    named = [p for p in inspect.signature(fn).parameters if p not in ("t", "g")]
+    if len(named) > 3:
+        for parameter in named:
+            assert re.search(rf"^\s+\*{{0,2}}{parameter}:", fn.__doc__, re.M), f"{name}({parameter})"

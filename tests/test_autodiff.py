@@ -1,0 +1,287 @@
+"""Laws of the differentiable primitives: transposes under <Ax, y> = <x, A'y>, tangents, batches, second order."""
+
+import pytest
+import torch
+from torch.func import grad, jvp, vjp, vmap
+
+import fsharp as fs
+from fsharp.testing import simulate
+from tests.gpt_like import logits, loss_fn, make_batches, make_params, plain_logits
+
+MESH = fs.Mesh({"outer": 2, "inner": 3})
+C = 4
+
+
+def draw(comm, *shape, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(100 * seed + comm.rank), dtype=torch.float64)
+
+
+# name, map, transpose, elements in, elements out; along the axis "inner" of size 3
+OPERATIONS = {
+    "all_gather": (
+        lambda x, comm: fs.all_gather_last(x, comm, "inner"),
+        lambda y, comm: fs.reduce_scatter_last(y, comm, "inner"),
+        C,
+        3 * C,
+    ),
+    "reduce_scatter": (
+        lambda x, comm: fs.reduce_scatter_last(x, comm, "inner"),
+        lambda y, comm: fs.all_gather_last(y, comm, "inner"),
+        3 * C,
+        C,
+    ),
+    "all_reduce": (
+        lambda x, comm: fs.all_reduce(x, comm, "inner"),
+        lambda y, comm: fs.all_reduce(y, comm, "inner"),
+        C,
+        C,
+    ),
+    "local_slice": (
+        lambda x, comm: fs.local_slice(x, comm, "inner"),
+        lambda y, comm: torch.nn.functional.pad(y, (C * (comm.rank % 3), C * (2 - comm.rank % 3))),
+        3 * C,
+        C,
+    ),
+    "gather after reduce_scatter": (
+        lambda x, comm: fs.all_gather_last(fs.reduce_scatter_last(x, comm, "inner"), comm, "inner"),
+        lambda y, comm: fs.all_reduce(y, comm, "inner"),
+        3 * C,
+        3 * C,
+    ),
+    "two axes": (
+        lambda x, comm: fs.all_gather_last(fs.all_gather_last(x, comm, "outer"), comm, "inner"),
+        lambda y, comm: fs.reduce_scatter_last(fs.reduce_scatter_last(y, comm, "inner"), comm, "outer"),
+        C,
+        6 * C,
+    ),
+}
+operations = pytest.mark.parametrize("name", OPERATIONS)
+
+
+@operations
+def test_transpose_identity_and_inputs_untouched(name):
+    op, transpose, n_in, n_out = OPERATIONS[name]
+
+    def rank_fn(comm):
+        x, y = draw(comm, n_in), draw(comm, n_out, seed=1)
+        before = x.clone(), y.clone()
+        pair = op(x, comm) @ y, x @ transpose(y, comm)
+        assert torch.equal(x, before[0])
+        assert torch.equal(y, before[1])
+        return pair
+
+    sides = torch.tensor(simulate(MESH, rank_fn)).sum(0)
+    torch.testing.assert_close(sides[0], sides[1])
+    assert abs(sides[0]) > 1e-3
+
+
+@operations
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_dtype_is_kept(name, dtype):
+    op, _, n_in, n_out = OPERATIONS[name]
+    out = simulate(MESH, lambda comm: op(draw(comm, n_in).to(dtype), comm))
+    assert {(x.dtype, tuple(x.shape)) for x in out} == {(dtype, (n_out,))}
+
+
+@operations
+def test_autograd_and_func_give_the_transpose(name):
+    op, transpose, n_in, n_out = OPERATIONS[name]
+
+    def rank_fn(comm):
+        x, y = draw(comm, n_in).requires_grad_(), draw(comm, n_out, seed=1)
+        (by_autograd,) = torch.autograd.grad(op(x, comm), x, y)
+        _, pullback = vjp(lambda x: op(x, comm), x.detach())
+        (by_func,) = pullback(y)
+        return by_autograd, by_func, transpose(y, comm)
+
+    for by_autograd, by_func, expected in simulate(MESH, rank_fn):
+        torch.testing.assert_close(by_autograd, expected)
+        torch.testing.assert_close(by_func, expected)
+
+
+@operations
+def test_tangents_travel_as_values_do(name):
+    op, _, n_in, _ = OPERATIONS[name]
+
+    def rank_fn(comm):
+        x, t = draw(comm, n_in), draw(comm, n_in, seed=1)
+        _, tangent = jvp(lambda x: op(x, comm), (x,), (t,))
+        return tangent, op(t, comm)
+
+    for tangent, expected in simulate(MESH, rank_fn):
+        torch.testing.assert_close(tangent, expected, rtol=0, atol=0)
+
+
+@operations
+@pytest.mark.parametrize("in_dim", [0, 1])
+def test_a_batch_is_a_loop(name, in_dim):
+    op, _, n_in, _ = OPERATIONS[name]
+
+    def rank_fn(comm):
+        x = draw(comm, 5, n_in)
+        batched = vmap(lambda x: op(x, comm), in_dims=in_dim)(x.T.contiguous() if in_dim else x)
+        return batched, torch.stack([op(row, comm) for row in x])
+
+    for batched, loop in simulate(MESH, rank_fn):
+        torch.testing.assert_close(batched, loop, rtol=0, atol=0)
+
+
+@operations
+def test_batched_gradients_and_batched_batches(name):
+    """vmap(grad), vmap(vmap(grad)) and grad of a sum over vmap."""
+    op, transpose, n_in, _ = OPERATIONS[name]
+
+    def rank_fn(comm):
+        x = draw(comm, 2, 5, n_in)
+        f = grad(lambda x: (op(x, comm) ** 2).sum())
+        loop = torch.stack([torch.stack([f(v) for v in row]) for row in x])
+        once = torch.stack([vmap(f)(row) for row in x])
+        outer = grad(lambda x: (vmap(lambda v: op(v, comm))(x) ** 2).sum())(x[0])
+        return loop, once, vmap(vmap(f))(x), outer
+
+    for loop, once, twice, outer in simulate(MESH, rank_fn):
+        torch.testing.assert_close(once, loop)
+        torch.testing.assert_close(twice, loop)
+        torch.testing.assert_close(outer, loop[0])
+
+
+@operations
+def test_second_order(name):
+    """Hessian-vector products of sum_r |A x|^4: by double backward, forward over reverse, and reverse over reverse."""
+    op, transpose, n_in, _ = OPERATIONS[name]
+
+    def rank_fn(comm):
+        x, v = draw(comm, n_in), draw(comm, n_in, seed=1)
+
+        def f(x):
+            return (op(x, comm) ** 4).sum()
+
+        expected = transpose(12 * op(x, comm) ** 2 * op(v, comm), comm)
+        forward_over_reverse = jvp(grad(f), (x,), (v,))[1]
+        reverse_over_reverse = vjp(grad(f), x)[1](v)[0]
+        leaf = x.clone().requires_grad_()
+        (g,) = torch.autograd.grad(f(leaf), leaf, create_graph=True)
+        (double_backward,) = torch.autograd.grad(g, leaf, v)
+        return expected, forward_over_reverse, reverse_over_reverse, double_backward
+
+    for expected, *ways in simulate(MESH, rank_fn):
+        for way in ways:
+            torch.testing.assert_close(way, expected)
+
+
+# A whole model under ZeRO-3, against the same model on the user's own tree.
+
+DP = fs.Mesh({"dp": 3})
+
+
+def on_shards(fn):
+    """Run ``fn(params, comm)`` on double-precision parameters, sharded by ZeRO-3 over three ranks."""
+    params = make_params(dtype=torch.float64)
+    layout = fs.plan(params, DP, fs.zero3("dp"), units="layers.*")
+    return params, simulate(DP, lambda comm: fn(fs.shard(params, layout, comm), comm))
+
+
+def test_per_sample_gradients_through_zero3():
+    """All ranks see the same samples: the sum over ranks is three times the gradient, exactly as the note says."""
+    batch = make_batches(1, 4)[0]
+
+    def sample_loss(out, y):
+        return torch.nn.functional.cross_entropy(out, y[None])
+
+    def per_sample(params, comm):
+        def one(params, x, y):
+            return sample_loss(logits(params, x[None], comm), y) / DP.size
+
+        return vmap(grad(one), in_dims=(None, 0, 0))(params, batch["x"], batch["y"])
+
+    params, results = on_shards(per_sample)
+    expected = vmap(grad(lambda p, x, y: sample_loss(plain_logits(p, x[None]), y)), in_dims=(None, 0, 0))(
+        params, batch["x"], batch["y"]
+    )
+    got = fs.unshard(results)
+    assert got["layers"][0]["w"].shape == (4, 6, 7)
+    for layer in (0, 1):
+        for name in ("w", "v", "b", "gain"):
+            torch.testing.assert_close(got["layers"][layer][name], expected["layers"][layer][name])
+        tied = expected["layers"][layer]
+        torch.testing.assert_close(got["layers"][layer]["s"], tied["s"] + tied["t"])
+    torch.testing.assert_close(got["embed"], expected["embed"])
+
+
+def rms(out):
+    return (out**2).mean().sqrt()
+
+
+@pytest.mark.parametrize("how", ["jvp(grad)", "vjp(grad)", "double backward", "double backward, released"])
+def test_hessian_vector_products_through_zero3(how):
+    import optree
+
+    tokens = torch.arange(8) % 11
+    direction = make_params(seed=9, dtype=torch.float64)
+    layout = fs.plan(direction, DP, fs.zero3("dp"), units="layers.*")
+
+    def hvp(params, comm):
+        v = fs.shard_for(direction, layout, comm.rank)
+
+        def f(p, release=False):
+            return rms(logits(p, tokens, comm, release=release)) / DP.size
+
+        if how == "jvp(grad)":
+            return jvp(grad(f), (params,), (v,))[1]
+        if how == "vjp(grad)":
+            return vjp(grad(f), params)[1](v)[0]
+        params = optree.tree_map(lambda t: t.clone().requires_grad_(), params)
+        leaves, spec = optree.tree_flatten(params)
+        first = torch.autograd.grad(f(params, "released" in how), leaves, create_graph=True)
+        return optree.tree_unflatten(spec, torch.autograd.grad(first, leaves, optree.tree_leaves(v)))
+
+    params, results = on_shards(hvp)
+
+    def plain(p):
+        tied = {**p, "layers": [{**layer, "t": layer["s"]} for layer in p["layers"]]}
+        return rms(plain_logits(tied, tokens))
+
+    expected = jvp(grad(plain), (params,), (direction,))[1]
+    got = fs.unshard(results)
+    for layer in (0, 1):
+        for name in ("w", "v", "b", "gain", "s"):
+            torch.testing.assert_close(got["layers"][layer][name], expected["layers"][layer][name], rtol=1e-6, atol=1e-9)
+
+
+def test_jvp_through_zero3():
+    tokens = torch.arange(8) % 11
+    direction = make_params(seed=9, dtype=torch.float64)
+    layout = fs.plan(direction, DP, fs.zero3("dp"), units="layers.*")
+
+    def tangent(params, comm):
+        v = fs.shard_for(direction, layout, comm.rank)
+        return jvp(lambda p: logits(p, tokens, comm), (params,), (v,))[1]
+
+    params, results = on_shards(tangent)
+    expected = jvp(lambda p: plain_logits(p, tokens), (params,), (direction,))[1]
+    for got in results:
+        torch.testing.assert_close(got, expected)
+
+
+@pytest.mark.parametrize("strategy", [fs.ddp, fs.zero1, fs.zero2, fs.zero3])
+def test_value_and_grad_is_the_gradient_of_the_sum_over_ranks(strategy):
+    params, batch = make_params(dtype=torch.float64), make_batches(1, 12)[0]
+    layout = fs.plan(params, DP, strategy("dp"), units="layers.*")
+
+    def rank_fn(comm):
+        mine = {k: v.chunk(3)[comm.rank] for k, v in batch.items()}
+        loss, grads = fs.value_and_grad(loss_fn)(fs.shard(params, layout, comm), mine, comm=comm)
+        _, grads = fs.average(loss, fs.reduce_scatter(grads, comm=comm), comm=comm)
+        return fs.full(grads, comm=comm)
+
+    got = simulate(DP, rank_fn)[0]
+
+    def plain(p):
+        tied = {**p, "layers": [{**layer, "t": layer["s"]} for layer in p["layers"]]}
+        losses = torch.nn.functional.cross_entropy(plain_logits(tied, batch["x"]), batch["y"], reduction="none")
+        return (losses * batch["w"]).sum() / batch["w"].sum()
+
+    expected = grad(plain)(params)
+    for name in ("w", "v", "b", "gain", "s"):
+        torch.testing.assert_close(got["layers"][1][name], expected["layers"][1][name])
+    torch.testing.assert_close(got["embed"], expected["embed"])

@@ -1,0 +1,195 @@
+"""functionalize, init, ties between units, and forward's odd corners."""
+
+import pytest
+import torch
+from torch import nn
+
+import fsharp as fs
+from fsharp.testing import processes, simulate
+from tests.gpt_like import make_params
+
+ONE = fs.SingleComm()
+DP = fs.Mesh({"dp": 3})
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(7, 4)
+        self.norm = nn.BatchNorm1d(4)
+        self.head = nn.Linear(4, 7, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens):
+        return self.head(self.norm(self.embed(tokens)))
+
+
+def test_a_functionalized_module_computes_what_the_module_does():
+    torch.manual_seed(0)
+    module = Tied()
+    before = {name: b.clone() for name, b in module.named_buffers()}
+    fn, params = fs.functionalize(module)
+    assert params["head"]["weight"] is params["embed"]["weight"] or (
+        params["head"]["weight"].data_ptr() == params["embed"]["weight"].data_ptr()
+    )
+    tokens = torch.arange(6) % 7
+    out = fn(params, tokens)
+    assert all(torch.equal(b, before[name]) for name, b in module.named_buffers())  # a pure function
+    assert torch.equal(fn(params, tokens), out)
+    torch.testing.assert_close(out, module(tokens), rtol=0, atol=0)
+
+
+def test_a_functionalized_module_keeps_no_parameters():
+    fn, _ = fs.functionalize(nn.Linear(3, 2))
+    held = [cell.cell_contents for cell in fn.__closure__]
+    skeleton = next(x for x in held if isinstance(x, nn.Module))
+    assert all(p.is_meta for p in skeleton.parameters())
+
+
+@pytest.mark.parametrize("strategy", [fs.ddp, fs.zero1, fs.zero2, fs.zero3])
+def test_leaves_tied_between_units_are_stored_once_and_collect_both_gradients(strategy):
+    torch.manual_seed(0)
+    shared = torch.randn(7, 4)
+    params = {"embed": {"w": shared}, "head": {"w": shared, "b": torch.zeros(7)}}
+    layout = fs.plan(params, DP, strategy("dp"), units=["embed", "head"])
+    assert layout.num_params == 7 * 4 + 7
+    tokens = torch.arange(6)
+
+    def loss(p, batch, comm):
+        x = fs.forward(lambda e, t: e["w"][t], p["embed"], batch, comm=comm)
+        out = fs.forward(lambda h, x: x @ h["w"].T + h["b"], p["head"], x, comm=comm, ties=[p["embed"]])
+        return out.logsumexp(-1).mean()
+
+    def rank_fn(comm):
+        sharded = fs.shard(params, layout, comm)
+        total, grads = fs.value_and_grad(loss)(sharded, tokens, comm=comm)
+        _, grads = fs.average(total, fs.reduce_scatter(grads, comm=comm), comm=comm)
+        return fs.full(sharded, comm=comm), fs.full(grads, comm=comm)
+
+    whole, grads = simulate(DP, rank_fn)[0]
+    assert whole["head"]["w"].data_ptr() == whole["embed"]["w"].data_ptr()
+    assert torch.equal(whole["embed"]["w"], shared)
+    leaf = shared.clone().requires_grad_()
+    (expected,) = torch.autograd.grad((leaf[tokens] @ leaf.T).logsumexp(-1).mean(), leaf)
+    torch.testing.assert_close(grads["embed"]["w"], expected)
+
+
+def test_a_tied_unit_that_is_not_passed_along_is_named():
+    shared = torch.randn(7, 4)
+    params = {"embed": {"w": shared}, "head": {"w": shared}}
+    sharded = fs.shard(params, fs.plan(params, ONE.mesh, fs.zero3("dp"), units="*"), ONE)
+    with pytest.raises(fs.TreeError, match="'head.w' is tied .*\n.*'w' of unit 'embed'\n.*ties="):
+        fs.forward(lambda h: h["w"].sum(), sharded["head"], comm=ONE)
+
+
+RULES = {"**": fs.normal(0.3), "**.b": fs.zeros, "layers.1": lambda t, g: nn.init.uniform_(t, 1.0, 2.0, generator=g)}
+
+
+def initialised(mesh, strategy, units, place="params", **options):
+    shapes = torch.utils._pytree.tree_map(lambda t: t.to("meta"), make_params())
+    layout = fs.plan(shapes, mesh, strategy, units=units, **options)
+    trees = simulate(mesh, lambda comm: fs.init(RULES, layout, comm, key=7, place=place))
+    return fs.unshard(trees)
+
+
+def test_initial_values_depend_on_key_and_path_alone():
+    expected = initialised(fs.Mesh({"dp": 1}), fs.ddp("dp"), None)
+    assert expected["head"]["b"].eq(0).all()
+    assert 1 <= expected["layers"][1]["w"].min() < expected["layers"][1]["w"].max() < 2
+    assert not torch.equal(expected["layers"][0]["w"][0], expected["embed"][0])
+    for mesh, strategy, units in (
+        (DP, fs.zero3("dp"), "layers.*"),
+        (DP, fs.zero1("dp"), None),
+        (fs.Mesh({"o": 2, "i": 3}), fs.hfsdp("o", "i"), "**.w"),
+    ):
+        got = initialised(mesh, strategy, units, place="optim")
+        torch.utils._pytree.tree_map(lambda a, b: torch.testing.assert_close(a, b, rtol=0, atol=0), got, expected)
+
+
+def test_init_holds_one_leaf_beyond_its_shards():
+    """Every draw is dead when the next begins."""
+    import weakref
+
+    alive, most = weakref.WeakSet(), []
+
+    def fill(t, g):
+        alive.add(t.untyped_storage())
+        most.append(len(alive))
+        t.zero_()
+
+    layout = fs.plan(make_params(), DP, fs.zero3("dp"), units="layers.*")
+
+    def rank_fn(comm):
+        if comm.rank == 0:
+            return fs.init(fill, layout, comm, key=0)
+        return fs.init(fs.zeros, layout, comm, key=0)
+
+    simulate(DP, rank_fn)
+    assert set(most) == {1}
+    assert len(most) > 5
+
+
+def test_a_rank_draws_only_what_it_holds_a_part_of():
+    drawn = []
+    layout = fs.plan({"a": torch.empty(6), "b": torch.empty(6), "c": torch.empty(6)}, DP, fs.zero3("dp"))
+
+    def fill(comm):
+        return lambda t, g: drawn.append(comm.rank)
+
+    simulate(DP, lambda comm: fs.init(fill(comm), layout, comm, key=0))
+    assert sorted(drawn) == [0, 1, 2]
+
+
+def test_forward_replays_dropout_and_autocast_in_the_backward():
+    """The recomputed call sees the random state of the first one: the gradient belongs to the mask of the output."""
+    params = {"w": torch.ones(64)}
+
+    def in_process(comm):
+        layout = fs.plan(params, comm.mesh, fs.zero3("dp"))
+        torch.manual_seed(comm.rank)
+        seen = []
+
+        def fn(p):
+            out = torch.nn.functional.dropout(p["w"], 0.5)
+            seen.append((out.detach().clone(), (p["w"].reshape(8, 8) @ p["w"].reshape(8, 8)).dtype))
+            return out.sum()
+
+        def loss(p, batch, comm):
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                return fs.forward(fn, p, comm=comm)
+
+        state = torch.get_rng_state()
+        _, grads = fs.value_and_grad(loss)(fs.shard(params, layout, comm), None, comm=comm)
+        moved = not torch.equal(state, torch.get_rng_state())
+        return seen, moved, fs.full(grads, comm=comm)["w"]
+
+    results = processes(fs.Mesh({"dp": 2}), in_process)
+    for seen, moved, _ in results:
+        (first, kind), (again, kind_again) = seen
+        assert torch.equal(first, again)
+        assert kind == kind_again == torch.bfloat16
+        assert moved  # and the next call draws other numbers
+    assert torch.equal(results[0][2], results[0][0][0][0] + results[1][0][0][0])
+
+
+def test_forward_takes_and_returns_any_tree():
+    layout = fs.plan(make_params(), DP, fs.zero3("dp"), units="layers.*")
+
+    def rank_fn(comm):
+        p = fs.shard(make_params(), layout, comm)
+        x = torch.ones(2, 6, requires_grad=True)
+
+        def fn(trees, x, *, scale, flag):
+            a, b = trees["pair"]
+            return {"y": (x * scale) @ a["w"], "same": x, "n": 3, "flag": flag, "count": (x > 0).sum(), "none": None}, b["b"] * 2
+
+        out, b2 = fs.forward(fn, {"pair": [p["layers"][0], p["layers"][1]]}, x, scale=torch.tensor(2.0), flag="on", comm=comm)
+        (g,) = torch.autograd.grad(out["y"].sum() + out["same"].sum(), x)
+        return out, b2, g
+
+    expected = make_params()
+    for out, b2, g in simulate(DP, rank_fn):
+        assert (out["n"], out["flag"], out["none"], int(out["count"])) == (3, "on", None, 12)
+        torch.testing.assert_close(out["y"], 2 * torch.ones(2, 6) @ expected["layers"][0]["w"])
+        torch.testing.assert_close(b2, expected["layers"][1]["b"] * 2)
+        torch.testing.assert_close(g, 1 + 2 * expected["layers"][0]["w"].sum(1).expand(2, 6))

@@ -1,0 +1,170 @@
+from collections import Counter
+
+import optree
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import fsharp as fs
+from fsharp.functional.predict import gather_calls, reduce_calls
+from fsharp.functional.sharded import resolve_place
+from fsharp.testing import simulate
+from fsharp.testing.generate import FLOATS, cases, integers_like, precisions
+
+NAMES = ("params", "optim", "full")
+
+
+def prefixes(place):
+    """Every place that replicates and shards, from whole to as fine as ``place``."""
+    n = len(place.sharded)
+    return [
+        fs.Place(place.order, tuple(fs.Shard if i < k else fs.Replicate for i in range(len(place.order)))) for k in range(n + 1)
+    ]
+
+
+def assert_same(actual, expected):
+    for a, b in zip(fs.units_of(actual), fs.units_of(expected), strict=True):
+        assert (a.name, a.place, a.groups) == (b.name, b.place, b.groups)
+        for x, y in zip(a.buffers, b.buffers, strict=True):
+            assert x.dtype == y.dtype
+            assert torch.equal(x, y)
+
+
+@given(st.data())
+def test_gather_moves_between_any_two_places(data):
+    case = data.draw(cases())
+    unit = case.layout.units[0]
+    places = [*NAMES, *prefixes(unit.strategy.optim)]
+    source, target = data.draw(st.sampled_from(places)), data.draw(st.sampled_from(places))
+    expected = Counter()
+    for each in case.layout.units:
+        for group in each.all_groups:
+            expected += gather_calls(each, group, resolve_place(each, source), resolve_place(each, target))
+
+    def rank_fn(comm):
+        counting = fs.CountingComm(comm)
+        tree = fs.shard_for(case.tree, case.layout, comm.rank, place=source)
+        before = optree.tree_map(torch.clone, tree)
+        moved = fs.gather(tree, comm=counting, to=target)
+        assert_same(tree, before)
+        assert counting.calls == expected
+        return moved
+
+    for rank, moved in enumerate(simulate(case.layout.mesh, rank_fn)):
+        assert_same(moved, fs.shard_for(case.tree, case.layout, rank, place=target))
+
+
+def is_a_sum(source, target):
+    """Whether reduce_scatter() goes there: partial sums to anywhere, copies to shards."""
+    pairs = zip(source.placements, target.placements, strict=True)
+    return all(a is b or (a is not fs.Shard and b is not fs.Partial) for a, b in pairs)
+
+
+@given(st.data())
+def test_reduce_scatter_sums_what_ranks_hold(data):
+    case = data.draw(cases(dtypes=(*FLOATS, torch.int64), precision=precisions()))
+    layout, mesh = case.layout, case.layout.mesh
+    strategy = layout.units[0].strategy
+    places = [strategy.full.dual, strategy.grads, strategy.optim, strategy.params, *prefixes(strategy.optim)]
+    source = data.draw(st.sampled_from([strategy.full.dual, strategy.grads, *places]))
+    target = data.draw(st.sampled_from([place for place in places if is_a_sum(source, place)]))
+    trees = [optree.tree_map(lambda t, r=rank: integers_like(t, 7 * r + t.numel()), case.tree) for rank in range(mesh.size)]
+    tied = fs.unshard([fs.shard_for(case.tree, layout, r, place="full") for r in range(mesh.size)])
+    trees = [_tie(tree, tied) for tree in trees]
+    summed = [axis for axis in source.partial if target[axis] is not fs.Partial]
+
+    def total(rank):
+        ranks = [rank]
+        for axis in summed:
+            ranks = [other for r in ranks for other in mesh.group(axis, r)]
+        return optree.tree_map(lambda *leaves: torch.stack(leaves).sum(0, dtype=leaves[0].dtype), *(trees[r] for r in ranks))
+
+    expected_calls = Counter()
+    for unit in layout.units:
+        for group in unit.trainable:
+            expected_calls += reduce_calls(unit, group, source, target)
+
+    def rank_fn(comm):
+        counting = fs.CountingComm(comm)
+        mine = fs.trainable(fs.shard_for(trees[comm.rank], layout, comm.rank, place=source))
+        before = optree.tree_map(torch.clone, mine)
+        moved = fs.reduce_scatter(mine, comm=counting, to=target)
+        assert_same(mine, before)
+        assert counting.calls == expected_calls
+        return moved
+
+    for rank, moved in enumerate(simulate(mesh, rank_fn)):
+        want = fs.trainable(fs.shard_for(total(rank), layout, rank, place=target))
+        accumulate = [node.unit.groups[g].dtypes.accumulate for node in fs.units_of(want) for g in node.groups]
+        flat = iter(accumulate)
+        assert_same(moved, optree.tree_map(lambda x, d=flat: x.to(next(d)), want))
+
+
+def _tie(tree, like):
+    """``tree`` with the same tensor where ``like`` has one: random values for each leaf would untie it."""
+    owners = {}
+    new = [
+        owners.setdefault((b.data_ptr(), b.shape, b.dtype) if b.numel() else object(), a)
+        for a, b in zip(optree.tree_leaves(tree), optree.tree_leaves(like), strict=True)
+    ]
+    return optree.tree_unflatten(optree.tree_structure(tree), new)
+
+
+@given(cases(max_ranks=8))
+def test_full_gives_every_rank_the_tree(case):
+    def rank_fn(comm):
+        return fs.full(fs.shard(case.tree, case.layout, comm), comm=comm)
+
+    for tree in simulate(case.layout.mesh, rank_fn):
+        assert optree.tree_structure(tree) == optree.tree_structure(case.tree)
+        for a, b in zip(optree.tree_leaves(tree), optree.tree_leaves(case.tree), strict=True):
+            assert a.dtype == b.dtype
+            assert torch.equal(a, b)
+
+
+@given(cases(dtypes=FLOATS), st.integers(0, 1 << 40))
+def test_init_depends_on_key_and_path_alone(case, key):
+    paths_of = optree.tree_map(lambda t: torch.empty(t.shape, dtype=t.dtype, device="meta"), case.tree)
+    alone = fs.plan(paths_of, fs.Mesh({"one": 1}), fs.ddp("one"))
+    layout = fs.plan(paths_of, case.layout.mesh, case.layout.units[0].strategy, atoms=fs.Rows(2))
+    expected = fs.full(fs.init(fs.normal(), alone, fs.SingleComm(alone.mesh), key=key), comm=fs.SingleComm(alone.mesh))
+
+    def rank_fn(comm):
+        return fs.full(fs.init(fs.normal(), layout, comm, key=key), comm=comm)
+
+    for tree in simulate(layout.mesh, rank_fn):
+        for a, b in zip(optree.tree_leaves(tree), optree.tree_leaves(expected), strict=True):
+            assert a.dtype == b.dtype
+            assert torch.equal(a, b)
+    other = fs.full(fs.init(fs.normal(), alone, fs.SingleComm(alone.mesh), key=key + 1), comm=fs.SingleComm(alone.mesh))
+    pairs = zip(optree.tree_leaves(other), optree.tree_leaves(expected), strict=True)
+    assert all(not torch.equal(a, b) for a, b in pairs if a.numel()), "another key gives other values"
+
+
+def test_patterns_choose_initializers_and_the_last_counts():
+    shapes = {"w": torch.empty(3, 2), "b": torch.empty(5), "n": torch.empty((), dtype=torch.int64)}
+    layout = fs.plan(shapes, fs.Mesh({"dp": 2}), fs.zero3("dp"))
+    rules = {"**": fs.zeros, "w": fs.ones, "b": fs.uniform(2.0, 3.0)}
+    tree = simulate(layout.mesh, lambda comm: fs.full(fs.init(rules, layout, comm, key=1), comm=comm))[1]
+    assert torch.equal(tree["w"], torch.ones(3, 2))
+    assert tree["n"].item() == 0
+    assert bool(((tree["b"] >= 2) & (tree["b"] < 3)).all())
+
+
+@pytest.mark.parametrize("axes", [("o", "i"), ("i", "o")])
+def test_finer_axes_are_gathered_first(axes):
+    """The slow axis, if it cuts first, moves n times the bytes only after the fast axis has made parts whole."""
+    mesh = fs.Mesh({"o": 2, "i": 2})
+    rules = dict.fromkeys(axes, fs.AxisRule(fs.Shard, fs.Shard, fs.Shard))
+    tree = {"w": torch.arange(16.0)}
+    layout = fs.plan(tree, mesh, fs.Strategy(rules))
+
+    def rank_fn(comm):
+        counting = fs.CountingComm(comm)
+        whole = fs.gather(fs.shard_for(tree, layout, comm.rank), comm=counting)
+        return list(counting.calls), whole.buffers[0]
+
+    for calls, buffer in simulate(mesh, rank_fn):
+        assert calls == [fs.Call("all_gather", axes[1], 16), fs.Call("all_gather", axes[0], 32)]
+        assert torch.equal(buffer, tree["w"])

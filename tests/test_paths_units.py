@@ -1,0 +1,172 @@
+import fnmatch
+import re
+from collections import OrderedDict
+
+import optree
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import fsharp as fs
+from fsharp.functional.paths import ancestors, assign, chosen, flatten, matches, selects
+from fsharp.functional.units import cut, cut_at, unit_names
+from fsharp.testing.generate import trees, unit_patterns
+
+PATHS = ["embed.w", "layers.0.attn.q", "layers.0.mlp.w", "layers.1.attn.q", "layers.1.mlp.w", "layers.10.mlp.w", "norm"]
+
+
+@pytest.mark.parametrize(
+    ("pattern", "path", "yes"),
+    [
+        ("layers.*", "layers.0", True),
+        ("layers.*", "layers.0.w", False),
+        ("layers.*", "layers", False),
+        ("layers.?", "layers.10", False),
+        ("layers.??", "layers.10", True),
+        ("layers.[0-3]", "layers.2", True),
+        ("layers.[0-3]", "layers.4", False),
+        ("layers.[13]", "layers.3", True),
+        ("layers.[13]", "layers.2", False),
+        ("layers.[!13]", "layers.2", True),
+        ("layers.[!13]", "layers.3", False),
+        ("a[!x]b", "a.b", False),
+        ("a[+-9]b", "a.b", False),
+        ("a?b", "a.b", False),
+        ("a*b", "a.b", False),
+        ("w*", "weight", True),
+        ("*norm*", "attn_norm_1", True),
+        ("w+", "ww", False),
+        ("w+", "w+", True),
+        ("a[", "a[", True),
+        ("**", "", True),
+        ("**", "a.b.c", True),
+        ("**.w", "w", True),
+        ("**.w", "a.b.w", True),
+        ("**.w", "a.bw", False),
+        ("a.**.w", "a.w", True),
+        ("a.**.w", "a.b.c.w", True),
+        ("a.**", "a", True),
+        ("a.**", "ab", False),
+        ("", "a", False),
+        ("a", "", False),
+    ],
+)
+def test_matches(pattern, path, yes):
+    assert matches(pattern, path) is yes
+
+
+segments = st.text("ab*?[]!-1", min_size=1, max_size=5).filter(lambda s: "**" not in s and "[]" not in s and "[!]" not in s)
+
+
+@given(segments, st.text("ab1-!", min_size=1, max_size=5))
+def test_one_segment_matches_as_file_names_do(pattern, segment):
+    try:
+        expected = fnmatch.fnmatchcase(segment, pattern)
+    except re.error:
+        return
+    if re.search(r"\[[^\]]*-", pattern):
+        return  # fnmatch mends ranges that run backwards
+    assert matches(pattern, segment) is expected
+
+
+@given(st.lists(st.text("ab1", min_size=1, max_size=3), max_size=4))
+def test_a_path_is_selected_by_itself_and_by_its_ancestors_alone(segments):
+    path = ".".join(segments)
+    assert ancestors(path) == [".".join(segments[:n]) for n in reversed(range(len(segments) + 1))]
+    for prefix in filter(None, ancestors(path)):
+        assert selects(prefix, path)
+        assert matches(prefix, path) is (prefix == path)
+    assert not selects(f"{path}.w" if path else "w", path)
+
+
+def test_of_several_rules_the_last_that_selects_counts():
+    rules = {"**": 0, "layers": 1, "**.q": 2, "layers.1": 3}
+    assert list(assign("here", rules, PATHS).values()) == [0, 2, 1, 3, 3, 1, 0]
+    assert assign("here", {"norm": 5}, PATHS, default=7)["embed.w"] == 7
+    assert assign("here", len, PATHS) == {path: len(path) for path in PATHS}
+    assert assign("here", 4, PATHS) == dict.fromkeys(PATHS, 4)
+    assert chosen("here", ["norm", "layers.*.attn"], PATHS) == {"norm", "layers.0.attn.q", "layers.1.attn.q"}
+    assert chosen("here", lambda path: path.endswith("w"), PATHS) == {p for p in PATHS if p.endswith("w")}
+    assert chosen("here", (), PATHS) == frozenset()
+
+
+@pytest.mark.parametrize(
+    ("patterns", "expected"),
+    [
+        (None, [""]),
+        ("layers.*", ["embed", "layers.0", "layers.1", "layers.10", "norm"]),
+        ("layers", ["embed", "layers", "norm"]),
+        ("layers.0", ["embed", "layers.0", "layers.1", "layers.10", "norm"]),
+        (["layers.0.*", "norm"], ["embed", "layers.0.attn", "layers.0.mlp", "layers.1", "layers.10", "norm"]),
+        ("**.q", ["embed", "layers.0.attn.q", "layers.0.mlp", "layers.1.attn.q", "layers.1.mlp", "layers.10", "norm"]),
+    ],
+)
+def test_what_no_pattern_matches_becomes_the_largest_units(patterns, expected):
+    assert list(dict.fromkeys(unit_names(PATHS, patterns).values())) == expected
+
+
+@given(st.data())
+def test_units_partition_the_leaves(data):
+    tree = data.draw(trees())
+    patterns = data.draw(unit_patterns(tree))
+    paths, leaves, spec = flatten(tree)
+    names = unit_names(paths, patterns)
+    parts = cut(tree, patterns)
+    assert set(parts.names) == set(names.values())
+    for path, name in names.items():
+        assert name in ancestors(path)
+    again = [leaf for subtree in parts.subtrees for leaf in optree.tree_leaves(subtree)]
+    assert [id(leaf) for leaf in again] == [id(leaf) for leaf in leaves], "in tree order, each once"
+    rebuilt = optree.tree_unflatten(parts.spec, parts.subtrees)
+    assert optree.tree_structure(rebuilt) == spec
+    for name, subtree in zip(parts.names, parts.subtrees, strict=True):
+        assert cut_at(tree, frozenset(parts.names)).subtrees[parts.names.index(name)] is subtree
+
+
+def test_empty_containers_stay_where_they_are():
+    tree = OrderedDict(b=[torch.ones(1), None, {}], a=(), c=None)
+    parts = cut(tree, "b.*")
+    assert parts.names == ("b.0",)
+    rebuilt = optree.tree_unflatten(parts.spec, parts.subtrees)
+    assert optree.tree_structure(rebuilt) == optree.tree_structure(tree)
+    assert cut({}, None).names == ()
+
+
+@pytest.mark.parametrize(
+    ("patterns", "text"),
+    [
+        ("layer.*", "the pattern 'layer.*' matches nothing in the tree.\n  closest  layers.1"),
+        (["layers.*", "head"], "the pattern 'head' matches nothing"),
+        (["layers", "layers.0"], "'layers'    matches 'layers'\n  'layers.0'  matches 'layers.0'"),
+        (["layers.0.attn", "layers.*"], "'layers.*'       matches 'layers.0'\n  'layers.0.attn'  matches 'layers.0.attn'"),
+        (["layers.0", "layers.0"], "two patterns overlap: a parameter belongs to one unit only"),
+        ("**", "'**'  matches 'embed'\n  '**'  matches 'embed.w'"),
+    ],
+)
+def test_unit_patterns_that_match_nothing_or_overlap(patterns, text):
+    with pytest.raises(fs.PatternError, match=re.escape(text)):
+        unit_names(PATHS, patterns)
+
+
+@pytest.mark.parametrize(
+    ("run", "text"),
+    [
+        (
+            lambda: chosen("f(x=)", "embd.w", PATHS),
+            "f(x=): the pattern 'embd.w' matches nothing in the tree.\n  closest  embed.w",
+        ),
+        (lambda: chosen("f()", "w", []), "the tree is empty"),
+        (lambda: assign("f()", {"**": 1, "nrm": 2}, PATHS), "the pattern 'nrm' matches nothing"),
+        (lambda: assign("f()", {"layers": 1}, PATHS), "no pattern selects 'embed.w'"),
+    ],
+)
+def test_patterns_of_rules_that_do_not_fit(run, text):
+    with pytest.raises(fs.PatternError, match=re.escape(text)):
+        run()
+
+
+@pytest.mark.parametrize("tree", [{"a.b": 1, "a": {"b": 2}}, {"0": 1, 0: 2}])
+def test_two_leaves_with_one_dotted_path(tree):
+    with pytest.raises(fs.TreeError, match=r"two leaves share the dotted path '(a\.b|0)'"):
+        flatten(tree)

@@ -1,0 +1,137 @@
+"""Real processes over gloo: the same errors on every rank, no hang, and every dtype travels."""
+
+import pytest
+import torch
+
+import fsharp as fs
+from fsharp.testing import processes
+from tests.gpt_like import make_params
+
+DP = fs.Mesh({"dp": 3})
+
+
+def caught(fn):
+    """The type and text of what ``fn`` raises, on each rank of three processes."""
+
+    def rank_fn(comm):
+        counting = fs.CountingComm(comm)
+        try:
+            fn(counting)
+        except fs.FsharpError as error:
+            return type(error).__name__, str(error), counting.calls.total()
+        return None
+
+    results = processes(DP, rank_fn)
+    assert all(result is not None for result in results), results
+    return results
+
+
+def test_ranks_that_differ_all_raise_the_same_text():
+    def shapes(comm):
+        params = make_params(layers=2)
+        if comm.rank == 1:
+            params["layers"][1]["w"] = torch.zeros(6, 9)
+            params["layers"][1]["v"] = torch.zeros(9, 6)
+        fs.shard(params, fs.plan(params, comm.mesh, fs.zero3("dp"), units="layers.*"), comm)
+
+    results = caught(shapes)
+    assert {kind for kind, *_ in results} == {"AgreementError"}
+    assert len({text for _, text, _ in results}) == 1
+    assert "shapes  ranks 0, 2: layers.1.w: [6, 7]; layers.1.v: [7, 6]" in results[0][1] or (
+        "shapes" in results[0][1] and "ranks 0, 2" in results[0][1] and "rank 1: " in results[0][1]
+    )
+    assert "layers.0.w" not in results[0][1]
+    assert all(calls <= 3 for *_, calls in results)  # the comparison itself, and nothing after it
+
+
+@pytest.mark.parametrize(
+    ("field", "make"),
+    [
+        ("tx", lambda rank: fs.adamw(1e-3 if rank else 2e-3)),
+        ("tx", lambda rank: fs.chain(fs.clip_by_global_norm(1.0 + (rank == 2)), fs.adamw(1e-3))),
+    ],
+)
+def test_ranks_with_different_optimizers(field, make):
+    def rank_fn(comm):
+        params = make_params()
+        sharded = fs.shard(params, fs.plan(params, comm.mesh, fs.zero3("dp")), comm)
+        fs.init_state(make(comm.rank), sharded, comm=comm)
+
+    results = caught(rank_fn)
+    assert len({text for _, text, _ in results}) == 1
+    assert f"  {field}  rank" in results[0][1]
+
+
+def test_an_error_on_one_rank_is_raised_on_all():
+    def rank_fn(comm):
+        params = make_params()
+        layout = fs.plan(params, comm.mesh, fs.zero3("dp"))
+        if comm.rank == 1:
+            params["embed"] = params["embed"].double()
+        fs.shard(params, layout, comm)
+
+    results = caught(rank_fn)
+    assert [kind for kind, *_ in results] == ["AgreementError"] * 3
+    assert all("failed on rank 1" in text and "'embed'  got float64[11, 6]" in text for _, text, _ in results)
+
+
+def test_a_mesh_that_does_not_fit_the_world():
+    def rank_fn(comm):
+        fs.connect(fs.Mesh({"outer": 2, "inner": 2}), device_type="cpu")
+
+    results = caught(rank_fn)
+    assert all(kind == "MeshError" and "3 processes cannot form Mesh(outer=2, inner=2)" in text for kind, text, _ in results)
+
+
+def test_ranks_that_ask_for_different_meshes():
+    def rank_fn(comm):
+        fs.connect(fs.Mesh({"dp": 3} if comm.rank else {"data": 3}), device_type="cpu")
+
+    results = caught(rank_fn)
+    assert all(kind == "AgreementError" and "rank 0  [[\"data\", 3]]" in text for kind, text, _ in results)
+
+
+DTYPES = [
+    torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int16, torch.uint8, torch.bool,
+    torch.complex64, torch.float8_e4m3fn, torch.float8_e5m2,
+]  # fmt: skip
+
+
+def test_every_dtype_travels():
+    def rank_fn(comm):
+        out = []
+        for dtype in DTYPES:
+            x = (torch.arange(4) + comm.rank).to(dtype)
+            got = comm.all_gather(x, "dp")
+            out.append(all(torch.equal(got[r].view(torch.uint8), (torch.arange(4) + r).to(dtype).view(torch.uint8)) for r in range(3)))
+            if dtype.is_floating_point and dtype.itemsize > 1:
+                summed = comm.reduce_scatter(torch.stack([x, x, x]), "dp", dtype=torch.float64)
+                out.append(torch.equal(summed, 3.0 * torch.arange(4) + 3))
+        for op, expected in (("sum", 3.0), ("max", 2.0), ("min", 0.0)):
+            out.append(comm.all_reduce(torch.full((2, 2), float(comm.rank)), "dp", op=op).eq(expected).all().item())
+        return out
+
+    for flags in processes(DP, rank_fn):
+        assert all(flags)
+        assert len(flags) == len(DTYPES) + 4 + 3
+
+
+def test_a_process_that_fails_is_reported_and_the_others_are_stopped():
+    def rank_fn(comm):
+        if comm.rank == 1:
+            raise RuntimeError("a broken rank")
+        comm.all_gather(torch.ones(1), "dp")
+
+    with pytest.raises(fs.CommError, match="(?s)ranks .*1.* failed.*a broken rank"):
+        processes(DP, rank_fn, timeout=60)
+
+
+def test_a_process_that_hangs_is_stopped():
+    def rank_fn(comm):
+        if comm.rank == 1:
+            import time
+
+            time.sleep(600)
+
+    with pytest.raises(fs.CommError, match=r"ranks .*1.* did not end within 20 s"):
+        processes(DP, rank_fn, timeout=20)

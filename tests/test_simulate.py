@@ -1,0 +1,186 @@
+import re
+import time
+
+import pytest
+import torch
+
+import fsharp as fs
+from fsharp.testing import simulate
+
+DP2, DP3, GRID = fs.Mesh({"dp": 2}), fs.Mesh({"dp": 3}), fs.Mesh({"o": 2, "i": 3})
+
+
+def test_results_are_in_order_of_rank():
+    assert simulate(GRID, lambda comm: (comm.rank, comm.mesh, comm.device)) == [
+        (r, GRID, torch.device("cpu")) for r in range(6)
+    ]
+
+
+def test_collectives_are_what_they_say():
+    def rank_fn(comm):
+        x = torch.tensor([float(comm.rank), 10.0])
+        pairs = torch.arange(6.0).view(3, 2) + 100 * comm.rank
+        return {
+            "gather": comm.all_gather(x, "o"),
+            "sum": comm.all_reduce(x, "i"),
+            "max": comm.all_reduce(x, "i", op="max"),
+            "min": comm.all_reduce(x, "o", op="min"),
+            "scatter": comm.reduce_scatter(pairs, "i", dtype=torch.float64),
+            "x": x,
+        }
+
+    for rank, got in enumerate(simulate(GRID, rank_fn)):
+        o, i = GRID.coords(rank)
+        outer, inner = GRID.group("o", rank), GRID.group("i", rank)
+        assert got["gather"].tolist() == [[float(r), 10.0] for r in outer]
+        assert got["sum"].tolist() == [float(sum(inner)), 30.0]
+        assert got["max"].tolist() == [float(max(inner)), 10.0]
+        assert got["min"].tolist() == [float(min(outer)), 10.0]
+        assert got["scatter"].dtype == torch.float64
+        assert got["scatter"].tolist() == [6.0 * i + 100 * sum(inner), 6.0 * i + 3 + 100 * sum(inner)]
+        assert got["x"].tolist() == [float(rank), 10.0], "arguments are not changed"
+        assert o * 3 + i == rank
+
+
+def test_sums_are_in_order_of_rank():
+    values = [1e8, 1.0, -1e8]  # in float32 (1e8 + 1) - 1e8 is 0, any other order gives 1
+
+    def rank_fn(comm):
+        x = torch.tensor([values[comm.rank]])
+        return comm.all_reduce(x, "dp").item(), comm.reduce_scatter(x.expand(3, 1), "dp").item()
+
+    assert simulate(DP3, rank_fn) == [(0.0, 0.0)] * 3
+
+
+def test_a_rank_may_overwrite_its_tensor_as_soon_as_its_call_returns():
+    def rank_fn(comm):
+        seen = []
+        x = torch.zeros(20_000)
+        for turn in range(100):
+            x.fill_(turn)
+            seen.append(comm.all_gather(x, "dp")[:, -1].tolist())
+            x.fill_(-1)
+        return seen
+
+    for seen in simulate(fs.Mesh({"dp": 4}), rank_fn):
+        assert seen == [[float(turn)] * 4 for turn in range(100)]
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_ranks_have_the_grad_mode_of_the_caller(enabled):
+    with torch.set_grad_enabled(enabled):
+        assert simulate(DP2, lambda comm: torch.is_grad_enabled()) == [enabled] * 2
+
+
+def by_rank(*calls):
+    return lambda comm: calls[comm.rank](comm)
+
+
+ONE, TWO = torch.ones(1), torch.ones(2)
+MISMATCHES = {
+    "shape": (
+        by_rank(lambda c: c.all_gather(ONE, "dp"), lambda c: c.all_gather(TWO, "dp")),
+        ["different collectives", "rank 0  all_gather along 'dp' of float32[1]", "rank 1  all_gather along 'dp' of float32[2]"],
+    ),
+    "dtype": (
+        by_rank(lambda c: c.all_reduce(ONE, "dp"), lambda c: c.all_reduce(ONE.half(), "dp")),
+        ["rank 0  all_reduce sum along 'dp' of float32[1]", "rank 1  all_reduce sum along 'dp' of float16[1]"],
+    ),
+    "kind": (
+        by_rank(lambda c: c.all_gather(TWO, "dp"), lambda c: c.reduce_scatter(TWO, "dp")),
+        ["rank 0  all_gather along 'dp'", "rank 1  reduce_scatter along 'dp'"],
+    ),
+    "operation": (
+        by_rank(lambda c: c.all_reduce(ONE, "dp", op="max"), lambda c: c.all_reduce(ONE, "dp", op="min")),
+        ["all_reduce max", "all_reduce min"],
+    ),
+    "one returns": (
+        by_rank(lambda c: c.all_gather(ONE, "dp"), lambda c: None),
+        ["some have returned", "number 0 of rank 0", "rank 1  nothing"],
+    ),
+    "one calls more": (
+        by_rank(lambda c: [c.all_gather(ONE, "dp") for _ in range(2)], lambda c: c.all_gather(ONE, "dp")),
+        ["some have returned", "number 1 of rank 0", "rank 1  nothing"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MISMATCHES)
+def test_ranks_that_differ_are_told_apart(name):
+    rank_fn, texts = MISMATCHES[name]
+    start = time.monotonic()
+    with pytest.raises(fs.CommError, match=re.escape(texts[0])) as caught:
+        simulate(DP2, rank_fn, timeout=60)
+    assert time.monotonic() - start < 20, "found without waiting for the timeout"
+    for text in texts:
+        assert text in str(caught.value)
+
+
+def test_ranks_that_wait_for_each_other_time_out():
+    def rank_fn(comm):
+        # 0 waits for 1, which waits along the other axis, and so on in a circle.
+        comm.all_gather(ONE, "oi"[comm.rank in (0, 3)])
+
+    with pytest.raises(fs.CommError, match=r"waited 0\.2 s") as caught:
+        simulate(fs.Mesh({"o": 2, "i": 2}), rank_fn, timeout=0.2)
+    assert "along 'o'" in str(caught.value)
+    assert "along 'i'" in str(caught.value)
+
+
+def test_a_rank_that_is_late_times_out():
+    def rank_fn(comm):
+        if comm.rank == 1:
+            time.sleep(0.5)
+        comm.all_gather(ONE, "dp")
+
+    with pytest.raises(fs.CommError, match=r"waited 0\.05 s, number 0 of rank 0"):
+        simulate(DP2, rank_fn, timeout=0.05)
+
+
+@pytest.mark.parametrize("failing", [0, 1, 2])
+def test_an_exception_stops_the_others_and_is_raised_as_it_is(failing):
+    went_on = []
+
+    def rank_fn(comm):
+        comm.all_gather(ONE, "dp")
+        if comm.rank == failing:
+            raise ZeroDivisionError(f"of {comm.rank}")
+        comm.all_gather(ONE, "dp")
+        went_on.append(comm.rank)
+
+    with pytest.raises(ZeroDivisionError, match=f"of {failing}") as caught:
+        simulate(DP3, rank_fn)
+    assert went_on == []
+    assert caught.value.__notes__ == [f"raised by rank {failing} of Mesh(dp=3) in simulate()"]
+
+
+def test_an_unknown_axis_is_refused():
+    with pytest.raises(fs.MeshError, match="unknown mesh axis 'tp'"):
+        simulate(DP2, lambda comm: comm.all_gather(ONE, "tp"))
+
+
+def test_counting_comm_counts_what_a_rank_sends():
+    def rank_fn(comm):
+        counting = fs.CountingComm(comm)
+        counting.all_gather(torch.ones(5, dtype=torch.float16), "dp")
+        counting.reduce_scatter(torch.ones(3, 7), "dp")
+        counting.all_reduce(torch.ones(4, dtype=torch.float64), "dp", op="max")
+        counting.all_gather(torch.ones(5, dtype=torch.float16), "dp")
+        assert (counting.mesh, counting.rank, counting.device) == (comm.mesh, comm.rank, comm.device)
+        return counting
+
+    for counting in simulate(DP3, rank_fn):
+        assert dict(counting.calls) == {
+            fs.Call("all_gather", "dp", 2 * 10): 2,
+            fs.Call("reduce_scatter", "dp", 2 * 28): 1,
+            fs.Call("all_reduce", "dp", 2 * 2 * 16): 1,
+        }
+        assert (counting.num_calls, counting.nbytes) == (4, 2 * 20 + 56 + 64)
+
+
+def test_single_comm_is_a_mesh_of_one():
+    comm = fs.SingleComm()
+    assert isinstance(comm, fs.Comm)
+    assert comm.all_gather(TWO, "dp").shape == (1, 2)
+    assert comm.reduce_scatter(TWO.view(1, 2), "dp", dtype=torch.float64).dtype == torch.float64
+    assert comm.all_reduce(TWO, "dp") is TWO

@@ -1,0 +1,320 @@
+"""Update rules against torch's own, and their independence of how the tree is cut."""
+
+import math
+
+import optree
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import fsharp as fs
+from fsharp.testing import processes, simulate
+from tests.gpt_like import make_params
+
+ONE = fs.SingleComm()
+SHAPES = {"a": {"w": (13, 7), "b": (7,)}, "c": {"w": (65, 3), "b": ()}}
+
+
+def draw(seed, dtype=torch.float32):
+    g = torch.Generator().manual_seed(seed)
+    return optree.tree_map(lambda s: torch.randn(s, generator=g).to(dtype), SHAPES, is_leaf=lambda x: type(x) is tuple)
+
+
+def run(tx, *, n=1, strategy=fs.zero3, steps=5, atoms=fs.Element(), labels="default", donate=False, dtype=torch.float32):
+    """Full parameters after some steps on random gradients, by every rank of a simulated mesh."""
+    mesh = fs.Mesh({"dp": n})
+    params = draw(0, dtype)
+    layout = fs.plan(params, mesh, strategy("dp"), units="*", atoms=atoms, labels=labels)
+
+    def rank_fn(comm):
+        state = fs.init_state(tx, fs.shard(params, layout, comm), comm=comm)
+        for i in range(steps):
+            grads = fs.trainable(fs.shard_for(draw(100 + i, dtype), layout, comm.rank, place="optim"))
+            state = fs.update(tx, grads, state, comm=comm, donate=donate)
+        return fs.full(state.params, comm=comm), state
+
+    return simulate(mesh, rank_fn)[0]
+
+
+def run_torch(make_optimizer, steps=5):
+    params = optree.tree_map(lambda t: t.requires_grad_(), draw(0))
+    optimizer = make_optimizer(params)
+    for i in range(steps):
+        for p, g in zip(optree.tree_leaves(params), optree.tree_leaves(draw(100 + i)), strict=True):
+            p.grad = g
+        optimizer.step()
+    return optree.tree_map(torch.Tensor.detach, params)
+
+
+def groups(params, **by_name):
+    """torch.optim parameter groups by the last key of the path."""
+    paths, leaves, _ = optree.tree_flatten_with_path(params)
+    return [{"params": [p for path, p in zip(paths, leaves) if path[-1] == name], **kw} for name, kw in by_name.items()]
+
+
+def matrices(params):
+    return [p for p in optree.tree_leaves(params) if p.ndim == 2]
+
+
+TORCH = {
+    "adamw": (fs.adamw(1e-2, b2=0.99, weight_decay=0.1), lambda p: torch.optim.AdamW(optree.tree_leaves(p), 1e-2, (0.9, 0.99), weight_decay=0.1)),
+    "adamw, per path": (
+        fs.adamw(1e-2, weight_decay={"**": 0.1, "**.b": 0.0}, lr_scale={"**": 1.0, "c": 1.0, "**.b": 0.5}),
+        lambda p: torch.optim.AdamW(groups(p, w={"weight_decay": 0.1}, b={"weight_decay": 0.0, "lr": 5e-3}), 1e-2),
+    ),
+    "sgd": (fs.sgd(0.1, weight_decay=0.1), lambda p: torch.optim.SGD(optree.tree_leaves(p), 0.1, weight_decay=0.1)),
+    "sgd, momentum": (fs.sgd(0.1, momentum=0.9), lambda p: torch.optim.SGD(optree.tree_leaves(p), 0.1, 0.9)),
+    "sgd, nesterov": (
+        fs.sgd(0.1, momentum=0.9, nesterov=True),
+        lambda p: torch.optim.SGD(optree.tree_leaves(p), 0.1, 0.9, nesterov=True),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TORCH)
+@pytest.mark.parametrize("donate", [False, True])
+def test_rules_are_those_of_torch(name, donate):
+    tx, make_optimizer = TORCH[name]
+    ours, _ = run(tx, n=3, donate=donate)
+    theirs = run_torch(make_optimizer)
+    optree.tree_map(lambda a, b: torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6), ours, theirs)
+    assert not torch.equal(ours["a"]["w"], draw(0)["a"]["w"])
+
+
+def test_lion_is_its_equation():
+    ours, _ = run(fs.lion(1e-2, weight_decay=0.1), n=2)
+    p, m = draw(0)["a"]["w"], torch.zeros(13, 7)
+    for i in range(5):
+        g = draw(100 + i)["a"]["w"]
+        p = p - 1e-2 * ((0.9 * m + 0.1 * g).sign() + 0.1 * p)
+        m = 0.99 * m + 0.01 * g
+    torch.testing.assert_close(ours["a"]["w"], p, rtol=1e-5, atol=1e-6)
+
+
+MUON = {"muon": fs.muon(0.02, weight_decay=0.1), "default": fs.adamw(1e-2)}
+MATRICES = {"**.w": "muon"}
+
+
+@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize("strategy", [fs.ddp, fs.zero1, fs.zero3])
+def test_muon_is_torchs_up_to_its_bfloat16(n, strategy):
+    """torch iterates in bfloat16 (eps 2^-8), ours in float32; five steps of at most lr * sqrt(m/n) each."""
+    ours, _ = run(fs.partition(MUON), n=n, strategy=strategy, atoms={"**.w": fs.Whole()}, labels=MATRICES)
+    theirs = run_torch(lambda p: torch.optim.Muon(matrices(p), lr=0.02, weight_decay=0.1))
+    for unit in ("a", "c"):
+        torch.testing.assert_close(ours[unit]["w"], theirs[unit]["w"], rtol=0, atol=5 * 0.02 * 2**-6 * 5)
+        assert (ours[unit]["w"] - draw(0)[unit]["w"]).abs().max() > 0.02
+    adam = run_torch(lambda p: torch.optim.AdamW([p["a"]["b"]], 1e-2))
+    torch.testing.assert_close(ours["a"]["b"], adam["a"]["b"])
+
+
+def test_orthogonalised_singular_values_are_near_one():
+    from fsharp.functional.transforms.muon import orthogonalise
+
+    for shape in ((30, 10), (10, 30), (8, 8)):
+        values = torch.linalg.svdvals(orthogonalise(torch.randn(shape, generator=torch.Generator().manual_seed(0))))
+        assert 0.5 < values.min() <= values.max() < 1.4, values
+
+
+RULES = {
+    "adamw": fs.adamw(1e-2, weight_decay={"**": 0.1, "**.b": 0.0}),
+    "sgd": fs.sgd(1e-2, momentum=0.9, weight_decay=0.1),
+    "lion": fs.lion(1e-2, weight_decay=0.1),
+    "clipped": fs.chain(fs.clip_by_global_norm(0.3, deterministic=True), fs.adamw(1e-2)),
+    "masked": fs.chain(fs.masked(fs.clip_by_global_norm(0.3, deterministic=True), "**.b"), fs.sgd(1e-1)),
+    "ema": fs.with_ema(fs.adamw(1e-2), decay=0.9),
+    "skip": fs.skip_nonfinite(fs.adamw(1e-2)),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("name", RULES)
+def test_no_bit_depends_on_the_cut(name, dtype):
+    expected, _ = run(RULES[name], n=1, strategy=fs.ddp, dtype=dtype)
+    for n, strategy in ((2, fs.zero1), (3, fs.zero3), (7, fs.zero2)):
+        for donate in (False, True):
+            got, _ = run(RULES[name], n=n, strategy=strategy, donate=donate, dtype=dtype)
+            for path, a, b in zip(optree.tree_paths(got), optree.tree_leaves(got), optree.tree_leaves(expected)):
+                assert torch.equal(a, b), (n, strategy.__name__, donate, path)
+
+
+@given(st.data())
+def test_adamw_of_an_element_depends_on_the_element_alone(data):
+    """Whatever the length of the buffer and the place in it: the tail of a SIMD loop must not show."""
+    n, start = data.draw(st.integers(1, 200)), data.draw(st.integers(0, 199))
+    tx, values = fs.adamw(1e-2, weight_decay=0.1), draw_rows(200)
+    stop = min(200, start + n)
+
+    def go(rows):
+        layout = fs.plan({"p": rows[0]}, ONE.mesh, fs.zero3("dp"))
+        state = fs.init_state(tx, fs.shard({"p": rows[0].clone()}, layout, ONE), comm=ONE)
+        for g in rows[1:]:
+            state = fs.update(tx, fs.shard_for({"p": g}, layout, 0, place="optim"), state, comm=ONE)
+        return state.params.buffers[0]
+
+    assert torch.equal(go(values)[start:stop], go([v[start:stop] for v in values]))
+
+
+def draw_rows(size):
+    g = torch.Generator().manual_seed(3)
+    return [torch.randn(size, generator=g) for _ in range(4)]
+
+
+def test_inputs_are_untouched_unless_donated():
+    params = draw(0)
+    layout = fs.plan(params, ONE.mesh, fs.zero3("dp"))
+    for name, tx in RULES.items():
+        state = fs.init_state(tx, fs.shard(params, layout, ONE), comm=ONE)
+        before = optree.tree_map(lambda x: x.clone() if isinstance(x, torch.Tensor) else x, state)
+        grads = fs.shard_for(draw(1), layout, 0, place="optim")
+        new = fs.update(tx, grads, state, comm=ONE)
+        for a, b in zip(optree.tree_leaves(state), optree.tree_leaves(before), strict=True):
+            assert torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b, name
+        assert torch.equal(grads.buffers[0], fs.shard_for(draw(1), layout, 0).buffers[0])
+        assert new.params.buffers[0].data_ptr() != state.params.buffers[0].data_ptr()
+
+
+def sharded(tree, comm, strategy=None, **options):
+    layout = fs.plan(tree, comm.mesh, strategy or fs.zero3(*comm.mesh.names), units="*", **options)
+    return fs.trainable(fs.shard_for(tree, layout, comm.rank, place="optim"))
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize(
+    ("axes", "strategy"),
+    [
+        ({"dp": 1}, fs.zero3("dp")),
+        ({"dp": 5}, fs.ddp("dp")),
+        ({"dp": 5}, fs.zero3("dp")),
+        ({"o": 2, "i": 3}, fs.hsdp("o", "i")),
+        ({"o": 2, "i": 3}, fs.hfsdp("o", "i")),
+    ],
+)
+def test_the_global_norm_counts_each_element_once(axes, strategy, deterministic):
+    params = make_params(3)  # ties within each layer
+    params["frozen"] = torch.full((5,), 1e6)
+    once = [params["embed"], params["head"]["w"], params["head"]["b"]]
+    once += [layer[k] for layer in params["layers"] for k in ("w", "v", "b", "gain", "s")]
+    expected = math.sqrt(sum(float(t.double().square().sum()) for t in once))
+
+    def rank_fn(comm):
+        return fs.global_norm(sharded(params, comm, strategy, frozen="frozen"), comm=comm, deterministic=deterministic)
+
+    norms = simulate(fs.Mesh(axes), rank_fn)
+    assert all(torch.equal(norm, norms[0]) for norm in norms)
+    torch.testing.assert_close(norms[0].item(), expected, rtol=1e-6, atol=0)
+
+
+@given(st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), min_size=1, max_size=40), st.integers(1, 5))
+def test_the_deterministic_norm_has_one_value_however_the_tree_is_cut(values, n):
+    tree = {"x": torch.tensor(values, dtype=torch.float32)}
+    one = fs.global_norm(sharded(tree, ONE), comm=ONE, deterministic=True)
+    flipped = fs.global_norm(sharded({"x": tree["x"].flip(0)}, ONE), comm=ONE, deterministic=True)
+    many = simulate(fs.Mesh({"dp": n}), lambda c: fs.global_norm(sharded(tree, c), comm=c, deterministic=True))
+    assert all(torch.equal(one, other) for other in [*many, flipped])
+    largest = max(map(abs, values))
+    if largest > 0:
+        scaled = math.sqrt(sum((v / largest) ** 2 for v in values)) * largest
+        expected = min(scaled, math.inf) if scaled <= 3.4e38 else math.inf
+        assert float(one) == pytest.approx(expected, rel=1e-6, abs=1e-44)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
+def test_a_norm_is_not_finite_if_an_element_is_not(bad, deterministic):
+    tree = {"x": torch.ones(7)}
+    tree["x"][4] = bad
+    norms = simulate(fs.Mesh({"dp": 3}), lambda c: fs.global_norm(sharded(tree, c), comm=c, deterministic=deterministic))
+    assert not any(torch.isfinite(norm) for norm in norms)
+
+
+def test_clipping_scales_to_the_norm_and_leaves_small_gradients_alone():
+    grads = sharded({"x": torch.tensor([3.0, 4.0])}, ONE)
+    for limit, expected in ((1.0, [0.6, 0.8]), (10.0, [3.0, 4.0])):
+        tx = fs.clip_by_global_norm(limit)
+        out, state = tx.update(grads, tx.init(grads), grads, comm=ONE)
+        torch.testing.assert_close(fs.units_of(out)[0].buffers[0], torch.tensor(expected))
+        assert state.norm == 5.0
+
+
+def test_a_non_finite_gradient_on_one_rank_is_skipped_on_all():
+    tx = fs.skip_nonfinite(fs.adamw(1e-2))
+    mesh = fs.Mesh({"dp": 3})
+    params = draw(0)
+    layout = fs.plan(params, mesh, fs.zero3("dp"), units="*")
+
+    def rank_fn(comm):
+        state = fs.init_state(tx, fs.shard(params, layout, comm), comm=comm)
+        for bad in (False, True, False):
+            grads = fs.shard_for(draw(1), layout, comm.rank, place="optim")
+            if bad and comm.rank == 1:
+                fs.units_of(grads)[0].buffers[0][0] = math.nan
+            state = fs.update(tx, grads, state, comm=comm)
+        return state.opt.skipped, state.opt.inner.count, fs.full(state.params, comm=comm)["a"]["w"]
+
+    for skipped, count, w in simulate(mesh, rank_fn):
+        assert (skipped, count) == (1, 2)
+        assert torch.isfinite(w).all()
+
+
+def test_ema_follows_the_parameters():
+    _, state = run(fs.with_ema(fs.sgd(0.1), decay=0.5), steps=3)
+    p = ema = draw(0)["a"]["w"]
+    for i in range(3):
+        p = p - 0.1 * draw(100 + i)["a"]["w"]
+        ema = 0.5 * ema + 0.5 * p
+    torch.testing.assert_close(fs.full(state.opt.ema, comm=ONE)["a"]["w"], ema)
+
+
+def test_masked_leaves_the_gradients_of_others_as_they_are():
+    grads = sharded(draw(1), ONE)
+    double = fs.Transform(lambda p: (), lambda g, s, p, comm: (optree.tree_map(lambda x: 2 * x, g), s), {})
+    tx = fs.masked(double, ["a", "**.b"])
+    out, _ = tx.update(grads, tx.init(grads), grads, comm=ONE)
+    got, start = fs.unshard([out]), draw(1)
+    for unit, name, factor in (("a", "w", 2), ("a", "b", 2), ("c", "w", 1), ("c", "b", 2)):
+        assert torch.equal(got[unit][name], factor * start[unit][name]), (unit, name)
+
+
+def test_pairs_of_other_libraries_work_as_they_are():
+    torchopt = pytest.importorskip("torchopt")
+    ours, _ = run(torchopt.adamw(1e-2, weight_decay=0.1), n=3)
+    theirs, _ = run(fs.adamw(1e-2, weight_decay=0.1), n=1)
+    optree.tree_map(lambda a, b: torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6), ours, theirs)
+
+    def update(grads, state, params):
+        return optree.tree_map(lambda g: -0.1 * g, grads), state
+
+    plain, _ = run((lambda params: (), update), n=3)
+    sgd, _ = run(fs.sgd(0.1), n=1)
+    optree.tree_map(torch.testing.assert_close, plain, sgd)
+
+
+def test_schedules_count_updates():
+    rates = []
+
+    def schedule(count):
+        rates.append(count)
+        return 0.1
+
+    run(fs.sgd(schedule), steps=3)
+    assert rates == [0, 1, 2]
+
+
+def test_the_update_is_what_apply_adds():
+    """A transform in the middle of a chain is asked for updates, at its end for parameters."""
+    grads, params = sharded(draw(1), ONE), sharded(draw(0), ONE)
+    for tx in (fs.adamw(1e-2), fs.sgd(0.1, momentum=0.9), fs.lion(1e-2), fs.with_ema(fs.adamw(1e-2), decay=0.9)):
+        updates, _ = tx.update(grads, tx.init(params), params, comm=ONE)
+        new, _ = tx.apply(grads, tx.init(params), params, comm=ONE, donate=False)
+        moved = optree.tree_map(torch.add, params, updates)
+        for a, b in zip(optree.tree_leaves(moved), optree.tree_leaves(new), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
+
+
+def test_the_deterministic_norm_in_processes_has_the_bits_of_one_process():
+    tree = draw(5)
+    one = fs.global_norm(sharded(tree, ONE), comm=ONE, deterministic=True)
+    real = processes(fs.Mesh({"dp": 3}), lambda c: fs.global_norm(sharded(tree, c), comm=c, deterministic=True))
+    assert all(torch.equal(one, other) for other in real)
