@@ -1,10 +1,6 @@
-import json
 import math
-import re
 import sys
 import time
-from collections import OrderedDict, defaultdict, namedtuple
-from typing import Any, NamedTuple
 
 import optree
 import pytest
@@ -14,58 +10,6 @@ from hypothesis import strategies as st
 
 import fsharp as fs
 from fsharp.testing.generate import cases, layouts, precisions, trees
-
-
-class Block(NamedTuple):
-    w: Any
-    b: Any
-
-
-Plain = namedtuple("Plain", "x y")
-
-CONTAINERS = {
-    "dict": {"b": 0, "a": 1},
-    "int keys": {3: 0, 1: 1},
-    "ordered": OrderedDict(b=0, a=1),
-    "list": [0, [1, []]],
-    "tuple": (0, (), (1,)),
-    "none": {"a": None, "b": [None, 0]},
-    "namedtuple": Block(w=0, b=Plain(1, None)),
-    "leaf": 0,
-    "empty": {},
-    "mixed": OrderedDict(z=Block([0, (1, None)], {"k": Plain(2, {})}), a=[OrderedDict()]),
-}
-
-
-def fill(skeleton):
-    return optree.tree_map(lambda i: torch.full((2 + i, 3), float(i)), skeleton)
-
-
-@pytest.mark.parametrize("units", [None, "*"])
-@pytest.mark.parametrize("name", CONTAINERS)
-def test_containers_survive_json(name, units):
-    tree = fill(CONTAINERS[name])
-    paths = optree.tree_paths(tree)
-    if units and (not paths or paths == [()]):
-        pytest.skip("no key at the root")
-    layout = fs.plan(tree, fs.Mesh({"o": 2, "i": 2}), fs.hfsdp("o", "i"), units=units, atoms=fs.Rows(1))
-    again = fs.Layout.from_json(layout.to_json())
-    assert again == layout
-    assert again.to_json() == layout.to_json()
-    rebuilt = fs.unshard([fs.shard_for(tree, again, rank) for rank in range(4)])
-    assert optree.tree_structure(rebuilt) == optree.tree_structure(tree)
-
-
-@given(cases(precision=precisions()))
-def test_layouts_are_values_and_json_keeps_them(case):
-    layout = case.layout
-    again = fs.Layout.from_json(layout.to_json())
-    assert (again, hash(again), again.digest) == (layout, hash(layout), layout.digest)
-    assert str(again) == str(layout)
-    assert [unit.name for unit in again.units] == [unit.name for unit in layout.units]
-    for unit, other in zip(layout.units, again.units, strict=True):
-        assert (other, hash(other)) == (unit, hash(unit))
-        assert [type(leaf.shape) for leaf in other.leaves] == [tuple] * len(other.leaves)
 
 
 @given(st.data())
@@ -200,11 +144,11 @@ def test_the_table_says_what_rests_where():
     assert str(layout).splitlines() == [
         "Layout of 9,006 parameters on Mesh(o=2, i=4)",
         "unit         leaves  buffers                  elements  padding  strategy P/G/O  params/rank",
-        "-" * 90,
+        "-" * 92,
         "embed        1       bfloat16 frozen          800       0        o: RPS, i: SSS  400 B",
         "layers.* x2  2       bfloat16 (main float32)  8,206     2        o: RPS, i: SSS  4.01 KiB",
         "padding 2 elements (0.0222 %)",
-        "at rest on each rank: params 4.40 KiB, grads 8.02 KiB, main copy 4.01 KiB, each optimizer buffer 4.01 KiB; "
+        "at rest on each rank: params 4.40 KiB, grads 8.02 KiB, main 4.01 KiB, each optimizer buffer 4.01 KiB; "
         "unsharded params 17.59 KiB",
     ]
 
@@ -251,51 +195,3 @@ def test_llama_405b_on_16384_ranks(atom):
         assert fs.Layout.from_json(text) == layout
     assert many[0].nbytes("params") == pytest.approx(2 * 405_853_388_800 / 16384, rel=0.5)
     assert "layers.* x126" in str(many[0])
-
-
-@pytest.mark.parametrize(
-    ("edit", "text"),
-    [
-        (lambda d: d.update(fsharp_layout=99), "version 99, expected 1"),
-        (lambda d: d.pop("mesh"), "KeyError 'mesh'"),
-        (lambda d: d["units"][0]["leaves"][0].pop(), "ValueError not enough values"),
-        (lambda d: d["units"][0]["leaves"][0].__setitem__(2, "float33"), "'float33' is not a dtype"),
-        (lambda d: d["units"][0]["leaves"][0].__setitem__(3, "half"), "KeyError 'half'"),
-        (lambda d: d["units"][0]["strategy"].update(dp=["shard", "shard", "cut"]), "'cut' is not a valid Placement"),
-        (
-            lambda d: d["units"][0].update(spec={"kind": "namedtuple", "type": "no.such:T", "children": []}),
-            "No module named 'no'",
-        ),
-        (
-            lambda d: d["units"][0].update(spec={"kind": "namedtuple", "type": "os:PathLike", "children": []}),
-            "is not a namedtuple",
-        ),
-        (lambda d: d["units"][0].update(spec={"kind": "set", "children": []}), "KeyError 'type'"),
-        (lambda d: d.update(mesh=[["dp", 0]]), "axis 'dp' has size 0"),
-    ],
-)
-def test_json_that_is_no_layout(edit, text):
-    data = json.loads(fs.plan({"w": torch.ones(3)}, fs.Mesh({"dp": 2}), fs.zero3("dp")).to_json())
-    edit(data)
-    with pytest.raises(fs.LayoutError, match=re.escape(text)):
-        fs.Layout.from_json(json.dumps(data))
-
-
-@pytest.mark.parametrize("text", ["", "[]", "3", "{}", "null"])
-def test_text_that_is_no_layout(text):
-    with pytest.raises(fs.LayoutError, match=r"Layout\.from_json\(\): not a layout"):
-        fs.Layout.from_json(text)
-
-
-@pytest.mark.parametrize(
-    ("tree", "text"),
-    [
-        (defaultdict(list, a=torch.ones(1)), "collections.defaultdict has no JSON form"),
-        ({1.5: torch.ones(1)}, "dict keys have to be strings or integers, got [1.5]"),
-        ({True: torch.ones(1)}, "dict keys have to be strings or integers, got [True]"),
-    ],
-)
-def test_containers_without_json_form(tree, text):
-    layout = fs.plan(tree, fs.Mesh({"dp": 2}), fs.zero3("dp"))
-    with pytest.raises(fs.LayoutError, match=re.escape(text)):
-        layout.to_json()

@@ -316,15 +316,17 @@ def unshard(shards: Sequence[Any]) -> Any:
         if [_flatten(node)[1] for node in nodes] != [_flatten(node)[1] for node in per_rank[0]]:
             raise TreeError(f"unshard(): the tree of rank {rank} has another layout or place than that of rank 0.")
     whole = []
-    for nodes in zip(*per_rank, strict=True):
-        unit, place, mesh = nodes[0].unit, nodes[0].place, nodes[0].unit.mesh
+    for parts in zip(*per_rank, strict=True):
+        unit, place, mesh = parts[0].unit, parts[0].place, parts[0].unit.mesh
         if len(trees) != mesh.size:
             raise TreeError(f"unshard(): {len(trees)} trees, expected one for each of the {mesh.size} ranks of {mesh}.")
         if place.partial:
             raise TreeError(f"unshard(): unit {unit.name!r} rests partial ({place}); reduce_scatter() it first.")
-        holders = {tuple(mesh.coord(axis, r) for axis in place.sharded): nodes[r] for r in reversed(range(mesh.size))}
+        holders = {tuple(mesh.coord(axis, r) for axis in place.sharded): parts[r] for r in reversed(range(mesh.size))}
         in_order = [holders[key].buffers for key in sorted(holders)]
-        whole.append(Sharded([torch.cat(parts, dim=-1) for parts in zip(*in_order)], unit, unit.strategy.full, nodes[0].groups))
+        whole.append(
+            Sharded([torch.cat(column, dim=-1) for column in zip(*in_order)], unit, unit.strategy.full, parts[0].groups)
+        )
     position = iter(whole)
     gathered = map_units(lambda node: next(position) if is_sharded(node) else node, trees[0])
     return as_tree(gathered)

@@ -1,0 +1,318 @@
+"""Every input that the library refuses, and the words that name the value at fault."""
+
+import re
+from collections import OrderedDict
+
+import pytest
+import torch
+
+import fsharp as fs
+from fsharp.functional.sharded import resolve_place
+
+MESH = fs.Mesh({"dp": 2})
+ONE = fs.Mesh({"dp": 1})
+SHARED = torch.ones(3, 4)
+BF16 = fs.Precision(compute=torch.bfloat16, main=torch.float32)
+
+
+def make():
+    return {"w": torch.ones(4, 3), "b": torch.zeros(3), "n": torch.arange(3)}
+
+
+def planned(mesh=ONE, strategy=None, tree=None, **options):
+    return fs.plan(make() if tree is None else tree, mesh, strategy or fs.zero3("dp"), **options)
+
+
+def part(strategy=None, place="params", tree=None, mesh=ONE, **options):
+    tree = make() if tree is None else tree
+    return fs.shard_for(tree, planned(mesh, strategy, tree, **options), 0, place=place)
+
+
+def partial_sums():
+    return fs.trainable(part(fs.ddp("dp"), "grads"))
+
+
+class Loop:
+    """The comm of rank 0 of a mesh on which nothing may be called."""
+
+    rank, device = 0, torch.device("cpu")
+
+    def __init__(self, mesh=MESH):
+        self.mesh = mesh
+
+
+ONLY = fs.SingleComm(ONE)
+
+
+def state(tx=fs.sgd(0.1), **options):
+    return fs.init_state(tx, part(place="optim", **options), comm=ONLY)
+
+
+def grads_of(state):
+    return fs.trainable(state.params)
+
+
+def loss_of(value, batch=torch.ones(4), microbatches=1, tree=None, **options):
+    run = fs.value_and_grad(lambda params, batch, comm: value(params), microbatches=microbatches)
+    return run(part(tree=tree, **options), batch, comm=ONLY)
+
+
+def total(params):
+    return fs.forward(lambda p: p["w"].sum() + p["b"].sum(), params, comm=ONLY)
+
+
+PLAN = {
+    "unknown axis": (lambda: planned(strategy=fs.zero3("tp")), fs.StrategyError, "unknown axis 'tp': Mesh(dp=1) has ['dp']"),
+    "uncovered axis": (lambda: planned(fs.Mesh({"dp": 2, "x": 1})), fs.StrategyError, "says nothing of axis 'x'"),
+    "no strategy": (lambda: planned(strategy="zero3"), fs.LayoutError, "strategy is 'zero3', expected a Strategy"),
+    "no strategy in a rule": (lambda: planned(strategy={"**": 3}), fs.LayoutError, "strategy is 3, expected a Strategy"),
+    "strategy for no unit": (lambda: planned(strategy={"v": fs.zero3("dp")}), fs.PatternError, "'v' matches nothing"),
+    "units": (lambda: planned(units="layers.*"), fs.PatternError, "the pattern 'layers.*' matches nothing"),
+    "units overlap": (lambda: planned(units=["w", "?"]), fs.PatternError, "two patterns overlap"),
+    "frozen": (lambda: planned(frozen="bias"), fs.PatternError, "plan(frozen=...): the pattern 'bias' matches nothing"),
+    "atoms": (lambda: planned(atoms={"x": fs.Whole()}), fs.PatternError, "plan(atoms=...): the pattern 'x' matches nothing"),
+    "labels": (lambda: planned(labels={"x": "m"}), fs.PatternError, "plan(labels=...): the pattern 'x' matches nothing"),
+    "a number": (
+        lambda: planned(tree={"a": {"eps": 1e-5}}),
+        fs.TreeError,
+        "params['a.eps'] is not a tensor.\n  got  float 1e-05",
+    ),
+    "a sparse leaf": (
+        lambda: planned(tree={"s": torch.eye(2).to_sparse()}),
+        fs.TreeError,
+        "params['s'] has layout torch.sparse_coo",
+    ),
+    "equal paths": (lambda: planned(tree={"a.b": SHARED, "a": {"b": torch.ones(1)}}), fs.TreeError, "dotted path 'a.b'"),
+    "a view": (lambda: planned(tree={"v": SHARED, "w": SHARED.view(4, 3)}), fs.LayoutError, "'w'  (4, 3), strides (3, 1)"),
+    "a transpose": (
+        lambda: planned(tree={"v": SHARED, "w": SHARED.T}),
+        fs.LayoutError,
+        "params['v'] and params['w'] share storage",
+    ),
+    "a conjugate": (
+        lambda: planned(
+            tree={"v": torch.ones(2, dtype=torch.complex64)} | (lambda t: {"w": t, "x": t.conj()})(SHARED.cfloat())
+        ),
+        fs.LayoutError,
+        "params['w'] and params['x'] share storage",
+    ),
+    "ties: frozen": (
+        lambda: planned(tree={"a": SHARED, "b": SHARED}, frozen="b"),
+        fs.LayoutError,
+        "disagree on frozen.\n  'a'  False",
+    ),
+    "ties: label": (lambda: planned(tree={"a": SHARED, "b": SHARED}, labels={"b": "m"}), fs.LayoutError, "disagree on label"),
+    "ties: atom": (
+        lambda: planned(tree={"a": SHARED, "b": SHARED}, atoms={"b": fs.Whole()}),
+        fs.LayoutError,
+        "disagree on atom",
+    ),
+    "precision": (lambda: fs.Precision(main=torch.int32), fs.LayoutError, "main is torch.int32, expected a floating-point"),
+    "precision by name": (lambda: fs.Precision(wire="bfloat16"), fs.LayoutError, "wire is 'bfloat16'"),
+    "unit name": (lambda: planned()["layers.0"], fs.LayoutError, "no unit 'layers.0': the layout has ['']"),
+    "kind of bytes": (lambda: planned().nbytes("weights"), fs.LayoutError, "unknown kind 'weights'"),
+    "kind and dtype": (lambda: planned().nbytes("weights", torch.int8), fs.LayoutError, "unknown kind 'weights'"),
+}
+
+OTHER_TREES = {
+    "shape": ({**make(), "w": torch.ones(3, 4)}, "'w'  got float32[3, 4], expected float32[4, 3]"),
+    "dtype": ({**make(), "b": torch.zeros(3).half()}, "'b'  got float16[3], expected float32[3]"),
+    "missing": ({"w": torch.ones(4, 3), "n": torch.arange(3)}, "'b'  missing from the tree"),
+    "more": ({**make(), "x": torch.ones(1)}, "'x'  not in the layout"),
+    "a number": ({**make(), "b": 3}, "'b'  got int, expected a tensor"),
+    "containers": (OrderedDict(sorted(make().items())), "the tree's containers are not those planned: PyTreeSpec(OrderedDict"),
+}
+
+SHARDED = {
+    **{
+        f"tree: {name}": (lambda t=tree: fs.shard_for(t, planned(), 0), fs.TreeError, text)
+        for name, (tree, text) in OTHER_TREES.items()
+    },
+    "tree: many": (
+        lambda: fs.shard_for({}, planned(tree=[torch.ones(1) for _ in range(11)]), 0),
+        fs.TreeError,
+        "and 3 more. Call plan()",
+    ),
+    "tree: tied": (
+        lambda: fs.shard_for({"a": SHARED, "b": SHARED}, planned(tree={"a": SHARED, "b": SHARED.clone()}), 0),
+        fs.TreeError,
+        "'b'  tied to 'a', but laid out on its own",
+    ),
+    "tree: untied": (
+        lambda: fs.shard_for({"a": SHARED, "b": SHARED + 1}, planned(tree={"a": SHARED, "b": SHARED}), 0),
+        fs.TreeError,
+        "'b'  laid out as tied to 'a', but has values of its own",
+    ),
+    "place name": (lambda: part(place="weights"), fs.LayoutError, "unknown place 'weights'"),
+    "place order": (
+        lambda: part(place=fs.Place(("tp",), (fs.Shard,))),
+        fs.LayoutError,
+        "Place(tp:Shard) is not one of unit ''.\n  order of axes  dp",
+    ),
+    "place too fine": (
+        lambda: part(fs.ddp("dp"), fs.Place(("dp",), (fs.Shard,))),
+        fs.LayoutError,
+        "cuts unit '' finer than its layout",
+    ),
+    "place that does not nest": (
+        lambda: resolve_place(
+            planned(fs.Mesh({"a": 2, "b": 2}), fs.zero3("a", "b")).units[0], fs.Place(("a", "b"), (fs.Replicate, fs.Shard))
+        ),
+        fs.LayoutError,
+        "Place(a:Replicate, b:Shard) is not one of unit ''",
+    ),
+    "rank": (lambda: part(mesh=MESH) and fs.shard_for(make(), planned(MESH), 2), fs.MeshError, "rank 2 is outside Mesh(dp=2)"),
+    "unshard: none": (lambda: fs.unshard([]), fs.TreeError, "no trees"),
+    "unshard: too few": (lambda: fs.unshard([part(mesh=MESH)]), fs.TreeError, "1 trees, expected one for each of the 2 ranks"),
+    "unshard: partial": (lambda: fs.unshard([partial_sums()]), fs.TreeError, "unit '' rests partial (dp:Partial)"),
+    "unshard: mixed": (
+        lambda: fs.unshard([part(mesh=MESH), part(mesh=MESH, atoms=fs.Whole())]),
+        fs.TreeError,
+        "the tree of rank 1 has another layout or place than that of rank 0",
+    ),
+    "tree of a shard": (lambda: part().tree(), fs.TreeError, "unit '' is not whole.\n  place   dp:Shard"),
+    "tree of a part": (lambda: fs.trainable(part(place="full")).tree(), fs.TreeError, "groups  (0,) of (0, 1)"),
+    "missing tie": (
+        lambda: part(place="full", tree={"a": SHARED, "b": SHARED}, units="*")["b"].tree(),
+        fs.TreeError,
+        "'b' is tied to a leaf of another unit, which is not here.\n  tied to  '' of unit 'a'",
+    ),
+    "gather: partial": (lambda: fs.gather(partial_sums(), comm=ONLY), fs.TreeError, "rests      dp:Partial"),
+    "gather: to partial": (lambda: fs.gather(part(fs.ddp("dp")), comm=ONLY, to="grads"), fs.TreeError, "asked for  dp:Partial"),
+    "gather: nothing": (lambda: fs.gather(make(), comm=ONLY), fs.TreeError, "gather(): expected a tree of Sharded, got dict"),
+    "gather: mesh": (lambda: fs.gather(part(), comm=Loop()), fs.MeshError, "unit  '' on Mesh(dp=1)\n  comm  Mesh(dp=2)"),
+    "reduce: shards": (lambda: fs.reduce_scatter(part(), comm=ONLY, to="full"), fs.TreeError, "Shards are moved by gather()"),
+    "reduce: to partial": (
+        lambda: fs.reduce_scatter(part(fs.ddp("dp")), comm=ONLY, to="grads"),
+        fs.TreeError,
+        "rests      dp:Replicate\n  asked for  dp:Partial",
+    ),
+    "reduce: nothing": (lambda: fs.reduce_scatter([], comm=ONLY), fs.TreeError, "expected a tree of Sharded, got list"),
+    "reduce: mesh": (
+        lambda: fs.reduce_scatter(part(), comm=Loop()),
+        fs.MeshError,
+        "reduce_scatter(): the Comm is on another mesh",
+    ),
+    "shard: mesh": (lambda: fs.shard(make(), planned(MESH), ONLY), fs.MeshError, "layout  Mesh(dp=2)\n  comm    Mesh(dp=1)"),
+    "init: mesh": (lambda: fs.init(fs.zeros, planned(MESH), ONLY, key=0), fs.MeshError, "init(): the Comm is on another mesh"),
+    "init: pattern": (
+        lambda: fs.init({"**": fs.zeros, "x": fs.ones}, planned(), ONLY, key=0),
+        fs.PatternError,
+        "'x' matches nothing",
+    ),
+    "init: uncovered": (lambda: fs.init({"w": fs.ones}, planned(), ONLY, key=0), fs.PatternError, "no pattern selects 'b'"),
+    "forward: nothing": (
+        lambda: fs.forward(len, make(), comm=ONLY),
+        fs.TreeError,
+        "forward(): expected a tree of Sharded, got dict",
+    ),
+    "no module": (lambda: fs.functionalize(torch.nn.ReLU()), fs.TreeError, "ReLU has no parameters"),
+}
+
+TRAIN = {
+    "no main copy": (
+        lambda: fs.init_state(fs.sgd(0.1), part(precision=BF16), comm=ONLY),
+        fs.TreeError,
+        "torch.float32 main copy, which cannot be made from torch.bfloat16",
+    ),
+    "partial": (lambda: fs.init_state(fs.sgd(0.1), partial_sums(), comm=ONLY), fs.TreeError, "place  dp:Partial"),
+    "not sharded": (
+        lambda: fs.init_state(fs.sgd(0.1), make(), comm=ONLY),
+        fs.TreeError,
+        "init_state(): expected a tree of Sharded, got dict",
+    ),
+    "no pair": (lambda: fs.init_state(0.1, part(), comm=ONLY), fs.TreeError, "expected an (init, update) pair, got 0.1"),
+    "a vector": (lambda: loss_of(lambda p: torch.ones(3)), fs.LossError, "the loss is torch.float32[3]"),
+    "a number": (lambda: loss_of(lambda p: 1.0), fs.LossError, "the loss is float, expected a scalar mean"),
+    "an integer": (lambda: loss_of(lambda p: torch.tensor(1)), fs.LossError, "the loss is torch.int64[]"),
+    "three": (lambda: loss_of(lambda p: (total(p), 1, 2)), fs.LossError, "the loss is tuple"),
+    "weights": (lambda: loss_of(lambda p: (total(p), torch.ones(2))), fs.LossError, "the weight of the loss has shape [2]"),
+    "no parameter": (lambda: loss_of(lambda p: torch.ones(())), fs.LossError, "no parameter reaches it"),
+    "all frozen": (lambda: loss_of(total, frozen="**"), fs.LossError, "every parameter is frozen"),
+    "microbatches": (lambda: loss_of(total, microbatches=0), fs.LossError, "microbatches is 0"),
+    "fractions": (lambda: fs.value_and_grad(total, microbatches=1.5), fs.LossError, "microbatches is 1.5"),
+    "batch": (lambda: loss_of(total, torch.ones(5, 2), 3), fs.LossError, "shape [5, 2] does not split into 3 microbatches"),
+    "scalar batch": (lambda: loss_of(total, {"x": torch.ones(())}, 2), fs.LossError, "shape [] does not split into 2"),
+    "comm": (
+        lambda: fs.value_and_grad(total)(part(), 0, comm=Loop()),
+        fs.MeshError,
+        "value_and_grad(): the Comm is on another mesh",
+    ),
+    "gather in part": (
+        lambda: loss_of(lambda p: fs.gather(p, comm=ONLY, to="optim").buffers[0].sum()),
+        fs.TreeError,
+        "Inside value_and_grad() parameters are gathered in full",
+    ),
+    "average: partial": (
+        lambda: fs.average(fs.Loss(torch.ones(()), torch.ones(())), partial_sums(), comm=ONLY),
+        fs.TreeError,
+        "rest partial (dp:Partial)",
+    ),
+    "norm: partial": (lambda: fs.global_norm(partial_sums(), comm=ONLY), fs.TreeError, "rests partial (dp:Partial)"),
+    "clip": (lambda: fs.clip_by_global_norm(0.0), fs.LayoutError, "max_norm is 0.0, expected a positive number"),
+    "ema": (lambda: fs.with_ema(fs.sgd(0.1), decay=1.0), fs.LayoutError, "decay is 1.0, expected a number in [0, 1)"),
+    "chain": (lambda: fs.chain(), fs.TreeError, "chain(): no transformation"),
+    "masked": (
+        lambda: fs.update(fs.masked(fs.sgd(1), "x"), grads_of(state()), state(), comm=ONLY),
+        fs.PatternError,
+        "masked(): the pattern 'x' matches nothing",
+    ),
+    "decay per path": (
+        lambda: fs.update(fs.sgd(1, weight_decay={"b": 0.0}), grads_of(state()), state(), comm=ONLY),
+        fs.PatternError,
+        "weight_decay=: no pattern selects 'w'",
+    ),
+    "muon: a vector": (
+        lambda: state(fs.muon(0.1), atoms=fs.Whole()),
+        fs.LayoutError,
+        "muon(): 'b' is not a matrix.\n  leaf   b: [3]",
+    ),
+    "muon: cut": (
+        lambda: state(fs.muon(0.1), tree={"w": torch.ones(4, 3)}, atoms=fs.Rows(2)),
+        fs.LayoutError,
+        "'w' may be cut between ranks.\n  leaf   w: [4, 3]\n  atom   2 rows",
+    ),
+    "partition": (
+        lambda: state(fs.partition({"default": fs.sgd(1)}), labels={"w": "matrix"}),
+        fs.LayoutError,
+        "no transformation for the label 'matrix'.\n  labels     ['default', 'matrix']\n  rules for  ['default']",
+    ),
+}
+
+
+def other_gradients(change):
+    now = state()
+    return lambda: fs.update(fs.sgd(0.1), change(grads_of(now)), now, comm=ONLY)
+
+
+GRADIENTS = {
+    "structure": (other_gradients(lambda g: [g]), "trees of different structure"),
+    "layout": (other_gradients(lambda g: fs.trainable(part(atoms=fs.Whole()))), "differs   layout of unit"),
+    "place": (other_gradients(lambda g: fs.trainable(part(place="full"))), "got       dp:Replicate\n  expected  dp:Shard"),
+    "groups": (other_gradients(lambda g: part()), "differs   groups\n  got       (0, 1)\n  expected  (0,)"),
+    "dtype": (
+        other_gradients(lambda g: g.replace([b.half() for b in g.buffers])),
+        "got       torch.float16[15]\n  expected  torch.float32[15]",
+    ),
+    "shape": (other_gradients(lambda g: g.replace([b[:4] for b in g.buffers])), "got       torch.float32[4]"),
+    "no tensor": (other_gradients(lambda g: g.replace([None])), "got       NoneType\n  expected  a tensor"),
+}
+CASES = {
+    **{f"plan: {name}": case for name, case in PLAN.items()},
+    **{f"sharded: {name}": case for name, case in SHARDED.items()},
+    **{f"train: {name}": case for name, case in TRAIN.items()},
+    **{f"gradients: {name}": (run, fs.TreeError, text) for name, (run, text) in GRADIENTS.items()},
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_refused_with_the_value_at_fault(name):
+    run, error, text = CASES[name]
+    with pytest.raises(error, match=re.escape(text)):
+        run()
+
+
+def test_errors_are_also_python_errors():
+    assert issubclass(fs.LayoutError, ValueError)
+    assert issubclass(fs.TreeError, TypeError)
+    assert all(issubclass(getattr(fs, name), fs.FsharpError) for name in dir(fs) if name.endswith("Error"))

@@ -1,0 +1,125 @@
+"""The training example, run as a person runs it."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+TINY = ["--steps", "3", "--dim", "32", "--layers", "2", "--heads", "2", "--context", "32", "--batch", "4"]
+TINY += ["--eval-bytes", "2048", "--sample-bytes", "8", "--exact-clip"]
+KEYS = {
+    "val_bits_per_byte",
+    "bigram_bits_per_byte",
+    "tokens_per_s",
+    "bytes_at_rest",
+    "bytes_unsharded",
+    "strategy",
+    "world_size",
+    "steps",
+    "num_params",
+    "train_seconds",
+}
+
+
+def cli(*options: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "examples.gpt", *options]
+    env = os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "200"}
+    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=100)
+
+
+def train(out: Path, *options: str) -> dict[str, object]:
+    done = cli(*TINY, "--out", str(out), *options)
+    assert done.returncode == 0, done.stderr
+    assert "\x1b" not in done.stdout  # no control characters where there is no terminal
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert set(result) >= KEYS
+    return result
+
+
+@pytest.fixture(scope="module")
+def zero3(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
+    return train(tmp_path_factory.mktemp("zero3"))
+
+
+def test_default_run_reports_and_writes(zero3: dict[str, object]) -> None:
+    assert (zero3["strategy"], zero3["world_size"], zero3["steps"]) == ("zero3", 2, 3)
+    assert zero3["bytes_at_rest"] == zero3["bytes_at_rest_predicted"]
+    assert zero3["bytes_at_rest"] <= zero3["bytes_unsharded"] * 0.51
+    folder = Path(str(zero3["folder"]))
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [(row["kind"], row["step"]) for row in rows] == [("train", 1), ("train", 2), ("train", 3), ("eval", 3)]
+    assert set(rows[0]) >= {"loss", "bits_per_byte", "tokens_per_s", "lr", "grad_norm", "elapsed"}
+    assert rows[-1]["bits_per_byte"] == zero3["val_bits_per_byte"]
+    assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_zero1_learns_the_same_bits(zero3: dict[str, object], tmp_path: Path) -> None:
+    zero1 = train(tmp_path, "--strategy", "zero1")
+    assert zero1["val_bits_per_byte"] == zero3["val_bits_per_byte"]
+    assert zero1["bytes_at_rest"] > zero3["bytes_at_rest"]
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize(
+    ("strategy", "nproc"), [("ddp", 2), ("zero2", 2), ("hsdp", 4), ("hfsdp", 4), ("hfsdp", 2), ("zero3", 1), ("ddp", 1)]
+)
+def test_every_strategy_learns_the_same(zero3: dict[str, object], tmp_path: Path, strategy: str, nproc: int) -> None:
+    result = train(tmp_path, "--strategy", strategy, "--nproc", str(nproc))
+    assert result["world_size"] == nproc
+    assert result["bytes_at_rest"] == result["bytes_at_rest_predicted"]
+    if nproc == 2:
+        assert result["val_bits_per_byte"] == zero3["val_bits_per_byte"]
+    else:  # the same batch, but sums of other parts
+        assert result["val_bits_per_byte"] == pytest.approx(zero3["val_bits_per_byte"], abs=1e-4)
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("options", [["--microbatches", "2"], ["--release"], ["--dtype", "bfloat16"], ["--temperature", "0"]])
+def test_options_that_change_no_more_than_rounding(zero3: dict[str, object], tmp_path: Path, options: list[str]) -> None:
+    result = train(tmp_path, *options)
+    assert result["val_bits_per_byte"] == pytest.approx(zero3["val_bits_per_byte"], abs=2e-2)
+    assert result["bytes_at_rest"] == result["bytes_at_rest_predicted"]
+
+
+@pytest.mark.deep
+def test_a_run_of_given_time_stops_on_all_ranks(tmp_path: Path) -> None:
+    done = cli(*TINY[2:], "--seconds", "2", "--out", str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert result["steps"] >= 10
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--strategy hsdp --nproc 3 --batch 6", "--strategy hsdp needs an even --nproc (outer=2 x inner=nproc/2), got 3."),
+        ("--dim 30 --heads 4", "--dim 30 does not divide into --heads 4"),
+        ("--batch 6 --nproc 4", "--batch 6 does not divide by --nproc 4"),
+        ("--steps 0", "--steps is 0, expected more than 0."),
+        ("--strategy zero4", "'zero2', 'zero3'"),
+    ],
+)
+def test_bad_options_are_refused(capsys: pytest.CaptureFixture[str], options: str, message: str) -> None:
+    from examples.gpt.options import parse
+
+    with pytest.raises(SystemExit, match="2"):
+        parse(options.split())
+    assert message in capsys.readouterr().err
+
+
+def test_launcher_starts_nothing_on_a_bad_option(tmp_path: Path) -> None:
+    done = cli("--strategy", "hfsdp", "--nproc", "3", "--out", str(tmp_path / "out"))
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("error: --strategy hfsdp needs an even --nproc")
+    assert not (tmp_path / "out").exists()
+
+
+def test_failing_worker_fails_the_launcher(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    done = cli(*TINY, "--out", str(tmp_path / "file"))  # only rank 0 writes, the other one waits for it
+    assert done.returncode == 1
+    assert "error: rank 0 of 2 failed: NotADirectoryError" in done.stderr
