@@ -174,7 +174,7 @@ def test_agree_shows_only_the_lines_that_differ_and_shortens_them():
     text = texts.pop()
     assert text.startswith("here(): ranks were given different values.")
     assert "line 7" not in text
-    assert "same" not in text
+    assert "  same" not in text
     assert "extra  ranks 0, 1, 2: (absent)" in text
     assert "extra  rank 3: y" in text
     assert max(map(len, text.splitlines())) < 200

@@ -75,6 +75,24 @@ def test_transpose_identity_and_inputs_untouched(name):
     assert abs(sides[0]) > 1e-3
 
 
+def test_round_trips():
+    """Gather and slice are inverses; a sum of equal parts is a multiple; an all_reduce is its two halves, bit for bit."""
+
+    def rank_fn(comm):
+        x, full = draw(comm, 2, C), torch.arange(3.0 * C)
+        whole = fs.all_gather_last(x, comm, "inner")
+        parts = draw(comm, 3 * C, seed=2)
+        halves = fs.all_gather_last(fs.reduce_scatter_last(parts, comm, "inner"), comm, "inner")
+        return (
+            torch.equal(fs.local_slice(whole, comm, "inner"), x),
+            torch.equal(fs.all_gather_last(fs.local_slice(full, comm, "inner"), comm, "inner"), full),
+            torch.equal(fs.reduce_scatter_last(torch.cat([full] * 3), comm, "inner"), 3 * full),
+            torch.equal(halves, fs.all_reduce(parts, comm, "inner")),
+        )
+
+    assert simulate(MESH, rank_fn) == [(True,) * 4] * 6
+
+
 @operations
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_dtype_is_kept(name, dtype):
@@ -129,7 +147,7 @@ def test_a_batch_is_a_loop(name, in_dim):
 @operations
 def test_batched_gradients_and_batched_batches(name):
     """vmap(grad), vmap(vmap(grad)) and grad of a sum over vmap."""
-    op, transpose, n_in, _ = OPERATIONS[name]
+    op, _, n_in, _ = OPERATIONS[name]
 
     def rank_fn(comm):
         x = draw(comm, 2, 5, n_in)

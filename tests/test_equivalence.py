@@ -97,9 +97,7 @@ def assert_same_bits(a, b):
 
 
 @pytest.mark.parametrize("microbatches", [1, 2])
-@pytest.mark.parametrize(
-    ("outer", "inner"), [(2, 2), (1, 3), (3, 1), pytest.param(2, 4, marks=pytest.mark.deep)]
-)
+@pytest.mark.parametrize(("outer", "inner"), [(2, 2), (1, 3), (3, 1), pytest.param(2, 4, marks=pytest.mark.deep)])
 def test_hybrid_meshes_agree_with_one_process(outer, inner, microbatches):
     equivalent(hybrid_runs(outer, inner), microbatches=microbatches, tx=fs.chain(make_tx()))
 

@@ -78,7 +78,7 @@ def test_a_tied_unit_that_is_not_passed_along_is_named():
     shared = torch.randn(7, 4)
     params = {"embed": {"w": shared}, "head": {"w": shared}}
     sharded = fs.shard(params, fs.plan(params, ONE.mesh, fs.zero3("dp"), units="*"), ONE)
-    with pytest.raises(fs.TreeError, match="'head.w' is tied .*\n.*'w' of unit 'embed'\n.*ties="):
+    with pytest.raises(fs.TreeError, match=r"'head.w' is tied .*\n.*'w' of unit 'embed'\n.*ties="):
         fs.forward(lambda h: h["w"].sum(), sharded["head"], comm=ONE)
 
 
@@ -181,7 +181,8 @@ def test_forward_takes_and_returns_any_tree():
 
         def fn(trees, x, *, scale, flag):
             a, b = trees["pair"]
-            return {"y": (x * scale) @ a["w"], "same": x, "n": 3, "flag": flag, "count": (x > 0).sum(), "none": None}, b["b"] * 2
+            out = {"y": (x * scale) @ a["w"], "same": x, "n": 3, "flag": flag, "count": (x > 0).sum(), "none": None}
+            return out, b["b"] * 2
 
         out, b2 = fs.forward(fn, {"pair": [p["layers"][0], p["layers"][1]]}, x, scale=torch.tensor(2.0), flag="on", comm=comm)
         (g,) = torch.autograd.grad(out["y"].sum() + out["same"].sum(), x)

@@ -139,7 +139,7 @@ def test_init_depends_on_key_and_path_alone(case, key):
             assert torch.equal(a, b)
     other = fs.full(fs.init(fs.normal(), alone, fs.SingleComm(alone.mesh), key=key + 1), comm=fs.SingleComm(alone.mesh))
     pairs = zip(optree.tree_leaves(other), optree.tree_leaves(expected), strict=True)
-    assert all(not torch.equal(a, b) for a, b in pairs if a.numel()), "another key gives other values"
+    assert all(not torch.equal(a, b) for a, b in pairs if a.numel() >= 8), "another key gives other values"
 
 
 def test_patterns_choose_initializers_and_the_last_counts():

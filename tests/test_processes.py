@@ -88,7 +88,7 @@ def test_ranks_that_ask_for_different_meshes():
         fs.connect(fs.Mesh({"dp": 3} if comm.rank else {"data": 3}), device_type="cpu")
 
     results = caught(rank_fn)
-    assert all(kind == "AgreementError" and "rank 0  [[\"data\", 3]]" in text for kind, text, _ in results)
+    assert all(kind == "AgreementError" and 'rank 0  [["data", 3]]' in text for kind, text, _ in results)
 
 
 DTYPES = [
@@ -103,7 +103,8 @@ def test_every_dtype_travels():
         for dtype in DTYPES:
             x = (torch.arange(4) + comm.rank).to(dtype)
             got = comm.all_gather(x, "dp")
-            out.append(all(torch.equal(got[r].view(torch.uint8), (torch.arange(4) + r).to(dtype).view(torch.uint8)) for r in range(3)))
+            expected = torch.stack([(torch.arange(4) + r).to(dtype) for r in range(3)])
+            out.append(torch.equal(got.view(torch.uint8), expected.view(torch.uint8)))
             if dtype.is_floating_point and dtype.itemsize > 1:
                 summed = comm.reduce_scatter(torch.stack([x, x, x]), "dp", dtype=torch.float64)
                 out.append(torch.equal(summed, 3.0 * torch.arange(4) + 3))
@@ -122,7 +123,7 @@ def test_a_process_that_fails_is_reported_and_the_others_are_stopped():
             raise RuntimeError("a broken rank")
         comm.all_gather(torch.ones(1), "dp")
 
-    with pytest.raises(fs.CommError, match="(?s)ranks .*1.* failed.*a broken rank"):
+    with pytest.raises(fs.CommError, match=r"(?s)ranks .*1.* failed.*a broken rank"):
         processes(DP, rank_fn, timeout=60)
 
 

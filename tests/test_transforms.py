@@ -58,7 +58,10 @@ def matrices(params):
 
 
 TORCH = {
-    "adamw": (fs.adamw(1e-2, b2=0.99, weight_decay=0.1), lambda p: torch.optim.AdamW(optree.tree_leaves(p), 1e-2, (0.9, 0.99), weight_decay=0.1)),
+    "adamw": (
+        fs.adamw(1e-2, b2=0.99, weight_decay=0.1),
+        lambda p: torch.optim.AdamW(optree.tree_leaves(p), 1e-2, (0.9, 0.99), weight_decay=0.1),
+    ),
     "adamw, per path": (
         fs.adamw(1e-2, weight_decay={"**": 0.1, "**.b": 0.0}, lr_scale={"**": 1.0, "c": 1.0, "**.b": 0.5}),
         lambda p: torch.optim.AdamW(groups(p, w={"weight_decay": 0.1}, b={"weight_decay": 0.0, "lr": 5e-3}), 1e-2),
