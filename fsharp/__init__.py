@@ -82,9 +82,11 @@ from fsharp.functional.sharded import map_units as map_units
 from fsharp.functional.sharded import merge as merge
 from fsharp.functional.sharded import shard_for as shard_for
 from fsharp.functional.sharded import trainable as trainable
+from fsharp.functional.sharded import tree_nbytes as tree_nbytes
 from fsharp.functional.sharded import units_of as units_of
 from fsharp.functional.sharded import unshard as unshard
 from fsharp.functional.train import Loss as Loss
+from fsharp.functional.train import LossFn as LossFn
 from fsharp.functional.train import Metrics as Metrics
 from fsharp.functional.train import TrainState as TrainState
 from fsharp.functional.train import average as average

@@ -71,6 +71,8 @@ PLAN = {
     "units overlap": (lambda: planned(units=["w", "?"]), fs.PatternError, "two patterns overlap"),
     "frozen": (lambda: planned(frozen="bias"), fs.PatternError, "plan(frozen=...): the pattern 'bias' matches nothing"),
     "atoms": (lambda: planned(atoms={"x": fs.Whole()}), fs.PatternError, "plan(atoms=...): the pattern 'x' matches nothing"),
+    "no atom": (lambda: planned(atoms="row"), fs.LayoutError, "the atom of 'b' is 'row', expected Element(), Rows(n)"),
+    "malformed": (lambda: planned(frozen="[z-a]"), fs.PatternError, "the pattern '[z-a]' is malformed"),
     "labels": (lambda: planned(labels={"x": "m"}), fs.PatternError, "plan(labels=...): the pattern 'x' matches nothing"),
     "a number": (
         lambda: planned(tree={"a": {"eps": 1e-5}}),

@@ -1,5 +1,6 @@
 import json
 import re
+import sys
 from collections import OrderedDict, defaultdict, namedtuple
 from typing import Any, NamedTuple
 
@@ -72,7 +73,7 @@ def test_layouts_are_values_and_json_keeps_them(case):
         (lambda d: d["units"][0]["strategy"].update(dp=["shard", "shard", "cut"]), "'cut' is not a valid Placement"),
         (
             lambda d: d["units"][0].update(spec={"kind": "namedtuple", "type": "no.such:T", "children": []}),
-            "No module named 'no'",
+            "import the module 'no' first",
         ),
         (
             lambda d: d["units"][0].update(spec={"kind": "namedtuple", "type": "os:PathLike", "children": []}),
@@ -107,3 +108,13 @@ def test_containers_without_json_form(tree, text):
     layout = fs.plan(tree, fs.Mesh({"dp": 2}), fs.zero3("dp"))
     with pytest.raises(fs.LayoutError, match=re.escape(text)):
         layout.to_json()
+
+
+def test_a_namedtuples_module_is_never_imported():
+    """Reading a layout runs no code that its text names."""
+    text = fs.plan(Plain(torch.ones(2), torch.ones(3)), fs.Mesh({"dp": 1}), fs.ddp("dp")).to_json()
+    assert fs.Layout.from_json(text).num_params == 5
+    assert "antigravity" not in sys.modules
+    with pytest.raises(fs.LayoutError, match="import the module 'antigravity' first"):
+        fs.Layout.from_json(text.replace(f"{__name__}:Plain", "antigravity:Plain"))
+    assert "antigravity" not in sys.modules

@@ -31,10 +31,12 @@ def launch(options: Options, argv: list[str]) -> int:
         elastic_launch(config, sys.executable)("-u", "-m", "examples.gpt.worker", *argv)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
-        message = failure.message
+        message = failure.message  # of a signal, or a hint to use @record, or what @record wrote
         if isinstance(message, dict):
             print(message["extraInfo"]["py_callstack"].rstrip(), file=sys.stderr)
             message = message["message"]
+        elif failure.exitcode > 0:
+            message = f"exit status {failure.exitcode}"
         _show_cursor()
         print(f"error: rank {rank} of {options.nproc} failed: {message}", file=sys.stderr)
         return failure.exitcode if failure.exitcode > 0 else 1

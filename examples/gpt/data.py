@@ -28,7 +28,7 @@ def load() -> Corpus:
     parts: tuple[bytearray, bytearray] = (bytearray(), bytearray())
     for path in _sources(root):
         digest = hashlib.sha256(path.relative_to(root).as_posix().encode()).digest()
-        parts[digest[0] < 16] += _START + path.read_bytes()
+        parts[digest[0] < 16].extend(_START + path.read_bytes())
     return Corpus(*(torch.frombuffer(part, dtype=torch.uint8) for part in parts))
 
 

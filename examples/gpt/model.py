@@ -62,17 +62,17 @@ def embed(params: Any, tokens: torch.Tensor) -> torch.Tensor:
 def block(params: Any, x: torch.Tensor, turns: tuple[torch.Tensor, torch.Tensor], heads: int) -> torch.Tensor:
     """Causal attention and a two-layer network, each added to what it reads."""
     b, t, d = x.shape
-    h = F.rms_norm(x, (d,), params["norm1"])
+    h = F.layer_norm(x, (d,), params["norm1"])
     q, k, v = F.linear(h, params["qkv"]).view(b, t, 3, heads, d // heads).permute(2, 0, 3, 1, 4)
     attended = F.scaled_dot_product_attention(rotate(q, turns), rotate(k, turns), v, is_causal=True)
     x = x + F.linear(attended.transpose(1, 2).reshape(b, t, d), params["out"])
-    h = F.rms_norm(x, (d,), params["norm2"])
-    return x + F.linear(F.relu(F.linear(h, params["up"])).square(), params["down"])
+    h = F.layer_norm(x, (d,), params["norm2"])
+    return x + F.linear(F.gelu(F.linear(h, params["up"]), approximate="tanh"), params["down"])
 
 
 def head(params: Any, x: torch.Tensor) -> torch.Tensor:
     """``[batch, time, dim]`` to logits of the next byte."""
-    return F.linear(F.rms_norm(x, x.shape[-1:], params["norm"]), params["weight"])
+    return F.linear(F.layer_norm(x, x.shape[-1:], params["norm"]), params["weight"])
 
 
 def rotary(time: int, width: int, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -24,37 +24,37 @@ class Options:
     steps: int | None = None
     """Number of steps, in place of a time: the result is then the same in every run."""
 
-    dim: int = 192
+    dim: int = 128
     """Width of the model."""
     layers: int = 4
     """Number of blocks."""
-    heads: int = 3
+    heads: int = 4
     """Attention heads in a block."""
-    context: int = 256
+    context: int = 128
     """Bytes that the model sees at a time."""
 
-    batch: int = 8
+    batch: int = 4
     """Sequences in a step, over all processes and microbatches."""
     microbatches: int = 1
     """Parts into which each process splits its share of the batch."""
-    lr: float = 3e-3
+    lr: float = 2e-3
     """Peak learning rate."""
-    warmup: int = 20
+    warmup: int = 50
     """Steps in which the learning rate rises; it then falls as half a cosine to a tenth of its peak."""
     weight_decay: float = 0.1
     """Decoupled decay of matrices; vectors have none."""
     clip: float = 1.0
     """Largest global norm of gradients."""
-    exact_clip: bool = True
-    """Sum the norm exactly, so that strategies agree to the last bit."""
+    exact_clip: bool = False
+    """Sum the norm exactly: slower, and strategies agree to the last bit."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype of parameters in use and on the wire; the optimizer keeps float32."""
-    release: bool = True
-    """Let gathered parameters go after each use and compute the block again in the backward; less memory, more work."""
+    release: bool = False
+    """Let gathered parameters go after each use, and gather and compute again in the backward: less memory, more work."""
     seed: int = 0
     """Of the initial parameters, the batches and the sample."""
 
-    eval_every: int = 100
+    eval_every: int = 250
     """Steps between evaluations on a part of the held-out bytes; 0 for none but the last."""
     eval_bytes: int = 1 << 18
     """Held-out bytes that the last evaluation, and the bigram model, are scored on."""
@@ -89,11 +89,11 @@ def check(options: Options) -> None:
     """
     may_be_zero = {"eval_every", "sample_bytes", "temperature", "weight_decay", "warmup", "seed"}
     for field in fields(options):
-        value = getattr(options, field.name)
-        if isinstance(value, int | float) and not isinstance(value, bool):
-            if value < 0 or (value == 0 and field.name not in may_be_zero):
-                least = "at least 0" if field.name in may_be_zero else "more than 0"
-                raise ValueError(f"--{field.name.replace('_', '-')} is {value}, expected {least}.")
+        value, flag = getattr(options, field.name), f"--{field.name.replace('_', '-')}"
+        if not isinstance(value, int | float) or isinstance(value, bool):
+            continue
+        if value < 0 or (value == 0 and field.name not in may_be_zero):
+            raise ValueError(f"{flag} is {value}, expected {'at least' if field.name in may_be_zero else 'more than'} 0.")
     if options.strategy in HYBRID and options.nproc % 2:
         raise ValueError(f"--strategy {options.strategy} needs an even --nproc (outer=2 x inner=nproc/2), got {options.nproc}.")
     if options.dim % options.heads or options.dim // options.heads % 2:

@@ -7,6 +7,7 @@ import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
+from matplotlib.patheffects import withStroke
 
 
 def plot(folder: Path, *, title: str, bigram: float) -> None:
@@ -17,13 +18,12 @@ def plot(folder: Path, *, title: str, bigram: float) -> None:
     steps, bits = zip(*train, strict=True)
     figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
     axes.plot(steps, bits, color="tab:blue", alpha=0.25, linewidth=0.8)
-    axes.plot(steps, running_mean(bits, decay=0.95), color="tab:blue", label="training (running mean)")
+    axes.plot(steps, running_mean(bits, decay=0.9), color="tab:blue", label="training (running mean)")
     axes.plot(*zip(*evals, strict=True), "o-", color="tab:orange", markersize=5, label="held-out files")
     axes.axhline(bigram, color="0.35", linestyle="--", linewidth=1, label=f"bigram model, held-out files ({bigram:.2f})")
-    axes.annotate(
-        f"{evals[-1][1]:.2f}", evals[-1], textcoords="offset points", xytext=(0, -14), ha="center", color="tab:orange"
-    )
-    axes.set(xlabel="step", ylabel="bits per byte", title=title, ylim=(0, 8.2), xlim=(0, steps[-1] * 1.03))
+    final = axes.annotate(f"{evals[-1][1]:.2f}", evals[-1], (0, 12), textcoords="offset points", ha="center", weight="bold")
+    final.set_path_effects([withStroke(linewidth=3, foreground="white")])
+    axes.set(xlabel="step", ylabel="bits per byte", title=title, xlim=(0, steps[-1] * 1.03))
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(alpha=0.25)
     axes.legend(frameon=False)

@@ -19,11 +19,10 @@ class Report:
     Args:
         folder: of the run.
         rank: of this process.
-        total: steps, as far as they are known.
     """
 
-    def __init__(self, folder: Path, *, rank: int, total: int) -> None:
-        self._active, self._folder, self._total = rank == 0, folder, total
+    def __init__(self, folder: Path, *, rank: int) -> None:
+        self._active, self._folder, self._total = rank == 0, folder, 0
         self._console = Console(quiet=rank != 0, highlight=False, soft_wrap=True)
         self._live = Progress(
             TextColumn("step {task.completed}"),
@@ -34,7 +33,7 @@ class Report:
             console=self._console,
             disable=rank != 0 or not self._console.is_terminal,
         )
-        self._task = self._live.add_task("", total=total)
+        self._task = self._live.add_task("", total=None)
         self._file: TextIO | None = None
         self._next_line = 0.0
 

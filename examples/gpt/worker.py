@@ -3,7 +3,9 @@
 import math
 import sys
 import time
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from torch.distributed.elastic.multiprocessing.errors import record
@@ -24,48 +26,31 @@ _REPLAN_EVERY = 10
 def run(options: Options, comm: fs.Comm) -> None:
     """Train, evaluate, report."""
     layout = layout_of(options, comm.mesh, getattr(fs, options.strategy)(*comm.mesh.names))
-    alone = layout_of(options, fs.Mesh({"dp": 1}), fs.ddp("dp"))
     loss_fn = partial(model.loss, heads=options.heads, release=options.release)
     params = fs.init(model.initializers(options.dim, options.layers), layout, comm, key=options.seed, place="optim")
     state = fs.init_state(optimizer(options, 1), params, comm=comm)
     corpus = data.load()
     starts = data.even_starts(corpus.held_out, options.eval_bytes, options.context)
-
-    def evaluate(every: int) -> float:
-        chosen = starts[::every]
-        with_options = {"context": options.context, "batch": 4 * options.batch, "comm": comm}
-        bits = bits_per_byte(loss_fn, state.params, corpus.held_out, chosen, **with_options)
-        report.eval(state.step, bits, len(chosen) * options.context)
-        return bits
-
-    total = options.steps or max(options.warmup, _REPLAN_EVERY)
-    with Report(options.folder, rank=comm.rank, total=total) as report:
-        at_rest, predicted, unsharded = bytes_at_rest(state), predicted_bytes(layout), predicted_bytes(alone)
-        mib = 1 << 20
+    alone = layout_of(options, fs.Mesh({"dp": 1}), fs.ddp("dp"))
+    nbytes = {
+        "bytes_at_rest": sum(node.nbytes for node in fs.units_of((state.params, state.main, state.opt))),
+        "bytes_at_rest_predicted": predicted_bytes(layout),
+        "bytes_unsharded": predicted_bytes(alone),
+    }
+    with Report(options.folder, rank=comm.rank) as report:
         report.say(str(layout))
-        report.say(
-            f"params + optimizer at rest: {at_rest / mib:.2f} MiB per rank (predicted {predicted / mib:.2f}),"
-            f" {unsharded / mib:.2f} MiB unsharded"
-        )
+        here, predicted, unsharded = (f"{count / (1 << 20):.2f} MiB" for count in nbytes.values())
+        report.say(f"params + optimizer at rest: {here} per rank ({predicted} predicted), {unsharded} unsharded")
         report.say(f"train on {len(corpus.train):,} bytes, {len(corpus.held_out):,} held out; device {comm.device}")
-        step_fn = build_step(options, loss_fn, total)
-        elapsed, tokens = 0.0, options.batch * options.context
-        while state.step < total:
-            began = time.perf_counter()
-            state, metrics = step_fn(state, batch_of(corpus, options, state.step, comm), comm)
-            loss = float(metrics.loss)  # waits for the device
-            elapsed += time.perf_counter() - began
-            row = {"step": state.step, "loss": loss, "bits_per_byte": loss / math.log(2)}
-            row |= {"tokens_per_s": tokens * state.step / elapsed, "lr": learning_rate(options, total)(state.step - 1)}
-            report.train(row | {"grad_norm": float(state.opt[0].norm), "elapsed": elapsed})
-            if options.steps is None and state.step % _REPLAN_EVERY == 0:
-                total = max(state.step, round(state.step * options.seconds / agreed(elapsed, comm)))
-                step_fn = build_step(options, loss_fn, total)  # the state does not know who will change it
-                report.plan(total)
-            if options.eval_every and state.step % options.eval_every == 0 and state.step < total:
-                evaluate(every=8)
-        bits = evaluate(every=1)
 
+        def evaluate(params: Any, step: int, every: int = 1) -> float:
+            chosen, size = starts[::every], 4 * options.batch
+            bits = bits_per_byte(loss_fn, params, corpus.held_out, chosen, context=options.context, batch=size, comm=comm)
+            report.eval(step, bits, len(chosen) * options.context)
+            return bits
+
+        state, seconds = train(options, state, loss_fn, corpus, evaluate, report, comm)
+        bits = evaluate(state.params, state.step)
         whole = fs.gather(state.params, comm=comm)
         if comm.rank:
             return
@@ -74,26 +59,56 @@ def run(options: Options, comm: fs.Comm) -> None:
         if options.sample_bytes:
             report.say(f"--- a sample at temperature {options.temperature}\n{sample(whole, options, comm)}\n---")
         report.say(f"bigram model: {bigram:.3f} bits/byte; this model: {bits:.3f}; see {options.folder}/loss.png")
+    tokens = state.step * options.batch * options.context
     report.summary(
         {
             "val_bits_per_byte": bits,
             "bigram_bits_per_byte": bigram,
-            "tokens_per_s": tokens * state.step / elapsed,
-            "bytes_at_rest": at_rest,
-            "bytes_at_rest_predicted": predicted,
-            "bytes_unsharded": unsharded,
+            "val_bytes": len(starts) * options.context,
             "strategy": options.strategy,
             "world_size": comm.mesh.size,
-            "steps": state.step,
-            "train_seconds": elapsed,
-            "train_tokens": tokens * state.step,
-            "val_bytes": len(starts) * options.context,
+            **nbytes,
             "num_params": layout.num_params,
             "dtype": options.dtype,
             "seed": options.seed,
+            "steps": state.step,
+            "train_tokens": tokens,
+            "train_seconds": seconds,
+            "tokens_per_s": tokens / seconds,
             "folder": str(options.folder),
         }
     )
+
+
+def train(
+    options: Options,
+    state: fs.TrainState,
+    loss_fn: Callable[..., Any],
+    corpus: data.Corpus,
+    evaluate: Callable[..., float],
+    report: Report,
+    comm: fs.Comm,
+) -> tuple[fs.TrainState, float]:
+    """Make the steps; the state after them, and the seconds that they took."""
+    total = options.steps or max(options.warmup, _REPLAN_EVERY)  # replanned before a run of given time gets there
+    report.plan(total)
+    step = build_step(options, loss_fn, total)
+    elapsed, tokens = 0.0, options.batch * options.context
+    while state.step < total:
+        began = time.perf_counter()
+        state, metrics = step(state, batch_of(corpus, options, state.step, comm), comm)
+        loss = float(metrics.loss)  # waits for the device
+        elapsed += time.perf_counter() - began
+        row = {"step": state.step, "loss": loss, "bits_per_byte": loss / math.log(2)}
+        row |= {"tokens_per_s": tokens * state.step / elapsed, "lr": learning_rate(options, total)(state.step - 1)}
+        report.train(row | {"grad_norm": float(state.opt[0].norm), "elapsed": elapsed})
+        if options.steps is None and state.step % _REPLAN_EVERY == 0:
+            total = max(state.step, round(state.step * options.seconds / agreed(elapsed, comm)))
+            step = build_step(options, loss_fn, total)  # the state does not know who will change it
+            report.plan(total)
+        if options.eval_every and state.step % options.eval_every == 0 and state.step < total:
+            evaluate(state.params, state.step, every=8)
+    return state, elapsed
 
 
 def agreed(value: float, comm: fs.Comm) -> float:
@@ -102,11 +117,6 @@ def agreed(value: float, comm: fs.Comm) -> float:
     for axis, size in comm.mesh.axes:
         x = comm.all_reduce(x, axis, op="max") if size > 1 else x
     return float(x)
-
-
-def bytes_at_rest(state: fs.TrainState) -> int:
-    """Bytes that this rank holds between steps: parameters, main copies and optimizer state."""
-    return sum(node.nbytes for node in fs.units_of((state.params, state.main, state.opt)))
 
 
 def sample(params: Any, options: Options, comm: fs.Comm) -> str:

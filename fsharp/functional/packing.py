@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
+from fsharp.functional.errors import LayoutError
+
 _EXHAUSTIVE = 2048
 """Capacities tried one by one before bisection takes over."""
 
@@ -38,7 +40,7 @@ class Rows:
 
     def __post_init__(self) -> None:
         if not isinstance(self.n, int) or self.n < 1:
-            raise ValueError(f"Rows(): n is {self.n!r}, expected an integer of at least 1.")
+            raise LayoutError(f"Rows(): n is {self.n!r}, expected an integer of at least 1.")
 
     def size(self, shape: tuple[int, ...]) -> int:
         """Elements in one atom of a leaf of this shape."""

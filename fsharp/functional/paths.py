@@ -53,7 +53,10 @@ def _compiled(pattern: str) -> re.Pattern[str]:
             parts.append(r"(?:[^.]+\.)*")
             continue
         parts.append(_SPECIAL.sub(_translated, segment) + r"\.")
-    return re.compile("".join(parts))
+    try:
+        return re.compile("".join(parts))
+    except re.error as error:
+        raise PatternError(f"the pattern {pattern!r} is malformed: {error}.") from error
 
 
 def matches(pattern: str, path: str) -> bool:

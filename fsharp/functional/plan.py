@@ -10,7 +10,7 @@ import torch
 from fsharp.functional.errors import LayoutError, TreeError, problem
 from fsharp.functional.layout import Group, Layout, Leaf, UnitLayout
 from fsharp.functional.mesh import Mesh
-from fsharp.functional.packing import Atom, Element, pack
+from fsharp.functional.packing import Atom, Element, Rows, Whole, pack
 from fsharp.functional.paths import Patterns, assign, chosen, flatten
 from fsharp.functional.placement import Strategy
 from fsharp.functional.precision import Precision
@@ -70,6 +70,9 @@ def plan(
     frozen_paths = chosen("plan(frozen=...)", frozen, paths)
     no_cut: Atom = Element()
     atom_of: dict[str, Atom] = assign("plan(atoms=...)", atoms, paths, default=no_cut)
+    for path, atom in atom_of.items():
+        if not isinstance(atom, Element | Rows | Whole):
+            raise LayoutError(f"plan(): the atom of {path!r} is {atom!r}, expected Element(), Rows(n) or Whole().")
     label_of = assign("plan(labels=...)", labels, paths, default="default")
 
     def key(path: str, tensor: torch.Tensor) -> tuple[Any, ...]:

@@ -1,8 +1,8 @@
 """A layout as JSON and back. Nothing is pickled: containers are named, and only known kinds are made."""
 
 import collections
-import importlib
 import json
+import sys
 from typing import Any
 
 import optree
@@ -134,7 +134,9 @@ def _example(data: Any) -> Any:
         pairs = zip(data["keys"], children, strict=True)
         return dict(pairs) if kind == "dict" else collections.OrderedDict(pairs)
     module, _, name = data["type"].partition(":")
-    found: Any = importlib.import_module(module)
+    if module not in sys.modules:  # never imported for the asking: that would run what the text names
+        raise LayoutError(f"Layout.from_json(): {data['type']!r}: import the module {module!r} first.")
+    found: Any = sys.modules[module]
     for part in name.split("."):
         found = getattr(found, part)
     if kind != "namedtuple" or not optree.is_namedtuple_class(found):

@@ -183,6 +183,12 @@ def _register() -> None:
 _register()
 
 
+def tree_nbytes(tree: Any) -> int:
+    """Bytes of all tensors in a tree, for example of a :class:`~fsharp.TrainState`: what this rank holds at rest."""
+    leaves = optree.tree_leaves(tree)
+    return sum(leaf.numel() * leaf.element_size() for leaf in leaves if isinstance(leaf, torch.Tensor))
+
+
 def is_sharded(node: Any) -> bool:
     """Whether a node of a tree is a :class:`Sharded`."""
     return isinstance(node, Sharded)

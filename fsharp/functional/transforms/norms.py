@@ -74,18 +74,17 @@ def _exact(by_axes: dict[tuple[str, ...], list[torch.Tensor]], comm: Comm) -> to
             largest = comm.all_reduce(largest, axis, op="max")
     if not torch.isfinite(largest) or largest == 0:
         return largest[0].float()
-    exponent = math.frexp(float(largest))[1]
+    exponent = max(math.frexp(float(largest))[1], -1000)  # smaller ones are zero in the result's float32 anyway
     total = torch.zeros(_LIMBS, dtype=torch.int64, device=comm.device)
     for axes, buffers in by_axes.items():
         part = torch.zeros_like(total)
         for buffer in buffers:
             for chunk in buffer.reshape(-1).split(_CHUNK):
-                rest = torch.ldexp(chunk.double(), torch.tensor(-exponent)).square_()  # exact: 2 * 24 bits fit in 53
+                rest = chunk.double().mul_(2.0**-exponent).square_()  # exact for float32: 2 * 24 bits fit in 53
                 for limb in range(_LIMBS):
-                    rest = torch.ldexp(rest, torch.tensor(_BITS))
-                    whole = rest.floor()
+                    whole = rest.mul_(2.0**_BITS).floor()
                     part[limb] += whole.long().sum().to(part.device)
-                    rest -= whole
+                    rest.sub_(whole)
         total += _sum(part, axes, comm)
     value = sum(int(limb) << (_BITS * (_LIMBS - 1 - k)) for k, limb in enumerate(total.tolist()))
     norm = math.ldexp(math.sqrt(value), exponent - _BITS * _LIMBS // 2)
