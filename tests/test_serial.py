@@ -73,7 +73,7 @@ def test_layouts_are_values_and_json_keeps_them(case):
         (lambda d: d["units"][0]["strategy"].update(dp=["shard", "shard", "cut"]), "'cut' is not a valid Placement"),
         (
             lambda d: d["units"][0].update(spec={"kind": "namedtuple", "type": "no.such:T", "children": []}),
-            "import the module 'no' first",
+            "import the module 'no.such' first",
         ),
         (
             lambda d: d["units"][0].update(spec={"kind": "namedtuple", "type": "os:PathLike", "children": []}),
