@@ -84,7 +84,8 @@ PLAN = {
         fs.TreeError,
         "params['s'] has layout torch.sparse_coo",
     ),
-    "equal paths": (lambda: planned(tree={"a.b": SHARED, "a": {"b": torch.ones(1)}}), fs.TreeError, "dotted path 'a.b'"),
+    "equal paths": (lambda: planned(tree={"0": SHARED, 0: torch.ones(1)}), fs.TreeError, "share the dotted path '0'"),
+    "a dot in a key": (lambda: planned(tree={"a.b": SHARED}), fs.TreeError, "the key 'a.b' in the path ('a.b',) is empty or"),
     "a view": (lambda: planned(tree={"v": SHARED, "w": SHARED.view(4, 3)}), fs.LayoutError, "'w'  (4, 3), strides (3, 1)"),
     "a transpose": (
         lambda: planned(tree={"v": SHARED, "w": SHARED.T}),

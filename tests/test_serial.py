@@ -100,7 +100,7 @@ def test_text_that_is_no_layout(text):
     ("tree", "text"),
     [
         (defaultdict(list, a=torch.ones(1)), "collections.defaultdict has no JSON form"),
-        ({1.5: torch.ones(1)}, "dict keys have to be strings or integers, got [1.5]"),
+        ({(1, 2): torch.ones(1)}, "dict keys have to be strings or integers, got [(1, 2)]"),
         ({True: torch.ones(1)}, "dict keys have to be strings or integers, got [True]"),
     ],
 )

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import torch
 
 from fsharp.functional.comm import Comm
-from fsharp.functional.errors import AgreementError, FsharpError, problem
+from fsharp.functional.errors import AgreementError, problem
 
 T = TypeVar("T")
 _SHOWN = 160
@@ -38,7 +38,8 @@ def agree(where: str, fields: Mapping[str, str], comm: Comm, *, failure: str | N
     """
     if comm.mesh.size == 1:
         return
-    body = json.dumps({"failure": failure, "fields": dict(fields)}, sort_keys=True).encode()
+    fields = {"function": where, **fields}
+    body = json.dumps({"failure": failure, "fields": fields}, sort_keys=True).encode()
     digest = hashlib.sha256(body).digest()
     heads = gather_bytes(digest + len(body).to_bytes(8, "little"), comm)
     if len(set(heads)) == 1 and failure is None:
@@ -69,19 +70,19 @@ def together(where: str, comm: Comm, check: Callable[[], T], fields: Callable[[T
     A rank whose check raised raises that error; the others raise :class:`AgreementError` with its text, unless all
     ranks failed, each with its own error.
     """
-    error: FsharpError | None = None
+    error: Exception | None = None
     result: T | None = None
     try:
         result = check()
-    except FsharpError as raised:
+    except Exception as raised:  # of any kind: the other ranks have to hear of it
         error = raised
     if error is None:
         agree(where, fields(result), comm)  # type: ignore[arg-type]
         return result  # type: ignore[return-value]
     try:
-        agree(where, {}, comm, failure=str(error))
+        agree(where, {}, comm, failure=str(error) or repr(error))
     except AgreementError as seen:
-        if f"failed on {'every rank'}" not in str(seen):
+        if "failed on every rank" not in str(seen):
             raise seen from error
     raise error
 

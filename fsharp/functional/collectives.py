@@ -26,6 +26,7 @@ from typing import Any
 import torch
 
 from fsharp.functional.comm import Comm
+from fsharp.functional.errors import TreeError
 
 # torch.func differentiates a backward too: each backward below calls a primitive, never a Comm.
 
@@ -127,6 +128,7 @@ def reduce_scatter_last(x: torch.Tensor, comm: Comm, axis: str, *, dtype: torch.
 
     Gradient: :func:`all_gather_last`. Cost: ``(n - 1) / n * x.nbytes`` sent by each rank.
     """
+    _check_divides("reduce_scatter_last()", x, axis, comm.mesh.axis_size(axis))
     if _is_free(x, comm, axis):
         return x.to(dtype or x.dtype)
     out: torch.Tensor = _ReduceScatter.apply(x, comm, axis, dtype or x.dtype)
@@ -150,8 +152,14 @@ def local_slice(x: torch.Tensor, comm: Comm, axis: str) -> torch.Tensor:
     Gradient: the cotangent, with zeros for the parts of others. Cost: none.
     """
     n = comm.mesh.axis_size(axis)
+    _check_divides("local_slice()", x, axis, n)
     part = x.shape[-1] // n
     return x.narrow(-1, comm.mesh.coord(axis, comm.rank) * part, part)
+
+
+def _check_divides(where: str, x: torch.Tensor, axis: str, n: int) -> None:
+    if x.shape[-1] % n:
+        raise TreeError(f"{where}: a last dim of {x.shape[-1]} does not divide into {n} parts along axis {axis!r}.")
 
 
 def _is_free(x: torch.Tensor, comm: Comm, axis: str) -> bool:

@@ -1,4 +1,4 @@
-"""Every error a caller can cause. All of them are raised before the first collective of the call that raises them."""
+"""Every error a caller can cause. Checks of trees, layouts, places and meshes come before the first collective of a call."""
 
 from collections.abc import Iterable
 

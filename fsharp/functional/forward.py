@@ -1,5 +1,6 @@
 """forward: run a pure function on a unit. Gather, call, release; and in the backward gather again, call, reduce."""
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -7,8 +8,9 @@ import optree
 import torch
 
 from fsharp.functional.comm import Comm
+from fsharp.functional.errors import TreeError
 from fsharp.functional.moves import check_comm, gather
-from fsharp.functional.sharded import Sharded, is_sharded, map_units
+from fsharp.functional.sharded import Sharded, is_sharded, map_units, units_of
 
 
 def forward(
@@ -23,7 +25,8 @@ def forward(
     """``fn(tree, *args, **kwargs)`` with the unit's subtree gathered.
 
     Args:
-        fn: a pure function of the subtree and other arguments. What it closes over gets no gradient if ``release``.
+        fn: a pure function of the subtree and other arguments. Randomness in it comes from torch's global generator, or
+            from a ``torch.Generator`` that is an argument.
         sharded: a :class:`Sharded`, or a pytree of some, in any place that is not partial; ``fn`` gets the same pytree
             with the user's subtrees in it.
         args: pytrees for ``fn``; tensors among them are differentiated.
@@ -39,7 +42,8 @@ def forward(
         What ``fn`` returns: any pytree; its tensors must not be views of parameters that are released.
 
     Raises:
-        TreeError: nothing sharded was passed, or a tied leaf's unit is missing.
+        TreeError: nothing sharded was passed, a tied leaf's unit is missing, or, with ``release``, a function that
+            closes over tensors to be differentiated or changes its arguments.
         MeshError: ``comm`` is on another mesh.
 
     Cost: one gather; with ``release`` a second one in the backward, which also calls ``fn`` again. One reduction of
@@ -56,6 +60,7 @@ def forward(
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
     if not any(t.requires_grad for t in tensors):
         return call(units, args, kwargs)
+    _refuse_captured(fn)
     others = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
     result = _Result()
     out = _Recompute.apply(_Static(call, spec, others, result), *tensors)
@@ -71,7 +76,8 @@ class _Call:
 
     def __call__(self, units: tuple[Any, tuple[Sharded, ...]], args: Any, kwargs: Any) -> Any:
         sharded, ties = gather(units, comm=self.comm)
-        tree = map_units(lambda node: node.tree(ties) if is_sharded(node) else node, sharded)
+        owners = (*ties, *units_of(sharded))
+        tree = map_units(lambda node: node.tree(owners) if is_sharded(node) else node, sharded)
         return self.fn(tree, *args, **kwargs)
 
 
@@ -88,9 +94,9 @@ class _Static:
     def __init__(self, call: _Call, spec: optree.PyTreeSpec, others: list[Any], result: _Result) -> None:
         self.call, self.spec, self.others, self.result = call, spec, others, result
 
-    def run(self, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    def run(self, tensors: Sequence[torch.Tensor], others: list[Any] | None = None) -> tuple[torch.Tensor, ...]:
         filled = iter(tensors)
-        leaves = [next(filled) if leaf is None else leaf for leaf in self.others]
+        leaves = [next(filled) if leaf is None else leaf for leaf in others or self.others]
         inputs: Any = optree.tree_unflatten(self.spec, leaves)
         out, self.result.spec = optree.tree_flatten(self.call(*inputs))
         self.result.leaves = [(isinstance(x, torch.Tensor), None if isinstance(x, torch.Tensor) else x) for x in out]
@@ -98,22 +104,30 @@ class _Static:
 
 
 class _Ambient:
-    """Random state and autocast of a call, so that calling again computes the same."""
+    """Random state (torch's own and that of generators among the arguments) and autocast of a call.
 
-    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+    Calling again with it computes the same.
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor], others: Sequence[Any]) -> None:
+        self.generators = {i: x.get_state() for i, x in enumerate(others) if isinstance(x, torch.Generator)}
         self.devices = sorted({t.device.index for t in tensors if t.is_cuda})
         self.cpu = torch.get_rng_state()
         self.cuda = [torch.cuda.get_rng_state(i) for i in self.devices]
         self.autocast = [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")]
 
-    def replay(self, run: Callable[[], tuple[torch.Tensor, ...]]) -> tuple[torch.Tensor, ...]:
+    def replay(self, static: "_Static", tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        others = list(static.others)
+        for i, state in self.generators.items():
+            others[i] = torch.Generator(others[i].device)
+            others[i].set_state(state)
         with torch.random.fork_rng(self.devices):
             torch.set_rng_state(self.cpu)
             for i, state in zip(self.devices, self.cuda, strict=True):
                 torch.cuda.set_rng_state(state, i)
             (k1, on1, d1), (k2, on2, d2) = self.autocast
             with torch.autocast(k1, dtype=d1, enabled=on1), torch.autocast(k2, dtype=d2, enabled=on2):
-                return run()
+                return static.run(tensors, others)
 
 
 class _Recompute(torch.autograd.Function):
@@ -121,10 +135,16 @@ class _Recompute(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, static: _Static, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.static, ctx.ambient = static, _Ambient(tensors)
+        ctx.static, ctx.ambient = static, _Ambient(tensors, static.others)
         ctx.save_for_backward(*tensors)
         ctx.set_materialize_grads(False)
+        versions = [_version(t) for t in tensors]
         out = static.run(tensors)
+        if versions != [_version(t) for t in tensors]:
+            raise TreeError(
+                "forward(): the function changed one of its arguments in place; calling it again in the backward would not "
+                "compute the same. Write it as a pure function, or pass release=False."
+            )
         ctx.mark_non_differentiable(*(x for x in out if not _is_differentiable(x)))
         return tuple(x.clone() if any(x is t for t in tensors) else x for x in out)
 
@@ -134,7 +154,7 @@ class _Recompute(torch.autograd.Function):
         needed = [i for i, need in enumerate(ctx.needs_input_grad[1:]) if need]
         with torch.enable_grad():
             inputs = [t.view_as(t) if again else t.detach().requires_grad_(t.requires_grad) for t in ctx.saved_tensors]
-            out = ctx.ambient.replay(lambda: ctx.static.run(inputs))
+            out = ctx.ambient.replay(ctx.static, inputs)
             pairs = [(y, c) for y, c in zip(out, cotangents, strict=True) if c is not None and y.requires_grad]
             if not pairs:
                 return (None,) * (len(inputs) + 1)
@@ -145,6 +165,34 @@ class _Recompute(torch.autograd.Function):
         for i, grad in zip(needed, grads, strict=True):
             result[i + 1] = grad
         return tuple(result)
+
+
+def _version(x: torch.Tensor) -> int:
+    return 0 if x.is_inference() else x._version
+
+
+def _refuse_captured(fn: Any) -> None:
+    """Refuse a function that closes over tensors to be differentiated: calling it again cannot reach them.
+
+    Raises:
+        TreeError: names the variable.
+    """
+    held: dict[str, Any] = {}
+    while isinstance(fn, functools.partial):
+        held |= {**{f"partial argument {i}": x for i, x in enumerate(fn.args)}, **fn.keywords}
+        fn = fn.func
+    names = getattr(getattr(fn, "__code__", None), "co_freevars", ())
+    for name, cell in zip(names, getattr(fn, "__closure__", None) or ()):
+        try:
+            held[name] = cell.cell_contents
+        except ValueError:  # not assigned yet
+            continue
+    for name, value in held.items():
+        if any(isinstance(x, torch.Tensor) and x.requires_grad for x in optree.tree_leaves(value)):
+            raise TreeError(
+                f"forward(): the function closes over {name!r}, which requires a gradient and would silently get none. "
+                "Pass it as an argument, or pass release=False."
+            )
 
 
 def _is_differentiable(x: torch.Tensor) -> bool:

@@ -11,7 +11,7 @@ of ``num_parts * capacity`` elements; a place keeps some consecutive parts of it
 import hashlib
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -115,6 +115,10 @@ class UnitLayout:
 
     def __hash__(self) -> int:
         return self._hash
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Hashes of strings differ between processes: what is cached stays behind.
+        return {f.name: getattr(self, f.name) for f in fields(self)}
 
     def __eq__(self, other: object) -> bool:
         if self is other:

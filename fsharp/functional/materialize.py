@@ -14,10 +14,10 @@ from fsharp.functional.errors import MeshError, problem
 from fsharp.functional.layout import Layout, Leaf
 from fsharp.functional.moves import gather
 from fsharp.functional.paths import assign
-from fsharp.functional.sharded import PlaceName, as_tree, build, check_tree, resolve_place, shard_for
+from fsharp.functional.sharded import PlaceName, as_tree, build, check_tree, is_sharded, map_units, resolve_place, shard_for
 
 Initializer = Callable[[torch.Tensor, torch.Generator], Any]
-"""Fills a tensor in place from a generator: ``lambda t, g: torch.nn.init.xavier_uniform_(t, generator=g)``."""
+"""Fills a tensor from a generator, or returns the values: ``lambda t, g: torch.nn.init.xavier_uniform_(t, generator=g)``."""
 
 
 def shard(params: Any, layout: Layout, comm: Comm, *, place: PlaceName = "params") -> Any:
@@ -53,7 +53,7 @@ def full(tree: Any, *, comm: Comm) -> Any:
         comm: the ranks.
 
     Returns:
-        The tree that was sharded; leaves are views of gathered buffers, in the dtype that rests.
+        The tree that was sharded, in the dtype that rests; leaves share no memory with ``tree``.
 
     Raises:
         TreeError: a unit that rests partial.
@@ -61,7 +61,13 @@ def full(tree: Any, *, comm: Comm) -> Any:
 
     Cost: a gather of everything, and the memory for it.
     """
-    return as_tree(gather(tree, comm=comm))
+
+    def fresh(node: Any, whole: Any) -> Any:
+        if not is_sharded(node):
+            return node
+        return whole.replace([new.clone() if new is old else new for old, new in zip(node.buffers, whole.buffers)])
+
+    return as_tree(map_units(fresh, tree, gather(tree, comm=comm)))
 
 
 def init(
@@ -116,7 +122,9 @@ def init(
             seed = int.from_bytes(hashlib.sha256(f"{key}:{path}".encode()).digest()[:8], "little") >> 1
             value = torch.empty(leaf.shape, dtype=leaf.dtype)
             with torch.no_grad():
-                chosen[path](value, torch.Generator().manual_seed(seed))
+                made = chosen[path](value, torch.Generator().manual_seed(seed))
+                if isinstance(made, torch.Tensor) and made is not value:
+                    value.copy_(made)  # an initializer that returns its values instead of filling
             return value.to(target)
 
         nodes.append(build(unit, resolve_place(unit, place), comm.rank, draw, main=place == "optim"))

@@ -13,7 +13,7 @@ from functools import lru_cache
 from fsharp.functional.errors import LayoutError
 
 _EXHAUSTIVE = 2048
-"""Capacities tried one by one before bisection takes over."""
+"""Capacities tried one by one before larger strides take over."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +105,8 @@ def pack(sizes: tuple[int, ...], atoms: tuple[int, ...], num_parts: int) -> Pack
         if (offsets := _place(order, capacity, num_parts)) is not None:
             return Packing(_in_order(offsets, len(sizes)), capacity)
         capacity += step
-    return _bisect(order, capacity, step, num_parts, len(sizes))
+    found, capacity = _search(order, capacity, step, num_parts, total)
+    return Packing(_in_order(found, len(sizes)), capacity)
 
 
 def _in_order(offsets: dict[int, int], count: int) -> tuple[int, ...]:
@@ -127,19 +128,24 @@ def _next_possible(capacity: int, items: Sequence[tuple[int, int, int]], step: i
         capacity = -(-shorter // step) * step
 
 
-def _bisect(order: Sequence[tuple[int, int, int]], low: int, step: int, num_parts: int, count: int) -> Packing:
-    unit = math.lcm(step, *(atom for atom, size, _ in order if size > atom))
-    low //= unit
-    high = low + 1
-    while (offsets := _place(order, high * unit, num_parts)) is None:
-        low, high = high, 2 * high
-    while high - low > 1:
-        middle = (low + high) // 2
-        if (found := _place(order, middle * unit, num_parts)) is None:
-            low = middle
+def _search(
+    order: Sequence[tuple[int, int, int]], capacity: int, step: int, num_parts: int, total: int
+) -> tuple[dict[int, int], int]:
+    """A feasible capacity from this one on, found in growing strides and then narrowed down by bisection.
+
+    All leaves fit into the first part if it holds ``total`` elements, so the search ends.
+    """
+    tried = capacity - step
+    while (offsets := _place(order, capacity, num_parts)) is None:
+        tried = capacity
+        capacity = min(-(-(capacity + capacity // 256) // step) * step + step, -(-total // step) * step)
+    while capacity - tried > step:
+        middle = (tried + capacity) // 2 // step * step
+        if (found := _place(order, middle, num_parts)) is None:
+            tried = middle
         else:
-            high, offsets = middle, found
-    return Packing(_in_order(offsets, count), high * unit)
+            capacity, offsets = middle, found
+    return offsets, capacity
 
 
 def _place(order: Sequence[tuple[int, int, int]], capacity: int, num_parts: int) -> dict[int, int] | None:

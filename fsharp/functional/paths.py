@@ -25,12 +25,19 @@ def join(entries: Iterable[Any]) -> str:
 
 
 def flatten(tree: Any) -> tuple[tuple[str, ...], list[Any], optree.PyTreeSpec]:
-    """Paths, leaves and structure of ``tree``; refuses trees in which two leaves have the same dotted path."""
+    """Paths, leaves and structure of ``tree``; refuses keys that are empty, contain a dot or look alike."""
     paths, leaves, spec = optree.tree_flatten_with_path(tree)
+    for path in paths:
+        for entry in path:
+            if str(entry) == "" or "." in str(entry):
+                raise TreeError(
+                    f"the key {entry!r} in the path {path} is empty or contains a dot, which separates keys: nest the tree, "
+                    "as functionalize() nests the names of a module's parameters."
+                )
     dotted = tuple(map(join, paths))
     if len(set(dotted)) != len(dotted):
-        twice = sorted({path for path in dotted if dotted.count(path) > 1})
-        raise TreeError(f"two leaves share the dotted path {twice[0]!r}: rename a key that contains a dot.")
+        twice = next(path for path in dotted if dotted.count(path) > 1)
+        raise TreeError(f"two leaves share the dotted path {twice!r}: a dict has keys that differ in type alone.")
     return dotted, leaves, spec
 
 

@@ -1,7 +1,8 @@
 """What a step costs on the wire, computed from the layout before anything runs."""
 
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+from types import MappingProxyType
 
 from fsharp.functional.comm import Call, sent_nbytes
 from fsharp.functional.layout import Layout, UnitLayout
@@ -9,30 +10,36 @@ from fsharp.functional.placement import Partial, Place, Replicate, Shard
 
 
 def step_traffic(
-    layout: Layout, *, microbatches: int = 1, release: bool = True, forward_only: Collection[str] = ()
+    layout: Layout,
+    *,
+    microbatches: int = 1,
+    release: bool = True,
+    forward_only: Collection[str] = (),
+    uses: Mapping[str, int] = MappingProxyType({}),
 ) -> Counter[Call]:
     """Every collective call that one :func:`~fsharp.train_step` makes on one rank, and the bytes this rank sends for it.
 
-    A run makes exactly these calls if ``loss_fn`` passes each unit to :func:`~fsharp.forward` once and the
-    transformation has no collectives of its own.
+    A run makes exactly these calls if the transformation has no collectives of its own.
 
     Args:
         layout: of the parameters.
         microbatches: as given to the step.
         release: as given to ``forward``.
         forward_only: frozen units that no gradient passes through, as those in front of the first trainable one.
+        uses: how often ``loss_fn`` passes a unit to :func:`~fsharp.forward`, among ``ties`` included, where not once.
     """
     calls: Counter[Call] = Counter()
     for unit in layout.units:
         strategy = unit.strategy
         is_gathered = any(unit.mesh.axis_size(axis) > 1 for axis in strategy.params.sharded)
         gathers = 2 if release and is_gathered and unit.name not in forward_only else 1
+        times = microbatches * uses.get(unit.name, 1)
         for group in unit.all_groups:
-            uses = gather_calls(unit, group, strategy.params, strategy.full)
-            calls.update({call: count * gathers * microbatches for call, count in uses.items()})
+            gathered = gather_calls(unit, group, strategy.params, strategy.full)
+            calls.update({call: count * gathers * times for call, count in gathered.items()})
         for group in unit.trainable:
             landed = reduce_calls(unit, group, strategy.full.dual, strategy.grads)
-            calls.update({call: count * microbatches for call, count in landed.items()})
+            calls.update({call: count * times for call, count in landed.items()})
             calls.update(reduce_calls(unit, group, strategy.grads, strategy.optim))
             calls.update(gather_calls(unit, group, strategy.optim, strategy.params))
     for axis, n in layout.mesh.axes:  # the loss and its weight, two float64

@@ -30,7 +30,7 @@ class ProcessGroupComm:
             None means True unless the backend is NCCL.
 
     Raises:
-        MeshError: a mesh without dim names.
+        MeshError: a mesh without dim names, or that does not hold all ranks of the job in order.
     """
 
     def __init__(self, device_mesh: DeviceMesh, *, rank_order: bool | None = None) -> None:
@@ -40,6 +40,12 @@ class ProcessGroupComm:
         self.mesh = Mesh(zip(names, device_mesh.shape, strict=True))
         self.rank = self.mesh.rank(device_mesh.get_coordinate() or ())
         self._groups = {name: device_mesh.get_group(name) for name in names}
+        # Groups list their ranks in rising order: coordinates have to rise with them.
+        if self.rank != dist.get_rank() or self.mesh.size != dist.get_world_size():
+            raise MeshError(
+                f"ProcessGroupComm(): the DeviceMesh has to hold ranks 0 to {dist.get_world_size() - 1} in order, got "
+                f"{device_mesh.mesh.tolist()}."
+            )
         kind = device_mesh.device_type
         self.device = torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
         self._native = dist.get_backend(self._groups[names[0]]) == "nccl"
@@ -106,7 +112,7 @@ class ProcessGroupComm:
             to, source = (mine + shift) % len(send), (mine - shift) % len(send)
             ops.append(dist.P2POp(dist.isend, send[to], group=group, group_peer=to))
             ops.append(dist.P2POp(dist.irecv, receive[source], group=group, group_peer=source))
-        for work in dist.batch_isend_irecv(ops):
+        for work in dist.batch_isend_irecv(ops) if ops else ():
             work.wait()
 
     def __repr__(self) -> str:
@@ -157,7 +163,7 @@ def _check_same_mesh(mesh: Mesh, kind: str, world_size: int) -> None:
 
 
 def _bytes(x: torch.Tensor) -> torch.Tensor:
-    return x.contiguous().view(-1).view(torch.uint8)
+    return x.resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
 
 
 def destroy() -> None:

@@ -2,6 +2,7 @@
 
 import collections
 import json
+import math
 import sys
 from typing import Any
 
@@ -75,7 +76,20 @@ def _unit_from_json(data: dict[str, Any], mesh: Mesh) -> UnitLayout:
         Group(Dtypes(*map(_dtype, dtypes)), trainable, label, parts, capacity, used)
         for dtypes, trainable, label, parts, capacity, used in data["groups"]
     )
-    return UnitLayout(data["name"], mesh, Strategy(rules), leaves, groups, _spec_from_json(data["spec"]))
+    unit = UnitLayout(data["name"], mesh, Strategy(rules), leaves, groups, _spec_from_json(data["spec"]))
+    _check_unit(unit)
+    return unit
+
+
+def _check_unit(unit: UnitLayout) -> None:
+    """Refuse numbers that no plan can have made."""
+    unit.strategy.check_mesh(unit.mesh)
+    parts = math.prod(unit.mesh.axis_size(axis) for axis in unit.strategy.optim.sharded)
+    if any(group.num_parts != parts or group.capacity < 0 for group in unit.groups):
+        raise LayoutError(f"Layout.from_json(): unit {unit.name!r} is not divided into {parts} parts, as its strategy says.")
+    for leaf in unit.leaves:
+        if leaf.tied_to is None and not 0 <= leaf.offset <= unit.groups[leaf.group].size - leaf.numel:
+            raise LayoutError(f"Layout.from_json(): {unit.full_path(leaf)!r} lies outside its buffer.")
 
 
 def _four(dtypes: Dtypes) -> tuple[torch.dtype, ...]:

@@ -88,11 +88,11 @@ class Sharded:
             TreeError: the buffers are not full, or a tied leaf's unit is missing.
         """
         owners = {each.name: each for each in ties} | {self.name: self}
-        views = {name: each._views() for name, each in owners.items()}
+        views = {self.name: self._views()}
         leaves = []
         for leaf in self.unit.leaves:
             unit, path = leaf.tied_to or (self.name, leaf.path)
-            if unit not in views:
+            if unit not in owners:
                 raise TreeError(
                     problem(
                         "Sharded.tree()",
@@ -101,6 +101,8 @@ class Sharded:
                         f"Pass that unit along: forward(fn, params[{self.name!r}], ..., ties=[params[{unit!r}]]).",
                     )
                 )
+            if unit not in views:
+                views[unit] = owners[unit]._views()
             leaves.append(views[unit][path])
         return optree.tree_unflatten(self.unit.spec, leaves)
 
@@ -366,6 +368,9 @@ def check_tree(where: str, params: Any, layout: Layout) -> None:
             rows.append((repr(path), f"got {got[0]}{got[1]}, expected {expected[0]}{expected[1]}"))
     if not rows:
         rows = list(_tie_problems(paths, leaves, layout))
+        devices = {str(leaf.device): path for path, leaf in zip(paths, leaves)}
+        if len(devices) > 1:
+            rows += [(repr(path), f"on {device}, expected all leaves on one device") for device, path in devices.items()]
     if rows:
         more = f"and {len(rows) - 8} more. " if len(rows) > 8 else ""
         raise TreeError(
@@ -374,6 +379,12 @@ def check_tree(where: str, params: Any, layout: Layout) -> None:
     structure = optree.tree_unflatten(layout.spec, [optree.tree_unflatten(u.spec, [0] * len(u.leaves)) for u in layout.units])
     if optree.tree_structure(structure) != optree.tree_structure(params):
         raise TreeError(f"{where}: the tree's containers are not those planned: {optree.tree_structure(params)}.")
+
+
+def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    if a.is_meta or b.is_meta:
+        return a.is_meta and b.is_meta
+    return torch.equal(*(x.detach().contiguous().view(-1).view(torch.uint8).cpu() for x in (a, b)))
 
 
 def _tie_problems(paths: Sequence[str], leaves: Sequence[torch.Tensor], layout: Layout) -> Iterator[tuple[str, str]]:
@@ -387,5 +398,5 @@ def _tie_problems(paths: Sequence[str], leaves: Sequence[torch.Tensor], layout: 
                 owner = ".".join(part for part in leaf.tied_to if part)
             if owner is None and path in found:
                 yield repr(path), f"tied to {found[path]!r}, but laid out on its own"
-            elif owner and path not in found and not torch.equal(by_path[path], by_path[owner]):
+            elif owner and found.get(path) != owner and not _same_bits(by_path[path], by_path[owner]):
                 yield repr(path), f"laid out as tied to {owner!r}, but has values of its own"

@@ -1,6 +1,6 @@
 """TrainState, value_and_grad, update and train_step: what the other functions are for."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import optree
@@ -73,20 +73,21 @@ def train_step(
         loss_fn: ``loss_fn(params, batch, comm)`` gives this rank's mean, or ``(sum, weight)`` where tokens are uneven.
         tx: any ``(init, update)`` pair.
         microbatches: equal parts along dim 0 into which this rank's batch is split.
-        donate: allow the step to overwrite the state it is given, which is then no longer to be used.
+        donate: allow the step to overwrite the state it is given. That state, and everything that shares buffers with
+            it, is then no longer to be used.
     """
     tx = as_transform(tx)
 
     def step(state: TrainState, batch: Any, comm: Comm) -> tuple[TrainState, Metrics]:
         loss, grads = value_and_grad(loss_fn, microbatches=microbatches)(state.params, batch, comm=comm)
         grads = reduce_scatter(grads, comm=comm)  # where gradients rest -> where the optimizer wants them
-        metrics, grads = average(loss, grads, comm=comm)  # one divisor for all microbatches and ranks
+        metrics, grads = average(loss, grads, comm=comm, donate=True)  # one divisor for all microbatches and ranks
         return update(tx, grads, state, comm=comm, donate=donate), metrics  # optimizer -> parameters
 
     return step
 
 
-def init_state(tx: Any, sharded: Any, *, comm: Comm) -> TrainState:
+def init_state(tx: Any, sharded: Any, *, comm: Comm, donate: bool = False) -> TrainState:
     """A state to start training from.
 
     Args:
@@ -94,6 +95,7 @@ def init_state(tx: Any, sharded: Any, *, comm: Comm) -> TrainState:
         sharded: parameters as :func:`~fsharp.shard` or :func:`~fsharp.init` made them: with ``place="optim"`` in the main
             dtype, or where parameters rest if no main copy is kept.
         comm: the ranks.
+        donate: allow the state to take over the buffers of ``sharded``; else they are copied.
 
     Raises:
         TreeError: not a tree of Sharded in one of these places, or parameters in the compute dtype alone where a main
@@ -116,9 +118,10 @@ def init_state(tx: Any, sharded: Any, *, comm: Comm) -> TrainState:
         return {**describe_units([node.unit for node in nodes]), "place": places, "tx": repr(tx.config)}
 
     together("init_state()", comm, check, fields)
-    params = gather(_cast(sharded, "compute"), comm=comm, to="params")
-    start = trainable(gather(sharded, comm=comm, to="optim"))
-    return TrainState(0, params, _main_copies(start), tx.init(start))
+    start = sharded if donate else optree.tree_map(torch.clone, sharded)
+    params = gather(_cast(start, "compute"), comm=comm, to="params")
+    main = trainable(gather(start, comm=comm, to="optim"))
+    return TrainState(0, params, _main_copies(main), tx.init(main))
 
 
 def _check_start(node: Sharded) -> None:
@@ -181,7 +184,9 @@ def _one_microbatch(loss_fn: LossFn, params: Any, batch: Any, comm: Comm) -> tup
             why = "every parameter is frozen" if not sinks else "no parameter reaches it: use forward() or gather() in it"
             raise LossError(f"value_and_grad(): the loss has no gradient, {why}.")
         found = torch.autograd.grad(loss.sum, sinks, allow_unused=True)
-    flat = iter([torch.zeros_like(s, memory_format=torch.contiguous_format) if g is None else g for s, g in zip(sinks, found)])
+    if all(g is None for g in found):
+        raise LossError("value_and_grad(): the loss has no gradient, no parameter reaches it: were they detached on the way?")
+    flat = iter(_own_memory(sinks, found))
     grads = map_units(
         lambda node: Sharded(
             [next(flat) for _ in node.unit.trainable], node.unit, node.unit.strategy.grads, node.unit.trainable
@@ -189,6 +194,21 @@ def _one_microbatch(loss_fn: LossFn, params: Any, batch: Any, comm: Comm) -> tup
         params,
     )
     return Loss(loss.sum.detach().double(), loss.weight.detach().double()), grads
+
+
+def _own_memory(sinks: Sequence[torch.Tensor], found: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
+    """Gradients that may be added to in place: autograd hands out one tensor for several inputs, and expanded ones."""
+    result: list[torch.Tensor] = []
+    seen: set[int] = set()
+    for sink, grad in zip(sinks, found, strict=True):
+        if grad is None:
+            result.append(torch.zeros_like(sink, memory_format=torch.contiguous_format))
+            continue
+        storage = grad.untyped_storage()
+        is_own = storage.data_ptr() not in seen and storage.nbytes() == grad.numel() * grad.element_size()
+        seen.add(storage.data_ptr())
+        result.append(grad if is_own and grad.is_contiguous() else grad.clone(memory_format=torch.contiguous_format))
+    return result
 
 
 def _with_sinks(node: Sharded) -> Sharded:
@@ -230,13 +250,14 @@ def split_batch(batch: Any, count: int) -> list[Any]:
     return [optree.tree_unflatten(spec, list(row)) for row in zip(*parts, strict=True)]
 
 
-def average(loss: Loss, grads: Any, *, comm: Comm) -> tuple[Metrics, Any]:
+def average(loss: Loss, grads: Any, *, comm: Comm, donate: bool = False) -> tuple[Metrics, Any]:
     """Divide summed gradients by the weight of all microbatches and ranks.
 
     Args:
         loss: this rank's, from :func:`value_and_grad`.
-        grads: already reduced over ranks; overwritten.
+        grads: already reduced over ranks.
         comm: the ranks.
+        donate: allow to overwrite ``grads``.
 
     Returns:
         The mean loss over all ranks, and the gradients of it.
@@ -253,8 +274,9 @@ def average(loss: Loss, grads: Any, *, comm: Comm) -> tuple[Metrics, Any]:
     for axis, _ in comm.mesh.axes:
         sums = all_reduce(sums, comm, axis)
     total = Loss(sums[0], sums[1])
-    divisor = _nonzero(total.weight)
-    return Metrics(total.mean, total.weight), optree.tree_map(lambda g: g.div_(divisor.to(g.dtype)), grads)
+    divisor = _nonzero(total.weight)  # stays float64: in half precision 257 would become 256, and 100,000 infinite
+    divide = torch.Tensor.div_ if donate else torch.Tensor.div
+    return Metrics(total.mean, total.weight), optree.tree_map(lambda g: divide(g, divisor), grads)
 
 
 def _nonzero(weight: torch.Tensor) -> torch.Tensor:
@@ -269,7 +291,7 @@ def update(tx: Any, grads: Any, state: TrainState, *, comm: Comm, donate: bool =
         grads: the gradients at the optimizer's place, from :func:`~fsharp.reduce_scatter`.
         state: the state before.
         comm: the ranks.
-        donate: allow to overwrite ``state``.
+        donate: allow to overwrite ``state`` and everything that shares buffers with it.
 
     Returns:
         The state after. Frozen groups are the same tensors.

@@ -27,7 +27,8 @@ def simulate(mesh: Mesh, fn: Callable[["ThreadComm"], R], *, timeout: float = 60
 
     Args:
         mesh: the ranks.
-        fn: what each rank does. Torch's global random generator is shared by all: use generators of your own.
+        fn: what each rank does. Torch's global random generator is shared by all ranks, which disturb each other's: pass a
+            generator of your own to functions that draw numbers, as an argument, so that ``forward`` can replay it.
         timeout: seconds a rank waits in a collective for the others.
 
     Returns:
@@ -124,19 +125,18 @@ class _World:
         self.mesh, self.timeout = mesh, timeout
         self.error: BaseException | None = None
         self._changed = threading.Condition()
-        self._posted: dict[int, tuple[int, Any, torch.Tensor]] = {}
+        self._posted: dict[int, tuple[tuple[int, ...], Any, torch.Tensor]] = {}
         self._count = [0] * mesh.size
-        self._round: dict[tuple[int, ...], int] = {}
         self._left: dict[tuple[tuple[int, ...], int], tuple[list[torch.Tensor], int]] = {}
         self._gone: set[int] = set()
 
     def meet(self, rank: int, group: tuple[int, ...], call: Any, x: torch.Tensor) -> list[torch.Tensor]:
         with self._changed:
-            self._posted[rank] = (hash(group), call, x)
+            self._posted[rank] = (group, call, x)
             number = self._count[rank]
             self._count[rank] += 1
             posted = [self._posted.get(r) for r in group]
-            if all(p is not None and p[0] == hash(group) for p in posted):
+            if all(p is not None and p[0] == group for p in posted):
                 calls = {r: self._posted[r][1] for r in group}
                 if len(set(calls.values())) > 1:
                     self._stop(_mismatch(calls))

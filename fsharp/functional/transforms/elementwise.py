@@ -211,8 +211,9 @@ def _text(**values: Any) -> dict[str, str]:
 
 
 def _describe(value: Any) -> str:
-    # A function's repr holds its address, which differs between ranks.
-    return getattr(value, "__qualname__", type(value).__qualname__) if callable(value) else repr(value)
+    # A function's repr holds its address, which differs between ranks; that of a schedule of ours holds its numbers.
+    text = repr(value)
+    return str(getattr(value, "__qualname__", type(value).__qualname__)) if " at 0x" in text else text
 
 
 def _zeros(params: Any) -> Any:

@@ -47,13 +47,10 @@ def global_norm(tree: Any, *, comm: Comm, deterministic: bool = False) -> torch.
         for axes, buffers in by_axes.items():
             part = torch.zeros_like(total)
             for buffer in buffers:
-                part += torch.linalg.vector_norm(buffer, dtype=_wide(buffer)).double().square().to(part.device)
+                for chunk in buffer.reshape(-1).split(_CHUNK):  # float64: squares neither overflow nor vanish
+                    part += chunk.double().square_().sum().to(part.device)
             total += _sum(part.view(1), axes, comm)[0]
         return total.sqrt().float()
-
-
-def _wide(x: torch.Tensor) -> torch.dtype:
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
 def _sum(x: torch.Tensor, axes: Iterable[str], comm: Comm) -> torch.Tensor:
@@ -122,8 +119,10 @@ def clip_by_global_norm(max_norm: float, *, deterministic: bool = False) -> Tran
 
     def update(grads: Any, state: ClipState, params: Any, *, comm: Comm) -> tuple[Any, ClipState]:
         norm = global_norm(grads, comm=comm, deterministic=deterministic)
-        factor = torch.clamp(max_norm / norm, max=1.0)  # inf / inf is NaN, and NaN passes clamp: nothing is hidden
-        return optree.tree_map(lambda g: g * factor.to(g.dtype), grads), ClipState(norm)
+        factor = torch.clamp(max_norm / norm, max=1.0)
+        factor = torch.where(torch.isfinite(norm), factor, torch.nan)  # an infinite norm must not pass as zero gradients
+        # The factor stays float32: in half precision it might be zero.
+        return optree.tree_map(lambda g: g * factor, grads), ClipState(norm)
 
     return Transform(init, update, {"clip_by_global_norm": [max_norm, deterministic]})
 
@@ -163,7 +162,9 @@ def skip_nonfinite(tx: Any) -> Transform:
 
     def apply(grads: Any, state: SkipState, params: Any, *, comm: Comm, donate: bool) -> tuple[Any, SkipState]:
         if not all_finite(grads, comm=comm):
-            return params, state._replace(skipped=state.skipped + 1)
+            kept: Any = (params, state.inner)
+            params, old = kept if donate else optree.tree_map(lambda x: x.clone() if isinstance(x, torch.Tensor) else x, kept)
+            return params, SkipState(state.skipped + 1, old)
         params, new = apply_transform(inner, grads, state.inner, params, comm=comm, donate=donate)
         return params, SkipState(state.skipped, new)
 

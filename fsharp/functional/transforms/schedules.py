@@ -1,7 +1,9 @@
-"""Learning-rate schedules: functions of the number of updates made."""
+"""Learning-rate schedules: functions of the number of updates made, whose repr tells ranks apart that were given others."""
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
 
 
 def warmup_cosine(peak: float, *, warmup: int, total: int, floor: float = 0.0) -> Callable[[int], float]:
@@ -17,14 +19,7 @@ def warmup_cosine(peak: float, *, warmup: int, total: int, floor: float = 0.0) -
     >>> [round(rate(count), 3) for count in range(7)]
     [0.5, 1.0, 1.0, 0.854, 0.5, 0.146, 0.0]
     """
-
-    def warmup_cosine_at(count: int) -> float:
-        if count < warmup:
-            return peak * (count + 1) / warmup
-        done = min(1.0, (count - warmup) / max(1, total - warmup))
-        return floor + (peak - floor) * 0.5 * (1 + math.cos(math.pi * done))
-
-    return warmup_cosine_at
+    return _Warmup("cosine", peak, warmup, total, floor)
 
 
 def warmup_linear(peak: float, *, warmup: int, total: int, floor: float = 0.0) -> Callable[[int], float]:
@@ -40,11 +35,20 @@ def warmup_linear(peak: float, *, warmup: int, total: int, floor: float = 0.0) -
     >>> [rate(count) for count in range(7)]
     [0.5, 1.0, 1.0, 0.75, 0.5, 0.25, 0.0]
     """
+    return _Warmup("linear", peak, warmup, total, floor)
 
-    def warmup_linear_at(count: int) -> float:
-        if count < warmup:
-            return peak * (count + 1) / warmup
-        done = min(1.0, (count - warmup) / max(1, total - warmup))
-        return peak + (floor - peak) * done
 
-    return warmup_linear_at
+@dataclass(frozen=True, slots=True)
+class _Warmup:
+    shape: Literal["cosine", "linear"]
+    peak: float
+    warmup: int
+    total: int
+    floor: float
+
+    def __call__(self, count: int) -> float:
+        if count < self.warmup:
+            return self.peak * (count + 1) / self.warmup
+        done = min(1.0, (count - self.warmup) / max(1, self.total - self.warmup))
+        left = 1 - done if self.shape == "linear" else 0.5 * (1 + math.cos(math.pi * done))
+        return self.floor + (self.peak - self.floor) * left

@@ -1,0 +1,322 @@
+"""Ways in which sharded training goes wrong without a word: each was possible once, or is in other libraries."""
+
+import os
+import pickle
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import fsharp as fs
+from fsharp.functional.packing import pack
+from fsharp.testing import processes, simulate
+
+ONE = fs.SingleComm()
+DP = fs.Mesh({"dp": 2})
+
+
+def sharded(tree, strategy=fs.zero3, comm=ONE, **options):
+    return fs.shard_for(tree, fs.plan(tree, comm.mesh, strategy("dp"), **options), comm.rank)
+
+
+def gradient(fn, params, comm, **options):
+    def loss(p, batch, comm):
+        return fs.forward(fn, p, batch, comm=comm, **options)
+
+    return fs.value_and_grad(loss)(params, torch.ones(3), comm=comm)
+
+
+@pytest.mark.parametrize("rows", [3, 300])
+@pytest.mark.parametrize("widths", [(997, 2987, 4744), (769, 3073, 50257), (13, 17, 19, 23, 29)])
+@pytest.mark.parametrize("num_parts", [2, 4, 1000])
+def test_padding_of_unrelated_row_widths_is_bounded(widths, rows, num_parts):
+    """All atoms fit into parts of the average size and one more atom for each leaf, and never more than everything."""
+    sizes = tuple(rows * width for width in widths)
+    packing = pack(sizes, widths, num_parts)
+    assert packing.capacity <= min(sum(sizes), sum(sizes) // num_parts + sum(widths) + max(sizes))
+
+
+def test_a_pickled_layout_is_equal_in_another_process():
+    """Hashes of strings differ between processes."""
+    layout = fs.plan({"w": torch.ones(3)}, DP, fs.zero3("dp"))
+    hash(layout.units[0])
+    node = sharded({"w": torch.ones(3)})
+    hash(node.unit)
+    code = (
+        "import sys, pickle, torch, fsharp as fs\n"
+        "old = pickle.load(sys.stdin.buffer)\n"
+        "new = fs.plan({'w': torch.ones(3)}, fs.Mesh({'dp': 2}), fs.zero3('dp'))\n"
+        "assert old == new and hash(old) == hash(new) and old.digest == new.digest\n"
+    )
+    for seed in ("1", "2"):
+        env = os.environ | {"PYTHONHASHSEED": seed}
+        subprocess.run([sys.executable, "-c", code], input=pickle.dumps(layout), env=env, check=True, timeout=60)
+
+
+@pytest.mark.parametrize(("dtype", "weight"), [(torch.float16, 100_000.0), (torch.bfloat16, 257.0)])
+def test_a_large_weight_divides_half_precision_gradients(dtype, weight):
+    params = sharded({"w": torch.zeros(3, dtype=dtype)})
+
+    def loss(p, batch, comm):
+        return fs.forward(lambda q: (q["w"].float() * 192.0).sum(), p, comm=comm), weight
+
+    total, grads = fs.value_and_grad(loss)(params, None, comm=ONE)
+    _, grads = fs.average(total, grads, comm=ONE)
+    assert torch.equal(grads.buffers[0], torch.full((3,), 192.0 / weight).to(dtype))
+
+
+def test_clipping_half_precision_gradients_and_extreme_ones():
+    def clipped(value, dtype, limit):
+        grads = sharded({"w": torch.full((4,), value, dtype=dtype)})
+        tx = fs.clip_by_global_norm(limit)
+        return tx.update(grads, tx.init(grads), grads, comm=ONE)[0].buffers[0]
+
+    torch.testing.assert_close(clipped(60000.0, torch.float16, 1e-3), torch.full((4,), 5e-4, dtype=torch.float16))
+    torch.testing.assert_close(clipped(1e20, torch.float32, 1.0), torch.full((4,), 0.5))
+    assert clipped(3e38, torch.float32, 1.0).isnan().all()  # the norm itself is beyond float32: not hidden as zeros
+    tiny = fs.global_norm(sharded({"w": torch.full((4,), 1e-30)}), comm=ONE)
+    assert float(tiny) == pytest.approx(2e-30)
+
+
+@pytest.mark.parametrize("release", [True, False])
+def test_a_generator_among_the_arguments_is_replayed(release):
+    def rank_fn(comm):
+        g = torch.Generator().manual_seed(comm.rank)
+        seen = []
+
+        def fn(p, x, g):
+            mask = (torch.rand(6, generator=g) < 0.5).float()
+            seen.append(mask)
+            return (p["w"] * mask).sum()
+
+        def loss(p, batch, comm):
+            return fs.forward(fn, p, batch, g, comm=comm, release=release)
+
+        params = sharded({"w": torch.ones(6)}, comm=comm)
+        _, grads = fs.value_and_grad(loss)(params, None, comm=comm)
+        after = torch.rand(1, generator=g)
+        return seen, fs.full(grads, comm=comm)["w"], after
+
+    for seen, grad, after in (results := simulate(DP, rank_fn)):
+        assert len(seen) == 1 + release
+        assert torch.equal(grad, results[0][0][0] + results[1][0][0])
+        assert all(torch.equal(mask, seen[0]) for mask in seen)
+        del after
+    fresh = torch.Generator().manual_seed(0)
+    torch.rand(6, generator=fresh)
+    assert torch.equal(results[0][2], torch.rand(1, generator=fresh))  # the replay drew from a copy
+
+
+def test_a_tree_tied_otherwise_than_planned_is_refused():
+    a, b = torch.zeros(3), torch.ones(3)
+    layout = fs.plan({"a": a, "b": b, "c": a}, ONE.mesh, fs.zero3("dp"))
+    with pytest.raises(fs.TreeError, match="'c'  laid out as tied to 'a', but has values of its own"):
+        fs.shard({"a": a, "b": b, "c": b}, layout, ONE)
+    nan = torch.full((3,), torch.nan)
+    fs.shard({"a": nan, "b": b, "c": nan.clone()}, layout, ONE)  # equal bits are equal
+
+
+def test_gradients_that_autograd_shares_between_units_are_not_added_twice():
+    tree = {"a": torch.ones(3), "b": torch.ones(3)}
+
+    def rank_fn(comm):
+        params = fs.shard(tree, fs.plan(tree, DP, fs.ddp("dp"), units=["a", "b"]), comm)
+
+        def loss(p, batch, comm):
+            g = fs.gather(p, comm=comm)
+            return ((g["a"].buffers[0] + g["b"].buffers[0]) * batch[0]).sum() + g["a"].buffers[0].sum()
+
+        total, grads = fs.value_and_grad(loss, microbatches=2)(params, torch.ones(2), comm=comm)
+        first = fs.average(total, fs.reduce_scatter(grads, comm=comm), comm=comm)[1]
+        again = fs.average(total, fs.reduce_scatter(grads, comm=comm), comm=comm)[1]
+        return [fs.full(g, comm=comm) for g in (grads_of(grads, comm), first, again)]
+
+    def grads_of(grads, comm):
+        return fs.reduce_scatter(grads, comm=comm)
+
+    for summed, first, again in simulate(DP, rank_fn):
+        assert torch.equal(summed["a"], torch.full((3,), 8.0))
+        assert torch.equal(summed["b"], torch.full((3,), 4.0))
+        assert torch.equal(first["a"], torch.full((3,), 2.0))
+        assert torch.equal(first["a"], again["a"])
+
+
+@pytest.mark.parametrize("strategy", [fs.ddp, fs.zero1, fs.zero3])
+@pytest.mark.parametrize("n", [1, 2])
+def test_donation_reaches_nothing_that_was_not_donated(strategy, n):
+    tree = {"w": torch.ones(4)}
+    mesh = fs.Mesh({"dp": n})
+
+    def rank_fn(comm):
+        params = fs.shard(tree, fs.plan(tree, mesh, strategy("dp")), comm)
+        state = fs.init_state(fs.sgd(0.1), params, comm=comm)
+        snapshot = fs.full(state.params, comm=comm)
+        step = fs.train_step(lambda p, b, c: fs.forward(lambda q: q["w"].sum(), p, comm=c), fs.sgd(0.1), donate=True)
+        new, _ = step(state, None, comm)
+        return params.buffers[0], snapshot["w"], fs.full(new.params, comm=comm)["w"]
+
+    for start, snapshot, new in simulate(mesh, rank_fn):
+        assert start.eq(1).all()
+        assert snapshot.eq(1).all()
+        assert new.ne(1).all()
+    assert tree["w"].eq(1).all()
+
+
+def test_a_skipped_step_shares_nothing_with_the_state_before():
+    tx = fs.skip_nonfinite(fs.sgd(0.1, momentum=0.9))
+    state = fs.init_state(tx, sharded({"w": torch.ones(4)}), comm=ONE)
+    bad, good = (state.params.replace([torch.full((4,), v)]) for v in (torch.nan, 1.0))
+    skipped = fs.update(tx, bad, state, comm=ONE)
+    fs.update(tx, good, skipped, comm=ONE, donate=True)
+    assert state.params.buffers[0].eq(1).all()
+    assert state.opt.inner.momentum.buffers[0].eq(0).all()
+
+
+def test_any_exception_on_one_rank_reaches_the_others():
+    def rank_fn(comm):
+        tree = {"w": torch.ones(4)}
+
+        def fill(t, g):
+            return t.zero_()
+
+        rules = fill if comm.rank == 0 else {"w": fill, 3: fill}  # a pattern that is no string: an AttributeError
+        try:
+            fs.init(rules, fs.plan(tree, DP, fs.zero3("dp")), comm, key=0)
+        except (fs.AgreementError, AttributeError, TypeError) as error:
+            return type(error).__name__, str(error)
+        return None
+
+    first, second = simulate(DP, rank_fn, timeout=10)
+    assert first[0] == "AgreementError"
+    assert "failed on rank 1" in first[1]
+    assert second is not None
+
+
+def test_leaves_on_different_devices_are_refused_on_all_ranks():
+    tree = {"a": torch.ones(4), "b": torch.ones(4, device="meta")}
+    layout = fs.plan(tree, DP, fs.zero3("dp"))
+
+    def rank_fn(comm):
+        with pytest.raises(fs.TreeError, match="'b'  on meta, expected all leaves on one device"):
+            fs.shard(tree, layout, comm)
+
+    simulate(DP, rank_fn, timeout=10)
+
+
+def test_ranks_with_different_schedules_are_found():
+    def rank_fn(comm):
+        tx = fs.sgd(fs.warmup_cosine(0.1 * (comm.rank + 1), warmup=1, total=5))
+        with pytest.raises(fs.AgreementError, match=r"tx  rank 0: .*peak=0.1"):
+            fs.init_state(tx, sharded({"w": torch.ones(4)}, comm=comm), comm=comm)
+
+    simulate(DP, rank_fn, timeout=10)
+
+
+def test_a_device_mesh_in_another_order_is_refused():
+    def rank_fn(comm):
+        from torch.distributed.device_mesh import DeviceMesh
+
+        with pytest.raises(fs.MeshError, match=r"ranks 0 to 1 in order, got \[1, 0\]"):
+            fs.ProcessGroupComm(DeviceMesh("cpu", torch.tensor([1, 0]), mesh_dim_names=("dp",)))
+        return comm.all_gather(torch.ones(2, dtype=torch.complex64).conj() * 1j, "dp").shape
+
+    assert processes(DP, rank_fn) == [(2, 2)] * 2
+
+
+@pytest.mark.parametrize("strategy", [fs.ddp, fs.zero3])
+def test_a_loss_that_no_parameter_reaches_is_refused(strategy):
+    def rank_fn(comm):
+        params = sharded({"w": torch.ones(4)}, strategy, comm)
+        with pytest.raises(fs.LossError, match="no parameter reaches it"):
+            gradient(lambda q, x: q["w"].detach().sum(), params, comm)
+
+    simulate(DP, rank_fn, timeout=10)
+
+
+def test_a_function_that_closes_over_parameters_is_refused():
+    tree = {"u": torch.ones(4), "v": torch.ones(4)}
+    layout = fs.plan(tree, DP, fs.zero3("dp"), units=["u", "v"])
+
+    def rank_fn(comm):
+        def loss(p, batch, comm):
+            v = fs.gather(p["v"], comm=comm).tree()
+            return fs.forward(lambda u: (u * v).sum(), p["u"], comm=comm)
+
+        params = fs.shard_for(tree, layout, comm.rank)
+        with pytest.raises(fs.TreeError, match="closes over 'v'"):
+            fs.value_and_grad(loss)(params, None, comm=comm)
+
+    simulate(DP, rank_fn, timeout=10)
+
+
+def test_a_function_that_changes_its_arguments_is_refused():
+    def rank_fn(comm):
+        def fn(q, h):
+            h += 1
+            return (q["w"] * h).sum()
+
+        with pytest.raises(fs.TreeError, match="changed one of its arguments in place"):
+            gradient(fn, sharded({"w": torch.ones(3)}, comm=comm), comm)
+
+    simulate(DP, rank_fn, timeout=10)
+
+
+def test_an_initializer_may_return_its_values():
+    layout = fs.plan({"w": torch.empty(4)}, ONE.mesh, fs.zero3("dp"))
+    assert fs.full(fs.init(lambda t, g: torch.full_like(t, 3.0), layout, ONE, key=0), comm=ONE)["w"].eq(3).all()
+
+
+@pytest.mark.parametrize("tree", [{"a.b": 1, "a": {"c": 1}}, {"": 1}, {"a": {"x.y": 1}}])
+def test_keys_that_dotted_paths_cannot_tell_apart_are_refused(tree):
+    import optree
+
+    tree = optree.tree_map(lambda _: torch.ones(2), tree)
+    with pytest.raises(fs.TreeError, match="is empty or contains a dot"):
+        fs.plan(tree, ONE.mesh, fs.zero3("dp"), units="*")
+
+
+def test_a_part_that_does_not_divide_is_refused():
+    def rank_fn(comm):
+        for fn in (fs.local_slice, fs.reduce_scatter_last):
+            with pytest.raises(fs.TreeError, match="a last dim of 5 does not divide into 2 parts"):
+                fn(torch.ones(5), comm, "dp")
+
+    simulate(DP, rank_fn, timeout=10)
+
+
+def test_a_tied_unit_among_the_arguments_is_found_and_its_traffic_predicted():
+    shared = torch.ones(4, 2)
+    tree = {"a": {"w": shared}, "b": {"w": shared, "v": torch.ones(3)}}
+    layout = fs.plan(tree, DP, fs.zero3("dp"), units=["a", "b"])
+
+    def rank_fn(comm):
+        def loss(p, batch, comm):
+            together = fs.forward(
+                lambda t: (t["b"]["w"] * t["a"]["w"]).sum() + t["b"]["v"].sum(), {"a": p["a"], "b": p["b"]}, comm=comm
+            )
+            return together + fs.forward(lambda t: t["w"].sum() + t["v"].sum(), p["b"], comm=comm, ties=[p["a"]])
+
+        counting = fs.CountingComm(comm)
+        state = fs.init_state(fs.sgd(0.1), fs.shard(tree, layout, comm), comm=comm)
+        fs.train_step(loss, fs.sgd(0.1))(state, None, counting)
+        return counting.calls
+
+    assert simulate(DP, rank_fn) == [fs.step_traffic(layout, uses={"a": 2, "b": 2})] * 2
+
+
+@pytest.mark.parametrize(
+    ("edit", "text"),
+    [
+        (lambda d: d["mesh"].__setitem__(0, ["dp", 4]), "not divided into 4 parts"),
+        (lambda d: d["units"][0]["leaves"][0].__setitem__(5, -1), "'w' lies outside its buffer"),
+        (lambda d: d["mesh"].__setitem__(0, ["tp", 2]), "unknown axis 'dp'"),
+    ],
+)
+def test_a_layout_with_impossible_numbers_is_refused(edit, text):
+    import json
+
+    data = json.loads(fs.plan({"w": torch.ones(4)}, DP, fs.zero3("dp")).to_json())
+    edit(data)
+    with pytest.raises(fs.FsharpError, match=text):
+        fs.Layout.from_json(json.dumps(data))
