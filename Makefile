@@ -29,7 +29,7 @@ test: lint
 	$(RUN)/python -m pytest -m "not deep"
 
 test-all: lint
-	FSHARP_DEEP=1 $(RUN)/python -m pytest
+	FSHARP_DEEP=1 $(RUN)/python -m pytest --timeout 900
 
 examples: $(VENV)/.installed
 	$(RUN)/python examples/functional_train_step.py

@@ -9,5 +9,5 @@ _slow = [HealthCheck.too_slow, HealthCheck.data_too_large]
 settings.register_profile(
     "default", max_examples=100, deadline=None, derandomize=True, database=None, suppress_health_check=_slow
 )
-settings.register_profile("deep", max_examples=2000, deadline=None, database=None, print_blob=True, suppress_health_check=_slow)
+settings.register_profile("deep", max_examples=400, deadline=None, database=None, print_blob=True, suppress_health_check=_slow)
 settings.load_profile("deep" if os.environ.get("FSHARP_DEEP") else "default")
