@@ -37,8 +37,8 @@ def test_ranks_that_differ_all_raise_the_same_text():
     results = caught(shapes)
     assert {kind for kind, *_ in results} == {"AgreementError"}
     assert len({text for _, text, _ in results}) == 1
-    assert "shapes  ranks 0, 2: layers.1.w: [6, 7]; layers.1.v: [7, 6]" in results[0][1] or (
-        "shapes" in results[0][1] and "ranks 0, 2" in results[0][1] and "rank 1: " in results[0][1]
+    assert all(
+        part in results[0][1] for part in ("shapes", "ranks 0, 2: ", "rank 1: ", "layers.1.w: [6, 7]", "layers.1.w: [6, 9]")
     )
     assert "layers.0.w" not in results[0][1]
     assert all(calls <= 3 for *_, calls in results)  # the comparison itself, and nothing after it

@@ -103,7 +103,7 @@ class ProcessGroupComm:
     def _swap(self, send: Sequence[torch.Tensor], receive: Sequence[torch.Tensor], axis: str) -> None:
         """Send ``send[r]`` to each rank ``r`` of the group and fill ``receive[r]`` from it, straight from and to memory.
 
-        gloo's own collectives copy into and out of buffers of theirs; this took half the time of its all_gather.
+        gloo's own collectives copy into and out of buffers of theirs: 16 MB took 0.75 (2 ranks) and 0.6 (4) of its all_gather.
         """
         group, mine = self.group(axis), self.mesh.coord(axis, self.rank)
         receive[mine].copy_(send[mine])
