@@ -4,9 +4,11 @@ Collectives are linear maps on the tuple of all ranks' tensors. They take and re
 autograd, and never change their arguments; :mod:`fsharp.functional.collectives` makes them differentiable.
 """
 
+from abc import ABC, abstractmethod
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple, Protocol, runtime_checkable
+from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import torch
 
@@ -44,6 +46,33 @@ class Comm(Protocol):
 
     def all_reduce(self, x: torch.Tensor, axis: str, *, op: ReduceOp = "sum") -> torch.Tensor:
         """The sum, maximum or minimum over ranks of ``x``, elementwise; the same bits on every rank."""
+
+
+class Engine(ABC):
+    """A :class:`Comm` that also decides when data move and where they are: pure functions hand it whole calls.
+
+    It computes what they would have computed, bit for bit. Nodes are :class:`~fsharp.Sharded`.
+    """
+
+    @abstractmethod
+    def runs(self, units: Any) -> bool:
+        """Whether :meth:`call` can take these units; if not, ``forward`` works as it does with any Comm."""
+
+    @abstractmethod
+    def call(self, fn: Callable[..., Any], units: Any, args: Any, kwargs: Any) -> Any:
+        """:func:`~fsharp.forward` of a function on ``(units, ties)``."""
+
+    @abstractmethod
+    def value_and_grad(self, loss_fn: Callable[..., Any], params: Any, parts: list[Any]) -> tuple[Any, Any]:
+        """:func:`~fsharp.value_and_grad` over the parts of a batch."""
+
+    @abstractmethod
+    def reduce_scatter(self, tree: Any, to: Any) -> Any:
+        """:func:`~fsharp.reduce_scatter`."""
+
+    @abstractmethod
+    def spread(self, new: Any, params: Any, *, donate: bool) -> Any:
+        """The end of :func:`~fsharp.update`: updated parameters from the optimizer's place to where they rest."""
 
 
 class SingleComm:

@@ -39,6 +39,10 @@ class CommError(FsharpError, RuntimeError):
     """A collective that ranks did not enter alike, or that one of them never entered."""
 
 
+class ScheduleError(FsharpError, ValueError):
+    """A program, policy or schedule that would use memory or gradients wrongly, or that does not fit what it is run with."""
+
+
 def problem(where: str, what: str, details: Iterable[tuple[str, object]] = (), remedy: str = "") -> str:
     """One error text: ``where: what``, an aligned table of facts, and what to do about it."""
     rows = [(name, str(value)) for name, value in details]

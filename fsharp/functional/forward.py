@@ -7,9 +7,9 @@ from typing import Any
 import optree
 import torch
 
-from fsharp.functional.comm import Comm
+from fsharp.functional.comm import Comm, Engine
 from fsharp.functional.errors import TreeError
-from fsharp.functional.moves import check_comm, gather
+from fsharp.functional.moves import check_comm, gather, with_handles
 from fsharp.functional.sharded import Sharded, is_sharded, map_units, units_of
 
 
@@ -52,10 +52,12 @@ def forward(
     if not isinstance(sharded, Sharded):
         check_comm("forward()", sharded, comm)
     units = (sharded, tuple(ties))
+    if isinstance(comm, Engine) and (release or not _is_gathered(units)) and comm.runs(units):
+        return comm.call(fn, units, args, kwargs)
     call = _Call(fn, comm)
-    if not (release and torch.is_grad_enabled() and _is_gathered(units) and not _transformed()):
+    if not (release and torch.is_grad_enabled() and _is_gathered(units) and not is_transformed()):
         return call(units, args, kwargs)
-    inputs: Any = (units, args, kwargs)
+    inputs: Any = (map_units(lambda x: with_handles(x, comm) if is_sharded(x) else x, units), args, kwargs)
     leaves, spec = optree.tree_flatten(inputs)
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
     if not any(t.requires_grad for t in tensors):
@@ -205,6 +207,6 @@ def _is_gathered(units: Any) -> bool:
     return any(node.unit.mesh.axis_size(axis) > 1 for node in nodes if is_sharded(node) for axis in node.place.sharded)
 
 
-def _transformed() -> bool:
+def is_transformed() -> bool:
     """Whether a torch.func transform is active: its levels own what is saved, and a second call has nothing to free."""
     return bool(torch._C._are_functorch_transforms_active())

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import torch
 
 from fsharp.functional.collectives import all_gather_last, all_reduce, local_slice, reduce_scatter_last
-from fsharp.functional.comm import Comm
+from fsharp.functional.comm import Comm, Engine
 from fsharp.functional.errors import MeshError, TreeError, problem
 from fsharp.functional.layout import UnitLayout
 from fsharp.functional.placement import Partial, Place, Replicate, Shard
@@ -56,10 +56,9 @@ def gather(tree: Tree, *, comm: Comm, to: PlaceName = "full") -> Tree:
         if sharded.sinks:
             if target != sharded.unit.strategy.full:
                 raise _wrong_place("gather()", sharded, target, "Inside value_and_grad() parameters are gathered in full.")
-            sinks = dict(zip(sharded.unit.trainable, sharded.sinks, strict=True))
+            handles = dict(zip(sharded.unit.trainable, with_handles(sharded, comm).sinks, strict=True))
             moved = [
-                _Deliver.apply(x, sinks[g], sharded.unit, g, comm) if g in sinks else x
-                for g, x in zip(sharded.groups, moved, strict=True)
+                _Attach.apply(x, handles[g]) if g in handles else x for g, x in zip(sharded.groups, moved, strict=True)
             ]
         return sharded.replace(moved, target)
 
@@ -86,6 +85,8 @@ def reduce_scatter(tree: Tree, *, comm: Comm, to: PlaceName = "optim") -> Tree:
     Gradient: :func:`gather`.
     """
     check_comm("reduce_scatter()", tree, comm)
+    if isinstance(comm, Engine):
+        return comm.reduce_scatter(tree, to)  # type: ignore[no-any-return]
 
     def one(sharded: Sharded) -> Sharded:
         target = resolve_place(sharded.unit, to)
@@ -137,31 +138,72 @@ def _all_reduce(x: torch.Tensor, comm: Comm, axis: str, dtype: torch.dtype) -> t
     return all_gather_last(reduce_scatter_last(padded, comm, axis, dtype=dtype), comm, axis)[..., :size]
 
 
+class Ledger:
+    """The handles of one microbatch: through them all uses of a unit share one reduction.
+
+    A handle is a tensor without memory in the shape of the full buffer and the accumulation dtype. Autograd adds into it
+    what each use contributes, and then reduces the sum into the sink, once.
+    """
+
+    def __init__(self) -> None:
+        self._handles: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def handle(self, sink: torch.Tensor, unit: UnitLayout, group: int, comm: Comm) -> torch.Tensor:
+        """The handle of a sink. Made at the first use: the engine runs what was made last first, so it does not lie idle."""
+        if torch._C._are_functorch_transforms_active():  # a tensor made at their level does not outlive it
+            return _Deliver.apply(sink, unit, group, comm)  # type: ignore[no-any-return]
+        if id(sink) not in self._handles:
+            self._handles[id(sink)] = (sink, _Deliver.apply(sink, unit, group, comm))
+        return self._handles[id(sink)][1]
+
+
+def with_handles(node: Sharded, comm: Comm) -> Sharded:
+    """The node with the handles of its sinks in their place."""
+    if node.ledger is None:
+        return node
+    handles = [node.ledger.handle(x, node.unit, g, comm) for g, x in zip(node.unit.trainable, node.sinks, strict=True)]
+    return Sharded(node.buffers, node.unit, node.place, node.groups, handles)
+
+
 class _Deliver(torch.autograd.Function):
-    """A full buffer whose gradient goes to a sink: reduced to where gradients rest, in the dtype they rest in.
+    """A sink's handle. What arrives at it is reduced to where gradients rest, in the dtype they rest in.
 
     Without it a gradient would have the dtype and place of the parameter: a bfloat16 parameter's gradient could not be
     summed in float32, and ZeRO-2's full gradients would all exist before the first of them is reduced.
     """
 
     @staticmethod
-    def forward(full: torch.Tensor, sink: torch.Tensor, unit: UnitLayout, group: int, comm: Comm) -> torch.Tensor:
+    def forward(sink: torch.Tensor, unit: UnitLayout, group: int, comm: Comm) -> torch.Tensor:
+        return sink.new_zeros(()).expand(unit.groups[group].size)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+        _, ctx.unit, ctx.group, ctx.comm = inputs
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: torch.Tensor | None) -> tuple[torch.Tensor | None, None, None, None]:
+        if cotangents[0] is None:  # used, and no gradient came of it
+            return None, None, None, None
+        strategy = ctx.unit.strategy
+        moved = move_sums(cotangents[0], ctx.unit, ctx.group, strategy.full.dual, strategy.grads, ctx.comm)
+        return moved, None, None, None
+
+
+class _Attach(torch.autograd.Function):
+    """A full buffer whose gradient goes to a handle."""
+
+    @staticmethod
+    def forward(full: torch.Tensor, handle: torch.Tensor) -> torch.Tensor:
         return full.view_as(full)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-        _, _, ctx.unit, ctx.group, ctx.comm = inputs
+        ctx.dtype = inputs[1].dtype
 
     @staticmethod
-    def backward(ctx: Any, *cotangents: torch.Tensor) -> tuple[None, torch.Tensor, None, None, None]:
-        strategy = ctx.unit.strategy
-        return (
-            None,
-            move_sums(cotangents[0], ctx.unit, ctx.group, strategy.full.dual, strategy.grads, ctx.comm),
-            None,
-            None,
-            None,
-        )
+    def backward(ctx: Any, *cotangents: torch.Tensor) -> tuple[None, torch.Tensor]:
+        return None, cotangents[0].to(ctx.dtype)
 
 
 def check_comm(where: str, tree: Any, comm: Comm) -> None:

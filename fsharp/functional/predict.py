@@ -39,7 +39,7 @@ def step_traffic(
             calls.update({call: count * gathers * times for call, count in gathered.items()})
         for group in unit.trainable:
             landed = reduce_calls(unit, group, strategy.full.dual, strategy.grads)
-            calls.update({call: count * times for call, count in landed.items()})
+            calls.update({call: count * microbatches for call, count in landed.items()})
             calls.update(reduce_calls(unit, group, strategy.grads, strategy.optim))
             calls.update(gather_calls(unit, group, strategy.optim, strategy.params))
     for axis, n in layout.mesh.axes:  # the loss and its weight, two float64

@@ -28,12 +28,14 @@ class Context(NamedTuple):
         place: where the buffers rest.
         groups: which of the unit's groups they are.
         num_sinks: how many of the children are gradient sinks.
+        ledger: what the sinks are shared through; compared by identity.
     """
 
     unit: UnitLayout
     place: Place
     groups: tuple[int, ...]
     num_sinks: int
+    ledger: Any = None
 
 
 class Sharded:
@@ -49,9 +51,10 @@ class Sharded:
         groups: indices of the groups they belong to; gradients and optimizer state have trainable ones only.
         sinks: set by :func:`~fsharp.value_and_grad` alone: for each trainable group a tensor, without memory, in the
             shape, dtype and place of the gradient at rest. The gradient of the group flows into it.
+        ledger: set with them: through it all uses of the unit share one reduction.
     """
 
-    __slots__ = ("buffers", "groups", "place", "sinks", "unit")
+    __slots__ = ("_arrive", "_buffers", "groups", "ledger", "place", "sinks", "unit")
 
     def __init__(
         self,
@@ -60,9 +63,29 @@ class Sharded:
         place: Place,
         groups: tuple[int, ...] | None = None,
         sinks: Sequence[Any] = (),
+        ledger: Any = None,
     ) -> None:
-        self.buffers, self.unit, self.place, self.sinks = tuple(buffers), unit, place, tuple(sinks)
+        self._buffers, self.unit, self.place, self.sinks, self.ledger = tuple(buffers), unit, place, tuple(sinks), ledger
         self.groups = unit.all_groups if groups is None else groups
+        self._arrive: Callable[[], None] | None = None
+
+    @property
+    def buffers(self) -> tuple[Any, ...]:
+        """One tensor for each group in :attr:`groups`. Waits for them if they are still on their way."""
+        if self._arrive is not None:
+            self._arrive()
+            self._arrive = None
+        return self._buffers
+
+    def arriving(self, arrive: Callable[[], None]) -> "Sharded":
+        """This node, whose buffers are on their way: ``arrive`` is called, once, before anybody sees them."""
+        self._arrive = arrive
+        return self
+
+    @property
+    def buffers_on_their_way(self) -> tuple[Any, ...]:
+        """The buffers without waiting: to know which they are, not what is in them."""
+        return self._buffers
 
     @property
     def name(self) -> str:
@@ -157,13 +180,13 @@ class Sharded:
 
 
 def _flatten(node: Sharded) -> tuple[tuple[Any, ...], Context]:
-    return (*node.buffers, *node.sinks), Context(node.unit, node.place, node.groups, len(node.sinks))
+    return (*node.buffers, *node.sinks), Context(node.unit, node.place, node.groups, len(node.sinks), node.ledger)
 
 
 def _unflatten(context: Context, children: Any) -> Sharded:
     children = tuple(children)
     split = len(children) - context.num_sinks
-    return Sharded(children[:split], context.unit, context.place, context.groups, children[split:])
+    return Sharded(children[:split], context.unit, context.place, context.groups, children[split:], context.ledger)
 
 
 def _register() -> None:

@@ -8,10 +8,10 @@ import torch
 
 from fsharp.functional.agree import together
 from fsharp.functional.collectives import all_reduce
-from fsharp.functional.comm import Comm
+from fsharp.functional.comm import Comm, Engine
 from fsharp.functional.describe import describe_units
 from fsharp.functional.errors import LossError, TreeError, problem
-from fsharp.functional.moves import check_comm, gather, reduce_scatter
+from fsharp.functional.moves import Ledger, check_comm, gather, reduce_scatter
 from fsharp.functional.sharded import Sharded, map_units, merge, trainable, units_of
 from fsharp.functional.transforms.base import apply_transform, as_transform, check_gradients
 
@@ -160,6 +160,8 @@ def value_and_grad(loss_fn: LossFn, *, microbatches: int = 1) -> Callable[..., t
 
     def run(params: Any, batch: Any, *, comm: Comm) -> tuple[Loss, Any]:
         check_comm("value_and_grad()", params, comm)
+        if isinstance(comm, Engine):
+            return comm.value_and_grad(loss_fn, params, split_batch(batch, microbatches))
         total: Loss | None = None
         grads: Any = None
         for part in split_batch(batch, microbatches):
@@ -177,9 +179,9 @@ def value_and_grad(loss_fn: LossFn, *, microbatches: int = 1) -> Callable[..., t
 
 def _one_microbatch(loss_fn: LossFn, params: Any, batch: Any, comm: Comm) -> tuple[Loss, Any]:
     with torch.enable_grad():
-        probed = map_units(_with_sinks, params)
+        probed = with_sinks(params)
         sinks = [sink for node in units_of(probed) for sink in node.sinks]
-        loss = _as_loss(loss_fn(probed, batch, comm))
+        loss = as_loss(loss_fn(probed, batch, comm))
         if not sinks or not loss.sum.requires_grad:
             why = "every parameter is frozen" if not sinks else "no parameter reaches it: use forward() or gather() in it"
             raise LossError(f"value_and_grad(): the loss has no gradient, {why}.")
@@ -211,19 +213,26 @@ def _own_memory(sinks: Sequence[torch.Tensor], found: Sequence[torch.Tensor | No
     return result
 
 
-def _with_sinks(node: Sharded) -> Sharded:
-    unit, place = node.unit, node.unit.strategy.grads
-    device = node.buffers[0].device if node.buffers else torch.device("cpu")
-    sinks = [
-        torch.zeros((), dtype=unit.groups[g].dtypes.accumulate, device=device)
-        .expand(unit.local_size(g, place))
-        .requires_grad_()
-        for g in unit.trainable
-    ]
-    return Sharded([b.detach() for b in node.buffers], unit, node.place, node.groups, sinks)
+def with_sinks(params: Any) -> Any:
+    """The parameters of one microbatch: each node with sinks for its gradient, and one ledger for all of them."""
+    ledger = Ledger()
+
+    def one(node: Sharded) -> Sharded:
+        unit, place = node.unit, node.unit.strategy.grads
+        device = node.buffers[0].device if node.buffers else torch.device("cpu")
+        sinks = [
+            torch.zeros((), dtype=unit.groups[g].dtypes.accumulate, device=device)
+            .expand(unit.local_size(g, place))
+            .requires_grad_()
+            for g in unit.trainable
+        ]
+        return Sharded([b.detach() for b in node.buffers], unit, node.place, node.groups, sinks, ledger)
+
+    return map_units(one, params)
 
 
-def _as_loss(value: Any) -> Loss:
+def as_loss(value: Any) -> Loss:
+    """What a loss function returned, as a sum and a weight."""
     total, weight = value if isinstance(value, tuple) and len(value) == 2 else (value, 1.0)
     if not isinstance(total, torch.Tensor) or total.numel() != 1 or not total.is_floating_point():
         got = f"{total.dtype}{list(total.shape)}" if isinstance(total, torch.Tensor) else type(total).__name__
@@ -307,7 +316,10 @@ def update(tx: Any, grads: Any, state: TrainState, *, comm: Comm, donate: bool =
         old = merge(gather(trainable(state.params), comm=comm, to="optim"), state.main)
         check_gradients("update()", grads, old)
         new, opt = apply_transform(tx, grads, state.opt, old, comm=comm, donate=donate)
-        params = merge(state.params, gather(_cast(new, "compute"), comm=comm, to="params"))
+        if isinstance(comm, Engine):
+            params = comm.spread(_cast(new, "compute"), state.params, donate=donate)
+        else:
+            params = merge(state.params, gather(_cast(new, "compute"), comm=comm, to="params"))
     return TrainState(state.step + 1, params, _main_copies(new), opt)
 
 

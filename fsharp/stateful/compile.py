@@ -1,0 +1,309 @@
+"""compile_schedule: from the order in which a program uses units to when their data move, and in which memory."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import count
+from typing import Any
+
+from fsharp.functional.errors import ScheduleError, problem
+from fsharp.stateful.memory import Item, assign, lower_bound
+from fsharp.stateful.policy import Policy
+from fsharp.stateful.program import Event, Program
+from fsharp.stateful.residency import bundle, first_wanted, residency
+from fsharp.stateful.schedule import Memory, Op, OpKind, Phase, Schedule, Stream
+
+
+def compile_schedule(program: Program, policy: Policy = Policy()) -> Schedule:
+    """The schedule of a program under a policy.
+
+    Raises:
+        ScheduleError: a memory budget that not even the most frugal schedule keeps.
+
+    Cost: no memory, no collective; milliseconds.
+    """
+    tried = policy
+    while True:
+        ops, arena, bound = _place(_Emitter(program, tried).run(), program)
+        if policy.memory_budget is None or arena <= policy.memory_budget:
+            return Schedule(program, tried, tuple(ops), arena, bound)
+        if tried.bucket_nbytes:
+            tried = replace(tried, bucket_nbytes=0)
+        elif tried.num_buffers > 1:
+            tried = replace(tried, prefetch=max(tried.prefetch - 1, 0), buffers=None)
+        elif tried.reduce_buffers > 1:
+            tried = replace(tried, reduce_buffers=1)
+        else:
+            facts = [("budget", f"{policy.memory_budget:,} bytes"), ("needed", f"{arena:,} bytes")]
+            raise ScheduleError(
+                problem(
+                    "compile_schedule()",
+                    "the memory budget is too small, even without prefetch and with one reduction at a time.",
+                    facts,
+                    "Raise it, or cut the model into smaller units.",
+                )
+            )
+
+
+@dataclass(eq=False)
+class _Draft:
+    """An op that knows which buffer it fills or frees, and not yet where that is."""
+
+    kind: OpKind
+    unit: str
+    phase: Phase
+    at: int
+    use: int = -1
+    stream: Stream = "compute"
+    after: tuple["_Draft", ...] = ()
+    bucket: int = -1
+    buffer: tuple[str, str] | None = None
+    fills: bool = False
+    frees: bool = False
+
+
+class _Emitter:
+    """Walks the events and writes ops."""
+
+    def __init__(self, program: Program, policy: Policy) -> None:
+        self.program, self.policy = program, policy
+        self.facts = {unit.name: unit for unit in program.units}
+        self.bundles = bundle(program, policy)
+        self.targets = residency(program, policy, self.bundles)
+        self.casts = _casts(program)
+        self.ops: list[_Draft] = []
+        self.number = count()
+        # parameters
+        self.held: tuple[str, ...] = ()
+        self.gathers: dict[str, _Draft] = {}  # by unit, of what is resident
+        self.ready: set[str] = set()  # units that are waited for
+        self.arriving: list[_Draft] = []  # waits for what the step before has gathered
+        self.settled: set[str] = set()  # units whose updated parameters are waited for
+        # gradients
+        self.last_cast: dict[str, _Draft] = {}
+        self.left: dict[str, int] = {}  # casts to come in this microbatch
+        self.begun: set[str] = set()  # units that have had one
+        self.delayed: list[str] = []
+        self.under_way: list[_Draft] = []
+        self.unfinished: set[str] = set()
+
+    def emit(self, kind: OpKind, unit: str, phase: Phase, at: int, **fields: Any) -> _Draft:
+        op = _Draft(kind, unit, phase, at, **fields)
+        self.ops.append(op)
+        return op
+
+    def run(self) -> list[_Draft]:
+        events = self.program.events
+        carries = bool(events) and events[-1].kind == "update" and self.policy.gather_at_start
+        first = first_wanted(self.program, self.policy, self.bundles) if carries else ()
+        self.held = self.carried = tuple(b for b in first if b in self.targets[0])
+        self.spreads = carries
+        microbatch = 0
+        self._begin_microbatch(microbatch)
+        for i, event in enumerate(events):
+            if event.kind in ("forward", "backward"):
+                phase: Phase = "forward" if event.kind == "forward" else "backward"
+                self._move(i, phase)
+                self._reduce_delayed(i)
+                self._wait(event.unit, phase, i)
+                self.emit("compute", event.unit, phase, i, use=event.use)
+            elif event.kind == "forward_end":
+                self._move(i, "forward")
+            elif event.kind == "backward_end":
+                self._cast(event, i)
+                self._move(i, "backward")
+            elif event.kind == "microbatch_end":
+                self._end_microbatch(i)
+                self._move(i, "backward")
+                microbatch += 1
+                self._begin_microbatch(microbatch)
+            elif event.kind == "reduce":
+                while self.under_way:
+                    self._land(i)
+            else:
+                self._update(i, is_last=i == len(events) - 1)
+        return self.ops
+
+    def _move(self, i: int, phase: Phase) -> None:
+        target = self.targets[i]
+        self._release([b for b in self.held if b not in target], phase, i)
+        for name in target:
+            if name not in self.held:
+                self._gather(name, phase, i)
+        self.held = target
+
+    def _release(self, bundles: Iterable[str], phase: Phase, i: int) -> None:
+        for unit in (unit for name in bundles for unit in self.bundles.members[name]):
+            self.emit("release", unit, phase, i, buffer=("params", unit), frees=True)
+            self.ready.discard(unit)
+            self.gathers.pop(unit, None)
+
+    def _gather(self, name: str, phase: Phase, i: int, after: tuple[_Draft, ...] = ()) -> None:
+        units = self.bundles.members[name]
+        number = next(self.number) if len(units) > 1 else -1
+        for unit in units:
+            self.gathers[unit] = self.emit(
+                "gather", unit, phase, i, stream="gather", after=after, bucket=number, buffer=("params", unit), fills=True
+            )
+
+    def _wait(self, unit: str, phase: Phase, i: int) -> None:
+        facts = self.facts[unit]
+        if facts.spread and self.spreads and unit not in self.settled:
+            self.settled.add(unit)
+            self.arriving.append(self.emit("wait", unit, "update", i))
+        if facts.gathered and unit not in self.ready:
+            self.ready.add(unit)
+            op = self.emit("wait", unit, phase, i)
+            if unit in self.gathers:
+                op.after = (self.gathers[unit],)
+            else:
+                self.arriving.append(op)
+
+    def _begin_microbatch(self, number: int) -> None:
+        self.left, self.begun = dict(self.casts[number]), set()
+        last = _reduced_microbatches(self.program.events)
+        self.unfinished = {u.name for u in self.program.units if u.finish and u.trainable} if number in last else set()
+
+    def _cast(self, event: Event, i: int) -> None:
+        unit, facts = event.unit, self.facts[event.unit]
+        if not facts.trainable:
+            return
+        is_first = unit not in self.begun
+        buffer = ("outgoing", unit) if facts.outgoing else None
+        if is_first and buffer:
+            self._make_room(i)
+        fills = is_first and buffer is not None
+        self.last_cast[unit] = self.emit("cast", unit, "backward", i, use=event.use, buffer=buffer, fills=fills)
+        self.left[unit] -= 1
+        self.begun.add(unit)
+        if self.left[unit] == 0:
+            if self.policy.reduce == "delayed":
+                self.delayed.append(unit)
+            else:
+                self._reduce(unit, i)
+
+    def _reduce_delayed(self, i: int) -> None:
+        for unit in self.delayed:
+            self._reduce(unit, i)
+        self.delayed = []
+
+    def _reduce(self, unit: str, i: int) -> None:
+        facts, cast = self.facts[unit], self.last_cast[unit]
+        buffer = ("outgoing", unit) if facts.outgoing else None
+        if facts.reduce:
+            self._make_room(i)
+            self.under_way.append(
+                self.emit("reduce", unit, "backward", i, stream="reduce", after=(cast,), buffer=buffer)
+            )
+        elif buffer:
+            added = self.emit("accumulate", unit, "backward", i, stream="reduce", after=(cast,), buffer=buffer, frees=True)
+            self._finish(unit, i, (added,))
+        else:
+            self._finish(unit, i, (cast,))
+
+    def _finish(self, unit: str, i: int, after: tuple[_Draft, ...]) -> None:
+        if unit not in self.unfinished:
+            return
+        self.unfinished.discard(unit)
+        buffer = ("finishing", unit) if self.facts[unit].finishing else None
+        self._make_room(i)
+        self.under_way.append(
+            self.emit("reduce", unit, "finish", i, stream="reduce", after=after, buffer=buffer, fills=buffer is not None)
+        )
+
+    def _make_room(self, i: int) -> None:
+        while len(self.under_way) >= self.policy.reduce_buffers:
+            self._land(i)
+
+    def _land(self, i: int) -> None:
+        op = self.under_way.pop(0)
+        frees = op.buffer is not None
+        added = self.emit("accumulate", op.unit, op.phase, i, stream="reduce", after=(op,), buffer=op.buffer, frees=frees)
+        if op.phase == "backward":
+            self._finish(op.unit, i, (added,))
+
+    def _end_microbatch(self, i: int) -> None:
+        self._reduce_delayed(i)
+        while any(op.phase == "backward" for op in self.under_way):
+            self._land(i)
+        for unit in [u.name for u in self.program.units if u.name in self.unfinished]:
+            self._finish(unit, i, ())
+
+    def _update(self, i: int, *, is_last: bool) -> None:
+        self._release(self.held, "update", i)
+        self.held = ()
+        reduced = [op for op in self.ops if op.stream == "reduce"][-1:]
+        update = self.emit("update", "", "update", i, after=tuple(reduced))
+        order = dict.fromkeys([e.unit for e in self.program.events if e.unit] + [u.name for u in self.program.units])
+        spread = [
+            self.emit("gather", unit, "update", i, stream="gather", after=(update,)) for unit in order if self.facts[unit].spread
+        ]
+        if not (is_last and self.policy.gather_at_start):
+            for op in spread:
+                self.emit("wait", op.unit, "update", i, after=(op,))
+            return
+        for name in self.carried:
+            self._gather(name, "forward", i, after=(update,))
+        settled = {op.unit: op for op in spread}
+        for wait in self.arriving:
+            wait.after = (settled[wait.unit] if wait.phase == "update" else self.gathers[wait.unit],)
+
+
+def _casts(program: Program) -> list[dict[str, int]]:
+    """For each microbatch, how many uses of each trainable unit have a backward in it."""
+    trainable = {unit.name for unit in program.units if unit.trainable}
+    result: list[dict[str, int]] = [{}]
+    for event in program.events:
+        if event.kind == "microbatch_end":
+            result.append({})
+        elif event.kind == "backward_end" and event.unit in trainable:
+            result[-1][event.unit] = result[-1].get(event.unit, 0) + 1
+    return result
+
+
+def _reduced_microbatches(events: Sequence[Event]) -> set[int]:
+    """Microbatches at whose end gradients are wanted at the optimizer's place: the last before each ``reduce``."""
+    number, result = 0, set()
+    for event in events:
+        if event.kind == "microbatch_end":
+            number += 1
+        elif event.kind == "reduce":
+            result.add(number - 1)
+    return result
+
+
+def _place(drafts: Sequence[_Draft], program: Program) -> tuple[list[Op], int, int]:
+    """Give every buffer an address, and every op the ops that have to come before it."""
+    position = {id(op): i for i, op in enumerate(drafts)}
+    facts = {unit.name: unit for unit in program.units}
+    sizes = {"params": "gathered", "outgoing": "outgoing", "finishing": "finishing"}
+    items = {
+        (kind, unit): Item(getattr(facts[unit], sizes[kind]), spans) for (kind, unit), spans in _liveness(drafts).items()
+    }
+    starts = assign(list(items.values()))
+    where = {buffer: Memory(start, item.nbytes) for (buffer, item), start in zip(items.items(), starts, strict=True)}
+    freed: dict[tuple[str, str], tuple[Stream, int]] = {}
+    ops = []
+    for i, op in enumerate(drafts):
+        memory = where[op.buffer] if op.buffer else None
+        after = {position[id(each)] for each in op.after}
+        if memory and op.fills:
+            # Ops on one stream end in order: the last that freed any of these bytes stands for all of them.
+            after |= set(dict(sorted(last for other, last in freed.items() if where[other].overlaps(memory))).values())
+        if op.buffer and op.frees:
+            freed[op.buffer] = (op.stream, i)
+        ops.append(Op(op.kind, op.unit, op.phase, op.at, op.use, op.stream, memory, tuple(sorted(after)), op.bucket))
+    return ops, max((m.stop for m in where.values()), default=0), lower_bound(list(items.values()))
+
+
+def _liveness(drafts: Sequence[_Draft]) -> dict[tuple[str, str], tuple[tuple[int, int], ...]]:
+    """The spans of positions between which each buffer is live; one that a step hands to the next is so at both ends."""
+    spans: dict[tuple[str, str], list[tuple[int, int]]] = {}
+    since: dict[tuple[str, str], int] = {}
+    for i, op in enumerate(drafts):
+        if op.buffer and op.fills:
+            since[op.buffer] = i
+        if op.buffer and op.frees:
+            spans.setdefault(op.buffer, []).append((since.pop(op.buffer, 0), i))
+    for buffer, start in since.items():
+        spans.setdefault(buffer, []).append((start, len(drafts) - 1))
+    return {buffer: tuple(each) for buffer, each in spans.items()}

@@ -1,0 +1,112 @@
+"""Program: what a step does, in its own order: which units it enters, leaves, comes back to and updates.
+
+A program is recorded, or written by hand, and says nothing of when data moves: that is the schedule's part.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from fsharp.functional.comm import Call
+from fsharp.functional.errors import ScheduleError
+
+EventKind = Literal["forward", "forward_end", "backward", "backward_end", "microbatch_end", "reduce", "update"]
+
+
+@dataclass(frozen=True, slots=True)
+class UnitFacts:
+    """What a schedule has to know of one unit of one tree.
+
+    Attributes:
+        name: the unit's path; a second tree's unit of the same path has ``#1`` after it.
+        gathered: bytes of the full copy that has to be made to use it; 0 if it rests in full.
+        outgoing: bytes of the block that its gradient leaves from, after every microbatch; 0 if it does not.
+        finishing: bytes of the block for the reduction from where gradients rest to the optimizer's place, once a step;
+            0 if that needs none.
+        trainable: whether it has gradients.
+        gather: collectives of one gather.
+        reduce: collectives of the reduction of one microbatch's gradient.
+        finish: collectives of the reduction once a step.
+        spread: collectives that bring updated parameters to where they rest.
+    """
+
+    name: str
+    gathered: int = 0
+    outgoing: int = 0
+    finishing: int = 0
+    trainable: bool = True
+    gather: tuple[Call, ...] = ()
+    reduce: tuple[Call, ...] = ()
+    finish: tuple[Call, ...] = ()
+    spread: tuple[Call, ...] = ()
+
+
+class Event(NamedTuple):
+    """One point of a program.
+
+    Attributes:
+        kind: ``forward`` and ``forward_end`` enclose a use of a unit, ``backward`` and ``backward_end`` its way back;
+            ``microbatch_end`` is the end of a backward pass; ``reduce`` asks for the gradients at the optimizer's place,
+            ``update`` for the parameters after it.
+        unit: name of the unit, empty for the last three.
+        use: number of the use within the step, counted from 0 in the order of ``forward``; -1 for the last three.
+    """
+
+    kind: EventKind
+    unit: str = ""
+    use: int = -1
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.unit}".rstrip()
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """The events of a step, and the units they speak of.
+
+    Attributes:
+        units: facts of each unit that is used, reduced or updated.
+        events: in order. Uses nest: what begins inside of another use ends inside of it.
+    """
+
+    units: tuple[UnitFacts, ...]
+    events: tuple[Event, ...]
+
+    def __post_init__(self) -> None:
+        names = [unit.name for unit in self.units]
+        if len(set(names)) != len(names):
+            raise ScheduleError(f"Program(): units have to have different names, got {names}.")
+        self._check_nesting(set(names))
+
+    def _check_nesting(self, names: set[str]) -> None:
+        open_: list[tuple[str, str, int]] = []
+        began: set[int] = set()
+        for i, event in enumerate(self.events):
+            where = f"Program(): event {i}, {event}"
+            if event.unit and event.unit not in names:
+                raise ScheduleError(f"{where}: no such unit; there are {sorted(names)}.")
+            if event.kind in ("forward", "backward"):
+                if event.kind == "forward" and event.use in began:
+                    raise ScheduleError(f"{where}: use {event.use} has begun before.")
+                if event.kind == "backward" and event.use not in began:
+                    raise ScheduleError(f"{where}: use {event.use} was never forward.")
+                began.add(event.use)
+                open_.append((event.kind, event.unit, event.use))
+            elif event.kind in ("forward_end", "backward_end"):
+                want = (event.kind.removesuffix("_end"), event.unit, event.use)
+                if not open_ or open_.pop() != want:
+                    raise ScheduleError(f"{where}: uses have to nest.")
+            elif open_:
+                raise ScheduleError(f"{where}: inside of {open_[-1][1]!r}.")
+        if open_:
+            raise ScheduleError(f"Program(): {open_[-1][1]!r} is never left.")
+
+    def spans(self) -> Iterator[tuple[str, int, int]]:
+        """``(unit, first event, last event)`` of each use, forward and backward ones, in order of their beginning."""
+        ends: dict[tuple[str, int], list[int]] = {}
+        for i, event in enumerate(self.events):
+            if event.kind.endswith("_end") and event.unit:
+                ends.setdefault((event.kind.removesuffix("_end"), event.use), []).append(i)
+        for i, event in enumerate(self.events):
+            if event.kind in ("forward", "backward"):
+                yield event.unit, i, next(end for end in ends[(event.kind, event.use)] if end > i)
