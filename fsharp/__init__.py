@@ -35,6 +35,7 @@ from fsharp.functional.errors import LayoutError as LayoutError
 from fsharp.functional.errors import LossError as LossError
 from fsharp.functional.errors import MeshError as MeshError
 from fsharp.functional.errors import PatternError as PatternError
+from fsharp.functional.errors import ScheduleError as ScheduleError
 from fsharp.functional.errors import StrategyError as StrategyError
 from fsharp.functional.errors import TreeError as TreeError
 from fsharp.functional.forward import forward as forward
@@ -108,5 +109,8 @@ from fsharp.functional.transforms.norms import global_norm as global_norm
 from fsharp.functional.transforms.norms import skip_nonfinite as skip_nonfinite
 from fsharp.functional.transforms.schedules import warmup_cosine as warmup_cosine
 from fsharp.functional.transforms.schedules import warmup_linear as warmup_linear
+from fsharp.stateful.policy import Policy as Policy
+from fsharp.stateful.schedule import Schedule as Schedule
+from fsharp.stateful.scheduler import Scheduler as Scheduler
 
 __version__ = "0.1.0"

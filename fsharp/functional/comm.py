@@ -55,23 +55,23 @@ class Engine(ABC):
     """
 
     @abstractmethod
-    def runs(self, units: Any) -> bool:
-        """Whether :meth:`call` can take these units; if not, ``forward`` works as it does with any Comm."""
+    def takes(self, units: Any) -> bool:
+        """Whether :meth:`run_forward` can take these units; if not, ``forward`` works as it does with any Comm."""
 
     @abstractmethod
-    def call(self, fn: Callable[..., Any], units: Any, args: Any, kwargs: Any) -> Any:
+    def run_forward(self, fn: Callable[..., Any], units: Any, args: Any, kwargs: Any) -> Any:
         """:func:`~fsharp.forward` of a function on ``(units, ties)``."""
 
     @abstractmethod
-    def value_and_grad(self, loss_fn: Callable[..., Any], params: Any, parts: list[Any]) -> tuple[Any, Any]:
+    def run_value_and_grad(self, loss_fn: Callable[..., Any], params: Any, parts: list[Any]) -> tuple[Any, Any]:
         """:func:`~fsharp.value_and_grad` over the parts of a batch."""
 
     @abstractmethod
-    def reduce_scatter(self, tree: Any, to: Any) -> Any:
+    def run_reduce_scatter(self, tree: Any, to: Any) -> Any:
         """:func:`~fsharp.reduce_scatter`."""
 
     @abstractmethod
-    def spread(self, new: Any, params: Any, *, donate: bool) -> Any:
+    def run_spread(self, new: Any, params: Any, *, donate: bool) -> Any:
         """The end of :func:`~fsharp.update`: updated parameters from the optimizer's place to where they rest."""
 
 

@@ -52,8 +52,8 @@ def forward(
     if not isinstance(sharded, Sharded):
         check_comm("forward()", sharded, comm)
     units = (sharded, tuple(ties))
-    if isinstance(comm, Engine) and (release or not _is_gathered(units)) and comm.runs(units):
-        return comm.call(fn, units, args, kwargs)
+    if isinstance(comm, Engine) and comm.takes(units):
+        return comm.run_forward(fn, units, args, kwargs)
     call = _Call(fn, comm)
     if not (release and torch.is_grad_enabled() and _is_gathered(units) and not is_transformed()):
         return call(units, args, kwargs)

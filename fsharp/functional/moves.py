@@ -86,7 +86,7 @@ def reduce_scatter(tree: Tree, *, comm: Comm, to: PlaceName = "optim") -> Tree:
     """
     check_comm("reduce_scatter()", tree, comm)
     if isinstance(comm, Engine):
-        return comm.reduce_scatter(tree, to)  # type: ignore[no-any-return]
+        return comm.run_reduce_scatter(tree, to)  # type: ignore[no-any-return]
 
     def one(sharded: Sharded) -> Sharded:
         target = resolve_place(sharded.unit, to)

@@ -48,8 +48,8 @@ class ProcessGroupComm:
             )
         kind = device_mesh.device_type
         self.device = torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
-        self._native = dist.get_backend(self._groups[names[0]]) == "nccl"
-        self._rank_order = not self._native if rank_order is None else rank_order
+        self.is_native = dist.get_backend(self._groups[names[0]]) == "nccl"
+        self._rank_order = not self.is_native if rank_order is None else rank_order
 
     def group(self, axis: str) -> dist.ProcessGroup:
         """The process group along ``axis``.
@@ -65,7 +65,7 @@ class ProcessGroupComm:
         """``[n, *x.shape]`` in order of coordinate. Travels as bytes, so every dtype does."""
         n = self.mesh.axis_size(axis)
         out = x.new_empty((n, *x.shape))
-        if self._native:
+        if self.is_native:
             _all_gather(_bytes(out), _bytes(x), group=self.group(axis))
         else:
             self._swap([_bytes(x)] * n, list(_bytes(out).view(n, -1)), axis)

@@ -73,9 +73,19 @@ class Sharded:
     def buffers(self) -> tuple[Any, ...]:
         """One tensor for each group in :attr:`groups`. Waits for them if they are still on their way."""
         if self._arrive is not None:
-            self._arrive()
-            self._arrive = None
+            self.settle()
         return self._buffers
+
+    def settle(self) -> None:
+        """Wait until the buffers are there."""
+        if self._arrive is not None:
+            arrive, self._arrive = self._arrive, None
+            arrive()
+
+    @property
+    def is_arriving(self) -> bool:
+        """Whether the buffers may still be on their way."""
+        return self._arrive is not None
 
     def arriving(self, arrive: Callable[[], None]) -> "Sharded":
         """This node, whose buffers are on their way: ``arrive`` is called, once, before anybody sees them."""

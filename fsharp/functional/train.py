@@ -161,7 +161,7 @@ def value_and_grad(loss_fn: LossFn, *, microbatches: int = 1) -> Callable[..., t
     def run(params: Any, batch: Any, *, comm: Comm) -> tuple[Loss, Any]:
         check_comm("value_and_grad()", params, comm)
         if isinstance(comm, Engine):
-            return comm.value_and_grad(loss_fn, params, split_batch(batch, microbatches))
+            return comm.run_value_and_grad(loss_fn, params, split_batch(batch, microbatches))
         total: Loss | None = None
         grads: Any = None
         for part in split_batch(batch, microbatches):
@@ -219,14 +219,16 @@ def with_sinks(params: Any) -> Any:
 
     def one(node: Sharded) -> Sharded:
         unit, place = node.unit, node.unit.strategy.grads
-        device = node.buffers[0].device if node.buffers else torch.device("cpu")
+        buffers = node.buffers_on_their_way
+        device = buffers[0].device if buffers else torch.device("cpu")
         sinks = [
             torch.zeros((), dtype=unit.groups[g].dtypes.accumulate, device=device)
             .expand(unit.local_size(g, place))
             .requires_grad_()
             for g in unit.trainable
         ]
-        return Sharded([b.detach() for b in node.buffers], unit, node.place, node.groups, sinks, ledger)
+        probed = Sharded([b.detach() for b in buffers], unit, node.place, node.groups, sinks, ledger)
+        return probed.arriving(node.settle)
 
     return map_units(one, params)
 
@@ -317,7 +319,7 @@ def update(tx: Any, grads: Any, state: TrainState, *, comm: Comm, donate: bool =
         check_gradients("update()", grads, old)
         new, opt = apply_transform(tx, grads, state.opt, old, comm=comm, donate=donate)
         if isinstance(comm, Engine):
-            params = comm.spread(_cast(new, "compute"), state.params, donate=donate)
+            params = comm.run_spread(_cast(new, "compute"), state.params, donate=donate)
         else:
             params = merge(state.params, gather(_cast(new, "compute"), comm=comm, to="params"))
     return TrainState(state.step + 1, params, _main_copies(new), opt)

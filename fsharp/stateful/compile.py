@@ -191,9 +191,7 @@ class _Emitter:
         buffer = ("outgoing", unit) if facts.outgoing else None
         if facts.reduce:
             self._make_room(i)
-            self.under_way.append(
-                self.emit("reduce", unit, "backward", i, stream="reduce", after=(cast,), buffer=buffer)
-            )
+            self.under_way.append(self.emit("reduce", unit, "backward", i, stream="reduce", after=(cast,), buffer=buffer))
         elif buffer:
             added = self.emit("accumulate", unit, "backward", i, stream="reduce", after=(cast,), buffer=buffer, frees=True)
             self._finish(unit, i, (added,))
@@ -235,7 +233,9 @@ class _Emitter:
         update = self.emit("update", "", "update", i, after=tuple(reduced))
         order = dict.fromkeys([e.unit for e in self.program.events if e.unit] + [u.name for u in self.program.units])
         spread = [
-            self.emit("gather", unit, "update", i, stream="gather", after=(update,)) for unit in order if self.facts[unit].spread
+            self.emit("gather", unit, "update", i, stream="gather", after=(update,))
+            for unit in order
+            if self.facts[unit].spread
         ]
         if not (is_last and self.policy.gather_at_start):
             for op in spread:
@@ -276,9 +276,7 @@ def _place(drafts: Sequence[_Draft], program: Program) -> tuple[list[Op], int, i
     position = {id(op): i for i, op in enumerate(drafts)}
     facts = {unit.name: unit for unit in program.units}
     sizes = {"params": "gathered", "outgoing": "outgoing", "finishing": "finishing"}
-    items = {
-        (kind, unit): Item(getattr(facts[unit], sizes[kind]), spans) for (kind, unit), spans in _liveness(drafts).items()
-    }
+    items = {(kind, unit): Item(getattr(facts[unit], sizes[kind]), spans) for (kind, unit), spans in _liveness(drafts).items()}
     starts = assign(list(items.values()))
     where = {buffer: Memory(start, item.nbytes) for (buffer, item), start in zip(items.items(), starts, strict=True)}
     freed: dict[tuple[str, str], tuple[Stream, int]] = {}

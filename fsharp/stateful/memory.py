@@ -1,15 +1,23 @@
 """Where in one arena each buffer goes, planned over a whole step.
 
-A buffer keeps one address over all the times that it is live: tensors that were saved in the forward point at it.
-Finding the smallest arena is hard (dynamic storage allocation), yet most plans are easy: greedy placement in a few
-orders meets the lower bound, and the search stops where one does.
+A buffer keeps one address over all the times that it is live: tensors saved in the forward point at it. The smallest
+arena is hard to find in general (dynamic storage allocation), yet easy where buffers meet only those of units near by, as
+they do here. So they are placed in an order in which each meets those placed just before it; then a dead end is near its
+cause, and a search that takes back the last choice first soon finds the arena of the lower bound, or one close to it.
 """
 
-import random
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from heapq import heappop, heappush
+from itertools import tee
 
-_EFFORT = 1_500_000  # pairs of buffers that the search may look at: some tenths of a second
+_SLACKS = (0.0, 0.01, 0.02, 0.035, 0.05, 0.075, 0.1, 0.15, 0.25)  # arenas to try, by how much they are larger than the bound
+_PLACED = 20_000  # buffers that searches may place, and place again, before the next larger arena is tried
+
+# Of the places that a buffer fits in, which to try first: by bytes below it, bytes it leaves of its gap, bytes above it.
+Fit = Callable[[int, int, int], int]
+_FITS: tuple[Fit, ...] = (lambda at, spare, above: min(at, above), lambda at, spare, above: spare, lambda at, spare, above: at)
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,49 +44,46 @@ def lower_bound(items: Sequence[Item]) -> int:
 
 
 def assign(items: Sequence[Item]) -> list[int]:
-    """The first byte of each item: items that are live at once share no byte. The same items, the same answer."""
-    bound = lower_bound(items)
+    """The first byte of each item, such that items that are live at once share no byte.
+
+    Starts are multiples of what all sizes are multiples of. The same items get the same answer.
+    """
+    if not items:
+        return []
     neighbours = _neighbours(items)
-    effort = _EFFORT
-    cost = len(items) + sum(map(len, neighbours))
-    best: list[int] = [0] * len(items)
-    least = -1
-    for order in _orders(items, neighbours):
-        for tight in (False, True):
-            starts = _fit(items, neighbours, order, tight=tight)
-            effort -= cost
-            peak = _peak(items, starts)
-            if least < 0 or peak < least:
-                best, least, best_order, best_tight = starts, peak, order, tight
-            if least == bound:
-                return best
-    rng = random.Random(0)
-    order = best_order
-    cur = least
-    starts = best
-    while effort > 0:
-        trial = order[:]
-        top = [i for i in order if starts[i] + items[i].nbytes == cur]
-        i = rng.choice(top) if rng.random() < 0.7 else rng.choice(order)
-        trial.remove(i)
-        trial.insert(rng.randrange(len(trial)+1) if rng.random() < .5 else 0, i)
-        ts = _fit(items, neighbours, trial, tight=best_tight)
-        effort -= cost
-        peak = _peak(items, ts)
-        if peak <= cur * 1.0:
-            order, cur, starts = trial, peak, ts
-        if peak < least:
-            best, least = ts, peak
-        if least == bound:
-            break
-    return best
+    least, grain = max(lower_bound(items), _clique(items, neighbours)), math.gcd(*(item.nbytes for item in items)) or 1
+    orders = _orders(items, neighbours)  # made as they are needed: mostly the first will do
+    for slack in _SLACKS:
+        target, budget = least + int(least * slack) // grain * grain, _PLACED
+        for fit in _FITS:
+            orders, again = tee(orders)
+            for order in again:
+                limit = min(2 * len(items) + 1000, budget)
+                starts, placed = _search(items, neighbours, order, fit, target=target, limit=limit)
+                budget -= placed
+                if starts:
+                    return starts
+    ample = sum(item.nbytes for item in items)
+    fits = [_search(items, neighbours, order, _FITS[-1], target=ample, limit=len(items))[0] for order in orders]
+    return min(fits, key=lambda starts: max(start + item.nbytes for start, item in zip(starts, items, strict=True)))
 
 
-def _peak(items, starts):
-    return max((a + i.nbytes for a, i in zip(starts, items)), default=0)
+def _clique(items: Sequence[Item], neighbours: Sequence[Sequence[int]]) -> int:
+    """Bytes of buffers that are live together two by two, if not all at one time: with one address each, it is the same."""
+    near = [set(each) for each in neighbours]
+    load = [item.nbytes + sum(items[j].nbytes for j in near[i]) for i, item in enumerate(items)]
+    most = 0
+    for seed in sorted(range(len(items)), key=lambda i: -load[i])[:16]:
+        members = [seed]
+        for i in sorted(near[seed], key=lambda i: -items[i].nbytes):
+            if near[i].issuperset(members):
+                members.append(i)
+        most = max(most, sum(items[i].nbytes for i in members))
+    return most
 
 
 def _neighbours(items: Sequence[Item]) -> list[list[int]]:
+    """For each item, those that are live at a time when it is."""
     spans = sorted((a, b, i) for i, item in enumerate(items) if item.nbytes for a, b in item.spans)
     result: list[set[int]] = [set() for _ in items]
     live: list[tuple[int, int]] = []
@@ -91,37 +96,65 @@ def _neighbours(items: Sequence[Item]) -> list[list[int]]:
     return [sorted(each) for each in result]
 
 
-def _orders(items: Sequence[Item], neighbours) -> Iterator[list[int]]:
+def _orders(items: Sequence[Item], neighbours: Sequence[Sequence[int]]) -> Iterator[list[int]]:
     every = range(len(items))
     size = [item.nbytes for item in items]
-    time = [sum(b - a + 1 for a, b in item.spans) for item in items]
-    first = [min((a for a, _ in item.spans), default=0) for item in items]
     load = [size[i] + sum(size[j] for j in neighbours[i]) for i in every]
-    keys = (
-        lambda i: (-size[i], first[i]),
-        lambda i: (-size[i], -time[i], first[i]),
-        lambda i: (-size[i] * time[i], first[i]),
-        lambda i: (first[i], -size[i]),
-        lambda i: (-time[i], -size[i], first[i]),
-        lambda i: (-load[i], first[i]),
-        lambda i: (-len(neighbours[i]), -size[i], first[i]),
-    )
-    for key in keys:
-        yield sorted(every, key=key)
+    first = [min((a for a, _ in item.spans), default=0) for item in items]
+    last = [max((a for a, _ in item.spans), default=0) for item in items]
+    seeds = (max(every, key=load.__getitem__), max(every, key=size.__getitem__), 0, max(every, key=first.__getitem__))
+    for seed in dict.fromkeys(seeds):
+        yield _spreading(seed, size, neighbours)
+    yield sorted(every, key=lambda i: -last[i])
+    yield sorted(every, key=lambda i: first[i])
 
 
-def _fit(items, neighbours, order, *, tight) -> list[int]:
-    starts = [-1] * len(items)
-    for i in order:
-        taken = sorted((starts[j], starts[j] + items[j].nbytes) for j in neighbours[i] if starts[j] >= 0)
-        at, least, nbytes = -1, -1, items[i].nbytes
-        top = 0
-        for start, stop in taken:
-            gap = start - top
-            if gap >= nbytes and (at < 0 or gap < least):
-                at, least = top, gap
-                if not tight:
-                    break
+def _spreading(seed: int, size: Sequence[int], neighbours: Sequence[Sequence[int]]) -> list[int]:
+    """From ``seed`` on, always the item that meets the most bytes of those before it (maximum cardinality search)."""
+    met = [0] * len(size)
+    order: dict[int, None] = {}
+    heap = [(1, 0, i) for i in range(len(size))]
+    heappush(heap, (-1, 0, seed))
+    while heap:
+        i = heappop(heap)[2]
+        if i in order:
+            continue
+        order[i] = None
+        for j in set(neighbours[i]).difference(order):
+            met[j] += size[i]
+            heappush(heap, (-met[j], -size[j], j))
+    return list(order)
+
+
+def _search(
+    items: Sequence[Item], neighbours: Sequence[Sequence[int]], order: Sequence[int], fit: Fit, *, target: int, limit: int
+) -> tuple[list[int], int]:
+    """Places of all items below ``target``, or none, and how many items were placed to find out.
+
+    At a dead end the latest choice is taken back first.
+    """
+    rank = {i: k for k, i in enumerate(order)}
+    before = [[j for j in neighbours[i] if rank[j] < rank[i]] for i in range(len(items))]
+    starts = [0] * len(items)
+
+    def places(i: int) -> list[int]:
+        """Either end of each gap that is large enough, the one to try first at the end."""
+        nbytes, top, found = items[i].nbytes, 0, set()
+        for start, stop in [*sorted((starts[j], starts[j] + items[j].nbytes) for j in before[i]), (target, target)]:
+            spare = start - top - nbytes
+            if spare >= 0:
+                found |= {(fit(at, spare, target - at - nbytes), at) for at in (top, start - nbytes)}
             top = max(top, stop)
-        starts[i] = at if at >= 0 else top
-    return starts
+        return [at for _, at in sorted(found, reverse=True)]
+
+    open_ = [places(order[0])]
+    for placed in range(limit):
+        while open_ and not open_[-1]:
+            open_.pop()
+        if not open_:
+            return [], placed
+        starts[order[len(open_) - 1]] = open_[-1].pop()
+        if len(open_) == len(items):
+            return starts, placed
+        open_.append(places(order[len(open_)]))
+    return [], limit

@@ -151,11 +151,13 @@ class Schedule:
         try:
             data = json.loads(text)
             units = tuple(
-                UnitFacts(**{k: _calls(v) if isinstance(v, list) else v for k, v in u.items()}) for u in data["program"]["units"]
+                UnitFacts(**{k: _calls(v) if isinstance(v, list) else v for k, v in u.items()})
+                for u in data["program"]["units"]
             )
             program = Program(units, tuple(Event(*event) for event in data["program"]["events"]))
             ops = tuple(
-                Op(**{**op, "memory": op["memory"] and Memory(**op["memory"]), "after": tuple(op["after"])}) for op in data["ops"]
+                Op(**{**op, "memory": op["memory"] and Memory(**op["memory"]), "after": tuple(op["after"])})
+                for op in data["ops"]
             )
             return Schedule(program, Policy(**data["policy"]), ops, data["arena"], data["bound"])
         except (ValueError, TypeError, KeyError) as error:

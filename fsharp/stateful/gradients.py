@@ -1,0 +1,271 @@
+"""Gradients of one unit: collected leaf by leaf, sent off, summed, and added where they rest."""
+
+from collections.abc import Sequence
+
+import torch
+
+from fsharp.functional.layout import UnitLayout
+from fsharp.functional.placement import Partial, Place, Replicate, Shard
+from fsharp.stateful.chain import Chain, Pieces, Stage, nbytes_of
+from fsharp.stateful.full import carve, leaf_index
+from fsharp.stateful.transport import Ticket, Transport
+
+Grads = Sequence[torch.Tensor | None]
+
+
+class Reusable:
+    """A buffer that is handed out each step, and used again once nobody else holds it."""
+
+    def __init__(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.numel, self.dtype, self.device = numel, dtype, device
+        self.tensor = torch.zeros(numel, dtype=dtype, device=device)
+        self._alone = self._holders()
+
+    def _holders(self) -> int:
+        return int(torch._C._storage_Use_Count(self.tensor.untyped_storage()._cdata))
+
+    def settle(self) -> None:
+        """Those who hold the memory now are no strangers."""
+        self._alone = self._holders()
+
+    def renew(self) -> bool:
+        """See to it that what is written from now on changes nobody's tensor; whether that took a new one."""
+        if self._holders() == self._alone:
+            return False
+        self.tensor = torch.zeros(self.numel, dtype=self.dtype, device=self.device)
+        self._alone = self._holders()
+        return True
+
+
+class Block:
+    """Views of the memory that a unit's gradient is collected in and leaves from.
+
+    Attributes:
+        leaves: aliases of the trained leaves in it.
+        gaps: padding between them.
+        boxes: for each group, the flat buffer that the leaves lie in.
+        wires: for each group, the buffer that travels; often the box itself.
+        memory: for each group, what its chain works in.
+        landings: for each group, where the sum goes before it is added; None leaves it where it is.
+    """
+
+    __slots__ = ("boxes", "gaps", "landings", "leaves", "memory", "wires")
+
+    def __init__(self) -> None:
+        self.leaves: list[torch.Tensor] = []
+        self.gaps: list[torch.Tensor] = []
+        self.boxes: list[torch.Tensor] = []
+        self.wires: list[torch.Tensor] = []
+        self.memory: list[list[torch.Tensor]] = []
+        self.landings: list[torch.Tensor | None] = []
+
+
+class Gradient:
+    """The gradient of one unit over the microbatches of a step.
+
+    Args:
+        unit: the layout.
+        transport: runs the collectives.
+        device: where buffers are.
+        trivial: run collectives along axes of size 1 as well.
+    """
+
+    def __init__(self, unit: UnitLayout, transport: Transport, device: torch.device, *, trivial: bool = False) -> None:
+        self.unit, self.device = unit, device
+        self.index = leaf_index(unit)
+        self.leaves = [self.index.stored[i] for i in self.index.trainable]
+        self.dtypes = [unit.groups[g].dtypes for g in unit.trainable]
+        each_step, once = _stages(unit, trivial=trivial)
+        self.chains = [Chain(transport, unit.groups[g].dtypes, unit.groups[g].size, each_step) for g in unit.trainable]
+        self.finishes = [
+            Chain(transport, unit.groups[g].dtypes, unit.local_size(g, unit.strategy.grads), once) for g in unit.trainable
+        ]
+        self.is_sent = bool(each_step) and any(chain.size for chain in self.chains)  # after each microbatch
+        self.is_finished_apart = bool(once)
+        self.rest = self._buffers(unit.strategy.grads)
+        self.final = self._buffers(unit.strategy.optim) if once else self.rest
+        self.has_new = False  # whether this step has put anything into rest yet
+        self.is_finishing = False  # whether all that rests is on its way to the optimizer's place, or there
+        self._claimed = False
+        self._tickets: list[Ticket] = []
+        self._tails: list[Ticket] = []
+        self._look()
+
+    def _buffers(self, place: Place) -> list[Reusable]:
+        groups = self.unit.trainable
+        return [
+            Reusable(self.unit.local_size(g, place), d.accumulate, self.device)
+            for g, d in zip(groups, self.dtypes, strict=True)
+        ]
+
+    def _look(self) -> None:
+        self.rest_leaves: list[torch.Tensor] = []
+        self.rest_gaps: list[torch.Tensor] = []
+        if not self.is_sent:  # the gradient at rest is full: leaves can be added to it one by one
+            flats = {g: buffer.tensor for g, buffer in zip(self.unit.trainable, self.rest, strict=True)}
+            self.rest_leaves = self.index.views(flats, self.leaves)
+            self.rest_gaps = [gap for g, flat in flats.items() for gap in self.index.gaps(g, flat)]
+        for buffer in self.rest:
+            buffer.settle()
+
+    # ------------------------------------------------------------ memory
+
+    def _pieces(self, i: int, several_uses: bool) -> Pieces:
+        """Box, wire, chain, landing of one group."""
+        chain, dtypes = self.chains[i], self.dtypes[i]
+        if not self.is_sent:
+            return [(chain.size, dtypes.accumulate)]
+        own_box = chain.differ and several_uses
+        box: Pieces = [(chain.size, dtypes.accumulate)] if own_box else []
+        landing: Pieces = [(chain.sizes()[-1], dtypes.accumulate)] if chain.differ else []
+        return [*box, (chain.size, dtypes.wire), *chain.pieces(), *landing]
+
+    def outgoing_nbytes(self, *, several_uses: bool, several_microbatches: bool) -> int:
+        """Bytes of the block of a microbatch; 0 if leaves are added where the gradient rests."""
+        if not self.is_sent and not (several_uses and several_microbatches):
+            return 0
+        return sum(nbytes_of(self._pieces(i, several_uses)) for i in range(len(self.chains)))
+
+    def finishing_nbytes(self) -> int:
+        """Bytes of the block for the way to the optimizer's place."""
+        return sum(nbytes_of(self._finish_pieces(i)) for i in range(len(self.finishes)))
+
+    def _finish_pieces(self, i: int) -> Pieces:
+        chain = self.finishes[i]
+        wire: Pieces = [(chain.size if chain.differ else 0, self.dtypes[i].wire)]
+        return [*wire, *chain.pieces()] if self.is_finished_apart else []
+
+    def block(self, memory: torch.Tensor, *, several_uses: bool) -> Block:
+        """Views of a run of :meth:`outgoing_nbytes` bytes."""
+        block = Block()
+        pieces = [self._pieces(i, several_uses) for i in range(len(self.chains))]
+        tensors = iter(carve(memory, [piece for each in pieces for piece in each]))
+        for chain in self.chains:
+            box = next(tensors)
+            block.boxes.append(box)
+            block.wires.append(next(tensors) if self.is_sent and chain.differ and several_uses else box)
+            block.memory.append([next(tensors) for _ in chain.pieces()])
+            block.landings.append(next(tensors) if self.is_sent and chain.differ else None)
+        flats = dict(zip(self.unit.trainable, block.boxes, strict=True))
+        block.leaves = self.index.views(flats, self.leaves)
+        block.gaps = [gap for g, flat in flats.items() for gap in self.index.gaps(g, flat)]
+        return block
+
+    def finishing_block(self, memory: torch.Tensor) -> list[list[torch.Tensor]]:
+        """Views of a run of :meth:`finishing_nbytes` bytes: for each group the wire and what its chain works in."""
+        pieces = [self._finish_pieces(i) for i in range(len(self.finishes))]
+        tensors = iter(carve(memory, [piece for each in pieces for piece in each]))
+        return [[next(tensors) for _ in each] for each in pieces]
+
+    # ------------------------------------------------------------ one step
+
+    def begin(self) -> None:
+        """A new step: whatever rests is of the step before."""
+        if any([buffer.renew() for buffer in self.rest]):
+            self._look()
+        if self.is_finished_apart:
+            for buffer in self.final:
+                buffer.renew()
+        self.has_new = self._claimed = self.is_finishing = False
+        self._tickets, self._tails = [], []
+
+    def cast(self, grads: Grads, block: Block | None, *, first: bool) -> None:
+        """Put what a use contributes into a block, or where the gradient rests.
+
+        Args:
+            grads: one for each trained leaf, None for zero.
+            block: where to; None means to the gradient at rest.
+            first: the first use to do so in this microbatch.
+        """
+        self.is_finishing = False
+        if block is None:
+            first = not self.has_new
+            leaves, gaps = self.rest_leaves, self.rest_gaps
+            self.has_new = self._claimed = True
+        else:
+            leaves, gaps = block.leaves, block.gaps
+        if first and gaps:
+            torch._foreach_zero_(gaps)
+        if all(grad is not None for grad in grads):
+            (torch._foreach_copy_ if first else torch._foreach_add_)(leaves, list(grads))
+            return
+        for leaf, grad in zip(leaves, grads, strict=True):
+            if grad is None:
+                if first:
+                    leaf.zero_()
+            elif first:
+                leaf.copy_(grad)
+            else:
+                leaf.add_(grad)
+
+    def send(self, block: Block) -> None:
+        """Begin the reduction of a microbatch."""
+        first, self._claimed = not self._claimed, True
+        for i, chain in enumerate(self.chains):
+            box, wire = block.boxes[i], block.wires[i]
+            if wire is not box:
+                wire.copy_(box)
+            out = self.rest[i].tensor if first else block.landings[i]
+            self._tickets.append(chain.start(wire, out, iter(block.memory[i])))
+
+    def land(self, block: Block) -> None:
+        """The sum is where the gradient rests, or is added to it."""
+        if not self.is_sent:
+            for buffer, box in zip(self.rest, block.boxes, strict=True):
+                buffer.tensor.add_(box) if self.has_new else buffer.tensor.copy_(box)
+        else:
+            first = not self.has_new
+            for buffer in self.rest:
+                result = self._tickets.pop(0).wait()
+                if not first:
+                    buffer.tensor.add_(result)
+        self.has_new = self._claimed = True
+
+    def settle(self) -> None:
+        """What no use has contributed to is zero."""
+        if not self.has_new:
+            for buffer in self.rest:
+                buffer.tensor.zero_()
+            self.has_new = self._claimed = True
+
+    def add(self, grads: Grads) -> None:
+        """Add what has come some other way: flat, at rest, None for zero."""
+        if all(grad is None for grad in grads):
+            return
+        self.settle()
+        self.is_finishing = False
+        for buffer, grad in zip(self.rest, grads, strict=True):
+            if grad is not None:
+                buffer.tensor.add_(grad)
+
+    def finish(self, memory: list[list[torch.Tensor]]) -> None:
+        """Begin the way to the optimizer's place. The gradient at rest stays as it is."""
+        self.settle()
+        self.is_finishing = True
+        for chain, source, target, (wire, *rest) in zip(self.finishes, self.rest, self.final, memory, strict=True):
+            x = wire.copy_(source.tensor) if chain.differ else source.tensor
+            self._tickets.append(chain.start(x, target.tensor, iter(rest)))
+
+    def land_finish(self) -> None:
+        """The block of :meth:`finish` is free from here on; :meth:`join` waits for what is left."""
+        for _ in self.finishes:
+            tail = self._tickets.pop(0).wait()
+            if isinstance(tail, Ticket):
+                self._tails.append(tail)
+
+    def join(self) -> None:
+        """Wait until the gradient is at the optimizer's place."""
+        for tail in self._tails:
+            tail.wait()
+        self._tails = []
+
+
+def _stages(unit: UnitLayout, *, trivial: bool) -> tuple[tuple[Stage, ...], tuple[Stage, ...]]:
+    """The collectives after each microbatch, and those once a step."""
+    strategy = unit.strategy
+    full, rest, end = strategy.full.dual, strategy.grads, strategy.optim
+    sizes = {a: unit.mesh.axis_size(a) for a in strategy.order if trivial or unit.mesh.axis_size(a) > 1}
+    each = [Stage("reduce_scatter", a, n) for a, n in sizes.items() if full[a] is Partial and rest[a] is Shard]
+    once = [Stage("reduce_scatter", a, n) for a, n in sizes.items() if rest[a] is Partial and end[a] is Shard]
+    once += [Stage("all_reduce", a, n) for a, n in sizes.items() if rest[a] is Partial and end[a] is Replicate]
+    return tuple(each), tuple(once)

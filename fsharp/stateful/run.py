@@ -1,0 +1,380 @@
+"""Run: one call of a scheduled function. It follows the plan event by event; where there is none it acts on demand."""
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+
+from fsharp.functional.errors import ScheduleError
+from fsharp.functional.sharded import Sharded
+from fsharp.stateful.boundary import differentiable, in_backward
+from fsharp.stateful.copies import Copy, LiveUnit, stamp
+from fsharp.stateful.demand import Demand
+from fsharp.stateful.gradients import Block, Grads
+from fsharp.stateful.plan import Plan
+from fsharp.stateful.program import Event, EventKind
+from fsharp.stateful.schedule import Memory
+from fsharp.stateful.spread import Spread
+
+if TYPE_CHECKING:
+    from fsharp.stateful.scheduled import Scheduled
+    from fsharp.stateful.scheduler import Scheduler
+
+
+class Use:
+    """One use of a unit: from entering it in the forward to the end of its backward."""
+
+    __slots__ = ("copy", "has_gradient", "is_open", "leaves", "number", "parent", "unit")
+
+    def __init__(self, unit: LiveUnit, number: int, parent: "Use | None") -> None:
+        self.unit, self.number, self.parent = unit, number, parent
+        self.copy: Copy | None = None
+        self.leaves: list[torch.Tensor] | None = None
+        self.is_open = self.has_gradient = False
+
+    def is_inside(self, other: "Use") -> bool:
+        """Whether this use began inside of the other, or is the other."""
+        use: Use | None = self
+        while use is not None and use is not other:
+            use = use.parent
+        return use is not None
+
+
+class Run:
+    """One step of a program.
+
+    Args:
+        scheduler: owns memory, units and transport.
+        scheduled: the function that is called; None outside of one, where nothing is recorded.
+        plan: what to follow; None records.
+    """
+
+    def __init__(self, scheduler: "Scheduler", scheduled: "Scheduled | None", plan: Plan | None) -> None:
+        self.scheduler, self.scheduled, self.plan = scheduler, scheduled, plan
+        self.is_planned = plan is not None
+        self.events: list[Event] = []
+        self.forward: list[Use] = []
+        self.backward: list[Use] = []
+        self.num_uses = self.num_microbatches = 0
+        self.incoming: Grads | None = None
+        self.under_way: list[tuple[LiveUnit, Block | None, str]] = []
+        self.open_blocks: dict[str, Block] = {}
+        self.spreading: dict[str, Spread] = {}
+        self.live_nbytes = self.peak_nbytes = self.top = 0
+        self.demand = Demand(self)
+
+    # ------------------------------------------------------------ events
+
+    def event(self, kind: EventKind, unit: str = "", number: int = -1) -> bool:
+        """Note an event; whether the plan has it here, and its ops are issued."""
+        i, event = len(self.events), Event(kind, unit, number)
+        if self.scheduled is not None:
+            self.events.append(event)
+        if not self.is_planned:
+            return False
+        assert self.plan is not None
+        if i >= len(self.plan.expected) or self.plan.expected[i] != event:
+            self.depart(f"event {i} is {event}")
+            return False
+        for action in self.plan.actions[i]:
+            action(self)
+        return True
+
+    def enter(self, node: Sharded) -> Use:
+        """Begin a use: its unit is there in full when this returns."""
+        if self.backward and not in_backward():
+            self.retire(None)
+        unit = self.scheduler.live(node)
+        parent = self.forward[-1] if self.forward else self.backward[-1] if self.backward else None
+        use = Use(unit, self.num_uses, parent)
+        self.num_uses += 1
+        planned = self.event("forward", unit.key, use.number)
+        if unit.axes:
+            use.copy = self._slot(unit) if planned else self.demand.copy(unit)
+            use.copy.users += 1
+            full = use.copy.full
+        else:
+            self.settle(unit)
+            full = unit.at_rest()
+        self.forward.append(use)
+        leaves = full.leaves()
+        if node.sinks and torch.is_grad_enabled():
+            chosen = full.index.trainable
+            use.has_gradient = True
+            unit.pending += 1
+            unit.uses = max(unit.uses, unit.pending)
+            graph = differentiable(partial(self.gradient, use), [leaves[i] for i in chosen], node.sinks)
+            for i, leaf in zip(chosen, graph, strict=True):
+                leaves[i] = leaf
+        use.leaves = leaves
+        return use
+
+    def _slot(self, unit: LiveUnit) -> Copy:
+        assert self.plan is not None
+        return self.plan.copies[unit.key]
+
+    def leave(self, use: Use) -> None:
+        """End the forward part of a use."""
+        popped = self.forward.pop()
+        assert popped is use
+        use.leaves = None
+        planned = self._leave_copy(use, "forward_end")
+        if not planned and use.copy is not None:
+            self.demand.idle(use.copy)
+
+    def _leave_copy(self, use: Use, kind: EventKind) -> bool:
+        if use.copy is not None:
+            use.copy.users -= 1
+        return self.event(kind, use.unit.key, use.number)
+
+    def come_back(self, uses: Sequence[Use]) -> None:
+        """A backward comes to the function that entered these units."""
+        for use in uses:
+            self._open(use)
+
+    def _open(self, use: Use) -> None:
+        if use.is_open:
+            return
+        self.retire(use)
+        use.is_open = True
+        planned = self.event("backward", use.unit.key, use.number)
+        if use.copy is not None:
+            if not planned:
+                self.demand.return_to(use.copy)
+            use.copy.users += 1
+        self.backward.append(use)
+
+    def retire(self, next_use: Use | None) -> None:
+        """End the backward of uses that the engine has left behind on its way to ``next_use``."""
+        while self.backward and (next_use is None or not next_use.is_inside(self.backward[-1])):
+            self._close(self.backward[-1], None)
+
+    def gradient(self, use: Use, grads: Grads) -> None:
+        """The gradients of a use's leaves are there: its backward is over."""
+        if not use.is_open:
+            self._open(use)
+        while self.backward[-1] is not use:
+            self._close(self.backward[-1], None)
+        use.unit.pending -= 1
+        self._close(use, grads)
+
+    def _close(self, use: Use, grads: Grads | None) -> None:
+        self.backward.pop()
+        use.is_open = False
+        self.incoming = grads
+        planned = self._leave_copy(use, "backward_end")
+        if not planned:
+            if grads is not None:
+                self.demand.cast(use.unit, grads)
+            if use.copy is not None:
+                self.demand.idle(use.copy)
+        self.incoming = None
+
+    def end_microbatch(self, direct: Sequence[tuple[LiveUnit, Grads]]) -> None:
+        """The backward pass is over.
+
+        Args:
+            direct: gradients that came through ``gather()`` in the loss instead of ``forward()``, flat and at rest.
+        """
+        self.retire(None)
+        if self.is_planned and any(grad is not None for _, grads in direct for grad in grads):
+            self.depart("parameters were gathered without forward()")
+        if not self.event("microbatch_end"):
+            self.demand.flush()
+        for unit, grads in direct:
+            if unit.gradient is not None:
+                unit.gradient.add(grads)
+        self.num_microbatches += 1
+        for unit in self.scheduler.units.values():
+            unit.pending = 0
+
+    # ------------------------------------------------------------ ops of the plan
+
+    def lane(self, i: int, name: str, *, begins: bool = True) -> AbstractContextManager:
+        """Run an op on its lane, after those it waits for."""
+        assert self.plan is not None
+        return self.scheduler.lanes.on(name, (self.plan.number, i), self.plan.after[i], begins=begins)
+
+    def join(self, i: int) -> None:
+        """Compute waits for what an op waits for."""
+        assert self.plan is not None
+        self.scheduler.lanes.join(self.plan.after[i])
+
+    def do_gather(self, i: int, copy: Copy) -> None:
+        """Begin to gather into a slot."""
+        self.fill(copy.where)
+        if copy.unit.node is None:
+            return  # of a tree that has not been seen in this step yet: gathered when it is waited for
+        with self.lane(i, "gather"):
+            copy.gather(self.scheduler.transport)
+
+    def do_wait(self, i: int, copy: Copy) -> None:
+        """What has been gathered is there."""
+        assert copy.unit.node is not None
+        if copy.seen is None:
+            with self.lane(i, "gather"):
+                copy.gather(self.scheduler.transport)
+        self.scheduler.guard(copy.wait)
+        self.join(i)
+        if not copy.holds(stamp(copy.unit.node)):
+            raise ScheduleError(
+                f"the parameters of unit {copy.unit.key!r} were changed in place between being gathered and being used. "
+                "Change them between steps and pass gather_at_start=False, or make new ones."
+            )
+
+    def do_release(self, i: int, copy: Copy) -> None:
+        """A slot is free."""
+        self.free(copy.where)
+        copy.release(poison=self.scheduler.policy.poison)
+
+    def do_cast(self, i: int, unit: LiveUnit, block: Block | None, first: bool, memory: Memory | None) -> None:
+        """The gradients of a use go where they leave from, or rest."""
+        assert unit.gradient is not None
+        if first and block is not None:
+            self.open_blocks[unit.key] = block
+            self.fill(memory)
+            self.join(i)
+        grads = self.incoming
+        if grads is None:
+            if not first or (block is None and unit.gradient.has_new):
+                return
+            grads = [None] * len(unit.gradient.leaves)
+        unit.gradient.cast(grads, block, first=first)
+
+    def do_reduce(self, i: int, unit: LiveUnit, block: Block | None) -> None:
+        """Begin the reduction of a microbatch."""
+        assert unit.gradient is not None
+        assert block is not None
+        self.open_blocks.pop(unit.key, None)
+        with self.lane(i, "reduce"):
+            unit.gradient.send(block)
+        self.under_way.append((unit, block, "backward"))
+
+    def do_accumulate(self, i: int, unit: LiveUnit, block: Block | None, memory: Memory | None) -> None:
+        """Its result is added to what rests."""
+        assert unit.gradient is not None
+        assert block is not None
+        self.open_blocks.pop(unit.key, None)
+        self._landed(unit, "backward")
+        gradient = unit.gradient
+        with self.lane(i, "reduce", begins=False):
+            self.scheduler.guard(lambda: gradient.land(block))
+        self.free(memory)
+
+    def do_finish(self, i: int, unit: LiveUnit, pieces: list[list[torch.Tensor]], memory: Memory | None) -> None:
+        """Begin the way to the optimizer's place."""
+        assert unit.gradient is not None
+        self.fill(memory)
+        with self.lane(i, "reduce"):
+            unit.gradient.finish(pieces)
+        self.under_way.append((unit, None, "finish"))
+
+    def do_land_finish(self, i: int, unit: LiveUnit, memory: Memory | None) -> None:
+        """Its memory is free."""
+        assert unit.gradient is not None
+        self._landed(unit, "finish")
+        with self.lane(i, "reduce", begins=False):
+            self.scheduler.guard(unit.gradient.land_finish)
+        self.free(memory)
+
+    def _landed(self, unit: LiveUnit, kind: str) -> None:
+        for i, (each, _, what) in enumerate(self.under_way):
+            if each is unit and what == kind:
+                del self.under_way[i]
+                return
+
+    def do_update(self, i: int) -> None:
+        """The caller's optimizer has run."""
+
+    def do_spread(self, i: int, unit: LiveUnit) -> None:
+        """Begin to bring updated parameters to where they rest."""
+        if unit.key in self.spreading:
+            with self.lane(i, "gather"):
+                self.spreading.pop(unit.key).start(self.scheduler.transport)
+
+    def do_settle(self, i: int, unit: LiveUnit) -> None:
+        """Updated parameters are where they rest."""
+        self.settle(unit)
+
+    def settle(self, unit: LiveUnit) -> None:
+        """Wait for a unit's updated parameters."""
+        if unit.node is not None:
+            self.scheduler.guard(unit.node.settle)
+
+    def fill(self, memory: Memory | None) -> None:
+        """Note that a run of the arena is in use."""
+        if memory is not None:
+            self.live_nbytes += memory.nbytes
+            self.peak_nbytes = max(self.peak_nbytes, self.live_nbytes)
+            self.top = max(self.top, memory.stop)
+
+    def free(self, memory: Memory | None) -> None:
+        """Note that it is not."""
+        if memory is not None:
+            self.live_nbytes -= memory.nbytes
+
+    # ------------------------------------------------------------ leaving the plan
+
+    def depart(self, why: str) -> None:
+        """Follow the plan no further: finish what it has begun, and act on demand from here on."""
+        assert self.plan is not None
+        self.is_planned = False
+        self.scheduler.order.depart(self, why)
+        for copy in self.plan.copies.values():
+            if copy.tickets:
+                self.scheduler.guard(copy.wait)
+        for unit, block, kind in list(self.under_way):
+            assert unit.gradient is not None
+            gradient = unit.gradient
+            if kind == "backward":
+                self.scheduler.guard(partial(gradient.land, block))
+            else:
+                self.scheduler.guard(gradient.land_finish)
+        self.under_way.clear()
+        self.scheduler.lanes.join_all()
+        self.demand.adopt(self.open_blocks)
+        self.open_blocks = {}
+
+    def reduce(self, units: Sequence[LiveUnit]) -> None:
+        """Gradients are wanted at the optimizer's place."""
+        self.event("reduce")
+        for unit in units:
+            if unit.gradient is not None and unit.gradient.is_finished_apart:
+                self.finish(unit)
+        self.scheduler.lanes.join_all()
+
+    def update(self, spreads: Sequence[Spread]) -> None:
+        """Parameters are new where the optimizer has them."""
+        self.spreading = {spread.unit.key: spread for spread in spreads if spread.axes}
+        if not self.event("update"):
+            self.demand.stale()
+        for spread in list(self.spreading.values()):
+            self.scheduler.order.confirm(self)
+            with self.scheduler.lanes.on("gather"):
+                spread.start(self.scheduler.transport)
+            spread.node.settle()
+        self.spreading = {}
+
+    def end(self) -> None:
+        """The function has returned."""
+        self.retire(None)
+        if self.is_planned:
+            assert self.plan is not None
+            if len(self.events) < len(self.plan.expected):
+                self.depart(f"the function returned after event {len(self.events) - 1}")
+            else:
+                schedule = self.plan.schedule
+                assert (self.top, self.peak_nbytes) == (schedule.arena, schedule.bound), (
+                    f"{self.top} of {schedule.arena} bytes of the arena were used, {self.peak_nbytes} of {schedule.bound} at once"
+                )
+        self.demand.clear()
+
+    def finish(self, unit: LiveUnit) -> None:
+        """A unit's gradient at the optimizer's place, whether the plan has begun to bring it there or not."""
+        gradient = unit.gradient
+        assert gradient is not None
+        if not gradient.is_finishing:
+            self.demand.finish(unit)
+        self.scheduler.guard(gradient.join)

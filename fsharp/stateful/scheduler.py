@@ -1,0 +1,373 @@
+"""Scheduler: runs pure functions by a schedule. A Comm like any other to them, which gives the same bits, sooner."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import optree
+import torch
+
+from fsharp.functional import moves
+from fsharp.functional.comm import Comm, CountingComm, Engine, ReduceOp
+from fsharp.functional.errors import FsharpError, LossError, ScheduleError
+from fsharp.functional.forward import is_transformed
+from fsharp.functional.mesh import Mesh
+from fsharp.functional.process_group import ProcessGroupComm
+from fsharp.functional.sharded import PlaceName, Sharded, is_sharded, map_units, resolve_place, units_of
+from fsharp.functional.train import Loss, as_loss, with_sinks
+from fsharp.stateful.boundary import before_backward
+from fsharp.stateful.copies import LiveUnit, stamp
+from fsharp.stateful.full import leaf_index
+from fsharp.stateful.gradients import Gradient
+from fsharp.stateful.order import Order
+from fsharp.stateful.plan import Plan
+from fsharp.stateful.policy import Policy
+from fsharp.stateful.run import Run, Use
+from fsharp.stateful.scheduled import Scheduled
+from fsharp.stateful.spread import Spread
+from fsharp.stateful.streams import CudaLanes, Lanes
+from fsharp.stateful.transport import Blocking, Counted, Exchange, Groups, Local, Native, Transport
+
+
+class Scheduler(Engine):
+    """Decides when data move and where they are; what is computed is the pure functions' business.
+
+    The first call of a function it wraps runs on demand and records the order in which units are used. From that a
+    schedule is compiled, verified and followed from the second call on.
+
+    >>> import fsharp as fs
+    >>> scheduler = fs.Scheduler(fs.SingleComm(), prefetch=1)
+    >>> scheduler(lambda x, comm: x + comm.mesh.size)(1)
+    2
+
+    Args:
+        comm: the ranks. Over gloo, collectives run as asynchronous sends and receives; over NCCL on streams; over any
+            other Comm they block.
+        policy: how far ahead and in how much memory; see :class:`Policy`.
+        options: fields of a :class:`Policy`, instead of one.
+
+    Raises:
+        ScheduleError: both a policy and options, or values out of range.
+    """
+
+    def __init__(self, comm: Comm, *, policy: Policy | None = None, **options: Any) -> None:
+        if policy is not None and options:
+            raise ScheduleError(f"Scheduler(): got a policy and {sorted(options)}: pass one or the other.")
+        self.comm, self.policy = comm, policy or Policy(**options)
+        self.transport = _transport(comm, self.policy)
+        on_cuda = comm.device.type == "cuda"
+        self.lanes = CudaLanes(comm.device, one_stream=self.policy.one_stream) if on_cuda else Lanes()
+        self.order = Order(comm)
+        self.units: dict[str, LiveUnit] = {}
+        self.arena = torch.empty(0, dtype=torch.uint8, device=comm.device)
+        self.tenant: Any = None
+        self._run: Run | None = None
+        self._table: dict[Any, LiveUnit] = {}
+        self._handed: list[tuple[LiveUnit, list[torch.Tensor], list[int]]] = []
+
+    # ------------------------------------------------------------ Comm
+
+    @property
+    def mesh(self) -> Mesh:
+        """The mesh of the Comm it schedules."""
+        return self.comm.mesh
+
+    @property
+    def rank(self) -> int:
+        """This rank."""
+        return self.comm.rank
+
+    @property
+    def device(self) -> torch.device:
+        """Where tensors are."""
+        return self.comm.device
+
+    def all_gather(self, x: torch.Tensor, axis: str) -> torch.Tensor:
+        """A collective of the caller's own: passed on, and not scheduled."""
+        return self.comm.all_gather(x, axis)
+
+    def reduce_scatter(self, x: Any, axis: Any, *, dtype: torch.dtype | None = None) -> Any:
+        """A collective of the caller's own: passed on, and not scheduled."""
+        return self.comm.reduce_scatter(x, axis, dtype=dtype)
+
+    def all_reduce(self, x: torch.Tensor, axis: str, *, op: ReduceOp = "sum") -> torch.Tensor:
+        """A collective of the caller's own: passed on, and not scheduled."""
+        return self.comm.all_reduce(x, axis, op=op)
+
+    # ------------------------------------------------------------ running
+
+    def __call__(self, fn: Callable[..., Any]) -> Scheduled:
+        """``fn``, a function with an argument ``comm``, as one that is called without it and follows a schedule."""
+        return Scheduled(self, fn)
+
+    def run(self, scheduled: Scheduled, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call a scheduled function; inside of another one it is a part of that."""
+        if self._run is not None and self._run.scheduled is not None:
+            return scheduled.fn(*args, comm=self, **kwargs)
+        run = self._begin(scheduled, args, kwargs)
+        try:
+            result = scheduled.fn(*args, comm=self, **kwargs)
+            self._end(run)
+        except BaseException as error:
+            self._abort(run, error)
+            raise
+        finally:
+            self._run, self._table, self._handed = None, {}, []
+            scheduled.forget()
+        return result
+
+    def _begin(self, scheduled: Scheduled, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Run:
+        self._table = {}
+        for unit in self.units.values():
+            unit.begin()
+        for key, node in scheduled.sources((args, kwargs)).items():
+            unit = self.units[key]
+            if node.unit == unit.layout:
+                self._register(unit, node)
+        plan = self._plan(scheduled)
+        run = self._run = Run(self, scheduled, plan)
+        if plan is not None:
+            for key in plan.carried:
+                self._carry(run, plan.copies[key])
+        return run
+
+    def _plan(self, scheduled: Scheduled) -> Plan | None:
+        """The function's plan, with the arena to itself."""
+        schedule = scheduled.schedule
+        if schedule is None or any(facts.name not in self.units for facts in schedule.program.units):
+            return None
+        if len(self.arena) < schedule.arena:
+            self._evict()
+            self.arena = torch.empty(schedule.arena, dtype=torch.uint8, device=self.device)
+        if scheduled.plan is None or scheduled.plan.arena is not self.arena or not scheduled.plan.fits(self.units):
+            self._evict()
+            scheduled.plan = Plan(schedule, self.units, self.arena, rank=self.rank)
+        if self.tenant is not scheduled.plan:
+            self._evict()
+            self.tenant = scheduled.plan
+        return scheduled.plan
+
+    def _evict(self) -> None:
+        """Nothing in the arena is anybody's any more."""
+        if self.tenant is not None:
+            for copy in self.tenant.copies.values():
+                copy.release(poison=self.policy.poison)
+        self.tenant = None
+
+    def _carry(self, run: Run, copy: Any) -> None:
+        """What the step before has gathered for this one is there, or is gathered now."""
+        if copy.unit.node is None:
+            return
+        if not copy.holds(stamp(copy.unit.node)):
+            copy.release(poison=False)
+            with self.lanes.on("gather"):
+                copy.gather(self.transport)
+            self.lanes.join_all()
+        run.fill(copy.where)
+
+    def _end(self, run: Run) -> None:
+        run.end()
+        if not run.is_planned and run.scheduled is not None:
+            self.order.confirm(run, ended=True)
+            run.scheduled.record(run)
+        for unit in self.units.values():
+            unit.node = None
+
+    def _abort(self, run: Run, error: BaseException) -> None:
+        """Whatever was under way is given up."""
+        for unit in self.units.values():
+            unit.forget()
+        if self.tenant is not None:
+            for copy in self.tenant.copies.values():
+                copy.tickets.clear()
+                copy.seen = None
+        self.order.fail(run, error)
+
+    def guard(self, wait: Callable[[], Any]) -> Any:
+        """Wait for other ranks; if one of them has given up, say why."""
+        try:
+            return wait()
+        except FsharpError:
+            raise
+        except RuntimeError as error:
+            raise self.order.explain(error) from error
+
+    # ------------------------------------------------------------ units
+
+    def live(self, node: Sharded) -> LiveUnit:
+        """The unit that a node is."""
+        signature = _signature(node)
+        if signature not in self._table:
+            name = node.name or "(root)"
+            count = sum(1 for each, _ in self._table if each == node.name)
+            key = f"{name}#{count}" if count else name
+            known = self.units.get(key)
+            if known is None or known.layout != node.unit:
+                known = self.units[key] = LiveUnit(key, node.unit, trivial=self.policy.trivial_axes)
+            self._register(known, node)
+            if self._run is not None and self._run.scheduled is not None:
+                self._run.scheduled.locate(key, node)
+        unit = self._table[signature]
+        if node.is_arriving or unit.node is None:
+            unit.node = node
+        return unit
+
+    def _register(self, unit: LiveUnit, node: Sharded) -> None:
+        self._table[_signature(node)] = unit
+        unit.node = node
+
+    def _current(self) -> Run:
+        """The run of the function that is being called; outside of one, a run that follows nothing and records nothing."""
+        if self._run is None:
+            self._run = Run(self, None, None)
+        return self._run
+
+    # ------------------------------------------------------------ Engine
+
+    def takes(self, units: Any) -> bool:
+        """Not under ``torch.func``, and not where the buffers themselves are differentiated: those paths are blocking."""
+        if is_transformed():
+            return False
+        sharded, ties = units
+        nodes = [sharded] if isinstance(sharded, Sharded) else units_of(sharded)
+        return not any(b.requires_grad for node in (*nodes, *ties) for b in node.buffers_on_their_way) and not any(
+            node.sinks and node.ledger is None for node in (*nodes, *ties)
+        )
+
+    def run_forward(self, fn: Callable[..., Any], units: Any, args: Any, kwargs: Any) -> Any:
+        """Enter the units, call the function, leave them."""
+        sharded, ties = units
+        nodes = [sharded] if isinstance(sharded, Sharded) else units_of(sharded)
+        run = self._current()
+        uses: list[Use] = []
+        try:
+            for node in (*ties, *nodes):
+                uses.append(run.enter(node))
+            leaves = {use.unit.layout.name: (leaf_index(use.unit.layout), use.leaves) for use in uses}
+            if isinstance(sharded, Sharded):
+                tree = leaf_index(sharded.unit).tree(leaves)
+            else:
+                trees = iter([leaf_index(node.unit).tree(leaves) for node in nodes])
+                tree = map_units(lambda x: next(trees) if is_sharded(x) else x, sharded)
+            del leaves
+            for use in uses:
+                use.leaves = None
+            out = fn(tree, *args, **kwargs)
+        finally:
+            for use in reversed(uses):
+                run.leave(use)
+        if torch.is_grad_enabled():
+            outputs = [out] if isinstance(out, torch.Tensor) else optree.tree_leaves(out)
+            before_backward(outputs, optree.tree_leaves((args, kwargs)), partial(run.come_back, uses))
+        return out
+
+    def run_value_and_grad(self, loss_fn: Callable[..., Any], params: Any, parts: list[Any]) -> tuple[Loss, Any]:
+        """Forward and backward of each part; gradients are collected and reduced on the way."""
+        run = self._current()
+        nodes = units_of(params)
+        units = [self.live(node) for node in nodes]
+        for unit in units:
+            unit.train(self.transport)
+        total: Loss | None = None
+        for part in parts:
+            with torch.enable_grad():
+                probed = with_sinks(params)
+                sinks = [(unit, node.sinks) for unit, node in zip(units, units_of(probed), strict=True)]
+                loss = as_loss(loss_fn(probed, part, self))
+                _check_loss(loss, any(found for _, found in sinks))
+                torch.autograd.backward(loss.sum)
+            run.end_microbatch([(unit, [sink.grad for sink in found]) for unit, found in sinks])
+            new = Loss(loss.sum.detach().double(), loss.weight.detach().double())
+            total = new if total is None else Loss(total.sum + new.sum, total.weight + new.weight)
+        assert total is not None
+        self.lanes.join_all()
+        if not any(unit.gradient is not None and unit.gradient.has_new for unit in units):
+            raise LossError(
+                "value_and_grad(): the loss has no gradient, no parameter reaches it: were they detached on the way?"
+            )
+        self._handed = []
+        position = iter(units)
+        return total, map_units(lambda node: self._hand_out(node, next(position)), params)
+
+    def _hand_out(self, node: Sharded, unit: LiveUnit) -> Sharded:
+        gradient = unit.gradient
+        if gradient is None:
+            return Sharded([], node.unit, node.unit.strategy.grads, ())
+        gradient.settle()
+        tensors = [buffer.tensor.data for buffer in gradient.rest]
+        self._handed.append((unit, tensors, [t._version for t in tensors]))
+        return Sharded(tensors, node.unit, node.unit.strategy.grads, node.unit.trainable)
+
+    def run_reduce_scatter(self, tree: Any, to: PlaceName) -> Any:
+        """Gradients as :meth:`run_value_and_grad` returned them are at the optimizer's place soon; others are moved now."""
+        nodes = units_of(tree)
+        if not self._is_handed_out(nodes, to):
+            return moves.reduce_scatter(tree, comm=self.comm, to=to)
+        run = self._current()
+        run.reduce([unit for unit, _, _ in self._handed])
+        gradients = {node.name: unit.gradient for node, (unit, _, _) in zip(self._filled(nodes), self._handed, strict=True)}
+
+        def one(node: Sharded) -> Sharded:
+            gradient = gradients.get(node.name)
+            if gradient is None or not gradient.is_finished_apart:
+                return node.replace(node.buffers, resolve_place(node.unit, to))
+            return node.replace([buffer.tensor.data for buffer in gradient.final], resolve_place(node.unit, to))
+
+        return map_units(one, tree)
+
+    def _filled(self, nodes: Sequence[Sharded]) -> list[Sharded]:
+        return [node for node in nodes if node.unit.trainable]
+
+    def _is_handed_out(self, nodes: Sequence[Sharded], to: PlaceName) -> bool:
+        filled = self._filled(nodes)
+        if len(filled) != len(self._handed) or not filled:
+            return False
+        for node, (unit, tensors, versions) in zip(filled, self._handed, strict=True):
+            if node.unit is not unit.layout or resolve_place(node.unit, to) != node.unit.strategy.optim:
+                return False
+            if [b.data_ptr() for b in node.buffers] != [t.data_ptr() for t in tensors]:
+                return False
+            if [b._version for b in node.buffers] != versions:
+                return False
+        return True
+
+    def run_spread(self, new: Any, params: Any, *, donate: bool) -> Any:
+        """Updated parameters begin their way to where they rest; who looks at them waits for them."""
+        run = self._current()
+        old_nodes, new_nodes = units_of(params), units_of(new)
+        spreads = []
+        for old, fresh in zip(old_nodes, new_nodes, strict=True):
+            unit = self.live(old)
+            spread = Spread(unit, old, fresh, rank=self.rank, donate=donate, trivial=self.policy.trivial_axes)
+            if spread.axes:
+                spread.node.arriving(partial(self._arrive, spread))
+            if not donate:
+                unit.forget()
+            self._register(unit, spread.node)
+            spreads.append(spread)
+        run.update(spreads)
+        nodes = iter(spreads)
+        return map_units(lambda _: next(nodes).node, params)
+
+    def _arrive(self, spread: Spread) -> None:
+        self.guard(spread.wait)
+        self.lanes.join_all()
+
+
+def _signature(node: Sharded) -> tuple[str, tuple[int, ...]]:
+    return node.name, tuple(b.data_ptr() for b in node.buffers_on_their_way)
+
+
+def _check_loss(loss: Loss, has_sinks: bool) -> None:
+    if not has_sinks or not loss.sum.requires_grad:
+        why = "no parameter reaches it: use forward() or gather() in it" if has_sinks else "every parameter is frozen"
+        raise LossError(f"value_and_grad(): the loss has no gradient, {why}.")
+
+
+def _transport(comm: Comm, policy: Policy) -> Transport:
+    if isinstance(comm, CountingComm):
+        return Counted(_transport(comm.inner, policy), comm)
+    if not isinstance(comm, ProcessGroupComm):
+        return Local() if comm.mesh.size == 1 else Blocking(comm)
+    groups = Groups(comm, separate=policy.separate_groups)
+    return Native(comm, groups) if comm.is_native else Exchange(comm, groups)

@@ -1,0 +1,509 @@
+"""verify: refuse a schedule that would read too early, overwrite, leak, lose a gradient or count it twice.
+
+It knows what ops mean (see :mod:`fsharp.stateful.schedule`) and nothing of how schedules are made. So a schedule that a
+person edited, or that a compiler with a bug wrote, is refused before it touches data.
+"""
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from itertools import product
+from typing import Protocol
+
+from fsharp.functional.errors import ScheduleError, problem
+from fsharp.stateful.program import UnitFacts
+from fsharp.stateful.schedule import Memory, Op, Schedule, Stream, calls_of
+
+_STREAMS: tuple[Stream, ...] = ("compute", "gather", "reduce")
+_RUNS_ON: dict[str, Stream] = {"gather": "gather", "reduce": "reduce", "accumulate": "reduce"}  # all others: compute
+_UNDO = "Undo the edit, or compile the program again."
+
+
+def verify(schedule: Schedule) -> None:
+    """Check that who runs these ops, step after step, computes what the program says, in the memory that it has.
+
+    An op happens before another if it comes earlier on the same stream, or if a chain of ``after`` says so; the order of
+    issue alone means nothing. When a step starts, the step before is over, except for gathers that follow its last update
+    and that it did not wait for.
+
+    Raises:
+        ScheduleError: a use before its data are there, memory filled while in use, a leak, a gradient that is missing or
+            counted twice, a limit of the policy exceeded: with the op, what was expected, and the remedy.
+
+    Cost: linear in the number of ops, times the number of different places in the arena.
+    """
+    _check_form(schedule)
+    order = _Order(schedule.ops)
+    checks: tuple[_Check, ...] = (
+        _Parameters(schedule, order),
+        _Gradients(schedule, order),
+        _Places(schedule, order),
+        _Limits(schedule, order),
+    )
+    for check in checks:
+        for i, op in enumerate(schedule.ops):
+            check.see(i, op)
+        check.end()
+
+
+def verify_ranks(schedules: Sequence[Schedule]) -> None:
+    """Check that all ranks issue the same collectives in the same order, queue by queue: else they wait for ever.
+
+    Gathers and reductions are two queues if the policy gives them a stream and a process group of their own, else one.
+
+    Raises:
+        ScheduleError: ranks that differ, with the first difference and both orders around it.
+    """
+    apart = all(schedule.policy.separate_groups and not schedule.policy.one_stream for schedule in schedules)
+    for kinds in (("gather",), ("reduce",)) if apart else (("gather", "reduce"),):
+        queues = [_collectives(schedule, kinds) for schedule in schedules]
+        for rank, queue in enumerate(queues):
+            if queue == queues[0]:
+                continue
+            at = next((i for i, (a, b) in enumerate(zip(queues[0], queue)) if a != b), min(len(queue), len(queues[0])))
+            around = slice(max(at - 2, 0), at + 3)
+            rows = [(f"rank {r}", "; ".join(queues[r][around]) or "no more") for r in (0, rank)]
+            what = f"collective {at} on the {' and '.join(kinds)} stream differs between ranks 0 and {rank}."
+            remedy = "Every rank has to enter the same units in the same order, and to compile with the same policy."
+            raise ScheduleError(problem("verify_ranks()", what, rows, remedy))
+
+
+def _collectives(schedule: Schedule, kinds: Sequence[str]) -> list[str]:
+    queue: list[str] = []
+    bucket = (-1, "")
+    for op in schedule.ops:
+        calls = calls_of(op, schedule.facts(op.unit)) if op.kind in kinds else ()
+        if calls:
+            text = f"{op.kind} {op.unit} {op.phase} ({', '.join(f'{c.op} {c.axis} {c.nbytes}' for c in calls)})"
+            if op.bucket != -1 and (op.bucket, op.kind) == bucket:
+                queue[-1] += f" + {text}"
+            else:
+                queue.append(text)
+            bucket = (op.bucket, op.kind)
+    return queue
+
+
+class _Check(Protocol):
+    def see(self, i: int, op: Op) -> None: ...
+
+    def end(self) -> None: ...
+
+
+def _refusal(i: int, op: Op, what: str, expected: str, remedy: str = _UNDO) -> ScheduleError:
+    return ScheduleError(problem(f"verify(): op {i}, {op}", what, [("unit", op.unit or "-"), ("expected", expected)], remedy))
+
+
+class _Order:
+    """Which ops happen before which; an op of the step before has its position minus the number of ops."""
+
+    def __init__(self, ops: Sequence[Op]) -> None:
+        self.ops = ops
+        self.last_update = max((i for i, op in enumerate(ops) if op.kind == "update"), default=len(ops))
+        self.start = dict.fromkeys(_STREAMS, -1)
+        final = self._run()
+        flying = [i for i in range(self.last_update, len(ops)) if ops[i].kind == "gather" and i > final["gather"]]
+        if flying:
+            self.start["gather"] = flying[0] - len(ops) - 1
+            self._run()
+
+    def _run(self) -> dict[Stream, int]:
+        """Note for each op the last op of each stream that is over when it ends; returns what ``compute`` knows then."""
+        self.over: list[dict[Stream, int]] = []
+        on = {stream: dict(self.start) for stream in _STREAMS}
+        on["gather"]["gather"] = -1
+        for i, op in enumerate(self.ops):
+            clock = dict(on[op.stream])
+            for j in op.after:
+                known = self.over[j] if j < i else {self.ops[j].stream: j - len(self.ops)}
+                for stream, last in known.items():
+                    clock[stream] = max(clock[stream], last)
+            clock[op.stream] = i
+            self.over.append(clock)
+            on[op.stream] = clock
+        return on["compute"]
+
+    def before(self, i: int, j: int) -> bool:
+        """Whether op ``i``, of this step or the one before, is over when op ``j`` starts."""
+        return i < j and self.over[j][self.ops[i].stream] >= i
+
+    def tail(self) -> list[int]:
+        """Gathers of the step before that follow its last update, as positions before 0."""
+        return [i - len(self.ops) for i in range(self.last_update, len(self.ops)) if self.ops[i].kind == "gather"]
+
+    def carried(self) -> dict[str, int]:
+        """By unit, the gather of the step before whose copy this one finds."""
+        found = {self.ops[i].unit: i for i in self.tail() if self.ops[i].phase != "update"}
+        for i in range(self.last_update, len(self.ops)):
+            if self.ops[i].kind == "release" and found.get(self.ops[i].unit, 0) < i - len(self.ops):
+                found.pop(self.ops[i].unit, None)
+        return found
+
+
+def _check_form(schedule: Schedule) -> None:
+    """Units, streams, positions and sizes, whatever the order."""
+    arena, budget = schedule.arena, schedule.policy.memory_budget
+    facts = {unit.name: unit for unit in schedule.program.units}
+    events = schedule.program.events
+    if arena < schedule.bound or (budget is not None and arena > budget):
+        rows = [("arena", f"{arena:,} bytes"), ("live at once", f"{schedule.bound:,} bytes"), ("memory budget", budget)]
+        what = "the arena is larger than the memory budget, or smaller than what is live at once."
+        raise ScheduleError(problem("verify()", what, rows, "Raise Policy.memory_budget, or lower prefetch and buffers."))
+    at, buckets = 0, dict[tuple[str, int], int]()
+    for i, op in enumerate(schedule.ops):
+        if op.unit not in facts and (op.unit or op.kind != "update"):
+            raise _refusal(i, op, "the program has no such unit.", f"one of {sorted(facts)}")
+        if op.stream != _RUNS_ON.get(op.kind, "compute"):
+            raise _refusal(i, op, "runs on the wrong stream.", f"stream {_RUNS_ON.get(op.kind, 'compute')}")
+        if not at <= op.at < len(events):
+            raise _refusal(i, op, f"is issued at event {op.at}.", f"an event from {at} to {len(events) - 1}")
+        if any(not 0 <= j < len(schedule.ops) or j == i for j in op.after):
+            raise _refusal(i, op, f"runs after ops {op.after}.", f"other positions, from 0 to {len(schedule.ops) - 1}")
+        if op.bucket != -1 and buckets.setdefault((op.kind, op.bucket), i - 1) != i - 1:
+            raise _refusal(i, op, f"is apart from the others of bucket {op.bucket}.", "ops of one bucket next to each other")
+        at, buckets[op.kind, op.bucket] = op.at, i
+        _check_size(i, op, facts.get(op.unit, UnitFacts("")), arena)
+    computes = [(i, e.unit, e.kind, e.use) for i, e in enumerate(events) if e.kind in ("forward", "backward")]
+    updates = [(i, "", "update", -1) for i, e in enumerate(events) if e.kind == "update"]
+    for kind, want in (("compute", computes), ("update", updates)):
+        have = [(op.at, op.unit, op.phase, op.use) for op in schedule.ops if op.kind == kind]
+        if have != want:
+            k = next((k for k, (a, b) in enumerate(zip(have, want)) if a != b), min(len(have), len(want)))
+            rows = [("op", str(have[k : k + 1])), ("expected", str(want[k : k + 1]))]
+            what = f"the ops of kind {kind} do not follow the program, from the one with number {k} on."
+            raise ScheduleError(problem("verify()", what, rows, _UNDO))
+
+
+def _check_size(i: int, op: Op, facts: UnitFacts, arena: int) -> None:
+    nbytes = 0
+    if op.kind == "release" or (op.kind == "gather" and op.phase != "update"):
+        nbytes = facts.gathered
+        if not nbytes:
+            raise _refusal(i, op, "there is nothing to gather or release.", "gathers of units that do not rest in full")
+    elif op.kind in ("cast", "reduce", "accumulate"):
+        nbytes = facts.finishing if op.phase == "finish" else facts.outgoing
+    if (op.memory.nbytes if op.memory else 0) != nbytes:
+        raise _refusal(i, op, "its memory is of the wrong size.", f"{nbytes:,} bytes")
+    if op.memory and not 0 <= op.memory.start <= op.memory.stop <= arena:
+        raise _refusal(i, op, "its memory is outside of the arena.", f"bytes 0 to {arena:,}")
+
+
+class _Parameters:
+    """Full copies and updated parameters: there before they are used, of this step's values, gone after."""
+
+    def __init__(self, schedule: Schedule, order: _Order) -> None:
+        self.schedule, self.order = schedule, order
+        self.facts = {unit.name: unit for unit in schedule.program.units}
+        self.spans: dict[str, list[tuple[int, int]]] = {}
+        for unit, first, last in schedule.program.spans():
+            self.spans.setdefault(unit, []).append((first, last))
+        self.carried = order.carried()
+        self.copies = dict(self.carried)  # by unit, the gather that made the copy that is there
+        self.waited: set[str] = set()
+        self.entered: set[int] = set()  # events whose compute was seen
+        tail = order.tail()
+        self.last_gather = tail[-1] if tail else None
+        spreads = {order.ops[i].unit: i for i in tail if order.ops[i].phase == "update"}
+        self.arriving = {unit: i for unit, i in spreads.items() if i > order.start["gather"]}  # spread, not waited for
+        self.stale: set[str] = set()  # updated, not spread
+        self.updated = -1
+
+    def see(self, i: int, op: Op) -> None:
+        match op.kind:
+            case "gather":
+                self._gather(i, op)
+            case "wait":
+                self._wait(i, op)
+            case "compute":
+                self._compute(i, op)
+            case "release":
+                self._release(i, op)
+            case "update":
+                self._update(i, op)
+
+    def _gather(self, i: int, op: Op) -> None:
+        self.last_gather = i
+        if self.updated >= 0 and not self.order.before(self.updated, i):
+            what = f"may read stale parameters: nothing orders it after the update, op {self.updated}."
+            raise _refusal(i, op, what, f"{self.updated} among the ops it runs after", f"Add {self.updated} to its `after`.")
+        if op.phase == "update":
+            if op.unit not in self.stale:
+                raise _refusal(
+                    i, op, "spreads updated parameters twice, or before an update.", "one such gather after each update"
+                )
+            self.stale.discard(op.unit)
+            self.arriving[op.unit] = i
+            return
+        if op.unit in self.stale:
+            raise _refusal(i, op, "gathers stale parameters.", "the gather of phase update first")
+        if op.unit in self.copies:
+            what = f"is gathered again while its copy of op {self.copies[op.unit]} is there."
+            raise _refusal(i, op, what, "a release in between", "Release it first, or drop this gather.")
+        self.copies[op.unit] = i
+
+    def _wait(self, i: int, op: Op) -> None:
+        gather = (self.arriving if op.phase == "update" else self.copies).get(op.unit)
+        if gather is None and op.phase == "update" and self.facts[op.unit].spread:
+            return
+        if gather is None:
+            raise _refusal(i, op, "waits for a gather that was not made, or whose copy is released.", "a gather before it")
+        if not self.order.before(gather, i):
+            at = gather % len(self.order.ops)
+            what = f"does not wait for its gather, op {at}: nothing orders it after that."
+            raise _refusal(i, op, what, f"{at} among the ops it runs after", f"Add {at} to its `after`.")
+        if op.phase == "update":
+            self.arriving.pop(op.unit)
+        else:
+            self.waited.add(op.unit)
+
+    def _compute(self, i: int, op: Op) -> None:
+        self.entered.add(op.at)
+        if op.unit in self.arriving or op.unit in self.stale:
+            what = "uses parameters without a wait for those that the update has changed."
+            raise _refusal(i, op, what, "a gather and a wait of phase update before it")
+        if self.facts[op.unit].gathered and op.unit not in self.copies:
+            what = "uses a unit that is not gathered."
+            raise _refusal(i, op, what, "a gather and a wait after its last release", "Gather it, and wait, before this op.")
+        if self.facts[op.unit].gathered and op.unit not in self.waited:
+            what = f"uses a unit before its gather, op {self.copies[op.unit] % len(self.order.ops)}, is waited for."
+            raise _refusal(i, op, what, "a wait between the gather and this op", "Add the wait.")
+
+    def _release(self, i: int, op: Op) -> None:
+        if op.unit not in self.copies:
+            raise _refusal(i, op, "releases a unit that is not gathered.", "one release for each gather")
+        for first, last in self.spans.get(op.unit, ()):
+            if first <= op.at < last and first in self.entered:
+                what = f"is released while in use: its use from event {first} ends at event {last}."
+                raise _refusal(i, op, what, f"no release before event {last}", "Move the release behind the end of the use.")
+        self.copies.pop(op.unit)
+        self.waited.discard(op.unit)
+
+    def _update(self, i: int, op: Op) -> None:
+        for unit, gather in self.copies.items():
+            what = f"the copy of {unit!r} made by op {gather % len(self.order.ops)} survives the update, and is stale after it."
+            raise _refusal(i, op, what, f"a release of {unit!r} before the update, or its gather after")
+        if self.last_gather is not None and not self.order.before(self.last_gather, i):
+            what = f"changes parameters that op {self.last_gather % len(self.order.ops)} may still gather."
+            raise _refusal(i, op, what, "the update after all gathers before it")
+        self._check_spread()
+        self.updated = i
+        self.stale = {unit.name for unit in self.schedule.program.units if unit.spread and unit.trainable}
+
+    def _check_spread(self) -> None:
+        for unit in self.stale:
+            what = f"the updated parameters of {unit!r} never come to where they rest."
+            raise _refusal(self.updated, self.order.ops[self.updated], what, "a gather of phase update after it")
+
+    def end(self) -> None:
+        self._check_spread()
+        for unit, i in self.copies.items():
+            if unit not in self.carried:
+                raise _refusal(i, self.order.ops[i], "is gathered and never released.", "a release after its last use")
+
+
+class _Gradients:
+    """Each gradient is cast, reduced, added and finished once, in this order."""
+
+    def __init__(self, schedule: Schedule, order: _Order) -> None:
+        self.schedule, self.order = schedule, order
+        self.facts = {unit.name: unit for unit in schedule.program.units}
+        events = schedule.program.events
+        self.ends = [i for i, event in enumerate(events) if event.kind == "microbatch_end"]
+        self.asked = [i for i, event in enumerate(events) if event.kind == "reduce"]
+        self.due: dict[tuple[str, int], dict[int, int]] = {}  # by unit and microbatch: where each use's gradient is there
+        for i, event in enumerate(events):
+            if event.kind == "backward_end" and self.facts[event.unit].trainable:
+                self.due.setdefault((event.unit, bisect_left(self.ends, i)), {})[event.use] = i
+        self.finishes = {bisect_left(self.asked, end) for end in self.ends} - {len(self.asked)}
+        self.cast: dict[tuple[str, int], set[int]] = {}
+        self.done: dict[tuple[str, str, str, int], int] = {}  # by kind, phase, unit and number of microbatch or `reduce`
+        self.written: dict[str, int] = {}  # by unit, the op that last changed its gradient
+        self.last = -1  # op of the reduce stream
+
+    def see(self, i: int, op: Op) -> None:
+        if op.kind == "cast":
+            self._cast(i, op)
+        elif op.kind in ("reduce", "accumulate"):
+            self._leave(i, op)
+            self.last = i
+        elif op.kind == "update" and self.last >= 0 and not self.order.before(self.last, i):
+            what = f"may run before op {self.last}, {self.order.ops[self.last]}, is over."
+            raise _refusal(i, op, what, "all reductions to be over", f"Add {self.last} to its `after`.")
+
+    def _key(self, op: Op) -> tuple[str, int]:
+        return op.unit, bisect_left(self.asked if op.phase == "finish" else self.ends, op.at)
+
+    def _cast(self, i: int, op: Op) -> None:
+        key = self._key(op)
+        there = self.due.get(key, {}).get(op.use)
+        if there is None:
+            what = f"casts a gradient that use {op.use} does not have in this microbatch."
+            raise _refusal(i, op, what, f"uses {sorted(self.due.get(key, ()))}")
+        if op.at < there:
+            raise _refusal(i, op, f"is issued at event {op.at}, before the gradient is there.", f"event {there} or later")
+        if op.use in self.cast.setdefault(key, set()):
+            raise _refusal(i, op, f"casts the gradient of use {op.use} twice.", "one cast for each use", "Drop one of them.")
+        self.cast[key].add(op.use)
+        self._write(i, op)
+
+    def _write(self, i: int, op: Op) -> None:
+        """Note a change of a unit's gradient, unless what it should have been part of has left already."""
+        unit, number = self._key(op)
+        later = [("reduce", "backward", unit, number), ("accumulate", "backward", unit, number)] if op.kind == "cast" else []
+        for done in (*later, ("reduce", "finish", unit, bisect_left(self.asked, op.at))):
+            if done in self.done:
+                at = self.done[done]
+                what = f"comes after op {at}, {self.order.ops[at]}, which it should be part of."
+                raise _refusal(i, op, what, f"a position before {at}", f"Move it before op {at}.")
+        self.written[unit] = i
+
+    def _leave(self, i: int, op: Op) -> None:
+        key, facts = self._key(op), self.facts[op.unit]
+        mine = (op.kind, op.phase, *key)
+        if mine in self.done:
+            what = f"happens twice: op {self.done[mine]} has done the same."
+            raise _refusal(i, op, what, f"one {op.kind} for each gradient", "Drop one of them.")
+        missing = self._missing(op, key, facts)
+        if missing:
+            raise _refusal(i, op, f"{missing}.", f"{op.kind} once, after what it needs")
+        reduced = self.done.get(("reduce", op.phase, *key), -1) if op.kind == "accumulate" else -1
+        source = reduced if reduced >= 0 else self.written.get(op.unit, -1)
+        if source >= 0 and not self.order.before(source, i):
+            what = f"may start before op {source}, {self.order.ops[source]}, is over: nothing orders it after that."
+            raise _refusal(i, op, what, f"{source} among the ops it runs after", f"Add {source} to its `after`.")
+        self.done[mine] = i
+        if mine[:2] == ("accumulate", "backward"):
+            self._write(i, op)
+
+    def _missing(self, op: Op, key: tuple[str, int], facts: UnitFacts) -> str:
+        """What an op that takes a gradient away lacks; empty if nothing."""
+        finish = op.phase == "finish"
+        if not facts.trainable:
+            return "is about a frozen unit, which has no gradient"
+        if finish and not (facts.finish and key[1] in self.finishes):
+            return "no `reduce` event asks for it"
+        if op.kind == "accumulate" and (finish or facts.reduce) and ("reduce", op.phase, *key) not in self.done:
+            return "adds a result without a reduction, in time, that makes it"
+        if finish:
+            return ""
+        if not facts.reduce and not (op.kind == "accumulate" and facts.outgoing):
+            return "takes away a gradient that stays where it is"
+        if not self.due.get(key):
+            return "takes away a gradient that this microbatch does not have"
+        uses = set(self.due[key]) - self.cast.get(key, set())
+        return f"comes before the cast of use {min(uses)}" if uses else ""
+
+    def end(self) -> None:
+        for (unit, number), uses in self.due.items():
+            facts = self.facts[unit]
+            for use in set(uses) - self.cast.get((unit, number), set()):
+                raise self._lost(uses[use], unit, f"the gradient of use {use} of {unit!r} is never cast.", "one cast of it")
+            for kind, wants in (("reduce", facts.reduce), ("accumulate", facts.reduce or facts.outgoing)):
+                if wants and (kind, "backward", unit, number) not in self.done:
+                    what = f"the gradient of {unit!r} in microbatch {number} has no {kind}."
+                    raise self._lost(max(uses.values()), unit, what, f"one {kind} before the microbatch ends")
+        finished = [facts.name for facts in self.facts.values() if facts.trainable and facts.finish]
+        for number, unit, kind in product(sorted(self.finishes), finished, ("reduce", "accumulate")):
+            if (kind, "finish", unit, number) not in self.done:
+                what = f"the gradient of {unit!r} has no {kind} of phase finish."
+                raise self._lost(self.asked[number], unit, what, f"one {kind} of phase finish before this event")
+
+    def _lost(self, at: int, unit: str, what: str, expected: str) -> ScheduleError:
+        rows = [("unit", unit), ("expected", expected)]
+        return ScheduleError(problem(f"verify(): event {at}, {self.schedule.program.events[at]}", what, rows, "Add it."))
+
+
+class _Places:
+    """No byte of the arena has two owners at a time; none is lost."""
+
+    def __init__(self, schedule: Schedule, order: _Order) -> None:
+        self.order = order
+        self.carried = {("parameters", unit): i for unit, i in order.carried().items()}
+        self.live = dict(self.carried)  # by role and unit, the op that filled it
+        self.touched: dict[tuple[Memory, Stream], int] = {}  # the last op on each stream that touched memory now free
+        self.slots: dict[str, Memory] = {}
+
+    def see(self, i: int, op: Op) -> None:
+        if op.memory is None:
+            return
+        gradient = "finishing gradient" if op.phase == "finish" else "outgoing gradient"
+        role = "parameters" if op.kind in ("gather", "release") else gradient
+        if op.kind == "gather" and self.slots.setdefault(op.unit, op.memory) != op.memory:
+            what = "the unit's copy changes its address within a step, and saved tensors point at the old one."
+            raise _refusal(i, op, what, f"{self.slots[op.unit]}")
+        key = role, op.unit
+        if key not in self.live and (op.kind in ("gather", "cast") or (op.kind, op.phase) == ("reduce", "finish")):
+            self._fill(i, op, op.memory)
+            self.live[key] = i
+        elif key not in self.live:
+            raise _refusal(i, op, "reads or frees memory that nothing has filled.", "an op before that fills it")
+        elif self.order.ops[self.live[key]].memory != op.memory:
+            what = f"its memory is not that which op {self.live[key] % len(self.order.ops)} has filled."
+            raise _refusal(i, op, what, f"{self.order.ops[self.live[key]].memory}")
+        if op.kind in ("release", "accumulate"):
+            for j in (i, self.live.pop(key)):
+                at = op.memory, self.order.ops[j].stream
+                self.touched[at] = max(j, self.touched.get(at, j))
+
+    def _fill(self, i: int, op: Op, memory: Memory) -> None:
+        for (role, unit), j in self.live.items():
+            other = self.order.ops[j].memory
+            if other and other.overlaps(memory):
+                what = f"fills memory in which the {role} of {unit!r} is live, since op {j % len(self.order.ops)}."
+                raise _refusal(i, op, what, f"no byte of {other}", "Move it, or release that first.")
+        for (other, _), j in self.touched.items():
+            if other.overlaps(memory) and not self.order.before(j, i):
+                at = j % len(self.order.ops)
+                what = f"may fill memory that op {at}, {self.order.ops[j]}, still uses: nothing orders it after that."
+                raise _refusal(i, op, what, f"{at} among the ops it runs after", f"Add {at} to its `after`.")
+
+    def end(self) -> None:
+        for (role, unit), i in self.live.items():
+            if (role, unit) not in self.carried:
+                raise _refusal(i, self.order.ops[i], f"fills memory with the {role} and nothing frees it.", "an op that does")
+
+
+class _Limits:
+    """What the policy allows: units that are resident, and reductions under way."""
+
+    def __init__(self, schedule: Schedule, order: _Order) -> None:
+        self.policy = schedule.policy
+        self.resident = {unit: self._group(order.ops[i]) for unit, i in order.carried().items()}
+        self.under_way: dict[tuple[str, str], int] = {}
+        events = schedule.program.events
+        self.in_use: list[set[str]] = [set() for _ in events]
+        self.kept: list[set[str]] = [set() for _ in events]  # from a forward to the end of its backward
+        for unit, first, last in schedule.program.spans():
+            for units in self.in_use[first:last]:
+                units.add(unit)
+        begun = {event.use: i for i, event in enumerate(events) if event.kind == "forward"}
+        for i, event in enumerate(events):
+            if event.kind == "backward_end" and self.policy.release == "backward":
+                for units in self.kept[begun[event.use] : i]:
+                    units.add(event.unit)
+
+    @staticmethod
+    def _group(op: Op) -> str:
+        return op.unit if op.bucket == -1 else f"bucket {op.bucket}"
+
+    def see(self, i: int, op: Op) -> None:
+        if op.kind == "gather" and op.phase != "update":
+            self.resident[op.unit] = self._group(op)
+            used = {self.resident[unit] for unit in self.in_use[op.at] if unit in self.resident}
+            kept = {self.resident[unit] for unit in self.kept[op.at] if unit in self.resident}
+            ahead = set(self.resident.values()) - used - kept
+            if ahead and len(used) + len(ahead) > self.policy.num_buffers:
+                what = f"is the unit too many: {sorted(used)} are in use, and {sorted(ahead)} resident beside them."
+                expected = f"at most {self.policy.num_buffers}, or those in use alone"
+                raise _refusal(i, op, what, expected, "Gather it later, release another, or raise Policy.buffers.")
+        elif op.kind == "release":
+            self.resident.pop(op.unit, None)
+        elif op.kind == "reduce":
+            self.under_way[op.unit, op.phase] = i
+            if len(self.under_way) > self.policy.reduce_buffers:
+                what = f"is the reduction too many: ops {sorted(self.under_way.values())} are under way."
+                expected = f"at most {self.policy.reduce_buffers} not yet accumulated"
+                raise _refusal(i, op, what, expected, "Accumulate another first, or raise Policy.reduce_buffers.")
+        elif op.kind == "accumulate":
+            self.under_way.pop((op.unit, op.phase), None)
+
+    def end(self) -> None:
+        pass
