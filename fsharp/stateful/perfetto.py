@@ -50,7 +50,7 @@ def _events(timeline: Timeline, process: int, name: str) -> Iterator[dict[str, A
             "pid": process,
             "tid": STREAMS.index(span.stream),
             "ts": 1e6 * span.start_s,
-            "dur": 1e6 * span.stop_s,
+            "dur": 1e6 * span.seconds,
             "args": args,
         }
     for second, nbytes in [*timeline.memory, (timeline.step_s, timeline.memory[-1][1])]:

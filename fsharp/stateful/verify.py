@@ -92,34 +92,40 @@ def _refusal(i: int, op: Op, what: str, expected: str, remedy: str = _UNDO) -> S
     return ScheduleError(problem(f"verify(): op {i}, {op}", what, [("unit", op.unit or "-"), ("expected", expected)], remedy))
 
 
+def _unordered(i: int, op: Op, what: str, j: int, ops: Sequence[Op]) -> ScheduleError:
+    j %= len(ops)
+    what = f"{what} op {j}, {ops[j]}: nothing orders it after that."
+    return _refusal(i, op, what, f"{j} among the ops it runs after", f"Add {j} to its `after`.")
+
+
 class _Order:
     """Which ops happen before which; an op of the step before has its position minus the number of ops."""
 
     def __init__(self, ops: Sequence[Op]) -> None:
         self.ops = ops
         self.last_update = max((i for i, op in enumerate(ops) if op.kind == "update"), default=len(ops))
-        self.start = dict.fromkeys(_STREAMS, -1)
-        final = self._run()
-        flying = [i for i in range(self.last_update, len(ops)) if ops[i].kind == "gather" and i > final["gather"]]
+        self.over, waited = self._run(-1)
+        flying = [i for i in self.tail() if i + len(ops) > waited]
         if flying:
-            self.start["gather"] = flying[0] - len(ops) - 1
-            self._run()
+            self.over, _ = self._run(flying[0] - 1)
 
-    def _run(self) -> dict[Stream, int]:
-        """Note for each op the last op of each stream that is over when it ends; returns what ``compute`` knows then."""
-        self.over: list[dict[Stream, int]] = []
-        on = {stream: dict(self.start) for stream in _STREAMS}
+    def _run(self, landed: int) -> tuple[list[dict[Stream, int]], int]:
+        """For each op, the last op of each stream that is over when it ends; and the last gather that ``compute`` knows of.
+
+        ``landed`` is the last gather of the step before that is over when this step starts.
+        """
+        over: list[dict[Stream, int]] = []
+        on = {stream: {**dict.fromkeys(_STREAMS, -1), "gather": landed} for stream in _STREAMS}
         on["gather"]["gather"] = -1
         for i, op in enumerate(self.ops):
             clock = dict(on[op.stream])
             for j in op.after:
-                known = self.over[j] if j < i else {self.ops[j].stream: j - len(self.ops)}
-                for stream, last in known.items():
+                for stream, last in (over[j] if j < i else {self.ops[j].stream: j - len(self.ops)}).items():
                     clock[stream] = max(clock[stream], last)
             clock[op.stream] = i
-            self.over.append(clock)
+            over.append(clock)
             on[op.stream] = clock
-        return on["compute"]
+        return over, on["compute"]["gather"]
 
     def before(self, i: int, j: int) -> bool:
         """Whether op ``i``, of this step or the one before, is over when op ``j`` starts."""
@@ -131,10 +137,12 @@ class _Order:
 
     def carried(self) -> dict[str, int]:
         """By unit, the gather of the step before whose copy this one finds."""
-        found = {self.ops[i].unit: i for i in self.tail() if self.ops[i].phase != "update"}
-        for i in range(self.last_update, len(self.ops)):
-            if self.ops[i].kind == "release" and found.get(self.ops[i].unit, 0) < i - len(self.ops):
-                found.pop(self.ops[i].unit, None)
+        found: dict[str, int] = {}
+        for i, op in enumerate(self.ops[self.last_update :], self.last_update - len(self.ops)):
+            if op.kind == "gather" and op.phase != "update":
+                found[op.unit] = i
+            elif op.kind == "release":
+                found.pop(op.unit, None)
         return found
 
 
@@ -196,39 +204,30 @@ class _Parameters:
         for unit, first, last in schedule.program.spans():
             self.spans.setdefault(unit, []).append((first, last))
         self.carried = order.carried()
-        self.copies = dict(self.carried)  # by unit, the gather that made the copy that is there
+        self.copies = dict(self.carried)  # by unit, the gather of the copy that is there
         self.waited: set[str] = set()
         self.entered: set[int] = set()  # events whose compute was seen
         tail = order.tail()
         self.last_gather = tail[-1] if tail else None
-        spreads = {order.ops[i].unit: i for i in tail if order.ops[i].phase == "update"}
-        self.arriving = {unit: i for unit, i in spreads.items() if i > order.start["gather"]}  # spread, not waited for
+        settled = {op.unit for op in order.ops[order.last_update :] if op.kind == "wait" and op.phase == "update"}
+        spread = {order.ops[i].unit: i for i in tail if order.ops[i].phase == "update"}
+        self.arriving = {unit: i for unit, i in spread.items() if unit not in settled}  # updated ones, not yet waited for
         self.stale: set[str] = set()  # updated, not spread
         self.updated = -1
 
     def see(self, i: int, op: Op) -> None:
-        match op.kind:
-            case "gather":
-                self._gather(i, op)
-            case "wait":
-                self._wait(i, op)
-            case "compute":
-                self._compute(i, op)
-            case "release":
-                self._release(i, op)
-            case "update":
-                self._update(i, op)
+        steps = {"gather": self._gather, "wait": self._wait, "compute": self._compute, "release": self._release}
+        step = {**steps, "update": self._update}.get(op.kind)
+        if step:
+            step(i, op)
 
     def _gather(self, i: int, op: Op) -> None:
         self.last_gather = i
         if self.updated >= 0 and not self.order.before(self.updated, i):
-            what = f"may read stale parameters: nothing orders it after the update, op {self.updated}."
-            raise _refusal(i, op, what, f"{self.updated} among the ops it runs after", f"Add {self.updated} to its `after`.")
+            raise _unordered(i, op, "may read stale parameters, before", self.updated, self.order.ops)
         if op.phase == "update":
             if op.unit not in self.stale:
-                raise _refusal(
-                    i, op, "spreads updated parameters twice, or before an update.", "one such gather after each update"
-                )
+                raise _refusal(i, op, "brings updated parameters twice, or before an update.", "one after each update")
             self.stale.discard(op.unit)
             self.arriving[op.unit] = i
             return
@@ -246,9 +245,7 @@ class _Parameters:
         if gather is None:
             raise _refusal(i, op, "waits for a gather that was not made, or whose copy is released.", "a gather before it")
         if not self.order.before(gather, i):
-            at = gather % len(self.order.ops)
-            what = f"does not wait for its gather, op {at}: nothing orders it after that."
-            raise _refusal(i, op, what, f"{at} among the ops it runs after", f"Add {at} to its `after`.")
+            raise _unordered(i, op, "does not wait for its gather,", gather, self.order.ops)
         if op.phase == "update":
             self.arriving.pop(op.unit)
         else:
@@ -281,14 +278,13 @@ class _Parameters:
             what = f"the copy of {unit!r} made by op {gather % len(self.order.ops)} survives the update, and is stale after it."
             raise _refusal(i, op, what, f"a release of {unit!r} before the update, or its gather after")
         if self.last_gather is not None and not self.order.before(self.last_gather, i):
-            what = f"changes parameters that op {self.last_gather % len(self.order.ops)} may still gather."
-            raise _refusal(i, op, what, "the update after all gathers before it")
+            raise _unordered(i, op, "changes what may still be read by", self.last_gather, self.order.ops)
         self._check_spread()
         self.updated = i
         self.stale = {unit.name for unit in self.schedule.program.units if unit.spread and unit.trainable}
 
     def _check_spread(self) -> None:
-        for unit in self.stale:
+        for unit in sorted(self.stale):
             what = f"the updated parameters of {unit!r} never come to where they rest."
             raise _refusal(self.updated, self.order.ops[self.updated], what, "a gather of phase update after it")
 
@@ -325,8 +321,7 @@ class _Gradients:
             self._leave(i, op)
             self.last = i
         elif op.kind == "update" and self.last >= 0 and not self.order.before(self.last, i):
-            what = f"may run before op {self.last}, {self.order.ops[self.last]}, is over."
-            raise _refusal(i, op, what, "all reductions to be over", f"Add {self.last} to its `after`.")
+            raise _unordered(i, op, "may run before the end of", self.last, self.order.ops)
 
     def _key(self, op: Op) -> tuple[str, int]:
         return op.unit, bisect_left(self.asked if op.phase == "finish" else self.ends, op.at)
@@ -367,8 +362,7 @@ class _Gradients:
         reduced = self.done.get(("reduce", op.phase, *key), -1) if op.kind == "accumulate" else -1
         source = reduced if reduced >= 0 else self.written.get(op.unit, -1)
         if source >= 0 and not self.order.before(source, i):
-            what = f"may start before op {source}, {self.order.ops[source]}, is over: nothing orders it after that."
-            raise _refusal(i, op, what, f"{source} among the ops it runs after", f"Add {source} to its `after`.")
+            raise _unordered(i, op, "may start before the end of", source, self.order.ops)
         self.done[mine] = i
         if mine[:2] == ("accumulate", "backward"):
             self._write(i, op)
@@ -451,9 +445,7 @@ class _Places:
                 raise _refusal(i, op, what, f"no byte of {other}", "Move it, or release that first.")
         for (other, _), j in self.touched.items():
             if other.overlaps(memory) and not self.order.before(j, i):
-                at = j % len(self.order.ops)
-                what = f"may fill memory that op {at}, {self.order.ops[j]}, still uses: nothing orders it after that."
-                raise _refusal(i, op, what, f"{at} among the ops it runs after", f"Add {at} to its `after`.")
+                raise _unordered(i, op, "may fill memory still in use by", j, self.order.ops)
 
     def end(self) -> None:
         for (role, unit), i in self.live.items():

@@ -1,0 +1,297 @@
+"""Times on hardware that nobody has: hand-made schedules with times worked out by hand, and laws that hold for any."""
+
+import math
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fsharp.functional.comm import Call
+from fsharp.functional.errors import PatternError, ScheduleError
+from fsharp.stateful.compile import compile_schedule
+from fsharp.stateful.draw import in_order
+from fsharp.stateful.hardware import Hardware, simulate
+from fsharp.stateful.policy import Policy
+from fsharp.stateful.program import Event, Program, UnitFacts
+from fsharp.stateful.schedule import Memory, Op, Schedule
+
+GATHER, REDUCE = (Call("all_gather", "dp", 100),), (Call("reduce_scatter", "dp", 100),)
+HARDWARE = Hardware(compute=(2.0, 4.0), bandwidth=100.0, memory_bandwidth=200.0, update_s=0.5)
+
+
+def unit(name, **changes):
+    return replace(UnitFacts(name, 100, 100, 0, True, GATHER, REDUCE), **changes)
+
+
+def sequential(units, microbatches=1, *, nested=(), tail=("reduce", "update")):
+    """Units one after the other, forth and back; those in ``nested`` are used inside of the one before them."""
+    events, use = [], 0
+    for _ in range(microbatches):
+        for direction in ("forward", "backward"):
+            order = [[u] for u in units if u.name not in nested]
+            for u in units:
+                if u.name in nested:
+                    order[[o[0].name for o in order].index(nested[u.name])].append(u)
+            numbers = {u.name: use + i for i, u in enumerate(units)}
+            for group in order if direction == "forward" else reversed(order):
+                for u in group:
+                    events.append(Event(direction, u.name, numbers[u.name]))
+                for u in reversed(group):
+                    events.append(Event(f"{direction}_end", u.name, numbers[u.name]))
+        use += len(units)
+        events.append(Event("microbatch_end"))
+    return Program(tuple(units), tuple(events) + tuple(Event(kind) for kind in tail))
+
+
+TWO = sequential([unit("a"), unit("b")])
+A, B, C, D = (Memory(100 * i, 100) for i in range(4))
+BY_HAND = Schedule(
+    TWO,
+    Policy(),
+    (
+        Op("gather", "a", "forward", 0, -1, "gather", A),
+        Op("gather", "b", "forward", 0, -1, "gather", B),
+        Op("wait", "a", "forward", 0, after=(0,)),
+        Op("compute", "a", "forward", 0, 0),
+        Op("wait", "b", "forward", 2, after=(1,)),
+        Op("compute", "b", "forward", 2, 1),
+        Op("compute", "b", "backward", 4, 1),
+        Op("cast", "b", "backward", 5, 1, memory=C),
+        Op("reduce", "b", "backward", 5, -1, "reduce", C, (7,)),
+        Op("release", "b", "backward", 5, memory=B),
+        Op("compute", "a", "backward", 6, 0),
+        Op("cast", "a", "backward", 7, 0, memory=D),
+        Op("reduce", "a", "backward", 7, -1, "reduce", D, (11,)),
+        Op("release", "a", "backward", 7, memory=A),
+        Op("accumulate", "b", "backward", 8, -1, "reduce", C, (8,)),
+        Op("accumulate", "a", "backward", 8, -1, "reduce", D, (12,)),
+        Op("update", "", "update", 10, after=(15,)),
+    ),
+    arena=400,
+    bound=400,
+)
+
+
+def times(timeline, kind):
+    return [(s.unit, s.start_s, s.stop_s) for s in timeline.spans if s.kind == kind and s.seconds]
+
+
+def test_second_gather_and_first_reduce_hide_the_others_do_not():
+    timeline = simulate(BY_HAND, HARDWARE)
+    assert times(timeline, "gather") == [("a", 0, 1), ("b", 1, 2)]
+    assert times(timeline, "compute") == [("a", 1, 3), ("b", 3, 5), ("b", 5, 9), ("a", 9.5, 13.5)]
+    assert times(timeline, "cast") == [("b", 9, 9.5), ("a", 13.5, 14)]
+    assert times(timeline, "reduce") == [("b", 9.5, 10.5), ("a", 14, 15)]
+    assert times(timeline, "accumulate") == [("b", 15, 15.5), ("a", 15.5, 16)]
+    assert times(timeline, "update") == [("", 16, 16.5)]
+    assert times(timeline, "wait") == [("a", 0, 1), ("", 14, 16)]
+    assert (timeline.step_s, timeline.exposed_s, timeline.overlap) == (16.5, 3, 0.5)
+
+
+def test_slow_link_exposes_the_second_gather():
+    timeline = simulate(BY_HAND, replace(HARDWARE, bandwidth=25.0))
+    assert times(timeline, "gather") == [("a", 0, 4), ("b", 4, 8)]
+    assert times(timeline, "wait")[:2] == [("a", 0, 4), ("b", 6, 8)]
+    assert times(timeline, "reduce") == [("b", 14.5, 18.5), ("a", 19, 23)]
+    assert timeline.exposed_s == 4 + 2 + (24 - 19)
+
+
+def test_synchronous_host_adds_gradients_itself_as_they_arrive():
+    timeline = simulate(BY_HAND, replace(HARDWARE, synchronous_host=True))
+    assert times(timeline, "accumulate") == [("b", 14, 14.5), ("a", 15, 15.5)]
+    assert {span.stream for span in timeline.spans if span.kind == "accumulate"} == {"compute"}
+    assert times(timeline, "wait") == [("a", 0, 1), ("a", 14.5, 15)]
+    assert (timeline.step_s, timeline.exposed_s) == (16, 1.5)
+
+
+@pytest.mark.parametrize(("is_synchronous", "start"), [(False, 1), (True, 3)])
+def test_synchronous_host_issues_nothing_while_it_computes(is_synchronous, start):
+    ops = [*BY_HAND.ops[:1], *(replace(op, after=(0,) if op.kind == "wait" else ()) for op in BY_HAND.ops[2:4])]
+    ops += [replace(BY_HAND.ops[1], at=1), replace(BY_HAND.ops[4], after=(3,)), BY_HAND.ops[5]]
+    timeline = simulate(BY_HAND.replace_ops(ops), replace(HARDWARE, synchronous_host=is_synchronous))
+    assert times(timeline, "gather") == [("a", 0, 1), ("b", start, start + 1)]
+
+
+def test_memory_is_live_from_the_start_of_what_fills_it_to_the_end_of_what_frees_it():
+    timeline = simulate(BY_HAND, HARDWARE)
+    assert timeline.memory == (*((0, 100), (1, 200), (9, 300), (9.5, 200), (13.5, 300), (14, 200), (15.5, 100), (16, 0)),)
+    assert timeline.peak_nbytes == 300
+
+
+def test_gather_at_the_end_delays_the_next_step_alone():
+    ops = (
+        Op("wait", "a", "forward", 0, after=(4,)),
+        Op("compute", "a", "forward", 0, 0),
+        Op("release", "a", "forward", 1, memory=A),
+        Op("update", "", "update", 10),
+        Op("gather", "a", "forward", 10, -1, "gather", A, (2, 3)),
+    )
+    timeline = simulate(Schedule(TWO, Policy(), ops, 100, 100), HARDWARE)
+    assert (timeline.step_s, timeline.exposed_s, timeline.overlap) == (3.5, 1, 0)
+    (gather,) = (span for span in timeline.spans if span.kind == "gather")
+    assert (gather.start_s, gather.stop_s) == (3.5, 4.5)
+    assert list(timeline.pieces(gather)) == [(0, 1)]
+    assert timeline.memory == ((0, 100), (3, 0))
+
+
+def test_step_without_update_ends_with_its_last_reduction():
+    timeline = simulate(BY_HAND.replace_ops(BY_HAND.ops[:-1]), HARDWARE)
+    assert timeline.step_s == 16
+    assert times(timeline, "wait")[-1] == ("a", 14, 16)
+
+
+def gathers(**policy):
+    ops = [Op("gather", name, "forward", 0, -1, "gather", where, bucket=0) for name, where in (("a", A), ("b", B))]
+    ops += [Op("reduce", "a", "backward", 0, -1, "reduce", C)]
+    ops += [Op("wait", name, "forward", 0, after=(i,)) for i, name in enumerate("ab")]
+    return Schedule(TWO, Policy(**policy), tuple(ops), 300, 300)
+
+
+def test_a_bucket_is_one_collective():
+    timeline = simulate(gathers(), replace(HARDWARE, latency=0.5))
+    assert times(timeline, "gather") == [("a", 0, 2.5), ("b", 0, 2.5)]
+    assert times(timeline, "wait")[0] == ("a", 0, 2.5)
+    assert timeline.seconds("gather") == 2.5
+    assert timeline.seconds("gather", unit="a") == 2.5
+
+
+@pytest.mark.parametrize("policy", [{"one_stream": True}, {"separate_groups": False}])
+def test_collectives_of_one_stream_or_one_group_queue(policy):
+    assert times(simulate(gathers(), HARDWARE), "reduce") == [("a", 0, 1)]
+    assert times(simulate(gathers(**policy), HARDWARE), "reduce") == [("a", 2, 3)]
+
+
+def test_axes_and_units_of_their_own():
+    both = unit("a", gather=(Call("all_gather", "dp", 100), Call("all_gather", "tp", 100)))
+    ops = (Op("gather", "a", "forward", 0, -1, "gather"), Op("compute", "a", "forward", 0), Op("compute", "b", "backward", 0))
+    schedule = Schedule(replace(TWO, units=(both, unit("b"))), Policy(), ops, 0, 0)
+    hardware = Hardware(
+        compute={"**": (1.0, 2.0), "b": (3.0, 4.0)}, bandwidth={"dp": 100.0, "tp": 200.0}, latency={"dp": 0.25, "tp": 0.0}
+    )
+    timeline = simulate(schedule, hardware)
+    assert times(timeline, "gather") == [("a", 0, 1.75)]
+    assert times(timeline, "compute") == [("a", 0, 1), ("b", 1, 5)]
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "match"),
+    [
+        ({"bandwidth": {"tp": 1.0}}, ScheduleError, "no bandwidth for axis 'dp'"),
+        ({"latency": {"tp": 1.0}}, ScheduleError, "no latency for axis 'dp'"),
+        ({"compute": {"layers.*": (1.0, 1.0)}}, PatternError, r"'layers\.\*' matches nothing"),
+        ({"compute": {"a": (1.0, 1.0)}}, PatternError, "no pattern selects 'b'"),
+    ],
+)
+def test_what_the_hardware_does_not_say(change, error, match):
+    with pytest.raises(error, match=match):
+        simulate(BY_HAND, replace(HARDWARE, **change))
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ({"bandwidth": 0.0}, "bandwidth is 0.0, expected more than 0"),
+        ({"memory_bandwidth": -1.0}, "memory_bandwidth is -1.0"),
+        ({"latency": {"dp": -1e-6}}, "latency is {'dp': -1e-06}, expected at least 0"),
+        ({"update_s": math.inf}, "update_s is inf"),
+    ],
+)
+def test_numbers_out_of_range(change, match):
+    with pytest.raises(ScheduleError, match=match):
+        replace(HARDWARE, **change)
+
+
+def test_an_op_that_waits_for_none():
+    with pytest.raises(ScheduleError, match=r"op 16, update .*waits for \(99,\), and there are 17 ops"):
+        simulate(BY_HAND.replace_ops((*BY_HAND.ops[:-1], replace(BY_HAND.ops[-1], after=(99,)))), HARDWARE)
+
+
+positive = st.integers(1, 400)
+
+
+@st.composite
+def schedules(draw):
+    units = []
+    for i in range(draw(st.integers(1, 5))):
+        size, is_sharded = 64 * draw(st.integers(1, 9)), draw(st.booleans())
+        call = Call("all_gather", draw(st.sampled_from(["dp", "tp"])), size)
+        trainable = draw(st.booleans())
+        facts = UnitFacts(f"u.{i}", size if is_sharded else 0, trainable=trainable, gather=(call,) if is_sharded else ())
+        if trainable and draw(st.booleans()):
+            facts = replace(facts, outgoing=size, reduce=(call._replace(op="reduce_scatter"),))
+        if trainable and draw(st.booleans()):
+            facts = replace(facts, finishing=size, finish=(call._replace(op="reduce_scatter"),), spread=(call,))
+        units.append(facts)
+    nested = {units[1].name: units[0].name} if len(units) > 1 and draw(st.booleans()) else {}
+    program = sequential(units, draw(st.integers(1, 3)), nested=nested, tail=draw(st.sampled_from([("reduce", "update"), ()])))
+    policy = Policy(
+        prefetch=draw(st.integers(0, 3)),
+        release=draw(st.sampled_from(["forward", "backward"])),
+        reduce=draw(st.sampled_from(["ready", "delayed"])),
+        reduce_buffers=draw(st.integers(1, 3)),
+        bucket_nbytes=draw(st.sampled_from([0, 512])),
+        gather_at_start=draw(st.booleans()),
+        one_stream=draw(st.booleans()),
+        separate_groups=draw(st.booleans()),
+    )
+    return compile_schedule(program, policy)
+
+
+hardwares = st.builds(
+    Hardware,
+    compute=st.tuples(positive, positive).map(lambda pair: (float(pair[0]), float(pair[1]))),
+    bandwidth=st.fixed_dictionaries({"dp": positive.map(float), "tp": positive.map(float)}),
+    latency=st.integers(0, 3).map(float),
+    memory_bandwidth=st.sampled_from([10.0, 100.0, math.inf]),
+    update_s=st.integers(0, 9).map(float),
+    synchronous_host=st.booleans(),
+)
+
+
+@given(schedules(), hardwares)
+def test_every_timeline_follows_its_schedule(schedule, hardware):
+    timeline = simulate(schedule, hardware)
+    ops, spans = schedule.ops, timeline.spans
+    assert {span.op for span in spans} == set(range(len(ops)))
+    own = {s.op: s for s in spans if s.kind == ops[s.op].kind}
+    for i, op in enumerate(ops):
+        for j in op.after:
+            carried = timeline.step_s if j >= i else 0.0
+            assert own[j].stop_s - carried <= (own[i].stop_s if op.kind == "wait" else own[i].start_s) + 1e-6
+    for stream in ("compute", "gather", "reduce"):
+        lane = [s for s in spans if s.stream == stream]
+        in_order_of_issue = [own[i].start_s for i in sorted(s.op for s in own.values() if s.stream == stream)]
+        assert in_order_of_issue == sorted(in_order_of_issue)
+        busy = sum(b - a for a, b in {(s.start_s, s.stop_s) for s in lane})
+        assert busy <= timeline.step_s * (1 + 1e-9)
+    working = sum(s.seconds for s in spans if s.stream == "compute" and s.kind != "wait")
+    assert timeline.exposed_s == pytest.approx(timeline.step_s - working)
+    assert 0 <= timeline.overlap <= 1 + 1e-9
+    assert timeline.peak_nbytes <= schedule.arena
+
+
+@given(schedules(), hardwares, st.sampled_from(["bandwidth", "latency", "memory_bandwidth", "update_s", "compute"]), positive)
+def test_better_hardware_is_never_slower(schedule, hardware, what, factor):
+    better = {
+        "bandwidth": {axis: value * factor for axis, value in hardware.bandwidth.items()},
+        "latency": hardware.latency / factor,
+        "memory_bandwidth": hardware.memory_bandwidth * factor,
+        "update_s": hardware.update_s / factor,
+        "compute": tuple(seconds / factor for seconds in hardware.compute),
+    }
+    faster = simulate(schedule, replace(hardware, **{what: better[what]}))
+    assert faster.step_s <= simulate(schedule, hardware).step_s * (1 + 1e-9)
+
+
+@given(schedules(), hardwares)
+def test_free_communication_leaves_compute(schedule, hardware):
+    free = replace(hardware, bandwidth=math.inf, latency=0.0, memory_bandwidth=math.inf)
+    timeline = simulate(schedule, free)
+    assert timeline.step_s == pytest.approx(timeline.seconds("compute", "update"))
+    assert timeline.exposed_s == pytest.approx(0, abs=1e-9)
+
+
+@given(schedules())
+def test_in_the_order_of_ops_the_peak_is_the_bound(schedule):
+    assert in_order(schedule).peak_nbytes == schedule.bound
