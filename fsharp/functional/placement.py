@@ -19,7 +19,7 @@ Gradients rest between microbatches as the table says; the update wants them whe
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 
 from fsharp.functional.errors import StrategyError, problem
@@ -144,6 +144,16 @@ class Strategy:
     """
 
     rules: tuple[tuple[str, AxisRule], ...]
+    order: tuple[str, ...] = field(init=False, repr=False, compare=False)
+    """Axes in the order in which they cut a flat buffer: those that shard most kinds of state lead."""
+    params: Place = field(init=False, repr=False, compare=False)
+    """Where parameters rest."""
+    grads: Place = field(init=False, repr=False, compare=False)
+    """Where gradients rest between microbatches."""
+    optim: Place = field(init=False, repr=False, compare=False)
+    """Where optimizer state, main copies and finished gradients rest."""
+    full: Place = field(init=False, repr=False, compare=False)
+    """Replicated on every axis: the place in which functions use parameters."""
 
     def __init__(self, rules: Mapping[str, AxisRule]) -> None:
         if not rules:
@@ -159,6 +169,12 @@ class Strategy:
                         )
                     )
         object.__setattr__(self, "rules", tuple(rules.items()))
+        count = {axis: [r.params, r.grads, r.optim].count(Shard) for axis, r in rules.items()}
+        order = tuple(sorted(count, key=lambda axis: -count[axis]))
+        object.__setattr__(self, "order", order)
+        for kind in ("params", "grads", "optim"):
+            object.__setattr__(self, kind, Place(order, tuple(getattr(rules[axis], kind) for axis in order)))
+        object.__setattr__(self, "full", Place(order, (Replicate,) * len(order)))
         kinds = {kind: {a for a, r in rules.items() if getattr(r, kind) is Shard} for kind in ("params", "grads")}
         if not (kinds["params"] <= kinds["grads"] or kinds["grads"] <= kinds["params"]):
             raise StrategyError(
@@ -169,36 +185,6 @@ class Strategy:
                     "Shard the gradients on every axis that shards the parameters, or the reverse.",
                 )
             )
-
-    @property
-    def order(self) -> tuple[str, ...]:
-        """Axes in the order in which they cut a flat buffer: those that shard most kinds of state lead."""
-        count = {axis: [r.params, r.grads, r.optim].count(Shard) for axis, r in self.rules}
-        return tuple(sorted(count, key=lambda axis: -count[axis]))
-
-    def _place(self, kind: str) -> Place:
-        rules = dict(self.rules)
-        return Place(self.order, tuple(getattr(rules[axis], kind) for axis in self.order))
-
-    @property
-    def params(self) -> Place:
-        """Where parameters rest."""
-        return self._place("params")
-
-    @property
-    def grads(self) -> Place:
-        """Where gradients rest between microbatches."""
-        return self._place("grads")
-
-    @property
-    def optim(self) -> Place:
-        """Where optimizer state, main copies and finished gradients rest."""
-        return self._place("optim")
-
-    @property
-    def full(self) -> Place:
-        """Replicated on every axis: the place in which functions use parameters."""
-        return Place(self.order, (Replicate,) * len(self.order))
 
     def check_mesh(self, mesh: Mesh) -> None:
         """Refuse a mesh whose axes are not the ones this strategy names.

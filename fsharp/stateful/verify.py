@@ -138,7 +138,7 @@ class _Order:
     def carried(self) -> dict[str, int]:
         """By unit, the gather of the step before whose copy this one finds."""
         found: dict[str, int] = {}
-        for i, op in enumerate(self.ops[self.last_update :], self.last_update - len(self.ops)):
+        for i, op in enumerate(self.ops, -len(self.ops)):
             if op.kind == "gather" and op.phase != "update":
                 found[op.unit] = i
             elif op.kind == "release":
@@ -207,6 +207,10 @@ class _Parameters:
         self.copies = dict(self.carried)  # by unit, the gather of the copy that is there
         self.waited: set[str] = set()
         self.entered: set[int] = set()  # events whose compute was seen
+        for i in self.carried.values():
+            if i + len(order.ops) < order.last_update:
+                what = "is gathered and never released; once the parameters are updated, its copy is stale."
+                raise _refusal(i + len(order.ops), order.ops[i], what, "a release after its last use")
         tail = order.tail()
         self.last_gather = tail[-1] if tail else None
         settled = {op.unit for op in order.ops[order.last_update :] if op.kind == "wait" and op.phase == "update"}
@@ -234,7 +238,7 @@ class _Parameters:
         if op.unit in self.stale:
             raise _refusal(i, op, "gathers stale parameters.", "the gather of phase update first")
         if op.unit in self.copies:
-            what = f"is gathered again while its copy of op {self.copies[op.unit]} is there."
+            what = f"is gathered again while its copy of op {self.copies[op.unit] % len(self.order.ops)} is there."
             raise _refusal(i, op, what, "a release in between", "Release it first, or drop this gather.")
         self.copies[op.unit] = i
 
@@ -290,9 +294,6 @@ class _Parameters:
 
     def end(self) -> None:
         self._check_spread()
-        for unit, i in self.copies.items():
-            if unit not in self.carried:
-                raise _refusal(i, self.order.ops[i], "is gathered and never released.", "a release after its last use")
 
 
 class _Gradients:
