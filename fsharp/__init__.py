@@ -39,6 +39,7 @@ from fsharp.functional.errors import ScheduleError as ScheduleError
 from fsharp.functional.errors import StrategyError as StrategyError
 from fsharp.functional.errors import TreeError as TreeError
 from fsharp.functional.forward import forward as forward
+from fsharp.functional.forward import skip as skip
 from fsharp.functional.functionalize import functionalize as functionalize
 from fsharp.functional.layout import Group as Group
 from fsharp.functional.layout import Layout as Layout

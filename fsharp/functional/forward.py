@@ -70,6 +70,45 @@ def forward(
     return optree.tree_unflatten(result.spec, [next(filled) if hole else leaf for hole, leaf in result.leaves])
 
 
+def skip(sharded: Any, x: torch.Tensor, *, comm: Comm, ties: Sequence[Sharded] = ()) -> torch.Tensor:
+    """``x``, after taking part in the collectives of :func:`forward` on a unit, in this direction and in the backward.
+
+    For a rank that has nothing to compute in a unit that other ranks use, such as an expert without tokens.
+
+    Args:
+        sharded: as for :func:`forward`.
+        x: any floating-point tensor that the loss depends on: the unit's reduction takes place when the backward comes by.
+        comm: the ranks.
+        ties: as for :func:`forward`.
+
+    Cost: that of :func:`forward` without the function. Gradient: that of ``x`` passes; the unit's is zero.
+    """
+    out: torch.Tensor = forward(_nothing, sharded, x, comm=comm, ties=ties)
+    return out
+
+
+def _nothing(tree: Any, x: torch.Tensor) -> torch.Tensor:
+    leaves = [leaf for leaf in optree.tree_leaves(tree) if leaf.requires_grad]
+    out: torch.Tensor = _Nothing.apply(x, *leaves)
+    return out
+
+
+class _Nothing(torch.autograd.Function):
+    """Its first argument; the gradients of the others are zero, and not absent."""
+
+    @staticmethod
+    def forward(x: torch.Tensor, *leaves: torch.Tensor) -> torch.Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+        ctx.save_for_backward(*inputs[1:])
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return cotangents[0], *(torch.zeros_like(leaf) for leaf in ctx.saved_tensors)
+
+
 class _Call:
     """Gather the units, call the function."""
 

@@ -57,9 +57,7 @@ def gather(tree: Tree, *, comm: Comm, to: PlaceName = "full") -> Tree:
             if target != sharded.unit.strategy.full:
                 raise _wrong_place("gather()", sharded, target, "Inside value_and_grad() parameters are gathered in full.")
             handles = dict(zip(sharded.unit.trainable, with_handles(sharded, comm).sinks, strict=True))
-            moved = [
-                _Attach.apply(x, handles[g]) if g in handles else x for g, x in zip(sharded.groups, moved, strict=True)
-            ]
+            moved = [_Attach.apply(x, handles[g]) if g in handles else x for g, x in zip(sharded.groups, moved, strict=True)]
         return sharded.replace(moved, target)
 
     return map_units(lambda node: one(node) if is_sharded(node) else node, tree)  # type: ignore[no-any-return]

@@ -39,7 +39,7 @@ class Demand:
         there += [room.copy for room in self.rooms if room.copy is not None and room.copy.unit is unit]
         for copy in there:
             if copy.holds(seen):
-                self.run.scheduler.guard(copy.wait)
+                copy.wait()
                 return copy
         room = self._room(full_nbytes(unit.layout))
         copy = Copy(unit, room.memory[: full_nbytes(unit.layout)], rank=self.run.scheduler.rank, room=room)
@@ -64,7 +64,7 @@ class Demand:
         scheduler.order.confirm(self.run)
         with scheduler.lanes.on("gather"):
             copy.gather(scheduler.transport)
-        scheduler.guard(copy.wait)
+        copy.wait()
         scheduler.lanes.join_all()
 
     def idle(self, copy: Copy) -> None:
@@ -81,7 +81,7 @@ class Demand:
         assert copy.unit.node is not None
         seen = stamp(copy.unit.node)
         if copy.holds(seen):
-            self.run.scheduler.guard(copy.wait)
+            copy.wait()
             return
         for other in self._in_the_way(copy):
             if other.users:
@@ -153,7 +153,7 @@ class Demand:
             with scheduler.lanes.on("reduce"):
                 gradient.send(block)
         with scheduler.lanes.on("reduce"):
-            scheduler.guard(lambda: gradient.land(block))
+            gradient.land(block)
         scheduler.lanes.join_all()
 
     def adopt(self, blocks: dict[str, Block]) -> None:
@@ -181,6 +181,6 @@ class Demand:
             scheduler.order.confirm(self.run)
         with scheduler.lanes.on("reduce"):
             gradient.finish(gradient.finishing_block(memory))
-            scheduler.guard(gradient.land_finish)
-        scheduler.guard(gradient.join)
+            gradient.land_finish()
+        gradient.join()
         scheduler.lanes.join_all()

@@ -8,7 +8,7 @@ Views would share the slot's version counter and be refused.
 """
 
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import optree
@@ -82,7 +82,7 @@ class LeafIndex:
         return [*result, flat[end:]] if len(flat) > end else result
 
 
-@lru_cache(maxsize=None)
+@cache
 def leaf_index(unit: UnitLayout) -> LeafIndex:
     """The index of a unit; made once."""
     return LeafIndex(unit)

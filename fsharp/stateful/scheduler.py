@@ -9,7 +9,7 @@ import torch
 
 from fsharp.functional import moves
 from fsharp.functional.comm import Comm, CountingComm, Engine, ReduceOp
-from fsharp.functional.errors import FsharpError, LossError, ScheduleError
+from fsharp.functional.errors import LossError, ScheduleError
 from fsharp.functional.forward import is_transformed
 from fsharp.functional.mesh import Mesh
 from fsharp.functional.process_group import ProcessGroupComm
@@ -18,8 +18,8 @@ from fsharp.functional.train import Loss, as_loss, with_sinks
 from fsharp.stateful.boundary import before_backward
 from fsharp.stateful.copies import LiveUnit, stamp
 from fsharp.stateful.full import leaf_index
-from fsharp.stateful.gradients import Gradient
 from fsharp.stateful.order import Order
+from fsharp.stateful.patient import Patient
 from fsharp.stateful.plan import Plan
 from fsharp.stateful.policy import Policy
 from fsharp.stateful.run import Run, Use
@@ -57,7 +57,12 @@ class Scheduler(Engine):
         self.transport = _transport(comm, self.policy)
         on_cuda = comm.device.type == "cuda"
         self.lanes = CudaLanes(comm.device, one_stream=self.policy.one_stream) if on_cuda else Lanes()
-        self.order = Order(comm)
+        inner = comm.inner if isinstance(comm, CountingComm) else comm
+        self.order = Order(comm.mesh, comm.rank, has_store=isinstance(inner, ProcessGroupComm) and comm.mesh.size > 1)
+        blocks = isinstance(self.transport.innermost, Exchange)
+        self.own: Comm = Patient(comm, self.order.check) if blocks else comm  # for calls that are not scheduled
+        if isinstance(self.transport.innermost, Exchange):
+            self.transport.innermost.patience = self.order.check
         self.units: dict[str, LiveUnit] = {}
         self.arena = torch.empty(0, dtype=torch.uint8, device=comm.device)
         self.tenant: Any = None
@@ -84,15 +89,15 @@ class Scheduler(Engine):
 
     def all_gather(self, x: torch.Tensor, axis: str) -> torch.Tensor:
         """A collective of the caller's own: passed on, and not scheduled."""
-        return self.comm.all_gather(x, axis)
+        return self.own.all_gather(x, axis)
 
     def reduce_scatter(self, x: Any, axis: Any, *, dtype: torch.dtype | None = None) -> Any:
         """A collective of the caller's own: passed on, and not scheduled."""
-        return self.comm.reduce_scatter(x, axis, dtype=dtype)
+        return self.own.reduce_scatter(x, axis, dtype=dtype)
 
     def all_reduce(self, x: torch.Tensor, axis: str, *, op: ReduceOp = "sum") -> torch.Tensor:
         """A collective of the caller's own: passed on, and not scheduled."""
-        return self.comm.all_reduce(x, axis, op=op)
+        return self.own.all_reduce(x, axis, op=op)
 
     # ------------------------------------------------------------ running
 
@@ -113,6 +118,7 @@ class Scheduler(Engine):
             raise
         finally:
             self._run, self._table, self._handed = None, {}, []
+            self.order.end()
             scheduled.forget()
         return result
 
@@ -126,6 +132,7 @@ class Scheduler(Engine):
                 self._register(unit, node)
         plan = self._plan(scheduled)
         run = self._run = Run(self, scheduled, plan)
+        self.order.begin(run)
         if plan is not None:
             for key in plan.carried:
                 self._carry(run, plan.copies[key])
@@ -181,16 +188,10 @@ class Scheduler(Engine):
             for copy in self.tenant.copies.values():
                 copy.tickets.clear()
                 copy.seen = None
+        self.transport.close()
+        if isinstance(self.own, Patient):
+            self.own.close()
         self.order.fail(run, error)
-
-    def guard(self, wait: Callable[[], Any]) -> Any:
-        """Wait for other ranks; if one of them has given up, say why."""
-        try:
-            return wait()
-        except FsharpError:
-            raise
-        except RuntimeError as error:
-            raise self.order.explain(error) from error
 
     # ------------------------------------------------------------ units
 
@@ -302,7 +303,7 @@ class Scheduler(Engine):
         """Gradients as :meth:`run_value_and_grad` returned them are at the optimizer's place soon; others are moved now."""
         nodes = units_of(tree)
         if not self._is_handed_out(nodes, to):
-            return moves.reduce_scatter(tree, comm=self.comm, to=to)
+            return moves.reduce_scatter(tree, comm=self.own, to=to)
         run = self._current()
         run.reduce([unit for unit, _, _ in self._handed])
         gradients = {node.name: unit.gradient for node, (unit, _, _) in zip(self._filled(nodes), self._handed, strict=True)}
@@ -350,7 +351,7 @@ class Scheduler(Engine):
         return map_units(lambda _: next(nodes).node, params)
 
     def _arrive(self, spread: Spread) -> None:
-        self.guard(spread.wait)
+        spread.wait()
         self.lanes.join_all()
 
 

@@ -6,6 +6,7 @@ receives, and :class:`Native` over a backend's own collectives, on whatever CUDA
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -13,6 +14,7 @@ import torch.distributed as dist
 
 from fsharp.functional.comm import Call, Comm, CountingComm, sent_nbytes
 from fsharp.functional.process_group import ProcessGroupComm
+from fsharp.stateful.workers import Flight, Worker
 
 Kind = Literal["gather", "reduce"]
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -67,15 +69,22 @@ class Transport(ABC):
 
     @abstractmethod
     def all_reduce(self, x: torch.Tensor, out: torch.Tensor, axis: str, *, scratch: torch.Tensor) -> Ticket:
-        """The sum over ranks of ``x`` into ``out`` of another dtype or the same; the result of the ticket is one more
-        ticket, for what is left to do once ``scratch`` and ``x`` are free."""
+        """The sum over ranks of ``x`` into ``out``, of another dtype or the same.
+
+        The result of the ticket is one more ticket, for what is left to do once ``scratch`` and ``x`` are free.
+        """
 
     @abstractmethod
     def scratch_nbytes(self, op: str, axis: str, numel: int, itemsize: int) -> int:
         """Bytes of scratch for a ``"reduce_scatter"`` or ``"all_reduce"`` of ``numel`` elements."""
 
+    @property
+    def innermost(self) -> "Transport":
+        """Without what is wrapped around it."""
+        return self
+
     def close(self) -> None:
-        """Give up whatever is under way, and let other ranks see it."""
+        """Give up whatever is under way."""
 
 
 class Blocking(Transport):
@@ -124,6 +133,7 @@ class Groups:
         self._made: dict[tuple[Kind, str], dist.ProcessGroup] = {}
 
     def __call__(self, kind: Kind, axis: str) -> dist.ProcessGroup:
+        """The group along an axis for one kind of collective."""
         if not self.separate:
             return self.comm.group(axis)
         if (kind, axis) not in self._made:
@@ -134,17 +144,30 @@ class Groups:
         return self._made[kind, axis]
 
     def close(self) -> None:
-        """Abort: ranks that wait in one of these groups see an error instead of waiting on."""
-        for group in self._made.values() if self.separate else map(self.comm.group, self.comm.mesh.names):
-            group.abort()
+        """Use them no more: what is under way in them may never end. Those made next have to be made by all ranks."""
         self._made.clear()
 
 
+_Errand = Literal["gather", "reduce", "share"]
+# What is under way in one group at a time is told apart by tags, so that the order of posts counts within each kind only.
+_TAGS: dict[str, int] = {"gather": 1, "reduce": 2, "share": 3}
+
+
 class Exchange(Transport):
-    """gloo: each rank sends every other its part, straight from and to memory, and adds what arrives in order of rank."""
+    """gloo: each rank sends every other its part, straight from and to memory, and adds what arrives in order of rank.
+
+    Workers stand where a GPU has streams: one posts sends and receives, which may take as long as gloo is busy with earlier
+    ones; one for each kind of collective waits for them, and takes the sums.
+    """
 
     def __init__(self, comm: ProcessGroupComm, groups: Groups) -> None:
         self.comm, self.groups = comm, groups
+        self.patience: Callable[[], None] = lambda: None
+        self._start()
+
+    def _start(self) -> None:
+        self._post = Worker("posts")
+        self._waits: dict[str, Worker] = {kind: Worker(kind) for kind in ("gather", "reduce", "share")}
 
     def gather(self, x: torch.Tensor, out: torch.Tensor, axis: str) -> Ticket:
         """Asynchronous; the parts land in ``out``."""
@@ -152,53 +175,53 @@ class Exchange(Transport):
         mine = self.comm.mesh.coord(axis, self.comm.rank)
         if x.data_ptr() != parts[mine].data_ptr():
             parts[mine].copy_(x)
-        return Ticket(self._swap([parts[mine]] * len(parts), list(parts), axis, "gather"))
+        return self._fly("gather", [parts[mine]] * len(parts), list(parts), axis, lambda: None)
 
     def reduce_scatter(
         self, x: torch.Tensor, axis: str, *, dtype: torch.dtype, scratch: torch.Tensor, out: torch.Tensor | None = None
     ) -> Ticket:
-        """Asynchronous up to the sum, which the one who waits takes."""
+        """Asynchronous."""
         parts = list(x.view(self.comm.mesh.axis_size(axis), -1))
-        return self._summed(parts, len(parts[0]), axis, dtype, scratch, out)
+        received = self._received(parts, len(parts[0]), axis, scratch)
+        return self._fly("reduce", parts, received, axis, lambda: _sum(received, dtype, out))
 
     def all_reduce(self, x: torch.Tensor, out: torch.Tensor, axis: str, *, scratch: torch.Tensor) -> Ticket:
-        """Reduces each rank's part, then gathers the parts."""
+        """Reduces each rank's part, then gathers the parts; asynchronous."""
         n, mine = self.comm.mesh.axis_size(axis), self.comm.mesh.coord(axis, self.comm.rank)
         size = -(-len(x) // n)
         parts, results = ([each[size * r : size * (r + 1)] for r in range(n)] for each in (x, out))
-        first = self._summed(parts, len(parts[mine]), axis, out.dtype, scratch, results[mine])
+        received = self._received(parts, len(parts[mine]), axis, scratch)
 
-        def rest() -> Ticket:
-            first.wait()
-            return Ticket(self._swap([results[mine]] * n, results, axis, "reduce"))
+        def share() -> Ticket:
+            _sum(received, out.dtype, results[mine])
+            return self._fly("share", [results[mine]] * n, results, axis, lambda: None)
 
-        return Ticket(then=rest)
+        return self._fly("reduce", parts, received, axis, share)
 
-    def _summed(
-        self,
-        parts: list[torch.Tensor],
-        size: int,
-        axis: str,
-        dtype: torch.dtype,
-        scratch: torch.Tensor,
-        out: torch.Tensor | None,
-    ) -> Ticket:
+    def _received(self, parts: list[torch.Tensor], size: int, axis: str, scratch: torch.Tensor) -> list[torch.Tensor]:
+        """Where each rank's summand of this rank's part will be: its own where it is, the others' in scratch."""
         n, mine = len(parts), self.comm.mesh.coord(axis, self.comm.rank)
         room = scratch.view(parts[mine].dtype)[: (n - 1) * size].view(n - 1, size)
-        received = [*room[:mine], parts[mine], *room[mine:]]
-        works = self._swap(parts, received, axis, "reduce")
-        return Ticket(works, lambda: _sum(received, dtype, out))
+        return [*room[:mine], parts[mine], *room[mine:]]
 
-    def _swap(self, send: Sequence[torch.Tensor], receive: Sequence[torch.Tensor], axis: str, kind: Kind) -> list[Any]:
-        group, mine, n = self.groups(kind, axis), self.comm.mesh.coord(axis, self.comm.rank), len(send)
-        works = []
-        for shift in range(1, n):
-            to, source = (mine + shift) % n, (mine - shift) % n
-            if receive[source].numel():
-                works.append(group.recv([receive[source]], source, 0))
-            if send[to].numel():
-                works.append(group.send([send[to]], to, 0))
-        return works
+    def _fly(
+        self, kind: _Errand, send: Sequence[torch.Tensor], receive: Sequence[torch.Tensor], axis: str, then: Callable[[], Any]
+    ) -> Ticket:
+        """Exchange ``send[r]`` for ``receive[r]`` with each rank ``r`` of the axis, then do what is left to do."""
+        group = self.groups("gather" if kind == "gather" else "reduce", axis)
+        mine, waits, tag = self.comm.mesh.coord(axis, self.comm.rank), self._waits[kind], _TAGS[kind]
+        flight = Flight(self.patience)
+
+        def post() -> None:
+            try:
+                works = _post(group, send, receive, mine, tag)
+            except Exception as error:
+                flight.land(error=error)
+                return
+            waits.submit(partial(_complete, works, then, flight))
+
+        self._post.submit(post)
+        return Ticket([flight], flight.wait)
 
     def scratch_nbytes(self, op: str, axis: str, numel: int, itemsize: int) -> int:
         """The parts of the others."""
@@ -206,8 +229,31 @@ class Exchange(Transport):
         return -(-numel // n) * (n - 1) * itemsize
 
     def close(self) -> None:
-        """Abort the groups."""
+        """Leave groups and workers to what is under way in them."""
         self.groups.close()
+        self._start()
+
+
+def _post(
+    group: dist.ProcessGroup, send: Sequence[torch.Tensor], receive: Sequence[torch.Tensor], mine: int, tag: int
+) -> list[Any]:
+    works = []
+    for shift in range(1, len(send)):
+        to, source = (mine + shift) % len(send), (mine - shift) % len(send)
+        if receive[source].numel():
+            works.append(group.recv([receive[source]], source, tag))
+        if send[to].numel():
+            works.append(group.send([send[to]], to, tag))
+    return works
+
+
+def _complete(works: Sequence[Any], then: Callable[[], Any], flight: Flight) -> None:
+    try:
+        for work in works:
+            work.wait()
+        flight.land(then())
+    except Exception as error:
+        flight.land(error=error)
 
 
 def _sum(parts: Sequence[torch.Tensor], dtype: torch.dtype, out: torch.Tensor | None) -> torch.Tensor:
@@ -273,6 +319,11 @@ class Counted(Transport):
 
     def __init__(self, inner: Transport, comm: CountingComm) -> None:
         self.inner, self.comm = inner, comm
+
+    @property
+    def innermost(self) -> Transport:
+        """That of ``inner``."""
+        return self.inner.innermost
 
     def _count(self, op: str, axis: str, nbytes: int) -> None:
         self.comm.calls[Call(op, axis, sent_nbytes(op, nbytes, self.comm.mesh.axis_size(axis)))] += 1

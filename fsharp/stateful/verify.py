@@ -313,6 +313,7 @@ class _Gradients:
         self.cast: dict[tuple[str, int], set[int]] = {}
         self.done: dict[tuple[str, str, str, int], int] = {}  # by kind, phase, unit and number of microbatch or `reduce`
         self.written: dict[str, int] = {}  # by unit, the op that last changed its gradient
+        self.waiting: dict[str, int] = {}  # by unit, the cast whose gradient has yet to be accumulated
         self.last = -1  # op of the reduce stream
 
     def see(self, i: int, op: Op) -> None:
@@ -339,6 +340,8 @@ class _Gradients:
             raise _refusal(i, op, f"casts the gradient of use {op.use} twice.", "one cast for each use", "Drop one of them.")
         self.cast[key].add(op.use)
         self._write(i, op)
+        if self.facts[op.unit].outgoing or self.facts[op.unit].reduce:
+            self.waiting[op.unit] = i
 
     def _write(self, i: int, op: Op) -> None:
         """Note a change of a unit's gradient, unless what it should have been part of has left already."""
@@ -367,6 +370,7 @@ class _Gradients:
         self.done[mine] = i
         if mine[:2] == ("accumulate", "backward"):
             self._write(i, op)
+            self.waiting.pop(op.unit, None)
 
     def _missing(self, op: Op, key: tuple[str, int], facts: UnitFacts) -> str:
         """What an op that takes a gradient away lacks; empty if nothing."""
@@ -378,7 +382,7 @@ class _Gradients:
         if op.kind == "accumulate" and (finish or facts.reduce) and ("reduce", op.phase, *key) not in self.done:
             return "adds a result without a reduction, in time, that makes it"
         if finish:
-            return ""
+            return f"comes before op {self.waiting[op.unit]} is accumulated" if op.unit in self.waiting else ""
         if not facts.reduce and not (op.kind == "accumulate" and facts.outgoing):
             return "takes away a gradient that stays where it is"
         if not self.due.get(key):

@@ -1,0 +1,65 @@
+"""Patient: a Comm whose callers do not wait in vain."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from fsharp.functional.comm import Comm, ReduceOp
+from fsharp.functional.mesh import Mesh
+from fsharp.stateful.workers import Flight, Worker
+
+
+class Patient:
+    """Passes every call on to ``inner`` in a thread, and asks now and then whether there is any use in waiting.
+
+    Args:
+        inner: a Comm whose calls block the host.
+        patience: called twice a second while a call takes; raises to end the wait.
+    """
+
+    def __init__(self, inner: Comm, patience: Callable[[], None]) -> None:
+        self.inner, self._patience, self._worker = inner, patience, Worker("calls")
+
+    @property
+    def mesh(self) -> Mesh:
+        """Of ``inner``."""
+        return self.inner.mesh
+
+    @property
+    def rank(self) -> int:
+        """Of ``inner``."""
+        return self.inner.rank
+
+    @property
+    def device(self) -> torch.device:
+        """Of ``inner``."""
+        return self.inner.device
+
+    def all_gather(self, x: torch.Tensor, axis: str) -> torch.Tensor:
+        """As ``inner``."""
+        return self._wait(lambda: self.inner.all_gather(x, axis))
+
+    def reduce_scatter(self, x: torch.Tensor, axis: str, *, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """As ``inner``."""
+        return self._wait(lambda: self.inner.reduce_scatter(x, axis, dtype=dtype))
+
+    def all_reduce(self, x: torch.Tensor, axis: str, *, op: ReduceOp = "sum") -> torch.Tensor:
+        """As ``inner``."""
+        return self._wait(lambda: self.inner.all_reduce(x, axis, op=op))
+
+    def _wait(self, call: Callable[[], torch.Tensor]) -> Any:
+        flight = Flight(self._patience)
+
+        def job() -> None:
+            try:
+                flight.land(call())
+            except Exception as error:
+                flight.land(error=error)
+
+        self._worker.submit(job)
+        return flight.wait()
+
+    def close(self) -> None:
+        """Leave the thread to what it waits for."""
+        self._worker = Worker("calls")
