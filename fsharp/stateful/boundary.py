@@ -24,7 +24,7 @@ class _Boundary(torch.autograd.Function):
         return tuple(leaves)
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[None, ...]:
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
         if torch.is_grad_enabled():
             raise ScheduleError(
                 "forward(): a graph of the backward was asked for (create_graph=True), which the scheduler does not keep. "

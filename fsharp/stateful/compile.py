@@ -59,6 +59,7 @@ class _Draft:
     buffer: tuple[str, str] | None = None
     fills: bool = False
     frees: bool = False
+    marks: "_Draft | None" = None  # not an op: the point up to which what this one has freed is not to be used
 
 
 class _Emitter:
@@ -204,9 +205,19 @@ class _Emitter:
         self.unfinished.discard(unit)
         buffer = ("finishing", unit) if self.facts[unit].finishing else None
         self._make_room(i)
-        self.under_way.append(
+        self._launch(
             self.emit("reduce", unit, "finish", i, stream="reduce", after=after, buffer=buffer, fills=buffer is not None)
         )
+
+    def _launch(self, op: _Draft) -> None:
+        """A reduction begins; with ``sum_late=False`` its sum follows at once, and only its memory is spoken for longer."""
+        if self.policy.sum_late is not False:
+            self.under_way.append(op)
+            return
+        added = self.emit("accumulate", op.unit, op.phase, op.at, stream="reduce", after=(op,), buffer=op.buffer)
+        self.under_way.append(added)
+        if op.phase == "backward":
+            self._finish(op.unit, op.at, (added,))
 
     def _make_room(self, i: int) -> None:
         while len(self.under_way) >= self.policy.reduce_buffers:
@@ -215,13 +226,16 @@ class _Emitter:
     def _land(self, i: int) -> None:
         op = self.under_way.pop(0)
         frees = op.buffer is not None
+        if op.kind == "accumulate":
+            self.emit("accumulate", op.unit, op.phase, i, buffer=op.buffer, frees=frees, marks=op)
+            return
         added = self.emit("accumulate", op.unit, op.phase, i, stream="reduce", after=(op,), buffer=op.buffer, frees=frees)
         if op.phase == "backward":
             self._finish(op.unit, i, (added,))
 
     def _end_microbatch(self, i: int) -> None:
         self._reduce_delayed(i)
-        while any(op.phase == "backward" for op in self.under_way):
+        while any(op.kind == "reduce" and op.phase == "backward" for op in self.under_way):
             self._land(i)
         for unit in [u.name for u in self.program.units if u.name in self.unfinished]:
             self._finish(unit, i, ())
@@ -273,7 +287,7 @@ def _reduced_microbatches(events: Sequence[Event]) -> set[int]:
 
 def _place(drafts: Sequence[_Draft], program: Program) -> tuple[list[Op], int, int]:
     """Give every buffer an address, and every op the ops that have to come before it."""
-    position = {id(op): i for i, op in enumerate(drafts)}
+    position = {id(op): i for i, op in enumerate(op for op in drafts if op.marks is None)}
     facts = {unit.name: unit for unit in program.units}
     sizes = {"params": "gathered", "outgoing": "outgoing", "finishing": "finishing"}
     items = {(kind, unit): Item(getattr(facts[unit], sizes[kind]), spans) for (kind, unit), spans in _liveness(drafts).items()}
@@ -281,14 +295,17 @@ def _place(drafts: Sequence[_Draft], program: Program) -> tuple[list[Op], int, i
     where = {buffer: Memory(start, item.nbytes) for (buffer, item), start in zip(items.items(), starts, strict=True)}
     freed: dict[tuple[str, str], tuple[Stream, int]] = {}
     ops = []
-    for i, op in enumerate(drafts):
+    for op in drafts:
+        if op.buffer and op.frees:
+            last = op.marks or op
+            freed[op.buffer] = (last.stream, position[id(last)])
+        if op.marks:
+            continue
         memory = where[op.buffer] if op.buffer else None
         after = {position[id(each)] for each in op.after}
         if memory and op.fills:
             # Ops on one stream end in order: the last that freed any of these bytes stands for all of them.
             after |= set(dict(sorted(last for other, last in freed.items() if where[other].overlaps(memory))).values())
-        if op.buffer and op.frees:
-            freed[op.buffer] = (op.stream, i)
         ops.append(Op(op.kind, op.unit, op.phase, op.at, op.use, op.stream, memory, tuple(sorted(after)), op.bucket))
     return ops, max((m.stop for m in where.values()), default=0), lower_bound(list(items.values()))
 

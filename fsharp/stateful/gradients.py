@@ -161,7 +161,8 @@ class Gradient:
 
     def begin(self) -> None:
         """A new step: whatever rests is of the step before."""
-        if any([buffer.renew() for buffer in self.rest]):
+        renewed = [buffer.renew() for buffer in self.rest]
+        if any(renewed):
             self._look()
         if self.is_finished_apart:
             for buffer in self.final:
@@ -186,8 +187,12 @@ class Gradient:
             leaves, gaps = block.leaves, block.gaps
         if first and gaps:
             torch._foreach_zero_(gaps)
-        if all(grad is not None for grad in grads):
-            (torch._foreach_copy_ if first else torch._foreach_add_)(leaves, list(grads))
+        present = [grad for grad in grads if grad is not None]
+        if len(present) == len(leaves):
+            if first:
+                torch._foreach_copy_(leaves, present)
+            else:
+                torch._foreach_add_(leaves, present)
             return
         for leaf, grad in zip(leaves, grads, strict=True):
             if grad is None:

@@ -10,7 +10,7 @@ import time
 from itertools import count
 from typing import TYPE_CHECKING
 
-import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
 
 from fsharp.functional.agree import gather_bytes
 from fsharp.functional.errors import AgreementError, problem
@@ -37,9 +37,9 @@ class Order:
     def __init__(self, mesh: Mesh, rank: int, *, has_store: bool) -> None:
         number = next(_numbers)  # the same on all ranks, which make their schedulers in the same order
         self.mesh, self.rank = mesh, rank
-        self._store: dist.Store | None = None
+        self._store: Store | None = None
         if has_store:
-            self._store = dist.PrefixStore(f"fsharp/order/{number}", dist.distributed_c10d._get_default_store())
+            self._store = PrefixStore(f"fsharp/order/{number}", _get_default_store())
         self._run: Run | None = None
         self._step = -1
 
@@ -142,9 +142,9 @@ def _different(orders: dict[int, list[str]]) -> str:
     for rank, order in sorted(orders.items()):
         by_order.setdefault(tuple(order), []).append(rank)
     facts = []
-    for order, ranks in by_order.items():
-        shown = list(order[max(first - 3, 0) : first + _SHOWN])
-        shown = ["..."] * (first > 3) + shown + ["..."] * (len(order) > first + _SHOWN)
+    for events, ranks in by_order.items():
+        shown = list(events[max(first - 3, 0) : first + _SHOWN])
+        shown = ["..."] * (first > 3) + shown + ["..."] * (len(events) > first + _SHOWN)
         facts.append((f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks[:8]))}", ", ".join(shown)))
     return problem(
         "Scheduler",

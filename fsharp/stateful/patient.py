@@ -1,7 +1,6 @@
 """Patient: a Comm whose callers do not wait in vain."""
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
@@ -48,7 +47,7 @@ class Patient:
         """As ``inner``."""
         return self._wait(lambda: self.inner.all_reduce(x, axis, op=op))
 
-    def _wait(self, call: Callable[[], torch.Tensor]) -> Any:
+    def _wait(self, call: Callable[[], torch.Tensor]) -> torch.Tensor:
         flight = Flight(self._patience)
 
         def job() -> None:
@@ -58,7 +57,8 @@ class Patient:
                 flight.land(error=error)
 
         self._worker.submit(job)
-        return flight.wait()
+        result: torch.Tensor = flight.wait()
+        return result
 
     def close(self) -> None:
         """Leave the thread to what it waits for."""

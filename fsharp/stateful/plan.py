@@ -41,14 +41,23 @@ class Plan:
         self.finishing: dict[str, list[list[torch.Tensor]]] = {}
         self._first_casts, self._several = _casts(schedule)
         self.actions: list[list[Action]] = [[] for _ in self.expected]
+        self._numbers: list[list[int]] = [[] for _ in self.expected]
+        self.computes: dict[int, int] = {}
         for i, op in enumerate(schedule.ops):
             action = self._action(i, op)
-            if action is not None:
+            if action is None:
+                self.computes[op.at] = i
+            else:
                 self.actions[op.at].append(action)
+                self._numbers[op.at].append(i)
         last = len(self.expected) - 1
         self.carried = [
             op.unit for op in schedule.ops if op.kind == "gather" and op.at == last and op.phase == "forward" and op.memory
         ]
+
+    def numbered(self, event: int) -> "zip[tuple[int, Action]]":
+        """The actions at an event, each with the position of its op."""
+        return zip(self._numbers[event], self.actions[event], strict=True)
 
     def fits(self, units: dict[str, LiveUnit]) -> bool:
         """Whether these are still the units it was made for."""

@@ -25,6 +25,9 @@ class Policy:
             lowered until they fit.
         gather_at_start: issue the first gathers of the next step, and those that the update needs, at the end of a step.
             False joins everything at the end of the step, which can then be captured in a CUDA graph.
+        sum_late: add the result of a reduction where it rests when its memory is wanted, or at the end of the pass, as a
+            host without streams has to, which waits for it then. False adds it right behind the reduction on its stream.
+            None leaves it to the scheduler, which knows the device.
         one_stream: gathers and reductions share a stream.
         separate_groups: gathers and reductions have process groups of their own.
         trivial_axes: run collectives along axes of size 1 too, which otherwise cost nothing: to measure on one device.
@@ -42,6 +45,7 @@ class Policy:
     bucket_nbytes: int = 0
     memory_budget: int | None = None
     gather_at_start: bool = True
+    sum_late: bool | None = None
     one_stream: bool = False
     separate_groups: bool = True
     trivial_axes: bool = False

@@ -54,6 +54,7 @@ class Run:
     def __init__(self, scheduler: "Scheduler", scheduled: "Scheduled | None", plan: Plan | None) -> None:
         self.scheduler, self.scheduled, self.plan = scheduler, scheduled, plan
         self.is_planned = plan is not None
+        self.recorder = scheduled.recorder if scheduled is not None and plan is not None else None
         self.events: list[Event] = []
         self.forward: list[Use] = []
         self.backward: list[Use] = []
@@ -78,6 +79,9 @@ class Run:
         if i >= len(self.plan.expected) or self.plan.expected[i] != event:
             self.depart()
             return False
+        if self.recorder is not None:
+            self.recorder.event(self, self.plan, i)
+            return True
         for action in self.plan.actions[i]:
             action(self)
         return True
@@ -325,10 +329,10 @@ class Run:
         for copy in self.plan.copies.values():
             if copy.tickets:
                 copy.wait()
-        for unit, block, kind in list(self.under_way):
+        for unit, block, _ in list(self.under_way):
             assert unit.gradient is not None
             gradient = unit.gradient
-            if kind == "backward":
+            if block is not None:
                 gradient.land(block)
             else:
                 gradient.land_finish()

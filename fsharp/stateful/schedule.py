@@ -22,12 +22,17 @@ import difflib
 import json
 from collections import Counter
 from dataclasses import asdict, dataclass, replace
-from typing import Literal
+from os import PathLike
+from typing import TYPE_CHECKING, Any, Literal
 
 from fsharp.functional.comm import Call
 from fsharp.functional.errors import ScheduleError
 from fsharp.stateful.policy import Policy
 from fsharp.stateful.program import Event, Program, UnitFacts
+
+if TYPE_CHECKING:
+    from fsharp.stateful.hardware import Hardware
+    from fsharp.stateful.timeline import Timeline
 
 OpKind = Literal["gather", "wait", "compute", "release", "cast", "reduce", "accumulate", "update"]
 Stream = Literal["compute", "gather", "reduce"]
@@ -137,6 +142,25 @@ class Schedule:
         """A unified diff of the ops of two schedules; empty if they are the same."""
         return "\n".join(difflib.unified_diff(self.lines(), other.lines(), "this", "other", lineterm="", n=2))
 
+    def __str__(self) -> str:
+        from fsharp.stateful.listing import table
+
+        return table(self)
+
+    def draw(
+        self, path: "str | PathLike[str]", *, hardware: "Hardware | None" = None, measured: "Timeline | None" = None
+    ) -> None:
+        """A picture of it: lanes for compute, gather and reduce, memory below.
+
+        Args:
+            path: a PNG or SVG file.
+            hardware: what to simulate it on; None draws the order of ops.
+            measured: a step that ran, from :meth:`Trace.timeline`, to draw beneath it.
+        """
+        from fsharp.stateful.draw import draw
+
+        draw(self, path, hardware=hardware, measured=measured)
+
     def to_json(self) -> str:
         """The schedule as JSON; :meth:`from_json` is the inverse."""
         return json.dumps(asdict(self), indent=1)
@@ -150,10 +174,7 @@ class Schedule:
         """
         try:
             data = json.loads(text)
-            units = tuple(
-                UnitFacts(**{k: _calls(v) if isinstance(v, list) else v for k, v in u.items()})
-                for u in data["program"]["units"]
-            )
+            units = tuple(map(_facts, data["program"]["units"]))
             program = Program(units, tuple(Event(*event) for event in data["program"]["events"]))
             ops = tuple(
                 Op(**{**op, "memory": op["memory"] and Memory(**op["memory"]), "after": tuple(op["after"])})
@@ -173,5 +194,5 @@ def calls_of(op: Op, facts: UnitFacts) -> tuple[Call, ...]:
     return ()
 
 
-def _calls(rows: list[list[object]]) -> tuple[Call, ...]:
-    return tuple(Call(*row) for row in rows)  # type: ignore[arg-type]
+def _facts(row: dict[str, Any]) -> UnitFacts:
+    return UnitFacts(**{k: tuple(Call(*call) for call in v) if isinstance(v, list | tuple) else v for k, v in row.items()})

@@ -8,8 +8,10 @@ from fsharp.stateful.compile import compile_schedule
 from fsharp.stateful.facts import facts_of
 from fsharp.stateful.plan import Plan
 from fsharp.stateful.program import Program
+from fsharp.stateful.recorder import Recorder
 from fsharp.stateful.run import Run
 from fsharp.stateful.schedule import Schedule
+from fsharp.stateful.trace import Trace
 from fsharp.stateful.verify import verify
 
 if TYPE_CHECKING:
@@ -29,6 +31,7 @@ class Scheduled:
         self.schedule: Schedule | None = None
         self.plan: Plan | None = None
         self.num_recordings = 0
+        self.recorder: Recorder | None = None
         self._positions: dict[str, int] = {}
         self._nodes: list[Sharded] = []
 
@@ -44,6 +47,12 @@ class Scheduled:
         """
         verify(schedule)
         self.schedule, self.plan = schedule, None
+
+    def trace(self) -> Trace:
+        """Measure every step that follows the schedule from now on; the trace fills as they run."""
+        trace = Trace()
+        self.recorder = Recorder(trace, self.scheduler.device)
+        return trace
 
     def sources(self, args: Any) -> dict[str, Sharded]:
         """The nodes among the arguments that the units of the schedule are, as far as they are among them."""

@@ -1,6 +1,7 @@
 """Scheduler: runs pure functions by a schedule. A Comm like any other to them, which gives the same bits, sooner."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -22,6 +23,7 @@ from fsharp.stateful.order import Order
 from fsharp.stateful.patient import Patient
 from fsharp.stateful.plan import Plan
 from fsharp.stateful.policy import Policy
+from fsharp.stateful.recorder import Recorder
 from fsharp.stateful.run import Run, Use
 from fsharp.stateful.scheduled import Scheduled
 from fsharp.stateful.spread import Spread
@@ -54,6 +56,8 @@ class Scheduler(Engine):
         if policy is not None and options:
             raise ScheduleError(f"Scheduler(): got a policy and {sorted(options)}: pass one or the other.")
         self.comm, self.policy = comm, policy or Policy(**options)
+        if self.policy.sum_late is None:
+            self.policy = replace(self.policy, sum_late=comm.device.type != "cuda")
         self.transport = _transport(comm, self.policy)
         on_cuda = comm.device.type == "cuda"
         self.lanes = CudaLanes(comm.device, one_stream=self.policy.one_stream) if on_cuda else Lanes()
@@ -110,9 +114,12 @@ class Scheduler(Engine):
         if self._run is not None and self._run.scheduled is not None:
             return scheduled.fn(*args, comm=self, **kwargs)
         run = self._begin(scheduled, args, kwargs)
+        self._watch(run.recorder)
         try:
             result = scheduled.fn(*args, comm=self, **kwargs)
             self._end(run)
+            if run.recorder is not None and run.is_planned:
+                run.recorder.end()
         except BaseException as error:
             self._abort(run, error)
             raise
@@ -121,6 +128,14 @@ class Scheduler(Engine):
             self.order.end()
             scheduled.forget()
         return result
+
+    def _watch(self, recorder: Recorder | None) -> None:
+        """Have collectives noted by a recorder, or by none."""
+        self.lanes.recorder = recorder
+        if isinstance(self.transport.innermost, Exchange):
+            self.transport.innermost.watch = None if recorder is None else lambda flight: recorder.flights.append(flight)
+        if recorder is not None:
+            recorder.begin()
 
     def _begin(self, scheduled: Scheduled, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Run:
         self._table = {}
@@ -244,7 +259,7 @@ class Scheduler(Engine):
         try:
             for node in (*ties, *nodes):
                 uses.append(run.enter(node))
-            leaves = {use.unit.layout.name: (leaf_index(use.unit.layout), use.leaves) for use in uses}
+            leaves = {use.unit.layout.name: (leaf_index(use.unit.layout), use.leaves or []) for use in uses}
             if isinstance(sharded, Sharded):
                 tree = leaf_index(sharded.unit).tree(leaves)
             else:
@@ -259,7 +274,7 @@ class Scheduler(Engine):
                 run.leave(use)
         if torch.is_grad_enabled():
             outputs = [out] if isinstance(out, torch.Tensor) else optree.tree_leaves(out)
-            before_backward(outputs, optree.tree_leaves((args, kwargs)), partial(run.come_back, uses))
+            before_backward(outputs, _leaves((args, kwargs)), partial(run.come_back, uses))
         return out
 
     def run_value_and_grad(self, loss_fn: Callable[..., Any], params: Any, parts: list[Any]) -> tuple[Loss, Any]:
@@ -353,6 +368,10 @@ class Scheduler(Engine):
     def _arrive(self, spread: Spread) -> None:
         spread.wait()
         self.lanes.join_all()
+
+
+def _leaves(tree: Any) -> list[Any]:
+    return optree.tree_leaves(tree)
 
 
 def _signature(node: Sharded) -> tuple[str, tuple[int, ...]]:

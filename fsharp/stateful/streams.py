@@ -2,9 +2,12 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+
+if TYPE_CHECKING:
+    from fsharp.stateful.recorder import Recorder
 
 Key = tuple[int, int]
 """An op: the number of its plan, its position."""
@@ -13,6 +16,8 @@ _HERE = nullcontext()
 
 class Lanes:
     """A host without streams: collectives are asynchronous by themselves, and what the host waits for is ordered by that."""
+
+    recorder: "Recorder | None" = None
 
     def on(self, name: str, op: Key | None = None, after: Sequence[Key] = (), *, begins: bool = True) -> AbstractContextManager:
         """Run what is inside on a lane.
@@ -63,7 +68,10 @@ class CudaLanes(Lanes):
             if key in self._events:
                 stream.wait_event(self._events[key])
         with torch.cuda.stream(stream):
+            start = self.recorder.mark() if self.recorder is not None else None
             yield
+            if self.recorder is not None:
+                self.recorder.lane_marks.append((start, self.recorder.mark()))
             if op is not None:
                 self._events[op] = stream.record_event()
 

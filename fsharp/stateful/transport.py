@@ -163,6 +163,7 @@ class Exchange(Transport):
     def __init__(self, comm: ProcessGroupComm, groups: Groups) -> None:
         self.comm, self.groups = comm, groups
         self.patience: Callable[[], None] = lambda: None
+        self.watch: Callable[[Flight], None] | None = None  # told of each flight that takes off
         self._start()
 
     def _start(self) -> None:
@@ -211,6 +212,8 @@ class Exchange(Transport):
         group = self.groups("gather" if kind == "gather" else "reduce", axis)
         mine, waits, tag = self.comm.mesh.coord(axis, self.comm.rank), self._waits[kind], _TAGS[kind]
         flight = Flight(self.patience)
+        if self.watch is not None:
+            self.watch(flight)
 
         def post() -> None:
             try:

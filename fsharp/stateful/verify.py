@@ -7,7 +7,6 @@ person edited, or that a compiler with a bug wrote, is refused before it touches
 from bisect import bisect_left
 from collections.abc import Sequence
 from itertools import product
-from typing import Protocol
 
 from fsharp.functional.errors import ScheduleError, problem
 from fsharp.stateful.program import UnitFacts
@@ -33,13 +32,8 @@ def verify(schedule: Schedule) -> None:
     """
     _check_form(schedule)
     order = _Order(schedule.ops)
-    checks: tuple[_Check, ...] = (
-        _Parameters(schedule, order),
-        _Gradients(schedule, order),
-        _Places(schedule, order),
-        _Limits(schedule, order),
-    )
-    for check in checks:
+    kinds: tuple[type[_Check], ...] = (_Parameters, _Gradients, _Places, _Limits)
+    for check in [kind(schedule, order) for kind in kinds]:
         for i, op in enumerate(schedule.ops):
             check.see(i, op)
         check.end()
@@ -82,12 +76,6 @@ def _collectives(schedule: Schedule, kinds: Sequence[str]) -> list[str]:
     return queue
 
 
-class _Check(Protocol):
-    def see(self, i: int, op: Op) -> None: ...
-
-    def end(self) -> None: ...
-
-
 def _refusal(i: int, op: Op, what: str, expected: str, remedy: str = _UNDO) -> ScheduleError:
     return ScheduleError(problem(f"verify(): op {i}, {op}", what, [("unit", op.unit or "-"), ("expected", expected)], remedy))
 
@@ -104,6 +92,8 @@ class _Order:
     def __init__(self, ops: Sequence[Op]) -> None:
         self.ops = ops
         self.last_update = max((i for i, op in enumerate(ops) if op.kind == "update"), default=len(ops))
+        last_of = {(op.kind, op.bucket): i for i, op in enumerate(ops) if op.bucket != -1}
+        self.ends = [last_of.get((op.kind, op.bucket), i) for i, op in enumerate(ops)]  # a bucket is over as one
         self.over, waited = self._run(-1)
         flying = [i for i in self.tail() if i + len(ops) > waited]
         if flying:
@@ -120,7 +110,8 @@ class _Order:
         for i, op in enumerate(self.ops):
             clock = dict(on[op.stream])
             for j in op.after:
-                for stream, last in (over[j] if j < i else {self.ops[j].stream: j - len(self.ops)}).items():
+                known = over[j] if j < i else {}
+                for stream, last in (*known.items(), (self.ops[j].stream, self.ends[j] - (j > i) * len(self.ops))):
                     clock[stream] = max(clock[stream], last)
             clock[op.stream] = i
             over.append(clock)
@@ -194,12 +185,25 @@ def _check_size(i: int, op: Op, facts: UnitFacts, arena: int) -> None:
         raise _refusal(i, op, "its memory is outside of the arena.", f"bytes 0 to {arena:,}")
 
 
-class _Parameters:
+class _Check:
+    """One pass over all ops; each sees what the ones before it have passed."""
+
+    def __init__(self, schedule: Schedule, order: _Order) -> None:
+        self.order, self.policy, self.events = order, schedule.policy, schedule.program.events
+        self.facts = {unit.name: unit for unit in schedule.program.units}
+
+    def see(self, i: int, op: Op) -> None:
+        raise NotImplementedError
+
+    def end(self) -> None:
+        pass
+
+
+class _Parameters(_Check):
     """Full copies and updated parameters: there before they are used, of this step's values, gone after."""
 
     def __init__(self, schedule: Schedule, order: _Order) -> None:
-        self.schedule, self.order = schedule, order
-        self.facts = {unit.name: unit for unit in schedule.program.units}
+        super().__init__(schedule, order)
         self.spans: dict[str, list[tuple[int, int]]] = {}
         for unit, first, last in schedule.program.spans():
             self.spans.setdefault(unit, []).append((first, last))
@@ -209,7 +213,7 @@ class _Parameters:
         self.entered: set[int] = set()  # events whose compute was seen
         for i in self.carried.values():
             if i + len(order.ops) < order.last_update:
-                what = "is gathered and never released; once the parameters are updated, its copy is stale."
+                what = "is gathered and never released: a leak, and stale once the parameters are updated."
                 raise _refusal(i + len(order.ops), order.ops[i], what, "a release after its last use")
         tail = order.tail()
         self.last_gather = tail[-1] if tail else None
@@ -258,14 +262,12 @@ class _Parameters:
     def _compute(self, i: int, op: Op) -> None:
         self.entered.add(op.at)
         if op.unit in self.arriving or op.unit in self.stale:
-            what = "uses parameters without a wait for those that the update has changed."
-            raise _refusal(i, op, what, "a gather and a wait of phase update before it")
+            raise _refusal(i, op, "uses parameters without a wait for those that the update has changed.", "a wait before it")
         if self.facts[op.unit].gathered and op.unit not in self.copies:
-            what = "uses a unit that is not gathered."
-            raise _refusal(i, op, what, "a gather and a wait after its last release", "Gather it, and wait, before this op.")
+            raise _refusal(i, op, "uses a unit that is not gathered.", "a gather and a wait after its last release")
         if self.facts[op.unit].gathered and op.unit not in self.waited:
             what = f"uses a unit before its gather, op {self.copies[op.unit] % len(self.order.ops)}, is waited for."
-            raise _refusal(i, op, what, "a wait between the gather and this op", "Add the wait.")
+            raise _refusal(i, op, what, "a wait between the two", "Add the wait.")
 
     def _release(self, i: int, op: Op) -> None:
         if op.unit not in self.copies:
@@ -285,7 +287,7 @@ class _Parameters:
             raise _unordered(i, op, "changes what may still be read by", self.last_gather, self.order.ops)
         self._check_spread()
         self.updated = i
-        self.stale = {unit.name for unit in self.schedule.program.units if unit.spread and unit.trainable}
+        self.stale = {unit.name for unit in self.facts.values() if unit.spread and unit.trainable}
 
     def _check_spread(self) -> None:
         for unit in sorted(self.stale):
@@ -296,17 +298,15 @@ class _Parameters:
         self._check_spread()
 
 
-class _Gradients:
+class _Gradients(_Check):
     """Each gradient is cast, reduced, added and finished once, in this order."""
 
     def __init__(self, schedule: Schedule, order: _Order) -> None:
-        self.schedule, self.order = schedule, order
-        self.facts = {unit.name: unit for unit in schedule.program.units}
-        events = schedule.program.events
-        self.ends = [i for i, event in enumerate(events) if event.kind == "microbatch_end"]
-        self.asked = [i for i, event in enumerate(events) if event.kind == "reduce"]
+        super().__init__(schedule, order)
+        self.ends = [i for i, event in enumerate(self.events) if event.kind == "microbatch_end"]
+        self.asked = [i for i, event in enumerate(self.events) if event.kind == "reduce"]
         self.due: dict[tuple[str, int], dict[int, int]] = {}  # by unit and microbatch: where each use's gradient is there
-        for i, event in enumerate(events):
+        for i, event in enumerate(self.events):
             if event.kind == "backward_end" and self.facts[event.unit].trainable:
                 self.due.setdefault((event.unit, bisect_left(self.ends, i)), {})[event.use] = i
         self.finishes = {bisect_left(self.asked, end) for end in self.ends} - {len(self.asked)}
@@ -358,8 +358,7 @@ class _Gradients:
         key, facts = self._key(op), self.facts[op.unit]
         mine = (op.kind, op.phase, *key)
         if mine in self.done:
-            what = f"happens twice: op {self.done[mine]} has done the same."
-            raise _refusal(i, op, what, f"one {op.kind} for each gradient", "Drop one of them.")
+            raise _refusal(i, op, f"happens twice: op {self.done[mine]} has done it.", "one for each gradient", "Drop one.")
         missing = self._missing(op, key, facts)
         if missing:
             raise _refusal(i, op, f"{missing}.", f"{op.kind} once, after what it needs")
@@ -407,14 +406,14 @@ class _Gradients:
 
     def _lost(self, at: int, unit: str, what: str, expected: str) -> ScheduleError:
         rows = [("unit", unit), ("expected", expected)]
-        return ScheduleError(problem(f"verify(): event {at}, {self.schedule.program.events[at]}", what, rows, "Add it."))
+        return ScheduleError(problem(f"verify(): event {at}, {self.events[at]}", what, rows, "Add it."))
 
 
-class _Places:
+class _Places(_Check):
     """No byte of the arena has two owners at a time; none is lost."""
 
     def __init__(self, schedule: Schedule, order: _Order) -> None:
-        self.order = order
+        super().__init__(schedule, order)
         self.carried = {("parameters", unit): i for unit, i in order.carried().items()}
         self.live = dict(self.carried)  # by role and unit, the op that filled it
         self.touched: dict[tuple[Memory, Stream], int] = {}  # the last op on each stream that touched memory now free
@@ -458,49 +457,44 @@ class _Places:
                 raise _refusal(i, self.order.ops[i], f"fills memory with the {role} and nothing frees it.", "an op that does")
 
 
-class _Limits:
+def _group(op: Op) -> str:
+    return op.unit if op.bucket == -1 else f"bucket {op.bucket}"
+
+
+class _Limits(_Check):
     """What the policy allows: units that are resident, and reductions under way."""
 
     def __init__(self, schedule: Schedule, order: _Order) -> None:
-        self.policy = schedule.policy
-        self.resident = {unit: self._group(order.ops[i]) for unit, i in order.carried().items()}
+        super().__init__(schedule, order)
+        self.resident = {unit: _group(order.ops[i]) for unit, i in order.carried().items()}
         self.under_way: dict[tuple[str, str], int] = {}
-        events = schedule.program.events
-        self.in_use: list[set[str]] = [set() for _ in events]
-        self.kept: list[set[str]] = [set() for _ in events]  # from a forward to the end of its backward
+        self.in_use: list[set[str]] = [set() for _ in self.events]
+        self.kept: list[set[str]] = [set() for _ in self.events]  # from a forward to the end of its backward
         for unit, first, last in schedule.program.spans():
             for units in self.in_use[first:last]:
                 units.add(unit)
-        begun = {event.use: i for i, event in enumerate(events) if event.kind == "forward"}
-        for i, event in enumerate(events):
+        begun = {event.use: i for i, event in enumerate(self.events) if event.kind == "forward"}
+        for i, event in enumerate(self.events):
             if event.kind == "backward_end" and self.policy.release == "backward":
                 for units in self.kept[begun[event.use] : i]:
                     units.add(event.unit)
 
-    @staticmethod
-    def _group(op: Op) -> str:
-        return op.unit if op.bucket == -1 else f"bucket {op.bucket}"
-
     def see(self, i: int, op: Op) -> None:
         if op.kind == "gather" and op.phase != "update":
-            self.resident[op.unit] = self._group(op)
+            self.resident[op.unit] = _group(op)
             used = {self.resident[unit] for unit in self.in_use[op.at] if unit in self.resident}
             kept = {self.resident[unit] for unit in self.kept[op.at] if unit in self.resident}
             ahead = set(self.resident.values()) - used - kept
             if ahead and len(used) + len(ahead) > self.policy.num_buffers:
                 what = f"is the unit too many: {sorted(used)} are in use, and {sorted(ahead)} resident beside them."
                 expected = f"at most {self.policy.num_buffers}, or those in use alone"
-                raise _refusal(i, op, what, expected, "Gather it later, release another, or raise Policy.buffers.")
+                raise _refusal(i, op, what, expected, "Gather it later, or raise Policy.buffers.")
         elif op.kind == "release":
             self.resident.pop(op.unit, None)
         elif op.kind == "reduce":
             self.under_way[op.unit, op.phase] = i
             if len(self.under_way) > self.policy.reduce_buffers:
                 what = f"is the reduction too many: ops {sorted(self.under_way.values())} are under way."
-                expected = f"at most {self.policy.reduce_buffers} not yet accumulated"
-                raise _refusal(i, op, what, expected, "Accumulate another first, or raise Policy.reduce_buffers.")
+                raise _refusal(i, op, what, f"at most {self.policy.reduce_buffers}", "Accumulate another first.")
         elif op.kind == "accumulate":
             self.under_way.pop((op.unit, op.phase), None)
-
-    def end(self) -> None:
-        pass

@@ -60,18 +60,22 @@ class Flight:
 
     Args:
         patience: called twice a second while somebody waits; raises if there is no use in waiting.
+
+    Attributes:
+        landed_s: when it was done, on the clock of ``time.perf_counter``; None until then.
     """
 
-    __slots__ = ("_done", "_error", "_patience", "_result")
+    __slots__ = ("_done", "_error", "_patience", "_result", "landed_s")
 
     def __init__(self, patience: Callable[[], None]) -> None:
         self._done, self._patience = threading.Event(), patience
         self._error: BaseException | None = None
         self._result: Any = None
+        self.landed_s: float | None = None
 
     def land(self, result: Any = None, error: BaseException | None = None) -> None:
         """It is done, or has failed."""
-        self._result, self._error = result, error
+        self._result, self._error, self.landed_s = result, error, time.perf_counter()
         self._done.set()
 
     def wait(self) -> Any:
