@@ -195,4 +195,5 @@ def calls_of(op: Op, facts: UnitFacts) -> tuple[Call, ...]:
 
 
 def _facts(row: dict[str, Any]) -> UnitFacts:
-    return UnitFacts(**{k: tuple(Call(*call) for call in v) if isinstance(v, list | tuple) else v for k, v in row.items()})
+    fields: dict[str, Any] = {k: tuple(Call(*call) for call in v) if isinstance(v, list | tuple) else v for k, v in row.items()}
+    return UnitFacts(**fields)
