@@ -15,6 +15,11 @@ Glossary
     sharded     the pytree node that stands where a unit's subtree stood (:class:`Sharded`).
     full        replicated on every axis: how functions see parameters.
     comm        what a rank calls collectives through (:class:`Comm`).
+    use         one call of a function on a unit, in the forward and on the way back in the backward.
+    program     the order in which a step uses units (:class:`Program`).
+    schedule    when their data move, on which stream and in which memory (:class:`Schedule`).
+    slot        the address at which a unit's full parameters are while it is resident.
+    policy      what the compiler of schedules may do (:class:`Policy`).
     main copy   the parameters in the optimizer's dtype, kept where its state rests.
 """
 
@@ -110,8 +115,21 @@ from fsharp.functional.transforms.norms import global_norm as global_norm
 from fsharp.functional.transforms.norms import skip_nonfinite as skip_nonfinite
 from fsharp.functional.transforms.schedules import warmup_cosine as warmup_cosine
 from fsharp.functional.transforms.schedules import warmup_linear as warmup_linear
+from fsharp.stateful.compile import compile_schedule as compile_schedule
+from fsharp.stateful.graphs import Captured as Captured
+from fsharp.stateful.hardware import Hardware as Hardware
+from fsharp.stateful.hardware import simulate as simulate_schedule
+from fsharp.stateful.perfetto import perfetto as perfetto
 from fsharp.stateful.policy import Policy as Policy
+from fsharp.stateful.program import Event as Event
+from fsharp.stateful.program import Program as Program
+from fsharp.stateful.program import UnitFacts as UnitFacts
 from fsharp.stateful.schedule import Schedule as Schedule
+from fsharp.stateful.scheduled import Scheduled as Scheduled
 from fsharp.stateful.scheduler import Scheduler as Scheduler
+from fsharp.stateful.trace import Trace as Trace
+from fsharp.stateful.trace import compare as compare
+from fsharp.stateful.verify import verify as verify
+from fsharp.stateful.verify import verify_ranks as verify_ranks
 
 __version__ = "0.1.0"

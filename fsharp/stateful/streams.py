@@ -49,14 +49,14 @@ class CudaLanes(Lanes):
 
     def __init__(self, device: torch.device, *, one_stream: bool) -> None:
         self.device, self.one_stream = device, one_stream
-        self._streams: dict[str, torch.cuda.Stream] = {}
+        self.streams: dict[str, torch.cuda.Stream] = {}
         self._events: dict[Key, torch.cuda.Event] = {}
 
     def _stream(self, name: str) -> torch.cuda.Stream:
         name = "gather" if self.one_stream else name
-        if name not in self._streams:
-            self._streams[name] = torch.cuda.Stream(self.device)
-        return self._streams[name]
+        if name not in self.streams:
+            self.streams[name] = torch.cuda.Stream(self.device)
+        return self.streams[name]
 
     @contextmanager
     def on(self, name: str, op: Key | None = None, after: Sequence[Key] = (), *, begins: bool = True) -> Iterator[Any]:
@@ -85,5 +85,5 @@ class CudaLanes(Lanes):
     def join_all(self) -> None:
         """By event."""
         compute = torch.cuda.current_stream(self.device)
-        for stream in self._streams.values():
+        for stream in self.streams.values():
             compute.wait_stream(stream)

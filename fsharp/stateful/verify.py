@@ -32,8 +32,8 @@ def verify(schedule: Schedule) -> None:
     """
     _check_form(schedule)
     order = _Order(schedule.ops)
-    kinds: tuple[type[_Check], ...] = (_Parameters, _Gradients, _Places, _Limits)
-    for check in [kind(schedule, order) for kind in kinds]:
+    for kind in (_Parameters, _Gradients, _Places, _Limits):
+        check: _Check = kind(schedule, order)
         for i, op in enumerate(schedule.ops):
             check.see(i, op)
         check.end()
@@ -62,10 +62,11 @@ def verify_ranks(schedules: Sequence[Schedule]) -> None:
 
 
 def _collectives(schedule: Schedule, kinds: Sequence[str]) -> list[str]:
+    facts = {unit.name: unit for unit in schedule.program.units}
     queue: list[str] = []
     bucket = (-1, "")
     for op in schedule.ops:
-        calls = calls_of(op, schedule.facts(op.unit)) if op.kind in kinds else ()
+        calls = calls_of(op, facts[op.unit]) if op.kind in kinds else ()
         if calls:
             text = f"{op.kind} {op.unit} {op.phase} ({', '.join(f'{c.op} {c.axis} {c.nbytes}' for c in calls)})"
             if op.bucket != -1 and (op.bucket, op.kind) == bucket:
@@ -140,12 +141,12 @@ class _Order:
 def _check_form(schedule: Schedule) -> None:
     """Units, streams, positions and sizes, whatever the order."""
     arena, budget = schedule.arena, schedule.policy.memory_budget
-    facts = {unit.name: unit for unit in schedule.program.units}
-    events = schedule.program.events
-    if arena < schedule.bound or (budget is not None and arena > budget):
+    facts, events = {unit.name: unit for unit in schedule.program.units}, schedule.program.events
+    what = "larger than the memory budget" if budget is not None and arena > budget else ""
+    if what := "smaller than what is live at once" if arena < schedule.bound else what:
         rows = [("arena", f"{arena:,} bytes"), ("live at once", f"{schedule.bound:,} bytes"), ("memory budget", budget)]
-        what = "the arena is larger than the memory budget, or smaller than what is live at once."
-        raise ScheduleError(problem("verify()", what, rows, "Raise Policy.memory_budget, or lower prefetch and buffers."))
+        remedy = "Raise Policy.memory_budget, or lower prefetch and buffers."
+        raise ScheduleError(problem("verify()", f"the arena is {what}.", rows, remedy))
     at, buckets = 0, dict[tuple[str, int], int]()
     for i, op in enumerate(schedule.ops):
         if op.unit not in facts and (op.unit or op.kind != "update"):
@@ -160,9 +161,8 @@ def _check_form(schedule: Schedule) -> None:
             raise _refusal(i, op, f"is apart from the others of bucket {op.bucket}.", "ops of one bucket next to each other")
         at, buckets[op.kind, op.bucket] = op.at, i
         _check_size(i, op, facts.get(op.unit, UnitFacts("")), arena)
-    computes = [(i, e.unit, e.kind, e.use) for i, e in enumerate(events) if e.kind in ("forward", "backward")]
-    updates = [(i, "", "update", -1) for i, e in enumerate(events) if e.kind == "update"]
-    for kind, want in (("compute", computes), ("update", updates)):
+    for kind, kinds in (("compute", ("forward", "backward")), ("update", ("update",))):
+        want = [(i, event.unit, event.kind, event.use) for i, event in enumerate(events) if event.kind in kinds]
         have = [(op.at, op.unit, op.phase, op.use) for op in schedule.ops if op.kind == kind]
         if have != want:
             k = next((k for k, (a, b) in enumerate(zip(have, want)) if a != b), min(len(have), len(want)))
@@ -209,12 +209,14 @@ class _Parameters(_Check):
             self.spans.setdefault(unit, []).append((first, last))
         self.carried = order.carried()
         self.copies = dict(self.carried)  # by unit, the gather of the copy that is there
-        self.waited: set[str] = set()
+        steps = enumerate(order.ops, -len(order.ops))
+        waits = {i: op.unit for i, op in steps if op.kind == "wait" and op.phase != "update"}
+        self.waited = {unit for i, unit in waits.items() if i > self.carried.get(unit, 0)}
         self.entered: set[int] = set()  # events whose compute was seen
-        for i in self.carried.values():
-            if i + len(order.ops) < order.last_update:
+        for i in (i + len(order.ops) for i in self.carried.values()):
+            if i < order.last_update:
                 what = "is gathered and never released: a leak, and stale once the parameters are updated."
-                raise _refusal(i + len(order.ops), order.ops[i], what, "a release after its last use")
+                raise _refusal(i, order.ops[i], what, "a release after its last use")
         tail = order.tail()
         self.last_gather = tail[-1] if tail else None
         settled = {op.unit for op in order.ops[order.last_update :] if op.kind == "wait" and op.phase == "update"}
@@ -287,7 +289,7 @@ class _Parameters(_Check):
             raise _unordered(i, op, "changes what may still be read by", self.last_gather, self.order.ops)
         self._check_spread()
         self.updated = i
-        self.stale = {unit.name for unit in self.facts.values() if unit.spread and unit.trainable}
+        self.stale = {unit.name for unit in self.facts.values() if unit.spread}
 
     def _check_spread(self) -> None:
         for unit in sorted(self.stale):
@@ -355,12 +357,11 @@ class _Gradients(_Check):
         self.written[unit] = i
 
     def _leave(self, i: int, op: Op) -> None:
-        key, facts = self._key(op), self.facts[op.unit]
+        key = self._key(op)
         mine = (op.kind, op.phase, *key)
         if mine in self.done:
             raise _refusal(i, op, f"happens twice: op {self.done[mine]} has done it.", "one for each gradient", "Drop one.")
-        missing = self._missing(op, key, facts)
-        if missing:
+        if missing := self._missing(op, key):
             raise _refusal(i, op, f"{missing}.", f"{op.kind} once, after what it needs")
         reduced = self.done.get(("reduce", op.phase, *key), -1) if op.kind == "accumulate" else -1
         source = reduced if reduced >= 0 else self.written.get(op.unit, -1)
@@ -371,9 +372,9 @@ class _Gradients(_Check):
             self._write(i, op)
             self.waiting.pop(op.unit, None)
 
-    def _missing(self, op: Op, key: tuple[str, int], facts: UnitFacts) -> str:
+    def _missing(self, op: Op, key: tuple[str, int]) -> str:
         """What an op that takes a gradient away lacks; empty if nothing."""
-        finish = op.phase == "finish"
+        facts, finish = self.facts[op.unit], op.phase == "finish"
         if not facts.trainable:
             return "is about a frozen unit, which has no gradient"
         if finish and not (facts.finish and key[1] in self.finishes):
@@ -392,7 +393,7 @@ class _Gradients(_Check):
     def end(self) -> None:
         for (unit, number), uses in self.due.items():
             facts = self.facts[unit]
-            for use in set(uses) - self.cast.get((unit, number), set()):
+            for use in sorted(set(uses) - self.cast.get((unit, number), set())):
                 raise self._lost(uses[use], unit, f"the gradient of use {use} of {unit!r} is never cast.", "one cast of it")
             for kind, wants in (("reduce", facts.reduce), ("accumulate", facts.reduce or facts.outgoing)):
                 if wants and (kind, "backward", unit, number) not in self.done:
@@ -487,8 +488,7 @@ class _Limits(_Check):
             ahead = set(self.resident.values()) - used - kept
             if ahead and len(used) + len(ahead) > self.policy.num_buffers:
                 what = f"is the unit too many: {sorted(used)} are in use, and {sorted(ahead)} resident beside them."
-                expected = f"at most {self.policy.num_buffers}, or those in use alone"
-                raise _refusal(i, op, what, expected, "Gather it later, or raise Policy.buffers.")
+                raise _refusal(i, op, what, f"at most {self.policy.num_buffers}, or those in use alone", "Gather it later.")
         elif op.kind == "release":
             self.resident.pop(op.unit, None)
         elif op.kind == "reduce":

@@ -35,7 +35,7 @@ class AdamState(NamedTuple):
         nu: second moments, like the parameters.
     """
 
-    count: int  # type: ignore[assignment]  # tuple.count, which nobody calls on a state
+    count: int | torch.Tensor  # type: ignore[assignment]  # tuple.count, which nobody calls on a state
     mu: Any
     nu: Any
 
@@ -57,6 +57,10 @@ def at(schedule: Schedule, count: int) -> float:
     return float(schedule(count) if callable(schedule) else schedule)
 
 
+def _at_tensor(schedule: Any, count: torch.Tensor) -> Any:
+    return schedule(count) if callable(schedule) else float(schedule)
+
+
 def adamw(
     lr: Schedule,
     *,
@@ -65,6 +69,7 @@ def adamw(
     eps: float = 1e-8,
     weight_decay: PerPath = 0.01,
     lr_scale: PerPath = 1.0,
+    capturable: bool = False,
 ) -> Transform:
     """Adam with decoupled weight decay.
 
@@ -77,6 +82,8 @@ def adamw(
         eps: added to the root.
         weight_decay: per path, for example ``{"**": 0.1, "**.bias": 0.0}``.
         lr_scale: factor on the learning rate, per path.
+        capturable: keep the count in a float32 scalar where the parameters are, so that a CUDA graph of a step counts on. A
+            schedule is then called with that tensor.
 
     Returns:
         A transform with :class:`AdamState`. State: two buffers at the optimizer's place.
@@ -86,16 +93,19 @@ def adamw(
     """
 
     def init(params: Any, /) -> AdamState:
-        return AdamState(0, _zeros(params), _zeros(params))
+        count = torch.zeros((), device=_device(params)) if capturable else 0
+        return AdamState(count, _zeros(params), _zeros(params))
 
     def apply(grads: Any, state: AdamState, params: Any, *, comm: Comm, donate: bool) -> tuple[Any, AdamState]:
-        count = state.count + 1
+        before = state.count
+        rate: Any = _at_tensor(lr, before) if isinstance(before, torch.Tensor) else at(lr, before)
+        count = before.add_(1) if donate and isinstance(before, torch.Tensor) else before + 1
         params, mu, nu = _writable(donate, params, state.mu, state.nu)
-        rate = at(lr, state.count)
 
         def kernel(lists: Sequence[list[torch.Tensor]], scale: float, decay: float) -> None:
             p, g, m, v = lists
-            steps = [torch.full((), float(count), device=p[0].device)] * len(p)
+            taken = count if isinstance(count, torch.Tensor) else torch.full((), float(count), device=p[0].device)
+            steps = [taken] * len(p)
             torch._fused_adamw_(
                 p, g, m, v, [], steps,
                 lr=rate * scale, beta1=b1, beta2=b2, weight_decay=decay, eps=eps, amsgrad=False, maximize=False,
@@ -104,7 +114,8 @@ def adamw(
         _each_run(kernel, (params, grads, mu, nu), comm.rank, lr_scale, weight_decay)
         return params, AdamState(count, mu, nu)
 
-    config = {"adamw": _text(lr=lr, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay, lr_scale=lr_scale)}
+    numbers = {"capturable": True} if capturable else {}
+    config = {"adamw": _text(lr=lr, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay, lr_scale=lr_scale, **numbers)}
     return _from_apply(init, apply, config)
 
 
@@ -214,6 +225,11 @@ def _describe(value: Any) -> str:
     # A function's repr holds its address, which differs between ranks; that of a schedule of ours holds its numbers.
     text = repr(value)
     return str(getattr(value, "__qualname__", type(value).__qualname__)) if " at 0x" in text else text
+
+
+def _device(params: Any) -> torch.device:
+    tensors = [leaf for leaf in optree.tree_leaves(params) if isinstance(leaf, torch.Tensor)]
+    return tensors[0].device if tensors else torch.device("cpu")
 
 
 def _zeros(params: Any) -> Any:

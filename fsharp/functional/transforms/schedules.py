@@ -3,7 +3,9 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
+
+import torch
 
 
 def warmup_cosine(peak: float, *, warmup: int, total: int, floor: float = 0.0) -> Callable[[int], float]:
@@ -46,9 +48,17 @@ class _Warmup:
     total: int
     floor: float
 
-    def __call__(self, count: int) -> float:
+    def __call__(self, count: Any) -> Any:
+        if isinstance(count, torch.Tensor):
+            return self._of_tensor(count.double())
         if count < self.warmup:
             return self.peak * (count + 1) / self.warmup
         done = min(1.0, (count - self.warmup) / max(1, self.total - self.warmup))
         left = 1 - done if self.shape == "linear" else 0.5 * (1 + math.cos(math.pi * done))
         return self.floor + (self.peak - self.floor) * left
+
+    def _of_tensor(self, count: torch.Tensor) -> torch.Tensor:
+        rising = self.peak * (count + 1) / max(1, self.warmup)
+        done = ((count - self.warmup) / max(1, self.total - self.warmup)).clamp(0.0, 1.0)
+        left = 1 - done if self.shape == "linear" else 0.5 * (1 + torch.cos(math.pi * done))
+        return torch.where(count < self.warmup, rising, self.floor + (self.peak - self.floor) * left)

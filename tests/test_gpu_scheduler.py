@@ -1,0 +1,116 @@
+"""The scheduler on a CUDA device: streams, events and NCCL at world size 1, where Policy(trivial_axes=True) runs collectives."""
+
+import gc
+
+import optree
+import pytest
+import torch
+
+import fsharp as fs
+from tests.gpt_like import loss_fn, make_batches, make_params
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+MESH = fs.Mesh({"dp": 1})
+
+
+@pytest.fixture
+def comm(tmp_path):
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+
+    dist.init_process_group("nccl", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    try:
+        yield fs.ProcessGroupComm(init_device_mesh("cuda", (1,), mesh_dim_names=("dp",)))
+    finally:
+        fs.destroy()
+
+
+def start(comm, strategy, tx, precision=fs.Precision()):
+    params = optree.tree_map(lambda t: t.cuda(), make_params(layers=4))
+    layout = fs.plan(params, MESH, strategy("dp"), units="layers.*", precision=precision)
+    return fs.init_state(tx, fs.shard(params, layout, comm, place="optim"), comm=comm)
+
+
+def batches(count):
+    return [{k: v.cuda() for k, v in batch.items()} for batch in make_batches(count, 32)]
+
+
+@pytest.mark.parametrize("strategy", [fs.ddp, fs.zero1, fs.zero2, fs.zero3])
+@pytest.mark.parametrize("options", [{}, {"prefetch": 2}, {"one_stream": True}, {"reduce": "delayed", "reduce_buffers": 1}])
+def test_scheduled_steps_have_the_bits_of_blocking_ones(comm, strategy, options):
+    tx = fs.adamw(1e-2)
+    step = fs.train_step(loss_fn, tx, microbatches=2, donate=True)
+    scheduled = fs.Scheduler(comm, trivial_axes=True, poison=True, **options)(step)
+    ours, theirs = start(comm, strategy, tx), start(comm, strategy, tx)
+    for batch in batches(6):
+        ours, metrics = scheduled(ours, batch)
+        theirs, expected = step(theirs, batch, comm)
+        assert torch.equal(metrics.loss, expected.loss)
+    assert scheduled.num_recordings == 1
+    optree.tree_map(lambda a, b: torch.testing.assert_close(a, b, rtol=0, atol=0), ours.params, theirs.params)
+
+
+@pytest.mark.parametrize("strategy", [fs.ddp, fs.zero2, fs.zero3])
+def test_a_captured_step_replays_with_the_losses_of_an_eager_one(comm, strategy):
+    tx = fs.adamw(fs.warmup_cosine(1e-2, warmup=3, total=20), capturable=True)
+    step = fs.train_step(loss_fn, tx, donate=True)
+    data = batches(8)
+    scheduled = fs.Scheduler(comm, trivial_axes=True, gather_at_start=False)(step)
+    captured = fs.Captured(scheduled, start(comm, strategy, tx), data[0], warmup=3)
+    state = start(comm, strategy, tx)
+    for _ in range(3):
+        state, _ = step(state, data[0], comm)
+    for batch in data[1:]:
+        state, expected = step(state, batch, comm)
+        assert torch.equal(captured(batch).loss, expected.loss)
+    assert captured.state.step == state.step
+
+
+def test_deleting_the_scheduler_frees_its_memory(comm):
+    tx = fs.adamw(1e-2)
+    state = start(comm, fs.zero3, tx)
+    gc.collect()
+    before = torch.cuda.memory_allocated()
+    scheduler = fs.Scheduler(comm, trivial_axes=True)
+    scheduled = scheduler(fs.train_step(loss_fn, tx, donate=True))
+    for batch in batches(3):
+        state, metrics = scheduled(state, batch)
+    assert len(scheduler.arena) == scheduled.schedule.arena > 0
+    torch.cuda.synchronize()
+    del metrics, batch
+    gc.disable()
+    try:
+        del scheduler, scheduled
+        assert torch.cuda.memory_allocated() <= before + 4096, "scalars and workspaces aside nothing is left"
+    finally:
+        gc.enable()
+
+
+def test_gathers_run_on_a_stream_of_their_own(comm):
+    tx = fs.adamw(1e-2)
+    scheduler = fs.Scheduler(comm, trivial_axes=True)
+    scheduled = scheduler(fs.train_step(loss_fn, tx, donate=True))
+    state = start(comm, fs.zero3, tx)
+    for batch in batches(3):
+        state, _ = scheduled(state, batch)
+    streams = scheduler.lanes.streams
+    assert set(streams) == {"gather", "reduce"}
+    assert len({s.cuda_stream for s in streams.values()} | {torch.cuda.current_stream().cuda_stream}) == 3
+
+
+def test_the_trace_of_a_gpu_is_by_its_events(comm):
+    tx = fs.adamw(1e-2)
+    scheduled = fs.Scheduler(comm, trivial_axes=True)(fs.train_step(loss_fn, tx, donate=True))
+    state = start(comm, fs.zero3, tx)
+    data = batches(6)
+    for batch in data[:3]:
+        state, _ = scheduled(state, batch)
+    trace = scheduled.trace()
+    for batch in data[3:]:
+        state, _ = scheduled(state, batch)
+    timeline = trace.timeline(scheduled.schedule)
+    assert timeline.step_s > 0
+    assert {span.kind for span in timeline.spans} >= {"gather", "compute", "reduce", "update"}
