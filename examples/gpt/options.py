@@ -49,8 +49,10 @@ class Options:
     """Sum the norm exactly: slower, and strategies agree to the last bit."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype of parameters in use and on the wire; the optimizer keeps float32."""
+    schedule: bool = True
+    """Run steps by a schedule that overlaps communication with compute; else each collective blocks."""
     release: bool = False
-    """Let gathered parameters go after each use, and gather and compute again in the backward: less memory, more work."""
+    """Without a schedule: let gathered parameters go after each use, and gather and compute again in the backward: less memory, more work."""
     seed: int = 0
     """Of the initial parameters, the batches and the sample."""
 

@@ -92,11 +92,16 @@ def train(
     """Make the steps; the state after them, and the seconds that they took."""
     total = options.steps or max(options.warmup, _REPLAN_EVERY)  # replanned before a run of given time gets there
     report.plan(total)
-    step = build_step(options, loss_fn, total)
+    make = build_step(options, loss_fn, total)
+
+    def current_step(state: fs.TrainState, batch: Any, comm: fs.Comm) -> tuple[fs.TrainState, fs.Metrics]:
+        return make(state, batch, comm)
+
+    step = fs.Scheduler(comm)(current_step) if options.schedule else partial(current_step, comm=comm)
     elapsed, tokens = 0.0, options.batch * options.context
     while state.step < total:
         began = time.perf_counter()
-        state, metrics = step(state, batch_of(corpus, options, state.step, comm), comm)
+        state, metrics = step(state, batch_of(corpus, options, state.step, comm))
         loss = float(metrics.loss)  # waits for the device
         elapsed += time.perf_counter() - began
         row = {"step": state.step, "loss": loss, "bits_per_byte": loss / math.log(2)}
@@ -104,7 +109,7 @@ def train(
         report.train(row | {"grad_norm": float(state.opt[0].norm), "elapsed": elapsed})
         if options.steps is None and state.step % _REPLAN_EVERY == 0:
             total = max(state.step, round(state.step * options.seconds / agreed(elapsed, comm)))
-            step = build_step(options, loss_fn, total)  # the state does not know who will change it
+            make = build_step(options, loss_fn, total)  # the state does not know who will change it
             report.plan(total)
         if options.eval_every and state.step % options.eval_every == 0 and state.step < total:
             evaluate(state.params, state.step, every=8)
