@@ -1,0 +1,104 @@
+"""The launcher: starts the processes of each part as torchrun does, then puts the results together."""
+
+import json
+import logging
+import os
+import sys
+import tempfile
+import time
+import uuid
+from pathlib import Path
+from typing import Any
+
+from benchmarks.options import PARTS, Options, parse
+
+RSS = ("DDP", "FSDP2", "fsharp ddp", "fsharp zero3")
+"""Who has processes of its own for the operating system's view of memory."""
+
+
+class PartFailed(Exception):
+    """A part whose processes failed."""
+
+
+def launch(part: str, nproc: int, argv: list[str]) -> dict[str, Any]:
+    """Run a part and return what rank 0 wrote.
+
+    Raises:
+        PartFailed: with what the first process that failed said.
+    """
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=nproc,
+        run_id=uuid.uuid4().hex,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        local_addr="localhost",
+        max_restarts=0,
+    )
+    with tempfile.TemporaryDirectory(prefix="fsharp-bench-") as folder:
+        path = Path(folder, "result.json")
+        try:
+            elastic_launch(config, sys.executable)("-u", "-m", "benchmarks.worker", part, str(path), *argv)
+        except ChildFailedError as error:
+            rank, failure = error.get_first_failure()
+            message = failure.message
+            if isinstance(message, dict):
+                print(message["extraInfo"]["py_callstack"].rstrip(), file=sys.stderr)
+                message = message["message"]
+            raise PartFailed(f"{part}: rank {rank} of {nproc} failed: {message}") from None
+        return dict(json.loads(path.read_text()))
+
+
+def measure(options: Options, argv: list[str]) -> dict[str, Any]:
+    """All parts that were asked for."""
+    parts: dict[str, Any] = {}
+    for name in PARTS:
+        if name not in options.only:
+            continue
+        if name == "rss":
+            parts[name] = rss(options, argv)
+        else:
+            parts[name] = launch(name, 1 if name == "host" else options.nproc, argv)
+    return parts
+
+
+def rss(options: Options, argv: list[str]) -> dict[str, Any]:
+    """Each contender in fresh processes, in which what is freed goes back to the operating system at once."""
+    if not Path("/proc/self/clear_refs").exists():
+        return {}
+    tuning = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+    os.environ.update(tuning)
+    try:
+        found = [launch(f"rss:{name}", options.nproc, argv) for name in RSS]
+    finally:
+        for name in tuning:
+            del os.environ[name]
+    return {name: row for each in found for name, row in each.items()}
+
+
+def main(argv: list[str]) -> int:
+    """Measure and report; the exit status."""
+    options = parse(argv)
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    logging.disable(logging.CRITICAL)  # the agent's account of a failure; ours is below
+    from benchmarks import report
+
+    if options.docs and options.runs_all:
+        report.around(options.docs)  # raises now, and not at the end
+    began = time.monotonic()
+    try:
+        parts = measure(options, argv)
+    except PartFailed as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    report.report(options, parts, seconds=time.monotonic() - began)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

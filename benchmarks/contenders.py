@@ -1,0 +1,214 @@
+"""What is compared: each contender owns a copy of the model and makes training steps on it."""
+
+from collections.abc import Callable
+from functools import partial
+from itertools import pairwise
+from typing import Any, Protocol
+
+import optree
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import fsharp as fs
+from benchmarks import gpt
+
+Batch = dict[str, torch.Tensor]
+ADAMW: dict[str, Any] = {"lr": 3e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+"""AdamW is a fused kernel everywhere, and all parameters decay."""
+
+
+class Contender(Protocol):
+    """Something that trains.
+
+    Attributes:
+        name: in tables.
+        is_global: whether the loss that a step returns is the mean over ranks, or this rank's.
+    """
+
+    name: str
+    is_global: bool
+
+    def step(self, batch: Batch) -> torch.Tensor:
+        """One training step; the loss."""
+
+    def gradients(self, batch: Batch) -> torch.Tensor:
+        """Forward, backward and the reduction of gradients, which are then thrown away; the loss."""
+
+    def settle(self) -> None:
+        """Wait until nothing of the last step is under way."""
+
+    def optimizer_nbytes(self) -> int:
+        """Bytes of optimizer state on this rank."""
+
+
+class ModuleContender:
+    """A module, its backward, and ``torch.optim.AdamW(fused=True)``.
+
+    Args:
+        name: in tables.
+        module: called with inputs and targets, gives the loss.
+        synced: whether ranks train together.
+    """
+
+    def __init__(self, name: str, module: torch.nn.Module, *, synced: bool = True) -> None:
+        self.name, self.module, self.is_global, self.synced = name, module, False, synced
+        self.optimizer = torch.optim.AdamW(module.parameters(), fused=True, **ADAMW)
+
+    def step(self, batch: Batch) -> torch.Tensor:
+        loss = self.module(batch["inputs"], batch["targets"])
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss.detach()
+
+    def gradients(self, batch: Batch) -> torch.Tensor:
+        loss = self.module(batch["inputs"], batch["targets"])
+        loss.backward()
+        self.optimizer.zero_grad()
+        return loss.detach()
+
+    def settle(self) -> None:
+        pass  # these peers have waited for everything when step() returns
+
+    def optimizer_nbytes(self) -> int:
+        state = [x for entry in self.optimizer.state.values() for x in entry.values() if isinstance(x, torch.Tensor)]
+        return sum(local(x).nbytes for x in state)
+
+
+class FunctionContender:
+    """The pure functions on ordinary tensors: what fsharp's host time is held against."""
+
+    is_global = False
+
+    def __init__(self, name: str, shape: gpt.Shape) -> None:
+        self.name, self.heads = name, shape.heads
+        self.params = optree.tree_map(lambda x: x.clone().requires_grad_(), gpt.tree_of(gpt.build(shape)))
+        self.optimizer = torch.optim.AdamW(optree.tree_leaves(self.params), fused=True, **ADAMW)
+
+    def step(self, batch: Batch) -> torch.Tensor:
+        loss = gpt.plain_loss(self.params, batch, heads=self.heads)
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss.detach()
+
+    def gradients(self, batch: Batch) -> torch.Tensor:
+        loss = gpt.plain_loss(self.params, batch, heads=self.heads)
+        loss.backward()
+        self.optimizer.zero_grad()
+        return loss.detach()
+
+    def settle(self) -> None:
+        pass
+
+    def optimizer_nbytes(self) -> int:
+        return sum(x.nbytes for entry in self.optimizer.state.values() for x in entry.values())
+
+
+class FsharpContender:
+    """``fs.train_step`` under the scheduler, or blocking.
+
+    Args:
+        name: in tables.
+        params: initial values; every unit under ``layers`` is gathered by itself.
+        loss_fn: as ``fs.train_step`` takes it.
+        comm: the ranks.
+        strategy: where state rests.
+        policy: None calls the step with ``comm`` itself, which blocks in every collective.
+        precision: dtypes.
+    """
+
+    is_global = True
+
+    def __init__(
+        self,
+        name: str,
+        params: Any,
+        loss_fn: fs.LossFn,
+        comm: fs.Comm,
+        strategy: fs.Strategy,
+        *,
+        policy: fs.Policy | None,
+        precision: fs.Precision = fs.Precision(),
+    ) -> None:
+        self.name = name
+        layout = fs.plan(params, comm.mesh, strategy, units="layers.*", precision=precision)
+        b1, b2 = ADAMW["betas"]
+        tx = fs.adamw(ADAMW["lr"], b1=b1, b2=b2, eps=ADAMW["eps"], weight_decay=ADAMW["weight_decay"])
+        self.state = fs.init_state(tx, fs.shard(params, layout, comm, place="optim"), comm=comm, donate=True)
+
+        def gradients(state: fs.TrainState, batch: Batch, comm: fs.Comm) -> fs.Metrics:
+            loss, grads = fs.value_and_grad(loss_fn)(state.params, batch, comm=comm)
+            return fs.average(loss, fs.reduce_scatter(grads, comm=comm), comm=comm, donate=True)[0]
+
+        self._step: Any = scheduled(fs.train_step(loss_fn, tx, donate=True), comm, policy)
+        self._gradients = scheduled(gradients, comm, policy)
+        self.scheduler: fs.Scheduler | None = None if policy is None else self._step.scheduler
+
+    def step(self, batch: Batch) -> torch.Tensor:
+        self.state, metrics = self._step(self.state, batch)
+        return metrics.loss
+
+    def gradients(self, batch: Batch) -> torch.Tensor:
+        return self._gradients(self.state, batch).loss
+
+    def settle(self) -> None:
+        for node in fs.units_of(self.state.params):
+            node.settle()
+
+    def optimizer_nbytes(self) -> int:
+        return fs.tree_nbytes(self.state.opt)
+
+
+def scheduled(step: Callable[..., Any], comm: fs.Comm, policy: fs.Policy | None) -> Callable[..., Any]:
+    """The step without its argument ``comm``: overlapped by a scheduler of its own, or blocking."""
+    return partial(step, comm=comm) if policy is None else fs.Scheduler(comm, policy=policy)(step)
+
+
+def sharded(name: str, shape: gpt.Shape, comm: fs.Comm, strategy: fs.Strategy, policy: fs.Policy | None) -> Contender:
+    """The GPT with a strategy of fsharp's."""
+    loss_fn = partial(gpt.loss, heads=shape.heads)
+    return FsharpContender(name, gpt.tree_of(gpt.build(shape)), loss_fn, comm, strategy, policy=policy)
+
+
+def local(x: torch.Tensor) -> torch.Tensor:
+    """The part of a tensor that is on this rank."""
+    return x.to_local() if isinstance(x, torch.distributed.tensor.DTensor) else x
+
+
+def plain(shape: gpt.Shape) -> Contender:
+    """The module alone: every rank trains its own, and nothing is sent."""
+    return ModuleContender("no communication", gpt.build(shape), synced=False)
+
+
+def ddp(shape: gpt.Shape, *, name: str = "DDP", **options: Any) -> Contender:
+    """``DistributedDataParallel``."""
+    return ModuleContender(name, DistributedDataParallel(gpt.build(shape), **options))
+
+
+def fsdp2(shape: gpt.Shape, mesh: DeviceMesh, *, name: str = "FSDP2", apart: bool = False, eager: bool = False) -> Contender:
+    """``fully_shard`` on every block and on the root.
+
+    Args:
+        shape: of the model.
+        mesh: one axis.
+        name: in tables.
+        apart: embedding and head as groups of their own, as torchtitan does.
+        eager: asynchronous gathers, each issued one block ahead: what FSDP2 has for overlap where there are no streams.
+    """
+    module = gpt.build(shape)
+    if apart:
+        fully_shard([module.tokens, module.positions], mesh=mesh)
+        fully_shard([module.norm, module.head], mesh=mesh, reshard_after_forward=False)
+    for block in module.blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(module, mesh=mesh)
+    if eager:
+        blocks: list[Any] = list(module.blocks)
+        module._set_unshard_async_op(True)
+        for before, after in pairwise(blocks):
+            before.set_modules_to_forward_prefetch([after])
+            after.set_modules_to_backward_prefetch([before])
+    return ModuleContender(name, module)

@@ -1,0 +1,181 @@
+"""Memory of parameters, gradients, optimizer state and buffers: every storage that is alive, counted at every operation.
+
+What is seen: each tensor that an operation takes or makes, in the forward, the backward and the optimizer, for as long as
+its storage lives and with the size that it has at the time. What is not: memory inside of a kernel or of gloo.
+"""
+
+import gc
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median_low as median
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import fsharp as fs
+from benchmarks import contenders as c
+from benchmarks import gpt
+from benchmarks.options import Options
+
+STEPS = 6
+
+
+class StorageTracker(TorchDispatchMode):
+    """Counts the bytes of all storages that operations have touched under it and that are still alive.
+
+    Looks before and after each operation: FSDP2 frees and allocates by resizing storages, which is not an operation.
+
+    Attributes:
+        peak_nbytes: the most so far; set it to 0 to begin anew.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.peak_nbytes = 0
+        self._known: dict[int, StorageWeakRef] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, torch.distributed.tensor.DTensor) for kind in types):
+            return NotImplemented  # it calls the operation on the tensors that it is made of, and those we count
+        kwargs = kwargs or {}
+        self._look((args, kwargs))
+        out = func(*args, **kwargs)
+        self._look(out)
+        return out
+
+    def nbytes(self) -> int:
+        """Bytes that are alive now."""
+        total = 0
+        for key, ref in list(self._known.items()):
+            # Holding the weak reference keeps the address from being given to another storage.
+            storage = torch.UntypedStorage._new_with_weak_ptr(ref.cdata)
+            if storage is None:
+                del self._known[key]
+            else:
+                total += storage.nbytes()
+        return total
+
+    def _look(self, tree: Any) -> None:
+        for x in tree_leaves(tree):
+            if isinstance(x, torch.Tensor) and x.layout is torch.strided:
+                storage = x.untyped_storage()
+                # Of the storage: fake tensors, on which DTensor works out shapes, say that they are on the CPU.
+                if storage.device.type == "cpu" and storage._cdata not in self._known:
+                    self._known[storage._cdata] = StorageWeakRef(storage)
+        self.peak_nbytes = max(self.peak_nbytes, self.nbytes())
+
+
+def everyone(shape: gpt.Shape, comm: fs.Comm, nproc: int) -> dict[str, Callable[[], c.Contender]]:
+    """What builds each contender."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh("cpu", (nproc,), mesh_dim_names=("dp",))
+
+    def ours(name: str, strategy: fs.Strategy, policy: fs.Policy | None) -> Callable[[], c.Contender]:
+        return lambda: c.sharded(name, shape, comm, strategy, policy)
+
+    scheduled = fs.Policy()
+    return {
+        "DDP": lambda: c.ddp(shape, gradient_as_bucket_view=True),
+        "FSDP2": lambda: c.fsdp2(shape, mesh),
+        "FSDP2, embedding and head apart": lambda: c.fsdp2(shape, mesh, apart=True),
+        "fsharp ddp": ours("fsharp ddp", fs.ddp("dp"), scheduled),
+        "fsharp zero1": ours("fsharp zero1", fs.zero1("dp"), scheduled),
+        "fsharp zero2": ours("fsharp zero2", fs.zero2("dp"), scheduled),
+        "fsharp zero3": ours("fsharp zero3", fs.zero3("dp"), scheduled),
+        "fsharp zero3, blocking": ours("fsharp zero3, blocking", fs.zero3("dp"), None),
+    }
+
+
+def track(build: Callable[[], c.Contender], batches: list[c.Batch]) -> dict[str, int]:
+    """Bytes of one contender over its first steps.
+
+    Returns:
+        ``first``, the peak of the first step; ``later``, the median of the peaks of the others (when gloo lets go of a
+        buffer is chance); ``peak``, the larger of both; ``rest``, after the last step; ``optimizer``, how much of all that
+        is optimizer state.
+    """
+    with StorageTracker() as tracker:
+        contender = build()
+        peaks = []
+        for i in range(STEPS):
+            gc.collect()  # what cycles keep alive, and for how long, is chance
+            tracker.peak_nbytes = 0
+            contender.step(batches[i])
+            peaks.append(tracker.peak_nbytes)
+        contender.settle()
+        rest = tracker.nbytes()
+    later = median(peaks[1:])
+    return {
+        "peak": max(peaks[0], later),
+        "first": peaks[0],
+        "later": later,
+        "rest": rest,
+        "optimizer": contender.optimizer_nbytes(),
+    }
+
+
+def thin(options: Options) -> gpt.Shape:
+    """The model's parameters and hardly an activation."""
+    return gpt.Shape(dim=options.dim, layers=options.layers, heads=options.heads, time=8, batch=1)
+
+
+def measure(options: Options, comm: fs.Comm, say: Callable[[str], None]) -> dict[str, Any]:
+    """The part ``memory``: this rank's, the largest of which counts."""
+    shape = thin(options)
+    batches = gpt.batches(shape, comm.rank)
+    result = {}
+    gc.collect()
+    gc.freeze()  # what is alive now stays: no need to look at it each time
+    for name, build in everyone(shape, comm, options.nproc).items():
+        say(name)
+        result[name] = track(build, batches)
+        gc.collect()
+    gc.unfreeze()
+    everyones: list[Any] = [None] * options.nproc
+    torch.distributed.all_gather_object(everyones, result)
+    return {
+        "num_params": sum(p.numel() for p in gpt.build(shape).parameters()),
+        "by_rank": everyones,
+        "largest": largest(everyones),
+    }
+
+
+def largest(by_rank: list[dict[str, dict[str, int]]]) -> dict[str, dict[str, int]]:
+    """The most that any rank needs."""
+    return {name: {key: max(each[name][key] for each in by_rank) for key in row} for name, row in by_rank[0].items()}
+
+
+# ---------------------------------------------------------------- the operating system's view
+
+
+def measure_rss(options: Options, comm: fs.Comm, name: str) -> dict[str, Any]:
+    """The part ``rss``, in processes that hold nothing else: by how much resident memory rises at most over some steps."""
+    shape = thin(options)
+    batches = gpt.batches(shape, comm.rank)
+    tiny = gpt.Shape(vocab=8, dim=8, layers=1, heads=1, time=8, batch=1)
+    contender = everyone(tiny, comm, options.nproc)[name]()
+    for batch in gpt.batches(tiny, comm.rank)[:STEPS]:
+        contender.step(batch)  # loads whatever code is loaded late
+    del contender
+    gc.collect()
+    before = _status("VmRSS")
+    contender = everyone(shape, comm, options.nproc)[name]()
+    gc.collect()
+    Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts anew
+    for i in range(STEPS):
+        contender.step(batches[i])
+    mine = {"rise": _status("VmHWM") - before}
+    everyones: list[Any] = [None] * options.nproc
+    torch.distributed.all_gather_object(everyones, mine)
+    return {name: {"rise": max(each["rise"] for each in everyones)}}
+
+
+def _status(field: str) -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(field + ":"):
+            return int(line.split()[1]) * 1024
+    raise AssertionError(f"no {field} in /proc/self/status")

@@ -1,0 +1,84 @@
+"""What can be chosen on the command line. Imports no torch, so that a bad option is refused at once."""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Literal
+
+import tyro
+
+Part = Literal["steps", "host", "memory", "rss"]
+PARTS: tuple[Part, ...] = ("steps", "host", "memory", "rss")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Measure training steps of fsharp against those of its peers, on the processors of this machine."""
+
+    peers: Literal["default", "all"] = "default"
+    """``all`` measures DeepSpeed too, which has to be installed."""
+    only: tuple[Part, ...] = PARTS
+    """Parts to run. The table and the last line hold what was measured."""
+    nproc: int = 2
+    """Number of processes (but for the host's time, which one process measures)."""
+    rounds: int = 12
+    """Times that each contender has its turn."""
+    steps: int = 3
+    """Steps in a turn."""
+    warmup: int = 4
+    """Steps that each contender makes before."""
+    host_rounds: int = 30
+    """Rounds of the host's time."""
+
+    dim: int = 384
+    """Width of the model."""
+    layers: int = 6
+    """Number of blocks."""
+    heads: int = 6
+    """Attention heads in a block."""
+    time: int = 128
+    """Tokens in a sequence."""
+    batch: int = 4
+    """Sequences in a step and rank."""
+    host_layers: int = 48
+    """Number of blocks of the tiny model on which the host's time is measured."""
+
+    out: Path = Path("benchmarks/results/cpu.json")
+    """Where all that was measured is written."""
+    docs: Path | None = Path("docs/benchmarks.md")
+    """The page whose table is renewed; only by a run of all parts."""
+
+    @property
+    def runs_all(self) -> bool:
+        """Whether every part is to be run."""
+        return set(self.only) == set(PARTS)
+
+
+def check(options: Options) -> None:
+    """Refuse what cannot run.
+
+    Raises:
+        ValueError: an option, or two that do not go together.
+    """
+    for name in ("rounds", "steps", "warmup", "host_rounds", "dim", "layers", "heads", "time", "batch", "host_layers"):
+        if getattr(options, name) < 1:
+            raise ValueError(f"--{name.replace('_', '-')} is {getattr(options, name)}, expected at least 1.")
+    if options.nproc < 2:
+        raise ValueError(f"--nproc is {options.nproc}, expected at least 2: one process has nobody to talk to.")
+    if options.peers == "all" and find_spec("deepspeed") is None:
+        raise ValueError("--peers all needs deepspeed, which PEERS=all make bench installs.")
+    if options.dim % options.heads:
+        raise ValueError(f"--dim {options.dim} does not divide into --heads {options.heads}.")
+
+
+def parse(argv: Sequence[str] | None = None) -> Options:
+    """The options of a command line; exits with status 2 if they are wrong."""
+    options = tyro.cli(Options, args=argv, prog="python -m benchmarks")
+    try:
+        check(options)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+    return options

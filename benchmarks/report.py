@@ -1,0 +1,274 @@
+"""What a run says: a file with everything measured, tables on the terminal and in the docs, and one last line of JSON."""
+
+import json
+import os
+import platform
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rich import box
+from rich.console import Console
+from rich.table import Table as RichTable
+
+from benchmarks.options import Options
+from benchmarks.stats import Spread, paired, ratio, times
+
+TARGETS = {
+    "step_ratio_vs_fsdp2": 0.80,
+    "step_ratio_vs_ddp": 1.15,
+    "ddp_ratio_vs_ddp": 1.0,
+    "host_ratio_vs_fsdp2": 0.35,
+    "peak_ratio_vs_fsdp2": 1.0,
+}
+"""What the figures of the last line are meant to stay below."""
+MEANING = {
+    "step_ratio_vs_fsdp2": "time of a step, zero3 to FSDP2",
+    "step_ratio_vs_ddp": "time of a step, zero3 to DDP",
+    "ddp_ratio_vs_ddp": "time of a step, ddp to DDP or zero1 to DDP, the larger",
+    "host_ratio_vs_fsdp2": "host time added per unit, zero3 to FSDP2",
+    "peak_ratio_vs_fsdp2": "peak memory, zero3 to FSDP2",
+}
+FSDP2 = "FSDP2"
+FSDP2_PEAKS = (FSDP2, "FSDP2, embedding and head apart")
+"""Two ways to cut the model for FSDP2; the one that needs less memory is the measure."""
+BEGIN, END = "<!-- begin: written by make bench -->", "<!-- end: written by make bench -->"
+
+
+class Table(NamedTuple):
+    """Rows of text."""
+
+    title: str
+    header: tuple[str, ...]
+    rows: list[tuple[str, ...]]
+
+
+# ---------------------------------------------------------------- figures
+
+
+def summary(parts: Mapping[str, Any]) -> dict[str, float]:
+    """The last line: what the parts that ran give."""
+    result = {}
+    if "steps" in parts:
+        rounds = parts["steps"]["rounds"]
+        result["step_ratio_vs_fsdp2"] = ratio(rounds, "fsharp zero3", FSDP2).median
+        result["step_ratio_vs_ddp"] = ratio(rounds, "fsharp zero3", "DDP").median
+        result["ddp_ratio_vs_ddp"] = max(ratio(rounds, name, "DDP").median for name in ("fsharp ddp", "fsharp zero1"))
+    if "host" in parts:
+        result["host_ratio_vs_fsdp2"] = ratio(parts["host"]["step"]["added"], "fsharp zero3", FSDP2).median
+    if "memory" in parts:
+        rows = parts["memory"]["largest"]
+        result["peak_ratio_vs_fsdp2"] = rows["fsharp zero3"]["peak"] / min(rows[name]["peak"] for name in FSDP2_PEAKS)
+    return {name: round(x, 4) for name, x in result.items()}
+
+
+def environment(options: Options) -> dict[str, Any]:
+    """Where and with what this was measured."""
+    cpu = next(
+        (line.split(":", 1)[1].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")),
+        platform.processor() or platform.machine(),
+    )
+    found = {"python": platform.python_version()}
+    for name in ("fsharp", "torch", "deepspeed"):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    if options.peers != "all":
+        found.pop("deepspeed", None)
+    return {
+        "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        "commit": commit(),
+        "cpu": cpu,
+        "cores": os.cpu_count(),
+        "threads_per_process": int(os.environ.get("OMP_NUM_THREADS", "1")),
+        "versions": found,
+        "options": {name: str(x) if isinstance(x, Path) else x for name, x in asdict(options).items()},
+    }
+
+
+def commit() -> str:
+    """The commit that was measured, and whether files differed from it."""
+    root = Path(__file__).parents[1]
+    try:
+        found = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=root, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return found.stdout.strip()
+
+
+def _lines(path: str) -> list[str]:
+    try:
+        return Path(path).read_text().splitlines()
+    except OSError:
+        return []
+
+
+# ---------------------------------------------------------------- tables
+
+
+def tables(parts: Mapping[str, Any]) -> list[Table]:
+    """Everything that was measured, as text."""
+    result = [_targets(parts)]
+    if "steps" in parts:
+        result.append(_steps(parts["steps"]))
+    if "host" in parts:
+        result.append(_host(parts["host"]))
+    if "memory" in parts:
+        result.append(_memory(parts["memory"], parts.get("rss") or {}))
+    return result
+
+
+def _targets(parts: Mapping[str, Any]) -> Table:
+    rows = []
+    for name, value in summary(parts).items():
+        met = "yes" if value <= TARGETS[name] else "no"
+        rows.append((f"`{name}`", MEANING[name], f"{value:.3f}", f"{TARGETS[name]:.2f}", met))
+    return Table("In short", ("figure", "what it is", "measured", "at most", "met"), rows)
+
+
+def _steps(part: Mapping[str, Any]) -> Table:
+    rounds = part["rounds"]
+    rows = []
+    for name in rounds[0]:
+        of_fsdp2, of_ddp = ratio(rounds, name, FSDP2), ratio(rounds, name, "DDP")
+        rows.append((name, ranged(times(rounds, name), 1e3, "{:.0f}"), ranged(of_fsdp2), ranged(of_ddp)))
+    return Table("A training step", ("", "ms a step", "of FSDP2's", "of DDP's"), rows)
+
+
+def _host(part: Mapping[str, Any]) -> Table:
+    rows = []
+    for name in part["base"]:
+        row = [name, part["base"][name]]
+        for kind in ("step", "without_optimizer"):
+            added = part[kind]["added"]
+            row += [ranged(times(added, name), 1e6, "{:.0f}"), ranged(ratio(added, name, FSDP2))]
+        rows.append(tuple(row))
+    header = ("", "over plain", "us a unit, step", "of FSDP2's", "us a unit, without optimizer", "of FSDP2's")
+    return Table(f"Host time added per unit, {part['units']} units", header, rows)
+
+
+def _memory(part: Mapping[str, Any], rss: Mapping[str, Any]) -> Table:
+    largest = part["largest"]
+    least = min(largest[name]["peak"] for name in FSDP2_PEAKS)
+    rows = []
+    for name, row in largest.items():
+        rows.append(
+            (
+                name,
+                *(f"{row[key] / 1e6:.1f}" for key in ("peak", "first", "later", "rest")),
+                f"{(row['peak'] - row['optimizer']) / 1e6:.1f}",
+                f"{row['peak'] / least:.3f}",
+                f"{rss[name]['rise'] / 1e6:.0f}" if name in rss else "",
+            )
+        )
+    header = (
+        "",
+        "peak, MB",
+        "first step",
+        "later steps",
+        "at rest",
+        "less optimizer state",
+        "peak, of FSDP2's",
+        "RSS, MB",
+    )
+    return Table(f"Memory of a rank, {part['num_params']:,} parameters", header, rows)
+
+
+def ranged(x: Spread, scale: float = 1.0, form: str = "{:.3f}") -> str:
+    least, most = (form.format(value * scale) for value in (x.least, x.most))
+    return f"{form.format(x.median * scale)} ({least} to {most})"
+
+
+# ---------------------------------------------------------------- where it goes
+
+
+def report(options: Options, parts: dict[str, Any], *, seconds: float) -> None:
+    """Write the file, the docs and the terminal; the last line is JSON."""
+    where = environment(options)
+    found = summary(parts)
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    results = {"summary": found, "targets": TARGETS, "medians": medians(parts), **where, "seconds": round(seconds), **parts}
+    options.out.write_text(json.dumps(results, indent=1) + "\n")
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console = Console(highlight=False, width=140)
+    shown = tables(parts)
+    for table in shown:
+        console.print(on_terminal(table))
+    if options.docs and options.runs_all:
+        renew(options.docs, markdown(shown, found, where))
+        console.print(f"written: {options.out}, {options.docs}", soft_wrap=True, markup=False)
+    else:
+        console.print(f"written: {options.out}", soft_wrap=True, markup=False)
+    print(json.dumps(found), flush=True)  # not through the console, which would wrap it
+
+
+def medians(parts: Mapping[str, Any]) -> dict[str, dict[str, float]]:
+    """Median seconds by part and contender."""
+    result = {}
+    kinds = {"steps": [("steps", "rounds")], "host": [("step", "rounds"), ("without_optimizer", "rounds")]}
+    for part, names in kinds.items():
+        for kind, key in names if part in parts else ():
+            rounds = parts[part][key] if kind == part else parts[part][kind][key]
+            label = part if kind == part else f"{part}, {kind}"
+            result[label] = {name: paired(rounds, lambda each, n=name: each[n]).median for name in rounds[0]}
+    return result
+
+
+def on_terminal(table: Table) -> RichTable:
+    """For rich."""
+    made = RichTable(title=table.title, title_justify="left", box=box.SIMPLE_HEAD)
+    for i, name in enumerate(table.header):
+        made.add_column(name, justify="left" if i == 0 else "right", overflow="fold")
+    for row in table.rows:
+        made.add_row(*(cell.replace("`", "") for cell in row))
+    return made
+
+
+def markdown(shown: Sequence[Table], found: Mapping[str, float], where: Mapping[str, Any]) -> str:
+    """For the docs."""
+    versions = ", ".join(f"{name} {x}" for name, x in where["versions"].items())
+    options = where["options"]
+    lines = [
+        f"{where['date']}, commit {where['commit']}, {where['cpu']} ({where['cores']} cores), {options['nproc']} processes of "
+        f"{where['threads_per_process']} thread; {versions}. {options['rounds']} rounds of {options['steps']} steps each; "
+        "medians, and in brackets least and most.",
+    ]
+    for table in shown:
+        lines += ["", f"### {table.title}", "", _row(table.header), "|" + "---|" * len(table.header)]
+        lines += [_row(row) for row in table.rows]
+    short = [f"{name} ({found[name]:.3f}, at most {most:.2f})" for name, most in TARGETS.items() if found.get(name, 0) > most]
+    lines += ["", f"Short of its target: {'; '.join(short) or 'none'}."]
+    return "\n".join(lines)
+
+
+def _row(cells: Sequence[str]) -> str:
+    return "| " + " | ".join(cells) + " |"
+
+
+def renew(path: Path, text: str) -> None:
+    """Put ``text`` between the marks of a page.
+
+    Raises:
+        ValueError: a page without them.
+    """
+    head, tail = around(path)
+    path.write_text(f"{head}{BEGIN}\n\n{text}\n\n{END}{tail}")
+
+
+def around(path: Path) -> tuple[str, str]:
+    """What stands before and after the marks of a page.
+
+    Raises:
+        ValueError: a page without them.
+    """
+    page = path.read_text()
+    if page.count(BEGIN) != 1 or page.count(END) != 1:
+        raise ValueError(f"{path}: expected {BEGIN!r} and {END!r}, once each.")
+    head, rest = page.split(BEGIN)
+    return head, rest.split(END)[1]

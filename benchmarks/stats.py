@@ -1,0 +1,48 @@
+"""Medians of what was measured in turns, and of the ratios within each turn. No torch."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from statistics import median
+from typing import Any
+
+Rounds = Sequence[Mapping[str, float]]
+"""For each round, a number for each contender."""
+
+
+@dataclass(frozen=True)
+class Spread:
+    """A median with the range around it."""
+
+    median: float
+    least: float
+    most: float
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def spread(values: Sequence[float]) -> Spread:
+    """Median, least and most."""
+    return Spread(median(values), min(values), max(values))
+
+
+def times(rounds: Rounds, name: str) -> Spread:
+    """Of one contender."""
+    return spread([each[name] for each in rounds])
+
+
+def ratio(rounds: Rounds, name: str, base: str) -> Spread:
+    """Of one contender's number to another's in the same round: what slows a round down slows both."""
+    return paired(rounds, lambda each: each[name] / each[base])
+
+
+def paired(rounds: Rounds, of: Callable[[Mapping[str, float]], float]) -> Spread:
+    """Of a function of the numbers of one round."""
+    return spread([of(each) for each in rounds])
+
+
+def turn(names: Sequence[str], round_: int) -> list[str]:
+    """The order of a round. Each starts one further on, and every second one runs backwards, so that all follow all."""
+    start = (round_ // 2) % len(names)
+    order = [*names[start:], *names[:start]]
+    return order if round_ % 2 == 0 else order[::-1]

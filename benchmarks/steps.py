@@ -1,0 +1,179 @@
+"""Training steps timed in turns: all contenders live in the same processes, and each round steps all of them."""
+
+import gc
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import fsharp as fs
+from benchmarks import contenders as c
+from benchmarks import gpt
+from benchmarks.options import Options
+from benchmarks.stats import turn
+
+Step = Callable[[c.Batch], torch.Tensor]
+FIRST = 4
+"""Steps after which rounding has not yet grown: Adam divides by the root of the second moment, which starts at zero."""
+TIGHT, LOOSE = 2e-5, 2e-2
+"""Largest relative difference of losses: over the first steps, and to the end."""
+
+
+class LossMismatch(Exception):
+    """Contenders that do not compute the same."""
+
+
+def everyone(options: Options, shape: gpt.Shape, comm: fs.Comm) -> list[c.Contender]:
+    """All contenders, in the order of the table."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh("cpu", (options.nproc,), mesh_dim_names=("dp",))
+    scheduled, blocking = fs.Policy(), None
+
+    def ours(name: str, strategy: fs.Strategy, policy: fs.Policy | None) -> c.Contender:
+        return c.sharded(name, shape, comm, strategy, policy)
+
+    result = [
+        c.plain(shape),
+        c.ddp(shape, gradient_as_bucket_view=True),
+        c.fsdp2(shape, mesh),
+        c.fsdp2(shape, mesh, name="FSDP2, asynchronous", eager=True),
+        ours("fsharp ddp", fs.ddp("dp"), scheduled),
+        ours("fsharp zero1", fs.zero1("dp"), scheduled),
+        ours("fsharp zero2", fs.zero2("dp"), scheduled),
+        ours("fsharp zero3", fs.zero3("dp"), scheduled),
+        ours("fsharp zero3, blocking", fs.zero3("dp"), blocking),
+    ]
+    if options.peers == "all":
+        from benchmarks.zero import ZeroContender
+
+        result += [ZeroContender(shape, stage) for stage in (1, 2, 3)]
+    return result
+
+
+def interleaved(
+    steps: Mapping[str, Step],
+    batches: Sequence[c.Batch],
+    *,
+    rounds: int,
+    block: int,
+    warmup: int,
+    settle: Mapping[str, Callable[[], None]] | None = None,
+    barrier: Callable[[], Any] = lambda: None,
+    say: Callable[[str], None] = lambda text: None,
+) -> tuple[list[dict[str, float]], dict[str, list[torch.Tensor]]]:
+    """Time blocks of steps of each contender in turn, A B C, then in another order.
+
+    Args:
+        steps: by name, what makes a step.
+        batches: taken one after the other, by each contender.
+        rounds: turns of each.
+        block: steps in a turn, over which time is averaged.
+        warmup: steps of each before.
+        settle: by name, what waits for whatever a step has left under way; its time counts.
+        barrier: ranks meet before each block.
+        say: is told how far this is.
+
+    Returns:
+        For each round, seconds a step by name; and every loss that each has had, in order.
+    """
+    losses: dict[str, list[torch.Tensor]] = {name: [] for name in steps}
+
+    def run(name: str, count: int) -> float:
+        wait = (settle or {}).get(name, lambda: None)
+        mine = losses[name]
+        todo = [batches[(len(mine) + i) % len(batches)] for i in range(count)]
+        step = steps[name]
+        gc.collect()  # nobody pays for the garbage of the one before
+        barrier()
+        began = time.perf_counter()
+        found = [step(batch) for batch in todo]
+        wait()
+        seconds = time.perf_counter() - began
+        mine += found
+        return seconds / count
+
+    gc.collect()
+    gc.freeze()  # what is alive now stays: no need to look at it each time
+    try:
+        for name in steps:
+            run(name, warmup)
+        result = []
+        for i in range(rounds):
+            row = {name: run(name, block) for name in turn(list(steps), i)}
+            result.append({name: row[name] for name in steps})
+            if (i + 1) % max(1, rounds // 6) == 0:
+                say(f"round {i + 1}/{rounds}")
+    finally:
+        gc.unfreeze()
+    return result, losses
+
+
+def compare_losses(losses: Mapping[str, Sequence[float]], *, alone: Sequence[str] = ()) -> dict[str, float]:
+    """Hold all to the first: rounding may differ, results not.
+
+    Args:
+        losses: means over ranks, by name.
+        alone: those whose ranks do not train together; they agree before the first update only.
+
+    Returns:
+        The largest relative difference over the first steps, and over all.
+
+    Raises:
+        LossMismatch: names everybody who is off.
+    """
+    reference, *others = [name for name in losses if name not in alone]
+    expected = losses[reference]
+    early = {name: _worst(losses[name][:FIRST], expected) for name in others}
+    early |= {name: _worst(losses[name][:1], expected) for name in alone}
+    late = {name: _worst(losses[name], expected) for name in others}
+    off = [f"{name}: {x:.1e} over the first {FIRST} steps" for name, x in early.items() if not x <= TIGHT]
+    off += [f"{name}: {x:.1e} over all steps" for name, x in late.items() if not x <= LOOSE]
+    if off:
+        raise LossMismatch(f"losses differ from those of {reference} (allowed: {TIGHT:g}, later {LOOSE:g}):\n" + "\n".join(off))
+    return {"first_steps": max(early.values(), default=0.0), "all_steps": max(late.values(), default=0.0)}
+
+
+def _worst(mine: Sequence[float], expected: Sequence[float]) -> float:
+    differences = [abs(a - b) / abs(b) for a, b in zip(mine, expected)]
+    return max(differences) if all(x == x for x in differences) else float("nan")
+
+
+def measure(options: Options, comm: fs.Comm, say: Callable[[str], None]) -> dict[str, Any]:
+    """The part ``steps``."""
+    names = ("dim", "layers", "heads", "time", "batch")
+    shape = gpt.Shape(**{name: getattr(options, name) for name in names})
+    found = everyone(options, shape, comm)
+    rounds, losses = interleaved(
+        {each.name: each.step for each in found},
+        gpt.batches(shape, comm.rank),
+        rounds=options.rounds,
+        block=options.steps,
+        warmup=options.warmup,
+        settle={each.name: each.settle for each in found},
+        barrier=dist.barrier,
+        say=say,
+    )
+    means = {each.name: _over_ranks(losses[each.name], each.is_global) for each in found}
+    alone = [each.name for each in found if isinstance(each, c.ModuleContender) and not each.synced]
+    difference = compare_losses(means, alone=alone)
+    everyones: list[Any] = [None] * options.nproc
+    dist.all_gather_object(everyones, rounds)
+    return {
+        "num_params": sum(p.numel() for p in gpt.build(shape).parameters()),
+        "rounds_by_rank": everyones,
+        # A round is over when the last rank is.
+        "rounds": [{name: max(rank[i][name] for rank in everyones) for name in row} for i, row in enumerate(rounds)],
+        "losses": means,
+        "largest_relative_difference_of_losses": difference,
+    }
+
+
+def _over_ranks(losses: Sequence[torch.Tensor], is_global: bool) -> list[float]:
+    values = torch.stack([x.double() for x in losses])
+    if not is_global:
+        dist.all_reduce(values)
+        values /= dist.get_world_size()
+    return values.tolist()

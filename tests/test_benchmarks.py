@@ -1,0 +1,442 @@
+"""The benchmark's own machinery, on tiny sizes. Speed is measured in benchmarks/, never here."""
+
+import json
+import os
+import subprocess
+import sys
+import warnings
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import optree
+import pytest
+import torch
+
+import fsharp as fs
+from benchmarks import contenders as c
+from benchmarks import gpt, gpu, host, llama, memory, report, stats, steps
+from benchmarks.options import Options, parse
+from benchmarks.overlap import GATHER, REDUCE, common, length, merged, overlap
+from fsharp.testing import processes
+
+ROOT = Path(__file__).parents[1]
+TINY = gpt.Shape(vocab=16, dim=16, layers=2, heads=2, time=8, batch=2)
+MB = 1_000_000
+
+
+SMALL_OPTIONS = Options(
+    rounds=2, steps=1, warmup=1, host_rounds=2, dim=16, layers=2, heads=2, time=8, batch=1, host_layers=2, docs=None
+)
+
+
+@pytest.fixture(scope="module")
+def two_ranks():
+    """What needs two processes: the parts ``steps`` and ``memory``, and a DTensor under the tracker."""
+
+    def run(comm):
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.tensor import Shard, distribute_tensor
+
+        x = distribute_tensor(torch.zeros(64, 64), init_device_mesh("cpu", (2,)), [Shard(0)])
+        with memory.StorageTracker() as tracker:
+            y = x + 1
+            counted = tracker.nbytes(), y.to_local().nbytes
+        parts = {
+            "steps": steps.measure(SMALL_OPTIONS, comm, lambda text: None),
+            "memory": memory.measure(SMALL_OPTIONS, comm, lambda text: None),
+        }
+        return counted, parts
+
+    return processes(fs.Mesh({"dp": 2}), run)
+
+
+@pytest.fixture(scope="module")
+def one_rank():
+    """What needs a process group of one process: the part ``host``, and the GPU's benchmark on the CPU."""
+    shape = llama.Shape(vocab=16, dim=16, hidden=24, layers=2, heads=2, time=8, batch=2)
+
+    def run(comm):
+        from torch.distributed.device_mesh import init_device_mesh
+
+        warnings.simplefilter("ignore")
+        torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+        mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("dp",))
+        options = gpu.Options(rounds=2, steps=1, warmup=1)
+        return (
+            host.measure(SMALL_OPTIONS, comm, lambda text: None),
+            gpu.measure(options, shape, mesh, lambda text: None, NoDevice()),
+        )
+
+    return processes(fs.Mesh({"dp": 1}), run)[0]
+
+
+@pytest.fixture(scope="module")
+def parts(two_ranks, one_rank):
+    return {**two_ranks[0][1], "host": one_rank[0]}
+
+
+# ---------------------------------------------------------------- models
+
+
+def gradients(module, tree_of):
+    """The gradients of a module, as the tree that its parameters are in."""
+    for x in module.parameters():
+        x.data = x.grad
+    return tree_of(module)
+
+
+def test_module_and_functions_give_the_same_loss_and_gradients():
+    module, batch = gpt.build(TINY), gpt.batches(TINY, 0)[0]
+    params = optree.tree_map(lambda x: x.clone().requires_grad_(), gpt.tree_of(module))
+    ours = gpt.plain_loss(params, batch, heads=TINY.heads)
+    theirs = module(batch["inputs"], batch["targets"])
+    ours.backward()
+    theirs.backward()
+    assert torch.equal(ours, theirs)
+    assert len(optree.tree_leaves(params)) == len(list(module.parameters()))
+    expected = gradients(module, gpt.tree_of)
+    assert optree.tree_all(optree.tree_map(lambda x, g: torch.equal(x.grad, g), params, expected))
+
+
+@pytest.mark.parametrize(
+    ("model", "shape"),
+    [(gpt, TINY), (llama, llama.Shape(vocab=16, dim=16, hidden=24, layers=2, heads=2, time=8, batch=2))],
+    ids=["gpt", "llama"],
+)
+def test_a_module_and_its_shards_give_the_same_loss_and_gradients(model, shape):
+    comm, cpu = fs.SingleComm(), {} if model is gpt else {"device": "cpu"}
+    module = model.build(shape, **cpu)
+    batch = (gpt.batches(shape, 0) if model is gpt else llama.batches(shape, **cpu))[0]
+    params = model.tree_of(module)
+    sharded = fs.shard(params, fs.plan(params, comm.mesh, fs.zero3("dp"), units="layers.*"), comm)
+    loss, grads = fs.value_and_grad(partial(model.loss, heads=shape.heads))(sharded, batch, comm=comm)
+    theirs = module(batch["inputs"], batch["targets"])
+    theirs.backward()
+    assert float(loss.sum) == float(theirs.detach())
+    optree.tree_map(torch.testing.assert_close, fs.full(grads, comm=comm), gradients(module, model.tree_of))
+
+
+def test_models_have_the_sizes_that_the_docs_say():
+    with torch.device("meta"):
+        sizes = [sum(p.numel() for p in made.parameters()) for made in (gpt.GPT(gpt.Shape()), llama.Llama(llama.LARGE))]
+    assert sizes == [10_867_584, 373_867_520]
+    assert "10.9M" in (ROOT / "docs/benchmarks.md").read_text()
+
+
+def test_options_have_the_default_shape():
+    names = ("dim", "layers", "heads", "time", "batch")
+    assert gpt.Shape(**{name: getattr(Options(), name) for name in names}) == gpt.Shape()
+
+
+# ---------------------------------------------------------------- memory
+
+
+def test_tracker_counts_what_is_alive_exactly():
+    with memory.StorageTracker() as tracker:
+        a = torch.empty(1000)
+        assert tracker.nbytes() == 4000
+        b = a.double()
+        assert tracker.nbytes() == 12_000
+        view = b[:10].view(2, 5)
+        assert tracker.nbytes() == 12_000
+        del b
+        assert tracker.nbytes() == 12_000  # the view holds it
+        del view
+        assert tracker.nbytes() == 4000
+        assert tracker.peak_nbytes == 12_000
+        tracker.peak_nbytes = 0
+        a.add_(1)
+        assert tracker.peak_nbytes == 4000
+
+
+def test_tracker_sees_what_the_backward_allocates_and_what_was_there_before():
+    x = torch.randn(100, 100, requires_grad=True)
+    with memory.StorageTracker() as tracker:
+        y = x.exp()  # keeps its result
+        assert tracker.nbytes() == 80_000
+        y.sum().backward()
+        assert tracker.nbytes() == 120_000
+        del y
+        assert tracker.nbytes() == 80_000
+        x.grad = None
+        assert tracker.nbytes() == 40_000
+
+
+def test_tracker_follows_resized_storages():
+    with memory.StorageTracker() as tracker:
+        x = torch.zeros(1000)
+        x.untyped_storage().resize_(0)
+        assert tracker.nbytes() == 0
+        x.untyped_storage().resize_(4000)
+        tracker.peak_nbytes = 0
+        x.fill_(1)
+        assert (tracker.nbytes(), tracker.peak_nbytes) == (4000, 4000)
+
+
+def test_tracker_counts_the_parts_of_a_dtensor_and_nothing_that_is_fake(two_ranks):
+    for (counted, nbytes), _ in two_ranks:
+        assert nbytes == 8192
+        assert counted == 2 * 8192
+
+
+def test_memory_of_a_step_is_what_the_sizes_say():
+    """Parameters, AdamW's two moments, gradients; the functions on plain tensors hold nothing else."""
+    shape = gpt.Shape(vocab=64, dim=64, layers=2, heads=2, time=1, batch=1)
+    nbytes = 4 * sum(p.numel() for p in gpt.build(shape).parameters())
+    found = memory.track(lambda: c.FunctionContender("functions", shape), gpt.batches(shape, 0))
+    assert found["optimizer"] == pytest.approx(2 * nbytes, rel=0.001)
+    assert found["rest"] == pytest.approx(3 * nbytes, rel=0.001)
+    assert found["peak"] == pytest.approx(4 * nbytes, rel=0.02)
+    assert found["peak"] >= found["first"] > found["rest"]
+
+
+# ---------------------------------------------------------------- figures
+
+
+def test_ratios_are_medians_of_those_within_rounds():
+    rounds = [{"a": 1.0, "b": 2.0}, {"a": 9.0, "b": 10.0}, {"a": 6.0, "b": 3.0}]
+    assert stats.ratio(rounds, "a", "b") == stats.Spread(0.9, 0.5, 2.0)  # and not 6 / 3, of the medians
+    assert stats.times(rounds, "b") == stats.Spread(3.0, 2.0, 10.0)
+    assert stats.paired(rounds, lambda row: row["b"] - row["a"]).median == 1.0
+
+
+def test_everybody_comes_first_and_last():
+    names = ["a", "b", "c"]
+    orders = [stats.turn(names, i) for i in range(6)]
+    assert orders == [list(x) for x in ("abc", "cba", "bca", "acb", "cab", "bac")]
+
+
+def test_turns_time_every_contender_in_every_round_and_continue_with_their_batches():
+    seen = {"a": [], "b": []}
+
+    def step(name, batch):
+        seen[name].append(batch)
+        return torch.tensor(float(batch))
+
+    settled = []
+    rounds, losses = steps.interleaved(
+        {name: partial(step, name) for name in seen},
+        range(4),
+        rounds=3,
+        block=2,
+        warmup=1,
+        settle={"b": lambda: settled.append(1)},
+    )
+    assert [set(row) for row in rounds] == [{"a", "b"}] * 3
+    assert seen["a"] == seen["b"] == [0, 1, 2, 3, 0, 1, 2]
+    assert [float(x) for x in losses["a"]] == seen["a"]
+    assert len(settled) == 4
+
+
+def test_host_time_is_counted_per_unit_over_its_own_base():
+    row = dict.fromkeys(host.BASE, 0.0) | {"module": 1.0, "functions": 2.0, "FSDP2": 25.0, "fsharp zero3": 14.0}
+    found = host.added([row], 12)
+    assert found[0]["FSDP2"] == 2.0
+    assert found[0]["fsharp zero3"] == 1.0
+
+
+def test_losses_that_differ_are_refused():
+    same = {"a": [2.0, 1.0], "b": [2.0, 1.0], "alone": [2.0, 7.0]}
+    assert steps.compare_losses(same, alone=["alone"]) == {"first_steps": 0.0, "all_steps": 0.0}
+    with pytest.raises(steps.LossMismatch, match=r"b: 1\.0e-04 over the first 4 steps"):
+        steps.compare_losses({"a": [2.0], "b": [2.0002]})
+    with pytest.raises(steps.LossMismatch, match=r"b: 1\.0e-01 over all steps"):
+        steps.compare_losses({"a": [1.0] * 5, "b": [1.0] * 4 + [1.1]})
+    with pytest.raises(steps.LossMismatch, match=r"alone: 5\.0e-01"):
+        steps.compare_losses({"a": [2.0], "b": [2.0], "alone": [3.0]}, alone=["alone"])
+    with pytest.raises(steps.LossMismatch, match="b: nan"):
+        steps.compare_losses({"a": [2.0], "b": [float("nan")]})
+    with pytest.raises(steps.LossMismatch, match="off"):
+        gpu.compare({gpu.BASE: [1.0], "off": [1.1]})
+
+
+# ---------------------------------------------------------------- overlap
+
+
+def event(cat, name, ts, dur, **args):
+    return {"ph": "X", "cat": cat, "name": name, "ts": ts, "dur": dur, "args": args}
+
+
+def test_gathers_that_overlap_compute_are_counted_by_phase():
+    events = [
+        {"ph": "M", "name": "process_name"},
+        # Forward: a gather beside a kernel, half hidden; its device part is a copy, as at world size 1.
+        event("user_annotation", GATHER, 0, 10),
+        event("cuda_runtime", "cudaMemcpyAsync", 5, 1, correlation=1),
+        event("gpu_memcpy", "Memcpy DtoD", 100, 20, correlation=1, stream=9),
+        event("gpu_user_annotation", GATHER, 100, 20),
+        event("cuda_runtime", "cudaLaunchKernel", 20, 1, correlation=2),
+        event("kernel", "gemm", 110, 40, correlation=2, stream=7),
+        # A gather that compute waits for.
+        event("user_annotation", GATHER, 30, 5),
+        event("cuda_driver", "cuLaunchKernelEx", 31, 1, correlation=3),
+        event("kernel", "ncclDevKernel_AllGather", 150, 10, correlation=3, stream=9),
+        # Backward: a gather beside a reduction only, then one beside a kernel.
+        event("cpu_op", "autograd::engine::evaluate_function: AddBackward0", 50, 40),
+        event("user_annotation", GATHER, 51, 2),
+        event("cuda_runtime", "cudaLaunchKernel", 52, 1, correlation=4),
+        event("kernel", "ncclDevKernel_AllGather", 200, 10, correlation=4, stream=9),
+        event("user_annotation", REDUCE, 55, 2),
+        event("cuda_runtime", "cudaLaunchKernel", 56, 1, correlation=5),
+        event("kernel", "ncclDevKernel_ReduceScatter", 195, 20, correlation=5, stream=10),
+        event("user_annotation", GATHER, 60, 2),
+        event("cuda_runtime", "cudaLaunchKernel", 61, 1, correlation=6),
+        event("kernel", "ncclDevKernel_AllGather", 220, 10, correlation=6, stream=9),
+        event("cuda_runtime", "cudaLaunchKernel", 70, 1, correlation=7),
+        event("kernel", "gemm", 215, 30, correlation=7, stream=7),
+        # After it, one that runs no kernel at all, and one that does.
+        event("user_annotation", GATHER, 95, 2),
+        event("user_annotation", GATHER, 98, 2),
+        event("cuda_runtime", "cudaMemcpyAsync", 99, 1, correlation=8),
+        event("gpu_memcpy", "Memcpy DtoD", 300, 5, correlation=8, stream=9),
+    ]
+    found = overlap(events)
+    assert found["forward"] == {"num_gathers": 2, "num_overlapping": 1, "gather_us": 30.0, "hidden_us": 10.0}
+    assert found["backward"] == {"num_gathers": 2, "num_overlapping": 1, "gather_us": 20.0, "hidden_us": 10.0}
+    assert found["after"] == {"num_gathers": 1, "num_overlapping": 0, "gather_us": 5.0, "hidden_us": 0.0}
+
+
+def test_unions_and_intersections():
+    assert merged([(0, 1), (1, 2), (4, 5), (4.5, 4.6)]) == [(0, 2), (4, 5)]
+    assert common([(0, 2), (4, 5)], [(1, 4.5)]) == [(1, 2), (4, 4.5)]
+    assert length([(1, 2), (4, 4.5)]) == 1.5
+    assert common([], [(0, 1)]) == []
+
+
+def test_a_profile_on_the_cpu_has_the_marks():
+    """The marks reach the trace; what the device does about them needs a device."""
+    comm = fs.SingleComm()
+    contender = c.sharded("", TINY, comm, fs.zero3("dp"), fs.Policy(trivial_axes=True))
+    gpu.mark(contender.scheduler.transport)
+    batches = gpt.batches(TINY, 0)
+    for batch in batches[:3]:
+        contender.step(batch)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as found:
+        contender.step(batches[3])
+    names = [e.name for e in found.events()]
+    assert names.count(GATHER) >= TINY.layers + 2
+    assert names.count(REDUCE) == TINY.layers + 2
+
+
+class NoDevice(gpu.Device):
+    """The CPU in place of a GPU, so that everything but its counters runs."""
+
+    kind = "cpu"
+
+    def wait(self):
+        pass
+
+    def empty(self):
+        pass
+
+    def allocated(self):
+        return 0
+
+    def reset_peak(self):
+        pass
+
+    def peak(self):
+        return MB
+
+
+def test_the_gpu_benchmark_runs_end_to_end_without_a_gpu(one_rank):
+    part = one_rank[1]
+    assert set(part["absent"]) == {gpu.MEGATRON}
+    assert [set(row) for row in part["rounds"]] == [set(part["memory"])] * 2
+    tables = gpu.tables({"small": part})
+    assert [table.title.split(":")[0] for table in tables] == ["small", "Gathers of fsharp zero3 beside compute"]
+    assert all(len(row) == len(table.header) for table in tables for row in table.rows)
+    assert set(gpu.summary({"small": part})) == {f"small_{kind}_ratio_vs_fsdp2" for kind in ("step", "host", "peak")}
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.filterwarnings("ignore")
+def test_the_gpu_benchmark_on_a_gpu(tmp_path):
+    assert gpu.main(["--models", "small", "--rounds", "2", "--steps", "2", "--warmup", "2", "--out", str(tmp_path)]) == 0
+    (path,) = tmp_path.glob("gpu-*.json")
+    part = json.loads(path.read_text())["models"]["small"]
+    assert part["memory"][gpu.OURS]["peak"] > 0
+    assert part["overlap"]["forward"]["num_gathers"] + part["overlap"]["backward"]["num_gathers"] >= llama.SMALL.layers
+
+
+# ---------------------------------------------------------------- the command
+
+
+def test_the_report_writes_everything_and_ends_in_a_line_of_figures(parts, tmp_path, capsys):
+    docs, out = tmp_path / "benchmarks.md", tmp_path / "results" / "cpu.json"
+    docs.write_text(f"before\n{report.BEGIN}\nold\n{report.END}\nafter\n")
+    rss = {"FSDP2": {"rise": MB}}
+    report.report(replace(SMALL_OPTIONS, out=out, docs=docs), {**parts, "rss": rss}, seconds=1.0)
+    last = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert list(last) == list(report.TARGETS)
+    assert all(isinstance(x, float) and x == x for x in last.values())
+    results = json.loads(out.read_text())
+    assert results["summary"] == last
+    assert len(results["steps"]["rounds"]) == len(results["host"]["step"]["rounds"]) == 2
+    assert set(results["medians"]["steps"]) >= {"FSDP2", "DDP", "fsharp zero3", "fsharp zero1", "fsharp ddp"}
+    assert {"date", "commit", "cpu", "threads_per_process", "versions"} <= set(results)
+    assert all(len(row) == len(table.header) for table in report.tables(results) for row in table.rows)
+    page = docs.read_text()
+    assert page.startswith("before\n")
+    assert page.endswith("after\n")
+    assert "old" not in page
+    assert "Short of its target: " in page
+    assert f"| `peak_ratio_vs_fsdp2` | {report.MEANING['peak_ratio_vs_fsdp2']} |" in page
+
+
+def test_the_figures_are_those_of_the_rounds():
+    rounds = [{"fsharp zero3": 1.0, "fsharp ddp": 2.0, "fsharp zero1": 3.0, "FSDP2": 4.0, "DDP": 2.0}]
+    peaks = {"FSDP2": 100, "FSDP2, embedding and head apart": 80, "fsharp zero3": 60}
+    parts = {
+        "steps": {"rounds": rounds},
+        "host": {"step": {"added": [{"FSDP2": 10.0, "fsharp zero3": 3.0}]}},
+        "memory": {"largest": {name: {"peak": x} for name, x in peaks.items()}},
+    }
+    assert report.summary(parts) == dict(zip(report.TARGETS, (0.25, 0.5, 1.5, 0.3, 0.75), strict=True))
+    assert report.summary({"steps": parts["steps"]}).keys() < report.TARGETS.keys()
+
+
+def test_partial_runs_do_not_touch_the_page(parts, tmp_path):
+    docs = tmp_path / "benchmarks.md"
+    options = replace(SMALL_OPTIONS, out=tmp_path / "cpu.json", docs=docs, only=("steps",))
+    report.report(options, {"steps": parts["steps"]}, seconds=1.0)
+    assert not docs.exists()
+
+
+@pytest.mark.deep
+def test_the_command_as_a_person_runs_it(tmp_path):
+    sizes = ["--dim", "16", "--layers", "2", "--heads", "2", "--time", "8", "--batch", "1", "--host-layers", "2"]
+    turns = ["--rounds", "2", "--steps", "1", "--warmup", "1", "--host-rounds", "2"]
+    command = [sys.executable, "-m", "benchmarks", *sizes, *turns, "--out", str(tmp_path / "cpu.json"), "--docs", "None"]
+    env = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert list(json.loads(done.stdout.splitlines()[-1])) == list(report.TARGETS)
+
+
+def test_a_page_without_marks_is_refused(tmp_path):
+    (tmp_path / "page.md").write_text("nothing")
+    with pytest.raises(ValueError, match="begin: written by make bench"):
+        report.renew(tmp_path / "page.md", "text")
+
+
+def test_the_page_has_the_marks():
+    page = (ROOT / "docs/benchmarks.md").read_text()
+    assert (page.count(report.BEGIN), page.count(report.END)) == (1, 1)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--nproc 1", "--nproc is 1, expected at least 2"),
+        ("--dim 30 --heads 4", "--dim 30 does not divide into --heads 4"),
+        ("--rounds 0", "--rounds is 0, expected at least 1."),
+        ("--peers some", "Invalid choice"),
+    ],
+)
+def test_bad_options_are_refused(capsys, options, message):
+    with pytest.raises(SystemExit, match="2"):
+        parse(options.split())
+    assert message in capsys.readouterr().err
