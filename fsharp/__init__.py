@@ -118,7 +118,7 @@ from fsharp.functional.transforms.schedules import warmup_linear as warmup_linea
 from fsharp.stateful.compile import compile_schedule as compile_schedule
 from fsharp.stateful.graphs import Captured as Captured
 from fsharp.stateful.hardware import Hardware as Hardware
-from fsharp.stateful.hardware import simulate as simulate_schedule
+from fsharp.stateful.hardware import simulate as simulate
 from fsharp.stateful.perfetto import perfetto as perfetto
 from fsharp.stateful.policy import Policy as Policy
 from fsharp.stateful.program import Event as Event

@@ -1,6 +1,7 @@
 """TrainState, value_and_grad, update and train_step: what the other functions are for."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import optree
@@ -286,8 +287,24 @@ def average(loss: Loss, grads: Any, *, comm: Comm, donate: bool = False) -> tupl
         sums = all_reduce(sums, comm, axis)
     total = Loss(sums[0], sums[1])
     divisor = _nonzero(total.weight)  # stays float64: in half precision 257 would become 256, and 100,000 infinite
-    divide = torch.Tensor.div_ if donate else torch.Tensor.div
-    return Metrics(total.mean, total.weight), optree.tree_map(lambda g: divide(g, divisor), grads)
+    return Metrics(total.mean, total.weight), map_units(partial(_divide, divisor=divisor, donate=donate), grads)
+
+
+def _divide(node: Sharded, *, divisor: torch.Tensor, donate: bool) -> Sharded:
+    """The node's buffers divided; later, if they are still on their way."""
+    sources = node.buffers_on_their_way
+    targets = list(sources) if donate else [torch.empty_like(x) for x in sources]
+
+    def divide() -> None:
+        node.settle()
+        for source, target in zip(sources, targets, strict=True):
+            torch.div(source, divisor, out=target)
+
+    result = node.replace(targets)
+    if node.is_arriving:
+        return result.arriving(divide)
+    divide()
+    return result
 
 
 def _nonzero(weight: torch.Tensor) -> torch.Tensor:

@@ -260,6 +260,8 @@ class _Emitter:
         settled = {op.unit: op for op in spread}
         for wait in self.arriving:
             wait.after = (settled[wait.unit] if wait.phase == "update" else self.gathers[wait.unit],)
+        for unit in settled.keys() - self.settled:  # not used in a step: the next update would change what is under way
+            self.emit("wait", unit, "update", i, after=(settled[unit],))
 
 
 def _casts(program: Program) -> list[dict[str, int]]:

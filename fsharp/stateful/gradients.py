@@ -1,6 +1,6 @@
 """Gradients of one unit: collected leaf by leaf, sent off, summed, and added where they rest."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -89,6 +89,7 @@ class Gradient:
         self._claimed = False
         self._tickets: list[Ticket] = []
         self._tails: list[Ticket] = []
+        self._deferred: list[Callable[[], None]] = []
         self._look()
 
     def _buffers(self, place: Place) -> list[Reusable]:
@@ -161,6 +162,7 @@ class Gradient:
 
     def begin(self) -> None:
         """A new step: whatever rests is of the step before."""
+        self.join()
         renewed = [buffer.renew() for buffer in self.rest]
         if any(renewed):
             self._look()
@@ -226,9 +228,23 @@ class Gradient:
                     buffer.tensor.add_(result)
         self.has_new = self._claimed = True
 
+    @property
+    def is_fed(self) -> bool:
+        """Whether this step has given the unit a gradient, though it may still be on its way."""
+        return self.has_new or bool(self._deferred)
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether :meth:`join` has something to wait for."""
+        return bool(self._deferred or self._tails)
+
+    def defer(self, land: Callable[[], None]) -> None:
+        """Leave it to :meth:`join` to land what has been sent."""
+        self._deferred.append(land)
+
     def settle(self) -> None:
         """What no use has contributed to is zero."""
-        if not self.has_new:
+        if not self.is_fed:
             for buffer in self.rest:
                 buffer.tensor.zero_()
             self.has_new = self._claimed = True
@@ -237,6 +253,7 @@ class Gradient:
         """Add what has come some other way: flat, at rest, None for zero."""
         if all(grad is None for grad in grads):
             return
+        self.join()
         self.settle()
         self.is_finishing = False
         for buffer, grad in zip(self.rest, grads, strict=True):
@@ -245,6 +262,7 @@ class Gradient:
 
     def finish(self, memory: list[list[torch.Tensor]]) -> None:
         """Begin the way to the optimizer's place. The gradient at rest stays as it is."""
+        self.join()
         self.settle()
         self.is_finishing = True
         for chain, source, target, (wire, *rest) in zip(self.finishes, self.rest, self.final, memory, strict=True):
@@ -258,8 +276,14 @@ class Gradient:
             if isinstance(tail, Ticket):
                 self._tails.append(tail)
 
+    def drop(self) -> None:
+        """Wait for nothing any more: what was sent may never arrive."""
+        self._tickets, self._tails, self._deferred = [], [], []
+
     def join(self) -> None:
-        """Wait until the gradient is at the optimizer's place."""
+        """Wait until the gradient is where it was sent last."""
+        while self._deferred:
+            self._deferred.pop(0)()
         for tail in self._tails:
             tail.wait()
         self._tails = []

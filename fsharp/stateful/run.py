@@ -62,6 +62,7 @@ class Run:
         self.incoming: Grads | None = None
         self.under_way: list[tuple[LiveUnit, Block | None, str]] = []
         self.open_blocks: dict[str, Block] = {}
+        self.may_defer = False  # gradients may land when somebody looks at them: this is the last microbatch
         self.spreading: dict[str, Spread] = {}
         self.live_nbytes = self.peak_nbytes = self.top = 0
         self.demand = Demand(self)
@@ -263,9 +264,16 @@ class Run:
         self.open_blocks.pop(unit.key, None)
         self._landed(unit, "backward")
         gradient = unit.gradient
+        self.free(memory)
+        if (
+            self.may_defer
+            and self.plan is not None
+            and self.plan.expected[self.plan.schedule.ops[i].at].kind == "microbatch_end"
+        ):
+            gradient.defer(partial(gradient.land, block))
+            return
         with self.lane(i, "reduce", begins=False):
             gradient.land(block)
-        self.free(memory)
 
     def do_finish(self, i: int, unit: LiveUnit, pieces: list[list[torch.Tensor]], memory: Memory | None) -> None:
         """Begin the way to the optimizer's place."""
@@ -279,9 +287,12 @@ class Run:
         """Its memory is free."""
         assert unit.gradient is not None
         self._landed(unit, "finish")
+        self.free(memory)
+        if not self.scheduler.lanes.is_async and self.events[-1].kind == "reduce":
+            unit.gradient.defer(unit.gradient.land_finish)
+            return
         with self.lane(i, "reduce", begins=False):
             unit.gradient.land_finish()
-        self.free(memory)
 
     def _landed(self, unit: LiveUnit, kind: str) -> None:
         for i, (each, _, what) in enumerate(self.under_way):
@@ -341,16 +352,23 @@ class Run:
         self.demand.adopt(self.open_blocks)
         self.open_blocks = {}
 
-    def reduce(self, units: Sequence[LiveUnit]) -> None:
-        """Gradients are wanted at the optimizer's place."""
+    def reduce(self, units: Sequence[LiveUnit], *, wait: bool) -> None:
+        """Gradients are wanted at the optimizer's place; without ``wait`` whoever looks at them joins them."""
         self.event("reduce")
         for unit in units:
-            if unit.gradient is not None and unit.gradient.is_finished_apart:
-                self.finish(unit)
+            gradient = unit.gradient
+            if gradient is not None and gradient.is_finished_apart:
+                if not gradient.is_finishing:
+                    self.demand.finish(unit)
+                if wait:
+                    gradient.join()
         self.scheduler.lanes.join_all()
 
     def update(self, spreads: Sequence[Spread]) -> None:
         """Parameters are new where the optimizer has them."""
+        for unit in self.scheduler.units.values():
+            if unit.gradient is not None:
+                unit.gradient.join()  # the memory it comes from is wanted for the next step
         self.spreading = {spread.unit.key: spread for spread in spreads if spread.axes}
         if not self.event("update"):
             self.demand.stale()
@@ -364,6 +382,9 @@ class Run:
     def end(self) -> None:
         """The function has returned."""
         self.retire(None)
+        for unit in self.scheduler.units.values():
+            if unit.gradient is not None:
+                unit.gradient.join()
         if self.is_planned:
             assert self.plan is not None
             if len(self.events) < len(self.plan.expected):
@@ -371,11 +392,3 @@ class Run:
             else:
                 assert self.top <= self.plan.schedule.arena, f"{self.top} bytes used of {self.plan.schedule.arena} planned"
         self.demand.clear()
-
-    def finish(self, unit: LiveUnit) -> None:
-        """A unit's gradient at the optimizer's place, whether the plan has begun to bring it there or not."""
-        gradient = unit.gradient
-        assert gradient is not None
-        if not gradient.is_finishing:
-            self.demand.finish(unit)
-        gradient.join()

@@ -199,6 +199,8 @@ class Scheduler(Engine):
         """Whatever was under way is given up."""
         for unit in self.units.values():
             unit.forget()
+            if unit.gradient is not None:
+                unit.gradient.drop()
         if self.tenant is not None:
             for copy in self.tenant.copies.values():
                 copy.tickets.clear()
@@ -285,7 +287,8 @@ class Scheduler(Engine):
         for unit in units:
             unit.train(self.transport)
         total: Loss | None = None
-        for part in parts:
+        for i, part in enumerate(parts):
+            run.may_defer = i == len(parts) - 1 and not self.lanes.is_async
             with torch.enable_grad():
                 probed = with_sinks(params)
                 sinks = [(unit, node.sinks) for unit, node in zip(units, units_of(probed), strict=True)]
@@ -297,7 +300,7 @@ class Scheduler(Engine):
             total = new if total is None else Loss(total.sum + new.sum, total.weight + new.weight)
         assert total is not None
         self.lanes.join_all()
-        if not any(unit.gradient is not None and unit.gradient.has_new for unit in units):
+        if not any(unit.gradient is not None and unit.gradient.is_fed for unit in units):
             raise LossError(
                 "value_and_grad(): the loss has no gradient, no parameter reaches it: were they detached on the way?"
             )
@@ -312,7 +315,8 @@ class Scheduler(Engine):
         gradient.settle()
         tensors = [buffer.tensor.data for buffer in gradient.rest]
         self._handed.append((unit, tensors, [t._version for t in tensors]))
-        return Sharded(tensors, node.unit, node.unit.strategy.grads, node.unit.trainable)
+        result = Sharded(tensors, node.unit, node.unit.strategy.grads, node.unit.trainable)
+        return result.arriving(gradient.join) if gradient.is_under_way else result
 
     def run_reduce_scatter(self, tree: Any, to: PlaceName) -> Any:
         """Gradients as :meth:`run_value_and_grad` returned them are at the optimizer's place soon; others are moved now."""
@@ -320,14 +324,16 @@ class Scheduler(Engine):
         if not self._is_handed_out(nodes, to):
             return moves.reduce_scatter(tree, comm=self.own, to=to)
         run = self._current()
-        run.reduce([unit for unit, _, _ in self._handed])
+        run.reduce([unit for unit, _, _ in self._handed], wait=self.lanes.is_async)
         gradients = {node.name: unit.gradient for node, (unit, _, _) in zip(self._filled(nodes), self._handed, strict=True)}
 
         def one(node: Sharded) -> Sharded:
             gradient = gradients.get(node.name)
             if gradient is None or not gradient.is_finished_apart:
-                return node.replace(node.buffers, resolve_place(node.unit, to))
-            return node.replace([buffer.tensor.data for buffer in gradient.final], resolve_place(node.unit, to))
+                same = node.replace(node.buffers_on_their_way, resolve_place(node.unit, to))
+                return same.arriving(node.settle) if node.is_arriving else same
+            result = node.replace([buffer.tensor.data for buffer in gradient.final], resolve_place(node.unit, to))
+            return result if self.lanes.is_async else result.arriving(gradient.join)
 
         return map_units(one, tree)
 
@@ -341,9 +347,10 @@ class Scheduler(Engine):
         for node, (unit, tensors, versions) in zip(filled, self._handed, strict=True):
             if node.unit is not unit.layout or resolve_place(node.unit, to) != node.unit.strategy.optim:
                 return False
-            if [b.data_ptr() for b in node.buffers] != [t.data_ptr() for t in tensors]:
+            buffers = node.buffers_on_their_way
+            if [b.data_ptr() for b in buffers] != [t.data_ptr() for t in tensors]:
                 return False
-            if [b._version for b in node.buffers] != versions:
+            if [b._version for b in buffers] != versions:
                 return False
         return True
 

@@ -95,10 +95,8 @@ class _Order:
         self.last_update = max((i for i, op in enumerate(ops) if op.kind == "update"), default=len(ops))
         last_of = {(op.kind, op.bucket): i for i, op in enumerate(ops) if op.bucket != -1}
         self.ends = [last_of.get((op.kind, op.bucket), i) for i, op in enumerate(ops)]  # a bucket is over as one
-        self.over, waited = self._run(-1)
-        flying = [i for i in self.tail() if i + len(ops) > waited]
-        if flying:
-            self.over, _ = self._run(flying[0] - 1)
+        _, waited = self._run(-1)
+        self.over, _ = self._run(next((i for i in self.tail() if i + len(ops) > waited), 0) - 1)
 
     def _run(self, landed: int) -> tuple[list[dict[Stream, int]], int]:
         """For each op, the last op of each stream that is over when it ends; and the last gather that ``compute`` knows of.
@@ -227,8 +225,7 @@ class _Parameters(_Check):
 
     def see(self, i: int, op: Op) -> None:
         steps = {"gather": self._gather, "wait": self._wait, "compute": self._compute, "release": self._release}
-        step = {**steps, "update": self._update}.get(op.kind)
-        if step:
+        if step := {**steps, "update": self._update}.get(op.kind):
             step(i, op)
 
     def _gather(self, i: int, op: Op) -> None:
@@ -406,17 +403,16 @@ class _Gradients(_Check):
                 raise self._lost(self.asked[number], unit, what, f"one {kind} of phase finish before this event")
 
     def _lost(self, at: int, unit: str, what: str, expected: str) -> ScheduleError:
-        rows = [("unit", unit), ("expected", expected)]
-        return ScheduleError(problem(f"verify(): event {at}, {self.events[at]}", what, rows, "Add it."))
+        where = f"verify(): event {at}, {self.events[at]}"
+        return ScheduleError(problem(where, what, [("unit", unit), ("expected", expected)], "Add it."))
 
 
 class _Places(_Check):
-    """No byte of the arena has two owners at a time; none is lost."""
+    """No byte of the arena has two owners at a time. That each is filled, and freed, once was seen before."""
 
     def __init__(self, schedule: Schedule, order: _Order) -> None:
         super().__init__(schedule, order)
-        self.carried = {("parameters", unit): i for unit, i in order.carried().items()}
-        self.live = dict(self.carried)  # by role and unit, the op that filled it
+        self.live = {("parameters", unit): i for unit, i in order.carried().items()}  # by role and unit, the op that filled it
         self.touched: dict[tuple[Memory, Stream], int] = {}  # the last op on each stream that touched memory now free
         self.slots: dict[str, Memory] = {}
 
@@ -432,8 +428,6 @@ class _Places(_Check):
         if key not in self.live and (op.kind in ("gather", "cast") or (op.kind, op.phase) == ("reduce", "finish")):
             self._fill(i, op, op.memory)
             self.live[key] = i
-        elif key not in self.live:
-            raise _refusal(i, op, "reads or frees memory that nothing has filled.", "an op before that fills it")
         elif self.order.ops[self.live[key]].memory != op.memory:
             what = f"its memory is not that which op {self.live[key] % len(self.order.ops)} has filled."
             raise _refusal(i, op, what, f"{self.order.ops[self.live[key]].memory}")
@@ -451,11 +445,6 @@ class _Places(_Check):
         for (other, _), j in self.touched.items():
             if other.overlaps(memory) and not self.order.before(j, i):
                 raise _unordered(i, op, "may fill memory still in use by", j, self.order.ops)
-
-    def end(self) -> None:
-        for (role, unit), i in self.live.items():
-            if (role, unit) not in self.carried:
-                raise _refusal(i, self.order.ops[i], f"fills memory with the {role} and nothing frees it.", "an op that does")
 
 
 def _group(op: Op) -> str:

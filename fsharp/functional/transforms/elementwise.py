@@ -257,8 +257,22 @@ def _each_run(
     if isinstance(lr_scale, int | float) and isinstance(weight_decay, int | float):
         uniform = (float(lr_scale), float(weight_decay))
     tables = {} if uniform else {name: per_leaf(f"{name}=", params, rule) for name, rule in rules.items()}
+    rows = list(zip(*map(units_of, trees), strict=True))
+    # Gradients that are still on their way came last out of the backward, and belong to what is first in the tree.
+    together = [rows] if not any(row[1].is_arriving for row in rows) else [[row] for row in reversed(rows)]
+    for chosen_rows in together:
+        _each_value(kernel, chosen_rows, rank, uniform, tables)
+
+
+def _each_value(
+    kernel: Callable[..., None],
+    rows: Sequence[tuple[Sharded, ...]],
+    rank: int,
+    uniform: tuple[float, float] | None,
+    tables: Mapping[str, Mapping[str, float]],
+) -> None:
     by_value: dict[tuple[float, float], list[list[torch.Tensor]]] = {}
-    for nodes in zip(*map(units_of, trees), strict=True):
+    for nodes in rows:
         for i, group in enumerate(nodes[0].groups):
             columns = [node.buffers[i] for node in nodes]
             columns[1] = columns[1].to(columns[0].dtype)
