@@ -78,8 +78,10 @@ class _Emitter:
         self.gathers: dict[str, _Draft] = {}  # by unit, of what is resident
         self.ready: set[str] = set()  # units that are waited for
         self.arriving: list[_Draft] = []  # waits for what the step before has gathered
+        self.updated: tuple[_Draft, ...] = ()  # the last update of this step
         self.settled: set[str] = set()  # units whose updated parameters are waited for
         # gradients
+        self.fed: dict[str, _Draft] = {}  # what has last put something where a unit's gradient rests
         self.last_cast: dict[str, _Draft] = {}
         self.left: dict[str, int] = {}  # casts to come in this microbatch
         self.begun: set[str] = set()  # units that have had one
@@ -129,7 +131,7 @@ class _Emitter:
         self._release([b for b in self.held if b not in target], phase, i)
         for name in target:
             if name not in self.held:
-                self._gather(name, phase, i)
+                self._gather(name, phase, i, after=self.updated)
         self.held = target
 
     def _release(self, bundles: Iterable[str], phase: Phase, i: int) -> None:
@@ -149,8 +151,7 @@ class _Emitter:
     def _wait(self, unit: str, phase: Phase, i: int) -> None:
         facts = self.facts[unit]
         if facts.spread and self.spreads and unit not in self.settled:
-            self.settled.add(unit)
-            self.arriving.append(self.emit("wait", unit, "update", i))
+            self._settle(unit, i)
         if facts.gathered and unit not in self.ready:
             self.ready.add(unit)
             op = self.emit("wait", unit, phase, i)
@@ -158,6 +159,11 @@ class _Emitter:
                 op.after = (self.gathers[unit],)
             else:
                 self.arriving.append(op)
+
+    def _settle(self, unit: str, i: int) -> None:
+        """Wait for what the update of the step before has sent."""
+        self.settled.add(unit)
+        self.arriving.append(self.emit("wait", unit, "update", i))
 
     def _begin_microbatch(self, number: int) -> None:
         self.left, self.begun = dict(self.casts[number]), set()
@@ -195,8 +201,10 @@ class _Emitter:
             self.under_way.append(self.emit("reduce", unit, "backward", i, stream="reduce", after=(cast,), buffer=buffer))
         elif buffer:
             added = self.emit("accumulate", unit, "backward", i, stream="reduce", after=(cast,), buffer=buffer, frees=True)
+            self.fed[unit] = added
             self._finish(unit, i, (added,))
         else:
+            self.fed[unit] = cast
             self._finish(unit, i, (cast,))
 
     def _finish(self, unit: str, i: int, after: tuple[_Draft, ...]) -> None:
@@ -216,6 +224,7 @@ class _Emitter:
             return
         added = self.emit("accumulate", op.unit, op.phase, op.at, stream="reduce", after=(op,), buffer=op.buffer)
         self.under_way.append(added)
+        self.fed[op.unit] = added
         if op.phase == "backward":
             self._finish(op.unit, op.at, (added,))
 
@@ -230,6 +239,7 @@ class _Emitter:
             self.emit("accumulate", op.unit, op.phase, i, buffer=op.buffer, frees=frees, marks=op)
             return
         added = self.emit("accumulate", op.unit, op.phase, i, stream="reduce", after=(op,), buffer=op.buffer, frees=frees)
+        self.fed[op.unit] = added
         if op.phase == "backward":
             self._finish(op.unit, i, (added,))
 
@@ -238,13 +248,16 @@ class _Emitter:
         while any(op.kind == "reduce" and op.phase == "backward" for op in self.under_way):
             self._land(i)
         for unit in [u.name for u in self.program.units if u.name in self.unfinished]:
-            self._finish(unit, i, ())
+            self._finish(unit, i, (self.fed[unit],) if unit in self.fed else ())
 
     def _update(self, i: int, *, is_last: bool) -> None:
         self._release(self.held, "update", i)
         self.held = ()
         reduced = [op for op in self.ops if op.stream == "reduce"][-1:]
+        for unit in [u.name for u in self.program.units if u.spread and self.spreads and u.name not in self.settled]:
+            self._settle(unit, i)
         update = self.emit("update", "", "update", i, after=tuple(reduced))
+        self.updated = (update,)
         order = dict.fromkeys([e.unit for e in self.program.events if e.unit] + [u.name for u in self.program.units])
         spread = [
             self.emit("gather", unit, "update", i, stream="gather", after=(update,))
@@ -260,7 +273,7 @@ class _Emitter:
         settled = {op.unit: op for op in spread}
         for wait in self.arriving:
             wait.after = (settled[wait.unit] if wait.phase == "update" else self.gathers[wait.unit],)
-        for unit in settled.keys() - self.settled:  # not used in a step: the next update would change what is under way
+        for unit in [unit for unit in settled if unit not in self.settled]:  # not used: the next update would find it under way
             self.emit("wait", unit, "update", i, after=(settled[unit],))
 
 

@@ -75,7 +75,8 @@ def residency(program: Program, policy: Policy, bundles: Bundles) -> list[tuple[
         here = wanted[i]
         if here is None:
             now = dict.fromkeys([*in_use[i], *(b for b in after[i] if b in held)])
-            room = max(policy.num_buffers - len(set(now) - set(kept[i])), 0)
+            counted = [b for b in now if b in in_use[i] or b not in kept[i]]
+            room = max(policy.num_buffers - len(counted), 0)
             now.update(dict.fromkeys([b for b in after[i] if b not in now][:room]))
             here = tuple(dict.fromkeys([*now, *kept[i]])) if events[i].kind != "update" else ()
         result.append(here)

@@ -18,6 +18,7 @@ from fsharp.functional.sharded import PlaceName, Sharded, is_sharded, map_units,
 from fsharp.functional.train import Loss, as_loss, with_sinks
 from fsharp.stateful.boundary import before_backward
 from fsharp.stateful.copies import LiveUnit, stamp
+from fsharp.stateful.exchange import Exchange
 from fsharp.stateful.full import leaf_index
 from fsharp.stateful.order import Order
 from fsharp.stateful.patient import Patient
@@ -28,7 +29,7 @@ from fsharp.stateful.run import Run, Use
 from fsharp.stateful.scheduled import Scheduled
 from fsharp.stateful.spread import Spread
 from fsharp.stateful.streams import CudaLanes, Lanes
-from fsharp.stateful.transport import Blocking, Counted, Exchange, Groups, Local, Native, Transport
+from fsharp.stateful.transport import Blocking, Counted, Groups, Local, Native, Transport
 
 
 class Scheduler(Engine):

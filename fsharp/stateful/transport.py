@@ -1,12 +1,11 @@
 """Transport: collectives along one axis into memory that the caller owns, which may still run when the call returns.
 
-Three of them: :class:`Blocking` over any :class:`~fsharp.Comm`, :class:`Exchange` over gloo's asynchronous sends and
-receives, and :class:`Native` over a backend's own collectives, on whatever CUDA stream is current.
+:class:`Blocking` runs over any :class:`~fsharp.Comm`, :class:`Native` over a backend's own collectives on whatever CUDA stream
+is current, :class:`Local` has nobody to talk to; :mod:`fsharp.stateful.exchange` has the one over gloo.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -14,7 +13,6 @@ import torch.distributed as dist
 
 from fsharp.functional.comm import Call, Comm, CountingComm, sent_nbytes
 from fsharp.functional.process_group import ProcessGroupComm
-from fsharp.stateful.workers import Flight, Worker
 
 Kind = Literal["gather", "reduce"]
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -146,135 +144,6 @@ class Groups:
     def close(self) -> None:
         """Use them no more: what is under way in them may never end. Those made next have to be made by all ranks."""
         self._made.clear()
-
-
-_Errand = Literal["gather", "reduce", "share"]
-# What is under way in one group at a time is told apart by tags, so that the order of posts counts within each kind only.
-_TAGS: dict[str, int] = {"gather": 1, "reduce": 2, "share": 3}
-
-
-class Exchange(Transport):
-    """gloo: each rank sends every other its part, straight from and to memory, and adds what arrives in order of rank.
-
-    Workers stand where a GPU has streams: one posts sends and receives, which may take as long as gloo is busy with earlier
-    ones; one for each kind of collective waits for them, and takes the sums.
-    """
-
-    def __init__(self, comm: ProcessGroupComm, groups: Groups) -> None:
-        self.comm, self.groups = comm, groups
-        self.patience: Callable[[], None] = lambda: None
-        self.watch: Callable[[Flight], None] | None = None  # told of each flight that takes off
-        self._start()
-
-    def _start(self) -> None:
-        self._post = Worker("posts")
-        self._waits: dict[str, Worker] = {kind: Worker(kind) for kind in ("gather", "reduce", "share")}
-
-    def gather(self, x: torch.Tensor, out: torch.Tensor, axis: str) -> Ticket:
-        """Asynchronous; the parts land in ``out``."""
-        parts = out.view(self.comm.mesh.axis_size(axis), -1)
-        mine = self.comm.mesh.coord(axis, self.comm.rank)
-        if x.data_ptr() != parts[mine].data_ptr():
-            parts[mine].copy_(x)
-        return self._fly("gather", [parts[mine]] * len(parts), list(parts), axis, lambda: None)
-
-    def reduce_scatter(
-        self, x: torch.Tensor, axis: str, *, dtype: torch.dtype, scratch: torch.Tensor, out: torch.Tensor | None = None
-    ) -> Ticket:
-        """Asynchronous."""
-        parts = list(x.view(self.comm.mesh.axis_size(axis), -1))
-        received = self._received(parts, len(parts[0]), axis, scratch)
-        return self._fly("reduce", parts, received, axis, lambda: _sum(received, dtype, out))
-
-    def all_reduce(self, x: torch.Tensor, out: torch.Tensor, axis: str, *, scratch: torch.Tensor) -> Ticket:
-        """Reduces each rank's part, then gathers the parts; asynchronous."""
-        n, mine = self.comm.mesh.axis_size(axis), self.comm.mesh.coord(axis, self.comm.rank)
-        size = -(-len(x) // n)
-        parts, results = ([each[size * r : size * (r + 1)] for r in range(n)] for each in (x, out))
-        received = self._received(parts, len(parts[mine]), axis, scratch)
-
-        def share() -> Ticket:
-            _sum(received, out.dtype, results[mine])
-            return self._fly("share", [results[mine]] * n, results, axis, lambda: None)
-
-        return self._fly("reduce", parts, received, axis, share)
-
-    def _received(self, parts: list[torch.Tensor], size: int, axis: str, scratch: torch.Tensor) -> list[torch.Tensor]:
-        """Where each rank's summand of this rank's part will be: its own where it is, the others' in scratch."""
-        n, mine = len(parts), self.comm.mesh.coord(axis, self.comm.rank)
-        room = scratch.view(parts[mine].dtype)[: (n - 1) * size].view(n - 1, size)
-        return [*room[:mine], parts[mine], *room[mine:]]
-
-    def _fly(
-        self, kind: _Errand, send: Sequence[torch.Tensor], receive: Sequence[torch.Tensor], axis: str, then: Callable[[], Any]
-    ) -> Ticket:
-        """Exchange ``send[r]`` for ``receive[r]`` with each rank ``r`` of the axis, then do what is left to do."""
-        group = self.groups("gather" if kind == "gather" else "reduce", axis)
-        mine, waits, tag = self.comm.mesh.coord(axis, self.comm.rank), self._waits[kind], _TAGS[kind]
-        flight = Flight(self.patience)
-        if self.watch is not None:
-            self.watch(flight)
-
-        def post() -> None:
-            try:
-                works = _post(group, send, receive, mine, tag)
-            except Exception as error:
-                flight.land(error=error)
-                return
-            waits.submit(partial(_complete, works, then, flight))
-
-        self._post.submit(post)
-        return Ticket([flight], flight.wait)
-
-    def scratch_nbytes(self, op: str, axis: str, numel: int, itemsize: int) -> int:
-        """The parts of the others."""
-        n = self.comm.mesh.axis_size(axis)
-        return -(-numel // n) * (n - 1) * itemsize
-
-    def close(self) -> None:
-        """Leave groups and workers to what is under way in them."""
-        self.groups.close()
-        self._start()
-
-
-def _post(
-    group: dist.ProcessGroup, send: Sequence[torch.Tensor], receive: Sequence[torch.Tensor], mine: int, tag: int
-) -> list[Any]:
-    works = []
-    for shift in range(1, len(send)):
-        to, source = (mine + shift) % len(send), (mine - shift) % len(send)
-        if receive[source].numel():
-            works.append(group.recv([receive[source]], source, tag))
-        if send[to].numel():
-            works.append(group.send([send[to]], to, tag))
-    return works
-
-
-def _complete(works: Sequence[Any], then: Callable[[], Any], flight: Flight) -> None:
-    try:
-        for work in works:
-            work.wait()
-        flight.land(then())
-    except Exception as error:
-        flight.land(error=error)
-
-
-def _sum(parts: Sequence[torch.Tensor], dtype: torch.dtype, out: torch.Tensor | None) -> torch.Tensor:
-    """The sum in order of rank, into ``out``, or where the first part is if that has the dtype."""
-    first = parts[0]
-    if out is None:
-        result = first if first.dtype == dtype else first.to(dtype)
-        for part in parts[1:]:
-            result += part
-        return result
-    if len(parts) > 1 and first.dtype == dtype == out.dtype:
-        torch.add(first, parts[1], out=out)
-        parts = parts[1:]
-    else:
-        out.copy_(first)
-    for part in parts[1:]:
-        out += part
-    return out
 
 
 class Native(Transport):

@@ -1,0 +1,194 @@
+"""Exchange: collectives over gloo, as asynchronous sends and receives from and to memory, with sums in order of rank.
+
+Workers stand where a GPU has streams: one posts sends and receives, which may take as long as gloo is busy with earlier ones;
+one for each kind of collective waits for them and takes the sums. Every collective has a tag of its own, so it does not matter
+in which order their parts are posted; tags count alike on all ranks, which begin the same collectives in the same order.
+
+What is to be summed arrives in chunks that fit a core's cache, two at a time: it is added while it is there, and takes little
+memory.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from itertools import count
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fsharp.functional.process_group import ProcessGroupComm
+from fsharp.stateful.transport import Groups, Ticket, Transport
+from fsharp.stateful.workers import Flight, Worker
+
+_CHUNK = 1 << 19
+"""Bytes."""
+
+
+class Exchange(Transport):
+    """Each rank sends every other its part and adds what arrives.
+
+    Args:
+        comm: the ranks.
+        groups: to send in.
+    """
+
+    def __init__(self, comm: ProcessGroupComm, groups: Groups) -> None:
+        self.comm, self.groups = comm, groups
+        self.patience: Callable[[], None] = lambda: None
+        self.watch: Callable[[Flight], None] | None = None  # told of each flight that takes off
+        self._start()
+
+    def _start(self) -> None:
+        self._posts = Worker("posts")
+        self._waits = {kind: Worker(kind) for kind in ("gather", "reduce", "share")}
+        self._tags = count(1)
+
+    def gather(self, x: torch.Tensor, out: torch.Tensor, axis: str) -> Ticket:
+        """Asynchronous; the parts land in ``out``."""
+        parts = list(out.view(self.comm.mesh.axis_size(axis), -1))
+        mine = self.comm.mesh.coord(axis, self.comm.rank)
+        if x.data_ptr() != parts[mine].data_ptr():
+            parts[mine].copy_(x)
+        return self._share("gather", parts, axis, next(self._tags))
+
+    def reduce_scatter(
+        self, x: torch.Tensor, axis: str, *, dtype: torch.dtype, scratch: torch.Tensor, out: torch.Tensor | None = None
+    ) -> Ticket:
+        """Asynchronous. Without ``out`` the result is where this rank's part was, if that has the dtype."""
+        parts = list(x.view(self.comm.mesh.axis_size(axis), -1))
+        if out is None:
+            mine = parts[self.comm.mesh.coord(axis, self.comm.rank)]
+            out = mine if mine.dtype == dtype else torch.empty_like(mine, dtype=dtype)
+        result = out
+        return self._reduce(parts, result, axis, scratch, lambda: result)
+
+    def all_reduce(self, x: torch.Tensor, out: torch.Tensor, axis: str, *, scratch: torch.Tensor) -> Ticket:
+        """Reduces each rank's part, then gathers the parts; asynchronous."""
+        n, mine = self.comm.mesh.axis_size(axis), self.comm.mesh.coord(axis, self.comm.rank)
+        size = -(-len(x) // n)
+        parts, results = ([each[size * r : size * (r + 1)] for r in range(n)] for each in (x, out))
+        tag = next(self._tags)
+        return self._reduce(parts, results[mine], axis, scratch, lambda: self._share("share", results, axis, tag))
+
+    def _share(self, kind: str, parts: Sequence[torch.Tensor], axis: str, tag: int) -> Ticket:
+        """Send this rank's part to all others, and receive theirs."""
+        group = self.groups("gather" if kind == "gather" else "reduce", axis)
+        mine = self.comm.mesh.coord(axis, self.comm.rank)
+
+        def post() -> list[Any]:
+            works = []
+            for to, source in _partners(mine, len(parts)):
+                works += _receive(group, parts[source], source, tag)
+                works += _send(group, parts[mine], to, tag)
+            return works
+
+        return self._fly(kind, post, _wait_all)
+
+    def _reduce(
+        self, parts: Sequence[torch.Tensor], out: torch.Tensor, axis: str, scratch: torch.Tensor, then: Callable[[], Any]
+    ) -> Ticket:
+        """The sum of this rank's part over ranks into ``out``; the ticket's result is that of ``then``."""
+        group, tag = self.groups("reduce", axis), next(self._tags)
+        n, mine = len(parts), self.comm.mesh.coord(axis, self.comm.rank)
+        partners = list(_partners(mine, n))
+        own = parts[mine].split(_elements(parts[mine])) if len(parts[mine]) else ()
+        outs = out.split(_elements(parts[mine])) if len(out) else ()
+        width = len(own[0]) if own else 0
+        rooms = scratch.view(parts[mine].dtype)[: min(2, len(own)) * (n - 1) * width].view(-1, n - 1, width) if own else ()
+
+        def receive(k: int) -> list[Any]:
+            room = rooms[k % 2]
+            return [
+                work for i, (_, source) in enumerate(partners) for work in _receive(group, room[i][: len(own[k])], source, tag)
+            ]
+
+        def post() -> tuple[list[Any], list[list[Any]]]:
+            received = [receive(k) for k in range(min(2, len(own)))]
+            sent = []
+            for to, _ in partners:
+                for chunk in parts[to].split(_elements(parts[to])) if len(parts[to]) else ():
+                    sent += _send(group, chunk, to, tag)
+            return sent, received
+
+        def finish(posted: tuple[list[Any], list[list[Any]]]) -> Any:
+            sent, received = posted
+            order = sorted(range(n - 1), key=lambda i: partners[i][1])
+            for k, (chunk, result) in enumerate(zip(own, outs, strict=True)):
+                _wait_all(received[k])
+                summands = [rooms[k % 2][i][: len(chunk)] for i in order]
+                summands.insert(mine, chunk)
+                _sum(summands, result)
+                if k + 2 < len(own):
+                    received.append(receive(k + 2))
+            _wait_all(sent)
+            return then()
+
+        return self._fly("reduce", post, finish)
+
+    def _fly(self, kind: str, post: Callable[[], Any], finish: Callable[[Any], Any]) -> Ticket:
+        """Have one worker post and another finish."""
+        flight, waits = Flight(self.patience), self._waits[kind]
+        if self.watch is not None:
+            self.watch(flight)
+
+        def begin() -> None:
+            try:
+                posted = post()
+            except Exception as error:
+                flight.land(error=error)
+            else:
+                waits.submit(partial(_finish, finish, posted, flight))
+
+        self._posts.submit(begin)
+        return Ticket([flight], flight.wait)
+
+    def scratch_nbytes(self, op: str, axis: str, numel: int, itemsize: int) -> int:
+        """Two chunks from each of the others, or all of a part that is smaller."""
+        n = self.comm.mesh.axis_size(axis)
+        return min(-(-numel // n), 2 * (_CHUNK // itemsize)) * (n - 1) * itemsize
+
+    def close(self) -> None:
+        """Leave groups and workers to what is under way in them."""
+        self.groups.close()
+        self._start()
+
+
+def _elements(x: torch.Tensor) -> int:
+    return _CHUNK // x.element_size()
+
+
+def _partners(mine: int, n: int) -> Iterator[tuple[int, int]]:
+    """Whom to send to and whom to receive from, each round another pair."""
+    for shift in range(1, n):
+        yield (mine + shift) % n, (mine - shift) % n
+
+
+def _send(group: dist.ProcessGroup, x: torch.Tensor, to: int, tag: int) -> list[Any]:
+    return [group.send([x], to, tag)] if x.numel() else []
+
+
+def _receive(group: dist.ProcessGroup, x: torch.Tensor, source: int, tag: int) -> list[Any]:
+    return [group.recv([x], source, tag)] if x.numel() else []
+
+
+def _wait_all(works: Sequence[Any]) -> None:
+    for work in works:
+        work.wait()
+
+
+def _finish(finish: Callable[[Any], Any], posted: Any, flight: Flight) -> None:
+    try:
+        flight.land(finish(posted))
+    except Exception as error:
+        flight.land(error=error)
+
+
+def _sum(summands: Sequence[torch.Tensor], out: torch.Tensor) -> None:
+    """``((s0 + s1) + s2) + ...`` in the dtype of ``out``, which may be one of them."""
+    if summands[0].dtype == out.dtype and len(summands) == 2:
+        torch.add(summands[0], summands[1], out=out)
+        return
+    total = summands[0].to(out.dtype, copy=True)
+    for summand in summands[1:]:
+        total += summand
+    out.copy_(total)

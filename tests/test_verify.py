@@ -1,0 +1,459 @@
+"""The verifier passes what the compiler writes, and refuses each kind of fault that is planted in it."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from fsharp.functional.errors import ScheduleError
+from fsharp.stateful.compile import compile_schedule
+from fsharp.stateful.policy import Policy
+from fsharp.stateful.program import Event, Program, UnitFacts
+from fsharp.stateful.schedule import Memory, Op, Schedule, calls_of
+from fsharp.stateful.verify import verify, verify_ranks
+from tests.random_programs import FINISH, GATHER, REDUCE, SPREAD, policies, programs
+
+
+def rearrange(schedule, positions):
+    """The ops at ``positions``, with ``after`` still about the same ops; what follows a dropped op does not."""
+    place = {old: new for new, old in enumerate(positions)}
+    ops = [schedule.ops[old] for old in positions]
+    return schedule.replace_ops([replace(op, after=tuple(place[j] for j in op.after if j in place)) for op in ops])
+
+
+def drop(schedule, *dropped):
+    return rearrange(schedule, [j for j in range(len(schedule.ops)) if j not in dropped])
+
+
+def move(schedule, i, to):
+    """Op ``i`` moved to position ``to``."""
+    positions = [j for j in range(len(schedule.ops)) if j != i]
+    return rearrange(schedule, [*positions[:to], i, *positions[to:]])
+
+
+def twice(schedule, i):
+    """Op ``i`` and a copy of it right behind it."""
+    later = [replace(op, after=tuple(j + (j > i) for j in op.after)) for op in schedule.ops]
+    return schedule.replace_ops([*later[: i + 1], *later[i:]])
+
+
+def edit(schedule, *positions, **fields):
+    ops = list(schedule.ops)
+    for i in positions:
+        ops[i] = replace(ops[i], **fields)
+    return schedule.replace_ops(ops)
+
+
+def also_spread_b(schedule):
+    a, b = schedule.program.units
+    return replace(schedule, program=replace(schedule.program, units=(a, replace(b, spread=(SPREAD,)))))
+
+
+# One schedule by hand, and every message once.
+
+
+@pytest.fixture
+def by_hand():
+    """A unit that moves in every way and one inside of it that rests in full, written from the table of ops."""
+    a = UnitFacts("a", 64, 128, 64, True, (GATHER,), (REDUCE,), (FINISH,), (SPREAD,))
+    b = UnitFacts("b", finish=(FINISH,))
+    events = [Event("forward", "a", 0), Event("forward", "b", 1), Event("forward_end", "b", 1), Event("forward_end", "a", 0)]
+    events += [Event("backward", "a", 0), Event("backward", "b", 1), Event("backward_end", "b", 1)]
+    events += [Event("backward_end", "a", 0), Event("microbatch_end"), Event("reduce"), Event("update")]
+    full, out = Memory(0, 64), Memory(64, 128)
+    ops = [
+        Op("wait", "a", "update", 0, after=(19,)),
+        Op("wait", "a", "forward", 0, after=(20,)),
+        Op("compute", "a", "forward", 0, 0),
+        Op("compute", "b", "forward", 1, 1),
+        Op("release", "a", "forward", 3, memory=full),
+        Op("gather", "a", "backward", 3, stream="gather", memory=full, after=(4,)),
+        Op("wait", "a", "backward", 4, after=(5,)),
+        Op("compute", "a", "backward", 4, 0),
+        Op("compute", "b", "backward", 5, 1),
+        Op("cast", "b", "backward", 6, 1),
+        Op("cast", "a", "backward", 7, 0, memory=out),
+        Op("release", "a", "backward", 7, memory=full),
+        Op("reduce", "a", "backward", 7, stream="reduce", memory=out, after=(10,)),
+        Op("accumulate", "a", "backward", 8, stream="reduce", memory=out),
+        Op("reduce", "b", "finish", 8, stream="reduce", after=(9,)),
+        Op("reduce", "a", "finish", 8, stream="reduce", memory=full, after=(11,)),
+        Op("accumulate", "b", "finish", 9, stream="reduce"),
+        Op("accumulate", "a", "finish", 9, stream="reduce", memory=full),
+        Op("update", "", "update", 10, after=(17,)),
+        Op("gather", "a", "update", 10, stream="gather", after=(18,)),
+        Op("gather", "a", "forward", 10, stream="gather", memory=full, after=(18,)),
+    ]
+    return Schedule(Program((a, b), tuple(events)), Policy(), tuple(ops), 192, 192)
+
+
+def test_a_schedule_written_by_hand_passes(by_hand):
+    verify(by_hand)
+
+
+FAULTS = {
+    "wait for spread": (lambda s: drop(s, 0), r"op 1, compute a forward .*: uses parameters without a wait for those that the"),
+    "carried wait": (lambda s: drop(s, 1), r"op 1, compute a forward .*: uses a unit before its gather, op 19, is waited for"),
+    "wait": (lambda s: drop(s, 6), r"op 6, compute a backward .*: uses a unit before its gather, op 5, is waited for"),
+    "wait for nothing": (lambda s: edit(s, 6, after=()), r"op 6, wait a backward .*: does not wait for its gather, op 5,"),
+    "wait and gather": (lambda s: drop(s, 5, 6), r"op 5, compute a backward .*: uses a unit that is not gathered"),
+    "gather": (lambda s: drop(s, 5), r"op 5, wait a backward .*: waits for a gather that was not made"),
+    "release": (lambda s: drop(s, 4), r"op 4, gather a backward .*: is gathered again while its copy of op 19 is there"),
+    "release at last": (lambda s: drop(s, 11, 20, 1), r"op 4, gather a backward .*: is gathered and never released: .* stale"),
+    "release twice": (lambda s: twice(s, 11), r"op 12, release a .*: releases a unit that is not gathered"),
+    "release early": (lambda s: edit(s, 3, 4, at=1), r"op 4, release a .*: is released while in use: .* ends at event 3"),
+    "release late": (lambda s: move(edit(s, 11, at=10), 11, 18), r"op 17, update .*: the copy of 'a' made by op 5 survives"),
+    "gather for nothing": (
+        lambda s: move(edit(twice(twice(s, 11), 5), 6, at=7), 6, 12),
+        r"op 20, update .*: changes what may still be read by op 12, gather a",
+    ),
+    "spread": (lambda s: drop(s, 19), r"op 19, gather a forward .*: gathers stale parameters"),
+    "spread of b": (also_spread_b, r"op 18, update .*: the updated parameters of 'b' never come to where they rest"),
+    "spread first": (lambda s: move(s, 19, 18), r"op 18, gather a update .*: brings updated parameters twice, or before an"),
+    "spread early": (lambda s: edit(s, 19, after=()), r"op 19, gather a update .*: may read stale parameters, before op 18"),
+    "spread last": (lambda s: move(s, 19, 20), r"op 19, gather a forward .*: gathers stale parameters"),
+    "carried early": (lambda s: move(s, 20, 18), r"op 18, gather a forward .*: is gathered and never released: .* stale"),
+    "cast": (lambda s: drop(s, 9), r"event 6, backward_end b: the gradient of use 1 of 'b' is never cast"),
+    "cast to send": (lambda s: drop(s, 10), r"op 11, reduce a backward .*: comes before the cast of use 0"),
+    "cast twice": (lambda s: twice(s, 9), r"op 10, cast b .*: casts the gradient of use 1 twice"),
+    "cast early": (lambda s: edit(s, 9, at=5), r"op 9, cast b .*: is issued at event 5, before the gradient is there"),
+    "cast late": (lambda s: move(edit(s, 9, at=8), 9, 14), r"op 14, cast b .*: comes after op 13, reduce b finish"),
+    "cast of another": (lambda s: edit(s, 9, use=7), r"op 9, cast b .*: casts a gradient that use 7 does not have"),
+    "reduce": (lambda s: drop(s, 12), r"op 12, accumulate a .*: adds a result without a reduction"),
+    "reduce early": (lambda s: edit(s, 12, after=()), r"op 12, reduce a .*: may start before the end of op 10, cast a"),
+    "reduce twice": (lambda s: twice(s, 12), r"op 13, reduce a .*: happens twice: op 12"),
+    "reduce of b": (lambda s: edit(s, 12, unit="b", memory=None), r"op 12, reduce b .*: takes away a gradient that stays"),
+    "accumulate": (lambda s: drop(s, 13), r"op 14, reduce a finish .*: comes before op 10 is accumulated"),
+    "no accumulate": (lambda s: drop(edit(s, 18, after=(16,)), 13, 15, 17), r"event 7, backward_end a: .* 0 has no accumulate"),
+    "accumulate late": (lambda s: edit(s, *range(13, 18), at=9), r"op 13, accumulate a .*: adds a result without a reduction"),
+    "finish": (lambda s: drop(s, 14, 16), r"event 9, reduce: the gradient of 'b' has no reduce of phase finish"),
+    "finish late": (lambda s: edit(s, 16, 17, at=10), r"op 16, accumulate b finish .*: no `reduce` event asks for it"),
+    "finished half": (lambda s: drop(s, 16), r"event 9, reduce: the gradient of 'b' has no accumulate of phase finish"),
+    "update early": (lambda s: edit(s, 18, after=()), r"op 18, update .*: may run before the end of op 17, accumulate a"),
+    "overwritten": (lambda s: edit(s, 15, after=()), r"op 15, reduce a finish .*: may fill memory still in use by op 11"),
+    "refilled": (lambda s: edit(s, 5, after=()), r"op 5, gather a .*: may fill memory still in use by op 4, release a"),
+    "shared": (lambda s: edit(s, 10, 12, 13, memory=Memory(32, 128)), r"op 10, cast a .*: fills memory in which the param"),
+    "other address": (lambda s: elsewhere(s, 5, 11), r"op 20, gather a .*: the unit's copy changes its address"),
+    "two addresses": (lambda s: elsewhere(s, 11), r"op 11, release a .*: its memory is not that which op 5 has filled"),
+    "outside": (lambda s: edit(s, 10, memory=Memory(128, 128)), r"op 10, cast a .*: its memory is outside of the arena"),
+    "size": (
+        lambda s: edit(s, 10, memory=Memory(64, 64)),
+        r"op 10, cast a .*: its memory is of the wrong size(?s:.*)128 b",
+    ),
+    "no such unit": (lambda s: edit(s, 3, unit="c"), r"op 3, compute c .*: the program has no such unit"),
+    "stream": (lambda s: edit(s, 5, stream="compute"), r"op 5, gather a .*: runs on the wrong stream"),
+    "at": (lambda s: edit(s, 5, at=2), r"op 5, gather a .*: is issued at event 2"),
+    "after": (lambda s: edit(s, 5, after=(5,)), r"op 5, gather a .*: runs after ops \(5,\)"),
+    "bucket": (lambda s: edit(s, 5, 20, bucket=3), r"op 20, gather a .*: is apart from the others of bucket 3"),
+    "needless gather": (lambda s: edit(s, 5, unit="b", memory=None), r"op 5, gather b .*: there is nothing to gather"),
+    "compute": (lambda s: drop(s, 3), r"kind compute do not follow the program, from the one with number 1 on"),
+    "update": (lambda s: drop(s, 18), r"kind update do not follow the program, from the one with number 0 on"),
+    "budget": (lambda s: replace(s, policy=Policy(memory_budget=191)), r"larger than the memory budget(?s:.*)budget +191"),
+    "arena": (lambda s: replace(s, arena=191), r"smaller than what is live at once(?s:.*)191 bytes"),
+}
+
+
+def elsewhere(schedule, *positions):
+    """Ops of 64 bytes that use bytes which nothing else does."""
+    return edit(replace(schedule, arena=schedule.arena + 64), *positions, memory=Memory(schedule.arena, 64))
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_each_fault_has_its_message(by_hand, name):
+    fault, match = FAULTS[name]
+    with pytest.raises(ScheduleError, match=match):
+        verify(fault(by_hand))
+
+
+def test_a_message_says_what_was_expected_and_what_to_do(by_hand):
+    with pytest.raises(ScheduleError) as caught:
+        verify(edit(by_hand, 5, after=()))
+    assert str(caught.value).splitlines() == [
+        "verify(): op 5, gather a backward [gather] @0+64: may fill memory still in use by op 4, release a forward [compute] "
+        "@0+64: nothing orders it after that.",
+        "  unit      a",
+        "  expected  4 among the ops it runs after",
+        "Add 4 to its `after`.",
+    ]
+
+
+def chain(num_units, **facts):
+    units = [UnitFacts(f"u{i}", 64, 64, gather=(GATHER,), reduce=(REDUCE,), **facts) for i in range(num_units)]
+    events = [Event(kind, f"u{i}", i) for i in range(num_units) for kind in ("forward", "forward_end")]
+    events += [Event(kind, f"u{i}", i) for i in reversed(range(num_units)) for kind in ("backward", "backward_end")]
+    return Program(tuple(units), (*events, Event("microbatch_end"), Event("reduce"), Event("update")))
+
+
+def test_refuses_more_units_or_reductions_than_the_policy_allows():
+    schedule = compile_schedule(chain(5), Policy(prefetch=2, reduce_buffers=3))
+    verify(schedule)
+    with pytest.raises(ScheduleError, match=r"gather u2 .*: is the unit too many: \['u0'\] are .* \['u1', 'u2'\](?s:.*)most 2"):
+        verify(replace(schedule, policy=Policy(prefetch=1, reduce_buffers=3)))
+    with pytest.raises(ScheduleError, match=r"reduce u2 .*: is the reduction too many: ops \[\d+, \d+, \d+\](?s:.*)at most 2"):
+        verify(replace(schedule, policy=Policy(prefetch=2, reduce_buffers=2)))
+
+
+# Whatever the program and the policy.
+
+
+@given(programs(), policies())
+def test_every_compiled_schedule_passes(program, policy):
+    verify(compile_schedule(program, policy))
+
+
+def passes(schedule):
+    try:
+        verify(schedule)
+    except ScheduleError:
+        return False
+    return True
+
+
+def schedules(facts, policy):
+    """Schedules that pass: that all compiled ones do is the test above."""
+    return st.builds(compile_schedule, programs(**facts), policies(**policy)).filter(passes)
+
+
+def role(op):
+    return "parameters" if op.kind in ("gather", "release") else "finish" if op.phase == "finish" else "outgoing"
+
+
+def live(schedule):
+    """For each op, what other memory is live when it runs, with the memory that a step finds when it starts."""
+    now, result = {}, []
+    for op in schedule.ops * 2:
+        result.append({key: memory for key, memory in now.items() if key != (role(op), op.unit)})
+        if op.memory and op.kind in ("release", "accumulate"):
+            now.pop((role(op), op.unit), None)
+        elif op.memory:
+            now[role(op), op.unit] = op.memory
+    return result[len(schedule.ops) :]
+
+
+def ancestors(schedule, i):
+    """The ops of this step, and of the one before as negative numbers, that are over when op ``i`` starts: by search."""
+    ops, num = schedule.ops, len(schedule.ops)
+    updates = [k for k, op in enumerate(ops) if op.kind == "update"]
+    tail = [k for k in range(updates[-1], num) if ops[k].kind == "gather"] if updates else []
+
+    def bucket(j):
+        mine = ops[j].kind, ops[j].bucket
+        return [j, *(k for k, op in enumerate(ops) if op.bucket != -1 and (op.kind, op.bucket) == mine)]
+
+    def search(start, within_step):
+        seen, stack = set(), [start]
+        while stack:
+            k = stack.pop()
+            before = [j for j in range(k) if ops[j].stream == ops[k].stream] if k >= 0 else []
+            before += [b if j < k else b - num for j in ops[k].after for b in bucket(j)] if k >= 0 else []
+            before += [j for j in range(-num, k if k < 0 else 0) if ops[j].stream == ops[k].stream]
+            fresh = {j for j in before if j >= (0 if within_step else -num)} - seen
+            seen |= fresh
+            stack += fresh
+        return seen
+
+    computes = [k for k in range(num) if ops[k].stream == "compute"]
+    landed = search(computes[-1], within_step=True) if computes else set()
+    return search(i, within_step=False) | {k - num for k in range(num) if k not in tail or k in landed}
+
+
+def choose(data, positions):
+    assume(positions)
+    return data.draw(st.sampled_from(positions))
+
+
+def of(schedule, kind, *phases):
+    return [i for i, op in enumerate(schedule.ops) if op.kind == kind and op.phase in (phases or (op.phase,))]
+
+
+PARAMETERS = ("forward", "backward")
+
+
+def without_wait(data, s):
+    return drop(s, choose(data, of(s, "wait", *PARAMETERS)))
+
+
+def without_wait_for_spread(data, s):
+    i = choose(data, of(s, "wait", "update"))
+    rest = [*s.ops[i + 1 :], *s.ops[:i]]
+    comes = [op.kind for op in rest if op.kind == "update" or (op.kind, op.unit) == ("compute", s.ops[i].unit)]
+    assume(comes[0] == "compute")
+    return drop(s, i)
+
+
+def without_gather(data, s):
+    return drop(s, choose(data, of(s, "gather", *PARAMETERS)))
+
+
+def without_spread(data, s):
+    return drop(s, choose(data, of(s, "gather", "update")))
+
+
+def late_gather(data, s):
+    i = choose(data, [i for i in of(s, "gather", *PARAMETERS) if s.ops[i].bucket == -1])
+    uses = [k for k, op in enumerate(s.ops) if k > i and (op.kind, op.unit) == ("compute", s.ops[i].unit)]
+    assume(uses)
+    return move(edit(s, i, at=s.ops[uses[0]].at), i, uses[0])
+
+
+def early_carried_gather(data, s):
+    updates = of(s, "update")
+    assume(updates)
+    i = choose(data, [i for i in of(s, "gather", *PARAMETERS) if i > updates[-1] and s.ops[i].bucket == -1])
+    assume(all(op.kind == "gather" for op in s.ops[updates[-1] + 1 :]))
+    return move(s, i, updates[-1])
+
+
+def without_release(data, s):
+    return drop(s, choose(data, of(s, "release")))
+
+
+def early_release(data, s):
+    i = choose(data, of(s, "release"))
+    uses = [k for k, op in enumerate(s.ops[:i]) if op.unit == s.ops[i].unit and op.kind in ("compute", "gather")]
+    assume(uses and s.ops[uses[-1]].kind == "compute")
+    return move(edit(s, i, at=s.ops[uses[-1]].at), i, uses[-1] + 1)
+
+
+def without_cast(data, s):
+    return drop(s, choose(data, of(s, "cast")))
+
+
+def second_cast(data, s):
+    return twice(s, choose(data, of(s, "cast")))
+
+
+def without_reduce(data, s):
+    return drop(s, choose(data, of(s, "reduce")))
+
+
+def second_reduce(data, s):
+    return twice(s, choose(data, of(s, "reduce")))
+
+
+def without_accumulate(data, s):
+    return drop(s, choose(data, of(s, "accumulate")))
+
+
+def without_edge(data, s):
+    i = choose(data, [i for i, op in enumerate(s.ops) if op.after])
+    j = data.draw(st.sampled_from(s.ops[i].after))
+    changed = edit(s, i, after=tuple(k for k in s.ops[i].after if k != j))
+    assume((j if j < i else j - len(s.ops)) not in ancestors(changed, i))
+    return changed
+
+
+def shared_memory(data, s):
+    others = live(s)
+    fills = [i for i, op in enumerate(s.ops) if op.memory and op.kind in ("gather", "cast", "reduce") and others[i]]
+    i = choose(data, fills)
+    start = data.draw(st.sampled_from([memory.start for memory in others[i].values()]))
+    mine = [k for k, op in enumerate(s.ops) if op.memory and (role(op), op.unit) == (role(s.ops[i]), s.ops[i].unit)]
+    memory = replace(s.ops[i].memory, start=start)
+    return edit(replace(s, arena=max(s.arena, memory.stop)), *mine, memory=memory)
+
+
+def other_address(data, s):
+    seen, again = set(), []
+    for i in of(s, "gather", *PARAMETERS):
+        unit = s.ops[i].unit
+        ends = [k for k in of(s, "release") if k > i and s.ops[k].unit == unit]
+        again += [(i, ends[0])] if unit in seen and ends else []
+        seen.add(unit)
+    i, end = choose(data, again)
+    memory = replace(s.ops[i].memory, start=s.arena)
+    return edit(replace(s, arena=memory.stop), i, end, memory=memory)
+
+
+def tiny_budget(data, s):
+    assume(s.arena)
+    return replace(s, policy=replace(s.policy, memory_budget=data.draw(st.integers(0, s.arena - 1))))
+
+
+MOVING = {"gathered": 128, "gather": (GATHER,)}
+SPREADING = {"trainable": True, "spread": (SPREAD,)}
+SENDING = {"trainable": True, "outgoing": 64, "reduce": (REDUCE,)}
+PLANTED = {  # the fault, what is said about it, and facts of units and fields of policies that make room for it
+    without_wait: ("uses a unit before its gather, op [0-9]+, is waited for", MOVING, {}),
+    without_wait_for_spread: ("uses parameters without a wait for those that the update has changed", SPREADING, {}),
+    without_gather: ("waits for a gather that was not made|releases a unit that is not gathered", MOVING, {}),
+    without_spread: ("stale parameters|uses parameters without a wait|never come to where they rest", SPREADING, {}),
+    late_gather: ("waits for a gather that was not made|may still be read by", MOVING, {"bucket_nbytes": 0}),
+    early_carried_gather: ("is gathered and never released: .* stale", MOVING, {"gather_at_start": True, "bucket_nbytes": 0}),
+    without_release: ("is gathered again while|is gathered and never released|survives the update", MOVING, {}),
+    early_release: ("is released while in use", MOVING, {}),
+    without_cast: ("is never cast|before the cast of use|may start before the end of", {"trainable": True}, {}),
+    second_cast: ("casts the gradient of use [0-9]+ twice", {"trainable": True}, {}),
+    without_reduce: ("adds a result without a reduction", SENDING, {}),
+    second_reduce: ("happens twice", SENDING, {}),
+    without_accumulate: ("has no accumulate|is accumulated|may run before the end of", SENDING, {}),
+    without_edge: ("nothing orders it after that", {}, {}),
+    shared_memory: ("fills memory in which the .* is live|may fill memory still in use", {}, {}),
+    other_address: ("changes its address within a step", MOVING, {"prefetch": 0, "buffers": 1, "release": "forward"}),
+    tiny_budget: ("larger than the memory budget", MOVING, {}),
+}
+
+
+@pytest.mark.parametrize("plant", PLANTED, ids=lambda plant: plant.__name__)
+@settings(max_examples=settings().max_examples // 3)
+@given(data=st.data())
+def test_planted_faults_are_found(plant, data):
+    match, facts, policy = PLANTED[plant]
+    schedule = plant(data, data.draw(schedules(facts, policy)))
+    with pytest.raises(ScheduleError, match=match):
+        verify(schedule)
+
+
+# Ranks.
+
+
+@given(schedules({}, {}), st.data())
+def test_ranks_that_swap_two_collectives_are_told_which(schedule, data):
+    verify_ranks([schedule, schedule, schedule])
+    apart = schedule.policy.separate_groups and not schedule.policy.one_stream
+    sends = [i for i, op in enumerate(schedule.ops) if op.unit and calls_of(op, schedule.facts(op.unit))]
+    i, j = choose(data, sends), choose(data, sends)
+    one, other = schedule.ops[i], schedule.ops[j]
+    assume((one.kind, one.unit, one.phase) != (other.kind, other.unit, other.phase))
+    assume(not apart or one.kind == other.kind)
+    ops = list(schedule.ops)
+    ops[i], ops[j] = other, one
+    kinds = one.kind if apart else "gather and reduce"
+    with pytest.raises(
+        ScheduleError, match=rf"collective \d+ on the {kinds} stream differs between ranks 0 and 1\.\n  rank 0 .*"
+    ):
+        verify_ranks([schedule, schedule.replace_ops(ops)])
+
+
+def test_gathers_and_reductions_are_two_queues_or_one(by_hand):
+    verify_ranks([by_hand, move(by_hand, 12, 5)])
+    for policy in (Policy(one_stream=True), Policy(separate_groups=False)):
+        schedule = replace(by_hand, policy=policy)
+        with pytest.raises(ScheduleError) as caught:
+            verify_ranks([schedule, schedule, move(schedule, 12, 5)])
+        assert str(caught.value).splitlines() == [
+            "verify_ranks(): collective 0 on the gather and reduce stream differs between ranks 0 and 2.",
+            "  rank 0  gather a backward (all_gather dp 64); reduce a backward (reduce_scatter dp 64); "
+            "reduce b finish (all_reduce outer 32)",
+            "  rank 2  reduce a backward (reduce_scatter dp 64); gather a backward (all_gather dp 64); "
+            "reduce b finish (all_reduce outer 32)",
+            "Every rank has to enter the same units in the same order, and to compile with the same policy.",
+        ]
+
+
+def test_ranks_differ_in_number_and_in_buckets(by_hand):
+    with pytest.raises(
+        ScheduleError, match=r"collective 2 on the gather stream(?s:.*)rank 1 +gather a backward .*dp 64\); gather a"
+    ):
+        verify_ranks([by_hand, drop(by_hand, 20)])
+    with pytest.raises(ScheduleError, match=r"collective 1 on the gather stream(?s:.*)rank 1 .* \+ gather a forward"):
+        verify_ranks([by_hand, edit(by_hand, 19, 20, bucket=1)])
+
+
+def test_buckets_are_over_as_one(by_hand):
+    """A wait for one gather of a bucket is one for the others."""
+    bucket = edit(by_hand, 19, 20, bucket=1)
+    verify(edit(bucket, 1, after=(19,)))
+    with pytest.raises(ScheduleError, match=r"op 1, wait a forward .*: does not wait for its gather, op 20"):
+        verify(edit(by_hand, 1, after=(19,)))
