@@ -1,6 +1,6 @@
 """compile_schedule: from the order in which a program uses units to when their data move, and in which memory."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any
@@ -70,7 +70,8 @@ class _Emitter:
         self.facts = {unit.name: unit for unit in program.units}
         self.bundles = bundle(program, policy)
         self.targets = residency(program, policy, self.bundles)
-        self.casts = _casts(program)
+        self.gradients = _gradients(program)
+        self.casts = _casts(program, self.gradients)
         self.ops: list[_Draft] = []
         self.number = count()
         # parameters
@@ -172,7 +173,7 @@ class _Emitter:
 
     def _cast(self, event: Event, i: int) -> None:
         unit, facts = event.unit, self.facts[event.unit]
-        if not facts.trainable:
+        if self.gradients.get(event.use) != i:
             return
         is_first = unit not in self.begun
         buffer = ("outgoing", unit) if facts.outgoing else None
@@ -277,14 +278,19 @@ class _Emitter:
             self.emit("wait", unit, "update", i, after=(settled[unit],))
 
 
-def _casts(program: Program) -> list[dict[str, int]]:
-    """For each microbatch, how many uses of each trainable unit have a backward in it."""
+def _gradients(program: Program) -> dict[int, int]:
+    """For each use that has a gradient, the event where it is there: the end of its last backward."""
     trainable = {unit.name for unit in program.units if unit.trainable}
+    return {e.use: i for i, e in enumerate(program.events) if e.kind == "backward_end" and e.unit in trainable}
+
+
+def _casts(program: Program, gradients: Mapping[int, int]) -> list[dict[str, int]]:
+    """For each microbatch, how many uses of each unit have a gradient in it."""
     result: list[dict[str, int]] = [{}]
-    for event in program.events:
+    for i, event in enumerate(program.events):
         if event.kind == "microbatch_end":
             result.append({})
-        elif event.kind == "backward_end" and event.unit in trainable:
+        elif gradients.get(event.use) == i:
             result[-1][event.unit] = result[-1].get(event.unit, 0) + 1
     return result
 

@@ -2,7 +2,8 @@
 
 A use that was not planned gets room of its own. It is let go of after the forward and filled again for the backward, like
 a slot: what was resident together in the forward has different rooms, and a backward has no more resident at once than
-its forward had.
+its forward had. What is used again in a backward, as by activation checkpointing, has rooms that no forward has, and stays
+there until its unit's backward is over, which looks at what the second forward has saved.
 """
 
 from typing import TYPE_CHECKING
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from fsharp.functional.errors import ScheduleError
+from fsharp.stateful.boundary import in_backward
 from fsharp.stateful.copies import Copy, LiveUnit, Room, full_nbytes, stamp
 from fsharp.stateful.gradients import Block, Grads
 
@@ -27,6 +29,8 @@ class Demand:
     def __init__(self, run: "Run") -> None:
         self.run = run
         self.rooms: list[Room] = []
+        self.rooms_in_backward: list[Room] = []
+        self.kept: dict[str, list[Copy]] = {}  # by unit, what was used again in a backward
         self.blocks: dict[str, Block] = {}  # gradients that are being collected
 
     # ------------------------------------------------------------ parameters
@@ -36,7 +40,7 @@ class Demand:
         assert unit.node is not None
         seen = stamp(unit.node)
         there = [copy for copy in self._slots() if copy.unit is unit]
-        there += [room.copy for room in self.rooms if room.copy is not None and room.copy.unit is unit]
+        there += [room.copy for room in self._all_rooms() if room.copy is not None and room.copy.unit is unit]
         for copy in there:
             if copy.holds(seen):
                 copy.wait()
@@ -48,7 +52,8 @@ class Demand:
         return copy
 
     def _room(self, nbytes: int) -> Room:
-        free = [room for room in self.rooms if len(room.memory) >= nbytes and (room.copy is None or not room.copy.users)]
+        rooms = self.rooms_in_backward if in_backward() else self.rooms
+        free = [room for room in rooms if len(room.memory) >= nbytes and (room.copy is None or not room.copy.users)]
         if free:
             room = min(free, key=lambda room: len(room.memory))
             if room.copy is not None:
@@ -56,8 +61,11 @@ class Demand:
                 room.copy = None
             return room
         room = Room(torch.empty(nbytes, dtype=torch.uint8, device=self.run.scheduler.device))
-        self.rooms.append(room)
+        rooms.append(room)
         return room
+
+    def _all_rooms(self) -> list[Room]:
+        return [*self.rooms, *self.rooms_in_backward]
 
     def _fill(self, copy: Copy) -> None:
         scheduler = self.run.scheduler
@@ -66,6 +74,20 @@ class Demand:
             copy.gather(scheduler.transport)
         copy.wait()
         scheduler.lanes.join_all()
+
+    def leave(self, copy: Copy) -> None:
+        """The forward of a use is over."""
+        if in_backward():
+            copy.users += 1
+            self.kept.setdefault(copy.unit.key, []).append(copy)
+        else:
+            self.idle(copy)
+
+    def let_go(self, key: str) -> None:
+        """A backward of a unit is over."""
+        for copy in self.kept.pop(key, ()):
+            copy.users -= 1
+            self.idle(copy)
 
     def idle(self, copy: Copy) -> None:
         """A use is over: nobody may need the copy for now."""
@@ -108,14 +130,16 @@ class Demand:
 
     def stale(self) -> None:
         """Parameters are new: no copy has them."""
-        for copy in [*self._slots(), *(room.copy for room in self.rooms if room.copy is not None)]:
+        for copy in [*self._slots(), *(room.copy for room in self._all_rooms() if room.copy is not None)]:
             copy.release(poison=self.run.scheduler.policy.poison)
 
     def clear(self) -> None:
         """Let go of all memory."""
-        for room in self.rooms:
+        for room in self._all_rooms():
             room.copy = None
         self.rooms.clear()
+        self.rooms_in_backward.clear()
+        self.kept.clear()
         self.blocks.clear()
 
     # ------------------------------------------------------------ gradients
@@ -168,6 +192,8 @@ class Demand:
 
     def flush(self) -> None:
         """The backward pass is over: what has been collected is all there is."""
+        for key in list(self.kept):
+            self.let_go(key)
         for key in list(self.blocks):
             self.send(self.run.scheduler.units[key])
 

@@ -41,7 +41,7 @@ class Policy:
     buffers: int | None = None
     release: Literal["forward", "backward"] = "forward"
     reduce: Literal["ready", "delayed"] = "ready"
-    reduce_buffers: int = 2
+    reduce_buffers: int = 1
     bucket_nbytes: int = 0
     memory_budget: int | None = None
     gather_at_start: bool = True

@@ -127,7 +127,7 @@ class Run:
         use.leaves = None
         planned = self._leave_copy(use, "forward_end")
         if not planned and use.copy is not None:
-            self.demand.idle(use.copy)
+            self.demand.leave(use.copy)
 
     def _leave_copy(self, use: Use, kind: EventKind) -> bool:
         if use.copy is not None:
@@ -173,6 +173,7 @@ class Run:
         if not planned:
             if grads is not None:
                 self.demand.cast(use.unit, grads)
+            self.demand.let_go(use.unit.key)
             if use.copy is not None:
                 self.demand.idle(use.copy)
         self.incoming = None
