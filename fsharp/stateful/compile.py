@@ -199,7 +199,7 @@ class _Emitter:
         buffer = ("outgoing", unit) if facts.outgoing else None
         if facts.reduce:
             self._make_room(i)
-            self.under_way.append(self.emit("reduce", unit, "backward", i, stream="reduce", after=(cast,), buffer=buffer))
+            self._launch(self.emit("reduce", unit, "backward", i, stream="reduce", after=(cast,), buffer=buffer))
         elif buffer:
             added = self.emit("accumulate", unit, "backward", i, stream="reduce", after=(cast,), buffer=buffer, frees=True)
             self.fed[unit] = added

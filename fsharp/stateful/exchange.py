@@ -94,7 +94,8 @@ class Exchange(Transport):
         own = parts[mine].split(_elements(parts[mine])) if len(parts[mine]) else ()
         outs = out.split(_elements(parts[mine])) if len(out) else ()
         width = len(own[0]) if own else 0
-        rooms = scratch.view(parts[mine].dtype)[: min(2, len(own)) * (n - 1) * width].view(-1, n - 1, width) if own else ()
+        num_rooms = min(2, len(own))
+        rooms = scratch.view(parts[mine].dtype)[: num_rooms * (n - 1) * width].view(num_rooms, n - 1, width) if own else ()
 
         def receive(k: int) -> list[Any]:
             room = rooms[k % 2]
