@@ -85,7 +85,7 @@ def by_hand():
         Op("gather", "a", "update", 10, stream="gather", after=(18,)),
         Op("gather", "a", "forward", 10, stream="gather", memory=full, after=(18,)),
     ]
-    return Schedule(Program((a, b), tuple(events)), Policy(), tuple(ops), 192, 192)
+    return Schedule(Program((a, b), tuple(events)), Policy(reduce_buffers=2), tuple(ops), 192, 192)
 
 
 def test_a_schedule_written_by_hand_passes(by_hand):
@@ -149,7 +149,10 @@ FAULTS = {
     "needless gather": (lambda s: edit(s, 5, unit="b", memory=None), r"op 5, gather b .*: there is nothing to gather"),
     "compute": (lambda s: drop(s, 3), r"kind compute do not follow the program, from the one with number 1 on"),
     "update": (lambda s: drop(s, 18), r"kind update do not follow the program, from the one with number 0 on"),
-    "budget": (lambda s: replace(s, policy=Policy(memory_budget=191)), r"larger than the memory budget(?s:.*)budget +191"),
+    "budget": (
+        lambda s: replace(s, policy=Policy(reduce_buffers=2, memory_budget=191)),
+        r"larger than the memory budget(?s:.*)budget +191",
+    ),
     "arena": (lambda s: replace(s, arena=191), r"smaller than what is live at once(?s:.*)191 bytes"),
 }
 
@@ -428,7 +431,7 @@ def test_ranks_that_swap_two_collectives_are_told_which(schedule, data):
 
 def test_gathers_and_reductions_are_two_queues_or_one(by_hand):
     verify_ranks([by_hand, move(by_hand, 12, 5)])
-    for policy in (Policy(one_stream=True), Policy(separate_groups=False)):
+    for policy in (Policy(one_stream=True, reduce_buffers=2), Policy(separate_groups=False, reduce_buffers=2)):
         schedule = replace(by_hand, policy=policy)
         with pytest.raises(ScheduleError) as caught:
             verify_ranks([schedule, schedule, move(schedule, 12, 5)])

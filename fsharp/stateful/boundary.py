@@ -25,13 +25,22 @@ class _Boundary(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
-        if torch.is_grad_enabled():
-            raise ScheduleError(
-                "forward(): a graph of the backward was asked for (create_graph=True), which the scheduler does not keep. "
-                "Pass comm=scheduler.comm to forward() there: the blocking path can be differentiated again."
-            )
+        refuse_graph()
         ctx.receive(grads)
         return (None,) * (2 + ctx.num_sinks)
+
+
+def refuse_graph() -> None:
+    """Refuse a backward that is to be differentiated itself: what it saves would point at memory that is released.
+
+    Raises:
+        ScheduleError: such a backward is under way.
+    """
+    if torch.is_grad_enabled():
+        raise ScheduleError(
+            "forward(): a graph of the backward was asked for (create_graph=True), which the scheduler does not keep. "
+            "Pass comm=scheduler.comm to forward() there: the blocking path can be differentiated again."
+        )
 
 
 def differentiable(receive: Receive, leaves: list[torch.Tensor], sinks: Sequence[torch.Tensor]) -> list[torch.Tensor]:

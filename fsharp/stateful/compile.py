@@ -246,7 +246,7 @@ class _Emitter:
 
     def _end_microbatch(self, i: int) -> None:
         self._reduce_delayed(i)
-        while any(op.kind == "reduce" and op.phase == "backward" for op in self.under_way):
+        while any(op.phase == "backward" for op in self.under_way):
             self._land(i)
         for unit in [u.name for u in self.program.units if u.name in self.unfinished]:
             self._finish(unit, i, (self.fed[unit],) if unit in self.fed else ())
@@ -274,8 +274,6 @@ class _Emitter:
         settled = {op.unit: op for op in spread}
         for wait in self.arriving:
             wait.after = (settled[wait.unit] if wait.phase == "update" else self.gathers[wait.unit],)
-        for unit in [unit for unit in settled if unit not in self.settled]:  # not used: the next update would find it under way
-            self.emit("wait", unit, "update", i, after=(settled[unit],))
 
 
 def _gradients(program: Program) -> dict[int, int]:

@@ -42,7 +42,7 @@ class Demand:
         there = [copy for copy in self._slots() if copy.unit is unit]
         there += [room.copy for room in self._all_rooms() if room.copy is not None and room.copy.unit is unit]
         for copy in there:
-            if copy.holds(seen):
+            if copy.holds(seen) and (copy.users or not in_backward()):  # idle ones may be in the way of another backward
                 copy.wait()
                 return copy
         room = self._room(full_nbytes(unit.layout))

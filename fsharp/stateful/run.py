@@ -9,7 +9,7 @@ import torch
 
 from fsharp.functional.errors import ScheduleError
 from fsharp.functional.sharded import Sharded
-from fsharp.stateful.boundary import differentiable, in_backward
+from fsharp.stateful.boundary import differentiable, in_backward, refuse_graph
 from fsharp.stateful.copies import Copy, LiveUnit, stamp
 from fsharp.stateful.demand import Demand
 from fsharp.stateful.gradients import Block, Grads
@@ -136,6 +136,8 @@ class Run:
 
     def come_back(self, uses: Sequence[Use]) -> None:
         """A backward comes to the function that entered these units."""
+        if any(use.copy is not None for use in uses):
+            refuse_graph()
         for use in uses:
             self._open(use)
 
@@ -312,7 +314,8 @@ class Run:
 
     def do_settle(self, i: int, unit: LiveUnit) -> None:
         """Updated parameters are where they rest."""
-        self.settle(unit)
+        if unit.key not in self.spreading:  # else the wait is for those of the update before, which update() has looked at
+            self.settle(unit)
 
     def settle(self, unit: LiveUnit) -> None:
         """Wait for a unit's updated parameters."""

@@ -346,7 +346,7 @@ class Scheduler(Engine):
         if len(filled) != len(self._handed) or not filled:
             return False
         for node, (unit, tensors, versions) in zip(filled, self._handed, strict=True):
-            if node.unit is not unit.layout or resolve_place(node.unit, to) != node.unit.strategy.optim:
+            if node.unit != unit.layout or resolve_place(node.unit, to) != node.unit.strategy.optim:
                 return False
             buffers = node.buffers_on_their_way
             if [b.data_ptr() for b in buffers] != [t.data_ptr() for t in tensors]:
