@@ -6,6 +6,7 @@ its forward had. What is used again in a backward, as by activation checkpointin
 there until its unit's backward is over, which looks at what the second forward has saved.
 """
 
+import weakref
 from typing import TYPE_CHECKING
 
 import torch
@@ -27,11 +28,14 @@ class Demand:
     """
 
     def __init__(self, run: "Run") -> None:
-        self.run = run
+        self.run: Run = weakref.proxy(run)  # which owns this: a cycle would keep memory until the collector comes by
         self.rooms: list[Room] = []
         self.rooms_in_backward: list[Room] = []
         self.kept: dict[str, list[Copy]] = {}  # by unit, what was used again in a backward
         self.blocks: dict[str, Block] = {}  # gradients that are being collected
+
+    def __del__(self) -> None:
+        self.clear()  # rooms and copies know each other; a run outside of a scheduled function has no other end
 
     # ------------------------------------------------------------ parameters
 

@@ -32,6 +32,8 @@ class Exchange(Transport):
         groups: to send in.
     """
 
+    is_async = True
+
     def __init__(self, comm: ProcessGroupComm, groups: Groups) -> None:
         self.comm, self.groups = comm, groups
         self.patience: Callable[[], None] = lambda: None

@@ -291,7 +291,7 @@ class Run:
         assert unit.gradient is not None
         self._landed(unit, "finish")
         self.free(memory)
-        if not self.scheduler.lanes.is_async and self.events[-1].kind == "reduce":
+        if self.scheduler.transport.innermost.is_async and self.events[-1].kind == "reduce":
             unit.gradient.defer(unit.gradient.land_finish)
             return
         with self.lane(i, "reduce", begins=False):

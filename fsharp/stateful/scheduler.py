@@ -1,5 +1,6 @@
 """Scheduler: runs pure functions by a schedule. A Comm like any other to them, which gives the same bits, sooner."""
 
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -72,6 +73,7 @@ class Scheduler(Engine):
         self.arena = torch.empty(0, dtype=torch.uint8, device=comm.device)
         self.tenant: Any = None
         self._run: Run | None = None
+        self._loose: Callable[[], Run | None] = lambda: None
         self._table: dict[Any, LiveUnit] = {}
         self._handed: list[tuple[LiveUnit, list[torch.Tensor], list[int]]] = []
 
@@ -237,9 +239,11 @@ class Scheduler(Engine):
 
     def _current(self) -> Run:
         """The run of the function that is being called; outside of one, a run that follows nothing and records nothing."""
-        if self._run is None:
-            self._run = Run(self, None, None)
-        return self._run
+        run = self._run or self._loose()
+        if run is None:
+            run = Run(self, None, None)
+            self._loose = weakref.ref(run)  # whoever has a backward to come keeps it
+        return run
 
     # ------------------------------------------------------------ Engine
 
@@ -289,7 +293,7 @@ class Scheduler(Engine):
             unit.train(self.transport)
         total: Loss | None = None
         for i, part in enumerate(parts):
-            run.may_defer = i == len(parts) - 1 and not self.lanes.is_async
+            run.may_defer = i == len(parts) - 1 and self.transport.innermost.is_async
             with torch.enable_grad():
                 probed = with_sinks(params)
                 sinks = [(unit, node.sinks) for unit, node in zip(units, units_of(probed), strict=True)]
@@ -325,7 +329,7 @@ class Scheduler(Engine):
         if not self._is_handed_out(nodes, to):
             return moves.reduce_scatter(tree, comm=self.own, to=to)
         run = self._current()
-        run.reduce([unit for unit, _, _ in self._handed], wait=self.lanes.is_async)
+        run.reduce([unit for unit, _, _ in self._handed], wait=not self.transport.innermost.is_async)
         gradients = {node.name: unit.gradient for node, (unit, _, _) in zip(self._filled(nodes), self._handed, strict=True)}
 
         def one(node: Sharded) -> Sharded:
@@ -334,7 +338,7 @@ class Scheduler(Engine):
                 same = node.replace(node.buffers_on_their_way, resolve_place(node.unit, to))
                 return same.arriving(node.settle) if node.is_arriving else same
             result = node.replace([buffer.tensor.data for buffer in gradient.final], resolve_place(node.unit, to))
-            return result if self.lanes.is_async else result.arriving(gradient.join)
+            return result.arriving(gradient.join) if gradient.is_under_way else result
 
         return map_units(one, tree)
 

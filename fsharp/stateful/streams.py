@@ -18,8 +18,6 @@ class Lanes:
     """A host without streams: collectives are asynchronous by themselves, and what the host waits for is ordered by that."""
 
     recorder: "Recorder | None" = None
-    is_async = False
-    """Whether waiting for a lane costs the host nothing."""
 
     def on(self, name: str, op: Key | None = None, after: Sequence[Key] = (), *, begins: bool = True) -> AbstractContextManager:
         """Run what is inside on a lane.
@@ -48,8 +46,6 @@ class CudaLanes(Lanes):
         device: of the streams.
         one_stream: gathers and reductions share one.
     """
-
-    is_async = True
 
     def __init__(self, device: torch.device, *, one_stream: bool) -> None:
         self.device, self.one_stream = device, one_stream

@@ -46,6 +46,9 @@ class Ticket:
 class Transport(ABC):
     """Collectives along an axis. Results are bit for bit those of the :class:`~fsharp.Comm` it is made from."""
 
+    is_async = False
+    """Whether a ticket that the host waits for may have something to wait for."""
+
     @abstractmethod
     def gather(self, x: torch.Tensor, out: torch.Tensor, axis: str) -> Ticket:
         """Every rank's ``x`` of ``c`` elements into ``out`` of ``n * c``; ``x`` may be this rank's part of ``out``."""

@@ -6,7 +6,7 @@ that may round differently. Where a buffer ends depends on how it is sharded, so
 only: the remainders go through a padded scratch tensor. An element's update then depends on nothing but the element.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -22,6 +22,8 @@ Schedule = float | Callable[[int], float]
 PerPath = float | Mapping[str, float] | Callable[[str], float]
 """A number, numbers by path pattern (the last that selects a leaf counts), or a function of the leaf's path."""
 
+_WORTH = 1 << 18
+"""Elements that a call of a kernel should have if it can choose."""
 _VECTOR = 64
 """Elements: a multiple of every SIMD width in use, in every dtype."""
 
@@ -259,9 +261,21 @@ def _each_run(
     tables = {} if uniform else {name: per_leaf(f"{name}=", params, rule) for name, rule in rules.items()}
     rows = list(zip(*map(units_of, trees), strict=True))
     # Gradients that are still on their way came last out of the backward, and belong to what is first in the tree.
-    together = [rows] if not any(row[1].is_arriving for row in rows) else [[row] for row in reversed(rows)]
-    for chosen_rows in together:
+    for chosen_rows in [rows] if not any(row[1].is_arriving for row in rows) else _batches(rows):
         _each_value(kernel, chosen_rows, rank, uniform, tables)
+
+
+def _batches(rows: Sequence[tuple[Sharded, ...]]) -> Iterator[list[tuple[Sharded, ...]]]:
+    """The rows from the last to the first, as many at a time as make a call of the kernel worth it."""
+    batch: list[tuple[Sharded, ...]] = []
+    numel = 0
+    for row in reversed(rows):
+        batch.append(row)
+        numel += sum(buffer.numel() for buffer in row[0].buffers_on_their_way)
+        if numel >= _WORTH:
+            yield batch
+            batch, numel = [], 0
+    yield batch
 
 
 def _each_value(
