@@ -1,4 +1,4 @@
-"""The scheduler on a CUDA device: streams, events and NCCL at world size 1, where Policy(trivial_axes=True) runs collectives."""
+"""The scheduler on a CUDA device: streams, events, and NCCL at world size 1, by Policy(trivial_axes=True)."""
 
 import gc
 

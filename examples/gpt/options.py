@@ -52,7 +52,7 @@ class Options:
     schedule: bool = True
     """Run steps by a schedule that overlaps communication with compute; else each collective blocks."""
     release: bool = False
-    """Without a schedule: let gathered parameters go after each use, and gather and compute again in the backward: less memory, more work."""
+    """Without a schedule: let gathered parameters go after each use, and gather and compute again in the backward."""
     seed: int = 0
     """Of the initial parameters, the batches and the sample."""
 
