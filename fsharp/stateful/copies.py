@@ -45,6 +45,7 @@ class LiveUnit:
         self.pending = self.uses = 0
         self._at_rest: tuple[Any, FullUnit] | None = None
 
+    @torch.inference_mode(False)  # what is kept here will be trained as well
     def at_rest(self) -> FullUnit:
         """The parameters where they rest in full."""
         assert self.node is not None

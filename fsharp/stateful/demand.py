@@ -39,6 +39,7 @@ class Demand:
 
     # ------------------------------------------------------------ parameters
 
+    @torch.inference_mode(False)
     def copy(self, unit: LiveUnit) -> Copy:
         """A full copy of a unit: one that is there, or a new one."""
         assert unit.node is not None

@@ -62,6 +62,7 @@ class Run:
         self.incoming: Grads | None = None
         self.under_way: list[tuple[LiveUnit, Block | None, str]] = []
         self.open_blocks: dict[str, Block] = {}
+        self.is_over = False
         self.may_defer = False  # gradients may land when somebody looks at them: this is the last microbatch
         self.spreading: dict[str, Spread] = {}
         self.live_nbytes = self.peak_nbytes = self.top = 0
@@ -136,8 +137,16 @@ class Run:
 
     def come_back(self, uses: Sequence[Use]) -> None:
         """A backward comes to the function that entered these units."""
-        if any(use.copy is not None for use in uses):
+        gathered = [use.unit.key for use in uses if use.copy is not None]
+        if gathered:
             refuse_graph()
+        if self.is_over:
+            if gathered:
+                raise ScheduleError(
+                    f"a backward came to unit {gathered[0]!r} after the scheduled function that used it had returned. Call the "
+                    "backward inside of that function, or do not wrap it: pass comm=scheduler."
+                )
+            return
         for use in uses:
             self._open(use)
 
@@ -396,3 +405,4 @@ class Run:
             else:
                 assert self.top <= self.plan.schedule.arena, f"{self.top} bytes used of {self.plan.schedule.arena} planned"
         self.demand.clear()
+        self.is_over = True

@@ -156,6 +156,7 @@ class Scheduler(Engine):
                 self._carry(run, plan.copies[key])
         return run
 
+    @torch.inference_mode(False)  # the arena outlives an evaluation
     def _plan(self, scheduled: Scheduled) -> Plan | None:
         """The function's plan, with the arena to itself."""
         schedule = scheduled.schedule

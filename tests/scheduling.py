@@ -1,0 +1,178 @@
+"""What tests of the scheduler share: strategies and policies by name, training by either path, programs run by both."""
+
+from collections import Counter
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import optree
+import torch
+
+import fsharp as fs
+from fsharp.functional.train import split_batch
+from fsharp.testing import simulate
+from tests.gpt_like import loss_fn, make_batches, make_params
+
+DP = fs.Mesh({"dp": 2})
+HYBRID = fs.Mesh({"outer": 2, "inner": 2})
+FLAT = {name: (DP, getattr(fs, name)("dp")) for name in ("ddp", "zero1", "zero2", "zero3")}
+ON_TWO_AXES = {
+    "hsdp": (HYBRID, fs.hsdp("outer", "inner")),
+    "hfsdp": (HYBRID, fs.hfsdp("outer", "inner")),
+    "zero3x2": (HYBRID, fs.zero3("outer", "inner")),
+    "mixed": (
+        HYBRID,
+        fs.Strategy(
+            {"outer": fs.AxisRule(fs.Replicate, fs.Partial, fs.Shard), "inner": fs.AxisRule(fs.Replicate, fs.Shard, fs.Shard)}
+        ),
+    ),
+    "late": (HYBRID, fs.Strategy(dict.fromkeys(("outer", "inner"), fs.AxisRule(fs.Shard, fs.Partial, fs.Shard)))),
+}
+STRATEGIES = {**FLAT, **ON_TWO_AXES}
+
+POLICIES = {
+    "default": {},
+    "prefetch 0": {"prefetch": 0},
+    "prefetch 2": {"prefetch": 2},
+    "3 buffers": {"buffers": 3},
+    "release after backward": {"release": "backward"},
+    "reduce delayed": {"reduce": "delayed"},
+    "one reduction at a time": {"reduce_buffers": 1},
+    "delayed, one at a time": {"reduce": "delayed", "reduce_buffers": 1, "prefetch": 2},
+    "buckets": {"bucket_nbytes": 2000},
+    "nothing carried": {"gather_at_start": False},
+    "sums at once": {"sum_late": False},
+    "one stream": {"one_stream": True},
+    "one group": {"separate_groups": False},
+}
+
+PRECISIONS = {
+    "float32": fs.Precision(),
+    "bfloat16": fs.Precision(compute=torch.bfloat16, main=torch.float32),
+    "float32 wire": fs.Precision(compute=torch.bfloat16, main=torch.float32, wire=torch.float32),
+}
+
+
+def make_tx():
+    return fs.chain(fs.clip_by_global_norm(1.0, deterministic=True), fs.adamw(1e-2))
+
+
+def make_layout(mesh, strategy, params=None, **plan_options):
+    """``strategy``: one, or the name of one."""
+    strategy = STRATEGIES[strategy][1] if isinstance(strategy, str) else strategy
+    return fs.plan(params or make_params(layers=3), mesh, strategy, **{"units": "layers.*", **plan_options})
+
+
+def make_state(comm, strategy, *, tx=None, params=None, **plan_options):
+    """A state to start from."""
+    params = params or make_params(layers=3)
+    layout = make_layout(comm.mesh, strategy, params, **plan_options)
+    return fs.init_state(tx or make_tx(), fs.shard(params, layout, comm, place="optim"), comm=comm)
+
+
+def my_batches(comm, count, size=8, seed=1):
+    """This rank's part of each of ``count`` batches."""
+    return [split_batch(batch, comm.mesh.size)[comm.rank] for batch in make_batches(count, size * comm.mesh.size, seed)]
+
+
+class Trained(NamedTuple):
+    """What came of some steps."""
+
+    losses: list[float]
+    params: list[torch.Tensor]
+    num_recordings: int
+    schedule: fs.Schedule | None
+
+
+def train(
+    comm, strategy, policy=None, *, loss=loss_fn, steps=4, microbatches=1, donate=True, tx=None, params=None, **plan_options
+) -> Trained:
+    """Some steps by a scheduler with a policy, or, without one, by the blocking path."""
+    state = make_state(comm, strategy, tx=tx, params=params, **plan_options)
+    step = fs.train_step(loss, tx or make_tx(), microbatches=microbatches, donate=donate)
+    call = partial(step, comm=comm) if policy is None else fs.Scheduler(comm, **{"poison": True, **policy})(step)
+    losses = []
+    for batch in my_batches(comm, steps):
+        state, metrics = call(state, batch)
+        losses.append(float(metrics.loss))
+    leaves = [leaf.clone() for leaf in optree.tree_leaves(fs.full(state.params, comm=comm))]
+    return Trained(losses, leaves, 0, None) if policy is None else Trained(losses, leaves, call.num_recordings, call.schedule)
+
+
+def assert_same(a: Any, b: Any) -> None:
+    """The same structure, and the same bits."""
+    paths, ours, spec = optree.tree_flatten_with_path(a)
+    theirs, other = optree.tree_flatten(b)
+    assert spec == other, f"{spec} and {other}"
+    for path, x, y in zip(paths, ours, theirs, strict=True):
+        if isinstance(x, torch.Tensor):
+            assert x.dtype == y.dtype, path
+            assert torch.equal(x, y), f"{path}: {int((x != y).sum())} of {x.numel()} elements differ: {x} and {y}"
+        else:
+            assert x == y, f"{path}: {x} and {y}"
+
+
+def assert_same_training(a: Trained, b: Trained) -> None:
+    assert_same((a.losses, a.params), (b.losses, b.params))
+
+
+class Program:
+    """What a program of a test is given, on one rank.
+
+    Attributes:
+        comm: for what is not scheduled.
+        scheduled: what :meth:`wrap` has made; empty in the blocking run.
+    """
+
+    def __init__(self, comm, scheduler=None):
+        self.comm, self.scheduler, self.scheduled = comm, scheduler, []
+
+    def wrap(self, fn):
+        """``fn`` without its argument ``comm``."""
+        if self.scheduler is None:
+            return partial(fn, comm=self.comm)
+        self.scheduled.append(self.scheduler(fn))
+        return self.scheduled[-1]
+
+    @property
+    def engine(self):
+        """The scheduler as a plain Comm, or the Comm."""
+        return self.scheduler or self.comm
+
+
+def run_both(program, mesh=DP, *, compare=assert_same, policy=None, **options):
+    """``program(Program)`` by the blocking path and by a scheduler, on every rank.
+
+    What it returns, a tree of tensors and numbers, has to be the same. Returns that, of rank 0, and its scheduled functions.
+    """
+
+    def scheduled(comm):
+        chosen = replace(policy, poison=True) if policy else fs.Policy(**{"poison": True, **options})
+        here = Program(comm, fs.Scheduler(comm, policy=chosen))
+        return program(here), here.scheduled
+
+    expected = simulate(mesh, lambda comm: program(Program(comm)), timeout=20)
+    found = simulate(mesh, scheduled, timeout=20)
+    for want, (got, _) in zip(expected, found, strict=True):
+        compare(got, want)
+    return found[0]
+
+
+def assert_close(a: Any, b: Any) -> None:
+    """For what the blocking path adds up in another order."""
+    torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+def full_params(state, comm):
+    """Copies of all parameters."""
+    return optree.tree_map(torch.clone, fs.full(state.params, comm=comm))
+
+
+def events(schedule):
+    """The order that was recorded, as text."""
+    return [str(event) for event in schedule.program.events]
+
+
+def gathers(schedule):
+    """How often each unit is gathered for use in a step."""
+    return Counter(op.unit for op in schedule.ops if op.kind == "gather" and op.phase != "update")

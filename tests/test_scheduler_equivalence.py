@@ -1,0 +1,233 @@
+"""Whatever the strategy, policy and precision: a scheduler gives the bits of the blocking path, with the traffic it planned."""
+
+from collections import Counter
+from functools import cache
+from itertools import product
+from typing import NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+import fsharp as fs
+from fsharp.functional.comm import Call, sent_nbytes
+from fsharp.testing import processes, simulate
+from tests.gpt_like import loss_fn
+from tests.scheduling import (
+    DP,
+    FLAT,
+    HYBRID,
+    ON_TWO_AXES,
+    POLICIES,
+    PRECISIONS,
+    STRATEGIES,
+    Trained,
+    assert_same_training,
+    make_layout,
+    make_state,
+    my_batches,
+    train,
+)
+
+BITS = list(product((1, 2), PRECISIONS, (False, True)))
+ALL = [(*case, *rest) for case in product(STRATEGIES, POLICIES) for rest in BITS]
+ON_ONE_HOST = [p for p in POLICIES if p not in ("one stream", "one group")]  # which are the same to ranks that are threads
+CHOSEN = [(s, p, *BITS[(i + j) % len(BITS)]) for i, s in enumerate(STRATEGIES) for j, p in enumerate(ON_ONE_HOST)]
+
+
+@cache
+def blocking(strategy, microbatches, precision) -> list[Trained]:
+    def rank_fn(comm):
+        return train(comm, strategy, microbatches=microbatches, precision=PRECISIONS[precision])
+
+    return simulate(STRATEGIES[strategy][0], rank_fn, timeout=20)
+
+
+def check(strategy, policy, microbatches, precision, donate):
+    def rank_fn(comm):
+        options = {"microbatches": microbatches, "donate": donate, "precision": PRECISIONS[precision]}
+        return train(comm, strategy, POLICIES[policy], **options)
+
+    found = simulate(STRATEGIES[strategy][0], rank_fn, timeout=20)
+    for got, expected in zip(found, blocking(strategy, microbatches, precision), strict=True):
+        assert_same_training(got, expected)
+        assert got.num_recordings == 1
+
+
+@pytest.mark.parametrize("field", [2, 3, 4])
+@pytest.mark.parametrize(("by", "names"), [(0, STRATEGIES), (1, ON_ONE_HOST)])
+def test_the_chosen_cases_are_spread(by, names, field):
+    assert {(case[by], case[field]) for case in CHOSEN} == set(product(names, {case[field] for case in ALL}))
+
+
+@pytest.mark.parametrize(("strategy", "policy", "microbatches", "precision", "donate"), CHOSEN)
+def test_same_bits_as_the_blocking_path(strategy, policy, microbatches, precision, donate):
+    check(strategy, policy, microbatches, precision, donate)
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize(("strategy", "policy", "microbatches", "precision", "donate"), [c for c in ALL if c not in CHOSEN])
+def test_same_bits_as_the_blocking_path_in_all_cases(strategy, policy, microbatches, precision, donate):
+    check(strategy, policy, microbatches, precision, donate)
+
+
+# What a step sends, and the memory that it uses, are what its schedule says.
+
+
+class Measured(NamedTuple):
+    """A step that follows its schedule, as it was seen from outside."""
+
+    calls: Counter
+    schedule: fs.Schedule
+    top: int
+    peak_nbytes: int
+
+
+def measure(comm, strategy, microbatches, precision="float32", **policy):
+    """The third step: the first records, the second gathers what the first has not gathered for it."""
+    counting, tx, runs = fs.CountingComm(comm), fs.adamw(1e-2), []
+
+    def loss(params, batch, comm):
+        runs.append(comm._run)
+        return loss_fn(params, batch, comm)
+
+    state = make_state(comm, strategy, tx=tx, precision=PRECISIONS[precision])
+    step = fs.Scheduler(counting, poison=True, **policy)(fs.train_step(loss, tx, microbatches=microbatches, donate=True))
+    for batch in my_batches(comm, 3, size=12):
+        counting.calls.clear()
+        state, _ = step(state, batch)
+    return Measured(Counter(counting.calls), step.schedule, runs[-1].top, runs[-1].peak_nbytes)
+
+
+def of_the_loss(mesh):
+    """The loss and its weight, two float64."""
+    return Counter(Call("all_reduce", axis, sent_nbytes("all_reduce", -(-2 // n) * 8, n)) for axis, n in mesh.axes if n > 1)
+
+
+def assert_as_planned(measured, mesh):
+    assert measured.calls == measured.schedule.calls() + of_the_loss(mesh)
+    assert measured.top == measured.schedule.arena
+    assert measured.peak_nbytes == measured.schedule.bound
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+@pytest.mark.parametrize("precision", ["float32", "float32 wire"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_traffic_and_memory_are_those_planned(strategy, precision, microbatches):
+    mesh = STRATEGIES[strategy][0]
+    for measured in simulate(mesh, lambda comm: measure(comm, strategy, microbatches, precision)):
+        assert_as_planned(measured, mesh)
+
+
+@pytest.mark.parametrize("microbatches", [1, 3])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_with_one_buffer_only_the_turning_points_save_a_gather(strategy, microbatches):
+    """The unit that a forward ends with begins the backward, and the one that a backward ends with the next forward."""
+    mesh = STRATEGIES[strategy][0]
+    measured = simulate(mesh, lambda comm: measure(comm, strategy, microbatches, prefetch=0))[0]
+    saved = Counter()
+    for _ in range(microbatches):
+        saved.update(measured.schedule.facts("head").gather)
+    for _ in range(microbatches - 1):
+        saved.update(measured.schedule.facts("embed").gather)
+    assert measured.calls + saved == fs.step_traffic(make_layout(mesh, strategy), microbatches=microbatches)
+
+
+# Real processes: what is under way at the same time really is.
+
+IN_PROCESSES = ("default", "prefetch 2", "delayed, one at a time", "buckets", "sums at once", "one group")
+
+
+def train_all(comm, cases):
+    """What each case came to. Schedules stay behind."""
+    return {case: train(comm, case[0], POLICIES[case[1]], microbatches=2)._replace(schedule=None) for case in cases}
+
+
+def assert_right(found):
+    for (strategy, policy), trained in found.items():
+        assert trained.losses == blocking(strategy, 2, "float32")[0].losses, (strategy, policy)
+        assert_same_training(trained, blocking(strategy, 2, "float32")[0])
+        assert trained.num_recordings == 1
+
+
+def make_module():
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Linear(12, 20), nn.GELU(), nn.Linear(20, 12)) for _ in range(3)]
+    return nn.Sequential(nn.Linear(5, 12), *layers, nn.Linear(12, 3))
+
+
+def module_batches(comm, steps=6):
+    g = torch.Generator().manual_seed(1)
+    x = torch.randn(32, 5, generator=g)
+    return [{"x": x.chunk(comm.mesh.size)[comm.rank], "y": x[:, :3].argmax(-1).chunk(comm.mesh.size)[comm.rank]}] * steps
+
+
+def by_fsdp2(comm):
+    module, losses = make_module(), []
+    device_mesh = init_device_mesh("cpu", (comm.mesh.size,))
+    for layer in module:
+        fully_shard(layer, mesh=device_mesh)
+    fully_shard(module, mesh=device_mesh)
+    optimizer = torch.optim.AdamW(module.parameters(), 1e-2, weight_decay=0.01)
+    for batch in module_batches(comm):
+        loss = F.cross_entropy(module(batch["x"]), batch["y"])
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(comm.all_reduce(loss.detach(), "dp") / comm.mesh.size))
+    return losses
+
+
+def by_scheduler(comm):
+    fns, params = zip(*(fs.functionalize(layer) for layer in make_module()))
+
+    def loss(params, batch, comm):
+        x = batch["x"]
+        for fn, layer in zip(fns, params):
+            x = fs.forward(fn, layer, x, comm=comm)
+        return F.cross_entropy(x, batch["y"])
+
+    tx, losses = fs.adamw(1e-2, weight_decay=0.01), []
+    state = make_state(comm, "zero3", tx=tx, params=list(params), units="*")
+    step = fs.Scheduler(comm, poison=True)(fs.train_step(loss, tx))
+    for batch in module_batches(comm):
+        state, metrics = step(state, batch)
+        losses.append(float(metrics.loss))
+    return losses
+
+
+def test_two_processes():
+    cases = [case for i, case in enumerate(product(FLAT, IN_PROCESSES)) if i % 2]
+
+    def rank_fn(comm):
+        return train_all(comm, cases), [measure(comm, name, 2) for name in FLAT], by_scheduler(comm), by_fsdp2(comm)
+
+    for trained, measured, ours, theirs in processes(DP, rank_fn):
+        assert_right(trained)
+        for each in measured:
+            assert_as_planned(each, DP)
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+        assert ours[-1] < ours[0] - 0.01
+
+
+def test_four_processes():
+    cases = list(zip(ON_TWO_AXES, IN_PROCESSES))
+
+    def rank_fn(comm):
+        return train_all(comm, cases), [measure(comm, name, 2, "float32 wire") for name in ("hsdp", "hfsdp")]
+
+    for trained, measured in processes(HYBRID, rank_fn):
+        assert_right(trained)
+        for each in measured:
+            assert_as_planned(each, HYBRID)
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_processes_with_every_policy(strategy):
+    mesh = STRATEGIES[strategy][0]
+    for trained in processes(mesh, lambda comm: train_all(comm, [(strategy, policy) for policy in POLICIES])):
+        assert_right(trained)

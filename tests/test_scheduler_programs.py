@@ -1,0 +1,439 @@
+"""Whatever a loss does with its units, step after step: the bits of the blocking path, or those of plain torch."""
+
+from functools import partial
+from itertools import pairwise
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.checkpoint import checkpoint
+
+import fsharp as fs
+from fsharp.functional.errors import ScheduleError
+from fsharp.testing import simulate
+from tests.gpt_like import block, embed, head, logits, loss_fn, make_params
+from tests.random_programs import policies
+from tests.scheduling import (
+    DP,
+    HYBRID,
+    ON_TWO_AXES,
+    STRATEGIES,
+    assert_close,
+    events,
+    full_params,
+    gathers,
+    make_state,
+    make_tx,
+    my_batches,
+    run_both,
+)
+
+each_strategy = pytest.mark.parametrize("strategy", ["zero3", "hfsdp", pytest.param("zero2", marks=pytest.mark.deep)])
+
+
+def mesh_of(strategy):
+    return HYBRID if strategy in ON_TWO_AXES else DP
+
+
+def cross_entropy(out, batch):
+    return (F.cross_entropy(out, batch["y"], reduction="none") * batch["w"]).sum(), batch["w"].sum()
+
+
+def training(loss, strategy, steps=3, changes=lambda step: {}, *, microbatches=1, donate=True, **plan_options):
+    """A program that trains by ``loss``; ``changes`` are made to the batch of each step. Returns losses and parameters."""
+
+    def program(run):
+        state = make_state(run.comm, strategy, **plan_options)
+        step = run.wrap(fs.train_step(loss, make_tx(), microbatches=microbatches, donate=donate))
+        losses = []
+        for i, batch in enumerate(my_batches(run.comm, steps)):
+            state, metrics = step(state, {**batch, **changes(i)})
+            losses.append(metrics.loss)
+        return losses, full_params(state, run.comm)
+
+    return program
+
+
+def in_order(params, batch, comm):
+    """The layers whose numbers the batch brings, in that order."""
+    x = fs.forward(embed, params["embed"], batch["x"], comm=comm)
+    for i in batch["order"]:
+        x = fs.forward(block, params["layers"][i], x, comm=comm)
+    return cross_entropy(fs.forward(head, params["head"], x, comm=comm), batch)
+
+
+# Orders
+
+
+ORDERS = {
+    "turned round": ([(0, 1, 2), (2, 1, 0)], 2),
+    "early exit": ([(0, 1, 2), (0,)], 2),
+    "longer": ([(0,), (0, 1, 2)], 2),
+    "none": ([(0, 1, 2), ()], 2),
+    "in a row": ([(0, 0, 1, 1, 1)], 1),
+    "apart": ([(0, 1, 0, 2, 1)], 1),
+    "once, twice": ([(0, 1, 2), (0, 1, 2, 0)], 2),
+    "twice, once": ([(0, 1, 2, 0), (0, 1, 2)], 2),
+}
+
+
+@each_strategy
+@pytest.mark.parametrize("order", ORDERS)
+def test_orders_that_change_from_step_to_step(order, strategy):
+    choices, num = ORDERS[order]
+    program = training(in_order, strategy, 6, lambda i: {"order": choices[i // 2 % len(choices)]}, microbatches=1)
+    (_, _), [step] = run_both(program, mesh_of(strategy))
+    assert step.num_recordings == (3 if num > 1 else 1)  # the first step, and each whose order is not that of the one before
+
+
+@pytest.mark.parametrize("policy", [{"prefetch": 2}, {"release": "backward"}, {"reduce": "delayed"}, {"bucket_nbytes": 1500}])
+def test_orders_that_change_under_other_policies(policy):
+    orders = [(0, 1, 2), (2, 0, 2), (), (1, 1), (0, 1, 2)]
+    program = training(in_order, "zero3", 5, lambda i: {"order": orders[i]}, microbatches=2)
+    assert run_both(program, **policy)[1][0].num_recordings == 5
+
+
+def test_an_order_that_changes_within_a_step():
+    """Departing in the second microbatch: what the plan has collected in the first stays."""
+
+    def loss(params, batch, comm):
+        order = (0, 1, 2) if batch["turn"][0] < 3 else (2, 0)
+        return in_order(params, {**batch, "order": order}, comm)
+
+    turns = [(0, 1), (0, 1), (3, 0), (0, 3), (0, 1)]
+    for strategy in ("zero1", "zero3", "hfsdp"):
+        changes = lambda i: {"turn": torch.tensor(turns[i]).repeat_interleave(4)}  # noqa: E731
+        (_, _), [step] = run_both(training(loss, strategy, 5, changes, microbatches=2), mesh_of(strategy))
+        assert step.num_recordings == 4
+
+
+@settings(max_examples=10 if settings.default.max_examples <= 100 else 200)
+@given(st.data())
+def test_any_orders_under_any_policy(data):
+    strategy = data.draw(st.sampled_from(sorted(STRATEGIES)))
+    orders = data.draw(st.lists(st.lists(st.integers(0, 2), max_size=5), min_size=1, max_size=3))
+    steps = data.draw(st.lists(st.sampled_from(orders), min_size=3, max_size=5))
+    policy = data.draw(policies())
+    program = training(
+        in_order,
+        strategy,
+        len(steps),
+        lambda i: {"order": steps[i]},
+        microbatches=data.draw(st.sampled_from([1, 2])),
+        donate=data.draw(st.booleans()),
+        frozen=data.draw(st.lists(st.sampled_from(["embed", "layers.0", "layers.1.w", "head.b"]), max_size=2, unique=True)),
+    )
+    (_, _), [step] = run_both(program, STRATEGIES[strategy][0], policy=policy)
+    assert step.num_recordings == 1 + sum(a != b for a, b in pairwise(steps))
+
+
+# Uses
+
+
+def nested(p, x, inner, comm):
+    return block(p, fs.forward(block, inner, x, comm=comm))
+
+
+def nested_loss(params, batch, comm):
+    x = fs.forward(embed, params["embed"], batch["x"], comm=comm)
+    x = fs.forward(nested, params["layers"][0], x, params["layers"][1], comm, comm=comm)
+    x = fs.forward(block, params["layers"][2], x, comm=comm)
+    return cross_entropy(fs.forward(head, params["head"], x, comm=comm), batch)
+
+
+def inside_itself(params, batch, comm):
+    x = fs.forward(embed, params["embed"], batch["x"], comm=comm)
+    x = fs.forward(nested, params["layers"][0], x, params["layers"][1], comm, comm=comm)
+    x = fs.forward(nested, params["layers"][1], x, params["layers"][1], comm, comm=comm)
+    return cross_entropy(fs.forward(head, params["head"], x, comm=comm), batch)
+
+
+def two_losses(params, batch, comm):
+    one = cross_entropy(logits(params, batch["x"], comm), batch)
+    other = cross_entropy(logits(params, batch["x"].flip(0), comm), batch)
+    return one[0] + 0.5 * other[0], one[1]
+
+
+def target_without_gradient(params, batch, comm):
+    out = logits(params, batch["x"], comm)
+    with torch.no_grad():
+        target = logits(params, batch["x"].flip(0), comm).softmax(-1)
+    return cross_entropy(out, batch)[0] + (out.softmax(-1) - target).square().sum(), batch["w"].sum()
+
+
+def some_gathered(params, batch, comm):
+    x = fs.forward(embed, params["embed"], batch["x"], comm=comm)
+    x = block(fs.gather(params["layers"][0], comm=comm).tree(), x)
+    x = fs.forward(block, params["layers"][1], x, comm=comm)
+    x = x + block(fs.gather(params["layers"][2], comm=comm).tree(), x)
+    return cross_entropy(fs.forward(head, params["head"], x, comm=comm), batch)
+
+
+def both_ways(params, batch, comm):
+    x = fs.forward(embed, params["embed"], batch["x"], comm=comm)
+    x = block(fs.gather(params["layers"][0], comm=comm).tree(), x)
+    x = fs.forward(block, params["layers"][0], x, comm=comm)
+    return cross_entropy(fs.forward(head, params["head"], x, comm=comm), batch)
+
+
+def several_in_one_call(params, batch, comm):
+    x = fs.forward(embed, params["embed"], batch["x"], comm=comm)
+    x = fs.forward(lambda layers, x: block(layers[2], block(layers[0], x)), params["layers"], x, comm=comm)
+    return cross_entropy(fs.forward(head, params["head"], x, comm=comm), batch)
+
+
+def side_outputs(params, batch, comm):
+    """Two outputs, one of which goes nowhere, and one unit whose output does."""
+    x = fs.forward(embed, params["embed"], batch["x"], comm=comm)
+    x, _ = fs.forward(lambda p, x: (block(p, x), p["w"].sum()), params["layers"][0], x, comm=comm)
+    fs.forward(block, params["layers"][1], x, comm=comm)
+    x = {"x": fs.forward(block, params["layers"][2], x, comm=comm), "n": 3}["x"]
+    return cross_entropy(fs.forward(head, params["head"], x, comm=comm), batch)
+
+
+def gradient_of_the_input(params, batch, comm):
+    """A penalty from an inner backward, which goes by the same units as the real one that follows."""
+    x = fs.forward(embed, params["embed"], batch["x"], comm=comm)
+    y = x
+    for layer in params["layers"]:
+        y = fs.forward(block, layer, y, comm=comm)
+    total, weight = cross_entropy(fs.forward(head, params["head"], y, comm=comm), batch)
+    (slope,) = torch.autograd.grad(total, x, retain_graph=True)
+    return total * (1 + slope.detach().square().mean()), weight
+
+
+USES = {
+    "nested": nested_loss,
+    "two losses": two_losses,
+    "target": target_without_gradient,
+    "gathered": some_gathered,
+    "several in one call": several_in_one_call,
+    "side outputs": side_outputs,
+    "inner gradient": gradient_of_the_input,
+}
+ADDED_IN_ANOTHER_ORDER = {"inside itself": inside_itself, "forward and gather": both_ways}
+
+
+@each_strategy
+@pytest.mark.parametrize("microbatches", [1, 2])
+@pytest.mark.parametrize("use", USES)
+def test_ways_to_use_units(use, microbatches, strategy):
+    run_both(training(USES[use], strategy, microbatches=microbatches), mesh_of(strategy))
+
+
+@each_strategy
+@pytest.mark.parametrize("microbatches", [1, 2])
+@pytest.mark.parametrize("use", ADDED_IN_ANOTHER_ORDER)
+def test_ways_to_use_units_that_round_otherwise(use, microbatches, strategy):
+    """Compared with whole parameters on every rank: the blocking path reduces these uses of one unit one by one."""
+
+    def program(run):
+        mesh = run.comm.mesh
+        place = fs.ddp(*mesh.names) if run.scheduler is None else strategy
+        return training(ADDED_IN_ANOTHER_ORDER[use], place, microbatches=microbatches)(run)
+
+    run_both(program, mesh_of(strategy), compare=assert_close)
+
+
+def test_a_use_without_gradient_before_all_others():
+    """The blocking path would take the unit for detached."""
+
+    def loss(params, batch, comm):
+        with torch.no_grad():
+            target = logits(params, batch["x"].flip(0), comm).softmax(-1)
+        out = logits(params, batch["x"], comm)
+        return cross_entropy(out, batch)[0] + (out.softmax(-1) - target).square().sum(), batch["w"].sum()
+
+    def program(run):
+        return training(loss if run.scheduler else target_without_gradient, "zero3", microbatches=2)(run)
+
+    run_both(program)
+
+
+@pytest.mark.parametrize("policy", [{"prefetch": 2}, {"prefetch": 0}, {"release": "backward"}, {"bucket_nbytes": 1500}])
+@pytest.mark.parametrize("use", USES)
+def test_ways_to_use_units_under_other_policies(use, policy):
+    run_both(training(USES[use], "zero3"), **policy)
+
+
+@each_strategy
+@pytest.mark.parametrize("frozen", [["embed"], ["layers.1"], ["embed", "layers.0"], ["layers.1", "head"], ["layers.0.w"]])
+def test_frozen_units(frozen, strategy):
+    """In front nothing flows back; in the middle gradients flow through."""
+    program = training(loss_fn, strategy, microbatches=2, frozen=frozen)
+    (_, params), [step] = run_both(program, mesh_of(strategy))
+    text = events(step.schedule)
+    assert ("backward embed" in text) is ("embed" not in frozen)
+    assert "backward layers.1" in text
+    start = make_params(layers=3)
+    assert torch.equal(params["embed"], start["embed"]) is ("embed" in frozen)
+    assert torch.equal(params["layers"][1]["w"], start["layers"][1]["w"]) is ("layers.1" in frozen)
+
+
+def tied_params():
+    params = make_params(layers=2)
+    params["head"]["w"] = params["embed"]
+    return params
+
+
+def tied_loss(params, batch, comm):
+    x = fs.forward(embed, params["embed"], batch["x"], comm=comm)
+    for layer in params["layers"]:
+        x = fs.forward(block, layer, x, comm=comm)
+    out = fs.forward(lambda p, x: x @ p["w"].T + p["b"], params["head"], x, comm=comm, ties=[params["embed"]])
+    return cross_entropy(out, batch)
+
+
+@each_strategy
+def test_a_tie_between_units(strategy):
+    program = training(tied_loss, strategy, microbatches=2, params=tied_params())
+    (_, params), [step] = run_both(program, mesh_of(strategy))
+    assert torch.equal(params["embed"], params["head"]["w"])
+    assert events(step.schedule).count("forward embed") == 4
+
+
+def mixture(params, batch, comm):
+    """Only the first rank has tokens for the second layer."""
+    x = fs.forward(embed, params["embed"], batch["x"], comm=comm)
+    x = fs.forward(block, params["layers"][0], x, comm=comm)
+    use = fs.skip if comm.rank else partial(fs.forward, block)
+    x = use(params["layers"][1], x, comm=comm)
+    return cross_entropy(fs.forward(head, params["head"], x, comm=comm), batch)
+
+
+@each_strategy
+def test_a_rank_without_tokens_skips(strategy):
+    run_both(training(mixture, strategy, microbatches=2), mesh_of(strategy))
+
+
+# Autograd
+
+
+def checkpointed(params, batch, comm, *, use_reentrant):
+    def inside(x, layers):
+        for layer in layers:
+            x = fs.forward(block, layer, x, comm=comm)
+        return x
+
+    x = fs.forward(embed, params["embed"], batch["x"], comm=comm)
+    x = checkpoint(inside, x, params["layers"][:1], use_reentrant=use_reentrant)
+    x = checkpoint(inside, x, params["layers"][1:], use_reentrant=use_reentrant)
+    return cross_entropy(fs.forward(head, params["head"], x, comm=comm), batch)
+
+
+@each_strategy
+@pytest.mark.parametrize("policy", [{}, {"prefetch": 2, "reduce": "delayed"}, {"release": "backward"}])
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_activation_checkpointing(use_reentrant, policy, strategy):
+    """Compared with no checkpointing: the blocking path cannot be run inside of a reentrant backward."""
+    loss = partial(checkpointed, use_reentrant=use_reentrant)
+
+    def program(run):
+        return training(loss_fn if run.scheduler is None else loss, strategy, microbatches=2)(run)
+
+    (_, _), [step] = run_both(program, mesh_of(strategy), **policy)
+    assert step.num_recordings == 1
+    assert events(step.schedule).count("forward layers.1") == 4
+
+
+def test_a_graph_of_the_backward_is_refused():
+    def loss(params, batch, comm):
+        x = fs.forward(embed, params["embed"], batch["x"], comm=comm)
+        y = fs.forward(block, params["layers"][0], x, comm=comm)
+        (slope,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+        return slope.square().sum()
+
+    def rank_fn(comm):
+        fs.Scheduler(comm)(fs.train_step(loss, make_tx()))(make_state(comm, "zero3"), my_batches(comm, 1)[0])
+
+    with pytest.raises(ScheduleError, match=r"create_graph=True.*comm=scheduler\.comm"):
+        simulate(DP, rank_fn)
+
+
+def test_a_graph_of_the_backward_by_the_blocking_path():
+    def loss(params, batch, comm):
+        comm = getattr(comm, "comm", comm)
+        x = fs.forward(embed, params["embed"], batch["x"], comm=comm)
+        y = fs.forward(block, params["layers"][0], x, comm=comm)
+        (slope,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+        return slope.square().sum() + cross_entropy(y @ x.T, {**batch, "y": batch["y"] % len(x)})[0]
+
+    run_both(training(loss, "zero3"))
+
+
+def test_function_transforms_take_the_blocking_path():
+    def program(run):
+        state = make_state(run.comm, "zero3")
+        batch = my_batches(run.comm, 1)[0]
+
+        def f(params, batch, comm):
+            g = torch.func.grad(lambda p: loss_fn(p, batch, comm)[0])(params)
+            per_sample = torch.func.vmap(lambda x: logits(params, x, comm).sum())(batch["x"].view(4, 2))
+            return [node.buffers for node in fs.units_of(g)], per_sample
+
+        wrapped = run.wrap(f)
+        return [wrapped(state.params, batch) for _ in range(2)]
+
+    run_both(program)
+
+
+def drops_out(params, batch, comm):
+    def noisy(p, x, generator):
+        return block(p, x) * (torch.rand(x.shape, generator=generator) < 0.7)
+
+    generator = torch.Generator().manual_seed(comm.rank)
+    x = fs.forward(embed, params["embed"], batch["x"], comm=comm)
+    for layer in params["layers"]:
+        x = fs.forward(noisy, layer, x, generator, comm=comm)
+    return cross_entropy(fs.forward(head, params["head"], x, comm=comm), batch)
+
+
+def under_autocast(params, batch, comm):
+    with torch.autocast("cpu", torch.bfloat16):
+        return cross_entropy(logits(params, batch["x"], comm), batch)
+
+
+@pytest.mark.parametrize("loss", [drops_out, under_autocast])
+def test_random_numbers_and_autocast(loss):
+    run_both(training(loss, "zero3", microbatches=2))
+
+
+def test_a_backward_outside_of_any_function():
+    """As a plain Comm a scheduler gathers again whenever a backward comes by; a function that has returned does not."""
+
+    def program(run):
+        state, seen, generator = make_state(run.comm, "zero3"), [], torch.Generator().manual_seed(run.comm.rank)
+        for _ in range(2):
+            x = y = torch.randn(4, 6, generator=generator).requires_grad_()
+            for layer in state.params["layers"]:
+                y = fs.forward(block, layer, y, comm=run.engine)
+            y.sum().backward()
+            seen.append(x.grad)
+        return seen
+
+    run_both(program)
+
+    def rank_fn(comm):
+        state, call = make_state(comm, "zero3"), fs.Scheduler(comm)(partial(fs.forward, block))
+        call(state.params["layers"][1], torch.ones(2, 6).requires_grad_()).sum().backward()
+
+    with pytest.raises(ScheduleError, match=r"unit 'layers\.1' after the scheduled function that used it had returned"):
+        simulate(DP, rank_fn)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch's tracer looks at it
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.deep)])
+def test_a_compiled_unit_function(backend):
+    compiled = torch.compile(block, backend=backend, fullgraph=True)
+
+    def loss(params, batch, comm):
+        x = fs.forward(embed, params["embed"], batch["x"], comm=comm)
+        for layer in params["layers"]:
+            x = fs.forward(compiled, layer, x, comm=comm)
+        return cross_entropy(fs.forward(head, params["head"], x, comm=comm), batch)
+
+    # One rank, since threads cannot compile at the same time; with gathers all the same.
+    (_, _), [step] = run_both(training(loss, fs.zero3("dp")), fs.Mesh({"dp": 1}), trivial_axes=True)
+    assert gathers(step.schedule)["layers.1"] == 2

@@ -1,0 +1,557 @@
+"""What a scheduler holds between calls: whose tensors are whose, however many trees, functions and steps go by."""
+
+from functools import partial
+
+import optree
+import pytest
+import torch
+import torch.nn.functional as F
+
+import fsharp as fs
+from fsharp.functional.errors import LossError
+from fsharp.stateful.compile import compile_schedule
+from fsharp.testing import simulate
+from tests.gpt_like import block, embed, head, logits, loss_fn, make_batches, make_params
+from tests.scheduling import (
+    DP,
+    HYBRID,
+    ON_TWO_AXES,
+    STRATEGIES,
+    assert_same,
+    events,
+    full_params,
+    gathers,
+    make_state,
+    make_tx,
+    my_batches,
+    run_both,
+)
+
+DEEP = [pytest.param(name, marks=pytest.mark.deep) for name in ("ddp", "zero2", "hsdp", "zero3x2", "mixed", "late")]
+each_strategy = pytest.mark.parametrize("strategy", ["zero1", "zero3", "hfsdp", *DEEP])
+CARRIES = pytest.mark.parametrize("policy", [{}, {"gather_at_start": False}, {"prefetch": 2}], ids=["1", "none", "2"])
+
+
+def mesh_of(strategy):
+    return HYBRID if strategy in ON_TWO_AXES else DP
+
+
+def buffers(tree):
+    return [buffer for node in fs.units_of(tree) for buffer in node.buffers]
+
+
+# Several functions, several trees
+
+
+def evaluate(params, batch, comm, mode=torch.no_grad):
+    with mode():
+        return F.cross_entropy(logits(params, batch["x"], comm), batch["y"])
+
+
+@each_strategy
+@CARRIES
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_evaluation_between_steps(strategy, policy, mode):
+    """Its mode is entered inside of the function, or around it."""
+
+    def program(run):
+        state = make_state(run.comm, strategy)
+        step, score = run.wrap(fs.train_step(loss_fn, make_tx(), donate=True)), run.wrap(partial(evaluate, mode=mode))
+        seen = []
+        for i, batch in enumerate(my_batches(run.comm, 5)):
+            if i != 1:
+                with mode():
+                    seen += [score(state.params, batch).clone() for _ in range(2)]
+            state, metrics = step(state, batch)
+            seen += [metrics.loss, score(state.params, batch)]
+        return seen, full_params(state, run.comm)
+
+    (_, _), scheduled = run_both(program, mesh_of(strategy), **policy)
+    assert [each.num_recordings for each in scheduled] == [1, 1]
+
+
+def distill(student, teacher, batch, comm):
+    with torch.no_grad():
+        target = logits(teacher, batch["x"], comm).softmax(-1)
+    return F.cross_entropy(logits(student, batch["x"], comm), target)
+
+
+@each_strategy
+@pytest.mark.parametrize("way", ["argument", "closed over"])
+@pytest.mark.parametrize("other", [2, 3])
+def test_a_teacher(strategy, way, other):
+    """Units of two trees have the same names; they are told apart, whether they are arguments or not."""
+
+    def program(run):
+        teacher = make_state(run.comm, strategy, params=make_params(5, layers=other)).params
+
+        def step(state, teacher, batch, comm):
+            loss = lambda params, batch, comm: distill(params, teacher, batch, comm)  # noqa: E731
+            return fs.train_step(loss, make_tx(), donate=True)(state, batch, comm)
+
+        state = make_state(run.comm, strategy)
+        call = run.wrap(step if way == "argument" else lambda state, batch, comm: step(state, teacher, batch, comm))
+        losses = []
+        for batch in my_batches(run.comm, 4):
+            state, metrics = call(state, *([teacher] if way == "argument" else []), batch)
+            losses.append(metrics.loss)
+        return losses, full_params(state, run.comm), buffers(teacher)
+
+    (_, _, _), [step] = run_both(program, mesh_of(strategy))
+    assert step.num_recordings == 1
+    assert sum("#1" in event for event in events(step.schedule)) == 2 * (other + 2)
+
+
+def test_moving_averages_as_teacher():
+    """A tree that is a new one in each step, made from the other."""
+
+    def program(run):
+        def step(state, ema, batch, comm):
+            loss = lambda params, batch, comm: distill(params, ema, batch, comm)  # noqa: E731
+            new, metrics = fs.train_step(loss, make_tx())(state, batch, comm)
+            return new, optree.tree_map(lambda a, b: a * 0.9 + b * 0.1, ema, new.params), metrics
+
+        state = make_state(run.comm, "zero3")
+        ema, call, losses = optree.tree_map(torch.clone, state.params), run.wrap(step), []
+        for batch in my_batches(run.comm, 4):
+            state, ema, metrics = call(state, ema, batch)
+            losses.append(metrics.loss)
+        return losses, full_params(state, run.comm), buffers(ema)
+
+    assert run_both(program)[1][0].num_recordings == 1
+
+
+def test_one_tree_as_two_arguments():
+    """The teacher is the student itself: one unit, used twice."""
+
+    def program(run):
+        def step(state, teacher, batch, comm):
+            loss = lambda params, batch, comm: distill(params, teacher, batch, comm) + evaluate(params, batch, comm)  # noqa: E731
+            return fs.train_step(loss, make_tx())(state, batch, comm)
+
+        state, call, losses = make_state(run.comm, "zero3"), run.wrap(step), []
+        for batch in my_batches(run.comm, 4):
+            state, metrics = call(state, state.params, batch)
+            losses.append(metrics.loss)
+        return losses, full_params(state, run.comm)
+
+    run_both(program)
+
+
+def test_two_models_in_turns():
+    """Two functions share the arena; neither is in the other's way."""
+
+    def program(run):
+        states = [make_state(run.comm, "zero3", params=make_params(i, layers=2 + i)) for i in range(2)]
+        steps = [run.wrap(fs.train_step(loss_fn, make_tx(), donate=True)) for _ in range(2)]
+        losses = []
+        for i, batch in enumerate(my_batches(run.comm, 8)):
+            states[i // 3 % 2], metrics = steps[i // 3 % 2](states[i // 3 % 2], batch)
+            losses.append(metrics.loss)
+        return losses, [full_params(state, run.comm) for state in states]
+
+    (_, _), scheduled = run_both(program)
+    assert [each.num_recordings for each in scheduled] == [1, 1]
+
+
+@pytest.mark.parametrize("strategy", ["zero2", "zero3"])
+def test_several_steps_in_one_call(strategy):
+    def program(run):
+        step = fs.train_step(loss_fn, make_tx(), microbatches=2, donate=True)
+
+        def steps(state, batches, comm):
+            losses = []
+            for batch in batches:
+                state, metrics = step(state, batch, comm)
+                losses.append(metrics.loss)
+            return state, losses, evaluate(state.params, batches[0], comm)
+
+        state, call, seen = make_state(run.comm, strategy), run.wrap(steps), []
+        for i in range(3):
+            state, *rest = call(state, my_batches(run.comm, 2, seed=i))
+            seen.append(rest)
+        return seen, full_params(state, run.comm)
+
+    assert run_both(program)[1][0].num_recordings == 1
+
+
+@each_strategy
+def test_a_scheduler_as_a_plain_comm(strategy):
+    """No function is wrapped: every call acts on demand, and nothing is recorded."""
+
+    def program(run):
+        state, step = make_state(run.comm, strategy), fs.train_step(loss_fn, make_tx(), microbatches=2, donate=True)
+        seen = []
+        for batch in my_batches(run.comm, 3):
+            state, metrics = step(state, batch, run.engine)
+            seen += [metrics.loss, evaluate(state.params, batch, run.engine)]
+        whole = fs.gather(state.params, comm=run.engine)
+        return seen, full_params(state, run.comm), buffers(whole), fs.full(state.params, comm=run.engine)
+
+    assert run_both(program, mesh_of(strategy))[1] == []
+
+
+def test_wrapped_functions_inside_of_each_other():
+    def program(run):
+        step = run.wrap(fs.train_step(loss_fn, make_tx(), donate=True))
+        score = run.wrap(evaluate)
+
+        def both(state, batch, comm):
+            state, metrics = step(state, batch)
+            return state, metrics.loss, score(state.params, batch)
+
+        state, call, seen = make_state(run.comm, "zero3"), run.wrap(both), []
+        for batch in my_batches(run.comm, 3):
+            state, *rest = call(state, batch)
+            seen.append(rest)
+        return seen, full_params(state, run.comm)
+
+    _, scheduled = run_both(program)
+    assert [each.num_recordings for each in scheduled] == [0, 0, 1]
+
+
+# The parts of a step, one by one
+
+
+def explicit(state, batch, comm, *, change=lambda grads: None, microbatches=1, donate=False):
+    loss, grads = fs.value_and_grad(loss_fn, microbatches=microbatches)(state.params, batch, comm=comm)
+    change(grads)
+    reduced = fs.reduce_scatter(grads, comm=comm)
+    metrics, averaged = fs.average(loss, reduced, comm=comm)
+    return fs.update(make_tx(), averaged, state, comm=comm, donate=donate), metrics, grads, reduced, averaged
+
+
+@each_strategy
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_gradients_that_the_caller_keeps_are_not_overwritten(strategy, microbatches):
+    """All of those of every step are looked at after the last one only."""
+
+    def program(run):
+        state, kept = make_state(run.comm, strategy), []
+        step = run.wrap(partial(explicit, microbatches=microbatches))
+        for batch in my_batches(run.comm, 4):
+            state, metrics, *grads = step(state, batch)
+            kept.append([metrics.loss, *map(buffers, grads)])
+        return kept, full_params(state, run.comm)
+
+    assert run_both(program, mesh_of(strategy))[1][0].num_recordings == 1
+
+
+@each_strategy
+@pytest.mark.parametrize("place", ["first", "last", "all"])
+def test_gradients_changed_in_place_before_they_are_reduced(strategy, place):
+    """What the schedule has reduced already, on its way, is then not what the caller wants."""
+
+    def change(grads):
+        tensors = buffers(grads)
+        for x in {"first": tensors[:1], "last": tensors[-1:], "all": tensors}[place]:
+            x.mul_(0.5).add_(0.001)
+
+    def program(run):
+        state, seen = make_state(run.comm, strategy), []
+        step = run.wrap(partial(explicit, change=change))
+        for batch in my_batches(run.comm, 3):
+            state, metrics, *grads = step(state, batch)
+            seen.append([metrics.loss, *map(buffers, grads)])
+        return seen, full_params(state, run.comm)
+
+    run_both(program, mesh_of(strategy))
+
+
+@each_strategy
+def test_gradients_replaced_before_they_are_reduced(strategy):
+    def program(run):
+        def step(state, batch, comm):
+            loss, grads = fs.value_and_grad(loss_fn)(state.params, batch, comm=comm)
+            _, others = fs.value_and_grad(loss_fn)(state.params, {**batch, "x": batch["x"].flip(0)}, comm=comm)
+            mixed = optree.tree_map(lambda a, b: a + 0.1 * b, grads, others)
+            metrics, averaged = fs.average(loss, fs.reduce_scatter(mixed, comm=comm), comm=comm)
+            return fs.update(make_tx(), averaged, state, comm=comm), metrics
+
+        state, call, losses = make_state(run.comm, strategy), run.wrap(step), []
+        for batch in my_batches(run.comm, 3):
+            state, metrics = call(state, batch)
+            losses.append(metrics.loss)
+        return losses, full_params(state, run.comm)
+
+    run_both(program, mesh_of(strategy))
+
+
+@each_strategy
+def test_gradients_without_an_update(strategy):
+    def program(run):
+        state, seen = make_state(run.comm, strategy), []
+        gradients = run.wrap(lambda params, batch, comm: fs.value_and_grad(loss_fn)(params, batch, comm=comm))
+        reduced = run.wrap(lambda p, b, comm: fs.reduce_scatter(fs.value_and_grad(loss_fn)(p, b, comm=comm)[1], comm=comm))
+        for batch in my_batches(run.comm, 3):
+            loss, grads = gradients(state.params, batch)
+            seen.append([loss.sum, buffers(grads), buffers(reduced(state.params, batch))])
+            seen.append(buffers(fs.reduce_scatter(grads, comm=run.engine)))  # after the call that made them
+        return seen
+
+    assert [each.num_recordings for each in run_both(program, mesh_of(strategy))[1]] == [1, 1]
+
+
+# The state
+
+
+@each_strategy
+def test_a_state_that_is_not_donated_stays(strategy):
+    def program(run):
+        states, step = [make_state(run.comm, strategy)], run.wrap(fs.train_step(loss_fn, make_tx()))
+        for batch in my_batches(run.comm, 4):
+            states.append(step(states[-1], batch)[0])
+        again = step(states[1], my_batches(run.comm, 4)[1])[0]
+        return [buffers((state.params, state.main, state.opt)) for state in states], full_params(again, run.comm)
+
+    run_both(program, mesh_of(strategy))
+
+
+@pytest.mark.parametrize("donate", [False, True])
+@each_strategy
+def test_parameters_read_right_after_the_step(strategy, donate):
+    """While they are on their way from the optimizer's place to where they rest."""
+
+    def program(run):
+        state, seen = make_state(run.comm, strategy), []
+        step = run.wrap(fs.train_step(loss_fn, make_tx(), donate=donate))
+        for i, batch in enumerate(my_batches(run.comm, 4)):
+            state, _ = step(state, batch)
+            if i % 2:
+                seen.append(full_params(state, run.comm))
+            else:
+                seen += [x.clone() for x in optree.tree_leaves(state.params)]
+        return seen
+
+    run_both(program, mesh_of(strategy))
+
+
+@each_strategy
+@CARRIES
+@pytest.mark.parametrize("way", ["in place", "new", "other", "step back"])
+def test_parameters_changed_between_steps(strategy, policy, way):
+    """What the step before has gathered ahead is stale then."""
+
+    def program(run):
+        state = make_state(run.comm, strategy)
+        other = make_state(run.comm, strategy, params=make_params(7, layers=3))
+        step, losses = run.wrap(fs.train_step(loss_fn, make_tx())), []
+        for i, batch in enumerate(my_batches(run.comm, 5)):
+            before = state
+            state, metrics = step(state, batch)
+            losses.append(metrics.loss)
+            if i in (1, 3) and way == "in place":
+                for x in buffers(state.params):
+                    x.mul_(0.5)
+            elif i in (1, 3):
+                new = {
+                    "new": optree.tree_map(lambda x: x * 0.5, state.params),
+                    "other": other.params,
+                    "step back": before.params,
+                }
+                state = state._replace(params=new[way])
+        return losses, buffers(state.params)
+
+    (_, _), [step] = run_both(program, mesh_of(strategy), **policy)
+    assert step.num_recordings == 1
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "zero3", "hfsdp"])
+def test_optimizers_that_use_other_ranks(strategy):
+    """Their collectives are the caller's own: passed on by the scheduler, between its own."""
+    tx = fs.chain(fs.skip_nonfinite(fs.chain(fs.clip_by_global_norm(0.1), fs.with_ema(fs.adamw(1e-2), decay=0.9))))
+
+    def program(run):
+        state, losses = make_state(run.comm, strategy, tx=tx), []
+        step = run.wrap(fs.train_step(loss_fn, tx, donate=True))
+        for batch in my_batches(run.comm, 4):
+            state, metrics = step(state, batch)
+            losses.append(metrics.loss)
+        return losses, full_params(state, run.comm), buffers(state.opt)
+
+    assert run_both(program, mesh_of(strategy))[1][0].num_recordings == 1
+
+
+def test_another_schedule_can_be_followed():
+    """One that was compiled with another policy, written to a file, and read."""
+
+    def program(run):
+        state, losses = make_state(run.comm, "zero3"), []
+        step = run.wrap(fs.train_step(loss_fn, make_tx(), donate=True))
+        for i, batch in enumerate(my_batches(run.comm, 6)):
+            if i == 3 and run.scheduler:
+                other = compile_schedule(step.schedule.program, fs.Policy(prefetch=3, reduce="delayed"))
+                step.follow(fs.Schedule.from_json(other.to_json()))
+            state, metrics = step(state, batch)
+            losses.append(metrics.loss)
+        return losses, full_params(state, run.comm)
+
+    (_, _), [step] = run_both(program)
+    assert step.num_recordings == 1
+    assert step.schedule.policy.prefetch == 3
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_collectives_of_one_rank(strategy):
+    """With ``trivial_axes`` one rank does all that many would: the same memory, copied instead of sent."""
+
+    def program(run):
+        state, losses = make_state(run.comm, strategy), []
+        step = run.wrap(fs.train_step(loss_fn, make_tx(), microbatches=2, donate=True))
+        for batch in my_batches(run.comm, 3):
+            state, metrics = step(state, batch)
+            losses.append(metrics.loss)
+        return losses, full_params(state, run.comm)
+
+    mesh = fs.Mesh(dict.fromkeys(STRATEGIES[strategy][0].names, 1))
+    (_, _), [step] = run_both(program, mesh, trivial_axes=True)
+    assert bool(gathers(step.schedule)) is bool(STRATEGIES[strategy][1].params.sharded)
+
+
+def test_a_resumed_state():
+    """Written and read again between two steps, by way of a plain tree."""
+
+    def program(run):
+        state, step, losses = make_state(run.comm, "hfsdp"), run.wrap(fs.train_step(loss_fn, make_tx(), donate=True)), []
+        for batch in my_batches(run.comm, 4):
+            state, metrics = step(state, batch)
+            losses.append(metrics.loss)
+            leaves, spec = optree.tree_flatten(state)
+            copies = [x.numpy().copy() if isinstance(x, torch.Tensor) else x for x in leaves]
+            state = optree.tree_unflatten(
+                spec, [torch.from_numpy(x) if isinstance(y, torch.Tensor) else x for x, y in zip(copies, leaves)]
+            )
+        return losses, full_params(state, run.comm)
+
+    assert run_both(program, HYBRID)[1][0].num_recordings == 1
+
+
+def test_parameters_changed_within_a_step_are_refused():
+    """After they were gathered, and before they are used: what is used would be stale."""
+
+    def rank_fn(comm):
+        state = make_state(comm, "zero3")
+        armed = []
+
+        def loss(params, batch, comm):
+            x = fs.forward(embed, params["embed"], batch["x"], comm=comm)
+            if armed:
+                with torch.no_grad():
+                    buffers(state.params["layers"][0])[0].mul_(2)
+            for layer in params["layers"]:
+                x = fs.forward(block, layer, x, comm=comm)
+            return F.cross_entropy(fs.forward(head, params["head"], x, comm=comm), batch["y"])
+
+        grads = fs.Scheduler(comm, poison=True)(lambda params, batch, comm: fs.value_and_grad(loss)(params, batch, comm=comm))
+        for batch in my_batches(comm, 2):
+            grads(state.params, batch)
+        armed.append(True)
+        grads(state.params, batch)
+
+    with pytest.raises(fs.ScheduleError, match=r"'layers\.0' were changed in place between being gathered and being used"):
+        simulate(DP, rank_fn)
+
+
+# Failures
+
+
+@each_strategy
+@pytest.mark.parametrize("where", ["forward", "backward", "loss"])
+@pytest.mark.parametrize("when", [0, 2])
+def test_training_goes_on_after_a_function_has_raised(strategy, where, when):
+    """On all ranks alike, in the first step or in one that follows the plan."""
+
+    class Raises(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            raise ZeroDivisionError("in the backward")
+
+    def bad_block(p, x):
+        if where == "forward":
+            raise ZeroDivisionError("in the forward")
+        return Raises.apply(block(p, x)) if where == "backward" else block(p, x)
+
+    def loss(params, batch, comm):
+        x = fs.forward(embed, params["embed"], batch["x"], comm=comm)
+        for i, layer in enumerate(params["layers"]):
+            x = fs.forward(bad_block if batch["bad"] and i == 1 else block, layer, x, comm=comm)
+        if batch["bad"] and where == "loss":
+            raise ZeroDivisionError("in the loss")
+        return F.cross_entropy(fs.forward(head, params["head"], x, comm=comm), batch["y"])
+
+    def program(run):
+        state, step, losses = make_state(run.comm, strategy), run.wrap(fs.train_step(loss, make_tx())), []
+        for i, batch in enumerate(my_batches(run.comm, 4)):
+            if i == when:
+                with pytest.raises(ZeroDivisionError, match="in the"):
+                    step(state, {**batch, "bad": True})
+            state, metrics = step(state, {**batch, "bad": False})
+            losses.append(metrics.loss)
+        return losses, full_params(state, run.comm)
+
+    run_both(program, mesh_of(strategy))
+
+
+LOSSES = {
+    "no use": (lambda p, b, comm: b["w"].sum().requires_grad_() * 1.0, "no parameter reaches it"),
+    "constant": (lambda p, b, comm: b["w"].sum(), "no parameter reaches it: use forward"),
+    "detached": (lambda p, b, comm: (logits(p, b["x"], comm).detach() * b["w"].requires_grad_()[:, None]).sum(), "detached on"),
+    "not a scalar": (lambda p, b, comm: logits(p, b["x"], comm), r"float32\[4, 11\], expected a scalar"),
+}
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "zero3"])
+@pytest.mark.parametrize("kind", LOSSES)
+def test_a_loss_without_gradient(kind, strategy):
+    loss, match = LOSSES[kind]
+
+    def rank_fn(comm):
+        state, scheduler = make_state(comm, strategy), fs.Scheduler(comm, poison=True)
+        fs.value_and_grad(loss)(state.params, make_batches(1, 4)[0], comm=scheduler)
+
+    with pytest.raises(LossError, match=match):
+        simulate(DP, rank_fn)
+
+
+def test_all_frozen():
+    def rank_fn(comm):
+        state = make_state(comm, "zero3", frozen="**")
+        fs.Scheduler(comm)(fs.train_step(loss_fn, make_tx()))(state, my_batches(comm, 1)[0])
+
+    with pytest.raises(LossError, match="every parameter is frozen"):
+        simulate(DP, rank_fn)
+
+
+def test_the_first_gathers_of_a_step_are_made_once():
+    """Evaluation takes over what training has gathered, if it is the same; nothing is gathered for nothing."""
+
+    def rank_fn(comm):
+        counting = fs.CountingComm(comm)
+        scheduler = fs.Scheduler(counting, poison=True)
+        state, step = make_state(comm, "zero3"), scheduler(fs.train_step(loss_fn, make_tx(), donate=True))
+        counts = []
+        for batch in my_batches(comm, 4):
+            counting.calls.clear()
+            state, _ = step(state, batch)
+            counts.append(sum(n for call, n in counting.calls.items() if call.op == "all_gather"))
+        return counts, gathers(step.schedule)
+
+    counts, planned = simulate(DP, rank_fn)[0]
+    assert counts[2] == counts[3] == planned.total()
+    assert counts[1] == planned.total() + 1  # the first step gathered nothing for the second
+
+
+def test_the_same_on_all_ranks():
+    def rank_fn(comm):
+        state, step = make_state(comm, "zero3"), fs.Scheduler(comm, poison=True)(fs.train_step(loss_fn, make_tx()))
+        for batch in my_batches(comm, 3):
+            state, metrics = step(state, batch)
+        return metrics.loss, full_params(state, comm), step.schedule.to_json()
+
+    results = simulate(DP, rank_fn)
+    assert_same(results[0][:2], results[1][:2])
+    assert results[0][2] == results[1][2]
