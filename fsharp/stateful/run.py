@@ -123,6 +123,8 @@ class Run:
 
     def leave(self, use: Use) -> None:
         """End the forward part of a use."""
+        while self.backward and self.backward[-1].is_inside(use):  # of a backward that the function has called itself
+            self._close(self.backward[-1], None)
         popped = self.forward.pop()
         assert popped is use
         use.leaves = None

@@ -18,6 +18,7 @@ from fsharp.functional.process_group import connect, destroy
 
 R = TypeVar("R")
 _SHOWN = 4000
+_GRACE = 3.0  # seconds for the other ranks to fail too, once one has: the first to end need not be the first to fail
 
 
 def processes(mesh: Mesh, fn: Callable[[Comm], R], *, timeout: float = 90.0) -> list[R]:
@@ -67,7 +68,10 @@ def _wait(running: list["subprocess.Popen[bytes]"], logs: list[Path], deadline: 
             alive = [rank for rank, process in enumerate(running) if process.poll() is None]
             raise CommError(f"processes(): ranks {alive} did not end within {timeout:g} s.\n" + _tails(alive, logs))
         time.sleep(0.02)
-    time.sleep(0.2 if any(process.poll() for process in running) else 0.0)  # let the others say what they saw
+    if any(process.poll() for process in running):
+        deadline = time.monotonic() + _GRACE
+        while any(process.poll() is None for process in running) and time.monotonic() < deadline:
+            time.sleep(0.02)
     failed = [rank for rank, process in enumerate(running) if process.poll()]
     if failed:
         raise CommError(f"processes(): ranks {failed} failed.\n" + _tails(failed, logs))
