@@ -110,7 +110,7 @@ def threads_of(comm):
 def owned(scheduler):
     """All memory that a scheduler holds, as references that do not keep it."""
     gradients = [unit.gradient for unit in scheduler.units.values() if unit.gradient is not None]
-    tensors = [scheduler.arena, *(buffer.tensor for g in gradients for buffer in (*g.rest, *g.final))]
+    tensors = [scheduler.arena, *(t for g in gradients for t in (*g.rest.tensors, *g.final.tensors))]
     return [StorageWeakRef(tensor.untyped_storage()) for tensor in tensors if tensor.numel()]
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import count
+from itertools import accumulate, count
 from typing import Any
 
 from fsharp.functional.errors import ScheduleError, problem
@@ -44,6 +44,9 @@ def compile_schedule(program: Program, policy: Policy = Policy()) -> Schedule:
             )
 
 
+_SIZES = {"params": "gathered"}  # by kind of buffer, the facts that have its size, if they do not have its name
+
+
 @dataclass(eq=False)
 class _Draft:
     """An op that knows which buffer it fills or frees, and not yet where that is."""
@@ -59,6 +62,8 @@ class _Draft:
     buffer: tuple[str, str] | None = None
     fills: bool = False
     frees: bool = False
+    opens: tuple[str, str] | None = None
+    reduction: "_Draft | None" = None  # of an accumulate that opens: it may do so instead
     marks: "_Draft | None" = None  # not an op: the point up to which what this one has freed is not to be used
 
 
@@ -89,6 +94,7 @@ class _Emitter:
         self.delayed: list[str] = []
         self.under_way: list[_Draft] = []
         self.unfinished: set[str] = set()
+        self.opened: set[tuple[str, str]] = set()  # where gradients rest
 
     def emit(self, kind: OpKind, unit: str, phase: Phase, at: int, **fields: Any) -> _Draft:
         op = _Draft(kind, unit, phase, at, **fields)
@@ -113,6 +119,7 @@ class _Emitter:
             elif event.kind == "forward_end":
                 self._move(i, "forward")
             elif event.kind == "backward_end":
+                self._let_go(i, "backward")  # first, so that the gradient may go where the parameters were
                 self._cast(event, i)
                 self._move(i, "backward")
             elif event.kind == "microbatch_end":
@@ -127,9 +134,14 @@ class _Emitter:
                 self._update(i, is_last=i == len(events) - 1)
         return self.ops
 
-    def _move(self, i: int, phase: Phase) -> None:
+    def _let_go(self, i: int, phase: Phase) -> None:
         target = self.targets[i]
         self._release([b for b in self.held if b not in target], phase, i)
+        self.held = tuple(b for b in self.held if b in target)
+
+    def _move(self, i: int, phase: Phase) -> None:
+        self._let_go(i, phase)
+        target = self.targets[i]
         for name in target:
             if name not in self.held:
                 self._gather(name, phase, i, after=self.updated)
@@ -180,7 +192,8 @@ class _Emitter:
         if is_first and buffer:
             self._make_room(i)
         fills = is_first and buffer is not None
-        self.last_cast[unit] = self.emit("cast", unit, "backward", i, use=event.use, buffer=buffer, fills=fills)
+        opens = None if facts.outgoing else self._open("rest", unit)
+        self.last_cast[unit] = self.emit("cast", unit, "backward", i, use=event.use, buffer=buffer, fills=fills, opens=opens)
         self.left[unit] -= 1
         self.begun.add(unit)
         if self.left[unit] == 0:
@@ -201,7 +214,10 @@ class _Emitter:
             self._make_room(i)
             self._launch(self.emit("reduce", unit, "backward", i, stream="reduce", after=(cast,), buffer=buffer))
         elif buffer:
-            added = self.emit("accumulate", unit, "backward", i, stream="reduce", after=(cast,), buffer=buffer, frees=True)
+            opens = self._open("rest", unit)
+            added = self.emit(
+                "accumulate", unit, "backward", i, stream="reduce", after=(cast,), buffer=buffer, frees=True, opens=opens
+            )
             self.fed[unit] = added
             self._finish(unit, i, (added,))
         else:
@@ -214,15 +230,27 @@ class _Emitter:
         self.unfinished.discard(unit)
         buffer = ("finishing", unit) if self.facts[unit].finishing else None
         self._make_room(i)
+        opens = self._open("final", unit)
         self._launch(
-            self.emit("reduce", unit, "finish", i, stream="reduce", after=after, buffer=buffer, fills=buffer is not None)
+            self.emit(
+                "reduce", unit, "finish", i, stream="reduce", after=after, buffer=buffer, fills=buffer is not None, opens=opens
+            )
         )
+
+    def _open(self, kind: str, unit: str) -> tuple[str, str] | None:
+        """The buffer where a unit's gradient rests, for the first op that puts something there."""
+        if not getattr(self.facts[unit], kind) or (kind, unit) in self.opened:
+            return None
+        self.opened.add((kind, unit))
+        return kind, unit
 
     def _launch(self, op: _Draft) -> None:
         """A reduction begins; with ``sum_late=False`` its sum follows at once, and only its memory is spoken for longer."""
         if self.policy.sum_late is not False:
             self.under_way.append(op)
             return
+        if op.phase == "backward":
+            op.opens = self._open("rest", op.unit)
         added = self.emit("accumulate", op.unit, op.phase, op.at, stream="reduce", after=(op,), buffer=op.buffer)
         self.under_way.append(added)
         self.fed[op.unit] = added
@@ -240,6 +268,8 @@ class _Emitter:
             self.emit("accumulate", op.unit, op.phase, i, buffer=op.buffer, frees=frees, marks=op)
             return
         added = self.emit("accumulate", op.unit, op.phase, i, stream="reduce", after=(op,), buffer=op.buffer, frees=frees)
+        if op.phase == "backward":
+            added.opens, added.reduction = self._open("rest", op.unit), op
         self.fed[op.unit] = added
         if op.phase == "backward":
             self._finish(op.unit, i, (added,))
@@ -308,8 +338,13 @@ def _place(drafts: Sequence[_Draft], program: Program) -> tuple[list[Op], int, i
     """Give every buffer an address, and every op the ops that have to come before it."""
     position = {id(op): i for i, op in enumerate(op for op in drafts if op.marks is None)}
     facts = {unit.name: unit for unit in program.units}
-    sizes = {"params": "gathered", "outgoing": "outgoing", "finishing": "finishing"}
-    items = {(kind, unit): Item(getattr(facts[unit], sizes[kind]), spans) for (kind, unit), spans in _liveness(drafts).items()}
+
+    def make_items() -> dict[tuple[str, str], Item]:
+        lives = _liveness(drafts).items()
+        return {(kind, unit): Item(getattr(facts[unit], _SIZES.get(kind, kind)), spans) for (kind, unit), spans in lives}
+
+    if _open_early(drafts, items := make_items()):
+        items = make_items()
     starts = assign(list(items.values()))
     where = {buffer: Memory(start, item.nbytes) for (buffer, item), start in zip(items.items(), starts, strict=True)}
     freed: dict[tuple[str, str], tuple[Stream, int]] = {}
@@ -320,13 +355,34 @@ def _place(drafts: Sequence[_Draft], program: Program) -> tuple[list[Op], int, i
             freed[op.buffer] = (last.stream, position[id(last)])
         if op.marks:
             continue
-        memory = where[op.buffer] if op.buffer else None
+        memory, opens = (where[each] if each else None for each in (op.buffer, op.opens))
         after = {position[id(each)] for each in op.after}
-        if memory and op.fills:
-            # Ops on one stream end in order: the last that freed any of these bytes stands for all of them.
-            after |= set(dict(sorted(last for other, last in freed.items() if where[other].overlaps(memory))).values())
-        ops.append(Op(op.kind, op.unit, op.phase, op.at, op.use, op.stream, memory, tuple(sorted(after)), op.bucket))
+        for filled in (memory if op.fills else None, opens):
+            if filled:
+                # Ops on one stream end in order: the last that freed any of these bytes stands for all of them.
+                after |= set(dict(sorted(last for other, last in freed.items() if where[other].overlaps(filled))).values())
+        ops.append(Op(op.kind, op.unit, op.phase, op.at, op.use, op.stream, memory, tuple(sorted(after)), op.bucket, opens))
     return ops, max((m.stop for m in where.values()), default=0), lower_bound(list(items.values()))
+
+
+def _open_early(drafts: Sequence[_Draft], items: Mapping[tuple[str, str], Item]) -> bool:
+    """Let reductions leave their results where they rest, which saves a copy, wherever that takes no more memory."""
+    change = [0] * (len(drafts) + 1)
+    for item in items.values():
+        for first, last in item.spans:
+            change[first] += item.nbytes
+            change[last + 1] -= item.nbytes
+    live = list(accumulate(change))
+    bound, position = max(live), {id(op): i for i, op in enumerate(drafts)}
+    found = False
+    for i, op in enumerate(drafts):
+        if op.opens is None or op.reduction is None:
+            continue
+        start, nbytes = position[id(op.reduction)], items[op.opens].nbytes
+        if max(live[start:i]) + nbytes <= bound:
+            live[start:i] = [each + nbytes for each in live[start:i]]
+            op.reduction.opens, op.opens, found = op.opens, None, True
+    return found
 
 
 def _liveness(drafts: Sequence[_Draft]) -> dict[tuple[str, str], tuple[tuple[int, int], ...]]:
@@ -336,6 +392,8 @@ def _liveness(drafts: Sequence[_Draft]) -> dict[tuple[str, str], tuple[tuple[int
     for i, op in enumerate(drafts):
         if op.buffer and op.fills:
             since[op.buffer] = i
+        if op.opens:
+            since[op.opens] = i
         if op.buffer and op.frees:
             spans.setdefault(op.buffer, []).append((since.pop(op.buffer, 0), i))
     for buffer, start in since.items():

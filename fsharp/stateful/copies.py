@@ -1,13 +1,16 @@
 """Copies of full parameters: in a slot of the arena, in room made on demand, or where parameters rest in full anyway."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from fsharp.functional.layout import UnitLayout
 from fsharp.functional.sharded import Sharded
 from fsharp.stateful.full import FullUnit, aligned, carve, full_sizes, gather_axes, nested_parts
 from fsharp.stateful.gradients import Gradient
+from fsharp.stateful.rest import Rest
 from fsharp.stateful.schedule import Memory
 from fsharp.stateful.transport import Ticket, Transport
 
@@ -60,14 +63,19 @@ class LiveUnit:
         self.node = None
         self.pending = self.uses = 0
 
-    def train(self, transport: Transport) -> None:
-        """A new gradient, if the unit has one."""
+    def train(self, transport: Transport, places: Mapping[str, tuple[Rest, Rest]]) -> None:
+        """A new gradient, if the unit has one.
+
+        Args:
+            transport: runs its collectives.
+            places: by unit, where the plan has room for it.
+        """
         if not self.layout.trainable:
             return
         if self.gradient is None:
             device = self.node.buffers_on_their_way[0].device if self.node else torch.device("cpu")
             self.gradient = Gradient(self.layout, transport, device, trivial=self.trivial)
-        self.gradient.begin()
+        self.gradient.begin(places.get(self.key))
 
     def forget(self) -> None:
         """Hold on to nobody's tensors."""
@@ -94,7 +102,7 @@ class Copy:
         room: else the room that it shares.
     """
 
-    __slots__ = ("_outs", "full", "memory", "room", "seen", "tickets", "unit", "users", "where")
+    __slots__ = ("_outs", "_sources", "full", "memory", "room", "seen", "tickets", "unit", "users", "where")
 
     def __init__(
         self, unit: LiveUnit, memory: torch.Tensor, *, rank: int, where: Memory | None = None, room: Room | None = None
@@ -105,6 +113,7 @@ class Copy:
         self.seen: Stamp | None = None  # what is in it, or will be when the tickets are done
         self.tickets: list[Ticket] = []
         self.users = 0
+        self._sources: list[StorageWeakRef] = []
 
     def gather(self, transport: Transport) -> None:
         """Begin to fill it from where the unit's parameters rest."""
@@ -134,9 +143,25 @@ class Copy:
         """Whether it has, or is about to have, the values of these tensors."""
         return self.seen == seen
 
+    def remember(self) -> None:
+        """From here on nobody keeps the tensors that it is a copy of: others may get their addresses."""
+        node = self.unit.node
+        self._sources = [StorageWeakRef(x.untyped_storage()) for x in node.buffers_on_their_way] if node else []
+
+    def still_holds(self, node: Sharded) -> bool:
+        """Whether it has the values of this node, and has had since the step before."""
+        return self.holds(stamp(node)) and not any(source.expired() for source in self._sources)
+
+    def take(self, other: "Copy") -> None:
+        """Be what the other is, which is another's then."""
+        other.wait()
+        self.memory.copy_(other.memory)
+        self.seen, self._sources = other.seen, other._sources
+        other.seen = None
+
     def release(self, *, poison: bool) -> None:
         """Its memory is free; what it held must not be used any more."""
         self.wait()
-        self.seen = None
-        if poison:
+        was_seen, self.seen = self.seen is not None, None
+        if poison and was_seen:
             self.memory.fill_(0xFF)  # NaN in every floating dtype

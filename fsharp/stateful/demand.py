@@ -110,6 +110,11 @@ class Demand:
         if copy.holds(seen):
             copy.wait()
             return
+        if copy.where and any(memory.overlaps(copy.where) for memory in self.run.stranded):
+            raise ScheduleError(
+                f"the backward of unit {copy.unit.key!r} came when the step's gradients had been handed out, which are where "
+                "it was in the forward. Call it before value_and_grad(), or pass keep_gradients=True to the Scheduler."
+            )
         for other in self._in_the_way(copy):
             if other.users:
                 raise ScheduleError(

@@ -8,6 +8,7 @@ from fsharp.functional.placement import Replicate, Shard
 from fsharp.stateful.chain import Chain
 from fsharp.stateful.copies import LiveUnit, full_nbytes
 from fsharp.stateful.full import moving_axes
+from fsharp.stateful.policy import Policy
 from fsharp.stateful.program import UnitFacts
 
 
@@ -18,8 +19,9 @@ def spread_axes(unit: UnitLayout, *, trivial: bool) -> tuple[str, ...]:
     return moving_axes(unit, axes, trivial=trivial)
 
 
-def facts_of(unit: LiveUnit, *, several_microbatches: bool, trivial: bool) -> UnitFacts:
+def facts_of(unit: LiveUnit, policy: Policy, *, several_microbatches: bool) -> UnitFacts:
     """What this unit takes: bytes of its copy and of its gradient's way, and the collectives of each move."""
+    trivial = policy.trivial_axes
     layout, gradient = unit.layout, unit.gradient
     params, optim = layout.strategy.params, layout.strategy.optim
     gather = [c for g in layout.all_groups for c in _gathers(layout, g, layout.local_size(g, params), unit.axes)]
@@ -33,6 +35,8 @@ def facts_of(unit: LiveUnit, *, several_microbatches: bool, trivial: bool) -> Un
         gathered=full_nbytes(layout) if unit.axes else 0,
         outgoing=gradient.outgoing_nbytes(several_uses=several, several_microbatches=several_microbatches),
         finishing=gradient.finishing_nbytes(),
+        rest=0 if policy.keep_gradients else gradient.rest.nbytes,
+        final=gradient.final.nbytes if gradient.is_finished_apart and not policy.keep_gradients else 0,
         trainable=True,
         gather=tuple(gather),
         reduce=tuple(c for chain in gradient.chains for c in _reductions(chain)),

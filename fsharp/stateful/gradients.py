@@ -8,33 +8,10 @@ from fsharp.functional.layout import UnitLayout
 from fsharp.functional.placement import Partial, Place, Replicate, Shard
 from fsharp.stateful.chain import Chain, Pieces, Stage, nbytes_of
 from fsharp.stateful.full import carve, leaf_index
+from fsharp.stateful.rest import Rest
 from fsharp.stateful.transport import Ticket, Transport
 
 Grads = Sequence[torch.Tensor | None]
-
-
-class Reusable:
-    """A buffer that is handed out each step, and used again once nobody else holds it."""
-
-    def __init__(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
-        self.numel, self.dtype, self.device = numel, dtype, device
-        self.tensor = torch.zeros(numel, dtype=dtype, device=device)
-        self._alone = self._holders()
-
-    def _holders(self) -> int:
-        return int(torch._C._storage_Use_Count(self.tensor.untyped_storage()._cdata))
-
-    def settle(self) -> None:
-        """Those who hold the memory now are no strangers."""
-        self._alone = self._holders()
-
-    def renew(self) -> bool:
-        """See to it that what is written from now on changes nobody's tensor; whether that took a new one."""
-        if self._holders() == self._alone:
-            return False
-        self.tensor = torch.zeros(self.numel, dtype=self.dtype, device=self.device)
-        self._alone = self._holders()
-        return True
 
 
 class Block:
@@ -82,32 +59,27 @@ class Gradient:
         ]
         self.is_sent = bool(each_step) and any(chain.size for chain in self.chains)  # after each microbatch
         self.is_finished_apart = bool(once)
-        self.rest = self._buffers(unit.strategy.grads)
-        self.final = self._buffers(unit.strategy.optim) if once else self.rest
+        self._own = self.places()
+        self.rest, self.final = self._own
         self.has_new = False  # whether this step has put anything into rest yet
         self.is_finishing = False  # whether all that rests is on its way to the optimizer's place, or there
         self._claimed = False
         self._tickets: list[Ticket] = []
         self._tails: list[Ticket] = []
         self._deferred: list[Callable[[], None]] = []
-        self._look()
 
-    def _buffers(self, place: Place) -> list[Reusable]:
-        groups = self.unit.trainable
-        return [
-            Reusable(self.unit.local_size(g, place), d.accumulate, self.device)
-            for g, d in zip(groups, self.dtypes, strict=True)
-        ]
+    def places(self, rest: torch.Tensor | None = None, final: torch.Tensor | None = None) -> tuple[Rest, Rest]:
+        """Where it rests, and where it is for the optimizer, which may be the same.
 
-    def _look(self) -> None:
-        self.rest_leaves: list[torch.Tensor] = []
-        self.rest_gaps: list[torch.Tensor] = []
-        if not self.is_sent:  # the gradient at rest is full: leaves can be added to it one by one
-            flats = {g: buffer.tensor for g, buffer in zip(self.unit.trainable, self.rest, strict=True)}
-            self.rest_leaves = self.index.views(flats, self.leaves)
-            self.rest_gaps = [gap for g, flat in flats.items() for gap in self.index.gaps(g, flat)]
-        for buffer in self.rest:
-            buffer.settle()
+        Args:
+            rest: bytes of the arena, as many as the first one has; None: memory of its own.
+            final: the same for the second.
+        """
+        here = Rest(self._sizes(self.unit.strategy.grads), self.device, rest)
+        return here, Rest(self._sizes(self.unit.strategy.optim), self.device, final) if self.is_finished_apart else here
+
+    def _sizes(self, place: Place) -> Pieces:
+        return [(self.unit.local_size(g, place), d.accumulate) for g, d in zip(self.unit.trainable, self.dtypes, strict=True)]
 
     # ------------------------------------------------------------ memory
 
@@ -160,17 +132,27 @@ class Gradient:
 
     # ------------------------------------------------------------ one step
 
-    def begin(self) -> None:
-        """A new step: whatever rests is of the step before."""
+    def begin(self, places: tuple[Rest, Rest] | None) -> None:
+        """A new step: whatever rests is of the step before.
+
+        Args:
+            places: where the plan has room for it. Whoever holds gradients beyond a step gets the next ones elsewhere.
+        """
         self.join()
-        renewed = [buffer.renew() for buffer in self.rest]
-        if any(renewed):
-            self._look()
-        if self.is_finished_apart:
-            for buffer in self.final:
-                buffer.renew()
+        chosen = self._own if places is None or self.is_held else places
+        for rest in {self.rest, self.final, *self._own}:
+            if not rest.in_arena and (rest.is_held or rest not in chosen):
+                rest.forget()
+        self.rest, self.final = chosen
+        if self.device.type == "cuda" and not self.rest.in_arena:
+            _ = self.rest.tensors, self.final.tensors  # from the pool of the stream that computes
         self.has_new = self._claimed = self.is_finishing = False
         self._tickets, self._tails = [], []
+
+    @property
+    def is_held(self) -> bool:
+        """Whether somebody has the gradient that was handed out last."""
+        return self.rest.is_held or self.final.is_held
 
     def cast(self, grads: Grads, block: Block | None, *, first: bool) -> None:
         """Put what a use contributes into a block, or where the gradient rests.
@@ -183,7 +165,7 @@ class Gradient:
         self.is_finishing = False
         if block is None:
             first = not self.has_new
-            leaves, gaps = self.rest_leaves, self.rest_gaps
+            leaves, gaps = self.rest.look(self.index, self.unit.trainable)
             self.has_new = self._claimed = True
         else:
             leaves, gaps = block.leaves, block.gaps
@@ -205,27 +187,33 @@ class Gradient:
             else:
                 leaf.add_(grad)
 
-    def send(self, block: Block) -> None:
-        """Begin the reduction of a microbatch."""
-        first, self._claimed = not self._claimed, True
+    def send(self, block: Block, *, direct: bool = True) -> None:
+        """Begin the reduction of a microbatch.
+
+        Args:
+            block: what is reduced.
+            direct: the first sum of a step may go where the gradient rests while ``block`` is still in use.
+        """
+        direct, self._claimed = direct and not self._claimed, self._claimed or direct
         for i, chain in enumerate(self.chains):
             box, wire = block.boxes[i], block.wires[i]
             if wire is not box:
                 wire.copy_(box)
-            out = self.rest[i].tensor if first else block.landings[i]
+            out = self.rest.tensors[i] if direct else block.landings[i]
             self._tickets.append(chain.start(wire, out, iter(block.memory[i])))
 
     def land(self, block: Block) -> None:
         """The sum is where the gradient rests, or is added to it."""
         if not self.is_sent:
-            for buffer, box in zip(self.rest, block.boxes, strict=True):
-                buffer.tensor.add_(box) if self.has_new else buffer.tensor.copy_(box)
+            for target, box in zip(self.rest.tensors, block.boxes, strict=True):
+                target.add_(box) if self.has_new else target.copy_(box)
         else:
-            first = not self.has_new
-            for buffer in self.rest:
+            for target in self.rest.tensors:
                 result = self._tickets.pop(0).wait()
-                if not first:
-                    buffer.tensor.add_(result)
+                if self.has_new:
+                    target.add_(result)
+                elif result.data_ptr() != target.data_ptr():
+                    target.copy_(result)
         self.has_new = self._claimed = True
 
     @property
@@ -245,8 +233,8 @@ class Gradient:
     def settle(self) -> None:
         """What no use has contributed to is zero."""
         if not self.is_fed:
-            for buffer in self.rest:
-                buffer.tensor.zero_()
+            for buffer in self.rest.tensors:
+                buffer.zero_()
             self.has_new = self._claimed = True
 
     def add(self, grads: Grads) -> None:
@@ -256,18 +244,20 @@ class Gradient:
         self.join()
         self.settle()
         self.is_finishing = False
-        for buffer, grad in zip(self.rest, grads, strict=True):
+        for buffer, grad in zip(self.rest.tensors, grads, strict=True):
             if grad is not None:
-                buffer.tensor.add_(grad)
+                buffer.add_(grad)
 
     def finish(self, memory: list[list[torch.Tensor]]) -> None:
         """Begin the way to the optimizer's place. The gradient at rest stays as it is."""
         self.join()
         self.settle()
         self.is_finishing = True
-        for chain, source, target, (wire, *rest) in zip(self.finishes, self.rest, self.final, memory, strict=True):
-            x = wire.copy_(source.tensor) if chain.differ else source.tensor
-            self._tickets.append(chain.start(x, target.tensor, iter(rest)))
+        for chain, source, target, (wire, *rest) in zip(
+            self.finishes, self.rest.tensors, self.final.tensors, memory, strict=True
+        ):
+            x = wire.copy_(source) if chain.differ else source
+            self._tickets.append(chain.start(x, target, iter(rest)))
 
     def land_finish(self) -> None:
         """The block of :meth:`finish` is free from here on; :meth:`join` waits for what is left."""
@@ -275,6 +265,17 @@ class Gradient:
             tail = self._tickets.pop(0).wait()
             if isinstance(tail, Ticket):
                 self._tails.append(tail)
+
+    @property
+    def is_held_in_arena(self) -> bool:
+        """Whether that is in the arena."""
+        return any(rest.in_arena and rest.is_held for rest in (self.rest, self.final))
+
+    def leave_arena(self) -> None:
+        """The arena is wanted for something else: have memory of its own. What somebody else has by now has to stay."""
+        is_one = self.final is self.rest
+        self.rest = _outside(self.rest, self._own[0])
+        self.final = self.rest if is_one else _outside(self.final, self._own[1])
 
     def drop(self) -> None:
         """Wait for nothing any more: what was sent may never arrive."""
@@ -287,6 +288,14 @@ class Gradient:
         for tail in self._tails:
             tail.wait()
         self._tails = []
+
+
+def _outside(here: Rest, other: Rest) -> Rest:
+    if not here.in_arena or (here.is_open and here.is_held):
+        return here
+    if here.is_open:
+        torch._foreach_copy_(other.tensors, here.tensors)
+    return other
 
 
 def _stages(unit: UnitLayout, *, trivial: bool) -> tuple[tuple[Stage, ...], tuple[Stage, ...]]:

@@ -28,7 +28,7 @@ def table(schedule: Schedule) -> str:
                 op.unit,
                 op.phase,
                 op.stream,
-                f"{op.memory.start:,} to {op.memory.stop:,}" if op.memory else "",
+                ", ".join(f"{m.start:,} to {m.stop:,}" for m in (op.memory, op.opens) if m),
                 nbytes_text(sum(call.nbytes for call in calls)) if calls else "",
                 ", ".join(f"{j}'" if j >= i else str(j) for j in op.after),
             )

@@ -41,6 +41,8 @@ def _events(timeline: Timeline, process: int, name: str) -> Iterator[dict[str, A
         }
         if op.memory:
             args |= {"first byte": op.memory.start, "bytes": op.memory.nbytes}
+        if op.opens:
+            args |= {"first byte at rest": op.opens.start, "bytes at rest": op.opens.nbytes}
         if op.unit and span.kind == op.kind and (calls := calls_of(op, facts[op.unit])):
             args["sent"] = sum(call.nbytes for call in calls)
         yield {

@@ -8,9 +8,10 @@ import torch
 
 from fsharp.functional.errors import ScheduleError
 from fsharp.stateful.copies import Copy, LiveUnit
-from fsharp.stateful.gradients import Block
+from fsharp.stateful.gradients import Block, Grads
 from fsharp.stateful.program import Event
-from fsharp.stateful.schedule import Memory, Op, Schedule
+from fsharp.stateful.rest import Rest
+from fsharp.stateful.schedule import Memory, Op, Phase, Schedule
 
 if TYPE_CHECKING:
     from fsharp.stateful.run import Run
@@ -30,7 +31,9 @@ class Plan:
     """
 
     def __init__(self, schedule: Schedule, units: dict[str, LiveUnit], arena: torch.Tensor, *, rank: int) -> None:
-        self.schedule, self.arena = schedule, arena
+        self.schedule, self.arena, self.rank = schedule, arena, rank
+        self._first = arena.data_ptr()
+        self._last = self._first + len(arena)
         self.units = {facts.name: units[facts.name] for facts in schedule.program.units}
         self.number = next(_numbers)
         self.after = [tuple((self.number, j) for j in op.after if schedule.ops[j].stream != op.stream) for op in schedule.ops]
@@ -40,6 +43,8 @@ class Plan:
         self.blocks: dict[str, Block] = {}
         self.finishing: dict[str, list[list[torch.Tensor]]] = {}
         self._first_casts, self._several = _casts(schedule)
+        self.rests = _rests(schedule)
+        self.places = {name: self._places(name) for name, unit in self.units.items() if unit.gradient is not None}
         self.actions: list[list[Action]] = [[] for _ in self.expected]
         self._numbers: list[list[int]] = [[] for _ in self.expected]
         self.computes: dict[int, int] = {}
@@ -55,9 +60,22 @@ class Plan:
             op.unit for op in schedule.ops if op.kind == "gather" and op.at == last and op.phase == "forward" and op.memory
         ]
 
+    def moved(self, arena: torch.Tensor) -> "Plan":
+        """The same plan in another arena, with what the step before has gathered for the next one."""
+        plan = Plan(self.schedule, self.units, arena, rank=self.rank)
+        for key in self.carried:
+            plan.copies[key].take(self.copies[key])
+        return plan
+
     def numbered(self, event: int) -> "zip[tuple[int, Action]]":
         """The actions at an event, each with the position of its op."""
         return zip(self._numbers[event], self.actions[event], strict=True)
+
+    def outside(self, grads: Grads) -> Grads:
+        """Gradients of a use; if one is in the arena, because it is a parameter, copies: parameters are released first."""
+        if all(grad is None or not self._first <= grad.data_ptr() < self._last for grad in grads):
+            return grads
+        return [None if grad is None else grad.clone() for grad in grads]
 
     def fits(self, units: dict[str, LiveUnit]) -> bool:
         """Whether these are still the units it was made for."""
@@ -65,6 +83,12 @@ class Plan:
 
     def _bytes(self, memory: Memory) -> torch.Tensor:
         return self.arena[memory.start : memory.stop]
+
+    def _places(self, name: str) -> tuple[Rest, Rest]:
+        gradient = self.units[name].gradient
+        assert gradient is not None
+        windows = (self.rests.get((name, phase)) for phase in ("backward", "finish"))
+        return gradient.places(*(self._bytes(memory) if memory else None for memory in windows))
 
     def _action(self, i: int, op: Op) -> Action | None:
         unit = self.units[op.unit] if op.unit else None
@@ -92,14 +116,14 @@ class Plan:
                 empty = self.arena[:0]
                 self.finishing[unit.key] = gradient.finishing_block(self._bytes(op.memory) if op.memory else empty)
             pieces = self.finishing[unit.key]
-            return lambda run: run.do_finish(i, unit, pieces, memory)
+            return lambda run: run.do_finish(i, unit, pieces, memory, op.opens)
         block = self._block(op, unit)
         if op.kind == "cast":
             first = i in self._first_casts
-            return lambda run: run.do_cast(i, unit, block, first, memory)
+            return lambda run: run.do_cast(i, unit, block, first, memory, op.opens)
         if op.kind == "reduce":
-            return lambda run: run.do_reduce(i, unit, block)
-        return lambda run: run.do_accumulate(i, unit, block, memory)
+            return lambda run: run.do_reduce(i, unit, block, op.opens)
+        return lambda run: run.do_accumulate(i, unit, block, memory, op.opens)
 
     def _block(self, op: Op, unit: LiveUnit) -> Block | None:
         if op.memory is None:
@@ -108,6 +132,11 @@ class Plan:
             assert unit.gradient is not None
             self.blocks[unit.key] = unit.gradient.block(self._bytes(op.memory), several_uses=unit.key in self._several)
         return self.blocks[unit.key]
+
+
+def _rests(schedule: Schedule) -> dict[tuple[str, Phase], Memory]:
+    """By unit, and ``"backward"`` or ``"finish"``, where gradients rest or are for the optimizer."""
+    return {(op.unit, "finish" if op.phase == "finish" else "backward"): op.opens for op in schedule.ops if op.opens}
 
 
 def _casts(schedule: Schedule) -> tuple[set[int], set[str]]:

@@ -21,8 +21,10 @@ class Policy:
         reduce_buffers: reductions under way at most.
         bucket_nbytes: neighbours in the order whose full parameters together are no larger than this are gathered and
             released as one. 0 means each on its own.
-        memory_budget: bytes that gathered parameters and outgoing gradients may take; prefetch and reduce_buffers are
-            lowered until they fit.
+        keep_gradients: gradients at rest have memory of their own. False plans it with all other memory of a step: it serves
+            other units until the gradient is there, and the next step's after the end (of callers who hold gradients for
+            longer, the next step finds out, and takes other memory).
+        memory_budget: bytes that all this may take; prefetch and reduce_buffers are lowered until it fits.
         gather_at_start: issue the first gathers of the next step, and those that the update needs, at the end of a step.
             False joins everything at the end of the step, which can then be captured in a CUDA graph.
         sum_late: add the result of a reduction where it rests when its memory is wanted, or at the end of the pass, as a
@@ -43,6 +45,7 @@ class Policy:
     reduce: Literal["ready", "delayed"] = "ready"
     reduce_buffers: int = 1
     bucket_nbytes: int = 0
+    keep_gradients: bool = False
     memory_budget: int | None = None
     gather_at_start: bool = True
     sum_late: bool | None = None

@@ -28,6 +28,9 @@ class UnitFacts:
         reduce: collectives of the reduction of one microbatch's gradient.
         finish: collectives of the reduction once a step.
         spread: collectives that bring updated parameters to where they rest.
+        rest: bytes where its gradient rests, from the first that is put there to the end of the step; 0 if they are not
+            the schedule's business.
+        final: the same for the optimizer's place, if that is another one.
     """
 
     name: str
@@ -39,6 +42,8 @@ class UnitFacts:
     reduce: tuple[Call, ...] = ()
     finish: tuple[Call, ...] = ()
     spread: tuple[Call, ...] = ()
+    rest: int = 0
+    final: int = 0
 
 
 class Event(NamedTuple):

@@ -1,6 +1,6 @@
 """Run: one call of a scheduled function. It follows the plan event by event; where there is none it acts on demand."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import TYPE_CHECKING
@@ -12,9 +12,10 @@ from fsharp.functional.sharded import Sharded
 from fsharp.stateful.boundary import differentiable, in_backward, refuse_graph
 from fsharp.stateful.copies import Copy, LiveUnit, stamp
 from fsharp.stateful.demand import Demand
-from fsharp.stateful.gradients import Block, Grads
+from fsharp.stateful.gradients import Block, Gradient, Grads
 from fsharp.stateful.plan import Plan
 from fsharp.stateful.program import Event, EventKind
+from fsharp.stateful.rest import Rest
 from fsharp.stateful.schedule import Memory
 from fsharp.stateful.spread import Spread
 
@@ -65,6 +66,8 @@ class Run:
         self.is_over = False
         self.may_defer = False  # gradients may land when somebody looks at them: this is the last microbatch
         self.spreading: dict[str, Spread] = {}
+        self.deferred: list[tuple[Memory, Gradient]] = []  # memory that is free as soon as a gradient is joined
+        self.stranded: list[Memory] = []  # gradients in the arena that somebody has, of a plan that is left
         self.live_nbytes = self.peak_nbytes = self.top = 0
         self.demand = Demand(self)
 
@@ -181,7 +184,7 @@ class Run:
     def _close(self, use: Use, grads: Grads | None) -> None:
         self.backward.pop()
         use.is_open = False
-        self.incoming = grads
+        self.incoming = self.plan.outside(grads) if grads is not None and self.is_planned and self.plan is not None else grads
         planned = self._leave_copy(use, "backward_end")
         if not planned:
             if grads is not None:
@@ -248,9 +251,20 @@ class Run:
         self.free(copy.where)
         copy.release(poison=self.scheduler.policy.poison)
 
-    def do_cast(self, i: int, unit: LiveUnit, block: Block | None, first: bool, memory: Memory | None) -> None:
+    def open(self, rest: Rest, memory: Memory | None) -> None:
+        """Where a gradient rests is its own from here on."""
+        if memory is not None:
+            self.fill(memory)
+            rest.is_open = True
+
+    def do_cast(
+        self, i: int, unit: LiveUnit, block: Block | None, first: bool, memory: Memory | None, opens: Memory | None
+    ) -> None:
         """The gradients of a use go where they leave from, or rest."""
         assert unit.gradient is not None
+        if opens is not None:
+            self.open(unit.gradient.rest, opens)
+            self.join(i)
         if first and block is not None:
             self.open_blocks[unit.key] = block
             self.fill(memory)
@@ -262,37 +276,42 @@ class Run:
             grads = [None] * len(unit.gradient.leaves)
         unit.gradient.cast(grads, block, first=first)
 
-    def do_reduce(self, i: int, unit: LiveUnit, block: Block | None) -> None:
+    def do_reduce(self, i: int, unit: LiveUnit, block: Block | None, opens: Memory | None) -> None:
         """Begin the reduction of a microbatch."""
         assert unit.gradient is not None
         assert block is not None
         self.open_blocks.pop(unit.key, None)
+        self.open(unit.gradient.rest, opens)
         with self.lane(i, "reduce"):
-            unit.gradient.send(block)
+            unit.gradient.send(block, direct=opens is not None or not unit.gradient.rest.in_arena)
         self.under_way.append((unit, block, "backward"))
 
-    def do_accumulate(self, i: int, unit: LiveUnit, block: Block | None, memory: Memory | None) -> None:
+    def do_accumulate(self, i: int, unit: LiveUnit, block: Block | None, memory: Memory | None, opens: Memory | None) -> None:
         """Its result is added to what rests."""
         assert unit.gradient is not None
         assert block is not None
         self.open_blocks.pop(unit.key, None)
         self._landed(unit, "backward")
         gradient = unit.gradient
+        self.open(gradient.rest, opens)
         self.free(memory)
         if (
             self.may_defer
             and self.plan is not None
             and self.plan.expected[self.plan.schedule.ops[i].at].kind == "microbatch_end"
         ):
-            gradient.defer(partial(gradient.land, block))
+            self.defer(gradient, partial(gradient.land, block), memory)
             return
         with self.lane(i, "reduce", begins=False):
             gradient.land(block)
 
-    def do_finish(self, i: int, unit: LiveUnit, pieces: list[list[torch.Tensor]], memory: Memory | None) -> None:
+    def do_finish(
+        self, i: int, unit: LiveUnit, pieces: list[list[torch.Tensor]], memory: Memory | None, opens: Memory | None
+    ) -> None:
         """Begin the way to the optimizer's place."""
         assert unit.gradient is not None
         self.fill(memory)
+        self.open(unit.gradient.final, opens)
         with self.lane(i, "reduce"):
             unit.gradient.finish(pieces)
         self.under_way.append((unit, None, "finish"))
@@ -303,10 +322,16 @@ class Run:
         self._landed(unit, "finish")
         self.free(memory)
         if self.scheduler.transport.innermost.is_async and self.events[-1].kind == "reduce":
-            unit.gradient.defer(unit.gradient.land_finish)
+            self.defer(unit.gradient, unit.gradient.land_finish, memory)
             return
         with self.lane(i, "reduce", begins=False):
             unit.gradient.land_finish()
+
+    def defer(self, gradient: Gradient, land: Callable[[], None], memory: Memory | None) -> None:
+        """Leave it to whoever looks at a gradient to land it, or to whoever fills the memory that it has left from."""
+        gradient.defer(land)
+        if memory is not None:
+            self.deferred.append((memory, gradient))
 
     def _landed(self, unit: LiveUnit, kind: str) -> None:
         for i, (each, _, what) in enumerate(self.under_way):
@@ -336,6 +361,9 @@ class Run:
     def fill(self, memory: Memory | None) -> None:
         """Note that a run of the arena is in use."""
         if memory is not None:
+            for other, gradient in self.deferred:
+                if other.overlaps(memory):
+                    gradient.join()
             self.live_nbytes += memory.nbytes
             self.peak_nbytes = max(self.peak_nbytes, self.live_nbytes)
             self.top = max(self.top, memory.stop)
@@ -355,6 +383,11 @@ class Run:
         for copy in self.plan.copies.values():
             if copy.tickets:
                 copy.wait()
+        gradients = [unit.gradient for unit in self.plan.units.values() if unit.gradient is not None]
+        for gradient in gradients:
+            gradient.join()
+            if not gradient.rest.is_open:
+                gradient.leave_arena()  # others are where it would have been
         for unit, block, _ in list(self.under_way):
             assert unit.gradient is not None
             gradient = unit.gradient
@@ -364,6 +397,11 @@ class Run:
                 gradient.land_finish()
         self.under_way.clear()
         self.scheduler.lanes.join_all()
+        for gradient in gradients:
+            gradient.leave_arena()
+        self.stranded = [
+            memory for (name, _), memory in self.plan.rests.items() if any(r.is_held for r in self.plan.places[name])
+        ]
         self.demand.adopt(self.open_blocks)
         self.open_blocks = {}
 

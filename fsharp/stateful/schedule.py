@@ -71,7 +71,10 @@ class Op:
         phase: where in the step: ``forward``, ``backward``, ``finish`` (reductions once a step) or ``update``.
         use: the use of the unit that a ``compute`` or ``cast`` is about, else -1.
         stream: where it runs.
-        memory: the bytes of the arena that it fills, reads or frees; None where data are at rest.
+        memory: the bytes of the arena that it fills, reads or frees; None where parameters or gradients are at rest.
+        opens: the bytes of the arena where the unit's gradient rests from here on to the end of the step: of the first op
+            that puts something there. A ``reduce`` that opens leaves its result there; one that does not leaves it in
+            ``memory`` for its ``accumulate``.
         at: position of the program's event at which the host issues it.
         after: positions of the ops that have to have finished. A position behind the op's own is of the step before.
         bucket: ops of one kind with the same number that is not -1 are issued as one collective, next to each other.
@@ -86,10 +89,12 @@ class Op:
     memory: Memory | None = None
     after: tuple[int, ...] = ()
     bucket: int = -1
+    opens: Memory | None = None
 
     def __str__(self) -> str:
         where = f" @{self.memory.start}+{self.memory.nbytes}" if self.memory else ""
-        return f"{self.kind} {self.unit or '-'} {self.phase} [{self.stream}]{where}"
+        opens = f" opens @{self.opens.start}+{self.opens.nbytes}" if self.opens else ""
+        return f"{self.kind} {self.unit or '-'} {self.phase} [{self.stream}]{where}{opens}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +182,7 @@ class Schedule:
             units = tuple(map(_facts, data["program"]["units"]))
             program = Program(units, tuple(Event(*event) for event in data["program"]["events"]))
             ops = tuple(
-                Op(**{**op, "memory": op["memory"] and Memory(**op["memory"]), "after": tuple(op["after"])})
+                Op(**{**op, "memory": _memory(op["memory"]), "opens": _memory(op["opens"]), "after": tuple(op["after"])})
                 for op in data["ops"]
             )
             return Schedule(program, Policy(**data["policy"]), ops, data["arena"], data["bound"])
@@ -192,6 +197,10 @@ def calls_of(op: Op, facts: UnitFacts) -> tuple[Call, ...]:
     if op.kind == "reduce":
         return facts.finish if op.phase == "finish" else facts.reduce
     return ()
+
+
+def _memory(row: dict[str, int] | None) -> Memory | None:
+    return Memory(**row) if row else None
 
 
 def _facts(row: dict[str, Any]) -> UnitFacts:

@@ -77,9 +77,7 @@ class Scheduled:
         order = dict.fromkeys([e.unit for e in run.events if e.unit])
         order |= dict.fromkeys(key for key, unit in scheduler.units.items() if unit.gradient is not None)
         several = run.num_microbatches > 1
-        units = [
-            facts_of(scheduler.units[key], several_microbatches=several, trivial=scheduler.policy.trivial_axes) for key in order
-        ]
+        units = [facts_of(scheduler.units[key], scheduler.policy, several_microbatches=several) for key in order]
         program = Program(tuple(units), tuple(run.events))
         self.num_recordings += 1
         if self.schedule is not None and self.schedule.program == program:

@@ -18,7 +18,7 @@ from fsharp.functional.process_group import ProcessGroupComm
 from fsharp.functional.sharded import PlaceName, Sharded, is_sharded, map_units, resolve_place, units_of
 from fsharp.functional.train import Loss, as_loss, with_sinks
 from fsharp.stateful.boundary import before_backward
-from fsharp.stateful.copies import LiveUnit, stamp
+from fsharp.stateful.copies import LiveUnit
 from fsharp.stateful.exchange import Exchange
 from fsharp.stateful.full import leaf_index
 from fsharp.stateful.order import Order
@@ -152,6 +152,8 @@ class Scheduler(Engine):
         run = self._run = Run(self, scheduled, plan)
         self.order.begin(run)
         if plan is not None:
+            for rest in (rest for places in plan.places.values() for rest in places):
+                rest.is_open = False
             for key in plan.carried:
                 self._carry(run, plan.copies[key])
         return run
@@ -162,9 +164,15 @@ class Scheduler(Engine):
         schedule = scheduled.schedule
         if schedule is None or any(facts.name not in self.units for facts in schedule.program.units):
             return None
-        if len(self.arena) < schedule.arena:
-            self._evict()
-            self.arena = torch.empty(schedule.arena, dtype=torch.uint8, device=self.device)
+        held = (unit.gradient is not None and unit.gradient.is_held_in_arena for unit in self.units.values())
+        if len(self.arena) < schedule.arena or any(held):
+            before = self.tenant
+            if before is not scheduled.plan or before is None or not before.fits(self.units):
+                self._evict()
+            self.arena = torch.empty(max(schedule.arena, len(self.arena)), dtype=torch.uint8, device=self.device)
+            if self.tenant is not None and before is not None:
+                self.lanes.join_all()
+                self.tenant = scheduled.plan = before.moved(self.arena)
         if scheduled.plan is None or scheduled.plan.arena is not self.arena or not scheduled.plan.fits(self.units):
             self._evict()
             scheduled.plan = Plan(schedule, self.units, self.arena, rank=self.rank)
@@ -184,7 +192,7 @@ class Scheduler(Engine):
         """What the step before has gathered for this one is there, or is gathered now."""
         if copy.unit.node is None:
             return
-        if not copy.holds(stamp(copy.unit.node)):
+        if not copy.still_holds(copy.unit.node):
             copy.release(poison=False)
             with self.lanes.on("gather"):
                 copy.gather(self.transport)
@@ -196,6 +204,9 @@ class Scheduler(Engine):
         if not run.is_planned and run.scheduled is not None:
             self.order.confirm(run, ended=True)
             run.scheduled.record(run)
+        if run.is_planned and run.plan is not None:
+            for key in run.plan.carried:
+                run.plan.copies[key].remember()
         for unit in self.units.values():
             unit.node = None
 
@@ -290,8 +301,10 @@ class Scheduler(Engine):
         run = self._current()
         nodes = units_of(params)
         units = [self.live(node) for node in nodes]
+        self._handed = []
+        places = run.plan.places if run.plan is not None and run.is_planned else {}
         for unit in units:
-            unit.train(self.transport)
+            unit.train(self.transport, places)
         total: Loss | None = None
         for i, part in enumerate(parts):
             run.may_defer = i == len(parts) - 1 and self.transport.innermost.is_async
@@ -319,7 +332,7 @@ class Scheduler(Engine):
         if gradient is None:
             return Sharded([], node.unit, node.unit.strategy.grads, ())
         gradient.settle()
-        tensors = [buffer.tensor.data for buffer in gradient.rest]
+        tensors = gradient.rest.hand_out()
         self._handed.append((unit, tensors, [t._version for t in tensors]))
         result = Sharded(tensors, node.unit, node.unit.strategy.grads, node.unit.trainable)
         return result.arriving(gradient.join) if gradient.is_under_way else result
@@ -338,7 +351,7 @@ class Scheduler(Engine):
             if gradient is None or not gradient.is_finished_apart:
                 same = node.replace(node.buffers_on_their_way, resolve_place(node.unit, to))
                 return same.arriving(node.settle) if node.is_arriving else same
-            result = node.replace([buffer.tensor.data for buffer in gradient.final], resolve_place(node.unit, to))
+            result = node.replace(gradient.final.hand_out(), resolve_place(node.unit, to))
             return result.arriving(gradient.join) if gradient.is_under_way else result
 
         return map_units(one, tree)

@@ -185,6 +185,8 @@ def _lives(ops: tuple[Op, ...]) -> Iterator[tuple[int | None, int | None, int]]:
     """``(op that fills it, op that frees it, bytes)`` of each life of a buffer; None where that is another step's op."""
     live: dict[tuple[str, str], tuple[int, int]] = {}
     for i, op in enumerate(ops):
+        if op.opens is not None:
+            yield i, None, op.opens.nbytes
         if op.memory is None:
             continue
         buffer = ("params" if op.kind in ("gather", "release") else op.phase), op.unit

@@ -179,8 +179,12 @@ def _check_size(i: int, op: Op, facts: UnitFacts, arena: int) -> None:
         nbytes = facts.finishing if op.phase == "finish" else facts.outgoing
     if (op.memory.nbytes if op.memory else 0) != nbytes:
         raise _refusal(i, op, "its memory is of the wrong size.", f"{nbytes:,} bytes")
-    if op.memory and not 0 <= op.memory.start <= op.memory.stop <= arena:
-        raise _refusal(i, op, "its memory is outside of the arena.", f"bytes 0 to {arena:,}")
+    nbytes = facts.final if op.phase == "finish" else facts.rest
+    if op.opens and (op.opens.nbytes != nbytes or op.kind not in ("cast", "reduce", "accumulate")):
+        raise _refusal(i, op, "what it opens is of the wrong size, or not its business.", f"{nbytes:,} bytes of a gradient")
+    for memory in (op.memory, op.opens):
+        if memory and not 0 <= memory.start <= memory.stop <= arena:
+            raise _refusal(i, op, "its memory is outside of the arena.", f"bytes 0 to {arena:,}")
 
 
 class _Check:
@@ -412,11 +416,34 @@ class _Places(_Check):
 
     def __init__(self, schedule: Schedule, order: _Order) -> None:
         super().__init__(schedule, order)
-        self.live = {("parameters", unit): i for unit, i in order.carried().items()}  # by role and unit, the op that filled it
+        self.live: dict[tuple[str, str], tuple[int, Memory | None]] = {  # by role and unit, the op that filled it, and where
+            ("parameters", unit): (i, order.ops[i].memory) for unit, i in order.carried().items()
+        }
         self.touched: dict[tuple[Memory, Stream], int] = {}  # the last op on each stream that touched memory now free
         self.slots: dict[str, Memory] = {}
 
     def see(self, i: int, op: Op) -> None:
+        self._see_memory(i, op)
+        self._see_rest(i, op)
+
+    def _see_rest(self, i: int, op: Op) -> None:
+        """Where gradients rest: opened once, by the first op that puts something there at the latest, up to the end."""
+        finish = op.phase == "finish"
+        facts = self.facts.get(op.unit, UnitFacts(""))
+        key = "gradient for the optimizer" if finish else "gradient at rest", op.unit
+        if op.opens:
+            if key in self.live:
+                at = self.live[key][0]
+                raise _refusal(i, op, f"opens what op {at}, {self.order.ops[at]}, has opened.", "one op that opens it")
+            self._fill(i, op, op.opens)
+            self.live[key] = i, op.opens
+            return
+        puts = op.kind == "reduce" if finish else op.kind == "accumulate" or (op.kind == "cast" and not facts.outgoing)
+        if puts and (facts.final if finish else facts.rest) and key not in self.live:
+            what = "puts a gradient where nothing is open for it."
+            raise _refusal(i, op, what, "memory in its `opens`, or in that of an op before it")
+
+    def _see_memory(self, i: int, op: Op) -> None:
         if op.memory is None:
             return
         gradient = "finishing gradient" if op.phase == "finish" else "outgoing gradient"
@@ -427,18 +454,17 @@ class _Places(_Check):
         key = role, op.unit
         if key not in self.live and (op.kind in ("gather", "cast") or (op.kind, op.phase) == ("reduce", "finish")):
             self._fill(i, op, op.memory)
-            self.live[key] = i
-        elif self.order.ops[self.live[key]].memory != op.memory:
-            what = f"its memory is not that which op {self.live[key] % len(self.order.ops)} has filled."
-            raise _refusal(i, op, what, f"{self.order.ops[self.live[key]].memory}")
+            self.live[key] = i, op.memory
+        elif self.live[key][1] != op.memory:
+            what = f"its memory is not that which op {self.live[key][0] % len(self.order.ops)} has filled."
+            raise _refusal(i, op, what, f"{self.live[key][1]}")
         if op.kind in ("release", "accumulate"):
-            for j in (i, self.live.pop(key)):
+            for j in (i, self.live.pop(key)[0]):
                 at = op.memory, self.order.ops[j].stream
                 self.touched[at] = max(j, self.touched.get(at, j))
 
     def _fill(self, i: int, op: Op, memory: Memory) -> None:
-        for (role, unit), j in self.live.items():
-            other = self.order.ops[j].memory
+        for (role, unit), (j, other) in self.live.items():
             if other and other.overlaps(memory):
                 what = f"fills memory in which the {role} of {unit!r} is live, since op {j % len(self.order.ops)}."
                 raise _refusal(i, op, what, f"no byte of {other}", "Move it, or release that first.")
