@@ -26,7 +26,7 @@ STEPS = 6
 class StorageTracker(TorchDispatchMode):
     """Counts the bytes of all storages that operations have touched under it and that are still alive.
 
-    Looks before and after each operation: FSDP2 frees and allocates by resizing storages, which is not an operation.
+    Storages may share bytes: these count once. Looks before and after each operation: FSDP2 frees and allocates by resizing storages, which is not an operation.
 
     Attributes:
         peak_nbytes: the most so far; set it to 0 to begin anew.
@@ -48,14 +48,18 @@ class StorageTracker(TorchDispatchMode):
 
     def nbytes(self) -> int:
         """Bytes that are alive now."""
-        total = 0
+        runs = []
         for key, ref in list(self._known.items()):
             # Holding the weak reference keeps the address from being given to another storage.
             storage = torch.UntypedStorage._new_with_weak_ptr(ref.cdata)
             if storage is None:
                 del self._known[key]
             else:
-                total += storage.nbytes()
+                runs.append((storage.data_ptr(), storage.nbytes()))
+        total = end = 0
+        for start, nbytes in sorted(runs):
+            total += max(start + nbytes - max(start, end), 0)
+            end = max(end, start + nbytes)
         return total
 
     def _look(self, tree: Any) -> None:

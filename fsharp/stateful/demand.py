@@ -7,6 +7,7 @@ there until its unit's backward is over, which looks at what the second forward 
 """
 
 import weakref
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,7 +15,7 @@ import torch
 from fsharp.functional.errors import ScheduleError
 from fsharp.stateful.boundary import in_backward
 from fsharp.stateful.copies import Copy, LiveUnit, Room, full_nbytes, stamp
-from fsharp.stateful.gradients import Block, Grads
+from fsharp.stateful.gradients import Block, Gradient, Grads
 
 if TYPE_CHECKING:
     from fsharp.stateful.run import Run
@@ -33,6 +34,7 @@ class Demand:
         self.rooms_in_backward: list[Room] = []
         self.kept: dict[str, list[Copy]] = {}  # by unit, what was used again in a backward
         self.blocks: dict[str, Block] = {}  # gradients that are being collected
+        self.sent: Gradient | None = None  # whose reduction is under way
 
     def __del__(self) -> None:
         self.clear()  # rooms and copies know each other; a run outside of a scheduled function has no other end
@@ -156,6 +158,7 @@ class Demand:
 
     def cast(self, unit: LiveUnit, grads: Grads) -> None:
         """Collect what a use contributes; send it off if nothing more is to come in this microbatch."""
+        self.land()
         gradient = unit.gradient
         assert gradient is not None
         block = self.blocks.get(unit.key)
@@ -176,6 +179,7 @@ class Demand:
 
     def send(self, unit: LiveUnit) -> None:
         """Reduce what has been collected of a unit's gradient."""
+        self.land()
         block = self.blocks.pop(unit.key, None)
         gradient = unit.gradient
         assert gradient is not None
@@ -185,10 +189,20 @@ class Demand:
         if gradient.is_sent:
             scheduler.order.confirm(self.run)
             with scheduler.lanes.on("reduce"):
-                gradient.send(block)
+                gradient.send(block, direct=False)
+            if scheduler.transport.innermost.is_async:
+                gradient.defer(partial(gradient.land, block))
+                self.sent = gradient
+                return
         with scheduler.lanes.on("reduce"):
             gradient.land(block)
         scheduler.lanes.join_all()
+
+    def land(self) -> None:
+        """Take in what was sent last. It leaves its memory late: when the gradients that autograd had of it are gone."""
+        if self.sent is not None:
+            self.sent.join()
+            self.sent = None
 
     def adopt(self, blocks: dict[str, Block]) -> None:
         """Go on with gradients that a plan has begun to collect, whose memory may be wanted for something else now."""
@@ -206,6 +220,7 @@ class Demand:
             self.let_go(key)
         for key in list(self.blocks):
             self.send(self.run.scheduler.units[key])
+        self.land()
 
     def finish(self, unit: LiveUnit) -> None:
         """The way to the optimizer's place."""
