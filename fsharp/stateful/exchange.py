@@ -146,9 +146,10 @@ class Exchange(Transport):
         return Ticket([flight], flight.wait)
 
     def scratch_nbytes(self, op: str, axis: str, numel: int, itemsize: int) -> int:
-        """Two chunks from each of the others, or all of a part that is smaller."""
+        """Two chunks from each of the others, or all of a part that is no larger than one."""
         n = self.comm.mesh.axis_size(axis)
-        return min(-(-numel // n), 2 * (_CHUNK // itemsize)) * (n - 1) * itemsize
+        part, chunk = -(-numel // n), _CHUNK // itemsize
+        return (part if part <= chunk else 2 * chunk) * (n - 1) * itemsize
 
     def close(self) -> None:
         """Leave groups and workers to what is under way in them."""

@@ -1,0 +1,52 @@
+"""Collectives by sends and receives: every size around the chunks in which sums are taken, from and to any memory."""
+
+import pytest
+import torch
+
+import fsharp as fs
+from fsharp.stateful.exchange import _CHUNK, Exchange
+from fsharp.stateful.transport import Groups
+from fsharp.testing import processes
+
+CHUNK = _CHUNK // 4
+PARTS = [0, 1, 5, CHUNK - 1, CHUNK, CHUNK + 1, CHUNK + CHUNK // 2, 2 * CHUNK - 1, 2 * CHUNK, 2 * CHUNK + 1, 3 * CHUNK + 7]
+
+
+def summed(comm, numel, make):
+    """What the sum over ranks is, in order of rank."""
+    total = make(0, numel)
+    for rank in range(1, comm.mesh.size):
+        total = total + make(rank, numel)
+    return total
+
+
+def noise(rank, numel):
+    return torch.randn(numel, generator=torch.Generator().manual_seed(rank))
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_sizes_around_chunks(n):
+    def rank_fn(comm):
+        exchange, wrong = Exchange(comm, Groups(comm, separate=True)), []
+        mine = comm.rank
+        for part in PARTS:
+            for way in ("out", "in place", "all_reduce", "gather"):
+                numel = max(part * n - (way == "all_reduce" and part > 1), 0)  # one that the ranks do not divide
+                total, x = summed(comm, numel, noise), noise(mine, numel)
+                kind = "all_reduce" if way == "all_reduce" else "reduce_scatter"
+                scratch = torch.full((exchange.scratch_nbytes(kind, "dp", numel, 4),), 0xFF, dtype=torch.uint8)
+                if way == "gather":
+                    got, expected = torch.empty(numel), torch.cat([noise(r, part) for r in range(n)])
+                    exchange.gather(noise(mine, part), got, "dp").wait()
+                elif way == "all_reduce":
+                    got, expected = torch.empty(numel), total
+                    exchange.all_reduce(x, got, "dp", scratch=scratch).wait().wait()
+                else:
+                    out = torch.empty(part) if way == "out" else None
+                    ticket = exchange.reduce_scatter(x, "dp", dtype=torch.float32, scratch=scratch, out=out)
+                    got, expected = ticket.wait(), total.view(n, -1)[mine]
+                if not torch.equal(got, expected):
+                    wrong.append((part, way))
+        return wrong
+
+    assert processes(fs.Mesh({"dp": n}), rank_fn) == [[]] * n
