@@ -26,7 +26,8 @@ STEPS = 6
 class StorageTracker(TorchDispatchMode):
     """Counts the bytes of all storages that operations have touched under it and that are still alive.
 
-    Storages may share bytes: these count once. Looks before and after each operation: FSDP2 frees and allocates by resizing storages, which is not an operation.
+    Bytes that storages share count once. Looks before and after each operation: FSDP2 frees and allocates by resizing
+    storages, which is not an operation.
 
     Attributes:
         peak_nbytes: the most so far; set it to 0 to begin anew.

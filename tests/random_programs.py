@@ -26,7 +26,8 @@ def unit_facts(draw, name):
     reduce = draw(st.sampled_from([(REDUCE,), (REDUCE, FINISH), ()])) if outgoing else ()
     finish, spread = draw(st.sampled_from([(), (FINISH,)])), draw(st.sampled_from([(), (SPREAD,)]))
     finishing = draw(st.one_of(st.just(0), nbytes)) if finish else 0
-    return UnitFacts(name, gathered, outgoing, finishing, True, gather, reduce, finish, spread)
+    rest = draw(st.one_of(st.just(0), nbytes, nbytes))
+    return UnitFacts(name, gathered, outgoing, finishing, True, gather, reduce, finish, spread, rest)
 
 
 @dataclass(frozen=True)
@@ -113,6 +114,7 @@ def policies(draw, **fixed):
         "release": draw(st.sampled_from(["forward", "forward", "backward"])),
         "reduce": draw(st.sampled_from(["ready", "delayed"])),
         "reduce_buffers": draw(st.integers(1, 3)),
+        "finish_buffers": draw(st.integers(1, 3)),
         "bucket_nbytes": draw(st.sampled_from([0, 0, 10 * ALIGN, 30 * ALIGN])),
         "gather_at_start": draw(st.sampled_from([True, True, False])),
         "sum_late": draw(st.sampled_from([None, True, False])),

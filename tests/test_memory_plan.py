@@ -1,13 +1,15 @@
 """Buffers that are live together never overlap, and the arena is as small as what is live at once."""
 
 import math
+from collections import Counter
+from dataclasses import replace
 from itertools import permutations
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fsharp.stateful.compile import compile_schedule
+from fsharp.stateful.compile import _Emitter, _place, compile_schedule
 from fsharp.stateful.memory import Item, assign, lower_bound
 from fsharp.stateful.policy import Policy
 from fsharp.stateful.program import Event, Program, UnitFacts
@@ -142,3 +144,94 @@ def test_a_compiled_transformer_needs_no_more_than_is_live_at_once(num_blocks, p
     program = Program(tuple(units), (*events, *reversed(back), Event("microbatch_end"), Event("reduce"), Event("update")))
     schedule = compile_schedule(program, Policy(prefetch=prefetch))
     assert schedule.arena == schedule.bound
+
+
+# Where gradients rest: from when the sum is there, or from when its reduction begins, if there is room
+
+
+def placed(program, policy, *, early):
+    """The ops, the bytes of the arena and those live at once, with gradients opened early where that is free, or never."""
+    with pytest.MonkeyPatch.context() as patch:
+        if not early:
+            patch.setattr("fsharp.stateful.compile._open_early", lambda drafts, items: False)
+        return _place(_Emitter(program, policy).run(), program)
+
+
+@given(programs(), policies(sum_late=None))
+def test_opening_early_takes_no_more_memory(program, policy):
+    """And is done wherever it does not: one more that is opened at its reduction would."""
+    early, _, bound = placed(program, policy, early=True)
+    late, _, least = placed(program, policy, early=False)
+    assert bound == least
+    assert [replace(op, opens=None, memory=None, after=()) for op in early] == [
+        replace(op, opens=None, memory=None, after=()) for op in late
+    ]
+    assert [i for i, op in enumerate(late) if op.opens and op.phase == "backward" and op.kind == "reduce"] == []
+    for i, op in enumerate(early):
+        if op.opens and op.kind == "accumulate" and schedule_reduces(early, i):
+            assert bound_with(early, i) > bound
+
+
+def schedule_reduces(ops, i):
+    """Whether op ``i`` adds the result of a reduction of its own."""
+    return any((op.kind, op.unit, op.phase) == ("reduce", ops[i].unit, ops[i].phase) for op in ops[:i])
+
+
+def bound_with(ops, i):
+    """Bytes live at once if what op ``i`` opens were opened at its reduction: from the ops alone, position by position."""
+    start = max(k for k in range(i) if (ops[k].kind, ops[k].unit) == ("reduce", ops[i].unit))
+    live = {}
+    for op in ops * 2:  # the second time with what a step finds when it starts
+        key = ("params" if op.kind in ("gather", "release") else op.phase), op.unit
+        if op.memory and op.kind not in ("release", "accumulate"):
+            live[key] = op.memory.nbytes
+        elif op.memory:
+            live.pop(key, None)
+    carried = {key: nbytes for key, nbytes in live.items() if key[0] == "params"}
+    most, live, resting = 0, dict(carried), 0
+    for k, op in enumerate(ops):
+        key = ("params" if op.kind in ("gather", "release") else op.phase), op.unit
+        if op.memory:
+            live[key] = op.memory.nbytes
+        if op.opens and k != i:
+            resting += op.opens.nbytes
+        if k == start:
+            resting += ops[i].opens.nbytes
+        most = max(most, resting + sum(live.values()))
+        if op.memory and op.kind in ("release", "accumulate"):
+            live.pop(key, None)
+    return most
+
+
+def layers_at_rest(num, peak):
+    """A chain of equal units, and at its end one that is larger: its copy is live before any gradient is."""
+    units = [UnitFacts(f"u{i}", 640, 640, gather=(GATHER,), reduce=(REDUCE,), rest=320) for i in range(num)]
+    units.append(UnitFacts("last", peak, 64, gather=(GATHER,), reduce=(REDUCE,), rest=64))
+    events = [Event(kind, unit.name, i) for i, unit in enumerate(units) for kind in ("forward", "forward_end")]
+    back = [Event(kind, unit.name, i) for i, unit in enumerate(units) for kind in ("backward_end", "backward")]
+    return Program(tuple(units), (*events, *reversed(back), Event("microbatch_end"), Event("reduce"), Event("update")))
+
+
+def test_gradients_rest_where_their_reduction_leaves_them_if_another_peak_is_higher():
+    schedule = compile_schedule(layers_at_rest(6, 64_000), Policy())
+    assert [op.kind for op in schedule.ops if op.opens] == ["reduce"] * 7
+
+
+def test_gradients_rest_when_they_are_added_if_the_peak_is_before_that():
+    """One of the last: while it is reduced two units are there in full, and beside it nearly all others rest."""
+    schedule = compile_schedule(layers_at_rest(40, 640), Policy(gather_at_start=False))
+    assert Counter(op.kind for op in schedule.ops if op.opens) == {"reduce": 40, "accumulate": 1}
+    at_once = compile_schedule(layers_at_rest(40, 640), Policy(gather_at_start=False, sum_late=False))
+    assert {op.kind for op in at_once.ops if op.opens} == {"reduce"}
+    assert at_once.bound > schedule.bound
+
+
+def test_a_window_ends_with_the_step_and_not_before():
+    """What the next step needs first, on its way at the end of this one, is beside all gradients at rest."""
+    schedule = compile_schedule(layers_at_rest(4, 640), Policy(prefetch=2))
+    last = max(op.at for op in schedule.ops)
+    carried = [op.memory for op in schedule.ops if op.kind == "gather" and op.at == last]
+    windows = [op.opens for op in schedule.ops if op.opens]
+    assert len(carried) == 2
+    assert len(windows) == 5
+    assert not any(a.overlaps(b) for a in (*carried, *windows) for b in windows if a is not b)

@@ -238,7 +238,9 @@ def test_one_rank_moves_nothing(strategy, microbatches):
     [(calls, schedule)] = simulate(mesh, rank_fn)
     assert calls == schedule.calls() == Counter()
     assert {op.kind for op in schedule.ops} == {"compute", "cast", "update"}
-    assert schedule.arena == 0
+    facts = schedule.program.units
+    assert schedule.arena == schedule.bound == sum(each.rest for each in facts) > 0
+    assert {(op.kind, op.opens.nbytes) for op in schedule.ops if op.opens} == {("cast", each.rest) for each in facts}
 
 
 @pytest.mark.parametrize("sizes", [{"outer": 1, "inner": 2}, {"outer": 2, "inner": 1}])
@@ -278,13 +280,15 @@ def gpt_schedule(monkeypatch, strategy, *, dim, layers, vocab=256, microbatches=
         events += [Event(kind, unit, use) for use, unit in uses for kind in ("forward", "forward_end")]
         events += [Event(kind, unit, use) for use, unit in reversed(uses) for kind in ("backward", "backward_end")]
         events.append(Event("microbatch_end"))
-    facts = tuple(facts_of(units[name], several_microbatches=microbatches > 1, trivial=False) for name in order)
+    chosen = fs.Policy(**policy)
+    facts = tuple(facts_of(units[name], chosen, several_microbatches=microbatches > 1) for name in order)
     program = Program(facts, (*events, Event("reduce"), Event("update")))
-    return layout, compile_schedule(program, fs.Policy(**policy))
+    return layout, compile_schedule(program, chosen)
 
 
 SIZES = {"default": {"dim": 128, "layers": 4}} | {f"384 x {n}": {"dim": 384, "layers": n} for n in (6, 12, 48)}
 VOCABULARIES = [256, 1000, 8192, 50257]
+OVER_BOUND = {"hsdp": 1.25, "hfsdp": 1.15, "late": 1.1}  # where gradients rest in several sizes that no unit in full has
 
 
 @each_strategy
@@ -294,7 +298,7 @@ def test_the_arena_of_the_example_is_what_is_live_at_once(strategy, size, monkey
         for microbatches, nbytes, prefetch in ((1, 4, 1), (2, 2, 2)):
             options = {"vocab": vocab, "microbatches": microbatches, "nbytes": nbytes, "prefetch": prefetch}
             layout, schedule = gpt_schedule(monkeypatch, strategy, **SIZES[size], **options)
-            assert schedule.bound <= schedule.arena <= 1.05 * schedule.bound, options
+            assert schedule.bound <= schedule.arena <= OVER_BOUND.get(strategy, 1.05) * schedule.bound, options
             verify(schedule)
             sent = sum(call.nbytes * count for call, count in schedule.calls().items())
             loss = sum(sent_nbytes("all_reduce", -(-2 // n) * 8, n) for _, n in layout.mesh.axes)
@@ -305,7 +309,18 @@ def test_the_arena_of_the_example_is_what_is_live_at_once(strategy, size, monkey
 
 def test_the_arena_holds_a_few_units_and_not_the_model(monkeypatch):
     """Two units in full and their gradient, with what arrives of it, whatever the number of layers."""
-    arenas = [gpt_schedule(monkeypatch, "zero3", dim=384, layers=n)[1].arena for n in (6, 12, 48)]
+    arenas = [gpt_schedule(monkeypatch, "zero3", dim=384, layers=n, keep_gradients=True)[1].arena for n in (6, 12, 48)]
     assert arenas[0] == arenas[1] == arenas[2]
-    _, schedule = gpt_schedule(monkeypatch, "zero3", dim=384, layers=48)
+    _, schedule = gpt_schedule(monkeypatch, "zero3", dim=384, layers=48, keep_gradients=True)
     assert 3 * schedule.facts("layers.0").gathered <= schedule.arena < 5 * schedule.facts("layers.0").gathered
+
+
+@pytest.mark.parametrize("layers", [6, 12, 48])
+def test_gradients_at_rest_take_what_the_arena_has_to_spare(layers, monkeypatch):
+    """Most of them lie where units in full were: the arena is smaller than one without them and they beside it."""
+    _, schedule = gpt_schedule(monkeypatch, "zero3", dim=384, layers=layers)
+    _, apart = gpt_schedule(monkeypatch, "zero3", dim=384, layers=layers, keep_gradients=True)
+    resting = sum(op.opens.nbytes for op in schedule.ops if op.opens)
+    assert resting == sum(facts.rest for facts in schedule.program.units)
+    assert resting < schedule.arena <= apart.arena + resting - 2 * schedule.facts("layers.0").gathered
+    assert not any(op.opens for op in apart.ops)

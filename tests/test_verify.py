@@ -197,12 +197,50 @@ def test_refuses_more_units_or_reductions_than_the_policy_allows():
         verify(replace(schedule, policy=Policy(prefetch=2, reduce_buffers=2)))
 
 
+def test_where_a_gradient_rests_has_to_be_free():
+    """Another's gradient has left from there, on a stream of its own: the cast that opens it has to run after that."""
+    units = (UnitFacts("a", 0, 128, reduce=(REDUCE,)), UnitFacts("b", reduce=(REDUCE,)), UnitFacts("c", rest=128))
+    events = [Event(kind, unit.name, i) for i, unit in enumerate(units) for kind in ("forward", "forward_end")]
+    events += [Event(kind, unit.name, i) for i, unit in enumerate(units) for kind in ("backward", "backward_end")]
+    schedule = compile_schedule(Program(units, (*events, Event("microbatch_end"), Event("reduce"), Event("update"))))
+    verify(schedule)
+    [i], [free] = opening(schedule), [j for j in of(schedule, "accumulate") if schedule.ops[j].unit == "a"]
+    assert (schedule.ops[i].kind, schedule.ops[i].unit, schedule.ops[i].after) == ("cast", "c", (free,))
+    with pytest.raises(ScheduleError) as caught:
+        verify(edit(schedule, i, after=()))
+    first, *_, last = str(caught.value).splitlines()
+    assert first.startswith(f"verify(): op {i}, cast c backward [compute] opens @")
+    assert f"may fill memory still in use by op {free}, accumulate a backward" in first
+    assert last == f"Add {free} to its `after`."
+
+
 # Whatever the program and the policy.
 
 
 @given(programs(), policies())
 def test_every_compiled_schedule_passes(program, policy):
     verify(compile_schedule(program, policy))
+
+
+@given(programs(), policies())
+def test_gradients_at_rest_are_opened_once_by_the_first_op_that_feeds_them(program, policy):
+    """Or by the reduction of that, so that it leaves its result there; what is not fed is not opened."""
+    schedule = compile_schedule(program, policy)
+    for facts in program.units:
+        here = [(i, op.kind) for i, op in enumerate(schedule.ops) if (op.unit, op.phase) == (facts.name, "backward")]
+        opens = [i for i in opening(schedule) if schedule.ops[i].unit == facts.name]
+        puts = [i for i, kind in here if kind == "accumulate" or (kind == "cast" and not facts.outgoing)]
+        assert len(opens) == (1 if puts and facts.rest else 0)
+        for i in opens:
+            assert schedule.ops[i].opens.nbytes == facts.rest
+            assert i == puts[0] or schedule.ops[i].kind == "reduce"
+            assert not [k for k, kind in here if i < k < puts[0] and kind in ("reduce", "accumulate")]
+
+
+@given(programs(), policies())
+def test_a_schedule_is_read_as_it_was_written(program, policy):
+    schedule = compile_schedule(program, policy)
+    assert Schedule.from_json(schedule.to_json()) == schedule
 
 
 def passes(schedule):
@@ -225,8 +263,12 @@ def role(op):
 def live(schedule):
     """For each op, what other memory is live when it runs, with the memory that a step finds when it starts."""
     now, result = {}, []
-    for op in schedule.ops * 2:
+    for i, op in enumerate(schedule.ops * 2):
+        if i == len(schedule.ops):
+            now = {key: memory for key, memory in now.items() if key[0] != "rest"}
         result.append({key: memory for key, memory in now.items() if key != (role(op), op.unit)})
+        if op.opens:
+            now["rest", op.unit] = op.opens
         if op.memory and op.kind in ("release", "accumulate"):
             now.pop((role(op), op.unit), None)
         elif op.memory:
@@ -369,6 +411,46 @@ def other_address(data, s):
     return edit(replace(s, arena=memory.stop), i, end, memory=memory)
 
 
+def opening(schedule):
+    return [i for i, op in enumerate(schedule.ops) if op.opens]
+
+
+def without_opens(data, s):
+    return edit(s, choose(data, opening(s)), opens=None)
+
+
+def second_opens(data, s):
+    places = [(op.kind in ("cast", "reduce", "accumulate"), op.unit, op.phase) for op in s.ops]
+    i, k = choose(data, [(i, k) for i in opening(s) for k in range(i + 1, len(s.ops)) if places[i] == places[k]])
+    return edit(s, k, opens=s.ops[i].opens)
+
+
+def opens_another_size(data, s):
+    i = choose(data, opening(s))
+    memory = s.ops[i].opens
+    return edit(s, i, opens=replace(memory, nbytes=memory.nbytes + data.draw(st.sampled_from([-64, -1, 1, 64]))))
+
+
+def opens_of_no_gradient(data, s):
+    others = ("gather", "wait", "compute", "release", "update")
+    i = choose(data, [k for k, op in enumerate(s.ops) if op.kind in others or op.phase == "finish"])
+    return edit(s, i, opens=Memory(0, s.facts(s.ops[i].unit).rest if s.ops[i].unit else 0))
+
+
+def opens_live_memory(data, s):
+    others = live(s)
+    i = choose(data, [k for k in opening(s) if others[k]])
+    memory = replace(s.ops[i].opens, start=data.draw(st.sampled_from([other.start for other in others[i].values()])))
+    return edit(replace(s, arena=max(s.arena, memory.stop)), i, opens=memory)
+
+
+def opens_outside(data, s):
+    i = choose(data, opening(s))
+    memory = s.ops[i].opens
+    start = data.draw(st.sampled_from([-64, s.arena - memory.nbytes + 64, s.arena]))
+    return edit(s, i, opens=replace(memory, start=start))
+
+
 def tiny_budget(data, s):
     assume(s.arena)
     return replace(s, policy=replace(s.policy, memory_budget=data.draw(st.integers(0, s.arena - 1))))
@@ -377,6 +459,7 @@ def tiny_budget(data, s):
 MOVING = {"gathered": 128, "gather": (GATHER,)}
 SPREADING = {"trainable": True, "spread": (SPREAD,)}
 SENDING = {"trainable": True, "outgoing": 64, "reduce": (REDUCE,)}
+RESTING = {"trainable": True, "rest": 128}
 PLANTED = {  # the fault, what is said about it, and facts of units and fields of policies that make room for it
     without_wait: ("uses a unit before its gather, op [0-9]+, is waited for", MOVING, {}),
     without_wait_for_spread: ("uses parameters without a wait for those that the update has changed", SPREADING, {}),
@@ -394,6 +477,12 @@ PLANTED = {  # the fault, what is said about it, and facts of units and fields o
     without_edge: ("nothing orders it after that", {}, {}),
     shared_memory: ("fills memory in which the .* is live|may fill memory still in use", {}, {}),
     other_address: ("changes its address within a step", MOVING, {"prefetch": 0, "buffers": 1, "release": "forward"}),
+    without_opens: ("puts a gradient where nothing is open for it", RESTING, {}),
+    second_opens: ("opens what op [0-9]+, .*, has opened", {**SENDING, **RESTING}, {}),
+    opens_another_size: ("what it opens is of the wrong size", RESTING, {}),
+    opens_of_no_gradient: ("what it opens is of the wrong size, or not its business", RESTING, {}),
+    opens_live_memory: ("fills memory in which the .* is live", RESTING, {}),
+    opens_outside: ("its memory is outside of the arena", RESTING, {}),
     tiny_budget: ("larger than the memory budget", MOVING, {}),
 }
 

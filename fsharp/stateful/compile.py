@@ -30,8 +30,8 @@ def compile_schedule(program: Program, policy: Policy = Policy()) -> Schedule:
             tried = replace(tried, bucket_nbytes=0)
         elif tried.num_buffers > 1:
             tried = replace(tried, prefetch=max(tried.prefetch - 1, 0), buffers=None)
-        elif tried.reduce_buffers > 1:
-            tried = replace(tried, reduce_buffers=1)
+        elif tried.reduce_buffers > 1 or tried.finish_buffers > 1:
+            tried = replace(tried, reduce_buffers=1, finish_buffers=1)
         else:
             facts = [("budget", f"{policy.memory_budget:,} bytes"), ("needed", f"{arena:,} bytes")]
             raise ScheduleError(
@@ -94,7 +94,7 @@ class _Emitter:
         self.delayed: list[str] = []
         self.under_way: list[_Draft] = []
         self.unfinished: set[str] = set()
-        self.opened: set[tuple[str, str]] = set()  # where gradients rest
+        self.opened: set[str] = set()  # units whose gradient has its memory at rest
 
     def emit(self, kind: OpKind, unit: str, phase: Phase, at: int, **fields: Any) -> _Draft:
         op = _Draft(kind, unit, phase, at, **fields)
@@ -192,7 +192,7 @@ class _Emitter:
         if is_first and buffer:
             self._make_room(i)
         fills = is_first and buffer is not None
-        opens = None if facts.outgoing else self._open("rest", unit)
+        opens = None if facts.outgoing else self._open(unit)
         self.last_cast[unit] = self.emit("cast", unit, "backward", i, use=event.use, buffer=buffer, fills=fills, opens=opens)
         self.left[unit] -= 1
         self.begun.add(unit)
@@ -214,7 +214,7 @@ class _Emitter:
             self._make_room(i)
             self._launch(self.emit("reduce", unit, "backward", i, stream="reduce", after=(cast,), buffer=buffer))
         elif buffer:
-            opens = self._open("rest", unit)
+            opens = self._open(unit)
             added = self.emit(
                 "accumulate", unit, "backward", i, stream="reduce", after=(cast,), buffer=buffer, frees=True, opens=opens
             )
@@ -229,20 +229,17 @@ class _Emitter:
             return
         self.unfinished.discard(unit)
         buffer = ("finishing", unit) if self.facts[unit].finishing else None
-        self._make_room(i)
-        opens = self._open("final", unit)
+        self._make_room(i, finish=True)
         self._launch(
-            self.emit(
-                "reduce", unit, "finish", i, stream="reduce", after=after, buffer=buffer, fills=buffer is not None, opens=opens
-            )
+            self.emit("reduce", unit, "finish", i, stream="reduce", after=after, buffer=buffer, fills=buffer is not None)
         )
 
-    def _open(self, kind: str, unit: str) -> tuple[str, str] | None:
+    def _open(self, unit: str) -> tuple[str, str] | None:
         """The buffer where a unit's gradient rests, for the first op that puts something there."""
-        if not getattr(self.facts[unit], kind) or (kind, unit) in self.opened:
+        if not self.facts[unit].rest or unit in self.opened:
             return None
-        self.opened.add((kind, unit))
-        return kind, unit
+        self.opened.add(unit)
+        return "rest", unit
 
     def _launch(self, op: _Draft) -> None:
         """A reduction begins; with ``sum_late=False`` its sum follows at once, and only its memory is spoken for longer."""
@@ -250,15 +247,16 @@ class _Emitter:
             self.under_way.append(op)
             return
         if op.phase == "backward":
-            op.opens = self._open("rest", op.unit)
+            op.opens = self._open(op.unit)
         added = self.emit("accumulate", op.unit, op.phase, op.at, stream="reduce", after=(op,), buffer=op.buffer)
         self.under_way.append(added)
         self.fed[op.unit] = added
         if op.phase == "backward":
             self._finish(op.unit, op.at, (added,))
 
-    def _make_room(self, i: int) -> None:
-        while len(self.under_way) >= self.policy.reduce_buffers:
+    def _make_room(self, i: int, *, finish: bool = False) -> None:
+        most = self.policy.finish_buffers if finish else self.policy.reduce_buffers
+        while sum((op.phase == "finish") is finish for op in self.under_way) >= most:
             self._land(i)
 
     def _land(self, i: int) -> None:
@@ -269,7 +267,7 @@ class _Emitter:
             return
         added = self.emit("accumulate", op.unit, op.phase, i, stream="reduce", after=(op,), buffer=op.buffer, frees=frees)
         if op.phase == "backward":
-            added.opens, added.reduction = self._open("rest", op.unit), op
+            added.opens, added.reduction = self._open(op.unit), op
         self.fed[op.unit] = added
         if op.phase == "backward":
             self._finish(op.unit, i, (added,))

@@ -33,7 +33,7 @@ class LiveUnit:
     Attributes:
         key: its name in programs.
         layout: of the unit.
-        axes: those to gather along before use; empty if it rests in full.
+        axes: those to gather along before use; empty if it rests in full, or has no elements.
         node: where its parameters are in this step.
         gradient: made when the unit is first trained.
         pending: uses of this microbatch whose gradient is yet to come.
@@ -42,7 +42,7 @@ class LiveUnit:
 
     def __init__(self, key: str, layout: UnitLayout, *, trivial: bool) -> None:
         self.key, self.layout, self.trivial = key, layout, trivial
-        self.axes = gather_axes(layout, trivial=trivial)
+        self.axes = gather_axes(layout, trivial=trivial) if full_nbytes(layout) else ()
         self.node: Sharded | None = None
         self.gradient: Gradient | None = None
         self.pending = self.uses = 0
@@ -63,7 +63,7 @@ class LiveUnit:
         self.node = None
         self.pending = self.uses = 0
 
-    def train(self, transport: Transport, places: Mapping[str, tuple[Rest, Rest]]) -> None:
+    def train(self, transport: Transport, places: Mapping[str, Rest]) -> None:
         """A new gradient, if the unit has one.
 
         Args:
@@ -120,7 +120,7 @@ class Copy:
         node = self.unit.node
         assert node is not None, f"{self.unit.key} has no source"
         node.settle()
-        self.seen = stamp(node)
+        self.seen, self._sources = stamp(node), []
         for x, outs in zip(node.buffers_on_their_way, self._outs, strict=True):
             if not len(x):
                 continue
@@ -141,7 +141,12 @@ class Copy:
 
     def holds(self, seen: Stamp) -> bool:
         """Whether it has, or is about to have, the values of these tensors."""
-        return self.seen == seen
+        return self.seen == seen and not any(source.expired() for source in self._sources)
+
+    @property
+    def is_carried(self) -> bool:
+        """Whether it was gathered in the step before."""
+        return bool(self._sources)
 
     def remember(self) -> None:
         """From here on nobody keeps the tensors that it is a copy of: others may get their addresses."""
@@ -150,7 +155,7 @@ class Copy:
 
     def still_holds(self, node: Sharded) -> bool:
         """Whether it has the values of this node, and has had since the step before."""
-        return self.holds(stamp(node)) and not any(source.expired() for source in self._sources)
+        return self.holds(stamp(node))
 
     def take(self, other: "Copy") -> None:
         """Be what the other is, which is another's then."""

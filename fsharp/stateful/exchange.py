@@ -20,7 +20,7 @@ from fsharp.functional.process_group import ProcessGroupComm
 from fsharp.stateful.transport import Groups, Ticket, Transport
 from fsharp.stateful.workers import Flight, Worker
 
-_CHUNK = 1 << 19
+_CHUNK = 1 << 20
 """Bytes."""
 
 

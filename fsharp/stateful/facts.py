@@ -36,7 +36,6 @@ def facts_of(unit: LiveUnit, policy: Policy, *, several_microbatches: bool) -> U
         outgoing=gradient.outgoing_nbytes(several_uses=several, several_microbatches=several_microbatches),
         finishing=gradient.finishing_nbytes(),
         rest=0 if policy.keep_gradients else gradient.rest.nbytes,
-        final=gradient.final.nbytes if gradient.is_finished_apart and not policy.keep_gradients else 0,
         trainable=True,
         gather=tuple(gather),
         reduce=tuple(c for chain in gradient.chains for c in _reductions(chain)),

@@ -59,8 +59,8 @@ class Gradient:
         ]
         self.is_sent = bool(each_step) and any(chain.size for chain in self.chains)  # after each microbatch
         self.is_finished_apart = bool(once)
-        self._own = self.places()
-        self.rest, self.final = self._own
+        self._own = self.rest = self.place()
+        self.final = Rest(self._sizes(unit.strategy.optim), device) if once else self.rest
         self.has_new = False  # whether this step has put anything into rest yet
         self.is_finishing = False  # whether all that rests is on its way to the optimizer's place, or there
         self._claimed = False
@@ -68,15 +68,9 @@ class Gradient:
         self._tails: list[Ticket] = []
         self._deferred: list[Callable[[], None]] = []
 
-    def places(self, rest: torch.Tensor | None = None, final: torch.Tensor | None = None) -> tuple[Rest, Rest]:
-        """Where it rests, and where it is for the optimizer, which may be the same.
-
-        Args:
-            rest: bytes of the arena, as many as the first one has; None: memory of its own.
-            final: the same for the second.
-        """
-        here = Rest(self._sizes(self.unit.strategy.grads), self.device, rest)
-        return here, Rest(self._sizes(self.unit.strategy.optim), self.device, final) if self.is_finished_apart else here
+    def place(self, window: torch.Tensor | None = None) -> Rest:
+        """Where it may rest: in bytes of the arena, as many as it takes, or in memory of its own."""
+        return Rest(self._sizes(self.unit.strategy.grads), self.device, window)
 
     def _sizes(self, place: Place) -> Pieces:
         return [(self.unit.local_size(g, place), d.accumulate) for g, d in zip(self.unit.trainable, self.dtypes, strict=True)]
@@ -132,27 +126,34 @@ class Gradient:
 
     # ------------------------------------------------------------ one step
 
-    def begin(self, places: tuple[Rest, Rest] | None) -> None:
+    def begin(self, place: Rest | None) -> None:
         """A new step: whatever rests is of the step before.
 
         Args:
-            places: where the plan has room for it. Whoever holds gradients beyond a step gets the next ones elsewhere.
+            place: where the plan has room for it. Whoever holds a gradient beyond its step gets the next one elsewhere.
         """
         self.join()
-        chosen = self._own if places is None or self.is_held else places
-        for rest in {self.rest, self.final, *self._own}:
-            if not rest.in_arena and (rest.is_held or rest not in chosen):
-                rest.forget()
-        self.rest, self.final = chosen
+        self.rest = self._own if place is None or self.rest.is_held or place.is_held else place
+        if self._own.is_held or self.rest is not self._own:
+            self._own.forget()
+        if not self.is_finished_apart:
+            self.final = self.rest
+        elif self.final.is_held:
+            self.final.forget()
         if self.device.type == "cuda" and not self.rest.in_arena:
             _ = self.rest.tensors, self.final.tensors  # from the pool of the stream that computes
         self.has_new = self._claimed = self.is_finishing = False
         self._tickets, self._tails = [], []
 
-    @property
-    def is_held(self) -> bool:
-        """Whether somebody has the gradient that was handed out last."""
-        return self.rest.is_held or self.final.is_held
+    def leave_arena(self) -> None:
+        """The arena is wanted for something else: have memory of its own. What somebody else has by now has to stay."""
+        if not self.rest.in_arena or (self.rest.is_open and self.rest.is_held):
+            return
+        if self.rest.is_open:
+            torch._foreach_copy_(self._own.tensors, self.rest.tensors)
+        self.rest = self._own
+        if not self.is_finished_apart:
+            self.final = self.rest
 
     def cast(self, grads: Grads, block: Block | None, *, first: bool) -> None:
         """Put what a use contributes into a block, or where the gradient rests.
@@ -233,6 +234,8 @@ class Gradient:
     def settle(self) -> None:
         """What no use has contributed to is zero."""
         if not self.is_fed:
+            if not self.rest.is_open:
+                self.leave_arena()  # the plan has its memory from the first use that contributes on
             for buffer in self.rest.tensors:
                 buffer.zero_()
             self.has_new = self._claimed = True
@@ -266,17 +269,6 @@ class Gradient:
             if isinstance(tail, Ticket):
                 self._tails.append(tail)
 
-    @property
-    def is_held_in_arena(self) -> bool:
-        """Whether that is in the arena."""
-        return any(rest.in_arena and rest.is_held for rest in (self.rest, self.final))
-
-    def leave_arena(self) -> None:
-        """The arena is wanted for something else: have memory of its own. What somebody else has by now has to stay."""
-        is_one = self.final is self.rest
-        self.rest = _outside(self.rest, self._own[0])
-        self.final = self.rest if is_one else _outside(self.final, self._own[1])
-
     def drop(self) -> None:
         """Wait for nothing any more: what was sent may never arrive."""
         self._tickets, self._tails, self._deferred = [], [], []
@@ -288,14 +280,6 @@ class Gradient:
         for tail in self._tails:
             tail.wait()
         self._tails = []
-
-
-def _outside(here: Rest, other: Rest) -> Rest:
-    if not here.in_arena or (here.is_open and here.is_held):
-        return here
-    if here.is_open:
-        torch._foreach_copy_(other.tensors, here.tensors)
-    return other
 
 
 def _stages(unit: UnitLayout, *, trivial: bool) -> tuple[tuple[Stage, ...], tuple[Stage, ...]]:

@@ -11,7 +11,7 @@ from fsharp.stateful.copies import Copy, LiveUnit
 from fsharp.stateful.gradients import Block, Grads
 from fsharp.stateful.program import Event
 from fsharp.stateful.rest import Rest
-from fsharp.stateful.schedule import Memory, Op, Phase, Schedule
+from fsharp.stateful.schedule import Memory, Op, Schedule
 
 if TYPE_CHECKING:
     from fsharp.stateful.run import Run
@@ -43,8 +43,12 @@ class Plan:
         self.blocks: dict[str, Block] = {}
         self.finishing: dict[str, list[list[torch.Tensor]]] = {}
         self._first_casts, self._several = _casts(schedule)
-        self.rests = _rests(schedule)
-        self.places = {name: self._places(name) for name, unit in self.units.items() if unit.gradient is not None}
+        self.rests = {op.unit: op.opens for op in schedule.ops if op.opens}
+        self.places: dict[str, Rest] = {}
+        for name, memory in self.rests.items():
+            gradient = units[name].gradient
+            assert gradient is not None
+            self.places[name] = gradient.place(self._bytes(memory))
         self.actions: list[list[Action]] = [[] for _ in self.expected]
         self._numbers: list[list[int]] = [[] for _ in self.expected]
         self.computes: dict[int, int] = {}
@@ -84,12 +88,6 @@ class Plan:
     def _bytes(self, memory: Memory) -> torch.Tensor:
         return self.arena[memory.start : memory.stop]
 
-    def _places(self, name: str) -> tuple[Rest, Rest]:
-        gradient = self.units[name].gradient
-        assert gradient is not None
-        windows = (self.rests.get((name, phase)) for phase in ("backward", "finish"))
-        return gradient.places(*(self._bytes(memory) if memory else None for memory in windows))
-
     def _action(self, i: int, op: Op) -> Action | None:
         unit = self.units[op.unit] if op.unit else None
         memory = op.memory
@@ -116,7 +114,7 @@ class Plan:
                 empty = self.arena[:0]
                 self.finishing[unit.key] = gradient.finishing_block(self._bytes(op.memory) if op.memory else empty)
             pieces = self.finishing[unit.key]
-            return lambda run: run.do_finish(i, unit, pieces, memory, op.opens)
+            return lambda run: run.do_finish(i, unit, pieces, memory)
         block = self._block(op, unit)
         if op.kind == "cast":
             first = i in self._first_casts
@@ -132,11 +130,6 @@ class Plan:
             assert unit.gradient is not None
             self.blocks[unit.key] = unit.gradient.block(self._bytes(op.memory), several_uses=unit.key in self._several)
         return self.blocks[unit.key]
-
-
-def _rests(schedule: Schedule) -> dict[tuple[str, Phase], Memory]:
-    """By unit, and ``"backward"`` or ``"finish"``, where gradients rest or are for the optimizer."""
-    return {(op.unit, "finish" if op.phase == "finish" else "backward"): op.opens for op in schedule.ops if op.opens}
 
 
 def _casts(schedule: Schedule) -> tuple[set[int], set[str]]:

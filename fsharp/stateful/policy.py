@@ -18,13 +18,14 @@ class Policy:
             keeps it until the backward is done: one gather less, the memory of all units.
         reduce: ``"ready"`` starts a unit's reduction as soon as its gradient is there; ``"delayed"`` after the next
             backward has begun, so that the gather it waits for goes first.
-        reduce_buffers: reductions under way at most.
+        reduce_buffers: reductions of a microbatch under way at most; each holds a block as large as the unit's gradient.
+        finish_buffers: the same for those to the optimizer's place, once a step; they leave from where gradients rest.
         bucket_nbytes: neighbours in the order whose full parameters together are no larger than this are gathered and
             released as one. 0 means each on its own.
         keep_gradients: gradients at rest have memory of their own. False plans it with all other memory of a step: it serves
             other units until the gradient is there, and the next step's after the end (of callers who hold gradients for
             longer, the next step finds out, and takes other memory).
-        memory_budget: bytes that all this may take; prefetch and reduce_buffers are lowered until it fits.
+        memory_budget: bytes that all this may take; prefetch and the numbers of buffers are lowered until it fits.
         gather_at_start: issue the first gathers of the next step, and those that the update needs, at the end of a step.
             False joins everything at the end of the step, which can then be captured in a CUDA graph.
         sum_late: add the result of a reduction where it rests when its memory is wanted, or at the end of the pass, as a
@@ -44,6 +45,7 @@ class Policy:
     release: Literal["forward", "backward"] = "forward"
     reduce: Literal["ready", "delayed"] = "ready"
     reduce_buffers: int = 1
+    finish_buffers: int = 3
     bucket_nbytes: int = 0
     keep_gradients: bool = False
     memory_budget: int | None = None
@@ -55,7 +57,7 @@ class Policy:
     poison: bool = False
 
     def __post_init__(self) -> None:
-        least = {"prefetch": 0, "reduce_buffers": 1, "bucket_nbytes": 0}
+        least = {"prefetch": 0, "reduce_buffers": 1, "finish_buffers": 1, "bucket_nbytes": 0}
         for name, low in least.items():
             if getattr(self, name) < low:
                 raise ScheduleError(f"Policy(): {name} is {getattr(self, name)}, expected at least {low}.")

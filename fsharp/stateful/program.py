@@ -30,7 +30,6 @@ class UnitFacts:
         spread: collectives that bring updated parameters to where they rest.
         rest: bytes where its gradient rests, from the first that is put there to the end of the step; 0 if they are not
             the schedule's business.
-        final: the same for the optimizer's place, if that is another one.
     """
 
     name: str
@@ -43,7 +42,6 @@ class UnitFacts:
     finish: tuple[Call, ...] = ()
     spread: tuple[Call, ...] = ()
     rest: int = 0
-    final: int = 0
 
 
 class Event(NamedTuple):

@@ -71,7 +71,7 @@ class Rest:
             with torch.inference_mode(False):
                 _ = self.tensors
                 assert self._memory is not None
-                self._outside = carve(window_on(self._memory), self.sizes)
+                self._outside = carve(window_on(self._memory) if self.nbytes else self._memory, self.sizes)
             self._alone = self._holders()
         return [tensor.data for tensor in self._outside]
 

@@ -235,7 +235,8 @@ class Run:
     def do_wait(self, i: int, copy: Copy) -> None:
         """What has been gathered is there."""
         assert copy.unit.node is not None
-        if copy.seen is None:
+        if copy.seen is None or (copy.is_carried and not copy.holds(stamp(copy.unit.node))):
+            copy.wait()
             with self.lane(i, "gather"):
                 copy.gather(self.scheduler.transport)
         copy.wait()
@@ -305,13 +306,10 @@ class Run:
         with self.lane(i, "reduce", begins=False):
             gradient.land(block)
 
-    def do_finish(
-        self, i: int, unit: LiveUnit, pieces: list[list[torch.Tensor]], memory: Memory | None, opens: Memory | None
-    ) -> None:
+    def do_finish(self, i: int, unit: LiveUnit, pieces: list[list[torch.Tensor]], memory: Memory | None) -> None:
         """Begin the way to the optimizer's place."""
         assert unit.gradient is not None
         self.fill(memory)
-        self.open(unit.gradient.final, opens)
         with self.lane(i, "reduce"):
             unit.gradient.finish(pieces)
         self.under_way.append((unit, None, "finish"))
@@ -399,14 +397,13 @@ class Run:
         self.scheduler.lanes.join_all()
         for gradient in gradients:
             gradient.leave_arena()
-        self.stranded = [
-            memory for (name, _), memory in self.plan.rests.items() if any(r.is_held for r in self.plan.places[name])
-        ]
+        self.stranded = [memory for name, memory in self.plan.rests.items() if self.plan.places[name].is_held]
         self.demand.adopt(self.open_blocks)
         self.open_blocks = {}
 
     def reduce(self, units: Sequence[LiveUnit], *, wait: bool) -> None:
         """Gradients are wanted at the optimizer's place; without ``wait`` whoever looks at them joins them."""
+        self.retire(None)
         self.event("reduce")
         for unit in units:
             gradient = unit.gradient
@@ -419,6 +416,7 @@ class Run:
 
     def update(self, spreads: Sequence[Spread]) -> None:
         """Parameters are new where the optimizer has them."""
+        self.retire(None)
         for unit in self.scheduler.units.values():
             if unit.gradient is not None:
                 unit.gradient.join()  # the memory it comes from is wanted for the next step

@@ -152,7 +152,7 @@ class Scheduler(Engine):
         run = self._run = Run(self, scheduled, plan)
         self.order.begin(run)
         if plan is not None:
-            for rest in (rest for places in plan.places.values() for rest in places):
+            for rest in plan.places.values():
                 rest.is_open = False
             for key in plan.carried:
                 self._carry(run, plan.copies[key])
@@ -164,8 +164,8 @@ class Scheduler(Engine):
         schedule = scheduled.schedule
         if schedule is None or any(facts.name not in self.units for facts in schedule.program.units):
             return None
-        held = (unit.gradient is not None and unit.gradient.is_held_in_arena for unit in self.units.values())
-        if len(self.arena) < schedule.arena or any(held):
+        is_held = self.tenant is not None and any(rest.is_held for rest in self.tenant.places.values())
+        if len(self.arena) < schedule.arena or is_held:
             before = self.tenant
             if before is not scheduled.plan or before is None or not before.fits(self.units):
                 self._evict()

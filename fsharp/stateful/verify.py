@@ -179,9 +179,10 @@ def _check_size(i: int, op: Op, facts: UnitFacts, arena: int) -> None:
         nbytes = facts.finishing if op.phase == "finish" else facts.outgoing
     if (op.memory.nbytes if op.memory else 0) != nbytes:
         raise _refusal(i, op, "its memory is of the wrong size.", f"{nbytes:,} bytes")
-    nbytes = facts.final if op.phase == "finish" else facts.rest
-    if op.opens and (op.opens.nbytes != nbytes or op.kind not in ("cast", "reduce", "accumulate")):
-        raise _refusal(i, op, "what it opens is of the wrong size, or not its business.", f"{nbytes:,} bytes of a gradient")
+    may_open = op.kind in ("cast", "reduce", "accumulate") and op.phase == "backward"
+    if op.opens and not (may_open and op.opens.nbytes == facts.rest):
+        expected = f"{facts.rest:,} bytes, in an op that puts a gradient to rest"
+        raise _refusal(i, op, "what it opens is of the wrong size, or not its business.", expected)
     for memory in (op.memory, op.opens):
         if memory and not 0 <= memory.start <= memory.stop <= arena:
             raise _refusal(i, op, "its memory is outside of the arena.", f"bytes 0 to {arena:,}")
@@ -428,9 +429,7 @@ class _Places(_Check):
 
     def _see_rest(self, i: int, op: Op) -> None:
         """Where gradients rest: opened once, by the first op that puts something there at the latest, up to the end."""
-        finish = op.phase == "finish"
-        facts = self.facts.get(op.unit, UnitFacts(""))
-        key = "gradient for the optimizer" if finish else "gradient at rest", op.unit
+        facts, key = self.facts.get(op.unit, UnitFacts("")), ("gradient at rest", op.unit)
         if op.opens:
             if key in self.live:
                 at = self.live[key][0]
@@ -438,8 +437,8 @@ class _Places(_Check):
             self._fill(i, op, op.opens)
             self.live[key] = i, op.opens
             return
-        puts = op.kind == "reduce" if finish else op.kind == "accumulate" or (op.kind == "cast" and not facts.outgoing)
-        if puts and (facts.final if finish else facts.rest) and key not in self.live:
+        puts = op.phase == "backward" and (op.kind == "accumulate" or (op.kind == "cast" and not facts.outgoing))
+        if puts and facts.rest and key not in self.live:
             what = "puts a gradient where nothing is open for it."
             raise _refusal(i, op, what, "memory in its `opens`, or in that of an op before it")
 
@@ -508,8 +507,10 @@ class _Limits(_Check):
             self.resident.pop(op.unit, None)
         elif op.kind == "reduce":
             self.under_way[op.unit, op.phase] = i
-            if len(self.under_way) > self.policy.reduce_buffers:
-                what = f"is the reduction too many: ops {sorted(self.under_way.values())} are under way."
-                raise _refusal(i, op, what, f"at most {self.policy.reduce_buffers}", "Accumulate another first.")
+            most = self.policy.finish_buffers if op.phase == "finish" else self.policy.reduce_buffers
+            same = [at for (_, phase), at in self.under_way.items() if (phase == "finish") is (op.phase == "finish")]
+            if len(same) > most:
+                what = f"is the reduction too many: ops {sorted(same)} are under way."
+                raise _refusal(i, op, what, f"at most {most}", "Accumulate another first.")
         elif op.kind == "accumulate":
             self.under_way.pop((op.unit, op.phase), None)
