@@ -120,15 +120,15 @@ def explicit(state, batch, comm, *, loss=loss_fn, donate=False, between=lambda p
     ids=str,
 )
 def test_gradients_stay_what_they_are_for_as_long_as_they_are_kept(strategy, policy, which):
-    """All of every step; what was noted of them at the time is the same at the end."""
+    """What was noted of them at the time is the same at the end. After a step that keeps none the arena has them again."""
 
     def program(run):
         state, step, seen, kept = make_state(run.comm, strategy), run.wrap(explicit), [], []
-        for batch in my_batches(run.comm, 5):
+        for i, batch in enumerate(my_batches(run.comm, 8)):
             state, loss, grads, reduced = step(state, batch)
             mine = {"rest": buffers(grads), "final": buffers(reduced), "one buffer": buffers(grads)[:1]}[which]
             seen.append([loss, *(x.clone() for x in mine)])
-            kept.append([loss, *mine])
+            kept.append([loss, *mine] if i not in (0, 3, 5) else seen[-1])
             del grads, reduced, mine
         assert_same(kept, seen)
         return kept, full_params(state, run.comm)
@@ -177,8 +177,9 @@ def test_a_view_of_a_gradient_and_an_array_of_it_keep_it():
         state, step, kept = make_state(run.comm, "zero3"), run.wrap(explicit), []
         for batch in my_batches(run.comm, 5):
             state, _, grads, _ = step(state, batch)
-            kept.append([buffers(grads)[0][1:3], torch.from_numpy(buffers(grads)[1].numpy()), buffers(grads)[2].view(-1, 1)])
-            del grads
+            views = [buffers(grads)[0][1:3], torch.from_numpy(buffers(grads)[1].numpy()), buffers(grads)[2].view(-1, 1)]
+            kept.append(views if len(kept) % 2 else [x.clone() for x in views])
+            del grads, views, _
         return kept
 
     run_both(program)
@@ -202,13 +203,14 @@ def mixing(state, batch, comm, *, drop=False, second=loss_fn):
 @each_strategy
 @pytest.mark.parametrize("drop", [False, True])
 def test_gradients_of_two_losses(strategy, drop):
-    """Within a step, and kept beyond it."""
+    """Within a step, where the first of them are in the arena, and kept beyond it."""
 
     def program(run):
         state, step, kept = make_state(run.comm, strategy), run.wrap(partial(mixing, drop=drop)), []
-        for batch in my_batches(run.comm, 4):
+        for i, batch in enumerate(my_batches(run.comm, 6)):
             state, *rest = step(state, batch)
-            kept.append([rest[0], *map(buffers, rest[1:])])
+            kept.append([rest[0], *map(copied if i < 4 else buffers, rest[1:])])
+            del rest
         return kept, full_params(state, run.comm)
 
     run_both(program, mesh_of(strategy))
@@ -216,12 +218,15 @@ def test_gradients_of_two_losses(strategy, drop):
 
 
 @each_strategy
-def test_only_the_first_of_two_gradients_is_kept_beyond_the_step(strategy):
+@pytest.mark.parametrize("drop", [False, True])
+def test_only_the_first_of_two_gradients_is_kept_beyond_the_step(strategy, drop):
+    """It is in the arena, and what the unit had last is not."""
+
     def program(run):
-        state, step, kept = make_state(run.comm, strategy), run.wrap(mixing), []
-        for batch in my_batches(run.comm, 4):
+        state, step, kept = make_state(run.comm, strategy), run.wrap(partial(mixing, drop=drop)), []
+        for i, batch in enumerate(my_batches(run.comm, 6)):
             state, loss, first, _ = step(state, batch)
-            kept.append([loss, buffers(first)])
+            kept.append([loss, buffers(first) if i % 2 else copied(first)])
             del first, _
         return kept, full_params(state, run.comm)
 

@@ -1,6 +1,8 @@
 """Sharded: the pytree node that stands where a unit's subtree stood, and the pure slicing that makes and unmakes it."""
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -54,7 +56,7 @@ class Sharded:
         ledger: set with them: through it all uses of the unit share one reduction.
     """
 
-    __slots__ = ("_arrive", "_buffers", "groups", "ledger", "place", "sinks", "unit")
+    __slots__ = ("_arrive", "_arriving", "_buffers", "groups", "ledger", "place", "sinks", "unit")
 
     def __init__(
         self,
@@ -68,6 +70,11 @@ class Sharded:
         self._buffers, self.unit, self.place, self.sinks, self.ledger = tuple(buffers), unit, place, tuple(sinks), ledger
         self.groups = unit.all_groups if groups is None else groups
         self._arrive: Callable[[], None] | None = None
+        self._arriving: AbstractContextManager[Any] | None = None  # a lock: others who look wait as well
+
+    def __getstate__(self) -> Any:
+        self.settle()
+        return None, {name: None if name.startswith("_arriv") else getattr(self, name) for name in self.__slots__}
 
     @property
     def buffers(self) -> tuple[Any, ...]:
@@ -78,9 +85,11 @@ class Sharded:
 
     def settle(self) -> None:
         """Wait until the buffers are there."""
-        if self._arrive is not None:
-            arrive, self._arrive = self._arrive, None
-            arrive()
+        if self._arriving is not None:
+            with self._arriving:
+                if self._arrive is not None:
+                    self._arrive()
+                    self._arrive = None
 
     @property
     def is_arriving(self) -> bool:
@@ -89,7 +98,7 @@ class Sharded:
 
     def arriving(self, arrive: Callable[[], None]) -> "Sharded":
         """This node, whose buffers are on their way: ``arrive`` is called, once, before anybody sees them."""
-        self._arrive = arrive
+        self._arrive, self._arriving = arrive, threading.RLock()
         return self
 
     @property

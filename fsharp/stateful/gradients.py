@@ -269,6 +269,15 @@ class Gradient:
             if isinstance(tail, Ticket):
                 self._tails.append(tail)
 
+    def abandon(self) -> None:
+        """Leave all memory to whatever may still write there."""
+        self.rest = self._own
+        for rest in (self._own, self.final):
+            if not rest.in_arena:
+                rest.forget()
+        if not self.is_finished_apart:
+            self.final = self.rest
+
     def drop(self) -> None:
         """Wait for nothing any more: what was sent may never arrive."""
         self._tickets, self._tails, self._deferred = [], [], []

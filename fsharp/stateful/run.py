@@ -10,7 +10,7 @@ import torch
 from fsharp.functional.errors import ScheduleError
 from fsharp.functional.sharded import Sharded
 from fsharp.stateful.boundary import differentiable, in_backward, refuse_graph
-from fsharp.stateful.copies import Copy, LiveUnit, stamp
+from fsharp.stateful.copies import Copy, LiveUnit, Stamp, stamp
 from fsharp.stateful.demand import Demand
 from fsharp.stateful.gradients import Block, Gradient, Grads
 from fsharp.stateful.plan import Plan
@@ -27,13 +27,14 @@ if TYPE_CHECKING:
 class Use:
     """One use of a unit: from entering it in the forward to the end of its backward."""
 
-    __slots__ = ("copy", "has_gradient", "is_open", "leaves", "number", "parent", "unit")
+    __slots__ = ("copy", "has_gradient", "is_open", "leaves", "number", "parent", "seen", "unit")
 
     def __init__(self, unit: LiveUnit, number: int, parent: "Use | None") -> None:
         self.unit, self.number, self.parent = unit, number, parent
         self.copy: Copy | None = None
         self.leaves: list[torch.Tensor] | None = None
         self.is_open = self.has_gradient = False
+        self.seen: Stamp = ()
 
     def is_inside(self, other: "Use") -> bool:
         """Whether this use began inside of the other, or is the other."""
@@ -108,6 +109,8 @@ class Run:
             self.settle(unit)
             full = unit.at_rest()
         self.forward.append(use)
+        assert unit.node is not None
+        use.seen = stamp(unit.node)
         leaves = full.leaves()
         if node.sinks and torch.is_grad_enabled():
             chosen = full.index.trainable
@@ -147,10 +150,7 @@ class Run:
             refuse_graph()
         if self.is_over:
             if gathered:
-                raise ScheduleError(
-                    f"a backward came to unit {gathered[0]!r} after the scheduled function that used it had returned. Call the "
-                    "backward inside of that function, or do not wrap it: pass comm=scheduler."
-                )
+                raise _too_late(gathered[0])
             return
         for use in uses:
             self._open(use)
@@ -160,6 +160,11 @@ class Run:
             return
         self.retire(use)
         use.is_open = True
+        if use.unit.node is not None and stamp(use.unit.node) != use.seen:
+            raise ScheduleError(
+                f"the parameters of unit {use.unit.key!r} were changed, or replaced by others, between their use in a forward "
+                "and its backward. Call the backward before they are, or pass comm=scheduler.comm."
+            )
         planned = self.event("backward", use.unit.key, use.number)
         if use.copy is not None:
             if not planned:
@@ -174,6 +179,8 @@ class Run:
 
     def gradient(self, use: Use, grads: Grads) -> None:
         """The gradients of a use's leaves are there: its backward is over."""
+        if self.is_over:
+            raise _too_late(use.unit.key)
         if not use.is_open:
             self._open(use)
         while self.backward[-1] is not use:
@@ -393,6 +400,7 @@ class Run:
                 gradient.land(block)
             else:
                 gradient.land_finish()
+                gradient.join()
         self.under_way.clear()
         self.scheduler.lanes.join_all()
         for gradient in gradients:
@@ -444,3 +452,10 @@ class Run:
                 assert self.top <= self.plan.schedule.arena, f"{self.top} bytes used of {self.plan.schedule.arena} planned"
         self.demand.clear()
         self.is_over = True
+
+
+def _too_late(unit: str) -> ScheduleError:
+    return ScheduleError(
+        f"a backward came to unit {unit!r} after the scheduled function that used it had returned. Call the backward inside of "
+        "that function, or do not wrap it: pass comm=scheduler."
+    )

@@ -146,7 +146,7 @@ class Scheduler(Engine):
             unit.begin()
         for key, node in scheduled.sources((args, kwargs)).items():
             unit = self.units[key]
-            if node.unit == unit.layout:
+            if node.unit == unit.layout and _signature(node) not in self._table:
                 self._register(unit, node)
         plan = self._plan(scheduled)
         run = self._run = Run(self, scheduled, plan)
@@ -220,6 +220,11 @@ class Scheduler(Engine):
             for copy in self.tenant.copies.values():
                 copy.tickets.clear()
                 copy.seen = None
+        if self.transport.innermost.is_async:  # what is under way may still write where it was told to
+            self.arena, self.tenant = torch.empty(0, dtype=torch.uint8, device=self.device), None
+            for unit in self.units.values():
+                if unit.gradient is not None:
+                    unit.gradient.abandon()
         self.transport.close()
         if isinstance(self.own, Patient):
             self.own.close()
@@ -253,6 +258,9 @@ class Scheduler(Engine):
         """The run of the function that is being called; outside of one, a run that follows nothing and records nothing."""
         run = self._run or self._loose()
         if run is None:
+            self._table = {}  # addresses, which may be others' by now
+            for unit in self.units.values():
+                unit.node = None
             run = Run(self, None, None)
             self._loose = weakref.ref(run)  # whoever has a backward to come keeps it
         return run
@@ -383,6 +391,7 @@ class Scheduler(Engine):
             spread = Spread(unit, old, fresh, rank=self.rank, donate=donate, trivial=self.policy.trivial_axes)
             if spread.axes:
                 spread.node.arriving(partial(self._arrive, spread))
+            self._table.pop(_signature(old), None)  # who still has the old ones has another unit from here on
             if not donate:
                 unit.forget()
             self._register(unit, spread.node)

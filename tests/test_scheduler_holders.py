@@ -1,0 +1,209 @@
+"""Whose parameters are whose: old states beside new ones, copies of states, readers in other threads, late arrivals."""
+
+import copy
+import pickle
+import threading
+import time
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import fsharp as fs
+from fsharp.functional.errors import ScheduleError
+from fsharp.stateful.exchange import Exchange
+from fsharp.testing import processes, simulate
+from tests.gpt_like import logits, loss_fn
+from tests.scheduling import DP, STRATEGIES, assert_same, make_state, make_tx, my_batches, run_both
+
+each_strategy = pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero3", "hfsdp"])
+
+
+def score(params, batch, comm):
+    with torch.no_grad():
+        return F.cross_entropy(logits(params, batch["x"], comm), batch["y"])
+
+
+@pytest.mark.parametrize("way", ["wrapped", "plain"])
+@each_strategy
+def test_old_parameters_are_used_after_an_update(strategy, way):
+    def program(run):
+        step = fs.train_step(loss_fn, make_tx())
+
+        def fn(state, batch, comm):
+            new, _ = step(state, batch, comm)
+            return new, score(state.params, batch, comm), score(new.params, batch, comm)
+
+        state, out = make_state(run.comm, strategy), []
+        call = run.wrap(fn) if way == "wrapped" else lambda state, batch: fn(state, batch, run.engine)
+        for batch in my_batches(run.comm, 4):
+            state, *scores = call(state, batch)
+            out.append(scores)
+        return out
+
+    run_both(program, STRATEGIES[strategy][0])
+
+
+def test_a_scheduler_that_is_a_plain_comm_keeps_nothing_of_trees_that_are_gone():
+    def rank_fn(comm):
+        scheduler, state = fs.Scheduler(comm), make_state(comm, "zero3")
+        for batch in my_batches(comm, 4):
+            state, _ = fs.train_step(loss_fn, make_tx())(state, batch, scheduler)
+            score(state.params, batch, scheduler)
+        return len(scheduler.units) - len(fs.units_of(state.params))
+
+    assert simulate(DP, rank_fn) == [0, 0]
+
+
+@pytest.mark.parametrize("when", ["recorded", "planned"])
+@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
+def test_parameters_changed_between_a_forward_and_its_backward_are_refused(strategy, when):
+    def rank_fn(comm):
+        state, (batch, *_) = make_state(comm, strategy), my_batches(comm, 1)
+
+        def fn(params, change, comm):
+            def loss(params, batch, comm):
+                result = loss_fn(params, batch, comm)
+                if change:
+                    with torch.no_grad():
+                        params["layers"][0].buffers[0].mul_(1.5)
+                return result
+
+            return fs.value_and_grad(loss)(params, batch, comm=comm)
+
+        call = fs.Scheduler(comm)(fn)
+        for _ in range(2 if when == "planned" else 0):
+            call(state.params, False)
+        with pytest.raises(ScheduleError, match=r"unit 'layers\.0' were changed, or replaced by others, between their use"):
+            call(state.params, True)
+
+    simulate(DP, rank_fn)
+
+
+def test_a_backward_after_the_end_does_not_touch_what_was_handed_out():
+    def rank_fn(comm):
+        state, (batch, *_) = make_state(comm, "ddp"), my_batches(comm, 1)
+
+        def fn(params, comm):
+            kept = []
+
+            def loss(params, batch, comm):
+                result = loss_fn(params, batch, comm)
+                kept.append(loss_fn(params, batch, comm)[0])
+                return result
+
+            return fs.value_and_grad(loss)(params, batch, comm=comm)[1], kept[0]
+
+        grads, late = fs.Scheduler(comm)(fn)(state.params)
+        before = [buffer.clone() for node in fs.units_of(grads) for buffer in node.buffers]
+        with pytest.raises(ScheduleError, match="after the scheduled function that used it had returned"):
+            late.backward()
+        assert_same(before, [buffer for node in fs.units_of(grads) for buffer in node.buffers])
+
+    simulate(DP, rank_fn)
+
+
+@pytest.mark.parametrize("way", [copy.deepcopy, lambda state: pickle.loads(pickle.dumps(state))], ids=["deepcopy", "pickle"])
+def test_a_state_is_copied_right_after_a_step(way):
+    def rank_fn(comm):
+        state = make_state(comm, "zero1")
+        call = fs.Scheduler(comm)(fs.train_step(loss_fn, make_tx()))
+        equal = []
+        for batch in my_batches(comm, 3):
+            state, _ = call(state, batch)
+            copied = [node.buffers for node in fs.units_of(way(state.params))]
+            equal += [torch.equal(a, b) for x, y in zip(copied, fs.units_of(state.params)) for a, b in zip(x, y.buffers)]
+        return equal
+
+    for equal in processes(DP, rank_fn):
+        assert all(equal)
+        assert len(equal) >= 15
+
+
+def late_flights(monkeypatch, is_late, seconds):
+    """Have this rank's sends of some flights come late, as a busy machine might."""
+    fly = Exchange._fly
+
+    def slow(self, kind, post, finish):
+        wait = is_late(kind)
+
+        def late():
+            if wait:
+                time.sleep(seconds)
+            return post()
+
+        return fly(self, kind, late, finish)
+
+    monkeypatch.setattr(Exchange, "_fly", slow)
+
+
+def test_two_threads_wait_for_parameters_that_are_on_their_way():
+    def rank_fn(comm):
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            armed = []
+            late_flights(monkeypatch, lambda kind: bool(armed) and comm.rank == 0, 0.3)
+            state = make_state(comm, "zero1")
+            call = fs.Scheduler(comm)(fs.train_step(loss_fn, make_tx()))
+            for batch in my_batches(comm, 3):
+                state, _ = call(state, batch)
+            nodes = fs.units_of(state.params)
+            [node.buffers for node in nodes]
+            spread = fs.Scheduler.run_spread
+            monkeypatch.setattr(fs.Scheduler, "run_spread", lambda *a, **k: (armed.append(1), spread(*a, **k))[1])
+            state, _ = call(state, my_batches(comm, 1, seed=7)[0])
+            node = fs.units_of(state.params)[0]
+            was_arriving = node.is_arriving
+            other = threading.Thread(target=lambda: node.buffers)
+            other.start()
+            time.sleep(0.05)
+            mine = [buffer.clone() for buffer in node.buffers]
+            other.join()
+            return was_arriving, [torch.equal(a, b) for a, b in zip(mine, node.buffers)]
+
+    for was_arriving, equal in processes(DP, rank_fn):
+        assert was_arriving
+        assert equal
+        assert all(equal)
+
+
+def test_what_a_failed_step_has_asked_for_lands_nowhere():
+    """All ranks fail at one place with gathers under way, one of which comes late: the next steps have the right values."""
+
+    def rank_fn(comm):
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            armed = []
+            late_flights(monkeypatch, lambda kind: bool(armed) and kind == "gather" and comm.rank == 0, 0.1)
+            generator = torch.Generator().manual_seed(0)
+            params = {"layers": [{"w": torch.randn(256, 256, generator=generator) * 0.02} for _ in range(6)]}
+            state = make_state(comm, "zero3", params=params, tx=fs.sgd(0.1))
+            x = torch.randn(4, 256, generator=torch.Generator().manual_seed(comm.rank))
+
+            def fn(params, fails, comm):
+                def loss(params, x, comm):
+                    for i, layer in enumerate(params["layers"]):
+                        if fails and i == 2:
+                            raise ValueError("a bad batch")
+                        x = fs.forward(lambda p, x: x + torch.tanh(x @ p["w"]), layer, x, comm=comm)
+                    return x.square().mean()
+
+                return fs.value_and_grad(loss)(params, x, comm=comm)
+
+            call, seen = fs.Scheduler(comm, prefetch=2)(fn), set()
+
+            def once():
+                loss, grads = call(state.params, False)
+                total = sum(float(buffer.double().sum()) for node in fs.units_of(grads) for buffer in node.buffers)
+                seen.add((float(loss.sum), total))
+
+            for _ in range(3):
+                once()
+            for _ in range(2):
+                armed.append(1)
+                with pytest.raises(ValueError, match="a bad batch"):
+                    call(state.params, True)
+                armed.clear()
+                for _ in range(25):
+                    once()
+            return len(seen)
+
+    assert processes(DP, rank_fn) == [1, 1]
