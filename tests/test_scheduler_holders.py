@@ -4,6 +4,7 @@ import copy
 import pickle
 import threading
 import time
+from functools import partial
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ import fsharp as fs
 from fsharp.functional.errors import ScheduleError
 from fsharp.stateful.exchange import Exchange
 from fsharp.testing import processes, simulate
-from tests.gpt_like import logits, loss_fn
+from tests.gpt_like import logits, loss_fn, make_params
 from tests.scheduling import DP, STRATEGIES, assert_same, make_state, make_tx, my_batches, run_both
 
 each_strategy = pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero3", "hfsdp"])
@@ -207,3 +208,58 @@ def test_what_a_failed_step_has_asked_for_lands_nowhere():
             return len(seen)
 
     assert processes(DP, rank_fn) == [1, 1]
+
+
+@pytest.mark.parametrize("separate_groups", [True, False])
+def test_two_schedulers_on_one_comm_do_not_take_each_others_messages(separate_groups):
+    """Both train, and what one of them gathers for its next step comes late, while the other makes the same collectives."""
+
+    def rank_fn(comm):
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            late = []
+            late_flights(monkeypatch, lambda kind: bool(late) and kind == "gather" and comm.rank == 0, 0.05)
+            out = []
+            for is_scheduled in (False, True):
+                step, losses = fs.train_step(loss_fn, fs.sgd(0.1)), []
+                states = [make_state(comm, "zero3", tx=fs.sgd(0.1), params=make_params(seed)) for seed in (0, 1)]
+                calls = [partial(step, comm=comm)] * 2
+                if is_scheduled:
+                    calls = [fs.Scheduler(comm, separate_groups=separate_groups)(step) for _ in states]
+                for i, batch in enumerate(my_batches(comm, 8)):
+                    for k in range(2):
+                        late[:] = [1] if is_scheduled and i > 3 and k == 0 else []
+                        states[k], metrics = calls[k](states[k], batch)
+                        losses.append(float(metrics.loss))
+                out.append(losses)
+            return out
+
+    for blocking, scheduled in processes(DP, rank_fn):
+        assert blocking == scheduled
+
+
+@pytest.mark.parametrize("separate_groups", [True, False])
+def test_one_rank_fails_and_all_go_on(separate_groups):
+    """The others have posted what nobody will answer; the next steps are not mistaken for that."""
+
+    def rank_fn(comm):
+        state, (batch, *_) = make_state(comm, "zero3"), my_batches(comm, 1)
+
+        def fn(params, fails, comm):
+            def loss(params, batch, comm):
+                result = logits(params, batch["x"], comm)
+                if fails:
+                    raise ValueError("on one rank")
+                return F.cross_entropy(result, batch["y"])
+
+            return fs.value_and_grad(loss)(params, batch, comm=comm)
+
+        call, seen = fs.Scheduler(comm, separate_groups=separate_groups)(fn), []
+        for i in range(8):
+            try:
+                seen.append(float(call(state.params, i in (3, 5) and comm.rank == 1)[0].sum))
+            except (ValueError, fs.AgreementError) as error:
+                seen.append(type(error).__name__)
+        return seen
+
+    for seen, error in zip(processes(DP, rank_fn), ("AgreementError", "ValueError")):
+        assert seen == [seen[0]] * 3 + [error, seen[0], error] + [seen[0]] * 2

@@ -10,8 +10,8 @@ memory.
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from itertools import count
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,25 @@ from fsharp.stateful.workers import Flight, Worker
 
 _CHUNK = 1 << 20
 """Bytes."""
+_MOST = 1 << 20
+"""Tags between two failures, before they begin anew: gloo takes a C int."""
+
+
+class _Tags:
+    """Numbers for collectives, which all ranks count alike. Those of before a failure are not used again."""
+
+    def __init__(self) -> None:
+        self._number = self._failures = 0
+
+    def __next__(self) -> int:
+        self._number = (self._number + 1) % _MOST
+        return self._failures * _MOST + self._number + 1  # 0 is the Comm's own
+
+    def renew(self) -> None:
+        self._failures, self._number = (self._failures + 1) % 1000, 0
+
+
+_tags: "WeakKeyDictionary[ProcessGroupComm, _Tags]" = WeakKeyDictionary()
 
 
 class Exchange(Transport):
@@ -38,12 +57,12 @@ class Exchange(Transport):
         self.comm, self.groups = comm, groups
         self.patience: Callable[[], None] = lambda: None
         self.watch: Callable[[Flight], None] | None = None  # told of each flight that takes off
+        self._tags = _tags.setdefault(comm, _Tags())  # schedulers of one Comm may share its groups
         self._start()
 
     def _start(self) -> None:
         self._posts = Worker("posts")
         self._waits = {kind: Worker(kind) for kind in ("gather", "reduce", "share")}
-        self._tags = count(1)
 
     def gather(self, x: torch.Tensor, out: torch.Tensor, axis: str) -> Ticket:
         """Asynchronous; the parts land in ``out``."""
@@ -154,6 +173,7 @@ class Exchange(Transport):
     def close(self) -> None:
         """Leave groups and workers to what is under way in them."""
         self.groups.close()
+        self._tags.renew()
         self._start()
 
 
