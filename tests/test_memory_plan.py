@@ -131,7 +131,8 @@ def test_units_of_any_size_nearly_do(sizes, data):
 def test_a_compiled_arena_holds_what_is_live_at_once(program, policy):
     schedule = compile_schedule(program, policy)
     assert schedule.bound <= schedule.arena
-    assert schedule.arena == max((op.memory.stop for op in schedule.ops if op.memory), default=0)
+    used = [memory for op in schedule.ops for memory in (op.memory, op.opens) if memory]
+    assert schedule.arena == max((memory.stop for memory in used), default=0)
 
 
 @pytest.mark.parametrize("prefetch", [1, 2, 3])
