@@ -91,8 +91,9 @@ class Demand:
             self.idle(copy)
 
     def let_go(self, key: str) -> None:
-        """A backward of a unit is over."""
-        for copy in self.kept.pop(key, ()):
+        """A backward of a unit is over: it has looked at what the last of the uses has saved that were made for such ones."""
+        if self.kept.get(key):
+            copy = self.kept[key].pop()
             copy.users -= 1
             self.idle(copy)
 
@@ -216,8 +217,9 @@ class Demand:
 
     def flush(self) -> None:
         """The backward pass is over: what has been collected is all there is."""
-        for key in list(self.kept):
-            self.let_go(key)
+        for key, copies in self.kept.items():
+            while copies:
+                self.let_go(key)
         for key in list(self.blocks):
             self.send(self.run.scheduler.units[key])
         self.land()
