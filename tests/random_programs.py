@@ -34,8 +34,8 @@ def unit_facts(draw, name):
 class Use:
     """One use of a unit, what it uses inside, and what becomes of it in the backward.
 
-    ``way``: ``back`` goes back; ``skip`` does not; ``again`` is used again in the backward, and that use goes back;
-    ``inside`` goes back and uses the unit once more, forward, in the middle of that.
+    ``way``: ``back`` goes back; ``bare`` does, for its inputs alone; ``skip`` does not; ``again`` is used again in the
+    backward, and that use goes back; ``inside`` goes back and uses the unit once more, forward, in the middle of that.
     """
 
     unit: str
@@ -46,7 +46,7 @@ class Use:
 def uses(names, depth=2):
     """A few uses one after another."""
     inner = uses(names, depth - 1) if depth else st.just(())
-    ways = st.sampled_from(["back"] * 7 + ["skip", "again", "inside"])
+    ways = st.sampled_from(["back"] * 7 + ["bare", "skip", "again", "inside"])
     one = st.builds(Use, st.sampled_from(names), st.one_of(st.just(()), inner), ways)
     return st.lists(one, min_size=0 if depth < 2 else 1, max_size=2 if depth < 2 else 5).map(tuple)
 
@@ -74,7 +74,7 @@ class _Writer:
                 self.forward(Use(use.unit, (), "skip"))
             for each in reversed(inner):
                 each()
-            self.events.append(Event("backward_end", use.unit, number))
+            self.events.append(Event("backward_end", use.unit, number, use.way == "bare"))
 
         return back
 

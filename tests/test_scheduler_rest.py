@@ -438,7 +438,6 @@ def test_a_late_backward_that_was_recorded_is_planned(unit):
     assert run_both(partial(look_back, unit=unit, late=range(4)))[1][0].num_recordings == 1
 
 
-@pytest.mark.xfail(strict=True, raises=fs.ScheduleError, reason="a use without a sink is taken for one that has a gradient")
 def test_a_late_backward_where_gradients_are_reduced_once_a_step():
     run_both(partial(look_back, unit=2, late=range(4), strategy="hsdp"), HYBRID)
 

@@ -549,3 +549,16 @@ def test_buckets_are_over_as_one(by_hand):
     verify(edit(bucket, 1, after=(19,)))
     with pytest.raises(ScheduleError, match=r"op 1, wait a forward .*: does not wait for its gather, op 20"):
         verify(edit(by_hand, 1, after=(19,)))
+
+
+def test_a_use_for_its_inputs_alone_has_no_gradient():
+    unit = UnitFacts("a", 64, 128, 0, True, (GATHER,), (REDUCE,))
+    kinds = ["forward", "forward_end", "backward", "backward_end"]
+    given = [Event(kind, "a", 0) for kind in kinds] + [Event("microbatch_end")]
+    late = [Event(kind, "a", 1, kind == "backward_end") for kind in kinds]
+    schedule = compile_schedule(Program((unit,), (*given, *late, Event("reduce"), Event("update"))))
+    verify(schedule)
+    [i] = [i for i, op in enumerate(schedule.ops) if op.kind == "cast"]
+    assert schedule.ops[i].use == 0
+    with pytest.raises(ScheduleError, match=r"casts a gradient that use 1 does not have"):
+        verify(edit(schedule, i, use=1))

@@ -307,7 +307,7 @@ class _Emitter:
 def _gradients(program: Program) -> dict[int, int]:
     """For each use that has a gradient, the event where it is there: the end of its last backward."""
     trainable = {unit.name for unit in program.units if unit.trainable}
-    return {e.use: i for i, e in enumerate(program.events) if e.kind == "backward_end" and e.unit in trainable}
+    return {e.use: i for i, e in enumerate(program.events) if e.kind == "backward_end" and e.unit in trainable and not e.bare}
 
 
 def _casts(program: Program, gradients: Mapping[int, int]) -> list[dict[str, int]]:

@@ -153,10 +153,6 @@ class Copy:
         node = self.unit.node
         self._sources = [StorageWeakRef(x.untyped_storage()) for x in node.buffers_on_their_way] if node else []
 
-    def still_holds(self, node: Sharded) -> bool:
-        """Whether it has the values of this node, and has had since the step before."""
-        return self.holds(stamp(node))
-
     def take(self, other: "Copy") -> None:
         """Be what the other is, which is another's then."""
         other.wait()

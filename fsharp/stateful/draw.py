@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 from fsharp.functional.errors import ScheduleError, problem
 from fsharp.functional.table import nbytes_text
 from fsharp.stateful.hardware import Hardware, simulate
-from fsharp.stateful.schedule import Schedule, Stream
-from fsharp.stateful.timeline import COLLECTIVES, STREAMS, Span, Timeline, families, family, seconds_text, union
+from fsharp.stateful.schedule import STREAMS, Schedule, Stream
+from fsharp.stateful.timeline import COLLECTIVES, Span, Timeline, families, family, seconds_text, union
 
 Colour = tuple[float, float, float]
 

@@ -60,13 +60,18 @@ class Gradient:
         self.is_sent = bool(each_step) and any(chain.size for chain in self.chains)  # after each microbatch
         self.is_finished_apart = bool(once)
         self._own = self.rest = self.place()
-        self.final = Rest(self._sizes(unit.strategy.optim), device) if once else self.rest
+        self._final = Rest(self._sizes(unit.strategy.optim), device) if once else None
         self.has_new = False  # whether this step has put anything into rest yet
         self.is_finishing = False  # whether all that rests is on its way to the optimizer's place, or there
         self._claimed = False
         self._tickets: list[Ticket] = []
         self._tails: list[Ticket] = []
         self._deferred: list[Callable[[], None]] = []
+
+    @property
+    def final(self) -> Rest:
+        """Where it is for the optimizer."""
+        return self.rest if self._final is None else self._final
 
     def place(self, window: torch.Tensor | None = None) -> Rest:
         """Where it may rest: in bytes of the arena, as many as it takes, or in memory of its own."""
@@ -136,11 +141,9 @@ class Gradient:
         self.rest = self._own if place is None or self.rest.is_held or place.is_held else place
         if self._own.is_held or self.rest is not self._own:
             self._own.forget()
-        if not self.is_finished_apart:
-            self.final = self.rest
-        elif self.final.is_held:
-            self.final.forget()
-        if self.device.type == "cuda" and not self.rest.in_arena:
+        if self._final is not None and self._final.is_held:
+            self._final.forget()
+        if self.device.type == "cuda":
             _ = self.rest.tensors, self.final.tensors  # from the pool of the stream that computes
         self.has_new = self._claimed = self.is_finishing = False
         self._tickets, self._tails = [], []
@@ -152,8 +155,6 @@ class Gradient:
         if self.rest.is_open:
             torch._foreach_copy_(self._own.tensors, self.rest.tensors)
         self.rest = self._own
-        if not self.is_finished_apart:
-            self.final = self.rest
 
     def cast(self, grads: Grads, block: Block | None, *, first: bool) -> None:
         """Put what a use contributes into a block, or where the gradient rests.
@@ -272,11 +273,9 @@ class Gradient:
     def abandon(self) -> None:
         """Leave all memory to whatever may still write there."""
         self.rest = self._own
-        for rest in (self._own, self.final):
-            if not rest.in_arena:
-                rest.forget()
-        if not self.is_finished_apart:
-            self.final = self.rest
+        self._own.forget()
+        if self._final is not None:
+            self._final.forget()
 
     def drop(self) -> None:
         """Wait for nothing any more: what was sent may never arrive."""

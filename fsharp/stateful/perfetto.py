@@ -6,8 +6,8 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from fsharp.stateful.schedule import calls_of
-from fsharp.stateful.timeline import STREAMS, Timeline
+from fsharp.stateful.schedule import STREAMS, calls_of
+from fsharp.stateful.timeline import Timeline
 
 
 def perfetto(timeline: Timeline, path: str | PathLike[str], *, measured: Timeline | None = None) -> None:

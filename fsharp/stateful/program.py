@@ -53,11 +53,13 @@ class Event(NamedTuple):
             ``update`` for the parameters after it.
         unit: name of the unit, empty for the last three.
         use: number of the use within the step, counted from 0 in the order of ``forward``; -1 for the last three.
+        bare: of a ``backward_end``: no gradient of parameters comes of this use, though the unit is trained.
     """
 
     kind: EventKind
     unit: str = ""
     use: int = -1
+    bare: bool = False
 
     def __str__(self) -> str:
         return f"{self.kind} {self.unit}".rstrip()

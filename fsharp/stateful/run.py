@@ -74,9 +74,9 @@ class Run:
 
     # ------------------------------------------------------------ events
 
-    def event(self, kind: EventKind, unit: str = "", number: int = -1) -> bool:
+    def event(self, kind: EventKind, unit: str = "", number: int = -1, *, bare: bool = False) -> bool:
         """Note an event; whether the plan has it here, and its ops are issued."""
-        i, event = len(self.events), Event(kind, unit, number)
+        i, event = len(self.events), Event(kind, unit, number, bare)
         if self.scheduled is not None:
             self.events.append(event)
         if not self.is_planned:
@@ -141,7 +141,7 @@ class Run:
     def _leave_copy(self, use: Use, kind: EventKind) -> bool:
         if use.copy is not None:
             use.copy.users -= 1
-        return self.event(kind, use.unit.key, use.number)
+        return self.event(kind, use.unit.key, use.number, bare=kind == "backward_end" and not use.has_gradient)
 
     def come_back(self, uses: Sequence[Use]) -> None:
         """A backward comes to the function that entered these units."""

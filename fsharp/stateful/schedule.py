@@ -23,7 +23,7 @@ import json
 from collections import Counter
 from dataclasses import asdict, dataclass, replace
 from os import PathLike
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from fsharp.functional.comm import Call
 from fsharp.functional.errors import ScheduleError
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
 OpKind = Literal["gather", "wait", "compute", "release", "cast", "reduce", "accumulate", "update"]
 Stream = Literal["compute", "gather", "reduce"]
+STREAMS: tuple[Stream, ...] = get_args(Stream)
 Phase = Literal["forward", "backward", "finish", "update"]
 
 

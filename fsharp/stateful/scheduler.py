@@ -18,7 +18,7 @@ from fsharp.functional.process_group import ProcessGroupComm
 from fsharp.functional.sharded import PlaceName, Sharded, is_sharded, map_units, resolve_place, units_of
 from fsharp.functional.train import Loss, as_loss, with_sinks
 from fsharp.stateful.boundary import before_backward
-from fsharp.stateful.copies import LiveUnit
+from fsharp.stateful.copies import LiveUnit, stamp
 from fsharp.stateful.exchange import Exchange
 from fsharp.stateful.full import leaf_index
 from fsharp.stateful.order import Order
@@ -192,7 +192,7 @@ class Scheduler(Engine):
         """What the step before has gathered for this one is there, or is gathered now."""
         if copy.unit.node is None:
             return
-        if not copy.still_holds(copy.unit.node):
+        if not copy.holds(stamp(copy.unit.node)):
             copy.release(poison=False)
             with self.lanes.on("gather"):
                 copy.gather(self.transport)

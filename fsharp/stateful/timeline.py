@@ -6,11 +6,10 @@ from dataclasses import dataclass
 from itertools import groupby, pairwise
 from typing import NamedTuple
 
-from fsharp.stateful.schedule import Op, OpKind, Phase, Schedule, Stream
+from fsharp.stateful.schedule import STREAMS, Op, OpKind, Phase, Schedule, Stream
 
 COLLECTIVES: tuple[OpKind, ...] = ("gather", "reduce")
 """Kinds of ops that send."""
-STREAMS: tuple[Stream, ...] = ("compute", "gather", "reduce")
 """In the order in which they are shown."""
 
 

@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from itertools import product
 
 from fsharp.functional.errors import ScheduleError, problem
+from fsharp.stateful.happens import HappensBefore
 from fsharp.stateful.program import UnitFacts
 from fsharp.stateful.schedule import Memory, Op, Schedule, Stream, calls_of
 
-_STREAMS: tuple[Stream, ...] = ("compute", "gather", "reduce")
 _RUNS_ON: dict[str, Stream] = {"gather": "gather", "reduce": "reduce", "accumulate": "reduce"}  # all others: compute
 _UNDO = "Undo the edit, or compile the program again."
 
@@ -31,7 +31,7 @@ def verify(schedule: Schedule) -> None:
     Cost: linear in the number of ops, times the number of different places in the arena.
     """
     _check_form(schedule)
-    order = _Order(schedule.ops)
+    order = HappensBefore(schedule.ops)
     for kind in (_Parameters, _Gradients, _Places, _Limits):
         check: _Check = kind(schedule, order)
         for i, op in enumerate(schedule.ops):
@@ -85,55 +85,6 @@ def _unordered(i: int, op: Op, what: str, j: int, ops: Sequence[Op]) -> Schedule
     j %= len(ops)
     what = f"{what} op {j}, {ops[j]}: nothing orders it after that."
     return _refusal(i, op, what, f"{j} among the ops it runs after", f"Add {j} to its `after`.")
-
-
-class _Order:
-    """Which ops happen before which; an op of the step before has its position minus the number of ops."""
-
-    def __init__(self, ops: Sequence[Op]) -> None:
-        self.ops = ops
-        self.last_update = max((i for i, op in enumerate(ops) if op.kind == "update"), default=len(ops))
-        last_of = {(op.kind, op.bucket): i for i, op in enumerate(ops) if op.bucket != -1}
-        self.ends = [last_of.get((op.kind, op.bucket), i) for i, op in enumerate(ops)]  # a bucket is over as one
-        _, waited = self._run(-1)
-        self.over, _ = self._run(next((i for i in self.tail() if i + len(ops) > waited), 0) - 1)
-
-    def _run(self, landed: int) -> tuple[list[dict[Stream, int]], int]:
-        """For each op, the last op of each stream that is over when it ends; and the last gather that ``compute`` knows of.
-
-        ``landed`` is the last gather of the step before that is over when this step starts.
-        """
-        over: list[dict[Stream, int]] = []
-        on = {stream: {**dict.fromkeys(_STREAMS, -1), "gather": landed} for stream in _STREAMS}
-        on["gather"]["gather"] = -1
-        for i, op in enumerate(self.ops):
-            clock = dict(on[op.stream])
-            for j in op.after:
-                known = over[j] if j < i else {}
-                for stream, last in (*known.items(), (self.ops[j].stream, self.ends[j] - (j > i) * len(self.ops))):
-                    clock[stream] = max(clock[stream], last)
-            clock[op.stream] = i
-            over.append(clock)
-            on[op.stream] = clock
-        return over, on["compute"]["gather"]
-
-    def before(self, i: int, j: int) -> bool:
-        """Whether op ``i``, of this step or the one before, is over when op ``j`` starts."""
-        return i < j and self.over[j][self.ops[i].stream] >= i
-
-    def tail(self) -> list[int]:
-        """Gathers of the step before that follow its last update, as positions before 0."""
-        return [i - len(self.ops) for i in range(self.last_update, len(self.ops)) if self.ops[i].kind == "gather"]
-
-    def carried(self) -> dict[str, int]:
-        """By unit, the gather of the step before whose copy this one finds."""
-        found: dict[str, int] = {}
-        for i, op in enumerate(self.ops, -len(self.ops)):
-            if op.kind == "gather" and op.phase != "update":
-                found[op.unit] = i
-            elif op.kind == "release":
-                found.pop(op.unit, None)
-        return found
 
 
 def _check_form(schedule: Schedule) -> None:
@@ -191,7 +142,7 @@ def _check_size(i: int, op: Op, facts: UnitFacts, arena: int) -> None:
 class _Check:
     """One pass over all ops; each sees what the ones before it have passed."""
 
-    def __init__(self, schedule: Schedule, order: _Order) -> None:
+    def __init__(self, schedule: Schedule, order: HappensBefore) -> None:
         self.order, self.policy, self.events = order, schedule.policy, schedule.program.events
         self.facts = {unit.name: unit for unit in schedule.program.units}
 
@@ -205,7 +156,7 @@ class _Check:
 class _Parameters(_Check):
     """Full copies and updated parameters: there before they are used, of this step's values, gone after."""
 
-    def __init__(self, schedule: Schedule, order: _Order) -> None:
+    def __init__(self, schedule: Schedule, order: HappensBefore) -> None:
         super().__init__(schedule, order)
         self.spans: dict[str, list[tuple[int, int]]] = {}
         for unit, first, last in schedule.program.spans():
@@ -305,13 +256,13 @@ class _Parameters(_Check):
 class _Gradients(_Check):
     """Each gradient is cast, reduced, added and finished once, in this order."""
 
-    def __init__(self, schedule: Schedule, order: _Order) -> None:
+    def __init__(self, schedule: Schedule, order: HappensBefore) -> None:
         super().__init__(schedule, order)
         self.ends = [i for i, event in enumerate(self.events) if event.kind == "microbatch_end"]
         self.asked = [i for i, event in enumerate(self.events) if event.kind == "reduce"]
         self.due: dict[tuple[str, int], dict[int, int]] = {}  # by unit and microbatch: where each use's gradient is there
         for i, event in enumerate(self.events):
-            if event.kind == "backward_end" and self.facts[event.unit].trainable:
+            if event.kind == "backward_end" and self.facts[event.unit].trainable and not event.bare:
                 self.due.setdefault((event.unit, bisect_left(self.ends, i)), {})[event.use] = i
         self.finishes = {bisect_left(self.asked, end) for end in self.ends} - {len(self.asked)}
         self.cast: dict[tuple[str, int], set[int]] = {}
@@ -415,7 +366,7 @@ class _Gradients(_Check):
 class _Places(_Check):
     """No byte of the arena has two owners at a time. That each is filled, and freed, once was seen before."""
 
-    def __init__(self, schedule: Schedule, order: _Order) -> None:
+    def __init__(self, schedule: Schedule, order: HappensBefore) -> None:
         super().__init__(schedule, order)
         self.live: dict[tuple[str, str], tuple[int, Memory | None]] = {  # by role and unit, the op that filled it, and where
             ("parameters", unit): (i, order.ops[i].memory) for unit, i in order.carried().items()
@@ -479,7 +430,7 @@ def _group(op: Op) -> str:
 class _Limits(_Check):
     """What the policy allows: units that are resident, and reductions under way."""
 
-    def __init__(self, schedule: Schedule, order: _Order) -> None:
+    def __init__(self, schedule: Schedule, order: HappensBefore) -> None:
         super().__init__(schedule, order)
         self.resident = {unit: _group(order.ops[i]) for unit, i in order.carried().items()}
         self.under_way: dict[tuple[str, str], int] = {}
