@@ -10,7 +10,7 @@ import fsharp as fs
 VOCAB, DIM, HIDDEN = 11, 6, 7
 
 
-def make_params(seed: int = 0, dtype: torch.dtype = torch.float32, *, layers: int = 2) -> dict[str, Any]:
+def make_params(seed: int = 0, dtype: torch.dtype = torch.float32, *, layers: int = 2, dim: int = DIM) -> dict[str, Any]:
     g = torch.Generator().manual_seed(seed)
 
     def draw(*shape: int) -> torch.Tensor:
@@ -18,9 +18,9 @@ def make_params(seed: int = 0, dtype: torch.dtype = torch.float32, *, layers: in
 
     blocks = []
     for _ in range(layers):
-        scale = draw(DIM)
-        blocks.append({"w": draw(DIM, HIDDEN), "v": draw(HIDDEN, DIM), "b": draw(DIM), "gain": draw(), "s": scale, "t": scale})
-    return {"embed": draw(VOCAB, DIM), "layers": blocks, "head": {"w": draw(DIM, VOCAB), "b": draw(VOCAB)}}
+        scale = draw(dim)
+        blocks.append({"w": draw(dim, HIDDEN), "v": draw(HIDDEN, dim), "b": draw(dim), "gain": draw(), "s": scale, "t": scale})
+    return {"embed": draw(VOCAB, dim), "layers": blocks, "head": {"w": draw(dim, VOCAB), "b": draw(VOCAB)}}
 
 
 def embed(table: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:

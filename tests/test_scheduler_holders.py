@@ -9,15 +9,20 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import fsharp as fs
 from fsharp.functional.errors import ScheduleError
 from fsharp.stateful.exchange import Exchange
 from fsharp.testing import processes, simulate
 from tests.gpt_like import logits, loss_fn, make_params
-from tests.scheduling import DP, STRATEGIES, assert_same, make_state, make_tx, my_batches, run_both
+from tests.scheduling import DP, STRATEGIES, assert_same, full_params, make_state, make_tx, my_batches, run_both
 
 each_strategy = pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero3", "hfsdp"])
+
+
+def buffers_of(tree):
+    return [buffer.clone() for node in fs.units_of(tree) for buffer in node.buffers]
 
 
 def score(params, batch, comm):
@@ -263,3 +268,94 @@ def test_one_rank_fails_and_all_go_on(separate_groups):
 
     for seen, error in zip(processes(DP, rank_fn), ("AgreementError", "ValueError")):
         assert seen == [seen[0]] * 3 + [error, seen[0], error] + [seen[0]] * 2
+
+
+@pytest.mark.parametrize("way", ["one function", "two functions"])
+@each_strategy
+def test_trees_with_the_same_names_and_other_shapes(strategy, way):
+    """Large and small in turn, each in its own memory, whoever comes first."""
+
+    def program(run):
+        tx = make_tx()
+        states = {dim: make_state(run.comm, strategy, tx=tx, params=make_params(layers=3, dim=dim)) for dim in (16, 24)}
+        step = run.wrap(fs.train_step(loss_fn, tx))
+        steps = dict.fromkeys(states, step) if way == "one function" else {16: step, 24: run.wrap(fs.train_step(loss_fn, tx))}
+        out = []
+        for dim, batch in zip((16, 24, 24, 16, 16, 24), my_batches(run.comm, 6), strict=True):
+            states[dim], metrics = steps[dim](states[dim], batch)
+            out.append(metrics.loss)
+        return out, [full_params(state, run.comm) for state in states.values()]
+
+    run_both(program, STRATEGIES[strategy][0])
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
+def test_another_call_between_a_forward_and_its_backward(strategy):
+    """The scheduler as a plain comm; in between it runs a function that it wraps, on the same tree and on another."""
+
+    def program(run):
+        state, other = make_state(run.comm, strategy), make_state(run.comm, strategy, params=make_params(layers=3, seed=5))
+        evaluate, out = run.wrap(score), []
+        for batch in my_batches(run.comm, 3):
+
+            def loss(params, batch, comm):
+                result = loss_fn(params, batch, comm)
+                out.append([evaluate(tree, batch) for tree in (other.params, state.params)])
+                return result
+
+            _, grads = fs.value_and_grad(loss)(state.params, batch, comm=run.engine)
+            out.append(buffers_of(grads))
+        return out
+
+    run_both(program, STRATEGIES[strategy][0])
+
+
+@each_strategy
+def test_gradients_are_reduced_again_after_they_were_divided_in_place(strategy):
+    """Where gradients rest sharded, what was divided in place is they themselves; elsewhere it was a sum of them."""
+
+    def program(run):
+        state = make_state(run.comm, strategy)
+
+        def fn(state, batch, comm):
+            loss, grads = fs.value_and_grad(loss_fn)(state.params, batch, comm=comm)
+            once = fs.average(loss, fs.reduce_scatter(grads, comm=comm), comm=comm, donate=True)
+            return once[1], fs.average(loss, fs.reduce_scatter(grads, comm=comm), comm=comm)[1]
+
+        call = run.wrap(fn)
+        return [[buffers_of(grads) for grads in call(state, batch)] for batch in my_batches(run.comm, 4)]
+
+    run_both(program, STRATEGIES[strategy][0])
+
+
+def test_a_function_that_is_not_called_any_more_keeps_no_arena():
+    def rank_fn(comm):
+        scheduler, params = fs.Scheduler(comm), {dim: make_params(layers=3, dim=dim) for dim in (16, 64)}
+        states = {dim: make_state(comm, "zero3", params=params[dim]) for dim in params}
+        steps = {dim: scheduler(fs.train_step(loss_fn, make_tx())) for dim in params}
+        arenas = []
+        for dim in (16, 64):
+            for batch in my_batches(comm, 3):
+                states[dim], _ = steps[dim](states[dim], batch)
+            arenas.append(StorageWeakRef(scheduler.arena.untyped_storage()))
+        return [arena.expired() for arena in arenas], steps[16].schedule is not None
+
+    assert simulate(DP, rank_fn) == [([True, False], True)] * 2
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
+def test_sparse_gradients_are_refused(strategy):
+    def rank_fn(comm):
+        params = {"table": torch.ones(10, 4), "out": torch.ones(4)}
+        state = make_state(comm, strategy, params=params, units="*")
+
+        def look_up(table, ids):
+            return F.embedding(ids, table, sparse=True)
+
+        def loss(params, ids, comm):
+            return fs.forward(torch.mul, params["out"], fs.forward(look_up, params["table"], ids, comm=comm), comm=comm).sum()
+
+        with pytest.raises(fs.TreeError, match=r"unit 'table': the gradient of leaf .* is torch\.sparse_coo.*sparse=False"):
+            fs.Scheduler(comm)(fs.train_step(loss, make_tx()))(state, torch.tensor([1, 2, 2]))
+
+    simulate(DP, rank_fn)

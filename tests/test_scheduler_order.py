@@ -51,7 +51,7 @@ def part_ways(comm, *, after, strategy="zero3", other=(0, 2), policy=None):
     return error, float(metrics.loss), [x.clone() for x in full_params(state, comm)["layers"][1].values()]
 
 
-def fail_alone(comm, *, after, strategy="zero3", goes_on=True):
+def fail_alone(comm, *, after, strategy="zero3"):
     """Rank 0 raises in its loss, after some steps; then all of them train on together."""
     state, scheduler = make_state(comm, strategy), fs.Scheduler(comm, poison=True)
     step = scheduler(fs.train_step(in_order, make_tx()))
@@ -59,9 +59,6 @@ def fail_alone(comm, *, after, strategy="zero3", goes_on=True):
     for batch in batches[:after]:
         state, _ = step(state, batch)
     error = attempt(lambda: step(state, {**batches[after], "bad": not comm.rank}))
-    if not goes_on:
-        time.sleep(2 * (not comm.rank))
-        return (error,)
     for batch in batches[after + 1 :]:
         state, metrics = step(state, batch)
     return error, float(metrics.loss), [x.clone() for x in full_params(state, comm)["layers"][1].values()]
@@ -75,6 +72,71 @@ def undisturbed(comm, *, after, strategy="zero3"):
     return float(metrics.loss), [x.clone() for x in full_params(state, comm)["layers"][1].values()]
 
 
+def own_way(comm, *, after, strategy, way, calls=1):
+    """The last rank does something of its own after some steps, of which the other may hear only later."""
+    state, scheduler = make_state(comm, strategy), fs.Scheduler(comm, poison=True)
+
+    def fn(state, batch, comm):
+        loss, grads = fs.value_and_grad(in_order)(state.params, batch, comm=comm)
+        if batch.get("way") == "changes gradients":
+            [buffer.mul_(2) for node in fs.units_of(grads) for buffer in node.buffers]
+        metrics, grads = fs.average(loss, fs.reduce_scatter(grads, comm=comm), comm=comm)
+        if batch.get("way") == "fails before the update":
+            raise ZeroDivisionError("bad luck")
+        state = fs.update(make_tx(), grads, state, comm=comm)
+        if batch.get("way") == "looks again":
+            in_order(state.params, batch, comm)
+        if batch.get("way") == "fails at the end":
+            raise ZeroDivisionError("bad luck")
+        return state, metrics
+
+    step, batches = scheduler(fn), [{**batch, "order": (0, 1, 2)} for batch in my_batches(comm, after + 3)]
+    for batch in batches[:after]:
+        state, _ = step(state, batch)
+    is_other = comm.rank == comm.mesh.size - 1
+    batch = {**batches[after], **({"way": way} if is_other else {})}
+    error = attempt(lambda: [step(state, batch) for _ in range(1 if is_other else calls)])
+    for batch in batches[after + 1 :]:
+        state, metrics = step(state, batch)
+    return error, float(metrics.loss), [x.clone() for x in full_params(state, comm)["layers"][1].values()]
+
+
+OWN_WAYS = {
+    "changes gradients, planned": {"after": 2, "strategy": "zero1", "way": "changes gradients"},
+    "changes gradients, recording": {"after": 0, "strategy": "zero1", "way": "changes gradients"},
+    "changes gradients, ddp": {"after": 2, "strategy": "ddp", "way": "changes gradients"},
+    "one more use": {"after": 2, "strategy": "ddp", "way": "looks again", "calls": 2},
+    "fails at the end": {"after": 2, "strategy": "ddp", "way": "fails at the end", "calls": 2},
+    "fails before the update": {"after": 2, "strategy": "zero1", "way": "fails before the update", "calls": 2},
+}
+
+
+def look_between(comm):
+    """Rank 0 fails before its update; the other one looks at its new parameters, then steps on, then both train on."""
+    tx = fs.adamw(1e-2)  # whose update asks nothing of other ranks
+    state, scheduler = make_state(comm, "zero1", tx=tx), fs.Scheduler(comm, poison=True)
+
+    def fn(state, batch, comm):
+        loss, grads = fs.value_and_grad(in_order)(state.params, batch, comm=comm)
+        metrics, grads = fs.average(loss, fs.reduce_scatter(grads, comm=comm), comm=comm)
+        if batch.get("fails"):
+            raise ZeroDivisionError("bad luck")
+        return fs.update(tx, grads, state, comm=comm), metrics
+
+    step, batches = scheduler(fn), [{**batch, "order": (0, 1, 2)} for batch in my_batches(comm, 5)]
+    for batch in batches[:2]:
+        state, _ = step(state, batch)
+    if comm.rank == 0:
+        errors = [attempt(lambda: step(state, {**batches[2], "fails": True}))]
+    else:
+        new, _ = step(state, batches[2])
+        looks = [lambda: [node.buffers for node in fs.units_of(new.params)], lambda: step(state, batches[2])]
+        errors = [attempt(look) for look in looks]
+    for batch in batches[3:]:
+        state, metrics = step(state, batch)
+    return errors, float(metrics.loss), [x.clone() for x in full_params(state, comm)["layers"][1].values()]
+
+
 PARTINGS = {
     "recording": {"after": 0},
     "planned": {"after": 2},
@@ -84,7 +146,7 @@ PARTINGS = {
     "early": {"after": 2, "other": ()},
     "longer": {"after": 2, "other": (0, 1, 2, 0)},
 }
-FAILURES = {"planned": {"after": 2}, "zero1": {"after": 2, "strategy": "zero1"}}
+FAILURES = {"recording": {"after": 0}, "planned": {"after": 2}, "zero1": {"after": 2, "strategy": "zero1"}}
 
 
 def soon(is_so):
@@ -184,12 +246,13 @@ def found():
     def rank_fn(comm):
         out = {("parting", name): part_ways(comm, **options) for name, options in PARTINGS.items()}
         out |= {("failure", name): fail_alone(comm, **options) for name, options in FAILURES.items()}
-        kinds = {(o["after"], o.get("strategy", "zero3")) for o in (*PARTINGS.values(), *FAILURES.values())}
+        out |= {("own way", name): own_way(comm, **options) for name, options in OWN_WAYS.items()}
+        out["look", ""] = look_between(comm)
+        every = (*PARTINGS.values(), *FAILURES.values(), *OWN_WAYS.values())
+        kinds = {(o["after"], o.get("strategy", "zero3")) for o in every}
         out |= {("undisturbed", *kind): undisturbed(comm, after=kind[0], strategy=kind[1]) for kind in sorted(kinds)}
         out |= {("left", name): left_behind(comm, **LIVES[name]) for name in LIVES if name != "hfsdp"}
         out["threads"], alone = threads_of(comm), lonely(comm)
-        # At the end, since what a rank calls for itself in a step that another has left stays where it is.
-        out["failure while recording"] = fail_alone(comm, after=0, goes_on=False)
         return out | {"lonely": alone()}
 
     return processes(DP, rank_fn, timeout=60)
@@ -217,17 +280,43 @@ def test_ranks_that_part_ways_hear_of_it(found, name):
     assert_went_on(found, ("parting", name), PARTINGS[name])
 
 
-@pytest.mark.parametrize("name", [*FAILURES, None])
+@pytest.mark.parametrize("name", FAILURES)
 def test_a_rank_that_fails_is_heard_of(found, name):
-    results = [result["failure", name] if name else result["failure while recording"] for result in found]
+    results = [result["failure", name] for result in found]
     kind, text, _ = results[0][0]
     assert (kind, text) == ("ZeroDivisionError", "bad luck")
     kind, text, seconds = results[1][0]
     assert kind == "AgreementError"
     assert seconds < 5
-    assert text == "Scheduler: rank 0 failed in this step; it says:\nZeroDivisionError: bad luck"
-    if name:
-        assert_went_on(found, ("failure", name), FAILURES[name])
+    assert text == "Scheduler: rank 0 failed; it says:\nZeroDivisionError: bad luck"
+    assert_went_on(found, ("failure", name), FAILURES[name])
+
+
+@pytest.mark.parametrize("name", OWN_WAYS)
+def test_a_rank_that_does_something_of_its_own(found, name):
+    """Both hear of it, also where one needs nothing from the other any more in that step; and then they train on."""
+    texts = []
+    for result in found:
+        kind, text, seconds = result["own way", name][0]
+        assert kind == "AgreementError" or (result is found[1] and text == "bad luck"), text
+        assert seconds < 5
+        texts.append(text)
+    if "fails" in name:
+        assert texts[0] == "Scheduler: rank 1 failed; it says:\nZeroDivisionError: bad luck"
+    else:
+        assert texts[0] == texts[1]
+        assert "ranks use units in different orders; the first difference is event" in texts[0]
+    if "gradients" in name:
+        assert ", move" in texts[0]
+    assert_went_on(found, ("own way", name), OWN_WAYS[name])
+
+
+def test_who_looks_at_what_another_rank_never_sent_hears_of_it(found):
+    """There, and once more in the next step, from which on both are together again."""
+    text = "Scheduler: rank 0 failed; it says:\nZeroDivisionError: bad luck"
+    assert [error[:2] for error in found[0]["look", ""][0]] == [("ZeroDivisionError", "bad luck")]
+    assert [error[:2] for error in found[1]["look", ""][0]] == [("AgreementError", text)] * 2
+    assert_same(found[0]["look", ""][1:], found[1]["look", ""][1:])
 
 
 @pytest.mark.parametrize("life", [life for life in LIVES if life != "hfsdp"])

@@ -58,7 +58,19 @@ class ProcessGroupComm:
             MeshError: no such axis.
         """
         self.mesh.index(axis)
+        if axis not in self._groups:
+            self._groups[axis] = self.new_group(axis)
         return self._groups[axis]
+
+    def new_group(self, axis: str) -> dist.ProcessGroup:
+        """One more process group along ``axis``. Every rank of the job has to make it."""
+        lists = sorted({self.mesh.group(axis, rank) for rank in range(self.mesh.size)})
+        group: dist.ProcessGroup = dist.new_subgroups_by_enumeration([list(ranks) for ranks in lists])[0]
+        return group
+
+    def renew(self) -> None:
+        """Have new groups from the next collective on, which all ranks make: the last one in these may never end."""
+        self._groups.clear()
 
     @torch.no_grad()
     def all_gather(self, x: torch.Tensor, axis: str) -> torch.Tensor:

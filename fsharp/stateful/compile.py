@@ -130,7 +130,7 @@ class _Emitter:
             elif event.kind == "reduce":
                 while self.under_way:
                     self._land(i)
-            else:
+            elif event.kind == "update":
                 self._update(i, is_last=i == len(events) - 1)
         return self.ops
 

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from fsharp.functional.errors import TreeError
 from fsharp.functional.layout import UnitLayout
 from fsharp.functional.placement import Partial, Place, Replicate, Shard
 from fsharp.stateful.chain import Chain, Pieces, Stage, nbytes_of
@@ -63,6 +64,7 @@ class Gradient:
         self._final = Rest(self._sizes(unit.strategy.optim), device) if once else None
         self.has_new = False  # whether this step has put anything into rest yet
         self.is_finishing = False  # whether all that rests is on its way to the optimizer's place, or there
+        self._is_asked_for = False  # whether somebody has had it there
         self._claimed = False
         self._tickets: list[Ticket] = []
         self._tails: list[Ticket] = []
@@ -145,7 +147,7 @@ class Gradient:
             self._final.forget()
         if self.device.type == "cuda":
             _ = self.rest.tensors, self.final.tensors  # from the pool of the stream that computes
-        self.has_new = self._claimed = self.is_finishing = False
+        self.has_new = self._claimed = self.is_finishing = self._is_asked_for = False
         self._tickets, self._tails = [], []
 
     def leave_arena(self) -> None:
@@ -163,7 +165,16 @@ class Gradient:
             grads: one for each trained leaf, None for zero.
             block: where to; None means to the gradient at rest.
             first: the first use to do so in this microbatch.
+
+        Raises:
+            TreeError: one is sparse.
         """
+        for where, grad in zip(self.leaves, grads, strict=True):
+            if grad is not None and grad.layout is not torch.strided:
+                raise TreeError(
+                    f"unit {self.unit.name!r}: the gradient of leaf {where.path!r} is {grad.layout}, expected a dense one, as "
+                    "flat buffers are. Pass sparse=False to the embedding."
+                )
         self.is_finishing = False
         if block is None:
             first = not self.has_new
@@ -252,6 +263,14 @@ class Gradient:
             if grad is not None:
                 buffer.add_(grad)
 
+    def ask(self) -> None:
+        """Somebody wants it at the optimizer's place. Whoever asks again may have changed what the first one got."""
+        if self._is_asked_for and self._final is not None:
+            self.join()
+            self._final.forget()
+            self.is_finishing = False
+        self._is_asked_for = True
+
     def finish(self, memory: list[list[torch.Tensor]]) -> None:
         """Begin the way to the optimizer's place. The gradient at rest stays as it is."""
         self.join()
@@ -270,9 +289,13 @@ class Gradient:
             if isinstance(tail, Ticket):
                 self._tails.append(tail)
 
+    def go_home(self) -> None:
+        """Have nothing in the arena any more: the step is over."""
+        self.rest = self._own
+
     def abandon(self) -> None:
         """Leave all memory to whatever may still write there."""
-        self.rest = self._own
+        self.go_home()
         self._own.forget()
         if self._final is not None:
             self._final.forget()

@@ -4,8 +4,9 @@ from collections.abc import Callable
 
 import torch
 
-from fsharp.functional.comm import Comm, ReduceOp
+from fsharp.functional.comm import Comm, CountingComm, ReduceOp
 from fsharp.functional.mesh import Mesh
+from fsharp.functional.process_group import ProcessGroupComm
 from fsharp.stateful.workers import Flight, Worker
 
 
@@ -61,5 +62,8 @@ class Patient:
         return result
 
     def close(self) -> None:
-        """Leave the thread to what it waits for."""
+        """Leave the thread, and the groups, to what it waits for."""
         self._worker = Worker("calls")
+        innermost = self.inner.inner if isinstance(self.inner, CountingComm) else self.inner
+        if isinstance(innermost, ProcessGroupComm):
+            innermost.renew()

@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 from fsharp.functional.comm import Call
 from fsharp.functional.errors import ScheduleError
 
-EventKind = Literal["forward", "forward_end", "backward", "backward_end", "microbatch_end", "reduce", "update"]
+EventKind = Literal["forward", "forward_end", "backward", "backward_end", "microbatch_end", "reduce", "move", "update"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,9 +50,10 @@ class Event(NamedTuple):
     Attributes:
         kind: ``forward`` and ``forward_end`` enclose a use of a unit, ``backward`` and ``backward_end`` its way back;
             ``microbatch_end`` is the end of a backward pass; ``reduce`` asks for the gradients at the optimizer's place,
-            ``update`` for the parameters after it.
-        unit: name of the unit, empty for the last three.
-        use: number of the use within the step, counted from 0 in the order of ``forward``; -1 for the last three.
+            ``update`` for the parameters after it; ``move`` is a reduction of something else, which no schedule has
+            a part in.
+        unit: name of the unit, empty for the last four.
+        use: number of the use within the step, counted from 0 in the order of ``forward``; -1 for the last four.
         bare: of a ``backward_end``: no gradient of parameters comes of this use, though the unit is trained.
     """
 

@@ -27,13 +27,14 @@ if TYPE_CHECKING:
 class Use:
     """One use of a unit: from entering it in the forward to the end of its backward."""
 
-    __slots__ = ("copy", "has_gradient", "is_open", "leaves", "number", "parent", "seen", "unit")
+    __slots__ = ("copy", "has_gradient", "is_open", "leaves", "node", "number", "parent", "seen", "unit")
 
     def __init__(self, unit: LiveUnit, number: int, parent: "Use | None") -> None:
         self.unit, self.number, self.parent = unit, number, parent
         self.copy: Copy | None = None
         self.leaves: list[torch.Tensor] | None = None
         self.is_open = self.has_gradient = False
+        self.node: Sharded | None = None
         self.seen: Stamp = ()
 
     def is_inside(self, other: "Use") -> bool:
@@ -110,7 +111,7 @@ class Run:
             full = unit.at_rest()
         self.forward.append(use)
         assert unit.node is not None
-        use.seen = stamp(unit.node)
+        use.node, use.seen = unit.node, stamp(unit.node)
         leaves = full.leaves()
         if node.sinks and torch.is_grad_enabled():
             chosen = full.index.trainable
@@ -160,6 +161,8 @@ class Run:
             return
         self.retire(use)
         use.is_open = True
+        if use.unit.node is None:
+            use.unit.node = use.node
         if use.unit.node is not None and stamp(use.unit.node) != use.seen:
             raise ScheduleError(
                 f"the parameters of unit {use.unit.key!r} were changed, or replaced by others, between their use in a forward "
@@ -409,6 +412,12 @@ class Run:
         self.demand.adopt(self.open_blocks)
         self.open_blocks = {}
 
+    def move(self) -> None:
+        """Something is about to be reduced that is not what the schedule reduces: on all ranks, or on none."""
+        self.retire(None)
+        if not self.event("move") and self.scheduled is not None:
+            self.scheduler.order.confirm(self)
+
     def reduce(self, units: Sequence[LiveUnit], *, wait: bool) -> None:
         """Gradients are wanted at the optimizer's place; without ``wait`` whoever looks at them joins them."""
         self.retire(None)
@@ -416,6 +425,7 @@ class Run:
         for unit in units:
             gradient = unit.gradient
             if gradient is not None and gradient.is_finished_apart:
+                gradient.ask()
                 if not gradient.is_finishing:
                     self.demand.finish(unit)
                 if wait:

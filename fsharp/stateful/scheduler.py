@@ -4,6 +4,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import count
 from typing import Any
 
 import optree
@@ -72,6 +73,7 @@ class Scheduler(Engine):
         self.units: dict[str, LiveUnit] = {}
         self.arena = torch.empty(0, dtype=torch.uint8, device=comm.device)
         self.tenant: Any = None
+        self._scheduled: weakref.WeakSet[Scheduled] = weakref.WeakSet()
         self._run: Run | None = None
         self._loose: Callable[[], Run | None] = lambda: None
         self._table: dict[Any, LiveUnit] = {}
@@ -110,7 +112,9 @@ class Scheduler(Engine):
 
     def __call__(self, fn: Callable[..., Any]) -> Scheduled:
         """``fn``, a function with an argument ``comm``, as one that is called without it and follows a schedule."""
-        return Scheduled(self, fn)
+        scheduled = Scheduled(self, fn)
+        self._scheduled.add(scheduled)
+        return scheduled
 
     def run(self, scheduled: Scheduled, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a scheduled function; inside of another one it is a part of that."""
@@ -119,6 +123,8 @@ class Scheduler(Engine):
         run = self._begin(scheduled, args, kwargs)
         self._watch(run.recorder)
         try:
+            if self.order.is_broken:
+                self.order.check()
             result = scheduled.fn(*args, comm=self, **kwargs)
             self._end(run)
             if run.recorder is not None and run.is_planned:
@@ -169,7 +175,7 @@ class Scheduler(Engine):
             before = self.tenant
             if before is not scheduled.plan or before is None or not before.fits(self.units):
                 self._evict()
-            self.arena = torch.empty(max(schedule.arena, len(self.arena)), dtype=torch.uint8, device=self.device)
+            self._take_arena(max(schedule.arena, len(self.arena)))
             if self.tenant is not None and before is not None:
                 self.lanes.join_all()
                 self.tenant = scheduled.plan = before.moved(self.arena)
@@ -180,6 +186,15 @@ class Scheduler(Engine):
             self._evict()
             self.tenant = scheduled.plan
         return scheduled.plan
+
+    def _take_arena(self, nbytes: int) -> None:
+        """Another arena; nothing that is not the caller's may keep the old one."""
+        self.arena = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+        for scheduled in self._scheduled:
+            scheduled.plan = None
+        for unit in self.units.values():
+            if unit.gradient is not None:
+                unit.gradient.go_home()
 
     def _evict(self) -> None:
         """Nothing in the arena is anybody's any more."""
@@ -221,7 +236,8 @@ class Scheduler(Engine):
                 copy.tickets.clear()
                 copy.seen = None
         if self.transport.innermost.is_async:  # what is under way may still write where it was told to
-            self.arena, self.tenant = torch.empty(0, dtype=torch.uint8, device=self.device), None
+            self._take_arena(0)
+            self.tenant = None
             for unit in self.units.values():
                 if unit.gradient is not None:
                     unit.gradient.abandon()
@@ -236,19 +252,22 @@ class Scheduler(Engine):
         """The unit that a node is."""
         signature = _signature(node)
         if signature not in self._table:
-            name = node.name or "(root)"
-            count = sum(1 for each, _ in self._table if each == node.name)
-            key = f"{name}#{count}" if count else name
-            known = self.units.get(key)
-            if known is None or known.layout != node.unit:
-                known = self.units[key] = LiveUnit(key, node.unit, trivial=self.policy.trivial_axes)
-            self._register(known, node)
+            key = self._key(node)
+            if key not in self.units:
+                self.units[key] = LiveUnit(key, node.unit, trivial=self.policy.trivial_axes)
+            self._register(self.units[key], node)
             if self._run is not None and self._run.scheduled is not None:
                 self._run.scheduled.locate(key, node)
         unit = self._table[signature]
         if node.is_arriving or unit.node is None:
             unit.node = node
         return unit
+
+    def _key(self, node: Sharded) -> str:
+        """The node's name, with a number if another tree's unit has it, of this step or of another layout."""
+        name, taken = node.name or "(root)", {unit.key for unit in self._table.values()}
+        keys = (f"{name}#{number}" if number else name for number in count())
+        return next(key for key in keys if key not in taken and (key not in self.units or self.units[key].layout == node.unit))
 
     def _register(self, unit: LiveUnit, node: Sharded) -> None:
         self._table[_signature(node)] = unit
@@ -348,9 +367,10 @@ class Scheduler(Engine):
     def run_reduce_scatter(self, tree: Any, to: PlaceName) -> Any:
         """Gradients as :meth:`run_value_and_grad` returned them are at the optimizer's place soon; others are moved now."""
         nodes = units_of(tree)
-        if not self._is_handed_out(nodes, to):
-            return moves.reduce_scatter(tree, comm=self.own, to=to)
         run = self._current()
+        if not self._is_handed_out(nodes, to):
+            run.move()
+            return moves.reduce_scatter(tree, comm=self.own, to=to)
         run.reduce([unit for unit, _, _ in self._handed], wait=not self.transport.innermost.is_async)
         gradients = {node.name: unit.gradient for node, (unit, _, _) in zip(self._filled(nodes), self._handed, strict=True)}
 
@@ -377,7 +397,8 @@ class Scheduler(Engine):
             buffers = node.buffers_on_their_way
             if [b.data_ptr() for b in buffers] != [t.data_ptr() for t in tensors]:
                 return False
-            if [b._version for b in buffers] != versions:
+            is_begun = unit.gradient is not None and unit.gradient.is_finished_apart  # its reduction, without what was changed
+            if is_begun and [b._version for b in buffers] != versions:
                 return False
         return True
 

@@ -138,10 +138,7 @@ class Groups:
         if not self.separate:
             return self.comm.group(axis)
         if (kind, axis) not in self._made:
-            mesh = self.comm.mesh
-            lists = sorted({mesh.group(axis, rank) for rank in range(mesh.size)})
-            made, _ = dist.new_subgroups_by_enumeration([list(ranks) for ranks in lists])
-            self._made[kind, axis] = made
+            self._made[kind, axis] = self.comm.new_group(axis)
         return self._made[kind, axis]
 
     def close(self) -> None:
