@@ -338,6 +338,25 @@ def test_activation_checkpointing(use_reentrant, policy, strategy):
     assert events(step.schedule).count("forward layers.1") == 4
 
 
+@each_strategy
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_a_unit_that_is_used_twice_within_a_checkpoint(use_reentrant, strategy):
+    """Its second backward looks at what the first one has had computed again, in memory that the first one is done with."""
+
+    def program(run):
+        def loss(params, batch, comm):
+            def inside(x, layer):
+                return fs.forward(block, layer, fs.forward(block, layer, x, comm=comm), comm=comm)
+
+            x, layer = fs.forward(embed, params["embed"], batch["x"], comm=comm), params["layers"][0]
+            x = inside(x, layer) if run.scheduler is None else checkpoint(inside, x, layer, use_reentrant=use_reentrant)
+            return cross_entropy(fs.forward(head, params["head"], x, comm=comm), batch)
+
+        return training(loss, strategy)(run)
+
+    run_both(program, mesh_of(strategy), compare=assert_close)
+
+
 def test_a_graph_of_the_backward_is_refused():
     def loss(params, batch, comm):
         x = fs.forward(embed, params["embed"], batch["x"], comm=comm)

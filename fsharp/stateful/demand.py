@@ -102,8 +102,8 @@ class Demand:
         if not copy.users:
             copy.release(poison=self.run.scheduler.policy.poison)
 
-    def return_to(self, copy: Copy) -> None:
-        """Have the copy that a forward used there again, at the same address.
+    def return_to(self, copy: Copy) -> Copy:
+        """Have the copy that a forward used there again, or another one with the same values at the same address.
 
         Raises:
             ScheduleError: somebody else is using that address, or the parameters are not what they were.
@@ -112,7 +112,11 @@ class Demand:
         seen = stamp(copy.unit.node)
         if copy.holds(seen):
             copy.wait()
-            return
+            return copy
+        twin = copy.room.copy if copy.room is not None else None
+        if twin is not None and twin.unit is copy.unit and twin.holds(seen):
+            twin.wait()
+            return twin
         if copy.where and any(memory.overlaps(copy.where) for memory in self.run.stranded):
             raise ScheduleError(
                 f"the backward of unit {copy.unit.key!r} came when the step's gradients had been handed out, which are where "
@@ -128,6 +132,7 @@ class Demand:
         if copy.room is not None:
             copy.room.copy = copy
         self._fill(copy)
+        return copy
 
     def _in_the_way(self, copy: Copy) -> list[Copy]:
         if copy.room is not None:

@@ -171,7 +171,7 @@ class Run:
         planned = self.event("backward", use.unit.key, use.number)
         if use.copy is not None:
             if not planned:
-                self.demand.return_to(use.copy)
+                use.copy = self.demand.return_to(use.copy)
             use.copy.users += 1
         self.backward.append(use)
 
