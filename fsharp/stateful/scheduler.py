@@ -193,7 +193,7 @@ class Scheduler(Engine):
         for scheduled in self._scheduled:
             scheduled.plan = None
         for unit in self.units.values():
-            if unit.gradient is not None:
+            if unit.gradient is not None and not unit.gradient.rest.is_held:
                 unit.gradient.go_home()
 
     def _evict(self) -> None:
