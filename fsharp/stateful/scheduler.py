@@ -1,7 +1,8 @@
 """Scheduler: runs pure functions by a schedule. A Comm like any other to them, which gives the same bits, sooner."""
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import count
@@ -120,23 +121,50 @@ class Scheduler(Engine):
         """Call a scheduled function; inside of another one it is a part of that."""
         if self._run is not None and self._run.scheduled is not None:
             return scheduled.fn(*args, comm=self, **kwargs)
+        run = self.open(scheduled, args, kwargs)
+        with self.guard(run):
+            result = scheduled.fn(*args, comm=self, **kwargs)
+            self.close(run)
+        return result
+
+    def open(self, scheduled: Scheduled, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Run:
+        """A run of a scheduled function begins: all that is called from here on is a part of it, until :meth:`close`.
+
+        Args:
+            scheduled: has the plan.
+            args: trees in which the plan finds its units.
+            kwargs: more of them.
+        """
         run = self._begin(scheduled, args, kwargs)
-        self._watch(run.recorder)
-        try:
+        with self.guard(run):
+            self._watch(run.recorder)
             if self.order.is_broken:
                 self.order.check()
-            result = scheduled.fn(*args, comm=self, **kwargs)
-            self._end(run)
-            if run.recorder is not None and run.is_planned:
-                run.recorder.end()
+        return run
+
+    def close(self, run: Run) -> None:
+        """The run is over."""
+        self._end(run)
+        if run.recorder is not None and run.is_planned:
+            run.recorder.end()
+        self._leave(run)
+
+    @contextmanager
+    def guard(self, run: Run) -> Iterator[None]:
+        """Give a run up if an error leaves this context; other ranks are told."""
+        try:
+            yield
         except BaseException as error:
-            self._abort(run, error)
+            if self._run is run:
+                self._abort(run, error)
+                self._leave(run)
             raise
-        finally:
-            self._run, self._table, self._handed = None, {}, []
-            self.order.end()
-            scheduled.forget()
-        return result
+
+    def _leave(self, run: Run) -> None:
+        self._run, self._table, self._handed = None, {}, []
+        self.order.end()
+        if run.scheduled is not None:
+            run.scheduled.forget()
 
     def _watch(self, recorder: Recorder | None) -> None:
         """Have collectives noted by a recorder, or by none."""
@@ -325,26 +353,45 @@ class Scheduler(Engine):
 
     def run_value_and_grad(self, loss_fn: Callable[..., Any], params: Any, parts: list[Any]) -> tuple[Loss, Any]:
         """Forward and backward of each part; gradients are collected and reduced on the way."""
-        run = self._current()
-        nodes = units_of(params)
-        units = [self.live(node) for node in nodes]
-        self._handed = []
-        places = run.plan.places if run.plan is not None and run.is_planned else {}
-        for unit in units:
-            unit.train(self.transport, places)
+        units = self.start_gradients(params)
         total: Loss | None = None
         for i, part in enumerate(parts):
-            run.may_defer = i == len(parts) - 1 and self.transport.innermost.is_async
             with torch.enable_grad():
                 probed = with_sinks(params)
-                sinks = [(unit, node.sinks) for unit, node in zip(units, units_of(probed), strict=True)]
+                self.expect(is_last=i == len(parts) - 1)
                 loss = as_loss(loss_fn(probed, part, self))
-                _check_loss(loss, any(found for _, found in sinks))
+                _check_loss(loss, any(node.sinks for node in units_of(probed)))
                 torch.autograd.backward(loss.sum)
-            run.end_microbatch([(unit, [sink.grad for sink in found]) for unit, found in sinks])
+            self.end_microbatch(units, probed)
             new = Loss(loss.sum.detach().double(), loss.weight.detach().double())
             total = new if total is None else Loss(total.sum + new.sum, total.weight + new.weight)
         assert total is not None
+        return total, self.hand_out(units, params)
+
+    def start_gradients(self, params: Any) -> list[LiveUnit]:
+        """Gradients of these parameters, whose units it returns, are new from here on; those of others are not touched."""
+        run, self._handed = self._current(), []
+        places = run.plan.places if run.plan is not None and run.is_planned else {}
+        units = [self.live(node) for node in units_of(params)]
+        for unit in units:
+            unit.train(self.transport, places)
+        return units
+
+    def expect(self, *, is_last: bool) -> None:
+        """A backward is about to come; whether it is the last one before somebody looks at the gradients."""
+        self._current().may_defer = is_last and self.transport.innermost.is_async
+
+    def end_microbatch(self, units: Sequence[LiveUnit], probed: Any) -> None:
+        """The backward pass is over. ``probed``: the parameters of these units that it was of, with their sinks."""
+        found = zip(units, units_of(probed), strict=True)
+        self._current().end_microbatch([(unit, [sink.grad for sink in node.sinks]) for unit, node in found])
+
+    def hand_out(self, units: Sequence[LiveUnit], params: Any) -> Any:
+        """The gradients of these parameters, whose units are given, where they rest.
+
+        Raises:
+            LossError: there are none.
+        """
         self.lanes.join_all()
         if not any(unit.gradient is not None and unit.gradient.is_fed for unit in units):
             raise LossError(
@@ -352,7 +399,7 @@ class Scheduler(Engine):
             )
         self._handed = []
         position = iter(units)
-        return total, map_units(lambda node: self._hand_out(node, next(position)), params)
+        return map_units(lambda node: self._hand_out(node, next(position)), params)
 
     def _hand_out(self, node: Sharded, unit: LiveUnit) -> Sharded:
         gradient = unit.gradient
