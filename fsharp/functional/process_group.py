@@ -1,8 +1,9 @@
 """Comm over torch.distributed process groups, one for each mesh axis."""
 
+import copy
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -60,8 +61,6 @@ class ProcessGroupComm:
             MeshError: no such axis.
         """
         self.mesh.index(axis)
-        if axis not in self._groups:
-            self._groups[axis] = self.new_group(axis)
         return self._groups[axis]
 
     def new_group(self, axis: str) -> dist.ProcessGroup:
@@ -70,9 +69,11 @@ class ProcessGroupComm:
         group: dist.ProcessGroup = dist.new_subgroups_by_enumeration([list(ranks) for ranks in lists])[0]
         return group
 
-    def renew(self) -> None:
-        """Have new groups from the next collective on, which all ranks make: the last one in these may never end."""
-        self._groups.clear()
+    def over(self, groups: Mapping[str, dist.ProcessGroup]) -> "ProcessGroupComm":
+        """The same ranks, through other groups along these axes."""
+        other = copy.copy(self)
+        other._groups = {**self._groups, **groups}
+        return other
 
     @torch.no_grad()
     def all_gather(self, x: torch.Tensor, axis: str) -> torch.Tensor:

@@ -84,7 +84,7 @@ class Demand:
 
     def leave(self, copy: Copy) -> None:
         """The forward of a use is over."""
-        if in_backward():
+        if in_backward() and torch.is_grad_enabled():
             copy.users += 1
             self.kept.setdefault(copy.unit.key, []).append(copy)
         else:

@@ -40,6 +40,7 @@ class _Tags:
         self._failures, self._number = (self._failures + 1) % 1000, 0
 
 
+_Crew = dict[str, Worker]
 _tags: "WeakKeyDictionary[ProcessGroupComm, _Tags]" = WeakKeyDictionary()
 
 
@@ -55,14 +56,13 @@ class Exchange(Transport):
 
     def __init__(self, comm: ProcessGroupComm, groups: Groups) -> None:
         self.comm, self.groups = comm, groups
-        self.patience: Callable[[], None] = lambda: None
+        self.patience: Callable[[], Callable[[], None]] = lambda: lambda: None  # asked when a flight takes off
         self.watch: Callable[[Flight], None] | None = None  # told of each flight that takes off
         self._tags = _tags.setdefault(comm, _Tags())  # schedulers of one Comm may share its groups
         self._start()
 
     def _start(self) -> None:
-        self._posts = Worker("posts")
-        self._waits = {kind: Worker(kind) for kind in ("gather", "reduce", "share")}
+        self._crew = {kind: Worker(kind) for kind in ("posts", "gather", "reduce", "share")}
 
     def gather(self, x: torch.Tensor, out: torch.Tensor, axis: str) -> Ticket:
         """Asynchronous; the parts land in ``out``."""
@@ -70,7 +70,7 @@ class Exchange(Transport):
         mine = self.comm.mesh.coord(axis, self.comm.rank)
         if x.data_ptr() != parts[mine].data_ptr():
             parts[mine].copy_(x)
-        return self._share("gather", parts, axis, next(self._tags))
+        return self._share("gather", parts, axis, self.groups("gather", axis), next(self._tags), self._crew)
 
     def reduce_scatter(
         self, x: torch.Tensor, axis: str, *, dtype: torch.dtype, scratch: torch.Tensor, out: torch.Tensor | None = None
@@ -88,12 +88,13 @@ class Exchange(Transport):
         n, mine = self.comm.mesh.axis_size(axis), self.comm.mesh.coord(axis, self.comm.rank)
         size = -(-len(x) // n)
         parts, results = ([each[size * r : size * (r + 1)] for r in range(n)] for each in (x, out))
-        tag = next(self._tags)
-        return self._reduce(parts, results[mine], axis, scratch, lambda: self._share("share", results, axis, tag))
+        group, tag, crew = self.groups("reduce", axis), next(self._tags), self._crew  # now: an error may come before the sum
+        return self._reduce(parts, results[mine], axis, scratch, lambda: self._share("share", results, axis, group, tag, crew))
 
-    def _share(self, kind: str, parts: Sequence[torch.Tensor], axis: str, tag: int) -> Ticket:
+    def _share(
+        self, kind: str, parts: Sequence[torch.Tensor], axis: str, group: dist.ProcessGroup, tag: int, crew: _Crew
+    ) -> Ticket:
         """Send this rank's part to all others, and receive theirs."""
-        group = self.groups("gather" if kind == "gather" else "reduce", axis)
         mine = self.comm.mesh.coord(axis, self.comm.rank)
 
         def post() -> list[Any]:
@@ -103,7 +104,7 @@ class Exchange(Transport):
                 works += _send(group, parts[mine], to, tag)
             return works
 
-        return self._fly(kind, post, _wait_all)
+        return self._fly(kind, post, _wait_all, crew)
 
     def _reduce(
         self, parts: Sequence[torch.Tensor], out: torch.Tensor, axis: str, scratch: torch.Tensor, then: Callable[[], Any]
@@ -145,11 +146,11 @@ class Exchange(Transport):
             _wait_all(sent)
             return then()
 
-        return self._fly("reduce", post, finish)
+        return self._fly("reduce", post, finish, self._crew)
 
-    def _fly(self, kind: str, post: Callable[[], Any], finish: Callable[[Any], Any]) -> Ticket:
+    def _fly(self, kind: str, post: Callable[[], Any], finish: Callable[[Any], Any], crew: _Crew) -> Ticket:
         """Have one worker post and another finish."""
-        flight, waits = Flight(self.patience), self._waits[kind]
+        flight, waits = Flight(self.patience()), crew[kind]
         if self.watch is not None:
             self.watch(flight)
 
@@ -161,7 +162,7 @@ class Exchange(Transport):
             else:
                 waits.submit(partial(_finish, finish, posted, flight))
 
-        self._posts.submit(begin)
+        crew["posts"].submit(begin)
         return Ticket([flight], flight.wait)
 
     def scratch_nbytes(self, op: str, axis: str, numel: int, itemsize: int) -> int:
@@ -169,6 +170,10 @@ class Exchange(Transport):
         n = self.comm.mesh.axis_size(axis)
         part, chunk = -(-numel // n), _CHUNK // itemsize
         return (part if part <= chunk else 2 * chunk) * (n - 1) * itemsize
+
+    def make(self) -> None:
+        """The groups."""
+        self.groups.make()
 
     def close(self) -> None:
         """Leave groups and workers to what is under way in them."""

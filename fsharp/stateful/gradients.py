@@ -64,7 +64,7 @@ class Gradient:
         self._final = Rest(self._sizes(unit.strategy.optim), device) if once else None
         self.has_new = False  # whether this step has put anything into rest yet
         self.is_finishing = False  # whether all that rests is on its way to the optimizer's place, or there
-        self._is_asked_for = False  # whether somebody has had it there
+        self.is_handed_out = False  # whether somebody has it there, and may have changed it
         self._claimed = False
         self._tickets: list[Ticket] = []
         self._tails: list[Ticket] = []
@@ -147,7 +147,7 @@ class Gradient:
             self._final.forget()
         if self.device.type == "cuda":
             _ = self.rest.tensors, self.final.tensors  # from the pool of the stream that computes
-        self.has_new = self._claimed = self.is_finishing = self._is_asked_for = False
+        self.has_new = self._claimed = self.is_finishing = self.is_handed_out = False
         self._tickets, self._tails = [], []
 
     def leave_arena(self) -> None:
@@ -263,19 +263,13 @@ class Gradient:
             if grad is not None:
                 buffer.add_(grad)
 
-    def ask(self) -> None:
-        """Somebody wants it at the optimizer's place. Whoever asks again may have changed what the first one got."""
-        if self._is_asked_for and self._final is not None:
-            self.join()
-            self._final.forget()
-            self.is_finishing = False
-        self._is_asked_for = True
-
     def finish(self, memory: list[list[torch.Tensor]]) -> None:
         """Begin the way to the optimizer's place. The gradient at rest stays as it is."""
         self.join()
         self.settle()
-        self.is_finishing = True
+        if self._final is not None and self._final.is_held:
+            self._final.forget()
+        self.is_finishing, self.is_handed_out = True, False
         for chain, source, target, (wire, *rest) in zip(
             self.finishes, self.rest.tensors, self.final.tensors, memory, strict=True
         ):

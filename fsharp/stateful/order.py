@@ -7,21 +7,24 @@ to leave it, or that fails, leaves a note in the store of the job, and whoever h
 import hashlib
 import json
 import time
-from collections.abc import Iterable, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from itertools import count
-from typing import TYPE_CHECKING, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, NamedTuple
 
 from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
 
 from fsharp.functional.agree import gather_bytes
+from fsharp.functional.comm import Comm
 from fsharp.functional.errors import AgreementError, problem
-from fsharp.functional.mesh import Mesh
 from fsharp.stateful.program import Event
 
 if TYPE_CHECKING:
     from fsharp.stateful.run import Run
 
 _numbers = count()
+_orders: "weakref.WeakKeyDictionary[Comm, weakref.WeakSet[Order]]" = weakref.WeakKeyDictionary()
 _SHOWN = 12
 _END = "the end"
 _LONGEST = 1800.0
@@ -43,11 +46,11 @@ class _Note(NamedTuple):
 class Order:
     """What the ranks of a scheduler tell each other.
 
-    Steps are counted from the last error on, which all ranks raise together, however far each of them has come.
+    Errors are raised by all ranks, however far each of them has come, and counted; then all ranks meet before they go on.
+    Steps are counted from the last error on.
 
     Args:
-        mesh: the ranks.
-        rank: of this process.
+        comm: the ranks. Schedulers of one Comm hear of each other's errors.
         has_store: whether ranks are processes of a job with a store; without one a note reaches nobody, and ranks compare
             by collectives alone.
 
@@ -56,15 +59,20 @@ class Order:
             has to raise it too.
     """
 
-    def __init__(self, mesh: Mesh, rank: int, *, has_store: bool) -> None:
+    def __init__(self, comm: Comm, *, has_store: bool) -> None:
+        mesh, rank = comm.mesh, comm.rank
         number = next(_numbers)  # the same on all ranks, which make their schedulers in the same order
         self.mesh, self.rank = mesh, rank
         self._store: Store | None = None
-        if has_store:
+        if has_store and mesh.size > 1:
             self._store = PrefixStore(f"fsharp/order/{number}", _get_default_store())
+        self._all: weakref.WeakSet[Order] = _orders.setdefault(comm, weakref.WeakSet())
+        self._all.add(self)
         self._run: Run | None = None
         self.is_broken = False
-        self._errors = 0
+        self._has_met = False
+        self._errors, self._last = 0, ""
+        self._known: AgreementError | None = None  # raised here, and by all others or because others know
         self._step = -1
         self._left: dict[int, list[str]] = {}  # one step more than others are told of, who may be one behind
         self._ended: tuple[int, Sequence[Event]] = (-1, ())
@@ -79,6 +87,29 @@ class Order:
         if self._run is not None:
             self._ended = self._step, self._run.events
         self._run = None
+
+    def meet(self, make: Callable[[], None]) -> None:
+        """Wait for all ranks, once at the beginning and once after each error, and make together what they share.
+
+        Args:
+            make: makes it. No rank gets lost between meeting and making: nothing of the caller's runs there.
+
+        Raises:
+            AgreementError: one has failed again before.
+        """
+        if self._has_met:
+            return
+        if self._store is not None:
+            if self._store.add(f"{self._errors}/met", 1) == self.mesh.size:
+                self._store.set(f"{self._errors}/all", "1")
+            deadline = time.monotonic() + _LONGEST
+            while not self._store.check([f"{self._errors}/all"]):
+                self.check(self._errors)
+                if time.monotonic() > deadline:
+                    raise self._refusal(f"Scheduler: after {_LONGEST:.0f} s not all ranks have come to where this one is.")
+                time.sleep(0.005)
+        make()
+        self._has_met = True
 
     def confirm(self, run: "Run", *, ended: bool = False) -> None:
         """Compare the events up to here with those of all other ranks.
@@ -95,7 +126,8 @@ class Order:
             return
         length = max(int.from_bytes(head[16:], "little") for head in heads)
         texts = [row.rstrip(b"\0").decode() for row in gather_bytes(mine.ljust(length, b"\0"), comm)]
-        raise AgreementError(_different({rank: text.split("\n") for rank, text in enumerate(texts)}))
+        self._known = AgreementError(_different({rank: text.split("\n") for rank, text in enumerate(texts)}))
+        raise self._known
 
     def depart(self, run: "Run", *, ended: bool) -> None:
         """Leave the plan together with all other ranks.
@@ -103,7 +135,7 @@ class Order:
         Raises:
             AgreementError: others go on, or have left it elsewhere; with both orders.
         """
-        if self._store is None or self.mesh.size == 1:
+        if self._store is None:
             self.confirm(run, ended=ended)
             return
         mine = _texts(run.events, ended)
@@ -114,33 +146,57 @@ class Order:
         while missing:
             missing = {rank for rank in missing if not self._agrees(mine, rank)}
             if time.monotonic() > deadline:
-                raise AgreementError(
-                    f"Scheduler: this rank has left its plan at {mine[-1]!r}; after {_LONGEST:.0f} s ranks {sorted(missing)} "
-                    "have not said whether they do. Are they still running?"
+                raise self._refusal(
+                    f"Scheduler: rank {self.rank} has left its plan at {mine[-1]!r}; after {_LONGEST:.0f} s ranks "
+                    f"{sorted(missing)} have not said whether they do. Are they still running?"
                 )
             time.sleep(0.005)
 
-    def fail(self, run: "Run", error: BaseException) -> None:
+    def fail(self, error: BaseException) -> None:
         """This rank gives up: tell the others why, unless they have told this one."""
-        if self._store is not None and not isinstance(error, AgreementError):
-            self._leave_note(f"Scheduler: rank {self.rank} failed; it says:\n{type(error).__name__}: {error}")
+        if error is self._known:
+            self._last = str(error)
+        else:
+            self._last = f"Scheduler: rank {self.rank} failed; it says:\n{type(error).__name__}: {error}"
+            if self._store is not None:
+                self._leave_note(self._last)
         self._errors, self._step, self._left, self._ended = self._errors + 1, -1, {}, (-1, ())
-        self._run, self.is_broken = None, False
+        self._run, self._known, self.is_broken, self._has_met = None, None, False, False
 
-    def check(self) -> None:
+    def patience(self) -> Callable[[], None]:
+        """What to call while something takes that begins now."""
+        return partial(self.check, self._errors)
+
+    def check(self, errors: int) -> None:
         """Look for notes of others.
 
+        Args:
+            errors: how many there had been when it began, whatever is being waited for.
+
         Raises:
-            AgreementError: one has failed, or is in another order.
+            AgreementError: one has failed, or is in another order; or this was so already, and what is waited for was given up.
         """
+        if errors < self._errors:
+            raise AgreementError(self._last)
+        for order in (self, *(self._all - {self})):
+            order._look()
+
+    def _look(self) -> None:
         if self._store is None or not self._store.check([f"{self._errors}/any"]):
             return
         mine = _texts(self._ended[1], True) if self._run is None else _texts(self._run.events, False)
-        self.is_broken = True
         for rank in range(self.mesh.size):
             if rank != self.rank:
                 self._agrees(mine, rank)
-        self.is_broken = False
+
+    def recall(self) -> None:
+        """Raise again what was raised between two steps.
+
+        Raises:
+            AgreementError: something was.
+        """
+        if self.is_broken:
+            self.check(self._errors)
 
     def _leave_note(self, failure: str | None = None) -> None:
         assert self._store is not None
@@ -161,21 +217,29 @@ class Order:
         for step, theirs in note.left.items():
             if step < self._step and step not in self._left:
                 ended = _texts(self._ended[1], True) if step == self._ended[0] else [_END]
-                self._refuse({self.rank: ended, rank: theirs})
+                raise self._refusal(_different({self.rank: ended, rank: theirs}))
             if step == self._step and mine[: len(theirs)] != theirs[: len(mine)]:
-                self._refuse({self.rank: mine, rank: theirs})
+                raise self._refusal(_different({self.rank: mine, rank: theirs}))
         if note.failure is not None:
-            raise AgreementError(note.failure)
+            self._known, self.is_broken = AgreementError(note.failure), self._run is None
+            raise self._known
         return self._step in note.left
 
-    def _refuse(self, orders: dict[int, list[str]]) -> NoReturn:
-        text = _different(orders)
+    def _refusal(self, text: str) -> AgreementError:
         self._leave_note(text)
-        raise AgreementError(text)
+        self._known, self.is_broken = AgreementError(text), self._run is None
+        return self._known
 
 
 def _texts(events: Iterable[Event], ended: bool) -> list[str]:
-    return [*map(str, events), *([_END] if ended else [])]
+    """As far as ranks have to agree in them."""
+    return [*map(_text, events), *([_END] if ended else [])]
+
+
+def _text(event: Event) -> str:
+    if not event.kind.startswith("backward"):  # numbers of uses follow from the order of their beginning
+        return str(event)
+    return f"{event} (use {event.use}{', for its inputs alone' if event.bare else ''})"
 
 
 def _different(orders: dict[int, list[str]]) -> str:

@@ -1,5 +1,6 @@
 """Patient: a Comm whose callers do not wait in vain."""
 
+import copy
 from collections.abc import Callable
 
 import torch
@@ -15,11 +16,12 @@ class Patient:
 
     Args:
         inner: a Comm whose calls block the host.
-        patience: called twice a second while a call takes; raises to end the wait.
+        patience: gives, for each call, what is called twice a second while it takes, and raises to end the wait.
     """
 
-    def __init__(self, inner: Comm, patience: Callable[[], None]) -> None:
+    def __init__(self, inner: Comm, patience: Callable[[], Callable[[], None]]) -> None:
         self.inner, self._patience, self._worker = inner, patience, Worker("calls")
+        self._has_old_groups = True  # the caller's, who may have others call in them than we do
 
     @property
     def mesh(self) -> Mesh:
@@ -49,7 +51,7 @@ class Patient:
         return self._wait(lambda: self.inner.all_reduce(x, axis, op=op))
 
     def _wait(self, call: Callable[[], torch.Tensor]) -> torch.Tensor:
-        flight = Flight(self._patience)
+        flight = Flight(self._patience())
 
         def job() -> None:
             try:
@@ -64,6 +66,18 @@ class Patient:
     def close(self) -> None:
         """Leave the thread, and the groups, to what it waits for."""
         self._worker = Worker("calls")
-        innermost = self.inner.inner if isinstance(self.inner, CountingComm) else self.inner
-        if isinstance(innermost, ProcessGroupComm):
-            innermost.renew()
+        self._has_old_groups = True
+
+    def make(self) -> None:
+        """Other groups, if something may be under way in these; every rank has to. The caller's Comm keeps its own."""
+        if self._has_old_groups:
+            self.inner, self._has_old_groups = _over_new_groups(self.inner), False
+
+
+def _over_new_groups(comm: Comm) -> Comm:
+    if isinstance(comm, CountingComm):
+        other = copy.copy(comm)  # which counts into the same counter
+        other.inner = _over_new_groups(comm.inner)
+        return other
+    assert isinstance(comm, ProcessGroupComm)
+    return comm.over({axis: comm.new_group(axis) for axis, size in comm.mesh.axes if size > 1})

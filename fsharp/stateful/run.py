@@ -425,9 +425,9 @@ class Run:
         for unit in units:
             gradient = unit.gradient
             if gradient is not None and gradient.is_finished_apart:
-                gradient.ask()
-                if not gradient.is_finishing:
+                if not gradient.is_finishing or gradient.is_handed_out:
                     self.demand.finish(unit)
+                gradient.is_handed_out = True
                 if wait:
                     gradient.join()
         self.scheduler.lanes.join_all()

@@ -65,12 +65,14 @@ class Scheduler(Engine):
         self.transport = _transport(comm, self.policy)
         on_cuda = comm.device.type == "cuda"
         self.lanes = CudaLanes(comm.device, one_stream=self.policy.one_stream) if on_cuda else Lanes()
-        inner = comm.inner if isinstance(comm, CountingComm) else comm
-        self.order = Order(comm.mesh, comm.rank, has_store=isinstance(inner, ProcessGroupComm) and comm.mesh.size > 1)
-        blocks = isinstance(self.transport.innermost, Exchange)
-        self.own: Comm = Patient(comm, self.order.check) if blocks else comm  # for calls that are not scheduled
+        inner: Comm = comm
+        while isinstance(inner, CountingComm):
+            inner = inner.inner
+        self.order = Order(inner, has_store=isinstance(inner, ProcessGroupComm))
+        self.own: Comm = comm  # for calls that are not scheduled
         if isinstance(self.transport.innermost, Exchange):
-            self.transport.innermost.patience = self.order.check
+            self.own = Patient(comm, self.order.patience)
+            self.transport.innermost.patience = self.order.patience
         self.units: dict[str, LiveUnit] = {}
         self.arena = torch.empty(0, dtype=torch.uint8, device=comm.device)
         self.tenant: Any = None
@@ -99,14 +101,17 @@ class Scheduler(Engine):
 
     def all_gather(self, x: torch.Tensor, axis: str) -> torch.Tensor:
         """A collective of the caller's own: passed on, and not scheduled."""
+        self._meet()
         return self.own.all_gather(x, axis)
 
     def reduce_scatter(self, x: Any, axis: Any, *, dtype: torch.dtype | None = None) -> Any:
         """A collective of the caller's own: passed on, and not scheduled."""
+        self._meet()
         return self.own.reduce_scatter(x, axis, dtype=dtype)
 
     def all_reduce(self, x: torch.Tensor, axis: str, *, op: ReduceOp = "sum") -> torch.Tensor:
         """A collective of the caller's own: passed on, and not scheduled."""
+        self._meet()
         return self.own.all_reduce(x, axis, op=op)
 
     # ------------------------------------------------------------ running
@@ -135,36 +140,44 @@ class Scheduler(Engine):
             args: trees in which the plan finds its units.
             kwargs: more of them.
         """
-        run = self._begin(scheduled, args, kwargs)
-        with self.guard(run):
+        with self.guard():
+            self.order.recall()
+            self._meet()
+            run = self._begin(scheduled, args, kwargs)
             self._watch(run.recorder)
-            if self.order.is_broken:
-                self.order.check()
         return run
+
+    def _meet(self) -> None:
+        self.order.meet(self._make)
+
+    def _make(self) -> None:
+        self.transport.make()
+        if isinstance(self.own, Patient):
+            self.own.make()
 
     def close(self, run: Run) -> None:
         """The run is over."""
         self._end(run)
         if run.recorder is not None and run.is_planned:
             run.recorder.end()
-        self._leave(run)
+        self._leave()
 
     @contextmanager
-    def guard(self, run: Run) -> Iterator[None]:
-        """Give a run up if an error leaves this context; other ranks are told."""
+    def guard(self, run: Run | None = None) -> Iterator[None]:
+        """Give a run up, or one that is about to begin, if an error leaves this context; other ranks are told."""
         try:
             yield
         except BaseException as error:
-            if self._run is run:
-                self._abort(run, error)
-                self._leave(run)
+            if run is None or self._run is run:
+                self._abort(error)
+                self._leave()
             raise
 
-    def _leave(self, run: Run) -> None:
+    def _leave(self) -> None:
         self._run, self._table, self._handed = None, {}, []
         self.order.end()
-        if run.scheduled is not None:
-            run.scheduled.forget()
+        for scheduled in self._scheduled:
+            scheduled.forget()
 
     def _watch(self, recorder: Recorder | None) -> None:
         """Have collectives noted by a recorder, or by none."""
@@ -247,13 +260,20 @@ class Scheduler(Engine):
         if not run.is_planned and run.scheduled is not None:
             self.order.confirm(run, ended=True)
             run.scheduled.record(run)
+            self._sweep()
         if run.is_planned and run.plan is not None:
             for key in run.plan.carried:
                 run.plan.copies[key].remember()
         for unit in self.units.values():
             unit.node = None
 
-    def _abort(self, run: Run, error: BaseException) -> None:
+    def _sweep(self) -> None:
+        """Units of trees that no function uses any more are gone."""
+        used = {facts.name for each in self._scheduled if each.schedule is not None for facts in each.schedule.program.units}
+        used |= {unit.key for unit in self._table.values()}
+        self.units = {key: unit for key, unit in self.units.items() if key in used}
+
+    def _abort(self, error: BaseException) -> None:
         """Whatever was under way is given up."""
         for unit in self.units.values():
             unit.forget()
@@ -272,7 +292,7 @@ class Scheduler(Engine):
         self.transport.close()
         if isinstance(self.own, Patient):
             self.own.close()
-        self.order.fail(run, error)
+        self.order.fail(error)
 
     # ------------------------------------------------------------ units
 
@@ -308,6 +328,7 @@ class Scheduler(Engine):
             self._table = {}  # addresses, which may be others' by now
             for unit in self.units.values():
                 unit.node = None
+            self._meet()
             run = Run(self, None, None)
             self._loose = weakref.ref(run)  # whoever has a backward to come keeps it
         return run

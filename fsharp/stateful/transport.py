@@ -6,7 +6,7 @@ is current, :class:`Local` has nobody to talk to; :mod:`fsharp.stateful.exchange
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
@@ -15,6 +15,7 @@ from fsharp.functional.comm import Call, Comm, CountingComm, sent_nbytes
 from fsharp.functional.process_group import ProcessGroupComm
 
 Kind = Literal["gather", "reduce"]
+_KINDS: tuple[Kind, ...] = get_args(Kind)
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
@@ -84,6 +85,9 @@ class Transport(ABC):
         """Without what is wrapped around it."""
         return self
 
+    def make(self) -> None:
+        """Make ready what all ranks have to make together."""
+
     def close(self) -> None:
         """Give up whatever is under way."""
 
@@ -126,12 +130,19 @@ class Blocking(Transport):
 class Groups:
     """Process groups of a scheduler's own, so that its gathers and its reductions do not wait for each other.
 
-    Made at first use, which every rank has to reach; with ``separate=False`` the groups of the Comm.
+    With ``separate=False`` they are the groups of the Comm.
     """
 
     def __init__(self, comm: ProcessGroupComm, *, separate: bool) -> None:
         self.comm, self.separate = comm, separate
         self._made: dict[tuple[Kind, str], dist.ProcessGroup] = {}
+
+    def make(self) -> None:
+        """Make them all. Every rank has to, at the same point; a rank that comes alone waits for ever."""
+        if self.separate:
+            for axis, size in self.comm.mesh.axes:
+                for kind in _KINDS if size > 1 else ():
+                    self(kind, axis)
 
     def __call__(self, kind: Kind, axis: str) -> dist.ProcessGroup:
         """The group along an axis for one kind of collective."""
@@ -142,7 +153,7 @@ class Groups:
         return self._made[kind, axis]
 
     def close(self) -> None:
-        """Use them no more: what is under way in them may never end. Those made next have to be made by all ranks."""
+        """Use them no more: what is under way in them may never end."""
         self._made.clear()
 
 
@@ -180,6 +191,10 @@ class Native(Transport):
     def scratch_nbytes(self, op: str, axis: str, numel: int, itemsize: int) -> int:
         """What an all_reduce in a dtype of its own needs."""
         return numel * itemsize if op == "all_reduce" else 0
+
+    def make(self) -> None:
+        """The groups."""
+        self.groups.make()
 
     def close(self) -> None:
         """Abort the groups."""
@@ -225,6 +240,10 @@ class Counted(Transport):
     def scratch_nbytes(self, op: str, axis: str, numel: int, itemsize: int) -> int:
         """As ``inner``."""
         return self.inner.scratch_nbytes(op, axis, numel, itemsize)
+
+    def make(self) -> None:
+        """As ``inner``."""
+        self.inner.make()
 
     def close(self) -> None:
         """As ``inner``."""
