@@ -32,7 +32,7 @@ class Demand:
         self.run: Run = weakref.proxy(run)  # which owns this: a cycle would keep memory until the collector comes by
         self.rooms: list[Room] = []
         self.rooms_in_backward: list[Room] = []
-        self.kept: dict[str, list[Copy]] = {}  # by unit, what was used again in a backward
+        self.kept: dict[str, list[tuple[int, Copy]]] = {}  # by unit, numbers of uses made in a backward, and what they used
         self.blocks: dict[str, Block] = {}  # gradients that are being collected
         self.sent: Gradient | None = None  # whose reduction is under way
 
@@ -82,18 +82,24 @@ class Demand:
         copy.wait()
         scheduler.lanes.join_all()
 
-    def leave(self, copy: Copy) -> None:
+    def leave(self, copy: Copy, number: int) -> None:
         """The forward of a use is over."""
         if in_backward() and torch.is_grad_enabled():
             copy.users += 1
-            self.kept.setdefault(copy.unit.key, []).append(copy)
+            self.kept.setdefault(copy.unit.key, []).append((number, copy))
         else:
             self.idle(copy)
 
-    def let_go(self, key: str) -> None:
-        """A backward of a unit is over: it has looked at what the last of the uses has saved that were made for such ones."""
-        if self.kept.get(key):
-            copy = self.kept[key].pop()
+    def let_go(self, key: str, number: int, *, bare: bool) -> None:
+        """A backward of a unit is over: it has looked at what a use has saved that was made in a backward.
+
+        That use is its own, or the last one, if it was made again for this backward. A backward that leaves out the unit's
+        parameters may come once more (``retain_graph``).
+        """
+        kept = self.kept.get(key, [])
+        own = next((i for i, (each, _) in enumerate(kept) if each == number), None)
+        if kept and not (bare and own is not None):
+            _, copy = kept.pop(-1 if own is None else own)
             copy.users -= 1
             self.idle(copy)
 
@@ -222,9 +228,9 @@ class Demand:
 
     def flush(self) -> None:
         """The backward pass is over: what has been collected is all there is."""
-        for key, copies in self.kept.items():
-            while copies:
-                self.let_go(key)
+        for key, kept in self.kept.items():
+            while kept:
+                self.let_go(key, kept[-1][0], bare=False)
         for key in list(self.blocks):
             self.send(self.run.scheduler.units[key])
         self.land()

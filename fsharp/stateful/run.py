@@ -62,6 +62,7 @@ class Run:
         self.forward: list[Use] = []
         self.backward: list[Use] = []
         self.num_uses = self.num_microbatches = 0
+        self.trained: dict[str, None] = {}  # units that have a gradient in this step
         self.incoming: Grads | None = None
         self.under_way: list[tuple[LiveUnit, Block | None, str]] = []
         self.open_blocks: dict[str, Block] = {}
@@ -137,7 +138,7 @@ class Run:
         use.leaves = None
         planned = self._leave_copy(use, "forward_end")
         if not planned and use.copy is not None:
-            self.demand.leave(use.copy)
+            self.demand.leave(use.copy, use.number)
 
     def _leave_copy(self, use: Use, kind: EventKind) -> bool:
         if use.copy is not None:
@@ -199,7 +200,7 @@ class Run:
         if not planned:
             if grads is not None:
                 self.demand.cast(use.unit, grads)
-            self.demand.let_go(use.unit.key)
+            self.demand.let_go(use.unit.key, use.number, bare=grads is None)
             if use.copy is not None:
                 self.demand.idle(use.copy)
         self.incoming = None

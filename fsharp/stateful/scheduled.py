@@ -75,7 +75,7 @@ class Scheduled:
         """Compile what a run has recorded."""
         scheduler = self.scheduler
         order = dict.fromkeys([e.unit for e in run.events if e.unit])
-        order |= dict.fromkeys(key for key, unit in scheduler.units.items() if unit.gradient is not None)
+        order |= run.trained
         several = run.num_microbatches > 1
         units = [facts_of(scheduler.units[key], scheduler.policy, several_microbatches=several) for key in order]
         program = Program(tuple(units), tuple(run.events))

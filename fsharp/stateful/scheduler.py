@@ -396,6 +396,7 @@ class Scheduler(Engine):
         units = [self.live(node) for node in units_of(params)]
         for unit in units:
             unit.train(self.transport, places)
+        run.trained |= dict.fromkeys(unit.key for unit in units if unit.gradient is not None)
         return units
 
     def expect(self, *, is_last: bool) -> None:
