@@ -357,6 +357,36 @@ def test_a_unit_that_is_used_twice_within_a_checkpoint(use_reentrant, strategy):
     run_both(program, mesh_of(strategy), compare=assert_close)
 
 
+@each_strategy
+@pytest.mark.parametrize("way", ["without gradient", "for an input alone"])
+def test_a_checkpoint_that_looks_ahead(way, strategy):
+    """What it does for nothing is done again in the backward, and must not cost what comes after it its memory."""
+
+    def program(run):
+        def loss(params, batch, comm):
+            def inside(x, layers):
+                y = fs.forward(block, layers[1], x, comm=comm)
+                return fs.forward(block, layers[2], y, comm=comm)
+
+            def ahead(x, layers):
+                if way == "for an input alone":
+                    y = fs.forward(block, layers[1], x, comm=comm)
+                    torch.autograd.grad(y.sum(), x, retain_graph=True)
+                    return fs.forward(block, layers[2], y, comm=comm)
+                with torch.no_grad():
+                    fs.forward(block, layers[2], x, comm=comm)
+                return inside(x, layers)
+
+            x, layers = fs.forward(embed, params["embed"], batch["x"], comm=comm), params["layers"]
+            x = fs.forward(block, layers[0], x, comm=comm)
+            x = inside(x, layers) if run.scheduler is None else checkpoint(ahead, x, layers, use_reentrant=False)
+            return cross_entropy(fs.forward(head, params["head"], x, comm=comm), batch)
+
+        return training(loss, strategy)(run)
+
+    run_both(program, mesh_of(strategy), compare=assert_close)
+
+
 def test_a_graph_of_the_backward_is_refused():
     def loss(params, batch, comm):
         x = fs.forward(embed, params["embed"], batch["x"], comm=comm)
