@@ -35,11 +35,13 @@ class _Note(NamedTuple):
     """What a rank has said since the last error.
 
     Attributes:
-        left: by step that it has left the plan in, its events up to there; of the last two such steps.
+        step: the last one in which it has left the plan; -1 for none.
+        events: its events in that step, up to there.
         failure: why it has given up, if it has.
     """
 
-    left: dict[int, list[str]]
+    step: int
+    events: list[str]
     failure: str | None
 
 
@@ -74,7 +76,7 @@ class Order:
         self._errors, self._last = 0, ""
         self._known: AgreementError | None = None  # raised here, and by all others or because others know
         self._step = -1
-        self._left: dict[int, list[str]] = {}  # one step more than others are told of, who may be one behind
+        self._left: dict[int, list[str]] = {}  # events up to there, of the last two steps: others may be one behind
         self._ended: tuple[int, Sequence[Event]] = (-1, ())
 
     def begin(self, run: "Run") -> None:
@@ -139,7 +141,7 @@ class Order:
             self.confirm(run, ended=ended)
             return
         mine = _texts(run.events, ended)
-        self._left = {**dict(list(self._left.items())[-2:]), self._step: mine}
+        self._left = {**dict(list(self._left.items())[-1:]), self._step: mine}
         self._leave_note()
         missing = set(range(self.mesh.size)) - {self.rank}
         deadline = time.monotonic() + _LONGEST
@@ -200,30 +202,29 @@ class Order:
 
     def _leave_note(self, failure: str | None = None) -> None:
         assert self._store is not None
-        self._store.set(f"{self._errors}/{self.rank}", json.dumps(_Note(dict(list(self._left.items())[-2:]), failure)))
+        step, events = next(reversed(self._left.items()), (-1, []))
+        self._store.set(f"{self._errors}/{self.rank}", json.dumps(_Note(step, events, failure)))
         self._store.set(f"{self._errors}/any", "1")
 
     def _note(self, rank: int) -> _Note:
         assert self._store is not None
         key = f"{self._errors}/{rank}"
         if not self._store.check([key]):
-            return _Note({}, None)
-        left, failure = json.loads(self._store.get(key))
-        return _Note({int(step): events for step, events in left.items()}, failure)
+            return _Note(-1, [], None)
+        return _Note(*json.loads(self._store.get(key)))
 
     def _agrees(self, mine: list[str], rank: int) -> bool:
         """Whether another rank has left the plan in this step as well, as this one has done or may still do."""
-        note = self._note(rank)
-        for step, theirs in note.left.items():
-            if step < self._step and step not in self._left:
-                ended = _texts(self._ended[1], True) if step == self._ended[0] else [_END]
-                raise self._refusal(_different({self.rank: ended, rank: theirs}))
-            if step == self._step and mine[: len(theirs)] != theirs[: len(mine)]:
-                raise self._refusal(_different({self.rank: mine, rank: theirs}))
-        if note.failure is not None:
-            self._known, self.is_broken = AgreementError(note.failure), self._run is None
+        step, theirs, failure = self._note(rank)
+        if -1 < step < self._step and step not in self._left:
+            ended = _texts(self._ended[1], True) if step == self._ended[0] else [_END]
+            raise self._refusal(_different({self.rank: ended, rank: theirs}))
+        if step == self._step and mine[: len(theirs)] != theirs[: len(mine)]:
+            raise self._refusal(_different({self.rank: mine, rank: theirs}))
+        if failure is not None:
+            self._known, self.is_broken = AgreementError(failure), self._run is None
             raise self._known
-        return self._step in note.left
+        return step == self._step
 
     def _refusal(self, text: str) -> AgreementError:
         self._leave_note(text)
