@@ -130,7 +130,7 @@ def late_flights(monkeypatch, is_late, seconds):
     """Have this rank's sends of some flights come late, as a busy machine might."""
     fly = Exchange._fly
 
-    def slow(self, kind, post, finish):
+    def slow(self, kind, post, finish, crew):
         wait = is_late(kind)
 
         def late():
@@ -138,7 +138,7 @@ def late_flights(monkeypatch, is_late, seconds):
                 time.sleep(seconds)
             return post()
 
-        return fly(self, kind, late, finish)
+        return fly(self, kind, late, finish, crew)
 
     monkeypatch.setattr(Exchange, "_fly", slow)
 

@@ -192,8 +192,8 @@ class Scheduler(Engine):
         for unit in self.units.values():
             unit.begin()
         for key, node in scheduled.sources((args, kwargs)).items():
-            unit = self.units[key]
-            if node.unit == unit.layout and _signature(node) not in self._table:
+            unit = self.units.get(key)
+            if unit is not None and node.unit == unit.layout and _signature(node) not in self._table:
                 self._register(unit, node)
         plan = self._plan(scheduled)
         run = self._run = Run(self, scheduled, plan)
