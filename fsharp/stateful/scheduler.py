@@ -192,9 +192,9 @@ class Scheduler(Engine):
         for unit in self.units.values():
             unit.begin()
         for key, node in scheduled.sources((args, kwargs)).items():
-            unit = self.units.get(key)
-            if unit is not None and node.unit == unit.layout and _signature(node) not in self._table:
-                self._register(unit, node)
+            known = self.units.get(key)
+            if known is not None and node.unit == known.layout and _signature(node) not in self._table:
+                self._register(known, node)
         plan = self._plan(scheduled)
         run = self._run = Run(self, scheduled, plan)
         self.order.begin(run)
