@@ -92,7 +92,7 @@ def train(comm, strategy, doings, *, counted=False):
     return errors, set(alive)
 
 
-@pytest.fixture(scope="module", params=[2, 3])
+@pytest.fixture(scope="module", params=[2, pytest.param(3, marks=pytest.mark.deep)])
 def found(request):
     """Everything that this many processes find out, in one start of them."""
 

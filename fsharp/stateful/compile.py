@@ -185,7 +185,7 @@ class _Emitter:
 
     def _cast(self, event: Event, i: int) -> None:
         unit, facts = event.unit, self.facts[event.unit]
-        if self.gradients.get(event.use) != i:
+        if i not in self.gradients:
             return
         is_first = unit not in self.begun
         buffer = ("outgoing", unit) if facts.outgoing else None
@@ -304,19 +304,19 @@ class _Emitter:
             wait.after = (settled[wait.unit] if wait.phase == "update" else self.gathers[wait.unit],)
 
 
-def _gradients(program: Program) -> dict[int, int]:
-    """For each use that has a gradient, the event where it is there: the end of its last backward."""
+def _gradients(program: Program) -> set[int]:
+    """The events at which a gradient of a unit's parameters is there."""
     trainable = {unit.name for unit in program.units if unit.trainable}
-    return {e.use: i for i, e in enumerate(program.events) if e.kind == "backward_end" and e.unit in trainable and not e.bare}
+    return {i for i, e in enumerate(program.events) if e.kind == "backward_end" and e.unit in trainable and not e.bare}
 
 
-def _casts(program: Program, gradients: Mapping[int, int]) -> list[dict[str, int]]:
-    """For each microbatch, how many uses of each unit have a gradient in it."""
+def _casts(program: Program, gradients: set[int]) -> list[dict[str, int]]:
+    """For each microbatch, how many gradients of each unit come in it."""
     result: list[dict[str, int]] = [{}]
     for i, event in enumerate(program.events):
         if event.kind == "microbatch_end":
             result.append({})
-        elif gradients.get(event.use) == i:
+        elif i in gradients:
             result[-1][event.unit] = result[-1].get(event.unit, 0) + 1
     return result
 

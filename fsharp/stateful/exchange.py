@@ -16,8 +16,10 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
+from fsharp.functional.comm import Comm, CountingComm
 from fsharp.functional.process_group import ProcessGroupComm
-from fsharp.stateful.transport import Groups, Ticket, Transport
+from fsharp.stateful.policy import Policy
+from fsharp.stateful.transport import Blocking, Counted, Groups, Local, Native, Ticket, Transport
 from fsharp.stateful.workers import Flight, Worker
 
 _CHUNK = 1 << 20
@@ -221,3 +223,13 @@ def _sum(summands: Sequence[torch.Tensor], out: torch.Tensor) -> None:
     for summand in summands[1:]:
         total += summand
     out.copy_(total)
+
+
+def transport_over(comm: Comm, policy: Policy) -> Transport:
+    """The transport that a Comm allows for."""
+    if isinstance(comm, CountingComm):
+        return Counted(transport_over(comm.inner, policy), comm)
+    if not isinstance(comm, ProcessGroupComm):
+        return Local() if comm.mesh.size == 1 else Blocking(comm)
+    groups = Groups(comm, separate=policy.separate_groups)
+    return Native(comm, groups) if comm.is_native else Exchange(comm, groups)

@@ -27,13 +27,13 @@ if TYPE_CHECKING:
 class Use:
     """One use of a unit: from entering it in the forward to the end of its backward."""
 
-    __slots__ = ("copy", "has_gradient", "is_open", "leaves", "node", "number", "parent", "seen", "unit")
+    __slots__ = ("copy", "is_open", "leaves", "node", "number", "parent", "seen", "unit")
 
     def __init__(self, unit: LiveUnit, number: int, parent: "Use | None") -> None:
         self.unit, self.number, self.parent = unit, number, parent
         self.copy: Copy | None = None
         self.leaves: list[torch.Tensor] | None = None
-        self.is_open = self.has_gradient = False
+        self.is_open = False
         self.node: Sharded | None = None
         self.seen: Stamp = ()
 
@@ -63,6 +63,7 @@ class Run:
         self.backward: list[Use] = []
         self.num_uses = self.num_microbatches = 0
         self.trained: dict[str, None] = {}  # units that have a gradient in this step
+        self.on_backward: Callable[[], None] = lambda: None  # called when a backward comes to a use
         self.incoming: Grads | None = None
         self.under_way: list[tuple[LiveUnit, Block | None, str]] = []
         self.open_blocks: dict[str, Block] = {}
@@ -116,7 +117,6 @@ class Run:
         leaves = full.leaves()
         if node.sinks and torch.is_grad_enabled():
             chosen = full.index.trainable
-            use.has_gradient = True
             unit.pending += 1
             unit.uses = max(unit.uses, unit.pending)
             graph = differentiable(partial(self.gradient, use), [leaves[i] for i in chosen], node.sinks)
@@ -140,10 +140,10 @@ class Run:
         if not planned and use.copy is not None:
             self.demand.leave(use.copy, use.number)
 
-    def _leave_copy(self, use: Use, kind: EventKind) -> bool:
+    def _leave_copy(self, use: Use, kind: EventKind, *, bare: bool = False) -> bool:
         if use.copy is not None:
             use.copy.users -= 1
-        return self.event(kind, use.unit.key, use.number, bare=kind == "backward_end" and not use.has_gradient)
+        return self.event(kind, use.unit.key, use.number, bare=bare)
 
     def come_back(self, uses: Sequence[Use]) -> None:
         """A backward comes to the function that entered these units."""
@@ -154,6 +154,7 @@ class Run:
             if gathered:
                 raise _too_late(gathered[0])
             return
+        self.on_backward()
         for use in uses:
             self._open(use)
 
@@ -185,6 +186,7 @@ class Run:
         """The gradients of a use's leaves are there: its backward is over."""
         if self.is_over:
             raise _too_late(use.unit.key)
+        self.on_backward()
         if not use.is_open:
             self._open(use)
         while self.backward[-1] is not use:
@@ -196,7 +198,7 @@ class Run:
         self.backward.pop()
         use.is_open = False
         self.incoming = self.plan.outside(grads) if grads is not None and self.is_planned and self.plan is not None else grads
-        planned = self._leave_copy(use, "backward_end")
+        planned = self._leave_copy(use, "backward_end", bare=grads is None)
         if not planned:
             if grads is not None:
                 self.demand.cast(use.unit, grads)

@@ -21,7 +21,7 @@ from fsharp.functional.sharded import PlaceName, Sharded, is_sharded, map_units,
 from fsharp.functional.train import Loss, as_loss, with_sinks
 from fsharp.stateful.boundary import before_backward
 from fsharp.stateful.copies import LiveUnit, stamp
-from fsharp.stateful.exchange import Exchange
+from fsharp.stateful.exchange import Exchange, transport_over
 from fsharp.stateful.full import leaf_index
 from fsharp.stateful.order import Order
 from fsharp.stateful.patient import Patient
@@ -32,7 +32,6 @@ from fsharp.stateful.run import Run, Use
 from fsharp.stateful.scheduled import Scheduled
 from fsharp.stateful.spread import Spread
 from fsharp.stateful.streams import CudaLanes, Lanes
-from fsharp.stateful.transport import Blocking, Counted, Groups, Local, Native, Transport
 
 
 class Scheduler(Engine):
@@ -62,7 +61,7 @@ class Scheduler(Engine):
         self.comm, self.policy = comm, policy or Policy(**options)
         if self.policy.sum_late is None:
             self.policy = replace(self.policy, sum_late=comm.device.type != "cuda")
-        self.transport = _transport(comm, self.policy)
+        self.transport = transport_over(comm, self.policy)
         on_cuda = comm.device.type == "cuda"
         self.lanes = CudaLanes(comm.device, one_stream=self.policy.one_stream) if on_cuda else Lanes()
         inner: Comm = comm
@@ -275,6 +274,8 @@ class Scheduler(Engine):
 
     def _abort(self, error: BaseException) -> None:
         """Whatever was under way is given up."""
+        if self._run is not None:
+            self._run.is_over = True
         for unit in self.units.values():
             unit.forget()
             if unit.gradient is not None:
@@ -507,12 +508,3 @@ def _check_loss(loss: Loss, has_sinks: bool) -> None:
     if not has_sinks or not loss.sum.requires_grad:
         why = "no parameter reaches it: use forward() or gather() in it" if has_sinks else "every parameter is frozen"
         raise LossError(f"value_and_grad(): the loss has no gradient, {why}.")
-
-
-def _transport(comm: Comm, policy: Policy) -> Transport:
-    if isinstance(comm, CountingComm):
-        return Counted(_transport(comm.inner, policy), comm)
-    if not isinstance(comm, ProcessGroupComm):
-        return Local() if comm.mesh.size == 1 else Blocking(comm)
-    groups = Groups(comm, separate=policy.separate_groups)
-    return Native(comm, groups) if comm.is_native else Exchange(comm, groups)
