@@ -77,6 +77,24 @@ class ModuleContender:
         return sum(local(x).nbytes for x in state)
 
 
+class ShardedContender(ModuleContender):
+    """A module under ``fs.ShardedModule``, with the same optimizer."""
+
+    def __init__(self, name: str, module: torch.nn.Module, comm: fs.Comm, strategy: fs.Strategy, units: Any) -> None:
+        self.name, self.is_global, self.synced = name, False, True
+        self.sharded = fs.ShardedModule(module, mesh=comm, strategy=strategy, units=units)
+        self.module = self.sharded
+        self.optimizer: Any = fs.ShardedOptimizer(self.sharded.parameters(), torch.optim.AdamW, fused=True, **ADAMW)
+
+    def settle(self) -> None:
+        for node in fs.units_of(self.sharded.functional()[1]):
+            node.settle()
+
+    def optimizer_nbytes(self) -> int:
+        kept = self.optimizer.state_dict()["state"].values()
+        return sum(x.nbytes for each in kept for x in each.values() if isinstance(x, torch.Tensor))
+
+
 class FunctionContender:
     """The pure functions on ordinary tensors: what fsharp's host time is held against."""
 
@@ -171,6 +189,11 @@ def sharded(name: str, shape: gpt.Shape, comm: fs.Comm, strategy: fs.Strategy, p
     """The GPT with a strategy of fsharp's."""
     loss_fn = partial(gpt.loss, heads=shape.heads)
     return FsharpContender(name, gpt.tree_of(gpt.build(shape)), loss_fn, comm, strategy, policy=policy)
+
+
+def wrapped(name: str, shape: gpt.Shape, comm: fs.Comm, strategy: fs.Strategy) -> Contender:
+    """The GPT as a module, with a strategy of fsharp's."""
+    return ShardedContender(name, gpt.build(shape), comm, strategy, [gpt.Block])
 
 
 def local(x: torch.Tensor) -> torch.Tensor:

@@ -22,6 +22,8 @@ TARGETS = {
     "step_ratio_vs_fsdp2": 0.80,
     "step_ratio_vs_ddp": 1.15,
     "ddp_ratio_vs_ddp": 1.0,
+    "module_ratio_vs_fsdp2": 0.80,
+    "module_ratio_vs_functional": 1.05,
     "host_ratio_vs_fsdp2": 0.35,
     "peak_ratio_vs_fsdp2": 1.0,
 }
@@ -30,6 +32,8 @@ MEANING = {
     "step_ratio_vs_fsdp2": "time of a step, zero3 to FSDP2",
     "step_ratio_vs_ddp": "time of a step, zero3 to DDP",
     "ddp_ratio_vs_ddp": "time of a step, ddp to DDP or zero1 to DDP, the larger",
+    "module_ratio_vs_fsdp2": "time of a step, zero3 of a module to FSDP2",
+    "module_ratio_vs_functional": "time of a step, zero3 of a module to zero3 of functions",
     "host_ratio_vs_fsdp2": "host time added per unit, zero3 to FSDP2",
     "peak_ratio_vs_fsdp2": "peak memory, zero3 to FSDP2",
 }
@@ -58,6 +62,8 @@ def summary(parts: Mapping[str, Any]) -> dict[str, float]:
         result["step_ratio_vs_fsdp2"] = ratio(rounds, "fsharp zero3", FSDP2).median
         result["step_ratio_vs_ddp"] = ratio(rounds, "fsharp zero3", "DDP").median
         result["ddp_ratio_vs_ddp"] = max(ratio(rounds, name, "DDP").median for name in ("fsharp ddp", "fsharp zero1"))
+        result["module_ratio_vs_fsdp2"] = ratio(rounds, "fsharp zero3, module", FSDP2).median
+        result["module_ratio_vs_functional"] = ratio(rounds, "fsharp zero3, module", "fsharp zero3").median
     if "host" in parts:
         result["host_ratio_vs_fsdp2"] = ratio(parts["host"]["step"]["added"], "fsharp zero3", FSDP2).median
     if "memory" in parts:

@@ -45,6 +45,7 @@ def everyone(options: Options, shape: gpt.Shape, comm: fs.Comm) -> list[c.Conten
         ours("fsharp zero2", fs.zero2("dp"), scheduled),
         ours("fsharp zero3", fs.zero3("dp"), scheduled),
         ours("fsharp zero3, blocking", fs.zero3("dp"), blocking),
+        c.wrapped("fsharp zero3, module", shape, comm, fs.zero3("dp")),
     ]
     if options.peers == "all":
         from benchmarks.zero import ZeroContender

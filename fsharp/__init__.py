@@ -119,6 +119,10 @@ from fsharp.stateful.compile import compile_schedule as compile_schedule
 from fsharp.stateful.graphs import Captured as Captured
 from fsharp.stateful.hardware import Hardware as Hardware
 from fsharp.stateful.hardware import simulate as simulate
+from fsharp.stateful.module import ShardedModule as ShardedModule
+from fsharp.stateful.optimizer import ShardedOptimizer as ShardedOptimizer
+from fsharp.stateful.parameter import Part as Part
+from fsharp.stateful.parameter import ShardedParameter as ShardedParameter
 from fsharp.stateful.perfetto import perfetto as perfetto
 from fsharp.stateful.policy import Policy as Policy
 from fsharp.stateful.program import Event as Event

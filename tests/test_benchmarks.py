@@ -387,14 +387,16 @@ def test_the_report_writes_everything_and_ends_in_a_line_of_figures(parts, tmp_p
 
 
 def test_the_figures_are_those_of_the_rounds():
-    rounds = [{"fsharp zero3": 1.0, "fsharp ddp": 2.0, "fsharp zero1": 3.0, "FSDP2": 4.0, "DDP": 2.0}]
+    rounds = [
+        {"fsharp zero3": 1.0, "fsharp ddp": 2.0, "fsharp zero1": 3.0, "FSDP2": 4.0, "DDP": 2.0, "fsharp zero3, module": 1.2}
+    ]
     peaks = {"FSDP2": 100, "FSDP2, embedding and head apart": 80, "fsharp zero3": 60}
     parts = {
         "steps": {"rounds": rounds},
         "host": {"step": {"added": [{"FSDP2": 10.0, "fsharp zero3": 3.0}]}},
         "memory": {"largest": {name: {"peak": x} for name, x in peaks.items()}},
     }
-    assert report.summary(parts) == dict(zip(report.TARGETS, (0.25, 0.5, 1.5, 0.3, 0.75), strict=True))
+    assert report.summary(parts) == dict(zip(report.TARGETS, (0.25, 0.5, 1.5, 0.3, 1.2, 0.3, 0.75), strict=True))
     assert report.summary({"steps": parts["steps"]}).keys() < report.TARGETS.keys()
 
 

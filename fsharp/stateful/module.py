@@ -1,0 +1,360 @@
+"""ShardedModule: an nn.Module whose parameters, gradients and optimizer state are sharded, in place."""
+
+import functools
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import optree
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from fsharp.functional.comm import Comm
+from fsharp.functional.errors import MeshError, ScheduleError, TreeError
+from fsharp.functional.layout import Layout
+from fsharp.functional.mesh import Mesh
+from fsharp.functional.paths import Patterns
+from fsharp.functional.placement import Strategy, zero3
+from fsharp.functional.plan import plan
+from fsharp.functional.precision import Precision
+from fsharp.functional.process_group import ProcessGroupComm, connect
+from fsharp.functional.sharded import units_of
+from fsharp.functional.train import init_state
+from fsharp.functional.transforms.base import Transform
+from fsharp.functional.transforms.norms import global_norm
+from fsharp.stateful.initial import initial_values
+from fsharp.stateful.parameter import ShardedParameter
+from fsharp.stateful.policy import Policy
+from fsharp.stateful.scheduled import Scheduled
+from fsharp.stateful.scheduler import Scheduler
+from fsharp.stateful.seats import Units, chosen_modules, leafmost, parameter_tree
+from fsharp.stateful.session import Session, Within
+
+_NOTHING = Transform(lambda params: None, lambda grads, state, params, *, comm: (grads, state), {})
+
+
+class ShardedModule(nn.Module):
+    """A module, trained in parts.
+
+    The module itself is changed in place and returned: it keeps its class, its attributes, methods and hooks, its buffers,
+    and the names of its parameters.
+
+    ::
+
+        model = fs.ShardedModule(model, strategy=fs.zero3("dp"), units=[Block])
+        optimizer = fs.ShardedOptimizer(model.parameters(), torch.optim.AdamW, lr=3e-4)
+        for batch in data:
+            loss = model(**batch).loss
+            loss.backward()
+            model.clip_grad_norm_(1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    Parameters are this rank's parts (:class:`~fsharp.ShardedParameter`), in the optimizer's dtype and place; inside of the
+    forward of the module that they are gathered with they are whole. All ranks call the same in the same order.
+
+    Args:
+        module: with the same values on every rank, or on the meta device. Tied and frozen parameters stay so.
+        mesh: the ranks: a DeviceMesh with named dims, a :class:`~fsharp.Mesh` that all processes form, or a
+            :class:`~fsharp.Comm`; None means all processes, along one axis ``"dp"``.
+        strategy: where state rests; None means ZeRO-3 over all axes.
+        units: modules that are gathered by themselves when they are called: classes, patterns of paths (``"layers.*"``),
+            predicates on path and module, or several of these. They may nest; what is in none of them is gathered with the
+            root. None gathers everything with the root.
+        precision: dtypes. Floating-point inputs are cast to ``precision.compute``, if it has one.
+        policy: of the scheduler.
+        key: seed for a module on the meta device, whose submodules draw their values one after another by their own
+            ``reset_parameters()``: the same ones on any mesh.
+        plan_options: ``atoms`` and ``labels``, as :func:`~fsharp.plan` takes them; labels by default ``"default"``.
+
+    Raises:
+        PatternError: units that match no module.
+        TreeError: a module without parameters; one on the meta device with parameters that nothing initializes.
+        MeshError: a mesh that is not that of all processes.
+        AgreementError: on all ranks, if they differ in module, units, strategy or precision.
+
+    Cost: this rank's parts, and the largest parameter in full while a module on the meta device is made.
+    """
+
+    def __new__(cls, module: nn.Module | None = None, **options: Any) -> "ShardedModule":
+        """The module itself."""
+        if cls is not ShardedModule or module is None:
+            raise TreeError(
+                f"{cls.__name__}: call ShardedModule(module, ...); a sharded one cannot be made, or copied, otherwise."
+            )
+        _shard(module, **options)
+        assert isinstance(module, ShardedModule)
+        return module
+
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        mesh: DeviceMesh | Mesh | Comm | None = None,
+        strategy: Strategy | None = None,
+        units: Units | Sequence[Units] | None = None,
+        precision: Precision = Precision(),
+        policy: Policy | None = None,
+        key: int = 0,
+        **plan_options: Any,
+    ) -> None:
+        """All is done by then: ``__new__`` has returned the module."""
+
+    # ------------------------------------------------------------ training
+
+    @contextmanager
+    def accumulate(self) -> Iterator[None]:
+        """Backward passes in this context leave gradients where they rest; the first one outside takes all to the optimizer.
+
+        Gradients add up: divide losses by their number, as everywhere in torch. What is accumulated is not in ``.grad`` yet.
+        """
+        session = _session(self)
+        before, session.is_accumulating = session.is_accumulating, True
+        try:
+            yield
+        finally:
+            session.is_accumulating = before
+
+    def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
+        """Scale gradients such that their 2-norm over all ranks is at most ``max_norm``; the norm before, on every rank.
+
+        Raises:
+            ScheduleError: there are no gradients.
+
+        Cost: one small ``all_reduce`` for each axis.
+        """
+        session = _session(self)
+        if session.grads is None:
+            raise ScheduleError("clip_grad_norm_(): there are no gradients: call it after a backward that does not accumulate.")
+        norm = global_norm(session.grads, comm=session.scheduler)
+        scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+        session.change_grads(lambda buffer: buffer.mul_(scale))
+        return norm
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients. A step of the optimizer has done so already."""
+        _session(self).discard()
+
+    # ------------------------------------------------------------ crossing over
+
+    def functional(self) -> tuple[Callable[..., Any], Any]:
+        """``(fn, params)``: this module as a pure function ``fn(params, *args, comm=..., **kwargs)``, and its parameters.
+
+        ``params`` is the tree of :class:`~fsharp.Sharded` that the module itself has, along the dots of the parameters' names:
+        nothing is copied. ``fn`` may be differentiated, scheduled, or transformed by torch.func, and takes any tree of this
+        layout. Buffers are constants: what a forward writes to them is discarded.
+        """
+        session = _session(self)
+
+        def fn(params: Any, *args: Any, comm: Comm, **kwargs: Any) -> Any:
+            with session.reading(Within(params, comm)), _own_buffers(self):
+                return self(*args, **kwargs)
+
+        return fn, session.state.params
+
+    @property
+    def layout(self) -> Layout:
+        """Which element rests where."""
+        return _session(self).layout
+
+    @property
+    def comm(self) -> Comm:
+        """The ranks."""
+        return _session(self).scheduler.comm
+
+    @property
+    def step(self) -> Scheduled:
+        """The training step, once there was one: ``model.step.schedule``, ``model.step.trace()``."""
+        return _session(self).schedule
+
+    # ------------------------------------------------------------ whole parameters
+
+    @contextmanager
+    def summon(self, *, write: bool = False) -> Iterator[None]:
+        """Parameters are whole in this context, in the optimizer's dtype. Every rank has to enter it.
+
+        Args:
+            write: keep what is written to them; every rank has to write the same.
+
+        Cost: a gather of everything, and the memory for it.
+        """
+        session = _session(self)
+        nodes = [session.whole(unit.name) for unit in session.layout.units]
+        trees = [optree.tree_leaves(node.tree(nodes)) for node in nodes]
+        whole = [[nn.Parameter(leaf.detach(), leaf.is_floating_point()) for leaf in tree] for tree in trees]
+        with session.seated([node.name for node in nodes], whole):
+            yield
+            if write:
+                with torch.no_grad():
+                    for node, leaves in zip(nodes, trees, strict=True):
+                        session.take_over(node.name, leaves)
+        if write:
+            session.write(nodes)
+            _show(self, session)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Of whole parameters, inside of :meth:`summon` alone: a part is of no use to another mesh."""
+        if not _session(self).is_summoned:
+            raise ScheduleError("state_dict(): call it in `with model.summon():`, or save what full_parameters() yields.")
+        return super().state_dict(*args, **kwargs)
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Of whole parameters, inside of ``summon(write=True)`` alone."""
+        if not _session(self).is_summoned:
+            raise ScheduleError("load_state_dict(): call it in `with model.summon(write=True):`.")
+        return super().load_state_dict(*args, **kwargs)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TreeError("a ShardedModule cannot be pickled or copied; functional() and full_parameters() give its values.")
+
+    def full_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Names and whole parameters, in the optimizer's dtype, a unit at a time. Every rank has to iterate to the end.
+
+        Memory: one unit. What it yields may be kept.
+        """
+        session = _session(self)
+        names = {name for name, _ in self.named_parameters()}
+        for unit in session.layout.units:
+            needed = [unit.name, *{leaf.tied_to[0] for leaf in unit.leaves if leaf.tied_to and leaf.tied_to[0] != unit.name}]
+            nodes = [session.whole(name) for name in needed]
+            for leaf, value in zip(unit.leaves, optree.tree_leaves(nodes[0].tree(nodes)), strict=True):
+                if unit.full_path(leaf) in names:
+                    yield unit.full_path(leaf), value.clone()
+
+    # ------------------------------------------------------------ what a sharded module cannot do
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
+        session = _session(self)
+        for unit in session.layout.units:
+            for group in unit.groups:
+                probe = torch.empty(0, dtype=group.dtypes.main, device=session.scheduler.device)
+                new = fn(probe)
+                if (new.dtype, new.device) != (probe.dtype, probe.device):
+                    raise TreeError(
+                        f"a sharded module cannot be moved or cast: unit {unit.name!r} is {probe.dtype} on {probe.device}, "
+                        f"asked for {new.dtype} on {new.device}. Do so before ShardedModule(), or pass precision."
+                    )
+        for module in self.modules():
+            for name, buffer in module._buffers.items():
+                if buffer is not None:
+                    module._buffers[name] = fn(buffer)
+        return self
+
+
+@contextmanager
+def _own_buffers(root: nn.Module) -> Iterator[None]:
+    """In this context all buffers are copies."""
+    before = [(module, dict(module._buffers)) for module in root.modules() if module._buffers]
+    try:
+        for module, buffers in before:
+            module._buffers.update({name: b if b is None else b.clone() for name, b in buffers.items()})
+        yield
+    finally:
+        for module, buffers in before:
+            module._buffers.update(buffers)
+
+
+def _session(module: nn.Module) -> Session:
+    session: Session = module.__dict__["_fsharp"][0]
+    return session
+
+
+def _shard(
+    module: nn.Module,
+    *,
+    mesh: DeviceMesh | Mesh | Comm | None = None,
+    strategy: Strategy | None = None,
+    units: Units | Sequence[Units] | None = None,
+    precision: Precision = Precision(),
+    policy: Policy | None = None,
+    key: int = 0,
+    **plan_options: Any,
+) -> None:
+    if isinstance(module, ShardedModule):
+        raise TreeError("ShardedModule(): the module is sharded already.")
+    comm = _comm(mesh)
+    tree = parameter_tree(module)
+    chosen = chosen_modules(module, units) if units is not None else {}
+    trained = {path for path, each in module.named_parameters(remove_duplicate=False) if each.requires_grad}
+    frozen: Patterns = lambda path: path not in trained  # noqa: E731
+    layout = plan(
+        tree,
+        comm.mesh,
+        strategy or zero3(*comm.mesh.names),
+        units=leafmost(chosen) or None,
+        frozen=frozen,
+        precision=precision,
+        **plan_options,
+    )
+    state = init_state(_NOTHING, initial_values(module, tree, layout, comm, key=key), comm=comm, donate=True)
+    del tree
+    session = Session(module, layout, list(chosen), state, Scheduler(comm, policy=policy), input_dtype=precision.compute)
+    _show(module, session)
+    for path in session.owners:
+        each = module.get_submodule(path)
+        each.__dict__["_fsharp"] = (session, path)
+        each.__dict__["_fsharp_forward"] = each.__dict__.pop("forward", None)
+        each.__class__ = _subclass(type(each), *([ShardedModule] if not path else []))
+
+
+def _comm(mesh: DeviceMesh | Mesh | Comm | None) -> Comm:
+    if isinstance(mesh, DeviceMesh):
+        return ProcessGroupComm(mesh)
+    if mesh is None:
+        joined = torch.distributed.is_initialized()
+        size = torch.distributed.get_world_size() if joined else int(os.environ.get("WORLD_SIZE", "1"))
+        return connect(Mesh({"dp": size}))
+    if isinstance(mesh, Mesh):
+        return connect(mesh)
+    if not isinstance(mesh, Comm):
+        raise MeshError(f"ShardedModule(mesh=...): got {type(mesh).__name__}, expected a DeviceMesh, a Mesh or a Comm.")
+    return mesh
+
+
+_subclasses: dict[tuple[type, ...], type[nn.Module]] = {}
+
+
+def _subclass(base: type[nn.Module], *mixins: type) -> type[nn.Module]:
+    """``base``, whose forward runs with its units gathered."""
+    if (base, *mixins) in _subclasses:
+        return _subclasses[base, *mixins]
+
+    @functools.wraps(base.forward)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        session, path = self.__dict__["_fsharp"]
+        inner = self.__dict__["_fsharp_forward"] or functools.partial(base.forward, self)
+        return session.call(path, inner, args, kwargs)
+
+    about = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
+    made = _subclasses[base, *mixins] = type(base.__name__, (*mixins, base), {"forward": forward, **about})
+    return made
+
+
+def _show(module: nn.Module, session: Session) -> None:
+    """Let the module's parameters be this rank's parts."""
+    session.parameters = {}
+    rank, mesh = session.scheduler.rank, session.scheduler.mesh
+    trained = {node.name: node for node in units_of(session.visible())}
+    for node in units_of(session.state.params):
+        unit = node.unit
+        frozen = node.select([g for g in node.groups if not unit.groups[g].trainable])
+        parts = trained[node.name].local_leaves(rank) | frozen.local_leaves(rank)
+        for leaf in unit.leaves:
+            if leaf.tied_to is not None:
+                continue
+            group, path = unit.groups[leaf.group], unit.full_path(leaf)
+            place = unit.strategy.optim if group.trainable else unit.strategy.params
+            whole = all(mesh.axis_size(axis) == 1 for axis in place.sharded)
+            dtype = group.dtypes.main if group.trainable else group.dtypes.compute
+            data = parts.get(path, torch.empty(0, dtype=dtype, device=session.scheduler.device))
+            session.parameters[path] = ShardedParameter.over(
+                data.detach(), path, leaf.shape, session, is_whole=whole, trains=group.trainable
+            )
+    for unit in session.layout.units:
+        owned = []
+        for leaf in unit.leaves:
+            path = unit.full_path(leaf) if leaf.tied_to is None else ".".join(part for part in leaf.tied_to if part)
+            owned.append(session.parameters[path])
+        session.seats[unit.name].swap(owned)

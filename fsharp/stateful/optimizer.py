@@ -1,0 +1,237 @@
+"""ShardedOptimizer: any elementwise optimizer of torch.optim on the parts of a sharded module.
+
+The optimizer works on *runs*: stretches of a flat buffer whose leaves are in one of its parameter groups. With one group a
+run is a whole buffer, so that a fused kernel sees a few large tensors and the remainder of none.
+"""
+
+import copy
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from fsharp.functional.comm import Comm
+from fsharp.functional.errors import ScheduleError, TreeError
+from fsharp.functional.sharded import Sharded, units_of
+from fsharp.functional.transforms.base import Transform, as_transform
+from fsharp.stateful.parameter import ShardedParameter
+from fsharp.stateful.session import Session
+
+# Their update of an element depends on others: of the same row or column, of the whole matrix, or of all parameters.
+_NOT_ELEMENTWISE = {"Adafactor", "LBFGS", "Muon", "SparseAdam"}
+
+
+class _Run(NamedTuple):
+    """A stretch of the buffer of a group of a unit."""
+
+    unit: str
+    group: int
+    start: int
+    stop: int
+    leaves: tuple[tuple[str, int, int], ...]  # path, first and last element in the run
+
+
+class ShardedOptimizer(torch.optim.Optimizer):
+    """An optimizer whose state is sharded as the module's strategy says.
+
+    It is a ``torch.optim.Optimizer`` to learning rate schedulers and trainers: its ``param_groups`` hold the module's
+    parameters, and what is set in them is used.
+
+    Args:
+        params: ``model.parameters()``, or groups of them with options of their own, as torch.optim takes them.
+        optimizer: a class of torch.optim, or an ``(init, update)`` pair such as :func:`~fsharp.adamw` makes.
+        defaults: the options of that class; none for a pair, which has its own.
+
+    Raises:
+        TreeError: parameters that are not those of one ShardedModule, or an optimizer that is not elementwise where
+            parameters are sharded.
+    """
+
+    def __init__(self, params: Iterable[Any], optimizer: type[torch.optim.Optimizer] | Any, **defaults: Any) -> None:
+        self._is_made = False
+        groups = [dict(each) if isinstance(each, Mapping) else each for each in params]
+        if any(isinstance(each, tuple) for each in groups):
+            groups = [each[1] if isinstance(each, tuple) else each for each in groups]  # named_parameters()
+        groups = groups if groups and isinstance(groups[0], dict) else [{"params": groups}]
+        groups = [{**group, "params": _as_list(group["params"])} for group in groups]
+        self._session = _session_of([p for group in groups for p in group["params"]])
+        self.inner: torch.optim.Optimizer | None = None
+        self._runs: list[list[_Run]] = []
+        if isinstance(optimizer, type) and issubclass(optimizer, torch.optim.Optimizer):
+            self._refuse(optimizer)
+            self._runs = [list(_runs(self._session, {p.path for p in group["params"]})) for group in groups]
+            options = [{k: v for k, v in group.items() if k != "params"} for group in groups]
+            inner = [{**o, "params": [self._view(run) for run in runs]} for o, runs in zip(options, self._runs, strict=True)]
+            self.inner = optimizer(inner, **defaults)
+            self._tx: Transform | None = None
+            super().__init__(groups, self.inner.defaults)
+        else:
+            self._tx = as_transform(optimizer)
+            if defaults or len(groups) > 1:
+                raise TreeError("ShardedOptimizer(): an (init, update) pair has options and labels of its own: pass no others.")
+            everything = {path for path, each in self._session.parameters.items() if each.requires_grad}
+            if {p.path for p in groups[0]["params"] if p.requires_grad} != everything:
+                raise TreeError(
+                    "ShardedOptimizer(): an (init, update) pair updates all parameters; freeze or label those it shall not."
+                )
+            self._session.state = self._session.state._replace(opt=self._tx.init(self._session.visible()))
+            super().__init__(groups, {})
+        self._is_made = True
+
+    def _refuse(self, optimizer: type[torch.optim.Optimizer]) -> None:
+        sharded = [path for path, each in self._session.parameters.items() if each.requires_grad and not each.is_whole]
+        if sharded and optimizer.__name__ in _NOT_ELEMENTWISE:
+            raise TreeError(
+                f"ShardedOptimizer(): {optimizer.__name__} looks at whole parameters, and this rank has a part of "
+                f"{sharded[0]!r}. Use strategy ddp for it, or an elementwise optimizer; fs.muon() gathers what it needs."
+            )
+
+    def _view(self, run: _Run) -> nn.Parameter:
+        return nn.Parameter(_buffer(self._session.visible(), run))
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update the parameters, if there are gradients, and forget those.
+
+        Args:
+            closure: computes the loss, with its backward, once; its result is returned.
+
+        Raises:
+            LossError: all backward passes so far were told to accumulate.
+            ScheduleError: parameters that were changed behind the module's back.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        tx = self._tx or Transform(lambda params: None, _no_updates, {}, self._apply)  # not kept: it holds this optimizer
+        if not self._session.update(tx) and self._session.updated_by not in (None, id(self)):
+            raise ScheduleError(
+                "step(): another optimizer of this module has made the step, and gradients are gone. Put all parameters into "
+                "one ShardedOptimizer, in groups."
+            )
+        self._session.updated_by = id(self)
+        return loss
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Only while it is made: pass all groups to ``ShardedOptimizer()``."""
+        if self._is_made:
+            raise TreeError("add_param_group(): a ShardedOptimizer gets all its groups when it is made: pass them to it then.")
+        super().add_param_group(param_group)
+
+    def _apply(self, grads: Any, state: Any, params: Any, *, comm: Comm, donate: bool) -> tuple[Any, Any]:
+        assert self.inner is not None
+        for mine, theirs, runs in zip(self.param_groups, self.inner.param_groups, self._runs, strict=True):
+            theirs.update({name: value for name, value in mine.items() if name != "params"})
+            for parameter, run in zip(theirs["params"], runs, strict=True):
+                parameter.grad = _buffer(grads, run).to(parameter.dtype)
+        self.inner.step()
+        for theirs in self.inner.param_groups:
+            for parameter in theirs["params"]:
+                parameter.grad = None
+        return params, state
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients. :meth:`step` has done so already."""
+        self._session.discard()
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's part: for each parameter by name what the optimizer keeps of it, 1-D where it is an element each.
+
+        Of an ``(init, update)`` pair the state as it is.
+        """
+        groups = [{**group, "params": [p.path for p in group["params"]]} for group in self.param_groups]
+        if self.inner is None:
+            return {"state": self._session.state.opt, "param_groups": groups}
+        state: dict[str, dict[str, Any]] = {}
+        for run, parameter in self._each_run():
+            for path, first, last in run.leaves:
+                state[path] = {
+                    key: value[first:last].clone() if _is_elementwise(value, parameter) else copy.deepcopy(value)
+                    for key, value in self.inner.state[parameter].items()
+                }
+        return {"state": state, "param_groups": groups}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """What :meth:`state_dict` gave on the same rank of the same mesh, strategy and units.
+
+        Raises:
+            TreeError: groups of other parameters.
+        """
+        groups = state_dict["param_groups"]
+        mine = [[p.path for p in group["params"]] for group in self.param_groups]
+        if [group["params"] for group in groups] != mine:
+            raise TreeError("load_state_dict(): the parameter groups are not those of this optimizer.")
+        for group, loaded in zip(self.param_groups, groups, strict=True):
+            group.update({name: value for name, value in loaded.items() if name != "params"})
+        if self.inner is None:
+            self._session.state = self._session.state._replace(opt=state_dict["state"])
+            return
+        for run, parameter in self._each_run():
+            parts = [state_dict["state"].get(path, {}) for path, _, _ in run.leaves]
+            kept = self.inner.state[parameter] = {}
+            for key, value in parts[0].items():
+                if not (isinstance(value, torch.Tensor) and value.dim()):
+                    kept[key] = copy.deepcopy(value)
+                    continue
+                kept[key] = torch.zeros(len(parameter), dtype=value.dtype, device=parameter.device)
+                for part, (_, first, last) in zip(parts, run.leaves, strict=True):
+                    kept[key][first:last] = part[key]
+
+    def _each_run(self) -> Iterator[tuple[_Run, nn.Parameter]]:
+        assert self.inner is not None
+        for group, runs in zip(self.inner.param_groups, self._runs, strict=True):
+            yield from zip(runs, group["params"], strict=True)
+
+
+def _is_elementwise(value: Any, parameter: torch.Tensor) -> bool:
+    return isinstance(value, torch.Tensor) and value.dim() == 1 and len(value) == len(parameter)
+
+
+def _no_updates(grads: Any, state: Any, params: Any, *, comm: Comm) -> tuple[Any, Any]:
+    raise AssertionError("an optimizer of torch.optim updates in place")
+
+
+def _as_list(params: Any) -> list[Any]:
+    return [params] if isinstance(params, torch.Tensor) else list(params)
+
+
+def _session_of(params: list[Any]) -> Session:
+    if not params:
+        raise TreeError("ShardedOptimizer(): no parameters.")
+    for i, parameter in enumerate(params):
+        if not isinstance(parameter, ShardedParameter):
+            raise TreeError(
+                f"ShardedOptimizer(): parameter {i} is a {type(parameter).__name__} of shape {list(parameter.shape)}, not one "
+                "of a ShardedModule. Pass model.parameters() as they are after ShardedModule(model, ...)."
+            )
+    first, *others = {parameter._gradients() for parameter in params}
+    if others or not isinstance(first, Session):
+        raise TreeError("ShardedOptimizer(): parameters of several modules; make an optimizer for each of them.")
+    return first
+
+
+def _runs(session: Session, paths: set[str]) -> Iterator[_Run]:
+    """The longest stretches of this rank's buffers that hold leaves of these paths alone, with the padding around them."""
+    for node in units_of(session.visible()):
+        for group, buffer in zip(node.groups, node.buffers, strict=True):
+            spans = list(node.unit.spans(group, node.place, session.scheduler.rank))
+            inside = [node.unit.full_path(span.leaf) in paths for span in spans]
+            i = 0
+            while i < len(spans):
+                j = i
+                while j < len(spans) and inside[j] == inside[i]:
+                    j += 1
+                if inside[i]:
+                    start = 0 if i == 0 else spans[i].start
+                    stop = len(buffer) if j == len(spans) else spans[j].start
+                    leaves = [(node.unit.full_path(s.leaf), s.start - start, s.stop - start) for s in spans[i:j]]
+                    yield _Run(node.name, group, start, stop, tuple(leaves))
+                i = j
+
+
+def _buffer(tree: Any, run: _Run) -> torch.Tensor:
+    node: Sharded = next(node for node in units_of(tree) if node.name == run.unit)
+    buffer: torch.Tensor = node.buffers[node.groups.index(run.group)]
+    return buffer.detach()[run.start : run.stop]

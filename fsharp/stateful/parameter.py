@@ -1,0 +1,174 @@
+"""What a module's parameters and gradients are outside of its forward: this rank's part, and no more than that.
+
+A part that is all of a parameter has its shape, and may be used like any other tensor. Any other part is 1-D, and refuses to
+take part in computing, which would give wrong numbers.
+"""
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from fsharp.functional.errors import LayoutError, TreeError
+
+
+class Gradients(Protocol):
+    """Knows the gradients of a module's parameters."""
+
+    def gradient(self, path: str) -> "Part | None":
+        """Of one parameter; None if there is none."""
+
+    def drop_gradient(self, path: str) -> None:
+        """Somebody has set it to None."""
+
+
+# What neither computes nor copies: metadata, and what autograd and printing ask for. Attributes are read by __get__.
+_HARMLESS = {"__get__", "size", "dim", "numel", "nelement", "stride", "element_size", "data_ptr", "storage_offset", "__len__"}
+_HARMLESS |= {"untyped_storage", "is_floating_point", "is_complex", "is_contiguous", "is_shared", "is_pinned", "is_inference"}
+_HARMLESS |= {"get_device", "is_same_size", "detach", "requires_grad_", "__hash__", "__dir__"}
+_HOOKS = {"register_hook", "register_post_accumulate_grad_hook"}
+
+
+class Part(torch.Tensor):
+    """This rank's part of a tensor.
+
+    Attributes:
+        path: name of the parameter in its module.
+        full_shape: of the whole tensor.
+        is_whole: whether every rank holds all of it.
+    """
+
+    path: str
+    full_shape: torch.Size
+    is_whole: bool
+
+    @staticmethod
+    def of(data: torch.Tensor, like: "Part") -> "Part":
+        """The same part of another tensor."""
+        part: Part = _labelled(data.as_subclass(Part), like.path, like.full_shape, is_whole=like.is_whole)
+        return part
+
+    @property
+    def local(self) -> torch.Tensor:
+        """This rank's elements, as a plain tensor in the same memory."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.detach().as_subclass(torch.Tensor)
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        name = getattr(func, "__name__", "")
+        if name not in _HARMLESS:
+            for each in (*args, *(kwargs or {}).values()):
+                for x in each if isinstance(each, list | tuple) else (each,):
+                    if isinstance(x, Part) and not x.is_whole:
+                        raise LayoutError(_refusal(x, name))  # a TypeError would be taken for an operator that is not there
+                    if isinstance(x, ShardedParameter) and x.is_trained and (torch.is_grad_enabled() or name in _HOOKS):
+                        raise LayoutError(_unseen(x, name))
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        with torch._C.DisableTorchFunctionSubclass():
+            return f"{type(self).__name__}({self.path!r}, {self.numel()} elements of {list(self.full_shape)}, {self.dtype})"
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise TreeError(
+            f"parameter {self.path!r} is a part of a ShardedModule, which cannot be copied; functional() gives its values."
+        )
+
+
+class ShardedParameter(Part, nn.Parameter):
+    """This rank's part of a parameter, as the optimizer has it.
+
+    Attributes:
+        is_trained: whether it has gradients and optimizer state; as it was when the module was sharded.
+    """
+
+    is_trained: bool
+    _gradients: "weakref.ref[Gradients]"
+
+    @staticmethod
+    def over(
+        data: torch.Tensor, path: str, full_shape: Sequence[int], gradients: Gradients, *, is_whole: bool, trains: bool
+    ) -> "ShardedParameter":
+        """A parameter in this memory: 1-D, in its full shape if it is whole."""
+        data = data.view(full_shape) if is_whole else data
+        new: ShardedParameter = torch.Tensor._make_subclass(ShardedParameter, data, trains)
+        new._gradients, new.is_trained = weakref.ref(gradients), trains  # the former has this one
+        return _labelled(new, path, full_shape, is_whole=is_whole)  # type: ignore[no-any-return]
+
+    @property
+    def data(self) -> torch.Tensor:
+        """As :attr:`local`: who writes to it is noticed."""
+        return self.local
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        raise TreeError(
+            f"parameter {self.path!r} rests in memory of its ShardedModule, in a dtype and shape that are planned: it cannot "
+            "be given other data. Write to it in `with model.summon(write=True):`."
+        )
+
+    @property
+    def requires_grad(self) -> bool:
+        """Whether it is trained, which stays so."""
+        return self.is_trained
+
+    @requires_grad.setter
+    def requires_grad(self, value: bool) -> None:
+        self.requires_grad_(value)
+
+    def requires_grad_(self, requires_grad: bool = True) -> "ShardedParameter":
+        """Nothing, if that is how it is.
+
+        Raises:
+            LayoutError: it is not.
+        """
+        if bool(requires_grad) != self.is_trained:
+            raise LayoutError(
+                f"parameter {self.path!r} was {'trained' if self.is_trained else 'frozen'} when its module was sharded, and "
+                "layouts and optimizer state are made for that. Freeze and unfreeze before ShardedModule()."
+            )
+        return self
+
+    @property
+    def grad(self) -> Part | None:
+        """The mean gradient over ranks, of this part, once a backward has ended that was not told to accumulate."""
+        gradients = self._gradients()
+        return None if gradients is None else gradients.gradient(self.path)
+
+    @grad.setter
+    def grad(self, value: torch.Tensor | None) -> None:
+        if value is not None:
+            raise TreeError(f"parameter {self.path!r}: its gradient is the module's; write to `grad.local`, or set it to None.")
+        gradients = self._gradients()
+        if gradients is not None:
+            gradients.drop_gradient(self.path)
+
+
+def _labelled(part: Any, path: str, full_shape: Sequence[int], *, is_whole: bool) -> Any:
+    part.path, part.full_shape, part.is_whole = path, torch.Size(full_shape), is_whole
+    return part
+
+
+def _unseen(part: Part, name: str) -> str:
+    return (
+        f"parameter {part.path!r} is used by {name}() outside of the forward of its ShardedModule, where its gradient "
+        "would not be seen. Do so inside of a forward, or under torch.no_grad()."
+    )
+
+
+def _refusal(part: Part, name: str) -> str:
+    with torch._C.DisableTorchFunctionSubclass():
+        held = part.numel()
+    kind = "" if isinstance(part, nn.Parameter) else "the gradient of "
+    return (
+        f"{kind}{part.path!r} is sharded: this rank holds {held:,} of the {part.full_shape.numel():,} elements of "
+        f"{list(part.full_shape)}, which {name}() would take for all of it. Parameters are whole inside of the forward of the "
+        "module that they are gathered with, and in `with model.summon():`. Optimizers go into a ShardedOptimizer, norms are "
+        "clipped by model.clip_grad_norm_(); `.local` is this rank's part."
+    )

@@ -1,0 +1,135 @@
+"""Seats: where a module's parameters sit, as units of a layout, and how full ones take their place while it computes."""
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+
+from fsharp.functional.errors import PatternError, TreeError
+from fsharp.functional.layout import Layout
+from fsharp.functional.paths import as_patterns, matches
+
+Units = str | type[nn.Module] | Callable[[str, nn.Module], bool]
+"""A pattern of module paths, a class of modules, or a predicate on path and module."""
+
+
+class Seats:
+    """The parameters of one unit in its module.
+
+    Args:
+        module: the root.
+        paths: names of the parameters in it, in the order of the unit's leaves.
+    """
+
+    def __init__(self, module: nn.Module, paths: Iterable[str]) -> None:
+        self._places: list[tuple[int, dict[str, Any], str]] = []
+        packed: dict[int, weakref.ref[nn.Module]] = {}
+        known: set[tuple[int, str]] = set()
+        for i, path in enumerate(paths):
+            parent, _, name = path.rpartition(".")
+            owner = module.get_submodule(parent)
+            if (id(owner), name) not in known:  # a module may have several paths
+                known.add((id(owner), name))
+                self._places.append((i, owner._parameters, name))
+            if hasattr(owner, "_flat_weights_names"):
+                packed[id(owner)] = weakref.ref(owner)
+        self._packed = list(packed.values())  # recurrent modules keep a list of their parameters besides
+
+    @property
+    def sitting(self) -> list[tuple[int, Any]]:
+        """What sits there, with the position of its path."""
+        return [(i, places[name]) for i, places, name in self._places]
+
+    def swap(self, tensors: Sequence[Any]) -> list[Any]:
+        """Seat these, one for each path; what sat there before."""
+        before = list(tensors)
+        for i, places, name in self._places:
+            before[i] = places[name]
+            places[name] = tensors[i]
+        for reference in self._packed:
+            owner: Any = reference()
+            owner.__dict__["_flat_weights"] = [getattr(owner, name, None) for name in owner._flat_weights_names]
+        return before
+
+
+@contextmanager
+def seated(seats: Sequence[Seats], tensors: Sequence[Sequence[Any]]) -> Iterator[None]:
+    """Within this context these tensors are the module's parameters."""
+    before = [seat.swap(each) for seat, each in zip(seats, tensors, strict=True)]
+    try:
+        yield
+    finally:
+        for seat, each in zip(reversed(seats), reversed(before), strict=True):
+            seat.swap(each)
+
+
+def parameter_tree(module: nn.Module) -> dict[str, Any]:
+    """The parameters as nested dicts along the dots of their names, as :func:`~fsharp.functionalize` has them.
+
+    Raises:
+        TreeError: there are none.
+    """
+    tree: dict[str, Any] = {}
+    for path, parameter in module.named_parameters(remove_duplicate=False):
+        *parents, last = path.split(".")
+        node = tree
+        for parent in parents:
+            node = node.setdefault(parent, {})
+        node[last] = parameter.detach()
+    if not tree:
+        raise TreeError(f"ShardedModule(): {type(module).__name__} has no parameters.")
+    return tree
+
+
+def chosen_modules(module: nn.Module, units: Units | Sequence[Units]) -> dict[str, nn.Module]:
+    """The modules that are gathered by themselves, by path, in order; the root is not among them.
+
+    Raises:
+        PatternError: a rule that selects none, or one that selects a module without parameters.
+    """
+    rules = [units] if isinstance(units, str | type) or callable(units) else list(units)
+    every = {path: each for path, each in module.named_modules() if path}
+    found: set[str] = set()
+    for rule in rules:
+        hits = {path for path, each in every.items() if _selects(rule, path, each)}
+        if not hits:
+            kinds = ", ".join(sorted({type(each).__name__ for each in every.values()})[:12])
+            shown = rule.__name__ if hasattr(rule, "__name__") else repr(rule)
+            raise PatternError(
+                f"ShardedModule(units=...): {shown} matches no module of {type(module).__name__}. Classes of modules in it: "
+                f"{kinds}; paths: {', '.join(list(every)[:8])}."
+            )
+        found |= hits
+    chosen = {path: each for path, each in every.items() if path in found}
+    for path, each in chosen.items():
+        if next(each.parameters(), None) is None:
+            raise PatternError(
+                f"ShardedModule(units=...): module {path!r}, a {type(each).__name__}, has no parameters to gather."
+            )
+    return chosen
+
+
+def _selects(rule: Units, path: str, module: nn.Module) -> bool:
+    if isinstance(rule, str):
+        return any(matches(pattern, path) for pattern in as_patterns(rule))
+    return isinstance(module, rule) if isinstance(rule, type) else bool(rule(path, module))
+
+
+def leafmost(paths: Iterable[str]) -> list[str]:
+    """Those that no other one is inside of."""
+    every = list(paths)
+    return [path for path in every if not any(other.startswith(f"{path}.") for other in every)]
+
+
+def owners(layout: Layout, chosen: Iterable[str]) -> Mapping[str, list[str]]:
+    """By module path, the units that are gathered when that module is called; ``""`` is the root.
+
+    Each unit belongs to the innermost chosen module that it is in.
+    """
+    every = {"": [], **{path: [] for path in chosen}}  # type: dict[str, list[str]]
+    for unit in layout.units:
+        above = [path for path in every if not path or unit.name == path or unit.name.startswith(f"{path}.")]
+        every[max(above, key=len)].append(unit.name)
+    return {path: names for path, names in every.items() if names or not path}

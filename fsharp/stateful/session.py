@@ -1,0 +1,454 @@
+"""Session: the steps of a module, put together from what its user calls: forward, backward, an optimizer's step.
+
+A module is a pure function of its parameters once those are swapped for others while it computes. So each chosen module calls
+``forward()`` with its units, under a scheduler, and the rest is as in a functional step. What a function would do between
+``value_and_grad`` and ``update`` is spread over the user's calls here: a run is opened by the first forward that may have a
+backward, a microbatch ends with a backward pass, and an optimizer's step closes the run.
+"""
+
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import optree
+import torch
+from torch import nn
+from torch.utils import _pytree as torch_pytree
+
+from fsharp.functional.comm import Comm
+from fsharp.functional.errors import LossError, ScheduleError, TreeError
+from fsharp.functional.forward import forward
+from fsharp.functional.layout import Layout
+from fsharp.functional.moves import gather, reduce_scatter
+from fsharp.functional.sharded import Sharded, map_units, trainable, units_of
+from fsharp.functional.train import TrainState, update, with_sinks
+from fsharp.stateful.boundary import in_backward
+from fsharp.stateful.copies import LiveUnit
+from fsharp.stateful.outputs import replaced, tensors_in, without
+from fsharp.stateful.parameter import Part, ShardedParameter
+from fsharp.stateful.run import Run
+from fsharp.stateful.scheduled import Scheduled
+from fsharp.stateful.scheduler import Scheduler
+from fsharp.stateful.seats import Seats, owners, seated
+
+Nodes = Mapping[str, Sharded]
+
+
+class Within:
+    """Where the modules that compute at present get their parameters from.
+
+    Args:
+        nodes: by name of the unit.
+        comm: the ranks, or a scheduler.
+    """
+
+    __slots__ = ("comm", "nodes")
+
+    def __init__(self, tree: Any, comm: Comm) -> None:
+        self.nodes, self.comm = {node.name: node for node in units_of(tree)}, comm
+
+
+class _Arguments:
+    """What a module is called with, and its leaves."""
+
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.whole = args, kwargs
+        self.flat, self.spec = torch_pytree.tree_flatten(self.whole)
+
+    def filled(self, flat: Sequence[Any]) -> Any:
+        """The arguments with these leaves; with the leaves they have, the caller's own lists and dicts."""
+        if all(a is b for a, b in zip(flat, self.flat, strict=True)):
+            return self.whole
+        return torch_pytree.tree_unflatten(list(flat), self.spec)
+
+
+class Session:
+    """A module's training state, and the step that is under way.
+
+    Args:
+        module: the root.
+        layout: of its parameters.
+        chosen: paths of the modules that are gathered by themselves.
+        state: parameters and main copies; no optimizer state.
+        scheduler: runs everything.
+        input_dtype: of floating-point tensors that the root is called with; None leaves them.
+
+    Attributes:
+        state: parameters where they rest, and main copies; replaced by each step.
+        is_accumulating: whether a backward leaves its gradients where they rest, unreduced over some axes.
+        parameters: by path, what the module shows of them.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        layout: Layout,
+        chosen: Sequence[str],
+        state: TrainState,
+        scheduler: Scheduler,
+        *,
+        input_dtype: torch.dtype | None = None,
+    ) -> None:
+        self.layout, self.state, self.scheduler, self.input_dtype = layout, state, scheduler, input_dtype
+        self.seats = {unit.name: Seats(module, [unit.full_path(leaf) for leaf in unit.leaves]) for unit in layout.units}
+        self.owners = owners(layout, chosen)
+        self.ties = {path: _ties(layout, names) for path, names in self.owners.items()}
+        self.has_inner = {path: any(_is_inside(other, path) for other in self.owners) for path in self.owners}
+        self._grads: Any = None
+        self._dropped: set[str] = set()
+        self.is_accumulating = False
+        self.parameters: dict[str, ShardedParameter] = {}
+        self._gradients: dict[str, Part] = {}
+        self._within: Within | None = None
+        self.is_summoned = False
+        self._training, self._evaluation = scheduler(_not_called), scheduler(_evaluate)
+        self._run: Run | None = None
+        self._units: list[LiveUnit] = []
+        self._probed: Any = None
+        self._pass = -1  # the backward pass that is under way
+        self.updated_by: int | None = None  # the optimizer that has made the last step, if no forward has come since
+        self._lost = False  # whether gradients have been given up because of an error, and nobody has asked for that
+        self._reduced: list[int] = []  # versions of what a backward has left
+        self._stamp = self._versions()
+
+    # ------------------------------------------------------------ computing
+
+    def call(self, path: str, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """``fn(*args, **kwargs)``, the code of the module at ``path``, with its units gathered."""
+        if self.is_summoned:
+            raise ScheduleError(
+                "the model was called inside of summon(), where its parameters are not its own. Call it outside."
+            )
+        if not path and self.input_dtype is not None:
+            args, kwargs = torch_pytree.tree_map(self._cast, (args, kwargs))
+        if self._within is not None:
+            return self._enter(self._within, path, fn, args, kwargs)
+        if in_backward() and self._probed is not None:  # a checkpointed module computes again
+            return self._enter(Within(self._probed, self.scheduler), path, fn, args, kwargs)
+        if not torch.is_grad_enabled():
+            return self._evaluation(lambda within: self._enter(within, path, fn, args, kwargs), self.state.params)
+        if not trains(self.layout):  # a backward may pass through it, whenever it comes
+            return self._enter(Within(self.state.params, self.scheduler), path, fn, args, kwargs)
+        run = self._open()
+        with self._forgetting(run), self.scheduler.guard(run):
+            return self._enter(Within(self._probed, self.scheduler), path, fn, args, kwargs)
+
+    def _enter(self, within: Within, path: str, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        names = self.owners[path]
+        given = _Arguments(args, kwargs)
+        result: list[tuple[Any, list[Any]]] = []
+
+        def compute(trees: list[Any], *flat: Any) -> list[Any]:
+            a, k = given.filled(flat)
+            leaves = [optree.tree_leaves(tree) for tree in trees]
+            with self.reading(within), seated([self.seats[name] for name in names], leaves):
+                out = fn(*a, **k)
+            out = without(out, [leaf for each in leaves for leaf in each], path)
+            found = tensors_in(out)
+            result[:] = [(out, found)]
+            return found
+
+        nodes = [within.nodes[name] for name in names]
+        if not nodes:
+            compute([], *given.flat)
+            return result[0][0]
+        ties = [within.nodes[name] for name in self.ties[path]]
+        found = forward(compute, nodes, *given.flat, comm=within.comm, ties=ties, release=not self.has_inner[path])
+        out, inner = result[0]
+        return out if all(a is b for a, b in zip(found, inner, strict=True)) else replaced(out, inner, found, path)
+
+    def _cast(self, x: Any) -> Any:
+        return x.to(self.input_dtype) if isinstance(x, torch.Tensor) and x.is_floating_point() else x
+
+    @contextmanager
+    def reading(self, within: Within) -> Iterator[None]:
+        """Modules that are called in this context get their parameters from there."""
+        before, self._within = self._within, within
+        try:
+            yield
+        finally:
+            self._within = before
+
+    # ------------------------------------------------------------ a step
+
+    def _open(self) -> Run:
+        """The run of the step that is under way, or of a new one."""
+        self._clear_up()
+        if self._run is None:
+            self.check_untouched()
+            self.grads = self.updated_by = None
+            run = self._run = self.scheduler.open(self._training, (self.state.params,), {})
+            with self._forgetting(run), self.scheduler.guard(run):
+                self._units = self.scheduler.start_gradients(self.state.params)
+                self._probed = with_sinks(self.state.params)
+            this = weakref.ref(self)
+            run.on_backward = lambda: _begin(this)
+        return self._run
+
+    def _clear_up(self) -> None:
+        """If a backward has ended in an error, its step is given up: autograd does not say so."""
+        if self._pass in (-1, torch._C._current_graph_task_id()) or self._run is None:
+            return
+        run = self._run
+        try:
+            with self._forgetting(run), self.scheduler.guard(run):
+                raise ScheduleError("a backward pass of a module ended in an error")
+        except ScheduleError:
+            self._pass = -1
+
+    @contextmanager
+    def _forgetting(self, run: Run) -> Iterator[None]:
+        """If an error leaves this context, there is no step any more."""
+        try:
+            yield
+        except BaseException:
+            if self._run is run:
+                self._lost = self._lost or self._pass != -1 or run.num_microbatches > 0
+                self._run, self._probed, self.grads, self._pass = None, None, None, -1
+            raise
+
+    def _begin_backward(self) -> None:
+        """A backward pass has come to one of the modules."""
+        if self._pass != -1 or self._run is None:
+            return
+        self._pass = torch._C._current_graph_task_id()
+        if self.grads is not None:
+            if self._grad_versions() != self._reduced:
+                raise ScheduleError(
+                    "a backward came after gradients had been changed, as by clip_grad_norm_(); what it adds to is their sum "
+                    "over ranks. Change them after the last backward of a step."
+                )
+            _each(self.grads, lambda buffer: buffer.mul_(self.scheduler.mesh.size))  # the sum, to which more is added
+            self.grads = None
+        self.scheduler.expect(is_last=not self.is_accumulating)
+        torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+
+    def _end_backward(self) -> None:
+        """All gradients of the pass are there."""
+        run, self._pass = self._run, -1
+        if run is None:
+            return
+        with self._forgetting(run), self.scheduler.guard(run):
+            self.scheduler.end_microbatch(self._units, self._probed)
+            for sink in (sink for node in units_of(self._probed) for sink in node.sinks):
+                sink.grad = None
+            if self.is_accumulating or not self._is_fed:
+                return
+            sums = reduce_scatter(self.scheduler.hand_out(self._units, self.state.params), comm=self.scheduler)
+            self.grads = _each(sums, lambda buffer: buffer.div_(self.scheduler.mesh.size))
+            self._reduced = self._grad_versions()
+
+    @property
+    def _is_fed(self) -> bool:
+        return any(unit.gradient is not None and unit.gradient.is_fed for unit in self._units)
+
+    def _grad_versions(self) -> list[int]:
+        return [buffer._version for node in units_of(self.grads) for buffer in node.buffers]
+
+    def update(self, tx: Any) -> bool:
+        """New parameters by a transformation of the gradients, if there are any; whether there were.
+
+        Raises:
+            LossError: gradients that wait for more microbatches.
+        """
+        self._clear_up()
+        if self._lost:
+            raise LossError("step(): an error has cost the gradients of this step. Call zero_grad(), and compute them again.")
+        if self.grads is None:
+            if self._run is not None and self._is_fed:
+                raise LossError(
+                    "step(): all backward passes so far were told to accumulate. Leave `with model.accumulate():` before the "
+                    "last one."
+                )
+            return False
+        run = self._run
+        assert run is not None
+        self.check_untouched()
+        with self._forgetting(run), self.scheduler.guard(run):
+            self.state = update(tx, self.grads, self.state, comm=self.scheduler, donate=True)
+            self.scheduler.close(run)
+        self._run, self._probed, self.grads = None, None, None
+        self._stamp = self._versions()
+        return True
+
+    def discard(self) -> None:
+        """Forget the gradients there are; a forward whose backward is to come stays."""
+        self._clear_up()
+        run, self.grads, self._lost = self._run, None, False
+        if run is None or not self._is_fed:
+            return
+        if any(unit.pending > 0 for unit in self._units):
+            raise ScheduleError(
+                "zero_grad(): between a forward and its backward, when other backward passes have left gradients. "
+                "Call it before the forward."
+            )
+        with self._forgetting(run), self.scheduler.guard(run):
+            self.scheduler.close(run)
+        self._run, self._probed = None, None
+
+    # ------------------------------------------------------------ gradients
+
+    @property
+    def grads(self) -> Any:
+        """Mean gradients at the optimizer's place, once a backward has ended that was not told to accumulate; or None."""
+        return self._grads
+
+    @grads.setter
+    def grads(self, tree: Any) -> None:
+        self._grads, self._gradients, self._dropped = tree, {}, set()
+
+    def gradient(self, path: str) -> Part | None:
+        """This rank's part of the mean gradient of a parameter."""
+        if self.grads is None:
+            return None
+        if not self._gradients:
+            for node in units_of(self.grads):
+                for name, local in node.local_leaves(self.scheduler.rank).items():
+                    like = self.parameters[name]
+                    self._gradients[name] = Part.of(local.view(like.full_shape) if like.is_whole else local, like)
+        like = self.parameters[path]
+        if path not in self._gradients and like.requires_grad:
+            self._gradients[path] = Part.of(like.local.new_zeros(0), like)
+        return self._gradients.get(path)
+
+    def drop_gradient(self, path: str) -> None:
+        """A gradient that was set to None is zero; once all are, none has been."""
+        part = self.gradient(path)
+        if part is not None:
+            part.local.zero_()
+        self._dropped.add(path)
+        if self._dropped >= {path for path, each in self.parameters.items() if each.requires_grad}:
+            self._dropped = set()
+            self.discard()
+
+    def change_grads(self, change: Callable[[torch.Tensor], Any]) -> None:
+        """Change the gradients that there are in place."""
+        _each(self.grads, change)
+
+    # ------------------------------------------------------------ whole parameters
+
+    def whole(self, name: str) -> Sharded:
+        """One unit's parameters in full, in the optimizer's dtype where they are trained. A collective."""
+        position = next(i for i, unit in enumerate(self.layout.units) if unit.name == name)
+        comm = self.scheduler.comm
+        with torch.no_grad():
+            rest = gather(units_of(self.state.params)[position], comm=comm)
+            main = units_of(self.state.main)[position]
+            mains = gather(main, comm=comm) if main.groups else main
+        full = dict(zip(mains.groups, mains.buffers, strict=True))
+        return rest.replace([full.get(g, b).clone() for g, b in zip(rest.groups, rest.buffers, strict=True)])
+
+    @contextmanager
+    def seated(self, names: Sequence[str], tensors: Sequence[Sequence[torch.Tensor]]) -> Iterator[None]:
+        """The module has these tensors for parameters."""
+        self._clear_up()
+        if self._run is not None:
+            raise ScheduleError(
+                "summon(): a step is under way, between a forward and the optimizer's step; call it before or after."
+            )
+        self.is_summoned = True
+        try:
+            with seated([self.seats[name] for name in names], tensors):
+                yield
+        finally:
+            self.is_summoned = False
+
+    def take_over(self, name: str, leaves: Sequence[torch.Tensor]) -> None:
+        """Copy what sits in the seats of a unit into these leaves, as far as it is something else.
+
+        Raises:
+            TreeError: it has another shape.
+        """
+        unit = self.layout[name]
+        for i, sitting in self.seats[name].sitting:
+            if not isinstance(sitting, torch.Tensor) or sitting.shape != leaves[i].shape:
+                raise TreeError(f"summon(): {unit.full_path(unit.leaves[i])!r} was replaced by something of another shape.")
+            if sitting.data_ptr() != leaves[i].data_ptr():
+                leaves[i].copy_(sitting)
+
+    def write(self, nodes: Sequence[Sharded]) -> None:
+        """These full parameters are the new ones; every rank has the same."""
+        rank = self.scheduler.rank
+        for node, kept, main in zip(nodes, units_of(self.state.params), units_of(self.state.main), strict=True):
+            whole = dict(zip(node.groups, node.buffers, strict=True))
+            for target in (kept, main):
+                for group, buffer in zip(target.groups, target.buffers, strict=True):
+                    start = node.unit.local_start(group, target.place, rank)
+                    buffer.copy_(whole[group][start : start + len(buffer)])
+        self._stamp = self._versions()
+
+    # ------------------------------------------------------------ looking at it
+
+    def visible(self) -> Any:
+        """The parameters as the optimizer has them: a tree of trainable groups at its place, in memory that stays."""
+        with torch.no_grad():
+            held = gather(trainable(self.state.params), comm=self.scheduler.comm, to="optim")
+        mains = {node.name: node for node in units_of(self.state.main)}
+
+        def one(node: Sharded) -> Sharded:
+            main = mains.get(node.name)
+            found = dict(zip(main.groups, main.buffers, strict=True)) if main is not None else {}
+            return node.replace([found.get(g, b) for g, b in zip(node.groups, node.buffers, strict=True)])
+
+        return map_units(one, held)
+
+    def check_untouched(self) -> None:
+        """Refuse to go on with parameters that somebody has changed behind the session's back.
+
+        Raises:
+            ScheduleError: names the unit.
+        """
+        now = self._versions()
+        for (name, before), (_, after) in zip(self._stamp, now, strict=True):
+            if before != after:
+                raise ScheduleError(
+                    f"the parameters of unit {name!r} were changed in place since the last step. What other ranks hold, and "
+                    "copies in other dtypes, do not follow. Change them in `with model.summon(write=True):`."
+                )
+
+    def _versions(self) -> list[tuple[str, list[tuple[int, int]]]]:
+        nodes = [*units_of(self.state.params), *units_of(self.state.main)]
+        return [(node.name, [(b.data_ptr(), b._version) for b in node.buffers_on_their_way]) for node in nodes]
+
+    @property
+    def schedule(self) -> Scheduled:
+        """The training step: its schedule, its trace."""
+        return self._training
+
+
+def trains(layout: Layout) -> bool:
+    """Whether anything has gradients."""
+    return any(unit.trainable for unit in layout.units)
+
+
+def _not_called(*args: Any, comm: Comm) -> None:
+    raise AssertionError("a step of a session is not one function")
+
+
+def _evaluate(thunk: Callable[[Within], Any], params: Any, comm: Comm) -> Any:
+    return thunk(Within(params, comm))
+
+
+def _ties(layout: Layout, names: Sequence[str]) -> list[str]:
+    """Units that hold what leaves of these are tied to, and are not among them."""
+    tied = {leaf.tied_to[0] for name in names for leaf in layout[name].leaves if leaf.tied_to is not None}
+    return sorted(tied - set(names))
+
+
+def _is_inside(path: str, other: str) -> bool:
+    return path != other and (not other or path.startswith(f"{other}."))
+
+
+def _each(tree: Any, change: Callable[[torch.Tensor], Any]) -> Any:
+    with torch.no_grad():
+        for node in units_of(tree):
+            for buffer in node.buffers:
+                change(buffer)
+    return tree
+
+
+def _begin(session: "weakref.ref[Session]") -> None:
+    alive = session()
+    if alive is not None:
+        alive._begin_backward()

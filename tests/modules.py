@@ -1,0 +1,102 @@
+"""Modules for tests of the wrapper: blocks, a tied head, buffers, LoRA, hooks, checkpoints; and how they train unsharded."""
+
+import threading
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import fsharp as fs
+
+VOCAB, DIM = 11, 6
+_seeds = threading.Lock()  # simulated ranks share the global generator
+
+
+class Block(nn.Module):
+    """Uneven sizes, biases, a scalar."""
+
+    def __init__(self, dim=DIM, hidden=7):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(dim), nn.Linear(dim, hidden), nn.Linear(hidden, dim)
+        self.gain = nn.Parameter(torch.ones(()))
+
+    def forward(self, x):
+        return x + self.gain * self.down(F.gelu(self.up(self.norm(x))))
+
+
+class Net(nn.Module):
+    """Embedding, blocks, head."""
+
+    def __init__(self, layers=3, *, tied=False, checkpointed=None, twice=False):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(VOCAB, DIM), nn.Linear(DIM, VOCAB, bias=not tied)
+        self.layers = nn.ModuleList([Block() for _ in range(layers)])
+        self.checkpointed, self.twice = checkpointed, twice
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+        if tied:
+            self.head.weight = self.embed.weight
+
+    def hidden(self, x):
+        for layer in self.layers:
+            for _ in range(2 if self.twice else 1):
+                x = layer(x) if self.checkpointed is None else checkpoint(layer, x, use_reentrant=self.checkpointed)
+        return x
+
+    def forward(self, x, y=None):
+        self.calls += 1
+        out = self.head(self.hidden(self.embed(x)))
+        return out if y is None else {"loss": F.cross_entropy(out, y), "logits": out}
+
+
+class Adapter(nn.Module):
+    """A frozen linear map and a trained one of low rank beside it."""
+
+    def __init__(self, base: nn.Linear):
+        super().__init__()
+        self.base, self.a, self.b = base.requires_grad_(False), nn.Linear(DIM, 2, bias=False), nn.Linear(2, VOCAB, bias=False)
+
+    def forward(self, x):
+        return self.base(x) + self.b(self.a(x))
+
+
+def frozen(net):
+    net.embed.requires_grad_(False)
+    net.layers[1].requires_grad_(False)
+    net.layers[2].up.bias.requires_grad_(False)
+
+
+def adapted(net):
+    net.requires_grad_(False)
+    net.head = Adapter(net.head)
+
+
+KINDS: dict[str, tuple[dict, Callable[[Net], None]]] = {
+    "plain": ({}, lambda net: None),
+    "tied": ({"tied": True}, lambda net: None),
+    "frozen": ({}, frozen),
+    "adapted": ({}, adapted),
+    "checkpointed": ({"checkpointed": False}, lambda net: None),
+    "checkpointed, reentrant": ({"checkpointed": True}, lambda net: None),
+    "twice": ({"twice": True}, lambda net: None),
+}
+
+
+def make(kind="plain", seed=0) -> Net:
+    """A model of one of the kinds; the same whenever it is made."""
+    options, change = KINDS[kind]
+    with _seeds:
+        torch.manual_seed(seed)
+        net = Net(**options)
+        change(net)
+        return net
+
+
+def batches(comm: fs.Comm | None, count: int, size: int = 4) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """This rank's inputs and targets, ``size`` of them a step; without a Comm those of all of two ranks."""
+    g = torch.Generator().manual_seed(1)
+    ranks, rank = (comm.mesh.size, comm.rank) if comm is not None else (2, None)
+    drawn = [torch.randint(0, VOCAB, (ranks * size,), generator=g) for _ in range(count)]
+    part = slice(None) if rank is None else slice(rank * size, (rank + 1) * size)
+    return [(x[part], (x * 3 % VOCAB)[part]) for x in drawn]
