@@ -491,6 +491,14 @@ def test_units_that_match_nothing():
     assert not isinstance(net.head.weight, fs.ShardedParameter)
 
 
+def test_names_that_it_would_hide():
+    net = modules.make()
+    net.step = 3
+    with pytest.raises(fs.TreeError, match="would hide step of Net"):
+        fs.ShardedModule(net, mesh=fs.SingleComm())
+    assert net.step == 3
+
+
 def test_changes_behind_its_back():
     def rank_fn(comm):
         model, _, x, y = refused(comm, "zero1")

@@ -274,6 +274,12 @@ def _shard(
 ) -> None:
     if isinstance(module, ShardedModule):
         raise TreeError("ShardedModule(): the module is sharded already.")
+    added = [name for name in vars(ShardedModule) if not name.startswith("_") and not hasattr(nn.Module, name)]
+    hidden = [name for name in added if hasattr(module, name)]
+    if hidden:
+        raise TreeError(
+            f"ShardedModule(): would hide {', '.join(hidden)} of {type(module).__name__}: rename what has this name."
+        )
     comm = _comm(mesh)
     tree = parameter_tree(module)
     chosen = chosen_modules(module, units) if units is not None else {}
