@@ -310,6 +310,24 @@ def test_another_call_between_a_forward_and_its_backward(strategy):
     run_both(program, STRATEGIES[strategy][0])
 
 
+@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
+def test_a_function_of_another_tree_is_recorded_between_a_forward_and_its_backward(strategy):
+    """Which sweeps up units that no function uses; those that a backward comes back to are not among them."""
+
+    def program(run):
+        state, other = make_state(run.comm, strategy), make_state(run.comm, strategy, params=make_params(layers=3, dim=16))
+        evaluate, [batch] = run.wrap(score), my_batches(run.comm, 1)
+
+        def loss(params, batch, comm):
+            result = loss_fn(params, batch, comm)
+            evaluate(other.params, batch)
+            return result
+
+        return buffers_of(fs.value_and_grad(loss)(state.params, batch, comm=run.engine)[1])
+
+    run_both(program, STRATEGIES[strategy][0])
+
+
 @each_strategy
 def test_gradients_are_reduced_again_after_they_were_divided_in_place(strategy):
     """Where gradients rest sharded, what was divided in place is they themselves; elsewhere it was a sum of them."""

@@ -31,15 +31,7 @@ def functionalize(module: nn.Module) -> tuple[Callable[..., Any], dict[str, Any]
     Raises:
         TreeError: a module without parameters.
     """
-    params: dict[str, Any] = {}
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        *parents, last = name.split(".")
-        node = params
-        for parent in parents:
-            node = node.setdefault(parent, {})
-        node[last] = parameter.detach()
-    if not params:
-        raise TreeError(f"functionalize(): {type(module).__name__} has no parameters.")
+    params = parameter_tree("functionalize()", module)
     buffers = {name: b.detach().clone() for name, b in module.named_buffers(remove_duplicate=False)}
     memo: dict[int, Any] = {id(p): p.to("meta") for p in module.parameters()}
     memo |= {id(p): nn.Parameter(t, p.requires_grad) for p in module.parameters() for t in [memo[id(p)].detach()]}
@@ -51,3 +43,21 @@ def functionalize(module: nn.Module) -> tuple[Callable[..., Any], dict[str, Any]
         return torch.func.functional_call(skeleton, state, args, kwargs, tie_weights=False, strict=True)
 
     return fn, params
+
+
+def parameter_tree(where: str, module: nn.Module) -> dict[str, Any]:
+    """A module's parameters, detached, as nested dicts along the dots of their names.
+
+    Raises:
+        TreeError: there are none; ``where`` is who asks.
+    """
+    tree: dict[str, Any] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        *parents, last = name.split(".")
+        node = tree
+        for parent in parents:
+            node = node.setdefault(parent, {})
+        node[last] = parameter.detach()
+    if not tree:
+        raise TreeError(f"{where}: {type(module).__name__} has no parameters.")
+    return tree

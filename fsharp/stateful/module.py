@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fsharp.functional.comm import Comm
 from fsharp.functional.errors import MeshError, ScheduleError, TreeError
+from fsharp.functional.functionalize import parameter_tree
 from fsharp.functional.layout import Layout
 from fsharp.functional.mesh import Mesh
 from fsharp.functional.paths import Patterns
@@ -29,7 +30,7 @@ from fsharp.stateful.parameter import ShardedParameter
 from fsharp.stateful.policy import Policy
 from fsharp.stateful.scheduled import Scheduled
 from fsharp.stateful.scheduler import Scheduler
-from fsharp.stateful.seats import Units, chosen_modules, leafmost, parameter_tree
+from fsharp.stateful.seats import Units, chosen_modules, leafmost
 from fsharp.stateful.session import Session, Within
 
 _NOTHING = Transform(lambda params: None, lambda grads, state, params, *, comm: (grads, state), {})
@@ -78,18 +79,8 @@ class ShardedModule(nn.Module):
     Cost: this rank's parts, and the largest parameter in full while a module on the meta device is made.
     """
 
-    def __new__(cls, module: nn.Module | None = None, **options: Any) -> "ShardedModule":
-        """The module itself."""
-        if cls is not ShardedModule or module is None:
-            raise TreeError(
-                f"{cls.__name__}: call ShardedModule(module, ...); a sharded one cannot be made, or copied, otherwise."
-            )
-        _shard(module, **options)
-        assert isinstance(module, ShardedModule)
-        return module
-
-    def __init__(
-        self,
+    def __new__(
+        cls,
         module: nn.Module,
         *,
         mesh: DeviceMesh | Mesh | Comm | None = None,
@@ -99,8 +90,33 @@ class ShardedModule(nn.Module):
         policy: Policy | None = None,
         key: int = 0,
         **plan_options: Any,
-    ) -> None:
-        """All is done by then: ``__new__`` has returned the module."""
+    ) -> "ShardedModule":
+        """The module itself."""
+        if cls is not ShardedModule:
+            raise TreeError(f"{cls.__name__}: a sharded module is made by ShardedModule(module, ...), and not copied.")
+        _check_module(module)
+        comm = _comm(mesh)
+        tree = parameter_tree("ShardedModule()", module)
+        chosen = chosen_modules(module, units) if units is not None else {}
+        trained = {path for path, each in module.named_parameters(remove_duplicate=False) if each.requires_grad}
+        frozen: Patterns = lambda path: path not in trained  # noqa: E731
+        where, named = strategy or zero3(*comm.mesh.names), leafmost(chosen) or None
+        layout = plan(tree, comm.mesh, where, units=named, frozen=frozen, precision=precision, **plan_options)
+        state = init_state(_NOTHING, initial_values(module, tree, layout, comm, key=key), comm=comm, donate=True)
+        del tree
+        scheduler = Scheduler(comm, policy=policy)
+        session = Session(module, layout, list(chosen), state, scheduler, input_dtype=precision.compute)
+        _show(module, session)
+        for path in session.owners:
+            each = module.get_submodule(path)
+            each.__dict__["_fsharp"] = (session, path)
+            each.__dict__["_fsharp_forward"] = each.__dict__.pop("forward", None)
+            each.__class__ = _subclass(type(each), *([ShardedModule] if not path else []))
+        assert isinstance(module, ShardedModule)
+        return module
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        """All is done by then: the module has been made long ago."""
 
     # ------------------------------------------------------------ training
 
@@ -261,17 +277,7 @@ def _session(module: nn.Module) -> Session:
     return session
 
 
-def _shard(
-    module: nn.Module,
-    *,
-    mesh: DeviceMesh | Mesh | Comm | None = None,
-    strategy: Strategy | None = None,
-    units: Units | Sequence[Units] | None = None,
-    precision: Precision = Precision(),
-    policy: Policy | None = None,
-    key: int = 0,
-    **plan_options: Any,
-) -> None:
+def _check_module(module: nn.Module) -> None:
     if isinstance(module, ShardedModule):
         raise TreeError("ShardedModule(): the module is sharded already.")
     added = [name for name in vars(ShardedModule) if not name.startswith("_") and not hasattr(nn.Module, name)]
@@ -280,29 +286,6 @@ def _shard(
         raise TreeError(
             f"ShardedModule(): would hide {', '.join(hidden)} of {type(module).__name__}: rename what has this name."
         )
-    comm = _comm(mesh)
-    tree = parameter_tree(module)
-    chosen = chosen_modules(module, units) if units is not None else {}
-    trained = {path for path, each in module.named_parameters(remove_duplicate=False) if each.requires_grad}
-    frozen: Patterns = lambda path: path not in trained  # noqa: E731
-    layout = plan(
-        tree,
-        comm.mesh,
-        strategy or zero3(*comm.mesh.names),
-        units=leafmost(chosen) or None,
-        frozen=frozen,
-        precision=precision,
-        **plan_options,
-    )
-    state = init_state(_NOTHING, initial_values(module, tree, layout, comm, key=key), comm=comm, donate=True)
-    del tree
-    session = Session(module, layout, list(chosen), state, Scheduler(comm, policy=policy), input_dtype=precision.compute)
-    _show(module, session)
-    for path in session.owners:
-        each = module.get_submodule(path)
-        each.__dict__["_fsharp"] = (session, path)
-        each.__dict__["_fsharp_forward"] = each.__dict__.pop("forward", None)
-        each.__class__ = _subclass(type(each), *([ShardedModule] if not path else []))
 
 
 def _comm(mesh: DeviceMesh | Mesh | Comm | None) -> Comm:

@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from itertools import count
 from typing import Any
 
 import optree
@@ -28,6 +27,7 @@ from fsharp.stateful.patient import Patient
 from fsharp.stateful.plan import Plan
 from fsharp.stateful.policy import Policy
 from fsharp.stateful.recorder import Recorder
+from fsharp.stateful.roster import Roster
 from fsharp.stateful.run import Run, Use
 from fsharp.stateful.scheduled import Scheduled
 from fsharp.stateful.spread import Spread
@@ -72,13 +72,12 @@ class Scheduler(Engine):
         if isinstance(self.transport.innermost, Exchange):
             self.own = Patient(comm, self.order.patience)
             self.transport.innermost.patience = self.order.patience
-        self.units: dict[str, LiveUnit] = {}
+        self.roster = Roster(trivial=self.policy.trivial_axes)
         self.arena = torch.empty(0, dtype=torch.uint8, device=comm.device)
         self.tenant: Any = None
         self._scheduled: weakref.WeakSet[Scheduled] = weakref.WeakSet()
         self._run: Run | None = None
         self._loose: Callable[[], Run | None] = lambda: None
-        self._table: dict[Any, LiveUnit] = {}
         self._handed: list[tuple[LiveUnit, list[torch.Tensor], list[int]]] = []
 
     # ------------------------------------------------------------ Comm
@@ -173,7 +172,8 @@ class Scheduler(Engine):
             raise
 
     def _leave(self) -> None:
-        self._run, self._table, self._handed = None, {}, []
+        self._run, self._handed = None, []
+        self.roster.forget()
         self.order.end()
         for scheduled in self._scheduled:
             scheduled.forget()
@@ -187,13 +187,9 @@ class Scheduler(Engine):
             recorder.begin()
 
     def _begin(self, scheduled: Scheduled, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Run:
-        self._table = {}
-        for unit in self.units.values():
-            unit.begin()
+        self.roster.begin()
         for key, node in scheduled.sources((args, kwargs)).items():
-            known = self.units.get(key)
-            if known is not None and node.unit == known.layout and _signature(node) not in self._table:
-                self._register(known, node)
+            self.roster.expect(key, node)
         plan = self._plan(scheduled)
         run = self._run = Run(self, scheduled, plan)
         self.order.begin(run)
@@ -263,14 +259,13 @@ class Scheduler(Engine):
         if run.is_planned and run.plan is not None:
             for key in run.plan.carried:
                 run.plan.copies[key].remember()
-        for unit in self.units.values():
-            unit.node = None
+        self.roster.release()
 
     def _sweep(self) -> None:
         """Units of trees that no function uses any more are gone."""
-        used = {facts.name for each in self._scheduled if each.schedule is not None for facts in each.schedule.program.units}
-        used |= {unit.key for unit in self._table.values()}
-        self.units = {key: unit for key, unit in self.units.items() if key in used}
+        if self._loose() is None:  # else a backward may come back to them
+            schedules = [each.schedule for each in self._scheduled if each.schedule is not None]
+            self.roster.sweep({facts.name for schedule in schedules for facts in schedule.program.units})
 
     def _abort(self, error: BaseException) -> None:
         """Whatever was under way is given up."""
@@ -299,36 +294,26 @@ class Scheduler(Engine):
 
     def live(self, node: Sharded) -> LiveUnit:
         """The unit that a node is."""
-        signature = _signature(node)
-        if signature not in self._table:
-            key = self._key(node)
-            if key not in self.units:
-                self.units[key] = LiveUnit(key, node.unit, trivial=self.policy.trivial_axes)
-            self._register(self.units[key], node)
+        unit = self.roster.find(node)
+        if unit is None:
+            unit = self.roster.add(node)
             if self._run is not None and self._run.scheduled is not None:
-                self._run.scheduled.locate(key, node)
-        unit = self._table[signature]
+                self._run.scheduled.locate(unit.key, node)
         if node.is_arriving or unit.node is None:
             unit.node = node
         return unit
 
-    def _key(self, node: Sharded) -> str:
-        """The node's name, with a number if another tree's unit has it, of this step or of another layout."""
-        name, taken = node.name or "(root)", {unit.key for unit in self._table.values()}
-        keys = (f"{name}#{number}" if number else name for number in count())
-        return next(key for key in keys if key not in taken and (key not in self.units or self.units[key].layout == node.unit))
-
-    def _register(self, unit: LiveUnit, node: Sharded) -> None:
-        self._table[_signature(node)] = unit
-        unit.node = node
+    @property
+    def units(self) -> dict[str, LiveUnit]:
+        """All units, by key."""
+        return self.roster.units
 
     def _current(self) -> Run:
         """The run of the function that is being called; outside of one, a run that follows nothing and records nothing."""
         run = self._run or self._loose()
         if run is None:
-            self._table = {}  # addresses, which may be others' by now
-            for unit in self.units.values():
-                unit.node = None
+            self.roster.forget()
+            self.roster.release()
             self._meet()
             run = Run(self, None, None)
             self._loose = weakref.ref(run)  # whoever has a backward to come keeps it
@@ -482,10 +467,10 @@ class Scheduler(Engine):
             spread = Spread(unit, old, fresh, rank=self.rank, donate=donate, trivial=self.policy.trivial_axes)
             if spread.axes:
                 spread.node.arriving(partial(self._arrive, spread))
-            self._table.pop(_signature(old), None)  # who still has the old ones has another unit from here on
+            self.roster.leave(old)
             if not donate:
                 unit.forget()
-            self._register(unit, spread.node)
+            self.roster.enter(unit, spread.node)
             spreads.append(spread)
         run.update(spreads)
         nodes = iter(spreads)
@@ -498,10 +483,6 @@ class Scheduler(Engine):
 
 def _leaves(tree: Any) -> list[Any]:
     return optree.tree_leaves(tree)
-
-
-def _signature(node: Sharded) -> tuple[str, tuple[int, ...]]:
-    return node.name, tuple(b.data_ptr() for b in node.buffers_on_their_way)
 
 
 def _check_loss(loss: Loss, has_sinks: bool) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from fsharp.functional.errors import PatternError, TreeError
+from fsharp.functional.errors import PatternError
 from fsharp.functional.layout import Layout
 from fsharp.functional.paths import as_patterns, matches
 
@@ -63,24 +63,6 @@ def seated(seats: Sequence[Seats], tensors: Sequence[Sequence[Any]]) -> Iterator
     finally:
         for seat, each in zip(reversed(seats), reversed(before), strict=True):
             seat.swap(each)
-
-
-def parameter_tree(module: nn.Module) -> dict[str, Any]:
-    """The parameters as nested dicts along the dots of their names, as :func:`~fsharp.functionalize` has them.
-
-    Raises:
-        TreeError: there are none.
-    """
-    tree: dict[str, Any] = {}
-    for path, parameter in module.named_parameters(remove_duplicate=False):
-        *parents, last = path.split(".")
-        node = tree
-        for parent in parents:
-            node = node.setdefault(parent, {})
-        node[last] = parameter.detach()
-    if not tree:
-        raise TreeError(f"ShardedModule(): {type(module).__name__} has no parameters.")
-    return tree
 
 
 def chosen_modules(module: nn.Module, units: Units | Sequence[Units]) -> dict[str, nn.Module]:

@@ -76,6 +76,8 @@ class Session:
 
     Attributes:
         state: parameters where they rest, and main copies; replaced by each step.
+        is_summoned: whether its parameters are whole, and not its own, at present.
+        updated_by: the optimizer that has made the last step, if no forward has come since.
         is_accumulating: whether a backward leaves its gradients where they rest, unreduced over some axes.
         parameters: by path, what the module shows of them.
     """
@@ -107,7 +109,7 @@ class Session:
         self._units: list[LiveUnit] = []
         self._probed: Any = None
         self._pass = -1  # the backward pass that is under way
-        self.updated_by: int | None = None  # the optimizer that has made the last step, if no forward has come since
+        self.updated_by: int | None = None
         self._lost = False  # whether gradients have been given up because of an error, and nobody has asked for that
         self._reduced: list[int] = []  # versions of what a backward has left
         self._stamp = self._versions()
