@@ -312,7 +312,7 @@ def test_another_call_between_a_forward_and_its_backward(strategy):
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero3"])
 def test_a_function_of_another_tree_is_recorded_between_a_forward_and_its_backward(strategy):
-    """Which sweeps up units that no function uses; those that a backward comes back to are not among them."""
+    """Which sweeps up units that no function uses; the backward has its own, and looks none up."""
 
     def program(run):
         state, other = make_state(run.comm, strategy), make_state(run.comm, strategy, params=make_params(layers=3, dim=16))

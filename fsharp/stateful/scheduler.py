@@ -263,9 +263,8 @@ class Scheduler(Engine):
 
     def _sweep(self) -> None:
         """Units of trees that no function uses any more are gone."""
-        if self._loose() is None:  # else a backward may come back to them
-            schedules = [each.schedule for each in self._scheduled if each.schedule is not None]
-            self.roster.sweep({facts.name for schedule in schedules for facts in schedule.program.units})
+        schedules = [each.schedule for each in self._scheduled if each.schedule is not None]
+        self.roster.sweep({facts.name for schedule in schedules for facts in schedule.program.units})
 
     def _abort(self, error: BaseException) -> None:
         """Whatever was under way is given up."""
