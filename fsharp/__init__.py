@@ -5,7 +5,7 @@ Parameters are explicit pytrees, every operation on them is a pure function, and
 Glossary
     axis        a dimension of the mesh, by name; *dim* is a dimension of a tensor.
     mesh        the ranks, arranged along axes (:class:`Mesh`).
-    placement   how a tensor relates to the ranks along one axis: Replicate, Shard or Partial.
+    placement   how a tensor relates to the ranks along one axis: Replicate, Shard, Partial or Vary.
     place       a placement for every axis: where one kind of tensor rests (:class:`Place`).
     strategy    the places of parameters, gradients and optimizer state (:class:`Strategy`).
     unit        a subtree gathered, used and released together.
@@ -13,7 +13,7 @@ Glossary
     atom        the run of elements that is never cut (:class:`Element`, :class:`Rows`, :class:`Whole`).
     layout      which element of which leaf rests on which rank (:class:`Layout`), made by :func:`plan`.
     sharded     the pytree node that stands where a unit's subtree stood (:class:`Sharded`).
-    full        replicated on every axis: how functions see parameters.
+    full        replicated on every axis along which it does not vary: how functions see parameters.
     comm        what a rank calls collectives through (:class:`Comm`).
     use         one call of a function on a unit, in the forward and on the way back in the backward.
     program     the order in which a step uses units (:class:`Program`).
@@ -71,6 +71,7 @@ from fsharp.functional.placement import Placement as Placement
 from fsharp.functional.placement import Replicate as Replicate
 from fsharp.functional.placement import Shard as Shard
 from fsharp.functional.placement import Strategy as Strategy
+from fsharp.functional.placement import Vary as Vary
 from fsharp.functional.placement import ddp as ddp
 from fsharp.functional.placement import hfsdp as hfsdp
 from fsharp.functional.placement import hsdp as hsdp

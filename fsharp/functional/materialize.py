@@ -11,7 +11,7 @@ from fsharp.functional.agree import together
 from fsharp.functional.comm import Comm
 from fsharp.functional.describe import describe_units
 from fsharp.functional.errors import MeshError, problem
-from fsharp.functional.layout import Layout, Leaf
+from fsharp.functional.layout import Layout, Leaf, UnitLayout
 from fsharp.functional.moves import gather
 from fsharp.functional.paths import assign
 from fsharp.functional.sharded import PlaceName, as_tree, build, check_tree, is_sharded, map_units, resolve_place, shard_for
@@ -53,7 +53,8 @@ def full(tree: Any, *, comm: Comm) -> Any:
         comm: the ranks.
 
     Returns:
-        The tree that was sharded, in the dtype that rests; leaves share no memory with ``tree``.
+        The tree that was sharded, in the dtype that rests; leaves share no memory with ``tree``. What varies from rank
+        to rank is this rank's.
 
     Raises:
         TreeError: a unit that rests partial.
@@ -92,7 +93,8 @@ def init(
         initializers: one for all leaves or by pattern, the last that selects a leaf counting.
         layout: what to make.
         comm: the ranks.
-        key: seed. The values of a leaf depend on the key and its path alone, never on mesh, strategy or units.
+        key: seed. The values of a leaf depend on the key and its path alone, never on mesh, strategy or units; and on
+            the rank's coordinates along axes on which it varies.
         place: ``"params"``, or ``"optim"`` for what :func:`~fsharp.init_state` needs when a main copy is kept.
         device: of the shards; None means ``comm``'s. Values are drawn on the CPU, so they are the same everywhere.
 
@@ -119,16 +121,22 @@ def init(
 
         def draw(leaf: Leaf, unit: Any = unit) -> torch.Tensor:
             path = unit.full_path(leaf)
-            seed = int.from_bytes(hashlib.sha256(f"{key}:{path}".encode()).digest()[:8], "little") >> 1
+            generator = torch.Generator().manual_seed(seed_of(key, path, unit, comm.rank))
             value = torch.empty(leaf.shape, dtype=leaf.dtype)
             with torch.no_grad():
-                made = chosen[path](value, torch.Generator().manual_seed(seed))
+                made = chosen[path](value, generator)
                 if isinstance(made, torch.Tensor) and made is not value:
                     value.copy_(made)  # an initializer that returns its values instead of filling
             return value.to(target)
 
         nodes.append(build(unit, resolve_place(unit, place), comm.rank, draw, main=place == "optim"))
     return optree.tree_unflatten(layout.spec, nodes)
+
+
+def seed_of(key: int, path: str, unit: UnitLayout, rank: int) -> int:
+    """What to draw values at ``path`` in ``unit`` from: the same on every mesh, and on all ranks that share them."""
+    own = "".join(f":{axis}={unit.mesh.coord(axis, rank)}" for axis in unit.strategy.full.varying)
+    return int.from_bytes(hashlib.sha256(f"{key}:{path}{own}".encode()).digest()[:8], "little") >> 1
 
 
 def _check_mesh(where: str, layout: Layout, comm: Comm) -> None:

@@ -16,6 +16,9 @@ strategy              axis   parameters              gradients              opti
 ====================  =====  ======================  =====================  ======================
 
 Gradients rest between microbatches as the table says; the update wants them where the optimizer state rests.
+
+Along an axis where ranks have parameters of their own, as experts do along an expert-parallel one, nothing of theirs is ever
+moved: ``zero3("dp").varying("ep")``.
 """
 
 from collections.abc import Mapping
@@ -35,17 +38,19 @@ class Placement(Enum):
     """Each rank holds one contiguous part; in order of coordinate they make the value."""
     PARTIAL = "partial"
     """Each rank holds a summand of the same shape; their sum is the value."""
+    VARY = "vary"
+    """Each rank holds a value of its own, of the same shape; no collective runs along this axis."""
 
     def __repr__(self) -> str:
         return self.name.capitalize()
 
 
-Replicate, Shard, Partial = Placement.REPLICATE, Placement.SHARD, Placement.PARTIAL
+Replicate, Shard, Partial, Vary = Placement.REPLICATE, Placement.SHARD, Placement.PARTIAL, Placement.VARY
 
 
 @dataclass(frozen=True, slots=True)
 class AxisRule:
-    """What one mesh axis does to each kind of state.
+    """What one mesh axis does to each kind of state; Vary for all three, or for none.
 
     Args:
         params: Replicate or Shard.
@@ -59,6 +64,10 @@ class AxisRule:
 
 
 _REASONS = (
+    (
+        lambda r: 0 < (r.params, r.grads, r.optim).count(Vary) < 3,
+        "parameters that vary have gradients and optimizer state that do, and no others",
+    ),
     (
         lambda r: r.params is Partial or r.optim is Partial,
         "only gradients can be partial sums: parameters and optimizer state are values that ranks read",
@@ -112,13 +121,18 @@ class Place:
         return self._axes(Replicate)
 
     @property
+    def varying(self) -> tuple[str, ...]:
+        """Axes along which every rank holds a value of its own."""
+        return self._axes(Vary)
+
+    @property
     def dual(self) -> "Place":
         """Where the cotangent of a tensor in this place rests: shards stay shards, copies and summands change places.
 
         A value that ranks share is used by each of them, so each holds a summand of its gradient; a summand goes into
         one sum, whose gradient ranks share.
         """
-        swap = {Replicate: Partial, Partial: Replicate, Shard: Shard}
+        swap = {Replicate: Partial, Partial: Replicate, Shard: Shard, Vary: Vary}
         return Place(self.order, tuple(swap[p] for p in self.placements))
 
     def _axes(self, kind: Placement) -> tuple[str, ...]:
@@ -153,7 +167,7 @@ class Strategy:
     optim: Place = field(init=False, repr=False, compare=False)
     """Where optimizer state, main copies and finished gradients rest."""
     full: Place = field(init=False, repr=False, compare=False)
-    """Replicated on every axis: the place in which functions use parameters."""
+    """Replicated on every axis along which it does not vary: the place in which functions use parameters."""
 
     def __init__(self, rules: Mapping[str, AxisRule]) -> None:
         if not rules:
@@ -174,7 +188,8 @@ class Strategy:
         object.__setattr__(self, "order", order)
         for kind in ("params", "grads", "optim"):
             object.__setattr__(self, kind, Place(order, tuple(getattr(rules[axis], kind) for axis in order)))
-        object.__setattr__(self, "full", Place(order, (Replicate,) * len(order)))
+        full = tuple(Vary if rules[axis].params is Vary else Replicate for axis in order)
+        object.__setattr__(self, "full", Place(order, full))
         kinds = {kind: {a for a, r in rules.items() if getattr(r, kind) is Shard} for kind in ("params", "grads")}
         if not (kinds["params"] <= kinds["grads"] or kinds["grads"] <= kinds["params"]):
             raise StrategyError(
@@ -185,6 +200,23 @@ class Strategy:
                     "Shard the gradients on every axis that shards the parameters, or the reverse.",
                 )
             )
+
+    def varying(self, *axes: str) -> "Strategy":
+        """This strategy for parameters of which every rank along ``axes`` has its own, such as experts.
+
+        >>> zero3("dp").varying("ep").params
+        Place(dp:Shard, ep:Vary)
+
+        Gradients are summed over the ranks that have the same parameters, and no others: what an expert has done for
+        other ranks' losses comes to it through the exchange of tokens.
+
+        Raises:
+            StrategyError: an axis that the strategy names already.
+        """
+        taken = {axis for axis, _ in self.rules} & set(axes)
+        if not axes or taken:
+            raise StrategyError(f"varying(): expected axes other than those of the strategy ({self}), got {list(axes)}.")
+        return Strategy({**dict(self.rules), **dict.fromkeys(axes, AxisRule(Vary, Vary, Vary))})
 
     def check_mesh(self, mesh: Mesh) -> None:
         """Refuse a mesh whose axes are not the ones this strategy names.
@@ -199,7 +231,7 @@ class Strategy:
             raise StrategyError(f"Strategy says nothing of axis {axis!r} of {mesh}; it names {sorted(named)}.")
 
     def __str__(self) -> str:
-        short = {Replicate: "R", Shard: "S", Partial: "P"}
+        short = {Replicate: "R", Shard: "S", Partial: "P", Vary: "V"}
         return ", ".join(f"{a}: {short[r.params]}{short[r.grads]}{short[r.optim]}" for a, r in self.rules)
 
 

@@ -80,7 +80,7 @@ def plan(
         return precision.resolve(tensor.dtype), trainable, label_of[path]
 
     rules = {path: (*key(path, tensor), atom_of[path]) for path, tensor in zip(paths, leaves)}
-    _check_ties(ties, rules)
+    _check_ties(ties, rules, {path: strategies[unit_of[path]].full.varying for path in paths})
     sections = cut_at(params, frozenset(names))
     built = []
     of_unit: dict[str, list[tuple[str, torch.Tensor]]] = {name: [] for name in names}
@@ -191,12 +191,13 @@ def _view(t: torch.Tensor) -> tuple[Any, ...]:
     return t.shape, t.stride(), t.dtype, t.is_conj(), t.is_neg()
 
 
-def _check_ties(ties: Mapping[str, str], rules: Mapping[str, tuple[Any, ...]]) -> None:
+def _check_ties(ties: Mapping[str, str], rules: Mapping[str, tuple[Any, ...]], varying: Mapping[str, tuple[str, ...]]) -> None:
     for path, owner in ties.items():
         facts = (
             ("frozen", not rules[owner][1], not rules[path][1]),
             ("label", rules[owner][2], rules[path][2]),
             ("atom", rules[owner][3], rules[path][3]),
+            ("the axes along which they vary", varying[owner], varying[path]),
         )
         for what, a, b in facts:
             if a != b:

@@ -258,8 +258,8 @@ def resolve_place(unit: UnitLayout, place: PlaceName) -> Place:
         if place not in ("params", "grads", "optim", "full"):
             raise LayoutError(f"unknown place {place!r}: expected 'params', 'grads', 'optim', 'full' or a Place.")
         return getattr(unit.strategy, place)  # type: ignore[no-any-return]
-    order = unit.strategy.order
-    if place.order != order or place.sharded != order[: len(place.sharded)]:
+    order, full = unit.strategy.order, unit.strategy.full
+    if place.order != order or place.sharded != order[: len(place.sharded)] or place.varying != full.varying:
         raise LayoutError(
             problem("place", f"{place!r} is not one of unit {unit.name!r}.", [("order of axes", ", ".join(order))])
         )
@@ -352,8 +352,12 @@ def build(
     return Sharded(buffers, unit, place)
 
 
-def unshard(shards: Sequence[Any]) -> Any:
+def unshard(shards: Sequence[Any], *, rank: int = 0) -> Any:
     """The user's tree from all ranks' trees of :class:`Sharded`, in order of rank. Pure: the inverse of :func:`shard_for`.
+
+    Args:
+        shards: one tree for each rank.
+        rank: whose tree; the same for all but where units vary along an axis.
 
     Raises:
         TreeError: trees of another number of ranks, of different layouts, or that rest partial.
@@ -362,9 +366,9 @@ def unshard(shards: Sequence[Any]) -> Any:
     if not trees:
         raise TreeError("unshard(): no trees; pass one for each rank.")
     per_rank = [units_of(tree) for tree in trees]
-    for rank, nodes in enumerate(per_rank):
+    for r, nodes in enumerate(per_rank):
         if [_flatten(node)[1] for node in nodes] != [_flatten(node)[1] for node in per_rank[0]]:
-            raise TreeError(f"unshard(): the tree of rank {rank} has another layout or place than that of rank 0.")
+            raise TreeError(f"unshard(): the tree of rank {r} has another layout or place than that of rank 0.")
     whole = []
     for parts in zip(*per_rank, strict=True):
         unit, place, mesh = parts[0].unit, parts[0].place, parts[0].unit.mesh
@@ -372,7 +376,8 @@ def unshard(shards: Sequence[Any]) -> Any:
             raise TreeError(f"unshard(): {len(trees)} trees, expected one for each of the {mesh.size} ranks of {mesh}.")
         if place.partial:
             raise TreeError(f"unshard(): unit {unit.name!r} rests partial ({place}); reduce_scatter() it first.")
-        holders = {tuple(mesh.coord(axis, r) for axis in place.sharded): parts[r] for r in reversed(range(mesh.size))}
+        alike = [r for r in range(mesh.size) if all(mesh.coord(a, r) == mesh.coord(a, rank) for a in place.varying)]
+        holders = {tuple(mesh.coord(axis, r) for axis in place.sharded): parts[r] for r in reversed(alike)}
         in_order = [holders[key].buffers for key in sorted(holders)]
         whole.append(
             Sharded([torch.cat(column, dim=-1) for column in zip(*in_order)], unit, unit.strategy.full, parts[0].groups)

@@ -2,7 +2,7 @@
 
 import functools
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -60,7 +60,9 @@ class ShardedModule(nn.Module):
         module: with the same values on every rank, or on the meta device. Tied and frozen parameters stay so.
         mesh: the ranks: a DeviceMesh with named dims, a :class:`~fsharp.Mesh` that all processes form, or a
             :class:`~fsharp.Comm`; None means all processes, along one axis ``"dp"``.
-        strategy: where state rests; None means ZeRO-3 over all axes.
+        strategy: where state rests, or strategies by pattern of paths, the last that matches counting; None means ZeRO-3
+            over all axes. ``{"**": zero3("dp", "ep"), "**.experts": zero3("dp").varying("ep")}`` is for a module of which
+            each rank along ``"ep"`` has experts of its own.
         units: modules that are gathered by themselves when they are called: classes, patterns of paths (``"layers.*"``),
             predicates on path and module, or several of these. They may nest; what is in none of them is gathered with the
             root. None gathers everything with the root.
@@ -84,7 +86,7 @@ class ShardedModule(nn.Module):
         module: nn.Module,
         *,
         mesh: DeviceMesh | Mesh | Comm | None = None,
-        strategy: Strategy | None = None,
+        strategy: Strategy | Mapping[str, Strategy] | None = None,
         units: Units | Sequence[Units] | None = None,
         precision: Precision = Precision(),
         policy: Policy | None = None,

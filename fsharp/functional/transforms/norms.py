@@ -21,7 +21,8 @@ def global_norm(tree: Any, *, comm: Comm, deterministic: bool = False) -> torch.
 
     Args:
         tree: gradients or parameters in any place that is not partial. Tied leaves are stored, and so counted, once;
-            frozen ones have no gradients; what several ranks hold is counted once; padding is zero.
+            frozen ones have no gradients; what several ranks hold is counted once, what varies from rank to rank for
+            each of them; padding is zero.
         comm: the ranks.
         deterministic: add squares as integers (22-bit limbs relative to the largest element, 66 bits in all), so that
             the result does not depend on the mesh, the strategy or the way the tree is cut, to the last bit.
@@ -32,14 +33,14 @@ def global_norm(tree: Any, *, comm: Comm, deterministic: bool = False) -> torch.
     Raises:
         TreeError: a unit that rests partial.
 
-    Cost: one ``all_reduce`` of 8 bytes for each axis along which something is sharded; with ``deterministic`` two, of 8
-    and 24 bytes, and about six passes over the elements instead of one. Not differentiable.
+    Cost: one ``all_reduce`` of 8 bytes for each axis along which something is sharded or varies; with ``deterministic`` two, of
+    8 and 24 bytes, and about six passes over the elements instead of one. Not differentiable.
     """
     by_axes: dict[tuple[str, ...], list[torch.Tensor]] = {}
     for node in units_of(tree):
         if node.place.partial:
             raise TreeError(f"global_norm(): unit {node.name!r} rests partial ({node.place}); reduce_scatter() it first.")
-        by_axes.setdefault(node.place.sharded, []).extend(b.detach() for b in node.buffers if b.numel())
+        by_axes.setdefault(node.place.sharded + node.place.varying, []).extend(b.detach() for b in node.buffers if b.numel())
     with torch.no_grad():
         if deterministic:
             return _exact(by_axes, comm)
