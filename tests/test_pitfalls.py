@@ -217,7 +217,7 @@ def test_a_device_mesh_in_another_order_is_refused():
     def rank_fn(comm):
         from torch.distributed.device_mesh import DeviceMesh
 
-        with pytest.raises(fs.MeshError, match=r"ranks 0 to 1 in order, got \[1, 0\]"):
+        with pytest.raises(fs.MeshError, match=r"its ranks in rising order; got \[1, 0\]"):
             fs.ProcessGroupComm(DeviceMesh("cpu", torch.tensor([1, 0]), mesh_dim_names=("dp",)))
         return comm.all_gather(torch.ones(2, dtype=torch.complex64).conj() * 1j, "dp").shape
 

@@ -28,12 +28,16 @@ class ProcessGroupComm:
     many bytes as a ring, gives the same bits however a buffer is cut, and is faster than gloo's own reductions.
 
     Args:
-        device_mesh: a mesh with named dims that covers all ranks of the job.
+        device_mesh: a mesh with named dims, of all ranks of the job or of some, as ``world_mesh["dp"]`` is. Numbers of
+            ranks here and in messages are those in this mesh.
         rank_order: False hands sums to the backend (NCCL: faster, SHARP-capable, order of summation unspecified);
             None means True unless the backend is NCCL.
 
+    Attributes:
+        ranks: of the job, by rank in the mesh.
+
     Raises:
-        MeshError: a mesh without dim names, or that does not hold all ranks of the job in order.
+        MeshError: a mesh without dim names, without this rank, or with ranks that do not rise.
     """
 
     def __init__(self, device_mesh: DeviceMesh, *, rank_order: bool | None = None) -> None:
@@ -41,14 +45,15 @@ class ProcessGroupComm:
         if not names:
             raise MeshError("ProcessGroupComm(): the DeviceMesh has no dim names; pass mesh_dim_names to init_device_mesh.")
         self.mesh = Mesh(zip(names, device_mesh.shape, strict=True))
-        self.rank = self.mesh.rank(device_mesh.get_coordinate() or ())
-        self._groups = {name: device_mesh.get_group(name) for name in names}
+        self.ranks: tuple[int, ...] = tuple(device_mesh.mesh.flatten().tolist())
         # Groups list their ranks in rising order: coordinates have to rise with them.
-        if self.rank != dist.get_rank() or self.mesh.size != dist.get_world_size():
+        if dist.get_rank() not in self.ranks or list(self.ranks) != sorted(self.ranks):
             raise MeshError(
-                f"ProcessGroupComm(): the DeviceMesh has to hold ranks 0 to {dist.get_world_size() - 1} in order, got "
-                f"{device_mesh.mesh.tolist()}."
+                f"ProcessGroupComm(): the DeviceMesh has to hold rank {dist.get_rank()} of the job, and its ranks in rising "
+                f"order; got {device_mesh.mesh.tolist()}."
             )
+        self.rank = self.ranks.index(dist.get_rank())
+        self._groups = {name: device_mesh.get_group(name) for name in names}
         kind = device_mesh.device_type
         self.device = torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
         self.is_native = dist.get_backend(self._groups[names[0]]) == "nccl"
@@ -64,9 +69,9 @@ class ProcessGroupComm:
         return self._groups[axis]
 
     def new_group(self, axis: str) -> dist.ProcessGroup:
-        """One more process group along ``axis``. Every rank of the job has to make it."""
-        lists = sorted({self.mesh.group(axis, rank) for rank in range(self.mesh.size)})
-        group: dist.ProcessGroup = dist.new_subgroups_by_enumeration([list(ranks) for ranks in lists])[0]
+        """One more process group along ``axis``. Every rank of the mesh has to make it."""
+        ranks = [self.ranks[rank] for rank in self.mesh.group(axis, self.rank)]
+        group: dist.ProcessGroup = dist.new_group(ranks, use_local_synchronization=True)  # other meshes are not asked
         return group
 
     def over(self, groups: Mapping[str, dist.ProcessGroup]) -> "ProcessGroupComm":

@@ -10,6 +10,7 @@ import optree
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from fsharp.functional.comm import Comm
 from fsharp.functional.errors import MeshError, ScheduleError, TreeError
@@ -24,7 +25,7 @@ from fsharp.functional.process_group import ProcessGroupComm, connect
 from fsharp.functional.sharded import units_of
 from fsharp.functional.train import init_state
 from fsharp.functional.transforms.base import Transform
-from fsharp.functional.transforms.norms import global_norm
+from fsharp.stateful.dtensors import local, specs_of
 from fsharp.stateful.initial import initial_values
 from fsharp.stateful.parameter import ShardedParameter
 from fsharp.stateful.policy import Policy
@@ -59,7 +60,8 @@ class ShardedModule(nn.Module):
     Args:
         module: with the same values on every rank, or on the meta device. Tied and frozen parameters stay so.
         mesh: the ranks: a DeviceMesh with named dims, a :class:`~fsharp.Mesh` that all processes form, or a
-            :class:`~fsharp.Comm`; None means all processes, along one axis ``"dp"``.
+            :class:`~fsharp.Comm`; None means all processes, along one axis ``"dp"``. Parameters that are DTensors, as
+            ``parallelize_module`` makes them, are sharded on top: over the axes that theirs are not, ``device_mesh["dp"]``.
         strategy: where state rests, or strategies by pattern of paths, the last that matches counting; None means ZeRO-3
             over all axes. ``{"**": zero3("dp", "ep"), "**.experts": zero3("dp").varying("ep")}`` is for a module of which
             each rank along ``"ep"`` has experts of its own.
@@ -75,7 +77,7 @@ class ShardedModule(nn.Module):
     Raises:
         PatternError: units that match no module.
         TreeError: a module without parameters; one on the meta device with parameters that nothing initializes.
-        MeshError: a mesh that is not that of all processes.
+        MeshError: a mesh without this process, or one that parameters are distributed over already.
         AgreementError: on all ranks, if they differ in module, units, strategy or precision.
 
     Cost: this rank's parts, and the largest parameter in full while a module on the meta device is made.
@@ -98,7 +100,10 @@ class ShardedModule(nn.Module):
             raise TreeError(f"{cls.__name__}: a sharded module is made by ShardedModule(module, ...), and not copied.")
         _check_module(module)
         comm = _comm(mesh)
-        tree = parameter_tree("ShardedModule()", module)
+        specs = specs_of(module, comm)
+        whole: Any = parameter_tree("ShardedModule()", module)
+        tree = optree.tree_map(local, whole)
+        del whole
         chosen = chosen_modules(module, units) if units is not None else {}
         trained = {path for path, each in module.named_parameters(remove_duplicate=False) if each.requires_grad}
         frozen: Patterns = lambda path: path not in trained  # noqa: E731
@@ -107,7 +112,7 @@ class ShardedModule(nn.Module):
         state = init_state(_NOTHING, initial_values(module, tree, layout, comm, key=key), comm=comm, donate=True)
         del tree
         scheduler = Scheduler(comm, policy=policy)
-        session = Session(module, layout, list(chosen), state, scheduler, input_dtype=precision.compute)
+        session = Session(module, layout, list(chosen), state, scheduler, input_dtype=precision.compute, specs=specs)
         _show(module, session)
         for path in session.owners:
             each = module.get_submodule(path)
@@ -146,7 +151,7 @@ class ShardedModule(nn.Module):
         session = _session(self)
         if session.grads is None:
             raise ScheduleError("clip_grad_norm_(): there are no gradients: call it after a backward that does not accumulate.")
-        norm = global_norm(session.grads, comm=session.scheduler)
+        norm = session.norm()
         scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
         session.change_grads(lambda buffer: buffer.mul_(scale))
         return norm
@@ -201,7 +206,8 @@ class ShardedModule(nn.Module):
         session = _session(self)
         nodes = [session.whole(unit.name) for unit in session.layout.units]
         trees = [optree.tree_leaves(node.tree(nodes)) for node in nodes]
-        whole = [[nn.Parameter(leaf.detach(), leaf.is_floating_point()) for leaf in tree] for tree in trees]
+        shown = [session.dressed(node.name, tree) for node, tree in zip(nodes, trees, strict=True)]
+        whole = [[nn.Parameter(leaf.detach(), leaf.is_floating_point()) for leaf in leaves] for leaves in shown]
         with session.seated([node.name for node in nodes], whole):
             yield
             if write:
@@ -237,9 +243,10 @@ class ShardedModule(nn.Module):
         for unit in session.layout.units:
             needed = [unit.name, *{leaf.tied_to[0] for leaf in unit.leaves if leaf.tied_to and leaf.tied_to[0] != unit.name}]
             nodes = [session.whole(name) for name in needed]
-            for leaf, value in zip(unit.leaves, optree.tree_leaves(nodes[0].tree(nodes)), strict=True):
+            leaves = session.dressed(unit.name, optree.tree_leaves(nodes[0].tree(nodes)))
+            for leaf, value in zip(unit.leaves, leaves, strict=True):
                 if unit.full_path(leaf) in names:
-                    yield unit.full_path(leaf), value.clone()
+                    yield unit.full_path(leaf), value.full_tensor() if isinstance(value, DTensor) else value.clone()
 
     # ------------------------------------------------------------ what a sharded module cannot do
 
@@ -337,11 +344,13 @@ def _show(module: nn.Module, session: Session) -> None:
                 continue
             group, path = unit.groups[leaf.group], unit.full_path(leaf)
             place = unit.strategy.optim if group.trainable else unit.strategy.params
-            whole = all(mesh.axis_size(axis) == 1 for axis in place.sharded)
+            spec = session.specs.get(path)
+            shape = leaf.shape if spec is None else spec.shape
+            whole = all(mesh.axis_size(axis) == 1 for axis in place.sharded) and not (spec is not None and spec.is_sharded)
             dtype = group.dtypes.main if group.trainable else group.dtypes.compute
             data = parts.get(path, torch.empty(0, dtype=dtype, device=session.scheduler.device))
             session.parameters[path] = ShardedParameter.over(
-                data.detach(), path, leaf.shape, session, is_whole=whole, trains=group.trainable
+                data.detach(), path, shape, session, is_whole=whole, trains=group.trainable
             )
     for unit in session.layout.units:
         owned = []

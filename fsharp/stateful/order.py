@@ -67,7 +67,8 @@ class Order:
         self.mesh, self.rank = mesh, rank
         self._store: Store | None = None
         if has_store and mesh.size > 1:
-            self._store = PrefixStore(f"fsharp/order/{number}", _get_default_store())
+            ranks = hashlib.sha256(repr(getattr(comm, "ranks", ())).encode()).hexdigest()[:16]
+            self._store = PrefixStore(f"fsharp/order/{ranks}/{number}", _get_default_store())
         self._all: weakref.WeakSet[Order] = _orders.setdefault(comm, weakref.WeakSet())
         self._all.add(self)
         self._run: Run | None = None

@@ -8,6 +8,7 @@ from torch import nn
 from torch.utils import _pytree as torch_pytree
 
 from fsharp.functional.errors import TreeError
+from fsharp.stateful.dtensors import local
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
@@ -31,7 +32,7 @@ def without(out: Any, parameters: Sequence[torch.Tensor], path: str) -> Any:
     if torch._C._are_functorch_transforms_active():  # which keep what they need
         return out
     mine = {leaf.untyped_storage().data_ptr() for leaf in parameters if leaf.numel()}
-    held = [x for x in tensors_in(out) if x.numel() and not x.is_meta and x.untyped_storage().data_ptr() in mine]
+    held = [x for x in tensors_in(out) if x.numel() and not x.is_meta and local(x).untyped_storage().data_ptr() in mine]
     return replaced(out, held, [x.clone() for x in held], path) if held else out
 
 

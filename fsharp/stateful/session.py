@@ -23,8 +23,10 @@ from fsharp.functional.layout import Layout
 from fsharp.functional.moves import gather, reduce_scatter
 from fsharp.functional.sharded import Sharded, map_units, trainable, units_of
 from fsharp.functional.train import TrainState, update, with_sinks
+from fsharp.functional.transforms.norms import global_norm
 from fsharp.stateful.boundary import in_backward
 from fsharp.stateful.copies import LiveUnit
+from fsharp.stateful.dtensors import Spec, dressed, local, norm_of
 from fsharp.stateful.outputs import replaced, tensors_in, without
 from fsharp.stateful.parameter import Part, ShardedParameter
 from fsharp.stateful.run import Run
@@ -73,6 +75,7 @@ class Session:
         state: parameters and main copies; no optimizer state.
         scheduler: runs everything.
         input_dtype: of floating-point tensors that the root is called with; None leaves them.
+        specs: of the parameters that are DTensors, by path.
 
     Attributes:
         state: parameters where they rest, and main copies; replaced by each step.
@@ -91,8 +94,10 @@ class Session:
         scheduler: Scheduler,
         *,
         input_dtype: torch.dtype | None = None,
+        specs: Mapping[str, Spec] = {},
     ) -> None:
         self.layout, self.state, self.scheduler, self.input_dtype = layout, state, scheduler, input_dtype
+        self.specs = specs
         self.seats = {unit.name: Seats(module, [unit.full_path(leaf) for leaf in unit.leaves]) for unit in layout.units}
         self.owners = owners(layout, chosen)
         self.ties = {path: _ties(layout, names) for path, names in self.owners.items()}
@@ -144,7 +149,8 @@ class Session:
         def compute(trees: list[Any], *flat: Any) -> list[Any]:
             a, k = given.filled(flat)
             leaves = [optree.tree_leaves(tree) for tree in trees]
-            with self.reading(within), seated([self.seats[name] for name in names], leaves):
+            seats = [self.seats[name] for name in names]
+            with self.reading(within), seated(seats, [self.dressed(*each) for each in zip(names, leaves, strict=True)]):
                 out = fn(*a, **k)
             out = without(out, [leaf for each in leaves for leaf in each], path)
             found = tensors_in(out)
@@ -159,6 +165,12 @@ class Session:
         found = forward(compute, nodes, *given.flat, comm=within.comm, ties=ties, release=not self.has_inner[path])
         out, inner = result[0]
         return out if all(a is b for a, b in zip(found, inner, strict=True)) else replaced(out, inner, found, path)
+
+    def dressed(self, name: str, leaves: Sequence[torch.Tensor]) -> Sequence[Any]:
+        """A unit's leaves as the module's code has them."""
+        if not self.specs:
+            return leaves
+        return dressed(map(self.layout[name].full_path, self.layout[name].leaves), leaves, self.specs)
 
     def _cast(self, x: Any) -> Any:
         return x.to(self.input_dtype) if isinstance(x, torch.Tensor) and x.is_floating_point() else x
@@ -324,6 +336,12 @@ class Session:
             self._dropped = set()
             self.discard()
 
+    def norm(self) -> torch.Tensor:
+        """The 2-norm of the gradients there are, over all ranks."""
+        if self.specs:
+            return norm_of(self.grads, self.specs, self.scheduler)
+        return global_norm(self.grads, comm=self.scheduler)
+
     def change_grads(self, change: Callable[[torch.Tensor], Any]) -> None:
         """Change the gradients that there are in place."""
         _each(self.grads, change)
@@ -364,10 +382,11 @@ class Session:
         """
         unit = self.layout[name]
         for i, sitting in self.seats[name].sitting:
-            if not isinstance(sitting, torch.Tensor) or sitting.shape != leaves[i].shape:
+            mine = local(sitting)
+            if not isinstance(mine, torch.Tensor) or mine.shape != leaves[i].shape:
                 raise TreeError(f"summon(): {unit.full_path(unit.leaves[i])!r} was replaced by something of another shape.")
-            if sitting.data_ptr() != leaves[i].data_ptr():
-                leaves[i].copy_(sitting)
+            if mine.data_ptr() != leaves[i].data_ptr():
+                leaves[i].copy_(mine)
 
     def write(self, nodes: Sequence[Sharded]) -> None:
         """These full parameters are the new ones; every rank has the same."""

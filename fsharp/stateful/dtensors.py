@@ -1,0 +1,112 @@
+"""Parameters that are DTensors on axes of their own, as tensor parallelism makes them.
+
+This library shards what a rank has of them. A module's code gets DTensors of that again; their placements, and the
+collectives between them, are torch's.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
+
+from fsharp.functional.collectives import all_reduce
+from fsharp.functional.comm import Comm
+from fsharp.functional.errors import MeshError, TreeError
+from fsharp.functional.sharded import units_of
+
+
+@dataclass(frozen=True)
+class Spec:
+    """What one parameter is a part of.
+
+    Attributes:
+        mesh: of the DTensor.
+        placements: one for each dim of that mesh.
+        shape: of the whole.
+        stride: of the whole.
+    """
+
+    mesh: DeviceMesh
+    placements: tuple[Placement, ...]
+    shape: torch.Size
+    stride: tuple[int, ...]
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether a rank has less than all of it."""
+        return any(not p.is_replicate() and self.mesh.size(i) > 1 for i, p in enumerate(self.placements))
+
+    def whole(self, local: torch.Tensor) -> Any:
+        """The DTensor of which this rank has ``local``. Differentiable: the gradient has the same placements."""
+        return DTensor.from_local(local, self.mesh, self.placements, run_check=False, shape=self.shape, stride=self.stride)
+
+    def sum(self, x: torch.Tensor) -> torch.Tensor:
+        """The sum of ``x`` over ranks with other parts."""
+        kinds = [Replicate() if p.is_replicate() else Partial() for p in self.placements]
+        return DTensor.from_local(x, self.mesh, kinds, run_check=False).full_tensor()
+
+
+def specs_of(module: nn.Module, comm: Comm) -> dict[str, Spec]:
+    """By path, the parameters that are DTensors.
+
+    Raises:
+        TreeError: one that is a partial sum, or on the meta device.
+        MeshError: one that is distributed over ranks among which ``comm`` shards.
+    """
+    ours = set(getattr(comm, "ranks", range(comm.mesh.size)))
+    found: dict[str, Spec] = {}
+    for path, parameter in module.named_parameters(remove_duplicate=False):
+        if not isinstance(parameter, DTensor):
+            continue
+        mesh, placements = parameter.device_mesh, tuple(parameter.placements)
+        if any(p.is_partial() for p in placements) or parameter.is_meta:
+            what = "on the meta device: give it values before" if parameter.is_meta else "a partial sum: redistribute it"
+            raise TreeError(f"ShardedModule(): parameter {path!r} is a DTensor {what}.")
+        shared = ours & set(mesh.mesh.flatten().tolist())
+        if len(shared) > 1:
+            raise MeshError(
+                f"ShardedModule(): parameter {path!r} is a DTensor on {mesh}, and ranks {sorted(shared)} of that are to "
+                f"shard it as well, along {list(comm.mesh.names)}. Pass the other axes, for example mesh=device_mesh['dp']."
+            )
+        found[path] = Spec(mesh, placements, parameter.shape, parameter.stride())
+    return found
+
+
+def dressed(paths: Iterable[str], leaves: Iterable[torch.Tensor], specs: Mapping[str, Spec]) -> list[Any]:
+    """Leaves as a module's code expects them: DTensors where they are parts of such."""
+    return [specs[path].whole(leaf) if path in specs else leaf for path, leaf in zip(paths, leaves, strict=True)]
+
+
+def local(x: Any) -> Any:
+    """What this rank has of a tensor."""
+    return x.to_local() if isinstance(x, DTensor) else x
+
+
+def norm_of(grads: Any, specs: Mapping[str, Spec], comm: Comm) -> torch.Tensor:
+    """As :func:`~fsharp.global_norm`, of everything that these are parts of.
+
+    Cost: one ``all_reduce`` of 8 bytes for each axis and each way in which gradients rest.
+    """
+    squares: dict[tuple[tuple[str, ...], Spec | None], torch.Tensor] = {}
+    alike: dict[tuple[Any, ...], Spec] = {}
+    for node in units_of(grads):
+        axes = node.place.sharded + node.place.varying
+        for path in (node.unit.full_path(leaf) for leaf in node.unit.leaves if leaf.group in node.groups):
+            spec = specs.get(path)
+            if spec is not None:
+                spec = alike.setdefault((spec.mesh, spec.placements), spec) if spec.is_sharded else None
+            squares.setdefault((axes, spec), torch.zeros(1, dtype=torch.float64, device=comm.device))
+        for path, part in node.local_leaves(comm.rank).items():
+            spec = specs.get(path)
+            spec = alike[spec.mesh, spec.placements] if spec is not None and spec.is_sharded else None
+            squares[axes, spec] += torch.linalg.vector_norm(part, dtype=torch.float64).square()
+    total = torch.zeros((), dtype=torch.float64, device=comm.device)
+    for (axes, spec), square in squares.items():
+        for axis in axes:
+            square = all_reduce(square, comm, axis)
+        total += (square if spec is None else spec.sum(square))[0]
+    return total.sqrt().float()
