@@ -164,17 +164,19 @@ def draw_rows(size):
     return [torch.randn(size, generator=g) for _ in range(4)]
 
 
-def test_inputs_are_untouched_unless_donated():
-    params = draw(0)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_inputs_are_untouched_unless_donated(dtype):
+    params = draw(0, dtype)
     layout = fs.plan(params, ONE.mesh, fs.zero3("dp"))
-    for name, tx in RULES.items():
+    norms = {f"norm, deterministic={d}": fs.clip_by_global_norm(1.0, deterministic=d) for d in (False, True)}
+    for name, tx in (RULES | norms).items():
         state = fs.init_state(tx, fs.shard(params, layout, ONE), comm=ONE)
         before = optree.tree_map(lambda x: x.clone() if isinstance(x, torch.Tensor) else x, state)
-        grads = fs.shard_for(draw(1), layout, 0, place="optim")
+        grads = fs.shard_for(draw(1, dtype), layout, 0, place="optim")
         new = fs.update(tx, grads, state, comm=ONE)
         for a, b in zip(optree.tree_leaves(state), optree.tree_leaves(before), strict=True):
             assert torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b, name
-        assert torch.equal(grads.buffers[0], fs.shard_for(draw(1), layout, 0).buffers[0])
+        assert torch.equal(grads.buffers[0], fs.shard_for(draw(1, dtype), layout, 0).buffers[0]), name
         assert new.params.buffers[0].data_ptr() != state.params.buffers[0].data_ptr()
 
 
