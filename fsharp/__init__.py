@@ -129,6 +129,7 @@ from fsharp.stateful.policy import Policy as Policy
 from fsharp.stateful.program import Event as Event
 from fsharp.stateful.program import Program as Program
 from fsharp.stateful.program import UnitFacts as UnitFacts
+from fsharp.stateful.scaler import GradScaler as GradScaler
 from fsharp.stateful.schedule import Schedule as Schedule
 from fsharp.stateful.scheduled import Scheduled as Scheduled
 from fsharp.stateful.scheduler import Scheduler as Scheduler

@@ -43,6 +43,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
         optimizer: a class of torch.optim, or an ``(init, update)`` pair such as :func:`~fsharp.adamw` makes.
         defaults: the options of that class; none for a pair, which has its own.
 
+    Attributes:
+        session: the module's state, and its step.
+        inner: the optimizer of torch.optim on the flat buffers, if it is one.
+
     Raises:
         TreeError: parameters that are not those of one ShardedModule, or an optimizer that is not elementwise where
             parameters are sharded.
@@ -55,12 +59,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
             groups = [each[1] if isinstance(each, tuple) else each for each in groups]  # named_parameters()
         groups = groups if groups and isinstance(groups[0], dict) else [{"params": groups}]
         groups = [{**group, "params": _as_list(group["params"])} for group in groups]
-        self._session = _session_of([p for group in groups for p in group["params"]])
+        self.session = _session_of([p for group in groups for p in group["params"]])
         self.inner: torch.optim.Optimizer | None = None
         self._runs: list[list[_Run]] = []
         if isinstance(optimizer, type) and issubclass(optimizer, torch.optim.Optimizer):
             self._refuse(optimizer)
-            self._runs = [list(_runs(self._session, {p.path for p in group["params"]})) for group in groups]
+            self._runs = [list(_runs(self.session, {p.path for p in group["params"]})) for group in groups]
             options = [{k: v for k, v in group.items() if k != "params"} for group in groups]
             inner = [{**o, "params": [self._view(run) for run in runs]} for o, runs in zip(options, self._runs, strict=True)]
             self.inner = optimizer(inner, **defaults)
@@ -70,17 +74,17 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self._tx = as_transform(optimizer)
             if defaults or len(groups) > 1:
                 raise TreeError("ShardedOptimizer(): an (init, update) pair has options and labels of its own: pass no others.")
-            everything = {path for path, each in self._session.parameters.items() if each.requires_grad}
+            everything = {path for path, each in self.session.parameters.items() if each.requires_grad}
             if {p.path for p in groups[0]["params"] if p.requires_grad} != everything:
                 raise TreeError(
                     "ShardedOptimizer(): an (init, update) pair updates all parameters; freeze or label those it shall not."
                 )
-            self._session.state = self._session.state._replace(opt=self._tx.init(self._session.visible()))
+            self.session.state = self.session.state._replace(opt=self._tx.init(self.session.visible()))
             super().__init__(groups, {})
         self._is_made = True
 
     def _refuse(self, optimizer: type[torch.optim.Optimizer]) -> None:
-        sharded = [path for path, each in self._session.parameters.items() if each.requires_grad and not each.is_whole]
+        sharded = [path for path, each in self.session.parameters.items() if each.requires_grad and not each.is_whole]
         if sharded and optimizer.__name__ in _NOT_ELEMENTWISE:
             raise TreeError(
                 f"ShardedOptimizer(): {optimizer.__name__} looks at whole parameters, and this rank has a part of "
@@ -88,7 +92,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             )
 
     def _view(self, run: _Run) -> nn.Parameter:
-        return nn.Parameter(_buffer(self._session.visible(), run))
+        return nn.Parameter(_buffer(self.session.visible(), run))
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -106,12 +110,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         tx = self._tx or Transform(lambda params: None, _no_updates, {}, self._apply)  # not kept: it holds this optimizer
-        if not self._session.update(tx) and self._session.updated_by not in (None, id(self)):
+        if not self.session.update(tx) and self.session.updated_by not in (None, id(self)):
             raise ScheduleError(
                 "step(): another optimizer of this module has made the step, and gradients are gone. Put all parameters into "
                 "one ShardedOptimizer, in groups."
             )
-        self._session.updated_by = id(self)
+        self.session.updated_by = id(self)
         return loss
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -134,7 +138,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients. :meth:`step` has done so already."""
-        self._session.discard()
+        self.session.discard()
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's part: for each parameter by name what the optimizer keeps of it, 1-D where it is an element each.
@@ -143,7 +147,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """
         groups = [{**group, "params": [p.path for p in group["params"]]} for group in self.param_groups]
         if self.inner is None:
-            return {"state": self._session.state.opt, "param_groups": groups}
+            return {"state": self.session.state.opt, "param_groups": groups}
         state: dict[str, dict[str, Any]] = {}
         for run, parameter in self._each_run():
             for path, first, last in run.leaves:
@@ -166,7 +170,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for group, loaded in zip(self.param_groups, groups, strict=True):
             group.update({name: value for name, value in loaded.items() if name != "params"})
         if self.inner is None:
-            self._session.state = self._session.state._replace(opt=state_dict["state"])
+            self.session.state = self.session.state._replace(opt=state_dict["state"])
             return
         for run, parameter in self._each_run():
             parts = [state_dict["state"].get(path, {}) for path, _, _ in run.leaves]

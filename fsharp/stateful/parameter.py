@@ -170,5 +170,5 @@ def _refusal(part: Part, name: str) -> str:
         f"{kind}{part.path!r} is sharded: this rank holds {held:,} of the {part.full_shape.numel():,} elements of "
         f"{list(part.full_shape)}, which {name}() would take for all of it. Parameters are whole inside of the forward of the "
         "module that they are gathered with, and in `with model.summon():`. Optimizers go into a ShardedOptimizer, norms are "
-        "clipped by model.clip_grad_norm_(); `.local` is this rank's part."
+        "clipped by model.clip_grad_norm_(), losses scaled by fs.GradScaler; `.local` is this rank's part."
     )

@@ -266,15 +266,7 @@ class Session:
         Raises:
             LossError: gradients that wait for more microbatches.
         """
-        self._clear_up()
-        if self._lost:
-            raise LossError("step(): an error has cost the gradients of this step. Call zero_grad(), and compute them again.")
-        if self.grads is None:
-            if self._run is not None and self._is_fed:
-                raise LossError(
-                    "step(): all backward passes so far were told to accumulate. Leave `with model.accumulate():` before the "
-                    "last one."
-                )
+        if self.finished("step()") is None:
             return False
         run = self._run
         assert run is not None
@@ -285,6 +277,22 @@ class Session:
         self._run, self._probed, self.grads = None, None, None
         self._stamp = self._versions()
         return True
+
+    def finished(self, where: str) -> Any:
+        """The gradients, if there are any, for ``where``, which is about to use them.
+
+        Raises:
+            LossError: they wait for more microbatches, or an error has cost them.
+        """
+        self._clear_up()
+        if self._lost:
+            raise LossError(f"{where}: an error has cost the gradients of this step. Call zero_grad(), and compute them again.")
+        if self.grads is None and self._run is not None and self._is_fed:
+            raise LossError(
+                f"{where}: all backward passes so far were told to accumulate. Leave `with model.accumulate():` before the "
+                "last one."
+            )
+        return self.grads
 
     def discard(self) -> None:
         """Forget the gradients there are; a forward whose backward is to come stays."""
