@@ -204,6 +204,8 @@ class ShardedModule(nn.Module):
         Cost: a gather of everything, and the memory for it.
         """
         session = _session(self)
+        if write and session.is_averaged:
+            raise ScheduleError("summon(write=True): in averaged(), which ends with what the parameters were before.")
         nodes = [session.whole(unit.name) for unit in session.layout.units]
         trees = [optree.tree_leaves(node.tree(nodes)) for node in nodes]
         shown = [session.dressed(node.name, tree) for node, tree in zip(nodes, trees, strict=True)]

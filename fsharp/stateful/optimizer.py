@@ -6,6 +6,7 @@ run is a whole buffer, so that a fused kernel sees a few large tensors and the r
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +16,7 @@ from fsharp.functional.comm import Comm
 from fsharp.functional.errors import ScheduleError, TreeError
 from fsharp.functional.sharded import Sharded, units_of
 from fsharp.functional.transforms.base import Transform, as_transform
+from fsharp.stateful.averaged import averaged
 from fsharp.stateful.parameter import ShardedParameter
 from fsharp.stateful.session import Session
 
@@ -139,6 +141,30 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients. :meth:`step` has done so already."""
         self.session.discard()
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """The model's parameters are their moving averages in this context, for evaluation and export; every rank enters it.
+
+        ::
+
+            optimizer = fs.ShardedOptimizer(model.parameters(), fs.with_ema(fs.adamw(3e-4), decay=0.999))
+            ...
+            with optimizer.averaged(), torch.no_grad():
+                loss = model(**batch).loss
+                weights = dict(model.full_parameters())
+
+        Forwards, ``full_parameters()``, ``summon()`` and ``functional()`` see the averages that :func:`~fsharp.with_ema` keeps;
+        parameters that it does not average stay as they are. Afterwards all have their own values again, to the bit.
+
+        Raises:
+            TreeError: the optimizer keeps no average, or several of one parameter.
+            ScheduleError: a step is under way. Inside: a forward that is not under ``torch.no_grad()``, ``summon(write=True)``.
+
+        Cost: a copy of this rank's parts, and one gather from the optimizer's place to the parameters'.
+        """
+        with averaged(self.session, self.session.state.opt if self.inner is None else None):
+            yield
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's part: for each parameter by name what the optimizer keeps of it, 1-D where it is an element each.

@@ -80,6 +80,7 @@ class Session:
     Attributes:
         state: parameters where they rest, and main copies; replaced by each step.
         is_summoned: whether its parameters are whole, and not its own, at present.
+        is_averaged: whether averages are in their place at present.
         updated_by: the optimizer that has made the last step, if no forward has come since.
         is_accumulating: whether a backward leaves its gradients where they rest, unreduced over some axes.
         parameters: by path, what the module shows of them.
@@ -108,7 +109,7 @@ class Session:
         self.parameters: dict[str, ShardedParameter] = {}
         self._gradients: dict[str, Part] = {}
         self._within: Within | None = None
-        self.is_summoned = False
+        self.is_summoned = self.is_averaged = False
         self._training, self._evaluation = scheduler(_not_called), scheduler(_evaluate)
         self._run: Run | None = None
         self._units: list[LiveUnit] = []
@@ -189,6 +190,10 @@ class Session:
     def _open(self) -> Run:
         """The run of the step that is under way, or of a new one."""
         self._clear_up()
+        if self.is_averaged:
+            raise ScheduleError(
+                "the model was called inside of averaged(), and not under torch.no_grad(): averages are not trained."
+            )
         if self._run is None:
             self.check_untouched()
             self.grads = self.updated_by = None
@@ -370,11 +375,7 @@ class Session:
     @contextmanager
     def seated(self, names: Sequence[str], tensors: Sequence[Sequence[torch.Tensor]]) -> Iterator[None]:
         """The module has these tensors for parameters."""
-        self._clear_up()
-        if self._run is not None:
-            raise ScheduleError(
-                "summon(): a step is under way, between a forward and the optimizer's step; call it before or after."
-            )
+        self.check_idle("summon()")
         self.is_summoned = True
         try:
             with seated([self.seats[name] for name in names], tensors):
@@ -407,6 +408,13 @@ class Session:
                     buffer.copy_(whole[group][start : start + len(buffer)])
         self._stamp = self._versions()
 
+    def fill(self, targets: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
+        """Copy into buffers of the state; all ranks do the same."""
+        with torch.no_grad():
+            for target, value in zip(targets, values, strict=True):
+                target.copy_(value)
+        self._stamp = self._versions()
+
     # ------------------------------------------------------------ looking at it
 
     def visible(self) -> Any:
@@ -421,6 +429,18 @@ class Session:
             return node.replace([found.get(g, b) for g, b in zip(node.groups, node.buffers, strict=True)])
 
         return map_units(one, held)
+
+    def check_idle(self, where: str) -> None:
+        """Refuse ``where`` within a step.
+
+        Raises:
+            ScheduleError: a step is under way.
+        """
+        self._clear_up()
+        if self._run is not None:
+            raise ScheduleError(
+                f"{where}: a step is under way, between a forward and the optimizer's step; call it before or after."
+            )
 
     def check_untouched(self) -> None:
         """Refuse to go on with parameters that somebody has changed behind the session's back.

@@ -1,0 +1,77 @@
+"""A module with the averages of its parameters in their place, as an optimizer's state has them."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import optree
+import torch
+
+from fsharp.functional.errors import ScheduleError, TreeError
+from fsharp.functional.moves import gather
+from fsharp.functional.sharded import Sharded, map_units, units_of
+from fsharp.functional.transforms.ema import EmaState
+from fsharp.stateful.session import Session
+
+Buffers = dict[tuple[str, int], torch.Tensor]
+"""By unit and group."""
+
+
+@contextmanager
+def averaged(session: Session, opt: Any) -> Iterator[None]:
+    """Within this context the session's parameters are the averages in this state; the buffers stay the same ones.
+
+    Raises:
+        TreeError: there are none in it, or several of one parameter.
+        ScheduleError: a step is under way, or the averages are there already.
+    """
+    averages = _averages(opt)
+    if session.is_averaged:
+        raise ScheduleError("averaged(): the model has its averages already.")
+    session.check_idle("averaged()")
+    session.check_untouched()
+
+    def one(node: Sharded) -> Sharded:
+        groups = tuple(g for g in node.unit.trainable if (node.name, g) in averages)
+        dtypes = [node.unit.groups[g].dtypes.compute for g in groups]
+        buffers = [averages[node.name, g].to(dtype) for g, dtype in zip(groups, dtypes, strict=True)]
+        return Sharded(buffers, node.unit, node.unit.strategy.optim, groups)
+
+    with torch.no_grad():
+        resting = gather(map_units(one, session.state.params), comm=session.scheduler.comm, to="params")
+        new = [_buffers(resting), averages]
+        old = [_buffers(session.state.params), _buffers(session.state.main)]
+        targets = [buffers[key] for buffers, others in zip(old, new, strict=True) for key in buffers if key in others]
+        values = [others[key] for buffers, others in zip(old, new, strict=True) for key in buffers if key in others]
+        own = [target.clone() for target in targets]
+    session.is_averaged = True
+    try:
+        session.fill(targets, values)
+        del values, new, resting
+        yield
+    finally:
+        session.fill(targets, own)
+        session.is_averaged = False
+
+
+def _buffers(tree: Any) -> Buffers:
+    return {(node.name, g): b for node in units_of(tree) for g, b in zip(node.groups, node.buffers, strict=True)}
+
+
+def _averages(opt: Any) -> Buffers:
+    is_average = lambda x: isinstance(x, EmaState)  # noqa: E731
+    states = [x for x in optree.tree_leaves(opt, is_leaf=is_average) if is_average(x)]
+    if not states:
+        raise TreeError(
+            "averaged(): the optimizer keeps no average. Make it of fs.with_ema(fs.adamw(...), decay=...); of a class of "
+            "torch.optim, average the tree of `fn, params = model.functional()`, and call fn with that."
+        )
+    found: Buffers = {}
+    for state in states:
+        for node in units_of(state.ema):
+            for group, buffer in zip(node.groups, node.buffers, strict=True):
+                if (node.name, group) in found:
+                    path = node.unit.full_path(node.unit.leaves_of(group)[0])
+                    raise TreeError(f"averaged(): the optimizer keeps several averages of {path!r}, and one is expected.")
+                found[node.name, group] = buffer
+    return found
