@@ -22,6 +22,16 @@ def gather_bytes(data: bytes, comm: Comm) -> list[bytes]:
     return [bytes(row) for row in x.reshape(comm.mesh.size, -1).tolist()]
 
 
+def exchange(text: str, comm: Comm) -> list[str]:
+    """Every rank's text, in order of rank. Two collectives for each axis, the first one of 8 bytes."""
+    body = text.encode()
+    lengths = [int.from_bytes(length, "little") for length in gather_bytes(len(body).to_bytes(8, "little"), comm)]
+    if not any(lengths):
+        return [""] * comm.mesh.size
+    bodies = gather_bytes(body.ljust(max(lengths), b"\0"), comm)
+    return [each[:length].decode() for each, length in zip(bodies, lengths, strict=True)]
+
+
 def agree(where: str, fields: Mapping[str, str], comm: Comm, *, failure: str | None = None) -> None:
     """Raise the same error on every rank if a field differs between ranks, or if one of them failed.
 

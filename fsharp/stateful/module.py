@@ -70,17 +70,19 @@ class ShardedModule(nn.Module):
             root. None gathers everything with the root.
         precision: dtypes. Floating-point inputs are cast to ``precision.compute``, if it has one.
         policy: of the scheduler.
-        key: seed for a module on the meta device, whose submodules draw their values one after another by their own
-            ``reset_parameters()``: the same ones on any mesh.
+        key: seed for what is on the meta device, which submodules make one after another by their own
+            ``reset_parameters()``, buffers included: the same values on any mesh.
+        initialize: called for each submodule with parameters or buffers of its own on the meta device, instead of its
+            ``reset_parameters()``, to fill these; of a model of transformers, ``model._init_weights``.
         plan_options: ``atoms`` and ``labels``, as :func:`~fsharp.plan` takes them; labels by default ``"default"``.
 
     Raises:
         PatternError: units that match no module.
-        TreeError: a module without parameters; one on the meta device with parameters that nothing initializes.
+        TreeError: a module without parameters; tensors on the meta device that nothing initializes.
         MeshError: a mesh without this process, or one that parameters are distributed over already.
         AgreementError: on all ranks, if they differ in module, units, strategy or precision.
 
-    Cost: this rank's parts, and the largest parameter in full while a module on the meta device is made.
+    Cost: this rank's parts, and the parameters of one submodule in full while it is made from the meta device.
     """
 
     def __new__(
@@ -93,6 +95,7 @@ class ShardedModule(nn.Module):
         precision: Precision = Precision(),
         policy: Policy | None = None,
         key: int = 0,
+        initialize: Callable[[nn.Module], None] | None = None,
         **plan_options: Any,
     ) -> "ShardedModule":
         """The module itself."""
@@ -109,8 +112,9 @@ class ShardedModule(nn.Module):
         frozen: Patterns = lambda path: path not in trained  # noqa: E731
         where, named = strategy or zero3(*comm.mesh.names), leafmost(chosen) or None
         layout = plan(tree, comm.mesh, where, units=named, frozen=frozen, precision=precision, **plan_options)
-        state = init_state(_NOTHING, initial_values(module, tree, layout, comm, key=key), comm=comm, donate=True)
-        del tree
+        start = initial_values(module, tree, layout, comm, key=key, initialize=initialize)
+        state = init_state(_NOTHING, start, comm=comm, donate=True)
+        del tree, start
         scheduler = Scheduler(comm, policy=policy)
         session = Session(module, layout, list(chosen), state, scheduler, input_dtype=precision.compute, specs=specs)
         _show(module, session)
