@@ -162,6 +162,19 @@ def test_experts_in_processes_have_the_bits_of_simulated_ones():
         assert_same(real, fake)
 
 
+def test_experts_on_the_meta_device_are_drawn_for_each_coordinate():
+    def rank_fn(comm):
+        model = nn.Sequential(nn.Linear(4, 4, device="meta"), nn.Linear(4, 4, device="meta"))
+        places = {"0": fs.zero3("dp", "ep"), "1": fs.zero3("dp").varying("ep")}
+        return dict(fs.ShardedModule(model, mesh=comm, strategy=places, units=["0", "1"], key=5).full_parameters())
+
+    small, large = simulate(fs.Mesh({"dp": 1, "ep": 2}), rank_fn), simulate(EP, rank_fn)
+    assert torch.equal(small[0]["0.weight"], small[1]["0.weight"])
+    assert not torch.equal(small[0]["1.weight"], small[1]["1.weight"])
+    for rank in range(4):
+        assert_same(large[rank], small[rank % 2])
+
+
 # ---------------------------------------------------------------- tensor parallelism
 
 
@@ -232,6 +245,26 @@ def test_dtensors_are_sharded_over_the_other_axis():
             close(mine, norms)
             assert recordings == 1
         assert_same(result["zero1", None][0], result["zero3", None][0])
+
+
+def test_all_ranks_leave_out_a_step_of_which_one_has_an_infinity():
+    """Also ranks of another tensor-parallel coordinate, which do not shard with that one."""
+
+    def rank_fn(comm):
+        model = wrapped(comm, fs.zero3("dp"))
+        optimizer = fs.ShardedOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
+        scaler = fs.GradScaler("cpu", init_scale=4.0)
+        before = dict(model.full_parameters())
+        scaler.scale(model(*my_batches(comm, 1)[0])["loss"]).backward()
+        grad = next(p.grad for p in model.parameters() if p.grad is not None and p.grad.local.numel())
+        if comm.rank == 3:
+            grad.local.view(-1)[0] = torch.inf
+        scaler.step(optimizer)
+        scaler.update()
+        assert_same(dict(model.full_parameters()), before)
+        return scaler.get_scale()
+
+    assert processes(GRID, rank_fn) == [2.0] * 4
 
 
 def test_whole_parameters_are_dtensors_again():

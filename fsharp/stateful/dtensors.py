@@ -86,6 +86,16 @@ def local(x: Any) -> Any:
     return x.to_local() if isinstance(x, DTensor) else x
 
 
+def anywhere(flag: torch.Tensor, specs: Mapping[str, Spec], comm: Comm) -> torch.Tensor:
+    """The largest ``flag`` of all ranks, those of the DTensors' axes included."""
+    for axis, size in comm.mesh.axes:
+        if size > 1:
+            flag = comm.all_reduce(flag, axis, op="max")
+    for mesh in {spec.mesh for spec in specs.values()}:
+        flag = DTensor.from_local(flag, mesh, [Partial("max")] * mesh.ndim, run_check=False).full_tensor()
+    return flag
+
+
 def norm_of(grads: Any, specs: Mapping[str, Spec], comm: Comm) -> torch.Tensor:
     """As :func:`~fsharp.global_norm`, of everything that these are parts of.
 

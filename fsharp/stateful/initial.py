@@ -38,7 +38,7 @@ def initial_values(
     leaves: list[torch.Tensor] = optree.tree_leaves(tree)
     if not any(tensor.is_meta for tensor in (*leaves, *module.buffers())):
         return shard(tree, layout, comm, place="optim")
-    makers = Makers(module, comm.device, key, initialize)
+    makers = Makers(module, layout, comm, key, initialize)
 
     def check() -> None:
         if orphans := makers.orphans():

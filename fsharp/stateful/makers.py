@@ -1,6 +1,5 @@
 """Values of what is on the meta device, made by the modules themselves: a submodule at a time, from the key and its path."""
 
-import hashlib
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -9,8 +8,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from fsharp.functional.comm import Comm
 from fsharp.functional.errors import TreeError, problem
-from fsharp.functional.layout import Leaf, UnitLayout
+from fsharp.functional.layout import Layout, Leaf, UnitLayout
+from fsharp.functional.materialize import seed_of
+from fsharp.stateful.dtensors import local
 
 Initialize = Callable[[nn.Module], None]
 _NAMES = ("reset_parameters", "_reset_parameters")
@@ -47,16 +49,20 @@ class Makers:
 
     Args:
         module: the root; as it was before, whatever happens.
-        device: of what is made. Values are drawn on the CPU, so they are the same everywhere.
-        key: seed. What a submodule draws depends on the key and its path alone.
+        layout: of its parameters.
+        comm: the ranks. Values are drawn on the CPU, so they are the same everywhere.
+        key: seed. What a submodule draws depends on the key and its path alone, and on the rank's coordinates along axes on
+            which its parameters vary.
         initialize: called for a submodule instead of its own ``reset_parameters()``.
 
     Attributes:
         unfilled: paths of tensors that an initializer has left as they were, so far.
     """
 
-    def __init__(self, module: nn.Module, device: torch.device, key: int, initialize: Initialize | None) -> None:
-        self.module, self.device, self.key, self.initialize = module, device, key, initialize
+    def __init__(self, module: nn.Module, layout: Layout, comm: Comm, key: int, initialize: Initialize | None) -> None:
+        self.module, self.device, self.initialize = module, comm.device, initialize
+        paths = {unit.full_path(leaf): unit for unit in layout.units for leaf in unit.leaves}
+        self._seed = lambda name, path: seed_of(key, name, paths.get(path, layout.units[0]), comm.rank)
         self.unfilled: set[str] = set()
         self._path: str | None = None
         self._values: dict[str, torch.Tensor] = {}
@@ -76,7 +82,7 @@ class Makers:
         parent, _, name = path.rpartition(".")
         given: torch.Tensor = self.module.get_submodule(parent)._parameters[name]  # type: ignore[assignment]
         if not given.is_meta:
-            return given.detach().to(self.device)
+            return local(given.detach()).to(self.device)  # type: ignore[no-any-return]
         root = self._root(parent)
         if root != self._path:
             self._path, self._values = root, self._make(root)
@@ -112,9 +118,9 @@ class Makers:
             stamps = [(slot.places[slot.name], slot.places[slot.name]._version) for slot in meta]
             for name, member in reversed(members.items()):  # submodules come first
                 act = self._act(member)
-                if act is not None and any(slot.owner == name for slot in meta):
-                    seed = hashlib.sha256(f"{self.key}:{name}".encode()).digest()[:8]
-                    torch.manual_seed(int.from_bytes(seed, "little") >> 1)
+                mine = [slot.path for slot in meta if slot.owner == name]
+                if act is not None and mine:
+                    torch.manual_seed(self._seed(name, mine[0]))
                     act()
             return self._collected(meta, stamps)
 

@@ -7,6 +7,7 @@ import torch
 
 from fsharp.functional.errors import ScheduleError
 from fsharp.functional.sharded import units_of
+from fsharp.stateful.dtensors import anywhere
 from fsharp.stateful.optimizer import ShardedOptimizer
 
 
@@ -58,9 +59,7 @@ class GradScaler(torch.amp.GradScaler):
         for group in _by_dtype(buffers):
             torch._amp_foreach_non_finite_check_and_unscale_(group, flag, inverse)
             torch.autograd.graph.increment_version(group)  # it does not say so itself
-        for axis, size in session.scheduler.mesh.axes:
-            if size > 1:
-                flag = session.scheduler.all_reduce(flag, axis, op="max")
+        flag = anywhere(flag, session.specs, session.scheduler)
         return {flag.device: flag[0]}
 
     def _maybe_opt_step(
