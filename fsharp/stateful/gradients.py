@@ -46,12 +46,17 @@ class Gradient:
         transport: runs the collectives.
         device: where buffers are.
         trivial: run collectives along axes of size 1 as well.
+
+    Attributes:
+        leaves: those that have a gradient, in tree order.
+        found: a bit for each of them, whether a backward of this step has come to it on this rank.
     """
 
     def __init__(self, unit: UnitLayout, transport: Transport, device: torch.device, *, trivial: bool = False) -> None:
         self.unit, self.device = unit, device
         self.index = leaf_index(unit)
         self.leaves = [self.index.stored[i] for i in self.index.trainable]
+        self.found = 0
         self.dtypes = [unit.groups[g].dtypes for g in unit.trainable]
         each_step, once = _stages(unit, trivial=trivial)
         self.chains = [Chain(transport, unit.groups[g].dtypes, unit.groups[g].size, each_step) for g in unit.trainable]
@@ -148,6 +153,7 @@ class Gradient:
         if self.device.type == "cuda":
             _ = self.rest.tensors, self.final.tensors  # from the pool of the stream that computes
         self.has_new = self._claimed = self.is_finishing = self.is_handed_out = False
+        self.found = 0
         self._tickets, self._tails = [], []
 
     def leave_arena(self) -> None:
@@ -186,12 +192,14 @@ class Gradient:
             torch._foreach_zero_(gaps)
         present = [grad for grad in grads if grad is not None]
         if len(present) == len(leaves):
+            self.found = (1 << len(leaves)) - 1
             if first:
                 torch._foreach_copy_(leaves, present)
             else:
                 torch._foreach_add_(leaves, present)
             return
-        for leaf, grad in zip(leaves, grads, strict=True):
+        for i, (leaf, grad) in enumerate(zip(leaves, grads, strict=True)):
+            self.found |= (grad is not None) << i
             if grad is None:
                 if first:
                     leaf.zero_()
@@ -259,6 +267,7 @@ class Gradient:
         self.join()
         self.settle()
         self.is_finishing = False
+        self.found = (1 << len(self.leaves)) - 1
         for buffer, grad in zip(self.rest.tensors, grads, strict=True):
             if grad is not None:
                 buffer.add_(grad)

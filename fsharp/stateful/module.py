@@ -153,11 +153,11 @@ class ShardedModule(nn.Module):
         Cost: one small ``all_reduce`` for each axis.
         """
         session = _session(self)
-        if session.grads is None:
+        if session.means.tree is None:
             raise ScheduleError("clip_grad_norm_(): there are no gradients: call it after a backward that does not accumulate.")
-        norm = session.norm()
+        norm = session.means.norm()
         scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-        session.change_grads(lambda buffer: buffer.mul_(scale))
+        session.means.each(lambda buffer: buffer.mul_(scale))
         return norm
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -338,7 +338,7 @@ def _subclass(base: type[nn.Module], *mixins: type) -> type[nn.Module]:
 
 def _show(module: nn.Module, session: Session) -> None:
     """Let the module's parameters be this rank's parts."""
-    session.parameters = {}
+    session.parameters.clear()
     rank, mesh = session.scheduler.rank, session.scheduler.mesh
     trained = {node.name: node for node in units_of(session.visible())}
     for node in units_of(session.state.params):

@@ -1,37 +1,27 @@
 """ShardedOptimizer: any elementwise optimizer of torch.optim on the parts of a sharded module.
 
 The optimizer works on *runs*: stretches of a flat buffer whose leaves are in one of its parameter groups. With one group a
-run is a whole buffer, so that a fused kernel sees a few large tensors and the remainder of none.
+run is a whole buffer, so that a fused kernel sees a few large tensors and the remainder of none. Leaves without a gradient are
+left alone, as in torch: runs are cut where some of their leaves have one, and stay so, since their states differ from then on.
 """
 
-import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
 
 from fsharp.functional.comm import Comm
 from fsharp.functional.errors import ScheduleError, TreeError
-from fsharp.functional.sharded import Sharded, units_of
 from fsharp.functional.transforms.base import Transform, as_transform
 from fsharp.stateful.averaged import averaged
 from fsharp.stateful.parameter import ShardedParameter
+from fsharp.stateful.runs import Run, alike, join_state, runs_of, split_state
 from fsharp.stateful.session import Session
 
 # Their update of an element depends on others: of the same row or column, of the whole matrix, or of all parameters.
 _NOT_ELEMENTWISE = {"Adafactor", "LBFGS", "Muon", "SparseAdam"}
-
-
-class _Run(NamedTuple):
-    """A stretch of the buffer of a group of a unit."""
-
-    unit: str
-    group: int
-    start: int
-    stop: int
-    leaves: tuple[tuple[str, int, int], ...]  # path, first and last element in the run
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
@@ -63,13 +53,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
         groups = [{**group, "params": _as_list(group["params"])} for group in groups]
         self.session = _session_of([p for group in groups for p in group["params"]])
         self.inner: torch.optim.Optimizer | None = None
-        self._runs: list[list[_Run]] = []
+        self._runs: list[list[Run]] = []
         if isinstance(optimizer, type) and issubclass(optimizer, torch.optim.Optimizer):
             self._refuse(optimizer)
-            self._runs = [list(_runs(self.session, {p.path for p in group["params"]})) for group in groups]
+            self._labels: list[dict[str, Hashable]] = [{p.path: 0 for p in group["params"]} for group in groups]
             options = [{k: v for k, v in group.items() if k != "params"} for group in groups]
-            inner = [{**o, "params": [self._view(run) for run in runs]} for o, runs in zip(options, self._runs, strict=True)]
-            self.inner = optimizer(inner, **defaults)
+            self.inner = optimizer([{**o, "params": p} for o, p in zip(options, self._cut(), strict=True)], **defaults)
             self._tx: Transform | None = None
             super().__init__(groups, self.inner.defaults)
         else:
@@ -93,8 +82,22 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 f"{sharded[0]!r}. Use strategy ddp for it, or an elementwise optimizer; fs.muon() gathers what it needs."
             )
 
-    def _view(self, run: _Run) -> nn.Parameter:
-        return nn.Parameter(_buffer(self.session.visible(), run))
+    def _cut(self) -> list[list[nn.Parameter]]:
+        """Cut buffers into runs by the labels of leaves; the parameters that the inner optimizer has in each of its groups."""
+        tree = self.session.visible()
+        self._runs = [list(runs_of(tree, labels, rank=self.session.scheduler.rank)) for labels in self._labels]
+        return [[nn.Parameter(run.of(tree)) for run in runs] for runs in self._runs]
+
+    def _recut(self, label: Callable[[str], Hashable], states: Mapping[str, Mapping[str, Any]]) -> None:
+        """Cut runs where leaves have other labels, and give what is there then the state of each leaf."""
+        assert self.inner is not None
+        self._labels = [{path: (old, label(path)) for path, old in labels.items()} for labels in self._labels]
+        for group, parameters in zip(self.inner.param_groups, self._cut(), strict=True):
+            group["params"] = parameters
+        self.inner.state.clear()
+        for run, parameter in self._each_run():
+            if joined := join_state(run, states, parameter):
+                self.inner.state[parameter] = joined
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -128,10 +131,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _apply(self, grads: Any, state: Any, params: Any, *, comm: Comm, donate: bool) -> tuple[Any, Any]:
         assert self.inner is not None
-        for mine, theirs, runs in zip(self.param_groups, self.inner.param_groups, self._runs, strict=True):
+        missing = self.session.means.missing
+        if any(len({path in missing for path, _, _ in run.leaves}) > 1 for run, _ in self._each_run()):
+            self._recut(missing.__contains__, self._states())
+        for mine, theirs in zip(self.param_groups, self.inner.param_groups, strict=True):
             theirs.update({name: value for name, value in mine.items() if name != "params"})
-            for parameter, run in zip(theirs["params"], runs, strict=True):
-                parameter.grad = _buffer(grads, run).to(parameter.dtype)
+        for run, parameter in self._each_run():
+            parameter.grad = None if run.leaves[0][0] in missing else run.of(grads).to(parameter.dtype)
         self.inner.step()
         for theirs in self.inner.param_groups:
             for parameter in theirs["params"]:
@@ -174,14 +180,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
         groups = [{**group, "params": [p.path for p in group["params"]]} for group in self.param_groups]
         if self.inner is None:
             return {"state": self.session.state.opt, "param_groups": groups}
-        state: dict[str, dict[str, Any]] = {}
+        return {"state": self._states(), "param_groups": groups}
+
+    def _states(self) -> dict[str, dict[str, Any]]:
+        assert self.inner is not None
+        found: dict[str, dict[str, Any]] = {}
         for run, parameter in self._each_run():
-            for path, first, last in run.leaves:
-                state[path] = {
-                    key: value[first:last].clone() if _is_elementwise(value, parameter) else copy.deepcopy(value)
-                    for key, value in self.inner.state[parameter].items()
-                }
-        return {"state": state, "param_groups": groups}
+            found |= split_state(run, self.inner.state.get(parameter, {}), len(parameter))
+        return found
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """What :meth:`state_dict` gave on the same rank of the same mesh, strategy and units.
@@ -198,25 +204,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if self.inner is None:
             self.session.state = self.session.state._replace(opt=state_dict["state"])
             return
-        for run, parameter in self._each_run():
-            parts = [state_dict["state"].get(path, {}) for path, _, _ in run.leaves]
-            kept = self.inner.state[parameter] = {}
-            for key, value in parts[0].items():
-                if not (isinstance(value, torch.Tensor) and value.dim()):
-                    kept[key] = copy.deepcopy(value)
-                    continue
-                kept[key] = torch.zeros(len(parameter), dtype=value.dtype, device=parameter.device)
-                for part, (_, first, last) in zip(parts, run.leaves, strict=True):
-                    kept[key][first:last] = part[key]
+        states = state_dict["state"]
+        self._recut(lambda path: alike(states.get(path, {})), states)
 
-    def _each_run(self) -> Iterator[tuple[_Run, nn.Parameter]]:
+    def _each_run(self) -> Iterator[tuple[Run, nn.Parameter]]:
         assert self.inner is not None
         for group, runs in zip(self.inner.param_groups, self._runs, strict=True):
             yield from zip(runs, group["params"], strict=True)
-
-
-def _is_elementwise(value: Any, parameter: torch.Tensor) -> bool:
-    return isinstance(value, torch.Tensor) and value.dim() == 1 and len(value) == len(parameter)
 
 
 def _no_updates(grads: Any, state: Any, params: Any, *, comm: Comm) -> tuple[Any, Any]:
@@ -240,28 +234,3 @@ def _session_of(params: list[Any]) -> Session:
     if others or not isinstance(first, Session):
         raise TreeError("ShardedOptimizer(): parameters of several modules; make an optimizer for each of them.")
     return first
-
-
-def _runs(session: Session, paths: set[str]) -> Iterator[_Run]:
-    """The longest stretches of this rank's buffers that hold leaves of these paths alone, with the padding around them."""
-    for node in units_of(session.visible()):
-        for group, buffer in zip(node.groups, node.buffers, strict=True):
-            spans = list(node.unit.spans(group, node.place, session.scheduler.rank))
-            inside = [node.unit.full_path(span.leaf) in paths for span in spans]
-            i = 0
-            while i < len(spans):
-                j = i
-                while j < len(spans) and inside[j] == inside[i]:
-                    j += 1
-                if inside[i]:
-                    start = 0 if i == 0 else spans[i].start
-                    stop = len(buffer) if j == len(spans) else spans[j].start
-                    leaves = [(node.unit.full_path(s.leaf), s.start - start, s.stop - start) for s in spans[i:j]]
-                    yield _Run(node.name, group, start, stop, tuple(leaves))
-                i = j
-
-
-def _buffer(tree: Any, run: _Run) -> torch.Tensor:
-    node: Sharded = next(node for node in units_of(tree) if node.name == run.unit)
-    buffer: torch.Tensor = node.buffers[node.groups.index(run.group)]
-    return buffer.detach()[run.start : run.stop]

@@ -23,6 +23,9 @@ class Gradients(Protocol):
     def drop_gradient(self, path: str) -> None:
         """Somebody has set it to None."""
 
+    def differentiate(self, outputs: Any, inputs: Sequence[torch.Tensor], **options: Any) -> tuple[torch.Tensor | None, ...]:
+        """What ``torch.autograd.grad`` is asked for."""
+
 
 # What neither computes nor copies: metadata, and what autograd and printing ask for. Attributes are read by __get__.
 _HARMLESS = {"__get__", "size", "dim", "numel", "nelement", "stride", "element_size", "data_ptr", "storage_offset", "__len__"}
@@ -60,6 +63,8 @@ class Part(torch.Tensor):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
+        if func is torch.autograd.grad:
+            return _differentiate(*args, **(kwargs or {}))
         name = getattr(func, "__name__", "")
         if name not in _HARMLESS:
             for each in (*args, *(kwargs or {}).values()):
@@ -148,6 +153,14 @@ class ShardedParameter(Part, nn.Parameter):
         gradients = self._gradients()
         if gradients is not None:
             gradients.drop_gradient(self.path)
+
+
+def _differentiate(outputs: Any, inputs: Sequence[torch.Tensor], **options: Any) -> tuple[torch.Tensor | None, ...]:
+    first = next((x for x in inputs if isinstance(x, ShardedParameter)), None)
+    gradients = None if first is None else first._gradients()
+    if gradients is None:
+        raise LayoutError("torch.autograd.grad(): parts of parameters are no results of computing, and have no graph.")
+    return gradients.differentiate(outputs, inputs, **options)
 
 
 def _labelled(part: Any, path: str, full_shape: Sequence[int], *, is_whole: bool) -> Any:

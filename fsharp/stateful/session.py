@@ -23,10 +23,12 @@ from fsharp.functional.layout import Layout
 from fsharp.functional.moves import gather, reduce_scatter
 from fsharp.functional.sharded import Sharded, map_units, trainable, units_of
 from fsharp.functional.train import TrainState, update, with_sinks
-from fsharp.functional.transforms.norms import global_norm
 from fsharp.stateful.boundary import in_backward
 from fsharp.stateful.copies import LiveUnit
-from fsharp.stateful.dtensors import Spec, dressed, local, norm_of
+from fsharp.stateful.differentiate import differentiate
+from fsharp.stateful.dtensors import Spec, dressed, local
+from fsharp.stateful.means import Means
+from fsharp.stateful.missing import Missing
 from fsharp.stateful.outputs import replaced, tensors_in, without
 from fsharp.stateful.parameter import Part, ShardedParameter
 from fsharp.stateful.run import Run
@@ -103,11 +105,10 @@ class Session:
         self.owners = owners(layout, chosen)
         self.ties = {path: _ties(layout, names) for path, names in self.owners.items()}
         self.has_inner = {path: any(_is_inside(other, path) for other in self.owners) for path in self.owners}
-        self._grads: Any = None
-        self._dropped: set[str] = set()
         self.is_accumulating = False
         self.parameters: dict[str, ShardedParameter] = {}
-        self._gradients: dict[str, Part] = {}
+        self.means = Means(self.parameters, specs, scheduler)
+        self._missing = Missing(scheduler)
         self._within: Within | None = None
         self.is_summoned = self.is_averaged = False
         self._training, self._evaluation = scheduler(_not_called), scheduler(_evaluate)
@@ -117,7 +118,6 @@ class Session:
         self._pass = -1  # the backward pass that is under way
         self.updated_by: int | None = None
         self._lost = False  # whether gradients have been given up because of an error, and nobody has asked for that
-        self._reduced: list[int] = []  # versions of what a backward has left
         self._stamp = self._versions()
 
     # ------------------------------------------------------------ computing
@@ -189,14 +189,15 @@ class Session:
 
     def _open(self) -> Run:
         """The run of the step that is under way, or of a new one."""
-        self._clear_up()
+        self.clear_up()
         if self.is_averaged:
             raise ScheduleError(
                 "the model was called inside of averaged(), and not under torch.no_grad(): averages are not trained."
             )
         if self._run is None:
             self.check_untouched()
-            self.grads = self.updated_by = None
+            self.means.clear()
+            self.updated_by = None
             run = self._run = self.scheduler.open(self._training, (self.state.params,), {})
             with self._forgetting(run), self.scheduler.guard(run):
                 self._units = self.scheduler.start_gradients(self.state.params)
@@ -205,7 +206,7 @@ class Session:
             run.on_backward = lambda: _begin(this)
         return self._run
 
-    def _clear_up(self) -> None:
+    def clear_up(self) -> None:
         """If a backward has ended in an error, its step is given up: autograd does not say so."""
         if self._pass in (-1, torch._C._current_graph_task_id()) or self._run is None:
             return
@@ -224,7 +225,8 @@ class Session:
         except BaseException:
             if self._run is run:
                 self._lost = self._lost or self._pass != -1 or run.num_microbatches > 0
-                self._run, self._probed, self.grads, self._pass = None, None, None, -1
+                self._run, self._probed, self._pass = None, None, -1
+                self.means.clear()
             raise
 
     def _begin_backward(self) -> None:
@@ -232,14 +234,13 @@ class Session:
         if self._pass != -1 or self._run is None:
             return
         self._pass = torch._C._current_graph_task_id()
-        if self.grads is not None:
-            if self._grad_versions() != self._reduced:
+        if self.means.tree is not None:
+            if self.means.are_changed:
                 raise ScheduleError(
                     "a backward came after gradients had been changed, as by clip_grad_norm_(); what it adds to is their sum "
                     "over ranks. Change them after the last backward of a step."
                 )
-            _each(self.grads, lambda buffer: buffer.mul_(self.scheduler.mesh.size))  # the sum, to which more is added
-            self.grads = None
+            self.means.take_back()
         self.scheduler.expect(is_last=not self.is_accumulating)
         torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
 
@@ -250,20 +251,18 @@ class Session:
             return
         with self._forgetting(run), self.scheduler.guard(run):
             self.scheduler.end_microbatch(self._units, self._probed)
-            for sink in (sink for node in units_of(self._probed) for sink in node.sinks):
+            for sink in self.sinks:
                 sink.grad = None
-            if self.is_accumulating or not self._is_fed:
+            if self.is_accumulating or not self.is_fed:
                 return
+            missing = self._missing.among(self._units, is_planned=run.is_planned)
             sums = reduce_scatter(self.scheduler.hand_out(self._units, self.state.params), comm=self.scheduler)
-            self.grads = _each(sums, lambda buffer: buffer.div_(self.scheduler.mesh.size))
-            self._reduced = self._grad_versions()
+            self.means.set(sums, missing)
 
     @property
-    def _is_fed(self) -> bool:
+    def is_fed(self) -> bool:
+        """Whether backward passes of this step have left gradients."""
         return any(unit.gradient is not None and unit.gradient.is_fed for unit in self._units)
-
-    def _grad_versions(self) -> list[int]:
-        return [buffer._version for node in units_of(self.grads) for buffer in node.buffers]
 
     def update(self, tx: Any) -> bool:
         """New parameters by a transformation of the gradients, if there are any; whether there were.
@@ -277,9 +276,10 @@ class Session:
         assert run is not None
         self.check_untouched()
         with self._forgetting(run), self.scheduler.guard(run):
-            self.state = update(tx, self.grads, self.state, comm=self.scheduler, donate=True)
+            self.state = update(tx, self.means.tree, self.state, comm=self.scheduler, donate=True)
             self.scheduler.close(run)
-        self._run, self._probed, self.grads = None, None, None
+        self._run = self._probed = None
+        self.means.clear()
         self._stamp = self._versions()
         return True
 
@@ -289,23 +289,24 @@ class Session:
         Raises:
             LossError: they wait for more microbatches, or an error has cost them.
         """
-        self._clear_up()
+        self.clear_up()
         if self._lost:
             raise LossError(f"{where}: an error has cost the gradients of this step. Call zero_grad(), and compute them again.")
-        if self.grads is None and self._run is not None and self._is_fed:
+        if self.means.tree is None and self._run is not None and self.is_fed:
             raise LossError(
                 f"{where}: all backward passes so far were told to accumulate. Leave `with model.accumulate():` before the "
                 "last one."
             )
-        return self.grads
+        return self.means.tree
 
     def discard(self) -> None:
         """Forget the gradients there are; a forward whose backward is to come stays."""
-        self._clear_up()
-        run, self.grads, self._lost = self._run, None, False
-        if run is None or not self._is_fed:
+        self.clear_up()
+        self.means.clear()
+        run, self._lost = self._run, False
+        if run is None or not self.is_fed:
             return
-        if any(unit.pending > 0 for unit in self._units):
+        if self.is_pending:
             raise ScheduleError(
                 "zero_grad(): between a forward and its backward, when other backward passes have left gradients. "
                 "Call it before the forward."
@@ -316,48 +317,30 @@ class Session:
 
     # ------------------------------------------------------------ gradients
 
-    @property
-    def grads(self) -> Any:
-        """Mean gradients at the optimizer's place, once a backward has ended that was not told to accumulate; or None."""
-        return self._grads
-
-    @grads.setter
-    def grads(self, tree: Any) -> None:
-        self._grads, self._gradients, self._dropped = tree, {}, set()
-
     def gradient(self, path: str) -> Part | None:
         """This rank's part of the mean gradient of a parameter."""
-        if self.grads is None:
-            return None
-        if not self._gradients:
-            for node in units_of(self.grads):
-                for name, local in node.local_leaves(self.scheduler.rank).items():
-                    like = self.parameters[name]
-                    self._gradients[name] = Part.of(local.view(like.full_shape) if like.is_whole else local, like)
-        like = self.parameters[path]
-        if path not in self._gradients and like.requires_grad:
-            self._gradients[path] = Part.of(like.local.new_zeros(0), like)
-        return self._gradients.get(path)
+        return self.means.part(path)
 
     def drop_gradient(self, path: str) -> None:
-        """A gradient that was set to None is zero; once all are, none has been."""
-        part = self.gradient(path)
-        if part is not None:
-            part.local.zero_()
-        self._dropped.add(path)
-        if self._dropped >= {path for path, each in self.parameters.items() if each.requires_grad}:
-            self._dropped = set()
-            self.discard()
+        """A gradient has been set to None; once all are, none has been."""
+        if self.means.tree is not None:
+            self.means.drop(path)
+            if self.means.are_dropped:
+                self.discard()
 
-    def norm(self) -> torch.Tensor:
-        """The 2-norm of the gradients there are, over all ranks."""
-        if self.specs:
-            return norm_of(self.grads, self.specs, self.scheduler)
-        return global_norm(self.grads, comm=self.scheduler)
+    def differentiate(self, outputs: Any, inputs: Sequence[torch.Tensor], **options: Any) -> tuple[torch.Tensor | None, ...]:
+        """``torch.autograd.grad``: see :func:`~fsharp.stateful.differentiate.differentiate`."""
+        return differentiate(self, outputs, inputs, **options)
 
-    def change_grads(self, change: Callable[[torch.Tensor], Any]) -> None:
-        """Change the gradients that there are in place."""
-        _each(self.grads, change)
+    @property
+    def sinks(self) -> list[torch.Tensor]:
+        """What a backward of the step that is under way goes to."""
+        return [sink for node in units_of(self._probed) for sink in node.sinks] if self._run is not None else []
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether there are forwards in this step whose backward is to come."""
+        return any(unit.pending > 0 for unit in self._units)
 
     # ------------------------------------------------------------ whole parameters
 
@@ -436,7 +419,7 @@ class Session:
         Raises:
             ScheduleError: a step is under way.
         """
-        self._clear_up()
+        self.clear_up()
         if self._run is not None:
             raise ScheduleError(
                 f"{where}: a step is under way, between a forward and the optimizer's step; call it before or after."
@@ -487,14 +470,6 @@ def _ties(layout: Layout, names: Sequence[str]) -> list[str]:
 
 def _is_inside(path: str, other: str) -> bool:
     return path != other and (not other or path.startswith(f"{other}."))
-
-
-def _each(tree: Any, change: Callable[[torch.Tensor], Any]) -> Any:
-    with torch.no_grad():
-        for node in units_of(tree):
-            for buffer in node.buffers:
-                change(buffer)
-    return tree
 
 
 def _begin(session: "weakref.ref[Session]") -> None:

@@ -1,0 +1,63 @@
+"""torch.autograd.grad with respect to parameters of a sharded module."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from fsharp.functional.errors import ScheduleError
+from fsharp.stateful.parameter import Part, ShardedParameter
+
+if TYPE_CHECKING:
+    from fsharp.stateful.session import Session
+
+_WHERE = "torch.autograd.grad() with respect to parameters of a ShardedModule"
+
+
+def differentiate(
+    session: "Session",
+    outputs: Any,
+    inputs: Sequence[torch.Tensor],
+    *,
+    grad_outputs: Any = None,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+    only_inputs: bool = True,
+    allow_unused: bool | None = None,
+    is_grads_batched: bool = False,
+    materialize_grads: bool = False,
+) -> tuple[torch.Tensor | None, ...]:
+    """Of parameters the mean gradients over ranks, as parts; of other inputs what torch gives.
+
+    It is a step of its own: ``.grad`` stays as it is, None, and the optimizer has nothing to do.
+
+    Raises:
+        ScheduleError: options that need a graph of the backward; a step in which other backward passes have left gradients,
+            or in which other forwards have no backward yet.
+        RuntimeError: parameters that are not used, as torch does.
+    """
+    if create_graph or is_grads_batched:
+        raise ScheduleError(
+            f"{_WHERE}: create_graph and is_grads_batched need a graph of the backward, which is not kept. Take "
+            "`fn, params = model.functional()`: torch.func works on that."
+        )
+    session.clear_up()
+    if session.is_accumulating or session.means.tree is not None or session.is_fed:
+        raise ScheduleError(
+            f"{_WHERE}: other backward passes have left gradients in this step, or were told to. Call it before them, or "
+            "after optimizer.step() or zero_grad()."
+        )
+    sinks, others = session.sinks, [x for x in inputs if not isinstance(x, ShardedParameter)]
+    found = torch.autograd.grad(outputs, [*sinks, *others], grad_outputs, retain_graph=retain_graph, allow_unused=True)
+    rest = iter(found[len(sinks) :])
+    result = [session.means.part(x.path) if isinstance(x, ShardedParameter) else next(rest) for x in inputs]
+    if session.is_pending:
+        raise ScheduleError(f"{_WHERE}: other forwards of this step have no backward yet. Call it right after its own forward.")
+    session.discard()
+    for i, (x, grad) in enumerate(zip(inputs, result, strict=True)):
+        if grad is None and materialize_grads:
+            result[i] = Part.of(torch.zeros_like(x.local), x) if isinstance(x, Part) else torch.zeros_like(x)
+        elif grad is None and not allow_unused:
+            name = repr(x.path) if isinstance(x, Part) else str(i)
+            raise RuntimeError(f"{_WHERE}: input {name} was not used. Set allow_unused=True if this is what you want.")
+    return tuple(result)

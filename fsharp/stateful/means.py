@@ -1,0 +1,94 @@
+"""Means: the mean gradients of a module's parameters, where the optimizer wants them."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from fsharp.functional.comm import Comm
+from fsharp.functional.sharded import units_of
+from fsharp.functional.transforms.norms import global_norm
+from fsharp.stateful.dtensors import Spec, norm_of
+from fsharp.stateful.parameter import Part, ShardedParameter
+
+
+class Means:
+    """What there is between a backward that does not accumulate and the optimizer's step.
+
+    Args:
+        parameters: by path; they may be others later.
+        specs: of those that are DTensors.
+        comm: the ranks.
+
+    Attributes:
+        tree: a tree of :class:`~fsharp.Sharded` at the optimizer's place, or None.
+        missing: paths of trained parameters that have no gradient: in the tree it is zero.
+    """
+
+    def __init__(self, parameters: Mapping[str, ShardedParameter], specs: Mapping[str, Spec], comm: Comm) -> None:
+        self._parameters, self._specs, self._comm = parameters, specs, comm
+        self.clear()
+
+    def clear(self) -> None:
+        """There are none."""
+        self.tree: Any = None
+        self.missing: set[str] = set()
+        self._parts: dict[str, Part] = {}
+        self._versions: list[int] = []
+
+    def set(self, sums: Any, missing: set[str]) -> None:
+        """These are the sums over ranks, which are divided in place."""
+        self.tree, self.missing, self._parts = sums, missing, {}
+        self.each(lambda buffer: buffer.div_(self._comm.mesh.size))
+        self._versions = self._seen()
+
+    def take_back(self) -> None:
+        """More is to be added to the sums: there are no means any more."""
+        self.each(lambda buffer: buffer.mul_(self._comm.mesh.size))
+        self.clear()
+
+    @property
+    def are_changed(self) -> bool:
+        """Whether somebody has changed them since they were set."""
+        return self._seen() != self._versions
+
+    def _seen(self) -> list[int]:
+        return [buffer._version for node in units_of(self.tree) for buffer in node.buffers]
+
+    def each(self, change: Callable[[torch.Tensor], Any]) -> None:
+        """Change all buffers in place."""
+        with torch.no_grad():
+            for node in units_of(self.tree):
+                for buffer in node.buffers:
+                    change(buffer)
+
+    def part(self, path: str) -> Part | None:
+        """This rank's part of one."""
+        if self.tree is None or path in self.missing:
+            return None
+        if not self._parts:
+            for node in units_of(self.tree):
+                for name, local in node.local_leaves(self._comm.rank).items():
+                    like = self._parameters[name]
+                    self._parts[name] = Part.of(local.view(like.full_shape) if like.is_whole else local, like)
+        like = self._parameters[path]
+        if path not in self._parts and like.requires_grad:
+            self._parts[path] = Part.of(like.local.new_zeros(0), like)
+        return self._parts.get(path)
+
+    def drop(self, path: str) -> None:
+        """There is none of this parameter; if that was the last, there are none at all."""
+        part = self.part(path)
+        if part is None:
+            return
+        part.local.zero_()
+        self.missing.add(path)
+
+    @property
+    def are_dropped(self) -> bool:
+        """Whether no parameter has one."""
+        return self.missing >= {path for path, each in self._parameters.items() if each.requires_grad}
+
+    def norm(self) -> torch.Tensor:
+        """The 2-norm over all ranks."""
+        return norm_of(self.tree, self._specs, self._comm) if self._specs else global_norm(self.tree, comm=self._comm)

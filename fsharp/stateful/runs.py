@@ -1,0 +1,90 @@
+"""Runs: stretches of a module's flat buffers that one optimizer of torch.optim updates alike, and its state of each leaf."""
+
+import copy
+from collections.abc import Hashable, Iterator, Mapping
+from itertools import groupby
+from typing import Any, NamedTuple
+
+import torch
+
+from fsharp.functional.layout import Span
+from fsharp.functional.sharded import Sharded, units_of
+
+
+class Run(NamedTuple):
+    """A stretch of this rank's buffer of a group.
+
+    Attributes:
+        unit: whose buffer.
+        group: of the unit.
+        start: first element in the buffer.
+        stop: behind the last one.
+        leaves: path, first element and end of each leaf, from ``start`` on.
+    """
+
+    unit: str
+    group: int
+    start: int
+    stop: int
+    leaves: tuple[tuple[str, int, int], ...]
+
+    def of(self, tree: Any) -> torch.Tensor:
+        """This stretch of the buffers of a tree."""
+        node: Sharded = next(node for node in units_of(tree) if node.name == self.unit)
+        buffer: torch.Tensor = node.buffers[node.groups.index(self.group)]
+        return buffer.detach()[self.start : self.stop]
+
+
+def runs_of(tree: Any, labels: Mapping[str, Hashable], *, rank: int) -> Iterator[Run]:
+    """The longest stretches whose leaves have one label, with the padding around them; leaves without one are in none.
+
+    Args:
+        tree: of this rank's buffers.
+        labels: by path.
+        rank: this one.
+    """
+    for node in units_of(tree):
+        for group, buffer in zip(node.groups, node.buffers, strict=True):
+
+            def label(span: Span, node: Sharded = node) -> Hashable:
+                return labels.get(node.unit.full_path(span.leaf))
+
+            pieces = [(key, list(spans)) for key, spans in groupby(node.unit.spans(group, node.place, rank), label)]
+            bounds = [0, *(spans[0].start for _, spans in pieces[1:]), len(buffer)]
+            for (key, spans), start, stop in zip(pieces, bounds, bounds[1:], strict=False):
+                if key is not None:
+                    leaves = [(node.unit.full_path(s.leaf), s.start - start, s.stop - start) for s in spans]
+                    yield Run(node.name, group, start, stop, tuple(leaves))
+
+
+def split_state(run: Run, state: Mapping[str, Any], size: int) -> dict[str, dict[str, Any]]:
+    """An optimizer's state of a run, of ``size`` elements, as that of each leaf: what has a value for each element is cut."""
+
+    def cut(value: Any, first: int, last: int) -> Any:
+        is_elementwise = isinstance(value, torch.Tensor) and value.dim() == 1 and len(value) == size
+        return value[first:last].clone() if is_elementwise else copy.deepcopy(value)
+
+    return {path: {key: cut(value, *span) for key, value in state.items()} for path, *span in run.leaves}
+
+
+def join_state(run: Run, states: Mapping[str, Mapping[str, Any]], like: torch.Tensor) -> dict[str, Any]:
+    """The inverse of :func:`split_state`, for leaves that are :func:`alike`; padding is zero."""
+    parts = [states.get(path, {}) for path, _, _ in run.leaves]
+    joined: dict[str, Any] = {}
+    for key, value in parts[0].items():
+        if not (isinstance(value, torch.Tensor) and value.dim()):
+            joined[key] = copy.deepcopy(value)
+            continue
+        joined[key] = torch.zeros(len(like), dtype=value.dtype, device=like.device)
+        for part, (_, first, last) in zip(parts, run.leaves, strict=True):
+            joined[key][first:last] = part[key]
+    return joined
+
+
+def alike(state: Mapping[str, Any]) -> Hashable:
+    """Equal for leaves whose states can be joined: what they have, and those values in it that are not for each element."""
+    found = []
+    for key, value in sorted(state.items()):
+        is_whole = isinstance(value, torch.Tensor) and value.dim() > 0
+        found.append((key, None if is_whole else value.item() if isinstance(value, torch.Tensor) else repr(value)))
+    return tuple(found)
