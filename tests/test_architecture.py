@@ -63,3 +63,20 @@ def test_functions_with_several_arguments_say_what_they_are(module, name):
     if len(named) > 3:
         for parameter in named:
             assert re.search(rf"^\s+\*{{0,2}}{parameter}:", fn.__doc__, re.M), f"{name}({parameter})"
+
+
+DOCUMENTS = [ROOT.parent / "README.md", *sorted((ROOT.parent / "docs").glob("*.md"))]
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=[path.name for path in DOCUMENTS])
+def test_documents_name_what_there_is(path):
+    """Public names, methods of a module, options of the classes that have many."""
+    text = path.read_text()
+    for name in set(re.findall(r"\bfs\.([A-Za-z_]\w*)", text)) - {"testing"}:
+        assert hasattr(fs, name), name
+    for name in set(re.findall(r"\bmodel\.([a-z_]\w*)\(", text)) - {"parameters", "named_parameters"}:
+        assert hasattr(fs.ShardedModule, name), name
+    for kind in ("Policy", "Precision"):
+        for call in re.findall(rf"\bfs\.{kind}\(([^()]*)\)", text):
+            for option in re.findall(r"(\w+)=", call):
+                assert option in inspect.signature(getattr(fs, kind)).parameters, f"{kind}({option})"

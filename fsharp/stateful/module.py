@@ -23,7 +23,7 @@ from fsharp.functional.plan import plan
 from fsharp.functional.precision import Precision
 from fsharp.functional.process_group import ProcessGroupComm, connect
 from fsharp.functional.sharded import units_of
-from fsharp.functional.train import init_state
+from fsharp.functional.train import TrainState, init_state
 from fsharp.functional.transforms.base import Transform
 from fsharp.stateful.dtensors import local, specs_of
 from fsharp.stateful.initial import initial_values
@@ -171,7 +171,8 @@ class ShardedModule(nn.Module):
 
         ``params`` is the tree of :class:`~fsharp.Sharded` that the module itself has, along the dots of the parameters' names:
         nothing is copied. ``fn`` may be differentiated, scheduled, or transformed by torch.func, and takes any tree of this
-        layout. Buffers are constants: what a forward writes to them is discarded.
+        layout. Buffers are constants: what a forward writes to them is discarded. :attr:`train_state` has main copies as well,
+        and brings a state back.
         """
         session = _session(self)
 
@@ -180,6 +181,25 @@ class ShardedModule(nn.Module):
                 return self(*args, **kwargs)
 
         return fn, session.state.params
+
+    @property
+    def train_state(self) -> TrainState:
+        """What is trained: parameters, main copies, the state of an ``(init, update)`` pair. Set it to come back.
+
+        ``fs.update(tx, grads, model.train_state, ...)`` and ``model.train_state = state`` cross over and back, both without a
+        copy: whoever updates a state that the module has with ``donate`` gives it back before the module is called again.
+
+        Raises:
+            TreeError: set to a state of another layout, place or dtype.
+            ScheduleError: set while a step is under way.
+        """
+        return _session(self).state
+
+    @train_state.setter
+    def train_state(self, state: TrainState) -> None:
+        session = _session(self)
+        session.adopt(state)
+        _show(self, session)
 
     @property
     def layout(self) -> Layout:

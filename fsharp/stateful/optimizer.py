@@ -84,7 +84,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _cut(self) -> list[list[nn.Parameter]]:
         """Cut buffers into runs by the labels of leaves; the parameters that the inner optimizer has in each of its groups."""
-        tree = self.session.visible()
+        tree, self._generation = self.session.visible(), self.session.generation
         self._runs = [list(runs_of(tree, labels, rank=self.session.scheduler.rank)) for labels in self._labels]
         return [[nn.Parameter(run.of(tree)) for run in runs] for runs in self._runs]
 
@@ -131,6 +131,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _apply(self, grads: Any, state: Any, params: Any, *, comm: Comm, donate: bool) -> tuple[Any, Any]:
         assert self.inner is not None
+        if self._generation != self.session.generation:
+            self._recut(lambda path: 0, self._states())
         missing = self.session.means.missing
         if any(len({path in missing for path, _, _ in run.leaves}) > 1 for run, _ in self._each_run()):
             self._recut(missing.__contains__, self._states())

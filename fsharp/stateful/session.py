@@ -9,6 +9,7 @@ backward, a microbatch ends with a backward pass, and an optimizer's step closes
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import zip_longest
 from typing import Any
 
 import optree
@@ -86,6 +87,7 @@ class Session:
         updated_by: the optimizer that has made the last step, if no forward has come since.
         is_accumulating: whether a backward leaves its gradients where they rest, unreduced over some axes.
         parameters: by path, what the module shows of them.
+        generation: how often the state has been replaced by one from outside.
     """
 
     def __init__(
@@ -106,6 +108,7 @@ class Session:
         self.ties = {path: _ties(layout, names) for path, names in self.owners.items()}
         self.has_inner = {path: any(_is_inside(other, path) for other in self.owners) for path in self.owners}
         self.is_accumulating = False
+        self.generation = 0
         self.parameters: dict[str, ShardedParameter] = {}
         self.means = Means(self.parameters, specs, scheduler)
         self._missing = Missing(scheduler)
@@ -413,6 +416,29 @@ class Session:
 
         return map_units(one, held)
 
+    def adopt(self, state: TrainState) -> None:
+        """Take over a state of this layout, whose buffers are this session's from here on.
+
+        Raises:
+            ScheduleError: a step is under way.
+            TreeError: a state of another layout, place or dtype.
+        """
+        self.check_idle("train_state")
+        pairs = ("params", state.params, self.state.params), ("main", state.main, self.state.main)
+        for kind, tree, mine in pairs:
+            for new, old in zip_longest(units_of(tree), units_of(mine)):
+                facts = [None if node is None else _about(node) for node in (new, old)]
+                if facts[0] != facts[1]:
+                    names = [repr(node.name) if node is not None else "none" for node in (new, old)]
+                    raise TreeError(
+                        f"train_state: {kind} are not those of this module. Got unit {names[0]}, expected {names[1]}, in the "
+                        "layout, place and dtypes that the module's own state has: begin with that, and change its values."
+                    )
+        has_own = self.state.opt is not None  # else a torch.optim class keeps it
+        self.state = state if has_own else state._replace(opt=None)
+        self.generation += 1
+        self._stamp = self._versions()
+
     def check_idle(self, where: str) -> None:
         """Refuse ``where`` within a step.
 
@@ -447,6 +473,10 @@ class Session:
     def schedule(self) -> Scheduled:
         """The training step: its schedule, its trace."""
         return self._training
+
+
+def _about(node: Sharded) -> tuple[Any, ...]:
+    return node.unit, node.place, node.groups, [(b.dtype, b.device, b.shape) for b in node.buffers_on_their_way]
 
 
 def trains(layout: Layout) -> bool:
