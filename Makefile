@@ -1,6 +1,7 @@
 # make train   train a byte-level GPT on this machine, two processes
 # make test    lint, types, tests (about 12 minutes on 2 cores)
 # make test-all  the deep version: more examples, more ranks
+# make examples  run the examples, about 2 minutes
 # make bench   measure against FSDP2 and DDP (5 minutes on 2 cores that do nothing else); PEERS=all adds DeepSpeed
 
 PYTHON ?= python3
@@ -16,7 +17,7 @@ PEERS ?= default
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(RUN)/pip install --quiet -c constraints.txt torch
-	$(RUN)/pip install --quiet -c constraints.txt -e '.[train,test]'
+	$(RUN)/pip install --quiet -c constraints.txt -e '.[train,test,examples]'
 	touch $@
 
 # DeepSpeed asks for torch while it is built, and wants to compile what a CPU does not need.
@@ -43,8 +44,16 @@ bench: $(VENV)/.installed $(if $(filter all,$(PEERS)),$(VENV)/.deepspeed)
 	@$(RUN)/python -m benchmarks --peers $(PEERS) $(ARGS)
 
 examples: $(VENV)/.installed
-	$(RUN)/python examples/functional_train_step.py
-	$(RUN)/python -m pytest -q examples/property_test_roundtrip.py
+	@echo "--- functional_train_step: a step composed from pure functions"
+	@$(RUN)/torchrun --nproc-per-node 2 examples/functional_train_step.py
+	@echo "--- finetune_llama: ZeRO-3, checkpointed activations, accumulation; saved for from_pretrained()"
+	@$(RUN)/python examples/finetune_llama.py
+	@echo "--- lora_gpt2: ZeRO-2 with tied embeddings, then LoRA on the frozen model"
+	@$(RUN)/python examples/lora_gpt2.py
+	@echo "--- train_cnn: BatchNorm, whose statistics are each rank's own"
+	@$(RUN)/python examples/train_cnn.py
+	@echo "--- property_test_roundtrip: the sharding of a tree of your own"
+	@$(RUN)/python -m pytest -q examples/property_test_roundtrip.py
 
 clean:
 	rm -rf $(VENV) build *.egg-info

@@ -78,9 +78,8 @@ def _exact(by_axes: dict[tuple[str, ...], list[torch.Tensor]], comm: Comm) -> to
         part = torch.zeros_like(total)
         for buffer in buffers:
             for chunk in buffer.reshape(-1).split(_CHUNK):
-                rest = (
-                    chunk.to(torch.float64, copy=True).mul_(2.0**-exponent).square_()
-                )  # exact for float32: 2 * 24 bits fit in 53
+                rest = chunk.to(torch.float64, copy=True).mul_(2.0**-exponent)
+                rest.square_()  # exact for float32: 2 * 24 bits fit in 53
                 for limb in range(_LIMBS):
                     whole = rest.mul_(2.0**_BITS).floor()
                     part[limb] += whole.long().sum().to(part.device)

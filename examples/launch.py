@@ -1,0 +1,65 @@
+"""Run an example in several processes: those of torchrun, or, as a plain program, processes started as torchrun does it."""
+
+import logging
+import os
+import sys
+import uuid
+from collections.abc import Callable
+from typing import Any
+
+import tyro
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # ranks share the cores
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+
+
+def main(run: Callable[[Any], Any], options: type, *, nproc: int = 2) -> None:
+    """``run`` with options from the command line, on each rank; in ``nproc`` processes if torchrun has started none."""
+    chosen = tyro.cli(options)  # by the launcher too, so that nothing is started on a bad option
+    if "RANK" not in os.environ:
+        sys.exit(start(nproc, os.path.abspath(sys.argv[0]), *sys.argv[1:]))
+    from torch.distributed.elastic.multiprocessing.errors import record
+
+    import fsharp as fs
+
+    try:
+        record(run)(chosen)
+    except Exception:
+        if "TORCHELASTIC_ERROR_FILE" in os.environ:
+            sys.exit(1)  # record() has told the launcher, which prints it
+        raise
+    fs.destroy()
+
+
+def start(nproc: int, *command: str) -> int:
+    """A Python program in ``nproc`` processes on this machine; the exit status of the first that failed, else 0."""
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    logging.disable(logging.CRITICAL)  # the agent's account of a failure; ours is below
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=nproc,
+        run_id=uuid.uuid4().hex,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        local_addr="localhost",
+        max_restarts=0,
+    )
+    try:
+        elastic_launch(config, sys.executable)("-u", *command)
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        message = failure.message  # of a signal, or a hint to use @record, or what @record wrote
+        if isinstance(message, dict):
+            print(message["extraInfo"]["py_callstack"].rstrip(), file=sys.stderr)
+            message = message["message"]
+        elif failure.exitcode > 0:
+            message = f"exit status {failure.exitcode}"
+        print(f"error: rank {rank} of {nproc} failed: {message}", file=sys.stderr)
+        return failure.exitcode if failure.exitcode > 0 else 1
+    except SignalException as error:
+        return 128 + error.sigval
+    return 0

@@ -1,0 +1,109 @@
+"""The examples, run as a person runs them: in processes, with few steps."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+TORCHRUN = [str(Path(sys.executable).with_name("torchrun")), "--nproc-per-node"]
+
+
+def start(*command: str) -> subprocess.CompletedProcess[str]:
+    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "error::UserWarning:__main__", "HF_HUB_OFFLINE": "1"}
+    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=100)
+
+
+def output(*command: str) -> str:
+    done = start(*command)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def numbers(text: str, pattern: str) -> list[tuple[float, ...]]:
+    """What the groups of a pattern match, wherever it does."""
+    found = [tuple(map(float, match.groups())) for match in re.finditer(pattern, text)]
+    assert found, text
+    return found
+
+
+LOSSES = r"step +\d+  loss ([\d.]+)  unsharded ([\d.]+)"
+
+
+def test_llama_trains_as_the_unsharded_one_and_is_loaded(tmp_path: Path) -> None:
+    text = output(sys.executable, "examples/finetune_llama.py", "--steps", "4", "--out", str(tmp_path))
+    losses = numbers(text, LOSSES)
+    assert losses[-1][0] < losses[0][0] - 0.3
+    [(loss, norm)] = numbers(text, r"largest difference of losses (\S+), of gradient norms (\S+)")
+    assert loss < 2e-5
+    assert norm < 2e-4
+    [(sharded, loaded, apart)] = numbers(
+        text, r"held-out loss ([\d.]+); loaded by from_pretrained\(\): (\S+), difference (\S+)"
+    )
+    assert sharded == pytest.approx(loaded, abs=2e-6)
+    assert apart < 2e-6
+    assert sharded < losses[0][0] - 0.3  # those are not the initial weights
+    files = {path.name for path in tmp_path.iterdir()}
+    assert {"config.json", "model.safetensors.index.json", "lm_head.weight.safetensors"} <= files
+
+
+@pytest.mark.deep
+def test_llama_with_reentrant_checkpoints_on_four_ranks(tmp_path: Path) -> None:
+    text = output(*TORCHRUN, "4", "examples/finetune_llama.py", "--steps", "4", "--reentrant", "--out", str(tmp_path))
+    [(loss, norm)] = numbers(text, r"largest difference of losses (\S+), of gradient norms (\S+)")
+    assert loss < 2e-5
+    assert norm < 2e-4
+
+
+@pytest.mark.parametrize(
+    ("nproc", "strategy"),
+    [(2, "zero2"), pytest.param(4, "hsdp", marks=pytest.mark.deep), pytest.param(2, "zero3", marks=pytest.mark.deep)],
+)
+def test_gpt2_and_lora_train_as_the_unsharded_ones(nproc: int, strategy: str) -> None:
+    options = ["--steps", "4", "--strategy", strategy, "--dtype", "float64"]
+    text = output(*TORCHRUN, str(nproc), "examples/lora_gpt2.py", *options)
+    full, lora = numbers(text, r"largest difference of losses (\S+), of gradient norms (\S+)")
+    assert full[0] < 1e-6  # a norm of float32 clips
+    assert full[1] < 1e-5
+    assert lora[0] < 1e-9  # and here it is too small to
+    assert lora[1] < 1e-6
+    losses = numbers(text, LOSSES)
+    assert losses[3][0] < losses[0][0] - 0.5
+    assert losses[4][0] != losses[0][0]
+    counts = numbers(text.replace(",", ""), r"(\d+) of (\d+) parameters are trained")
+    assert counts == [(834304, 834304), (32768, 867072)]
+    kept = numbers(text.replace(",", ""), r"keeps (\d+) bytes of optimizer state and sends (\d+) bytes")
+    trained = [count for count, _ in counts]
+    assert [state for state, _ in kept] == [n / 2 * 2 * 8 for n in trained]  # two moments; half of the ranks' parts
+    assert kept[1][1] < kept[0][1] / 20
+
+
+@pytest.mark.parametrize(("nproc", "strategy"), [(2, "zero3"), pytest.param(4, "hfsdp", marks=pytest.mark.deep)])
+def test_cnn_has_the_statistics_of_all_ranks(tmp_path: Path, nproc: int, strategy: str) -> None:
+    options = ["--steps", "40", "--strategy", strategy, "--dtype", "float64", "--out", str(tmp_path / "cnn.pt")]
+    text = output(*TORCHRUN, str(nproc), "examples/train_cnn.py", *options)
+    [(loss, values)] = numbers(text, r"largest difference of losses (\S+), of parameters and statistics (\S+)")
+    assert loss < 1e-12
+    assert values < 1e-11
+    [(alone, together)] = numbers(text, r"accuracy with statistics of rank 0 alone ([\d.]+), of all ranks ([\d.]+)")
+    [(loaded,)] = numbers(text, r"loaded unsharded: ([\d.]+)")
+    assert alone > 0.9
+    assert together > 0.9
+    assert loaded == together
+
+
+def test_an_example_that_fails_says_why_once(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    done = start(sys.executable, "examples/train_cnn.py", "--steps", "4", "--out", str(tmp_path / "file" / "cnn.pt"))
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1].startswith("error: rank 0 of 2 failed: FileExistsError")
+    assert done.stderr.count("Traceback") == 1
+
+
+def test_nothing_is_started_on_a_bad_option() -> None:
+    done = start(sys.executable, "examples/lora_gpt2.py", "--strategy", "zero4")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "zero4" in done.stderr
