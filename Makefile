@@ -50,6 +50,8 @@ examples: $(VENV)/.installed
 	@$(RUN)/python examples/finetune_llama.py
 	@echo "--- lora_gpt2: ZeRO-2 with tied embeddings, then LoRA on the frozen model"
 	@$(RUN)/python examples/lora_gpt2.py
+	@echo "--- train_mixtral: experts with an axis of their own, beside ZeRO-3"
+	@$(RUN)/python examples/train_mixtral.py
 	@echo "--- train_cnn: BatchNorm, whose statistics are each rank's own"
 	@$(RUN)/python examples/train_cnn.py
 	@echo "--- property_test_roundtrip: the sharding of a tree of your own"

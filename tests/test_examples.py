@@ -50,6 +50,18 @@ def test_llama_trains_as_the_unsharded_one_and_is_loaded(tmp_path: Path) -> None
     assert {"config.json", "model.safetensors.index.json", "lm_head.weight.safetensors"} <= files
 
 
+def test_mixtral_with_expert_parallelism_trains_as_the_unsharded_one() -> None:
+    text = output(sys.executable, "examples/train_mixtral.py", "--steps", "3")
+    losses = numbers(text, LOSSES)
+    assert losses[-1][0] < losses[0][0] - 0.05
+    assert re.search(r"model.layers.0.mlp.experts.own .* ep: VVV", text)
+    [(loss, norm)] = numbers(text, r"largest difference of losses (\S+), of gradient norms (\S+)")
+    assert loss < 1e-5
+    assert norm < 1e-3
+    [(weights,)] = numbers(text, r"trained weights (\S+)")
+    assert weights < 1e-4
+
+
 @pytest.mark.deep
 def test_llama_with_reentrant_checkpoints_on_four_ranks(tmp_path: Path) -> None:
     text = output(*TORCHRUN, "4", "examples/finetune_llama.py", "--steps", "4", "--reentrant", "--out", str(tmp_path))
