@@ -329,6 +329,22 @@ def test_any_units(units):
         close(mine, alone("plain", 3)[1])
 
 
+@pytest.mark.parametrize("kind", ["plain", "checkpointed", "twice"])
+def test_blocks_are_gathered_while_the_ones_before_compute(kind):
+    """The root has parameters of its own and is in use all the time: that is no reason not to look ahead."""
+
+    def rank_fn(comm):
+        model, optimizer = wrap(comm, "zero3", kind)
+        train(model, optimizer, modules.batches(comm, 2))
+        return model.step.schedule
+
+    schedule = simulate(DP, rank_fn)[0]
+    gathers = [op for op in schedule.ops if op.kind == "gather" and op.phase != "update" and op.unit.startswith("layers.")]
+    waits = {op.after[0]: op.at for op in schedule.ops if op.kind == "wait" and op.after}
+    assert len(gathers) >= 3
+    assert all(waits[schedule.ops.index(op)] > op.at for op in gathers)
+
+
 @pytest.mark.parametrize("strategy", ["zero1", "zero3"])
 def test_a_lower_precision(strategy):
     """bfloat16 to compute, float32 for the optimizer: as near to float32 as bfloat16 is."""

@@ -12,7 +12,7 @@ class Policy:
 
     Args:
         prefetch: units whose gather is issued before they are used, while another one computes.
-        buffers: units that are resident at most, those in use among them (nested units may need more); None means
+        buffers: units that are resident at most, the one in use among them, and those around it not; None means
             ``prefetch + 1``.
         release: ``"forward"`` lets go of a unit after each use and gathers it again for the backward; ``"backward"``
             keeps it until the backward is done: one gather less, the memory of all units.

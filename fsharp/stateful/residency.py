@@ -44,7 +44,8 @@ def residency(program: Program, policy: Policy, bundles: Bundles) -> list[tuple[
 
     Those in use always are. Beside them the next ``policy.prefetch`` different ones that the program comes to before
     its parameters are updated, as far as ``policy.num_buffers`` allows; what is resident already and will be wanted
-    again stays while there is room.
+    again stays while there is room. Uses around the innermost one take up no room: a root that is in use all the time
+    would leave none to look ahead.
     """
     events = program.events
     in_use = _in_use(events, bundles)
@@ -57,7 +58,7 @@ def residency(program: Program, policy: Policy, bundles: Bundles) -> list[tuple[
             wanted.append(None)
             continue
         now = dict.fromkeys(in_use[i])
-        room = max(policy.num_buffers - len(now), 0)
+        room = max(policy.num_buffers - min(len(now), 1), 0)
         ahead = [b for b in upcoming[i] if b not in now]
         chosen = ahead[: min(policy.prefetch, room)]
         chosen += [b for b in ahead[len(chosen) :] if b in before][: room - len(chosen)]
@@ -75,8 +76,8 @@ def residency(program: Program, policy: Policy, bundles: Bundles) -> list[tuple[
         here = wanted[i]
         if here is None:
             now = dict.fromkeys([*in_use[i], *(b for b in after[i] if b in held)])
-            counted = [b for b in now if b in in_use[i] or b not in kept[i]]
-            room = max(policy.num_buffers - len(counted), 0)
+            counted = [b for b in now if b not in in_use[i] and b not in kept[i]]
+            room = max(policy.num_buffers - min(len(in_use[i]), 1) - len(counted), 0)
             now.update(dict.fromkeys([b for b in after[i] if b not in now][:room]))
             here = tuple(dict.fromkeys([*now, *kept[i]])) if events[i].kind != "update" else ()
         result.append(here)

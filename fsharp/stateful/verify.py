@@ -451,7 +451,7 @@ class _Limits(_Check):
             used = {self.resident[unit] for unit in self.in_use[op.at] if unit in self.resident}
             kept = {self.resident[unit] for unit in self.kept[op.at] if unit in self.resident}
             ahead = set(self.resident.values()) - used - kept
-            if ahead and len(used) + len(ahead) > self.policy.num_buffers:
+            if ahead and min(len(used), 1) + len(ahead) > self.policy.num_buffers:  # only the innermost use counts
                 what = f"is the unit too many: {sorted(used)} are in use, and {sorted(ahead)} resident beside them."
                 raise _refusal(i, op, what, f"at most {self.policy.num_buffers}, or those in use alone", "Gather it later.")
         elif op.kind == "release":
