@@ -127,7 +127,7 @@ def main(options):
         return with_lora(model, options.rank)
 
     weights = train_both("all", base, batches(corpus, 0), mesh, strategy, lr=1e-3)
-    weights["lm_head.weight"] = weights["transformer.wte.weight"]  # tied: of the two it is the first that counts
+    weights["lm_head.weight"] = weights["transformer.wte.weight"]  # tied, and so listed once
     train_both("LoRA", adapted, batches(swapped, 1), mesh, strategy, lr=1e-2)
 
 
