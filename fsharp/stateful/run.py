@@ -161,6 +161,8 @@ class Run:
     def _open(self, use: Use) -> None:
         if use.is_open:
             return
+        if use.parent is not None:  # whose output may be this one's own, so that a backward comes here first
+            self._open(use.parent)
         self.retire(use)
         use.is_open = True
         if use.unit.node is None:
