@@ -156,7 +156,7 @@ def test_refused():
         scaler.scale(model(x, y)["loss"]).backward()
         plain = torch.amp.GradScaler("cpu")
         plain.scale(torch.ones(()))
-        with pytest.raises(fs.LayoutError, match=r"'embed\.weight' is sharded.*losses scaled by fs\.GradScaler"):
+        with pytest.raises(fs.LayoutError, match=r"'embed\.weight' is sharded.*losses are scaled by fs\.GradScaler"):
             plain.unscale_(optimizer)
         scaler.unscale_(optimizer)
         with pytest.raises(RuntimeError, match=r"unscale_\(\) has already been called on this optimizer"):

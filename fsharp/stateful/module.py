@@ -1,6 +1,5 @@
 """ShardedModule: an nn.Module whose parameters, gradients and optimizer state are sharded, in place."""
 
-import functools
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -26,6 +25,7 @@ from fsharp.functional.sharded import units_of
 from fsharp.functional.train import TrainState, init_state
 from fsharp.functional.transforms.base import Transform
 from fsharp.stateful.dtensors import local, specs_of
+from fsharp.stateful.entries import enter_by, entries_of
 from fsharp.stateful.initial import initial_values
 from fsharp.stateful.parameter import ShardedParameter
 from fsharp.stateful.policy import Policy
@@ -70,6 +70,9 @@ class ShardedModule(nn.Module):
             root. None gathers everything with the root.
         precision: dtypes. Floating-point inputs are cast to ``precision.compute``, if it has one.
         policy: of the scheduler.
+        methods: names of other methods than ``forward``, of the root or of chosen modules, that parameters are gathered for:
+            entry points such as ``"encode"``. Those that only call modules, as ``generate`` calls the root, need not be named.
+            Call them under ``torch.no_grad()``, as forwards, if no backward will come.
         key: seed for what is on the meta device, which submodules make one after another by their own
             ``reset_parameters()``, buffers included: the same values on any mesh.
         initialize: called for each submodule with parameters or buffers of its own on the meta device, instead of its
@@ -77,7 +80,7 @@ class ShardedModule(nn.Module):
         plan_options: ``atoms`` and ``labels``, as :func:`~fsharp.plan` takes them; labels by default ``"default"``.
 
     Raises:
-        PatternError: units that match no module.
+        PatternError: units that match no module, methods that none of these has.
         TreeError: a module without parameters; tensors on the meta device that nothing initializes.
         MeshError: a mesh without this process, or one that parameters are distributed over already.
         AgreementError: on all ranks, if they differ in module, units, strategy or precision.
@@ -94,6 +97,7 @@ class ShardedModule(nn.Module):
         units: Units | Sequence[Units] | None = None,
         precision: Precision = Precision(),
         policy: Policy | None = None,
+        methods: str | Sequence[str] = (),
         key: int = 0,
         initialize: Callable[[nn.Module], None] | None = None,
         **plan_options: Any,
@@ -108,6 +112,7 @@ class ShardedModule(nn.Module):
         tree = optree.tree_map(local, whole)
         del whole
         chosen = chosen_modules(module, units) if units is not None else {}
+        entries = entries_of(module, chosen, methods)
         trained = {path for path, each in module.named_parameters(remove_duplicate=False) if each.requires_grad}
         frozen: Patterns = lambda path: path not in trained  # noqa: E731
         where, named = strategy or zero3(*comm.mesh.names), leafmost(chosen) or None
@@ -121,8 +126,7 @@ class ShardedModule(nn.Module):
         for path in session.owners:
             each = module.get_submodule(path)
             each.__dict__["_fsharp"] = (session, path)
-            each.__dict__["_fsharp_forward"] = each.__dict__.pop("forward", None)
-            each.__class__ = _subclass(type(each), *([ShardedModule] if not path else []))
+            enter_by(each, entries[path], *([ShardedModule] if not path else []))
         assert isinstance(module, ShardedModule)
         return module
 
@@ -335,25 +339,6 @@ def _comm(mesh: DeviceMesh | Mesh | Comm | None) -> Comm:
     if not isinstance(mesh, Comm):
         raise MeshError(f"ShardedModule(mesh=...): got {type(mesh).__name__}, expected a DeviceMesh, a Mesh or a Comm.")
     return mesh
-
-
-_subclasses: dict[tuple[type, ...], type[nn.Module]] = {}
-
-
-def _subclass(base: type[nn.Module], *mixins: type) -> type[nn.Module]:
-    """``base``, whose forward runs with its units gathered."""
-    if (base, *mixins) in _subclasses:
-        return _subclasses[base, *mixins]
-
-    @functools.wraps(base.forward)
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        session, path = self.__dict__["_fsharp"]
-        inner = self.__dict__["_fsharp_forward"] or functools.partial(base.forward, self)
-        return session.call(path, inner, args, kwargs)
-
-    about = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
-    made = _subclasses[base, *mixins] = type(base.__name__, (*mixins, base), {"forward": forward, **about})
-    return made
 
 
 def _show(module: nn.Module, session: Session) -> None:

@@ -171,7 +171,8 @@ def _labelled(part: Any, path: str, full_shape: Sequence[int], *, is_whole: bool
 def _unseen(part: Part, name: str) -> str:
     return (
         f"parameter {part.path!r} is used by {name}() outside of the forward of its ShardedModule, where its gradient "
-        "would not be seen. Do so inside of a forward, or under torch.no_grad()."
+        "would not be seen. Do so inside of a forward, or of a method that ShardedModule(methods=[...]) names, or under "
+        "torch.no_grad()."
     )
 
 
@@ -182,6 +183,7 @@ def _refusal(part: Part, name: str) -> str:
     return (
         f"{kind}{part.path!r} is sharded: this rank holds {held:,} of the {part.full_shape.numel():,} elements of "
         f"{list(part.full_shape)}, which {name}() would take for all of it. Parameters are whole inside of the forward of the "
-        "module that they are gathered with, and in `with model.summon():`. Optimizers go into a ShardedOptimizer, norms are "
-        "clipped by model.clip_grad_norm_(), losses scaled by fs.GradScaler; `.local` is this rank's part."
+        "module that they are gathered with, inside of methods that ShardedModule(methods=[...]) names, and in `with "
+        "model.summon():`. Optimizers go into a ShardedOptimizer, norms are clipped by model.clip_grad_norm_(), losses are "
+        "scaled by fs.GradScaler; `.local` is this rank's part."
     )

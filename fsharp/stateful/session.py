@@ -46,12 +46,16 @@ class Within:
     Args:
         nodes: by name of the unit.
         comm: the ranks, or a scheduler.
+
+    Attributes:
+        computing: paths of the modules that are computing at present, whose units are gathered.
     """
 
-    __slots__ = ("comm", "nodes")
+    __slots__ = ("comm", "computing", "nodes")
 
     def __init__(self, tree: Any, comm: Comm) -> None:
         self.nodes, self.comm = {node.name: node for node in units_of(tree)}, comm
+        self.computing: list[str] = []
 
 
 class _Arguments:
@@ -131,6 +135,8 @@ class Session:
             raise ScheduleError(
                 "the model was called inside of summon(), where its parameters are not its own. Call it outside."
             )
+        if self._within is not None and path in self._within.computing:  # forward calls another method, or the reverse
+            return fn(*args, **kwargs)
         if not path and self.input_dtype is not None:
             args, kwargs = torch_pytree.tree_map(self._cast, (args, kwargs))
         if self._within is not None:
@@ -154,8 +160,12 @@ class Session:
             a, k = given.filled(flat)
             leaves = [optree.tree_leaves(tree) for tree in trees]
             seats = [self.seats[name] for name in names]
-            with self.reading(within), seated(seats, [self.dressed(*each) for each in zip(names, leaves, strict=True)]):
-                out = fn(*a, **k)
+            within.computing.append(path)
+            try:
+                with self.reading(within), seated(seats, [self.dressed(*each) for each in zip(names, leaves, strict=True)]):
+                    out = fn(*a, **k)
+            finally:
+                within.computing.pop()
             out = without(out, [leaf for each in leaves for leaf in each], path)
             found = tensors_in(out)
             result[:] = [(out, found)]
