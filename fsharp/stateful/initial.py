@@ -1,5 +1,6 @@
-"""Initial values of a module's parameters on this rank: cut from those it has, or made where it has none yet."""
+"""Initial values of a module's parameters on this rank: cut from those it has or one rank has, or made where there are none."""
 
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -10,14 +11,23 @@ from torch import nn
 from fsharp.functional.agree import exchange, together
 from fsharp.functional.comm import Comm
 from fsharp.functional.describe import describe_units
-from fsharp.functional.layout import Layout
-from fsharp.functional.materialize import shard
-from fsharp.functional.sharded import build, resolve_place
+from fsharp.functional.errors import MeshError, TreeError
+from fsharp.functional.layout import Layout, Leaf, UnitLayout
+from fsharp.functional.sharded import build, resolve_place, shard_for
+from fsharp.stateful.dtensors import local
 from fsharp.stateful.makers import Initialize, Makers, nothing_initializes
+from fsharp.stateful.values import check_same, taken
 
 
 def initial_values(
-    module: nn.Module, tree: Any, layout: Layout, comm: Comm, *, key: int, initialize: Initialize | None = None
+    module: nn.Module,
+    tree: Any,
+    layout: Layout,
+    comm: Comm,
+    *,
+    key: int,
+    initialize: Initialize | None = None,
+    sync_from: int | None = None,
 ) -> Any:
     """Shards at the optimizer's place. Buffers on the meta device are given values.
 
@@ -28,24 +38,58 @@ def initial_values(
         comm: the ranks.
         key: seed. What a submodule draws depends on the key and its path alone.
         initialize: called for a submodule instead of its own ``reset_parameters()``.
+        sync_from: the rank whose parameters and buffers all ranks take; None compares parameters instead.
 
     Raises:
         TreeError: tensors on the meta device that nothing initializes: on all ranks, by their paths.
-        AgreementError: ranks that differ.
+        MeshError: no such rank to take values from.
+        AgreementError: ranks that differ, in what they were called with or in values.
 
-    Cost: memory of the shards, and of what is made at once in full: one submodule's own parameters.
+    Cost: memory of the shards, and of what is made or taken at once in full: one submodule's own parameters, or a unit.
     """
-    leaves: list[torch.Tensor] = optree.tree_leaves(tree)
-    if not any(tensor.is_meta for tensor in (*leaves, *module.buffers())):
-        return shard(tree, layout, comm, place="optim")
+    meta = [path for path, tensor in _tensors(module) if tensor.is_meta]
     makers = Makers(module, layout, comm, key, initialize)
 
     def check() -> None:
-        if orphans := makers.orphans():
+        if sync_from is not None:
+            _check_source(sync_from, comm, meta)
+        elif orphans := makers.orphans():
             raise nothing_initializes(module, orphans)
 
-    how = {"key": repr(key), "initialize": getattr(initialize, "__qualname__", type(initialize).__qualname__)}
+    how = {
+        "key": repr(key),
+        "initialize": getattr(initialize, "__qualname__", type(initialize).__qualname__),
+        "sync_from": repr(sync_from),
+        **({"on the meta device": "\n".join(meta)} if sync_from is None else {"buffers": _about_buffers(module)}),
+    }
     together("ShardedModule()", comm, check, lambda _: {**describe_units(layout.units), **how})
+    if sync_from is not None:
+        return _synced(module, layout, comm, sync_from)
+    own = {
+        unit.full_path(leaf): _parameter(module, unit, leaf)
+        for unit in layout.units
+        for leaf in unit.leaves
+        if not leaf.tied_to
+    }
+    apart = {unit.full_path(leaf): unit.strategy.full.varying for unit in layout.units for leaf in unit.leaves}
+    check_same("ShardedModule()", {path: tensor for path, tensor in own.items() if not tensor.is_meta}, comm, apart=apart)
+    return _made(makers, module, layout, comm) if meta else shard_for(tree, layout, comm.rank, place="optim")
+
+
+def _check_source(source: int, comm: Comm, meta: list[str]) -> None:
+    if isinstance(source, bool) or not isinstance(source, int) or not 0 <= source < comm.mesh.size:
+        raise MeshError(
+            f"ShardedModule(sync_from=...): got {source!r}, expected a rank of {comm.mesh}, 0 to {comm.mesh.size - 1}."
+        )
+    if comm.rank == source and meta:
+        raise TreeError(
+            f"ShardedModule(sync_from={source}): {meta[0]!r} of rank {source} is on the meta device. Make the module on a real "
+            "device there, or leave sync_from out on all ranks: submodules initialize themselves, alike on all ranks."
+        )
+
+
+def _made(makers: Makers, module: nn.Module, layout: Layout, comm: Comm) -> Any:
+    """From what submodules make of themselves."""
 
     def make() -> Any:
         nodes = [build(u, resolve_place(u, "optim"), comm.rank, partial(makers.value, u), main=True) for u in layout.units]
@@ -58,3 +102,34 @@ def initial_values(
     for places, name, value in buffers:
         places[name] = value
     return optree.tree_unflatten(layout.spec, nodes)
+
+
+def _synced(module: nn.Module, layout: Layout, comm: Comm, source: int) -> Any:
+    """From what one rank has, a unit at a time; its buffers become everybody's."""
+    nodes = []
+    for unit in layout.units:
+        own, apart = [leaf for leaf in unit.leaves if not leaf.tied_to], unit.strategy.full.varying
+        whole = {leaf: taken(_parameter(module, unit, leaf), source, comm, apart=apart) for leaf in own}
+        nodes.append(build(unit, resolve_place(unit, "optim"), comm.rank, whole.__getitem__, main=True))
+    new: dict[int, torch.Tensor] = {}
+    for path, buffer in module.named_buffers(remove_duplicate=False):
+        value = taken(buffer, source, comm)
+        parent, _, name = path.rpartition(".")
+        if buffer.is_meta:  # one that several modules share stays one
+            module.get_submodule(parent)._buffers[name] = new.setdefault(id(buffer), value)
+        else:
+            buffer.detach().copy_(value)
+    return optree.tree_unflatten(layout.spec, nodes)
+
+
+def _parameter(module: nn.Module, unit: UnitLayout, leaf: Leaf) -> torch.Tensor:
+    return local(module.get_parameter(unit.full_path(leaf)).detach())  # type: ignore[no-any-return]
+
+
+def _tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from module.named_parameters(remove_duplicate=False)
+    yield from module.named_buffers(remove_duplicate=False)
+
+
+def _about_buffers(module: nn.Module) -> str:
+    return "\n".join(f"{path}: {b.dtype}{list(b.shape)}" for path, b in module.named_buffers(remove_duplicate=False))

@@ -77,15 +77,18 @@ class ShardedModule(nn.Module):
             ``reset_parameters()``, buffers included: the same values on any mesh.
         initialize: called for each submodule with parameters or buffers of its own on the meta device, instead of its
             ``reset_parameters()``, to fill these; of a model of transformers, ``model._init_weights``.
+        sync_from: take this rank's parameters and buffers, to the bit, instead of each rank's own; the others' may be on the
+            meta device. None compares parameters, and refuses those that differ.
         plan_options: ``atoms`` and ``labels``, as :func:`~fsharp.plan` takes them; labels by default ``"default"``.
 
     Raises:
         PatternError: units that match no module, methods that none of these has.
         TreeError: a module without parameters; tensors on the meta device that nothing initializes.
         MeshError: a mesh without this process, or one that parameters are distributed over already.
-        AgreementError: on all ranks, if they differ in module, units, strategy or precision.
+        AgreementError: on all ranks, if they differ in module, units, strategy or precision, or in the values of parameters.
 
     Cost: this rank's parts, and the parameters of one submodule in full while it is made from the meta device.
+    One pass over all parameters compares them, by 8 bytes; ``sync_from`` sends them all, and holds one unit in full.
     """
 
     def __new__(
@@ -100,6 +103,7 @@ class ShardedModule(nn.Module):
         methods: str | Sequence[str] = (),
         key: int = 0,
         initialize: Callable[[nn.Module], None] | None = None,
+        sync_from: int | None = None,
         **plan_options: Any,
     ) -> "ShardedModule":
         """The module itself."""
@@ -117,7 +121,7 @@ class ShardedModule(nn.Module):
         frozen: Patterns = lambda path: path not in trained  # noqa: E731
         where, named = strategy or zero3(*comm.mesh.names), leafmost(chosen) or None
         layout = plan(tree, comm.mesh, where, units=named, frozen=frozen, precision=precision, **plan_options)
-        start = initial_values(module, tree, layout, comm, key=key, initialize=initialize)
+        start = initial_values(module, tree, layout, comm, key=key, initialize=initialize, sync_from=sync_from)
         state = init_state(_NOTHING, start, comm=comm, donate=True)
         del tree, start
         scheduler = Scheduler(comm, policy=policy)

@@ -1,0 +1,142 @@
+"""Values that ranks have to start from alike: compared by digest, or taken from one of them."""
+
+import hashlib
+from collections.abc import Iterator, Mapping
+
+import torch
+
+from fsharp.functional.agree import gather_bytes
+from fsharp.functional.comm import Comm
+from fsharp.functional.errors import AgreementError, problem
+from fsharp.functional.mesh import Mesh
+
+_NBYTES = 1 << 22  # taken at once
+_SHOWN = 8
+
+
+def digest(tensor: torch.Tensor) -> bytes:
+    """Eight bytes that say which bits a tensor of any dtype holds, in which order.
+
+    Words of 32 bits are multiplied by random odd numbers of 64 bits and added, modulo ``2**64``: exact on any device, and two
+    tensors that differ have the same sum with a probability of at most ``2**-31``. Sums of 4 MiB are hashed. (torch.hash_tensor
+    does not see the order of elements, nor an even number of equal ones.)
+
+    Cost: one pass over the tensor, and a few MiB.
+    """
+    sums = [(words * _weights(len(words), words.device)).sum() for words in map(_words, _pieces(tensor))]
+    found = torch.stack(sums).tolist() if sums else []
+    return hashlib.sha256(repr(found).encode()).digest()[:8]
+
+
+def check_same(
+    where: str, tensors: Mapping[str, torch.Tensor], comm: Comm, *, apart: Mapping[str, tuple[str, ...]] | None = None
+) -> None:
+    """Refuse tensors that do not have the same values on all ranks.
+
+    Args:
+        where: the function that asks, for the message.
+        tensors: by path, in the same order on all ranks.
+        comm: the ranks.
+        apart: by path, axes along which values may differ; None or no entry means along none.
+
+    Raises:
+        AgreementError: on all ranks alike: names the first tensors that differ, and the ranks.
+
+    Cost: a pass over the tensors, and a collective of 8 bytes for each axis; if they differ one more, of 8 bytes a tensor.
+    """
+    if comm.mesh.size == 1 or not tensors:
+        return
+    mine = b"".join(map(digest, tensors.values()))
+    if len(set(gather_bytes(hashlib.sha256(mine).digest()[:8], comm))) == 1:
+        return
+    everyone = gather_bytes(mine, comm)
+    rows = []
+    for i, path in enumerate(tensors):
+        found = [each[8 * i : 8 * i + 8] for each in everyone]
+        different = _differing(found, comm.mesh, (apart or {}).get(path, ()))
+        if different is not None:
+            rows.append((path, different))
+    if rows:
+        more = [("...", f"{len(rows) - _SHOWN} more")] if len(rows) > _SHOWN else []
+        raise AgreementError(
+            problem(
+                where,
+                f"{len(rows)} of {len(tensors)} parameters do not have the same values on all ranks.",
+                [*rows[:_SHOWN], *more],
+                "Seed all ranks alike before the module is made, load the same checkpoint, or pass sync_from=0 to take the "
+                "values of rank 0.",
+            )
+        )
+
+
+def _differing(found: list[bytes], mesh: Mesh, apart: tuple[str, ...]) -> str | None:
+    """Which ranks differ from the first one that should have what they have; None if none does."""
+    firsts: dict[tuple[int, ...], int] = {}
+    others: dict[int, list[int]] = {}
+    for rank, each in enumerate(found):
+        first = firsts.setdefault(tuple(mesh.coord(axis, rank) for axis in apart), rank)
+        if each != found[first]:
+            others.setdefault(first, []).append(rank)
+    rows = [f"rank{'s' * (len(ranks) > 1)} {_few(ranks)}: other values than rank {first}" for first, ranks in others.items()]
+    return "; ".join(rows[:2]) + (f"; and {len(rows) - 2} more" if len(rows) > 2 else "") if rows else None
+
+
+def _few(ranks: list[int]) -> str:
+    return ", ".join(map(str, ranks[:_SHOWN])) + (f" and {len(ranks) - _SHOWN} more" if len(ranks) > _SHOWN else "")
+
+
+def taken(tensor: torch.Tensor, source: int, comm: Comm, *, apart: tuple[str, ...] = ()) -> torch.Tensor:
+    """What the rank ``source`` has of a tensor, to the bit; the others', which may be on the meta device, are not looked at.
+
+    Words of all others are zero, and are added as integers. A collective. Of what varies along axes ``apart`` it is what the
+    rank has that has this one's coordinates along them, and those of ``source`` along the others.
+
+    Cost: the result, on the Comm's device, and an ``all_reduce`` of its bytes for each axis, 4 MiB at a time.
+    """
+    axes = [axis for axis, size in comm.mesh.axes if size > 1 and axis not in apart]
+    if not axes:
+        return tensor.detach()
+    result = torch.empty(tensor.shape, dtype=tensor.dtype, device=comm.device)
+    flat = result.view(-1).view(torch.uint8)
+    is_source = all(comm.mesh.coord(axis, comm.rank) == comm.mesh.coord(axis, source) for axis in axes)
+    mine = _flat(tensor) if is_source else None
+    for start in range(0, len(flat), _NBYTES):
+        piece = flat[start : start + _NBYTES]
+        words = torch.zeros(-(-len(piece) // 4), dtype=torch.int32, device=comm.device)
+        if mine is not None:
+            words.view(torch.uint8)[: len(piece)].copy_(mine[start : start + _NBYTES])
+        for axis in axes:
+            words = comm.all_reduce(words, axis)
+        piece.copy_(words.view(torch.uint8)[: len(piece)])
+    return result
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    """Its bytes."""
+    tensor = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)  # one element is contiguous with any stride
+
+
+def _pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    if tensor.numel():
+        yield from _flat(tensor).split(_NBYTES)
+
+
+def _words(piece: torch.Tensor) -> torch.Tensor:
+    """Bytes as integers of 64 bits, each less than ``2**32`` in size."""
+    if piece.storage_offset() % 4 or len(piece) % 4:
+        piece = torch.nn.functional.pad(piece, (0, -len(piece) % 4))
+    if piece.storage_offset() % 4:
+        piece = piece.clone()
+    return piece.view(torch.int32).long()
+
+
+_drawn: dict[torch.device, torch.Tensor] = {}
+
+
+def _weights(count: int, device: torch.device) -> torch.Tensor:
+    if device not in _drawn:
+        generator = torch.Generator().manual_seed(0)
+        odd = torch.randint(-(1 << 63), (1 << 63) - 1, (_NBYTES // 4,), generator=generator) | 1
+        _drawn[device] = odd.to(device)
+    return _drawn[device][:count]
