@@ -9,7 +9,7 @@ from fsharp.functional.errors import ScheduleError, problem
 from fsharp.stateful.memory import Item, assign, lower_bound
 from fsharp.stateful.policy import Policy
 from fsharp.stateful.program import Event, Program
-from fsharp.stateful.residency import bundle, first_wanted, residency
+from fsharp.stateful.residency import bundle, first_wanted, residency, returns
 from fsharp.stateful.schedule import Memory, Op, OpKind, Phase, Schedule, Stream
 
 
@@ -23,7 +23,7 @@ def compile_schedule(program: Program, policy: Policy = Policy()) -> Schedule:
     """
     tried = policy
     while True:
-        ops, arena, bound = _place(_Emitter(program, tried).run(), program)
+        ops, arena, bound = _with_room(program, tried)
         if policy.memory_budget is None or arena <= policy.memory_budget:
             return Schedule(program, tried, tuple(ops), arena, bound)
         if tried.bucket_nbytes:
@@ -42,6 +42,32 @@ def compile_schedule(program: Program, policy: Policy = Policy()) -> Schedule:
                     "Raise it, or cut the model into smaller units.",
                 )
             )
+
+
+def _with_room(program: Program, policy: Policy) -> tuple[list[Op], int, int]:
+    """Ops, arena and lower bound, with units kept for their backward as the policy says."""
+    returning = returns(program, bundle(program, policy))
+
+    def placed(kept: Sequence[int]) -> tuple[list[Op], int, int]:
+        uses = (use for each, count in zip(returning, kept, strict=True) for use in each[:count])
+        return _place(_Emitter(program, policy, frozenset(uses)).run(), program)
+
+    kept = [len(each) if policy.release == "backward" else 0 for each in returning]
+    best = placed(kept)
+    if policy.release != "room":
+        return best
+    # Gradients rest in the first microbatch as it goes back, and in all later ones from the beginning.
+    for these in (range(1), range(1, len(kept))):
+        low, high = 0, max((len(returning[i]) for i in these), default=0)
+        while low < high:
+            count = (low + high + 1) // 2
+            new = [count if i in these else each for i, each in enumerate(kept)]
+            found = placed(new)
+            if found[1] <= best[1]:
+                low, best, kept = count, found, new
+            else:
+                high = count - 1
+    return best
 
 
 _SIZES = {"params": "gathered"}  # by kind of buffer, the facts that have its size, if they do not have its name
@@ -70,11 +96,11 @@ class _Draft:
 class _Emitter:
     """Walks the events and writes ops."""
 
-    def __init__(self, program: Program, policy: Policy) -> None:
+    def __init__(self, program: Program, policy: Policy, kept: frozenset[int] = frozenset()) -> None:
         self.program, self.policy = program, policy
         self.facts = {unit.name: unit for unit in program.units}
         self.bundles = bundle(program, policy)
-        self.targets = residency(program, policy, self.bundles)
+        self.targets = residency(program, policy, self.bundles, kept)
         self.gradients = _gradients(program)
         self.casts = _casts(program, self.gradients)
         self.ops: list[_Draft] = []

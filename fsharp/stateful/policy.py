@@ -15,7 +15,9 @@ class Policy:
         buffers: units that are resident at most, the one in use among them, and those around it not; None means
             ``prefetch + 1``.
         release: ``"forward"`` lets go of a unit after each use and gathers it again for the backward; ``"backward"``
-            keeps it until the backward is done: one gather less, the memory of all units.
+            keeps it until the backward is done: one gather less, the memory of all units. ``"room"`` keeps as many of those
+            that the backward comes to first as there is room for in the memory that ``"forward"`` takes: where gradients
+            will rest, nothing is before.
         reduce: ``"ready"`` starts a unit's reduction as soon as its gradient is there; ``"delayed"`` after the next
             backward has begun, so that the gather it waits for goes first.
         reduce_buffers: reductions of a microbatch under way at most; each holds a block as large as the unit's gradient.
@@ -42,7 +44,7 @@ class Policy:
 
     prefetch: int = 1
     buffers: int | None = None
-    release: Literal["forward", "backward"] = "forward"
+    release: Literal["forward", "backward", "room"] = "room"
     reduce: Literal["ready", "delayed"] = "ready"
     reduce_buffers: int = 1
     finish_buffers: int = 3
@@ -66,9 +68,9 @@ class Policy:
                 f"Policy(): {self.buffers} buffers do not hold the unit in use and {self.prefetch} more: pass buffers of at "
                 f"least {self.prefetch + 1}, or a smaller prefetch."
             )
-        if self.release not in ("forward", "backward") or self.reduce not in ("ready", "delayed"):
+        if self.release not in ("forward", "backward", "room") or self.reduce not in ("ready", "delayed"):
             raise ScheduleError(
-                f"Policy(): release is {self.release!r}, expected 'forward' or 'backward'; reduce is {self.reduce!r}, "
+                f"Policy(): release is {self.release!r}, expected 'forward', 'backward' or 'room'; reduce is {self.reduce!r}, "
                 "expected 'ready' or 'delayed'."
             )
 

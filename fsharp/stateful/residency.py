@@ -1,6 +1,6 @@
 """Which units are resident between any two events of a program: those in use, and the next that it will come to."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from fsharp.stateful.policy import Policy
@@ -39,17 +39,18 @@ def bundle(program: Program, policy: Policy) -> Bundles:
     return Bundles(of, {name: tuple(units) for name, units in members.items()})
 
 
-def residency(program: Program, policy: Policy, bundles: Bundles) -> list[tuple[str, ...]]:
+def residency(program: Program, policy: Policy, bundles: Bundles, kept: Collection[int] = ()) -> list[tuple[str, ...]]:
     """For each event, the bundles that are to be resident until the next one, those needed first in the lead.
 
     Those in use always are. Beside them the next ``policy.prefetch`` different ones that the program comes to before
     its parameters are updated, as far as ``policy.num_buffers`` allows; what is resident already and will be wanted
     again stays while there is room. Uses around the innermost one take up no room: a root that is in use all the time
-    would leave none to look ahead.
+    would leave none to look ahead. Nor do those of the uses ``kept``, which stay from their forward to the end of their
+    backward.
     """
     events = program.events
     in_use = _in_use(events, bundles)
-    kept = _kept_for_backward(events, bundles) if policy.release == "backward" else [()] * len(events)
+    stays = _kept_for_backward(events, bundles, kept)
     upcoming = _upcoming(events, bundles, policy.num_buffers + max(map(len, in_use), default=0))
     wanted: list[tuple[str, ...] | None] = []
     before: tuple[str, ...] = ()
@@ -62,7 +63,7 @@ def residency(program: Program, policy: Policy, bundles: Bundles) -> list[tuple[
         ahead = [b for b in upcoming[i] if b not in now]
         chosen = ahead[: min(policy.prefetch, room)]
         chosen += [b for b in ahead[len(chosen) :] if b in before][: room - len(chosen)]
-        wanted.append(before := tuple(dict.fromkeys([*now, *chosen, *kept[i]])))
+        wanted.append(before := tuple(dict.fromkeys([*now, *chosen, *stays[i]])))
     result: list[tuple[str, ...]] = []
     following: tuple[str, ...] = ()
     after: list[tuple[str, ...]] = []
@@ -76,10 +77,10 @@ def residency(program: Program, policy: Policy, bundles: Bundles) -> list[tuple[
         here = wanted[i]
         if here is None:
             now = dict.fromkeys([*in_use[i], *(b for b in after[i] if b in held)])
-            counted = [b for b in now if b not in in_use[i] and b not in kept[i]]
+            counted = [b for b in now if b not in in_use[i] and b not in stays[i]]
             room = max(policy.num_buffers - min(len(in_use[i]), 1) - len(counted), 0)
             now.update(dict.fromkeys([b for b in after[i] if b not in now][:room]))
-            here = tuple(dict.fromkeys([*now, *kept[i]])) if events[i].kind != "update" else ()
+            here = tuple(dict.fromkeys([*now, *stays[i]])) if events[i].kind != "update" else ()
         result.append(here)
         held = here
     return result
@@ -103,12 +104,25 @@ def _in_use(events: Sequence[Event], bundles: Bundles) -> list[tuple[str, ...]]:
     return result
 
 
-def _kept_for_backward(events: Sequence[Event], bundles: Bundles) -> list[tuple[str, ...]]:
+def returns(program: Program, bundles: Bundles) -> list[list[int]]:
+    """For each microbatch, the uses of gathered units that a backward comes back to, in the order in which it does."""
+    result: list[list[int]] = [[]]
+    for event in program.events:
+        if event.kind == "microbatch_end":
+            result.append([])
+        elif event.kind == "backward" and event.unit in bundles.of:
+            result[-1].append(event.use)
+    return result
+
+
+def _kept_for_backward(events: Sequence[Event], bundles: Bundles, kept: Collection[int]) -> list[tuple[str, ...]]:
+    if not kept:
+        return [()] * len(events)
     ends = {event.use: i for i, event in enumerate(events) if event.kind == "backward_end"}
     result: list[tuple[str, ...]] = []
     waiting: dict[int, str] = {}
     for i, event in enumerate(events):
-        if event.kind == "forward" and event.unit in bundles.of and ends.get(event.use, -1) > i:
+        if event.kind == "forward" and event.use in kept and event.unit in bundles.of and ends.get(event.use, -1) > i:
             waiting[event.use] = bundles.of[event.unit]
         elif event.kind == "backward_end":
             waiting.pop(event.use, None)

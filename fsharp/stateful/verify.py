@@ -441,7 +441,7 @@ class _Limits(_Check):
                 units.add(unit)
         begun = {event.use: i for i, event in enumerate(self.events) if event.kind == "forward"}
         for i, event in enumerate(self.events):
-            if event.kind == "backward_end" and self.policy.release == "backward":
+            if event.kind == "backward_end" and self.policy.release != "forward":
                 for units in self.kept[begun[event.use] : i]:
                     units.add(event.unit)
 
