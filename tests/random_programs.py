@@ -111,7 +111,7 @@ def policies(draw, **fixed):
     fields = {
         "prefetch": prefetch,
         "buffers": draw(st.one_of(st.none(), st.integers(prefetch + 1, prefetch + 3))),
-        "release": draw(st.sampled_from(["forward", "forward", "backward"])),
+        "release": draw(st.sampled_from(["room", "room", "forward", "backward"])),
         "reduce": draw(st.sampled_from(["ready", "delayed"])),
         "reduce_buffers": draw(st.integers(1, 3)),
         "finish_buffers": draw(st.integers(1, 3)),

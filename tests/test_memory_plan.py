@@ -1,5 +1,6 @@
 """Buffers that are live together never overlap, and the arena is as small as what is live at once."""
 
+import itertools
 import math
 from collections import Counter
 from dataclasses import replace
@@ -145,6 +146,62 @@ def test_a_compiled_transformer_needs_no_more_than_is_live_at_once(num_blocks, p
     program = Program(tuple(units), (*events, *reversed(back), Event("microbatch_end"), Event("reduce"), Event("update")))
     schedule = compile_schedule(program, Policy(prefetch=prefetch))
     assert schedule.arena == schedule.bound
+
+
+# What stays until its backward because there is room for it
+
+
+def num_gathers(schedule):
+    return sum(op.kind == "gather" for op in schedule.ops)
+
+
+@given(programs(), policies(release="room"))
+def test_what_there_is_room_for_takes_no_more_memory_and_no_more_gathers(program, policy):
+    room, forward = compile_schedule(program, policy), compile_schedule(program, replace(policy, release="forward"))
+    assert room.arena <= forward.arena
+    assert num_gathers(room) <= num_gathers(forward)
+
+
+def blocks(count, num_microbatches=1, *, rest=True):
+    """``count`` equal units, used one after another; a gradient at rest takes half of what its unit takes."""
+    names = [f"u{i}" for i in range(count)]
+    units = tuple(UnitFacts(n, 128, 128, trainable=True, gather=(GATHER,), reduce=(REDUCE,), rest=64 * rest) for n in names)
+    number, events = itertools.count(), []
+    for _ in range(num_microbatches):
+        uses = [(name, next(number)) for name in names]
+        events += [Event(kind, *use) for use in uses for kind in ("forward", "forward_end")]
+        events += [Event(kind, *use) for use in reversed(uses) for kind in ("backward", "backward_end")]
+        events.append(Event("microbatch_end"))
+    return Program(units, (*events, Event("reduce"), Event("update")))
+
+
+@pytest.mark.parametrize("count", [6, 12, 48])
+def test_as_many_stay_as_gradients_will_take_the_memory_of(count):
+    """At the end of the backward there are all gradients, the last unit and what leaves of it: room for half as many more."""
+    program = blocks(count)
+    room, forward = compile_schedule(program), compile_schedule(program, Policy(release="forward"))
+    assert room.arena == forward.arena == room.bound
+    in_full = count // 2 + 1
+    assert num_gathers(forward) - num_gathers(room) == in_full - 2, "of which two would have stayed anyway"
+    again = compile_schedule(program, Policy(release="backward"))
+    assert again.arena > room.arena
+    assert num_gathers(again) < num_gathers(room)
+
+
+def test_with_several_microbatches_nothing_more_stays():
+    """Gradients are there already when the second one begins."""
+    assert compile_schedule(blocks(8, 3)).ops == compile_schedule(blocks(8, 3), Policy(release="forward")).ops
+
+
+def test_what_stays_is_released_at_the_end_of_its_backward():
+    """A schedule whose gathers say which units were gathered once: the last ones of the forward."""
+    program = blocks(8)
+    schedule = compile_schedule(program)
+    again = [op.unit for op in schedule.ops if op.kind == "gather" and op.phase == "backward"]
+    assert again == ["u2", "u1", "u0"]
+    ends = {e.unit: i for i, e in enumerate(program.events) if e.kind == "backward_end"}
+    last = {op.unit: op.at for op in schedule.ops if op.kind == "release" and op.at < len(program.events) - 1}
+    assert all(last[f"u{i}"] == ends[f"u{i}"] for i in range(3, 8))
 
 
 # Where gradients rest: from when the sum is there, or from when its reduction begins, if there is room

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, count
+from itertools import accumulate, chain, count
 from typing import Any
 
 from fsharp.functional.errors import ScheduleError, problem
@@ -46,27 +46,22 @@ def compile_schedule(program: Program, policy: Policy = Policy()) -> Schedule:
 
 def _with_room(program: Program, policy: Policy) -> tuple[list[Op], int, int]:
     """Ops, arena and lower bound, with units kept for their backward as the policy says."""
-    returning = returns(program, bundle(program, policy))
+    first, *later = returns(program, bundle(program, policy))
 
-    def placed(kept: Sequence[int]) -> tuple[list[Op], int, int]:
-        uses = (use for each, count in zip(returning, kept, strict=True) for use in each[:count])
-        return _place(_Emitter(program, policy, frozenset(uses)).run(), program)
+    def placed(kept: Iterable[int], within: int | None = None) -> tuple[list[Op], int, int] | None:
+        return _place(_Emitter(program, policy, frozenset(kept)).run(), program, within=within)
 
-    kept = [len(each) if policy.release == "backward" else 0 for each in returning]
-    best = placed(kept)
-    if policy.release != "room":
-        return best
-    # Gradients rest in the first microbatch as it goes back, and in all later ones from the beginning.
-    for these in (range(1), range(1, len(kept))):
-        low, high = 0, max((len(returning[i]) for i in these), default=0)
-        while low < high:
-            count = (low + high + 1) // 2
-            new = [count if i in these else each for i, each in enumerate(kept)]
-            found = placed(new)
-            if found[1] <= best[1]:
-                low, best, kept = count, found, new
-            else:
-                high = count - 1
+    best = placed([*first, *chain(*later)] if policy.release == "backward" else ())
+    assert best is not None, "there is room without a limit"
+    # With more microbatches gradients are there already when the next one begins, and a unit has one address in all of them.
+    low, high = 0, len(first) if policy.release == "room" and not any(later) else 0
+    while low < high:
+        middle = (low + high + 1) // 2
+        found = placed(first[:middle], best[1])
+        if found is not None:
+            low, best = middle, found
+        else:
+            high = middle - 1
     return best
 
 
@@ -358,8 +353,8 @@ def _reduced_microbatches(events: Sequence[Event]) -> set[int]:
     return result
 
 
-def _place(drafts: Sequence[_Draft], program: Program) -> tuple[list[Op], int, int]:
-    """Give every buffer an address, and every op the ops that have to come before it."""
+def _place(drafts: Sequence[_Draft], program: Program, *, within: int | None = None) -> tuple[list[Op], int, int] | None:
+    """Give every buffer an address, and every op the ops that have to come before it; None if not ``within`` as many bytes."""
     position = {id(op): i for i, op in enumerate(op for op in drafts if op.marks is None)}
     facts = {unit.name: unit for unit in program.units}
 
@@ -369,7 +364,9 @@ def _place(drafts: Sequence[_Draft], program: Program) -> tuple[list[Op], int, i
 
     if _open_early(drafts, items := make_items()):
         items = make_items()
-    starts = assign(list(items.values()))
+    starts = assign(list(items.values()), within=within)
+    if starts is None:
+        return None
     where = {buffer: Memory(start, item.nbytes) for (buffer, item), start in zip(items.items(), starts, strict=True)}
     freed: dict[tuple[str, str], tuple[Stream, int]] = {}
     ops = []

@@ -43,16 +43,25 @@ def lower_bound(items: Sequence[Item]) -> int:
     return most
 
 
-def assign(items: Sequence[Item]) -> list[int]:
+def assign(items: Sequence[Item], *, within: int | None = None) -> list[int] | None:
     """The first byte of each item, such that items that are live at once share no byte.
 
     Starts are multiples of what all sizes are multiples of. The same items get the same answer.
+
+    Args:
+        items: what to place.
+        within: bytes that may be taken; None if there is no place within them, or none is found soon.
     """
     if not items:
         return []
+    if within is not None and lower_bound(items) > within:
+        return None
     neighbours = _neighbours(items)
     least, grain = max(lower_bound(items), _clique(items, neighbours)), math.gcd(*(item.nbytes for item in items)) or 1
     orders = _orders(items, neighbours)  # made as they are needed: mostly the first will do
+    if within is not None:
+        found = (_search(items, neighbours, order, _FITS[0], target=within, limit=2 * len(items))[0] for order in orders)
+        return next(filter(None, found), None)
     for slack in _SLACKS:
         target, budget = least + int(least * slack) // grain * grain, _PLACED
         for fit in _FITS:

@@ -17,7 +17,7 @@ class Policy:
         release: ``"forward"`` lets go of a unit after each use and gathers it again for the backward; ``"backward"``
             keeps it until the backward is done: one gather less, the memory of all units. ``"room"`` keeps as many of those
             that the backward comes to first as there is room for in the memory that ``"forward"`` takes: where gradients
-            will rest, nothing is before.
+            will rest, nothing is before. With several microbatches it is ``"forward"``.
         reduce: ``"ready"`` starts a unit's reduction as soon as its gradient is there; ``"delayed"`` after the next
             backward has begun, so that the gather it waits for goes first.
         reduce_buffers: reductions of a microbatch under way at most; each holds a block as large as the unit's gradient.
