@@ -35,6 +35,7 @@ POLICIES = {
     "prefetch 0": {"prefetch": 0},
     "prefetch 2": {"prefetch": 2},
     "3 buffers": {"buffers": 3},
+    "release after forward": {"release": "forward"},
     "release after backward": {"release": "backward"},
     "reduce delayed": {"reduce": "delayed"},
     "one reduction at a time": {"reduce_buffers": 1},

@@ -76,7 +76,7 @@ def test_gathers_are_under_way_while_the_units_before_compute(strategy, prefetch
 
 
 def test_without_prefetch_they_are_not():
-    schedule = recorded("zero3", prefetch=0)
+    schedule = recorded("zero3", prefetch=0, release="forward")
     uses = ends(schedule)
     late = [
         unit
@@ -91,11 +91,22 @@ def test_without_prefetch_they_are_not():
 @pytest.mark.parametrize("strategy", ["zero3", "hfsdp", "zero3x2"])
 def test_resident_units_are_not_gathered_again(strategy, prefetch, microbatches):
     """Units around a turning point, as many as there are buffers, go both ways in one piece."""
-    found = gathers(recorded(strategy, microbatches, prefetch=prefetch))
+    found = gathers(recorded(strategy, microbatches, prefetch=prefetch, release="forward"))
     expected = Counter(dict.fromkeys(NAMES, 2 * microbatches))
     expected.subtract(dict.fromkeys(NAMES[-prefetch - 1 :], microbatches))
     expected.subtract(dict.fromkeys(NAMES[: prefetch + 1], microbatches - 1))
     assert found == expected
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 2])
+@pytest.mark.parametrize("strategy", ["zero3", "hfsdp"])
+def test_more_units_stay_in_the_memory_that_gradients_will_take(strategy, prefetch):
+    """The last of the forward, each gathered once; in no more memory."""
+    room, forward = (recorded(strategy, prefetch=prefetch, release=release) for release in ("room", "forward"))
+    once = {unit for unit, number in gathers(room).items() if number == 1}
+    assert once == set(NAMES[-len(once) :])
+    assert len(once) > prefetch + 1
+    assert room.arena <= forward.arena
 
 
 @each_number
@@ -210,7 +221,8 @@ def test_a_tied_unit_is_reduced_once(microbatches):
     """Used twice in each microbatch, by itself and for the head, and reduced after the second backward."""
 
     def rank_fn(comm):
-        return train(comm, "zero3", {}, loss=tied_loss, params=tied_params(), steps=1, microbatches=microbatches).schedule
+        policy = {"release": "forward"}
+        return train(comm, "zero3", policy, loss=tied_loss, params=tied_params(), steps=1, microbatches=microbatches).schedule
 
     schedule = simulate(STRATEGIES["zero3"][0], rank_fn)[0]
     assert len(positions(schedule, "cast", "embed")) == 2 * microbatches
