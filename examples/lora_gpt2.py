@@ -88,8 +88,8 @@ def train_both(what, build, batches, mesh, strategy, *, lr):
         sharded = fs.all_reduce(sharded, comm, axis)
     sharded /= comm.mesh.size
 
-    trained = sum(p.full_shape.numel() for p in model.parameters() if p.requires_grad)
-    total = sum(p.full_shape.numel() for p in model.parameters())
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    total = sum(p.numel() for p in model.parameters())
     kept = sum(x.nbytes for state in optimizer.state_dict()["state"].values() for x in state.values() if x.dim())
     moved = sum(call.nbytes * n for call, n in model.step.schedule.calls().items() if "reduce" in call.op)
     say(f"{what}: {trained:,} of {total:,} parameters are trained")

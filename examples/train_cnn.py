@@ -68,11 +68,11 @@ def images(count, seed):
     return (stripes + torch.randn(count, SIZE, SIZE, generator=g)).unsqueeze(1), labels
 
 
-def groups(named):
+def groups(parameters):
     """Matrices and kernels decay; the rest does not."""
     parts = {True: [], False: []}
-    for name, parameter in named:
-        parts["conv" in name or "short.weight" in name].append(parameter)
+    for parameter in parameters:
+        parts[parameter.ndim > 1].append(parameter)
     return [{"params": parts[True], "weight_decay": 1e-3}, {"params": parts[False], "weight_decay": 0.0}]
 
 
@@ -107,7 +107,7 @@ def main(options):
     mesh = fs.Mesh({"outer": 2, "inner": size // 2} if options.strategy in ("hsdp", "hfsdp") else {"dp": size})
     model = fs.ShardedModule(build(), mesh=mesh, strategy=getattr(fs, options.strategy)(*mesh.names), units=[Block])
     sgd = {"lr": 0.1, "momentum": 0.9, "nesterov": True}
-    optimizer = fs.ShardedOptimizer(groups(model.named_parameters()), torch.optim.SGD, **sgd)
+    optimizer = fs.ShardedOptimizer(groups(model.parameters()), torch.optim.SGD, **sgd)
     comm = model.comm
     batches = [[images(BATCH // size, seed=1 + size * step + part) for part in range(size)] for step in range(options.steps)]
 
@@ -136,7 +136,7 @@ def compare(options, batches, sgd, losses, weights):
     alone = build()
     statistics = [{name: x.clone() for name, x in alone.named_buffers()} for _ in batches[0]]
     models = [partial(functional_call, alone, each) for each in statistics]
-    unsharded = train(models, torch.optim.SGD(groups(alone.named_parameters()), **sgd), batches)
+    unsharded = train(models, torch.optim.SGD(groups(alone.parameters()), **sgd), batches)
     for step in sorted({0, options.steps // 3, 2 * options.steps // 3, options.steps - 1}):
         print(f"step {step:3d}  loss {losses[step]:.6f}  unsharded {unsharded[step]:.6f}")
     expected = dict(alone.named_parameters()) | {

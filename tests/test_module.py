@@ -373,7 +373,7 @@ def test_functional_shares_memory_and_is_transformed(strategy):
         [(x, y)] = modules.batches(comm, 1)
         grads = torch.func.grad(lambda params: fn(params, x, y, comm=comm)["loss"])(params)
         held = {b.untyped_storage().data_ptr() for node in fs.units_of(params) for b in node.buffers}
-        shown = {p.local.untyped_storage().data_ptr() for p in model.parameters() if p.numel()}
+        shown = {p.local.untyped_storage().data_ptr() for p in model.parameters() if p.local.numel()}
         return values(model), fs.full(grads, comm=comm) if strategy == "zero1" else None, shown <= held, (x, y)
 
     for mine, grads, shares, (x, y) in simulate(DP, rank_fn):
@@ -515,11 +515,59 @@ def test_names_that_it_would_hide():
     assert net.step == 3
 
 
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero3"])
+def test_parameters_say_what_the_whole_ones_are(strategy):
+    """Whoever sorts parameters by their dims, or counts them, gets the same as without sharding."""
+    expected = [
+        (n, p.shape, p.ndim, p.dim(), p.numel(), p.size(-1) if p.ndim else 0, p.stride())
+        for n, p in modules.make().named_parameters()
+    ]
+
+    def rank_fn(comm):
+        model, _ = wrap(comm, strategy)
+        every = model.named_parameters()
+        found = [(n, p.shape, p.ndim, p.dim(), p.numel(), p.size(-1) if p.ndim else 0, p.stride()) for n, p in every]
+        assert found == expected
+        assert len(model.embed.weight) == modules.VOCAB
+        [(x, y)] = modules.batches(comm, 1)
+        model(x, y)["loss"].backward()
+        assert all(p.grad.shape == p.shape for p in model.parameters())
+        return sum(p.local.numel() for p in model.parameters()), sum(p.numel() for p in model.parameters())
+
+    held = simulate(DP, rank_fn)
+    assert sum(mine for mine, _ in held) == held[0][1] * (2 if strategy == "ddp" else 1)
+
+
+def test_what_is_derived_from_a_part_is_one():
+    def rank_fn(comm):
+        model, *_ = refused(comm, "zero3")
+        for derive in (lambda p: p, lambda p: p.detach(), lambda p: p.data, lambda p: p.data.detach()):
+            for use in (
+                torch.sum,
+                torch.clone,
+                lambda p: p.T,
+                lambda p: p.norm(),
+                lambda p: p + 1,
+                lambda p: p.view(-1),
+                torch.Tensor.tolist,
+            ):
+                with (
+                    torch.no_grad(),
+                    pytest.raises(fs.LayoutError, match=r"'head.weight' is sharded: this rank holds \d+ of the"),
+                ):
+                    use(derive(model.head.weight))
+        whole = fs.ShardedModule(modules.make(), mesh=comm, strategy=fs.ddp("dp")).head.weight
+        with torch.no_grad():
+            assert torch.equal(whole.detach().T.sum(), modules.make().head.weight.sum())
+
+    simulate(DP, rank_fn)
+
+
 def test_changes_behind_its_back():
     def rank_fn(comm):
         model, _, x, y = refused(comm, "zero1")
         with torch.no_grad():
-            model.head.weight.data.mul_(2)
+            model.head.weight.local.mul_(2)
         with pytest.raises(fs.ScheduleError, match=r"the parameters of unit 'head' were changed in place since the last step"):
             model(x, y)
 

@@ -232,7 +232,7 @@ def test_dtensors_are_sharded_over_the_other_axis():
             model = wrapped(comm, getattr(fs, name)("dp"), checkpointed)
             norms = run(model, my_batches(comm, 4), clip=0.2)
             result[name, checkpointed] = dict(model.full_parameters()), norms, model.step.num_recordings
-        return result, model.layers[0].up.weight.numel(), list(model.layers[0].up.weight.full_shape)
+        return result, model.layers[0].up.weight.local.numel(), list(model.layers[0].up.weight.full_shape)
 
     expected, norms = alone(clip=0.2)
     assert all(norm > 0.2 for norm in norms)

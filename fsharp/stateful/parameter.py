@@ -1,7 +1,7 @@
 """What a module's parameters and gradients are outside of its forward: this rank's part, and no more than that.
 
-A part that is all of a parameter has its shape, and may be used like any other tensor. Any other part is 1-D, and refuses to
-take part in computing, which would give wrong numbers.
+A part that is all of a parameter may be used like any other tensor. Any other one says it has the shape of the whole, for those
+who count parameters or sort them by their dims, and refuses to take part in computing, which would give wrong numbers.
 """
 
 import weakref
@@ -27,15 +27,34 @@ class Gradients(Protocol):
         """What ``torch.autograd.grad`` is asked for."""
 
 
-# What neither computes nor copies: metadata, and what autograd and printing ask for. Attributes are read by __get__.
-_HARMLESS = {"__get__", "size", "dim", "numel", "nelement", "stride", "element_size", "data_ptr", "storage_offset", "__len__"}
-_HARMLESS |= {"untyped_storage", "is_floating_point", "is_complex", "is_contiguous", "is_shared", "is_pinned", "is_inference"}
-_HARMLESS |= {"get_device", "is_same_size", "detach", "requires_grad_", "__hash__", "__dir__"}
+# What neither computes nor copies: metadata, and what autograd and printing ask for.
+_HARMLESS = {
+    "element_size",
+    "data_ptr",
+    "storage_offset",
+    "untyped_storage",
+    "is_floating_point",
+    "is_complex",
+    "is_contiguous",
+}
+_HARMLESS |= {"is_shared", "is_pinned", "is_inference", "get_device", "requires_grad_", "__hash__", "__dir__"}
+_COMPUTING = {"T", "mT", "H", "mH", "real", "imag"}  # attributes that are not metadata
 _HOOKS = {"register_hook", "register_post_accumulate_grad_hook"}
+_SHAPES: dict[str, Callable[..., Any]] = {
+    "shape": lambda whole: whole.shape,
+    "ndim": lambda whole: whole.ndim,
+    "size": lambda whole, *dim, **named: whole.size(*dim, **named),
+    "dim": lambda whole: whole.dim(),
+    "numel": lambda whole: whole.numel(),
+    "nelement": lambda whole: whole.numel(),
+    "stride": lambda whole, *dim, **named: whole.stride(*dim, **named),
+    "__len__": len,
+}
+"""What is answered for the whole tensor."""
 
 
 class Part(torch.Tensor):
-    """This rank's part of a tensor.
+    """This rank's part of a tensor. ``shape``, ``ndim`` and ``numel()`` are those of the whole; :attr:`local` is what is here.
 
     Attributes:
         path: name of the parameter in its module.
@@ -66,7 +85,14 @@ class Part(torch.Tensor):
         if func is torch.autograd.grad:
             return _differentiate(*args, **(kwargs or {}))
         name = getattr(func, "__name__", "")
-        if name not in _HARMLESS:
+        is_attribute = name == "__get__"
+        if is_attribute:
+            name = getattr(func.__self__, "__name__", "")  # type: ignore[attr-defined]
+        if name in _SHAPES and isinstance(args[0], Part):
+            return _SHAPES[name](torch.empty(args[0].full_shape, device="meta"), *args[1:], **(kwargs or {}))
+        if name == "detach" and isinstance(args[0], Part):
+            return Part.of(args[0].local, args[0])
+        if name in _COMPUTING if is_attribute else name not in _HARMLESS:
             for each in (*args, *(kwargs or {}).values()):
                 for x in each if isinstance(each, list | tuple) else (each,):
                     if isinstance(x, Part) and not x.is_whole:
@@ -107,9 +133,9 @@ class ShardedParameter(Part, nn.Parameter):
         return _labelled(new, path, full_shape, is_whole=is_whole)  # type: ignore[no-any-return]
 
     @property
-    def data(self) -> torch.Tensor:
-        """As :attr:`local`: who writes to it is noticed."""
-        return self.local
+    def data(self) -> Part:
+        """The same part, which autograd knows nothing of: who writes to it is noticed."""
+        return Part.of(self.local, self)
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
