@@ -77,7 +77,7 @@ def train(model, optimizer, batches, clip):
 
 
 def train_both(what, build, batches, mesh, strategy, *, lr):
-    """Train a model in parts, and in one piece; compare; the weights of the former."""
+    """Train a model in parts, and in one piece; compare; the trained weights of the former."""
     model = fs.ShardedModule(build(), mesh=mesh, strategy=strategy, units=[GPT2Block])
     optimizer = fs.ShardedOptimizer(model.parameters(), torch.optim.AdamW, lr=lr)
     comm = model.comm
@@ -103,7 +103,7 @@ def train_both(what, build, batches, mesh, strategy, *, lr):
             say(f"  step {step:3d}  loss {sharded[step, 0]:.6f}  unsharded {unsharded[step, 0]:.6f}")
         loss, norm = (sharded - unsharded).abs().max(0).values
         say(f"  largest difference of losses {loss:.1e}, of gradient norms {norm:.1e}")
-    return dict(model.full_parameters())
+    return dict(model.full_parameters(trained=True))
 
 
 def main(options):
@@ -128,7 +128,9 @@ def main(options):
 
     weights = train_both("all", base, batches(corpus, 0), mesh, strategy, lr=1e-3)
     weights["lm_head.weight"] = weights["transformer.wte.weight"]  # tied, and so listed once
-    train_both("LoRA", adapted, batches(swapped, 1), mesh, strategy, lr=1e-2)
+    adapters = train_both("LoRA", adapted, batches(swapped, 1), mesh, strategy, lr=1e-2)
+    if os.environ["RANK"] == "0":
+        print(f"to save of LoRA: {len(adapters)} tensors, {sum(x.nbytes for x in adapters.values()):,} bytes")
 
 
 if __name__ == "__main__":

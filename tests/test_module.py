@@ -387,6 +387,27 @@ def test_functional_shares_memory_and_is_transformed(strategy):
         close(dict(zip(paths, leaves)), {name: p.grad for name, p in model.named_parameters()})
 
 
+@pytest.mark.parametrize("kind", ["adapted", "frozen", "tied"])
+@each_strategy
+def test_trained_parameters_alone_are_exported_and_nothing_else_is_gathered(strategy, kind):
+    def rank_fn(comm):
+        counting = fs.CountingComm(comm)
+        model, optimizer = wrap(counting, strategy, kind)
+        train(model, optimizer, modules.batches(comm, 2))
+        counting.calls.clear()
+        every, before = values(model), counting.nbytes
+        counting.calls.clear()
+        trained = dict(model.full_parameters(trained=True))
+        names = [name for name, p in model.named_parameters() if p.requires_grad]
+        assert list(trained) == sorted(names, key=list(trained).index)
+        assert set(trained) == set(names)
+        assert_same(trained, {name: every[name] for name in names})
+        return before, counting.nbytes, kind == "tied" or strategy in ("ddp", "zero1", "zero2")
+
+    for every, trained, all_alike in simulate(DP, rank_fn):
+        assert trained == every if all_alike else trained < every
+
+
 @each_strategy
 def test_summon(strategy):
     def rank_fn(comm):

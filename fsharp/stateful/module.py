@@ -9,12 +9,11 @@ import optree
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from fsharp.functional.comm import Comm
 from fsharp.functional.errors import MeshError, ScheduleError, TreeError
 from fsharp.functional.functionalize import parameter_tree
-from fsharp.functional.layout import Layout
+from fsharp.functional.layout import Layout, Leaf, UnitLayout
 from fsharp.functional.mesh import Mesh
 from fsharp.functional.paths import Patterns
 from fsharp.functional.placement import Strategy, zero3
@@ -267,20 +266,26 @@ class ShardedModule(nn.Module):
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TreeError("a ShardedModule cannot be pickled or copied; functional() and full_parameters() give its values.")
 
-    def full_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def full_parameters(self, *, trained: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
         """Names and whole parameters, in the optimizer's dtype, a unit at a time. Every rank has to iterate to the end.
+
+        Args:
+            trained: only those that are trained, such as adapters on a frozen model: nothing else is gathered.
 
         Memory: one unit. What it yields may be kept.
         """
         session = _session(self)
-        names = {name for name, _ in self.named_parameters()}
+        names = {name for name, p in self.named_parameters() if p.requires_grad or not trained}
         for unit in session.layout.units:
-            needed = [unit.name, *{leaf.tied_to[0] for leaf in unit.leaves if leaf.tied_to and leaf.tied_to[0] != unit.name}]
-            nodes = [session.whole(name) for name in needed]
-            leaves = session.dressed(unit.name, optree.tree_leaves(nodes[0].tree(nodes)))
-            for leaf, value in zip(unit.leaves, leaves, strict=True):
-                if unit.full_path(leaf) in names:
-                    yield unit.full_path(leaf), value.full_tensor() if isinstance(value, DTensor) else value.clone()
+            owned = {leaf: _owner(session.layout, unit, leaf) for leaf in unit.leaves if unit.full_path(leaf) in names}
+            buffers = {
+                name: session.gathered(name, sorted({leaf.group for each, leaf in owned.values() if each.name == name}))
+                for name in dict.fromkeys(each.name for each, _ in owned.values())
+            }
+            for leaf, (owner, stored) in owned.items():
+                buffer, path = buffers[owner.name][stored.group], unit.full_path(leaf)
+                value = buffer[stored.offset : stored.offset + stored.numel].view(stored.shape).clone()
+                yield path, session.specs[path].whole(value).full_tensor() if path in session.specs else value
 
     # ------------------------------------------------------------ what a sharded module cannot do
 
@@ -343,6 +348,14 @@ def _comm(mesh: DeviceMesh | Mesh | Comm | None) -> Comm:
     if not isinstance(mesh, Comm):
         raise MeshError(f"ShardedModule(mesh=...): got {type(mesh).__name__}, expected a DeviceMesh, a Mesh or a Comm.")
     return mesh
+
+
+def _owner(layout: Layout, unit: UnitLayout, leaf: Leaf) -> tuple[UnitLayout, Leaf]:
+    """The leaf, and its unit, that stores a leaf."""
+    if leaf.tied_to is None:
+        return unit, leaf
+    name, path = leaf.tied_to
+    return layout[name], next(each for each in layout[name].leaves if each.path == path)
 
 
 def _show(module: nn.Module, session: Session) -> None:

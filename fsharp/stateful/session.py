@@ -359,14 +359,18 @@ class Session:
 
     def whole(self, name: str) -> Sharded:
         """One unit's parameters in full, in the optimizer's dtype where they are trained. A collective."""
+        unit = self.layout[name]
+        return Sharded(list(self.gathered(name, unit.all_groups).values()), unit, unit.strategy.full)
+
+    def gathered(self, name: str, groups: Sequence[int]) -> dict[int, torch.Tensor]:
+        """The same of some of its groups: full buffers, which nobody else has."""
         position = next(i for i, unit in enumerate(self.layout.units) if unit.name == name)
-        comm = self.scheduler.comm
+        rest, main = (units_of(tree)[position] for tree in (self.state.params, self.state.main))
+        parts = rest.select([g for g in groups if g not in main.groups]), main.select([g for g in groups if g in main.groups])
         with torch.no_grad():
-            rest = gather(units_of(self.state.params)[position], comm=comm)
-            main = units_of(self.state.main)[position]
-            mains = gather(main, comm=comm) if main.groups else main
-        full = dict(zip(mains.groups, mains.buffers, strict=True))
-        return rest.replace([full.get(g, b).clone() for g, b in zip(rest.groups, rest.buffers, strict=True)])
+            full = [gather(part, comm=self.scheduler.comm) for part in parts if part.groups]
+        found = {g: buffer.clone() for part in full for g, buffer in zip(part.groups, part.buffers, strict=True)}
+        return {g: found[g] for g in groups}
 
     @contextmanager
     def seated(self, names: Sequence[str], tensors: Sequence[Sequence[torch.Tensor]]) -> Iterator[None]:
