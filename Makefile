@@ -35,10 +35,10 @@ lint: $(VENV)/.installed
 	$(RUN)/mypy
 
 test: lint
-	$(RUN)/python -m pytest -m "not deep"
+	$(RUN)/python -m pytest -n auto --dist loadfile -m "not deep"
 
 test-all: lint
-	FSHARP_DEEP=1 $(RUN)/python -m pytest --timeout 900
+	FSHARP_DEEP=1 $(RUN)/python -m pytest -n auto --dist loadfile --timeout 900
 
 bench: $(VENV)/.installed $(if $(filter all,$(PEERS)),$(VENV)/.deepspeed)
 	@$(RUN)/python -m benchmarks --peers $(PEERS) $(ARGS)

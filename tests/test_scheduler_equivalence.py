@@ -127,7 +127,7 @@ def test_traffic_and_memory_are_those_planned(strategy, precision, microbatches)
 def test_with_one_buffer_only_the_turning_points_save_a_gather(strategy, microbatches):
     """The unit that a forward ends with begins the backward, and the one that a backward ends with the next forward."""
     mesh = STRATEGIES[strategy][0]
-    measured = simulate(mesh, lambda comm: measure(comm, strategy, microbatches, prefetch=0))[0]
+    measured = simulate(mesh, lambda comm: measure(comm, strategy, microbatches, prefetch=0, release="forward"))[0]
     saved = Counter()
     for _ in range(microbatches):
         saved.update(measured.schedule.facts("head").gather)
