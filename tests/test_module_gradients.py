@@ -255,6 +255,43 @@ def test_autograd_grad_with_respect_to_activations_as_well():
     assert simulate(DP, rank_fn) == [torch.Size([VOCAB, DIM])] * 2
 
 
+def test_parameters_of_two_modules_are_refused():
+    def rank_fn(comm):
+        a, b = (fs.ShardedModule(nn.Linear(3, 3), mesh=comm, strategy=fs.ddp("dp"), sync_from=0) for _ in range(2))
+        with pytest.raises(fs.ScheduleError, match=r"'weight' is one of another module\. Call it for each"):
+            torch.autograd.grad(b(a(torch.ones(2, 3))).sum(), [a.weight, b.weight])
+        with pytest.raises(fs.LayoutError, match=r"Use torch\.autograd\.grad"):
+            a(torch.ones(2, 3)).sum().backward(inputs=[a.weight])
+        other = fs.ShardedModule(nn.Linear(3, 3), mesh=comm, sync_from=0)
+        x = torch.ones((), requires_grad=True)
+        assert torch.autograd.grad(x * 2, [other.weight], allow_unused=True) == (None,)
+        return True
+
+    assert simulate(DP, rank_fn) == [True] * 2
+
+
+@pytest.mark.parametrize("is_complete", [True, False])
+def test_planned_steps_compare_what_is_missing_only_if_something_is(is_complete):
+    def rank_fn(comm):
+        counting = fs.CountingComm(comm)
+        if is_complete:
+            model, _ = wrap(counting, "zero3")
+            call = lambda x, y: model(x, y)["loss"]  # noqa: E731
+        else:
+            model, _ = sharded(counting, "zero3")
+            call = lambda x, y: model(x, y)  # noqa: E731
+        optimizer = fs.ShardedOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
+        found = []
+        for x, y in modules.batches(comm, 4):
+            counting.calls.clear()
+            call(x, y).backward()
+            optimizer.step()
+            found.append(sum(n for op, n in counting.calls.items() if op.op == "all_reduce"))
+        return found[2:]
+
+    assert simulate(DP, rank_fn) == [[0 if is_complete else 1] * 2] * 2
+
+
 def test_what_autograd_grad_refuses():
     def rank_fn(comm):
         model, optimizer = sharded(comm, "zero3")

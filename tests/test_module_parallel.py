@@ -152,6 +152,114 @@ def test_experts_with_an_axis_of_their_own(name):
     close({path: together[path] for path in expected}, expected)
 
 
+class Picky(nn.Module):
+    """Experts of which some, or all, get no token in a step, each as it is told: they return early then."""
+
+    def __init__(self, comm):
+        super().__init__()
+        self.ranks, n = comm, comm.mesh.axis_size("ep")
+        self.dense, self.first, self.count = nn.Linear(DIM, DIM), comm.mesh.coord("ep", comm.rank) * EXPERTS // n, EXPERTS // n
+        self.experts = self.Own(self.first, self.count)
+
+    class Own(nn.Module):
+        def __init__(self, first, count):
+            super().__init__()
+            g = torch.Generator().manual_seed(5)
+            self.w = nn.ParameterList(list(torch.randn(EXPERTS, DIM, generator=g))[first : first + count])
+
+        def forward(self, x, used):
+            if not any(used):
+                return torch.zeros_like(x)
+            return sum(x * w for w, is_used in zip(self.w, used) if is_used)
+
+    def forward(self, x, used):
+        hidden = self.dense(x)
+        everyone = fs.all_gather_last(hidden.T, self.ranks, "ep").T
+        out = self.experts(everyone, used[self.first :][: self.count])
+        return (hidden + fs.reduce_scatter_last(out.T, self.ranks, "ep").T).square().mean()
+
+
+USED = {
+    "one coordinate never": [(True, True, False, False)] * 4,
+    "now and then": [
+        (True, False, True, True),
+        (False, False, True, False),
+        (True, True, True, True),
+        (False, False, False, True),
+    ],
+    "none at all": [
+        (True, True, True, True),
+        (False, False, False, False),
+        (True, False, True, False),
+        (True, True, True, True),
+    ],
+}
+
+
+@pytest.mark.parametrize("sparse", ["zero3", "ddp", "zero1"])
+@pytest.mark.parametrize("plan", USED)
+def test_experts_without_tokens(plan, sparse):
+    """Nobody waits for them, and an optimizer of torch leaves them alone, each by itself."""
+    adamw = {"lr": 0.05, "weight_decay": 0.1}
+
+    def data(steps):
+        g = torch.Generator().manual_seed(2)
+        return [torch.randn(8, DIM, generator=g) for _ in range(steps)]
+
+    def rank_fn(comm):
+        places = {"**": fs.zero3("dp", "ep"), "experts": getattr(fs, sparse)("dp").varying("ep")}
+        model = fs.ShardedModule(
+            make(Picky, comm), mesh=comm, strategy=places, units=[Picky.Own], policy=fs.Policy(poison=True)
+        )
+        optimizer = fs.ShardedOptimizer(model.parameters(), torch.optim.AdamW, **adamw)
+        for x, used in zip(data(4), USED[plan]):
+            model(x.chunk(4)[comm.rank], used).backward()
+            for i, w in enumerate(model.experts.w):
+                assert (w.grad is not None) == used[model.first + i]
+            optimizer.step()
+        return dict(model.full_parameters()), model.step.num_recordings
+
+    alone = make(Picky, ALONE)
+    optimizer = torch.optim.AdamW(alone.parameters(), **adamw)
+    for x, used in zip(data(4), USED[plan]):
+        optimizer.zero_grad()
+        alone(x, used).backward()
+        optimizer.step()
+    expected = {name: p.detach() for name, p in alone.named_parameters()}
+    for rank, (found, recordings) in enumerate(simulate(EP, rank_fn)):
+        first = EP.coord("ep", rank) * EXPERTS // 2
+        for name, value in found.items():
+            if name.startswith("experts"):
+                name = f"experts.w.{first + int(name.rsplit('.', 1)[1])}"
+            close(value, expected[name])
+        assert recordings == 1
+
+
+def test_one_rank_s_values_are_taken_by_those_that_share_them():
+    class Kept(nn.Module):
+        def __init__(self, value):
+            super().__init__()
+            self.w = nn.Parameter(torch.full((5,), value))
+            self.register_buffer("first", torch.tensor(value))
+            self.register_buffer("wide", torch.tensor([value]).expand(3))
+
+    def rank_fn(comm):
+        model = nn.ModuleDict({"dense": Kept(float(comm.rank)), "experts": Kept(float(comm.rank))})
+        places = {"dense": fs.zero3("dp", "ep"), "experts": fs.zero3("dp").varying("ep")}
+        model = fs.ShardedModule(model, mesh=comm, strategy=places, units=[Kept], sync_from=1)
+        whole = dict(model.full_parameters())
+        return [
+            (whole[f"{name}.w"].unique().tolist(), model[name].first.item(), model[name].wide.tolist())
+            for name in ("dense", "experts")
+        ]
+
+    found = simulate(EP, rank_fn)
+    for rank, (dense, experts) in enumerate(found):  # rank 1 is (dp=0, ep=1); who has ep=0 takes from rank 0
+        assert dense == ([1.0], 1.0, [1.0] * 3)
+        own = float(EP.coord("ep", rank))
+        assert experts == ([own], own, [own] * 3)
+
+
 def test_experts_in_processes_have_the_bits_of_simulated_ones():
     def rank_fn(comm):
         model, data = mixture(comm, "zero3")

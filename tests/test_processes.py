@@ -136,3 +136,36 @@ def test_a_process_that_hangs_is_stopped():
 
     with pytest.raises(fs.CommError, match=r"ranks .*1.* did not end within 20 s"):
         processes(DP, rank_fn, timeout=20)
+
+
+def test_groups_that_not_all_ranks_are_in():
+    """Groups of the caller's own, and modules on some of the ranks, leave no rank waiting for another."""
+
+    def rank_fn(comm):
+        import torch.distributed as dist
+        from torch import nn
+        from torch.distributed.device_mesh import DeviceMesh
+
+        dist.new_group([0])
+        every = DeviceMesh("cpu", [0, 1, 2], mesh_dim_names=("dp",))
+        some = dist.new_group([0, 1])
+        losses = []
+
+        def train(mesh):
+            model = fs.ShardedModule(nn.Linear(3, 3), mesh=mesh, sync_from=0)
+            optimizer = fs.ShardedOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
+            for _ in range(3):
+                loss = model(torch.ones(2, 3)).square().sum()
+                loss.backward()
+                optimizer.step()
+                losses.append(loss.item())
+
+        if comm.rank < 2:
+            train(DeviceMesh.from_group(some, "cpu", mesh_dim_names=("dp",)))
+        train(every)
+        return losses
+
+    first, second, third = processes(fs.Mesh({"dp": 3}), rank_fn, timeout=60)
+    assert first == second
+    assert first[3:] == third
+    assert third[-1] < third[0]

@@ -195,6 +195,11 @@ class Layout:
             raise LayoutError(f"no unit {unit!r}: the layout has {list(self._by_name)}.")
         return self._by_name[unit]
 
+    def unit_around(self, path: str) -> UnitLayout | None:
+        """The innermost unit that is, or holds, what is at ``path``."""
+        around = [unit for unit in self.units if not unit.name or path == unit.name or path.startswith(f"{unit.name}.")]
+        return max(around, key=lambda unit: len(unit.name), default=None)
+
     def nbytes(self, kind: str, dtype: torch.dtype | None = None) -> int:
         """Bytes of one kind of state that one rank holds at rest.
 

@@ -133,9 +133,9 @@ def init(
     return optree.tree_unflatten(layout.spec, nodes)
 
 
-def seed_of(key: int, path: str, unit: UnitLayout, rank: int) -> int:
+def seed_of(key: int, path: str, unit: UnitLayout | None, rank: int) -> int:
     """What to draw values at ``path`` in ``unit`` from: the same on every mesh, and on all ranks that share them."""
-    own = "".join(f":{axis}={unit.mesh.coord(axis, rank)}" for axis in unit.strategy.full.varying)
+    own = "".join(f":{axis}={unit.mesh.coord(axis, rank)}" for axis in unit.strategy.full.varying) if unit is not None else ""
     return int.from_bytes(hashlib.sha256(f"{key}:{path}{own}".encode()).digest()[:8], "little") >> 1
 
 

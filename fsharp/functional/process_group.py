@@ -1,13 +1,16 @@
 """Comm over torch.distributed process groups, one for each mesh axis."""
 
 import copy
+import hashlib
 import json
 import os
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import PrefixStore, _get_default_store, _world
 
 from fsharp.functional.comm import Comm, ReduceOp, SingleComm, sum_in_rank_order
 from fsharp.functional.errors import AgreementError, MeshError, problem
@@ -69,10 +72,8 @@ class ProcessGroupComm:
         return self._groups[axis]
 
     def new_group(self, axis: str) -> dist.ProcessGroup:
-        """One more process group along ``axis``. Every rank of the mesh has to make it."""
-        ranks = [self.ranks[rank] for rank in self.mesh.group(axis, self.rank)]
-        group: dist.ProcessGroup = dist.new_group(ranks, use_local_synchronization=True)  # other meshes are not asked
-        return group
+        """One more process group along ``axis``. Every rank of the mesh has to make it, and no other one of the job."""
+        return _group_of([self.ranks[rank] for rank in self.mesh.group(axis, self.rank)])
 
     def over(self, groups: Mapping[str, dist.ProcessGroup]) -> "ProcessGroupComm":
         """The same ranks, through other groups along these axes."""
@@ -139,6 +140,26 @@ class ProcessGroupComm:
 
     def __repr__(self) -> str:
         return f"ProcessGroupComm({self.mesh}, rank={self.rank}, device={self.device})"
+
+
+_made: Counter[tuple[int, ...]] = Counter()
+
+
+def _group_of(ranks: Sequence[int]) -> dist.ProcessGroup:
+    """A new group of these ranks of the job, made by them alone.
+
+    torch names such a group by its ranks and by the number of groups that a rank is in. So members agree on that number first:
+    who is in fewer makes groups of its own.
+    """
+    number = _made[tuple(ranks)] = _made[tuple(ranks)] + 1
+    name = hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]
+    store, mine = PrefixStore(f"fsharp/groups/{name}/{number}", _get_default_store()), dist.get_rank()
+    store.set(str(mine), str(len(_world.pg_names)))
+    most = max(int(store.get(str(rank))) for rank in ranks)
+    while len(_world.pg_names) < most:
+        dist.new_group([mine], use_local_synchronization=True)
+    group: dist.ProcessGroup = dist.new_group(list(ranks), use_local_synchronization=True)
+    return group
 
 
 def connect(mesh: Mesh, *, device_type: str | None = None) -> Comm:

@@ -32,8 +32,8 @@ def differentiate(
     It is a step of its own: ``.grad`` stays as it is, None, and the optimizer has nothing to do.
 
     Raises:
-        ScheduleError: options that need a graph of the backward; a step in which other backward passes have left gradients,
-            or in which other forwards have no backward yet.
+        ScheduleError: options that need a graph of the backward; parameters of several modules; a step in which other backward
+            passes have left gradients. Other forwards of the step, whose backward is to come, are lost with it.
         RuntimeError: parameters that are not used, as torch does.
     """
     if create_graph or is_grads_batched:
@@ -41,6 +41,9 @@ def differentiate(
             f"{_WHERE}: create_graph and is_grads_batched need a graph of the backward, which is not kept. Take "
             "`fn, params = model.functional()`: torch.func works on that."
         )
+    for x in inputs:
+        if isinstance(x, ShardedParameter) and x._gradients() is not session:
+            raise ScheduleError(f"{_WHERE}: {x.path!r} is one of another module. Call it for each of the modules.")
     session.clear_up()
     if session.is_accumulating or session.means.tree is not None or session.is_fed:
         raise ScheduleError(
@@ -48,7 +51,9 @@ def differentiate(
             "after optimizer.step() or zero_grad()."
         )
     sinks, others = session.sinks, [x for x in inputs if not isinstance(x, ShardedParameter)]
-    found = torch.autograd.grad(outputs, [*sinks, *others], grad_outputs, retain_graph=retain_graph, allow_unused=True)
+    found: tuple[torch.Tensor | None, ...] = ()
+    if sinks or others:
+        found = torch.autograd.grad(outputs, [*sinks, *others], grad_outputs, retain_graph=retain_graph, allow_unused=True)
     rest = iter(found[len(sinks) :])
     result = [session.means.part(x.path) if isinstance(x, ShardedParameter) else next(rest) for x in inputs]
     if session.is_pending:

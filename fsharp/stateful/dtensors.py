@@ -91,7 +91,7 @@ def anywhere(flag: torch.Tensor, specs: Mapping[str, Spec], comm: Comm) -> torch
     for axis, size in comm.mesh.axes:
         if size > 1:
             flag = comm.all_reduce(flag, axis, op="max")
-    for mesh in {spec.mesh for spec in specs.values()}:
+    for mesh in dict.fromkeys(spec.mesh for spec in specs.values()):  # not a set: ranks go through them in one order
         flag = DTensor.from_local(flag, mesh, [Partial("max")] * mesh.ndim, run_check=False).full_tensor()
     return flag
 

@@ -105,7 +105,7 @@ def _made(makers: Makers, module: nn.Module, layout: Layout, comm: Comm) -> Any:
 
 
 def _synced(module: nn.Module, layout: Layout, comm: Comm, source: int) -> Any:
-    """From what one rank has, a unit at a time; its buffers become everybody's."""
+    """From what one rank has, a unit at a time; its buffers become everybody's, those of what varies along an axis apart."""
     nodes = []
     for unit in layout.units:
         own, apart = [leaf for leaf in unit.leaves if not leaf.tied_to], unit.strategy.full.varying
@@ -113,12 +113,13 @@ def _synced(module: nn.Module, layout: Layout, comm: Comm, source: int) -> Any:
         nodes.append(build(unit, resolve_place(unit, "optim"), comm.rank, whole.__getitem__, main=True))
     new: dict[int, torch.Tensor] = {}
     for path, buffer in module.named_buffers(remove_duplicate=False):
-        value = taken(buffer, source, comm)
+        around, mine = layout.unit_around(path), local(buffer.detach())
+        value = taken(mine, source, comm, apart=() if around is None else around.strategy.full.varying)
         parent, _, name = path.rpartition(".")
-        if buffer.is_meta:  # one that several modules share stays one
+        if mine.is_meta or 0 in mine.stride():  # one that several modules share stays one; an expanded one cannot be written to
             module.get_submodule(parent)._buffers[name] = new.setdefault(id(buffer), value)
         else:
-            buffer.detach().copy_(value)
+            mine.copy_(value)
     return optree.tree_unflatten(layout.spec, nodes)
 
 

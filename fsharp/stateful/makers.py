@@ -61,8 +61,7 @@ class Makers:
 
     def __init__(self, module: nn.Module, layout: Layout, comm: Comm, key: int, initialize: Initialize | None) -> None:
         self.module, self.device, self.initialize = module, comm.device, initialize
-        paths = {unit.full_path(leaf): unit for unit in layout.units for leaf in unit.leaves}
-        self._seed = lambda name, path: seed_of(key, name, paths.get(path, layout.units[0]), comm.rank)
+        self._seed = lambda name, path: seed_of(key, name, layout.unit_around(path), comm.rank)
         self.unfilled: set[str] = set()
         self._path: str | None = None
         self._values: dict[str, torch.Tensor] = {}

@@ -13,7 +13,8 @@ class Missing:
     """What ranks agree on about it.
 
     They compare after each step that has followed no plan. In one that follows a plan they do so only if the last comparison
-    has found something missing: a plan fixes which units have gradients, and what is missing within a unit seldom changes.
+    has found something missing: a plan fixes which units have gradients, and what is missing within a unit seldom changes. Of
+    units that vary along an axis, such as experts, which may get no tokens, they always do.
 
     Args:
         comm: the ranks.
@@ -35,7 +36,7 @@ class Missing:
         missing: set[str] = set()
         for varying in dict.fromkeys(unit.layout.strategy.full.varying for unit in units):
             mine = [unit for unit in units if unit.gradient is not None and unit.layout.strategy.full.varying == varying]
-            if not mine or (is_planned and self._is_complete.get(varying, False)):
+            if not mine or (is_planned and not varying and self._is_complete.get(varying, False)):
                 continue
             found = [(unit.layout.full_path(leaf), has) for unit in mine for leaf, has in _found(unit)]
             flags = torch.tensor([has for _, has in found], dtype=torch.uint8, device=self._comm.device)

@@ -8,6 +8,7 @@ import hashlib
 import json
 import time
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import count
@@ -23,7 +24,7 @@ from fsharp.stateful.program import Event
 if TYPE_CHECKING:
     from fsharp.stateful.run import Run
 
-_numbers = count()
+_numbers: "defaultdict[tuple[int, ...], count[int]]" = defaultdict(count)
 _orders: "weakref.WeakKeyDictionary[Comm, weakref.WeakSet[Order]]" = weakref.WeakKeyDictionary()
 _SHOWN = 12
 _END = "the end"
@@ -63,12 +64,13 @@ class Order:
 
     def __init__(self, comm: Comm, *, has_store: bool) -> None:
         mesh, rank = comm.mesh, comm.rank
-        number = next(_numbers)  # the same on all ranks, which make their schedulers in the same order
+        ranks = getattr(comm, "ranks", ())
+        number = next(_numbers[ranks])  # the same on all ranks, which make their schedulers in the same order
         self.mesh, self.rank = mesh, rank
         self._store: Store | None = None
         if has_store and mesh.size > 1:
-            ranks = hashlib.sha256(repr(getattr(comm, "ranks", ())).encode()).hexdigest()[:16]
-            self._store = PrefixStore(f"fsharp/order/{ranks}/{number}", _get_default_store())
+            name = hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]
+            self._store = PrefixStore(f"fsharp/order/{name}/{number}", _get_default_store())
         self._all: weakref.WeakSet[Order] = _orders.setdefault(comm, weakref.WeakSet())
         self._all.add(self)
         self._run: Run | None = None

@@ -51,3 +51,27 @@ def replaced(out: Any, old: Sequence[torch.Tensor], new: Sequence[torch.Tensor],
             "it with torch.utils._pytree, or return a tuple or a dict."
         )
     return torch_pytree.tree_unflatten([by_id.get(id(leaf), leaf) for leaf in leaves], spec)
+
+
+def reaching(tensors: Sequence[torch.Tensor], inputs: Sequence[Any]) -> list[torch.Tensor]:
+    """These tensors, through which a backward reaches all inputs even if they depend on none; without a gradient for those."""
+    moved = [i for i, x in enumerate(tensors) if x.is_floating_point() or x.is_complex()]
+    reached = [x for x in inputs if isinstance(x, torch.Tensor) and x.requires_grad]
+    if not moved or not reached or not torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():
+        return list(tensors)
+    result = list(tensors)
+    for i, x in zip(moved, _Reach.apply(len(moved), *(tensors[i] for i in moved), *reached), strict=True):
+        result[i] = x
+    return result
+
+
+class _Reach(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, count: int, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.num_inputs = len(tensors) - count
+        ctx.set_materialize_grads(False)
+        return tuple(x.view_as(x) for x in tensors[:count])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
+        return (None, *grads, *[None] * ctx.num_inputs)

@@ -92,6 +92,10 @@ class Part(torch.Tensor):
             return _SHAPES[name](torch.empty(args[0].full_shape, device="meta"), *args[1:], **(kwargs or {}))
         if name == "detach" and isinstance(args[0], Part):
             return Part.of(args[0].local, args[0])
+        if name == "backward":
+            raise LayoutError(
+                "backward(inputs=...): parameters of a ShardedModule are no inputs of it. Use torch.autograd.grad()."
+            )
         if name in _COMPUTING if is_attribute else name not in _HARMLESS:
             for each in (*args, *(kwargs or {}).values()):
                 for x in each if isinstance(each, list | tuple) else (each,):

@@ -30,7 +30,7 @@ from fsharp.stateful.differentiate import differentiate
 from fsharp.stateful.dtensors import Spec, dressed, local
 from fsharp.stateful.means import Means
 from fsharp.stateful.missing import Missing
-from fsharp.stateful.outputs import replaced, tensors_in, without
+from fsharp.stateful.outputs import reaching, replaced, tensors_in, without
 from fsharp.stateful.parameter import Part, ShardedParameter
 from fsharp.stateful.run import Run
 from fsharp.stateful.scheduled import Scheduled
@@ -91,6 +91,8 @@ class Session:
         updated_by: the optimizer that has made the last step, if no forward has come since.
         is_accumulating: whether a backward leaves its gradients where they rest, unreduced over some axes.
         parameters: by path, what the module shows of them.
+        varies: paths of the modules with units that vary along an axis. Ranks there may have nothing to compute, where experts
+            get no tokens; a backward comes to them all the same, so that others do not wait.
         generation: how often the state has been replaced by one from outside.
     """
 
@@ -110,6 +112,7 @@ class Session:
         self.seats = {unit.name: Seats(module, [unit.full_path(leaf) for leaf in unit.leaves]) for unit in layout.units}
         self.owners = owners(layout, chosen)
         self.ties = {path: _ties(layout, names) for path, names in self.owners.items()}
+        self.varies = {path for path, names in self.owners.items() if any(layout[n].strategy.full.varying for n in names)}
         self.has_inner = {path: any(_is_inside(other, path) for other in self.owners) for path in self.owners}
         self.is_accumulating = False
         self.generation = 0
@@ -169,7 +172,7 @@ class Session:
             out = without(out, [leaf for each in leaves for leaf in each], path)
             found = tensors_in(out)
             result[:] = [(out, found)]
-            return found
+            return reaching(found, [*flat, *(leaf for each in leaves for leaf in each)]) if path in self.varies else found
 
         nodes = [within.nodes[name] for name in names]
         if not nodes:
@@ -438,6 +441,8 @@ class Session:
             TreeError: a state of another layout, place or dtype.
         """
         self.check_idle("train_state")
+        if self.is_averaged:
+            raise ScheduleError("train_state: set inside of averaged(), which puts the parameters back afterwards.")
         pairs = ("params", state.params, self.state.params), ("main", state.main, self.state.main)
         for kind, tree, mine in pairs:
             for new, old in zip_longest(units_of(tree), units_of(mine)):
