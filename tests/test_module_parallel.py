@@ -111,10 +111,12 @@ ALONE = fs.SingleComm(fs.Mesh({"dp": 1, "ep": 1}))
 PLACES = {
     "ddp": (fs.ddp("dp", "ep"), fs.ddp("dp").varying("ep"), None),
     "zero1": (fs.zero1("dp", "ep"), fs.zero1("dp").varying("ep"), None),
+    "zero2": (fs.zero2("dp", "ep"), fs.zero2("dp").varying("ep"), None),
     "zero2, experts zero3, checkpointed": (fs.zero2("dp", "ep"), fs.zero3("dp").varying("ep"), False),
     "zero3": (fs.zero3("dp", "ep"), fs.zero3("dp").varying("ep"), None),
     "zero3, checkpointed": (fs.zero3("dp", "ep"), fs.zero3("dp").varying("ep"), False),
     "hsdp, experts zero2": (fs.hsdp("dp", "ep"), fs.zero2("dp").varying("ep"), None),
+    "hfsdp, experts zero1": (fs.hfsdp("dp", "ep"), fs.zero1("dp").varying("ep"), None),
 }
 
 
@@ -353,6 +355,31 @@ def test_dtensors_are_sharded_over_the_other_axis():
             close(mine, norms)
             assert recordings == 1
         assert_same(result["zero1", None][0], result["zero3", None][0])
+
+
+@pytest.mark.deep
+def test_dtensors_under_hybrid_strategies():
+    """Two axes to shard over, one that is tensor-parallel: eight ranks."""
+
+    def rank_fn(comm):
+        grid = init_device_mesh("cpu", comm.mesh.shape, mesh_dim_names=comm.mesh.names)
+        at = 2 * comm.mesh.coord("outer", comm.rank) + comm.mesh.coord("inner", comm.rank)
+        data = [(x.chunk(4)[at], y.chunk(4)[at]) for x, y in modules.batches(None, 4)]
+        result = {}
+        for name in ("hsdp", "hfsdp", "zero3"):
+            strategy = getattr(fs, name)("outer", "inner")
+            model = fs.ShardedModule(
+                tensor_parallel(make(), grid["tp"]), mesh=grid["outer", "inner"], strategy=strategy, units=[Mlp]
+            )
+            norms = run(model, data, clip=0.2)
+            result[name] = dict(model.full_parameters()), norms
+        return result
+
+    expected, norms = alone(clip=0.2)
+    for result in processes(fs.Mesh({"outer": 2, "inner": 2, "tp": 2}), rank_fn, timeout=110):
+        for found, mine in result.values():
+            close({name: found[name] for name in expected}, expected)
+            close(mine, norms)
 
 
 def test_all_ranks_leave_out_a_step_of_which_one_has_an_infinity():
