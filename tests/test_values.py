@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 import fsharp as fs
-from fsharp.stateful import values as module_values
-from fsharp.stateful.values import check_same, digest, taken
+from fsharp.stateful.modules import values as module_values
+from fsharp.stateful.modules.values import check_same, digest, taken
 from fsharp.testing import processes, simulate
 from tests import modules
 from tests.modules import Block, Net

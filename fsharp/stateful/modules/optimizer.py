@@ -15,10 +15,10 @@ from torch import nn
 from fsharp.functional.comm import Comm
 from fsharp.functional.errors import ScheduleError, TreeError
 from fsharp.functional.transforms.base import Transform, as_transform
-from fsharp.stateful.averaged import averaged
-from fsharp.stateful.parameter import ShardedParameter
-from fsharp.stateful.runs import Run, alike, join_state, runs_of, split_state
-from fsharp.stateful.session import Session
+from fsharp.stateful.modules.averaged import averaged
+from fsharp.stateful.modules.parameter import ShardedParameter
+from fsharp.stateful.modules.runs import Run, alike, join_state, runs_of, split_state
+from fsharp.stateful.modules.session import Session
 
 # Their update of an element depends on others: of the same row or column, of the whole matrix, or of all parameters.
 _NOT_ELEMENTWISE = {"Adafactor", "LBFGS", "Muon", "SparseAdam"}
@@ -70,7 +70,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 raise TreeError(
                     "ShardedOptimizer(): an (init, update) pair updates all parameters; freeze or label those it shall not."
                 )
-            self.session.state = self.session.state._replace(opt=self._tx.init(self.session.visible()))
+            self.session.kept.state = self.session.kept.state._replace(opt=self._tx.init(self.session.kept.visible()))
             super().__init__(groups, {})
         self._is_made = True
 
@@ -84,7 +84,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _cut(self) -> list[list[nn.Parameter]]:
         """Cut buffers into runs by the labels of leaves; the parameters that the inner optimizer has in each of its groups."""
-        tree, self._generation = self.session.visible(), self.session.generation
+        tree, self._generation = self.session.kept.visible(), self.session.kept.generation
         self._runs = [list(runs_of(tree, labels, rank=self.session.scheduler.rank)) for labels in self._labels]
         return [[nn.Parameter(run.of(tree)) for run in runs] for runs in self._runs]
 
@@ -131,7 +131,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _apply(self, grads: Any, state: Any, params: Any, *, comm: Comm, donate: bool) -> tuple[Any, Any]:
         assert self.inner is not None
-        if self._generation != self.session.generation:
+        if self._generation != self.session.kept.generation:
             self._recut(lambda path: 0, self._states())
         missing = self.session.means.missing
         if any(len({path in missing for path, _, _ in run.leaves}) > 1 for run, _ in self._each_run()):
@@ -171,7 +171,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
         Cost: a copy of this rank's parts, and one gather from the optimizer's place to the parameters'.
         """
-        with averaged(self.session, self.session.state.opt if self.inner is None else None):
+        with averaged(self.session, self.session.kept.state.opt if self.inner is None else None):
             yield
 
     def state_dict(self) -> dict[str, Any]:
@@ -181,7 +181,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """
         groups = [{**group, "params": [p.path for p in group["params"]]} for group in self.param_groups]
         if self.inner is None:
-            return {"state": self.session.state.opt, "param_groups": groups}
+            return {"state": self.session.kept.state.opt, "param_groups": groups}
         return {"state": self._states(), "param_groups": groups}
 
     def _states(self) -> dict[str, dict[str, Any]]:
@@ -204,7 +204,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for group, loaded in zip(self.param_groups, groups, strict=True):
             group.update({name: value for name, value in loaded.items() if name != "params"})
         if self.inner is None:
-            self.session.state = self.session.state._replace(opt=state_dict["state"])
+            self.session.kept.state = self.session.kept.state._replace(opt=state_dict["state"])
             return
         states = state_dict["state"]
         self._recut(lambda path: alike(states.get(path, {})), states)

@@ -9,7 +9,6 @@ backward, a microbatch ends with a backward pass, and an optimizer's step closes
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import zip_longest
 from typing import Any
 
 import optree
@@ -21,21 +20,22 @@ from fsharp.functional.comm import Comm
 from fsharp.functional.errors import LossError, ScheduleError, TreeError
 from fsharp.functional.forward import forward
 from fsharp.functional.layout import Layout
-from fsharp.functional.moves import gather, reduce_scatter
-from fsharp.functional.sharded import Sharded, map_units, trainable, units_of
+from fsharp.functional.moves import reduce_scatter
+from fsharp.functional.sharded import Sharded, units_of
 from fsharp.functional.train import TrainState, update, with_sinks
 from fsharp.stateful.boundary import in_backward
 from fsharp.stateful.copies import LiveUnit
-from fsharp.stateful.differentiate import differentiate
-from fsharp.stateful.dtensors import Spec, dressed, local
-from fsharp.stateful.means import Means
-from fsharp.stateful.missing import Missing
-from fsharp.stateful.outputs import reaching, replaced, tensors_in, without
-from fsharp.stateful.parameter import Part, ShardedParameter
+from fsharp.stateful.modules.differentiate import differentiate
+from fsharp.stateful.modules.dtensors import Spec, dressed, local
+from fsharp.stateful.modules.kept import Kept
+from fsharp.stateful.modules.means import Means
+from fsharp.stateful.modules.missing import Missing
+from fsharp.stateful.modules.outputs import reaching, replaced, tensors_in, without
+from fsharp.stateful.modules.parameter import Part, ShardedParameter
+from fsharp.stateful.modules.seats import Seats, owners, seated
 from fsharp.stateful.run import Run
 from fsharp.stateful.scheduled import Scheduled
 from fsharp.stateful.scheduler import Scheduler
-from fsharp.stateful.seats import Seats, owners, seated
 
 Nodes = Mapping[str, Sharded]
 
@@ -85,7 +85,7 @@ class Session:
         specs: of the parameters that are DTensors, by path.
 
     Attributes:
-        state: parameters where they rest, and main copies; replaced by each step.
+        kept: what is trained.
         is_summoned: whether its parameters are whole, and not its own, at present.
         is_averaged: whether averages are in their place at present.
         updated_by: the optimizer that has made the last step, if no forward has come since.
@@ -93,7 +93,6 @@ class Session:
         parameters: by path, what the module shows of them.
         varies: paths of the modules with units that vary along an axis. Ranks there may have nothing to compute, where experts
             get no tokens; a backward comes to them all the same, so that others do not wait.
-        generation: how often the state has been replaced by one from outside.
     """
 
     def __init__(
@@ -107,7 +106,8 @@ class Session:
         input_dtype: torch.dtype | None = None,
         specs: Mapping[str, Spec] = {},
     ) -> None:
-        self.layout, self.state, self.scheduler, self.input_dtype = layout, state, scheduler, input_dtype
+        self.layout, self.scheduler, self.input_dtype = layout, scheduler, input_dtype
+        self.kept = Kept(layout, state, scheduler.comm)
         self.specs = specs
         self.seats = {unit.name: Seats(module, [unit.full_path(leaf) for leaf in unit.leaves]) for unit in layout.units}
         self.owners = owners(layout, chosen)
@@ -115,7 +115,6 @@ class Session:
         self.varies = {path for path, names in self.owners.items() if any(layout[n].strategy.full.varying for n in names)}
         self.has_inner = {path: any(_is_inside(other, path) for other in self.owners) for path in self.owners}
         self.is_accumulating = False
-        self.generation = 0
         self.parameters: dict[str, ShardedParameter] = {}
         self.means = Means(self.parameters, specs, scheduler)
         self._missing = Missing(scheduler)
@@ -128,7 +127,6 @@ class Session:
         self._pass = -1  # the backward pass that is under way
         self.updated_by: int | None = None
         self._lost = False  # whether gradients have been given up because of an error, and nobody has asked for that
-        self._stamp = self._versions()
 
     # ------------------------------------------------------------ computing
 
@@ -147,9 +145,9 @@ class Session:
         if in_backward() and self._probed is not None:  # a checkpointed module computes again
             return self._enter(Within(self._probed, self.scheduler), path, fn, args, kwargs)
         if not torch.is_grad_enabled():
-            return self._evaluation(lambda within: self._enter(within, path, fn, args, kwargs), self.state.params)
+            return self._evaluation(lambda within: self._enter(within, path, fn, args, kwargs), self.kept.state.params)
         if not trains(self.layout):  # a backward may pass through it, whenever it comes
-            return self._enter(Within(self.state.params, self.scheduler), path, fn, args, kwargs)
+            return self._enter(Within(self.kept.state.params, self.scheduler), path, fn, args, kwargs)
         run = self._open()
         with self._forgetting(run), self.scheduler.guard(run):
             return self._enter(Within(self._probed, self.scheduler), path, fn, args, kwargs)
@@ -211,13 +209,13 @@ class Session:
                 "the model was called inside of averaged(), and not under torch.no_grad(): averages are not trained."
             )
         if self._run is None:
-            self.check_untouched()
+            self.kept.check_untouched()
             self.means.clear()
             self.updated_by = None
-            run = self._run = self.scheduler.open(self._training, (self.state.params,), {})
+            run = self._run = self.scheduler.open(self._training, (self.kept.state.params,), {})
             with self._forgetting(run), self.scheduler.guard(run):
-                self._units = self.scheduler.start_gradients(self.state.params)
-                self._probed = with_sinks(self.state.params)
+                self._units = self.scheduler.start_gradients(self.kept.state.params)
+                self._probed = with_sinks(self.kept.state.params)
             this = weakref.ref(self)
             run.on_backward = lambda: _begin(this)
         return self._run
@@ -272,7 +270,7 @@ class Session:
             if self.is_accumulating or not self.is_fed:
                 return
             missing = self._missing.among(self._units, is_planned=run.is_planned)
-            sums = reduce_scatter(self.scheduler.hand_out(self._units, self.state.params), comm=self.scheduler)
+            sums = reduce_scatter(self.scheduler.hand_out(self._units, self.kept.state.params), comm=self.scheduler)
             self.means.set(sums, missing)
 
     @property
@@ -290,13 +288,13 @@ class Session:
             return False
         run = self._run
         assert run is not None
-        self.check_untouched()
+        self.kept.check_untouched()
         with self._forgetting(run), self.scheduler.guard(run):
-            self.state = update(tx, self.means.tree, self.state, comm=self.scheduler, donate=True)
+            self.kept.state = update(tx, self.means.tree, self.kept.state, comm=self.scheduler, donate=True)
             self.scheduler.close(run)
         self._run = self._probed = None
         self.means.clear()
-        self._stamp = self._versions()
+        self.kept.stamp()
         return True
 
     def finished(self, where: str) -> Any:
@@ -345,7 +343,7 @@ class Session:
                 self.discard()
 
     def differentiate(self, outputs: Any, inputs: Sequence[torch.Tensor], **options: Any) -> tuple[torch.Tensor | None, ...]:
-        """``torch.autograd.grad``: see :func:`~fsharp.stateful.differentiate.differentiate`."""
+        """``torch.autograd.grad``: see :func:`~fsharp.stateful.modules.differentiate.differentiate`."""
         return differentiate(self, outputs, inputs, **options)
 
     @property
@@ -359,21 +357,6 @@ class Session:
         return any(unit.pending > 0 for unit in self._units)
 
     # ------------------------------------------------------------ whole parameters
-
-    def whole(self, name: str) -> Sharded:
-        """One unit's parameters in full, in the optimizer's dtype where they are trained. A collective."""
-        unit = self.layout[name]
-        return Sharded(list(self.gathered(name, unit.all_groups).values()), unit, unit.strategy.full)
-
-    def gathered(self, name: str, groups: Sequence[int]) -> dict[int, torch.Tensor]:
-        """The same of some of its groups: full buffers, which nobody else has."""
-        position = next(i for i, unit in enumerate(self.layout.units) if unit.name == name)
-        rest, main = (units_of(tree)[position] for tree in (self.state.params, self.state.main))
-        parts = rest.select([g for g in groups if g not in main.groups]), main.select([g for g in groups if g in main.groups])
-        with torch.no_grad():
-            full = [gather(part, comm=self.scheduler.comm) for part in parts if part.groups]
-        found = {g: buffer.clone() for part in full for g, buffer in zip(part.groups, part.buffers, strict=True)}
-        return {g: found[g] for g in groups}
 
     @contextmanager
     def seated(self, names: Sequence[str], tensors: Sequence[Sequence[torch.Tensor]]) -> Iterator[None]:
@@ -400,41 +383,8 @@ class Session:
             if mine.data_ptr() != leaves[i].data_ptr():
                 leaves[i].copy_(mine)
 
-    def write(self, nodes: Sequence[Sharded]) -> None:
-        """These full parameters are the new ones; every rank has the same."""
-        rank = self.scheduler.rank
-        for node, kept, main in zip(nodes, units_of(self.state.params), units_of(self.state.main), strict=True):
-            whole = dict(zip(node.groups, node.buffers, strict=True))
-            for target in (kept, main):
-                for group, buffer in zip(target.groups, target.buffers, strict=True):
-                    start = node.unit.local_start(group, target.place, rank)
-                    buffer.copy_(whole[group][start : start + len(buffer)])
-        self._stamp = self._versions()
-
-    def fill(self, targets: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
-        """Copy into buffers of the state; all ranks do the same."""
-        with torch.no_grad():
-            for target, value in zip(targets, values, strict=True):
-                target.copy_(value)
-        self._stamp = self._versions()
-
-    # ------------------------------------------------------------ looking at it
-
-    def visible(self) -> Any:
-        """The parameters as the optimizer has them: a tree of trainable groups at its place, in memory that stays."""
-        with torch.no_grad():
-            held = gather(trainable(self.state.params), comm=self.scheduler.comm, to="optim")
-        mains = {node.name: node for node in units_of(self.state.main)}
-
-        def one(node: Sharded) -> Sharded:
-            main = mains.get(node.name)
-            found = dict(zip(main.groups, main.buffers, strict=True)) if main is not None else {}
-            return node.replace([found.get(g, b) for g, b in zip(node.groups, node.buffers, strict=True)])
-
-        return map_units(one, held)
-
     def adopt(self, state: TrainState) -> None:
-        """Take over a state of this layout, whose buffers are this session's from here on.
+        """Train this state, of the same layout, from here on.
 
         Raises:
             ScheduleError: a step is under way.
@@ -443,20 +393,7 @@ class Session:
         self.check_idle("train_state")
         if self.is_averaged:
             raise ScheduleError("train_state: set inside of averaged(), which puts the parameters back afterwards.")
-        pairs = ("params", state.params, self.state.params), ("main", state.main, self.state.main)
-        for kind, tree, mine in pairs:
-            for new, old in zip_longest(units_of(tree), units_of(mine)):
-                facts = [None if node is None else _about(node) for node in (new, old)]
-                if facts[0] != facts[1]:
-                    names = [repr(node.name) if node is not None else "none" for node in (new, old)]
-                    raise TreeError(
-                        f"train_state: {kind} are not those of this module. Got unit {names[0]}, expected {names[1]}, in the "
-                        "layout, place and dtypes that the module's own state has: begin with that, and change its values."
-                    )
-        has_own = self.state.opt is not None  # else a torch.optim class keeps it
-        self.state = state if has_own else state._replace(opt=None)
-        self.generation += 1
-        self._stamp = self._versions()
+        self.kept.adopt(state)
 
     def check_idle(self, where: str) -> None:
         """Refuse ``where`` within a step.
@@ -470,32 +407,10 @@ class Session:
                 f"{where}: a step is under way, between a forward and the optimizer's step; call it before or after."
             )
 
-    def check_untouched(self) -> None:
-        """Refuse to go on with parameters that somebody has changed behind the session's back.
-
-        Raises:
-            ScheduleError: names the unit.
-        """
-        now = self._versions()
-        for (name, before), (_, after) in zip(self._stamp, now, strict=True):
-            if before != after:
-                raise ScheduleError(
-                    f"the parameters of unit {name!r} were changed in place since the last step. What other ranks hold, and "
-                    "copies in other dtypes, do not follow. Change them in `with model.summon(write=True):`."
-                )
-
-    def _versions(self) -> list[tuple[str, list[tuple[int, int]]]]:
-        nodes = [*units_of(self.state.params), *units_of(self.state.main)]
-        return [(node.name, [(b.data_ptr(), b._version) for b in node.buffers_on_their_way]) for node in nodes]
-
     @property
     def schedule(self) -> Scheduled:
         """The training step: its schedule, its trace."""
         return self._training
-
-
-def _about(node: Sharded) -> tuple[Any, ...]:
-    return node.unit, node.place, node.groups, [(b.dtype, b.device, b.shape) for b in node.buffers_on_their_way]
 
 
 def trains(layout: Layout) -> bool:

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fsharp.functional.errors import ScheduleError
-from fsharp.stateful.parameter import Part, ShardedParameter
+from fsharp.stateful.modules.parameter import Part, ShardedParameter
 
 if TYPE_CHECKING:
-    from fsharp.stateful.session import Session
+    from fsharp.stateful.modules.session import Session
 
 _WHERE = "torch.autograd.grad() with respect to parameters of a ShardedModule"
 

@@ -11,7 +11,7 @@ from fsharp.functional.errors import ScheduleError, TreeError
 from fsharp.functional.moves import gather
 from fsharp.functional.sharded import Sharded, map_units, units_of
 from fsharp.functional.transforms.ema import EmaState
-from fsharp.stateful.session import Session
+from fsharp.stateful.modules.session import Session
 
 Buffers = dict[tuple[str, int], torch.Tensor]
 """By unit and group."""
@@ -29,7 +29,7 @@ def averaged(session: Session, opt: Any) -> Iterator[None]:
     if session.is_averaged:
         raise ScheduleError("averaged(): the model has its averages already.")
     session.check_idle("averaged()")
-    session.check_untouched()
+    session.kept.check_untouched()
 
     def one(node: Sharded) -> Sharded:
         groups = tuple(g for g in node.unit.trainable if (node.name, g) in averages)
@@ -38,19 +38,19 @@ def averaged(session: Session, opt: Any) -> Iterator[None]:
         return Sharded(buffers, node.unit, node.unit.strategy.optim, groups)
 
     with torch.no_grad():
-        resting = gather(map_units(one, session.state.params), comm=session.scheduler.comm, to="params")
+        resting = gather(map_units(one, session.kept.state.params), comm=session.scheduler.comm, to="params")
         new = [_buffers(resting), averages]
-        old = [_buffers(session.state.params), _buffers(session.state.main)]
+        old = [_buffers(session.kept.state.params), _buffers(session.kept.state.main)]
         targets = [buffers[key] for buffers, others in zip(old, new, strict=True) for key in buffers if key in others]
         values = [others[key] for buffers, others in zip(old, new, strict=True) for key in buffers if key in others]
         own = [target.clone() for target in targets]
     session.is_averaged = True
     try:
-        session.fill(targets, values)
+        session.kept.fill(targets, values)
         del values, new, resting
         yield
     finally:
-        session.fill(targets, own)
+        session.kept.fill(targets, own)
         session.is_averaged = False
 
 

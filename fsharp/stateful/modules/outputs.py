@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils import _pytree as torch_pytree
 
 from fsharp.functional.errors import TreeError
-from fsharp.stateful.dtensors import local
+from fsharp.stateful.modules.dtensors import local
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:

@@ -7,8 +7,8 @@ import torch
 
 from fsharp.functional.errors import ScheduleError
 from fsharp.functional.sharded import units_of
-from fsharp.stateful.dtensors import anywhere
-from fsharp.stateful.optimizer import ShardedOptimizer
+from fsharp.stateful.modules.dtensors import anywhere
+from fsharp.stateful.modules.optimizer import ShardedOptimizer
 
 
 class GradScaler(torch.amp.GradScaler):

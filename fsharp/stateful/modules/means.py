@@ -8,8 +8,8 @@ import torch
 from fsharp.functional.comm import Comm
 from fsharp.functional.sharded import units_of
 from fsharp.functional.transforms.norms import global_norm
-from fsharp.stateful.dtensors import Spec, norm_of
-from fsharp.stateful.parameter import Part, ShardedParameter
+from fsharp.stateful.modules.dtensors import Spec, norm_of
+from fsharp.stateful.modules.parameter import Part, ShardedParameter
 
 
 class Means:

@@ -23,15 +23,15 @@ from fsharp.functional.process_group import ProcessGroupComm, connect
 from fsharp.functional.sharded import units_of
 from fsharp.functional.train import TrainState, init_state
 from fsharp.functional.transforms.base import Transform
-from fsharp.stateful.dtensors import local, specs_of
-from fsharp.stateful.entries import enter_by, entries_of
-from fsharp.stateful.initial import initial_values
-from fsharp.stateful.parameter import ShardedParameter
+from fsharp.stateful.modules.dtensors import local, specs_of
+from fsharp.stateful.modules.entries import enter_by, entries_of
+from fsharp.stateful.modules.initial import initial_values
+from fsharp.stateful.modules.parameter import ShardedParameter
+from fsharp.stateful.modules.seats import Units, chosen_modules, leafmost
+from fsharp.stateful.modules.session import Session, Within
 from fsharp.stateful.policy import Policy
 from fsharp.stateful.scheduled import Scheduled
 from fsharp.stateful.scheduler import Scheduler
-from fsharp.stateful.seats import Units, chosen_modules, leafmost
-from fsharp.stateful.session import Session, Within
 
 _NOTHING = Transform(lambda params: None, lambda grads, state, params, *, comm: (grads, state), {})
 
@@ -187,7 +187,7 @@ class ShardedModule(nn.Module):
             with session.reading(Within(params, comm)), _own_buffers(self):
                 return self(*args, **kwargs)
 
-        return fn, session.state.params
+        return fn, session.kept.state.params
 
     @property
     def train_state(self) -> TrainState:
@@ -200,7 +200,7 @@ class ShardedModule(nn.Module):
             TreeError: set to a state of another layout, place or dtype.
             ScheduleError: set while a step is under way.
         """
-        return _session(self).state
+        return _session(self).kept.state
 
     @train_state.setter
     def train_state(self, state: TrainState) -> None:
@@ -237,7 +237,7 @@ class ShardedModule(nn.Module):
         session = _session(self)
         if write and session.is_averaged:
             raise ScheduleError("summon(write=True): in averaged(), which ends with what the parameters were before.")
-        nodes = [session.whole(unit.name) for unit in session.layout.units]
+        nodes = [session.kept.whole(unit.name) for unit in session.layout.units]
         trees = [optree.tree_leaves(node.tree(nodes)) for node in nodes]
         shown = [session.dressed(node.name, tree) for node, tree in zip(nodes, trees, strict=True)]
         whole = [[nn.Parameter(leaf.detach(), leaf.is_floating_point()) for leaf in leaves] for leaves in shown]
@@ -248,7 +248,7 @@ class ShardedModule(nn.Module):
                     for node, leaves in zip(nodes, trees, strict=True):
                         session.take_over(node.name, leaves)
         if write:
-            session.write(nodes)
+            session.kept.write(nodes)
             _show(self, session)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
@@ -279,7 +279,7 @@ class ShardedModule(nn.Module):
         for unit in session.layout.units:
             owned = {leaf: _owner(session.layout, unit, leaf) for leaf in unit.leaves if unit.full_path(leaf) in names}
             buffers = {
-                name: session.gathered(name, sorted({leaf.group for each, leaf in owned.values() if each.name == name}))
+                name: session.kept.gathered(name, sorted({leaf.group for each, leaf in owned.values() if each.name == name}))
                 for name in dict.fromkeys(each.name for each, _ in owned.values())
             }
             for leaf, (owner, stored) in owned.items():
@@ -362,8 +362,8 @@ def _show(module: nn.Module, session: Session) -> None:
     """Let the module's parameters be this rank's parts."""
     session.parameters.clear()
     rank, mesh = session.scheduler.rank, session.scheduler.mesh
-    trained = {node.name: node for node in units_of(session.visible())}
-    for node in units_of(session.state.params):
+    trained = {node.name: node for node in units_of(session.kept.visible())}
+    for node in units_of(session.kept.state.params):
         unit = node.unit
         frozen = node.select([g for g in node.groups if not unit.groups[g].trainable])
         parts = trained[node.name].local_leaves(rank) | frozen.local_leaves(rank)

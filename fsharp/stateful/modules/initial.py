@@ -14,9 +14,9 @@ from fsharp.functional.describe import describe_units
 from fsharp.functional.errors import MeshError, TreeError
 from fsharp.functional.layout import Layout, Leaf, UnitLayout
 from fsharp.functional.sharded import build, resolve_place, shard_for
-from fsharp.stateful.dtensors import local
-from fsharp.stateful.makers import Initialize, Makers, nothing_initializes
-from fsharp.stateful.values import check_same, taken
+from fsharp.stateful.modules.dtensors import local
+from fsharp.stateful.modules.makers import Initialize, Makers, nothing_initializes
+from fsharp.stateful.modules.values import check_same, taken
 
 
 def initial_values(

@@ -12,7 +12,7 @@ from fsharp.functional.comm import Comm
 from fsharp.functional.errors import TreeError, problem
 from fsharp.functional.layout import Layout, Leaf, UnitLayout
 from fsharp.functional.materialize import seed_of
-from fsharp.stateful.dtensors import local
+from fsharp.stateful.modules.dtensors import local
 
 Initialize = Callable[[nn.Module], None]
 _NAMES = ("reset_parameters", "_reset_parameters")

@@ -1,0 +1,1 @@
+"""An nn.Module and a torch.optim class, sharded: the same engine for those who keep them."""
