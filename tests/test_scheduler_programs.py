@@ -387,6 +387,33 @@ def test_a_checkpoint_that_looks_ahead(way, strategy):
     run_both(program, mesh_of(strategy), compare=assert_close)
 
 
+@each_strategy
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_a_backward_within_the_forwards_of_nested_units(depth, strategy):
+    """It comes back to a use while those around it are still in their forward."""
+
+    def program(run):
+        def loss(params, batch, comm):
+            def nested(x, level, layers):
+                if level == 0:
+                    y = fs.forward(block, layers[0], x, comm=comm)
+                    if run.scheduler is not None:
+                        torch.autograd.grad(y.sum(), x, retain_graph=True)
+                    return y
+
+                def outer(p, x, layers):
+                    return block(p, nested(x, level - 1, layers))
+
+                return fs.forward(outer, layers[level % 3], x, layers, comm=comm)
+
+            x = nested(fs.forward(embed, params["embed"], batch["x"], comm=comm), depth, params["layers"])
+            return cross_entropy(fs.forward(head, params["head"], x, comm=comm), batch)
+
+        return training(loss, strategy)(run)
+
+    run_both(program, mesh_of(strategy), compare=assert_close)
+
+
 def test_a_graph_of_the_backward_is_refused():
     def loss(params, batch, comm):
         x = fs.forward(embed, params["embed"], batch["x"], comm=comm)

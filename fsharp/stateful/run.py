@@ -161,8 +161,8 @@ class Run:
     def _open(self, use: Use) -> None:
         if use.is_open:
             return
-        if use.parent is not None:  # whose output may be this one's own, so that a backward comes here first
-            self._open(use.parent)
+        if use.parent is not None and use.parent not in self.forward:
+            self._open(use.parent)  # its output may be this one's own, so that a backward comes here first
         self.retire(use)
         use.is_open = True
         if use.unit.node is None:
