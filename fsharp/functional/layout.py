@@ -229,7 +229,7 @@ class Layout:
 
     @property
     def num_params(self) -> int:
-        """Elements of all leaves; tied leaves count once."""
+        """Elements of all leaves; tied leaves count once, those that vary along an axis for one rank on it."""
         return sum(group.used for unit in self.units for group in unit.groups)
 
     @property
