@@ -39,14 +39,21 @@ def test_as_the_module_alone(comm, strategy, kind):
         torch.testing.assert_close(found[name], p.detach(), rtol=1e-3, atol=1e-4)
 
 
+def fill(module):
+    for p in module.parameters(recurse=False):
+        p.data.normal_()
+    for b in module.buffers(recurse=False):
+        b.zero_()
+
+
 def test_made_from_the_meta_device(comm):
-    with torch.device("meta"):
-        module = modules.Net()
-    model = fs.ShardedModule(module, mesh=comm, units=[Block], key=3)
-    on_cpu = fs.ShardedModule(modules.Net().to("meta"), mesh=fs.SingleComm(), units=[Block], key=3)
-    expected = dict(on_cpu.full_parameters())
-    for name, value in model.full_parameters():
-        assert value.is_cuda
+    def made(comm):
+        model = fs.ShardedModule(modules.Net().to("meta"), mesh=comm, units=[Block], key=3, initialize=fill)
+        return dict(model.full_parameters())
+
+    expected = made(fs.SingleComm())
+    for name, value in made(comm).items():
+        assert value.device.type == comm.device.type
         assert torch.equal(value.cpu(), expected[name])
 
 
