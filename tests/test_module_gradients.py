@@ -70,6 +70,17 @@ def alone(plan, cls, options):
     return {name: p.detach() for name, p in model.named_parameters()}
 
 
+def trained(loss_of, steps):
+    """The unsharded module after steps on the batches of both ranks."""
+    model = make()
+    optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
+    for x, y in modules.batches(None, steps):
+        optimizer.zero_grad()
+        loss_of(model, x, y).backward()
+        optimizer.step()
+    return {name: p.detach() for name, p in model.named_parameters()}
+
+
 def sharded(comm, strategy, cls=torch.optim.AdamW, **options):
     strategy = STRATEGIES[strategy][1] if isinstance(strategy, str) else strategy
     model = fs.ShardedModule(make(), mesh=comm, strategy=strategy, units=[Choosy.Fork, Block], policy=fs.Policy(poison=True))
@@ -117,15 +128,9 @@ def test_a_gradient_on_one_rank_is_one_on_all(strategy):
             optimizer.step()
         return values(model)
 
-    model = make()
-    optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
-    for x, y in modules.batches(None, 4):
-        optimizer.zero_grad()
-        halves = zip(x.chunk(2), y.chunk(2), ("left", "right"))
-        sum(model(*half) / 2 for half in halves).backward()
-        optimizer.step()
+    expected = trained(lambda model, x, y: sum(model(*half) / 2 for half in zip(x.chunk(2), y.chunk(2), ("left", "right"))), 4)
     for found in simulate(DP, rank_fn):
-        close(found, {name: p.detach() for name, p in model.named_parameters()})
+        close(found, expected)
 
 
 def test_accumulated_microbatches_count_together():
@@ -140,14 +145,9 @@ def test_accumulated_microbatches_count_together():
             optimizer.step()
         return values(model)
 
-    model = make()
-    optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
-    for x, y in modules.batches(None, 3):
-        optimizer.zero_grad()
-        ((model(x, y, "left") + model(x, y, "right")) / 2).backward()
-        optimizer.step()
+    expected = trained(lambda model, x, y: (model(x, y, "left") + model(x, y, "right")) / 2, 3)
     for found in simulate(DP, rank_fn):
-        close(found, {name: p.detach() for name, p in model.named_parameters()})
+        close(found, expected)
 
 
 def test_optimizer_state_of_leaves_with_histories_of_their_own_travels():
@@ -253,6 +253,33 @@ def test_autograd_grad_with_respect_to_activations_as_well():
         return part.full_shape
 
     assert simulate(DP, rank_fn) == [torch.Size([VOCAB, DIM])] * 2
+
+
+def test_a_pass_that_comes_to_no_parameter_leaves_a_forward_its_backward():
+    def rank_fn(comm):
+        model, _ = wrap(comm, "zero3")
+        [(x, y)] = modules.batches(comm, 1)
+        loss, other = model(x, y)["loss"], torch.ones((), requires_grad=True)
+        assert torch.autograd.grad(other * 2, [model.head.weight], allow_unused=True) == (None,)
+        loss.backward()
+        return model.head.weight.grad is not None
+
+    assert simulate(DP, rank_fn) == [True] * 2
+
+
+def test_what_is_checkpointed_has_to_be_a_unit():
+    def rank_fn(comm):
+        model, _ = wrap(comm, "zero3", "checkpointed", units=None)
+        [(x, y)] = modules.batches(comm, 1)
+        loss = model(x, y)["loss"]
+        with pytest.raises(fs.LayoutError, match="What is checkpointed has to be one of the units"):
+            loss.backward()
+        with torch.no_grad(), pytest.raises(fs.LayoutError) as caught:
+            model.head.weight.sum()
+        assert "checkpointed" not in str(caught.value)
+        return True
+
+    assert simulate(DP, rank_fn) == [True] * 2
 
 
 def test_parameters_of_two_modules_are_refused():

@@ -155,7 +155,9 @@ def _group_of(ranks: Sequence[int]) -> dist.ProcessGroup:
     name = hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]
     store, mine = PrefixStore(f"fsharp/groups/{name}/{number}", _get_default_store()), dist.get_rank()
     store.set(str(mine), str(len(_world.pg_names)))
-    most = max(int(store.get(str(rank))) for rank in ranks)
+    if mine == ranks[0]:  # one reads what all have written, so that the store is asked once by each
+        store.set("most", str(max(int(store.get(str(rank))) for rank in ranks)))
+    most = int(store.get("most"))
     while len(_world.pg_names) < most:
         dist.new_group([mine], use_local_synchronization=True)
     group: dist.ProcessGroup = dist.new_group(list(ranks), use_local_synchronization=True)

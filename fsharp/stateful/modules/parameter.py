@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from fsharp.functional.errors import LayoutError, TreeError
+from fsharp.stateful.boundary import in_backward
 
 
 class Gradients(Protocol):
@@ -216,4 +217,4 @@ def _refusal(part: Part, name: str) -> str:
         "module that they are gathered with, inside of methods that ShardedModule(methods=[...]) names, and in `with "
         "model.summon():`. Optimizers go into a ShardedOptimizer, norms are clipped by model.clip_grad_norm_(), losses are "
         "scaled by fs.GradScaler; `.local` is this rank's part."
-    )
+    ) + " What is checkpointed has to be one of the units, to be gathered when it computes again." * in_backward()
