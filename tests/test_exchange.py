@@ -34,7 +34,8 @@ def test_sizes_around_chunks(n):
                 numel = max(part * n - (way == "all_reduce" and part > 1), 0)  # one that the ranks do not divide
                 total, x = summed(comm, numel, noise), noise(mine, numel)
                 kind = "all_reduce" if way == "all_reduce" else "reduce_scatter"
-                scratch = torch.full((exchange.scratch_nbytes(kind, "dp", numel, 4),), 0xFF, dtype=torch.uint8)
+                nbytes = exchange.scratch_nbytes(kind, "dp", numel, 4, apart=way != "in place")
+                scratch = torch.full((nbytes,), 0xFF, dtype=torch.uint8)
                 if way == "gather":
                     got, expected = torch.empty(numel), torch.cat([noise(r, part) for r in range(n)])
                     exchange.gather(noise(mine, part), got, "dp").wait()

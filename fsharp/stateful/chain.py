@@ -31,10 +31,13 @@ class Chain:
         dtypes: of the group.
         size: elements of the buffer.
         stages: in order.
+        has_target: whether the result always goes to a place of its own.
     """
 
-    def __init__(self, transport: Transport, dtypes: Dtypes, size: int, stages: tuple[Stage, ...]) -> None:
-        self.transport, self.dtypes, self.size, self.stages = transport, dtypes, size, stages
+    def __init__(
+        self, transport: Transport, dtypes: Dtypes, size: int, stages: tuple[Stage, ...], *, has_target: bool = False
+    ) -> None:
+        self.transport, self.dtypes, self.size, self.stages, self.has_target = transport, dtypes, size, stages, has_target
         self.differ = dtypes.wire != dtypes.accumulate
 
     def sizes(self) -> list[int]:
@@ -50,9 +53,11 @@ class Chain:
         result: Pieces = []
         size = self.size
         for i, (stage, out) in enumerate(zip(self.stages, self.sizes(), strict=True)):
-            nbytes = self.transport.scratch_nbytes(stage.op, stage.axis, size, self.dtypes.wire.itemsize)
+            is_last = i == len(self.stages) - 1
+            apart = not self.differ and (self.has_target or not is_last)
+            nbytes = self.transport.scratch_nbytes(stage.op, stage.axis, size, self.dtypes.wire.itemsize, apart=apart)
             result.append((nbytes, torch.uint8))
-            if i < len(self.stages) - 1:
+            if not is_last:
                 result.append((out, self.dtypes.accumulate))
                 result.append((out if self.differ else 0, self.dtypes.wire))
             size = out

@@ -5,7 +5,8 @@ one for each kind of collective waits for them and takes the sums. Every collect
 in which order their parts are posted; tags count alike on all ranks, which begin the same collectives in the same order.
 
 What is to be summed arrives in chunks that fit a core's cache, two at a time: it is added while it is there, and takes little
-memory.
+memory. Of two ranks the other's summand arrives in one piece where the sum will be, if that is elsewhere: each message costs
+some 0.2 ms of the processors' time while others compute.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -114,6 +115,8 @@ class Exchange(Transport):
         """The sum of this rank's part over ranks into ``out``; the ticket's result is that of ``then``."""
         group, tag = self.groups("reduce", axis), next(self._tags)
         n, mine = len(parts), self.comm.mesh.coord(axis, self.comm.rank)
+        if _arrives_in_place(n, parts[mine], out):
+            return self._reduce_two(parts, out, mine, group, tag, then)
         partners = list(_partners(mine, n))
         own = parts[mine].split(_elements(parts[mine])) if len(parts[mine]) else ()
         outs = out.split(_elements(parts[mine])) if len(out) else ()
@@ -150,6 +153,28 @@ class Exchange(Transport):
 
         return self._fly("reduce", post, finish, self._crew)
 
+    def _reduce_two(
+        self,
+        parts: Sequence[torch.Tensor],
+        out: torch.Tensor,
+        mine: int,
+        group: dist.ProcessGroup,
+        tag: int,
+        then: Callable[[], Any],
+    ) -> Ticket:
+        """As :meth:`_reduce`: the other rank's summand goes to ``out``, and this rank's is added to it there."""
+        other = 1 - mine
+
+        def post() -> list[Any]:
+            return _receive(group, out, other, tag) + _send(group, parts[other], other, tag)
+
+        def finish(works: list[Any]) -> Any:
+            _wait_all(works)
+            _sum([parts[mine], out] if mine == 0 else [out, parts[mine]], out)
+            return then()
+
+        return self._fly("reduce", post, finish, self._crew)
+
     def _fly(self, kind: str, post: Callable[[], Any], finish: Callable[[Any], Any], crew: _Crew) -> Ticket:
         """Have one worker post and another finish."""
         flight, waits = Flight(self.patience()), crew[kind]
@@ -167,9 +192,11 @@ class Exchange(Transport):
         crew["posts"].submit(begin)
         return Ticket([flight], flight.wait)
 
-    def scratch_nbytes(self, op: str, axis: str, numel: int, itemsize: int) -> int:
-        """Two chunks from each of the others, or all of a part that is no larger than one."""
+    def scratch_nbytes(self, op: str, axis: str, numel: int, itemsize: int, *, apart: bool = False) -> int:
+        """Two chunks from each of the others, or all of a part that is no larger than one; none of one other if ``apart``."""
         n = self.comm.mesh.axis_size(axis)
+        if apart and n == 2:
+            return 0
         part, chunk = -(-numel // n), _CHUNK // itemsize
         return (part if part <= chunk else 2 * chunk) * (n - 1) * itemsize
 
@@ -192,6 +219,10 @@ def _partners(mine: int, n: int) -> Iterator[tuple[int, int]]:
     """Whom to send to and whom to receive from, each round another pair."""
     for shift in range(1, n):
         yield (mine + shift) % n, (mine - shift) % n
+
+
+def _arrives_in_place(n: int, mine: torch.Tensor, out: torch.Tensor) -> bool:
+    return n == 2 and out.dtype == mine.dtype and out.data_ptr() != mine.data_ptr()
 
 
 def _send(group: dist.ProcessGroup, x: torch.Tensor, to: int, tag: int) -> list[Any]:

@@ -61,7 +61,8 @@ class Gradient:
         each_step, once = _stages(unit, trivial=trivial)
         self.chains = [Chain(transport, unit.groups[g].dtypes, unit.groups[g].size, each_step) for g in unit.trainable]
         self.finishes = [
-            Chain(transport, unit.groups[g].dtypes, unit.local_size(g, unit.strategy.grads), once) for g in unit.trainable
+            Chain(transport, unit.groups[g].dtypes, unit.local_size(g, unit.strategy.grads), once, has_target=True)
+            for g in unit.trainable
         ]
         self.is_sent = bool(each_step) and any(chain.size for chain in self.chains)  # after each microbatch
         self.is_finished_apart = bool(once)

@@ -77,8 +77,16 @@ class Transport(ABC):
         """
 
     @abstractmethod
-    def scratch_nbytes(self, op: str, axis: str, numel: int, itemsize: int) -> int:
-        """Bytes of scratch for a ``"reduce_scatter"`` or ``"all_reduce"`` of ``numel`` elements."""
+    def scratch_nbytes(self, op: str, axis: str, numel: int, itemsize: int, *, apart: bool = False) -> int:
+        """Bytes of scratch for a ``"reduce_scatter"`` or ``"all_reduce"`` of ``numel`` elements.
+
+        Args:
+            op: which of them.
+            axis: the axis to sum along.
+            numel: of ``x``.
+            itemsize: of ``x``.
+            apart: ``out`` will be given, in the dtype of ``x``.
+        """
 
     @property
     def innermost(self) -> "Transport":
@@ -122,7 +130,7 @@ class Blocking(Transport):
         out.copy_(self.comm.all_gather(summed, axis).view(-1)[: len(out)])
         return Ticket(result=Ticket())
 
-    def scratch_nbytes(self, op: str, axis: str, numel: int, itemsize: int) -> int:
+    def scratch_nbytes(self, op: str, axis: str, numel: int, itemsize: int, *, apart: bool = False) -> int:
         """None."""
         return 0
 
@@ -188,7 +196,7 @@ class Native(Transport):
             out.copy_(target)
         return Ticket(result=Ticket())
 
-    def scratch_nbytes(self, op: str, axis: str, numel: int, itemsize: int) -> int:
+    def scratch_nbytes(self, op: str, axis: str, numel: int, itemsize: int, *, apart: bool = False) -> int:
         """What an all_reduce in a dtype of its own needs."""
         return numel * itemsize if op == "all_reduce" else 0
 
@@ -237,9 +245,9 @@ class Counted(Transport):
             self._count("all_gather", axis, part * out.dtype.itemsize)
         return self.inner.all_reduce(x, out, axis, scratch=scratch)
 
-    def scratch_nbytes(self, op: str, axis: str, numel: int, itemsize: int) -> int:
+    def scratch_nbytes(self, op: str, axis: str, numel: int, itemsize: int, *, apart: bool = False) -> int:
         """As ``inner``."""
-        return self.inner.scratch_nbytes(op, axis, numel, itemsize)
+        return self.inner.scratch_nbytes(op, axis, numel, itemsize, apart=apart)
 
     def make(self) -> None:
         """As ``inner``."""
@@ -269,6 +277,6 @@ class Local(Transport):
         out.copy_(x)
         return Ticket(result=Ticket())
 
-    def scratch_nbytes(self, op: str, axis: str, numel: int, itemsize: int) -> int:
+    def scratch_nbytes(self, op: str, axis: str, numel: int, itemsize: int, *, apart: bool = False) -> int:
         """None."""
         return 0
