@@ -8,6 +8,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from threading import Lock
 from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import torch
@@ -65,6 +66,10 @@ class Engine(ABC):
     @abstractmethod
     def run_value_and_grad(self, loss_fn: Callable[..., Any], params: Any, parts: list[Any]) -> tuple[Any, Any]:
         """:func:`~fsharp.value_and_grad` over the parts of a batch."""
+
+    @abstractmethod
+    def run_totals(self, loss: Any) -> torch.Tensor:
+        """The sums over ranks that :func:`~fsharp.average` divides by and reports."""
 
     @abstractmethod
     def run_reduce_scatter(self, tree: Any, to: Any) -> Any:
@@ -133,6 +138,7 @@ class CountingComm:
 
     inner: Comm
     calls: Counter[Call] = field(default_factory=Counter)
+    _lock: Any = field(default_factory=Lock, init=False, repr=False, compare=False)
 
     @property
     def mesh(self) -> Mesh:
@@ -161,21 +167,23 @@ class CountingComm:
 
     def all_gather(self, x: torch.Tensor, axis: str) -> torch.Tensor:
         """Counted, then passed on."""
-        self._count("all_gather", axis, x.numel() * x.dtype.itemsize)
+        self.count("all_gather", axis, x.numel() * x.dtype.itemsize)
         return self.inner.all_gather(x, axis)
 
     def reduce_scatter(self, x: torch.Tensor, axis: str, *, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Counted, then passed on."""
-        self._count("reduce_scatter", axis, x[0].numel() * x.dtype.itemsize)
+        self.count("reduce_scatter", axis, x[0].numel() * x.dtype.itemsize)
         return self.inner.reduce_scatter(x, axis, dtype=dtype)
 
     def all_reduce(self, x: torch.Tensor, axis: str, *, op: ReduceOp = "sum") -> torch.Tensor:
         """Counted, then passed on."""
-        self._count("all_reduce", axis, -(-x.numel() // self.mesh.axis_size(axis)) * x.dtype.itemsize)
+        self.count("all_reduce", axis, -(-x.numel() // self.mesh.axis_size(axis)) * x.dtype.itemsize)
         return self.inner.all_reduce(x, axis, op=op)
 
-    def _count(self, op: str, axis: str, nbytes: int) -> None:
-        self.calls[Call(op, axis, sent_nbytes(op, nbytes, self.mesh.axis_size(axis)))] += 1
+    def count(self, op: str, axis: str, nbytes: int) -> None:
+        """Note a collective; ``nbytes`` as in :func:`sent_nbytes`. Several threads may."""
+        with self._lock:
+            self.calls[Call(op, axis, sent_nbytes(op, nbytes, self.mesh.axis_size(axis)))] += 1
 
 
 def sum_in_rank_order(parts: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

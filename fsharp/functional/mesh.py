@@ -3,11 +3,12 @@
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 from fsharp.functional.errors import MeshError, problem
 
 
-@dataclass(frozen=True, slots=True, init=False)
+@dataclass(frozen=True, init=False)
 class Mesh:
     """Ranks arranged in a grid with named axes; the last axis varies fastest.
 
@@ -38,17 +39,17 @@ class Mesh:
             raise MeshError(f"Mesh(): axis names repeat: {names}.")
         object.__setattr__(self, "axes", pairs)
 
-    @property
+    @cached_property
     def names(self) -> tuple[str, ...]:
         """Axis names, outermost first."""
         return tuple(name for name, _ in self.axes)
 
-    @property
+    @cached_property
     def shape(self) -> tuple[int, ...]:
         """Axis sizes, outermost first."""
         return tuple(size for _, size in self.axes)
 
-    @property
+    @cached_property
     def size(self) -> int:
         """Number of ranks."""
         return math.prod(self.shape)

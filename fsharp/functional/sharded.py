@@ -40,6 +40,29 @@ class Context(NamedTuple):
     ledger: Any = None
 
 
+class Division:
+    """Arrival of buffers that are to be divided first, in place or into others.
+
+    Args:
+        source: has the buffers.
+        targets: where the quotients go.
+        divisor: a scalar.
+    """
+
+    def __init__(self, source: "Sharded", targets: Sequence[torch.Tensor], divisor: torch.Tensor) -> None:
+        self.source, self.targets, self.divisor = source, targets, divisor
+
+    def __call__(self) -> None:
+        """Wait for the buffers, and divide them."""
+        for source, target in zip(self.source.buffers, self.targets, strict=True):
+            torch.div(source, self.divisor, out=target)
+
+    @property
+    def is_in_place(self) -> bool:
+        """Whether quotients take the place of the dividends."""
+        return all(a is b for a, b in zip(self.source.buffers_on_their_way, self.targets, strict=True))
+
+
 class Sharded:
     """One unit's flat local buffers, in place of its subtree.
 
@@ -90,6 +113,20 @@ class Sharded:
                 if self._arrive is not None:
                     self._arrive()
                     self._arrive = None
+
+    def arrive_undivided(self) -> torch.Tensor | None:
+        """Wait for the buffers, and leave it to the caller to divide them in place by the result, if there is one."""
+        division = self._arrive
+        if not isinstance(division, Division) or not division.is_in_place:
+            self.settle()
+            return None
+        assert self._arriving is not None
+        with self._arriving:
+            if self._arrive is None:
+                return None  # somebody has looked at them meanwhile
+            division.source.settle()
+            self._arrive = None
+        return division.divisor
 
     @property
     def is_arriving(self) -> bool:

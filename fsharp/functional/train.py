@@ -13,7 +13,7 @@ from fsharp.functional.comm import Comm, Engine
 from fsharp.functional.describe import describe_units
 from fsharp.functional.errors import LossError, TreeError, problem
 from fsharp.functional.moves import Ledger, check_comm, gather, reduce_scatter
-from fsharp.functional.sharded import Sharded, map_units, merge, trainable, units_of
+from fsharp.functional.sharded import Division, Sharded, map_units, merge, trainable, units_of
 from fsharp.functional.transforms.base import apply_transform, as_transform, check_gradients
 
 LossFn = Callable[[Any, Any, Comm], Any]
@@ -282,25 +282,28 @@ def average(loss: Loss, grads: Any, *, comm: Comm, donate: bool = False) -> tupl
     for node in units_of(grads):
         if node.place.partial:
             raise TreeError(f"average(): gradients of unit {node.name!r} rest partial ({node.place}); reduce_scatter() first.")
-    sums = torch.stack([loss.sum, loss.weight]).to(comm.device)
-    for axis, _ in comm.mesh.axes:
-        sums = all_reduce(sums, comm, axis)
-    total = Loss(sums[0], sums[1])
+    total = Loss(*(comm.run_totals(loss) if isinstance(comm, Engine) else totals(sums_of(loss, comm), comm)))
     divisor = _nonzero(total.weight)  # stays float64: in half precision 257 would become 256, and 100,000 infinite
     return Metrics(total.mean, total.weight), map_units(partial(_divide, divisor=divisor, donate=donate), grads)
+
+
+def sums_of(loss: Loss, comm: Comm) -> torch.Tensor:
+    """A loss as two float64 numbers where the ranks' tensors are."""
+    return torch.stack([loss.sum, loss.weight]).to(comm.device)
+
+
+def totals(sums: torch.Tensor, comm: Comm) -> torch.Tensor:
+    """The same over all ranks. Cost: one ``all_reduce`` of 16 bytes for each axis."""
+    for axis, _ in comm.mesh.axes:
+        sums = all_reduce(sums, comm, axis)
+    return sums
 
 
 def _divide(node: Sharded, *, divisor: torch.Tensor, donate: bool) -> Sharded:
     """The node's buffers divided; later, if they are still on their way."""
     sources = node.buffers_on_their_way
     targets = list(sources) if donate else [torch.empty_like(x) for x in sources]
-
-    def divide() -> None:
-        node.settle()
-        for source, target in zip(sources, targets, strict=True):
-            torch.div(source, divisor, out=target)
-
-    result = node.replace(targets)
+    divide, result = Division(node, targets, divisor), node.replace(targets)
     if node.is_arriving:
         return result.arriving(divide)
     divide()

@@ -40,27 +40,31 @@ class Patient:
 
     def all_gather(self, x: torch.Tensor, axis: str) -> torch.Tensor:
         """As ``inner``."""
-        return self._wait(lambda: self.inner.all_gather(x, axis))
+        return self._wait(lambda comm: comm.all_gather(x, axis))
 
     def reduce_scatter(self, x: torch.Tensor, axis: str, *, dtype: torch.dtype | None = None) -> torch.Tensor:
         """As ``inner``."""
-        return self._wait(lambda: self.inner.reduce_scatter(x, axis, dtype=dtype))
+        return self._wait(lambda comm: comm.reduce_scatter(x, axis, dtype=dtype))
 
     def all_reduce(self, x: torch.Tensor, axis: str, *, op: ReduceOp = "sum") -> torch.Tensor:
         """As ``inner``."""
-        return self._wait(lambda: self.inner.all_reduce(x, axis, op=op))
+        return self._wait(lambda comm: comm.all_reduce(x, axis, op=op))
 
-    def _wait(self, call: Callable[[], torch.Tensor]) -> torch.Tensor:
-        flight = Flight(self._patience())
+    def begin(self, call: Callable[[Comm], torch.Tensor]) -> Flight:
+        """Have the thread make this call, after those before it; whoever waits for the flight gets the result."""
+        flight, inner = Flight(self._patience()), self.inner
 
         def job() -> None:
             try:
-                flight.land(call())
+                flight.land(call(inner))
             except Exception as error:
                 flight.land(error=error)
 
         self._worker.submit(job)
-        result: torch.Tensor = flight.wait()
+        return flight
+
+    def _wait(self, call: Callable[[Comm], torch.Tensor]) -> torch.Tensor:
+        result: torch.Tensor = self.begin(call).wait()
         return result
 
     def close(self) -> None:

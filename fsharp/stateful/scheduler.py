@@ -32,6 +32,7 @@ from fsharp.stateful.run import Run, Use
 from fsharp.stateful.scheduled import Scheduled
 from fsharp.stateful.spread import Spread
 from fsharp.stateful.streams import CudaLanes, Lanes
+from fsharp.stateful.totals import Totals
 
 
 class Scheduler(Engine):
@@ -72,6 +73,7 @@ class Scheduler(Engine):
         if isinstance(self.transport.innermost, Exchange):
             self.own = Patient(comm, self.order.patience)
             self.transport.innermost.patience = self.order.patience
+        self.totals = Totals(self.own)
         self.roster = Roster(trivial=self.policy.trivial_axes)
         self.arena = torch.empty(0, dtype=torch.uint8, device=comm.device)
         self.tenant: Any = None
@@ -156,6 +158,8 @@ class Scheduler(Engine):
     def close(self, run: Run) -> None:
         """The run is over."""
         self._end(run)
+        if run.scheduled is not None:
+            run.scheduled.averaged = self.totals.averaged
         if run.recorder is not None and run.is_planned:
             run.recorder.end()
         self._leave()
@@ -173,6 +177,7 @@ class Scheduler(Engine):
 
     def _leave(self) -> None:
         self._run, self._handed = None, []
+        self.totals.begin(frozenset())
         self.roster.forget()
         self.order.end()
         for scheduled in self._scheduled:
@@ -193,6 +198,7 @@ class Scheduler(Engine):
         plan = self._plan(scheduled)
         run = self._run = Run(self, scheduled, plan)
         self.order.begin(run)
+        self.totals.begin(scheduled.averaged)
         if plan is not None:
             for rest in plan.places.values():
                 rest.is_open = False
@@ -367,12 +373,18 @@ class Scheduler(Engine):
                 self.expect(is_last=i == len(parts) - 1)
                 loss = as_loss(loss_fn(probed, part, self))
                 _check_loss(loss, any(node.sinks for node in units_of(probed)))
+                new = Loss(loss.sum.detach().double(), loss.weight.detach().double())
+                total = new if total is None else Loss(total.sum + new.sum, total.weight + new.weight)
+                if i == len(parts) - 1:
+                    self.totals.send(total)
                 torch.autograd.backward(loss.sum)
             self.end_microbatch(units, probed)
-            new = Loss(loss.sum.detach().double(), loss.weight.detach().double())
-            total = new if total is None else Loss(total.sum + new.sum, total.weight + new.weight)
         assert total is not None
         return total, self.hand_out(units, params)
+
+    def run_totals(self, loss: Loss) -> torch.Tensor:
+        """Those that have been summed under the backward, if they are of this loss."""
+        return self.totals.take(loss)
 
     def start_gradients(self, params: Any) -> list[LiveUnit]:
         """Gradients of these parameters, whose units it returns, are new from here on; those of others are not touched."""

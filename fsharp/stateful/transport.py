@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args
 import torch
 import torch.distributed as dist
 
-from fsharp.functional.comm import Call, Comm, CountingComm, sent_nbytes
+from fsharp.functional.comm import Comm, CountingComm
 from fsharp.functional.process_group import ProcessGroupComm
 
 Kind = Literal["gather", "reduce"]
@@ -220,29 +220,26 @@ class Counted(Transport):
         """That of ``inner``."""
         return self.inner.innermost
 
-    def _count(self, op: str, axis: str, nbytes: int) -> None:
-        self.comm.calls[Call(op, axis, sent_nbytes(op, nbytes, self.comm.mesh.axis_size(axis)))] += 1
-
     def gather(self, x: torch.Tensor, out: torch.Tensor, axis: str) -> Ticket:
         """Counted."""
-        self._count("all_gather", axis, x.numel() * x.dtype.itemsize)
+        self.comm.count("all_gather", axis, x.numel() * x.dtype.itemsize)
         return self.inner.gather(x, out, axis)
 
     def reduce_scatter(
         self, x: torch.Tensor, axis: str, *, dtype: torch.dtype, scratch: torch.Tensor, out: torch.Tensor | None = None
     ) -> Ticket:
         """Counted."""
-        self._count("reduce_scatter", axis, x.numel() // self.comm.mesh.axis_size(axis) * x.dtype.itemsize)
+        self.comm.count("reduce_scatter", axis, x.numel() // self.comm.mesh.axis_size(axis) * x.dtype.itemsize)
         return self.inner.reduce_scatter(x, axis, dtype=dtype, scratch=scratch, out=out)
 
     def all_reduce(self, x: torch.Tensor, out: torch.Tensor, axis: str, *, scratch: torch.Tensor) -> Ticket:
         """Counted; with a wire of its own as the two collectives that it then is."""
         part = -(-x.numel() // self.comm.mesh.axis_size(axis))
         if x.dtype == out.dtype:
-            self._count("all_reduce", axis, part * x.dtype.itemsize)
+            self.comm.count("all_reduce", axis, part * x.dtype.itemsize)
         else:
-            self._count("reduce_scatter", axis, part * x.dtype.itemsize)
-            self._count("all_gather", axis, part * out.dtype.itemsize)
+            self.comm.count("reduce_scatter", axis, part * x.dtype.itemsize)
+            self.comm.count("all_gather", axis, part * out.dtype.itemsize)
         return self.inner.all_reduce(x, out, axis, scratch=scratch)
 
     def scratch_nbytes(self, op: str, axis: str, numel: int, itemsize: int, *, apart: bool = False) -> int:

@@ -104,16 +104,19 @@ def adamw(
         count = before.add_(1) if donate and isinstance(before, torch.Tensor) else before + 1
         params, mu, nu = _writable(donate, params, state.mu, state.nu)
 
-        def kernel(lists: Sequence[list[torch.Tensor]], scale: float, decay: float) -> None:
+        def kernel(
+            lists: Sequence[list[torch.Tensor]], scale: float, decay: float, divisor: torch.Tensor | None = None
+        ) -> None:
             p, g, m, v = lists
             taken = count if isinstance(count, torch.Tensor) else torch.full((), float(count), device=p[0].device)
             steps = [taken] * len(p)
             torch._fused_adamw_(
                 p, g, m, v, [], steps,
                 lr=rate * scale, beta1=b1, beta2=b2, weight_decay=decay, eps=eps, amsgrad=False, maximize=False,
+                grad_scale=divisor,
             )  # fmt: skip
 
-        _each_run(kernel, (params, grads, mu, nu), comm.rank, lr_scale, weight_decay)
+        _each_run(kernel, (params, grads, mu, nu), comm.rank, lr_scale, weight_decay, divides=True)
         return params, AdamState(count, mu, nu)
 
     numbers = {"capturable": True} if capturable else {}
@@ -248,10 +251,13 @@ def _each_run(
     rank: int,
     lr_scale: PerPath,
     weight_decay: PerPath,
+    *,
+    divides: bool = False,
 ) -> None:
     """Call ``kernel(lists, scale, decay)`` for each pair of hyper-parameters, on the runs of the buffers that have it.
 
-    ``trees`` are parameters, gradients and state, whose buffers correspond; all but gradients are written in place.
+    ``trees`` are parameters, gradients and state, whose buffers correspond; all but gradients are written in place. A kernel
+    that ``divides`` takes a ``divisor`` too, a float32 scalar, and leaves divided gradients behind.
     """
     params = trees[0]
     rules = {"lr_scale": lr_scale, "weight_decay": weight_decay}
@@ -262,7 +268,7 @@ def _each_run(
     rows = list(zip(*map(units_of, trees), strict=True))
     # Gradients that are still on their way came last out of the backward, and belong to what is first in the tree.
     for chosen_rows in [rows] if not any(row[1].is_arriving for row in rows) else _batches(rows):
-        _each_value(kernel, chosen_rows, rank, uniform, tables)
+        _each_value(kernel, chosen_rows, rank, uniform, tables, divides=divides)
 
 
 def _batches(rows: Sequence[tuple[Sharded, ...]]) -> Iterator[list[tuple[Sharded, ...]]]:
@@ -284,23 +290,31 @@ def _each_value(
     rank: int,
     uniform: tuple[float, float] | None,
     tables: Mapping[str, Mapping[str, float]],
+    *,
+    divides: bool,
 ) -> None:
-    by_value: dict[tuple[float, float], list[list[torch.Tensor]]] = {}
+    by_value: dict[tuple[tuple[float, float], torch.Tensor | None], list[list[torch.Tensor]]] = {}
     for nodes in rows:
+        grads, divisor = nodes[1], None
+        if divides and all(x.dtype is torch.float32 for node in nodes for x in node.buffers_on_their_way):
+            divisor = grads.arrive_undivided()
         for i, group in enumerate(nodes[0].groups):
             columns = [node.buffers[i] for node in nodes]
             columns[1] = columns[1].to(columns[0].dtype)
             for value, start, stop in [(uniform, 0, columns[0].numel())] if uniform else _runs(nodes[0], group, rank, tables):
                 if start < stop:
-                    lists = by_value.setdefault(value, [[] for _ in columns])
+                    lists = by_value.setdefault((value, divisor), [[] for _ in columns])
                     for column, into in zip(columns, lists, strict=True):
                         into.append(column[start:stop])
-    for value, lists in by_value.items():
+    for ((scale, decay), divisor), lists in by_value.items():
+        run = partial(kernel, scale=scale, decay=decay)
+        if divisor is not None:
+            run = partial(run, divisor=divisor.to(torch.float32))
         dtypes = dict.fromkeys(x.dtype for x in lists[0])
         for dtype in dtypes:
             chosen = [j for j, x in enumerate(lists[0]) if x.dtype is dtype]
             chosen_lists = [[column[j] for j in chosen] for column in lists]
-            _in_whole_vectors(partial(kernel, scale=value[0], decay=value[1]), chosen_lists)
+            _in_whole_vectors(run, chosen_lists, writes_grads=divisor is not None)
 
 
 def _runs(node: Sharded, group: int, rank: int, tables: Mapping[str, Mapping[str, float]]) -> list[Any]:
@@ -317,7 +331,9 @@ def _runs(node: Sharded, group: int, rank: int, tables: Mapping[str, Mapping[str
     return result
 
 
-def _in_whole_vectors(kernel: Callable[[Sequence[list[torch.Tensor]]], None], lists: list[list[torch.Tensor]]) -> None:
+def _in_whole_vectors(
+    kernel: Callable[[Sequence[list[torch.Tensor]]], None], lists: list[list[torch.Tensor]], *, writes_grads: bool
+) -> None:
     """Run an in-place kernel so that no tensor it sees on a CPU ends within a vector; see [Note: whole vectors]."""
     if lists[0][0].device.type != "cpu":
         kernel(lists)
@@ -334,7 +350,7 @@ def _in_whole_vectors(kernel: Callable[[Sequence[list[torch.Tensor]]], None], li
             body.append(extra)
     kernel(bodies)
     for k, column in enumerate(tails):
-        if k != 1 and column:  # gradients are not written
+        if column and (k != 1 or writes_grads):
             used = sum(x.numel() for x in column)
             for x, piece in zip(column, scratch[k][:used].split([x.numel() for x in column]), strict=True):
                 x.copy_(piece)
