@@ -26,7 +26,19 @@ class Rest:
         is_open: of a window, whether the step has come to where nobody else uses these bytes.
     """
 
-    __slots__ = ("_alone", "_memory", "_outside", "_tensors", "device", "gaps", "in_arena", "is_open", "leaves", "sizes")
+    __slots__ = (
+        "_alone",
+        "_memory",
+        "_outside",
+        "_storage",
+        "_tensors",
+        "device",
+        "gaps",
+        "in_arena",
+        "is_open",
+        "leaves",
+        "sizes",
+    )
 
     def __init__(self, sizes: Pieces, device: torch.device, window: torch.Tensor | None = None) -> None:
         self.sizes, self.device, self._memory = sizes, device, window
@@ -38,6 +50,7 @@ class Rest:
         self._memory = self._memory if self.in_arena else None
         self._tensors: list[torch.Tensor] | None = None
         self._outside: list[torch.Tensor] | None = None
+        self._storage: Any = None  # theirs; None if it is empty
         self._alone = 0
         self.leaves: list[torch.Tensor] | None = None
         self.gaps: list[torch.Tensor] = []
@@ -72,13 +85,12 @@ class Rest:
                 _ = self.tensors
                 assert self._memory is not None
                 self._outside = carve(window_on(self._memory) if self.nbytes else self._memory, self.sizes)
+            self._storage = self._outside[0].untyped_storage() if self.nbytes else None
             self._alone = self._holders()
         return [tensor.data for tensor in self._outside]
 
     def _holders(self) -> int:
-        assert self._outside is not None
-        whole = next((tensor for tensor in self._outside if len(tensor)), None)  # all are of one storage
-        return 0 if whole is None else int(torch._C._storage_Use_Count(whole.untyped_storage()._cdata))
+        return 0 if self._storage is None else int(torch._C._storage_Use_Count(self._storage._cdata))
 
     @property
     def is_held(self) -> bool:

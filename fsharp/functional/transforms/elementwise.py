@@ -335,7 +335,7 @@ def _in_whole_vectors(
     kernel: Callable[[Sequence[list[torch.Tensor]]], None], lists: list[list[torch.Tensor]], *, writes_grads: bool
 ) -> None:
     """Run an in-place kernel so that no tensor it sees on a CPU ends within a vector; see [Note: whole vectors]."""
-    if lists[0][0].device.type != "cpu":
+    if lists[0][0].device.type != "cpu" or not any(x.numel() % _VECTOR for x in lists[0]):
         kernel(lists)
         return
     cuts = [x.numel() - x.numel() % _VECTOR for x in lists[0]]
