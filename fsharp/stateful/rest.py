@@ -85,7 +85,7 @@ class Rest:
                 _ = self.tensors
                 assert self._memory is not None
                 self._outside = carve(window_on(self._memory) if self.nbytes else self._memory, self.sizes)
-            self._storage = self._outside[0].untyped_storage() if self.nbytes else None
+            self._storage = next((tensor.untyped_storage() for tensor in self._outside if len(tensor)), None)
             self._alone = self._holders()
         return [tensor.data for tensor in self._outside]
 
