@@ -51,3 +51,37 @@ def test_sizes_around_chunks(n):
         return wrong
 
     assert processes(fs.Mesh({"dp": n}), rank_fn) == [[]] * n
+
+
+@pytest.mark.parametrize("strategy", ["zero3", "zero2", "zero1", "ddp"])
+def test_gradients_that_one_rank_keeps(strategy):
+    """Its next ones rest elsewhere; what ranks send each other, here in parts of more than a chunk, has to be the same."""
+
+    def rank_fn(comm):
+        width = 1200
+        params = {"layers": [{"w": torch.randn(width, width, generator=torch.Generator().manual_seed(i))} for i in range(4)]}
+
+        def loss(params, batch, comm):
+            for layer in params["layers"]:
+                batch = fs.forward(lambda p, x: torch.tanh(x @ p["w"] * 0.03), layer, batch, comm=comm)
+            return batch.square().mean()
+
+        def step(state, batch, comm):
+            sums, resting = fs.value_and_grad(loss)(state.params, batch, comm=comm)
+            metrics, grads = fs.average(sums, fs.reduce_scatter(resting, comm=comm), comm=comm)
+            return fs.update(fs.sgd(0.1), grads, state, comm=comm), metrics.loss, resting
+
+        layout = fs.plan(params, comm.mesh, getattr(fs, strategy)("dp"), units="layers.*")
+        state = fs.init_state(fs.sgd(0.1), fs.shard(params, layout, comm), comm=comm)
+        states, scheduled, kept, same = [state, state], fs.Scheduler(comm)(step), [], []
+        for i in range(4):
+            batch = torch.randn(2, width, generator=torch.Generator().manual_seed(10 * i + comm.rank))
+            states[0], expected, _ = step(states[0], batch, comm)
+            states[1], got, grads = scheduled(states[1], batch)
+            if comm.rank == 0:
+                kept.append([node.buffers for node in fs.units_of(grads)])
+            del grads
+            same.append(torch.equal(got, expected))
+        return same
+
+    assert processes(fs.Mesh({"dp": 2}), rank_fn, timeout=90) == [[True] * 4] * 2

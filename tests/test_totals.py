@@ -1,5 +1,6 @@
 """What a step needs of all ranks' losses leaves before the backward, and what it divides by is divided by in the optimizer."""
 
+import gc
 from datetime import timedelta
 
 import optree
@@ -7,6 +8,7 @@ import pytest
 import torch
 
 import fsharp as fs
+from fsharp.functional.errors import LossError
 from fsharp.functional.train import Loss
 from fsharp.testing import processes
 from tests.gpt_like import loss_fn, make_params
@@ -43,7 +45,7 @@ def test_a_rank_that_is_ahead_does_not_wait_for_the_backward_of_others():
             return Wait.apply(total, wait), weight
 
         def step(state, batch, comm):
-            sums, grads = fs.value_and_grad(loss)(state.params, batch, comm=comm)
+            sums, grads = fs.value_and_grad(loss, averaged=True)(state.params, batch, comm=comm)
             grads = fs.reduce_scatter(grads, comm=comm)
             metrics, grads = fs.average(sums, grads, comm=comm, donate=True)
             if comm.rank == 0:
@@ -71,10 +73,11 @@ def changing(number, what):
     """A step that treats its loss otherwise each second time."""
 
     def step(state, batch, comm):
-        loss, grads = fs.value_and_grad(weighted)(state.params, batch, comm=comm)
+        averaged = what not in ("another loss", "another loss on one rank", "changed in place")
+        loss, grads = fs.value_and_grad(weighted, averaged=averaged)(state.params, batch, comm=comm)
         grads = fs.reduce_scatter(grads, comm=comm)
         is_odd = number[0] % 2
-        if what == "another loss" and is_odd:
+        if (what == "another loss" or (what == "another loss on one rank" and comm.rank == 1)) and is_odd:
             loss = Loss(loss.sum * 2, loss.weight + 1)
         if what == "changed in place" and is_odd:
             loss.weight.mul_(7)
@@ -107,7 +110,7 @@ def compared(comm, strategy, what, **options):
     return same
 
 
-WHAT = ["another loss", "changed in place", "not averaged", "looked at", "kept", "as always"]
+WHAT = ["another loss", "another loss on one rank", "changed in place", "not averaged", "looked at", "kept", "as always"]
 
 
 @pytest.mark.parametrize("strategy", FLAT)
@@ -121,6 +124,40 @@ def test_on_two_axes(strategy):
     options = [{"separate_groups": False}, {"poison": True}]
     result = processes(HYBRID, lambda comm: [compared(comm, strategy, "as always", **each) for each in options], timeout=120)
     assert result == [[[True] * 5] * 2] * 4
+
+
+def test_a_loss_that_was_promised_is_not_to_be_changed():
+    """All ranks hear of it, one of them in its next step, though one alone has changed its own; afterwards they go on."""
+
+    def rank_fn(comm):
+        number = [0]
+
+        def step(state, batch, comm):
+            loss, grads = fs.value_and_grad(weighted, averaged=True)(state.params, batch, comm=comm)
+            if number[0] == 1 and comm.rank == 1:
+                loss.weight.zero_()
+            metrics, grads = fs.average(loss, fs.reduce_scatter(grads, comm=comm), comm=comm, donate=True)
+            return fs.update(fs.adamw(1e-2), grads, state, comm=comm), metrics
+
+        scheduler = fs.Scheduler(comm)
+        scheduled, state = scheduler(step), make_state(comm, "zero3", tx=fs.adamw(1e-2))
+        (batch,), before, after, error = my_batches(comm, 1), [], [], ""
+        while len(after) < 2:
+            try:
+                state, metrics = scheduled(state, batch)
+                (after if error else before).append(metrics.weight.item())
+            except (LossError, fs.AgreementError) as found:
+                assert not error
+                error = str(found)
+            number[0] += 1
+        gc.collect()
+        return before, error, after, len(scheduler.totals._sent)
+
+    for rank, (before, error, after, left) in enumerate(processes(DP, rank_fn, timeout=90)):
+        assert before in ([11.0], [11.0, 11.0][: 2 - rank])
+        assert "the loss was changed after value_and_grad(averaged=True)" in error
+        assert after == [11.0, 11.0]
+        assert left == 0
 
 
 def test_totals_are_counted_once():

@@ -64,7 +64,9 @@ class Engine(ABC):
         """:func:`~fsharp.forward` of a function on ``(units, ties)``."""
 
     @abstractmethod
-    def run_value_and_grad(self, loss_fn: Callable[..., Any], params: Any, parts: list[Any]) -> tuple[Any, Any]:
+    def run_value_and_grad(
+        self, loss_fn: Callable[..., Any], params: Any, parts: list[Any], *, averaged: bool
+    ) -> tuple[Any, Any]:
         """:func:`~fsharp.value_and_grad` over the parts of a batch."""
 
     @abstractmethod
@@ -128,6 +130,9 @@ def sent_nbytes(op: str, nbytes: int, n: int) -> int:
     return (n - 1) * nbytes * (2 if op == "all_reduce" else 1)
 
 
+_counting = Lock()
+
+
 @dataclass
 class CountingComm:
     """Passes every call on to ``inner`` and counts it.
@@ -138,7 +143,6 @@ class CountingComm:
 
     inner: Comm
     calls: Counter[Call] = field(default_factory=Counter)
-    _lock: Any = field(default_factory=Lock, init=False, repr=False, compare=False)
 
     @property
     def mesh(self) -> Mesh:
@@ -182,7 +186,7 @@ class CountingComm:
 
     def count(self, op: str, axis: str, nbytes: int) -> None:
         """Note a collective; ``nbytes`` as in :func:`sent_nbytes`. Several threads may."""
-        with self._lock:
+        with _counting:
             self.calls[Call(op, axis, sent_nbytes(op, nbytes, self.mesh.axis_size(axis)))] += 1
 
 

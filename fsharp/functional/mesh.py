@@ -2,13 +2,12 @@
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
 
 from fsharp.functional.errors import MeshError, problem
 
 
-@dataclass(frozen=True, init=False)
+@dataclass(frozen=True, slots=True, init=False)
 class Mesh:
     """Ranks arranged in a grid with named axes; the last axis varies fastest.
 
@@ -21,11 +20,19 @@ class Mesh:
     Args:
         axes: axis name to axis size, outermost first. ``Mesh({})`` has one rank.
 
+    Attributes:
+        names: of the axes, outermost first.
+        shape: their sizes.
+        size: number of ranks.
+
     Raises:
         MeshError: a name that is empty, or a size that is not a positive integer.
     """
 
     axes: tuple[tuple[str, int], ...]
+    names: tuple[str, ...] = field(compare=False)
+    shape: tuple[int, ...] = field(compare=False)
+    size: int = field(compare=False)
 
     def __init__(self, axes: Mapping[str, int] | Iterable[tuple[str, int]]) -> None:
         pairs = tuple(axes.items() if isinstance(axes, Mapping) else ((name, size) for name, size in axes))
@@ -37,22 +44,9 @@ class Mesh:
                 raise MeshError(f"Mesh(): axis {name!r} has size {size!r}, expected an integer of at least 1.")
         if len(set(names)) != len(names):
             raise MeshError(f"Mesh(): axis names repeat: {names}.")
-        object.__setattr__(self, "axes", pairs)
-
-    @cached_property
-    def names(self) -> tuple[str, ...]:
-        """Axis names, outermost first."""
-        return tuple(name for name, _ in self.axes)
-
-    @cached_property
-    def shape(self) -> tuple[int, ...]:
-        """Axis sizes, outermost first."""
-        return tuple(size for _, size in self.axes)
-
-    @cached_property
-    def size(self) -> int:
-        """Number of ranks."""
-        return math.prod(self.shape)
+        shape = tuple(size for _, size in pairs)
+        for name, value in (("axes", pairs), ("names", tuple(names)), ("shape", shape), ("size", math.prod(shape))):
+            object.__setattr__(self, name, value)
 
     def axis_size(self, axis: str) -> int:
         """Number of ranks along ``axis``.

@@ -115,7 +115,7 @@ class Sharded:
                     self._arrive = None
 
     def arrive_undivided(self) -> torch.Tensor | None:
-        """Wait for the buffers, and leave it to the caller to divide them in place by the result, if there is one."""
+        """Wait for the buffers. If there is a result the caller divides them by it, at once and in place."""
         division = self._arrive
         if not isinstance(division, Division) or not division.is_in_place:
             self.settle()

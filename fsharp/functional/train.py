@@ -80,7 +80,7 @@ def train_step(
     tx = as_transform(tx)
 
     def step(state: TrainState, batch: Any, comm: Comm) -> tuple[TrainState, Metrics]:
-        loss, grads = value_and_grad(loss_fn, microbatches=microbatches)(state.params, batch, comm=comm)
+        loss, grads = value_and_grad(loss_fn, microbatches=microbatches, averaged=True)(state.params, batch, comm=comm)
         grads = reduce_scatter(grads, comm=comm)  # where gradients rest -> where the optimizer wants them
         metrics, grads = average(loss, grads, comm=comm, donate=True)  # one divisor for all microbatches and ranks
         return update(tx, grads, state, comm=comm, donate=donate), metrics  # optimizer -> parameters
@@ -139,7 +139,7 @@ def _check_start(node: Sharded) -> None:
             )
 
 
-def value_and_grad(loss_fn: LossFn, *, microbatches: int = 1) -> Callable[..., tuple[Loss, Any]]:
+def value_and_grad(loss_fn: LossFn, *, microbatches: int = 1, averaged: bool = False) -> Callable[..., tuple[Loss, Any]]:
     """A function ``(params, batch, *, comm) -> (loss, grads)`` of what this rank saw, summed over microbatches.
 
     Each unit's gradient goes to where gradients rest, in the accumulation dtype, as soon as the backward has it. Neither
@@ -150,6 +150,8 @@ def value_and_grad(loss_fn: LossFn, *, microbatches: int = 1) -> Callable[..., t
             result independent of how tokens are spread over microbatches and ranks. Weights are not differentiated.
         microbatches: equal parts along dim 0 of every tensor in the batch. Their gradients are added in order: in full
             where gradients rest partial, after the reduction where they rest sharded.
+        averaged: a promise, on every rank, that :func:`average` gets the loss as it is returned. A scheduler on a CPU then
+            sums it over ranks under the backward, so that a rank which is ahead need not wait for the slower ones.
 
     Raises:
         LossError: a loss of another kind, a batch that does not divide, or a loss that no parameter reaches.
@@ -162,7 +164,7 @@ def value_and_grad(loss_fn: LossFn, *, microbatches: int = 1) -> Callable[..., t
     def run(params: Any, batch: Any, *, comm: Comm) -> tuple[Loss, Any]:
         check_comm("value_and_grad()", params, comm)
         if isinstance(comm, Engine):
-            return comm.run_value_and_grad(loss_fn, params, split_batch(batch, microbatches))
+            return comm.run_value_and_grad(loss_fn, params, split_batch(batch, microbatches), averaged=averaged)
         total: Loss | None = None
         grads: Any = None
         for part in split_batch(batch, microbatches):

@@ -126,7 +126,7 @@ class Exchange(Transport):
         """The sum of this rank's part over ranks into ``out``; the ticket's result is that of ``then``."""
         group, tag = self.groups("reduce", axis), next(self._tags)
         n, mine = len(parts), self.comm.mesh.coord(axis, self.comm.rank)
-        if _arrives_in_place(n, parts[mine], out):
+        if n == 2 and out.dtype == parts[mine].dtype and out.data_ptr() != parts[mine].data_ptr():  # alike on both ranks
             return self._reduce_two(parts, out, mine, group, tag, then)
         partners = list(_partners(mine, n))
         own = parts[mine].split(_elements(parts[mine])) if len(parts[mine]) else ()
@@ -230,10 +230,6 @@ def _partners(mine: int, n: int) -> Iterator[tuple[int, int]]:
     """Whom to send to and whom to receive from, each round another pair."""
     for shift in range(1, n):
         yield (mine + shift) % n, (mine - shift) % n
-
-
-def _arrives_in_place(n: int, mine: torch.Tensor, out: torch.Tensor) -> bool:
-    return n == 2 and out.dtype == mine.dtype and out.data_ptr() != mine.data_ptr()
 
 
 def _send(group: dist.ProcessGroup, x: torch.Tensor, to: int, tag: int) -> list[Any]:

@@ -296,10 +296,12 @@ class Run:
         """Begin the reduction of a microbatch."""
         assert unit.gradient is not None
         assert block is not None
+        assert self.plan is not None
         self.open_blocks.pop(unit.key, None)
         self.open(unit.gradient.rest, opens)
         with self.lane(i, "reduce"):
-            unit.gradient.send(block, direct=opens is not None or not unit.gradient.rest.in_arena)
+            # By the plan alone, as it decides what ranks send: where gradients rest is this rank's own affair if some are held.
+            unit.gradient.send(block, direct=opens is not None or unit.key not in self.plan.places)
         self.under_way.append((unit, block, "backward"))
 
     def do_accumulate(self, i: int, unit: LiveUnit, block: Block | None, memory: Memory | None, opens: Memory | None) -> None:

@@ -1,6 +1,6 @@
 """Scheduled: a function that a scheduler runs, and the schedule that it has recorded for it."""
 
-from collections.abc import Callable, Set
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from fsharp.functional.sharded import Sharded, units_of
@@ -31,7 +31,6 @@ class Scheduled:
         self.schedule: Schedule | None = None
         self.plan: Plan | None = None
         self.num_recordings = 0
-        self.averaged: Set[int] = frozenset()  # by number in a run, the losses that are averaged over ranks
         self.recorder: Recorder | None = None
         self._positions: dict[str, int] = {}
         self._nodes: list[Sharded] = []

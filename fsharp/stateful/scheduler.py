@@ -17,7 +17,7 @@ from fsharp.functional.forward import is_transformed
 from fsharp.functional.mesh import Mesh
 from fsharp.functional.process_group import ProcessGroupComm
 from fsharp.functional.sharded import PlaceName, Sharded, is_sharded, map_units, resolve_place, units_of
-from fsharp.functional.train import Loss, as_loss, with_sinks
+from fsharp.functional.train import Loss, as_loss, sums_of, totals, with_sinks
 from fsharp.stateful.boundary import before_backward
 from fsharp.stateful.copies import LiveUnit, stamp
 from fsharp.stateful.exchange import Exchange, transport_over
@@ -73,7 +73,7 @@ class Scheduler(Engine):
         if isinstance(self.transport.innermost, Exchange):
             self.own = Patient(comm, self.order.patience)
             self.transport.innermost.patience = self.order.patience
-        self.totals = Totals(self.own)
+        self.totals = Totals()
         self.roster = Roster(trivial=self.policy.trivial_axes)
         self.arena = torch.empty(0, dtype=torch.uint8, device=comm.device)
         self.tenant: Any = None
@@ -158,8 +158,6 @@ class Scheduler(Engine):
     def close(self, run: Run) -> None:
         """The run is over."""
         self._end(run)
-        if run.scheduled is not None:
-            run.scheduled.averaged = self.totals.averaged
         if run.recorder is not None and run.is_planned:
             run.recorder.end()
         self._leave()
@@ -177,7 +175,6 @@ class Scheduler(Engine):
 
     def _leave(self) -> None:
         self._run, self._handed = None, []
-        self.totals.begin(frozenset())
         self.roster.forget()
         self.order.end()
         for scheduled in self._scheduled:
@@ -198,7 +195,6 @@ class Scheduler(Engine):
         plan = self._plan(scheduled)
         run = self._run = Run(self, scheduled, plan)
         self.order.begin(run)
-        self.totals.begin(scheduled.averaged)
         if plan is not None:
             for rest in plan.places.values():
                 rest.is_open = False
@@ -363,7 +359,9 @@ class Scheduler(Engine):
             before_backward(outputs, _leaves((args, kwargs)), partial(run.come_back, uses))
         return out
 
-    def run_value_and_grad(self, loss_fn: Callable[..., Any], params: Any, parts: list[Any]) -> tuple[Loss, Any]:
+    def run_value_and_grad(
+        self, loss_fn: Callable[..., Any], params: Any, parts: list[Any], *, averaged: bool
+    ) -> tuple[Loss, Any]:
         """Forward and backward of each part; gradients are collected and reduced on the way."""
         units = self.start_gradients(params)
         total: Loss | None = None
@@ -375,16 +373,17 @@ class Scheduler(Engine):
                 _check_loss(loss, any(node.sinks for node in units_of(probed)))
                 new = Loss(loss.sum.detach().double(), loss.weight.detach().double())
                 total = new if total is None else Loss(total.sum + new.sum, total.weight + new.weight)
-                if i == len(parts) - 1:
-                    self.totals.send(total)
+                if averaged and i == len(parts) - 1 and isinstance(self.own, Patient):
+                    self.totals.send(total, self.own)
                 torch.autograd.backward(loss.sum)
             self.end_microbatch(units, probed)
         assert total is not None
         return total, self.hand_out(units, params)
 
     def run_totals(self, loss: Loss) -> torch.Tensor:
-        """Those that have been summed under the backward, if they are of this loss."""
-        return self.totals.take(loss)
+        """Those that were summed under the backward, or of any other loss by collectives of their own."""
+        found = self.totals.take(loss)
+        return totals(sums_of(loss, self), self) if found is None else found
 
     def start_gradients(self, params: Any) -> list[LiveUnit]:
         """Gradients of these parameters, whose units it returns, are new from here on; those of others are not touched."""

@@ -1,71 +1,58 @@
 """Totals: losses summed over ranks while their backward runs, so that ranks need not wait for each other at its end."""
 
-from collections.abc import Set
 from typing import NamedTuple
 
 import torch
+from torch.utils.weak import WeakTensorKeyDictionary
 
-from fsharp.functional.comm import Comm
+from fsharp.functional.errors import LossError
 from fsharp.functional.train import Loss, sums_of, totals
 from fsharp.stateful.patient import Patient
 from fsharp.stateful.workers import Flight
 
 
-class _Handed(NamedTuple):
-    """A loss as ``value_and_grad`` returns it.
+class _Sent(NamedTuple):
+    """A loss whose totals are on their way.
 
     Attributes:
-        number: of the call, within its run.
-        loss: the sum and weight of this rank.
-        versions: of these tensors, then.
-        flight: on which its totals are, if they have left.
+        weight: this rank's.
+        versions: of its sum and weight when they left.
+        flight: whose result the totals are.
     """
 
-    number: int
-    loss: Loss
+    weight: torch.Tensor
     versions: tuple[int, int]
-    flight: Flight | None
+    flight: Flight
 
 
 class Totals:
-    """The losses of one run after the other.
+    """Those of losses that ``value_and_grad(averaged=True)`` has returned, for as long as somebody has the loss."""
 
-    What a function has averaged in one run it is likely to average in the next: there it leaves before its backward begins.
-    Ranks average the same losses, so they send them in the same order.
+    def __init__(self) -> None:
+        self._sent = WeakTensorKeyDictionary()
 
-    Args:
-        comm: the ranks. Nothing leaves early where their calls are not made by a thread of its own.
+    def send(self, loss: Loss, comm: Patient) -> None:
+        """Begin to sum a loss, whose backward is about to begin."""
+        sums = sums_of(loss, comm)
+        flight = comm.begin(lambda inner: totals(sums, inner))
+        self._sent[loss.sum] = _Sent(loss.weight, _versions(loss), flight)
 
-    Attributes:
-        averaged: numbers of the losses that this run has averaged.
-    """
+    def take(self, loss: Loss) -> torch.Tensor | None:
+        """The totals of a loss, once; None if they have not been sent.
 
-    def __init__(self, comm: Comm) -> None:
-        self._comm = comm
-        self.begin(frozenset())
-
-    def begin(self, expected: Set[int]) -> None:
-        """A new run, which will average these losses, or the end of one."""
-        self._expected, self._handed = expected, list[_Handed]()
-        self.averaged: set[int] = set()
-
-    def send(self, loss: Loss) -> None:
-        """The forward of a loss is over, which ``value_and_grad`` will return, and its backward is about to begin."""
-        number, flight, comm = len(self._handed), None, self._comm
-        if number in self._expected and isinstance(comm, Patient):
-            sums = sums_of(loss, comm)
-            flight = comm.begin(lambda inner: totals(sums, inner))
-        self._handed.append(_Handed(number, loss, _versions(loss), flight))
-
-    def take(self, loss: Loss) -> torch.Tensor:
-        """The totals of a loss: those that have left, if it is the same one, or by a call of its own."""
-        for handed in self._handed:
-            if handed.loss.sum is loss.sum and handed.loss.weight is loss.weight and handed.versions == _versions(loss):
-                self.averaged.add(handed.number)
-                if handed.flight is not None:
-                    result: torch.Tensor = handed.flight.wait()
-                    return result
-        return totals(sums_of(loss, self._comm), self._comm)
+        Raises:
+            LossError: the loss is not what it was.
+        """
+        sent: _Sent | None = self._sent.pop(loss.sum, None)
+        if sent is None:
+            return None
+        if sent.weight is not loss.weight or sent.versions != _versions(loss):
+            raise LossError(
+                "average(): the loss was changed after value_and_grad(averaged=True) had sent it to the other ranks. Leave out "
+                "averaged=True where it may be changed."
+            )
+        result: torch.Tensor = sent.flight.wait()
+        return result
 
 
 def _versions(loss: Loss) -> tuple[int, int]:

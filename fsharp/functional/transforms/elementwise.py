@@ -257,7 +257,7 @@ def _each_run(
     """Call ``kernel(lists, scale, decay)`` for each pair of hyper-parameters, on the runs of the buffers that have it.
 
     ``trees`` are parameters, gradients and state, whose buffers correspond; all but gradients are written in place. A kernel
-    that ``divides`` takes a ``divisor`` too, a float32 scalar, and leaves divided gradients behind.
+    that ``divides`` may get a ``divisor`` too, a float32 scalar, and then leaves divided gradients behind.
     """
     params = trees[0]
     rules = {"lr_scale": lr_scale, "weight_decay": weight_decay}
@@ -296,7 +296,7 @@ def _each_value(
     by_value: dict[tuple[tuple[float, float], torch.Tensor | None], list[list[torch.Tensor]]] = {}
     for nodes in rows:
         grads, divisor = nodes[1], None
-        if divides and all(x.dtype is torch.float32 for node in nodes for x in node.buffers_on_their_way):
+        if divides and all(x.dtype is torch.float32 and x.is_cpu for node in nodes for x in node.buffers_on_their_way):
             divisor = grads.arrive_undivided()
         for i, group in enumerate(nodes[0].groups):
             columns = [node.buffers[i] for node in nodes]
