@@ -185,9 +185,7 @@ def _one_microbatch(loss_fn: LossFn, params: Any, batch: Any, comm: Comm) -> tup
         probed = with_sinks(params)
         sinks = [sink for node in units_of(probed) for sink in node.sinks]
         loss = as_loss(loss_fn(probed, batch, comm))
-        if not sinks or not loss.sum.requires_grad:
-            why = "every parameter is frozen" if not sinks else "no parameter reaches it: use forward() or gather() in it"
-            raise LossError(f"value_and_grad(): the loss has no gradient, {why}.")
+        check_loss(loss, has_sinks=bool(sinks))
         found = torch.autograd.grad(loss.sum, sinks, allow_unused=True)
     if all(g is None for g in found):
         raise LossError("value_and_grad(): the loss has no gradient, no parameter reaches it: were they detached on the way?")
@@ -248,6 +246,17 @@ def as_loss(value: Any) -> Loss:
     return Loss(total.reshape(()), weight.reshape(()))
 
 
+def check_loss(loss: Loss, *, has_sinks: bool) -> None:
+    """Refuse a loss whose backward would come to no parameter.
+
+    Raises:
+        LossError: it would.
+    """
+    if not has_sinks or not loss.sum.requires_grad:
+        why = "no parameter reaches it: use forward() or gather() in it" if has_sinks else "every parameter is frozen"
+        raise LossError(f"value_and_grad(): the loss has no gradient, {why}.")
+
+
 def split_batch(batch: Any, count: int) -> list[Any]:
     """``count`` equal parts of a pytree of tensors along dim 0; leaves that are not tensors are repeated.
 
@@ -278,6 +287,7 @@ def average(loss: Loss, grads: Any, *, comm: Comm, donate: bool = False) -> tupl
 
     Raises:
         TreeError: gradients that are still partial: dividing those would round differently for every strategy.
+        LossError: a loss that was changed although ``value_and_grad(averaged=True)`` had promised it to the other ranks.
 
     Cost: one ``all_reduce`` of 16 bytes for each axis.
     """

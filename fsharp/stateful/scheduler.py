@@ -17,7 +17,7 @@ from fsharp.functional.forward import is_transformed
 from fsharp.functional.mesh import Mesh
 from fsharp.functional.process_group import ProcessGroupComm
 from fsharp.functional.sharded import PlaceName, Sharded, is_sharded, map_units, resolve_place, units_of
-from fsharp.functional.train import Loss, as_loss, sums_of, totals, with_sinks
+from fsharp.functional.train import Loss, as_loss, check_loss, sums_of, totals, with_sinks
 from fsharp.stateful.boundary import before_backward
 from fsharp.stateful.copies import LiveUnit, stamp
 from fsharp.stateful.exchange import Exchange, transport_over
@@ -370,7 +370,7 @@ class Scheduler(Engine):
                 probed = with_sinks(params)
                 self.expect(is_last=i == len(parts) - 1)
                 loss = as_loss(loss_fn(probed, part, self))
-                _check_loss(loss, any(node.sinks for node in units_of(probed)))
+                check_loss(loss, has_sinks=any(node.sinks for node in units_of(probed)))
                 new = Loss(loss.sum.detach().double(), loss.weight.detach().double())
                 total = new if total is None else Loss(total.sum + new.sum, total.weight + new.weight)
                 if averaged and i == len(parts) - 1 and isinstance(self.own, Patient):
@@ -493,9 +493,3 @@ class Scheduler(Engine):
 
 def _leaves(tree: Any) -> list[Any]:
     return optree.tree_leaves(tree)
-
-
-def _check_loss(loss: Loss, has_sinks: bool) -> None:
-    if not has_sinks or not loss.sum.requires_grad:
-        why = "no parameter reaches it: use forward() or gather() in it" if has_sinks else "every parameter is frozen"
-        raise LossError(f"value_and_grad(): the loss has no gradient, {why}.")
