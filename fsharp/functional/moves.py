@@ -145,9 +145,11 @@ class Ledger:
 
     def __init__(self) -> None:
         self._handles: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self.is_used = False
 
     def handle(self, sink: torch.Tensor, unit: UnitLayout, group: int, comm: Comm) -> torch.Tensor:
         """The handle of a sink. Made at the first use: the engine runs what was made last first, so it does not lie idle."""
+        self.is_used = True
         if torch._C._are_functorch_transforms_active():  # a tensor made at their level does not outlive it
             return _Deliver.apply(sink, unit, group, comm)  # type: ignore[no-any-return]
         if id(sink) not in self._handles:

@@ -1,6 +1,5 @@
 """Copies of full parameters: in a slot of the arena, in room made on demand, or where parameters rest in full anyway."""
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -63,19 +62,20 @@ class LiveUnit:
         self.node = None
         self.pending = self.uses = 0
 
-    def train(self, transport: Transport, places: Mapping[str, Rest]) -> None:
+    def train(self, transport: Transport, place: Rest | None, *, in_place: bool) -> None:
         """A new gradient, if the unit has one.
 
         Args:
             transport: runs its collectives.
-            places: by unit, where the plan has room for it.
+            place: where the plan has room for it.
+            in_place: as :meth:`Gradient.begin` takes it.
         """
         if not self.layout.trainable:
             return
         if self.gradient is None:
             device = self.node.buffers_on_their_way[0].device if self.node else torch.device("cpu")
             self.gradient = Gradient(self.layout, transport, device, trivial=self.trivial)
-        self.gradient.begin(places.get(self.key))
+        self.gradient.begin(place, in_place=in_place)
 
     def forget(self) -> None:
         """Hold on to nobody's tensors."""

@@ -95,7 +95,7 @@ class Exchange(Transport):
     def all_reduce(self, x: torch.Tensor, out: torch.Tensor, axis: str, *, scratch: torch.Tensor) -> Ticket:
         """Reduces each rank's part, then gathers the parts; asynchronous. Two ranks leave it to gloo, see [Note: two ranks]."""
         n, mine = self.comm.mesh.axis_size(axis), self.comm.mesh.coord(axis, self.comm.rank)
-        if n == 2 and x.dtype == out.dtype and x.dtype in _ROUNDED_ONCE and self.groups.separate:
+        if x.dtype == out.dtype and self.reduces_in_place(axis, x.dtype):
             own = self.groups("reduce", axis)
             if out.data_ptr() != x.data_ptr():
                 out.copy_(x)
@@ -104,6 +104,10 @@ class Exchange(Transport):
         parts, results = ([each[size * r : size * (r + 1)] for r in range(n)] for each in (x, out))
         group, tag, crew = self.groups("reduce", axis), next(self._tags), self._crew  # now: an error may come before the sum
         return self._reduce(parts, results[mine], axis, scratch, lambda: self._share("share", results, axis, group, tag, crew))
+
+    def reduces_in_place(self, axis: str, dtype: torch.dtype) -> bool:
+        """Where gloo's own does it."""
+        return self.comm.mesh.axis_size(axis) == 2 and dtype in _ROUNDED_ONCE and self.groups.separate
 
     def _share(
         self, kind: str, parts: Sequence[torch.Tensor], axis: str, group: dist.ProcessGroup, tag: int, crew: _Crew

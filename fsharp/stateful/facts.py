@@ -19,8 +19,15 @@ def spread_axes(unit: UnitLayout, *, trivial: bool) -> tuple[str, ...]:
     return moving_axes(unit, axes, trivial=trivial)
 
 
-def facts_of(unit: LiveUnit, policy: Policy, *, several_microbatches: bool) -> UnitFacts:
-    """What this unit takes: bytes of its copy and of its gradient's way, and the collectives of each move."""
+def facts_of(unit: LiveUnit, policy: Policy, *, several_microbatches: bool, in_place: bool = False) -> UnitFacts:
+    """What this unit takes: bytes of its copy and of its gradient's way, and the collectives of each move.
+
+    Args:
+        unit: of a run that has been recorded.
+        policy: of the schedule.
+        several_microbatches: whether gradients of more than one are added.
+        in_place: whether its gradient need not rest anywhere but where the optimizer has it, if that can be.
+    """
     trivial = policy.trivial_axes
     layout, gradient = unit.layout, unit.gradient
     params, optim = layout.strategy.params, layout.strategy.optim
@@ -35,7 +42,7 @@ def facts_of(unit: LiveUnit, policy: Policy, *, several_microbatches: bool) -> U
         gathered=full_nbytes(layout) if unit.axes else 0,
         outgoing=gradient.outgoing_nbytes(several_uses=several, several_microbatches=several_microbatches),
         finishing=gradient.finishing_nbytes(),
-        rest=0 if policy.keep_gradients else gradient.rest.nbytes,
+        rest=0 if policy.keep_gradients or (in_place and gradient.is_reduced_in_place) else gradient.rest.nbytes,
         trainable=True,
         gather=tuple(gather),
         reduce=tuple(c for chain in gradient.chains for c in _reductions(chain)),

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from fsharp.functional.errors import TreeError
+from fsharp.functional.errors import ScheduleError, TreeError
 from fsharp.functional.layout import UnitLayout
 from fsharp.functional.placement import Partial, Place, Replicate, Shard
 from fsharp.stateful.chain import Chain, Pieces, Stage, nbytes_of
@@ -66,8 +66,15 @@ class Gradient:
         ]
         self.is_sent = bool(each_step) and any(chain.size for chain in self.chains)  # after each microbatch
         self.is_finished_apart = bool(once)
+        self.is_reduced_in_place = (
+            device.type == "cpu"
+            and not self.is_sent
+            and [stage.op for stage in once] == ["all_reduce"]
+            and all(not chain.differ and transport.reduces_in_place(once[0].axis, chain.dtypes.wire) for chain in self.finishes)
+        )
         self._own = self.rest = self.place()
         self._final = Rest(self._sizes(unit.strategy.optim), device) if once else None
+        self.in_place = False  # whether it is collected where the optimizer has it, and rests nowhere: nobody else looks at it
         self.has_new = False  # whether this step has put anything into rest yet
         self.is_finishing = False  # whether all that rests is on its way to the optimizer's place, or there
         self.is_handed_out = False  # whether somebody has it there, and may have changed it
@@ -139,15 +146,22 @@ class Gradient:
 
     # ------------------------------------------------------------ one step
 
-    def begin(self, place: Rest | None) -> None:
+    @property
+    def collected(self) -> Rest:
+        """Where the summands of this rank are collected."""
+        return self.final if self.in_place else self.rest
+
+    def begin(self, place: Rest | None, *, in_place: bool = False) -> None:
         """A new step: whatever rests is of the step before.
 
         Args:
             place: where the plan has room for it. Whoever holds a gradient beyond its step gets the next one elsewhere.
+            in_place: collect it where the optimizer will have it. The reduction leaves nothing of this rank's summands.
         """
         self.join()
+        self.in_place = in_place
         self.rest = self._own if place is None or self.rest.is_held or place.is_held else place
-        if self._own.is_held or self.rest is not self._own:
+        if in_place or self._own.is_held or self.rest is not self._own:
             self._own.forget()
         if self._final is not None and self._final.is_held:
             self._final.forget()
@@ -182,10 +196,10 @@ class Gradient:
                     f"unit {self.unit.name!r}: the gradient of leaf {where.path!r} is {grad.layout}, expected a dense one, as "
                     "flat buffers are. Pass sparse=False to the embedding."
                 )
-        self.is_finishing = False
+        self._reopen()
         if block is None:
             first = not self.has_new
-            leaves, gaps = self.rest.look(self.index, self.unit.trainable)
+            leaves, gaps = self.collected.look(self.index, self.unit.trainable)
             self.has_new = self._claimed = True
         else:
             leaves, gaps = block.leaves, block.gaps
@@ -209,6 +223,23 @@ class Gradient:
             else:
                 leaf.add_(grad)
 
+    def keep_apart(self) -> None:
+        """Let it rest apart after all, if nothing has been collected yet."""
+        self.in_place = self.in_place and self.has_new
+
+    def _reopen(self) -> None:
+        """More is to be added to what may be on its way.
+
+        Raises:
+            ScheduleError: this rank's summands are not there any more.
+        """
+        if self.in_place and self.is_finishing:
+            raise ScheduleError(
+                f"unit {self.unit.name!r}: its gradient is being summed over ranks where it is, and was wanted once more, or "
+                "one more was to be added. Leave out averaged=True in value_and_grad() where steps differ like this."
+            )
+        self.is_finishing = False
+
     def send(self, block: Block, *, direct: bool = True) -> None:
         """Begin the reduction of a microbatch.
 
@@ -227,7 +258,8 @@ class Gradient:
     def land(self, block: Block) -> None:
         """The sum is where the gradient rests, or is added to it."""
         if not self.is_sent:
-            for target, box in zip(self.rest.tensors, block.boxes, strict=True):
+            self._reopen()
+            for target, box in zip(self.collected.tensors, block.boxes, strict=True):
                 target.add_(box) if self.has_new else target.copy_(box)
         else:
             for target in self.rest.tensors:
@@ -257,7 +289,7 @@ class Gradient:
         if not self.is_fed:
             if not self.rest.is_open:
                 self.leave_arena()  # the plan has its memory from the first use that contributes on
-            for buffer in self.rest.tensors:
+            for buffer in self.collected.tensors:
                 buffer.zero_()
             self.has_new = self._claimed = True
 
@@ -267,21 +299,22 @@ class Gradient:
             return
         self.join()
         self.settle()
-        self.is_finishing = False
+        self._reopen()
         self.found = (1 << len(self.leaves)) - 1
-        for buffer, grad in zip(self.rest.tensors, grads, strict=True):
+        for buffer, grad in zip(self.collected.tensors, grads, strict=True):
             if grad is not None:
                 buffer.add_(grad)
 
     def finish(self, memory: list[list[torch.Tensor]]) -> None:
-        """Begin the way to the optimizer's place. The gradient at rest stays as it is."""
+        """Begin the way to the optimizer's place. The gradient at rest stays as it is, if it rests."""
         self.join()
         self.settle()
-        if self._final is not None and self._final.is_held:
+        self._reopen()
+        if self._final is not None and self._final.is_held and not self.in_place:
             self._final.forget()
         self.is_finishing, self.is_handed_out = True, False
         for chain, source, target, (wire, *rest) in zip(
-            self.finishes, self.rest.tensors, self.final.tensors, memory, strict=True
+            self.finishes, self.collected.tensors, self.final.tensors, memory, strict=True
         ):
             x = wire.copy_(source) if chain.differ else source
             self._tickets.append(chain.start(x, target, iter(rest)))

@@ -9,7 +9,7 @@ import torch
 from fsharp.functional.errors import ScheduleError
 from fsharp.stateful.copies import Copy, LiveUnit
 from fsharp.stateful.gradients import Block, Grads
-from fsharp.stateful.program import Event
+from fsharp.stateful.program import Event, is_used_once
 from fsharp.stateful.rest import Rest
 from fsharp.stateful.schedule import Memory, Op, Schedule
 
@@ -49,6 +49,14 @@ class Plan:
             gradient = units[name].gradient
             assert gradient is not None
             self.places[name] = gradient.place(self._bytes(memory))
+        self.in_place = {
+            facts.name
+            for facts in schedule.program.units
+            if is_used_once(self.expected, facts.name)
+            and not (facts.rest or facts.outgoing or schedule.policy.keep_gradients)
+            and (gradient := units[facts.name].gradient) is not None
+            and gradient.is_reduced_in_place
+        }
         self.actions: list[list[Action]] = [[] for _ in self.expected]
         self._numbers: list[list[int]] = [[] for _ in self.expected]
         self.computes: dict[int, int] = {}

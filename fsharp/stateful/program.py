@@ -3,7 +3,7 @@
 A program is recorded, or written by hand, and says nothing of when data moves: that is the schedule's part.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -116,3 +116,9 @@ class Program:
         for i, event in enumerate(self.events):
             if event.kind in ("forward", "backward"):
                 yield event.unit, i, next(end for end in ends[(event.kind, event.use)] if end > i)
+
+
+def is_used_once(events: Sequence[Event], unit: str) -> bool:
+    """Whether a unit is entered once in a whole step of one microbatch: no other gradient of it without another ``forward``."""
+    kinds = [event.kind for event in events if event.unit == unit or event.kind == "microbatch_end"]
+    return kinds.count("forward") == kinds.count("backward_end") == kinds.count("microbatch_end") == 1

@@ -63,6 +63,7 @@ class Run:
         self.backward: list[Use] = []
         self.num_uses = self.num_microbatches = 0
         self.trained: dict[str, None] = {}  # units that have a gradient in this step
+        self.promised: set[str] = set()  # those whose gradients nobody looks at before they are reduced
         self.on_backward: Callable[[], None] = lambda: None  # called when a backward comes to a use
         self.incoming: Grads | None = None
         self.under_way: list[tuple[LiveUnit, Block | None, str]] = []
@@ -223,6 +224,8 @@ class Run:
         for unit, grads in direct:
             if unit.gradient is not None:
                 unit.gradient.add(grads)
+                if any(grad is not None for grad in grads):
+                    self.promised.discard(unit.key)  # its gradient comes in more ways than one
         self.num_microbatches += 1
         for unit in self.scheduler.units.values():
             unit.pending = 0

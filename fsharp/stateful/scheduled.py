@@ -7,7 +7,7 @@ from fsharp.functional.sharded import Sharded, units_of
 from fsharp.stateful.compile import compile_schedule
 from fsharp.stateful.facts import facts_of
 from fsharp.stateful.plan import Plan
-from fsharp.stateful.program import Program
+from fsharp.stateful.program import Program, is_used_once
 from fsharp.stateful.recorder import Recorder
 from fsharp.stateful.run import Run
 from fsharp.stateful.schedule import Schedule
@@ -77,7 +77,11 @@ class Scheduled:
         order = dict.fromkeys([e.unit for e in run.events if e.unit])
         order |= run.trained
         several = run.num_microbatches > 1
-        units = [facts_of(scheduler.units[key], scheduler.policy, several_microbatches=several) for key in order]
+        once = {key for key in run.promised if is_used_once(run.events, key)}
+        units = [
+            facts_of(scheduler.units[key], scheduler.policy, several_microbatches=several, in_place=key in once)
+            for key in order
+        ]
         program = Program(tuple(units), tuple(run.events))
         self.num_recordings += 1
         if self.schedule is not None and self.schedule.program == program:

@@ -363,7 +363,7 @@ class Scheduler(Engine):
         self, loss_fn: Callable[..., Any], params: Any, parts: list[Any], *, averaged: bool
     ) -> tuple[Loss, Any]:
         """Forward and backward of each part; gradients are collected and reduced on the way."""
-        units = self.start_gradients(params)
+        units = self.start_gradients(params, promised=averaged)
         total: Loss | None = None
         for i, part in enumerate(parts):
             with torch.enable_grad():
@@ -375,6 +375,10 @@ class Scheduler(Engine):
                 total = new if total is None else Loss(total.sum + new.sum, total.weight + new.weight)
                 if averaged and i == len(parts) - 1 and isinstance(self.own, Patient):
                     self.totals.send(total, self.own)
+                if any(node.ledger.is_used for node in units_of(probed)):
+                    for unit in units:
+                        if unit.gradient is not None:
+                            unit.gradient.keep_apart()  # more of it may come another way than through units that were entered
                 torch.autograd.backward(loss.sum)
             self.end_microbatch(units, probed)
         assert total is not None
@@ -385,14 +389,23 @@ class Scheduler(Engine):
         found = self.totals.take(loss)
         return totals(sums_of(loss, self), self) if found is None else found
 
-    def start_gradients(self, params: Any) -> list[LiveUnit]:
-        """Gradients of these parameters, whose units it returns, are new from here on; those of others are not touched."""
+    def start_gradients(self, params: Any, *, promised: bool = False) -> list[LiveUnit]:
+        """Gradients of these parameters, whose units it returns, are new from here on; those of others are not touched.
+
+        Args:
+            params: a tree of Sharded.
+            promised: nobody looks at them before they are reduced.
+        """
         run, self._handed = self._current(), []
-        places = run.plan.places if run.plan is not None and run.is_planned else {}
+        plan = run.plan if run.is_planned else None
         units = [self.live(node) for node in units_of(params)]
         for unit in units:
-            unit.train(self.transport, places)
-        run.trained |= dict.fromkeys(unit.key for unit in units if unit.gradient is not None)
+            place, in_place = (None, False) if plan is None else (plan.places.get(unit.key), unit.key in plan.in_place)
+            unit.train(self.transport, place, in_place=in_place and promised)
+        trained = [unit.key for unit in units if unit.gradient is not None]
+        again = run.trained.keys() & trained
+        run.trained |= dict.fromkeys(trained)
+        run.promised = (run.promised | set(trained) if promised else run.promised) - again
         return units
 
     def expect(self, *, is_last: bool) -> None:
@@ -424,9 +437,11 @@ class Scheduler(Engine):
         if gradient is None:
             return Sharded([], node.unit, node.unit.strategy.grads, ())
         gradient.settle()
-        tensors = gradient.rest.hand_out()
+        tensors = gradient.collected.hand_out()
         self._handed.append((unit, tensors, [t._version for t in tensors]))
         result = Sharded(tensors, node.unit, node.unit.strategy.grads, node.unit.trainable)
+        if gradient.in_place:
+            return result.arriving(partial(_was_promised, node.name))
         return result.arriving(gradient.join) if gradient.is_under_way else result
 
     def run_reduce_scatter(self, tree: Any, to: PlaceName) -> Any:
@@ -489,6 +504,13 @@ class Scheduler(Engine):
     def _arrive(self, spread: Spread) -> None:
         spread.wait()
         self.lanes.join_all()
+
+
+def _was_promised(name: str) -> None:
+    raise LossError(
+        f"value_and_grad(averaged=True): the gradient of unit {name!r} was looked at before reduce_scatter(), while it is "
+        "being summed over ranks where it is. Leave out averaged=True where gradients are looked at, or changed, before that."
+    )
 
 
 def _leaves(tree: Any) -> list[Any]:

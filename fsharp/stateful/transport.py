@@ -88,6 +88,10 @@ class Transport(ABC):
             apart: ``out`` will be given, in the dtype of ``x``.
         """
 
+    def reduces_in_place(self, axis: str, dtype: torch.dtype) -> bool:
+        """Whether ``x`` and ``out`` of an ``all_reduce`` may be one, and it is cheaper then."""
+        return False
+
     @property
     def innermost(self) -> "Transport":
         """Without what is wrapped around it."""
@@ -129,6 +133,10 @@ class Blocking(Transport):
         summed = self.comm.reduce_scatter(padded, axis, dtype=out.dtype)
         out.copy_(self.comm.all_gather(summed, axis).view(-1)[: len(out)])
         return Ticket(result=Ticket())
+
+    def reduces_in_place(self, axis: str, dtype: torch.dtype) -> bool:
+        """It does."""
+        return True
 
     def scratch_nbytes(self, op: str, axis: str, numel: int, itemsize: int, *, apart: bool = False) -> int:
         """None."""
@@ -242,6 +250,10 @@ class Counted(Transport):
             self.comm.count("all_gather", axis, part * out.dtype.itemsize)
         return self.inner.all_reduce(x, out, axis, scratch=scratch)
 
+    def reduces_in_place(self, axis: str, dtype: torch.dtype) -> bool:
+        """As ``inner``."""
+        return self.inner.reduces_in_place(axis, dtype)
+
     def scratch_nbytes(self, op: str, axis: str, numel: int, itemsize: int, *, apart: bool = False) -> int:
         """As ``inner``."""
         return self.inner.scratch_nbytes(op, axis, numel, itemsize, apart=apart)
@@ -273,6 +285,10 @@ class Local(Transport):
         """A copy."""
         out.copy_(x)
         return Ticket(result=Ticket())
+
+    def reduces_in_place(self, axis: str, dtype: torch.dtype) -> bool:
+        """It does."""
+        return True
 
     def scratch_nbytes(self, op: str, axis: str, numel: int, itemsize: int, *, apart: bool = False) -> int:
         """None."""
