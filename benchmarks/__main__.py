@@ -61,6 +61,10 @@ def measure(options: Options, argv: list[str]) -> dict[str, Any]:
             continue
         if name == "rss":
             parts[name] = rss(options, argv)
+        elif name == "steps":
+            from benchmarks.steps import pooled
+
+            parts[name] = pooled([launch(name, options.nproc, argv) for _ in range(options.launches)])
         else:
             parts[name] = launch(name, 1 if name == "host" else options.nproc, argv)
     return parts

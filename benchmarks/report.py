@@ -242,7 +242,8 @@ def markdown(shown: Sequence[Table], found: Mapping[str, float], where: Mapping[
     options = where["options"]
     lines = [
         f"{where['date']}, commit {where['commit']}, {where['cpu']} ({where['cores']} cores), {options['nproc']} processes of "
-        f"{where['threads_per_process']} thread; {versions}. {options['rounds']} rounds of {options['steps']} steps each; "
+        f"{where['threads_per_process']} thread; {versions}. {options['launches']} launches of "
+        f"{options['rounds']} rounds of {options['steps']} steps each; "
         "medians, and in brackets least and most.",
     ]
     for table in shown:

@@ -3,6 +3,7 @@
 import gc
 import time
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -169,6 +170,17 @@ def measure(options: Options, comm: fs.Comm, say: Callable[[str], None]) -> dict
         "rounds": [{name: max(rank[i][name] for rank in everyones) for name in row} for i, row in enumerate(rounds)],
         "losses": means,
         "largest_relative_difference_of_losses": difference,
+    }
+
+
+def pooled(launches: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The part ``steps`` of several launches as one: all their rounds, the losses of the first, the largest differences."""
+    key = "largest_relative_difference_of_losses"
+    return {
+        **launches[0],
+        "rounds_by_rank": [list(chain(*ranks)) for ranks in zip(*(each["rounds_by_rank"] for each in launches), strict=True)],
+        "rounds": [row for each in launches for row in each["rounds"]],
+        key: {name: max(each[key][name] for each in launches) for name in launches[0][key]},
     }
 
 

@@ -407,15 +407,29 @@ def test_partial_runs_do_not_touch_the_page(parts, tmp_path):
     assert not docs.exists()
 
 
+def test_launches_are_pooled():
+    key = "largest_relative_difference_of_losses"
+    one = {"num_params": 1, "rounds": [{"a": 2.0}], "rounds_by_rank": [[{"a": 1.0}], [{"a": 2.0}]], key: {"x": 0.5, "y": 0.1}}
+    two = {"num_params": 1, "rounds": [{"a": 4.0}], "rounds_by_rank": [[{"a": 4.0}], [{"a": 3.0}]], key: {"x": 0.2, "y": 0.3}}
+    assert steps.pooled([one]) == one
+    assert steps.pooled([one, two]) == {
+        "num_params": 1,
+        "rounds": [{"a": 2.0}, {"a": 4.0}],
+        "rounds_by_rank": [[{"a": 1.0}, {"a": 4.0}], [{"a": 2.0}, {"a": 3.0}]],
+        key: {"x": 0.5, "y": 0.3},
+    }
+
+
 @pytest.mark.deep
 def test_the_command_as_a_person_runs_it(tmp_path):
     sizes = ["--dim", "16", "--layers", "2", "--heads", "2", "--time", "8", "--batch", "1", "--host-layers", "2"]
-    turns = ["--rounds", "2", "--steps", "1", "--warmup", "1", "--host-rounds", "2"]
+    turns = ["--launches", "2", "--rounds", "2", "--steps", "1", "--warmup", "1", "--host-rounds", "2"]
     command = [sys.executable, "-m", "benchmarks", *sizes, *turns, "--out", str(tmp_path / "cpu.json"), "--docs", "None"]
     env = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert list(json.loads(done.stdout.splitlines()[-1])) == list(report.TARGETS)
+    assert len(json.loads((tmp_path / "cpu.json").read_text())["steps"]["rounds"]) == 4
 
 
 def test_a_page_without_marks_is_refused(tmp_path):
@@ -435,6 +449,7 @@ def test_the_page_has_the_marks():
         ("--nproc 1", "--nproc is 1, expected at least 2"),
         ("--dim 30 --heads 4", "--dim 30 does not divide into --heads 4"),
         ("--rounds 0", "--rounds is 0, expected at least 1."),
+        ("--launches 0", "--launches is 0, expected at least 1."),
         ("--peers some", "Invalid choice"),
     ],
 )

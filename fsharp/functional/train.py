@@ -150,11 +150,14 @@ def value_and_grad(loss_fn: LossFn, *, microbatches: int = 1, averaged: bool = F
             result independent of how tokens are spread over microbatches and ranks. Weights are not differentiated.
         microbatches: equal parts along dim 0 of every tensor in the batch. Their gradients are added in order: in full
             where gradients rest partial, after the reduction where they rest sharded.
-        averaged: a promise, on every rank, that :func:`average` gets the loss as it is returned. A scheduler on a CPU then
-            sums it over ranks under the backward, so that a rank which is ahead need not wait for the slower ones.
+        averaged: a promise, on every rank, that :func:`~fsharp.reduce_scatter` gets the gradients and :func:`average` the
+            loss as they are returned, once. A scheduler on a CPU then sums the loss over ranks under the backward, so that a
+            rank which is ahead need not wait for the slower ones, and gradients that are all-reduced where they are, without
+            a copy of this rank's own.
 
     Raises:
-        LossError: a loss of another kind, a batch that does not divide, or a loss that no parameter reaches.
+        LossError: a loss of another kind, a batch that does not divide, or a loss that no parameter reaches; under a
+            scheduler, promised gradients that are looked at before they are reduced.
 
     Cost: with zero3 two gathers and one reduction a unit and microbatch; memory of one unit in full beside the shards.
     """
