@@ -11,10 +11,11 @@ import fsharp as fs
 from fsharp.functional.errors import LossError, ScheduleError
 from fsharp.stateful.program import Event, is_used_once
 from fsharp.testing import processes, simulate
-from tests.gpt_like import block, embed, head, loss_fn
+from tests.gpt_like import block, embed, head, loss_fn, make_params
 from tests.scheduling import DP, Program, assert_same, full_params, make_state, make_tx, my_batches, run_both, train
 
 ODD = 1
+AGAIN = [f"again {strategy}" for strategy in ("ddp", "zero1", "zero3")]
 
 
 def gradients_of(scheduler):
@@ -128,28 +129,102 @@ def looks(grads, number):
 
 def test_looking_at_promised_gradients_is_refused():
     def rank_fn(comm):
-        with pytest.raises(LossError, match=r"the gradient of unit '.*' was looked at before reduce_scatter"):
+        with pytest.raises(LossError, match=r"this rank's part of the gradient of unit '.*' was looked at"):
             trained(Program(comm, fs.Scheduler(comm)), step_of(plain, look=looks))
 
     simulate(DP, rank_fn, timeout=20)
     run_both(lambda run: trained(run, step_of(plain, averaged=False, look=looks)))
 
 
+def reduced(times):
+    """A step that reduces its gradients as many times as the next number says."""
+
+    def step(state, batch, comm):
+        _, grads = fs.value_and_grad(loss_fn, averaged=True)(state.params, batch, comm=comm)
+        found = [fs.reduce_scatter(grads, comm=comm) for _ in range(next(times))]
+        return [x.clone() for tree in found for node in fs.units_of(tree) for x in node.buffers]
+
+    return step
+
+
 def test_reducing_promised_gradients_twice_is_refused():
     def rank_fn(comm):
         state, scheduler = make_state(comm, "ddp"), fs.Scheduler(comm)
-
-        def step(state, batch, comm):
-            _, grads = fs.value_and_grad(loss_fn, averaged=True)(state.params, batch, comm=comm)
-            first, second = (fs.reduce_scatter(grads, comm=comm) for _ in range(2))
-            return [x.clone() for tree in (first, second) for node in fs.units_of(tree) for x in node.buffers]
-
-        call, batches = scheduler(step), my_batches(comm, 3)
+        call, batches = scheduler(reduced(iter([1, 2]))), my_batches(comm, 3)
         call(state, batches[0])
         with pytest.raises(ScheduleError, match=r"unit '.*': its gradient is being summed .* Leave out averaged=True"):
             call(state, batches[1])
 
     simulate(DP, rank_fn, timeout=20)
+
+
+def test_a_step_that_always_reduces_them_twice():
+    def program(run):
+        state, call = make_state(run.comm, "ddp"), run.wrap(reduced(iter([2] * 4)))
+        return [call(state, batch) for batch in my_batches(run.comm, 4)]
+
+    run_both(program)
+
+
+def test_gradients_that_are_reduced_by_parts():
+    def step(state, batch, comm):
+        loss, grads = fs.value_and_grad(loss_fn, averaged=True)(state.params, batch, comm=comm)
+        grads = {name: fs.reduce_scatter(part, comm=comm) for name, part in grads.items()}
+        metrics, grads = fs.average(loss, grads, comm=comm, donate=True)
+        return fs.update(make_tx(), grads, state, comm=comm, donate=True), metrics
+
+    run_both(lambda run: trained(run, step))
+
+
+def taking_again(averaged, *, keep):
+    """A step that every third time takes gradients again, of another batch, when the reductions of the first have begun."""
+    number = [0]
+
+    def step(state, batch, comm):
+        number[0] += 1
+        loss, grads = fs.value_and_grad(loss_fn, averaged=averaged)(state.params, batch, comm=comm)
+        if number[0] % 3 == 0:
+            kept = grads if keep else None
+            grads = None
+            half = optree.tree_map(lambda x: x[: len(x) // 2], batch)
+            loss, grads = fs.value_and_grad(loss_fn, averaged=averaged)(state.params, half, comm=comm)
+            del kept
+        metrics, grads = fs.average(loss, fs.reduce_scatter(grads, comm=comm), comm=comm, donate=True)
+        return fs.update(make_tx(), grads, state, comm=comm, donate=True), metrics
+
+    return step
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "zero3"])
+@pytest.mark.parametrize("averaged", [True, False])
+@pytest.mark.parametrize("keep", [True, False])
+def test_gradients_that_are_taken_again(strategy, averaged, keep):
+    run_both(lambda run: trained(run, taking_again(averaged, keep=keep), strategy=strategy, steps=8))
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero3"])
+def test_two_trees_with_the_same_names(strategy):
+    def loss(params, batch, comm):
+        first, weight = scored(params[0], batch, comm, [0, 1, 2])
+        second, _ = scored(params[1], batch, comm, [2, 1, 0])
+        return first + 0.5 * second, weight
+
+    def step(states, batch, comm):
+        trees = tuple(state.params for state in states)
+        value, grads = fs.value_and_grad(loss, averaged=True)(trees, batch, comm=comm)
+        metrics, grads = fs.average(value, fs.reduce_scatter(grads, comm=comm), comm=comm, donate=True)
+        new = [fs.update(make_tx(), g, state, comm=comm, donate=True) for g, state in zip(grads, states, strict=True)]
+        return new, metrics
+
+    def program(run):
+        states = [make_state(run.comm, strategy, params=make_params(seed, layers=3)) for seed in (0, 1)]
+        call, losses = run.wrap(step), []
+        for batch in my_batches(run.comm, 5):
+            states, metrics = call(states, batch)
+            losses.append(metrics.loss)
+        return losses, [full_params(state, run.comm) for state in states]
+
+    run_both(program)
 
 
 def test_one_gradient_more_than_planned_is_refused_once_the_first_has_left():
@@ -175,6 +250,8 @@ def test_one_gradient_more_than_planned_is_refused_once_the_first_has_left():
 def test_what_counts_as_used_once():
     one = [Event("forward", "a", 0), Event("forward_end", "a", 0), Event("backward", "a", 0), Event("backward_end", "a", 0)]
     end = [Event("microbatch_end"), Event("reduce"), Event("update")]
+    assert not is_used_once([*one, end[0], Event("move"), *end[1:]], "a")  # something else is reduced
+    assert not is_used_once([*one, *end[:2], *end[1:]], "a")  # reduced twice
     assert is_used_once([*one, *end], "a")
     assert not is_used_once([*one, *end], "b")
     assert not is_used_once([*one, *end[:1], *end], "a")  # two microbatches
@@ -184,13 +261,16 @@ def test_what_counts_as_used_once():
 
 @pytest.fixture(scope="module")
 def found():
-    """Every strategy that all_reduces and every kind of step, by gloo processes, blocking and scheduled."""
+    """Steps by two gloo processes, blocking and scheduled."""
 
     def rank_fn(comm):
         out = {}
         for what in ("nothing", "a unit twice", "a gather in the loss"):
             runs = Program(comm), Program(comm, fs.Scheduler(comm, poison=True))
             out[what] = [trained(run, step_of(partial(dynamic, what))) for run in runs]
+        for strategy in ("ddp", "zero1", "zero3"):
+            runs = Program(comm), Program(comm, fs.Scheduler(comm, poison=True))
+            out[f"again {strategy}"] = [trained(run, taking_again(True, keep=False), strategy=strategy) for run in runs]
         for policy in ({}, {"separate_groups": False}):
             out[str(policy)] = [train(comm, "ddp", each)[:2] for each in (None, policy)]
         return out
@@ -198,7 +278,9 @@ def found():
     return processes(DP, rank_fn, timeout=100)
 
 
-@pytest.mark.parametrize("what", ["nothing", "a unit twice", "a gather in the loss", "{}", "{'separate_groups': False}"])
+@pytest.mark.parametrize(
+    "what", ["nothing", "a unit twice", "a gather in the loss", "{}", "{'separate_groups': False}", *AGAIN]
+)
 def test_in_processes(found, what):
     for result in found:
         assert_same(*result[what])

@@ -119,6 +119,14 @@ class Program:
 
 
 def is_used_once(events: Sequence[Event], unit: str) -> bool:
-    """Whether a unit is entered once in a whole step of one microbatch: no other gradient of it without another ``forward``."""
-    kinds = [event.kind for event in events if event.unit == unit or event.kind == "microbatch_end"]
-    return kinds.count("forward") == kinds.count("backward_end") == kinds.count("microbatch_end") == 1
+    """Whether all that comes of a unit in a step is one gradient, reduced at once, behind the only backward.
+
+    No other gradient of it comes without another ``forward`` of it then.
+    """
+    kinds = [event.kind for event in events if event.unit in ("", unit)]
+    return [kind for kind in kinds if kind not in ("forward_end", "backward", "update")] == [
+        "forward",
+        "backward_end",
+        "microbatch_end",
+        "reduce",
+    ]

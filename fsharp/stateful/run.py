@@ -422,6 +422,11 @@ class Run:
         self.demand.adopt(self.open_blocks)
         self.open_blocks = {}
 
+    def restart(self, units: Sequence[LiveUnit]) -> None:
+        """Gradients of these units are about to be new: whatever is under way of the old ones has to end, which no plan has."""
+        if self.is_planned and any(each is unit for each, _, _ in self.under_way for unit in units):
+            self.depart()
+
     def move(self) -> None:
         """Something is about to be reduced that is not what the schedule reduces: on all ranks, or on none."""
         self.retire(None)

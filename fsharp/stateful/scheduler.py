@@ -397,8 +397,9 @@ class Scheduler(Engine):
             promised: nobody looks at them before they are reduced.
         """
         run, self._handed = self._current(), []
-        plan = run.plan if run.is_planned else None
         units = [self.live(node) for node in units_of(params)]
+        run.restart(units)
+        plan = run.plan if run.is_planned else None
         for unit in units:
             place, in_place = (None, False) if plan is None else (plan.places.get(unit.key), unit.key in plan.in_place)
             unit.train(self.transport, place, in_place=in_place and promised)
@@ -452,10 +453,10 @@ class Scheduler(Engine):
             run.move()
             return moves.reduce_scatter(tree, comm=self.own, to=to)
         run.reduce([unit for unit, _, _ in self._handed], wait=not self.transport.innermost.is_async)
-        gradients = {node.name: unit.gradient for node, (unit, _, _) in zip(self._filled(nodes), self._handed, strict=True)}
+        gradients = iter([unit.gradient for unit, _, _ in self._handed])
 
         def one(node: Sharded) -> Sharded:
-            gradient = gradients.get(node.name)
+            gradient = next(gradients) if node.unit.trainable else None
             if gradient is None or not gradient.is_finished_apart:
                 same = node.replace(node.buffers_on_their_way, resolve_place(node.unit, to))
                 return same.arriving(node.settle) if node.is_arriving else same
@@ -508,8 +509,9 @@ class Scheduler(Engine):
 
 def _was_promised(name: str) -> None:
     raise LossError(
-        f"value_and_grad(averaged=True): the gradient of unit {name!r} was looked at before reduce_scatter(), while it is "
-        "being summed over ranks where it is. Leave out averaged=True where gradients are looked at, or changed, before that."
+        f"value_and_grad(averaged=True): this rank's part of the gradient of unit {name!r} was looked at, or was not what "
+        "reduce_scatter() got, and it is summed over ranks where it is: nothing of it is left. Leave out averaged=True where "
+        "gradients are used otherwise than by reduce_scatter(), whole and once."
     )
 
 
