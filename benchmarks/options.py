@@ -24,7 +24,7 @@ class Options:
     nproc: int = 2
     """Number of processes (but for the host's time, which one process measures)."""
     launches: int = 3
-    """Times that the steps' processes are started: where memory happens to lie makes up to 6 % of a step."""
+    """Times that the steps' processes are started: two of the same contender in one pair of them may differ by 4 %."""
     rounds: int = 5
     """Times that each contender has its turn, in each launch."""
     steps: int = 3

@@ -16,12 +16,13 @@ from fsharp.functional.errors import LossError, ScheduleError
 from fsharp.functional.forward import is_transformed
 from fsharp.functional.mesh import Mesh
 from fsharp.functional.process_group import ProcessGroupComm
-from fsharp.functional.sharded import PlaceName, Sharded, is_sharded, map_units, resolve_place, units_of
+from fsharp.functional.sharded import PlaceName, Sharded, is_sharded, map_units, units_of
 from fsharp.functional.train import Loss, as_loss, check_loss, sums_of, totals, with_sinks
 from fsharp.stateful.boundary import before_backward
 from fsharp.stateful.copies import LiveUnit, stamp
 from fsharp.stateful.exchange import Exchange, transport_over
 from fsharp.stateful.full import leaf_index
+from fsharp.stateful.handed import Handed, reduced
 from fsharp.stateful.order import Order
 from fsharp.stateful.patient import Patient
 from fsharp.stateful.plan import Plan
@@ -80,7 +81,7 @@ class Scheduler(Engine):
         self._scheduled: weakref.WeakSet[Scheduled] = weakref.WeakSet()
         self._run: Run | None = None
         self._loose: Callable[[], Run | None] = lambda: None
-        self._handed: list[tuple[LiveUnit, list[torch.Tensor], list[int]]] = []
+        self._handed = Handed()
 
     # ------------------------------------------------------------ Comm
 
@@ -174,7 +175,7 @@ class Scheduler(Engine):
             raise
 
     def _leave(self) -> None:
-        self._run, self._handed = None, []
+        self._run, self._handed = None, Handed()
         self.roster.forget()
         self.order.end()
         for scheduled in self._scheduled:
@@ -396,7 +397,7 @@ class Scheduler(Engine):
             params: a tree of Sharded.
             promised: nobody looks at them before they are reduced.
         """
-        run, self._handed = self._current(), []
+        run, self._handed = self._current(), Handed()
         units = [self.live(node) for node in units_of(params)]
         run.restart(units)
         plan = run.plan if run.is_planned else None
@@ -429,59 +430,21 @@ class Scheduler(Engine):
             raise LossError(
                 "value_and_grad(): the loss has no gradient, no parameter reaches it: were they detached on the way?"
             )
-        self._handed = []
+        self._handed = handed = Handed()
         position = iter(units)
-        return map_units(lambda node: self._hand_out(node, next(position)), params)
-
-    def _hand_out(self, node: Sharded, unit: LiveUnit) -> Sharded:
-        gradient = unit.gradient
-        if gradient is None:
-            return Sharded([], node.unit, node.unit.strategy.grads, ())
-        gradient.settle()
-        tensors = gradient.collected.hand_out()
-        self._handed.append((unit, tensors, [t._version for t in tensors]))
-        result = Sharded(tensors, node.unit, node.unit.strategy.grads, node.unit.trainable)
-        if gradient.in_place:
-            return result.arriving(partial(_was_promised, node.name))
-        return result.arriving(gradient.join) if gradient.is_under_way else result
+        return map_units(lambda node: handed.out(node, next(position)), params)
 
     def run_reduce_scatter(self, tree: Any, to: PlaceName) -> Any:
         """Gradients as :meth:`run_value_and_grad` returned them are at the optimizer's place soon; others are moved now."""
         nodes = units_of(tree)
         run = self._current()
-        if not self._is_handed_out(nodes, to):
+        if not self._handed.are(nodes, to):
             run.move()
             return moves.reduce_scatter(tree, comm=self.own, to=to)
-        run.reduce([unit for unit, _, _ in self._handed], wait=not self.transport.innermost.is_async)
-        gradients = iter([unit.gradient for unit, _, _ in self._handed])
-
-        def one(node: Sharded) -> Sharded:
-            gradient = next(gradients) if node.unit.trainable else None
-            if gradient is None or not gradient.is_finished_apart:
-                same = node.replace(node.buffers_on_their_way, resolve_place(node.unit, to))
-                return same.arriving(node.settle) if node.is_arriving else same
-            result = node.replace(gradient.final.hand_out(), resolve_place(node.unit, to))
-            return result.arriving(gradient.join) if gradient.is_under_way else result
-
-        return map_units(one, tree)
-
-    def _filled(self, nodes: Sequence[Sharded]) -> list[Sharded]:
-        return [node for node in nodes if node.unit.trainable]
-
-    def _is_handed_out(self, nodes: Sequence[Sharded], to: PlaceName) -> bool:
-        filled = self._filled(nodes)
-        if len(filled) != len(self._handed) or not filled:
-            return False
-        for node, (unit, tensors, versions) in zip(filled, self._handed, strict=True):
-            if node.unit != unit.layout or resolve_place(node.unit, to) != node.unit.strategy.optim:
-                return False
-            buffers = node.buffers_on_their_way
-            if [b.data_ptr() for b in buffers] != [t.data_ptr() for t in tensors]:
-                return False
-            is_begun = unit.gradient is not None and unit.gradient.is_finished_apart  # its reduction, without what was changed
-            if is_begun and [b._version for b in buffers] != versions:
-                return False
-        return True
+        units = self._handed.units
+        run.reduce(units, wait=not self.transport.innermost.is_async)
+        position = iter(units)
+        return map_units(lambda node: reduced(node, next(position).gradient if node.unit.trainable else None, to), tree)
 
     def run_spread(self, new: Any, params: Any, *, donate: bool) -> Any:
         """Updated parameters begin their way to where they rest; who looks at them waits for them."""
@@ -505,14 +468,6 @@ class Scheduler(Engine):
     def _arrive(self, spread: Spread) -> None:
         spread.wait()
         self.lanes.join_all()
-
-
-def _was_promised(name: str) -> None:
-    raise LossError(
-        f"value_and_grad(averaged=True): this rank's part of the gradient of unit {name!r} was looked at, or was not what "
-        "reduce_scatter() got, and it is summed over ranks where it is: nothing of it is left. Leave out averaged=True where "
-        "gradients are used otherwise than by reduce_scatter(), whole and once."
-    )
 
 
 def _leaves(tree: Any) -> list[Any]:
