@@ -1,15 +1,18 @@
-"""Collectives by sends and receives: every size around the chunks in which sums are taken, from and to any memory."""
+"""Collectives by sends and receives and through shared memory: every size around the chunks, from and to any memory."""
 
 import pytest
 import torch
 
 import fsharp as fs
 from fsharp.stateful.exchange import _CHUNK, Exchange
+from fsharp.stateful.links import SLOTS, slot_nbytes
+from fsharp.stateful.nearby import Nearby
 from fsharp.stateful.transport import Groups
 from fsharp.testing import processes
 
 CHUNK = _CHUNK // 4
 PARTS = [0, 1, 5, CHUNK - 1, CHUNK, CHUNK + 1, CHUNK + CHUNK // 2, 2 * CHUNK - 1, 2 * CHUNK, 2 * CHUNK + 1, 3 * CHUNK + 7]
+SLOT = {n: slot_nbytes(n) // 4 for n in (2, 3)}
 
 
 def summed(comm, numel, make):
@@ -25,16 +28,20 @@ def noise(rank, numel):
 
 
 @pytest.mark.parametrize("n", [2, 3])
-def test_sizes_around_chunks(n):
+@pytest.mark.parametrize("kind", [Exchange, Nearby])
+def test_sizes_around_chunks(n, kind):
+    around = [times * SLOT[n] + off for times in (1, SLOTS, 2 * SLOTS + 1) for off in (-1, 0, 1)]
+
     def rank_fn(comm):
-        exchange, wrong = Exchange(comm, Groups(comm, separate=True)), []
+        exchange, wrong = kind(comm, Groups(comm, separate=True)), []
+        exchange.make(comm)
         mine = comm.rank
-        for part in PARTS:
+        for part in PARTS + (around if kind is Nearby else []):
             for way in ("out", "in place", "all_reduce", "gather"):
                 numel = max(part * n - (way == "all_reduce" and part > 1), 0)  # one that the ranks do not divide
                 total, x = summed(comm, numel, noise), noise(mine, numel)
-                kind = "all_reduce" if way == "all_reduce" else "reduce_scatter"
-                nbytes = exchange.scratch_nbytes(kind, "dp", numel, 4, apart=way != "in place")
+                op = "all_reduce" if way == "all_reduce" else "reduce_scatter"
+                nbytes = exchange.scratch_nbytes(op, "dp", numel, 4, apart=way != "in place")
                 scratch = torch.full((nbytes,), 0xFF, dtype=torch.uint8)
                 if way == "gather":
                     got, expected = torch.empty(numel), torch.cat([noise(r, part) for r in range(n)])

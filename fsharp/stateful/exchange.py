@@ -22,10 +22,9 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
-from fsharp.functional.comm import Comm, CountingComm
+from fsharp.functional.comm import Comm
 from fsharp.functional.process_group import ProcessGroupComm
-from fsharp.stateful.policy import Policy
-from fsharp.stateful.transport import Blocking, Counted, Groups, Local, Native, Ticket, Transport
+from fsharp.stateful.transport import Groups, Ticket, Transport
 from fsharp.stateful.workers import Flight, Worker
 
 _CHUNK = 1 << 20
@@ -75,39 +74,57 @@ class Exchange(Transport):
 
     def gather(self, x: torch.Tensor, out: torch.Tensor, axis: str) -> Ticket:
         """Asynchronous; the parts land in ``out``."""
-        parts = list(out.view(self.comm.mesh.axis_size(axis), -1))
-        mine = self.comm.mesh.coord(axis, self.comm.rank)
-        if x.data_ptr() != parts[mine].data_ptr():
-            parts[mine].copy_(x)
+        parts = self._parts_around(x, out, axis)
         return self._share("gather", parts, axis, self.groups("gather", axis), next(self._tags), self._crew)
 
     def reduce_scatter(
         self, x: torch.Tensor, axis: str, *, dtype: torch.dtype, scratch: torch.Tensor, out: torch.Tensor | None = None
     ) -> Ticket:
         """Asynchronous. Without ``out`` the result is where this rank's part was, if that has the dtype."""
-        parts = list(x.view(self.comm.mesh.axis_size(axis), -1))
-        if out is None:
-            mine = parts[self.comm.mesh.coord(axis, self.comm.rank)]
-            out = mine if mine.dtype == dtype else torch.empty_like(mine, dtype=dtype)
-        result = out
+        parts, result = self._parts_to(x, axis, dtype, out)
         return self._reduce(parts, result, axis, scratch, lambda: result)
 
     def all_reduce(self, x: torch.Tensor, out: torch.Tensor, axis: str, *, scratch: torch.Tensor) -> Ticket:
         """Reduces each rank's part, then gathers the parts; asynchronous. Two ranks leave it to gloo, see [Note: two ranks]."""
-        n, mine = self.comm.mesh.axis_size(axis), self.comm.mesh.coord(axis, self.comm.rank)
         if x.dtype == out.dtype and self.reduces_in_place(axis, x.dtype):
             own = self.groups("reduce", axis)
             if out.data_ptr() != x.data_ptr():
                 out.copy_(x)
             return Ticket(result=self._fly("share", lambda: [own.allreduce([out])] if len(out) else [], _wait_all, self._crew))
-        size = -(-len(x) // n)
-        parts, results = ([each[size * r : size * (r + 1)] for r in range(n)] for each in (x, out))
+        mine, parts, results = self._parts_of_both(x, out, axis)
         group, tag, crew = self.groups("reduce", axis), next(self._tags), self._crew  # now: an error may come before the sum
         return self._reduce(parts, results[mine], axis, scratch, lambda: self._share("share", results, axis, group, tag, crew))
 
     def reduces_in_place(self, axis: str, dtype: torch.dtype) -> bool:
         """Where gloo's own does it."""
         return self.comm.mesh.axis_size(axis) == 2 and dtype in _ROUNDED_ONCE and self.groups.separate
+
+    def _parts_around(self, x: torch.Tensor, out: torch.Tensor, axis: str) -> list[torch.Tensor]:
+        """Each rank's part of what is gathered, this rank's filled."""
+        parts = list(out.view(self.comm.mesh.axis_size(axis), -1))
+        mine = parts[self.comm.mesh.coord(axis, self.comm.rank)]
+        if x.data_ptr() != mine.data_ptr():
+            mine.copy_(x)
+        return parts
+
+    def _parts_to(
+        self, x: torch.Tensor, axis: str, dtype: torch.dtype, out: torch.Tensor | None
+    ) -> tuple[list[torch.Tensor], torch.Tensor]:
+        """Each rank's part of what is reduced, and where this rank's sum goes."""
+        parts = list(x.view(self.comm.mesh.axis_size(axis), -1))
+        if out is not None:
+            return parts, out
+        mine = parts[self.comm.mesh.coord(axis, self.comm.rank)]
+        return parts, mine if mine.dtype == dtype else torch.empty_like(mine, dtype=dtype)
+
+    def _parts_of_both(
+        self, x: torch.Tensor, out: torch.Tensor, axis: str
+    ) -> tuple[int, list[torch.Tensor], list[torch.Tensor]]:
+        """This rank's coordinate, and each rank's part of what is summed and of the sums; the last ones may be shorter."""
+        n = self.comm.mesh.axis_size(axis)
+        size = -(-len(x) // n)
+        parts, results = ([each[size * r : size * (r + 1)] for r in range(n)] for each in (x, out))
+        return self.comm.mesh.coord(axis, self.comm.rank), parts, results
 
     def _share(
         self, kind: str, parts: Sequence[torch.Tensor], axis: str, group: dist.ProcessGroup, tag: int, crew: _Crew
@@ -160,7 +177,7 @@ class Exchange(Transport):
                 _wait_all(received[k])
                 summands = [rooms[k % 2][i][: len(chunk)] for i in order]
                 summands.insert(mine, chunk)
-                _sum(summands, result)
+                add(summands, result)
                 if k + 2 < len(own):
                     received.append(receive(k + 2))
             _wait_all(sent)
@@ -185,16 +202,14 @@ class Exchange(Transport):
 
         def finish(works: list[Any]) -> Any:
             _wait_all(works)
-            _sum([parts[mine], out] if mine == 0 else [out, parts[mine]], out)
+            add([parts[mine], out] if mine == 0 else [out, parts[mine]], out)
             return then()
 
         return self._fly("reduce", post, finish, self._crew)
 
     def _fly(self, kind: str, post: Callable[[], Any], finish: Callable[[Any], Any], crew: _Crew) -> Ticket:
         """Have one worker post and another finish."""
-        flight, waits = Flight(self.patience()), crew[kind]
-        if self.watch is not None:
-            self.watch(flight)
+        flight, waits = self._take_off(), crew[kind]
 
         def begin() -> None:
             try:
@@ -207,6 +222,12 @@ class Exchange(Transport):
         crew["posts"].submit(begin)
         return Ticket([flight], flight.wait)
 
+    def _take_off(self) -> Flight:
+        flight = Flight(self.patience())
+        if self.watch is not None:
+            self.watch(flight)
+        return flight
+
     def scratch_nbytes(self, op: str, axis: str, numel: int, itemsize: int, *, apart: bool = False) -> int:
         """Two chunks from each of the others, or all of a part that is no larger than one; none of one other if ``apart``."""
         n = self.comm.mesh.axis_size(axis)
@@ -215,7 +236,7 @@ class Exchange(Transport):
         part, chunk = -(-numel // n), _CHUNK // itemsize
         return (part if part <= chunk else 2 * chunk) * (n - 1) * itemsize
 
-    def make(self) -> None:
+    def make(self, comm: Comm) -> None:
         """The groups."""
         self.groups.make()
 
@@ -256,7 +277,7 @@ def _finish(finish: Callable[[Any], Any], posted: Any, flight: Flight) -> None:
         flight.land(error=error)
 
 
-def _sum(summands: Sequence[torch.Tensor], out: torch.Tensor) -> None:
+def add(summands: Sequence[torch.Tensor], out: torch.Tensor) -> None:
     """``((s0 + s1) + s2) + ...`` in the dtype of ``out``, which may be one of them."""
     if summands[0].dtype == out.dtype and len(summands) == 2:
         torch.add(summands[0], summands[1], out=out)
@@ -265,13 +286,3 @@ def _sum(summands: Sequence[torch.Tensor], out: torch.Tensor) -> None:
     for summand in summands[1:]:
         total += summand
     out.copy_(total)
-
-
-def transport_over(comm: Comm, policy: Policy) -> Transport:
-    """The transport that a Comm allows for."""
-    if isinstance(comm, CountingComm):
-        return Counted(transport_over(comm.inner, policy), comm)
-    if not isinstance(comm, ProcessGroupComm):
-        return Local() if comm.mesh.size == 1 else Blocking(comm)
-    groups = Groups(comm, separate=policy.separate_groups)
-    return Native(comm, groups) if comm.is_native else Exchange(comm, groups)

@@ -35,6 +35,8 @@ class Policy:
             None leaves it to the scheduler, which knows the device.
         one_stream: gathers and reductions share a stream.
         separate_groups: gathers and reductions have process groups of their own.
+        shared_memory: along axes whose groups stay within a machine, collectives of the CPU go through memory that ranks
+            share; nothing is changed on a GPU. False leaves all of them to gloo.
         trivial_axes: run collectives along axes of size 1 too, which otherwise cost nothing: to measure on one device.
         poison: fill memory with NaN when it is released, so that a use after release shows.
 
@@ -55,6 +57,7 @@ class Policy:
     sum_late: bool | None = None
     one_stream: bool = False
     separate_groups: bool = True
+    shared_memory: bool = True
     trivial_axes: bool = False
     poison: bool = False
 

@@ -20,9 +20,10 @@ from fsharp.functional.sharded import PlaceName, Sharded, is_sharded, map_units,
 from fsharp.functional.train import Loss, as_loss, check_loss, sums_of, totals, with_sinks
 from fsharp.stateful.boundary import before_backward
 from fsharp.stateful.copies import LiveUnit, stamp
-from fsharp.stateful.exchange import Exchange, transport_over
+from fsharp.stateful.exchange import Exchange
 from fsharp.stateful.full import leaf_index
 from fsharp.stateful.handed import Handed, reduced
+from fsharp.stateful.nearby import transport_over
 from fsharp.stateful.order import Order
 from fsharp.stateful.patient import Patient
 from fsharp.stateful.plan import Plan
@@ -152,9 +153,13 @@ class Scheduler(Engine):
         self.order.meet(self._make)
 
     def _make(self) -> None:
-        self.transport.make()
+        comm = self.comm
         if isinstance(self.own, Patient):
             self.own.make()
+            comm = self.own.inner
+        while isinstance(comm, CountingComm):
+            comm = comm.inner
+        self.transport.make(comm)
 
     def close(self, run: Run) -> None:
         """The run is over."""
@@ -287,10 +292,10 @@ class Scheduler(Engine):
             for unit in self.units.values():
                 if unit.gradient is not None:
                     unit.gradient.abandon()
+        self.order.fail(error)  # first: others find closed transports at once, and ask why
         self.transport.close()
         if isinstance(self.own, Patient):
             self.own.close()
-        self.order.fail(error)
 
     # ------------------------------------------------------------ units
 

@@ -5,7 +5,7 @@ is current, :class:`Local` has nobody to talk to; :mod:`fsharp.stateful.exchange
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, Literal, get_args
 
 import torch
@@ -15,7 +15,7 @@ from fsharp.functional.comm import Comm, CountingComm
 from fsharp.functional.process_group import ProcessGroupComm
 
 Kind = Literal["gather", "reduce"]
-_KINDS: tuple[Kind, ...] = get_args(Kind)
+KINDS: tuple[Kind, ...] = get_args(Kind)
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
@@ -97,8 +97,12 @@ class Transport(ABC):
         """Without what is wrapped around it."""
         return self
 
-    def make(self) -> None:
-        """Make ready what all ranks have to make together."""
+    def make(self, comm: Comm) -> None:
+        """Make ready what all ranks have to make together.
+
+        Args:
+            comm: to agree through. Nothing is under way in it.
+        """
 
     def close(self) -> None:
         """Give up whatever is under way."""
@@ -153,11 +157,11 @@ class Groups:
         self.comm, self.separate = comm, separate
         self._made: dict[tuple[Kind, str], dist.ProcessGroup] = {}
 
-    def make(self) -> None:
-        """Make them all. Every rank has to, at the same point; a rank that comes alone waits for ever."""
+    def make(self, *, but: Collection[str] = ()) -> None:
+        """Make those along all axes ``but`` these. Every rank has to, at one point; a rank that comes alone waits for ever."""
         if self.separate:
             for axis, size in self.comm.mesh.axes:
-                for kind in _KINDS if size > 1 else ():
+                for kind in KINDS if size > 1 and axis not in but else ():
                     self(kind, axis)
 
     def __call__(self, kind: Kind, axis: str) -> dist.ProcessGroup:
@@ -208,7 +212,7 @@ class Native(Transport):
         """What an all_reduce in a dtype of its own needs."""
         return numel * itemsize if op == "all_reduce" else 0
 
-    def make(self) -> None:
+    def make(self, comm: Comm) -> None:
         """The groups."""
         self.groups.make()
 
@@ -258,9 +262,9 @@ class Counted(Transport):
         """As ``inner``."""
         return self.inner.scratch_nbytes(op, axis, numel, itemsize, apart=apart)
 
-    def make(self) -> None:
+    def make(self, comm: Comm) -> None:
         """As ``inner``."""
-        self.inner.make()
+        self.inner.make(comm)
 
     def close(self) -> None:
         """As ``inner``."""

@@ -8,6 +8,8 @@ from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Any
 
+from fsharp.functional.errors import CommError
+
 Job = Callable[[], None]
 _PATIENCE = 2.0
 """Seconds that what is under way is given to end when the interpreter does."""
@@ -86,6 +88,8 @@ class Flight:
         """
         while not self._done.wait(0.5):
             self._patience()
+        if isinstance(self._error, CommError):
+            self._patience()  # a rank that is gone may have said why
         if self._error is not None:
             raise self._error
         return self._result

@@ -1,0 +1,118 @@
+"""Nearby: collectives among ranks of one machine through memory that they share; along all other axes, an Exchange.
+
+One worker for each kind of collective does one after another, in the order in which they begin, which is the same on all ranks.
+"""
+
+from collections.abc import Callable
+
+import torch
+
+from fsharp.functional.comm import Comm, CountingComm
+from fsharp.functional.errors import CommError
+from fsharp.functional.process_group import ProcessGroupComm
+from fsharp.stateful.exchange import Exchange, add
+from fsharp.stateful.links import Links, link
+from fsharp.stateful.policy import Policy
+from fsharp.stateful.transport import KINDS, Blocking, Counted, Groups, Local, Native, Ticket, Transport
+from fsharp.stateful.workers import Flight
+
+
+class Nearby(Exchange):
+    """Which axes stay within a machine is found out the first time that all ranks meet, and holds from then on."""
+
+    def __init__(self, comm: ProcessGroupComm, groups: Groups) -> None:
+        super().__init__(comm, groups)
+        self._links: dict[tuple[str, str], Links] = {}
+        self._near: frozenset[str] | None = None
+
+    def gather(self, x: torch.Tensor, out: torch.Tensor, axis: str) -> Ticket:
+        """Asynchronous; the parts land in ``out``."""
+        links = self._links.get(("gather", axis))
+        if links is None:
+            return super().gather(x, out, axis)
+        parts = self._parts_around(x, out, axis)
+        return self._do("gather", lambda: links.share(parts))
+
+    def reduce_scatter(
+        self, x: torch.Tensor, axis: str, *, dtype: torch.dtype, scratch: torch.Tensor, out: torch.Tensor | None = None
+    ) -> Ticket:
+        """Asynchronous. Without ``out`` the result is where this rank's part was, if that has the dtype."""
+        links = self._links.get(("reduce", axis))
+        if links is None:
+            return super().reduce_scatter(x, axis, dtype=dtype, scratch=scratch, out=out)
+        parts, result = self._parts_to(x, axis, dtype, out)
+        ticket = self._do("reduce", lambda: links.reduce(parts, result, add))
+        return Ticket([ticket], lambda: result)
+
+    def all_reduce(self, x: torch.Tensor, out: torch.Tensor, axis: str, *, scratch: torch.Tensor) -> Ticket:
+        """Reduces each rank's part, then gathers the parts; asynchronous."""
+        links = self._links.get(("reduce", axis))
+        if links is None:
+            return super().all_reduce(x, out, axis, scratch=scratch)
+        mine, parts, results = self._parts_of_both(x, out, axis)
+        return self._do("reduce", lambda: links.reduce(parts, results[mine], add), lambda: links.share(results))
+
+    def _do(self, kind: str, *jobs: Callable[[], None]) -> Ticket:
+        """Have a worker do jobs one after another. The result of each one's ticket is the next one's."""
+        flights = [self._take_off() for _ in jobs]
+
+        def work() -> None:
+            error: Exception | None = None
+            for job, flight in zip(jobs, flights, strict=True):
+                try:
+                    if error is None:
+                        job()
+                except Exception as raised:
+                    error = raised
+                flight.land(error=error)
+
+        self._crew[kind].submit(work)
+        return _chained(flights)
+
+    def reduces_in_place(self, axis: str, dtype: torch.dtype) -> bool:
+        """Wherever memory is shared."""
+        return ("reduce", axis) in self._links or super().reduces_in_place(axis, dtype)
+
+    def scratch_nbytes(self, op: str, axis: str, numel: int, itemsize: int, *, apart: bool = False) -> int:
+        """None where memory is shared: summands are added where they have arrived."""
+        if ("reduce", axis) in self._links:
+            return 0
+        return super().scratch_nbytes(op, axis, numel, itemsize, apart=apart)
+
+    def make(self, comm: Comm) -> None:
+        """The links, and groups for all other axes.
+
+        Raises:
+            CommError: memory that could be shared before an error cannot be shared any more.
+        """
+        if not self._links and self._near != frozenset():
+            self._links = link(comm, KINDS)
+            near = frozenset(axis for _, axis in self._links)
+            if self._near not in (None, near):
+                raise CommError(f"Scheduler: memory cannot be shared along {sorted(self._near or ())} any more.")
+            self._near = near
+        self.groups.make(but=self._near or ())
+
+    def close(self) -> None:
+        """Leave links, groups and workers to what is under way in them; whoever waits at a link finds out."""
+        for links in self._links.values():
+            links.close()
+        self._links = {}
+        super().close()
+
+
+def _chained(flights: list[Flight]) -> Ticket:
+    first, *rest = flights
+    return Ticket([first], (lambda: _chained(rest)) if rest else None)
+
+
+def transport_over(comm: Comm, policy: Policy) -> Transport:
+    """The transport that a Comm allows for."""
+    if isinstance(comm, CountingComm):
+        return Counted(transport_over(comm.inner, policy), comm)
+    if not isinstance(comm, ProcessGroupComm):
+        return Local() if comm.mesh.size == 1 else Blocking(comm)
+    groups = Groups(comm, separate=policy.separate_groups)
+    if comm.is_native:
+        return Native(comm, groups)
+    return Nearby(comm, groups) if policy.shared_memory else Exchange(comm, groups)
