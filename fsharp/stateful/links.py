@@ -16,6 +16,7 @@ import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
+from ctypes import memmove
 from pathlib import Path
 
 import torch
@@ -26,14 +27,16 @@ from fsharp.functional.errors import CommError
 from fsharp.functional.mesh import Mesh
 
 SLOTS = 2
-_SLOTS_NBYTES = 1 << 20
-"""Bytes that a rank writes into, for each group and kind of collective, of all slots together."""
+_SLOTS_NBYTES = 1 << 21
+"""Bytes that a rank's slots for all others of its group have together; each costs some 50 us while others compute."""
 _LEAST = 1 << 16
 _PATIENCE = 30.0
 """Seconds for ranks that have just met to connect."""
-_MESSAGE = struct.Struct("<qq")  # a collective's number and the bytes of a chunk of it, or _FREE and 0
-_HELLO = struct.Struct("<iii")  # the axis, the kind, the rank
-_FREE = -1
+_MESSAGE = struct.Struct("<qqq")  # a collective's number, the bytes of a chunk of it or 0, and slots given back
+_HELLO = struct.Struct("<ii")  # the axis, the rank
+
+_Chunk = tuple[int, int]
+"""Address and bytes. Copied as such: a tensor for each would cost as much again as the copy."""
 
 
 class Link:
@@ -41,17 +44,21 @@ class Link:
 
     Args:
         sock: connected to the other end.
-        memory: all slots, ``[2, SLOTS, nbytes]``: of the rank with the lower number, then of the other one.
+        file: of all slots: of the rank with the lower number, then of the other one.
+        nbytes: of a slot.
         is_lower: whether that is this rank.
         peer: the other one.
     """
 
-    def __init__(self, sock: socket.socket, memory: torch.Tensor, *, is_lower: bool, peer: int) -> None:
+    def __init__(self, sock: socket.socket, file: int, nbytes: int, *, is_lower: bool, peer: int) -> None:
         self._sock, self.peer = sock, peer
-        ours, theirs = (0, 1) if is_lower else (1, 0)
-        self._out: list[torch.Tensor] = list(memory[ours])
-        self._in: list[torch.Tensor] = list(memory[theirs])
-        self._num_free, self._put, self._taken = SLOTS, 0, 0
+        ours, theirs = (
+            torch.frombuffer(mmap.mmap(file, SLOTS * nbytes, offset=i * SLOTS * nbytes), dtype=torch.uint8)
+            for i in ((0, 1) if is_lower else (1, 0))
+        )
+        self._memory, self._out = ours, [ours.data_ptr() + i * nbytes for i in range(SLOTS)]
+        self._in: Sequence[torch.Tensor] = theirs.split(nbytes)
+        self._num_free, self._put, self._taken, self._owed = SLOTS, 0, 0, 0
         self._arrived: deque[tuple[int, int]] = deque()
         self.is_closed = False
         weakref.finalize(self, sock.close).atexit = False
@@ -60,7 +67,7 @@ class Link:
         """Of the socket."""
         return self._sock.fileno()
 
-    def put(self, chunk: torch.Tensor, number: int) -> bool:
+    def put(self, chunk: _Chunk, number: int) -> bool:
         """Hand over a chunk of collective ``number``; False if no slot is free.
 
         Raises:
@@ -69,14 +76,15 @@ class Link:
         if not self._num_free:
             self._check()
             return False
-        self._out[self._put][: len(chunk)].copy_(chunk)
+        address, nbytes = chunk
+        memmove(self._out[self._put], address, nbytes)
         self._put, self._num_free = (self._put + 1) % SLOTS, self._num_free - 1
-        self._say(number, len(chunk))
+        self._say(number, nbytes)
         self._check()
         return True
 
     def head(self, number: int, nbytes: int) -> torch.Tensor | None:
-        """The oldest chunk that has arrived, where it is; None if there is none.
+        """The slot of the oldest chunk that has arrived, ``nbytes`` of it or more; None if there is none.
 
         Raises:
             CommError: it is of another collective or length than expected, or the other rank is gone.
@@ -90,13 +98,17 @@ class Link:
                 f"ranks called different collectives: rank {self.peer} sent {size} bytes of its collective {theirs}, expected "
                 f"{nbytes} of {number}. Every rank has to make the same calls with tensors of the same size."
             )
-        return self._in[self._taken][:nbytes]
+        return self._in[self._taken]
 
     def free(self) -> None:
-        """Give the slot of :meth:`head` back."""
+        """Give the slot of :meth:`head` back, with the next chunk or when it is time to :meth:`flush`."""
         self._arrived.popleft()
-        self._taken = (self._taken + 1) % SLOTS
-        self._say(_FREE, 0)  # who is gone does not need it
+        self._taken, self._owed = (self._taken + 1) % SLOTS, self._owed + 1
+
+    def flush(self) -> None:
+        """Tell of slots that have been given back."""
+        if self._owed:
+            self._say(0, 0)  # who is gone does not need them
 
     def listen(self) -> None:
         """Take note of what the other rank has said; there has to be something, or this blocks."""
@@ -105,10 +117,9 @@ class Link:
         except OSError:
             said = b""
         self.is_closed = self.is_closed or not said
-        for number, nbytes in _MESSAGE.iter_unpack(said):
-            if number == _FREE:
-                self._num_free += 1
-            else:
+        for number, nbytes, freed in _MESSAGE.iter_unpack(said):
+            self._num_free += freed
+            if nbytes:
                 self._arrived.append((number, nbytes))
 
     def close(self) -> None:
@@ -120,7 +131,8 @@ class Link:
 
     def _say(self, number: int, nbytes: int) -> None:
         try:
-            self._sock.send(_MESSAGE.pack(number, nbytes))
+            self._sock.send(_MESSAGE.pack(number, nbytes, self._owed))
+            self._owed = 0
         except OSError:
             self.is_closed = True
 
@@ -130,7 +142,7 @@ class Link:
 
 
 class Links:
-    """Those of one rank with all others of its group, for one kind of collective. Calls block; one thread at a time.
+    """Those of one rank with all others of its group. Calls block; one thread at a time.
 
     Args:
         links: in order of the other's coordinate.
@@ -151,7 +163,7 @@ class Links:
         """
         mine = parts[self._mine]
         width = self._slot_nbytes // mine.itemsize
-        owns, outs = (_cut(x, width) for x in (mine, out))
+        owns, outs = (x.split(width) if len(x) else () for x in (mine, out))
         taken = 0
 
         def take() -> bool:
@@ -160,9 +172,9 @@ class Links:
                 return False
             own = owns[taken]
             heads = [link.head(self._number, own.nbytes) for link in self._links]
-            if any(head is None for head in heads):
+            summands = [head.view(own.dtype)[: len(own)] for head in heads if head is not None]
+            if len(summands) < len(heads):
                 return False
-            summands = [head.view(own.dtype) for head in heads if head is not None]
             summands.insert(self._mine, own)
             add(summands, outs[taken])
             for link in self._links:
@@ -174,24 +186,22 @@ class Links:
 
     def share(self, parts: Sequence[torch.Tensor]) -> None:
         """Send this rank's part to all others and receive theirs, ``parts[r]`` of any size that all ranks know."""
-        outs = [_cut(parts[i].view(torch.uint8), self._slot_nbytes) for i in self._others()]
-        taken = [0] * len(outs)
+        outs = [self._chunks(parts[i]) for i in self._others()]
 
         def take() -> bool:
             moved = False
-            for i, (link, chunks) in enumerate(zip(self._links, outs, strict=True)):
-                if taken[i] < len(chunks):
-                    chunk = chunks[taken[i]]
-                    head = link.head(self._number, len(chunk))
+            for link, chunks in zip(self._links, outs, strict=True):
+                if chunks:
+                    address, nbytes = chunks[0]
+                    head = link.head(self._number, nbytes)
                     if head is not None:
-                        chunk.copy_(head)
+                        memmove(address, head.data_ptr(), nbytes)
                         link.free()
-                        taken[i], moved = taken[i] + 1, True
+                        chunks.popleft()
+                        moved = True
             return moved
 
-        self._swap(
-            [parts[self._mine]] * len(outs), take, lambda: all(n == len(each) for n, each in zip(taken, outs, strict=True))
-        )
+        self._swap([parts[self._mine]] * len(outs), take, lambda: not any(outs))
 
     def close(self) -> None:
         """Have both ends of each link find out."""
@@ -201,9 +211,13 @@ class Links:
     def _others(self) -> list[int]:
         return [i for i in range(len(self._links) + 1) if i != self._mine]
 
+    def _chunks(self, x: torch.Tensor) -> deque[_Chunk]:
+        start, nbytes, width = x.data_ptr(), x.nbytes, self._slot_nbytes
+        return deque((start + i, min(width, nbytes - i)) for i in range(0, nbytes, width))
+
     def _swap(self, outgoing: Sequence[torch.Tensor], take: Callable[[], bool], has_all: Callable[[], bool]) -> None:
         """Hand each link what is for it and take what arrives, as slots allow."""
-        queues = [deque(_cut(x.view(torch.uint8), self._slot_nbytes)) for x in outgoing]
+        queues = [self._chunks(x) for x in outgoing]
         while any(queues) or not has_all():
             moved = False
             for link, queue in zip(self._links, queues, strict=True):
@@ -211,20 +225,25 @@ class Links:
                     queue.popleft()
                     moved = True
             if not (take() or moved):
+                self._flush()
                 self._listen()
+        self._flush()
         self._number += 1
 
+    def _flush(self) -> None:
+        for link in self._links:
+            link.flush()
+
     def _listen(self) -> None:
+        if len(self._links) == 1:
+            self._links[0].listen()
+            return
         poll = select.poll()
         by_file = {link.fileno(): link for link in self._links if not link.is_closed}
         for file in by_file:
             poll.register(file, select.POLLIN)
         for file, _ in poll.poll():
             by_file[file].listen()
-
-
-def _cut(x: torch.Tensor, width: int) -> Sequence[torch.Tensor]:
-    return x.split(width) if len(x) else ()
 
 
 def slot_nbytes(n: int) -> int:
@@ -249,36 +268,35 @@ def near_axes(mesh: Mesh, machines: Sequence[bytes]) -> list[str]:
     ]
 
 
-def link(comm: Comm, kinds: Sequence[str]) -> dict[tuple[str, str], Links]:
-    """Links along all axes that stay within a machine, by kind and axis. All ranks call it at one point.
+def link(comm: Comm) -> dict[str, Links]:
+    """Links along all axes that stay within a machine. All ranks call it at one point.
 
     Where memory cannot be shared on any rank, no rank has any, and a warning says why.
 
     Args:
         comm: to agree through.
-        kinds: of collectives, each with links of its own.
 
     Cost: two small collectives.
     """
-    mesh, name = comm.mesh, secrets.token_bytes(16)
-    listener, error = None, ""
+    name, listener, here = secrets.token_bytes(16), None, b""
     try:
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         listener.bind(_address(name))
-        listener.listen(mesh.size * len(kinds))
-        mine = machine()
-    except (AttributeError, OSError):  # no such sockets here
-        mine = b""
-    rows = gather_bytes(mine.ljust(16, b"\0") + name, comm)
-    axes = near_axes(mesh, [row[:16].rstrip(b"\0") for row in rows])
-    made: dict[tuple[str, str], Links] = {}
-    if axes:
-        assert listener is not None
+        listener.listen(comm.mesh.size)
+        here = machine()
+    except (AttributeError, OSError):
+        here = b""  # no such sockets
+    rows = gather_bytes(here.ljust(16, b"\0") + name, comm)
+    axes = near_axes(comm.mesh, [row[:16].rstrip(b"\0") for row in rows])
+    made, error = {}, ""
+    if axes and listener is not None:
         try:
-            made = _connect(comm, axes, kinds, listener, [row[16:] for row in rows])
+            made = _connect(comm, axes, listener, [row[16:] for row in rows])
         except OSError as raised:
-            error = f"rank {comm.rank}: {raised}"[:256]
-        errors = [row.rstrip(b"\0").decode() for row in gather_bytes(error.encode().ljust(256, b"\0")[:256], comm)]
+            error = f"rank {comm.rank}: {raised}"
+        errors = [
+            row.rstrip(b"\0").decode(errors="replace") for row in gather_bytes(error.encode().ljust(256, b"\0")[:256], comm)
+        ]
         error = next((text for text in errors if text), "")
     if listener is not None:
         listener.close()
@@ -288,53 +306,41 @@ def link(comm: Comm, kinds: Sequence[str]) -> dict[tuple[str, str], Links]:
     return made
 
 
-def _connect(
-    comm: Comm, axes: Sequence[str], kinds: Sequence[str], listener: socket.socket, names: Sequence[bytes]
-) -> dict[tuple[str, str], Links]:
+def _connect(comm: Comm, axes: Sequence[str], listener: socket.socket, names: Sequence[bytes]) -> dict[str, Links]:
     """The lower rank of each pair is called by the higher one, which brings the memory."""
     mesh, rank = comm.mesh, comm.rank
-    groups = {axis: mesh.group(axis, rank) for axis in axes}
-    found: dict[tuple[int, int, int], Link] = {}
-    calls = 0
-    for a, axis in enumerate(axes):
-        nbytes = slot_nbytes(len(groups[axis]))
-        for peer in groups[axis]:
-            for k in range(len(kinds)):
-                if peer > rank:
-                    calls += 1
-                elif peer < rank:
-                    file = os.memfd_create("fsharp")
-                    try:
-                        os.ftruncate(file, 2 * SLOTS * nbytes)
-                        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-                        sock.settimeout(_PATIENCE)
-                        sock.connect(_address(names[peer]))
-                        socket.send_fds(sock, [_HELLO.pack(a, k, rank)], [file])
-                        found[a, k, peer] = _link(sock, file, nbytes, is_lower=False, peer=peer)
-                    finally:
-                        os.close(file)
+    groups = [mesh.group(axis, rank) for axis in axes]
+    found: dict[tuple[int, int], Link] = {}
+    for a, group in enumerate(groups):
+        nbytes = slot_nbytes(len(group))
+        for peer in group[: group.index(rank)]:
+            file = os.memfd_create("fsharp")
+            try:
+                os.ftruncate(file, 2 * SLOTS * nbytes)
+                sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+                sock.settimeout(_PATIENCE)
+                sock.connect(_address(names[peer]))
+                socket.send_fds(sock, [_HELLO.pack(a, rank)], [file])
+                sock.settimeout(None)
+                found[a, peer] = Link(sock, file, nbytes, is_lower=False, peer=peer)
+            finally:
+                os.close(file)
     listener.settimeout(_PATIENCE)
-    for _ in range(calls):
+    for _ in range(sum(len(group) - 1 - group.index(rank) for group in groups)):
         sock, _ = listener.accept()
         sock.settimeout(_PATIENCE)
         hello, files, _, _ = socket.recv_fds(sock, _HELLO.size, 1)
         try:
-            a, k, peer = _HELLO.unpack(hello)
-            found[a, k, peer] = _link(sock, files[0], slot_nbytes(len(groups[axes[a]])), is_lower=True, peer=peer)
+            a, peer = _HELLO.unpack(hello)
+            sock.settimeout(None)
+            found[a, peer] = Link(sock, files[0], slot_nbytes(len(groups[a])), is_lower=True, peer=peer)
         finally:
             for file in files:
                 os.close(file)
     return {
-        (kind, axis): Links([found[a, k, peer] for peer in groups[axis] if peer != rank], mesh.coord(axis, rank))
-        for a, axis in enumerate(axes)
-        for k, kind in enumerate(kinds)
+        axis: Links([found[a, peer] for peer in group if peer != rank], group.index(rank))
+        for a, (axis, group) in enumerate(zip(axes, groups, strict=True))
     }
-
-
-def _link(sock: socket.socket, file: int, nbytes: int, *, is_lower: bool, peer: int) -> Link:
-    sock.setblocking(True)
-    memory = torch.frombuffer(mmap.mmap(file, 2 * SLOTS * nbytes), dtype=torch.uint8)
-    return Link(sock, memory.view(2, SLOTS, nbytes), is_lower=is_lower, peer=peer)
 
 
 def _address(name: bytes) -> bytes:

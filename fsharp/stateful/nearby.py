@@ -1,6 +1,7 @@
 """Nearby: collectives among ranks of one machine through memory that they share; along all other axes, an Exchange.
 
-One worker for each kind of collective does one after another, in the order in which they begin, which is the same on all ranks.
+One worker does them one after another, in the order in which they begin, which is the same on all ranks. Gathers and reductions
+have one link: on cores that compute meanwhile, what is done by turns takes as long.
 """
 
 from collections.abc import Callable
@@ -13,7 +14,7 @@ from fsharp.functional.process_group import ProcessGroupComm
 from fsharp.stateful.exchange import Exchange, add
 from fsharp.stateful.links import Links, link
 from fsharp.stateful.policy import Policy
-from fsharp.stateful.transport import KINDS, Blocking, Counted, Groups, Local, Native, Ticket, Transport
+from fsharp.stateful.transport import Blocking, Counted, Groups, Local, Native, Ticket, Transport
 from fsharp.stateful.workers import Flight
 
 
@@ -22,38 +23,38 @@ class Nearby(Exchange):
 
     def __init__(self, comm: ProcessGroupComm, groups: Groups) -> None:
         super().__init__(comm, groups)
-        self._links: dict[tuple[str, str], Links] = {}
+        self._links: dict[str, Links] = {}
         self._near: frozenset[str] | None = None
 
     def gather(self, x: torch.Tensor, out: torch.Tensor, axis: str) -> Ticket:
         """Asynchronous; the parts land in ``out``."""
-        links = self._links.get(("gather", axis))
+        links = self._links.get(axis)
         if links is None:
             return super().gather(x, out, axis)
         parts = self._parts_around(x, out, axis)
-        return self._do("gather", lambda: links.share(parts))
+        return self._do(lambda: links.share(parts))
 
     def reduce_scatter(
         self, x: torch.Tensor, axis: str, *, dtype: torch.dtype, scratch: torch.Tensor, out: torch.Tensor | None = None
     ) -> Ticket:
         """Asynchronous. Without ``out`` the result is where this rank's part was, if that has the dtype."""
-        links = self._links.get(("reduce", axis))
+        links = self._links.get(axis)
         if links is None:
             return super().reduce_scatter(x, axis, dtype=dtype, scratch=scratch, out=out)
         parts, result = self._parts_to(x, axis, dtype, out)
-        ticket = self._do("reduce", lambda: links.reduce(parts, result, add))
+        ticket = self._do(lambda: links.reduce(parts, result, add))
         return Ticket([ticket], lambda: result)
 
     def all_reduce(self, x: torch.Tensor, out: torch.Tensor, axis: str, *, scratch: torch.Tensor) -> Ticket:
         """Reduces each rank's part, then gathers the parts; asynchronous."""
-        links = self._links.get(("reduce", axis))
+        links = self._links.get(axis)
         if links is None:
             return super().all_reduce(x, out, axis, scratch=scratch)
         mine, parts, results = self._parts_of_both(x, out, axis)
-        return self._do("reduce", lambda: links.reduce(parts, results[mine], add), lambda: links.share(results))
+        return self._do(lambda: links.reduce(parts, results[mine], add), lambda: links.share(results))
 
-    def _do(self, kind: str, *jobs: Callable[[], None]) -> Ticket:
-        """Have a worker do jobs one after another. The result of each one's ticket is the next one's."""
+    def _do(self, *jobs: Callable[[], None]) -> Ticket:
+        """Have the worker do jobs one after another. The result of each one's ticket is the next one's."""
         flights = [self._take_off() for _ in jobs]
 
         def work() -> None:
@@ -66,16 +67,16 @@ class Nearby(Exchange):
                     error = raised
                 flight.land(error=error)
 
-        self._crew[kind].submit(work)
+        self._crew["near"].submit(work)
         return _chained(flights)
 
     def reduces_in_place(self, axis: str, dtype: torch.dtype) -> bool:
         """Wherever memory is shared."""
-        return ("reduce", axis) in self._links or super().reduces_in_place(axis, dtype)
+        return axis in self._links or super().reduces_in_place(axis, dtype)
 
     def scratch_nbytes(self, op: str, axis: str, numel: int, itemsize: int, *, apart: bool = False) -> int:
         """None where memory is shared: summands are added where they have arrived."""
-        if ("reduce", axis) in self._links:
+        if axis in self._links:
             return 0
         return super().scratch_nbytes(op, axis, numel, itemsize, apart=apart)
 
@@ -86,8 +87,8 @@ class Nearby(Exchange):
             CommError: memory that could be shared before an error cannot be shared any more.
         """
         if not self._links and self._near != frozenset():
-            self._links = link(comm, KINDS)
-            near = frozenset(axis for _, axis in self._links)
+            self._links = link(comm)
+            near = frozenset(self._links)
             if self._near not in (None, near):
                 raise CommError(f"Scheduler: memory cannot be shared along {sorted(self._near or ())} any more.")
             self._near = near

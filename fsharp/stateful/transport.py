@@ -15,7 +15,7 @@ from fsharp.functional.comm import Comm, CountingComm
 from fsharp.functional.process_group import ProcessGroupComm
 
 Kind = Literal["gather", "reduce"]
-KINDS: tuple[Kind, ...] = get_args(Kind)
+_KINDS: tuple[Kind, ...] = get_args(Kind)
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
@@ -161,7 +161,7 @@ class Groups:
         """Make those along all axes ``but`` these. Every rank has to, at one point; a rank that comes alone waits for ever."""
         if self.separate:
             for axis, size in self.comm.mesh.axes:
-                for kind in KINDS if size > 1 and axis not in but else ():
+                for kind in _KINDS if size > 1 and axis not in but else ():
                     self(kind, axis)
 
     def __call__(self, kind: Kind, axis: str) -> dist.ProcessGroup:
