@@ -120,5 +120,6 @@ def policies(draw, **fixed):
         "sum_late": draw(st.sampled_from([None, True, False])),
         "one_stream": draw(st.booleans()),
         "separate_groups": draw(st.booleans()),
+        "shared_memory": draw(st.booleans()),
     }
     return Policy(**{**fields, **fixed})

@@ -259,6 +259,9 @@ def test_what_counts_as_used_once():
     assert not is_used_once([*one, *one[2:], *end], "a")  # two backwards
 
 
+IN_PROCESSES = [{}, {"separate_groups": False}, {"shared_memory": False}, {"shared_memory": False, "separate_groups": False}]
+
+
 @pytest.fixture(scope="module")
 def found():
     """Steps by two gloo processes, blocking and scheduled."""
@@ -271,16 +274,14 @@ def found():
         for strategy in ("ddp", "zero1", "zero3"):
             runs = Program(comm), Program(comm, fs.Scheduler(comm, poison=True))
             out[f"again {strategy}"] = [trained(run, taking_again(True, keep=False), strategy=strategy) for run in runs]
-        for policy in ({}, {"separate_groups": False}):
+        for policy in IN_PROCESSES:
             out[str(policy)] = [train(comm, "ddp", each)[:2] for each in (None, policy)]
         return out
 
     return processes(DP, rank_fn, timeout=100)
 
 
-@pytest.mark.parametrize(
-    "what", ["nothing", "a unit twice", "a gather in the loss", "{}", "{'separate_groups': False}", *AGAIN]
-)
+@pytest.mark.parametrize("what", ["nothing", "a unit twice", "a gather in the loss", *map(str, IN_PROCESSES), *AGAIN])
 def test_in_processes(found, what):
     for result in found:
         assert_same(*result[what])

@@ -14,6 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import fsharp as fs
 from fsharp.functional.errors import ScheduleError
 from fsharp.stateful.exchange import Exchange
+from fsharp.stateful.links import Links
 from fsharp.testing import processes, simulate
 from tests.gpt_like import logits, loss_fn, make_params
 from tests.scheduling import DP, STRATEGIES, assert_same, full_params, make_state, make_tx, my_batches, run_both
@@ -141,6 +142,14 @@ def late_flights(monkeypatch, is_late, seconds):
         return fly(self, kind, late, finish, crew)
 
     monkeypatch.setattr(Exchange, "_fly", slow)
+    for name, kind in (("share", "gather"), ("reduce", "reduce")):
+
+        def slow_link(self, *args, call=getattr(Links, name), kind=kind):
+            if is_late(kind):
+                time.sleep(seconds)
+            call(self, *args)
+
+        monkeypatch.setattr(Links, name, slow_link)
 
 
 def test_two_threads_wait_for_parameters_that_are_on_their_way():
@@ -215,8 +224,11 @@ def test_what_a_failed_step_has_asked_for_lands_nowhere():
     assert processes(DP, rank_fn) == [1, 1]
 
 
-@pytest.mark.parametrize("separate_groups", [True, False])
-def test_two_schedulers_on_one_comm_do_not_take_each_others_messages(separate_groups):
+WAYS = [{}, {"shared_memory": False}, {"shared_memory": False, "separate_groups": False}]
+
+
+@pytest.mark.parametrize("policy", WAYS)
+def test_two_schedulers_on_one_comm_do_not_take_each_others_messages(policy):
     """Both train, and what one of them gathers for its next step comes late, while the other makes the same collectives."""
 
     def rank_fn(comm):
@@ -229,7 +241,7 @@ def test_two_schedulers_on_one_comm_do_not_take_each_others_messages(separate_gr
                 states = [make_state(comm, "zero3", tx=fs.sgd(0.1), params=make_params(seed)) for seed in (0, 1)]
                 calls = [partial(step, comm=comm)] * 2
                 if is_scheduled:
-                    calls = [fs.Scheduler(comm, separate_groups=separate_groups)(step) for _ in states]
+                    calls = [fs.Scheduler(comm, **policy)(step) for _ in states]
                 for i, batch in enumerate(my_batches(comm, 8)):
                     for k in range(2):
                         late[:] = [1] if is_scheduled and i > 3 and k == 0 else []
@@ -242,8 +254,8 @@ def test_two_schedulers_on_one_comm_do_not_take_each_others_messages(separate_gr
         assert blocking == scheduled
 
 
-@pytest.mark.parametrize("separate_groups", [True, False])
-def test_one_rank_fails_and_all_go_on(separate_groups):
+@pytest.mark.parametrize("policy", WAYS)
+def test_one_rank_fails_and_all_go_on(policy):
     """The others have posted what nobody will answer; the next steps are not mistaken for that."""
 
     def rank_fn(comm):
@@ -258,7 +270,7 @@ def test_one_rank_fails_and_all_go_on(separate_groups):
 
             return fs.value_and_grad(loss)(params, batch, comm=comm)
 
-        call, seen = fs.Scheduler(comm, separate_groups=separate_groups)(fn), []
+        call, seen = fs.Scheduler(comm, **policy)(fn), []
         for i in range(8):
             try:
                 seen.append(float(call(state.params, i in (3, 5) and comm.rank == 1)[0].sum))

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 import fsharp as fs
 from fsharp.testing import processes
 from tests.gpt_like import block, embed, head
-from tests.scheduling import DP, assert_same, full_params, make_state, make_tx, my_batches
+from tests.scheduling import assert_same, full_params, make_state, make_tx, my_batches, over
 
 FAIL, LATE, CONSTANT, OTHER = "fails in its loss", "fails once it has reduced", "takes a unit as constant", "other order"
 
@@ -92,7 +92,14 @@ def train(comm, strategy, doings, *, counted=False):
     return errors, set(alive)
 
 
-@pytest.fixture(scope="module", params=[2, pytest.param(3, marks=pytest.mark.deep)])
+@pytest.fixture(
+    scope="module",
+    params=[
+        (2, "shared memory"),
+        (2, "gloo"),
+        *(pytest.param((3, way), marks=pytest.mark.deep) for way in ("shared memory", "gloo")),
+    ],
+)
 def found(request):
     """Everything that this many processes find out, in one start of them."""
 
@@ -100,7 +107,8 @@ def found(request):
         out = {name: train(comm, *program) for name, program in PROGRAMS.items()}
         return out | {"counted": train(comm, *PROGRAMS["fails twice"], counted=True)}
 
-    return processes(DP if request.param == 2 else fs.Mesh({"dp": request.param}), rank_fn, timeout=100)
+    n, way = request.param
+    return processes(fs.Mesh({"dp": n}), over(way, rank_fn), timeout=100)
 
 
 @pytest.mark.parametrize("name", [*PROGRAMS, "counted"])

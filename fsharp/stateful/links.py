@@ -32,6 +32,7 @@ _SLOTS_NBYTES = 1 << 21
 _LEAST = 1 << 16
 _PATIENCE = 30.0
 """Seconds for ranks that have just met to connect."""
+_SHOWN = 1000
 _MESSAGE = struct.Struct("<qqq")  # a collective's number, the bytes of a chunk of it or 0, and slots given back
 _HELLO = struct.Struct("<ii")  # the axis, the rank
 
@@ -297,7 +298,7 @@ def link(comm: Comm) -> dict[str, Links]:
         errors = [
             row.rstrip(b"\0").decode(errors="replace") for row in gather_bytes(error.encode().ljust(256, b"\0")[:256], comm)
         ]
-        error = next((text for text in errors if text), "")
+        error = "; ".join(filter(None, errors))[:_SHOWN]
     if listener is not None:
         listener.close()
     if error:
