@@ -49,8 +49,8 @@ class Scheduler(Engine):
     2
 
     Args:
-        comm: the ranks. Over gloo, collectives run as asynchronous sends and receives; over NCCL on streams; over any
-            other Comm they block.
+        comm: the ranks. On CPUs, collectives run in threads, through memory that ranks of one machine share and over gloo;
+            over NCCL on streams; over any other Comm they block.
         policy: how far ahead and in how much memory; see :class:`Policy`.
         options: fields of a :class:`Policy`, instead of one.
 

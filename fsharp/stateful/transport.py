@@ -1,7 +1,8 @@
 """Transport: collectives along one axis into memory that the caller owns, which may still run when the call returns.
 
 :class:`Blocking` runs over any :class:`~fsharp.Comm`, :class:`Native` over a backend's own collectives on whatever CUDA stream
-is current, :class:`Local` has nobody to talk to; :mod:`fsharp.stateful.exchange` has the one over gloo.
+is current, :class:`Local` has nobody to talk to; :mod:`fsharp.stateful.exchange` has the one over gloo, and
+:mod:`fsharp.stateful.nearby` the one within a machine.
 """
 
 from abc import ABC, abstractmethod
