@@ -46,12 +46,16 @@ class Nearby(Exchange):
         return Ticket([ticket], lambda: result)
 
     def all_reduce(self, x: torch.Tensor, out: torch.Tensor, axis: str, *, scratch: torch.Tensor) -> Ticket:
-        """Reduces each rank's part, then gathers the parts; asynchronous."""
+        """Reduces each rank's part, then gathers the parts; asynchronous. In ``out`` alone if that has the dtype of ``x``."""
         links = self._links.get(axis)
         if links is None:
             return super().all_reduce(x, out, axis, scratch=scratch)
-        mine, parts, results = self._parts_of_both(x, out, axis)
-        return self._do(lambda: links.reduce(parts, results[mine], add), lambda: links.share(results))
+        is_alike = x.dtype == out.dtype
+        if is_alike and x.data_ptr() != out.data_ptr():
+            out.copy_(x)
+        mine, parts, results = self._parts_of_both(out if is_alike else x, out, axis)
+        reduced = self._do(lambda: links.reduce(parts, results[mine], add), lambda: links.share(results))
+        return Ticket(result=Ticket(then=lambda: reduced.wait().wait())) if is_alike else reduced
 
     def _do(self, *jobs: Callable[[], None]) -> Ticket:
         """Have the worker do jobs one after another. The result of each one's ticket is the next one's."""
