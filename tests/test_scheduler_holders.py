@@ -6,6 +6,7 @@ import threading
 import time
 from functools import partial
 
+import optree
 import pytest
 import torch
 import torch.nn.functional as F
@@ -389,3 +390,21 @@ def test_sparse_gradients_are_refused(strategy):
             fs.Scheduler(comm)(fs.train_step(loss, make_tx()))(state, torch.tensor([1, 2, 2]))
 
     simulate(DP, rank_fn)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
+def test_buffers_that_are_not_contiguous(strategy):
+    """Leaves of replicated parameters are where these are; sharded ones are gathered from anywhere."""
+
+    def rank_fn(comm):
+        state, (batch, *_) = make_state(comm, strategy), my_batches(comm, 1)
+        strided = optree.tree_map(lambda x: torch.stack([x, x + 1], 1)[:, 0] if x.dim() == 1 else x, state.params)
+        call = fs.Scheduler(comm)(lambda params, comm: loss_fn(params, batch, comm)[0])
+        expected = loss_fn(state.params, batch, comm)[0]
+        if strategy == "zero3":
+            return torch.equal(call(strided), expected)
+        with pytest.raises(fs.TreeError, match=r"unit 'embed': a buffer has stride 2, expected a contiguous one"):
+            call(strided)
+        return torch.equal(call(state.params), expected)
+
+    assert simulate(DP, rank_fn) == [True, True]

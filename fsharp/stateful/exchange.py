@@ -70,7 +70,7 @@ class Exchange(Transport):
         self._start()
 
     def _start(self) -> None:
-        self._crew = {kind: Worker(kind) for kind in ("posts", "gather", "reduce", "share", "near")}
+        self._crew = {kind: Worker(kind) for kind in ("posts", "gather", "reduce", "share")}
 
     def gather(self, x: torch.Tensor, out: torch.Tensor, axis: str) -> Ticket:
         """Asynchronous; the parts land in ``out``."""

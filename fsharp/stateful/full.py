@@ -69,7 +69,17 @@ class LeafIndex:
         return optree.tree_unflatten(self.unit.spec, result)
 
     def views(self, flats: Mapping[int, torch.Tensor], which: Sequence[Leaf]) -> list[torch.Tensor]:
-        """The given leaves as aliases of full flat buffers, by group."""
+        """The given leaves as aliases of full flat buffers, by group.
+
+        Raises:
+            TreeError: a buffer is not contiguous.
+        """
+        for flat in flats.values():
+            if not flat.is_contiguous():
+                raise TreeError(
+                    f"unit {self.unit.name!r}: a buffer has stride {flat.stride(0)}, expected a contiguous one. "
+                    "Call .contiguous() on it."
+                )
         return [alias(flats[leaf.group], leaf.offset, leaf.shape) for leaf in which]
 
     def gaps(self, group: int, flat: torch.Tensor) -> list[torch.Tensor]:

@@ -1,8 +1,8 @@
 """Links: memory that ranks of one machine share two by two, with a socket to say what is in it.
 
 A link holds a few slots for each way. A chunk is copied into a slot by one rank and read where it is by the other, which gives
-the slot back; the kernel passes on sixteen bytes about it each time, where TCP copies the chunk itself twice. Nothing is left
-behind when processes die: the memory has no name, and neither has the socket.
+the slot back; the kernel passes on a few bytes about it, where TCP copies the chunk itself twice. Nothing is left behind when
+processes die: the memory has no name, and that of the socket goes with it.
 """
 
 import hashlib
@@ -12,6 +12,7 @@ import secrets
 import select
 import socket
 import struct
+import time
 import warnings
 import weakref
 from collections import deque
@@ -34,7 +35,7 @@ _PATIENCE = 30.0
 """Seconds for ranks that have just met to connect."""
 _SHOWN = 1000
 _MESSAGE = struct.Struct("<qqq")  # a collective's number, the bytes of a chunk of it or 0, and slots given back
-_HELLO = struct.Struct("<ii")  # the axis, the rank
+_HELLO = struct.Struct("<ii16s")  # the axis, the rank, and what only ranks know
 
 _Chunk = tuple[int, int]
 """Address and bytes. Copied as such: a tensor for each would cost as much again as the copy."""
@@ -57,7 +58,8 @@ class Link:
             torch.frombuffer(mmap.mmap(file, SLOTS * nbytes, offset=i * SLOTS * nbytes), dtype=torch.uint8)
             for i in ((0, 1) if is_lower else (1, 0))
         )
-        self._memory, self._out = ours, [ours.data_ptr() + i * nbytes for i in range(SLOTS)]
+        self._mapped = ours  # or it would be unmapped
+        self._out = [ours.data_ptr() + i * nbytes for i in range(SLOTS)]
         self._in: Sequence[torch.Tensor] = theirs.split(nbytes)
         self._num_free, self._put, self._taken, self._owed = SLOTS, 0, 0, 0
         self._arrived: deque[tuple[int, int]] = deque()
@@ -132,7 +134,7 @@ class Link:
 
     def _say(self, number: int, nbytes: int) -> None:
         try:
-            self._sock.send(_MESSAGE.pack(number, nbytes, self._owed))
+            self._sock.send(_MESSAGE.pack(number, nbytes, self._owed), socket.MSG_NOSIGNAL)
             self._owed = 0
         except OSError:
             self.is_closed = True
@@ -143,7 +145,7 @@ class Link:
 
 
 class Links:
-    """Those of one rank with all others of its group. Calls block; one thread at a time.
+    """Those of one rank with all others of its group. Calls block; one thread at a time. After an error they are closed.
 
     Args:
         links: in order of the other's coordinate.
@@ -151,7 +153,7 @@ class Links:
     """
 
     def __init__(self, links: Sequence[Link], mine: int) -> None:
-        self._links, self._mine, self._number = list(links), mine, 0
+        self._links, self._mine, self._number, self._is_broken = list(links), mine, 0, False
         self._slot_nbytes = slot_nbytes(len(links) + 1)
 
     def reduce(self, parts: Sequence[torch.Tensor], out: torch.Tensor, add: Callable[..., None]) -> None:
@@ -213,23 +215,32 @@ class Links:
         return [i for i in range(len(self._links) + 1) if i != self._mine]
 
     def _chunks(self, x: torch.Tensor) -> deque[_Chunk]:
+        if not x.is_contiguous():
+            raise CommError(f"a collective was given a tensor with strides {x.stride()}, expected a contiguous one.")
         start, nbytes, width = x.data_ptr(), x.nbytes, self._slot_nbytes
         return deque((start + i, min(width, nbytes - i)) for i in range(0, nbytes, width))
 
     def _swap(self, outgoing: Sequence[torch.Tensor], take: Callable[[], bool], has_all: Callable[[], bool]) -> None:
         """Hand each link what is for it and take what arrives, as slots allow."""
-        queues = [self._chunks(x) for x in outgoing]
-        while any(queues) or not has_all():
-            moved = False
-            for link, queue in zip(self._links, queues, strict=True):
-                if queue and link.put(queue[0], self._number):
-                    queue.popleft()
-                    moved = True
-            if not (take() or moved):
-                self._flush()
-                self._listen()
-        self._flush()
-        self._number += 1
+        if self._is_broken:
+            raise CommError("a collective before this one has failed; nothing can be told from what arrives now.")
+        self._is_broken = True
+        try:
+            queues = [self._chunks(x) for x in outgoing]
+            while any(queues) or not has_all():
+                moved = False
+                for link, queue in zip(self._links, queues, strict=True):
+                    if queue and link.put(queue[0], self._number):
+                        queue.popleft()
+                        moved = True
+                if not (take() or moved):
+                    self._flush()
+                    self._listen()
+            self._flush()
+            self._number, self._is_broken = self._number + 1, False
+        finally:
+            if self._is_broken:
+                self.close()
 
     def _flush(self) -> None:
         for link in self._links:
@@ -269,32 +280,33 @@ def near_axes(mesh: Mesh, machines: Sequence[bytes]) -> list[str]:
     ]
 
 
-def link(comm: Comm) -> dict[str, Links]:
+def link(comm: Comm, *, is_wanted: bool = True) -> dict[str, Links]:
     """Links along all axes that stay within a machine. All ranks call it at one point.
 
-    Where memory cannot be shared on any rank, no rank has any, and a warning says why.
+    Where memory cannot be shared on any rank, no rank has any, and a warning says why, after half a minute if one is missing.
 
     Args:
         comm: to agree through.
+        is_wanted: whether this rank wants any; if one does not, none has.
 
     Cost: two small collectives.
     """
-    name, listener, here = secrets.token_bytes(16), None, b""
+    name, secret, listener, here = secrets.token_bytes(16), secrets.token_bytes(16), None, b""
     try:
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         listener.bind(_address(name))
         listener.listen(comm.mesh.size)
-        here = machine()
+        here = machine() if is_wanted else b""
     except (AttributeError, OSError):
         here = b""  # no such sockets
-    rows = gather_bytes(here.ljust(16, b"\0") + name, comm)
-    axes = near_axes(comm.mesh, [row[:16].rstrip(b"\0") for row in rows])
+    rows = [(row[:16].rstrip(b"\0"), row[16:32], row[32:]) for row in gather_bytes(here.ljust(16, b"\0") + name + secret, comm)]
+    axes = near_axes(comm.mesh, [row[0] for row in rows])
     made, error = {}, ""
     if axes and listener is not None:
         try:
-            made = _connect(comm, axes, listener, [row[16:] for row in rows])
-        except OSError as raised:
-            error = f"rank {comm.rank}: {raised}"
+            made = _connect(comm, axes, listener, [row[1:] for row in rows])
+        except Exception as raised:  # of any kind: others wait for what this rank says
+            error = f"rank {comm.rank}: {type(raised).__name__}: {raised}"
         errors = [
             row.rstrip(b"\0").decode(errors="replace") for row in gather_bytes(error.encode().ljust(256, b"\0")[:256], comm)
         ]
@@ -307,34 +319,46 @@ def link(comm: Comm) -> dict[str, Links]:
     return made
 
 
-def _connect(comm: Comm, axes: Sequence[str], listener: socket.socket, names: Sequence[bytes]) -> dict[str, Links]:
-    """The lower rank of each pair is called by the higher one, which brings the memory."""
+def _connect(
+    comm: Comm, axes: Sequence[str], listener: socket.socket, names: Sequence[tuple[bytes, bytes]]
+) -> dict[str, Links]:
+    """The lower rank of each pair is called by the higher one, which brings the memory.
+
+    Args:
+        comm: the ranks.
+        axes: to link along.
+        listener: this rank's.
+        names: of each rank's listener, and what it wants to hear first: anybody on this machine can call.
+    """
     mesh, rank = comm.mesh, comm.rank
     groups = [mesh.group(axis, rank) for axis in axes]
     found: dict[tuple[int, int], Link] = {}
+    missing = set()
     for a, group in enumerate(groups):
-        nbytes = slot_nbytes(len(group))
-        for peer in group[: group.index(rank)]:
-            file = os.memfd_create("fsharp")
-            try:
-                os.ftruncate(file, 2 * SLOTS * nbytes)
-                sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-                sock.settimeout(_PATIENCE)
-                sock.connect(_address(names[peer]))
-                socket.send_fds(sock, [_HELLO.pack(a, rank)], [file])
-                sock.settimeout(None)
-                found[a, peer] = Link(sock, file, nbytes, is_lower=False, peer=peer)
-            finally:
-                os.close(file)
-    listener.settimeout(_PATIENCE)
-    for _ in range(sum(len(group) - 1 - group.index(rank) for group in groups)):
+        for peer in group:
+            if peer < rank:
+                found[a, peer] = _call(peer, names[peer][0], _HELLO.pack(a, rank, names[peer][1]), slot_nbytes(len(group)))
+            elif peer > rank:
+                missing.add((a, peer))
+    deadline = time.monotonic() + _PATIENCE
+    while missing:
+        listener.settimeout(max(deadline - time.monotonic(), 0.01))
         sock, _ = listener.accept()
         sock.settimeout(_PATIENCE)
         hello, files, _, _ = socket.recv_fds(sock, _HELLO.size, 1)
         try:
-            a, peer = _HELLO.unpack(hello)
+            a, peer, secret = _HELLO.unpack(hello) if len(hello) == _HELLO.size else (-1, -1, b"")
+            if secret != names[rank][1] or (a, peer) not in missing:
+                sock.close()
+                continue
+            if not files:
+                raise OSError("too many open files")
             sock.settimeout(None)
             found[a, peer] = Link(sock, files[0], slot_nbytes(len(groups[a])), is_lower=True, peer=peer)
+            missing.discard((a, peer))
+        except Exception:
+            sock.close()
+            raise
         finally:
             for file in files:
                 os.close(file)
@@ -342,6 +366,23 @@ def _connect(comm: Comm, axes: Sequence[str], listener: socket.socket, names: Se
         axis: Links([found[a, peer] for peer in group if peer != rank], group.index(rank))
         for a, (axis, group) in enumerate(zip(axes, groups, strict=True))
     }
+
+
+def _call(peer: int, name: bytes, hello: bytes, nbytes: int) -> Link:
+    file = os.memfd_create("fsharp")
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        os.ftruncate(file, 2 * SLOTS * nbytes)
+        sock.settimeout(_PATIENCE)
+        sock.connect(_address(name))
+        socket.send_fds(sock, [hello], [file])
+        sock.settimeout(None)
+        return Link(sock, file, nbytes, is_lower=False, peer=peer)
+    except Exception:
+        sock.close()
+        raise
+    finally:
+        os.close(file)
 
 
 def _address(name: bytes) -> bytes:

@@ -4,7 +4,8 @@ One worker does them one after another, in the order in which they begin, which 
 have one link: on cores that compute meanwhile, what is done by turns takes as long.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 
@@ -15,16 +16,27 @@ from fsharp.stateful.exchange import Exchange, add
 from fsharp.stateful.links import Links, link
 from fsharp.stateful.policy import Policy
 from fsharp.stateful.transport import Blocking, Counted, Groups, Local, Native, Ticket, Transport
-from fsharp.stateful.workers import Flight
+from fsharp.stateful.workers import Flight, Worker
 
 
 class Nearby(Exchange):
-    """Which axes stay within a machine is found out the first time that all ranks meet, and holds from then on."""
+    """Which axes stay within a machine is found out the first time that all ranks meet, and holds from then on.
 
-    def __init__(self, comm: ProcessGroupComm, groups: Groups) -> None:
+    Args:
+        comm: the ranks.
+        groups: for the other axes.
+        is_wanted: False makes all axes other ones, on all ranks.
+    """
+
+    def __init__(self, comm: ProcessGroupComm, groups: Groups, *, is_wanted: bool = True) -> None:
         super().__init__(comm, groups)
+        self._is_wanted = is_wanted
         self._links: dict[str, Links] = {}
-        self._near: frozenset[str] | None = None
+        self._agreed: frozenset[str] | None = None
+
+    def _start(self) -> None:
+        super()._start()
+        self._crew["near"] = Worker("near")
 
     def gather(self, x: torch.Tensor, out: torch.Tensor, axis: str) -> Ticket:
         """Asynchronous; the parts land in ``out``."""
@@ -60,18 +72,7 @@ class Nearby(Exchange):
     def _do(self, *jobs: Callable[[], None]) -> Ticket:
         """Have the worker do jobs one after another. The result of each one's ticket is the next one's."""
         flights = [self._take_off() for _ in jobs]
-
-        def work() -> None:
-            error: Exception | None = None
-            for job, flight in zip(jobs, flights, strict=True):
-                try:
-                    if error is None:
-                        job()
-                except Exception as raised:
-                    error = raised
-                flight.land(error=error)
-
-        self._crew["near"].submit(work)
+        self._crew["near"].submit(partial(_work, jobs, flights))
         return _chained(flights)
 
     def reduces_in_place(self, axis: str, dtype: torch.dtype) -> bool:
@@ -90,13 +91,16 @@ class Nearby(Exchange):
         Raises:
             CommError: memory that could be shared before an error cannot be shared any more.
         """
-        if not self._links and self._near != frozenset():
-            self._links = link(comm)
-            near = frozenset(self._links)
-            if self._near not in (None, near):
-                raise CommError(f"Scheduler: memory cannot be shared along {sorted(self._near or ())} any more.")
-            self._near = near
-        self.groups.make(but=self._near or ())
+        if not self._links and self._agreed != frozenset():
+            self._links = link(comm, is_wanted=self._is_wanted)
+            axes = frozenset(self._links)
+            if self._agreed not in (None, axes):
+                raise CommError(
+                    f"Scheduler: memory was shared along {sorted(self._agreed or ())} before an error, and cannot be any more. "
+                    "Make another Scheduler."
+                )
+            self._agreed = axes
+        self.groups.make(but=self._agreed or ())
 
     def close(self) -> None:
         """Leave links, groups and workers to what is under way in them; whoever waits at a link finds out."""
@@ -104,6 +108,18 @@ class Nearby(Exchange):
             links.close()
         self._links = {}
         super().close()
+
+
+def _work(jobs: Sequence[Callable[[], None]], flights: list[Flight]) -> None:
+    error: Exception | None = None
+    for job, flight in zip(jobs, flights, strict=True):
+        try:
+            if error is None:
+                job()
+        except Exception as raised:
+            error = raised
+        flight.land(error=error)
+    del flights, flight, error  # an error has this frame
 
 
 def _chained(flights: list[Flight]) -> Ticket:
@@ -120,4 +136,4 @@ def transport_over(comm: Comm, policy: Policy) -> Transport:
     groups = Groups(comm, separate=policy.separate_groups)
     if comm.is_native:
         return Native(comm, groups)
-    return Nearby(comm, groups) if policy.shared_memory else Exchange(comm, groups)
+    return Nearby(comm, groups, is_wanted=policy.shared_memory)

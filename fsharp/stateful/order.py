@@ -14,6 +14,7 @@ from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING, NamedTuple
 
+from torch.distributed import DistError
 from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
 
 from fsharp.functional.agree import gather_bytes
@@ -164,7 +165,10 @@ class Order:
         else:
             self._last = f"Scheduler: rank {self.rank} failed; it says:\n{type(error).__name__}: {error}"
             if self._store is not None:
-                self._leave_note(self._last)
+                try:
+                    self._leave_note(self._last)
+                except DistError as lost:
+                    self._last += f"\nThe job's store is gone, and others were not told: {lost}"
         self._errors, self._step, self._left, self._ended = self._errors + 1, -1, {}, (-1, ())
         self._run, self._known, self.is_broken, self._has_met = None, None, False, False
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Any
 
-from fsharp.functional.errors import CommError
+from fsharp.functional.errors import AgreementError
 
 Job = Callable[[], None]
 _PATIENCE = 2.0
@@ -84,12 +84,17 @@ class Flight:
         """Block until it is done.
 
         Raises:
+            AgreementError: another rank has given up, and said why.
             Exception: what the worker met.
         """
         while not self._done.wait(0.5):
             self._patience()
-        if isinstance(self._error, CommError):
+        if self._error is None:
+            return self._result
+        try:
             self._patience()  # a rank that is gone may have said why
-        if self._error is not None:
-            raise self._error
-        return self._result
+        except AgreementError:
+            raise
+        except RuntimeError as lost:  # with whom it could have been left
+            raise self._error from lost
+        raise self._error
