@@ -16,9 +16,10 @@ import torch
 from hypothesis import given
 
 import fsharp as fs
-from fsharp.stateful import links
+from fsharp.stateful import linking
 from fsharp.stateful.exchange import add
-from fsharp.stateful.links import SLOTS, Link, Links, near_axes, slot_nbytes
+from fsharp.stateful.linking import near_axes
+from fsharp.stateful.links import SLOTS, Link, Links, slot_nbytes
 from fsharp.stateful.workers import Flight
 from fsharp.testing import processes
 from tests.gpt_like import loss_fn
@@ -261,7 +262,7 @@ def test_machines_decide_and_the_bits_are_the_same():
             expected = blocking(comm, name)
             for machines, axes in near.items():
                 with pytest.MonkeyPatch.context() as patch:
-                    patch.setattr(links, "machine", lambda machines=machines: machines[comm.rank].encode())
+                    patch.setattr(linking, "machine", lambda machines=machines: machines[comm.rank].encode())
                     got = train(comm, name)
                 found.append((are_equal(expected, got[:2]), got[2] == axes))
         return found
@@ -295,12 +296,12 @@ def test_where_memory_cannot_be_shared_on_one_rank_all_use_gloo(what):
             if comm.rank == 1 and what == "memfd_create":
                 patch.setattr(os, "memfd_create", refuse)
             if comm.rank == 1 and what == "machine":
-                patch.setattr(links, "machine", refuse)
+                patch.setattr(linking, "machine", refuse)
             if comm.rank == 1 and what in ("connect", "listen"):
-                patch.setattr(links, "socket", _Refusing(what, refuse))
+                patch.setattr(linking, "socket", _Refusing(what, refuse))
             if comm.rank == 0 and what == "open files":  # the kernel leaves out a file for which there is no room
                 patch.setattr(socket, "recv_fds", lambda sock, size, count: (sock.recv(size), [], 0, None))
-            patch.setattr(links, "_PATIENCE", 2.0)
+            patch.setattr(linking, "_PATIENCE", 2.0)
             equal = are_equal(blocking(comm, "zero3"), (got := train(comm, "zero3"))[:2])
             return (
                 equal,
@@ -316,21 +317,21 @@ def test_strangers_who_call_are_not_taken_for_ranks():
     """The names of sockets are for all to see; one stranger says nothing, one too little, two the wrong things, with a file."""
 
     def rank_fn(comm):
-        connect, called = links._connect, []
+        connect, called = linking._connect, []
 
         def late(*args):
-            for said in (b"", b"hello", links._HELLO.pack(0, 1, bytes(16)), links._HELLO.pack(7, 9, bytes(16))):
+            for said in (b"", b"hello", linking._HELLO.pack(0, 1, bytes(16)), linking._HELLO.pack(7, 9, bytes(16))):
                 if comm.rank == 1:
                     name, _ = args[-1][0]
                     with socket.socket(socket.AF_UNIX) as sock, tempfile.TemporaryFile() as file:
-                        sock.connect(links._address(name))
+                        sock.connect(linking._address(name))
                         called.append(said and socket.send_fds(sock, [said], [file.fileno()]))
             time.sleep(0.2 * comm.rank)
             return connect(*args)
 
         with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
             warnings.simplefilter("error")
-            patch.setattr(links, "_connect", late)
+            patch.setattr(linking, "_connect", late)
             expected, got = blocking(comm, "zero3"), train(comm, "zero3")
         return len(called), are_equal(expected, got[:2]), got[2]
 

@@ -13,7 +13,8 @@ from fsharp.functional.comm import Comm, CountingComm
 from fsharp.functional.errors import CommError
 from fsharp.functional.process_group import ProcessGroupComm
 from fsharp.stateful.exchange import Exchange, add
-from fsharp.stateful.links import Links, link
+from fsharp.stateful.linking import link
+from fsharp.stateful.links import Links
 from fsharp.stateful.policy import Policy
 from fsharp.stateful.transport import Blocking, Counted, Groups, Local, Native, Ticket, Transport
 from fsharp.stateful.workers import Flight, Worker
