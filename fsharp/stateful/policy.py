@@ -35,8 +35,8 @@ class Policy:
             None leaves it to the scheduler, which knows the device.
         one_stream: gathers and reductions share a stream.
         separate_groups: gathers and reductions have process groups of their own.
-        shared_memory: along axes whose groups stay within a machine, collectives of the CPU go through memory that ranks
-            share; nothing is changed on a GPU. False leaves all of them to gloo.
+        shared_memory: on CPUs, collectives along axes whose groups stay within a machine go through memory that ranks share,
+            in the order in which they begin; there are no groups then. False leaves all of them to gloo.
         trivial_axes: run collectives along axes of size 1 too, which otherwise cost nothing: to measure on one device.
         poison: fill memory with NaN when it is released, so that a use after release shows.
 
