@@ -25,7 +25,7 @@ class Options:
     """Number of processes (but for the host's time, which one process measures)."""
     launches: int = 3
     """Times that the steps' processes are started: two of the same contender in one pair of them may differ by 4 %."""
-    rounds: int = 10
+    rounds: int = 7
     """Times that each contender has its turn, in each launch."""
     steps: int = 3
     """Steps in a turn."""
