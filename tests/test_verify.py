@@ -465,7 +465,11 @@ PLANTED = {  # the fault, what is said about it, and facts of units and fields o
     without_wait_for_spread: ("uses parameters without a wait for those that the update has changed", SPREADING, {}),
     without_gather: ("waits for a gather that was not made|releases a unit that is not gathered", MOVING, {}),
     without_spread: ("stale parameters|uses parameters without a wait|never come to where they rest", SPREADING, {}),
-    late_gather: ("waits for a gather that was not made|may still be read by", MOVING, {"bucket_nbytes": 0}),
+    late_gather: (
+        "waits for a gather that was not made|may still be read by|releases a unit that is not gathered",
+        MOVING,
+        {"bucket_nbytes": 0},
+    ),
     early_carried_gather: ("is gathered and never released: .* stale", MOVING, {"gather_at_start": True, "bucket_nbytes": 0}),
     without_release: ("is gathered again while|is gathered and never released|survives the update", MOVING, {}),
     early_release: ("is released while in use", MOVING, {}),
@@ -485,6 +489,37 @@ PLANTED = {  # the fault, what is said about it, and facts of units and fields o
     opens_outside: ("its memory is outside of the arena", RESTING, {}),
     tiny_budget: ("larger than the memory budget", MOVING, {}),
 }
+
+
+def test_a_gather_that_nobody_waits_for_is_over_before_its_memory_serves_others():
+    """Of a unit that is gathered ahead and makes room again for those inside of the next one."""
+    sizes = {"u1": (64, 0), "u2": (64, 0), "u3": (0, 64), "u4": (64, 0)}
+    facts = tuple(
+        UnitFacts(name, full, out, 0, bool(out) or name == "u4", (GATHER,) if full else (), (REDUCE,) if out else (), (), (), 0)
+        for name, (full, out) in sizes.items()
+    )
+    events, use = [], 0
+    for _ in range(2):
+        order = [("forward", "u2", 0), ("forward", "u3", 1), ("forward_end", "u3", 1), ("forward", "u4", 2)]
+        order += [("forward_end", "u4", 2), ("forward_end", "u2", 0), ("forward", "u1", 3), ("forward_end", "u1", 3)]
+        order += [("backward", "u1", 3), ("backward_end", "u1", 3), ("backward", "u2", 0), ("backward", "u4", 2)]
+        order += [("backward_end", "u4", 2), ("backward", "u3", 1), ("backward_end", "u3", 1), ("backward_end", "u2", 0)]
+        events += [Event(kind, unit, use + number) for kind, unit, number in order] + [Event("microbatch_end")]
+        use += 4
+    program = Program(facts, (*events, Event("reduce"), Event("update")))
+    schedule = compile_schedule(program, Policy(finish_buffers=1, separate_groups=False))
+    verify(schedule)
+    waited, idle = set(), 0
+    for i, op in enumerate(schedule.ops):
+        if op.kind == "wait":
+            waited.add(op.unit)
+        elif op.kind == "release" and op.unit not in waited:
+            gather = max(j for j in range(i) if (schedule.ops[j].kind, schedule.ops[j].unit) == ("gather", op.unit))
+            assert gather in op.after
+            idle += 1
+        elif op.kind == "release":
+            waited.discard(op.unit)
+    assert idle
 
 
 @pytest.mark.parametrize("plant", PLANTED, ids=lambda plant: plant.__name__)

@@ -170,9 +170,10 @@ class _Emitter:
 
     def _release(self, bundles: Iterable[str], phase: Phase, i: int) -> None:
         for unit in (unit for name in bundles for unit in self.bundles.members[name]):
-            self.emit("release", unit, phase, i, buffer=("params", unit), frees=True)
+            gather = self.gathers.pop(unit, None)
+            after = (gather,) if gather is not None and unit not in self.ready else ()  # nobody has waited for it
+            self.emit("release", unit, phase, i, after=after, buffer=("params", unit), frees=True)
             self.ready.discard(unit)
-            self.gathers.pop(unit, None)
 
     def _gather(self, name: str, phase: Phase, i: int, after: tuple[_Draft, ...] = ()) -> None:
         units = self.bundles.members[name]

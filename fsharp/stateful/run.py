@@ -267,6 +267,7 @@ class Run:
 
     def do_release(self, i: int, copy: Copy) -> None:
         """A slot is free."""
+        self.join(i)
         self.free(copy.where)
         copy.release(poison=self.scheduler.policy.poison)
 
