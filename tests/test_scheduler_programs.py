@@ -358,6 +358,27 @@ def test_a_unit_that_is_used_twice_within_a_checkpoint(use_reentrant, strategy):
 
 
 @each_strategy
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_a_unit_that_is_used_around_another_within_a_checkpoint(use_reentrant, strategy):
+    """What it has computed again first stays, where the other one's own forward was not."""
+
+    def program(run):
+        def loss(params, batch, comm):
+            def inside(x, layers):
+                for i in (0, 1, 0):
+                    x = fs.forward(block, layers[i], x, comm=comm)
+                return x
+
+            x, layers = fs.forward(embed, params["embed"], batch["x"], comm=comm), params["layers"]
+            x = inside(x, layers) if run.scheduler is None else checkpoint(inside, x, layers, use_reentrant=use_reentrant)
+            return cross_entropy(fs.forward(head, params["head"], x, comm=comm), batch)
+
+        return training(loss, strategy)(run)
+
+    run_both(program, mesh_of(strategy), compare=assert_close)
+
+
+@each_strategy
 @pytest.mark.parametrize("way", ["without gradient", "for an input alone"])
 def test_a_checkpoint_that_looks_ahead(way, strategy):
     """What it does for nothing is done again in the backward, and must not cost what comes after it its memory."""

@@ -49,7 +49,8 @@ class Demand:
         there = [copy for copy in self._slots() if copy.unit is unit]
         there += [room.copy for room in self._all_rooms() if room.copy is not None and room.copy.unit is unit]
         for copy in there:
-            if copy.holds(seen) and (copy.users or not in_backward()):  # idle ones may be in the way of another backward
+            # Those of forwards are in the way of other backwards, before this one is over.
+            if copy.holds(seen) and (not in_backward() or copy.room in self.rooms_in_backward):
                 copy.wait()
                 return copy
         room = self._room(full_nbytes(unit.layout))
