@@ -31,7 +31,7 @@ def everyone(options: Options, shape: gpt.Shape, comm: fs.Comm) -> list[c.Conten
     from torch.distributed.device_mesh import init_device_mesh
 
     mesh = init_device_mesh("cpu", (options.nproc,), mesh_dim_names=("dp",))
-    scheduled, by_gloo, blocking = fs.Policy(), fs.Policy(shared_memory=False), None
+    scheduled, blocking = fs.Policy(), None
 
     def ours(name: str, strategy: fs.Strategy, policy: fs.Policy | None) -> c.Contender:
         return c.sharded(name, shape, comm, strategy, policy)
@@ -45,9 +45,6 @@ def everyone(options: Options, shape: gpt.Shape, comm: fs.Comm) -> list[c.Conten
         ours("fsharp zero1", fs.zero1("dp"), scheduled),
         ours("fsharp zero2", fs.zero2("dp"), scheduled),
         ours("fsharp zero3", fs.zero3("dp"), scheduled),
-        ours("fsharp ddp, gloo", fs.ddp("dp"), by_gloo),
-        ours("fsharp zero1, gloo", fs.zero1("dp"), by_gloo),
-        ours("fsharp zero3, gloo", fs.zero3("dp"), by_gloo),
         ours("fsharp zero3, blocking", fs.zero3("dp"), blocking),
         c.wrapped("fsharp zero3, module", shape, comm, fs.zero3("dp")),
     ]

@@ -6,8 +6,8 @@ from itertools import count
 from hypothesis import strategies as st
 
 from fsharp.functional.comm import Call
-from fsharp.stateful.policy import Policy
-from fsharp.stateful.program import Event, Program, UnitFacts
+from fsharp.stateful.schedule.policy import Policy
+from fsharp.stateful.schedule.program import Event, Program, UnitFacts
 
 GATHER, REDUCE = Call("all_gather", "dp", 64), Call("reduce_scatter", "dp", 64)
 FINISH, SPREAD = Call("all_reduce", "outer", 32), Call("all_gather", "outer", 32)
@@ -120,6 +120,5 @@ def policies(draw, **fixed):
         "sum_late": draw(st.sampled_from([None, True, False])),
         "one_stream": draw(st.booleans()),
         "separate_groups": draw(st.booleans()),
-        "shared_memory": draw(st.booleans()),
     }
     return Policy(**{**fields, **fixed})

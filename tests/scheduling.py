@@ -6,7 +6,6 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import optree
-import pytest
 import torch
 
 import fsharp as fs
@@ -46,8 +45,6 @@ POLICIES = {
     "sums at once": {"sum_late": False},
     "one stream": {"one_stream": True},
     "one group": {"separate_groups": False},
-    "gloo": {"shared_memory": False},
-    "gloo, one group": {"shared_memory": False, "separate_groups": False},
 }
 
 PRECISIONS = {
@@ -55,18 +52,6 @@ PRECISIONS = {
     "bfloat16": fs.Precision(compute=torch.bfloat16, main=torch.float32),
     "float32 wire": fs.Precision(compute=torch.bfloat16, main=torch.float32, wire=torch.float32),
 }
-
-
-def over(way, rank_fn):
-    """``rank_fn`` with schedulers whose ranks share memory, or that leave everything to gloo."""
-
-    def call(comm):
-        with pytest.MonkeyPatch.context() as patch:
-            if way == "gloo":
-                patch.setattr("fsharp.stateful.scheduler.Policy", partial(fs.Policy, shared_memory=False))
-            return rank_fn(comm)
-
-    return call
 
 
 def make_tx():

@@ -12,12 +12,12 @@ from matplotlib.image import imread
 
 from fsharp.functional.errors import ScheduleError
 from fsharp.functional.table import nbytes_text
-from fsharp.stateful.compile import compile_schedule
-from fsharp.stateful.draw import draw, in_order
-from fsharp.stateful.hardware import simulate
-from fsharp.stateful.listing import table
-from fsharp.stateful.perfetto import perfetto
-from fsharp.stateful.policy import Policy
+from fsharp.stateful.inspect.draw import draw, in_order
+from fsharp.stateful.inspect.estimate import simulate
+from fsharp.stateful.inspect.perfetto import perfetto
+from fsharp.stateful.inspect.table import table
+from fsharp.stateful.schedule.compile import compile_schedule
+from fsharp.stateful.schedule.policy import Policy
 from tests.test_simulate_schedule import BY_HAND, HARDWARE, sequential, unit
 
 UNITS = [unit("embed", gathered=400), *(unit(f"layers.{i}") for i in range(4)), unit("head")]

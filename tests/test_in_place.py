@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 import fsharp as fs
 from fsharp.functional.errors import LossError, ScheduleError
-from fsharp.stateful.program import Event, is_used_once
+from fsharp.stateful.schedule.program import Event, is_used_once
 from fsharp.testing import processes, simulate
 from tests.gpt_like import block, embed, head, loss_fn, make_params
 from tests.scheduling import DP, Program, assert_same, full_params, make_state, make_tx, my_batches, run_both, train
@@ -259,7 +259,7 @@ def test_what_counts_as_used_once():
     assert not is_used_once([*one, *one[2:], *end], "a")  # two backwards
 
 
-IN_PROCESSES = [{}, {"separate_groups": False}, {"shared_memory": False}, {"shared_memory": False, "separate_groups": False}]
+IN_PROCESSES = [{}, {"separate_groups": False}]
 
 
 @pytest.fixture(scope="module")

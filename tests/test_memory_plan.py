@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fsharp.stateful.compile import _Emitter, _place, compile_schedule
-from fsharp.stateful.memory import Item, assign, lower_bound
-from fsharp.stateful.policy import Policy
-from fsharp.stateful.program import Event, Program, UnitFacts
+from fsharp.stateful.schedule.arena import Item, assign, lower_bound
+from fsharp.stateful.schedule.compile import _Emitter, _place, compile_schedule
+from fsharp.stateful.schedule.policy import Policy
+from fsharp.stateful.schedule.program import Event, Program, UnitFacts
 from tests.random_programs import GATHER, REDUCE, policies, programs
 
 

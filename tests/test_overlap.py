@@ -10,13 +10,13 @@ import torch
 import fsharp as fs
 from examples.gpt import model
 from fsharp.functional.comm import sent_nbytes
-from fsharp.stateful.compile import compile_schedule
-from fsharp.stateful.copies import LiveUnit
-from fsharp.stateful.exchange import Exchange
-from fsharp.stateful.facts import facts_of
-from fsharp.stateful.gradients import Gradient
-from fsharp.stateful.program import Event, Program
-from fsharp.stateful.verify import verify
+from fsharp.stateful.runtime.copies import LiveUnit
+from fsharp.stateful.runtime.facts import facts_of
+from fsharp.stateful.runtime.gradients import Gradient
+from fsharp.stateful.schedule.compile import compile_schedule
+from fsharp.stateful.schedule.program import Event, Program
+from fsharp.stateful.schedule.verify import verify
+from fsharp.stateful.transport.gloo import Exchange
 from fsharp.testing import simulate
 from tests.gpt_like import loss_fn, make_params
 from tests.scheduling import HYBRID, STRATEGIES, gathers, make_state, make_tx, my_batches, train

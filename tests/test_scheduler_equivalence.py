@@ -34,7 +34,7 @@ from tests.scheduling import (
 
 BITS = list(product((1, 2), PRECISIONS, (False, True)))
 ALL = [(*case, *rest) for case in product(STRATEGIES, POLICIES) for rest in BITS]
-FOR_PROCESSES = ("one stream", "one group", "gloo", "gloo, one group")  # which are the same to ranks that are threads
+FOR_PROCESSES = ("one stream", "one group")  # which are the same to ranks that are threads
 ON_ONE_HOST = [p for p in POLICIES if p not in FOR_PROCESSES]
 CHOSEN = [(s, p, *BITS[(i + j) % len(BITS)]) for i, s in enumerate(STRATEGIES) for j, p in enumerate(ON_ONE_HOST)]
 
@@ -139,7 +139,7 @@ def test_with_one_buffer_only_the_turning_points_save_a_gather(strategy, microba
 
 # Real processes: what is under way at the same time really is.
 
-IN_PROCESSES = ("default", "prefetch 2", "delayed, one at a time", "buckets", "sums at once", "gloo", "gloo, one group")
+IN_PROCESSES = ("default", "prefetch 2", "delayed, one at a time", "buckets", "sums at once", "one group")
 
 
 def train_all(comm, cases):
@@ -215,7 +215,7 @@ def test_two_processes():
 
 
 def test_four_processes():
-    cases = [*zip(ON_TWO_AXES, IN_PROCESSES), ("hsdp", "gloo"), ("hfsdp", "gloo, one group"), ("late", "gloo")]
+    cases = [*zip(ON_TWO_AXES, IN_PROCESSES), ("hfsdp", "one group"), ("late", "default")]
 
     def rank_fn(comm):
         return train_all(comm, cases), [measure(comm, name, 2, "float32 wire") for name in ("hsdp", "hfsdp")]

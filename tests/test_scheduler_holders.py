@@ -14,8 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import fsharp as fs
 from fsharp.functional.errors import ScheduleError
-from fsharp.stateful.exchange import Exchange
-from fsharp.stateful.links import Links
+from fsharp.stateful.transport.gloo import Exchange
 from fsharp.testing import processes, simulate
 from tests.gpt_like import logits, loss_fn, make_params
 from tests.scheduling import DP, STRATEGIES, assert_same, full_params, make_state, make_tx, my_batches, run_both
@@ -143,14 +142,6 @@ def late_flights(monkeypatch, is_late, seconds):
         return fly(self, kind, late, finish, crew)
 
     monkeypatch.setattr(Exchange, "_fly", slow)
-    for name, kind in (("share", "gather"), ("reduce", "reduce")):
-
-        def slow_link(self, *args, call=getattr(Links, name), kind=kind):
-            if is_late(kind):
-                time.sleep(seconds)
-            call(self, *args)
-
-        monkeypatch.setattr(Links, name, slow_link)
 
 
 def test_two_threads_wait_for_parameters_that_are_on_their_way():
@@ -225,7 +216,7 @@ def test_what_a_failed_step_has_asked_for_lands_nowhere():
     assert processes(DP, rank_fn) == [1, 1]
 
 
-WAYS = [{}, {"shared_memory": False}, {"shared_memory": False, "separate_groups": False}]
+WAYS = [{}, {"separate_groups": False}]
 
 
 @pytest.mark.parametrize("policy", WAYS)

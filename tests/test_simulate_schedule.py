@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 
 from fsharp.functional.comm import Call
 from fsharp.functional.errors import PatternError, ScheduleError
-from fsharp.stateful.compile import compile_schedule
-from fsharp.stateful.draw import in_order
-from fsharp.stateful.hardware import Hardware, simulate
-from fsharp.stateful.policy import Policy
-from fsharp.stateful.program import Event, Program, UnitFacts
-from fsharp.stateful.schedule import Memory, Op, Schedule
+from fsharp.stateful.inspect.draw import in_order
+from fsharp.stateful.inspect.estimate import Hardware, simulate
+from fsharp.stateful.schedule.compile import compile_schedule
+from fsharp.stateful.schedule.policy import Policy
+from fsharp.stateful.schedule.program import Event, Program, UnitFacts
+from fsharp.stateful.schedule.schedule import Memory, Op, Schedule
 
 GATHER, REDUCE = (Call("all_gather", "dp", 100),), (Call("reduce_scatter", "dp", 100),)
 HARDWARE = Hardware(compute=(2.0, 4.0), bandwidth=100.0, memory_bandwidth=200.0, update_s=0.5)

@@ -6,11 +6,11 @@ from dataclasses import replace
 import pytest
 
 from fsharp.functional.errors import ScheduleError
-from fsharp.stateful.compile import compile_schedule
-from fsharp.stateful.hardware import simulate
-from fsharp.stateful.policy import Policy
-from fsharp.stateful.schedule import Op
-from fsharp.stateful.trace import Trace, compare
+from fsharp.stateful.inspect.estimate import simulate
+from fsharp.stateful.inspect.trace import Trace, compare
+from fsharp.stateful.schedule.compile import compile_schedule
+from fsharp.stateful.schedule.policy import Policy
+from fsharp.stateful.schedule.schedule import Op
 from tests.test_simulate_schedule import BY_HAND, HARDWARE, sequential, unit
 
 

@@ -7,11 +7,11 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from fsharp.functional.errors import ScheduleError
-from fsharp.stateful.compile import compile_schedule
-from fsharp.stateful.policy import Policy
-from fsharp.stateful.program import Event, Program, UnitFacts
-from fsharp.stateful.schedule import Memory, Op, Schedule, calls_of
-from fsharp.stateful.verify import verify, verify_ranks
+from fsharp.stateful.schedule.compile import compile_schedule
+from fsharp.stateful.schedule.policy import Policy
+from fsharp.stateful.schedule.program import Event, Program, UnitFacts
+from fsharp.stateful.schedule.schedule import Memory, Op, Schedule, calls_of
+from fsharp.stateful.schedule.verify import verify, verify_ranks
 from tests.random_programs import FINISH, GATHER, REDUCE, SPREAD, policies, programs
 
 

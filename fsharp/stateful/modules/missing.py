@@ -6,7 +6,7 @@ import torch
 
 from fsharp.functional.comm import Comm
 from fsharp.functional.layout import Leaf
-from fsharp.stateful.copies import LiveUnit
+from fsharp.stateful.runtime.copies import LiveUnit
 
 
 class Missing:

@@ -29,9 +29,9 @@ from fsharp.stateful.modules.initial import initial_values
 from fsharp.stateful.modules.parameter import ShardedParameter
 from fsharp.stateful.modules.seats import Units, chosen_modules, leafmost
 from fsharp.stateful.modules.session import Session, Within
-from fsharp.stateful.policy import Policy
-from fsharp.stateful.scheduled import Scheduled
-from fsharp.stateful.scheduler import Scheduler
+from fsharp.stateful.runtime.scheduled import Scheduled
+from fsharp.stateful.runtime.scheduler import Scheduler
+from fsharp.stateful.schedule.policy import Policy
 
 _NOTHING = Transform(lambda params: None, lambda grads, state, params, *, comm: (grads, state), {})
 

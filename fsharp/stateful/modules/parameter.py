@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from fsharp.functional.errors import LayoutError, TreeError
-from fsharp.stateful.boundary import in_backward
+from fsharp.stateful.runtime.boundary import in_backward
 
 
 class Gradients(Protocol):

@@ -23,8 +23,6 @@ from fsharp.functional.layout import Layout
 from fsharp.functional.moves import reduce_scatter
 from fsharp.functional.sharded import Sharded, units_of
 from fsharp.functional.train import TrainState, update, with_sinks
-from fsharp.stateful.boundary import in_backward
-from fsharp.stateful.copies import LiveUnit
 from fsharp.stateful.modules.differentiate import differentiate
 from fsharp.stateful.modules.dtensors import Spec, dressed, local
 from fsharp.stateful.modules.kept import Kept
@@ -33,9 +31,11 @@ from fsharp.stateful.modules.missing import Missing
 from fsharp.stateful.modules.outputs import reaching, replaced, tensors_in, without
 from fsharp.stateful.modules.parameter import Part, ShardedParameter
 from fsharp.stateful.modules.seats import Seats, owners, seated
-from fsharp.stateful.run import Run
-from fsharp.stateful.scheduled import Scheduled
-from fsharp.stateful.scheduler import Scheduler
+from fsharp.stateful.runtime.boundary import in_backward
+from fsharp.stateful.runtime.copies import LiveUnit
+from fsharp.stateful.runtime.run import Run
+from fsharp.stateful.runtime.scheduled import Scheduled
+from fsharp.stateful.runtime.scheduler import Scheduler
 
 Nodes = Mapping[str, Sharded]
 

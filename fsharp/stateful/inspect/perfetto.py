@@ -1,0 +1,59 @@
+"""perfetto: a timeline as a file for https://ui.perfetto.dev or ``chrome://tracing``."""
+
+import json
+from collections.abc import Iterator
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+from fsharp.stateful.inspect.timeline import Timeline
+from fsharp.stateful.schedule.schedule import STREAMS, calls_of
+
+
+def perfetto(timeline: Timeline, path: str | PathLike[str], *, measured: Timeline | None = None) -> None:
+    """Write the Trace Event JSON of a step: a thread for each stream, an event for each span, a counter of live bytes.
+
+    Args:
+        timeline: what to show.
+        path: of the file.
+        measured: another one, shown as a second process.
+    """
+    events = list(_events(timeline, 1, "predicted" if measured else "step"))
+    if measured:
+        events += _events(measured, 2, "measured")
+    Path(path).write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
+
+
+def _events(timeline: Timeline, process: int, name: str) -> Iterator[dict[str, Any]]:
+    schedule = timeline.schedule
+    facts = {unit.name: unit for unit in schedule.program.units}
+    yield {"ph": "M", "name": "process_name", "pid": process, "args": {"name": name}}
+    for thread, stream in enumerate(STREAMS):
+        yield {"ph": "M", "name": "thread_name", "pid": process, "tid": thread, "args": {"name": stream}}
+        yield {"ph": "M", "name": "thread_sort_index", "pid": process, "tid": thread, "args": {"sort_index": thread}}
+    for span in timeline.spans:
+        op = schedule.ops[span.op]
+        args: dict[str, Any] = {
+            "op": span.op,
+            "phase": span.phase,
+            "event": str(schedule.program.events[op.at]),
+            "after": op.after,
+        }
+        if op.memory:
+            args |= {"first byte": op.memory.start, "bytes": op.memory.nbytes}
+        if op.opens:
+            args |= {"first byte at rest": op.opens.start, "bytes at rest": op.opens.nbytes}
+        if op.unit and span.kind == op.kind and (calls := calls_of(op, facts[op.unit])):
+            args["sent"] = sum(call.nbytes for call in calls)
+        yield {
+            "ph": "X",
+            "name": f"{span.kind} {span.unit}".rstrip(),
+            "cat": span.kind,
+            "pid": process,
+            "tid": STREAMS.index(span.stream),
+            "ts": 1e6 * span.start_s,
+            "dur": 1e6 * span.seconds,
+            "args": args,
+        }
+    for second, nbytes in [*timeline.memory, (timeline.step_s, timeline.memory[-1][1])]:
+        yield {"ph": "C", "name": "arena", "pid": process, "ts": 1e6 * second, "args": {"bytes": nbytes}}

@@ -1,0 +1,54 @@
+"""table: a schedule as text that a person reads."""
+
+from collections import Counter
+from typing import get_args
+
+from fsharp.functional.table import nbytes_text
+from fsharp.stateful.inspect.timeline import is_joined
+from fsharp.stateful.schedule.schedule import OpKind, Schedule, calls_of
+
+_HEAD = ("#", "event", "op", "unit", "phase", "stream", "memory", "sent", "after")
+
+
+def table(schedule: Schedule) -> str:
+    """One row for each op, and what they come to.
+
+    ``'`` marks ops of the step before, ``+`` a collective that is one with that of the row above.
+    """
+    facts = {unit.name: unit for unit in schedule.program.units}
+    rows = [_HEAD]
+    for i, op in enumerate(schedule.ops):
+        before = schedule.ops[i - 1] if i else None
+        calls = calls_of(op, facts[op.unit]) if op.unit else ()
+        rows.append(
+            (
+                str(i),
+                "" if before and before.at == op.at else f"{op.at} {schedule.program.events[op.at]}",
+                f"+ {op.kind}" if is_joined(schedule.ops, i) else op.kind,
+                op.unit,
+                op.phase,
+                op.stream,
+                ", ".join(f"{m.start:,} to {m.stop:,}" for m in (op.memory, op.opens) if m),
+                nbytes_text(sum(call.nbytes for call in calls)) if calls else "",
+                ", ".join(f"{j}'" if j >= i else str(j) for j in op.after),
+            )
+        )
+    widths = [max(len(row[i]) for row in rows) for i in range(len(_HEAD))]
+    right = {0, 7}
+    lines = [
+        "  ".join(c.rjust(w) if i in right else c.ljust(w) for i, (c, w) in enumerate(zip(row, widths))).rstrip()
+        for row in rows
+    ]
+    kinds = Counter(op.kind for op in schedule.ops)
+    calls_sent = schedule.calls()
+    sent = sum(call.nbytes * count for call, count in calls_sent.items())
+    return "\n".join(
+        [
+            lines[0],
+            "-" * max(map(len, lines)),
+            *lines[1:],
+            f"{len(schedule.ops)} ops: " + ", ".join(f"{kinds[kind]} {kind}" for kind in get_args(OpKind) if kinds[kind]),
+            f"{calls_sent.total()} collectives, {nbytes_text(sent)} sent by each rank",
+            f"arena {nbytes_text(schedule.arena)}, of which at most {nbytes_text(schedule.bound)} are live at once",
+        ]
+    )

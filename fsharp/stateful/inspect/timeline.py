@@ -1,0 +1,210 @@
+"""Timeline: when each op of a step ran, predicted or measured, and what follows from it."""
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby, pairwise
+from typing import NamedTuple
+
+from fsharp.stateful.schedule.schedule import STREAMS, Op, OpKind, Phase, Schedule, Stream
+
+COLLECTIVES: tuple[OpKind, ...] = ("gather", "reduce")
+"""Kinds of ops that send."""
+"""In the order in which they are shown."""
+
+
+class Span(NamedTuple):
+    """A stretch of time that one op took. An op may have several: a wait and then itself, or parts around nested units.
+
+    Attributes:
+        op: position in the schedule.
+        kind: the op's; or ``wait``, for the time that the compute stream stood still because of the op.
+        unit: the op's.
+        phase: the op's.
+        stream: where it ran. On a synchronous host that is ``compute`` for all but collectives.
+        start_s: seconds from the beginning of the step.
+        stop_s: seconds from the beginning of the step; what the next step waits for may end after this one.
+    """
+
+    op: int
+    kind: OpKind
+    unit: str
+    phase: Phase
+    stream: Stream
+    start_s: float
+    stop_s: float
+
+    @property
+    def seconds(self) -> float:
+        """Its length."""
+        return self.stop_s - self.start_s
+
+
+Interval = tuple[float, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """One of many equal steps.
+
+    Attributes:
+        schedule: what ran, or would.
+        spans: in order of their start.
+        step_s: seconds from the beginning of a step to that of the next.
+    """
+
+    schedule: Schedule
+    spans: tuple[Span, ...]
+    step_s: float
+
+    @property
+    def exposed_s(self) -> float:
+        """Seconds in which the compute stream stands still because of communication."""
+        return sum((span.seconds for span in self.spans if span.kind == "wait"), 0.0)
+
+    @property
+    def overlap(self) -> float:
+        """The part of the collectives' time in which the compute stream works: 1 if all of it, or if there are none."""
+        working = union(piece for span in self.spans if _works(span) for piece in self.pieces(span))
+        total = hidden = 0.0
+        for stream in STREAMS:
+            sending = union(p for s in self.spans if s.stream == stream and s.kind in COLLECTIVES for p in self.pieces(s))
+            total += sum(stop - start for start, stop in sending)
+            hidden += _shared(sending, working)
+        return hidden / total if total else 1.0
+
+    @property
+    def memory(self) -> tuple[tuple[float, int], ...]:
+        """``(second, bytes of the arena that are live from then on)``, from 0 to the end of the step."""
+        starts, stops = self._times()
+        changes: list[tuple[float, int]] = [(0.0, 0)]
+        for fill, free, nbytes in _lives(self.schedule.ops):
+            since = starts[fill] if fill is not None else 0.0
+            if since < self.step_s:
+                changes.append((since, nbytes))
+                if free is not None:
+                    changes.append((min(stops[free], self.step_s), -nbytes))
+        curve, live = [], 0
+        for second, now in groupby(sorted(changes), key=lambda change: change[0]):
+            live += sum(nbytes for _, nbytes in now)
+            curve.append((second, live))
+        return tuple(curve)
+
+    @property
+    def peak_nbytes(self) -> int:
+        """Bytes of the arena that are live at once at most."""
+        return max(nbytes for _, nbytes in self.memory)
+
+    def seconds(self, *kinds: OpKind, unit: str | None = None, phase: Phase | None = None) -> float:
+        """The summed length of the spans of these kinds; ops that are one collective count once, for all units."""
+        chosen = [s for s in self.spans if s.kind in kinds and unit in (None, s.unit) and phase in (None, s.phase)]
+        if unit is not None:
+            return sum((span.seconds for span in chosen), 0.0)
+        return sum(stop - start for _, start, stop in {(s.stream, s.start_s, s.stop_s) for s in chosen})
+
+    def pieces(self, span: Span) -> Iterator[Interval]:
+        """The span within ``0`` to ``step_s``: what sticks out at the end is, of the step before, there at the beginning."""
+        start, stop = span.start_s, span.stop_s
+        if stop <= self.step_s or self.step_s <= 0:
+            yield start, stop
+            return
+        while stop > 0:
+            if start < self.step_s:
+                yield max(start, 0.0), min(stop, self.step_s)
+            start, stop = start - self.step_s, stop - self.step_s
+
+    def _times(self) -> tuple[list[float], list[float]]:
+        """Start and stop of every op. What was not measured took no time, right after the op before it on its stream."""
+        own: dict[int, list[Span]] = {}
+        for span in self.spans:
+            if span.op >= 0 and (span.kind != "wait" or self.schedule.ops[span.op].kind == "wait"):
+                own.setdefault(span.op, []).append(span)
+        starts, stops = [], []
+        last: dict[Stream, float] = dict.fromkeys(STREAMS, 0.0)
+        for i, op in enumerate(self.schedule.ops):
+            if i in own:
+                starts.append(min(span.start_s for span in own[i]))
+                last[op.stream] = max(span.stop_s for span in own[i])
+            else:
+                starts.append(last[op.stream])
+            stops.append(last[op.stream])
+        return starts, stops
+
+
+def is_joined(ops: Sequence[Op], i: int) -> bool:
+    """Whether an op is issued as one with the op before it."""
+    return i > 0 and ops[i].bucket >= 0 and (ops[i - 1].kind, ops[i - 1].bucket) == (ops[i].kind, ops[i].bucket)
+
+
+def families(schedule: Schedule) -> dict[str, list[str]]:
+    """Units in the order of their use, those together that differ in nothing but numbers: ``layers.*`` for ``layers.0``."""
+    result: dict[str, list[str]] = {}
+    in_use = [op.unit for op in schedule.ops if op.kind == "compute"]
+    for unit in dict.fromkeys([*in_use, *(op.unit for op in schedule.ops if op.unit)]):
+        result.setdefault(family(unit), []).append(unit)
+    return result
+
+
+def family(unit: str) -> str:
+    """The name with ``*`` for each number.
+
+    >>> family("layers.10.mlp")
+    'layers.*.mlp'
+    """
+    return re.sub(r"\d+", "*", unit)
+
+
+def union(intervals: Iterable[Interval]) -> list[Interval]:
+    """The same points as disjoint intervals, in order."""
+    result: list[Interval] = []
+    for start, stop in sorted(intervals):
+        if result and start <= result[-1][1]:
+            result[-1] = result[-1][0], max(stop, result[-1][1])
+        else:
+            result.append((start, stop))
+    return result
+
+
+def _shared(ours: list[Interval], theirs: list[Interval]) -> float:
+    """The length of what two unions have in common."""
+    edges = [(a, 1) for a, _ in ours] + [(b, -1) for _, b in ours]
+    edges += [(a, 2) for a, _ in theirs] + [(b, -2) for _, b in theirs]
+    total, inside = 0.0, 0
+    for (here, change), (there, _) in pairwise(sorted(edges)):
+        inside += change
+        total += there - here if inside == 3 else 0.0
+    return total
+
+
+def _works(span: Span) -> bool:
+    return span.stream == "compute" and span.kind != "wait"
+
+
+def _lives(ops: tuple[Op, ...]) -> Iterator[tuple[int | None, int | None, int]]:
+    """``(op that fills it, op that frees it, bytes)`` of each life of a buffer; None where that is another step's op."""
+    live: dict[tuple[str, str], tuple[int, int]] = {}
+    for i, op in enumerate(ops):
+        if op.opens is not None:
+            yield i, None, op.opens.nbytes
+        if op.memory is None:
+            continue
+        buffer = ("params" if op.kind in ("gather", "release") else op.phase), op.unit
+        if op.kind in ("gather", "cast", "reduce"):
+            live.setdefault(buffer, (i, op.memory.nbytes))
+        elif op.kind in ("release", "accumulate"):
+            fill, nbytes = live.pop(buffer, (None, op.memory.nbytes))
+            yield fill, i, nbytes
+    for fill, nbytes in live.values():
+        yield fill, None, nbytes
+
+
+def seconds_text(seconds: float) -> str:
+    """A time as a person reads it.
+
+    >>> seconds_text(0.0015)
+    '1.50 ms'
+    """
+    for scale, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "us")):
+        if abs(seconds) >= scale:
+            return f"{seconds / scale:.2f} {unit}"
+    return f"{seconds / 1e-9:.0f} ns" if seconds else "0 s"

@@ -1,0 +1,205 @@
+"""Trace: what steps took when they ran; and compare: that beside what was predicted."""
+
+import math
+from collections.abc import Iterable
+from statistics import median, median_low
+from typing import get_args
+
+from fsharp.functional.errors import ScheduleError, problem
+from fsharp.functional.table import nbytes_text
+from fsharp.stateful.inspect.timeline import Span, Timeline, families, seconds_text
+from fsharp.stateful.schedule.schedule import OpKind, Phase, Schedule, Stream
+
+Row = tuple[int, OpKind, str, Phase, Stream, float, float, int]
+
+
+class Trace:
+    """Times of ops and of steps, on any clock, in any order.
+
+    A ``compute`` is measured from entering a unit to leaving it: what ran inside is taken out afterwards. A collective is
+    measured from its issue to its completion, as events of its stream or the host saw them.
+    """
+
+    def __init__(self) -> None:
+        self.rows: list[Row] = []
+        self.steps: list[tuple[float, float]] = []
+
+    def record(
+        self,
+        op_index: int,
+        kind: OpKind,
+        unit: str,
+        phase: Phase,
+        stream: Stream,
+        start_s: float,
+        stop_s: float,
+        step: int | None = None,
+    ) -> None:
+        """Note that an op ran.
+
+        Args:
+            op_index: its position in the schedule.
+            kind: of the op; ``wait`` also for the time that the compute stream, or the host, stood still in front of it.
+            unit: the op's.
+            phase: the op's.
+            stream: where it ran.
+            start_s: seconds.
+            stop_s: seconds, on the same clock.
+            step: number of the step that issued it, if that is not the last one begun.
+
+        Cost: appends a tuple.
+        """
+        if step is None:
+            step = max(len(self.steps) - 1, 0)
+        self.rows.append((op_index, kind, unit, phase, stream, start_s, stop_s, step))
+
+    def begin_step(self, start_s: float) -> int:
+        """Note that a step begins, to which what is recorded from now on belongs. Returns its number."""
+        self.steps.append((start_s, math.nan))
+        return len(self.steps) - 1
+
+    def end_step(self, stop_s: float) -> None:
+        """Note that the step has ended. What it has issued and the next one waits for may be recorded later."""
+        self.steps[-1] = self.steps[-1][0], stop_s
+
+    def timeline(self, schedule: Schedule, *, step: int | None = None) -> Timeline:
+        """What one step looked like.
+
+        Args:
+            schedule: what it followed.
+            step: number among those that have ended; None takes the one of median duration. If none was begun, all is one
+                step, from the first start to the last end on the compute stream.
+
+        Raises:
+            ScheduleError: nothing was recorded, no such step has ended, or the ops are not those of this schedule.
+        """
+        steps = self._by_step()
+        if step is None:
+            durations = [stop - start for (start, stop), _ in steps]
+            step = durations.index(median_low(durations))
+        if not -len(steps) <= step < len(steps):
+            raise ScheduleError(f"Trace.timeline(): step {step}, and {len(steps)} have ended.")
+        (start, stop), rows = steps[step]
+        for index, kind, unit, phase, *_ in rows:
+            op = schedule.ops[index] if 0 <= index < len(schedule.ops) else None
+            if op is None or kind not in (op.kind, "wait") or (unit, phase) != (op.unit, op.phase):
+                raise ScheduleError(
+                    problem(
+                        "Trace.timeline()",
+                        "these are measurements of another schedule.",
+                        [
+                            ("measured", f"op {index}: {kind} {unit or '-'} {phase}"),
+                            ("schedule", op or f"{len(schedule.ops)} ops"),
+                        ],
+                        "Pass the schedule that ran.",
+                    )
+                )
+        spans = (span._replace(start_s=span.start_s - start, stop_s=span.stop_s - start) for span in _disjoint(rows))
+        return Timeline(schedule, tuple(sorted(spans, key=lambda span: (span.start_s, span.op))), stop - start)
+
+    def compute_times(self) -> dict[str, tuple[float, float]]:
+        """Median seconds of each unit's ``(forward, backward)``, without units nested in it: ``Hardware(compute=...)``."""
+        times: dict[tuple[str, Phase], list[float]] = {}
+        for _, rows in self._by_step():
+            own: dict[int, list[Span]] = {}
+            for span in _disjoint(rows):
+                if span.kind == "compute":
+                    own.setdefault(span.op, []).append(span)
+            for spans in own.values():
+                times.setdefault((spans[0].unit, spans[0].phase), []).append(sum(span.seconds for span in spans))
+        units = sorted(
+            dict.fromkeys(unit for unit, _ in times), key=lambda unit: unit.count(".")
+        )  # a pattern selects nested units too
+        return {
+            unit: (median(times.get((unit, "forward"), [0.0])), median(times.get((unit, "backward"), [0.0]))) for unit in units
+        }
+
+    def update_time(self) -> float:
+        """Median seconds of the optimizer step, 0 if there was none: ``Hardware(update_s=...)``."""
+        return median([row[6] - row[5] for row in self.rows if row[1] == "update"] or [0.0])
+
+    def _by_step(self) -> list[tuple[tuple[float, float], list[Row]]]:
+        """The bounds of each step that has ended, and its rows; without steps, of everything."""
+        if not self.rows:
+            raise ScheduleError("Trace: nothing was recorded.")
+        steps = self.steps
+        if not steps:
+            ends = [row[6] for row in self.rows if row[4] == "compute"] or [row[6] for row in self.rows]
+            steps = [(min(row[5] for row in self.rows), max(ends))]
+        rows: list[list[Row]] = [[] for _ in steps]
+        for row in self.rows:
+            rows[row[7]].append(row)
+        ended = [each for each in zip(steps, rows, strict=True) if not math.isnan(each[0][1])]
+        if not ended:
+            raise ScheduleError("Trace: no step has ended: call end_step().")
+        return ended
+
+
+def _disjoint(rows: Iterable[Row]) -> list[Span]:
+    """Spans of which none lies in another on the compute stream: one that encloses others is cut into what is left of it."""
+    every = [Span._make(row[:7]) for row in rows]
+    result = [span for span in every if span.stream != "compute"]
+    open_: list[Span] = []  # what is left of those that enclose each other
+
+    def leave(until: float) -> None:
+        while open_ and open_[-1].stop_s <= until:
+            inner = open_.pop()
+            result.append(inner)
+            if open_:
+                open_[-1] = open_[-1]._replace(start_s=inner.stop_s)
+
+    for span in sorted((s for s in every if s.stream == "compute"), key=lambda s: (s.start_s, -s.stop_s)):
+        leave(span.start_s)
+        if open_:
+            result.append(open_[-1]._replace(stop_s=span.start_s))
+        open_.append(span)
+    leave(math.inf)
+    result = [span for span in result if span.seconds > 0]
+    kept = {(span.op, span.kind) for span in result}
+    return result + [span._replace(stop_s=span.start_s) for span in every if (span.op, span.kind) not in kept]
+
+
+_PARTS: tuple[tuple[str, OpKind, Phase | None], ...] = (
+    ("forward", "compute", "forward"),
+    ("backward", "compute", "backward"),
+    ("gather", "gather", None),
+    ("reduce", "reduce", None),
+)
+
+
+def compare(predicted: Timeline, measured: Timeline) -> str:
+    """A table of what was predicted beside what was measured: of the step, of each kind of op, and of each unit.
+
+    Units that differ in nothing but a number in their name share a row, which has the sum over them.
+    """
+    both = predicted, measured
+    summary: list[tuple[str, str, str, str]] = [
+        _row("step", predicted.step_s, measured.step_s),
+        _row("exposed", predicted.exposed_s, measured.exposed_s),
+        ("overlap", f"{predicted.overlap:.1%}", f"{measured.overlap:.1%}", ""),
+        ("peak", nbytes_text(predicted.peak_nbytes), nbytes_text(measured.peak_nbytes), ""),
+    ]
+    kinds = [(str(kind), [timeline.seconds(kind) for timeline in both]) for kind in get_args(OpKind)]
+    units = [
+        (
+            f"{name} x{len(alike)} {what}" if len(alike) > 1 else f"{alike[0]} {what}",
+            [sum(timeline.seconds(kind, unit=unit, phase=phase) for unit in alike) for timeline in both],
+        )
+        for name, alike in families(predicted.schedule).items()
+        for what, kind, phase in _PARTS
+    ]
+    blocks = [
+        [("", "predicted", "measured", "ratio")],
+        summary,
+        *([_row(name, *seconds) for name, seconds in rows if any(seconds)] for rows in (kinds, units)),
+    ]
+    widths = [max(len(row[i]) for block in blocks for row in block) for i in range(4)]
+    texts = [
+        "\n".join("  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]).rstrip() for row in block)
+        for block in blocks
+    ]
+    return f"\n{'-' * (sum(widths) + 6)}\n".join(texts)
+
+
+def _row(name: str, predicted: float, measured: float) -> tuple[str, str, str, str]:
+    return name, seconds_text(predicted), seconds_text(measured), f"{measured / predicted:.2f}" if predicted else ""

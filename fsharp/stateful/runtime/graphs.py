@@ -1,0 +1,91 @@
+"""Captured: a whole training step as one CUDA graph."""
+
+from typing import Any
+
+import optree
+import torch
+
+from fsharp.functional.errors import ScheduleError
+from fsharp.functional.train import Metrics, TrainState
+from fsharp.stateful.runtime.scheduled import Scheduled
+
+
+class Captured:
+    """A scheduled training step, captured once and replayed: forward, backward, reductions and update.
+
+    The state is updated in place, so addresses stay what they were at capture: pass a step made with ``donate=True`` and a
+    scheduler with ``gather_at_start=False``, which leaves nothing under way between steps.
+
+    Args:
+        scheduled: ``scheduler(train_step(loss_fn, tx, donate=True))``.
+        state: to start from; it is the captured step's from now on.
+        batch: one like those to come: same structure, shapes and dtypes.
+        warmup: steps made before the capture, the first of which records the schedule. They train, all on ``batch``.
+
+    Attributes:
+        state: after the last replay.
+
+    Raises:
+        ScheduleError: no CUDA device, a policy that leaves gathers under way, or a state that counts in Python: a graph
+            would use the same count for ever.
+
+    Source: torch.cuda.CUDAGraph.
+    """
+
+    def __init__(self, scheduled: Scheduled, state: TrainState, batch: Any, *, warmup: int = 3) -> None:
+        scheduler = scheduled.scheduler
+        _check(scheduler.device, scheduler.policy.gather_at_start, state, warmup)
+        self._batch = optree.tree_map(lambda x: x.clone() if isinstance(x, torch.Tensor) else x, batch)
+        aside = torch.cuda.Stream(scheduler.device)
+        aside.wait_stream(torch.cuda.current_stream(scheduler.device))
+        with torch.cuda.stream(aside):
+            for _ in range(warmup):
+                state, _ = scheduled(state, self._batch)
+        torch.cuda.current_stream(scheduler.device).wait_stream(aside)
+        before = _addresses(state)
+        self._graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self._graph):
+            state, metrics = scheduled(state, self._batch)
+        self._metrics: Metrics = metrics
+        if before != _addresses(state):
+            raise ScheduleError(
+                "Captured(): the step makes a new state instead of updating it in place: pass donate=True to it."
+            )
+        self.state = state._replace(step=state.step - 1)  # the capture has computed nothing
+
+    def __call__(self, batch: Any) -> Metrics:
+        """One step on ``batch``. What is returned is overwritten by the next one.
+
+        Raises:
+            ScheduleError: a batch of other shapes than the one captured.
+        """
+        for held, new in zip(_leaves(self._batch), _leaves(batch), strict=True):
+            if isinstance(held, torch.Tensor):
+                if held.shape != new.shape:
+                    raise ScheduleError(f"a batch with a tensor of shape {list(new.shape)}, captured with {list(held.shape)}.")
+                held.copy_(new, non_blocking=True)
+        self._graph.replay()
+        self.state = self.state._replace(step=self.state.step + 1)
+        return self._metrics
+
+
+def _leaves(tree: Any) -> list[Any]:
+    return optree.tree_leaves(tree)
+
+
+def _addresses(state: TrainState) -> list[int]:
+    return [x.data_ptr() for x in _leaves((state.params, state.main)) if isinstance(x, torch.Tensor)]
+
+
+def _check(device: torch.device, gathers_at_start: bool, state: TrainState, warmup: int) -> None:
+    if device.type != "cuda":
+        raise ScheduleError(f"Captured(): the scheduler is on {device}; CUDA graphs need a CUDA device.")
+    if gathers_at_start:
+        raise ScheduleError("Captured(): the policy leaves gathers under way between steps: pass gather_at_start=False.")
+    if warmup < 2:
+        raise ScheduleError(
+            f"Captured(): warmup is {warmup}, expected at least 2: one step to record, one to follow the schedule."
+        )
+    counts = [x for x in _leaves(state.opt) if isinstance(x, int | float)]
+    if counts:
+        raise ScheduleError(f"Captured(): the optimizer state counts in Python ({counts[0]}): use adamw(..., capturable=True).")

@@ -1,0 +1,107 @@
+"""Recorder: writes down when the ops of a step ran, as the host saw them or, on a GPU, as its streams did."""
+
+import time
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from fsharp.stateful.inspect.trace import Trace
+from fsharp.stateful.runtime.plan import Plan
+from fsharp.stateful.schedule.schedule import OpKind, Stream
+from fsharp.stateful.transport.workers import Flight
+
+if TYPE_CHECKING:
+    from fsharp.stateful.runtime.run import Run
+
+Mark = Any  # seconds, or a CUDA event that will say
+_BLOCKS: tuple[OpKind, ...] = ("wait", "accumulate")
+
+
+class Recorder:
+    """Turns the ops of a plan into rows of a trace.
+
+    Args:
+        trace: where they go.
+        device: whose clock counts.
+    """
+
+    def __init__(self, trace: Trace, device: torch.device) -> None:
+        self.trace, self.is_cuda = trace, device.type == "cuda"
+        self.flights: list[Flight] = []
+        self.lane_marks: list[tuple[Mark, Mark]] = []
+        self._base: Mark = self.mark()
+        self._rows: list[tuple[int, OpKind, Any, Mark, Mark, list[Flight], int]] = []
+        self._open: dict[tuple[str, int], tuple[int, Mark]] = {}
+        self._last: Mark = self._base
+        self._step, self._bounds = -1, []  # type: tuple[int, list[tuple[Mark, Mark]]]
+
+    def mark(self) -> Mark:
+        """Now, on the current stream."""
+        if not self.is_cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def begin(self) -> None:
+        """A step begins."""
+        self._open.clear()
+        self._last = self.mark()
+        self._start = self._last
+        self._step = len(self._bounds)
+
+    def event(self, run: "Run", plan: Plan, i: int) -> None:
+        """Do what a plan has at an event, and note it."""
+        event = plan.expected[i]
+        ops = plan.schedule.ops
+        here = self.mark()
+        phase = event.kind.removesuffix("_end")
+        if event.kind.endswith("_end") and event.unit:
+            op, began = self._open.pop((phase, event.use))
+            self._note(op, "compute", plan, began, here)
+        for op, action in plan.numbered(i):
+            self.flights, self.lane_marks = [], []
+            if ops[op].kind == "update":
+                self._note(op, "update", plan, self._last, here)
+            start = self.mark()
+            action(run)
+            stop = self.mark()
+            if ops[op].kind in ("gather", "reduce"):
+                if self.lane_marks:
+                    start, stop = self.lane_marks[0][0], self.lane_marks[-1][1]
+                self._note(op, ops[op].kind, plan, start, stop, list(self.flights))
+            elif ops[op].kind in ("wait", "accumulate"):
+                self._note(op, "wait", plan, start, stop)
+            else:
+                self._note(op, ops[op].kind, plan, start, stop)
+        if event.kind in ("forward", "backward"):
+            self._open[phase, event.use] = (plan.computes[i], self.mark())
+        self._last = self.mark()
+
+    def _note(self, op: int, kind: OpKind, plan: Plan, start: Mark, stop: Mark, flights: list[Flight] | None = None) -> None:
+        self._rows.append((op, kind, plan.schedule.ops[op], start, stop, flights or [], self._step))
+
+    def end(self) -> None:
+        """The step has ended: what is known of it goes to the trace; what is still under way follows."""
+        self._bounds.append((self._start, self.mark()))
+        if self.is_cuda:
+            torch.cuda.synchronize()
+        number = self.trace.begin_step(self._seconds(self._start))
+        self.trace.end_step(self._seconds(self._bounds[-1][1]))
+        assert number == self._step
+        waiting = []
+        for row in self._rows:
+            op, kind, what, start, stop, flights, step = row
+            landed = [flight.landed_s for flight in flights]
+            if None in landed:
+                waiting.append(row)
+                continue
+            end = max([self._seconds(stop), *(at for at in landed if at is not None)])
+            stream: Stream = "compute" if kind == "wait" else what.stream
+            self.trace.record(op, kind, what.unit, what.phase, stream, self._seconds(start), end, step=step)
+        self._rows = waiting
+
+    def _seconds(self, mark: Mark) -> float:
+        if not self.is_cuda:
+            return float(mark)
+        return float(self._base.elapsed_time(mark)) / 1e3

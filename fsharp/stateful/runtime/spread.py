@@ -1,0 +1,58 @@
+"""Spread: updated parameters on their way from the optimizer's place to where they rest."""
+
+import torch
+
+from fsharp.functional.sharded import Sharded
+from fsharp.stateful.runtime.copies import LiveUnit
+from fsharp.stateful.runtime.facts import spread_axes
+from fsharp.stateful.runtime.full import nested_parts
+from fsharp.stateful.transport.base import Ticket, Transport
+
+
+class Spread:
+    """One unit's updated parameters: in memory already as far as this rank has them.
+
+    Args:
+        unit: whose.
+        old: where its parameters rested before.
+        new: trained groups at the optimizer's place, in the dtype they rest in.
+        rank: of this process.
+        donate: whether the buffers of ``old`` may be filled.
+        trivial: run collectives along axes of size 1 as well.
+    """
+
+    def __init__(self, unit: LiveUnit, old: Sharded, new: Sharded, *, rank: int, donate: bool, trivial: bool) -> None:
+        self.unit = unit
+        self.axes = spread_axes(old.unit, trivial=trivial)
+        self.tickets: list[Ticket] = []
+        self._moves: list[tuple[torch.Tensor, list[torch.Tensor]]] = []
+        held = dict(zip(new.groups, new.buffers, strict=True))
+        buffers = []
+        for group, before in zip(old.groups, old.buffers_on_their_way, strict=True):
+            part = held.get(group)
+            if part is None or not self.axes:
+                buffers.append(before if part is None else part)
+                continue
+            buffer = before if donate else torch.empty_like(before)
+            buffers.append(buffer)
+            if len(buffer):
+                self._moves.append((part, nested_parts(buffer.detach(), old.unit, self.axes, rank)))
+        self.node = old.replace(buffers)
+
+    def start(self, transport: Transport) -> None:
+        """Begin to gather."""
+        for x, outs in self._moves:
+            for i, (axis, out) in enumerate(zip(self.axes, outs, strict=True)):
+                ticket = transport.gather(x, out, axis)
+                if i == len(outs) - 1:
+                    self.tickets.append(ticket)
+                else:
+                    ticket.wait()
+                x = out
+
+    def wait(self) -> None:
+        """Until they are there."""
+        for ticket in self.tickets:
+            ticket.wait()
+        self.tickets.clear()
+        self._moves.clear()

@@ -1,0 +1,89 @@
+"""Lanes: the streams beside compute. One for gathers, one for reductions, or one for both; on a CPU, none."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from fsharp.stateful.runtime.recorder import Recorder
+
+Key = tuple[int, int]
+"""An op: the number of its plan, its position."""
+_HERE = nullcontext()
+
+
+class Lanes:
+    """A host without streams: collectives are asynchronous by themselves, and what the host waits for is ordered by that."""
+
+    recorder: "Recorder | None" = None
+
+    def on(self, name: str, op: Key | None = None, after: Sequence[Key] = (), *, begins: bool = True) -> AbstractContextManager:
+        """Run what is inside on a lane.
+
+        Args:
+            name: ``"gather"`` or ``"reduce"``.
+            op: for those that wait for it.
+            after: the ops to wait for.
+            begins: whether it reads what compute has made until now.
+        """
+        return _HERE
+
+    def join(self, after: Sequence[Key]) -> None:
+        """Compute waits for ops on other lanes."""
+
+    def join_all(self) -> None:
+        """Compute waits for everything on other lanes."""
+
+
+class CudaLanes(Lanes):
+    """CUDA streams of one scheduler, which all its units share. Ordered by events, never by waiting for the device.
+
+    Memory on a lane is the scheduler's own and outlives it, so nothing has to be recorded on streams.
+
+    Args:
+        device: of the streams.
+        one_stream: gathers and reductions share one.
+    """
+
+    def __init__(self, device: torch.device, *, one_stream: bool) -> None:
+        self.device, self.one_stream = device, one_stream
+        self.streams: dict[str, torch.cuda.Stream] = {}
+        self._events: dict[Key, torch.cuda.Event] = {}
+
+    def _stream(self, name: str) -> torch.cuda.Stream:
+        name = "gather" if self.one_stream else name
+        if name not in self.streams:
+            self.streams[name] = torch.cuda.Stream(self.device)
+        return self.streams[name]
+
+    @contextmanager
+    def on(self, name: str, op: Key | None = None, after: Sequence[Key] = (), *, begins: bool = True) -> Iterator[Any]:
+        """On the lane's stream, after what compute has been given so far if it reads that, and after the given ops."""
+        stream = self._stream(name)
+        if begins:
+            stream.wait_stream(torch.cuda.current_stream(self.device))
+        for key in after:
+            if key in self._events:
+                stream.wait_event(self._events[key])
+        with torch.cuda.stream(stream):
+            start = self.recorder.mark() if self.recorder is not None else None
+            yield
+            if self.recorder is not None:
+                self.recorder.lane_marks.append((start, self.recorder.mark()))
+            if op is not None:
+                self._events[op] = stream.record_event()
+
+    def join(self, after: Sequence[Key]) -> None:
+        """By event."""
+        compute = torch.cuda.current_stream(self.device)
+        for key in after:
+            if key in self._events:
+                compute.wait_event(self._events[key])
+
+    def join_all(self) -> None:
+        """By event."""
+        compute = torch.cuda.current_stream(self.device)
+        for stream in self.streams.values():
+            compute.wait_stream(stream)

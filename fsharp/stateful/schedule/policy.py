@@ -1,0 +1,80 @@
+"""Policy: how far ahead, how much memory, and how soon. It never changes a value."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from fsharp.functional.errors import ScheduleError
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """What the compiler of a schedule may do.
+
+    Args:
+        prefetch: units whose gather is issued before they are used, while another one computes.
+        buffers: units that are resident at most, the one in use among them, and those around it not; None means
+            ``prefetch + 1``.
+        release: ``"forward"`` lets go of a unit after each use and gathers it again for the backward; ``"backward"``
+            keeps it until the backward is done: one gather less, the memory of all units. ``"room"`` keeps as many of those
+            that the backward comes to first as there is room for in the memory that ``"forward"`` takes: where gradients
+            will rest, nothing is before. With several microbatches it is ``"forward"``.
+        reduce: ``"ready"`` starts a unit's reduction as soon as its gradient is there; ``"delayed"`` after the next
+            backward has begun, so that the gather it waits for goes first.
+        reduce_buffers: reductions of a microbatch under way at most; each holds a block as large as the unit's gradient.
+        finish_buffers: the same for those to the optimizer's place, once a step; they leave from where gradients rest.
+        bucket_nbytes: neighbours in the order whose full parameters together are no larger than this are gathered and
+            released as one. 0 means each on its own.
+        keep_gradients: gradients at rest have memory of their own. False plans it with all other memory of a step: it serves
+            other units until the gradient is there, and the next step's after the end (of callers who hold gradients for
+            longer, the next step finds out, and takes other memory).
+        memory_budget: bytes that all this may take; prefetch and the numbers of buffers are lowered until it fits.
+        gather_at_start: issue the first gathers of the next step, and those that the update needs, at the end of a step.
+            False joins everything at the end of the step, which can then be captured in a CUDA graph.
+        sum_late: add the result of a reduction where it rests when its memory is wanted, or at the end of the pass, as a
+            host without streams has to, which waits for it then. False adds it right behind the reduction on its stream.
+            None leaves it to the scheduler, which knows the device.
+        one_stream: gathers and reductions share a stream.
+        separate_groups: gathers and reductions have process groups of their own.
+        trivial_axes: run collectives along axes of size 1 too, which otherwise cost nothing: to measure on one device.
+        poison: fill memory with NaN when it is released, so that a use after release shows.
+
+    Raises:
+        ScheduleError: a value out of range.
+    """
+
+    prefetch: int = 1
+    buffers: int | None = None
+    release: Literal["forward", "backward", "room"] = "room"
+    reduce: Literal["ready", "delayed"] = "ready"
+    reduce_buffers: int = 1
+    finish_buffers: int = 3
+    bucket_nbytes: int = 0
+    keep_gradients: bool = False
+    memory_budget: int | None = None
+    gather_at_start: bool = True
+    sum_late: bool | None = None
+    one_stream: bool = False
+    separate_groups: bool = True
+    trivial_axes: bool = False
+    poison: bool = False
+
+    def __post_init__(self) -> None:
+        least = {"prefetch": 0, "reduce_buffers": 1, "finish_buffers": 1, "bucket_nbytes": 0}
+        for name, low in least.items():
+            if getattr(self, name) < low:
+                raise ScheduleError(f"Policy(): {name} is {getattr(self, name)}, expected at least {low}.")
+        if self.buffers is not None and self.buffers < self.prefetch + 1:
+            raise ScheduleError(
+                f"Policy(): {self.buffers} buffers do not hold the unit in use and {self.prefetch} more: pass buffers of at "
+                f"least {self.prefetch + 1}, or a smaller prefetch."
+            )
+        if self.release not in ("forward", "backward", "room") or self.reduce not in ("ready", "delayed"):
+            raise ScheduleError(
+                f"Policy(): release is {self.release!r}, expected 'forward', 'backward' or 'room'; reduce is {self.reduce!r}, "
+                "expected 'ready' or 'delayed'."
+            )
+
+    @property
+    def num_buffers(self) -> int:
+        """Units that are resident at most."""
+        return self.prefetch + 1 if self.buffers is None else self.buffers

@@ -1,0 +1,132 @@
+"""Transport: collectives along one axis into memory that the caller owns, which may still run when the call returns."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, Literal, get_args
+
+import torch
+import torch.distributed as dist
+
+from fsharp.functional.comm import Comm
+from fsharp.functional.process_group import ProcessGroupComm
+
+Kind = Literal["gather", "reduce"]
+_KINDS: tuple[Kind, ...] = get_args(Kind)
+
+
+class Ticket:
+    """A collective under way.
+
+    Args:
+        works: what has to complete.
+        then: what is left to do after that; its result is the ticket's.
+    """
+
+    __slots__ = ("_result", "_then", "_works")
+
+    def __init__(self, works: Sequence[Any] = (), then: Callable[[], Any] | None = None, result: Any = None) -> None:
+        self._works, self._then, self._result = works, then, result
+
+    def wait(self) -> Any:
+        """Block until it is done, and finish it. Only the first call does something."""
+        for work in self._works:
+            work.wait()
+        self._works = ()
+        if self._then is not None:
+            then, self._then = self._then, None
+            self._result = then()
+        return self._result
+
+
+class Transport(ABC):
+    """Collectives along an axis. Results are bit for bit those of the :class:`~fsharp.Comm` it is made from."""
+
+    is_async = False
+    """Whether a ticket that the host waits for may have something to wait for."""
+
+    @abstractmethod
+    def gather(self, x: torch.Tensor, out: torch.Tensor, axis: str) -> Ticket:
+        """Every rank's ``x`` of ``c`` elements into ``out`` of ``n * c``; ``x`` may be this rank's part of ``out``."""
+
+    @abstractmethod
+    def reduce_scatter(
+        self, x: torch.Tensor, axis: str, *, dtype: torch.dtype, scratch: torch.Tensor, out: torch.Tensor | None = None
+    ) -> Ticket:
+        """The sum over ranks of this rank's part of ``x``.
+
+        Args:
+            x: ``n * c`` elements; may be overwritten if ``out`` is None.
+            axis: the axis to sum along.
+            dtype: of the sum.
+            scratch: as many bytes as :meth:`scratch_nbytes` says.
+            out: ``c`` elements for the result. None: the ticket's result is a tensor that is valid until ``x`` or
+                ``scratch`` is written to.
+        """
+
+    @abstractmethod
+    def all_reduce(self, x: torch.Tensor, out: torch.Tensor, axis: str, *, scratch: torch.Tensor) -> Ticket:
+        """The sum over ranks of ``x`` into ``out``, of another dtype or the same.
+
+        The result of the ticket is one more ticket, for what is left to do once ``scratch`` and ``x`` are free.
+        """
+
+    @abstractmethod
+    def scratch_nbytes(self, op: str, axis: str, numel: int, itemsize: int, *, apart: bool = False) -> int:
+        """Bytes of scratch for a ``"reduce_scatter"`` or ``"all_reduce"`` of ``numel`` elements.
+
+        Args:
+            op: which of them.
+            axis: the axis to sum along.
+            numel: of ``x``.
+            itemsize: of ``x``.
+            apart: ``out`` will be given, in the dtype of ``x``.
+        """
+
+    def reduces_in_place(self, axis: str, dtype: torch.dtype) -> bool:
+        """Whether ``x`` and ``out`` of an ``all_reduce`` may be one, and it is cheaper then."""
+        return False
+
+    @property
+    def innermost(self) -> "Transport":
+        """Without what is wrapped around it."""
+        return self
+
+    def make(self, comm: Comm) -> None:
+        """Make ready what all ranks have to make together.
+
+        Args:
+            comm: to agree through. Nothing is under way in it.
+        """
+
+    def close(self) -> None:
+        """Give up whatever is under way."""
+
+
+class Groups:
+    """Process groups of a scheduler's own, so that its gathers and its reductions do not wait for each other.
+
+    With ``separate=False`` they are the groups of the Comm.
+    """
+
+    def __init__(self, comm: ProcessGroupComm, *, separate: bool) -> None:
+        self.comm, self.separate = comm, separate
+        self._made: dict[tuple[Kind, str], dist.ProcessGroup] = {}
+
+    def make(self, *, but: Collection[str] = ()) -> None:
+        """Make those along all axes ``but`` these. Every rank has to, at one point; a rank that comes alone waits for ever."""
+        if self.separate:
+            for axis, size in self.comm.mesh.axes:
+                for kind in _KINDS if size > 1 and axis not in but else ():
+                    self(kind, axis)
+
+    def __call__(self, kind: Kind, axis: str) -> dist.ProcessGroup:
+        """The group along an axis for one kind of collective."""
+        if not self.separate:
+            return self.comm.group(axis)
+        if (kind, axis) not in self._made:
+            self._made[kind, axis] = self.comm.new_group(axis)
+        return self._made[kind, axis]
+
+    def close(self) -> None:
+        """Use them no more: what is under way in them may never end."""
+        self._made.clear()

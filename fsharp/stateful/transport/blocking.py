@@ -1,0 +1,73 @@
+"""Transports whose collectives are done when the call returns: over any Comm, and over none."""
+
+import torch
+
+from fsharp.functional.comm import Comm
+from fsharp.stateful.transport.base import Ticket, Transport
+
+
+class Blocking(Transport):
+    """Any Comm: each collective is done when the call returns."""
+
+    def __init__(self, comm: Comm) -> None:
+        self.comm = comm
+
+    def gather(self, x: torch.Tensor, out: torch.Tensor, axis: str) -> Ticket:
+        """Blocks."""
+        out.copy_(self.comm.all_gather(x, axis).view(-1))
+        return Ticket()
+
+    def reduce_scatter(
+        self, x: torch.Tensor, axis: str, *, dtype: torch.dtype, scratch: torch.Tensor, out: torch.Tensor | None = None
+    ) -> Ticket:
+        """Blocks."""
+        n = self.comm.mesh.axis_size(axis)
+        result = self.comm.reduce_scatter(x.view(n, -1), axis, dtype=dtype)
+        return Ticket(result=result if out is None else out.copy_(result))
+
+    def all_reduce(self, x: torch.Tensor, out: torch.Tensor, axis: str, *, scratch: torch.Tensor) -> Ticket:
+        """Blocks."""
+        if x.dtype == out.dtype:
+            out.copy_(self.comm.all_reduce(x, axis))
+            return Ticket(result=Ticket())
+        n = self.comm.mesh.axis_size(axis)
+        padded = torch.nn.functional.pad(x, (0, -len(x) % n)).view(n, -1)
+        summed = self.comm.reduce_scatter(padded, axis, dtype=out.dtype)
+        out.copy_(self.comm.all_gather(summed, axis).view(-1)[: len(out)])
+        return Ticket(result=Ticket())
+
+    def reduces_in_place(self, axis: str, dtype: torch.dtype) -> bool:
+        """It does."""
+        return True
+
+    def scratch_nbytes(self, op: str, axis: str, numel: int, itemsize: int, *, apart: bool = False) -> int:
+        """None."""
+        return 0
+
+
+class Local(Transport):
+    """Axes of size 1, where collectives are copies: what a :class:`~fsharp.SingleComm` has."""
+
+    def gather(self, x: torch.Tensor, out: torch.Tensor, axis: str) -> Ticket:
+        """A copy."""
+        out.copy_(x)
+        return Ticket()
+
+    def reduce_scatter(
+        self, x: torch.Tensor, axis: str, *, dtype: torch.dtype, scratch: torch.Tensor, out: torch.Tensor | None = None
+    ) -> Ticket:
+        """A cast."""
+        return Ticket(result=x.to(dtype) if out is None else out.copy_(x))
+
+    def all_reduce(self, x: torch.Tensor, out: torch.Tensor, axis: str, *, scratch: torch.Tensor) -> Ticket:
+        """A copy."""
+        out.copy_(x)
+        return Ticket(result=Ticket())
+
+    def reduces_in_place(self, axis: str, dtype: torch.dtype) -> bool:
+        """It does."""
+        return True
+
+    def scratch_nbytes(self, op: str, axis: str, numel: int, itemsize: int, *, apart: bool = False) -> int:
+        """None."""
+        return 0

@@ -1,0 +1,56 @@
+"""Counted: a transport that counts what goes through it."""
+
+import torch
+
+from fsharp.functional.comm import Comm, CountingComm
+from fsharp.stateful.transport.base import Ticket, Transport
+
+
+class Counted(Transport):
+    """Passes on to ``inner`` and counts like a :class:`~fsharp.CountingComm`."""
+
+    def __init__(self, inner: Transport, comm: CountingComm) -> None:
+        self.inner, self.comm = inner, comm
+
+    @property
+    def innermost(self) -> Transport:
+        """That of ``inner``."""
+        return self.inner.innermost
+
+    def gather(self, x: torch.Tensor, out: torch.Tensor, axis: str) -> Ticket:
+        """Counted."""
+        self.comm.count("all_gather", axis, x.numel() * x.dtype.itemsize)
+        return self.inner.gather(x, out, axis)
+
+    def reduce_scatter(
+        self, x: torch.Tensor, axis: str, *, dtype: torch.dtype, scratch: torch.Tensor, out: torch.Tensor | None = None
+    ) -> Ticket:
+        """Counted."""
+        self.comm.count("reduce_scatter", axis, x.numel() // self.comm.mesh.axis_size(axis) * x.dtype.itemsize)
+        return self.inner.reduce_scatter(x, axis, dtype=dtype, scratch=scratch, out=out)
+
+    def all_reduce(self, x: torch.Tensor, out: torch.Tensor, axis: str, *, scratch: torch.Tensor) -> Ticket:
+        """Counted; with a wire of its own as the two collectives that it then is."""
+        part = -(-x.numel() // self.comm.mesh.axis_size(axis))
+        if x.dtype == out.dtype:
+            self.comm.count("all_reduce", axis, part * x.dtype.itemsize)
+        else:
+            self.comm.count("reduce_scatter", axis, part * x.dtype.itemsize)
+            self.comm.count("all_gather", axis, part * out.dtype.itemsize)
+        return self.inner.all_reduce(x, out, axis, scratch=scratch)
+
+    def reduces_in_place(self, axis: str, dtype: torch.dtype) -> bool:
+        """As ``inner``."""
+        return self.inner.reduces_in_place(axis, dtype)
+
+    def scratch_nbytes(self, op: str, axis: str, numel: int, itemsize: int, *, apart: bool = False) -> int:
+        """As ``inner``."""
+        return self.inner.scratch_nbytes(op, axis, numel, itemsize, apart=apart)
+
+    def make(self, comm: Comm) -> None:
+        """As ``inner``."""
+        self.inner.make(comm)
+
+    def close(self) -> None:
+        """As ``inner``."""
+        self.inner.close()

@@ -1,0 +1,55 @@
+"""Native: a backend's own collectives, on CUDA streams."""
+
+import torch
+import torch.distributed as dist
+
+from fsharp.functional.comm import Comm
+from fsharp.functional.process_group import ProcessGroupComm
+from fsharp.stateful.transport.base import Groups, Ticket, Transport
+
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+class Native(Transport):
+    """A backend's own collectives, issued on the current CUDA stream: a ticket is done as far as the host is concerned."""
+
+    def __init__(self, comm: ProcessGroupComm, groups: Groups) -> None:
+        self.comm, self.groups = comm, groups
+
+    def gather(self, x: torch.Tensor, out: torch.Tensor, axis: str) -> Ticket:
+        """In place if ``x`` is part of ``out``."""
+        _all_gather(out.view(torch.uint8), x.view(torch.uint8), group=self.groups("gather", axis))
+        return Ticket()
+
+    def reduce_scatter(
+        self, x: torch.Tensor, axis: str, *, dtype: torch.dtype, scratch: torch.Tensor, out: torch.Tensor | None = None
+    ) -> Ticket:
+        """Summed by the backend in the dtype of ``x``."""
+        n, mine = self.comm.mesh.axis_size(axis), self.comm.mesh.coord(axis, self.comm.rank)
+        part = x.view(n, -1)[mine]
+        target = out if out is not None and out.dtype == x.dtype else part
+        _reduce_scatter(target, x, group=self.groups("reduce", axis))
+        if out is None:
+            return Ticket(result=target.to(dtype))
+        return Ticket(result=out if target is out else out.copy_(target))
+
+    def all_reduce(self, x: torch.Tensor, out: torch.Tensor, axis: str, *, scratch: torch.Tensor) -> Ticket:
+        """Summed by the backend in the dtype of ``x``."""
+        target = out if out.dtype == x.dtype else scratch.view(x.dtype)[: len(x)]
+        dist.all_reduce(target.copy_(x), group=self.groups("reduce", axis))
+        if target is not out:
+            out.copy_(target)
+        return Ticket(result=Ticket())
+
+    def scratch_nbytes(self, op: str, axis: str, numel: int, itemsize: int, *, apart: bool = False) -> int:
+        """What an all_reduce in a dtype of its own needs."""
+        return numel * itemsize if op == "all_reduce" else 0
+
+    def make(self, comm: Comm) -> None:
+        """The groups."""
+        self.groups.make()
+
+    def close(self) -> None:
+        """Abort the groups."""
+        self.groups.close()
