@@ -12,7 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import fsharp as fs
 from fsharp.functional.comm import Comm
 from fsharp.stateful import copies
-from fsharp.stateful.runtime.rest import window_on
+from fsharp.stateful.runtime.resting import storage_over as window_on
 from fsharp.stateful.transport.base import Blocking, Ticket
 from fsharp.testing import processes, simulate
 from tests.gpt_like import block, embed, head, logits, loss_fn, make_params

@@ -32,10 +32,10 @@ from fsharp.stateful.modules.outputs import reaching, replaced, tensors_in, with
 from fsharp.stateful.modules.parameter import Part, ShardedParameter
 from fsharp.stateful.modules.seats import Seats, owners, seated
 from fsharp.stateful.runtime.boundary import in_backward
-from fsharp.stateful.runtime.copies import LiveUnit
-from fsharp.stateful.runtime.run import Run
 from fsharp.stateful.runtime.scheduled import Scheduled
 from fsharp.stateful.runtime.scheduler import Scheduler
+from fsharp.stateful.runtime.step import Step
+from fsharp.stateful.runtime.unit_state import UnitState
 
 Nodes = Mapping[str, Sharded]
 
@@ -121,8 +121,8 @@ class Session:
         self._within: Within | None = None
         self.is_summoned = self.is_averaged = False
         self._training, self._evaluation = scheduler(_not_called), scheduler(_evaluate)
-        self._run: Run | None = None
-        self._units: list[LiveUnit] = []
+        self._run: Step | None = None
+        self._units: list[UnitState] = []
         self._probed: Any = None
         self._pass = -1  # the backward pass that is under way
         self.updated_by: int | None = None
@@ -201,7 +201,7 @@ class Session:
 
     # ------------------------------------------------------------ a step
 
-    def _open(self) -> Run:
+    def _open(self) -> Step:
         """The run of the step that is under way, or of a new one."""
         self.clear_up()
         if self.is_averaged:
@@ -232,7 +232,7 @@ class Session:
             self._pass = -1
 
     @contextmanager
-    def _forgetting(self, run: Run) -> Iterator[None]:
+    def _forgetting(self, run: Step) -> Iterator[None]:
         """If an error leaves this context, there is no step any more."""
         try:
             yield
@@ -255,7 +255,6 @@ class Session:
                     "over ranks. Change them after the last backward of a step."
                 )
             self.means.take_back()
-        self.scheduler.expect(is_last=not self.is_accumulating)
         torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
 
     def _end_backward(self) -> None:
@@ -270,7 +269,7 @@ class Session:
             if self.is_accumulating or not self.is_fed:
                 return
             missing = self._missing.among(self._units, is_planned=run.is_planned)
-            sums = reduce_scatter(self.scheduler.hand_out(self._units, self.kept.state.params), comm=self.scheduler)
+            sums = reduce_scatter(self.scheduler.issue(self._units, self.kept.state.params), comm=self.scheduler)
             self.means.set(sums, missing)
 
     @property
