@@ -8,11 +8,12 @@ from then on. Any other optimizer gets whole leaves in their shape, where a rank
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
+from fsharp.functional.agree import together
 from fsharp.functional.comm import Comm
 from fsharp.functional.errors import ScheduleError, TreeError
 from fsharp.functional.transforms.base import Transform, as_transform
@@ -209,14 +210,22 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """This rank's part: for each parameter by name what the optimizer keeps of it, 1-D where it is an element each.
 
-        Of whole parameters it has their shape, as torch's has.
+        Of whole parameters it has their shape, as torch's has. ``"sharded"`` says which part it is.
 
         Of an ``(init, update)`` pair the state as it is.
         """
         groups = [{**group, "params": [p.path for p in group["params"]]} for group in self.param_groups]
-        if self.inner is None:
-            return {"state": self.session.kept.state.opt, "param_groups": groups}
-        return {"state": self._states(), "param_groups": groups}
+        state = self.session.kept.state.opt if self.inner is None else self._states()
+        return {"state": state, "param_groups": groups, "sharded": self._part()._asdict()}
+
+    def _part(self) -> "_Part":
+        layout, mesh, rank = self.session.layout, self.session.scheduler.mesh, self.session.scheduler.rank
+        cut = {axis for unit in layout.units for axis in (*unit.strategy.optim.sharded, *unit.strategy.full.varying)}
+        coords = {axis: mesh.coord(axis, rank) for axis, size in mesh.axes if axis in cut and size > 1}
+        for spec in self.session.specs.values():
+            if spec.is_sharded:
+                coords |= dict(zip(spec.mesh.mesh_dim_names or (), spec.mesh.get_coordinate() or (), strict=False))
+        return _Part(rank, coords, dict(mesh.axes), layout.digest)
 
     def _states(self) -> dict[str, dict[str, Any]]:
         assert self.inner is not None
@@ -226,15 +235,17 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return found
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """What :meth:`state_dict` gave on the same rank of the same mesh, strategy and units.
+        """What :meth:`state_dict` gave on the same rank of the same mesh, strategy and units; every rank calls it.
+
+        Where optimizer state is replicated, as under ``ddp``, any rank's will do.
 
         Raises:
-            TreeError: groups of other parameters.
+            TreeError: of another rank, mesh or layout, or groups of other parameters. On all ranks, if one has the wrong one.
+
+        Cost: a collective of 40 bytes for each axis.
         """
         groups = state_dict["param_groups"]
-        mine = [[p.path for p in group["params"]] for group in self.param_groups]
-        if [group["params"] for group in groups] != mine:
-            raise TreeError("load_state_dict(): the parameter groups are not those of this optimizer.")
+        together("load_state_dict()", self.session.scheduler, lambda: self._check(state_dict))
         for group, loaded in zip(self.param_groups, groups, strict=True):
             group.update({name: value for name, value in loaded.items() if name != "params"})
         if self.inner is None:
@@ -243,10 +254,52 @@ class ShardedOptimizer(torch.optim.Optimizer):
         states = state_dict["state"]
         self._recut(lambda path: alike(states.get(path, {})), states)
 
+    def _check(self, state_dict: Mapping[str, Any]) -> None:
+        if "sharded" not in state_dict:
+            raise TreeError(
+                "load_state_dict(): it does not say which part of a state it is; expected what state_dict() of a "
+                "ShardedOptimizer gave."
+            )
+        mine, theirs = self._part(), _Part(**state_dict["sharded"])
+        same = "Load what this rank has saved, on the same mesh, with the same strategy and units."
+        if theirs.mesh != mine.mesh:
+            shown = [", ".join(f"{axis}={size}" for axis, size in part.mesh.items()) for part in (theirs, mine)]
+            raise TreeError(f"load_state_dict(): it was saved on a mesh {shown[0]}, and this one is {shown[1]}. {same}")
+        if theirs.layout != mine.layout:
+            raise TreeError(
+                f"load_state_dict(): it was saved with another layout, by rank {theirs.rank}; this is rank {mine.rank}. {same}"
+            )
+        if theirs.coords != mine.coords:
+            shown = [", ".join(f"{axis} {i}" for axis, i in part.coords.items()) for part in (theirs, mine)]
+            raise TreeError(
+                f"load_state_dict(): it is the state of rank {theirs.rank} ({shown[0]}), and this is rank {mine.rank} "
+                f"({shown[1]}), which has another part. {same}"
+            )
+        if [group["params"] for group in state_dict["param_groups"]] != [
+            [p.path for p in g["params"]] for g in self.param_groups
+        ]:
+            raise TreeError("load_state_dict(): the parameter groups are not those of this optimizer.")
+
     def _each_run(self) -> Iterator[tuple[Run, nn.Parameter]]:
         assert self.inner is not None
         for group, runs in zip(self.inner.param_groups, self._runs, strict=True):
             yield from zip(runs, group["params"], strict=True)
+
+
+class _Part(NamedTuple):
+    """Which part of a module's optimizer state a rank has.
+
+    Attributes:
+        rank: that saved it.
+        coords: of this rank, along axes on which ranks have other parts.
+        mesh: sizes of the axes.
+        layout: its digest.
+    """
+
+    rank: int
+    coords: dict[str, int]
+    mesh: dict[str, int]
+    layout: str
 
 
 def _no_updates(grads: Any, state: Any, params: Any, *, comm: Comm) -> tuple[Any, Any]:
