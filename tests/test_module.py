@@ -601,9 +601,9 @@ def test_calls_at_the_wrong_time():
         with pytest.raises(fs.ScheduleError, match="there are no gradients"):
             model.clip_grad_norm_(1.0)
         loss = model(x, y)["loss"]
+        loss.backward()
         with pytest.raises(fs.ScheduleError, match="a step is under way"), model.summon():
             pass
-        loss.backward()
         pending = model(x, y)["loss"]
         with pytest.raises(fs.ScheduleError, match="between a forward and its backward"):
             optimizer.zero_grad()
