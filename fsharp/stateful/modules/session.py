@@ -9,6 +9,7 @@ backward, a microbatch ends with a backward pass, and an optimizer's step closes
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import optree
@@ -395,21 +396,36 @@ class Session:
         self.kept.adopt(state)
 
     def check_idle(self, where: str) -> None:
-        """Refuse ``where`` within a step.
+        """Refuse ``where`` if a step has gradients. One that has none, forwards alone, is given up, on all ranks alike.
 
         Raises:
-            ScheduleError: a step is under way.
+            ScheduleError: backward passes have left gradients, or one is under way.
         """
         self.clear_up()
-        if self._run is not None:
+        run = self._run
+        if run is None:
+            return
+        if self.is_fed or self._pass != -1:
             raise ScheduleError(
-                f"{where}: a step is under way, between a forward and the optimizer's step; call it before or after."
+                f"{where}: a step is under way, in which backward passes have left gradients. Call it after optimizer.step() "
+                "or zero_grad(), or before the first backward."
             )
+        with self._forgetting(run), self.scheduler.guard(run):
+            self.scheduler.close(run)
+        self._run = self._probed = None
+        run.on_backward = partial(_refuse_backward, where)
 
     @property
     def schedule(self) -> Scheduled:
         """The training step: its schedule, its trace."""
         return self._training
+
+
+def _refuse_backward(where: str) -> None:
+    raise ScheduleError(
+        f"a backward came to a forward that {where} has given up, as no backward had come before. Call the backward before "
+        f"{where}, or call the model again after it."
+    )
 
 
 def trains(layout: Layout) -> bool:

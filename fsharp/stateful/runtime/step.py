@@ -181,6 +181,7 @@ class Step:
             refuse_graph()
         if self.is_over:
             if gathered:
+                self.on_backward()
                 raise _too_late(gathered[0])
             return
         self.on_backward()
@@ -214,6 +215,7 @@ class Step:
     def _gradient(self, use: Use, grads: Grads) -> None:
         """The gradients of a use's leaves are there: its backward is over."""
         if self.is_over:
+            self.on_backward()
             raise _too_late(use.unit.key)
         self.on_backward()
         if not use.is_open:
