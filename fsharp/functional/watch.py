@@ -1,9 +1,9 @@
 """Watch: ranks that take part in different collectives, of which one has failed, stopped or died, hear of it.
 
-Each collective has a *label*, which says what it is for, and a number, which all ranks count alike. Both are in the tag under which
-its messages travel, so a rank never receives what another believes to be something else: it receives nothing. A rank that
-has waited for half a second writes its last labels on a board that all ranks can read, and looks at those of others. Then either
-some label differs, and all raise both orders; or some ranks have not come yet, and it waits on, up to a limit.
+Each collective has a *label*, which says what it is for, and a number, which all ranks count alike. Both are in the tag under
+which its messages travel, so a rank never receives what another believes to be something else: it receives nothing. A rank
+that has waited for half a second writes its last labels on a board that all ranks can read, and looks at those of others. Then
+either some label differs, and all raise both orders; or some ranks have not come yet, and it waits on, up to a limit.
 """
 
 import json
@@ -205,6 +205,6 @@ def _different(first: int, orders: Sequence[tuple[int, Mapping[int, str]]]) -> s
         "fsharp",
         f"ranks take part in different collectives; the first difference is number {first}.",
         rows,
-        "Every rank has to make the same calls in the same order: the same functions, steps, microbatches, units and policies. A "
-        "rank that has nothing to compute in a unit takes part by skip(params, x, comm=comm).",
+        "Every rank has to make the same calls in the same order: the same functions, steps, microbatches, units and policies. "
+        "A rank that has nothing to compute in a unit takes part by skip(params, x, comm=comm).",
     )
