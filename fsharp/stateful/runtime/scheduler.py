@@ -218,6 +218,9 @@ class Scheduler(Tracer):
         comm = _innermost(self.own)
         if isinstance(comm, ProcessGroupComm):
             comm.watch.fail(error, self.executor.step.rstrip(": ") or "a call outside of any step")
+            if self._is_connected and self.policy.separate_groups:
+                comm.abort()
+                self.transport.abort()
         if self._step is not None:
             self._step.is_over = True
         for unit in self.units.values():
