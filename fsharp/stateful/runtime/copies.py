@@ -119,7 +119,8 @@ class Copy:
         """Begin to fill it from where the unit's parameters rest."""
         node = self.unit.node
         assert node is not None, f"{self.unit.key} has no source"
-        node.settle()
+        if transport.innermost.is_async:  # else this stream is behind it, and what it reads has to stay until compute is, too
+            node.settle()
         self.seen, self._sources = stamp(node), []
         for x, outs in zip(node.buffers_on_their_way, self._outs, strict=True):
             if not len(x):

@@ -42,7 +42,9 @@ def facts_of(unit: LiveUnit, policy: Policy, *, several_microbatches: bool, in_p
         gathered=full_nbytes(layout) if unit.axes else 0,
         outgoing=gradient.outgoing_nbytes(several_uses=several, several_microbatches=several_microbatches),
         finishing=gradient.finishing_nbytes(),
-        rest=0 if policy.keep_gradients or (in_place and gradient.is_reduced_in_place) else gradient.rest.nbytes,
+        rest=0
+        if policy.keep_gradients or (in_place and policy.sum_late and gradient.is_reduced_in_place)
+        else gradient.rest.nbytes,
         trainable=True,
         gather=tuple(gather),
         reduce=tuple(c for chain in gradient.chains for c in _reductions(chain)),

@@ -165,7 +165,7 @@ class Gradient:
             self._own.forget()
         if self._final is not None and self._final.is_held:
             self._final.forget()
-        if self.device.type == "cuda":
+        if self.device.type != "cpu":
             _ = self.rest.tensors, self.final.tensors  # from the pool of the stream that computes
         self.has_new = self._claimed = self.is_finishing = self.is_handed_out = False
         self.found = 0

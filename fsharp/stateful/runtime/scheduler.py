@@ -29,7 +29,7 @@ from fsharp.stateful.runtime.roster import Roster
 from fsharp.stateful.runtime.run import Run, Use
 from fsharp.stateful.runtime.scheduled import Scheduled
 from fsharp.stateful.runtime.spread import Spread
-from fsharp.stateful.runtime.streams import CudaLanes, Lanes
+from fsharp.stateful.runtime.streams import lanes_for
 from fsharp.stateful.runtime.totals import Totals
 from fsharp.stateful.schedule.policy import Policy
 from fsharp.stateful.transport.choose import transport_over
@@ -63,10 +63,9 @@ class Scheduler(Engine):
             raise ScheduleError(f"Scheduler(): got a policy and {sorted(options)}: pass one or the other.")
         self.comm, self.policy = comm, policy or Policy(**options)
         if self.policy.sum_late is None:
-            self.policy = replace(self.policy, sum_late=comm.device.type != "cuda")
+            self.policy = replace(self.policy, sum_late=comm.device.type == "cpu")
         self.transport = transport_over(comm, self.policy)
-        on_cuda = comm.device.type == "cuda"
-        self.lanes = CudaLanes(comm.device, one_stream=self.policy.one_stream) if on_cuda else Lanes()
+        self.lanes = lanes_for(comm.device, one_stream=self.policy.one_stream)
         inner: Comm = comm
         while isinstance(inner, CountingComm):
             inner = inner.inner
