@@ -152,9 +152,10 @@ class _Ambient:
 
     def __init__(self, tensors: Sequence[torch.Tensor], others: Sequence[Any]) -> None:
         self.generators = {i: x.get_state() for i, x in enumerate(others) if isinstance(x, torch.Generator)}
-        self.devices = sorted({t.device.index for t in tensors if t.is_cuda})
+        self.devices = sorted({t.device.index for t in tensors if t.device.type not in ("cpu", "meta")})
         self.cpu = torch.get_rng_state()
-        self.cuda = [torch.cuda.get_rng_state(i) for i in self.devices]
+        self.device = torch.get_device_module()  # of the accelerator, or of the CPU
+        self.on_devices = [self.device.get_rng_state(i) for i in self.devices]
         self.autocast = [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")]
 
     def replay(self, static: "_Static", tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
@@ -164,8 +165,8 @@ class _Ambient:
             others[i].set_state(state)
         with torch.random.fork_rng(self.devices):
             torch.set_rng_state(self.cpu)
-            for i, state in zip(self.devices, self.cuda, strict=True):
-                torch.cuda.set_rng_state(state, i)
+            for i, state in zip(self.devices, self.on_devices, strict=True):
+                self.device.set_rng_state(state, i)
             (k1, on1, d1), (k2, on2, d2) = self.autocast
             with torch.autocast(k1, dtype=d1, enabled=on1), torch.autocast(k2, dtype=d2, enabled=on2):
                 return static.run(tensors, others)

@@ -67,7 +67,7 @@ class ProcessGroupComm:
         self.rank = self.ranks.index(dist.get_rank())
         self._groups = {name: device_mesh.get_group(name) for name in names}
         kind = device_mesh.device_type
-        self.device = torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
+        self.device = torch.device(kind, torch.accelerator.current_device_index()) if kind == "cuda" else torch.device(kind)
         self.is_native = dist.get_backend(self._groups[names[0]]) == "nccl"
         self._rank_order = not self.is_native if rank_order is None else rank_order
         self.limit_s = _limit_s(self._groups[names[0]], self.device)
@@ -282,12 +282,14 @@ def connect(mesh: Mesh, *, device_type: str | None = None) -> Comm:
     """
     world_size = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
     local = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
-    kind = device_type or ("cuda" if torch.cuda.is_available() and torch.cuda.device_count() >= local else "cpu")
+    found = torch.accelerator.current_accelerator(check_available=True)
+    has_cuda = found is not None and found.type == "cuda" and torch.accelerator.device_count() >= local
+    kind = device_type or ("cuda" if has_cuda else "cpu")
     if kind == "cuda":
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        torch.accelerator.set_device_index(int(os.environ.get("LOCAL_RANK", "0")))
     if world_size == 1:
         mesh.check_world_size(1)
-        return SingleComm(mesh, device=torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else kind)
+        return SingleComm(mesh, device=torch.device(kind, torch.accelerator.current_device_index()) if kind == "cuda" else kind)
     if not dist.is_initialized():
         dist.init_process_group("nccl" if kind == "cuda" else "gloo")
     _check_same_mesh(mesh, kind, world_size)

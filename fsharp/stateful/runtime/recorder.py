@@ -12,7 +12,7 @@ from fsharp.stateful.runtime.executor import BoundOp
 from fsharp.stateful.schedule.program import Event
 from fsharp.stateful.schedule.schedule import OpKind, Stream
 
-Mark = Any  # seconds, or a CUDA event that will say
+Mark = Any  # seconds, or an event of a stream that will say
 
 
 class Recorder:
@@ -24,7 +24,7 @@ class Recorder:
     """
 
     def __init__(self, trace: Trace, device: torch.device) -> None:
-        self.trace, self.is_cuda = trace, device.type == "cuda"
+        self.trace, self.device, self.has_streams = trace, device, device.type != "cpu"
         self.flights: list[Flight] = []
         self.lane_marks: list[tuple[Mark, Mark]] = []
         self._base: Mark = self.mark()
@@ -35,9 +35,9 @@ class Recorder:
 
     def mark(self) -> Mark:
         """Now, on the current stream."""
-        if not self.is_cuda:
+        if not self.has_streams:
             return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
+        event = torch.Event(self.device, enable_timing=True)
         event.record()
         return event
 
@@ -80,8 +80,8 @@ class Recorder:
     def end(self) -> None:
         """The step has ended: what is known of it goes to the trace; what is still under way follows."""
         self._bounds.append((self._start, self.mark()))
-        if self.is_cuda:
-            torch.cuda.synchronize()
+        if self.has_streams:
+            torch.accelerator.synchronize(self.device)
         number = self.trace.begin_step(self._seconds(self._start))
         self.trace.end_step(self._seconds(self._bounds[-1][1]))
         assert number == self._step
@@ -98,6 +98,6 @@ class Recorder:
         self._rows = waiting
 
     def _seconds(self, mark: Mark) -> float:
-        if not self.is_cuda:
+        if not self.has_streams:
             return float(mark)
         return float(self._base.elapsed_time(mark)) / 1e3

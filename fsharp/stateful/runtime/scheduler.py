@@ -24,7 +24,7 @@ from fsharp.stateful.runtime.facts import facts_of
 from fsharp.stateful.runtime.scheduled import Scheduled
 from fsharp.stateful.runtime.spread import Spread
 from fsharp.stateful.runtime.step import Step
-from fsharp.stateful.runtime.streams import CudaLanes, Lanes
+from fsharp.stateful.runtime.streams import lanes_for
 from fsharp.stateful.runtime.tracer import IssuedGradients, Tracer, closed
 from fsharp.stateful.runtime.unit_state import UnitState, stamp
 from fsharp.stateful.runtime.units import UnitRegistry
@@ -64,10 +64,9 @@ class Scheduler(Tracer):
         if policy is not None and options:
             raise ScheduleError(f"Scheduler(): got a policy and {sorted(options)}: pass one or the other.")
         self.comm, self._policy = comm, policy or Policy(**options)
-        on_cuda = comm.device.type == "cuda"
         if self._policy.sum_late is None:
-            self._policy = replace(self._policy, sum_late=not on_cuda)
-        self.lanes = CudaLanes(comm.device, one_stream=self.policy.one_stream) if on_cuda else Lanes()
+            self._policy = replace(self._policy, sum_late=comm.device.type == "cpu")
+        self.lanes = lanes_for(comm.device, one_stream=self.policy.one_stream)
         self._functions: weakref.WeakSet[Scheduled] = weakref.WeakSet()
         self._closed: str | None = None
         self._start()

@@ -82,7 +82,8 @@ class UnshardedBuffer:
 
     def gather(self, node: Sharded, transport: Transport, label: str) -> None:
         """Begin to fill it from where the unit's parameters rest."""
-        node.settle()
+        if transport.innermost.is_async:  # else this stream is behind it, and what it reads has to stay until compute is, too
+            node.settle()
         if self.where is None and not self.memory.untyped_storage().nbytes():
             self.memory.untyped_storage().resize_(len(self.memory))
         self.seen, self._sources = stamp(node), []
