@@ -65,7 +65,7 @@ class Engine(ABC):
 
     @abstractmethod
     def run_value_and_grad(
-        self, loss_fn: Callable[..., Any], params: Any, parts: list[Any], *, averaged: bool
+        self, loss_fn: Callable[..., Any], params: Any, parts: list[Any], *, averaged: bool = False
     ) -> tuple[Any, Any]:
         """:func:`~fsharp.value_and_grad` over the parts of a batch."""
 

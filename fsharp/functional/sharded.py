@@ -29,14 +29,14 @@ class Context(NamedTuple):
         unit: the layout of the unit.
         place: where the buffers rest.
         groups: which of the unit's groups they are.
-        num_sinks: how many of the children are gradient sinks.
-        ledger: what the sinks are shared through; compared by identity.
+        is_gathered: whether they are what each rank computes with by itself.
+        ledger: that of the microbatch; compared by identity.
     """
 
     unit: UnitLayout
     place: Place
     groups: tuple[int, ...]
-    num_sinks: int
+    is_gathered: bool = False
     ledger: Any = None
 
 
@@ -74,12 +74,12 @@ class Sharded:
         unit: the layout of the unit.
         place: where the buffers rest.
         groups: indices of the groups they belong to; gradients and optimizer state have trainable ones only.
-        sinks: set by :func:`~fsharp.value_and_grad` alone: for each trainable group a tensor, without memory, in the
-            shape, dtype and place of the gradient at rest. The gradient of the group flows into it.
-        ledger: set with them: through it all uses of the unit share one reduction.
+        is_gathered: set by ``gather`` to ``"full"``: copies that each rank computes with by itself. A gradient with respect
+            to them is this rank's summand.
+        ledger: set by :func:`~fsharp.value_and_grad`, which knows through it where gradients go.
     """
 
-    __slots__ = ("_arrive", "_arriving", "_buffers", "groups", "ledger", "place", "sinks", "unit")
+    __slots__ = ("_arrive", "_arriving", "_buffers", "groups", "is_gathered", "ledger", "place", "unit")
 
     def __init__(
         self,
@@ -87,10 +87,11 @@ class Sharded:
         unit: UnitLayout,
         place: Place,
         groups: tuple[int, ...] | None = None,
-        sinks: Sequence[Any] = (),
+        *,
+        is_gathered: bool = False,
         ledger: Any = None,
     ) -> None:
-        self._buffers, self.unit, self.place, self.sinks, self.ledger = tuple(buffers), unit, place, tuple(sinks), ledger
+        self._buffers, self.unit, self.place, self.is_gathered, self.ledger = tuple(buffers), unit, place, is_gathered, ledger
         self.groups = unit.all_groups if groups is None else groups
         self._arrive: Callable[[], None] | None = None
         self._arriving: AbstractContextManager[Any] | None = None  # a lock: others who look wait as well
@@ -144,18 +145,23 @@ class Sharded:
         return self._buffers
 
     @property
+    def sinks(self) -> tuple[torch.Tensor, ...]:
+        """Where the gradients of these buffers go, for each trainable group; none outside of a loss, or of other buffers."""
+        return () if self.ledger is None else self.ledger.sinks(self._buffers)
+
+    @property
     def name(self) -> str:
         """The path of the unit."""
         return self.unit.name
 
     def replace(self, buffers: Sequence[Any], place: Place | None = None) -> "Sharded":
-        """The same groups with other buffers, perhaps in another place, without sinks."""
-        return Sharded(buffers, self.unit, place or self.place, self.groups)
+        """The same groups with other buffers, perhaps in another place."""
+        return Sharded(buffers, self.unit, place or self.place, self.groups, is_gathered=self.is_gathered and place is None)
 
     def select(self, groups: Sequence[int]) -> "Sharded":
         """Only the given groups, which have to be among this node's."""
         held = dict(zip(self.groups, self.buffers, strict=True))
-        return Sharded([held[g] for g in groups], self.unit, self.place, tuple(groups))
+        return Sharded([held[g] for g in groups], self.unit, self.place, tuple(groups), is_gathered=self.is_gathered)
 
     def tree(self, ties: Sequence["Sharded"] = ()) -> Any:
         """The unit's subtree, its leaves views of the buffers. Differentiable.
@@ -236,13 +242,12 @@ class Sharded:
 
 
 def _flatten(node: Sharded) -> tuple[tuple[Any, ...], Context]:
-    return (*node.buffers, *node.sinks), Context(node.unit, node.place, node.groups, len(node.sinks), node.ledger)
+    return node.buffers, Context(node.unit, node.place, node.groups, node.is_gathered, node.ledger)
 
 
 def _unflatten(context: Context, children: Any) -> Sharded:
-    children = tuple(children)
-    split = len(children) - context.num_sinks
-    return Sharded(children[:split], context.unit, context.place, context.groups, children[split:], context.ledger)
+    unit, place, groups, is_gathered, ledger = context
+    return Sharded(tuple(children), unit, place, groups, is_gathered=is_gathered, ledger=ledger)
 
 
 def _register() -> None:

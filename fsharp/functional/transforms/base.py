@@ -230,6 +230,7 @@ def check_gradients(where: str, grads: Any, params: Any) -> None:
     if optree.tree_structure(grads, is_leaf=is_sharded) != optree.tree_structure(params, is_leaf=is_sharded):
         raise TreeError(f"{where}: gradients and parameters are trees of different structure.")
     for g, p in zip(units_of(grads), units_of(params), strict=True):
+        check_shared(where, g)
         facts: list[tuple[str, Any, Any]] = [("layout of unit", g.name, p.name)] if g.unit != p.unit else []
         if not facts:
             facts += [("place", g.place, p.place)] * (g.place != p.place)
@@ -251,3 +252,16 @@ def check_gradients(where: str, grads: Any, params: Any) -> None:
                     "Pass what value_and_grad() returned, through reduce_scatter(grads, comm=comm).",
                 )
             )
+
+
+def check_shared(where: str, grads: Sharded) -> None:
+    """Refuse gradients that ranks have not summed, though their place does not say so.
+
+    Raises:
+        TreeError: they were taken with respect to gathered parameters.
+    """
+    if grads.is_gathered:
+        raise TreeError(
+            f"{where}: the gradient of unit {grads.name!r} is this rank's part of it: it was taken with respect to gathered "
+            "parameters. reduce_scatter() it, or differentiate with respect to parameters at rest."
+        )
