@@ -74,7 +74,7 @@ def test_clipping_half_precision_gradients_and_extreme_ones():
 
     torch.testing.assert_close(clipped(60000.0, torch.float16, 1e-3), torch.full((4,), 5e-4, dtype=torch.float16))
     torch.testing.assert_close(clipped(1e20, torch.float32, 1.0), torch.full((4,), 0.5))
-    assert clipped(3e38, torch.float32, 1.0).isnan().all()  # the norm itself is beyond float32: not hidden as zeros
+    torch.testing.assert_close(clipped(3e38, torch.float32, 1.0), torch.full((4,), 0.5))  # the norm is beyond float32
     tiny = fs.global_norm(sharded({"w": torch.full((4,), 1e-30)}), comm=ONE)
     assert float(tiny) == pytest.approx(2e-30)
 
