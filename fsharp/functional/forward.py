@@ -9,7 +9,7 @@ import torch
 from fsharp.functional.comm import Comm, Engine
 from fsharp.functional.moves import check_comm, gather
 from fsharp.functional.release import let_go
-from fsharp.functional.sharded import Sharded, is_sharded, map_units, units_of
+from fsharp.functional.sharded import Sharded, check_kept, is_sharded, map_units, units_of
 
 
 def forward(
@@ -49,6 +49,8 @@ def forward(
     units = (sharded, tuple(ties))
     if not isinstance(sharded, Sharded):
         check_comm("forward()", sharded, comm)
+    elif sharded.is_donated:
+        check_kept("forward()", sharded)
     if isinstance(comm, Engine) and comm.takes(units):
         return comm.run_forward(fn, units, args, kwargs)
     first = torch._C._autograd._get_sequence_nr()

@@ -30,7 +30,7 @@ from fsharp.functional.comm import Comm, Engine
 from fsharp.functional.errors import MeshError, TreeError, problem
 from fsharp.functional.layout import UnitLayout
 from fsharp.functional.placement import Partial, Place, Replicate, Shard
-from fsharp.functional.sharded import PlaceName, Sharded, is_sharded, map_units, resolve_place, units_of
+from fsharp.functional.sharded import PlaceName, Sharded, check_kept, is_sharded, map_units, resolve_place, units_of
 
 Tree = TypeVar("Tree")
 
@@ -94,7 +94,10 @@ def reduce_scatter(tree: Tree, *, comm: Comm, to: PlaceName = "optim") -> Tree:
     """
     check_comm("reduce_scatter()", tree, comm)
     if isinstance(comm, Engine):
-        return comm.run_reduce_scatter(tree, to)  # type: ignore[no-any-return]
+        moved_tree = comm.run_reduce_scatter(tree, to)
+        for old, new in zip(units_of(tree), units_of(moved_tree), strict=True):
+            new.scale = old.scale
+        return moved_tree  # type: ignore[no-any-return]
 
     def one(sharded: Sharded) -> Sharded:
         target, place = resolve_place(sharded.unit, to), sharded.place.dual if sharded.is_gathered else sharded.place
@@ -105,7 +108,7 @@ def reduce_scatter(tree: Tree, *, comm: Comm, to: PlaceName = "optim") -> Tree:
         moved = [
             move_sums(x, sharded.unit, g, place, target, comm) for g, x in zip(sharded.groups, sharded.buffers, strict=True)
         ]
-        return sharded.replace(moved, target)
+        return Sharded(moved, sharded.unit, target, sharded.groups, scale=sharded.scale)
 
     return map_units(lambda node: one(node) if is_sharded(node) else node, tree)  # type: ignore[no-any-return]
 
@@ -212,12 +215,13 @@ def check_comm(where: str, tree: Any, comm: Comm) -> None:
     """Refuse a tree without units, and a Comm on another mesh than theirs.
 
     Raises:
-        TreeError: no :class:`Sharded` in the tree.
+        TreeError: no :class:`Sharded` in the tree, or one that was donated.
         MeshError: the meshes differ.
     """
     nodes = units_of(tree)
     if not nodes:
         raise TreeError(f"{where}: expected a tree of Sharded, got {type(tree).__name__}: shard() it first.")
+    check_kept(where, tree)
     for node in nodes:
         if node.unit.mesh != comm.mesh:
             facts = [("unit", f"{node.name!r} on {node.unit.mesh}"), ("comm", comm.mesh)]

@@ -4,7 +4,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import optree
 import torch
@@ -77,9 +77,25 @@ class Sharded:
         is_gathered: set by ``gather`` to ``"full"``: copies that each rank computes with by itself. A gradient with respect
             to them is this rank's summand.
         ledger: set by :func:`~fsharp.value_and_grad`, which knows through it where gradients go.
+        scale: of gradients as ``value_and_grad`` and ``average`` return them: ``"sum"`` or ``"mean"``. What is made of them by
+            other functions has none.
+
+    Attributes:
+        is_donated: whether its memory has been given away; such a node is refused.
     """
 
-    __slots__ = ("_arrive", "_arriving", "_buffers", "groups", "is_gathered", "ledger", "place", "unit")
+    __slots__ = (
+        "_arrive",
+        "_arriving",
+        "_buffers",
+        "groups",
+        "is_donated",
+        "is_gathered",
+        "ledger",
+        "place",
+        "scale",
+        "unit",
+    )
 
     def __init__(
         self,
@@ -90,9 +106,11 @@ class Sharded:
         *,
         is_gathered: bool = False,
         ledger: Any = None,
+        scale: Literal["sum", "mean"] | None = None,
     ) -> None:
         self._buffers, self.unit, self.place, self.is_gathered, self.ledger = tuple(buffers), unit, place, is_gathered, ledger
         self.groups = unit.all_groups if groups is None else groups
+        self.scale, self.is_donated = scale, False
         self._arrive: Callable[[], None] | None = None
         self._arriving: AbstractContextManager[Any] | None = None  # a lock: others who look wait as well
 
@@ -283,6 +301,26 @@ def is_sharded(node: Any) -> bool:
 def units_of(tree: Any) -> list[Sharded]:
     """All :class:`Sharded` in a tree, in tree order."""
     return [leaf for leaf in optree.tree_leaves(tree, is_leaf=is_sharded) if is_sharded(leaf)]
+
+
+def check_kept(where: str, tree: Any) -> None:
+    """Refuse nodes whose memory has been given away.
+
+    Raises:
+        TreeError: names the unit.
+    """
+    for node in units_of(tree):
+        if node.is_donated:
+            raise TreeError(
+                f"{where}: unit {node.name!r} is of a state that was donated (donate=True), whose memory the next one has. Use "
+                "the state that was returned, or leave out donate=True."
+            )
+
+
+def donate_nodes(tree: Any) -> None:
+    """From here on these nodes are refused; others may have their buffers."""
+    for node in units_of(tree):
+        node.is_donated = True
 
 
 def map_units(fn: Callable[..., Any], tree: Any, *rest: Any) -> Any:

@@ -1,11 +1,13 @@
 """TrainState, value_and_grad, update and train_step: what the other functions are for."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
 import optree
 import torch
+from torch.utils import _pytree as torch_pytree
 
 from fsharp.functional.agree import together
 from fsharp.functional.collectives import all_reduce
@@ -13,9 +15,19 @@ from fsharp.functional.comm import Comm, Engine
 from fsharp.functional.describe import describe_units
 from fsharp.functional.errors import LossError, TreeError, problem
 from fsharp.functional.moves import check_comm, gather, reduce_scatter
-from fsharp.functional.sharded import Division, Sharded, map_units, merge, trainable, units_of
+from fsharp.functional.sharded import (
+    Division,
+    Sharded,
+    check_kept,
+    donate_nodes,
+    is_sharded,
+    map_units,
+    merge,
+    trainable,
+    units_of,
+)
 from fsharp.functional.sinks import with_sinks as with_sinks
-from fsharp.functional.transforms.base import apply_transform, as_transform, check_gradients, check_shared
+from fsharp.functional.transforms.base import Transform, apply_transform, as_transform, check_gradients, check_shared
 
 LossFn = Callable[[Any, Any, Comm], Any]
 """``loss_fn(params, batch, comm)``: a scalar mean, or a pair of scalars ``(sum, weight)``; with an aux, ``(loss, aux)``."""
@@ -29,12 +41,40 @@ class TrainState(NamedTuple):
         params: a tree of :class:`~fsharp.Sharded` where parameters rest, in the compute dtype.
         main: the same tree with, at the optimizer's place, the groups that have a main copy in another dtype.
         opt: state of the gradient transformation, at the optimizer's place.
+        made_by: of which transformation, by name; a node without leaves.
     """
 
     step: int
     params: Any
     main: Any
     opt: Any
+    made_by: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class MadeBy:
+    """A transformation by name: a pytree node without leaves.
+
+    Attributes:
+        name: for example ``"chain(clip_by_global_norm, adamw)"``; empty if it has none.
+    """
+
+    name: str
+
+
+def _register() -> None:
+    def no_leaves(node: Any) -> Any:
+        return (), node.name
+
+    def made_by(name: Any, _: Any) -> Any:
+        return MadeBy(name)
+
+    everywhere: Any = vars(optree.registry)["__GLOBAL_NAMESPACE"]
+    optree.register_pytree_node(MadeBy, no_leaves, made_by, namespace=everywhere)  # type: ignore[arg-type]
+    torch_pytree.register_pytree_node(MadeBy, lambda node: ([], node.name), lambda _, name: MadeBy(name))
+
+
+_register()
 
 
 class Loss(NamedTuple):
@@ -127,7 +167,10 @@ def init_state(tx: Any, sharded: Any, *, comm: Comm, donate: bool = False) -> Tr
     start = sharded if donate else optree.tree_map(torch.clone, sharded)
     params = gather(_cast(start, "compute"), comm=comm, to="params")
     main = trainable(gather(start, comm=comm, to="optim"))
-    return TrainState(0, params, _main_copies(main), tx.init(main))
+    state = TrainState(0, params, _main_copies(main), tx.init(main), MadeBy(tx.name))
+    if donate:
+        donate_nodes(sharded)
+    return state
 
 
 def _check_start(node: Sharded) -> None:
@@ -180,6 +223,8 @@ def value_and_grad(loss_fn: LossFn, *, microbatches: int = 1, has_aux: bool = Fa
                 loss, new = _one_microbatch(fn, params, part, comm)
                 total = Loss(total.sum + loss.sum, total.weight + loss.weight)
                 grads = optree.tree_map(torch.Tensor.add_, grads, new)
+        for node in units_of(grads):
+            node.scale = "sum"
         if has_aux:
             return (total, aux if microbatches > 1 else aux[0]), grads
         return total, grads
@@ -307,7 +352,8 @@ def average(loss: Loss, grads: Any, *, comm: Comm, donate: bool = False) -> tupl
         The mean loss over all ranks, and the gradients of it.
 
     Raises:
-        TreeError: gradients that are still partial: dividing those would round differently for every strategy.
+        TreeError: gradients that are still partial: dividing those would round differently for every strategy; or divided
+            already.
 
     Cost: one ``all_reduce`` of 16 bytes for each axis.
     """
@@ -315,6 +361,8 @@ def average(loss: Loss, grads: Any, *, comm: Comm, donate: bool = False) -> tupl
         if node.place.partial:
             raise TreeError(f"average(): gradients of unit {node.name!r} rest partial ({node.place}); reduce_scatter() first.")
         check_shared("average()", node)
+        if node.scale == "mean":
+            raise TreeError(f"average(): gradients of unit {node.name!r} have been divided by average() already.")
     total = Loss(*(comm.run_totals(loss) if isinstance(comm, Engine) else totals(sums_of(loss, comm), comm)))
     divisor = _nonzero(total.weight)  # stays float64: in half precision 257 would become 256, and 100,000 infinite
     return Metrics(total.mean, total.weight), map_units(partial(_divide, divisor=divisor, donate=donate), grads)
@@ -336,7 +384,8 @@ def _divide(node: Sharded, *, divisor: torch.Tensor, donate: bool) -> Sharded:
     """The node's buffers divided; later, if they are still on their way."""
     sources = node.buffers_on_their_way
     targets = list(sources) if donate else [torch.empty_like(x) for x in sources]
-    divide, result = Division(node, targets, divisor), node.replace(targets)
+    divide = Division(node, targets, divisor)
+    result = Sharded(targets, node.unit, node.place, node.groups, scale="mean")
     if node.is_arriving:
         return result.arriving(divide)
     divide()
@@ -361,12 +410,21 @@ def update(tx: Any, grads: Any, state: TrainState, *, comm: Comm, donate: bool =
         The state after. Frozen groups are the same tensors.
 
     Raises:
-        TreeError: gradients of another structure, layout, place or dtype than the state's parameters.
+        TreeError: gradients of another structure, layout, place or dtype than the state's parameters, or not divided yet; the
+            state of another transformation, or one that was donated.
 
     Cost: one gather from the optimizer's place to the parameters' where the two differ.
     """
     tx = as_transform(tx)
     check_comm("update()", grads, comm)
+    check_kept("update()", (state.params, state.main, state.opt))
+    _check_maker(tx, state)
+    for node in units_of(grads):
+        if node.scale == "sum":
+            raise TreeError(
+                f"update(): the gradient of unit {node.name!r} is the sum that value_and_grad() returned. Divide it first: "
+                "metrics, grads = average(loss, grads, comm=comm)."
+            )
     with torch.no_grad():
         old = merge(gather(trainable(state.params), comm=comm, to="optim"), state.main)
         check_gradients("update()", grads, old)
@@ -375,7 +433,18 @@ def update(tx: Any, grads: Any, state: TrainState, *, comm: Comm, donate: bool =
             params = comm.run_spread(_cast(new, "compute"), state.params, donate=donate)
         else:
             params = merge(state.params, gather(_cast(new, "compute"), comm=comm, to="params"))
-    return TrainState(state.step + 1, params, _main_copies(new), opt)
+    if donate:
+        opt = map_units(lambda node: node.replace(node.buffers) if is_sharded(node) else node, opt)
+        donate_nodes((state.params, state.main, state.opt))
+    return TrainState(state.step + 1, params, _main_copies(new), opt, MadeBy(tx.name))
+
+
+def _check_maker(tx: Transform, state: TrainState) -> None:
+    made_by = state.made_by.name if isinstance(state.made_by, MadeBy) else ""
+    if made_by and tx.name and made_by != tx.name:
+        facts = [("state of", made_by), ("update by", tx.name)]
+        remedy = "Make a state for it: init_state(tx, params, comm=comm)."
+        raise TreeError(problem("update()", "the optimizer state is that of another transformation.", facts, remedy))
 
 
 def _main_copies(tree: Any) -> Any:

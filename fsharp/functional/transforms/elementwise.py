@@ -244,7 +244,7 @@ def _rule(
         updates, new = step(grads, state, _zeros(params), 0.0, comm=comm, donate=False)
         return updates if rate is None else add(updates, -rate(state)), new
 
-    return Transform(init, update, config, apply)
+    return Transform(init, update, config, apply, next(iter(config)))
 
 
 def _text(**values: Any) -> dict[str, str]:

@@ -11,7 +11,7 @@ from fsharp.functional.collectives import all_reduce
 from fsharp.functional.comm import Comm
 from fsharp.functional.errors import LayoutError, TreeError
 from fsharp.functional.sharded import units_of
-from fsharp.functional.transforms.base import Transform, apply_transform, as_transform
+from fsharp.functional.transforms.base import Transform, _name, apply_transform, as_transform
 
 _LIMBS, _BITS, _CHUNK = 3, 22, 1 << 20
 
@@ -137,7 +137,7 @@ def clip_by_global_norm(max_norm: float, *, deterministic: bool = False) -> Tran
         factor = torch.clamp(max_norm / norm, max=1.0)  # stays so: in half precision it might be zero
         return optree.tree_map(lambda g: g * factor, grads), ClipState(norm.to(_dtype(grads)))
 
-    return Transform(init, update, {"clip_by_global_norm": [max_norm, deterministic]})
+    return Transform(init, update, {"clip_by_global_norm": [max_norm, deterministic]}, name="clip_by_global_norm")
 
 
 class SkipState(NamedTuple):
@@ -181,7 +181,7 @@ def skip_nonfinite(tx: Any) -> Transform:
         params, new = apply_transform(inner, grads, state.inner, params, comm=comm, donate=donate)
         return params, SkipState(state.skipped, new)
 
-    return Transform(init, update, {"skip_nonfinite": dict(inner.config)}, apply)
+    return Transform(init, update, {"skip_nonfinite": dict(inner.config)}, apply, _name("skip_nonfinite", inner.name))
 
 
 def all_finite(tree: Any, *, comm: Comm) -> bool:
