@@ -229,7 +229,27 @@ TRAIN = {
     "a number": (lambda: loss_of(lambda p: 1.0), fs.LossError, "the loss is float, expected a scalar mean"),
     "an integer": (lambda: loss_of(lambda p: torch.tensor(1)), fs.LossError, "the loss is torch.int64[]"),
     "three": (lambda: loss_of(lambda p: (total(p), 1, 2)), fs.LossError, "the loss is tuple"),
-    "weights": (lambda: loss_of(lambda p: (total(p), torch.ones(2))), fs.LossError, "the weight of the loss has shape [2]"),
+    "weights": (
+        lambda: loss_of(lambda p: (total(p), torch.ones(2))),
+        fs.LossError,
+        "the weight of the loss is torch.float32[2], expected a number or a scalar tensor without gradient",
+    ),
+    "a pair of losses": (
+        lambda: loss_of(lambda p: (total(p), total(p))),
+        fs.LossError,
+        "the weight of the loss is torch.float32[] with a gradient",
+    ),
+    "aux": (
+        lambda: loss_of(lambda p: (total(p), {"logits": 1})),
+        fs.LossError,
+        "is dict, expected a number or a scalar",
+    ),
+    "aux, a flag": (lambda: loss_of(lambda p: (total(p), True)), fs.LossError, "pass has_aux=True"),
+    "no aux": (
+        lambda: fs.value_and_grad(lambda p, batch, comm: total(p), has_aux=True)(part(), 0, comm=ONLY),
+        fs.LossError,
+        "has_aux=True): the loss function returned torch.float32[] with a gradient, expected (loss, aux)",
+    ),
     "no parameter": (lambda: loss_of(lambda p: torch.ones(())), fs.LossError, "no parameter reaches it"),
     "all frozen": (lambda: loss_of(total, frozen="**"), fs.LossError, "every parameter is frozen"),
     "microbatches": (lambda: loss_of(total, microbatches=0), fs.LossError, "microbatches is 0"),
@@ -240,11 +260,6 @@ TRAIN = {
         lambda: fs.value_and_grad(total)(part(), 0, comm=Loop()),
         fs.MeshError,
         "value_and_grad(): the Comm is on another mesh",
-    ),
-    "gather in part": (
-        lambda: loss_of(lambda p: fs.gather(p, comm=ONLY, to="optim").buffers[0].sum()),
-        fs.TreeError,
-        "Inside value_and_grad() parameters are gathered in full",
     ),
     "average: partial": (
         lambda: fs.average(fs.Loss(torch.ones(()), torch.ones(())), partial_sums(), comm=ONLY),

@@ -65,9 +65,7 @@ class Engine(ABC):
         """:func:`~fsharp.forward` of a function on ``(units, ties)``."""
 
     @abstractmethod
-    def run_value_and_grad(
-        self, loss_fn: Callable[..., Any], params: Any, parts: list[Any], *, averaged: bool
-    ) -> tuple[Any, Any]:
+    def run_value_and_grad(self, loss_fn: Callable[..., Any], params: Any, parts: list[Any]) -> tuple[Any, Any]:
         """:func:`~fsharp.value_and_grad` over the parts of a batch."""
 
     @abstractmethod

@@ -12,6 +12,13 @@ partial         replicate   ``all_reduce``
 ==============  ==========  ===============================
 
 Finer axes are gathered first and reduced last, which makes the bytes sent those of one collective over all ranks.
+
+[Note: resting and gathered]
+Copies of a value are of two kinds, which differ in their gradients alone. Those that **rest** are one value that ranks
+share (JAX: invariant): so is their gradient, the sum over ranks of what became of it. **Gathered** ones, as functions see
+them, are each rank's to use by itself (JAX: varying): each rank has a summand of the gradient. So ``gather`` to ``"full"``
+transposes to a ``reduce_scatter`` along axes that shard and to an ``all_reduce`` along those that replicate, and what
+``torch.func.grad`` gives for parameters at rest is the same under every strategy.
 """
 
 from typing import Any, TypeVar
@@ -23,7 +30,7 @@ from fsharp.functional.comm import Comm, Engine
 from fsharp.functional.errors import MeshError, TreeError, problem
 from fsharp.functional.layout import UnitLayout
 from fsharp.functional.placement import Partial, Place, Replicate, Shard
-from fsharp.functional.sharded import PlaceName, Sharded, is_sharded, map_units, resolve_place, units_of
+from fsharp.functional.sharded import PlaceName, Sharded, check_kept, is_sharded, map_units, resolve_place, units_of
 
 Tree = TypeVar("Tree")
 
@@ -44,21 +51,24 @@ def gather(tree: Tree, *, comm: Comm, to: PlaceName = "full") -> Tree:
         MeshError: ``comm`` is on another mesh.
 
     Cost: along an axis of ``n`` ranks that is gathered, ``(n - 1)`` times the bytes of the part. Slices cost nothing.
-    Gradient: :func:`reduce_scatter` back to where it came from.
+    Gradient: with respect to what rests, the sum over ranks, in the same place; see [Note: resting and gathered].
     """
     check_comm("gather()", tree, comm)
 
     def one(sharded: Sharded) -> Sharded:
-        target = resolve_place(sharded.unit, to)
+        target, whole = resolve_place(sharded.unit, to), to == "full"
         if sharded.place.partial or target.partial:
             raise _wrong_place("gather()", sharded, target, "Partial sums are moved by reduce_scatter().")
-        moved = [move_values(x, sharded.place, target, comm) for x in sharded.buffers]
-        if sharded.sinks:
-            if target != sharded.unit.strategy.full:
-                raise _wrong_place("gather()", sharded, target, "Inside value_and_grad() parameters are gathered in full.")
-            handles = dict(zip(sharded.unit.trainable, with_handles(sharded, comm).sinks, strict=True))
-            moved = [_Attach.apply(x, handles[g]) if g in handles else x for g, x in zip(sharded.groups, moved, strict=True)]
-        return sharded.replace(moved, target)
+        ways = {"was_gathered": sharded.is_gathered, "is_gathered": whole}
+        is_trained = sharded.ledger is not None and torch.is_grad_enabled()
+        if is_trained:
+            sharded.ledger.is_used = True
+        if whole and is_trained and sharded.sinks and not torch._C._are_functorch_transforms_active():
+            moved = [move_values(x.detach(), sharded.place, target, comm, **ways) for x in sharded.buffers]
+            moved = sharded.ledger.attached(sharded, moved, comm)
+        else:
+            moved = [move_values(x, sharded.place, target, comm, **ways) for x in sharded.buffers]
+        return Sharded(moved, sharded.unit, target, sharded.groups, is_gathered=whole)
 
     return map_units(lambda node: one(node) if is_sharded(node) else node, tree)  # type: ignore[no-any-return]
 
@@ -84,32 +94,97 @@ def reduce_scatter(tree: Tree, *, comm: Comm, to: PlaceName = "optim") -> Tree:
     """
     check_comm("reduce_scatter()", tree, comm)
     if isinstance(comm, Engine):
-        return comm.run_reduce_scatter(tree, to)  # type: ignore[no-any-return]
+        moved_tree = comm.run_reduce_scatter(tree, to)
+        for old, new in zip(units_of(tree), units_of(moved_tree), strict=True):
+            new.scale = old.scale
+        return moved_tree  # type: ignore[no-any-return]
 
     def one(sharded: Sharded) -> Sharded:
-        target = resolve_place(sharded.unit, to)
-        for axis in sharded.place.order:
-            source = sharded.place[axis]
+        target, place = resolve_place(sharded.unit, to), sharded.place.dual if sharded.is_gathered else sharded.place
+        for axis in place.order:
+            source = place[axis]
             if target[axis] is not source and (source is Shard or target[axis] is Partial):
                 raise _wrong_place("reduce_scatter()", sharded, target, "Shards are moved by gather().")
         moved = [
-            move_sums(x, sharded.unit, g, sharded.place, target, comm)
-            for g, x in zip(sharded.groups, sharded.buffers, strict=True)
+            move_sums(x, sharded.unit, g, place, target, comm) for g, x in zip(sharded.groups, sharded.buffers, strict=True)
         ]
-        return sharded.replace(moved, target)
+        return Sharded(moved, sharded.unit, target, sharded.groups, scale=sharded.scale)
 
     return map_units(lambda node: one(node) if is_sharded(node) else node, tree)  # type: ignore[no-any-return]
 
 
-def move_values(x: torch.Tensor, source: Place, target: Place, comm: Comm) -> torch.Tensor:
-    """One buffer between places that replicate and shard."""
+def move_values(
+    x: torch.Tensor, source: Place, target: Place, comm: Comm, *, was_gathered: bool = False, is_gathered: bool = False
+) -> torch.Tensor:
+    """One buffer between places that replicate and shard; see [Note: resting and gathered].
+
+    Args:
+        x: the buffer.
+        source: where it is.
+        target: where it is to be.
+        comm: the ranks.
+        was_gathered: whether its copies are those that each rank computes with.
+        is_gathered: whether the result's are to be.
+    """
+    followed = x.requires_grad or (torch._C._are_functorch_transforms_active() and x.is_floating_point())
     for axis in reversed(source.order):
+        if comm.mesh.axis_size(axis) == 1 or x.numel() == 0:
+            continue
         if source[axis] is Shard and target[axis] is Replicate:
             x = all_gather_last(x, comm, axis)
+            x = x if is_gathered or not followed else _Copies.apply(x, comm, axis, "share")
+        elif source[axis] is Replicate and followed:
+            if not was_gathered and (is_gathered or target[axis] is Shard):
+                x = _Copies.apply(x, comm, axis, "each")
+            elif was_gathered and not is_gathered and target[axis] is Replicate:
+                x = _Copies.apply(x, comm, axis, "share")
     for axis in source.order:
         if source[axis] is Replicate and target[axis] is Shard:
             x = local_slice(x, comm, axis)
     return x
+
+
+_TRANSPOSE = {"each": "sum", "sum": "each", "share": "summand", "summand": "share"}
+
+
+class _Copies(torch.autograd.Function):
+    """Linear maps between a value that ranks share and one of each rank; see [Note: resting and gathered].
+
+    =========  ===========  =================================================  ==========
+    kind       from, to     computes                                           transpose
+    =========  ===========  =================================================  ==========
+    each       shared, own  the value                                          sum
+    sum        own, shared  the sum over ranks                                 each
+    share      own, shared  the value, of which all ranks have equal copies    summand
+    summand    shared, own  the value on the first rank, zero on the others    share
+    =========  ===========  =================================================  ==========
+    """
+
+    @staticmethod
+    def forward(x: torch.Tensor, comm: Comm, axis: str, kind: str) -> torch.Tensor:
+        if kind == "sum":
+            return comm.all_reduce(x.contiguous(), axis)
+        is_kept = kind != "summand" or comm.mesh.coord(axis, comm.rank) == 0
+        return x.view_as(x) if is_kept else torch.zeros_like(x)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+        _, *ctx.rest, ctx.kind = inputs
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        return _Copies.apply(cotangents[0], *ctx.rest, _TRANSPOSE[ctx.kind]), None, None, None
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = _Copies.apply(tangents[0], *ctx.rest, ctx.kind)
+        return out
+
+    @staticmethod
+    def vmap(
+        info: Any, in_dims: tuple[int | None, ...], x: torch.Tensor, comm: Comm, axis: str, kind: str
+    ) -> tuple[torch.Tensor, int]:
+        return _Copies.apply(x.movedim(in_dims[0] or 0, 0), comm, axis, kind), 0
 
 
 def move_sums(x: torch.Tensor, unit: UnitLayout, group: int, source: Place, target: Place, comm: Comm) -> torch.Tensor:
@@ -136,86 +211,17 @@ def _all_reduce(x: torch.Tensor, comm: Comm, axis: str, dtype: torch.dtype) -> t
     return all_gather_last(reduce_scatter_last(padded, comm, axis, dtype=dtype), comm, axis)[..., :size]
 
 
-class Ledger:
-    """The handles of one microbatch: through them all uses of a unit share one reduction.
-
-    A handle is a tensor without memory in the shape of the full buffer and the accumulation dtype. Autograd adds into it
-    what each use contributes, and then reduces the sum into the sink, once.
-    """
-
-    def __init__(self) -> None:
-        self._handles: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        self.is_used = False
-
-    def handle(self, sink: torch.Tensor, unit: UnitLayout, group: int, comm: Comm) -> torch.Tensor:
-        """The handle of a sink. Made at the first use: the engine runs what was made last first, so it does not lie idle."""
-        self.is_used = True
-        if torch._C._are_functorch_transforms_active():  # a tensor made at their level does not outlive it
-            return _Deliver.apply(sink, unit, group, comm)  # type: ignore[no-any-return]
-        if id(sink) not in self._handles:
-            self._handles[id(sink)] = (sink, _Deliver.apply(sink, unit, group, comm))
-        return self._handles[id(sink)][1]
-
-
-def with_handles(node: Sharded, comm: Comm) -> Sharded:
-    """The node with the handles of its sinks in their place."""
-    if node.ledger is None:
-        return node
-    handles = [node.ledger.handle(x, node.unit, g, comm) for g, x in zip(node.unit.trainable, node.sinks, strict=True)]
-    return Sharded(node.buffers, node.unit, node.place, node.groups, handles)
-
-
-class _Deliver(torch.autograd.Function):
-    """A sink's handle. What arrives at it is reduced to where gradients rest, in the dtype they rest in.
-
-    Without it a gradient would have the dtype and place of the parameter: a bfloat16 parameter's gradient could not be
-    summed in float32, and ZeRO-2's full gradients would all exist before the first of them is reduced.
-    """
-
-    @staticmethod
-    def forward(sink: torch.Tensor, unit: UnitLayout, group: int, comm: Comm) -> torch.Tensor:
-        return sink.new_zeros(()).expand(unit.groups[group].size)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-        _, ctx.unit, ctx.group, ctx.comm = inputs
-        ctx.set_materialize_grads(False)
-
-    @staticmethod
-    def backward(ctx: Any, *cotangents: torch.Tensor | None) -> tuple[torch.Tensor | None, None, None, None]:
-        if cotangents[0] is None:  # used, and no gradient came of it
-            return None, None, None, None
-        strategy = ctx.unit.strategy
-        moved = move_sums(cotangents[0], ctx.unit, ctx.group, strategy.full.dual, strategy.grads, ctx.comm)
-        return moved, None, None, None
-
-
-class _Attach(torch.autograd.Function):
-    """A full buffer whose gradient goes to a handle."""
-
-    @staticmethod
-    def forward(full: torch.Tensor, handle: torch.Tensor) -> torch.Tensor:
-        return full.view_as(full)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-        ctx.dtype = inputs[1].dtype
-
-    @staticmethod
-    def backward(ctx: Any, *cotangents: torch.Tensor) -> tuple[None, torch.Tensor]:
-        return None, cotangents[0].to(ctx.dtype)
-
-
 def check_comm(where: str, tree: Any, comm: Comm) -> None:
     """Refuse a tree without units, and a Comm on another mesh than theirs.
 
     Raises:
-        TreeError: no :class:`Sharded` in the tree.
+        TreeError: no :class:`Sharded` in the tree, or one that was donated.
         MeshError: the meshes differ.
     """
     nodes = units_of(tree)
     if not nodes:
         raise TreeError(f"{where}: expected a tree of Sharded, got {type(tree).__name__}: shard() it first.")
+    check_kept(where, tree)
     for node in nodes:
         if node.unit.mesh != comm.mesh:
             facts = [("unit", f"{node.name!r} on {node.unit.mesh}"), ("comm", comm.mesh)]

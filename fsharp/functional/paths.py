@@ -15,8 +15,8 @@ import optree
 from fsharp.functional.errors import PatternError, TreeError, problem
 
 T = TypeVar("T")
-Patterns = str | Sequence[str] | Callable[[str], bool]
-"""One pattern, several, or a predicate on the path."""
+Patterns = str | Sequence[str] | Mapping[str, bool] | Callable[[str], bool]
+"""One pattern, several, whether to by pattern (the last that selects a path counts), or a predicate on the path."""
 
 
 def join(entries: Iterable[Any]) -> str:
@@ -110,7 +110,16 @@ def nothing_matches(where: str, pattern: str, paths: Sequence[str]) -> PatternEr
 
 
 def chosen(where: str, patterns: Patterns, paths: Sequence[str]) -> frozenset[str]:
-    """The paths selected by any of the patterns, each of which has to select one."""
+    """The paths selected by any of the patterns, each of which has to select one.
+
+    Raises:
+        PatternError: a pattern that selects nothing, or a value in a dictionary of patterns that is no boolean.
+    """
+    if isinstance(patterns, Mapping):
+        for pattern, value in patterns.items():
+            if not isinstance(value, bool):
+                raise PatternError(f"{where}: the pattern {pattern!r} stands for {value!r}, expected True or False.")
+        return frozenset(path for path, value in assign(where, patterns, paths, default=False).items() if value)
     if callable(patterns):
         return frozenset(path for path in paths if patterns(path))
     result: set[str] = set()

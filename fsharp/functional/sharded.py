@@ -4,7 +4,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import optree
 import torch
@@ -29,14 +29,14 @@ class Context(NamedTuple):
         unit: the layout of the unit.
         place: where the buffers rest.
         groups: which of the unit's groups they are.
-        num_sinks: how many of the children are gradient sinks.
-        ledger: what the sinks are shared through; compared by identity.
+        is_gathered: whether they are what each rank computes with by itself.
+        ledger: that of the microbatch; compared by identity.
     """
 
     unit: UnitLayout
     place: Place
     groups: tuple[int, ...]
-    num_sinks: int
+    is_gathered: bool = False
     ledger: Any = None
 
 
@@ -74,12 +74,28 @@ class Sharded:
         unit: the layout of the unit.
         place: where the buffers rest.
         groups: indices of the groups they belong to; gradients and optimizer state have trainable ones only.
-        sinks: set by :func:`~fsharp.value_and_grad` alone: for each trainable group a tensor, without memory, in the
-            shape, dtype and place of the gradient at rest. The gradient of the group flows into it.
-        ledger: set with them: through it all uses of the unit share one reduction.
+        is_gathered: set by ``gather`` to ``"full"``: copies that each rank computes with by itself. A gradient with respect
+            to them is this rank's summand.
+        ledger: set by :func:`~fsharp.value_and_grad`, which knows through it where gradients go.
+        scale: of gradients as ``value_and_grad`` and ``average`` return them: ``"sum"`` or ``"mean"``. What is made of them by
+            other functions has none.
+
+    Attributes:
+        is_donated: whether its memory has been given away; such a node is refused.
     """
 
-    __slots__ = ("_arrive", "_arriving", "_buffers", "groups", "ledger", "place", "sinks", "unit")
+    __slots__ = (
+        "_arrive",
+        "_arriving",
+        "_buffers",
+        "groups",
+        "is_donated",
+        "is_gathered",
+        "ledger",
+        "place",
+        "scale",
+        "unit",
+    )
 
     def __init__(
         self,
@@ -87,11 +103,14 @@ class Sharded:
         unit: UnitLayout,
         place: Place,
         groups: tuple[int, ...] | None = None,
-        sinks: Sequence[Any] = (),
+        *,
+        is_gathered: bool = False,
         ledger: Any = None,
+        scale: Literal["sum", "mean"] | None = None,
     ) -> None:
-        self._buffers, self.unit, self.place, self.sinks, self.ledger = tuple(buffers), unit, place, tuple(sinks), ledger
+        self._buffers, self.unit, self.place, self.is_gathered, self.ledger = tuple(buffers), unit, place, is_gathered, ledger
         self.groups = unit.all_groups if groups is None else groups
+        self.scale, self.is_donated = scale, False
         self._arrive: Callable[[], None] | None = None
         self._arriving: AbstractContextManager[Any] | None = None  # a lock: others who look wait as well
 
@@ -144,18 +163,23 @@ class Sharded:
         return self._buffers
 
     @property
+    def sinks(self) -> tuple[torch.Tensor, ...]:
+        """Where the gradients of these buffers go, for each trainable group; none outside of a loss, or of other buffers."""
+        return () if self.ledger is None else self.ledger.sinks(self._buffers)
+
+    @property
     def name(self) -> str:
         """The path of the unit."""
         return self.unit.name
 
     def replace(self, buffers: Sequence[Any], place: Place | None = None) -> "Sharded":
-        """The same groups with other buffers, perhaps in another place, without sinks."""
-        return Sharded(buffers, self.unit, place or self.place, self.groups)
+        """The same groups with other buffers, perhaps in another place."""
+        return Sharded(buffers, self.unit, place or self.place, self.groups, is_gathered=self.is_gathered and place is None)
 
     def select(self, groups: Sequence[int]) -> "Sharded":
         """Only the given groups, which have to be among this node's."""
         held = dict(zip(self.groups, self.buffers, strict=True))
-        return Sharded([held[g] for g in groups], self.unit, self.place, tuple(groups))
+        return Sharded([held[g] for g in groups], self.unit, self.place, tuple(groups), is_gathered=self.is_gathered)
 
     def tree(self, ties: Sequence["Sharded"] = ()) -> Any:
         """The unit's subtree, its leaves views of the buffers. Differentiable.
@@ -236,13 +260,12 @@ class Sharded:
 
 
 def _flatten(node: Sharded) -> tuple[tuple[Any, ...], Context]:
-    return (*node.buffers, *node.sinks), Context(node.unit, node.place, node.groups, len(node.sinks), node.ledger)
+    return node.buffers, Context(node.unit, node.place, node.groups, node.is_gathered, node.ledger)
 
 
 def _unflatten(context: Context, children: Any) -> Sharded:
-    children = tuple(children)
-    split = len(children) - context.num_sinks
-    return Sharded(children[:split], context.unit, context.place, context.groups, children[split:], context.ledger)
+    unit, place, groups, is_gathered, ledger = context
+    return Sharded(tuple(children), unit, place, groups, is_gathered=is_gathered, ledger=ledger)
 
 
 def _register() -> None:
@@ -278,6 +301,26 @@ def is_sharded(node: Any) -> bool:
 def units_of(tree: Any) -> list[Sharded]:
     """All :class:`Sharded` in a tree, in tree order."""
     return [leaf for leaf in optree.tree_leaves(tree, is_leaf=is_sharded) if is_sharded(leaf)]
+
+
+def check_kept(where: str, tree: Any) -> None:
+    """Refuse nodes whose memory has been given away.
+
+    Raises:
+        TreeError: names the unit.
+    """
+    for node in units_of(tree):
+        if node.is_donated:
+            raise TreeError(
+                f"{where}: unit {node.name!r} is of a state that was donated (donate=True), whose memory the next one has. Use "
+                "the state that was returned, or leave out donate=True."
+            )
+
+
+def donate_nodes(tree: Any) -> None:
+    """From here on these nodes are refused; others may have their buffers."""
+    for node in units_of(tree):
+        node.is_donated = True
 
 
 def map_units(fn: Callable[..., Any], tree: Any, *rest: Any) -> Any:

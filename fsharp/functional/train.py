@@ -1,23 +1,36 @@
 """TrainState, value_and_grad, update and train_step: what the other functions are for."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
 import optree
 import torch
+from torch.utils import _pytree as torch_pytree
 
 from fsharp.functional.agree import together
 from fsharp.functional.collectives import all_reduce
 from fsharp.functional.comm import Comm, Engine
 from fsharp.functional.describe import describe_units
 from fsharp.functional.errors import LossError, TreeError, problem
-from fsharp.functional.moves import Ledger, check_comm, gather, reduce_scatter
-from fsharp.functional.sharded import Division, Sharded, map_units, merge, trainable, units_of
-from fsharp.functional.transforms.base import apply_transform, as_transform, check_gradients
+from fsharp.functional.moves import check_comm, gather, reduce_scatter
+from fsharp.functional.sharded import (
+    Division,
+    Sharded,
+    check_kept,
+    donate_nodes,
+    is_sharded,
+    map_units,
+    merge,
+    trainable,
+    units_of,
+)
+from fsharp.functional.sinks import with_sinks as with_sinks
+from fsharp.functional.transforms.base import Transform, apply_transform, as_transform, check_gradients, check_shared
 
 LossFn = Callable[[Any, Any, Comm], Any]
-"""``loss_fn(params, batch, comm)``: a scalar mean, or a pair of scalars ``(sum, weight)``."""
+"""``loss_fn(params, batch, comm)``: a scalar mean, or a pair of scalars ``(sum, weight)``; with an aux, ``(loss, aux)``."""
 
 
 class TrainState(NamedTuple):
@@ -28,12 +41,40 @@ class TrainState(NamedTuple):
         params: a tree of :class:`~fsharp.Sharded` where parameters rest, in the compute dtype.
         main: the same tree with, at the optimizer's place, the groups that have a main copy in another dtype.
         opt: state of the gradient transformation, at the optimizer's place.
+        made_by: of which transformation, by name; a node without leaves.
     """
 
     step: int
     params: Any
     main: Any
     opt: Any
+    made_by: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class MadeBy:
+    """A transformation by name: a pytree node without leaves.
+
+    Attributes:
+        name: for example ``"chain(clip_by_global_norm, adamw)"``; empty if it has none.
+    """
+
+    name: str
+
+
+def _register() -> None:
+    def no_leaves(node: Any) -> Any:
+        return (), node.name
+
+    def made_by(name: Any, _: Any) -> Any:
+        return MadeBy(name)
+
+    everywhere: Any = vars(optree.registry)["__GLOBAL_NAMESPACE"]
+    optree.register_pytree_node(MadeBy, no_leaves, made_by, namespace=everywhere)  # type: ignore[arg-type]
+    torch_pytree.register_pytree_node(MadeBy, lambda node: ([], node.name), lambda _, name: MadeBy(name))
+
+
+_register()
 
 
 class Loss(NamedTuple):
@@ -66,24 +107,28 @@ class Metrics(NamedTuple):
 
 
 def train_step(
-    loss_fn: LossFn, tx: Any, *, microbatches: int = 1, donate: bool = False
-) -> Callable[[TrainState, Any, Comm], tuple[TrainState, Metrics]]:
+    loss_fn: LossFn, tx: Any, *, microbatches: int = 1, has_aux: bool = False, donate: bool = False
+) -> Callable[[TrainState, Any, Comm], tuple[TrainState, Any]]:
     """A pure training step: ``step(state, batch, comm) -> (state, metrics)``. Write your own from the same functions.
 
     Args:
         loss_fn: ``loss_fn(params, batch, comm)`` gives this rank's mean, or ``(sum, weight)`` where tokens are uneven.
         tx: any ``(init, update)`` pair.
         microbatches: equal parts along dim 0 into which this rank's batch is split.
+        has_aux: ``loss_fn`` returns ``(loss, aux)``, and the step ``(state, (metrics, aux))``; aux is this rank's, as
+            :func:`value_and_grad` returns it.
         donate: allow the step to overwrite the state it is given. That state, and everything that shares buffers with
             it, is then no longer to be used.
     """
     tx = as_transform(tx)
 
-    def step(state: TrainState, batch: Any, comm: Comm) -> tuple[TrainState, Metrics]:
-        loss, grads = value_and_grad(loss_fn, microbatches=microbatches, averaged=True)(state.params, batch, comm=comm)
+    def step(state: TrainState, batch: Any, comm: Comm) -> tuple[TrainState, Any]:
+        value, grads = value_and_grad(loss_fn, microbatches=microbatches, has_aux=has_aux)(state.params, batch, comm=comm)
+        loss, aux = value if has_aux else (value, None)
         grads = reduce_scatter(grads, comm=comm)  # where gradients rest -> where the optimizer wants them
         metrics, grads = average(loss, grads, comm=comm, donate=True)  # one divisor for all microbatches and ranks
-        return update(tx, grads, state, comm=comm, donate=donate), metrics  # optimizer -> parameters
+        state = update(tx, grads, state, comm=comm, donate=donate)  # optimizer -> parameters
+        return state, ((metrics, aux) if has_aux else metrics)
 
     return step
 
@@ -122,7 +167,10 @@ def init_state(tx: Any, sharded: Any, *, comm: Comm, donate: bool = False) -> Tr
     start = sharded if donate else optree.tree_map(torch.clone, sharded)
     params = gather(_cast(start, "compute"), comm=comm, to="params")
     main = trainable(gather(start, comm=comm, to="optim"))
-    return TrainState(0, params, _main_copies(main), tx.init(main))
+    state = TrainState(0, params, _main_copies(main), tx.init(main), MadeBy(tx.name))
+    if donate:
+        donate_nodes(sharded)
+    return state
 
 
 def _check_start(node: Sharded) -> None:
@@ -139,7 +187,7 @@ def _check_start(node: Sharded) -> None:
             )
 
 
-def value_and_grad(loss_fn: LossFn, *, microbatches: int = 1, averaged: bool = False) -> Callable[..., tuple[Loss, Any]]:
+def value_and_grad(loss_fn: LossFn, *, microbatches: int = 1, has_aux: bool = False) -> Callable[..., tuple[Any, Any]]:
     """A function ``(params, batch, *, comm) -> (loss, grads)`` of what this rank saw, summed over microbatches.
 
     Each unit's gradient goes to where gradients rest, in the accumulation dtype, as soon as the backward has it. Neither
@@ -150,46 +198,62 @@ def value_and_grad(loss_fn: LossFn, *, microbatches: int = 1, averaged: bool = F
             result independent of how tokens are spread over microbatches and ranks. Weights are not differentiated.
         microbatches: equal parts along dim 0 of every tensor in the batch. Their gradients are added in order: in full
             where gradients rest partial, after the reduction where they rest sharded.
-        averaged: a promise, on every rank, that :func:`~fsharp.reduce_scatter` gets the gradients and :func:`average` the
-            loss as they are returned, once. A scheduler on a CPU then sums the loss over ranks under the backward, so that a
-            rank which is ahead need not wait for the slower ones, and gradients that are all-reduced where they are, without
-            a copy of this rank's own.
+        has_aux: ``loss_fn`` returns ``(loss, aux)``, aux being any pytree. The result is ``((loss, aux), grads)``, as in
+            JAX, its tensors detached; of several microbatches aux is a list, with what each of them returned, in order.
 
     Raises:
-        LossError: a loss of another kind, a batch that does not divide, or a loss that no parameter reaches; under a
-            scheduler, promised gradients that are looked at before they are reduced.
+        LossError: a loss of another kind, a batch that does not divide, or a loss that no parameter reaches.
 
-    Cost: with zero3 two gathers and one reduction a unit and microbatch; memory of one unit in full beside the shards.
+    Cost: with zero3 two gathers and one reduction a unit and microbatch; memory of one unit in full beside the shards. As
+    with ``Tensor.backward``, leaves of autograd other than the parameters have their ``.grad`` added to.
     """
     if not isinstance(microbatches, int) or microbatches < 1:
         raise LossError(f"value_and_grad(): microbatches is {microbatches!r}, expected an integer of at least 1.")
 
-    def run(params: Any, batch: Any, *, comm: Comm) -> tuple[Loss, Any]:
+    def run(params: Any, batch: Any, *, comm: Comm) -> tuple[Any, Any]:
         check_comm("value_and_grad()", params, comm)
+        parts = split_batch(batch, microbatches)
+        aux: list[Any] = []
+        fn = _keeping_aux(loss_fn, aux) if has_aux else loss_fn
         if isinstance(comm, Engine):
-            return comm.run_value_and_grad(loss_fn, params, split_batch(batch, microbatches), averaged=averaged)
-        total: Loss | None = None
-        grads: Any = None
-        for part in split_batch(batch, microbatches):
-            loss, new = _one_microbatch(loss_fn, params, part, comm)
-            if total is None:
-                total, grads = loss, new
-            else:
+            total, grads = comm.run_value_and_grad(fn, params, parts)
+        else:
+            total, grads = _one_microbatch(fn, params, parts[0], comm)
+            for part in parts[1:]:
+                loss, new = _one_microbatch(fn, params, part, comm)
                 total = Loss(total.sum + loss.sum, total.weight + loss.weight)
                 grads = optree.tree_map(torch.Tensor.add_, grads, new)
-        assert total is not None
+        for node in units_of(grads):
+            node.scale = "sum"
+        if has_aux:
+            return (total, aux if microbatches > 1 else aux[0]), grads
         return total, grads
 
     return run
 
 
+def _keeping_aux(loss_fn: LossFn, kept: list[Any]) -> LossFn:
+    """The loss alone; what comes with it is kept, detached."""
+
+    def fn(params: Any, batch: Any, comm: Comm) -> Any:
+        value = loss_fn(params, batch, comm)
+        if not isinstance(value, tuple) or len(value) != 2:
+            raise LossError(f"value_and_grad(has_aux=True): the loss function returned {_kind(value)}, expected (loss, aux).")
+        loss, aux = value
+        kept.append(optree.tree_map(lambda x: x.detach() if isinstance(x, torch.Tensor) else x, aux))
+        return loss
+
+    return fn
+
+
 def _one_microbatch(loss_fn: LossFn, params: Any, batch: Any, comm: Comm) -> tuple[Loss, Any]:
     with torch.enable_grad():
-        probed = with_sinks(params)
+        probed = with_sinks(params, comm)
         sinks = [sink for node in units_of(probed) for sink in node.sinks]
         loss = as_loss(loss_fn(probed, batch, comm))
         check_loss(loss, has_sinks=bool(sinks))
-        found = torch.autograd.grad(loss.sum, sinks, allow_unused=True)
+        torch.autograd.backward(loss.sum)  # grad() would not reach what reentrant checkpoints hide
+    found = [sink.grad for sink in sinks]
     if all(g is None for g in found):
         raise LossError("value_and_grad(): the loss has no gradient, no parameter reaches it: were they detached on the way?")
     flat = iter(_own_memory(sinks, found))
@@ -217,36 +281,35 @@ def _own_memory(sinks: Sequence[torch.Tensor], found: Sequence[torch.Tensor | No
     return result
 
 
-def with_sinks(params: Any) -> Any:
-    """The parameters of one microbatch: each node with sinks for its gradient, and one ledger for all of them."""
-    ledger = Ledger()
-
-    def one(node: Sharded) -> Sharded:
-        unit, place = node.unit, node.unit.strategy.grads
-        buffers = node.buffers_on_their_way
-        device = buffers[0].device if buffers else torch.device("cpu")
-        sinks = [
-            torch.zeros((), dtype=unit.groups[g].dtypes.accumulate, device=device)
-            .expand(unit.local_size(g, place))
-            .requires_grad_()
-            for g in unit.trainable
-        ]
-        probed = Sharded([b.detach() for b in buffers], unit, node.place, node.groups, sinks, ledger)
-        return probed.arriving(node.settle)
-
-    return map_units(one, params)
-
-
 def as_loss(value: Any) -> Loss:
-    """What a loss function returned, as a sum and a weight."""
-    total, weight = value if isinstance(value, tuple) and len(value) == 2 else (value, 1.0)
-    if not isinstance(total, torch.Tensor) or total.numel() != 1 or not total.is_floating_point():
-        got = f"{total.dtype}{list(total.shape)}" if isinstance(total, torch.Tensor) else type(total).__name__
-        raise LossError(f"value_and_grad(): the loss is {got}, expected a scalar mean or a pair of scalars (sum, weight).")
-    weight = torch.as_tensor(weight, device=total.device)
-    if weight.numel() != 1:
-        raise LossError(f"value_and_grad(): the weight of the loss has shape {list(weight.shape)}, expected a scalar.")
-    return Loss(total.reshape(()), weight.reshape(()))
+    """What a loss function returned, as a sum and a weight.
+
+    Raises:
+        LossError: neither a scalar mean nor a pair of a scalar and its weight.
+    """
+    is_pair = isinstance(value, tuple) and len(value) == 2
+    total, weight = value if is_pair else (value, 1.0)
+    if not _is_scalar(total):
+        raise LossError(
+            f"value_and_grad(): the loss is {_kind(total)}, expected a scalar mean or a pair of scalars (sum, weight)."
+        )
+    is_number = isinstance(weight, int | float) and not isinstance(weight, bool)
+    if not is_number and not (isinstance(weight, torch.Tensor) and weight.numel() == 1 and not weight.requires_grad):
+        raise LossError(
+            f"value_and_grad(): the weight of the loss is {_kind(weight)}, expected a number or a scalar tensor without "
+            "gradient: a pair is read as (sum, weight). If it is a loss and something else, pass has_aux=True."
+        )
+    return Loss(total.reshape(()), torch.as_tensor(weight, device=total.device).reshape(()))
+
+
+def _is_scalar(x: Any) -> bool:
+    return isinstance(x, torch.Tensor) and x.numel() == 1 and x.is_floating_point()
+
+
+def _kind(x: Any) -> str:
+    if not isinstance(x, torch.Tensor):
+        return type(x).__name__
+    return f"{x.dtype}{list(x.shape)}" + (" with a gradient" if x.requires_grad else "")
 
 
 def check_loss(loss: Loss, *, has_sinks: bool) -> None:
@@ -289,14 +352,17 @@ def average(loss: Loss, grads: Any, *, comm: Comm, donate: bool = False) -> tupl
         The mean loss over all ranks, and the gradients of it.
 
     Raises:
-        TreeError: gradients that are still partial: dividing those would round differently for every strategy.
-        LossError: a loss that was changed although ``value_and_grad(averaged=True)`` had promised it to the other ranks.
+        TreeError: gradients that are still partial: dividing those would round differently for every strategy; or divided
+            already.
 
     Cost: one ``all_reduce`` of 16 bytes for each axis.
     """
     for node in units_of(grads):
         if node.place.partial:
             raise TreeError(f"average(): gradients of unit {node.name!r} rest partial ({node.place}); reduce_scatter() first.")
+        check_shared("average()", node)
+        if node.scale == "mean":
+            raise TreeError(f"average(): gradients of unit {node.name!r} have been divided by average() already.")
     total = Loss(*(comm.run_totals(loss) if isinstance(comm, Engine) else totals(sums_of(loss, comm), comm)))
     divisor = _nonzero(total.weight)  # stays float64: in half precision 257 would become 256, and 100,000 infinite
     return Metrics(total.mean, total.weight), map_units(partial(_divide, divisor=divisor, donate=donate), grads)
@@ -318,7 +384,8 @@ def _divide(node: Sharded, *, divisor: torch.Tensor, donate: bool) -> Sharded:
     """The node's buffers divided; later, if they are still on their way."""
     sources = node.buffers_on_their_way
     targets = list(sources) if donate else [torch.empty_like(x) for x in sources]
-    divide, result = Division(node, targets, divisor), node.replace(targets)
+    divide = Division(node, targets, divisor)
+    result = Sharded(targets, node.unit, node.place, node.groups, scale="mean")
     if node.is_arriving:
         return result.arriving(divide)
     divide()
@@ -343,12 +410,21 @@ def update(tx: Any, grads: Any, state: TrainState, *, comm: Comm, donate: bool =
         The state after. Frozen groups are the same tensors.
 
     Raises:
-        TreeError: gradients of another structure, layout, place or dtype than the state's parameters.
+        TreeError: gradients of another structure, layout, place or dtype than the state's parameters, or not divided yet; the
+            state of another transformation, or one that was donated.
 
     Cost: one gather from the optimizer's place to the parameters' where the two differ.
     """
     tx = as_transform(tx)
     check_comm("update()", grads, comm)
+    check_kept("update()", (state.params, state.main, state.opt))
+    _check_maker(tx, state)
+    for node in units_of(grads):
+        if node.scale == "sum":
+            raise TreeError(
+                f"update(): the gradient of unit {node.name!r} is the sum that value_and_grad() returned. Divide it first: "
+                "metrics, grads = average(loss, grads, comm=comm)."
+            )
     with torch.no_grad():
         old = merge(gather(trainable(state.params), comm=comm, to="optim"), state.main)
         check_gradients("update()", grads, old)
@@ -357,7 +433,18 @@ def update(tx: Any, grads: Any, state: TrainState, *, comm: Comm, donate: bool =
             params = comm.run_spread(_cast(new, "compute"), state.params, donate=donate)
         else:
             params = merge(state.params, gather(_cast(new, "compute"), comm=comm, to="params"))
-    return TrainState(state.step + 1, params, _main_copies(new), opt)
+    if donate:
+        opt = map_units(lambda node: node.replace(node.buffers) if is_sharded(node) else node, opt)
+        donate_nodes((state.params, state.main, state.opt))
+    return TrainState(state.step + 1, params, _main_copies(new), opt, MadeBy(tx.name))
+
+
+def _check_maker(tx: Transform, state: TrainState) -> None:
+    made_by = state.made_by.name if isinstance(state.made_by, MadeBy) else ""
+    if made_by and tx.name and made_by != tx.name:
+        facts = [("state of", made_by), ("update by", tx.name)]
+        remedy = "Make a state for it: init_state(tx, params, comm=comm)."
+        raise TreeError(problem("update()", "the optimizer state is that of another transformation.", facts, remedy))
 
 
 def _main_copies(tree: Any) -> Any:

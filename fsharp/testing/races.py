@@ -292,16 +292,16 @@ def _check(scheduler: Scheduler) -> None:
 
 def _here(scheduler: Scheduler) -> str:
     """Where in the program a step is."""
-    run = scheduler._run
-    if run is None:
+    step = scheduler._step
+    if step is None:
         return "outside of a step"
-    return str(run.events[-1]) if run.events else "start of the step"
+    return str(step.events[-1]) if step.events else "start of the step"
 
 
 def _op(scheduler: Scheduler, key: Key) -> str:
     """An op of a schedule, in words."""
     number, i = key
-    plan = scheduler.tenant
+    plan = scheduler._tenant
     if plan is None or plan.number != number:
         return f"op {i} of an earlier plan"
     op = plan.schedule.ops[i]
@@ -314,7 +314,7 @@ def _place(scheduler: Scheduler, span: Span) -> str:
     start, stop = span.start - first, span.stop - first
     if start < 0 or stop > len(scheduler.arena):
         return f"{span.start - span.base} to {span.stop - span.base} of a tensor's storage"
-    ops = scheduler.tenant.schedule.ops if scheduler.tenant is not None else ()
+    ops = scheduler._tenant.schedule.ops if scheduler._tenant is not None else ()
     memory = [(op.unit, m) for op in ops for m in (op.memory, op.opens) if m is not None]
     units = sorted({unit for unit, m in memory if m.start < stop and start < m.stop})
     return f"{start} to {stop} of the arena, memory of {', '.join(map(repr, units))}"

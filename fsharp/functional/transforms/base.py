@@ -52,12 +52,14 @@ class Transform:
         update: updates to add to the parameters.
         config: what ranks have to agree on, by name.
         apply: new parameters in one go, for rules that have a fused kernel; None adds the updates.
+        name: by which its state is told from that of another one; one without a name takes any.
     """
 
     init: InitFn
     update: UpdateFn
     config: Mapping[str, Any]
     apply: ApplyFn | None = None
+    name: str = ""
 
     def __iter__(self) -> Any:
         return iter((self.init, self.update))
@@ -84,7 +86,7 @@ def as_transform(tx: Any) -> Transform:
             return cast(tuple[Any, Any], update(grads, state, params=params, **pure))
         return cast(tuple[Any, Any], update(grads, state, params, **pure))
 
-    return Transform(init, plain, {"pair": type(tx).__qualname__})
+    return Transform(init, plain, {"pair": type(tx).__qualname__}, name="" if type(tx) is tuple else type(tx).__qualname__)
 
 
 def apply_transform(tx: Transform, grads: Any, state: Any, params: Any, *, comm: Comm, donate: bool = False) -> tuple[Any, Any]:
@@ -128,7 +130,12 @@ def chain(*transforms: Any) -> Transform:
         params, last = apply_transform(txs[-1], grads, state[-1], params, comm=comm, donate=donate)
         return params, (*new, last)
 
-    return Transform(init, update, {f"{i}": dict(tx.config) for i, tx in enumerate(txs)}, apply)
+    config = {f"{i}": dict(tx.config) for i, tx in enumerate(txs)}
+    return Transform(init, update, config, apply, _name("chain", *(tx.name for tx in txs)))
+
+
+def _name(outer: str, *inner: str) -> str:
+    return f"{outer}({', '.join(inner)})" if all(inner) else ""
 
 
 def partition(transforms: Mapping[str, Any]) -> Transform:
@@ -164,7 +171,9 @@ def partition(transforms: Mapping[str, Any]) -> Transform:
 
         return cast(tuple[Any, Any], over(run, grads, state, params))
 
-    return Transform(init, update, {label: dict(tx.config) for label, tx in txs.items()}, apply)
+    config = {label: dict(tx.config) for label, tx in txs.items()}
+    named = (f"{label}={tx.name}" if tx.name else "" for label, tx in txs.items())
+    return Transform(init, update, config, apply, _name("partition", *named))
 
 
 def _join(like: Any, parts: list[Any]) -> Any:
@@ -194,7 +203,7 @@ def masked(tx: Any, mask: Any) -> Transform:
 
     # A function's repr holds its address, which differs between ranks.
     shown = getattr(mask, "__qualname__", type(mask).__qualname__) if callable(mask) else repr(mask)
-    return Transform(inner.init, update, {"masked": shown, "inner": dict(inner.config)})
+    return Transform(inner.init, update, {"masked": shown, "inner": dict(inner.config)}, name=inner.name)
 
 
 def _where(flags: Mapping[str, bool], yes: Any, no: Any | None, rank: int) -> Any:
@@ -230,6 +239,7 @@ def check_gradients(where: str, grads: Any, params: Any) -> None:
     if optree.tree_structure(grads, is_leaf=is_sharded) != optree.tree_structure(params, is_leaf=is_sharded):
         raise TreeError(f"{where}: gradients and parameters are trees of different structure.")
     for g, p in zip(units_of(grads), units_of(params), strict=True):
+        check_shared(where, g)
         facts: list[tuple[str, Any, Any]] = [("layout of unit", g.name, p.name)] if g.unit != p.unit else []
         if not facts:
             facts += [("place", g.place, p.place)] * (g.place != p.place)
@@ -251,3 +261,16 @@ def check_gradients(where: str, grads: Any, params: Any) -> None:
                     "Pass what value_and_grad() returned, through reduce_scatter(grads, comm=comm).",
                 )
             )
+
+
+def check_shared(where: str, grads: Sharded) -> None:
+    """Refuse gradients that ranks have not summed, though their place does not say so.
+
+    Raises:
+        TreeError: they were taken with respect to gathered parameters.
+    """
+    if grads.is_gathered:
+        raise TreeError(
+            f"{where}: the gradient of unit {grads.name!r} is this rank's part of it: it was taken with respect to gathered "
+            "parameters. reduce_scatter() it, or differentiate with respect to parameters at rest."
+        )

@@ -6,7 +6,7 @@ that may round differently. Where a buffer ends depends on how it is sharded, so
 only: the remainders go through a padded scratch tensor. An element's update then depends on nothing but the element.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -22,8 +22,6 @@ Schedule = float | Callable[[int], float]
 PerPath = float | Mapping[str, float] | Callable[[str], float]
 """A number, numbers by path pattern (the last that selects a leaf counts), or a function of the leaf's path."""
 
-_WORTH = 1 << 18
-"""Elements that a call of a kernel should have if it can choose."""
 _VECTOR = 64
 """Elements: a multiple of every SIMD width in use, in every dtype."""
 
@@ -98,30 +96,27 @@ def adamw(
         count = torch.zeros((), device=_device(params)) if capturable else 0
         return AdamState(count, _zeros(params), _zeros(params))
 
-    def apply(grads: Any, state: AdamState, params: Any, *, comm: Comm, donate: bool) -> tuple[Any, AdamState]:
+    def step(grads: Any, state: AdamState, params: Any, decays: PerPath, *, comm: Comm, donate: bool) -> tuple[Any, AdamState]:
         before = state.count
         rate: Any = _at_tensor(lr, before) if isinstance(before, torch.Tensor) else at(lr, before)
         count = before.add_(1) if donate and isinstance(before, torch.Tensor) else before + 1
         params, mu, nu = _writable(donate, params, state.mu, state.nu)
 
-        def kernel(
-            lists: Sequence[list[torch.Tensor]], scale: float, decay: float, divisor: torch.Tensor | None = None
-        ) -> None:
+        def kernel(lists: Sequence[list[torch.Tensor]], scale: float, decay: float) -> None:
             p, g, m, v = lists
             taken = count if isinstance(count, torch.Tensor) else torch.full((), float(count), device=p[0].device)
             steps = [taken] * len(p)
             torch._fused_adamw_(
                 p, g, m, v, [], steps,
                 lr=rate * scale, beta1=b1, beta2=b2, weight_decay=decay, eps=eps, amsgrad=False, maximize=False,
-                grad_scale=divisor,
             )  # fmt: skip
 
-        _each_run(kernel, (params, grads, mu, nu), comm.rank, lr_scale, weight_decay, divides=True)
+        _each_run(kernel, (params, grads, mu, nu), comm.rank, lr_scale, decays)
         return params, AdamState(count, mu, nu)
 
     numbers = {"capturable": True} if capturable else {}
     config = {"adamw": _text(lr=lr, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay, lr_scale=lr_scale, **numbers)}
-    return _from_apply(init, apply, config)
+    return _rule(init, step, config, weight_decay, lr_scale, lambda s: _at_tensor(lr, s.count))
 
 
 def sgd(
@@ -150,7 +145,9 @@ def sgd(
     def init(params: Any, /) -> MomentumState:
         return MomentumState(0, _zeros(params) if momentum else None)
 
-    def apply(grads: Any, state: MomentumState, params: Any, *, comm: Comm, donate: bool) -> tuple[Any, MomentumState]:
+    def step(
+        grads: Any, state: MomentumState, params: Any, decays: PerPath, *, comm: Comm, donate: bool
+    ) -> tuple[Any, MomentumState]:
         trees = (params, state.momentum) if momentum else (params,)
         params, *buffers = _writable(donate, *trees)
         rate = at(lr, state.count)
@@ -162,11 +159,11 @@ def sgd(
                 maximize=False, is_first_step=False,
             )  # fmt: skip
 
-        _each_run(kernel, (params, grads, *buffers), comm.rank, lr_scale, weight_decay)
+        _each_run(kernel, (params, grads, *buffers), comm.rank, lr_scale, decays)
         return params, MomentumState(state.count + 1, buffers[0] if momentum else None)
 
     config = {"sgd": _text(lr=lr, momentum=momentum, nesterov=nesterov, weight_decay=weight_decay, lr_scale=lr_scale)}
-    return _from_apply(init, apply, config)
+    return _rule(init, step, config, weight_decay)
 
 
 def lion(
@@ -197,7 +194,9 @@ def lion(
     def init(params: Any, /) -> MomentumState:
         return MomentumState(0, _zeros(params))
 
-    def apply(grads: Any, state: MomentumState, params: Any, *, comm: Comm, donate: bool) -> tuple[Any, MomentumState]:
+    def step(
+        grads: Any, state: MomentumState, params: Any, decays: PerPath, *, comm: Comm, donate: bool
+    ) -> tuple[Any, MomentumState]:
         params, momentum = _writable(donate, params, state.momentum)
         rate = at(lr, state.count)
 
@@ -207,19 +206,45 @@ def lion(
                 p.mul_(1 - rate * scale * decay).sub_(direction, alpha=rate * scale)
                 m.lerp_(g, 1 - b2)
 
-        _each_run(kernel, (params, grads, momentum), comm.rank, lr_scale, weight_decay)
+        _each_run(kernel, (params, grads, momentum), comm.rank, lr_scale, decays)
         return params, MomentumState(state.count + 1, momentum)
 
     config = {"lion": _text(lr=lr, b1=b1, b2=b2, weight_decay=weight_decay, lr_scale=lr_scale)}
-    return _from_apply(init, apply, config)
+    return _rule(init, step, config, weight_decay, lr_scale, lambda s: at(lr, s.count))
 
 
-def _from_apply(init: Any, apply: Any, config: Mapping[str, Any]) -> Transform:
+def _rule(
+    init: Any,
+    step: Callable[..., tuple[Any, Any]],
+    config: Mapping[str, Any],
+    weight_decay: PerPath,
+    lr_scale: PerPath = 1.0,
+    rate: Callable[[Any], Any] | None = None,
+) -> Transform:
+    """A transform from a step that changes parameters in place.
+
+    The update alone is that of parameters which are zero: a difference of parameters would have lost its digits. Weight decay
+    is added to it, times the learning ``rate``; or to the gradients, if there is no rate.
+    """
+
+    def apply(grads: Any, state: Any, params: Any, *, comm: Comm, donate: bool) -> tuple[Any, Any]:
+        return step(grads, state, params, weight_decay, comm=comm, donate=donate)
+
     def update(grads: Any, state: Any, params: Any, *, comm: Comm) -> tuple[Any, Any]:
-        new, state = apply(grads, state, params, comm=comm, donate=False)
-        return optree.tree_map(torch.sub, new, params), state
+        def add(tree: Any, factor: Any) -> Any:
+            def kernel(lists: Sequence[list[torch.Tensor]], scale: float, decay: float) -> None:
+                for x, p in zip(*lists, strict=True):
+                    x.add_(p * (factor * scale * decay))
 
-    return Transform(init, update, config, apply)
+            _each_run(kernel, (tree, params), comm.rank, lr_scale, weight_decay)
+            return tree
+
+        if rate is None:
+            grads = add(optree.tree_map(lambda g, p: g.to(p.dtype, copy=True), grads, params), 1.0)
+        updates, new = step(grads, state, _zeros(params), 0.0, comm=comm, donate=False)
+        return updates if rate is None else add(updates, -rate(state)), new
+
+    return Transform(init, update, config, apply, next(iter(config)))
 
 
 def _text(**values: Any) -> dict[str, str]:
@@ -251,13 +276,10 @@ def _each_run(
     rank: int,
     lr_scale: PerPath,
     weight_decay: PerPath,
-    *,
-    divides: bool = False,
 ) -> None:
     """Call ``kernel(lists, scale, decay)`` for each pair of hyper-parameters, on the runs of the buffers that have it.
 
-    ``trees`` are parameters, gradients and state, whose buffers correspond; all but gradients are written in place. A kernel
-    that ``divides`` may get a ``divisor`` too, a float32 scalar, and then leaves divided gradients behind.
+    ``trees`` are parameters, gradients and state, whose buffers correspond; all but the second are written in place.
     """
     params = trees[0]
     rules = {"lr_scale": lr_scale, "weight_decay": weight_decay}
@@ -265,56 +287,21 @@ def _each_run(
     if isinstance(lr_scale, int | float) and isinstance(weight_decay, int | float):
         uniform = (float(lr_scale), float(weight_decay))
     tables = {} if uniform else {name: per_leaf(f"{name}=", params, rule) for name, rule in rules.items()}
-    rows = list(zip(*map(units_of, trees), strict=True))
-    # Gradients that are still on their way came last out of the backward, and belong to what is first in the tree.
-    for chosen_rows in [rows] if not any(row[1].is_arriving for row in rows) else _batches(rows):
-        _each_value(kernel, chosen_rows, rank, uniform, tables, divides=divides)
-
-
-def _batches(rows: Sequence[tuple[Sharded, ...]]) -> Iterator[list[tuple[Sharded, ...]]]:
-    """The rows from the last to the first, as many at a time as make a call of the kernel worth it."""
-    batch: list[tuple[Sharded, ...]] = []
-    numel = 0
-    for row in reversed(rows):
-        batch.append(row)
-        numel += sum(buffer.numel() for buffer in row[0].buffers_on_their_way)
-        if numel >= _WORTH:
-            yield batch
-            batch, numel = [], 0
-    yield batch
-
-
-def _each_value(
-    kernel: Callable[..., None],
-    rows: Sequence[tuple[Sharded, ...]],
-    rank: int,
-    uniform: tuple[float, float] | None,
-    tables: Mapping[str, Mapping[str, float]],
-    *,
-    divides: bool,
-) -> None:
-    by_value: dict[tuple[tuple[float, float], torch.Tensor | None], list[list[torch.Tensor]]] = {}
-    for nodes in rows:
-        grads, divisor = nodes[1], None
-        if divides and all(x.dtype is torch.float32 and x.is_cpu for node in nodes for x in node.buffers_on_their_way):
-            divisor = grads.arrive_undivided()
+    by_value: dict[tuple[float, float], list[list[torch.Tensor]]] = {}
+    for nodes in zip(*map(units_of, trees), strict=True):
         for i, group in enumerate(nodes[0].groups):
             columns = [node.buffers[i] for node in nodes]
             columns[1] = columns[1].to(columns[0].dtype)
             for value, start, stop in [(uniform, 0, columns[0].numel())] if uniform else _runs(nodes[0], group, rank, tables):
                 if start < stop:
-                    lists = by_value.setdefault((value, divisor), [[] for _ in columns])
+                    lists = by_value.setdefault(value, [[] for _ in columns])
                     for column, into in zip(columns, lists, strict=True):
                         into.append(column[start:stop])
-    for ((scale, decay), divisor), lists in by_value.items():
+    for (scale, decay), lists in by_value.items():
         run = partial(kernel, scale=scale, decay=decay)
-        if divisor is not None:
-            run = partial(run, divisor=divisor.to(torch.float32))
-        dtypes = dict.fromkeys(x.dtype for x in lists[0])
-        for dtype in dtypes:
+        for dtype in dict.fromkeys(x.dtype for x in lists[0]):
             chosen = [j for j, x in enumerate(lists[0]) if x.dtype is dtype]
-            chosen_lists = [[column[j] for j in chosen] for column in lists]
-            _in_whole_vectors(run, chosen_lists, writes_grads=divisor is not None)
+            _in_whole_vectors(run, [[column[j] for j in chosen] for column in lists])
 
 
 def _runs(node: Sharded, group: int, rank: int, tables: Mapping[str, Mapping[str, float]]) -> list[Any]:
@@ -331,9 +318,7 @@ def _runs(node: Sharded, group: int, rank: int, tables: Mapping[str, Mapping[str
     return result
 
 
-def _in_whole_vectors(
-    kernel: Callable[[Sequence[list[torch.Tensor]]], None], lists: list[list[torch.Tensor]], *, writes_grads: bool
-) -> None:
+def _in_whole_vectors(kernel: Callable[[Sequence[list[torch.Tensor]]], None], lists: list[list[torch.Tensor]]) -> None:
     """Run an in-place kernel so that no tensor it sees on a CPU ends within a vector; see [Note: whole vectors]."""
     if lists[0][0].device.type != "cpu" or not any(x.numel() % _VECTOR for x in lists[0]):
         kernel(lists)
@@ -350,7 +335,7 @@ def _in_whole_vectors(
             body.append(extra)
     kernel(bodies)
     for k, column in enumerate(tails):
-        if column and (k != 1 or writes_grads):
+        if column and k != 1:
             used = sum(x.numel() for x in column)
             for x, piece in zip(column, scratch[k][:used].split([x.numel() for x in column]), strict=True):
                 x.copy_(piece)

@@ -7,7 +7,7 @@ import torch
 
 from fsharp.functional.comm import Comm
 from fsharp.functional.errors import LayoutError
-from fsharp.functional.transforms.base import Transform, add_updates, apply_transform, as_transform
+from fsharp.functional.transforms.base import Transform, _name, add_updates, apply_transform, as_transform
 
 
 class EmaState(NamedTuple):
@@ -53,4 +53,4 @@ def with_ema(tx: Any, *, decay: float) -> Transform:
         params, new = apply_transform(inner, grads, state.inner, params, comm=comm, donate=donate)
         return params, EmaState(average(state.ema, params, donate), new)
 
-    return Transform(init, update, {"with_ema": decay, "inner": dict(inner.config)}, apply)
+    return Transform(init, update, {"with_ema": decay, "inner": dict(inner.config)}, apply, _name("with_ema", inner.name))

@@ -102,7 +102,7 @@ def muon(
         return map_units(one, ahead, params), MomentumState(state.count + 1, moved)
 
     config = _text(lr=lr, momentum=momentum, nesterov=nesterov, weight_decay=weight_decay, lr_scale=lr_scale)
-    return Transform(init, update, {"muon": {**config, **_text(steps=steps, adjust=adjust, dtype=dtype)}})
+    return Transform(init, update, {"muon": {**config, **_text(steps=steps, adjust=adjust, dtype=dtype)}}, name="muon")
 
 
 def _adjustment(shape: tuple[int, ...], adjust: str) -> float:

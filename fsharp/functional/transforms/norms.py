@@ -11,7 +11,7 @@ from fsharp.functional.collectives import all_reduce
 from fsharp.functional.comm import Comm
 from fsharp.functional.errors import LayoutError, TreeError
 from fsharp.functional.sharded import units_of
-from fsharp.functional.transforms.base import Transform, apply_transform, as_transform
+from fsharp.functional.transforms.base import Transform, _name, apply_transform, as_transform
 
 _LIMBS, _BITS, _CHUNK = 3, 22, 1 << 20
 
@@ -28,7 +28,8 @@ def global_norm(tree: Any, *, comm: Comm, deterministic: bool = False) -> torch.
             the result does not depend on the mesh, the strategy or the way the tree is cut, to the last bit.
 
     Returns:
-        A float32 scalar, the same bits on every rank; not finite if an element is not finite.
+        A scalar, float64 if some of the elements are and float32 else, the same bits on every rank; not finite if an element
+        is not.
 
     Raises:
         TreeError: a unit that rests partial.
@@ -36,6 +37,16 @@ def global_norm(tree: Any, *, comm: Comm, deterministic: bool = False) -> torch.
     Cost: one ``all_reduce`` of 8 bytes for each axis along which something is sharded or varies; with ``deterministic`` two, of
     8 and 24 bytes, and about six passes over the elements instead of one. Not differentiable.
     """
+    return _norm(tree, comm, deterministic).to(_dtype(tree))
+
+
+def _dtype(tree: Any) -> torch.dtype:
+    is_double = any(x.dtype in (torch.float64, torch.complex128) for node in units_of(tree) for x in node.buffers)
+    return torch.float64 if is_double else torch.float32
+
+
+def _norm(tree: Any, comm: Comm, deterministic: bool) -> torch.Tensor:
+    """In float64, beyond the range of the elements."""
     by_axes: dict[tuple[str, ...], list[torch.Tensor]] = {}
     for node in units_of(tree):
         if node.place.partial:
@@ -51,7 +62,7 @@ def global_norm(tree: Any, *, comm: Comm, deterministic: bool = False) -> torch.
                 for chunk in buffer.reshape(-1).split(_CHUNK):  # float64: squares neither overflow nor vanish
                     part += chunk.to(torch.float64, copy=True).square_().sum().to(part.device)
             total += _sum(part.view(1), axes, comm)[0]
-        return total.sqrt().float()
+        return total.sqrt()
 
 
 def _sum(x: torch.Tensor, axes: Iterable[str], comm: Comm) -> torch.Tensor:
@@ -71,8 +82,8 @@ def _exact(by_axes: dict[tuple[str, ...], list[torch.Tensor]], comm: Comm) -> to
         if size > 1:
             largest = comm.all_reduce(largest, axis, op="max")
     if not torch.isfinite(largest) or largest == 0:
-        return largest[0].float()
-    exponent = max(math.frexp(float(largest))[1], -1000)  # smaller ones are zero in the result's float32 anyway
+        return largest[0]
+    exponent = max(math.frexp(float(largest))[1], -1000)  # beyond that 2.0**-exponent would overflow
     total = torch.zeros(_LIMBS, dtype=torch.int64, device=comm.device)
     for axes, buffers in by_axes.items():
         part = torch.zeros_like(total)
@@ -87,7 +98,7 @@ def _exact(by_axes: dict[tuple[str, ...], list[torch.Tensor]], comm: Comm) -> to
         total += _sum(part, axes, comm)
     value = sum(int(limb) << (_BITS * (_LIMBS - 1 - k)) for k, limb in enumerate(total.tolist()))
     norm = math.ldexp(math.sqrt(value), exponent - _BITS * _LIMBS // 2)
-    return torch.tensor(norm, dtype=torch.float32, device=comm.device)
+    return torch.tensor(norm, dtype=torch.float64, device=comm.device)
 
 
 class ClipState(NamedTuple):
@@ -108,7 +119,9 @@ def clip_by_global_norm(max_norm: float, *, deterministic: bool = False) -> Tran
         deterministic: a norm that does not depend on how the tree is cut; see :func:`global_norm`.
 
     Returns:
-        A transform with :class:`ClipState`. Norms that are not finite make the gradients so.
+        A transform with :class:`ClipState`. With an infinite gradient the factor is zero, as in torch and optax: elements that
+        are infinite become NaN, all others zero. With a NaN all are NaN. Wrap the optimizer in :func:`skip_nonfinite`, around
+        the whole chain, to leave such steps out.
 
     Raises:
         LayoutError: ``max_norm`` is not positive.
@@ -117,16 +130,14 @@ def clip_by_global_norm(max_norm: float, *, deterministic: bool = False) -> Tran
         raise LayoutError(f"clip_by_global_norm(): max_norm is {max_norm!r}, expected a positive number.")
 
     def init(params: Any, /) -> ClipState:
-        return ClipState(torch.zeros(()))
+        return ClipState(torch.zeros((), dtype=_dtype(params)))
 
     def update(grads: Any, state: ClipState, params: Any, *, comm: Comm) -> tuple[Any, ClipState]:
-        norm = global_norm(grads, comm=comm, deterministic=deterministic)
-        factor = torch.clamp(max_norm / norm, max=1.0)
-        factor = torch.where(torch.isfinite(norm), factor, torch.nan)  # an infinite norm must not pass as zero gradients
-        # The factor stays float32: in half precision it might be zero.
-        return optree.tree_map(lambda g: g * factor, grads), ClipState(norm)
+        norm = _norm(grads, comm, deterministic)  # float64: the norm of finite gradients is finite
+        factor = torch.clamp(max_norm / norm, max=1.0)  # stays so: in half precision it might be zero
+        return optree.tree_map(lambda g: g * factor, grads), ClipState(norm.to(_dtype(grads)))
 
-    return Transform(init, update, {"clip_by_global_norm": [max_norm, deterministic]})
+    return Transform(init, update, {"clip_by_global_norm": [max_norm, deterministic]}, name="clip_by_global_norm")
 
 
 class SkipState(NamedTuple):
@@ -170,7 +181,7 @@ def skip_nonfinite(tx: Any) -> Transform:
         params, new = apply_transform(inner, grads, state.inner, params, comm=comm, donate=donate)
         return params, SkipState(state.skipped, new)
 
-    return Transform(init, update, {"skip_nonfinite": dict(inner.config)}, apply)
+    return Transform(init, update, {"skip_nonfinite": dict(inner.config)}, apply, _name("skip_nonfinite", inner.name))
 
 
 def all_finite(tree: Any, *, comm: Comm) -> bool:

@@ -218,7 +218,7 @@ class Session:
             run = self._run = self.scheduler.open(self._training, (self.kept.state.params,), {})
             with self._forgetting(run), self.scheduler.guard(run):
                 self._units = self.scheduler.start_gradients(self.kept.state.params)
-                self._probed = with_sinks(self.kept.state.params)
+                self._probed = with_sinks(self.kept.state.params, self.scheduler)
             this = weakref.ref(self)
             run.on_backward = lambda: _begin(this)
         return self._run

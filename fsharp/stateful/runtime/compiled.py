@@ -29,6 +29,7 @@ class Compiled:
         slots: by unit, where its full parameters are while they are gathered.
         places: by unit, where its gradient rests from the op on that opens it.
         carried: units that a step gathers for the next one.
+        number: names it in keys of ops.
     """
 
     def __init__(self, schedule: Schedule, units: dict[str, UnitState], arena: torch.Tensor, *, rank: int) -> None:
@@ -57,10 +58,10 @@ class Compiled:
         self._pieces: dict[str, list[list[torch.Tensor]]] = {}
         self._several = _used_several_times(schedule)
         self.ops: list[list[BoundOp]] = [[] for _ in self.events]
-        number, begun = next(_numbers), set[str]()
+        self.number, begun = next(_numbers), set[str]()
         for i, op in enumerate(schedule.ops):
-            after = [(number, j) for j in op.after if schedule.ops[j].stream != op.stream]
-            bound = BoundOp(op, (number, i), after, self.units.get(op.unit))
+            after = [(self.number, j) for j in op.after if schedule.ops[j].stream != op.stream]
+            bound = BoundOp(op, (self.number, i), after, self.units.get(op.unit))
             self._bind(i, bound, begun)
             self.ops[op.at].append(bound)
         last = len(self.events) - 1

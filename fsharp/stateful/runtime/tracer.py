@@ -105,9 +105,7 @@ class Tracer(Engine):
             return False
         sharded, ties = units
         nodes = [sharded] if isinstance(sharded, Sharded) else units_of(sharded)
-        return not any(b.requires_grad for node in (*nodes, *ties) for b in node.buffers_on_their_way) and not any(
-            node.sinks and node.ledger is None for node in (*nodes, *ties)
-        )
+        return not any(b.requires_grad for node in (*nodes, *ties) if not node.sinks for b in node.buffers_on_their_way)
 
     def run_forward(self, fn: Callable[..., Any], units: Any, args: Any, kwargs: Any) -> Any:
         """Enter the units, call the function, leave them."""
@@ -138,15 +136,13 @@ class Tracer(Engine):
             before_backward(outputs, _leaves((args, kwargs)), partial(step.come_back, uses))
         return out
 
-    def run_value_and_grad(
-        self, loss_fn: Callable[..., Any], params: Any, parts: list[Any], *, averaged: bool = False
-    ) -> tuple[Loss, Any]:
+    def run_value_and_grad(self, loss_fn: Callable[..., Any], params: Any, parts: list[Any]) -> tuple[Loss, Any]:
         """Forward and backward of each part; gradients are collected and reduced on the way."""
         units = self.start_gradients(params)
         total: Loss | None = None
         for part in parts:
             with torch.enable_grad():
-                probed = with_sinks(params)
+                probed = with_sinks(params, self)  # type: ignore[arg-type]
                 loss = as_loss(loss_fn(probed, part, self))
                 check_loss(loss, has_sinks=any(node.sinks for node in units_of(probed)))
                 new = Loss(loss.sum.detach().double(), loss.weight.detach().double())

@@ -1,0 +1,135 @@
+"""Release: gathered parameters that autograd saved are let go of, and gathered again when a backward comes to them.
+
+The graph of a released call is the graph of the call: what was saved of the gathered buffers is replaced by a note of which
+part of which buffer it was. So nothing is computed twice, and a tensor may leave the function by any door. What autograd
+cannot be asked about (C++ functions of other libraries that keep tensors of their own) stays, and is right.
+"""
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
+from typing import Any
+
+import optree
+import torch
+
+from fsharp.functional.comm import Comm
+from fsharp.functional.errors import TreeError
+from fsharp.functional.moves import gather
+from fsharp.functional.sharded import Sharded, units_of
+
+View = tuple[int, torch.Size, tuple[int, ...], int]
+"""Number of a gathered buffer, and size, strides and offset in it."""
+
+
+class _Saved:
+    """The gathered buffers of a call while somebody needs them; parts of the graph that are not used up hold on to this."""
+
+    def __init__(self, regather: Callable[[], list[torch.Tensor]]) -> None:
+        self.regather = regather
+        self.buffers: list[torch.Tensor] | None = None
+
+    def unpack(self, view: View) -> torch.Tensor:
+        """What autograd saved."""
+        if self.buffers is None:  # the backward did not come through what the function returned
+            self.buffers = self.regather()
+        number, size, strides, offset = view
+        buffer = self.buffers[number]
+        return buffer.as_strided(size, strides, buffer.storage_offset() + offset)
+
+
+def let_go(out: Any, rested: Any, gathered: Any, first: int, comm: Comm) -> None:
+    """Let go of what autograd has saved of gathered units, once their function has returned.
+
+    Args:
+        out: what it returned.
+        rested: a tree of the units where they rest.
+        gathered: the same tree gathered.
+        first: the sequence number of autograd when the call began.
+        comm: the ranks.
+    """
+    nodes = units_of(rested)
+    whole = [buffer for node in units_of(gathered) for buffer in node.buffers]
+    own = {buffer.untyped_storage().data_ptr() for node in nodes for buffer in node.buffers}
+    numbers = {buffer.untyped_storage().data_ptr(): i for i, buffer in enumerate(whole)}
+    numbers = {place: i for place, i in numbers.items() if place not in own and whole[i].numel()}
+    outputs = {x.grad_fn for x in optree.tree_leaves(out) if isinstance(x, torch.Tensor) and x.grad_fn is not None}
+    outputs = {fn for fn in outputs if _is_since(fn, first)}
+    if not numbers or not outputs:
+        return
+    regather = _regather(nodes, comm)
+    saved = _Saved(regather)
+    for raw in _saved_tensors(outputs, first):
+        x = raw.data
+        number = numbers.get(x.untyped_storage().data_ptr())
+        if number is None or x.dtype != whole[number].dtype or x.is_conj() or x.is_neg():
+            continue
+        view = (number, x.size(), x.stride(), int(x.storage_offset() - whole[number].storage_offset()))
+        del x
+        raw.register_hooks(lambda _, view=view: view, saved.unpack)
+    _before_backward(outputs, regather, weakref.ref(saved))
+
+
+def _regather(nodes: Sequence[Sharded], comm: Comm) -> Callable[[], list[torch.Tensor]]:
+    sources = [Sharded([x.detach() for x in node.buffers], node.unit, node.place, node.groups) for node in nodes]
+    versions = [[_version(x) for x in node.buffers] for node in sources]
+
+    def regather() -> list[torch.Tensor]:
+        for node, before in zip(sources, versions, strict=True):
+            if [_version(x) for x in node.buffers] != before:
+                raise TreeError(
+                    f"forward(): parameters of unit {node.name!r} were changed in place between its forward and its backward. "
+                    "Make new tensors, or update after the backward."
+                )
+        with torch.no_grad():
+            return [buffer for node in gather(sources, comm=comm) for buffer in node.buffers]
+
+    return regather
+
+
+def _before_backward(outputs: set[Any], regather: Callable[[], list[torch.Tensor]], saved: "weakref.ref[_Saved]") -> None:
+    """Gather when a backward comes to one of these nodes, once in each backward.
+
+    Whether autograd has saved anything is not asked: it might differ between ranks.
+    """
+    last = -1
+
+    def come(_: Any) -> None:
+        nonlocal last
+        if last != (task := torch._C._current_graph_task_id()):
+            last, buffers = task, regather()
+            if (held := saved()) is not None:
+                held.buffers = buffers
+
+    for fn in outputs:
+        fn.register_prehook(come)
+
+
+def _saved_tensors(roots: set[Any], first: int) -> Iterator[Any]:
+    """What the nodes have saved that were made since ``first`` and lead to ``roots``; but for what others have packed."""
+    seen, stack = set(roots), list(roots)
+    while stack:
+        node = stack.pop()
+        kind: Any = type(node)
+        for name in _names(kind):
+            found = getattr(node, name)
+            for raw in found if isinstance(found, tuple | list) else [found]:
+                if raw is not None and raw.unpack_hook is None and isinstance(raw.data, torch.Tensor):
+                    yield raw
+        for before, _ in node.next_functions:
+            if before is not None and before not in seen and _is_since(before, first):
+                seen.add(before)
+                stack.append(before)
+
+
+@cache
+def _names(kind: Any) -> tuple[str, ...]:
+    return tuple(name for name in dir(kind) if name.startswith("_raw_saved_"))
+
+
+def _is_since(node: Any, first: int) -> bool:
+    return first <= node._sequence_nr() and not hasattr(node, "variable")  # leaves have a number beyond all others
+
+
+def _version(x: torch.Tensor) -> int:
+    return 0 if x.is_inference() else x._version

@@ -1,0 +1,150 @@
+"""Sinks: where gradients land, in the place and dtype in which they rest, and how they get there from parameters."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from fsharp.functional.collectives import local_slice
+from fsharp.functional.comm import Comm
+from fsharp.functional.layout import UnitLayout
+from fsharp.functional.moves import move_sums
+from fsharp.functional.placement import Partial, Place, Replicate, Shard
+from fsharp.functional.sharded import Sharded, map_units
+
+
+class Ledger:
+    """The parameters of one microbatch, as ``value_and_grad`` passes them to the loss, and their sinks.
+
+    A *sink* is a tensor without memory in the shape, dtype and place of a gradient at rest. A *handle* is one in the shape
+    of the full buffer: autograd adds into it what each use of a unit contributes, and the sum is reduced into the sink, once.
+
+    Attributes:
+        is_used: whether gradients of these parameters go another way than through units that an engine was handed.
+    """
+
+    def __init__(self) -> None:
+        self._sinks: dict[tuple[int, ...], tuple[Sequence[torch.Tensor], tuple[torch.Tensor, ...]]] = {}
+        self._handles: dict[int, torch.Tensor] = {}
+        self.is_used = False
+
+    def enter(self, buffers: Sequence[torch.Tensor], sinks: tuple[torch.Tensor, ...]) -> None:
+        """The sinks of these buffers' trainable groups."""
+        self._sinks[tuple(map(id, buffers))] = (buffers, sinks)
+
+    def sinks(self, buffers: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """The sinks of exactly these tensors; none if they are others, for example made from them."""
+        return self._sinks.get(tuple(map(id, buffers)), ((), ()))[1]
+
+    def attached(self, node: Sharded, full: Sequence[torch.Tensor], comm: Comm) -> list[torch.Tensor]:
+        """Gathered buffers of a node whose gradients go to its handles."""
+        handles = {g: self._handle(s, node.unit, g, comm) for g, s in zip(node.unit.trainable, node.sinks, strict=True)}
+        pairs = zip(node.groups, full, strict=True)
+        return [_Attach.apply(x.detach(), handles[g]) if g in handles else x for g, x in pairs]
+
+    def _handle(self, sink: torch.Tensor, unit: UnitLayout, group: int, comm: Comm) -> torch.Tensor:
+        # Made at the first use: the engine runs what was made last first, so it does not lie idle.
+        if id(sink) not in self._handles:
+            self._handles[id(sink)] = _Deliver.apply(sink, unit, group, comm)
+        return self._handles[id(sink)]
+
+
+def with_sinks(params: Any, comm: Comm) -> Any:
+    """The parameters of one microbatch: the same values, differentiated by sinks, and one ledger for all of them."""
+    ledger = Ledger()
+
+    def one(node: Sharded) -> Sharded:
+        unit, buffers = node.unit, node.buffers_on_their_way
+        device = buffers[0].device if buffers else torch.device("cpu")
+        sinks = {
+            g: torch.zeros((), dtype=unit.groups[g].dtypes.accumulate, device=device)
+            .expand(unit.local_size(g, unit.strategy.grads))
+            .requires_grad_()
+            for g in unit.trainable
+        }
+        source = node.place.dual if node.is_gathered else node.place
+        with torch.enable_grad():
+            linked = [
+                _Link.apply(x.detach(), sinks[g], unit, g, source, comm) if g in sinks else x.detach()
+                for g, x in zip(node.groups, buffers, strict=True)
+            ]
+        ledger.enter(linked, tuple(sinks.values()))
+        probed = Sharded(linked, unit, node.place, node.groups, ledger=ledger, is_gathered=node.is_gathered)
+        return probed.arriving(node.settle)
+
+    return map_units(one, params)
+
+
+class _Deliver(torch.autograd.Function):
+    """A sink's handle. What arrives at it is reduced to where gradients rest, in the dtype they rest in.
+
+    Without it a gradient would have the dtype and place of the parameter: a bfloat16 parameter's gradient could not be
+    summed in float32, and ZeRO-2's full gradients would all exist before the first of them is reduced.
+    """
+
+    @staticmethod
+    def forward(sink: torch.Tensor, unit: UnitLayout, group: int, comm: Comm) -> torch.Tensor:
+        return sink.new_zeros(()).expand(unit.groups[group].size)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+        _, ctx.unit, ctx.group, ctx.comm = inputs
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: torch.Tensor | None) -> tuple[torch.Tensor | None, None, None, None]:
+        if cotangents[0] is None:  # used, and no gradient came of it
+            return None, None, None, None
+        strategy = ctx.unit.strategy
+        moved = move_sums(cotangents[0], ctx.unit, ctx.group, strategy.full.dual, strategy.grads, ctx.comm)
+        return moved, None, None, None
+
+
+class _Attach(torch.autograd.Function):
+    """A full buffer whose gradient goes to a handle."""
+
+    @staticmethod
+    def forward(full: torch.Tensor, handle: torch.Tensor) -> torch.Tensor:
+        return full.view_as(full)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+        ctx.dtype = inputs[1].dtype
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: torch.Tensor) -> tuple[None, torch.Tensor]:
+        return None, cotangents[0].to(ctx.dtype)
+
+
+class _Link(torch.autograd.Function):
+    """A buffer at rest whose gradient goes to a sink: the way of all that is computed from it other than by a handle."""
+
+    @staticmethod
+    def forward(x: torch.Tensor, sink: torch.Tensor, unit: UnitLayout, group: int, source: Place, comm: Comm) -> torch.Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+        _, _, ctx.unit, ctx.group, ctx.source, ctx.comm = inputs
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        target = ctx.unit.strategy.grads
+        x = _unsummed(cotangents[0], ctx.source, target, ctx.comm)
+        if ctx.source.partial:
+            x = move_sums(x, ctx.unit, ctx.group, ctx.source, target, ctx.comm)
+        return None, x.to(ctx.unit.groups[ctx.group].dtypes.accumulate), None, None, None, None
+
+
+def _unsummed(x: torch.Tensor, source: Place, target: Place, comm: Comm) -> torch.Tensor:
+    """A gradient that ranks share, or a part of it, as a summand: one rank has it, others zeros."""
+    for axis in reversed(source.order):
+        n, at = comm.mesh.axis_size(axis), comm.mesh.coord(axis, comm.rank)
+        if source[axis] is Replicate and target[axis] is Partial and at:
+            x = torch.zeros_like(x)
+        elif source[axis] is Shard and target[axis] is Partial:
+            x = torch.nn.functional.pad(x, (at * x.shape[-1], (n - 1 - at) * x.shape[-1]))
+    for axis in source.order:
+        if source[axis] is Replicate and target[axis] is Shard:
+            x = local_slice(x, comm, axis)
+    return x

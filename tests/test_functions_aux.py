@@ -1,0 +1,67 @@
+"""What a loss function returns beside the loss, and what is refused because it could be either."""
+
+import pytest
+import torch
+
+import fsharp as fs
+from fsharp.testing import simulate
+from tests.gpt_like import logits, loss_fn, make_batches, make_params
+
+DP = fs.Mesh({"dp": 2})
+
+
+def with_aux(params, batch, comm):
+    return loss_fn(params, batch, comm), {"logits": logits(params, batch["x"], comm), "rank": comm.rank}
+
+
+def run(strategy, microbatches, scheduled):
+    params = make_params()
+    layout = fs.plan(params, DP, strategy("dp"), units="layers.*")
+
+    def rank_fn(comm):
+        batch = make_batches(1, 8, seed=comm.rank)[0]
+        own = fs.shard(params, layout, comm)
+
+        def both(params, batch, comm):
+            plain = fs.value_and_grad(loss_fn, microbatches=microbatches)(params, batch, comm=comm)
+            return plain, fs.value_and_grad(with_aux, microbatches=microbatches, has_aux=True)(params, batch, comm=comm)
+
+        (loss, grads), ((same_loss, aux), same_grads) = (
+            fs.Scheduler(comm)(both)(own, batch) if scheduled else both(own, batch, comm)
+        )
+        assert torch.equal(loss.sum, same_loss.sum)
+        for a, b in zip(fs.units_of(grads), fs.units_of(same_grads), strict=True):
+            assert all(map(torch.equal, a.buffers, b.buffers))
+        with torch.no_grad():
+            expected = logits(own, batch["x"], comm)
+        return aux, expected
+
+    return simulate(DP, rank_fn, timeout=30)
+
+
+@pytest.mark.parametrize("scheduled", [False, True])
+@pytest.mark.parametrize("microbatches", [1, 2])
+@pytest.mark.parametrize("strategy", [fs.ddp, fs.zero3])
+def test_aux_comes_back_detached_and_one_for_each_microbatch(strategy, microbatches, scheduled):
+    for rank, (aux, expected) in enumerate(run(strategy, microbatches, scheduled)):
+        parts = aux if microbatches > 1 else [aux]
+        assert len(parts) == microbatches
+        assert [part["rank"] for part in parts] == [rank] * microbatches
+        assert not any(part["logits"].requires_grad for part in parts)
+        torch.testing.assert_close(torch.cat([part["logits"] for part in parts]), expected)
+
+
+def test_a_step_hands_on_the_aux():
+    params = make_params()
+    layout = fs.plan(params, DP, fs.zero3("dp"), units="layers.*")
+
+    def rank_fn(comm):
+        batch = make_batches(1, 8, seed=comm.rank)[0]
+        state = fs.init_state(fs.sgd(0.1), fs.shard(params, layout, comm), comm=comm)
+        plain, metrics = fs.train_step(loss_fn, fs.sgd(0.1))(state, batch, comm)
+        new, (same, aux) = fs.train_step(with_aux, fs.sgd(0.1), has_aux=True)(state, batch, comm)
+        assert torch.equal(metrics.loss, same.loss)
+        assert all(map(torch.equal, fs.units_of(plain.params)[0].buffers, fs.units_of(new.params)[0].buffers))
+        return aux["rank"]
+
+    assert simulate(DP, rank_fn) == [0, 1]

@@ -1,0 +1,135 @@
+"""Gradients divided twice or never, states donated or of another optimizer: refused by name, before anything is sent."""
+
+import pytest
+import torch
+
+import fsharp as fs
+from fsharp.testing import simulate
+from tests.gpt_like import loss_fn, make_batches, make_params
+
+DP = fs.Mesh({"dp": 2})
+
+
+def on_ranks(fn, strategy=fs.zero3, scheduled=False):
+    """``fn(state, batch, comm)`` on two ranks, the counted comm of each."""
+
+    def rank_fn(comm):
+        counting = fs.CountingComm(comm)
+        layout = fs.plan(make_params(), DP, strategy("dp"), units="layers.*")
+        state = fs.init_state(fs.adamw(1e-2), fs.shard(make_params(), layout, comm, place="optim"), comm=comm)
+        batch = make_batches(1, 8, seed=comm.rank)[0]
+        if scheduled:
+            fs.Scheduler(counting)(lambda state, batch, comm: fn(state, batch, comm, counting))(state, batch)
+        else:
+            fn(state, batch, counting, counting)
+
+    simulate(DP, rank_fn, timeout=20)
+
+
+@pytest.mark.parametrize("scheduled", [False, True])
+@pytest.mark.parametrize("strategy", [fs.ddp, fs.zero1, fs.zero3])
+def test_gradients_divided_twice_or_never(strategy, scheduled):
+    def use(state, batch, comm, counting):
+        loss, grads = fs.value_and_grad(loss_fn)(state.params, batch, comm=comm)
+        sums = fs.reduce_scatter(grads, comm=comm)
+        before = counting.num_calls
+        with pytest.raises(fs.TreeError, match="is the sum that value_and_grad"):
+            fs.update(fs.adamw(1e-2), sums, state, comm=comm)
+        assert counting.num_calls == before
+        _, means = fs.average(loss, sums, comm=comm)
+        before = counting.num_calls
+        with pytest.raises(fs.TreeError, match="'embed' have been divided by average"):
+            fs.average(loss, means, comm=comm)
+        assert counting.num_calls == before
+        fs.update(fs.adamw(1e-2), means, state, comm=comm)
+
+    on_ranks(use, strategy, scheduled)
+
+
+def test_gradients_that_the_caller_has_divided_are_taken():
+    import optree
+
+    def use(state, batch, comm, counting):
+        _, grads = fs.value_and_grad(loss_fn)(state.params, batch, comm=comm)
+        mine = optree.tree_map(lambda g: g / 8, fs.reduce_scatter(grads, comm=comm))
+        fs.update(fs.adamw(1e-2), mine, state, comm=comm)
+
+    on_ranks(use)
+
+
+OTHERS = {
+    "sgd": fs.sgd(0.1, momentum=0.9),
+    "chain(clip_by_global_norm, adamw)": fs.chain(fs.clip_by_global_norm(1.0), fs.adamw(1e-2)),
+    "with_ema(adamw)": fs.with_ema(fs.adamw(1e-2), decay=0.9),
+}
+
+
+@pytest.mark.parametrize("scheduled", [False, True])
+@pytest.mark.parametrize("name", OTHERS)
+def test_the_state_of_another_optimizer(name, scheduled):
+    def use(state, batch, comm, counting):
+        loss, grads = fs.value_and_grad(loss_fn)(state.params, batch, comm=comm)
+        _, means = fs.average(loss, fs.reduce_scatter(grads, comm=comm), comm=comm)
+        before = counting.num_calls
+        with pytest.raises(fs.TreeError, match="another transformation") as caught:
+            fs.update(OTHERS[name], means, state, comm=comm)
+        assert counting.num_calls == before
+        assert "state of   adamw" in str(caught.value)
+        assert f"update by  {name}" in str(caught.value)
+        new = fs.update(fs.adamw(3e-2, weight_decay=0.1), means, state, comm=comm)  # other numbers are no other optimizer
+        assert new.made_by == state.made_by
+
+    on_ranks(use, scheduled=scheduled)
+
+
+@pytest.mark.parametrize("scheduled", [False, True])
+@pytest.mark.parametrize("strategy", [fs.ddp, fs.zero1, fs.zero3])
+def test_a_donated_state_used_again(strategy, scheduled):
+    tx = fs.skip_nonfinite(fs.adamw(1e-2))
+
+    def rank_fn(comm):
+        layout = fs.plan(make_params(), DP, strategy("dp"), units="layers.*")
+        start = fs.shard(make_params(), layout, comm, place="optim")
+        state = fs.init_state(tx, start, comm=comm, donate=True)
+        with pytest.raises(fs.TreeError, match=r"init_state\(\): unit 'embed' is of a state that was donated"):
+            fs.init_state(tx, start, comm=comm)
+        batch = make_batches(1, 8, seed=comm.rank)[0]
+        step = fs.train_step(loss_fn, tx, donate=True)
+        run = fs.Scheduler(comm)(step) if scheduled else lambda *args: step(*args, comm)
+        new, _ = run(state, batch)
+        new, _ = run(new, batch)
+        uses = {
+            "value_and_grad": lambda: run(state, batch),
+            "forward": lambda: fs.forward(torch.sum, state.params["embed"], comm=comm),
+            "gather": lambda: fs.full(state.params, comm=comm),
+            "update": lambda: fs.update(tx, fs.trainable(new.params), new._replace(opt=state.opt), comm=comm),
+        }
+        for where, use in uses.items():
+            with pytest.raises(fs.TreeError, match=rf"{where}\(\): unit 'embed' is of a state that was donated"):
+                use()
+        return fs.full(new.params, comm=comm)["embed"]
+
+    first, second = simulate(DP, rank_fn, timeout=20)
+    assert torch.equal(first, second)
+
+
+@pytest.mark.parametrize("release", [True, False])
+def test_parameters_changed_between_forward_and_backward(release):
+    tree = {"w": torch.ones(4, 4)}
+
+    def rank_fn(comm):
+        params = fs.shard(tree, fs.plan(tree, DP, fs.zero3("dp")), comm)
+
+        def loss(p, x, comm):
+            out = fs.forward(lambda q, x: x @ q["w"], p, x, comm=comm, release=release).square().sum()
+            params.buffers[0].add_(1)
+            return out
+
+        x = torch.ones(2, 4, requires_grad=True)
+        if release:
+            with pytest.raises(fs.TreeError, match="unit '' were changed in place between its forward and its backward"):
+                fs.value_and_grad(loss)(params, x, comm=comm)
+        else:
+            fs.value_and_grad(loss)(params, x, comm=comm)  # what was gathered is another tensor
+
+    simulate(DP, rank_fn, timeout=20)

@@ -1,0 +1,141 @@
+"""Updates that are handed on, masks that say no, and norms of what is large, small or infinite."""
+
+import math
+
+import optree
+import pytest
+import torch
+
+import fsharp as fs
+from fsharp.testing import simulate
+
+ONE = fs.SingleComm()
+SHAPES = {"a": {"w": (13, 7), "b": (7,)}, "c": {"w": (65, 3), "b": ()}}
+
+
+def draw(seed, scale=1.0):
+    g = torch.Generator().manual_seed(seed)
+    return optree.tree_map(lambda s: torch.randn(s, generator=g) * scale, SHAPES, is_leaf=lambda x: type(x) is tuple)
+
+
+def adamw(p, g, state, count, lr, wd):
+    """As in optax: the update in float64."""
+    m, v = state
+    m, v = 0.9 * m + 0.1 * g, 0.99 * v + 0.01 * g * g
+    return -lr * (m / (1 - 0.9**count) / ((v / (1 - 0.99**count)).sqrt() + 1e-8) + wd * p), (m, v)
+
+
+def sgd(p, g, state, count, lr, wd):
+    m = 0.9 * state[0] + g + wd * p
+    return -lr * (g + wd * p + 0.9 * m), (m, m)
+
+
+def lion(p, g, state, count, lr, wd):
+    m = state[0]
+    return -lr * ((0.9 * m + 0.1 * g).sign() + wd * p), (0.99 * m + 0.01 * g, m)
+
+
+RULES = {
+    "adamw": (adamw, lambda lr, wd: fs.adamw(lr, b2=0.99, weight_decay=wd)),
+    "sgd": (sgd, lambda lr, wd: fs.sgd(lr, momentum=0.9, nesterov=True, weight_decay=wd)),
+    "lion": (lion, lambda lr, wd: fs.lion(lr, weight_decay=wd)),
+}
+NO_BIAS = {"**": 0.1, "**.b": 0.0}
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.1, NO_BIAS])
+@pytest.mark.parametrize("lr", [1e-2, 1e-7])
+@pytest.mark.parametrize("name", RULES)
+def test_an_update_that_is_handed_on_has_all_its_digits(name, lr, decay):
+    """Of parameters a million times as large: what is behind it in a chain, or asked for alone."""
+    rule, make = RULES[name]
+    mesh, params = fs.Mesh({"dp": 3}), draw(0, 10.0)
+    layout = fs.plan(params, mesh, fs.zero3("dp"), units="*")
+
+    def rank_fn(comm):
+        tx, own = make(lr, decay), fs.shard(params, layout, comm)
+        state, found = tx.init(own), []
+        for i in range(3):
+            updates, state = tx.update(fs.shard_for(draw(100 + i), layout, comm.rank), state, own, comm=comm)
+            found.append(fs.full(updates, comm=comm))
+        return found
+
+    got = simulate(mesh, rank_fn)[0]
+    paths, leaves, _ = optree.tree_flatten_with_path(params)
+    for k, (path, leaf) in enumerate(zip(paths, leaves, strict=True)):
+        p = leaf.double()
+        state = (torch.zeros_like(p), torch.zeros_like(p))
+        wd = decay if isinstance(decay, float) else decay["**.b" if path[-1] == "b" else "**"]
+        for i in range(3):
+            update, state = rule(p, optree.tree_leaves(draw(100 + i))[k].double(), state, i + 1, lr, wd)
+            torch.testing.assert_close(optree.tree_leaves(got[i])[k].double(), update, rtol=1e-6, atol=1e-6 * lr)
+
+
+def test_what_is_chained_behind_an_optimizer_gets_its_update():
+    tx = fs.chain(fs.adamw(1e-7, weight_decay=0.0), fs.clip_by_global_norm(1e-9), fs.sgd(-1.0))
+    params = fs.shard_for({"w": torch.full((50,), 10.0)}, fs.plan({"w": torch.ones(50)}, ONE.mesh, fs.ddp("dp")), 0)
+    grads = optree.tree_map(torch.ones_like, params)
+    updates, state = tx.update(grads, tx.init(params), params, comm=ONE)
+    assert float(state[1].norm) == pytest.approx(1e-7 * math.sqrt(50), rel=1e-6)
+    torch.testing.assert_close(updates.buffers[0], torch.full((50,), -1e-9 / math.sqrt(50)), rtol=1e-6, atol=0)
+
+
+def test_a_dictionary_of_patterns_says_yes_and_no():
+    tree = {"a": {"w": torch.ones(3), "b": torch.ones(2)}, "c": {"w": torch.ones(2)}}
+
+    def frozen(rule):
+        layout = fs.plan(tree, ONE.mesh, fs.ddp("dp"), frozen=rule)
+        unit = layout.units[0]
+        return {unit.full_path(leaf) for leaf in unit.leaves if not unit.groups[leaf.group].trainable}
+
+    assert frozen({"**": True, "**.b": False}) == {"a.w", "c.w"}
+    assert frozen({"a": False}) == set()
+    with pytest.raises(fs.PatternError, match="'a' stands for 1, expected True or False"):
+        frozen({"a": 1})
+    with pytest.raises(fs.PatternError, match="'x' matches nothing"):
+        frozen({"x": False})
+    layout = fs.plan(tree, ONE.mesh, fs.ddp("dp"))
+    params = fs.shard_for(tree, layout, 0)
+    tx = fs.masked(fs.sgd(0.5), {"**": True, "**.b": False})
+    updates, _ = tx.update(params, tx.init(params), params, comm=ONE)
+    new = fs.full(updates, comm=ONE)
+    assert (new["a"]["w"].tolist(), new["a"]["b"].tolist()) == ([-0.5] * 3, [1.0] * 2)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_the_norm_of_float64_is_float64(deterministic):
+    tree = {"w": torch.tensor([1e-200, 2e-200], dtype=torch.float64), "v": torch.ones(2)}
+    layout = fs.plan(tree, fs.Mesh({"dp": 2}), fs.zero3("dp"))
+    alone = fs.plan({"w": tree["w"]}, fs.Mesh({"dp": 2}), fs.zero3("dp"))
+
+    def rank_fn(comm):
+        both = fs.global_norm(fs.shard(tree, layout, comm), comm=comm, deterministic=deterministic)
+        big = optree.tree_map(lambda x: x * 1e200 + 1e-9, fs.shard({"w": tree["w"]}, alone, comm))
+        return both, fs.global_norm(big, comm=comm, deterministic=deterministic)
+
+    for both, big in simulate(layout.mesh, rank_fn):
+        assert both.dtype == big.dtype == torch.float64
+        assert float(both) == pytest.approx(math.sqrt(2), rel=1e-15)
+        assert float(big) == pytest.approx(math.hypot(1 + 1e-9, 2 + 1e-9), rel=1e-14)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_clipping_what_is_infinite_is_that_of_torch(dtype):
+    values = torch.tensor([1.0, math.inf, -2.0, 0.0], dtype=dtype)
+    tree = {"w": torch.zeros(4, dtype=dtype), "v": torch.zeros(2, dtype=dtype)}
+    params = fs.shard_for(tree, fs.plan(tree, ONE.mesh, fs.ddp("dp")), 0)
+    for bad in (values, values.nan_to_num(posinf=math.nan)):
+        grads = fs.shard_for({"w": bad, "v": torch.ones(2, dtype=dtype)}, fs.plan(tree, ONE.mesh, fs.ddp("dp")), 0)
+        tx = fs.clip_by_global_norm(1.0)
+        clipped, state = tx.update(grads, tx.init(params), params, comm=ONE)
+        theirs = {"w": torch.zeros(4, dtype=dtype), "v": torch.zeros(2, dtype=dtype)}
+        theirs["w"].grad, theirs["v"].grad = bad.clone(), torch.ones(2, dtype=dtype)
+        torch.nn.utils.clip_grad_norm_(list(theirs.values()), 1.0)
+        for name, got in fs.full(clipped, comm=ONE).items():
+            assert torch.equal(got.isnan(), theirs[name].grad.isnan())
+            assert torch.equal(got.nan_to_num(), theirs[name].grad.nan_to_num())
+        assert not math.isfinite(float(state.norm))
+        tx = fs.skip_nonfinite(fs.chain(fs.clip_by_global_norm(1.0), fs.sgd(1.0)))
+        new = fs.update(tx, grads, fs.init_state(tx, params, comm=ONE), comm=ONE)
+        assert new.opt.skipped == 1
+        assert all(map(torch.equal, new.params.buffers, params.buffers))
