@@ -27,6 +27,7 @@ PENDING = {
     "an evaluation more, scheduled": NOT_SAID,
     "another order, blocking": NOT_SAID,
     "full parameters, module": NOT_SAID,
+    "other microbatches, module": NOT_SAID,
     "summon, module": NOT_SAID,
 }
 """Kinds and ways that do not hold yet, with why: their seeds are passed over. Take a line out to have them run."""
