@@ -3,9 +3,9 @@
 import torch
 
 from fsharp.functional.sharded import Sharded
-from fsharp.stateful.runtime.copies import LiveUnit
 from fsharp.stateful.runtime.facts import spread_axes
 from fsharp.stateful.runtime.full import nested_parts
+from fsharp.stateful.runtime.unit_state import UnitState
 from fsharp.stateful.transport.base import Ticket, Transport
 
 
@@ -21,7 +21,7 @@ class Spread:
         trivial: run collectives along axes of size 1 as well.
     """
 
-    def __init__(self, unit: LiveUnit, old: Sharded, new: Sharded, *, rank: int, donate: bool, trivial: bool) -> None:
+    def __init__(self, unit: UnitState, old: Sharded, new: Sharded, *, rank: int, donate: bool, trivial: bool) -> None:
         self.unit = unit
         self.axes = spread_axes(old.unit, trivial=trivial)
         self.tickets: list[Ticket] = []
@@ -39,11 +39,11 @@ class Spread:
                 self._moves.append((part, nested_parts(buffer.detach(), old.unit, self.axes, rank)))
         self.node = old.replace(buffers)
 
-    def start(self, transport: Transport) -> None:
+    def start(self, transport: Transport, label: str) -> None:
         """Begin to gather."""
-        for x, outs in self._moves:
+        for group, (x, outs) in enumerate(self._moves):
             for i, (axis, out) in enumerate(zip(self.axes, outs, strict=True)):
-                ticket = transport.gather(x, out, axis)
+                ticket = transport.gather(x, out, axis, label=f"{label} group {group}")
                 if i == len(outs) - 1:
                     self.tickets.append(ticket)
                 else:
