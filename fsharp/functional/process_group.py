@@ -20,12 +20,14 @@ from fsharp.functional.comm import Comm, ReduceOp, SingleComm, sum_in_rank_order
 from fsharp.functional.errors import AgreementError, CommError, MeshError, problem
 from fsharp.functional.mesh import Mesh
 from fsharp.functional.precision import dtype_name
-from fsharp.functional.watch import Watch
+from fsharp.functional.watch import Ranks, Watch
 from fsharp.functional.workers import Flight, Worker
 
 # torch 2.13 gave these functions new names.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_NEVER_SENT = 0
+"""A tag that no message has."""
 _ONE_ROUND = 4096
 """Bytes that a rank may send to have the sum after one round instead of two."""
 _OPS = {"max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN, "sum": dist.ReduceOp.SUM}
@@ -74,7 +76,9 @@ class ProcessGroupComm:
     def _start(self) -> None:
         number = next(_numbers[self.ranks])  # the same on all ranks, which make their Comms in the same order
         name = f"{hashlib.sha256(repr(self.ranks).encode()).hexdigest()[:16]}/{number}"
-        self.watch = Watch(name, self.rank, self.mesh.size, _StoreBoard(name, self.limit_s), self.limit_s)
+        if self.ranks not in _ranks:
+            _ranks[self.ranks] = Ranks(self.rank, self.mesh.size, _StoreBoard(name))
+        self.watch = Watch(name, _ranks[self.ranks], _StoreBoard(name), self.limit_s)
         self._worker = Worker("calls")
 
     def group(self, axis: str) -> dist.ProcessGroup:
@@ -103,6 +107,12 @@ class ProcessGroupComm:
     def make_groups(self) -> None:
         """Go on in groups of its own, which nobody else calls in. Every rank has to call it."""
         self._groups = {axis: self.new_group(axis) if size > 1 else self._groups[axis] for axis, size in self.mesh.axes}
+
+    def abort(self) -> None:
+        """Have whatever is under way in its groups end in an error, here and elsewhere: nothing can be called any more."""
+        for axis, size in self.mesh.axes:
+            if size > 1 and not self.is_native:
+                abort(self._groups[axis])
 
     @torch.no_grad()
     def all_gather(self, x: torch.Tensor, axis: str, *, label: str = "") -> torch.Tensor:
@@ -173,6 +183,13 @@ class ProcessGroupComm:
         return f"ProcessGroupComm({self.mesh}, rank={self.rank}, device={self.device})"
 
 
+def abort(group: dist.ProcessGroup) -> None:
+    """Have whatever is under way in a group of gloo's end in an error. A receive that times out closes its connections."""
+    other = (dist.get_rank(group) + 1) % dist.get_world_size(group)
+    with suppress(RuntimeError):
+        group.recv([torch.empty(1, dtype=torch.uint8)], other, _NEVER_SENT).wait(timedelta(milliseconds=1))
+
+
 def _do(job: Callable[[], None], flight: Flight) -> None:
     try:
         job()
@@ -196,9 +213,8 @@ def _limit_s(group: dist.ProcessGroup, device: torch.device) -> float:
 class _StoreBoard:
     """The job's store, where ranks leave notes. If it is gone, notes reach nobody."""
 
-    def __init__(self, name: str, limit_s: float) -> None:
+    def __init__(self, name: str) -> None:
         self._store = PrefixStore(f"fsharp/watch/{name}", _get_default_store())
-        self._limit_s = limit_s
 
     def write(self, key: str, text: str) -> None:
         with suppress(dist.DistError):
@@ -215,6 +231,7 @@ class _StoreBoard:
         return text
 
 
+_ranks: dict[tuple[int, ...], Ranks] = {}
 _numbers: "defaultdict[tuple[int, ...], count[int]]" = defaultdict(count)
 _made: Counter[tuple[int, ...]] = Counter()
 
@@ -299,3 +316,6 @@ def destroy() -> None:
     """Leave the job; harmless if there is none."""
     if dist.is_initialized():
         dist.destroy_process_group()
+        _ranks.clear()
+        _numbers.clear()
+        _made.clear()

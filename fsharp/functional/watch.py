@@ -1,9 +1,9 @@
 """Watch: ranks that take part in different collectives, of which one has failed, stopped or died, hear of it.
 
-Each collective has a *label*, which says what it is for, and a number, which all ranks count alike. Both are in the tag under which
-its messages travel, so a rank never receives what another believes to be something else: it receives nothing. A rank that
-has waited for half a second writes its last labels on a board that all ranks can read, and looks at those of others. Then either
-some label differs, and all raise both orders; or some ranks have not come yet, and it waits on, up to a limit.
+Each collective has a *label*, which says what it is for, and a number, which all ranks count alike. Both are in the tag under
+which its messages travel, so a rank never receives what another believes to be something else: it receives nothing. A rank
+that has waited for half a second writes its last labels on a board that all ranks can read, and looks at those of others. Then
+either some label differs, and all raise both orders; or some ranks have not come yet, and it waits on, up to a limit.
 """
 
 import json
@@ -13,7 +13,8 @@ import traceback
 import zlib
 from collections import deque
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
+from weakref import WeakValueDictionary
 
 from fsharp.functional.errors import AgreementError, CommError, problem
 
@@ -72,7 +73,7 @@ class Call:
             raise self._watch.refuse(CommError, f"waited {self._watch.limit_s:g} s in {self.label!r}; {late}")
         if not self._warned and waited_s > min(_WARN_AFTER_S, self._watch.limit_s / 2):
             self._warned = True
-            _log.warning("rank %d has waited %.0f s in %r; %s", self._watch.rank, waited_s, self.label, late)
+            _log.warning("rank %d has waited %.0f s in %r; %s", self._watch.ranks.rank, waited_s, self.label, late)
 
     def lost(self, error: BaseException) -> Exception:
         """What to raise for an error of the connection: why another rank has ended, if it has said so."""
@@ -86,28 +87,71 @@ class Call:
         return self._watch.refuse(CommError, f"lost a rank in {self.label!r}: {error}. Has that process ended?")
 
 
+class Ranks:
+    """What the ranks of one or more Comms tell each other: each has one note on the board, about where it waits at present.
+
+    Args:
+        rank: this one.
+        size: number of ranks.
+        board: where notes are left; None if ranks have none, and compare labels as they meet.
+    """
+
+    def __init__(self, rank: int, size: int, board: Board | None) -> None:
+        self.rank, self.size, self.board = rank, size, board
+        self.watches: WeakValueDictionary[str, Watch] = WeakValueDictionary()
+        self.seen: dict[int, Note] = {}
+        self._looks = 0
+
+    def exchange(self, note: "Note") -> list[int]:
+        """Leave this rank's note, and read those of some others; whose were read."""
+        assert self.board is not None
+        self._looks += 1
+        self.board.write(f"rank {self.rank}", json.dumps(note._replace(looks=self._looks)))
+        others = [rank for rank in range(self.size) if rank != self.rank]
+        chosen = [others[(self._looks * _READ_AT_ONCE + i) % len(others)] for i in range(min(_READ_AT_ONCE, len(others)))]
+        found = {rank: text for rank in chosen if (text := self.board.read(f"rank {rank}")) is not None}
+        self.seen |= {rank: Note(*json.loads(text)) for rank, text in found.items()}
+        return list(found)
+
+
+class Note(NamedTuple):
+    """Where a rank waits.
+
+    Attributes:
+        looks: how often it has looked, to tell a note that is kept up from an old one.
+        watch: the name of that which it waits in.
+        number: of the call it waits for.
+        labels: of the last calls there, up to the last one begun.
+        counts: by name of a watch, how many calls have been begun.
+    """
+
+    looks: int
+    watch: str
+    number: int
+    labels: list[str]
+    counts: dict[str, int]
+
+
 class Watch:
     """The collectives of one Comm, as one rank sees them.
 
     Args:
         name: the same on all ranks, of this Comm alone.
-        rank: this one.
-        size: number of ranks.
-        board: where notes are left; None if ranks have none, and compare labels as they meet.
+        ranks: of the Comm, and of others on the same ranks.
+        board: for why the Comm cannot be used any more; None if there is none.
         limit_s: seconds that a rank waits for others.
 
     Attributes:
         error: why no more collective can be called, once one has failed.
     """
 
-    def __init__(self, name: str, rank: int, size: int, board: Board | None, limit_s: float) -> None:
-        self.name, self.rank, self.size, self.board, self.limit_s = name, rank, size, board, limit_s
+    def __init__(self, name: str, ranks: Ranks, board: Board | None, limit_s: float) -> None:
+        self.name, self.ranks, self.board, self.limit_s = name, ranks, board, limit_s
         self.error: Exception | None = None
-        self._count = 0
+        self.count = 0
         self._labels: deque[str] = deque(maxlen=_KEPT_LABELS)
-        self._written = -1
-        self._next = 0
-        self._seen: dict[int, tuple[int, list[str]]] = {}
+        self._blocked: dict[int, Note] = {}  # by rank, a note by which it and this rank wait for each other
+        ranks.watches[name] = self
 
     def begin(self, label: str) -> Call:
         """This rank is about to take part in a collective.
@@ -117,8 +161,8 @@ class Watch:
         """
         if self.error is not None:
             raise self.error
-        call = Call(self, label, self._count)
-        self._count += 1
+        call = Call(self, label, self.count)
+        self.count += 1
         self._labels.append(label)
         return call
 
@@ -141,36 +185,44 @@ class Watch:
         if failed is not None:
             self.error = AgreementError(failed)
             raise self.error
-        if self._written != self._count:
-            self.board.write(f"at {self.rank}", json.dumps([self._count, list(self._labels)]))
-            self._written = self._count
-        others = [rank for rank in range(self.size) if rank != self.rank]
-        for i in range(min(_READ_AT_ONCE, len(others))):
-            self._compare(others[(self._next + i) % len(others)])
-        self._next += _READ_AT_ONCE
-        late = [rank for rank in others if self._seen.get(rank, (0, []))[0] <= call.number]
-        return f"ranks {_some(late)} have not come to it{self._whereabouts(late)}"
+        counts = {name: watch.count for name, watch in list(self.ranks.watches.items())}
+        for rank in self.ranks.exchange(Note(0, self.name, call.number, list(self._labels), counts)):
+            self._compare(call, rank, self.ranks.seen[rank])
+        late = [r for r in range(self.ranks.size) if r != self.ranks.rank and not self._has_come(call, r)]
+        known = [
+            f"rank {r} was last seen waiting in {self.ranks.seen[r].labels[-1]!r}" for r in late[:4] if r in self.ranks.seen
+        ]
+        return f"ranks {_some(late)} have not come to it" + (f" ({'; '.join(known)})" if known else "")
 
-    def _whereabouts(self, ranks: Sequence[int]) -> str:
-        known = [f"rank {rank} was last seen in {self._seen[rank][1][-1]!r}" for rank in ranks[:4] if rank in self._seen]
-        return f" ({'; '.join(known)})" if known else ""
+    def _has_come(self, call: Call, rank: int) -> bool:
+        note = self.ranks.seen.get(rank)
+        return note is not None and note.counts.get(self.name, 0) > call.number
 
-    def _compare(self, rank: int) -> None:
-        assert self.board is not None
-        text = self.board.read(f"at {rank}")
-        if text is None:
+    def _compare(self, call: Call, rank: int, note: Note) -> None:
+        mine = _numbered(self.count, list(self._labels))
+        if note.watch == self.name:
+            theirs = _numbered(note.counts[self.name], note.labels)
+            for number in sorted(mine.keys() & theirs.keys()):
+                if mine[number] != theirs[number]:
+                    raise self.refuse(AgreementError, _different(number, {self.ranks.rank: mine, rank: theirs}), whole=True)
             return
-        count, labels = json.loads(text)
-        self._seen[rank] = count, labels
-        mine, theirs = _numbered(self._count, list(self._labels)), _numbered(count, labels)
-        for number in sorted(mine.keys() & theirs.keys()):
-            if mine[number] != theirs[number]:
-                orders = sorted([(self.rank, mine), (rank, theirs)], key=lambda each: each[0])
-                raise self.refuse(AgreementError, _different(number, orders), whole=True)
+        other = self.ranks.watches.get(note.watch)
+        waits_for_me = (other.count if other is not None else 0) <= note.number
+        if not (waits_for_me and not self._has_come(call, rank)):
+            self._blocked.pop(rank, None)
+            return
+        before = self._blocked.get(rank)
+        if before is not None and before.looks < note.looks and before[1:3] == note[1:3]:  # it still waits there
+            theirs = _numbered(note.counts[note.watch], note.labels)
+            text = _different(None, {self.ranks.rank: mine, rank: theirs})
+            raise self.refuse(AgreementError, text, whole=True)
+        self._blocked.setdefault(rank, note)
+        if before is not None and before[1:3] != note[1:3]:
+            self._blocked[rank] = note
 
     def refuse(self, kind: type[Exception], text: str, *, whole: bool = False) -> Exception:
         """No more collectives from here on, on any rank; the error to raise, whose text all of them get."""
-        text = text if whole else f"rank {self.rank} of {self.size} {text}"
+        text = text if whole else f"rank {self.ranks.rank} of {self.ranks.size} {text}"
         if self.board is not None:
             won = self.board.claim("failed", text)
             text, kind = won, (kind if won == text else AgreementError)
@@ -182,7 +234,7 @@ class Watch:
         if error is self.error:
             return
         trace = "".join(traceback.format_exception(error))[-_SHOWN_TRACEBACK:]
-        text = f"rank {self.rank} of {self.size} failed in {where}, after {self.last!r}; it says:\n{trace}"
+        text = f"rank {self.ranks.rank} of {self.ranks.size} failed in {where}, after {self.last!r}; it says:\n{trace}"
         known = self.error
         self.refuse(AgreementError, text, whole=True)
         self.error = known or self.error
@@ -196,15 +248,18 @@ def _some(ranks: Sequence[int]) -> str:
     return f"{list(ranks[:8])}" + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
 
 
-def _different(first: int, orders: Sequence[tuple[int, Mapping[int, str]]]) -> str:
+def _different(first: int | None, orders: Mapping[int, Mapping[int, str]]) -> str:
+    """What ranks do from shortly before the first difference on; None if they wait for each other in different Comms."""
     rows = []
-    for rank, labels in orders:
-        shown = [labels[i] for i in range(first - 2, first + _SHOWN_LABELS) if i in labels]
-        rows.append((f"rank {rank}", "; ".join(["..."] * (first - 2 > min(labels)) + shown)))
+    for rank, labels in sorted(orders.items()):
+        start = max(labels, default=0) if first is None else first
+        shown = [labels[i] for i in range(start - 2, start + _SHOWN_LABELS) if i in labels]
+        rows.append((f"rank {rank}", "; ".join(["..."] * (start - 2 > min(labels, default=0)) + shown)))
+    what = "the last one of each is what it waits in" if first is None else f"the first difference is number {first}"
     return problem(
         "fsharp",
-        f"ranks take part in different collectives; the first difference is number {first}.",
+        f"ranks take part in different collectives; {what}.",
         rows,
-        "Every rank has to make the same calls in the same order: the same functions, steps, microbatches, units and policies. A "
-        "rank that has nothing to compute in a unit takes part by skip(params, x, comm=comm).",
+        "Every rank has to make the same calls in the same order: the same functions, steps, microbatches, units and policies. "
+        "A rank that has nothing to compute in a unit takes part by skip(params, x, comm=comm).",
     )

@@ -145,6 +145,8 @@ class Session:
             return self._enter(self._within, path, fn, args, kwargs)
         if in_backward() and self._probed is not None:  # a checkpointed module computes again
             return self._enter(Within(self._probed, self.scheduler), path, fn, args, kwargs)
+        if self._run is None:
+            self.clear_up()
         if not torch.is_grad_enabled():
             return self._evaluation(lambda within: self._enter(within, path, fn, args, kwargs), self.kept.state.params)
         if not trains(self.layout):  # a backward may pass through it, whenever it comes
@@ -222,15 +224,16 @@ class Session:
         return self._run
 
     def clear_up(self) -> None:
-        """If a backward has ended in an error, its step is given up: autograd does not say so."""
-        if self._pass in (-1, torch._C._current_graph_task_id()) or self._run is None:
-            return
-        run = self._run
-        try:
-            with self._forgetting(run), self.scheduler.guard(run):
-                raise ScheduleError("a backward pass of a module ended in an error")
-        except ScheduleError:
-            self._pass = -1
+        """After an error begin anew, as all ranks do. A backward that has ended in one gives its step up: autograd does not."""
+        if self._pass not in (-1, torch._C._current_graph_task_id()) and self._run is not None:
+            run = self._run
+            try:
+                with self._forgetting(run), self.scheduler.guard(run):
+                    raise ScheduleError("a backward pass of a module ended in an error")
+            except ScheduleError:
+                self._pass = -1
+        if self._run is None:
+            self.scheduler.reopen()
 
     @contextmanager
     def _forgetting(self, run: Step) -> Iterator[None]:

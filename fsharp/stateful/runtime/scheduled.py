@@ -10,6 +10,7 @@ from fsharp.functional.sharded import Sharded, units_of
 from fsharp.stateful.inspect.trace import Trace
 from fsharp.stateful.runtime.programs import Programs
 from fsharp.stateful.runtime.recorder import Recorder
+from fsharp.stateful.schedule.policy import Policy
 from fsharp.stateful.schedule.schedule import Schedule
 from fsharp.stateful.schedule.verify import verify
 
@@ -20,6 +21,10 @@ class Runner(Protocol):
     @property
     def device(self) -> torch.device:
         """Where tensors are."""
+
+    @property
+    def policy(self) -> Policy:
+        """What its schedules are compiled with."""
 
     def run(self, scheduled: "Scheduled", args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call it."""

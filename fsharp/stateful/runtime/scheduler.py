@@ -63,10 +63,10 @@ class Scheduler(Tracer):
     def __init__(self, comm: Comm, *, policy: Policy | None = None, **options: Any) -> None:
         if policy is not None and options:
             raise ScheduleError(f"Scheduler(): got a policy and {sorted(options)}: pass one or the other.")
-        self.comm, self.policy = comm, policy or Policy(**options)
+        self.comm, self._policy = comm, policy or Policy(**options)
         on_cuda = comm.device.type == "cuda"
-        if self.policy.sum_late is None:
-            self.policy = replace(self.policy, sum_late=not on_cuda)
+        if self._policy.sum_late is None:
+            self._policy = replace(self._policy, sum_late=not on_cuda)
         self.lanes = CudaLanes(comm.device, one_stream=self.policy.one_stream) if on_cuda else Lanes()
         self._functions: weakref.WeakSet[Scheduled] = weakref.WeakSet()
         self._closed: str | None = None
@@ -86,7 +86,7 @@ class Scheduler(Tracer):
         self._is_connected = False
 
     def reopen(self) -> None:
-        """Begin anew after an error, on all ranks: with other process groups, and without what was under way. Schedules stay."""
+        """Begin anew after an error, on all ranks: with other process groups, without what was under way. Schedules stay."""
         if self._closed is not None:
             self._closed = None
             self._start()
@@ -109,6 +109,11 @@ class Scheduler(Tracer):
     def device(self) -> torch.device:
         """Where tensors are."""
         return self.comm.device
+
+    @property
+    def policy(self) -> Policy:
+        """What its schedules are compiled with."""
+        return self._policy
 
     @property
     def units(self) -> dict[str, UnitState]:
@@ -197,7 +202,7 @@ class Scheduler(Tracer):
 
     @contextmanager
     def guard(self, step: Step | None = None) -> Iterator[None]:
-        """If an error leaves this context in a step, or in one that is about to begin, the scheduler is closed, on all ranks."""
+        """If an error leaves this context in a step, or in one that is about to begin, close the scheduler, on all ranks."""
         try:
             yield
         except BaseException as error:
@@ -213,6 +218,9 @@ class Scheduler(Tracer):
         comm = _innermost(self.own)
         if isinstance(comm, ProcessGroupComm):
             comm.watch.fail(error, self.executor.step.rstrip(": ") or "a call outside of any step")
+            if self._is_connected and self.policy.separate_groups:
+                comm.abort()
+                self.transport.abort()
         if self._step is not None:
             self._step.is_over = True
         for unit in self.units.values():
@@ -234,8 +242,8 @@ class Scheduler(Tracer):
     def _check_thread(self) -> None:
         if threading.get_ident() != self._thread and not in_backward():
             raise ScheduleError(
-                "Scheduler: a step is under way in another thread. Call all functions of a scheduler in one thread, or give each "
-                "thread a scheduler of its own."
+                "Scheduler: a step is under way in another thread. Call all functions of a scheduler in one thread, or give "
+                "each thread a scheduler of its own."
             )
 
     def _connect(self) -> None:
@@ -323,8 +331,8 @@ class Scheduler(Tracer):
             gc.collect()
             if unit.gradient.rest.is_held:
                 raise ScheduleError(
-                    f"a view of the gradient of unit {unit.key!r} is held beyond its step, and the memory it is in is not. Hold "
-                    "the gradient itself or a clone, or pass keep_gradients=True to the Scheduler."
+                    f"a view of the gradient of unit {unit.key!r} is held beyond its step, and the memory it is in is not. "
+                    "Hold the gradient itself or a clone, or pass keep_gradients=True to the Scheduler."
                 )
 
     def _record(self, scheduled: Scheduled, step: Step) -> None:

@@ -1,7 +1,7 @@
 """Step: one call of a function under a scheduler, as events: which units are entered and left, forward and backward.
 
-Events go to a source of ops, and what that gives to the executor. When an event comes that a schedule has not foreseen, the step
-goes on with ops made up on the spot.
+Events go to a source of ops, and what that gives to the executor. When an event comes that a schedule has not foreseen, the
+step goes on with ops made up on the spot.
 """
 
 from collections.abc import Callable, Iterable, Sequence

@@ -135,7 +135,7 @@ class Tracer(Engine):
                 step.exit(use)
         if torch.is_grad_enabled():
             outputs = [out] if isinstance(out, torch.Tensor) else optree.tree_leaves(out)
-            before_backward(outputs, optree.tree_leaves((args, kwargs)), partial(step.come_back, uses))
+            before_backward(outputs, _leaves((args, kwargs)), partial(step.come_back, uses))
         return out
 
     def run_value_and_grad(
@@ -240,6 +240,10 @@ def _reduced(node: Sharded, gradient: GradientBuffer | None, to: PlaceName) -> S
     return result.arriving(gradient.join) if gradient.is_under_way else result
 
 
+def _leaves(tree: Any) -> list[Any]:
+    return optree.tree_leaves(tree)
+
+
 def _without_views(out: Any, uses: Sequence[Use]) -> Any:
     """What a function returned, with copies in place of views of parameters that are about to be released."""
     bounds = [(p.memory.data_ptr(), p.memory.data_ptr() + len(p.memory)) for p in (use.params for use in uses) if p is not None]
@@ -263,5 +267,6 @@ def _without_views(out: Any, uses: Sequence[Use]) -> Any:
 def closed(why: str) -> ScheduleError:
     """What a scheduler says that is used after an error."""
     return ScheduleError(
-        f"this scheduler is closed, because of an error before: {why}\nMake a new one: fs.Scheduler(comm) of the same Comm works."
+        f"this scheduler is closed, because of an error before: {why}\nMake a new one: fs.Scheduler(comm) of the same Comm "
+        "works."
     )

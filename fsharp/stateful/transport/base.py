@@ -7,7 +7,7 @@ from typing import Any, Literal, get_args
 import torch
 import torch.distributed as dist
 
-from fsharp.functional.process_group import ProcessGroupComm
+from fsharp.functional.process_group import ProcessGroupComm, abort
 
 Kind = Literal["gather", "reduce"]
 _KINDS: tuple[Kind, ...] = get_args(Kind)
@@ -97,6 +97,9 @@ class Transport(ABC):
     def make(self) -> None:
         """Make ready what all ranks have to make together."""
 
+    def abort(self) -> None:
+        """Have whatever is under way end in an error."""
+
 
 class Groups:
     """Process groups of a scheduler's own, so that its gathers and its reductions do not wait for each other.
@@ -122,3 +125,8 @@ class Groups:
         if (kind, axis) not in self._made:
             self._made[kind, axis] = self.comm.new_group(axis)
         return self._made[kind, axis]
+
+    def abort(self) -> None:
+        """Have whatever is under way in them end in an error."""
+        for group in self._made.values():
+            abort(group)

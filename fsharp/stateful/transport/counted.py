@@ -53,3 +53,7 @@ class Counted(Transport):
     def make(self) -> None:
         """As ``inner``."""
         self.inner.make()
+
+    def abort(self) -> None:
+        """As ``inner``."""
+        self.inner.abort()

@@ -235,6 +235,10 @@ class Exchange(Transport):
         """The groups."""
         self.groups.make()
 
+    def abort(self) -> None:
+        """In the groups, if they are its own."""
+        self.groups.abort()
+
 
 def _elements(x: torch.Tensor) -> int:
     return _CHUNK // x.element_size()
