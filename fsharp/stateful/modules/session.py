@@ -294,9 +294,9 @@ class Session:
         self.kept.check_untouched()
         with self._forgetting(run), self.scheduler.guard(run):
             self.kept.state = update(tx, self.means.tree, self.kept.state, comm=self.scheduler, donate=True)
+            self.means.clear()
             self.scheduler.close(run)
         self._run = self._probed = None
-        self.means.clear()
         self.kept.stamp()
         return True
 

@@ -1,6 +1,6 @@
 """Compiled: a schedule bound to units and to an arena. One source of ops; the other one is :mod:`.eager`."""
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from itertools import count
 
 import torch
@@ -10,7 +10,7 @@ from fsharp.stateful.runtime.executor import BoundOp
 from fsharp.stateful.runtime.gradient import Block, Grads
 from fsharp.stateful.runtime.resting import Resting
 from fsharp.stateful.runtime.unit_state import UnitState, UnshardedBuffer
-from fsharp.stateful.schedule.program import Event
+from fsharp.stateful.schedule.program import Event, UnitFacts
 from fsharp.stateful.schedule.schedule import Memory, Op, Schedule
 
 _numbers = count()
@@ -33,12 +33,6 @@ class Compiled:
     """
 
     def __init__(self, schedule: Schedule, units: dict[str, UnitState], arena: torch.Tensor, *, rank: int) -> None:
-        missing = [facts.name for facts in schedule.program.units if facts.name not in units]
-        if missing:
-            raise ScheduleError(
-                f"follow(): the schedule has units {missing}, which this scheduler has not seen; it knows {sorted(units)}. "
-                "Call the function once before, and pass a schedule of the same trees."
-            )
         self.schedule, self.arena = schedule, arena
         self._first, self._last = arena.data_ptr(), arena.data_ptr() + len(arena)
         self.units = {facts.name: units[facts.name] for facts in schedule.program.units}
@@ -51,8 +45,7 @@ class Compiled:
         self.places: dict[str, Resting] = {}
         for name, memory in opens.items():
             gradient = units[name].gradient
-            if gradient is None:
-                raise ScheduleError(f"follow(): the schedule reduces a gradient of unit {name!r}, which has had none yet.")
+            assert gradient is not None
             self.places[name] = gradient.route.resting(self._bytes(memory))
         self._blocks: dict[str, Block] = {}
         self._pieces: dict[str, list[list[torch.Tensor]]] = {}
@@ -135,6 +128,21 @@ class Compiled:
             if unit.gradient is not None:
                 unit.gradient.join()
                 unit.gradient.leave_arena()
+
+
+def unmet(schedule: Schedule, units: dict[str, UnitState], facts_of: Callable[[UnitState], UnitFacts]) -> str:
+    """Why these units cannot follow a schedule; empty if they can."""
+    for facts in schedule.program.units:
+        unit = units.get(facts.name)
+        if unit is None:
+            return f"it has unit {facts.name!r}, which this scheduler has not seen; it knows {sorted(units)}"
+        if facts.trainable and unit.gradient is None:
+            return f"it reduces a gradient of unit {facts.name!r}, which has had none"
+        found = facts_of(unit)
+        for name in ("gathered", "finishing", "trainable", "gather", "reduce", "finish", "spread"):
+            if getattr(found, name) != getattr(facts, name):
+                return f"{name} of unit {facts.name!r} is {getattr(facts, name)}, and here {getattr(found, name)}"
+    return ""
 
 
 def _used_several_times(schedule: Schedule) -> set[str]:

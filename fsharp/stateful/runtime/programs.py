@@ -58,6 +58,11 @@ class Programs:
             return self._schedules[following]
         return self._schedules.get(last) if last is not None and self.num_failed < _GIVE_UP_AFTER else None
 
+    @property
+    def is_pinned(self) -> bool:
+        """Whether somebody has said what to follow."""
+        return self._pinned is not None
+
     def pin(self, schedule: Schedule) -> None:
         """Follow this one from here on, up to a call that leaves it."""
         self._pinned = schedule

@@ -18,7 +18,7 @@ from fsharp.functional.mesh import Mesh
 from fsharp.functional.process_group import ProcessGroupComm
 from fsharp.functional.sharded import Sharded
 from fsharp.stateful.runtime.boundary import in_backward
-from fsharp.stateful.runtime.compiled import Compiled
+from fsharp.stateful.runtime.compiled import Compiled, unmet
 from fsharp.stateful.runtime.executor import Executor
 from fsharp.stateful.runtime.facts import facts_of
 from fsharp.stateful.runtime.scheduled import Scheduled
@@ -30,7 +30,7 @@ from fsharp.stateful.runtime.unit_state import UnitState, stamp
 from fsharp.stateful.runtime.units import UnitRegistry
 from fsharp.stateful.schedule.compile import compile_schedule
 from fsharp.stateful.schedule.policy import Policy
-from fsharp.stateful.schedule.program import Program
+from fsharp.stateful.schedule.program import Program, UnitFacts
 from fsharp.stateful.schedule.schedule import Schedule
 from fsharp.stateful.schedule.verify import verify
 from fsharp.stateful.transport.choose import transport_over
@@ -270,6 +270,16 @@ class Scheduler(Tracer):
     def _bind(self, scheduled: Scheduled) -> Compiled | None:
         """The schedule that the next step of a function is expected to follow, with the arena to itself."""
         schedule = scheduled.schedule
+        bound = scheduled.programs.bound.get(id(schedule))
+        if schedule is not None and (bound is None or bound.schedule is not schedule or not bound.fits(self.units)):
+            bound = None
+            why = unmet(schedule, self.units, self._facts)
+            if why and scheduled.programs.is_pinned:
+                raise ScheduleError(
+                    f"follow(): the schedule does not fit: {why}. Call the function once before, and follow a schedule of the "
+                    "same trees, strategy and policy."
+                )
+            schedule = None if why else schedule
         if schedule is None:
             self._evict()
             return None
@@ -278,13 +288,15 @@ class Scheduler(Tracer):
             self.arena = torch.empty(schedule.arena, dtype=torch.uint8, device=self.device)
             for each in self._functions:
                 each.programs.bound.clear()
-        bound = scheduled.programs.bound.get(id(schedule))
-        if bound is None or bound.schedule is not schedule or not bound.fits(self.units):
+        if bound is None or bound.arena is not self.arena:
             bound = scheduled.programs.bound[id(schedule)] = Compiled(schedule, self.units, self.arena, rank=self.rank)
         if self._tenant is not bound:
             self._evict()
             self._tenant = bound
         return bound
+
+    def _facts(self, unit: UnitState) -> UnitFacts:
+        return facts_of(unit, self.policy, several_uses=True, several_microbatches=True)
 
     def _evict(self) -> None:
         """No unit owns memory of the arena any more."""

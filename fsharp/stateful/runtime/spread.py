@@ -19,13 +19,16 @@ class Spread:
         rank: of this process.
         donate: whether the buffers of ``old`` may be filled.
         trivial: run collectives along axes of size 1 as well.
+
+    Attributes:
+        moves: parts that travel, and what each gather of theirs fills.
     """
 
     def __init__(self, unit: UnitState, old: Sharded, new: Sharded, *, rank: int, donate: bool, trivial: bool) -> None:
         self.unit = unit
         self.axes = spread_axes(old.unit, trivial=trivial)
         self.tickets: list[Ticket] = []
-        self._moves: list[tuple[torch.Tensor, list[torch.Tensor]]] = []
+        self.moves: list[tuple[torch.Tensor, list[torch.Tensor]]] = []
         held = dict(zip(new.groups, new.buffers, strict=True))
         buffers = []
         for group, before in zip(old.groups, old.buffers_on_their_way, strict=True):
@@ -36,12 +39,12 @@ class Spread:
             buffer = before if donate else torch.empty_like(before)
             buffers.append(buffer)
             if len(buffer):
-                self._moves.append((part, nested_parts(buffer.detach(), old.unit, self.axes, rank)))
+                self.moves.append((part, nested_parts(buffer.detach(), old.unit, self.axes, rank)))
         self.node = old.replace(buffers)
 
     def start(self, transport: Transport, label: str) -> None:
         """Begin to gather."""
-        for group, (x, outs) in enumerate(self._moves):
+        for group, (x, outs) in enumerate(self.moves):
             for i, (axis, out) in enumerate(zip(self.axes, outs, strict=True)):
                 ticket = transport.gather(x, out, axis, label=f"{label} group {group}")
                 if i == len(outs) - 1:
@@ -55,4 +58,4 @@ class Spread:
         for ticket in self.tickets:
             ticket.wait()
         self.tickets.clear()
-        self._moves.clear()
+        self.moves.clear()

@@ -284,7 +284,7 @@ class Step:
         for unit in self.units.values():
             if unit.gradient is not None:
                 unit.gradient.join()  # the memory it comes from is wanted for the next step
-        self.executor.spreads = {spread.unit.key: spread for spread in spreads if spread.axes}
+        self.executor.spreads = {spread.unit.key: spread for spread in spreads if spread.moves}
         self._event("update", units=[spread.unit for spread in spreads])
         if self.executor.spreads:  # of units that the schedule does not know of
             if self.is_planned:

@@ -207,7 +207,7 @@ class Tracer(Engine):
         for old, fresh in zip(units_of(params), units_of(new), strict=True):
             unit = self.unit_of(old)
             spread = Spread(unit, old, fresh, rank=self.rank, donate=donate, trivial=trivial)  # type: ignore[attr-defined]
-            if spread.axes:
+            if spread.moves:
                 spread.node.arriving(partial(self._arrive, spread))
             if not donate:
                 unit.forget()
