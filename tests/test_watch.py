@@ -1,0 +1,246 @@
+"""Ranks in processes that die, stop or take part in something else: others hear of it in time, with rank, step and op."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+
+import optree
+import pytest
+import torch
+
+import fsharp as fs
+from fsharp.functional.errors import AgreementError, ScheduleError
+from fsharp.functional.watch import Ranks, Watch
+from fsharp.testing import processes
+from tests.gpt_like import loss_fn
+from tests.scheduling import DP, make_state, make_tx, my_batches
+
+LIMIT_S = 4.0
+
+PROGRAM = """
+    import datetime, os, signal, sys, time
+    import torch.distributed as dist
+    import fsharp as fs
+    from tests.gpt_like import loss_fn
+    from tests.scheduling import make_state, make_tx, my_batches
+
+    rank, fate, way, folder = int(sys.argv[1]), sys.argv[2], sys.argv[3], sys.argv[4]
+    limit = datetime.timedelta(seconds={limit})
+    dist.init_process_group("gloo", init_method=f"file://{{folder}}/store", rank=rank, world_size=2, timeout=limit)
+    comm = fs.connect(fs.Mesh({{"dp": 2}}), device_type="cpu")
+    state, step = make_state(comm, "zero3"), fs.train_step(loss_fn, make_tx())
+    call = fs.Scheduler(comm)(step) if way == "scheduled" else lambda state, batch: step(state, batch, comm)
+    for i, batch in enumerate(my_batches(comm, 6)):
+        if rank == 1 and i == 3:
+            os.kill(os.getpid(), signal.SIGKILL if fate == "dies" else signal.SIGSTOP)
+        since = time.monotonic()
+        try:
+            state, _ = call(state, batch)
+        except Exception as error:
+            print(f"{{type(error).__name__}} after {{time.monotonic() - since:.1f}} s: {{error}}", flush=True)
+            os._exit(0)
+    print("no error", flush=True)
+"""
+
+
+@pytest.mark.parametrize("way", ["scheduled", "blocking"])
+@pytest.mark.parametrize("fate", ["dies", "stops"])
+def test_a_rank_that_is_gone_is_named_with_step_and_op(fate, way, tmp_path):
+    code = textwrap.dedent(PROGRAM).format(limit=LIMIT_S)
+    running = [
+        subprocess.Popen(
+            [sys.executable, "-c", code, str(rank), fate, way, str(tmp_path)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONPATH": os.getcwd()},
+        )
+        for rank in range(2)
+    ]
+    try:
+        out, err = running[0].communicate(timeout=50)
+    finally:
+        for process in running:
+            process.send_signal(signal.SIGKILL)
+            process.communicate()
+    assert out.startswith("CommError after "), out + err
+    assert "gather" in out
+    if way == "scheduled":
+        assert re.search("step #[23]: gather", out), out  # what a step needs first is gathered by the one before
+    seconds = float(out.split()[2])
+    if fate == "dies":
+        assert "Has that process ended?" in out
+        assert seconds < LIMIT_S
+    else:
+        assert "ranks [1] have not come" in out or "lost a rank" in out
+        assert seconds < 3 * LIMIT_S
+        assert "rank 0 has waited" in err  # a warning before the limit
+
+
+def attempt(call):
+    """What a call raises, as a kind and a text, and after how many seconds."""
+    since = time.monotonic()
+    try:
+        call()
+    except Exception as error:
+        return type(error).__name__, str(error), time.monotonic() - since
+    return "nothing", "", time.monotonic() - since
+
+
+def copied(state):
+    return state._replace(params=optree.tree_map(torch.clone, state.params))
+
+
+def differs(comm, way, scheduler=None):
+    """Four steps, in which rank 0 does something of its own before the third."""
+    policy = {"prefetch": 1 + comm.rank} if way == "another policy" else {}
+    scheduler = fs.Scheduler(comm, **policy)
+    state, call = make_state(scheduler.comm, "zero3"), scheduler(fs.train_step(loss_fn, make_tx()))
+    batches = my_batches(comm, 4)
+
+    def run():
+        nonlocal state
+        for i, batch in enumerate(batches):
+            if i == 2 and way == "copies of all":
+                state = copied(state)
+            if i == 2 and comm.rank == 0:
+                if way == "one call more":
+                    call(state, batch)
+                elif way == "an equal copy":
+                    state = copied(state)
+                elif way == "fails":
+                    raise ZeroDivisionError("no reason")
+            state, _ = call(state, batch)
+        comm.all_reduce(torch.zeros(1), "dp")
+
+    found = attempt(run)
+    again = attempt(lambda: call(state, batches[0]))
+    return found, again
+
+
+WAYS = ["nothing", "copies of all", "an equal copy", "another policy"]
+
+
+@pytest.fixture(scope="module")
+def found():
+    return processes(DP, lambda comm: {way: differs(comm, way) for way in WAYS}, timeout=100)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_ranks_that_differ_all_get_the_same_text(found, way):
+    first, second = (result[way][0] for result in found)
+    if way in ("nothing", "copies of all"):
+        assert (first[0], second[0]) == ("nothing", "nothing"), first
+        return
+    assert first[0] == second[0] == "AgreementError", (first, second)
+    assert first[1] == second[1]
+    assert "prefetch" in first[1] if way == "another policy" else "ranks take part in different collectives" in first[1]
+    assert first[2] < 20
+
+
+@pytest.mark.parametrize("way", ["an equal copy", "another policy"])
+def test_a_scheduler_is_closed_by_an_error_and_says_so(found, way):
+    for result in found:
+        kind, text, seconds = result[way][1]
+        assert kind == "ScheduleError"
+        assert "this scheduler is closed" in text
+        assert seconds < 1
+
+
+@pytest.mark.parametrize("way", ["one call more", "fails"])
+def test_who_waits_for_a_rank_that_went_elsewhere_hears_of_it(way):
+    for rank, (kind, text, seconds) in enumerate(
+        found for found, _ in processes(DP, lambda comm: differs(comm, way), timeout=60)
+    ):
+        assert kind == ("ZeroDivisionError" if way == "fails" and rank == 0 else "AgreementError"), text
+        assert seconds < 20
+        if kind == "AgreementError":
+            assert ("no reason" if way == "fails" else "ranks take part in different collectives") in text
+
+
+# Without processes
+
+
+class Table:
+    """A board that ranks in one process share."""
+
+    def __init__(self):
+        self.texts = {}
+
+    def write(self, key, text):
+        self.texts[key] = text
+
+    def read(self, key):
+        return self.texts.get(key)
+
+    def claim(self, key, text):
+        return self.texts.setdefault(key, text)
+
+
+def two_ranks():
+    table = Table()
+    return [Watch("one", Ranks(rank, 2, table), table, limit_s=60) for rank in range(2)]
+
+
+def test_labels_make_tags():
+    a, b = two_ranks()
+    assert a.begin("gather a").tag == b.begin("gather a").tag
+    assert a.begin("gather b").tag != b.begin("gather c").tag
+    first = a.begin("again").tag
+    assert a.begin("again").tag != first
+
+
+def test_the_first_difference_is_shown_with_both_orders():
+    a, b = two_ranks()
+    calls = [(a.begin(x), b.begin(y)) for x, y in (("p", "p"), ("q", "r"), ("s", "s"))]
+    calls[1][0].check()
+    with pytest.raises(AgreementError, match=r"the first difference is number 1(.|\n)*rank 0 .*q(.|\n)*rank 1 .*r"):
+        calls[1][1].check()
+    with pytest.raises(AgreementError, match="number 1"):
+        calls[1][0].check()
+    with pytest.raises(AgreementError, match="number 1"):
+        a.begin("anything")
+
+
+def test_a_rank_that_is_behind_is_waited_for():
+    a, b = two_ranks()
+    one, two = a.begin("p"), a.begin("q")
+    b.begin("p").check()
+    one.check()
+    two.check()
+
+
+def test_an_error_that_all_have_heard_of_is_said_once():
+    a, b = two_ranks()
+    a.fail(ValueError("bad batch"), "step #3")
+    call = b.begin("gather")
+    with pytest.raises(AgreementError, match=r"rank 0 of 2 failed in step #3(.|\n)*ValueError: bad batch"):
+        call.check()
+    error = b.error
+    b.fail(error, "step #3")
+    assert "bad batch" in a.board.read("failed")
+
+
+def test_a_step_in_another_thread_is_refused():
+    import threading
+
+    scheduler, errors = fs.Scheduler(fs.SingleComm()), []
+
+    def nested(comm):
+        def other():
+            try:
+                scheduler(lambda comm: None)()
+            except ScheduleError as error:
+                errors.append(str(error))
+
+        thread = threading.Thread(target=other)
+        thread.start()
+        thread.join()
+
+    scheduler(nested)()
+    assert len(errors) == 1
+    assert "a step is under way in another thread" in errors[0]
