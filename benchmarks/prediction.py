@@ -4,12 +4,13 @@ For each shape two steps are timed in turns: one without communication (each ran
 ``zero3``. :meth:`fsharp.inspect.Hardware.fit` finds latency, bandwidth and what beginning a collective costs from the trace of
 ONE shape, the one bound by communication. What is predicted of the others is what communication adds: their compute comes from
 the traces of their steps without communication, as a rate of so many parameters and tokens a second would be off by a third
-between narrow and wide layers; and the time of their optimizer step from there too, divided by the ranks that share it.
+between narrow and wide layers, scaled so that the step without communication comes out right; and the time of their optimizer
+step from there too, divided by the ranks that share it.
 """
 
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from statistics import mean
 from typing import Any
@@ -62,12 +63,10 @@ def measure(options: Options, comm: fs.Comm, say: Callable[[str], None]) -> dict
         schedule = found[TOGETHER].scheduled.schedule
         if hardware is None:
             hardware = fs.Hardware.fit(traces[TOGETHER], schedule, synchronous_host=True, contention=contention(options.nproc))
-        own = replace(
-            hardware,
-            compute=traces[ALONE].compute_times(),
-            update_s=traces[ALONE].update_time() / options.nproc,
-        )
-        rows[name] = _row(over_ranks(rounds)[1], fs.simulate(schedule, own).step_s)
+        own = replace(hardware, compute=traces[ALONE].compute_times(), update_s=traces[ALONE].update_time())
+        alone = scaled(own, found[ALONE].scheduled.schedule, times(rounds, ALONE).median)
+        shared = replace(alone, update_s=alone.update_s / options.nproc)
+        rows[name] = _row(over_ranks(rounds)[1], fs.simulate(schedule, shared).step_s)
     assert hardware is not None
     return {
         "shapes": rows,
@@ -75,6 +74,19 @@ def measure(options: Options, comm: fs.Comm, say: Callable[[str], None]) -> dict
         "error": max(abs(row["error"]) for name, row in rows.items() if name != FITTED),
         "hardware": described(hardware),
     }
+
+
+def scaled(hardware: fs.Hardware, schedule: fs.Schedule, step_s: float) -> fs.Hardware:
+    """The hardware with compute and optimizer step such that a step without communication takes as long as was measured.
+
+    Medians of parts do not add up to the median of their sum, and between the parts the host does something too.
+    """
+    factor = step_s / fs.simulate(schedule, hardware).step_s
+    assert isinstance(hardware.compute, Mapping)
+    compute = {unit: (factor * forward, factor * backward) for unit, (forward, backward) in hardware.compute.items()}
+    return replace(
+        hardware, compute=compute, update_s=factor * hardware.update_s, memory_bandwidth=hardware.memory_bandwidth / factor
+    )
 
 
 def contention(nproc: int) -> float:
