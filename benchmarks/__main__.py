@@ -61,12 +61,13 @@ def measure(options: Options, argv: list[str]) -> dict[str, Any]:
             continue
         if name == "rss":
             parts[name] = rss(options, argv)
-        elif name == "steps":
+        elif name in ("steps", "small"):
             from benchmarks.steps import pooled
 
-            parts[name] = pooled([launch(name, options.nproc, argv) for _ in range(options.launches)])
+            found = [launch(name, options.nproc, argv) for _ in range(options.launches)]
+            parts[name] = pooled(found) if name == "steps" else {key: pooled([each[key] for each in found]) for key in found[0]}
         else:
-            parts[name] = launch(name, 1 if name == "host" else options.nproc, argv)
+            parts[name] = launch(name, 1 if name in ("host", "compile") else options.nproc, argv)
     return parts
 
 

@@ -153,20 +153,19 @@ class FsharpContender:
     ) -> None:
         self.name = name
         layout = fs.plan(params, comm.mesh, strategy, units="layers.*", precision=precision)
-        b1, b2 = ADAMW["betas"]
-        tx = fs.adamw(ADAMW["lr"], b1=b1, b2=b2, eps=ADAMW["eps"], weight_decay=ADAMW["weight_decay"])
+        tx = adamw()
         self.state = fs.init_state(tx, fs.shard(params, layout, comm, place="optim"), comm=comm, donate=True)
 
         def gradients(state: fs.TrainState, batch: Batch, comm: fs.Comm) -> fs.Metrics:
             loss, grads = fs.value_and_grad(loss_fn)(state.params, batch, comm=comm)
             return fs.average(loss, fs.reduce_scatter(grads, comm=comm), comm=comm, donate=True)[0]
 
-        self._step: Any = scheduled(fs.train_step(loss_fn, tx, donate=True), comm, policy)
+        self.scheduled: Any = scheduled(fs.train_step(loss_fn, tx, donate=True), comm, policy)
         self._gradients = scheduled(gradients, comm, policy)
-        self.scheduler: fs.Scheduler | None = None if policy is None else self._step.scheduler
+        self.scheduler: fs.Scheduler | None = None if policy is None else self.scheduled.scheduler
 
     def step(self, batch: Batch) -> torch.Tensor:
-        self.state, metrics = self._step(self.state, batch)
+        self.state, metrics = self.scheduled(self.state, batch)
         return metrics.loss
 
     def gradients(self, batch: Batch) -> torch.Tensor:
@@ -180,12 +179,18 @@ class FsharpContender:
         return fs.tree_nbytes(self.state.opt)
 
 
+def adamw() -> fs.Transform:
+    """What ``torch.optim.AdamW(fused=True, **ADAMW)`` does, over shards."""
+    b1, b2 = ADAMW["betas"]
+    return fs.adamw(ADAMW["lr"], b1=b1, b2=b2, eps=ADAMW["eps"], weight_decay=ADAMW["weight_decay"])
+
+
 def scheduled(step: Callable[..., Any], comm: fs.Comm, policy: fs.Policy | None) -> Callable[..., Any]:
     """The step without its argument ``comm``: overlapped by a scheduler of its own, or blocking."""
     return partial(step, comm=comm) if policy is None else fs.Scheduler(comm, policy=policy)(step)
 
 
-def sharded(name: str, shape: gpt.Shape, comm: fs.Comm, strategy: fs.Strategy, policy: fs.Policy | None) -> Contender:
+def sharded(name: str, shape: gpt.Shape, comm: fs.Comm, strategy: fs.Strategy, policy: fs.Policy | None) -> FsharpContender:
     """The GPT with a strategy of fsharp's."""
     loss_fn = partial(gpt.loss, heads=shape.heads)
     return FsharpContender(name, gpt.tree_of(gpt.build(shape)), loss_fn, comm, strategy, policy=policy)
@@ -211,7 +216,15 @@ def ddp(shape: gpt.Shape, *, name: str = "DDP", **options: Any) -> Contender:
     return ModuleContender(name, DistributedDataParallel(gpt.build(shape), **options))
 
 
-def fsdp2(shape: gpt.Shape, mesh: DeviceMesh, *, name: str = "FSDP2", apart: bool = False, eager: bool = False) -> Contender:
+def fsdp2(
+    shape: gpt.Shape,
+    mesh: DeviceMesh,
+    *,
+    name: str = "FSDP2",
+    apart: bool = False,
+    eager: bool = False,
+    reduce_buffers: int | None = None,
+) -> Contender:
     """``fully_shard`` on every block and on the root.
 
     Args:
@@ -220,6 +233,8 @@ def fsdp2(shape: gpt.Shape, mesh: DeviceMesh, *, name: str = "FSDP2", apart: boo
         name: in tables.
         apart: embedding and head as groups of their own, as torchtitan does.
         eager: asynchronous gathers, each issued one block ahead: what FSDP2 has for overlap where there are no streams.
+        reduce_buffers: a process group of its own for reduce-scatters, and this many of their inputs under way at most: what
+            torch 2.13 has added, and older ones lack.
     """
     module = gpt.build(shape)
     if apart:
@@ -234,4 +249,7 @@ def fsdp2(shape: gpt.Shape, mesh: DeviceMesh, *, name: str = "FSDP2", apart: boo
         for before, after in pairwise(blocks):
             before.set_modules_to_forward_prefetch([after])
             after.set_modules_to_backward_prefetch([before])
+    if reduce_buffers is not None:
+        module.set_separate_reduce_scatter_group(True)
+        module.set_reduce_scatter_max_input_buffers(reduce_buffers)
     return ModuleContender(name, module)

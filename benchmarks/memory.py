@@ -1,8 +1,7 @@
 """Memory of parameters, gradients, optimizer state and buffers: every storage that is alive, counted at every operation.
 
 What is seen: each tensor that an operation takes or makes, in the forward, the backward and the optimizer, for as long as
-its storage lives and with the size that it has at the time. What is not: memory inside of a kernel or of gloo. Of memory that
-two ranks share each counts the half that the other one writes for it to read.
+its storage lives and with the size that it has at the time. What is not: memory inside of a kernel or of gloo.
 """
 
 import gc

@@ -5,12 +5,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 import tyro
 
-Part = Literal["steps", "host", "memory", "rss"]
-PARTS: tuple[Part, ...] = ("steps", "host", "memory", "rss")
+Part = Literal["steps", "small", "alternating", "prediction", "compile", "host", "memory", "rss"]
+PARTS: tuple[Part, ...] = get_args(Part)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +46,10 @@ class Options:
     """Sequences in a step and rank."""
     host_layers: int = 48
     """Number of blocks of the tiny model on which the host's time is measured."""
+    small_layers: int = 24
+    """Number of blocks of the models of small units."""
+    compile_units: int = 1000
+    """Units of the program whose compilation is timed."""
 
     out: Path = Path("benchmarks/results/cpu.json")
     """Where all that was measured is written."""
@@ -76,6 +80,8 @@ def check(options: Options) -> None:
         "time",
         "batch",
         "host_layers",
+        "small_layers",
+        "compile_units",
     ):
         if getattr(options, name) < 1:
             raise ValueError(f"--{name.replace('_', '-')} is {getattr(options, name)}, expected at least 1.")

@@ -41,6 +41,7 @@ def everyone(options: Options, shape: gpt.Shape, comm: fs.Comm) -> list[c.Conten
         c.ddp(shape, gradient_as_bucket_view=True),
         c.fsdp2(shape, mesh),
         c.fsdp2(shape, mesh, name="FSDP2, asynchronous", eager=True),
+        c.fsdp2(shape, mesh, name="FSDP2, asynchronous, own group", eager=True, reduce_buffers=3),
         ours("fsharp ddp", fs.ddp("dp"), scheduled),
         ours("fsharp zero1", fs.zero1("dp"), scheduled),
         ours("fsharp zero2", fs.zero2("dp"), scheduled),
@@ -143,11 +144,32 @@ def _worst(mine: Sequence[float], expected: Sequence[float]) -> float:
     return max(differences) if all(x == x for x in differences) else float("nan")
 
 
+def shape_of(options: Options) -> gpt.Shape:
+    """The model that was asked for."""
+    return gpt.Shape(**{name: getattr(options, name) for name in ("dim", "layers", "heads", "time", "batch")})
+
+
 def measure(options: Options, comm: fs.Comm, say: Callable[[str], None]) -> dict[str, Any]:
     """The part ``steps``."""
-    names = ("dim", "layers", "heads", "time", "batch")
-    shape = gpt.Shape(**{name: getattr(options, name) for name in names})
-    found = everyone(options, shape, comm)
+    shape = shape_of(options)
+    return race(everyone(options, shape, comm), shape, options, comm, say)
+
+
+def race(
+    found: Sequence[c.Contender], shape: gpt.Shape, options: Options, comm: fs.Comm, say: Callable[[str], None]
+) -> dict[str, Any]:
+    """Time contenders of one shape in turns, and hold their losses to each other's.
+
+    Args:
+        found: the contenders.
+        shape: theirs.
+        options: rounds, steps, warmup.
+        comm: the ranks.
+        say: is told how far this is.
+
+    Raises:
+        LossMismatch: they do not compute the same.
+    """
     rounds, losses = interleaved(
         {each.name: each.step for each in found},
         gpt.batches(shape, comm.rank),
@@ -161,16 +183,21 @@ def measure(options: Options, comm: fs.Comm, say: Callable[[str], None]) -> dict
     means = {each.name: _over_ranks(losses[each.name], each.is_global) for each in found}
     alone = [each.name for each in found if isinstance(each, c.ModuleContender) and not each.synced]
     difference = compare_losses(means, alone=alone)
-    everyones: list[Any] = [None] * options.nproc
-    dist.all_gather_object(everyones, rounds)
+    everyones, slowest = over_ranks(rounds)
     return {
         "num_params": sum(p.numel() for p in gpt.build(shape).parameters()),
         "rounds_by_rank": everyones,
-        # A round is over when the last rank is.
-        "rounds": [{name: max(rank[i][name] for rank in everyones) for name in row} for i, row in enumerate(rounds)],
+        "rounds": slowest,
         "losses": means,
         "largest_relative_difference_of_losses": difference,
     }
+
+
+def over_ranks(rounds: Sequence[dict[str, float]]) -> tuple[list[Any], list[dict[str, float]]]:
+    """The rounds of every rank; and of the slowest, as a round is over when the last rank is."""
+    everyones: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyones, list(rounds))
+    return everyones, [{name: max(rank[i][name] for rank in everyones) for name in row} for i, row in enumerate(rounds)]
 
 
 def pooled(launches: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

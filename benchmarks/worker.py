@@ -12,7 +12,7 @@ from rich.console import Console
 from torch.distributed.elastic.multiprocessing.errors import record
 
 import fsharp as fs
-from benchmarks import host, memory, steps
+from benchmarks import alternating, host, memory, prediction, small, steps, units
 from benchmarks.options import Options, parse
 
 
@@ -24,13 +24,18 @@ def run(part: str, options: Options, comm: fs.Comm) -> dict[str, Any]:
     def say(text: str) -> None:
         console.print(f"{name}: {text}", markup=False)
 
-    if name == "steps":
-        return steps.measure(options, comm, say)
-    if name == "host":
-        return host.measure(options, comm, say)
-    if name == "memory":
-        return memory.measure(options, comm, say)
-    return memory.measure_rss(options, comm, rest)
+    if name == "rss":
+        return memory.measure_rss(options, comm, rest)
+    parts = {
+        "steps": steps.measure,
+        "small": small.measure,
+        "alternating": alternating.measure,
+        "prediction": prediction.measure,
+        "compile": units.measure,
+        "host": host.measure,
+        "memory": memory.measure,
+    }
+    return parts[name](options, comm, say)
 
 
 @record  # tells the launcher what went wrong

@@ -14,11 +14,11 @@ import pytest
 import torch
 
 import fsharp as fs
+from benchmarks import alternating, gpt, gpu, host, llama, memory, prediction, report, small, stats, steps, units
 from benchmarks import contenders as c
-from benchmarks import gpt, gpu, host, llama, memory, report, stats, steps
 from benchmarks.options import Options, parse
 from benchmarks.overlap import GATHER, REDUCE, common, length, merged, overlap
-from fsharp.testing import processes
+from fsharp.testing import processes, simulate
 
 ROOT = Path(__file__).parents[1]
 TINY = gpt.Shape(vocab=16, dim=16, layers=2, heads=2, time=8, batch=2)
@@ -26,7 +26,19 @@ MB = 1_000_000
 
 
 SMALL_OPTIONS = Options(
-    rounds=2, steps=1, warmup=1, host_rounds=2, dim=16, layers=2, heads=2, time=8, batch=1, host_layers=2, docs=None
+    rounds=2,
+    steps=1,
+    warmup=2,
+    host_rounds=2,
+    dim=16,
+    layers=2,
+    heads=2,
+    time=8,
+    batch=1,
+    host_layers=2,
+    small_layers=2,
+    compile_units=20,
+    docs=None,
 )
 
 
@@ -42,13 +54,26 @@ def two_ranks():
         with memory.StorageTracker() as tracker:
             y = x + 1
             counted = tracker.nbytes(), y.to_local().nbytes
-        parts = {
-            "steps": steps.measure(SMALL_OPTIONS, comm, lambda text: None),
-            "memory": memory.measure(SMALL_OPTIONS, comm, lambda text: None),
+        return counted, {
+            name: each.measure(SMALL_OPTIONS, comm, silent) for name, each in (("steps", steps), ("memory", memory))
         }
-        return counted, parts
 
-    return processes(fs.Mesh({"dp": 2}), run)
+    return processes(fs.Mesh({"dp": 2}), run, timeout=110)
+
+
+@pytest.fixture(scope="module")
+def fsharp_alone():
+    """The parts of two processes in which FSDP2 has none."""
+
+    def run(comm):
+        modules = {"small": small, "alternating": alternating, "prediction": prediction}
+        return {name: each.measure(SMALL_OPTIONS, comm, silent) for name, each in modules.items()}
+
+    return processes(fs.Mesh({"dp": 2}), run, timeout=110)
+
+
+def silent(text):
+    """Says nothing."""
 
 
 @pytest.fixture(scope="module")
@@ -64,16 +89,17 @@ def one_rank():
         mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("dp",))
         options = gpu.Options(rounds=2, steps=1, warmup=1)
         return (
-            host.measure(SMALL_OPTIONS, comm, lambda text: None),
-            gpu.measure(options, shape, mesh, lambda text: None, NoDevice()),
+            host.measure(SMALL_OPTIONS, comm, silent),
+            gpu.measure(options, shape, mesh, silent, NoDevice()),
         )
 
     return processes(fs.Mesh({"dp": 1}), run)[0]
 
 
 @pytest.fixture(scope="module")
-def parts(two_ranks, one_rank):
-    return {**two_ranks[0][1], "host": one_rank[0]}
+def parts(two_ranks, fsharp_alone, one_rank):
+    compiled = units.measure(SMALL_OPTIONS, fs.SingleComm(), silent)
+    return {**two_ranks[0][1], **fsharp_alone[0], "compile": compiled, "host": one_rank[0]}
 
 
 # ---------------------------------------------------------------- models
@@ -229,6 +255,61 @@ def test_turns_time_every_contender_in_every_round_and_continue_with_their_batch
     assert len(settled) == 4
 
 
+def test_blocks_have_the_sizes_that_the_figures_say():
+    made = {name: gpt.Block(gpt.Shape(dim=dim, heads=heads)) for name, (dim, heads) in small.WIDTHS.items()}
+    assert {name: sum(p.numel() for p in each.parameters()) for name, each in made.items()} == {
+        "narrow": 307_520,
+        "tiny": 32_552,
+    }
+
+
+def test_parts_of_two_ranks(fsharp_alone):
+    """What each has; that contenders train alike is checked where they are measured."""
+    found = fsharp_alone[0]
+    assert {name: list(part["rounds"][0]) for name, part in found["small"].items()} == {
+        "narrow": ["DDP", "fsharp zero3"],
+        "tiny": ["DDP", "fsharp zero3"],
+    }
+    assert set(found["alternating"]) == {"two models", "two losses"}
+    predicted = found["prediction"]
+    assert set(predicted["shapes"]) == set(prediction.shapes(SMALL_OPTIONS))
+    errors = {name: row["error"] for name, row in predicted["shapes"].items()}
+    assert predicted["error"] == max(abs(x) for name, x in errors.items() if name != predicted["fitted"])
+    assert all(row["predicted_s"] > 0 and row["measured_s"] > 0 for row in predicted["shapes"].values())
+    assert predicted["shapes"] == fsharp_alone[1]["prediction"]["shapes"]
+
+
+def test_compute_is_scaled_to_the_step_without_communication():
+    schedule = fs.compile_schedule(units.program(3), fs.Policy(gather_at_start=False))
+    alone = schedule.replace_ops([op for op in schedule.ops if op.kind in ("compute", "cast", "update")])
+    alone = alone.replace_ops([replace(op, after=()) for op in alone.ops])
+    hardware = fs.Hardware(compute={"**": (1.0, 2.0)}, bandwidth=1.0, memory_bandwidth=2.0 * units.NBYTES, update_s=0.5)
+    assert fs.simulate(alone, hardware).step_s == 11.0
+    found = prediction.scaled(hardware, alone, 22.0)
+    assert fs.simulate(alone, found).step_s == 22.0
+    assert (found.compute["**"], found.update_s, found.bandwidth) == ((2.0, 4.0), 1.0, 1.0)
+
+
+def test_the_thousand_units_are_those_of_zero3():
+    program = units.program(3)
+    recorded = simulate(fs.Mesh({"dp": 2}), partial(_recorded, layers=3))[0]
+    ours, theirs = program.units[1], recorded.facts("layers.1")
+    assert [(call.op, call.axis) for call in ours.gather + ours.reduce] == [
+        (call.op, call.axis) for call in theirs.gather + theirs.reduce
+    ]
+    for name in ("gathered", "outgoing", "rest", "finishing"):
+        assert bool(getattr(ours, name)) == bool(getattr(theirs, name)), name
+    kinds = [event.kind for event in recorded.program.events if event.unit == "layers.1" or not event.unit]
+    assert kinds == [event.kind for event in program.events if event.unit == "layers.1" or not event.unit]
+
+
+def _recorded(comm, layers):
+    contender = c.sharded("", replace(TINY, layers=layers), comm, fs.zero3("dp"), fs.Policy())
+    for batch in gpt.batches(TINY, comm.rank)[:2]:
+        contender.step(batch)
+    return contender.scheduled.schedule
+
+
 def test_host_time_is_counted_per_unit_over_its_own_base():
     row = dict.fromkeys(host.BASE, 0.0) | {"module": 1.0, "functions": 2.0, "FSDP2": 25.0, "fsharp zero3": 14.0}
     found = host.added([row], 12)
@@ -377,6 +458,8 @@ def test_the_report_writes_everything_and_ends_in_a_line_of_figures(parts, tmp_p
     assert len(results["steps"]["rounds"]) == len(results["host"]["step"]["rounds"]) == 2
     assert set(results["medians"]["steps"]) >= {"FSDP2", "DDP", "fsharp zero3", "fsharp zero1", "fsharp ddp"}
     assert {"date", "commit", "cpu", "threads_per_process", "versions"} <= set(results)
+    titles = [table.title.split(",")[0].split(";")[0] for table in report.tables(results)]
+    assert titles[:5] == ["In short", "A training step", "Small units", "Two programs on one scheduler", "Predicted steps"]
     assert all(len(row) == len(table.header) for table in report.tables(results) for row in table.rows)
     page = docs.read_text()
     assert page.startswith("before\n")
@@ -388,15 +471,23 @@ def test_the_report_writes_everything_and_ends_in_a_line_of_figures(parts, tmp_p
 
 def test_the_figures_are_those_of_the_rounds():
     rounds = [
-        {"fsharp zero3": 1.0, "fsharp ddp": 2.0, "fsharp zero1": 3.0, "FSDP2": 4.0, "DDP": 2.0, "fsharp zero3, module": 1.2}
+        {"fsharp zero3": 1.0, "fsharp ddp": 2.0, "fsharp zero1": 3.0, "FSDP2": 5.0, "DDP": 2.0, "fsharp zero3, module": 1.2}
+        | {"FSDP2, asynchronous": 4.0}
     ]
+    turns = [[{"in turns": x, "the first alone": 2.0, "the second alone": 3.0}] for x in (5.0, 6.0)]
     peaks = {"FSDP2": 100, "FSDP2, embedding and head apart": 80, "fsharp zero3": 60}
     parts = {
         "steps": {"rounds": rounds},
+        "small": {name: {"rounds": [{"fsharp zero3": x, "DDP": 2.0}]} for name, x in (("narrow", 2.5), ("tiny", 3.0))},
+        "alternating": {name: {"rounds": rounds} for name, rounds in zip(("two models", "two losses"), turns, strict=True)},
+        "prediction": {"error": 0.07},
+        "compile": {"compile_s": 1.5, "verify_s": 0.25},
         "host": {"step": {"added": [{"FSDP2": 10.0, "fsharp zero3": 3.0}]}},
         "memory": {"largest": {name: {"peak": x} for name, x in peaks.items()}},
     }
-    assert report.summary(parts) == dict(zip(report.TARGETS, (0.25, 0.5, 1.5, 0.3, 1.2, 0.3, 0.75), strict=True))
+    assert report.summary(parts) == dict(
+        zip(report.TARGETS, (0.25, 0.5, 1.5, 0.3, 1.2, 1.25, 1.5, 1.2, 0.07, 1.75, 0.3, 0.75), strict=True)
+    )
     assert report.summary({"steps": parts["steps"]}).keys() < report.TARGETS.keys()
 
 
@@ -423,13 +514,15 @@ def test_launches_are_pooled():
 @pytest.mark.deep
 def test_the_command_as_a_person_runs_it(tmp_path):
     sizes = ["--dim", "16", "--layers", "2", "--heads", "2", "--time", "8", "--batch", "1", "--host-layers", "2"]
-    turns = ["--launches", "2", "--rounds", "2", "--steps", "1", "--warmup", "1", "--host-rounds", "2"]
+    sizes += ["--small-layers", "2", "--compile-units", "20"]
+    turns = ["--launches", "2", "--rounds", "2", "--steps", "1", "--warmup", "3", "--host-rounds", "2"]
     command = [sys.executable, "-m", "benchmarks", *sizes, *turns, "--out", str(tmp_path / "cpu.json"), "--docs", "None"]
     env = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert list(json.loads(done.stdout.splitlines()[-1])) == list(report.TARGETS)
-    assert len(json.loads((tmp_path / "cpu.json").read_text())["steps"]["rounds"]) == 4
+    written = json.loads((tmp_path / "cpu.json").read_text())
+    assert len(written["steps"]["rounds"]) == len(written["small"]["tiny"]["rounds"]) == 4
 
 
 def test_a_page_without_marks_is_refused(tmp_path):

@@ -76,6 +76,30 @@ def test_a_machine_is_found_again(policy, microbatches, host):
 
 
 @pytest.mark.parametrize("policy", POLICIES)
+def test_a_collective_begins_when_those_before_it_on_its_queue_have_ended(policy):
+    """A host measures from when it issues it; and of several that are one, the first may be seen to end before the others."""
+    schedule = compile_schedule(sequential(UNITS), policy)
+    trace = measure(schedule, MACHINE, steps=4)
+    is_one_queue = policy.one_stream or not policy.separate_groups
+    sent = {(row[5], row[6], is_one_queue or row[4]) for row in trace.rows if row[1] in ("gather", "reduce")}
+    ends = {(stop, queue): start for start, stop, queue in sent}
+    seen, rows = set(), []
+    for row in trace.rows:
+        start, stop = row[5:7]
+        if row[1] in ("gather", "reduce"):
+            queue = is_one_queue or row[4]
+            start = ends.get((start, queue), start)
+            stop = stop if (row[6], queue) in seen or schedule.ops[row[0]].bucket < 0 else (row[5] + stop) / 2
+            seen.add((row[6], queue))
+        rows.append((*row[:5], start, stop, row[7]))
+    assert rows != trace.rows
+    trace.rows = rows
+    found = Hardware.fit(trace, schedule)
+    assert found.latency == pytest.approx(MACHINE.latency)
+    assert found.bandwidth == pytest.approx(MACHINE.bandwidth)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("contention", [0.5, 1.0])
 def test_what_is_in_each_others_way_is_told_apart(policy, contention):
     schedule = compile_schedule(sequential(UNITS), policy)

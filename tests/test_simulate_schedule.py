@@ -139,15 +139,17 @@ def test_host_is_busy_with_what_it_begins():
 def test_what_is_handed_on_is_in_the_way_of_the_next_step():
     ops = (
         Op("compute", "a", "forward", 0, 0),
-        Op("wait", "b", "forward", 2, after=(4,)),
+        Op("wait", "a", "forward", 2, after=(5,)),
+        Op("wait", "b", "forward", 2, after=(6,)),
         Op("compute", "b", "forward", 2, 1),
         Op("update", "", "update", 10),
-        Op("gather", "b", "forward", 10, -1, "gather", A, (3,)),
+        Op("gather", "a", "forward", 10, -1, "gather", A, (4,)),
+        Op("gather", "b", "forward", 10, -1, "gather", B, (4,)),
     )
     timeline = simulate(Schedule(TWO, Policy(), ops, 100, 100), replace(HARDWARE, synchronous_host=True, contention=1.0))
-    assert times(timeline, "compute") == [("a", 0, 3), ("b", 3, 5)]
-    assert times(timeline, "gather") == [("b", 5.5, 7.5)]
-    assert (timeline.step_s, timeline.exposed_s) == (5.5, 0)
+    assert times(timeline, "compute") == [("a", 0, 4), ("b", 4, 6)]
+    assert times(timeline, "gather") == [("a", 6.5, 8.5), ("b", 8.5, 10.5)]
+    assert (timeline.step_s, timeline.exposed_s) == (6.5, 0)
 
 
 def test_memory_is_live_from_the_start_of_what_fills_it_to_the_end_of_what_frees_it():

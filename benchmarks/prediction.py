@@ -1,0 +1,123 @@
+"""How well a step's time is predicted for models that the hardware was not calibrated on.
+
+For each shape two steps are timed in turns: one without communication (each rank for itself, on a mesh of one), and one under
+``zero3``. :meth:`fsharp.inspect.Hardware.fit` finds latency, bandwidth and what beginning a collective costs from the trace of
+ONE shape, the one bound by communication. What is predicted of the others is what communication adds: their compute comes from
+the traces of their steps without communication, as a rate of so many parameters and tokens a second would be off by a third
+between narrow and wide layers, scaled so that the step without communication comes out right; and the time of their optimizer
+step from there too, divided by the ranks that share it.
+"""
+
+import math
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from statistics import mean
+from typing import Any
+
+import torch.distributed as dist
+
+import fsharp as fs
+from benchmarks import contenders as c
+from benchmarks import gpt
+from benchmarks.options import Options
+from benchmarks.stats import ratio, times
+from benchmarks.steps import interleaved, over_ranks, shape_of
+
+FITTED = "bound by communication"
+ALONE, TOGETHER = "without communication", "zero3"
+
+
+def shapes(options: Options) -> dict[str, gpt.Shape]:
+    """What is predicted, and what is calibrated on."""
+    base = shape_of(options)
+    return {
+        FITTED: replace(base, time=max(options.time // 8, 1), batch=1),
+        "the benchmark's": base,
+        "3 wide layers": replace(base, dim=2 * options.dim, layers=3, batch=max(options.batch // 2, 1)),
+        "narrow layers": replace(base, dim=160, heads=5, layers=options.small_layers),
+    }
+
+
+def measure(options: Options, comm: fs.Comm, say: Callable[[str], None]) -> dict[str, Any]:
+    """The part ``prediction``: seconds of each shape, and the largest error of those that were not calibrated on."""
+    rows: dict[str, dict[str, Any]] = {}
+    hardware: fs.Hardware | None = None
+    for name, shape in shapes(options).items():
+        policy = fs.Policy(bucket_nbytes=0) if name == FITTED else fs.Policy()  # collectives of different sizes tell the most
+        found = {
+            ALONE: c.sharded(ALONE, shape, fs.SingleComm(), fs.zero3("dp"), fs.Policy()),
+            TOGETHER: c.sharded(TOGETHER, shape, comm, fs.zero3("dp"), policy),
+        }
+        traces = {key: each.scheduled.trace() for key, each in found.items()}
+        rounds, _ = interleaved(
+            {key: each.step for key, each in found.items()},
+            gpt.batches(shape, comm.rank),
+            rounds=options.rounds,
+            block=options.steps,
+            warmup=options.warmup,
+            settle={key: each.settle for key, each in found.items()},
+            barrier=dist.barrier,
+            say=lambda text, n=name: say(f"{n}, {text}"),
+        )
+        schedule = found[TOGETHER].scheduled.schedule
+        if hardware is None:
+            hardware = fs.Hardware.fit(traces[TOGETHER], schedule, synchronous_host=True, contention=contention(options.nproc))
+        own = replace(hardware, compute=traces[ALONE].compute_times(), update_s=traces[ALONE].update_time())
+        alone = scaled(own, found[ALONE].scheduled.schedule, times(rounds, ALONE).median)
+        shared = replace(alone, update_s=alone.update_s / options.nproc)
+        rows[name] = _row(over_ranks(rounds)[1], fs.simulate(schedule, shared).step_s)
+    assert hardware is not None
+    return {
+        "shapes": rows,
+        "fitted": FITTED,
+        "error": max(abs(row["error"]) for name, row in rows.items() if name != FITTED),
+        "hardware": described(hardware),
+    }
+
+
+def scaled(hardware: fs.Hardware, schedule: fs.Schedule, step_s: float) -> fs.Hardware:
+    """The hardware with compute and optimizer step such that a step without communication takes as long as was measured.
+
+    Medians of parts do not add up to the median of their sum, and between the parts the host does something too.
+    """
+    factor = step_s / fs.simulate(schedule, hardware).step_s
+    assert isinstance(hardware.compute, Mapping)
+    compute = {unit: (factor * forward, factor * backward) for unit, (forward, backward) in hardware.compute.items()}
+    return replace(
+        hardware, compute=compute, update_s=factor * hardware.update_s, memory_bandwidth=hardware.memory_bandwidth / factor
+    )
+
+
+def contention(nproc: int) -> float:
+    """1 unless ranks leave cores for the threads that send."""
+    return 1.0 if len(os.sched_getaffinity(0)) < 2 * nproc else 0.0
+
+
+def _row(rounds: list[dict[str, float]], predicted_s: float) -> dict[str, Any]:
+    """What slows a round down slows both of its steps: so the measured time is that of the one by the ratio within rounds."""
+    everyones: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyones, predicted_s)
+    alone_s = times(rounds, ALONE).median
+    measured_s = alone_s * ratio(rounds, TOGETHER, ALONE).median
+    predicted_s = mean(everyones)
+    return {
+        "rounds": rounds,
+        "alone_s": alone_s,
+        "measured_s": measured_s,
+        "predicted_s": predicted_s,
+        "error": predicted_s / measured_s - 1,
+    }
+
+
+def described(hardware: fs.Hardware) -> dict[str, Any]:
+    """The numbers that were found; None for a bandwidth without bound."""
+    latency, bandwidth = hardware.latency, hardware.bandwidth
+    assert not isinstance(latency, float)
+    assert not isinstance(bandwidth, float)
+    return {
+        "latency_s": {" ".join(link): seconds for link, seconds in latency.items()},
+        "bandwidth": {" ".join(link): rate if math.isfinite(rate) else None for link, rate in bandwidth.items()},
+        "contention": hardware.contention,
+        "issue": hardware.issue,
+    }

@@ -1,0 +1,48 @@
+"""How long it takes to compile and verify the program of a step with very many units. Nothing is sent, nothing computed."""
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import fsharp as fs
+from benchmarks.options import Options
+
+NBYTES = 1 << 20
+
+
+def program(num_units: int) -> fs.Program:
+    """A step over equal units, one after the other, under ``zero3`` on two ranks."""
+    sent = NBYTES // 2
+    units = [
+        fs.UnitFacts(
+            f"layers.{i}",
+            gathered=NBYTES,
+            outgoing=NBYTES,
+            gather=(fs.Call("all_gather", "dp", sent),),
+            reduce=(fs.Call("reduce_scatter", "dp", sent),),
+            rest=sent,
+        )
+        for i in range(num_units)
+    ]
+    events = []
+    for direction, order in (("forward", range(num_units)), ("backward", reversed(range(num_units)))):
+        for i in order:
+            events += [fs.Event(direction, units[i].name, i), fs.Event(f"{direction}_end", units[i].name, i)]
+    return fs.Program(tuple(units), (*events, fs.Event("microbatch_end"), fs.Event("reduce"), fs.Event("update")))
+
+
+def measure(options: Options, comm: fs.Comm, say: Callable[[str], None]) -> dict[str, Any]:
+    """The part ``compile``: seconds to compile a program and to verify what comes of it."""
+    recorded = program(options.compile_units)
+    began = time.perf_counter()
+    schedule = fs.compile_schedule(recorded, fs.Policy())
+    compiled = time.perf_counter()
+    fs.verify(schedule)
+    verified = time.perf_counter()
+    say(f"{options.compile_units} units, {len(schedule.ops)} ops")
+    return {
+        "units": options.compile_units,
+        "ops": len(schedule.ops),
+        "compile_s": compiled - began,
+        "verify_s": verified - compiled,
+    }
