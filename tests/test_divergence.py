@@ -56,6 +56,7 @@ def plain(kind, way="scheduled", **fields):
         ("nothing", "scheduled"),
         ("raises", "module"),
         pytest.param("raises", "scheduled", marks=pytest.mark.deep),
+        pytest.param("dies", "scheduled", marks=pytest.mark.deep),
         pytest.param("another batch", "module", marks=pytest.mark.deep),
         pytest.param("a write in place", "scheduled", marks=pytest.mark.deep),
         pytest.param("another learning rate", "scheduled", marks=pytest.mark.deep),
