@@ -267,5 +267,6 @@ def _different(orders: dict[int, list[str]]) -> str:
         f"ranks use units in different orders; the first difference is event {first}.",
         facts,
         "Every rank has to enter the same units in the same order. A rank that has nothing to compute in one of them takes "
-        "part in its collectives by skip(params, x, comm=comm).",
+        "part all the same: in a ShardedModule by calling that module with a dummy input, such as one token whose result is "
+        "multiplied by zero; in functions by skip(params, x, comm=comm).",
     )
