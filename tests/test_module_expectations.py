@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import fsharp as fs
-from fsharp.testing import processes, simulate
+from fsharp.testing import simulate
 from tests import modules
 from tests.modules import Block
 from tests.scheduling import DP, STRATEGIES, assert_same
@@ -212,37 +212,3 @@ def test_backward_passes_that_cannot_be_say_what_to_do(strategy):
             loss.backward()
 
     simulate(DP, rank_fn)
-
-
-WAITING = {
-    "forward": lambda model, optimizer, x: model(x),
-    "summon": summoned,
-    "full_parameters": lambda model, optimizer, x: list(model.full_parameters()),
-    "averaged": averaged,
-}
-
-
-def test_a_peers_error_has_its_cause_wherever_others_wait():
-    """In real processes: the rank that waits hears why, be it in a forward or while parameters are made whole."""
-
-    def rank_fn(comm):
-        heard = []
-        for way in WAITING:
-            model, _ = wrap(comm, "zero3")
-            optimizer = fs.ShardedOptimizer(model.parameters(), fs.with_ema(fs.adamw(1e-2), decay=0.5))
-            [(x, y)] = modules.batches(comm, 1)
-            train(model, optimizer, [(x, y)] * 2)
-            try:
-                if comm.rank == 1:
-                    model(x + modules.VOCAB, y)
-                else:
-                    WAITING[way](*(model, optimizer, x)[: 3 if way in ("forward", "full_parameters") else 2])
-            except (fs.AgreementError, IndexError) as error:
-                heard.append(str(error))
-        return heard
-
-    heard, causes = processes(DP, rank_fn, timeout=100)
-    assert len(heard) == len(causes) == len(WAITING)
-    for text, cause in zip(heard, causes):
-        assert "rank 1 failed" in text
-        assert f"IndexError: {cause}" in text
