@@ -165,3 +165,50 @@ def test_an_optimizer_of_before_refuses_to_step(way):
         optimizer.step()
     other.step()
     fs.ShardedOptimizer(model.parameters(), torch.optim.SGD, lr=0.1).step()
+
+
+# Errors in the words of modules
+
+
+class Skips(nn.Module):
+    """Leaves out its second layer where it is told to."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers, self.skips = nn.ModuleList([Block() for _ in range(3)]), False
+
+    def forward(self, x):
+        for i, layer in enumerate(self.layers):
+            x = x if self.skips and i == 1 else layer(x)
+        return x.square().mean()
+
+
+def test_ranks_that_call_other_modules_hear_what_to_do():
+    def rank_fn(comm):
+        with modules._seeds:
+            torch.manual_seed(0)
+            net = Skips()
+        model = fs.ShardedModule(net, mesh=comm, strategy=fs.zero3("dp"), units=[Block])
+        model.skips = comm.rank == 1
+        text = r"(?s)rank 0 .*forward layers\.1.*rank 1 .*forward layers\.2.*in a ShardedModule by calling that module with"
+        with pytest.raises(fs.AgreementError, match=text):
+            model(torch.ones(2, 6)).backward()
+
+    simulate(DP, rank_fn)
+
+
+@each_strategy
+def test_backward_passes_that_cannot_be_say_what_to_do(strategy):
+    def rank_fn(comm):
+        model, optimizer = wrap(comm, strategy)
+        [(x, y)] = modules.batches(comm, 1)
+        with pytest.raises(fs.ScheduleError, match=r"create_graph=True.*fn, params = model\.functional\(\)"):
+            model(x, y)["loss"].backward(create_graph=True)
+        optimizer.zero_grad()
+        loss = model(x, y)["loss"]
+        loss.backward(retain_graph=True)
+        optimizer.step()
+        with pytest.raises((fs.ScheduleError, RuntimeError), match=r"call each backward before optimizer\.step"):
+            loss.backward()
+
+    simulate(DP, rank_fn)

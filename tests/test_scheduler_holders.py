@@ -103,7 +103,7 @@ def test_a_backward_after_the_end_does_not_touch_what_was_handed_out():
 
         grads, late = fs.Scheduler(comm)(fn)(state.params)
         before = [buffer.clone() for node in fs.units_of(grads) for buffer in node.buffers]
-        with pytest.raises(ScheduleError, match="after the scheduled function that used it had returned"):
+        with pytest.raises(ScheduleError, match="after the step that used it was over"):
             late.backward()
         assert_same(before, [buffer for node in fs.units_of(grads) for buffer in node.buffers])
 

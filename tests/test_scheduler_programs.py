@@ -516,7 +516,7 @@ def test_a_backward_outside_of_any_function():
         state, call = make_state(comm, "zero3"), fs.Scheduler(comm)(partial(fs.forward, block))
         call(state.params["layers"][1], torch.ones(2, 6).requires_grad_()).sum().backward()
 
-    with pytest.raises(ScheduleError, match=r"unit 'layers\.1' after the scheduled function that used it had returned"):
+    with pytest.raises(ScheduleError, match=r"unit 'layers\.1' after the step that used it was over"):
         simulate(DP, rank_fn)
 
 

@@ -38,7 +38,7 @@ def averaged(session: Session, opt: Any) -> Iterator[None]:
         return Sharded(buffers, node.unit, node.unit.strategy.optim, groups)
 
     with torch.no_grad():
-        resting = gather(map_units(one, session.kept.state.params), comm=session.scheduler.comm, to="params")
+        resting = gather(map_units(one, session.kept.state.params), comm=session.scheduler, to="params")
         new = [_buffers(resting), averages]
         old = [_buffers(session.kept.state.params), _buffers(session.kept.state.main)]
         targets = [buffers[key] for buffers, others in zip(old, new, strict=True) for key in buffers if key in others]

@@ -27,6 +27,7 @@ from fsharp.functional.train import TrainState, update, with_sinks
 from fsharp.stateful.modules.differentiate import differentiate
 from fsharp.stateful.modules.dtensors import Spec, dressed, local
 from fsharp.stateful.modules.kept import Kept
+from fsharp.stateful.modules.left import left_by
 from fsharp.stateful.modules.means import Means
 from fsharp.stateful.modules.missing import Missing
 from fsharp.stateful.modules.outputs import reaching, replaced, tensors_in, without
@@ -108,12 +109,13 @@ class Session:
         specs: Mapping[str, Spec] = {},
     ) -> None:
         self.layout, self.scheduler, self.input_dtype = layout, scheduler, input_dtype
-        self.kept = Kept(layout, state, scheduler.comm)
+        self.kept = Kept(layout, state, scheduler)  # which hears of others' errors while it waits
         self.specs = specs
         self.seats = {unit.name: Seats(module, [unit.full_path(leaf) for leaf in unit.leaves]) for unit in layout.units}
         self.owners = owners(layout, chosen)
         self.ties = {path: _ties(layout, names) for path, names in self.owners.items()}
         self.varies = {path for path, names in self.owners.items() if any(layout[n].strategy.full.varying for n in names)}
+        self.left = left_by(module, list(self.owners))
         self.has_inner = {path: any(_is_inside(other, path) for other in self.owners) for path in self.owners}
         self.is_accumulating = False
         self.parameters: dict[str, ShardedParameter] = {}
@@ -157,11 +159,13 @@ class Session:
 
     def _enter(self, within: Within, path: str, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         names = self.owners[path]
-        given = _Arguments(args, kwargs)
-        result: list[tuple[Any, list[Any]]] = []
+        given, left = _Arguments(args, kwargs), self.left[path]
+        result: list[tuple[Any, list[Any], list[Any]]] = []
 
         def compute(trees: list[Any], *flat: Any) -> list[Any]:
             a, k = given.filled(flat)
+            passed = [*a, *k.values()]
+            before = left.look(passed)
             leaves = [optree.tree_leaves(tree) for tree in trees]
             seats = [self.seats[name] for name in names]
             within.computing.append(path)
@@ -170,10 +174,12 @@ class Session:
                     out = fn(*a, **k)
             finally:
                 within.computing.pop()
-            out = without(out, [leaf for each in leaves for leaf in each], path)
-            found = tensors_in(out)
-            result[:] = [(out, found)]
-            return reaching(found, [*flat, *(leaf for each in leaves for leaf in each)]) if path in self.varies else found
+            full = [leaf for each in leaves for leaf in each]
+            out = without(out, full, path)
+            found, mine = tensors_in(out), left.since(before, passed, full, path)
+            found += [x for x in mine if not any(x is y for y in found)]
+            result[:] = [(out, found, passed)]
+            return reaching(found, [*flat, *full]) if path in self.varies else found
 
         nodes = [within.nodes[name] for name in names]
         if not nodes:
@@ -181,8 +187,11 @@ class Session:
             return result[0][0]
         ties = [within.nodes[name] for name in self.ties[path]]
         found = forward(compute, nodes, *given.flat, comm=within.comm, ties=ties, release=not self.has_inner[path])
-        out, inner = result[0]
-        return out if all(a is b for a, b in zip(found, inner, strict=True)) else replaced(out, inner, found, path)
+        out, inner, passed = result[0]
+        if all(a is b for a, b in zip(found, inner, strict=True)):
+            return out
+        left.replace(passed, inner, found, path)
+        return replaced(out, inner, found, path)
 
     def dressed(self, name: str, leaves: Sequence[torch.Tensor]) -> Sequence[Any]:
         """A unit's leaves as the module's code has them."""

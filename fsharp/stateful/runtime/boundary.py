@@ -39,7 +39,8 @@ def refuse_graph() -> None:
     if torch.is_grad_enabled():
         raise ScheduleError(
             "forward(): a graph of the backward was asked for (create_graph=True), which the scheduler does not keep. "
-            "Pass comm=scheduler.comm to forward() there: the blocking path can be differentiated again."
+            "The blocking path can be differentiated again: of a ShardedModule take `fn, params = model.functional()`, and "
+            "call fn(params, ..., comm=model.comm); in functions pass comm=scheduler.comm to forward() there."
         )
 
 

@@ -1,0 +1,85 @@
+"""Left: tensors that a module leaves elsewhere than in what it returns: in attributes, and in lists or dicts it was given."""
+
+import weakref
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from fsharp.stateful.modules.outputs import replaced, tensors_in, views_of
+
+_OWN = frozenset(vars(nn.Module())) | {"_flat_weights", "_fsharp", "_fsharp_own"}
+_CONTAINERS = frozenset({list, dict, set, tuple, deque, OrderedDict, defaultdict})
+
+
+class Left:
+    """Where the modules that are gathered together may leave tensors.
+
+    These are attributes of theirs, buffers included, that are tensors or hold them in lists, dicts, sets and tuples, and such
+    containers among the arguments of a call. Modules of torch.nn itself leave none. What is left in an attribute of an object,
+    or by a hook in a variable of its own, is not seen.
+
+    Args:
+        modules: whose attributes.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self._modules = [weakref.ref(each) for each in modules if not type(each).__module__.startswith("torch.nn.")]
+
+    def look(self, arguments: Sequence[Any]) -> dict[int, torch.Tensor]:
+        """The tensors there, by id."""
+        values = [value for value in arguments if type(value) in _CONTAINERS and value]
+        for places in self._places():
+            values += [value for name, value in places.items() if name not in _OWN and _may_hold(value)]
+        return {id(x): x for x in tensors_in(values)} if values else {}
+
+    def since(
+        self, before: dict[int, torch.Tensor], arguments: Sequence[Any], parameters: Sequence[torch.Tensor], path: str
+    ) -> list[torch.Tensor]:
+        """The tensors there that were not ``before`` and have a graph: a backward may come to them, as to what is returned.
+
+        Views of parameters, which are released, become copies first.
+        """
+        new = {i: x for i, x in self.look(arguments).items() if i not in before}
+        views = views_of(parameters, list(new.values()))
+        if views:
+            copies = [x.clone() for x in views]
+            self.replace(arguments, views, copies, path)
+            new = {i: x for i, x in new.items() if not any(x is view for view in views)} | {id(x): x for x in copies}
+        return [x for x in new.values() if x.grad_fn is not None]
+
+    def replace(self, arguments: Sequence[Any], old: Sequence[torch.Tensor], new: Sequence[torch.Tensor], path: str) -> None:
+        """Put other tensors in their place."""
+        for value in arguments:
+            if type(value) in _CONTAINERS:
+                replaced(value, old, new, path)
+        for places in self._places():
+            for name, value in list(places.items()):
+                if name not in _OWN and _may_hold(value):
+                    places[name] = replaced(value, old, new, path)
+
+    def _places(self) -> list[dict[str, Any]]:
+        alive = [each for each in (reference() for reference in self._modules) if each is not None]
+        return [places for each in alive for places in (vars(each), each._buffers) if places]
+
+
+def left_by(module: nn.Module, owners: Sequence[str]) -> dict[str, Left]:
+    """For each of these paths the modules that are inside of no other one of them, deeper down.
+
+    Args:
+        module: the root.
+        owners: paths of modules that are gathered by themselves, and ``""``.
+    """
+    members: dict[str, list[nn.Module]] = {path: [] for path in owners}
+    for path, each in module.named_modules():
+        around = [owner for owner in members if not owner or path == owner or path.startswith(f"{owner}.")]
+        if around:
+            members[max(around, key=len)].append(each)
+    return {path: Left(each) for path, each in members.items()}
+
+
+def _may_hold(value: Any) -> bool:
+    kind = type(value)
+    return kind is torch.Tensor or (kind in _CONTAINERS and bool(value)) or isinstance(value, torch.Tensor)
