@@ -478,7 +478,7 @@ def test_keep_gradients(strategy, microbatches):
 
 def blind(monkeypatch):
     """Have all tensors be at one address, and of one version."""
-    monkeypatch.setattr(copies, "stamp", lambda node: tuple((1, 0) for _ in node.buffers_on_their_way))
+    monkeypatch.setattr(copies, "stamp", lambda node: tuple((1, 0) for _ in node.raw_buffers))
     for module in ("run", "demand"):
         monkeypatch.setattr(f"fsharp.stateful.{module}.stamp", copies.stamp)
 

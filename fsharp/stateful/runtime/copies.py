@@ -18,7 +18,7 @@ Stamp = tuple[tuple[int, int], ...]
 
 def stamp(node: Sharded) -> Stamp:
     """Which tensors a node's buffers are, and how often they have been written to."""
-    return tuple((b.data_ptr(), 0 if b.is_inference() else b._version) for b in node.buffers_on_their_way)
+    return tuple((b.data_ptr(), 0 if b.is_inference() else b._version) for b in node.raw_buffers)
 
 
 def full_nbytes(unit: UnitLayout) -> int:
@@ -51,7 +51,7 @@ class LiveUnit:
     def at_rest(self) -> FullUnit:
         """The parameters where they rest in full."""
         assert self.node is not None
-        buffers = self.node.buffers_on_their_way
+        buffers = self.node.raw_buffers
         key = tuple(b.data_ptr() for b in buffers)
         if self._at_rest is None or self._at_rest[0] != key:
             self._at_rest = (key, FullUnit(self.layout, [b.detach() for b in buffers]))
@@ -73,7 +73,7 @@ class LiveUnit:
         if not self.layout.trainable:
             return
         if self.gradient is None:
-            device = self.node.buffers_on_their_way[0].device if self.node else torch.device("cpu")
+            device = self.node.raw_buffers[0].device if self.node else torch.device("cpu")
             self.gradient = Gradient(self.layout, transport, device, trivial=self.trivial)
         self.gradient.begin(place, in_place=in_place)
 
@@ -119,9 +119,9 @@ class Copy:
         """Begin to fill it from where the unit's parameters rest."""
         node = self.unit.node
         assert node is not None, f"{self.unit.key} has no source"
-        node.settle()
+        buffers = node.buffers
         self.seen, self._sources = stamp(node), []
-        for x, outs in zip(node.buffers_on_their_way, self._outs, strict=True):
+        for x, outs in zip(buffers, self._outs, strict=True):
             if not len(x):
                 continue
             x = x.detach()
@@ -151,7 +151,7 @@ class Copy:
     def remember(self) -> None:
         """From here on nobody keeps the tensors that it is a copy of: others may get their addresses."""
         node = self.unit.node
-        self._sources = [StorageWeakRef(x.untyped_storage()) for x in node.buffers_on_their_way] if node else []
+        self._sources = [StorageWeakRef(x.untyped_storage()) for x in node.raw_buffers] if node else []
 
     def take(self, other: "Copy") -> None:
         """Be what the other is, which is another's then."""

@@ -9,6 +9,7 @@ from fsharp.functional.errors import LossError
 from fsharp.functional.sharded import PlaceName, Sharded, resolve_place
 from fsharp.stateful.runtime.copies import LiveUnit
 from fsharp.stateful.runtime.gradients import Gradient
+from fsharp.stateful.runtime.pending import pending
 
 
 class Handed:
@@ -32,8 +33,8 @@ class Handed:
         self._rows.append((unit, tensors, [t._version for t in tensors]))
         result = Sharded(tensors, node.unit, node.unit.strategy.grads, node.unit.trainable)
         if gradient.in_place:
-            return result.arriving(partial(_was_promised, node.name))
-        return result.arriving(gradient.join) if gradient.is_under_way else result
+            return pending(result, partial(_was_promised, node.name))
+        return pending(result, gradient.join) if gradient.is_under_way else result
 
     def are(self, nodes: Sequence[Sharded], to: PlaceName) -> bool:
         """Whether these are all of them, as they were handed out, on their way to the optimizer's place."""
@@ -43,7 +44,7 @@ class Handed:
         for node, (unit, tensors, versions) in zip(filled, self._rows, strict=True):
             if node.unit != unit.layout or resolve_place(node.unit, to) != node.unit.strategy.optim:
                 return False
-            buffers = node.buffers_on_their_way
+            buffers = node.raw_buffers
             if [b.data_ptr() for b in buffers] != [t.data_ptr() for t in tensors]:
                 return False
             is_begun = unit.gradient is not None and unit.gradient.is_finished_apart  # its reduction, without what was changed
@@ -55,10 +56,10 @@ class Handed:
 def reduced(node: Sharded, gradient: Gradient | None, to: PlaceName) -> Sharded:
     """A gradient that was handed out, at the optimizer's place."""
     if gradient is None or not gradient.is_finished_apart:
-        same = node.replace(node.buffers_on_their_way, resolve_place(node.unit, to))
-        return same.arriving(node.settle) if node.is_arriving else same
+        same = node.replace(node.raw_buffers, resolve_place(node.unit, to))
+        return pending(same, node.lazy.wait) if node.lazy is not None else same
     result = node.replace(gradient.final.hand_out(), resolve_place(node.unit, to))
-    return result.arriving(gradient.join) if gradient.is_under_way else result
+    return pending(result, gradient.join) if gradient.is_under_way else result
 
 
 def _was_promised(name: str) -> None:

@@ -375,7 +375,7 @@ class Run:
     def settle(self, unit: LiveUnit) -> None:
         """Wait for a unit's updated parameters."""
         if unit.node is not None:
-            unit.node.settle()
+            _ = unit.node.buffers
 
     def fill(self, memory: Memory | None) -> None:
         """Note that a run of the arena is in use."""
@@ -461,7 +461,7 @@ class Run:
             self.scheduler.order.confirm(self)
             with self.scheduler.lanes.on("gather"):
                 spread.start(self.scheduler.transport)
-            spread.node.settle()
+            _ = spread.node.buffers
         self.spreading = {}
 
     def end(self) -> None:

@@ -23,6 +23,7 @@ from fsharp.stateful.runtime.copies import LiveUnit, stamp
 from fsharp.stateful.runtime.full import leaf_index
 from fsharp.stateful.runtime.handed import Handed, reduced
 from fsharp.stateful.runtime.order import Order
+from fsharp.stateful.runtime.pending import is_pending, pending
 from fsharp.stateful.runtime.plan import Plan
 from fsharp.stateful.runtime.recorder import Recorder
 from fsharp.stateful.runtime.roster import Roster
@@ -306,7 +307,7 @@ class Scheduler(Engine):
             unit = self.roster.add(node)
             if self._run is not None and self._run.scheduled is not None:
                 self._run.scheduled.locate(unit.key, node)
-        if node.is_arriving or unit.node is None:
+        if is_pending(node) or unit.node is None:
             unit.node = node
         return unit
 
@@ -334,7 +335,7 @@ class Scheduler(Engine):
             return False
         sharded, ties = units
         nodes = [sharded] if isinstance(sharded, Sharded) else units_of(sharded)
-        return not any(b.requires_grad for node in (*nodes, *ties) if not node.sinks for b in node.buffers_on_their_way)
+        return not any(b.requires_grad for node in (*nodes, *ties) if not node.sinks for b in node.raw_buffers)
 
     def run_forward(self, fn: Callable[..., Any], units: Any, args: Any, kwargs: Any) -> Any:
         """Enter the units, call the function, leave them."""
@@ -458,7 +459,7 @@ class Scheduler(Engine):
             unit = self.live(old)
             spread = Spread(unit, old, fresh, rank=self.rank, donate=donate, trivial=self.policy.trivial_axes)
             if spread.axes:
-                spread.node.arriving(partial(self._arrive, spread))
+                spread.node = pending(spread.node, partial(self._arrive, spread))
             self.roster.leave(old)
             if not donate:
                 unit.forget()
