@@ -23,6 +23,7 @@ Glossary
     main copy   the parameters in the optimizer's dtype, kept where its state rests.
 """
 
+from fsharp import inspect as inspect
 from fsharp import testing as testing
 from fsharp.functional.agree import agree as agree
 from fsharp.functional.collectives import all_gather_last as all_gather_last

@@ -134,6 +134,7 @@ def looked_at(comm, strategy, **options):
     return scores, values(model), values(undisturbed), model.step.num_recordings
 
 
+@pytest.mark.filterwarnings("ignore:.*frozen parameters such as:UserWarning")
 @pytest.mark.parametrize("precision", [fs.Precision(), MIXED], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("kind", ["plain", "tied", "frozen"])
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "zero3", "hfsdp"])

@@ -98,7 +98,7 @@ def test_gathers_run_on_a_stream_of_their_own(comm):
         state, _ = scheduled(state, batch)
     streams = scheduler.lanes.streams
     assert set(streams) == {"gather", "reduce"}
-    assert len({s.cuda_stream for s in streams.values()} | {torch.cuda.current_stream().cuda_stream}) == 3
+    assert len({s.stream_id for s in streams.values()} | {torch.accelerator.current_stream().stream_id}) == 3
 
 
 def test_the_trace_of_a_gpu_is_by_its_events(comm):

@@ -10,9 +10,9 @@ import torch
 import fsharp as fs
 from examples.gpt import model
 from fsharp.functional.comm import sent_nbytes
-from fsharp.stateful.runtime.copies import LiveUnit
 from fsharp.stateful.runtime.facts import facts_of
-from fsharp.stateful.runtime.gradients import Gradient
+from fsharp.stateful.runtime.gradient import GradientBuffer as Gradient
+from fsharp.stateful.runtime.unit_state import LiveUnit
 from fsharp.stateful.schedule.compile import compile_schedule
 from fsharp.stateful.schedule.program import Event, Program
 from fsharp.stateful.schedule.verify import verify

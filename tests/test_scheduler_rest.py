@@ -11,9 +11,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import fsharp as fs
 from fsharp.functional.comm import Comm
-from fsharp.stateful import copies
-from fsharp.stateful.runtime.rest import window_on
-from fsharp.stateful.transport.base import Blocking, Ticket
+from fsharp.stateful.runtime import unit_state as copies
+from fsharp.stateful.runtime.resting import storage_over as window_on
+from fsharp.stateful.transport.base import Ticket
+from fsharp.stateful.transport.blocking import Blocking
 from fsharp.testing import processes, simulate
 from tests.gpt_like import block, embed, head, logits, loss_fn, make_params
 from tests.scheduling import (
@@ -479,8 +480,8 @@ def test_keep_gradients(strategy, microbatches):
 def blind(monkeypatch):
     """Have all tensors be at one address, and of one version."""
     monkeypatch.setattr(copies, "stamp", lambda node: tuple((1, 0) for _ in node.raw_buffers))
-    for module in ("run", "demand"):
-        monkeypatch.setattr(f"fsharp.stateful.{module}.stamp", copies.stamp)
+    for module in ("scheduler", "executor", "eager", "step"):
+        monkeypatch.setattr(f"fsharp.stateful.runtime.{module}.stamp", copies.stamp)
 
 
 @pytest.mark.parametrize("strategy", ["zero3", "hfsdp", "zero3x2"])

@@ -94,13 +94,17 @@ MISMATCHES = {
         by_rank(lambda c: c.all_reduce(ONE, "dp", op="max"), lambda c: c.all_reduce(ONE, "dp", op="min")),
         ["all_reduce max", "all_reduce min"],
     ),
+    "label": (
+        by_rank(lambda c: c.all_gather(ONE, "dp", label="gather a"), lambda c: c.all_gather(ONE, "dp", label="gather b")),
+        ["rank 0  all_gather along 'dp' of float32[1] for 'gather a'", "float32[1] for 'gather b'"],
+    ),
     "one returns": (
         by_rank(lambda c: c.all_gather(ONE, "dp"), lambda c: None),
-        ["some have returned", "number 0 of rank 0", "rank 1  nothing"],
+        ["rank 1 is gone; all_gather along 'dp' of float32[1], number 0 of rank 0", "rank 1  nothing, it has returned"],
     ),
     "one calls more": (
         by_rank(lambda c: [c.all_gather(ONE, "dp") for _ in range(2)], lambda c: c.all_gather(ONE, "dp")),
-        ["some have returned", "number 1 of rank 0", "rank 1  nothing"],
+        ["rank 1 is gone", "number 1 of rank 0", "rank 1  nothing, it has returned, after all_gather"],
     ),
 }
 
@@ -116,15 +120,22 @@ def test_ranks_that_differ_are_told_apart(name):
         assert text in str(caught.value)
 
 
-def test_ranks_that_wait_for_each_other_time_out():
+@pytest.mark.parametrize("seed", [None, 0, 1])
+def test_ranks_that_wait_for_each_other_are_found_without_waiting(seed):
     def rank_fn(comm):
         # 0 waits for 1, which waits along the other axis, and so on in a circle.
         comm.all_gather(ONE, "oi"[comm.rank in (0, 3)])
 
-    with pytest.raises(fs.CommError, match=r"waited 0\.2 s") as caught:
-        simulate(fs.Mesh({"o": 2, "i": 2}), rank_fn, timeout=0.2)
-    assert "along 'o'" in str(caught.value)
-    assert "along 'i'" in str(caught.value)
+    start = time.monotonic()
+    found = simulate(fs.Mesh({"o": 2, "i": 2}), rank_fn, seed=seed, outcomes=True)
+    assert time.monotonic() - start < 20
+    for error in found:
+        assert isinstance(error, fs.CommError)
+        assert str(error) == (
+            "simulate(): every rank waits, and no call can end.\n"
+            "  rank 0  all_gather along 'i' of float32[1]\n  rank 1  all_gather along 'o' of float32[1]\n"
+            "  rank 2  all_gather along 'o' of float32[1]\n  rank 3  all_gather along 'i' of float32[1]"
+        )
 
 
 def test_a_rank_that_is_late_times_out():

@@ -113,6 +113,43 @@ def test_synchronous_host_issues_nothing_while_it_computes(is_synchronous, start
     assert times(timeline, "gather") == [("a", 0, 1), ("b", start, start + 1)]
 
 
+def test_host_and_collectives_on_one_core_take_as_long_as_one_after_the_other():
+    timeline = simulate(BY_HAND, replace(HARDWARE, synchronous_host=True, contention=1.0))
+    assert times(timeline, "gather") == [("a", 0, 1), ("b", 1, 3)]
+    assert times(timeline, "compute") == [("a", 1, 4), ("b", 4, 6), ("b", 6, 10), ("a", 10.5, 15.5)]
+    assert times(timeline, "reduce") == [("b", 10.5, 12.5), ("a", 16, 17.5)]
+    assert times(timeline, "accumulate") == [("b", 16, 17), ("a", 17.5, 18)]
+    assert (timeline.step_s, timeline.exposed_s) == (14.5 + 4, 1.5)
+
+
+def test_half_a_contention_costs_a_quarter_of_the_speed_while_both_work():
+    timeline = simulate(BY_HAND, replace(HARDWARE, synchronous_host=True, contention=0.5))
+    assert times(timeline, "compute")[0] == ("a", 1, pytest.approx(1 + 4 / 3 + 1))
+    assert times(timeline, "gather")[1] == ("b", 1, pytest.approx(1 + 4 / 3))
+
+
+def test_host_is_busy_with_what_it_begins():
+    timeline = simulate(BY_HAND, replace(HARDWARE, synchronous_host=True, issue=0.75))
+    assert times(timeline, "gather") == [("a", 0, 1), ("b", 1, 2)]
+    assert times(timeline, "compute")[0] == ("a", 1.5, 3.5)
+    assert times(timeline, "reduce")[0] == ("b", 10, 11)
+    assert times(timeline, "compute")[3] == ("a", 10.75, 14.75)
+
+
+def test_what_is_handed_on_is_in_the_way_of_the_next_step():
+    ops = (
+        Op("compute", "a", "forward", 0, 0),
+        Op("wait", "b", "forward", 2, after=(4,)),
+        Op("compute", "b", "forward", 2, 1),
+        Op("update", "", "update", 10),
+        Op("gather", "b", "forward", 10, -1, "gather", A, (3,)),
+    )
+    timeline = simulate(Schedule(TWO, Policy(), ops, 100, 100), replace(HARDWARE, synchronous_host=True, contention=1.0))
+    assert times(timeline, "compute") == [("a", 0, 3), ("b", 3, 5)]
+    assert times(timeline, "gather") == [("b", 5.5, 7.5)]
+    assert (timeline.step_s, timeline.exposed_s) == (5.5, 0)
+
+
 def test_memory_is_live_from_the_start_of_what_fills_it_to_the_end_of_what_frees_it():
     timeline = simulate(BY_HAND, HARDWARE)
     assert timeline.memory == (*((0, 100), (1, 200), (9, 300), (9.5, 200), (13.5, 300), (14, 200), (15.5, 100), (16, 0)),)
@@ -174,10 +211,20 @@ def test_axes_and_units_of_their_own():
     assert times(timeline, "compute") == [("a", 0, 1), ("b", 1, 5)]
 
 
+def test_collectives_with_numbers_of_their_own():
+    hardware = replace(
+        HARDWARE, bandwidth={"dp": 100.0, ("reduce_scatter", "dp"): 50.0}, latency={"dp": 0.0, GATHER[0][:2]: 0.5}
+    )
+    timeline = simulate(BY_HAND, hardware)
+    assert {stop - start for _, start, stop in times(timeline, "gather")} == {1.5}
+    assert {stop - start for _, start, stop in times(timeline, "reduce")} == {2.0}
+
+
 @pytest.mark.parametrize(
     ("change", "error", "match"),
     [
         ({"bandwidth": {"tp": 1.0}}, ScheduleError, "no bandwidth for axis 'dp'"),
+        ({"bandwidth": {("all_gather", "dp"): 1.0}}, ScheduleError, r"(?s)no bandwidth for axis 'dp'.*reduce_scatter"),
         ({"latency": {"tp": 1.0}}, ScheduleError, "no latency for axis 'dp'"),
         ({"compute": {"layers.*": (1.0, 1.0)}}, PatternError, r"'layers\.\*' matches nothing"),
         ({"compute": {"a": (1.0, 1.0)}}, PatternError, "no pattern selects 'b'"),
@@ -195,6 +242,10 @@ def test_what_the_hardware_does_not_say(change, error, match):
         ({"memory_bandwidth": -1.0}, "memory_bandwidth is -1.0"),
         ({"latency": {"dp": -1e-6}}, "latency is {'dp': -1e-06}, expected at least 0"),
         ({"update_s": math.inf}, "update_s is inf"),
+        ({"contention": 1.5, "synchronous_host": True}, "contention is 1.5, expected 0 to 1"),
+        ({"contention": 0.5}, "contention is 0.5, which is for a host that computes: pass synchronous_host=True"),
+        ({"issue": 0.5}, "issue is 0.5, which is for a host that computes"),
+        ({"issue": -0.5, "synchronous_host": True}, "issue is -0.5, expected at least 0"),
     ],
 )
 def test_numbers_out_of_range(change, match):
@@ -245,8 +296,8 @@ hardwares = st.builds(
     latency=st.integers(0, 3).map(float),
     memory_bandwidth=st.sampled_from([10.0, 100.0, math.inf]),
     update_s=st.integers(0, 9).map(float),
-    synchronous_host=st.booleans(),
 )
+hardwares |= st.builds(replace, hardwares, synchronous_host=st.just(True), contention=st.sampled_from([0.0, 0.5, 1.0]))
 
 
 @given(schedules(), hardwares)

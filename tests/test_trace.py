@@ -75,6 +75,25 @@ def test_times_are_medians_over_uses_and_steps():
     assert trace.timeline(BY_HAND, step=1).step_s == 9.0
 
 
+def test_an_update_that_is_recorded_in_parts_is_their_sum_without_waits():
+    """The code between two events and what the plan does at the second are rows of one op."""
+    trace = Trace()
+    for start, seconds in ((0.0, 2.0), (100.0, 4.0), (200.0, 3.0)):
+        trace.begin_step(start)
+        trace.record(16, "update", "", "update", "compute", start + 1, start + 1 + seconds)
+        trace.record(16, "update", "", "update", "compute", start + 1 + seconds, start + 1.25 + seconds)
+        trace.record(15, "wait", "a", "backward", "compute", start + 1.5, start + 2.0)
+        trace.end_step(start + 10 + seconds)
+    assert trace.update_time() == 2.75
+    assert trace.step_time() == 13.0
+
+
+def test_a_step_without_an_update_has_no_time_for_it():
+    trace = Trace()
+    trace.record(3, "compute", "a", "forward", "compute", 0.0, 1.0)
+    assert trace.update_time() == 0.0
+
+
 def test_ops_without_a_measurement_take_no_time():
     trace = Trace()
     for span in simulate(BY_HAND, HARDWARE).spans:

@@ -23,8 +23,9 @@ ReduceOp = Literal["sum", "max", "min"]
 class Comm(Protocol):
     """The view that one rank has of a mesh.
 
-    Every rank of a group along an axis has to call the same collectives in the same order, with equal shapes and
-    dtypes. Along an axis of size 1 callers skip the call.
+    Every rank of a group along an axis has to call the same collectives in the same order, with equal shapes, dtypes and
+    labels: a label says what a call is for, and ranks whose labels differ get an error instead of each other's data. Along an
+    axis of size 1 callers skip the call.
     """
 
     @property
@@ -39,13 +40,13 @@ class Comm(Protocol):
     def device(self) -> torch.device:
         """Where tensors of this library's own, such as losses to sum, have to be for a collective."""
 
-    def all_gather(self, x: torch.Tensor, axis: str) -> torch.Tensor:
+    def all_gather(self, x: torch.Tensor, axis: str, *, label: str = "") -> torch.Tensor:
         """``[n, *x.shape]``: every rank's ``x`` in order of coordinate. Any dtype; bits are kept."""
 
-    def reduce_scatter(self, x: torch.Tensor, axis: str, *, dtype: torch.dtype | None = None) -> torch.Tensor:
+    def reduce_scatter(self, x: torch.Tensor, axis: str, *, dtype: torch.dtype | None = None, label: str = "") -> torch.Tensor:
         """From ``x`` of shape ``[n, *s]`` the sum over ranks of ``x[own coordinate]``, shape ``s``, in ``dtype``."""
 
-    def all_reduce(self, x: torch.Tensor, axis: str, *, op: ReduceOp = "sum") -> torch.Tensor:
+    def all_reduce(self, x: torch.Tensor, axis: str, *, op: ReduceOp = "sum", label: str = "") -> torch.Tensor:
         """The sum, maximum or minimum over ranks of ``x``, elementwise; the same bits on every rank."""
 
 
@@ -64,9 +65,7 @@ class Engine(ABC):
         """:func:`~fsharp.forward` of a function on ``(units, ties)``."""
 
     @abstractmethod
-    def run_value_and_grad(
-        self, loss_fn: Callable[..., Any], params: Any, parts: list[Any], *, averaged: bool = False
-    ) -> tuple[Any, Any]:
+    def run_value_and_grad(self, loss_fn: Callable[..., Any], params: Any, parts: list[Any]) -> tuple[Any, Any]:
         """:func:`~fsharp.value_and_grad` over the parts of a batch."""
 
     @abstractmethod
@@ -94,17 +93,17 @@ class SingleComm:
             raise MeshError(f"SingleComm(): {mesh} has {mesh.size} ranks; use connect(mesh) in each of {mesh.size} processes.")
         self.mesh, self.rank, self.device = mesh, 0, torch.device(device)
 
-    def all_gather(self, x: torch.Tensor, axis: str) -> torch.Tensor:
+    def all_gather(self, x: torch.Tensor, axis: str, *, label: str = "") -> torch.Tensor:
         """``x`` with a leading dim of size 1."""
         self.mesh.index(axis)
         return x.unsqueeze(0)
 
-    def reduce_scatter(self, x: torch.Tensor, axis: str, *, dtype: torch.dtype | None = None) -> torch.Tensor:
+    def reduce_scatter(self, x: torch.Tensor, axis: str, *, dtype: torch.dtype | None = None, label: str = "") -> torch.Tensor:
         """``x[0]`` in ``dtype``."""
         self.mesh.index(axis)
         return x[0].to(dtype or x.dtype)
 
-    def all_reduce(self, x: torch.Tensor, axis: str, *, op: ReduceOp = "sum") -> torch.Tensor:
+    def all_reduce(self, x: torch.Tensor, axis: str, *, op: ReduceOp = "sum", label: str = "") -> torch.Tensor:
         """``x``."""
         self.mesh.index(axis)
         return x
@@ -169,20 +168,20 @@ class CountingComm:
         """Bytes sent so far."""
         return sum(call.nbytes * count for call, count in self.calls.items())
 
-    def all_gather(self, x: torch.Tensor, axis: str) -> torch.Tensor:
+    def all_gather(self, x: torch.Tensor, axis: str, *, label: str = "") -> torch.Tensor:
         """Counted, then passed on."""
         self.count("all_gather", axis, x.numel() * x.dtype.itemsize)
-        return self.inner.all_gather(x, axis)
+        return self.inner.all_gather(x, axis, label=label)
 
-    def reduce_scatter(self, x: torch.Tensor, axis: str, *, dtype: torch.dtype | None = None) -> torch.Tensor:
+    def reduce_scatter(self, x: torch.Tensor, axis: str, *, dtype: torch.dtype | None = None, label: str = "") -> torch.Tensor:
         """Counted, then passed on."""
         self.count("reduce_scatter", axis, x[0].numel() * x.dtype.itemsize)
-        return self.inner.reduce_scatter(x, axis, dtype=dtype)
+        return self.inner.reduce_scatter(x, axis, dtype=dtype, label=label)
 
-    def all_reduce(self, x: torch.Tensor, axis: str, *, op: ReduceOp = "sum") -> torch.Tensor:
+    def all_reduce(self, x: torch.Tensor, axis: str, *, op: ReduceOp = "sum", label: str = "") -> torch.Tensor:
         """Counted, then passed on."""
         self.count("all_reduce", axis, -(-x.numel() // self.mesh.axis_size(axis)) * x.dtype.itemsize)
-        return self.inner.all_reduce(x, axis, op=op)
+        return self.inner.all_reduce(x, axis, op=op, label=label)
 
     def count(self, op: str, axis: str, nbytes: int) -> None:
         """Note a collective; ``nbytes`` as in :func:`sent_nbytes`. Several threads may."""

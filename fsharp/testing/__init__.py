@@ -3,4 +3,7 @@
 from fsharp.testing.equivalence import Tolerance as Tolerance
 from fsharp.testing.equivalence import assert_equivalent as assert_equivalent
 from fsharp.testing.processes import processes as processes
+from fsharp.testing.races import RaceError as RaceError
+from fsharp.testing.races import RaceReport as RaceReport
+from fsharp.testing.races import check_races as check_races
 from fsharp.testing.simulate import simulate as simulate

@@ -1,9 +1,23 @@
-"""simulate: run a function as every rank of a mesh, in the threads of one process."""
+"""simulate: run a function as every rank of a mesh, in the threads of one process.
 
+[Note: turns]
+With a seed one rank runs at a time: it has *the turn*. It hands the turn on at each collective, at :meth:`ThreadComm.pause`,
+and when it ends; the seed decides to which of the ranks that can go on. So a run is a function of the seed, and a run that
+fails can be had again.
+
+[Note: how a rank ends]
+A rank *returns*, *raises*, *dies* or *stalls*. A rank that has ended takes part in nothing: whoever needs it in a collective
+gets a CommError in its own thread. If every living rank waits and nothing can complete, all of them get one, at once. A rank
+that dies or stalls leaves its function where it is, as a killed process does: nothing of it runs while others do.
+"""
+
+import random
 import threading
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, NoReturn, TypeVar, overload
 
 import torch
 from torch._functorch import eager_transforms
@@ -14,9 +28,19 @@ from fsharp.functional.errors import CommError, problem
 from fsharp.functional.mesh import Mesh
 
 R = TypeVar("R")
+_SHOWN = 16
+"""Ranks whose whereabouts an error tells."""
 
 
-def simulate(mesh: Mesh, fn: Callable[["ThreadComm"], R], *, timeout: float = 60.0) -> list[R]:
+@overload
+def simulate(mesh: Mesh, fn: Callable[["ThreadComm"], R], *, seed: int | None = None, timeout: float = 60.0) -> list[R]: ...
+@overload
+def simulate(
+    mesh: Mesh, fn: Callable[["ThreadComm"], R], *, seed: int | None = None, timeout: float = 60.0, outcomes: Literal[True]
+) -> "list[R | BaseException]": ...
+def simulate(
+    mesh: Mesh, fn: Callable[["ThreadComm"], Any], *, seed: int | None = None, timeout: float = 60.0, outcomes: bool = False
+) -> list[Any]:
     """``[fn(comm) for every rank of mesh]``, all ranks running at once and meeting in collectives.
 
     Sums are taken in order of rank, as process groups on CPUs take them: a simulated run has the bits of a real one.
@@ -29,38 +53,46 @@ def simulate(mesh: Mesh, fn: Callable[["ThreadComm"], R], *, timeout: float = 60
         mesh: the ranks.
         fn: what each rank does. Torch's global random generator is shared by all ranks, which disturb each other's: pass a
             generator of your own to functions that draw numbers, as an argument, so that ``forward`` can replay it.
-        timeout: seconds a rank waits in a collective for the others.
+        seed: run one rank at a time, and decide by this seed which one goes on at each collective and each
+            :meth:`ThreadComm.pause`: the same seed gives the same order. None runs all of them at once.
+        timeout: seconds a rank waits for the others. Ranks that wait for each other are found without waiting.
+        outcomes: return what each rank raised in place of its result, instead of raising the first of these.
 
     Returns:
-        Results in order of rank.
+        Results in order of rank. With ``outcomes``, exceptions among them; a :class:`Killed` for a rank that died or stalled.
 
     Raises:
-        CommError: ranks that called different collectives, with what each called; or a rank that returned while others
-            waited for it.
-        Exception: what the first rank to fail raised; the others are stopped.
+        CommError: ranks that called different collectives, with what each called; or a rank that waits for one that has
+            ended, or for nothing that can come. Without ``outcomes`` also a rank that died, if nobody noticed.
+        Exception: what the first rank to fail raised. The others hear of it when they need that rank.
     """
-    world = _World(mesh, timeout)
-    results: list[Any] = [None] * mesh.size
+    world = _World(mesh, timeout, seed)
     # A thread starts with gradients enabled, whatever the caller's mode.
     grad = torch.is_grad_enabled()
 
     def run(rank: int) -> None:
         try:
+            world.start(rank)
             with torch.set_grad_enabled(grad):
-                results[rank] = fn(ThreadComm(world, rank))
-            world.leave(rank)
+                result = fn(ThreadComm(world, rank))
+            world.end(rank, "has returned", result)
         except BaseException as error:
-            world.fail(rank, error)
+            error.add_note(f"raised by rank {rank} of {mesh} in simulate()")
+            world.end(rank, f"has failed with {_first_line(error)}", error)
 
     threads = [threading.Thread(target=run, args=(rank,), name=f"rank {rank}", daemon=True) for rank in range(mesh.size)]
     with _one_forward_ad_level():
         for thread in threads:
             thread.start()
-        for thread in threads:
-            thread.join()
-    if world.error is not None:
-        raise world.error
-    return results
+        world.wait_for_all()
+        for rank, thread in enumerate(threads):
+            if world.has_result(rank):
+                thread.join()
+    if outcomes:
+        return world.results
+    if world.errors:
+        raise next((error for error in world.errors if not isinstance(error, Killed)), CommError(str(world.errors[0])))
+    return world.results
 
 
 @contextmanager
@@ -81,111 +113,298 @@ def _one_forward_ad_level() -> Iterator[None]:
             eager_transforms.JVP_NESTING -= 1
 
 
+class Killed(BaseException):
+    """Ends the thread of a rank that called :meth:`ThreadComm.die` or :meth:`ThreadComm.stall`, once the others have ended.
+
+    No ``Exception``, so that nothing that handles errors takes it for one.
+    """
+
+
 class ThreadComm:
-    """The Comm that :func:`simulate` passes to each rank."""
+    """The Comm that :func:`simulate` passes to each rank.
+
+    Each collective takes ``label``, what the call is for. Ranks that meet in a collective have to agree in it, as in
+    operation, axis, shape and dtype; if they differ each of them gets an error, and no data.
+    """
 
     def __init__(self, world: "_World", rank: int) -> None:
         self._world, self.rank = world, rank
         self.mesh, self.device = world.mesh, torch.device("cpu")
 
-    def all_gather(self, x: torch.Tensor, axis: str) -> torch.Tensor:
+    def all_gather(self, x: torch.Tensor, axis: str, *, label: str = "") -> torch.Tensor:
         """``[n, *x.shape]`` in order of coordinate."""
-        return torch.stack(self._meet("all_gather", axis, x))
+        return torch.stack(self._meet("all_gather", axis, x, label))
 
-    def reduce_scatter(self, x: torch.Tensor, axis: str, *, dtype: torch.dtype | None = None) -> torch.Tensor:
+    def reduce_scatter(self, x: torch.Tensor, axis: str, *, dtype: torch.dtype | None = None, label: str = "") -> torch.Tensor:
         """The sum over ranks, in their order, of ``x[own coordinate]``."""
         mine = self.mesh.coord(axis, self.rank)
-        parts = [other[mine] for other in self._meet("reduce_scatter", axis, x)]
+        parts = [other[mine] for other in self._meet("reduce_scatter", axis, x, label)]
         return sum_in_rank_order(torch.stack(parts), dtype or x.dtype)
 
-    def all_reduce(self, x: torch.Tensor, axis: str, *, op: ReduceOp = "sum") -> torch.Tensor:
+    def all_reduce(self, x: torch.Tensor, axis: str, *, op: ReduceOp = "sum", label: str = "") -> torch.Tensor:
         """The sum over ranks in their order, the maximum or the minimum."""
-        parts = torch.stack(self._meet(f"all_reduce {op}", axis, x))
+        parts = torch.stack(self._meet(f"all_reduce {op}", axis, x, label))
         return {"sum": lambda: sum_in_rank_order(parts, x.dtype), "max": lambda: parts.amax(0), "min": lambda: parts.amin(0)}[
             op
         ]()
 
-    def _meet(self, op: str, axis: str, x: torch.Tensor) -> list[torch.Tensor]:
+    def pause(self) -> None:
+        """Let others go on first, if the seed says so. Without a seed it does nothing."""
+        self._world.pause(self.rank)
+
+    def die(self) -> NoReturn:
+        """End as a process does that is killed. Others hear of it when they need this rank.
+
+        Raises:
+            Killed: when all others have ended.
+        """
+        self._world.kill(self.rank, "has died")
+
+    def stall(self) -> NoReturn:
+        """Never come back, as a process that is stopped. Others that need this rank hear of it when they have waited enough.
+
+        With a seed no time passes: that is when nobody else can go on.
+
+        Raises:
+            Killed: when all others have ended.
+        """
+        self._world.kill(self.rank, "has stalled")
+
+    def _meet(self, op: str, axis: str, x: torch.Tensor, label: str) -> list[torch.Tensor]:
         group = self.mesh.group(axis, self.rank)
         # A copy: a rank whose call has returned may overwrite x while others still read it.
-        return self._world.meet(self.rank, group, (op, axis, tuple(x.shape), x.dtype), x.detach().clone())
+        return self._world.meet(self.rank, group, Words(op, axis, tuple(x.shape), x.dtype, label), x.detach().clone())
 
     def __repr__(self) -> str:
         return f"ThreadComm({self.mesh}, rank={self.rank})"
 
 
-class _Stopped(Exception):
-    """Ends the threads of other ranks once one has failed."""
+class Words(NamedTuple):
+    """What a rank says of its call; what ranks that meet have to agree in."""
+
+    op: str
+    axis: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    label: str
+
+    def __str__(self) -> str:
+        text = f"{self.op} along {self.axis!r} of {str(self.dtype).removeprefix('torch.')}{list(self.shape)}"
+        return f"{text} for {self.label!r}" if self.label else text
+
+
+@dataclass
+class _Call:
+    """A call of a rank: undecided until it has parts, all ranks' tensors, or an error's text."""
+
+    group: tuple[int, ...]
+    words: Words
+    number: int
+    x: torch.Tensor
+    parts: list[torch.Tensor] | None = None
+    error: str | None = None
+
+    @property
+    def is_decided(self) -> bool:
+        return self.parts is not None or self.error is not None
+
+
+@dataclass
+class _Rank:
+    """Where a rank is.
+
+    Attributes:
+        call: what it waits in.
+        ended: how it ended; None while it lives.
+        has_result: its thread is done with.
+        num_calls: collectives so far.
+        last: what the last one was.
+    """
+
+    call: _Call | None = None
+    ended: str | None = None
+    has_result: bool = False
+    num_calls: int = 0
+    last: Words | None = None
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether it can go on only if others do something."""
+        return self.call is not None and not self.call.is_decided
+
+    def __str__(self) -> str:
+        after = f", after {self.last}" if self.last is not None else ""
+        if self.ended is not None:
+            return f"nothing, it {self.ended}{after}"
+        return str(self.call.words) if self.call is not None else f"nothing yet, it computes{after}"
 
 
 class _World:
-    """Where ranks meet: each posts what it calls and its tensor, and waits until its group has."""
+    """Where ranks meet: each says what it calls, and waits until its group has."""
 
-    def __init__(self, mesh: Mesh, timeout: float) -> None:
+    def __init__(self, mesh: Mesh, timeout: float, seed: int | None) -> None:
         self.mesh, self.timeout = mesh, timeout
-        self.error: BaseException | None = None
+        self.results: list[Any] = [None] * mesh.size
+        self.errors: list[BaseException] = []
+        self._random = None if seed is None else random.Random(seed)
+        self._ranks = [_Rank() for _ in range(mesh.size)]
         self._changed = threading.Condition()
-        self._posted: dict[int, tuple[tuple[int, ...], Any, torch.Tensor]] = {}
-        self._count = [0] * mesh.size
-        self._left: dict[tuple[tuple[int, ...], int], tuple[list[torch.Tensor], int]] = {}
-        self._gone: set[int] = set()
+        self._last_change = time.monotonic()
+        self._is_over = False
+        self._turn: int | None = None
+        if self._random is not None:
+            self._turn = self._random.randrange(mesh.size)
 
-    def meet(self, rank: int, group: tuple[int, ...], call: Any, x: torch.Tensor) -> list[torch.Tensor]:
+    # ------------------------------------------------------------ what ranks call
+
+    def start(self, rank: int) -> None:
         with self._changed:
-            self._posted[rank] = (group, call, x)
-            number = self._count[rank]
-            self._count[rank] += 1
-            posted = [self._posted.get(r) for r in group]
-            if all(p is not None and p[0] == group for p in posted):
-                calls = {r: self._posted[r][1] for r in group}
-                if len(set(calls.values())) > 1:
-                    self._stop(_mismatch(calls))
-                parts = [self._posted.pop(r)[2] for r in group]
-                for r in group:
-                    self._left[(group, r)] = (parts, 0)
-                self._changed.notify_all()
-            else:
-                self._changed.notify_all()
-            done = self._changed.wait_for(lambda: (group, rank) in self._left or self._stuck(group), self.timeout)
-            if (group, rank) in self._left:
-                return self._left.pop((group, rank))[0]
-            if self.error is not None:
-                raise _Stopped
-            waiting = {r: self._posted[r][1] if r in self._posted else "nothing" for r in group}
-            reason = "some have returned" if done else f"waited {self.timeout:g} s"
-            self._stop(_mismatch(waiting, f"; {reason}, number {number} of rank {rank}"))
-            raise AssertionError
+            self._await_turn(rank)
 
-    def _stuck(self, group: tuple[int, ...]) -> bool:
-        return self.error is not None or any(r in self._gone and r not in self._posted for r in group)
+    def pause(self, rank: int) -> None:
+        with self._changed:
+            self._refuse_ended(rank)
+            if self._turn == rank:
+                self._pass_turn()
+                self._await_turn(rank)
 
-    def _stop(self, error: CommError) -> None:
-        if self.error is None:
-            self.error = error
+    def meet(self, rank: int, group: tuple[int, ...], words: Words, x: torch.Tensor) -> list[torch.Tensor]:
+        with self._changed:
+            self._refuse_ended(rank)
+            me = self._ranks[rank]
+            call = me.call = _Call(group, words, me.num_calls, x)
+            me.num_calls += 1
+            self._settle()
+            if self._turn == rank:
+                self._pass_turn()
+            if not self._changed.wait_for(lambda: call.is_decided, self.timeout):
+                late = [r for r in group if (other := self._ranks[r].call) is None or other.group != group]
+                call.error = self._text(
+                    rank, f"waited {self.timeout:g} s, number {call.number} of rank {rank}, for {_names(late)}."
+                )
+            self._await_turn(rank)
+            me.call, me.last = None, words
+            if call.error is not None:
+                raise CommError(call.error)
+            assert call.parts is not None
+            return call.parts
+
+    def kill(self, rank: int, how: str) -> NoReturn:
+        with self._changed:
+            self._refuse_ended(rank)
+            self._leave(rank, how)
+            self._changed.wait_for(lambda: self._is_over)
+            raise Killed(f"simulate(): rank {rank} {how}")
+
+    def end(self, rank: int, how: str, result: Any) -> None:
+        with self._changed:
+            me = self._ranks[rank]
+            if me.ended is None:
+                self._leave(rank, how)
+            if isinstance(result, BaseException):
+                self.errors.append(result)
+            self.results[rank], me.has_result = result, True
+            self._changed.notify_all()
+
+    # ------------------------------------------------------------ what the caller of simulate() does
+
+    def wait_for_all(self) -> None:
+        """Until every rank has ended, or none has given a sign of life for long: those that wait have had their errors then."""
+        with self._changed:
+            while not all(rank.ended for rank in self._ranks):
+                left = self._last_change + 2 * self.timeout - time.monotonic()
+                if left <= 0:
+                    break
+                self._changed.wait(left)
+            self._is_over = True
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: all(rank.has_result for rank in self._ranks if rank.ended), self.timeout)
+            for number, rank in enumerate(self._ranks):
+                if not rank.has_result:
+                    text = self._text(number, f"rank {number} has not come to an end in {2 * self.timeout:g} s.")
+                    self.results[number] = CommError(text)
+                    self.errors.append(self.results[number])
+
+    def has_result(self, rank: int) -> bool:
+        """Whether the rank's thread is done, or about to be."""
+        return self._ranks[rank].has_result
+
+    # ------------------------------------------------------------ under the lock
+
+    def _refuse_ended(self, rank: int) -> None:
+        if self._ranks[rank].ended is not None:  # a handler of a killed rank's, or a thread that it has left behind
+            raise Killed(f"simulate(): rank {rank} {self._ranks[rank].ended}, and takes part in nothing more")
+
+    def _leave(self, rank: int, how: str) -> None:
+        self._ranks[rank].ended = how
+        self._settle()
+        if self._turn == rank:
+            self._pass_turn()
+
+    def _pass_turn(self) -> None:
+        able = [r for r, rank in enumerate(self._ranks) if rank.ended is None and not rank.is_waiting]
+        assert self._random is not None
+        self._turn = self._random.choice(able) if able else None
         self._changed.notify_all()
-        raise error
 
-    def leave(self, rank: int) -> None:
-        with self._changed:
-            self._gone.add(rank)
-            self._changed.notify_all()
+    def _await_turn(self, rank: int) -> None:
+        if self._random is None or self._changed.wait_for(lambda: self._turn == rank, self.timeout):
+            return
+        raise CommError(
+            self._text(rank, f"rank {self._turn} has had the turn for {self.timeout:g} s; rank {rank} waits for it.")
+        )
 
-    def fail(self, rank: int, error: BaseException) -> None:
-        with self._changed:
-            if self.error is None and not isinstance(error, _Stopped):
-                error.add_note(f"raised by rank {rank} of {self.mesh} in simulate()")
-                self.error = error
-            self._gone.add(rank)
-            self._changed.notify_all()
+    def _settle(self) -> None:
+        """Decide every call that can be decided."""
+        self._last_change = time.monotonic()
+        for number, rank in enumerate(self._ranks):
+            if rank.is_waiting:
+                assert rank.call is not None
+                self._settle_group(number, rank.call)
+        living = [rank for rank in self._ranks if rank.ended is None]
+        if living and all(rank.is_waiting for rank in living):
+            # With a seed no time passes. Without one, a rank that has stalled is waited for as long as a real one.
+            stalled = [r for r, rank in enumerate(self._ranks) if rank.ended == "has stalled"]
+            if not stalled or self._random is not None:
+                what = f"{_names(stalled)} did not come" if stalled else "every rank waits, and no call can end"
+                text = self._text(None, f"{what}.")
+                for rank in living:
+                    assert rank.call is not None
+                    rank.call.error = text
+        self._changed.notify_all()
+
+    def _settle_group(self, rank: int, call: _Call) -> None:
+        members = [self._ranks[r] for r in call.group]
+        gone = [r for r in call.group if self._ranks[r].ended not in (None, "has stalled")]
+        if gone:
+            what = f"{_names(gone)} {'are' if len(gone) > 1 else 'is'} gone; {call.words}, number {call.number} of rank {rank}"
+            call.error = self._text(rank, f"{what}, cannot end.")
+            return
+        calls = [m.call for m in members if m.call is not None and m.is_waiting and m.call.group == call.group]
+        if len(calls) < len(members):
+            return
+        if len({each.words for each in calls}) > 1:
+            rows = [(f"rank {r}", each.words) for r, each in zip(call.group, calls, strict=True)]
+            text = problem("simulate()", "ranks called different collectives.", rows)
+            for each in calls:
+                each.error = text
+            return
+        parts = [each.x for each in calls]
+        for each in calls:
+            each.parts = parts
+
+    def _text(self, rank: int | None, what: str) -> str:
+        """An error, with where every rank is; of many, those that are in the call of ``rank``."""
+        shown: Sequence[int] = range(self.mesh.size)
+        if self.mesh.size > _SHOWN:
+            call = None if rank is None else self._ranks[rank].call
+            shown = list(shown if call is None else call.group)[:_SHOWN]
+        return problem("simulate()", what, [(f"rank {r}", self._ranks[r]) for r in shown])
 
 
-def _mismatch(calls: dict[int, Any], more: str = "") -> CommError:
-    rows = [(f"rank {rank}", _show(call)) for rank, call in calls.items()]
-    return CommError(problem("simulate()", f"ranks called different collectives{more}.", rows))
+def _names(ranks: Sequence[int]) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
 
 
-def _show(call: Any) -> str:
-    if isinstance(call, str):
-        return call
-    op, axis, shape, dtype = call
-    return f"{op} along {axis!r} of {str(dtype).removeprefix('torch.')}{list(shape)}"
+def _first_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"

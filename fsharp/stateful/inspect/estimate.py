@@ -6,6 +6,9 @@ ahead of the device, as it does with CUDA; a synchronous one does all but collec
 collective begins no sooner than it is issued. Steps follow each other: one begins when the one before has finished, save
 for what it hands on, as gathers at its end, and the result is the step that comes out again and again.
 
+On a synchronous host, threads that send and add may want the cores that compute (``contention``): while both work, both are
+slower; while the host waits, collectives have the cores to themselves.
+
 It does not know that collectives of two streams share a link: each has the whole bandwidth. A unit's own time is spent
 when it is entered, in front of the units nested in it.
 """
@@ -13,17 +16,22 @@ when it is entered, in front of the units nested in it.
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from fsharp.functional.comm import Call
 from fsharp.functional.errors import ScheduleError, problem
 from fsharp.functional.paths import assign
-from fsharp.stateful.inspect.timeline import COLLECTIVES, Span, Timeline, is_joined
+from fsharp.stateful.inspect.calibrate import Link, calibrate
+from fsharp.stateful.inspect.timeline import COLLECTIVES, Interval, Span, Timeline, issues
+from fsharp.stateful.inspect.trace import Trace
+from fsharp.stateful.schedule.program import UnitFacts
 from fsharp.stateful.schedule.schedule import Op, Schedule, Stream, calls_of
 
 _MAX_STEPS = 16
 
-PerAxis = float | Mapping[str, float]
-"""One number, or one for each mesh axis."""
+PerLink = float | Mapping[str | Link, float]
+"""One number; or one for each mesh axis, such as ``{"dp": x}``; or one for a collective along it, such as
+``{("reduce_scatter", "dp"): x}``, which counts before that of the axis."""
 ComputeTimes = tuple[float, float] | Mapping[str, tuple[float, float]] | Callable[[str], tuple[float, float]]
 """Seconds of a unit's forward and of its backward: for all units, by key-path pattern, or as a function of the name."""
 
@@ -35,34 +43,87 @@ class Hardware:
     Args:
         compute: seconds of ``(forward, backward)`` of each unit, without units nested in it, such as
             ``{"**": (1e-3, 2e-3), "head": (4e-3, 8e-3)}``, the last pattern that selects a unit winning. Measured ones
-            come from :meth:`~fsharp.stateful.trace.Trace.compute_times`; an estimate for a unit of ``n`` parameters
+            come from :meth:`Trace.compute_times` or :meth:`fit`; an estimate for a unit of ``n`` parameters
             that meets ``t`` tokens on a device of ``f`` FLOP/s is ``(2 * n * t / f, 4 * n * t / f)``.
-        bandwidth: bytes per second that a rank sends along an axis.
-        latency: seconds that each collective along an axis takes beside sending.
+        bandwidth: bytes per second that a rank sends: one number, or by axis, or by ``(collective, axis)``.
+        latency: seconds that each collective takes beside sending: likewise.
         memory_bandwidth: bytes of gradients per second that are cast, or added to those at rest; also of gathers that
             only copy.
         update_s: seconds of the optimizer step.
         synchronous_host: the host does the work itself, as on CPUs, instead of queueing it on streams.
+        contention: how much a synchronous host and its collectives are in each other's way, from 0 to 1. While both work,
+            each has ``1 - contention / 2`` of its speed: 0 where they have cores of their own, 1 where they share one.
+        issue: seconds that a synchronous host is busy beginning a collective, as a part of those that the collective takes:
+            it copies what it has itself.
 
     Raises:
         ScheduleError: a number out of range.
     """
 
     compute: ComputeTimes
-    bandwidth: PerAxis
-    latency: PerAxis = 0.0
+    bandwidth: PerLink
+    latency: PerLink = 0.0
     memory_bandwidth: float = math.inf
     update_s: float = 0.0
     synchronous_host: bool = False
+    contention: float = 0.0
+    issue: float = 0.0
 
     def __post_init__(self) -> None:
-        for name in ("bandwidth", "latency", "memory_bandwidth", "update_s"):
+        for name in ("bandwidth", "latency", "memory_bandwidth", "update_s", "issue"):
             value = getattr(self, name)
             is_rate = name.endswith("bandwidth")
             for number in value.values() if isinstance(value, Mapping) else (value,):
                 if not (number > 0 if is_rate else 0 <= number < math.inf):
                     expected = "more than 0" if is_rate else "at least 0 and finite"
                     raise ScheduleError(f"Hardware(): {name} is {value!r}, expected {expected}.")
+        if not 0 <= self.contention <= 1:
+            raise ScheduleError(f"Hardware(): contention is {self.contention!r}, expected 0 to 1.")
+        for name in ("contention", "issue"):
+            if getattr(self, name) and not self.synchronous_host:
+                raise ScheduleError(
+                    f"Hardware(): {name} is {getattr(self, name)!r}, which is for a host that computes: "
+                    "pass synchronous_host=True."
+                )
+
+    @classmethod
+    def fit(cls, trace: Trace, schedule: Schedule, *, synchronous_host: bool = False, contention: float = 0.0) -> "Hardware":
+        """The machine on which a schedule took as long as a trace says.
+
+        Latency and bandwidth of each ``(collective, axis)`` are a least-squares fit of seconds against bytes sent: first the
+        median over steps of each collective, then that of all that send the same, then the fit, in which errors count
+        relative to what was measured. A collective's seconds begin when the one before it on its stream has ended. Axes
+        whose bytes grow in one proportion cannot be told apart and get one number. What compute, casts, optimizer step and
+        collectives take is what they would take alone: of a stretch in which two were in each other's way
+        ``1 - contention / 2`` counts.
+
+        The times of compute are those of these units. For another model replace them, by times that
+        :meth:`Trace.compute_times` gives for it without communication (one process), or by an estimate; likewise
+        ``update_s``: ``dataclasses.replace(hardware, compute=..., update_s=...)``.
+
+        Args:
+            trace: of one whole step or more, on one rank.
+            schedule: what ran.
+            synchronous_host: as of the machine: True for traces of CPUs.
+            contention: as of the machine, on a synchronous host: 1 where there is a core for each rank and no more.
+
+        Raises:
+            ScheduleError: the trace lacks a kind of op that the schedule has, or is of another schedule; or all collectives
+                of a kind send the same, which leaves latency and bandwidth undetermined.
+
+        Cost: a few passes over the trace.
+        """
+        found = calibrate(trace, schedule, speed=1 - contention / 2 if synchronous_host else 1.0)
+        return cls(
+            compute=found.compute,
+            latency={link: latency for link, (latency, _) in found.links.items()} or 0.0,
+            bandwidth={link: bandwidth for link, (_, bandwidth) in found.links.items()} or math.inf,
+            memory_bandwidth=found.memory_bandwidth,
+            update_s=found.update_s,
+            synchronous_host=synchronous_host,
+            contention=contention,
+            issue=found.issue if synchronous_host else 0.0,
+        )
 
     def collective_s(self, calls: Iterable[Call]) -> float:
         """Seconds that collectives take one after the other; those of one kind along one axis are sent as one.
@@ -74,19 +135,24 @@ class Hardware:
         sent: dict[tuple[str, str], int] = {}
         for call in calls:
             sent[call.op, call.axis] = sent.get((call.op, call.axis), 0) + call.nbytes
-        rates = {axis: (_of(self.latency, axis, "latency"), _of(self.bandwidth, axis, "bandwidth")) for _, axis in sent}
-        return sum(rates[axis][0] + nbytes / rates[axis][1] for (_, axis), nbytes in sent.items())
+        return sum(
+            _of(self.latency, link, "latency") + nbytes / _of(self.bandwidth, link, "bandwidth")
+            for link, nbytes in sent.items()
+        )
 
 
-def _of(value: PerAxis, axis: str, name: str) -> float:
+def _of(value: PerLink, link: Link, name: str) -> float:
     if not isinstance(value, Mapping):
         return value
+    if link in value:
+        return value[link]
+    axis = link[1]
     if axis not in value:
         raise ScheduleError(
             problem(
                 "simulate()",
                 f"the hardware has no {name} for axis {axis!r}.",
-                [("given for", ", ".join(value) or "no axis")],
+                [("given for", ", ".join(map(str, value)) or "no axis"), ("wanted by", link[0])],
                 f"Add it, or pass one {name} for all axes.",
             )
         )
@@ -106,10 +172,11 @@ def simulate(schedule: Schedule, hardware: Hardware) -> Timeline:
         if any(not 0 <= j < len(schedule.ops) for j in op.after):
             raise ScheduleError(f"simulate(): op {i}, {op}, waits for {op.after}, and there are {len(schedule.ops)} ops.")
     simulation = _Simulation(schedule, hardware)
-    carried: dict[int, float] = {}
+    carried: dict[int, Interval] = {}
     for _ in range(_MAX_STEPS):
         timeline, handed_on = simulation.step(carried)
-        if all(math.isclose(handed_on[j], carried.get(j, 0.0), abs_tol=1e-12 * timeline.step_s) for j in handed_on):
+        nothing = 0.0, 0.0
+        if all(math.isclose(handed_on[j][1], carried.get(j, nothing)[1], abs_tol=1e-12 * timeline.step_s) for j in handed_on):
             break
         carried = handed_on
     return timeline
@@ -120,10 +187,12 @@ class _Simulation:
 
     def __init__(self, schedule: Schedule, hardware: Hardware) -> None:
         self.ops, self.schedule = schedule.ops, schedule
-        self.is_synchronous = hardware.synchronous_host
+        self.is_synchronous, self.speed = hardware.synchronous_host, 1 - hardware.contention / 2
+        self.issue = hardware.issue
         entered = list(dict.fromkeys(op.unit for op in self.ops if op.kind == "compute"))
         times = assign("Hardware.compute", hardware.compute, entered) if entered else {}
-        self.issues = [(run, _seconds(run, schedule, hardware, times)) for run in _issues(self.ops)]
+        facts = {unit.name: unit for unit in schedule.program.units}
+        self.issues = [(run, _seconds([self.ops[i] for i in run], facts, hardware, times)) for run in issues(self.ops)]
         self.handed_on = sorted({j for i, op in enumerate(self.ops) for j in op.after if j >= i})
 
     def queue(self, op: Op) -> str:
@@ -132,63 +201,93 @@ class _Simulation:
             return "compute"
         return "gather" if self.schedule.policy.one_stream else op.stream
 
-    def step(self, carried: Mapping[int, float]) -> tuple[Timeline, dict[int, float]]:
-        """One step, and when what it hands on is finished, counted from its end.
+    def step(self, carried: Mapping[int, Interval]) -> tuple[Timeline, dict[int, Interval]]:
+        """One step, and when what it hands on begins and ends, counted from its end.
 
         Args:
             carried: the latter, of the step before.
         """
         free = dict.fromkeys(("compute", "gather", "reduce"), 0.0)
         sent = 0.0  # when the last collective has ended
-        for j, stop in carried.items():
+        for j, (_, stop) in carried.items():
             free[self.queue(self.ops[j])] = max(free[self.queue(self.ops[j])], stop)
             sent = max(sent, stop)
+        before = dict(carried)
+        starts: dict[int, float] = {}
         stops: dict[int, float] = {}
+        flying: list[int] = []
         spans: list[Span] = []
         for run, seconds in self.issues:
             queue, sends = self.queue(self.ops[run[0]]), self.ops[run[0]].kind in COLLECTIVES
             idle = start = free[queue]
             for i in run:
-                start = max(start, *(stops[j] if j < i else carried.get(j, 0.0) for j in self.ops[i].after), 0.0)
+                start = max(
+                    start, *(stops[j] if j < i else before[j][1] if j in before else 0.0 for j in self.ops[i].after), 0.0
+                )
             if sends and self.is_synchronous:
                 start = max(start, free["compute"])
             if sends and not self.schedule.policy.separate_groups:
                 start = max(start, sent)
-            free[queue] = stop = start + seconds
-            sent = max(sent, stop) if sends else sent
-            for i in run:
-                op, stops[i] = self.ops[i], stop
-                if queue == "compute" and (op.kind == "wait" or start > idle):
-                    spans.append(Span(i, "wait", op.unit, op.phase, "compute", idle, start))
-                if op.kind != "wait":
-                    spans.append(Span(i, op.kind, op.unit, op.phase, _lane(op, queue), start, stop))
+            if queue != "compute":
+                free[queue] = stop = start + seconds
+                sent = max(sent, stop) if sends else sent
+                starts |= dict.fromkeys(run, start)
+                stops |= dict.fromkeys(run, stop)
+                flying += run
+            # What the host itself does in this, and since when: both are slower while collectives are under way.
+            works_s = seconds if queue == "compute" else self.issue * seconds if sends else 0.0
+            since = start if queue == "compute" else free["compute"]
+            if works_s and self.speed < 1:
+                busy = max(free["gather"], free["reduce"], since) - since
+                works_s = works_s / self.speed if works_s <= busy else works_s + busy * (1 / self.speed - 1)
+                later = partial(_later, since, works_s, self.speed)
+                before = {j: (later(began), later(ended)) for j, (began, ended) in before.items()}
+                flying = [i for i in flying if stops[i] > since]
+                for i in flying:
+                    starts[i], stops[i] = later(starts[i]), later(stops[i])
+                free, sent = {name: later(stop) for name, stop in free.items()}, later(sent)
+            if queue == "compute":
+                free[queue] = stop = start + works_s
+                starts |= dict.fromkeys(run, start)
+                stops |= dict.fromkeys(run, stop)
+                for i in run:
+                    op = self.ops[i]
+                    if op.kind == "wait" or start > idle:
+                        spans.append(Span(i, "wait", op.unit, op.phase, "compute", idle, start))
+            elif works_s:
+                free["compute"] = since + works_s
         end = max([free["compute"], *(stop for i, stop in stops.items() if i not in self.handed_on)])
         if end > free["compute"]:
             last = max((i for i in stops if i not in self.handed_on), key=stops.__getitem__)
             op = self.ops[last]
             spans.append(Span(last, "wait", op.unit, op.phase, "compute", free["compute"], end))
+        handed_on = {j: (starts[j] - end, max(stops[j] - end, 0.0)) for j in self.handed_on}
+        for j, (began, ended) in before.items():  # as the step before has handed it on, so does this one
+            starts[j] = end + began if starts[j] > end else starts[j]
+            stops[j] = end + ended if stops[j] > end else stops[j]
+        for i, op in enumerate(self.ops):
+            if op.kind != "wait":
+                spans.append(Span(i, op.kind, op.unit, op.phase, _lane(op, self.queue(op)), starts[i], stops[i]))
         spans.sort(key=lambda span: (span.start_s, span.op))
-        return Timeline(self.schedule, tuple(spans), end), {j: max(stops[j] - end, 0.0) for j in self.handed_on}
+        return Timeline(self.schedule, tuple(spans), end), handed_on
+
+
+def _later(start: float, seconds: float, speed: float, at: float) -> float:
+    """When happens what would have happened ``at`` a time, if from ``start`` on everything is slower for some seconds."""
+    ahead = at - start
+    if ahead <= 0:
+        return at
+    return start + ahead / speed if ahead <= speed * seconds else at + (1 - speed) * seconds
 
 
 def _lane(op: Op, queue: str) -> Stream:
     return "compute" if queue == "compute" else op.stream
 
 
-def _issues(ops: Sequence[Op]) -> list[list[int]]:
-    """Positions of ops, those that are issued as one together."""
-    result: list[list[int]] = []
-    for i in range(len(ops)):
-        if is_joined(ops, i):
-            result[-1].append(i)
-        else:
-            result.append([i])
-    return result
-
-
-def _seconds(run: Sequence[int], schedule: Schedule, hardware: Hardware, times: Mapping[str, tuple[float, float]]) -> float:
+def _seconds(
+    ops: Sequence[Op], facts: Mapping[str, UnitFacts], hardware: Hardware, times: Mapping[str, tuple[float, float]]
+) -> float:
     """How long ops that are issued as one take."""
-    ops = [schedule.ops[i] for i in run]
     kind, phase, unit = ops[0].kind, ops[0].phase, ops[0].unit
     if kind == "compute":
         return times[unit][phase == "backward"]
@@ -196,7 +295,7 @@ def _seconds(run: Sequence[int], schedule: Schedule, hardware: Hardware, times: 
         return hardware.update_s
     if kind in ("wait", "release"):
         return 0.0
-    calls = [call for op in ops for call in calls_of(op, schedule.facts(op.unit))]
+    calls = [call for op in ops for call in calls_of(op, facts[op.unit])]
     if calls:
         return hardware.collective_s(calls)
     return sum(op.memory.nbytes for op in ops if op.memory) / hardware.memory_bandwidth

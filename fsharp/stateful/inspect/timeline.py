@@ -10,7 +10,6 @@ from fsharp.stateful.schedule.schedule import STREAMS, Op, OpKind, Phase, Schedu
 
 COLLECTIVES: tuple[OpKind, ...] = ("gather", "reduce")
 """Kinds of ops that send."""
-"""In the order in which they are shown."""
 
 
 class Span(NamedTuple):
@@ -134,6 +133,17 @@ class Timeline:
 def is_joined(ops: Sequence[Op], i: int) -> bool:
     """Whether an op is issued as one with the op before it."""
     return i > 0 and ops[i].bucket >= 0 and (ops[i - 1].kind, ops[i - 1].bucket) == (ops[i].kind, ops[i].bucket)
+
+
+def issues(ops: Sequence[Op]) -> list[list[int]]:
+    """Positions of ops, those that are issued as one together."""
+    result: list[list[int]] = []
+    for i in range(len(ops)):
+        if is_joined(ops, i):
+            result[-1].append(i)
+        else:
+            result.append([i])
+    return result
 
 
 def families(schedule: Schedule) -> dict[str, list[str]]:

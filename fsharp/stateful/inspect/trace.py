@@ -1,7 +1,7 @@
 """Trace: what steps took when they ran; and compare: that beside what was predicted."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from statistics import median, median_low
 from typing import get_args
 
@@ -73,53 +73,43 @@ class Trace:
         Raises:
             ScheduleError: nothing was recorded, no such step has ended, or the ops are not those of this schedule.
         """
-        steps = self._by_step()
+        steps = self.by_step()
         if step is None:
             durations = [stop - start for (start, stop), _ in steps]
             step = durations.index(median_low(durations))
         if not -len(steps) <= step < len(steps):
             raise ScheduleError(f"Trace.timeline(): step {step}, and {len(steps)} have ended.")
         (start, stop), rows = steps[step]
-        for index, kind, unit, phase, *_ in rows:
-            op = schedule.ops[index] if 0 <= index < len(schedule.ops) else None
-            if op is None or kind not in (op.kind, "wait") or (unit, phase) != (op.unit, op.phase):
-                raise ScheduleError(
-                    problem(
-                        "Trace.timeline()",
-                        "these are measurements of another schedule.",
-                        [
-                            ("measured", f"op {index}: {kind} {unit or '-'} {phase}"),
-                            ("schedule", op or f"{len(schedule.ops)} ops"),
-                        ],
-                        "Pass the schedule that ran.",
-                    )
-                )
-        spans = (span._replace(start_s=span.start_s - start, stop_s=span.stop_s - start) for span in _disjoint(rows))
+        check_rows("Trace.timeline()", schedule, rows)
+        spans = (span._replace(start_s=span.start_s - start, stop_s=span.stop_s - start) for span in disjoint(rows))
         return Timeline(schedule, tuple(sorted(spans, key=lambda span: (span.start_s, span.op))), stop - start)
 
     def compute_times(self) -> dict[str, tuple[float, float]]:
         """Median seconds of each unit's ``(forward, backward)``, without units nested in it: ``Hardware(compute=...)``."""
         times: dict[tuple[str, Phase], list[float]] = {}
-        for _, rows in self._by_step():
+        for _, rows in self.by_step():
             own: dict[int, list[Span]] = {}
-            for span in _disjoint(rows):
+            for span in disjoint(rows):
                 if span.kind == "compute":
                     own.setdefault(span.op, []).append(span)
             for spans in own.values():
                 times.setdefault((spans[0].unit, spans[0].phase), []).append(sum(span.seconds for span in spans))
-        units = sorted(
-            dict.fromkeys(unit for unit, _ in times), key=lambda unit: unit.count(".")
-        )  # a pattern selects nested units too
-        return {
-            unit: (median(times.get((unit, "forward"), [0.0])), median(times.get((unit, "backward"), [0.0]))) for unit in units
-        }
+        return by_unit(times)
 
     def update_time(self) -> float:
-        """Median seconds of the optimizer step, 0 if there was none: ``Hardware(update_s=...)``."""
-        return median([row[6] - row[5] for row in self.rows if row[1] == "update"] or [0.0])
+        """Median seconds of the optimizer step, without waits: ``Hardware(update_s=...)``; 0 if there is none."""
+        return median(sum(span.seconds for span in disjoint(rows) if span.kind == "update") for _, rows in self.by_step())
 
-    def _by_step(self) -> list[tuple[tuple[float, float], list[Row]]]:
-        """The bounds of each step that has ended, and its rows; without steps, of everything."""
+    def step_time(self) -> float:
+        """Median seconds of a step that has ended."""
+        return median(stop - start for (start, stop), _ in self.by_step())
+
+    def by_step(self) -> list[tuple[tuple[float, float], list[Row]]]:
+        """``((start, stop), rows)`` of each step that has ended; if none was begun, all is one.
+
+        Raises:
+            ScheduleError: nothing was recorded, or no step has ended.
+        """
         if not self.rows:
             raise ScheduleError("Trace: nothing was recorded.")
         steps = self.steps
@@ -135,7 +125,31 @@ class Trace:
         return ended
 
 
-def _disjoint(rows: Iterable[Row]) -> list[Span]:
+def by_unit(times: Mapping[tuple[str, Phase], list[float]]) -> dict[str, tuple[float, float]]:
+    """Medians of each unit's ``(forward, backward)``; units before those nested in them, which their patterns select too."""
+    units = sorted(dict.fromkeys(unit for unit, _ in times), key=lambda unit: unit.count("."))
+    return {unit: (median(times.get((unit, "forward"), [0.0])), median(times.get((unit, "backward"), [0.0]))) for unit in units}
+
+
+def check_rows(where: str, schedule: Schedule, rows: Iterable[Row]) -> None:
+    """Refuse measurements of ops that a schedule does not have.
+
+    Raises:
+        ScheduleError: names the op.
+    """
+    for index, kind, unit, phase, *_ in rows:
+        op = schedule.ops[index] if 0 <= index < len(schedule.ops) else None
+        if op is None or kind not in (op.kind, "wait") or (unit, phase) != (op.unit, op.phase):
+            facts = [
+                ("measured", f"op {index}: {kind} {unit or '-'} {phase}"),
+                ("schedule", op or f"{len(schedule.ops)} ops"),
+            ]
+            raise ScheduleError(
+                problem(where, "these are measurements of another schedule.", facts, "Pass the schedule that ran.")
+            )
+
+
+def disjoint(rows: Iterable[Row]) -> list[Span]:
     """Spans of which none lies in another on the compute stream: one that encloses others is cut into what is left of it."""
     every = [Span._make(row[:7]) for row in rows]
     result = [span for span in every if span.stream != "compute"]

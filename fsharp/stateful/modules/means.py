@@ -1,5 +1,6 @@
 """Means: the mean gradients of a module's parameters, where the optimizer wants them."""
 
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -27,14 +28,20 @@ class Means:
 
     def __init__(self, parameters: Mapping[str, ShardedParameter], specs: Mapping[str, Spec], comm: Comm) -> None:
         self._parameters, self._specs, self._comm = parameters, specs, comm
+        self._parts: dict[str, Part] = {}
         self.clear()
 
     def clear(self) -> None:
-        """There are none."""
+        """There are none. Parts that somebody holds keep their values, in memory of their own."""
+        held = [weakref.ref(part) for part in self._parts.values()]
         self.tree: Any = None
         self.missing: set[str] = set()
-        self._parts: dict[str, Part] = {}
+        self._parts = {}
         self._versions: list[int] = []
+        with torch._C.DisableTorchFunctionSubclass():
+            for ref in held:
+                if (part := ref()) is not None:
+                    part.data = part.data.clone()
 
     def set(self, sums: Any, missing: set[str]) -> None:
         """These are the sums over ranks, which are divided in place."""

@@ -6,7 +6,7 @@ import torch
 
 from fsharp.functional.comm import Comm
 from fsharp.functional.layout import Leaf
-from fsharp.stateful.runtime.copies import LiveUnit
+from fsharp.stateful.runtime.unit_state import UnitState
 
 
 class Missing:
@@ -24,7 +24,7 @@ class Missing:
         self._comm = comm
         self._is_complete: dict[tuple[str, ...], bool] = {}  # by the axes along which units vary: ranks agree along the others
 
-    def among(self, units: Sequence[LiveUnit], *, is_planned: bool) -> set[str]:
+    def among(self, units: Sequence[UnitState], *, is_planned: bool) -> set[str]:
         """Paths of the trained parameters of these units that have no gradient.
 
         Args:
@@ -48,6 +48,6 @@ class Missing:
         return missing
 
 
-def _found(unit: LiveUnit) -> list[tuple[Leaf, bool]]:
+def _found(unit: UnitState) -> list[tuple[Leaf, bool]]:
     assert unit.gradient is not None
-    return [(leaf, bool(unit.gradient.found >> i & 1)) for i, leaf in enumerate(unit.gradient.leaves)]
+    return [(leaf, bool(unit.gradient.found >> i & 1)) for i, leaf in enumerate(unit.gradient.route.leaves)]

@@ -1,7 +1,9 @@
 """ShardedModule: an nn.Module whose parameters, gradients and optimizer state are sharded, in place."""
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import warnings
+import weakref
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,7 +20,7 @@ from fsharp.functional.mesh import Mesh
 from fsharp.functional.paths import Patterns
 from fsharp.functional.placement import Strategy, zero3
 from fsharp.functional.plan import plan
-from fsharp.functional.precision import Precision
+from fsharp.functional.precision import Precision, dtype_name
 from fsharp.functional.process_group import ProcessGroupComm, connect
 from fsharp.functional.sharded import units_of
 from fsharp.functional.train import TrainState, init_state
@@ -29,6 +31,7 @@ from fsharp.stateful.modules.initial import initial_values
 from fsharp.stateful.modules.parameter import ShardedParameter
 from fsharp.stateful.modules.seats import Units, chosen_modules, leafmost
 from fsharp.stateful.modules.session import Session, Within
+from fsharp.stateful.modules.stale import refuse_stale_optimizers
 from fsharp.stateful.runtime.scheduled import Scheduled
 from fsharp.stateful.runtime.scheduler import Scheduler
 from fsharp.stateful.schedule.policy import Policy
@@ -82,7 +85,8 @@ class ShardedModule(nn.Module):
 
     Raises:
         PatternError: units that match no module, methods that none of these has.
-        TreeError: a module without parameters; tensors on the meta device that nothing initializes.
+        TreeError: a module without parameters, or with complex ones to be trained; tensors on the meta device that nothing
+            initializes.
         MeshError: a mesh without this process, or one that parameters are distributed over already.
         AgreementError: on all ranks, if they differ in module, units, strategy or precision, or in the values of parameters.
 
@@ -114,6 +118,7 @@ class ShardedModule(nn.Module):
         whole: Any = parameter_tree("ShardedModule()", module)
         tree = optree.tree_map(local, whole)
         del whole
+        before = [weakref.ref(parameter) for parameter in module.parameters()]
         chosen = chosen_modules(module, units) if units is not None else {}
         entries = entries_of(module, chosen, methods)
         trained = {path for path, each in module.named_parameters(remove_duplicate=False) if each.requires_grad}
@@ -130,6 +135,7 @@ class ShardedModule(nn.Module):
             each = module.get_submodule(path)
             each.__dict__["_fsharp"] = (session, path)
             enter_by(each, entries[path], *([ShardedModule] if not path else []))
+        refuse_stale_optimizers(before)
         assert isinstance(module, ShardedModule)
         return module
 
@@ -227,7 +233,9 @@ class ShardedModule(nn.Module):
 
     @contextmanager
     def summon(self, *, write: bool = False) -> Iterator[None]:
-        """Parameters are whole in this context, in the optimizer's dtype. Every rank has to enter it.
+        """Parameters are whole in this context, in the optimizer's dtype; frozen ones as they rest. Every rank has to enter it.
+
+        A forward whose backward has not come is given up: it may have been for a metric.
 
         Args:
             write: keep what is written to them; every rank has to write the same.
@@ -237,6 +245,7 @@ class ShardedModule(nn.Module):
         session = _session(self)
         if write and session.is_averaged:
             raise ScheduleError("summon(write=True): in averaged(), which ends with what the parameters were before.")
+        _warn_of_rounding("summon()", session, {path for path, _ in self.named_parameters(remove_duplicate=False)})
         nodes = [session.kept.whole(unit.name) for unit in session.layout.units]
         trees = [optree.tree_leaves(node.tree(nodes)) for node in nodes]
         shown = [session.dressed(node.name, tree) for node, tree in zip(nodes, trees, strict=True)]
@@ -267,7 +276,9 @@ class ShardedModule(nn.Module):
         raise TreeError("a ShardedModule cannot be pickled or copied; functional() and full_parameters() give its values.")
 
     def full_parameters(self, *, trained: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
-        """Names and whole parameters, in the optimizer's dtype, a unit at a time. Every rank has to iterate to the end.
+        """Names and whole parameters, a unit at a time. Every rank has to iterate to the end.
+
+        In the optimizer's dtype. Frozen ones are as they rest, in ``precision.compute``; a warning says if they are rounded.
 
         Args:
             trained: only those that are trained, such as adapters on a frozen model: nothing else is gathered.
@@ -276,6 +287,7 @@ class ShardedModule(nn.Module):
         """
         session = _session(self)
         names = {name for name, p in self.named_parameters() if p.requires_grad or not trained}
+        _warn_of_rounding("full_parameters()", session, names)
         for unit in session.layout.units:
             owned = {leaf: _owner(session.layout, unit, leaf) for leaf in unit.leaves if unit.full_path(leaf) in names}
             buffers = {
@@ -330,9 +342,35 @@ def _check_module(module: nn.Module) -> None:
         raise TreeError("ShardedModule(): the module is sharded already.")
     added = [name for name in vars(ShardedModule) if not name.startswith("_") and not hasattr(nn.Module, name)]
     hidden = [name for name in added if hasattr(module, name)]
+    for path, parameter in module.named_parameters():
+        if parameter.is_complex() and parameter.requires_grad:
+            raise TreeError(
+                f"ShardedModule(): parameter {path!r} is {dtype_name(parameter.dtype)}, and only real ones can be trained. "
+                "Make it a real one, nn.Parameter(torch.view_as_real(w)), of which the forward takes torch.view_as_complex(); "
+                "or freeze it by requires_grad_(False)."
+            )
     if hidden:
         raise TreeError(
             f"ShardedModule(): would hide {', '.join(hidden)} of {type(module).__name__}: rename what has this name."
+        )
+
+
+def _warn_of_rounding(where: str, session: Session, names: Container[str]) -> None:
+    """Of frozen parameters there is no copy in another dtype than that in which they are used."""
+    rounded = [
+        (unit.full_path(leaf), dtype_name(leaf.dtype), dtype_name(unit.groups[leaf.group].dtypes.compute))
+        for unit in session.layout.units
+        for leaf in unit.leaves
+        if leaf.tied_to is None and not unit.groups[leaf.group].trainable and unit.full_path(leaf) in names
+        if torch.promote_types(leaf.dtype, unit.groups[leaf.group].dtypes.compute) != unit.groups[leaf.group].dtypes.compute
+    ]
+    if rounded:
+        path, given, kept = rounded[0]
+        warnings.warn(
+            f"{where}: {len(rounded)} frozen parameters such as {path!r} were {given}, and rest in {kept}, as "
+            f"Precision(compute=torch.{kept}) says: here they are rounded. Take them from where they were loaded, "
+            "and full_parameters(trained=True) for the others; or use torch.autocast() instead of a lower dtype.",
+            stacklevel=4,
         )
 
 

@@ -1,13 +1,13 @@
 """Runs: stretches of a module's flat buffers that one optimizer of torch.optim updates alike, and its state of each leaf."""
 
 import copy
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Container, Hashable, Iterator, Mapping
 from itertools import groupby
 from typing import Any, NamedTuple
 
 import torch
 
-from fsharp.functional.layout import Span
+from fsharp.functional.layout import Layout, Span
 from fsharp.functional.sharded import Sharded, units_of
 
 
@@ -20,6 +20,7 @@ class Run(NamedTuple):
         start: first element in the buffer.
         stop: behind the last one.
         leaves: path, first element and end of each leaf, from ``start`` on.
+        shape: of the one leaf, whole, that it is; None for a flat stretch.
     """
 
     unit: str
@@ -27,12 +28,14 @@ class Run(NamedTuple):
     start: int
     stop: int
     leaves: tuple[tuple[str, int, int], ...]
+    shape: tuple[int, ...] | None = None
 
     def of(self, tree: Any) -> torch.Tensor:
         """This stretch of the buffers of a tree."""
         node: Sharded = next(node for node in units_of(tree) if node.name == self.unit)
         buffer: torch.Tensor = node.buffers[node.groups.index(self.group)]
-        return buffer.detach()[self.start : self.stop]
+        found = buffer.detach()[self.start : self.stop]
+        return found if self.shape is None else found.view(self.shape)
 
 
 def runs_of(tree: Any, labels: Mapping[str, Hashable], *, rank: int) -> Iterator[Run]:
@@ -57,11 +60,43 @@ def runs_of(tree: Any, labels: Mapping[str, Hashable], *, rank: int) -> Iterator
                     yield Run(node.name, group, start, stop, tuple(leaves))
 
 
+def leaves_of(tree: Any, labels: Mapping[str, Hashable], *, rank: int) -> Iterator[Run]:
+    """The leaves that this rank has, each whole and in its shape; those without a label are left out.
+
+    Args:
+        tree: of this rank's buffers, which cut none of them.
+        labels: by path.
+        rank: this one.
+    """
+    for node in units_of(tree):
+        for group in node.groups:
+            for span in node.unit.spans(group, node.place, rank):
+                path = node.unit.full_path(span.leaf)
+                if labels.get(path) is not None:
+                    leaves = ((path, 0, span.leaf.numel),)
+                    yield Run(node.name, group, span.start, span.stop, leaves, span.leaf.shape)
+
+
+def cut_leaves(layout: Layout, paths: Container[str]) -> list[str]:
+    """Those of these leaves of which some rank holds a part at the optimizer's place, and not all or nothing."""
+    found = []
+    for unit in layout.units:
+        for leaf in unit.leaves:
+            if leaf.tied_to is None and leaf.numel and unit.full_path(leaf) in paths:
+                size = unit.local_size(leaf.group, unit.strategy.optim)
+                if leaf.offset // size != (leaf.offset + leaf.numel - 1) // size:
+                    found.append(unit.full_path(leaf))
+    return found
+
+
 def split_state(run: Run, state: Mapping[str, Any], size: int) -> dict[str, dict[str, Any]]:
-    """An optimizer's state of a run, of ``size`` elements, as that of each leaf: what has a value for each element is cut."""
+    """An optimizer's state of a run, of ``size`` elements, as that of each leaf: what has a value for each element is cut.
+
+    That of a leaf in its shape is as the optimizer has it.
+    """
 
     def cut(value: Any, first: int, last: int) -> Any:
-        is_elementwise = isinstance(value, torch.Tensor) and value.dim() == 1 and len(value) == size
+        is_elementwise = run.shape is None and isinstance(value, torch.Tensor) and value.dim() == 1 and len(value) == size
         return value[first:last].clone() if is_elementwise else copy.deepcopy(value)
 
     return {path: {key: cut(value, *span) for key, value in state.items()} for path, *span in run.leaves}
@@ -72,7 +107,7 @@ def join_state(run: Run, states: Mapping[str, Mapping[str, Any]], like: torch.Te
     parts = [states.get(path, {}) for path, _, _ in run.leaves]
     joined: dict[str, Any] = {}
     for key, value in parts[0].items():
-        if not (isinstance(value, torch.Tensor) and value.dim()):
+        if run.shape is not None or not (isinstance(value, torch.Tensor) and value.dim()):
             joined[key] = copy.deepcopy(value)
             continue
         joined[key] = torch.zeros(len(like), dtype=value.dtype, device=like.device)

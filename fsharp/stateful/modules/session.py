@@ -9,6 +9,7 @@ backward, a microbatch ends with a backward pass, and an optimizer's step closes
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import optree
@@ -32,10 +33,10 @@ from fsharp.stateful.modules.outputs import reaching, replaced, tensors_in, with
 from fsharp.stateful.modules.parameter import Part, ShardedParameter
 from fsharp.stateful.modules.seats import Seats, owners, seated
 from fsharp.stateful.runtime.boundary import in_backward
-from fsharp.stateful.runtime.copies import LiveUnit
-from fsharp.stateful.runtime.run import Run
 from fsharp.stateful.runtime.scheduled import Scheduled
 from fsharp.stateful.runtime.scheduler import Scheduler
+from fsharp.stateful.runtime.step import Step
+from fsharp.stateful.runtime.unit_state import UnitState
 
 Nodes = Mapping[str, Sharded]
 
@@ -121,8 +122,8 @@ class Session:
         self._within: Within | None = None
         self.is_summoned = self.is_averaged = False
         self._training, self._evaluation = scheduler(_not_called), scheduler(_evaluate)
-        self._run: Run | None = None
-        self._units: list[LiveUnit] = []
+        self._run: Step | None = None
+        self._units: list[UnitState] = []
         self._probed: Any = None
         self._pass = -1  # the backward pass that is under way
         self.updated_by: int | None = None
@@ -144,6 +145,8 @@ class Session:
             return self._enter(self._within, path, fn, args, kwargs)
         if in_backward() and self._probed is not None:  # a checkpointed module computes again
             return self._enter(Within(self._probed, self.scheduler), path, fn, args, kwargs)
+        if self._run is None:
+            self.clear_up()
         if not torch.is_grad_enabled():
             return self._evaluation(lambda within: self._enter(within, path, fn, args, kwargs), self.kept.state.params)
         if not trains(self.layout):  # a backward may pass through it, whenever it comes
@@ -201,7 +204,7 @@ class Session:
 
     # ------------------------------------------------------------ a step
 
-    def _open(self) -> Run:
+    def _open(self) -> Step:
         """The run of the step that is under way, or of a new one."""
         self.clear_up()
         if self.is_averaged:
@@ -221,18 +224,19 @@ class Session:
         return self._run
 
     def clear_up(self) -> None:
-        """If a backward has ended in an error, its step is given up: autograd does not say so."""
-        if self._pass in (-1, torch._C._current_graph_task_id()) or self._run is None:
-            return
-        run = self._run
-        try:
-            with self._forgetting(run), self.scheduler.guard(run):
-                raise ScheduleError("a backward pass of a module ended in an error")
-        except ScheduleError:
-            self._pass = -1
+        """After an error begin anew, as all ranks do. A backward that has ended in one gives its step up: autograd does not."""
+        if self._pass not in (-1, torch._C._current_graph_task_id()) and self._run is not None:
+            run = self._run
+            try:
+                with self._forgetting(run), self.scheduler.guard(run):
+                    raise ScheduleError("a backward pass of a module ended in an error")
+            except ScheduleError:
+                self._pass = -1
+        if self._run is None:
+            self.scheduler.reopen()
 
     @contextmanager
-    def _forgetting(self, run: Run) -> Iterator[None]:
+    def _forgetting(self, run: Step) -> Iterator[None]:
         """If an error leaves this context, there is no step any more."""
         try:
             yield
@@ -255,7 +259,6 @@ class Session:
                     "over ranks. Change them after the last backward of a step."
                 )
             self.means.take_back()
-        self.scheduler.expect(is_last=not self.is_accumulating)
         torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
 
     def _end_backward(self) -> None:
@@ -270,7 +273,7 @@ class Session:
             if self.is_accumulating or not self.is_fed:
                 return
             missing = self._missing.among(self._units, is_planned=run.is_planned)
-            sums = reduce_scatter(self.scheduler.hand_out(self._units, self.kept.state.params), comm=self.scheduler)
+            sums = reduce_scatter(self.scheduler.issue(self._units, self.kept.state.params), comm=self.scheduler)
             self.means.set(sums, missing)
 
     @property
@@ -291,9 +294,9 @@ class Session:
         self.kept.check_untouched()
         with self._forgetting(run), self.scheduler.guard(run):
             self.kept.state = update(tx, self.means.tree, self.kept.state, comm=self.scheduler, donate=True)
+            self.means.clear()
             self.scheduler.close(run)
         self._run = self._probed = None
-        self.means.clear()
         self.kept.stamp()
         return True
 
@@ -396,21 +399,36 @@ class Session:
         self.kept.adopt(state)
 
     def check_idle(self, where: str) -> None:
-        """Refuse ``where`` within a step.
+        """Refuse ``where`` if a step has gradients. One that has none, forwards alone, is given up, on all ranks alike.
 
         Raises:
-            ScheduleError: a step is under way.
+            ScheduleError: backward passes have left gradients, or one is under way.
         """
         self.clear_up()
-        if self._run is not None:
+        run = self._run
+        if run is None:
+            return
+        if self.is_fed or self._pass != -1:
             raise ScheduleError(
-                f"{where}: a step is under way, between a forward and the optimizer's step; call it before or after."
+                f"{where}: a step is under way, in which backward passes have left gradients. Call it after optimizer.step() "
+                "or zero_grad(), or before the first backward."
             )
+        with self._forgetting(run), self.scheduler.guard(run):
+            self.scheduler.close(run)
+        self._run = self._probed = None
+        run.on_backward = partial(_refuse_backward, where)
 
     @property
     def schedule(self) -> Scheduled:
         """The training step: its schedule, its trace."""
         return self._training
+
+
+def _refuse_backward(where: str) -> None:
+    raise ScheduleError(
+        f"a backward came to a forward that {where} has given up, as no backward had come before. Call the backward before "
+        f"{where}, or call the model again after it."
+    )
 
 
 def trains(layout: Layout) -> bool:

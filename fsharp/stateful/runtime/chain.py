@@ -63,13 +63,14 @@ class Chain:
             size = out
         return result
 
-    def start(self, x: torch.Tensor, out: torch.Tensor | None, memory: Iterator[torch.Tensor]) -> Ticket:
+    def start(self, x: torch.Tensor, out: torch.Tensor | None, memory: Iterator[torch.Tensor], *, label: str) -> Ticket:
         """Begin with ``x`` in the wire dtype.
 
         Args:
             x: the buffer.
             out: where the result goes; None leaves it in the memory of the last stage.
             memory: tensors for :meth:`pieces`.
+            label: of the collectives.
 
         Returns:
             The last stage's ticket.
@@ -83,10 +84,12 @@ class Chain:
             between, narrow = (None, None) if is_last else (next(memory), next(memory))
             target = out if is_last else between
             if op == "reduce_scatter":
-                ticket = self.transport.reduce_scatter(x, axis, dtype=self.dtypes.accumulate, scratch=scratch, out=target)
+                ticket = self.transport.reduce_scatter(
+                    x, axis, dtype=self.dtypes.accumulate, scratch=scratch, out=target, label=label
+                )
             else:
                 assert target is not None, "an all_reduce needs a place for its result"
-                ticket = self.transport.all_reduce(x, target, axis, scratch=scratch)
+                ticket = self.transport.all_reduce(x, target, axis, scratch=scratch, label=label)
             if between is not None and narrow is not None:
                 rest = ticket.wait()
                 if isinstance(rest, Ticket):

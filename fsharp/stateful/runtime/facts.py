@@ -6,8 +6,8 @@ from fsharp.functional.comm import Call, sent_nbytes
 from fsharp.functional.layout import UnitLayout
 from fsharp.functional.placement import Replicate, Shard
 from fsharp.stateful.runtime.chain import Chain
-from fsharp.stateful.runtime.copies import LiveUnit, full_nbytes
 from fsharp.stateful.runtime.full import moving_axes
+from fsharp.stateful.runtime.unit_state import UnitState, full_nbytes
 from fsharp.stateful.schedule.policy import Policy
 from fsharp.stateful.schedule.program import UnitFacts
 
@@ -19,34 +19,34 @@ def spread_axes(unit: UnitLayout, *, trivial: bool) -> tuple[str, ...]:
     return moving_axes(unit, axes, trivial=trivial)
 
 
-def facts_of(unit: LiveUnit, policy: Policy, *, several_microbatches: bool, in_place: bool = False) -> UnitFacts:
+def facts_of(unit: UnitState, policy: Policy, *, several_uses: bool, several_microbatches: bool) -> UnitFacts:
     """What this unit takes: bytes of its copy and of its gradient's way, and the collectives of each move.
 
     Args:
-        unit: of a run that has been recorded.
+        unit: of a step that has been recorded.
         policy: of the schedule.
+        several_uses: whether it is used more than once in some microbatch, with a gradient.
         several_microbatches: whether gradients of more than one are added.
-        in_place: whether its gradient need not rest anywhere but where the optimizer has it, if that can be.
     """
-    trivial = policy.trivial_axes
-    layout, gradient = unit.layout, unit.gradient
+    trivial, layout = policy.trivial_axes, unit.layout
     params, optim = layout.strategy.params, layout.strategy.optim
     gather = [c for g in layout.all_groups for c in _gathers(layout, g, layout.local_size(g, params), unit.axes)]
-    if gradient is None:
-        return UnitFacts(unit.key, full_nbytes(layout) if unit.axes else 0, trainable=False, gather=tuple(gather))
+    gathered = full_nbytes(layout) if unit.axes else 0
+    if unit.gradient is None:
+        return UnitFacts(unit.key, gathered, trainable=False, gather=tuple(gather))
+    route = unit.gradient.route
     axes = spread_axes(layout, trivial=trivial)
     spread = [c for g in layout.trainable for c in _gathers(layout, g, layout.local_size(g, optim), axes)]
-    several = unit.uses > 1
     return UnitFacts(
         unit.key,
-        gathered=full_nbytes(layout) if unit.axes else 0,
-        outgoing=gradient.outgoing_nbytes(several_uses=several, several_microbatches=several_microbatches),
-        finishing=gradient.finishing_nbytes(),
-        rest=0 if policy.keep_gradients or (in_place and gradient.is_reduced_in_place) else gradient.rest.nbytes,
+        gathered=gathered,
+        outgoing=route.outgoing_nbytes(several_uses=several_uses, several_microbatches=several_microbatches),
+        finishing=route.finishing_nbytes(),
+        rest=0 if policy.keep_gradients else unit.gradient.rest.nbytes,
         trainable=True,
         gather=tuple(gather),
-        reduce=tuple(c for chain in gradient.chains for c in _reductions(chain)),
-        finish=tuple(c for chain in gradient.finishes for c in _reductions(chain)),
+        reduce=tuple(c for chain in route.chains for c in _reductions(chain)),
+        finish=tuple(c for chain in route.finishes for c in _reductions(chain)),
         spread=tuple(spread),
     )
 

@@ -1,20 +1,18 @@
 """Recorder: writes down when the ops of a step ran, as the host saw them or, on a GPU, as its streams did."""
 
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
+from fsharp.functional.workers import Flight
 from fsharp.stateful.inspect.trace import Trace
-from fsharp.stateful.runtime.plan import Plan
+from fsharp.stateful.runtime.executor import BoundOp
+from fsharp.stateful.schedule.program import Event
 from fsharp.stateful.schedule.schedule import OpKind, Stream
-from fsharp.stateful.transport.workers import Flight
 
-if TYPE_CHECKING:
-    from fsharp.stateful.runtime.run import Run
-
-Mark = Any  # seconds, or a CUDA event that will say
-_BLOCKS: tuple[OpKind, ...] = ("wait", "accumulate")
+Mark = Any  # seconds, or an event of a stream that will say
 
 
 class Recorder:
@@ -26,20 +24,20 @@ class Recorder:
     """
 
     def __init__(self, trace: Trace, device: torch.device) -> None:
-        self.trace, self.is_cuda = trace, device.type == "cuda"
+        self.trace, self.device, self.has_streams = trace, device, device.type != "cpu"
         self.flights: list[Flight] = []
         self.lane_marks: list[tuple[Mark, Mark]] = []
         self._base: Mark = self.mark()
         self._rows: list[tuple[int, OpKind, Any, Mark, Mark, list[Flight], int]] = []
-        self._open: dict[tuple[str, int], tuple[int, Mark]] = {}
+        self._open: dict[tuple[str, int], tuple[BoundOp, Mark]] = {}
         self._last: Mark = self._base
         self._step, self._bounds = -1, []  # type: tuple[int, list[tuple[Mark, Mark]]]
 
     def mark(self) -> Mark:
         """Now, on the current stream."""
-        if not self.is_cuda:
+        if not self.has_streams:
             return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
+        event = torch.Event(self.device, enable_timing=True)
         event.record()
         return event
 
@@ -50,42 +48,40 @@ class Recorder:
         self._start = self._last
         self._step = len(self._bounds)
 
-    def event(self, run: "Run", plan: Plan, i: int) -> None:
-        """Do what a plan has at an event, and note it."""
-        event = plan.expected[i]
-        ops = plan.schedule.ops
+    def event(self, event: Event, ops: Sequence[BoundOp], run: Callable[[BoundOp], None]) -> None:
+        """Run the ops of an event, and note them."""
         here = self.mark()
         phase = event.kind.removesuffix("_end")
         if event.kind.endswith("_end") and event.unit:
-            op, began = self._open.pop((phase, event.use))
-            self._note(op, "compute", plan, began, here)
-        for op, action in plan.numbered(i):
+            compute, began = self._open.pop((phase, event.use))
+            self._note(compute, "compute", began, here)
+        for bound in ops:
             self.flights, self.lane_marks = [], []
-            if ops[op].kind == "update":
-                self._note(op, "update", plan, self._last, here)
+            kind = bound.op.kind
+            if kind == "update":
+                self._note(bound, "update", self._last, here)
+                continue
             start = self.mark()
-            action(run)
+            run(bound)
             stop = self.mark()
-            if ops[op].kind in ("gather", "reduce"):
+            if kind == "compute":
+                self._open[phase, event.use] = (bound, stop)
+            elif kind in ("gather", "reduce"):
                 if self.lane_marks:
                     start, stop = self.lane_marks[0][0], self.lane_marks[-1][1]
-                self._note(op, ops[op].kind, plan, start, stop, list(self.flights))
-            elif ops[op].kind in ("wait", "accumulate"):
-                self._note(op, "wait", plan, start, stop)
+                self._note(bound, kind, start, stop, list(self.flights))
             else:
-                self._note(op, ops[op].kind, plan, start, stop)
-        if event.kind in ("forward", "backward"):
-            self._open[phase, event.use] = (plan.computes[i], self.mark())
+                self._note(bound, "wait" if kind in ("wait", "accumulate") else kind, start, stop)
         self._last = self.mark()
 
-    def _note(self, op: int, kind: OpKind, plan: Plan, start: Mark, stop: Mark, flights: list[Flight] | None = None) -> None:
-        self._rows.append((op, kind, plan.schedule.ops[op], start, stop, flights or [], self._step))
+    def _note(self, bound: BoundOp, kind: OpKind, start: Mark, stop: Mark, flights: list[Flight] | None = None) -> None:
+        self._rows.append((bound.key[1], kind, bound.op, start, stop, flights or [], self._step))
 
     def end(self) -> None:
         """The step has ended: what is known of it goes to the trace; what is still under way follows."""
         self._bounds.append((self._start, self.mark()))
-        if self.is_cuda:
-            torch.cuda.synchronize()
+        if self.has_streams:
+            torch.accelerator.synchronize(self.device)
         number = self.trace.begin_step(self._seconds(self._start))
         self.trace.end_step(self._seconds(self._bounds[-1][1]))
         assert number == self._step
@@ -102,6 +98,6 @@ class Recorder:
         self._rows = waiting
 
     def _seconds(self, mark: Mark) -> float:
-        if not self.is_cuda:
+        if not self.has_streams:
             return float(mark)
         return float(self._base.elapsed_time(mark)) / 1e3

@@ -1,57 +1,117 @@
-"""Scheduled: a function that a scheduler runs, and the schedule that it has recorded for it."""
+"""Scheduled: a function that a scheduler runs, and the programs that it has recorded of it."""
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple, Protocol
 
+import torch
+
+from fsharp.functional.errors import ScheduleError
 from fsharp.functional.sharded import Sharded, units_of
 from fsharp.stateful.inspect.trace import Trace
-from fsharp.stateful.runtime.facts import facts_of
-from fsharp.stateful.runtime.plan import Plan
+from fsharp.stateful.runtime.programs import Programs
 from fsharp.stateful.runtime.recorder import Recorder
-from fsharp.stateful.runtime.run import Run
-from fsharp.stateful.schedule.compile import compile_schedule
-from fsharp.stateful.schedule.program import Program, is_used_once
+from fsharp.stateful.schedule.policy import Policy
 from fsharp.stateful.schedule.schedule import Schedule
 from fsharp.stateful.schedule.verify import verify
 
-if TYPE_CHECKING:
-    from fsharp.stateful.runtime.scheduler import Scheduler
+
+class Runner(Protocol):
+    """What runs a scheduled function."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where tensors are."""
+
+    @property
+    def policy(self) -> Policy:
+        """What its schedules are compiled with."""
+
+    def run(self, scheduled: "Scheduled", args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call it."""
+
+
+class Status(NamedTuple):
+    """How the last call of a scheduled function went.
+
+    Attributes:
+        kind: ``"new"`` before the first call; ``"recorded"``: no schedule was followed; ``"planned"``: one was, to the end;
+            ``"left"``: one was, up to an event that it did not have.
+        why: in words.
+        num_programs: different orders of events that are known.
+        num_left: calls in a row that have left their schedule.
+    """
+
+    kind: str
+    why: str
+    num_programs: int
+    num_left: int
 
 
 class Scheduled:
     """What ``scheduler(fn)`` returns: ``fn`` without its ``comm`` argument.
 
     Args:
-        scheduler: runs it.
+        runner: the scheduler.
         fn: takes the scheduler as its argument ``comm``.
     """
 
-    def __init__(self, scheduler: "Scheduler", fn: Callable[..., Any]) -> None:
-        self.scheduler, self.fn = scheduler, fn
-        self.schedule: Schedule | None = None
-        self.plan: Plan | None = None
-        self.num_recordings = 0
+    def __init__(self, runner: Runner, fn: Callable[..., Any]) -> None:
+        self.runner, self.fn = runner, fn
+        self.name = getattr(fn, "__qualname__", type(fn).__name__)
+        self.programs = Programs()
+        self.num_calls = 0
+        self.eager_schedule: Callable[[], Schedule] | None = None
         self.recorder: Recorder | None = None
         self._positions: dict[str, int] = {}
         self._nodes: list[Sharded] = []
+        self._status = Status("new", "it has not been called", 0, 0)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the function. The first time its order is recorded; later on it is followed."""
-        return self.scheduler.run(self, args, kwargs)
+        return self.runner.run(self, args, kwargs)
+
+    @property
+    def schedule(self) -> Schedule | None:
+        """What the next call follows."""
+        return self.programs.expected
+
+    @property
+    def num_recordings(self) -> int:
+        """Calls that have followed no schedule to their end."""
+        return self.programs.num_recordings
+
+    def status(self) -> Status:
+        """How the last call went, and why."""
+        return self._status
+
+    def emitted(self) -> Schedule:
+        """What the last call has done, if it has followed no schedule from its beginning: to be printed, drawn and verified.
+
+        Raises:
+            ScheduleError: the last call has followed a schedule, or there was none.
+        """
+        if self.eager_schedule is None:
+            raise ScheduleError("emitted(): the last call has followed a schedule: look at `schedule`.")
+        return self.eager_schedule()
+
+    def note(self, kind: str, why: str) -> None:
+        """How a call went."""
+        self._status = Status(kind, why, len(self.programs), self._status.num_left + 1 if kind == "left" else 0)
 
     def follow(self, schedule: Schedule) -> None:
         """Run by this schedule from now on, perhaps an edited one. Pass the same one on every rank.
 
         Raises:
-            ScheduleError: it would use memory or gradients wrongly, or speaks of units that have not been seen.
+            ScheduleError: it would use memory or gradients wrongly. One that speaks of units that have not been seen is
+                refused by the next call.
         """
         verify(schedule)
-        self.schedule, self.plan = schedule, None
+        self.programs.pin(schedule)
 
     def trace(self) -> Trace:
         """Measure every step that follows the schedule from now on; the trace fills as they run."""
         trace = Trace()
-        self.recorder = Recorder(trace, self.scheduler.device)
+        self.recorder = Recorder(trace, self.runner.device)
         return trace
 
     def sources(self, args: Any) -> dict[str, Sharded]:
@@ -70,21 +130,3 @@ class Scheduled:
     def forget(self) -> None:
         """Hold on to nobody's tensors."""
         self._nodes = []
-
-    def record(self, run: Run) -> None:
-        """Compile what a run has recorded."""
-        scheduler = self.scheduler
-        order = dict.fromkeys([e.unit for e in run.events if e.unit])
-        order |= run.trained
-        several = run.num_microbatches > 1
-        once = {key for key in run.promised if is_used_once(run.events, key)}
-        units = [
-            facts_of(scheduler.units[key], scheduler.policy, several_microbatches=several, in_place=key in once)
-            for key in order
-        ]
-        program = Program(tuple(units), tuple(run.events))
-        self.num_recordings += 1
-        if self.schedule is not None and self.schedule.program == program:
-            return
-        self.schedule, self.plan = compile_schedule(program, scheduler.policy), None
-        verify(self.schedule)

@@ -3,9 +3,9 @@
 import torch
 
 from fsharp.functional.sharded import Sharded
-from fsharp.stateful.runtime.copies import LiveUnit
 from fsharp.stateful.runtime.facts import spread_axes
 from fsharp.stateful.runtime.full import nested_parts
+from fsharp.stateful.runtime.unit_state import UnitState
 from fsharp.stateful.transport.base import Ticket, Transport
 
 
@@ -19,13 +19,16 @@ class Spread:
         rank: of this process.
         donate: whether the buffers of ``old`` may be filled.
         trivial: run collectives along axes of size 1 as well.
+
+    Attributes:
+        moves: parts that travel, and what each gather of theirs fills.
     """
 
-    def __init__(self, unit: LiveUnit, old: Sharded, new: Sharded, *, rank: int, donate: bool, trivial: bool) -> None:
+    def __init__(self, unit: UnitState, old: Sharded, new: Sharded, *, rank: int, donate: bool, trivial: bool) -> None:
         self.unit = unit
         self.axes = spread_axes(old.unit, trivial=trivial)
         self.tickets: list[Ticket] = []
-        self._moves: list[tuple[torch.Tensor, list[torch.Tensor]]] = []
+        self.moves: list[tuple[torch.Tensor, list[torch.Tensor]]] = []
         held = dict(zip(new.groups, new.buffers, strict=True))
         buffers = []
         for group, before in zip(old.groups, old.raw_buffers, strict=True):
@@ -36,14 +39,14 @@ class Spread:
             buffer = before if donate else torch.empty_like(before)
             buffers.append(buffer)
             if len(buffer):
-                self._moves.append((part, nested_parts(buffer.detach(), old.unit, self.axes, rank)))
+                self.moves.append((part, nested_parts(buffer.detach(), old.unit, self.axes, rank)))
         self.node = old.replace(buffers)
 
-    def start(self, transport: Transport) -> None:
+    def start(self, transport: Transport, label: str) -> None:
         """Begin to gather."""
-        for x, outs in self._moves:
+        for group, (x, outs) in enumerate(self.moves):
             for i, (axis, out) in enumerate(zip(self.axes, outs, strict=True)):
-                ticket = transport.gather(x, out, axis)
+                ticket = transport.gather(x, out, axis, label=f"{label} group {group}")
                 if i == len(outs) - 1:
                     self.tickets.append(ticket)
                 else:
@@ -55,4 +58,4 @@ class Spread:
         for ticket in self.tickets:
             ticket.wait()
         self.tickets.clear()
-        self._moves.clear()
+        self.moves.clear()

@@ -37,8 +37,8 @@ class Lanes:
         """Compute waits for everything on other lanes."""
 
 
-class CudaLanes(Lanes):
-    """CUDA streams of one scheduler, which all its units share. Ordered by events, never by waiting for the device.
+class DeviceLanes(Lanes):
+    """Streams of one scheduler on an accelerator, which all its units share. Ordered by events: the host waits for none.
 
     Memory on a lane is the scheduler's own and outlives it, so nothing has to be recorded on streams.
 
@@ -49,13 +49,13 @@ class CudaLanes(Lanes):
 
     def __init__(self, device: torch.device, *, one_stream: bool) -> None:
         self.device, self.one_stream = device, one_stream
-        self.streams: dict[str, torch.cuda.Stream] = {}
-        self._events: dict[Key, torch.cuda.Event] = {}
+        self.streams: dict[str, torch.Stream] = {}
+        self._events: dict[Key, torch.Event] = {}
 
-    def _stream(self, name: str) -> torch.cuda.Stream:
+    def _stream(self, name: str) -> torch.Stream:
         name = "gather" if self.one_stream else name
         if name not in self.streams:
-            self.streams[name] = torch.cuda.Stream(self.device)
+            self.streams[name] = torch.Stream(self.device)
         return self.streams[name]
 
     @contextmanager
@@ -63,11 +63,11 @@ class CudaLanes(Lanes):
         """On the lane's stream, after what compute has been given so far if it reads that, and after the given ops."""
         stream = self._stream(name)
         if begins:
-            stream.wait_stream(torch.cuda.current_stream(self.device))
+            stream.wait_stream(torch.accelerator.current_stream(self.device))
         for key in after:
             if key in self._events:
                 stream.wait_event(self._events[key])
-        with torch.cuda.stream(stream):
+        with stream:
             start = self.recorder.mark() if self.recorder is not None else None
             yield
             if self.recorder is not None:
@@ -76,14 +76,24 @@ class CudaLanes(Lanes):
                 self._events[op] = stream.record_event()
 
     def join(self, after: Sequence[Key]) -> None:
-        """By event."""
-        compute = torch.cuda.current_stream(self.device)
+        """The current stream waits for the events of these ops."""
+        compute = torch.accelerator.current_stream(self.device)
         for key in after:
             if key in self._events:
                 compute.wait_event(self._events[key])
 
     def join_all(self) -> None:
-        """By event."""
-        compute = torch.cuda.current_stream(self.device)
+        """The current stream waits for all that the others have been given so far."""
+        compute = torch.accelerator.current_stream(self.device)
         for stream in self.streams.values():
             compute.wait_stream(stream)
+
+
+def lanes_for(device: torch.device, *, one_stream: bool) -> Lanes:
+    """Streams where the device has them; on a CPU, a host without.
+
+    Args:
+        device: of the buffers that move.
+        one_stream: gathers and reductions share one.
+    """
+    return Lanes() if device.type == "cpu" else DeviceLanes(device, one_stream=one_stream)

@@ -1,14 +1,13 @@
 """Transport: collectives along one axis into memory that the caller owns, which may still run when the call returns."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
 
-from fsharp.functional.comm import Comm
-from fsharp.functional.process_group import ProcessGroupComm
+from fsharp.functional.process_group import ProcessGroupComm, abort
 
 Kind = Literal["gather", "reduce"]
 _KINDS: tuple[Kind, ...] = get_args(Kind)
@@ -45,12 +44,19 @@ class Transport(ABC):
     """Whether a ticket that the host waits for may have something to wait for."""
 
     @abstractmethod
-    def gather(self, x: torch.Tensor, out: torch.Tensor, axis: str) -> Ticket:
+    def gather(self, x: torch.Tensor, out: torch.Tensor, axis: str, *, label: str = "") -> Ticket:
         """Every rank's ``x`` of ``c`` elements into ``out`` of ``n * c``; ``x`` may be this rank's part of ``out``."""
 
     @abstractmethod
     def reduce_scatter(
-        self, x: torch.Tensor, axis: str, *, dtype: torch.dtype, scratch: torch.Tensor, out: torch.Tensor | None = None
+        self,
+        x: torch.Tensor,
+        axis: str,
+        *,
+        dtype: torch.dtype,
+        scratch: torch.Tensor,
+        out: torch.Tensor | None = None,
+        label: str = "",
     ) -> Ticket:
         """The sum over ranks of this rank's part of ``x``.
 
@@ -59,12 +65,13 @@ class Transport(ABC):
             axis: the axis to sum along.
             dtype: of the sum.
             scratch: as many bytes as :meth:`scratch_nbytes` says.
+            label: what it is for; ranks compare it.
             out: ``c`` elements for the result. None: the ticket's result is a tensor that is valid until ``x`` or
                 ``scratch`` is written to.
         """
 
     @abstractmethod
-    def all_reduce(self, x: torch.Tensor, out: torch.Tensor, axis: str, *, scratch: torch.Tensor) -> Ticket:
+    def all_reduce(self, x: torch.Tensor, out: torch.Tensor, axis: str, *, scratch: torch.Tensor, label: str = "") -> Ticket:
         """The sum over ranks of ``x`` into ``out``, of another dtype or the same.
 
         The result of the ticket is one more ticket, for what is left to do once ``scratch`` and ``x`` are free.
@@ -82,24 +89,16 @@ class Transport(ABC):
             apart: ``out`` will be given, in the dtype of ``x``.
         """
 
-    def reduces_in_place(self, axis: str, dtype: torch.dtype) -> bool:
-        """Whether ``x`` and ``out`` of an ``all_reduce`` may be one, and it is cheaper then."""
-        return False
-
     @property
     def innermost(self) -> "Transport":
         """Without what is wrapped around it."""
         return self
 
-    def make(self, comm: Comm) -> None:
-        """Make ready what all ranks have to make together.
+    def make(self) -> None:
+        """Make ready what all ranks have to make together."""
 
-        Args:
-            comm: to agree through. Nothing is under way in it.
-        """
-
-    def close(self) -> None:
-        """Give up whatever is under way."""
+    def abort(self) -> None:
+        """Have whatever is under way end in an error."""
 
 
 class Groups:
@@ -112,11 +111,11 @@ class Groups:
         self.comm, self.separate = comm, separate
         self._made: dict[tuple[Kind, str], dist.ProcessGroup] = {}
 
-    def make(self, *, but: Collection[str] = ()) -> None:
-        """Make those along all axes ``but`` these. Every rank has to, at one point; a rank that comes alone waits for ever."""
+    def make(self) -> None:
+        """Make those along all axes. Every rank has to, at one point; a rank that comes alone waits up to the limit."""
         if self.separate:
             for axis, size in self.comm.mesh.axes:
-                for kind in _KINDS if size > 1 and axis not in but else ():
+                for kind in _KINDS if size > 1 else ():
                     self(kind, axis)
 
     def __call__(self, kind: Kind, axis: str) -> dist.ProcessGroup:
@@ -127,6 +126,7 @@ class Groups:
             self._made[kind, axis] = self.comm.new_group(axis)
         return self._made[kind, axis]
 
-    def close(self) -> None:
-        """Use them no more: what is under way in them may never end."""
-        self._made.clear()
+    def abort(self) -> None:
+        """Have whatever is under way in them end in an error."""
+        for group in self._made.values():
+            abort(group)

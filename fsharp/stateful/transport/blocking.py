@@ -12,33 +12,36 @@ class Blocking(Transport):
     def __init__(self, comm: Comm) -> None:
         self.comm = comm
 
-    def gather(self, x: torch.Tensor, out: torch.Tensor, axis: str) -> Ticket:
+    def gather(self, x: torch.Tensor, out: torch.Tensor, axis: str, *, label: str = "") -> Ticket:
         """Blocks."""
-        out.copy_(self.comm.all_gather(x, axis).view(-1))
+        out.copy_(self.comm.all_gather(x, axis, label=label).view(-1))
         return Ticket()
 
     def reduce_scatter(
-        self, x: torch.Tensor, axis: str, *, dtype: torch.dtype, scratch: torch.Tensor, out: torch.Tensor | None = None
+        self,
+        x: torch.Tensor,
+        axis: str,
+        *,
+        dtype: torch.dtype,
+        scratch: torch.Tensor,
+        out: torch.Tensor | None = None,
+        label: str = "",
     ) -> Ticket:
         """Blocks."""
         n = self.comm.mesh.axis_size(axis)
-        result = self.comm.reduce_scatter(x.view(n, -1), axis, dtype=dtype)
+        result = self.comm.reduce_scatter(x.view(n, -1), axis, dtype=dtype, label=label)
         return Ticket(result=result if out is None else out.copy_(result))
 
-    def all_reduce(self, x: torch.Tensor, out: torch.Tensor, axis: str, *, scratch: torch.Tensor) -> Ticket:
+    def all_reduce(self, x: torch.Tensor, out: torch.Tensor, axis: str, *, scratch: torch.Tensor, label: str = "") -> Ticket:
         """Blocks."""
         if x.dtype == out.dtype:
-            out.copy_(self.comm.all_reduce(x, axis))
+            out.copy_(self.comm.all_reduce(x, axis, label=label))
             return Ticket(result=Ticket())
         n = self.comm.mesh.axis_size(axis)
         padded = torch.nn.functional.pad(x, (0, -len(x) % n)).view(n, -1)
-        summed = self.comm.reduce_scatter(padded, axis, dtype=out.dtype)
-        out.copy_(self.comm.all_gather(summed, axis).view(-1)[: len(out)])
+        summed = self.comm.reduce_scatter(padded, axis, dtype=out.dtype, label=label)
+        out.copy_(self.comm.all_gather(summed, axis, label=label).view(-1)[: len(out)])
         return Ticket(result=Ticket())
-
-    def reduces_in_place(self, axis: str, dtype: torch.dtype) -> bool:
-        """It does."""
-        return True
 
     def scratch_nbytes(self, op: str, axis: str, numel: int, itemsize: int, *, apart: bool = False) -> int:
         """None."""
@@ -48,25 +51,28 @@ class Blocking(Transport):
 class Local(Transport):
     """Axes of size 1, where collectives are copies: what a :class:`~fsharp.SingleComm` has."""
 
-    def gather(self, x: torch.Tensor, out: torch.Tensor, axis: str) -> Ticket:
+    def gather(self, x: torch.Tensor, out: torch.Tensor, axis: str, *, label: str = "") -> Ticket:
         """A copy."""
         out.copy_(x)
         return Ticket()
 
     def reduce_scatter(
-        self, x: torch.Tensor, axis: str, *, dtype: torch.dtype, scratch: torch.Tensor, out: torch.Tensor | None = None
+        self,
+        x: torch.Tensor,
+        axis: str,
+        *,
+        dtype: torch.dtype,
+        scratch: torch.Tensor,
+        out: torch.Tensor | None = None,
+        label: str = "",
     ) -> Ticket:
         """A cast."""
         return Ticket(result=x.to(dtype) if out is None else out.copy_(x))
 
-    def all_reduce(self, x: torch.Tensor, out: torch.Tensor, axis: str, *, scratch: torch.Tensor) -> Ticket:
+    def all_reduce(self, x: torch.Tensor, out: torch.Tensor, axis: str, *, scratch: torch.Tensor, label: str = "") -> Ticket:
         """A copy."""
         out.copy_(x)
         return Ticket(result=Ticket())
-
-    def reduces_in_place(self, axis: str, dtype: torch.dtype) -> bool:
-        """It does."""
-        return True
 
     def scratch_nbytes(self, op: str, axis: str, numel: int, itemsize: int, *, apart: bool = False) -> int:
         """None."""

@@ -2,7 +2,6 @@
 
 from fsharp.functional.comm import Comm, CountingComm
 from fsharp.functional.process_group import ProcessGroupComm
-from fsharp.stateful.schedule.policy import Policy
 from fsharp.stateful.transport.base import Groups, Transport
 from fsharp.stateful.transport.blocking import Blocking, Local
 from fsharp.stateful.transport.counted import Counted
@@ -10,13 +9,13 @@ from fsharp.stateful.transport.gloo import Exchange
 from fsharp.stateful.transport.nccl import Native
 
 
-def transport_over(comm: Comm, policy: Policy) -> Transport:
-    """The transport that a Comm allows for."""
+def transport_over(comm: Comm, *, separate_groups: bool) -> Transport:
+    """The transport that a Comm allows for. Gathers and reductions may have process groups each."""
     if isinstance(comm, CountingComm):
-        return Counted(transport_over(comm.inner, policy), comm)
+        return Counted(transport_over(comm.inner, separate_groups=separate_groups), comm)
     if not isinstance(comm, ProcessGroupComm):
         return Local() if comm.mesh.size == 1 else Blocking(comm)
-    groups = Groups(comm, separate=policy.separate_groups)
+    groups = Groups(comm, separate=separate_groups)
     if comm.is_native:
         return Native(comm, groups)
     return Exchange(comm, groups)

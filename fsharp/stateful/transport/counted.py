@@ -2,7 +2,7 @@
 
 import torch
 
-from fsharp.functional.comm import Comm, CountingComm
+from fsharp.functional.comm import CountingComm
 from fsharp.stateful.transport.base import Ticket, Transport
 
 
@@ -17,19 +17,26 @@ class Counted(Transport):
         """That of ``inner``."""
         return self.inner.innermost
 
-    def gather(self, x: torch.Tensor, out: torch.Tensor, axis: str) -> Ticket:
+    def gather(self, x: torch.Tensor, out: torch.Tensor, axis: str, *, label: str = "") -> Ticket:
         """Counted."""
         self.comm.count("all_gather", axis, x.numel() * x.dtype.itemsize)
-        return self.inner.gather(x, out, axis)
+        return self.inner.gather(x, out, axis, label=label)
 
     def reduce_scatter(
-        self, x: torch.Tensor, axis: str, *, dtype: torch.dtype, scratch: torch.Tensor, out: torch.Tensor | None = None
+        self,
+        x: torch.Tensor,
+        axis: str,
+        *,
+        dtype: torch.dtype,
+        scratch: torch.Tensor,
+        out: torch.Tensor | None = None,
+        label: str = "",
     ) -> Ticket:
         """Counted."""
         self.comm.count("reduce_scatter", axis, x.numel() // self.comm.mesh.axis_size(axis) * x.dtype.itemsize)
-        return self.inner.reduce_scatter(x, axis, dtype=dtype, scratch=scratch, out=out)
+        return self.inner.reduce_scatter(x, axis, dtype=dtype, scratch=scratch, out=out, label=label)
 
-    def all_reduce(self, x: torch.Tensor, out: torch.Tensor, axis: str, *, scratch: torch.Tensor) -> Ticket:
+    def all_reduce(self, x: torch.Tensor, out: torch.Tensor, axis: str, *, scratch: torch.Tensor, label: str = "") -> Ticket:
         """Counted; with a wire of its own as the two collectives that it then is."""
         part = -(-x.numel() // self.comm.mesh.axis_size(axis))
         if x.dtype == out.dtype:
@@ -37,20 +44,16 @@ class Counted(Transport):
         else:
             self.comm.count("reduce_scatter", axis, part * x.dtype.itemsize)
             self.comm.count("all_gather", axis, part * out.dtype.itemsize)
-        return self.inner.all_reduce(x, out, axis, scratch=scratch)
-
-    def reduces_in_place(self, axis: str, dtype: torch.dtype) -> bool:
-        """As ``inner``."""
-        return self.inner.reduces_in_place(axis, dtype)
+        return self.inner.all_reduce(x, out, axis, scratch=scratch, label=label)
 
     def scratch_nbytes(self, op: str, axis: str, numel: int, itemsize: int, *, apart: bool = False) -> int:
         """As ``inner``."""
         return self.inner.scratch_nbytes(op, axis, numel, itemsize, apart=apart)
 
-    def make(self, comm: Comm) -> None:
+    def make(self) -> None:
         """As ``inner``."""
-        self.inner.make(comm)
+        self.inner.make()
 
-    def close(self) -> None:
+    def abort(self) -> None:
         """As ``inner``."""
-        self.inner.close()
+        self.inner.abort()

@@ -17,39 +17,19 @@ groups of our own only, where all ranks begin these calls in one order.
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 
-from fsharp.functional.comm import Comm
+from fsharp.functional.precision import dtype_name
 from fsharp.functional.process_group import ProcessGroupComm
+from fsharp.functional.watch import Call
+from fsharp.functional.workers import Flight, Worker
 from fsharp.stateful.transport.base import Groups, Ticket, Transport
-from fsharp.stateful.transport.workers import Flight, Worker
 
 _CHUNK = 1 << 20
 """Bytes."""
 _ROUNDED_ONCE = (torch.float32, torch.float64)
-_MOST = 1 << 20
-"""Tags between two failures, before they begin anew: gloo takes a C int."""
-
-
-class _Tags:
-    """Numbers for collectives, which all ranks count alike. Those of before a failure are not used again."""
-
-    def __init__(self) -> None:
-        self._number = self._failures = 0
-
-    def __next__(self) -> int:
-        self._number = (self._number + 1) % _MOST
-        return self._failures * _MOST + self._number + 1  # 0 is the Comm's own
-
-    def renew(self) -> None:
-        self._failures, self._number = (self._failures + 1) % 1000, 0
-
-
-_Crew = dict[str, Worker]
-_tags: "WeakKeyDictionary[ProcessGroupComm, _Tags]" = WeakKeyDictionary()
 
 
 class Exchange(Transport):
@@ -64,40 +44,55 @@ class Exchange(Transport):
 
     def __init__(self, comm: ProcessGroupComm, groups: Groups) -> None:
         self.comm, self.groups = comm, groups
-        self.patience: Callable[[], Callable[[], None]] = lambda: lambda: None  # asked when a flight takes off
-        self.watch: Callable[[Flight], None] | None = None  # told of each flight that takes off
-        self._tags = _tags.setdefault(comm, _Tags())  # schedulers of one Comm may share its groups
-        self._start()
-
-    def _start(self) -> None:
+        self.on_flight: Callable[[Flight], None] | None = None  # told of each collective that begins
         self._crew = {kind: Worker(kind) for kind in ("posts", "gather", "reduce", "share")}
 
-    def gather(self, x: torch.Tensor, out: torch.Tensor, axis: str) -> Ticket:
+    def gather(self, x: torch.Tensor, out: torch.Tensor, axis: str, *, label: str = "") -> Ticket:
         """Asynchronous; the parts land in ``out``."""
         parts = self._parts_around(x, out, axis)
-        return self._share("gather", parts, axis, self.groups("gather", axis), next(self._tags), self._crew)
+        return self._share("gather", parts, axis, self.groups("gather", axis), self._begin(label, "all_gather", x, axis))
 
     def reduce_scatter(
-        self, x: torch.Tensor, axis: str, *, dtype: torch.dtype, scratch: torch.Tensor, out: torch.Tensor | None = None
+        self,
+        x: torch.Tensor,
+        axis: str,
+        *,
+        dtype: torch.dtype,
+        scratch: torch.Tensor,
+        out: torch.Tensor | None = None,
+        label: str = "",
     ) -> Ticket:
         """Asynchronous. Without ``out`` the result is where this rank's part was, if that has the dtype."""
         parts, result = self._parts_to(x, axis, dtype, out)
-        return self._reduce(parts, result, axis, scratch, lambda: result)
+        return self._reduce(parts, result, axis, scratch, self._begin(label, "reduce_scatter", x, axis), lambda: result)
 
-    def all_reduce(self, x: torch.Tensor, out: torch.Tensor, axis: str, *, scratch: torch.Tensor) -> Ticket:
+    def all_reduce(self, x: torch.Tensor, out: torch.Tensor, axis: str, *, scratch: torch.Tensor, label: str = "") -> Ticket:
         """Reduces each rank's part, then gathers the parts; asynchronous. Two ranks leave it to gloo, see [Note: two ranks]."""
-        if x.dtype == out.dtype and self.reduces_in_place(axis, x.dtype):
-            own = self.groups("reduce", axis)
-            if out.data_ptr() != x.data_ptr():
-                out.copy_(x)
-            return Ticket(result=self._fly("share", lambda: [own.allreduce([out])] if len(out) else [], _wait_all, self._crew))
+        call = self._begin(label, "all_reduce", x, axis)
+        group = self.groups("reduce", axis)
+        if self.comm.mesh.axis_size(axis) == 2 and x.dtype == out.dtype and x.dtype in _ROUNDED_ONCE and self.groups.separate:
+            return Ticket(result=self._all_reduce_two(out.copy_(x), axis, group, call))
         mine, parts, results = self._parts_of_both(x, out, axis)
-        group, tag, crew = self.groups("reduce", axis), next(self._tags), self._crew  # now: an error may come before the sum
-        return self._reduce(parts, results[mine], axis, scratch, lambda: self._share("share", results, axis, group, tag, crew))
+        second = self._begin(label, "all_gather", results[mine], axis)  # now: the order of calls is that of the main thread
+        share = partial(self._share, "share", results, axis, group, second)
+        return self._reduce(parts, results[mine], axis, scratch, call, share)
 
-    def reduces_in_place(self, axis: str, dtype: torch.dtype) -> bool:
-        """Where gloo's own does it."""
-        return self.comm.mesh.axis_size(axis) == 2 and dtype in _ROUNDED_ONCE and self.groups.separate
+    def _begin(self, label: str, op: str, x: torch.Tensor, axis: str) -> Call:
+        return self.comm.watch.begin(f"{label}: {op} along {axis} of {x.numel()} {dtype_name(x.dtype)}")
+
+    def _all_reduce_two(self, out: torch.Tensor, axis: str, group: dist.ProcessGroup, call: Call) -> Ticket:
+        """Gloo's all_reduce has no tags, and takes whatever comes: a byte under the tag of this call goes before it."""
+        other = 1 - self.comm.mesh.coord(axis, self.comm.rank)
+        mine, theirs = torch.zeros(1, dtype=torch.uint8), torch.zeros(1, dtype=torch.uint8)
+
+        def finish(works: list[Any]) -> None:
+            _wait_all(works)
+            if len(out):
+                group.allreduce([out]).wait()
+
+        return self._fly(
+            "share", lambda: _receive(group, theirs, other, call.tag) + _send(group, mine, other, call.tag), finish, call
+        )
 
     def _parts_around(self, x: torch.Tensor, out: torch.Tensor, axis: str) -> list[torch.Tensor]:
         """Each rank's part of what is gathered, this rank's filled."""
@@ -126,29 +121,33 @@ class Exchange(Transport):
         parts, results = ([each[size * r : size * (r + 1)] for r in range(n)] for each in (x, out))
         return self.comm.mesh.coord(axis, self.comm.rank), parts, results
 
-    def _share(
-        self, kind: str, parts: Sequence[torch.Tensor], axis: str, group: dist.ProcessGroup, tag: int, crew: _Crew
-    ) -> Ticket:
+    def _share(self, kind: str, parts: Sequence[torch.Tensor], axis: str, group: dist.ProcessGroup, call: Call) -> Ticket:
         """Send this rank's part to all others, and receive theirs."""
         mine = self.comm.mesh.coord(axis, self.comm.rank)
 
         def post() -> list[Any]:
             works = []
             for to, source in _partners(mine, len(parts)):
-                works += _receive(group, parts[source], source, tag)
-                works += _send(group, parts[mine], to, tag)
+                works += _receive(group, parts[source], source, call.tag)
+                works += _send(group, parts[mine], to, call.tag)
             return works
 
-        return self._fly(kind, post, _wait_all, crew)
+        return self._fly(kind, post, _wait_all, call)
 
     def _reduce(
-        self, parts: Sequence[torch.Tensor], out: torch.Tensor, axis: str, scratch: torch.Tensor, then: Callable[[], Any]
+        self,
+        parts: Sequence[torch.Tensor],
+        out: torch.Tensor,
+        axis: str,
+        scratch: torch.Tensor,
+        call: Call,
+        then: Callable[[], Any],
     ) -> Ticket:
         """The sum of this rank's part over ranks into ``out``; the ticket's result is that of ``then``."""
-        group, tag = self.groups("reduce", axis), next(self._tags)
+        group, tag = self.groups("reduce", axis), call.tag
         n, mine = len(parts), self.comm.mesh.coord(axis, self.comm.rank)
         if n == 2 and out.dtype == parts[mine].dtype and out.data_ptr() != parts[mine].data_ptr():  # alike on both ranks
-            return self._reduce_two(parts, out, mine, group, tag, then)
+            return self._reduce_two(parts, out, mine, group, call, then)
         partners = list(_partners(mine, n))
         own = parts[mine].split(_elements(parts[mine])) if len(parts[mine]) else ()
         outs = out.split(_elements(parts[mine])) if len(out) else ()
@@ -183,7 +182,7 @@ class Exchange(Transport):
             _wait_all(sent)
             return then()
 
-        return self._fly("reduce", post, finish, self._crew)
+        return self._fly("reduce", post, finish, call)
 
     def _reduce_two(
         self,
@@ -191,25 +190,27 @@ class Exchange(Transport):
         out: torch.Tensor,
         mine: int,
         group: dist.ProcessGroup,
-        tag: int,
+        call: Call,
         then: Callable[[], Any],
     ) -> Ticket:
         """As :meth:`_reduce`: the other rank's summand goes to ``out``, and this rank's is added to it there."""
         other = 1 - mine
 
         def post() -> list[Any]:
-            return _receive(group, out, other, tag) + _send(group, parts[other], other, tag)
+            return _receive(group, out, other, call.tag) + _send(group, parts[other], other, call.tag)
 
         def finish(works: list[Any]) -> Any:
             _wait_all(works)
             add([parts[mine], out] if mine == 0 else [out, parts[mine]], out)
             return then()
 
-        return self._fly("reduce", post, finish, self._crew)
+        return self._fly("reduce", post, finish, call)
 
-    def _fly(self, kind: str, post: Callable[[], Any], finish: Callable[[Any], Any], crew: _Crew) -> Ticket:
+    def _fly(self, kind: str, post: Callable[[], Any], finish: Callable[[Any], Any], call: Call) -> Ticket:
         """Have one worker post and another finish."""
-        flight, waits = self._take_off(), crew[kind]
+        flight, waits = Flight(call), self._crew[kind]
+        if self.on_flight is not None:
+            self.on_flight(flight)
 
         def begin() -> None:
             try:
@@ -219,14 +220,8 @@ class Exchange(Transport):
             else:
                 waits.submit(partial(_finish, finish, posted, flight))
 
-        crew["posts"].submit(begin)
+        self._crew["posts"].submit(begin)
         return Ticket([flight], flight.wait)
-
-    def _take_off(self) -> Flight:
-        flight = Flight(self.patience())
-        if self.watch is not None:
-            self.watch(flight)
-        return flight
 
     def scratch_nbytes(self, op: str, axis: str, numel: int, itemsize: int, *, apart: bool = False) -> int:
         """Two chunks from each of the others, or all of a part that is no larger than one; none of one other if ``apart``."""
@@ -236,15 +231,13 @@ class Exchange(Transport):
         part, chunk = -(-numel // n), _CHUNK // itemsize
         return (part if part <= chunk else 2 * chunk) * (n - 1) * itemsize
 
-    def make(self, comm: Comm) -> None:
+    def make(self) -> None:
         """The groups."""
         self.groups.make()
 
-    def close(self) -> None:
-        """Leave groups and workers to what is under way in them."""
-        self.groups.close()
-        self._tags.renew()
-        self._start()
+    def abort(self) -> None:
+        """In the groups, if they are its own."""
+        self.groups.abort()
 
 
 def _elements(x: torch.Tensor) -> int:

@@ -3,7 +3,6 @@
 import torch
 import torch.distributed as dist
 
-from fsharp.functional.comm import Comm
 from fsharp.functional.process_group import ProcessGroupComm
 from fsharp.stateful.transport.base import Groups, Ticket, Transport
 
@@ -17,13 +16,20 @@ class Native(Transport):
     def __init__(self, comm: ProcessGroupComm, groups: Groups) -> None:
         self.comm, self.groups = comm, groups
 
-    def gather(self, x: torch.Tensor, out: torch.Tensor, axis: str) -> Ticket:
+    def gather(self, x: torch.Tensor, out: torch.Tensor, axis: str, *, label: str = "") -> Ticket:
         """In place if ``x`` is part of ``out``."""
         _all_gather(out.view(torch.uint8), x.view(torch.uint8), group=self.groups("gather", axis))
         return Ticket()
 
     def reduce_scatter(
-        self, x: torch.Tensor, axis: str, *, dtype: torch.dtype, scratch: torch.Tensor, out: torch.Tensor | None = None
+        self,
+        x: torch.Tensor,
+        axis: str,
+        *,
+        dtype: torch.dtype,
+        scratch: torch.Tensor,
+        out: torch.Tensor | None = None,
+        label: str = "",
     ) -> Ticket:
         """Summed by the backend in the dtype of ``x``."""
         n, mine = self.comm.mesh.axis_size(axis), self.comm.mesh.coord(axis, self.comm.rank)
@@ -34,7 +40,7 @@ class Native(Transport):
             return Ticket(result=target.to(dtype))
         return Ticket(result=out if target is out else out.copy_(target))
 
-    def all_reduce(self, x: torch.Tensor, out: torch.Tensor, axis: str, *, scratch: torch.Tensor) -> Ticket:
+    def all_reduce(self, x: torch.Tensor, out: torch.Tensor, axis: str, *, scratch: torch.Tensor, label: str = "") -> Ticket:
         """Summed by the backend in the dtype of ``x``."""
         target = out if out.dtype == x.dtype else scratch.view(x.dtype)[: len(x)]
         dist.all_reduce(target.copy_(x), group=self.groups("reduce", axis))
@@ -46,10 +52,6 @@ class Native(Transport):
         """What an all_reduce in a dtype of its own needs."""
         return numel * itemsize if op == "all_reduce" else 0
 
-    def make(self, comm: Comm) -> None:
+    def make(self) -> None:
         """The groups."""
         self.groups.make()
-
-    def close(self) -> None:
-        """Abort the groups."""
-        self.groups.close()

@@ -1,15 +1,15 @@
-"""Roster: which unit a node is. Within a run by the memory it has, over all runs by its name and layout."""
+"""UnitRegistry: which unit a node is. Within a run by the memory it has, over all runs by its name and layout."""
 
 from collections.abc import Container
 from itertools import count
 
 from fsharp.functional.sharded import Sharded
-from fsharp.stateful.runtime.copies import LiveUnit
+from fsharp.stateful.runtime.unit_state import UnitState
 
 Signature = tuple[str, tuple[int, ...]]
 
 
-class Roster:
+class UnitRegistry:
     """The units of all trees that a scheduler has seen.
 
     Args:
@@ -21,8 +21,8 @@ class Roster:
 
     def __init__(self, *, trivial: bool) -> None:
         self.trivial = trivial
-        self.units: dict[str, LiveUnit] = {}
-        self._table: dict[Signature, LiveUnit] = {}
+        self.units: dict[str, UnitState] = {}
+        self._table: dict[Signature, UnitState] = {}
 
     def begin(self) -> None:
         """A new run: addresses may be others' by now."""
@@ -45,7 +45,7 @@ class Roster:
         if known is not None and node.unit == known.layout and _signature(node) not in self._table:
             self.enter(known, node)
 
-    def enter(self, unit: LiveUnit, node: Sharded) -> None:
+    def enter(self, unit: UnitState, node: Sharded) -> None:
         """This node is that unit."""
         self._table[_signature(node)] = unit
         unit.node = node
@@ -54,17 +54,17 @@ class Roster:
         """Who still has this node has another unit from here on."""
         self._table.pop(_signature(node), None)
 
-    def find(self, node: Sharded) -> LiveUnit | None:
+    def find(self, node: Sharded) -> UnitState | None:
         """The unit that a node is in this run, if it is known."""
         return self._table.get(_signature(node))
 
-    def add(self, node: Sharded) -> LiveUnit:
+    def add(self, node: Sharded) -> UnitState:
         """The unit that a node is from here on, of an earlier run or a new one."""
         name, taken = node.name or "(root)", {unit.key for unit in self._table.values()}
         keys = (f"{name}#{number}" if number else name for number in count())
         key = next(k for k in keys if k not in taken and (k not in self.units or self.units[k].layout == node.unit))
         if key not in self.units:
-            self.units[key] = LiveUnit(key, node.unit, trivial=self.trivial)
+            self.units[key] = UnitState(key, node.unit, trivial=self.trivial)
         self.enter(self.units[key], node)
         return self.units[key]
 

@@ -1,4 +1,4 @@
-"""Workers: the CPU's streams. A thread each, that does what it is handed in order."""
+"""Workers: threads that do what they are handed in order, and whoever waits for them does not wait without a limit."""
 
 import atexit
 import threading
@@ -8,10 +8,11 @@ from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Any
 
-from fsharp.functional.errors import AgreementError
+from fsharp.functional.watch import Call
 
 Job = Callable[[], None]
-_PATIENCE = 2.0
+_LOOK_EVERY_S = 0.5
+_END_WITHIN_S = 2.0
 """Seconds that what is under way is given to end when the interpreter does."""
 _running: "weakref.WeakKeyDictionary[threading.Thread, SimpleQueue[Job | None]]" = weakref.WeakKeyDictionary()
 
@@ -41,7 +42,7 @@ class Worker:
 @atexit.register
 def _stop_all() -> None:
     """A thread must not be in the middle of something when the interpreter ends under it."""
-    deadline = time.monotonic() + _PATIENCE
+    deadline = time.monotonic() + _END_WITHIN_S
     for queue in list(_running.values()):
         queue.put(None)
     for thread in list(_running):
@@ -58,19 +59,19 @@ def _work(queue: "SimpleQueue[Job | None]") -> None:
 
 
 class Flight:
-    """What a worker will have done.
+    """A collective that a worker will have done.
 
     Args:
-        patience: called twice a second while somebody waits; raises if there is no use in waiting.
+        call: what it is, and who else takes part.
 
     Attributes:
         landed_s: when it was done, on the clock of ``time.perf_counter``; None until then.
     """
 
-    __slots__ = ("_done", "_error", "_patience", "_result", "landed_s")
+    __slots__ = ("_done", "_error", "_result", "call", "landed_s")
 
-    def __init__(self, patience: Callable[[], None]) -> None:
-        self._done, self._patience = threading.Event(), patience
+    def __init__(self, call: Call) -> None:
+        self._done, self.call = threading.Event(), call
         self._error: BaseException | None = None
         self._result: Any = None
         self.landed_s: float | None = None
@@ -84,17 +85,11 @@ class Flight:
         """Block until it is done.
 
         Raises:
-            AgreementError: another rank has given up, and said why.
-            Exception: what the worker met.
+            AgreementError: another rank has failed, or takes part in something else.
+            CommError: a rank has ended, or the limit has passed.
         """
-        while not self._done.wait(0.5):
-            self._patience()
-        if self._error is None:
-            return self._result
-        try:
-            self._patience()  # a rank that is gone may have said why
-        except AgreementError:
-            raise
-        except RuntimeError as lost:  # with whom it could have been left
-            raise self._error from lost
-        raise self._error
+        while not self._done.wait(_LOOK_EVERY_S):
+            self.call.check()
+        if self._error is not None:
+            raise self.call.lost(self._error) from self._error
+        return self._result

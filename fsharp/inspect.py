@@ -1,0 +1,20 @@
+"""Looking at schedules: tables and pictures, how long a step would take on hardware that one describes, and how long it took.
+
+print(fs.inspect.table(schedule))
+fs.inspect.draw(schedule, "step.png")
+
+trace = step.trace()  # of a scheduled function; then some steps
+hardware = fs.inspect.Hardware.fit(trace, schedule)
+predicted = fs.inspect.simulate(other_schedule, hardware)
+print(fs.inspect.compare(predicted, trace.timeline(schedule)))
+"""
+
+from fsharp.stateful.inspect.draw import draw as draw
+from fsharp.stateful.inspect.estimate import Hardware as Hardware
+from fsharp.stateful.inspect.estimate import simulate as simulate
+from fsharp.stateful.inspect.perfetto import perfetto as perfetto
+from fsharp.stateful.inspect.table import table as table
+from fsharp.stateful.inspect.timeline import Span as Span
+from fsharp.stateful.inspect.timeline import Timeline as Timeline
+from fsharp.stateful.inspect.trace import Trace as Trace
+from fsharp.stateful.inspect.trace import compare as compare

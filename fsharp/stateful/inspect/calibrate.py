@@ -1,0 +1,238 @@
+"""Calibrate: from what a trace measured to the numbers that describe a machine. See :meth:`Hardware.fit`."""
+
+import math
+from bisect import bisect_right
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import accumulate
+from statistics import median
+from typing import NamedTuple, get_args
+
+import torch
+
+from fsharp.functional.errors import ScheduleError, problem
+from fsharp.stateful.inspect.timeline import COLLECTIVES, Interval, Span, issues, union
+from fsharp.stateful.inspect.trace import Row, Trace, by_unit, check_rows, disjoint
+from fsharp.stateful.schedule.schedule import OpKind, Phase, Schedule, Stream, calls_of
+
+Link = tuple[str, str]
+"""A collective and the mesh axis that it goes along, such as ``("all_gather", "dp")``."""
+_NEEDED: tuple[OpKind, ...] = ("compute", "update", *COLLECTIVES)
+
+
+class Calibration(NamedTuple):
+    """What a trace says of a machine.
+
+    Attributes:
+        links: ``(latency in seconds, bytes per second)`` of each.
+        compute: seconds of each unit's ``(forward, backward)``.
+        update_s: seconds of the optimizer step.
+        memory_bandwidth: bytes of gradients that are cast in a second.
+        issue: seconds of the host for each second of a collective.
+    """
+
+    links: dict[Link, tuple[float, float]]
+    compute: dict[str, tuple[float, float]]
+    update_s: float
+    memory_bandwidth: float
+    issue: float
+
+
+def calibrate(trace: Trace, schedule: Schedule, *, speed: float) -> Calibration:
+    """Everything that a trace says of a machine.
+
+    Args:
+        trace: of whole steps.
+        schedule: what ran.
+        speed: what host and collectives keep of theirs while both work.
+
+    Raises:
+        ScheduleError: see :meth:`Hardware.fit`.
+    """
+    steps = trace.by_step()
+    rows = [row for _, rows in steps for row in rows]
+    check_rows("Hardware.fit()", schedule, rows)
+    _check_kinds(schedule, rows)
+    flights = _flights(schedule, rows)
+    in_flight = _Cover((start, stop) for per_step in flights.values() for start, stop in per_step)
+    waiting: list[Interval] = []
+    own: dict[tuple[str, Phase], list[float]] = {}
+    updates, gaps = [], []
+    casts: dict[int, list[float]] = {}
+    for (start, stop), mine in steps:
+        host = [span for span in disjoint(mine) if span.stream == "compute"]
+        waiting += [(span.start_s, span.stop_s) for span in host if span.kind == "wait"]
+        seconds: dict[tuple[int, OpKind], float] = {}
+        for span in host:
+            seconds[span.op, span.kind] = seconds.get((span.op, span.kind), 0.0) + in_flight.alone(span, speed)
+        for (op, kind), taken in seconds.items():
+            if kind == "compute":
+                own.setdefault((schedule.ops[op].unit, schedule.ops[op].phase), []).append(taken)
+            elif kind == "cast":
+                casts.setdefault(op, []).append(taken)
+        updates.append(sum(taken for (_, kind), taken in seconds.items() if kind == "update"))
+        gaps.append(sum(in_flight.alone(gap, speed) for gap in _between(host, start, stop)))
+    waits = _Cover(waiting)
+    taken_alone = {
+        op: median((stop - start) * speed + waits.within(start, stop) * (1 - speed) for start, stop in per_step)
+        for op, per_step in flights.items()
+    }
+    cast_s = sum(median(each) for op, each in casts.items() if schedule.ops[op].memory)
+    cast_nbytes = sum(memory.nbytes for op in casts if (memory := schedule.ops[op].memory))
+    sent_s = sum(taken_alone.values())
+    return Calibration(
+        links=_fit_links(_points(schedule, taken_alone)),
+        compute=by_unit(own),
+        update_s=median(updates),
+        memory_bandwidth=cast_nbytes / cast_s if cast_s and cast_nbytes else math.inf,
+        issue=median(gaps) / sent_s if sent_s else 0.0,
+    )
+
+
+class _Cover:
+    """The union of intervals, and how much of a stretch lies in it."""
+
+    def __init__(self, intervals: Iterable[Interval]) -> None:
+        self.parts = union(intervals)
+        self.starts = [start for start, _ in self.parts]
+        self.before = [0.0, *accumulate(stop - start for start, stop in self.parts)]
+
+    def until(self, at: float) -> float:
+        i = bisect_right(self.starts, at)
+        return self.before[i] - max(self.parts[i - 1][1] - at, 0.0) if i else 0.0
+
+    def within(self, start: float, stop: float) -> float:
+        return self.until(stop) - self.until(start)
+
+    def alone(self, what: Span | Interval, speed: float) -> float:
+        """The length of a stretch, if what lies in the union had gone at full speed."""
+        start, stop = (what.start_s, what.stop_s) if isinstance(what, Span) else what
+        return stop - start - (1 - speed) * self.within(start, stop)
+
+
+def _between(spans: Iterable[Span], start: float, stop: float) -> list[Interval]:
+    """What no span has of a step."""
+    result, at = [], start
+    for began, ended in union((span.start_s, span.stop_s) for span in spans):
+        if began > at:
+            result.append((at, min(began, stop)))
+        at = max(at, ended)
+    return [*result, (at, stop)] if at < stop else result
+
+
+def _check_kinds(schedule: Schedule, rows: Iterable[Row]) -> None:
+    measured = {row[1] for row in rows}
+    facts = {unit.name: unit for unit in schedule.program.units}
+    wanted = {op.kind for op in schedule.ops if op.kind not in COLLECTIVES or calls_of(op, facts[op.unit])}
+    missing = [kind for kind in _NEEDED if kind in wanted - measured]
+    if missing:
+        raise ScheduleError(
+            problem(
+                "Hardware.fit()",
+                f"the trace has no measurement of {' or '.join(missing)}, and the schedule has some.",
+                [("measured", ", ".join(kind for kind in get_args(OpKind) if kind in measured) or "nothing")],
+                "Trace steps that follow the schedule, each to its end.",
+            )
+        )
+
+
+def _flights(schedule: Schedule, rows: Iterable[Row]) -> dict[int, list[Interval]]:
+    """When each collective was sent, step by step, by its first op: from when those before it on its queue had ended."""
+    first = {i: run[0] for run in issues(schedule.ops) for i in run}
+    began: dict[tuple[int, int], Interval] = {}
+    for index, kind, _, _, _, start, stop, step in rows:
+        if kind in COLLECTIVES:
+            known = began.get((first[index], step), (start, stop))
+            began[first[index], step] = min(known[0], start), max(known[1], stop)
+    is_one_queue = schedule.policy.one_stream or not schedule.policy.separate_groups
+    result: dict[int, list[Interval]] = {}
+    free: dict[Stream, float] = {}
+    for (op, _), (start, stop) in sorted(began.items(), key=lambda item: (item[1], item[0])):
+        queue = "gather" if is_one_queue else schedule.ops[op].stream
+        start = max(start, free.get(queue, start))
+        free[queue] = stop = max(start, stop)
+        result.setdefault(op, []).append((start, stop))
+    return result
+
+
+class _Point(NamedTuple):
+    """Collectives that send the same.
+
+    Attributes:
+        sent: bytes that a rank sends over each link.
+        seconds: how long one takes, in the median.
+        weight: how many there are.
+    """
+
+    sent: dict[Link, int]
+    seconds: float
+    weight: int
+
+
+def _points(schedule: Schedule, seconds: Mapping[int, float]) -> list[_Point]:
+    facts = {unit.name: unit for unit in schedule.program.units}
+    alike: dict[tuple[tuple[Link, int], ...], list[float]] = {}
+    for run in issues(schedule.ops):
+        sent: dict[Link, int] = {}
+        for call in (
+            call for i in run if schedule.ops[i].unit for call in calls_of(schedule.ops[i], facts[schedule.ops[i].unit])
+        ):
+            sent[call.op, call.axis] = sent.get((call.op, call.axis), 0) + call.nbytes
+        if sent and run[0] in seconds:
+            alike.setdefault(tuple(sorted(sent.items())), []).append(seconds[run[0]])
+    return [_Point(dict(sent), median(each), len(each)) for sent, each in alike.items()]
+
+
+def _fit_links(points: Sequence[_Point]) -> dict[Link, tuple[float, float]]:
+    links = sorted({link for point in points for link in point.sent})
+    for names in ({link: link for link in links}, {link: (link[0], "") for link in links}):  # by axis if that can be told
+        found = _least_squares(points, names)
+        if found is not None:
+            return {link: found[names[link]] for link in links}
+    sizes = {link: sorted({point.sent[link] for point in points if link in point.sent}) for link in links}
+    raise ScheduleError(
+        problem(
+            "Hardware.fit()",
+            "latency and bandwidth cannot be told apart where all collectives of a kind send the same.",
+            [(" ".join(link), ", ".join(f"{nbytes:,}" for nbytes in each) + " bytes") for link, each in sizes.items()],
+            "Trace a step whose units differ in size, or write Hardware(latency=..., bandwidth=...) yourself.",
+        )
+    )
+
+
+def _least_squares(points: Sequence[_Point], names: Mapping[Link, Link]) -> dict[Link, tuple[float, float]] | None:
+    """Latency and bandwidth for each name that links go by; None if the points do not determine them."""
+    found = sorted(set(names.values()))
+    if not found:
+        return {}
+    rows, target = [], []
+    for point in points:
+        weight = math.sqrt(point.weight) / max(point.seconds, 1e-9)
+        row = []
+        for name in found:
+            mine = [nbytes for link, nbytes in point.sent.items() if names[link] == name]
+            row += [weight * len(mine), weight * sum(mine)]
+        rows.append(row)
+        target.append(weight * point.seconds)
+    matrix = torch.tensor(rows, dtype=torch.float64)
+    scale = matrix.norm(dim=0)
+    matrix /= scale
+    if torch.linalg.matrix_rank(matrix, rtol=1e-6) < matrix.shape[1]:
+        return None
+    solution = (_not_negative(matrix, torch.tensor(target, dtype=torch.float64)) / scale).tolist()
+    return {
+        name: (latency, 1 / slope if slope > 0 else math.inf)
+        for name, latency, slope in zip(found, solution[::2], solution[1::2], strict=True)
+    }
+
+
+def _not_negative(matrix: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """Least squares without the columns that come out negative: noise can make a latency, or the time of a byte, seem so."""
+    kept = torch.ones(matrix.shape[1], dtype=torch.bool)
+    result = torch.zeros(matrix.shape[1], dtype=torch.float64)
+    while kept.any():
+        solution = torch.linalg.lstsq(matrix[:, kept], target[:, None]).solution[:, 0]
+        if bool((solution >= 0).all()):
+            result[kept] = solution
+            break
+        kept[kept.nonzero()[solution.argmin(), 0]] = False
+    return result

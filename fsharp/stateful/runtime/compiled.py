@@ -1,0 +1,158 @@
+"""Compiled: a schedule bound to units and to an arena. One source of ops; the other one is :mod:`.eager`."""
+
+from collections.abc import Callable, Collection
+from itertools import count
+
+import torch
+
+from fsharp.functional.errors import ScheduleError
+from fsharp.stateful.runtime.executor import BoundOp
+from fsharp.stateful.runtime.gradient import Block, Grads
+from fsharp.stateful.runtime.resting import Resting
+from fsharp.stateful.runtime.unit_state import UnitState, UnshardedBuffer
+from fsharp.stateful.schedule.program import Event, UnitFacts
+from fsharp.stateful.schedule.schedule import Memory, Op, Schedule
+
+_numbers = count()
+
+
+class Compiled:
+    """A schedule with memory.
+
+    Args:
+        schedule: verified.
+        units: by name.
+        arena: at least ``schedule.arena`` bytes.
+        rank: of this process.
+
+    Attributes:
+        slots: by unit, where its full parameters are while they are gathered.
+        places: by unit, where its gradient rests from the op on that opens it.
+        carried: units that a step gathers for the next one.
+        number: names it in keys of ops.
+    """
+
+    def __init__(self, schedule: Schedule, units: dict[str, UnitState], arena: torch.Tensor, *, rank: int) -> None:
+        self.schedule, self.arena = schedule, arena
+        self._first, self._last = arena.data_ptr(), arena.data_ptr() + len(arena)
+        self.units = {facts.name: units[facts.name] for facts in schedule.program.units}
+        self.events: tuple[Event, ...] = schedule.program.events
+        self.slots = {
+            name: UnshardedBuffer(units[name].layout, units[name].axes, self._bytes(memory), rank=rank, where=memory)
+            for name, memory in schedule.slots.items()
+        }
+        opens = {op.unit: op.opens for op in schedule.ops if op.opens}
+        self.places: dict[str, Resting] = {}
+        for name, memory in opens.items():
+            gradient = units[name].gradient
+            assert gradient is not None
+            self.places[name] = gradient.route.resting(self._bytes(memory))
+        self._blocks: dict[str, Block] = {}
+        self._pieces: dict[str, list[list[torch.Tensor]]] = {}
+        self._several = _used_several_times(schedule)
+        self.ops: list[list[BoundOp]] = [[] for _ in self.events]
+        self.number, begun = next(_numbers), set[str]()
+        for i, op in enumerate(schedule.ops):
+            after = [(self.number, j) for j in op.after if schedule.ops[j].stream != op.stream]
+            bound = BoundOp(op, (self.number, i), after, self.units.get(op.unit))
+            self._bind(i, bound, begun)
+            self.ops[op.at].append(bound)
+        last = len(self.events) - 1
+        self.carried = [
+            op.unit for op in schedule.ops if op.kind == "gather" and op.at == last and op.phase == "forward" and op.memory
+        ]
+
+    def _bind(self, i: int, bound: BoundOp, begun: set[str]) -> None:
+        op = bound.op
+        if op.kind in ("gather", "wait", "release") and op.phase != "update":
+            if op.unit not in self.slots:
+                raise ScheduleError(f"op {i}, {op}: the unit has no memory in this schedule.")
+            bound.params = self.slots[op.unit]
+        elif op.kind in ("cast", "reduce", "accumulate"):
+            bound.may_wait = self.events[op.at].kind in ("microbatch_end", "reduce")
+            if op.phase == "finish":
+                bound.pieces = self._finishing(op, bound)
+                return
+            bound.block = self._block(op, bound)
+            if op.kind == "cast":
+                bound.is_first = op.unit not in begun
+                begun.add(op.unit)
+            else:
+                begun.discard(op.unit)
+            bound.is_reduced_to_rest = op.opens is not None
+
+    def _finishing(self, op: Op, bound: BoundOp) -> list[list[torch.Tensor]]:
+        if op.unit not in self._pieces:
+            memory = self._bytes(op.memory) if op.memory else self.arena[:0]
+            self._pieces[op.unit] = bound.gradient.route.finishing_block(memory)
+        return self._pieces[op.unit]
+
+    def _block(self, op: Op, bound: BoundOp) -> Block | None:
+        if op.memory is None:
+            return None
+        if op.unit not in self._blocks:
+            route = bound.gradient.route
+            self._blocks[op.unit] = route.block(self._bytes(op.memory), several_uses=op.unit in self._several)
+        return self._blocks[op.unit]
+
+    def _bytes(self, memory: Memory) -> torch.Tensor:
+        return self.arena[memory.start : memory.stop]
+
+    def foresees(self, position: int, event: Event) -> bool:
+        """Whether the program has this event in this position."""
+        return position < len(self.events) and self.events[position] == event
+
+    def fits(self, units: dict[str, UnitState]) -> bool:
+        """Whether these are still the units it was made for."""
+        return all(units.get(name) is unit for name, unit in self.units.items())
+
+    def outside(self, grads: Grads) -> Grads:
+        """Gradients of a use; if one is in the arena, because it is a parameter, copies: parameters are released first."""
+        if all(grad is None or not self._first <= grad.data_ptr() < self._last for grad in grads):
+            return grads
+        return [None if grad is None else grad.clone() for grad in grads]
+
+    def leave(self, used: Collection[str]) -> None:
+        """The step goes on without this schedule. What is in use, and what saved tensors point at, stays where it is.
+
+        Args:
+            used: units that this step has used so far.
+        """
+        for name, slot in self.slots.items():
+            slot.wait()
+            if not slot.users:
+                slot.release(poison=False)
+            if name not in used:
+                self.units[name].params = None
+        for unit in self.units.values():
+            if unit.gradient is not None:
+                unit.gradient.join()
+                unit.gradient.leave_arena()
+
+
+def unmet(schedule: Schedule, units: dict[str, UnitState], facts_of: Callable[[UnitState], UnitFacts]) -> str:
+    """Why these units cannot follow a schedule; empty if they can."""
+    for facts in schedule.program.units:
+        unit = units.get(facts.name)
+        if unit is None:
+            return f"it has unit {facts.name!r}, which this scheduler has not seen; it knows {sorted(units)}"
+        if facts.trainable and unit.gradient is None:
+            return f"it reduces a gradient of unit {facts.name!r}, which has had none"
+        found = facts_of(unit)
+        for name in ("gathered", "finishing", "trainable", "gather", "reduce", "finish", "spread"):
+            if getattr(found, name) != getattr(facts, name):
+                return f"{name} of unit {facts.name!r} is {getattr(facts, name)}, and here {getattr(found, name)}"
+    return ""
+
+
+def _used_several_times(schedule: Schedule) -> set[str]:
+    """Units with more than one cast into a block in some microbatch."""
+    begun, several = set[str](), set[str]()
+    for op in schedule.ops:
+        if op.kind == "cast" and op.memory:
+            if op.unit in begun:
+                several.add(op.unit)
+            begun.add(op.unit)
+        elif op.phase == "backward" and op.kind in ("reduce", "accumulate"):
+            begun.discard(op.unit)
+    return several

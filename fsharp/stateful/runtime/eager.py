@@ -1,0 +1,267 @@
+"""Eager: ops made up as events come, where no schedule has foreseen them. Nothing ahead of time, one reduction at a time.
+
+Each buffer has memory of its own, which is given back when it is free. What it has emitted is a schedule like any other, at
+addresses that exist in that schedule alone.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from itertools import count
+from typing import Any
+
+import torch
+
+from fsharp.functional.errors import ScheduleError
+from fsharp.stateful.runtime.compiled import Compiled
+from fsharp.stateful.runtime.executor import BoundOp, Executor
+from fsharp.stateful.runtime.facts import facts_of
+from fsharp.stateful.runtime.full import aligned
+from fsharp.stateful.runtime.gradient import Block, GradientBuffer, Phase
+from fsharp.stateful.runtime.unit_state import UnitState, UnshardedBuffer, full_nbytes, stamp
+from fsharp.stateful.schedule import schedule as s
+from fsharp.stateful.schedule.policy import Policy
+from fsharp.stateful.schedule.program import Event, Program
+
+_numbers = count()
+
+
+class Eager:
+    """The ops of one step, or of what is left of one.
+
+    Args:
+        executor: will run them.
+        rank: of this process.
+        device: where buffers are made.
+        left: the schedule that the step has left, if it followed one.
+    """
+
+    def __init__(self, executor: Executor, *, rank: int, device: torch.device, left: Compiled | None = None) -> None:
+        self._executor, self._rank, self._device, self._left = executor, rank, device, left
+        self._number = -1 - next(_numbers)  # those of compiled schedules are positive
+        self._at = 0
+        self.ops: list[s.Op] = []
+        self._last: dict[str, int] = {}  # by stream, its last op
+        self._places: dict[tuple[str, str], s.Memory] = {}
+        self._top = 0
+        self._under_way: list[BoundOp] = []  # reductions that have begun
+        if left is not None:
+            self._adopt(left)
+
+    # ------------------------------------------------------------ events
+
+    def foresee(
+        self, at: int, event: Event, unit: UnitState | None, wanted: UnshardedBuffer | None, units: Iterable[UnitState]
+    ) -> Iterator[BoundOp]:
+        """The ops at an event, each to be run before the next one is asked for.
+
+        Args:
+            at: its position in the step.
+            event: what happens.
+            unit: the unit it is about.
+            wanted: of a backward: where the forward has had the parameters.
+            units: of an event without a unit: those whose gradients are asked for, or that are updated.
+        """
+        self._at = at
+        if event.kind in ("forward", "backward"):
+            assert unit is not None
+            phase: s.Phase = "forward" if event.kind == "forward" else "backward"
+            if unit.axes:
+                yield from self._fill(unit, phase, wanted)
+            yield self._emit("compute", unit, phase, use=event.use)
+        elif event.kind == "forward_end":
+            assert unit is not None
+            yield from self._release(unit, "forward", wanted)
+        elif event.kind == "backward_end":
+            assert unit is not None
+            if self._executor.incoming is not None:
+                yield from self._cast(unit, event.use)
+            yield from self._release(unit, "backward", wanted)
+            if self._executor.incoming is not None and unit.pending <= 0:
+                yield from self._reduce(unit)
+        elif event.kind == "microbatch_end":
+            for each in units:
+                if each.gradient is not None and each.gradient.block is not None:
+                    yield from self._reduce(each)
+            yield from self._land()
+        elif event.kind == "reduce":
+            yield from self.finish(units)
+        elif event.kind == "update":
+            yield self._emit("update", None, "update", after=self._last.get("reduce"))
+            yield from self.spread(units)
+
+    # ------------------------------------------------------------ parameters
+
+    @torch.inference_mode(False)
+    def _fill(self, unit: UnitState, phase: s.Phase, wanted: UnshardedBuffer | None) -> Iterator[BoundOp]:
+        """Have the parameters there: where the forward had them, if this is its backward."""
+        assert unit.node is not None
+        seen = stamp(unit.node)
+        params = wanted or unit.params
+        if params is None or (wanted is None and params.users and not params.holds(seen)):
+            memory = torch.empty(full_nbytes(unit.layout), dtype=torch.uint8, device=self._device)
+            params = UnshardedBuffer(unit.layout, unit.axes, memory, rank=self._rank)
+        unit.params = params
+        place = params.where or self._place("params", unit.key, full_nbytes(unit.layout))
+        if not params.holds(seen):
+            if params.is_filled:
+                yield self._bound("release", unit, phase, params, memory=place)
+            yield from self._make_room(params, unit)
+            yield self._bound("gather", unit, phase, params, stream="gather", memory=place)
+        if params.tickets or (self.ops[-1:] and self.ops[-1].kind == "gather" and self.ops[-1].unit == unit.key):
+            yield self._bound("wait", unit, phase, params, after=self._last.get("gather"))
+
+    def _make_room(self, params: UnshardedBuffer, unit: UnitState) -> Iterator[BoundOp]:
+        """In the arena of a schedule that was left, others may be where this unit's saved tensors point at."""
+        if params.where is None or self._left is None:
+            return
+        for name, other in self._left.slots.items():
+            if other is params or not other.is_filled or other.where is None or not other.where.overlaps(params.where):
+                continue
+            if other.users:
+                raise ScheduleError(
+                    f"the backward of unit {unit.key!r} came while that of {name!r} was under way, in whose memory it was in "
+                    "the forward: uses have to nest in the backward as they did in the forward."
+                )
+            yield self._bound("release", self._left.units[name], "backward", other, memory=other.where)
+
+    def _release(self, unit: UnitState, phase: s.Phase, params: UnshardedBuffer | None) -> Iterator[BoundOp]:
+        if params is not None and not params.users and params.is_filled:
+            place = params.where or self._place("params", unit.key, full_nbytes(unit.layout))
+            yield self._bound("release", unit, phase, params, memory=place)
+
+    # ------------------------------------------------------------ gradients
+
+    def _block_of(self, gradient: GradientBuffer) -> None:
+        """Memory for a microbatch: as if there were several uses and several microbatches, which nobody knows yet."""
+        nbytes = gradient.route.outgoing_nbytes(several_uses=True, several_microbatches=True)
+        memory = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+        gradient.block = gradient.route.block(memory, several_uses=True)
+
+    def _adopt(self, left: Compiled) -> None:
+        """Go on with gradients that a schedule has begun to collect, whose memory may be wanted for something else now."""
+        for unit in left.units.values():
+            gradient = unit.gradient
+            if gradient is not None and gradient.phase is Phase.COLLECTING and gradient.block is not None:
+                held = gradient.block.collected
+                self._block_of(gradient)
+                for target, source in zip(gradient.block.collected, held, strict=True):
+                    target.copy_(source)
+
+    def _cast(self, unit: UnitState, use: int) -> Iterator[BoundOp]:
+        gradient = unit.gradient
+        assert gradient is not None
+        yield from self._land()
+        is_first = gradient.block is None
+        if is_first:
+            self._block_of(gradient)
+        bound = self._bound_gradient("cast", unit, use=use)
+        bound.is_first = is_first
+        yield bound
+
+    def _reduce(self, unit: UnitState) -> Iterator[BoundOp]:
+        gradient = unit.gradient
+        assert gradient is not None
+        yield from self._land()
+        if gradient.route.is_reduced:
+            bound = self._bound_gradient("reduce", unit, stream="reduce")
+            yield bound
+            self._under_way.append(bound)
+        else:
+            yield self._accumulate(unit, gradient.block, self._last.get("compute"))
+
+    def _land(self) -> Iterator[BoundOp]:
+        """Take in what was sent last. It leaves its memory late: when the gradients that autograd had of it are gone."""
+        while self._under_way:
+            began = self._under_way.pop(0)
+            yield self._accumulate(began.unit, began.block, began.key[1])
+
+    def _accumulate(self, unit: UnitState, block: Block | None, after: int | None) -> BoundOp:
+        gradient = unit.gradient
+        assert gradient is not None
+        opens = None if gradient.num_added else self._place("rest", unit.key, gradient.rest.nbytes)
+        bound = self._bound_gradient("accumulate", unit, stream="reduce", after=after, opens=opens)
+        bound.block = block
+        return bound
+
+    def _bound_gradient(self, kind: s.OpKind, unit: UnitState, **fields: Any) -> BoundOp:
+        gradient = unit.gradient
+        assert gradient is not None
+        nbytes = gradient.route.outgoing_nbytes(several_uses=True, several_microbatches=True)
+        bound = self._emit(kind, unit, "backward", memory=self._place("outgoing", unit.key, nbytes), **fields)
+        bound.block = gradient.block
+        return bound
+
+    def finish(self, units: Iterable[UnitState]) -> Iterator[BoundOp]:
+        """Bring gradients to the optimizer's place."""
+        for unit in units:
+            gradient = unit.gradient
+            assert gradient is not None
+            nbytes = gradient.route.finishing_nbytes()
+            place = self._place("finishing", unit.key, nbytes) if nbytes else None
+            reduce = self._emit("reduce", unit, "finish", stream="reduce", memory=place)
+            reduce.pieces = gradient.route.finishing_block(torch.empty(nbytes, dtype=torch.uint8, device=self._device))
+            yield reduce
+            yield self._emit("accumulate", unit, "finish", stream="reduce", memory=place, after=reduce.key[1])
+
+    def spread(self, units: Iterable[UnitState]) -> Iterator[BoundOp]:
+        """Bring updated parameters to where they rest."""
+        for unit in [each for each in units if each.key in self._executor.spreads]:
+            gather = self._emit("gather", unit, "update", stream="gather")
+            yield gather
+            yield self._emit("wait", unit, "update", after=gather.key[1])
+
+    # ------------------------------------------------------------ ops
+
+    def _bound(self, kind: s.OpKind, unit: UnitState, phase: s.Phase, params: UnshardedBuffer, **fields: Any) -> BoundOp:
+        bound = self._emit(kind, unit, phase, **fields)
+        bound.params = params
+        return bound
+
+    def _emit(
+        self,
+        kind: s.OpKind,
+        unit: UnitState | None,
+        phase: s.Phase,
+        *,
+        use: int = -1,
+        stream: s.Stream = "compute",
+        memory: s.Memory | None = None,
+        opens: s.Memory | None = None,
+        after: int | None = None,
+    ) -> BoundOp:
+        """One more op. On another stream than compute it comes after all that compute was given, or after the op it is told."""
+        waits_for = after if after is not None or stream == "compute" else self._last.get("compute")
+        number = len(self.ops)
+        op = s.Op(
+            kind,
+            unit.key if unit is not None else "",
+            phase,
+            self._at,
+            use,
+            stream,
+            memory,
+            () if waits_for is None else (waits_for,),
+            opens=opens,
+        )
+        self.ops.append(op)
+        self._last[stream] = number
+        return BoundOp(op, (self._number, number), [(self._number, j) for j in op.after if self.ops[j].stream != stream], unit)
+
+    def _place(self, role: str, unit: str, nbytes: int) -> s.Memory:
+        """Where a buffer is in the schedule that this becomes; nobody else is ever there."""
+        if (role, unit) not in self._places:
+            self._places[role, unit] = s.Memory(self._top, nbytes)
+            self._top += aligned(nbytes)
+        return self._places[role, unit]
+
+    def schedule(self, units: dict[str, UnitState], events: tuple[Event, ...], policy: Policy) -> s.Schedule:
+        """What it has emitted, of a step that it has had from the beginning to the end."""
+        order = dict.fromkeys(event.unit for event in events if event.unit) | dict.fromkeys(
+            op.unit for op in self.ops if op.unit
+        )
+        facts = tuple(facts_of(units[key], policy, several_uses=True, several_microbatches=True) for key in order)
+        facts = tuple(replace(each, rest=units[each.name].gradient.rest.nbytes) if each.trainable else each for each in facts)  # type: ignore[union-attr]
+        eager = replace(
+            policy, prefetch=0, buffers=None, bucket_nbytes=0, reduce="ready", gather_at_start=False, memory_budget=None
+        )
+        return s.Schedule(Program(facts, events), eager, tuple(self.ops), self._top, self._executor.peak_nbytes)

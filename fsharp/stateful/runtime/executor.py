@@ -1,0 +1,247 @@
+"""Executor: runs ops, whoever has planned them. The only code of a step that moves parameters and gradients.
+
+It knows units, their memory, lanes and the transport; neither programs nor schedulers. A kind of op is one function in the
+table :data:`RUN`.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+
+import torch
+
+from fsharp.functional.errors import ScheduleError
+from fsharp.stateful.runtime.gradient import Block, GradientBuffer, Grads
+from fsharp.stateful.runtime.spread import Spread
+from fsharp.stateful.runtime.streams import Key, Lanes
+from fsharp.stateful.runtime.unit_state import UnitState, UnshardedBuffer, stamp
+from fsharp.stateful.schedule.schedule import Memory, Op, OpKind
+from fsharp.stateful.transport.base import Transport
+
+
+class BoundOp:
+    """An op together with what it works on.
+
+    Attributes:
+        op: as a schedule has it.
+        key: names it on lanes.
+        after: keys of the ops on other lanes that it waits for.
+        unit: that it is about.
+        params: where the unit's full parameters are.
+        block: what a gradient is collected in, and leaves from.
+        pieces: what the way to the optimizer's place works in.
+        is_first: of a cast: the first of its unit in its microbatch.
+        is_reduced_to_rest: of a reduce: the sum may go where the gradient rests.
+        may_wait: of an accumulate: nothing of the schedule follows it at once, so a host without streams does it late.
+    """
+
+    __slots__ = (
+        "after",
+        "block",
+        "is_first",
+        "is_reduced_to_rest",
+        "key",
+        "label",
+        "may_wait",
+        "op",
+        "params",
+        "pieces",
+        "unit",
+    )
+
+    def __init__(self, op: Op, key: Key, after: Sequence[Key], unit: UnitState | None) -> None:
+        self.op, self.key, self.after = op, key, tuple(after)
+        self.label = f"{op.kind} {op.unit} ({op.phase})"
+        self.unit: UnitState = unit  # type: ignore[assignment]  # ops without a unit do nothing with it
+        self.params: UnshardedBuffer | None = None
+        self.block: Block | None = None
+        self.pieces: list[list[torch.Tensor]] = []
+        self.is_first = self.is_reduced_to_rest = self.may_wait = False
+
+    @property
+    def gradient(self) -> GradientBuffer:
+        """Of the unit."""
+        gradient = self.unit.gradient
+        assert gradient is not None, f"{self.op.unit} has no gradient"
+        return gradient
+
+
+class Executor:
+    """Runs the ops of one step after another.
+
+    Args:
+        transport: runs collectives.
+        lanes: the streams beside compute.
+        poison: fill memory with NaN when it is released.
+
+    Attributes:
+        step: name of the step that is under way, in the labels of its collectives.
+        incoming: the gradients of the use whose backward is over.
+        spreads: by unit, updated parameters on their way to where they rest.
+        reducing: gradients whose reduction has begun and whose result has not been taken, with the ops that began it.
+        top: the highest byte of the arena that this step has used, plus one.
+    """
+
+    def __init__(self, transport: Transport, lanes: Lanes, *, poison: bool) -> None:
+        self.transport, self.lanes, self.poison = transport, lanes, poison
+        self.begin("")
+
+    def begin(self, step: str) -> None:
+        """A step begins."""
+        self.step = step
+        self.incoming: Grads | None = None
+        self.spreads: dict[str, Spread] = {}
+        self.reducing: dict[tuple[str, bool], BoundOp] = {}
+        self.live_nbytes = self.peak_nbytes = self.top = 0
+        self._deferred: list[tuple[Memory, GradientBuffer]] = []
+
+    def run(self, bound: BoundOp) -> None:
+        """Do what an op says."""
+        RUN[bound.op.kind](self, bound)
+
+    def label(self, bound: BoundOp) -> str:
+        """What ranks compare before they take part in a collective of this op."""
+        return f"{self.step}{bound.label}"
+
+    def lane(self, bound: BoundOp, name: str, *, begins: bool = True) -> AbstractContextManager:
+        """Run an op on its lane, after those it waits for."""
+        return self.lanes.on(name, bound.key, bound.after, begins=begins)
+
+    def fill(self, memory: Memory | None) -> None:
+        """A part of the arena is in use from here on."""
+        if memory is not None:
+            for other, gradient in self._deferred:
+                if other.overlaps(memory):
+                    gradient.join()
+            self.live_nbytes += memory.nbytes
+            self.peak_nbytes = max(self.peak_nbytes, self.live_nbytes)
+            self.top = max(self.top, memory.stop)
+
+    def free(self, memory: Memory | None) -> None:
+        """It is not any more."""
+        if memory is not None:
+            self.live_nbytes -= memory.nbytes
+
+    def open(self, bound: BoundOp) -> None:
+        """Where a gradient rests is its own from here on."""
+        if bound.op.opens is not None:
+            self.fill(bound.op.opens)
+            bound.gradient.open()
+
+    def end_late(self, bound: BoundOp, end: Callable[[], None]) -> None:
+        """Have the end of a reduction wait until somebody looks at the gradient, or fills the memory that it has left from."""
+        bound.gradient.defer(end)
+        if bound.op.memory is not None:
+            self._deferred.append((bound.op.memory, bound.gradient))
+
+    def drain(self) -> None:
+        """Finish all reductions that have begun."""
+        for bound in list(self.reducing.values()):
+            if bound.op.phase == "finish":
+                bound.gradient.end_finish()
+            else:
+                assert bound.block is not None
+                bound.gradient.accumulate(bound.block)
+            bound.gradient.join()
+        self.reducing.clear()
+        self.lanes.join_all()
+
+
+def _gather(executor: Executor, bound: BoundOp) -> None:
+    if bound.op.phase == "update":
+        if (spread := executor.spreads.pop(bound.op.unit, None)) is not None:
+            with executor.lane(bound, "gather"):
+                spread.start(executor.transport, executor.label(bound))
+        return
+    executor.fill(bound.op.memory)
+    if bound.unit.node is not None:  # else of a tree that is yet to be seen in this step: gathered when it is waited for
+        assert bound.params is not None
+        with executor.lane(bound, "gather"):
+            bound.params.gather(bound.unit.node, executor.transport, executor.label(bound))
+
+
+def _wait(executor: Executor, bound: BoundOp) -> None:
+    node, params = bound.unit.node, bound.params
+    assert node is not None
+    if bound.op.phase == "update":
+        if bound.op.unit not in executor.spreads:  # else what is waited for is of the update before, which update() has seen
+            _ = node.buffers
+        return
+    assert params is not None
+    if not params.is_filled or (params.is_carried and not params.holds(stamp(node))):
+        params.wait()
+        with executor.lane(bound, "gather"):
+            params.gather(node, executor.transport, f"{executor.label(bound)} of other values than were gathered")
+    params.wait()
+    executor.lanes.join(bound.after)
+    if not params.holds(stamp(node)):
+        raise ScheduleError(
+            f"the parameters of unit {bound.op.unit!r} were changed in place between being gathered and being used. "
+            "Change them between steps and pass gather_at_start=False, or make new ones."
+        )
+
+
+def _release(executor: Executor, bound: BoundOp) -> None:
+    assert bound.params is not None
+    executor.lanes.join(bound.after)
+    executor.free(bound.op.memory)
+    bound.params.release(poison=executor.poison)
+
+
+def _cast(executor: Executor, bound: BoundOp) -> None:
+    if bound.op.opens is not None:
+        executor.open(bound)
+        executor.lanes.join(bound.after)
+    if bound.is_first and bound.block is not None:
+        executor.fill(bound.op.memory)
+        executor.lanes.join(bound.after)
+    assert executor.incoming is not None
+    bound.gradient.cast(executor.incoming, bound.block, first=bound.is_first)
+
+
+def _reduce(executor: Executor, bound: BoundOp) -> None:
+    gradient = bound.gradient
+    executor.reducing[bound.op.unit, bound.op.phase == "finish"] = bound
+    if bound.op.phase == "finish":
+        executor.fill(bound.op.memory)
+        with executor.lane(bound, "reduce"):
+            gradient.finish(bound.pieces, executor.label(bound))
+        return
+    assert bound.block is not None
+    executor.open(bound)
+    with executor.lane(bound, "reduce"):
+        gradient.reduce(bound.block, executor.label(bound), direct=bound.is_reduced_to_rest)
+
+
+def _accumulate(executor: Executor, bound: BoundOp) -> None:
+    gradient = bound.gradient
+    executor.reducing.pop((bound.op.unit, bound.op.phase == "finish"), None)
+    executor.open(bound)
+    executor.free(bound.op.memory)
+    if bound.op.phase == "finish":
+        end = gradient.end_finish
+    else:
+        assert bound.block is not None
+        end = partial(gradient.accumulate, bound.block)
+    if bound.may_wait and executor.transport.innermost.is_async:
+        executor.end_late(bound, end)
+        return
+    reads_compute = bound.op.phase == "backward" and not gradient.route.is_reduced
+    with executor.lane(bound, "reduce", begins=reads_compute):
+        end()
+
+
+def _nothing(executor: Executor, bound: BoundOp) -> None:
+    """The caller's own code."""
+
+
+RUN: dict[OpKind, Callable[[Executor, BoundOp], None]] = {
+    "gather": _gather,
+    "wait": _wait,
+    "compute": _nothing,
+    "release": _release,
+    "cast": _cast,
+    "reduce": _reduce,
+    "accumulate": _accumulate,
+    "update": _nothing,
+}

@@ -1,0 +1,320 @@
+"""Step: one call of a function under a scheduler, as events: which units are entered and left, forward and backward.
+
+Events go to a source of ops, and what that gives to the executor. When an event comes that a schedule has not foreseen, the
+step goes on with ops made up on the spot.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+
+import torch
+
+from fsharp.functional.errors import ScheduleError
+from fsharp.functional.sharded import Sharded
+from fsharp.stateful.runtime.boundary import differentiable, in_backward, refuse_graph
+from fsharp.stateful.runtime.compiled import Compiled
+from fsharp.stateful.runtime.eager import Eager
+from fsharp.stateful.runtime.executor import BoundOp, Executor
+from fsharp.stateful.runtime.gradient import Grads, Phase
+from fsharp.stateful.runtime.recorder import Recorder
+from fsharp.stateful.runtime.spread import Spread
+from fsharp.stateful.runtime.unit_state import Stamp, UnitState, UnshardedBuffer, stamp
+from fsharp.stateful.schedule.program import Event, EventKind
+
+
+class Use:
+    """One use of a unit: from entering it in the forward to the end of its backward."""
+
+    __slots__ = ("is_open", "leaves", "node", "number", "params", "parent", "seen", "unit")
+
+    def __init__(self, unit: UnitState, number: int, parent: "Use | None") -> None:
+        self.unit, self.number, self.parent = unit, number, parent
+        self.params: UnshardedBuffer | None = None
+        self.leaves: list[torch.Tensor] | None = None
+        self.is_open = False
+        self.node: Sharded | None = None
+        self.seen: Stamp = ()
+
+    def is_inside(self, other: "Use") -> bool:
+        """Whether this use began inside of the other, or is the other."""
+        use: Use | None = self
+        while use is not None and use is not other:
+            use = use.parent
+        return use is not None
+
+
+class Step:
+    """One step of a program.
+
+    Args:
+        executor: runs the ops.
+        schedule: what to follow; None makes ops up as events come.
+        rank: of this process.
+        device: where tensors are.
+        units: of the scheduler, which adds to them.
+        recorder: measures it.
+
+    Attributes:
+        events: those so far.
+        eager: what makes ops up; None while a schedule is followed.
+        trained: units that have a gradient in this step.
+        left_at: the event that the schedule did not have, or None.
+        on_backward: called when a backward comes to a use.
+    """
+
+    def __init__(
+        self,
+        executor: Executor,
+        schedule: Compiled | None,
+        *,
+        rank: int,
+        device: torch.device,
+        units: dict[str, UnitState],
+        recorder: Recorder | None = None,
+    ) -> None:
+        self.executor, self.schedule, self.units, self.recorder = executor, schedule, units, recorder
+        self._make_eager = partial(Eager, executor, rank=rank, device=device)
+        self.eager: Eager | None = self._make_eager() if schedule is None else None
+        self.events: list[Event] = []
+        self.trained: dict[str, None] = {}
+        self.left_at: Event | None = None
+        self.on_backward: Callable[[], None] = lambda: None
+        self.num_microbatches = self._num_uses = 0
+        self._forward: list[Use] = []
+        self._backward: list[Use] = []
+        self.is_over = False
+
+    @property
+    def is_planned(self) -> bool:
+        """Whether it has followed its schedule so far."""
+        return self.eager is None
+
+    # ------------------------------------------------------------ events
+
+    def _event(
+        self,
+        kind: EventKind,
+        unit: UnitState | None = None,
+        number: int = -1,
+        *,
+        bare: bool = False,
+        params: UnshardedBuffer | None = None,
+        units: Iterable[UnitState] = (),
+    ) -> None:
+        """Note an event, and have its ops run."""
+        at, event = len(self.events), Event(kind, unit.key if unit is not None else "", number, bare)
+        self.events.append(event)
+        if self.eager is None:
+            assert self.schedule is not None
+            if self.schedule.foresees(at, event):
+                if unit is not None:
+                    unit.params = self.schedule.slots.get(unit.key)
+                ops = self.schedule.ops[at]
+                if self.recorder is not None:
+                    self.recorder.event(event, ops, self.executor.run)
+                    return
+                self._run(ops)
+                return
+            self.leave(event)
+        assert self.eager is not None
+        self._run(self.eager.foresee(at, event, unit, params, units))
+
+    def _run(self, ops: Iterable[BoundOp]) -> None:
+        for bound in ops:
+            self.executor.run(bound)
+
+    def leave(self, event: Event | None) -> None:
+        """Follow the schedule no further: finish what it has begun, and make ops up from here on."""
+        assert self.schedule is not None
+        self.left_at = event or Event("update", "(the function returned)")
+        self.executor.drain()
+        before = self.events if event is None else self.events[:-1]
+        self.schedule.leave({each.unit for each in before if each.unit})
+        self.eager = self._make_eager(left=self.schedule)
+
+    def enter(self, node: Sharded, unit: UnitState) -> Use:
+        """Begin a use: its unit is there in full when this returns."""
+        if self._backward and not in_backward():
+            self._retire(None)
+        parent = self._forward[-1] if self._forward else self._backward[-1] if self._backward else None
+        use = Use(unit, self._num_uses, parent)
+        self._num_uses += 1
+        self._event("forward", unit, use.number)
+        if unit.axes:
+            assert unit.params is not None
+            use.params = unit.params
+            use.params.users += 1
+            full, leaves = use.params.full, use.params.issue(use.number)
+        else:
+            if unit.node is not None:
+                _ = unit.node.buffers
+            full = unit.at_rest()
+            leaves = full.leaves()
+        self._forward.append(use)
+        assert unit.node is not None
+        use.node, use.seen = unit.node, stamp(unit.node)
+        if node.sinks and torch.is_grad_enabled():
+            chosen = full.index.trainable
+            unit.pending += 1
+            unit.most_uses = max(unit.most_uses, unit.pending)
+            graph = differentiable(partial(self._gradient, use), [leaves[i] for i in chosen], node.sinks)
+            for i, leaf in zip(chosen, graph, strict=True):
+                leaves[i] = leaf
+        use.leaves = leaves
+        return use
+
+    def exit(self, use: Use) -> None:
+        """End the forward part of a use."""
+        while self._backward and self._backward[-1].is_inside(use):  # of a backward that the function has called itself
+            self._close(self._backward[-1], None)
+        popped = self._forward.pop()
+        assert popped is use
+        use.leaves = None
+        if use.params is not None:
+            use.params.users -= 1
+        self._event("forward_end", use.unit, use.number, params=use.params)
+
+    def come_back(self, uses: Sequence[Use]) -> None:
+        """A backward comes to the function that entered these units."""
+        gathered = [use.unit.key for use in uses if use.params is not None]
+        if gathered:
+            refuse_graph()
+        if self.is_over:
+            if gathered:
+                self.on_backward()
+                raise _too_late(gathered[0])
+            return
+        self.on_backward()
+        for use in uses:
+            self._open(use)
+
+    def _open(self, use: Use) -> None:
+        if use.is_open:
+            return
+        if use.parent is not None and use.parent not in self._forward:
+            self._open(use.parent)  # its output may be this one's own, so that a backward comes here first
+        self._retire(use)
+        use.is_open = True
+        if use.unit.node is None:
+            use.unit.node = use.node
+        if use.unit.node is not None and stamp(use.unit.node) != use.seen:
+            raise ScheduleError(
+                f"the parameters of unit {use.unit.key!r} were changed, or replaced by others, between their use in a forward "
+                "and its backward. Call the backward before they are, or pass comm=scheduler.comm."
+            )
+        self._event("backward", use.unit, use.number, params=use.params)
+        if use.params is not None:
+            use.params.users += 1
+        self._backward.append(use)
+
+    def _retire(self, next_use: Use | None) -> None:
+        """End the backward of uses that the engine has left behind on its way to ``next_use``."""
+        while self._backward and (next_use is None or not next_use.is_inside(self._backward[-1])):
+            self._close(self._backward[-1], None)
+
+    def _gradient(self, use: Use, grads: Grads) -> None:
+        """The gradients of a use's leaves are there: its backward is over."""
+        if self.is_over:
+            self.on_backward()
+            raise _too_late(use.unit.key)
+        self.on_backward()
+        if not use.is_open:
+            self._open(use)
+        while self._backward[-1] is not use:
+            self._close(self._backward[-1], None)
+        use.unit.pending -= 1
+        self._close(use, grads)
+
+    def _close(self, use: Use, grads: Grads | None) -> None:
+        self._backward.pop()
+        use.is_open = False
+        if grads is not None and self.eager is None and self.schedule is not None:
+            grads = self.schedule.outside(grads)
+        self.executor.incoming = grads
+        if use.params is not None:
+            use.params.users -= 1
+            if grads is not None:
+                use.params.retire(use.number)
+        self._event("backward_end", use.unit, use.number, bare=grads is None, params=use.params)
+        self.executor.incoming = None
+
+    def end_microbatch(self, direct: Sequence[tuple[UnitState, Grads]]) -> None:
+        """The backward pass is over.
+
+        Args:
+            direct: gradients that came through ``gather()`` in the loss instead of ``forward()``, flat and at rest.
+        """
+        self._retire(None)
+        if self.is_planned and any(grad is not None for _, grads in direct for grad in grads):
+            self.leave(None)
+        self._event("microbatch_end", units=self.units.values())
+        for unit, grads in direct:
+            if unit.gradient is not None:
+                unit.gradient.add(grads)
+        self.num_microbatches += 1
+        for unit in self.units.values():
+            unit.pending = 0
+
+    def restart(self, units: Sequence[UnitState]) -> None:
+        """Gradients of these units are about to be new: whatever is under way of the old ones has to end."""
+        if self.is_planned and any((unit.key, finish) in self.executor.reducing for unit in units for finish in (False, True)):
+            self.leave(None)
+
+    def move(self) -> None:
+        """Something is about to be reduced that is not what the schedule reduces: on all ranks, or on none."""
+        self._retire(None)
+        self._event("move")
+
+    def reduce(self, units: Sequence[UnitState], *, wait: bool) -> None:
+        """Gradients are wanted at the optimizer's place; without ``wait`` whoever looks at them joins them."""
+        self._retire(None)
+        self._event("reduce", units=[unit for unit in units if _is_unfinished(unit)])
+        if self.is_planned and any(_is_unfinished(unit) for unit in units):
+            self.leave(None)
+        if self.eager is not None:
+            self._run(self.eager.finish([unit for unit in units if _is_unfinished(unit)]))
+        for unit in units:
+            if wait and unit.gradient is not None:
+                unit.gradient.join()
+        self.executor.lanes.join_all()
+
+    def update(self, spreads: Sequence[Spread]) -> None:
+        """Parameters are new where the optimizer has them."""
+        self._retire(None)
+        for unit in self.units.values():
+            if unit.gradient is not None:
+                unit.gradient.join()  # the memory it comes from is wanted for the next step
+        self.executor.spreads = {spread.unit.key: spread for spread in spreads if spread.moves}
+        self._event("update", units=[spread.unit for spread in spreads])
+        if self.executor.spreads:  # of units that the schedule does not know of
+            if self.is_planned:
+                self.leave(None)
+            assert self.eager is not None
+            self._run(self.eager.spread([spread.unit for spread in spreads]))
+
+    def end(self) -> None:
+        """The function has returned."""
+        self._retire(None)
+        for unit in self.units.values():
+            if unit.gradient is not None:
+                unit.gradient.join()
+        if self.is_planned:
+            assert self.schedule is not None
+            if len(self.events) < len(self.schedule.events):
+                self.leave(None)
+            else:
+                top, arena = self.executor.top, self.schedule.schedule.arena
+                assert top <= arena, f"{top} bytes used of {arena} planned"
+        self.is_over = True
+
+
+def _is_unfinished(unit: UnitState) -> bool:
+    gradient = unit.gradient
+    return gradient is not None and gradient.route.is_finished and gradient.phase not in (Phase.FINISHING, Phase.FINISHED)
+
+
+def _too_late(unit: str) -> ScheduleError:
+    return ScheduleError(
+        f"a backward came to unit {unit!r} after the scheduled function that used it had returned. Call the backward inside of "
+        "that function, or do not wrap it: pass comm=scheduler."
+    )

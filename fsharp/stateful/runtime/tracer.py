@@ -1,0 +1,269 @@
+"""Tracer: the Engine that pure functions call. It turns what they do into events of a step, and is all that autograd meets.
+
+Where data move, when, and in which memory is not decided here.
+"""
+
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import optree
+import torch
+
+from fsharp.functional import moves
+from fsharp.functional.comm import Comm, Engine
+from fsharp.functional.errors import LossError, ScheduleError
+from fsharp.functional.forward import is_transformed
+from fsharp.functional.sharded import PlaceName, Sharded, is_sharded, map_units, resolve_place, units_of
+from fsharp.functional.train import Loss, as_loss, check_loss, sums_of, totals, with_sinks
+from fsharp.stateful.runtime.boundary import before_backward
+from fsharp.stateful.runtime.full import leaf_index
+from fsharp.stateful.runtime.gradient import GradientBuffer
+from fsharp.stateful.runtime.pending import pending
+from fsharp.stateful.runtime.spread import Spread
+from fsharp.stateful.runtime.step import Step, Use
+from fsharp.stateful.runtime.streams import Lanes
+from fsharp.stateful.runtime.unit_state import UnitState
+from fsharp.stateful.transport.base import Transport
+
+
+class IssuedGradients:
+    """The gradients that one ``value_and_grad`` has returned, to be known again when they come back to be reduced."""
+
+    def __init__(self) -> None:
+        self._rows: list[tuple[UnitState, list[torch.Tensor], list[int]]] = []
+
+    @property
+    def units(self) -> list[UnitState]:
+        """The units, in tree order."""
+        return [unit for unit, _, _ in self._rows]
+
+    def issue(self, node: Sharded, unit: UnitState) -> Sharded:
+        """The gradient of a unit, whose parameters ``node`` is, where it rests."""
+        gradient = unit.gradient
+        if gradient is None:
+            return Sharded([], node.unit, node.unit.strategy.grads, ())
+        gradient.settle()
+        tensors = gradient.rest.show()
+        self._rows.append((unit, tensors, [t._version for t in tensors]))
+        result = Sharded(tensors, node.unit, node.unit.strategy.grads, node.unit.trainable)
+        return pending(result, gradient.join) if gradient.is_under_way else result
+
+    def are(self, nodes: Sequence[Sharded], to: PlaceName) -> bool:
+        """Whether these are all of them, as they were returned, on their way to the optimizer's place."""
+        filled = [node for node in nodes if node.unit.trainable]
+        if len(filled) != len(self._rows) or not filled:
+            return False
+        for node, (unit, tensors, versions) in zip(filled, self._rows, strict=True):
+            if node.unit != unit.layout or resolve_place(node.unit, to) != node.unit.strategy.optim:
+                return False
+            buffers = node.raw_buffers
+            if [b.data_ptr() for b in buffers] != [t.data_ptr() for t in tensors]:
+                return False
+            is_sent = unit.gradient is not None and unit.gradient.route.is_finished  # without what was changed
+            if is_sent and [b._version for b in buffers] != versions:
+                return False
+        return True
+
+
+class Tracer(Engine):
+    """What all pure functions have in common under a scheduler.
+
+    Attributes:
+        own: for collectives that are not scheduled.
+        transport: for those that are.
+        lanes: the streams beside compute.
+    """
+
+    own: Comm
+    transport: Transport
+    lanes: Lanes
+    _issued = IssuedGradients()
+
+    @property
+    @abstractmethod
+    def units(self) -> dict[str, UnitState]:
+        """All units, by key."""
+
+    @abstractmethod
+    def current(self) -> Step:
+        """The step that is under way."""
+
+    @abstractmethod
+    def unit_of(self, node: Sharded) -> UnitState:
+        """The unit that a node is."""
+
+    @abstractmethod
+    def replaced(self, old: Sharded, spread: Spread) -> None:
+        """The parameters of a unit have become others."""
+
+    # ------------------------------------------------------------ forward and backward
+
+    def takes(self, units: Any) -> bool:
+        """Not under ``torch.func``, and not where the buffers themselves are differentiated: those paths are blocking."""
+        if is_transformed():
+            return False
+        sharded, ties = units
+        nodes = [sharded] if isinstance(sharded, Sharded) else units_of(sharded)
+        return not any(b.requires_grad for node in (*nodes, *ties) if not node.sinks for b in node.raw_buffers)
+
+    def run_forward(self, fn: Callable[..., Any], units: Any, args: Any, kwargs: Any) -> Any:
+        """Enter the units, call the function, leave them."""
+        sharded, ties = units
+        nodes = [sharded] if isinstance(sharded, Sharded) else units_of(sharded)
+        step = self.current()
+        uses: list[Use] = []
+        try:
+            for node in (*ties, *nodes):
+                uses.append(step.enter(node, self.unit_of(node)))
+            leaves = {use.unit.layout.name: (leaf_index(use.unit.layout), use.leaves or []) for use in uses}
+            if isinstance(sharded, Sharded):
+                tree = leaf_index(sharded.unit).tree(leaves)
+            else:
+                trees = iter([leaf_index(node.unit).tree(leaves) for node in nodes])
+                tree = map_units(lambda x: next(trees) if is_sharded(x) else x, sharded)
+            del leaves
+            for use in uses:
+                use.leaves = None
+            out = fn(tree, *args, **kwargs)
+            if any(use.params is not None for use in uses):
+                out = _without_views(out, uses)
+        finally:
+            for use in reversed(uses):
+                step.exit(use)
+        if torch.is_grad_enabled():
+            outputs = [out] if isinstance(out, torch.Tensor) else optree.tree_leaves(out)
+            before_backward(outputs, _leaves((args, kwargs)), partial(step.come_back, uses))
+        return out
+
+    def run_value_and_grad(self, loss_fn: Callable[..., Any], params: Any, parts: list[Any]) -> tuple[Loss, Any]:
+        """Forward and backward of each part; gradients are collected and reduced on the way."""
+        units = self.start_gradients(params)
+        total: Loss | None = None
+        for part in parts:
+            with torch.enable_grad():
+                probed = with_sinks(params, self)  # type: ignore[arg-type]
+                loss = as_loss(loss_fn(probed, part, self))
+                check_loss(loss, has_sinks=any(node.sinks for node in units_of(probed)))
+                new = Loss(loss.sum.detach().double(), loss.weight.detach().double())
+                total = new if total is None else Loss(total.sum + new.sum, total.weight + new.weight)
+                torch.autograd.backward(loss.sum)
+            self.end_microbatch(units, probed)
+        assert total is not None
+        return total, self.issue(units, params)
+
+    def run_totals(self, loss: Loss) -> torch.Tensor:
+        """By collectives of their own."""
+        return totals(sums_of(loss, self), self)  # type: ignore[arg-type]
+
+    # ------------------------------------------------------------ gradients
+
+    def start_gradients(self, params: Any) -> list[UnitState]:
+        """Gradients of these parameters, whose units it returns, are new from here on; those of others are not touched."""
+        step, self._issued = self.current(), IssuedGradients()
+        units = [self.unit_of(node) for node in units_of(params)]
+        step.restart(units)
+        schedule = step.schedule if step.is_planned else None
+        for unit in units:
+            unit.train(self.transport, None if schedule is None else schedule.places.get(unit.key))
+        step.trained |= dict.fromkeys(unit.key for unit in units if unit.gradient is not None)
+        return units
+
+    def end_microbatch(self, units: Sequence[UnitState], probed: Any) -> None:
+        """The backward pass is over. ``probed``: the parameters of these units that it was of, with their sinks."""
+        found = zip(units, units_of(probed), strict=True)
+        self.current().end_microbatch([(unit, [sink.grad for sink in node.sinks]) for unit, node in found])
+
+    def issue(self, units: Sequence[UnitState], params: Any) -> Any:
+        """The gradients of these parameters, whose units are given, where they rest.
+
+        Raises:
+            LossError: there are none.
+        """
+        self.lanes.join_all()
+        if not any(unit.gradient is not None and unit.gradient.is_fed for unit in units):
+            raise LossError(
+                "value_and_grad(): the loss has no gradient, no parameter reaches it: were they detached on the way?"
+            )
+        self._issued = issued = IssuedGradients()
+        position = iter(units)
+        return map_units(lambda node: issued.issue(node, next(position)), params)
+
+    def run_reduce_scatter(self, tree: Any, to: PlaceName) -> Any:
+        """Gradients as :meth:`run_value_and_grad` returned them are at the optimizer's place soon; others are moved now."""
+        nodes, step = units_of(tree), self.current()
+        if not self._issued.are(nodes, to):
+            step.move()
+            return moves.reduce_scatter(tree, comm=self.own, to=to)
+        units, self._issued = self._issued.units, IssuedGradients()
+        step.reduce(units, wait=not self.transport.innermost.is_async)
+        position = iter(units)
+        return map_units(lambda node: _reduced(node, next(position).gradient if node.unit.trainable else None, to), tree)
+
+    def run_spread(self, new: Any, params: Any, *, donate: bool) -> Any:
+        """Updated parameters begin their way to where they rest; who looks at them waits for them."""
+        step, trivial = self.current(), self.trivial_axes
+        spreads = []
+        for old, fresh in zip(units_of(params), units_of(new), strict=True):
+            unit = self.unit_of(old)
+            spread = Spread(unit, old, fresh, rank=self.rank, donate=donate, trivial=trivial)  # type: ignore[attr-defined]
+            if spread.moves:
+                spread.node = pending(spread.node, partial(self._arrive, spread))
+            if not donate:
+                unit.forget()
+            self.replaced(old, spread)
+            spreads.append(spread)
+        step.update(spreads)
+        nodes = iter(spreads)
+        return map_units(lambda _: next(nodes).node, params)
+
+    @property
+    @abstractmethod
+    def trivial_axes(self) -> bool:
+        """Whether collectives along axes of size 1 run as well."""
+
+    def _arrive(self, spread: Spread) -> None:
+        spread.wait()
+        self.lanes.join_all()
+
+
+def _reduced(node: Sharded, gradient: GradientBuffer | None, to: PlaceName) -> Sharded:
+    """A gradient that was issued, at the optimizer's place."""
+    if gradient is None or gradient.final is None:
+        same = node.replace(node.raw_buffers, resolve_place(node.unit, to))
+        return pending(same, node.lazy.wait) if node.lazy is not None else same
+    result = node.replace(gradient.final.show(), resolve_place(node.unit, to))
+    return pending(result, gradient.join) if gradient.is_under_way else result
+
+
+def _leaves(tree: Any) -> list[Any]:
+    return optree.tree_leaves(tree)
+
+
+def _without_views(out: Any, uses: Sequence[Use]) -> Any:
+    """What a function returned, with copies in place of views of parameters that are about to be released."""
+    bounds = [(p.memory.data_ptr(), p.memory.data_ptr() + len(p.memory)) for p in (use.params for use in uses) if p is not None]
+
+    def outside(x: Any) -> Any:
+        if not isinstance(x, torch.Tensor) or x.layout is not torch.strided or x.device.type == "meta" or not x.numel():
+            return x
+        try:
+            at = x.data_ptr()
+        except RuntimeError:  # a tensor without memory, such as a wrapper of others
+            return x
+        return x.clone() if any(first <= at < last for first, last in bounds) else x
+
+    if isinstance(out, torch.Tensor):
+        return outside(out)
+    leaves, spec = optree.tree_flatten(out, none_is_leaf=True)
+    found = [outside(leaf) for leaf in leaves]
+    return out if all(a is b for a, b in zip(found, leaves, strict=True)) else optree.tree_unflatten(spec, found)
+
+
+def closed(why: str) -> ScheduleError:
+    """What a scheduler says that is used after an error."""
+    return ScheduleError(
+        f"this scheduler is closed, because of an error before: {why}\nMake a new one: fs.Scheduler(comm) of the same Comm "
+        "works."
+    )

@@ -1,0 +1,158 @@
+"""What each op of torch touches: the bytes it reads and writes, the storages it makes, and when these are gone."""
+
+import weakref
+from bisect import bisect_left, insort
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
+from itertools import product
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fsharp.testing.ordering import Access, Entry, Free, Span
+
+_MOST_RUNS = 1024  # of a strided tensor that are told apart; one with more counts as all the bytes from its first to its last
+_NO_DATA = frozenset(
+    ("aten::empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty", "aten::new_empty_strided", "aten::set_")
+)  # they give or take memory without looking at what is in it
+
+
+def spans(x: torch.Tensor) -> tuple[Span, ...]:
+    """The bytes that a strided tensor is made of, as runs."""
+    if not x.numel():
+        return ()
+    start, base, run = x.data_ptr(), x.untyped_storage().data_ptr(), x.element_size()
+    if x.is_contiguous():
+        return (Span(start, start + run * x.numel(), base),)
+    dims = sorted(
+        (stride * x.element_size(), size) for stride, size in zip(x.stride(), x.shape, strict=True) if size > 1 and stride
+    )
+    while dims and dims[0][0] <= run:  # a dim that goes on where the one inside of it ends, or overlaps it
+        stride, size = dims.pop(0)
+        run += stride * (size - 1)
+    num_runs = torch.Size([size for _, size in dims]).numel()
+    if num_runs > _MOST_RUNS:
+        return (Span(start, start + run + sum(stride * (size - 1) for stride, size in dims), base),)
+    offsets = (sum(steps) for steps in product(*(range(0, stride * size, stride) for stride, size in reversed(dims))))
+    return tuple(Span(at, at + run, base) for at in sorted(start + offset for offset in offsets))
+
+
+class _Effects(NamedTuple):
+    """Of an operator, by its schema."""
+
+    touches: bool  # whether it looks at data at all: views do not
+    written: frozenset[str]  # arguments
+    names: tuple[str, ...]
+
+
+@cache
+def _effects(func: Any) -> _Effects:
+    schema = func._schema
+    written = frozenset(a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write)
+    is_view = bool(schema.returns) and not written and all(r.alias_info is not None for r in schema.returns)
+    return _Effects(not is_view and schema.name not in _NO_DATA, written, tuple(a.name for a in schema.arguments))
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        if value.layout is torch.strided and value.device.type != "meta":
+            yield value
+    elif isinstance(value, list | tuple):
+        for each in value:
+            yield from _tensors(each)
+
+
+def _desugars(kind: type) -> bool:
+    return getattr(kind, "__torch_dispatch__", None) is not torch._C._disabled_torch_dispatch_impl
+
+
+class Storages:
+    """Which storages are there, on which lane they were allocated, and when they go.
+
+    Args:
+        log: gets an entry for each one that goes.
+    """
+
+    def __init__(self, log: list[Entry]) -> None:
+        self._log = log
+        self._live: dict[int, Span] = {}
+        self._sorted: list[Span] = []  # without those that lie in another one: memory that was imported twice
+        self._finalizers: dict[int, weakref.finalize] = {}
+
+    def knows(self, x: torch.Tensor) -> bool:
+        """Whether its storage has been seen."""
+        return x.untyped_storage()._cdata in self._live
+
+    def add(self, x: torch.Tensor, lane: str | None = None) -> Span:
+        """See a storage for the first time; without a lane one that was allocated unseen."""
+        storage = x.untyped_storage()
+        key, start = storage._cdata, storage.data_ptr()
+        span = self._live[key] = Span(start, start + storage.nbytes(), start)
+        i = bisect_left(self._sorted, span)
+        is_inside = any(a.start < span.stop and span.start < a.stop for a in self._sorted[max(i - 1, 0) : i + 1])
+        is_own = span.start != span.stop and not is_inside
+        if is_own:
+            insort(self._sorted, span)
+        finalizer = self._finalizers[key] = weakref.finalize(storage, self._gone, key, lane, is_own)
+        finalizer.atexit = False
+        return span
+
+    def _gone(self, key: int, lane: str | None, is_own: bool) -> None:
+        del self._finalizers[key]
+        span = self._live.pop(key)
+        if is_own:
+            self._sorted.remove(span)
+            self._log.append(Free(lane, span))
+
+    def close(self) -> None:
+        """Look no longer."""
+        for finalizer in self._finalizers.values():
+            finalizer.detach()
+
+
+class AccessMode(TorchDispatchMode):
+    """Logs every op that torch runs in this thread.
+
+    What does not pass torch's dispatcher is not seen: memory shared with numpy, threads that others start.
+
+    Args:
+        log: what to append to.
+        where: the lane that ops run on at present, and what is going on there.
+    """
+
+    def __init__(self, log: list[Entry], where: Callable[[], tuple[str, object]]) -> None:
+        super().__init__()
+        self._log, self._where = log, where
+        self._storages = Storages(log)
+
+    def __torch_dispatch__(self, func: Any, types: Sequence[type], args: Any = (), kwargs: Any = None) -> Any:
+        """Run the op, and note what it touches."""
+        if any(_desugars(kind) for kind in types):
+            return NotImplemented  # a class of tensors that is made of others, whose ops come here next
+        kwargs = kwargs or {}
+        effects = _effects(func)
+        reads: list[Span] = []
+        writes: list[Span] = []
+        for name, value in (*zip(effects.names, args, strict=False), *kwargs.items()):
+            for x in _tensors(value):
+                if not self._storages.knows(x):
+                    self._storages.add(x)
+                if effects.touches:
+                    (writes if name in effects.written else reads).extend(spans(x))
+        result = func(*args, **kwargs)
+        lane, during = self._where()
+        made: list[Span] = []
+        for x in _tensors(result):
+            if not self._storages.knows(x):
+                made.append(self._storages.add(x, lane))
+                if effects.touches:
+                    writes.extend(spans(x))
+        if reads or writes or made:
+            name = str(func).removesuffix(".default")
+            self._log.append(Access(lane, name, during, tuple(reads), tuple(writes), tuple(made)))
+        return result
+
+    def close(self) -> None:
+        """Look no longer."""
+        self._storages.close()

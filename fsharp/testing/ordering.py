@@ -1,0 +1,284 @@
+"""What streams did, as plain data, and whether it was ordered: vector clocks, and a map of the bytes that ops touched.
+
+[Note: ordered]
+A lane is a stream. Its clock says, for each lane, how many of that lane's ops are sure to be over when its own next op
+begins: all of its own, and what its waits have brought it. Two accesses of one byte, at least one of them a write, are a
+race if the later one's lane did not know of the earlier one when it was issued.
+
+Memory belongs to the lane that allocated it, as with torch's caching allocators: once freed, whatever that lane allocates
+next may lie there, ordered behind that lane alone. So accesses by other lanes have to be known to it by then.
+"""
+
+from bisect import bisect_right
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+Clock = dict[str, int]
+
+
+class Span(NamedTuple):
+    """Bytes of one storage.
+
+    Attributes:
+        start: address of the first.
+        stop: address after the last.
+        base: address of the storage.
+    """
+
+    start: int
+    stop: int
+    base: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)  # two of the same content are two
+class Access:
+    """One op of torch.
+
+    Attributes:
+        lane: where it ran.
+        op: name of the operator.
+        during: what was going on there.
+        reads: bytes it reads.
+        writes: bytes it writes.
+        forgets: storages that are new: what was at their addresses before is another story.
+    """
+
+    lane: str
+    op: str
+    during: object
+    reads: tuple[Span, ...] = ()
+    writes: tuple[Span, ...] = ()
+    forgets: tuple[Span, ...] = ()
+
+    def __str__(self) -> str:
+        return f"{self.op} on {self.lane}, {self.during}"
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """An event is recorded on a lane."""
+
+    lane: str
+    key: object
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """A lane waits.
+
+    Attributes:
+        lane: that waits.
+        of: the lane whose ops so far it waits for, or the key of a :class:`Mark`.
+        why: in words, the same in each step.
+    """
+
+    lane: str
+    of: object
+    why: str
+
+    def __str__(self) -> str:
+        return self.why
+
+
+@dataclass(frozen=True, slots=True)
+class Free:
+    """A storage is gone.
+
+    Attributes:
+        lane: that allocated it; None if nobody knows.
+        span: all of it.
+    """
+
+    lane: str | None
+    span: Span
+
+
+Entry = Access | Mark | Wait | Free
+Log = Sequence[Entry]
+
+
+class Race(NamedTuple):
+    """Two accesses that nothing orders.
+
+    Attributes:
+        first: as issued.
+        second: the later one, or None if memory was freed that ``first`` may still be using.
+        span: the bytes they share.
+        owner: of freed memory, the lane that may allocate there.
+    """
+
+    first: Access
+    second: Access | None
+    span: Span
+    owner: str = ""
+
+
+class _Seen(NamedTuple):
+    access: Access
+    tick: int
+
+
+class _Cell(NamedTuple):
+    write: _Seen | None
+    reads: tuple[_Seen, ...]  # since the write, the last one of each lane
+
+
+class _Bytes:
+    """The last write of every byte, and the reads since: disjoint runs in order of address."""
+
+    def __init__(self) -> None:
+        self._starts: list[int] = []
+        self._stops: list[int] = []
+        self._cells: list[_Cell] = []
+
+    def take(self, start: int, stop: int) -> list[tuple[int, int, _Cell]]:
+        """Remove and return what is known of a run of bytes."""
+        starts, stops, cells = self._starts, self._stops, self._cells
+        i = bisect_right(starts, start) - 1
+        if i < 0 or stops[i] <= start:
+            i += 1
+        j = i
+        taken: list[tuple[int, int, _Cell]] = []
+        rest: list[tuple[int, int, _Cell]] = []
+        while j < len(starts) and starts[j] < stop:
+            a, b, cell = starts[j], stops[j], cells[j]
+            if a < start:
+                rest.append((a, start, cell))
+            if b > stop:
+                rest.append((stop, b, cell))
+            taken.append((max(a, start), min(b, stop), cell))
+            j += 1
+        if taken:
+            starts[i:j] = [a for a, _, _ in rest]
+            stops[i:j] = [b for _, b, _ in rest]
+            cells[i:j] = [cell for _, _, cell in rest]
+        return taken
+
+    def put(self, runs: Sequence[tuple[int, int, _Cell]]) -> None:
+        """Insert neighbouring runs, in order, where nothing is."""
+        if runs:
+            i = bisect_right(self._starts, runs[0][0])
+            self._starts[i:i] = [a for a, _, _ in runs]
+            self._stops[i:i] = [b for _, b, _ in runs]
+            self._cells[i:i] = [cell for _, _, cell in runs]
+
+
+class _Replay:
+    def __init__(self) -> None:
+        self.clocks: dict[str, Clock] = {}
+        self.marks: dict[object, Clock] = {}
+        self.bytes = _Bytes()
+        self.freed: dict[str, list[tuple[_Seen, Span]]] = {}  # by owner: accesses of other lanes that it did not know of
+        self.races: dict[tuple[Access, Access | None], Race] = {}
+
+    def clock(self, lane: str) -> Clock:
+        return self.clocks.setdefault(lane, {})
+
+    def wait(self, wait: Wait) -> bool:
+        """Whether the lane has learned of anything."""
+        other = self.clock(wait.of) if isinstance(wait.of, str) else self.marks.get(wait.of, {})
+        mine, learned = self.clock(wait.lane), False
+        for lane, tick in other.items():
+            if lane != wait.lane and tick > mine.get(lane, 0):
+                mine[lane], learned = tick, True
+        return learned
+
+    def mark(self, mark: Mark) -> None:
+        self.marks[mark.key] = dict(self.clock(mark.lane))
+
+    def access(self, access: Access) -> None:
+        clock = self.clock(access.lane)
+        clock[access.lane] = clock.get(access.lane, 0) + 1
+        seen = _Seen(access, clock[access.lane])
+        for span in access.forgets:
+            self.bytes.take(span.start, span.stop)
+        if access.forgets and self.freed.get(access.lane):
+            self.reused(access.lane)
+        for span in access.reads:
+            self.read(span, seen, clock)
+        for span in access.writes:
+            self.write(span, seen, clock)
+
+    def read(self, span: Span, seen: _Seen, clock: Clock) -> None:
+        runs: list[tuple[int, int, _Cell]] = []
+        at = span.start
+        for a, b, (write, reads) in self.bytes.take(span.start, span.stop):
+            if write is not None:
+                self.check(write, seen, clock, Span(a, b, span.base))
+            if at < a:
+                runs.append((at, a, _Cell(None, (seen,))))
+            others = tuple(each for each in reads if each.access.lane != seen.access.lane)
+            runs.append((a, b, _Cell(write, (*others, seen))))
+            at = b
+        if at < span.stop:
+            runs.append((at, span.stop, _Cell(None, (seen,))))
+        self.bytes.put(runs)
+
+    def write(self, span: Span, seen: _Seen, clock: Clock) -> None:
+        for a, b, (write, reads) in self.bytes.take(span.start, span.stop):
+            for each in (*reads, *([write] if write is not None else ())):
+                self.check(each, seen, clock, Span(a, b, span.base))
+        self.bytes.put([(span.start, span.stop, _Cell(seen, ()))])
+
+    def check(self, earlier: _Seen, later: _Seen, clock: Clock, span: Span) -> None:
+        if clock.get(earlier.access.lane, 0) < earlier.tick:
+            self.report(Race(earlier.access, later.access, span))
+
+    def report(self, race: Race) -> None:
+        known = self.races.setdefault((race.first, race.second), race)
+        if known is not race and known.span.base == race.span.base:
+            span = Span(min(known.span.start, race.span.start), max(known.span.stop, race.span.stop), race.span.base)
+            self.races[race.first, race.second] = race._replace(span=span)
+
+    def free(self, free: Free) -> None:
+        gone = self.bytes.take(free.span.start, free.span.stop)
+        if free.lane is None:
+            return
+        clock = self.clock(free.lane)
+        for a, b, (write, reads) in gone:
+            for each in (*reads, *([write] if write is not None else ())):
+                if each.access.lane != free.lane and clock.get(each.access.lane, 0) < each.tick:
+                    self.freed.setdefault(free.lane, []).append((each, Span(a, b, free.span.base)))
+
+    def reused(self, owner: str) -> None:
+        """A lane allocates: what it has freed has to be out of use by now."""
+        clock = self.clock(owner)
+        for seen, span in self.freed.pop(owner, ()):
+            if clock.get(seen.access.lane, 0) < seen.tick:
+                self.report(Race(seen.access, None, span, owner))
+
+
+class Verdict(NamedTuple):
+    """What a replay has found.
+
+    Attributes:
+        races: each pair of accesses once.
+        learned: positions of the waits that have told their lane of something it did not know.
+    """
+
+    races: list[Race]
+    learned: set[int]
+
+
+def replay(log: Log, *, without: Collection[int] = ()) -> Verdict:
+    """Look for races.
+
+    Args:
+        log: in the order in which the host issued it.
+        without: positions of entries to leave out.
+    """
+    state, learned = _Replay(), set()
+    for i, entry in enumerate(log):
+        if i in without:
+            continue
+        if isinstance(entry, Access):
+            state.access(entry)
+        elif isinstance(entry, Wait):
+            if state.wait(entry):
+                learned.add(i)
+        elif isinstance(entry, Mark):
+            state.mark(entry)
+        else:
+            state.free(entry)
+    return Verdict(list(state.races.values()), learned)

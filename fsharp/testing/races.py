@@ -1,0 +1,320 @@
+"""check_races: whether what a scheduler issues on streams is ordered, found out on a host that has none."""
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple
+
+from fsharp.functional.errors import FsharpError, ScheduleError, problem
+from fsharp.stateful.modules.module import ShardedModule, _session
+from fsharp.stateful.runtime.scheduler import Scheduler
+from fsharp.stateful.runtime.streams import Key, Lanes
+from fsharp.testing.accesses import AccessMode
+from fsharp.testing.ordering import Access, Entry, Mark, Race, Span, Verdict, Wait, replay
+
+COMPUTE = "compute"
+_SHOWN = 5  # races that an error describes
+
+
+class RaceError(FsharpError, AssertionError):
+    """Two streams use the same memory, one of them to write, and nothing orders them.
+
+    Attributes:
+        report: all that was found.
+    """
+
+    def __init__(self, message: str, report: "RaceReport") -> None:
+        super().__init__(message)
+        self.report = report
+
+
+class UnneededWait(NamedTuple):
+    """A wait without which there is no race in the steps that were seen.
+
+    Attributes:
+        why: what waits for what.
+        is_implied: whether its lane knew by then of all that it waits for. Otherwise no two accesses need it.
+        times: how often it was issued.
+    """
+
+    why: str
+    is_implied: bool
+    times: int
+
+
+class VirtualLanes(Lanes):
+    """Lanes that a host makes believe it has: what is issued on them runs at once, and is logged with its order.
+
+    Args:
+        one_stream: gathers and reductions share one.
+        describe: an op, in words.
+        here: what compute is doing.
+
+    Attributes:
+        log: what was issued, in order.
+        lane: the current one.
+    """
+
+    def __init__(
+        self,
+        *,
+        one_stream: bool = False,
+        describe: Callable[[Key], str] = lambda key: f"op {key[1]}",
+        here: Callable[[], str] = lambda: "outside of a step",
+    ) -> None:
+        self.one_stream, self.describe, self.here = one_stream, describe, here
+        self.log: list[Entry] = []
+        self.lane, self._during = COMPUTE, ""
+        self._names: list[str] = []
+        self._marks: set[Key] = set()
+
+    @contextmanager
+    def on(self, name: str, op: Key | None = None, after: Sequence[Key] = (), *, begins: bool = True) -> Iterator[None]:
+        """On the lane, after what the current one has been given so far if it reads that, and after the given ops."""
+        lane = "gather" if self.one_stream else name
+        if lane not in self._names:
+            self._names.append(lane)
+        during = f"{name} on demand at {self.here()}" if op is None else self.describe(op)
+        if begins:
+            self.log.append(Wait(lane, self.lane, f"{lane} waits for {self.lane} before {during}"))
+        for key in after:
+            if key in self._marks:
+                self.log.append(Wait(lane, key, f"{lane} waits for {self.describe(key)} before {during}"))
+        before = self.lane, self._during
+        self.lane, self._during = lane, during
+        try:
+            yield
+            if op is not None:
+                self.log.append(Mark(lane, op))
+                self._marks.add(op)
+        finally:
+            self.lane, self._during = before
+
+    def join(self, after: Sequence[Key]) -> None:
+        """The current lane waits for ops on others."""
+        for key in after:
+            if key in self._marks:
+                self.log.append(Wait(self.lane, key, f"{self.lane} joins {self.describe(key)} at {self.here()}"))
+
+    def join_all(self) -> None:
+        """The current lane waits for everything on others."""
+        for lane in self._names:
+            if lane != self.lane:
+                self.log.append(Wait(self.lane, lane, f"{self.lane} joins all of {lane} at {self.here()}"))
+
+    def where(self) -> tuple[str, object]:
+        """The current lane, and what is going on there."""
+        return self.lane, self._during or self.here()
+
+    @contextmanager
+    def watch(self) -> Iterator[None]:
+        """Log what torch does in this thread."""
+        mode = AccessMode(self.log, self.where)
+        try:
+            with mode:
+                yield
+        finally:
+            mode.close()
+
+
+class RaceReport:
+    """What a checked piece of a program issued, and what of it nothing orders. Filled when the check ends.
+
+    Args:
+        lanes: whose log it is about.
+        place: bytes, in words.
+
+    Attributes:
+        races: each pair of accesses once.
+    """
+
+    def __init__(self, lanes: VirtualLanes, place: Callable[[Span], str] = str) -> None:
+        self._lanes, self._place = lanes, place
+        self._verdict = Verdict([], set())
+
+    def look(self) -> None:
+        """Go through the log.
+
+        Raises:
+            RaceError: the races in it.
+        """
+        self._verdict = replay(self.log)
+        if self.races:
+            raise RaceError(str(self), self)
+
+    @property
+    def races(self) -> list[Race]:
+        """Each pair of accesses that nothing orders."""
+        return self._verdict.races
+
+    @property
+    def log(self) -> Sequence[Entry]:
+        """All that was issued, in order."""
+        return self._lanes.log
+
+    @property
+    def num_ops(self) -> int:
+        """Ops of torch that touched memory."""
+        return sum(isinstance(entry, Access) for entry in self.log)
+
+    @property
+    def waits(self) -> dict[str, int]:
+        """Every wait, join and event that was issued, in words, and how often."""
+        result: dict[str, int] = {}
+        for entry in self.log:
+            if isinstance(entry, Wait):
+                result[entry.why] = result.get(entry.why, 0) + 1
+        return result
+
+    def without(self, why: str) -> list[Race]:
+        """The races there would be if a wait, one of :attr:`waits`, had never been issued.
+
+        Cost: some 20 microseconds for each op of the log.
+        """
+        positions = {i for i, entry in enumerate(self.log) if isinstance(entry, Wait) and entry.why == why}
+        return replay(self.log, without=positions).races
+
+    def unneeded(self) -> list[UnneededWait]:
+        """The waits that each could be left out of what was checked without a race.
+
+        One at a time is left out: two may be there for the same reason.
+
+        Cost: that of :meth:`without` for each wait that is not implied, seconds for small models.
+        """
+        implied = self.implied()
+        unneeded = [(why, times) for why, times in self.waits.items() if why in implied or not self.without(why)]
+        return [UnneededWait(why, why in implied, times) for why, times in unneeded]
+
+    def implied(self) -> set[str]:
+        """The waits for what their lane knew to be over anyway, whenever they were issued."""
+        learned = {str(self.log[i]) for i in self._verdict.learned}
+        return set(self.waits) - learned
+
+    def describe(self, race: Race) -> list[tuple[str, object]]:
+        """A race as rows of a table."""
+        if race.second is None:
+            by = race.owner
+            rows: list[tuple[str, object]] = [("used by", race.first), ("freed for", f"{by}, which allocates there again")]
+        else:
+            by = race.second.lane
+            rows = [("earlier", race.first), ("later", race.second)]
+        rows.append(("bytes", f"{self._place(race.span)} ({race.span.stop - race.span.start:,} B)"))
+        what = "before the memory is given up" if race.second is None else f"before {race.second.during}"
+        return [*rows, ("missing", f"a wait of {by} for {race.first.lane}, after {race.first.during} and {what}")]
+
+    def __str__(self) -> str:
+        if not self.races:
+            return f"no race in {self.num_ops:,} ops and {sum(self.waits.values()):,} waits"
+        kinds = Counter(tuple((name, str(value)) for name, value in self.describe(race)) for race in self.races)
+        details: list[tuple[str, object]] = []
+        for rows, times in list(kinds.items())[:_SHOWN]:
+            details += [*rows, ("times", times), ("", "")]
+        if len(kinds) > _SHOWN:
+            details.append(("also", f"{len(kinds) - _SHOWN} others"))
+        what = f"memory that two streams use, and nothing orders them, {len(self.races)} times in {self.num_ops:,} ops."
+        lines = problem("check_races()", what, details).splitlines()
+        return "\n".join(line.rstrip() for line in lines).rstrip()
+
+
+@contextmanager
+def check_races(engine: Scheduler | ShardedModule) -> Iterator[RaceReport]:
+    """Run steps as if there were streams, and look whether every two uses of the same bytes are ordered.
+
+    Gathers and reductions are issued on virtual streams. They run at once, so values are what they are anyway, and each op
+    of torch is noted with its stream and the bytes that it reads and writes. When the check ends, whatever was not ordered
+    by the waits and events that were issued raises. So does memory that was allocated since the check began, and freed and
+    given to others while another stream may still be using it. A wait of the host (``loss.item()``) orders nothing here.
+    Not seen is what does not pass torch's dispatcher, such as memory shared with numpy, or other threads.
+
+    >>> import torch, fsharp as fs
+    >>> from fsharp.testing import check_races
+    >>> mesh = fs.Mesh({"dp": 1})
+    >>> scheduler = fs.Scheduler(fs.SingleComm(mesh), sum_late=False, trivial_axes=True)
+    >>> step = scheduler(fs.train_step(lambda params, x, comm: fs.forward(torch.mul, params, x, comm=comm).sum(), fs.sgd(0.1)))
+    >>> layout = fs.plan(torch.ones(8), mesh, fs.zero3("dp"))
+    >>> state = fs.init_state(fs.sgd(0.1), fs.shard(torch.ones(8), layout, scheduler, place="optim"), comm=scheduler)
+    >>> with check_races(scheduler) as report:
+    ...     for _ in range(3):  # the first one records the schedule that the others follow
+    ...         state, metrics = step(state, torch.ones(8))
+    >>> report.races
+    []
+
+    Args:
+        engine: a scheduler, or a module that has one, on a CPU. Its policy has to be that of a device with streams:
+            ``sum_late=False``; and ``trivial_axes=True`` on a mesh of one rank, so that collectives run at all, as copies.
+            On more ranks use it within :func:`simulate`, once in each rank.
+
+    Returns:
+        The report, which also tells what waits were issued, and which of them could be left out.
+
+    Raises:
+        RaceError: after the last step. For each race both ops, their streams and units, the bytes, and the missing wait.
+        ScheduleError: a scheduler that would not follow the schedule of a device with streams, or whose collectives run in
+            other threads, as over gloo.
+
+    Cost: some 50 microseconds for each op of torch, and memory for what is known of it; check a few steps, not an epoch.
+    """
+    scheduler = _session(engine).scheduler if isinstance(engine, ShardedModule) else engine
+    _check(scheduler)
+    lanes = VirtualLanes(
+        one_stream=scheduler.policy.one_stream,
+        describe=lambda key: _op(scheduler, key),
+        here=lambda: _here(scheduler),
+    )
+    report = RaceReport(lanes, lambda span: _place(scheduler, span))
+    before, scheduler.lanes = scheduler.lanes, lanes
+    try:
+        with lanes.watch():
+            yield report
+    finally:
+        scheduler.lanes = before
+    report.look()
+
+
+def _check(scheduler: Scheduler) -> None:
+    if scheduler.device.type != "cpu":
+        raise ScheduleError(
+            f"check_races(): the scheduler is on {scheduler.device}, expected a CPU, where streams are virtual."
+        )
+    if scheduler.transport.innermost.is_async:
+        raise ScheduleError(
+            "check_races(): collectives run in threads of their own, which it does not see. Use a SingleComm with "
+            "trivial_axes=True, or ranks made by fsharp.testing.simulate()."
+        )
+    if scheduler.policy.sum_late:
+        raise ScheduleError(
+            "check_races(): the policy is that of a host without streams (sum_late). Pass sum_late=False for the schedule that "
+            "a device with streams follows."
+        )
+    if scheduler.mesh.size == 1 and not scheduler.policy.trivial_axes:
+        raise ScheduleError("check_races(): on one rank no collective runs, and nothing is checked: pass trivial_axes=True.")
+
+
+def _here(scheduler: Scheduler) -> str:
+    """Where in the program a step is."""
+    step = scheduler._step
+    if step is None:
+        return "outside of a step"
+    return str(step.events[-1]) if step.events else "start of the step"
+
+
+def _op(scheduler: Scheduler, key: Key) -> str:
+    """An op of a schedule, in words."""
+    number, i = key
+    plan = scheduler._tenant
+    if plan is None or plan.number != number:
+        return f"op {i} of an earlier plan"
+    op = plan.schedule.ops[i]
+    return f"{op.kind} of {op.unit!r} for {op.phase} (op {i})"
+
+
+def _place(scheduler: Scheduler, span: Span) -> str:
+    """Where bytes are, and the units that a plan has given them to."""
+    first = scheduler.arena.data_ptr()
+    start, stop = span.start - first, span.stop - first
+    if start < 0 or stop > len(scheduler.arena):
+        return f"{span.start - span.base} to {span.stop - span.base} of a tensor's storage"
+    ops = scheduler._tenant.schedule.ops if scheduler._tenant is not None else ()
+    memory = [(op.unit, m) for op in ops for m in (op.memory, op.opens) if m is not None]
+    units = sorted({unit for unit, m in memory if m.start < stop and start < m.stop})
+    return f"{start} to {stop} of the arena, memory of {', '.join(map(repr, units))}"

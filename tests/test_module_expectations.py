@@ -1,0 +1,167 @@
+"""What somebody who comes from torch expects of a wrapped module: it goes on, or it says in his words why not."""
+
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+import fsharp as fs
+from fsharp.testing import simulate
+from tests import modules
+from tests.modules import Block
+from tests.scheduling import DP, STRATEGIES, assert_same
+from tests.test_module import train, values, wrap
+
+each_strategy = pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero3"])
+ONE = fs.Mesh({"dp": 1})
+
+
+# Forwards whose backward does not come
+
+
+def summoned(model, optimizer):
+    with model.summon():
+        return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def written(model, optimizer):
+    with model.summon(write=True), torch.no_grad():
+        for p in model.parameters():
+            p.add_(0.0)
+
+
+def adopted(model, optimizer):
+    model.train_state = model.train_state
+
+
+def averaged(model, optimizer):
+    with optimizer.averaged(), torch.no_grad():
+        model(torch.zeros(2, dtype=torch.int64))
+
+
+@pytest.mark.parametrize("way", [summoned, written, adopted, averaged], ids=lambda way: way.__name__)
+@each_strategy
+def test_a_forward_for_a_metric_is_in_nobodys_way(way, strategy):
+    """Without torch.no_grad(), in the first step and in one that follows a plan; what it returned may still be there."""
+
+    def rank_fn(comm):
+        def make():
+            model, _ = wrap(comm, strategy)
+            return model, fs.ShardedOptimizer(model.parameters(), fs.with_ema(fs.adamw(1e-2), decay=0.5))
+
+        (model, optimizer), (expected, other) = make(), make()
+        kept = []
+        for x, y in modules.batches(comm, 3):
+            kept.append(model(x))
+            way(model, optimizer)
+            train(model, optimizer, [(x, y)])
+            kept.append(model(x, y)["loss"])
+            way(model, optimizer)
+            train(expected, other, [(x, y)])
+        return values(model), values(expected)
+
+    for mine, expected in simulate(DP, rank_fn):
+        assert_same(mine, expected)
+
+
+@each_strategy
+def test_a_backward_that_comes_after_all_is_refused(strategy):
+    def rank_fn(comm):
+        model, optimizer = wrap(comm, strategy)
+        [(x, y)] = modules.batches(comm, 1)
+        loss = model(x, y)["loss"]
+        with model.summon():
+            pass
+        with pytest.raises(fs.ScheduleError, match=r"to a forward that summon\(\) has given up.*call the model again"):
+            loss.backward()
+        train(model, optimizer, [(x, y)])
+        expected, other = wrap(comm, strategy)
+        train(expected, other, [(x, y)])
+        return values(model), values(expected)
+
+    for mine, expected in simulate(DP, rank_fn):
+        assert_same(mine, expected)
+
+
+def test_gradients_are_not_given_up():
+    def rank_fn(comm):
+        model, optimizer = wrap(comm, "zero3")
+        [(x, y)] = modules.batches(comm, 1)
+        with model.accumulate():
+            model(x, y)["loss"].backward()
+        with pytest.raises(fs.ScheduleError, match=r"summon\(\): .* have left gradients.*optimizer.step\(\) or zero_grad"):
+            summoned(model, optimizer)
+        model(x, y)["loss"].backward()
+        with pytest.raises(fs.ScheduleError, match=r"summon\(\): .* have left gradients"):
+            summoned(model, optimizer)
+        optimizer.zero_grad()
+        summoned(model, optimizer)
+
+    simulate(ONE, rank_fn)
+
+
+# Parameters
+
+
+def test_complex_parameters_are_refused_by_name():
+    class Phases(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Linear(2, 2)
+            self.phase = nn.Parameter(torch.ones(3, dtype=torch.complex64))
+
+        def forward(self, x):
+            return (self.phase * self.inner(x).sum()).abs().sum()
+
+    with pytest.raises(fs.TreeError, match=r"parameter 'phase' is complex64.*view_as_real.*requires_grad_\(False\)"):
+        fs.ShardedModule(Phases(), mesh=fs.SingleComm())
+    net = Phases()
+    net.phase.requires_grad_(False)
+    model = fs.ShardedModule(net, mesh=fs.SingleComm())
+    model(torch.ones(2)).backward()
+    assert model.inner.weight.grad is not None
+
+
+@each_strategy
+def test_frozen_parameters_that_are_rounded_say_so(strategy):
+    def rank_fn(comm):
+        net = modules.make("adapted")
+        expected = {name: p.detach().clone() for name, p in net.named_parameters()}
+        options = {"mesh": comm, "strategy": STRATEGIES[strategy][1], "units": [Block]}
+        model = fs.ShardedModule(net, precision=fs.Precision(compute=torch.bfloat16), **options)
+        said = r"frozen parameters such as 'embed\.weight' were float32, and rest in bfloat16.*trained=True"
+        with pytest.warns(UserWarning, match=rf"full_parameters\(\): \d+ {said}"):
+            found = dict(model.full_parameters())
+        with pytest.warns(UserWarning, match=rf"summon\(\): \d+ {said}"), model.summon():
+            assert model.embed.weight.dtype == torch.bfloat16
+        trained = {name for name, p in model.named_parameters() if p.requires_grad}
+        for name, value in expected.items():
+            assert torch.equal(found[name], value if name in trained else value.bfloat16())
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert set(dict(model.full_parameters(trained=True))) == trained
+            exact = fs.ShardedModule(modules.make("adapted"), **options)
+            assert_same(dict(exact.full_parameters()), {name: expected[name] for name in dict(exact.full_parameters())})
+
+    simulate(ONE, rank_fn)
+
+
+# Optimizers
+
+
+@pytest.mark.parametrize("way", ["all", "some", "groups"])
+def test_an_optimizer_of_before_refuses_to_step(way):
+    net = modules.make()
+    params = {
+        "all": lambda: net.parameters(),
+        "some": lambda: [net.head.bias],
+        "groups": lambda: [{"params": [net.head.weight]}, {"params": [net.head.bias], "lr": 1.0}],
+    }[way]()
+    optimizer, other = torch.optim.SGD(params, lr=0.1), torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
+    model = fs.ShardedModule(net, mesh=fs.SingleComm(), units=[Block])
+    model(torch.zeros(2, dtype=torch.int64)).sum().backward()
+    with pytest.raises(fs.TreeError, match=r"this SGD was made before ShardedModule.*fs\.ShardedOptimizer\(model\.parameters"):
+        optimizer.step()
+    other.step()
+    fs.ShardedOptimizer(model.parameters(), torch.optim.SGD, lr=0.1).step()

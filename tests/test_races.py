@@ -1,0 +1,298 @@
+"""Whole steps under the race checker, every wait of a step left out, and what is told of a race."""
+
+import itertools
+
+import pytest
+import torch
+
+import fsharp as fs
+from fsharp.testing import RaceError, RaceReport, check_races, simulate
+from fsharp.testing.ordering import Access, replay
+from fsharp.testing.races import VirtualLanes
+from tests.gpt_like import loss_fn
+from tests.modules import Net
+from tests.scheduling import make_state, my_batches
+
+STRATEGIES = {
+    "ddp": fs.ddp("dp"),
+    "zero1": fs.zero1("dp"),
+    "zero2": fs.zero2("dp"),
+    "zero3": fs.zero3("dp"),
+    "hsdp": fs.hsdp("outer", "inner"),
+    "hfsdp": fs.hfsdp("outer", "inner"),
+}
+PRECISIONS = {"fp32": fs.Precision(), "bf16": fs.Precision(compute=torch.bfloat16, main=torch.float32)}
+
+
+def train(name, *, precision="fp32", microbatches=1, steps=3, donate=True, loss=loss_fn, comm=None, **policy):
+    strategy = STRATEGIES[name]
+    comm = comm or fs.SingleComm(fs.Mesh({axis: 1 for axis, _ in strategy.rules}))
+    tx = fs.chain(fs.clip_by_global_norm(1.0), fs.adamw(1e-2))
+    scheduler = fs.Scheduler(comm, sum_late=False, trivial_axes=True, **policy)
+    state = make_state(comm, strategy, tx=tx, precision=PRECISIONS[precision])
+    step = scheduler(fs.train_step(loss, tx, microbatches=microbatches, donate=donate))
+    with check_races(scheduler) as report:
+        for batch in my_batches(comm, steps):
+            state, _ = step(state, batch)
+    assert step.num_recordings == 1
+    assert scheduler.lanes.__class__ is not VirtualLanes
+    return report
+
+
+def train_module(name, *, precision="fp32", microbatches=1, steps=3, **policy):
+    strategy = STRATEGIES[name]
+    comm = fs.SingleComm(fs.Mesh({axis: 1 for axis, _ in strategy.rules}))
+    policy = fs.Policy(sum_late=False, trivial_axes=True, **policy)
+    torch.manual_seed(0)
+    model = fs.ShardedModule(
+        Net(3), mesh=comm, strategy=strategy, units="layers.*", precision=PRECISIONS[precision], policy=policy
+    )
+    optimizer = fs.ShardedOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-2)
+    with check_races(model) as report:
+        for batch in my_batches(comm, steps):
+            parts = list(zip(batch["x"].chunk(microbatches), batch["y"].chunk(microbatches), strict=True))
+            with model.accumulate():
+                for x, y in parts[:-1]:
+                    model(x, y)["loss"].backward()
+            model(*parts[-1])["loss"].backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return report
+
+
+GRID = list(itertools.product(STRATEGIES, PRECISIONS, (1, 2), (0, 1, 2), (False, True)))
+SAMPLE = [
+    ("ddp", "fp32", 2, 1, False),
+    ("zero1", "bf16", 1, 2, False),
+    ("zero2", "fp32", 1, 1, True),
+    ("zero3", "fp32", 2, 2, False),
+    ("zero3", "bf16", 1, 0, True),
+    ("hsdp", "bf16", 2, 1, False),
+    ("hfsdp", "bf16", 1, 0, False),
+]
+CASES = [case if case in SAMPLE else pytest.param(*case, marks=pytest.mark.deep) for case in GRID]
+
+
+@pytest.mark.parametrize("train", [train, train_module], ids=["functions", "module"])
+@pytest.mark.parametrize(("name", "precision", "microbatches", "prefetch", "one_stream"), CASES)
+def test_steps_are_free_of_races(train, name, precision, microbatches, prefetch, one_stream):
+    report = train(name, precision=precision, microbatches=microbatches, prefetch=prefetch, one_stream=one_stream)
+    assert report.races == []
+    assert report.num_ops > 300
+    lanes = {entry.lane for entry in report.log if isinstance(entry, Access)}
+    expected = {"gather"} if one_stream else {"reduce"} if name == "ddp" else {"gather", "reduce"}
+    assert lanes == {"compute", *expected}
+
+
+@pytest.mark.parametrize(
+    ("name", "policy"),
+    [
+        ("zero3", {"release": "forward", "bucket_nbytes": 2000}),
+        ("zero3", {"reduce": "delayed", "reduce_buffers": 2, "poison": True}),
+        ("zero2", {"gather_at_start": False, "finish_buffers": 1}),
+        ("hfsdp", {"keep_gradients": True, "buffers": 3}),
+    ],
+)
+def test_other_policies_are_free_of_races(name, policy):
+    assert train(name, microbatches=2, **policy).races == []
+
+
+def test_steps_that_make_new_states_are_free_of_races():
+    """The old state is freed while gathers of the new one run."""
+    assert train("hfsdp", precision="bf16", donate=False).races == []
+    assert train("zero3", donate=False).races == []
+
+
+def test_ranks_with_others_are_checked_each_by_itself():
+    strategy = STRATEGIES["hfsdp"]
+    mesh = fs.Mesh({axis: 2 for axis, _ in strategy.rules})
+    for report in simulate(mesh, lambda comm: train("hfsdp", precision="bf16", comm=comm)):
+        assert report.races == []
+        assert {entry.lane for entry in report.log if isinstance(entry, Access)} == {"compute", "gather", "reduce"}
+
+
+# ------------------------------------------------------------ what is left out is found
+
+
+@pytest.mark.parametrize(
+    ("name", "precision"),
+    [
+        ("zero3", "bf16"),
+        pytest.param("zero3", "fp32", marks=pytest.mark.deep),
+        pytest.param("zero2", "bf16", marks=pytest.mark.deep),
+        pytest.param("hsdp", "fp32", marks=pytest.mark.deep),
+        pytest.param("hfsdp", "bf16", marks=pytest.mark.deep),
+    ],
+)
+def test_each_join_of_compute_left_out_is_a_race(name, precision):
+    """With poison, also of units whose backward does not look at their parameters."""
+    report = train(name, precision=precision, microbatches=2, poison=True, steps=4)
+    joins = {why for why in report.waits if why.startswith("compute joins ") and " all of " not in why}
+    assert len(joins) >= 5
+    needed = joins - report.implied()
+    assert len(needed) >= 5
+    for why in needed:
+        races = report.without(why)
+        assert races, why
+        assert all("compute" in (race.first.lane, race.second.lane if race.second else race.owner) for race in races)
+
+
+@pytest.mark.parametrize(
+    "name", ["zero1", *(pytest.param(name, marks=pytest.mark.deep) for name in STRATEGIES if name != "zero1")]
+)
+def test_each_reduction_that_does_not_wait_for_compute_is_a_race(name):
+    report = train(name, precision="bf16", microbatches=2, steps=4)
+    begins = [why for why in report.waits if why.startswith("reduce waits for compute before reduce of ")]
+    assert begins
+    implied = report.implied()
+    for why in begins:
+        assert bool(report.without(why)) != (why in implied), why
+
+
+def test_gradients_that_are_looked_at_need_the_join_at_the_end_of_the_pass():
+    """So do those of a step in which nobody looks: two joins behind each other, one of them is enough."""
+
+    def joins(looks):
+        comm = fs.SingleComm(fs.Mesh({"dp": 1}))
+        scheduler = fs.Scheduler(comm, sum_late=False, trivial_axes=True)
+        state = make_state(comm, STRATEGIES["zero3"])
+
+        def step(state, batch, comm):
+            loss, grads = fs.value_and_grad(loss_fn)(state.params, batch, comm=comm)
+            if looks:
+                [buffer.norm() for node in fs.units_of(grads) for buffer in node.buffers]
+            fs.reduce_scatter(grads, comm=comm, to="optim")
+            return loss
+
+        step = scheduler(step)
+        with check_races(scheduler) as report:
+            for batch in my_batches(comm, 4):
+                step(state, batch)
+        at = "compute joins all of reduce at microbatch_end"
+        assert at in report.waits
+        return report.without(at)
+
+    assert joins(looks=True)
+    assert not joins(looks=False)
+
+
+def test_no_kind_of_wait_can_be_left_out_altogether():
+    report = train("zero3")
+    for kind in ("compute joins gather", "compute joins all of", "gather waits for compute", "reduce waits for compute"):
+        waits = {i for i, entry in enumerate(report.log) if str(entry).startswith(kind)}
+        assert len(waits) > 5, kind
+        assert replay(report.log, without=waits).races, kind
+
+
+# ------------------------------------------------------------ the report
+
+
+def scheduler_on_streams(**policy):
+    return fs.Scheduler(fs.SingleComm(fs.Mesh({"dp": 1})), **{"sum_late": False, "trivial_axes": True, **policy})
+
+
+def train_with(scheduler, loss, steps=3):
+    tx = fs.adamw(1e-2)
+    state = make_state(scheduler.comm, STRATEGIES["zero3"], tx=tx)
+    step = scheduler(fs.train_step(loss, tx, donate=True))
+    for batch in my_batches(scheduler.comm, steps):
+        state, _ = step(state, batch)
+
+
+def test_an_error_names_ops_units_lanes_bytes_and_the_missing_wait():
+    scheduler = scheduler_on_streams()
+    gather = scheduler.transport.gather
+
+    def late(x, out, axis):
+        """Fills what compute uses on another stream, which nobody waits for."""
+        ticket = gather(x, out, axis)
+        with scheduler.lanes.on("reduce"):
+            out.mul_(1)
+        return ticket
+
+    scheduler.transport.gather = late
+    with (
+        pytest.raises(RaceError, match="memory that two streams use") as caught,
+        check_races(scheduler),
+    ):
+        train_with(scheduler, loss_fn)
+    assert (
+        "  earlier  aten.mul_.Tensor on reduce, reduce on demand at forward embed\n"
+        "  later    aten.mul.Tensor on compute, forward layers.0\n"
+        "  bytes    1820 to 1844 of the arena, memory of 'layers.0' (24 B)\n"
+        "  missing  a wait of compute for reduce, after reduce on demand at forward embed and before forward layers.0\n"
+    ) in str(caught.value)
+    waits = caught.value.report.waits
+    assert any("waits for compute before gather of 'layers.1' for forward (op " in why for why in waits)
+    assert any("joins gather of 'layers.1' for forward (op " in why and why.endswith("at forward layers.1") for why in waits)
+
+
+def test_memory_freed_in_a_step_under_a_running_stream_is_reported():
+    scheduler = scheduler_on_streams()
+    seen = torch.zeros(())
+
+    def watched(params, batch, comm):
+        total, weight = loss_fn(params, batch, comm)
+        activation = torch.ones(100, 100)
+        with scheduler.lanes.on("reduce"):
+            seen.add_(activation.sum())
+        del activation
+        return total, weight
+
+    with pytest.raises(RaceError, match=r"freed for +compute, which allocates") as caught, check_races(scheduler):
+        train_with(scheduler, watched)
+    assert {(race.first.op, race.first.lane) for race in caught.value.report.races if race.second is None} == {
+        ("aten.sum", "reduce")
+    }
+
+
+def test_a_report_counts_and_lists_what_could_go():
+    report = train("zero3", prefetch=2)
+    assert str(report).startswith("no race in ")
+    assert f"{sum(report.waits.values()):,} waits" in str(report)
+    unneeded = report.unneeded()
+    assert {each.why for each in unneeded} < set(report.waits)
+    assert all(each.times == report.waits[each.why] for each in unneeded)
+    assert any(each.is_implied for each in unneeded)
+    assert any(not each.is_implied for each in unneeded)
+    assert not any(report.without(each.why) for each in unneeded)
+
+
+def test_races_that_repeat_are_told_once():
+    def program(lanes):
+        x = torch.zeros(4)
+        for _ in range(7):
+            with lanes.on("gather"):
+                x.add_(1)
+            x.sum()
+
+    lanes = VirtualLanes()
+    with lanes.watch():
+        program(lanes)
+    report = RaceReport(lanes)
+    with pytest.raises(RaceError, match=r"times +7"):
+        report.look()
+    assert str(report).count("earlier") == 1
+
+
+def test_a_scheduler_that_would_not_follow_the_schedule_of_a_device_is_refused():
+    for options, what in [
+        ({"sum_late": None}, "sum_late=False"),
+        ({"sum_late": True}, "sum_late=False"),
+        ({"trivial_axes": False}, "trivial_axes=True"),
+    ]:
+        with pytest.raises(fs.ScheduleError, match=what), check_races(scheduler_on_streams(**options)):
+            pass
+    with (
+        pytest.raises(fs.ScheduleError, match="on meta, expected a CPU"),
+        check_races(fs.Scheduler(fs.SingleComm(fs.Mesh({"dp": 1}), device="meta"), sum_late=False)),
+    ):
+        pass
+
+
+def test_an_error_in_the_step_passes_and_the_lanes_are_those_from_before():
+    scheduler = scheduler_on_streams()
+    before = scheduler.lanes
+    with pytest.raises(ZeroDivisionError, match="division"), check_races(scheduler):
+        train_with(scheduler, lambda *_: 1 / 0)
+    assert scheduler.lanes is before

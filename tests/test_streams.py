@@ -1,0 +1,91 @@
+"""Streams beside compute: one file that knows CUDA, and the same waits on a device as on virtual streams."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+import fsharp as fs
+from fsharp.stateful.runtime.streams import DeviceLanes, Lanes, lanes_for
+from fsharp.testing.ordering import Mark, Wait
+from fsharp.testing.races import VirtualLanes
+from tests.gpt_like import loss_fn
+from tests.scheduling import make_state, my_batches
+
+CPU = torch.device("cpu")
+MESH = fs.Mesh({"dp": 1})
+
+
+def test_one_file_knows_cuda():
+    files = sorted(Path(fs.__file__).parent.rglob("*.py"))
+    assert [path.name for path in files if re.search(r"\btorch\.cuda\b", path.read_text())] == ["graphs.py"]
+
+
+def test_a_cpu_has_no_lanes_and_any_other_device_has():
+    assert type(lanes_for(CPU, one_stream=False)) is Lanes
+    for kind in ("cuda", "xpu", "mps"):
+        lanes = lanes_for(torch.device(kind), one_stream=True)
+        assert isinstance(lanes, DeviceLanes)
+        assert lanes.one_stream
+
+
+class FakeStream:
+    """A stream that notes in a list what it is told."""
+
+    current = None
+
+    def __init__(self, notes):
+        self.notes = notes
+
+    def wait_stream(self, other):
+        if other is not self:
+            self.notes.append(("wait", self, other))
+
+    def wait_event(self, event):
+        self.notes.append(("wait", self, event))
+
+    def record_event(self):
+        self.notes.append(("record", self))
+        return len(self.notes)
+
+    def __enter__(self):
+        self.before, FakeStream.current = FakeStream.current, self
+
+    def __exit__(self, *_):
+        FakeStream.current = self.before
+
+
+def train(lanes, strategy, **policy):
+    comm = fs.SingleComm(MESH)
+    scheduler = fs.Scheduler(comm, sum_late=False, trivial_axes=True, **policy)
+    scheduler.lanes = lanes
+    tx = fs.adamw(1e-2)
+    state, step = make_state(comm, strategy("dp"), tx=tx), scheduler(fs.train_step(loss_fn, tx, microbatches=2, donate=True))
+    for batch in my_batches(comm, 3):
+        state, _ = step(state, batch)
+
+
+@pytest.mark.parametrize("strategy", [fs.ddp, fs.zero2, fs.zero3])
+@pytest.mark.parametrize("one_stream", [False, True])
+def test_a_device_is_told_to_wait_for_what_virtual_streams_wait_for(monkeypatch, strategy, one_stream):
+    notes = []
+    monkeypatch.setattr(torch, "Stream", lambda device: FakeStream(notes))
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: FakeStream.current)
+    monkeypatch.setattr(FakeStream, "current", compute := FakeStream(notes))
+    lanes = DeviceLanes(CPU, one_stream=one_stream)
+    train(lanes, strategy, one_stream=one_stream)
+    streams = {"compute": compute, **lanes.streams}
+
+    virtual = VirtualLanes(one_stream=one_stream)
+    train(virtual, strategy, one_stream=one_stream)
+    expected, marks = [], {}
+    for entry in virtual.log:
+        if isinstance(entry, Mark):
+            expected.append(("record", streams[entry.lane]))
+            marks[entry.key] = len(expected)
+        elif isinstance(entry, Wait):
+            of = streams[entry.of] if isinstance(entry.of, str) else marks[entry.of]
+            expected.append(("wait", streams[entry.lane], of))
+    assert len([note for note in notes if note[0] == "wait"]) > 20
+    assert notes == expected
