@@ -88,7 +88,7 @@ class ShardedContender(ModuleContender):
 
     def settle(self) -> None:
         for node in fs.units_of(self.sharded.functional()[1]):
-            node.settle()
+            _ = node.buffers
 
     def optimizer_nbytes(self) -> int:
         kept = self.optimizer.state_dict()["state"].values()
@@ -173,7 +173,7 @@ class FsharpContender:
 
     def settle(self) -> None:
         for node in fs.units_of(self.state.params):
-            node.settle()
+            _ = node.buffers
 
     def optimizer_nbytes(self) -> int:
         return fs.tree_nbytes(self.state.opt)

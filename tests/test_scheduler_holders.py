@@ -14,6 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import fsharp as fs
 from fsharp.functional.errors import ScheduleError
+from fsharp.stateful.runtime.pending import is_pending
 from fsharp.stateful.transport.gloo import Exchange
 from fsharp.testing import processes, simulate
 from tests.gpt_like import logits, loss_fn, make_params
@@ -159,7 +160,7 @@ def test_two_threads_wait_for_parameters_that_are_on_their_way():
             monkeypatch.setattr(fs.Scheduler, "run_spread", lambda *a, **k: (armed.append(1), spread(*a, **k))[1])
             state, _ = call(state, my_batches(comm, 1, seed=7)[0])
             node = fs.units_of(state.params)[0]
-            was_arriving = node.is_arriving
+            was_arriving = is_pending(node)
             other = threading.Thread(target=lambda: node.buffers)
             other.start()
             time.sleep(0.05)

@@ -479,7 +479,7 @@ def test_keep_gradients(strategy, microbatches):
 
 def blind(monkeypatch):
     """Have all tensors be at one address, and of one version."""
-    monkeypatch.setattr(copies, "stamp", lambda node: tuple((1, 0) for _ in node.buffers_on_their_way))
+    monkeypatch.setattr(copies, "stamp", lambda node: tuple((1, 0) for _ in node.raw_buffers))
     for module in ("scheduler", "executor", "eager", "step"):
         monkeypatch.setattr(f"fsharp.stateful.runtime.{module}.stamp", copies.stamp)
 

@@ -77,7 +77,8 @@ def reduce_scatter(tree: Tree, *, comm: Comm, to: PlaceName = "optim") -> Tree:
     """Move sums between places: partial ones are summed over ranks and end up sharded or replicated as ``to`` says.
 
     Args:
-        tree: a :class:`Sharded` of gradients, or any pytree with some in it.
+        tree: a :class:`Sharded` of gradients, or any pytree with some in it. Those with respect to gathered parameters are
+            partial sums, whatever their place says.
         comm: the ranks.
         to: the place, by name or as a :class:`~fsharp.Place`.
 

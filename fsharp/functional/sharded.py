@@ -1,8 +1,7 @@
 """Sharded: the pytree node that stands where a unit's subtree stood, and the pure slicing that makes and unmakes it."""
 
-import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
@@ -40,27 +39,19 @@ class Context(NamedTuple):
     ledger: Any = None
 
 
-class Division:
-    """Arrival of buffers that are to be divided first, in place or into others.
+class LazyBuffers(ABC):
+    """Buffers that are on their way, as an engine hands them out: whoever looks at them waits."""
 
-    Args:
-        source: has the buffers.
-        targets: where the quotients go.
-        divisor: a scalar.
-    """
+    raw: tuple[Any, ...]
+    """The tensors themselves: to know which they are, not what is in them."""
 
-    def __init__(self, source: "Sharded", targets: Sequence[torch.Tensor], divisor: torch.Tensor) -> None:
-        self.source, self.targets, self.divisor = source, targets, divisor
+    @abstractmethod
+    def wait(self) -> tuple[Any, ...]:
+        """The tensors, filled."""
 
-    def __call__(self) -> None:
-        """Wait for the buffers, and divide them."""
-        for source, target in zip(self.source.buffers, self.targets, strict=True):
-            torch.div(source, self.divisor, out=target)
-
-    @property
-    def is_in_place(self) -> bool:
-        """Whether quotients take the place of the dividends."""
-        return all(a is b for a, b in zip(self.source.buffers_on_their_way, self.targets, strict=True))
+    @abstractmethod
+    def aliased(self, buffers: Sequence[Any]) -> "LazyBuffers":
+        """Other tensors with the same memory, which are there when these are."""
 
 
 class Sharded:
@@ -70,7 +61,7 @@ class Sharded:
     of large 1-D tensors; leading dims, as ``vmap`` makes them, are allowed.
 
     Args:
-        buffers: one 1-D tensor for each group in ``groups``, ``unit.local_size(group, place)`` elements long.
+        buffers: one 1-D tensor for each group in ``groups``, ``unit.local_size(group, place)`` elements long; or an engine's.
         unit: the layout of the unit.
         place: where the buffers rest.
         groups: indices of the groups they belong to; gradients and optimizer state have trainable ones only.
@@ -85,8 +76,6 @@ class Sharded:
     """
 
     __slots__ = (
-        "_arrive",
-        "_arriving",
         "_buffers",
         "groups",
         "is_donated",
@@ -99,7 +88,7 @@ class Sharded:
 
     def __init__(
         self,
-        buffers: Sequence[Any],
+        buffers: Sequence[Any] | LazyBuffers,
         unit: UnitLayout,
         place: Place,
         groups: tuple[int, ...] | None = None,
@@ -108,64 +97,38 @@ class Sharded:
         ledger: Any = None,
         scale: Literal["sum", "mean"] | None = None,
     ) -> None:
-        self._buffers, self.unit, self.place, self.is_gathered, self.ledger = tuple(buffers), unit, place, is_gathered, ledger
+        self._buffers = buffers if isinstance(buffers, LazyBuffers) else tuple(buffers)
+        self.unit, self.place, self.is_gathered, self.ledger = unit, place, is_gathered, ledger
         self.groups = unit.all_groups if groups is None else groups
         self.scale, self.is_donated = scale, False
-        self._arrive: Callable[[], None] | None = None
-        self._arriving: AbstractContextManager[Any] | None = None  # a lock: others who look wait as well
 
     def __getstate__(self) -> Any:
-        self.settle()
-        return None, {name: None if name.startswith("_arriv") else getattr(self, name) for name in self.__slots__}
+        return None, {name: getattr(self, name) for name in self.__slots__} | {"_buffers": self.buffers}
 
     @property
     def buffers(self) -> tuple[Any, ...]:
         """One tensor for each group in :attr:`groups`. Waits for them if they are still on their way."""
-        if self._arrive is not None:
-            self.settle()
-        return self._buffers
-
-    def settle(self) -> None:
-        """Wait until the buffers are there."""
-        if self._arriving is not None:
-            with self._arriving:
-                if self._arrive is not None:
-                    self._arrive()
-                    self._arrive = None
-
-    def arrive_undivided(self) -> torch.Tensor | None:
-        """Wait for the buffers. If there is a result the caller divides them by it, at once and in place."""
-        division = self._arrive
-        if not isinstance(division, Division) or not division.is_in_place:
-            self.settle()
-            return None
-        assert self._arriving is not None
-        with self._arriving:
-            if self._arrive is None:
-                return None  # somebody has looked at them meanwhile
-            division.source.settle()
-            self._arrive = None
-        return division.divisor
+        return self._buffers.wait() if isinstance(self._buffers, LazyBuffers) else self._buffers
 
     @property
-    def is_arriving(self) -> bool:
-        """Whether the buffers may still be on their way."""
-        return self._arrive is not None
-
-    def arriving(self, arrive: Callable[[], None]) -> "Sharded":
-        """This node, whose buffers are on their way: ``arrive`` is called, once, before anybody sees them."""
-        self._arrive, self._arriving = arrive, threading.RLock()
-        return self
-
-    @property
-    def buffers_on_their_way(self) -> tuple[Any, ...]:
+    def raw_buffers(self) -> tuple[Any, ...]:
         """The buffers without waiting: to know which they are, not what is in them."""
-        return self._buffers
+        return self._buffers.raw if isinstance(self._buffers, LazyBuffers) else self._buffers
+
+    @property
+    def lazy(self) -> LazyBuffers | None:
+        """The buffers as an engine has handed them out, if it has."""
+        return self._buffers if isinstance(self._buffers, LazyBuffers) else None
+
+    def aliased(self, buffers: Sequence[Any], ledger: Any) -> "Sharded":
+        """A node with a ledger, of tensors that have the memory of this one's: who looks at them waits for these."""
+        held = buffers if self.lazy is None else self.lazy.aliased(buffers)
+        return Sharded(held, self.unit, self.place, self.groups, is_gathered=self.is_gathered, ledger=ledger)
 
     @property
     def sinks(self) -> tuple[torch.Tensor, ...]:
         """Where the gradients of these buffers go, for each trainable group; none outside of a loss, or of other buffers."""
-        return () if self.ledger is None else self.ledger.sinks(self._buffers)
+        return () if self.ledger is None else self.ledger.sinks(self.raw_buffers)
 
     @property
     def name(self) -> str:

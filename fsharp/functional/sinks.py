@@ -54,7 +54,7 @@ def with_sinks(params: Any, comm: Comm) -> Any:
     ledger = Ledger()
 
     def one(node: Sharded) -> Sharded:
-        unit, buffers = node.unit, node.buffers_on_their_way
+        unit, buffers = node.unit, node.raw_buffers
         device = buffers[0].device if buffers else torch.device("cpu")
         sinks = {
             g: torch.zeros((), dtype=unit.groups[g].dtypes.accumulate, device=device)
@@ -69,8 +69,7 @@ def with_sinks(params: Any, comm: Comm) -> Any:
                 for g, x in zip(node.groups, buffers, strict=True)
             ]
         ledger.enter(linked, tuple(sinks.values()))
-        probed = Sharded(linked, unit, node.place, node.groups, ledger=ledger, is_gathered=node.is_gathered)
-        return probed.arriving(node.settle)
+        return node.aliased(linked, ledger)
 
     return map_units(one, params)
 

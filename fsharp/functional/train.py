@@ -16,7 +16,6 @@ from fsharp.functional.describe import describe_units
 from fsharp.functional.errors import LossError, TreeError, problem
 from fsharp.functional.moves import check_comm, gather, reduce_scatter
 from fsharp.functional.sharded import (
-    Division,
     Sharded,
     check_kept,
     donate_nodes,
@@ -381,15 +380,8 @@ def totals(sums: torch.Tensor, comm: Comm) -> torch.Tensor:
 
 
 def _divide(node: Sharded, *, divisor: torch.Tensor, donate: bool) -> Sharded:
-    """The node's buffers divided; later, if they are still on their way."""
-    sources = node.buffers_on_their_way
-    targets = list(sources) if donate else [torch.empty_like(x) for x in sources]
-    divide = Division(node, targets, divisor)
-    result = Sharded(targets, node.unit, node.place, node.groups, scale="mean")
-    if node.is_arriving:
-        return result.arriving(divide)
-    divide()
-    return result
+    buffers = [torch.div(x, divisor, out=x if donate else torch.empty_like(x)) for x in node.buffers]
+    return Sharded(buffers, node.unit, node.place, node.groups, scale="mean")
 
 
 def _nonzero(weight: torch.Tensor) -> torch.Tensor:
@@ -443,7 +435,7 @@ def _check_maker(tx: Transform, state: TrainState) -> None:
     made_by = state.made_by.name if isinstance(state.made_by, MadeBy) else ""
     if made_by and tx.name and made_by != tx.name:
         facts = [("state of", made_by), ("update by", tx.name)]
-        remedy = "Make a state for it: init_state(tx, params, comm=comm)."
+        remedy = "Make a state for it: init_state(tx, params, comm=comm), or state._replace(opt=tx.init(...), made_by=None)."
         raise TreeError(problem("update()", "the optimizer state is that of another transformation.", facts, remedy))
 
 

@@ -245,7 +245,7 @@ def check_gradients(where: str, grads: Any, params: Any) -> None:
             facts += [("place", g.place, p.place)] * (g.place != p.place)
             facts += [("groups", g.groups, p.groups)] * (g.groups != p.groups)
         if not facts:
-            for i, x, y in zip(g.groups, g.buffers_on_their_way, p.buffers_on_their_way, strict=True):
+            for i, x, y in zip(g.groups, g.raw_buffers, p.raw_buffers, strict=True):
                 want = p.unit.groups[i].dtypes.accumulate
                 if not isinstance(x, torch.Tensor):
                     facts.append((f"group {i}", type(x).__name__, "a tensor"))

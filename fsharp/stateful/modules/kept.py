@@ -118,8 +118,8 @@ class Kept:
 
     def _versions(self) -> list[tuple[str, list[tuple[int, int]]]]:
         nodes = [*units_of(self.state.params), *units_of(self.state.main)]
-        return [(node.name, [(b.data_ptr(), b._version) for b in node.buffers_on_their_way]) for node in nodes]
+        return [(node.name, [(b.data_ptr(), b._version) for b in node.raw_buffers]) for node in nodes]
 
 
 def _about(node: Sharded) -> tuple[Any, ...]:
-    return node.unit, node.place, node.groups, [(b.dtype, b.device, b.shape) for b in node.buffers_on_their_way]
+    return node.unit, node.place, node.groups, [(b.dtype, b.device, b.shape) for b in node.raw_buffers]

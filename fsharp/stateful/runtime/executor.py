@@ -165,7 +165,7 @@ def _wait(executor: Executor, bound: BoundOp) -> None:
     assert node is not None
     if bound.op.phase == "update":
         if bound.op.unit not in executor.spreads:  # else what is waited for is of the update before, which update() has seen
-            node.settle()
+            _ = node.buffers
         return
     assert params is not None
     if not params.is_filled or (params.is_carried and not params.holds(stamp(node))):

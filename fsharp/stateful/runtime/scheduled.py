@@ -121,9 +121,9 @@ class Scheduled:
 
     def locate(self, key: str, node: Sharded) -> None:
         """Remember which of the arguments a unit is."""
-        mine = [b.data_ptr() for b in node.buffers_on_their_way]
+        mine = [b.data_ptr() for b in node.raw_buffers]
         for i, each in enumerate(self._nodes):
-            if each.name == node.name and [b.data_ptr() for b in each.buffers_on_their_way] == mine:
+            if each.name == node.name and [b.data_ptr() for b in each.raw_buffers] == mine:
                 self._positions[key] = i
                 return
 

@@ -21,6 +21,7 @@ from fsharp.stateful.runtime.boundary import in_backward
 from fsharp.stateful.runtime.compiled import Compiled, unmet
 from fsharp.stateful.runtime.executor import Executor
 from fsharp.stateful.runtime.facts import facts_of
+from fsharp.stateful.runtime.pending import is_pending
 from fsharp.stateful.runtime.scheduled import Scheduled
 from fsharp.stateful.runtime.spread import Spread
 from fsharp.stateful.runtime.step import Step
@@ -389,7 +390,7 @@ class Scheduler(Tracer):
             unit = self.registry.add(node)
             if self._running is not None:
                 self._running.locate(unit.key, node)
-        if node.is_arriving or unit.node is None:
+        if is_pending(node) or unit.node is None:
             unit.node = node
         return unit
 

@@ -31,7 +31,7 @@ class Spread:
         self.moves: list[tuple[torch.Tensor, list[torch.Tensor]]] = []
         held = dict(zip(new.groups, new.buffers, strict=True))
         buffers = []
-        for group, before in zip(old.groups, old.buffers_on_their_way, strict=True):
+        for group, before in zip(old.groups, old.raw_buffers, strict=True):
             part = held.get(group)
             if part is None or not self.axes:
                 buffers.append(before if part is None else part)

@@ -147,7 +147,7 @@ class Step:
             full, leaves = use.params.full, use.params.issue(use.number)
         else:
             if unit.node is not None:
-                unit.node.settle()
+                _ = unit.node.buffers
             full = unit.at_rest()
             leaves = full.leaves()
         self._forward.append(use)

@@ -20,6 +20,7 @@ from fsharp.functional.train import Loss, as_loss, check_loss, sums_of, totals, 
 from fsharp.stateful.runtime.boundary import before_backward
 from fsharp.stateful.runtime.full import leaf_index
 from fsharp.stateful.runtime.gradient import GradientBuffer
+from fsharp.stateful.runtime.pending import pending
 from fsharp.stateful.runtime.spread import Spread
 from fsharp.stateful.runtime.step import Step, Use
 from fsharp.stateful.runtime.streams import Lanes
@@ -47,7 +48,7 @@ class IssuedGradients:
         tensors = gradient.rest.show()
         self._rows.append((unit, tensors, [t._version for t in tensors]))
         result = Sharded(tensors, node.unit, node.unit.strategy.grads, node.unit.trainable)
-        return result.arriving(gradient.join) if gradient.is_under_way else result
+        return pending(result, gradient.join) if gradient.is_under_way else result
 
     def are(self, nodes: Sequence[Sharded], to: PlaceName) -> bool:
         """Whether these are all of them, as they were returned, on their way to the optimizer's place."""
@@ -57,7 +58,7 @@ class IssuedGradients:
         for node, (unit, tensors, versions) in zip(filled, self._rows, strict=True):
             if node.unit != unit.layout or resolve_place(node.unit, to) != node.unit.strategy.optim:
                 return False
-            buffers = node.buffers_on_their_way
+            buffers = node.raw_buffers
             if [b.data_ptr() for b in buffers] != [t.data_ptr() for t in tensors]:
                 return False
             is_sent = unit.gradient is not None and unit.gradient.route.is_finished  # without what was changed
@@ -105,7 +106,7 @@ class Tracer(Engine):
             return False
         sharded, ties = units
         nodes = [sharded] if isinstance(sharded, Sharded) else units_of(sharded)
-        return not any(b.requires_grad for node in (*nodes, *ties) if not node.sinks for b in node.buffers_on_their_way)
+        return not any(b.requires_grad for node in (*nodes, *ties) if not node.sinks for b in node.raw_buffers)
 
     def run_forward(self, fn: Callable[..., Any], units: Any, args: Any, kwargs: Any) -> Any:
         """Enter the units, call the function, leave them."""
@@ -208,7 +209,7 @@ class Tracer(Engine):
             unit = self.unit_of(old)
             spread = Spread(unit, old, fresh, rank=self.rank, donate=donate, trivial=trivial)  # type: ignore[attr-defined]
             if spread.moves:
-                spread.node.arriving(partial(self._arrive, spread))
+                spread.node = pending(spread.node, partial(self._arrive, spread))
             if not donate:
                 unit.forget()
             self.replaced(old, spread)
@@ -230,10 +231,10 @@ class Tracer(Engine):
 def _reduced(node: Sharded, gradient: GradientBuffer | None, to: PlaceName) -> Sharded:
     """A gradient that was issued, at the optimizer's place."""
     if gradient is None or gradient.final is None:
-        same = node.replace(node.buffers_on_their_way, resolve_place(node.unit, to))
-        return same.arriving(node.settle) if node.is_arriving else same
+        same = node.replace(node.raw_buffers, resolve_place(node.unit, to))
+        return pending(same, node.lazy.wait) if node.lazy is not None else same
     result = node.replace(gradient.final.show(), resolve_place(node.unit, to))
-    return result.arriving(gradient.join) if gradient.is_under_way else result
+    return pending(result, gradient.join) if gradient.is_under_way else result
 
 
 def _leaves(tree: Any) -> list[Any]:

@@ -18,7 +18,7 @@ Stamp = tuple[tuple[int, int], ...]
 
 def stamp(node: Sharded) -> Stamp:
     """Which tensors a node's buffers are, and how often they have been written to."""
-    return tuple((b.data_ptr(), 0 if b.is_inference() else b._version) for b in node.buffers_on_their_way)
+    return tuple((b.data_ptr(), 0 if b.is_inference() else b._version) for b in node.raw_buffers)
 
 
 def full_nbytes(unit: UnitLayout) -> int:
@@ -83,12 +83,12 @@ class UnshardedBuffer:
     def gather(self, node: Sharded, transport: Transport, label: str) -> None:
         """Begin to fill it from where the unit's parameters rest."""
         if transport.innermost.is_async:  # else this stream is behind it, and what it reads has to stay until compute is, too
-            node.settle()
+            _ = node.buffers
         if self.where is None and not self.memory.untyped_storage().nbytes():
             self.memory.untyped_storage().resize_(len(self.memory))
         self.seen, self._sources = stamp(node), []
         self._set_versions(0)
-        for group, (x, outs) in enumerate(zip(node.buffers_on_their_way, self._outs, strict=True)):
+        for group, (x, outs) in enumerate(zip(node.raw_buffers, self._outs, strict=True)):
             if not len(x):
                 continue
             x = x.detach()
@@ -117,7 +117,7 @@ class UnshardedBuffer:
 
     def remember(self, node: Sharded | None) -> None:
         """From here on nobody keeps the tensors that it is a copy of: others may get their addresses."""
-        self._sources = [StorageWeakRef(x.untyped_storage()) for x in node.buffers_on_their_way] if node else []
+        self._sources = [StorageWeakRef(x.untyped_storage()) for x in node.raw_buffers] if node else []
 
     def release(self, *, poison: bool) -> None:
         """Its memory is free; what it held must not be used any more."""
@@ -169,7 +169,7 @@ class UnitState:
     def at_rest(self) -> FullUnit:
         """The parameters where they rest in full."""
         assert self.node is not None
-        buffers = self.node.buffers_on_their_way
+        buffers = self.node.raw_buffers
         key = tuple(b.data_ptr() for b in buffers)
         if self._at_rest is None or self._at_rest[0] != key:
             self._at_rest = (key, FullUnit(self.layout, [b.detach() for b in buffers]))
@@ -190,7 +190,7 @@ class UnitState:
         if not self.layout.trainable:
             return
         if self.gradient is None:
-            device = self.node.buffers_on_their_way[0].device if self.node else torch.device("cpu")
+            device = self.node.raw_buffers[0].device if self.node else torch.device("cpu")
             self.gradient = GradientBuffer(self.layout, transport, device, trivial=self.trivial)
         self.gradient.begin(place)
 

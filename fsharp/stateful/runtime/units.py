@@ -75,4 +75,4 @@ class UnitRegistry:
 
 
 def _signature(node: Sharded) -> Signature:
-    return node.name, tuple(b.data_ptr() for b in node.buffers_on_their_way)
+    return node.name, tuple(b.data_ptr() for b in node.raw_buffers)
