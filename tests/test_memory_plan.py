@@ -10,6 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.compile import program_of, sizes_of
+from fsharp.stateful.schedule import arena
 from fsharp.stateful.schedule.arena import Item, assign, lower_bound
 from fsharp.stateful.schedule.compile import compile_schedule, place
 from fsharp.stateful.schedule.emit import Buckets, Emitter
@@ -294,3 +296,30 @@ def test_a_window_ends_with_the_step_and_not_before():
     assert len(carried) == 2
     assert len(windows) == 5
     assert not any(a.overlaps(b) for a in (*carried, *windows) for b in windows if a is not b)
+
+
+# What it costs to find a place
+
+
+@pytest.mark.parametrize("kind", ["equal", "random"])
+@pytest.mark.parametrize("microbatches", [1, 4])
+def test_places_tried_grow_no_faster_than_the_number_of_units(kind, microbatches, monkeypatch):
+    """Those of a search, with the neighbours that each is compared with: stacks of what lives long are none of them."""
+    looked = Counter()
+    neighbours, search = arena._neighbours, arena._Board._search
+
+    def count_neighbours(items, which):
+        found = neighbours(items, which)
+        looked[number] += sum(map(len, found.values()))
+        return found
+
+    def count_search(board, order, fit, *, target, limit):
+        starts, placed = search(board, order, fit, target=target, limit=limit)
+        looked[number] += placed
+        return starts, placed
+
+    monkeypatch.setattr(arena, "_neighbours", count_neighbours)
+    monkeypatch.setattr(arena._Board, "_search", count_search)
+    for number in (50, 200):
+        compile_schedule(program_of(sizes_of(number, kind), microbatches), Policy(bucket_nbytes=0))
+    assert looked[200] <= 4 * 2 * looked[50]

@@ -296,7 +296,8 @@ def ancestors(schedule, i):
         while stack:
             k = stack.pop()
             before = [j for j in range(k) if ops[j].stream == ops[k].stream] if k >= 0 else []
-            before += [b if j < k else b - num for j in ops[k].after for b in bucket(j)] if k >= 0 else []
+            mine = bucket(k) if k >= 0 else ()  # which begins as one
+            before += [b if j < m else b - num for m in mine for j in ops[m].after for b in bucket(j)]
             before += [j for j in range(-num, k if k < 0 else 0) if ops[j].stream == ops[k].stream]
             fresh = {j for j in before if j >= (0 if within_step else -num)} - seen
             seen |= fresh

@@ -32,8 +32,10 @@ def facts_of(unit: LiveUnit, policy: Policy, *, several_microbatches: bool, in_p
     layout, gradient = unit.layout, unit.gradient
     params, optim = layout.strategy.params, layout.strategy.optim
     gather = [c for g in layout.all_groups for c in _gathers(layout, g, layout.local_size(g, params), unit.axes)]
+    dtypes = {group.dtypes for group in layout.groups}  # in one collective all is of one kind
+    wire = str(next(iter(dtypes))) if len(dtypes) == 1 else None
     if gradient is None:
-        return UnitFacts(unit.key, full_nbytes(layout) if unit.axes else 0, trainable=False, gather=tuple(gather))
+        return UnitFacts(unit.key, full_nbytes(layout) if unit.axes else 0, trainable=False, gather=tuple(gather), wire=wire)
     axes = spread_axes(layout, trivial=trivial)
     spread = [c for g in layout.trainable for c in _gathers(layout, g, layout.local_size(g, optim), axes)]
     several = unit.uses > 1
@@ -48,6 +50,7 @@ def facts_of(unit: LiveUnit, policy: Policy, *, several_microbatches: bool, in_p
         reduce=tuple(c for chain in gradient.chains for c in _reductions(chain)),
         finish=tuple(c for chain in gradient.finishes for c in _reductions(chain)),
         spread=tuple(spread),
+        wire=wire,
     )
 
 
