@@ -115,7 +115,7 @@ def policies(draw, **fixed):
         "reduce": draw(st.sampled_from(["ready", "delayed"])),
         "reduce_buffers": draw(st.integers(1, 3)),
         "finish_buffers": draw(st.integers(1, 3)),
-        "bucket_nbytes": draw(st.sampled_from([0, 0, 10 * ALIGN, 30 * ALIGN])),
+        "bucket_nbytes": draw(st.sampled_from([0, None, 2 * ALIGN, 8 * ALIGN])),
         "gather_at_start": draw(st.sampled_from([True, True, False])),
         "sum_late": draw(st.sampled_from([None, True, False])),
         "one_stream": draw(st.booleans()),

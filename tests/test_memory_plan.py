@@ -10,8 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.compile import program_of, sizes_of
+from fsharp.stateful.schedule import arena
 from fsharp.stateful.schedule.arena import Item, assign, lower_bound
-from fsharp.stateful.schedule.compile import _Emitter, _place, compile_schedule
+from fsharp.stateful.schedule.compile import compile_schedule, place
+from fsharp.stateful.schedule.emit import Buckets, Emitter
 from fsharp.stateful.schedule.policy import Policy
 from fsharp.stateful.schedule.program import Event, Program, UnitFacts
 from tests.random_programs import GATHER, REDUCE, policies, programs
@@ -179,11 +182,11 @@ def blocks(count, num_microbatches=1, *, rest=True):
 def test_as_many_stay_as_gradients_will_take_the_memory_of(count):
     """At the end of the backward there are all gradients, the last unit and what leaves of it: room for half as many more."""
     program = blocks(count)
-    room, forward = compile_schedule(program), compile_schedule(program, Policy(release="forward"))
+    room, forward = (compile_schedule(program, Policy(release=release, bucket_nbytes=0)) for release in ("room", "forward"))
     assert room.arena == forward.arena == room.bound
     in_full = count // 2 + 1
     assert num_gathers(forward) - num_gathers(room) == in_full - 2, "of which two would have stayed anyway"
-    again = compile_schedule(program, Policy(release="backward"))
+    again = compile_schedule(program, Policy(release="backward", bucket_nbytes=0))
     assert again.arena > room.arena
     assert num_gathers(again) < num_gathers(room)
 
@@ -196,7 +199,7 @@ def test_with_several_microbatches_nothing_more_stays():
 def test_what_stays_is_released_at_the_end_of_its_backward():
     """A schedule whose gathers say which units were gathered once: the last ones of the forward."""
     program = blocks(8)
-    schedule = compile_schedule(program)
+    schedule = compile_schedule(program, Policy(bucket_nbytes=0))
     again = [op.unit for op in schedule.ops if op.kind == "gather" and op.phase == "backward"]
     assert again == ["u2", "u1", "u0"]
     ends = {e.unit: i for i, e in enumerate(program.events) if e.kind == "backward_end"}
@@ -211,8 +214,8 @@ def placed(program, policy, *, early):
     """The ops, the bytes of the arena and those live at once, with gradients opened early where that is free, or never."""
     with pytest.MonkeyPatch.context() as patch:
         if not early:
-            patch.setattr("fsharp.stateful.compile._open_early", lambda drafts, items: False)
-        return _place(_Emitter(program, policy).run(), program)
+            patch.setattr("fsharp.stateful.schedule.compile._open_early", lambda drafts, items: False)
+        return place(Emitter(program, policy, Buckets(program, policy)).run(), program)
 
 
 @given(programs(), policies(sum_late=None))
@@ -277,9 +280,9 @@ def test_gradients_rest_where_their_reduction_leaves_them_if_another_peak_is_hig
 
 def test_gradients_rest_when_they_are_added_if_the_peak_is_before_that():
     """One of the last: while it is reduced two units are there in full, and beside it nearly all others rest."""
-    schedule = compile_schedule(layers_at_rest(40, 640), Policy(gather_at_start=False))
+    schedule = compile_schedule(layers_at_rest(40, 640), Policy(gather_at_start=False, bucket_nbytes=0))
     assert Counter(op.kind for op in schedule.ops if op.opens) == {"reduce": 40, "accumulate": 1}
-    at_once = compile_schedule(layers_at_rest(40, 640), Policy(gather_at_start=False, sum_late=False))
+    at_once = compile_schedule(layers_at_rest(40, 640), Policy(gather_at_start=False, sum_late=False, bucket_nbytes=0))
     assert {op.kind for op in at_once.ops if op.opens} == {"reduce"}
     assert at_once.bound > schedule.bound
 
@@ -293,3 +296,30 @@ def test_a_window_ends_with_the_step_and_not_before():
     assert len(carried) == 2
     assert len(windows) == 5
     assert not any(a.overlaps(b) for a in (*carried, *windows) for b in windows if a is not b)
+
+
+# What it costs to find a place
+
+
+@pytest.mark.parametrize("kind", ["equal", "random"])
+@pytest.mark.parametrize("microbatches", [1, 4])
+def test_places_tried_grow_no_faster_than_the_number_of_units(kind, microbatches, monkeypatch):
+    """Those of a search, with the neighbours that each is compared with: stacks of what lives long are none of them."""
+    looked = Counter()
+    neighbours, search = arena._neighbours, arena._Board._search
+
+    def count_neighbours(items, which):
+        found = neighbours(items, which)
+        looked[number] += sum(map(len, found.values()))
+        return found
+
+    def count_search(board, order, fit, *, target, limit):
+        starts, placed = search(board, order, fit, target=target, limit=limit)
+        looked[number] += placed
+        return starts, placed
+
+    monkeypatch.setattr(arena, "_neighbours", count_neighbours)
+    monkeypatch.setattr(arena._Board, "_search", count_search)
+    for number in (50, 200):
+        compile_schedule(program_of(sizes_of(number, kind), microbatches), Policy(bucket_nbytes=0))
+    assert looked[200] <= 4 * 2 * looked[50]

@@ -292,7 +292,7 @@ def gpt_schedule(monkeypatch, strategy, *, dim, layers, vocab=256, microbatches=
         events += [Event(kind, unit, use) for use, unit in uses for kind in ("forward", "forward_end")]
         events += [Event(kind, unit, use) for use, unit in reversed(uses) for kind in ("backward", "backward_end")]
         events.append(Event("microbatch_end"))
-    chosen = fs.Policy(**policy)
+    chosen = fs.Policy(**{"bucket_nbytes": 0, **policy})
     facts = tuple(facts_of(units[name], chosen, several_microbatches=microbatches > 1) for name in order)
     program = Program(facts, (*events, Event("reduce"), Event("update")))
     return layout, compile_schedule(program, chosen)

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from fsharp.functional.errors import ScheduleError
 from fsharp.stateful.schedule.compile import compile_schedule
+from fsharp.stateful.schedule.happens_before import HappensBefore
 from fsharp.stateful.schedule.policy import Policy
 from fsharp.stateful.schedule.program import Event, Program, UnitFacts
 from fsharp.stateful.schedule.schedule import Memory, Op, Schedule, calls_of
@@ -117,8 +118,11 @@ FAULTS = {
     "cast": (lambda s: drop(s, 9), r"event 6, backward_end b: the gradient of use 1 of 'b' is never cast"),
     "cast to send": (lambda s: drop(s, 10), r"op 11, reduce a backward .*: comes before the cast of use 0"),
     "cast twice": (lambda s: twice(s, 9), r"op 10, cast b .*: casts the gradient of use 1 twice"),
-    "cast early": (lambda s: edit(s, 9, at=5), r"op 9, cast b .*: is issued at event 5, before the gradient is there"),
-    "cast late": (lambda s: move(edit(s, 9, at=8), 9, 14), r"op 14, cast b .*: comes after op 13, reduce b finish"),
+    "cast early": (lambda s: edit(s, 9, at=5), r"op 9, cast b .*: is issued at event 5, and its gradient is there at the end"),
+    "cast late": (lambda s: move(edit(s, 9, at=8), 9, 14), r"op 14, cast b .*: is issued at event 8, and its(?s:.*)event 6"),
+    "cast behind": (lambda s: move(edit(s, 14, at=6), 14, 9), r"op 10, cast b .*: comes after op 9, reduce b finish"),
+    "cast phase": (lambda s: edit(s, 9, phase="finish"), r"op 9, cast b finish .*: has phase 'finish'(?s:.*)\('backward',\)"),
+    "gather phase": (lambda s: edit(s, 5, phase="finish"), r"op 5, gather a finish .*: has phase 'finish'"),
     "cast of another": (lambda s: edit(s, 9, use=7), r"op 9, cast b .*: casts a gradient that use 7 does not have"),
     "reduce": (lambda s: drop(s, 12), r"op 12, accumulate a .*: adds a result without a reduction"),
     "reduce early": (lambda s: edit(s, 12, after=()), r"op 12, reduce a .*: may start before the end of op 10, cast a"),
@@ -146,6 +150,7 @@ FAULTS = {
     "at": (lambda s: edit(s, 5, at=2), r"op 5, gather a .*: is issued at event 2"),
     "after": (lambda s: edit(s, 5, after=(5,)), r"op 5, gather a .*: runs after ops \(5,\)"),
     "bucket": (lambda s: edit(s, 5, 20, bucket=3), r"op 20, gather a .*: is apart from the others of bucket 3"),
+    "bucket of computes": (lambda s: edit(s, 3, bucket=3), r"op 3, compute b .*: cannot be in bucket 3"),
     "needless gather": (lambda s: edit(s, 5, unit="b", memory=None), r"op 5, gather b .*: there is nothing to gather"),
     "compute": (lambda s: drop(s, 3), r"kind compute do not follow the program, from the one with number 1 on"),
     "update": (lambda s: drop(s, 18), r"kind update do not follow the program, from the one with number 0 on"),
@@ -193,7 +198,7 @@ def test_refuses_more_units_or_reductions_than_the_policy_allows():
     verify(schedule)
     with pytest.raises(ScheduleError, match=r"gather u2 .*: is the unit too many: \['u0'\] are .* \['u1', 'u2'\](?s:.*)most 2"):
         verify(replace(schedule, policy=Policy(prefetch=1, reduce_buffers=3)))
-    with pytest.raises(ScheduleError, match=r"reduce u2 .*: is the reduction too many: ops \[\d+, \d+, \d+\](?s:.*)at most 2"):
+    with pytest.raises(ScheduleError, match=r"reduce u2 .*: is the reduction too many: .*'u3', 'u4'\](?s:.*)at most 2"):
         verify(replace(schedule, policy=Policy(prefetch=2, reduce_buffers=2)))
 
 
@@ -291,7 +296,8 @@ def ancestors(schedule, i):
         while stack:
             k = stack.pop()
             before = [j for j in range(k) if ops[j].stream == ops[k].stream] if k >= 0 else []
-            before += [b if j < k else b - num for j in ops[k].after for b in bucket(j)] if k >= 0 else []
+            mine = bucket(k) if k >= 0 else ()  # which begins as one
+            before += [b if j < m else b - num for m in mine for j in ops[m].after for b in bucket(j)]
             before += [j for j in range(-num, k if k < 0 else 0) if ops[j].stream == ops[k].stream]
             fresh = {j for j in before if j >= (0 if within_step else -num)} - seen
             seen |= fresh
@@ -537,53 +543,92 @@ def test_planted_faults_are_found(plant, data):
 
 @given(schedules({}, {}), st.data())
 def test_ranks_that_swap_two_collectives_are_told_which(schedule, data):
+    """A gather with a reduction as well, whatever streams they are on: a transport has one sequence."""
     verify_ranks([schedule, schedule, schedule])
-    apart = schedule.policy.separate_groups and not schedule.policy.one_stream
     sends = [i for i, op in enumerate(schedule.ops) if op.unit and calls_of(op, schedule.facts(op.unit))]
     i, j = choose(data, sends), choose(data, sends)
     one, other = schedule.ops[i], schedule.ops[j]
     assume((one.kind, one.unit, one.phase) != (other.kind, other.unit, other.phase))
-    assume(not apart or one.kind == other.kind)
+    assume(one.bucket == other.bucket == -1)
     ops = list(schedule.ops)
     ops[i], ops[j] = other, one
-    kinds = one.kind if apart else "gather and reduce"
-    with pytest.raises(
-        ScheduleError, match=rf"collective \d+ on the {kinds} stream differs between ranks 0 and 1\.\n  rank 0 .*"
-    ):
+    with pytest.raises(ScheduleError, match=r"collective \d+ differs between ranks 0 and 1\.\n  rank 0 .*"):
         verify_ranks([schedule, schedule.replace_ops(ops)])
 
 
-def test_gathers_and_reductions_are_two_queues_or_one(by_hand):
-    verify_ranks([by_hand, move(by_hand, 12, 5)])
-    for policy in (Policy(one_stream=True, reduce_buffers=2), Policy(separate_groups=False, reduce_buffers=2)):
-        schedule = replace(by_hand, policy=policy)
-        with pytest.raises(ScheduleError) as caught:
-            verify_ranks([schedule, schedule, move(schedule, 12, 5)])
-        assert str(caught.value).splitlines() == [
-            "verify_ranks(): collective 0 on the gather and reduce stream differs between ranks 0 and 2.",
-            "  rank 0  gather a backward (all_gather dp 64); reduce a backward (reduce_scatter dp 64); "
-            "reduce b finish (all_reduce outer 32)",
-            "  rank 2  reduce a backward (reduce_scatter dp 64); gather a backward (all_gather dp 64); "
-            "reduce b finish (all_reduce outer 32)",
-            "Every rank has to enter the same units in the same order, and to compile with the same policy.",
-        ]
+@pytest.mark.parametrize("fields", [{}, {"one_stream": True}, {"separate_groups": False}])
+def test_gathers_and_reductions_are_one_sequence(by_hand, fields):
+    schedule = replace(by_hand, policy=Policy(reduce_buffers=2, **fields))
+    with pytest.raises(ScheduleError) as caught:
+        verify_ranks([schedule, schedule, move(schedule, 12, 5)])
+    assert str(caught.value).splitlines() == [
+        "verify_ranks(): collective 0 differs between ranks 0 and 2.",
+        "  rank 0  gather a backward (all_gather dp 64); reduce a backward (reduce_scatter dp 64); "
+        "reduce b finish (all_reduce outer 32)",
+        "  rank 2  reduce a backward (reduce_scatter dp 64); gather a backward (all_gather dp 64); "
+        "reduce b finish (all_reduce outer 32)",
+        "Every rank has to enter the same units in the same order, and to compile with the same policy.",
+    ]
 
 
-def test_ranks_differ_in_number_and_in_buckets(by_hand):
-    with pytest.raises(
-        ScheduleError, match=r"collective 2 on the gather stream(?s:.*)rank 1 +gather a backward .*dp 64\); gather a"
-    ):
-        verify_ranks([by_hand, drop(by_hand, 20)])
-    with pytest.raises(ScheduleError, match=r"collective 1 on the gather stream(?s:.*)rank 1 .* \+ gather a forward"):
-        verify_ranks([by_hand, edit(by_hand, 19, 20, bucket=1)])
+def test_ranks_differ_in_number_and_in_buckets():
+    schedule = compile_schedule(chain(4), Policy(bucket_nbytes=128))
+    alone = schedule.replace_ops([replace(op, bucket=-1) for op in schedule.ops])
+    with pytest.raises(ScheduleError, match=r"collective 0 differs(?s:.*)rank 0 +gather u2 .*\) \+ gather u3 "):
+        verify_ranks([schedule, alone])
+    last = max(i for i, op in enumerate(schedule.ops) if op.kind == "gather")
+    with pytest.raises(ScheduleError, match=r"collective \d+ differs(?s:.*)gather u0 .* \+ gather u1 .*\n  rank 1 "):
+        verify_ranks([schedule, drop(schedule, last)])
 
 
-def test_buckets_are_over_as_one(by_hand):
-    """A wait for one gather of a bucket is one for the others."""
-    bucket = edit(by_hand, 19, 20, bucket=1)
-    verify(edit(bucket, 1, after=(19,)))
-    with pytest.raises(ScheduleError, match=r"op 1, wait a forward .*: does not wait for its gather, op 20"):
-        verify(edit(by_hand, 1, after=(19,)))
+def test_buckets_are_over_as_one():
+    """A wait for one gather of a bucket is one for the others, and so for reductions; each without a bucket is not."""
+    schedule = compile_schedule(chain(4), Policy(bucket_nbytes=128, gather_at_start=False))
+    for kind, waits in (("gather", "wait"), ("reduce", "accumulate")):
+        first, second = of(schedule, kind)[:2]
+        [i] = [k for k in of(schedule, waits) if second in schedule.ops[k].after]
+        edited = edit(schedule, i, after=tuple(first if j == second else j for j in schedule.ops[i].after))
+        verify(edited)
+        if kind == "gather":
+            with pytest.raises(ScheduleError, match=rf"does not wait for its gather, op {second}"):
+                verify(edit(edited, *of(edited, kind), bucket=-1))
+
+
+def test_a_bucket_begins_when_all_that_its_ops_wait_for_is_there():
+    """Memory that an op of it waits for is free for the others too."""
+    schedule = compile_schedule(chain(4), Policy(bucket_nbytes=128, gather_at_start=False))
+    first, second = of(schedule, "reduce")[:2]
+    order = HappensBefore(schedule.ops)
+    [cast] = [j for j in schedule.ops[second].after if schedule.ops[j].kind == "cast"]
+    assert order.before(cast, first)
+    assert not order.before(first, second)
+    apart = HappensBefore(edit(schedule, first, second, bucket=-1).ops)
+    assert not apart.before(cast, first)
+
+
+BUCKET_FAULTS = {
+    "kind of collective": (lambda s, i: facts(s, i, reduce=(FINISH,)), "is another thing than the others of bucket"),
+    "wire": (lambda s, i: facts(s, i, wire="bfloat16"), "is another thing than the others of bucket"),
+    "alone": (lambda s, i: facts(s, i, wire=None), "cannot be in bucket .*: it shares its collectives with none"),
+    "nothing sent": (lambda s, i: edit(s, i, unit=s.ops[i - 1].unit, kind="release"), "runs on the wrong stream|cannot be in"),
+    "apart": (lambda s, i: edit(s, i + 1, i + 2, bucket=s.ops[i].bucket), "cannot be in bucket|is another thing|is apart"),
+    "waits for itself": (lambda s, i: edit(s, i, after=(*s.ops[i].after, i - 1)), "waits for others of bucket"),
+}
+
+
+def facts(schedule, i, **fields):
+    units = [replace(u, **fields) if u.name == schedule.ops[i].unit else u for u in schedule.program.units]
+    return replace(schedule, program=replace(schedule.program, units=tuple(units)))
+
+
+@pytest.mark.parametrize("name", BUCKET_FAULTS)
+def test_what_is_one_collective_has_to_be_able_to_be_one(name):
+    fault, match = BUCKET_FAULTS[name]
+    schedule = compile_schedule(chain(4), Policy(bucket_nbytes=128))
+    i = of(schedule, "reduce")[1]
+    assert schedule.ops[i].bucket == schedule.ops[i - 1].bucket != -1
+    with pytest.raises(ScheduleError, match=match):
+        verify(fault(schedule, i))
 
 
 def test_a_use_for_its_inputs_alone_has_no_gradient():

@@ -261,5 +261,6 @@ def _different(first: int | None, orders: Mapping[int, Mapping[int, str]]) -> st
         f"ranks take part in different collectives; {what}.",
         rows,
         "Every rank has to make the same calls in the same order: the same functions, steps, microbatches, units and policies. "
-        "A rank that has nothing to compute in a unit takes part by skip(params, x, comm=comm).",
+        "A rank that has nothing to compute in a unit takes part all the same: in a ShardedModule by calling that module with "
+        "a dummy input, in functions by skip(params, x, comm=comm).",
     )

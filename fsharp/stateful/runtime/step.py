@@ -200,7 +200,7 @@ class Step:
         if use.unit.node is not None and stamp(use.unit.node) != use.seen:
             raise ScheduleError(
                 f"the parameters of unit {use.unit.key!r} were changed, or replaced by others, between their use in a forward "
-                "and its backward. Call the backward before they are, or pass comm=scheduler.comm."
+                "and its backward. Call the backward before they are; or, in functions, pass comm=scheduler.comm."
             )
         self._event("backward", use.unit, use.number, params=use.params)
         if use.params is not None:
@@ -315,6 +315,7 @@ def _is_unfinished(unit: UnitState) -> bool:
 
 def _too_late(unit: str) -> ScheduleError:
     return ScheduleError(
-        f"a backward came to unit {unit!r} after the scheduled function that used it had returned. Call the backward inside of "
-        "that function, or do not wrap it: pass comm=scheduler."
+        f"a backward came to unit {unit!r} after the step that used it was over. Of a ShardedModule call each backward before "
+        "optimizer.step() and zero_grad(), and the model again for another one. Of a scheduled function call it inside of that "
+        "function, or do not wrap it: pass comm=scheduler."
     )

@@ -1,19 +1,31 @@
 """Where in one arena each buffer goes, planned over a whole step.
 
 A buffer keeps one address over all the times that it is live: tensors saved in the forward point at it. The smallest
-arena is hard to find in general (dynamic storage allocation), yet easy where buffers meet only those of units near by, as
-they do here. So they are placed in an order in which each meets those placed just before it; then a dead end is near its
+arena is hard to find in general (dynamic storage allocation), yet easy for what the buffers of a step are like.
+
+Many are live for a long time, and those nest: gradients rest up to the end, parameters that stay for their backward are let
+go of in the reverse order. They stand on one another without a gap: gradients from the first byte of the arena up, and what
+the end of the step does not see from its last byte down. All others meet only those of units near by, and what the two
+stacks leave. So these are placed in an order in which each meets those placed just before it; then a dead end is near its
 cause, and a search that takes back the last choice first soon finds the arena of the lower bound, or one close to it.
 """
 
 import math
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from itertools import tee
 
+from fsharp.stateful.schedule.skyline import Skyline
+
+_NEAR = 48  # spans that begin while a buffer is live: of those that meet more, stacks are made
 _SLACKS = (0.0, 0.01, 0.02, 0.035, 0.05, 0.075, 0.1, 0.15, 0.25)  # arenas to try, by how much they are larger than the bound
+_GOOD = 1.04  # arenas over the bound with which nobody looks for a better one
 _PLACED = 20_000  # buffers that searches may place, and place again, before the next larger arena is tried
+_EACH = 6  # times that they may place each buffer, if those are more
+_PATIENCE = 300  # buffers that one search may place, beside half as many again as there are
+_ALL = 200  # buffers that may all be searched places for, without stacks
 
 # Of the places that a buffer fits in, which to try first: by bytes below it, bytes it leaves of its gap, bytes above it.
 Fit = Callable[[int, int, int], int]
@@ -51,38 +63,136 @@ def assign(items: Sequence[Item], *, within: int | None = None) -> list[int] | N
     Args:
         items: what to place.
         within: bytes that may be taken; None if there is no place within them, or none is found soon.
+
+    Cost: as ``n log n`` in the number of spans, as long as those that begin within most of them are few.
     """
     if not items:
         return []
-    if within is not None and lower_bound(items) > within:
+    least = lower_bound(items)
+    if within is not None and least > within:
         return None
-    neighbours = _neighbours(items)
-    least, grain = max(lower_bound(items), _clique(items, neighbours)), math.gcd(*(item.nbytes for item in items)) or 1
-    orders = _orders(items, neighbours)  # made as they are needed: mostly the first will do
-    if within is not None:
-        found = (_search(items, neighbours, order, _FITS[0], target=within, limit=2 * len(items))[0] for order in orders)
-        return next(filter(None, found), None)
-    for slack in _SLACKS:
-        target, budget = least + int(least * slack) // grain * grain, _PLACED
-        for fit in _FITS:
-            orders, again = tee(orders)
-            for order in again:
-                limit = min(2 * len(items) + 1000, budget)
-                starts, placed = _search(items, neighbours, order, fit, target=target, limit=limit)
-                budget -= placed
-                if starts:
-                    return starts
-    ample = sum(item.nbytes for item in items)
-    fits = [_search(items, neighbours, order, _FITS[-1], target=ample, limit=len(items))[0] for order in orders]
-    return min(fits, key=lambda starts: max(start + item.nbytes for start, item in zip(starts, items, strict=True)))
+    best: list[int] | None = None
+    peak = 0
+    for near in (_NEAR, len(items) * 2 + sum(len(item.spans) for item in items)):
+        board = _Board(items, near)
+        starts = board.place(least, within)
+        if starts and (best is None or board.peak(starts) < peak):
+            best, peak = starts, board.peak(starts)
+        if within is not None or peak <= _GOOD * least or not board.stacked or len(items) > _ALL:
+            break
+    return best
 
 
-def _clique(items: Sequence[Item], neighbours: Sequence[Sequence[int]]) -> int:
+class _Board:
+    """Stacks of what lives long, and all other items, which are searched places between the two.
+
+    Attributes:
+        items: all of them.
+        stacked: by item that stands in a stack, how far from the arena's first byte it starts, or from its last one it ends.
+        short: all others.
+    """
+
+    def __init__(self, items: Sequence[Item], near: int) -> None:
+        self.items = items
+        begins = sorted(first for item in items for first, _ in item.spans)
+        last = max((stop for item in items for _, stop in item.spans), default=0)
+
+        def meets(item: Item) -> int:
+            return max((bisect_right(begins, b) - bisect_left(begins, a) for a, b in item.spans), default=0)
+
+        every = [i for i, item in enumerate(items) if item.nbytes]
+        many = {i for i in every if meets(items[i]) > near}
+        self.short = [i for i in range(len(items)) if i not in many]
+        self.low, self.high = Skyline(last + 1), Skyline(last + 1)
+        self.stacked: dict[int, int] = {}
+        self.is_low: set[int] = set()
+        for i in sorted(many, key=lambda i: (-sum(b - a for a, b in items[i].spans), i)):
+            spans = items[i].spans
+            stays = any(stop == last for _, stop in spans)
+            stack = self.low if stays else self.high
+            self.stacked[i] = at = stack.top(spans)
+            stack.put(spans, at + items[i].nbytes)
+            if stays:
+                self.is_low.add(i)
+        self.floors = {i: self.low.top(items[i].spans) if many else 0 for i in self.short}
+        self.ceilings = {i: self.high.top(items[i].spans) if many else 0 for i in self.short}
+        self.neighbours = _neighbours(items, self.short)
+        self.grain = math.gcd(*(item.nbytes for item in items)) or 1
+
+    def peak(self, starts: Sequence[int]) -> int:
+        """Bytes of the arena."""
+        return max(start + item.nbytes for start, item in zip(starts, self.items, strict=True))
+
+    def place(self, least: int, within: int | None) -> list[int] | None:
+        """The first byte of each item, or None if there is no place within so many bytes, or none is found soon."""
+        stacks = max((low + high for low, high in zip(self.low.values(), self.high.values())), default=0) if self.stacked else 0
+        least = max(least, stacks, _clique(self.items, self.short, self.neighbours))
+        orders = _orders(self.items, self.short, self.neighbours)  # made as they are needed: mostly the first will do
+        if within is not None:
+            if least > within:
+                return None
+            target, limit = within // self.grain * self.grain, _PATIENCE + 3 * len(self.short) // 2
+            found = (self._search(order, _FITS[0], target=target, limit=limit)[0] for order in orders)
+            return next(filter(None, found), None)
+        total = max(sum(item.nbytes for item in self.items), least)
+        for slack in (*_SLACKS, 0.5, 1.0, 2.0, 4.0, math.inf):
+            target = min(least + int(min(slack, 8.0) * least) // self.grain * self.grain, total)
+            budget = max(_PLACED // (1 + len(self.items) // 32), _EACH * len(self.items))
+            for fit in _FITS:
+                orders, again = tee(orders)
+                for order in again:
+                    if budget <= 0:
+                        break
+                    limit = min(_PATIENCE + 3 * len(self.short) // 2, budget)
+                    starts, placed = self._search(order, fit, target=total * 2 if slack == math.inf else target, limit=limit)
+                    budget -= placed
+                    if starts:
+                        return starts
+        raise AssertionError("there is room in an arena of all buffers one after another")
+
+    def _search(self, order: Sequence[int], fit: Fit, *, target: int, limit: int) -> tuple[list[int], int]:
+        """Places of all items below ``target``, or none, and how many items were placed to find out.
+
+        At a dead end the latest choice is taken back first.
+        """
+        items = self.items
+        rank = {i: k for k, i in enumerate(order)}
+        before = {i: [j for j in self.neighbours[i] if rank[j] < rank[i]] for i in order}
+        starts = [0] * len(items)
+        for i, at in self.stacked.items():
+            starts[i] = at if i in self.is_low else target - at - items[i].nbytes
+        if not order:
+            return starts, 0
+
+        def places(i: int) -> list[int]:
+            """Either end of each gap that is large enough, the one to try first at the end."""
+            nbytes, top, stop, found = items[i].nbytes, self.floors[i], target - self.ceilings[i], set()
+            for start, end in [*sorted((starts[j], starts[j] + items[j].nbytes) for j in before[i]), (stop, stop)]:
+                spare = min(start, stop) - top - nbytes
+                if spare >= 0:
+                    found |= {(fit(at, spare, target - at - nbytes), at) for at in (top, top + spare)}
+                top = max(top, end)
+            return [at for _, at in sorted(found, reverse=True)]
+
+        open_ = [places(order[0])]
+        for placed in range(limit):
+            while open_ and not open_[-1]:
+                open_.pop()
+            if not open_:
+                return [], placed
+            starts[order[len(open_) - 1]] = open_[-1].pop()
+            if len(open_) == len(order):
+                return starts, placed
+            open_.append(places(order[len(open_)]))
+        return [], limit
+
+
+def _clique(items: Sequence[Item], which: Sequence[int], neighbours: dict[int, list[int]]) -> int:
     """Bytes of buffers that are live together two by two, if not all at one time: with one address each, it is the same."""
-    near = [set(each) for each in neighbours]
-    load = [item.nbytes + sum(items[j].nbytes for j in near[i]) for i, item in enumerate(items)]
+    near = {i: set(neighbours[i]) for i in which}
+    load = {i: items[i].nbytes + sum(items[j].nbytes for j in near[i]) for i in which}
     most = 0
-    for seed in sorted(range(len(items)), key=lambda i: -load[i])[:16]:
+    for seed in sorted(which, key=lambda i: -load[i])[:16]:
         members = [seed]
         for i in sorted(near[seed], key=lambda i: -items[i].nbytes):
             if near[i].issuperset(members):
@@ -91,10 +201,10 @@ def _clique(items: Sequence[Item], neighbours: Sequence[Sequence[int]]) -> int:
     return most
 
 
-def _neighbours(items: Sequence[Item]) -> list[list[int]]:
+def _neighbours(items: Sequence[Item], which: Sequence[int]) -> dict[int, list[int]]:
     """For each item, those that are live at a time when it is."""
-    spans = sorted((a, b, i) for i, item in enumerate(items) if item.nbytes for a, b in item.spans)
-    result: list[set[int]] = [set() for _ in items]
+    spans = sorted((a, b, i) for i in which if items[i].nbytes for a, b in items[i].spans)
+    result: dict[int, set[int]] = {i: set() for i in which}
     live: list[tuple[int, int]] = []
     for a, b, i in spans:
         live = [(end, j) for end, j in live if end >= a]
@@ -102,27 +212,33 @@ def _neighbours(items: Sequence[Item]) -> list[list[int]]:
             result[i].add(j)
             result[j].add(i)
         live.append((b, i))
-    return [sorted(each) for each in result]
+    return {i: sorted(each) for i, each in result.items()}
 
 
-def _orders(items: Sequence[Item], neighbours: Sequence[Sequence[int]]) -> Iterator[list[int]]:
-    every = range(len(items))
-    size = [item.nbytes for item in items]
-    load = [size[i] + sum(size[j] for j in neighbours[i]) for i in every]
-    first = [min((a for a, _ in item.spans), default=0) for item in items]
-    last = [max((a for a, _ in item.spans), default=0) for item in items]
-    seeds = (max(every, key=load.__getitem__), max(every, key=size.__getitem__), 0, max(every, key=first.__getitem__))
+def _orders(items: Sequence[Item], which: Sequence[int], neighbours: dict[int, list[int]]) -> Iterator[list[int]]:
+    if not which:
+        yield []
+        return
+    load = {i: items[i].nbytes + sum(items[j].nbytes for j in neighbours[i]) for i in which}
+    first = {i: min((a for a, _ in items[i].spans), default=0) for i in which}
+    last = {i: max((a for a, _ in items[i].spans), default=0) for i in which}
+    seeds = (
+        max(which, key=load.__getitem__),
+        max(which, key=lambda i: items[i].nbytes),
+        which[0],
+        max(which, key=first.__getitem__),
+    )
     for seed in dict.fromkeys(seeds):
-        yield _spreading(seed, size, neighbours)
-    yield sorted(every, key=lambda i: -last[i])
-    yield sorted(every, key=lambda i: first[i])
+        yield _spreading(seed, items, which, neighbours)
+    yield sorted(which, key=lambda i: -last[i])
+    yield sorted(which, key=lambda i: first[i])
 
 
-def _spreading(seed: int, size: Sequence[int], neighbours: Sequence[Sequence[int]]) -> list[int]:
+def _spreading(seed: int, items: Sequence[Item], which: Sequence[int], neighbours: dict[int, list[int]]) -> list[int]:
     """From ``seed`` on, always the item that meets the most bytes of those before it (maximum cardinality search)."""
-    met = [0] * len(size)
+    met = dict.fromkeys(which, 0)
     order: dict[int, None] = {}
-    heap = [(1, 0, i) for i in range(len(size))]
+    heap = [(1, 0, i) for i in which]
     heappush(heap, (-1, 0, seed))
     while heap:
         i = heappop(heap)[2]
@@ -130,40 +246,6 @@ def _spreading(seed: int, size: Sequence[int], neighbours: Sequence[Sequence[int
             continue
         order[i] = None
         for j in set(neighbours[i]).difference(order):
-            met[j] += size[i]
-            heappush(heap, (-met[j], -size[j], j))
+            met[j] += items[i].nbytes
+            heappush(heap, (-met[j], -items[j].nbytes, j))
     return list(order)
-
-
-def _search(
-    items: Sequence[Item], neighbours: Sequence[Sequence[int]], order: Sequence[int], fit: Fit, *, target: int, limit: int
-) -> tuple[list[int], int]:
-    """Places of all items below ``target``, or none, and how many items were placed to find out.
-
-    At a dead end the latest choice is taken back first.
-    """
-    rank = {i: k for k, i in enumerate(order)}
-    before = [[j for j in neighbours[i] if rank[j] < rank[i]] for i in range(len(items))]
-    starts = [0] * len(items)
-
-    def places(i: int) -> list[int]:
-        """Either end of each gap that is large enough, the one to try first at the end."""
-        nbytes, top, found = items[i].nbytes, 0, set()
-        for start, stop in [*sorted((starts[j], starts[j] + items[j].nbytes) for j in before[i]), (target, target)]:
-            spare = start - top - nbytes
-            if spare >= 0:
-                found |= {(fit(at, spare, target - at - nbytes), at) for at in (top, start - nbytes)}
-            top = max(top, stop)
-        return [at for _, at in sorted(found, reverse=True)]
-
-    open_ = [places(order[0])]
-    for placed in range(limit):
-        while open_ and not open_[-1]:
-            open_.pop()
-        if not open_:
-            return [], placed
-        starts[order[len(open_) - 1]] = open_[-1].pop()
-        if len(open_) == len(items):
-            return starts, placed
-        open_.append(places(order[len(open_)]))
-    return [], limit

@@ -2,42 +2,61 @@
 
 from collections.abc import Sequence
 
-from fsharp.stateful.schedule.schedule import STREAMS, Op, Stream
+from fsharp.stateful.schedule.schedule import STREAMS, Op
+
+_GATHER, _COMPUTE = STREAMS.index("gather"), STREAMS.index("compute")
 
 
 class HappensBefore:
-    """Which ops happen before which; an op of the step before has its position minus the number of ops."""
+    """Which ops happen before which; an op of the step before has its position minus the number of ops.
+
+    Ops of one bucket are one: nothing of it starts before all that any of them waits for is over, and whoever waits for one
+    of them waits for all.
+    """
 
     def __init__(self, ops: Sequence[Op]) -> None:
         self.ops = ops
         self.last_update = max((i for i, op in enumerate(ops) if op.kind == "update"), default=len(ops))
-        last_of = {(op.kind, op.bucket): i for i, op in enumerate(ops) if op.bucket != -1}
-        self.ends = [last_of.get((op.kind, op.bucket), i) for i, op in enumerate(ops)]  # a bucket is over as one
+        self._streams = [STREAMS.index(op.stream) for op in ops]
+        self._starts, self._ends = list(range(len(ops))), list(range(len(ops)))
+        for i in range(1, len(ops)):
+            if ops[i].bucket != -1 and (ops[i].kind, ops[i].bucket) == (ops[i - 1].kind, ops[i - 1].bucket):
+                self._starts[i] = self._starts[i - 1]
+        for i in reversed(range(len(ops))):
+            self._ends[self._starts[i]] = max(self._ends[self._starts[i]], i)
+        self._ends = [self._ends[start] for start in self._starts]
         _, waited = self._run(-1)
-        self.over, _ = self._run(next((i for i in self.tail() if i + len(ops) > waited), 0) - 1)
+        self._over, _ = self._run(next((i for i in self.tail() if i + len(ops) > waited), 0) - 1)
 
-    def _run(self, landed: int) -> tuple[list[dict[Stream, int]], int]:
+    def _run(self, landed: int) -> tuple[list[list[int]], int]:
         """For each op, the last op of each stream that is over when it ends; and the last gather that ``compute`` knows of.
 
         ``landed`` is the last gather of the step before that is over when this step starts.
         """
-        over: list[dict[Stream, int]] = []
-        on = {stream: {**dict.fromkeys(STREAMS, -1), "gather": landed} for stream in STREAMS}
-        on["gather"]["gather"] = -1
-        for i, op in enumerate(self.ops):
-            clock = dict(on[op.stream])
-            for j in op.after:
-                known = over[j] if j < i else {}
-                for stream, last in (*known.items(), (self.ops[j].stream, self.ends[j] - (j > i) * len(self.ops))):
-                    clock[stream] = max(clock[stream], last)
-            clock[op.stream] = i
+        num, over = len(self.ops), list[list[int]]()
+        on = [[landed if stream == _GATHER else -1 for stream in range(len(STREAMS))] for _ in STREAMS]
+        on[_GATHER][_GATHER] = -1
+        for i in range(num):
+            mine = self._streams[i]
+            if self._starts[i] != i:
+                over.append(over[-1])
+                continue
+            clock = list(on[mine])
+            for k in range(i, self._ends[i] + 1):
+                for j in self.ops[k].after:
+                    end = self._ends[j]
+                    if end < i:
+                        clock = list(map(max, clock, over[end]))
+                    stream = self._streams[j]
+                    clock[stream] = max(clock[stream], end if j <= k else end - num)
+            clock[mine] = self._ends[i]
             over.append(clock)
-            on[op.stream] = clock
-        return over, on["compute"]["gather"]
+            on[mine] = clock
+        return over, on[_COMPUTE][_GATHER]
 
     def before(self, i: int, j: int) -> bool:
         """Whether op ``i``, of this step or the one before, is over when op ``j`` starts."""
-        return i < j and self.over[j][self.ops[i].stream] >= i
+        return i < self._starts[j] and self._over[j][self._streams[i]] >= i
 
     def tail(self) -> list[int]:
         """Gathers of the step before that follow its last update, as positions before 0."""

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from fsharp.functional.errors import ScheduleError
+from fsharp.stateful.schedule.costs import Link
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,8 +23,11 @@ class Policy:
             backward has begun, so that the gather it waits for goes first.
         reduce_buffers: reductions of a microbatch under way at most; each holds a block as large as the unit's gradient.
         finish_buffers: the same for those to the optimizer's place, once a step; they leave from where gradients rest.
-        bucket_nbytes: neighbours in the order whose full parameters together are no larger than this are gathered and
-            released as one. 0 means each on its own.
+        bucket_nbytes: neighbours in the order for which a rank sends no more than this together move as one, in one
+            collective: their parameters, their gradients, their updated parameters. 0 means each on its own; None leaves
+            it to a model of what collectives cost, which joins units for which they are mostly latency.
+        link: what collectives cost, for that model; the same on all ranks. None means that of gloo, unless the scheduler
+            knows better.
         keep_gradients: gradients at rest have memory of their own. False plans it with all other memory of a step: it serves
             other units until the gradient is there, and the next step's after the end (of callers who hold gradients for
             longer, the next step finds out, and takes other memory).
@@ -48,7 +52,8 @@ class Policy:
     reduce: Literal["ready", "delayed"] = "ready"
     reduce_buffers: int = 1
     finish_buffers: int = 3
-    bucket_nbytes: int = 0
+    bucket_nbytes: int | None = None
+    link: Link | None = None
     keep_gradients: bool = False
     memory_budget: int | None = None
     gather_at_start: bool = True
@@ -61,7 +66,7 @@ class Policy:
     def __post_init__(self) -> None:
         least = {"prefetch": 0, "reduce_buffers": 1, "finish_buffers": 1, "bucket_nbytes": 0}
         for name, low in least.items():
-            if getattr(self, name) < low:
+            if (getattr(self, name) or 0) < low:
                 raise ScheduleError(f"Policy(): {name} is {getattr(self, name)}, expected at least {low}.")
         if self.buffers is not None and self.buffers < self.prefetch + 1:
             raise ScheduleError(

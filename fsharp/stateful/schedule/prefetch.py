@@ -1,60 +1,121 @@
 """Which units are resident between any two events of a program: those in use, and the next that it will come to."""
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Collection, Sequence
+from typing import NamedTuple
 
+from fsharp.stateful.schedule.costs import Bundles
 from fsharp.stateful.schedule.policy import Policy
 from fsharp.stateful.schedule.program import Event, Program
 
 _STARTS = ("forward", "backward")
 
 
-@dataclass(frozen=True, slots=True)
-class Bundles:
-    """Units that are gathered and released as one.
+class Change(NamedTuple):
+    """What an event changes: bundles that are let go of, and bundles that are gathered, those needed first in the lead."""
 
-    Attributes:
-        of: the bundle of each unit that is gathered at all.
-        members: its units, in order of first use.
-    """
-
-    of: Mapping[str, str]
-    members: Mapping[str, tuple[str, ...]]
+    leave: tuple[str, ...]
+    enter: tuple[str, ...]
 
 
-def bundle(program: Program, policy: Policy) -> Bundles:
-    """Neighbours in the order of first use, joined while they are together no larger than ``policy.bucket_nbytes``."""
-    sizes = {unit.name: unit.gathered for unit in program.units if unit.gathered}
-    order = dict.fromkeys(e.unit for e in program.events if e.kind in _STARTS and e.unit in sizes)
-    members: dict[str, list[str]] = {}
-    last, filled = "", 0
-    for unit in order:
-        if last and filled + sizes[unit] <= policy.bucket_nbytes:
-            members[last].append(unit)
-            filled += sizes[unit]
-        else:
-            last, filled = unit, sizes[unit]
-            members[last] = [unit]
-    of = {unit: name for name, units in members.items() for unit in units}
-    return Bundles(of, {name: tuple(units) for name, units in members.items()})
-
-
-def residency(program: Program, policy: Policy, bundles: Bundles, kept: Collection[int] = ()) -> list[tuple[str, ...]]:
-    """For each event, the bundles that are to be resident until the next one, those needed first in the lead.
+def residency(
+    program: Program, policy: Policy, bundles: Bundles, kept: Collection[int], carried: Sequence[str]
+) -> tuple[list[Change], tuple[str, ...]]:
+    """For each event, how the bundles change that are resident until the next one.
 
     Those in use always are. Beside them the next ``policy.prefetch`` different ones that the program comes to before
     its parameters are updated, as far as ``policy.num_buffers`` allows; what is resident already and will be wanted
     again stays while there is room. Uses around the innermost one take up no room: a root that is in use all the time
     would leave none to look ahead. Nor do those of the uses ``kept``, which stay from their forward to the end of their
     backward.
+
+    Args:
+        program: the step.
+        policy: how much is resident.
+        bundles: of all units that are gathered.
+        kept: uses that stay.
+        carried: bundles that the step before may have gathered.
+
+    Returns:
+        The changes, and those of the carried bundles that the first event wants.
     """
     events = program.events
     in_use = _in_use(events, bundles)
-    stays = _kept_for_backward(events, bundles, kept)
+    wanted = _wanted(events, policy, bundles, in_use, kept)
+    after = _after(events, wanted)
+    stays = _Stays(events, bundles, kept)
+    held: dict[str, None] = {}
+    near: tuple[str, ...] = ()  # those of them that are not held as they stay alone
+    result = []
+    for i, event in enumerate(events):
+        ended = stays.advance(i)
+        here = wanted[i]
+        if here is None:
+            now = dict.fromkeys([*in_use[i], *(b for b in after[i] if b in held)])
+            counted = [b for b in now if b not in in_use[i] and b not in stays.now]
+            room = max(policy.num_buffers - min(len(in_use[i]), 1) - len(counted), 0)
+            now.update(dict.fromkeys([b for b in after[i] if b not in now][:room]))
+            here = tuple(now)
+        leave: tuple[str, ...] = tuple(held)
+        enter: tuple[str, ...] = ()
+        if event.kind == "update":
+            here, stays.dropped = (), dict.fromkeys(stays.now)
+        else:
+            leave = tuple(b for b in (*near, *ended) if b in held and b not in here and b not in stays.now)
+            enter = tuple(dict.fromkeys(b for b in (*here, *stays.dropped) if b not in held))
+            stays.dropped = {}
+        if i == 0:
+            carried = tuple(b for b in carried if b in enter)
+            enter = tuple(b for b in enter if b not in carried)
+            held.update(dict.fromkeys(carried))
+        for b in leave:
+            held.pop(b, None)
+        held.update(dict.fromkeys(enter))
+        result.append(Change(tuple(dict.fromkeys(leave)), enter))
+        near = here
+    return result, tuple(carried) if events else ()
+
+
+class _Stays:
+    """The bundles of kept uses, from their forward to the end of their backward."""
+
+    def __init__(self, events: Sequence[Event], bundles: Bundles, kept: Collection[int]) -> None:
+        self.events, self.bundles, self.kept = events, bundles, frozenset(kept)
+        self.ends = {event.use: i for i, event in enumerate(events) if event.kind == "backward_end"} if kept else {}
+        self.now = Counter[str]()
+        self.dropped: dict[str, None] = {}  # by an update
+
+    def advance(self, i: int) -> tuple[str, ...]:
+        """Go on to an event; those that stay no longer."""
+        event = self.events[i]
+        if event.use not in self.kept or event.unit not in self.bundles.of or self.ends.get(event.use, -1) < i:
+            return ()
+        name = self.bundles.of[event.unit]
+        if event.kind == "forward":
+            self.now[name] += 1
+        elif event.kind == "backward_end" and self.ends[event.use] == i:
+            self.now[name] -= 1
+            if not self.now[name]:
+                del self.now[name]
+                return (name,)
+        return ()
+
+
+def _wanted(
+    events: Sequence[Event],
+    policy: Policy,
+    bundles: Bundles,
+    in_use: Sequence[tuple[str, ...]],
+    kept: Collection[int],
+) -> list[tuple[str, ...] | None]:
+    """What is wanted where a use begins, beside what stays; None at other events."""
     upcoming = _upcoming(events, bundles, policy.num_buffers + max(map(len, in_use), default=0))
+    stays = _Stays(events, bundles, kept)
     wanted: list[tuple[str, ...] | None] = []
     before: tuple[str, ...] = ()
+    ended: set[str] = set()
     for i, event in enumerate(events):
+        ended.update(stays.advance(i))
         if event.kind not in _STARTS:
             wanted.append(None)
             continue
@@ -62,46 +123,28 @@ def residency(program: Program, policy: Policy, bundles: Bundles, kept: Collecti
         room = max(policy.num_buffers - min(len(now), 1), 0)
         ahead = [b for b in upcoming[i] if b not in now]
         chosen = ahead[: min(policy.prefetch, room)]
-        chosen += [b for b in ahead[len(chosen) :] if b in before][: room - len(chosen)]
-        wanted.append(before := tuple(dict.fromkeys([*now, *chosen, *stays[i]])))
-    result: list[tuple[str, ...]] = []
-    following: tuple[str, ...] = ()
+        there = [b for b in ahead[len(chosen) :] if b in before or b in stays.now or b in ended]
+        chosen += there[: room - len(chosen)]
+        wanted.append(before := (*now, *chosen))
+        ended = set()
+    return wanted
+
+
+def _after(events: Sequence[Event], wanted: Sequence[tuple[str, ...] | None]) -> list[tuple[str, ...]]:
+    """What is wanted at the next beginning of a use, as long as no update comes before it."""
     after: list[tuple[str, ...]] = []
-    for i in reversed(range(len(events))):  # what is wanted at the next start, as long as no update comes before it
+    following: tuple[str, ...] = ()
+    for event, here in zip(reversed(events), reversed(wanted), strict=True):
         after.append(following)
-        here = wanted[i]
-        following = here if here is not None else () if events[i].kind == "update" else following
+        following = here if here is not None else () if event.kind == "update" else following
     after.reverse()
-    held: tuple[str, ...] = ()
-    for i in range(len(events)):
-        here = wanted[i]
-        if here is None:
-            now = dict.fromkeys([*in_use[i], *(b for b in after[i] if b in held)])
-            counted = [b for b in now if b not in in_use[i] and b not in stays[i]]
-            room = max(policy.num_buffers - min(len(in_use[i]), 1) - len(counted), 0)
-            now.update(dict.fromkeys([b for b in after[i] if b not in now][:room]))
-            here = tuple(dict.fromkeys([*now, *stays[i]])) if events[i].kind != "update" else ()
-        result.append(here)
-        held = here
-    return result
+    return after
 
 
 def first_wanted(program: Program, policy: Policy, bundles: Bundles) -> tuple[str, ...]:
     """The bundles that a step needs first: those to gather before it begins."""
     order = dict.fromkeys(bundles.of[e.unit] for e in program.events if e.kind in _STARTS and e.unit in bundles.of)
     return tuple(order)[: max(policy.prefetch, 1)]
-
-
-def _in_use(events: Sequence[Event], bundles: Bundles) -> list[tuple[str, ...]]:
-    open_: list[str] = []
-    result = []
-    for event in events:
-        if event.kind in _STARTS:
-            open_.append(event.unit)
-        elif event.unit:
-            open_.pop()
-        result.append(tuple(dict.fromkeys(bundles.of[unit] for unit in reversed(open_) if unit in bundles.of)))
-    return result
 
 
 def returns(program: Program, bundles: Bundles) -> list[list[int]]:
@@ -115,18 +158,15 @@ def returns(program: Program, bundles: Bundles) -> list[list[int]]:
     return result
 
 
-def _kept_for_backward(events: Sequence[Event], bundles: Bundles, kept: Collection[int]) -> list[tuple[str, ...]]:
-    if not kept:
-        return [()] * len(events)
-    ends = {event.use: i for i, event in enumerate(events) if event.kind == "backward_end"}
-    result: list[tuple[str, ...]] = []
-    waiting: dict[int, str] = {}
-    for i, event in enumerate(events):
-        if event.kind == "forward" and event.use in kept and event.unit in bundles.of and ends.get(event.use, -1) > i:
-            waiting[event.use] = bundles.of[event.unit]
-        elif event.kind == "backward_end":
-            waiting.pop(event.use, None)
-        result.append(tuple(dict.fromkeys(waiting.values())))
+def _in_use(events: Sequence[Event], bundles: Bundles) -> list[tuple[str, ...]]:
+    open_: list[str] = []
+    result = []
+    for event in events:
+        if event.kind in _STARTS:
+            open_.append(event.unit)
+        elif event.unit:
+            open_.pop()
+        result.append(tuple(dict.fromkeys(bundles.of[unit] for unit in reversed(open_) if unit in bundles.of)))
     return result
 
 

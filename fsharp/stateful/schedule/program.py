@@ -30,6 +30,7 @@ class UnitFacts:
         spread: collectives that bring updated parameters to where they rest.
         rest: bytes where its gradient rests, from the first that is put there to the end of the step; 0 if they are not
             the schedule's business.
+        wire: what its collectives carry, such as a dtype: units share one only if this is the same. None: with no other.
     """
 
     name: str
@@ -42,6 +43,7 @@ class UnitFacts:
     finish: tuple[Call, ...] = ()
     spread: tuple[Call, ...] = ()
     rest: int = 0
+    wire: str | None = ""
 
 
 class Event(NamedTuple):

@@ -4,40 +4,59 @@
 Ops are in the order in which the host issues them. An op starts when the ops in ``after`` have finished and the ops
 before it on its stream have; what the host waits for is that alone.
 
-==============  =========  ==================================================================================
-kind            stream     what
-==============  =========  ==================================================================================
-``gather``      gather     copy full parameters into ``memory``; with phase ``update``: updated ones to where they rest
-``wait``        compute    the compute stream (on CPUs the host) waits for a gather
-``compute``     compute    the caller's own code, from entering the unit to the next op on this stream
-``release``     compute    ``memory`` of a gathered unit is free from here on
-``cast``        compute    gradients of a use into ``memory`` (the first use copies, later ones add), or where they rest
-``reduce``      reduce     the reduction of a microbatch, from ``memory``; with phase ``finish``: to the optimizer's place
-``accumulate``  reduce     its result (or ``memory`` itself) is added to the gradient at rest, and ``memory`` is free
-``update``      compute    the caller's optimizer step
-==============  =========  ==================================================================================
+==============  =========  ========  =========================================================================================
+kind            stream     phases    what
+==============  =========  ========  =========================================================================================
+``gather``      gather     f, b, u   copy full parameters into ``memory``; ``update``: updated ones to where they rest
+``wait``        compute    f, b, u   the compute stream (on CPUs the host) waits for a gather
+``compute``     compute    f, b      the caller's own code, from entering the unit to the next op on this stream
+``release``     compute    f, b, u   ``memory`` of a gathered unit is free from here on
+``cast``        compute    b         gradients of a use, at the ``backward_end`` of it, into ``memory`` (the first use copies,
+                                     later ones add), or where they rest
+``reduce``      reduce     b, finish the reduction of a microbatch, from ``memory``; ``finish``: to the optimizer's place
+``accumulate``  reduce     b, finish its result (or ``memory`` itself) is added to the gradient at rest, and ``memory`` is free
+``update``      compute    u         the caller's optimizer step
+==============  =========  ========  =========================================================================================
+
+Phases are ``forward``, ``backward``, ``update``, by their first letters, and ``finish``.
+
+[Note: buckets]
+Gathers, or reductions, that are next to each other and have the same ``bucket`` number are one collective along each axis:
+it begins when all that any of them waits for is over, and is over for all of them at once.
 """
 
 import difflib
 import json
 from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from os import PathLike
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from itertools import groupby
+from typing import Any, Literal, get_args
 
 from fsharp.functional.comm import Call
 from fsharp.functional.errors import ScheduleError
+from fsharp.stateful.schedule.costs import Link
 from fsharp.stateful.schedule.policy import Policy
 from fsharp.stateful.schedule.program import Event, Program, UnitFacts
-
-if TYPE_CHECKING:
-    from fsharp.stateful.inspect.estimate import Hardware
-    from fsharp.stateful.inspect.timeline import Timeline
 
 OpKind = Literal["gather", "wait", "compute", "release", "cast", "reduce", "accumulate", "update"]
 Stream = Literal["compute", "gather", "reduce"]
 STREAMS: tuple[Stream, ...] = get_args(Stream)
 Phase = Literal["forward", "backward", "finish", "update"]
+
+STREAM_OF: dict[OpKind, Stream] = {
+    **dict.fromkeys(get_args(OpKind), "compute"),
+    "gather": "gather",
+    "reduce": "reduce",
+    "accumulate": "reduce",
+}
+PHASES_OF: dict[OpKind, tuple[Phase, ...]] = {
+    "compute": ("forward", "backward"),
+    "cast": ("backward",),
+    "update": ("update",),
+    **dict.fromkeys(("gather", "wait", "release"), ("forward", "backward", "update")),
+    **dict.fromkeys(("reduce", "accumulate"), ("backward", "finish")),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,11 +144,8 @@ class Schedule:
 
     def calls(self) -> Counter[Call]:
         """Every collective that one rank issues in a step that follows this schedule, the caller's own aside."""
-        by_name = {facts.name: facts for facts in self.program.units}
-        counter: Counter[Call] = Counter()
-        for op in self.ops:
-            counter.update(calls_of(op, by_name[op.unit]) if op.unit else ())
-        return counter
+        facts = {unit.name: unit for unit in self.program.units}
+        return Counter(call for issued in issues(self.ops) for call in joint_calls(issued, facts))
 
     @property
     def slots(self) -> dict[str, Memory]:
@@ -149,23 +165,7 @@ class Schedule:
         return "\n".join(difflib.unified_diff(self.lines(), other.lines(), "this", "other", lineterm="", n=2))
 
     def __str__(self) -> str:
-        from fsharp.stateful.inspect.table import table
-
-        return table(self)
-
-    def draw(
-        self, path: "str | PathLike[str]", *, hardware: "Hardware | None" = None, measured: "Timeline | None" = None
-    ) -> None:
-        """A picture of it: lanes for compute, gather and reduce, memory below.
-
-        Args:
-            path: a PNG or SVG file.
-            hardware: what to simulate it on; None draws the order of ops.
-            measured: a step that ran, from :meth:`Trace.timeline`, to draw beneath it.
-        """
-        from fsharp.stateful.inspect.draw import draw
-
-        draw(self, path, hardware=hardware, measured=measured)
+        return "\n".join(self.lines())
 
     def to_json(self) -> str:
         """The schedule as JSON; :meth:`from_json` is the inverse."""
@@ -186,18 +186,51 @@ class Schedule:
                 Op(**{**op, "memory": _memory(op["memory"]), "opens": _memory(op["opens"]), "after": tuple(op["after"])})
                 for op in data["ops"]
             )
-            return Schedule(program, Policy(**data["policy"]), ops, data["arena"], data["bound"])
+            link = data["policy"]["link"]
+            policy = Policy(**{**data["policy"], "link": Link(**link) if link else None})
+            return Schedule(program, policy, ops, data["arena"], data["bound"])
         except (ValueError, TypeError, KeyError) as error:
             raise ScheduleError(f"Schedule.from_json(): not a schedule: {error!r}.") from error
 
 
 def calls_of(op: Op, facts: UnitFacts) -> tuple[Call, ...]:
-    """The collectives that an op issues."""
+    """The collectives that an op issues; in a bucket, its share of them."""
     if op.kind == "gather":
         return facts.spread if op.phase == "update" else facts.gather
     if op.kind == "reduce":
         return facts.finish if op.phase == "finish" else facts.reduce
     return ()
+
+
+def issues(ops: Sequence[Op]) -> Iterator[tuple[Op, ...]]:
+    """The ops that are issued as one: those of a bucket together, all others alone."""
+    for bucket, together in groupby(ops, lambda op: op.bucket):
+        if bucket == -1:
+            yield from ((op,) for op in together)
+        else:
+            yield tuple(together)
+
+
+def joint_calls(issued: Sequence[Op], facts: Mapping[str, UnitFacts]) -> tuple[Call, ...]:
+    """The collectives of what :func:`issues` gives: of a bucket one of each kind along each axis, with the bytes of all.
+
+    >>> units = {name: UnitFacts(name, 64, gather=(Call("all_gather", "dp", 32),)) for name in "ab"}
+    >>> joint_calls([Op("gather", name, "forward", 0, bucket=7) for name in "ab"], units)
+    (Call(op='all_gather', axis='dp', nbytes=64),)
+    """
+    calls = [call for op in issued if op.unit for call in calls_of(op, facts[op.unit])]
+    if len(issued) == 1:
+        return tuple(calls)
+    sent: Counter[tuple[str, str]] = Counter()
+    for call in calls:
+        sent[call.op, call.axis] += call.nbytes
+    return tuple(Call(*what, nbytes) for what, nbytes in sent.items())
+
+
+def channel(op: Op, facts: UnitFacts) -> tuple[object, ...] | None:
+    """What ops of one bucket agree in: the kinds of their collectives, the axes, and what these carry; None: in nothing."""
+    stages = tuple(dict.fromkeys((call.op, call.axis) for call in calls_of(op, facts)))
+    return (facts.wire, *stages) if stages and facts.wire is not None else None
 
 
 def _memory(row: dict[str, int] | None) -> Memory | None:

@@ -1,0 +1,74 @@
+"""How long it takes to compile and verify the schedule of a step: ``python -m benchmarks.compile``.
+
+A step like that of ZeRO-3: all units forward, all backward, one reduction each. Units of equal size, or of random ones;
+one microbatch, or four. Seconds of this process. The last line is one JSON object.
+"""
+
+import json
+import random
+import sys
+import time
+
+from fsharp.functional.comm import Call
+from fsharp.stateful.schedule.compile import compile_schedule
+from fsharp.stateful.schedule.policy import Policy
+from fsharp.stateful.schedule.program import Event, Program, UnitFacts
+from fsharp.stateful.schedule.verify import verify
+
+NUMBERS = (126, 250, 500, 1000)
+ALIGN, RANKS = 128, 2
+
+
+def sizes_of(num_units: int, kind: str) -> list[int]:
+    """Bytes of each unit in full."""
+    rng = random.Random(num_units)
+    return [ALIGN * RANKS * (rng.randint(50, 10_000) if kind == "random" else 4_000) for _ in range(num_units)]
+
+
+def program_of(sizes: list[int], microbatches: int) -> Program:
+    """A step with parameters, gradients and optimizer state sharded over two ranks."""
+    units = tuple(
+        UnitFacts(
+            f"layers.{i}",
+            gathered=nbytes,
+            outgoing=nbytes + nbytes // RANKS,
+            rest=nbytes // RANKS,
+            gather=(Call("all_gather", "dp", nbytes // RANKS),),
+            reduce=(Call("reduce_scatter", "dp", nbytes // RANKS),),
+            wire="float32",
+        )
+        for i, nbytes in enumerate(sizes)
+    )
+    events: list[Event] = []
+    for microbatch in range(microbatches):
+        uses = [(unit.name, microbatch * len(units) + i) for i, unit in enumerate(units)]
+        events += [Event(kind, *use) for use in uses for kind in ("forward", "forward_end")]
+        events += [Event(kind, *use) for use in reversed(uses) for kind in ("backward", "backward_end")]
+        events.append(Event("microbatch_end"))
+    return Program(units, (*events, Event("reduce"), Event("update")))
+
+
+def measure(program: Program) -> tuple[float, float, float]:
+    """Seconds to compile and to verify, and the arena over what is live at once."""
+    start = time.process_time()
+    schedule = compile_schedule(program, Policy())
+    compiled = time.process_time()
+    verify(schedule)
+    return compiled - start, time.process_time() - compiled, schedule.arena / max(schedule.bound, 1)
+
+
+def main() -> None:
+    """Print a table, and the worst sum at the largest number."""
+    worst: dict[int, float] = {}
+    print(f"{'units':>6} {'sizes':<7} {'microbatches':>12} {'compile s':>10} {'verify s':>9} {'arena / bound':>14}")
+    for number in NUMBERS:
+        for kind in ("equal", "random"):
+            for microbatches in (1, 4):
+                compiled, verified, over = measure(program_of(sizes_of(number, kind), microbatches))
+                worst[number] = max(worst.get(number, 0.0), compiled + verified)
+                print(f"{number:>6} {kind:<7} {microbatches:>12} {compiled:>10.2f} {verified:>9.2f} {over:>14.3f}", flush=True)
+    print(json.dumps({f"compile_s_{number}": round(seconds, 3) for number, seconds in worst.items()}))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

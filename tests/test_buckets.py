@@ -1,0 +1,166 @@
+"""Buckets: what is mostly latency moves together, as one collective; what is not stays alone."""
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fsharp.functional.comm import Call
+from fsharp.functional.errors import ScheduleError
+from fsharp.stateful.schedule.compile import compile_schedule
+from fsharp.stateful.schedule.costs import GLOO, Link, bucket_limit, bundles
+from fsharp.stateful.schedule.policy import Policy
+from fsharp.stateful.schedule.program import Event, Program, UnitFacts
+from fsharp.stateful.schedule.schedule import Schedule, channel, issues
+from fsharp.stateful.schedule.verify import verify
+from tests.random_programs import policies, programs
+
+
+def blocks(num, nbytes, *, microbatches=1, **fields):
+    """Equal units that move in every way; each rank sends ``nbytes`` for each move of one."""
+    facts = UnitFacts(
+        "",
+        2 * nbytes,
+        2 * nbytes,
+        2 * nbytes,
+        gather=(Call("all_gather", "dp", nbytes),),
+        reduce=(Call("reduce_scatter", "dp", nbytes),),
+        finish=(Call("reduce_scatter", "outer", nbytes),),
+        spread=(Call("all_gather", "outer", nbytes),),
+        rest=nbytes,
+        wire="float32",
+    )
+    units = tuple(replace(facts, name=f"u{i}", **fields) for i in range(num))
+    events = []
+    for start in range(0, microbatches * num, num):
+        uses = [(unit.name, start + i) for i, unit in enumerate(units)]
+        events += [Event(kind, *use) for use in uses for kind in ("forward", "forward_end")]
+        events += [Event(kind, *use) for use in reversed(uses) for kind in ("backward", "backward_end")]
+        events.append(Event("microbatch_end"))
+    return Program(units, (*events, Event("reduce"), Event("update")))
+
+
+def issued(schedule, kind, *phases):
+    """The units of each collective of a kind, in the order of issue."""
+    groups = [ops for ops in issues(schedule.ops) if ops[0].kind == kind and ops[0].phase in phases]
+    return [tuple(op.unit for op in ops) for ops in groups]
+
+
+SMALL = 64 * 1024
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_small_units_move_a_quarter_at_a_time(microbatches):
+    """In every move: parameters, gradients of a microbatch, sums, updated parameters."""
+    schedule = compile_schedule(blocks(24, SMALL, microbatches=microbatches))
+    verify(schedule)
+    forward = [tuple(f"u{i}" for i in range(start, start + 6)) for start in range(0, 24, 6)]
+    backward = [tuple(f"u{23 - i}" for i in range(start, start + 6)) for start in range(0, 24, 6)]
+    assert set(issued(schedule, "gather", "forward", "backward")) == set(forward)
+    assert issued(schedule, "reduce", "backward") == backward * microbatches
+    assert issued(schedule, "reduce", "finish") == backward
+    assert issued(schedule, "gather", "update") == forward
+
+
+def test_a_bucket_is_one_call_along_each_axis_with_the_bytes_of_all():
+    alone = compile_schedule(blocks(24, SMALL), Policy(bucket_nbytes=0, release="backward")).calls()
+    joined = compile_schedule(blocks(24, SMALL), Policy(release="backward")).calls()
+    assert {call.nbytes for call in alone} == {SMALL}
+    assert {call.nbytes for call in joined} == {6 * SMALL}
+    assert joined == Counter({call._replace(nbytes=6 * SMALL): count // 6 for call, count in alone.items()})
+
+
+@pytest.mark.parametrize(("nbytes", "size"), [(64 * 1024, 6), (500_000, 4), (600_000, 3), (1_000_000, 2), (1_100_000, 1)])
+def test_a_bucket_takes_two_latencies_to_send_at_most(nbytes, size):
+    """Over gloo 2 MB, and no more than a quarter of what all units send."""
+    schedule = compile_schedule(blocks(24, nbytes // 64 * 64))
+    assert {len(units) for units in issued(schedule, "reduce", "backward")} == {size}
+    assert size == 6 or size * nbytes <= 2 * GLOO.latency_s * GLOO.bandwidth
+
+
+def test_a_better_link_needs_no_buckets():
+    program = blocks(24, SMALL)
+    fast = compile_schedule(program, Policy(link=Link(latency_s=10e-6, bandwidth=1e9)))
+    assert {op.bucket for op in fast.ops} == {-1}
+    assert fast.ops == compile_schedule(program, Policy(bucket_nbytes=0)).ops
+    slow = compile_schedule(program, Policy(link=Link(latency_s=100e-6, bandwidth=1e9)))
+    assert {len(units) for units in issued(slow, "reduce", "backward")} == {3}
+
+
+def test_a_number_of_bytes_is_taken_as_it_is():
+    schedule = compile_schedule(blocks(24, SMALL), Policy(bucket_nbytes=2 * SMALL))
+    assert {len(units) for units in issued(schedule, "gather", "forward", "backward", "update")} == {2}
+
+
+@pytest.mark.parametrize(
+    "other", [{"wire": "bfloat16"}, {"wire": None}, {"reduce": (Call("all_reduce", "dp", SMALL),)}, {"reduce": ()}]
+)
+def test_units_that_cannot_share_a_collective_do_not(other):
+    program = blocks(24, SMALL)
+    units = [replace(unit, **other) if i % 2 else unit for i, unit in enumerate(program.units)]
+    schedule = compile_schedule(replace(program, units=tuple(units)))
+    verify(schedule)
+    assert {len(units) for units in issued(schedule, "reduce", "backward")} == {1}
+
+
+def test_what_sends_nothing_is_alone():
+    """Axes of one rank: there is no latency to save, and a model in full is a model in full."""
+    schedule = compile_schedule(blocks(24, 64, gather=(Call("all_gather", "dp", 0),), reduce=(), finish=(), spread=()))
+    assert {op.bucket for op in schedule.ops} == {-1}
+
+
+def test_the_reduction_of_a_bucket_begins_with_the_last_cast_of_it():
+    """And the bucket before is added when the last unit of this one casts: it has run beneath all of this one's backward."""
+    schedule = compile_schedule(blocks(24, SMALL, finish=(), finishing=0), Policy(sum_late=True))
+    ops = schedule.ops
+    for group in issues(ops):
+        if group[0].kind == "reduce":
+            at = {op.at for op in group}
+            casts = [op.at for op in ops if op.kind == "cast" and op.unit in {each.unit for each in group}]
+            assert at == {max(casts)}
+    added = [op for op in ops if op.kind == "accumulate"]
+    assert [op.at for op in added[:6]] == [next(op.at for op in ops if (op.kind, op.unit) == ("cast", "u12"))] * 6
+
+
+@given(programs(), policies())
+def test_buckets_change_what_is_one_collective_and_no_byte(program, policy):
+    """Whatever is joined: the same units are reduced and spread as often, and in all as many bytes are sent for them."""
+
+    def sent(schedule, kind, phase):
+        units = {facts.name: facts for facts in schedule.program.units}
+        calls = Counter()
+        for op in schedule.ops:
+            if (op.kind, op.phase) == (kind, phase):
+                calls[op.unit] += sum(call.nbytes for call in (units[op.unit].reduce if phase == "backward" else ()))
+                calls[op.unit, "times"] += 1
+        return calls
+
+    joined, alone = (compile_schedule(program, replace(policy, bucket_nbytes=n)) for n in (8 * 64, 0))
+    verify(joined)
+    for kind, phase in (("reduce", "backward"), ("reduce", "finish"), ("gather", "update")):
+        assert sent(joined, kind, phase) == sent(alone, kind, phase)
+    facts = {unit.name: unit for unit in program.units}
+    for group in issues(joined.ops):
+        assert len({(op.kind, op.phase, op.at, channel(op, facts[op.unit])) for op in group if len(group) > 1}) <= 1
+
+
+@given(st.lists(st.integers(0, 1000), max_size=30), st.integers(0, 3000))
+def test_bundles_are_neighbours_no_larger_than_allowed(sizes, most):
+    order = [f"u{i}" for i in range(len(sizes))]
+    sent = dict(zip(order, sizes, strict=True))
+    found = bundles(order, sent, dict.fromkeys(order, "one"), most)
+    assert [unit for units in found.members.values() for unit in units] == order
+    assert all(len(units) == 1 or sum(sent[unit] for unit in units) <= most for units in found.members.values())
+    assert all(found.of[unit] == name for name, units in found.members.items() for unit in units)
+    assert bucket_limit(sizes, GLOO) <= sum(sizes) / 4
+
+
+def test_a_link_is_kept_in_json_and_checked():
+    schedule = compile_schedule(blocks(4, SMALL), Policy(link=Link(1e-4, 2e9)))
+    assert Schedule.from_json(schedule.to_json()) == schedule
+    with pytest.raises(ScheduleError, match=r"latency_s is -1, expected at least 0"):
+        Link(-1, 1e9)
+    with pytest.raises(ScheduleError, match=r"bandwidth is 0, expected more than 0"):
+        Link(1e-3, 0)
