@@ -41,34 +41,9 @@ def any_door(of: Callable[[Door], bool]) -> Callable[[Model], bool]:
 
 PENDING = [
     Pending(
-        ("blocking",),
-        "what is kept elsewhere is a constant to the loss",
-        any_door(lambda door: door.way in UNSEEN),
-    ),
-    Pending(
-        ("blocking",),
-        "the error does not name the unit",
-        any_door(lambda door: door.sink == "closure of the next unit" and door.unit < LAST),
-    ),
-    Pending(("blocking",), "a first use without gradients drops the unit's gradient", lambda model: model.target is not None),
-    Pending(
-        ("blocking",), "gradients are zero within a reentrant checkpoint", lambda model: "reentrant checkpoint" in model.wraps
-    ),
-    Pending(
-        ("scheduled", "module"),
-        "a weight's memory is given back under it, and reading it then ends the process; what was computed from it is refused, "
-        "and not by name",
-        any_door(lambda door: door.what in OF_WEIGHTS and door.way in UNSEEN),
-    ),
-    Pending(
         ("scheduled", "module"),
         "a parameter that leaves a reentrant checkpoint has no gradient",
         lambda model: any(d.what in OF_WEIGHTS and model.wraps[d.unit] == "reentrant checkpoint" for d in model.doors),
-    ),
-    Pending(
-        ("module",),
-        "from the second step on the update is wrong if the last unit is in a reentrant checkpoint",
-        lambda model: model.wraps[LAST] == "reentrant checkpoint",
     ),
 ]
 """Take a line out to have them drawn."""

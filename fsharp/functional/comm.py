@@ -189,6 +189,46 @@ class CountingComm:
             self.calls[Call(op, axis, sent_nbytes(op, nbytes, self.mesh.axis_size(axis)))] += 1
 
 
+@dataclass(frozen=True)
+class Labelled:
+    """A Comm whose calls are all for one thing.
+
+    Attributes:
+        inner: the Comm.
+        label: what they are for, in front of labels of their own.
+    """
+
+    inner: Comm
+    label: str
+
+    @property
+    def mesh(self) -> Mesh:
+        """The mesh of ``inner``."""
+        return self.inner.mesh
+
+    @property
+    def rank(self) -> int:
+        """The rank of ``inner``."""
+        return self.inner.rank
+
+    @property
+    def device(self) -> torch.device:
+        """The device of ``inner``."""
+        return self.inner.device
+
+    def all_gather(self, x: torch.Tensor, axis: str, *, label: str = "") -> torch.Tensor:
+        """Passed on."""
+        return self.inner.all_gather(x, axis, label=self.label + label)
+
+    def reduce_scatter(self, x: torch.Tensor, axis: str, *, dtype: torch.dtype | None = None, label: str = "") -> torch.Tensor:
+        """Passed on."""
+        return self.inner.reduce_scatter(x, axis, dtype=dtype, label=self.label + label)
+
+    def all_reduce(self, x: torch.Tensor, axis: str, *, op: ReduceOp = "sum", label: str = "") -> torch.Tensor:
+        """Passed on."""
+        return self.inner.all_reduce(x, axis, op=op, label=self.label + label)
+
+
 def sum_in_rank_order(parts: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """``((parts[0] + parts[1]) + parts[2]) + ...`` in ``dtype``: one order, whatever the backend or the way it is cut."""
     result = parts[0].to(dtype, copy=True)

@@ -26,7 +26,7 @@ from typing import Any, TypeVar
 import torch
 
 from fsharp.functional.collectives import all_gather_last, all_reduce, local_slice, reduce_scatter_last
-from fsharp.functional.comm import Comm, Engine
+from fsharp.functional.comm import Comm, Engine, Labelled
 from fsharp.functional.errors import MeshError, TreeError, problem
 from fsharp.functional.layout import UnitLayout
 from fsharp.functional.placement import Partial, Place, Replicate, Shard
@@ -59,15 +59,16 @@ def gather(tree: Tree, *, comm: Comm, to: PlaceName = "full") -> Tree:
         target, whole = resolve_place(sharded.unit, to), to == "full"
         if sharded.place.partial or target.partial:
             raise _wrong_place("gather()", sharded, target, "Partial sums are moved by reduce_scatter().")
+        named = Labelled(comm, f"gather {sharded.name or '(root)'}")
         ways = {"was_gathered": sharded.is_gathered, "is_gathered": whole}
         is_trained = sharded.ledger is not None and torch.is_grad_enabled()
         if is_trained:
             sharded.ledger.is_used = True
         if whole and is_trained and sharded.sinks and not torch._C._are_functorch_transforms_active():
-            moved = [move_values(x.detach(), sharded.place, target, comm, **ways) for x in sharded.buffers]
+            moved = [move_values(x.detach(), sharded.place, target, named, **ways) for x in sharded.buffers]
             moved = sharded.ledger.attached(sharded, moved, comm)
         else:
-            moved = [move_values(x, sharded.place, target, comm, **ways) for x in sharded.buffers]
+            moved = [move_values(x, sharded.place, target, named, **ways) for x in sharded.buffers]
         return Sharded(moved, sharded.unit, target, sharded.groups, is_gathered=whole)
 
     return map_units(lambda node: one(node) if is_sharded(node) else node, tree)  # type: ignore[no-any-return]
@@ -190,7 +191,7 @@ class _Copies(torch.autograd.Function):
 
 def move_sums(x: torch.Tensor, unit: UnitLayout, group: int, source: Place, target: Place, comm: Comm) -> torch.Tensor:
     """One buffer of gradients from partial sums to where ``target`` wants them."""
-    dtypes = unit.groups[group].dtypes
+    dtypes, comm = unit.groups[group].dtypes, Labelled(comm, f"reduce {unit.name or '(root)'}")
     for axis in source.order:
         if target[axis] is Shard and source[axis] is Partial:
             x = reduce_scatter_last(x.to(dtypes.wire), comm, axis, dtype=dtypes.accumulate)

@@ -54,12 +54,12 @@ def let_go(out: Any, rested: Any, gathered: Any, first: int, comm: Comm) -> None
     numbers = {buffer.untyped_storage().data_ptr(): i for i, buffer in enumerate(whole)}
     numbers = {place: i for place, i in numbers.items() if place not in own and whole[i].numel()}
     outputs = {x.grad_fn for x in optree.tree_leaves(out) if isinstance(x, torch.Tensor) and x.grad_fn is not None}
-    outputs = {fn for fn in outputs if _is_since(fn, first)}
+    outputs = {fn for fn in outputs if is_since(fn, first)}
     if not numbers or not outputs:
         return
     regather = _regather(nodes, comm)
     saved = _Saved(regather)
-    for raw in _saved_tensors(outputs, first):
+    for raw in saved_tensors(outputs, first):
         x = raw.data
         number = numbers.get(x.untyped_storage().data_ptr())
         if number is None or x.dtype != whole[number].dtype or x.is_conj() or x.is_neg():
@@ -105,7 +105,7 @@ def _before_backward(outputs: set[Any], regather: Callable[[], list[torch.Tensor
         fn.register_prehook(come)
 
 
-def _saved_tensors(roots: set[Any], first: int) -> Iterator[Any]:
+def saved_tensors(roots: set[Any], first: int) -> Iterator[Any]:
     """What the nodes have saved that were made since ``first`` and lead to ``roots``; but for what others have packed."""
     seen, stack = set(roots), list(roots)
     while stack:
@@ -117,7 +117,7 @@ def _saved_tensors(roots: set[Any], first: int) -> Iterator[Any]:
                 if raw is not None and raw.unpack_hook is None and isinstance(raw.data, torch.Tensor):
                     yield raw
         for before, _ in node.next_functions:
-            if before is not None and before not in seen and _is_since(before, first):
+            if before is not None and before not in seen and is_since(before, first):
                 seen.add(before)
                 stack.append(before)
 
@@ -127,7 +127,8 @@ def _names(kind: Any) -> tuple[str, ...]:
     return tuple(name for name in dir(kind) if name.startswith("_raw_saved_"))
 
 
-def _is_since(node: Any, first: int) -> bool:
+def is_since(node: Any, first: int) -> bool:
+    """Whether a node of a graph was made when autograd had come to this sequence number, or later."""
     return first <= node._sequence_nr() and not hasattr(node, "variable")  # leaves have a number beyond all others
 
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from fsharp.functional.agree import together
+from fsharp.functional.agree import agree, together
 from fsharp.functional.comm import Comm
 from fsharp.functional.errors import ScheduleError, TreeError
 from fsharp.functional.transforms.base import Transform, as_transform
@@ -65,6 +65,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if isinstance(optimizer, type) and issubclass(optimizer, torch.optim.Optimizer):
             self._labels: list[dict[str, Hashable]] = [{p.path: 0 for p in group["params"]} for group in groups]
             options = [{k: v for k, v in group.items() if k != "params"} for group in groups]
+            self._check_same(optimizer, options, defaults)
             self._scopes = self._scope(optimizer, options, defaults)
             self.inner = optimizer([{**o, "params": p} for o, p in zip(options, self._cut(), strict=True)], **defaults)
             self._tx: Transform | None = None
@@ -83,6 +84,21 @@ class ShardedOptimizer(torch.optim.Optimizer):
             )
             super().__init__(groups, {})
         self._is_made = True
+
+    def _check_same(
+        self, optimizer: type[torch.optim.Optimizer], options: list[dict[str, Any]], defaults: Mapping[str, Any]
+    ) -> None:
+        """Refuse ranks with different options: their parts of one parameter would be updated in different ways.
+
+        Raises:
+            AgreementError: names what differs.
+        """
+        fields = {"class": optimizer.__qualname__, "defaults": _text(defaults)}
+        fields |= {
+            f"group {i}": _text({**group, "params": sorted(labels)})
+            for i, (group, labels) in enumerate(zip(options, self._labels, strict=True))
+        }
+        agree("ShardedOptimizer()", fields, self.session.scheduler)
 
     def _scope(
         self, optimizer: type[torch.optim.Optimizer], options: list[dict[str, Any]], defaults: Mapping[str, Any]
@@ -331,3 +347,9 @@ def _session_of(params: list[Any]) -> Session:
     if others or not isinstance(first, Session):
         raise TreeError("ShardedOptimizer(): parameters of several modules; make an optimizer for each of them.")
     return first
+
+
+def _text(options: Mapping[str, Any]) -> str:
+    return "\n".join(
+        f"{name}={value.tolist() if isinstance(value, torch.Tensor) else value!r}" for name, value in options.items()
+    )

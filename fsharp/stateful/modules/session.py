@@ -33,7 +33,7 @@ from fsharp.stateful.modules.missing import Missing
 from fsharp.stateful.modules.outputs import reaching, replaced, tensors_in, without
 from fsharp.stateful.modules.parameter import Part, ShardedParameter
 from fsharp.stateful.modules.seats import Seats, owners, seated
-from fsharp.stateful.runtime.boundary import in_backward
+from fsharp.stateful.runtime.boundary import before_backward, in_backward
 from fsharp.stateful.runtime.scheduled import Scheduled
 from fsharp.stateful.runtime.scheduler import Scheduler
 from fsharp.stateful.runtime.step import Step
@@ -124,6 +124,7 @@ class Session:
         self._within: Within | None = None
         self.is_summoned = self.is_averaged = False
         self._training, self._evaluation = scheduler(_not_called), scheduler(_evaluate)
+        self._training.name, self._evaluation.name = "training step", "evaluation"
         self._run: Step | None = None
         self._units: list[UnitState] = []
         self._probed: Any = None
@@ -155,7 +156,10 @@ class Session:
             return self._enter(Within(self.kept.state.params, self.scheduler), path, fn, args, kwargs)
         run = self._open()
         with self._forgetting(run), self.scheduler.guard(run):
-            return self._enter(Within(self._probed, self.scheduler), path, fn, args, kwargs)
+            out = self._enter(Within(self._probed, self.scheduler), path, fn, args, kwargs)
+            # Here, too: what is inside may be in a reentrant checkpoint, whose backward is a pass within the pass.
+            before_backward(tensors_in(out), torch_pytree.tree_leaves((args, kwargs)), partial(_begin, weakref.ref(self)))
+            return out
 
     def _enter(self, within: Within, path: str, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         names = self.owners[path]

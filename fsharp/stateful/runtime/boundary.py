@@ -3,9 +3,12 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import optree
 import torch
 
 from fsharp.functional.errors import ScheduleError
+from fsharp.functional.release import is_since, saved_tensors
+from fsharp.stateful.runtime.unit_state import UnshardedBuffer
 
 Receive = Callable[[Sequence[torch.Tensor | None]], None]
 
@@ -55,6 +58,36 @@ def before_backward(outputs: Sequence[Any], inputs: Sequence[Any], call: Callabl
     for out in outputs:
         if isinstance(out, torch.Tensor) and out.grad_fn is not None and id(out) not in mine:
             out.grad_fn.register_prehook(lambda _: call())
+
+
+def pack_saved(out: Any, params: UnshardedBuffer, first: int, fill: Callable[[], UnshardedBuffer]) -> None:
+    """Have autograd hold on to no memory of gathered parameters: it notes which part it needs, and asks for it in the backward.
+
+    What it saved on other ways than to ``out`` it keeps.
+
+    Args:
+        out: what the function of the unit has returned.
+        params: the unit's parameters.
+        first: the sequence number of autograd when the function began.
+        fill: gathers them again, if they are not there, and returns where.
+    """
+    assert params.memory is not None
+    place = params.memory.untyped_storage().data_ptr()
+    leaves = [out] if isinstance(out, torch.Tensor) else optree.tree_leaves(out)
+    roots = {x.grad_fn for x in leaves if isinstance(x, torch.Tensor) and x.grad_fn is not None}
+
+    def unpack(note: tuple[torch.dtype, torch.Size, tuple[int, ...], int]) -> torch.Tensor:
+        dtype, size, stride, offset = note
+        memory = fill().memory
+        assert memory is not None
+        return torch.empty(0, dtype=dtype, device=memory.device).set_(memory.untyped_storage(), offset, size, stride)
+
+    for raw in saved_tensors({root for root in roots if is_since(root, first)}, first):
+        x = raw.data
+        if x.layout is torch.strided and not (x.is_conj() or x.is_neg()) and x.untyped_storage().data_ptr() == place:
+            note = x.dtype, x.size(), x.stride(), int(x.storage_offset())
+            del x
+            raw.register_hooks(lambda _, note=note: note, unpack)
 
 
 def in_backward() -> bool:

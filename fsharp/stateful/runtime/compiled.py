@@ -38,7 +38,9 @@ class Compiled:
         self.units = {facts.name: units[facts.name] for facts in schedule.program.units}
         self.events: tuple[Event, ...] = schedule.program.events
         self.slots = {
-            name: UnshardedBuffer(units[name].layout, units[name].axes, self._bytes(memory), rank=rank, where=memory)
+            name: UnshardedBuffer(
+                units[name].layout, units[name].axes, arena.device, rank=rank, memory=self._bytes(memory), where=memory
+            )
             for name, memory in schedule.slots.items()
         }
         opens = {op.unit: op.opens for op in schedule.ops if op.opens}

@@ -1,7 +1,7 @@
 """Eager: ops made up as events come, where no schedule has foreseen them. Nothing ahead of time, one reduction at a time.
 
-Each buffer has memory of its own, which is given back when it is free. What it has emitted is a schedule like any other, at
-addresses that exist in that schedule alone.
+Each buffer has memory of its own, which is given back when nobody holds it. What it has emitted is a schedule like any other,
+at addresses that exist in that schedule alone.
 """
 
 from collections.abc import Iterable, Iterator
@@ -91,15 +91,13 @@ class Eager:
 
     # ------------------------------------------------------------ parameters
 
-    @torch.inference_mode(False)
     def _fill(self, unit: UnitState, phase: s.Phase, wanted: UnshardedBuffer | None) -> Iterator[BoundOp]:
         """Have the parameters there: where the forward had them, if this is its backward."""
         assert unit.node is not None
         seen = stamp(unit.node)
         params = wanted or unit.params
         if params is None or (wanted is None and params.users and not params.holds(seen)):
-            memory = torch.empty(full_nbytes(unit.layout), dtype=torch.uint8, device=self._device)
-            params = UnshardedBuffer(unit.layout, unit.axes, memory, rank=self._rank)
+            params = UnshardedBuffer(unit.layout, unit.axes, self._device, rank=self._rank)
         unit.params = params
         place = params.where or self._place("params", unit.key, full_nbytes(unit.layout))
         if not params.holds(seen):

@@ -172,7 +172,7 @@ class Scheduler(Tracer):
         """
         with self.guard():
             self._connect()
-            self.executor.begin(f"{scheduled.name} #{scheduled.num_calls}: ")
+            self.executor.begin(f"{scheduled.name} #{scheduled.num_calls}, microbatch 0: ")
             scheduled.num_calls += 1
             self._thread = threading.get_ident()
             self.registry.begin()
@@ -357,13 +357,16 @@ class Scheduler(Tracer):
         )
         program = Program(units, tuple(step.events))
         was_planned = step.schedule is not None
-        scheduled.programs.recorded(program, self._compile, left=was_planned)
+        if not step.held:
+            scheduled.programs.recorded(program, self._compile, left=was_planned)
         eager = step.eager
         scheduled.eager_schedule = None
         if not was_planned and eager is not None:
             found, events, policy = dict(self.units), tuple(step.events), self.policy
             scheduled.eager_schedule = lambda: eager.schedule(found, events, policy)
         why = f"its schedule did not have {step.left_at} next" if was_planned else "no schedule was expected to fit"
+        if step.held:
+            why = f"parameters of units {list(step.held)} are held beyond their use, for which no schedule has room"
         scheduled.note("left" if was_planned else "recorded", why)
         self._sweep()
 

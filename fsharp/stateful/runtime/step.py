@@ -6,12 +6,13 @@ step goes on with ops made up on the spot.
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 
 from fsharp.functional.errors import ScheduleError
 from fsharp.functional.sharded import Sharded
-from fsharp.stateful.runtime.boundary import differentiable, in_backward, refuse_graph
+from fsharp.stateful.runtime.boundary import differentiable, in_backward, pack_saved, refuse_graph
 from fsharp.stateful.runtime.compiled import Compiled
 from fsharp.stateful.runtime.eager import Eager
 from fsharp.stateful.runtime.executor import BoundOp, Executor
@@ -59,6 +60,7 @@ class Step:
         eager: what makes ops up; None while a schedule is followed.
         trained: units that have a gradient in this step.
         left_at: the event that the schedule did not have, or None.
+        held: units whose parameters somebody holds beyond their use: a schedule would put something else in their memory.
         on_backward: called when a backward comes to a use.
     """
 
@@ -78,6 +80,7 @@ class Step:
         self.events: list[Event] = []
         self.trained: dict[str, None] = {}
         self.left_at: Event | None = None
+        self.held: dict[str, None] = {}
         self.on_backward: Callable[[], None] = lambda: None
         self.num_microbatches = self._num_uses = 0
         self._forward: list[Use] = []
@@ -145,6 +148,7 @@ class Step:
             use.params = unit.params
             use.params.users += 1
             full, leaves = use.params.full, use.params.issue(use.number)
+            assert full is not None
         else:
             if unit.node is not None:
                 _ = unit.node.buffers
@@ -163,6 +167,21 @@ class Step:
         use.leaves = leaves
         return use
 
+    def pack(self, out: Any, use: Use, first: int) -> None:
+        """Let go of what autograd has saved of a unit's parameters, if they have memory of their own."""
+        params = use.params
+        if params is not None and params.where is None:
+            pack_saved(out, params, first, partial(self._filled, use))
+
+    def _filled(self, use: Use) -> UnshardedBuffer:
+        if self.is_over:
+            raise _too_late(use.unit.key)
+        assert use.params is not None
+        if not use.params.is_filled:  # the backward did not come through what the function returned
+            self.on_backward()
+            self._open(use)
+        return use.params
+
     def exit(self, use: Use) -> None:
         """End the forward part of a use."""
         while self._backward and self._backward[-1].is_inside(use):  # of a backward that the function has called itself
@@ -173,6 +192,8 @@ class Step:
         if use.params is not None:
             use.params.users -= 1
         self._event("forward_end", use.unit, use.number, params=use.params)
+        if use.params is not None and use.params.is_held:
+            self.held[use.unit.key] = None
 
     def come_back(self, uses: Sequence[Use]) -> None:
         """A backward comes to the function that entered these units."""
@@ -252,6 +273,7 @@ class Step:
             if unit.gradient is not None:
                 unit.gradient.add(grads)
         self.num_microbatches += 1
+        self.executor.step = f"{self.executor.step.rpartition(' ')[0].rpartition(' ')[0]} {self.num_microbatches}: "
         for unit in self.units.values():
             unit.pending = 0
 

@@ -112,7 +112,7 @@ class Tracer(Engine):
         """Enter the units, call the function, leave them."""
         sharded, ties = units
         nodes = [sharded] if isinstance(sharded, Sharded) else units_of(sharded)
-        step = self.current()
+        step, first = self.current(), torch._C._autograd._get_sequence_nr()
         uses: list[Use] = []
         try:
             for node in (*ties, *nodes):
@@ -127,8 +127,12 @@ class Tracer(Engine):
             for use in uses:
                 use.leaves = None
             out = fn(tree, *args, **kwargs)
+            del tree
             if any(use.params is not None for use in uses):
                 out = _without_views(out, uses)
+            if step.eager is not None and torch.is_grad_enabled():
+                for use in uses:
+                    step.pack(out, use, first)
         finally:
             for use in reversed(uses):
                 step.exit(use)
@@ -243,7 +247,8 @@ def _leaves(tree: Any) -> list[Any]:
 
 def _without_views(out: Any, uses: Sequence[Use]) -> Any:
     """What a function returned, with copies in place of views of parameters that are about to be released."""
-    bounds = [(p.memory.data_ptr(), p.memory.data_ptr() + len(p.memory)) for p in (use.params for use in uses) if p is not None]
+    memory = [use.params.memory for use in uses if use.params is not None and use.params.memory is not None]
+    bounds = [(each.data_ptr(), each.data_ptr() + len(each)) for each in memory]
 
     def outside(x: Any) -> Any:
         if not isinstance(x, torch.Tensor) or x.layout is not torch.strided or x.device.type == "meta" or not x.numel():

@@ -27,37 +27,72 @@ def full_nbytes(unit: UnitLayout) -> int:
 
 
 class UnshardedBuffer:
-    """Full parameters of a unit in memory that stays the same storage, whether they are there at present or not.
+    """Full parameters of a unit, whether they are there at present or not: in the arena, or in memory of their own.
 
-    Tensors that autograd has saved point at this memory. While something else may be in it, their version counters differ from
-    what autograd has seen, so a backward that comes to them by a way that the scheduler does not know of is refused.
+    In the arena, tensors that autograd has saved point at this memory. While something else may be in it, their version
+    counters differ from what autograd has seen, so a backward that comes to them by a way that the scheduler does not know of
+    is refused. Memory of its own is new with each gather, and lives for as long as somebody holds a view of it.
 
     Args:
         layout: of the unit.
         axes: to gather along.
-        memory: bytes for it: a part of the arena, or a storage of its own.
+        device: where memory of its own is made.
         rank: of this process.
-        where: the part of the arena; None for a storage of its own, which is empty while the parameters are not there.
+        memory: a part of the arena; None for memory of its own.
+        where: that part.
 
     Attributes:
+        full: the parameters; only while they are gathered, if they have memory of their own.
         seen: the stamp of the node that it is filled from, or about to be; None while it is released.
         users: uses that are under way.
+        is_held: whether somebody still had memory of its own when it was released.
     """
 
-    __slots__ = ("_epoch", "_issued", "_outs", "_sources", "axes", "full", "memory", "seen", "tickets", "users", "where")
+    __slots__ = (
+        "_device",
+        "_epoch",
+        "_issued",
+        "_layout",
+        "_outs",
+        "_rank",
+        "_sources",
+        "axes",
+        "full",
+        "is_held",
+        "memory",
+        "seen",
+        "tickets",
+        "users",
+        "where",
+    )
 
     def __init__(
-        self, layout: UnitLayout, axes: tuple[str, ...], memory: torch.Tensor, *, rank: int, where: Memory | None = None
+        self,
+        layout: UnitLayout,
+        axes: tuple[str, ...],
+        device: torch.device,
+        *,
+        rank: int,
+        memory: torch.Tensor | None = None,
+        where: Memory | None = None,
     ) -> None:
-        self.axes, self.memory, self.where = axes, memory, where
-        self.full = FullUnit(layout, carve(memory, full_sizes(layout)))
-        self._outs = [nested_parts(flat, layout, axes, rank) for flat in self.full.flats]
+        self._layout, self._device, self._rank, self.axes, self.where = layout, device, rank, axes, where
+        self.memory: torch.Tensor | None = None
+        self.full: FullUnit | None = None
+        self._outs: list[list[torch.Tensor]] = []
+        if memory is not None:
+            self._make(memory)
         self.seen: Stamp | None = None
         self.tickets: list[Ticket] = []
         self.users = 0
+        self.is_held = False
         self._sources: list[StorageWeakRef] = []
         self._issued: dict[int, tuple[torch.Tensor, ...]] = {}  # by use: tensors with the version counters of its leaves
         self._epoch = 0
+
+    def _make(self, memory: torch.Tensor) -> None:
+        self.memory, self.full = memory, FullUnit(self._layout, carve(memory, full_sizes(self._layout)))
+        self._outs = [nested_parts(flat, self._layout, self.axes, self._rank) for flat in self.full.flats]
 
     @property
     def is_filled(self) -> bool:
@@ -66,8 +101,9 @@ class UnshardedBuffer:
 
     def issue(self, use: int) -> list[torch.Tensor]:
         """Leaves for a use: new aliases each time."""
+        assert self.full is not None
         leaves = self.full.leaves()
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() and self.where is not None:
             self._issued[use] = tuple(leaf.detach() for leaf in leaves)
         return leaves
 
@@ -84,8 +120,9 @@ class UnshardedBuffer:
         """Begin to fill it from where the unit's parameters rest."""
         if transport.innermost.is_async:  # else this stream is behind it, and what it reads has to stay until compute is, too
             _ = node.buffers
-        if self.where is None and not self.memory.untyped_storage().nbytes():
-            self.memory.untyped_storage().resize_(len(self.memory))
+        if self.where is None:
+            with torch.inference_mode(False):
+                self._make(torch.empty(full_nbytes(self._layout), dtype=torch.uint8, device=self._device))
         self.seen, self._sources = stamp(node), []
         self._set_versions(0)
         for group, (x, outs) in enumerate(zip(node.raw_buffers, self._outs, strict=True)):
@@ -128,8 +165,11 @@ class UnshardedBuffer:
         self._epoch += 1
         self._set_versions(self._epoch)
         if self.where is None:
-            self.memory.untyped_storage().resize_(0)
-        elif poison:
+            assert self.memory is not None
+            storage = StorageWeakRef(self.memory.untyped_storage())
+            self.memory, self.full, self._outs = None, None, []
+            self.is_held = not storage.expired()
+        elif poison and self.memory is not None:
             self.memory.fill_(0xFF)  # NaN in every floating dtype
 
     def drop(self) -> None:
