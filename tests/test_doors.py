@@ -41,7 +41,7 @@ def any_door(of: Callable[[Door], bool]) -> Callable[[Model], bool]:
 
 PENDING = [
     Pending(
-        ("scheduled", "module"),
+        PATHS,
         "a parameter that leaves a reentrant checkpoint has no gradient",
         lambda model: any(d.what in OF_WEIGHTS and model.wraps[d.unit] == "reentrant checkpoint" for d in model.doors),
     ),

@@ -22,8 +22,8 @@ Parts = tuple[list[Any], Callable[[list[Any]], Any]]
 """What is in a value, and a function that puts other things in its place and returns the value, or another one."""
 
 
-def tensors_in(value: Any) -> list[torch.Tensor]:
-    """All tensors in a value, at any depth.
+def tensors_in(value: Any, path: str = "") -> list[torch.Tensor]:
+    """All tensors in a value that the module at ``path`` gives away, at any depth.
 
     It looks into pytrees, into lists, tuples, sets and mappings of any class, and into the attributes of other objects, in a
     dict or in slots: dataclasses and their like. Modules, classes and functions are closed to it.
@@ -42,7 +42,7 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
             seen[id(each)] = each
             if isinstance(each, _LATE):
                 raise TreeError(
-                    f"a module returns a {type(each).__name__}, which computes after parameters are released. Return a list."
+                    f"module {path!r} returns a {type(each).__name__}, which computes after parameters are released. Return a list."
                 )
             todo += _parts(each)[0]
     return list(found.values())

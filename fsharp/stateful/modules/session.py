@@ -180,7 +180,7 @@ class Session:
                 within.computing.pop()
             full = [leaf for each in leaves for leaf in each]
             out = without(out, full, path)
-            found, mine = tensors_in(out), left.since(before, passed, full, path)
+            found, mine = tensors_in(out, path), left.since(before, passed, full, path)
             found += [x for x in mine if not any(x is y for y in found)]
             result[:] = [(out, found, passed)]
             return reaching(found, [*flat, *full]) if path in self.varies else found

@@ -83,6 +83,7 @@ class Scheduler(Tracer):
         self._running: Scheduled | None = None
         self._loose: Callable[[], Step | None] = lambda: None
         self._thread = 0
+        self.num_updates = 0
         self._is_connected = False
 
     def reopen(self) -> None:
@@ -172,7 +173,7 @@ class Scheduler(Tracer):
         """
         with self.guard():
             self._connect()
-            self.executor.begin(f"{scheduled.name} #{scheduled.num_calls}, microbatch 0: ")
+            self.executor.begin(f"{scheduled.name} #{scheduled.num_calls} after {self.num_updates} updates, microbatch 0: ")
             scheduled.num_calls += 1
             self._thread = threading.get_ident()
             self.registry.begin()

@@ -74,9 +74,11 @@ class Tracer(Engine):
         own: for collectives that are not scheduled.
         transport: for those that are.
         lanes: the streams beside compute.
+        num_updates: how often parameters have become others.
     """
 
     own: Comm
+    num_updates: int
     transport: Transport
     lanes: Lanes
     _issued = IssuedGradients()
@@ -117,17 +119,7 @@ class Tracer(Engine):
         try:
             for node in (*ties, *nodes):
                 uses.append(step.enter(node, self.unit_of(node)))
-            leaves = {use.unit.layout.name: (leaf_index(use.unit.layout), use.leaves or []) for use in uses}
-            if isinstance(sharded, Sharded):
-                tree = leaf_index(sharded.unit).tree(leaves)
-            else:
-                trees = iter([leaf_index(node.unit).tree(leaves) for node in nodes])
-                tree = map_units(lambda x: next(trees) if is_sharded(x) else x, sharded)
-            del leaves
-            for use in uses:
-                use.leaves = None
-            out = fn(tree, *args, **kwargs)
-            del tree
+            out = fn(_tree_of(sharded, uses), *args, **kwargs)  # which nobody here holds: what is left of it is the function's
             if any(use.params is not None for use in uses):
                 out = _without_views(out, uses)
             if step.eager is not None and torch.is_grad_enabled():
@@ -219,6 +211,7 @@ class Tracer(Engine):
             self.replaced(old, spread)
             spreads.append(spread)
         step.update(spreads)
+        self.num_updates += 1
         nodes = iter(spreads)
         return map_units(lambda _: next(nodes).node, params)
 
@@ -230,6 +223,14 @@ class Tracer(Engine):
     def _arrive(self, spread: Spread) -> None:
         spread.wait()
         self.lanes.join_all()
+
+
+def _tree_of(sharded: Any, uses: Sequence[Use]) -> Any:
+    """What the function gets in place of units: the leaves of their uses, which are its own from here on."""
+    leaves = {use.unit.layout.name: (leaf_index(use.unit.layout), use.leaves or []) for use in uses}
+    for use in uses:
+        use.leaves = None
+    return map_units(lambda node: leaf_index(node.unit).tree(leaves) if is_sharded(node) else node, sharded)
 
 
 def _reduced(node: Sharded, gradient: GradientBuffer | None, to: PlaceName) -> Sharded:
