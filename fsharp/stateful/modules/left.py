@@ -28,12 +28,12 @@ class Left:
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._modules = [weakref.ref(each) for each in modules if not type(each).__module__.startswith("torch.nn.")]
 
-    def look(self, arguments: Sequence[Any]) -> dict[int, torch.Tensor]:
+    def look(self, arguments: Sequence[Any], path: str) -> dict[int, torch.Tensor]:
         """The tensors there, by id."""
         values = [value for value in arguments if type(value) in _CONTAINERS and value]
         for places in self._places():
             values += [value for name, value in places.items() if name not in _OWN and _may_hold(value)]
-        return {id(x): x for x in tensors_in(values)} if values else {}
+        return {id(x): x for x in tensors_in(values, path)} if values else {}
 
     def since(
         self, before: dict[int, torch.Tensor], arguments: Sequence[Any], parameters: Sequence[torch.Tensor], path: str
@@ -42,7 +42,7 @@ class Left:
 
         Views of parameters, which are released, become copies first.
         """
-        new = {i: x for i, x in self.look(arguments).items() if i not in before}
+        new = {i: x for i, x in self.look(arguments, path).items() if i not in before}
         views = views_of(parameters, list(new.values()))
         if views:
             copies = [x.clone() for x in views]

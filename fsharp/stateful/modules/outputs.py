@@ -42,7 +42,8 @@ def tensors_in(value: Any, path: str = "") -> list[torch.Tensor]:
             seen[id(each)] = each
             if isinstance(each, _LATE):
                 raise TreeError(
-                    f"module {path!r} returns a {type(each).__name__}, which computes after parameters are released. Return a list."
+                    f"module {path!r} gives away a {type(each).__name__}, which computes when parameters are released. Give a "
+                    "list."
                 )
             todo += _parts(each)[0]
     return list(found.values())

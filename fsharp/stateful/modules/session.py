@@ -169,7 +169,7 @@ class Session:
         def compute(trees: list[Any], *flat: Any) -> list[Any]:
             a, k = given.filled(flat)
             passed = [*a, *k.values()]
-            before = left.look(passed)
+            before = left.look(passed, path)
             leaves = [optree.tree_leaves(tree) for tree in trees]
             seats = [self.seats[name] for name in names]
             within.computing.append(path)
