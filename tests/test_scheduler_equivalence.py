@@ -92,7 +92,7 @@ def measure(comm, strategy, microbatches, precision="float32", **policy):
     counting, tx, runs = fs.CountingComm(comm), fs.adamw(1e-2), []
 
     def loss(params, batch, comm):
-        runs.append(comm._run)
+        runs.append(comm.executor)
         return loss_fn(params, batch, comm)
 
     state = make_state(comm, strategy, tx=tx, precision=PRECISIONS[precision])

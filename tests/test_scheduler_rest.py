@@ -59,25 +59,26 @@ class Late(Blocking):
 
     is_async = True
 
-    def gather(self, x, out, axis):
-        return Ticket(then=lambda: Blocking.gather(self, x, out, axis))
+    def gather(self, x, out, axis, *, label=""):
+        return Ticket(then=lambda: Blocking.gather(self, x, out, axis, label=label))
 
-    def reduce_scatter(self, x, axis, *, dtype, scratch, out=None):
-        return Ticket(then=lambda: Blocking.reduce_scatter(self, x, axis, dtype=dtype, scratch=scratch, out=out).wait())
+    def reduce_scatter(self, x, axis, *, dtype, scratch, out=None, label=""):
+        options = {"dtype": dtype, "scratch": scratch, "out": out, "label": label}
+        return Ticket(then=lambda: Blocking.reduce_scatter(self, x, axis, **options).wait())
 
-    def all_reduce(self, x, out, axis, *, scratch):
+    def all_reduce(self, x, out, axis, *, scratch, label=""):
         held = {}
 
         def arrive():
             held["sum"] = torch.empty_like(out)
-            Blocking.all_reduce(self, x, held["sum"], axis, scratch=scratch)
+            Blocking.all_reduce(self, x, held["sum"], axis, scratch=scratch, label=label)
             return Ticket(then=lambda: out.copy_(held["sum"]))
 
         return Ticket(then=arrive)
 
 
 def late(scheduler):
-    scheduler.transport = Late(scheduler.comm)
+    scheduler.transport = scheduler.executor.transport = Late(scheduler.comm)
     return scheduler
 
 

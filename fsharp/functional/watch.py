@@ -12,7 +12,7 @@ import time
 import traceback
 import zlib
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 from weakref import WeakValueDictionary
 
@@ -143,11 +143,13 @@ class Watch:
 
     Attributes:
         error: why no more collective can be called, once one has failed.
+        aborts: called then, to end whatever is under way.
     """
 
     def __init__(self, name: str, ranks: Ranks, board: Board | None, limit_s: float) -> None:
         self.name, self.ranks, self.board, self.limit_s = name, ranks, board, limit_s
         self.error: Exception | None = None
+        self.aborts: list[Callable[[], None]] = []
         self.count = 0
         self._labels: deque[str] = deque(maxlen=_KEPT_LABELS)
         self._blocked: dict[int, Note] = {}  # by rank, a note by which it and this rank wait for each other
@@ -183,8 +185,7 @@ class Watch:
             return "others have not come"
         failed = self.board.read("failed")
         if failed is not None:
-            self.error = AgreementError(failed)
-            raise self.error
+            raise self._end(AgreementError(failed))
         counts = {name: watch.count for name, watch in list(self.ranks.watches.items())}
         for rank in self.ranks.exchange(Note(0, self.name, call.number, list(self._labels), counts)):
             self._compare(call, rank, self.ranks.seen[rank])
@@ -226,8 +227,13 @@ class Watch:
         if self.board is not None:
             won = self.board.claim("failed", text)
             text, kind = won, (kind if won == text else AgreementError)
-        self.error = kind(text)
-        return self.error
+        return self._end(kind(text))
+
+    def _end(self, error: Exception) -> Exception:
+        is_first, self.error = self.error is None, error
+        for abort in self.aborts if is_first else ():
+            abort()
+        return error
 
     def fail(self, error: BaseException, where: str) -> None:
         """This rank gives up because of an error of its own, or of one that others know of."""

@@ -1,11 +1,12 @@
 """The gradient of one unit: the way it takes from a backward to the optimizer's place, and how far it has come in this step."""
 
+import gc
 from collections.abc import Callable, Sequence
 from enum import Enum, auto
 
 import torch
 
-from fsharp.functional.errors import TreeError
+from fsharp.functional.errors import ScheduleError, TreeError
 from fsharp.functional.layout import UnitLayout
 from fsharp.functional.placement import Partial, Place, Replicate, Shard
 from fsharp.stateful.runtime.chain import Chain, Pieces, Stage, nbytes_of
@@ -212,8 +213,23 @@ class GradientBuffer:
         """The arena is wanted for something else: have memory of its own."""
         self._place = None
         if self.rest.in_arena:
+            self.let_go()
             torch._foreach_copy_(self._own.tensors, self.rest.tensors)
             self.rest = self._own
+
+    def let_go(self) -> None:
+        """Give what callers hold of the arena memory of its own.
+
+        Raises:
+            ScheduleError: somebody holds a view, which cannot be moved.
+        """
+        if self.rest.in_arena and self.rest.is_held and not self.rest.copy_out():
+            gc.collect()
+            if self.rest.is_held:
+                raise ScheduleError(
+                    f"a view of the gradient of unit {self.route.unit.name!r} is held beyond its step, and the memory it is in "
+                    "is not. Hold the gradient itself or a clone, or pass keep_gradients=True to the Scheduler."
+                )
 
     def cast(self, grads: Grads, block: Block | None, *, first: bool) -> None:
         """Put what a use contributes into a block, or where the gradient rests.

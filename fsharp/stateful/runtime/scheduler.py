@@ -1,7 +1,6 @@
 """Scheduler: runs pure functions by a schedule. A Comm like any other to them, which gives the same bits, sooner."""
 
 import copy
-import gc
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -219,9 +218,6 @@ class Scheduler(Tracer):
         comm = _innermost(self.own)
         if isinstance(comm, ProcessGroupComm):
             comm.watch.fail(error, self.executor.step.rstrip(": ") or "a call outside of any step")
-            if self._is_connected and self.policy.separate_groups:
-                comm.abort()
-                self.transport.abort()
         if self._step is not None:
             self._step.is_over = True
         for unit in self.units.values():
@@ -326,8 +322,8 @@ class Scheduler(Tracer):
         scheduled = self._running
         assert scheduled is not None
         for unit in self.units.values():
-            if unit.gradient is not None and unit.gradient.rest.in_arena and unit.gradient.rest.is_held:
-                self._copy_out(unit)
+            if unit.gradient is not None:
+                unit.gradient.let_go()
         if step.is_planned and step.schedule is not None:
             for key in step.schedule.carried:
                 step.schedule.slots[key].remember(step.schedule.units[key].node)
@@ -337,16 +333,6 @@ class Scheduler(Tracer):
         else:
             self._record(scheduled, step)
         self.registry.release()
-
-    def _copy_out(self, unit: UnitState) -> None:
-        assert unit.gradient is not None
-        if not unit.gradient.rest.copy_out():
-            gc.collect()
-            if unit.gradient.rest.is_held:
-                raise ScheduleError(
-                    f"a view of the gradient of unit {unit.key!r} is held beyond its step, and the memory it is in is not. "
-                    "Hold the gradient itself or a clone, or pass keep_gradients=True to the Scheduler."
-                )
 
     def _record(self, scheduled: Scheduled, step: Step) -> None:
         """Learn what a step has done that followed no schedule to its end."""

@@ -97,9 +97,6 @@ class Transport(ABC):
     def make(self) -> None:
         """Make ready what all ranks have to make together."""
 
-    def abort(self) -> None:
-        """Have whatever is under way end in an error."""
-
 
 class Groups:
     """Process groups of a scheduler's own, so that its gathers and its reductions do not wait for each other.
@@ -114,6 +111,7 @@ class Groups:
     def make(self) -> None:
         """Make those along all axes. Every rank has to, at one point; a rank that comes alone waits up to the limit."""
         if self.separate:
+            self.comm.watch.aborts.append(self.abort)
             for axis, size in self.comm.mesh.axes:
                 for kind in _KINDS if size > 1 else ():
                     self(kind, axis)

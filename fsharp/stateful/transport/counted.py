@@ -53,7 +53,3 @@ class Counted(Transport):
     def make(self) -> None:
         """As ``inner``."""
         self.inner.make()
-
-    def abort(self) -> None:
-        """As ``inner``."""
-        self.inner.abort()

@@ -73,7 +73,7 @@ class Exchange(Transport):
         if self.comm.mesh.axis_size(axis) == 2 and x.dtype == out.dtype and x.dtype in _ROUNDED_ONCE and self.groups.separate:
             return Ticket(result=self._all_reduce_two(out.copy_(x), axis, group, call))
         mine, parts, results = self._parts_of_both(x, out, axis)
-        second = self._begin(label, "all_gather", results[mine], axis)  # now: the order of calls is that of the main thread
+        second = self._begin(label, "all_gather of sums", x, axis)  # now: the order of calls is that of the main thread
         share = partial(self._share, "share", results, axis, group, second)
         return self._reduce(parts, results[mine], axis, scratch, call, share)
 
@@ -234,10 +234,6 @@ class Exchange(Transport):
     def make(self) -> None:
         """The groups."""
         self.groups.make()
-
-    def abort(self) -> None:
-        """In the groups, if they are its own."""
-        self.groups.abort()
 
 
 def _elements(x: torch.Tensor) -> int:
