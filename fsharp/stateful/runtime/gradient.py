@@ -173,6 +173,7 @@ class GradientBuffer:
         self.num_added = self.found = 0
         self.block: Block | None = None
         self._place: Resting | None = None
+        self._is_open = False  # whether this step has come to where the place is the gradient's own
         self._tickets: list[Ticket] = []
         self._tails: list[Ticket] = []
         self._deferred: Callable[[], None] | None = None
@@ -186,18 +187,23 @@ class GradientBuffer:
         assert phase in _MOVES[self.phase], f"{self.route.unit.name}: a gradient that is {self.phase} cannot be {phase} next"
         self.phase = phase
 
+    def begin_step(self) -> None:
+        """A new step."""
+        self._is_open = False
+
     def begin(self, place: Resting | None) -> None:
-        """A new step: whatever rests is of the step before.
+        """A new gradient: whatever rests is of the one before.
 
         Args:
-            place: where the schedule has room for it, from the op on that opens it.
+            place: where the schedule has room for it, from the op on that opens it to the end of the step.
         """
         self.join()
+        self.let_go()
         if self._own.is_held:
             self._own.forget()
         if self.final is not None and self.final.is_held:
             self.final.forget()
-        self.rest, self._place = self._own, place
+        self.rest, self._place = place if self._is_open and place is not None else self._own, place
         if self.route.device.type != "cpu" and self.final is not None:
             _ = self.final.tensors  # from the pool of the stream that computes
         self.phase, self.block = Phase.NONE, None
@@ -207,11 +213,11 @@ class GradientBuffer:
     def open(self) -> None:
         """From here on it rests where the schedule has room for it."""
         if self._place is not None:
-            self.rest = self._place
+            self.rest, self._is_open = self._place, True
 
     def leave_arena(self) -> None:
         """The arena is wanted for something else: have memory of its own."""
-        self._place = None
+        self._place, self._is_open = None, False
         if self.rest.in_arena:
             self.let_go()
             torch._foreach_copy_(self._own.tensors, self.rest.tensors)

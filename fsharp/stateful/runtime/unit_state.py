@@ -219,6 +219,8 @@ class UnitState:
         """A new step."""
         self.node = self.params = None
         self.pending = self.most_uses = 0
+        if self.gradient is not None:
+            self.gradient.begin_step()
 
     def train(self, transport: Transport, place: Resting | None) -> None:
         """A new gradient, if the unit has one.
