@@ -139,26 +139,30 @@ def test_gradients_stay_what_they_are_for_as_long_as_they_are_kept(strategy, pol
 
 
 @pytest.mark.parametrize("strategy", ["zero1", "zero3", "hsdp"])
-@pytest.mark.parametrize("keep", [(), (2,), (1, 2, 3), (1, 3)], ids=str)
-def test_memory_is_used_again_once_nobody_has_it(strategy, keep):
-    """Gradients are in the arena from the second step on, but after steps whose gradients are held until the next is over."""
+def test_what_leaves_a_step_is_not_in_the_arena(strategy):
+    """Gradients are there while the step runs; those that it returns have memory of their own, and the arena stays."""
 
     def rank_fn(comm):
-        scheduler = fs.Scheduler(comm, poison=True)
-        state, step, held, found, arenas = make_state(comm, strategy), scheduler(explicit), [], [], []
-        for i, batch in enumerate(my_batches(comm, 7)):
-            state, _, grads, _ = step(state, batch)
-            mine = [x for x in buffers(grads) if x.numel()]
-            held[:] = mine if i in keep else []
-            found.append(in_arena(scheduler, mine) / len(mine))
-            arenas.append(scheduler.arena.data_ptr() if i else 0)
-            del mine, grads, _
-        return found, [i for i in range(2, 7) if arenas[i] != arenas[i - 1]]
+        scheduler, within = fs.Scheduler(comm, poison=True), []
 
-    for found, replaced in simulate(mesh_of(strategy), rank_fn):
-        elsewhere = [0, *(i + 1 for i in keep)]
-        assert found == [float(i not in elsewhere) for i in range(7)]
-        assert replaced == [i + 1 for i in keep if found[i]]  # else it is not the arena that is held
+        def step(state, batch, comm):
+            out = explicit(state, batch, comm)
+            mine = [x for x in buffers(out[2]) if x.numel()]
+            within.append(in_arena(scheduler, mine) / len(mine))
+            return out
+
+        state, call, after, arenas = make_state(comm, strategy), scheduler(step), [], set()
+        for batch in my_batches(comm, 5):
+            state, _, grads, _ = call(state, batch)
+            after.append(in_arena(scheduler, buffers(grads)))
+            arenas.add(scheduler.arena.data_ptr())
+            del grads, _
+        return within, after, len(arenas)
+
+    for within, after, num_arenas in simulate(mesh_of(strategy), rank_fn):
+        assert within == [0, 1, 1, 1, 1]
+        assert after == [0] * 5
+        assert num_arenas <= 2  # none before the first schedule
 
 
 def test_gradients_kept_for_one_step_more():
@@ -174,17 +178,23 @@ def test_gradients_kept_for_one_step_more():
     run_both(program)
 
 
-def test_a_view_of_a_gradient_and_an_array_of_it_keep_it():
-    def program(run):
-        state, step, kept = make_state(run.comm, "zero3"), run.wrap(explicit), []
-        for batch in my_batches(run.comm, 5):
-            state, _, grads, _ = step(state, batch)
-            views = [buffers(grads)[0][1:3], torch.from_numpy(buffers(grads)[1].numpy()), buffers(grads)[2].view(-1, 1)]
-            kept.append(views if len(kept) % 2 else [x.clone() for x in views])
-            del grads, views, _
+def test_a_view_of_a_gradient_that_is_held_beyond_its_step_is_refused():
+    """The memory that it is in is others' then; a view cannot be moved, as the gradient itself is."""
+
+    def rank_fn(comm, **policy):
+        state, kept = make_state(comm, "zero3"), []
+        step = fs.Scheduler(comm, **policy)(lambda state, batch, comm: look_at(explicit(state, batch, comm), kept))
+        for batch in my_batches(comm, 3):
+            state = step(state, batch)
         return kept
 
-    run_both(program)
+    def look_at(out, kept):
+        kept.append(buffers(out[2])[1][1:3])
+        return out[0]
+
+    with pytest.raises(fs.ScheduleError, match=r"a view of the gradient of unit '.*' is held beyond its step"):
+        simulate(DP, rank_fn)
+    assert all(len(kept) == 3 for kept in simulate(DP, partial(rank_fn, keep_gradients=True)))
 
 
 # Several value_and_grad in one function
@@ -413,18 +423,10 @@ def look_back(run, *, unit, late=(2,), strategy="zero3"):
     return seen, full_params(state, run.comm)
 
 
-def test_a_backward_that_comes_when_gradients_are_where_its_parameters_were():
-    """It is refused where it would be wrong; otherwise it is right."""
-    refused = []
-    for unit in range(6):
-        try:
-            run_both(partial(look_back, unit=unit), gather_at_start=False)  # what is carried is beside all gradients
-        except fs.ScheduleError as error:
-            refused.append(unit)
-            first, *_ = str(error).splitlines()
-            assert f"the backward of unit 'layers.{unit}' came when the step's gradients had been handed out" in first
-            assert "pass keep_gradients=True to the Scheduler" in first
-    assert refused
+@pytest.mark.parametrize("unit", range(6))
+def test_a_backward_that_comes_when_gradients_are_where_its_parameters_were(unit):
+    """What callers hold of them has memory of its own by then."""
+    run_both(partial(look_back, unit=unit), gather_at_start=False)  # what is carried is beside all gradients
 
 
 @pytest.mark.parametrize("unit", [0, 2, 5])
@@ -468,7 +470,7 @@ def test_keep_gradients(strategy, microbatches):
     for (values, found, schedule), (others, found_there, planned_there) in zip(kept, planned, strict=True):
         assert_same(values, others)
         assert found == [0, 0, 0, 0]
-        assert found_there == [0, 1, 1, 1]
+        assert found_there == [0, 0, 0, 0]
         assert {facts.rest for facts in schedule.program.units} == {0}
         assert not any(op.opens for op in schedule.ops)
         assert any(op.opens for op in planned_there.ops)
@@ -557,7 +559,7 @@ def outlive(comm, *, strategy="zero3", again):
             grads = reduced = _ = None  # else they are held while the next ones are made
             state, _, grads, reduced = step(state, batch)
         kept, held = buffers(grads), copied(grads)
-        assert in_arena(scheduler, kept) == sum(x.numel() > 0 for x in kept)
+        assert in_arena(scheduler, kept) == 0
         arena = StorageWeakRef(scheduler.arena.untyped_storage())
         if again:  # the next step is elsewhere
             state, _, grads, reduced = step(state, my_batches(comm, 1)[0])
@@ -575,9 +577,9 @@ def outlive(comm, *, strategy="zero3", again):
 @pytest.mark.parametrize("strategy", ["zero3", "ddp", "hsdp"])
 @pytest.mark.parametrize("again", [False, True])
 def test_gradients_outlive_their_scheduler(strategy, again):
-    """They keep the arena, and nothing else does."""
+    """They do not keep the arena."""
     results = simulate(mesh_of(strategy), partial(outlive, strategy=strategy, again=again))
-    assert results == [(False, True)] * len(results)
+    assert results == [(True, True)] * len(results)
 
 
 # A gradient that is the parameter
@@ -762,7 +764,7 @@ def test_a_step_that_leaves_the_plan_in_processes(found, departure, strategy):
 
 
 def test_gradients_outlive_their_scheduler_in_processes(found):
-    assert [result["outlived"] for result in found] == [(False, True)] * 2
+    assert [result["outlived"] for result in found] == [(True, True)] * 2
 
 
 @pytest.mark.deep

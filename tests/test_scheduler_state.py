@@ -458,8 +458,8 @@ def test_parameters_changed_within_a_step_are_refused():
 @each_strategy
 @pytest.mark.parametrize("where", ["forward", "backward", "loss"])
 @pytest.mark.parametrize("when", [0, 2])
-def test_training_goes_on_after_a_function_has_raised(strategy, where, when):
-    """On all ranks alike, in the first step or in one that follows the plan."""
+def test_after_a_function_has_raised_training_goes_on_with_a_new_scheduler(strategy, where, when):
+    """On all ranks alike, in the first step or in one that follows the plan; the old one says that it is closed."""
 
     class Raises(torch.autograd.Function):
         @staticmethod
@@ -489,6 +489,11 @@ def test_training_goes_on_after_a_function_has_raised(strategy, where, when):
             if i == when:
                 with pytest.raises(ZeroDivisionError, match="in the"):
                     step(state, {**batch, "bad": True})
+                if run.scheduler is not None:
+                    with pytest.raises(fs.ScheduleError, match=r"this scheduler is closed(.|\n)*ZeroDivisionError: in the"):
+                        step(state, {**batch, "bad": False})
+                    run.scheduler = fs.Scheduler(run.comm, poison=True)
+                    step = run.wrap(fs.train_step(loss, make_tx()))
             state, metrics = step(state, {**batch, "bad": False})
             losses.append(metrics.loss)
         return losses, full_params(state, run.comm)
@@ -500,7 +505,7 @@ LOSSES = {
     "no use": (lambda p, b, comm: b["w"].sum().requires_grad_() * 1.0, "no parameter reaches it"),
     "constant": (lambda p, b, comm: b["w"].sum(), "no parameter reaches it: use forward"),
     "detached": (lambda p, b, comm: (logits(p, b["x"], comm).detach() * b["w"].requires_grad_()[:, None]).sum(), "detached on"),
-    "not a scalar": (lambda p, b, comm: logits(p, b["x"], comm), r"float32\[4, 11\], expected a scalar"),
+    "not a scalar": (lambda p, b, comm: logits(p, b["x"], comm), r"float32\[4, 11\] with a gradient, expected a scalar"),
 }
 
 

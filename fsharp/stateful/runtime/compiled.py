@@ -141,7 +141,8 @@ def unmet(schedule: Schedule, units: dict[str, UnitState], facts_of: Callable[[U
         if facts.trainable and unit.gradient is None:
             return f"it reduces a gradient of unit {facts.name!r}, which has had none"
         found = facts_of(unit)
-        for name in ("gathered", "finishing", "trainable", "gather", "reduce", "finish", "spread"):
+        moved = ("finishing", "reduce", "finish", "spread") if facts.trainable else ()
+        for name in ("gathered", "gather", *moved):
             if getattr(found, name) != getattr(facts, name):
                 return f"{name} of unit {facts.name!r} is {getattr(facts, name)}, and here {getattr(found, name)}"
     return ""

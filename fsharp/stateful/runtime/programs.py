@@ -73,12 +73,12 @@ class Programs:
         self._note(program)
         self.num_failed = 0
 
-    def recorded(self, program: Program, compile_: Callable[[Program], Schedule], *, left: bool) -> None:
+    def recorded(self, program: Program, compile_: Callable[[Program], Schedule | None], *, left: bool) -> None:
         """A call has not.
 
         Args:
             program: of the call.
-            compile_: makes its schedule.
+            compile_: makes its schedule; None if there is none.
             left: it has begun with a schedule.
         """
         self._pinned = None
@@ -88,7 +88,8 @@ class Programs:
             while len(self._schedules) >= _MOST_COMPILED:
                 old = self._schedules.pop(next(iter(self._schedules)))
                 self.bound.pop(id(old), None)
-            self._schedules[program] = compile_(program)
+            if (schedule := compile_(program)) is not None:
+                self._schedules[program] = schedule
         elif program in self._schedules:
             self._schedules[program] = self._schedules.pop(program)  # the latest
         self._seen[program] = None

@@ -6,11 +6,12 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
+from functools import partial
 from typing import Any
 
 import torch
 
-from fsharp.functional.agree import agree
+from fsharp.functional.agree import agree, gather_bytes
 from fsharp.functional.comm import Comm, CountingComm, ReduceOp
 from fsharp.functional.errors import ScheduleError
 from fsharp.functional.mesh import Mesh
@@ -344,8 +345,7 @@ class Scheduler(Tracer):
         )
         program = Program(units, tuple(step.events))
         was_planned = step.schedule is not None
-        if not step.held:
-            scheduled.programs.recorded(program, self._compile, left=was_planned)
+        scheduled.programs.recorded(program, partial(self._compile, is_held=bool(step.held)), left=was_planned)
         eager = step.eager
         scheduled.eager_schedule = None
         if not was_planned and eager is not None:
@@ -357,8 +357,13 @@ class Scheduler(Tracer):
         scheduled.note("left" if was_planned else "recorded", why)
         self._sweep()
 
-    def _compile(self, program: Program) -> Schedule:
-        """The schedule of a program: the same on all ranks, or all of them hear of it."""
+    def _compile(self, program: Program, *, is_held: bool) -> Schedule | None:
+        """The schedule of a program: the same on all ranks, or all of them hear of it.
+
+        None if some rank holds parameters beyond their use, for which no schedule has room.
+        """
+        if b"1" in gather_bytes(b"1" if is_held else b"0", self.own):
+            return None
         schedule = compile_schedule(program, self.policy)
         verify(schedule)
         policy = "\n".join(f"{name}={value}" for name, value in asdict(self.policy).items())

@@ -1,5 +1,6 @@
 """UnitState: what a scheduler knows of one unit of one tree: where its full parameters are, and its gradient."""
 
+import time
 from typing import Any
 
 import torch
@@ -168,7 +169,7 @@ class UnshardedBuffer:
             assert self.memory is not None
             storage = StorageWeakRef(self.memory.untyped_storage())
             self.memory, self.full, self._outs = None, None, []
-            self.is_held = not storage.expired()
+            self.is_held = not _expires(storage)
         elif poison and self.memory is not None:
             self.memory.fill_(0xFF)  # NaN in every floating dtype
 
@@ -180,6 +181,15 @@ class UnshardedBuffer:
     def _set_versions(self, version: int) -> None:
         for issued in self._issued.values():
             torch._C._autograd._unsafe_set_version_counter(issued, (version,) * len(issued))
+
+
+def _expires(storage: StorageWeakRef) -> bool:
+    """Whether nobody holds a storage; a thread that has just made a collective may be about to let it go."""
+    for _ in range(5):
+        if storage.expired():
+            return True
+        time.sleep(0.001)
+    return False
 
 
 class UnitState:
