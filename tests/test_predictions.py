@@ -115,7 +115,7 @@ class Watched:
         self.reduce_scatter, self.all_reduce = inner.reduce_scatter, inner.all_reduce
         self.gathered = weakref.WeakSet()
 
-    def all_gather(self, x, axis):
+    def all_gather(self, x, axis, *, label=""):
         out = self.inner.all_gather(x, axis)
         self.gathered.add(out.untyped_storage())
         return out

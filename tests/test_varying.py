@@ -245,13 +245,13 @@ class _Split:
     def __init__(self, units, tokens):
         self.mesh, self.rank, self.device, self._units, self._tokens = units.mesh, units.rank, units.device, units, tokens
 
-    def all_gather(self, x, axis):
+    def all_gather(self, x, axis, *, label=""):
         return (self._tokens if x.dim() > 1 else self._units).all_gather(x, axis)
 
-    def reduce_scatter(self, x, axis, *, dtype=None):
+    def reduce_scatter(self, x, axis, *, dtype=None, label=""):
         return (self._tokens if x.dim() > 2 else self._units).reduce_scatter(x, axis, dtype=dtype)
 
-    def all_reduce(self, x, axis, *, op="sum"):
+    def all_reduce(self, x, axis, *, op="sum", label=""):
         return self._units.all_reduce(x, axis, op=op)
 
 
