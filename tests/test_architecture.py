@@ -28,6 +28,48 @@ def test_functional_imports_nothing_stateful():
         assert not wrong, f"{path}: {wrong}"
 
 
+MAY_IMPORT = {
+    "schedule": {"schedule"},
+    "inspect": {"schedule", "inspect"},
+    "transport": {"transport"},
+    "runtime": {"schedule", "inspect", "transport", "runtime"},
+    "modules": {"schedule", "inspect", "transport", "runtime", "modules"},
+}
+"""Folders of ``stateful``, and those that they may import from: in functions and under ``TYPE_CHECKING`` as well."""
+
+
+@pytest.mark.parametrize("folder", MAY_IMPORT)
+def test_folders_import_downwards(folder):
+    paths = list((ROOT / "stateful" / folder).glob("*.py"))
+    assert paths
+    for path in paths:
+        found = {name.split(".")[2] for name in imports(path) if name.startswith("fsharp.stateful.")}
+        assert found <= MAY_IMPORT[folder], path
+
+
+def test_no_circle_of_files():
+    """But for a layout's own methods, which are written down where they are read."""
+    files = {".".join(path.relative_to(ROOT.parent).with_suffix("").parts): path for path in SOURCES}
+    files = {name: path for name, path in files.items() if not name.endswith((".functional.serial", ".functional.table"))}
+    graph = {name: {each for each in imports(path) if each in files} for name, path in files.items()}
+    done, open_ = set(), []
+
+    def visit(name):
+        assert name not in open_, f"a circle: {[*open_[open_.index(name) :], name]}"
+        if name not in done:
+            open_.append(name)
+            for each in sorted(graph[name]):
+                visit(each)
+            done.add(open_.pop())
+
+    for name in graph:
+        visit(name)
+
+
+def test_torch_cuda_is_in_one_file():
+    assert [path.name for path in SOURCES if "torch.cuda" in path.read_text()] == ["graphs.py"]
+
+
 def test_one_door_to_torch_distributed():
     users = {path.name for path in (ROOT / "functional").rglob("*.py") if any("distributed" in name for name in imports(path))}
     assert users == {"process_group.py"}

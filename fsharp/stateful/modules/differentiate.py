@@ -1,21 +1,41 @@
 """torch.autograd.grad with respect to parameters of a sharded module."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 
 from fsharp.functional.errors import ScheduleError
+from fsharp.stateful.modules.means import Means
 from fsharp.stateful.modules.parameter import Part, ShardedParameter
 
-if TYPE_CHECKING:
-    from fsharp.stateful.modules.session import Session
+
+class Steps(Protocol):
+    """What it has to know of a session."""
+
+    is_accumulating: bool
+    means: Means
+
+    @property
+    def is_fed(self) -> bool:
+        """Whether backward passes of this step have left gradients."""
+
+    @property
+    def sinks(self) -> list[torch.Tensor]:
+        """What a backward of the step that is under way goes to."""
+
+    def clear_up(self) -> None:
+        """Begin anew after an error."""
+
+    def discard(self) -> None:
+        """Forget the gradients there are."""
+
 
 _WHERE = "torch.autograd.grad() with respect to parameters of a ShardedModule"
 
 
 def differentiate(
-    session: "Session",
+    session: Steps,
     outputs: Any,
     inputs: Sequence[torch.Tensor],
     *,
@@ -42,7 +62,7 @@ def differentiate(
             "`fn, params = model.functional()`: torch.func works on that."
         )
     for x in inputs:
-        if isinstance(x, ShardedParameter) and x._gradients() is not session:
+        if isinstance(x, ShardedParameter) and x._gradients() is not session:  # type: ignore[comparison-overlap]
             raise ScheduleError(f"{_WHERE}: {x.path!r} is one of another module. Call it for each of the modules.")
     session.clear_up()
     if session.is_accumulating or session.means.tree is not None or session.is_fed:

@@ -2,22 +2,28 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
-
-if TYPE_CHECKING:
-    from fsharp.stateful.runtime.recorder import Recorder
 
 Key = tuple[int, int]
 """An op: the number of its plan, its position."""
 _HERE = nullcontext()
 
 
+class Marks(Protocol):
+    """Who wants to know when an op ran on a lane."""
+
+    lane_marks: list[tuple[Any, Any]]
+
+    def mark(self) -> Any:
+        """Now, on the current stream."""
+
+
 class Lanes:
     """A host without streams: collectives are asynchronous by themselves, and what the host waits for is ordered by that."""
 
-    recorder: "Recorder | None" = None
+    recorder: "Marks | None" = None
 
     def on(self, name: str, op: Key | None = None, after: Sequence[Key] = (), *, begins: bool = True) -> AbstractContextManager:
         """Run what is inside on a lane.
