@@ -23,7 +23,6 @@ from fsharp.stateful.runtime.executor import Executor
 from fsharp.stateful.runtime.facts import facts_of
 from fsharp.stateful.runtime.pending import is_pending
 from fsharp.stateful.runtime.scheduled import Scheduled
-from fsharp.stateful.runtime.spread import Spread
 from fsharp.stateful.runtime.step import Step
 from fsharp.stateful.runtime.streams import lanes_for
 from fsharp.stateful.runtime.tracer import IssuedGradients, Tracer, closed
@@ -389,10 +388,10 @@ class Scheduler(Tracer):
             unit.node = node
         return unit
 
-    def replaced(self, old: Sharded, spread: Spread) -> None:
+    def replaced(self, old: Sharded, unit: UnitState, new: Sharded) -> None:
         """The parameters of a unit have become others."""
         self.registry.leave(old)
-        self.registry.enter(spread.unit, spread.node)
+        self.registry.enter(unit, new)
 
     def current(self) -> Step:
         """The step of the function that is being called; outside of one, a step that follows and records nothing."""

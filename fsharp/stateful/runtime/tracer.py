@@ -97,7 +97,7 @@ class Tracer(Engine):
         """The unit that a node is."""
 
     @abstractmethod
-    def replaced(self, old: Sharded, spread: Spread) -> None:
+    def replaced(self, old: Sharded, unit: UnitState, new: Sharded) -> None:
         """The parameters of a unit have become others."""
 
     # ------------------------------------------------------------ forward and backward
@@ -200,20 +200,22 @@ class Tracer(Engine):
     def run_spread(self, new: Any, params: Any, *, donate: bool) -> Any:
         """Updated parameters begin their way to where they rest; who looks at them waits for them."""
         step, trivial = self.current(), self.trivial_axes
-        spreads = []
+        spreads, nodes = [], []
         for old, fresh in zip(units_of(params), units_of(new), strict=True):
             unit = self.unit_of(old)
             spread = Spread(unit, old, fresh, rank=self.rank, donate=donate, trivial=trivial)  # type: ignore[attr-defined]
+            node = spread.node
             if spread.moves:
-                spread.node = pending(spread.node, partial(self._arrive, spread))
+                node = pending(node, partial(self._arrive, spread))  # which spread does not know: no cycle keeps its memory
             if not donate:
                 unit.forget()
-            self.replaced(old, spread)
+            self.replaced(old, unit, node)
+            nodes.append(node)
             spreads.append(spread)
         step.update(spreads)
         self.num_updates += 1
-        nodes = iter(spreads)
-        return map_units(lambda _: next(nodes).node, params)
+        position = iter(nodes)
+        return map_units(lambda _: next(position), params)
 
     @property
     @abstractmethod
