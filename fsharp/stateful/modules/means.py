@@ -1,6 +1,6 @@
 """Means: the mean gradients of a module's parameters, where the optimizer wants them."""
 
-import weakref
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -33,15 +33,15 @@ class Means:
 
     def clear(self) -> None:
         """There are none. Parts that somebody holds keep their values, in memory of their own."""
-        held = [weakref.ref(part) for part in self._parts.values()]
+        parts = list(self._parts.values())
         self.tree: Any = None
         self.missing: set[str] = set()
         self._parts = {}
         self._versions: list[int] = []
-        with torch._C.DisableTorchFunctionSubclass():
-            for ref in held:
-                if (part := ref()) is not None:
-                    part.data = part.data.clone()
+        while parts:
+            part = parts.pop()
+            if sys.getrefcount(part) > 2:  # somebody else has it: `part` and the argument are the two
+                torch.utils.swap_tensors(part, Part.of(part.local.clone(), part))
 
     def set(self, sums: Any, missing: set[str]) -> None:
         """These are the sums over ranks, which are divided in place."""

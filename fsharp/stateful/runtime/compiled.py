@@ -29,6 +29,7 @@ class Compiled:
         slots: by unit, where its full parameters are while they are gathered.
         places: by unit, where its gradient rests from the op on that opens it.
         carried: units that a step gathers for the next one.
+        stranded: of a step that has left it, gradients that stay in the arena, as somebody has views of them.
         number: names it in keys of ops.
     """
 
@@ -43,9 +44,10 @@ class Compiled:
             )
             for name, memory in schedule.slots.items()
         }
-        opens = {op.unit: op.opens for op in schedule.ops if op.opens}
+        self._opens = {op.unit: op.opens for op in schedule.ops if op.opens}
+        self.stranded: dict[str, Memory] = {}
         self.places: dict[str, Resting] = {}
-        for name, memory in opens.items():
+        for name, memory in self._opens.items():
             gradient = units[name].gradient
             assert gradient is not None
             self.places[name] = gradient.route.resting(self._bytes(memory))
@@ -120,6 +122,7 @@ class Compiled:
         Args:
             used: units that this step has used so far.
         """
+        self.stranded = {}
         for name, slot in self.slots.items():
             slot.wait()
             if not slot.users:
@@ -129,7 +132,8 @@ class Compiled:
         for unit in self.units.values():
             if unit.gradient is not None:
                 unit.gradient.join()
-                unit.gradient.leave_arena()
+                if not unit.gradient.leave_arena():
+                    self.stranded[unit.key] = self._opens[unit.key]
 
 
 def unmet(schedule: Schedule, units: dict[str, UnitState], facts_of: Callable[[UnitState], UnitFacts]) -> str:

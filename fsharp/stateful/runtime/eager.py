@@ -112,6 +112,12 @@ class Eager:
         """In the arena of a schedule that was left, others may be where this unit's saved tensors point at."""
         if params.where is None or self._left is None:
             return
+        for name, memory in self._left.stranded.items():
+            if memory.overlaps(params.where):
+                raise ScheduleError(
+                    f"the backward of unit {unit.key!r} came when somebody had views of the gradient of {name!r}, which is "
+                    "where it was in the forward. Call it before, or pass keep_gradients=True to the Scheduler."
+                )
         for name, other in self._left.slots.items():
             if other is params or not other.is_filled or other.where is None or not other.where.overlaps(params.where):
                 continue

@@ -215,13 +215,15 @@ class GradientBuffer:
         if self._place is not None:
             self.rest, self._is_open = self._place, True
 
-    def leave_arena(self) -> None:
-        """The arena is wanted for something else: have memory of its own."""
+    def leave_arena(self) -> bool:
+        """The arena is wanted for something else: have memory of its own. False if somebody has a view, which has to stay."""
         self._place, self._is_open = None, False
         if self.rest.in_arena:
-            self.let_go()
+            if self.rest.is_held and not self.rest.copy_out():
+                return False
             torch._foreach_copy_(self._own.tensors, self.rest.tensors)
             self.rest = self._own
+        return True
 
     def let_go(self) -> None:
         """Give what callers hold of the arena memory of its own.
