@@ -922,7 +922,7 @@ def test_it_goes_when_nobody_has_it(kind):
                 loss.backward()
                 optimizer.step()
                 del loss
-            held = [weakref.ref(x) for x in (model, optimizer, model.__dict__["_fsharp"][0], model.step.runner)]
+            held = [weakref.ref(x) for x in (model, optimizer, model.__dict__["_fsharp"][0], model.step.scheduler)]
             del model, optimizer, net
             return [ref() is not None for ref in held]
         finally:

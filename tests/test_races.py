@@ -128,6 +128,7 @@ def test_each_join_of_compute_left_out_is_a_race(name, precision):
     """With poison, also of units whose backward does not look at their parameters."""
     report = train(name, precision=precision, microbatches=2, poison=True, steps=4)
     joins = {why for why in report.waits if why.startswith("compute joins ") and " all of " not in why}
+    joins = {why for why in joins if " of an earlier plan " not in why}  # of the first step, which has no slots to poison
     assert len(joins) >= 5
     needed = joins - report.implied()
     assert len(needed) >= 5
@@ -203,9 +204,9 @@ def test_an_error_names_ops_units_lanes_bytes_and_the_missing_wait():
     scheduler = scheduler_on_streams()
     gather = scheduler.transport.gather
 
-    def late(x, out, axis):
+    def late(x, out, axis, *, label=""):
         """Fills what compute uses on another stream, which nobody waits for."""
-        ticket = gather(x, out, axis)
+        ticket = gather(x, out, axis, label=label)
         with scheduler.lanes.on("reduce"):
             out.mul_(1)
         return ticket

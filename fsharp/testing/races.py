@@ -262,12 +262,13 @@ def check_races(engine: Scheduler | ShardedModule) -> Iterator[RaceReport]:
         here=lambda: _here(scheduler),
     )
     report = RaceReport(lanes, lambda span: _place(scheduler, span))
-    before, scheduler.lanes = scheduler.lanes, lanes
+    before = scheduler.lanes
+    scheduler.lanes = scheduler.executor.lanes = lanes
     try:
         with lanes.watch():
             yield report
     finally:
-        scheduler.lanes = before
+        scheduler.lanes = scheduler.executor.lanes = before
     report.look()
 
 

@@ -172,12 +172,14 @@ class Eager:
             self._under_way.append(bound)
         else:
             yield self._accumulate(unit, gradient.block, self._last.get("compute"))
+            self._executor.lanes.join_all()  # before its memory is given up
 
     def _land(self) -> Iterator[BoundOp]:
         """Take in what was sent last. It leaves its memory late: when the gradients that autograd had of it are gone."""
         while self._under_way:
             began = self._under_way.pop(0)
             yield self._accumulate(began.unit, began.block, began.key[1])
+            self._executor.lanes.join_all()
 
     def _accumulate(self, unit: UnitState, block: Block | None, after: int | None) -> BoundOp:
         gradient = unit.gradient
@@ -206,6 +208,7 @@ class Eager:
             reduce.pieces = gradient.route.finishing_block(torch.empty(nbytes, dtype=torch.uint8, device=self._device))
             yield reduce
             yield self._emit("accumulate", unit, "finish", stream="reduce", memory=place, after=reduce.key[1])
+            self._executor.lanes.join_all()
 
     def spread(self, units: Iterable[UnitState]) -> Iterator[BoundOp]:
         """Bring updated parameters to where they rest."""

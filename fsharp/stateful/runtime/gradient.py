@@ -225,6 +225,11 @@ class GradientBuffer:
             self.rest = self._own
         return True
 
+    def go_home(self) -> None:
+        """Have nothing in the arena any more: the step is over."""
+        self.let_go()
+        self.rest, self._place, self._is_open = self._own, None, False
+
     def let_go(self) -> None:
         """Give what callers hold of the arena memory of its own.
 

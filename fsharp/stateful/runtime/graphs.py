@@ -33,7 +33,7 @@ class Captured:
     """
 
     def __init__(self, scheduled: Scheduled, state: TrainState, batch: Any, *, warmup: int = 3) -> None:
-        scheduler = scheduled.runner
+        scheduler = scheduled.scheduler
         _check(scheduler.device, scheduler.policy.gather_at_start, state, warmup)
         self._batch = optree.tree_map(lambda x: x.clone() if isinstance(x, torch.Tensor) else x, batch)
         aside = torch.cuda.Stream(scheduler.device)

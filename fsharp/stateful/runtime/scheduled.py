@@ -51,12 +51,12 @@ class Scheduled:
     """What ``scheduler(fn)`` returns: ``fn`` without its ``comm`` argument.
 
     Args:
-        runner: the scheduler.
+        scheduler: runs it.
         fn: takes the scheduler as its argument ``comm``.
     """
 
-    def __init__(self, runner: Runner, fn: Callable[..., Any]) -> None:
-        self.runner, self.fn = runner, fn
+    def __init__(self, scheduler: Runner, fn: Callable[..., Any]) -> None:
+        self.scheduler, self.fn = scheduler, fn
         self.name = getattr(fn, "__qualname__", type(fn).__name__)
         self.programs = Programs()
         self.num_calls = 0
@@ -68,7 +68,7 @@ class Scheduled:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the function. The first time its order is recorded; later on it is followed."""
-        return self.runner.run(self, args, kwargs)
+        return self.scheduler.run(self, args, kwargs)
 
     @property
     def schedule(self) -> Schedule | None:
@@ -111,7 +111,7 @@ class Scheduled:
     def trace(self) -> Trace:
         """Measure every step that follows the schedule from now on; the trace fills as they run."""
         trace = Trace()
-        self.recorder = Recorder(trace, self.runner.device)
+        self.recorder = Recorder(trace, self.scheduler.device)
         return trace
 
     def sources(self, args: Any) -> dict[str, Sharded]:

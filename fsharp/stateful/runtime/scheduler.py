@@ -286,6 +286,10 @@ class Scheduler(Tracer):
             self.arena = torch.empty(schedule.arena, dtype=torch.uint8, device=self.device)
             for each in self._functions:
                 each.programs.bound.clear()
+            for unit in self.units.values():
+                unit.params = None
+                if unit.gradient is not None:
+                    unit.gradient.go_home()
         if bound is None or bound.arena is not self.arena:
             bound = scheduled.programs.bound[id(schedule)] = Compiled(schedule, self.units, self.arena, rank=self.rank)
         if self._tenant is not bound:

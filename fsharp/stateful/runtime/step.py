@@ -192,7 +192,7 @@ class Step:
         if use.params is not None:
             use.params.users -= 1
         self._event("forward_end", use.unit, use.number, params=use.params)
-        if use.params is not None and use.params.is_held:
+        if use.params is not None and use.params.is_held and not in_backward():  # else a checkpoint has it, for this backward
             self.held[use.unit.key] = None
 
     def come_back(self, uses: Sequence[Use]) -> None:
