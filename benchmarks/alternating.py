@@ -42,7 +42,7 @@ class Trained:
 
     def settle(self) -> None:
         for node in fs.units_of(self.state.params):
-            node.settle()
+            _ = node.buffers
 
 
 def supervised(params: Any, batch: Any, comm: fs.Comm, *, heads: int) -> torch.Tensor:

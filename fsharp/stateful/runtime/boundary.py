@@ -60,10 +60,10 @@ def before_backward(outputs: Sequence[Any], inputs: Sequence[Any], call: Callabl
             out.grad_fn.register_prehook(lambda _: call())
 
 
-def pack_saved(out: Any, params: UnshardedBuffer, first: int, fill: Callable[[], UnshardedBuffer]) -> None:
+def pack_saved(out: Any, params: UnshardedBuffer, first: int, fill: Callable[[], UnshardedBuffer]) -> bool:
     """Have autograd hold on to no memory of gathered parameters: it notes which part it needs, and asks for it in the backward.
 
-    What it saved on other ways than to ``out`` it keeps.
+    What it saved on other ways than to ``out`` it keeps. False if some of it cannot be looked into, such as a DTensor.
 
     Args:
         out: what the function of the unit has returned.
@@ -82,12 +82,16 @@ def pack_saved(out: Any, params: UnshardedBuffer, first: int, fill: Callable[[],
         assert memory is not None
         return torch.empty(0, dtype=dtype, device=memory.device).set_(memory.untyped_storage(), offset, size, stride)
 
+    is_plain = True
     for raw in saved_tensors({root for root in roots if is_since(root, first)}, first):
         x = raw.data
-        if x.layout is torch.strided and not (x.is_conj() or x.is_neg()) and x.untyped_storage().data_ptr() == place:
+        if type(x) not in (torch.Tensor, torch.nn.Parameter):
+            is_plain = False
+        elif x.layout is torch.strided and not (x.is_conj() or x.is_neg()) and x.untyped_storage().data_ptr() == place:
             note = x.dtype, x.size(), x.stride(), int(x.storage_offset())
             del x
             raw.register_hooks(lambda _, note=note: note, unpack)
+    return is_plain
 
 
 def in_backward() -> bool:

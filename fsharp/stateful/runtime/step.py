@@ -26,13 +26,14 @@ from fsharp.stateful.schedule.program import Event, EventKind
 class Use:
     """One use of a unit: from entering it in the forward to the end of its backward."""
 
-    __slots__ = ("is_open", "leaves", "node", "number", "params", "parent", "seen", "unit")
+    __slots__ = ("is_opaque", "is_open", "leaves", "node", "number", "params", "parent", "seen", "unit")
 
     def __init__(self, unit: UnitState, number: int, parent: "Use | None") -> None:
         self.unit, self.number, self.parent = unit, number, parent
         self.params: UnshardedBuffer | None = None
         self.leaves: list[torch.Tensor] | None = None
         self.is_open = False
+        self.is_opaque = False  # whether autograd keeps what cannot be looked into
         self.node: Sharded | None = None
         self.seen: Stamp = ()
 
@@ -171,7 +172,7 @@ class Step:
         """Let go of what autograd has saved of a unit's parameters, if they have memory of their own."""
         params = use.params
         if params is not None and params.where is None:
-            pack_saved(out, params, first, partial(self._filled, use))
+            use.is_opaque = not pack_saved(out, params, first, partial(self._filled, use))
 
     def _filled(self, use: Use) -> UnshardedBuffer:
         if self.is_over:
@@ -192,7 +193,8 @@ class Step:
         if use.params is not None:
             use.params.users -= 1
         self._event("forward_end", use.unit, use.number, params=use.params)
-        if use.params is not None and use.params.is_held and not in_backward():  # else a checkpoint has it, for this backward
+        # In a backward a checkpoint has them, which computes again for it.
+        if use.params is not None and use.params.is_held and not use.is_opaque and not in_backward():
             self.held[use.unit.key] = None
 
     def come_back(self, uses: Sequence[Use]) -> None:
