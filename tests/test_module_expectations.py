@@ -190,8 +190,7 @@ def test_ranks_that_call_other_modules_hear_what_to_do():
             net = Skips()
         model = fs.ShardedModule(net, mesh=comm, strategy=fs.zero3("dp"), units=[Block])
         model.skips = comm.rank == 1
-        text = r"(?s)rank 0 .*forward layers\.1.*rank 1 .*forward layers\.2.*in a ShardedModule by calling that module with"
-        with pytest.raises((fs.AgreementError, fs.CommError), match="ranks (called|take part in) different collectives"):
+        with pytest.raises((fs.AgreementError, fs.CommError), match=r"ranks (called|take part in) different collectives"):
             model(torch.ones(2, 6)).backward()
 
     simulate(DP, rank_fn)
