@@ -12,7 +12,7 @@ from examples.gpt import model
 from fsharp.functional.comm import sent_nbytes
 from fsharp.stateful.runtime.facts import facts_of
 from fsharp.stateful.runtime.gradient import GradientBuffer as Gradient
-from fsharp.stateful.runtime.unit_state import LiveUnit
+from fsharp.stateful.runtime.unit_state import UnitState
 from fsharp.stateful.schedule.compile import compile_schedule
 from fsharp.stateful.schedule.program import Event, Program
 from fsharp.stateful.schedule.verify import verify
@@ -281,10 +281,9 @@ def gpt_schedule(monkeypatch, strategy, *, dim, layers, vocab=256, microbatches=
     mesh = fs.Mesh(dict(zip(STRATEGIES[strategy][0].names, (8,) if STRATEGIES[strategy][0] is not HYBRID else (2, 4))))
     precision = fs.Precision(compute=torch.bfloat16 if nbytes == 2 else torch.float32, main=torch.float32)
     layout = fs.plan(model.shapes(dim, layers), mesh, STRATEGIES[strategy][1], units="layers.*", precision=precision)
-    units = {unit.name: LiveUnit(unit.name, unit, trivial=False) for unit in layout.units}
+    units = {unit.name: UnitState(unit.name, unit, trivial=False) for unit in layout.units}
     for unit in units.values():
         unit.gradient = Gradient(unit.layout, Anywhere(mesh), torch.device("meta"))
-        unit.uses = 1
     order = ["embed", *(f"layers.{i}" for i in range(layers)), "head"]
     events = []
     for start in range(0, microbatches * len(order), len(order)):
@@ -293,7 +292,7 @@ def gpt_schedule(monkeypatch, strategy, *, dim, layers, vocab=256, microbatches=
         events += [Event(kind, unit, use) for use, unit in reversed(uses) for kind in ("backward", "backward_end")]
         events.append(Event("microbatch_end"))
     chosen = fs.Policy(**{"bucket_nbytes": 0, **policy})
-    facts = tuple(facts_of(units[name], chosen, several_microbatches=microbatches > 1) for name in order)
+    facts = tuple(facts_of(units[name], chosen, several_uses=False, several_microbatches=microbatches > 1) for name in order)
     program = Program(facts, (*events, Event("reduce"), Event("update")))
     return layout, compile_schedule(program, chosen)
 
