@@ -1,6 +1,6 @@
 """Chain: the collectives, one axis after another, that take a flat gradient from one resting place to the next."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -96,6 +96,18 @@ class Chain:
                     rest.wait()
                 x = narrow.copy_(between) if self.differ else between
         return ticket
+
+
+def gather_along(
+    axes: Sequence[str], x: torch.Tensor, outs: Sequence[torch.Tensor], transport: Transport, *, label: str
+) -> Ticket:
+    """Gather along one axis after another, each into its own of ``outs``. All but the last block on a host without streams."""
+    ticket = Ticket()
+    for axis, out in zip(axes, outs, strict=True):
+        ticket.wait()
+        ticket = transport.gather(x, out, axis, label=label)
+        x = out
+    return ticket
 
 
 def nbytes_of(pieces: Pieces) -> int:

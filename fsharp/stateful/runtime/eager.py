@@ -43,6 +43,7 @@ class Eager:
         self._last: dict[str, int] = {}  # by stream, its last op
         self._places: dict[tuple[str, str], s.Memory] = {}
         self._top = 0
+        self._joined: int | None = None  # the last reduction that compute has been told to wait for, until an op says so
         self._under_way: list[BoundOp] = []  # reductions that have begun
         if left is not None:
             self._adopt(left)
@@ -172,14 +173,19 @@ class Eager:
             self._under_way.append(bound)
         else:
             yield self._accumulate(unit, gradient.block, self._last.get("compute"))
-            self._executor.lanes.join_all()  # before its memory is given up
+            self._join()
 
     def _land(self) -> Iterator[BoundOp]:
         """Take in what was sent last. It leaves its memory late: when the gradients that autograd had of it are gone."""
         while self._under_way:
             began = self._under_way.pop(0)
             yield self._accumulate(began.unit, began.block, began.key[1])
-            self._executor.lanes.join_all()
+            self._join()
+
+    def _join(self) -> None:
+        """Compute waits for reductions whose memory is about to be given up."""
+        self._executor.lanes.join_all()
+        self._joined = self._last.get("reduce")
 
     def _accumulate(self, unit: UnitState, block: Block | None, after: int | None) -> BoundOp:
         gradient = unit.gradient
@@ -208,7 +214,7 @@ class Eager:
             reduce.pieces = gradient.route.finishing_block(torch.empty(nbytes, dtype=torch.uint8, device=self._device))
             yield reduce
             yield self._emit("accumulate", unit, "finish", stream="reduce", memory=place, after=reduce.key[1])
-            self._executor.lanes.join_all()
+            self._join()
 
     def spread(self, units: Iterable[UnitState]) -> Iterator[BoundOp]:
         """Bring updated parameters to where they rest."""
@@ -237,7 +243,10 @@ class Eager:
         after: int | None = None,
     ) -> BoundOp:
         """One more op. On another stream than compute it comes after all that compute was given, or after the op it is told."""
-        waits_for = after if after is not None or stream == "compute" else self._last.get("compute")
+        if stream != "compute":
+            waits_for = {self._last.get("compute") if after is None else after}
+        else:
+            waits_for, self._joined = {after, self._joined}, None
         number = len(self.ops)
         op = s.Op(
             kind,
@@ -247,7 +256,7 @@ class Eager:
             use,
             stream,
             memory,
-            () if waits_for is None else (waits_for,),
+            tuple(sorted(i for i in waits_for if i is not None)),
             opens=opens,
         )
         self.ops.append(op)

@@ -193,9 +193,8 @@ class Scheduler(Tracer):
 
     def close(self, step: Step) -> None:
         """The step is over."""
-        was_planned = step.is_planned
         step.end()
-        self._end(step, was_left=was_planned and not step.is_planned)
+        self._end(step)
         if step.recorder is not None and step.is_planned:
             step.recorder.end()
         self._leave()
@@ -322,7 +321,7 @@ class Scheduler(Tracer):
                 self.lanes.join_all()
             self.executor.fill(slot.where)
 
-    def _end(self, step: Step, *, was_left: bool) -> None:
+    def _end(self, step: Step) -> None:
         scheduled = self._running
         assert scheduled is not None
         for unit in self.units.values():

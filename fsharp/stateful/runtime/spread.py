@@ -3,6 +3,7 @@
 import torch
 
 from fsharp.functional.sharded import Sharded
+from fsharp.stateful.runtime.chain import gather_along
 from fsharp.stateful.runtime.facts import spread_axes
 from fsharp.stateful.runtime.full import nested_parts
 from fsharp.stateful.runtime.unit_state import UnitState
@@ -45,13 +46,7 @@ class Spread:
     def start(self, transport: Transport, label: str) -> None:
         """Begin to gather."""
         for group, (x, outs) in enumerate(self.moves):
-            for i, (axis, out) in enumerate(zip(self.axes, outs, strict=True)):
-                ticket = transport.gather(x, out, axis, label=f"{label} group {group}")
-                if i == len(outs) - 1:
-                    self.tickets.append(ticket)
-                else:
-                    ticket.wait()
-                x = out
+            self.tickets.append(gather_along(self.axes, x, outs, transport, label=f"{label} group {group}"))
 
     def wait(self) -> None:
         """Until they are there."""

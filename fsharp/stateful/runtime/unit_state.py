@@ -8,6 +8,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from fsharp.functional.layout import UnitLayout
 from fsharp.functional.sharded import Sharded
+from fsharp.stateful.runtime.chain import gather_along
 from fsharp.stateful.runtime.full import FullUnit, aligned, carve, full_sizes, gather_axes, nested_parts
 from fsharp.stateful.runtime.gradient import GradientBuffer
 from fsharp.stateful.runtime.resting import Resting
@@ -129,14 +130,7 @@ class UnshardedBuffer:
         for group, (x, outs) in enumerate(zip(node.raw_buffers, self._outs, strict=True)):
             if not len(x):
                 continue
-            x = x.detach()
-            for i, (axis, out) in enumerate(zip(self.axes, outs, strict=True)):
-                ticket = transport.gather(x, out, axis, label=f"{label} group {group}")
-                if i == len(outs) - 1:
-                    self.tickets.append(ticket)
-                else:
-                    ticket.wait()
-                x = out
+            self.tickets.append(gather_along(self.axes, x.detach(), outs, transport, label=f"{label} group {group}"))
 
     def wait(self) -> None:
         """Until it is filled."""
