@@ -47,11 +47,7 @@ from fsharp.functional.errors import TreeError as TreeError
 from fsharp.functional.forward import forward as forward
 from fsharp.functional.forward import skip as skip
 from fsharp.functional.functionalize import functionalize as functionalize
-from fsharp.functional.layout import Group as Group
 from fsharp.functional.layout import Layout as Layout
-from fsharp.functional.layout import Leaf as Leaf
-from fsharp.functional.layout import Span as Span
-from fsharp.functional.layout import UnitLayout as UnitLayout
 from fsharp.functional.materialize import full as full
 from fsharp.functional.materialize import init as init
 from fsharp.functional.materialize import normal as normal
@@ -117,6 +113,10 @@ from fsharp.functional.transforms.norms import global_norm as global_norm
 from fsharp.functional.transforms.norms import skip_nonfinite as skip_nonfinite
 from fsharp.functional.transforms.schedules import warmup_cosine as warmup_cosine
 from fsharp.functional.transforms.schedules import warmup_linear as warmup_linear
+from fsharp.functional.unit_layout import Group as Group
+from fsharp.functional.unit_layout import Leaf as Leaf
+from fsharp.functional.unit_layout import Span as Span
+from fsharp.functional.unit_layout import UnitLayout as UnitLayout
 from fsharp.stateful.inspect.estimate import Hardware as Hardware
 from fsharp.stateful.inspect.estimate import simulate as simulate
 from fsharp.stateful.inspect.perfetto import perfetto as perfetto

@@ -48,9 +48,7 @@ def test_folders_import_downwards(folder):
 
 
 def test_no_circle_of_files():
-    """But for a layout's own methods, which are written down where they are read."""
     files = {".".join(path.relative_to(ROOT.parent).with_suffix("").parts): path for path in SOURCES}
-    files = {name: path for name, path in files.items() if not name.endswith((".functional.serial", ".functional.table"))}
     graph = {name: {each for each in imports(path) if each in files} for name, path in files.items()}
     done, open_ = set(), []
 

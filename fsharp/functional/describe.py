@@ -2,8 +2,8 @@
 
 from collections.abc import Callable, Sequence
 
-from fsharp.functional.layout import Leaf, UnitLayout
 from fsharp.functional.precision import dtype_name
+from fsharp.functional.unit_layout import Leaf, UnitLayout
 
 
 def describe_units(units: Sequence[UnitLayout]) -> dict[str, str]:

@@ -11,10 +11,11 @@ from fsharp.functional.agree import together
 from fsharp.functional.comm import Comm
 from fsharp.functional.describe import describe_units
 from fsharp.functional.errors import MeshError, problem
-from fsharp.functional.layout import Layout, Leaf, UnitLayout
+from fsharp.functional.layout import Layout
 from fsharp.functional.moves import gather
 from fsharp.functional.paths import assign
 from fsharp.functional.sharded import PlaceName, as_tree, build, check_tree, is_sharded, map_units, resolve_place, shard_for
+from fsharp.functional.unit_layout import Leaf, UnitLayout
 
 Initializer = Callable[[torch.Tensor, torch.Generator], Any]
 """Fills a tensor from a generator, or returns the values: ``lambda t, g: torch.nn.init.xavier_uniform_(t, generator=g)``."""

@@ -8,12 +8,13 @@ import optree
 import torch
 
 from fsharp.functional.errors import LayoutError, TreeError, problem
-from fsharp.functional.layout import Group, Layout, Leaf, UnitLayout
+from fsharp.functional.layout import Layout
 from fsharp.functional.mesh import Mesh
 from fsharp.functional.packing import Atom, Element, Rows, Whole, pack
 from fsharp.functional.paths import Patterns, assign, chosen, flatten
 from fsharp.functional.placement import Strategy
 from fsharp.functional.precision import Precision
+from fsharp.functional.unit_layout import Group, Leaf, UnitLayout
 from fsharp.functional.units import cut_at, unit_names
 
 

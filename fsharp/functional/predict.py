@@ -5,8 +5,9 @@ from collections.abc import Collection, Mapping
 from types import MappingProxyType
 
 from fsharp.functional.comm import Call, sent_nbytes
-from fsharp.functional.layout import Layout, UnitLayout
+from fsharp.functional.layout import Layout
 from fsharp.functional.placement import Partial, Place, Replicate, Shard
+from fsharp.functional.unit_layout import UnitLayout
 
 
 def step_traffic(

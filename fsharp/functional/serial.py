@@ -4,22 +4,23 @@ import collections
 import json
 import math
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import optree
 import torch
 
 from fsharp.functional.errors import LayoutError
-from fsharp.functional.layout import Group, Layout, Leaf, UnitLayout
 from fsharp.functional.mesh import Mesh
 from fsharp.functional.packing import Atom, Element, Rows, Whole
 from fsharp.functional.placement import AxisRule, Placement, Strategy
 from fsharp.functional.precision import Dtypes, dtype_name
+from fsharp.functional.unit_layout import Group, Leaf, UnitLayout
 
 VERSION = 1
 
 
-def layout_to_json(layout: Layout) -> str:
+def layout_to_json(mesh: Mesh, units: Sequence[UnitLayout], spec: optree.PyTreeSpec) -> str:
     """See :meth:`Layout.to_json`.
 
     Raises:
@@ -28,22 +29,22 @@ def layout_to_json(layout: Layout) -> str:
     return json.dumps(
         {
             "fsharp_layout": VERSION,
-            "mesh": layout.mesh.axes,
-            "spec": _spec_to_json(layout.spec),
-            "units": [_unit_to_json(unit) for unit in layout.units],
+            "mesh": mesh.axes,
+            "spec": _spec_to_json(spec),
+            "units": [_unit_to_json(unit) for unit in units],
         }
     )
 
 
-def layout_from_json(text: str) -> Layout:
-    """See :meth:`Layout.from_json`."""
+def layout_from_json(text: str) -> tuple[Mesh, tuple[UnitLayout, ...], optree.PyTreeSpec]:
+    """Mesh, units and tree of a layout; see :meth:`Layout.from_json`."""
     try:
         data = json.loads(text)
         if data["fsharp_layout"] != VERSION:
             raise LayoutError(f"Layout.from_json(): version {data['fsharp_layout']!r}, expected {VERSION}.")
         mesh = Mesh([(name, size) for name, size in data["mesh"]])
         units = tuple(_unit_from_json(unit, mesh) for unit in data["units"])
-        return Layout(mesh, units, _spec_from_json(data["spec"]))
+        return mesh, units, _spec_from_json(data["spec"])
     except LayoutError:
         raise
     except (KeyError, TypeError, AttributeError, IndexError, ValueError, ImportError) as error:

@@ -10,11 +10,12 @@ import torch
 from torch.utils import _pytree as torch_pytree
 
 from fsharp.functional.errors import LayoutError, TreeError, problem
-from fsharp.functional.layout import Layout, Leaf, UnitLayout
+from fsharp.functional.layout import Layout
 from fsharp.functional.paths import flatten
 from fsharp.functional.placement import Place
 from fsharp.functional.plan import find_ties
 from fsharp.functional.precision import dtype_name
+from fsharp.functional.unit_layout import Leaf, UnitLayout
 from fsharp.functional.units import cut_at
 
 PlaceName = str | Place

@@ -7,10 +7,10 @@ import torch
 
 from fsharp.functional.collectives import local_slice
 from fsharp.functional.comm import Comm
-from fsharp.functional.layout import UnitLayout
 from fsharp.functional.moves import move_sums
 from fsharp.functional.placement import Partial, Place, Replicate, Shard
 from fsharp.functional.sharded import Sharded, map_units
+from fsharp.functional.unit_layout import UnitLayout
 
 
 class Ledger:

@@ -12,8 +12,9 @@ from fsharp.functional.agree import exchange, together
 from fsharp.functional.comm import Comm
 from fsharp.functional.describe import describe_units
 from fsharp.functional.errors import MeshError, TreeError
-from fsharp.functional.layout import Layout, Leaf, UnitLayout
+from fsharp.functional.layout import Layout
 from fsharp.functional.sharded import build, resolve_place, shard_for
+from fsharp.functional.unit_layout import Leaf, UnitLayout
 from fsharp.stateful.modules.dtensors import local
 from fsharp.stateful.modules.makers import Initialize, Makers, nothing_initializes
 from fsharp.stateful.modules.values import check_same, taken

@@ -10,8 +10,9 @@ from torch import nn
 
 from fsharp.functional.comm import Comm
 from fsharp.functional.errors import TreeError, problem
-from fsharp.functional.layout import Layout, Leaf, UnitLayout
+from fsharp.functional.layout import Layout
 from fsharp.functional.materialize import seed_of
+from fsharp.functional.unit_layout import Leaf, UnitLayout
 from fsharp.stateful.modules.dtensors import local
 
 Initialize = Callable[[nn.Module], None]

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 
 from fsharp.functional.comm import Comm
-from fsharp.functional.layout import Leaf
+from fsharp.functional.unit_layout import Leaf
 from fsharp.stateful.runtime.unit_state import UnitState
 
 

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from fsharp.functional.comm import Comm
 from fsharp.functional.errors import MeshError, ScheduleError, TreeError
 from fsharp.functional.functionalize import parameter_tree
-from fsharp.functional.layout import Layout, Leaf, UnitLayout
+from fsharp.functional.layout import Layout
 from fsharp.functional.mesh import Mesh
 from fsharp.functional.paths import Patterns
 from fsharp.functional.placement import Strategy, zero3
@@ -25,6 +25,7 @@ from fsharp.functional.process_group import ProcessGroupComm, connect
 from fsharp.functional.sharded import units_of
 from fsharp.functional.train import TrainState, init_state
 from fsharp.functional.transforms.base import Transform
+from fsharp.functional.unit_layout import Leaf, UnitLayout
 from fsharp.stateful.modules.dtensors import local, specs_of
 from fsharp.stateful.modules.entries import enter_by, entries_of
 from fsharp.stateful.modules.initial import initial_values

@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 
 from fsharp.functional.comm import Call, sent_nbytes
-from fsharp.functional.layout import UnitLayout
 from fsharp.functional.placement import Replicate, Shard
+from fsharp.functional.unit_layout import UnitLayout
 from fsharp.stateful.runtime.chain import Chain
 from fsharp.stateful.runtime.full import moving_axes
 from fsharp.stateful.runtime.unit_state import UnitState, full_nbytes

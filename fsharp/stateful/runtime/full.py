@@ -15,8 +15,8 @@ import optree
 import torch
 
 from fsharp.functional.errors import TreeError, problem
-from fsharp.functional.layout import Leaf, UnitLayout
 from fsharp.functional.placement import Shard
+from fsharp.functional.unit_layout import Leaf, UnitLayout
 
 
 class LeafIndex:

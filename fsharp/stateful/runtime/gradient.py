@@ -7,8 +7,8 @@ from enum import Enum, auto
 import torch
 
 from fsharp.functional.errors import ScheduleError, TreeError
-from fsharp.functional.layout import UnitLayout
 from fsharp.functional.placement import Partial, Place, Replicate, Shard
+from fsharp.functional.unit_layout import UnitLayout
 from fsharp.stateful.runtime.chain import Chain, Pieces, Stage, nbytes_of
 from fsharp.stateful.runtime.full import carve, leaf_index
 from fsharp.stateful.runtime.resting import Resting

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from fsharp.functional.layout import UnitLayout
 from fsharp.functional.sharded import Sharded
+from fsharp.functional.unit_layout import UnitLayout
 from fsharp.stateful.runtime.chain import gather_along
 from fsharp.stateful.runtime.full import FullUnit, aligned, carve, full_sizes, gather_axes, nested_parts
 from fsharp.stateful.runtime.gradient import GradientBuffer
