@@ -129,19 +129,10 @@ def sent_nbytes(op: str, nbytes: int, n: int) -> int:
     return (n - 1) * nbytes * (2 if op == "all_reduce" else 1)
 
 
-_counting = Lock()
-
-
-@dataclass
-class CountingComm:
-    """Passes every call on to ``inner`` and counts it.
-
-    Attributes:
-        calls: how often each :class:`Call` was made.
-    """
+class _Around:
+    """What is around another Comm has the same ranks."""
 
     inner: Comm
-    calls: Counter[Call] = field(default_factory=Counter)
 
     @property
     def mesh(self) -> Mesh:
@@ -157,6 +148,21 @@ class CountingComm:
     def device(self) -> torch.device:
         """The device of ``inner``."""
         return self.inner.device
+
+
+_counting = Lock()
+
+
+@dataclass
+class CountingComm(_Around):
+    """Passes every call on to ``inner`` and counts it.
+
+    Attributes:
+        calls: how often each :class:`Call` was made.
+    """
+
+    inner: Comm
+    calls: Counter[Call] = field(default_factory=Counter)
 
     @property
     def num_calls(self) -> int:
@@ -190,7 +196,7 @@ class CountingComm:
 
 
 @dataclass(frozen=True)
-class Labelled:
+class Labelled(_Around):
     """A Comm whose calls are all for one thing.
 
     Attributes:
@@ -200,21 +206,6 @@ class Labelled:
 
     inner: Comm
     label: str
-
-    @property
-    def mesh(self) -> Mesh:
-        """The mesh of ``inner``."""
-        return self.inner.mesh
-
-    @property
-    def rank(self) -> int:
-        """The rank of ``inner``."""
-        return self.inner.rank
-
-    @property
-    def device(self) -> torch.device:
-        """The device of ``inner``."""
-        return self.inner.device
 
     def all_gather(self, x: torch.Tensor, axis: str, *, label: str = "") -> torch.Tensor:
         """Passed on."""

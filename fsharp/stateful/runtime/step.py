@@ -60,7 +60,7 @@ class Step:
         events: those so far.
         eager: what makes ops up; None while a schedule is followed.
         trained: units that have a gradient in this step.
-        left_at: the event that the schedule did not have, or None.
+        left_at: what the schedule did not have, in words.
         held: units whose parameters somebody holds beyond their use: a schedule would put something else in their memory.
         on_backward: called when a backward comes to a use.
     """
@@ -80,7 +80,7 @@ class Step:
         self.eager: Eager | None = self._make_eager() if schedule is None else None
         self.events: list[Event] = []
         self.trained: dict[str, None] = {}
-        self.left_at: Event | None = None
+        self.left_at = ""
         self.held: dict[str, None] = {}
         self.on_backward: Callable[[], None] = lambda: None
         self.num_microbatches = self._num_uses = 0
@@ -130,7 +130,7 @@ class Step:
     def leave(self, event: Event | None) -> None:
         """Follow the schedule no further: finish what it has begun, and make ops up from here on."""
         assert self.schedule is not None
-        self.left_at = event or Event("update", "(the function returned)")
+        self.left_at = str(event) if event is not None else f"what came after {self.events[-1]}" if self.events else "its end"
         self.executor.drain()
         before = self.events if event is None else self.events[:-1]
         self.schedule.leave({each.unit for each in before if each.unit})
