@@ -29,7 +29,7 @@ def test_sizes_around_chunks(n):
 
     def rank_fn(comm):
         exchange, wrong = Exchange(comm, Groups(comm, separate=True)), []
-        exchange.make(comm)
+        exchange.make()
         mine = comm.rank
         for part in PARTS:
             for way in ("out", "in place", "all_reduce", "gather"):

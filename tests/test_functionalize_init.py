@@ -140,8 +140,8 @@ def test_a_rank_draws_only_what_it_holds_a_part_of():
     assert sorted(drawn) == [0, 1, 2]
 
 
-def test_forward_replays_dropout_and_autocast_in_the_backward():
-    """The recomputed call sees the random state of the first one: the gradient belongs to the mask of the output."""
+def test_dropout_and_autocast_are_those_of_the_forward():
+    """The function is called once: the gradient belongs to the mask of the output."""
     params = {"w": torch.ones(64)}
 
     def in_process(comm):
@@ -165,9 +165,8 @@ def test_forward_replays_dropout_and_autocast_in_the_backward():
 
     results = processes(fs.Mesh({"dp": 2}), in_process)
     for seen, moved, _ in results:
-        (first, kind), (again, kind_again) = seen
-        assert torch.equal(first, again)
-        assert kind == kind_again == torch.bfloat16
+        [(_, kind)] = seen
+        assert kind == torch.bfloat16
         assert moved  # and the next call draws other numbers
     assert torch.equal(results[0][2], results[0][0][0][0] + results[1][0][0][0])
 

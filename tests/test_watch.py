@@ -29,6 +29,9 @@ PROGRAM = """
     from tests.scheduling import make_state, make_tx, my_batches
 
     rank, fate, way, folder = int(sys.argv[1]), sys.argv[2], sys.argv[3], sys.argv[4]
+    open(f"{{folder}}/ready {{rank}}", "w").close()
+    while not os.path.exists(f"{{folder}}/ready {{1 - rank}}"):  # the limit is for what comes then
+        time.sleep(0.01)
     limit = datetime.timedelta(seconds={limit})
     dist.init_process_group("gloo", init_method=f"file://{{folder}}/store", rank=rank, world_size=2, timeout=limit)
     comm = fs.connect(fs.Mesh({{"dp": 2}}), device_type="cpu")
@@ -70,7 +73,9 @@ def test_a_rank_that_is_gone_is_named_with_step_and_op(fate, way, tmp_path):
     assert out.startswith("CommError after "), out + err
     assert "gather" in out
     if way == "scheduled":
-        assert re.search("step #[23]: gather", out), out  # what a step needs first is gathered by the one before
+        assert re.search("step #[23] after [23] updates, microbatch [01]: gather", out), (
+            out
+        )  # what a step needs first is gathered by the one before
     seconds = float(out.split()[2])
     if fate == "dies":
         assert "Has that process ended?" in out
@@ -95,6 +100,10 @@ def copied(state):
     return state._replace(params=optree.tree_map(torch.clone, state.params))
 
 
+def fail(state, *, comm):
+    raise ZeroDivisionError("no reason")
+
+
 def differs(comm, way, scheduler=None):
     """Four steps, in which rank 0 does something of its own before the third."""
     policy = {"prefetch": 1 + comm.rank} if way == "another policy" else {}
@@ -113,7 +122,7 @@ def differs(comm, way, scheduler=None):
                 elif way == "an equal copy":
                     state = copied(state)
                 elif way == "fails":
-                    raise ZeroDivisionError("no reason")
+                    scheduler(fail)(state)
             state, _ = call(state, batch)
         comm.all_reduce(torch.zeros(1), "dp")
 

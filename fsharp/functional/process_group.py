@@ -6,7 +6,7 @@ import json
 import os
 import weakref
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
@@ -179,7 +179,7 @@ class ProcessGroupComm:
             for work in works:
                 work.wait()
 
-        self._worker.submit(partial(_do, swap, flight))
+        self._worker.submit(swap, flight)
         flight.wait()
 
     def __repr__(self) -> str:
@@ -196,15 +196,6 @@ def abort(group: dist.ProcessGroup) -> None:
     other = (dist.get_rank(group) + 1) % dist.get_world_size(group)
     with suppress(RuntimeError):
         group.recv([torch.empty(1, dtype=torch.uint8)], other, _NEVER_SENT).wait(timedelta(milliseconds=1))
-
-
-def _do(job: Callable[[], None], flight: Flight) -> None:
-    try:
-        job()
-    except Exception as error:
-        flight.land(error=error)
-    else:
-        flight.land()
 
 
 def _text(op: str, x: torch.Tensor, axis: str, label: str) -> str:

@@ -22,7 +22,7 @@ Parts = tuple[list[Any], Callable[[list[Any]], Any]]
 """What is in a value, and a function that puts other things in its place and returns the value, or another one."""
 
 
-def tensors_in(value: Any, path: str = "") -> list[torch.Tensor]:
+def tensors_in(value: Any, path: str) -> list[torch.Tensor]:
     """All tensors in a value that the module at ``path`` gives away, at any depth.
 
     It looks into pytrees, into lists, tuples, sets and mappings of any class, and into the attributes of other objects, in a
@@ -61,7 +61,7 @@ def replaced(value: Any, old: Sequence[torch.Tensor], new: Sequence[torch.Tensor
 
 def without(out: Any, parameters: Sequence[torch.Tensor], path: str) -> Any:
     """``out`` with copies of parameters that are in it: these are released, and the copies' gradients are theirs."""
-    held = views_of(parameters, tensors_in(out))
+    held = views_of(parameters, tensors_in(out, path))
     return replaced(out, held, [x.clone() for x in held], path)
 
 

@@ -158,7 +158,7 @@ class Session:
         with self._forgetting(run), self.scheduler.guard(run):
             out = self._enter(Within(self._probed, self.scheduler), path, fn, args, kwargs)
             # Here, too: what is inside may be in a reentrant checkpoint, whose backward is a pass within the pass.
-            before_backward(tensors_in(out), torch_pytree.tree_leaves((args, kwargs)), partial(_begin, weakref.ref(self)))
+            before_backward(tensors_in(out, path), torch_pytree.tree_leaves((args, kwargs)), partial(_begin, weakref.ref(self)))
             return out
 
     def _enter(self, within: Within, path: str, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -182,7 +182,7 @@ def _expires(storage: StorageWeakRef) -> bool:
     for _ in range(5):
         if storage.expired():
             return True
-        time.sleep(0.0002)
+        time.sleep(0.001)
     return False
 
 

@@ -22,7 +22,7 @@ from fsharp.stateful.schedule.skyline import Skyline
 _NEAR = 48  # spans that begin while a buffer is live: of those that meet more, stacks are made
 _SLACKS = (0.0, 0.01, 0.02, 0.035, 0.05, 0.075, 0.1, 0.15, 0.25)  # arenas to try, by how much they are larger than the bound
 _GOOD = 1.04  # arenas over the bound with which nobody looks for a better one
-_PLACED = 20_000  # buffers that searches may place, and place again, before the next larger arena is tried
+_PLACED = 4_000  # buffers that searches may place, and place again, before the next larger arena is tried
 _EACH = 6  # times that they may place each buffer, if those are more
 _PATIENCE = 300  # buffers that one search may place, beside half as many again as there are
 _ALL = 200  # buffers that may all be searched places for, without stacks
@@ -158,7 +158,7 @@ class _Board:
         items = self.items
         rank = {i: k for k, i in enumerate(order)}
         before = {i: [j for j in self.neighbours[i] if rank[j] < rank[i]] for i in order}
-        starts = [0] * len(items)
+        sizes, starts = [item.nbytes for item in items], [0] * len(items)
         for i, at in self.stacked.items():
             starts[i] = at if i in self.is_low else target - at - items[i].nbytes
         if not order:
@@ -166,12 +166,15 @@ class _Board:
 
         def places(i: int) -> list[int]:
             """Either end of each gap that is large enough, the one to try first at the end."""
-            nbytes, top, stop, found = items[i].nbytes, self.floors[i], target - self.ceilings[i], set()
-            for start, end in [*sorted((starts[j], starts[j] + items[j].nbytes) for j in before[i]), (stop, stop)]:
-                spare = min(start, stop) - top - nbytes
+            nbytes, top, stop, found = sizes[i], self.floors[i], target - self.ceilings[i], set()
+            taken = [(starts[j], starts[j] + sizes[j]) for j in before[i]]
+            taken.sort()
+            for start, end in (*taken, (stop, stop)):
+                spare = (start if start < stop else stop) - top - nbytes
                 if spare >= 0:
                     found |= {(fit(at, spare, target - at - nbytes), at) for at in (top, top + spare)}
-                top = max(top, end)
+                if end > top:
+                    top = end
             return [at for _, at in sorted(found, reverse=True)]
 
         open_ = [places(order[0])]

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from fsharp.functional.precision import dtype_name
 from fsharp.functional.process_group import ProcessGroupComm
 from fsharp.functional.watch import Call
-from fsharp.functional.workers import Flight, Worker
+from fsharp.functional.workers import Flight, Outcome, Worker
 from fsharp.stateful.transport.base import Groups, Ticket, Transport
 
 _CHUNK = 1 << 20
@@ -208,20 +208,12 @@ class Exchange(Transport):
 
     def _fly(self, kind: str, post: Callable[[], Any], finish: Callable[[Any], Any], call: Call) -> Ticket:
         """Have one worker post and another finish."""
-        flight, waits = Flight(call), self._crew[kind]
+        flight, posted = Flight(call), Outcome()
         if self.on_flight is not None:
             self.on_flight(flight)
-
-        def begin() -> None:
-            try:
-                posted = post()
-            except Exception as error:
-                flight.land(error=error)
-            else:
-                waits.submit(partial(_finish, finish, posted, flight))
-
-        self._crew["posts"].submit(begin)
-        return Ticket([flight], flight.wait)
+        self._crew["posts"].submit(post, posted)
+        self._crew[kind].submit(lambda: finish(posted.take()), flight)
+        return Ticket(then=flight.wait)
 
     def scratch_nbytes(self, op: str, axis: str, numel: int, itemsize: int, *, apart: bool = False) -> int:
         """Two chunks from each of the others, or all of a part that is no larger than one; none of one other if ``apart``."""
@@ -257,13 +249,6 @@ def _receive(group: dist.ProcessGroup, x: torch.Tensor, source: int, tag: int) -
 def _wait_all(works: Sequence[Any]) -> None:
     for work in works:
         work.wait()
-
-
-def _finish(finish: Callable[[Any], Any], posted: Any, flight: Flight) -> None:
-    try:
-        flight.land(finish(posted))
-    except Exception as error:
-        flight.land(error=error)
 
 
 def add(summands: Sequence[torch.Tensor], out: torch.Tensor) -> None:
