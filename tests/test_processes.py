@@ -1,11 +1,17 @@
 """Real processes over gloo: the same errors on every rank, no hang, and every dtype travels."""
 
+import gc
+import os
+from contextlib import suppress
+from functools import partial
+
 import pytest
 import torch
 
 import fsharp as fs
 from fsharp.testing import processes
-from tests.gpt_like import make_params
+from tests.gpt_like import loss_fn, make_params
+from tests.scheduling import make_state, make_tx, my_batches
 
 DP = fs.Mesh({"dp": 3})
 
@@ -169,3 +175,40 @@ def test_groups_that_not_all_ranks_are_in():
     assert first == second
     assert first[3:] == third
     assert third[-1] < third[0]
+
+
+def test_connections_end_with_their_scheduler():
+    """Also of one that an error has closed, and of modules."""
+
+    def rank_fn(comm):
+        def descriptors():
+            gc.collect()
+            return len(os.listdir("/proc/self/fd"))
+
+        def fail(state, *, comm):
+            raise ZeroDivisionError
+
+        def use(*, fails):
+            scheduler = fs.Scheduler(comm)
+            state, step = make_state(comm, "zero3"), scheduler(fs.train_step(loss_fn, make_tx()))
+            for batch in my_batches(comm, 3):
+                state, _ = step(state, batch)
+            if fails:
+                with suppress(ZeroDivisionError, fs.FsharpError):
+                    scheduler(fail)(state)
+
+        def module():
+            model = fs.ShardedModule(torch.nn.Linear(4, 4), mesh=comm, sync_from=0)
+            model(torch.ones(2, 4)).sum().backward()
+
+        found = []
+        for make in (partial(use, fails=False), partial(use, fails=True), module):
+            make()
+            before = descriptors()
+            for _ in range(4):
+                make()
+            found.append(descriptors() - before)
+        return found
+
+    for found in processes(fs.Mesh({"dp": 2}), rank_fn, timeout=100):
+        assert max(found) <= 0, found

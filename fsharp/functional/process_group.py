@@ -98,7 +98,8 @@ class ProcessGroupComm:
         Raises:
             CommError: the others have not come within the limit.
         """
-        return _group_of([self.ranks[rank] for rank in self.mesh.group(axis, self.rank)], self.limit_s)
+        ranks = [self.ranks[rank] for rank in self.mesh.group(axis, self.rank)]
+        return _group_of(ranks, self.limit_s, self.device, is_native=self.is_native)
 
     def apart(self) -> "ProcessGroupComm":
         """The same ranks, with collectives counted for themselves. Every rank has to call it."""
@@ -193,7 +194,7 @@ def _abort_of(comm: "weakref.ref[ProcessGroupComm]") -> None:
 
 def abort(group: dist.ProcessGroup) -> None:
     """Have whatever is under way in a group of gloo's end in an error. A receive that times out closes its connections."""
-    other = (dist.get_rank(group) + 1) % dist.get_world_size(group)
+    other = (group.rank() + 1) % group.size()
     with suppress(RuntimeError):
         group.recv([torch.empty(1, dtype=torch.uint8)], other, _NEVER_SENT).wait(timedelta(milliseconds=1))
 
@@ -235,11 +236,10 @@ _numbers: "defaultdict[tuple[int, ...], count[int]]" = defaultdict(count)
 _made: Counter[tuple[int, ...]] = Counter()
 
 
-def _group_of(ranks: Sequence[int], limit_s: float) -> dist.ProcessGroup:
+def _group_of(ranks: Sequence[int], limit_s: float, device: torch.device, *, is_native: bool) -> dist.ProcessGroup:
     """A new group of these ranks of the job, made by them alone.
 
-    torch names such a group by its ranks and by the number of groups that a rank is in. So members agree on that number first:
-    who is in fewer makes groups of its own.
+    Over gloo it is nobody else's, and its connections end with it: torch would keep one of its own for the rest of the job.
     """
     limit = timedelta(seconds=limit_s)
     number = _made[tuple(ranks)] = _made[tuple(ranks)] + 1
@@ -257,10 +257,15 @@ def _group_of(ranks: Sequence[int], limit_s: float) -> dist.ProcessGroup:
             f"rank {mine} of the job waited {limit_s:g} s for ranks {missing or list(ranks)} to make process groups, number "
             f"{number} of these ranks. Does each of them make the same Comms, schedulers and modules, in the same order?"
         ) from error
-    most = int(store.get("most"))
-    while len(_world.pg_names) < most:
-        dist.new_group([mine], use_local_synchronization=True)
-    group: dist.ProcessGroup = dist.new_group(list(ranks), timeout=limit, use_local_synchronization=True)
+    if is_native:  # named by torch, by its ranks and by the number of groups that a rank is in
+        while len(_world.pg_names) < int(store.get("most")):
+            dist.new_group([mine], use_local_synchronization=True)
+        made: dist.ProcessGroup = dist.new_group(list(ranks), timeout=limit, use_local_synchronization=True)
+        return made
+    group = dist.ProcessGroup(store, ranks.index(mine), len(ranks))
+    gloo = dist.ProcessGroupGloo(store, ranks.index(mine), len(ranks), limit)
+    for kind in dict.fromkeys(("cpu", device.type)):
+        group._register_backend(torch.device(kind), dist.ProcessGroup.BackendType.GLOO, gloo)
     return group
 
 

@@ -28,7 +28,8 @@ class Compiled:
     Attributes:
         slots: by unit, where its full parameters are while they are gathered.
         places: by unit, where its gradient rests from the op on that opens it.
-        carried: units that a step gathers for the next one.
+        ops: by event, without those that are carried.
+        carried: the gathers at the end of a step of what the next one begins with, if that follows the same schedule.
         stranded: of a step that has left it, gradients that stay in the arena, as somebody has views of them.
         number: names it in keys of ops.
     """
@@ -61,10 +62,9 @@ class Compiled:
             bound = BoundOp(op, (self.number, i), after, self.units.get(op.unit))
             self._bind(i, bound, begun)
             self.ops[op.at].append(bound)
-        last = len(self.events) - 1
-        self.carried = [
-            op.unit for op in schedule.ops if op.kind == "gather" and op.at == last and op.phase == "forward" and op.memory
-        ]
+        last = self.ops.pop() if self.ops else []
+        self.carried = [bound for bound in last if bound.op.kind == "gather" and bound.op.phase == "forward"]
+        self.ops.append([bound for bound in last if bound not in self.carried])
 
     def _bind(self, i: int, bound: BoundOp, begun: set[str]) -> None:
         op = bound.op

@@ -56,23 +56,26 @@ class Recorder:
             compute, began = self._open.pop((phase, event.use))
             self._note(compute, "compute", began, here)
         for bound in ops:
-            self.flights, self.lane_marks = [], []
-            kind = bound.op.kind
-            if kind == "update":
+            if bound.op.kind == "update":
                 self._note(bound, "update", self._last, here)
-                continue
-            start = self.mark()
-            run(bound)
-            stop = self.mark()
-            if kind == "compute":
-                self._open[phase, event.use] = (bound, stop)
-            elif kind in ("gather", "reduce"):
-                if self.lane_marks:
-                    start, stop = self.lane_marks[0][0], self.lane_marks[-1][1]
-                self._note(bound, kind, start, stop, list(self.flights))
             else:
-                self._note(bound, "wait" if kind in ("wait", "accumulate") else kind, start, stop)
+                self.op(bound, run)
         self._last = self.mark()
+
+    def op(self, bound: BoundOp, run: Callable[[BoundOp], None]) -> None:
+        """Run an op, and note it."""
+        self.flights, self.lane_marks = [], []
+        kind, start = bound.op.kind, self.mark()
+        run(bound)
+        stop = self.mark()
+        if kind == "compute":
+            self._open[bound.op.phase, bound.op.use] = (bound, stop)
+        elif kind in ("gather", "reduce"):
+            if self.lane_marks:
+                start, stop = self.lane_marks[0][0], self.lane_marks[-1][1]
+            self._note(bound, kind, start, stop, list(self.flights))
+        else:
+            self._note(bound, "wait" if kind in ("wait", "accumulate") else kind, start, stop)
 
     def _note(self, bound: BoundOp, kind: OpKind, start: Mark, stop: Mark, flights: list[Flight] | None = None) -> None:
         self._rows.append((bound.key[1], kind, bound.op, start, stop, flights or [], self._step))

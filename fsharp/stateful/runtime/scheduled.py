@@ -53,6 +53,9 @@ class Scheduled:
     Args:
         scheduler: runs it.
         fn: takes the scheduler as its argument ``comm``.
+
+    Attributes:
+        followed_by: the function of the same scheduler that was called after this one the last time.
     """
 
     def __init__(self, scheduler: Runner, fn: Callable[..., Any]) -> None:
@@ -65,6 +68,7 @@ class Scheduled:
         self._positions: dict[str, int] = {}
         self._nodes: list[Sharded] = []
         self._status = Status("new", "it has not been called", 0, 0)
+        self.followed_by: Callable[[], Scheduled | None] = lambda: None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the function. The first time its order is recorded; later on it is followed."""

@@ -81,6 +81,7 @@ class Scheduler(Tracer):
         self._step: Step | None = None
         self._running: Scheduled | None = None
         self._loose: Callable[[], Step | None] = lambda: None
+        self._last: Callable[[], Scheduled | None] = lambda: None
         self._thread = 0
         self.num_updates = 0
         self._is_connected = False
@@ -175,6 +176,9 @@ class Scheduler(Tracer):
             self.executor.begin(f"{scheduled.name} #{scheduled.num_calls} after {self.num_updates} updates, microbatch 0: ")
             scheduled.num_calls += 1
             self._thread = threading.get_ident()
+            if (last := self._last()) is not None:
+                last.followed_by = weakref.ref(scheduled)
+            self._last = weakref.ref(scheduled)
             self.registry.begin()
             for key, node in scheduled.sources((args, kwargs)).items():
                 self.registry.expect(key, node)
@@ -310,16 +314,30 @@ class Scheduler(Tracer):
         """What the step before has gathered for this one is there, or is gathered now."""
         for slot in schedule.slots.values():
             slot.begin()
-        for key in schedule.carried:
-            unit, slot = schedule.units[key], schedule.slots[key]
-            if unit.node is None:
+        for bound in schedule.carried:
+            slot, node = schedule.slots[bound.op.unit], bound.unit.node
+            if node is None or slot.holds(stamp(node)):
+                self.executor.fill(bound.op.memory)
                 continue
-            if not slot.holds(stamp(unit.node)):
-                slot.release(poison=False)
-                with self.lanes.on("gather"):
-                    slot.gather(unit.node, self.transport, f"{self.executor.step}gather {key} (before the step)")
-                self.lanes.join_all()
-            self.executor.fill(slot.where)
+            slot.release(poison=False)
+            self.executor.run(bound)
+
+    def _gather_ahead(self, scheduled: Scheduled, step: Step) -> None:
+        """Gather what the next step begins with, if that is expected to be of the same function: of others, who knows?"""
+        bound = scheduled.programs.bound.get(id(scheduled.schedule))
+        is_other = scheduled.followed_by() not in (None, scheduled)
+        if is_other or bound is None or bound.arena is not self.arena or not bound.fits(self.units):
+            return
+        if bound is not self._tenant:
+            self.lanes.join_all()
+            self._evict()
+            self._tenant = bound
+        for op in bound.carried:
+            if step.recorder is not None and bound is step.schedule:
+                step.recorder.op(op, self.executor.run)
+            else:
+                self.executor.run(op)
+            bound.slots[op.op.unit].remember(op.unit.node)
 
     def _end(self, step: Step) -> None:
         scheduled = self._running
@@ -328,11 +346,10 @@ class Scheduler(Tracer):
             if unit.gradient is not None:
                 unit.gradient.let_go()
         if step.is_planned and step.schedule is not None:
-            for key in step.schedule.carried:
-                step.schedule.slots[key].remember(step.schedule.units[key].node)
             scheduled.programs.went(step.schedule.schedule.program)
             scheduled.eager_schedule = None
             scheduled.note("planned", "it has followed its schedule to the end")
+            self._gather_ahead(scheduled, step)
         else:
             self._record(scheduled, step)
         self.registry.release()
