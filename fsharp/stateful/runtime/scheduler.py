@@ -29,6 +29,7 @@ from fsharp.stateful.runtime.tracer import IssuedGradients, Tracer, closed
 from fsharp.stateful.runtime.unit_state import UnitState, stamp
 from fsharp.stateful.runtime.units import UnitRegistry
 from fsharp.stateful.schedule.compile import compile_schedule
+from fsharp.stateful.schedule.costs import NCCL
 from fsharp.stateful.schedule.policy import Policy
 from fsharp.stateful.schedule.program import Program, UnitFacts
 from fsharp.stateful.schedule.schedule import Schedule
@@ -66,6 +67,8 @@ class Scheduler(Tracer):
         self.comm, self._policy = comm, policy or Policy(**options)
         if self._policy.sum_late is None:
             self._policy = replace(self._policy, sum_late=comm.device.type == "cpu")
+        if self._policy.link is None and comm.device.type == "cuda":  # else the compiler takes that of gloo
+            self._policy = replace(self._policy, link=NCCL)
         self.lanes = lanes_for(comm.device, one_stream=self.policy.one_stream)
         self._functions: weakref.WeakSet[Scheduled] = weakref.WeakSet()
         self._closed: str | None = None
