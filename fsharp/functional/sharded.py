@@ -109,17 +109,17 @@ class Sharded:
     @property
     def buffers(self) -> tuple[Any, ...]:
         """One tensor for each group in :attr:`groups`. Waits for them if they are still on their way."""
-        return self._buffers.wait() if isinstance(self._buffers, LazyBuffers) else self._buffers
+        return self._buffers if isinstance(self._buffers, tuple) else self._buffers.wait()
 
     @property
     def raw_buffers(self) -> tuple[Any, ...]:
         """The buffers without waiting: to know which they are, not what is in them."""
-        return self._buffers.raw if isinstance(self._buffers, LazyBuffers) else self._buffers
+        return self._buffers if isinstance(self._buffers, tuple) else self._buffers.raw
 
     @property
     def lazy(self) -> LazyBuffers | None:
         """The buffers as an engine has handed them out, if it has."""
-        return self._buffers if isinstance(self._buffers, LazyBuffers) else None
+        return None if isinstance(self._buffers, tuple) else self._buffers
 
     def aliased(self, buffers: Sequence[Any], ledger: Any) -> "Sharded":
         """A node with a ledger, of tensors that have the memory of this one's: who looks at them waits for these."""

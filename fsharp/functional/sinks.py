@@ -1,5 +1,6 @@
 """Sinks: where gradients land, in the place and dtype in which they rest, and how they get there from parameters."""
 
+import inspect
 from collections.abc import Sequence
 from typing import Any
 
@@ -133,6 +134,10 @@ class _Link(torch.autograd.Function):
         if ctx.source.partial:
             x = move_sums(x, ctx.unit, ctx.group, ctx.source, target, ctx.comm)
         return None, x.to(ctx.unit.groups[ctx.group].dtypes.accumulate), None, None, None, None
+
+
+# torch asks for it with each call, and takes longer to find it than for all else.
+vars(_Link.forward)["__signature__"] = inspect.signature(_Link.forward)
 
 
 def _unsummed(x: torch.Tensor, source: Place, target: Place, comm: Comm) -> torch.Tensor:

@@ -19,9 +19,9 @@ def refuse_stale_optimizers(old: Iterable["weakref.ref[nn.Parameter]"]) -> None:
     if not held:
         return
     for each in gc.get_objects():
-        if not issubclass(type(each), torch.optim.Optimizer):
+        if not issubclass(type(each), torch.optim.Optimizer):  # one that another thread is about to make has no groups yet
             continue
-        if any(id(p) in held for group in each.param_groups for p in group["params"]):
+        if any(id(p) in held for group in getattr(each, "param_groups", ()) for p in group["params"]):
             each.register_step_pre_hook(_refuse)
 
 

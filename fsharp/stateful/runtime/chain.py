@@ -1,12 +1,13 @@
 """Chain: the collectives, one axis after another, that take a flat gradient from one resting place to the next."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 
 from fsharp.functional.precision import Dtypes
 from fsharp.stateful.runtime.full import aligned
+from fsharp.stateful.transport import joint
 from fsharp.stateful.transport.base import Ticket, Transport
 
 Pieces = list[tuple[int, torch.dtype]]
@@ -63,50 +64,89 @@ class Chain:
             size = out
         return result
 
-    def start(self, x: torch.Tensor, out: torch.Tensor | None, memory: Iterator[torch.Tensor], *, label: str) -> Ticket:
-        """Begin with ``x`` in the wire dtype.
 
-        Args:
-            x: the buffer.
-            out: where the result goes; None leaves it in the memory of the last stage.
-            memory: tensors for :meth:`pieces`.
-            label: of the collectives.
+class Leg(NamedTuple):
+    """A buffer that is about to go through a chain.
 
-        Returns:
-            The last stage's ticket.
-        """
-        if not self.size:
-            return Ticket(result=x if out is None else out)
-        ticket = Ticket(result=x)
-        for i, (op, axis, _) in enumerate(self.stages):
-            scratch = next(memory)
-            is_last = i == len(self.stages) - 1
-            between, narrow = (None, None) if is_last else (next(memory), next(memory))
-            target = out if is_last else between
-            if op == "reduce_scatter":
-                ticket = self.transport.reduce_scatter(
-                    x, axis, dtype=self.dtypes.accumulate, scratch=scratch, out=target, label=label
-                )
-            else:
-                assert target is not None, "an all_reduce needs a place for its result"
-                ticket = self.transport.all_reduce(x, target, axis, scratch=scratch, label=label)
-            if between is not None and narrow is not None:
+    Attributes:
+        chain: its stages.
+        x: the buffer, in the wire dtype.
+        out: where the result goes; None leaves it in the memory of the last stage.
+        memory: tensors for :meth:`Chain.pieces`.
+    """
+
+    chain: Chain
+    x: torch.Tensor
+    out: torch.Tensor | None
+    memory: Sequence[torch.Tensor]
+
+
+def reduce_along(legs: Sequence[Leg], transport: Transport, *, label: str, as_one: bool) -> list[Ticket]:
+    """Begin to reduce, each by itself, or all in the same collectives, for which their stages and dtypes have to agree.
+
+    Returns:
+        For each the last stage's ticket.
+    """
+    if not as_one:
+        return [_reduce([leg], transport, f"{label} group {i}")[0] for i, leg in enumerate(legs)]
+    return _reduce(legs, transport, label)
+
+
+def _reduce(legs: Sequence[Leg], transport: Transport, label: str) -> list[Ticket]:
+    tickets = [Ticket(result=leg.x if leg.out is None else leg.out) for leg in legs]
+    moving = [i for i, leg in enumerate(legs) if leg.chain.size]
+    if not moving:
+        return tickets
+    chain, xs = legs[moving[0]].chain, [legs[i].x for i in moving]
+    outs, memory = [legs[i].out for i in moving], [iter(legs[i].memory) for i in moving]
+    last: list[Ticket] = []
+    for k, (op, axis, n) in enumerate(chain.stages):
+        scratch = [next(each) for each in memory]
+        is_last = k == len(chain.stages) - 1
+        between = [] if is_last else [(next(each), next(each)) for each in memory]
+        targets = outs if is_last else [wide for wide, _ in between]
+        if op == "reduce_scatter":
+            dtype = chain.dtypes.accumulate
+            last = joint.reduce_scatter(transport, xs, axis, n, dtype=dtype, scratch=scratch, outs=targets, label=label)
+        else:
+            places = [target for target in targets if target is not None]
+            assert len(places) == len(xs), "an all_reduce needs a place for its result"
+            last = joint.all_reduce(transport, xs, places, axis, n, scratch=scratch, label=label)
+        if between:
+            for ticket in last:
                 rest = ticket.wait()
                 if isinstance(rest, Ticket):
                     rest.wait()
-                x = narrow.copy_(between) if self.differ else between
-        return ticket
+            xs = [narrow.copy_(wide) if chain.differ else wide for wide, narrow in between]
+    for i, ticket in zip(moving, last, strict=True):
+        tickets[i] = ticket
+    return tickets
 
 
-def gather_along(
-    axes: Sequence[str], x: torch.Tensor, outs: Sequence[torch.Tensor], transport: Transport, *, label: str
-) -> Ticket:
-    """Gather along one axis after another, each into its own of ``outs``. All but the last block on a host without streams."""
-    ticket = Ticket()
-    for axis, out in zip(axes, outs, strict=True):
+Move = tuple[torch.Tensor, Sequence[torch.Tensor]]
+"""What a rank has of a buffer, and what each gather of it fills."""
+
+
+def gather_along(axes: Sequence[str], moves: Sequence[Move], transport: Transport, *, label: str, as_one: bool) -> list[Ticket]:
+    """Gather along one axis after another, each buffer by itself, or all, of one dtype, in the same collectives.
+
+    All collectives but the last block on a host without streams.
+
+    Returns:
+        What all of them have to wait for.
+    """
+    if not as_one:
+        return [_gather(axes, [move], transport, f"{label} group {i}") for i, move in enumerate(moves)]
+    return [_gather(axes, moves, transport, label)] if moves else []
+
+
+def _gather(axes: Sequence[str], moves: Sequence[Move], transport: Transport, label: str) -> Ticket:
+    ticket, xs = Ticket(), [x for x, _ in moves]
+    for k, axis in enumerate(axes):
         ticket.wait()
-        ticket = transport.gather(x, out, axis, label=label)
-        x = out
+        outs = [each[k] for _, each in moves]
+        ticket = joint.gather(transport, xs, outs, axis, label=label)
+        xs = outs
     return ticket
 
 

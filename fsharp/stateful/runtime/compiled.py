@@ -1,6 +1,6 @@
 """Compiled: a schedule bound to units and to an arena. One source of ops; the other one is :mod:`.eager`."""
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from itertools import count
 
 import torch
@@ -11,7 +11,7 @@ from fsharp.stateful.runtime.gradient import Block, Grads
 from fsharp.stateful.runtime.resting import Resting
 from fsharp.stateful.runtime.unit_state import UnitState, UnshardedBuffer
 from fsharp.stateful.schedule.program import Event, UnitFacts
-from fsharp.stateful.schedule.schedule import Memory, Op, Schedule
+from fsharp.stateful.schedule.schedule import Memory, Op, Schedule, issues
 
 _numbers = count()
 
@@ -56,12 +56,16 @@ class Compiled:
         self._pieces: dict[str, list[list[torch.Tensor]]] = {}
         self._several = _used_several_times(schedule)
         self.ops: list[list[BoundOp]] = [[] for _ in self.events]
-        self.number, begun = next(_numbers), set[str]()
+        self.number, begun, leaders = next(_numbers), set[str](), _leaders(schedule.ops)
         for i, op in enumerate(schedule.ops):
-            after = [(self.number, j) for j in op.after if schedule.ops[j].stream != op.stream]
+            after = [(self.number, leaders[j]) for j in op.after if schedule.ops[j].stream != op.stream]
             bound = BoundOp(op, (self.number, i), after, self.units.get(op.unit))
             self._bind(i, bound, begun)
-            self.ops[op.at].append(bound)
+            if leaders[i] == i:
+                self.ops[op.at].append(bound)
+            else:
+                first = self.ops[op.at][-1]
+                first.others, first.after = (*first.others, bound), tuple(dict.fromkeys(first.after + bound.after))
         last = self.ops.pop() if self.ops else []
         self.carried = [bound for bound in last if bound.op.kind == "gather" and bound.op.phase == "forward"]
         self.ops.append([bound for bound in last if bound not in self.carried])
@@ -146,10 +150,18 @@ def unmet(schedule: Schedule, units: dict[str, UnitState], facts_of: Callable[[U
             return f"it reduces a gradient of unit {facts.name!r}, which has had none"
         found = facts_of(unit)
         moved = ("finishing", "reduce", "finish", "spread") if facts.trainable else ()
-        for name in ("gathered", "gather", *moved):
+        for name in ("gathered", "gather", "wire", *moved):
             if getattr(found, name) != getattr(facts, name):
                 return f"{name} of unit {facts.name!r} is {getattr(facts, name)}, and here {getattr(found, name)}"
     return ""
+
+
+def _leaders(ops: Sequence[Op]) -> list[int]:
+    """For each op the position of the first one that is issued as one with it."""
+    result: list[int] = []
+    for issued in issues(ops):
+        result += [len(result)] * len(issued)
+    return result
 
 
 def _used_several_times(schedule: Schedule) -> set[str]:

@@ -11,6 +11,7 @@ from functools import partial
 import torch
 
 from fsharp.functional.errors import ScheduleError
+from fsharp.stateful.runtime.chain import Leg, Move, gather_along, reduce_along
 from fsharp.stateful.runtime.gradient import Block, GradientBuffer, Grads
 from fsharp.stateful.runtime.spread import Spread
 from fsharp.stateful.runtime.streams import Key, Lanes
@@ -25,7 +26,8 @@ class BoundOp:
     Attributes:
         op: as a schedule has it.
         key: names it on lanes.
-        after: keys of the ops on other lanes that it waits for.
+        after: keys of the ops on other lanes that it waits for; of the first op of a bucket those of all.
+        others: of the first op of a bucket: the others, which are run with it.
         unit: that it is about.
         params: where the unit's full parameters are.
         block: what a gradient is collected in, and leaves from.
@@ -44,6 +46,7 @@ class BoundOp:
         "label",
         "may_wait",
         "op",
+        "others",
         "params",
         "pieces",
         "unit",
@@ -52,11 +55,17 @@ class BoundOp:
     def __init__(self, op: Op, key: Key, after: Sequence[Key], unit: UnitState | None) -> None:
         self.op, self.key, self.after = op, key, tuple(after)
         self.label = f"{op.kind} {op.unit} ({op.phase})"
+        self.others: tuple[BoundOp, ...] = ()
         self.unit: UnitState = unit  # type: ignore[assignment]  # ops without a unit do nothing with it
         self.params: UnshardedBuffer | None = None
         self.block: Block | None = None
         self.pieces: list[list[torch.Tensor]] = []
         self.is_first = self.is_reduced_to_rest = self.may_wait = False
+
+    @property
+    def members(self) -> "tuple[BoundOp, ...]":
+        """The ops of its bucket, itself first; itself alone if it is in none."""
+        return self, *self.others
 
     @property
     def gradient(self) -> GradientBuffer:
@@ -99,9 +108,12 @@ class Executor:
         """Do what an op says."""
         RUN[bound.op.kind](self, bound)
 
-    def label(self, bound: BoundOp) -> str:
-        """What ranks compare before they take part in a collective of this op."""
-        return f"{self.step}{bound.label}"
+    def label(self, bounds: Sequence[BoundOp]) -> str:
+        """What ranks compare before they take part in a collective of these ops."""
+        if len(bounds) == 1:
+            return f"{self.step}{bounds[0].label}"
+        first, last = bounds[0].op, bounds[-1].op
+        return f"{self.step}{first.kind} {first.unit}..{last.unit}, {len(bounds)} units ({first.phase})"
 
     def lane(self, bound: BoundOp, name: str, *, begins: bool = True) -> AbstractContextManager:
         """Run an op on its lane, after those it waits for."""
@@ -136,6 +148,7 @@ class Executor:
 
     def drain(self) -> None:
         """Finish all reductions that have begun."""
+        self.lanes.join_all()
         for bound in list(self.reducing.values()):
             if bound.op.phase == "finish":
                 bound.gradient.end_finish()
@@ -144,20 +157,36 @@ class Executor:
                 bound.gradient.accumulate(bound.block)
             bound.gradient.join()
         self.reducing.clear()
-        self.lanes.join_all()
 
 
 def _gather(executor: Executor, bound: BoundOp) -> None:
     if bound.op.phase == "update":
-        if (spread := executor.spreads.pop(bound.op.unit, None)) is not None:
+        spreads = [(each, executor.spreads.pop(each.op.unit, None)) for each in bound.members]
+        moving = [(each, spread, spread.moves) for each, spread in spreads if spread is not None]
+        if moving:
             with executor.lane(bound, "gather"):
-                spread.start(executor.transport, executor.label(bound))
+                _start_gathers(executor, moving)
         return
-    executor.fill(bound.op.memory)
-    if bound.unit.node is not None:  # else of a tree that is yet to be seen in this step: gathered when it is waited for
-        assert bound.params is not None
+    for each in bound.members:
+        executor.fill(each.op.memory)
+    # Of a tree that is yet to be seen in this step: gathered when it is waited for.
+    known = [(each, each.params, each.unit.node) for each in bound.members if each.unit.node is not None]
+    if known:
         with executor.lane(bound, "gather"):
-            bound.params.gather(bound.unit.node, executor.transport, executor.label(bound))
+            filled = []
+            for each, params, node in known:
+                assert params is not None
+                filled.append((each, params, params.fill(node, executor.transport)))
+            _start_gathers(executor, filled)
+
+
+def _start_gathers(executor: Executor, found: Sequence[tuple[BoundOp, Spread | UnshardedBuffer, Sequence[Move]]]) -> None:
+    """Begin to gather what each unit has to move: of one unit each by itself, of several all in the same collectives."""
+    label = executor.label([bound for bound, _, _ in found])
+    moves = [move for _, _, each in found for move in each]
+    tickets = gather_along(found[0][1].axes, moves, executor.transport, label=label, as_one=len(found) > 1)
+    for _, target, _ in found:
+        target.tickets += tickets
 
 
 def _wait(executor: Executor, bound: BoundOp) -> None:
@@ -171,7 +200,7 @@ def _wait(executor: Executor, bound: BoundOp) -> None:
     if not params.is_filled or (params.is_carried and not params.holds(stamp(node))):
         params.wait()
         with executor.lane(bound, "gather"):
-            params.gather(node, executor.transport, f"{executor.label(bound)} of other values than were gathered")
+            params.gather(node, executor.transport, f"{executor.label([bound])} of other values than were gathered")
     params.wait()
     executor.lanes.join(bound.after)
     if not params.holds(stamp(node)):
@@ -200,17 +229,25 @@ def _cast(executor: Executor, bound: BoundOp) -> None:
 
 
 def _reduce(executor: Executor, bound: BoundOp) -> None:
-    gradient = bound.gradient
-    executor.reducing[bound.op.unit, bound.op.phase == "finish"] = bound
-    if bound.op.phase == "finish":
-        executor.fill(bound.op.memory)
-        with executor.lane(bound, "reduce"):
-            gradient.finish(bound.pieces, executor.label(bound))
-        return
-    assert bound.block is not None
-    executor.open(bound)
+    members = bound.members
+    is_finish = bound.op.phase == "finish"
+    for each in members:
+        executor.reducing[each.op.unit, is_finish] = each
+        if is_finish:
+            executor.fill(each.op.memory)
+        else:
+            executor.open(each)
     with executor.lane(bound, "reduce"):
-        gradient.reduce(bound.block, executor.label(bound), direct=bound.is_reduced_to_rest)
+        found = [each.gradient.finish(each.pieces) if is_finish else _reduction(each) for each in members]
+        legs = [leg for each in found for leg in each]
+        tickets = iter(reduce_along(legs, executor.transport, label=executor.label(members), as_one=len(members) > 1))
+        for each, mine in zip(members, found, strict=True):
+            each.gradient.send([next(tickets) for _ in mine])
+
+
+def _reduction(bound: BoundOp) -> list[Leg]:
+    assert bound.block is not None
+    return bound.gradient.reduce(bound.block, direct=bound.is_reduced_to_rest)
 
 
 def _accumulate(executor: Executor, bound: BoundOp) -> None:

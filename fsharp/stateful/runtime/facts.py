@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 from fsharp.functional.comm import Call, sent_nbytes
 from fsharp.functional.placement import Replicate, Shard
+from fsharp.functional.precision import dtype_name
 from fsharp.functional.unit_layout import UnitLayout
 from fsharp.stateful.runtime.chain import Chain
 from fsharp.stateful.runtime.full import moving_axes
@@ -33,7 +34,7 @@ def facts_of(unit: UnitState, policy: Policy, *, several_uses: bool, several_mic
     gather = [c for g in layout.all_groups for c in _gathers(layout, g, layout.local_size(g, params), unit.axes)]
     gathered = full_nbytes(layout) if unit.axes else 0
     if unit.gradient is None:
-        return UnitFacts(unit.key, gathered, trainable=False, gather=tuple(gather), wire=None)
+        return UnitFacts(unit.key, gathered, trainable=False, gather=tuple(gather), wire=_wire(layout))
     route = unit.gradient.route
     axes = spread_axes(layout, trivial=trivial)
     spread = [c for g in layout.trainable for c in _gathers(layout, g, layout.local_size(g, optim), axes)]
@@ -48,8 +49,17 @@ def facts_of(unit: UnitState, policy: Policy, *, several_uses: bool, several_mic
         reduce=tuple(c for chain in route.chains for c in _reductions(chain)),
         finish=tuple(c for chain in route.finishes for c in _reductions(chain)),
         spread=tuple(spread),
-        wire=None,  # the executor issues the collectives of each unit by themselves
+        wire=_wire(layout),
     )
+
+
+def _wire(unit: UnitLayout) -> str | None:
+    """The dtypes that all groups of a unit have in common; None if they differ."""
+    found = {group.dtypes for group in unit.groups}
+    if len(found) != 1:
+        return None
+    [dtypes] = found
+    return " ".join(dtype_name(each) for each in (dtypes.compute, dtypes.main, dtypes.wire, dtypes.accumulate))
 
 
 def _gathers(unit: UnitLayout, group: int, size: int, axes: tuple[str, ...]) -> Iterator[Call]:

@@ -9,7 +9,7 @@ import torch
 from fsharp.functional.errors import ScheduleError, TreeError
 from fsharp.functional.placement import Partial, Place, Replicate, Shard
 from fsharp.functional.unit_layout import UnitLayout
-from fsharp.stateful.runtime.chain import Chain, Pieces, Stage, nbytes_of
+from fsharp.stateful.runtime.chain import Chain, Leg, Pieces, Stage, nbytes_of
 from fsharp.stateful.runtime.full import carve, leaf_index
 from fsharp.stateful.runtime.resting import Resting
 from fsharp.stateful.transport.base import Ticket, Transport
@@ -293,21 +293,26 @@ class GradientBuffer:
                     "one, as flat buffers are. Pass sparse=False to the embedding."
                 )
 
-    def reduce(self, block: Block, label: str, *, direct: bool) -> None:
-        """Begin the reduction of a microbatch.
+    def reduce(self, block: Block, *, direct: bool) -> list[Leg]:
+        """What is about to be reduced of a microbatch.
 
         Args:
-            block: what is reduced.
-            label: of its collectives.
+            block: where it was collected.
             direct: the sum goes where the gradient rests while ``block`` is still in use.
         """
         self._move(Phase.REDUCING)
         self.block = None
+        legs = []
         for i, chain in enumerate(self.route.chains):
             if block.sent[i] is not block.collected[i]:
                 block.sent[i].copy_(block.collected[i])
             out = self.rest.tensors[i] if direct else block.received[i]
-            self._tickets.append(chain.start(block.sent[i], out, iter(block.scratch[i]), label=f"{label} group {i}"))
+            legs.append(Leg(chain, block.sent[i], out, block.scratch[i]))
+        return legs
+
+    def send(self, tickets: Sequence[Ticket]) -> None:
+        """What :meth:`reduce` or :meth:`finish` has told of is on its way."""
+        self._tickets += tickets
 
     def accumulate(self, block: Block) -> None:
         """The sum is where the gradient rests, or is added to it."""
@@ -346,8 +351,8 @@ class GradientBuffer:
             if grad is not None:
                 buffer.add_(grad)
 
-    def finish(self, pieces: list[list[torch.Tensor]], label: str) -> None:
-        """Begin the way to the optimizer's place. The gradient at rest stays as it is."""
+    def finish(self, pieces: list[list[torch.Tensor]]) -> list[Leg]:
+        """What is about to go to the optimizer's place. The gradient at rest stays as it is."""
         self.join()
         self.settle()
         self._move(Phase.FINISHING)
@@ -355,9 +360,10 @@ class GradientBuffer:
         if self.final.is_held:
             self.final.forget()
         rows = zip(self.route.finishes, self.rest.tensors, self.final.tensors, pieces, strict=True)
-        for i, (chain, source, target, (sent, *scratch)) in enumerate(rows):
-            x = sent.copy_(source) if chain.differ else source
-            self._tickets.append(chain.start(x, target, iter(scratch), label=f"{label} group {i}"))
+        return [
+            Leg(chain, sent.copy_(source) if chain.differ else source, target, scratch)
+            for chain, source, target, (sent, *scratch) in rows
+        ]
 
     def end_finish(self) -> None:
         """What :meth:`finish` works in is free from here on; :meth:`join` waits for what is left."""

@@ -73,7 +73,8 @@ class Recorder:
         elif kind in ("gather", "reduce"):
             if self.lane_marks:
                 start, stop = self.lane_marks[0][0], self.lane_marks[-1][1]
-            self._note(bound, kind, start, stop, list(self.flights))
+            for each in bound.members:
+                self._note(each, kind, start, stop, list(self.flights))
         else:
             self._note(bound, "wait" if kind in ("wait", "accumulate") else kind, start, stop)
 

@@ -29,6 +29,7 @@ from fsharp.stateful.runtime.tracer import IssuedGradients, Tracer, closed
 from fsharp.stateful.runtime.unit_state import UnitState, stamp
 from fsharp.stateful.runtime.units import UnitRegistry
 from fsharp.stateful.schedule.compile import compile_schedule
+from fsharp.stateful.schedule.costs import NCCL
 from fsharp.stateful.schedule.policy import Policy
 from fsharp.stateful.schedule.program import Program, UnitFacts
 from fsharp.stateful.schedule.schedule import Schedule
@@ -66,6 +67,8 @@ class Scheduler(Tracer):
         self.comm, self._policy = comm, policy or Policy(**options)
         if self._policy.sum_late is None:
             self._policy = replace(self._policy, sum_late=comm.device.type == "cpu")
+        if self._policy.link is None and comm.device.type == "cuda":  # else the compiler takes that of gloo
+            self._policy = replace(self._policy, link=NCCL)
         self.lanes = lanes_for(comm.device, one_stream=self.policy.one_stream)
         self._functions: weakref.WeakSet[Scheduled] = weakref.WeakSet()
         self._closed: str | None = None
@@ -315,11 +318,13 @@ class Scheduler(Tracer):
         for slot in schedule.slots.values():
             slot.begin()
         for bound in schedule.carried:
-            slot, node = schedule.slots[bound.op.unit], bound.unit.node
-            if node is None or slot.holds(stamp(node)):
-                self.executor.fill(bound.op.memory)
+            slots = [(schedule.slots[each.op.unit], each.unit.node) for each in bound.members]
+            if all(node is None or slot.holds(stamp(node)) for slot, node in slots):
+                for each in bound.members:
+                    self.executor.fill(each.op.memory)
                 continue
-            slot.release(poison=False)
+            for slot, _ in slots:
+                slot.release(poison=False)
             self.executor.run(bound)
 
     def _gather_ahead(self, scheduled: Scheduled, step: Step) -> None:
@@ -337,7 +342,8 @@ class Scheduler(Tracer):
                 step.recorder.op(op, self.executor.run)
             else:
                 self.executor.run(op)
-            bound.slots[op.op.unit].remember(op.unit.node)
+            for each in op.members:
+                bound.slots[each.op.unit].remember(each.unit.node)
 
     def _end(self, step: Step) -> None:
         scheduled = self._running

@@ -3,11 +3,11 @@
 import torch
 
 from fsharp.functional.sharded import Sharded
-from fsharp.stateful.runtime.chain import gather_along
+from fsharp.stateful.runtime.chain import Move
 from fsharp.stateful.runtime.facts import spread_axes
 from fsharp.stateful.runtime.full import nested_parts
 from fsharp.stateful.runtime.unit_state import UnitState
-from fsharp.stateful.transport.base import Ticket, Transport
+from fsharp.stateful.transport.base import Ticket
 
 
 class Spread:
@@ -22,14 +22,16 @@ class Spread:
         trivial: run collectives along axes of size 1 as well.
 
     Attributes:
+        axes: to gather along.
         moves: parts that travel, and what each gather of theirs fills.
+        tickets: of the gathers that have begun.
     """
 
     def __init__(self, unit: UnitState, old: Sharded, new: Sharded, *, rank: int, donate: bool, trivial: bool) -> None:
         self.unit = unit
         self.axes = spread_axes(old.unit, trivial=trivial)
         self.tickets: list[Ticket] = []
-        self.moves: list[tuple[torch.Tensor, list[torch.Tensor]]] = []
+        self.moves: list[Move] = []
         held = dict(zip(new.groups, new.buffers, strict=True))
         buffers = []
         for group, before in zip(old.groups, old.raw_buffers, strict=True):
@@ -42,11 +44,6 @@ class Spread:
             if len(buffer):
                 self.moves.append((part, nested_parts(buffer.detach(), old.unit, self.axes, rank)))
         self.node = old.replace(buffers)
-
-    def start(self, transport: Transport, label: str) -> None:
-        """Begin to gather."""
-        for group, (x, outs) in enumerate(self.moves):
-            self.tickets.append(gather_along(self.axes, x, outs, transport, label=f"{label} group {group}"))
 
     def wait(self) -> None:
         """Until they are there."""

@@ -8,7 +8,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from fsharp.functional.sharded import Sharded
 from fsharp.functional.unit_layout import UnitLayout
-from fsharp.stateful.runtime.chain import gather_along
+from fsharp.stateful.runtime.chain import Move, gather_along
 from fsharp.stateful.runtime.full import FullUnit, aligned, carve, full_sizes, gather_axes, nested_parts
 from fsharp.stateful.runtime.gradient import GradientBuffer
 from fsharp.stateful.runtime.resting import Resting
@@ -46,6 +46,7 @@ class UnshardedBuffer:
     Attributes:
         full: the parameters; only while they are gathered, if they have memory of their own.
         seen: the stamp of the node that it is filled from, or about to be; None while it is released.
+        tickets: of the gathers that fill it.
         users: uses that are under way.
         is_held: whether somebody still had memory of its own when it was released.
     """
@@ -120,6 +121,10 @@ class UnshardedBuffer:
 
     def gather(self, node: Sharded, transport: Transport, label: str) -> None:
         """Begin to fill it from where the unit's parameters rest."""
+        self.tickets += gather_along(self.axes, self.fill(node, transport), transport, label=label, as_one=False)
+
+    def fill(self, node: Sharded, transport: Transport) -> list[Move]:
+        """What has to be gathered to fill it from where the unit's parameters rest. It is about to be."""
         if transport.innermost.is_async:  # else this stream is behind it, and what it reads has to stay until compute is, too
             _ = node.buffers
         if self.where is None:
@@ -127,10 +132,7 @@ class UnshardedBuffer:
                 self._make(torch.empty(full_nbytes(self._layout), dtype=torch.uint8, device=self._device))
         self.seen, self._sources = stamp(node), []
         self._set_versions(0)
-        for group, (x, outs) in enumerate(zip(node.raw_buffers, self._outs, strict=True)):
-            if not len(x):
-                continue
-            self.tickets.append(gather_along(self.axes, x.detach(), outs, transport, label=f"{label} group {group}"))
+        return [(x.detach(), outs) for x, outs in zip(node.raw_buffers, self._outs, strict=True) if len(x)]
 
     def wait(self) -> None:
         """Until it is filled."""

@@ -25,13 +25,16 @@ class Policy:
         finish_buffers: the same for those to the optimizer's place, once a step; they leave from where gradients rest.
         bucket_nbytes: neighbours in the order for which a rank sends no more than this together move as one, in one
             collective: their parameters, their gradients, their updated parameters. 0 means each on its own; None leaves
-            it to a model of what collectives cost, which joins units for which they are mostly latency.
+            it to a model of what collectives cost, which joins units for which they are mostly latency. Units whose dtypes
+            differ are not joined. What is joined is packed, in memory beside the arena while it is under way: of a gather
+            what it fills and what this rank has of it, of a reduction what it is given, the sum, and scratch for it.
         link: what collectives cost, for that model; the same on all ranks. None means that of gloo, unless the scheduler
             knows better.
         keep_gradients: gradients at rest have memory of their own. False plans it with all other memory of a step: it serves
             other units until the gradient is there, and the next step's after the end (of callers who hold gradients for
             longer, the next step finds out, and takes other memory).
-        memory_budget: bytes that all this may take; prefetch and the numbers of buffers are lowered until it fits.
+        memory_budget: bytes that the arena may take; buckets, prefetch and the numbers of buffers are lowered until it fits.
+            What buckets pack is not part of it: pass ``bucket_nbytes=0`` where every byte counts.
         gather_at_start: issue the first gathers of the next step, and those that the update needs, at the end of a step.
             False joins everything at the end of the step, which can then be captured in a CUDA graph.
         sum_late: add the result of a reduction where it rests when its memory is wanted, or at the end of the pass, as a
