@@ -69,7 +69,7 @@ class Offload:
 
     def __init__(self, names: Container[str], grads: Any, lanes: Lanes, device: torch.device, *, donate: bool) -> None:
         self._names, self._lanes, self._device, self._donate = names, lanes, device, donate
-        self._grads = _storages(grads)
+        self._grads = grads
         self._spare: dict[tuple[torch.Size, torch.dtype], list[torch.Tensor]] = {}
 
     def up(self, tree: Any, params: Any) -> tuple[Any, Mapping[str, Move]]:
@@ -79,7 +79,7 @@ class Offload:
             tree: the state, wherever it is.
             params: what shares memory with these stays where it is, as copying it would free nothing.
         """
-        moves, moved, stays = dict[str, Move](), dict[int, torch.Tensor](), _storages(params) | self._grads
+        moves, moved, stays = dict[str, Move](), dict[int, torch.Tensor](), _storages((params, self._grads))
 
         def one(node: Any) -> Any:
             if not is_sharded(node) or node.name not in self._names:
@@ -104,7 +104,7 @@ class Offload:
 
     def down(self, tree: Any, params: Any) -> tuple[Any, Mapping[str, Move]]:
         """The state in host memory, which is there once what is returned beside it has run; ``params``: the new ones."""
-        moves, moved, stays = dict[str, Move](), dict[int, torch.Tensor](), _storages(params) | self._grads
+        moves, moved, stays = dict[str, Move](), dict[int, torch.Tensor](), _storages((params, self._grads))
 
         def one(node: Any) -> Any:
             if not is_sharded(node) or node.name not in self._names:
@@ -139,4 +139,5 @@ def _movable(buffers: Any, stays: Container[int]) -> Iterator[tuple[int, torch.T
 
 
 def _storages(tree: Any) -> set[int]:
-    return {x.untyped_storage().data_ptr() for node in units_of(tree) for x in node.raw_buffers}
+    tensors = (x for node in units_of(tree) for x in node.raw_buffers if isinstance(x, torch.Tensor))
+    return {x.untyped_storage().data_ptr() for x in tensors}

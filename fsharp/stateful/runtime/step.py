@@ -87,6 +87,7 @@ class Step:
         self.num_microbatches = self._num_uses = 0
         self._forward: list[Use] = []
         self._backward: list[Use] = []
+        self._fetched: list[str] = []  # units, for the next update
         self.is_over = False
 
     @property
@@ -306,11 +307,7 @@ class Step:
     def fetch(self, moves: Mapping[str, Move]) -> None:
         """State of the optimizer, by unit, is wanted on the device."""
         self._retire(None)
-        if self.is_planned and self.schedule is not None:
-            expected = {facts.name: facts.host for facts in self.schedule.schedule.program.units}
-            if any(move.nbytes != expected.get(key) for key, move in moves.items()):
-                self.leave(None)
-        self.executor.moves = dict(moves)
+        self.executor.moves, self._fetched = dict(moves), list(moves)
         for key in moves:
             self._event("fetch", self.units[key])
         self.executor.lanes.join(self.executor.fetched[-1:])  # the lane has done those before it
@@ -323,8 +320,13 @@ class Step:
                 unit.gradient.join()  # the memory it comes from is wanted for the next step
         self.executor.spreads = {spread.unit.key: spread for spread in spreads if spread.moves}
         self.executor.moves = dict(moves)
-        for key, move in moves.items():
-            self.units[key].host_nbytes = move.nbytes
+        nbytes = dict.fromkeys(self._fetched, 0) | {key: move.nbytes for key, move in moves.items()}
+        for key in nbytes:
+            self.units[key].host_nbytes = nbytes[key]
+        if self.is_planned and self.schedule is not None:
+            expected = {facts.name: facts.host for facts in self.schedule.schedule.program.units}
+            if any(nbytes[key] != expected.get(key) for key in nbytes):  # the state is another one than that recorded
+                self.leave(None)
         units = [spread.unit for spread in spreads]
         self._event("update", units=units)
         if self.executor.spreads or self.executor.moves:  # of units that the schedule does not know of

@@ -131,8 +131,9 @@ class Emitter:
                 self._move(i, "forward" if event.kind == "forward_end" else "backward")
                 while event.kind == "reduce" and self.under_way:
                     self._land(i)
-                if event.kind == "fetch":
-                    self.fetched.append(self.emit("fetch", event.unit, "update", i, stream="host"))
+                if event.kind == "fetch":  # into memory that what was computed before may have had
+                    before = next(((op,) for op in reversed(self.ops) if op.stream == "compute" and op.marks is None), ())
+                    self.fetched.append(self.emit("fetch", event.unit, "update", i, stream="host", after=before))
         return self.ops
 
     def _number(self, units: Sequence[str]) -> int:
