@@ -3,6 +3,7 @@
 import copy
 import pickle
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from typing import NamedTuple
 
@@ -292,7 +293,7 @@ def test_a_state_goes_on_without_the_scheduler_and_comes_back():
         step = fs.train_step(loss_fn, tx, donate=True)
         away = fs.Scheduler(comm, offload=True)(step)
         calls = [away, lambda *a: step(*a, comm), away, fs.Scheduler(comm)(step), fs.Scheduler(comm, offload=True)(step), away]
-        ours = theirs = None
+        calls.append(partial(step, comm=fs.Scheduler(comm, offload=True)))  # outside of a scheduled function
         ours, theirs = (make_state(comm, "zero3", tx=tx, precision=PRECISIONS["bf16"]) for _ in range(2))
         for call, batch in zip(calls, my_batches(comm, len(calls)), strict=True):
             (ours, _), (theirs, _) = call(ours, batch), step(theirs, batch, comm)
