@@ -4,7 +4,7 @@ What is fetched has memory of the allocator's, not of the arena, which is reserv
 backwards have it. What rests in host memory is :class:`HostBuffers`, also on a CPU, where both are the same kind of memory.
 """
 
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Container, Mapping
 from typing import Any
 
 import torch
@@ -79,63 +79,47 @@ class Offload:
             tree: the state, wherever it is.
             params: what shares memory with these stays where it is, as copying it would free nothing.
         """
-        moves, moved, stays = dict[str, Move](), dict[int, torch.Tensor](), _storages((params, self._grads))
-
-        def one(node: Any) -> Any:
-            if not is_sharded(node) or node.name not in self._names:
-                return node
-            is_ours, lazy = isinstance(node.lazy, HostBuffers), node.lazy
-            raw = node.raw_buffers if is_ours and lazy.lanes is self._lanes else node.buffers
-            buffers = list(raw)
-            for i, x in _movable(raw, stays):
-                move = moves.setdefault(node.name, Move(self._lanes))
-                if id(x) not in moved:
-                    move.nbytes += x.nbytes
-                    is_away = is_ours or x.device.type != self._device.type
-                    moved[id(x)] = torch.empty(x.shape, dtype=x.dtype, device=self._device) if is_away else x
-                    if is_away:
-                        move.copies.append((moved[id(x)], x))
-                    if is_ours and self._donate:
-                        self._spare.setdefault((x.shape, x.dtype), []).append(x)
-                buffers[i] = moved[id(x)]
-            return _like(node, buffers) if any(x is not y for x, y in zip(raw, buffers, strict=True)) else node
-
-        return map_units(one, tree), moves
+        return self._move(tree, params, to_host=False)
 
     def down(self, tree: Any, params: Any) -> tuple[Any, Mapping[str, Move]]:
         """The state in host memory, which is there once what is returned beside it has run; ``params``: the new ones."""
+        return self._move(tree, params, to_host=True)
+
+    def _move(self, tree: Any, params: Any, *, to_host: bool) -> tuple[Any, Mapping[str, Move]]:
         moves, moved, stays = dict[str, Move](), dict[int, torch.Tensor](), _storages((params, self._grads))
 
         def one(node: Any) -> Any:
             if not is_sharded(node) or node.name not in self._names:
                 return node
-            buffers = list(node.buffers)
-            for i, x in _movable(node.buffers, stays):
+            is_ours = isinstance(node.lazy, HostBuffers)
+            raw = node.raw_buffers if is_ours and node.lazy.lanes is self._lanes else node.buffers
+            buffers = list(raw)
+            for i, x in enumerate(raw):
+                if not isinstance(x, torch.Tensor) or not x.numel() or x.untyped_storage().data_ptr() in stays:
+                    continue
                 move = moves.setdefault(node.name, Move(self._lanes))
                 if id(x) not in moved:
                     move.nbytes += x.nbytes
-                    moved[id(x)] = self._host_memory(x)
-                    move.copies.append((moved[id(x)], x))
+                    moved[id(x)] = self._on_host(x) if to_host else self._on_device(x, is_ours=is_ours)
+                    if moved[id(x)] is not x:
+                        move.copies.append((moved[id(x)], x))
                 buffers[i] = moved[id(x)]
-            if all(x is y for x, y in zip(node.buffers, buffers, strict=True)):
+            if all(x is y for x, y in zip(raw, buffers, strict=True)):
                 return node
-            return _like(node, HostBuffers(buffers, moves[node.name]))
+            held = HostBuffers(buffers, moves[node.name]) if to_host else buffers
+            return Sharded(held, node.unit, node.place, node.groups, is_gathered=node.is_gathered, scale=node.scale)
 
         return map_units(one, tree), moves
 
-    def _host_memory(self, x: torch.Tensor) -> torch.Tensor:
+    def _on_device(self, x: torch.Tensor, *, is_ours: bool) -> torch.Tensor:
+        if is_ours and self._donate:
+            self._spare.setdefault((x.shape, x.dtype), []).append(x)
+        is_away = is_ours or x.device.type != self._device.type
+        return torch.empty(x.shape, dtype=x.dtype, device=self._device) if is_away else x
+
+    def _on_host(self, x: torch.Tensor) -> torch.Tensor:
         spare = self._spare.get((x.shape, x.dtype))
         return spare.pop(0) if spare else torch.empty(x.shape, dtype=x.dtype, pin_memory=self._device.type != "cpu")
-
-
-def _like(node: Sharded, buffers: Any) -> Sharded:
-    return Sharded(buffers, node.unit, node.place, node.groups, is_gathered=node.is_gathered, scale=node.scale)
-
-
-def _movable(buffers: Any, stays: Container[int]) -> Iterator[tuple[int, torch.Tensor]]:
-    for i, x in enumerate(buffers):
-        if isinstance(x, torch.Tensor) and x.numel() and x.untyped_storage().data_ptr() not in stays:
-            yield i, x
 
 
 def _storages(tree: Any) -> set[int]:
