@@ -27,7 +27,8 @@ def unit_facts(draw, name):
     finish, spread = draw(st.sampled_from([(), (FINISH,)])), draw(st.sampled_from([(), (SPREAD,)]))
     finishing = draw(st.one_of(st.just(0), nbytes)) if finish else 0
     rest = draw(st.one_of(st.just(0), nbytes, nbytes))
-    return UnitFacts(name, gathered, outgoing, finishing, True, gather, reduce, finish, spread, rest)
+    host = draw(st.sampled_from([0, 0, 1])) * draw(nbytes)
+    return UnitFacts(name, gathered, outgoing, finishing, True, gather, reduce, finish, spread, rest, host)
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,8 @@ def programs(draw, max_units=5, **fixed):
             writer.microbatch(order)
             order = draw(st.one_of(st.just(order), st.just(order), uses(names)))
         reduces, updates = draw(st.sampled_from([(True, True), (True, True), (True, True), (True, False), (False, False)]))
-        writer.events += [Event("reduce")] * reduces + [Event("update")] * updates
+        fetches = [Event("fetch", unit.name) for unit in units if unit.host]
+        writer.events += [Event("reduce")] * reduces + [*fetches, Event("update")] * updates
     if draw(st.sampled_from([False] * 7 + [True])):
         for use in order:  # an evaluation
             writer.forward(use)

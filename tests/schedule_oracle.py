@@ -1,7 +1,7 @@
 """An oracle for schedules: it runs their ops over symbolic values, and says whether a step computes what its program says.
 
 It shares nothing with the verifier. Every stream runs its ops in order, each after those in its ``after``; beside that,
-streams run in six orders of priority, so that of any two ops that nothing orders each is first in one of them. What is in
+streams run in orders of priority such that of any two ops that nothing orders each is first in one of them. What is in
 memory is a tag for each run of 64 bytes. Two steps run one after the other, and what the first one hands on is used.
 """
 
@@ -19,8 +19,10 @@ def find_wrong(schedule):
     """What goes wrong in a step of a schedule; None if nothing does. Ops may be in any order and have any fields."""
     try:
         _check_rules(schedule)
-        for priority in permutations(("compute", "gather", "reduce")):
-            _Machine(schedule, priority).run()
+        copies = any(op.stream == "host" for op in schedule.ops)
+        for order in permutations(("compute", "gather", "reduce")):
+            for priority in ((*order, "host"), ("host", *order))[: 1 + copies]:
+                _Machine(schedule, priority).run()
     except WrongValue as wrong:
         return str(wrong)
     return None
@@ -32,6 +34,7 @@ def _check_rules(schedule):
     phases = {"compute": ("forward", "backward"), "cast": ("backward",), "update": ("update",)}
     phases |= dict.fromkeys(("gather", "wait"), ("forward", "backward", "update"))
     phases |= dict.fromkeys(("reduce", "accumulate"), ("backward", "finish"))
+    phases |= dict.fromkeys(("fetch", "offload"), ("update",))
     units = [facts.name for facts in schedule.program.units]
     for i, op in enumerate(schedule.ops):
         if op.unit not in units and op.kind != "update":
@@ -54,6 +57,9 @@ class _Machine:
         self.cells = [FREE] * (schedule.arena // GRAIN + 1)
         self.version = 0
         self.at_rest = dict.fromkeys(self.facts, 0)  # by unit, the version of its parameters where they rest
+        self.state = dict.fromkeys(self.facts, 0)  # by unit, the version of its optimizer state
+        self.on_host = dict.fromkeys(self.facts, 0)  # the version that is there
+        self.on_device = {}  # the same, of those that are there
         self.ends = [i for i, event in enumerate(self.events) if event.kind == "microbatch_end"]
         self.asked = [i for i, event in enumerate(self.events) if event.kind == "reduce"]
         self.due = {}  # by unit, the (event, use) of its gradients
@@ -268,9 +274,26 @@ class _Machine:
             self.add(i, op, wanted)
         self.write(op.memory, FREE)
 
+    def do_fetch(self, i, op):
+        if op.unit in self.on_device:
+            raise WrongValue(f"op {i}, {op}: it is on the device")
+        self.on_device[op.unit] = self.on_host[op.unit]
+
+    def do_offload(self, i, op):
+        if op.unit not in self.on_device:
+            raise WrongValue(f"op {i}, {op}: it is not on the device")
+        self.on_host[op.unit] = self.on_device.pop(op.unit)
+
     def do_update(self, i, op):
         if self.events[op.at].kind != "update":
             raise WrongValue(f"op {i}, {op}: no update here")
+        before = max((k for k, event in enumerate(self.events[: op.at]) if event.kind == "update"), default=-1)
+        for event in self.events[before + 1 : op.at]:
+            if event.kind == "fetch":
+                if self.on_device.get(event.unit) != self.state[event.unit]:
+                    raise WrongValue(f"op {i}, {op}: state of {event.unit!r} is {self.on_device.get(event.unit)}")
+                self.state[event.unit] += 1
+                self.on_device[event.unit] = self.state[event.unit]
         self.check_gradients(op.at, f"op {i}, {op}")
         self.version += 1
         for unit, facts in self.facts.items():
@@ -294,6 +317,8 @@ class _Machine:
     def end(self):
         """Gradients are at rest in full at the end of the step, and were so when the host looked at them."""
         self.check_gradients(len(self.events), "at the end")
+        if self.on_device or self.on_host != self.state:
+            raise WrongValue(f"at the end state is on the device: {self.on_device}, or old: {self.on_host}")
         for unit in self.due:
             wanted = self.so_far(unit, len(self.events))
             if self.gradients.get(unit, frozenset()) != wanted:

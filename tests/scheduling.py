@@ -43,6 +43,7 @@ POLICIES = {
     "buckets": {"bucket_nbytes": 2000},
     "nothing carried": {"gather_at_start": False},
     "sums at once": {"sum_late": False},
+    "offload": {"offload": True},
     "one stream": {"one_stream": True},
     "one group": {"separate_groups": False},
 }

@@ -17,8 +17,8 @@ from tests.random_programs import policies, programs
 from tests.schedule_oracle import find_wrong
 from tests.test_verify import chain, drop, move, twice
 
-KINDS = ("gather", "wait", "compute", "release", "cast", "reduce", "accumulate", "update")
-STREAMS = ("compute", "gather", "reduce")
+KINDS = ("gather", "wait", "compute", "release", "cast", "reduce", "accumulate", "fetch", "update", "offload")
+STREAMS = ("compute", "gather", "reduce", "host")
 PHASES = ("forward", "backward", "finish", "update")
 FIELDS = ("kind", "unit", "phase", "at", "use", "stream", "memory", "after", "bucket", "opens")
 

@@ -67,18 +67,18 @@ def train(lanes, strategy, **policy):
 
 
 @pytest.mark.parametrize("strategy", [fs.ddp, fs.zero2, fs.zero3])
-@pytest.mark.parametrize("one_stream", [False, True])
-def test_a_device_is_told_to_wait_for_what_virtual_streams_wait_for(monkeypatch, strategy, one_stream):
+@pytest.mark.parametrize(("one_stream", "offload"), [(False, False), (True, False), (False, True), (True, True)])
+def test_a_device_is_told_to_wait_for_what_virtual_streams_wait_for(monkeypatch, strategy, one_stream, offload):
     notes = []
     monkeypatch.setattr(torch, "Stream", lambda device: FakeStream(notes))
     monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: FakeStream.current)
     monkeypatch.setattr(FakeStream, "current", compute := FakeStream(notes))
     lanes = DeviceLanes(CPU, one_stream=one_stream)
-    train(lanes, strategy, one_stream=one_stream)
+    train(lanes, strategy, one_stream=one_stream, offload=offload)
     streams = {"compute": compute, **lanes.streams}
 
     virtual = VirtualLanes(one_stream=one_stream)
-    train(virtual, strategy, one_stream=one_stream)
+    train(virtual, strategy, one_stream=one_stream, offload=offload)
     expected, marks = [], {}
     for entry in virtual.log:
         if isinstance(entry, Mark):

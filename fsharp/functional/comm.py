@@ -77,8 +77,12 @@ class Engine(ABC):
         """:func:`~fsharp.reduce_scatter`."""
 
     @abstractmethod
-    def run_spread(self, new: Any, params: Any, *, donate: bool) -> Any:
-        """The end of :func:`~fsharp.update`: updated parameters from the optimizer's place to where they rest."""
+    def run_fetch(self, state: Any, params: Any, grads: Any, *, donate: bool) -> Any:
+        """The beginning of :func:`~fsharp.update`: the pair ``(main, opt)`` of a state as the transformation is to have it."""
+
+    @abstractmethod
+    def run_spread(self, new: Any, params: Any, state: Any, *, donate: bool) -> tuple[Any, Any]:
+        """The end of it: updated parameters from the optimizer's place to where they rest, and ``(main, opt)`` as it rests."""
 
 
 class SingleComm:

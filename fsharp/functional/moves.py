@@ -29,7 +29,7 @@ from fsharp.functional.collectives import all_gather_last, all_reduce, local_sli
 from fsharp.functional.comm import Comm, Engine, Labelled
 from fsharp.functional.errors import MeshError, TreeError, problem
 from fsharp.functional.placement import Partial, Place, Replicate, Shard
-from fsharp.functional.sharded import PlaceName, Sharded, check_kept, is_sharded, map_units, resolve_place, units_of
+from fsharp.functional.sharded import PlaceName, Sharded, check_kept, is_sharded, map_units, on_device, resolve_place, units_of
 from fsharp.functional.unit_layout import UnitLayout
 
 Tree = TypeVar("Tree")
@@ -51,6 +51,7 @@ def gather(tree: Tree, *, comm: Comm, to: PlaceName = "full") -> Tree:
         MeshError: ``comm`` is on another mesh.
 
     Cost: along an axis of ``n`` ranks that is gathered, ``(n - 1)`` times the bytes of the part. Slices cost nothing.
+    What is in host memory is brought to the device first.
     Gradient: with respect to what rests, the sum over ranks, in the same place; see [Note: resting and gathered].
     """
     check_comm("gather()", tree, comm)
@@ -71,7 +72,7 @@ def gather(tree: Tree, *, comm: Comm, to: PlaceName = "full") -> Tree:
             moved = [move_values(x, sharded.place, target, named, **ways) for x in sharded.buffers]
         return Sharded(moved, sharded.unit, target, sharded.groups, is_gathered=whole)
 
-    return map_units(lambda node: one(node) if is_sharded(node) else node, tree)  # type: ignore[no-any-return]
+    return map_units(lambda node: one(on_device(node, comm.device)) if is_sharded(node) else node, tree)  # type: ignore[no-any-return]
 
 
 def reduce_scatter(tree: Tree, *, comm: Comm, to: PlaceName = "optim") -> Tree:

@@ -22,6 +22,7 @@ from fsharp.functional.sharded import (
     is_sharded,
     map_units,
     merge,
+    on_device,
     trainable,
     units_of,
 )
@@ -418,17 +419,23 @@ def update(tx: Any, grads: Any, state: TrainState, *, comm: Comm, donate: bool =
                 "metrics, grads = average(loss, grads, comm=comm)."
             )
     with torch.no_grad():
-        old = merge(gather(trainable(state.params), comm=comm, to="optim"), state.main)
-        check_gradients("update()", grads, old)
-        new, opt = apply_transform(tx, grads, state.opt, old, comm=comm, donate=donate)
+        held = state.main, state.opt
         if isinstance(comm, Engine):
-            params = comm.run_spread(_cast(new, "compute"), state.params, donate=donate)
+            held = comm.run_fetch(held, state.params, grads, donate=donate)
+        main, opt = on_device(held, comm.device)
+        old = merge(gather(trainable(state.params), comm=comm, to="optim"), main)
+        check_gradients("update()", grads, old)
+        new, opt = apply_transform(tx, grads, opt, old, comm=comm, donate=donate)
+        main = _main_copies(new)
+        if donate:
+            opt = map_units(lambda node: node.replace(node.buffers) if is_sharded(node) else node, opt)
+        if isinstance(comm, Engine):
+            params, (main, opt) = comm.run_spread(_cast(new, "compute"), state.params, (main, opt), donate=donate)
         else:
             params = merge(state.params, gather(_cast(new, "compute"), comm=comm, to="params"))
     if donate:
-        opt = map_units(lambda node: node.replace(node.buffers) if is_sharded(node) else node, opt)
         donate_nodes((state.params, state.main, state.opt))
-    return TrainState(state.step + 1, params, _main_copies(new), opt, MadeBy(tx.name))
+    return TrainState(state.step + 1, params, main, opt, MadeBy(tx.name))
 
 
 def _check_maker(tx: Transform, state: TrainState) -> None:

@@ -146,8 +146,7 @@ class AccessMode(TorchDispatchMode):
         for x in _tensors(result):
             if not self._storages.knows(x):
                 made.append(self._storages.add(x, lane))
-                if effects.touches:
-                    writes.extend(spans(x))
+                writes.extend(spans(x))  # also if nothing is in it: till now the memory was somebody else's on this lane
         if reads or writes or made:
             name = str(func).removesuffix(".default")
             self._log.append(Access(lane, name, during, tuple(reads), tuple(writes), tuple(made)))

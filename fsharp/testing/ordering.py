@@ -94,7 +94,20 @@ class Free:
     span: Span
 
 
-Entry = Access | Mark | Wait | Free
+@dataclass(frozen=True, slots=True)
+class Keep:
+    """A storage that is freed is not given to others before what a lane has been given so far is over.
+
+    Attributes:
+        lane: by which it is used.
+        base: address of the storage.
+    """
+
+    lane: str
+    base: int
+
+
+Entry = Access | Mark | Wait | Free | Keep
 Log = Sequence[Entry]
 
 
@@ -169,6 +182,7 @@ class _Replay:
         self.clocks: dict[str, Clock] = {}
         self.marks: dict[object, Clock] = {}
         self.bytes = _Bytes()
+        self.kept: dict[tuple[int, str], int] = {}  # by storage and lane, up to where the allocator waits for it
         self.freed: dict[str, list[tuple[_Seen, Span]]] = {}  # by owner: accesses of other lanes that it did not know of
         self.races: dict[tuple[Access, Access | None], Race] = {}
 
@@ -193,6 +207,7 @@ class _Replay:
         seen = _Seen(access, clock[access.lane])
         for span in access.forgets:
             self.bytes.take(span.start, span.stop)
+            self.kept = {key: tick for key, tick in self.kept.items() if key[0] != span.base}
         if access.forgets and self.freed.get(access.lane):
             self.reused(access.lane)
         for span in access.reads:
@@ -238,7 +253,8 @@ class _Replay:
         clock = self.clock(free.lane)
         for a, b, (write, reads) in gone:
             for each in (*reads, *([write] if write is not None else ())):
-                if each.access.lane != free.lane and clock.get(each.access.lane, 0) < each.tick:
+                known = max(clock.get(each.access.lane, 0), self.kept.get((free.span.base, each.access.lane), 0))
+                if each.access.lane != free.lane and known < each.tick:
                     self.freed.setdefault(free.lane, []).append((each, Span(a, b, free.span.base)))
 
     def reused(self, owner: str) -> None:
@@ -279,6 +295,8 @@ def replay(log: Log, *, without: Collection[int] = ()) -> Verdict:
                 learned.add(i)
         elif isinstance(entry, Mark):
             state.mark(entry)
+        elif isinstance(entry, Keep):
+            state.kept[entry.base, entry.lane] = state.clock(entry.lane).get(entry.lane, 0)
         else:
             state.free(entry)
     return Verdict(list(state.races.values()), learned)

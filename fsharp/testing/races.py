@@ -5,12 +5,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
+import torch
+
 from fsharp.functional.errors import FsharpError, ScheduleError, problem
 from fsharp.stateful.modules.module import ShardedModule, _session
 from fsharp.stateful.runtime.scheduler import Scheduler
 from fsharp.stateful.runtime.streams import Key, Lanes
 from fsharp.testing.accesses import AccessMode
-from fsharp.testing.ordering import Access, Entry, Mark, Race, Span, Verdict, Wait, replay
+from fsharp.testing.ordering import Access, Entry, Keep, Mark, Race, Span, Verdict, Wait, replay
 
 COMPUTE = "compute"
 _SHOWN = 5  # races that an error describes
@@ -71,7 +73,7 @@ class VirtualLanes(Lanes):
     @contextmanager
     def on(self, name: str, op: Key | None = None, after: Sequence[Key] = (), *, begins: bool = True) -> Iterator[None]:
         """On the lane, after what the current one has been given so far if it reads that, and after the given ops."""
-        lane = "gather" if self.one_stream else name
+        lane = "gather" if self.one_stream and name == "reduce" else name
         if lane not in self._names:
             self._names.append(lane)
         during = f"{name} on demand at {self.here()}" if op is None else self.describe(op)
@@ -97,10 +99,18 @@ class VirtualLanes(Lanes):
                 self.log.append(Wait(self.lane, key, f"{self.lane} joins {self.describe(key)} at {self.here()}"))
 
     def join_all(self) -> None:
-        """The current lane waits for everything on others."""
+        """The current lane waits for all gathers and reductions on others."""
         for lane in self._names:
-            if lane != self.lane:
+            if lane not in (self.lane, "host"):
                 self.log.append(Wait(self.lane, lane, f"{self.lane} joins all of {lane} at {self.here()}"))
+
+    def finish(self, op: Key) -> None:
+        """The host, and so all that it issues later, waits for an op."""
+        self.join([op])
+
+    def keep(self, x: torch.Tensor) -> None:
+        """The memory of a tensor that is freed is nobody's before what the current lane has been given is over."""
+        self.log.append(Keep(self.lane, x.untyped_storage().data_ptr()))
 
     def where(self) -> tuple[str, object]:
         """The current lane, and what is going on there."""

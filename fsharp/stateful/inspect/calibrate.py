@@ -27,6 +27,7 @@ class Calibration(NamedTuple):
         compute: seconds of each unit's ``(forward, backward)``.
         update_s: seconds of the optimizer step.
         memory_bandwidth: bytes of gradients that are cast in a second.
+        host_bandwidth: bytes of state in a second, from host memory and to it.
         issue: seconds of the host for each second of a collective.
     """
 
@@ -34,6 +35,7 @@ class Calibration(NamedTuple):
     compute: dict[str, tuple[float, float]]
     update_s: float
     memory_bandwidth: float
+    host_bandwidth: float
     issue: float
 
 
@@ -84,8 +86,19 @@ def calibrate(trace: Trace, schedule: Schedule, *, speed: float) -> Calibration:
         compute=by_unit(own),
         update_s=median(updates),
         memory_bandwidth=cast_nbytes / cast_s if cast_s and cast_nbytes else math.inf,
+        host_bandwidth=_host_bandwidth(schedule, rows),
         issue=median(gaps) / sent_s if sent_s else 0.0,
     )
+
+
+def _host_bandwidth(schedule: Schedule, rows: Iterable[Row]) -> float:
+    """Bytes per second between host memory and the device: of all that is copied in a step, in the median over steps."""
+    copied: dict[int, float] = {}
+    for _, kind, _, _, _, start, stop, step in rows:
+        if kind in ("fetch", "offload"):
+            copied[step] = copied.get(step, 0.0) + stop - start
+    seconds = median(copied.values()) if copied else 0.0
+    return schedule.host_nbytes / seconds if seconds else math.inf
 
 
 class _Cover:

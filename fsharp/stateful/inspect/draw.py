@@ -18,7 +18,7 @@ Colour = tuple[float, float, float]
 _WIDTH_IN, _DPI = 15.0, 150
 _MARGIN_IN = 0.85, 1.15  # left and right of the axes
 _FONTS = 8.5, 7.0, 6.0
-_LANES: dict[Stream, float] = {"compute": 1.0, "gather": 0.75, "reduce": 0.75}
+_LANES: dict[Stream, float] = {"compute": 1.0, "gather": 0.75, "reduce": 0.75, "host": 0.75}
 _INK, _GREY, _FAINT, _UPDATE = "#222222", "#777777", "#c8c8c8", "#555555"
 _WAIT, _WAIT_LINES = "#f7d4d4", "#d62728"
 _MEMORY = ("#4c78a8", "#d9730d")  # of the first timeline and of the second
@@ -35,7 +35,7 @@ def draw(
     hardware: Hardware | None = None,
     measured: Timeline | None = None,
 ) -> None:
-    """Draw lanes for compute, gathers and reductions, and beneath them the bytes of the arena that are live.
+    """Draw lanes for compute, gathers, reductions and host memory, and beneath them the bytes of the arena that are live.
 
     Every unit has a colour, paler in the forward. Red is time in which compute stands still. A gather that the step before
     has issued appears at the left.

@@ -25,7 +25,7 @@ from fsharp.stateful.inspect.calibrate import Link, calibrate
 from fsharp.stateful.inspect.timeline import COLLECTIVES, Interval, Span, Timeline, issues
 from fsharp.stateful.inspect.trace import Trace
 from fsharp.stateful.schedule.program import UnitFacts
-from fsharp.stateful.schedule.schedule import Op, Schedule, Stream, calls_of
+from fsharp.stateful.schedule.schedule import STREAMS, Op, Schedule, Stream, calls_of
 
 _MAX_STEPS = 16
 
@@ -49,6 +49,8 @@ class Hardware:
         latency: seconds that each collective takes beside sending: likewise.
         memory_bandwidth: bytes of gradients per second that are cast, or added to those at rest; also of gathers that
             only copy.
+        host_bandwidth: bytes of optimizer state and main copies per second between host memory and the device, one way; by
+            default that of PCIe 5.0 with 16 lanes.
         update_s: seconds of the optimizer step.
         synchronous_host: the host does the work itself, as on CPUs, instead of queueing it on streams.
         contention: how much a synchronous host and its collectives are in each other's way, from 0 to 1. While both work,
@@ -64,13 +66,14 @@ class Hardware:
     bandwidth: PerLink
     latency: PerLink = 0.0
     memory_bandwidth: float = math.inf
+    host_bandwidth: float = 50e9
     update_s: float = 0.0
     synchronous_host: bool = False
     contention: float = 0.0
     issue: float = 0.0
 
     def __post_init__(self) -> None:
-        for name in ("bandwidth", "latency", "memory_bandwidth", "update_s", "issue"):
+        for name in ("bandwidth", "latency", "memory_bandwidth", "host_bandwidth", "update_s", "issue"):
             value = getattr(self, name)
             is_rate = name.endswith("bandwidth")
             for number in value.values() if isinstance(value, Mapping) else (value,):
@@ -119,6 +122,7 @@ class Hardware:
             latency={link: latency for link, (latency, _) in found.links.items()} or 0.0,
             bandwidth={link: bandwidth for link, (_, bandwidth) in found.links.items()} or math.inf,
             memory_bandwidth=found.memory_bandwidth,
+            host_bandwidth=found.host_bandwidth,
             update_s=found.update_s,
             synchronous_host=synchronous_host,
             contention=contention,
@@ -193,13 +197,14 @@ class _Simulation:
         times = assign("Hardware.compute", hardware.compute, entered) if entered else {}
         facts = {unit.name: unit for unit in schedule.program.units}
         self.issues = [(run, _seconds([self.ops[i] for i in run], facts, hardware, times)) for run in issues(self.ops)]
-        self.handed_on = sorted({j for i, op in enumerate(self.ops) for j in op.after if j >= i})
+        waited_for = {j for i, op in enumerate(self.ops) for j in op.after if j >= i}
+        self.handed_on = sorted(waited_for | {i for i, op in enumerate(self.ops) if op.kind == "offload"})
 
-    def queue(self, op: Op) -> str:
+    def queue(self, op: Op) -> Stream:
         """The name of what runs it in order."""
         if op.stream == "compute" or (self.is_synchronous and op.kind not in COLLECTIVES):
             return "compute"
-        return "gather" if self.schedule.policy.one_stream else op.stream
+        return "gather" if self.schedule.policy.one_stream and op.stream == "reduce" else op.stream
 
     def step(self, carried: Mapping[int, Interval]) -> tuple[Timeline, dict[int, Interval]]:
         """One step, and when what it hands on begins and ends, counted from its end.
@@ -207,11 +212,11 @@ class _Simulation:
         Args:
             carried: the latter, of the step before.
         """
-        free = dict.fromkeys(("compute", "gather", "reduce"), 0.0)
+        free = dict.fromkeys(STREAMS, 0.0)
         sent = 0.0  # when the last collective has ended
         for j, (_, stop) in carried.items():
             free[self.queue(self.ops[j])] = max(free[self.queue(self.ops[j])], stop)
-            sent = max(sent, stop)
+            sent = max(sent, stop) if self.ops[j].kind in COLLECTIVES else sent
         before = dict(carried)
         starts: dict[int, float] = {}
         stops: dict[int, float] = {}
@@ -280,7 +285,7 @@ def _later(start: float, seconds: float, speed: float, at: float) -> float:
     return start + ahead / speed if ahead <= speed * seconds else at + (1 - speed) * seconds
 
 
-def _lane(op: Op, queue: str) -> Stream:
+def _lane(op: Op, queue: Stream) -> Stream:
     return "compute" if queue == "compute" else op.stream
 
 
@@ -295,6 +300,8 @@ def _seconds(
         return hardware.update_s
     if kind in ("wait", "release"):
         return 0.0
+    if kind in ("fetch", "offload"):
+        return facts[unit].host / hardware.host_bandwidth
     calls = [call for op in ops for call in calls_of(op, facts[op.unit])]
     if calls:
         return hardware.collective_s(calls)

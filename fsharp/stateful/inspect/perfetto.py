@@ -11,7 +11,7 @@ from fsharp.stateful.schedule.schedule import STREAMS, calls_of
 
 
 def perfetto(timeline: Timeline, path: str | PathLike[str], *, measured: Timeline | None = None) -> None:
-    """Write the Trace Event JSON of a step: a thread for each stream, an event for each span, a counter of live bytes.
+    """Write the Trace Event JSON of a step: a thread for each stream in use, an event for each span, a counter of live bytes.
 
     Args:
         timeline: what to show.
@@ -28,7 +28,8 @@ def _events(timeline: Timeline, process: int, name: str) -> Iterator[dict[str, A
     schedule = timeline.schedule
     facts = {unit.name: unit for unit in schedule.program.units}
     yield {"ph": "M", "name": "process_name", "pid": process, "args": {"name": name}}
-    for thread, stream in enumerate(STREAMS):
+    used = {span.stream for span in timeline.spans}
+    for thread, stream in ((i, stream) for i, stream in enumerate(STREAMS) if stream in used):
         yield {"ph": "M", "name": "thread_name", "pid": process, "tid": thread, "args": {"name": stream}}
         yield {"ph": "M", "name": "thread_sort_index", "pid": process, "tid": thread, "args": {"sort_index": thread}}
     for span in timeline.spans:
@@ -43,6 +44,8 @@ def _events(timeline: Timeline, process: int, name: str) -> Iterator[dict[str, A
             args |= {"first byte": op.memory.start, "bytes": op.memory.nbytes}
         if op.opens:
             args |= {"first byte at rest": op.opens.start, "bytes at rest": op.opens.nbytes}
+        if op.stream == "host":
+            args["copied"] = facts[op.unit].host
         if op.unit and span.kind == op.kind and (calls := calls_of(op, facts[op.unit])):
             args["sent"] = sum(call.nbytes for call in calls)
         yield {

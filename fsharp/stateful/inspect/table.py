@@ -49,6 +49,7 @@ def table(schedule: Schedule) -> str:
             *lines[1:],
             f"{len(schedule.ops)} ops: " + ", ".join(f"{kinds[kind]} {kind}" for kind in get_args(OpKind) if kinds[kind]),
             f"{calls_sent.total()} collectives, {nbytes_text(sent)} sent by each rank",
+            *([f"{nbytes_text(schedule.host_nbytes)} copied from host memory and to it"] if schedule.host_nbytes else []),
             f"arena {nbytes_text(schedule.arena)}, of which at most {nbytes_text(schedule.bound)} are live at once",
         ]
     )

@@ -10,7 +10,7 @@ from fsharp.functional.comm import Comm
 from fsharp.functional.errors import ScheduleError, TreeError
 from fsharp.functional.layout import Layout
 from fsharp.functional.moves import gather
-from fsharp.functional.sharded import Sharded, map_units, trainable, units_of
+from fsharp.functional.sharded import Sharded, map_units, on_device, trainable, units_of
 from fsharp.functional.train import TrainState
 
 
@@ -87,6 +87,7 @@ class Kept:
         Raises:
             TreeError: a state of another layout, place or dtype.
         """
+        state = state._replace(main=on_device(state.main, self._comm.device))
         pairs = ("params", state.params, self.state.params), ("main", state.main, self.state.main)
         for kind, tree, mine in pairs:
             for new, old in zip_longest(units_of(tree), units_of(mine)):

@@ -48,6 +48,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     Raises:
         TreeError: parameters that are not those of one ShardedModule, an optimizer that is not elementwise where parameters
             are cut, or one that cannot be tried. On all ranks alike.
+        ScheduleError: a class, where the module's policy has ``offload=True``.
 
     Cost: for a class and its options, once in a process, some steps on 77 elements (20 ms).
     """
@@ -63,6 +64,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.inner: torch.optim.Optimizer | None = None
         self._runs: list[list[Run]] = []
         if isinstance(optimizer, type) and issubclass(optimizer, torch.optim.Optimizer):
+            if self.session.scheduler.policy.offload:
+                raise ScheduleError(
+                    f"ShardedOptimizer(): Policy(offload=True) is for the state of an (init, update) pair, and "
+                    f"{optimizer.__name__} keeps its own on the device. Pass one such as fs.adamw(...), or leave out offload."
+                )
             self._labels: list[dict[str, Hashable]] = [{p.path: 0 for p in group["params"]} for group in groups]
             options = [{k: v for k, v in group.items() if k != "params"} for group in groups]
             self._check_same(optimizer, options, defaults)

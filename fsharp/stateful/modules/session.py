@@ -109,6 +109,7 @@ class Session:
         specs: Mapping[str, Spec] = {},
     ) -> None:
         self.layout, self.scheduler, self.input_dtype = layout, scheduler, input_dtype
+        scheduler.main_stays = True  # the module shows them
         self.kept = Kept(layout, state, scheduler)  # which hears of others' errors while it waits
         self.specs = specs
         self.seats = {unit.name: Seats(module, [unit.full_path(leaf) for leaf in unit.leaves]) for unit in layout.units}

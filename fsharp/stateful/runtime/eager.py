@@ -43,7 +43,7 @@ class Eager:
         self._last: dict[str, int] = {}  # by stream, its last op
         self._places: dict[tuple[str, str], s.Memory] = {}
         self._top = 0
-        self._joined: int | None = None  # the last reduction that compute has been told to wait for, until an op says so
+        self._joined: set[int | None] = set()  # ops that compute has been told to wait for, until an op says so
         self._under_way: list[BoundOp] = []  # reductions that have begun
         if left is not None:
             self._adopt(left)
@@ -86,9 +86,15 @@ class Eager:
             yield from self._land()
         elif event.kind == "reduce":
             yield from self.finish(units)
+        elif event.kind == "fetch":
+            assert unit is not None
+            fetch = self._emit("fetch", unit, "update", stream="host")
+            self._joined.add(fetch.key[1])
+            yield fetch
         elif event.kind == "update":
             yield self._emit("update", None, "update", after=self._last.get("reduce"))
             yield from self.spread(units)
+            yield from self.offload(units)
 
     # ------------------------------------------------------------ parameters
 
@@ -185,7 +191,7 @@ class Eager:
     def _join(self) -> None:
         """Compute waits for reductions whose memory is about to be given up."""
         self._executor.lanes.join_all()
-        self._joined = self._last.get("reduce")
+        self._joined.add(self._last.get("reduce"))
 
     def _accumulate(self, unit: UnitState, block: Block | None, after: int | None) -> BoundOp:
         gradient = unit.gradient
@@ -223,6 +229,11 @@ class Eager:
             yield gather
             yield self._emit("wait", unit, "update", after=gather.key[1])
 
+    def offload(self, units: Iterable[UnitState]) -> Iterator[BoundOp]:
+        """Bring the state of what was updated to host memory."""
+        for unit in [each for each in units if each.key in self._executor.moves]:
+            yield self._emit("offload", unit, "update", stream="host")
+
     # ------------------------------------------------------------ ops
 
     def _bound(self, kind: s.OpKind, unit: UnitState, phase: s.Phase, params: UnshardedBuffer, **fields: Any) -> BoundOp:
@@ -246,7 +257,7 @@ class Eager:
         if stream != "compute":
             waits_for = {self._last.get("compute") if after is None else after}
         else:
-            waits_for, self._joined = {after, self._joined}, None
+            waits_for, self._joined = {after, *self._joined}, set()
         number = len(self.ops)
         op = s.Op(
             kind,

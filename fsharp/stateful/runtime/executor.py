@@ -13,6 +13,7 @@ import torch
 from fsharp.functional.errors import ScheduleError
 from fsharp.stateful.runtime.chain import Leg, Move, gather_along, reduce_along
 from fsharp.stateful.runtime.gradient import Block, GradientBuffer, Grads
+from fsharp.stateful.runtime.host import Transfer
 from fsharp.stateful.runtime.spread import Spread
 from fsharp.stateful.runtime.streams import Key, Lanes
 from fsharp.stateful.runtime.unit_state import UnitState, UnshardedBuffer, stamp
@@ -87,6 +88,9 @@ class Executor:
         step: name of the step that is under way, in the labels of its collectives.
         incoming: the gradients of the use whose backward is over.
         spreads: by unit, updated parameters on their way to where they rest.
+        moves: by unit, state on its way from host memory, or to it.
+        fetched: the ops that state has come by.
+        host_nbytes: bytes that were copied from host memory and to it in this step.
         reducing: gradients whose reduction has begun and whose result has not been taken, with the ops that began it.
         top: the highest byte of the arena that this step has used, plus one.
     """
@@ -100,6 +104,9 @@ class Executor:
         self.step = step
         self.incoming: Grads | None = None
         self.spreads: dict[str, Spread] = {}
+        self.moves: dict[str, Transfer] = {}
+        self.fetched: list[Key] = []
+        self.host_nbytes = 0
         self.reducing: dict[tuple[str, bool], BoundOp] = {}
         self.live_nbytes = self.peak_nbytes = self.top = 0
         self._deferred: list[tuple[Memory, GradientBuffer]] = []
@@ -268,6 +275,16 @@ def _accumulate(executor: Executor, bound: BoundOp) -> None:
         end()
 
 
+def _copy(executor: Executor, bound: BoundOp) -> None:
+    move = executor.moves.pop(bound.op.unit, None)
+    if move is None or not move.copies:
+        return
+    with executor.lane(bound, "host"):
+        executor.host_nbytes += move.run(executor.lanes, bound.key)
+    if bound.op.kind == "fetch":
+        executor.fetched.append(bound.key)
+
+
 def _nothing(executor: Executor, bound: BoundOp) -> None:
     """The caller's own code."""
 
@@ -280,5 +297,7 @@ RUN: dict[OpKind, Callable[[Executor, BoundOp], None]] = {
     "cast": _cast,
     "reduce": _reduce,
     "accumulate": _accumulate,
+    "fetch": _copy,
     "update": _nothing,
+    "offload": _copy,
 }

@@ -34,7 +34,7 @@ def facts_of(unit: UnitState, policy: Policy, *, several_uses: bool, several_mic
     gather = [c for g in layout.all_groups for c in _gathers(layout, g, layout.local_size(g, params), unit.axes)]
     gathered = full_nbytes(layout) if unit.axes else 0
     if unit.gradient is None:
-        return UnitFacts(unit.key, gathered, trainable=False, gather=tuple(gather), wire=_wire(layout))
+        return UnitFacts(unit.key, gathered, trainable=False, gather=tuple(gather), host=unit.host_nbytes, wire=_wire(layout))
     route = unit.gradient.route
     axes = spread_axes(layout, trivial=trivial)
     spread = [c for g in layout.trainable for c in _gathers(layout, g, layout.local_size(g, optim), axes)]
@@ -49,6 +49,7 @@ def facts_of(unit: UnitState, policy: Policy, *, several_uses: bool, several_mic
         reduce=tuple(c for chain in route.chains for c in _reductions(chain)),
         finish=tuple(c for chain in route.finishes for c in _reductions(chain)),
         spread=tuple(spread),
+        host=unit.host_nbytes,
         wire=_wire(layout),
     )
 

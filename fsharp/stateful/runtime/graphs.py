@@ -8,6 +8,7 @@ import torch
 from fsharp.functional.errors import ScheduleError
 from fsharp.functional.train import Metrics, TrainState
 from fsharp.stateful.runtime.scheduled import Scheduled
+from fsharp.stateful.schedule.policy import Policy
 
 
 class Captured:
@@ -26,15 +27,15 @@ class Captured:
         state: after the last replay.
 
     Raises:
-        ScheduleError: no CUDA device, a policy that leaves gathers under way, or a state that counts in Python: a graph
-            would use the same count for ever.
+        ScheduleError: no CUDA device, a policy that leaves gathers under way or offloads, or a state that counts in Python: a
+            graph would use the same count for ever.
 
     Source: torch.cuda.CUDAGraph.
     """
 
     def __init__(self, scheduled: Scheduled, state: TrainState, batch: Any, *, warmup: int = 3) -> None:
         scheduler = scheduled.scheduler
-        _check(scheduler.device, scheduler.policy.gather_at_start, state, warmup)
+        _check(scheduler.device, scheduler.policy, state, warmup)
         self._batch = optree.tree_map(lambda x: x.clone() if isinstance(x, torch.Tensor) else x, batch)
         aside = torch.cuda.Stream(scheduler.device)
         aside.wait_stream(torch.cuda.current_stream(scheduler.device))
@@ -77,10 +78,12 @@ def _addresses(state: TrainState) -> list[int]:
     return [x.data_ptr() for x in _leaves((state.params, state.main)) if isinstance(x, torch.Tensor)]
 
 
-def _check(device: torch.device, gathers_at_start: bool, state: TrainState, warmup: int) -> None:
+def _check(device: torch.device, policy: Policy, state: TrainState, warmup: int) -> None:
     if device.type != "cuda":
         raise ScheduleError(f"Captured(): the scheduler is on {device}; CUDA graphs need a CUDA device.")
-    if gathers_at_start:
+    if policy.offload:
+        raise ScheduleError("Captured(): a graph has its optimizer state where it was captured: leave out offload=True.")
+    if policy.gather_at_start:
         raise ScheduleError("Captured(): the policy leaves gathers under way between steps: pass gather_at_start=False.")
     if warmup < 2:
         raise ScheduleError(

@@ -70,7 +70,7 @@ class Recorder:
         stop = self.mark()
         if kind == "compute":
             self._open[bound.op.phase, bound.op.use] = (bound, stop)
-        elif kind in ("gather", "reduce"):
+        elif kind in ("gather", "reduce", "fetch", "offload"):
             if self.lane_marks:
                 start, stop = self.lane_marks[0][0], self.lane_marks[-1][1]
             for each in bound.members:
@@ -97,7 +97,8 @@ class Recorder:
                 waiting.append(row)
                 continue
             end = max([self._seconds(stop), *(at for at in landed if at is not None)])
-            stream: Stream = "compute" if kind == "wait" else what.stream
+            is_here = kind == "wait" or (what.stream == "host" and not self.has_streams)
+            stream: Stream = "compute" if is_here else what.stream
             self.trace.record(op, kind, what.unit, what.phase, stream, self._seconds(start), end, step=step)
         self._rows = waiting
 

@@ -129,6 +129,11 @@ class Scheduler(Tracer):
         """Whether collectives along axes of size 1 run as well."""
         return self.policy.trivial_axes
 
+    @property
+    def offloads(self) -> bool:
+        """Whether optimizer state and main copies are in host memory between updates."""
+        return self.policy.offload
+
     def all_gather(self, x: torch.Tensor, axis: str, *, label: str = "") -> torch.Tensor:
         """A collective of the caller's own: passed on, and not scheduled."""
         self._connect()

@@ -4,7 +4,7 @@ Events go to a source of ops, and what that gives to the executor. When an event
 step goes on with ops made up on the spot.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -17,6 +17,7 @@ from fsharp.stateful.runtime.compiled import Compiled
 from fsharp.stateful.runtime.eager import Eager
 from fsharp.stateful.runtime.executor import BoundOp, Executor
 from fsharp.stateful.runtime.gradient import Grads, Phase
+from fsharp.stateful.runtime.host import Transfer
 from fsharp.stateful.runtime.recorder import Recorder
 from fsharp.stateful.runtime.spread import Spread
 from fsharp.stateful.runtime.unit_state import Stamp, UnitState, UnshardedBuffer, stamp
@@ -86,6 +87,7 @@ class Step:
         self.num_microbatches = self._num_uses = 0
         self._forward: list[Use] = []
         self._backward: list[Use] = []
+        self._fetched: list[str] = []  # units, for the next update
         self.is_over = False
 
     @property
@@ -133,7 +135,7 @@ class Step:
         self.left_at = str(event) if event is not None else f"what came after {self.events[-1]}" if self.events else "its end"
         self.executor.drain()
         before = self.events if event is None else self.events[:-1]
-        self.schedule.leave({each.unit for each in before if each.unit})
+        self.schedule.leave({each.unit for each in before if each.kind == "forward"})
         self.eager = self._make_eager(left=self.schedule)
 
     def enter(self, node: Sharded, unit: UnitState) -> Use:
@@ -302,19 +304,37 @@ class Step:
                 unit.gradient.join()
         self.executor.lanes.join_all()
 
-    def update(self, spreads: Sequence[Spread]) -> None:
-        """Parameters are new where the optimizer has them."""
+    def fetch(self, moves: Mapping[str, Transfer]) -> None:
+        """State of the optimizer, by unit, is wanted on the device."""
+        self._retire(None)
+        self.executor.moves, self._fetched = dict(moves), list(moves)
+        for key in moves:
+            self._event("fetch", self.units[key])
+        self.executor.lanes.join(self.executor.fetched[-1:])  # the lane has done those before it
+
+    def update(self, spreads: Sequence[Spread], moves: Mapping[str, Transfer]) -> None:
+        """Parameters are new where the optimizer has them, and so is its state, which goes to host memory."""
         self._retire(None)
         for unit in self.units.values():
             if unit.gradient is not None:
                 unit.gradient.join()  # the memory it comes from is wanted for the next step
         self.executor.spreads = {spread.unit.key: spread for spread in spreads if spread.moves}
-        self._event("update", units=[spread.unit for spread in spreads])
-        if self.executor.spreads:  # of units that the schedule does not know of
+        self.executor.moves = dict(moves)
+        nbytes = dict.fromkeys(self._fetched, 0) | {key: move.nbytes for key, move in moves.items()}
+        for key in nbytes:
+            self.units[key].host_nbytes = nbytes[key]
+        if self.is_planned and self.schedule is not None:
+            expected = {facts.name: facts.host for facts in self.schedule.schedule.program.units}
+            if any(nbytes[key] != expected.get(key) for key in nbytes):  # the state is another one than that recorded
+                self.leave(None)
+        units = [spread.unit for spread in spreads]
+        self._event("update", units=units)
+        if self.executor.spreads or self.executor.moves:  # of units that the schedule does not know of
             if self.is_planned:
                 self.leave(None)
             assert self.eager is not None
-            self._run(self.eager.spread([spread.unit for spread in spreads]))
+            self._run(self.eager.spread(units))
+            self._run(self.eager.offload(units))
 
     def end(self) -> None:
         """The function has returned."""

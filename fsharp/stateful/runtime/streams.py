@@ -1,4 +1,4 @@
-"""Lanes: the streams beside compute. One for gathers, one for reductions, or one for both; on a CPU, none."""
+"""Lanes: the streams beside compute: for gathers, for reductions, or for both, and to and from the host; on a CPU, none."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -29,7 +29,7 @@ class Lanes:
         """Run what is inside on a lane.
 
         Args:
-            name: ``"gather"`` or ``"reduce"``.
+            name: ``"gather"``, ``"reduce"`` or ``"host"``.
             op: for those that wait for it.
             after: the ops to wait for.
             begins: whether it reads what compute has made until now.
@@ -40,13 +40,20 @@ class Lanes:
         """Compute waits for ops on other lanes."""
 
     def join_all(self) -> None:
-        """Compute waits for everything on other lanes."""
+        """Compute waits for all gathers and reductions; not for copies to the host, which go on into the next step."""
+
+    def finish(self, op: Key) -> None:
+        """The host waits for an op."""
+
+    def keep(self, x: torch.Tensor) -> None:
+        """Nobody gets the memory of a tensor that is freed, before what this lane has been given so far is over."""
 
 
 class DeviceLanes(Lanes):
     """Streams of one scheduler on an accelerator, which all its units share. Ordered by events: the host waits for none.
 
-    Memory on a lane is the scheduler's own and outlives it, so nothing has to be recorded on streams.
+    Memory on a lane is the scheduler's own and outlives it, so nothing has to be recorded on streams; on the lane of the host
+    it is :meth:`keep` that says so.
 
     Args:
         device: of the streams.
@@ -59,7 +66,7 @@ class DeviceLanes(Lanes):
         self._events: dict[Key, torch.Event] = {}
 
     def _stream(self, name: str) -> torch.Stream:
-        name = "gather" if self.one_stream else name
+        name = "gather" if self.one_stream and name == "reduce" else name
         if name not in self.streams:
             self.streams[name] = torch.Stream(self.device)
         return self.streams[name]
@@ -89,10 +96,20 @@ class DeviceLanes(Lanes):
                 compute.wait_event(self._events[key])
 
     def join_all(self) -> None:
-        """The current stream waits for all that the others have been given so far."""
+        """The current stream waits for all that their streams have been given so far."""
         compute = torch.accelerator.current_stream(self.device)
-        for stream in self.streams.values():
-            compute.wait_stream(stream)
+        for name, stream in self.streams.items():
+            if name != "host":
+                compute.wait_stream(stream)
+
+    def finish(self, op: Key) -> None:
+        """Until its event has come."""
+        self._events[op].synchronize()
+
+    def keep(self, x: torch.Tensor) -> None:
+        """Of device memory the allocator is told; pinned memory's own looks at what copies it."""
+        if x.device.type != "cpu":
+            x.record_stream(torch.accelerator.current_stream(self.device))
 
 
 def lanes_for(device: torch.device, *, one_stream: bool) -> Lanes:

@@ -4,7 +4,7 @@ Where data move, when, and in which memory is not decided here.
 """
 
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -20,6 +20,7 @@ from fsharp.functional.train import Loss, as_loss, check_loss, sums_of, totals, 
 from fsharp.stateful.runtime.boundary import before_backward
 from fsharp.stateful.runtime.full import leaf_index
 from fsharp.stateful.runtime.gradient import GradientBuffer
+from fsharp.stateful.runtime.host import Offload, Transfer
 from fsharp.stateful.runtime.pending import pending
 from fsharp.stateful.runtime.spread import Spread
 from fsharp.stateful.runtime.step import Step, Use
@@ -75,13 +76,16 @@ class Tracer(Engine):
         transport: for those that are.
         lanes: the streams beside compute.
         num_updates: how often parameters have become others.
+        main_stays: main copies stay on the device, as somebody shows them.
     """
 
     own: Comm
     num_updates: int
     transport: Transport
     lanes: Lanes
+    main_stays = False
     _issued = IssuedGradients()
+    _offload: Offload | None = None
 
     @property
     @abstractmethod
@@ -197,8 +201,22 @@ class Tracer(Engine):
         position = iter(units)
         return map_units(lambda node: _reduced(node, next(position).gradient if node.unit.trainable else None, to), tree)
 
-    def run_spread(self, new: Any, params: Any, *, donate: bool) -> Any:
-        """Updated parameters begin their way to where they rest; who looks at them waits for them."""
+    def run_fetch(self, state: Any, params: Any, grads: Any, *, donate: bool) -> Any:
+        """What is in host memory comes to the device."""
+        self._offload = None
+        if not self.offloads:
+            return state
+        keys = {node.name: self.unit_of(node).key for node in reversed(units_of(params))}
+        self._offload = Offload(keys, grads, self.lanes, self.device, donate=donate)  # type: ignore[attr-defined]
+        (main, opt), moves = self._offload.up(state, self._staying(params, state[0]))
+        self.current().fetch({keys[name]: move for name, move in moves.items()})
+        return main, opt
+
+    def _staying(self, params: Any, main: Any) -> Any:
+        return (params, main) if self.main_stays else params
+
+    def run_spread(self, new: Any, params: Any, state: Any, *, donate: bool) -> tuple[Any, Any]:
+        """Updated parameters begin their way to where they rest, and state to host memory; who looks at them waits for them."""
         step, trivial = self.current(), self.trivial_axes
         spreads, nodes = [], []
         for old, fresh in zip(units_of(params), units_of(new), strict=True):
@@ -212,10 +230,21 @@ class Tracer(Engine):
             self.replaced(old, unit, node)
             nodes.append(node)
             spreads.append(spread)
-        step.update(spreads)
-        self.num_updates += 1
         position = iter(nodes)
-        return map_units(lambda _: next(position), params)
+        resting = map_units(lambda _: next(position), params)
+        moves: Mapping[str, Transfer] = {}
+        if self._offload is not None:
+            keys = {spread.node.name: spread.unit.key for spread in reversed(spreads)}
+            state, by_name = self._offload.down(state, self._staying(resting, state[0]))
+            moves, self._offload = {keys[name]: move for name, move in by_name.items()}, None
+        step.update(spreads, moves)
+        self.num_updates += 1
+        return resting, state
+
+    @property
+    @abstractmethod
+    def offloads(self) -> bool:
+        """Whether optimizer state and main copies are in host memory between updates."""
 
     @property
     @abstractmethod

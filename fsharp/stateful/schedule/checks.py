@@ -265,6 +265,53 @@ class Gradients(Check):
         return ScheduleError(problem(where, what, [("unit", unit), ("expected", expected)], "Add it."))
 
 
+class Host(Check):
+    """What rests in host memory: on the device for the update that its event is of, and back once after that."""
+
+    def __init__(self, schedule: Schedule, order: HappensBefore) -> None:
+        super().__init__(schedule, order)
+        self.fetched: dict[str, int] = {}  # by unit, its fetch, for the update to come
+        self.due: dict[str, int] = {}  # by unit, its fetch, until it is offloaded
+        self.updated = -1
+        self.seen = 0  # events up to the last update
+
+    def see(self, i: int, op: Op) -> None:
+        """Follow the way up and down."""
+        if op.kind == "fetch":
+            event = self.events[op.at]
+            if (event.kind, event.unit) != ("fetch", op.unit) or op.unit in self.fetched:
+                raise refusal(i, op, "is not asked for here, or has happened.", "one for each event that says so")
+            self.fetched[op.unit] = i
+        elif op.kind == "update":
+            self._check_over()
+            asked = {event.unit for event in self.events[self.seen : op.at] if event.kind == "fetch"}
+            for unit in sorted(asked - set(self.fetched)):
+                raise refusal(i, op, f"updates {unit!r}, whose state is in host memory.", f"a fetch of {unit!r} before it")
+            for j in self.fetched.values():
+                if not self.order.before(j, i):
+                    raise self.unordered(i, op, "may read state before the end of", j)
+            self.updated, self.seen = i, op.at
+            self.due, self.fetched = self.fetched, {}
+        elif op.kind == "offload":
+            if op.unit not in self.due or op.at != self.seen:
+                raise refusal(i, op, "copies what was not fetched, or has left already.", "one for each fetch, at the update")
+            if not self.order.before(self.updated, i):
+                raise self.unordered(i, op, "may copy state before the end of", self.updated)
+            del self.due[op.unit]
+
+    def _check_over(self) -> None:
+        for unit, j in self.due.items():
+            what = f"the state of {unit!r} stays on the device."
+            raise refusal(j, self.order.ops[j], what, f"an offload of {unit!r} after the update")
+
+    def end(self) -> None:
+        """All of it is back."""
+        self._check_over()
+        for unit, j in self.fetched.items():
+            what = f"no update follows for which {unit!r} is fetched."
+            raise refusal(j, self.order.ops[j], what, "an update after it")
+
+
 class Places(Check):
     """No byte of the arena has two owners at a time. That each is filled, and freed, once was seen before."""
 

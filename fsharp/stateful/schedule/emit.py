@@ -85,6 +85,7 @@ class Emitter:
         self.ready: set[str] = set()  # units that are waited for
         self.arriving: list[Draft] = []  # waits for what the step before has gathered
         self.updated: tuple[Draft, ...] = ()  # the last update of this step
+        self.fetched: list[Draft] = []  # for the next update
         self.settled: set[str] = set()  # units whose updated parameters are waited for
         # gradients; of each bundle together
         self.fed: dict[str, Draft] = {}  # what has last put something where a unit's gradient rests
@@ -130,6 +131,9 @@ class Emitter:
                 self._move(i, "forward" if event.kind == "forward_end" else "backward")
                 while event.kind == "reduce" and self.under_way:
                     self._land(i)
+                if event.kind == "fetch":  # into memory that what was computed before may have had
+                    before = next(((op,) for op in reversed(self.ops) if op.stream == "compute" and op.marks is None), ())
+                    self.fetched.append(self.emit("fetch", event.unit, "update", i, stream="host", after=before))
         return self.ops
 
     def _number(self, units: Sequence[str]) -> int:
@@ -180,7 +184,7 @@ class Emitter:
         reduced = next(((op,) for op in reversed(self.ops) if op.stream == "reduce" and op.marks is None), ())
         for unit in [u.name for u in self.program.units if u.spread and self.carries and u.name not in self.settled]:
             self._settle(unit, i)
-        update = self.emit("update", "", "update", i, after=reduced)
+        update = self.emit("update", "", "update", i, after=(*reduced, *self.fetched))
         self.updated = (update,)
         spread: list[Draft] = []
         for members in self.buckets.spreads.members.values():
@@ -188,6 +192,9 @@ class Emitter:
             number = self._number(units)
             for unit in units:
                 spread.append(self.emit("gather", unit, "update", i, stream="gather", after=(update,), bucket=number))
+        for fetch in self.fetched:
+            self.emit("offload", fetch.unit, "update", i, stream="host", after=(update,))
+        self.fetched = []
         if not (is_last and self.policy.gather_at_start):
             for op in spread:
                 self.emit("wait", op.unit, "update", i, after=(op,))

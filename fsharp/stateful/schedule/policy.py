@@ -33,6 +33,9 @@ class Policy:
         keep_gradients: gradients at rest have memory of their own. False plans it with all other memory of a step: it serves
             other units until the gradient is there, and the next step's after the end (of callers who hold gradients for
             longer, the next step finds out, and takes other memory).
+        offload: between updates the optimizer's state and the main copies of parameters are in host memory, pinned where
+            the device is none: fetched for the update and given back after it. Of a module the optimizer's state alone, as
+            main copies are the parameters that it shows. Twice these bytes are copied in a step.
         memory_budget: bytes that the arena may take; buckets, prefetch and the numbers of buffers are lowered until it fits.
             What buckets pack is not part of it: pass ``bucket_nbytes=0`` where every byte counts.
         gather_at_start: issue the first gathers of the next step, and those that the update needs, at the end of a step.
@@ -58,6 +61,7 @@ class Policy:
     bucket_nbytes: int | None = None
     link: Link | None = None
     keep_gradients: bool = False
+    offload: bool = False
     memory_budget: int | None = None
     gather_at_start: bool = True
     sum_late: bool | None = None

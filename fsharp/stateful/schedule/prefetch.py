@@ -164,7 +164,7 @@ def _in_use(events: Sequence[Event], bundles: Bundles) -> list[tuple[str, ...]]:
     for event in events:
         if event.kind in _STARTS:
             open_.append(event.unit)
-        elif event.unit:
+        elif event.kind.endswith("_end") and event.unit:
             open_.pop()
         result.append(tuple(dict.fromkeys(bundles.of[unit] for unit in reversed(open_) if unit in bundles.of)))
     return result

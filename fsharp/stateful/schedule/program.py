@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 from fsharp.functional.comm import Call
 from fsharp.functional.errors import ScheduleError
 
-EventKind = Literal["forward", "forward_end", "backward", "backward_end", "microbatch_end", "reduce", "move", "update"]
+EventKind = Literal["forward", "forward_end", "backward", "backward_end", "microbatch_end", "reduce", "move", "fetch", "update"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +30,7 @@ class UnitFacts:
         spread: collectives that bring updated parameters to where they rest.
         rest: bytes where its gradient rests, from the first that is put there to the end of the step; 0 if they are not
             the schedule's business.
+        host: bytes of its optimizer state and main copies that are in host memory between updates; 0 if none are.
         wire: what its collectives carry, such as a dtype: units share one only if this is the same. None: with no other.
     """
 
@@ -43,6 +44,7 @@ class UnitFacts:
     finish: tuple[Call, ...] = ()
     spread: tuple[Call, ...] = ()
     rest: int = 0
+    host: int = 0
     wire: str | None = ""
 
 
@@ -52,10 +54,10 @@ class Event(NamedTuple):
     Attributes:
         kind: ``forward`` and ``forward_end`` enclose a use of a unit, ``backward`` and ``backward_end`` its way back;
             ``microbatch_end`` is the end of a backward pass; ``reduce`` asks for the gradients at the optimizer's place,
-            ``update`` for the parameters after it; ``move`` is a reduction of something else, which no schedule has
-            a part in.
-        unit: name of the unit, empty for the last four.
-        use: number of the use within the step, counted from 0 in the order of ``forward``; -1 for the last four.
+            ``fetch`` for a unit's optimizer state on the device, for the next ``update``, after which parameters are new;
+            ``move`` is a reduction of something else, which no schedule has a part in.
+        unit: name of the unit; empty if it is about none.
+        use: number of the use within the step, counted from 0 in the order of ``forward``; -1 if it is about none.
         bare: of a ``backward_end``: no gradient of parameters comes of this use, though the unit is trained.
     """
 
@@ -126,7 +128,7 @@ def is_used_once(events: Sequence[Event], unit: str) -> bool:
     No other gradient of it comes without another ``forward`` of it then.
     """
     kinds = [event.kind for event in events if event.unit in ("", unit)]
-    return [kind for kind in kinds if kind not in ("forward_end", "backward", "update")] == [
+    return [kind for kind in kinds if kind not in ("forward_end", "backward", "fetch", "update")] == [
         "forward",
         "backward_end",
         "microbatch_end",

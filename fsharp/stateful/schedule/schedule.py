@@ -15,7 +15,9 @@ kind            stream     phases    what
                                      later ones add), or where they rest
 ``reduce``      reduce     b, finish the reduction of a microbatch, from ``memory``; ``finish``: to the optimizer's place
 ``accumulate``  reduce     b, finish its result (or ``memory`` itself) is added to the gradient at rest, and ``memory`` is free
+``fetch``       host       u         copy a unit's optimizer state and main copies from host memory to the device
 ``update``      compute    u         the caller's optimizer step
+``offload``     host       u         copy them back; their device memory, which is not the arena's, is free then
 ==============  =========  ========  =========================================================================================
 
 Phases are ``forward``, ``backward``, ``update``, by their first letters, and ``finish``.
@@ -39,8 +41,8 @@ from fsharp.stateful.schedule.costs import Link
 from fsharp.stateful.schedule.policy import Policy
 from fsharp.stateful.schedule.program import Event, Program, UnitFacts
 
-OpKind = Literal["gather", "wait", "compute", "release", "cast", "reduce", "accumulate", "update"]
-Stream = Literal["compute", "gather", "reduce"]
+OpKind = Literal["gather", "wait", "compute", "release", "cast", "reduce", "accumulate", "fetch", "update", "offload"]
+Stream = Literal["compute", "gather", "reduce", "host"]
 STREAMS: tuple[Stream, ...] = get_args(Stream)
 Phase = Literal["forward", "backward", "finish", "update"]
 
@@ -49,11 +51,13 @@ STREAM_OF: dict[OpKind, Stream] = {
     "gather": "gather",
     "reduce": "reduce",
     "accumulate": "reduce",
+    "fetch": "host",
+    "offload": "host",
 }
 PHASES_OF: dict[OpKind, tuple[Phase, ...]] = {
     "compute": ("forward", "backward"),
     "cast": ("backward",),
-    "update": ("update",),
+    **dict.fromkeys(("fetch", "update", "offload"), ("update",)),
     **dict.fromkeys(("gather", "wait", "release"), ("forward", "backward", "update")),
     **dict.fromkeys(("reduce", "accumulate"), ("backward", "finish")),
 }
@@ -146,6 +150,12 @@ class Schedule:
         """Every collective that one rank issues in a step that follows this schedule, the caller's own aside."""
         facts = {unit.name: unit for unit in self.program.units}
         return Counter(call for issued in issues(self.ops) for call in joint_calls(issued, facts))
+
+    @property
+    def host_nbytes(self) -> int:
+        """Bytes that one rank copies from host memory and to it in a step that follows this schedule."""
+        facts = {unit.name: unit for unit in self.program.units}
+        return sum(facts[op.unit].host for op in self.ops if op.stream == "host")
 
     @property
     def slots(self) -> dict[str, Memory]:
