@@ -85,7 +85,8 @@ class Executor:
         poison: fill memory with NaN when it is released.
 
     Attributes:
-        step: name of the step that is under way, in the labels of its collectives.
+        step: name of the step that is under way, in the labels of its collectives; empty outside of one.
+        microbatch: microbatches of it that are over.
         incoming: the gradients of the use whose backward is over.
         spreads: by unit, updated parameters on their way to where they rest.
         moves: by unit, state on its way from host memory, or to it.
@@ -101,7 +102,7 @@ class Executor:
 
     def begin(self, step: str) -> None:
         """A step begins."""
-        self.step = step
+        self.step, self.microbatch = step, 0
         self.incoming: Grads | None = None
         self.spreads: dict[str, Spread] = {}
         self.moves: dict[str, Transfer] = {}
@@ -118,9 +119,13 @@ class Executor:
     def label(self, bounds: Sequence[BoundOp]) -> str:
         """What ranks compare before they take part in a collective of these ops."""
         if len(bounds) == 1:
-            return f"{self.step}{bounds[0].label}"
+            return self.named(bounds[0].label)
         first, last = bounds[0].op, bounds[-1].op
-        return f"{self.step}{first.kind} {first.unit}..{last.unit}, {len(bounds)} units ({first.phase})"
+        return self.named(f"{first.kind} {first.unit}..{last.unit}, {len(bounds)} units ({first.phase})")
+
+    def named(self, what: str) -> str:
+        """Something that happens now, and in which step it does."""
+        return f"{self.step}, microbatch {self.microbatch}: {what}" if self.step else what
 
     def lane(self, bound: BoundOp, name: str, *, begins: bool = True) -> AbstractContextManager:
         """Run an op on its lane, after those it waits for."""

@@ -150,7 +150,7 @@ class Scheduler(Tracer):
         return self.own.all_reduce(x, axis, op=op, label=self._label(label))
 
     def _label(self, label: str) -> str:
-        return f"{self.executor.step}{label or 'a call of the Comm'}"
+        return self.executor.named(label or "a call of the Comm")
 
     # ------------------------------------------------------------ a step
 
@@ -181,7 +181,7 @@ class Scheduler(Tracer):
         """
         with self.guard():
             self._connect()
-            self.executor.begin(f"{scheduled.name} #{scheduled.num_calls} after {self.num_updates} updates, microbatch 0: ")
+            self.executor.begin(f"{scheduled.name} #{scheduled.num_calls} after {self.num_updates} updates")
             scheduled.num_calls += 1
             self._thread = threading.get_ident()
             if (last := self._last()) is not None:
@@ -228,7 +228,7 @@ class Scheduler(Tracer):
         self._closed = f"{type(error).__name__}: {error}"
         comm = _innermost(self.own)
         if isinstance(comm, ProcessGroupComm):
-            comm.watch.fail(error, self.executor.step.rstrip(": ") or "a call outside of any step")
+            comm.watch.fail(error, self.executor.step or "a call outside of any step")
         if self._step is not None:
             self._step.is_over = True
         for unit in self.units.values():

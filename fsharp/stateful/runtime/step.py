@@ -277,7 +277,7 @@ class Step:
             if unit.gradient is not None:
                 unit.gradient.add(grads)
         self.num_microbatches += 1
-        self.executor.step = f"{self.executor.step.rpartition(' ')[0].rpartition(' ')[0]} {self.num_microbatches}: "
+        self.executor.microbatch = self.num_microbatches
         for unit in self.units.values():
             unit.pending = 0
 
