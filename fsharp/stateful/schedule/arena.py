@@ -22,7 +22,7 @@ from fsharp.stateful.schedule.skyline import Skyline
 _NEAR = 48  # spans that begin while a buffer is live: of those that meet more, stacks are made
 _SLACKS = (0.0, 0.01, 0.02, 0.035, 0.05, 0.075, 0.1, 0.15, 0.25)  # arenas to try, by how much they are larger than the bound
 _GOOD = 1.04  # arenas over the bound with which nobody looks for a better one
-_PLACED = 4_000  # buffers that searches may place, and place again, before the next larger arena is tried
+_PLACED = 12_000  # buffers that searches may place, and place again, before the next larger arena is tried
 _EACH = 6  # times that they may place each buffer, if those are more
 _PATIENCE = 300  # buffers that one search may place, beside half as many again as there are
 _ALL = 200  # buffers that may all be searched places for, without stacks
