@@ -2,6 +2,7 @@
 
 import gc
 import os
+import time
 from contextlib import suppress
 from functools import partial
 
@@ -181,9 +182,15 @@ def test_connections_end_with_their_scheduler():
     """Also of one that an error has closed, and of modules."""
 
     def rank_fn(comm):
-        def descriptors():
-            gc.collect()
-            return len(os.listdir("/proc/self/fd"))
+        def descriptors(at_most=0):
+            """After some time, which connections take to close."""
+            for _ in range(100):
+                gc.collect()
+                number = len(os.listdir("/proc/self/fd"))
+                if number <= at_most:
+                    break
+                time.sleep(0.02)
+            return number
 
         def fail(state, *, comm):
             raise ZeroDivisionError
@@ -207,7 +214,7 @@ def test_connections_end_with_their_scheduler():
             before = descriptors()
             for _ in range(4):
                 make()
-            found.append(descriptors() - before)
+            found.append(descriptors(before) - before)
         return found
 
     for found in processes(fs.Mesh({"dp": 2}), rank_fn, timeout=100):

@@ -67,16 +67,17 @@ class Trace:
 
         Args:
             schedule: what it followed.
-            step: number among those that have ended; None takes the one of median duration. If none was begun, all is one
-                step, from the first start to the last end on the compute stream.
+            step: number among those that have ended; None takes the one of median duration, of those whose collectives are
+                over. If none was begun, all is one step, from the first start to the last end on the compute stream.
 
         Raises:
             ScheduleError: nothing was recorded, no such step has ended, or the ops are not those of this schedule.
         """
         steps = self.by_step()
         if step is None:
-            durations = [stop - start for (start, stop), _ in steps]
-            step = durations.index(median_low(durations))
+            most = max(len(rows) for _, rows in steps)  # the last step's last gathers may be under way
+            durations = {i: stop - start for i, ((start, stop), rows) in enumerate(steps) if len(rows) == most}
+            step = min(i for i, each in durations.items() if each == median_low(durations.values()))
         if not -len(steps) <= step < len(steps):
             raise ScheduleError(f"Trace.timeline(): step {step}, and {len(steps)} have ended.")
         (start, stop), rows = steps[step]

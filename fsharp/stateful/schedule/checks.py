@@ -274,13 +274,18 @@ class Host(Check):
         self.due: dict[str, int] = {}  # by unit, its fetch, until it is offloaded
         self.updated = -1
         self.seen = 0  # events up to the last update
+        self.computed = -1  # the last op of compute
 
     def see(self, i: int, op: Op) -> None:
         """Follow the way up and down."""
+        if op.stream == "compute":
+            self.computed = i
         if op.kind == "fetch":
             event = self.events[op.at]
             if (event.kind, event.unit) != ("fetch", op.unit) or op.unit in self.fetched:
                 raise refusal(i, op, "is not asked for here, or has happened.", "one for each event that says so")
+            if self.computed >= 0 and not self.order.before(self.computed, i):
+                raise self.unordered(i, op, "may fill memory still in use by", self.computed)
             self.fetched[op.unit] = i
         elif op.kind == "update":
             self._check_over()

@@ -160,5 +160,7 @@ def _scratch(transport: Transport, op: str, axis: str, packed: torch.Tensor, sum
 
 
 def _copy(outs: Sequence[torch.Tensor], xs: Sequence[torch.Tensor]) -> None:
+    """Fill what a message would: no version counter says that somebody has written there."""
     if outs:
-        torch._foreach_copy_(list(outs), list(xs))
+        with torch.autograd._unsafe_preserve_version_counter(tuple(outs)):
+            torch._foreach_copy_(list(outs), list(xs))
