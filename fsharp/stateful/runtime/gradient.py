@@ -199,7 +199,7 @@ class GradientBuffer:
         """
         self.join()
         self.let_go()
-        if self._own.is_held:
+        if place is not None or self._own.is_held:  # what a step without a schedule has rested in is given back
             self._own.forget()
         if self.final is not None and self.final.is_held:
             self.final.forget()
