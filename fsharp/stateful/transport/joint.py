@@ -13,6 +13,7 @@ from threading import Lock
 from typing import Any
 
 import torch
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from fsharp.stateful.transport.base import Ticket, Transport
 
@@ -162,5 +163,5 @@ def _scratch(transport: Transport, op: str, axis: str, packed: torch.Tensor, sum
 def _copy(outs: Sequence[torch.Tensor], xs: Sequence[torch.Tensor]) -> None:
     """Fill what a message would: no version counter says that somebody has written there."""
     if outs:
-        with torch.autograd._unsafe_preserve_version_counter(tuple(outs)):
+        with _unsafe_preserve_version_counter(tuple(outs)):
             torch._foreach_copy_(list(outs), list(xs))
