@@ -185,7 +185,10 @@ class Eager:
         """Take in what was sent last. It leaves its memory late: when the gradients that autograd had of it are gone."""
         while self._under_way:
             began = self._under_way.pop(0)
-            yield self._accumulate(began.unit, began.block, began.key[1])
+            bound = self._accumulate(began.unit, began.block, began.key[1])
+            began.block = None
+            yield bound
+            bound.block = None  # who has run it still holds it while the next one's memory is made
             self._join()
 
     def _join(self) -> None:
