@@ -50,7 +50,7 @@ def forward(
     if not isinstance(sharded, Sharded):
         check_comm("forward()", sharded, comm)
     elif sharded.is_donated:
-        check_kept("forward()", sharded)
+        check_kept("forward()", [sharded])
     if isinstance(comm, Engine) and comm.takes(units):
         return comm.run_forward(fn, units, args, kwargs)
     first = torch._C._autograd._get_sequence_nr()

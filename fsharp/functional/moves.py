@@ -224,7 +224,7 @@ def check_comm(where: str, tree: Any, comm: Comm) -> None:
     nodes = units_of(tree)
     if not nodes:
         raise TreeError(f"{where}: expected a tree of Sharded, got {type(tree).__name__}: shard() it first.")
-    check_kept(where, tree)
+    check_kept(where, nodes)
     for node in nodes:
         if node.unit.mesh != comm.mesh:
             facts = [("unit", f"{node.name!r} on {node.unit.mesh}"), ("comm", comm.mesh)]

@@ -1,7 +1,7 @@
 """Sinks: where gradients land, in the place and dtype in which they rest, and how they get there from parameters."""
 
-import inspect
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -53,14 +53,13 @@ class Ledger:
 def with_sinks(params: Any, comm: Comm) -> Any:
     """The parameters of one microbatch: the same values, differentiated by sinks, and one ledger for all of them."""
     ledger = Ledger()
+    zero = cache(lambda dtype, device: torch.zeros((), dtype=dtype, device=device))
 
     def one(node: Sharded) -> Sharded:
         unit, buffers = node.unit, node.raw_buffers
         device = buffers[0].device if buffers else torch.device("cpu")
         sinks = {
-            g: torch.zeros((), dtype=unit.groups[g].dtypes.accumulate, device=device)
-            .expand(unit.local_size(g, unit.strategy.grads))
-            .requires_grad_()
+            g: zero(unit.groups[g].dtypes.accumulate, device).expand(unit.local_size(g, unit.strategy.grads)).requires_grad_()
             for g in unit.trainable
         }
         source = node.place.dual if node.is_gathered else node.place
@@ -120,12 +119,9 @@ class _Link(torch.autograd.Function):
     """A buffer at rest whose gradient goes to a sink: the way of all that is computed from it other than by a handle."""
 
     @staticmethod
-    def forward(x: torch.Tensor, sink: torch.Tensor, unit: UnitLayout, group: int, source: Place, comm: Comm) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, sink: torch.Tensor, *rest: Any) -> torch.Tensor:
+        ctx.unit, ctx.group, ctx.source, ctx.comm = rest
         return x.view_as(x)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-        _, _, ctx.unit, ctx.group, ctx.source, ctx.comm = inputs
 
     @staticmethod
     def backward(ctx: Any, *cotangents: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -134,10 +130,6 @@ class _Link(torch.autograd.Function):
         if ctx.source.partial:
             x = move_sums(x, ctx.unit, ctx.group, ctx.source, target, ctx.comm)
         return None, x.to(ctx.unit.groups[ctx.group].dtypes.accumulate), None, None, None, None
-
-
-# torch asks for it with each call, and takes longer to find it than for all else.
-vars(_Link.forward)["__signature__"] = inspect.signature(_Link.forward)
 
 
 def _unsummed(x: torch.Tensor, source: Place, target: Place, comm: Comm) -> torch.Tensor:

@@ -410,7 +410,7 @@ def update(tx: Any, grads: Any, state: TrainState, *, comm: Comm, donate: bool =
     """
     tx = as_transform(tx)
     check_comm("update()", grads, comm)
-    check_kept("update()", (state.params, state.main, state.opt))
+    check_kept("update()", units_of((state.params, state.main, state.opt)))
     _check_maker(tx, state)
     for node in units_of(grads):
         if node.scale == "sum":

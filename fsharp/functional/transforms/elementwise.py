@@ -22,8 +22,8 @@ Schedule = float | Callable[[int], float]
 PerPath = float | Mapping[str, float] | Callable[[str], float]
 """A number, numbers by path pattern (the last that selects a leaf counts), or a function of the leaf's path."""
 
-_VECTOR = 64
-"""Elements: a multiple of every SIMD width in use, in every dtype."""
+_VECTOR_NBYTES = 128
+"""Two of the widest SIMD registers in use, which torch's loops take at once, and a multiple of all narrower ones."""
 
 
 class AdamState(NamedTuple):
@@ -320,16 +320,17 @@ def _runs(node: Sharded, group: int, rank: int, tables: Mapping[str, Mapping[str
 
 def _in_whole_vectors(kernel: Callable[[Sequence[list[torch.Tensor]]], None], lists: list[list[torch.Tensor]]) -> None:
     """Run an in-place kernel so that no tensor it sees on a CPU ends within a vector; see [Note: whole vectors]."""
-    if lists[0][0].device.type != "cpu" or not any(x.numel() % _VECTOR for x in lists[0]):
+    vector = _VECTOR_NBYTES // lists[0][0].itemsize
+    if lists[0][0].device.type != "cpu" or not any(x.numel() % vector for x in lists[0]):
         kernel(lists)
         return
-    cuts = [x.numel() - x.numel() % _VECTOR for x in lists[0]]
+    cuts = [x.numel() - x.numel() % vector for x in lists[0]]
     bodies = [[x[:cut] for x, cut in zip(column, cuts, strict=True) if cut] for column in lists]
     tails = [[x[cut:] for x, cut in zip(column, cuts, strict=True) if cut < x.numel()] for column in lists]
     scratch = []
     for column in tails:
         joined = torch.cat(column) if column else torch.empty(0)
-        scratch.append(torch.nn.functional.pad(joined, (0, -joined.numel() % _VECTOR)))
+        scratch.append(torch.nn.functional.pad(joined, (0, -joined.numel() % vector)))
     if tails[0]:
         for body, extra in zip(bodies, scratch, strict=True):
             body.append(extra)

@@ -2,7 +2,7 @@
 
 [Note: aliases]
 Autograd saves the leaves that a function used, and checks in the backward that nobody has written to them since. Slots are
-written to in between, with the same values. So leaves are aliases with version counters of their own (``Tensor.data``):
+written to in between, with the same values. So leaves are aliases with version counters of their own, not the slot's:
 autograd looks at the address again in the backward, when the scheduler has put there what it had seen in the forward.
 Views would share the slot's version counter and be refused.
 """
@@ -122,11 +122,15 @@ class FullUnit:
 
     def __init__(self, unit: UnitLayout, flats: Sequence[torch.Tensor]) -> None:
         self.index, self.flats = leaf_index(unit), tuple(flats)
-        self._leaves = self.index.views(dict(enumerate(flats)), self.index.stored)
+        self._leaves = tuple(self.index.views(dict(enumerate(flats)), self.index.stored))
 
     def leaves(self) -> list[torch.Tensor]:
         """The stored leaves, new aliases each time."""
-        return [leaf.data for leaf in self._leaves]
+        return [leaf.detach() for leaf in self._leaves]
+
+    def set_version(self, version: int) -> None:
+        """Of all leaves that were handed out: autograd refuses what it has saved at another version."""
+        torch._C._autograd._unsafe_set_version_counter(self._leaves, (version,) * len(self._leaves))
 
 
 def carve(memory: torch.Tensor, sizes: Sequence[tuple[int, torch.dtype]]) -> list[torch.Tensor]:

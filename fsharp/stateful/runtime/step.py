@@ -150,13 +150,13 @@ class Step:
             assert unit.params is not None
             use.params = unit.params
             use.params.users += 1
-            full, leaves = use.params.full, use.params.issue(use.number)
-            assert full is not None
+            full = use.params.full
         else:
             if unit.node is not None:
                 _ = unit.node.buffers
             full = unit.at_rest()
-            leaves = full.leaves()
+        assert full is not None
+        leaves = full.leaves()
         self._forward.append(use)
         assert unit.node is not None
         use.node, use.seen = unit.node, stamp(unit.node)
@@ -258,8 +258,6 @@ class Step:
         self.executor.incoming = grads
         if use.params is not None:
             use.params.users -= 1
-            if grads is not None:
-                use.params.retire(use.number)
         self._event("backward_end", use.unit, use.number, bare=grads is None, params=use.params)
         self.executor.incoming = None
 

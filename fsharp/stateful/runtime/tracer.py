@@ -261,6 +261,8 @@ def _tree_of(sharded: Any, uses: Sequence[Use]) -> Any:
     leaves = {use.unit.layout.name: (leaf_index(use.unit.layout), use.leaves or []) for use in uses}
     for use in uses:
         use.leaves = None
+    if isinstance(sharded, Sharded):
+        return leaf_index(sharded.unit).tree(leaves)
     return map_units(lambda node: leaf_index(node.unit).tree(leaves) if is_sharded(node) else node, sharded)
 
 
@@ -283,7 +285,7 @@ def _without_views(out: Any, uses: Sequence[Use]) -> Any:
     bounds = [(each.data_ptr(), each.data_ptr() + len(each)) for each in memory]
 
     def outside(x: Any) -> Any:
-        if not isinstance(x, torch.Tensor) or x.layout is not torch.strided or x.device.type == "meta" or not x.numel():
+        if not isinstance(x, torch.Tensor) or x.layout is not torch.strided or x.is_meta or not x.numel():
             return x
         try:
             at = x.data_ptr()

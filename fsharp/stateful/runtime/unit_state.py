@@ -17,6 +17,11 @@ from fsharp.stateful.transport.base import Ticket, Transport
 
 Stamp = tuple[tuple[int, int], ...]
 
+_RELEASED = 2**31
+"""The version of leaves whose memory may hold something else."""
+_VERSIONS_A_STEP = 1024
+"""A function that writes to a leaf counts from the version that it has in this step."""
+
 
 def stamp(node: Sharded) -> Stamp:
     """Which tensors a node's buffers are, and how often they have been written to."""
@@ -53,12 +58,11 @@ class UnshardedBuffer:
 
     __slots__ = (
         "_device",
-        "_epoch",
-        "_issued",
         "_layout",
         "_outs",
         "_rank",
         "_sources",
+        "_version",
         "axes",
         "full",
         "is_held",
@@ -90,8 +94,7 @@ class UnshardedBuffer:
         self.users = 0
         self.is_held = False
         self._sources: list[StorageWeakRef] = []
-        self._issued: dict[int, tuple[torch.Tensor, ...]] = {}  # by use: tensors with the version counters of its leaves
-        self._epoch = 0
+        self._version = 0  # of its leaves while it is filled in this step
 
     def _make(self, memory: torch.Tensor) -> None:
         self.memory, self.full = memory, FullUnit(self._layout, carve(memory, full_sizes(self._layout)))
@@ -102,21 +105,10 @@ class UnshardedBuffer:
         """Whether the parameters are there, or on their way."""
         return self.seen is not None
 
-    def issue(self, use: int) -> list[torch.Tensor]:
-        """Leaves for a use: new aliases each time."""
-        assert self.full is not None
-        leaves = self.full.leaves()
-        if torch.is_grad_enabled() and self.where is not None:
-            self._issued[use] = tuple(leaf.detach() for leaf in leaves)
-        return leaves
-
-    def retire(self, use: int) -> None:
-        """The backward of a use is over."""
-        self._issued.pop(use, None)
-
     def begin(self) -> None:
-        """A new step: no backward of an older one comes to it."""
-        self._issued.clear()
+        """A new step: a backward of an older one is refused."""
+        self._version = (self._version + _VERSIONS_A_STEP) % _RELEASED
+        self._set_version(self._version if self.is_filled else _RELEASED)
         self.users = 0
 
     def gather(self, node: Sharded, transport: Transport, label: str) -> None:
@@ -131,7 +123,7 @@ class UnshardedBuffer:
             with torch.inference_mode(False):
                 self._make(torch.empty(full_nbytes(self._layout), dtype=torch.uint8, device=self._device))
         self.seen, self._sources = stamp(node), []
-        self._set_versions(0)
+        self._set_version(self._version)
         return [(x.detach(), outs) for x, outs in zip(node.raw_buffers, self._outs, strict=True) if len(x)]
 
     def wait(self) -> None:
@@ -159,8 +151,7 @@ class UnshardedBuffer:
         was_filled, self.seen = self.seen is not None, None
         if not was_filled:
             return
-        self._epoch += 1
-        self._set_versions(self._epoch)
+        self._set_version(_RELEASED)
         if self.where is None:
             assert self.memory is not None
             storage = StorageWeakRef(self.memory.untyped_storage())
@@ -174,9 +165,9 @@ class UnshardedBuffer:
         self.tickets.clear()
         self.seen = None
 
-    def _set_versions(self, version: int) -> None:
-        for issued in self._issued.values():
-            torch._C._autograd._unsafe_set_version_counter(issued, (version,) * len(issued))
+    def _set_version(self, version: int) -> None:
+        if self.full is not None and self.where is not None:
+            self.full.set_version(version)
 
 
 def _expires(storage: StorageWeakRef) -> bool:
