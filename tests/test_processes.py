@@ -2,9 +2,12 @@
 
 import gc
 import os
+import signal
+import threading
 import time
 from contextlib import suppress
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -141,8 +144,56 @@ def test_a_process_that_hangs_is_stopped():
 
             time.sleep(600)
 
-    with pytest.raises(fs.CommError, match=r"ranks .*1.* did not end within 20 s"):
-        processes(DP, rank_fn, timeout=20)
+    with pytest.raises(fs.CommError, match=r"ranks .*1.* did not end within 3 s"):
+        processes(DP, rank_fn, timeout=3)
+
+
+def test_a_call_that_is_interrupted_leaves_no_process_behind(tmp_path):
+    def rank_fn(comm):
+        (tmp_path / f"{comm.rank}").write_text(str(os.getpid()))
+        time.sleep(600)
+
+    class InterruptedCall(Exception):
+        pass
+
+    def interrupt(*_):
+        raise InterruptedCall
+
+    def interrupt_later():
+        while len(list(tmp_path.glob("?"))) < 3:
+            time.sleep(0.05)
+        os.kill(os.getpid(), signal.SIGUSR1)
+
+    before = signal.signal(signal.SIGUSR1, interrupt)
+    try:
+        threading.Thread(target=interrupt_later).start()
+        with pytest.raises(InterruptedCall):
+            processes(DP, rank_fn)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    pids = [int(path.read_text()) for path in tmp_path.glob("?")]
+    for _ in range(100):
+        alive = [pid for pid in pids if "State:\tZ" not in _status_of(pid)]
+        if not alive:
+            break
+        time.sleep(0.1)
+    assert not alive
+    assert processes(DP, lambda comm: comm.rank) == [0, 1, 2]
+
+
+def _status_of(pid):
+    with suppress(FileNotFoundError):
+        return Path(f"/proc/{pid}/status").read_text()
+    return "State:\tZ, and gone"
+
+
+def test_a_process_has_the_environment_and_directory_of_the_call(tmp_path, monkeypatch):
+    monkeypatch.setenv("FSHARP_TEST_WORD", "first")
+    processes(DP, lambda comm: None)
+    monkeypatch.setenv("FSHARP_TEST_WORD", "second")
+    monkeypatch.chdir(tmp_path)
+    found = processes(DP, lambda comm: (os.environ["FSHARP_TEST_WORD"], os.getcwd(), os.environ["RANK"]))
+    assert found == [("second", str(tmp_path), str(rank)) for rank in range(3)]
 
 
 def test_groups_that_not_all_ranks_are_in():

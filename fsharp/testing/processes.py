@@ -1,11 +1,23 @@
-"""processes: run a function as every rank of a mesh, each in a process of its own that talks over gloo."""
+"""processes: run a function as every rank of a mesh, each in a process of its own that talks over gloo.
 
+[Note: launcher]
+Importing torch takes seconds, and a property test makes hundreds of processes. So they are forked from one that has imported
+it, does nothing else and has one thread, which starts with the first call and ends with this process.
+"""
+
+import json
+import multiprocessing
 import os
+import pickle
+import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -24,7 +36,8 @@ _GRACE = 3.0  # seconds for the other ranks to fail too, once one has: the first
 def processes(mesh: Mesh, fn: Callable[[Comm], R], *, timeout: float = 90.0) -> list[R]:
     """``[fn(comm) for every rank of mesh]``, like :func:`simulate`, but in real processes over gloo on this machine.
 
-    Needs cloudpickle, with which ``fn`` and what it closes over travel; results travel by pickle.
+    Needs cloudpickle, with which ``fn`` and what it closes over travel; results travel by pickle. Each process is new: it has
+    this one's environment and working directory, and of its modules fsharp and torch alone.
 
     Args:
         mesh: the ranks.
@@ -37,56 +50,102 @@ def processes(mesh: Mesh, fn: Callable[[Comm], R], *, timeout: float = 90.0) -> 
     Raises:
         CommError: a process that failed, with the end of what it printed, or that did not end in time. The others are
             killed.
+
+    Cost: a fork a rank; the first call imports torch once more.
     """
     import cloudpickle
 
     with tempfile.TemporaryDirectory(prefix="fsharp-") as folder:
-        payload = Path(folder, "payload")
-        payload.write_bytes(cloudpickle.dumps((sys.path, mesh, fn)))
-        command = [sys.executable, "-c", "from fsharp.testing.processes import _main; _main()", folder]
-        env = os.environ | {"OMP_NUM_THREADS": "1", "WORLD_SIZE": str(mesh.size)}
-        logs = [Path(folder, f"log-{rank}") for rank in range(mesh.size)]
-        running = []
-        for rank, log in enumerate(logs):
-            with log.open("wb") as out:
-                running.append(subprocess.Popen(command, env=env | {"RANK": str(rank)}, stdout=out, stderr=subprocess.STDOUT))
-        try:
-            _wait(running, logs, time.monotonic() + timeout, timeout)
-        finally:
-            for process in running:
-                process.kill()
-                process.wait()
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "WORLD_SIZE": str(mesh.size)}
+        state = pickle.dumps((environment, os.getcwd(), sys.path))
+        Path(folder, "payload").write_bytes(state + cloudpickle.dumps((mesh, fn)))
+        problem = _launcher.run(folder, mesh.size, timeout)
+        if problem:
+            raise CommError(f"processes(): {problem}")
         return [cloudpickle.loads(Path(folder, f"result-{rank}").read_bytes()) for rank in range(mesh.size)]
 
 
-def _wait(running: list["subprocess.Popen[bytes]"], logs: list[Path], deadline: float, timeout: float) -> None:
-    while any(process.poll() is None for process in running):
-        failed = [rank for rank, process in enumerate(running) if process.poll()]
-        if failed:
+class _Launcher:
+    """See [Note: launcher]."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._server: subprocess.Popen[str] | None = None
+
+    def run(self, folder: str, size: int, timeout: float) -> str:
+        """Have it run the ranks; what went wrong, if something did."""
+        with self._lock:
+            if self._server is None:
+                command = [sys.executable, "-c", "from fsharp.testing.processes import _serve; _serve()"]
+                pipe, env = subprocess.PIPE, os.environ | {"OMP_NUM_THREADS": "1"}
+                self._server = subprocess.Popen(command, env=env, stdin=pipe, stdout=pipe, text=True, start_new_session=True)
+            server, answer = self._server, ""
+            try:
+                print(json.dumps((folder, size, timeout)), file=server.stdin, flush=True)
+                answer = server.stdout.readline() if server.stdout is not None else ""
+            finally:
+                if not answer:  # interrupted, or it has ended: what it was running is nobody's
+                    self._server = None
+                    with server, suppress(ProcessLookupError):
+                        os.killpg(server.pid, signal.SIGKILL)
+            return str(json.loads(answer)) if answer else "the process that starts them has ended."
+
+
+_launcher = _Launcher()
+
+
+def _serve() -> None:
+    """Run what standard input asks for, until it ends."""
+    for line in sys.stdin:
+        folder, size, timeout = json.loads(line)
+        print(json.dumps(_launch(Path(folder), size, timeout)), flush=True)
+
+
+def _launch(folder: Path, size: int, timeout: float) -> str:
+    fork = multiprocessing.get_context("fork")
+    running = [fork.Process(target=_run_rank, args=(folder, rank)) for rank in range(size)]
+    try:
+        for process in running:
+            process.start()
+        return _wait(running, [folder / f"log-{rank}" for rank in range(size)], timeout)
+    finally:
+        for process in running:
+            process.kill()
+            process.join()
+
+
+def _wait(running: Sequence[BaseProcess], logs: list[Path], timeout: float) -> str:
+    deadline, parent = time.monotonic() + timeout, os.getppid()
+    while any(process.exitcode is None for process in running):
+        if any(process.exitcode for process in running):
+            deadline = min(deadline, time.monotonic() + _GRACE)
+        if time.monotonic() > deadline or os.getppid() != parent:
             break
-        if time.monotonic() > deadline:
-            alive = [rank for rank, process in enumerate(running) if process.poll() is None]
-            raise CommError(f"processes(): ranks {alive} did not end within {timeout:g} s.\n" + _tails(alive, logs))
-        time.sleep(0.02)
-    if any(process.poll() for process in running):
-        deadline = time.monotonic() + _GRACE
-        while any(process.poll() is None for process in running) and time.monotonic() < deadline:
-            time.sleep(0.02)
-    failed = [rank for rank, process in enumerate(running) if process.poll()]
-    if failed:
-        raise CommError(f"processes(): ranks {failed} failed.\n" + _tails(failed, logs))
+        time.sleep(0.005)
+    if failed := [rank for rank, process in enumerate(running) if process.exitcode]:
+        return f"ranks {failed} failed.\n" + _tails(failed, logs)
+    if alive := [rank for rank, process in enumerate(running) if process.exitcode is None]:
+        return f"ranks {alive} did not end within {timeout:g} s.\n" + _tails(alive, logs)
+    return ""
 
 
 def _tails(ranks: list[int], logs: list[Path]) -> str:
     return "\n".join(f"--- rank {rank}\n{logs[rank].read_text(errors='replace')[-_SHOWN:]}" for rank in ranks)
 
 
-def _main() -> None:
+def _run_rank(folder: Path, rank: int) -> None:
     import cloudpickle
 
-    folder, rank = Path(sys.argv[1]), int(os.environ["RANK"])
-    path, mesh, fn = cloudpickle.loads((folder / "payload").read_bytes())
-    sys.path[:] = path
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    log = os.open(folder / f"log-{rank}", os.O_WRONLY | os.O_CREAT)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    with (folder / "payload").open("rb") as payload:
+        environment, cwd, sys.path[:] = pickle.load(payload)
+        os.chdir(cwd)
+        os.environ.clear()
+        os.environ.update(environment | {"RANK": str(rank)})
+        mesh, fn = pickle.load(payload)
     if mesh.size > 1:
         store = f"file://{folder / 'store'}"
         dist.init_process_group("gloo", init_method=store, rank=rank, world_size=mesh.size)
