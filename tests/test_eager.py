@@ -1,11 +1,14 @@
 """Steps without a schedule: what they do is a schedule as well, which the verifier passes and people can look at."""
 
+import threading
 from dataclasses import replace
 
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import fsharp as fs
+from fsharp.stateful.runtime.gradient import GradientRoute
 from fsharp.testing import simulate
 from tests.gpt_like import loss_fn
 from tests.scheduling import DP, STRATEGIES, make_state, make_tx, my_batches
@@ -65,3 +68,20 @@ def test_it_can_be_looked_at_and_a_planned_step_has_none(tmp_path):
     assert "layers.0" in fs.inspect.table(schedule)
     fs.inspect.draw(schedule, tmp_path / "eager.png")
     assert (tmp_path / "eager.png").stat().st_size > 0
+
+
+@pytest.mark.parametrize("strategy", ["zero2", "zero3"])
+def test_of_the_memory_that_gradients_leave_from_there_is_one_block_at_a_time(strategy, monkeypatch):
+    alive = []
+    make = GradientRoute.block
+
+    def block(self, memory, **kwargs):
+        assert not any(not storage.expired() and rank == threading.get_ident() for rank, storage in alive), (
+            f"{self.unit.name}: the block of a unit before is still there"
+        )
+        alive.append((threading.get_ident(), StorageWeakRef(memory.untyped_storage())))
+        return make(self, memory, **kwargs)
+
+    monkeypatch.setattr(GradientRoute, "block", block)
+    simulate(DP, lambda comm: emitted(comm, strategy)[0])
+    assert len(alive) > 2 * DP.size
