@@ -303,18 +303,23 @@ def test_one_unit_of_a_bucket_has_other_values_than_were_gathered_for_it(hidden)
     assert ("embed", "layers.0") in {tuple(op.unit for op in ops)[:2] for ops in carried if ops[0].phase == "forward"}
 
 
+def first_error(comm, num_steps, differ):
+    """Which step fails, and with what, if ``differ(i, step, state)`` gives the state to go on with."""
+    tx = fs.adamw(1e-2)
+    state = make_state(comm, "zero3", tx=tx, params=make_params(layers=LAYERS))
+    step = fs.Scheduler(comm, **JOINED)(fs.train_step(loss_fn, tx))
+    for i, batch in enumerate(my_batches(comm, num_steps)):
+        state = differ(i, step, state)
+        try:
+            state, _ = step(state, batch)
+        except FsharpError as error:
+            return i, str(error)
+    return None
+
+
 def test_a_rank_that_alone_has_other_values_is_an_error_on_all():
     def rank_fn(comm):
-        tx = fs.adamw(1e-2)
-        state = make_state(comm, "zero3", tx=tx, params=make_params(layers=LAYERS))
-        step = fs.Scheduler(comm, **JOINED)(fs.train_step(loss_fn, tx))
-        for i, batch in enumerate(my_batches(comm, 5)):
-            state = doubled(state, "embed") if i == 3 and comm.rank == 1 else state
-            try:
-                state, _ = step(state, batch)
-            except FsharpError as error:
-                return i, str(error)
-        return None
+        return first_error(comm, 5, lambda i, _, state: doubled(state, "embed") if i == 3 and comm.rank == 1 else state)
 
     for found in processes(DP, rank_fn):
         assert found is not None
@@ -326,17 +331,12 @@ def test_ranks_name_all_units_of_a_bucket():
     """One rank has another bucket than the others: nothing of it is received."""
 
     def rank_fn(comm):
-        tx = fs.adamw(1e-2)
-        state = make_state(comm, "zero3", tx=tx, params=make_params(layers=LAYERS))
-        step = fs.Scheduler(comm, **JOINED)(fs.train_step(loss_fn, tx))
-        for i, batch in enumerate(my_batches(comm, 4)):
+        def differ(i, step, state):
             if i == 2 and comm.rank:
                 step.follow(compile_schedule(step.schedule.program, replace(step.schedule.policy, bucket_nbytes=0)))
-            try:
-                state, _ = step(state, batch)
-            except FsharpError as error:
-                return i, str(error)
-        return None
+            return state
+
+        return first_error(comm, 4, differ)
 
     for found in processes(DP, rank_fn):
         assert found is not None

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 import fsharp as fs
-from fsharp.functional.sharded import on_device, tree_nbytes
+from fsharp.functional.moves import on_device
+from fsharp.functional.sharded import tree_nbytes
 from fsharp.stateful.inspect.draw import draw
 from fsharp.stateful.runtime.graphs import _check
 from fsharp.stateful.runtime.host import HostBuffers, Offload

@@ -29,7 +29,7 @@ from fsharp.functional.collectives import all_gather_last, all_reduce, local_sli
 from fsharp.functional.comm import Comm, Engine, Labelled
 from fsharp.functional.errors import MeshError, TreeError, problem
 from fsharp.functional.placement import Partial, Place, Replicate, Shard
-from fsharp.functional.sharded import PlaceName, Sharded, check_kept, is_sharded, map_units, on_device, resolve_place, units_of
+from fsharp.functional.sharded import PlaceName, Sharded, check_kept, is_sharded, map_units, resolve_place, units_of
 from fsharp.functional.unit_layout import UnitLayout
 
 Tree = TypeVar("Tree")
@@ -114,6 +114,20 @@ def reduce_scatter(tree: Tree, *, comm: Comm, to: PlaceName = "optim") -> Tree:
         return Sharded(moved, sharded.unit, target, sharded.groups, scale=sharded.scale)
 
     return map_units(lambda node: one(node) if is_sharded(node) else node, tree)  # type: ignore[no-any-return]
+
+
+def on_device(tree: Any, device: torch.device) -> Any:
+    """The tree with what lies in host memory on the device. Where the device is a CPU, the tree."""
+    if device.type == "cpu":
+        return tree
+
+    def one(node: Any) -> Any:
+        if not is_sharded(node) or all(getattr(x, "device", device).type == device.type for x in node.raw_buffers):
+            return node
+        buffers = [x.to(device) if isinstance(x, torch.Tensor) else x for x in node.buffers]
+        return Sharded(buffers, node.unit, node.place, node.groups, is_gathered=node.is_gathered, scale=node.scale)
+
+    return map_units(one, tree)
 
 
 def move_values(

@@ -291,20 +291,6 @@ def map_units(fn: Callable[..., Any], tree: Any, *rest: Any) -> Any:
     return optree.tree_map(fn, tree, *rest, is_leaf=is_sharded)
 
 
-def on_device(tree: Any, device: torch.device) -> Any:
-    """The tree with what lies in host memory on the device. Where the device is a CPU, the tree."""
-    if device.type == "cpu":
-        return tree
-
-    def one(node: Any) -> Any:
-        if not is_sharded(node) or all(getattr(x, "device", device).type == device.type for x in node.raw_buffers):
-            return node
-        buffers = [x.to(device) if isinstance(x, torch.Tensor) else x for x in node.buffers]
-        return Sharded(buffers, node.unit, node.place, node.groups, is_gathered=node.is_gathered, scale=node.scale)
-
-    return map_units(one, tree)
-
-
 def resolve_place(unit: UnitLayout, place: PlaceName) -> Place:
     """A place of the unit's strategy by name, or the place itself if it is one of this unit's.
 

@@ -14,7 +14,7 @@ from fsharp.functional.collectives import all_reduce
 from fsharp.functional.comm import Comm, Engine
 from fsharp.functional.describe import describe_units
 from fsharp.functional.errors import LossError, TreeError, problem
-from fsharp.functional.moves import check_comm, gather, reduce_scatter
+from fsharp.functional.moves import check_comm, gather, on_device, reduce_scatter
 from fsharp.functional.sharded import (
     Sharded,
     check_kept,
@@ -22,7 +22,6 @@ from fsharp.functional.sharded import (
     is_sharded,
     map_units,
     merge,
-    on_device,
     trainable,
     units_of,
 )

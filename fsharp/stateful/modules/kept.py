@@ -9,8 +9,8 @@ import torch
 from fsharp.functional.comm import Comm
 from fsharp.functional.errors import ScheduleError, TreeError
 from fsharp.functional.layout import Layout
-from fsharp.functional.moves import gather
-from fsharp.functional.sharded import Sharded, map_units, on_device, trainable, units_of
+from fsharp.functional.moves import gather, on_device
+from fsharp.functional.sharded import Sharded, map_units, trainable, units_of
 from fsharp.functional.train import TrainState
 
 
