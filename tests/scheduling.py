@@ -3,9 +3,11 @@
 from collections import Counter
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from typing import Any, NamedTuple
 
 import optree
+import pytest
 import torch
 
 import fsharp as fs
@@ -53,6 +55,16 @@ PRECISIONS = {
     "bfloat16": fs.Precision(compute=torch.bfloat16, main=torch.float32),
     "float32 wire": fs.Precision(compute=torch.bfloat16, main=torch.float32, wire=torch.float32),
 }
+
+
+def half(**values):
+    """Parametrize by every second combination, like the squares of one colour; ``make test-all`` has the others as well."""
+    columns = [list(each) for each in values.values()]
+    cases = []
+    for indices in product(*(range(len(column)) for column in columns)):
+        case = [column[i] for column, i in zip(columns, indices, strict=True)]
+        cases.append(pytest.param(*case, marks=[pytest.mark.deep] * (sum(indices) % 2)))
+    return pytest.mark.parametrize(list(values), cases)
 
 
 def make_tx():

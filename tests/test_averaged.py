@@ -7,7 +7,7 @@ import fsharp as fs
 from fsharp.functional.paths import flatten
 from fsharp.testing import processes, simulate
 from tests import modules
-from tests.scheduling import DP, STRATEGIES, assert_same
+from tests.scheduling import DP, STRATEGIES, assert_same, half
 from tests.test_module import values, wrap
 
 TRANSFORMS = {
@@ -83,8 +83,7 @@ def found(opt):
     return opt.ema, getattr(opt.inner, "skipped", 0)
 
 
-@pytest.mark.parametrize("name", TRANSFORMS)
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@half(strategy=STRATEGIES, name=TRANSFORMS)
 def test_the_same_bits_as_the_functional_path(strategy, name):
     finite = name == "ema"
 
@@ -135,9 +134,7 @@ def looked_at(comm, strategy, **options):
 
 
 @pytest.mark.filterwarnings("ignore:.*frozen parameters such as:UserWarning")
-@pytest.mark.parametrize("precision", [fs.Precision(), MIXED], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("kind", ["plain", "tied", "frozen"])
-@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "zero3", "hfsdp"])
+@half(strategy=("ddp", "zero1", "zero2", "zero3", "hfsdp"), kind=("plain", "tied", "frozen"), precision=(fs.Precision(), MIXED))
 def test_a_forward_with_averages(strategy, kind, precision):
     def rank_fn(comm):
         return looked_at(comm, strategy, kind=kind, precision=precision)

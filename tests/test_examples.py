@@ -50,6 +50,7 @@ def test_llama_trains_as_the_unsharded_one_and_is_loaded(tmp_path: Path) -> None
     assert {"config.json", "model.safetensors.index.json", "lm_head.weight.safetensors"} <= files
 
 
+@pytest.mark.deep
 def test_mixtral_with_expert_parallelism_trains_as_the_unsharded_one() -> None:
     text = output(sys.executable, "examples/train_mixtral.py", "--steps", "3")
     losses = numbers(text, LOSSES)
@@ -94,7 +95,8 @@ def test_gpt2_and_lora_train_as_the_unsharded_ones(nproc: int, strategy: str) ->
         assert [sent for _, sent in kept] == [n / 2 * 8 for n in trained]
 
 
-@pytest.mark.parametrize(("nproc", "strategy"), [(2, "zero3"), pytest.param(4, "hfsdp", marks=pytest.mark.deep)])
+@pytest.mark.deep
+@pytest.mark.parametrize(("nproc", "strategy"), [(2, "zero3"), (4, "hfsdp")])
 def test_cnn_has_the_statistics_of_all_ranks(tmp_path: Path, nproc: int, strategy: str) -> None:
     options = ["--steps", "40", "--strategy", strategy, "--dtype", "float64", "--out", str(tmp_path / "cnn.pt")]
     text = output(*TORCHRUN, str(nproc), "examples/train_cnn.py", *options)

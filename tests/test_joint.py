@@ -29,6 +29,7 @@ from tests.scheduling import (
     assert_same,
     assert_same_training,
     full_params,
+    half,
     make_state,
     my_batches,
     run_both,
@@ -107,9 +108,7 @@ def test_what_is_joined_has_the_bits_and_the_bytes_of_each_alone(n, sizes, wire)
 # ------------------------------------------------------------ steps
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("microbatches", [1, 2])
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@half(strategy=STRATEGIES, microbatches=(1, 2), precision=PRECISIONS)
 def test_same_bits_as_the_blocking_path_and_the_calls_that_were_planned(strategy, microbatches, precision):
     mesh = STRATEGIES[strategy][0]
 
@@ -210,8 +209,7 @@ def cut(params, batch, comm):
     return torch.nn.functional.cross_entropy(fs.forward(head, params["head"], x, comm=comm), batch["y"])
 
 
-@pytest.mark.parametrize("policy", [{}, {"reduce": "delayed"}, {"reduce_buffers": 2}, {"sum_late": False}])
-@pytest.mark.parametrize("strategy", ["zero1", "zero2", "zero3"])
+@half(strategy=("zero1", "zero2", "zero3"), policy=({}, {"reduce": "delayed"}, {"reduce_buffers": 2}, {"sum_late": False}))
 def test_a_backward_that_leaves_while_buckets_are_reduced(strategy, policy):
     """What is under way is finished, what of a bucket was collected is reduced by itself, and the rest is zero."""
 
@@ -377,7 +375,9 @@ def in_processes(comm, strategies):
     return found, [measure(comm, strategy, 2, "float32 wire", **JOINED) for strategy in strategies]
 
 
-@pytest.mark.parametrize(("mesh", "strategies"), [(DP, FLAT), (HYBRID, ON_TWO_AXES)], ids=["two", "four"])
+@pytest.mark.parametrize(
+    ("mesh", "strategies"), [(DP, FLAT), pytest.param(HYBRID, ON_TWO_AXES, marks=pytest.mark.deep)], ids=["two", "four"]
+)
 def test_processes(mesh, strategies):
     def blocking(comm):
         options = {"microbatches": 2, "params": make_params(layers=LAYERS)}

@@ -25,6 +25,7 @@ from tests.scheduling import (
     Program,
     assert_same,
     full_params,
+    half,
     make_state,
     make_tx,
     my_batches,
@@ -364,14 +365,21 @@ DEPARTURES = {
 }
 
 
-@pytest.mark.parametrize(
-    "strategy", ["zero3", "hsdp", *(pytest.param(name, marks=pytest.mark.deep) for name in ("ddp", "zero1", "hfsdp", "mixed"))]
-)
-@pytest.mark.parametrize("departure", DEPARTURES)
-@pytest.mark.parametrize("keep", [False, True])
+@half(strategy=("zero3", "hsdp"), departure=DEPARTURES, keep=(False, True))
 def test_a_step_that_leaves_the_plan(strategy, departure, keep):
     """Once, in the middle of training; what it had handed out before or hands out after that stays as well."""
+    leave_the_plan(strategy, departure, keep)
 
+
+@pytest.mark.deep
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "hfsdp", "mixed"])
+@pytest.mark.parametrize("departure", DEPARTURES)
+@pytest.mark.parametrize("keep", [False, True])
+def test_a_step_that_leaves_the_plan_of_other_strategies(strategy, departure, keep):
+    leave_the_plan(strategy, departure, keep)
+
+
+def leave_the_plan(strategy, departure, keep):
     def program(run):
         state, step, seen = make_state(run.comm, strategy), run.wrap(departing), []
         for i, batch in enumerate(my_batches(run.comm, 6)):

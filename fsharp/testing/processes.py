@@ -5,6 +5,7 @@ Importing torch takes seconds, and a property test makes hundreds of processes. 
 it, does nothing else and has one thread, which starts with the first call and ends with this process.
 """
 
+import atexit
 import json
 import multiprocessing
 import os
@@ -91,7 +92,15 @@ class _Launcher:
             return str(json.loads(answer)) if answer else "the process that starts them has ended."
 
 
+    def close(self) -> None:
+        """Have it end."""
+        if self._server is not None:
+            with self._server:
+                self._server = None
+
+
 _launcher = _Launcher()
+atexit.register(_launcher.close)
 
 
 def _serve() -> None:
