@@ -10,6 +10,7 @@ import torch
 
 import fsharp as fs
 from fsharp.functional.errors import FsharpError, ScheduleError
+from fsharp.functional.sharded import trainable
 from fsharp.stateful.inspect.trace import compare
 from fsharp.stateful.schedule.compile import compile_schedule
 from fsharp.stateful.schedule.schedule import issues
@@ -444,3 +445,25 @@ def test_steps_are_free_of_races(strategy, precision, microbatches, one_stream):
     for report, schedule in simulate(STRATEGIES[strategy][0], rank_fn, timeout=60):
         assert report.races == []
         assert_joined(schedule)
+
+
+def test_steps_under_inference_mode_unpack_buckets():
+    """Whose new buffers have no version counters."""
+
+    def rank_fn(comm):
+        tx = fs.adamw(1e-2)
+
+        def fn(state, grads, *, comm):
+            return fs.update(tx, grads, state, comm=comm)
+
+        found = []
+        for call in (partial(fn, comm=comm), fs.Scheduler(comm, **JOINED)(fn)):
+            state = make_state(comm, "zero1", tx=tx, params=make_params(layers=LAYERS))
+            with torch.inference_mode():
+                for _ in range(3):
+                    grads = fs.gather(trainable(state.params), comm=comm, to="optim")
+                    state = call(state, grads)
+            found.append(full_params(state, comm))
+        assert_same(*found)
+
+    simulate(DP, rank_fn)

@@ -1,6 +1,7 @@
 """Real processes over gloo: the same errors on every rank, no hang, and every dtype travels."""
 
 import gc
+import multiprocessing
 import os
 import signal
 import threading
@@ -14,6 +15,7 @@ import torch
 
 import fsharp as fs
 from fsharp.testing import processes
+from fsharp.testing.processes import _launcher as launcher
 from tests.gpt_like import loss_fn, make_params
 from tests.scheduling import make_state, make_tx, my_batches
 
@@ -194,6 +196,24 @@ def test_a_process_has_the_environment_and_directory_of_the_call(tmp_path, monke
     monkeypatch.chdir(tmp_path)
     found = processes(DP, lambda comm: (os.environ["FSHARP_TEST_WORD"], os.getcwd(), os.environ["RANK"]))
     assert found == [("second", str(tmp_path), str(rank)) for rank in range(3)]
+
+
+def test_the_process_that_starts_them_may_end_and_a_forked_caller_has_its_own(tmp_path):
+    processes(DP, lambda comm: None)
+    os.killpg(launcher._server.pid, signal.SIGKILL)
+    launcher._server.wait()
+    with pytest.raises(fs.CommError, match="the process that starts them has ended"):
+        processes(DP, lambda comm: None)
+    assert processes(DP, lambda comm: comm.rank) == [0, 1, 2]
+
+    def child():
+        (tmp_path / "found").write_text(str(processes(DP, lambda comm: comm.rank)))
+
+    forked = multiprocessing.get_context("fork").Process(target=child)
+    forked.start()
+    forked.join(60)
+    assert (forked.exitcode, (tmp_path / "found").read_text()) == (0, "[0, 1, 2]")
+    assert processes(DP, lambda comm: comm.rank) == [0, 1, 2]
 
 
 def test_groups_that_not_all_ranks_are_in():

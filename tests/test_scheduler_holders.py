@@ -15,9 +15,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import fsharp as fs
 from fsharp.functional.errors import ScheduleError
 from fsharp.stateful.runtime.pending import is_pending
+from fsharp.stateful.transport.base import Ticket
 from fsharp.stateful.transport.gloo import Exchange
 from fsharp.testing import processes, simulate
-from tests.gpt_like import logits, loss_fn, make_params
+from tests.gpt_like import block, embed, head, logits, loss_fn, make_params
 from tests.scheduling import DP, STRATEGIES, assert_same, full_params, make_state, make_tx, my_batches, run_both
 
 each_strategy = pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero3", "hfsdp"])
@@ -329,3 +330,123 @@ def test_buffers_that_are_not_contiguous(strategy):
         return True
 
     assert simulate(DP, rank_fn) == [True, True]
+
+
+@pytest.mark.parametrize("first", [0, 3, 5])
+@pytest.mark.parametrize("strategy", ["zero1", "zero3", "hfsdp"])
+def test_units_that_are_used_outside_of_a_function_take_no_memory_of_its_schedule(strategy, first):
+    """Where there is what the next step has gathered ahead."""
+
+    def program(run):
+        state = make_state(run.comm, strategy, params=make_params(layers=6))
+        step, out, x = run.wrap(fs.train_step(loss_fn, make_tx(), donate=True)), [], torch.ones(3, 6)
+        for batch in my_batches(run.comm, 6):
+            state, metrics = step(state, batch)
+            out.append(metrics.loss.clone())
+            out += [fs.forward(block, layer, x, comm=run.engine).clone() for layer in state.params["layers"][first:]]
+        return out, full_params(state, run.comm)
+
+    run_both(program, STRATEGIES[strategy][0], poison=True)
+
+
+def test_what_a_schedule_has_put_elsewhere_is_refused_by_a_backward_that_comes_by_a_side_door():
+    """After the step, when its memory has what the next one begins with."""
+
+    def rank_fn(comm):
+        x, kept = torch.ones(2, 4, requires_grad=True), []
+        params = {"first": torch.full((4, 4), 2.0), "second": torch.ones(4, 4)}
+        tx = fs.sgd(0.5)
+
+        def loss(params, batch, comm):
+            def keep(p, x):
+                kept[:] = [torch.sin(x @ p)] if batch else []
+                return torch.tanh(x @ p)
+
+            y = fs.forward(keep, params["first"], x, comm=comm)
+            return fs.forward(lambda p, y: y @ p, params["second"], y, comm=comm).sum()
+
+        layout = fs.plan(params, comm.mesh, fs.zero3("dp"), units="*")
+        state = fs.init_state(tx, fs.shard(params, layout, comm, place="optim"), comm=comm)
+        step = fs.Scheduler(comm, gather_at_start=True)(fs.train_step(loss, tx, donate=True))
+        for keeps in (False, False, False, True):
+            state, _ = step(state, keeps)
+        assert step.status().kind == "planned"
+        with pytest.raises((RuntimeError, ScheduleError), match=r"modified by an inplace operation|after the step"):
+            torch.autograd.grad(kept[0].sum(), x)
+
+    simulate(DP, rank_fn)
+
+
+def test_what_was_under_way_is_refused_when_the_scheduler_has_closed():
+    def rank_fn(comm):
+        kept = []
+
+        def fn(state, batch, *, comm):
+            _, grads = fs.value_and_grad(loss_fn)(state.params, batch, comm=comm)
+            kept[:] = [grads, fs.reduce_scatter(grads, comm=comm)]
+            if batch["fails"]:
+                raise ZeroDivisionError
+            return state
+
+        state, call = make_state(comm, "zero2"), fs.Scheduler(comm)(fn)
+        for i, batch in enumerate(my_batches(comm, 3)):
+            try:
+                call(state, batch | {"fails": i == 2})
+            except ZeroDivisionError:
+                assert i == 2
+        refused = 0
+        for node in fs.units_of(kept):
+            if node.lazy is not None and is_pending(node):
+                for _ in range(2):
+                    with pytest.raises(ScheduleError, match="this scheduler is closed"):
+                        _ = node.buffers
+                refused += 1
+        return refused
+
+    assert min(processes(DP, rank_fn)) > 0
+
+
+def test_a_collective_that_has_failed_fails_again():
+    calls = []
+
+    def fail():
+        calls.append(1)
+        raise fs.CommError("lost")
+
+    ticket = Ticket(then=fail)
+    for _ in range(2):
+        with pytest.raises(fs.CommError, match="lost"):
+            ticket.wait()
+    assert len(calls) == 2
+    done = Ticket(then=lambda: calls.append(1) or 7)
+    assert [done.wait(), done.wait(), len(calls)] == [7, 7, 3]
+
+
+@pytest.mark.parametrize("engine", ["blocking", "eager", "planned"])
+@pytest.mark.parametrize("strategy", ["ddp", "zero2", "zero3"])
+def test_a_function_that_writes_to_its_parameters_is_refused(strategy, engine):
+    """As it would change them for good where they rest in full, and nowhere else."""
+
+    def rank_fn(comm):
+        def loss(params, batch, comm):
+            def fn(p, x):
+                out = block(p, x)
+                if batch["writes"]:
+                    with torch.no_grad():
+                        p["b"].mul_(0.5)
+                return out
+
+            x = fs.forward(embed, params["embed"], batch["x"], comm=comm)
+            for layer in params["layers"]:
+                x = fs.forward(fn, layer, x, comm=comm)
+            return fs.forward(head, params["head"], x, comm=comm).square().mean()
+
+        state, tx = make_state(comm, strategy), make_tx()
+        step = fs.train_step(loss, tx)
+        call = partial(step, comm=comm) if engine == "blocking" else fs.Scheduler(comm)(step)
+        for batch in my_batches(comm, 2) if engine == "planned" else ():
+            state, _ = call(state, batch | {"writes": False})
+        with pytest.raises(fs.TreeError, match=r"has written to a parameter of unit 'layers.0' in place"):
+            call(state, my_batches(comm, 1)[0] | {"writes": True})
+
+    simulate(DP, rank_fn)

@@ -8,7 +8,7 @@ import torch
 
 from fsharp.functional.comm import Comm, Engine
 from fsharp.functional.moves import check_comm, gather
-from fsharp.functional.release import let_go
+from fsharp.functional.release import let_go, version_of, written_to
 from fsharp.functional.sharded import Sharded, check_kept, is_sharded, map_units, units_of
 
 
@@ -40,8 +40,8 @@ def forward(
         What ``fn`` returns: any pytree.
 
     Raises:
-        TreeError: nothing sharded was passed, or a tied leaf's unit is missing; in the backward, with ``release``,
-            parameters that were changed in place since the forward.
+        TreeError: nothing sharded was passed, or a tied leaf's unit is missing; a function that writes to parameters in place;
+            in the backward, with ``release``, parameters that were changed in place since the forward.
         MeshError: ``comm`` is on another mesh.
 
     Cost: one gather, with ``release`` a second one in the backward. One reduction of gradients in the backward.
@@ -56,10 +56,18 @@ def forward(
     first = torch._C._autograd._get_sequence_nr()
     gathered, owners = whole = gather(units, comm=comm)
     ties = (*owners, *units_of(gathered))
+    before = _versions(ties)
     out = fn(map_units(lambda node: node.tree(ties) if is_sharded(node) else node, gathered), *args, **kwargs)
+    for node, old, new in zip(ties, before, _versions(ties), strict=False):
+        if old != new:
+            raise written_to(node.name)
     if release and torch.is_grad_enabled() and not is_transformed():
         let_go(out, units, whole, first, comm)
     return out
+
+
+def _versions(nodes: Sequence[Sharded]) -> list[list[int]]:
+    return [] if is_transformed() else [[version_of(x) for x in node.buffers] for node in nodes]
 
 
 def skip(sharded: Any, x: torch.Tensor, *, comm: Comm, ties: Sequence[Sharded] = ()) -> torch.Tensor:

@@ -62,10 +62,7 @@ def gather(tree: Tree, *, comm: Comm, to: PlaceName = "full") -> Tree:
             raise _wrong_place("gather()", sharded, target, "Partial sums are moved by reduce_scatter().")
         named = Labelled(comm, f"gather {sharded.name or '(root)'}")
         ways = {"was_gathered": sharded.is_gathered, "is_gathered": whole}
-        is_trained = sharded.ledger is not None and torch.is_grad_enabled()
-        if is_trained:
-            sharded.ledger.is_used = True
-        if whole and is_trained and sharded.sinks and not torch._C._are_functorch_transforms_active():
+        if whole and torch.is_grad_enabled() and sharded.sinks and not torch._C._are_functorch_transforms_active():
             moved = [move_values(x.detach(), sharded.place, target, named, **ways) for x in sharded.buffers]
             moved = sharded.ledger.attached(sharded, moved, comm)
         else:

@@ -9,7 +9,6 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
-from functools import partial
 from itertools import count
 
 import torch
@@ -73,7 +72,7 @@ class ProcessGroupComm:
         self._rank_order = not self.is_native if rank_order is None else rank_order
         self.limit_s = _limit_s(self._groups[names[0]], self.device)
         self._start()
-        self.watch.aborts.append(partial(_abort_of, weakref.ref(self)))
+        self.watch.aborts.append(weakref.WeakMethod(self.abort))
 
     def _start(self) -> None:
         number = next(_numbers[self.ranks])  # the same on all ranks, which make their Comms in the same order
@@ -110,7 +109,7 @@ class ProcessGroupComm:
     def make_groups(self) -> None:
         """Go on in groups of its own, which nobody else calls in. Every rank has to call it."""
         self._groups = {axis: self.new_group(axis) if size > 1 else self._groups[axis] for axis, size in self.mesh.axes}
-        self.watch.aborts.append(partial(_abort_of, weakref.ref(self)))
+        self.watch.aborts.append(weakref.WeakMethod(self.abort))
 
     def abort(self) -> None:
         """Have whatever is under way in its groups end in an error, here and elsewhere: nothing can be called any more."""
@@ -185,11 +184,6 @@ class ProcessGroupComm:
 
     def __repr__(self) -> str:
         return f"ProcessGroupComm({self.mesh}, rank={self.rank}, device={self.device})"
-
-
-def _abort_of(comm: "weakref.ref[ProcessGroupComm]") -> None:
-    if (alive := comm()) is not None:
-        alive.abort()
 
 
 def abort(group: dist.ProcessGroup) -> None:

@@ -72,11 +72,11 @@ def let_go(out: Any, rested: Any, gathered: Any, first: int, comm: Comm) -> None
 
 def _regather(nodes: Sequence[Sharded], comm: Comm) -> Callable[[], list[torch.Tensor]]:
     sources = [Sharded([x.detach() for x in node.buffers], node.unit, node.place, node.groups) for node in nodes]
-    versions = [[_version(x) for x in node.buffers] for node in sources]
+    versions = [[version_of(x) for x in node.buffers] for node in sources]
 
     def regather() -> list[torch.Tensor]:
         for node, before in zip(sources, versions, strict=True):
-            if [_version(x) for x in node.buffers] != before:
+            if [version_of(x) for x in node.buffers] != before:
                 raise TreeError(
                     f"forward(): parameters of unit {node.name!r} were changed in place between its forward and its backward. "
                     "Make new tensors, or update after the backward."
@@ -132,5 +132,14 @@ def is_since(node: Any, first: int) -> bool:
     return first <= node._sequence_nr() and not hasattr(node, "variable")  # leaves have a number beyond all others
 
 
-def _version(x: torch.Tensor) -> int:
+def written_to(unit: str) -> TreeError:
+    """What a function is told that has written to parameters it was given."""
+    return TreeError(
+        f"forward(): the function has written to a parameter of unit {unit!r} in place. Parameters are values, and what it "
+        "gets may be a copy that is let go of: return what is new, or write to a clone. nn.Embedding(max_norm=) writes as well."
+    )
+
+
+def version_of(x: torch.Tensor) -> int:
+    """How often a tensor has been written to; 0 if nobody counts."""
     return 0 if x.is_inference() else x._version

@@ -19,15 +19,11 @@ class Ledger:
 
     A *sink* is a tensor without memory in the shape, dtype and place of a gradient at rest. A *handle* is one in the shape
     of the full buffer: autograd adds into it what each use of a unit contributes, and the sum is reduced into the sink, once.
-
-    Attributes:
-        is_used: whether gradients of these parameters go another way than through units that an engine was handed.
     """
 
     def __init__(self) -> None:
         self._sinks: dict[tuple[int, ...], tuple[Sequence[torch.Tensor], tuple[torch.Tensor, ...]]] = {}
         self._handles: dict[int, torch.Tensor] = {}
-        self.is_used = False
 
     def enter(self, buffers: Sequence[torch.Tensor], sinks: tuple[torch.Tensor, ...]) -> None:
         """The sinks of these buffers' trainable groups."""

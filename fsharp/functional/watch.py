@@ -14,7 +14,7 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, Protocol
-from weakref import WeakValueDictionary
+from weakref import WeakMethod, WeakValueDictionary
 
 from fsharp.functional.errors import AgreementError, CommError, problem
 
@@ -143,13 +143,13 @@ class Watch:
 
     Attributes:
         error: why no more collective can be called, once one has failed.
-        aborts: called then, to end whatever is under way.
+        aborts: methods of who is there then, to end whatever is under way.
     """
 
     def __init__(self, name: str, ranks: Ranks, board: Board | None, limit_s: float) -> None:
         self.name, self.ranks, self.board, self.limit_s = name, ranks, board, limit_s
         self.error: Exception | None = None
-        self.aborts: list[Callable[[], None]] = []
+        self.aborts: list[WeakMethod[Callable[[], None]]] = []
         self.count = 0
         self._labels: deque[str] = deque(maxlen=_KEPT_LABELS)
         self._blocked: dict[int, Note] = {}  # by rank, a note by which it and this rank wait for each other
@@ -217,8 +217,7 @@ class Watch:
             theirs = _numbered(note.counts[note.watch], note.labels)
             text = _different(None, {self.ranks.rank: mine, rank: theirs})
             raise self.refuse(AgreementError, text, whole=True)
-        self._blocked.setdefault(rank, note)
-        if before is not None and before[1:3] != note[1:3]:
+        if before is None or before[1:3] != note[1:3]:
             self._blocked[rank] = note
 
     def refuse(self, kind: type[Exception], text: str, *, whole: bool = False) -> Exception:
@@ -231,8 +230,9 @@ class Watch:
 
     def _end(self, error: Exception) -> Exception:
         is_first, self.error = self.error is None, error
-        for abort in self.aborts if is_first else ():
-            abort()
+        for reference in self.aborts if is_first else ():
+            if (abort := reference()) is not None:
+                abort()
         return error
 
     def fail(self, error: BaseException, where: str) -> None:

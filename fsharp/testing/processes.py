@@ -37,8 +37,9 @@ _GRACE = 3.0  # seconds for the other ranks to fail too, once one has: the first
 def processes(mesh: Mesh, fn: Callable[[Comm], R], *, timeout: float = 90.0) -> list[R]:
     """``[fn(comm) for every rank of mesh]``, like :func:`simulate`, but in real processes over gloo on this machine.
 
-    Needs cloudpickle, with which ``fn`` and what it closes over travel; results travel by pickle. Each process is new: it has
-    this one's environment and working directory, and of its modules fsharp and torch alone.
+    Needs cloudpickle, with which ``fn`` and what it closes over travel; results travel by pickle. A process has this one's
+    environment, search path and working directory as they are at the call, and of its modules torch and fsharp. Ranks have the
+    same addresses of objects and order of sets: what depends on these differs between ranks only under torchrun.
 
     Args:
         mesh: the ranks.
@@ -70,6 +71,10 @@ class _Launcher:
     """See [Note: launcher]."""
 
     def __init__(self) -> None:
+        self.forget()
+
+    def forget(self) -> None:
+        """Have none: it is that of the process which this one was forked from."""
         self._lock = threading.Lock()
         self._server: subprocess.Popen[str] | None = None
 
@@ -82,25 +87,31 @@ class _Launcher:
                 self._server = subprocess.Popen(command, env=env, stdin=pipe, stdout=pipe, text=True, start_new_session=True)
             server, answer = self._server, ""
             try:
-                print(json.dumps((folder, size, timeout)), file=server.stdin, flush=True)
-                answer = server.stdout.readline() if server.stdout is not None else ""
+                with suppress(BrokenPipeError):
+                    print(json.dumps((folder, size, timeout)), file=server.stdin, flush=True)
+                    answer = server.stdout.readline() if server.stdout is not None else ""
             finally:
                 if not answer:  # interrupted, or it has ended: what it was running is nobody's
                     self._server = None
-                    with server, suppress(ProcessLookupError):
+                    with suppress(ProcessLookupError):
                         os.killpg(server.pid, signal.SIGKILL)
+                    _end(server)
             return str(json.loads(answer)) if answer else "the process that starts them has ended."
-
 
     def close(self) -> None:
         """Have it end."""
         if self._server is not None:
-            with self._server:
-                self._server = None
+            _end(self._server)
+
+
+def _end(server: "subprocess.Popen[str]") -> None:
+    with suppress(BrokenPipeError), server:
+        pass
 
 
 _launcher = _Launcher()
 atexit.register(_launcher.close)
+os.register_at_fork(after_in_child=_launcher.forget)
 
 
 def _serve() -> None:
@@ -111,16 +122,17 @@ def _serve() -> None:
 
 
 def _launch(folder: Path, size: int, timeout: float) -> str:
-    fork = multiprocessing.get_context("fork")
-    running = [fork.Process(target=_run_rank, args=(folder, rank)) for rank in range(size)]
+    running: list[BaseProcess] = []
     try:
-        for process in running:
-            process.start()
+        for rank in range(size):
+            running.append(multiprocessing.get_context("fork").Process(target=_run_rank, args=(folder, rank)))
+            running[-1].start()
         return _wait(running, [folder / f"log-{rank}" for rank in range(size)], timeout)
     finally:
         for process in running:
-            process.kill()
-            process.join()
+            if process.pid is not None:
+                process.kill()
+                process.join()
 
 
 def _wait(running: Sequence[BaseProcess], logs: list[Path], timeout: float) -> str:
@@ -139,7 +151,8 @@ def _wait(running: Sequence[BaseProcess], logs: list[Path], timeout: float) -> s
 
 
 def _tails(ranks: list[int], logs: list[Path]) -> str:
-    return "\n".join(f"--- rank {rank}\n{logs[rank].read_text(errors='replace')[-_SHOWN:]}" for rank in ranks)
+    shown = {rank: logs[rank].read_text(errors="replace")[-_SHOWN:] if logs[rank].exists() else "" for rank in ranks}
+    return "\n".join(f"--- rank {rank}\n{text}" for rank, text in shown.items())
 
 
 def _run_rank(folder: Path, rank: int) -> None:

@@ -1,31 +1,39 @@
 """Optimizers of torch.optim that were made before a module was sharded: what they have is its parameters no more."""
 
-import gc
 import weakref
 from collections.abc import Iterable
+from functools import cache
 
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from fsharp.functional.errors import TreeError
+
+_replaced = WeakTensorKeyDictionary()
+"""Parameters that somebody still has."""
 
 
 def refuse_stale_optimizers(old: Iterable["weakref.ref[nn.Parameter]"]) -> None:
     """Have optimizers that have any of these parameters refuse to step.
 
-    Cost: nothing if nobody has them any more, else a pass over all Python objects.
+    Cost: nothing if nobody has them any more, else a look at the parameters of every optimizer of torch with each step.
     """
-    held = {id(parameter) for parameter in (reference() for reference in old) if parameter is not None}
-    if not held:
-        return
-    for each in gc.get_objects():
-        if not issubclass(type(each), torch.optim.Optimizer):  # one that another thread is about to make has no groups yet
-            continue
-        if any(id(p) in held for group in getattr(each, "param_groups", ()) for p in group["params"]):
-            each.register_step_pre_hook(_refuse)
+    for reference in old:
+        if (parameter := reference()) is not None:
+            _replaced[parameter] = None
+            _watch_all()
+
+
+@cache
+def _watch_all() -> None:
+    register_optimizer_step_pre_hook(_refuse)
 
 
 def _refuse(optimizer: torch.optim.Optimizer, *_: object) -> None:
+    if not _replaced or not any(p in _replaced for group in optimizer.param_groups for p in group["params"]):
+        return
     name = type(optimizer).__name__
     raise TreeError(
         f"step(): this {name} was made before ShardedModule(), which has put other parameters in the place of those that it "

@@ -54,7 +54,6 @@ class Compiled:
             self.places[name] = gradient.route.resting(self._bytes(memory))
         self._blocks: dict[str, Block] = {}
         self._pieces: dict[str, list[list[torch.Tensor]]] = {}
-        self._several = _used_several_times(schedule)
         self.ops: list[list[BoundOp]] = [[] for _ in self.events]
         self.number, begun, leaders = next(_numbers), set[str](), _leaders(schedule.ops)
         for i, op in enumerate(schedule.ops):
@@ -100,7 +99,8 @@ class Compiled:
             return None
         if op.unit not in self._blocks:
             route = bound.gradient.route
-            self._blocks[op.unit] = route.block(self._bytes(op.memory), several_uses=op.unit in self._several)
+            several = op.memory.nbytes == route.outgoing_nbytes(several_uses=True, several_microbatches=True)
+            self._blocks[op.unit] = route.block(self._bytes(op.memory), several_uses=several)
         return self._blocks[op.unit]
 
     def _bytes(self, memory: Memory) -> torch.Tensor:
@@ -162,16 +162,3 @@ def _leaders(ops: Sequence[Op]) -> list[int]:
     for issued in issues(ops):
         result += [len(result)] * len(issued)
     return result
-
-
-def _used_several_times(schedule: Schedule) -> set[str]:
-    """Units with more than one cast into a block in some microbatch."""
-    begun, several = set[str](), set[str]()
-    for op in schedule.ops:
-        if op.kind == "cast" and op.memory:
-            if op.unit in begun:
-                several.add(op.unit)
-            begun.add(op.unit)
-        elif op.phase == "backward" and op.kind in ("reduce", "accumulate"):
-            begun.discard(op.unit)
-    return several

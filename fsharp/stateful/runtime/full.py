@@ -128,6 +128,10 @@ class FullUnit:
         """The stored leaves, new aliases each time."""
         return [leaf.detach() for leaf in self._leaves]
 
+    def versions(self) -> tuple[int, ...]:
+        """Of all leaves: how often they have been written to."""
+        return tuple(leaf._version for leaf in self._leaves)
+
     def set_version(self, version: int) -> None:
         """Of all leaves that were handed out: autograd refuses what it has saved at another version."""
         torch._C._autograd._unsafe_set_version_counter(self._leaves, (version,) * len(self._leaves))

@@ -3,6 +3,7 @@
 import gc
 from collections.abc import Callable, Sequence
 from enum import Enum, auto
+from typing import Any
 
 import torch
 
@@ -178,11 +179,6 @@ class GradientBuffer:
         self._tails: list[Ticket] = []
         self._deferred: Callable[[], None] | None = None
 
-    @property
-    def at_optimizer(self) -> Resting:
-        """Where the optimizer has it."""
-        return self.rest if self.final is None else self.final
-
     def _move(self, phase: Phase) -> None:
         assert phase in _MOVES[self.phase], f"{self.route.unit.name}: a gradient that is {self.phase} cannot be {phase} next"
         self.phase = phase
@@ -316,15 +312,21 @@ class GradientBuffer:
 
     def accumulate(self, block: Block) -> None:
         """The sum is where the gradient rests, or is added to it."""
+        results = self._wait_for(len(self.rest.tensors)) if self.route.is_reduced else block.collected
         self._move(Phase.RESTING)
         self.block = None
-        results = [self._tickets.pop(0).wait() for _ in self.rest.tensors] if self.route.is_reduced else block.collected
         for target, result in zip(self.rest.tensors, results, strict=True):
             if self.num_added:
                 target.add_(result)
             elif result.data_ptr() != target.data_ptr():
                 target.copy_(result)
         self.num_added += 1
+
+    def _wait_for(self, num: int) -> list[Any]:
+        """The results of what was sent first."""
+        results = [ticket.wait() for ticket in self._tickets[:num]]
+        del self._tickets[:num]
+        return results
 
     @property
     def is_fed(self) -> bool:
@@ -367,11 +369,8 @@ class GradientBuffer:
 
     def end_finish(self) -> None:
         """What :meth:`finish` works in is free from here on; :meth:`join` waits for what is left."""
+        self._tails += [tail for tail in self._wait_for(len(self.route.finishes)) if isinstance(tail, Ticket)]
         self._move(Phase.FINISHED)
-        for _ in self.route.finishes:
-            tail = self._tickets.pop(0).wait()
-            if isinstance(tail, Ticket):
-                self._tails.append(tail)
 
     def defer(self, end: Callable[[], None]) -> None:
         """Leave the end of a reduction to whoever looks at the gradient next."""
@@ -386,15 +385,20 @@ class GradientBuffer:
     def join(self) -> None:
         """Wait until the gradient is where it was sent last."""
         if self._deferred is not None:
-            end, self._deferred = self._deferred, None
-            end()
+            self._deferred()
+            self._deferred = None
         for tail in self._tails:
             tail.wait()
         self._tails = []
 
-    def drop(self) -> None:
-        """Wait for nothing any more, and leave memory to whatever may still write there: the scheduler is closed."""
-        self._tickets, self._tails, self._deferred, self.block = [], [], None, None
+    def drop(self, refuse: Callable[[], None]) -> None:
+        """Wait for nothing any more, and leave memory to whatever may still write there: the scheduler is closed.
+
+        Args:
+            refuse: raises; called when somebody looks at what was under way.
+        """
+        self._deferred = refuse if self.is_under_way else None
+        self._tickets, self._tails, self.block = [], [], None
         self.rest = self._own
 
 

@@ -234,11 +234,20 @@ class Scheduler(Tracer):
         for unit in self.units.values():
             unit.forget()
             if unit.gradient is not None:
-                unit.gradient.drop()
+                unit.gradient.drop(self._refuse)
         if self._tenant is not None:
             for slot in self._tenant.slots.values():
                 slot.drop()
         self._leave()
+
+    def _refuse(self) -> None:
+        """What a closed scheduler does, whatever is wanted of it.
+
+        Raises:
+            ScheduleError: it is closed.
+        """
+        if self._closed is not None:
+            raise closed(self._closed)
 
     def _leave(self) -> None:
         self._step, self._running, self._issued = None, None, IssuedGradients()
@@ -256,8 +265,7 @@ class Scheduler(Tracer):
 
     def _connect(self) -> None:
         """Make, once, what all ranks have to make together."""
-        if self._closed is not None:
-            raise closed(self._closed)
+        self._refuse()
         if not self._is_connected:
             self._is_connected = True
             comm = _innermost(self.own)

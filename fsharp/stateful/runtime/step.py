@@ -11,11 +11,13 @@ from typing import Any
 import torch
 
 from fsharp.functional.errors import ScheduleError
+from fsharp.functional.release import written_to
 from fsharp.functional.sharded import Sharded
 from fsharp.stateful.runtime.boundary import differentiable, in_backward, pack_saved, refuse_graph
 from fsharp.stateful.runtime.compiled import Compiled
 from fsharp.stateful.runtime.eager import Eager
 from fsharp.stateful.runtime.executor import BoundOp, Executor
+from fsharp.stateful.runtime.full import FullUnit
 from fsharp.stateful.runtime.gradient import Grads, Phase
 from fsharp.stateful.runtime.host import Transfer
 from fsharp.stateful.runtime.recorder import Recorder
@@ -27,12 +29,14 @@ from fsharp.stateful.schedule.program import Event, EventKind
 class Use:
     """One use of a unit: from entering it in the forward to the end of its backward."""
 
-    __slots__ = ("is_opaque", "is_open", "leaves", "node", "number", "params", "parent", "seen", "unit")
+    __slots__ = ("full", "is_opaque", "is_open", "leaves", "node", "number", "params", "parent", "seen", "unit", "versions")
 
     def __init__(self, unit: UnitState, number: int, parent: "Use | None") -> None:
         self.unit, self.number, self.parent = unit, number, parent
         self.params: UnshardedBuffer | None = None
         self.leaves: list[torch.Tensor] | None = None
+        self.full: FullUnit | None = None
+        self.versions: tuple[int, ...] = ()
         self.is_open = False
         self.is_opaque = False  # whether autograd keeps what cannot be looked into
         self.node: Sharded | None = None
@@ -55,7 +59,6 @@ class Step:
         rank: of this process.
         device: where tensors are.
         units: of the scheduler, which adds to them.
-        recorder: measures it.
 
     Attributes:
         events: those so far.
@@ -63,6 +66,7 @@ class Step:
         trained: units that have a gradient in this step.
         left_at: what the schedule did not have, in words.
         held: units whose parameters somebody holds beyond their use: a schedule would put something else in their memory.
+        recorder: measures it.
         on_backward: called when a backward comes to a use.
     """
 
@@ -74,9 +78,9 @@ class Step:
         rank: int,
         device: torch.device,
         units: dict[str, UnitState],
-        recorder: Recorder | None = None,
     ) -> None:
-        self.executor, self.schedule, self.units, self.recorder = executor, schedule, units, recorder
+        self.executor, self.schedule, self.units = executor, schedule, units
+        self.recorder: Recorder | None = None
         self._make_eager = partial(Eager, executor, rank=rank, device=device)
         self.eager: Eager | None = self._make_eager() if schedule is None else None
         self.events: list[Event] = []
@@ -156,7 +160,7 @@ class Step:
                 _ = unit.node.buffers
             full = unit.at_rest()
         assert full is not None
-        leaves = full.leaves()
+        leaves, use.full, use.versions = full.leaves(), full, full.versions()
         self._forward.append(use)
         assert unit.node is not None
         use.node, use.seen = unit.node, stamp(unit.node)
@@ -169,6 +173,16 @@ class Step:
                 leaves[i] = leaf
         use.leaves = leaves
         return use
+
+    def check_unwritten(self, use: Use) -> None:
+        """Refuse a function that has written to a leaf of its unit, which a backward would see, or nobody.
+
+        Raises:
+            TreeError: it has.
+        """
+        if use.full is not None and use.full.versions() != use.versions:
+            raise written_to(use.unit.key)
+        use.full = None
 
     def pack(self, out: Any, use: Use, first: int) -> None:
         """Let go of what autograd has saved of a unit's parameters, if they have memory of their own."""

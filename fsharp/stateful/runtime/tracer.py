@@ -124,6 +124,8 @@ class Tracer(Engine):
             for node in (*ties, *nodes):
                 uses.append(step.enter(node, self.unit_of(node)))
             out = fn(_tree_of(sharded, uses), *args, **kwargs)  # which nobody here holds: what is left of it is the function's
+            for use in uses:
+                step.check_unwritten(use)
             if any(use.params is not None for use in uses):
                 out = _without_views(out, uses)
             if step.eager is not None and torch.is_grad_enabled():

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from fsharp.functional.release import version_of
 from fsharp.functional.sharded import Sharded
 from fsharp.functional.unit_layout import UnitLayout
 from fsharp.stateful.runtime.chain import Move, gather_along
@@ -19,13 +20,13 @@ Stamp = tuple[tuple[int, int], ...]
 
 _RELEASED = 2**31
 """The version of leaves whose memory may hold something else."""
-_VERSIONS_A_STEP = 1024
-"""A function that writes to a leaf counts from the version that it has in this step."""
+_VERSIONS_A_FILL = 1024
+"""What is filled from other values, or in another step, has other versions; a write to a leaf adds one."""
 
 
 def stamp(node: Sharded) -> Stamp:
     """Which tensors a node's buffers are, and how often they have been written to."""
-    return tuple((b.data_ptr(), 0 if b.is_inference() else b._version) for b in node.raw_buffers)
+    return tuple((b.data_ptr(), version_of(b)) for b in node.raw_buffers)
 
 
 def full_nbytes(unit: UnitLayout) -> int:
@@ -58,6 +59,7 @@ class UnshardedBuffer:
 
     __slots__ = (
         "_device",
+        "_filled_from",
         "_layout",
         "_outs",
         "_rank",
@@ -94,7 +96,8 @@ class UnshardedBuffer:
         self.users = 0
         self.is_held = False
         self._sources: list[StorageWeakRef] = []
-        self._version = 0  # of its leaves while it is filled in this step
+        self._filled_from: Stamp | None = None
+        self._version = 0  # of its leaves while it is filled
 
     def _make(self, memory: torch.Tensor) -> None:
         self.memory, self.full = memory, FullUnit(self._layout, carve(memory, full_sizes(self._layout)))
@@ -107,7 +110,7 @@ class UnshardedBuffer:
 
     def begin(self) -> None:
         """A new step: a backward of an older one is refused."""
-        self._version = (self._version + _VERSIONS_A_STEP) % _RELEASED
+        self._version = (self._version + _VERSIONS_A_FILL) % _RELEASED
         self._set_version(self._version if self.is_filled else _RELEASED)
         self.users = 0
 
@@ -123,6 +126,8 @@ class UnshardedBuffer:
             with torch.inference_mode(False):
                 self._make(torch.empty(full_nbytes(self._layout), dtype=torch.uint8, device=self._device))
         self.seen, self._sources = stamp(node), []
+        if self.seen != self._filled_from:  # what was saved of other values is refused
+            self._filled_from, self._version = self.seen, (self._version + _VERSIONS_A_FILL) % _RELEASED
         self._set_version(self._version)
         return [(x.detach(), outs) for x, outs in zip(node.raw_buffers, self._outs, strict=True) if len(x)]
 
@@ -164,6 +169,7 @@ class UnshardedBuffer:
         """What was to fill it may never come."""
         self.tickets.clear()
         self.seen = None
+        self._set_version(_RELEASED)
 
     def _set_version(self, version: int) -> None:
         if self.full is not None and self.where is not None:

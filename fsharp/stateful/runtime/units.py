@@ -35,9 +35,9 @@ class UnitRegistry:
         self._table = {}
 
     def release(self) -> None:
-        """Hold on to nobody's nodes."""
+        """Hold on to nobody's nodes: what comes next is no part of a step, and has no part in a schedule's memory."""
         for unit in self.units.values():
-            unit.node = None
+            unit.node = unit.params = None
 
     def expect(self, key: str, node: Sharded) -> None:
         """This node is the unit with that key, if there is such a one and the node is not known yet."""

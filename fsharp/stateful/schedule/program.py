@@ -3,7 +3,7 @@
 A program is recorded, or written by hand, and says nothing of when data moves: that is the schedule's part.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -120,17 +120,3 @@ class Program:
         for i, event in enumerate(self.events):
             if event.kind in ("forward", "backward"):
                 yield event.unit, i, next(end for end in ends[(event.kind, event.use)] if end > i)
-
-
-def is_used_once(events: Sequence[Event], unit: str) -> bool:
-    """Whether all that comes of a unit in a step is one gradient, reduced at once, behind the only backward.
-
-    No other gradient of it comes without another ``forward`` of it then.
-    """
-    kinds = [event.kind for event in events if event.unit in ("", unit)]
-    return [kind for kind in kinds if kind not in ("forward_end", "backward", "fetch", "update")] == [
-        "forward",
-        "backward_end",
-        "microbatch_end",
-        "reduce",
-    ]

@@ -1,8 +1,9 @@
 """Transport: collectives along one axis into memory that the caller owns, which may still run when the call returns."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Literal, get_args
+from weakref import WeakMethod
 
 import torch
 import torch.distributed as dist
@@ -17,23 +18,20 @@ class Ticket:
     """A collective under way.
 
     Args:
-        works: what has to complete.
-        then: what is left to do after that; its result is the ticket's.
+        then: waits for it, and does what is left to do; its result is the ticket's.
+        result: that of a collective that is done.
     """
 
-    __slots__ = ("_result", "_then", "_works")
+    __slots__ = ("_result", "_then")
 
-    def __init__(self, works: Sequence[Any] = (), then: Callable[[], Any] | None = None, result: Any = None) -> None:
-        self._works, self._then, self._result = works, then, result
+    def __init__(self, then: Callable[[], Any] | None = None, result: Any = None) -> None:
+        self._then, self._result = then, result
 
     def wait(self) -> Any:
-        """Block until it is done, and finish it. Only the first call does something."""
-        for work in self._works:
-            work.wait()
-        self._works = ()
+        """Block until it is done, and finish it. Nothing to do after that; one that has failed fails again."""
         if self._then is not None:
-            then, self._then = self._then, None
-            self._result = then()
+            self._result = self._then()
+            self._then = None
         return self._result
 
 
@@ -77,7 +75,6 @@ class Transport(ABC):
         The result of the ticket is one more ticket, for what is left to do once ``scratch`` and ``x`` are free.
         """
 
-    @abstractmethod
     def scratch_nbytes(self, op: str, axis: str, numel: int, itemsize: int, *, apart: bool = False) -> int:
         """Bytes of scratch for a ``"reduce_scatter"`` or ``"all_reduce"`` of ``numel`` elements.
 
@@ -88,6 +85,7 @@ class Transport(ABC):
             itemsize: of ``x``.
             apart: ``out`` will be given, in the dtype of ``x``.
         """
+        return 0
 
     @property
     def innermost(self) -> "Transport":
@@ -111,7 +109,7 @@ class Groups:
     def make(self) -> None:
         """Make those along all axes. Every rank has to, at one point; a rank that comes alone waits up to the limit."""
         if self.separate:
-            self.comm.watch.aborts.append(self.abort)
+            self.comm.watch.aborts.append(WeakMethod(self.abort))
             for axis, size in self.comm.mesh.axes:
                 for kind in _KINDS if size > 1 else ():
                     self(kind, axis)

@@ -43,10 +43,6 @@ class Blocking(Transport):
         out.copy_(self.comm.all_gather(summed, axis, label=label).view(-1)[: len(out)])
         return Ticket(result=Ticket())
 
-    def scratch_nbytes(self, op: str, axis: str, numel: int, itemsize: int, *, apart: bool = False) -> int:
-        """None."""
-        return 0
-
 
 class Local(Transport):
     """Axes of size 1, where collectives are copies: what a :class:`~fsharp.SingleComm` has."""
@@ -73,7 +69,3 @@ class Local(Transport):
         """A copy."""
         out.copy_(x)
         return Ticket(result=Ticket())
-
-    def scratch_nbytes(self, op: str, axis: str, numel: int, itemsize: int, *, apart: bool = False) -> int:
-        """None."""
-        return 0

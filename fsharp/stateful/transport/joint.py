@@ -163,5 +163,5 @@ def _scratch(transport: Transport, op: str, axis: str, packed: torch.Tensor, sum
 def _copy(outs: Sequence[torch.Tensor], xs: Sequence[torch.Tensor]) -> None:
     """Fill what a message would: no version counter says that somebody has written there."""
     if outs:
-        with _unsafe_preserve_version_counter(tuple(outs)):
+        with _unsafe_preserve_version_counter(tuple(out for out in outs if not out.is_inference())):
             torch._foreach_copy_(list(outs), list(xs))
