@@ -211,3 +211,76 @@ def test_backward_passes_that_cannot_be_say_what_to_do(strategy):
             loss.backward()
 
     simulate(DP, rank_fn)
+
+
+def lone_clip(model, optimizer):
+    model.clip_grad_norm_(0.01)
+
+
+def lone_rate(model, optimizer):
+    optimizer.param_groups[0]["lr"] = 0.5
+
+
+def lone_gradient(model, optimizer):
+    next(model.parameters()).grad = None
+
+
+@pytest.mark.parametrize("differ", [lone_clip, lone_rate, lone_gradient])
+@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
+def test_a_rank_that_updates_a_module_differently_is_heard_of(strategy, differ):
+    """By the next step, though under ddp no rank needs the others for it."""
+
+    def rank_fn(comm):
+        model = fs.ShardedModule(torch.nn.Linear(4, 2), mesh=comm, strategy=getattr(fs, strategy)("dp"), sync_from=0)
+        optimizer = fs.ShardedOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
+        for i in range(6):
+            model(torch.ones(2, 4) + comm.rank).square().mean().backward()
+            if comm.rank == 1 and i == 3:
+                differ(model, optimizer)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    found = simulate(fs.Mesh({"dp": 2}), rank_fn, outcomes=True)
+    assert all(isinstance(each, Exception) for each in found), found
+
+
+def test_a_backward_inside_of_a_forward_does_not_end_the_microbatch():
+    """Of a root that has parameters of its own beside those of a unit."""
+
+    class Net(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.h = torch.nn.Linear(3, 3), torch.nn.Linear(3, 1)
+
+        def forward(self, x):
+            x = x.detach().requires_grad_()
+            y = self.a(x)
+            [slope] = torch.autograd.grad(y.tanh().sum(), x, retain_graph=True)
+            return self.h(y + slope)
+
+    torch.manual_seed(0)
+    plain = Net()
+    start = plain.state_dict()
+    optimizer, expected = torch.optim.SGD(plain.parameters(), lr=0.1), []
+    start = {name: value.clone() for name, value in start.items()}
+    for _ in range(4):
+        loss = plain(torch.ones(2, 3)).sum()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        expected.append(loss.item())
+
+    def rank_fn(comm):
+        module = Net()
+        module.load_state_dict(start)
+        model = fs.ShardedModule(module, mesh=comm, strategy=fs.zero3("dp"), units=["a"])
+        optimizer, found = fs.ShardedOptimizer(model.parameters(), torch.optim.SGD, lr=0.1), []
+        for _ in range(4):
+            loss = model(torch.ones(2, 3)).sum()
+            loss.backward()
+            optimizer.step()
+            found.append(loss.item())
+        return found
+
+    for found in simulate(fs.Mesh({"dp": 2}), rank_fn):
+        assert found == pytest.approx(expected, rel=1e-5)

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.checkpoint import checkpoint
 
 import fsharp as fs
 from fsharp.functional.errors import ScheduleError
@@ -450,3 +451,78 @@ def test_a_function_that_writes_to_its_parameters_is_refused(strategy, engine):
             call(state, my_batches(comm, 1)[0] | {"writes": True})
 
     simulate(DP, rank_fn)
+
+
+@pytest.mark.parametrize("strategy", ["zero2", "zero3"])
+def test_a_checkpoint_that_computes_again_with_another_unit(strategy):
+    """Python's closures are bound late: what the blocking path makes of it, or nothing."""
+
+    def program(run):
+        def loss(params, batch, comm):
+            x = fs.forward(embed, params["embed"], batch["x"], comm=comm)
+            for layer in params["layers"]:
+                x = checkpoint(lambda x: fs.forward(block, layer, x, comm=comm), x, use_reentrant=False)
+            return fs.forward(head, params["head"], x, comm=comm).square().mean()
+
+        state, step, losses = make_state(run.comm, strategy), run.wrap(fs.train_step(loss, make_tx())), []
+        for batch in my_batches(run.comm, 5):
+            state, metrics = step(state, batch)
+            losses.append(metrics.loss)
+        return losses, full_params(state, run.comm)
+
+    run_both(program, DP, poison=True)
+
+
+@pytest.mark.parametrize("engine", ["blocking", "scheduled"])
+def test_a_hessian_inside_of_a_unit(engine):
+    """Autograd saves tensors that have no memory there."""
+    params, x = {"w": torch.arange(3.0) + 1}, torch.linspace(-1, 1, 3)
+
+    def total(p, x):
+        return torch.func.hessian(lambda a: (a * p["w"]).tanh().sum())(x).sum()
+
+    w = params["w"].clone().requires_grad_()
+    total({"w": w}, x).backward()
+
+    def rank_fn(comm):
+        sharded = fs.shard(params, fs.plan(params, comm.mesh, fs.zero3("dp")), comm)
+
+        def fn(p, x, comm):
+            loss, grads = fs.value_and_grad(lambda p, x, comm: fs.forward(total, p, x, comm=comm))(p, x, comm=comm)
+            return fs.average(loss, fs.reduce_scatter(grads, comm=comm), comm=comm)[1]
+
+        call = partial(fn, comm=comm) if engine == "blocking" else fs.Scheduler(comm)(fn)
+        for _ in range(3):
+            grads = call(sharded, x)
+        return fs.gather(grads, comm=comm).tree()["w"]
+
+    for found in simulate(DP, rank_fn):
+        torch.testing.assert_close(found, w.grad)
+
+
+@pytest.mark.parametrize("engine", ["blocking", "scheduled"])
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero3"])
+@pytest.mark.parametrize("way", ["an old state", "another learning rate", "a step twice"])
+def test_a_rank_that_updates_something_else(strategy, engine, way):
+    """Where no values are compared, as under ddp, either."""
+
+    def rank_fn(comm):
+        def make(lr):
+            step = fs.train_step(loss_fn, fs.adamw(lr))
+            return partial(step, comm=comm) if engine == "blocking" else fs.Scheduler(comm)(step)
+
+        differs = comm.rank == 1
+        state = make_state(comm, strategy, tx=fs.adamw(1e-2))
+        step, old, done = make(2e-2 if differs and way == "another learning rate" else 1e-2), state, 0
+        for i, batch in enumerate(my_batches(comm, 6)):
+            if i == 4 and differs and way == "an old state":
+                state = old
+            old, (state, _) = state, step(state, batch)
+            if i == 3 and differs and way == "a step twice":
+                state = old
+            done += 1
+        return done
+
+    found = simulate(DP, rank_fn, outcomes=True)
+    assert all(isinstance(each, fs.CommError) for each in found), found
+    assert "the loss of update" in str(found[0]) or "after" in str(found[0])

@@ -69,10 +69,6 @@ class Engine(ABC):
         """:func:`~fsharp.value_and_grad` over the parts of a batch."""
 
     @abstractmethod
-    def run_totals(self, loss: Any) -> torch.Tensor:
-        """The sums over ranks that :func:`~fsharp.average` divides by and reports."""
-
-    @abstractmethod
     def run_reduce_scatter(self, tree: Any, to: Any) -> Any:
         """:func:`~fsharp.reduce_scatter`."""
 

@@ -246,7 +246,9 @@ def _group_of(ranks: Sequence[int], limit_s: float, device: torch.device, *, is_
             store.set("most", str(max(int(store.get(str(rank))) for rank in ranks)))
         store.wait(["most"], limit)
     except dist.DistError as error:
-        missing = [rank for rank in ranks if not store.check([str(rank)])]
+        missing: list[int] = []
+        with suppress(dist.DistError):  # its host may have ended
+            missing = [rank for rank in ranks if not store.check([str(rank)])]
         raise CommError(
             f"rank {mine} of the job waited {limit_s:g} s for ranks {missing or list(ranks)} to make process groups, number "
             f"{number} of these ranks. Does each of them make the same Comms, schedulers and modules, in the same order?"

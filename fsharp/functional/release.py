@@ -61,8 +61,8 @@ def let_go(out: Any, rested: Any, gathered: Any, first: int, comm: Comm) -> None
     saved = _Saved(regather)
     for raw in saved_tensors(outputs, first):
         x = raw.data
-        number = numbers.get(x.untyped_storage().data_ptr())
-        if number is None or x.dtype != whole[number].dtype or x.is_conj() or x.is_neg():
+        number = numbers.get(x.untyped_storage().data_ptr()) if is_plain(x) else None
+        if number is None or x.dtype != whole[number].dtype:
             continue
         view = (number, x.size(), x.stride(), int(x.storage_offset() - whole[number].storage_offset()))
         del x
@@ -120,6 +120,11 @@ def saved_tensors(roots: set[Any], first: int) -> Iterator[Any]:
             if before is not None and before not in seen and is_since(before, first):
                 seen.add(before)
                 stack.append(before)
+
+
+def is_plain(x: torch.Tensor) -> bool:
+    """Whether a tensor is what its memory says: it has some, and no conjugation or sign on top of it."""
+    return x.layout is torch.strided and not (x._is_zerotensor() or x.is_conj() or x.is_neg())
 
 
 @cache

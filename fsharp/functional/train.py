@@ -1,5 +1,6 @@
 """TrainState, value_and_grad, update and train_step: what the other functions are for."""
 
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -11,7 +12,7 @@ from torch.utils import _pytree as torch_pytree
 
 from fsharp.functional.agree import together
 from fsharp.functional.collectives import all_reduce
-from fsharp.functional.comm import Comm, Engine
+from fsharp.functional.comm import Comm, Engine, Labelled
 from fsharp.functional.describe import describe_units
 from fsharp.functional.errors import LossError, TreeError, problem
 from fsharp.functional.moves import check_comm, gather, on_device, reduce_scatter
@@ -120,12 +121,14 @@ def train_step(
             it, is then no longer to be used.
     """
     tx = as_transform(tx)
+    settings = f"{tx.name or 'a transformation'} ({zlib.crc32(repr(tx.config).encode()):08x})"
 
     def step(state: TrainState, batch: Any, comm: Comm) -> tuple[TrainState, Any]:
         value, grads = value_and_grad(loss_fn, microbatches=microbatches, has_aux=has_aux)(state.params, batch, comm=comm)
         loss, aux = value if has_aux else (value, None)
         grads = reduce_scatter(grads, comm=comm)  # where gradients rest -> where the optimizer wants them
-        metrics, grads = average(loss, grads, comm=comm, donate=True)  # one divisor for all microbatches and ranks
+        named = Labelled(comm, f"the loss of update {state.step} by {settings}: ")  # the same on all ranks, or all hear of it
+        metrics, grads = average(loss, grads, comm=named, donate=True)  # one divisor for all microbatches and ranks
         state = update(tx, grads, state, comm=comm, donate=donate)  # optimizer -> parameters
         return state, ((metrics, aux) if has_aux else metrics)
 
@@ -362,7 +365,7 @@ def average(loss: Loss, grads: Any, *, comm: Comm, donate: bool = False) -> tupl
         check_shared("average()", node)
         if node.scale == "mean":
             raise TreeError(f"average(): gradients of unit {node.name!r} have been divided by average() already.")
-    total = Loss(*(comm.run_totals(loss) if isinstance(comm, Engine) else totals(sums_of(loss, comm), comm)))
+    total = Loss(*totals(sums_of(loss, comm), comm))
     divisor = _nonzero(total.weight)  # stays float64: in half precision 257 would become 256, and 100,000 infinite
     return Metrics(total.mean, total.weight), map_units(partial(_divide, divisor=divisor, donate=donate), grads)
 

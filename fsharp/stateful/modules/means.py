@@ -24,6 +24,7 @@ class Means:
     Attributes:
         tree: a tree of :class:`~fsharp.Sharded` at the optimizer's place, or None.
         missing: paths of trained parameters that have no gradient: in the tree it is zero.
+        said: by what they have been changed.
     """
 
     def __init__(self, parameters: Mapping[str, ShardedParameter], specs: Mapping[str, Spec], comm: Comm) -> None:
@@ -38,6 +39,7 @@ class Means:
         self.missing: set[str] = set()
         self._parts = {}
         self._versions: list[int] = []
+        self.said: list[str] = []
         while parts:
             part = parts.pop()
             if sys.getrefcount(part) > 2:  # somebody else has it: `part` and the argument are the two
@@ -45,7 +47,7 @@ class Means:
 
     def set(self, sums: Any, missing: set[str]) -> None:
         """These are the sums over ranks, which are divided in place."""
-        self.tree, self.missing, self._parts = sums, missing, {}
+        self.tree, self.missing, self._parts, self.said = sums, missing, {}, []
         self.each(lambda buffer: buffer.div_(self._comm.mesh.size))
         self._versions = self._seen()
 
@@ -61,6 +63,11 @@ class Means:
 
     def _seen(self) -> list[int]:
         return [buffer._version for node in units_of(self.tree) for buffer in node.buffers]
+
+    def changes(self) -> str:
+        """What was done to them since they were set, which ranks have to have in common."""
+        counts = [now - before for now, before in zip(self._seen(), self._versions, strict=True)]
+        return f"{self.said} {counts} {sorted(self.missing)}"
 
     def each(self, change: Callable[[torch.Tensor], Any]) -> None:
         """Change all buffers in place."""

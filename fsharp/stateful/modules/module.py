@@ -172,6 +172,7 @@ class ShardedModule(nn.Module):
         norm = session.means.norm()
         scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
         session.means.each(lambda buffer: buffer.mul_(scale))
+        session.means.said.append(f"clip {max_norm!r}")
         return norm
 
     def zero_grad(self, set_to_none: bool = True) -> None:

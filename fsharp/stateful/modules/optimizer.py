@@ -172,13 +172,18 @@ class ShardedOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         tx = self._tx or Transform(lambda params: None, _no_updates, {}, self._apply)  # not kept: it holds this optimizer
-        if not self.session.update(tx) and self.session.updated_by not in (None, id(self)):
+        if not self.session.update(tx, self._settings()) and self.session.updated_by not in (None, id(self)):
             raise ScheduleError(
                 "step(): another optimizer of this module has made the step, and gradients are gone. Put all parameters into "
                 "one ShardedOptimizer, in groups."
             )
         self.session.updated_by = id(self)
         return loss
+
+    def _settings(self) -> str:
+        """What the groups say, but for tensors."""
+        groups = [{name: x for name, x in g.items() if isinstance(x, bool | int | float | tuple)} for g in self.param_groups]
+        return repr([sorted(group.items()) for group in groups])
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Only while it is made: pass all groups to ``ShardedOptimizer()``."""

@@ -59,6 +59,7 @@ class GradScaler(torch.amp.GradScaler):
         for group in _by_dtype(buffers):
             torch._amp_foreach_non_finite_check_and_unscale_(group, flag, inverse)
             torch.autograd.graph.increment_version(group)  # it does not say so itself
+        session.means.said.append(f"unscale {float(inverse)!r}")
         flag = anywhere(flag, session.specs, session.scheduler)
         return {flag.device: flag[0]}
 

@@ -278,7 +278,7 @@ class Session:
     def _end_backward(self) -> None:
         """All gradients of the pass are there."""
         run, self._pass = self._run, -1
-        if run is None:
+        if run is None or run.is_in_forward:  # a backward that a forward has called: the microbatch goes on
             return
         with self._forgetting(run), self.scheduler.guard(run):
             self.scheduler.end_microbatch(self._units, self._probed)
@@ -295,8 +295,12 @@ class Session:
         """Whether backward passes of this step have left gradients."""
         return any(unit.gradient is not None and unit.gradient.is_fed for unit in self._units)
 
-    def update(self, tx: Any) -> bool:
+    def update(self, tx: Any, settings: str) -> bool:
         """New parameters by a transformation of the gradients, if there are any; whether there were.
+
+        Args:
+            tx: the transformation.
+            settings: what ranks have to have in common, such as learning rates.
 
         Raises:
             LossError: gradients that wait for more microbatches.
@@ -306,6 +310,7 @@ class Session:
         run = self._run
         assert run is not None
         self.kept.check_untouched()
+        self.scheduler.account(f"{settings} {self.means.changes()}")
         with self._forgetting(run), self.scheduler.guard(run):
             self.kept.state = update(tx, self.means.tree, self.kept.state, comm=self.scheduler, donate=True)
             self.means.clear()

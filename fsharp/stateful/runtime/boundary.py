@@ -7,7 +7,7 @@ import optree
 import torch
 
 from fsharp.functional.errors import ScheduleError
-from fsharp.functional.release import is_since, saved_tensors
+from fsharp.functional.release import is_plain, is_since, saved_tensors
 from fsharp.stateful.runtime.unit_state import UnshardedBuffer
 
 Receive = Callable[[Sequence[torch.Tensor | None]], None]
@@ -82,16 +82,16 @@ def pack_saved(out: Any, params: UnshardedBuffer, first: int, fill: Callable[[],
         assert memory is not None
         return torch.empty(0, dtype=dtype, device=memory.device).set_(memory.untyped_storage(), offset, size, stride)
 
-    is_plain = True
+    is_seen = True
     for raw in saved_tensors({root for root in roots if is_since(root, first)}, first):
         x = raw.data
         if type(x) not in (torch.Tensor, torch.nn.Parameter):
-            is_plain = False
-        elif x.layout is torch.strided and not (x.is_conj() or x.is_neg()) and x.untyped_storage().data_ptr() == place:
+            is_seen = False
+        elif is_plain(x) and x.untyped_storage().data_ptr() == place:
             note = x.dtype, x.size(), x.stride(), int(x.storage_offset())
             del x
             raw.register_hooks(lambda _, note=note: note, unpack)
-    return is_plain
+    return is_seen
 
 
 def in_backward() -> bool:

@@ -3,6 +3,7 @@
 import copy
 import threading
 import weakref
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
@@ -72,6 +73,7 @@ class Scheduler(Tracer):
         self.lanes = lanes_for(comm.device, one_stream=self.policy.one_stream)
         self._functions: weakref.WeakSet[Scheduled] = weakref.WeakSet()
         self._closed: str | None = None
+        self._history = 0  # of what was accounted for
         self._start()
 
     def _start(self) -> None:
@@ -152,6 +154,10 @@ class Scheduler(Tracer):
     def _label(self, label: str) -> str:
         return self.executor.named(label or "a call of the Comm")
 
+    def account(self, text: str) -> None:
+        """What comes next depends on this, which has to be the same on all ranks: labels from the next step on say so."""
+        self._history = zlib.crc32(text.encode(), self._history)
+
     # ------------------------------------------------------------ a step
 
     def __call__(self, fn: Callable[..., Any]) -> Scheduled:
@@ -181,7 +187,8 @@ class Scheduler(Tracer):
         """
         with self.guard():
             self._connect()
-            self.executor.begin(f"{scheduled.name} #{scheduled.num_calls} after {self.num_updates} updates")
+            history = f" of history {self._history:08x}" if self._history else ""
+            self.executor.begin(f"{scheduled.name} #{scheduled.num_calls} after {self.num_updates} updates{history}")
             scheduled.num_calls += 1
             self._thread = threading.get_ident()
             if (last := self._last()) is not None:

@@ -88,6 +88,7 @@ class Step:
         self.left_at = ""
         self.held: dict[str, None] = {}
         self.on_backward: Callable[[], None] = lambda: None
+        self._recomputed: dict[str, None] = {}  # units that a checkpoint has used again, with no backward of theirs since
         self.num_microbatches = self._num_uses = 0
         self._forward: list[Use] = []
         self._backward: list[Use] = []
@@ -98,6 +99,11 @@ class Step:
     def is_planned(self) -> bool:
         """Whether it has followed its schedule so far."""
         return self.eager is None
+
+    @property
+    def is_in_forward(self) -> bool:
+        """Whether a function that has units is under way, not counting what a checkpoint computes again."""
+        return bool(self._forward)
 
     # ------------------------------------------------------------ events
 
@@ -209,9 +215,9 @@ class Step:
         if use.params is not None:
             use.params.users -= 1
         self._event("forward_end", use.unit, use.number, params=use.params)
-        # In a backward a checkpoint has them, which computes again for it.
-        if use.params is not None and use.params.is_held and not use.is_opaque and not in_backward():
-            self.held[use.unit.key] = None
+        if use.params is not None and use.params.is_held and not use.is_opaque:
+            # In a backward a checkpoint has them, which computes again for a backward of the same unit that is to come.
+            (self._recomputed if in_backward() else self.held)[use.unit.key] = None
 
     def come_back(self, uses: Sequence[Use]) -> None:
         """A backward comes to the function that entered these units."""
@@ -234,6 +240,7 @@ class Step:
             self._open(use.parent)  # its output may be this one's own, so that a backward comes here first
         self._retire(use)
         use.is_open = True
+        self._recomputed.pop(use.unit.key, None)
         if use.unit.node is None:
             use.unit.node = use.node
         if use.unit.node is not None and stamp(use.unit.node) != use.seen:
@@ -282,6 +289,8 @@ class Step:
             direct: gradients that came through ``gather()`` in the loss instead of ``forward()``, flat and at rest.
         """
         self._retire(None)
+        self.held |= self._recomputed
+        self._recomputed.clear()
         if self.is_planned and any(grad is not None for _, grads in direct for grad in grads):
             self.leave(None)
         self._event("microbatch_end", units=self.units.values())

@@ -16,7 +16,7 @@ from fsharp.functional.comm import Comm, Engine
 from fsharp.functional.errors import LossError, ScheduleError
 from fsharp.functional.forward import is_transformed
 from fsharp.functional.sharded import PlaceName, Sharded, is_sharded, map_units, resolve_place, units_of
-from fsharp.functional.train import Loss, as_loss, check_loss, sums_of, totals, with_sinks
+from fsharp.functional.train import Loss, as_loss, check_loss, with_sinks
 from fsharp.stateful.runtime.boundary import before_backward
 from fsharp.stateful.runtime.full import leaf_index
 from fsharp.stateful.runtime.gradient import GradientBuffer
@@ -154,10 +154,6 @@ class Tracer(Engine):
             self.end_microbatch(units, probed)
         assert total is not None
         return total, self.issue(units, params)
-
-    def run_totals(self, loss: Loss) -> torch.Tensor:
-        """By collectives of their own."""
-        return totals(sums_of(loss, self), self)  # type: ignore[arg-type]
 
     # ------------------------------------------------------------ gradients
 

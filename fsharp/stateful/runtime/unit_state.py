@@ -125,7 +125,7 @@ class UnshardedBuffer:
         if self.where is None:
             with torch.inference_mode(False):
                 self._make(torch.empty(full_nbytes(self._layout), dtype=torch.uint8, device=self._device))
-        self.seen, self._sources = stamp(node), []
+        self.seen, self._sources, self.is_held = stamp(node), [], False
         if self.seen != self._filled_from:  # what was saved of other values is refused
             self._filled_from, self._version = self.seen, (self._version + _VERSIONS_A_FILL) % _RELEASED
         self._set_version(self._version)
