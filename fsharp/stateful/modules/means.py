@@ -66,8 +66,9 @@ class Means:
 
     def changes(self) -> str:
         """What was done to them since they were set, which ranks have to have in common."""
-        counts = [now - before for now, before in zip(self._seen(), self._versions, strict=True)]
-        return f"{self.said} {counts} {sorted(self.missing)}"
+        is_shared = [not node.place.varying for node in units_of(self.tree) for _ in node.buffers]
+        rows = zip(self._seen(), self._versions, is_shared, strict=True)
+        return f"{self.said} {[now - before for now, before, shared in rows if shared]}"
 
     def each(self, change: Callable[[torch.Tensor], Any]) -> None:
         """Change all buffers in place."""
