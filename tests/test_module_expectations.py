@@ -225,6 +225,25 @@ def lone_gradient(model, optimizer):
     next(model.parameters()).grad = None
 
 
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
+def test_a_gradient_that_all_ranks_give_up(strategy, size):
+    """Of a short leaf some ranks hold nothing: that is no difference between them."""
+
+    def rank_fn(comm):
+        model = fs.ShardedModule(torch.nn.Linear(4, 2), mesh=comm, strategy=getattr(fs, strategy)("dp"), sync_from=0)
+        optimizer = fs.ShardedOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
+        before = values(model)["bias"]
+        for _ in range(4):
+            model(torch.ones(2, 4)).square().mean().backward()
+            model.bias.grad = None
+            optimizer.step()
+            optimizer.zero_grad()
+        assert torch.equal(values(model)["bias"], before)
+
+    simulate(fs.Mesh({"dp": size}), rank_fn)
+
+
 @pytest.mark.parametrize("differ", [lone_clip, lone_rate, lone_gradient])
 @pytest.mark.parametrize("strategy", ["ddp", "zero3"])
 def test_a_rank_that_updates_a_module_differently_is_heard_of(strategy, differ):

@@ -453,20 +453,26 @@ def test_a_function_that_writes_to_its_parameters_is_refused(strategy, engine):
     simulate(DP, rank_fn)
 
 
+@pytest.mark.parametrize("late", [range(5), (3, 5)], ids=["always", "now and then"])
 @pytest.mark.parametrize("strategy", ["zero2", "zero3"])
-def test_a_checkpoint_that_computes_again_with_another_unit(strategy):
-    """Python's closures are bound late: what the blocking path makes of it, or nothing."""
+def test_a_checkpoint_that_computes_again_with_another_unit(strategy, late):
+    """Python's closures are bound late: what the blocking path makes of it, planned steps before it or not."""
 
     def program(run):
         def loss(params, batch, comm):
             x = fs.forward(embed, params["embed"], batch["x"], comm=comm)
             for layer in params["layers"]:
-                x = checkpoint(lambda x: fs.forward(block, layer, x, comm=comm), x, use_reentrant=False)
+
+                def use(x, at=layer):
+                    return fs.forward(block, layer if batch["late"] else at, x, comm=comm)
+
+                x = checkpoint(use, x, use_reentrant=False)
             return fs.forward(head, params["head"], x, comm=comm).square().mean()
 
-        state, step, losses = make_state(run.comm, strategy), run.wrap(fs.train_step(loss, make_tx())), []
-        for batch in my_batches(run.comm, 5):
-            state, metrics = step(state, batch)
+        state = make_state(run.comm, strategy, params=make_params(layers=5))
+        step, losses = run.wrap(fs.train_step(loss, make_tx())), []
+        for i, batch in enumerate(my_batches(run.comm, 6)):
+            state, metrics = step(state, batch | {"late": i in late})
             losses.append(metrics.loss)
         return losses, full_params(state, run.comm)
 

@@ -66,9 +66,10 @@ class Means:
 
     def changes(self) -> str:
         """What was done to them since they were set, which ranks have to have in common."""
-        is_shared = [not node.place.varying for node in units_of(self.tree) for _ in node.buffers]
-        rows = zip(self._seen(), self._versions, is_shared, strict=True)
-        return f"{self.said} {[now - before for now, before, shared in rows if shared]}"
+        # Writes are counted where every rank has all of it: of a leaf that is cut, some ranks may have nothing to write to.
+        is_whole = [not (node.place.sharded or node.place.varying) for node in units_of(self.tree) for _ in node.buffers]
+        rows = zip(self._seen(), self._versions, is_whole, strict=True)
+        return f"{self.said} {[now - before for now, before, whole in rows if whole]}"
 
     def each(self, change: Callable[[torch.Tensor], Any]) -> None:
         """Change all buffers in place."""
@@ -98,6 +99,9 @@ class Means:
             return
         part.local.zero_()
         self.missing.add(path)
+        varying = (node for node in units_of(self.tree) if node.place.varying)
+        if not any(path == node.unit.full_path(leaf) for node in varying for leaf in node.unit.leaves):
+            self.said.append(f"without {path}")
 
     @property
     def are_dropped(self) -> bool:

@@ -1,6 +1,6 @@
 """Compiled: a schedule bound to units and to an arena. One source of ops; the other one is :mod:`.eager`."""
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from itertools import count
 
 import torch
@@ -120,19 +120,14 @@ class Compiled:
             return grads
         return [None if grad is None else grad.clone() for grad in grads]
 
-    def leave(self, used: Collection[str]) -> None:
-        """The step goes on without this schedule. What is in use, and what saved tensors point at, stays where it is.
-
-        Args:
-            used: units that this step has used so far.
-        """
+    def leave(self) -> None:
+        """The step goes on without this schedule: backwards where their forwards were, new uses in memory of their own."""
         self.stranded = {}
         for name, slot in self.slots.items():
             slot.wait()
             if not slot.users:
                 slot.release(poison=False)
-            if name not in used:
-                self.units[name].params = None
+            self.units[name].params = None
         for unit in self.units.values():
             if unit.gradient is not None:
                 unit.gradient.join()

@@ -144,8 +144,7 @@ class Step:
         assert self.schedule is not None
         self.left_at = str(event) if event is not None else f"what came after {self.events[-1]}" if self.events else "its end"
         self.executor.drain()
-        before = self.events if event is None else self.events[:-1]
-        self.schedule.leave({each.unit for each in before if each.kind == "forward"})
+        self.schedule.leave()
         self.eager = self._make_eager(left=self.schedule)
 
     def enter(self, node: Sharded, unit: UnitState) -> Use:
@@ -282,6 +281,11 @@ class Step:
         self._event("backward_end", use.unit, use.number, bare=grads is None, params=use.params)
         self.executor.incoming = None
 
+    def _note_recomputed(self) -> None:
+        """What a checkpoint has used again was for the backward of another unit, if none of its own has come since."""
+        self.held |= self._recomputed
+        self._recomputed.clear()
+
     def end_microbatch(self, direct: Sequence[tuple[UnitState, Grads]]) -> None:
         """The backward pass is over.
 
@@ -289,8 +293,7 @@ class Step:
             direct: gradients that came through ``gather()`` in the loss instead of ``forward()``, flat and at rest.
         """
         self._retire(None)
-        self.held |= self._recomputed
-        self._recomputed.clear()
+        self._note_recomputed()
         if self.is_planned and any(grad is not None for _, grads in direct for grad in grads):
             self.leave(None)
         self._event("microbatch_end", units=self.units.values())
@@ -360,6 +363,7 @@ class Step:
     def end(self) -> None:
         """The function has returned."""
         self._retire(None)
+        self._note_recomputed()
         for unit in self.units.values():
             if unit.gradient is not None:
                 unit.gradient.join()
