@@ -1,9 +1,9 @@
 """simulate: run a function as every rank of a mesh, in the threads of one process.
 
 [Note: turns]
-With a seed one rank runs at a time: it has *the turn*. It hands the turn on at each collective, at :meth:`ThreadComm.pause`,
-and when it ends; the seed decides to which of the ranks that can go on. So a run is a function of the seed, and a run that
-fails can be had again.
+One rank runs at a time: it has *the turn*, until it waits in a collective or ends; then the next rank that can go on has it.
+With a seed it hands the turn on at each collective, waiting or not, and at :meth:`ThreadComm.pause`, and the seed decides to
+whom. So a run is a function of the program and the seed, and one that fails can be had again.
 
 [Note: how a rank ends]
 A rank *returns*, *raises*, *dies* or *stalls*. A rank that has ended takes part in nothing: whoever needs it in a collective
@@ -41,7 +41,7 @@ def simulate(
 def simulate(
     mesh: Mesh, fn: Callable[["ThreadComm"], Any], *, seed: int | None = None, timeout: float = 60.0, outcomes: bool = False
 ) -> list[Any]:
-    """``[fn(comm) for every rank of mesh]``, all ranks running at once and meeting in collectives.
+    """``[fn(comm) for every rank of mesh]``, ranks taking turns and meeting in collectives.
 
     Sums are taken in order of rank, as process groups on CPUs take them: a simulated run has the bits of a real one.
 
@@ -53,9 +53,10 @@ def simulate(
         mesh: the ranks.
         fn: what each rank does. Torch's global random generator is shared by all ranks, which disturb each other's: pass a
             generator of your own to functions that draw numbers, as an argument, so that ``forward`` can replay it.
-        seed: run one rank at a time, and decide by this seed which one goes on at each collective and each
-            :meth:`ThreadComm.pause`: the same seed gives the same order. None runs all of them at once.
-        timeout: seconds a rank waits for the others. Ranks that wait for each other are found without waiting.
+        seed: decides which rank goes on at each collective and each :meth:`ThreadComm.pause`: the same seed gives the same
+            order. None lets each rank run until it has to wait, and then the next one.
+        timeout: seconds for which one rank may keep the others waiting, who take turns with it: they must not wait for each
+            other by other means than ``comm``. Ranks of which none can go on are found without waiting.
         outcomes: return what each rank raised in place of its result, instead of raising the first of these.
 
     Returns:
@@ -161,9 +162,7 @@ class ThreadComm:
         self._world.kill(self.rank, "has died")
 
     def stall(self) -> NoReturn:
-        """Never come back, as a process that is stopped. Others that need this rank hear of it when they have waited enough.
-
-        With a seed no time passes: that is when nobody else can go on.
+        """Never come back, as a process that is stopped. Others that need this rank hear of it when nobody else can go on.
 
         Raises:
             Killed: when all others have ended.
@@ -248,40 +247,35 @@ class _World:
         self.errors: list[BaseException] = []
         self._random = None if seed is None else random.Random(seed)
         self._ranks = [_Rank() for _ in range(mesh.size)]
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
+        self._has_turn = [threading.Condition(self._lock) for _ in range(mesh.size)]
+        self._has_ended = threading.Condition(self._lock)  # a rank, or all of it
         self._last_change = time.monotonic()
         self._is_over = False
-        self._turn: int | None = None
-        if self._random is not None:
-            self._turn = self._random.randrange(mesh.size)
+        self._turn: int | None = 0 if self._random is None else self._random.randrange(mesh.size)
 
     # ------------------------------------------------------------ what ranks call
 
     def start(self, rank: int) -> None:
-        with self._changed:
+        with self._lock:
             self._await_turn(rank)
 
     def pause(self, rank: int) -> None:
-        with self._changed:
+        with self._lock:
             self._refuse_ended(rank)
-            if self._turn == rank:
+            if self._random is not None and self._turn == rank:
                 self._pass_turn()
                 self._await_turn(rank)
 
     def meet(self, rank: int, group: tuple[int, ...], words: Words, x: torch.Tensor) -> list[torch.Tensor]:
-        with self._changed:
+        with self._lock:
             self._refuse_ended(rank)
             me = self._ranks[rank]
             call = me.call = _Call(group, words, me.num_calls, x)
             me.num_calls += 1
             self._settle()
-            if self._turn == rank:
+            if self._turn == rank and (self._random is not None or not call.is_decided):
                 self._pass_turn()
-            if not self._changed.wait_for(lambda: call.is_decided, self.timeout):
-                late = [r for r in group if (other := self._ranks[r].call) is None or other.group != group]
-                call.error = self._text(
-                    rank, f"waited {self.timeout:g} s, number {call.number} of rank {rank}, for {_names(late)}."
-                )
             self._await_turn(rank)
             me.call, me.last = None, words
             if call.error is not None:
@@ -290,35 +284,35 @@ class _World:
             return call.parts
 
     def kill(self, rank: int, how: str) -> NoReturn:
-        with self._changed:
+        with self._lock:
             self._refuse_ended(rank)
             self._leave(rank, how)
-            self._changed.wait_for(lambda: self._is_over)
+            self._has_ended.wait_for(lambda: self._is_over)
             raise Killed(f"simulate(): rank {rank} {how}")
 
     def end(self, rank: int, how: str, result: Any) -> None:
-        with self._changed:
+        with self._lock:
             me = self._ranks[rank]
             if me.ended is None:
                 self._leave(rank, how)
             if isinstance(result, BaseException):
                 self.errors.append(result)
             self.results[rank], me.has_result = result, True
-            self._changed.notify_all()
+            self._has_ended.notify_all()
 
     # ------------------------------------------------------------ what the caller of simulate() does
 
     def wait_for_all(self) -> None:
         """Until every rank has ended, or none has given a sign of life for long: those that wait have had their errors then."""
-        with self._changed:
+        with self._lock:
             while not all(rank.ended for rank in self._ranks):
                 left = self._last_change + 2 * self.timeout - time.monotonic()
                 if left <= 0:
                     break
-                self._changed.wait(left)
+                self._has_ended.wait(left)
             self._is_over = True
-            self._changed.notify_all()
-            self._changed.wait_for(lambda: all(rank.has_result for rank in self._ranks if rank.ended), self.timeout)
+            self._has_ended.notify_all()
+            self._has_ended.wait_for(lambda: all(rank.has_result for rank in self._ranks if rank.ended), self.timeout)
             for number, rank in enumerate(self._ranks):
                 if not rank.has_result:
                     text = self._text(number, f"rank {number} has not come to an end in {2 * self.timeout:g} s.")
@@ -342,17 +336,31 @@ class _World:
             self._pass_turn()
 
     def _pass_turn(self) -> None:
+        """To a rank that can go on: the next one in a circle, or the seed's choice."""
         able = [r for r, rank in enumerate(self._ranks) if rank.ended is None and not rank.is_waiting]
-        assert self._random is not None
-        self._turn = self._random.choice(able) if able else None
-        self._changed.notify_all()
+        if self._random is not None:
+            self._turn = self._random.choice(able) if able else None
+        else:
+            assert self._turn is not None
+            self._turn = min(able, key=lambda r: (r - self._turn - 1) % self.mesh.size, default=None)
+        if self._turn is not None:
+            self._has_turn[self._turn].notify()
 
     def _await_turn(self, rank: int) -> None:
-        if self._random is None or self._changed.wait_for(lambda: self._turn == rank, self.timeout):
-            return
-        raise CommError(
-            self._text(rank, f"rank {self._turn} has had the turn for {self.timeout:g} s; rank {rank} waits for it.")
-        )
+        """Until this rank can go on and may."""
+        deadline = time.monotonic() + self.timeout * self.mesh.size  # while others do go on
+        while self._turn != rank:
+            left = min(self._last_change + self.timeout, deadline) - time.monotonic()
+            if left <= 0:
+                raise CommError(self._late(rank))
+            self._has_turn[rank].wait(left)
+
+    def _late(self, rank: int) -> str:
+        call = self._ranks[rank].call
+        if call is None or call.is_decided:
+            return self._text(rank, f"rank {self._turn} has had the turn for {self.timeout:g} s; rank {rank} waits for it.")
+        late = [r for r in call.group if (other := self._ranks[r].call) is None or other.group != call.group]
+        return self._text(rank, f"waited {self.timeout:g} s, number {call.number} of rank {rank}, for {_names(late)}.")
 
     def _settle(self) -> None:
         """Decide every call that can be decided."""
@@ -363,15 +371,12 @@ class _World:
                 self._settle_group(number, rank.call)
         living = [rank for rank in self._ranks if rank.ended is None]
         if living and all(rank.is_waiting for rank in living):
-            # With a seed no time passes. Without one, a rank that has stalled is waited for as long as a real one.
             stalled = [r for r, rank in enumerate(self._ranks) if rank.ended == "has stalled"]
-            if not stalled or self._random is not None:
-                what = f"{_names(stalled)} did not come" if stalled else "every rank waits, and no call can end"
-                text = self._text(None, f"{what}.")
-                for rank in living:
-                    assert rank.call is not None
-                    rank.call.error = text
-        self._changed.notify_all()
+            what = f"{_names(stalled)} did not come" if stalled else "every rank waits, and no call can end"
+            text = self._text(None, f"{what}.")
+            for rank in living:
+                assert rank.call is not None
+                rank.call.error = text
 
     def _settle_group(self, rank: int, call: _Call) -> None:
         members = [self._ranks[r] for r in call.group]
