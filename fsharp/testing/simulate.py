@@ -341,8 +341,8 @@ class _World:
         if self._random is not None:
             self._turn = self._random.choice(able) if able else None
         else:
-            assert self._turn is not None
-            self._turn = min(able, key=lambda r: (r - self._turn - 1) % self.mesh.size, default=None)
+            before = self._turn or 0
+            self._turn = min(able, key=lambda r: (r - before - 1) % self.mesh.size, default=None)
         if self._turn is not None:
             self._has_turn[self._turn].notify()
 
