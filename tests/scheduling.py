@@ -57,13 +57,13 @@ PRECISIONS = {
 }
 
 
-def half(**values):
-    """Parametrize by every second combination, like the squares of one colour; ``make test-all`` has the others as well."""
+def every(n, **values):
+    """Parametrize by every ``n``-th combination, in diagonals; ``make test-all`` has the others as well."""
     columns = [list(each) for each in values.values()]
     cases = []
     for indices in product(*(range(len(column)) for column in columns)):
         case = [column[i] for column, i in zip(columns, indices, strict=True)]
-        cases.append(pytest.param(*case, marks=[pytest.mark.deep] * (sum(indices) % 2)))
+        cases.append(pytest.param(*case, marks=[pytest.mark.deep] * (sum(indices) % n > 0)))
     return pytest.mark.parametrize(list(values), cases)
 
 

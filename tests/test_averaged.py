@@ -7,7 +7,7 @@ import fsharp as fs
 from fsharp.functional.paths import flatten
 from fsharp.testing import processes, simulate
 from tests import modules
-from tests.scheduling import DP, STRATEGIES, assert_same, half
+from tests.scheduling import DP, STRATEGIES, assert_same, every
 from tests.test_module import values, wrap
 
 TRANSFORMS = {
@@ -83,7 +83,7 @@ def found(opt):
     return opt.ema, getattr(opt.inner, "skipped", 0)
 
 
-@half(strategy=STRATEGIES, name=TRANSFORMS)
+@every(2, strategy=STRATEGIES, name=TRANSFORMS)
 def test_the_same_bits_as_the_functional_path(strategy, name):
     finite = name == "ema"
 
@@ -134,7 +134,9 @@ def looked_at(comm, strategy, **options):
 
 
 @pytest.mark.filterwarnings("ignore:.*frozen parameters such as:UserWarning")
-@half(strategy=("ddp", "zero1", "zero2", "zero3", "hfsdp"), kind=("plain", "tied", "frozen"), precision=(fs.Precision(), MIXED))
+@every(
+    2, strategy=("ddp", "zero1", "zero2", "zero3", "hfsdp"), kind=("plain", "tied", "frozen"), precision=(fs.Precision(), MIXED)
+)
 def test_a_forward_with_averages(strategy, kind, precision):
     def rank_fn(comm):
         return looked_at(comm, strategy, kind=kind, precision=precision)

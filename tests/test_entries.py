@@ -9,7 +9,7 @@ import fsharp as fs
 from fsharp.testing import processes, simulate
 from tests import modules
 from tests.modules import Block, Net
-from tests.scheduling import DP, STRATEGIES, assert_same
+from tests.scheduling import DP, STRATEGIES, assert_same, every
 from tests.test_module import close, values, wrap
 
 STEP = {"lr": 1e-2}
@@ -88,8 +88,7 @@ def sharded(comm, strategy, **options):
     return model, fs.ShardedOptimizer(model.parameters(), torch.optim.AdamW, **STEP)
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@every(2, way=WAYS, strategy=STRATEGIES)
 def test_as_the_module_alone(strategy, way):
     mesh = STRATEGIES[strategy][0]
 

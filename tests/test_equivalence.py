@@ -34,7 +34,7 @@ def hybrid_runs(outer, inner):
     }
 
 
-def equivalent(runs, *, run=simulate, steps=10, microbatches=1, tx=None, **options):
+def equivalent(runs, *, run=simulate, steps=5, microbatches=1, tx=None, **options):
     return assert_equivalent(
         loss_fn, tx or make_tx(), make_params(), make_batches(steps, 48), runs=runs, units="layers.*",
         microbatches=microbatches, run=run, **options,
@@ -76,7 +76,7 @@ def test_hybrid_meshes_in_processes_have_the_bits_of_simulated_ones(microbatches
         assert_same_bits(real[0][name], fake[0][name])
 
 
-def train_all(runs, comm, microbatches, steps=10):
+def train_all(runs, comm, microbatches, steps=5):
     out = {}
     for name, (mesh, strategy) in runs.items():
         tx = make_tx()

@@ -29,8 +29,8 @@ from tests.scheduling import (
     STRATEGIES,
     assert_same,
     assert_same_training,
+    every,
     full_params,
-    half,
     make_state,
     my_batches,
     run_both,
@@ -109,7 +109,7 @@ def test_what_is_joined_has_the_bits_and_the_bytes_of_each_alone(n, sizes, wire)
 # ------------------------------------------------------------ steps
 
 
-@half(strategy=STRATEGIES, microbatches=(1, 2), precision=PRECISIONS)
+@every(3, strategy=STRATEGIES, microbatches=(1, 2), precision=PRECISIONS)
 def test_same_bits_as_the_blocking_path_and_the_calls_that_were_planned(strategy, microbatches, precision):
     mesh = STRATEGIES[strategy][0]
 
@@ -192,9 +192,7 @@ ORDERS = {
 }
 
 
-@pytest.mark.parametrize("donate", [False, True])
-@pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("strategy", ["zero1", "zero2", "zero3", "hfsdp"])
+@every(2, donate=(False, True), order=ORDERS, strategy=("zero1", "zero2", "zero3", "hfsdp"))
 def test_a_step_that_leaves_its_schedule(order, strategy, donate):
     program = training(strategy, ORDERS[order], donate=donate)
     (_, _), [step] = run_both(program, STRATEGIES[strategy][0], **JOINED)
@@ -210,7 +208,7 @@ def cut(params, batch, comm):
     return torch.nn.functional.cross_entropy(fs.forward(head, params["head"], x, comm=comm), batch["y"])
 
 
-@half(strategy=("zero1", "zero2", "zero3"), policy=({}, {"reduce": "delayed"}, {"reduce_buffers": 2}, {"sum_late": False}))
+@every(2, strategy=("zero1", "zero2", "zero3"), policy=({}, {"reduce": "delayed"}, {"reduce_buffers": 2}, {"sum_late": False}))
 def test_a_backward_that_leaves_while_buckets_are_reduced(strategy, policy):
     """What is under way is finished, what of a bucket was collected is reduced by itself, and the rest is zero."""
 

@@ -13,7 +13,7 @@ import fsharp as fs
 from fsharp.testing import processes, simulate
 from tests import modules
 from tests.modules import Block, Net
-from tests.scheduling import DP, STRATEGIES, assert_same
+from tests.scheduling import DP, STRATEGIES, assert_same, every
 
 each_strategy = pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "zero3"])
 ADAMW = {"lr": 1e-2, "weight_decay": 0.1}
@@ -69,8 +69,7 @@ def close(a, b):
     torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("kind", modules.KINDS)
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@every(2, kind=modules.KINDS, strategy=STRATEGIES)
 def test_as_the_module_alone(strategy, kind):
     """To rounding: losses are means of the ranks' ones, and parameters are the same."""
     mesh = STRATEGIES[strategy][0]
@@ -404,8 +403,8 @@ def test_trained_parameters_alone_are_exported_and_nothing_else_is_gathered(stra
         assert_same(trained, {name: every[name] for name in names})
         return before, counting.nbytes, kind == "tied" or strategy in ("ddp", "zero1", "zero2")
 
-    for every, trained, all_alike in simulate(DP, rank_fn):
-        assert trained == every if all_alike else trained < every
+    for whole, trained, all_alike in simulate(DP, rank_fn):
+        assert trained == whole if all_alike else trained < whole
 
 
 @each_strategy

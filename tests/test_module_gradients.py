@@ -9,7 +9,7 @@ import fsharp as fs
 from fsharp.testing import processes, simulate
 from tests import modules
 from tests.modules import DIM, VOCAB, Block
-from tests.scheduling import DP, STRATEGIES, assert_same
+from tests.scheduling import DP, STRATEGIES, assert_same, every
 from tests.test_module import close, each_strategy, values, wrap
 
 ADAMW = {"lr": 1e-2, "weight_decay": 0.1}
@@ -87,9 +87,7 @@ def sharded(comm, strategy, cls=torch.optim.AdamW, **options):
     return model, fs.ShardedOptimizer(model.parameters(), cls, **(options or ADAMW))
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("plan", PLANS)
-@pytest.mark.parametrize("strategy", ["ddp", "zero2", "zero3", "hfsdp"])
+@every(2, optimizer=OPTIMIZERS, plan=PLANS, strategy=("ddp", "zero2", "zero3", "hfsdp"))
 def test_parameters_without_a_gradient_are_left_alone(strategy, plan, optimizer):
     """Neither decay nor momentum moves them, and their steps are not counted; as in torch."""
     cls, options = OPTIMIZERS[optimizer]

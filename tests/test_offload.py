@@ -32,7 +32,7 @@ from tests.scheduling import (
     STRATEGIES,
     assert_same,
     assert_same_training,
-    half,
+    every,
     make_state,
     my_batches,
     train,
@@ -102,7 +102,7 @@ def train_module(comm, strategy, precision, tx, *, offload):
 MODULE_RULES = [fs.adamw(1e-2), fs.sgd(1e-2, momentum=0.9), fs.with_ema(fs.adamw(1e-2), decay=0.5)]
 
 
-@half(strategy=FLAT, precision=PRECISIONS, tx=MODULE_RULES)
+@every(2, strategy=FLAT, precision=PRECISIONS, tx=MODULE_RULES)
 def test_modules_have_the_same_bits(strategy, precision, tx):
     """Parameters, whole and as parts, the optimizer's state, averages, and what a state dict brings back."""
 

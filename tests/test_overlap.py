@@ -19,7 +19,7 @@ from fsharp.stateful.schedule.verify import verify
 from fsharp.stateful.transport.gloo import Exchange
 from fsharp.testing import simulate
 from tests.gpt_like import loss_fn, make_params
-from tests.scheduling import HYBRID, STRATEGIES, gathers, make_state, make_tx, my_batches, train
+from tests.scheduling import HYBRID, STRATEGIES, every, gathers, make_state, make_tx, my_batches, train
 from tests.test_scheduler_programs import tied_loss, tied_params
 
 LAYERS = 5
@@ -302,8 +302,7 @@ VOCABULARIES = [256, 1000, 8192, 50257]
 OVER_BOUND = {"late": 1.1}  # where gradients rest in a size that no unit in full has
 
 
-@each_strategy
-@pytest.mark.parametrize("size", SIZES)
+@every(2, strategy=STRATEGIES, size=SIZES)
 def test_the_arena_of_the_example_is_what_is_live_at_once(strategy, size, monkeypatch):
     for vocab in VOCABULARIES if size != "384 x 48" else (256, 50257):
         for microbatches, nbytes, prefetch in ((1, 4, 1), (2, 2, 2)):

@@ -6,7 +6,7 @@ import torch
 import fsharp as fs
 from fsharp.testing import processes, simulate
 from tests import modules
-from tests.scheduling import DP, STRATEGIES, assert_same, half
+from tests.scheduling import DP, STRATEGIES, assert_same, every
 from tests.test_module import ADAMW, close, values, wrap
 
 SCALER = {"init_scale": 2.0**10, "growth_interval": 2}
@@ -36,7 +36,7 @@ def train(model, optimizer, scaler, data, *, bad=(), parts=1, clip=None, zero=Tr
     return scales
 
 
-@half(strategy=STRATEGIES, parts=(1, 2), optimizer=("torch", "pair"))
+@every(2, strategy=STRATEGIES, parts=(1, 2), optimizer=("torch", "pair"))
 def test_the_same_bits_as_without(strategy, parts, optimizer):
     mesh = STRATEGIES[strategy][0]
 

@@ -22,10 +22,11 @@ from tests.scheduling import (
     DP,
     HYBRID,
     ON_TWO_AXES,
+    STRATEGIES,
     Program,
     assert_same,
+    every,
     full_params,
-    half,
     make_state,
     make_tx,
     my_batches,
@@ -214,8 +215,7 @@ def mixing(state, batch, comm, *, drop=False, second=loss_fn):
     return fs.update(make_tx(), averaged, state, comm=comm), metrics.loss, first, others
 
 
-@each_strategy
-@pytest.mark.parametrize("drop", [False, True])
+@every(4, strategy=STRATEGIES, drop=(False, True))
 def test_gradients_of_two_losses(strategy, drop):
     """Within a step, where the first of them are in the arena, and kept beyond it."""
 
@@ -259,8 +259,7 @@ def partly(which):
     return loss
 
 
-@each_strategy
-@pytest.mark.parametrize("reduced", [False, True])
+@every(4, strategy=STRATEGIES, reduced=(False, True))
 def test_a_unit_that_only_the_second_of_two_losses_uses(strategy, reduced):
     """Its gradient is zero in the first, when nothing says yet where it will rest."""
 
@@ -294,7 +293,7 @@ def score(params, batch, comm):
         return F.cross_entropy(logits(params, batch["x"], comm), batch["y"])
 
 
-SCORED = ["ddp", "zero1", "zero2", "zero3"]
+SCORED = [("ddp", True), ("zero1", False), ("zero2", True), ("zero3", False)]
 
 
 def step_with_score(state, batch, comm, *, microbatches=1):
@@ -317,8 +316,7 @@ def scored(run, strategy, *, keep, microbatches=1):
     return seen, full_params(state, run.comm)
 
 
-@each_strategy
-@pytest.mark.parametrize(("keep", "microbatches"), [(False, 1), (True, 1), (False, 2)])
+@every(6, strategy=STRATEGIES, keep=(False, True), microbatches=(1, 2))
 def test_a_forward_between_value_and_grad_and_update(strategy, keep, microbatches):
     program = partial(scored, strategy=strategy, keep=keep, microbatches=microbatches)
     assert run_both(program, mesh_of(strategy))[1][0].num_recordings == 1
@@ -363,9 +361,11 @@ DEPARTURES = {
     "after reduce_scatter": {"later": True},
     "everywhere": {"early": 1, "extra": True, "later": True},
 }
+DEPARTED = list(DEPARTURES)[::2]
+"""Those that processes are tried with."""
 
 
-@half(strategy=("zero3", "hsdp"), departure=DEPARTURES, keep=(False, True))
+@every(4, strategy=("zero3", "hsdp"), departure=DEPARTURES, keep=(False, True))
 def test_a_step_that_leaves_the_plan(strategy, departure, keep):
     """Once, in the middle of training; what it had handed out before or hands out after that stays as well."""
     leave_the_plan(strategy, departure, keep)
@@ -458,8 +458,7 @@ def test_a_late_backward_where_gradients_are_reduced_once_a_step():
 # Gradients in memory of their own
 
 
-@each_strategy
-@pytest.mark.parametrize("microbatches", [1, 2])
+@every(4, strategy=STRATEGIES, microbatches=(1, 2))
 def test_keep_gradients(strategy, microbatches):
     """The same bits, and nothing of them in the arena."""
 
@@ -741,12 +740,11 @@ def found():
 
     def rank_fn(comm):
         out = {}
-        for strategy in SCORED:
-            for keep in (False, True):
-                out["scored", strategy, keep] = both(comm, partial(scored, strategy=strategy, keep=keep))
+        for strategy, keep in SCORED:
+            out["scored", strategy] = both(comm, partial(scored, strategy=strategy, keep=keep))
         for strategy in ("zero1", "zero3"):
             out["one keeps", strategy] = both(comm, partial(one_keeps, strategy=strategy, keeper=1))
-            for departure in DEPARTURES:
+            for departure in DEPARTED:
                 out[departure, strategy] = both(
                     comm, partial(off_the_plan, strategy=strategy, departure=departure, keep=len(departure) % 2 == 0)
                 )
@@ -756,11 +754,10 @@ def found():
     return processes(DP, rank_fn, timeout=100)
 
 
-@pytest.mark.parametrize("strategy", SCORED)
-@pytest.mark.parametrize("keep", [False, True])
-def test_a_forward_between_value_and_grad_and_update_in_processes(found, strategy, keep):
+@pytest.mark.parametrize("strategy", [strategy for strategy, _ in SCORED])
+def test_a_forward_between_value_and_grad_and_update_in_processes(found, strategy):
     for result in found:
-        assert_same(*result["scored", strategy, keep])
+        assert_same(*result["scored", strategy])
 
 
 @pytest.mark.parametrize("strategy", ["zero1", "zero3"])
@@ -771,7 +768,7 @@ def test_one_rank_alone_may_keep_gradients(found, strategy):
 
 
 @pytest.mark.parametrize("strategy", ["zero1", "zero3"])
-@pytest.mark.parametrize("departure", DEPARTURES)
+@pytest.mark.parametrize("departure", DEPARTED)
 def test_a_step_that_leaves_the_plan_in_processes(found, departure, strategy):
     for result in found:
         assert_same(*result[departure, strategy])

@@ -19,6 +19,7 @@ from tests.scheduling import (
     STRATEGIES,
     assert_same,
     events,
+    every,
     full_params,
     gathers,
     make_state,
@@ -29,7 +30,7 @@ from tests.scheduling import (
 
 DEEP = [pytest.param(name, marks=pytest.mark.deep) for name in ("ddp", "zero2", "hsdp", "zero3x2", "mixed", "late")]
 each_strategy = pytest.mark.parametrize("strategy", ["zero1", "zero3", "hfsdp", *DEEP])
-CARRIES = pytest.mark.parametrize("policy", [{}, {"gather_at_start": False}, {"prefetch": 2}], ids=["1", "none", "2"])
+CARRIES = ({}, {"gather_at_start": False}, {"prefetch": 2})
 
 
 def mesh_of(strategy):
@@ -48,9 +49,7 @@ def evaluate(params, batch, comm, mode=torch.no_grad):
         return F.cross_entropy(logits(params, batch["x"], comm), batch["y"])
 
 
-@each_strategy
-@CARRIES
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@every(6, strategy=STRATEGIES, policy=CARRIES, mode=(torch.no_grad, torch.inference_mode))
 def test_evaluation_between_steps(strategy, policy, mode):
     """Its mode is entered inside of the function, or around it."""
 
@@ -326,9 +325,7 @@ def test_parameters_read_right_after_the_step(strategy, donate):
     run_both(program, mesh_of(strategy))
 
 
-@each_strategy
-@CARRIES
-@pytest.mark.parametrize("way", ["in place", "new", "other", "step back"])
+@every(6, strategy=STRATEGIES, policy=CARRIES, way=("in place", "new", "other", "step back"))
 def test_parameters_changed_between_steps(strategy, policy, way):
     """What the step before has gathered ahead is stale then."""
 

@@ -38,7 +38,9 @@ PROGRAM = """
     state, step = make_state(comm, "zero3"), fs.train_step(loss_fn, make_tx())
     call = fs.Scheduler(comm)(step) if way == "scheduled" else lambda state, batch: step(state, batch, comm)
     for i, batch in enumerate(my_batches(comm, 6)):
-        if rank == 1 and i == 3:
+        if way == "new scheduler" and i == 2:
+            call = fs.Scheduler(comm)(step)
+        if rank == 1 and i == (2 if way == "new scheduler" else 3):
             os.kill(os.getpid(), signal.SIGKILL if fate == "dies" else signal.SIGSTOP)
         since = time.monotonic()
         try:
@@ -50,8 +52,10 @@ PROGRAM = """
 """
 
 
-@pytest.mark.parametrize("way", ["scheduled", "blocking"])
-@pytest.mark.parametrize("fate", ["dies", "stops"])
+@pytest.mark.parametrize(
+    ("fate", "way"),
+    [("dies", "scheduled"), ("dies", "blocking"), ("dies", "new scheduler"), ("stops", "scheduled"), ("stops", "blocking")],
+)
 def test_a_rank_that_is_gone_is_named_with_step_and_op(fate, way, tmp_path):
     code = textwrap.dedent(PROGRAM).format(limit=LIMIT_S)
     running = [

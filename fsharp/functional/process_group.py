@@ -239,12 +239,16 @@ def _group_of(ranks: Sequence[int], limit_s: float, device: torch.device, *, is_
     number = _made[tuple(ranks)] = _made[tuple(ranks)] + 1
     name = hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]
     store, mine = PrefixStore(f"fsharp/groups/{name}/{number}", _get_default_store()), dist.get_rank()
-    store.set(str(mine), str(len(_world.pg_names)))
     try:
+        store.set(str(mine), str(len(_world.pg_names)))
         if mine == ranks[0]:  # one reads what all have written, so that the store is asked once by each
             store.wait([str(rank) for rank in ranks], limit)
             store.set("most", str(max(int(store.get(str(rank))) for rank in ranks)))
         store.wait(["most"], limit)
+    except dist.DistNetworkError as error:
+        raise CommError(
+            f"rank {mine} of the job cannot reach the job's store to make process groups. Has the process that hosts it ended?"
+        ) from error
     except dist.DistError as error:
         missing: list[int] = []
         with suppress(dist.DistError):  # its host may have ended

@@ -276,8 +276,11 @@ class Scheduler(Tracer):
         if not self._is_connected:
             self._is_connected = True
             comm = _innermost(self.own)
-            if isinstance(comm, ProcessGroupComm) and self.policy.separate_groups and not comm.is_native:
-                comm.make_groups()
+            if isinstance(comm, ProcessGroupComm) and not comm.is_native:
+                # Groups are made over the job's store, which knows nothing of ranks that have ended: they are missed here.
+                agree("Scheduler", {"separate_groups": str(self.policy.separate_groups)}, comm)
+                if self.policy.separate_groups:
+                    comm.make_groups()
             self.transport.make()
 
     def _watch(self, recorder: Any) -> None:
