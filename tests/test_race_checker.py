@@ -171,7 +171,7 @@ def test_order_is_brought_by_waits_of_all_kinds():
             x.add_(1)
         with lanes.on("reduce"):
             torch.zeros(4)
-        lanes.join_all()
+        lanes.join_all("gather", "reduce")
         x.sum()
 
     assert not races_of(with_begins)

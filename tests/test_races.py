@@ -1,6 +1,7 @@
 """Whole steps under the race checker, every wait of a step left out, and what is told of a race."""
 
 import itertools
+import re
 
 import pytest
 import torch
@@ -183,6 +184,26 @@ def test_no_kind_of_wait_can_be_left_out_altogether():
         waits = {i for i, entry in enumerate(report.log) if str(entry).startswith(kind)}
         assert len(waits) > 5, kind
         assert replay(report.log, without=waits).races, kind
+
+
+def kind_of(wait):
+    """A wait without the names of units, and without numbers."""
+    wait = re.sub(r" #?\d+|'[^']*'", "", wait)
+    return re.sub(r"(at (?:forward|backward|forward_end|backward_end|update|fetch)) .*", r"\1", wait)
+
+
+@pytest.mark.deep
+def test_every_kind_of_wait_is_needed_by_some_configuration():
+    """But for those of which one of two is enough: for gradients that are looked at, see above, and for units one by one."""
+    issued, needed = set(), set()
+    options = [{}, {"one_stream": True}, {"microbatches": 2}, {"prefetch": 0}, {"prefetch": 2}]
+    for name, chosen in itertools.product(("zero1", "zero2", "zero3", "hfsdp"), options):
+        report = train(name, **chosen)
+        unneeded = {each.why for each in report.unneeded()}
+        issued |= {kind_of(why) for why in report.waits}
+        needed |= {kind_of(why) for why in report.waits if why not in unneeded}
+    looks = {f"compute joins all of {lane} at {at}" for lane in ("reduce", "gather") for at in ("microbatch_end", "reduce")}
+    assert issued - needed == {*looks, "compute joins op of an earlier plan at reduce"}
 
 
 # ------------------------------------------------------------ the report

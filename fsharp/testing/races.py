@@ -67,15 +67,12 @@ class VirtualLanes(Lanes):
         self.one_stream, self.describe, self.here = one_stream, describe, here
         self.log: list[Entry] = []
         self.lane, self._during = COMPUTE, ""
-        self._names: list[str] = []
         self._marks: set[Key] = set()
 
     @contextmanager
     def on(self, name: str, op: Key | None = None, after: Sequence[Key] = (), *, begins: bool = True) -> Iterator[None]:
         """On the lane, after what the current one has been given so far if it reads that, and after the given ops."""
-        lane = "gather" if self.one_stream and name == "reduce" else name
-        if lane not in self._names:
-            self._names.append(lane)
+        lane = self._lane(name)
         during = f"{name} on demand at {self.here()}" if op is None else self.describe(op)
         if begins:
             self.log.append(Wait(lane, self.lane, f"{lane} waits for {self.lane} before {during}"))
@@ -98,11 +95,13 @@ class VirtualLanes(Lanes):
             if key in self._marks:
                 self.log.append(Wait(self.lane, key, f"{self.lane} joins {self.describe(key)} at {self.here()}"))
 
-    def join_all(self) -> None:
-        """The current lane waits for all gathers and reductions on others."""
-        for lane in self._names:
-            if lane not in (self.lane, "host"):
-                self.log.append(Wait(self.lane, lane, f"{self.lane} joins all of {lane} at {self.here()}"))
+    def join_all(self, *names: str) -> None:
+        """The current lane waits for all that the lanes of these names have been given."""
+        for lane in dict.fromkeys(map(self._lane, names)):
+            self.log.append(Wait(self.lane, lane, f"{self.lane} joins all of {lane} at {self.here()}"))
+
+    def _lane(self, name: str) -> str:
+        return "gather" if self.one_stream and name == "reduce" else name
 
     def finish(self, op: Key) -> None:
         """The host, and so all that it issues later, waits for an op."""

@@ -43,7 +43,7 @@ class Eager:
         self._last: dict[str, int] = {}  # by stream, its last op
         self._places: dict[tuple[str, str], s.Memory] = {}
         self._top = 0
-        self._joined: set[int | None] = set()  # ops that compute has been told to wait for, until an op says so
+        self._joined: set[int] = set()  # ops that compute waits for already, until an op says so
         self._under_way: list[BoundOp] = []  # reductions that have begun
         if left is not None:
             self._adopt(left)
@@ -192,9 +192,10 @@ class Eager:
             self._join()
 
     def _join(self) -> None:
-        """Compute waits for reductions whose memory is about to be given up."""
-        self._executor.lanes.join_all()
-        self._joined.add(self._last.get("reduce"))
+        """Compute waits for the reductions so far, whose memory is about to be given up."""
+        last = self._last["reduce"]
+        self._executor.lanes.join([(self._number, last)])
+        self._joined.add(last)
 
     def _accumulate(self, unit: UnitState, block: Block | None, after: int | None) -> BoundOp:
         gradient = unit.gradient
@@ -257,10 +258,8 @@ class Eager:
         after: int | None = None,
     ) -> BoundOp:
         """One more op. On another stream than compute it comes after all that compute was given, or after the op it is told."""
-        if stream != "compute":
-            waits_for = {self._last.get("compute") if after is None else after}
-        else:
-            waits_for, self._joined = {after, *self._joined}, set()
+        after = self._last.get("compute") if after is None and stream != "compute" else after
+        waits_for = {after, *self._joined} if stream == "compute" else {after}
         number = len(self.ops)
         op = s.Op(
             kind,
@@ -275,7 +274,10 @@ class Eager:
         )
         self.ops.append(op)
         self._last[stream] = number
-        return BoundOp(op, (self._number, number), [(self._number, j) for j in op.after if self.ops[j].stream != stream], unit)
+        to_come = [(self._number, j) for j in op.after if self.ops[j].stream != stream and j not in self._joined]
+        if stream == "compute":
+            self._joined = set()
+        return BoundOp(op, (self._number, number), to_come, unit)
 
     def _place(self, role: str, unit: str, nbytes: int) -> s.Memory:
         """Where a buffer is in the schedule that this becomes; nobody else is ever there."""

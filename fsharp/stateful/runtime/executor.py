@@ -160,7 +160,7 @@ class Executor:
 
     def drain(self) -> None:
         """Finish all reductions that have begun."""
-        self.lanes.join_all()
+        self.lanes.join_all("gather", "reduce")
         for bound in list(self.reducing.values()):
             if bound.op.phase == "finish":
                 bound.gradient.end_finish()

@@ -357,7 +357,7 @@ class Scheduler(Tracer):
         if is_other or bound is None or bound.arena is not self.arena or not bound.fits(self.units):
             return
         if bound is not self._tenant:
-            self.lanes.join_all()
+            self.lanes.join_all("gather", "reduce")
             self._evict()
             self._tenant = bound
         for op in bound.carried:

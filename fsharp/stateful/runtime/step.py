@@ -326,7 +326,7 @@ class Step:
         for unit in units:
             if wait and unit.gradient is not None:
                 unit.gradient.join()
-        self.executor.lanes.join_all()
+        self.executor.lanes.join_all("reduce")
 
     def fetch(self, moves: Mapping[str, Transfer]) -> None:
         """State of the optimizer, by unit, is wanted on the device."""

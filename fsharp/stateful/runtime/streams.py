@@ -39,8 +39,8 @@ class Lanes:
     def join(self, after: Sequence[Key]) -> None:
         """Compute waits for ops on other lanes."""
 
-    def join_all(self) -> None:
-        """Compute waits for all gathers and reductions; not for copies to the host, which go on into the next step."""
+    def join_all(self, *names: str) -> None:
+        """Compute waits for all that the lanes of these names have been given."""
 
     def finish(self, op: Key) -> None:
         """The host waits for an op."""
@@ -95,12 +95,11 @@ class DeviceLanes(Lanes):
             if key in self._events:
                 compute.wait_event(self._events[key])
 
-    def join_all(self) -> None:
+    def join_all(self, *names: str) -> None:
         """The current stream waits for all that their streams have been given so far."""
         compute = torch.accelerator.current_stream(self.device)
-        for name, stream in self.streams.items():
-            if name != "host":
-                compute.wait_stream(stream)
+        for stream in {self._stream(name) for name in names}:
+            compute.wait_stream(stream)
 
     def finish(self, op: Key) -> None:
         """Until its event has come."""

@@ -179,7 +179,7 @@ class Tracer(Engine):
         Raises:
             LossError: there are none.
         """
-        self.lanes.join_all()
+        self.lanes.join_all("reduce")
         if not any(unit.gradient is not None and unit.gradient.is_fed for unit in units):
             raise LossError(
                 "value_and_grad(): the loss has no gradient, no parameter reaches it: were they detached on the way?"
@@ -251,7 +251,7 @@ class Tracer(Engine):
 
     def _arrive(self, spread: Spread) -> None:
         spread.wait()
-        self.lanes.join_all()
+        self.lanes.join_all("gather")
 
 
 def _tree_of(sharded: Any, uses: Sequence[Use]) -> Any:
