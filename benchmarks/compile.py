@@ -9,7 +9,7 @@ import random
 import sys
 import time
 
-from fsharp.functional.comm import Call
+from fsharp.functional.comm.protocol import Call
 from fsharp.stateful.schedule.compile import compile_schedule
 from fsharp.stateful.schedule.policy import Policy
 from fsharp.stateful.schedule.program import Event, Program, UnitFacts

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import cloudpickle
 import torch
 
-from fsharp.functional.errors import CommError, FsharpError
+from fsharp.errors import CommError, FsharpError
 from fsharp.testing import processes, simulate
 from fsharp.testing.simulate import Killed
 from tests.divergence_programs import FAULTS, KINDS, POLICIES, Planted, Scenario, rank_program

@@ -5,7 +5,7 @@ from itertools import count
 
 from hypothesis import strategies as st
 
-from fsharp.functional.comm import Call
+from fsharp.functional.comm.protocol import Call
 from fsharp.stateful.schedule.policy import Policy
 from fsharp.stateful.schedule.program import Event, Program, UnitFacts
 

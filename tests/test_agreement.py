@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import fsharp as fs
-from fsharp.functional.agree import gather_bytes
+from fsharp.functional.comm.agree import gather_bytes
 from fsharp.testing import simulate
 
 DP3, GRID = fs.Mesh({"dp": 3}), fs.Mesh({"o": 2, "i": 2})

@@ -29,22 +29,31 @@ def test_functional_imports_nothing_stateful():
 
 
 MAY_IMPORT = {
-    "schedule": {"schedule"},
-    "inspect": {"schedule", "inspect"},
-    "transport": {"transport"},
-    "runtime": {"schedule", "inspect", "transport", "runtime"},
-    "modules": {"schedule", "inspect", "transport", "runtime", "modules"},
+    "functional/layout": {"functional/layout"},
+    "functional/comm": {"functional/layout", "functional/comm"},
+    "functional/optim": {"functional/layout", "functional/comm", "functional/optim"},
+    "stateful/schedule": {"stateful/schedule"},
+    "stateful/inspect": {"stateful/schedule", "stateful/inspect"},
+    "stateful/transport": {"stateful/transport"},
+    "stateful/units": {"stateful/schedule", "stateful/transport", "stateful/units"},
+    "stateful/runtime": {f"stateful/{name}" for name in ("schedule", "inspect", "transport", "units", "runtime")},
+    "stateful/modules": {f"stateful/{name}" for name in ("schedule", "inspect", "transport", "units", "runtime", "modules")},
 }
-"""Folders of ``stateful``, and those that they may import from: in functions and under ``TYPE_CHECKING`` as well."""
+"""Folders, and those of the same half that they may import from: in functions and under ``TYPE_CHECKING`` as well."""
+
+
+def test_every_folder_is_known():
+    assert {str(path.parent.relative_to(ROOT)) for path in SOURCES} - {".", "testing", "functional", "stateful"} == set(
+        MAY_IMPORT
+    )
 
 
 @pytest.mark.parametrize("folder", MAY_IMPORT)
 def test_folders_import_downwards(folder):
-    paths = list((ROOT / "stateful" / folder).glob("*.py"))
-    assert paths
-    for path in paths:
-        found = {name.split(".")[2] for name in imports(path) if name.startswith("fsharp.stateful.")}
-        assert found <= MAY_IMPORT[folder], path
+    half = folder.split("/")[0]
+    for path in (ROOT / folder).glob("*.py"):
+        found = {Path(*name.split(".")[1:]) for name in imports(path) if name.startswith(f"fsharp.{half}.")}
+        assert {str(each if (ROOT / each).is_dir() else each.parent) for each in found} <= MAY_IMPORT[folder], path
 
 
 def test_no_circle_of_files():

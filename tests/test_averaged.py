@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import fsharp as fs
-from fsharp.functional.paths import flatten
+from fsharp.functional.layout.paths import flatten
 from fsharp.testing import processes, simulate
 from tests import modules
 from tests.scheduling import DP, STRATEGIES, assert_same, every

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fsharp.functional.comm import Call
-from fsharp.functional.errors import ScheduleError
+from fsharp.errors import ScheduleError
+from fsharp.functional.comm.protocol import Call
 from fsharp.stateful.schedule.compile import compile_schedule
 from fsharp.stateful.schedule.costs import GLOO, Link, bucket_limit, bundles
 from fsharp.stateful.schedule.policy import Policy

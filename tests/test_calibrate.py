@@ -6,8 +6,8 @@ from itertools import pairwise
 
 import pytest
 
-from fsharp.functional.comm import Call
-from fsharp.functional.errors import ScheduleError
+from fsharp.errors import ScheduleError
+from fsharp.functional.comm.protocol import Call
 from fsharp.stateful.inspect.estimate import Hardware, simulate
 from fsharp.stateful.inspect.trace import Trace
 from fsharp.stateful.schedule.compile import compile_schedule

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from matplotlib.image import imread
 
-from fsharp.functional.errors import ScheduleError
-from fsharp.functional.table import nbytes_text
+from fsharp.errors import ScheduleError
+from fsharp.functional.layout.table import nbytes_text
 from fsharp.stateful.inspect.draw import draw, in_order
 from fsharp.stateful.inspect.estimate import simulate
 from fsharp.stateful.inspect.perfetto import perfetto

@@ -8,7 +8,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import fsharp as fs
-from fsharp.stateful.runtime.gradient import GradientRoute
+from fsharp.stateful.units.gradient import GradientRoute
 from fsharp.testing import simulate
 from tests.gpt_like import loss_fn
 from tests.scheduling import DP, STRATEGIES, make_state, make_tx, my_batches

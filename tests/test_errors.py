@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import fsharp as fs
-from fsharp.functional.sharded import resolve_place
+from fsharp.functional.layout.sharded import resolve_place
 
 MESH = fs.Mesh({"dp": 2})
 ONE = fs.Mesh({"dp": 1})

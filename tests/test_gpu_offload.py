@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import fsharp as fs
-from fsharp.functional.sharded import tree_nbytes
+from fsharp.functional.layout.sharded import tree_nbytes
 from tests.gpt_like import loss_fn, make_batches, make_params
 from tests.test_gpu_scheduler import MESH
 from tests.test_gpu_scheduler import comm as comm

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import fsharp as fs
-from fsharp.functional.errors import FsharpError, ScheduleError
-from fsharp.functional.sharded import trainable
+from fsharp.errors import FsharpError, ScheduleError
+from fsharp.functional.layout.sharded import trainable
 from fsharp.stateful.inspect.trace import compare
 from fsharp.stateful.schedule.compile import compile_schedule
 from fsharp.stateful.schedule.schedule import issues

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fsharp.functional.errors import ScheduleError
+from fsharp.errors import ScheduleError
 from fsharp.stateful.schedule.compile import compile_schedule
 from fsharp.stateful.schedule.policy import Policy
 from fsharp.stateful.schedule.schedule import Memory

@@ -12,15 +12,15 @@ import pytest
 import torch
 
 import fsharp as fs
+from fsharp.functional.layout.sharded import tree_nbytes
 from fsharp.functional.moves import on_device
-from fsharp.functional.sharded import tree_nbytes
 from fsharp.stateful.inspect.draw import draw
 from fsharp.stateful.runtime.graphs import _check
-from fsharp.stateful.runtime.host import HostBuffers, Offload
-from fsharp.stateful.runtime.streams import Lanes
 from fsharp.stateful.schedule.compile import compile_schedule
 from fsharp.stateful.schedule.program import Event, Program, UnitFacts
 from fsharp.stateful.schedule.schedule import Memory
+from fsharp.stateful.transport.streams import Lanes
+from fsharp.stateful.units.host import HostBuffers, Offload
 from fsharp.testing import RaceError, check_races, processes, simulate
 from fsharp.testing.ordering import Keep, Wait, replay
 from tests import modules

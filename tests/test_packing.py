@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import fsharp as fs
-from fsharp.functional.packing import pack
+from fsharp.functional.layout.packing import pack
 
 
 def is_legal(offset, size, atom, capacity):

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import fsharp as fs
-from fsharp.functional.paths import ancestors, assign, chosen, flatten, matches, selects
-from fsharp.functional.units import cut, cut_at, unit_names
+from fsharp.functional.layout.paths import ancestors, assign, chosen, flatten, matches, selects
+from fsharp.functional.layout.units import cut, cut_at, unit_names
 from fsharp.testing.generate import trees, unit_patterns
 
 PATHS = ["embed.w", "layers.0.attn.q", "layers.0.mlp.w", "layers.1.attn.q", "layers.1.mlp.w", "layers.10.mlp.w", "norm"]

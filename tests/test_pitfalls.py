@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import fsharp as fs
-from fsharp.functional.packing import pack
+from fsharp.functional.layout.packing import pack
 from fsharp.testing import processes, simulate
 
 ONE = fs.SingleComm()

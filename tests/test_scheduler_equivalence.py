@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import fsharp as fs
-from fsharp.functional.comm import Call, sent_nbytes
+from fsharp.functional.comm.protocol import Call, sent_nbytes
 from fsharp.testing import processes, simulate
 from tests.gpt_like import loss_fn
 from tests.scheduling import (

@@ -14,10 +14,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 import fsharp as fs
-from fsharp.functional.errors import ScheduleError
-from fsharp.stateful.runtime.pending import is_pending
+from fsharp.errors import ScheduleError
 from fsharp.stateful.transport.base import Ticket
 from fsharp.stateful.transport.gloo import Exchange
+from fsharp.stateful.units.pending import is_pending
 from fsharp.testing import processes, simulate
 from tests.gpt_like import block, embed, head, logits, loss_fn, make_params
 from tests.scheduling import DP, STRATEGIES, assert_same, full_params, make_state, make_tx, my_batches, run_both

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint
 
 import fsharp as fs
-from fsharp.functional.errors import ScheduleError
+from fsharp.errors import ScheduleError
 from fsharp.testing import simulate
 from tests.gpt_like import block, embed, head, logits, loss_fn, make_params
 from tests.random_programs import policies

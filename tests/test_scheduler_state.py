@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 import fsharp as fs
-from fsharp.functional.errors import LossError
+from fsharp.errors import LossError
 from fsharp.stateful.schedule.compile import compile_schedule
 from fsharp.testing import simulate
 from tests.gpt_like import block, embed, head, logits, loss_fn, make_batches, make_params

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import fsharp as fs
-from fsharp.functional.comm import Call
+from fsharp.functional.comm.protocol import Call
 from fsharp.testing import simulate
 from tests.gpt_like import block, embed, head, loss_fn
 from tests.scheduling import DP, make_state, make_tx, my_batches

@@ -6,8 +6,8 @@ from hypothesis import strategies as st
 from torch.utils import _pytree as torch_pytree
 
 import fsharp as fs
-from fsharp.functional.paths import flatten
-from fsharp.functional.plan import find_ties
+from fsharp.functional.layout.paths import flatten
+from fsharp.functional.layout.plan import find_ties
 from fsharp.testing.generate import cases, precisions, trees
 
 PLACES = ("params", "grads", "optim", "full")

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fsharp.functional.comm import Call
-from fsharp.functional.errors import PatternError, ScheduleError
+from fsharp.errors import PatternError, ScheduleError
+from fsharp.functional.comm.protocol import Call
 from fsharp.stateful.inspect.draw import in_order
 from fsharp.stateful.inspect.estimate import Hardware, simulate
 from fsharp.stateful.schedule.compile import compile_schedule

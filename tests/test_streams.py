@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import fsharp as fs
-from fsharp.stateful.runtime.streams import DeviceLanes, Lanes, lanes_for
+from fsharp.stateful.transport.streams import DeviceLanes, Lanes, lanes_for
 from fsharp.testing.ordering import Mark, Wait
 from fsharp.testing.races import VirtualLanes
 from tests.gpt_like import loss_fn

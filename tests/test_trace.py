@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from fsharp.functional.errors import ScheduleError
+from fsharp.errors import ScheduleError
 from fsharp.stateful.inspect.estimate import simulate
 from fsharp.stateful.inspect.trace import Trace, compare
 from fsharp.stateful.schedule.compile import compile_schedule

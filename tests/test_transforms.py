@@ -113,7 +113,7 @@ def test_muon_is_torchs_up_to_its_bfloat16(n, strategy):
 
 
 def test_orthogonalised_singular_values_are_near_one():
-    from fsharp.functional.transforms.muon import orthogonalise
+    from fsharp.functional.optim.muon import orthogonalise
 
     for shape in ((30, 10), (10, 30), (8, 8)):
         values = torch.linalg.svdvals(orthogonalise(torch.randn(shape, generator=torch.Generator().manual_seed(0))))

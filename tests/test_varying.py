@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 import fsharp as fs
-from fsharp.functional.placement import Place
+from fsharp.functional.layout.placement import Place
 from fsharp.testing import processes, simulate
 from tests.gpt_like import loss_fn, make_batches, make_params
 from tests.scheduling import STRATEGIES

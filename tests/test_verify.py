@@ -6,7 +6,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from fsharp.functional.errors import ScheduleError
+from fsharp.errors import ScheduleError
 from fsharp.stateful.schedule.compile import compile_schedule
 from fsharp.stateful.schedule.happens_before import HappensBefore
 from fsharp.stateful.schedule.policy import Policy

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 import fsharp as fs
-from fsharp.functional.errors import AgreementError, ScheduleError
-from fsharp.functional.watch import Ranks, Watch
+from fsharp.errors import AgreementError, ScheduleError
+from fsharp.functional.comm.watch import Ranks, Watch
 from fsharp.testing import processes
 from tests.gpt_like import loss_fn
 from tests.scheduling import DP, make_state, make_tx, my_batches

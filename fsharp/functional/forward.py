@@ -6,10 +6,10 @@ from typing import Any
 import optree
 import torch
 
-from fsharp.functional.comm import Comm, Engine
+from fsharp.functional.comm.protocol import Comm, Engine
+from fsharp.functional.layout.sharded import Sharded, check_kept, is_sharded, map_units, units_of
 from fsharp.functional.moves import check_comm, gather
 from fsharp.functional.release import let_go, version_of, written_to
-from fsharp.functional.sharded import Sharded, check_kept, is_sharded, map_units, units_of
 
 
 def forward(

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsharp.functional.errors import TreeError
-from fsharp.functional.paths import flatten
+from fsharp.errors import TreeError
+from fsharp.functional.layout.paths import flatten
 
 
 def functionalize(module: nn.Module) -> tuple[Callable[..., Any], dict[str, Any]]:

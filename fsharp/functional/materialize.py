@@ -7,15 +7,16 @@ from typing import Any
 import optree
 import torch
 
-from fsharp.functional.agree import together
-from fsharp.functional.comm import Comm
-from fsharp.functional.describe import describe_units
-from fsharp.functional.errors import MeshError, problem
-from fsharp.functional.layout import Layout
+from fsharp.errors import MeshError, problem
+from fsharp.functional.comm.agree import together
+from fsharp.functional.comm.protocol import Comm
+from fsharp.functional.layout.describe import describe_units
+from fsharp.functional.layout.layout import Layout
+from fsharp.functional.layout.paths import assign
+from fsharp.functional.layout.sharded import PlaceName, is_sharded, map_units, resolve_place
+from fsharp.functional.layout.slicing import as_tree, build, check_tree, shard_for
+from fsharp.functional.layout.unit_layout import Leaf, UnitLayout
 from fsharp.functional.moves import gather
-from fsharp.functional.paths import assign
-from fsharp.functional.sharded import PlaceName, as_tree, build, check_tree, is_sharded, map_units, resolve_place, shard_for
-from fsharp.functional.unit_layout import Leaf, UnitLayout
 
 Initializer = Callable[[torch.Tensor, torch.Generator], Any]
 """Fills a tensor from a generator, or returns the values: ``lambda t, g: torch.nn.init.xavier_uniform_(t, generator=g)``."""

@@ -4,10 +4,10 @@ from collections import Counter
 from collections.abc import Collection, Mapping
 from types import MappingProxyType
 
-from fsharp.functional.comm import Call, sent_nbytes
-from fsharp.functional.layout import Layout
-from fsharp.functional.placement import Partial, Place, Replicate, Shard
-from fsharp.functional.unit_layout import UnitLayout
+from fsharp.functional.comm.protocol import Call, sent_nbytes
+from fsharp.functional.layout.layout import Layout
+from fsharp.functional.layout.placement import Partial, Place, Replicate, Shard
+from fsharp.functional.layout.unit_layout import UnitLayout
 
 
 def step_traffic(

@@ -13,10 +13,10 @@ from typing import Any
 import optree
 import torch
 
-from fsharp.functional.comm import Comm
-from fsharp.functional.errors import TreeError
+from fsharp.errors import TreeError
+from fsharp.functional.comm.protocol import Comm
+from fsharp.functional.layout.sharded import Sharded, units_of
 from fsharp.functional.moves import gather
-from fsharp.functional.sharded import Sharded, units_of
 
 View = tuple[int, torch.Size, tuple[int, ...], int]
 """Number of a gathered buffer, and size, strides and offset in it."""

@@ -6,12 +6,12 @@ from typing import Any
 
 import torch
 
-from fsharp.functional.collectives import local_slice
-from fsharp.functional.comm import Comm
+from fsharp.functional.comm.collectives import local_slice
+from fsharp.functional.comm.protocol import Comm
+from fsharp.functional.layout.placement import Partial, Place, Replicate, Shard
+from fsharp.functional.layout.sharded import Sharded, map_units
+from fsharp.functional.layout.unit_layout import UnitLayout
 from fsharp.functional.moves import move_sums
-from fsharp.functional.placement import Partial, Place, Replicate, Shard
-from fsharp.functional.sharded import Sharded, map_units
-from fsharp.functional.unit_layout import UnitLayout
 
 
 class Ledger:

@@ -10,13 +10,12 @@ import optree
 import torch
 from torch.utils import _pytree as torch_pytree
 
-from fsharp.functional.agree import together
-from fsharp.functional.collectives import all_reduce
-from fsharp.functional.comm import Comm, Engine, Labelled
-from fsharp.functional.describe import describe_units
-from fsharp.functional.errors import LossError, TreeError, problem
-from fsharp.functional.moves import check_comm, gather, on_device, reduce_scatter
-from fsharp.functional.sharded import (
+from fsharp.errors import LossError, TreeError, problem
+from fsharp.functional.comm.agree import together
+from fsharp.functional.comm.collectives import all_reduce
+from fsharp.functional.comm.protocol import Comm, Engine, Labelled
+from fsharp.functional.layout.describe import describe_units
+from fsharp.functional.layout.sharded import (
     Sharded,
     check_kept,
     donate_nodes,
@@ -26,8 +25,9 @@ from fsharp.functional.sharded import (
     trainable,
     units_of,
 )
+from fsharp.functional.moves import check_comm, gather, on_device, reduce_scatter
+from fsharp.functional.optim.base import Transform, apply_transform, as_transform, check_gradients, check_shared
 from fsharp.functional.sinks import with_sinks as with_sinks
-from fsharp.functional.transforms.base import Transform, apply_transform, as_transform, check_gradients, check_shared
 
 LossFn = Callable[[Any, Any, Comm], Any]
 """``loss_fn(params, batch, comm)``: a scalar mean, or a pair of scalars ``(sum, weight)``; with an aux, ``(loss, aux)``."""

@@ -7,13 +7,13 @@ from typing import Any
 import optree
 import torch
 
-from fsharp.functional.comm import Comm
-from fsharp.functional.errors import problem
-from fsharp.functional.layout import Layout
+from fsharp.errors import problem
+from fsharp.functional.comm.protocol import Comm
+from fsharp.functional.layout.layout import Layout
+from fsharp.functional.layout.mesh import Mesh
+from fsharp.functional.layout.placement import Partial, Strategy
+from fsharp.functional.layout.plan import plan
 from fsharp.functional.materialize import full, shard
-from fsharp.functional.mesh import Mesh
-from fsharp.functional.placement import Partial, Strategy
-from fsharp.functional.plan import plan
 from fsharp.functional.train import TrainState, init_state, split_batch, train_step
 from fsharp.testing.simulate import simulate
 

@@ -13,14 +13,14 @@ import optree
 import torch
 from hypothesis import strategies as st
 
-from fsharp.functional.errors import StrategyError
-from fsharp.functional.layout import Layout
-from fsharp.functional.mesh import Mesh
-from fsharp.functional.packing import Atom, Element, Rows, Whole
-from fsharp.functional.paths import ancestors, flatten
-from fsharp.functional.placement import AxisRule, Partial, Replicate, Shard, Strategy
-from fsharp.functional.plan import find_ties, plan
-from fsharp.functional.precision import Precision
+from fsharp.errors import StrategyError
+from fsharp.functional.layout.layout import Layout
+from fsharp.functional.layout.mesh import Mesh
+from fsharp.functional.layout.packing import Atom, Element, Rows, Whole
+from fsharp.functional.layout.paths import ancestors, flatten
+from fsharp.functional.layout.placement import AxisRule, Partial, Replicate, Shard, Strategy
+from fsharp.functional.layout.plan import find_ties, plan
+from fsharp.functional.layout.precision import Precision
 
 V = TypeVar("V")
 

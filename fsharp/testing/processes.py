@@ -24,10 +24,10 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from fsharp.functional.comm import Comm
-from fsharp.functional.errors import CommError
-from fsharp.functional.mesh import Mesh
-from fsharp.functional.process_group import connect, destroy
+from fsharp.errors import CommError
+from fsharp.functional.comm.process_group import connect, destroy
+from fsharp.functional.comm.protocol import Comm
+from fsharp.functional.layout.mesh import Mesh
 
 R = TypeVar("R")
 _SHOWN = 4000

@@ -7,10 +7,10 @@ from typing import NamedTuple
 
 import torch
 
-from fsharp.functional.errors import FsharpError, ScheduleError, problem
+from fsharp.errors import FsharpError, ScheduleError, problem
 from fsharp.stateful.modules.module import ShardedModule, _session
 from fsharp.stateful.runtime.scheduler import Scheduler
-from fsharp.stateful.runtime.streams import Key, Lanes
+from fsharp.stateful.transport.streams import Key, Lanes
 from fsharp.testing.accesses import AccessMode
 from fsharp.testing.ordering import Access, Entry, Keep, Mark, Race, Span, Verdict, Wait, replay
 

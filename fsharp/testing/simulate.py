@@ -23,9 +23,9 @@ import torch
 from torch._functorch import eager_transforms
 from torch.autograd import forward_ad
 
-from fsharp.functional.comm import ReduceOp, sum_in_rank_order
-from fsharp.functional.errors import CommError, problem
-from fsharp.functional.mesh import Mesh
+from fsharp.errors import CommError, problem
+from fsharp.functional.comm.protocol import ReduceOp, sum_in_rank_order
+from fsharp.functional.layout.mesh import Mesh
 
 R = TypeVar("R")
 _SHOWN = 16

@@ -9,7 +9,7 @@ from typing import NamedTuple, get_args
 
 import torch
 
-from fsharp.functional.errors import ScheduleError, problem
+from fsharp.errors import ScheduleError, problem
 from fsharp.stateful.inspect.timeline import COLLECTIVES, Interval, Span, issues, union
 from fsharp.stateful.inspect.trace import Row, Trace, by_unit, check_rows, disjoint
 from fsharp.stateful.schedule.schedule import OpKind, Phase, Schedule, Stream, calls_of

@@ -7,8 +7,8 @@ from os import PathLike
 from statistics import median
 from typing import Any, NamedTuple
 
-from fsharp.functional.errors import ScheduleError, problem
-from fsharp.functional.table import nbytes_text
+from fsharp.errors import ScheduleError, problem
+from fsharp.functional.layout.table import nbytes_text
 from fsharp.stateful.inspect.estimate import Hardware, simulate
 from fsharp.stateful.inspect.timeline import COLLECTIVES, Span, Timeline, families, family, seconds_text, union
 from fsharp.stateful.schedule.schedule import STREAMS, Schedule, Stream

@@ -18,9 +18,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from fsharp.functional.comm import Call
-from fsharp.functional.errors import ScheduleError, problem
-from fsharp.functional.paths import assign
+from fsharp.errors import ScheduleError, problem
+from fsharp.functional.comm.protocol import Call
+from fsharp.functional.layout.paths import assign
 from fsharp.stateful.inspect.calibrate import Link, calibrate
 from fsharp.stateful.inspect.timeline import COLLECTIVES, Interval, Span, Timeline, issues
 from fsharp.stateful.inspect.trace import Trace

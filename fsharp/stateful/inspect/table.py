@@ -3,7 +3,7 @@
 from collections import Counter
 from typing import get_args
 
-from fsharp.functional.table import nbytes_text
+from fsharp.functional.layout.table import nbytes_text
 from fsharp.stateful.inspect.timeline import is_joined
 from fsharp.stateful.schedule.schedule import OpKind, Schedule, calls_of
 

@@ -5,8 +5,8 @@ from collections.abc import Iterable, Mapping
 from statistics import median, median_low
 from typing import get_args
 
-from fsharp.functional.errors import ScheduleError, problem
-from fsharp.functional.table import nbytes_text
+from fsharp.errors import ScheduleError, problem
+from fsharp.functional.layout.table import nbytes_text
 from fsharp.stateful.inspect.timeline import Span, Timeline, families, seconds_text
 from fsharp.stateful.schedule.schedule import OpKind, Phase, Schedule, Stream
 

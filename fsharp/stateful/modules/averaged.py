@@ -7,10 +7,10 @@ from typing import Any
 import optree
 import torch
 
-from fsharp.functional.errors import ScheduleError, TreeError
+from fsharp.errors import ScheduleError, TreeError
+from fsharp.functional.layout.sharded import Sharded, map_units, units_of
 from fsharp.functional.moves import gather
-from fsharp.functional.sharded import Sharded, map_units, units_of
-from fsharp.functional.transforms.ema import EmaState
+from fsharp.functional.optim.ema import EmaState
 from fsharp.stateful.modules.session import Session
 
 Buffers = dict[tuple[str, int], torch.Tensor]

@@ -5,7 +5,7 @@ from typing import Any, Protocol
 
 import torch
 
-from fsharp.functional.errors import ScheduleError
+from fsharp.errors import ScheduleError
 from fsharp.stateful.modules.means import Means
 from fsharp.stateful.modules.parameter import Part, ShardedParameter
 

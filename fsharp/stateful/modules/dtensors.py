@@ -13,10 +13,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 
-from fsharp.functional.collectives import all_reduce
-from fsharp.functional.comm import Comm
-from fsharp.functional.errors import MeshError, TreeError
-from fsharp.functional.sharded import units_of
+from fsharp.errors import MeshError, TreeError
+from fsharp.functional.comm.collectives import all_reduce
+from fsharp.functional.comm.protocol import Comm
+from fsharp.functional.layout.sharded import units_of
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from fsharp.functional.errors import PatternError
+from fsharp.errors import PatternError
 
 _SHOWN = 12
 _subclasses: dict[tuple[Any, ...], type[nn.Module]] = {}

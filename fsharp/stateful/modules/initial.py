@@ -8,13 +8,14 @@ import optree
 import torch
 from torch import nn
 
-from fsharp.functional.agree import exchange, together
-from fsharp.functional.comm import Comm
-from fsharp.functional.describe import describe_units
-from fsharp.functional.errors import MeshError, TreeError
-from fsharp.functional.layout import Layout
-from fsharp.functional.sharded import build, resolve_place, shard_for
-from fsharp.functional.unit_layout import Leaf, UnitLayout
+from fsharp.errors import MeshError, TreeError
+from fsharp.functional.comm.agree import exchange, together
+from fsharp.functional.comm.protocol import Comm
+from fsharp.functional.layout.describe import describe_units
+from fsharp.functional.layout.layout import Layout
+from fsharp.functional.layout.sharded import resolve_place
+from fsharp.functional.layout.slicing import build, shard_for
+from fsharp.functional.layout.unit_layout import Leaf, UnitLayout
 from fsharp.stateful.modules.dtensors import local
 from fsharp.stateful.modules.makers import Initialize, Makers, nothing_initializes
 from fsharp.stateful.modules.values import check_same, taken

@@ -6,11 +6,11 @@ from typing import Any
 
 import torch
 
-from fsharp.functional.comm import Comm
-from fsharp.functional.errors import ScheduleError, TreeError
-from fsharp.functional.layout import Layout
+from fsharp.errors import ScheduleError, TreeError
+from fsharp.functional.comm.protocol import Comm
+from fsharp.functional.layout.layout import Layout
+from fsharp.functional.layout.sharded import Sharded, map_units, trainable, units_of
 from fsharp.functional.moves import gather, on_device
-from fsharp.functional.sharded import Sharded, map_units, trainable, units_of
 from fsharp.functional.train import TrainState
 
 

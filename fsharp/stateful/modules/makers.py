@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from fsharp.functional.comm import Comm
-from fsharp.functional.errors import TreeError, problem
-from fsharp.functional.layout import Layout
+from fsharp.errors import TreeError, problem
+from fsharp.functional.comm.protocol import Comm
+from fsharp.functional.layout.layout import Layout
+from fsharp.functional.layout.unit_layout import Leaf, UnitLayout
 from fsharp.functional.materialize import seed_of
-from fsharp.functional.unit_layout import Leaf, UnitLayout
 from fsharp.stateful.modules.dtensors import local
 
 Initialize = Callable[[nn.Module], None]

@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from fsharp.functional.comm import Comm
-from fsharp.functional.sharded import units_of
-from fsharp.functional.transforms.norms import global_norm
+from fsharp.functional.comm.protocol import Comm
+from fsharp.functional.layout.sharded import units_of
+from fsharp.functional.optim.norms import global_norm
 from fsharp.stateful.modules.dtensors import Spec, norm_of
 from fsharp.stateful.modules.parameter import Part, ShardedParameter
 

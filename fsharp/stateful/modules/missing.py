@@ -4,9 +4,9 @@ from collections.abc import Sequence
 
 import torch
 
-from fsharp.functional.comm import Comm
-from fsharp.functional.unit_layout import Leaf
-from fsharp.stateful.runtime.unit_state import UnitState
+from fsharp.functional.comm.protocol import Comm
+from fsharp.functional.layout.unit_layout import Leaf
+from fsharp.stateful.units.unit_state import UnitState
 
 
 class Missing:

@@ -12,20 +12,20 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsharp.functional.comm import Comm
-from fsharp.functional.errors import MeshError, ScheduleError, TreeError
+from fsharp.errors import MeshError, ScheduleError, TreeError
+from fsharp.functional.comm.process_group import ProcessGroupComm, connect
+from fsharp.functional.comm.protocol import Comm
 from fsharp.functional.functionalize import parameter_tree
-from fsharp.functional.layout import Layout
-from fsharp.functional.mesh import Mesh
-from fsharp.functional.paths import Patterns
-from fsharp.functional.placement import Strategy, zero3
-from fsharp.functional.plan import plan
-from fsharp.functional.precision import Precision, dtype_name
-from fsharp.functional.process_group import ProcessGroupComm, connect
-from fsharp.functional.sharded import units_of
+from fsharp.functional.layout.layout import Layout
+from fsharp.functional.layout.mesh import Mesh
+from fsharp.functional.layout.paths import Patterns
+from fsharp.functional.layout.placement import Strategy, zero3
+from fsharp.functional.layout.plan import plan
+from fsharp.functional.layout.precision import Precision, dtype_name
+from fsharp.functional.layout.sharded import units_of
+from fsharp.functional.layout.unit_layout import Leaf, UnitLayout
+from fsharp.functional.optim.base import Transform
 from fsharp.functional.train import TrainState, init_state
-from fsharp.functional.transforms.base import Transform
-from fsharp.functional.unit_layout import Leaf, UnitLayout
 from fsharp.stateful.modules.dtensors import local, specs_of
 from fsharp.stateful.modules.entries import enter_by, entries_of
 from fsharp.stateful.modules.initial import initial_values

@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from fsharp.functional.agree import agree, together
-from fsharp.functional.comm import Comm
-from fsharp.functional.errors import ScheduleError, TreeError
-from fsharp.functional.transforms.base import Transform, as_transform
+from fsharp.errors import ScheduleError, TreeError
+from fsharp.functional.comm.agree import agree, together
+from fsharp.functional.comm.protocol import Comm
+from fsharp.functional.optim.base import Transform, as_transform
 from fsharp.stateful.modules.averaged import averaged
 from fsharp.stateful.modules.parameter import ShardedParameter
 from fsharp.stateful.modules.probe import Scope, scope_of

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as torch_pytree
 
-from fsharp.functional.errors import TreeError
+from fsharp.errors import TreeError
 from fsharp.stateful.modules.dtensors import local
 
 _PLAIN = (str, bytes, int, float, complex, bool, type(None), torch.dtype, torch.device, torch.Size)

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from fsharp.functional.errors import LayoutError, TreeError
+from fsharp.errors import LayoutError, TreeError
 from fsharp.stateful.runtime.boundary import in_backward
 
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils import _pytree as torch_pytree
 
-from fsharp.functional.errors import TreeError
+from fsharp.errors import TreeError
 
 _SHAPES = ((4, 6), (5,), (3, 2, 4), (6, 3))
 _MATRICES = ((4, 6), (6, 3), (5, 5))

@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fsharp.functional.layout import Layout
-from fsharp.functional.sharded import Sharded, units_of
-from fsharp.functional.unit_layout import Span
+from fsharp.functional.layout.layout import Layout
+from fsharp.functional.layout.sharded import Sharded, units_of
+from fsharp.functional.layout.unit_layout import Span
 
 
 class Run(NamedTuple):

@@ -5,8 +5,8 @@ from typing import Any
 
 import torch
 
-from fsharp.functional.errors import ScheduleError
-from fsharp.functional.sharded import units_of
+from fsharp.errors import ScheduleError
+from fsharp.functional.layout.sharded import units_of
 from fsharp.stateful.modules.dtensors import anywhere
 from fsharp.stateful.modules.optimizer import ShardedOptimizer
 

@@ -7,9 +7,9 @@ from typing import Any
 
 from torch import nn
 
-from fsharp.functional.errors import PatternError
-from fsharp.functional.layout import Layout
-from fsharp.functional.paths import as_patterns, matches
+from fsharp.errors import PatternError
+from fsharp.functional.layout.layout import Layout
+from fsharp.functional.layout.paths import as_patterns, matches
 
 Units = str | type[nn.Module] | Callable[[str, nn.Module], bool]
 """A pattern of module paths, a class of modules, or a predicate on path and module."""

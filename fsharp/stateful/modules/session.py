@@ -17,12 +17,12 @@ import torch
 from torch import nn
 from torch.utils import _pytree as torch_pytree
 
-from fsharp.functional.comm import Comm
-from fsharp.functional.errors import LossError, ScheduleError, TreeError
+from fsharp.errors import LossError, ScheduleError, TreeError
+from fsharp.functional.comm.protocol import Comm
 from fsharp.functional.forward import forward
-from fsharp.functional.layout import Layout
+from fsharp.functional.layout.layout import Layout
+from fsharp.functional.layout.sharded import Sharded, units_of
 from fsharp.functional.moves import reduce_scatter
-from fsharp.functional.sharded import Sharded, units_of
 from fsharp.functional.train import TrainState, update, with_sinks
 from fsharp.stateful.modules.differentiate import differentiate
 from fsharp.stateful.modules.dtensors import Spec, dressed, local
@@ -37,7 +37,7 @@ from fsharp.stateful.runtime.boundary import before_backward, in_backward
 from fsharp.stateful.runtime.scheduled import Scheduled
 from fsharp.stateful.runtime.scheduler import Scheduler
 from fsharp.stateful.runtime.step import Step
-from fsharp.stateful.runtime.unit_state import UnitState
+from fsharp.stateful.units.unit_state import UnitState
 
 Nodes = Mapping[str, Sharded]
 

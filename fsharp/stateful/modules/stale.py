@@ -9,7 +9,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from fsharp.functional.errors import TreeError
+from fsharp.errors import TreeError
 
 _replaced = WeakTensorKeyDictionary()
 """Parameters that somebody still has."""

@@ -5,10 +5,10 @@ from collections.abc import Iterator, Mapping
 
 import torch
 
-from fsharp.functional.agree import gather_bytes
-from fsharp.functional.comm import Comm
-from fsharp.functional.errors import AgreementError, problem
-from fsharp.functional.mesh import Mesh
+from fsharp.errors import AgreementError, problem
+from fsharp.functional.comm.agree import gather_bytes
+from fsharp.functional.comm.protocol import Comm
+from fsharp.functional.layout.mesh import Mesh
 
 _NBYTES = 1 << 22  # taken at once
 _SHOWN = 8

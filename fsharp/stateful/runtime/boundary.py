@@ -6,9 +6,9 @@ from typing import Any
 import optree
 import torch
 
-from fsharp.functional.errors import ScheduleError
+from fsharp.errors import ScheduleError
 from fsharp.functional.release import is_plain, is_since, saved_tensors
-from fsharp.stateful.runtime.unit_state import UnshardedBuffer
+from fsharp.stateful.units.unit_state import UnshardedBuffer
 
 Receive = Callable[[Sequence[torch.Tensor | None]], None]
 

@@ -5,13 +5,13 @@ from itertools import count
 
 import torch
 
-from fsharp.functional.errors import ScheduleError
+from fsharp.errors import ScheduleError
 from fsharp.stateful.runtime.executor import BoundOp
-from fsharp.stateful.runtime.gradient import Block, Grads
-from fsharp.stateful.runtime.resting import Resting
-from fsharp.stateful.runtime.unit_state import UnitState, UnshardedBuffer
 from fsharp.stateful.schedule.program import Event, UnitFacts
 from fsharp.stateful.schedule.schedule import Memory, Op, Schedule, issues
+from fsharp.stateful.units.gradient import Block, Grads
+from fsharp.stateful.units.resting import Resting
+from fsharp.stateful.units.unit_state import UnitState, UnshardedBuffer
 
 _numbers = count()
 

@@ -11,16 +11,16 @@ from typing import Any
 
 import torch
 
-from fsharp.functional.errors import ScheduleError
+from fsharp.errors import ScheduleError
 from fsharp.stateful.runtime.compiled import Compiled
 from fsharp.stateful.runtime.executor import BoundOp, Executor
-from fsharp.stateful.runtime.facts import facts_of
-from fsharp.stateful.runtime.full import aligned
-from fsharp.stateful.runtime.gradient import Block, GradientBuffer, Phase
-from fsharp.stateful.runtime.unit_state import UnitState, UnshardedBuffer, full_nbytes, stamp
 from fsharp.stateful.schedule import schedule as s
 from fsharp.stateful.schedule.policy import Policy
 from fsharp.stateful.schedule.program import Event, Program
+from fsharp.stateful.units.facts import facts_of
+from fsharp.stateful.units.full import aligned
+from fsharp.stateful.units.gradient import Block, GradientBuffer, Phase
+from fsharp.stateful.units.unit_state import UnitState, UnshardedBuffer, full_nbytes, stamp
 
 _numbers = count()
 

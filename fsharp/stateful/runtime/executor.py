@@ -10,15 +10,15 @@ from functools import partial
 
 import torch
 
-from fsharp.functional.errors import ScheduleError
-from fsharp.stateful.runtime.chain import Leg, Move, gather_along, reduce_along
-from fsharp.stateful.runtime.gradient import Block, GradientBuffer, Grads
-from fsharp.stateful.runtime.host import Transfer
-from fsharp.stateful.runtime.spread import Spread
-from fsharp.stateful.runtime.streams import Key, Lanes
-from fsharp.stateful.runtime.unit_state import UnitState, UnshardedBuffer, stamp
+from fsharp.errors import ScheduleError
 from fsharp.stateful.schedule.schedule import Memory, Op, OpKind
 from fsharp.stateful.transport.base import Transport
+from fsharp.stateful.transport.streams import Key, Lanes
+from fsharp.stateful.units.chain import Leg, Move, gather_along, reduce_along
+from fsharp.stateful.units.gradient import Block, GradientBuffer, Grads
+from fsharp.stateful.units.host import Transfer
+from fsharp.stateful.units.spread import Spread
+from fsharp.stateful.units.unit_state import UnitState, UnshardedBuffer, stamp
 
 
 class BoundOp:

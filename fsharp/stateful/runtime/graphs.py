@@ -5,7 +5,7 @@ from typing import Any
 import optree
 import torch
 
-from fsharp.functional.errors import ScheduleError
+from fsharp.errors import ScheduleError
 from fsharp.functional.train import Metrics, TrainState
 from fsharp.stateful.runtime.scheduled import Scheduled
 from fsharp.stateful.schedule.policy import Policy

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from fsharp.functional.workers import Flight
+from fsharp.functional.comm.workers import Flight
 from fsharp.stateful.inspect.trace import Trace
 from fsharp.stateful.runtime.executor import BoundOp
 from fsharp.stateful.schedule.program import Event

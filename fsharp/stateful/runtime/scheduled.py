@@ -5,8 +5,8 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from fsharp.functional.errors import ScheduleError
-from fsharp.functional.sharded import Sharded, units_of
+from fsharp.errors import ScheduleError
+from fsharp.functional.layout.sharded import Sharded, units_of
 from fsharp.stateful.inspect.trace import Trace
 from fsharp.stateful.runtime.programs import Programs
 from fsharp.stateful.runtime.recorder import Recorder

@@ -12,23 +12,18 @@ from typing import Any
 
 import torch
 
-from fsharp.functional.agree import agree, gather_bytes
-from fsharp.functional.comm import Comm, CountingComm, ReduceOp
-from fsharp.functional.errors import ScheduleError
-from fsharp.functional.mesh import Mesh
-from fsharp.functional.process_group import ProcessGroupComm
-from fsharp.functional.sharded import Sharded
+from fsharp.errors import ScheduleError
+from fsharp.functional.comm.agree import agree, gather_bytes
+from fsharp.functional.comm.process_group import ProcessGroupComm
+from fsharp.functional.comm.protocol import Comm, CountingComm, ReduceOp
+from fsharp.functional.layout.mesh import Mesh
+from fsharp.functional.layout.sharded import Sharded
 from fsharp.stateful.runtime.boundary import in_backward
 from fsharp.stateful.runtime.compiled import Compiled, unmet
 from fsharp.stateful.runtime.executor import Executor
-from fsharp.stateful.runtime.facts import facts_of
-from fsharp.stateful.runtime.pending import is_pending
 from fsharp.stateful.runtime.scheduled import Scheduled
 from fsharp.stateful.runtime.step import Step
-from fsharp.stateful.runtime.streams import lanes_for
 from fsharp.stateful.runtime.tracer import IssuedGradients, Tracer, closed
-from fsharp.stateful.runtime.unit_state import UnitState, stamp
-from fsharp.stateful.runtime.units import UnitRegistry
 from fsharp.stateful.schedule.compile import compile_schedule
 from fsharp.stateful.schedule.costs import NCCL
 from fsharp.stateful.schedule.policy import Policy
@@ -37,6 +32,11 @@ from fsharp.stateful.schedule.schedule import Schedule
 from fsharp.stateful.schedule.verify import verify
 from fsharp.stateful.transport.choose import transport_over
 from fsharp.stateful.transport.gloo import Exchange
+from fsharp.stateful.transport.streams import lanes_for
+from fsharp.stateful.units.facts import facts_of
+from fsharp.stateful.units.pending import is_pending
+from fsharp.stateful.units.registry import UnitRegistry
+from fsharp.stateful.units.unit_state import UnitState, stamp
 
 
 class Scheduler(Tracer):

@@ -10,20 +10,20 @@ from typing import Any
 
 import torch
 
-from fsharp.functional.errors import ScheduleError
+from fsharp.errors import ScheduleError
+from fsharp.functional.layout.sharded import Sharded
 from fsharp.functional.release import written_to
-from fsharp.functional.sharded import Sharded
 from fsharp.stateful.runtime.boundary import differentiable, in_backward, pack_saved, refuse_graph
 from fsharp.stateful.runtime.compiled import Compiled
 from fsharp.stateful.runtime.eager import Eager
 from fsharp.stateful.runtime.executor import BoundOp, Executor
-from fsharp.stateful.runtime.full import FullUnit
-from fsharp.stateful.runtime.gradient import Grads, Phase
-from fsharp.stateful.runtime.host import Transfer
 from fsharp.stateful.runtime.recorder import Recorder
-from fsharp.stateful.runtime.spread import Spread
-from fsharp.stateful.runtime.unit_state import Stamp, UnitState, UnshardedBuffer, stamp
 from fsharp.stateful.schedule.program import Event, EventKind
+from fsharp.stateful.units.full import FullUnit
+from fsharp.stateful.units.gradient import Grads, Phase
+from fsharp.stateful.units.host import Transfer
+from fsharp.stateful.units.spread import Spread
+from fsharp.stateful.units.unit_state import Stamp, UnitState, UnshardedBuffer, stamp
 
 
 class Use:

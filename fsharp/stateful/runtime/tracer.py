@@ -11,22 +11,22 @@ from typing import Any
 import optree
 import torch
 
+from fsharp.errors import LossError, ScheduleError
 from fsharp.functional import moves
-from fsharp.functional.comm import Comm, Engine
-from fsharp.functional.errors import LossError, ScheduleError
+from fsharp.functional.comm.protocol import Comm, Engine
 from fsharp.functional.forward import is_transformed
-from fsharp.functional.sharded import PlaceName, Sharded, is_sharded, map_units, resolve_place, units_of
+from fsharp.functional.layout.sharded import PlaceName, Sharded, is_sharded, map_units, resolve_place, units_of
 from fsharp.functional.train import Loss, as_loss, check_loss, with_sinks
 from fsharp.stateful.runtime.boundary import before_backward
-from fsharp.stateful.runtime.full import leaf_index
-from fsharp.stateful.runtime.gradient import GradientBuffer
-from fsharp.stateful.runtime.host import Offload, Transfer
-from fsharp.stateful.runtime.pending import pending
-from fsharp.stateful.runtime.spread import Spread
 from fsharp.stateful.runtime.step import Step, Use
-from fsharp.stateful.runtime.streams import Lanes
-from fsharp.stateful.runtime.unit_state import UnitState
 from fsharp.stateful.transport.base import Transport
+from fsharp.stateful.transport.streams import Lanes
+from fsharp.stateful.units.full import leaf_index
+from fsharp.stateful.units.gradient import GradientBuffer
+from fsharp.stateful.units.host import Offload, Transfer
+from fsharp.stateful.units.pending import pending
+from fsharp.stateful.units.spread import Spread
+from fsharp.stateful.units.unit_state import UnitState
 
 
 class IssuedGradients:

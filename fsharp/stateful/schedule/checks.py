@@ -3,7 +3,7 @@
 from bisect import bisect_left
 from itertools import product
 
-from fsharp.functional.errors import ScheduleError, problem
+from fsharp.errors import ScheduleError, problem
 from fsharp.stateful.schedule.happens_before import HappensBefore
 from fsharp.stateful.schedule.program import UnitFacts
 from fsharp.stateful.schedule.ranges import Ranges

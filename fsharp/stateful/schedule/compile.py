@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate, chain
 
-from fsharp.functional.errors import ScheduleError, problem
+from fsharp.errors import ScheduleError, problem
 from fsharp.stateful.schedule.arena import Item, assign, lower_bound
 from fsharp.stateful.schedule.emit import Buckets, Draft, Emitter
 from fsharp.stateful.schedule.policy import Policy

@@ -16,7 +16,7 @@ import math
 from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass
 
-from fsharp.functional.errors import ScheduleError
+from fsharp.errors import ScheduleError
 
 _LATENCIES = 2.0  # for which a bucket is sent at most
 _BUCKETS = 4  # into which all that is sent is cut at least

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from fsharp.functional.errors import ScheduleError
+from fsharp.errors import ScheduleError
 from fsharp.stateful.schedule.costs import Link
 
 

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from fsharp.functional.comm import Call
-from fsharp.functional.errors import ScheduleError
+from fsharp.errors import ScheduleError
+from fsharp.functional.comm.protocol import Call
 
 EventKind = Literal["forward", "forward_end", "backward", "backward_end", "microbatch_end", "reduce", "move", "fetch", "update"]
 

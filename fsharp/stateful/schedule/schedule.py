@@ -35,8 +35,8 @@ from dataclasses import asdict, dataclass, replace
 from itertools import groupby
 from typing import Any, Literal, get_args
 
-from fsharp.functional.comm import Call
-from fsharp.functional.errors import ScheduleError
+from fsharp.errors import ScheduleError
+from fsharp.functional.comm.protocol import Call
 from fsharp.stateful.schedule.costs import Link
 from fsharp.stateful.schedule.policy import Policy
 from fsharp.stateful.schedule.program import Event, Program, UnitFacts

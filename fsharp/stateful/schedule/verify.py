@@ -6,7 +6,7 @@ person edited, or that a compiler with a bug wrote, is refused before it touches
 
 from collections.abc import Mapping, Sequence
 
-from fsharp.functional.errors import ScheduleError, problem
+from fsharp.errors import ScheduleError, problem
 from fsharp.stateful.schedule.checks import UNDO, Check, Gradients, Host, Parameters, Places, refusal
 from fsharp.stateful.schedule.happens_before import HappensBefore
 from fsharp.stateful.schedule.limits import Limits

@@ -1,1 +1,1 @@
-"""Collectives that may still run when the call returns. Knows nothing of schedules, of units or of who calls."""
+"""Collectives that may still run when the call returns, and the streams they run on. Knows nothing of schedules and units."""

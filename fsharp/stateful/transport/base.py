@@ -8,7 +8,7 @@ from weakref import WeakMethod
 import torch
 import torch.distributed as dist
 
-from fsharp.functional.process_group import ProcessGroupComm, abort
+from fsharp.functional.comm.process_group import ProcessGroupComm, abort
 
 Kind = Literal["gather", "reduce"]
 _KINDS: tuple[Kind, ...] = get_args(Kind)

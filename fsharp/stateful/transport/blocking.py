@@ -2,7 +2,7 @@
 
 import torch
 
-from fsharp.functional.comm import Comm
+from fsharp.functional.comm.protocol import Comm
 from fsharp.stateful.transport.base import Ticket, Transport
 
 

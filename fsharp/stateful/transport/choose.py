@@ -1,7 +1,7 @@
 """Which transport a Comm allows for."""
 
-from fsharp.functional.comm import Comm, CountingComm
-from fsharp.functional.process_group import ProcessGroupComm
+from fsharp.functional.comm.process_group import ProcessGroupComm
+from fsharp.functional.comm.protocol import Comm, CountingComm
 from fsharp.stateful.transport.base import Groups, Transport
 from fsharp.stateful.transport.blocking import Blocking, Local
 from fsharp.stateful.transport.counted import Counted

@@ -2,7 +2,7 @@
 
 import torch
 
-from fsharp.functional.comm import CountingComm
+from fsharp.functional.comm.protocol import CountingComm
 from fsharp.stateful.transport.base import Ticket, Transport
 
 

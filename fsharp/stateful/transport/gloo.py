@@ -21,10 +21,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fsharp.functional.precision import dtype_name
-from fsharp.functional.process_group import ProcessGroupComm
-from fsharp.functional.watch import Call
-from fsharp.functional.workers import Flight, Outcome, Worker
+from fsharp.functional.comm.process_group import ProcessGroupComm
+from fsharp.functional.comm.watch import Call
+from fsharp.functional.comm.workers import Flight, Outcome, Worker
+from fsharp.functional.layout.precision import dtype_name
 from fsharp.stateful.transport.base import Groups, Ticket, Transport
 
 _CHUNK = 1 << 20

@@ -3,7 +3,7 @@
 import torch
 import torch.distributed as dist
 
-from fsharp.functional.process_group import ProcessGroupComm
+from fsharp.functional.comm.process_group import ProcessGroupComm
 from fsharp.stateful.transport.base import Groups, Ticket, Transport
 
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

@@ -1,0 +1,1 @@
+"""Collectives of the ranks of a mesh, and the agreement of ranks before them. Reads ``layout``."""

@@ -1,0 +1,228 @@
+"""Comm: the only way in which pure functions reach other ranks.
+
+Collectives are linear maps on the tuple of all ranks' tensors. They take and return plain tensors, know nothing of
+autograd, and never change their arguments; :mod:`fsharp.functional.comm.collectives` makes them differentiable.
+"""
+
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from threading import Lock
+from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
+
+import torch
+
+from fsharp.errors import MeshError
+from fsharp.functional.layout.mesh import Mesh
+
+ReduceOp = Literal["sum", "max", "min"]
+
+
+@runtime_checkable
+class Comm(Protocol):
+    """The view that one rank has of a mesh.
+
+    Every rank of a group along an axis has to call the same collectives in the same order, with equal shapes, dtypes and
+    labels: a label says what a call is for, and ranks whose labels differ get an error instead of each other's data. Along an
+    axis of size 1 callers skip the call.
+    """
+
+    @property
+    def mesh(self) -> Mesh:
+        """The mesh this rank is part of."""
+
+    @property
+    def rank(self) -> int:
+        """This rank's number in the mesh."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where tensors of this library's own, such as losses to sum, have to be for a collective."""
+
+    def all_gather(self, x: torch.Tensor, axis: str, *, label: str = "") -> torch.Tensor:
+        """``[n, *x.shape]``: every rank's ``x`` in order of coordinate. Any dtype; bits are kept."""
+
+    def reduce_scatter(self, x: torch.Tensor, axis: str, *, dtype: torch.dtype | None = None, label: str = "") -> torch.Tensor:
+        """From ``x`` of shape ``[n, *s]`` the sum over ranks of ``x[own coordinate]``, shape ``s``, in ``dtype``."""
+
+    def all_reduce(self, x: torch.Tensor, axis: str, *, op: ReduceOp = "sum", label: str = "") -> torch.Tensor:
+        """The sum, maximum or minimum over ranks of ``x``, elementwise; the same bits on every rank."""
+
+
+class Engine(ABC):
+    """A :class:`Comm` that also decides when data move and where they are: pure functions hand it whole calls.
+
+    It computes what they would have computed, bit for bit. Nodes are :class:`~fsharp.Sharded`.
+    """
+
+    @abstractmethod
+    def takes(self, units: Any) -> bool:
+        """Whether :meth:`run_forward` can take these units; if not, ``forward`` works as it does with any Comm."""
+
+    @abstractmethod
+    def run_forward(self, fn: Callable[..., Any], units: Any, args: Any, kwargs: Any) -> Any:
+        """:func:`~fsharp.forward` of a function on ``(units, ties)``."""
+
+    @abstractmethod
+    def run_value_and_grad(self, loss_fn: Callable[..., Any], params: Any, parts: list[Any]) -> tuple[Any, Any]:
+        """:func:`~fsharp.value_and_grad` over the parts of a batch."""
+
+    @abstractmethod
+    def run_reduce_scatter(self, tree: Any, to: Any) -> Any:
+        """:func:`~fsharp.reduce_scatter`."""
+
+    @abstractmethod
+    def run_fetch(self, state: Any, params: Any, grads: Any, *, donate: bool) -> Any:
+        """The beginning of :func:`~fsharp.update`: the pair ``(main, opt)`` of a state as the transformation is to have it."""
+
+    @abstractmethod
+    def run_spread(self, new: Any, params: Any, state: Any, *, donate: bool) -> tuple[Any, Any]:
+        """The end of it: updated parameters from the optimizer's place to where they rest, and ``(main, opt)`` as it rests."""
+
+
+class SingleComm:
+    """The only rank of a mesh of size 1. Needs no process group and sends nothing.
+
+    Raises:
+        MeshError: a mesh of more than one rank.
+    """
+
+    def __init__(self, mesh: Mesh = Mesh({"dp": 1}), *, device: torch.device | str = "cpu") -> None:
+        if mesh.size != 1:
+            raise MeshError(f"SingleComm(): {mesh} has {mesh.size} ranks; use connect(mesh) in each of {mesh.size} processes.")
+        self.mesh, self.rank, self.device = mesh, 0, torch.device(device)
+
+    def all_gather(self, x: torch.Tensor, axis: str, *, label: str = "") -> torch.Tensor:
+        """``x`` with a leading dim of size 1."""
+        self.mesh.index(axis)
+        return x.unsqueeze(0)
+
+    def reduce_scatter(self, x: torch.Tensor, axis: str, *, dtype: torch.dtype | None = None, label: str = "") -> torch.Tensor:
+        """``x[0]`` in ``dtype``."""
+        self.mesh.index(axis)
+        return x[0].to(dtype or x.dtype)
+
+    def all_reduce(self, x: torch.Tensor, axis: str, *, op: ReduceOp = "sum", label: str = "") -> torch.Tensor:
+        """``x``."""
+        self.mesh.index(axis)
+        return x
+
+
+class Call(NamedTuple):
+    """One kind of collective call: what, along which axis, and how many bytes this rank sends for it."""
+
+    op: str
+    axis: str
+    nbytes: int
+
+
+def sent_nbytes(op: str, nbytes: int, n: int) -> int:
+    """Bytes one rank of ``n`` sends in the bandwidth-optimal algorithm (ring or direct exchange).
+
+    Args:
+        op: ``"all_gather"``, ``"reduce_scatter"`` or ``"all_reduce"``.
+        nbytes: size of one rank's part: the input of an all_gather, the output of a reduce_scatter in the dtype that
+            travels, the part ``ceil(numel / n)`` of an all_reduce.
+        n: ranks along the axis.
+    """
+    return (n - 1) * nbytes * (2 if op == "all_reduce" else 1)
+
+
+class _Around:
+    """What is around another Comm has the same ranks."""
+
+    inner: Comm
+
+    @property
+    def mesh(self) -> Mesh:
+        """The mesh of ``inner``."""
+        return self.inner.mesh
+
+    @property
+    def rank(self) -> int:
+        """The rank of ``inner``."""
+        return self.inner.rank
+
+    @property
+    def device(self) -> torch.device:
+        """The device of ``inner``."""
+        return self.inner.device
+
+
+_counting = Lock()
+
+
+@dataclass
+class CountingComm(_Around):
+    """Passes every call on to ``inner`` and counts it.
+
+    Attributes:
+        calls: how often each :class:`Call` was made.
+    """
+
+    inner: Comm
+    calls: Counter[Call] = field(default_factory=Counter)
+
+    @property
+    def num_calls(self) -> int:
+        """Collectives called so far."""
+        return sum(self.calls.values())
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes sent so far."""
+        return sum(call.nbytes * count for call, count in self.calls.items())
+
+    def all_gather(self, x: torch.Tensor, axis: str, *, label: str = "") -> torch.Tensor:
+        """Counted, then passed on."""
+        self.count("all_gather", axis, x.numel() * x.dtype.itemsize)
+        return self.inner.all_gather(x, axis, label=label)
+
+    def reduce_scatter(self, x: torch.Tensor, axis: str, *, dtype: torch.dtype | None = None, label: str = "") -> torch.Tensor:
+        """Counted, then passed on."""
+        self.count("reduce_scatter", axis, x[0].numel() * x.dtype.itemsize)
+        return self.inner.reduce_scatter(x, axis, dtype=dtype, label=label)
+
+    def all_reduce(self, x: torch.Tensor, axis: str, *, op: ReduceOp = "sum", label: str = "") -> torch.Tensor:
+        """Counted, then passed on."""
+        self.count("all_reduce", axis, -(-x.numel() // self.mesh.axis_size(axis)) * x.dtype.itemsize)
+        return self.inner.all_reduce(x, axis, op=op, label=label)
+
+    def count(self, op: str, axis: str, nbytes: int) -> None:
+        """Note a collective; ``nbytes`` as in :func:`sent_nbytes`. Several threads may."""
+        with _counting:
+            self.calls[Call(op, axis, sent_nbytes(op, nbytes, self.mesh.axis_size(axis)))] += 1
+
+
+@dataclass(frozen=True)
+class Labelled(_Around):
+    """A Comm whose calls are all for one thing.
+
+    Attributes:
+        inner: the Comm.
+        label: what they are for, in front of labels of their own.
+    """
+
+    inner: Comm
+    label: str
+
+    def all_gather(self, x: torch.Tensor, axis: str, *, label: str = "") -> torch.Tensor:
+        """Passed on."""
+        return self.inner.all_gather(x, axis, label=self.label + label)
+
+    def reduce_scatter(self, x: torch.Tensor, axis: str, *, dtype: torch.dtype | None = None, label: str = "") -> torch.Tensor:
+        """Passed on."""
+        return self.inner.reduce_scatter(x, axis, dtype=dtype, label=self.label + label)
+
+    def all_reduce(self, x: torch.Tensor, axis: str, *, op: ReduceOp = "sum", label: str = "") -> torch.Tensor:
+        """Passed on."""
+        return self.inner.all_reduce(x, axis, op=op, label=self.label + label)
+
+
+def sum_in_rank_order(parts: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """``((parts[0] + parts[1]) + parts[2]) + ...`` in ``dtype``: one order, whatever the backend or the way it is cut."""
+    result = parts[0].to(dtype, copy=True)
+    for part in parts[1:]:
+        result += part
+    return result

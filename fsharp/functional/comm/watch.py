@@ -1,0 +1,272 @@
+"""Watch: ranks that take part in different collectives, of which one has failed, stopped or died, hear of it.
+
+Each collective has a *label*, which says what it is for, and a number, which all ranks count alike. Both are in the tag under
+which its messages travel, so a rank never receives what another believes to be something else: it receives nothing. A rank
+that has waited for half a second writes its last labels on a board that all ranks can read, and looks at those of others. Then
+either some label differs, and all raise both orders; or some ranks have not come yet, and it waits on, up to a limit.
+"""
+
+import json
+import logging
+import time
+import traceback
+import zlib
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple, Protocol
+from weakref import WeakMethod, WeakValueDictionary
+
+from fsharp.errors import AgreementError, CommError, problem
+
+_log = logging.getLogger("fsharp")
+_KEPT_LABELS = 64
+_SHOWN_LABELS = 8
+_READ_AT_ONCE = 16
+"""Ranks whose notes are read in one look: waiting ranks of a large mesh look at others by turns."""
+_WARN_AFTER_S = 10.0
+_SHOWN_TRACEBACK = 4000
+"""Characters."""
+
+
+class Board(Protocol):
+    """Texts that all ranks can read."""
+
+    def write(self, key: str, text: str) -> None:
+        """Replace what is under a key."""
+
+    def read(self, key: str) -> str | None:
+        """What is under a key, if something is."""
+
+    def claim(self, key: str, text: str) -> str:
+        """Write under a key if nothing is there; what is there then."""
+
+
+class Call:
+    """A collective that this rank takes part in.
+
+    Attributes:
+        label: what it is for.
+        number: how many there were before it, on every rank.
+        tag: under which its messages travel, 31 bits.
+    """
+
+    __slots__ = ("_since", "_warned", "_watch", "label", "number", "tag")
+
+    def __init__(self, watch: "Watch", label: str, number: int) -> None:
+        self._watch, self.label, self.number = watch, label, number
+        self.tag = zlib.crc32(f"{watch.name} {number} {label}".encode()) & 0x7FFFFFFF or 1
+        self._since: float | None = None
+        self._warned = False
+
+    def check(self) -> None:
+        """Called twice a second while somebody waits for it.
+
+        Raises:
+            AgreementError: another rank has failed, or takes part in something else.
+            CommError: the limit has passed.
+        """
+        now = time.monotonic()
+        self._since = now if self._since is None else self._since
+        waited_s = now - self._since
+        late = self._watch.look(self)
+        if waited_s > self._watch.limit_s:
+            raise self._watch.refuse(CommError, f"waited {self._watch.limit_s:g} s in {self.label!r}; {late}")
+        if not self._warned and waited_s > min(_WARN_AFTER_S, self._watch.limit_s / 2):
+            self._warned = True
+            _log.warning("rank %d has waited %.0f s in %r; %s", self._watch.ranks.rank, waited_s, self.label, late)
+
+    def lost(self, error: BaseException) -> Exception:
+        """What to raise for an error of the connection: why another rank has ended, if it has said so."""
+        deadline = time.monotonic() + 1.0
+        while time.monotonic() < deadline:
+            try:
+                self._watch.look(self)
+            except (AgreementError, CommError) as known:
+                return known
+            time.sleep(0.05)
+        return self._watch.refuse(CommError, f"lost a rank in {self.label!r}: {error}. Has that process ended?")
+
+
+class Ranks:
+    """What the ranks of one or more Comms tell each other: each has one note on the board, about where it waits at present.
+
+    Args:
+        rank: this one.
+        size: number of ranks.
+        board: where notes are left; None if ranks have none, and compare labels as they meet.
+    """
+
+    def __init__(self, rank: int, size: int, board: Board | None) -> None:
+        self.rank, self.size, self.board = rank, size, board
+        self.watches: WeakValueDictionary[str, Watch] = WeakValueDictionary()
+        self.seen: dict[int, Note] = {}
+        self._looks = 0
+
+    def exchange(self, note: "Note") -> list[int]:
+        """Leave this rank's note, and read those of some others; whose were read."""
+        assert self.board is not None
+        self._looks += 1
+        self.board.write(f"rank {self.rank}", json.dumps(note._replace(looks=self._looks)))
+        others = [rank for rank in range(self.size) if rank != self.rank]
+        chosen = [others[(self._looks * _READ_AT_ONCE + i) % len(others)] for i in range(min(_READ_AT_ONCE, len(others)))]
+        found = {rank: text for rank in chosen if (text := self.board.read(f"rank {rank}")) is not None}
+        self.seen |= {rank: Note(*json.loads(text)) for rank, text in found.items()}
+        return list(found)
+
+
+class Note(NamedTuple):
+    """Where a rank waits.
+
+    Attributes:
+        looks: how often it has looked, to tell a note that is kept up from an old one.
+        watch: the name of that which it waits in.
+        number: of the call it waits for.
+        labels: of the last calls there, up to the last one begun.
+        counts: by name of a watch, how many calls have been begun.
+    """
+
+    looks: int
+    watch: str
+    number: int
+    labels: list[str]
+    counts: dict[str, int]
+
+
+class Watch:
+    """The collectives of one Comm, as one rank sees them.
+
+    Args:
+        name: the same on all ranks, of this Comm alone.
+        ranks: of the Comm, and of others on the same ranks.
+        board: for why the Comm cannot be used any more; None if there is none.
+        limit_s: seconds that a rank waits for others.
+
+    Attributes:
+        error: why no more collective can be called, once one has failed.
+        aborts: methods of who is there then, to end whatever is under way.
+    """
+
+    def __init__(self, name: str, ranks: Ranks, board: Board | None, limit_s: float) -> None:
+        self.name, self.ranks, self.board, self.limit_s = name, ranks, board, limit_s
+        self.error: Exception | None = None
+        self.aborts: list[WeakMethod[Callable[[], None]]] = []
+        self.count = 0
+        self._labels: deque[str] = deque(maxlen=_KEPT_LABELS)
+        self._blocked: dict[int, Note] = {}  # by rank, a note by which it and this rank wait for each other
+        ranks.watches[name] = self
+
+    def begin(self, label: str) -> Call:
+        """This rank is about to take part in a collective.
+
+        Raises:
+            AgreementError: one has failed before.
+        """
+        if self.error is not None:
+            raise self.error
+        call = Call(self, label, self.count)
+        self.count += 1
+        self._labels.append(label)
+        return call
+
+    @property
+    def last(self) -> str:
+        """The label of the collective that was begun last."""
+        return self._labels[-1] if self._labels else "no collective yet"
+
+    def look(self, call: Call) -> str:
+        """Leave a note, and look at those of others. Who has not come, in words.
+
+        Raises:
+            AgreementError: another rank has failed, or takes part in something else.
+        """
+        if self.error is not None:
+            raise self.error
+        if self.board is None:
+            return "others have not come"
+        failed = self.board.read("failed")
+        if failed is not None:
+            raise self._end(AgreementError(failed))
+        counts = {name: watch.count for name, watch in list(self.ranks.watches.items())}
+        for rank in self.ranks.exchange(Note(0, self.name, call.number, list(self._labels), counts)):
+            self._compare(call, rank, self.ranks.seen[rank])
+        late = [r for r in range(self.ranks.size) if r != self.ranks.rank and not self._has_come(call, r)]
+        known = [
+            f"rank {r} was last seen waiting in {self.ranks.seen[r].labels[-1]!r}" for r in late[:4] if r in self.ranks.seen
+        ]
+        return f"ranks {_some(late)} have not come to it" + (f" ({'; '.join(known)})" if known else "")
+
+    def _has_come(self, call: Call, rank: int) -> bool:
+        note = self.ranks.seen.get(rank)
+        return note is not None and note.counts.get(self.name, 0) > call.number
+
+    def _compare(self, call: Call, rank: int, note: Note) -> None:
+        mine = _numbered(self.count, list(self._labels))
+        if note.watch == self.name:
+            theirs = _numbered(note.counts[self.name], note.labels)
+            for number in sorted(mine.keys() & theirs.keys()):
+                if mine[number] != theirs[number]:
+                    raise self.refuse(AgreementError, _different(number, {self.ranks.rank: mine, rank: theirs}), whole=True)
+            return
+        other = self.ranks.watches.get(note.watch)
+        waits_for_me = (other.count if other is not None else 0) <= note.number
+        if not (waits_for_me and not self._has_come(call, rank)):
+            self._blocked.pop(rank, None)
+            return
+        before = self._blocked.get(rank)
+        if before is not None and before.looks < note.looks and before[1:3] == note[1:3]:  # it still waits there
+            theirs = _numbered(note.counts[note.watch], note.labels)
+            text = _different(None, {self.ranks.rank: mine, rank: theirs})
+            raise self.refuse(AgreementError, text, whole=True)
+        if before is None or before[1:3] != note[1:3]:
+            self._blocked[rank] = note
+
+    def refuse(self, kind: type[Exception], text: str, *, whole: bool = False) -> Exception:
+        """No more collectives from here on, on any rank; the error to raise, whose text all of them get."""
+        text = text if whole else f"rank {self.ranks.rank} of {self.ranks.size} {text}"
+        if self.board is not None:
+            won = self.board.claim("failed", text)
+            text, kind = won, (kind if won == text else AgreementError)
+        return self._end(kind(text))
+
+    def _end(self, error: Exception) -> Exception:
+        is_first, self.error = self.error is None, error
+        for reference in self.aborts if is_first else ():
+            if (abort := reference()) is not None:
+                abort()
+        return error
+
+    def fail(self, error: BaseException, where: str) -> None:
+        """This rank gives up because of an error of its own, or of one that others know of."""
+        if error is self.error:
+            return
+        trace = "".join(traceback.format_exception(error))[-_SHOWN_TRACEBACK:]
+        text = f"rank {self.ranks.rank} of {self.ranks.size} failed in {where}, after {self.last!r}; it says:\n{trace}"
+        known = self.error
+        self.refuse(AgreementError, text, whole=True)
+        self.error = known or self.error
+
+
+def _numbered(count: int, labels: Sequence[str]) -> dict[int, str]:
+    return dict(enumerate(labels, count - len(labels)))
+
+
+def _some(ranks: Sequence[int]) -> str:
+    return f"{list(ranks[:8])}" + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
+
+
+def _different(first: int | None, orders: Mapping[int, Mapping[int, str]]) -> str:
+    """What ranks do from shortly before the first difference on; None if they wait for each other in different Comms."""
+    rows = []
+    for rank, labels in sorted(orders.items()):
+        start = max(labels, default=0) if first is None else first
+        shown = [labels[i] for i in range(start - 2, start + _SHOWN_LABELS) if i in labels]
+        rows.append((f"rank {rank}", "; ".join(["..."] * (start - 2 > min(labels, default=0)) + shown)))
+    what = "the last one of each is what it waits in" if first is None else f"the first difference is number {first}"
+    return problem(
+        "fsharp",
+        f"ranks take part in different collectives; {what}.",
+        rows,
+        "Every rank has to make the same calls in the same order: the same functions, steps, microbatches, units and policies. "
+        "A rank that has nothing to compute in a unit takes part all the same: in a ShardedModule by calling that module with "
+        "a dummy input, in functions by skip(params, x, comm=comm).",
+    )

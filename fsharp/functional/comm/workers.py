@@ -1,0 +1,128 @@
+"""Workers: threads that do what they are handed in order, and whoever waits for them does not wait without a limit."""
+
+import atexit
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from queue import SimpleQueue
+from typing import Any
+
+from fsharp.functional.comm.watch import Call
+
+Job = Callable[[], Any]
+_LOOK_EVERY_S = 0.5
+_END_WITHIN_S = 2.0
+"""Seconds that what is under way is given to end when the interpreter does."""
+_running: "weakref.WeakKeyDictionary[threading.Thread, SimpleQueue[tuple[Job, Outcome] | None]]" = weakref.WeakKeyDictionary()
+
+
+class Worker:
+    """A thread that does one job after another. It starts with the first one and ends with its owner.
+
+    Args:
+        name: of the thread.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._queue: SimpleQueue[tuple[Job, Outcome] | None] | None = None
+
+    def submit(self, job: Job, outcome: "Outcome") -> None:
+        """Have a job done after those before it. What it holds is let go of before its outcome is there."""
+        if self._queue is None:
+            self._queue = SimpleQueue()
+            thread = threading.Thread(target=_work, args=(self._queue,), name=f"fsharp {self.name}", daemon=True)
+            thread.start()
+            _running[thread] = self._queue
+            weakref.finalize(self, self._queue.put, None).atexit = False
+        self._queue.put((job, outcome))
+
+
+@atexit.register
+def _stop_all() -> None:
+    """A thread must not be in the middle of something when the interpreter ends under it."""
+    deadline = time.monotonic() + _END_WITHIN_S
+    for queue in list(_running.values()):
+        queue.put(None)
+    for thread in list(_running):
+        thread.join(max(deadline - time.monotonic(), 0))
+
+
+def _work(queue: "SimpleQueue[tuple[Job, Outcome] | None]") -> None:
+    while True:
+        item = queue.get()
+        if item is None:
+            return
+        job, outcome = item
+        del item
+        outcome.run(job)
+        del job
+        outcome.land()
+        del outcome
+
+
+class Outcome:
+    """What the job of a worker comes to: a result, which one may take, or an error."""
+
+    __slots__ = ("_done", "_error", "_result")
+
+    def __init__(self) -> None:
+        self._done = threading.Event()
+        self._error: BaseException | None = None
+        self._result: Any = None
+
+    def run(self, job: Job) -> None:
+        """Do the job; nobody hears of it yet."""
+        try:
+            self._result = job()
+        except Exception as error:
+            self._error = error
+
+    def land(self) -> None:
+        """It is done, or has failed."""
+        self._done.set()
+
+    def take(self) -> Any:
+        """Block until it is done; the result, which only the first one gets."""
+        self._done.wait()
+        if self._error is not None:
+            raise self._error
+        result, self._result = self._result, None
+        return result
+
+
+class Flight(Outcome):
+    """A collective that a worker will have done.
+
+    Args:
+        call: what it is, and who else takes part.
+
+    Attributes:
+        landed_s: when it was done, on the clock of ``time.perf_counter``; None until then.
+    """
+
+    __slots__ = ("call", "landed_s")
+
+    def __init__(self, call: Call) -> None:
+        super().__init__()
+        self.call = call
+        self.landed_s: float | None = None
+
+    def land(self) -> None:
+        """It is done, or has failed."""
+        self.landed_s = time.perf_counter()
+        super().land()
+
+    def wait(self) -> Any:
+        """Block until it is done; the result, which only the first one gets.
+
+        Raises:
+            AgreementError: another rank has failed, or takes part in something else.
+            CommError: a rank has ended, or the limit has passed.
+        """
+        while not self._done.wait(_LOOK_EVERY_S):
+            self.call.check()
+        if self._error is not None:
+            raise self.call.lost(self._error) from self._error
+        return self.take()

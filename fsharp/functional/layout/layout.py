@@ -1,0 +1,125 @@
+"""Layout: the units of a tree, and what they take on each rank. Static, hashable, integers only."""
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import optree
+import torch
+
+from fsharp.errors import LayoutError
+from fsharp.functional.layout.mesh import Mesh
+from fsharp.functional.layout.precision import Dtypes
+from fsharp.functional.layout.serial import layout_from_json, layout_to_json
+from fsharp.functional.layout.table import nbytes_text, units_table
+from fsharp.functional.layout.unit_layout import UnitLayout
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where every element of a tree rests.
+
+    Attributes:
+        mesh: the mesh it is laid out on.
+        units: in tree order.
+        spec: structure of the user's tree above the units.
+    """
+
+    mesh: Mesh
+    units: tuple[UnitLayout, ...]
+    spec: optree.PyTreeSpec
+    _by_name: Mapping[str, UnitLayout] = field(init=False, repr=False, compare=False, hash=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_by_name", {unit.name: unit for unit in self.units})
+
+    def __getitem__(self, unit: str) -> UnitLayout:
+        if unit not in self._by_name:
+            raise LayoutError(f"no unit {unit!r}: the layout has {list(self._by_name)}.")
+        return self._by_name[unit]
+
+    def unit_around(self, path: str) -> UnitLayout | None:
+        """The innermost unit that is, or holds, what is at ``path``."""
+        around = [unit for unit in self.units if not unit.name or path == unit.name or path.startswith(f"{unit.name}.")]
+        return max(around, key=lambda unit: len(unit.name), default=None)
+
+    def nbytes(self, kind: str, dtype: torch.dtype | None = None) -> int:
+        """Bytes of one kind of state that one rank holds at rest.
+
+        Args:
+            kind: ``"params"``, ``"grads"``, ``"main"`` (the copies that exist beside the parameters), or ``"optim"``
+                (one buffer of optimizer state at its place, in ``dtype`` or the main dtype).
+            dtype: overrides the element size.
+
+        Raises:
+            LayoutError: an unknown kind.
+        """
+        if kind not in _KINDS:
+            raise LayoutError(f"nbytes(): unknown kind {kind!r}, expected one of {list(_KINDS)}.")
+        total = 0
+        for unit in self.units:
+            place = {"params": unit.strategy.params, "grads": unit.strategy.grads}.get(kind, unit.strategy.optim)
+            for i, group in enumerate(unit.groups):
+                if kind != "params" and not group.trainable:
+                    continue
+                total += unit.local_size(i, place) * (dtype.itemsize if dtype else _itemsize(kind, group.dtypes))
+        return total
+
+    @property
+    def nbytes_unsharded(self) -> int:
+        """Bytes of the parameters without sharding or padding, in the dtype they rest in."""
+        return sum(group.used * group.dtypes.compute.itemsize for unit in self.units for group in unit.groups)
+
+    @property
+    def num_params(self) -> int:
+        """Elements of all leaves; tied leaves count once, those that vary along an axis for one rank on it."""
+        return sum(group.used for unit in self.units for group in unit.groups)
+
+    @property
+    def num_padding(self) -> int:
+        """Elements of padding in all buffers."""
+        return sum(group.size - group.used for unit in self.units for group in unit.groups)
+
+    @cached_property
+    def digest(self) -> str:
+        """SHA-256 of the JSON form: equal on ranks whose layouts are equal."""
+        return hashlib.sha256(self.to_json().encode()).hexdigest()
+
+    def to_json(self) -> str:
+        """The layout as JSON; :meth:`from_json` is the inverse."""
+        return layout_to_json(self.mesh, self.units, self.spec)
+
+    @staticmethod
+    def from_json(text: str) -> "Layout":
+        """The layout that :meth:`to_json` wrote.
+
+        Raises:
+            LayoutError: the text is not one.
+        """
+        return Layout(*layout_from_json(text))
+
+    def __str__(self) -> str:
+        lines = units_table(self.units)
+        waste = 100 * self.num_padding / max(1, self.num_params + self.num_padding)
+        at_rest = ", ".join(f"{kind} {nbytes_text(self.nbytes(kind))}" for kind in ("params", "grads", "main"))
+        return "\n".join(
+            [
+                f"Layout of {self.num_params:,} parameters on {self.mesh}",
+                lines[0],
+                "-" * max(map(len, lines)),
+                *lines[1:],
+                f"padding {self.num_padding:,} elements ({waste:.3g} %)",
+                f"at rest on each rank: {at_rest}, each optimizer buffer {nbytes_text(self.nbytes('optim'))};"
+                f" unsharded params {nbytes_text(self.nbytes_unsharded)}",
+            ]
+        )
+
+
+_KINDS = ("params", "grads", "main", "optim")
+
+
+def _itemsize(kind: str, dtypes: Dtypes) -> int:
+    if kind == "main":
+        return dtypes.main.itemsize if dtypes.has_main_copy else 0
+    return {"params": dtypes.compute, "grads": dtypes.accumulate, "optim": dtypes.main}[kind].itemsize

@@ -1,0 +1,129 @@
+"""Mesh: named axis sizes and the arithmetic between ranks and coordinates. Integers only, no process group."""
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from fsharp.errors import MeshError, problem
+
+
+@dataclass(frozen=True, slots=True, init=False)
+class Mesh:
+    """Ranks arranged in a grid with named axes; the last axis varies fastest.
+
+    >>> mesh = Mesh({"outer": 2, "inner": 4})
+    >>> mesh.size, mesh.coords(6)
+    (8, (1, 2))
+    >>> mesh.group("inner", 6)
+    (4, 5, 6, 7)
+
+    Args:
+        axes: axis name to axis size, outermost first. ``Mesh({})`` has one rank.
+
+    Attributes:
+        names: of the axes, outermost first.
+        shape: their sizes.
+        size: number of ranks.
+
+    Raises:
+        MeshError: a name that is empty, or a size that is not a positive integer.
+    """
+
+    axes: tuple[tuple[str, int], ...]
+    names: tuple[str, ...] = field(compare=False)
+    shape: tuple[int, ...] = field(compare=False)
+    size: int = field(compare=False)
+
+    def __init__(self, axes: Mapping[str, int] | Iterable[tuple[str, int]]) -> None:
+        pairs = tuple(axes.items() if isinstance(axes, Mapping) else ((name, size) for name, size in axes))
+        names = [name for name, _ in pairs]
+        for name, size in pairs:
+            if not isinstance(name, str) or not name:
+                raise MeshError(f"Mesh(): axis names are non-empty strings, got {name!r}.")
+            if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+                raise MeshError(f"Mesh(): axis {name!r} has size {size!r}, expected an integer of at least 1.")
+        if len(set(names)) != len(names):
+            raise MeshError(f"Mesh(): axis names repeat: {names}.")
+        shape = tuple(size for _, size in pairs)
+        for name, value in (("axes", pairs), ("names", tuple(names)), ("shape", shape), ("size", math.prod(shape))):
+            object.__setattr__(self, name, value)
+
+    def axis_size(self, axis: str) -> int:
+        """Number of ranks along ``axis``.
+
+        Raises:
+            MeshError: no such axis.
+        """
+        return self.shape[self.index(axis)]
+
+    def index(self, axis: str) -> int:
+        """Position of ``axis`` among the axes, 0 for the outermost.
+
+        Raises:
+            MeshError: no such axis.
+        """
+        if axis not in self.names:
+            raise MeshError(f"unknown mesh axis {axis!r}: {self} has {list(self.names)}.")
+        return self.names.index(axis)
+
+    def coords(self, rank: int) -> tuple[int, ...]:
+        """Coordinates of ``rank``, one per axis.
+
+        Raises:
+            MeshError: no such rank.
+        """
+        if not 0 <= rank < self.size:
+            raise MeshError(f"rank {rank} is outside {self}, whose ranks are 0 to {self.size - 1}.")
+        result = []
+        for size in reversed(self.shape):
+            rank, coord = divmod(rank, size)
+            result.append(coord)
+        return tuple(reversed(result))
+
+    def coord(self, axis: str, rank: int) -> int:
+        """Coordinate of ``rank`` along ``axis``."""
+        return self.coords(rank)[self.index(axis)]
+
+    def rank(self, coords: Iterable[int]) -> int:
+        """The rank at ``coords``: the inverse of :meth:`coords`.
+
+        Raises:
+            MeshError: coordinates outside the mesh.
+        """
+        given = tuple(coords)
+        if len(given) != len(self.axes) or any(not 0 <= c < n for c, n in zip(given, self.shape, strict=False)):
+            raise MeshError(f"coordinates {given} are outside {self}.")
+        result = 0
+        for coord, size in zip(given, self.shape, strict=True):
+            result = result * size + coord
+        return result
+
+    def group(self, axis: str, rank: int) -> tuple[int, ...]:
+        """The ranks that differ from ``rank`` along ``axis`` only, ``rank`` among them, in order of coordinate."""
+        coords, i = list(self.coords(rank)), self.index(axis)
+        return tuple(self.rank([*coords[:i], c, *coords[i + 1 :]]) for c in range(self.shape[i]))
+
+    def groups(self, axis: str) -> tuple[tuple[int, ...], ...]:
+        """Every group along ``axis``: a partition of all ranks."""
+        return tuple(self.group(axis, rank) for rank in range(self.size) if self.coord(axis, rank) == 0)
+
+    def check_world_size(self, world_size: int) -> None:
+        """Refuse a world of another size than this mesh.
+
+        Raises:
+            MeshError: the number of processes is not the number of ranks in the mesh.
+        """
+        if world_size != self.size:
+            raise MeshError(
+                problem(
+                    "Mesh",
+                    f"{world_size} processes cannot form {self}, which has {self.size} ranks.",
+                    [("axes", " x ".join(f"{name}={size}" for name, size in self.axes) or "none")],
+                    f"Start {self.size} processes, or choose axis sizes whose product is {world_size}.",
+                )
+            )
+
+    def __str__(self) -> str:
+        return f"Mesh({', '.join(f'{name}={size}' for name, size in self.axes)})"
+
+    __repr__ = __str__

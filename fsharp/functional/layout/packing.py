@@ -1,0 +1,180 @@
+"""Packing leaves into a flat buffer that ``n`` ranks cut into equal parts, so that no atom is cut. Integers only.
+
+A leaf occupies one contiguous run of the buffer, so that a gathered leaf is a view and not a copy. An atom is the
+run of elements that must stay on one rank: one element, one or more rows, or the whole leaf. The buffer has ``n``
+equal parts of ``capacity`` elements, so that one ``all_gather`` makes it whole, also without a copy.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from fsharp.errors import LayoutError
+
+_EXHAUSTIVE = 2048
+"""Capacities tried one by one before larger strides take over."""
+
+
+@dataclass(frozen=True, slots=True)
+class Element:
+    """Cut anywhere: padding is less than one element per rank."""
+
+    def size(self, shape: tuple[int, ...]) -> int:
+        """Elements in one atom of a leaf of this shape."""
+        return 1
+
+    def __str__(self) -> str:
+        return "element"
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Keep ``n`` consecutive indices of dim 0 together; ``Rows(1)`` cuts between rows. A last, shorter block is allowed.
+
+    Args:
+        n: rows in a block, at least 1.
+    """
+
+    n: int = 1
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.n, int) or self.n < 1:
+            raise LayoutError(f"Rows(): n is {self.n!r}, expected an integer of at least 1.")
+
+    def size(self, shape: tuple[int, ...]) -> int:
+        """Elements in one atom of a leaf of this shape."""
+        return min(self.n, shape[0] or 1) * math.prod(shape[1:]) if shape else 1
+
+    def __str__(self) -> str:
+        return "row" if self.n == 1 else f"{self.n} rows"
+
+
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """Keep the leaf whole on one rank, as an optimizer that needs matrices asks for."""
+
+    def size(self, shape: tuple[int, ...]) -> int:
+        """Elements in one atom of a leaf of this shape."""
+        return math.prod(shape)
+
+    def __str__(self) -> str:
+        return "whole tensor"
+
+
+Atom = Element | Rows | Whole
+
+
+@dataclass(frozen=True, slots=True)
+class Packing:
+    """Where each leaf starts, and how many elements each part holds.
+
+    Attributes:
+        offsets: first element of each leaf in the flat buffer, in the order given.
+        capacity: elements in one part.
+    """
+
+    offsets: tuple[int, ...]
+    capacity: int
+
+
+@lru_cache(maxsize=4096)
+def pack(sizes: tuple[int, ...], atoms: tuple[int, ...], num_parts: int) -> Packing:
+    """Place leaves of ``sizes`` elements, cut at multiples of ``atoms`` only, in the least capacity found.
+
+    Leaves with larger atoms are placed first, each at the first legal offset, so smaller ones fill the gaps; leaves of
+    equal atoms keep their order. For elements the capacity is exactly ``ceil(total / num_parts)``. Otherwise it is the
+    least one that admits this placement order if fewer than 2,048 candidates have to be tried, and close to it else.
+    The cost grows with the number of leaves and not with ``num_parts``.
+
+    >>> pack((10, 6), (1, 1), 4)
+    Packing(offsets=(0, 10), capacity=4)
+    >>> pack((10, 6), (5, 6), 3)                      # rows of 5, and one whole leaf of 6
+    Packing(offsets=(7, 0), capacity=6)
+    """
+    items = [(atom, size, i) for i, (size, atom) in enumerate(zip(sizes, atoms, strict=True)) if size]
+    total = sum(size for _, size, _ in items)
+    step = math.gcd(*(math.gcd(atom, size) for atom, size, _ in items)) if items else 1
+    largest = max((atom for atom, _, _ in items), default=0)
+    order = sorted(items, key=lambda item: (-item[0], item[2]))
+
+    capacity = max(-(-total // num_parts), largest)
+    capacity = -(-capacity // step) * step
+    for _ in range(_EXHAUSTIVE):
+        capacity = _next_possible(capacity, items, step)
+        if (offsets := _place(order, capacity, num_parts)) is not None:
+            return Packing(_in_order(offsets, len(sizes)), capacity)
+        capacity += step
+    found, capacity = _search(order, capacity, step, num_parts, total)
+    return Packing(_in_order(found, len(sizes)), capacity)
+
+
+def _in_order(offsets: dict[int, int], count: int) -> tuple[int, ...]:
+    return tuple(offsets.get(i, 0) for i in range(count))
+
+
+def _next_possible(capacity: int, items: Sequence[tuple[int, int, int]], step: int) -> int:
+    """The least capacity from this one on that is a multiple of the atom of every leaf longer than two parts.
+
+    Such a leaf has two boundaries inside it whatever its offset, so the parts between them hold whole atoms.
+    """
+    while True:
+        long = [(atom, size) for atom, size, _ in items if size > 2 * capacity]
+        unit = math.lcm(step, *(atom for atom, _ in long))
+        target = -(-capacity // unit) * unit
+        shorter = min((-(-size // 2) for _, size in long), default=target)
+        if target <= max(shorter, capacity):
+            return target
+        capacity = -(-shorter // step) * step
+
+
+def _search(
+    order: Sequence[tuple[int, int, int]], capacity: int, step: int, num_parts: int, total: int
+) -> tuple[dict[int, int], int]:
+    """A feasible capacity from this one on, found in growing strides and then narrowed down by bisection.
+
+    All leaves fit into the first part if it holds ``total`` elements, so the search ends.
+    """
+    tried = capacity - step
+    while (offsets := _place(order, capacity, num_parts)) is None:
+        tried = capacity
+        capacity = min(-(-(capacity + capacity // 256) // step) * step + step, -(-total // step) * step)
+    while capacity - tried > step:
+        middle = (tried + capacity) // 2 // step * step
+        if (found := _place(order, middle, num_parts)) is None:
+            tried = middle
+        else:
+            capacity, offsets = middle, found
+    return offsets, capacity
+
+
+def _place(order: Sequence[tuple[int, int, int]], capacity: int, num_parts: int) -> dict[int, int] | None:
+    """Offsets by leaf, each the first legal one in what is still free, or None if a leaf finds no place."""
+    free = [(0, capacity * num_parts)]
+    offsets = {}
+    for atom, size, index in order:
+        for k, (start, end) in enumerate(free):
+            offset = _first_legal(start, size, atom, capacity)
+            if offset is not None and offset + size <= end:
+                gaps = [(start, offset), (offset + size, end)]
+                free[k : k + 1] = [gap for gap in gaps if gap[0] < gap[1]]
+                offsets[index] = offset
+                break
+        else:
+            return None
+    return offsets
+
+
+def _first_legal(start: int, size: int, atom: int, capacity: int) -> int | None:
+    """The first offset from ``start`` on at which every part boundary inside the leaf lies between two atoms."""
+    for _ in range(3):
+        boundary = (start // capacity + 1) * capacity
+        if start + size <= boundary:
+            return start
+        if capacity % atom == 0:
+            return -(-start // atom) * atom
+        head = (boundary - start) // atom * atom
+        if head and size - head <= capacity:
+            return boundary - head
+        start = boundary
+    return None

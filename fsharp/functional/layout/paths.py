@@ -1,0 +1,156 @@
+"""Key paths of pytrees, and the patterns that select them.
+
+A path is the chain of keys from the root, joined by dots: ``layers.0.attn.q``. A pattern is written the same way;
+``*``, ``?`` and ``[...]`` match within one segment, ``**`` matches any number of segments, none included.
+"""
+
+import difflib
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import lru_cache
+from typing import Any, TypeVar
+
+import optree
+
+from fsharp.errors import PatternError, TreeError, problem
+
+T = TypeVar("T")
+Patterns = str | Sequence[str] | Mapping[str, bool] | Callable[[str], bool]
+"""One pattern, several, whether to by pattern (the last that selects a path counts), or a predicate on the path."""
+
+
+def join(entries: Iterable[Any]) -> str:
+    """The dotted form of a key path; the root is the empty string."""
+    return ".".join(str(entry) for entry in entries)
+
+
+def flatten(tree: Any) -> tuple[tuple[str, ...], list[Any], optree.PyTreeSpec]:
+    """Paths, leaves and structure of ``tree``; refuses keys that are empty, contain a dot or look alike."""
+    paths, leaves, spec = optree.tree_flatten_with_path(tree)
+    for path in paths:
+        for entry in path:
+            if str(entry) == "" or "." in str(entry):
+                raise TreeError(
+                    f"the key {entry!r} in the path {path} is empty or contains a dot, which separates keys: nest the tree, "
+                    "as functionalize() nests the names of a module's parameters."
+                )
+    dotted = tuple(map(join, paths))
+    if len(set(dotted)) != len(dotted):
+        twice = next(path for path in dotted if dotted.count(path) > 1)
+        raise TreeError(f"two leaves share the dotted path {twice!r}: a dict has keys that differ in type alone.")
+    return dotted, leaves, spec
+
+
+_SPECIAL = re.compile(r"\[(!?)([^\]]+)\]|.", re.DOTALL)
+
+
+def _translated(token: re.Match[str]) -> str:
+    negated, characters = token.groups()
+    if characters is None:
+        return {"*": "[^.]*", "?": "[^.]"}.get(token[0]) or re.escape(token[0])
+    inside = re.escape(characters).replace(r"\-", "-")  # '-' makes a range, every other character stands for itself
+    return rf"(?!\.)[{'^' if negated else ''}{inside}]"
+
+
+@lru_cache(maxsize=4096)
+def _compiled(pattern: str) -> re.Pattern[str]:
+    parts = []
+    for segment in pattern.split("."):
+        if segment == "**":
+            parts.append(r"(?:[^.]+\.)*")
+            continue
+        parts.append(_SPECIAL.sub(_translated, segment) + r"\.")
+    try:
+        return re.compile("".join(parts))
+    except re.error as error:
+        raise PatternError(f"the pattern {pattern!r} is malformed: {error}.") from error
+
+
+def matches(pattern: str, path: str) -> bool:
+    """Whether ``pattern`` matches the whole of ``path``.
+
+    >>> matches("layers.*", "layers.0"), matches("layers.*", "layers.0.w"), matches("**.w", "layers.0.w")
+    (True, False, True)
+    """
+    return _compiled(pattern).fullmatch(path + "." if path else "") is not None
+
+
+def ancestors(path: str) -> list[str]:
+    """The path itself and every prefix of it, longest first; the root, ``""``, comes last.
+
+    >>> ancestors("layers.0.w")
+    ['layers.0.w', 'layers.0', 'layers', '']
+    """
+    segments = path.split(".") if path else []
+    return [".".join(segments[:n]) for n in range(len(segments), -1, -1)]
+
+
+def selects(pattern: str, path: str) -> bool:
+    """Whether ``pattern`` matches ``path`` or a subtree around it."""
+    return any(matches(pattern, prefix) for prefix in ancestors(path))
+
+
+def as_patterns(patterns: str | Sequence[str] | None) -> tuple[str, ...]:
+    """One pattern or several, as a tuple."""
+    return () if patterns is None else (patterns,) if isinstance(patterns, str) else tuple(patterns)
+
+
+def nothing_matches(where: str, pattern: str, paths: Sequence[str]) -> PatternError:
+    """The error for a pattern that selects nothing, with the closest paths there are."""
+    known = sorted({prefix for path in paths for prefix in ancestors(path) if prefix})
+    near = difflib.get_close_matches(pattern, known, n=4, cutoff=0.3) or known[:4]
+    return PatternError(
+        problem(
+            where,
+            f"the pattern {pattern!r} matches nothing in the tree.",
+            [("closest", ", ".join(near) or "the tree is empty")],
+            "'*' stands for one key, '**' for any number of them.",
+        )
+    )
+
+
+def chosen(where: str, patterns: Patterns, paths: Sequence[str]) -> frozenset[str]:
+    """The paths selected by any of the patterns, each of which has to select one.
+
+    Raises:
+        PatternError: a pattern that selects nothing, or a value in a dictionary of patterns that is no boolean.
+    """
+    if isinstance(patterns, Mapping):
+        for pattern, value in patterns.items():
+            if not isinstance(value, bool):
+                raise PatternError(f"{where}: the pattern {pattern!r} stands for {value!r}, expected True or False.")
+        return frozenset(path for path, value in assign(where, patterns, paths, default=False).items() if value)
+    if callable(patterns):
+        return frozenset(path for path in paths if patterns(path))
+    result: set[str] = set()
+    for pattern in as_patterns(patterns):
+        hit = {path for path in paths if selects(pattern, path)}
+        if not hit:
+            raise nothing_matches(where, pattern, paths)
+        result |= hit
+    return frozenset(result)
+
+
+def assign(
+    where: str, rules: T | Mapping[str, T] | Callable[[str], T], paths: Sequence[str], default: T | None = None
+) -> dict[str, T]:
+    """A value for every path: one for all, a function of the path, or by pattern, the last that selects it winning.
+
+    Raises:
+        PatternError: a pattern that selects nothing, or a path that no pattern selects and there is no default.
+    """
+    if isinstance(rules, Mapping):
+        result: dict[str, T] = {} if default is None else dict.fromkeys(paths, default)
+        for pattern, value in rules.items():
+            hit = [path for path in paths if selects(pattern, path)]
+            if not hit:
+                raise nothing_matches(where, pattern, paths)
+            result.update(dict.fromkeys(hit, value))
+        missing = [path for path in paths if path not in result]
+        if missing:
+            remedy = "Add a rule for '**' in front of the others."
+            raise PatternError(problem(where, f"no pattern selects {missing[0]!r}.", [("rules", list(rules))], remedy))
+        return result
+    if callable(rules):
+        return {path: rules(path) for path in paths}
+    return dict.fromkeys(paths, rules)

@@ -1,0 +1,212 @@
+"""plan: from a tree of tensors, a mesh and a strategy to a layout. Reads shapes, dtypes and storages, never values."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import optree
+import torch
+
+from fsharp.errors import LayoutError, TreeError, problem
+from fsharp.functional.layout.layout import Layout
+from fsharp.functional.layout.mesh import Mesh
+from fsharp.functional.layout.packing import Atom, Element, Rows, Whole, pack
+from fsharp.functional.layout.paths import Patterns, assign, chosen, flatten
+from fsharp.functional.layout.placement import Strategy
+from fsharp.functional.layout.precision import Precision
+from fsharp.functional.layout.unit_layout import Group, Leaf, UnitLayout
+from fsharp.functional.layout.units import cut_at, unit_names
+
+
+def plan(
+    params: Any,
+    mesh: Mesh,
+    strategy: Strategy | Mapping[str, Strategy],
+    *,
+    units: str | Sequence[str] | None = None,
+    frozen: Patterns = (),
+    atoms: Atom | Mapping[str, Atom] = Element(),
+    labels: str | Mapping[str, str] | Callable[[str], str] = "default",
+    precision: Precision = Precision(),
+) -> Layout:
+    """Lay out a tree of tensors on a mesh.
+
+    Every pattern selects leaves by key path, a pattern for a subtree selecting all leaves below it; of several rules
+    that select a leaf the last one counts.
+
+    >>> from fsharp import zero3
+    >>> params = {"embed": torch.empty(10, 4), "layers": [{"w": torch.empty(4, 4)}, {"w": torch.empty(4, 4)}]}
+    >>> layout = plan(params, Mesh({"dp": 3}), zero3("dp"), units="layers.*")
+    >>> [unit.name for unit in layout.units], layout.num_params, layout.num_padding
+    (['embed', 'layers.0', 'layers.1'], 72, 6)
+
+    Args:
+        params: any pytree of tensors; they may be on the meta device. Not kept.
+        mesh: the ranks.
+        strategy: where state rests; or strategies by unit pattern.
+        units: patterns of subtrees to gather and release together. What no pattern matches is cut into the largest
+            subtrees that hold no match. None makes the whole tree one unit.
+        frozen: leaves without gradients and optimizer state. Leaves that are not floating-point are frozen anyway.
+        atoms: what must not be cut, of all leaves or by pattern.
+        labels: names by which :func:`~fsharp.partition` selects an update rule, of all leaves or by pattern.
+        precision: dtypes of parameters, main copy and gradients.
+
+    Returns:
+        The layout. Leaves that are the same view of the same storage are stored once.
+
+    Raises:
+        TreeError: a leaf that is not a strided tensor.
+        PatternError: a pattern that matches nothing, or unit patterns that overlap.
+        StrategyError: a strategy whose axes are not the mesh's.
+        LayoutError: leaves that share storage without being the same view, or tied leaves that disagree on a rule.
+
+    Cost: no tensor is read or allocated; time grows with the number of leaves and not with the number of ranks.
+    """
+    paths, leaves, _ = flatten(params)
+    _check_leaves(paths, leaves)
+    ties = find_ties(paths, leaves)
+    unit_of = unit_names(paths, units)
+    names = tuple(dict.fromkeys(unit_of[path] for path in paths))
+    strategies = _strategies(strategy, names, mesh)
+    frozen_paths = chosen("plan(frozen=...)", frozen, paths)
+    no_cut: Atom = Element()
+    atom_of: dict[str, Atom] = assign("plan(atoms=...)", atoms, paths, default=no_cut)
+    for path, atom in atom_of.items():
+        if not isinstance(atom, Element | Rows | Whole):
+            raise LayoutError(f"plan(): the atom of {path!r} is {atom!r}, expected Element(), Rows(n) or Whole().")
+    label_of = assign("plan(labels=...)", labels, paths, default="default")
+
+    def key(path: str, tensor: torch.Tensor) -> tuple[Any, ...]:
+        trainable = tensor.is_floating_point() and path not in frozen_paths
+        return precision.resolve(tensor.dtype), trainable, label_of[path]
+
+    rules = {path: (*key(path, tensor), atom_of[path]) for path, tensor in zip(paths, leaves)}
+    _check_ties(ties, rules, {path: strategies[unit_of[path]].full.varying for path in paths})
+    sections = cut_at(params, frozenset(names))
+    built = []
+    of_unit: dict[str, list[tuple[str, torch.Tensor]]] = {name: [] for name in names}
+    for path, tensor in zip(paths, leaves):
+        of_unit[unit_of[path]].append((path, tensor))
+    for name, subtree in zip(sections.names, sections.subtrees, strict=True):
+        built.append(_unit(name, subtree, of_unit[name], mesh, strategies[name], rules, ties, unit_of))
+    return Layout(mesh, tuple(built), sections.spec)
+
+
+def _unit(
+    name: str,
+    subtree: Any,
+    members: Sequence[tuple[str, torch.Tensor]],
+    mesh: Mesh,
+    strategy: Strategy,
+    rules: Mapping[str, tuple[Any, ...]],
+    ties: Mapping[str, str],
+    unit_of: Mapping[str, str],
+) -> UnitLayout:
+    stored = [(path, tensor) for path, tensor in members if path not in ties]
+    keys = list(dict.fromkeys(rules[path][:3] for path, _ in stored))
+    num_parts = math.prod(mesh.axis_size(axis) for axis in strategy.optim.sharded)
+    groups, offsets = [], {}
+    for dtypes, trainable, label in keys:
+        mine = [(path, t) for path, t in stored if rules[path][:3] == (dtypes, trainable, label)]
+        sizes = tuple(t.numel() for _, t in mine)
+        packing = pack(sizes, tuple(rules[path][3].size(tuple(t.shape)) for path, t in mine), num_parts)
+        offsets.update({path: offset for (path, _), offset in zip(mine, packing.offsets)})
+        groups.append(Group(dtypes, trainable, label, num_parts, packing.capacity, sum(sizes)))
+    leaves = []
+    for path, tensor in members:
+        owner = ties.get(path)
+        leaves.append(
+            Leaf(
+                path=within(path, name),
+                shape=tuple(tensor.shape),
+                dtype=tensor.dtype,
+                atom=rules[path][3],
+                group=-1 if owner else keys.index(rules[path][:3]),
+                offset=0 if owner else offsets[path],
+                tied_to=(unit_of[owner], within(owner, unit_of[owner])) if owner else None,
+            )
+        )
+    return UnitLayout(name, mesh, strategy, tuple(leaves), tuple(groups), optree.tree_structure(subtree))
+
+
+def within(path: str, unit: str) -> str:
+    """A path of the whole tree, relative to the unit that contains it."""
+    return path[len(unit) :].removeprefix(".") if unit else path
+
+
+def _strategies(strategy: Any, names: Sequence[str], mesh: Mesh) -> dict[str, Strategy]:
+    if not isinstance(strategy, Strategy | Mapping):
+        raise LayoutError(f"plan(): strategy is {strategy!r}, expected a Strategy such as zero3('dp').")
+    result: dict[str, Strategy] = assign("plan(strategy=...)", strategy, names)
+    for each in dict.fromkeys(result.values()):
+        if not isinstance(each, Strategy):
+            raise LayoutError(f"plan(): strategy is {each!r}, expected a Strategy such as zero3('dp').")
+        each.check_mesh(mesh)
+    return result
+
+
+def _check_leaves(paths: Sequence[str], leaves: Sequence[Any]) -> None:
+    for path, leaf in zip(paths, leaves):
+        if not isinstance(leaf, torch.Tensor):
+            raise TreeError(
+                problem(
+                    "plan()",
+                    f"params[{path!r}] is not a tensor.",
+                    [("got", f"{type(leaf).__name__} {leaf!r:.60}")],
+                    "Keep configuration out of the tree: close over it, or pass it to the function as an argument.",
+                )
+            )
+        if leaf.layout is not torch.strided:
+            raise TreeError(f"plan(): params[{path!r}] has layout {leaf.layout}, expected torch.strided.")
+
+
+def find_ties(paths: Sequence[str], leaves: Sequence[torch.Tensor]) -> dict[str, str]:
+    """The leaves that are the same view of the same storage as an earlier one, and which that is.
+
+    Raises:
+        LayoutError: two leaves that start at the same element of one storage but view it differently.
+    """
+    ties: dict[str, str] = {}
+    owners: dict[tuple[int, int], tuple[str, torch.Tensor]] = {}
+    for path, leaf in zip(paths, leaves):
+        if leaf.numel() == 0:
+            continue
+        place = (leaf.untyped_storage()._cdata, int(leaf.storage_offset()) * leaf.dtype.itemsize)
+        owner, other = owners.setdefault(place, (path, leaf))
+        if owner == path:
+            continue
+        if _view(leaf) != _view(other):
+            raise LayoutError(
+                problem(
+                    "plan()",
+                    f"params[{owner!r}] and params[{path!r}] share storage but are different views of it.",
+                    [(f"{p!r}", f"{tuple(t.shape)}, strides {t.stride()}") for p, t in ((owner, other), (path, leaf))],
+                    "Tie leaves by using one tensor at both paths and taking the view in the function, or clone one.",
+                )
+            )
+        ties[path] = owner
+    return ties
+
+
+def _view(t: torch.Tensor) -> tuple[Any, ...]:
+    return t.shape, t.stride(), t.dtype, t.is_conj(), t.is_neg()
+
+
+def _check_ties(ties: Mapping[str, str], rules: Mapping[str, tuple[Any, ...]], varying: Mapping[str, tuple[str, ...]]) -> None:
+    for path, owner in ties.items():
+        facts = (
+            ("frozen", not rules[owner][1], not rules[path][1]),
+            ("label", rules[owner][2], rules[path][2]),
+            ("atom", rules[owner][3], rules[path][3]),
+            ("the axes along which they vary", varying[owner], varying[path]),
+        )
+        for what, a, b in facts:
+            if a != b:
+                raise LayoutError(
+                    problem(
+                        "plan()",
+                        f"tied leaves disagree on {what}.",
+                        [(repr(owner), a), (repr(path), b)],
+                        "They are one tensor: give both the same rule.",
+                    )
+                )

@@ -1,0 +1,159 @@
+"""A layout as JSON and back. Nothing is pickled: containers are named, and only known kinds are made."""
+
+import collections
+import json
+import math
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import optree
+import torch
+
+from fsharp.errors import LayoutError
+from fsharp.functional.layout.mesh import Mesh
+from fsharp.functional.layout.packing import Atom, Element, Rows, Whole
+from fsharp.functional.layout.placement import AxisRule, Placement, Strategy
+from fsharp.functional.layout.precision import Dtypes, dtype_name
+from fsharp.functional.layout.unit_layout import Group, Leaf, UnitLayout
+
+VERSION = 1
+
+
+def layout_to_json(mesh: Mesh, units: Sequence[UnitLayout], spec: optree.PyTreeSpec) -> str:
+    """See :meth:`Layout.to_json`.
+
+    Raises:
+        LayoutError: a tree with containers other than dict, OrderedDict, list, tuple, namedtuple and None.
+    """
+    return json.dumps(
+        {
+            "fsharp_layout": VERSION,
+            "mesh": mesh.axes,
+            "spec": _spec_to_json(spec),
+            "units": [_unit_to_json(unit) for unit in units],
+        }
+    )
+
+
+def layout_from_json(text: str) -> tuple[Mesh, tuple[UnitLayout, ...], optree.PyTreeSpec]:
+    """Mesh, units and tree of a layout; see :meth:`Layout.from_json`."""
+    try:
+        data = json.loads(text)
+        if data["fsharp_layout"] != VERSION:
+            raise LayoutError(f"Layout.from_json(): version {data['fsharp_layout']!r}, expected {VERSION}.")
+        mesh = Mesh([(name, size) for name, size in data["mesh"]])
+        units = tuple(_unit_from_json(unit, mesh) for unit in data["units"])
+        return mesh, units, _spec_from_json(data["spec"])
+    except LayoutError:
+        raise
+    except (KeyError, TypeError, AttributeError, IndexError, ValueError, ImportError) as error:
+        raise LayoutError(f"Layout.from_json(): not a layout: {type(error).__name__} {error}.") from error
+
+
+def _unit_to_json(unit: UnitLayout) -> dict[str, Any]:
+    return {
+        "name": unit.name,
+        "strategy": {axis: [r.params.value, r.grads.value, r.optim.value] for axis, r in unit.strategy.rules},
+        "spec": _spec_to_json(unit.spec),
+        "leaves": [
+            [leaf.path, leaf.shape, dtype_name(leaf.dtype), _atom_to_json(leaf.atom), leaf.group, leaf.offset, leaf.tied_to]
+            for leaf in unit.leaves
+        ],
+        "groups": [
+            [[dtype_name(d) for d in _four(g.dtypes)], g.trainable, g.label, g.num_parts, g.capacity, g.used]
+            for g in unit.groups
+        ],
+    }
+
+
+def _unit_from_json(data: dict[str, Any], mesh: Mesh) -> UnitLayout:
+    rules = {axis: AxisRule(*map(Placement, kinds)) for axis, kinds in data["strategy"].items()}
+    leaves = tuple(
+        Leaf(path, tuple(shape), _dtype(dtype), _atom_from_json(atom), group, offset, tuple(tied) if tied else None)
+        for path, shape, dtype, atom, group, offset, tied in data["leaves"]
+    )
+    groups = tuple(
+        Group(Dtypes(*map(_dtype, dtypes)), trainable, label, parts, capacity, used)
+        for dtypes, trainable, label, parts, capacity, used in data["groups"]
+    )
+    unit = UnitLayout(data["name"], mesh, Strategy(rules), leaves, groups, _spec_from_json(data["spec"]))
+    _check_unit(unit)
+    return unit
+
+
+def _check_unit(unit: UnitLayout) -> None:
+    """Refuse numbers that no plan can have made."""
+    unit.strategy.check_mesh(unit.mesh)
+    parts = math.prod(unit.mesh.axis_size(axis) for axis in unit.strategy.optim.sharded)
+    if any(group.num_parts != parts or group.capacity < 0 for group in unit.groups):
+        raise LayoutError(f"Layout.from_json(): unit {unit.name!r} is not divided into {parts} parts, as its strategy says.")
+    for leaf in unit.leaves:
+        if leaf.tied_to is None and not 0 <= leaf.offset <= unit.groups[leaf.group].size - leaf.numel:
+            raise LayoutError(f"Layout.from_json(): {unit.full_path(leaf)!r} lies outside its buffer.")
+
+
+def _four(dtypes: Dtypes) -> tuple[torch.dtype, ...]:
+    return dtypes.compute, dtypes.main, dtypes.wire, dtypes.accumulate
+
+
+def _dtype(name: str) -> torch.dtype:
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise LayoutError(f"Layout.from_json(): {name!r} is not a dtype.")
+    return dtype
+
+
+def _atom_to_json(atom: Atom) -> Any:
+    return atom.n if isinstance(atom, Rows) else type(atom).__name__.lower()
+
+
+def _atom_from_json(data: Any) -> Atom:
+    named: dict[str, Atom] = {"element": Element(), "whole": Whole()}
+    return Rows(data) if isinstance(data, int) else named[data]
+
+
+def _spec_to_json(spec: optree.PyTreeSpec) -> Any:
+    if spec.is_leaf():
+        return "*"
+    kind: Any = spec.type
+    children = [_spec_to_json(child) for child in spec.children()]
+    if kind is type(None):
+        return None
+    if kind in (dict, collections.OrderedDict):
+        keys = [[type(key).__name__, key] for key in spec.entries()]
+        if any(name not in ("str", "int") for name, _ in keys):
+            raise LayoutError(f"Layout.to_json(): dict keys have to be strings or integers, got {spec.entries()}.")
+        return {"kind": kind.__name__, "keys": [key for _, key in keys], "children": children}
+    if kind in (list, tuple):
+        return {"kind": kind.__name__, "children": children}
+    if optree.is_namedtuple_class(kind):
+        return {"kind": "namedtuple", "type": f"{kind.__module__}:{kind.__qualname__}", "children": children}
+    raise LayoutError(
+        f"Layout.to_json(): {kind.__module__}.{kind.__qualname__} has no JSON form: use dict, list, tuple or namedtuple."
+    )
+
+
+def _spec_from_json(data: Any) -> optree.PyTreeSpec:
+    return optree.tree_structure(_example(data))
+
+
+def _example(data: Any) -> Any:
+    if data is None or data == "*":
+        return None if data is None else 0
+    children = [_example(child) for child in data["children"]]
+    kind = data["kind"]
+    if kind in ("list", "tuple"):
+        return {"list": list, "tuple": tuple}[kind](children)
+    if kind in ("dict", "OrderedDict"):
+        pairs = zip(data["keys"], children, strict=True)
+        return dict(pairs) if kind == "dict" else collections.OrderedDict(pairs)
+    module, _, name = data["type"].partition(":")
+    if module not in sys.modules:  # never imported for the asking: that would run what the text names
+        raise LayoutError(f"Layout.from_json(): {data['type']!r}: import the module {module!r} first.")
+    found: Any = sys.modules[module]
+    for part in name.split("."):
+        found = getattr(found, part)
+    if kind != "namedtuple" or not optree.is_namedtuple_class(found):
+        raise LayoutError(f"Layout.from_json(): {data['type']!r} is not a namedtuple.")
+    return found(*children)

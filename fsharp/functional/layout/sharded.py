@@ -1,0 +1,325 @@
+"""Sharded: the pytree node that stands where a unit's subtree stood, and trees of such nodes."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Literal, NamedTuple
+
+import optree
+import torch
+from torch.utils import _pytree as torch_pytree
+
+from fsharp.errors import LayoutError, TreeError, problem
+from fsharp.functional.layout.placement import Place
+from fsharp.functional.layout.precision import dtype_name
+from fsharp.functional.layout.unit_layout import UnitLayout
+
+PlaceName = str | Place
+"""``"params"``, ``"grads"``, ``"optim"``, ``"full"``, or a :class:`Place` of the unit's strategy."""
+
+
+class Context(NamedTuple):
+    """What a Sharded is besides its buffers: static and hashable.
+
+    Attributes:
+        unit: the layout of the unit.
+        place: where the buffers rest.
+        groups: which of the unit's groups they are.
+        is_gathered: whether they are what each rank computes with by itself.
+        ledger: that of the microbatch; compared by identity.
+    """
+
+    unit: UnitLayout
+    place: Place
+    groups: tuple[int, ...]
+    is_gathered: bool = False
+    ledger: Any = None
+
+
+class LazyBuffers(ABC):
+    """Buffers that are on their way, as an engine hands them out: whoever looks at them waits."""
+
+    raw: tuple[Any, ...]
+    """The tensors themselves: to know which they are, not what is in them."""
+
+    @abstractmethod
+    def wait(self) -> tuple[Any, ...]:
+        """The tensors, filled."""
+
+    @abstractmethod
+    def aliased(self, buffers: Sequence[Any]) -> "LazyBuffers":
+        """Other tensors with the same memory, which are there when these are."""
+
+
+class Sharded:
+    """One unit's flat local buffers, in place of its subtree.
+
+    The children of this node are the buffers, so ``tree_map``, ``torch.func`` and elementwise optimizers see a handful
+    of large 1-D tensors; leading dims, as ``vmap`` makes them, are allowed.
+
+    Args:
+        buffers: one 1-D tensor for each group in ``groups``, ``unit.local_size(group, place)`` elements long; or an engine's.
+        unit: the layout of the unit.
+        place: where the buffers rest.
+        groups: indices of the groups they belong to; gradients and optimizer state have trainable ones only.
+        is_gathered: set by ``gather`` to ``"full"``: copies that each rank computes with by itself. A gradient with respect
+            to them is this rank's summand.
+        ledger: set by :func:`~fsharp.value_and_grad`, which knows through it where gradients go.
+        scale: of gradients as ``value_and_grad`` and ``average`` return them: ``"sum"`` or ``"mean"``. What is made of them by
+            other functions has none.
+
+    Attributes:
+        is_donated: whether its memory has been given away; such a node is refused.
+    """
+
+    __slots__ = (
+        "_buffers",
+        "groups",
+        "is_donated",
+        "is_gathered",
+        "ledger",
+        "place",
+        "scale",
+        "unit",
+    )
+
+    def __init__(
+        self,
+        buffers: Sequence[Any] | LazyBuffers,
+        unit: UnitLayout,
+        place: Place,
+        groups: tuple[int, ...] | None = None,
+        *,
+        is_gathered: bool = False,
+        ledger: Any = None,
+        scale: Literal["sum", "mean"] | None = None,
+    ) -> None:
+        self._buffers = buffers if isinstance(buffers, LazyBuffers) else tuple(buffers)
+        self.unit, self.place, self.is_gathered, self.ledger = unit, place, is_gathered, ledger
+        self.groups = unit.all_groups if groups is None else groups
+        self.scale, self.is_donated = scale, False
+
+    def __getstate__(self) -> Any:
+        return None, {name: getattr(self, name) for name in self.__slots__} | {"_buffers": self.buffers}
+
+    @property
+    def buffers(self) -> tuple[Any, ...]:
+        """One tensor for each group in :attr:`groups`. Waits for them if they are still on their way."""
+        return self._buffers if isinstance(self._buffers, tuple) else self._buffers.wait()
+
+    @property
+    def raw_buffers(self) -> tuple[Any, ...]:
+        """The buffers without waiting: to know which they are, not what is in them."""
+        return self._buffers if isinstance(self._buffers, tuple) else self._buffers.raw
+
+    @property
+    def lazy(self) -> LazyBuffers | None:
+        """The buffers as an engine has handed them out, if it has."""
+        return None if isinstance(self._buffers, tuple) else self._buffers
+
+    def aliased(self, buffers: Sequence[Any], ledger: Any) -> "Sharded":
+        """A node with a ledger, of tensors that have the memory of this one's: who looks at them waits for these."""
+        held = buffers if self.lazy is None else self.lazy.aliased(buffers)
+        return Sharded(held, self.unit, self.place, self.groups, is_gathered=self.is_gathered, ledger=ledger)
+
+    @property
+    def sinks(self) -> tuple[torch.Tensor, ...]:
+        """Where the gradients of these buffers go, for each trainable group; none outside of a loss, or of other buffers."""
+        return () if self.ledger is None else self.ledger.sinks(self.raw_buffers)
+
+    @property
+    def name(self) -> str:
+        """The path of the unit."""
+        return self.unit.name
+
+    def replace(self, buffers: Sequence[Any], place: Place | None = None) -> "Sharded":
+        """The same groups with other buffers, perhaps in another place."""
+        return Sharded(buffers, self.unit, place or self.place, self.groups, is_gathered=self.is_gathered and place is None)
+
+    def select(self, groups: Sequence[int]) -> "Sharded":
+        """Only the given groups, which have to be among this node's."""
+        held = dict(zip(self.groups, self.buffers, strict=True))
+        return Sharded([held[g] for g in groups], self.unit, self.place, tuple(groups), is_gathered=self.is_gathered)
+
+    def tree(self, ties: Sequence["Sharded"] = ()) -> Any:
+        """The unit's subtree, its leaves views of the buffers. Differentiable.
+
+        Args:
+            ties: full units that hold leaves to which leaves of this one are tied.
+
+        Raises:
+            TreeError: the buffers are not full, or a tied leaf's unit is missing.
+        """
+        owners = {each.name: each for each in ties} | {self.name: self}
+        views = {self.name: self._views()}
+        leaves = []
+        for leaf in self.unit.leaves:
+            unit, path = leaf.tied_to or (self.name, leaf.path)
+            if unit not in owners:
+                raise TreeError(
+                    problem(
+                        "Sharded.tree()",
+                        f"{self.unit.full_path(leaf)!r} is tied to a leaf of another unit, which is not here.",
+                        [("tied to", f"{path!r} of unit {unit!r}")],
+                        f"Pass that unit along: forward(fn, params[{self.name!r}], ..., ties=[params[{unit!r}]]).",
+                    )
+                )
+            if unit not in views:
+                views[unit] = owners[unit]._views()
+            leaves.append(views[unit][path])
+        return optree.tree_unflatten(self.unit.spec, leaves)
+
+    def _views(self) -> dict[str, torch.Tensor]:
+        if self.place.sharded or self.place.partial or self.groups != self.unit.all_groups:
+            raise TreeError(
+                problem(
+                    "Sharded.tree()",
+                    f"unit {self.name!r} is not whole.",
+                    [("place", self.place), ("groups", f"{self.groups} of {self.unit.all_groups}")],
+                    "gather() it first.",
+                )
+            )
+        views = {}
+        for group, buffer in zip(self.groups, self.buffers, strict=True):
+            leaves = self.unit.leaves_of(group)
+            # One split with the gaps in it: its backward is one concatenation, where narrow() would make a buffer a leaf.
+            sizes, end = [], 0
+            for leaf in leaves:
+                sizes += [leaf.offset - end, leaf.numel]
+                end = leaf.offset + leaf.numel
+            pieces = torch.split(buffer, [*sizes, buffer.shape[-1] - end], dim=-1)
+            for leaf, piece in zip(leaves, pieces[1::2], strict=False):
+                views[leaf.path] = piece.reshape((*buffer.shape[:-1], *leaf.shape))
+        return views
+
+    def local_leaves(self, rank: int) -> dict[str, torch.Tensor]:
+        """The elements of each leaf that ``rank`` holds, as 1-D views of this rank's buffers, by path in the user's tree.
+
+        Leaves that it holds nothing of are absent. Cost: none.
+        """
+        result = {}
+        for group, buffer in zip(self.groups, self.buffers, strict=True):
+            for span in self.unit.spans(group, self.place, rank):
+                result[self.unit.full_path(span.leaf)] = buffer[..., span.start : span.stop]
+        return result
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the buffers."""
+        return sum(buffer.numel() * buffer.element_size() for buffer in self.buffers)
+
+    def __repr__(self) -> str:
+        shown = []
+        for group, buffer in zip(self.groups, self.buffers, strict=True):
+            if isinstance(buffer, torch.Tensor):
+                shape = ", ".join(map(str, buffer.shape))
+                shown.append(f"{dtype_name(buffer.dtype)}[{shape}] of {self.unit.groups[group].size}")
+            else:
+                shown.append(repr(buffer))
+        return f"Sharded({self.name!r}, {self.place}, {'; '.join(shown) or 'empty'})"
+
+
+def flatten_node(node: Sharded) -> tuple[tuple[Any, ...], Context]:
+    """Its children, and what it is besides."""
+    return node.buffers, Context(node.unit, node.place, node.groups, node.is_gathered, node.ledger)
+
+
+def _unflatten(context: Context, children: Any) -> Sharded:
+    unit, place, groups, is_gathered, ledger = context
+    return Sharded(tuple(children), unit, place, groups, is_gathered=is_gathered, ledger=ledger)
+
+
+def _register() -> None:
+    # optree's global namespace, so that libraries which know nothing of this one (TorchOpt) see through the node.
+    everywhere: Any = vars(optree.registry)["__GLOBAL_NAMESPACE"]
+    optree.register_pytree_node(Sharded, flatten_node, _unflatten, namespace=everywhere)  # type: ignore[arg-type]
+    torch_pytree.register_pytree_node(
+        Sharded,
+        lambda node: (list(flatten_node(node)[0]), flatten_node(node)[1]),
+        lambda children, context: _unflatten(context, children),
+        serialized_type_name="fsharp.Sharded",
+        flatten_with_keys_fn=lambda node: (
+            [(torch_pytree.SequenceKey(i), child) for i, child in enumerate(flatten_node(node)[0])],
+            flatten_node(node)[1],
+        ),
+    )
+
+
+_register()
+
+
+def tree_nbytes(tree: Any) -> int:
+    """Bytes of all tensors in a tree, for example of a :class:`~fsharp.TrainState`: what this rank holds at rest."""
+    leaves = optree.tree_leaves(tree)
+    return sum(leaf.numel() * leaf.element_size() for leaf in leaves if isinstance(leaf, torch.Tensor))
+
+
+is_sharded: Callable[[Any], bool] = Sharded.__instancecheck__
+"""Whether a node of a tree is a :class:`Sharded`: as ``isinstance``, and asked of every node of every tree, without a frame."""
+
+
+def units_of(tree: Any) -> list[Sharded]:
+    """All :class:`Sharded` in a tree, in tree order."""
+    return [leaf for leaf in optree.tree_leaves(tree, is_leaf=is_sharded) if is_sharded(leaf)]
+
+
+def check_kept(where: str, nodes: Iterable[Sharded]) -> None:
+    """Refuse nodes whose memory has been given away.
+
+    Raises:
+        TreeError: names the unit.
+    """
+    for node in nodes:
+        if node.is_donated:
+            raise TreeError(
+                f"{where}: unit {node.name!r} is of a state that was donated (donate=True), whose memory the next one has. Use "
+                "the state that was returned, or leave out donate=True."
+            )
+
+
+def donate_nodes(tree: Any) -> None:
+    """From here on these nodes are refused; others may have their buffers."""
+    for node in units_of(tree):
+        node.is_donated = True
+
+
+def map_units(fn: Callable[..., Any], tree: Any, *rest: Any) -> Any:
+    """``fn`` of every :class:`Sharded` in ``tree``, with those in the same position of ``rest``."""
+    return optree.tree_map(fn, tree, *rest, is_leaf=is_sharded)
+
+
+def resolve_place(unit: UnitLayout, place: PlaceName) -> Place:
+    """A place of the unit's strategy by name, or the place itself if it is one of this unit's.
+
+    Raises:
+        LayoutError: an unknown name, or a place that cuts in an order other than the strategy's.
+    """
+    if isinstance(place, str):
+        if place not in ("params", "grads", "optim", "full"):
+            raise LayoutError(f"unknown place {place!r}: expected 'params', 'grads', 'optim', 'full' or a Place.")
+        return getattr(unit.strategy, place)  # type: ignore[no-any-return]
+    order, full = unit.strategy.order, unit.strategy.full
+    if place.order != order or place.sharded != order[: len(place.sharded)] or place.varying != full.varying:
+        raise LayoutError(
+            problem("place", f"{place!r} is not one of unit {unit.name!r}.", [("order of axes", ", ".join(order))])
+        )
+    if not set(place.sharded) <= set(unit.strategy.optim.sharded):
+        raise LayoutError(
+            f"{place!r} cuts unit {unit.name!r} finer than its layout, which divides it over "
+            f"{list(unit.strategy.optim.sharded)}."
+        )
+    return place
+
+
+def trainable(tree: Any) -> Any:
+    """Every unit's trainable groups: the part of the parameters that has gradients and optimizer state."""
+    return map_units(lambda s: s.select([g for g in s.groups if s.unit.groups[g].trainable]), tree)
+
+
+def merge(tree: Any, part: Any) -> Any:
+    """``tree`` with the groups that ``part`` holds replaced by those: the inverse of :func:`trainable`."""
+
+    def one(whole: Sharded, new: Sharded) -> Sharded:
+        held = dict(zip(new.groups, new.buffers, strict=True))
+        return whole.replace([held.get(g, old) for g, old in zip(whole.groups, whole.buffers, strict=True)])
+
+    return map_units(one, tree, part)

@@ -1,0 +1,181 @@
+"""Slicing: a tree into the parts of ranks, and parts back into the tree, without a collective."""
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import optree
+import torch
+
+from fsharp.errors import TreeError, problem
+from fsharp.functional.layout.layout import Layout
+from fsharp.functional.layout.paths import flatten
+from fsharp.functional.layout.placement import Place
+from fsharp.functional.layout.plan import find_ties
+from fsharp.functional.layout.precision import dtype_name
+from fsharp.functional.layout.sharded import PlaceName, Sharded, flatten_node, is_sharded, map_units, resolve_place, units_of
+from fsharp.functional.layout.unit_layout import Leaf, UnitLayout
+from fsharp.functional.layout.units import cut_at
+
+
+def shard_for(params: Any, layout: Layout, rank: int, *, place: PlaceName = "params") -> Any:
+    """What ``rank`` holds of a tree: pure slicing, no other rank needed.
+
+    >>> import fsharp as fs
+    >>> tree = {"w": torch.arange(6.).view(2, 3), "b": torch.ones(1)}
+    >>> layout = fs.plan(tree, fs.Mesh({"dp": 2}), fs.zero3("dp"))
+    >>> parts = [fs.shard_for(tree, layout, rank) for rank in range(2)]
+    >>> parts[1]
+    Sharded('', dp:Shard, float32[4] of 8)
+    >>> fs.unshard(parts)["w"]
+    tensor([[0., 1., 2.],
+            [3., 4., 5.]])
+
+    Args:
+        params: a tree like the one that was planned: same paths, shapes, dtypes and ties.
+        layout: where it rests.
+        rank: whose part.
+        place: ``"params"`` gives parameters in their compute dtype; ``"optim"`` the main copy in its own dtype, of
+            trainable groups and frozen ones alike.
+
+    Returns:
+        The tree with a :class:`Sharded` for each unit. Buffers are new; padding is zero.
+
+    Raises:
+        TreeError: a tree that is not the planned one; every difference is named.
+    """
+    check_tree("shard()", params, layout)
+    sections = cut_at(params, frozenset(unit.name for unit in layout.units))
+    nodes = []
+    for unit, subtree in zip(layout.units, sections.subtrees, strict=True):
+        tensors = dict(zip((leaf.path for leaf in unit.leaves), optree.tree_leaves(subtree), strict=True))
+        where = resolve_place(unit, place)
+        nodes.append(build(unit, where, rank, partial(_by_path, tensors), main=place == "optim"))
+    return optree.tree_unflatten(layout.spec, nodes)
+
+
+def _by_path(tensors: dict[str, torch.Tensor], leaf: Leaf) -> torch.Tensor:
+    return tensors[leaf.path]
+
+
+def build(
+    unit: UnitLayout, place: Place, rank: int, leaf_value: Callable[[Leaf], torch.Tensor], *, main: bool = False
+) -> Sharded:
+    """A unit's buffers on one rank from its leaves, one leaf at a time, and only leaves that this rank holds a part of."""
+    buffers = []
+    for i, group in enumerate(unit.groups):
+        dtype = group.dtypes.main if main else group.dtypes.compute
+        buffer: torch.Tensor | None = None
+        for span in unit.spans(i, place, rank):
+            value = leaf_value(span.leaf)
+            if buffer is None:
+                buffer = torch.zeros(unit.local_size(i, place), dtype=dtype, device=value.device)
+            if value.device != buffer.device:
+                raise TreeError(
+                    f"shard(): {unit.full_path(span.leaf)!r} is on {value.device}, other leaves of unit {unit.name!r} "
+                    f"on {buffer.device}: move them to one device."
+                )
+            buffer[span.start : span.stop] = value.detach().reshape(-1)[span.first : span.last]
+            del value  # before the next one is made
+        if buffer is None:
+            some = next((leaf_value(leaf) for leaf in unit.leaves_of(i)), torch.empty(0))
+            buffer = torch.zeros(unit.local_size(i, place), dtype=dtype, device=some.device)
+        buffers.append(buffer)
+    return Sharded(buffers, unit, place)
+
+
+def unshard(shards: Sequence[Any], *, rank: int = 0) -> Any:
+    """The user's tree from all ranks' trees of :class:`Sharded`, in order of rank. Pure: the inverse of :func:`shard_for`.
+
+    Args:
+        shards: one tree for each rank.
+        rank: whose tree; the same for all but where units vary along an axis.
+
+    Raises:
+        TreeError: trees of another number of ranks, of different layouts, or that rest partial.
+    """
+    trees = list(shards)
+    if not trees:
+        raise TreeError("unshard(): no trees; pass one for each rank.")
+    per_rank = [units_of(tree) for tree in trees]
+    for r, nodes in enumerate(per_rank):
+        if [flatten_node(node)[1] for node in nodes] != [flatten_node(node)[1] for node in per_rank[0]]:
+            raise TreeError(f"unshard(): the tree of rank {r} has another layout or place than that of rank 0.")
+    whole = []
+    for parts in zip(*per_rank, strict=True):
+        unit, place, mesh = parts[0].unit, parts[0].place, parts[0].unit.mesh
+        if len(trees) != mesh.size:
+            raise TreeError(f"unshard(): {len(trees)} trees, expected one for each of the {mesh.size} ranks of {mesh}.")
+        if place.partial:
+            raise TreeError(f"unshard(): unit {unit.name!r} rests partial ({place}); reduce_scatter() it first.")
+        alike = [r for r in range(mesh.size) if all(mesh.coord(a, r) == mesh.coord(a, rank) for a in place.varying)]
+        holders = {tuple(mesh.coord(axis, r) for axis in place.sharded): parts[r] for r in reversed(alike)}
+        in_order = [holders[key].buffers for key in sorted(holders)]
+        whole.append(
+            Sharded([torch.cat(column, dim=-1) for column in zip(*in_order)], unit, unit.strategy.full, parts[0].groups)
+        )
+    position = iter(whole)
+    gathered = map_units(lambda node: next(position) if is_sharded(node) else node, trees[0])
+    return as_tree(gathered)
+
+
+def as_tree(full: Any) -> Any:
+    """A tree of full :class:`Sharded` as the user's tree, ties between units resolved."""
+    nodes = units_of(full)
+    return map_units(lambda node: node.tree(ties=nodes) if is_sharded(node) else node, full)
+
+
+def check_tree(where: str, params: Any, layout: Layout) -> None:
+    """Refuse a tree that is not the one ``layout`` was planned for.
+
+    Raises:
+        TreeError: paths, shapes, dtypes or ties that differ; up to eight of them are named.
+    """
+    paths, leaves, _ = flatten(params)
+    planned = {unit.full_path(leaf): leaf for unit in layout.units for leaf in unit.leaves}
+    rows: list[tuple[str, str]] = []
+    for path in planned.keys() - set(paths):
+        rows.append((repr(path), "missing from the tree"))
+    for path, leaf in zip(paths, leaves):
+        want = planned.get(path)
+        if want is None:
+            rows.append((repr(path), "not in the layout"))
+        elif not isinstance(leaf, torch.Tensor):
+            rows.append((repr(path), f"got {type(leaf).__name__}, expected a tensor"))
+        elif (tuple(leaf.shape), leaf.dtype) != (want.shape, want.dtype):
+            got, expected = ((dtype_name(d), list(s)) for d, s in ((leaf.dtype, leaf.shape), (want.dtype, want.shape)))
+            rows.append((repr(path), f"got {got[0]}{got[1]}, expected {expected[0]}{expected[1]}"))
+    if not rows:
+        rows = list(_tie_problems(paths, leaves, layout))
+        devices = {str(leaf.device): path for path, leaf in zip(paths, leaves)}
+        if len(devices) > 1:
+            rows += [(repr(path), f"on {device}, expected all leaves on one device") for device, path in devices.items()]
+    if rows:
+        more = f"and {len(rows) - 8} more. " if len(rows) > 8 else ""
+        raise TreeError(
+            problem(where, "the tree is not the one that was planned.", sorted(rows)[:8], f"{more}Call plan() with this tree.")
+        )
+    structure = optree.tree_unflatten(layout.spec, [optree.tree_unflatten(u.spec, [0] * len(u.leaves)) for u in layout.units])
+    if optree.tree_structure(structure) != optree.tree_structure(params):
+        raise TreeError(f"{where}: the tree's containers are not those planned: {optree.tree_structure(params)}.")
+
+
+def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    if a.is_meta or b.is_meta:
+        return a.is_meta and b.is_meta
+    return torch.equal(*(x.detach().contiguous().view(-1).view(torch.uint8).cpu() for x in (a, b)))
+
+
+def _tie_problems(paths: Sequence[str], leaves: Sequence[torch.Tensor], layout: Layout) -> Iterator[tuple[str, str]]:
+    by_path = dict(zip(paths, leaves))
+    found = find_ties(paths, leaves)
+    for unit in layout.units:
+        for leaf in unit.leaves:
+            path = unit.full_path(leaf)
+            owner = None
+            if leaf.tied_to:
+                owner = ".".join(part for part in leaf.tied_to if part)
+            if owner is None and path in found:
+                yield repr(path), f"tied to {found[path]!r}, but laid out on its own"
+            elif owner and found.get(path) != owner and not _same_bits(by_path[path], by_path[owner]):
+                yield repr(path), f"laid out as tied to {owner!r}, but has values of its own"

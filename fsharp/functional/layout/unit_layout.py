@@ -1,0 +1,170 @@
+"""UnitLayout: which element of which leaf of a unit rests on which rank. Static, hashable, integers only.
+
+A unit's leaves are sorted into groups that agree in dtypes, in being trained and in label. A group is one flat buffer
+of ``num_parts * capacity`` elements; a place keeps some consecutive parts of it on each rank:
+
+    leaves        |--- w ---|-b-|------- v -------|..|      .. padding
+    parts         |   0   |   1   |   2   |   3      |      optimizer state, sharded over outer and inner
+    place params  |   inner 0     |   inner 1        |      parameters, sharded over inner
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import optree
+import torch
+
+from fsharp.functional.layout.mesh import Mesh
+from fsharp.functional.layout.packing import Atom
+from fsharp.functional.layout.placement import Place, Strategy
+from fsharp.functional.layout.precision import Dtypes
+
+
+@dataclass(frozen=True, slots=True)
+class Leaf:
+    """One leaf of the user's tree.
+
+    Attributes:
+        path: key path within its unit, ``""`` if the unit is the leaf.
+        shape: sizes of the dims.
+        dtype: the dtype that the user's leaf had.
+        atom: what must not be cut.
+        group: index of the group whose buffer holds it, -1 for a tied leaf.
+        offset: its first element in that buffer.
+        tied_to: ``(unit, path)`` of the leaf that holds its storage, or None.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    atom: Atom
+    group: int
+    offset: int
+    tied_to: tuple[str, str] | None = None
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """One flat buffer of a unit.
+
+    Attributes:
+        dtypes: of parameters, main copy and gradients.
+        trainable: whether it has gradients and optimizer state.
+        label: what :func:`~fsharp.partition` selects by.
+        num_parts: ranks among which the optimizer's place divides it.
+        capacity: elements in one part.
+        used: elements that belong to leaves; the rest is padding.
+    """
+
+    dtypes: Dtypes
+    trainable: bool
+    label: str
+    num_parts: int
+    capacity: int
+    used: int
+
+    @property
+    def size(self) -> int:
+        """Elements in the whole buffer."""
+        return self.num_parts * self.capacity
+
+
+class Span(NamedTuple):
+    """The part of one leaf that lies in one rank's buffer: ``buffer[start:stop]`` is ``leaf.flatten()[first:last]``."""
+
+    leaf: Leaf
+    start: int
+    stop: int
+    first: int
+    last: int
+
+
+@dataclass(frozen=True)
+class UnitLayout:
+    """The layout of one unit.
+
+    Attributes:
+        name: path of the unit in the user's tree.
+        mesh: the mesh it is laid out on.
+        strategy: where its state rests.
+        leaves: in tree order.
+        groups: its flat buffers.
+        spec: structure of its subtree.
+    """
+
+    name: str
+    mesh: Mesh
+    strategy: Strategy
+    leaves: tuple[Leaf, ...]
+    groups: tuple[Group, ...]
+    spec: optree.PyTreeSpec
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.name, self.mesh, self.strategy, self.leaves, self.groups, self.spec))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Hashes of strings differ between processes: what is cached stays behind.
+        return {f.name: getattr(self, f.name) for f in fields(self)}
+
+    def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
+        return isinstance(other, UnitLayout) and hash(self) == hash(other) and self._key == other._key
+
+    @property
+    def _key(self) -> tuple[Any, ...]:
+        return (self.name, self.mesh, self.strategy, self.leaves, self.groups, self.spec)
+
+    @cached_property
+    def trainable(self) -> tuple[int, ...]:
+        """Indices of the groups that have gradients."""
+        return tuple(i for i, group in enumerate(self.groups) if group.trainable)
+
+    @cached_property
+    def all_groups(self) -> tuple[int, ...]:
+        """Indices of all groups."""
+        return tuple(range(len(self.groups)))
+
+    def local_size(self, group: int, place: Place) -> int:
+        """Elements of a group that one rank holds in ``place``."""
+        return self.groups[group].size // math.prod(self.mesh.axis_size(axis) for axis in place.sharded)
+
+    def local_start(self, group: int, place: Place, rank: int) -> int:
+        """First element of the group's buffer that ``rank`` holds in ``place``."""
+        index = 0
+        for axis in place.sharded:
+            index = index * self.mesh.axis_size(axis) + self.mesh.coord(axis, rank)
+        return index * self.local_size(group, place)
+
+    def spans(self, group: int, place: Place, rank: int) -> Iterator[Span]:
+        """What ``rank`` holds of each leaf of a group in ``place``, in order of the buffer."""
+        start, size = self.local_start(group, place, rank), self.local_size(group, place)
+        for leaf in self.leaves_of(group):
+            low, high = max(start, leaf.offset), min(start + size, leaf.offset + leaf.numel)
+            if low < high:
+                yield Span(leaf, low - start, high - start, low - leaf.offset, high - leaf.offset)
+
+    def leaves_of(self, group: int) -> tuple[Leaf, ...]:
+        """The leaves stored in a group's buffer, in order of offset; empty leaves lead."""
+        return self._stored[group]
+
+    @cached_property
+    def _stored(self) -> tuple[tuple[Leaf, ...], ...]:
+        by_offset = sorted(self.leaves, key=lambda leaf: (leaf.offset, leaf.numel))
+        return tuple(tuple(leaf for leaf in by_offset if leaf.group == i) for i in self.all_groups)
+
+    def full_path(self, leaf: Leaf) -> str:
+        """The path of a leaf of this unit in the user's tree."""
+        return f"{self.name}.{leaf.path}" if self.name and leaf.path else self.name or leaf.path

@@ -1,0 +1,103 @@
+"""Units: the subtrees whose parameters are gathered, used and released together."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import optree
+
+from fsharp.errors import PatternError, problem
+from fsharp.functional.layout.paths import ancestors, as_patterns, flatten, matches, nothing_matches
+
+
+class Cut(NamedTuple):
+    """A tree cut into units.
+
+    Attributes:
+        names: the path of each unit, in tree order.
+        subtrees: what stands there.
+        spec: the structure above the units, with one leaf for each.
+    """
+
+    names: tuple[str, ...]
+    subtrees: tuple[Any, ...]
+    spec: optree.PyTreeSpec
+
+
+def unit_names(paths: Sequence[str], patterns: str | Sequence[str] | None) -> dict[str, str]:
+    """The unit of every leaf path.
+
+    A subtree that a pattern matches is a unit. So is each of the largest subtrees that contain no such match: what is
+    left over keeps the shape the user gave it. Without patterns the whole tree is one unit, named ``""``.
+
+    >>> unit_names(["embed.w", "layers.0.w", "layers.1.w", "norm"], "layers.*")
+    {'embed.w': 'embed', 'layers.0.w': 'layers.0', 'layers.1.w': 'layers.1', 'norm': 'norm'}
+
+    Raises:
+        PatternError: a pattern that matches nothing, or two matches one inside the other or in the same place.
+    """
+    matched: dict[str, str] = {}
+    prefixes = dict.fromkeys(prefix for path in paths for prefix in ancestors(path))
+    for pattern in as_patterns(patterns):
+        hits = [prefix for prefix in prefixes if matches(pattern, prefix)]
+        if not hits:
+            raise nothing_matches("units", pattern, paths)
+        for hit in hits:
+            if hit in matched:
+                raise _overlap((matched[hit], hit), (pattern, hit))
+            matched[hit] = pattern
+    for hit in matched:
+        for above in ancestors(hit)[1:]:
+            if above in matched:
+                raise _overlap((matched[above], above), (matched[hit], hit))
+    split = {above for hit in matched for above in ancestors(hit)[1:]}
+    result = {}
+    for path in paths:
+        chain = ancestors(path)
+        result[path] = next((p for p in chain if p in matched), None) or [p for p in chain if p not in split][-1]
+    return result
+
+
+_LEAF = optree.treespec_leaf()
+
+
+def cut(tree: Any, patterns: str | Sequence[str] | None) -> Cut:
+    """Cut ``tree`` at the units that :func:`unit_names` names; subtrees without leaves stay where they are."""
+    paths, _, _ = flatten(tree)
+    names = frozenset(unit_names(paths, patterns).values())
+    return cut_at(tree, names)
+
+
+def cut_at(tree: Any, names: frozenset[str]) -> Cut:
+    """Cut ``tree`` at the subtrees with these paths."""
+    # optree's is_leaf sees a node and not its path: find the nodes by walking down one level at a time.
+    found: list[tuple[str, Any]] = []
+
+    def walk(node: Any, path: str) -> Any:
+        if path in names:
+            found.append((path, node))
+            return _LEAF
+        if optree.tree_is_leaf(node):
+            return optree.tree_structure(node)
+        children, _, entries, _ = optree.tree_flatten_one_level(node)[:4]
+        specs = [walk(child, f"{path}.{entry}" if path else str(entry)) for child, entry in zip(children, entries)]
+        return _join_specs(node, specs)
+
+    spec = walk(tree, "")
+    return Cut(tuple(path for path, _ in found), tuple(node for _, node in found), spec)
+
+
+def _join_specs(node: Any, specs: list[optree.PyTreeSpec]) -> optree.PyTreeSpec:
+    one_level = optree.tree_structure(node, is_leaf=lambda x: x is not node)
+    it = iter(specs)
+    return one_level.transform(None, lambda _: next(it))
+
+
+def _overlap(first: tuple[str, str], second: tuple[str, str]) -> PatternError:
+    return PatternError(
+        problem(
+            "units",
+            "two patterns overlap: a parameter belongs to one unit only.",
+            [(f"{pattern!r}", f"matches {path or 'the root'!r}") for pattern, path in (first, second)],
+            "Keep the outer or the inner one.",
+        )
+    )

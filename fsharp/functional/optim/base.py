@@ -1,0 +1,276 @@
+"""Transform: the (init, update) pair, what it may know of the ranks, and how pairs are chained, masked and divided.
+
+A pair is all that :func:`~fsharp.update` asks for, so optimizers of other libraries work as they are. They see a tree
+whose leaves are flat shards, which is the same to an elementwise rule. A :class:`Transform` is told in addition which
+ranks there are, so that norms are right, and may update parameters itself, so that fused kernels can.
+"""
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol, cast
+
+import optree
+import torch
+
+from fsharp.errors import LayoutError, TreeError, problem
+from fsharp.functional.comm.protocol import Comm
+from fsharp.functional.layout.paths import assign, chosen
+from fsharp.functional.layout.sharded import Sharded, is_sharded, map_units, units_of
+
+
+class InitFn(Protocol):
+    """``init(params) -> state``."""
+
+    def __call__(self, params: Any, /) -> Any:
+        """State for these parameters."""
+
+
+class UpdateFn(Protocol):
+    """``update(grads, state, params, comm=...) -> (updates, state)``: updates are added to the parameters."""
+
+    def __call__(self, grads: Any, state: Any, params: Any, *, comm: Comm) -> tuple[Any, Any]:
+        """Updates and the new state."""
+
+
+class ApplyFn(Protocol):
+    """``apply(grads, state, params, comm=..., donate=...) -> (params, state)``: the new parameters themselves."""
+
+    def __call__(self, grads: Any, state: Any, params: Any, *, comm: Comm, donate: bool) -> tuple[Any, Any]:
+        """New parameters and the new state; ``donate`` allows to overwrite the old ones."""
+
+
+@dataclass(frozen=True, slots=True)
+class Transform:
+    """A gradient transformation.
+
+    All trees it sees are of trainable groups at the optimizer's place: gradients in the accumulation dtype, parameters
+    in the main dtype.
+
+    Attributes:
+        init: state from parameters.
+        update: updates to add to the parameters.
+        config: what ranks have to agree on, by name.
+        apply: new parameters in one go, for rules that have a fused kernel; None adds the updates.
+        name: by which its state is told from that of another one; one without a name takes any.
+    """
+
+    init: InitFn
+    update: UpdateFn
+    config: Mapping[str, Any]
+    apply: ApplyFn | None = None
+    name: str = ""
+
+    def __iter__(self) -> Any:
+        return iter((self.init, self.update))
+
+
+def as_transform(tx: Any) -> Transform:
+    """A Transform, or any ``(init, update)`` pair as one.
+
+    Raises:
+        TreeError: neither.
+    """
+    if isinstance(tx, Transform):
+        return tx
+    init, update = (getattr(tx, name, None) for name in ("init", "update"))
+    if init is None and isinstance(tx, tuple) and len(tx) == 2:
+        init, update = tx
+    if not (callable(init) and callable(update)):
+        raise TreeError(f"expected an (init, update) pair, got {tx!r:.80}.")
+    named = {p.name for p in inspect.signature(update).parameters.values() if p.kind is p.KEYWORD_ONLY}
+    pure = {"inplace": False} if "inplace" in named else {}
+
+    def plain(grads: Any, state: Any, params: Any, *, comm: Comm) -> tuple[Any, Any]:
+        if "params" in named:
+            return cast(tuple[Any, Any], update(grads, state, params=params, **pure))
+        return cast(tuple[Any, Any], update(grads, state, params, **pure))
+
+    return Transform(init, plain, {"pair": type(tx).__qualname__}, name="" if type(tx) is tuple else type(tx).__qualname__)
+
+
+def apply_transform(tx: Transform, grads: Any, state: Any, params: Any, *, comm: Comm, donate: bool = False) -> tuple[Any, Any]:
+    """New parameters and state by ``tx``, its own way if it has one, else by adding its updates."""
+    if tx.apply is not None:
+        return tx.apply(grads, state, params, comm=comm, donate=donate)
+    updates, state = tx.update(grads, state, params, comm=comm)
+    return add_updates(params, updates, donate=donate), state
+
+
+def add_updates(params: Any, updates: Any, *, donate: bool = False) -> Any:
+    """``params + updates``, in the dtype of the parameters."""
+    return optree.tree_map(lambda p, u: (p.add_(u) if donate else p + u).to(p.dtype), params, updates)
+
+
+def chain(*transforms: Any) -> Transform:
+    """One transformation after another: each gets the updates of the one before as its gradients.
+
+    >>> import fsharp as fs
+    >>> tx = fs.chain(fs.clip_by_global_norm(1.0), fs.adamw(1e-3))
+    """
+    txs = tuple(map(as_transform, transforms))
+    if not txs:
+        raise TreeError("chain(): no transformation.")
+
+    def init(params: Any, /) -> Any:
+        return tuple(tx.init(params) for tx in txs)
+
+    def update(grads: Any, state: Any, params: Any, *, comm: Comm) -> tuple[Any, Any]:
+        new = []
+        for tx, old in zip(txs, state, strict=True):
+            grads, s = tx.update(grads, old, params, comm=comm)
+            new.append(s)
+        return grads, tuple(new)
+
+    def apply(grads: Any, state: Any, params: Any, *, comm: Comm, donate: bool) -> tuple[Any, Any]:
+        new = []
+        for tx, old in zip(txs[:-1], state[:-1], strict=True):
+            grads, s = tx.update(grads, old, params, comm=comm)
+            new.append(s)
+        params, last = apply_transform(txs[-1], grads, state[-1], params, comm=comm, donate=donate)
+        return params, (*new, last)
+
+    config = {f"{i}": dict(tx.config) for i, tx in enumerate(txs)}
+    return Transform(init, update, config, apply, _name("chain", *(tx.name for tx in txs)))
+
+
+def _name(outer: str, *inner: str) -> str:
+    return f"{outer}({', '.join(inner)})" if all(inner) else ""
+
+
+def partition(transforms: Mapping[str, Any]) -> Transform:
+    """A transformation for each label that :func:`~fsharp.plan` gave to leaves: Muon for matrices, AdamW for the rest.
+
+    Raises:
+        LayoutError: at ``init``: a label without a transformation.
+    """
+    txs = {label: as_transform(tx) for label, tx in transforms.items()}
+
+    def part(tree: Any, label: str) -> Any:
+        return map_units(lambda s: s.select([g for g in s.groups if s.unit.groups[g].label == label]), tree)
+
+    def init(params: Any, /) -> Any:
+        labels = {s.unit.groups[g].label for s in units_of(params) for g in s.groups}
+        if missing := sorted(labels - set(txs)):
+            facts = [("labels", sorted(labels)), ("rules for", sorted(txs))]
+            raise LayoutError(problem("partition()", f"no transformation for the label {missing[0]!r}.", facts))
+        return {label: tx.init(part(params, label)) for label, tx in txs.items()}
+
+    def over(run: Callable[[Transform, Any, Any, Any], tuple[Any, Any]], grads: Any, state: Any, params: Any) -> Any:
+        outs, new = {}, {}
+        for label, tx in txs.items():
+            outs[label], new[label] = run(tx, part(grads, label), state[label], part(params, label))
+        return _join(params, list(outs.values())), new
+
+    def update(grads: Any, state: Any, params: Any, *, comm: Comm) -> tuple[Any, Any]:
+        return cast(tuple[Any, Any], over(lambda tx, g, s, p: tx.update(g, s, p, comm=comm), grads, state, params))
+
+    def apply(grads: Any, state: Any, params: Any, *, comm: Comm, donate: bool) -> tuple[Any, Any]:
+        def run(tx: Transform, g: Any, s: Any, p: Any) -> tuple[Any, Any]:
+            return apply_transform(tx, g, s, p, comm=comm, donate=donate)
+
+        return cast(tuple[Any, Any], over(run, grads, state, params))
+
+    config = {label: dict(tx.config) for label, tx in txs.items()}
+    named = (f"{label}={tx.name}" if tx.name else "" for label, tx in txs.items())
+    return Transform(init, update, config, apply, _name("partition", *named))
+
+
+def _join(like: Any, parts: list[Any]) -> Any:
+    def one(whole: Sharded, *pieces: Sharded) -> Sharded:
+        held = {g: b for piece in pieces for g, b in zip(piece.groups, piece.buffers, strict=True)}
+        return whole.replace([held[g] for g in whole.groups])
+
+    return map_units(one, like, *parts)
+
+
+def masked(tx: Any, mask: Any) -> Transform:
+    """``tx`` on the leaves that ``mask`` selects; the gradients of others pass unchanged.
+
+    Args:
+        tx: any ``(init, update)`` pair; it sees zeros in place of the gradients it is not meant for.
+        mask: patterns of leaf paths, or a predicate on the path.
+
+    Cost: state for all leaves; one pass over the gradients more. To save the state use labels and :func:`partition`.
+    """
+    inner = as_transform(tx)
+
+    def update(grads: Any, state: Any, params: Any, *, comm: Comm) -> tuple[Any, Any]:
+        flags = per_leaf("masked(mask)", params, lambda paths: dict.fromkeys(chosen("masked()", mask, paths), True), False)
+        seen = _where(flags, grads, None, comm.rank)
+        out, state = inner.update(seen, state, params, comm=comm)
+        return _where(flags, out, grads, comm.rank), state
+
+    # A function's repr holds its address, which differs between ranks.
+    shown = getattr(mask, "__qualname__", type(mask).__qualname__) if callable(mask) else repr(mask)
+    return Transform(inner.init, update, {"masked": shown, "inner": dict(inner.config)}, name=inner.name)
+
+
+def _where(flags: Mapping[str, bool], yes: Any, no: Any | None, rank: int) -> Any:
+    """Per leaf: ``yes`` where the flag is set, else ``no`` or zero."""
+
+    def one(chosen_: Sharded, other: Sharded) -> Sharded:
+        out = chosen_.replace([b.clone() for b in chosen_.buffers])
+        rest = other.local_leaves(rank)
+        for path, view in out.local_leaves(rank).items():
+            if not flags[path]:
+                view.zero_() if no is None else view.copy_(rest[path])
+        return out
+
+    return map_units(one, yes, yes if no is None else no)
+
+
+def per_leaf(
+    where: str, params: Any, rules: Callable[[list[str]], Mapping[str, Any]] | Any, default: Any = None
+) -> dict[str, Any]:
+    """A value for every leaf stored in the groups of ``params``: by a function of all paths, or as :func:`assign` reads it."""
+    paths = [s.unit.full_path(leaf) for s in units_of(params) for g in s.groups for leaf in s.unit.leaves_of(g)]
+    if default is not None:
+        return dict.fromkeys(paths, default) | dict(rules(paths))
+    return assign(where, rules, paths)
+
+
+def check_gradients(where: str, grads: Any, params: Any) -> None:
+    """Refuse gradients whose units, places, groups, sizes or dtypes are not those of the parameters to be updated.
+
+    Raises:
+        TreeError: what differs, in the first unit in which something does.
+    """
+    if optree.tree_structure(grads, is_leaf=is_sharded) != optree.tree_structure(params, is_leaf=is_sharded):
+        raise TreeError(f"{where}: gradients and parameters are trees of different structure.")
+    for g, p in zip(units_of(grads), units_of(params), strict=True):
+        check_shared(where, g)
+        facts: list[tuple[str, Any, Any]] = [("layout of unit", g.name, p.name)] if g.unit != p.unit else []
+        if not facts:
+            facts += [("place", g.place, p.place)] * (g.place != p.place)
+            facts += [("groups", g.groups, p.groups)] * (g.groups != p.groups)
+        if not facts:
+            for i, x, y in zip(g.groups, g.raw_buffers, p.raw_buffers, strict=True):
+                want = p.unit.groups[i].dtypes.accumulate
+                if not isinstance(x, torch.Tensor):
+                    facts.append((f"group {i}", type(x).__name__, "a tensor"))
+                elif (x.shape, x.dtype) != (y.shape, want):
+                    facts.append((f"group {i}", f"{x.dtype}{list(x.shape)}", f"{want}{list(y.shape)}"))
+        if facts:
+            what, got, expected = facts[0]
+            raise TreeError(
+                problem(
+                    where,
+                    f"gradients of unit {g.name!r} do not fit its parameters.",
+                    [("differs", what), ("got", got), ("expected", expected)],
+                    "Pass what value_and_grad() returned, through reduce_scatter(grads, comm=comm).",
+                )
+            )
+
+
+def check_shared(where: str, grads: Sharded) -> None:
+    """Refuse gradients that ranks have not summed, though their place does not say so.
+
+    Raises:
+        TreeError: they were taken with respect to gathered parameters.
+    """
+    if grads.is_gathered:
+        raise TreeError(
+            f"{where}: the gradient of unit {grads.name!r} is this rank's part of it: it was taken with respect to gathered "
+            "parameters. reduce_scatter() it, or differentiate with respect to parameters at rest."
+        )

@@ -1,0 +1,342 @@
+"""AdamW, SGD and Lion on flat buffers: fused kernels where torch has them, hyper-parameters per path.
+
+[Note: whole vectors]
+torch's fused CPU kernels treat the last elements of a tensor, those that do not fill a SIMD vector, with scalar code
+that may round differently. Where a buffer ends depends on how it is sharded, so each kernel here is given whole vectors
+only: the remainders go through a padded scratch tensor. An element's update then depends on nothing but the element.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import optree
+import torch
+
+from fsharp.functional.comm.protocol import Comm
+from fsharp.functional.layout.sharded import Sharded, units_of
+from fsharp.functional.optim.base import Transform, per_leaf
+
+Schedule = float | Callable[[int], float]
+"""A number, or a function of the number of updates made so far."""
+PerPath = float | Mapping[str, float] | Callable[[str], float]
+"""A number, numbers by path pattern (the last that selects a leaf counts), or a function of the leaf's path."""
+
+_VECTOR_NBYTES = 128
+"""Two of the widest SIMD registers in use, which torch's loops take at once, and a multiple of all narrower ones."""
+
+
+class AdamState(NamedTuple):
+    """State of :func:`adamw`.
+
+    Attributes:
+        count: updates made.
+        mu: first moments, like the parameters.
+        nu: second moments, like the parameters.
+    """
+
+    count: int | torch.Tensor  # type: ignore[assignment]  # tuple.count, which nobody calls on a state
+    mu: Any
+    nu: Any
+
+
+class MomentumState(NamedTuple):
+    """State of :func:`sgd`, :func:`lion` and :func:`muon`.
+
+    Attributes:
+        count: updates made.
+        momentum: like the parameters, or None without momentum.
+    """
+
+    count: int  # type: ignore[assignment]  # tuple.count, which nobody calls on a state
+    momentum: Any
+
+
+def at(schedule: Schedule, count: int) -> float:
+    """The value of a schedule after ``count`` updates."""
+    return float(schedule(count) if callable(schedule) else schedule)
+
+
+def _at_tensor(schedule: Any, count: torch.Tensor) -> Any:
+    return schedule(count) if callable(schedule) else float(schedule)
+
+
+def adamw(
+    lr: Schedule,
+    *,
+    b1: float = 0.9,
+    b2: float = 0.999,
+    eps: float = 1e-8,
+    weight_decay: PerPath = 0.01,
+    lr_scale: PerPath = 1.0,
+    capturable: bool = False,
+) -> Transform:
+    """Adam with decoupled weight decay.
+
+    ``p <- p - lr * (wd * p + m' / (sqrt(v') + eps))`` with bias-corrected moments ``m'``, ``v'`` of the gradient.
+
+    Args:
+        lr: learning rate, or a schedule.
+        b1: decay of the first moment.
+        b2: decay of the second moment.
+        eps: added to the root.
+        weight_decay: per path, for example ``{"**": 0.1, "**.bias": 0.0}``.
+        lr_scale: factor on the learning rate, per path.
+        capturable: keep the count in a float32 scalar where the parameters are, so that a CUDA graph of a step counts on. A
+            schedule is then called with that tensor.
+
+    Returns:
+        A transform with :class:`AdamState`. State: two buffers at the optimizer's place.
+
+    Source: Loshchilov and Hutter, arXiv 1711.05101; the kernel is torch's fused one, so one rank gets the same bits as
+    from ``torch.optim.AdamW(fused=True)`` up to its treatment of tails.
+    """
+
+    def init(params: Any, /) -> AdamState:
+        count = torch.zeros((), device=_device(params)) if capturable else 0
+        return AdamState(count, _zeros(params), _zeros(params))
+
+    def step(grads: Any, state: AdamState, params: Any, decays: PerPath, *, comm: Comm, donate: bool) -> tuple[Any, AdamState]:
+        before = state.count
+        rate: Any = _at_tensor(lr, before) if isinstance(before, torch.Tensor) else at(lr, before)
+        count = before.add_(1) if donate and isinstance(before, torch.Tensor) else before + 1
+        params, mu, nu = _writable(donate, params, state.mu, state.nu)
+
+        def kernel(lists: Sequence[list[torch.Tensor]], scale: float, decay: float) -> None:
+            p, g, m, v = lists
+            taken = count if isinstance(count, torch.Tensor) else torch.full((), float(count), device=p[0].device)
+            steps = [taken] * len(p)
+            torch._fused_adamw_(
+                p, g, m, v, [], steps,
+                lr=rate * scale, beta1=b1, beta2=b2, weight_decay=decay, eps=eps, amsgrad=False, maximize=False,
+            )  # fmt: skip
+
+        _each_run(kernel, (params, grads, mu, nu), comm.rank, lr_scale, decays)
+        return params, AdamState(count, mu, nu)
+
+    numbers = {"capturable": True} if capturable else {}
+    config = {"adamw": _text(lr=lr, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay, lr_scale=lr_scale, **numbers)}
+    return _rule(init, step, config, weight_decay, lr_scale, lambda s: _at_tensor(lr, s.count))
+
+
+def sgd(
+    lr: Schedule,
+    *,
+    momentum: float = 0.0,
+    nesterov: bool = False,
+    weight_decay: PerPath = 0.0,
+    lr_scale: PerPath = 1.0,
+) -> Transform:
+    """Stochastic gradient descent with momentum and L2 weight decay.
+
+    ``m <- momentum * m + g + wd * p``, ``p <- p - lr * m``; as ``torch.optim.SGD`` without dampening.
+
+    Args:
+        lr: learning rate, or a schedule.
+        momentum: decay of the momentum; 0 keeps no state.
+        nesterov: look ahead.
+        weight_decay: per path.
+        lr_scale: factor on the learning rate, per path.
+
+    Returns:
+        A transform with :class:`MomentumState`.
+    """
+
+    def init(params: Any, /) -> MomentumState:
+        return MomentumState(0, _zeros(params) if momentum else None)
+
+    def step(
+        grads: Any, state: MomentumState, params: Any, decays: PerPath, *, comm: Comm, donate: bool
+    ) -> tuple[Any, MomentumState]:
+        trees = (params, state.momentum) if momentum else (params,)
+        params, *buffers = _writable(donate, *trees)
+        rate = at(lr, state.count)
+
+        def kernel(lists: Sequence[list[torch.Tensor]], scale: float, decay: float) -> None:
+            torch._fused_sgd_(
+                lists[0], lists[1], lists[2] if momentum else [],
+                weight_decay=decay, momentum=momentum, lr=rate * scale, dampening=0.0, nesterov=nesterov,
+                maximize=False, is_first_step=False,
+            )  # fmt: skip
+
+        _each_run(kernel, (params, grads, *buffers), comm.rank, lr_scale, decays)
+        return params, MomentumState(state.count + 1, buffers[0] if momentum else None)
+
+    config = {"sgd": _text(lr=lr, momentum=momentum, nesterov=nesterov, weight_decay=weight_decay, lr_scale=lr_scale)}
+    return _rule(init, step, config, weight_decay)
+
+
+def lion(
+    lr: Schedule,
+    *,
+    b1: float = 0.9,
+    b2: float = 0.99,
+    weight_decay: PerPath = 0.0,
+    lr_scale: PerPath = 1.0,
+) -> Transform:
+    """Sign of an interpolated momentum, with decoupled weight decay.
+
+    ``p <- p - lr * (sign(b1 * m + (1 - b1) * g) + wd * p)``, then ``m <- b2 * m + (1 - b2) * g``.
+
+    Args:
+        lr: learning rate, or a schedule.
+        b1: interpolation for the sign.
+        b2: decay of the momentum.
+        weight_decay: per path.
+        lr_scale: factor on the learning rate, per path.
+
+    Returns:
+        A transform with :class:`MomentumState`. State: one buffer at the optimizer's place.
+
+    Source: Chen et al., arXiv 2302.06675, algorithm 2.
+    """
+
+    def init(params: Any, /) -> MomentumState:
+        return MomentumState(0, _zeros(params))
+
+    def step(
+        grads: Any, state: MomentumState, params: Any, decays: PerPath, *, comm: Comm, donate: bool
+    ) -> tuple[Any, MomentumState]:
+        params, momentum = _writable(donate, params, state.momentum)
+        rate = at(lr, state.count)
+
+        def kernel(lists: Sequence[list[torch.Tensor]], scale: float, decay: float) -> None:
+            for p, g, m in zip(*lists, strict=True):
+                direction = torch.lerp(g, m, b1).sign_()
+                p.mul_(1 - rate * scale * decay).sub_(direction, alpha=rate * scale)
+                m.lerp_(g, 1 - b2)
+
+        _each_run(kernel, (params, grads, momentum), comm.rank, lr_scale, decays)
+        return params, MomentumState(state.count + 1, momentum)
+
+    config = {"lion": _text(lr=lr, b1=b1, b2=b2, weight_decay=weight_decay, lr_scale=lr_scale)}
+    return _rule(init, step, config, weight_decay, lr_scale, lambda s: at(lr, s.count))
+
+
+def _rule(
+    init: Any,
+    step: Callable[..., tuple[Any, Any]],
+    config: Mapping[str, Any],
+    weight_decay: PerPath,
+    lr_scale: PerPath = 1.0,
+    rate: Callable[[Any], Any] | None = None,
+) -> Transform:
+    """A transform from a step that changes parameters in place.
+
+    The update alone is that of parameters which are zero: a difference of parameters would have lost its digits. Weight decay
+    is added to it, times the learning ``rate``; or to the gradients, if there is no rate.
+    """
+
+    def apply(grads: Any, state: Any, params: Any, *, comm: Comm, donate: bool) -> tuple[Any, Any]:
+        return step(grads, state, params, weight_decay, comm=comm, donate=donate)
+
+    def update(grads: Any, state: Any, params: Any, *, comm: Comm) -> tuple[Any, Any]:
+        def add(tree: Any, factor: Any) -> Any:
+            def kernel(lists: Sequence[list[torch.Tensor]], scale: float, decay: float) -> None:
+                for x, p in zip(*lists, strict=True):
+                    x.add_(p * (factor * scale * decay))
+
+            _each_run(kernel, (tree, params), comm.rank, lr_scale, weight_decay)
+            return tree
+
+        if rate is None:
+            grads = add(optree.tree_map(lambda g, p: g.to(p.dtype, copy=True), grads, params), 1.0)
+        updates, new = step(grads, state, _zeros(params), 0.0, comm=comm, donate=False)
+        return updates if rate is None else add(updates, -rate(state)), new
+
+    return Transform(init, update, config, apply, next(iter(config)))
+
+
+def _text(**values: Any) -> dict[str, str]:
+    return {name: _describe(value) for name, value in values.items()}
+
+
+def _describe(value: Any) -> str:
+    # A function's repr holds its address, which differs between ranks; that of a schedule of ours holds its numbers.
+    text = repr(value)
+    return str(getattr(value, "__qualname__", type(value).__qualname__)) if " at 0x" in text else text
+
+
+def _device(params: Any) -> torch.device:
+    tensors = [leaf for leaf in optree.tree_leaves(params) if isinstance(leaf, torch.Tensor)]
+    return tensors[0].device if tensors else torch.device("cpu")
+
+
+def _zeros(params: Any) -> Any:
+    return optree.tree_map(torch.zeros_like, params)
+
+
+def _writable(donate: bool, *trees: Any) -> list[Any]:
+    return list(trees) if donate else [optree.tree_map(torch.clone, tree) for tree in trees]
+
+
+def _each_run(
+    kernel: Callable[..., None],
+    trees: tuple[Any, ...],
+    rank: int,
+    lr_scale: PerPath,
+    weight_decay: PerPath,
+) -> None:
+    """Call ``kernel(lists, scale, decay)`` for each pair of hyper-parameters, on the runs of the buffers that have it.
+
+    ``trees`` are parameters, gradients and state, whose buffers correspond; all but the second are written in place.
+    """
+    params = trees[0]
+    rules = {"lr_scale": lr_scale, "weight_decay": weight_decay}
+    uniform = None
+    if isinstance(lr_scale, int | float) and isinstance(weight_decay, int | float):
+        uniform = (float(lr_scale), float(weight_decay))
+    tables = {} if uniform else {name: per_leaf(f"{name}=", params, rule) for name, rule in rules.items()}
+    by_value: dict[tuple[float, float], list[list[torch.Tensor]]] = {}
+    for nodes in zip(*map(units_of, trees), strict=True):
+        for i, group in enumerate(nodes[0].groups):
+            columns = [node.buffers[i] for node in nodes]
+            columns[1] = columns[1].to(columns[0].dtype)
+            for value, start, stop in [(uniform, 0, columns[0].numel())] if uniform else _runs(nodes[0], group, rank, tables):
+                if start < stop:
+                    lists = by_value.setdefault(value, [[] for _ in columns])
+                    for column, into in zip(columns, lists, strict=True):
+                        into.append(column if stop - start == len(column) else column[start:stop])
+    for (scale, decay), lists in by_value.items():
+        run = partial(kernel, scale=scale, decay=decay)
+        for dtype in dict.fromkeys(x.dtype for x in lists[0]):
+            chosen = [j for j, x in enumerate(lists[0]) if x.dtype is dtype]
+            _in_whole_vectors(run, [[column[j] for j in chosen] for column in lists])
+
+
+def _runs(node: Sharded, group: int, rank: int, tables: Mapping[str, Mapping[str, float]]) -> list[Any]:
+    """``((scale, decay), start, stop)`` that tile a buffer; padding goes with the leaf before it."""
+    result: list[Any] = []
+    size = node.unit.local_size(group, node.place)
+    for span in node.unit.spans(group, node.place, rank):
+        path = node.unit.full_path(span.leaf)
+        value = (float(tables["lr_scale"][path]), float(tables["weight_decay"][path]))
+        if not result or result[-1][0] != value:
+            result.append([value, span.start if result else 0, size])
+            if len(result) > 1:
+                result[-2][2] = span.start
+    return result
+
+
+def _in_whole_vectors(kernel: Callable[[Sequence[list[torch.Tensor]]], None], lists: list[list[torch.Tensor]]) -> None:
+    """Run an in-place kernel so that no tensor it sees on a CPU ends within a vector; see [Note: whole vectors]."""
+    vector = _VECTOR_NBYTES // lists[0][0].itemsize
+    if lists[0][0].device.type != "cpu" or not any(x.numel() % vector for x in lists[0]):
+        kernel(lists)
+        return
+    cuts = [x.numel() - x.numel() % vector for x in lists[0]]
+    bodies = [[x if cut == len(x) else x[:cut] for x, cut in zip(column, cuts, strict=True) if cut] for column in lists]
+    tails = [[x[cut:] for x, cut in zip(column, cuts, strict=True) if cut < x.numel()] for column in lists]
+    scratch = []
+    for column in tails:
+        joined = torch.cat(column) if column else torch.empty(0)
+        scratch.append(torch.nn.functional.pad(joined, (0, -joined.numel() % vector)))
+    if tails[0]:
+        for body, extra in zip(bodies, scratch, strict=True):
+            body.append(extra)
+    kernel(bodies)
+    for k, column in enumerate(tails):
+        if column and k != 1:
+            used = sum(x.numel() for x in column)
+            for x, piece in zip(column, scratch[k][:used].split([x.numel() for x in column]), strict=True):
+                x.copy_(piece)

@@ -1,0 +1,155 @@
+"""Chain: the collectives, one axis after another, that take a flat gradient from one resting place to the next."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from fsharp.functional.layout.precision import Dtypes
+from fsharp.stateful.transport import joint
+from fsharp.stateful.transport.base import Ticket, Transport
+from fsharp.stateful.units.full import aligned
+
+Pieces = list[tuple[int, torch.dtype]]
+
+
+class Stage(NamedTuple):
+    """One collective: ``"reduce_scatter"`` or ``"all_reduce"``, the axis, and its size."""
+
+    op: str
+    axis: str
+    n: int
+
+
+class Chain:
+    """The stages that a buffer of ``size`` elements goes through.
+
+    What travels is in the wire dtype, what comes out in the accumulation dtype. All stages but the last block on a host
+    without streams; the last one's ticket is handed out.
+
+    Args:
+        transport: runs them.
+        dtypes: of the group.
+        size: elements of the buffer.
+        stages: in order.
+        has_target: whether the result always goes to a place of its own.
+    """
+
+    def __init__(
+        self, transport: Transport, dtypes: Dtypes, size: int, stages: tuple[Stage, ...], *, has_target: bool = False
+    ) -> None:
+        self.transport, self.dtypes, self.size, self.stages, self.has_target = transport, dtypes, size, stages, has_target
+        self.differ = dtypes.wire != dtypes.accumulate
+
+    def sizes(self) -> list[int]:
+        """Elements that come out of each stage."""
+        result, size = [], self.size
+        for stage in self.stages:
+            size = size // stage.n if stage.op == "reduce_scatter" else size
+            result.append(size)
+        return result
+
+    def pieces(self) -> Pieces:
+        """The memory it works in: scratch of each stage, and what lies between two of them."""
+        result: Pieces = []
+        size = self.size
+        for i, (stage, out) in enumerate(zip(self.stages, self.sizes(), strict=True)):
+            is_last = i == len(self.stages) - 1
+            apart = not self.differ and (self.has_target or not is_last)
+            nbytes = self.transport.scratch_nbytes(stage.op, stage.axis, size, self.dtypes.wire.itemsize, apart=apart)
+            result.append((nbytes, torch.uint8))
+            if not is_last:
+                result.append((out, self.dtypes.accumulate))
+                result.append((out if self.differ else 0, self.dtypes.wire))
+            size = out
+        return result
+
+
+class Leg(NamedTuple):
+    """A buffer that is about to go through a chain.
+
+    Attributes:
+        chain: its stages.
+        x: the buffer, in the wire dtype.
+        out: where the result goes; None leaves it in the memory of the last stage.
+        memory: tensors for :meth:`Chain.pieces`.
+    """
+
+    chain: Chain
+    x: torch.Tensor
+    out: torch.Tensor | None
+    memory: Sequence[torch.Tensor]
+
+
+def reduce_along(legs: Sequence[Leg], transport: Transport, *, label: str, as_one: bool) -> list[Ticket]:
+    """Begin to reduce, each by itself, or all in the same collectives, for which their stages and dtypes have to agree.
+
+    Returns:
+        For each the last stage's ticket.
+    """
+    if not as_one:
+        return [_reduce([leg], transport, f"{label} group {i}")[0] for i, leg in enumerate(legs)]
+    return _reduce(legs, transport, label)
+
+
+def _reduce(legs: Sequence[Leg], transport: Transport, label: str) -> list[Ticket]:
+    tickets = [Ticket(result=leg.x if leg.out is None else leg.out) for leg in legs]
+    moving = [i for i, leg in enumerate(legs) if leg.chain.size]
+    if not moving:
+        return tickets
+    chain, xs = legs[moving[0]].chain, [legs[i].x for i in moving]
+    outs, memory = [legs[i].out for i in moving], [iter(legs[i].memory) for i in moving]
+    last: list[Ticket] = []
+    for k, (op, axis, n) in enumerate(chain.stages):
+        scratch = [next(each) for each in memory]
+        is_last = k == len(chain.stages) - 1
+        between = [] if is_last else [(next(each), next(each)) for each in memory]
+        targets = outs if is_last else [wide for wide, _ in between]
+        if op == "reduce_scatter":
+            dtype = chain.dtypes.accumulate
+            last = joint.reduce_scatter(transport, xs, axis, n, dtype=dtype, scratch=scratch, outs=targets, label=label)
+        else:
+            places = [target for target in targets if target is not None]
+            assert len(places) == len(xs), "an all_reduce needs a place for its result"
+            last = joint.all_reduce(transport, xs, places, axis, n, scratch=scratch, label=label)
+        if between:
+            for ticket in last:
+                rest = ticket.wait()
+                if isinstance(rest, Ticket):
+                    rest.wait()
+            xs = [narrow.copy_(wide) if chain.differ else wide for wide, narrow in between]
+    for i, ticket in zip(moving, last, strict=True):
+        tickets[i] = ticket
+    return tickets
+
+
+Move = tuple[torch.Tensor, Sequence[torch.Tensor]]
+"""What a rank has of a buffer, and what each gather of it fills."""
+
+
+def gather_along(axes: Sequence[str], moves: Sequence[Move], transport: Transport, *, label: str, as_one: bool) -> list[Ticket]:
+    """Gather along one axis after another, each buffer by itself, or all, of one dtype, in the same collectives.
+
+    All collectives but the last block on a host without streams.
+
+    Returns:
+        What all of them have to wait for.
+    """
+    if not as_one:
+        return [_gather(axes, [move], transport, f"{label} group {i}") for i, move in enumerate(moves)]
+    return [_gather(axes, moves, transport, label)] if moves else []
+
+
+def _gather(axes: Sequence[str], moves: Sequence[Move], transport: Transport, label: str) -> Ticket:
+    ticket, xs = Ticket(), [x for x, _ in moves]
+    for k, axis in enumerate(axes):
+        ticket.wait()
+        outs = [each[k] for _, each in moves]
+        ticket = joint.gather(transport, xs, outs, axis, label=label)
+        xs = outs
+    return ticket
+
+
+def nbytes_of(pieces: Pieces) -> int:
+    """Bytes of a run of memory that holds the pieces, each on an aligned boundary."""
+    return sum(aligned(numel * dtype.itemsize) for numel, dtype in pieces)

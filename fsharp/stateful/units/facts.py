@@ -1,0 +1,85 @@
+"""The facts of a unit that a schedule has to know, from its layout."""
+
+from collections.abc import Iterator
+
+from fsharp.functional.comm.protocol import Call, sent_nbytes
+from fsharp.functional.layout.placement import Replicate, Shard
+from fsharp.functional.layout.precision import dtype_name
+from fsharp.functional.layout.unit_layout import UnitLayout
+from fsharp.stateful.schedule.policy import Policy
+from fsharp.stateful.schedule.program import UnitFacts
+from fsharp.stateful.units.chain import Chain
+from fsharp.stateful.units.full import moving_axes
+from fsharp.stateful.units.unit_state import UnitState, full_nbytes
+
+
+def spread_axes(unit: UnitLayout, *, trivial: bool) -> tuple[str, ...]:
+    """Axes to gather updated parameters along, in order of the gathers, to bring them to where they rest."""
+    strategy = unit.strategy
+    axes = [a for a in reversed(strategy.order) if strategy.optim[a] is Shard and strategy.params[a] is Replicate]
+    return moving_axes(unit, axes, trivial=trivial)
+
+
+def facts_of(unit: UnitState, policy: Policy, *, several_uses: bool, several_microbatches: bool) -> UnitFacts:
+    """What this unit takes: bytes of its copy and of its gradient's way, and the collectives of each move.
+
+    Args:
+        unit: of a step that has been recorded.
+        policy: of the schedule.
+        several_uses: whether it is used more than once in some microbatch, with a gradient.
+        several_microbatches: whether gradients of more than one are added.
+    """
+    trivial, layout = policy.trivial_axes, unit.layout
+    params, optim = layout.strategy.params, layout.strategy.optim
+    gather = [c for g in layout.all_groups for c in _gathers(layout, g, layout.local_size(g, params), unit.axes)]
+    gathered = full_nbytes(layout) if unit.axes else 0
+    if unit.gradient is None:
+        return UnitFacts(unit.key, gathered, trainable=False, gather=tuple(gather), host=unit.host_nbytes, wire=_wire(layout))
+    route = unit.gradient.route
+    axes = spread_axes(layout, trivial=trivial)
+    spread = [c for g in layout.trainable for c in _gathers(layout, g, layout.local_size(g, optim), axes)]
+    return UnitFacts(
+        unit.key,
+        gathered=gathered,
+        outgoing=route.outgoing_nbytes(several_uses=several_uses, several_microbatches=several_microbatches),
+        finishing=route.finishing_nbytes(),
+        rest=0 if policy.keep_gradients else unit.gradient.rest.nbytes,
+        trainable=True,
+        gather=tuple(gather),
+        reduce=tuple(c for chain in route.chains for c in _reductions(chain)),
+        finish=tuple(c for chain in route.finishes for c in _reductions(chain)),
+        spread=tuple(spread),
+        host=unit.host_nbytes,
+        wire=_wire(layout),
+    )
+
+
+def _wire(unit: UnitLayout) -> str | None:
+    """The dtypes that all groups of a unit have in common; None if they differ."""
+    found = {group.dtypes for group in unit.groups}
+    if len(found) != 1:
+        return None
+    [dtypes] = found
+    return " ".join(dtype_name(each) for each in (dtypes.compute, dtypes.main, dtypes.wire, dtypes.accumulate))
+
+
+def _gathers(unit: UnitLayout, group: int, size: int, axes: tuple[str, ...]) -> Iterator[Call]:
+    itemsize = unit.groups[group].dtypes.compute.itemsize
+    for axis in axes if size else ():
+        n = unit.mesh.axis_size(axis)
+        yield Call("all_gather", axis, sent_nbytes("all_gather", size * itemsize, n))
+        size *= n
+
+
+def _reductions(chain: Chain) -> Iterator[Call]:
+    wire, accumulate = chain.dtypes.wire.itemsize, chain.dtypes.accumulate.itemsize
+    size = chain.size
+    for (op, axis, n), out in zip(chain.stages, chain.sizes(), strict=True) if size else ():
+        if op == "reduce_scatter":
+            yield Call(op, axis, sent_nbytes(op, out * wire, n))
+        elif not chain.differ:
+            yield Call(op, axis, sent_nbytes(op, -(-out // n) * wire, n))
+        else:
+            part = -(-out // n)
+            yield Call("reduce_scatter", axis, sent_nbytes("reduce_scatter", part * wire, n))
+            yield Call("all_gather", axis, sent_nbytes("all_gather", part * accumulate, n))

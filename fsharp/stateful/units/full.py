@@ -1,0 +1,182 @@
+"""A unit's full parameters at one address, and the leaves that functions get of them.
+
+[Note: aliases]
+Autograd saves the leaves that a function used, and checks in the backward that nobody has written to them since. Slots are
+written to in between, with the same values. So leaves are aliases with version counters of their own, not the slot's:
+autograd looks at the address again in the backward, when the scheduler has put there what it had seen in the forward.
+Views would share the slot's version counter and be refused.
+"""
+
+from collections.abc import Mapping, Sequence
+from functools import cache
+from typing import Any
+
+import optree
+import torch
+
+from fsharp.errors import TreeError, problem
+from fsharp.functional.layout.placement import Shard
+from fsharp.functional.layout.unit_layout import Leaf, UnitLayout
+
+
+class LeafIndex:
+    """Where each leaf of a unit's subtree is found.
+
+    Attributes:
+        stored: leaves that this unit stores, in tree order.
+        trainable: positions in ``stored`` of those that have gradients.
+        position: path to position in ``stored``.
+    """
+
+    def __init__(self, unit: UnitLayout) -> None:
+        self.unit = unit
+        self.stored = tuple(leaf for leaf in unit.leaves if leaf.tied_to is None)
+        self.trainable = tuple(i for i, leaf in enumerate(self.stored) if unit.groups[leaf.group].trainable)
+        self.position = {leaf.path: i for i, leaf in enumerate(self.stored)}
+        self._where = [
+            self.position[leaf.path] if leaf.tied_to is None else
+            self.position[leaf.tied_to[1]] if leaf.tied_to[0] == unit.name else leaf.tied_to
+            for leaf in unit.leaves
+        ]  # fmt: skip
+
+    def tree(self, leaves: Mapping[str, tuple["LeafIndex", Sequence[torch.Tensor]]]) -> Any:
+        """The unit's subtree.
+
+        Args:
+            leaves: for each unit of the call, its index and the tensors of its stored leaves.
+
+        Raises:
+            TreeError: a leaf is tied to one of a unit that is not in the call.
+        """
+        own = leaves[self.unit.name][1]
+        result = []
+        for leaf, where in zip(self.unit.leaves, self._where, strict=True):
+            if isinstance(where, int):
+                result.append(own[where])
+                continue
+            name, path = where
+            if name not in leaves:
+                raise TreeError(
+                    problem(
+                        "forward()",
+                        f"{self.unit.full_path(leaf)!r} is tied to a leaf of another unit, which is not here.",
+                        [("tied to", f"{path!r} of unit {name!r}")],
+                        f"Pass that unit along: forward(fn, params[{self.unit.name!r}], ..., ties=[params[{name!r}]]).",
+                    )
+                )
+            index, tensors = leaves[name]
+            result.append(tensors[index.position[path]])
+        return optree.tree_unflatten(self.unit.spec, result)
+
+    def views(self, flats: Mapping[int, torch.Tensor], which: Sequence[Leaf]) -> list[torch.Tensor]:
+        """The given leaves as aliases of full flat buffers, by group.
+
+        Raises:
+            TreeError: a buffer is not contiguous.
+        """
+        for flat in flats.values():
+            if not flat.is_contiguous():
+                raise TreeError(
+                    f"unit {self.unit.name!r}: a buffer has stride {flat.stride(0)}, expected a contiguous one. "
+                    "Call .contiguous() on it."
+                )
+        return [alias(flats[leaf.group], leaf.offset, leaf.shape) for leaf in which]
+
+    def gaps(self, group: int, flat: torch.Tensor) -> list[torch.Tensor]:
+        """The parts of a full flat buffer that belong to no leaf."""
+        result, end = [], 0
+        for leaf in self.unit.leaves_of(group):
+            if leaf.offset > end:
+                result.append(flat[end : leaf.offset])
+            end = max(end, leaf.offset + leaf.numel)
+        return [*result, flat[end:]] if len(flat) > end else result
+
+
+@cache
+def leaf_index(unit: UnitLayout) -> LeafIndex:
+    """The index of a unit; made once."""
+    return LeafIndex(unit)
+
+
+def alias(flat: torch.Tensor, offset: int, shape: Sequence[int]) -> torch.Tensor:
+    """A contiguous tensor in the memory of ``flat``, which autograd takes for one of its own."""
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    start = flat.storage_offset() + offset
+    return torch.empty(0, dtype=flat.dtype, device=flat.device).set_(
+        flat.untyped_storage(), start, tuple(shape), tuple(reversed(strides))
+    )
+
+
+class FullUnit:
+    """Full parameters of a unit at one address.
+
+    Args:
+        unit: the layout.
+        flats: one full buffer for each group.
+    """
+
+    __slots__ = ("_leaves", "flats", "index")
+
+    def __init__(self, unit: UnitLayout, flats: Sequence[torch.Tensor]) -> None:
+        self.index, self.flats = leaf_index(unit), tuple(flats)
+        self._leaves = tuple(self.index.views(dict(enumerate(flats)), self.index.stored))
+
+    def leaves(self) -> list[torch.Tensor]:
+        """The stored leaves, new aliases each time."""
+        return [leaf.detach() for leaf in self._leaves]
+
+    def versions(self) -> tuple[int, ...]:
+        """Of all leaves: how often they have been written to."""
+        return tuple(leaf._version for leaf in self._leaves)
+
+    def set_version(self, version: int) -> None:
+        """Of all leaves that were handed out: autograd refuses what it has saved at another version."""
+        torch._C._autograd._unsafe_set_version_counter(self._leaves, (version,) * len(self._leaves))
+
+
+def carve(memory: torch.Tensor, sizes: Sequence[tuple[int, torch.dtype]]) -> list[torch.Tensor]:
+    """Flat tensors of the given numbers of elements and dtypes, one behind the other in a run of bytes."""
+    result, start = [], 0
+    for numel, dtype in sizes:
+        piece = memory[start : start + numel * dtype.itemsize]
+        result.append(piece.view(dtype) if numel else torch.empty(0, dtype=dtype, device=memory.device))
+        start += aligned(numel * dtype.itemsize)
+    return result
+
+
+ALIGNMENT = 128
+"""Bytes: the boundary on which buffers in an arena begin."""
+
+
+def aligned(nbytes: int) -> int:
+    """``nbytes`` rounded up to the alignment."""
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+def full_sizes(unit: UnitLayout) -> list[tuple[int, torch.dtype]]:
+    """Elements and dtype of each group's full buffer."""
+    return [(group.size, group.dtypes.compute) for group in unit.groups]
+
+
+def moving_axes(unit: UnitLayout, sharded: Sequence[str], *, trivial: bool) -> tuple[str, ...]:
+    """Those of the axes along which a collective is needed: of more than one rank, unless trivial ones count as well."""
+    return tuple(axis for axis in sharded if trivial or unit.mesh.axis_size(axis) > 1)
+
+
+def gather_axes(unit: UnitLayout, *, trivial: bool = False) -> tuple[str, ...]:
+    """Axes to gather parameters along before use, in order of the gathers."""
+    return moving_axes(
+        unit, [axis for axis in reversed(unit.strategy.order) if unit.strategy.params[axis] is Shard], trivial=trivial
+    )
+
+
+def nested_parts(buffer: torch.Tensor, unit: UnitLayout, axes: Sequence[str], rank: int) -> list[torch.Tensor]:
+    """What each gather along ``axes`` fills: the whole buffer last, before it this rank's part of that, and so on."""
+    outs = [buffer]
+    for axis in reversed(axes[1:]):
+        part = len(outs[0]) // unit.mesh.axis_size(axis)
+        outs.insert(0, outs[0].narrow(0, unit.mesh.coord(axis, rank) * part, part))
+    return outs

@@ -1,0 +1,413 @@
+"""The gradient of one unit: the way it takes from a backward to the optimizer's place, and how far it has come in this step."""
+
+import gc
+from collections.abc import Callable, Sequence
+from enum import Enum, auto
+from typing import Any
+
+import torch
+
+from fsharp.errors import ScheduleError, TreeError
+from fsharp.functional.layout.placement import Partial, Place, Replicate, Shard
+from fsharp.functional.layout.unit_layout import UnitLayout
+from fsharp.stateful.transport.base import Ticket, Transport
+from fsharp.stateful.units.chain import Chain, Leg, Pieces, Stage, nbytes_of
+from fsharp.stateful.units.full import carve, leaf_index
+from fsharp.stateful.units.resting import Resting
+
+Grads = Sequence[torch.Tensor | None]
+
+
+class Block:
+    """Views of the memory that a unit's gradient is collected in and leaves from.
+
+    Attributes:
+        leaves: aliases of the trained leaves in it.
+        gaps: padding between them.
+        collected: for each group, the flat buffer that the leaves lie in.
+        sent: for each group, the buffer that travels; often the one collected in.
+        scratch: for each group, what its reduction works in.
+        received: for each group, where the sum goes before it is added; None leaves it where it is.
+    """
+
+    __slots__ = ("collected", "gaps", "leaves", "received", "scratch", "sent")
+
+    def __init__(self) -> None:
+        self.leaves: list[torch.Tensor] = []
+        self.gaps: list[torch.Tensor] = []
+        self.collected: list[torch.Tensor] = []
+        self.sent: list[torch.Tensor] = []
+        self.scratch: list[list[torch.Tensor]] = []
+        self.received: list[torch.Tensor | None] = []
+
+
+class GradientRoute:
+    """Where a unit's gradient goes, and the memory that it takes on its way: the same in every step.
+
+    Args:
+        unit: the layout.
+        transport: runs the collectives.
+        device: where buffers are.
+        trivial: run collectives along axes of size 1 as well.
+
+    Attributes:
+        leaves: those that have a gradient, in tree order.
+        is_reduced: whether it is reduced after each microbatch.
+        is_finished: whether it is reduced once a step, from where gradients rest to the optimizer's place.
+    """
+
+    def __init__(self, unit: UnitLayout, transport: Transport, device: torch.device, *, trivial: bool = False) -> None:
+        self.unit, self.device = unit, device
+        self.index = leaf_index(unit)
+        self.leaves = [self.index.stored[i] for i in self.index.trainable]
+        self.dtypes = [unit.groups[g].dtypes for g in unit.trainable]
+        each, once = _stages(unit, trivial=trivial)
+        self.chains = [Chain(transport, unit.groups[g].dtypes, unit.groups[g].size, each) for g in unit.trainable]
+        self.finishes = [
+            Chain(transport, unit.groups[g].dtypes, unit.local_size(g, unit.strategy.grads), once, has_target=True)
+            for g in unit.trainable
+        ]
+        self.is_reduced = bool(each) and any(chain.size for chain in self.chains)
+        self.is_finished = bool(once)
+
+    def sizes(self, place: Place) -> Pieces:
+        """Elements and dtype of each group's buffer in a place."""
+        return [(self.unit.local_size(g, place), d.accumulate) for g, d in zip(self.unit.trainable, self.dtypes, strict=True)]
+
+    def resting(self, window: torch.Tensor | None = None) -> Resting:
+        """Where it may rest: in bytes of the arena, as many as it takes, or in memory of its own."""
+        return Resting(self.sizes(self.unit.strategy.grads), self.device, window)
+
+    def outgoing_nbytes(self, *, several_uses: bool, several_microbatches: bool) -> int:
+        """Bytes of the block of a microbatch; 0 if leaves are added where the gradient rests."""
+        if not self.is_reduced and not (several_uses and several_microbatches):
+            return 0
+        return sum(nbytes_of(self._pieces(i, several_uses)) for i in range(len(self.chains)))
+
+    def _pieces(self, i: int, several_uses: bool) -> Pieces:
+        """What is collected, sent, worked in and received of one group."""
+        chain, dtypes = self.chains[i], self.dtypes[i]
+        if not self.is_reduced:
+            return [(chain.size, dtypes.accumulate)]
+        collected: Pieces = [(chain.size, dtypes.accumulate)] if chain.differ and several_uses else []
+        received: Pieces = [(chain.sizes()[-1], dtypes.accumulate)] if chain.differ else []
+        return [*collected, (chain.size, dtypes.wire), *chain.pieces(), *received]
+
+    def finishing_nbytes(self) -> int:
+        """Bytes of the block for the way to the optimizer's place."""
+        return sum(nbytes_of(self._finish_pieces(i)) for i in range(len(self.finishes)))
+
+    def _finish_pieces(self, i: int) -> Pieces:
+        chain = self.finishes[i]
+        sent: Pieces = [(chain.size if chain.differ else 0, self.dtypes[i].wire)]
+        return [*sent, *chain.pieces()] if self.is_finished else []
+
+    def block(self, memory: torch.Tensor, *, several_uses: bool) -> Block:
+        """Views of a run of :meth:`outgoing_nbytes` bytes."""
+        block = Block()
+        pieces = [self._pieces(i, several_uses) for i in range(len(self.chains))]
+        tensors = iter(carve(memory, [piece for each in pieces for piece in each]))
+        for chain in self.chains:
+            collected = next(tensors)
+            block.collected.append(collected)
+            block.sent.append(next(tensors) if self.is_reduced and chain.differ and several_uses else collected)
+            block.scratch.append([next(tensors) for _ in chain.pieces()] if self.is_reduced else [])
+            block.received.append(next(tensors) if self.is_reduced and chain.differ else None)
+        flats = dict(zip(self.unit.trainable, block.collected, strict=True))
+        block.leaves = self.index.views(flats, self.leaves)
+        block.gaps = [gap for g, flat in flats.items() for gap in self.index.gaps(g, flat)]
+        return block
+
+    def finishing_block(self, memory: torch.Tensor) -> list[list[torch.Tensor]]:
+        """Views of a run of :meth:`finishing_nbytes` bytes: for each group what is sent and what its reduction works in."""
+        pieces = [self._finish_pieces(i) for i in range(len(self.finishes))]
+        tensors = iter(carve(memory, [piece for each in pieces for piece in each]))
+        return [[next(tensors) for _ in each] for each in pieces]
+
+
+class Phase(Enum):
+    """How far a gradient has come in a step."""
+
+    NONE = auto()
+    COLLECTING = auto()
+    REDUCING = auto()
+    RESTING = auto()
+    FINISHING = auto()
+    FINISHED = auto()
+
+
+_MOVES = {
+    Phase.NONE: {Phase.COLLECTING, Phase.RESTING},
+    Phase.COLLECTING: {Phase.COLLECTING, Phase.REDUCING, Phase.RESTING},
+    Phase.REDUCING: {Phase.RESTING},
+    Phase.RESTING: {Phase.COLLECTING, Phase.RESTING, Phase.FINISHING},
+    Phase.FINISHING: {Phase.FINISHED},
+    Phase.FINISHED: {Phase.COLLECTING, Phase.RESTING, Phase.FINISHING},
+}
+"""From each phase, those that an op may bring a gradient to."""
+
+
+class GradientBuffer:
+    """The gradient of one unit in the step that is under way.
+
+    Args:
+        unit: the layout.
+        transport: runs the collectives.
+        device: where buffers are.
+        trivial: run collectives along axes of size 1 as well.
+
+    Attributes:
+        route: what is the same in every step.
+        phase: how far it has come.
+        rest: where it rests between microbatches.
+        final: where it is for the optimizer.
+        num_added: gradients of microbatches that have been added where it rests.
+        found: a bit for each leaf, whether a backward of this step has come to it on this rank.
+        block: what is collected in this microbatch, if that is not added at once where it rests.
+    """
+
+    def __init__(self, unit: UnitLayout, transport: Transport, device: torch.device, *, trivial: bool = False) -> None:
+        self.route = GradientRoute(unit, transport, device, trivial=trivial)
+        self._own = self.rest = self.route.resting()
+        self.final = Resting(self.route.sizes(unit.strategy.optim), device) if self.route.is_finished else None
+        self.phase = Phase.NONE
+        self.num_added = self.found = 0
+        self.block: Block | None = None
+        self._place: Resting | None = None
+        self._is_open = False  # whether this step has come to where the place is the gradient's own
+        self._tickets: list[Ticket] = []
+        self._tails: list[Ticket] = []
+        self._deferred: Callable[[], None] | None = None
+
+    def _move(self, phase: Phase) -> None:
+        assert phase in _MOVES[self.phase], f"{self.route.unit.name}: a gradient that is {self.phase} cannot be {phase} next"
+        self.phase = phase
+
+    def begin_step(self) -> None:
+        """A new step."""
+        self._is_open = False
+
+    def begin(self, place: Resting | None) -> None:
+        """A new gradient: whatever rests is of the one before.
+
+        Args:
+            place: where the schedule has room for it, from the op on that opens it to the end of the step.
+        """
+        self.join()
+        self.let_go()
+        if place is not None or self._own.is_held:  # what a step without a schedule has rested in is given back
+            self._own.forget()
+        if self.final is not None and self.final.is_held:
+            self.final.forget()
+        self.rest, self._place = place if self._is_open and place is not None else self._own, place
+        if self.route.device.type != "cpu" and self.final is not None:
+            _ = self.final.tensors  # from the pool of the stream that computes
+        self.phase, self.block = Phase.NONE, None
+        self.num_added = self.found = 0
+        self._tickets, self._tails = [], []
+
+    def open(self) -> None:
+        """From here on it rests where the schedule has room for it."""
+        if self._place is not None:
+            self.rest, self._is_open = self._place, True
+
+    def leave_arena(self) -> bool:
+        """The arena is wanted for something else: have memory of its own. False if somebody has a view, which has to stay."""
+        self._place, self._is_open = None, False
+        if self.rest.in_arena:
+            if self.rest.is_held and not self.rest.copy_out():
+                return False
+            torch._foreach_copy_(self._own.tensors, self.rest.tensors)
+            self.rest = self._own
+        return True
+
+    def go_home(self) -> None:
+        """Have nothing in the arena any more: the step is over."""
+        self.let_go()
+        self.rest, self._place, self._is_open = self._own, None, False
+
+    def let_go(self) -> None:
+        """Give what callers hold of the arena memory of its own.
+
+        Raises:
+            ScheduleError: somebody holds a view, which cannot be moved.
+        """
+        if self.rest.in_arena and self.rest.is_held and not self.rest.copy_out():
+            gc.collect()
+            if self.rest.is_held:
+                raise ScheduleError(
+                    f"a view of the gradient of unit {self.route.unit.name!r} is held beyond its step, and the memory it is in "
+                    "is not. Hold the gradient itself or a clone, or pass keep_gradients=True to the Scheduler."
+                )
+
+    def cast(self, grads: Grads, block: Block | None, *, first: bool) -> None:
+        """Put what a use contributes into a block, or where the gradient rests.
+
+        Args:
+            grads: one for each trained leaf, None for zero.
+            block: where to; None means to the gradient at rest.
+            first: the first use to do so in this microbatch.
+
+        Raises:
+            TreeError: one is sparse.
+        """
+        self._check_dense(grads)
+        self.join()
+        if block is None:
+            self._move(Phase.RESTING)
+            first = not self.num_added
+            leaves, gaps = self.rest.leaves(self.route.index, self.route.unit.trainable)
+            self.num_added += 1
+        else:
+            self._move(Phase.COLLECTING)
+            self.block, leaves, gaps = block, block.leaves, block.gaps
+        if first and gaps:
+            torch._foreach_zero_(gaps)
+        present = [grad for grad in grads if grad is not None]
+        if len(present) == len(leaves):
+            self.found = (1 << len(leaves)) - 1
+            if first:
+                torch._foreach_copy_(leaves, present)
+            else:
+                torch._foreach_add_(leaves, present)
+            return
+        for i, (leaf, grad) in enumerate(zip(leaves, grads, strict=True)):
+            self.found |= (grad is not None) << i
+            if grad is None:
+                if first:
+                    leaf.zero_()
+            elif first:
+                leaf.copy_(grad)
+            else:
+                leaf.add_(grad)
+
+    def _check_dense(self, grads: Grads) -> None:
+        for where, grad in zip(self.route.leaves, grads, strict=True):
+            if grad is not None and grad.layout is not torch.strided:
+                raise TreeError(
+                    f"unit {self.route.unit.name!r}: the gradient of leaf {where.path!r} is {grad.layout}, expected a dense "
+                    "one, as flat buffers are. Pass sparse=False to the embedding."
+                )
+
+    def reduce(self, block: Block, *, direct: bool) -> list[Leg]:
+        """What is about to be reduced of a microbatch.
+
+        Args:
+            block: where it was collected.
+            direct: the sum goes where the gradient rests while ``block`` is still in use.
+        """
+        self._move(Phase.REDUCING)
+        self.block = None
+        legs = []
+        for i, chain in enumerate(self.route.chains):
+            if block.sent[i] is not block.collected[i]:
+                block.sent[i].copy_(block.collected[i])
+            out = self.rest.tensors[i] if direct else block.received[i]
+            legs.append(Leg(chain, block.sent[i], out, block.scratch[i]))
+        return legs
+
+    def send(self, tickets: Sequence[Ticket]) -> None:
+        """What :meth:`reduce` or :meth:`finish` has told of is on its way."""
+        self._tickets += tickets
+
+    def accumulate(self, block: Block) -> None:
+        """The sum is where the gradient rests, or is added to it."""
+        results = self._wait_for(len(self.rest.tensors)) if self.route.is_reduced else block.collected
+        self._move(Phase.RESTING)
+        self.block = None
+        for target, result in zip(self.rest.tensors, results, strict=True):
+            if self.num_added:
+                target.add_(result)
+            elif result.data_ptr() != target.data_ptr():
+                target.copy_(result)
+        self.num_added += 1
+
+    def _wait_for(self, num: int) -> list[Any]:
+        """The results of what was sent first."""
+        results = [ticket.wait() for ticket in self._tickets[:num]]
+        del self._tickets[:num]
+        return results
+
+    @property
+    def is_fed(self) -> bool:
+        """Whether this step has given the unit a gradient, though it may still be on its way."""
+        return self.phase is not Phase.NONE
+
+    def settle(self) -> None:
+        """What no use has contributed to is zero."""
+        if self.phase is Phase.NONE:
+            self._move(Phase.RESTING)
+            for buffer in self.rest.tensors:
+                buffer.zero_()
+            self.num_added += 1
+
+    def add(self, grads: Grads) -> None:
+        """Add what has come some other way: flat, at rest, None for zero."""
+        if all(grad is None for grad in grads):
+            return
+        self.join()
+        self.settle()
+        self._move(Phase.RESTING)
+        self.found = (1 << len(self.route.leaves)) - 1
+        for buffer, grad in zip(self.rest.tensors, grads, strict=True):
+            if grad is not None:
+                buffer.add_(grad)
+
+    def finish(self, pieces: list[list[torch.Tensor]]) -> list[Leg]:
+        """What is about to go to the optimizer's place. The gradient at rest stays as it is."""
+        self.join()
+        self.settle()
+        self._move(Phase.FINISHING)
+        assert self.final is not None
+        if self.final.is_held:
+            self.final.forget()
+        rows = zip(self.route.finishes, self.rest.tensors, self.final.tensors, pieces, strict=True)
+        return [
+            Leg(chain, sent.copy_(source) if chain.differ else source, target, scratch)
+            for chain, source, target, (sent, *scratch) in rows
+        ]
+
+    def end_finish(self) -> None:
+        """What :meth:`finish` works in is free from here on; :meth:`join` waits for what is left."""
+        self._tails += [tail for tail in self._wait_for(len(self.route.finishes)) if isinstance(tail, Ticket)]
+        self._move(Phase.FINISHED)
+
+    def defer(self, end: Callable[[], None]) -> None:
+        """Leave the end of a reduction to whoever looks at the gradient next."""
+        self.join()
+        self._deferred = end
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether :meth:`join` has something to wait for."""
+        return self._deferred is not None or bool(self._tails)
+
+    def join(self) -> None:
+        """Wait until the gradient is where it was sent last."""
+        if self._deferred is not None:
+            self._deferred()
+            self._deferred = None
+        for tail in self._tails:
+            tail.wait()
+        self._tails = []
+
+    def drop(self, refuse: Callable[[], None]) -> None:
+        """Wait for nothing any more, and leave memory to whatever may still write there: the scheduler is closed.
+
+        Args:
+            refuse: raises; called when somebody looks at what was under way.
+        """
+        self._deferred = refuse if self.is_under_way else None
+        self._tickets, self._tails, self.block = [], [], None
+        self.rest = self._own
+
+
+def _stages(unit: UnitLayout, *, trivial: bool) -> tuple[tuple[Stage, ...], tuple[Stage, ...]]:
+    """The collectives after each microbatch, and those once a step."""
+    strategy = unit.strategy
+    full, rest, end = strategy.full.dual, strategy.grads, strategy.optim
+    sizes = {a: unit.mesh.axis_size(a) for a in strategy.order if trivial or unit.mesh.axis_size(a) > 1}
+    each = [Stage("reduce_scatter", a, n) for a, n in sizes.items() if full[a] is Partial and rest[a] is Shard]
+    once = [Stage("reduce_scatter", a, n) for a, n in sizes.items() if rest[a] is Partial and end[a] is Shard]
+    once += [Stage("all_reduce", a, n) for a, n in sizes.items() if rest[a] is Partial and end[a] is Replicate]
+    return tuple(each), tuple(once)

@@ -1,0 +1,127 @@
+"""Optimizer state and main copies in host memory between two updates: their way to the device, and back.
+
+What is fetched has memory of the allocator's, not of the arena, which is reserved all step long: after the update forwards and
+backwards have it. What rests in host memory is :class:`HostBuffers`, also on a CPU, where both are the same kind of memory.
+"""
+
+from collections.abc import Container, Mapping
+from typing import Any
+
+import torch
+
+from fsharp.functional.layout.sharded import Sharded, is_sharded, map_units, units_of
+from fsharp.stateful.transport.streams import Key, Lanes
+from fsharp.stateful.units.pending import PendingBuffers
+
+
+class HostBuffers(PendingBuffers):
+    """Tensors in host memory, there once ``move`` is over."""
+
+    def __init__(self, raw: list[Any], move: "Transfer") -> None:
+        super().__init__(raw, move.wait)
+        self.lanes = move.lanes
+
+
+class Transfer:
+    """What one unit has to copy before an update, or after it.
+
+    Args:
+        lanes: where it is copied.
+
+    Attributes:
+        copies: target and source of each tensor.
+        nbytes: of all its tensors, those included that are there already.
+    """
+
+    def __init__(self, lanes: Lanes) -> None:
+        self.lanes, self.nbytes = lanes, 0
+        self.copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._began: Key | None = None
+
+    def run(self, lanes: Lanes, op: Key) -> int:
+        """Copy; returns the number of bytes. The lane is the current one, and ``op`` what it runs."""
+        nbytes = 0
+        for target, source in self.copies:
+            target.copy_(source, non_blocking=True)
+            nbytes += source.nbytes
+            for x in (target, source):
+                lanes.keep(x)
+        self.copies.clear()
+        self.lanes, self._began = lanes, op
+        return nbytes
+
+    def wait(self) -> None:
+        """The host waits until all is copied."""
+        if self._began is not None:
+            self.lanes.finish(self._began)
+
+
+class Offload:
+    """The state of one update: brought up before it, down after it. A tensor that occurs twice is copied once.
+
+    Args:
+        names: the units whose state this is.
+        grads: what shares memory with gradients stays where it is, as they are another's in the next step.
+        lanes: of the scheduler.
+        device: where the update computes.
+        donate: whether host memory that was fetched from may be filled again.
+    """
+
+    def __init__(self, names: Container[str], grads: Any, lanes: Lanes, device: torch.device, *, donate: bool) -> None:
+        self._names, self._lanes, self._device, self._donate = names, lanes, device, donate
+        self._grads = grads
+        self._spare: dict[tuple[torch.Size, torch.dtype], list[torch.Tensor]] = {}
+
+    def up(self, tree: Any, params: Any) -> tuple[Any, Mapping[str, Transfer]]:
+        """The state on the device, and by unit what has to run before it is there.
+
+        Args:
+            tree: the state, wherever it is.
+            params: what shares memory with these stays where it is, as copying it would free nothing.
+        """
+        return self._move(tree, params, to_host=False)
+
+    def down(self, tree: Any, params: Any) -> tuple[Any, Mapping[str, Transfer]]:
+        """The state in host memory, which is there once what is returned beside it has run; ``params``: the new ones."""
+        return self._move(tree, params, to_host=True)
+
+    def _move(self, tree: Any, params: Any, *, to_host: bool) -> tuple[Any, Mapping[str, Transfer]]:
+        moves, moved, stays = dict[str, Transfer](), dict[int, torch.Tensor](), _storages((params, self._grads))
+
+        def one(node: Any) -> Any:
+            if not is_sharded(node) or node.name not in self._names:
+                return node
+            is_ours = isinstance(node.lazy, HostBuffers)
+            raw = node.raw_buffers if is_ours and node.lazy.lanes is self._lanes else node.buffers
+            buffers = list(raw)
+            for i, x in enumerate(raw):
+                if not isinstance(x, torch.Tensor) or not x.numel() or x.untyped_storage().data_ptr() in stays:
+                    continue
+                move = moves.setdefault(node.name, Transfer(self._lanes))
+                if id(x) not in moved:
+                    move.nbytes += x.nbytes
+                    moved[id(x)] = self._on_host(x) if to_host else self._on_device(x, is_ours=is_ours)
+                    if moved[id(x)] is not x:
+                        move.copies.append((moved[id(x)], x))
+                buffers[i] = moved[id(x)]
+            if all(x is y for x, y in zip(raw, buffers, strict=True)):
+                return node
+            held = HostBuffers(buffers, moves[node.name]) if to_host else buffers
+            return Sharded(held, node.unit, node.place, node.groups, is_gathered=node.is_gathered, scale=node.scale)
+
+        return map_units(one, tree), moves
+
+    def _on_device(self, x: torch.Tensor, *, is_ours: bool) -> torch.Tensor:
+        if is_ours and self._donate:
+            self._spare.setdefault((x.shape, x.dtype), []).append(x)
+        is_away = is_ours or x.device.type != self._device.type
+        return torch.empty(x.shape, dtype=x.dtype, device=self._device) if is_away else x
+
+    def _on_host(self, x: torch.Tensor) -> torch.Tensor:
+        spare = self._spare.get((x.shape, x.dtype))
+        return spare.pop(0) if spare else torch.empty(x.shape, dtype=x.dtype, pin_memory=self._device.type != "cpu")
+
+
+def _storages(tree: Any) -> set[int]:
+    tensors = (x for node in units_of(tree) for x in node.raw_buffers if isinstance(x, torch.Tensor))
+    return {x.untyped_storage().data_ptr() for x in tensors}

@@ -1,0 +1,135 @@
+"""Resting: flat buffers in which a unit's gradient stays until the step is over, and who else holds them."""
+
+import ctypes
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from fsharp.stateful.units.chain import Pieces, nbytes_of
+from fsharp.stateful.units.full import LeafIndex, carve
+
+
+class Resting:
+    """Flat buffers, one for each group: in the arena, or in memory of their own, taken when it is first needed.
+
+    What callers see of them has a storage of its own over the same bytes, which counts its holders. Memory of its own is used
+    again in the next step if nobody holds it then; from the arena, what somebody still holds is copied out.
+
+    Args:
+        sizes: elements and dtype of each group.
+        device: of memory of their own.
+        window: bytes in the arena.
+
+    Attributes:
+        in_arena: whether they are in a window.
+    """
+
+    __slots__ = (
+        "_alone",
+        "_gaps",
+        "_leaves",
+        "_memory",
+        "_shown",
+        "_storage",
+        "_tensors",
+        "_views",
+        "device",
+        "in_arena",
+        "sizes",
+    )
+
+    def __init__(self, sizes: Pieces, device: torch.device, window: torch.Tensor | None = None) -> None:
+        self.sizes, self.device, self._memory = sizes, device, window
+        self.in_arena = window is not None
+        self.forget()
+
+    def forget(self) -> None:
+        """Have no tensors any more, and no memory that is not the arena's."""
+        self._memory = self._memory if self.in_arena else None
+        self._tensors: list[torch.Tensor] | None = None
+        self._views: list[torch.Tensor] | None = None
+        self._shown: list[weakref.ref[torch.Tensor]] = []
+        self._storage: Any = None  # that of the views; None if it is empty
+        self._alone = 0
+        self._leaves: list[torch.Tensor] | None = None
+        self._gaps: list[torch.Tensor] = []
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all groups."""
+        return nbytes_of(self.sizes)
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """The buffers."""
+        if self._tensors is None:
+            with torch.inference_mode(False):
+                if self._memory is None:
+                    self._memory = torch.zeros(self.nbytes, dtype=torch.uint8, device=self.device)
+                self._tensors = carve(self._memory, self.sizes)
+        return self._tensors
+
+    def leaves(self, index: LeafIndex, groups: Sequence[int]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """The trained leaves in them, which rest in full, and the padding between."""
+        if self._leaves is None:
+            flats = dict(zip(groups, self.tensors, strict=True))
+            self._leaves = index.views(flats, [index.stored[i] for i in index.trainable])
+            self._gaps = [gap for g, flat in flats.items() for gap in index.gaps(g, flat)]
+        return self._leaves, self._gaps
+
+    def show(self) -> list[torch.Tensor]:
+        """The buffers, for a caller."""
+        if self._views is None:
+            with torch.inference_mode(False):
+                _ = self.tensors
+                assert self._memory is not None
+                self._views = carve(storage_over(self._memory) if self.nbytes else self._memory, self.sizes)
+            self._storage = next((tensor.untyped_storage() for tensor in self._views if len(tensor)), None)
+            self._alone = self._holders()
+        shown = [tensor.data for tensor in self._views]
+        self._shown = [ref for ref in self._shown if ref() is not None] + [weakref.ref(tensor) for tensor in shown]
+        return shown
+
+    def copy_out(self) -> bool:
+        """Give the tensors that callers hold memory of their own; whether nobody holds these bytes after that.
+
+        A view that a caller has made of one cannot be moved.
+        """
+        for ref in self._shown:
+            if (tensor := ref()) is not None:
+                tensor.data = tensor.data.clone()
+        self._shown = []
+        return not self.is_held
+
+    def _holders(self) -> int:
+        return 0 if self._storage is None else int(torch._C._storage_Use_Count(self._storage._cdata))
+
+    @property
+    def is_held(self) -> bool:
+        """Whether somebody has what was shown."""
+        return self._views is not None and self._holders() != self._alone
+
+
+def storage_over(memory: torch.Tensor) -> torch.Tensor:
+    """The same bytes as a tensor with a storage of its own, which keeps ``memory`` and counts its own holders."""
+    if memory.device.type == "cuda":
+        return torch.as_tensor(_CudaArray(memory), device=memory.device)
+    array: Any = (ctypes.c_uint8 * len(memory)).from_address(memory.data_ptr())
+    array.memory = memory
+    return torch.frombuffer(array, dtype=torch.uint8)
+
+
+class _CudaArray:
+    """Device memory as other libraries hand it over."""
+
+    def __init__(self, memory: torch.Tensor) -> None:
+        self.memory = memory
+        self.__cuda_array_interface__ = {
+            "shape": (len(memory),),
+            "typestr": "|u1",
+            "data": (memory.data_ptr(), False),
+            "strides": None,
+            "version": 2,
+        }

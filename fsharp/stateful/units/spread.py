@@ -1,0 +1,53 @@
+"""Spread: updated parameters on their way from the optimizer's place to where they rest."""
+
+import torch
+
+from fsharp.functional.layout.sharded import Sharded
+from fsharp.stateful.transport.base import Ticket
+from fsharp.stateful.units.chain import Move
+from fsharp.stateful.units.facts import spread_axes
+from fsharp.stateful.units.full import nested_parts
+from fsharp.stateful.units.unit_state import UnitState
+
+
+class Spread:
+    """One unit's updated parameters: in memory already as far as this rank has them.
+
+    Args:
+        unit: whose.
+        old: where its parameters rested before.
+        new: trained groups at the optimizer's place, in the dtype they rest in.
+        rank: of this process.
+        donate: whether the buffers of ``old`` may be filled.
+        trivial: run collectives along axes of size 1 as well.
+
+    Attributes:
+        axes: to gather along.
+        moves: parts that travel, and what each gather of theirs fills.
+        tickets: of the gathers that have begun.
+    """
+
+    def __init__(self, unit: UnitState, old: Sharded, new: Sharded, *, rank: int, donate: bool, trivial: bool) -> None:
+        self.unit = unit
+        self.axes = spread_axes(old.unit, trivial=trivial)
+        self.tickets: list[Ticket] = []
+        self.moves: list[Move] = []
+        held = dict(zip(new.groups, new.buffers, strict=True))
+        buffers = []
+        for group, before in zip(old.groups, old.raw_buffers, strict=True):
+            part = held.get(group)
+            if part is None or not self.axes:
+                buffers.append(before if part is None else part)
+                continue
+            buffer = before if donate else torch.empty_like(before)
+            buffers.append(buffer)
+            if len(buffer):
+                self.moves.append((part, nested_parts(buffer.detach(), old.unit, self.axes, rank)))
+        self.node = old.replace(buffers)
+
+    def wait(self) -> None:
+        """Until they are there."""
+        for ticket in self.tickets:
+            ticket.wait()
+        self.tickets.clear()
+        self.moves.clear()
