@@ -123,10 +123,10 @@ from fsharp.stateful.inspect.perfetto import perfetto as perfetto
 from fsharp.stateful.inspect.trace import Trace as Trace
 from fsharp.stateful.inspect.trace import compare as compare
 from fsharp.stateful.modules.module import ShardedModule as ShardedModule
-from fsharp.stateful.modules.optimizer import ShardedOptimizer as ShardedOptimizer
+from fsharp.stateful.modules.optim.optimizer import ShardedOptimizer as ShardedOptimizer
+from fsharp.stateful.modules.optim.scaler import GradScaler as GradScaler
 from fsharp.stateful.modules.parameter import Part as Part
 from fsharp.stateful.modules.parameter import ShardedParameter as ShardedParameter
-from fsharp.stateful.modules.scaler import GradScaler as GradScaler
 from fsharp.stateful.runtime.graphs import Captured as Captured
 from fsharp.stateful.runtime.scheduled import Scheduled as Scheduled
 from fsharp.stateful.runtime.scheduler import Scheduler as Scheduler

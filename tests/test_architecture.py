@@ -37,7 +37,11 @@ MAY_IMPORT = {
     "stateful/transport": {"stateful/transport"},
     "stateful/units": {"stateful/schedule", "stateful/transport", "stateful/units"},
     "stateful/runtime": {f"stateful/{name}" for name in ("schedule", "inspect", "transport", "units", "runtime")},
-    "stateful/modules": {f"stateful/{name}" for name in ("schedule", "inspect", "transport", "units", "runtime", "modules")},
+    "stateful/modules/initial": {"stateful/modules/initial"},
+    "stateful/modules": {f"stateful/{name}" for name in ("schedule", "units", "runtime", "modules", "modules/initial")},
+    "stateful/modules/optim": {
+        f"stateful/{name}" for name in ("units", "runtime", "modules", "modules/initial", "modules/optim")
+    },
 }
 """Folders, and those of the same half that they may import from: in functions and under ``TYPE_CHECKING`` as well."""
 
@@ -54,6 +58,11 @@ def test_folders_import_downwards(folder):
     for path in (ROOT / folder).glob("*.py"):
         found = {Path(*name.split(".")[1:]) for name in imports(path) if name.startswith(f"fsharp.{half}.")}
         assert {str(each if (ROOT / each).is_dir() else each.parent) for each in found} <= MAY_IMPORT[folder], path
+
+
+def test_no_folder_is_crowded():
+    for folder in {path.parent for path in SOURCES}:
+        assert len([path for path in folder.glob("*.py") if path.name != "__init__.py"]) <= 14, folder
 
 
 def test_no_circle_of_files():

@@ -9,7 +9,7 @@ import torch
 from fsharp.functional.comm.protocol import Comm
 from fsharp.functional.layout.sharded import units_of
 from fsharp.functional.optim.norms import global_norm
-from fsharp.stateful.modules.dtensors import Spec, norm_of
+from fsharp.stateful.modules.initial.dtensors import Spec, norm_of
 from fsharp.stateful.modules.parameter import Part, ShardedParameter
 
 

@@ -26,9 +26,9 @@ from fsharp.functional.layout.sharded import units_of
 from fsharp.functional.layout.unit_layout import Leaf, UnitLayout
 from fsharp.functional.optim.base import Transform
 from fsharp.functional.train import TrainState, init_state
-from fsharp.stateful.modules.dtensors import local, specs_of
 from fsharp.stateful.modules.entries import enter_by, entries_of
-from fsharp.stateful.modules.initial import initial_values
+from fsharp.stateful.modules.initial.dtensors import local, specs_of
+from fsharp.stateful.modules.initial.initial import initial_values
 from fsharp.stateful.modules.parameter import ShardedParameter
 from fsharp.stateful.modules.seats import Units, chosen_modules, leafmost
 from fsharp.stateful.modules.session import Session, Within

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils import _pytree as torch_pytree
 
 from fsharp.errors import TreeError
-from fsharp.stateful.modules.dtensors import local
+from fsharp.stateful.modules.initial.dtensors import local
 
 _PLAIN = (str, bytes, int, float, complex, bool, type(None), torch.dtype, torch.device, torch.Size)
 _CLOSED = (nn.Module, type, types.ModuleType, types.FunctionType, types.MethodType, torch.Generator, torch.autograd.graph.Node)

@@ -25,7 +25,7 @@ from fsharp.functional.layout.sharded import Sharded, units_of
 from fsharp.functional.moves import reduce_scatter
 from fsharp.functional.train import TrainState, update, with_sinks
 from fsharp.stateful.modules.differentiate import differentiate
-from fsharp.stateful.modules.dtensors import Spec, dressed, local
+from fsharp.stateful.modules.initial.dtensors import Spec, dressed, local
 from fsharp.stateful.modules.kept import Kept
 from fsharp.stateful.modules.left import left_by
 from fsharp.stateful.modules.means import Means

@@ -13,7 +13,7 @@ from fsharp.functional.comm.protocol import Comm
 from fsharp.functional.layout.layout import Layout
 from fsharp.functional.layout.unit_layout import Leaf, UnitLayout
 from fsharp.functional.materialize import seed_of
-from fsharp.stateful.modules.dtensors import local
+from fsharp.stateful.modules.initial.dtensors import local
 
 Initialize = Callable[[nn.Module], None]
 _NAMES = ("reset_parameters", "_reset_parameters")

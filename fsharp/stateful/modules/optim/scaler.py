@@ -7,8 +7,8 @@ import torch
 
 from fsharp.errors import ScheduleError
 from fsharp.functional.layout.sharded import units_of
-from fsharp.stateful.modules.dtensors import anywhere
-from fsharp.stateful.modules.optimizer import ShardedOptimizer
+from fsharp.stateful.modules.initial.dtensors import anywhere
+from fsharp.stateful.modules.optim.optimizer import ShardedOptimizer
 
 
 class GradScaler(torch.amp.GradScaler):

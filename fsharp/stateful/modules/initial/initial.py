@@ -16,9 +16,9 @@ from fsharp.functional.layout.layout import Layout
 from fsharp.functional.layout.sharded import resolve_place
 from fsharp.functional.layout.slicing import build, shard_for
 from fsharp.functional.layout.unit_layout import Leaf, UnitLayout
-from fsharp.stateful.modules.dtensors import local
-from fsharp.stateful.modules.makers import Initialize, Makers, nothing_initializes
-from fsharp.stateful.modules.values import check_same, taken
+from fsharp.stateful.modules.initial.dtensors import local
+from fsharp.stateful.modules.initial.makers import Initialize, Makers, nothing_initializes
+from fsharp.stateful.modules.initial.values import check_same, taken
 
 
 def initial_values(

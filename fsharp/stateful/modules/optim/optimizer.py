@@ -18,9 +18,9 @@ from fsharp.functional.comm.agree import agree, together
 from fsharp.functional.comm.protocol import Comm
 from fsharp.functional.optim.base import Transform, as_transform
 from fsharp.stateful.modules.averaged import averaged
+from fsharp.stateful.modules.optim.probe import Scope, scope_of
+from fsharp.stateful.modules.optim.runs import Run, alike, cut_leaves, join_state, leaves_of, runs_of, split_state
 from fsharp.stateful.modules.parameter import ShardedParameter
-from fsharp.stateful.modules.probe import Scope, scope_of
-from fsharp.stateful.modules.runs import Run, alike, cut_leaves, join_state, leaves_of, runs_of, split_state
 from fsharp.stateful.modules.session import Session
 
 
