@@ -42,7 +42,7 @@ def shapes(options: Options) -> dict[str, gpt.Shape]:
 def measure(options: Options, comm: fs.Comm, say: Callable[[str], None]) -> dict[str, Any]:
     """The part ``prediction``: seconds of each shape, and the largest error of those that were not calibrated on."""
     rows: dict[str, dict[str, Any]] = {}
-    hardware: fs.Hardware | None = None
+    hardware: fs.inspect.Hardware | None = None
     for name, shape in shapes(options).items():
         policy = fs.Policy(bucket_nbytes=0) if name == FITTED else fs.Policy()  # collectives of different sizes tell the most
         found = {
@@ -62,11 +62,13 @@ def measure(options: Options, comm: fs.Comm, say: Callable[[str], None]) -> dict
         )
         schedule = found[TOGETHER].scheduled.schedule
         if hardware is None:
-            hardware = fs.Hardware.fit(traces[TOGETHER], schedule, synchronous_host=True, contention=contention(options.nproc))
+            hardware = fs.inspect.Hardware.fit(
+                traces[TOGETHER], schedule, synchronous_host=True, contention=contention(options.nproc)
+            )
         own = replace(hardware, compute=traces[ALONE].compute_times(), update_s=traces[ALONE].update_time())
         alone = scaled(own, found[ALONE].scheduled.schedule, times(rounds, ALONE).median)
         shared = replace(alone, update_s=alone.update_s / options.nproc)
-        rows[name] = _row(over_ranks(rounds)[1], fs.simulate(schedule, shared).step_s)
+        rows[name] = _row(over_ranks(rounds)[1], fs.inspect.simulate(schedule, shared).step_s)
     assert hardware is not None
     return {
         "shapes": rows,
@@ -76,12 +78,12 @@ def measure(options: Options, comm: fs.Comm, say: Callable[[str], None]) -> dict
     }
 
 
-def scaled(hardware: fs.Hardware, schedule: fs.Schedule, step_s: float) -> fs.Hardware:
+def scaled(hardware: fs.inspect.Hardware, schedule: fs.schedule.Schedule, step_s: float) -> fs.inspect.Hardware:
     """The hardware with compute and optimizer step such that a step without communication takes as long as was measured.
 
     Medians of parts do not add up to the median of their sum, and between the parts the host does something too.
     """
-    factor = step_s / fs.simulate(schedule, hardware).step_s
+    factor = step_s / fs.inspect.simulate(schedule, hardware).step_s
     assert isinstance(hardware.compute, Mapping)
     compute = {unit: (factor * forward, factor * backward) for unit, (forward, backward) in hardware.compute.items()}
     return replace(
@@ -110,7 +112,7 @@ def _row(rounds: list[dict[str, float]], predicted_s: float) -> dict[str, Any]:
     }
 
 
-def described(hardware: fs.Hardware) -> dict[str, Any]:
+def described(hardware: fs.inspect.Hardware) -> dict[str, Any]:
     """The numbers that were found; None for a bandwidth without bound."""
     latency, bandwidth = hardware.latency, hardware.bandwidth
     assert not isinstance(latency, float)

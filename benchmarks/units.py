@@ -10,16 +10,16 @@ from benchmarks.options import Options
 NBYTES = 1 << 20
 
 
-def program(num_units: int) -> fs.Program:
+def program(num_units: int) -> fs.schedule.Program:
     """A step over equal units, one after the other, under ``zero3`` on two ranks."""
     sent = NBYTES // 2
     units = [
-        fs.UnitFacts(
+        fs.schedule.UnitFacts(
             f"layers.{i}",
             gathered=NBYTES,
             outgoing=NBYTES,
-            gather=(fs.Call("all_gather", "dp", sent),),
-            reduce=(fs.Call("reduce_scatter", "dp", sent),),
+            gather=(fs.comm.Call("all_gather", "dp", sent),),
+            reduce=(fs.comm.Call("reduce_scatter", "dp", sent),),
             rest=sent,
         )
         for i in range(num_units)
@@ -27,17 +27,19 @@ def program(num_units: int) -> fs.Program:
     events = []
     for direction, order in (("forward", range(num_units)), ("backward", reversed(range(num_units)))):
         for i in order:
-            events += [fs.Event(direction, units[i].name, i), fs.Event(f"{direction}_end", units[i].name, i)]
-    return fs.Program(tuple(units), (*events, fs.Event("microbatch_end"), fs.Event("reduce"), fs.Event("update")))
+            events += [fs.schedule.Event(direction, units[i].name, i), fs.schedule.Event(f"{direction}_end", units[i].name, i)]
+    return fs.schedule.Program(
+        tuple(units), (*events, fs.schedule.Event("microbatch_end"), fs.schedule.Event("reduce"), fs.schedule.Event("update"))
+    )
 
 
 def measure(options: Options, comm: fs.Comm, say: Callable[[str], None]) -> dict[str, Any]:
     """The part ``compile``: seconds to compile a program and to verify what comes of it."""
     recorded = program(options.compile_units)
     began = time.perf_counter()
-    schedule = fs.compile_schedule(recorded, fs.Policy())
+    schedule = fs.schedule.compile_schedule(recorded, fs.Policy())
     compiled = time.perf_counter()
-    fs.verify(schedule)
+    fs.schedule.verify(schedule)
     verified = time.perf_counter()
     say(f"{options.compile_units} units, {len(schedule.ops)} ops")
     return {

@@ -48,7 +48,7 @@ def loss_fn(params, batch, comm):
     return fs.forward(head_loss, params["head"], x, batch["targets"], comm=comm)
 
 
-tx = fs.chain(fs.clip_by_global_norm(1.0), fs.adamw(fs.warmup_cosine(1e-2, warmup=10, total=100)))
+tx = fs.optim.chain(fs.optim.clip_by_global_norm(1.0), fs.optim.adamw(fs.optim.warmup_cosine(1e-2, warmup=10, total=100)))
 
 
 def train_step(state, batch, comm):
@@ -72,7 +72,7 @@ def main(name="zero3"):
     mesh = fs.Mesh({"outer": 2, "inner": size // 2} if name.startswith("h") else {"dp": size})
     comm = fs.connect(mesh)
     layout = fs.plan(shapes(), mesh, getattr(fs, name)(*mesh.names), units="layers.*")
-    state = fs.init_state(tx, fs.init(fs.normal(DIM**-0.5), layout, comm, key=0), comm=comm)
+    state = fs.init_state(tx, fs.init_params(fs.init.normal(DIM**-0.5), layout, comm, key=0), comm=comm)
     say = print if comm.rank == 0 else lambda *_: None
     say(layout)
     for step in range(100):

@@ -214,7 +214,7 @@ def learning_rate(here: Here) -> float:
 
 def train_functions(s: Scenario, here: Here, log: list[torch.Tensor]) -> None:
     """Train by pure functions, scheduled or not."""
-    comm, tx, tree = here.comm, fs.sgd(learning_rate(here)), values(s)
+    comm, tx, tree = here.comm, fs.optim.sgd(learning_rate(here)), values(s)
     layout = fs.plan(tree, comm.mesh, s.place, units="layers.*")
     state = fs.init_state(tx, fs.shard(tree, layout, comm, place="optim"), comm=comm)
     scheduler = fs.Scheduler(comm, policy=here.policy()) if s.way == "scheduled" else None

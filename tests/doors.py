@@ -16,6 +16,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import fsharp as fs
+from fsharp.errors import FsharpError
 from fsharp.testing import simulate
 from tests.scheduling import DP, FLAT
 
@@ -260,7 +261,7 @@ def run_plain(model: Model) -> Ran:
 
 def run_functions(model: Model, strategy: str, policy: fs.Policy | None, comm: fs.Comm) -> Ran:
     """As functions, blocking or scheduled."""
-    tree, tx = values(), fs.sgd(RATE)
+    tree, tx = values(), fs.optim.sgd(RATE)
     layout = fs.plan(tree, comm.mesh, FLAT[strategy][1], units="layers.*")
     state = fs.init_state(tx, fs.shard(tree, layout, comm, place="optim"), comm=comm)
 
@@ -351,7 +352,7 @@ def run_on_two_ranks(model: Model, strategy: str) -> list[Any]:
 def judge(model: Model, expected: Ran, outcome: Any) -> str | None:
     """What is wrong with what a rank has; None if it is as in plain torch, or an error that names a unit with a door."""
     if isinstance(outcome, BaseException):
-        if not isinstance(outcome, fs.FsharpError | RuntimeError):
+        if not isinstance(outcome, FsharpError | RuntimeError):
             return f"raises what says nothing to a user: {outcome!r}"
         if model.doors and not any(f"layers.{door.unit}" in str(outcome) for door in model.doors):
             return f"raises without naming the unit: {outcome!r}"

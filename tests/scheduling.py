@@ -25,10 +25,16 @@ ON_TWO_AXES = {
     "mixed": (
         HYBRID,
         fs.Strategy(
-            {"outer": fs.AxisRule(fs.Replicate, fs.Partial, fs.Shard), "inner": fs.AxisRule(fs.Replicate, fs.Shard, fs.Shard)}
+            {
+                "outer": fs.layout.AxisRule(fs.layout.Replicate, fs.layout.Partial, fs.layout.Shard),
+                "inner": fs.layout.AxisRule(fs.layout.Replicate, fs.layout.Shard, fs.layout.Shard),
+            }
         ),
     ),
-    "late": (HYBRID, fs.Strategy(dict.fromkeys(("outer", "inner"), fs.AxisRule(fs.Shard, fs.Partial, fs.Shard)))),
+    "late": (
+        HYBRID,
+        fs.Strategy(dict.fromkeys(("outer", "inner"), fs.layout.AxisRule(fs.layout.Shard, fs.layout.Partial, fs.layout.Shard))),
+    ),
 }
 STRATEGIES = {**FLAT, **ON_TWO_AXES}
 
@@ -68,7 +74,7 @@ def every(n, **values):
 
 
 def make_tx():
-    return fs.chain(fs.clip_by_global_norm(1.0, deterministic=True), fs.adamw(1e-2))
+    return fs.optim.chain(fs.optim.clip_by_global_norm(1.0, deterministic=True), fs.optim.adamw(1e-2))
 
 
 def make_layout(mesh, strategy, params=None, **plan_options):
@@ -95,7 +101,7 @@ class Trained(NamedTuple):
     losses: list[float]
     params: list[torch.Tensor]
     num_recordings: int
-    schedule: fs.Schedule | None
+    schedule: fs.schedule.Schedule | None
 
 
 def train(

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import fsharp as fs
+from fsharp.errors import AgreementError, FsharpError, MeshError, TreeError
 from fsharp.functional.comm.agree import gather_bytes
 from fsharp.testing import simulate
 
@@ -23,7 +24,7 @@ def caught(mesh, run):
         counting = fs.CountingComm(comm)
         try:
             run(counting)
-        except fs.FsharpError as error:
+        except FsharpError as error:
             return error, counting.num_calls
         return None, counting.num_calls
 
@@ -55,7 +56,7 @@ def starting(tx, place=lambda rank: "optim"):
 
 
 def initialising(key):
-    return lambda comm: fs.init(fs.zeros, planned(tree(), comm.mesh), comm, key=key(comm.rank))
+    return lambda comm: fs.init_params(fs.init.zeros, planned(tree(), comm.mesh), comm, key=key(comm.rank))
 
 
 def on_one(odd, even):
@@ -79,14 +80,17 @@ DIFFERENT = {
     "units": (sharding(units=on_one("*", None)), ["rank 1: b; w"]),
     "frozen": (sharding(frozen=on_one("b", ())), ["b: False", "rank 1: b: True"]),
     "labels": (sharding(labels=on_one({"w": "matrix"}, "default")), ["w: default", "rank 1: w: matrix"]),
-    "atoms": (sharding(atoms=on_one(fs.Rows(2), fs.Element())), ["w: element", "rank 1: b: 2 rows; w: 2 rows"]),
+    "atoms": (sharding(atoms=on_one(fs.layout.Rows(2), fs.layout.Element())), ["w: element", "rank 1: b: 2 rows; w: 2 rows"]),
     "precision": (
         sharding(precision=on_one(fs.Precision(torch.bfloat16), fs.Precision())),
         ["rank 1: (root): ['bfloat16/float32/bfloat16/float32']"],
     ),
     "key": (initialising(on_one(7, 3)), ["ranks 0, 2: 3", "rank 1: 7"]),
-    "tx": (starting(on_one(fs.adamw(1e-3), fs.adamw(2e-3))), ["'lr': '0.002'", "rank 1: {'adamw': {'lr': '0.001'"]),
-    "place": (starting(lambda rank: fs.sgd(1.0), on_one("params", "optim")), ["dp:Shard", "rank 1: (root): dp:Replicate"]),
+    "tx": (starting(on_one(fs.optim.adamw(1e-3), fs.optim.adamw(2e-3))), ["'lr': '0.002'", "rank 1: {'adamw': {'lr': '0.001'"]),
+    "place": (
+        starting(lambda rank: fs.optim.sgd(1.0), on_one("params", "optim")),
+        ["dp:Shard", "rank 1: (root): dp:Replicate"],
+    ),
 }
 
 
@@ -95,9 +99,9 @@ def test_ranks_that_differ_raise_one_text_that_names_field_and_ranks(field):
     run, texts = DIFFERENT[field]
     results = caught(DP3, run)
     name = "shapes" if field == "paths" else field
-    assert {type(error) for error, _ in results} == {fs.AgreementError}
+    assert {type(error) for error, _ in results} == {AgreementError}
     assert len({str(error) for error, _ in results}) == 1
-    with pytest.raises(fs.AgreementError, match=rf"(?m)^  {name} +ranks? [\d, ]+: "):
+    with pytest.raises(AgreementError, match=rf"(?m)^  {name} +ranks? [\d, ]+: "):
         raise results[0][0]
     for text in ["ranks were given different values", "ranks 0, 2: ", "rank 1: ", *texts]:
         assert text in str(results[0][0])
@@ -105,7 +109,7 @@ def test_ranks_that_differ_raise_one_text_that_names_field_and_ranks(field):
 
 
 @pytest.mark.parametrize(
-    "run", [sharding(), initialising(lambda rank: 3), starting(lambda rank: fs.lion(0.1), lambda rank: "params")]
+    "run", [sharding(), initialising(lambda rank: 3), starting(lambda rank: fs.optim.lion(0.1), lambda rank: "params")]
 )
 @pytest.mark.parametrize("mesh", [DP3, GRID], ids=str)
 def test_ranks_that_agree_exchange_one_digest_for_each_axis(mesh, run):
@@ -118,7 +122,7 @@ def test_ranks_that_agree_exchange_one_digest_for_each_axis(mesh, run):
         head = 40
         expected = []
         for axis, size in reversed(mesh.axes):
-            expected.append(fs.Call("all_gather", axis, (size - 1) * head))
+            expected.append(fs.comm.Call("all_gather", axis, (size - 1) * head))
             head *= size
         assert calls == expected
 
@@ -126,7 +130,9 @@ def test_ranks_that_agree_exchange_one_digest_for_each_axis(mesh, run):
 def test_functions_made_on_each_rank_are_told_apart_by_name_alone():
     def tx(rank):
         schedule, keep = (lambda count: 0.1), (lambda path: path == "w")
-        return fs.chain(fs.masked(fs.sgd(schedule), keep), fs.sgd(fs.warmup_cosine(1.0, warmup=1, total=2)))
+        return fs.optim.chain(
+            fs.optim.masked(fs.optim.sgd(schedule), keep), fs.optim.sgd(fs.optim.warmup_cosine(1.0, warmup=1, total=2))
+        )
 
     assert [error for error, _ in caught(DP3, starting(tx))] == [None] * 3
 
@@ -140,17 +146,17 @@ def test_one_rank_that_fails_fails_all(mesh, bad):
 
     results = caught(mesh, run)
     texts = {str(error) for error, _ in results}
-    with pytest.raises(fs.AgreementError, match=f"failed on rank {bad}; rank {bad} says") as shown:
+    with pytest.raises(AgreementError, match=f"failed on rank {bad}; rank {bad} says") as shown:
         raise results[bad][0]
     assert len(texts) == 1
     assert "'b'  got float32[4], expected float32[3]" in str(shown.value)
-    assert isinstance(shown.value.__cause__, fs.TreeError)
+    assert isinstance(shown.value.__cause__, TreeError)
 
 
 def test_a_failure_of_every_rank_is_raised_as_it_is():
     results = caught(DP3, lambda comm: fs.shard(tree(b=torch.zeros(4 + comm.rank)), planned(tree(), comm.mesh), comm))
     for rank, (error, calls) in enumerate(results):
-        with pytest.raises(fs.TreeError, match=re.escape(f"got float32[{4 + rank}]")):
+        with pytest.raises(TreeError, match=re.escape(f"got float32[{4 + rank}]")):
             raise error
         assert calls == 2
 
@@ -158,7 +164,7 @@ def test_a_failure_of_every_rank_is_raised_as_it_is():
 def test_a_comm_of_another_mesh_fails_without_waiting():
     results = caught(DP3, lambda comm: fs.gather(fs.shard_for(tree(), planned(tree(), GRID), 0), comm=comm))
     for error, calls in results:
-        with pytest.raises(fs.MeshError, match=re.escape("'' on Mesh(o=2, i=2)\n  comm  Mesh(dp=3)")):
+        with pytest.raises(MeshError, match=re.escape("'' on Mesh(o=2, i=2)\n  comm  Mesh(dp=3)")):
             raise error
         assert calls == 0
 
@@ -167,7 +173,7 @@ def test_agree_shows_only_the_lines_that_differ_and_shortens_them():
     def run(comm):
         lines = [f"line {i}" for i in range(50)]
         lines[comm.rank % 2] = f"{'long ' * 100}{comm.rank % 2}"
-        fs.agree("here()", {"text": "\n".join(lines), "same": "x", **({"extra": "y"} if comm.rank == 3 else {})}, comm)
+        fs.comm.agree("here()", {"text": "\n".join(lines), "same": "x", **({"extra": "y"} if comm.rank == 3 else {})}, comm)
 
     texts = {str(error) for error, _ in caught(GRID, run)}
     assert len(texts) == 1
@@ -182,9 +188,9 @@ def test_agree_shows_only_the_lines_that_differ_and_shortens_them():
 
 def test_many_ranks_are_counted_and_not_listed():
     def run(comm):
-        fs.agree("here()", {"key": str(comm.rank == 15)}, comm)
+        fs.comm.agree("here()", {"key": str(comm.rank == 15)}, comm)
 
-    with pytest.raises(fs.AgreementError, match="ranks 0, 1, 2, 3, 4, 5, 6, 7 and 7 more: False"):
+    with pytest.raises(AgreementError, match="ranks 0, 1, 2, 3, 4, 5, 6, 7 and 7 more: False"):
         raise caught(fs.Mesh({"dp": 16}), run)[0][0]
 
 
@@ -195,4 +201,4 @@ def test_bytes_are_gathered_in_order_of_rank(mesh):
 
 
 def test_one_rank_alone_asks_nobody():
-    fs.agree("here()", {"a": "b"}, fs.SingleComm())
+    fs.comm.agree("here()", {"a": "b"}, fs.SingleComm())

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import fsharp as fs
+from fsharp.errors import ScheduleError, TreeError
 from fsharp.functional.layout.paths import flatten
 from fsharp.testing import processes, simulate
 from tests import modules
@@ -11,10 +12,11 @@ from tests.scheduling import DP, STRATEGIES, assert_same, every
 from tests.test_module import values, wrap
 
 TRANSFORMS = {
-    "ema": lambda: fs.with_ema(fs.adamw(1e-2), decay=0.9),
-    "ema of what is skipped": lambda: fs.with_ema(fs.skip_nonfinite(fs.adamw(1e-2)), decay=0.9),
-    "skipped with its ema": lambda: fs.chain(
-        fs.clip_by_global_norm(0.5, deterministic=True), fs.skip_nonfinite(fs.with_ema(fs.adamw(1e-2), decay=0.9))
+    "ema": lambda: fs.optim.with_ema(fs.optim.adamw(1e-2), decay=0.9),
+    "ema of what is skipped": lambda: fs.optim.with_ema(fs.optim.skip_nonfinite(fs.optim.adamw(1e-2)), decay=0.9),
+    "skipped with its ema": lambda: fs.optim.chain(
+        fs.optim.clip_by_global_norm(0.5, deterministic=True),
+        fs.optim.skip_nonfinite(fs.optim.with_ema(fs.optim.adamw(1e-2), decay=0.9)),
     ),
 }
 MIXED = fs.Precision(compute=torch.bfloat16, main=torch.float32)
@@ -158,7 +160,7 @@ def test_in_processes():
 
 def test_parameters_without_an_average_stay_as_they_are():
     def rank_fn(comm):
-        tx = fs.partition({"bias": fs.sgd(1e-2), "rest": fs.with_ema(fs.sgd(1e-2), decay=0.5)})
+        tx = fs.optim.partition({"bias": fs.optim.sgd(1e-2), "rest": fs.optim.with_ema(fs.optim.sgd(1e-2), decay=0.5)})
         labels = {"**": "rest", "**.bias": "bias"}
         model, optimizer = pair(comm, "zero1", tx, labels=labels)
         train(model, optimizer, comm, 2, finite=True)
@@ -173,27 +175,27 @@ def test_refused():
         model, optimizer = pair(comm, "zero3", TRANSFORMS["ema"]())
         [(x, y)] = modules.batches(comm, 1)
         with optimizer.averaged():
-            with pytest.raises(fs.ScheduleError, match=r"called inside of averaged\(\), and not under torch.no_grad"):
+            with pytest.raises(ScheduleError, match=r"called inside of averaged\(\), and not under torch.no_grad"):
                 model(x, y)
-            with pytest.raises(fs.ScheduleError, match=r"summon\(write=True\): in averaged"), model.summon(write=True):
+            with pytest.raises(ScheduleError, match=r"summon\(write=True\): in averaged"), model.summon(write=True):
                 pass
             with (
-                pytest.raises(fs.ScheduleError, match=r"averaged\(\): the model has its averages already"),
+                pytest.raises(ScheduleError, match=r"averaged\(\): the model has its averages already"),
                 optimizer.averaged(),
             ):
                 pass
         model(x, y)["loss"].backward()
-        with pytest.raises(fs.ScheduleError, match=r"averaged\(\): a step is under way"), optimizer.averaged():
+        with pytest.raises(ScheduleError, match=r"averaged\(\): a step is under way"), optimizer.averaged():
             pass
         optimizer.step()
-        for tx in (fs.adamw(1e-2), torch.optim.AdamW):
+        for tx in (fs.optim.adamw(1e-2), torch.optim.AdamW):
             another, _ = wrap(comm, "zero3")
             other = fs.ShardedOptimizer(another.parameters(), tx)
-            with pytest.raises(fs.TreeError, match="keeps no average"), other.averaged():
+            with pytest.raises(TreeError, match="keeps no average"), other.averaged():
                 pass
-        twice = fs.chain(fs.with_ema(fs.sgd(0.1), decay=0.1), fs.with_ema(fs.sgd(0.1), decay=0.1))
+        twice = fs.optim.chain(fs.optim.with_ema(fs.optim.sgd(0.1), decay=0.1), fs.optim.with_ema(fs.optim.sgd(0.1), decay=0.1))
         another, other = pair(comm, "zero3", twice)
-        with pytest.raises(fs.TreeError, match=r"several averages of 'embed\.weight'"), other.averaged():
+        with pytest.raises(TreeError, match=r"several averages of 'embed\.weight'"), other.averaged():
             pass
 
     simulate(DP, rank_fn)

@@ -6,7 +6,7 @@ from itertools import count, islice
 import pytest
 import torch
 
-import fsharp as fs
+from fsharp.errors import CommError
 from tests.divergence import Outcome, judge, reference, replay, run, run_in_processes, scenario
 from tests.divergence_programs import KINDS, Planted
 
@@ -95,7 +95,7 @@ def outcomes(s, **changes):
 def test_the_judge_passes_the_references_values_and_errors_of_all():
     s = plain("an equal copy")
     assert judge(s, outcomes(s)) is None
-    failed = Outcome([], fs.CommError("ranks differ"))
+    failed = Outcome([], CommError("ranks differ"))
     assert judge(s, [failed] * 2) is None
 
 
@@ -103,13 +103,13 @@ def test_the_judge_refuses_what_must_not_be():
     s = plain("an equal copy")
     log, other = (each.log for each in reference(s)[0])
     wrong = [*log[:-1], log[-1] + 1e-6]
-    failed = fs.CommError("ranks differ")
+    failed = CommError("ranks differ")
     assert "should be" in judge(s, outcomes(s, rank0=Outcome(wrong, None)))
     assert "should be" in judge(s, [Outcome(wrong, failed)] * 2), "a value that was in hand before the error"
     assert "ranks [1] have errors, and [0] none" in judge(s, outcomes(s, rank1=Outcome(other, failed)))
     assert judge(s, outcomes(s, rank1=Outcome(other, failed)), meets=False) is None
     assert "says nothing to a user" in judge(s, [Outcome([], KeyError("x"))] * 2)
-    late = fs.CommError("simulate(): rank 1 has not come to an end in 40 s.")
+    late = CommError("simulate(): rank 1 has not come to an end in 40 s.")
     assert "rank 1 hangs" in judge(s, [Outcome([], failed), Outcome([], late)])
     assert "does anything different" in judge(plain("nothing"), [Outcome([], failed)] * 2)
     assert "there should be one on each" in judge(plain("raises"), [Outcome([], None)] * 2)

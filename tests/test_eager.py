@@ -8,6 +8,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import fsharp as fs
+from fsharp.errors import ScheduleError
 from fsharp.stateful.units.gradient import GradientRoute
 from fsharp.testing import simulate
 from tests.gpt_like import loss_fn
@@ -31,7 +32,7 @@ def test_what_an_unplanned_step_has_done_verifies(strategy, microbatches, precis
     )
     for schedule in found:
         assert schedule.program.events[-1].kind == "update"
-        fs.verify(schedule)
+        fs.schedule.verify(schedule)
     assert len({tuple(schedule.lines()) for schedule in found}) == 1, "ranks do the same"
 
 
@@ -49,8 +50,8 @@ def test_without_one_of_its_ops_it_does_not(strategy, kind):
         for i, op in enumerate(schedule.ops)
         if i != drop
     ]
-    with pytest.raises(fs.ScheduleError, match="verify"):
-        fs.verify(schedule.replace_ops(ops))
+    with pytest.raises(ScheduleError, match="verify"):
+        fs.schedule.verify(schedule.replace_ops(ops))
 
 
 def test_it_can_be_looked_at_and_a_planned_step_has_none(tmp_path):
@@ -59,12 +60,12 @@ def test_it_can_be_looked_at_and_a_planned_step_has_none(tmp_path):
         state = make_state(comm, "zero3")
         call(state, my_batches(comm, 1)[0])
         assert call.status().kind == "planned"
-        with pytest.raises(fs.ScheduleError, match="the last call has followed a schedule"):
+        with pytest.raises(ScheduleError, match="the last call has followed a schedule"):
             call.emitted()
         return schedule
 
     schedule = simulate(DP, rank_fn)[0]
-    assert fs.Schedule.from_json(schedule.to_json()) == schedule
+    assert fs.schedule.Schedule.from_json(schedule.to_json()) == schedule
     assert "layers.0" in fs.inspect.table(schedule)
     fs.inspect.draw(schedule, tmp_path / "eager.png")
     assert (tmp_path / "eager.png").stat().st_size > 0

@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import fsharp as fs
+from fsharp.errors import LayoutError, PatternError
 from fsharp.testing import processes, simulate
 from tests import modules
 from tests.modules import Block, Net
@@ -168,7 +169,7 @@ def test_an_attribute_that_is_a_function():
 def test_methods_that_are_not_named(strategy):
     def rank_fn(comm):
         model, _ = sharded(comm, strategy, methods=[])
-        with pytest.raises(fs.LayoutError, match=r"'embed\.weight' is .*ShardedModule\(methods=\[\.\.\.\]\) names"):
+        with pytest.raises(LayoutError, match=r"'embed\.weight' is .*ShardedModule\(methods=\[\.\.\.\]\) names"):
             model.encode(torch.arange(3))
 
     simulate(DP, rank_fn)
@@ -191,7 +192,7 @@ def test_methods_that_are_not_named(strategy):
 )
 def test_refused(names, match):
     net = make()
-    with pytest.raises(fs.PatternError, match=match):
+    with pytest.raises(PatternError, match=match):
         fs.ShardedModule(net, mesh=fs.SingleComm(), units=[Block], methods=names)
     assert type(net) is Coder
 

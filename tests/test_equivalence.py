@@ -12,7 +12,7 @@ DECAY = {"**": 0.1, "**.b": 0.0, "**.gain": 0.0}
 
 
 def make_tx():
-    return fs.chain(fs.clip_by_global_norm(0.5, deterministic=True), fs.adamw(1e-2, weight_decay=DECAY))
+    return fs.optim.chain(fs.optim.clip_by_global_norm(0.5, deterministic=True), fs.optim.adamw(1e-2, weight_decay=DECAY))
 
 
 def flat_runs(n):
@@ -22,9 +22,14 @@ def flat_runs(n):
 def hybrid_runs(outer, inner):
     mesh = fs.Mesh({"outer": outer, "inner": inner})
     mixed = fs.Strategy(
-        {"outer": fs.AxisRule(fs.Replicate, fs.Partial, fs.Shard), "inner": fs.AxisRule(fs.Replicate, fs.Shard, fs.Shard)}
+        {
+            "outer": fs.layout.AxisRule(fs.layout.Replicate, fs.layout.Partial, fs.layout.Shard),
+            "inner": fs.layout.AxisRule(fs.layout.Replicate, fs.layout.Shard, fs.layout.Shard),
+        }
     )
-    late = fs.Strategy(dict.fromkeys(("outer", "inner"), fs.AxisRule(fs.Shard, fs.Partial, fs.Shard)))
+    late = fs.Strategy(
+        dict.fromkeys(("outer", "inner"), fs.layout.AxisRule(fs.layout.Shard, fs.layout.Partial, fs.layout.Shard))
+    )
     return {
         "hsdp": (mesh, fs.hsdp("outer", "inner")),
         "hfsdp": (mesh, fs.hfsdp("outer", "inner")),
@@ -99,7 +104,7 @@ def assert_same_bits(a, b):
 @pytest.mark.parametrize("microbatches", [1, 2])
 @pytest.mark.parametrize(("outer", "inner"), [(2, 2), (1, 3), (3, 1), pytest.param(2, 4, marks=pytest.mark.deep)])
 def test_hybrid_meshes_agree_with_one_process(outer, inner, microbatches):
-    equivalent(hybrid_runs(outer, inner), microbatches=microbatches, tx=fs.chain(make_tx()))
+    equivalent(hybrid_runs(outer, inner), microbatches=microbatches, tx=fs.optim.chain(make_tx()))
 
 
 @pytest.mark.parametrize("n", [1, 3, 5])
@@ -108,7 +113,9 @@ def test_worlds_that_do_not_divide_the_sizes(n):
     assert_equivalent(loss_fn, make_tx(), make_params(), batches, runs=flat_runs(n), units="layers.*")
 
 
-@pytest.mark.parametrize("atoms", [fs.Rows(1), fs.Rows(2), fs.Whole(), {"**": fs.Rows(1), "layers": fs.Whole()}])
+@pytest.mark.parametrize(
+    "atoms", [fs.layout.Rows(1), fs.layout.Rows(2), fs.layout.Whole(), {"**": fs.layout.Rows(1), "layers": fs.layout.Whole()}]
+)
 def test_atoms_do_not_change_values(atoms):
     by_atom = equivalent({"zero3": (fs.Mesh({"dp": 3}), fs.zero3("dp"))}, steps=4, atoms=atoms)
     by_element = equivalent({"zero3": (fs.Mesh({"dp": 3}), fs.zero3("dp"))}, steps=4)
@@ -163,9 +170,9 @@ def test_the_result_does_not_depend_on_how_tokens_are_spread():
         shuffled = {k: v[order] for k, v in batch.items()}
 
         def rank_fn(comm):
-            state = fs.init_state(fs.sgd(1.0), fs.shard(make_params(), layout, comm), comm=comm)
+            state = fs.init_state(fs.optim.sgd(1.0), fs.shard(make_params(), layout, comm), comm=comm)
             mine = {k: v.chunk(2)[comm.rank] for k, v in shuffled.items()}
-            state, metrics = fs.train_step(loss_fn, fs.sgd(1.0), microbatches=microbatches)(state, mine, comm)
+            state, metrics = fs.train_step(loss_fn, fs.optim.sgd(1.0), microbatches=microbatches)(state, mine, comm)
             return fs.full(state.params, comm=comm)["layers"][1]["w"], metrics.loss
 
         return simulate(mesh, rank_fn)[0]

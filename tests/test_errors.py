@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import fsharp as fs
+from fsharp.errors import FsharpError, LayoutError, LossError, MeshError, PatternError, StrategyError, TreeError
 from fsharp.functional.layout.sharded import resolve_place
 
 MESH = fs.Mesh({"dp": 2})
@@ -44,7 +45,7 @@ class Loop:
 ONLY = fs.SingleComm(ONE)
 
 
-def state(tx=fs.sgd(0.1), **options):
+def state(tx=fs.optim.sgd(0.1), **options):
     return fs.init_state(tx, part(place="optim", **options), comm=ONLY)
 
 
@@ -62,59 +63,83 @@ def total(params):
 
 
 PLAN = {
-    "unknown axis": (lambda: planned(strategy=fs.zero3("tp")), fs.StrategyError, "unknown axis 'tp': Mesh(dp=1) has ['dp']"),
-    "uncovered axis": (lambda: planned(fs.Mesh({"dp": 2, "x": 1})), fs.StrategyError, "says nothing of axis 'x'"),
-    "no strategy": (lambda: planned(strategy="zero3"), fs.LayoutError, "strategy is 'zero3', expected a Strategy"),
-    "no strategy in a rule": (lambda: planned(strategy={"**": 3}), fs.LayoutError, "strategy is 3, expected a Strategy"),
-    "strategy for no unit": (lambda: planned(strategy={"v": fs.zero3("dp")}), fs.PatternError, "'v' matches nothing"),
-    "units": (lambda: planned(units="layers.*"), fs.PatternError, "the pattern 'layers.*' matches nothing"),
-    "units overlap": (lambda: planned(units=["w", "?"]), fs.PatternError, "two patterns overlap"),
-    "frozen": (lambda: planned(frozen="bias"), fs.PatternError, "plan(frozen=...): the pattern 'bias' matches nothing"),
-    "atoms": (lambda: planned(atoms={"x": fs.Whole()}), fs.PatternError, "plan(atoms=...): the pattern 'x' matches nothing"),
-    "no atom": (lambda: planned(atoms="row"), fs.LayoutError, "the atom of 'b' is 'row', expected Element(), Rows(n)"),
-    "malformed": (lambda: planned(frozen="[z-a]"), fs.PatternError, "the pattern '[z-a]' is malformed"),
-    "labels": (lambda: planned(labels={"x": "m"}), fs.PatternError, "plan(labels=...): the pattern 'x' matches nothing"),
+    "unknown axis": (
+        lambda: planned(strategy=fs.zero3("tp")),
+        StrategyError,
+        "unknown axis 'tp': Mesh(dp=1) has ['dp']",
+    ),
+    "uncovered axis": (lambda: planned(fs.Mesh({"dp": 2, "x": 1})), StrategyError, "says nothing of axis 'x'"),
+    "no strategy": (lambda: planned(strategy="zero3"), LayoutError, "strategy is 'zero3', expected a Strategy"),
+    "no strategy in a rule": (lambda: planned(strategy={"**": 3}), LayoutError, "strategy is 3, expected a Strategy"),
+    "strategy for no unit": (lambda: planned(strategy={"v": fs.zero3("dp")}), PatternError, "'v' matches nothing"),
+    "units": (lambda: planned(units="layers.*"), PatternError, "the pattern 'layers.*' matches nothing"),
+    "units overlap": (lambda: planned(units=["w", "?"]), PatternError, "two patterns overlap"),
+    "frozen": (lambda: planned(frozen="bias"), PatternError, "plan(frozen=...): the pattern 'bias' matches nothing"),
+    "atoms": (
+        lambda: planned(atoms={"x": fs.layout.Whole()}),
+        PatternError,
+        "plan(atoms=...): the pattern 'x' matches nothing",
+    ),
+    "no atom": (lambda: planned(atoms="row"), LayoutError, "the atom of 'b' is 'row', expected Element(), Rows(n)"),
+    "malformed": (lambda: planned(frozen="[z-a]"), PatternError, "the pattern '[z-a]' is malformed"),
+    "labels": (lambda: planned(labels={"x": "m"}), PatternError, "plan(labels=...): the pattern 'x' matches nothing"),
     "a number": (
         lambda: planned(tree={"a": {"eps": 1e-5}}),
-        fs.TreeError,
+        TreeError,
         "params['a.eps'] is not a tensor.\n  got  float 1e-05",
     ),
     "a sparse leaf": (
         lambda: planned(tree={"s": torch.eye(2).to_sparse()}),
-        fs.TreeError,
+        TreeError,
         "params['s'] has layout torch.sparse_coo",
     ),
-    "equal paths": (lambda: planned(tree={"0": SHARED, 0: torch.ones(1)}), fs.TreeError, "share the dotted path '0'"),
-    "a dot in a key": (lambda: planned(tree={"a.b": SHARED}), fs.TreeError, "the key 'a.b' in the path ('a.b',) is empty or"),
-    "a view": (lambda: planned(tree={"v": SHARED, "w": SHARED.view(4, 3)}), fs.LayoutError, "'w'  (4, 3), strides (3, 1)"),
+    "equal paths": (lambda: planned(tree={"0": SHARED, 0: torch.ones(1)}), TreeError, "share the dotted path '0'"),
+    "a dot in a key": (
+        lambda: planned(tree={"a.b": SHARED}),
+        TreeError,
+        "the key 'a.b' in the path ('a.b',) is empty or",
+    ),
+    "a view": (
+        lambda: planned(tree={"v": SHARED, "w": SHARED.view(4, 3)}),
+        LayoutError,
+        "'w'  (4, 3), strides (3, 1)",
+    ),
     "a transpose": (
         lambda: planned(tree={"v": SHARED, "w": SHARED.T}),
-        fs.LayoutError,
+        LayoutError,
         "params['v'] and params['w'] share storage",
     ),
     "a conjugate": (
         lambda: planned(
             tree={"v": torch.ones(2, dtype=torch.complex64)} | (lambda t: {"w": t, "x": t.conj()})(SHARED.cfloat())
         ),
-        fs.LayoutError,
+        LayoutError,
         "params['w'] and params['x'] share storage",
     ),
     "ties: frozen": (
         lambda: planned(tree={"a": SHARED, "b": SHARED}, frozen="b"),
-        fs.LayoutError,
+        LayoutError,
         "disagree on frozen.\n  'a'  False",
     ),
-    "ties: label": (lambda: planned(tree={"a": SHARED, "b": SHARED}, labels={"b": "m"}), fs.LayoutError, "disagree on label"),
+    "ties: label": (
+        lambda: planned(tree={"a": SHARED, "b": SHARED}, labels={"b": "m"}),
+        LayoutError,
+        "disagree on label",
+    ),
     "ties: atom": (
-        lambda: planned(tree={"a": SHARED, "b": SHARED}, atoms={"b": fs.Whole()}),
-        fs.LayoutError,
+        lambda: planned(tree={"a": SHARED, "b": SHARED}, atoms={"b": fs.layout.Whole()}),
+        LayoutError,
         "disagree on atom",
     ),
-    "precision": (lambda: fs.Precision(main=torch.int32), fs.LayoutError, "main is torch.int32, expected a floating-point"),
-    "precision by name": (lambda: fs.Precision(wire="bfloat16"), fs.LayoutError, "wire is 'bfloat16'"),
-    "unit name": (lambda: planned()["layers.0"], fs.LayoutError, "no unit 'layers.0': the layout has ['']"),
-    "kind of bytes": (lambda: planned().nbytes("weights"), fs.LayoutError, "unknown kind 'weights'"),
-    "kind and dtype": (lambda: planned().nbytes("weights", torch.int8), fs.LayoutError, "unknown kind 'weights'"),
+    "precision": (
+        lambda: fs.Precision(main=torch.int32),
+        LayoutError,
+        "main is torch.int32, expected a floating-point",
+    ),
+    "precision by name": (lambda: fs.Precision(wire="bfloat16"), LayoutError, "wire is 'bfloat16'"),
+    "unit name": (lambda: planned()["layers.0"], LayoutError, "no unit 'layers.0': the layout has ['']"),
+    "kind of bytes": (lambda: planned().nbytes("weights"), LayoutError, "unknown kind 'weights'"),
+    "kind and dtype": (lambda: planned().nbytes("weights", torch.int8), LayoutError, "unknown kind 'weights'"),
 }
 
 OTHER_TREES = {
@@ -128,171 +153,216 @@ OTHER_TREES = {
 
 SHARDED = {
     **{
-        f"tree: {name}": (lambda t=tree: fs.shard_for(t, planned(), 0), fs.TreeError, text)
+        f"tree: {name}": (lambda t=tree: fs.shard_for(t, planned(), 0), TreeError, text)
         for name, (tree, text) in OTHER_TREES.items()
     },
     "tree: many": (
         lambda: fs.shard_for({}, planned(tree=[torch.ones(1) for _ in range(11)]), 0),
-        fs.TreeError,
+        TreeError,
         "and 3 more. Call plan()",
     ),
     "tree: tied": (
         lambda: fs.shard_for({"a": SHARED, "b": SHARED}, planned(tree={"a": SHARED, "b": SHARED.clone()}), 0),
-        fs.TreeError,
+        TreeError,
         "'b'  tied to 'a', but laid out on its own",
     ),
     "tree: untied": (
         lambda: fs.shard_for({"a": SHARED, "b": SHARED + 1}, planned(tree={"a": SHARED, "b": SHARED}), 0),
-        fs.TreeError,
+        TreeError,
         "'b'  laid out as tied to 'a', but has values of its own",
     ),
-    "place name": (lambda: part(place="weights"), fs.LayoutError, "unknown place 'weights'"),
+    "place name": (lambda: part(place="weights"), LayoutError, "unknown place 'weights'"),
     "place order": (
-        lambda: part(place=fs.Place(("tp",), (fs.Shard,))),
-        fs.LayoutError,
+        lambda: part(place=fs.layout.Place(("tp",), (fs.layout.Shard,))),
+        LayoutError,
         "Place(tp:Shard) is not one of unit ''.\n  order of axes  dp",
     ),
     "place too fine": (
-        lambda: part(fs.ddp("dp"), fs.Place(("dp",), (fs.Shard,))),
-        fs.LayoutError,
+        lambda: part(fs.ddp("dp"), fs.layout.Place(("dp",), (fs.layout.Shard,))),
+        LayoutError,
         "cuts unit '' finer than its layout",
     ),
     "place that does not nest": (
         lambda: resolve_place(
-            planned(fs.Mesh({"a": 2, "b": 2}), fs.zero3("a", "b")).units[0], fs.Place(("a", "b"), (fs.Replicate, fs.Shard))
+            planned(fs.Mesh({"a": 2, "b": 2}), fs.zero3("a", "b")).units[0],
+            fs.layout.Place(("a", "b"), (fs.layout.Replicate, fs.layout.Shard)),
         ),
-        fs.LayoutError,
+        LayoutError,
         "Place(a:Replicate, b:Shard) is not one of unit ''",
     ),
-    "rank": (lambda: part(mesh=MESH) and fs.shard_for(make(), planned(MESH), 2), fs.MeshError, "rank 2 is outside Mesh(dp=2)"),
-    "unshard: none": (lambda: fs.unshard([]), fs.TreeError, "no trees"),
-    "unshard: too few": (lambda: fs.unshard([part(mesh=MESH)]), fs.TreeError, "1 trees, expected one for each of the 2 ranks"),
-    "unshard: partial": (lambda: fs.unshard([partial_sums()]), fs.TreeError, "unit '' rests partial (dp:Partial)"),
+    "rank": (
+        lambda: part(mesh=MESH) and fs.shard_for(make(), planned(MESH), 2),
+        MeshError,
+        "rank 2 is outside Mesh(dp=2)",
+    ),
+    "unshard: none": (lambda: fs.unshard([]), TreeError, "no trees"),
+    "unshard: too few": (
+        lambda: fs.unshard([part(mesh=MESH)]),
+        TreeError,
+        "1 trees, expected one for each of the 2 ranks",
+    ),
+    "unshard: partial": (lambda: fs.unshard([partial_sums()]), TreeError, "unit '' rests partial (dp:Partial)"),
     "unshard: mixed": (
-        lambda: fs.unshard([part(mesh=MESH), part(mesh=MESH, atoms=fs.Whole())]),
-        fs.TreeError,
+        lambda: fs.unshard([part(mesh=MESH), part(mesh=MESH, atoms=fs.layout.Whole())]),
+        TreeError,
         "the tree of rank 1 has another layout or place than that of rank 0",
     ),
-    "tree of a shard": (lambda: part().tree(), fs.TreeError, "unit '' is not whole.\n  place   dp:Shard"),
-    "tree of a part": (lambda: fs.trainable(part(place="full")).tree(), fs.TreeError, "groups  (0,) of (0, 1)"),
+    "tree of a shard": (lambda: part().tree(), TreeError, "unit '' is not whole.\n  place   dp:Shard"),
+    "tree of a part": (lambda: fs.trainable(part(place="full")).tree(), TreeError, "groups  (0,) of (0, 1)"),
     "missing tie": (
         lambda: part(place="full", tree={"a": SHARED, "b": SHARED}, units="*")["b"].tree(),
-        fs.TreeError,
+        TreeError,
         "'b' is tied to a leaf of another unit, which is not here.\n  tied to  '' of unit 'a'",
     ),
-    "gather: partial": (lambda: fs.gather(partial_sums(), comm=ONLY), fs.TreeError, "rests      dp:Partial"),
-    "gather: to partial": (lambda: fs.gather(part(fs.ddp("dp")), comm=ONLY, to="grads"), fs.TreeError, "asked for  dp:Partial"),
-    "gather: nothing": (lambda: fs.gather(make(), comm=ONLY), fs.TreeError, "gather(): expected a tree of Sharded, got dict"),
-    "gather: mesh": (lambda: fs.gather(part(), comm=Loop()), fs.MeshError, "unit  '' on Mesh(dp=1)\n  comm  Mesh(dp=2)"),
-    "reduce: shards": (lambda: fs.reduce_scatter(part(), comm=ONLY, to="full"), fs.TreeError, "Shards are moved by gather()"),
+    "gather: partial": (lambda: fs.gather(partial_sums(), comm=ONLY), TreeError, "rests      dp:Partial"),
+    "gather: to partial": (
+        lambda: fs.gather(part(fs.ddp("dp")), comm=ONLY, to="grads"),
+        TreeError,
+        "asked for  dp:Partial",
+    ),
+    "gather: nothing": (
+        lambda: fs.gather(make(), comm=ONLY),
+        TreeError,
+        "gather(): expected a tree of Sharded, got dict",
+    ),
+    "gather: mesh": (lambda: fs.gather(part(), comm=Loop()), MeshError, "unit  '' on Mesh(dp=1)\n  comm  Mesh(dp=2)"),
+    "reduce: shards": (
+        lambda: fs.reduce_scatter(part(), comm=ONLY, to="full"),
+        TreeError,
+        "Shards are moved by gather()",
+    ),
     "reduce: to partial": (
         lambda: fs.reduce_scatter(part(fs.ddp("dp")), comm=ONLY, to="grads"),
-        fs.TreeError,
+        TreeError,
         "rests      dp:Replicate\n  asked for  dp:Partial",
     ),
-    "reduce: nothing": (lambda: fs.reduce_scatter([], comm=ONLY), fs.TreeError, "expected a tree of Sharded, got list"),
+    "reduce: nothing": (lambda: fs.reduce_scatter([], comm=ONLY), TreeError, "expected a tree of Sharded, got list"),
     "reduce: mesh": (
         lambda: fs.reduce_scatter(part(), comm=Loop()),
-        fs.MeshError,
+        MeshError,
         "reduce_scatter(): the Comm is on another mesh",
     ),
-    "shard: mesh": (lambda: fs.shard(make(), planned(MESH), ONLY), fs.MeshError, "layout  Mesh(dp=2)\n  comm    Mesh(dp=1)"),
-    "init: mesh": (lambda: fs.init(fs.zeros, planned(MESH), ONLY, key=0), fs.MeshError, "init(): the Comm is on another mesh"),
+    "shard: mesh": (
+        lambda: fs.shard(make(), planned(MESH), ONLY),
+        MeshError,
+        "layout  Mesh(dp=2)\n  comm    Mesh(dp=1)",
+    ),
+    "init: mesh": (
+        lambda: fs.init_params(fs.init.zeros, planned(MESH), ONLY, key=0),
+        MeshError,
+        "init(): the Comm is on another mesh",
+    ),
     "init: pattern": (
-        lambda: fs.init({"**": fs.zeros, "x": fs.ones}, planned(), ONLY, key=0),
-        fs.PatternError,
+        lambda: fs.init_params({"**": fs.init.zeros, "x": fs.init.ones}, planned(), ONLY, key=0),
+        PatternError,
         "'x' matches nothing",
     ),
-    "init: uncovered": (lambda: fs.init({"w": fs.ones}, planned(), ONLY, key=0), fs.PatternError, "no pattern selects 'b'"),
+    "init: uncovered": (
+        lambda: fs.init_params({"w": fs.init.ones}, planned(), ONLY, key=0),
+        PatternError,
+        "no pattern selects 'b'",
+    ),
     "forward: nothing": (
         lambda: fs.forward(len, make(), comm=ONLY),
-        fs.TreeError,
+        TreeError,
         "forward(): expected a tree of Sharded, got dict",
     ),
-    "no module": (lambda: fs.functionalize(torch.nn.ReLU()), fs.TreeError, "ReLU has no parameters"),
+    "no module": (lambda: fs.functionalize(torch.nn.ReLU()), TreeError, "ReLU has no parameters"),
 }
 
 TRAIN = {
     "no main copy": (
-        lambda: fs.init_state(fs.sgd(0.1), part(precision=BF16), comm=ONLY),
-        fs.TreeError,
+        lambda: fs.init_state(fs.optim.sgd(0.1), part(precision=BF16), comm=ONLY),
+        TreeError,
         "torch.float32 main copy, which cannot be made from torch.bfloat16",
     ),
-    "partial": (lambda: fs.init_state(fs.sgd(0.1), partial_sums(), comm=ONLY), fs.TreeError, "place  dp:Partial"),
+    "partial": (lambda: fs.init_state(fs.optim.sgd(0.1), partial_sums(), comm=ONLY), TreeError, "place  dp:Partial"),
     "not sharded": (
-        lambda: fs.init_state(fs.sgd(0.1), make(), comm=ONLY),
-        fs.TreeError,
+        lambda: fs.init_state(fs.optim.sgd(0.1), make(), comm=ONLY),
+        TreeError,
         "init_state(): expected a tree of Sharded, got dict",
     ),
-    "no pair": (lambda: fs.init_state(0.1, part(), comm=ONLY), fs.TreeError, "expected an (init, update) pair, got 0.1"),
-    "a vector": (lambda: loss_of(lambda p: torch.ones(3)), fs.LossError, "the loss is torch.float32[3]"),
-    "a number": (lambda: loss_of(lambda p: 1.0), fs.LossError, "the loss is float, expected a scalar mean"),
-    "an integer": (lambda: loss_of(lambda p: torch.tensor(1)), fs.LossError, "the loss is torch.int64[]"),
-    "three": (lambda: loss_of(lambda p: (total(p), 1, 2)), fs.LossError, "the loss is tuple"),
+    "no pair": (lambda: fs.init_state(0.1, part(), comm=ONLY), TreeError, "expected an (init, update) pair, got 0.1"),
+    "a vector": (lambda: loss_of(lambda p: torch.ones(3)), LossError, "the loss is torch.float32[3]"),
+    "a number": (lambda: loss_of(lambda p: 1.0), LossError, "the loss is float, expected a scalar mean"),
+    "an integer": (lambda: loss_of(lambda p: torch.tensor(1)), LossError, "the loss is torch.int64[]"),
+    "three": (lambda: loss_of(lambda p: (total(p), 1, 2)), LossError, "the loss is tuple"),
     "weights": (
         lambda: loss_of(lambda p: (total(p), torch.ones(2))),
-        fs.LossError,
+        LossError,
         "the weight of the loss is torch.float32[2], expected a number or a scalar tensor without gradient",
     ),
     "a pair of losses": (
         lambda: loss_of(lambda p: (total(p), total(p))),
-        fs.LossError,
+        LossError,
         "the weight of the loss is torch.float32[] with a gradient",
     ),
     "aux": (
         lambda: loss_of(lambda p: (total(p), {"logits": 1})),
-        fs.LossError,
+        LossError,
         "is dict, expected a number or a scalar",
     ),
-    "aux, a flag": (lambda: loss_of(lambda p: (total(p), True)), fs.LossError, "pass has_aux=True"),
+    "aux, a flag": (lambda: loss_of(lambda p: (total(p), True)), LossError, "pass has_aux=True"),
     "no aux": (
         lambda: fs.value_and_grad(lambda p, batch, comm: total(p), has_aux=True)(part(), 0, comm=ONLY),
-        fs.LossError,
+        LossError,
         "has_aux=True): the loss function returned torch.float32[] with a gradient, expected (loss, aux)",
     ),
-    "no parameter": (lambda: loss_of(lambda p: torch.ones(())), fs.LossError, "no parameter reaches it"),
-    "all frozen": (lambda: loss_of(total, frozen="**"), fs.LossError, "every parameter is frozen"),
-    "microbatches": (lambda: loss_of(total, microbatches=0), fs.LossError, "microbatches is 0"),
-    "fractions": (lambda: fs.value_and_grad(total, microbatches=1.5), fs.LossError, "microbatches is 1.5"),
-    "batch": (lambda: loss_of(total, torch.ones(5, 2), 3), fs.LossError, "shape [5, 2] does not split into 3 microbatches"),
-    "scalar batch": (lambda: loss_of(total, {"x": torch.ones(())}, 2), fs.LossError, "shape [] does not split into 2"),
+    "no parameter": (lambda: loss_of(lambda p: torch.ones(())), LossError, "no parameter reaches it"),
+    "all frozen": (lambda: loss_of(total, frozen="**"), LossError, "every parameter is frozen"),
+    "microbatches": (lambda: loss_of(total, microbatches=0), LossError, "microbatches is 0"),
+    "fractions": (lambda: fs.value_and_grad(total, microbatches=1.5), LossError, "microbatches is 1.5"),
+    "batch": (
+        lambda: loss_of(total, torch.ones(5, 2), 3),
+        LossError,
+        "shape [5, 2] does not split into 3 microbatches",
+    ),
+    "scalar batch": (lambda: loss_of(total, {"x": torch.ones(())}, 2), LossError, "shape [] does not split into 2"),
     "comm": (
         lambda: fs.value_and_grad(total)(part(), 0, comm=Loop()),
-        fs.MeshError,
+        MeshError,
         "value_and_grad(): the Comm is on another mesh",
     ),
     "average: partial": (
         lambda: fs.average(fs.Loss(torch.ones(()), torch.ones(())), partial_sums(), comm=ONLY),
-        fs.TreeError,
+        TreeError,
         "rest partial (dp:Partial)",
     ),
-    "norm: partial": (lambda: fs.global_norm(partial_sums(), comm=ONLY), fs.TreeError, "rests partial (dp:Partial)"),
-    "clip": (lambda: fs.clip_by_global_norm(0.0), fs.LayoutError, "max_norm is 0.0, expected a positive number"),
-    "ema": (lambda: fs.with_ema(fs.sgd(0.1), decay=1.0), fs.LayoutError, "decay is 1.0, expected a number in [0, 1)"),
-    "chain": (lambda: fs.chain(), fs.TreeError, "chain(): no transformation"),
+    "norm: partial": (
+        lambda: fs.optim.global_norm(partial_sums(), comm=ONLY),
+        TreeError,
+        "rests partial (dp:Partial)",
+    ),
+    "clip": (lambda: fs.optim.clip_by_global_norm(0.0), LayoutError, "max_norm is 0.0, expected a positive number"),
+    "ema": (
+        lambda: fs.optim.with_ema(fs.optim.sgd(0.1), decay=1.0),
+        LayoutError,
+        "decay is 1.0, expected a number in [0, 1)",
+    ),
+    "chain": (lambda: fs.optim.chain(), TreeError, "chain(): no transformation"),
     "masked": (
-        lambda: fs.update(fs.masked(fs.sgd(1), "x"), grads_of(state()), state(), comm=ONLY),
-        fs.PatternError,
+        lambda: fs.update(fs.optim.masked(fs.optim.sgd(1), "x"), grads_of(state()), state(), comm=ONLY),
+        PatternError,
         "masked(): the pattern 'x' matches nothing",
     ),
     "decay per path": (
-        lambda: fs.update(fs.sgd(1, weight_decay={"b": 0.0}), grads_of(state()), state(), comm=ONLY),
-        fs.PatternError,
+        lambda: fs.update(fs.optim.sgd(1, weight_decay={"b": 0.0}), grads_of(state()), state(), comm=ONLY),
+        PatternError,
         "weight_decay=: no pattern selects 'w'",
     ),
     "muon: a vector": (
-        lambda: state(fs.muon(0.1), atoms=fs.Whole()),
-        fs.LayoutError,
+        lambda: state(fs.optim.muon(0.1), atoms=fs.layout.Whole()),
+        LayoutError,
         "muon(): 'b' is not a matrix.\n  leaf   b: [3]",
     ),
     "muon: cut": (
-        lambda: state(fs.muon(0.1), tree={"w": torch.ones(4, 3)}, atoms=fs.Rows(2)),
-        fs.LayoutError,
+        lambda: state(fs.optim.muon(0.1), tree={"w": torch.ones(4, 3)}, atoms=fs.layout.Rows(2)),
+        LayoutError,
         "'w' may be cut between ranks.\n  leaf   w: [4, 3]\n  atom   2 rows",
     ),
     "partition": (
-        lambda: state(fs.partition({"default": fs.sgd(1)}), labels={"w": "matrix"}),
-        fs.LayoutError,
+        lambda: state(fs.optim.partition({"default": fs.optim.sgd(1)}), labels={"w": "matrix"}),
+        LayoutError,
         "no transformation for the label 'matrix'.\n  labels     ['default', 'matrix']\n  rules for  ['default']",
     ),
 }
@@ -300,12 +370,12 @@ TRAIN = {
 
 def other_gradients(change):
     now = state()
-    return lambda: fs.update(fs.sgd(0.1), change(grads_of(now)), now, comm=ONLY)
+    return lambda: fs.update(fs.optim.sgd(0.1), change(grads_of(now)), now, comm=ONLY)
 
 
 GRADIENTS = {
     "structure": (other_gradients(lambda g: [g]), "trees of different structure"),
-    "layout": (other_gradients(lambda g: fs.trainable(part(atoms=fs.Whole()))), "differs   layout of unit"),
+    "layout": (other_gradients(lambda g: fs.trainable(part(atoms=fs.layout.Whole()))), "differs   layout of unit"),
     "place": (other_gradients(lambda g: fs.trainable(part(place="full"))), "got       dp:Replicate\n  expected  dp:Shard"),
     "groups": (other_gradients(lambda g: part()), "differs   groups\n  got       (0, 1)\n  expected  (0,)"),
     "dtype": (
@@ -319,7 +389,7 @@ CASES = {
     **{f"plan: {name}": case for name, case in PLAN.items()},
     **{f"sharded: {name}": case for name, case in SHARDED.items()},
     **{f"train: {name}": case for name, case in TRAIN.items()},
-    **{f"gradients: {name}": (run, fs.TreeError, text) for name, (run, text) in GRADIENTS.items()},
+    **{f"gradients: {name}": (run, TreeError, text) for name, (run, text) in GRADIENTS.items()},
 }
 
 
@@ -331,6 +401,6 @@ def test_refused_with_the_value_at_fault(name):
 
 
 def test_errors_are_also_python_errors():
-    assert issubclass(fs.LayoutError, ValueError)
-    assert issubclass(fs.TreeError, TypeError)
-    assert all(issubclass(getattr(fs, name), fs.FsharpError) for name in dir(fs) if name.endswith("Error"))
+    assert issubclass(LayoutError, ValueError)
+    assert issubclass(TreeError, TypeError)
+    assert all(issubclass(getattr(fs.errors, name), FsharpError) for name in dir(fs.errors) if name.endswith("Error"))

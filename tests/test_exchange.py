@@ -71,10 +71,10 @@ def test_gradients_that_one_rank_keeps(strategy):
         def step(state, batch, comm):
             sums, resting = fs.value_and_grad(loss)(state.params, batch, comm=comm)
             metrics, grads = fs.average(sums, fs.reduce_scatter(resting, comm=comm), comm=comm)
-            return fs.update(fs.sgd(0.1), grads, state, comm=comm), metrics.loss, resting
+            return fs.update(fs.optim.sgd(0.1), grads, state, comm=comm), metrics.loss, resting
 
         layout = fs.plan(params, comm.mesh, getattr(fs, strategy)("dp"), units="layers.*")
-        state = fs.init_state(fs.sgd(0.1), fs.shard(params, layout, comm), comm=comm)
+        state = fs.init_state(fs.optim.sgd(0.1), fs.shard(params, layout, comm), comm=comm)
         states, scheduled, kept, same = [state, state], fs.Scheduler(comm)(step), [], []
         for i in range(4):
             batch = torch.randn(2, width, generator=torch.Generator().manual_seed(10 * i + comm.rank))

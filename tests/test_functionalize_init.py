@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 import fsharp as fs
+from fsharp.errors import TreeError
 from fsharp.testing import processes, simulate
 from tests.gpt_like import make_params
 
@@ -78,17 +79,17 @@ def test_a_tied_unit_that_is_not_passed_along_is_named():
     shared = torch.randn(7, 4)
     params = {"embed": {"w": shared}, "head": {"w": shared}}
     sharded = fs.shard(params, fs.plan(params, ONE.mesh, fs.zero3("dp"), units="*"), ONE)
-    with pytest.raises(fs.TreeError, match=r"'head.w' is tied .*\n.*'w' of unit 'embed'\n.*ties="):
+    with pytest.raises(TreeError, match=r"'head.w' is tied .*\n.*'w' of unit 'embed'\n.*ties="):
         fs.forward(lambda h: h["w"].sum(), sharded["head"], comm=ONE)
 
 
-RULES = {"**": fs.normal(0.3), "**.b": fs.zeros, "layers.1": lambda t, g: nn.init.uniform_(t, 1.0, 2.0, generator=g)}
+RULES = {"**": fs.init.normal(0.3), "**.b": fs.init.zeros, "layers.1": lambda t, g: nn.init.uniform_(t, 1.0, 2.0, generator=g)}
 
 
 def initialised(mesh, strategy, units, place="params", **options):
     shapes = torch.utils._pytree.tree_map(lambda t: t.to("meta"), make_params())
     layout = fs.plan(shapes, mesh, strategy, units=units, **options)
-    trees = simulate(mesh, lambda comm: fs.init(RULES, layout, comm, key=7, place=place))
+    trees = simulate(mesh, lambda comm: fs.init_params(RULES, layout, comm, key=7, place=place))
     return fs.unshard(trees)
 
 
@@ -121,8 +122,8 @@ def test_init_holds_one_leaf_beyond_its_shards():
 
     def rank_fn(comm):
         if comm.rank == 0:
-            return fs.init(fill, layout, comm, key=0)
-        return fs.init(fs.zeros, layout, comm, key=0)
+            return fs.init_params(fill, layout, comm, key=0)
+        return fs.init_params(fs.init.zeros, layout, comm, key=0)
 
     simulate(DP, rank_fn)
     assert set(most) == {1}
@@ -136,7 +137,7 @@ def test_a_rank_draws_only_what_it_holds_a_part_of():
     def fill(comm):
         return lambda t, g: drawn.append(comm.rank)
 
-    simulate(DP, lambda comm: fs.init(fill(comm), layout, comm, key=0))
+    simulate(DP, lambda comm: fs.init_params(fill(comm), layout, comm, key=0))
     assert sorted(drawn) == [0, 1, 2]
 
 

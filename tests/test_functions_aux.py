@@ -57,9 +57,9 @@ def test_a_step_hands_on_the_aux():
 
     def rank_fn(comm):
         batch = make_batches(1, 8, seed=comm.rank)[0]
-        state = fs.init_state(fs.sgd(0.1), fs.shard(params, layout, comm), comm=comm)
-        plain, metrics = fs.train_step(loss_fn, fs.sgd(0.1))(state, batch, comm)
-        new, (same, aux) = fs.train_step(with_aux, fs.sgd(0.1), has_aux=True)(state, batch, comm)
+        state = fs.init_state(fs.optim.sgd(0.1), fs.shard(params, layout, comm), comm=comm)
+        plain, metrics = fs.train_step(loss_fn, fs.optim.sgd(0.1))(state, batch, comm)
+        new, (same, aux) = fs.train_step(with_aux, fs.optim.sgd(0.1), has_aux=True)(state, batch, comm)
         assert torch.equal(metrics.loss, same.loss)
         assert all(map(torch.equal, fs.units_of(plain.params)[0].buffers, fs.units_of(new.params)[0].buffers))
         return aux["rank"]

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import fsharp as fs
+from fsharp.errors import TreeError
 from fsharp.testing import simulate
 from tests.gpt_like import loss_fn, make_batches, make_params
 
@@ -16,7 +17,7 @@ def on_ranks(fn, strategy=fs.zero3, scheduled=False):
     def rank_fn(comm):
         counting = fs.CountingComm(comm)
         layout = fs.plan(make_params(), DP, strategy("dp"), units="layers.*")
-        state = fs.init_state(fs.adamw(1e-2), fs.shard(make_params(), layout, comm, place="optim"), comm=comm)
+        state = fs.init_state(fs.optim.adamw(1e-2), fs.shard(make_params(), layout, comm, place="optim"), comm=comm)
         batch = make_batches(1, 8, seed=comm.rank)[0]
         if scheduled:
             fs.Scheduler(counting)(lambda state, batch, comm: fn(state, batch, comm, counting))(state, batch)
@@ -33,15 +34,15 @@ def test_gradients_divided_twice_or_never(strategy, scheduled):
         loss, grads = fs.value_and_grad(loss_fn)(state.params, batch, comm=comm)
         sums = fs.reduce_scatter(grads, comm=comm)
         before = counting.num_calls
-        with pytest.raises(fs.TreeError, match="is the sum that value_and_grad"):
-            fs.update(fs.adamw(1e-2), sums, state, comm=comm)
+        with pytest.raises(TreeError, match="is the sum that value_and_grad"):
+            fs.update(fs.optim.adamw(1e-2), sums, state, comm=comm)
         assert counting.num_calls == before
         _, means = fs.average(loss, sums, comm=comm)
         before = counting.num_calls
-        with pytest.raises(fs.TreeError, match="'embed' have been divided by average"):
+        with pytest.raises(TreeError, match="'embed' have been divided by average"):
             fs.average(loss, means, comm=comm)
         assert counting.num_calls == before
-        fs.update(fs.adamw(1e-2), means, state, comm=comm)
+        fs.update(fs.optim.adamw(1e-2), means, state, comm=comm)
 
     on_ranks(use, strategy, scheduled)
 
@@ -52,15 +53,15 @@ def test_gradients_that_the_caller_has_divided_are_taken():
     def use(state, batch, comm, counting):
         _, grads = fs.value_and_grad(loss_fn)(state.params, batch, comm=comm)
         mine = optree.tree_map(lambda g: g / 8, fs.reduce_scatter(grads, comm=comm))
-        fs.update(fs.adamw(1e-2), mine, state, comm=comm)
+        fs.update(fs.optim.adamw(1e-2), mine, state, comm=comm)
 
     on_ranks(use)
 
 
 OTHERS = {
-    "sgd": fs.sgd(0.1, momentum=0.9),
-    "chain(clip_by_global_norm, adamw)": fs.chain(fs.clip_by_global_norm(1.0), fs.adamw(1e-2)),
-    "with_ema(adamw)": fs.with_ema(fs.adamw(1e-2), decay=0.9),
+    "sgd": fs.optim.sgd(0.1, momentum=0.9),
+    "chain(clip_by_global_norm, adamw)": fs.optim.chain(fs.optim.clip_by_global_norm(1.0), fs.optim.adamw(1e-2)),
+    "with_ema(adamw)": fs.optim.with_ema(fs.optim.adamw(1e-2), decay=0.9),
 }
 
 
@@ -71,12 +72,12 @@ def test_the_state_of_another_optimizer(name, scheduled):
         loss, grads = fs.value_and_grad(loss_fn)(state.params, batch, comm=comm)
         _, means = fs.average(loss, fs.reduce_scatter(grads, comm=comm), comm=comm)
         before = counting.num_calls
-        with pytest.raises(fs.TreeError, match="another transformation") as caught:
+        with pytest.raises(TreeError, match="another transformation") as caught:
             fs.update(OTHERS[name], means, state, comm=comm)
         assert counting.num_calls == before
         assert "state of   adamw" in str(caught.value)
         assert f"update by  {name}" in str(caught.value)
-        new = fs.update(fs.adamw(3e-2, weight_decay=0.1), means, state, comm=comm)  # other numbers are no other optimizer
+        new = fs.update(fs.optim.adamw(3e-2, weight_decay=0.1), means, state, comm=comm)  # other numbers are no other optimizer
         assert new.made_by == state.made_by
 
     on_ranks(use, scheduled=scheduled)
@@ -85,13 +86,13 @@ def test_the_state_of_another_optimizer(name, scheduled):
 @pytest.mark.parametrize("scheduled", [False, True])
 @pytest.mark.parametrize("strategy", [fs.ddp, fs.zero1, fs.zero3])
 def test_a_donated_state_used_again(strategy, scheduled):
-    tx = fs.skip_nonfinite(fs.adamw(1e-2))
+    tx = fs.optim.skip_nonfinite(fs.optim.adamw(1e-2))
 
     def rank_fn(comm):
         layout = fs.plan(make_params(), DP, strategy("dp"), units="layers.*")
         start = fs.shard(make_params(), layout, comm, place="optim")
         state = fs.init_state(tx, start, comm=comm, donate=True)
-        with pytest.raises(fs.TreeError, match=r"init_state\(\): unit 'embed' is of a state that was donated"):
+        with pytest.raises(TreeError, match=r"init_state\(\): unit 'embed' is of a state that was donated"):
             fs.init_state(tx, start, comm=comm)
         batch = make_batches(1, 8, seed=comm.rank)[0]
         step = fs.train_step(loss_fn, tx, donate=True)
@@ -105,7 +106,7 @@ def test_a_donated_state_used_again(strategy, scheduled):
             "update": lambda: fs.update(tx, fs.trainable(new.params), new._replace(opt=state.opt), comm=comm),
         }
         for where, use in uses.items():
-            with pytest.raises(fs.TreeError, match=rf"{where}\(\): unit 'embed' is of a state that was donated"):
+            with pytest.raises(TreeError, match=rf"{where}\(\): unit 'embed' is of a state that was donated"):
                 use()
         return fs.full(new.params, comm=comm)["embed"]
 
@@ -127,7 +128,7 @@ def test_parameters_changed_between_forward_and_backward(release):
 
         x = torch.ones(2, 4, requires_grad=True)
         if release:
-            with pytest.raises(fs.TreeError, match="unit '' were changed in place between its forward and its backward"):
+            with pytest.raises(TreeError, match="unit '' were changed in place between its forward and its backward"):
                 fs.value_and_grad(loss)(params, x, comm=comm)
         else:
             fs.value_and_grad(loss)(params, x, comm=comm)  # what was gathered is another tensor

@@ -12,7 +12,10 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 MESH = fs.Mesh({"dp": 1})
-TX = fs.chain(fs.clip_by_global_norm(0.5, deterministic=True), fs.skip_nonfinite(fs.adamw(1e-2, weight_decay={"**": 0.1})))
+TX = fs.optim.chain(
+    fs.optim.clip_by_global_norm(0.5, deterministic=True),
+    fs.optim.skip_nonfinite(fs.optim.adamw(1e-2, weight_decay={"**": 0.1})),
+)
 
 
 def train(device, steps=5, precision=fs.Precision()):
@@ -47,14 +50,14 @@ def test_the_deterministic_norm_has_the_bits_of_the_cpu():
         tree = {"x": values.to(device)}
         comm = fs.SingleComm(MESH, device=device)
         shards = fs.shard(tree, fs.plan(tree, MESH, fs.zero3("dp")), comm)
-        norms.append(fs.global_norm(shards, comm=comm, deterministic=True).cpu())
+        norms.append(fs.optim.global_norm(shards, comm=comm, deterministic=True).cpu())
     assert torch.equal(*norms)
 
 
 def test_initial_values_are_those_of_the_cpu():
     layout = fs.plan(make_params(), MESH, fs.zero3("dp"))
-    on_gpu = fs.init(fs.normal(1.0), layout, fs.SingleComm(MESH, device="cuda"), key=3)
-    on_cpu = fs.init(fs.normal(1.0), layout, fs.SingleComm(MESH), key=3)
+    on_gpu = fs.init_params(fs.init.normal(1.0), layout, fs.SingleComm(MESH, device="cuda"), key=3)
+    on_cpu = fs.init_params(fs.init.normal(1.0), layout, fs.SingleComm(MESH), key=3)
     assert on_gpu.buffers[0].is_cuda
     assert torch.equal(on_gpu.buffers[0].cpu(), on_cpu.buffers[0])
 

@@ -36,7 +36,7 @@ def held(state):
 @pytest.mark.parametrize("precision", [fs.Precision(), BF16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("strategy", [fs.ddp, fs.zero1, fs.zero2, fs.zero3])
 def test_the_same_bits_from_pinned_memory(comm, strategy, precision, donate):
-    tx = fs.chain(fs.clip_by_global_norm(1.0), fs.adamw(1e-2))
+    tx = fs.optim.chain(fs.optim.clip_by_global_norm(1.0), fs.optim.adamw(1e-2))
     step = fs.train_step(loss_fn, tx, microbatches=2, donate=donate)
     scheduler = fs.Scheduler(comm, trivial_axes=True, poison=True, offload=True)
     scheduled = scheduler(step)
@@ -64,7 +64,7 @@ def test_a_module_has_the_same_bits(comm):
         policy = fs.Policy(trivial_axes=True, offload=offload)
         options = {"strategy": fs.zero3("dp"), "units": [modules.Block], "precision": BF16, "policy": policy}
         model = fs.ShardedModule(modules.make().cuda(), mesh=comm, **options)
-        optimizer = fs.ShardedOptimizer(model.parameters(), fs.with_ema(fs.adamw(1e-2), decay=0.5))
+        optimizer = fs.ShardedOptimizer(model.parameters(), fs.optim.with_ema(fs.optim.adamw(1e-2), decay=0.5))
         for x, y in modules.batches(None, 5):
             model(x.cuda(), y.cuda())["loss"].backward()
             optimizer.step()
@@ -78,7 +78,7 @@ def test_a_module_has_the_same_bits(comm):
 
 
 def test_forward_and_backward_have_the_bytes_that_are_on_the_host(comm):
-    tx = fs.adamw(1e-2)
+    tx = fs.optim.adamw(1e-2)
 
     def peak(offload):
         """Most bytes allocated between the beginning of a planned step and its update."""

@@ -41,7 +41,7 @@ def batches(count):
 @pytest.mark.parametrize("strategy", [fs.ddp, fs.zero1, fs.zero2, fs.zero3])
 @pytest.mark.parametrize("options", [{}, {"prefetch": 2}, {"one_stream": True}, {"reduce": "delayed", "reduce_buffers": 1}])
 def test_scheduled_steps_have_the_bits_of_blocking_ones(comm, strategy, options):
-    tx = fs.adamw(1e-2)
+    tx = fs.optim.adamw(1e-2)
     step = fs.train_step(loss_fn, tx, microbatches=2, donate=True)
     scheduled = fs.Scheduler(comm, trivial_axes=True, poison=True, **options)(step)
     ours, theirs = start(comm, strategy, tx), start(comm, strategy, tx)
@@ -55,7 +55,7 @@ def test_scheduled_steps_have_the_bits_of_blocking_ones(comm, strategy, options)
 
 @pytest.mark.parametrize("strategy", [fs.ddp, fs.zero2, fs.zero3])
 def test_a_captured_step_replays_with_the_losses_of_an_eager_one(comm, strategy):
-    tx = fs.adamw(fs.warmup_cosine(1e-2, warmup=3, total=20), capturable=True)
+    tx = fs.optim.adamw(fs.optim.warmup_cosine(1e-2, warmup=3, total=20), capturable=True)
     step = fs.train_step(loss_fn, tx, donate=True)
     data = batches(8)
     scheduled = fs.Scheduler(comm, trivial_axes=True, gather_at_start=False)(step)
@@ -70,7 +70,7 @@ def test_a_captured_step_replays_with_the_losses_of_an_eager_one(comm, strategy)
 
 
 def test_deleting_the_scheduler_frees_its_memory(comm):
-    tx = fs.adamw(1e-2)
+    tx = fs.optim.adamw(1e-2)
     state = start(comm, fs.zero3, tx)
     gc.collect()
     before = torch.cuda.memory_allocated()
@@ -90,7 +90,7 @@ def test_deleting_the_scheduler_frees_its_memory(comm):
 
 
 def test_gathers_run_on_a_stream_of_their_own(comm):
-    tx = fs.adamw(1e-2)
+    tx = fs.optim.adamw(1e-2)
     scheduler = fs.Scheduler(comm, trivial_axes=True)
     scheduled = scheduler(fs.train_step(loss_fn, tx, donate=True))
     state = start(comm, fs.zero3, tx)
@@ -102,7 +102,7 @@ def test_gathers_run_on_a_stream_of_their_own(comm):
 
 
 def test_the_trace_of_a_gpu_is_by_its_events(comm):
-    tx = fs.adamw(1e-2)
+    tx = fs.optim.adamw(1e-2)
     scheduled = fs.Scheduler(comm, trivial_axes=True)(fs.train_step(loss_fn, tx, donate=True))
     state = start(comm, fs.zero3, tx)
     data = batches(6)

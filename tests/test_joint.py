@@ -173,7 +173,7 @@ def training(strategy, orders, **options):
     """Steps with these orders of blocks."""
 
     def program(p):
-        tx = fs.adamw(1e-2)
+        tx = fs.optim.adamw(1e-2)
         state = make_state(p.comm, strategy, tx=tx, params=make_params(layers=LAYERS))
         step, losses = p.wrap(fs.train_step(in_order, tx, **options)), []
         for order, batch in zip(orders, my_batches(p.comm, len(orders)), strict=True):
@@ -213,7 +213,7 @@ def test_a_backward_that_leaves_while_buckets_are_reduced(strategy, policy):
     """What is under way is finished, what of a bucket was collected is reduced by itself, and the rest is zero."""
 
     def program(p, *, at):
-        tx = fs.adamw(1e-2)
+        tx = fs.optim.adamw(1e-2)
         state = make_state(p.comm, strategy, tx=tx, params=make_params(layers=2 * LAYERS))
         step, losses = p.wrap(fs.train_step(cut, tx, microbatches=2)), []
         for where, batch in zip([(), (), at, ()], my_batches(p.comm, 4), strict=True):
@@ -230,7 +230,7 @@ def test_a_backward_that_leaves_while_buckets_are_reduced(strategy, policy):
 
 def test_two_functions_in_turns():
     def program(p):
-        tx = fs.adamw(1e-2)
+        tx = fs.optim.adamw(1e-2)
         states = [make_state(p.comm, "zero3", tx=tx, params=make_params(seed, layers=LAYERS)) for seed in (0, 1)]
         steps = [p.wrap(fs.train_step(fn, tx, donate=True)) for fn in (loss_fn, loss_fn)]
         losses = []
@@ -284,7 +284,7 @@ def test_one_unit_of_a_bucket_has_other_values_than_were_gathered_for_it(hidden)
     """It is gathered by itself then: before the step, or, of a tree that is not among the arguments, when it is waited for."""
 
     def program(p):
-        tx = fs.adamw(1e-2)
+        tx = fs.optim.adamw(1e-2)
         state = make_state(p.comm, "zero3", tx=tx, params=make_params(layers=LAYERS))
         plain, held, losses = fs.train_step(loss_fn, tx), [state], []
         step = p.wrap((lambda batch, comm: plain(held[0], batch, comm)) if hidden else plain)
@@ -302,7 +302,7 @@ def test_one_unit_of_a_bucket_has_other_values_than_were_gathered_for_it(hidden)
 
 def first_error(comm, num_steps, differ):
     """Which step fails, and with what, if ``differ(i, step, state)`` gives the state to go on with."""
-    tx = fs.adamw(1e-2)
+    tx = fs.optim.adamw(1e-2)
     state = make_state(comm, "zero3", tx=tx, params=make_params(layers=LAYERS))
     step = fs.Scheduler(comm, **JOINED)(fs.train_step(loss_fn, tx))
     for i, batch in enumerate(my_batches(comm, num_steps)):
@@ -347,8 +347,8 @@ def test_a_schedule_of_units_with_other_dtypes_is_not_followed():
         options = {"precision": fs.Precision(wire=torch.float32), "params": make_params(layers=LAYERS)}
         schedule = train(comm, "zero3", JOINED, **options).schedule
         units = [replace(facts, wire="another") for facts in schedule.program.units]
-        state = make_state(comm, "zero3", tx=fs.adamw(1e-2), params=make_params(layers=LAYERS))
-        step = fs.Scheduler(comm, **JOINED)(fs.train_step(loss_fn, fs.adamw(1e-2)))
+        state = make_state(comm, "zero3", tx=fs.optim.adamw(1e-2), params=make_params(layers=LAYERS))
+        step = fs.Scheduler(comm, **JOINED)(fs.train_step(loss_fn, fs.optim.adamw(1e-2)))
         batch = my_batches(comm, 1)[0]
         state, _ = step(state, batch)
         step.follow(replace(schedule, program=replace(schedule.program, units=tuple(units))))
@@ -394,7 +394,7 @@ def test_processes(mesh, strategies):
 
 
 def traced(comm):
-    tx, counting = fs.adamw(1e-2), fs.CountingComm(comm)
+    tx, counting = fs.optim.adamw(1e-2), fs.CountingComm(comm)
     state = make_state(comm, "zero3", tx=tx, params=make_params(layers=2 * LAYERS))
     step = fs.Scheduler(counting, bucket_nbytes=900)(fs.train_step(loss_fn, tx, donate=True))
     [state, _], trace = step(state, my_batches(comm, 1)[0]), step.trace()
@@ -415,8 +415,8 @@ def test_a_trace_shows_a_bucket_as_one_collective():
                 assert len(spans) == 1, ops
         one = [s for s in timeline.spans if s.kind == "reduce"]
         assert timeline.seconds("reduce") < sum(s.seconds for s in one)
-        hardware = fs.Hardware.fit(trace, schedule, synchronous_host=True, contention=1.0)
-        assert "gather" in compare(fs.simulate(schedule, hardware), timeline)
+        hardware = fs.inspect.Hardware.fit(trace, schedule, synchronous_host=True, contention=1.0)
+        assert "gather" in compare(fs.inspect.simulate(schedule, hardware), timeline)
 
 
 # ------------------------------------------------------------ streams
@@ -429,7 +429,7 @@ def test_steps_are_free_of_races(strategy, precision, microbatches, one_stream):
     """Also one that leaves its schedule while buckets are under way."""
 
     def rank_fn(comm):
-        tx = fs.adamw(1e-2)
+        tx = fs.optim.adamw(1e-2)
         scheduler = fs.Scheduler(comm, sum_late=False, poison=True, one_stream=one_stream, **JOINED)
         state = make_state(comm, strategy, tx=tx, params=make_params(layers=LAYERS), precision=PRECISIONS[precision])
         step = scheduler(fs.train_step(in_order, tx, microbatches=microbatches, donate=True))
@@ -449,7 +449,7 @@ def test_steps_under_inference_mode_unpack_buckets():
     """Whose new buffers have no version counters."""
 
     def rank_fn(comm):
-        tx = fs.adamw(1e-2)
+        tx = fs.optim.adamw(1e-2)
 
         def fn(state, grads, *, comm):
             return fs.update(tx, grads, state, comm=comm)

@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import fsharp as fs
+from fsharp.errors import MeshError
 from fsharp.testing.generate import meshes
 
 three_d = st.lists(st.integers(1, 4), max_size=3).map(lambda sizes: fs.Mesh(zip("xyz", sizes, strict=False)))
@@ -73,7 +74,7 @@ def test_mesh_is_a_value():
     ],
 )
 def test_bad_meshes_are_refused(make, text):
-    with pytest.raises(fs.MeshError, match=re.escape(text)):
+    with pytest.raises(MeshError, match=re.escape(text)):
         make()
 
 

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 import fsharp as fs
+from fsharp.errors import AgreementError, TreeError
 from fsharp.testing import processes, simulate
 from tests.scheduling import STRATEGIES, assert_same
 from tests.test_module import values
@@ -211,7 +212,7 @@ def test_refused_on_all_ranks(name, size):
     def rank_fn(comm):
         with torch.device("meta"):
             net = Bare()
-        with pytest.raises((fs.TreeError, ZeroDivisionError, fs.AgreementError), match=match):
+        with pytest.raises((TreeError, ZeroDivisionError, AgreementError), match=match):
             fs.ShardedModule(net, mesh=comm, strategy=fs.zero3("dp"), initialize=initialize)
         assert all(p.is_meta and type(p) is nn.Parameter for p in net.parameters())
         assert all(b.is_meta for b in net.buffers())

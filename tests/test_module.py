@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import fsharp as fs
+from fsharp.errors import LayoutError, LossError, PatternError, ScheduleError, TreeError
 from fsharp.testing import processes, simulate
 from tests import modules
 from tests.modules import Block, Net
@@ -92,7 +93,7 @@ def functional(comm, strategy, steps, parts):
     """The same training as a pure function, blocking; its parameters in full, by name."""
     model, _ = wrap(comm, strategy)
     call, params = model.functional()
-    tx = fs.adamw(ADAMW["lr"], weight_decay=ADAMW["weight_decay"])
+    tx = fs.optim.adamw(ADAMW["lr"], weight_decay=ADAMW["weight_decay"])
     state = fs.init_state(tx, params, comm=comm)
 
     def loss_fn(params, batch, comm):
@@ -111,7 +112,7 @@ def test_the_same_bits_as_the_functional_path(strategy, parts):
     def rank_fn(comm):
         expected = functional(comm, strategy, 3, parts)
         model, _ = wrap(comm, strategy)
-        optimizer = fs.ShardedOptimizer(model.parameters(), fs.adamw(ADAMW["lr"], weight_decay=ADAMW["weight_decay"]))
+        optimizer = fs.ShardedOptimizer(model.parameters(), fs.optim.adamw(ADAMW["lr"], weight_decay=ADAMW["weight_decay"]))
         train(model, optimizer, modules.batches(comm, 3), parts=parts)
         return values(model), expected
 
@@ -173,7 +174,7 @@ def test_optimizers_with_groups_and_a_schedule(name, strategy):
 def test_training_goes_on_with_the_state_of_an_optimizer(strategy, kind, groups):
     def make(model):
         if kind is None:
-            return fs.ShardedOptimizer(model.parameters(), fs.adamw(1e-2))
+            return fs.ShardedOptimizer(model.parameters(), fs.optim.adamw(1e-2))
         by_bias = [[p for n, p in model.named_parameters() if n.endswith("bias") is way] for way in (True, False)]
         params = [{"params": each} for each in by_bias] if groups else model.parameters()
         return fs.ShardedOptimizer(params, kind, **({"momentum": 0.9} if kind is torch.optim.SGD else {}), lr=1e-2)
@@ -241,7 +242,7 @@ def test_no_step_without_gradients():
         with model.accumulate():
             model(x, y)["loss"].backward()
         assert all(p.grad is None for p in model.parameters())
-        with pytest.raises(fs.LossError, match="were told to accumulate"):
+        with pytest.raises(LossError, match="were told to accumulate"):
             optimizer.step()
         model(x, y)["loss"].backward()
         optimizer.step()
@@ -257,7 +258,7 @@ def test_clipping(strategy):
         [(x, y)] = modules.batches(comm, 1)
         model(x, y)["loss"].backward()
         norm = model.clip_grad_norm_(0.1)
-        return norm, fs.global_norm(model.__dict__["_fsharp"][0].means.tree, comm=comm)
+        return norm, fs.optim.global_norm(model.__dict__["_fsharp"][0].means.tree, comm=comm)
 
     model = modules.make()
     [(x, y)] = modules.batches(None, 1)
@@ -463,7 +464,7 @@ def test_a_module_on_the_meta_device(strategy):
 def test_a_module_on_the_meta_device_that_nothing_initializes():
     with torch.device("meta"):
         net = Net()
-    with pytest.raises(fs.TreeError, match=r"that nothing initializes\.\n  \(root\)    Net: calls\n  layers\.0  Block: gain"):
+    with pytest.raises(TreeError, match=r"that nothing initializes\.\n  \(root\)    Net: calls\n  layers\.0  Block: gain"):
         fs.ShardedModule(net, mesh=fs.SingleComm())
 
 
@@ -507,7 +508,7 @@ def test_refused(act, match):
     def rank_fn(comm):
         model, _, x, y = refused(comm)
         model(x, y)["loss"].backward()
-        with pytest.raises((fs.LayoutError, fs.TreeError), match=match):
+        with pytest.raises((LayoutError, TreeError), match=match):
             act(model, x)
 
     simulate(DP, rank_fn)
@@ -515,13 +516,13 @@ def test_refused(act, match):
 
 def test_units_that_match_nothing():
     comm = fs.SingleComm()
-    with pytest.raises(fs.PatternError, match=r"Conv2d matches no module of Net\. Classes of modules in it: Block, Embedding"):
+    with pytest.raises(PatternError, match=r"Conv2d matches no module of Net\. Classes of modules in it: Block, Embedding"):
         fs.ShardedModule(modules.make(), mesh=comm, units=[nn.Conv2d])
-    with pytest.raises(fs.PatternError, match=r"'blocks\.\*' matches no module"):
+    with pytest.raises(PatternError, match=r"'blocks\.\*' matches no module"):
         fs.ShardedModule(modules.make(), mesh=comm, units="blocks.*")
     net = modules.make()
     net.layers.append(nn.Identity())
-    with pytest.raises(fs.PatternError, match=r"module 'layers\.3', a Identity, has no parameters to gather"):
+    with pytest.raises(PatternError, match=r"module 'layers\.3', a Identity, has no parameters to gather"):
         fs.ShardedModule(net, mesh=comm, units="layers.*")
     assert type(net) is Net
     assert not isinstance(net.head.weight, fs.ShardedParameter)
@@ -530,7 +531,7 @@ def test_units_that_match_nothing():
 def test_names_that_it_would_hide():
     net = modules.make()
     net.step = 3
-    with pytest.raises(fs.TreeError, match="would hide step of Net"):
+    with pytest.raises(TreeError, match="would hide step of Net"):
         fs.ShardedModule(net, mesh=fs.SingleComm())
     assert net.step == 3
 
@@ -573,7 +574,7 @@ def test_what_is_derived_from_a_part_is_one():
             ):
                 with (
                     torch.no_grad(),
-                    pytest.raises(fs.LayoutError, match=r"'head.weight' is sharded: this rank holds \d+ of the"),
+                    pytest.raises(LayoutError, match=r"'head.weight' is sharded: this rank holds \d+ of the"),
                 ):
                     use(derive(model.head.weight))
         whole = fs.ShardedModule(modules.make(), mesh=comm, strategy=fs.ddp("dp")).head.weight
@@ -588,7 +589,7 @@ def test_changes_behind_its_back():
         model, _, x, y = refused(comm, "zero1")
         with torch.no_grad():
             model.head.weight.local.mul_(2)
-        with pytest.raises(fs.ScheduleError, match=r"the parameters of unit 'head' were changed in place since the last step"):
+        with pytest.raises(ScheduleError, match=r"the parameters of unit 'head' were changed in place since the last step"):
             model(x, y)
 
     simulate(DP, rank_fn)
@@ -597,14 +598,14 @@ def test_changes_behind_its_back():
 def test_calls_at_the_wrong_time():
     def rank_fn(comm):
         model, optimizer, x, y = refused(comm)
-        with pytest.raises(fs.ScheduleError, match="there are no gradients"):
+        with pytest.raises(ScheduleError, match="there are no gradients"):
             model.clip_grad_norm_(1.0)
         loss = model(x, y)["loss"]
         loss.backward()
-        with pytest.raises(fs.ScheduleError, match="a step is under way"), model.summon():
+        with pytest.raises(ScheduleError, match="a step is under way"), model.summon():
             pass
         pending = model(x, y)["loss"]
-        with pytest.raises(fs.ScheduleError, match="between a forward and its backward"):
+        with pytest.raises(ScheduleError, match="between a forward and its backward"):
             optimizer.zero_grad()
         pending.backward()
         optimizer.step()
@@ -805,7 +806,7 @@ def test_an_error_in_a_backward(strategy):
                 with pytest.raises(ZeroDivisionError):
                     model(x, y)["loss"].backward()
                 hook.remove()
-                with pytest.raises(fs.LossError, match="an error has cost the gradients"):
+                with pytest.raises(LossError, match="an error has cost the gradients"):
                     optimizer.step()
             train(model, optimizer, [(x, y)])
             train(expected, other, [(x, y)])
@@ -823,10 +824,10 @@ def test_an_error_that_costs_gradients_is_not_passed_over():
         pending = model(x, y)["loss"]
         with pytest.raises(IndexError):
             model(x + modules.VOCAB, y)
-        with pytest.raises(fs.ScheduleError, match="after the step that used it was over"):
+        with pytest.raises(ScheduleError, match="after the step that used it was over"):
             pending.backward()
         model(x, y)["loss"].backward()
-        with pytest.raises(fs.LossError, match="an error has cost the gradients"):
+        with pytest.raises(LossError, match="an error has cost the gradients"):
             optimizer.step()
         train(model, optimizer, [(x, y)])
 
@@ -886,7 +887,7 @@ def test_refused_where_parameters_are_whole_too(name):
     def rank_fn(comm):
         model, optimizer, x, y = refused(comm, "ddp")
         model(x, y)["loss"].backward()
-        with pytest.raises((fs.LayoutError, fs.TreeError, fs.ScheduleError), match=match):
+        with pytest.raises((LayoutError, TreeError, ScheduleError), match=match):
             act(model, optimizer)
 
     simulate(DP, rank_fn)

@@ -5,6 +5,7 @@ import pytest
 import torch
 
 import fsharp as fs
+from fsharp.errors import ScheduleError, TreeError
 from fsharp.testing import simulate
 from tests import modules
 from tests.modules import Block
@@ -15,7 +16,7 @@ MIXED = fs.Precision(compute=torch.bfloat16, main=torch.float32)
 
 
 def pair(comm, strategy, precision=fs.Precision()):
-    tx = fs.adamw(1e-2, weight_decay=0.1)
+    tx = fs.optim.adamw(1e-2, weight_decay=0.1)
     model = fs.ShardedModule(
         modules.make("tied"), mesh=comm, strategy=STRATEGIES[strategy][1], units=[Block], precision=precision,
         policy=fs.Policy(poison=True),
@@ -84,17 +85,17 @@ def test_states_of_something_else_are_refused():
         model, _, _ = pair(comm, "zero3")
         other, _, _ = pair(comm, "zero1")
         before = values(model)
-        with pytest.raises(fs.TreeError, match=r"train_state: params are not those of this module. Got unit .*'embed'"):
+        with pytest.raises(TreeError, match=r"train_state: params are not those of this module. Got unit .*'embed'"):
             model.train_state = other.train_state
         mixed, _, _ = pair(comm, "zero3", MIXED)
-        with pytest.raises(fs.TreeError, match=r"params are not those"):
+        with pytest.raises(TreeError, match=r"params are not those"):
             model.train_state = mixed.train_state
         less = model.train_state.params
-        with pytest.raises(fs.TreeError, match=r"Got unit none, expected"):
+        with pytest.raises(TreeError, match=r"Got unit none, expected"):
             model.train_state = model.train_state._replace(params={"embed": less["embed"]})
         x, y = modules.batches(comm, 1)[0]
         model(x, y)["loss"].backward()
-        with pytest.raises(fs.ScheduleError, match=r"train_state: a step is under way"):
+        with pytest.raises(ScheduleError, match=r"train_state: a step is under way"):
             model.train_state = model.train_state
         model.zero_grad()
         assert_same(values(model), before)

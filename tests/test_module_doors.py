@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import fsharp as fs
+from fsharp.errors import TreeError
 from fsharp.testing import simulate
 from tests import modules
 from tests.scheduling import DP, STRATEGIES
@@ -300,7 +301,7 @@ def test_what_computes_later_is_refused(late, name):
     def rank_fn(comm):
         model = Outer(lambda self, x, given: late(self.hidden(x)), lambda self, out, given: 0)
         model = fs.ShardedModule(model, mesh=comm, strategy=fs.ddp("dp"), units=[Inner])
-        with pytest.raises(fs.TreeError, match=rf"gives away a {name}, which computes when parameters are released"):
+        with pytest.raises(TreeError, match=rf"gives away a {name}, which computes when parameters are released"):
             model(torch.ones(2, 4))
 
     simulate(fs.Mesh({"dp": 1}), rank_fn)
@@ -318,7 +319,7 @@ def test_what_cannot_be_changed_is_refused_by_name():
     def rank_fn(comm):
         model = Outer(lambda self, x, given: Sealed(self.weight, "secret"), lambda self, out, given: out)
         model = fs.ShardedModule(model, mesh=comm, strategy=fs.ddp("dp"), units=[Inner])
-        with pytest.raises(fs.TreeError, match=r"module 'inner' returns or keeps tensors inside of a Sealed, which cannot"):
+        with pytest.raises(TreeError, match=r"module 'inner' returns or keeps tensors inside of a Sealed, which cannot"):
             model(torch.ones(2, 4))
 
     simulate(fs.Mesh({"dp": 1}), rank_fn)

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import fsharp as fs
+from fsharp.errors import AgreementError, CommError, ScheduleError, TreeError
 from fsharp.testing import simulate
 from tests import modules
 from tests.modules import Block
@@ -48,7 +49,7 @@ def test_a_forward_for_a_metric_is_in_nobodys_way(way, strategy):
     def rank_fn(comm):
         def make():
             model, _ = wrap(comm, strategy)
-            return model, fs.ShardedOptimizer(model.parameters(), fs.with_ema(fs.adamw(1e-2), decay=0.5))
+            return model, fs.ShardedOptimizer(model.parameters(), fs.optim.with_ema(fs.optim.adamw(1e-2), decay=0.5))
 
         (model, optimizer), (expected, other) = make(), make()
         kept = []
@@ -73,7 +74,7 @@ def test_a_backward_that_comes_after_all_is_refused(strategy):
         loss = model(x, y)["loss"]
         with model.summon():
             pass
-        with pytest.raises(fs.ScheduleError, match=r"to a forward that summon\(\) has given up.*call the model again"):
+        with pytest.raises(ScheduleError, match=r"to a forward that summon\(\) has given up.*call the model again"):
             loss.backward()
         train(model, optimizer, [(x, y)])
         expected, other = wrap(comm, strategy)
@@ -90,10 +91,10 @@ def test_gradients_are_not_given_up():
         [(x, y)] = modules.batches(comm, 1)
         with model.accumulate():
             model(x, y)["loss"].backward()
-        with pytest.raises(fs.ScheduleError, match=r"summon\(\): .* have left gradients.*optimizer.step\(\) or zero_grad"):
+        with pytest.raises(ScheduleError, match=r"summon\(\): .* have left gradients.*optimizer.step\(\) or zero_grad"):
             summoned(model, optimizer)
         model(x, y)["loss"].backward()
-        with pytest.raises(fs.ScheduleError, match=r"summon\(\): .* have left gradients"):
+        with pytest.raises(ScheduleError, match=r"summon\(\): .* have left gradients"):
             summoned(model, optimizer)
         optimizer.zero_grad()
         summoned(model, optimizer)
@@ -114,7 +115,7 @@ def test_complex_parameters_are_refused_by_name():
         def forward(self, x):
             return (self.phase * self.inner(x).sum()).abs().sum()
 
-    with pytest.raises(fs.TreeError, match=r"parameter 'phase' is complex64.*view_as_real.*requires_grad_\(False\)"):
+    with pytest.raises(TreeError, match=r"parameter 'phase' is complex64.*view_as_real.*requires_grad_\(False\)"):
         fs.ShardedModule(Phases(), mesh=fs.SingleComm())
     net = Phases()
     net.phase.requires_grad_(False)
@@ -161,7 +162,7 @@ def test_an_optimizer_of_before_refuses_to_step(way):
     optimizer, other = torch.optim.SGD(params, lr=0.1), torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
     model = fs.ShardedModule(net, mesh=fs.SingleComm(), units=[Block])
     model(torch.zeros(2, dtype=torch.int64)).sum().backward()
-    with pytest.raises(fs.TreeError, match=r"this SGD was made before ShardedModule.*fs\.ShardedOptimizer\(model\.parameters"):
+    with pytest.raises(TreeError, match=r"this SGD was made before ShardedModule.*fs\.ShardedOptimizer\(model\.parameters"):
         optimizer.step()
     other.step()
     fs.ShardedOptimizer(model.parameters(), torch.optim.SGD, lr=0.1).step()
@@ -190,7 +191,7 @@ def test_ranks_that_call_other_modules_hear_what_to_do():
             net = Skips()
         model = fs.ShardedModule(net, mesh=comm, strategy=fs.zero3("dp"), units=[Block])
         model.skips = comm.rank == 1
-        with pytest.raises((fs.AgreementError, fs.CommError), match=r"ranks (called|take part in) different collectives"):
+        with pytest.raises((AgreementError, CommError), match=r"ranks (called|take part in) different collectives"):
             model(torch.ones(2, 6)).backward()
 
     simulate(DP, rank_fn)
@@ -201,13 +202,13 @@ def test_backward_passes_that_cannot_be_say_what_to_do(strategy):
     def rank_fn(comm):
         model, optimizer = wrap(comm, strategy)
         [(x, y)] = modules.batches(comm, 1)
-        with pytest.raises(fs.ScheduleError, match=r"create_graph=True.*fn, params = model\.functional\(\)"):
+        with pytest.raises(ScheduleError, match=r"create_graph=True.*fn, params = model\.functional\(\)"):
             model(x, y)["loss"].backward(create_graph=True)
         optimizer.zero_grad()
         loss = model(x, y)["loss"]
         loss.backward(retain_graph=True)
         optimizer.step()
-        with pytest.raises((fs.ScheduleError, RuntimeError), match=r"call each backward before optimizer\.step"):
+        with pytest.raises((ScheduleError, RuntimeError), match=r"call each backward before optimizer\.step"):
             loss.backward()
 
     simulate(DP, rank_fn)

@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import fsharp as fs
+from fsharp.errors import LayoutError, ScheduleError
 from fsharp.testing import processes, simulate
 from tests import modules
 from tests.modules import DIM, VOCAB, Block
@@ -270,9 +271,9 @@ def test_what_is_checkpointed_has_to_be_a_unit():
         model, _ = wrap(comm, "zero3", "checkpointed", units=None)
         [(x, y)] = modules.batches(comm, 1)
         loss = model(x, y)["loss"]
-        with pytest.raises(fs.LayoutError, match="What is checkpointed has to be one of the units"):
+        with pytest.raises(LayoutError, match="What is checkpointed has to be one of the units"):
             loss.backward()
-        with torch.no_grad(), pytest.raises(fs.LayoutError) as caught:
+        with torch.no_grad(), pytest.raises(LayoutError) as caught:
             model.head.weight.sum()
         assert "checkpointed" not in str(caught.value)
         return True
@@ -283,9 +284,9 @@ def test_what_is_checkpointed_has_to_be_a_unit():
 def test_parameters_of_two_modules_are_refused():
     def rank_fn(comm):
         a, b = (fs.ShardedModule(nn.Linear(3, 3), mesh=comm, strategy=fs.ddp("dp"), sync_from=0) for _ in range(2))
-        with pytest.raises(fs.ScheduleError, match=r"'weight' is one of another module\. Call it for each"):
+        with pytest.raises(ScheduleError, match=r"'weight' is one of another module\. Call it for each"):
             torch.autograd.grad(b(a(torch.ones(2, 3))).sum(), [a.weight, b.weight])
-        with pytest.raises(fs.LayoutError, match=r"Use torch\.autograd\.grad"):
+        with pytest.raises(LayoutError, match=r"Use torch\.autograd\.grad"):
             a(torch.ones(2, 3)).sum().backward(inputs=[a.weight])
         other = fs.ShardedModule(nn.Linear(3, 3), mesh=comm, sync_from=0)
         x = torch.ones((), requires_grad=True)
@@ -322,7 +323,7 @@ def test_what_autograd_grad_refuses():
         model, optimizer = sharded(comm, "zero3")
         x, y = modules.batches(comm, 1)[0]
         every = list(model.parameters())
-        with pytest.raises(fs.ScheduleError, match=r"create_graph.*model.functional\(\)"):
+        with pytest.raises(ScheduleError, match=r"create_graph.*model.functional\(\)"):
             torch.autograd.grad(model(x, y), every, create_graph=True)
         optimizer.zero_grad()
         with pytest.raises(RuntimeError, match=r"input 'unused' was not used\. Set allow_unused"):
@@ -332,7 +333,7 @@ def test_what_autograd_grad_refuses():
         filled = torch.autograd.grad(model(x, y), every, materialize_grads=True)
         assert not any(grad.local.any() for grad, name in zip(filled, found) if found[name] is None)
         model(x, y).backward()
-        with pytest.raises(fs.ScheduleError, match="other backward passes have left gradients"):
+        with pytest.raises(ScheduleError, match="other backward passes have left gradients"):
             torch.autograd.grad(model(x, y), every, allow_unused=True)
         return True
 

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 import fsharp as fs
+from fsharp.errors import AgreementError, TreeError
 from fsharp.testing import simulate
 from tests import modules
 from tests.modules import Block
@@ -86,9 +87,9 @@ CASES = {
 }
 WHOLE = {
     "ddp": (DP, fs.ddp("dp"), {}),
-    "zero3, whole": (DP, fs.zero3("dp"), {"atoms": fs.Whole()}),
-    "zero1, whole": (DP, fs.zero1("dp"), {"atoms": fs.Whole()}),
-    "hsdp, whole": (*STRATEGIES["hsdp"], {"atoms": fs.Whole()}),
+    "zero3, whole": (DP, fs.zero3("dp"), {"atoms": fs.layout.Whole()}),
+    "zero1, whole": (DP, fs.zero1("dp"), {"atoms": fs.layout.Whole()}),
+    "hsdp, whole": (*STRATEGIES["hsdp"], {"atoms": fs.layout.Whole()}),
 }
 
 
@@ -117,7 +118,7 @@ def test_whole_leaves_in_their_shape(case, where):
     def rank_fn(comm):
         model = wrapped(comm, strategy, **extra)
         if where == "refused":
-            with pytest.raises(fs.TreeError, match=r"Clipped looks at several parameters at once.* other ranks hold parts"):
+            with pytest.raises(TreeError, match=r"Clipped looks at several parameters at once.* other ranks hold parts"):
                 fs.ShardedOptimizer(params(model), cls, **options)
             return None
         optimizer = fs.ShardedOptimizer(params(model), cls, **options)
@@ -138,7 +139,7 @@ def test_refused_where_leaves_are_cut(case, strategy):
 
     def rank_fn(comm):
         model = wrapped(comm, strategy)
-        with pytest.raises(fs.TreeError, match=rf"{cls.__name__} looks at .*fs\.ddp.*fs\.muon") as raised:
+        with pytest.raises(TreeError, match=rf"{cls.__name__} looks at .*fs\.ddp.*fs\.muon") as raised:
             fs.ShardedOptimizer(params(model), cls, **options)
         return str(raised.value)
 
@@ -150,7 +151,7 @@ def test_refused_where_leaves_are_cut(case, strategy):
 def test_a_learning_rate_of_zero_hides_nothing():
     def rank_fn(comm):
         model = wrapped(comm, fs.zero3("dp"))
-        with pytest.raises(fs.TreeError, match="Lamb looks at"):
+        with pytest.raises(TreeError, match="Lamb looks at"):
             fs.ShardedOptimizer(model.parameters(), Lamb, lr=0.0)
 
     simulate(DP, rank_fn)
@@ -200,9 +201,9 @@ def test_the_way_of_each_group_is_its_own():
 
 def test_what_cannot_be_tried_is_refused():
     model = wrapped(fs.SingleComm(), fs.ddp("dp"))
-    with pytest.raises(fs.TreeError, match="LBFGS computes the loss several times in a step"):
+    with pytest.raises(TreeError, match="LBFGS computes the loss several times in a step"):
         fs.ShardedOptimizer(model.parameters(), torch.optim.LBFGS)
-    with pytest.raises(fs.TreeError, match=r"SparseAdam was tried .* raised RuntimeError: SparseAdam does not support dense"):
+    with pytest.raises(TreeError, match=r"SparseAdam was tried .* raised RuntimeError: SparseAdam does not support dense"):
         fs.ShardedOptimizer(model.parameters(), torch.optim.SparseAdam)
 
 
@@ -293,7 +294,7 @@ def saved_on(comm, strategy, kind=torch.optim.AdamW, **options):
     return model, optimizer, optimizer.state_dict()
 
 
-@pytest.mark.parametrize("kind", [torch.optim.AdamW, fs.adamw(1e-3)], ids=["AdamW", "adamw"])
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, fs.optim.adamw(1e-3)], ids=["AdamW", "adamw"])
 def test_the_state_of_another_rank_is_refused(kind):
     files = {}
 
@@ -304,9 +305,9 @@ def test_the_state_of_another_rank_is_refused(kind):
         _model, optimizer, _ = saved_on(comm, fs.zero1("dp"), kind)
         before = optimizer.state_dict()
         match = rf"state of rank {1 - comm.rank} \(dp {1 - comm.rank}\), and this is rank {comm.rank} \(dp {comm.rank}\)"
-        with pytest.raises(fs.TreeError, match=match):
+        with pytest.raises(TreeError, match=match):
             optimizer.load_state_dict(files[1 - comm.rank])
-        with pytest.raises((fs.TreeError, fs.AgreementError), match=r"state of rank 1 \(dp 1\), and this is rank 0 \(dp 0\)"):
+        with pytest.raises((TreeError, AgreementError), match=r"state of rank 1 \(dp 1\), and this is rank 0 \(dp 0\)"):
             optimizer.load_state_dict(files[1])  # wrong on rank 0 alone
         assert_same(optimizer.state_dict()["state"], before["state"])
         optimizer.load_state_dict(files[comm.rank])
@@ -336,14 +337,14 @@ def test_the_state_of_another_mesh_or_layout_is_refused():
 
     def load(comm):
         _model, optimizer, _ = saved_on(comm, fs.zero1("dp"))
-        with pytest.raises(fs.TreeError, match=r"saved on a mesh dp=2, and this one is dp=1"):
+        with pytest.raises(TreeError, match=r"saved on a mesh dp=2, and this one is dp=1"):
             optimizer.load_state_dict(files["zero1"])
 
     def other(comm):
         _model, optimizer, _ = saved_on(comm, fs.zero3("dp"))
-        with pytest.raises(fs.TreeError, match=r"saved with another layout"):
+        with pytest.raises(TreeError, match=r"saved with another layout"):
             optimizer.load_state_dict(files["zero1"])
-        with pytest.raises(fs.TreeError, match=r"does not say which part of a state it is"):
+        with pytest.raises(TreeError, match=r"does not say which part of a state it is"):
             optimizer.load_state_dict(torch.optim.SGD([torch.zeros(1)]).state_dict())
 
     simulate(DP, save)

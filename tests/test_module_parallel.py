@@ -10,6 +10,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.utils.checkpoint import checkpoint
 
 import fsharp as fs
+from fsharp.errors import LayoutError, MeshError, TreeError
 from fsharp.testing import processes, simulate
 from tests import modules
 from tests.scheduling import assert_same
@@ -95,9 +96,9 @@ class Moe(nn.Module):
         hidden = self.norm(x)
         top = self.router(hidden).topk(2, dim=-1)
         gates = torch.zeros(*x.shape[:-1], EXPERTS).scatter(-1, top.indices, top.values.softmax(-1))
-        everyone = fs.all_gather_last(torch.cat([hidden, gates], -1).T, self.comm, "ep").T
+        everyone = fs.comm.all_gather_last(torch.cat([hidden, gates], -1).T, self.comm, "ep").T
         out = self.experts(everyone[:, :DIM], everyone[:, DIM + self.first :][:, : self.count])
-        return x + fs.reduce_scatter_last(out.T, self.comm, "ep").T
+        return x + fs.comm.reduce_scatter_last(out.T, self.comm, "ep").T
 
 
 class Sparse(Dense):
@@ -176,9 +177,9 @@ class Picky(nn.Module):
 
     def forward(self, x, used):
         hidden = self.dense(x)
-        everyone = fs.all_gather_last(hidden.T, self.ranks, "ep").T
+        everyone = fs.comm.all_gather_last(hidden.T, self.ranks, "ep").T
         out = self.experts(everyone, used[self.first :][: self.count])
-        return (hidden + fs.reduce_scatter_last(out.T, self.ranks, "ep").T).square().mean()
+        return (hidden + fs.comm.reduce_scatter_last(out.T, self.ranks, "ep").T).square().mean()
 
 
 USED = {
@@ -427,15 +428,15 @@ def test_whole_parameters_are_dtensors_again():
 def test_dtensors_that_cannot_be_sharded_are_refused():
     def rank_fn(comm):
         grid = init_device_mesh("cpu", comm.mesh.shape, mesh_dim_names=comm.mesh.names)
-        with pytest.raises(fs.MeshError, match=r"'scale.weight' is a DTensor on .*tp.*ranks \[.*\] of that.*mesh=device_mesh"):
+        with pytest.raises(MeshError, match=r"'scale.weight' is a DTensor on .*tp.*ranks \[.*\] of that.*mesh=device_mesh"):
             fs.ShardedModule(tensor_parallel(make(), grid["tp"]))
-        with pytest.raises(fs.MeshError, match=r"along \['dp', 'tp'\]"):
+        with pytest.raises(MeshError, match=r"along \['dp', 'tp'\]"):
             fs.ShardedModule(tensor_parallel(make(), grid["tp"]), mesh=grid)
         meta = nn.Linear(4, 4, device="meta")
         meta.weight = nn.Parameter(DTensor.from_local(torch.empty(2, 4, device="meta"), grid["tp"], [Shard(0)]))
-        with pytest.raises(fs.TreeError, match="'weight' is a DTensor on the meta device"):
+        with pytest.raises(TreeError, match="'weight' is a DTensor on the meta device"):
             fs.ShardedModule(meta, mesh=grid["dp"])
-        with pytest.raises(fs.LayoutError, match=r"'layers.0.up.weight' is sharded: this rank holds \d+ of the 48"):
+        with pytest.raises(LayoutError, match=r"'layers.0.up.weight' is sharded: this rank holds \d+ of the 48"):
             wrapped(comm, fs.zero3("dp")).layers[0].up.weight.sum()
         return True
 

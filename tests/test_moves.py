@@ -19,7 +19,8 @@ def prefixes(place):
     """Every place that replicates and shards, from whole to as fine as ``place``."""
     n = len(place.sharded)
     return [
-        fs.Place(place.order, tuple(fs.Shard if i < k else fs.Replicate for i in range(len(place.order)))) for k in range(n + 1)
+        fs.layout.Place(place.order, tuple(fs.layout.Shard if i < k else fs.layout.Replicate for i in range(len(place.order))))
+        for k in range(n + 1)
     ]
 
 
@@ -58,7 +59,7 @@ def test_gather_moves_between_any_two_places(data):
 def is_a_sum(source, target):
     """Whether reduce_scatter() goes there: partial sums to anywhere, copies to shards."""
     pairs = zip(source.placements, target.placements, strict=True)
-    return all(a is b or (a is not fs.Shard and b is not fs.Partial) for a, b in pairs)
+    return all(a is b or (a is not fs.layout.Shard and b is not fs.layout.Partial) for a, b in pairs)
 
 
 @given(st.data())
@@ -72,7 +73,7 @@ def test_reduce_scatter_sums_what_ranks_hold(data):
     trees = [optree.tree_map(lambda t, r=rank: integers_like(t, 7 * r + t.numel()), case.tree) for rank in range(mesh.size)]
     tied = fs.unshard([fs.shard_for(case.tree, layout, r, place="full") for r in range(mesh.size)])
     trees = [_tie(tree, tied) for tree in trees]
-    summed = [axis for axis in source.partial if target[axis] is not fs.Partial]
+    summed = [axis for axis in source.partial if target[axis] is not fs.layout.Partial]
 
     def total(rank):
         ranks = [rank]
@@ -127,17 +128,21 @@ def test_full_gives_every_rank_the_tree(case):
 def test_init_depends_on_key_and_path_alone(case, key):
     paths_of = optree.tree_map(lambda t: torch.empty(t.shape, dtype=t.dtype, device="meta"), case.tree)
     alone = fs.plan(paths_of, fs.Mesh({"one": 1}), fs.ddp("one"))
-    layout = fs.plan(paths_of, case.layout.mesh, case.layout.units[0].strategy, atoms=fs.Rows(2))
-    expected = fs.full(fs.init(fs.normal(), alone, fs.SingleComm(alone.mesh), key=key), comm=fs.SingleComm(alone.mesh))
+    layout = fs.plan(paths_of, case.layout.mesh, case.layout.units[0].strategy, atoms=fs.layout.Rows(2))
+    expected = fs.full(
+        fs.init_params(fs.init.normal(), alone, fs.SingleComm(alone.mesh), key=key), comm=fs.SingleComm(alone.mesh)
+    )
 
     def rank_fn(comm):
-        return fs.full(fs.init(fs.normal(), layout, comm, key=key), comm=comm)
+        return fs.full(fs.init_params(fs.init.normal(), layout, comm, key=key), comm=comm)
 
     for tree in simulate(layout.mesh, rank_fn):
         for a, b in zip(optree.tree_leaves(tree), optree.tree_leaves(expected), strict=True):
             assert a.dtype == b.dtype
             assert torch.equal(a, b)
-    other = fs.full(fs.init(fs.normal(), alone, fs.SingleComm(alone.mesh), key=key + 1), comm=fs.SingleComm(alone.mesh))
+    other = fs.full(
+        fs.init_params(fs.init.normal(), alone, fs.SingleComm(alone.mesh), key=key + 1), comm=fs.SingleComm(alone.mesh)
+    )
     pairs = zip(optree.tree_leaves(other), optree.tree_leaves(expected), strict=True)
     assert all(not torch.equal(a, b) for a, b in pairs if a.numel() >= 8), "another key gives other values"
 
@@ -145,8 +150,8 @@ def test_init_depends_on_key_and_path_alone(case, key):
 def test_patterns_choose_initializers_and_the_last_counts():
     shapes = {"w": torch.empty(3, 2), "b": torch.empty(5), "n": torch.empty((), dtype=torch.int64)}
     layout = fs.plan(shapes, fs.Mesh({"dp": 2}), fs.zero3("dp"))
-    rules = {"**": fs.zeros, "w": fs.ones, "b": fs.uniform(2.0, 3.0)}
-    tree = simulate(layout.mesh, lambda comm: fs.full(fs.init(rules, layout, comm, key=1), comm=comm))[1]
+    rules = {"**": fs.init.zeros, "w": fs.init.ones, "b": fs.init.uniform(2.0, 3.0)}
+    tree = simulate(layout.mesh, lambda comm: fs.full(fs.init_params(rules, layout, comm, key=1), comm=comm))[1]
     assert torch.equal(tree["w"], torch.ones(3, 2))
     assert tree["n"].item() == 0
     assert bool(((tree["b"] >= 2) & (tree["b"] < 3)).all())
@@ -156,7 +161,7 @@ def test_patterns_choose_initializers_and_the_last_counts():
 def test_finer_axes_are_gathered_first(axes):
     """The slow axis, if it cuts first, moves n times the bytes only after the fast axis has made parts whole."""
     mesh = fs.Mesh({"o": 2, "i": 2})
-    rules = dict.fromkeys(axes, fs.AxisRule(fs.Shard, fs.Shard, fs.Shard))
+    rules = dict.fromkeys(axes, fs.layout.AxisRule(fs.layout.Shard, fs.layout.Shard, fs.layout.Shard))
     tree = {"w": torch.arange(16.0)}
     layout = fs.plan(tree, mesh, fs.Strategy(rules))
 
@@ -166,5 +171,5 @@ def test_finer_axes_are_gathered_first(axes):
         return list(counting.calls), whole.buffers[0]
 
     for calls, buffer in simulate(mesh, rank_fn):
-        assert calls == [fs.Call("all_gather", axes[1], 16), fs.Call("all_gather", axes[0], 32)]
+        assert calls == [fs.comm.Call("all_gather", axes[1], 16), fs.comm.Call("all_gather", axes[0], 32)]
         assert torch.equal(buffer, tree["w"])

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import fsharp as fs
+from fsharp.errors import ScheduleError
 from fsharp.functional.layout.sharded import tree_nbytes
 from fsharp.functional.moves import on_device
 from fsharp.stateful.inspect.draw import draw
@@ -44,13 +45,16 @@ from tests.test_verify import drop, edit, move, twice
 PRECISIONS = {"fp32": fs.Precision(), "bf16": fs.Precision(compute=torch.bfloat16, main=torch.float32)}
 MATRICES = {"**": "default", "**.w": "matrix", "**.v": "matrix"}
 RULES = {
-    "adamw": (fs.adamw(1e-2), {}),
-    "momentum": (fs.sgd(1e-2, momentum=0.9), {}),
-    "chain": (fs.chain(fs.clip_by_global_norm(1.0, deterministic=True), fs.adamw(1e-2)), {}),
-    "partition": (fs.partition({"matrix": fs.sgd(1e-2, momentum=0.9), "default": fs.adamw(1e-2)}), {"labels": MATRICES}),
+    "adamw": (fs.optim.adamw(1e-2), {}),
+    "momentum": (fs.optim.sgd(1e-2, momentum=0.9), {}),
+    "chain": (fs.optim.chain(fs.optim.clip_by_global_norm(1.0, deterministic=True), fs.optim.adamw(1e-2)), {}),
+    "partition": (
+        fs.optim.partition({"matrix": fs.optim.sgd(1e-2, momentum=0.9), "default": fs.optim.adamw(1e-2)}),
+        {"labels": MATRICES},
+    ),
     "muon": (
-        fs.partition({"matrix": fs.muon(1e-2), "default": fs.with_ema(fs.adamw(1e-2), decay=0.9)}),
-        {"labels": MATRICES, "atoms": {"**": fs.Element(), "**.w": fs.Whole(), "**.v": fs.Whole()}},
+        fs.optim.partition({"matrix": fs.optim.muon(1e-2), "default": fs.optim.with_ema(fs.optim.adamw(1e-2), decay=0.9)}),
+        {"labels": MATRICES, "atoms": {"**": fs.layout.Element(), "**.w": fs.layout.Whole(), "**.v": fs.layout.Whole()}},
     ),
 }
 
@@ -99,7 +103,7 @@ def train_module(comm, strategy, precision, tx, *, offload):
     return model, optimizer
 
 
-MODULE_RULES = [fs.adamw(1e-2), fs.sgd(1e-2, momentum=0.9), fs.with_ema(fs.adamw(1e-2), decay=0.5)]
+MODULE_RULES = [fs.optim.adamw(1e-2), fs.optim.sgd(1e-2, momentum=0.9), fs.optim.with_ema(fs.optim.adamw(1e-2), decay=0.5)]
 
 
 @every(2, strategy=FLAT, precision=PRECISIONS, tx=MODULE_RULES)
@@ -130,7 +134,7 @@ def test_modules_have_the_same_bits(strategy, precision, tx):
 
 def test_main_copies_of_a_module_stay_where_it_shows_them():
     def rank_fn(comm):
-        model, _ = train_module(comm, "zero3", "bf16", fs.adamw(1e-2), offload=True)
+        model, _ = train_module(comm, "zero3", "bf16", fs.optim.adamw(1e-2), offload=True)
         assert model.train_state.main is not None
         held = {b.untyped_storage().data_ptr() for node in fs.units_of(model.train_state.main) for b in node.buffers}
         assert {p.local.untyped_storage().data_ptr() for p in model.parameters() if p.local.numel()} <= held
@@ -148,7 +152,7 @@ class Seen(NamedTuple):
     copied: list[int]
     states: list[fs.TrainState]
     addresses: list[list[int]]
-    schedule: fs.Schedule
+    schedule: fs.schedule.Schedule
 
 
 def steps(
@@ -215,7 +219,7 @@ def test_a_state_of_other_size_leaves_the_schedule_and_is_planned_for():
         state = optree.tree_map(torch.Tensor.add, state, grads)
         return optree.tree_map(lambda x: -0.1 * x, state), state
 
-    tx = fs.Transform(init, update, {})
+    tx = fs.optim.Transform(init, update, {})
 
     def rank_fn(comm):
         expected = train(comm, "zero3", tx=tx, steps=6)
@@ -236,7 +240,7 @@ def test_tensors_that_occur_twice_are_copied_once_and_stay_one():
         optree.tree_map(torch.Tensor.add_, state["a"], grads)
         return optree.tree_map(lambda x: -0.1 * x, state["b"]), {**state, "count": state["count"] + 1}
 
-    tx = fs.Transform(init, update, {})
+    tx = fs.optim.Transform(init, update, {})
 
     def rank_fn(comm):
         expected, found = (train(comm, "zero3", p, tx=tx) for p in (None, {"offload": True}))
@@ -260,7 +264,7 @@ def test_state_that_is_parameters_or_gradients_stays_with_them(kept):
         new = optree.tree_map(lambda p, g, s: p - 0.1 * g - 0.01 * s, params, grads, state)
         return new, new if kept == "params" else grads
 
-    tx = fs.Transform(init, lambda *a, **k: None, {}, apply)
+    tx = fs.optim.Transform(init, lambda *a, **k: None, {}, apply)
 
     def rank_fn(comm):
         expected, found = (train(comm, "zero3", p, tx=tx, donate=False, steps=6) for p in (None, {"offload": True}))
@@ -273,8 +277,8 @@ def test_state_that_is_parameters_or_gradients_stays_with_them(kept):
 
 def test_what_is_not_sharded_and_what_has_no_state_stays():
     def rank_fn(comm):
-        state = make_state(comm, "zero3", tx=fs.sgd(0.1))
-        call = fs.Scheduler(comm, offload=True)(fs.train_step(loss_fn, fs.sgd(0.1)))
+        state = make_state(comm, "zero3", tx=fs.optim.sgd(0.1))
+        call = fs.Scheduler(comm, offload=True)(fs.train_step(loss_fn, fs.optim.sgd(0.1)))
         for batch in my_batches(comm, 3):
             state, _ = call(state, batch)
         assert call.schedule.host_nbytes == 0
@@ -289,7 +293,7 @@ def test_what_is_not_sharded_and_what_has_no_state_stays():
 
 def test_a_state_goes_on_without_the_scheduler_and_comes_back():
     def rank_fn(comm):
-        tx = fs.adamw(1e-2)
+        tx = fs.optim.adamw(1e-2)
         step = fs.train_step(loss_fn, tx, donate=True)
         away = fs.Scheduler(comm, offload=True)(step)
         calls = [away, lambda *a: step(*a, comm), away, fs.Scheduler(comm)(step), fs.Scheduler(comm, offload=True)(step), away]
@@ -316,7 +320,7 @@ def test_a_checkpoint_of_what_rests_on_the_host_is_that_of_any_state():
 
 
 def test_two_updates_in_a_step_each_move_their_own():
-    tx = fs.adamw(1e-2)
+    tx = fs.optim.adamw(1e-2)
 
     def step(states, batch, comm):
         new = []
@@ -379,10 +383,10 @@ def test_a_device_that_is_not_the_host_gets_copies_and_gives_them_back(monkeypat
 def test_what_keeps_its_own_state_or_addresses_is_refused():
     def rank_fn(comm):
         model = fs.ShardedModule(modules.make(), mesh=comm, policy=fs.Policy(offload=True))
-        with pytest.raises(fs.ScheduleError, match=r"AdamW keeps its own on the device.*fs\.adamw"):
+        with pytest.raises(ScheduleError, match=r"AdamW keeps its own on the device.*fs\.adamw"):
             fs.ShardedOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-2)
         state = make_state(comm, "ddp")
-        with pytest.raises(fs.ScheduleError, match="leave out offload=True"):
+        with pytest.raises(ScheduleError, match="leave out offload=True"):
             _check(torch.device("cuda"), fs.Policy(offload=True, gather_at_start=False), state, 3)
 
     simulate(fs.Mesh({"dp": 1}), rank_fn)
@@ -438,19 +442,19 @@ FAULTS = {
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_is_refused(schedule, fault):
     change, message = FAULTS[fault]
-    fs.verify(schedule)
-    with pytest.raises(fs.ScheduleError, match=message):
-        fs.verify(change(schedule))
+    fs.schedule.verify(schedule)
+    with pytest.raises(ScheduleError, match=message):
+        fs.schedule.verify(change(schedule))
 
 
 def test_state_that_no_update_wants_is_refused():
     program = Program((UnitFacts("a", host=64),), (Event("fetch", "a"), Event("update"), Event("fetch", "a")))
-    with pytest.raises(fs.ScheduleError, match=r"no update follows for which 'a' is fetched"):
-        fs.verify(compile_schedule(program))
+    with pytest.raises(ScheduleError, match=r"no update follows for which 'a' is fetched"):
+        fs.schedule.verify(compile_schedule(program))
 
 
 def test_a_schedule_is_the_same_from_json_and_says_what_it_copies(schedule):
-    assert fs.Schedule.from_json(schedule.to_json()) == schedule
+    assert fs.schedule.Schedule.from_json(schedule.to_json()) == schedule
     assert schedule.policy.offload
     assert "copied from host memory and to it" in fs.inspect.table(schedule)
 
@@ -465,7 +469,7 @@ def test_what_an_unplanned_step_has_done_verifies(strategy):
 
     found = simulate(STRATEGIES[strategy][0], rank_fn)
     for emitted in found:
-        fs.verify(emitted)
+        fs.schedule.verify(emitted)
         assert {"fetch", "offload"} <= {op.kind for op in emitted.ops}
     assert len({tuple(emitted.lines()) for emitted in found}) == 1
 
@@ -481,7 +485,7 @@ def test_a_step_that_leaves_its_schedule_offloads_too():
     def rank_fn(comm):
         batches = my_batches(comm, 4)
         batches[2] = my_batches(comm, 1, size=4, seed=3)[0]
-        tx = fs.adamw(1e-2)
+        tx = fs.optim.adamw(1e-2)
         step = fs.train_step(loss, tx, donate=True)
         scheduler = fs.Scheduler(comm, offload=True)
         scheduled, kinds = scheduler(step), []
@@ -502,11 +506,11 @@ def test_a_step_that_leaves_its_schedule_offloads_too():
 def test_copies_take_the_time_of_their_bytes_and_run_into_the_next_step(schedule):
     nbytes = schedule.host_nbytes / 2
     for is_synchronous in (False, True):
-        hardware = fs.Hardware(
+        hardware = fs.inspect.Hardware(
             compute=(1.0, 2.0), bandwidth=1e12, host_bandwidth=nbytes / 0.5, update_s=0.25, synchronous_host=is_synchronous
         )
-        without = fs.simulate(schedule, replace(hardware, host_bandwidth=1e30))
-        timeline = fs.simulate(schedule, hardware)
+        without = fs.inspect.simulate(schedule, replace(hardware, host_bandwidth=1e30))
+        timeline = fs.inspect.simulate(schedule, hardware)
         assert timeline.seconds("fetch") == pytest.approx(0.5)
         assert timeline.seconds("offload") == pytest.approx(0.5)
         hidden = 0.0 if is_synchronous else 0.5  # the way down, behind the next forward
@@ -522,8 +526,8 @@ def test_a_picture_has_a_lane_for_the_host(schedule, tmp_path):
 
 def test_what_is_measured_is_fitted():
     def rank_fn(comm):
-        state = make_state(comm, "zero3", tx=fs.adamw(1e-2))
-        call = fs.Scheduler(comm, offload=True, bucket_nbytes=0)(fs.train_step(loss_fn, fs.adamw(1e-2), donate=True))
+        state = make_state(comm, "zero3", tx=fs.optim.adamw(1e-2))
+        call = fs.Scheduler(comm, offload=True, bucket_nbytes=0)(fs.train_step(loss_fn, fs.optim.adamw(1e-2), donate=True))
         data = my_batches(comm, 6)
         for batch in data[:3]:
             state, _ = call(state, batch)
@@ -534,15 +538,15 @@ def test_what_is_measured_is_fitted():
         copying = [span for span in timeline.spans if span.kind in ("fetch", "offload")]
         assert {span.stream for span in copying} == {"compute"}, "on a host without streams"
         assert sum(span.seconds for span in copying) > 0
-        hardware = fs.Hardware.fit(trace, call.schedule, synchronous_host=True)
+        hardware = fs.inspect.Hardware.fit(trace, call.schedule, synchronous_host=True)
         assert 0 < hardware.host_bandwidth < float("inf")
 
     simulate(DP, rank_fn)
 
 
 def test_a_bandwidth_that_is_none_is_refused():
-    with pytest.raises(fs.ScheduleError, match="host_bandwidth is 0, expected more than 0"):
-        fs.Hardware(compute=(1.0, 2.0), bandwidth=1.0, host_bandwidth=0)
+    with pytest.raises(ScheduleError, match="host_bandwidth is 0, expected more than 0"):
+        fs.inspect.Hardware(compute=(1.0, 2.0), bandwidth=1.0, host_bandwidth=0)
 
 
 # ------------------------------------------------------------ streams
@@ -568,7 +572,7 @@ def test_steps_are_free_of_races_and_no_wait_of_theirs_can_go(strategy, precisio
 
 
 def test_of_modules_too():
-    report = train_module_on_streams("zero3", precision="bf16", tx=fs.adamw(1e-2), offload=True)
+    report = train_module_on_streams("zero3", precision="bf16", tx=fs.optim.adamw(1e-2), offload=True)
     assert report.races == []
     assert any(isinstance(entry, Keep) for entry in report.log)
 
@@ -589,7 +593,7 @@ def test_who_looks_at_what_is_on_its_way_waits():
     def run(read):
         comm = fs.SingleComm(fs.Mesh({"dp": 1}))
         scheduler = fs.Scheduler(comm, offload=True, sum_late=False, trivial_axes=True)
-        tx = fs.adamw(1e-2)
+        tx = fs.optim.adamw(1e-2)
         call, state = scheduler(fs.train_step(loss_fn, tx, donate=True)), make_state(comm, fs.zero3("dp"), tx=tx)
         with check_races(scheduler) as report:
             for batch in my_batches(comm, 3):

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-import fsharp as fs
+from fsharp.errors import PatternError, TreeError
 from fsharp.functional.layout.paths import ancestors, assign, chosen, flatten, matches, selects
 from fsharp.functional.layout.units import cut, cut_at, unit_names
 from fsharp.testing.generate import trees, unit_patterns
@@ -145,7 +145,7 @@ def test_empty_containers_stay_where_they_are():
     ],
 )
 def test_unit_patterns_that_match_nothing_or_overlap(patterns, text):
-    with pytest.raises(fs.PatternError, match=re.escape(text)):
+    with pytest.raises(PatternError, match=re.escape(text)):
         unit_names(PATHS, patterns)
 
 
@@ -162,7 +162,7 @@ def test_unit_patterns_that_match_nothing_or_overlap(patterns, text):
     ],
 )
 def test_patterns_of_rules_that_do_not_fit(run, text):
-    with pytest.raises(fs.PatternError, match=re.escape(text)):
+    with pytest.raises(PatternError, match=re.escape(text)):
         run()
 
 
@@ -174,5 +174,5 @@ def test_patterns_of_rules_that_do_not_fit(run, text):
     ],
 )
 def test_keys_that_make_paths_ambiguous(tree, text):
-    with pytest.raises(fs.TreeError, match=text):
+    with pytest.raises(TreeError, match=text):
         flatten(tree)

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import fsharp as fs
+from fsharp.errors import AgreementError, FsharpError, LossError, MeshError, TreeError
 from fsharp.functional.layout.packing import pack
 from fsharp.testing import processes, simulate
 
@@ -69,20 +70,20 @@ def test_a_large_weight_divides_half_precision_gradients(dtype, weight):
 def test_clipping_half_precision_gradients_and_extreme_ones():
     def clipped(value, dtype, limit):
         grads = sharded({"w": torch.full((4,), value, dtype=dtype)})
-        tx = fs.clip_by_global_norm(limit)
+        tx = fs.optim.clip_by_global_norm(limit)
         return tx.update(grads, tx.init(grads), grads, comm=ONE)[0].buffers[0]
 
     torch.testing.assert_close(clipped(60000.0, torch.float16, 1e-3), torch.full((4,), 5e-4, dtype=torch.float16))
     torch.testing.assert_close(clipped(1e20, torch.float32, 1.0), torch.full((4,), 0.5))
     torch.testing.assert_close(clipped(3e38, torch.float32, 1.0), torch.full((4,), 0.5))  # the norm is beyond float32
-    tiny = fs.global_norm(sharded({"w": torch.full((4,), 1e-30)}), comm=ONE)
+    tiny = fs.optim.global_norm(sharded({"w": torch.full((4,), 1e-30)}), comm=ONE)
     assert float(tiny) == pytest.approx(2e-30)
 
 
 def test_a_tree_tied_otherwise_than_planned_is_refused():
     a, b = torch.zeros(3), torch.ones(3)
     layout = fs.plan({"a": a, "b": b, "c": a}, ONE.mesh, fs.zero3("dp"))
-    with pytest.raises(fs.TreeError, match="'c'  laid out as tied to 'a', but has values of its own"):
+    with pytest.raises(TreeError, match="'c'  laid out as tied to 'a', but has values of its own"):
         fs.shard({"a": a, "b": b, "c": b}, layout, ONE)
     nan = torch.full((3,), torch.nan)
     fs.shard({"a": nan, "b": b, "c": nan.clone()}, layout, ONE)  # equal bits are equal
@@ -121,9 +122,9 @@ def test_donation_reaches_nothing_that_was_not_donated(strategy, n):
 
     def rank_fn(comm):
         params = fs.shard(tree, fs.plan(tree, mesh, strategy("dp")), comm)
-        state = fs.init_state(fs.sgd(0.1), params, comm=comm)
+        state = fs.init_state(fs.optim.sgd(0.1), params, comm=comm)
         snapshot = fs.full(state.params, comm=comm)
-        step = fs.train_step(lambda p, b, c: fs.forward(lambda q: q["w"].sum(), p, comm=c), fs.sgd(0.1), donate=True)
+        step = fs.train_step(lambda p, b, c: fs.forward(lambda q: q["w"].sum(), p, comm=c), fs.optim.sgd(0.1), donate=True)
         new, _ = step(state, None, comm)
         return params.buffers[0], snapshot["w"], fs.full(new.params, comm=comm)["w"]
 
@@ -135,7 +136,7 @@ def test_donation_reaches_nothing_that_was_not_donated(strategy, n):
 
 
 def test_a_skipped_step_shares_nothing_with_the_state_before():
-    tx = fs.skip_nonfinite(fs.sgd(0.1, momentum=0.9))
+    tx = fs.optim.skip_nonfinite(fs.optim.sgd(0.1, momentum=0.9))
     state = fs.init_state(tx, sharded({"w": torch.ones(4)}), comm=ONE)
     bad, good = (state.params.replace([torch.full((4,), v)]) for v in (torch.nan, 1.0))
     skipped = fs.update(tx, bad, state, comm=ONE)
@@ -153,8 +154,8 @@ def test_any_exception_on_one_rank_reaches_the_others():
 
         rules = fill if comm.rank == 0 else {"w": fill, 3: fill}  # a pattern that is no string: an AttributeError
         try:
-            fs.init(rules, fs.plan(tree, DP, fs.zero3("dp")), comm, key=0)
-        except (fs.AgreementError, AttributeError, TypeError) as error:
+            fs.init_params(rules, fs.plan(tree, DP, fs.zero3("dp")), comm, key=0)
+        except (AgreementError, AttributeError, TypeError) as error:
             return type(error).__name__, str(error)
         return None
 
@@ -169,7 +170,7 @@ def test_leaves_on_different_devices_are_refused_on_all_ranks():
     layout = fs.plan(tree, DP, fs.zero3("dp"))
 
     def rank_fn(comm):
-        with pytest.raises(fs.TreeError, match="'b'  on meta, expected all leaves on one device"):
+        with pytest.raises(TreeError, match="'b'  on meta, expected all leaves on one device"):
             fs.shard(tree, layout, comm)
 
     simulate(DP, rank_fn, timeout=10)
@@ -177,8 +178,8 @@ def test_leaves_on_different_devices_are_refused_on_all_ranks():
 
 def test_ranks_with_different_schedules_are_found():
     def rank_fn(comm):
-        tx = fs.sgd(fs.warmup_cosine(0.1 * (comm.rank + 1), warmup=1, total=5))
-        with pytest.raises(fs.AgreementError, match=r"tx  rank 0: .*peak=0.1"):
+        tx = fs.optim.sgd(fs.optim.warmup_cosine(0.1 * (comm.rank + 1), warmup=1, total=5))
+        with pytest.raises(AgreementError, match=r"tx  rank 0: .*peak=0.1"):
             fs.init_state(tx, sharded({"w": torch.ones(4)}, comm=comm), comm=comm)
 
     simulate(DP, rank_fn, timeout=10)
@@ -188,7 +189,7 @@ def test_a_device_mesh_in_another_order_is_refused():
     def rank_fn(comm):
         from torch.distributed.device_mesh import DeviceMesh
 
-        with pytest.raises(fs.MeshError, match=r"its ranks in rising order; got \[1, 0\]"):
+        with pytest.raises(MeshError, match=r"its ranks in rising order; got \[1, 0\]"):
             fs.ProcessGroupComm(DeviceMesh("cpu", torch.tensor([1, 0]), mesh_dim_names=("dp",)))
         return comm.all_gather(torch.ones(2, dtype=torch.complex64).conj() * 1j, "dp").shape
 
@@ -199,7 +200,7 @@ def test_a_device_mesh_in_another_order_is_refused():
 def test_a_loss_that_no_parameter_reaches_is_refused(strategy):
     def rank_fn(comm):
         params = sharded({"w": torch.ones(4)}, strategy, comm)
-        with pytest.raises(fs.LossError, match="no parameter reaches it"):
+        with pytest.raises(LossError, match="no parameter reaches it"):
             gradient(lambda q, x: q["w"].detach().sum(), params, comm)
 
     simulate(DP, rank_fn, timeout=10)
@@ -207,7 +208,7 @@ def test_a_loss_that_no_parameter_reaches_is_refused(strategy):
 
 def test_an_initializer_may_return_its_values():
     layout = fs.plan({"w": torch.empty(4)}, ONE.mesh, fs.zero3("dp"))
-    assert fs.full(fs.init(lambda t, g: torch.full_like(t, 3.0), layout, ONE, key=0), comm=ONE)["w"].eq(3).all()
+    assert fs.full(fs.init_params(lambda t, g: torch.full_like(t, 3.0), layout, ONE, key=0), comm=ONE)["w"].eq(3).all()
 
 
 @pytest.mark.parametrize("tree", [{"a.b": 1, "a": {"c": 1}}, {"": 1}, {"a": {"x.y": 1}}])
@@ -215,14 +216,14 @@ def test_keys_that_dotted_paths_cannot_tell_apart_are_refused(tree):
     import optree
 
     tree = optree.tree_map(lambda _: torch.ones(2), tree)
-    with pytest.raises(fs.TreeError, match="is empty or contains a dot"):
+    with pytest.raises(TreeError, match="is empty or contains a dot"):
         fs.plan(tree, ONE.mesh, fs.zero3("dp"), units="*")
 
 
 def test_a_part_that_does_not_divide_is_refused():
     def rank_fn(comm):
-        for fn in (fs.local_slice, fs.reduce_scatter_last):
-            with pytest.raises(fs.TreeError, match="a last dim of 5 does not divide into 2 parts"):
+        for fn in (fs.comm.local_slice, fs.comm.reduce_scatter_last):
+            with pytest.raises(TreeError, match="a last dim of 5 does not divide into 2 parts"):
                 fn(torch.ones(5), comm, "dp")
 
     simulate(DP, rank_fn, timeout=10)
@@ -241,8 +242,8 @@ def test_a_tied_unit_among_the_arguments_is_found_and_its_traffic_predicted():
             return together + fs.forward(lambda t: t["w"].sum() + t["v"].sum(), p["b"], comm=comm, ties=[p["a"]])
 
         counting = fs.CountingComm(comm)
-        state = fs.init_state(fs.sgd(0.1), fs.shard(tree, layout, comm), comm=comm)
-        fs.train_step(loss, fs.sgd(0.1))(state, None, counting)
+        state = fs.init_state(fs.optim.sgd(0.1), fs.shard(tree, layout, comm), comm=comm)
+        fs.train_step(loss, fs.optim.sgd(0.1))(state, None, counting)
         return counting.calls
 
     assert simulate(DP, rank_fn) == [fs.step_traffic(layout, uses={"a": 2, "b": 2})] * 2
@@ -261,5 +262,5 @@ def test_a_layout_with_impossible_numbers_is_refused(edit, text):
 
     data = json.loads(fs.plan({"w": torch.ones(4)}, DP, fs.zero3("dp")).to_json())
     edit(data)
-    with pytest.raises(fs.FsharpError, match=text):
+    with pytest.raises(FsharpError, match=text):
         fs.Layout.from_json(json.dumps(data))

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 import fsharp as fs
 from fsharp import AxisRule, Partial, Place, Replicate, Shard, Strategy
+from fsharp.errors import StrategyError
 from fsharp.testing.generate import legal_strategies, meshes, strategies
 
 R, S, P = Replicate, Shard, Partial
@@ -50,7 +51,7 @@ def test_each_combination_is_legal_or_refused_with_its_reason(rule):
     if not reasons:
         assert Strategy({"dp": AxisRule(*rule)}).rules == (("dp", AxisRule(*rule)),)
         return
-    with pytest.raises(fs.StrategyError, match=reasons[0]) as caught:
+    with pytest.raises(StrategyError, match=reasons[0]) as caught:
         Strategy({"dp": AxisRule(*rule)})
     for part in ("axis 'dp'", *(f"{kind} +{p!r}" for kind, p in zip(("params", "grads", "optim"), rule, strict=True))):
         assert re.search(part, str(caught.value))
@@ -108,5 +109,5 @@ def test_strategies_are_values(data):
     ],
 )
 def test_bad_strategies_are_refused(make, text):
-    with pytest.raises(fs.StrategyError, match=re.escape(text)):
+    with pytest.raises(StrategyError, match=re.escape(text)):
         make()

@@ -12,14 +12,17 @@ from tests.gpt_like import block, embed, head, loss_fn, make_batches, make_param
 
 MESHES = {1: fs.Mesh({"dp": 4}), 2: fs.Mesh({"outer": 2, "inner": 2})}
 MIXED = fs.Strategy(
-    {"outer": fs.AxisRule(fs.Replicate, fs.Partial, fs.Shard), "inner": fs.AxisRule(fs.Replicate, fs.Shard, fs.Shard)}
+    {
+        "outer": fs.layout.AxisRule(fs.layout.Replicate, fs.layout.Partial, fs.layout.Shard),
+        "inner": fs.layout.AxisRule(fs.layout.Replicate, fs.layout.Shard, fs.layout.Shard),
+    }
 )
 STRATEGIES = {
     "ddp": fs.ddp("dp"),
     "zero1": fs.zero1("dp"),
     "zero2": fs.zero2("dp"),
     "zero3": fs.zero3("dp"),
-    "late": fs.Strategy({"dp": fs.AxisRule(fs.Shard, fs.Partial, fs.Shard)}),
+    "late": fs.Strategy({"dp": fs.layout.AxisRule(fs.layout.Shard, fs.layout.Partial, fs.layout.Shard)}),
     "hsdp": fs.hsdp("outer", "inner"),
     "hfsdp": fs.hfsdp("outer", "inner"),
     "ddp on two axes": fs.ddp("outer", "inner"),
@@ -42,7 +45,7 @@ def setup(name, precision="float32", frozen=()):
 
 
 def traffic_of_a_step(layout, params, microbatches, comm):
-    tx = fs.adamw(1e-2)
+    tx = fs.optim.adamw(1e-2)
     state = fs.init_state(tx, fs.shard(params, layout, comm, place="optim"), comm=comm)
     batch = {k: v.chunk(4)[comm.rank] for k, v in make_batches(1, 32)[0].items()}
     counting = fs.CountingComm(comm)
@@ -71,12 +74,12 @@ def test_traffic_in_numbers():
     """By hand: 24 float32 on 4 ranks, nothing padded; each rank sends (n - 1)/n of a buffer in each direction."""
     params = {"w": torch.zeros(24)}
     part = 3 * 6 * 4
-    loss = fs.Call("all_reduce", "dp", 2 * 3 * 8)
+    loss = fs.comm.Call("all_reduce", "dp", 2 * 3 * 8)
     expected = {
-        "ddp": {fs.Call("all_reduce", "dp", 2 * part): 1},
-        "zero1": {fs.Call("reduce_scatter", "dp", part): 1, fs.Call("all_gather", "dp", part): 1},
-        "zero2": {fs.Call("reduce_scatter", "dp", part): 1, fs.Call("all_gather", "dp", part): 1},
-        "zero3": {fs.Call("reduce_scatter", "dp", part): 1, fs.Call("all_gather", "dp", part): 2},
+        "ddp": {fs.comm.Call("all_reduce", "dp", 2 * part): 1},
+        "zero1": {fs.comm.Call("reduce_scatter", "dp", part): 1, fs.comm.Call("all_gather", "dp", part): 1},
+        "zero2": {fs.comm.Call("reduce_scatter", "dp", part): 1, fs.comm.Call("all_gather", "dp", part): 1},
+        "zero3": {fs.comm.Call("reduce_scatter", "dp", part): 1, fs.comm.Call("all_gather", "dp", part): 2},
     }
     for name, calls in expected.items():
         assert dict(fs.step_traffic(fs.plan(params, MESHES[1], STRATEGIES[name]))) == {**calls, loss: 1}
@@ -86,7 +89,7 @@ def test_traffic_in_numbers():
 @each_precision
 def test_bytes_at_rest(name, precision):
     mesh, layout, params = setup(name, precision, frozen="head.b")
-    tx = fs.adamw(1e-2)
+    tx = fs.optim.adamw(1e-2)
 
     def rank_fn(comm):
         state = fs.init_state(tx, fs.shard(params, layout, comm, place="optim"), comm=comm)
@@ -166,7 +169,7 @@ def test_axes_of_size_one_cost_nothing():
     mesh = fs.Mesh({"outer": 1, "inner": 1})
     layout = fs.plan(make_params(), mesh, fs.hfsdp("outer", "inner"), units="layers.*")
     comm = fs.CountingComm(fs.SingleComm(mesh))
-    tx = fs.chain(fs.clip_by_global_norm(1.0, deterministic=True), fs.skip_nonfinite(fs.adamw(1e-2)))
+    tx = fs.optim.chain(fs.optim.clip_by_global_norm(1.0, deterministic=True), fs.optim.skip_nonfinite(fs.optim.adamw(1e-2)))
     state = fs.init_state(tx, fs.shard(make_params(), layout, comm), comm=comm)
     fs.train_step(loss_fn, tx)(state, make_batches(1, 8)[0], comm)
     assert comm.num_calls == 0

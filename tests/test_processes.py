@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import fsharp as fs
+from fsharp.errors import CommError, FsharpError
 from fsharp.testing import processes
 from fsharp.testing.processes import _launcher as launcher
 from tests.gpt_like import loss_fn, make_params
@@ -29,7 +30,7 @@ def caught(fn):
         counting = fs.CountingComm(comm)
         try:
             fn(counting)
-        except fs.FsharpError as error:
+        except FsharpError as error:
             return type(error).__name__, str(error), counting.calls.total()
         return None
 
@@ -59,8 +60,8 @@ def test_ranks_that_differ_all_raise_the_same_text():
 @pytest.mark.parametrize(
     ("field", "make"),
     [
-        ("tx", lambda rank: fs.adamw(1e-3 if rank else 2e-3)),
-        ("tx", lambda rank: fs.chain(fs.clip_by_global_norm(1.0 + (rank == 2)), fs.adamw(1e-3))),
+        ("tx", lambda rank: fs.optim.adamw(1e-3 if rank else 2e-3)),
+        ("tx", lambda rank: fs.optim.chain(fs.optim.clip_by_global_norm(1.0 + (rank == 2)), fs.optim.adamw(1e-3))),
     ],
 )
 def test_ranks_with_different_optimizers(field, make):
@@ -135,7 +136,7 @@ def test_a_process_that_fails_is_reported_and_the_others_are_stopped():
             raise RuntimeError("a broken rank")
         comm.all_gather(torch.ones(1), "dp")
 
-    with pytest.raises(fs.CommError, match=r"(?s)ranks .*1.* failed.*a broken rank"):
+    with pytest.raises(CommError, match=r"(?s)ranks .*1.* failed.*a broken rank"):
         processes(DP, rank_fn, timeout=60)
 
 
@@ -146,7 +147,7 @@ def test_a_process_that_hangs_is_stopped():
 
             time.sleep(600)
 
-    with pytest.raises(fs.CommError, match=r"ranks .*1.* did not end within 3 s"):
+    with pytest.raises(CommError, match=r"ranks .*1.* did not end within 3 s"):
         processes(DP, rank_fn, timeout=3)
 
 
@@ -202,7 +203,7 @@ def test_the_process_that_starts_them_may_end_and_a_forked_caller_has_its_own(tm
     processes(DP, lambda comm: None)
     os.killpg(launcher._server.pid, signal.SIGKILL)
     launcher._server.wait()
-    with pytest.raises(fs.CommError, match="the process that starts them has ended"):
+    with pytest.raises(CommError, match="the process that starts them has ended"):
         processes(DP, lambda comm: None)
     assert processes(DP, lambda comm: comm.rank) == [0, 1, 2]
 
@@ -272,7 +273,7 @@ def test_connections_end_with_their_scheduler():
             for batch in my_batches(comm, 3):
                 state, _ = step(state, batch)
             if fails:
-                with suppress(ZeroDivisionError, fs.FsharpError):
+                with suppress(ZeroDivisionError, FsharpError):
                     scheduler(fail)(state)
 
         def module():

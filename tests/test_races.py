@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import fsharp as fs
+from fsharp.errors import ScheduleError
 from fsharp.testing import RaceError, RaceReport, check_races, simulate
 from fsharp.testing.ordering import Access, replay
 from fsharp.testing.races import VirtualLanes
@@ -28,7 +29,7 @@ PRECISIONS = {"fp32": fs.Precision(), "bf16": fs.Precision(compute=torch.bfloat1
 def train(name, *, precision="fp32", microbatches=1, steps=3, donate=True, loss=loss_fn, comm=None, **policy):
     strategy = STRATEGIES[name]
     comm = comm or fs.SingleComm(fs.Mesh({axis: 1 for axis, _ in strategy.rules}))
-    tx = fs.chain(fs.clip_by_global_norm(1.0), fs.adamw(1e-2))
+    tx = fs.optim.chain(fs.optim.clip_by_global_norm(1.0), fs.optim.adamw(1e-2))
     scheduler = fs.Scheduler(comm, sum_late=False, trivial_axes=True, **policy)
     state = make_state(comm, strategy, tx=tx, precision=PRECISIONS[precision])
     step = scheduler(fs.train_step(loss, tx, microbatches=microbatches, donate=donate))
@@ -214,7 +215,7 @@ def scheduler_on_streams(**policy):
 
 
 def train_with(scheduler, loss, steps=3):
-    tx = fs.adamw(1e-2)
+    tx = fs.optim.adamw(1e-2)
     state = make_state(scheduler.comm, STRATEGIES["zero3"], tx=tx)
     step = scheduler(fs.train_step(loss, tx, donate=True))
     for batch in my_batches(scheduler.comm, steps):
@@ -298,10 +299,10 @@ def test_a_scheduler_that_would_not_follow_the_schedule_of_a_device_is_refused()
         ({"sum_late": True}, "sum_late=False"),
         ({"trivial_axes": False}, "trivial_axes=True"),
     ]:
-        with pytest.raises(fs.ScheduleError, match=what), check_races(scheduler_on_streams(**options)):
+        with pytest.raises(ScheduleError, match=what), check_races(scheduler_on_streams(**options)):
             pass
     with (
-        pytest.raises(fs.ScheduleError, match="on meta, expected a CPU"),
+        pytest.raises(ScheduleError, match="on meta, expected a CPU"),
         check_races(fs.Scheduler(fs.SingleComm(fs.Mesh({"dp": 1}), device="meta"), sum_late=False)),
     ):
         pass

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import fsharp as fs
+from fsharp.errors import LayoutError, LossError, ScheduleError
 from fsharp.testing import processes, simulate
 from tests import modules
 from tests.scheduling import DP, STRATEGIES, assert_same, every
@@ -43,7 +44,7 @@ def test_the_same_bits_as_without(strategy, parts, optimizer):
     def rank_fn(comm, enabled):
         model, opt = wrap(comm, strategy)
         if optimizer == "pair":
-            opt = fs.ShardedOptimizer(model.parameters(), fs.adamw(1e-2))
+            opt = fs.ShardedOptimizer(model.parameters(), fs.optim.adamw(1e-2))
         scaler = fs.GradScaler("cpu", enabled=enabled, **SCALER)
         data = modules.batches(comm, 4)
         return train(model, opt, scaler, data, parts=parts, clip=0.5), values(model), model.step.num_recordings
@@ -145,21 +146,21 @@ def test_refused():
         [(x, y)] = modules.batches(comm, 1)
         scaler = fs.GradScaler("cpu")
         scaler.scale(torch.ones(()))
-        with pytest.raises(fs.ScheduleError, match=r"unscale_\(\): there are no gradients"):
+        with pytest.raises(ScheduleError, match=r"unscale_\(\): there are no gradients"):
             scaler.step(optimizer)
         with model.accumulate():
             scaler.scale(model(x, y)["loss"]).backward()
-        with pytest.raises(fs.LossError, match=r"unscale_\(\): all backward passes so far were told to accumulate"):
+        with pytest.raises(LossError, match=r"unscale_\(\): all backward passes so far were told to accumulate"):
             scaler.unscale_(optimizer)
         scaler.scale(model(x, y)["loss"]).backward()
         plain = torch.amp.GradScaler("cpu")
         plain.scale(torch.ones(()))
-        with pytest.raises(fs.LayoutError, match=r"'embed\.weight' is sharded.*losses are scaled by fs\.GradScaler"):
+        with pytest.raises(LayoutError, match=r"'embed\.weight' is sharded.*losses are scaled by fs\.GradScaler"):
             plain.unscale_(optimizer)
         scaler.unscale_(optimizer)
         with pytest.raises(RuntimeError, match=r"unscale_\(\) has already been called on this optimizer"):
             scaler.unscale_(optimizer)
-        with pytest.raises(fs.ScheduleError, match="a backward came after gradients had been changed"):
+        with pytest.raises(ScheduleError, match="a backward came after gradients had been changed"):
             scaler.scale(model(x, y)["loss"]).backward()
 
     simulate(fs.Mesh({"dp": 2}), rank_fn)

@@ -84,14 +84,14 @@ class Measured(NamedTuple):
     """A step that follows its schedule, as it was seen from outside."""
 
     calls: Counter
-    schedule: fs.Schedule
+    schedule: fs.schedule.Schedule
     top: int
     peak_nbytes: int
 
 
 def measure(comm, strategy, microbatches, precision="float32", **policy):
     """The third step: the first records, the second gathers what the first has not gathered for it."""
-    counting, tx, runs = fs.CountingComm(comm), fs.adamw(1e-2), []
+    counting, tx, runs = fs.CountingComm(comm), fs.optim.adamw(1e-2), []
 
     def loss(params, batch, comm):
         runs.append(comm.executor)
@@ -191,7 +191,7 @@ def by_scheduler(comm):
             x = fs.forward(fn, layer, x, comm=comm)
         return F.cross_entropy(x, batch["y"])
 
-    tx, losses = fs.adamw(1e-2, weight_decay=0.01), []
+    tx, losses = fs.optim.adamw(1e-2, weight_decay=0.01), []
     state = make_state(comm, "zero3", tx=tx, params=list(params), units="*")
     step = fs.Scheduler(comm, poison=True)(fs.train_step(loss, tx))
     for batch in module_batches(comm):

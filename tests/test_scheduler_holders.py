@@ -14,7 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 import fsharp as fs
-from fsharp.errors import ScheduleError
+from fsharp.errors import CommError, ScheduleError, TreeError
 from fsharp.stateful.transport.base import Ticket
 from fsharp.stateful.transport.gloo import Exchange
 from fsharp.stateful.units.pending import is_pending
@@ -189,8 +189,8 @@ def test_two_schedulers_on_one_comm_do_not_take_each_others_messages(policy):
             late_flights(monkeypatch, lambda kind: bool(late) and kind == "gather" and comm.rank == 0, 0.05)
             out = []
             for is_scheduled in (False, True):
-                step, losses = fs.train_step(loss_fn, fs.sgd(0.1)), []
-                states = [make_state(comm, "zero3", tx=fs.sgd(0.1), params=make_params(seed)) for seed in (0, 1)]
+                step, losses = fs.train_step(loss_fn, fs.optim.sgd(0.1)), []
+                states = [make_state(comm, "zero3", tx=fs.optim.sgd(0.1), params=make_params(seed)) for seed in (0, 1)]
                 calls = [partial(step, comm=comm)] * 2
                 if is_scheduled:
                     calls = [fs.Scheduler(comm, **policy)(step) for _ in states]
@@ -309,7 +309,7 @@ def test_sparse_gradients_are_refused(strategy):
         def loss(params, ids, comm):
             return fs.forward(torch.mul, params["out"], fs.forward(look_up, params["table"], ids, comm=comm), comm=comm).sum()
 
-        with pytest.raises(fs.TreeError, match=r"unit 'table': the gradient of leaf .* is torch\.sparse_coo.*sparse=False"):
+        with pytest.raises(TreeError, match=r"unit 'table': the gradient of leaf .* is torch\.sparse_coo.*sparse=False"):
             fs.Scheduler(comm)(fs.train_step(loss, make_tx()))(state, torch.tensor([1, 2, 2]))
 
     simulate(DP, rank_fn)
@@ -326,7 +326,7 @@ def test_buffers_that_are_not_contiguous(strategy):
         expected = loss_fn(state.params, batch, comm)[0]
         if strategy == "zero3":
             return torch.equal(call(strided), expected)
-        with pytest.raises(fs.TreeError, match=r"unit 'embed': a buffer has stride 2, expected a contiguous one"):
+        with pytest.raises(TreeError, match=r"unit 'embed': a buffer has stride 2, expected a contiguous one"):
             call(strided)
         return True
 
@@ -356,7 +356,7 @@ def test_what_a_schedule_has_put_elsewhere_is_refused_by_a_backward_that_comes_b
     def rank_fn(comm):
         x, kept = torch.ones(2, 4, requires_grad=True), []
         params = {"first": torch.full((4, 4), 2.0), "second": torch.ones(4, 4)}
-        tx = fs.sgd(0.5)
+        tx = fs.optim.sgd(0.5)
 
         def loss(params, batch, comm):
             def keep(p, x):
@@ -412,11 +412,11 @@ def test_a_collective_that_has_failed_fails_again():
 
     def fail():
         calls.append(1)
-        raise fs.CommError("lost")
+        raise CommError("lost")
 
     ticket = Ticket(then=fail)
     for _ in range(2):
-        with pytest.raises(fs.CommError, match="lost"):
+        with pytest.raises(CommError, match="lost"):
             ticket.wait()
     assert len(calls) == 2
     done = Ticket(then=lambda: calls.append(1) or 7)
@@ -447,7 +447,7 @@ def test_a_function_that_writes_to_its_parameters_is_refused(strategy, engine):
         call = partial(step, comm=comm) if engine == "blocking" else fs.Scheduler(comm)(step)
         for batch in my_batches(comm, 2) if engine == "planned" else ():
             state, _ = call(state, batch | {"writes": False})
-        with pytest.raises(fs.TreeError, match=r"has written to a parameter of unit 'layers.0' in place"):
+        with pytest.raises(TreeError, match=r"has written to a parameter of unit 'layers.0' in place"):
             call(state, my_batches(comm, 1)[0] | {"writes": True})
 
     simulate(DP, rank_fn)
@@ -514,11 +514,11 @@ def test_a_rank_that_updates_something_else(strategy, engine, way):
 
     def rank_fn(comm):
         def make(lr):
-            step = fs.train_step(loss_fn, fs.adamw(lr))
+            step = fs.train_step(loss_fn, fs.optim.adamw(lr))
             return partial(step, comm=comm) if engine == "blocking" else fs.Scheduler(comm)(step)
 
         differs = comm.rank == 1
-        state = make_state(comm, strategy, tx=fs.adamw(1e-2))
+        state = make_state(comm, strategy, tx=fs.optim.adamw(1e-2))
         step, old, done = make(2e-2 if differs and way == "another learning rate" else 1e-2), state, 0
         for i, batch in enumerate(my_batches(comm, 6)):
             if i == 4 and differs and way == "an old state":
@@ -530,5 +530,5 @@ def test_a_rank_that_updates_something_else(strategy, engine, way):
         return done
 
     found = simulate(DP, rank_fn, outcomes=True)
-    assert all(isinstance(each, fs.CommError) for each in found), found
+    assert all(isinstance(each, CommError) for each in found), found
     assert "the loss of update" in str(found[0]) or "after" in str(found[0])

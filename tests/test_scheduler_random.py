@@ -70,7 +70,7 @@ def test_random_losses(data):
     steps = data.draw(st.lists(st.integers(0, len(orders) - 1), min_size=3, max_size=4))
     microbatches, donate, policy = data.draw(st.sampled_from([1, 2])), data.draw(st.booleans()), data.draw(policies())
     frozen = data.draw(st.lists(st.sampled_from(["embed", "layers.0", "layers.1.w", "head.b"]), max_size=2, unique=True))
-    tx = fs.sgd(0.05)
+    tx = fs.optim.sgd(0.05)
 
     def program(run):
         is_reference = run.scheduler is None

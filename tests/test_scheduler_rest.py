@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import fsharp as fs
+from fsharp.errors import ScheduleError
 from fsharp.functional.comm.protocol import Comm
 from fsharp.stateful.runtime import unit_state as copies
 from fsharp.stateful.transport.base import Ticket
@@ -195,7 +196,7 @@ def test_a_view_of_a_gradient_that_is_held_beyond_its_step_is_refused():
         kept.append(buffers(out[2])[1][1:3])
         return out[0]
 
-    with pytest.raises(fs.ScheduleError, match=r"a view of the gradient of unit '.*' is held beyond its step"):
+    with pytest.raises(ScheduleError, match=r"a view of the gradient of unit '.*' is held beyond its step"):
         simulate(DP, rank_fn)
     assert all(len(kept) == 3 for kept in simulate(DP, partial(rank_fn, keep_gradients=True)))
 

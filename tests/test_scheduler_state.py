@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 import fsharp as fs
-from fsharp.errors import LossError
+from fsharp.errors import LossError, ScheduleError
 from fsharp.stateful.schedule.compile import compile_schedule
 from fsharp.testing import simulate
 from tests.gpt_like import block, embed, head, logits, loss_fn, make_batches, make_params
@@ -356,7 +356,11 @@ def test_parameters_changed_between_steps(strategy, policy, way):
 @pytest.mark.parametrize("strategy", ["zero1", "zero3", "hfsdp"])
 def test_optimizers_that_use_other_ranks(strategy):
     """Their collectives are the caller's own: passed on by the scheduler, between its own."""
-    tx = fs.chain(fs.skip_nonfinite(fs.chain(fs.clip_by_global_norm(0.1), fs.with_ema(fs.adamw(1e-2), decay=0.9))))
+    tx = fs.optim.chain(
+        fs.optim.skip_nonfinite(
+            fs.optim.chain(fs.optim.clip_by_global_norm(0.1), fs.optim.with_ema(fs.optim.adamw(1e-2), decay=0.9))
+        )
+    )
 
     def program(run):
         state, losses = make_state(run.comm, strategy, tx=tx), []
@@ -378,7 +382,7 @@ def test_another_schedule_can_be_followed():
         for i, batch in enumerate(my_batches(run.comm, 6)):
             if i == 3 and run.scheduler:
                 other = compile_schedule(step.schedule.program, fs.Policy(prefetch=3, reduce="delayed"))
-                step.follow(fs.Schedule.from_json(other.to_json()))
+                step.follow(fs.schedule.Schedule.from_json(other.to_json()))
             state, metrics = step(state, batch)
             losses.append(metrics.loss)
         return losses, full_params(state, run.comm)
@@ -445,7 +449,7 @@ def test_parameters_changed_within_a_step_are_refused():
         armed.append(True)
         grads(state.params, batch)
 
-    with pytest.raises(fs.ScheduleError, match=r"'layers\.0' were changed in place between being gathered and being used"):
+    with pytest.raises(ScheduleError, match=r"'layers\.0' were changed in place between being gathered and being used"):
         simulate(DP, rank_fn)
 
 
@@ -487,7 +491,7 @@ def test_after_a_function_has_raised_training_goes_on_with_a_new_scheduler(strat
                 with pytest.raises(ZeroDivisionError, match="in the"):
                     step(state, {**batch, "bad": True})
                 if run.scheduler is not None:
-                    with pytest.raises(fs.ScheduleError, match=r"this scheduler is closed(.|\n)*ZeroDivisionError: in the"):
+                    with pytest.raises(ScheduleError, match=r"this scheduler is closed(.|\n)*ZeroDivisionError: in the"):
                         step(state, {**batch, "bad": False})
                     run.scheduler = fs.Scheduler(run.comm, poison=True)
                     step = run.wrap(fs.train_step(loss, make_tx()))

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given
 
 import fsharp as fs
+from fsharp.errors import LayoutError
 from fsharp.testing.generate import cases, precisions
 
 
@@ -42,7 +43,7 @@ def fill(skeleton):
 @pytest.mark.parametrize(("name", "units"), [*((name, None) for name in CONTAINERS), *((name, "*") for name in HAVE_KEYS)])
 def test_containers_survive_json(name, units):
     tree = fill(CONTAINERS[name])
-    layout = fs.plan(tree, fs.Mesh({"o": 2, "i": 2}), fs.hfsdp("o", "i"), units=units, atoms=fs.Rows(1))
+    layout = fs.plan(tree, fs.Mesh({"o": 2, "i": 2}), fs.hfsdp("o", "i"), units=units, atoms=fs.layout.Rows(1))
     again = fs.Layout.from_json(layout.to_json())
     assert again == layout
     assert again.to_json() == layout.to_json()
@@ -86,13 +87,13 @@ def test_layouts_are_values_and_json_keeps_them(case):
 def test_json_that_is_no_layout(edit, text):
     data = json.loads(fs.plan({"w": torch.ones(3)}, fs.Mesh({"dp": 2}), fs.zero3("dp")).to_json())
     edit(data)
-    with pytest.raises(fs.LayoutError, match=re.escape(text)):
+    with pytest.raises(LayoutError, match=re.escape(text)):
         fs.Layout.from_json(json.dumps(data))
 
 
 @pytest.mark.parametrize("text", ["", "[]", "3", "{}", "null"])
 def test_text_that_is_no_layout(text):
-    with pytest.raises(fs.LayoutError, match=r"Layout\.from_json\(\): not a layout"):
+    with pytest.raises(LayoutError, match=r"Layout\.from_json\(\): not a layout"):
         fs.Layout.from_json(text)
 
 
@@ -106,7 +107,7 @@ def test_text_that_is_no_layout(text):
 )
 def test_containers_without_json_form(tree, text):
     layout = fs.plan(tree, fs.Mesh({"dp": 2}), fs.zero3("dp"))
-    with pytest.raises(fs.LayoutError, match=re.escape(text)):
+    with pytest.raises(LayoutError, match=re.escape(text)):
         layout.to_json()
 
 
@@ -115,6 +116,6 @@ def test_a_namedtuples_module_is_never_imported():
     text = fs.plan(Plain(torch.ones(2), torch.ones(3)), fs.Mesh({"dp": 1}), fs.ddp("dp")).to_json()
     assert fs.Layout.from_json(text).num_params == 5
     assert "antigravity" not in sys.modules
-    with pytest.raises(fs.LayoutError, match="import the module 'antigravity' first"):
+    with pytest.raises(LayoutError, match="import the module 'antigravity' first"):
         fs.Layout.from_json(text.replace(f"{__name__}:Plain", "antigravity:Plain"))
     assert "antigravity" not in sys.modules

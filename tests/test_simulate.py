@@ -5,6 +5,7 @@ import pytest
 import torch
 
 import fsharp as fs
+from fsharp.errors import CommError, MeshError
 from fsharp.testing import simulate
 
 DP2, DP3, GRID = fs.Mesh({"dp": 2}), fs.Mesh({"dp": 3}), fs.Mesh({"o": 2, "i": 3})
@@ -113,7 +114,7 @@ MISMATCHES = {
 def test_ranks_that_differ_are_told_apart(name):
     rank_fn, texts = MISMATCHES[name]
     start = time.monotonic()
-    with pytest.raises(fs.CommError, match=re.escape(texts[0])) as caught:
+    with pytest.raises(CommError, match=re.escape(texts[0])) as caught:
         simulate(DP2, rank_fn, timeout=60)
     assert time.monotonic() - start < 20, "found without waiting for the timeout"
     for text in texts:
@@ -130,7 +131,7 @@ def test_ranks_that_wait_for_each_other_are_found_without_waiting(seed):
     found = simulate(fs.Mesh({"o": 2, "i": 2}), rank_fn, seed=seed, outcomes=True)
     assert time.monotonic() - start < 20
     for error in found:
-        assert isinstance(error, fs.CommError)
+        assert isinstance(error, CommError)
         assert str(error) == (
             "simulate(): every rank waits, and no call can end.\n"
             "  rank 0  all_gather along 'i' of float32[1]\n  rank 1  all_gather along 'o' of float32[1]\n"
@@ -144,7 +145,7 @@ def test_a_rank_that_is_late_times_out():
             time.sleep(0.5)
         comm.all_gather(ONE, "dp")
 
-    with pytest.raises(fs.CommError, match=r"waited 0\.05 s, number 0 of rank 0"):
+    with pytest.raises(CommError, match=r"waited 0\.05 s, number 0 of rank 0"):
         simulate(DP2, rank_fn, timeout=0.05)
 
 
@@ -166,7 +167,7 @@ def test_an_exception_stops_the_others_and_is_raised_as_it_is(failing):
 
 
 def test_an_unknown_axis_is_refused():
-    with pytest.raises(fs.MeshError, match="unknown mesh axis 'tp'"):
+    with pytest.raises(MeshError, match="unknown mesh axis 'tp'"):
         simulate(DP2, lambda comm: comm.all_gather(ONE, "tp"))
 
 
@@ -182,9 +183,9 @@ def test_counting_comm_counts_what_a_rank_sends():
 
     for counting in simulate(DP3, rank_fn):
         assert dict(counting.calls) == {
-            fs.Call("all_gather", "dp", 2 * 10): 2,
-            fs.Call("reduce_scatter", "dp", 2 * 28): 1,
-            fs.Call("all_reduce", "dp", 2 * 2 * 16): 1,
+            fs.comm.Call("all_gather", "dp", 2 * 10): 2,
+            fs.comm.Call("reduce_scatter", "dp", 2 * 28): 1,
+            fs.comm.Call("all_reduce", "dp", 2 * 2 * 16): 1,
         }
         assert (counting.num_calls, counting.nbytes) == (4, 2 * 20 + 56 + 64)
 

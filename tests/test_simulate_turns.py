@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import fsharp as fs
+from fsharp.errors import CommError
 from fsharp.testing import simulate
 from fsharp.testing.simulate import Killed
 
@@ -73,7 +74,7 @@ def test_outcomes_are_each_ranks_own(seed):
     first, second, third = simulate(DP3, rank_fn, seed=seed, outcomes=True)
     assert isinstance(second, ZeroDivisionError)
     for rank, error in ((0, first), (2, third)):
-        assert isinstance(error, fs.CommError)
+        assert isinstance(error, CommError)
         assert error.__notes__ == [f"raised by rank {rank} of Mesh(dp=3) in simulate()"]
         assert "rank 1  nothing, it has failed with ZeroDivisionError: of 1, after all_gather" in str(error) or (
             "is gone; all_gather along 'dp' of float32[1] for 'second'" in str(error)  # the other one of these two ranks
@@ -99,9 +100,9 @@ def test_a_rank_that_died_is_named_with_what_needed_it(seed):
     assert unwound[-1] == 2, "nothing of a dead rank runs while others do"
     assert any("rank 2 is gone; all_gather along 'dp' of float32[1] for 'step 1', number 1" in str(e) for e in found[:2])
     for error in found[:2]:
-        assert isinstance(error, fs.CommError)
+        assert isinstance(error, CommError)
         assert "rank 2  nothing, it has died, after all_gather along 'dp' of float32[1] for 'step 0'" in str(error)
-    with pytest.raises(fs.CommError, match="rank 2"):
+    with pytest.raises(CommError, match="rank 2"):
         simulate(DP3, rank_fn, seed=seed)
 
 
@@ -113,12 +114,12 @@ def test_what_a_dead_rank_calls_while_it_unwinds_reaches_nobody():
             comm.all_gather(ONE, "dp")
 
     found = simulate(fs.Mesh({"dp": 2}), rank_fn, outcomes=True)
-    assert isinstance(found[0], fs.CommError)
+    assert isinstance(found[0], CommError)
     assert "rank 1 has died, and takes part in nothing more" in str(found[1])
 
 
 def test_a_death_that_nobody_notices_is_no_success():
-    with pytest.raises(fs.CommError, match="rank 1 has died"):
+    with pytest.raises(CommError, match="rank 1 has died"):
         simulate(DP3, lambda comm: comm.die() if comm.rank == 1 else None)
 
 
@@ -134,7 +135,7 @@ def test_a_rank_that_stalls_is_found_within_the_limit(seed):
     assert time.monotonic() - start < 20
     assert str(found[0]) == "simulate(): rank 0 has stalled"
     for error in found[1:]:
-        assert isinstance(error, fs.CommError)
+        assert isinstance(error, CommError)
         assert "rank 0  nothing, it has stalled" in str(error)
     if seed is not None:
         assert "rank 0 did not come" in str(found[1])
@@ -150,9 +151,9 @@ def test_a_rank_that_computes_for_ever_is_given_up(seed):
     start = time.monotonic()
     found = simulate(fs.Mesh({"dp": 2}), rank_fn, seed=seed, timeout=0.2, outcomes=True)
     assert time.monotonic() - start < 4
-    assert isinstance(found[0], fs.CommError)
+    assert isinstance(found[0], CommError)
     assert "rank 0 has not come to an end in 0.4 s" in str(found[0])
-    assert isinstance(found[1], fs.CommError)
+    assert isinstance(found[1], CommError)
 
 
 def test_ranks_that_do_not_need_the_one_that_failed_go_on():
@@ -171,6 +172,6 @@ def test_labels_are_compared_before_data_are_exchanged():
         return comm.all_reduce(ONE, "dp", label=f"train_step #{int(comm.rank == 2)}: gather layers.0")
 
     for error in simulate(DP3, rank_fn, seed=0, outcomes=True):
-        assert isinstance(error, fs.CommError)
+        assert isinstance(error, CommError)
         assert "rank 1  all_reduce sum along 'dp' of float32[1] for 'train_step #0: gather layers.0'" in str(error)
         assert "rank 2  all_reduce sum along 'dp' of float32[1] for 'train_step #1: gather layers.0'" in str(error)

@@ -60,7 +60,7 @@ def train(lanes, strategy, **policy):
     comm = fs.SingleComm(MESH)
     scheduler = fs.Scheduler(comm, sum_late=False, trivial_axes=True, **policy)
     scheduler.lanes = scheduler.executor.lanes = lanes
-    tx = fs.adamw(1e-2)
+    tx = fs.optim.adamw(1e-2)
     state, step = make_state(comm, strategy("dp"), tx=tx), scheduler(fs.train_step(loss_fn, tx, microbatches=2, donate=True))
     for batch in my_batches(comm, 3):
         state, _ = step(state, batch)

@@ -21,7 +21,7 @@ def draw(seed, dtype=torch.float32):
     return optree.tree_map(lambda s: torch.randn(s, generator=g).to(dtype), SHAPES, is_leaf=lambda x: type(x) is tuple)
 
 
-def run(tx, *, n=1, strategy=fs.zero3, steps=5, atoms=fs.Element(), labels="default", donate=False, dtype=torch.float32):
+def run(tx, *, n=1, strategy=fs.zero3, steps=5, atoms=fs.layout.Element(), labels="default", donate=False, dtype=torch.float32):
     """Full parameters after some steps on random gradients, by every rank of a simulated mesh."""
     mesh = fs.Mesh({"dp": n})
     params = draw(0, dtype)
@@ -59,17 +59,17 @@ def matrices(params):
 
 TORCH = {
     "adamw": (
-        fs.adamw(1e-2, b2=0.99, weight_decay=0.1),
+        fs.optim.adamw(1e-2, b2=0.99, weight_decay=0.1),
         lambda p: torch.optim.AdamW(optree.tree_leaves(p), 1e-2, (0.9, 0.99), weight_decay=0.1),
     ),
     "adamw, per path": (
-        fs.adamw(1e-2, weight_decay={"**": 0.1, "**.b": 0.0}, lr_scale={"**": 1.0, "c": 1.0, "**.b": 0.5}),
+        fs.optim.adamw(1e-2, weight_decay={"**": 0.1, "**.b": 0.0}, lr_scale={"**": 1.0, "c": 1.0, "**.b": 0.5}),
         lambda p: torch.optim.AdamW(groups(p, w={"weight_decay": 0.1}, b={"weight_decay": 0.0, "lr": 5e-3}), 1e-2),
     ),
-    "sgd": (fs.sgd(0.1, weight_decay=0.1), lambda p: torch.optim.SGD(optree.tree_leaves(p), 0.1, weight_decay=0.1)),
-    "sgd, momentum": (fs.sgd(0.1, momentum=0.9), lambda p: torch.optim.SGD(optree.tree_leaves(p), 0.1, 0.9)),
+    "sgd": (fs.optim.sgd(0.1, weight_decay=0.1), lambda p: torch.optim.SGD(optree.tree_leaves(p), 0.1, weight_decay=0.1)),
+    "sgd, momentum": (fs.optim.sgd(0.1, momentum=0.9), lambda p: torch.optim.SGD(optree.tree_leaves(p), 0.1, 0.9)),
     "sgd, nesterov": (
-        fs.sgd(0.1, momentum=0.9, nesterov=True),
+        fs.optim.sgd(0.1, momentum=0.9, nesterov=True),
         lambda p: torch.optim.SGD(optree.tree_leaves(p), 0.1, 0.9, nesterov=True),
     ),
 }  # fmt: skip
@@ -86,7 +86,7 @@ def test_rules_are_those_of_torch(name, donate):
 
 
 def test_lion_is_its_equation():
-    ours, _ = run(fs.lion(1e-2, weight_decay=0.1), n=2)
+    ours, _ = run(fs.optim.lion(1e-2, weight_decay=0.1), n=2)
     p, m = draw(0)["a"]["w"], torch.zeros(13, 7)
     for i in range(5):
         g = draw(100 + i)["a"]["w"]
@@ -95,7 +95,7 @@ def test_lion_is_its_equation():
     torch.testing.assert_close(ours["a"]["w"], p, rtol=1e-5, atol=1e-6)
 
 
-MUON = {"muon": fs.muon(0.02, weight_decay=0.1), "default": fs.adamw(1e-2)}
+MUON = {"muon": fs.optim.muon(0.02, weight_decay=0.1), "default": fs.optim.adamw(1e-2)}
 MATRICES = {"**.w": "muon"}
 
 
@@ -103,7 +103,7 @@ MATRICES = {"**.w": "muon"}
 @pytest.mark.parametrize("strategy", [fs.ddp, fs.zero1, fs.zero3])
 def test_muon_is_torchs_up_to_its_bfloat16(n, strategy):
     """torch iterates in bfloat16 (eps 2^-8), ours in float32; five steps of at most lr * sqrt(m/n) each."""
-    ours, _ = run(fs.partition(MUON), n=n, strategy=strategy, atoms={"**.w": fs.Whole()}, labels=MATRICES)
+    ours, _ = run(fs.optim.partition(MUON), n=n, strategy=strategy, atoms={"**.w": fs.layout.Whole()}, labels=MATRICES)
     theirs = run_torch(lambda p: torch.optim.Muon(matrices(p), lr=0.02, weight_decay=0.1))
     for unit in ("a", "c"):
         torch.testing.assert_close(ours[unit]["w"], theirs[unit]["w"], rtol=0, atol=5 * 0.02 * 2**-6 * 5)
@@ -121,13 +121,15 @@ def test_orthogonalised_singular_values_are_near_one():
 
 
 RULES = {
-    "adamw": fs.adamw(1e-2, weight_decay={"**": 0.1, "**.b": 0.0}),
-    "sgd": fs.sgd(1e-2, momentum=0.9, weight_decay=0.1),
-    "lion": fs.lion(1e-2, weight_decay=0.1),
-    "clipped": fs.chain(fs.clip_by_global_norm(0.3, deterministic=True), fs.adamw(1e-2)),
-    "masked": fs.chain(fs.masked(fs.clip_by_global_norm(0.3, deterministic=True), "**.b"), fs.sgd(1e-1)),
-    "ema": fs.with_ema(fs.adamw(1e-2), decay=0.9),
-    "skip": fs.skip_nonfinite(fs.adamw(1e-2)),
+    "adamw": fs.optim.adamw(1e-2, weight_decay={"**": 0.1, "**.b": 0.0}),
+    "sgd": fs.optim.sgd(1e-2, momentum=0.9, weight_decay=0.1),
+    "lion": fs.optim.lion(1e-2, weight_decay=0.1),
+    "clipped": fs.optim.chain(fs.optim.clip_by_global_norm(0.3, deterministic=True), fs.optim.adamw(1e-2)),
+    "masked": fs.optim.chain(
+        fs.optim.masked(fs.optim.clip_by_global_norm(0.3, deterministic=True), "**.b"), fs.optim.sgd(1e-1)
+    ),
+    "ema": fs.optim.with_ema(fs.optim.adamw(1e-2), decay=0.9),
+    "skip": fs.optim.skip_nonfinite(fs.optim.adamw(1e-2)),
 }
 
 
@@ -146,7 +148,7 @@ def test_no_bit_depends_on_the_cut(name, dtype):
 def test_adamw_of_an_element_depends_on_the_element_alone(data):
     """Whatever the length of the buffer and the place in it: the tail of a SIMD loop must not show."""
     n, start = data.draw(st.integers(1, 200)), data.draw(st.integers(0, 199))
-    tx, values = fs.adamw(1e-2, weight_decay=0.1), draw_rows(200)
+    tx, values = fs.optim.adamw(1e-2, weight_decay=0.1), draw_rows(200)
     stop = min(200, start + n)
 
     def go(rows):
@@ -168,7 +170,7 @@ def draw_rows(size):
 def test_inputs_are_untouched_unless_donated(dtype):
     params = draw(0, dtype)
     layout = fs.plan(params, ONE.mesh, fs.zero3("dp"))
-    norms = {f"norm, deterministic={d}": fs.clip_by_global_norm(1.0, deterministic=d) for d in (False, True)}
+    norms = {f"norm, deterministic={d}": fs.optim.clip_by_global_norm(1.0, deterministic=d) for d in (False, True)}
     for name, tx in (RULES | norms).items():
         state = fs.init_state(tx, fs.shard(params, layout, ONE), comm=ONE)
         before = optree.tree_map(lambda x: x.clone() if isinstance(x, torch.Tensor) else x, state)
@@ -204,7 +206,7 @@ def test_the_global_norm_counts_each_element_once(axes, strategy, deterministic)
     expected = math.sqrt(sum(float(t.double().square().sum()) for t in once))
 
     def rank_fn(comm):
-        return fs.global_norm(sharded(params, comm, strategy, frozen="frozen"), comm=comm, deterministic=deterministic)
+        return fs.optim.global_norm(sharded(params, comm, strategy, frozen="frozen"), comm=comm, deterministic=deterministic)
 
     norms = simulate(fs.Mesh(axes), rank_fn)
     assert all(torch.equal(norm, norms[0]) for norm in norms)
@@ -214,9 +216,9 @@ def test_the_global_norm_counts_each_element_once(axes, strategy, deterministic)
 @given(st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), min_size=1, max_size=40), st.integers(1, 5))
 def test_the_deterministic_norm_has_one_value_however_the_tree_is_cut(values, n):
     tree = {"x": torch.tensor(values, dtype=torch.float32)}
-    one = fs.global_norm(sharded(tree, ONE), comm=ONE, deterministic=True)
-    flipped = fs.global_norm(sharded({"x": tree["x"].flip(0)}, ONE), comm=ONE, deterministic=True)
-    many = simulate(fs.Mesh({"dp": n}), lambda c: fs.global_norm(sharded(tree, c), comm=c, deterministic=True))
+    one = fs.optim.global_norm(sharded(tree, ONE), comm=ONE, deterministic=True)
+    flipped = fs.optim.global_norm(sharded({"x": tree["x"].flip(0)}, ONE), comm=ONE, deterministic=True)
+    many = simulate(fs.Mesh({"dp": n}), lambda c: fs.optim.global_norm(sharded(tree, c), comm=c, deterministic=True))
     assert all(torch.equal(one, other) for other in [*many, flipped])
     largest = max(map(abs, values))
     if largest > 0:
@@ -231,21 +233,21 @@ def test_the_deterministic_norm_has_one_value_however_the_tree_is_cut(values, n)
 def test_a_norm_is_not_finite_if_an_element_is_not(bad, deterministic):
     tree = {"x": torch.ones(7)}
     tree["x"][4] = bad
-    norms = simulate(fs.Mesh({"dp": 3}), lambda c: fs.global_norm(sharded(tree, c), comm=c, deterministic=deterministic))
+    norms = simulate(fs.Mesh({"dp": 3}), lambda c: fs.optim.global_norm(sharded(tree, c), comm=c, deterministic=deterministic))
     assert not any(torch.isfinite(norm) for norm in norms)
 
 
 def test_clipping_scales_to_the_norm_and_leaves_small_gradients_alone():
     grads = sharded({"x": torch.tensor([3.0, 4.0])}, ONE)
     for limit, expected in ((1.0, [0.6, 0.8]), (10.0, [3.0, 4.0])):
-        tx = fs.clip_by_global_norm(limit)
+        tx = fs.optim.clip_by_global_norm(limit)
         out, state = tx.update(grads, tx.init(grads), grads, comm=ONE)
         torch.testing.assert_close(fs.units_of(out)[0].buffers[0], torch.tensor(expected))
         assert state.norm == 5.0
 
 
 def test_a_non_finite_gradient_on_one_rank_is_skipped_on_all():
-    tx = fs.skip_nonfinite(fs.adamw(1e-2))
+    tx = fs.optim.skip_nonfinite(fs.optim.adamw(1e-2))
     mesh = fs.Mesh({"dp": 3})
     params = draw(0)
     layout = fs.plan(params, mesh, fs.zero3("dp"), units="*")
@@ -265,7 +267,7 @@ def test_a_non_finite_gradient_on_one_rank_is_skipped_on_all():
 
 
 def test_ema_follows_the_parameters():
-    _, state = run(fs.with_ema(fs.sgd(0.1), decay=0.5), steps=3)
+    _, state = run(fs.optim.with_ema(fs.optim.sgd(0.1), decay=0.5), steps=3)
     p = ema = draw(0)["a"]["w"]
     for i in range(3):
         p = p - 0.1 * draw(100 + i)["a"]["w"]
@@ -275,8 +277,8 @@ def test_ema_follows_the_parameters():
 
 def test_masked_leaves_the_gradients_of_others_as_they_are():
     grads = sharded(draw(1), ONE)
-    double = fs.Transform(lambda p: (), lambda g, s, p, comm: (optree.tree_map(lambda x: 2 * x, g), s), {})
-    tx = fs.masked(double, ["a", "**.b"])
+    double = fs.optim.Transform(lambda p: (), lambda g, s, p, comm: (optree.tree_map(lambda x: 2 * x, g), s), {})
+    tx = fs.optim.masked(double, ["a", "**.b"])
     out, _ = tx.update(grads, tx.init(grads), grads, comm=ONE)
     got, start = fs.unshard([out]), draw(1)
     for unit, name, factor in (("a", "w", 2), ("a", "b", 2), ("c", "w", 1), ("c", "b", 2)):
@@ -286,14 +288,14 @@ def test_masked_leaves_the_gradients_of_others_as_they_are():
 def test_pairs_of_other_libraries_work_as_they_are():
     torchopt = pytest.importorskip("torchopt")
     ours, _ = run(torchopt.adamw(1e-2, weight_decay=0.1), n=3)
-    theirs, _ = run(fs.adamw(1e-2, weight_decay=0.1), n=1)
+    theirs, _ = run(fs.optim.adamw(1e-2, weight_decay=0.1), n=1)
     optree.tree_map(lambda a, b: torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6), ours, theirs)
 
     def update(grads, state, params):
         return optree.tree_map(lambda g: -0.1 * g, grads), state
 
     plain, _ = run((lambda params: (), update), n=3)
-    sgd, _ = run(fs.sgd(0.1), n=1)
+    sgd, _ = run(fs.optim.sgd(0.1), n=1)
     optree.tree_map(torch.testing.assert_close, plain, sgd)
 
 
@@ -304,14 +306,19 @@ def test_schedules_count_updates():
         rates.append(count)
         return 0.1
 
-    run(fs.sgd(schedule), steps=3)
+    run(fs.optim.sgd(schedule), steps=3)
     assert rates == [0, 1, 2]
 
 
 def test_the_update_is_what_apply_adds():
     """A transform in the middle of a chain is asked for updates, at its end for parameters."""
     grads, params = sharded(draw(1), ONE), sharded(draw(0), ONE)
-    for tx in (fs.adamw(1e-2), fs.sgd(0.1, momentum=0.9), fs.lion(1e-2), fs.with_ema(fs.adamw(1e-2), decay=0.9)):
+    for tx in (
+        fs.optim.adamw(1e-2),
+        fs.optim.sgd(0.1, momentum=0.9),
+        fs.optim.lion(1e-2),
+        fs.optim.with_ema(fs.optim.adamw(1e-2), decay=0.9),
+    ):
         updates, _ = tx.update(grads, tx.init(params), params, comm=ONE)
         new, _ = tx.apply(grads, tx.init(params), params, comm=ONE, donate=False)
         moved = optree.tree_map(torch.add, params, updates)
@@ -321,6 +328,6 @@ def test_the_update_is_what_apply_adds():
 
 def test_the_deterministic_norm_in_processes_has_the_bits_of_one_process():
     tree = draw(5)
-    one = fs.global_norm(sharded(tree, ONE), comm=ONE, deterministic=True)
-    real = processes(fs.Mesh({"dp": 3}), lambda c: fs.global_norm(sharded(tree, c), comm=c, deterministic=True))
+    one = fs.optim.global_norm(sharded(tree, ONE), comm=ONE, deterministic=True)
+    real = processes(fs.Mesh({"dp": 3}), lambda c: fs.optim.global_norm(sharded(tree, c), comm=c, deterministic=True))
     assert all(torch.equal(one, other) for other in real)

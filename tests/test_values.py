@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 import fsharp as fs
+from fsharp.errors import AgreementError, MeshError, TreeError
 from fsharp.stateful.modules import values as module_values
 from fsharp.stateful.modules.initial.values import check_same, digest, taken
 from fsharp.testing import processes, simulate
@@ -91,14 +92,14 @@ def test_ranks_that_differ_hear_of_it(size, strategy):
     def rank_fn(comm):
         net = make(seed=comm.rank)
         where = getattr(fs, strategy)("dp")
-        with pytest.raises(fs.AgreementError, match=r"of \d+ parameters do not have the same values on all ranks") as caught:
+        with pytest.raises(AgreementError, match=r"of \d+ parameters do not have the same values on all ranks") as caught:
             fs.ShardedModule(net, mesh=comm, strategy=where, units=[Block])
         assert type(net) is Net
         net = modules.make(seed=3)
         with torch.no_grad():
             net.layers[1].up.bias[2] += 1e-6 * (comm.rank == size - 1)
         one = rf"1 of \d+ parameters do not .*\n  layers\.1\.up\.bias  rank {size - 1}: other values than rank 0{REMEDY}"
-        with pytest.raises(fs.AgreementError, match=one):
+        with pytest.raises(AgreementError, match=one):
             fs.ShardedModule(net, mesh=comm, strategy=where, units=[Block])
         fs.ShardedModule(modules.make(), mesh=comm, strategy=where, units=[Block])
         return str(caught.value)
@@ -138,7 +139,7 @@ def test_sync_from(mesh, source, meta):
 
 def test_in_processes():
     def rank_fn(comm):
-        with pytest.raises(fs.AgreementError, match="do not have the same values on all ranks"):
+        with pytest.raises(AgreementError, match="do not have the same values on all ranks"):
             fs.ShardedModule(make(seed=comm.rank), mesh=comm, strategy=fs.zero3("dp"))
         return synced(comm, 1, meta=True)
 
@@ -183,7 +184,7 @@ def test_refused(name):
     make_net, source, match = REFUSED[name]
 
     def rank_fn(comm):
-        with pytest.raises((fs.AgreementError, fs.MeshError, fs.TreeError), match=match):
+        with pytest.raises((AgreementError, MeshError, TreeError), match=match):
             fs.ShardedModule(make_net(comm.rank), mesh=comm, strategy=fs.zero3("dp"), sync_from=source(comm.rank))
 
     simulate(DP, rank_fn, timeout=10)
@@ -201,13 +202,13 @@ def test_values_that_may_differ_along_an_axis():
         }
         check_same("f()", tensors, comm, apart={"expert": ("inner",), "both": ("inner", "outer")})
         with pytest.raises(
-            fs.AgreementError,
+            AgreementError,
             match=r"f\(\): 1 of 3 .*\n  expert  rank 1: other values than rank 0; rank 3: other values than rank 2\n",
         ):
             check_same("f()", tensors, comm, apart={"expert": ("outer",), "both": ("inner", "outer")})
         tensors["expert"] = tensors["expert"] + outer
         with pytest.raises(
-            fs.AgreementError, match=r"\n  expert  rank 2: other values than rank 0; rank 3: other values than rank 1\n"
+            AgreementError, match=r"\n  expert  rank 2: other values than rank 0; rank 3: other values than rank 1\n"
         ):
             check_same("f()", tensors, comm, apart={"expert": ("inner",), "both": ("inner", "outer")})
 

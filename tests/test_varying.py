@@ -11,12 +11,13 @@ import torch
 import torch.nn.functional as F
 
 import fsharp as fs
+from fsharp.errors import LayoutError, StrategyError
 from fsharp.functional.layout.placement import Place
 from fsharp.testing import processes, simulate
 from tests.gpt_like import loss_fn, make_batches, make_params
 from tests.scheduling import STRATEGIES
 
-S, V = fs.Shard, fs.Vary
+S, V = fs.layout.Shard, fs.layout.Vary
 DIM, HIDDEN, EXPERTS, VOCAB = 6, 7, 4, 11
 MESH = fs.Mesh({"dp": 2, "ep": 2})
 PLACES = {
@@ -80,17 +81,17 @@ def moe_loss(params, batch, comm):
     x = fs.forward(lambda table, tokens: F.embedding(tokens, table), params["embed"], batch["x"], comm=comm)
     for layer in params["layers"]:
         gates = fs.forward(route, layer["router"], x, comm=comm)
-        everyone = fs.all_gather_last(torch.cat([x, gates], 1).T, comm, "ep").T
+        everyone = fs.comm.all_gather_last(torch.cat([x, gates], 1).T, comm, "ep").T
         own_gates = everyone[:, DIM:].chunk(n, dim=1)[mine]
         out = fs.forward(experts, layer["experts"], everyone[:, :DIM], own_gates, comm=comm)
-        x = x + fs.reduce_scatter_last(out.T, comm, "ep").T
+        x = x + fs.comm.reduce_scatter_last(out.T, comm, "ep").T
     logits = fs.forward(lambda w, x: x @ w, params["head"], x, comm=comm)
     losses = F.cross_entropy(logits, batch["y"], reduction="none")
     return (losses * batch["w"]).sum(), batch["w"].sum()
 
 
 def make_tx():
-    return fs.chain(fs.clip_by_global_norm(0.05, deterministic=True), fs.adamw(1e-2))
+    return fs.optim.chain(fs.optim.clip_by_global_norm(0.05, deterministic=True), fs.optim.adamw(1e-2))
 
 
 def train(comm, strategies, *, steps=3, scheduled=False, microbatches=1):
@@ -187,7 +188,7 @@ def test_a_tree_that_varies_is_as_many_trainings_as_there_are_coordinates(name, 
 
     def steps(comm, params, batches, strategy):
         layout = fs.plan(params, comm.mesh, strategy, units="layers.*")
-        tx = fs.adamw(1e-2)
+        tx = fs.optim.adamw(1e-2)
         state = fs.init_state(tx, fs.shard(params, layout, comm, place="optim"), comm=comm)
 
         def step(state, batch, comm):
@@ -222,7 +223,7 @@ def test_traffic_is_predicted_to_the_byte(name):
     def rank_fn(comm):
         params = own_params(comm)
         layout = fs.plan(params, comm.mesh, {"**": dense, "layers.*.experts": sparse}, units="layers.*.*")
-        tx = fs.adamw(1e-2)
+        tx = fs.optim.adamw(1e-2)
         state = fs.init_state(tx, fs.shard(params, layout, comm, place="optim"), comm=comm)
         counting = fs.CountingComm(comm)
         batch = make_batches(1, 4)[0]
@@ -269,7 +270,7 @@ def test_initial_values_differ_along_that_axis_and_no_other():
 
     def made(mesh, strategy):
         def rank_fn(comm):
-            return fs.full(fs.init(fs.normal(), fs.plan(shapes, mesh, strategy), comm, key=7), comm=comm)["w"]
+            return fs.full(fs.init_params(fs.init.normal(), fs.plan(shapes, mesh, strategy), comm, key=7), comm=comm)["w"]
 
         return simulate(mesh, rank_fn)
 
@@ -285,7 +286,7 @@ def test_norm_counts_each_value_once():
         params = {"own": torch.full((3,), float(comm.rank % 2)), "shared": torch.ones(5)}
         layout = fs.plan(params, comm.mesh, {"own": fs.zero3("dp").varying("ep"), "shared": fs.ddp("dp", "ep")}, units="*")
         tree = fs.shard(params, layout, comm)
-        return [fs.global_norm(tree, comm=comm, deterministic=d).item() for d in (False, True)]
+        return [fs.optim.global_norm(tree, comm=comm, deterministic=d).item() for d in (False, True)]
 
     assert simulate(MESH, rank_fn) == [[pytest.approx(8**0.5)] * 2] * 4
 
@@ -296,40 +297,40 @@ def test_norm_counts_each_value_once():
 def test_placements():
     strategy = fs.hsdp("outer", "inner").varying("ep")
     assert strategy.order == ("inner", "outer", "ep")
-    assert strategy.params == Place(("inner", "outer", "ep"), (S, fs.Replicate, V))
-    assert strategy.full == Place(("inner", "outer", "ep"), (fs.Replicate, fs.Replicate, V))
-    assert strategy.full.dual == Place(("inner", "outer", "ep"), (fs.Partial, fs.Partial, V))
+    assert strategy.params == Place(("inner", "outer", "ep"), (S, fs.layout.Replicate, V))
+    assert strategy.full == Place(("inner", "outer", "ep"), (fs.layout.Replicate, fs.layout.Replicate, V))
+    assert strategy.full.dual == Place(("inner", "outer", "ep"), (fs.layout.Partial, fs.layout.Partial, V))
     assert strategy.optim.varying == ("ep",)
     assert str(strategy) == "outer: RPR, inner: SSS, ep: VVV"
-    assert strategy == fs.Strategy({**dict(fs.hsdp("outer", "inner").rules), "ep": fs.AxisRule(V, V, V)})
+    assert strategy == fs.Strategy({**dict(fs.hsdp("outer", "inner").rules), "ep": fs.layout.AxisRule(V, V, V)})
 
 
 @pytest.mark.parametrize(
-    "rule", [r for r in product((fs.Replicate, S, fs.Partial, V), repeat=3) if 0 < r.count(V) < 3], ids=str
+    "rule", [r for r in product((fs.layout.Replicate, S, fs.layout.Partial, V), repeat=3) if 0 < r.count(V) < 3], ids=str
 )
 def test_all_three_kinds_vary_or_none(rule):
-    with pytest.raises(fs.StrategyError, match="axis 'ep': parameters that vary have gradients"):
-        fs.Strategy({"ep": fs.AxisRule(*rule)})
+    with pytest.raises(StrategyError, match="axis 'ep': parameters that vary have gradients"):
+        fs.Strategy({"ep": fs.layout.AxisRule(*rule)})
 
 
 @pytest.mark.parametrize(("axes", "shown"), [(("dp",), r"\['dp'\]"), ((), r"\[\]"), (("ep", "dp"), r"\['ep', 'dp'\]")])
 def test_axes_that_the_strategy_has_cannot_vary_too(axes, shown):
-    with pytest.raises(fs.StrategyError, match=rf"varying\(\): expected axes other than .*dp: SSS.*got {shown}"):
+    with pytest.raises(StrategyError, match=rf"varying\(\): expected axes other than .*dp: SSS.*got {shown}"):
         fs.zero3("dp").varying(*axes)
 
 
 def test_ties_between_what_varies_and_what_does_not_are_refused():
     w = torch.ones(3)
     strategies = {"a": fs.zero3("dp", "ep"), "b": fs.zero3("dp").varying("ep")}
-    with pytest.raises(fs.LayoutError, match=r"disagree on the axes along which they vary.*\n.*'a'.*\(\).*\n.*'b'.*ep"):
+    with pytest.raises(LayoutError, match=r"disagree on the axes along which they vary.*\n.*'a'.*\(\).*\n.*'b'.*ep"):
         fs.plan({"a": w, "b": w}, MESH, strategies, units="*")
 
 
 def test_a_place_that_does_not_vary_is_none_of_the_units():
     layout = fs.plan({"w": torch.ones(8)}, MESH, fs.zero3("dp").varying("ep"))
     part = fs.shard_for({"w": torch.ones(8)}, layout, 0)
-    with pytest.raises(fs.LayoutError, match="ep:Replicate"):
-        fs.gather(part, comm=fs.CountingComm(_Alone()), to=Place(("dp", "ep"), (fs.Replicate, fs.Replicate)))
+    with pytest.raises(LayoutError, match="ep:Replicate"):
+        fs.gather(part, comm=fs.CountingComm(_Alone()), to=Place(("dp", "ep"), (fs.layout.Replicate, fs.layout.Replicate)))
 
 
 class _Alone:

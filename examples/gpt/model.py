@@ -36,16 +36,16 @@ def shapes(dim: int, layers: int) -> Any:
 
 
 def initializers(dim: int, layers: int) -> dict[str, Any]:
-    """Rules for ``fs.init``; the last that selects a leaf counts."""
+    """Rules for ``fs.init_params``; the last that selects a leaf counts."""
     std = dim**-0.5
     last = std * (2 * layers) ** -0.5  # so that the sum of all branches has the variance of one
     return {
-        "**": fs.normal(std),
-        "layers.*.out": fs.normal(last),
-        "layers.*.down": fs.normal(last / 2),
-        "layers.*.norm*": fs.ones,
-        "head.norm": fs.ones,
-        "head.weight": fs.normal(0.02),
+        "**": fs.init.normal(std),
+        "layers.*.out": fs.init.normal(last),
+        "layers.*.down": fs.init.normal(last / 2),
+        "layers.*.norm*": fs.init.ones,
+        "head.norm": fs.init.ones,
+        "head.weight": fs.init.normal(0.02),
     }
 
 

@@ -23,15 +23,15 @@ def layout_of(options: Options, mesh: fs.Mesh, strategy: fs.Strategy) -> fs.Layo
 
 def learning_rate(options: Options, total: int) -> Callable[[int], float]:
     """Learning rate by updates made. Up to the end of the warm-up it does not depend on ``total``."""
-    return fs.warmup_cosine(options.lr, warmup=options.warmup, total=total, floor=options.lr / 10)
+    return fs.optim.warmup_cosine(options.lr, warmup=options.warmup, total=total, floor=options.lr / 10)
 
 
-def optimizer(options: Options, total: int) -> fs.Transform:
+def optimizer(options: Options, total: int) -> fs.optim.Transform:
     """Clipping, then AdamW."""
     decay = model.weight_decay(options.weight_decay)
-    return fs.chain(
-        fs.clip_by_global_norm(options.clip, deterministic=options.exact_clip),
-        fs.adamw(learning_rate(options, total), b2=0.99, weight_decay=decay),
+    return fs.optim.chain(
+        fs.optim.clip_by_global_norm(options.clip, deterministic=options.exact_clip),
+        fs.optim.adamw(learning_rate(options, total), b2=0.99, weight_decay=decay),
     )
 
 

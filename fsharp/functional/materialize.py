@@ -73,7 +73,7 @@ def full(tree: Any, *, comm: Comm) -> Any:
     return as_tree(map_units(fresh, tree, gather(tree, comm=comm)))
 
 
-def init(
+def init_params(
     initializers: Initializer | Mapping[str, Initializer],
     layout: Layout,
     comm: Comm,
@@ -87,7 +87,7 @@ def init(
     >>> import fsharp as fs
     >>> shapes = {"w": torch.empty(4, 4, device="meta"), "b": torch.empty(4, device="meta")}
     >>> layout = fs.plan(shapes, fs.Mesh({"dp": 1}), fs.zero3("dp"))
-    >>> params = fs.init({"**": fs.normal(0.02), "b": fs.zeros}, layout, fs.SingleComm(), key=0)
+    >>> params = fs.init_params({"**": fs.init.normal(0.02), "b": fs.init.zeros}, layout, fs.SingleComm(), key=0)
     >>> params
     Sharded('', dp:Shard, float32[20] of 20)
 
@@ -109,14 +109,14 @@ def init(
     """
 
     def check() -> dict[str, Initializer]:
-        _check_mesh("init()", layout, comm)
+        _check_mesh("init_params()", layout, comm)
         paths = [unit.full_path(leaf) for unit in layout.units for leaf in unit.leaves if leaf.tied_to is None]
         # A plain function is one initializer for all leaves, not a function of the path.
         rules = initializers if isinstance(initializers, Mapping) else {"**": initializers}
-        return assign("init()", rules, paths)
+        return assign("init_params()", rules, paths)
 
     fields = {**describe_units(layout.units), "key": repr(key)}
-    chosen = together("init()", comm, check, lambda _: fields)
+    chosen = together("init_params()", comm, check, lambda _: fields)
     target = torch.device(device) if device is not None else comm.device
     nodes = []
     for unit in layout.units:

@@ -184,7 +184,7 @@ def _check_start(node: Sharded) -> None:
                     "init_state()",
                     f"unit {node.name!r} has a {dtypes.main} main copy, which cannot be made from {buffer.dtype}.",
                     [("place", node.place)],
-                    "Pass shard(params, layout, comm, place='optim'), or init(..., place='optim').",
+                    "Pass shard(params, layout, comm, place='optim'), or init_params(..., place='optim').",
                 )
             )
 

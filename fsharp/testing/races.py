@@ -239,9 +239,10 @@ def check_races(engine: Scheduler | ShardedModule) -> Iterator[RaceReport]:
     >>> from fsharp.testing import check_races
     >>> mesh = fs.Mesh({"dp": 1})
     >>> scheduler = fs.Scheduler(fs.SingleComm(mesh), sum_late=False, trivial_axes=True)
-    >>> step = scheduler(fs.train_step(lambda params, x, comm: fs.forward(torch.mul, params, x, comm=comm).sum(), fs.sgd(0.1)))
+    >>> loss = lambda params, x, comm: fs.forward(torch.mul, params, x, comm=comm).sum()
+    >>> step = scheduler(fs.train_step(loss, fs.optim.sgd(0.1)))
     >>> layout = fs.plan(torch.ones(8), mesh, fs.zero3("dp"))
-    >>> state = fs.init_state(fs.sgd(0.1), fs.shard(torch.ones(8), layout, scheduler, place="optim"), comm=scheduler)
+    >>> state = fs.init_state(fs.optim.sgd(0.1), fs.shard(torch.ones(8), layout, scheduler, place="optim"), comm=scheduler)
     >>> with check_races(scheduler) as report:
     ...     for _ in range(3):  # the first one records the schedule that the others follow
     ...         state, metrics = step(state, torch.ones(8))

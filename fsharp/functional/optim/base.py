@@ -106,7 +106,7 @@ def chain(*transforms: Any) -> Transform:
     """One transformation after another: each gets the updates of the one before as its gradients.
 
     >>> import fsharp as fs
-    >>> tx = fs.chain(fs.clip_by_global_norm(1.0), fs.adamw(1e-3))
+    >>> tx = fs.optim.chain(fs.optim.clip_by_global_norm(1.0), fs.optim.adamw(1e-3))
     """
     txs = tuple(map(as_transform, transforms))
     if not txs:

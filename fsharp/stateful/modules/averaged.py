@@ -63,8 +63,8 @@ def _averages(opt: Any) -> Buffers:
     states = [x for x in optree.tree_leaves(opt, is_leaf=is_average) if is_average(x)]
     if not states:
         raise TreeError(
-            "averaged(): the optimizer keeps no average. Make it of fs.with_ema(fs.adamw(...), decay=...); of a class of "
-            "torch.optim, average the tree of `fn, params = model.functional()`, and call fn with that."
+            "averaged(): the optimizer keeps no average. Make it of fs.optim.with_ema(fs.optim.adamw(...), decay=...); of a "
+            "class of torch.optim, average the tree of `fn, params = model.functional()`, and call fn with that."
         )
     found: Buffers = {}
     for state in states:

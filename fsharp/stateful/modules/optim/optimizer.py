@@ -67,7 +67,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             if self.session.scheduler.policy.offload:
                 raise ScheduleError(
                     f"ShardedOptimizer(): Policy(offload=True) is for the state of an (init, update) pair, and "
-                    f"{optimizer.__name__} keeps its own on the device. Pass one such as fs.adamw(...), or leave out offload."
+                    f"{optimizer.__name__} keeps its own on the device. Pass one such as fs.optim.adamw(...), or drop offload."
                 )
             self._labels: list[dict[str, Hashable]] = [{p.path: 0 for p in group["params"]} for group in groups]
             options = [{k: v for k, v in group.items() if k != "params"} for group in groups]
@@ -127,11 +127,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 what = "several parameters at once, or at chance, and other ranks hold parts of them: of"
             if scope is not Scope.ELEMENT and parts:
                 more = f" and {len(parts) - 1} more" if len(parts) > 1 else ""
-                whole = "" if scope is Scope.EVERYTHING else "atoms=fs.Whole() or "
+                whole = "" if scope is Scope.EVERYTHING else "atoms=fs.layout.Whole() or "
                 raise TreeError(
                     f"ShardedOptimizer(): {optimizer.__name__} looks at {what} {parts[0]!r}{more}. Pass ShardedModule() {whole}"
                     "strategy=fs.ddp(...) for the units that have them, take an elementwise optimizer such as AdamW, or "
-                    "fs.muon() and other (init, update) pairs, which gather what they need."
+                    "fs.optim.muon() and other (init, update) pairs, which gather what they need."
                 )
         return found
 
@@ -218,7 +218,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
         ::
 
-            optimizer = fs.ShardedOptimizer(model.parameters(), fs.with_ema(fs.adamw(3e-4), decay=0.999))
+            optimizer = fs.ShardedOptimizer(model.parameters(), fs.optim.with_ema(fs.optim.adamw(3e-4), decay=0.999))
             ...
             with optimizer.averaged(), torch.no_grad():
                 loss = model(**batch).loss

@@ -1,0 +1,17 @@
+"""What a layout is made of: placements and rules of strategies, atoms that are never cut, units and their groups."""
+
+from fsharp.functional.layout.packing import Element as Element
+from fsharp.functional.layout.packing import Rows as Rows
+from fsharp.functional.layout.packing import Whole as Whole
+from fsharp.functional.layout.placement import AxisRule as AxisRule
+from fsharp.functional.layout.placement import Partial as Partial
+from fsharp.functional.layout.placement import Place as Place
+from fsharp.functional.layout.placement import Placement as Placement
+from fsharp.functional.layout.placement import Replicate as Replicate
+from fsharp.functional.layout.placement import Shard as Shard
+from fsharp.functional.layout.placement import Vary as Vary
+from fsharp.functional.layout.precision import Dtypes as Dtypes
+from fsharp.functional.layout.unit_layout import Group as Group
+from fsharp.functional.layout.unit_layout import Leaf as Leaf
+from fsharp.functional.layout.unit_layout import Span as Span
+from fsharp.functional.layout.unit_layout import UnitLayout as UnitLayout
