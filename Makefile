@@ -1,5 +1,5 @@
 # make train   train a byte-level GPT on this machine, two processes
-# make test    lint, types, tests (about 15 minutes on 2 cores)
+# make test    lint, types, tests (about 11 minutes on 2 cores)
 # make test-all  the deep version: more examples, more ranks
 # make examples  run the examples, about 2 minutes
 # make bench   measure against FSDP2 and DDP (20 minutes on 2 cores that do nothing else); PEERS=all adds DeepSpeed

@@ -96,7 +96,7 @@ def test_nothing_asks_for_a_strategy_by_name():
     assert not [str(path) for path in SOURCES if names.search(path.read_text())]
 
 
-SUBJECTS = (fs.comm, fs.errors, fs.init, fs.inspect, fs.layout, fs.optim, fs.schedule, fs.testing)
+SUBJECTS = (fs.comm, fs.init, fs.inspect, fs.layout, fs.optim, fs.schedule, fs.testing)
 PUBLIC = [(module, name) for module in (fs, *SUBJECTS) for name in vars(module) if not name.startswith("_")]
 PUBLIC = [(module, name) for module, name in PUBLIC if not inspect.ismodule(getattr(module, name))]
 

@@ -250,7 +250,7 @@ SHARDED = {
     "init: mesh": (
         lambda: fs.init_params(fs.init.zeros, planned(MESH), ONLY, key=0),
         MeshError,
-        "init(): the Comm is on another mesh",
+        "init_params(): the Comm is on another mesh",
     ),
     "init: pattern": (
         lambda: fs.init_params({"**": fs.init.zeros, "x": fs.init.ones}, planned(), ONLY, key=0),

@@ -75,6 +75,7 @@ def test_llama_with_reentrant_checkpoints_on_four_ranks(tmp_path: Path) -> None:
     ("nproc", "strategy"),
     [(2, "zero2"), pytest.param(4, "hsdp", marks=pytest.mark.deep), pytest.param(2, "zero3", marks=pytest.mark.deep)],
 )
+@pytest.mark.deep
 def test_gpt2_and_lora_train_as_the_unsharded_ones(nproc: int, strategy: str) -> None:
     options = ["--steps", "4", "--strategy", strategy, "--dtype", "float64"]
     text = output(*TORCHRUN, str(nproc), "examples/lora_gpt2.py", *options)
@@ -110,6 +111,7 @@ def test_cnn_has_the_statistics_of_all_ranks(tmp_path: Path, nproc: int, strateg
     assert loaded == together
 
 
+@pytest.mark.deep
 def test_an_example_that_fails_says_why_once(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     done = start(sys.executable, "examples/train_cnn.py", "--steps", "2", "--out", str(tmp_path / "file" / "cnn.pt"))

@@ -109,7 +109,7 @@ def test_what_is_joined_has_the_bits_and_the_bytes_of_each_alone(n, sizes, wire)
 # ------------------------------------------------------------ steps
 
 
-@every(3, strategy=STRATEGIES, microbatches=(1, 2), precision=PRECISIONS)
+@every(4, strategy=STRATEGIES, microbatches=(1, 2), precision=PRECISIONS)
 def test_same_bits_as_the_blocking_path_and_the_calls_that_were_planned(strategy, microbatches, precision):
     mesh = STRATEGIES[strategy][0]
 
@@ -422,9 +422,7 @@ def test_a_trace_shows_a_bucket_as_one_collective():
 # ------------------------------------------------------------ streams
 
 
-@pytest.mark.parametrize("microbatches", [1, 2])
-@pytest.mark.parametrize(("strategy", "precision"), [("zero1", "float32"), ("zero3", "bfloat16"), ("hfsdp", "float32 wire")])
-@pytest.mark.parametrize("one_stream", [False, True])
+@every(6, microbatches=(1, 2), strategy=("zero1", "zero3", "hfsdp"), precision=PRECISIONS, one_stream=(False, True))
 def test_steps_are_free_of_races(strategy, precision, microbatches, one_stream):
     """Also one that leaves its schedule while buckets are under way."""
 
@@ -433,9 +431,9 @@ def test_steps_are_free_of_races(strategy, precision, microbatches, one_stream):
         scheduler = fs.Scheduler(comm, sum_late=False, poison=True, one_stream=one_stream, **JOINED)
         state = make_state(comm, strategy, tx=tx, params=make_params(layers=LAYERS), precision=PRECISIONS[precision])
         step = scheduler(fs.train_step(in_order, tx, microbatches=microbatches, donate=True))
-        every = (0, 1, 2, 3)
+        whole = (0, 1, 2, 3)
         with check_races(scheduler) as report:
-            for order, batch in zip([every, every, every, (0, 1, 3)], my_batches(comm, 4), strict=True):
+            for order, batch in zip([whole, whole, whole, (0, 1, 3)], my_batches(comm, 4), strict=True):
                 state, _ = step(state, {**batch, "order": order})
         assert step.num_recordings == 2
         return report, step.schedule

@@ -214,6 +214,7 @@ def test_two_processes():
         assert ours[-1] < ours[0] - 0.01
 
 
+@pytest.mark.deep
 def test_four_processes():
     cases = [*zip(ON_TWO_AXES, IN_PROCESSES), ("hfsdp", "one group"), ("late", "default")]
 

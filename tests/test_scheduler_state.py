@@ -325,7 +325,7 @@ def test_parameters_read_right_after_the_step(strategy, donate):
     run_both(program, mesh_of(strategy))
 
 
-@every(6, strategy=STRATEGIES, policy=CARRIES, way=("in place", "new", "other", "step back"))
+@every(12, strategy=STRATEGIES, policy=CARRIES, way=("in place", "new", "other", "step back"))
 def test_parameters_changed_between_steps(strategy, policy, way):
     """What the step before has gathered ahead is stale then."""
 

@@ -57,6 +57,7 @@ def test_default_run_reports_and_writes(zero3: dict[str, object]) -> None:
     assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.deep
 def test_zero1_learns_the_same_bits(zero3: dict[str, object], tmp_path: Path) -> None:
     zero1 = train(tmp_path, "--strategy", "zero1")
     assert zero1["val_bits_per_byte"] == zero3["val_bits_per_byte"]

@@ -54,7 +54,13 @@ PROGRAM = """
 
 @pytest.mark.parametrize(
     ("fate", "way"),
-    [("dies", "scheduled"), ("dies", "blocking"), ("dies", "new scheduler"), ("stops", "scheduled"), ("stops", "blocking")],
+    [
+        ("dies", "scheduled"),
+        ("dies", "new scheduler"),
+        ("stops", "scheduled"),
+        pytest.param("dies", "blocking", marks=pytest.mark.deep),
+        pytest.param("stops", "blocking", marks=pytest.mark.deep),
+    ],
 )
 def test_a_rank_that_is_gone_is_named_with_step_and_op(fate, way, tmp_path):
     code = textwrap.dedent(PROGRAM).format(limit=LIMIT_S)
