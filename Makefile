@@ -1,8 +1,11 @@
-# make train   train a byte-level GPT on this machine, two processes
-# make test    lint, types, tests (about 11 minutes on 2 cores)
-# make test-all  the deep version: more examples, more ranks
+# make train     train a byte-level GPT on this machine, two processes (ARGS=--help lists its options)
+# make test      lint, types, tests (about 11 minutes on 2 cores)
+# make lint      of these the first two
+# make test-all  the deep version: more examples, more ranks (about an hour)
 # make examples  run the examples, about 2 minutes
-# make bench   measure against FSDP2 and DDP (20 minutes on 2 cores that do nothing else); PEERS=all adds DeepSpeed
+# make bench     measure against FSDP2 and DDP (20 minutes on 2 cores that do nothing else); PEERS=all adds DeepSpeed
+# make package   build wheel and sdist, install each into an empty environment, and train a step there
+# make clean     remove what these have made
 
 PYTHON ?= python3
 VENV := .venv
@@ -12,7 +15,10 @@ export OMP_NUM_THREADS ?= 1
 ARGS ?=
 PEERS ?= default
 
-.PHONY: train test test-all lint bench examples clean
+.PHONY: help train test test-all lint bench examples package clean
+
+help:
+	@sed -n 's/^# make/make/p' Makefile
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -57,5 +63,15 @@ examples: $(VENV)/.installed
 	@echo "--- property_test_roundtrip: the sharding of a tree of your own"
 	@$(RUN)/python -m pytest -q examples/property_test_roundtrip.py
 
+package: $(VENV)/.installed
+	rm -rf build dist
+	$(RUN)/pip install --quiet build
+	$(RUN)/python -m build --outdir dist
+	for file in dist/*.whl dist/*.tar.gz; do \
+		rm -rf build/empty && $(PYTHON) -m venv build/empty && \
+		build/empty/bin/pip install --quiet -c constraints.txt "$$file" && \
+		(cd build && empty/bin/python ../examples/functional_train_step.py) || exit 1; \
+	done
+
 clean:
-	rm -rf $(VENV) build *.egg-info
+	rm -rf $(VENV) build dist *.egg-info
