@@ -1,7 +1,8 @@
-"""Looking at schedules: tables and pictures, how long a step would take on hardware that one describes, and how long it took.
+"""Looking at schedules and layouts: tables, pictures, how long a step would take on hardware that one describes, or did take.
 
 print(fs.inspect.table(schedule))
 fs.inspect.draw(schedule, "step.png")
+fs.inspect.draw_sharding(layout, "sharding.png")
 
 trace = step.trace()  # of a scheduled function; then some steps
 hardware = fs.inspect.Hardware.fit(trace, schedule)
@@ -13,6 +14,7 @@ from fsharp.stateful.inspect.draw import draw as draw
 from fsharp.stateful.inspect.estimate import Hardware as Hardware
 from fsharp.stateful.inspect.estimate import simulate as simulate
 from fsharp.stateful.inspect.perfetto import perfetto as perfetto
+from fsharp.stateful.inspect.sharding import draw_sharding as draw_sharding
 from fsharp.stateful.inspect.table import table as table
 from fsharp.stateful.inspect.timeline import Span as Span
 from fsharp.stateful.inspect.timeline import Timeline as Timeline

@@ -102,7 +102,7 @@ def functional(comm, strategy, steps, parts):
     step = fs.train_step(loss_fn, tx, microbatches=parts)
     for batch in modules.batches(comm, steps):
         state, _ = step(state, batch, comm)
-    paths, leaves, _ = fs.functional.paths.flatten(fs.full(state.params, comm=comm))
+    paths, leaves, _ = fs.functional.layout.paths.flatten(fs.full(state.params, comm=comm))
     return dict(zip(paths, leaves))
 
 
@@ -383,7 +383,7 @@ def test_functional_shares_memory_and_is_transformed(strategy):
         model.load_state_dict(mine, strict=False)
         for *_, (x, y) in results:  # what is differentiated is the sum over ranks
             model(x, y)["loss"].backward()
-        paths, leaves, _ = fs.functional.paths.flatten(grads)
+        paths, leaves, _ = fs.functional.layout.paths.flatten(grads)
         close(dict(zip(paths, leaves)), {name: p.grad for name, p in model.named_parameters()})
 
 

@@ -139,7 +139,7 @@ def test_refused_where_leaves_are_cut(case, strategy):
 
     def rank_fn(comm):
         model = wrapped(comm, strategy)
-        with pytest.raises(TreeError, match=rf"{cls.__name__} looks at .*fs\.ddp.*fs\.muon") as raised:
+        with pytest.raises(TreeError, match=rf"{cls.__name__} looks at .*fs\.ddp.*fs\.optim\.muon") as raised:
             fs.ShardedOptimizer(params(model), cls, **options)
         return str(raised.value)
 

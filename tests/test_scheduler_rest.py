@@ -13,9 +13,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import fsharp as fs
 from fsharp.errors import ScheduleError
 from fsharp.functional.comm.protocol import Comm
-from fsharp.stateful.runtime import unit_state as copies
 from fsharp.stateful.transport.base import Ticket
 from fsharp.stateful.transport.blocking import Blocking
+from fsharp.stateful.units import unit_state as copies
 from fsharp.stateful.units.resting import storage_over as window_on
 from fsharp.testing import processes, simulate
 from tests.gpt_like import block, embed, head, logits, loss_fn, make_params

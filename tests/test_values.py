@@ -6,7 +6,7 @@ from torch import nn
 
 import fsharp as fs
 from fsharp.errors import AgreementError, MeshError, TreeError
-from fsharp.stateful.modules import values as module_values
+from fsharp.stateful.modules.initial import values as module_values
 from fsharp.stateful.modules.initial.values import check_same, digest, taken
 from fsharp.testing import processes, simulate
 from tests import modules
