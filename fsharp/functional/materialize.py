@@ -158,10 +158,10 @@ def uniform(low: float = 0.0, high: float = 1.0) -> Initializer:
 
 
 def zeros(t: torch.Tensor, g: torch.Generator) -> torch.Tensor:
-    """An initializer: zeros."""
+    """An initializer that fills a leaf with zeros."""
     return t.zero_()
 
 
 def ones(t: torch.Tensor, g: torch.Generator) -> torch.Tensor:
-    """An initializer: ones."""
+    """An initializer that fills a leaf with ones."""
     return t.fill_(1)

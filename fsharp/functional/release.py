@@ -30,7 +30,7 @@ class _Saved:
         self.buffers: list[torch.Tensor] | None = None
 
     def unpack(self, view: View) -> torch.Tensor:
-        """What autograd saved."""
+        """What autograd saved, gathered again if it was a part of parameters."""
         if self.buffers is None:  # the backward did not come through what the function returned
             self.buffers = self.regather()
         number, size, strides, offset = view

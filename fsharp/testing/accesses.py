@@ -106,7 +106,7 @@ class Storages:
             self._log.append(Free(lane, span))
 
     def close(self) -> None:
-        """Look no longer."""
+        """Stop logging, and drop what was kept of tensors."""
         for finalizer in self._finalizers.values():
             finalizer.detach()
 
@@ -153,5 +153,5 @@ class AccessMode(TorchDispatchMode):
         return result
 
     def close(self) -> None:
-        """Look no longer."""
+        """Stop logging, and drop what was kept of tensors."""
         self._storages.close()

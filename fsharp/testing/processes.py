@@ -68,7 +68,7 @@ def processes(mesh: Mesh, fn: Callable[[Comm], R], *, timeout: float = 90.0) -> 
 
 
 class _Launcher:
-    """See [Note: launcher]."""
+    """The process that ranks are forked from; see [Note: launcher]."""
 
     def __init__(self) -> None:
         self.forget()
@@ -99,7 +99,7 @@ class _Launcher:
             return str(json.loads(answer)) if answer else "the process that starts them has ended."
 
     def close(self) -> None:
-        """Have it end."""
+        """End the launcher's process."""
         if self._server is not None:
             _end(self._server)
 

@@ -70,7 +70,7 @@ class Engine(ABC):
 
     @abstractmethod
     def run_reduce_scatter(self, tree: Any, to: Any) -> Any:
-        """:func:`~fsharp.reduce_scatter`."""
+        """What :func:`~fsharp.reduce_scatter` returns, though it may still be on its way."""
 
     @abstractmethod
     def run_fetch(self, state: Any, params: Any, grads: Any, *, donate: bool) -> Any:
@@ -99,12 +99,12 @@ class SingleComm:
         return x.unsqueeze(0)
 
     def reduce_scatter(self, x: torch.Tensor, axis: str, *, dtype: torch.dtype | None = None, label: str = "") -> torch.Tensor:
-        """``x[0]`` in ``dtype``."""
+        """``x[0]`` in ``dtype``: the only rank has the only summand."""
         self.mesh.index(axis)
         return x[0].to(dtype or x.dtype)
 
     def all_reduce(self, x: torch.Tensor, axis: str, *, op: ReduceOp = "sum", label: str = "") -> torch.Tensor:
-        """``x``."""
+        """``x`` as it is: the sum, maximum and minimum of one."""
         self.mesh.index(axis)
         return x
 
@@ -166,26 +166,26 @@ class CountingComm(_Around):
 
     @property
     def num_calls(self) -> int:
-        """Collectives called so far."""
+        """Collectives called since it was made, of all operations and axes."""
         return sum(self.calls.values())
 
     @property
     def nbytes(self) -> int:
-        """Bytes sent so far."""
+        """Bytes of all collectives called since it was made, as :class:`Call` counts them."""
         return sum(call.nbytes * count for call, count in self.calls.items())
 
     def all_gather(self, x: torch.Tensor, axis: str, *, label: str = "") -> torch.Tensor:
-        """Counted, then passed on."""
+        """Count a gather of ``x`` by every rank along the axis, and call it on ``inner``."""
         self.count("all_gather", axis, x.numel() * x.dtype.itemsize)
         return self.inner.all_gather(x, axis, label=label)
 
     def reduce_scatter(self, x: torch.Tensor, axis: str, *, dtype: torch.dtype | None = None, label: str = "") -> torch.Tensor:
-        """Counted, then passed on."""
+        """Count a reduction of ``x`` along the axis, and call it on ``inner``."""
         self.count("reduce_scatter", axis, x[0].numel() * x.dtype.itemsize)
         return self.inner.reduce_scatter(x, axis, dtype=dtype, label=label)
 
     def all_reduce(self, x: torch.Tensor, axis: str, *, op: ReduceOp = "sum", label: str = "") -> torch.Tensor:
-        """Counted, then passed on."""
+        """Count a reduction of ``x`` to all ranks along the axis, and call it on ``inner``."""
         self.count("all_reduce", axis, -(-x.numel() // self.mesh.axis_size(axis)) * x.dtype.itemsize)
         return self.inner.all_reduce(x, axis, op=op, label=label)
 
@@ -208,15 +208,15 @@ class Labelled(_Around):
     label: str
 
     def all_gather(self, x: torch.Tensor, axis: str, *, label: str = "") -> torch.Tensor:
-        """Passed on."""
+        """Call it on ``inner``, with the text of this wrapper in its label."""
         return self.inner.all_gather(x, axis, label=self.label + label)
 
     def reduce_scatter(self, x: torch.Tensor, axis: str, *, dtype: torch.dtype | None = None, label: str = "") -> torch.Tensor:
-        """Passed on."""
+        """Call it on ``inner``, with the text of this wrapper in its label."""
         return self.inner.reduce_scatter(x, axis, dtype=dtype, label=self.label + label)
 
     def all_reduce(self, x: torch.Tensor, axis: str, *, op: ReduceOp = "sum", label: str = "") -> torch.Tensor:
-        """Passed on."""
+        """Call it on ``inner``, with the text of this wrapper in its label."""
         return self.inner.all_reduce(x, axis, op=op, label=self.label + label)
 
 

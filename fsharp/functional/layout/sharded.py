@@ -43,7 +43,7 @@ class LazyBuffers(ABC):
 
     @abstractmethod
     def wait(self) -> tuple[Any, ...]:
-        """The tensors, filled."""
+        """Block until the tensors are filled, and return them."""
 
     @abstractmethod
     def aliased(self, buffers: Sequence[Any]) -> "LazyBuffers":
@@ -204,7 +204,7 @@ class Sharded:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the buffers."""
+        """Bytes of its buffers on this rank, padding included."""
         return sum(buffer.numel() * buffer.element_size() for buffer in self.buffers)
 
     def __repr__(self) -> str:

@@ -47,7 +47,7 @@ class Leaf:
 
     @property
     def numel(self) -> int:
-        """Number of elements."""
+        """Number of elements, the product of its sizes."""
         return math.prod(self.shape)
 
 
@@ -134,7 +134,7 @@ class UnitLayout:
 
     @cached_property
     def all_groups(self) -> tuple[int, ...]:
-        """Indices of all groups."""
+        """Indices of all groups, trained or frozen."""
         return tuple(range(len(self.groups)))
 
     def local_size(self, group: int, place: Place) -> int:

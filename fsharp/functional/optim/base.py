@@ -23,7 +23,7 @@ class InitFn(Protocol):
     """``init(params) -> state``."""
 
     def __call__(self, params: Any, /) -> Any:
-        """State for these parameters."""
+        """The state of an optimizer for these parameters, a pytree."""
 
 
 class UpdateFn(Protocol):

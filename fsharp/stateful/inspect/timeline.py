@@ -35,7 +35,7 @@ class Span(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        """Its length."""
+        """From its start to its end, in seconds."""
         return self.stop_s - self.start_s
 
 

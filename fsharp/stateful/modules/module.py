@@ -110,7 +110,7 @@ class ShardedModule(nn.Module):
         sync_from: int | None = None,
         **plan_options: Any,
     ) -> "ShardedModule":
-        """The module itself."""
+        """Wrap the module in place: what is returned is the module that was passed."""
         if cls is not ShardedModule:
             raise TreeError(f"{cls.__name__}: a sharded module is made by ShardedModule(module, ...), and not copied.")
         _check_module(module)
@@ -218,12 +218,12 @@ class ShardedModule(nn.Module):
 
     @property
     def layout(self) -> Layout:
-        """Which element rests where."""
+        """Which element of which parameter rests on which rank."""
         return _session(self).layout
 
     @property
     def comm(self) -> Comm:
-        """The ranks."""
+        """The Comm of the ranks that it is sharded over."""
         return _session(self).scheduler.comm
 
     @property

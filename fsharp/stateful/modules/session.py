@@ -451,7 +451,7 @@ def _refuse_backward(where: str) -> None:
 
 
 def trains(layout: Layout) -> bool:
-    """Whether anything has gradients."""
+    """Whether any unit of a layout has leaves that are trained."""
     return any(unit.trainable for unit in layout.units)
 
 

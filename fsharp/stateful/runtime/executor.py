@@ -70,7 +70,7 @@ class BoundOp:
 
     @property
     def gradient(self) -> GradientBuffer:
-        """Of the unit."""
+        """The gradient buffer of the unit that the op is about."""
         gradient = self.unit.gradient
         assert gradient is not None, f"{self.op.unit} has no gradient"
         return gradient
@@ -101,7 +101,7 @@ class Executor:
         self.begin("")
 
     def begin(self, step: str) -> None:
-        """A step begins."""
+        """A step begins: nothing of the one before is under way."""
         self.step, self.microbatch = step, 0
         self.incoming: Grads | None = None
         self.spreads: dict[str, Spread] = {}

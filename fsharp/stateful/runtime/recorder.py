@@ -42,7 +42,7 @@ class Recorder:
         return event
 
     def begin(self) -> None:
-        """A step begins."""
+        """A step begins: forget what was measured of the one before."""
         self._open.clear()
         self._last = self.mark()
         self._start = self._last

@@ -27,7 +27,7 @@ class Runner(Protocol):
         """What its schedules are compiled with."""
 
     def run(self, scheduled: "Scheduled", args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call it."""
+        """Call a scheduled function with these arguments."""
 
 
 class Status(NamedTuple):
@@ -99,7 +99,7 @@ class Scheduled:
         return self.eager_schedule()
 
     def note(self, kind: str, why: str) -> None:
-        """How a call went."""
+        """Keep how a call went, for :meth:`status`."""
         self._status = Status(kind, why, len(self.programs), self._status.num_left + 1 if kind == "left" else 0)
 
     def follow(self, schedule: Schedule) -> None:

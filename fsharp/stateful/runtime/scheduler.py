@@ -108,7 +108,7 @@ class Scheduler(Tracer):
 
     @property
     def rank(self) -> int:
-        """This rank."""
+        """This process's rank in the mesh."""
         return self.comm.rank
 
     @property
@@ -123,7 +123,7 @@ class Scheduler(Tracer):
 
     @property
     def units(self) -> dict[str, UnitState]:
-        """All units, by key."""
+        """The state of all units that were used, by key."""
         return self.registry.units
 
     @property
@@ -211,7 +211,7 @@ class Scheduler(Tracer):
         return Step(self.executor, schedule, rank=self.rank, device=self.device, units=self.units)
 
     def close(self, step: Step) -> None:
-        """The step is over."""
+        """The step is over: end it, and learn from it."""
         step.end()
         self._end(step)
         if step.recorder is not None and step.is_planned:

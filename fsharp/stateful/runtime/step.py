@@ -361,7 +361,7 @@ class Step:
             self._run(self.eager.offload(units))
 
     def end(self) -> None:
-        """The function has returned."""
+        """The function has returned: finish what is under way."""
         self._retire(None)
         self._note_recomputed()
         for unit in self.units.values():

@@ -90,7 +90,7 @@ class Tracer(Engine):
     @property
     @abstractmethod
     def units(self) -> dict[str, UnitState]:
-        """All units, by key."""
+        """The state of all units that were used, by key."""
 
     @abstractmethod
     def current(self) -> Step:

@@ -120,7 +120,7 @@ class _Board:
         self.grain = math.gcd(*(item.nbytes for item in items)) or 1
 
     def peak(self, starts: Sequence[int]) -> int:
-        """Bytes of the arena."""
+        """Bytes of the arena that hold all of it: the highest address plus one."""
         return max(start + item.nbytes for start, item in zip(starts, self.items, strict=True))
 
     def place(self, least: int, within: int | None) -> list[int] | None:

@@ -26,11 +26,11 @@ class Check:
         self.facts = {unit.name: unit for unit in schedule.program.units}
 
     def see(self, i: int, op: Op) -> None:
-        """The next op."""
+        """Check the next op against what came before it."""
         raise NotImplementedError
 
     def end(self) -> None:
-        """There are no more."""
+        """Check what has to hold after the last op."""
 
     def position(self, i: int) -> int:
         """Where an op is; those of the step before have negative numbers."""
@@ -68,7 +68,7 @@ class Parameters(Check):
         self.updated = -1
 
     def see(self, i: int, op: Op) -> None:
-        """Follow copies of parameters."""
+        """Follow which units' parameters are gathered, waited for and released."""
         if op.kind == "gather":
             self._gather(i, op)
         elif op.kind == "wait":
@@ -169,7 +169,7 @@ class Gradients(Check):
         self.last = -1  # op of the reduce stream
 
     def see(self, i: int, op: Op) -> None:
-        """Follow gradients."""
+        """Follow each gradient from its casts to the optimizer's place."""
         if op.kind == "cast":
             self._cast(i, op)
         elif op.kind in ("reduce", "accumulate"):
@@ -330,7 +330,7 @@ class Places(Check):
             self._own(i, ("parameters", unit), order.ops[i].memory)
 
     def see(self, i: int, op: Op) -> None:
-        """Follow memory."""
+        """Follow which op owns which bytes of the arena."""
         self._see_memory(i, op)
         self._see_rest(i, op)
 

@@ -100,7 +100,7 @@ class Emitter:
         self.opened: set[str] = set()  # units whose gradient has its memory at rest
 
     def emit(self, kind: OpKind, unit: str, phase: Phase, at: int, **fields: Any) -> Draft:
-        """Write an op."""
+        """Write one more op at the end."""
         op = Draft(kind, unit, phase, at, **fields)
         self.ops.append(op)
         return op

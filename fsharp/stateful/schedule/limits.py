@@ -72,7 +72,7 @@ class Limits(Check):
         self.seen = max(self.seen, at + 1)
 
     def see(self, i: int, op: Op) -> None:
-        """Count."""
+        """Count the buffers that are in use after an op."""
         if op.kind == "gather" and op.phase != "update":
             self._advance(op.at)
             self._leave(op.unit)

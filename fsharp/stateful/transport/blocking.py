@@ -13,7 +13,7 @@ class Blocking(Transport):
         self.comm = comm
 
     def gather(self, x: torch.Tensor, out: torch.Tensor, axis: str, *, label: str = "") -> Ticket:
-        """Blocks."""
+        """Gather over the Comm; it is over when the call returns."""
         out.copy_(self.comm.all_gather(x, axis, label=label).view(-1))
         return Ticket()
 
@@ -27,13 +27,13 @@ class Blocking(Transport):
         out: torch.Tensor | None = None,
         label: str = "",
     ) -> Ticket:
-        """Blocks."""
+        """Sum over the Comm; it is over when the call returns."""
         n = self.comm.mesh.axis_size(axis)
         result = self.comm.reduce_scatter(x.view(n, -1), axis, dtype=dtype, label=label)
         return Ticket(result=result if out is None else out.copy_(result))
 
     def all_reduce(self, x: torch.Tensor, out: torch.Tensor, axis: str, *, scratch: torch.Tensor, label: str = "") -> Ticket:
-        """Blocks."""
+        """Sum over the Comm; it is over when the call returns."""
         if x.dtype == out.dtype:
             out.copy_(self.comm.all_reduce(x, axis, label=label))
             return Ticket(result=Ticket())
@@ -48,7 +48,7 @@ class Local(Transport):
     """Axes of size 1, where collectives are copies: what a :class:`~fsharp.SingleComm` has."""
 
     def gather(self, x: torch.Tensor, out: torch.Tensor, axis: str, *, label: str = "") -> Ticket:
-        """A copy."""
+        """Copy this rank's part, the only one."""
         out.copy_(x)
         return Ticket()
 
@@ -62,10 +62,10 @@ class Local(Transport):
         out: torch.Tensor | None = None,
         label: str = "",
     ) -> Ticket:
-        """A cast."""
+        """Cast the only summand to ``dtype``."""
         return Ticket(result=x.to(dtype) if out is None else out.copy_(x))
 
     def all_reduce(self, x: torch.Tensor, out: torch.Tensor, axis: str, *, scratch: torch.Tensor, label: str = "") -> Ticket:
-        """A copy."""
+        """Copy the only summand."""
         out.copy_(x)
         return Ticket(result=Ticket())

@@ -14,11 +14,11 @@ class Counted(Transport):
 
     @property
     def innermost(self) -> Transport:
-        """That of ``inner``."""
+        """The transport at the bottom, which moves the bytes."""
         return self.inner.innermost
 
     def gather(self, x: torch.Tensor, out: torch.Tensor, axis: str, *, label: str = "") -> Ticket:
-        """Counted."""
+        """Count a gather, and begin it on ``inner``."""
         self.comm.count("all_gather", axis, x.numel() * x.dtype.itemsize)
         return self.inner.gather(x, out, axis, label=label)
 
@@ -32,7 +32,7 @@ class Counted(Transport):
         out: torch.Tensor | None = None,
         label: str = "",
     ) -> Ticket:
-        """Counted."""
+        """Count a reduction, and begin it on ``inner``."""
         self.comm.count("reduce_scatter", axis, x.numel() // self.comm.mesh.axis_size(axis) * x.dtype.itemsize)
         return self.inner.reduce_scatter(x, axis, dtype=dtype, scratch=scratch, out=out, label=label)
 
@@ -47,9 +47,9 @@ class Counted(Transport):
         return self.inner.all_reduce(x, out, axis, scratch=scratch, label=label)
 
     def scratch_nbytes(self, op: str, axis: str, numel: int, itemsize: int, *, apart: bool = False) -> int:
-        """As ``inner``."""
+        """What ``inner`` needs to work in."""
         return self.inner.scratch_nbytes(op, axis, numel, itemsize, apart=apart)
 
     def make(self) -> None:
-        """As ``inner``."""
+        """Have ``inner`` make its process groups."""
         self.inner.make()

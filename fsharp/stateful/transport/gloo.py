@@ -224,7 +224,7 @@ class Exchange(Transport):
         return (part if part <= chunk else 2 * chunk) * (n - 1) * itemsize
 
     def make(self) -> None:
-        """The groups."""
+        """Make the process groups, which all ranks do together."""
         self.groups.make()
 
 

@@ -53,5 +53,5 @@ class Native(Transport):
         return numel * itemsize if op == "all_reduce" else 0
 
     def make(self) -> None:
-        """The groups."""
+        """Make the process groups, which all ranks do together."""
         self.groups.make()

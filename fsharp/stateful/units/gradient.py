@@ -184,7 +184,7 @@ class GradientBuffer:
         self.phase = phase
 
     def begin_step(self) -> None:
-        """A new step."""
+        """A new step: the place in the arena is not the gradient's yet."""
         self._is_open = False
 
     def begin(self, place: Resting | None) -> None:

@@ -20,7 +20,7 @@ class PendingBuffers(LazyBuffers):
         return self._arrive is not None
 
     def wait(self) -> tuple[Any, ...]:
-        """The tensors, filled."""
+        """Block until the tensors are filled, and return them."""
         if self._arrive is not None:
             with self._lock:  # others who look wait as well
                 if self._arrive is not None:

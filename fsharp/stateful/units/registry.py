@@ -31,7 +31,7 @@ class UnitRegistry:
             unit.begin()
 
     def forget(self) -> None:
-        """Which memory is whose."""
+        """Forget which memory belongs to which unit."""
         self._table = {}
 
     def release(self) -> None:

@@ -58,12 +58,12 @@ class Resting:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all groups."""
+        """Bytes of the flat buffers of all groups."""
         return nbytes_of(self.sizes)
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """The buffers."""
+        """The flat buffers, taken from memory when first asked for."""
         if self._tensors is None:
             with torch.inference_mode(False):
                 if self._memory is None:

@@ -46,7 +46,7 @@ class Spread:
         self.node = old.replace(buffers)
 
     def wait(self) -> None:
-        """Until they are there."""
+        """Block until all parts have been gathered."""
         for ticket in self.tickets:
             ticket.wait()
         self.tickets.clear()

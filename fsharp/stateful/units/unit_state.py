@@ -132,7 +132,7 @@ class UnshardedBuffer:
         return [(x.detach(), outs) for x, outs in zip(node.raw_buffers, self._outs, strict=True) if len(x)]
 
     def wait(self) -> None:
-        """Until it is filled."""
+        """Block until it is filled with the unit's parameters."""
         for ticket in self.tickets:
             ticket.wait()
         self.tickets.clear()
@@ -220,7 +220,7 @@ class UnitState:
         return self._at_rest[1]
 
     def begin(self) -> None:
-        """A new step."""
+        """A new step: nothing of the unit is under way."""
         self.node = self.params = None
         self.pending = self.most_uses = self.host_nbytes = 0
         if self.gradient is not None:

@@ -36,7 +36,7 @@ class _Slot(NamedTuple):
 
 
 def _slots(owner: str, module: nn.Module) -> list[_Slot]:
-    """A module's own."""
+    """The parameters and buffers that a module holds itself, not those of its children."""
     kinds: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
     found = [(places, name, tensor) for places in kinds for name, tensor in places.items() if tensor is not None]
     return [_Slot(owner, *each, is_parameter=each[0] is kinds[0]) for each in found]
@@ -77,7 +77,7 @@ class Makers:
         return found
 
     def value(self, unit: UnitLayout, leaf: Leaf) -> torch.Tensor:
-        """One leaf in full."""
+        """One leaf in full, made by the module's initializer."""
         path = unit.full_path(leaf)
         parent, _, name = path.rpartition(".")
         given: torch.Tensor = self.module.get_submodule(parent)._parameters[name]  # type: ignore[assignment]

@@ -112,7 +112,7 @@ def taken(tensor: torch.Tensor, source: int, comm: Comm, *, apart: tuple[str, ..
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    """Its bytes."""
+    """The bytes of a tensor, one after another."""
     tensor = tensor.detach().resolve_conj().resolve_neg().contiguous()
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)  # one element is contiguous with any stride
 

@@ -133,7 +133,7 @@ class _Trial(NamedTuple):
         return _Trial(start, grads)
 
     def only(self, i: int) -> "_Trial":
-        """One of the parameters."""
+        """The same trial of one parameter alone."""
         return _Trial([self.start[i]], [[step[i]] for step in self.grads])
 
     def cut(self) -> list["_Trial"]:
