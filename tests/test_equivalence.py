@@ -39,7 +39,7 @@ def hybrid_runs(outer, inner):
     }
 
 
-def equivalent(runs, *, run=simulate, steps=5, microbatches=1, tx=None, **options):
+def equivalent(runs, *, run=simulate, steps=10, microbatches=1, tx=None, **options):
     return assert_equivalent(
         loss_fn, tx or make_tx(), make_params(), make_batches(steps, 48), runs=runs, units="layers.*",
         microbatches=microbatches, run=run, **options,

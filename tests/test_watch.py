@@ -263,3 +263,17 @@ def test_a_step_in_another_thread_is_refused():
     scheduler(nested)()
     assert len(errors) == 1
     assert "a step is under way in another thread" in errors[0]
+
+
+def test_ranks_that_connect_by_other_policies_hear_of_it_each_time():
+    """Before one of them waits for process groups that the other does not make."""
+
+    def rank_fn(comm):
+        scheduler = fs.Scheduler(comm, separate_groups=comm.rank == 0)
+        return [attempt(lambda: scheduler.all_reduce(torch.ones(1), "dp"))[:2] for _ in range(2)]
+
+    first, second = processes(DP, rank_fn)
+    assert first == second
+    for kind, text in first:
+        assert kind == "AgreementError"
+        assert "separate_groups" in text

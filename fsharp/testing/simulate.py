@@ -348,19 +348,20 @@ class _World:
 
     def _await_turn(self, rank: int) -> None:
         """Until this rank can go on and may."""
-        deadline = time.monotonic() + self.timeout * self.mesh.size  # while others do go on
+        since = time.monotonic()
         while self._turn != rank:
-            left = min(self._last_change + self.timeout, deadline) - time.monotonic()
+            # The second limit is for a rank whose others do go on, without it.
+            left = min(self._last_change + self.timeout, since + self.timeout * self.mesh.size) - time.monotonic()
             if left <= 0:
-                raise CommError(self._late(rank))
+                raise CommError(self._late(rank, time.monotonic() - since))
             self._has_turn[rank].wait(left)
 
-    def _late(self, rank: int) -> str:
+    def _late(self, rank: int, waited_s: float) -> str:
         call = self._ranks[rank].call
         if call is None or call.is_decided:
             return self._text(rank, f"rank {self._turn} has had the turn for {self.timeout:g} s; rank {rank} waits for it.")
         late = [r for r in call.group if (other := self._ranks[r].call) is None or other.group != call.group]
-        return self._text(rank, f"waited {self.timeout:g} s, number {call.number} of rank {rank}, for {_names(late)}.")
+        return self._text(rank, f"waited {round(waited_s, 2):g} s, number {call.number} of rank {rank}, for {_names(late)}.")
 
     def _settle(self) -> None:
         """Decide every call that can be decided."""

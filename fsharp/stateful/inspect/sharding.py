@@ -9,6 +9,7 @@ from fsharp.functional.layout.unit_layout import UnitLayout
 
 _WIDTH_IN, _ROW_IN, _DPI = 13.0, 0.3, 150
 _MAX_RANKS = 64
+_MAX_NAMES = 18
 _GAP = 0.02
 """Between the buffers of two groups, of the width of all."""
 _INK, _PADDING = "#222222", "#dddddd"
@@ -17,8 +18,9 @@ _INK, _PADDING = "#222222", "#dddddd"
 def draw_sharding(layout: Layout, path: str | PathLike[str], *, unit: str | None = None) -> None:
     """Draw the flat buffers of a unit, a row for each rank: its parameters, gradients and optimizer state as they rest.
 
-    A colour is a leaf, grey is padding; what is empty another rank holds. Gradients that rest partial, each rank's own
-    summand of all of it, are pale. From shapes alone: a layout for ranks that do not exist can be drawn.
+    A colour is a leaf, of which the first 18 are named; grey is padding, and what is empty another rank holds. Gradients
+    that rest partial, each rank's own summand of all of it, are pale. From shapes alone: a layout for ranks that do not
+    exist can be drawn.
 
     Args:
         layout: made by :func:`~fsharp.plan`.
@@ -51,7 +53,7 @@ def draw_sharding(layout: Layout, path: str | PathLike[str], *, unit: str | None
         axes.set_xlabel("elements of the flat buffers", fontsize=8)
         axes.spines[["top", "right"]].set_visible(False)
     all_axes[0].invert_yaxis()
-    handles, names = all_axes[0].get_legend_handles_labels()
+    handles, names = (each[:_MAX_NAMES] for each in all_axes[0].get_legend_handles_labels())
     figure.legend(handles, names, loc="outside lower center", ncols=min(6, len(names)), fontsize=8, frameon=False)
     figure.savefig(path)
 

@@ -274,7 +274,6 @@ class Scheduler(Tracer):
         """Make, once, what all ranks have to make together."""
         self._refuse()
         if not self._is_connected:
-            self._is_connected = True
             comm = _innermost(self.own)
             if isinstance(comm, ProcessGroupComm) and not comm.is_native:
                 # Groups are made over the job's store, which knows nothing of ranks that have ended: they are missed here.
@@ -282,6 +281,7 @@ class Scheduler(Tracer):
                 if self.policy.separate_groups:
                     comm.make_groups()
             self.transport.make()
+            self._is_connected = True
 
     def _watch(self, recorder: Any) -> None:
         """Have collectives noted by a recorder, or by none."""
