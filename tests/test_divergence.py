@@ -1,7 +1,6 @@
 """Ranks that differ, by seed: every run ends with the reference's values, or with an error on every rank that lives."""
 
 from dataclasses import replace
-from itertools import count, islice
 
 import pytest
 import torch
@@ -10,21 +9,16 @@ from fsharp.errors import CommError
 from tests.divergence import Outcome, judge, reference, replay, run, run_in_processes, scenario
 from tests.divergence_programs import KINDS, Planted
 
-PENDING: dict[str, str] = {}
-"""Kinds and ways that do not hold yet, with why: their seeds are passed over. Take a line out to have them run."""
-
-
-def seeds():
-    """Seeds whose scenarios have to hold."""
-    return (seed for seed in count() if f"{scenario(seed).kind}, {scenario(seed).way}" not in PENDING)
-
-
 def check(s, **options):
     problem = judge(s, run(s), **options)
     assert problem is None, replay(s, problem)
 
 
-@pytest.mark.parametrize("seed", list(islice(seeds(), 300)))
+FOUND_ONCE = (898, 2404, 5132)
+"""A rank that accumulates where others do not, and whose schedule reduces what is only a part."""
+
+
+@pytest.mark.parametrize("seed", [*range(300), *FOUND_ONCE])
 def test_divergence(seed):
     check(scenario(seed))
 
@@ -33,7 +27,7 @@ def test_divergence(seed):
 @pytest.mark.parametrize("hundred", range(97))
 def test_divergence_of_ten_thousand(hundred):
     problems = []
-    for seed in islice(seeds(), 300 + 100 * hundred, 400 + 100 * hundred):
+    for seed in range(300 + 100 * hundred, 400 + 100 * hundred):
         s = scenario(seed)
         if problem := judge(s, run(s)):
             problems.append(replay(s, problem))
@@ -69,7 +63,7 @@ def test_divergence_in_processes(kind, way):
 
 
 def test_a_seed_replays_exactly():
-    for seed in islice(seeds(), 20):
+    for seed in range(20):
         first, second = run(scenario(seed)), run(scenario(seed))
         for a, b in zip(first, second, strict=True):
             assert str(a.error) == str(b.error)
@@ -80,10 +74,6 @@ def test_a_seed_replays_exactly():
 def test_seeds_come_to_every_kind_in_every_way():
     drawn = {(scenario(seed).kind, scenario(seed).way) for seed in range(1000)}
     assert drawn == {(kind, way) for kind, ways in KINDS.items() for way in ways}
-
-
-def test_what_is_pending_is_a_kind():
-    assert set(PENDING) <= {f"{kind}, {way}" for kind, ways in KINDS.items() for way in ways}
 
 
 def outcomes(s, **changes):

@@ -273,6 +273,7 @@ class Session:
                     "over ranks. Change them after the last backward of a step."
                 )
             self.means.take_back()
+        self._run.begin_backward(is_last=not self.is_accumulating)
         torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
 
     def _end_backward(self) -> None:

@@ -7,6 +7,7 @@ import torch
 
 from fsharp.errors import ScheduleError
 from fsharp.stateful.runtime.executor import BoundOp
+from fsharp.stateful.schedule.emit import last_microbatches
 from fsharp.stateful.schedule.program import Event, UnitFacts
 from fsharp.stateful.schedule.schedule import Memory, Op, Schedule, issues
 from fsharp.stateful.units.gradient import Block, Grads
@@ -26,6 +27,7 @@ class Compiled:
         rank: of this process.
 
     Attributes:
+        last_microbatches: numbers of those whose gradients are reduced for the optimizer as soon as they are there.
         slots: by unit, where its full parameters are while they are gathered.
         places: by unit, where its gradient rests from the op on that opens it.
         ops: by event, without those that are carried.
@@ -39,6 +41,7 @@ class Compiled:
         self._first, self._last = arena.data_ptr(), arena.data_ptr() + len(arena)
         self.units = {facts.name: units[facts.name] for facts in schedule.program.units}
         self.events: tuple[Event, ...] = schedule.program.events
+        self.last_microbatches = last_microbatches(self.events)
         self.slots = {
             name: UnshardedBuffer(
                 units[name].layout, units[name].axes, arena.device, rank=rank, memory=self._bytes(memory), where=memory

@@ -86,7 +86,7 @@ class Executor:
 
     Attributes:
         step: name of the step that is under way, in the labels of its collectives; empty outside of one.
-        microbatch: microbatches of it that are over.
+        microbatch: which of it is under way, in the labels too.
         incoming: the gradients of the use whose backward is over.
         spreads: by unit, updated parameters on their way to where they rest.
         moves: by unit, state on its way from host memory, or to it.
@@ -102,7 +102,7 @@ class Executor:
 
     def begin(self, step: str) -> None:
         """A step begins: nothing of the one before is under way."""
-        self.step, self.microbatch = step, 0
+        self.step, self.microbatch = step, "microbatch 0"
         self.incoming: Grads | None = None
         self.spreads: dict[str, Spread] = {}
         self.moves: dict[str, Transfer] = {}
@@ -125,7 +125,7 @@ class Executor:
 
     def named(self, what: str) -> str:
         """Something that happens now, and in which step it does."""
-        return f"{self.step}, microbatch {self.microbatch}: {what}" if self.step else what
+        return f"{self.step}, {self.microbatch}: {what}" if self.step else what
 
     def lane(self, bound: BoundOp, name: str, *, begins: bool = True) -> AbstractContextManager:
         """Run an op on its lane, after those it waits for."""

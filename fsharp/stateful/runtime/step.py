@@ -286,6 +286,13 @@ class Step:
         self.held |= self._recomputed
         self._recomputed.clear()
 
+    def begin_backward(self, *, is_last: bool) -> None:
+        """A backward pass begins. ``is_last``: no other one adds to its gradients before they are reduced for the optimizer."""
+        number = self.num_microbatches
+        if self.is_planned and self.schedule is not None and number in self.schedule.last_microbatches and not is_last:
+            self.leave(None)  # it would reduce them now
+        self.executor.microbatch = f"microbatch {number}, the last" if is_last else f"microbatch {number}"
+
     def end_microbatch(self, direct: Sequence[tuple[UnitState, Grads]]) -> None:
         """The backward pass is over.
 
@@ -301,7 +308,7 @@ class Step:
             if unit.gradient is not None:
                 unit.gradient.add(grads)
         self.num_microbatches += 1
-        self.executor.microbatch = self.num_microbatches
+        self.executor.microbatch = f"microbatch {self.num_microbatches}"
         for unit in self.units.values():
             unit.pending = 0
 

@@ -143,13 +143,14 @@ class Tracer(Engine):
         """Forward and backward of each part; gradients are collected and reduced on the way."""
         units = self.start_gradients(params)
         total: Loss | None = None
-        for part in parts:
+        for number, part in enumerate(parts, 1):
             with torch.enable_grad():
                 probed = with_sinks(params, self)  # type: ignore[arg-type]
                 loss = as_loss(loss_fn(probed, part, self))
                 check_loss(loss, has_sinks=any(node.sinks for node in units_of(probed)))
                 new = Loss(loss.sum.detach().double(), loss.weight.detach().double())
                 total = new if total is None else Loss(total.sum + new.sum, total.weight + new.weight)
+                self.current().begin_backward(is_last=number == len(parts))
                 torch.autograd.backward(loss.sum)
             self.end_microbatch(units, probed)
         assert total is not None

@@ -77,7 +77,7 @@ class Emitter:
         self.changes, self.carried = residency(program, policy, buckets.gathers, kept, first)
         self.gradients = _gradients(program)
         self.casts = _casts(program, self.gradients)
-        self.reduced_microbatches = _reduced_microbatches(events)
+        self.last_microbatches = last_microbatches(events)
         self.ops: list[Draft] = []
         self.numbers = count()
         # parameters
@@ -213,7 +213,7 @@ class Emitter:
         for unit, casts in self.casts[number].items():
             self.left[self.buckets.reduces.of[unit]] += casts
             self.absent[self.buckets.reduces.of[unit]] += 1
-        is_last = number in self.reduced_microbatches
+        is_last = number in self.last_microbatches
         self.unfinished = dict.fromkeys(u.name for u in self.program.units if is_last and u.finish and u.trainable)
         self.unready = Counter(self.buckets.finishes.of[unit] for unit in self.unfinished)
 
@@ -375,7 +375,7 @@ def _casts(program: Program, gradients: set[int]) -> list[dict[str, int]]:
     return result
 
 
-def _reduced_microbatches(events: Sequence[Event]) -> set[int]:
+def last_microbatches(events: Sequence[Event]) -> set[int]:
     """Microbatches at whose end gradients are wanted at the optimizer's place: the last before each ``reduce``."""
     number, result = 0, set()
     for event in events:
