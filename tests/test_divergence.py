@@ -9,6 +9,7 @@ from fsharp.errors import CommError
 from tests.divergence import Outcome, judge, reference, replay, run, run_in_processes, scenario
 from tests.divergence_programs import KINDS, Planted
 
+
 def check(s, **options):
     problem = judge(s, run(s), **options)
     assert problem is None, replay(s, problem)

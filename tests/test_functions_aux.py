@@ -65,3 +65,31 @@ def test_a_step_hands_on_the_aux():
         return aux["rank"]
 
     assert simulate(DP, rank_fn) == [0, 1]
+
+
+@pytest.mark.parametrize("strategy", [fs.ddp, fs.zero1, fs.zero2, fs.zero3])
+@pytest.mark.parametrize("scheduled", [False, True])
+def test_parameters_in_aux_are_those_before_a_donated_update(strategy, scheduled):
+    tree = {"a": {"w": torch.arange(6.0), "b": torch.ones(3)}}
+    layout = fs.plan(tree, DP, strategy("dp"), units="*")
+
+    def loss(params, x, comm):
+        y, b = fs.forward(lambda p, x: ((p["w"] * x).sum() + p["b"].sum(), p["b"]), params["a"], x, comm=comm)
+        return y.square(), {"b": b}
+
+    def rank_fn(comm):
+        tx = fs.optim.sgd(0.1)
+        state = fs.init_state(tx, fs.shard(tree, layout, comm, place="optim"), comm=comm)
+        step = fs.train_step(loss, tx, has_aux=True, donate=True)
+        if scheduled:
+            step = fs.Scheduler(comm)(step)
+        found = []
+        for _ in range(3):
+            before = fs.full(state.params, comm=comm)["a"]["b"].clone()
+            state, (_, aux) = step(state, torch.ones(6), **({} if scheduled else {"comm": comm}))
+            found.append((aux["b"], before))
+        return found
+
+    for found in simulate(DP, rank_fn):
+        for aux, before in found:
+            assert torch.equal(aux, before)

@@ -390,3 +390,57 @@ def test_a_penalty_on_the_buffers_themselves_is_differentiated():
     _, expected = plain_gradients(program, 2, tree)
     for got in found.values():
         optree.tree_map(lambda a, b: torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12), got, expected)
+
+
+# Units of two trees
+
+
+def two_trees(comm, strategy, *, tied=False):
+    mesh = comm.mesh
+    trees = [{"a": {"w": torch.full((4, 4), float(i + 1))}, "c": {"w": torch.full((4, 4), 9.0)}} for i in range(2)]
+    for tree in trees if tied else ():
+        tree["c"]["w"] = tree["a"]["w"]
+    layout = fs.plan(trees[0], mesh, strategy("dp"), units="*")
+    return [fs.shard(tree, layout, comm) for tree in trees]
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+@pytest.mark.parametrize("strategy", [fs.ddp, fs.zero3])
+def test_units_of_one_name_from_two_trees_in_one_call_are_each_their_own(strategy, order):
+    def rank_fn(comm):
+        trees = two_trees(comm, strategy)
+
+        def loss(params, x, comm):
+            both = [(params, trees[1])[i]["a"] for i in order]
+            return fs.forward(lambda q, x: (x @ (q[0]["w"] - 3 * q[1]["w"])).square().mean(), both, x, comm=comm)
+
+        step = fs.value_and_grad(loss)
+        x = torch.eye(4)
+        expected, grads = step(trees[0], x, comm=comm)
+        scheduled = fs.Scheduler(comm)(step)
+        for _ in range(3):
+            found, same = scheduled(trees[0], x)
+            assert torch.equal(found.sum, expected.sum)
+            for a, b in zip(fs.units_of(grads), fs.units_of(same), strict=True):
+                assert all(map(torch.equal, a.buffers, b.buffers))
+        return expected.mean.item()
+
+    values = (1.0, 2.0)
+    a, b = (values[i] for i in order)
+    assert simulate(fs.Mesh({"dp": 2}), rank_fn) == [(a - 3 * b) ** 2] * 2
+
+
+@pytest.mark.parametrize("scheduled", [False, True])
+def test_ties_to_one_name_in_two_trees_are_refused(scheduled):
+    def rank_fn(comm):
+        first, second = two_trees(comm, fs.zero3, tied=True)
+
+        def call(units, ties, comm):
+            return fs.forward(lambda q: q[0]["w"] - q[1]["w"], units, comm=comm, ties=ties)
+
+        run = fs.Scheduler(comm)(call) if scheduled else partial(call, comm=comm)
+        with pytest.raises(TreeError, match=r"tied to unit 'a', and two units of that name"):
+            run((first["c"], second["c"]), [first["a"], second["a"]])
+        return True
+
+    assert simulate(fs.Mesh({"dp": 2}), rank_fn) == [True, True]

@@ -304,3 +304,82 @@ def test_a_backward_inside_of_a_forward_does_not_end_the_microbatch():
 
     for found in simulate(fs.Mesh({"dp": 2}), rank_fn):
         assert found == pytest.approx(expected, rel=1e-5)
+
+
+# Parameters that are not the ones that were sharded
+
+
+def called_with_others(model):
+    torch.func.functional_call(model, {"head.bias": torch.zeros(modules.VOCAB)}, (torch.zeros(2, dtype=torch.int64),))
+
+
+def given_another(model):
+    model.layers[0].up.weight = nn.Parameter(torch.zeros(7, modules.DIM))
+
+
+def without_one(model):
+    model.layers[0].up.bias = None
+
+
+def tied_afterwards(model):
+    model.layers[1].up.weight = model.layers[0].up.weight
+
+
+def turned_into_a_tensor(model):
+    del model.head.weight
+    model.head.weight = torch.zeros(modules.VOCAB, modules.DIM)
+
+
+@pytest.mark.parametrize(
+    "change", [called_with_others, given_another, without_one, tied_afterwards, turned_into_a_tensor], ids=lambda f: f.__name__
+)
+@each_strategy
+def test_a_parameter_that_was_replaced_is_not_ignored(strategy, change):
+    def rank_fn(comm):
+        model, _ = wrap(comm, strategy)
+
+        def change_and_call():
+            with torch.no_grad():
+                change(model)
+                model(torch.zeros(2, dtype=torch.int64))
+
+        with pytest.raises(TreeError, match=r"parameter '.*' is not there, or is not the one .*summon\(write=True\)"):
+            change_and_call()
+
+    simulate(DP, rank_fn)
+
+
+class Keeps(nn.Module):
+    """Has its parameter in a list as well."""
+
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Parameter(torch.ones(2))
+        self.all = [self.w]
+
+    def forward(self, x):
+        return x * self.all[0]
+
+
+def test_a_parameter_that_is_kept_elsewhere_too_is_refused():
+    with pytest.raises(TreeError, match=r"inner\.all holds parameter 'inner\.w' itself.*ParameterList"):
+        fs.ShardedModule(nn.ModuleDict({"inner": Keeps()}), mesh=ONE)
+
+
+@each_strategy
+def test_what_is_sharded_is_not_sharded_again(strategy):
+    def rank_fn(comm):
+        model, optimizer = wrap(comm, strategy)
+        for other in (model, model.head, nn.Sequential(model, nn.Linear(2, 2))):
+            with pytest.raises(TreeError, match="one of a ShardedModule already"):
+                fs.ShardedModule(other, mesh=comm)
+        train(model, optimizer, modules.batches(comm, 1))
+
+    simulate(DP, rank_fn)
+
+
+def test_zero_gradients_are_not_kept():
+    model, optimizer = wrap(fs.SingleComm(ONE), "zero3")
+    for zero_grad in (model.zero_grad, optimizer.zero_grad):
+        with pytest.raises(ScheduleError, match="set_to_none=False"):
+            zero_grad(set_to_none=False)

@@ -45,6 +45,8 @@ class Choosy(nn.Module):
 PLANS = {
     "always the same": [("left", True)] * 5,
     "a block at times": [("left", True), ("left", False), ("left", False), ("left", True), ("left", True)],
+    "a block in turns": [("left", True), ("left", False)] * 3,
+    "branches in turns": [("both", True), ("left", True)] * 3,
     "other branches": [("left", True), ("right", True), ("right", True), ("both", True), ("left", True)],
 }
 OPTIMIZERS = {
@@ -296,26 +298,24 @@ def test_parameters_of_two_modules_are_refused():
     assert simulate(DP, rank_fn) == [True] * 2
 
 
-@pytest.mark.parametrize("is_complete", [True, False])
-def test_planned_steps_compare_what_is_missing_only_if_something_is(is_complete):
+@pytest.mark.parametrize("strategy", ["ddp", "hsdp"])
+def test_what_is_missing_costs_one_small_collective_along_each_axis(strategy):
+    mesh = STRATEGIES[strategy][0]
+
     def rank_fn(comm):
         counting = fs.CountingComm(comm)
-        if is_complete:
-            model, _ = wrap(counting, "zero3")
-            call = lambda x, y: model(x, y)["loss"]  # noqa: E731
-        else:
-            model, _ = sharded(counting, "zero3")
-            call = lambda x, y: model(x, y)  # noqa: E731
-        optimizer = fs.ShardedOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
+        model, optimizer = sharded(counting, strategy, torch.optim.SGD, lr=0.1)
         found = []
-        for x, y in modules.batches(comm, 4):
+        for x, y in modules.batches(comm, 4, size=8 // comm.mesh.size):
             counting.calls.clear()
-            call(x, y).backward()
+            model(x, y).backward()
             optimizer.step()
-            found.append(sum(n for op, n in counting.calls.items() if op.op == "all_reduce"))
-        return found[2:]
+            small = [call for call in counting.calls.elements() if call.op == "all_reduce" and call.nbytes < 40]
+            found.append([sum(call.axis == axis for call in small) for axis in mesh.names])
+        assert len(list(model.parameters())) == 23
+        return found
 
-    assert simulate(DP, rank_fn) == [[0 if is_complete else 1] * 2] * 2
+    assert simulate(mesh, rank_fn) == [[[1] * len(mesh.names)] * 4] * mesh.size
 
 
 def test_what_autograd_grad_refuses():
@@ -338,3 +338,30 @@ def test_what_autograd_grad_refuses():
         return True
 
     assert simulate(DP, rank_fn) == [True] * 2
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@each_strategy
+def test_any_number_of_backward_passes_add_up(strategy, ranks):
+    """More in one step than in the one that was recorded, and fewer: without accumulate() each of them takes its sums back."""
+    numbers = (1, 1, 2, 3, 2, 1, 2, 1, 3)
+
+    def rank_fn(comm):
+        net = nn.Linear(3, 1, bias=False)
+        nn.init.ones_(net.weight)
+        model = fs.ShardedModule(net, mesh=comm, strategy=STRATEGIES[strategy][1], policy=fs.Policy(poison=True))
+        optimizer = fs.ShardedOptimizer(model.parameters(), torch.optim.SGD, lr=0.0)
+        found = []
+        for i, number in enumerate(numbers):
+            for _ in range(number):
+                model(torch.ones(1, 3)).sum().backward()
+                if i % 2:
+                    with torch.no_grad():
+                        model(torch.ones(1, 3))
+            found.append(model.weight.grad.local.flatten().tolist())
+            optimizer.step()
+        return found
+
+    for found in simulate(fs.Mesh({"dp": ranks}), rank_fn):
+        for number, part in zip(numbers, found, strict=True):
+            assert part == pytest.approx([number] * len(part))

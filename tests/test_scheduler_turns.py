@@ -67,3 +67,24 @@ def test_programs_in_turns_send_nothing_in_vain(way):
         assert all(torch.equal(a, b) for a, b in zip(want, got, strict=True))
         for k in (2, 4):
             assert sent[-k] + sent[1 - k] == planned[-k] + planned[1 - k]
+
+
+@pytest.mark.parametrize("strategy", [fs.ddp, fs.zero1, fs.zero2, fs.zero3])
+def test_a_unit_of_nothing_is_in_no_plans_way(strategy):
+    tree = {"a": {"w": torch.ones(5, 5)}, "none": {"e": torch.empty(0)}}
+    layout = fs.plan(tree, DP, strategy("dp"), units="*")
+
+    def loss(params, x, comm):
+        return fs.forward(lambda p, x: (x @ p["w"]).square().mean(), params["a"], x, comm=comm)
+
+    def rank_fn(comm):
+        tx = fs.optim.sgd(0.1)
+        state = fs.init_state(tx, fs.shard(tree, layout, comm, place="optim"), comm=comm)
+        step = fs.Scheduler(comm)(fs.train_step(loss, tx))
+        kinds = []
+        for _ in range(4):
+            state, _ = step(state, torch.ones(2, 5))
+            kinds.append(step.status().kind)
+        return kinds
+
+    assert simulate(DP, rank_fn) == [["recorded", "planned", "planned", "planned"]] * 2

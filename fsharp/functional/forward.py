@@ -6,6 +6,7 @@ from typing import Any
 import optree
 import torch
 
+from fsharp.errors import TreeError
 from fsharp.functional.comm.protocol import Comm, Engine
 from fsharp.functional.layout.sharded import Sharded, check_kept, is_sharded, map_units, units_of
 from fsharp.functional.moves import check_comm, gather
@@ -40,15 +41,15 @@ def forward(
         What ``fn`` returns: any pytree.
 
     Raises:
-        TreeError: nothing sharded was passed, or a tied leaf's unit is missing; a function that writes to parameters in place;
-            in the backward, with ``release``, parameters that were changed in place since the forward.
+        TreeError: nothing sharded was passed, or a tied leaf's unit is missing or there twice; a function that writes to
+            parameters in place; in the backward, with ``release``, parameters that were changed in place since the forward.
         MeshError: ``comm`` is on another mesh.
 
     Cost: one gather, with ``release`` a second one in the backward. One reduction of gradients in the backward.
     """
     units = (sharded, tuple(ties))
-    if not isinstance(sharded, Sharded):
-        check_comm("forward()", sharded, comm)
+    if not isinstance(sharded, Sharded) or ties:
+        _check_ties([*ties, *check_comm("forward()", sharded, comm)])
     elif sharded.is_donated:
         check_kept("forward()", [sharded])
     if isinstance(comm, Engine) and comm.takes(units):
@@ -64,6 +65,20 @@ def forward(
     if release and torch.is_grad_enabled() and not is_transformed():
         let_go(out, units, whole, first, comm)
     return out
+
+
+def _check_ties(nodes: Sequence[Sharded]) -> None:
+    """Refuse leaves that are tied to one of a unit of which there are two, as of two trees.
+
+    Raises:
+        TreeError: there are.
+    """
+    for name in {name for node in nodes for name in node.unit.tied_units}:
+        if len({tuple(map(id, node.raw_buffers)) for node in nodes if node.name == name}) > 1:
+            raise TreeError(
+                f"forward(): leaves are tied to unit {name!r}, and two units of that name were passed: which one is meant? "
+                "Call forward() for each of the trees, or tie no leaves."
+            )
 
 
 def _versions(nodes: Sequence[Sharded]) -> list[list[int]]:

@@ -92,10 +92,10 @@ def reduce_scatter(tree: Tree, *, comm: Comm, to: PlaceName = "optim") -> Tree:
     ``all_reduce``. Sums are in order of rank where the Comm adds itself.
     Gradient: :func:`gather`.
     """
-    check_comm("reduce_scatter()", tree, comm)
+    nodes = check_comm("reduce_scatter()", tree, comm)
     if isinstance(comm, Engine):
         moved_tree = comm.run_reduce_scatter(tree, to)
-        for old, new in zip(units_of(tree), units_of(moved_tree), strict=True):
+        for old, new in zip(nodes, units_of(moved_tree), strict=True):
             new.scale = old.scale
         return moved_tree  # type: ignore[no-any-return]
 
@@ -225,8 +225,8 @@ def _all_reduce(x: torch.Tensor, comm: Comm, axis: str, dtype: torch.dtype) -> t
     return all_gather_last(reduce_scatter_last(padded, comm, axis, dtype=dtype), comm, axis)[..., :size]
 
 
-def check_comm(where: str, tree: Any, comm: Comm) -> None:
-    """Refuse a tree without units, and a Comm on another mesh than theirs.
+def check_comm(where: str, tree: Any, comm: Comm) -> list[Sharded]:
+    """The units of a tree. Refuse one without units, and a Comm on another mesh than theirs.
 
     Raises:
         TreeError: no :class:`Sharded` in the tree, or one that was donated.
@@ -236,10 +236,12 @@ def check_comm(where: str, tree: Any, comm: Comm) -> None:
     if not nodes:
         raise TreeError(f"{where}: expected a tree of Sharded, got {type(tree).__name__}: shard() it first.")
     check_kept(where, nodes)
+    mesh = comm.mesh
     for node in nodes:
-        if node.unit.mesh != comm.mesh:
-            facts = [("unit", f"{node.name!r} on {node.unit.mesh}"), ("comm", comm.mesh)]
+        if node.unit.mesh is not mesh and node.unit.mesh != mesh:
+            facts = [("unit", f"{node.name!r} on {node.unit.mesh}"), ("comm", mesh)]
             raise MeshError(problem(where, "the Comm is on another mesh than the layout.", facts))
+    return nodes
 
 
 def _wrong_place(where: str, sharded: Sharded, target: Place, remedy: str) -> TreeError:

@@ -216,7 +216,7 @@ def value_and_grad(loss_fn: LossFn, *, microbatches: int = 1, has_aux: bool = Fa
         check_comm("value_and_grad()", params, comm)
         parts = split_batch(batch, microbatches)
         aux: list[Any] = []
-        fn = _keeping_aux(loss_fn, aux) if has_aux else loss_fn
+        fn = _keeping_aux(loss_fn, aux, params) if has_aux else loss_fn
         if isinstance(comm, Engine):
             total, grads = comm.run_value_and_grad(fn, params, parts)
         else:
@@ -234,15 +234,22 @@ def value_and_grad(loss_fn: LossFn, *, microbatches: int = 1, has_aux: bool = Fa
     return run
 
 
-def _keeping_aux(loss_fn: LossFn, kept: list[Any]) -> LossFn:
-    """The loss alone; what comes with it is kept, detached."""
+def _keeping_aux(loss_fn: LossFn, kept: list[Any], params: Any) -> LossFn:
+    """The loss alone; what comes with it is kept, detached. Parameters, which an update may write to, are copied."""
+    places = {b.untyped_storage().data_ptr() for node in units_of(params) for b in node.raw_buffers if b.numel()}
+
+    def keep(x: Any) -> Any:
+        if not isinstance(x, torch.Tensor):
+            return x
+        is_parameter = x.layout is torch.strided and x.numel() and x.untyped_storage().data_ptr() in places
+        return x.detach().clone() if is_parameter else x.detach()
 
     def fn(params: Any, batch: Any, comm: Comm) -> Any:
         value = loss_fn(params, batch, comm)
         if not isinstance(value, tuple) or len(value) != 2:
             raise LossError(f"value_and_grad(has_aux=True): the loss function returned {_kind(value)}, expected (loss, aux).")
         loss, aux = value
-        kept.append(optree.tree_map(lambda x: x.detach() if isinstance(x, torch.Tensor) else x, aux))
+        kept.append(optree.tree_map(keep, aux))
         return loss
 
     return fn
@@ -411,10 +418,10 @@ def update(tx: Any, grads: Any, state: TrainState, *, comm: Comm, donate: bool =
     Cost: one gather from the optimizer's place to the parameters' where the two differ.
     """
     tx = as_transform(tx)
-    check_comm("update()", grads, comm)
+    nodes = check_comm("update()", grads, comm)
     check_kept("update()", units_of((state.params, state.main, state.opt)))
     _check_maker(tx, state)
-    for node in units_of(grads):
+    for node in nodes:
         if node.scale == "sum":
             raise TreeError(
                 f"update(): the gradient of unit {node.name!r} is the sum that value_and_grad() returned. Divide it first: "

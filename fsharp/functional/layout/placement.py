@@ -136,7 +136,7 @@ class Place:
         return Place(self.order, tuple(swap[p] for p in self.placements))
 
     def _axes(self, kind: Placement) -> tuple[str, ...]:
-        return tuple(axis for axis, p in zip(self.order, self.placements, strict=True) if p is kind)
+        return tuple([axis for axis, p in zip(self.order, self.placements, strict=True) if p is kind])
 
     def __str__(self) -> str:
         return ", ".join(f"{axis}:{p!r}" for axis, p in zip(self.order, self.placements, strict=True)) or "whole"

@@ -68,16 +68,19 @@ class Sharded:
             other functions has none.
 
     Attributes:
+        raw_buffers: the buffers without waiting: to know which they are, not what is in them.
+        lazy: the buffers as an engine has handed them out, if it has.
         is_donated: whether its memory has been given away; such a node is refused.
     """
 
     __slots__ = (
-        "_buffers",
         "groups",
         "is_donated",
         "is_gathered",
+        "lazy",
         "ledger",
         "place",
+        "raw_buffers",
         "scale",
         "unit",
     )
@@ -93,28 +96,19 @@ class Sharded:
         ledger: Any = None,
         scale: Literal["sum", "mean"] | None = None,
     ) -> None:
-        self._buffers = buffers if isinstance(buffers, LazyBuffers) else tuple(buffers)
+        self.lazy = buffers if isinstance(buffers, LazyBuffers) else None
+        self.raw_buffers: tuple[Any, ...] = tuple(buffers) if self.lazy is None else self.lazy.raw  # type: ignore[arg-type]
         self.unit, self.place, self.is_gathered, self.ledger = unit, place, is_gathered, ledger
         self.groups = unit.all_groups if groups is None else groups
         self.scale, self.is_donated = scale, False
 
     def __getstate__(self) -> Any:
-        return None, {name: getattr(self, name) for name in self.__slots__} | {"_buffers": self.buffers}
+        return None, {name: getattr(self, name) for name in self.__slots__} | {"raw_buffers": self.buffers, "lazy": None}
 
     @property
     def buffers(self) -> tuple[Any, ...]:
         """One tensor for each group in :attr:`groups`. Waits for them if they are still on their way."""
-        return self._buffers if isinstance(self._buffers, tuple) else self._buffers.wait()
-
-    @property
-    def raw_buffers(self) -> tuple[Any, ...]:
-        """The buffers without waiting: to know which they are, not what is in them."""
-        return self._buffers if isinstance(self._buffers, tuple) else self._buffers.raw
-
-    @property
-    def lazy(self) -> LazyBuffers | None:
-        """The buffers as an engine has handed them out, if it has."""
-        return None if isinstance(self._buffers, tuple) else self._buffers
+        return self.raw_buffers if self.lazy is None else self.lazy.wait()
 
     def aliased(self, buffers: Sequence[Any], ledger: Any) -> "Sharded":
         """A node with a ledger, of tensors that have the memory of this one's: who looks at them waits for these."""

@@ -137,6 +137,11 @@ class UnitLayout:
         """Indices of all groups, trained or frozen."""
         return tuple(range(len(self.groups)))
 
+    @cached_property
+    def tied_units(self) -> frozenset[str]:
+        """Names of other units to whose leaves leaves of this one are tied."""
+        return frozenset(leaf.tied_to[0] for leaf in self.leaves if leaf.tied_to is not None) - {self.name}
+
     def local_size(self, group: int, place: Place) -> int:
         """Elements of a group that one rank holds in ``place``."""
         return self.groups[group].size // math.prod(self.mesh.axis_size(axis) for axis in place.sharded)

@@ -296,7 +296,7 @@ def _each_run(
                 if start < stop:
                     lists = by_value.setdefault(value, [[] for _ in columns])
                     for column, into in zip(columns, lists, strict=True):
-                        into.append(column if stop - start == len(column) else column[start:stop])
+                        into.append(column if stop - start == column.numel() else column[start:stop])
     for (scale, decay), lists in by_value.items():
         run = partial(kernel, scale=scale, decay=decay)
         for dtype in dict.fromkeys(x.dtype for x in lists[0]):
@@ -325,7 +325,7 @@ def _in_whole_vectors(kernel: Callable[[Sequence[list[torch.Tensor]]], None], li
         kernel(lists)
         return
     cuts = [x.numel() - x.numel() % vector for x in lists[0]]
-    bodies = [[x if cut == len(x) else x[:cut] for x, cut in zip(column, cuts, strict=True) if cut] for column in lists]
+    bodies = [[x if cut == x.numel() else x[:cut] for x, cut in zip(column, cuts, strict=True) if cut] for column in lists]
     tails = [[x[cut:] for x, cut in zip(column, cuts, strict=True) if cut < x.numel()] for column in lists]
     scratch = []
     for column in tails:

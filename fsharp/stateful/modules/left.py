@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fsharp.errors import TreeError
 from fsharp.stateful.modules.outputs import replaced, tensors_in, views_of
 
 _OWN = frozenset(vars(nn.Module())) | {"_flat_weights", "_fsharp", "_fsharp_own"}
@@ -78,6 +79,25 @@ def left_by(module: nn.Module, owners: Sequence[str]) -> dict[str, Left]:
         if around:
             members[max(around, key=len)].append(each)
     return {path: Left(each) for path, each in members.items()}
+
+
+def refuse_kept(module: nn.Module) -> None:
+    """Refuse a module that keeps a parameter of its own in a list or the like as well: after sharding it would be another one.
+
+    Raises:
+        TreeError: names the attribute and the parameter.
+    """
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    for path, each in module.named_modules():
+        for attribute, value in vars(each).items():
+            held = (
+                [x for x in tensors_in([value], path) if id(x) in names] if attribute not in _OWN and _may_hold(value) else []
+            )
+            if held:
+                raise TreeError(
+                    f"ShardedModule(): {f'{path}.{attribute}'.lstrip('.')} holds parameter {names[id(held[0])]!r} itself, "
+                    "which is another tensor afterwards. Make it an nn.ParameterList or nn.ParameterDict, or keep the name."
+                )
 
 
 def _may_hold(value: Any) -> bool:

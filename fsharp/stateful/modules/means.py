@@ -1,7 +1,7 @@
 """Means: the mean gradients of a module's parameters, where the optimizer wants them."""
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from fsharp.functional.layout.sharded import units_of
 from fsharp.functional.optim.norms import global_norm
 from fsharp.stateful.modules.initial.dtensors import Spec, norm_of
 from fsharp.stateful.modules.parameter import Part, ShardedParameter
+from fsharp.stateful.units.unit_state import UnitState
 
 
 class Means:
@@ -51,10 +52,14 @@ class Means:
         self.each(lambda buffer: buffer.div_(self._comm.mesh.size))
         self._versions = self._seen()
 
-    def take_back(self) -> None:
-        """More is to be added to the sums: there are no means any more."""
-        self.each(lambda buffer: buffer.mul_(self._comm.mesh.size))
+    def take_back(self, units: Iterable[UnitState]) -> None:
+        """More is to be added to the sums of these units: there are no means any more."""
         self.clear()
+        for unit in units:
+            # Where the optimizer has them at the place where they rest, the sums have been divided; else they are still there.
+            if unit.gradient is not None and unit.gradient.final is None:
+                for buffer in unit.gradient.rest.tensors:
+                    buffer.mul_(self._comm.mesh.size)
 
     @property
     def are_changed(self) -> bool:

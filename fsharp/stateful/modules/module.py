@@ -29,6 +29,7 @@ from fsharp.functional.train import TrainState, init_state
 from fsharp.stateful.modules.entries import enter_by, entries_of
 from fsharp.stateful.modules.initial.dtensors import local, specs_of
 from fsharp.stateful.modules.initial.initial import initial_values
+from fsharp.stateful.modules.left import refuse_kept
 from fsharp.stateful.modules.parameter import ShardedParameter
 from fsharp.stateful.modules.seats import Units, chosen_modules, leafmost
 from fsharp.stateful.modules.session import Session, Within
@@ -114,6 +115,7 @@ class ShardedModule(nn.Module):
         if cls is not ShardedModule:
             raise TreeError(f"{cls.__name__}: a sharded module is made by ShardedModule(module, ...), and not copied.")
         _check_module(module)
+        refuse_kept(module)
         comm = _comm(mesh)
         specs = specs_of(module, comm)
         whole: Any = parameter_tree("ShardedModule()", module)
@@ -176,8 +178,12 @@ class ShardedModule(nn.Module):
         return norm
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients. A step of the optimizer has done so already."""
-        _session(self).discard()
+        """Forget the gradients. A step of the optimizer has done so already.
+
+        Raises:
+            ScheduleError: ``set_to_none=False``: there is no zero gradient that would be kept.
+        """
+        _session(self).discard(set_to_none=set_to_none)
 
     # ------------------------------------------------------------ crossing over
 
@@ -340,8 +346,12 @@ def _session(module: nn.Module) -> Session:
 
 
 def _check_module(module: nn.Module) -> None:
-    if isinstance(module, ShardedModule):
-        raise TreeError("ShardedModule(): the module is sharded already.")
+    for path, parameter in module.named_parameters():
+        if isinstance(parameter, ShardedParameter):
+            raise TreeError(
+                f"ShardedModule(): parameter {path!r} is one of a ShardedModule already. Wrap the whole model once, and name "
+                "the modules in it by units=."
+            )
     added = [name for name in vars(ShardedModule) if not name.startswith("_") and not hasattr(nn.Module, name)]
     hidden = [name for name in added if hasattr(module, name)]
     for path, parameter in module.named_parameters():
@@ -425,4 +435,4 @@ def _show(module: nn.Module, session: Session) -> None:
         for leaf in unit.leaves:
             path = unit.full_path(leaf) if leaf.tied_to is None else ".".join(part for part in leaf.tied_to if part)
             owned.append(session.parameters[path])
-        session.seats[unit.name].swap(owned)
+        session.seats[unit.name].settle(owned)

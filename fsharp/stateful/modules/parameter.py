@@ -199,22 +199,25 @@ def _labelled(part: Any, path: str, full_shape: Sequence[int], *, is_whole: bool
     return part
 
 
+_CHECKPOINTED = " What is checkpointed has to be one of the units, to be gathered when it computes again."
+
+
 def _unseen(part: Part, name: str) -> str:
     return (
         f"parameter {part.path!r} is used by {name}() outside of the forward of its ShardedModule, where its gradient "
         "would not be seen. Do so inside of a forward, or of a method that ShardedModule(methods=[...]) names, or under "
         "torch.no_grad()."
-    )
+    ) + _CHECKPOINTED * in_backward()
 
 
 def _refusal(part: Part, name: str) -> str:
     with torch._C.DisableTorchFunctionSubclass():
         held = part.numel()
-    kind = "" if isinstance(part, nn.Parameter) else "the gradient of "
+    kind = "" if isinstance(part, nn.Parameter) else "a part or gradient of "
     return (
         f"{kind}{part.path!r} is sharded: this rank holds {held:,} of the {part.full_shape.numel():,} elements of "
         f"{list(part.full_shape)}, which {name}() would take for all of it. Parameters are whole inside of the forward of the "
         "module that they are gathered with, inside of methods that ShardedModule(methods=[...]) names, and in `with "
         "model.summon():`. Optimizers go into a ShardedOptimizer, norms are clipped by model.clip_grad_norm_(), losses are "
         "scaled by fs.GradScaler; `.local` is this rank's part."
-    ) + " What is checkpointed has to be one of the units, to be gathered when it computes again." * in_backward()
+    ) + _CHECKPOINTED * in_backward()

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from fsharp.errors import PatternError
+from fsharp.errors import PatternError, TreeError
 from fsharp.functional.layout.layout import Layout
 from fsharp.functional.layout.paths import as_patterns, matches
 
@@ -25,9 +25,10 @@ class Seats:
 
     def __init__(self, module: nn.Module, paths: Iterable[str]) -> None:
         self._places: list[tuple[int, dict[str, Any], str]] = []
+        self._paths, self._own = list(paths), []  # type: tuple[list[str], list[Any]]
         packed: dict[int, weakref.ref[nn.Module]] = {}
         known: set[tuple[int, str]] = set()
-        for i, path in enumerate(paths):
+        for i, path in enumerate(self._paths):
             parent, _, name = path.rpartition(".")
             owner = module.get_submodule(parent)
             if (id(owner), name) not in known:  # a module may have several paths
@@ -36,6 +37,26 @@ class Seats:
             if hasattr(owner, "_flat_weights_names"):
                 packed[id(owner)] = weakref.ref(owner)
         self._packed = list(packed.values())  # recurrent modules keep a list of their parameters besides
+
+    def settle(self, parameters: Sequence[Any]) -> None:
+        """Seat these, one for each path; they are the module's own from here on."""
+        self._own = list(parameters)
+        self.swap(self._own)
+
+    def check(self) -> None:
+        """Refuse to compute with the module's own parameters where others have been put.
+
+        Raises:
+            TreeError: others are there, or none.
+        """
+        for i, places, name in self._places:
+            if places.get(name) is not self._own[i]:
+                raise TreeError(
+                    f"parameter {self._paths[i]!r} is not there, or is not the one that ShardedModule() has put there, and a "
+                    "forward computes with that one. Write values in `with model.summon(write=True):`; replace, tie and "
+                    "parametrize before ShardedModule(); in place of torch.func.functional_call() take "
+                    "`fn, params = model.functional()`."
+                )
 
     @property
     def sitting(self) -> list[tuple[int, Any]]:

@@ -29,7 +29,7 @@ from fsharp.stateful.modules.initial.dtensors import Spec, dressed, local
 from fsharp.stateful.modules.kept import Kept
 from fsharp.stateful.modules.left import left_by
 from fsharp.stateful.modules.means import Means
-from fsharp.stateful.modules.missing import Missing
+from fsharp.stateful.modules.missing import missing_in
 from fsharp.stateful.modules.outputs import reaching, replaced, tensors_in, without
 from fsharp.stateful.modules.parameter import Part, ShardedParameter
 from fsharp.stateful.modules.seats import Seats, owners, seated
@@ -121,7 +121,6 @@ class Session:
         self.is_accumulating = False
         self.parameters: dict[str, ShardedParameter] = {}
         self.means = Means(self.parameters, specs, scheduler)
-        self._missing = Missing(scheduler)
         self._within: Within | None = None
         self.is_summoned = self.is_averaged = False
         self._training, self._evaluation = scheduler(_not_called), scheduler(_evaluate)
@@ -165,6 +164,8 @@ class Session:
     def _enter(self, within: Within, path: str, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         names = self.owners[path]
         given, left = _Arguments(args, kwargs), self.left[path]
+        for name in names:
+            self.seats[name].check()
         result: list[tuple[Any, list[Any], list[Any]]] = []
 
         def compute(trees: list[Any], *flat: Any) -> list[Any]:
@@ -272,7 +273,7 @@ class Session:
                     "a backward came after gradients had been changed, as by clip_grad_norm_(); what it adds to is their sum "
                     "over ranks. Change them after the last backward of a step."
                 )
-            self.means.take_back()
+            self.means.take_back(self._units)
         self._run.begin_backward(is_last=not self.is_accumulating)
         torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
 
@@ -287,7 +288,7 @@ class Session:
                 sink.grad = None
             if self.is_accumulating or not self.is_fed:
                 return
-            missing = self._missing.among(self._units, is_planned=run.is_planned)
+            missing = missing_in(self._units, self.scheduler)
             sums = reduce_scatter(self.scheduler.issue(self._units, self.kept.state.params), comm=self.scheduler)
             self.means.set(sums, missing)
 
@@ -336,8 +337,13 @@ class Session:
             )
         return self.means.tree
 
-    def discard(self) -> None:
+    def discard(self, *, set_to_none: bool = True) -> None:
         """Forget the gradients there are; a forward whose backward is to come stays."""
+        if not set_to_none:
+            raise ScheduleError(
+                "zero_grad(set_to_none=False): gradients have no memory between steps, so that a parameter that is not used in "
+                "the next one has none, and not zero. Leave out the argument."
+            )
         self.clear_up()
         self.means.clear()
         run, self._lost = self._run, False

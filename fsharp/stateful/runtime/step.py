@@ -36,7 +36,7 @@ class Use:
         self.params: UnshardedBuffer | None = None
         self.leaves: list[torch.Tensor] | None = None
         self.full: FullUnit | None = None
-        self.versions: tuple[int, ...] = ()
+        self.versions: list[int] = []
         self.is_open = False
         self.is_opaque = False  # whether autograd keeps what cannot be looked into
         self.node: Sharded | None = None

@@ -123,7 +123,9 @@ class Tracer(Engine):
         try:
             for node in (*ties, *nodes):
                 uses.append(step.enter(node, self.unit_of(node)))
-            out = fn(_tree_of(sharded, uses), *args, **kwargs)  # which nobody here holds: what is left of it is the function's
+            out = fn(
+                _tree_of(sharded, uses, len(ties)), *args, **kwargs
+            )  # which nobody here holds: what is left of it is the function's
             for use in uses:
                 step.check_unwritten(use)
             if any(use.params is not None for use in uses):
@@ -255,14 +257,16 @@ class Tracer(Engine):
         self.lanes.join_all("gather")
 
 
-def _tree_of(sharded: Any, uses: Sequence[Use]) -> Any:
+def _tree_of(sharded: Any, uses: Sequence[Use], num_ties: int) -> Any:
     """What the function gets in place of units: the leaves of their uses, which are its own from here on."""
-    leaves = {use.unit.layout.name: (leaf_index(use.unit.layout), use.leaves or []) for use in uses}
+    rows = [(leaf_index(use.unit.layout), use.leaves or []) for use in uses]
+    leaves = {index.unit.name: (index, own) for index, own in rows}
     for use in uses:
         use.leaves = None
+    trees = iter([index.tree(own, leaves) for index, own in rows[num_ties:]])
     if isinstance(sharded, Sharded):
-        return leaf_index(sharded.unit).tree(leaves)
-    return map_units(lambda node: leaf_index(node.unit).tree(leaves) if is_sharded(node) else node, sharded)
+        return next(trees)
+    return map_units(lambda node: next(trees) if is_sharded(node) else node, sharded)
 
 
 def _reduced(node: Sharded, gradient: GradientBuffer | None, to: PlaceName) -> Sharded:

@@ -39,16 +39,16 @@ class LeafIndex:
             for leaf in unit.leaves
         ]  # fmt: skip
 
-    def tree(self, leaves: Mapping[str, tuple["LeafIndex", Sequence[torch.Tensor]]]) -> Any:
+    def tree(self, own: Sequence[torch.Tensor], leaves: Mapping[str, tuple["LeafIndex", Sequence[torch.Tensor]]]) -> Any:
         """The unit's subtree.
 
         Args:
+            own: the tensors of its stored leaves.
             leaves: for each unit of the call, its index and the tensors of its stored leaves.
 
         Raises:
             TreeError: a leaf is tied to one of a unit that is not in the call.
         """
-        own = leaves[self.unit.name][1]
         result = []
         for leaf, where in zip(self.unit.leaves, self._where, strict=True):
             if isinstance(where, int):
@@ -128,9 +128,9 @@ class FullUnit:
         """The stored leaves, new aliases each time."""
         return [leaf.detach() for leaf in self._leaves]
 
-    def versions(self) -> tuple[int, ...]:
+    def versions(self) -> list[int]:
         """Of all leaves: how often they have been written to."""
-        return tuple(leaf._version for leaf in self._leaves)
+        return [leaf._version for leaf in self._leaves]
 
     def set_version(self, version: int) -> None:
         """Of all leaves that were handed out: autograd refuses what it has saved at another version."""

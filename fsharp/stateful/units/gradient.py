@@ -68,7 +68,7 @@ class GradientRoute:
             for g in unit.trainable
         ]
         self.is_reduced = bool(each) and any(chain.size for chain in self.chains)
-        self.is_finished = bool(once)
+        self.is_finished = bool(once) and any(chain.size for chain in self.finishes)
 
     def sizes(self, place: Place) -> Pieces:
         """Elements and dtype of each group's buffer in a place."""

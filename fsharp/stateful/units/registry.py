@@ -6,7 +6,7 @@ from itertools import count
 from fsharp.functional.layout.sharded import Sharded
 from fsharp.stateful.units.unit_state import UnitState
 
-Signature = tuple[str, tuple[int, ...]]
+Signature = tuple[str | int, ...]
 
 
 class UnitRegistry:
@@ -75,4 +75,4 @@ class UnitRegistry:
 
 
 def _signature(node: Sharded) -> Signature:
-    return node.name, tuple(b.data_ptr() for b in node.raw_buffers)
+    return node.unit.name, *[b.data_ptr() for b in node.raw_buffers]

@@ -41,7 +41,7 @@ class Spread:
                 continue
             buffer = before if donate else torch.empty_like(before)
             buffers.append(buffer)
-            if len(buffer):
+            if buffer.numel():
                 self.moves.append((part, nested_parts(buffer.detach(), old.unit, self.axes, rank)))
         self.node = old.replace(buffers)
 

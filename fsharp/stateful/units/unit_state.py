@@ -26,7 +26,7 @@ _VERSIONS_A_FILL = 1024
 
 def stamp(node: Sharded) -> Stamp:
     """Which tensors a node's buffers are, and how often they have been written to."""
-    return tuple((b.data_ptr(), version_of(b)) for b in node.raw_buffers)
+    return tuple([(b.data_ptr(), version_of(b)) for b in node.raw_buffers])
 
 
 def full_nbytes(unit: UnitLayout) -> int:
@@ -129,7 +129,7 @@ class UnshardedBuffer:
         if self.seen != self._filled_from:  # what was saved of other values is refused
             self._filled_from, self._version = self.seen, (self._version + _VERSIONS_A_FILL) % _RELEASED
         self._set_version(self._version)
-        return [(x.detach(), outs) for x, outs in zip(node.raw_buffers, self._outs, strict=True) if len(x)]
+        return [(x.detach(), outs) for x, outs in zip(node.raw_buffers, self._outs, strict=True) if x.numel()]
 
     def wait(self) -> None:
         """Block until it is filled with the unit's parameters."""

@@ -209,8 +209,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return params, state
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients. :meth:`step` has done so already."""
-        self.session.discard()
+        """Forget the gradients. :meth:`step` has done so already.
+
+        Raises:
+            ScheduleError: ``set_to_none=False``: there is no zero gradient that would be kept.
+        """
+        self.session.discard(set_to_none=set_to_none)
 
     @contextmanager
     def averaged(self) -> Iterator[None]:

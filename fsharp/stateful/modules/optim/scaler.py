@@ -54,7 +54,7 @@ class GradScaler(torch.amp.GradScaler):
                 "unscale_(): gradients are float16, whose range is what scaling is for. Pass ShardedModule() a precision with "
                 "accumulate=torch.float32."
             )
-        flag = torch.zeros(1, device=session.scheduler.device)
+        flag = torch.zeros(1, dtype=torch.float32, device=session.scheduler.device)
         inverse = inv_scale.to(flag.device)
         for group in _by_dtype(buffers):
             torch._amp_foreach_non_finite_check_and_unscale_(group, flag, inverse)
