@@ -495,7 +495,7 @@ def refused(comm, strategy="zero3"):
         (lambda m, x: setattr(m.head.weight, "grad", torch.zeros(3)), r"'head\.weight': its gradient is the module's"),
         (lambda m, x: m.half(), r"cannot be moved or cast: unit .* is torch\.float32 on cpu, asked for torch\.float16"),
         (lambda m, x: m.to("meta"), r"asked for torch\.float32 on meta"),
-        (lambda m, x: fs.ShardedModule(m), "is sharded already"),
+        (lambda m, x: fs.ShardedModule(m), "one of a ShardedModule already"),
         (lambda m, x: fs.ShardedOptimizer(m.parameters(), torch.optim.LBFGS), r"LBFGS computes the loss several"),
         (
             lambda m, x: fs.ShardedOptimizer(modules.make().parameters(), torch.optim.SGD),
