@@ -1,5 +1,7 @@
 """From a module to functions and back, at any time, without a copy."""
 
+from functools import partial
+
 import optree
 import pytest
 import torch
@@ -102,3 +104,54 @@ def test_states_of_something_else_are_refused():
         return True
 
     assert simulate(DP, rank_fn) == [True] * 2
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero2", "zero3", "hsdp"])
+@pytest.mark.parametrize("scheduled", [False, True])
+def test_sharpness_aware_minimization_is_that_of_plain_torch(strategy, scheduled):
+    """Two gradients a step, the second where the first leads to: a module's step has one, its function as many as one likes."""
+    mesh, place = STRATEGIES[strategy]
+    radius, lr = 0.05, 0.1
+
+    def rank_fn(comm):
+        model = fs.ShardedModule(modules.make(), mesh=comm, strategy=place, units=[Block])
+        fn, params = model.functional()
+        tx = fs.optim.sgd(lr)
+        grad = fs.value_and_grad(lambda params, batch, comm: fn(params, *batch, comm=comm)["loss"])
+
+        def sam_step(state, batch, comm):
+            loss, grads = grad(state.params, batch, comm=comm)
+            _, grads = fs.average(loss, fs.reduce_scatter(grads, comm=comm), comm=comm)
+            scale = radius / fs.optim.global_norm(grads, comm=comm)
+            uphill = fs.gather(grads, comm=comm, to="params")
+            near = optree.tree_map(lambda p, g: p + scale * g, state.params, uphill)
+            loss, grads = grad(near, batch, comm=comm)
+            metrics, grads = fs.average(loss, fs.reduce_scatter(grads, comm=comm), comm=comm)
+            return fs.update(tx, grads, state, comm=comm), metrics
+
+        step = fs.Scheduler(comm)(sam_step) if scheduled else partial(sam_step, comm=comm)
+        state = fs.init_state(tx, params, comm=comm)
+        for batch in modules.batches(comm, 3, size=8 // comm.mesh.size):
+            state, _ = step(state, batch)
+        return fs.full(state.params, comm=comm)
+
+    plain = modules.make()
+    for x, y in modules.batches(None, 3):
+        before = {name: p.detach().clone() for name, p in plain.named_parameters()}
+        plain(x, y)["loss"].backward()
+        norm = torch.stack([p.grad.norm() for p in plain.parameters()]).norm()
+        with torch.no_grad():
+            for p in plain.parameters():
+                p.add_(p.grad, alpha=float(radius / norm))
+        plain.zero_grad()
+        plain(x, y)["loss"].backward()
+        with torch.no_grad():
+            for name, p in plain.named_parameters():
+                p.copy_(before[name] - lr * p.grad)
+        plain.zero_grad()
+    expected = dict(plain.named_parameters())
+    for tree in simulate(mesh, rank_fn):
+        leaves, paths = optree.tree_leaves(tree), optree.tree_paths(tree)
+        assert len(leaves) == len(expected)
+        for path, leaf in zip(paths, leaves, strict=True):
+            torch.testing.assert_close(leaf, expected[".".join(map(str, path))], rtol=1e-4, atol=1e-5)
