@@ -22,17 +22,17 @@ from fsharp.functional.layout.paths import Patterns
 from fsharp.functional.layout.placement import Strategy, zero3
 from fsharp.functional.layout.plan import plan
 from fsharp.functional.layout.precision import Precision, dtype_name
-from fsharp.functional.layout.sharded import units_of
 from fsharp.functional.layout.unit_layout import Leaf, UnitLayout
 from fsharp.functional.optim.base import Transform
 from fsharp.functional.train import TrainState, init_state
+from fsharp.stateful.modules.calls import Source
 from fsharp.stateful.modules.entries import enter_by, entries_of
 from fsharp.stateful.modules.initial.dtensors import local, specs_of
 from fsharp.stateful.modules.initial.initial import initial_values
 from fsharp.stateful.modules.left import refuse_kept
 from fsharp.stateful.modules.parameter import ShardedParameter
 from fsharp.stateful.modules.seats import Units, chosen_modules, leafmost
-from fsharp.stateful.modules.session import Session, Within
+from fsharp.stateful.modules.session import Session
 from fsharp.stateful.modules.stale import refuse_stale_optimizers
 from fsharp.stateful.runtime.scheduled import Scheduled
 from fsharp.stateful.runtime.scheduler import Scheduler
@@ -133,8 +133,8 @@ class ShardedModule(nn.Module):
         del tree, start
         scheduler = Scheduler(comm, policy=policy)
         session = Session(module, layout, list(chosen), state, scheduler, input_dtype=precision.compute, specs=specs)
-        _show(module, session)
-        for path in session.owners:
+        session.show()
+        for path in session.calls.owners:
             each = module.get_submodule(path)
             each.__dict__["_fsharp"] = (session, path)
             enter_by(each, entries[path], *([ShardedModule] if not path else []))
@@ -198,7 +198,7 @@ class ShardedModule(nn.Module):
         session = _session(self)
 
         def fn(params: Any, *args: Any, comm: Comm, **kwargs: Any) -> Any:
-            with session.reading(Within(params, comm)), _own_buffers(self):
+            with session.calls.reading(Source(params, comm)), _own_buffers(self):
                 return self(*args, **kwargs)
 
         return fn, session.kept.state.params
@@ -220,7 +220,6 @@ class ShardedModule(nn.Module):
     def train_state(self, state: TrainState) -> None:
         session = _session(self)
         session.adopt(state)
-        _show(self, session)
 
     @property
     def layout(self) -> Layout:
@@ -256,17 +255,16 @@ class ShardedModule(nn.Module):
         _warn_of_rounding("summon()", session, {path for path, _ in self.named_parameters(remove_duplicate=False)})
         nodes = [session.kept.whole(unit.name) for unit in session.layout.units]
         trees = [optree.tree_leaves(node.tree(nodes)) for node in nodes]
-        shown = [session.dressed(node.name, tree) for node, tree in zip(nodes, trees, strict=True)]
+        shown = [session.calls.dressed(node.name, tree) for node, tree in zip(nodes, trees, strict=True)]
         whole = [[nn.Parameter(leaf.detach(), leaf.is_floating_point()) for leaf in leaves] for leaves in shown]
         with session.seated([node.name for node in nodes], whole):
             yield
             if write:
                 with torch.no_grad():
                     for node, leaves in zip(nodes, trees, strict=True):
-                        session.take_over(node.name, leaves)
+                        session.calls.take_over(node.name, leaves)
         if write:
-            session.kept.write(nodes)
-            _show(self, session)
+            session.write(nodes)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Of whole parameters, inside of :meth:`summon` alone: a part is of no use to another mesh."""
@@ -305,7 +303,7 @@ class ShardedModule(nn.Module):
             for leaf, (owner, stored) in owned.items():
                 buffer, path = buffers[owner.name][stored.group], unit.full_path(leaf)
                 value = buffer[stored.offset : stored.offset + stored.numel].view(stored.shape).clone()
-                yield path, session.specs[path].whole(value).full_tensor() if path in session.specs else value
+                yield path, session.calls.specs[path].whole(value).full_tensor() if path in session.calls.specs else value
 
     # ------------------------------------------------------------ what a sharded module cannot do
 
@@ -406,33 +404,3 @@ def _owner(layout: Layout, unit: UnitLayout, leaf: Leaf) -> tuple[UnitLayout, Le
         return unit, leaf
     name, path = leaf.tied_to
     return layout[name], next(each for each in layout[name].leaves if each.path == path)
-
-
-def _show(module: nn.Module, session: Session) -> None:
-    """Let the module's parameters be this rank's parts."""
-    session.parameters.clear()
-    rank, mesh = session.scheduler.rank, session.scheduler.mesh
-    trained = {node.name: node for node in units_of(session.kept.visible())}
-    for node in units_of(session.kept.state.params):
-        unit = node.unit
-        frozen = node.select([g for g in node.groups if not unit.groups[g].trainable])
-        parts = trained[node.name].local_leaves(rank) | frozen.local_leaves(rank)
-        for leaf in unit.leaves:
-            if leaf.tied_to is not None:
-                continue
-            group, path = unit.groups[leaf.group], unit.full_path(leaf)
-            place = unit.strategy.optim if group.trainable else unit.strategy.params
-            spec = session.specs.get(path)
-            shape = leaf.shape if spec is None else spec.shape
-            whole = all(mesh.axis_size(axis) == 1 for axis in place.sharded) and not (spec is not None and spec.is_sharded)
-            dtype = group.dtypes.main if group.trainable else group.dtypes.compute
-            data = parts.get(path, torch.empty(0, dtype=dtype, device=session.scheduler.device))
-            session.parameters[path] = ShardedParameter.over(
-                data.detach(), path, shape, session, is_whole=whole, trains=group.trainable
-            )
-    for unit in session.layout.units:
-        owned = []
-        for leaf in unit.leaves:
-            path = unit.full_path(leaf) if leaf.tied_to is None else ".".join(part for part in leaf.tied_to if part)
-            owned.append(session.parameters[path])
-        session.seats[unit.name].settle(owned)

@@ -12,66 +12,29 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-import optree
 import torch
 from torch import nn
 from torch.utils import _pytree as torch_pytree
 
-from fsharp.errors import LossError, ScheduleError, TreeError
+from fsharp.errors import LossError, ScheduleError
 from fsharp.functional.comm.protocol import Comm
-from fsharp.functional.forward import forward
 from fsharp.functional.layout.layout import Layout
 from fsharp.functional.layout.sharded import Sharded, units_of
 from fsharp.functional.moves import reduce_scatter
 from fsharp.functional.train import TrainState, update, with_sinks
+from fsharp.stateful.modules.calls import Calls, Source
 from fsharp.stateful.modules.differentiate import differentiate
-from fsharp.stateful.modules.initial.dtensors import Spec, dressed, local
+from fsharp.stateful.modules.initial.dtensors import Spec
 from fsharp.stateful.modules.kept import Kept
-from fsharp.stateful.modules.left import left_by
 from fsharp.stateful.modules.means import Means
 from fsharp.stateful.modules.missing import missing_in
-from fsharp.stateful.modules.outputs import reaching, replaced, tensors_in, without
+from fsharp.stateful.modules.outputs import tensors_in
 from fsharp.stateful.modules.parameter import Part, ShardedParameter
-from fsharp.stateful.modules.seats import Seats, owners, seated
 from fsharp.stateful.runtime.boundary import before_backward, in_backward
 from fsharp.stateful.runtime.scheduled import Scheduled
 from fsharp.stateful.runtime.scheduler import Scheduler
 from fsharp.stateful.runtime.step import Step
 from fsharp.stateful.units.unit_state import UnitState
-
-Nodes = Mapping[str, Sharded]
-
-
-class Within:
-    """Where the modules that compute at present get their parameters from.
-
-    Args:
-        nodes: by name of the unit.
-        comm: the ranks, or a scheduler.
-
-    Attributes:
-        computing: paths of the modules that are computing at present, whose units are gathered.
-    """
-
-    __slots__ = ("comm", "computing", "nodes")
-
-    def __init__(self, tree: Any, comm: Comm) -> None:
-        self.nodes, self.comm = {node.name: node for node in units_of(tree)}, comm
-        self.computing: list[str] = []
-
-
-class _Arguments:
-    """What a module is called with, and its leaves."""
-
-    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.whole = args, kwargs
-        self.flat, self.spec = torch_pytree.tree_flatten(self.whole)
-
-    def filled(self, flat: Sequence[Any]) -> Any:
-        """The arguments with these leaves; with the leaves they have, the caller's own lists and dicts."""
-        if all(a is b for a, b in zip(flat, self.flat, strict=True)):
-            return self.whole
-        return torch_pytree.tree_unflatten(list(flat), self.spec)
 
 
 class Session:
@@ -87,14 +50,13 @@ class Session:
         specs: of the parameters that are DTensors, by path.
 
     Attributes:
+        calls: its code, with parameters gathered.
         kept: what is trained.
         is_summoned: whether its parameters are whole, and not its own, at present.
         is_averaged: whether averages are in their place at present.
         updated_by: the optimizer that has made the last step, if no forward has come since.
         is_accumulating: whether a backward leaves its gradients where they rest, unreduced over some axes.
         parameters: by path, what the module shows of them.
-        varies: paths of the modules with units that vary along an axis. Ranks there may have nothing to compute, where experts
-            get no tokens; a backward comes to them all the same, so that others do not wait.
     """
 
     def __init__(
@@ -111,17 +73,10 @@ class Session:
         self.layout, self.scheduler, self.input_dtype = layout, scheduler, input_dtype
         scheduler.main_stays = True  # the module shows them
         self.kept = Kept(layout, state, scheduler)  # which hears of others' errors while it waits
-        self.specs = specs
-        self.seats = {unit.name: Seats(module, [unit.full_path(leaf) for leaf in unit.leaves]) for unit in layout.units}
-        self.owners = owners(layout, chosen)
-        self.ties = {path: _ties(layout, names) for path, names in self.owners.items()}
-        self.varies = {path for path, names in self.owners.items() if any(layout[n].strategy.full.varying for n in names)}
-        self.left = left_by(module, list(self.owners))
-        self.has_inner = {path: any(_is_inside(other, path) for other in self.owners) for path in self.owners}
+        self.calls = Calls(module, layout, chosen, specs)
         self.is_accumulating = False
         self.parameters: dict[str, ShardedParameter] = {}
         self.means = Means(self.parameters, specs, scheduler)
-        self._within: Within | None = None
         self.is_summoned = self.is_averaged = False
         self._training, self._evaluation = scheduler(_not_called), scheduler(_evaluate)
         self._training.name, self._evaluation.name = "training step", "evaluation"
@@ -140,82 +95,30 @@ class Session:
             raise ScheduleError(
                 "the model was called inside of summon(), where its parameters are not its own. Call it outside."
             )
-        if self._within is not None and path in self._within.computing:  # forward calls another method, or the reverse
+        source = self.calls.source
+        if source is not None and path in source.computing:  # forward calls another method, or the reverse
             return fn(*args, **kwargs)
         if not path and self.input_dtype is not None:
             args, kwargs = torch_pytree.tree_map(self._cast, (args, kwargs))
-        if self._within is not None:
-            return self._enter(self._within, path, fn, args, kwargs)
-        if in_backward() and self._probed is not None:  # a checkpointed module computes again
-            return self._enter(Within(self._probed, self.scheduler), path, fn, args, kwargs)
+        if source is None and in_backward() and self._probed is not None:  # a checkpointed module computes again
+            source = Source(self._probed, self.scheduler)
+        if source is not None:
+            return self.calls.enter(source, path, fn, args, kwargs)
         if self._run is None:
             self.clear_up()
         if not torch.is_grad_enabled():
-            return self._evaluation(lambda within: self._enter(within, path, fn, args, kwargs), self.kept.state.params)
+            return self._evaluation(lambda source: self.calls.enter(source, path, fn, args, kwargs), self.kept.state.params)
         if not trains(self.layout):  # a backward may pass through it, whenever it comes
-            return self._enter(Within(self.kept.state.params, self.scheduler), path, fn, args, kwargs)
+            return self.calls.enter(Source(self.kept.state.params, self.scheduler), path, fn, args, kwargs)
         run = self._open()
         with self._forgetting(run), self.scheduler.guard(run):
-            out = self._enter(Within(self._probed, self.scheduler), path, fn, args, kwargs)
+            out = self.calls.enter(Source(self._probed, self.scheduler), path, fn, args, kwargs)
             # Here, too: what is inside may be in a reentrant checkpoint, whose backward is a pass within the pass.
             before_backward(tensors_in(out, path), torch_pytree.tree_leaves((args, kwargs)), partial(_begin, weakref.ref(self)))
             return out
 
-    def _enter(self, within: Within, path: str, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        names = self.owners[path]
-        given, left = _Arguments(args, kwargs), self.left[path]
-        for name in names:
-            self.seats[name].check()
-        result: list[tuple[Any, list[Any], list[Any]]] = []
-
-        def compute(trees: list[Any], *flat: Any) -> list[Any]:
-            a, k = given.filled(flat)
-            passed = [*a, *k.values()]
-            before = left.look(passed, path)
-            leaves = [optree.tree_leaves(tree) for tree in trees]
-            seats = [self.seats[name] for name in names]
-            within.computing.append(path)
-            try:
-                with self.reading(within), seated(seats, [self.dressed(*each) for each in zip(names, leaves, strict=True)]):
-                    out = fn(*a, **k)
-            finally:
-                within.computing.pop()
-            full = [leaf for each in leaves for leaf in each]
-            out = without(out, full, path)
-            found, mine = tensors_in(out, path), left.since(before, passed, full, path)
-            found += [x for x in mine if not any(x is y for y in found)]
-            result[:] = [(out, found, passed)]
-            return reaching(found, [*flat, *full]) if path in self.varies else found
-
-        nodes = [within.nodes[name] for name in names]
-        if not nodes:
-            compute([], *given.flat)
-            return result[0][0]
-        ties = [within.nodes[name] for name in self.ties[path]]
-        found = forward(compute, nodes, *given.flat, comm=within.comm, ties=ties, release=not self.has_inner[path])
-        out, inner, passed = result[0]
-        if all(a is b for a, b in zip(found, inner, strict=True)):
-            return out
-        left.replace(passed, inner, found, path)
-        return replaced(out, inner, found, path)
-
-    def dressed(self, name: str, leaves: Sequence[torch.Tensor]) -> Sequence[Any]:
-        """A unit's leaves as the module's code has them."""
-        if not self.specs:
-            return leaves
-        return dressed(map(self.layout[name].full_path, self.layout[name].leaves), leaves, self.specs)
-
     def _cast(self, x: Any) -> Any:
         return x.to(self.input_dtype) if isinstance(x, torch.Tensor) and x.is_floating_point() else x
-
-    @contextmanager
-    def reading(self, within: Within) -> Iterator[None]:
-        """Modules that are called in this context get their parameters from there."""
-        before, self._within = self._within, within
-        try:
-            yield
-        finally:
-            self._within = before
 
     # ------------------------------------------------------------ a step
 
@@ -393,24 +296,10 @@ class Session:
         self.check_idle("summon()")
         self.is_summoned = True
         try:
-            with seated([self.seats[name] for name in names], tensors):
+            with self.calls.seated(names, tensors):
                 yield
         finally:
             self.is_summoned = False
-
-    def take_over(self, name: str, leaves: Sequence[torch.Tensor]) -> None:
-        """Copy what sits in the seats of a unit into these leaves, as far as it is something else.
-
-        Raises:
-            TreeError: it has another shape.
-        """
-        unit = self.layout[name]
-        for i, sitting in self.seats[name].sitting:
-            mine = local(sitting)
-            if not isinstance(mine, torch.Tensor) or mine.shape != leaves[i].shape:
-                raise TreeError(f"summon(): {unit.full_path(unit.leaves[i])!r} was replaced by something of another shape.")
-            if mine.data_ptr() != leaves[i].data_ptr():
-                leaves[i].copy_(mine)
 
     def adopt(self, state: TrainState) -> None:
         """Train this state, of the same layout, from here on.
@@ -423,6 +312,41 @@ class Session:
         if self.is_averaged:
             raise ScheduleError("train_state: set inside of averaged(), which puts the parameters back afterwards.")
         self.kept.adopt(state)
+        self.show()
+
+    def write(self, nodes: Sequence[Sharded]) -> None:
+        """Train these values from here on, one full node for each unit."""
+        self.kept.write(nodes)
+        self.show()
+
+    def show(self) -> None:
+        """Let the module's parameters be this rank's parts of what is trained."""
+        self.parameters.clear()
+        rank, mesh = self.scheduler.rank, self.scheduler.mesh
+        trained = {node.name: node for node in units_of(self.kept.visible())}
+        for node in units_of(self.kept.state.params):
+            unit = node.unit
+            frozen = node.select([g for g in node.groups if not unit.groups[g].trainable])
+            parts = trained[node.name].local_leaves(rank) | frozen.local_leaves(rank)
+            for leaf in unit.leaves:
+                if leaf.tied_to is not None:
+                    continue
+                group, path = unit.groups[leaf.group], unit.full_path(leaf)
+                place = unit.strategy.optim if group.trainable else unit.strategy.params
+                spec = self.calls.specs.get(path)
+                shape = leaf.shape if spec is None else spec.shape
+                whole = all(mesh.axis_size(axis) == 1 for axis in place.sharded) and not (spec is not None and spec.is_sharded)
+                dtype = group.dtypes.main if group.trainable else group.dtypes.compute
+                data = parts.get(path, torch.empty(0, dtype=dtype, device=self.scheduler.device))
+                self.parameters[path] = ShardedParameter.over(
+                    data.detach(), path, shape, self, is_whole=whole, trains=group.trainable
+                )
+        for unit in self.layout.units:
+            owned = []
+            for leaf in unit.leaves:
+                path = unit.full_path(leaf) if leaf.tied_to is None else ".".join(part for part in leaf.tied_to if part)
+                owned.append(self.parameters[path])
+            self.calls.seats[unit.name].settle(owned)
 
     def check_idle(self, where: str) -> None:
         """Refuse ``where`` if a step has gradients. One that has none, forwards alone, is given up, on all ranks alike.
@@ -466,18 +390,8 @@ def _not_called(*args: Any, comm: Comm) -> None:
     raise AssertionError("a step of a session is not one function")
 
 
-def _evaluate(thunk: Callable[[Within], Any], params: Any, comm: Comm) -> Any:
-    return thunk(Within(params, comm))
-
-
-def _ties(layout: Layout, names: Sequence[str]) -> list[str]:
-    """Units that hold what leaves of these are tied to, and are not among them."""
-    tied = {leaf.tied_to[0] for name in names for leaf in layout[name].leaves if leaf.tied_to is not None}
-    return sorted(tied - set(names))
-
-
-def _is_inside(path: str, other: str) -> bool:
-    return path != other and (not other or path.startswith(f"{other}."))
+def _evaluate(thunk: Callable[[Source], Any], params: Any, comm: Comm) -> Any:
+    return thunk(Source(params, comm))
 
 
 def _begin(session: "weakref.ref[Session]") -> None:

@@ -118,7 +118,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         found = [Scope.EVERYTHING] * len(found) if Scope.EVERYTHING in found else found
         for scope, labels in zip(found, self._labels, strict=True):
             mine = {path: each for path, each in self.session.parameters.items() if path in labels and each.requires_grad}
-            specs = {path for path, spec in self.session.specs.items() if spec.is_sharded}
+            specs = {path for path, spec in self.session.calls.specs.items() if spec.is_sharded}
             parts = [path for path in mine if path in specs] + cut_leaves(self.session.layout, mine)
             what = "whole parameters or their shapes, and ranks hold parts of"
             if scope is Scope.EVERYTHING:
@@ -255,7 +255,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         layout, mesh, rank = self.session.layout, self.session.scheduler.mesh, self.session.scheduler.rank
         cut = {axis for unit in layout.units for axis in (*unit.strategy.optim.sharded, *unit.strategy.full.varying)}
         coords = {axis: mesh.coord(axis, rank) for axis, size in mesh.axes if axis in cut and size > 1}
-        for spec in self.session.specs.values():
+        for spec in self.session.calls.specs.values():
             if spec.is_sharded:
                 coords |= dict(zip(spec.mesh.mesh_dim_names or (), spec.mesh.get_coordinate() or (), strict=False))
         return _Part(rank, coords, dict(mesh.axes), layout.digest)

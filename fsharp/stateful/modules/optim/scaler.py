@@ -60,7 +60,7 @@ class GradScaler(torch.amp.GradScaler):
             torch._amp_foreach_non_finite_check_and_unscale_(group, flag, inverse)
             torch.autograd.graph.increment_version(group)  # it does not say so itself
         session.means.said.append(f"unscale {float(inverse)!r}")
-        flag = anywhere(flag, session.specs, session.scheduler)
+        flag = anywhere(flag, session.calls.specs, session.scheduler)
         return {flag.device: flag[0]}
 
     def _maybe_opt_step(

@@ -1,0 +1,185 @@
+"""Calls: the code of a module and of the modules in it, called with units gathered and full parameters in their seats."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import optree
+import torch
+from torch import nn
+from torch.utils import _pytree as torch_pytree
+
+from fsharp.errors import TreeError
+from fsharp.functional.comm.protocol import Comm
+from fsharp.functional.forward import forward
+from fsharp.functional.layout.layout import Layout
+from fsharp.functional.layout.sharded import units_of
+from fsharp.stateful.modules.initial.dtensors import Spec, dressed, local
+from fsharp.stateful.modules.left import Left, left_by
+from fsharp.stateful.modules.outputs import reaching, replaced, tensors_in, without
+from fsharp.stateful.modules.seats import Seats, owners, seated
+
+
+class Source:
+    """Where the modules that compute at present get their parameters from.
+
+    Args:
+        tree: of parameters at rest.
+        comm: the ranks, or a scheduler.
+
+    Attributes:
+        nodes: by name of the unit.
+        computing: paths of the modules that are computing at present, whose units are gathered.
+    """
+
+    __slots__ = ("comm", "computing", "nodes")
+
+    def __init__(self, tree: Any, comm: Comm) -> None:
+        self.nodes, self.comm = {node.name: node for node in units_of(tree)}, comm
+        self.computing: list[str] = []
+
+
+class Owner(NamedTuple):
+    """The root, or a module that is gathered by itself.
+
+    Attributes:
+        units: names of those that are gathered when it is called.
+        ties: names of units that hold what leaves of these are tied to.
+        left: where it may leave tensors other than in what it returns.
+        has_inner: whether other such modules are inside of it.
+        varies: whether it has units that vary along an axis. Ranks there may have nothing to compute, where experts get no
+            tokens; a backward comes to them all the same, so that others do not wait.
+    """
+
+    units: Sequence[str]
+    ties: Sequence[str]
+    left: Left
+    has_inner: bool
+    varies: bool
+
+
+class Calls:
+    """What is needed to call a module's code.
+
+    Args:
+        module: the root.
+        layout: of its parameters.
+        chosen: paths of the modules that are gathered by themselves.
+        specs: of the parameters that are DTensors, by path.
+
+    Attributes:
+        seats: of each unit, by name.
+        owners: by path, the root and the chosen modules.
+        specs: as they were passed.
+        source: where parameters come from in the call that is under way, if one is.
+    """
+
+    def __init__(self, module: nn.Module, layout: Layout, chosen: Sequence[str], specs: Mapping[str, Spec]) -> None:
+        self._layout, self.specs = layout, specs
+        self.seats = {unit.name: Seats(module, [unit.full_path(leaf) for leaf in unit.leaves]) for unit in layout.units}
+        by_path = owners(layout, chosen)
+        left = left_by(module, list(by_path))
+        self.owners = {
+            path: Owner(
+                units=names,
+                ties=sorted({tied for name in names for tied in layout[name].tied_units} - set(names)),
+                left=left[path],
+                has_inner=any(other != path and (not path or other.startswith(f"{path}.")) for other in by_path),
+                varies=any(layout[name].strategy.full.varying for name in names),
+            )
+            for path, names in by_path.items()
+        }
+        self.source: Source | None = None
+
+    def enter(self, source: Source, path: str, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """``fn(*args, **kwargs)``, the code of the module at ``path``, with its units gathered from ``source``."""
+        owner, given, inner = self.owners[path], _Arguments(args, kwargs), _Inner()
+        for name in owner.units:
+            self.seats[name].check()
+
+        def compute(trees: list[Any], *flat: Any) -> list[Any]:
+            a, k = given.filled(flat)
+            passed = [*a, *k.values()]
+            before = owner.left.look(passed, path)
+            leaves = [optree.tree_leaves(tree) for tree in trees]
+            source.computing.append(path)
+            try:
+                shown = [self.dressed(*each) for each in zip(owner.units, leaves, strict=True)]
+                with self.reading(source), self.seated(owner.units, shown):
+                    out = fn(*a, **k)
+            finally:
+                source.computing.pop()
+            full = [leaf for each in leaves for leaf in each]
+            out = without(out, full, path)
+            found, mine = tensors_in(out, path), owner.left.since(before, passed, full, path)
+            found += [x for x in mine if not any(x is y for y in found)]
+            inner.out, inner.found, inner.passed = out, found, passed
+            return reaching(found, [*flat, *full]) if owner.varies else found
+
+        nodes = [source.nodes[name] for name in owner.units]
+        if not nodes:
+            compute([], *given.flat)
+            return inner.out
+        ties = [source.nodes[name] for name in owner.ties]
+        found = forward(compute, nodes, *given.flat, comm=source.comm, ties=ties, release=not owner.has_inner)
+        if all(a is b for a, b in zip(found, inner.found, strict=True)):
+            return inner.out
+        owner.left.replace(inner.passed, inner.found, found, path)
+        return replaced(inner.out, inner.found, found, path)
+
+    @contextmanager
+    def reading(self, source: Source) -> Iterator[None]:
+        """Modules that are called in this context get their parameters from there."""
+        before, self.source = self.source, source
+        try:
+            yield
+        finally:
+            self.source = before
+
+    @contextmanager
+    def seated(self, names: Sequence[str], parameters: Sequence[Sequence[Any]]) -> Iterator[None]:
+        """In this context the module has these for parameters, in the order of each unit's leaves."""
+        with seated([self.seats[name] for name in names], parameters):
+            yield
+
+    def dressed(self, name: str, leaves: Sequence[torch.Tensor]) -> Sequence[Any]:
+        """A unit's leaves as the module's code has them."""
+        if not self.specs:
+            return leaves
+        return dressed(map(self._layout[name].full_path, self._layout[name].leaves), leaves, self.specs)
+
+    def take_over(self, name: str, leaves: Sequence[torch.Tensor]) -> None:
+        """Copy what sits in the seats of a unit into these leaves, as far as it is something else.
+
+        Raises:
+            TreeError: it has another shape.
+        """
+        unit = self._layout[name]
+        for i, sitting in self.seats[name].sitting:
+            mine = local(sitting)
+            if not isinstance(mine, torch.Tensor) or mine.shape != leaves[i].shape:
+                raise TreeError(f"summon(): {unit.full_path(unit.leaves[i])!r} was replaced by something of another shape.")
+            if mine.data_ptr() != leaves[i].data_ptr():
+                leaves[i].copy_(mine)
+
+
+class _Inner:
+    """What a module has returned, the tensors that it gives away, and what it was passed: inside of its units' forward."""
+
+    out: Any
+    found: list[torch.Tensor]
+    passed: list[Any]
+
+
+class _Arguments:
+    """What a module is called with, and its leaves."""
+
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.whole = args, kwargs
+        self.flat, self.spec = torch_pytree.tree_flatten(self.whole)
+
+    def filled(self, flat: Sequence[Any]) -> Any:
+        """The arguments with these leaves; with the leaves they have, the caller's own lists and dicts."""
+        if all(a is b for a, b in zip(flat, self.flat, strict=True)):
+            return self.whole
+        return torch_pytree.tree_unflatten(list(flat), self.spec)
