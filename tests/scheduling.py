@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import fsharp as fs
-from fsharp.functional.train import split_batch
+from fsharp.functional.loss import split_batch
 from fsharp.testing import simulate
 from tests.gpt_like import loss_fn, make_batches, make_params
 

@@ -13,8 +13,10 @@ from fsharp.functional.layout.layout import Layout
 from fsharp.functional.layout.mesh import Mesh
 from fsharp.functional.layout.placement import Partial, Strategy
 from fsharp.functional.layout.plan import plan
+from fsharp.functional.loss import split_batch
 from fsharp.functional.materialize import full, shard
-from fsharp.functional.train import TrainState, init_state, split_batch, train_step
+from fsharp.functional.state import TrainState, init_state
+from fsharp.functional.train import train_step
 from fsharp.testing.simulate import simulate
 
 

@@ -11,7 +11,7 @@ from fsharp.functional.comm.protocol import Comm
 from fsharp.functional.layout.layout import Layout
 from fsharp.functional.layout.sharded import Sharded, map_units, trainable, units_of
 from fsharp.functional.moves import gather, on_device
-from fsharp.functional.train import TrainState
+from fsharp.functional.state import TrainState
 
 
 class Kept:

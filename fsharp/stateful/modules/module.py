@@ -24,7 +24,7 @@ from fsharp.functional.layout.plan import plan
 from fsharp.functional.layout.precision import Precision, dtype_name
 from fsharp.functional.layout.unit_layout import Leaf, UnitLayout
 from fsharp.functional.optim.base import Transform
-from fsharp.functional.train import TrainState, init_state
+from fsharp.functional.state import TrainState, init_state
 from fsharp.stateful.modules.calls import Source
 from fsharp.stateful.modules.entries import enter_by, entries_of
 from fsharp.stateful.modules.initial.dtensors import local, specs_of

@@ -21,7 +21,8 @@ from fsharp.functional.comm.protocol import Comm
 from fsharp.functional.layout.layout import Layout
 from fsharp.functional.layout.sharded import Sharded, units_of
 from fsharp.functional.moves import reduce_scatter
-from fsharp.functional.train import TrainState, update, with_sinks
+from fsharp.functional.sinks import with_sinks
+from fsharp.functional.state import TrainState, update
 from fsharp.stateful.modules.calls import Calls, Source
 from fsharp.stateful.modules.differentiate import differentiate
 from fsharp.stateful.modules.initial.dtensors import Spec

@@ -6,7 +6,8 @@ import optree
 import torch
 
 from fsharp.errors import ScheduleError
-from fsharp.functional.train import Metrics, TrainState
+from fsharp.functional.loss import Metrics
+from fsharp.functional.state import TrainState
 from fsharp.stateful.runtime.scheduled import Scheduled
 from fsharp.stateful.schedule.policy import Policy
 

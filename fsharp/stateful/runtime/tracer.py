@@ -16,7 +16,8 @@ from fsharp.functional import moves
 from fsharp.functional.comm.protocol import Comm, Engine
 from fsharp.functional.forward import is_transformed
 from fsharp.functional.layout.sharded import PlaceName, Sharded, is_sharded, map_units, resolve_place, units_of
-from fsharp.functional.train import Loss, as_loss, check_loss, with_sinks
+from fsharp.functional.loss import Loss, as_loss, check_loss
+from fsharp.functional.sinks import with_sinks
 from fsharp.stateful.runtime.boundary import before_backward
 from fsharp.stateful.runtime.step import Step, Use
 from fsharp.stateful.transport.base import Transport

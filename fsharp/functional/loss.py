@@ -1,0 +1,155 @@
+"""Losses as sums and weights, which add up rightly over microbatches and ranks, and the one divisor of gradients."""
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import optree
+import torch
+
+from fsharp.errors import LossError, TreeError
+from fsharp.functional.comm.collectives import all_reduce
+from fsharp.functional.comm.protocol import Comm
+from fsharp.functional.layout.sharded import (
+    Sharded,
+    map_units,
+    units_of,
+)
+from fsharp.functional.optim.base import check_shared
+
+
+class Loss(NamedTuple):
+    """A loss that adds up rightly over microbatches and ranks.
+
+    Attributes:
+        sum: weighted sum over what was seen; scalar.
+        weight: its weight; scalar.
+    """
+
+    sum: torch.Tensor
+    weight: torch.Tensor
+
+    @property
+    def mean(self) -> torch.Tensor:
+        """``sum / weight``, and 0 if there was no weight."""
+        return self.sum / _nonzero(self.weight)
+
+
+class Metrics(NamedTuple):
+    """What a step reports; the same on all ranks.
+
+    Attributes:
+        loss: mean over all microbatches and ranks, float64 scalar.
+        weight: total weight of the loss, float64 scalar.
+    """
+
+    loss: torch.Tensor
+    weight: torch.Tensor
+
+
+def as_loss(value: Any) -> Loss:
+    """What a loss function returned, as a sum and a weight.
+
+    Raises:
+        LossError: neither a scalar mean nor a pair of a scalar and its weight.
+    """
+    is_pair = isinstance(value, tuple) and len(value) == 2
+    total, weight = value if is_pair else (value, 1.0)
+    if not _is_scalar(total):
+        raise LossError(
+            f"value_and_grad(): the loss is {kind_of(total)}, expected a scalar mean or a pair of scalars (sum, weight)."
+        )
+    is_number = isinstance(weight, int | float) and not isinstance(weight, bool)
+    if not is_number and not (isinstance(weight, torch.Tensor) and weight.numel() == 1 and not weight.requires_grad):
+        raise LossError(
+            f"value_and_grad(): the weight of the loss is {kind_of(weight)}, expected a number or a scalar tensor without "
+            "gradient: a pair is read as (sum, weight). If it is a loss and something else, pass has_aux=True."
+        )
+    return Loss(total.reshape(()), torch.as_tensor(weight, device=total.device).reshape(()))
+
+
+def _is_scalar(x: Any) -> bool:
+    return isinstance(x, torch.Tensor) and x.numel() == 1 and x.is_floating_point()
+
+
+def kind_of(x: Any) -> str:
+    """A value in a few words, for messages."""
+    if not isinstance(x, torch.Tensor):
+        return type(x).__name__
+    return f"{x.dtype}{list(x.shape)}" + (" with a gradient" if x.requires_grad else "")
+
+
+def check_loss(loss: Loss, *, has_sinks: bool) -> None:
+    """Refuse a loss whose backward would come to no parameter.
+
+    Raises:
+        LossError: it would.
+    """
+    if not has_sinks or not loss.sum.requires_grad:
+        why = "no parameter reaches it: use forward() or gather() in it" if has_sinks else "every parameter is frozen"
+        raise LossError(f"value_and_grad(): the loss has no gradient, {why}.")
+
+
+def split_batch(batch: Any, count: int) -> list[Any]:
+    """``count`` equal parts of a pytree of tensors along dim 0; leaves that are not tensors are repeated.
+
+    Raises:
+        LossError: a tensor whose dim 0 does not divide.
+    """
+    if count == 1:
+        return [batch]
+    leaves, spec = optree.tree_flatten(batch)
+    for leaf in leaves:
+        if isinstance(leaf, torch.Tensor) and (leaf.ndim == 0 or leaf.shape[0] % count):
+            raise LossError(f"a batch with a tensor of shape {list(leaf.shape)} does not split into {count} microbatches.")
+    parts = [leaf.chunk(count) if isinstance(leaf, torch.Tensor) else [leaf] * count for leaf in leaves]
+    return [optree.tree_unflatten(spec, list(row)) for row in zip(*parts, strict=True)]
+
+
+def average(loss: Loss, grads: Any, *, comm: Comm, donate: bool = False) -> tuple[Metrics, Any]:
+    """Divide summed gradients by the weight of all microbatches and ranks.
+
+    Args:
+        loss: this rank's, from :func:`value_and_grad`.
+        grads: already reduced over ranks.
+        comm: the ranks.
+        donate: allow to overwrite ``grads``.
+
+    Returns:
+        The mean loss over all ranks, and the gradients of it.
+
+    Raises:
+        TreeError: gradients that are still partial: dividing those would round differently for every strategy; or divided
+            already.
+
+    Cost: one ``all_reduce`` of 16 bytes for each axis.
+    """
+    for node in units_of(grads):
+        if node.place.partial:
+            raise TreeError(f"average(): gradients of unit {node.name!r} rest partial ({node.place}); reduce_scatter() first.")
+        check_shared("average()", node)
+        if node.scale == "mean":
+            raise TreeError(f"average(): gradients of unit {node.name!r} have been divided by average() already.")
+    total = Loss(*totals(sums_of(loss, comm), comm))
+    divisor = _nonzero(total.weight)  # stays float64: in half precision 257 would become 256, and 100,000 infinite
+    return Metrics(total.mean, total.weight), map_units(partial(_divide, divisor=divisor, donate=donate), grads)
+
+
+def sums_of(loss: Loss, comm: Comm) -> torch.Tensor:
+    """A loss as two float64 numbers where the ranks' tensors are."""
+    return torch.stack([loss.sum, loss.weight]).to(comm.device)
+
+
+def totals(sums: torch.Tensor, comm: Comm) -> torch.Tensor:
+    """The same over all ranks. Cost: one ``all_reduce`` of 16 bytes for each axis."""
+    for axis, _ in comm.mesh.axes:
+        sums = all_reduce(sums, comm, axis)
+    return sums
+
+
+def _divide(node: Sharded, *, divisor: torch.Tensor, donate: bool) -> Sharded:
+    buffers = [torch.div(x, divisor, out=x if donate else torch.empty_like(x)) for x in node.buffers]
+    return Sharded(buffers, node.unit, node.place, node.groups, scale="mean")
+
+
+def _nonzero(weight: torch.Tensor) -> torch.Tensor:
+    return torch.where(weight == 0, torch.ones_like(weight), weight)

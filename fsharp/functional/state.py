@@ -1,0 +1,192 @@
+"""What is trained, from its beginning through each update: parameters, main copies, the state of an optimizer."""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import optree
+import torch
+from torch.utils import _pytree as torch_pytree
+
+from fsharp.errors import TreeError, problem
+from fsharp.functional.comm.agree import together
+from fsharp.functional.comm.protocol import Comm, Engine
+from fsharp.functional.layout.describe import describe_units
+from fsharp.functional.layout.sharded import (
+    Sharded,
+    check_kept,
+    donate_nodes,
+    is_sharded,
+    map_units,
+    merge,
+    trainable,
+    units_of,
+)
+from fsharp.functional.moves import check_comm, gather, on_device
+from fsharp.functional.optim.base import Transform, apply_transform, as_transform, check_gradients
+
+
+class TrainState(NamedTuple):
+    """Everything a step needs and makes; a pytree.
+
+    Attributes:
+        step: updates made, skipped ones included.
+        params: a tree of :class:`~fsharp.Sharded` where parameters rest, in the compute dtype.
+        main: the same tree with, at the optimizer's place, the groups that have a main copy in another dtype.
+        opt: state of the gradient transformation, at the optimizer's place.
+        made_by: of which transformation, by name; a node without leaves.
+    """
+
+    step: int
+    params: Any
+    main: Any
+    opt: Any
+    made_by: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class MadeBy:
+    """A transformation by name: a pytree node without leaves.
+
+    Attributes:
+        name: for example ``"chain(clip_by_global_norm, adamw)"``; empty if it has none.
+    """
+
+    name: str
+
+
+def _register() -> None:
+    def no_leaves(node: Any) -> Any:
+        return (), node.name
+
+    def made_by(name: Any, _: Any) -> Any:
+        return MadeBy(name)
+
+    everywhere: Any = vars(optree.registry)["__GLOBAL_NAMESPACE"]
+    optree.register_pytree_node(MadeBy, no_leaves, made_by, namespace=everywhere)  # type: ignore[arg-type]
+    torch_pytree.register_pytree_node(MadeBy, lambda node: ([], node.name), lambda _, name: MadeBy(name))
+
+
+_register()
+
+
+def init_state(tx: Any, sharded: Any, *, comm: Comm, donate: bool = False) -> TrainState:
+    """A state to start training from.
+
+    Args:
+        tx: any ``(init, update)`` pair.
+        sharded: parameters as :func:`~fsharp.shard` or :func:`~fsharp.init` made them: with ``place="optim"`` in the main
+            dtype, or where parameters rest if no main copy is kept.
+        comm: the ranks.
+        donate: allow the state to take over the buffers of ``sharded``; else they are copied.
+
+    Raises:
+        TreeError: not a tree of Sharded in one of these places, or parameters in the compute dtype alone where a main
+            copy in another dtype is kept: its bits would be lost.
+        AgreementError: ranks with different layouts or transformations.
+
+    Cost: from ``"optim"`` one gather to where parameters rest; else none.
+    """
+    tx = as_transform(tx)
+
+    def check() -> list[Sharded]:
+        check_comm("init_state()", sharded, comm)
+        nodes = units_of(sharded)
+        for node in nodes:
+            _check_start(node)
+        return nodes
+
+    def fields(nodes: list[Sharded]) -> dict[str, str]:
+        places = "\n".join(f"{node.name or '(root)'}: {node.place}" for node in nodes)
+        return {**describe_units([node.unit for node in nodes]), "place": places, "tx": repr(tx.config)}
+
+    together("init_state()", comm, check, fields)
+    start = sharded if donate else optree.tree_map(torch.clone, sharded)
+    params = gather(_cast(start, "compute"), comm=comm, to="params")
+    main = trainable(gather(start, comm=comm, to="optim"))
+    state = TrainState(0, params, _main_copies(main), tx.init(main), MadeBy(tx.name))
+    if donate:
+        donate_nodes(sharded)
+    return state
+
+
+def _check_start(node: Sharded) -> None:
+    for group, buffer in zip(node.groups, node.buffers, strict=True):
+        dtypes = node.unit.groups[group].dtypes
+        if buffer.dtype != dtypes.main or node.place.partial:
+            raise TreeError(
+                problem(
+                    "init_state()",
+                    f"unit {node.name!r} has a {dtypes.main} main copy, which cannot be made from {buffer.dtype}.",
+                    [("place", node.place)],
+                    "Pass shard(params, layout, comm, place='optim'), or init_params(..., place='optim').",
+                )
+            )
+
+
+def update(tx: Any, grads: Any, state: TrainState, *, comm: Comm, donate: bool = False) -> TrainState:
+    """Run a gradient transformation where optimizer state rests, and bring parameters to where they rest.
+
+    Args:
+        tx: any ``(init, update)`` pair.
+        grads: the gradients at the optimizer's place, from :func:`~fsharp.reduce_scatter`.
+        state: the state before.
+        comm: the ranks.
+        donate: allow to overwrite ``state`` and everything that shares buffers with it.
+
+    Returns:
+        The state after. Frozen groups are the same tensors.
+
+    Raises:
+        TreeError: gradients of another structure, layout, place or dtype than the state's parameters, or not divided yet; the
+            state of another transformation, or one that was donated.
+
+    Cost: one gather from the optimizer's place to the parameters' where the two differ.
+    """
+    tx = as_transform(tx)
+    nodes = check_comm("update()", grads, comm)
+    check_kept("update()", units_of((state.params, state.main, state.opt)))
+    _check_maker(tx, state)
+    for node in nodes:
+        if node.scale == "sum":
+            raise TreeError(
+                f"update(): the gradient of unit {node.name!r} is the sum that value_and_grad() returned. Divide it first: "
+                "metrics, grads = average(loss, grads, comm=comm)."
+            )
+    with torch.no_grad():
+        held = state.main, state.opt
+        if isinstance(comm, Engine):
+            held = comm.run_fetch(held, state.params, grads, donate=donate)
+        main, opt = on_device(held, comm.device)
+        old = merge(gather(trainable(state.params), comm=comm, to="optim"), main)
+        check_gradients("update()", grads, old)
+        new, opt = apply_transform(tx, grads, opt, old, comm=comm, donate=donate)
+        main = _main_copies(new)
+        if donate:
+            opt = map_units(lambda node: node.replace(node.buffers) if is_sharded(node) else node, opt)
+        if isinstance(comm, Engine):
+            params, (main, opt) = comm.run_spread(_cast(new, "compute"), state.params, (main, opt), donate=donate)
+        else:
+            params = merge(state.params, gather(_cast(new, "compute"), comm=comm, to="params"))
+    if donate:
+        donate_nodes((state.params, state.main, state.opt))
+    return TrainState(state.step + 1, params, main, opt, MadeBy(tx.name))
+
+
+def _check_maker(tx: Transform, state: TrainState) -> None:
+    made_by = state.made_by.name if isinstance(state.made_by, MadeBy) else ""
+    if made_by and tx.name and made_by != tx.name:
+        facts = [("state of", made_by), ("update by", tx.name)]
+        remedy = "Make a state for it: init_state(tx, params, comm=comm), or state._replace(opt=tx.init(...), made_by=None)."
+        raise TreeError(problem("update()", "the optimizer state is that of another transformation.", facts, remedy))
+
+
+def _main_copies(tree: Any) -> Any:
+    return map_units(lambda s: s.select([g for g in s.groups if s.unit.groups[g].dtypes.has_main_copy]), tree)
+
+
+def _cast(tree: Any, kind: str) -> Any:
+    def one(node: Sharded) -> Sharded:
+        dtypes = [getattr(node.unit.groups[g].dtypes, kind) for g in node.groups]
+        return node.replace([b.to(dtype) for b, dtype in zip(node.buffers, dtypes, strict=True)])
+
+    return map_units(one, tree)
