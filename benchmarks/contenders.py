@@ -82,7 +82,7 @@ class ShardedContender(ModuleContender):
 
     def __init__(self, name: str, module: torch.nn.Module, comm: fs.Comm, strategy: fs.Strategy, units: Any) -> None:
         self.name, self.is_global, self.synced = name, False, True
-        self.sharded = fs.ShardedModule(module, mesh=comm, strategy=strategy, units=units)
+        self.sharded = fs.shard_module(module, mesh=comm, strategy=strategy, units=units)
         self.module = self.sharded
         self.optimizer: Any = fs.ShardedOptimizer(self.sharded.parameters(), torch.optim.AdamW, fused=True, **ADAMW)
 

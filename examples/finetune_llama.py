@@ -97,7 +97,7 @@ def evaluate(model, tokens):
 
 
 def main(options):
-    model = fs.ShardedModule(build(options), strategy=fs.zero3("dp"), units=[LlamaDecoderLayer])
+    model = fs.shard_module(build(options), strategy=fs.zero3("dp"), units=[LlamaDecoderLayer])
     optimizer = fs.ShardedOptimizer(model.parameters(), torch.optim.AdamW, lr=LR)
     rank, size = model.comm.rank, model.comm.mesh.size
 

@@ -78,7 +78,7 @@ def train(model, optimizer, batches, clip):
 
 def train_both(what, build, batches, mesh, strategy, *, lr):
     """Train a model in parts, and in one piece; compare; the trained weights of the former."""
-    model = fs.ShardedModule(build(), mesh=mesh, strategy=strategy, units=[GPT2Block])
+    model = fs.shard_module(build(), mesh=mesh, strategy=strategy, units=[GPT2Block])
     optimizer = fs.ShardedOptimizer(model.parameters(), torch.optim.AdamW, lr=lr)
     comm = model.comm
     say = print if comm.rank == 0 else lambda *_: None

@@ -105,7 +105,7 @@ def main(options):
     torch.set_default_dtype(getattr(torch, options.dtype))
     size = int(os.environ["WORLD_SIZE"])
     mesh = fs.Mesh({"outer": 2, "inner": size // 2} if options.strategy in ("hsdp", "hfsdp") else {"dp": size})
-    model = fs.ShardedModule(build(), mesh=mesh, strategy=getattr(fs, options.strategy)(*mesh.names), units=[Block])
+    model = fs.shard_module(build(), mesh=mesh, strategy=getattr(fs, options.strategy)(*mesh.names), units=[Block])
     sgd = {"lr": 0.1, "momentum": 0.9, "nesterov": True}
     optimizer = fs.ShardedOptimizer(groups(model.parameters()), torch.optim.SGD, **sgd)
     comm = model.comm
@@ -119,7 +119,7 @@ def main(options):
             if buffer.is_floating_point():  # not the number of batches
                 buffer.copy_(average(buffer, comm))
     together = accuracy(model, *test)
-    with model.summon():  # on every rank
+    with model.unsharded():  # on every rank
         weights = {name: x.clone() for name, x in model.state_dict().items()}
     if comm.rank == 0:
         compare(options, batches, sgd, losses, weights)

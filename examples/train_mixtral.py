@@ -104,7 +104,7 @@ def main(options):
     for layer in model.model.layers:
         layer.mlp.experts = OwnExperts(layer.mlp.experts, comm)
     dense, sparse = fs.zero3("dp", "ep"), fs.zero3("dp").varying("ep")
-    model = fs.ShardedModule(
+    model = fs.shard_module(
         model, mesh=comm, strategy={"**": dense, "**.own": sparse}, units=[MixtralDecoderLayer, MixtralExperts]
     )
     optimizer = fs.ShardedOptimizer(model.parameters(), torch.optim.AdamW, lr=LR)

@@ -51,7 +51,7 @@ KINDS: dict[str, tuple[str, ...]] = {
     "dies": ALL,
     "stalls": ALL,
     "full parameters": ALL,
-    "summon": MODULES,
+    "unsharded": MODULES,
     "clipping": MODULES,
     "a forward more": MODULES,
     "no backward": MODULES,
@@ -296,7 +296,7 @@ class Net(nn.Module):
 def train_module(s: Scenario, here: Here, log: list[torch.Tensor]) -> None:
     """Train a module."""
     comm, net = here.comm, Net(s, here)
-    model: Any = fs.ShardedModule(net, mesh=comm, strategy=s.place, units=[Layer], policy=here.policy())
+    model: Any = fs.shard_module(net, mesh=comm, strategy=s.place, units=[Layer], policy=here.policy())
     optimizer = fs.ShardedOptimizer(model.parameters(), torch.optim.SGD, lr=learning_rate(here))
 
     def train(batch: dict[str, torch.Tensor], n: int) -> None:
@@ -337,8 +337,8 @@ def _between_steps(here: Here, n: int, model: Any, batch: dict[str, torch.Tensor
             node.buffers[0].copy_(node.buffers[0].clone())
     if here.now("full parameters", n):
         list(model.full_parameters())
-    if here.now("summon", n):
-        with model.summon():
+    if here.now("unsharded", n):
+        with model.unsharded():
             pass
     if here.now("a forward more", n):
         model(batch["x"], batch["y"])

@@ -315,7 +315,7 @@ class Net(nn.Module):
 
 def run_module(model: Model, strategy: str, policy: fs.Policy, comm: fs.Comm) -> Ran:
     """As a module."""
-    net: Any = fs.ShardedModule(Net(model), mesh=comm, strategy=FLAT[strategy][1], units=[Layer], policy=policy)
+    net: Any = fs.shard_module(Net(model), mesh=comm, strategy=FLAT[strategy][1], units=[Layer], policy=policy)
     optimizer = fs.ShardedOptimizer(net.parameters(), torch.optim.SGD, lr=RATE)
     found = Ran([], [], [])
     for n in range(STEPS):

@@ -121,13 +121,13 @@ def looked_at(comm, strategy, **options):
             now = model(x)
             with optimizer.averaged():
                 mine, whole = model(x), values(model)
-                with model.summon():
+                with model.unsharded():
                     exported = {name: each.clone() for name, each in model.state_dict().items() if name in whole}
                 fn, params = model.functional()
                 assert_same(fn(params, x, comm=comm), mine)
             assert_same(model(x), now)
         other, _ = wrap(comm, strategy, **options)
-        with other.summon(write=True):
+        with other.unsharded(write=True):
             other.load_state_dict(exported, strict=False)
         assert_same(exported, whole)
         with torch.no_grad():
@@ -177,7 +177,7 @@ def test_refused():
         with optimizer.averaged():
             with pytest.raises(ScheduleError, match=r"called inside of averaged\(\), and not under torch.no_grad"):
                 model(x, y)
-            with pytest.raises(ScheduleError, match=r"summon\(write=True\): in averaged"), model.summon(write=True):
+            with pytest.raises(ScheduleError, match=r"unsharded\(write=True\): in averaged"), model.unsharded(write=True):
                 pass
             with (
                 pytest.raises(ScheduleError, match=r"averaged\(\): the model has its averages already"),

@@ -85,7 +85,7 @@ def train(model, optimizer, data, way):
 def sharded(comm, strategy, **options):
     """A model with entry points, and its optimizer."""
     options = {"methods": METHODS, "units": [Block], **options}
-    model = fs.ShardedModule(make(), mesh=comm, strategy=STRATEGIES[strategy][1], policy=fs.Policy(poison=True), **options)
+    model = fs.shard_module(make(), mesh=comm, strategy=STRATEGIES[strategy][1], policy=fs.Policy(poison=True), **options)
     return model, fs.ShardedOptimizer(model.parameters(), torch.optim.AdamW, **STEP)
 
 
@@ -143,7 +143,7 @@ def test_without_units_in_lower_precision_and_under_no_grad():
         with torch.no_grad():
             out = model.encode(torch.arange(3))
         model.eval()
-        with model.summon():
+        with model.unsharded():
             pass  # no step is under way
         return out.dtype, model.encode.__doc__
 
@@ -155,7 +155,7 @@ def test_an_attribute_that_is_a_function():
         net = make()
         net.encode = lambda x: net.embed(x)
         net.layers[1].extra = lambda x: net.layers[1].up(x)
-        model = fs.ShardedModule(net, mesh=comm, strategy=fs.zero3("dp"), units=[Block], methods=["encode", "extra"])
+        model = fs.shard_module(net, mesh=comm, strategy=fs.zero3("dp"), units=[Block], methods=["encode", "extra"])
         with torch.no_grad():
             return model.encode(torch.arange(3)).detach(), model.layers[1].extra(torch.ones(1, 6))
 
@@ -169,7 +169,7 @@ def test_an_attribute_that_is_a_function():
 def test_methods_that_are_not_named(strategy):
     def rank_fn(comm):
         model, _ = sharded(comm, strategy, methods=[])
-        with pytest.raises(LayoutError, match=r"'embed\.weight' is .*ShardedModule\(methods=\[\.\.\.\]\) names"):
+        with pytest.raises(LayoutError, match=r"'embed\.weight' is .*shard_module\(methods=\[\.\.\.\]\) names"):
             model.encode(torch.arange(3))
 
     simulate(DP, rank_fn)
@@ -193,7 +193,7 @@ def test_methods_that_are_not_named(strategy):
 def test_refused(names, match):
     net = make()
     with pytest.raises(PatternError, match=match):
-        fs.ShardedModule(net, mesh=fs.SingleComm(), units=[Block], methods=names)
+        fs.shard_module(net, mesh=fs.SingleComm(), units=[Block], methods=names)
     assert type(net) is Coder
 
 
@@ -227,7 +227,7 @@ def test_a_root_that_returns_what_a_unit_returns(strategy):
     mesh, where = STRATEGIES[strategy]
 
     def rank_fn(comm):
-        model = fs.ShardedModule(make(), mesh=comm, strategy=where, units=[Block], policy=fs.Policy(poison=True))
+        model = fs.shard_module(make(), mesh=comm, strategy=where, units=[Block], policy=fs.Policy(poison=True))
         data = modules.batches(comm, 3, size=8 // comm.mesh.size)
         steps(model, fs.ShardedOptimizer(model.parameters(), torch.optim.AdamW, **STEP), data)
         return values(model)

@@ -32,7 +32,7 @@ def test_as_the_module_alone(comm, strategy, kind):
     alone = modules.make(kind).cuda()
     train(alone, torch.optim.AdamW(alone.parameters(), **ADAMW), batches(5))
     policy = fs.Policy(trivial_axes=True, poison=True)
-    model = fs.ShardedModule(modules.make(kind).cuda(), mesh=comm, strategy=strategy("dp"), units=[Block], policy=policy)
+    model = fs.shard_module(modules.make(kind).cuda(), mesh=comm, strategy=strategy("dp"), units=[Block], policy=policy)
     train(model, fs.ShardedOptimizer(model.parameters(), torch.optim.AdamW, **ADAMW), batches(5))
     found = dict(model.full_parameters())
     for name, p in alone.named_parameters():
@@ -48,7 +48,7 @@ def fill(module):
 
 def test_made_from_the_meta_device(comm):
     def made(comm):
-        model = fs.ShardedModule(modules.Net().to("meta"), mesh=comm, units=[Block], key=3, initialize=fill)
+        model = fs.shard_module(modules.Net().to("meta"), mesh=comm, units=[Block], key=3, initialize=fill)
         return dict(model.full_parameters())
 
     expected = made(fs.SingleComm())
@@ -58,7 +58,7 @@ def test_made_from_the_meta_device(comm):
 
 
 def test_loss_scaling(comm):
-    model = fs.ShardedModule(
+    model = fs.shard_module(
         modules.make().cuda(), mesh=comm, units=[Block], precision=fs.Precision(compute=torch.float16, main=torch.float32)
     )
     optimizer, scaler = (

@@ -63,7 +63,7 @@ def test_a_module_has_the_same_bits(comm):
     def train(offload):
         policy = fs.Policy(trivial_axes=True, offload=offload)
         options = {"strategy": fs.zero3("dp"), "units": [modules.Block], "precision": BF16, "policy": policy}
-        model = fs.ShardedModule(modules.make().cuda(), mesh=comm, **options)
+        model = fs.shard_module(modules.make().cuda(), mesh=comm, **options)
         optimizer = fs.ShardedOptimizer(model.parameters(), fs.optim.with_ema(fs.optim.adamw(1e-2), decay=0.5))
         for x, y in modules.batches(None, 5):
             model(x.cuda(), y.cuda())["loss"].backward()

@@ -257,7 +257,7 @@ def test_modules(strategy):
         with torch.no_grad():
             for i, p in enumerate(model.parameters()):
                 p.copy_(torch.linspace(-0.5, 0.5, p.numel()).view_as(p) * (1 + i / 10))
-        model = fs.ShardedModule(model, mesh=comm, strategy=chosen, units="layers.*", policy=policy)
+        model = fs.shard_module(model, mesh=comm, strategy=chosen, units="layers.*", policy=policy)
         optimizer = fs.ShardedOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-2)
         losses = []
         for batch in my_batches(comm, 4):

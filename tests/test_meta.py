@@ -60,7 +60,7 @@ def everything(comm, strategy, units, key=3, make=Mixed, **options):
     """Parameters and buffers of a module that is made on the meta device, whole."""
     with torch.device("meta"):
         net = make()
-    model = fs.ShardedModule(net, mesh=comm, strategy=strategy, units=units, key=key, **options)
+    model = fs.shard_module(net, mesh=comm, strategy=strategy, units=units, key=key, **options)
     assert not any(b.is_meta for b in model.buffers())
     return values(model) | {name: b.clone() for name, b in model.named_buffers(remove_duplicate=False)}
 
@@ -115,7 +115,7 @@ def test_it_trains():
     def rank_fn(comm):
         with torch.device("meta"):
             net = Mixed()
-        model = fs.ShardedModule(net, mesh=comm, strategy=fs.zero3("dp"), units="layers.*")
+        model = fs.shard_module(net, mesh=comm, strategy=fs.zero3("dp"), units="layers.*")
         assert model.positions.also is model.positions.angles
         optimizer = fs.ShardedOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
         x = torch.arange(10).view(2, 5) % 5
@@ -213,7 +213,7 @@ def test_refused_on_all_ranks(name, size):
         with torch.device("meta"):
             net = Bare()
         with pytest.raises((TreeError, ZeroDivisionError, AgreementError), match=match):
-            fs.ShardedModule(net, mesh=comm, strategy=fs.zero3("dp"), initialize=initialize)
+            fs.shard_module(net, mesh=comm, strategy=fs.zero3("dp"), initialize=initialize)
         assert all(p.is_meta and type(p) is nn.Parameter for p in net.parameters())
         assert all(b.is_meta for b in net.buffers())
 
@@ -227,7 +227,7 @@ def test_what_is_there_already_stays():
         net[0].running_mean.fill_(7.0)
         net[1].weight.data.fill_(5.0)
         net[1].bias = nn.Parameter(torch.empty(4, device="meta"))
-        model = fs.ShardedModule(net, mesh=comm, strategy=fs.zero3("dp"))
+        model = fs.shard_module(net, mesh=comm, strategy=fs.zero3("dp"))
         return values(model), model[0].running_mean
 
     for mine, mean in simulate(fs.Mesh({"dp": 2}), rank_fn):

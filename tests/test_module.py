@@ -23,7 +23,7 @@ ADAMW = {"lr": 1e-2, "weight_decay": 0.1}
 def wrap(comm, strategy, kind="plain", *, units=(Block,), optimizer=torch.optim.AdamW, **options):
     """A sharded model and its optimizer."""
     strategy = STRATEGIES[strategy][1] if isinstance(strategy, str) else strategy
-    model = fs.ShardedModule(
+    model = fs.shard_module(
         modules.make(kind), mesh=comm, strategy=strategy, units=units and list(units), policy=fs.Policy(poison=True), **options
     )
     return model, fs.ShardedOptimizer(model.parameters(), optimizer, **ADAMW)
@@ -157,7 +157,7 @@ def test_optimizers_with_groups_and_a_schedule(name, strategy):
         return loss
 
     def rank_fn(comm):
-        model = fs.ShardedModule(modules.make(), mesh=comm, strategy=STRATEGIES[strategy][1], units=[Block])
+        model = fs.shard_module(modules.make(), mesh=comm, strategy=STRATEGIES[strategy][1], units=[Block])
         result = run(model, lambda groups, **options: fs.ShardedOptimizer(groups, kind, **options), modules.batches(comm, 4))
         return result, values(model)
 
@@ -188,7 +188,7 @@ def test_training_goes_on_with_the_state_of_an_optimizer(strategy, kind, groups)
         train(model, optimizer, data[:2])
         saved, whole = optimizer.state_dict(), values(model)
         again, _ = wrap(comm, strategy)
-        with again.summon(write=True), torch.no_grad():
+        with again.unsharded(write=True), torch.no_grad():
             for name, parameter in again.named_parameters():
                 parameter.copy_(whole[name])
         optimizer = make(again)
@@ -295,7 +295,7 @@ def test_evaluation_and_hooks_and_methods(strategy):
         model, optimizer = wrap(comm, strategy)
         scores = []
         for x, y in modules.batches(comm, 3):
-            with model.summon():
+            with model.unsharded():
                 net = modules.make()
                 net.load_state_dict({name: p.clone() for name, p in model.named_parameters()}, strict=False)
             scores.append(net(x).detach())
@@ -320,7 +320,7 @@ def test_evaluation_and_hooks_and_methods(strategy):
 )
 def test_any_units(units):
     def rank_fn(comm):
-        model = fs.ShardedModule(modules.make(), mesh=comm, strategy=fs.zero3("dp"), units=units)
+        model = fs.shard_module(modules.make(), mesh=comm, strategy=fs.zero3("dp"), units=units)
         optimizer = fs.ShardedOptimizer(model.parameters(), torch.optim.AdamW, **ADAMW)
         train(model, optimizer, modules.batches(comm, 3))
         return values(model)
@@ -409,16 +409,16 @@ def test_trained_parameters_alone_are_exported_and_nothing_else_is_gathered(stra
 
 
 @each_strategy
-def test_summon(strategy):
+def test_unsharded(strategy):
     def rank_fn(comm):
         model, optimizer = wrap(comm, strategy, precision=fs.Precision(compute=torch.bfloat16, main=torch.float32))
         [(x, y)] = modules.batches(comm, 1)
         before = values(model)
-        with model.summon(write=True), torch.no_grad():
+        with model.unsharded(write=True), torch.no_grad():
             assert model.head.weight.shape == (modules.VOCAB, modules.DIM)
             model.head.weight.mul_(2)
             model.layers[1].gain.fill_(3.0)
-        with model.summon():
+        with model.unsharded():
             model.head.bias.data.fill_(7.0)  # and is not kept
         after = values(model)
         train(model, optimizer, [(x, y)])
@@ -451,7 +451,7 @@ def test_a_module_on_the_meta_device(strategy):
     def rank_fn(comm, strategy, units, key=3):
         with torch.device("meta"):
             net = nn.Sequential(nn.Linear(5, modules.DIM), Gain(), nn.Linear(modules.DIM, 3, bias=False))
-        model = fs.ShardedModule(net, mesh=comm, strategy=strategy, units=units, key=key)
+        model = fs.shard_module(net, mesh=comm, strategy=strategy, units=units, key=key)
         return values(model)
 
     [expected] = simulate(fs.Mesh({"dp": 1}), lambda comm: rank_fn(comm, fs.ddp("dp"), None))
@@ -465,7 +465,7 @@ def test_a_module_on_the_meta_device_that_nothing_initializes():
     with torch.device("meta"):
         net = Net()
     with pytest.raises(TreeError, match=r"that nothing initializes\.\n  \(root\)    Net: calls\n  layers\.0  Block: gain"):
-        fs.ShardedModule(net, mesh=fs.SingleComm())
+        fs.shard_module(net, mesh=fs.SingleComm())
 
 
 # What is refused
@@ -495,7 +495,7 @@ def refused(comm, strategy="zero3"):
         (lambda m, x: setattr(m.head.weight, "grad", torch.zeros(3)), r"'head\.weight': its gradient is the module's"),
         (lambda m, x: m.half(), r"cannot be moved or cast: unit .* is torch\.float32 on cpu, asked for torch\.float16"),
         (lambda m, x: m.to("meta"), r"asked for torch\.float32 on meta"),
-        (lambda m, x: fs.ShardedModule(m), "one of a ShardedModule already"),
+        (lambda m, x: fs.shard_module(m), "one of a ShardedModule already"),
         (lambda m, x: fs.ShardedOptimizer(m.parameters(), torch.optim.LBFGS), r"LBFGS computes the loss several"),
         (
             lambda m, x: fs.ShardedOptimizer(modules.make().parameters(), torch.optim.SGD),
@@ -517,13 +517,13 @@ def test_refused(act, match):
 def test_units_that_match_nothing():
     comm = fs.SingleComm()
     with pytest.raises(PatternError, match=r"Conv2d matches no module of Net\. Classes of modules in it: Block, Embedding"):
-        fs.ShardedModule(modules.make(), mesh=comm, units=[nn.Conv2d])
+        fs.shard_module(modules.make(), mesh=comm, units=[nn.Conv2d])
     with pytest.raises(PatternError, match=r"'blocks\.\*' matches no module"):
-        fs.ShardedModule(modules.make(), mesh=comm, units="blocks.*")
+        fs.shard_module(modules.make(), mesh=comm, units="blocks.*")
     net = modules.make()
     net.layers.append(nn.Identity())
     with pytest.raises(PatternError, match=r"module 'layers\.3', a Identity, has no parameters to gather"):
-        fs.ShardedModule(net, mesh=comm, units="layers.*")
+        fs.shard_module(net, mesh=comm, units="layers.*")
     assert type(net) is Net
     assert not isinstance(net.head.weight, fs.ShardedParameter)
 
@@ -532,7 +532,7 @@ def test_names_that_it_would_hide():
     net = modules.make()
     net.step = 3
     with pytest.raises(TreeError, match="would hide step of Net"):
-        fs.ShardedModule(net, mesh=fs.SingleComm())
+        fs.shard_module(net, mesh=fs.SingleComm())
     assert net.step == 3
 
 
@@ -577,7 +577,7 @@ def test_what_is_derived_from_a_part_is_one():
                     pytest.raises(LayoutError, match=r"'head.weight' is sharded: this rank holds \d+ of the"),
                 ):
                     use(derive(model.head.weight))
-        whole = fs.ShardedModule(modules.make(), mesh=comm, strategy=fs.ddp("dp")).head.weight
+        whole = fs.shard_module(modules.make(), mesh=comm, strategy=fs.ddp("dp")).head.weight
         with torch.no_grad():
             assert torch.equal(whole.detach().T.sum(), modules.make().head.weight.sum())
 
@@ -602,7 +602,7 @@ def test_calls_at_the_wrong_time():
             model.clip_grad_norm_(1.0)
         loss = model(x, y)["loss"]
         loss.backward()
-        with pytest.raises(ScheduleError, match="a step is under way"), model.summon():
+        with pytest.raises(ScheduleError, match="a step is under way"), model.unsharded():
             pass
         pending = model(x, y)["loss"]
         with pytest.raises(ScheduleError, match="between a forward and its backward"):
@@ -769,7 +769,7 @@ def test_what_modules_return_and_fill(way, strategy):
             return Wide(way)
 
     def rank_fn(comm):
-        model = fs.ShardedModule(
+        model = fs.shard_module(
             make(), mesh=comm, strategy=STRATEGIES[strategy][1], units=[Deep], policy=fs.Policy(poison=True)
         )
         steps(model, fs.ShardedOptimizer(model.parameters(), torch.optim.SGD, lr=0.1))
@@ -837,7 +837,7 @@ def test_an_error_that_costs_gradients_is_not_passed_over():
 def test_frozen_modules_pass_gradients_on():
     def rank_fn(comm):
         net = modules.make().requires_grad_(False)
-        model = fs.ShardedModule(net, mesh=comm, strategy=fs.zero3("dp"), units=[Block], policy=fs.Policy(poison=True))
+        model = fs.shard_module(net, mesh=comm, strategy=fs.zero3("dp"), units=[Block], policy=fs.Policy(poison=True))
         x = torch.linspace(0, 1, 12).view(2, 6).requires_grad_()
         model.layers[1](model.layers[0](x)).sum().backward()
         return x.grad
@@ -855,9 +855,9 @@ REFUSED_WHERE_WHOLE = {
     "freezing": (lambda m, o: m.head.requires_grad_(False), "was trained when its module was sharded"),
     "a second optimizer": (lambda m, o: second_step(m, o), "another optimizer of this module has made the step"),
     "more parameters": (lambda m, o: o.add_param_group({"params": []}), "gets all its groups when it is made"),
-    "a state dict": (lambda m, o: m.state_dict(), "call it in `with model.summon"),
-    "loading": (lambda m, o: m.load_state_dict({}), r"call it in `with model.summon\(write=True\)"),
-    "calling it when summoned": (lambda m, o: called_when_summoned(m), "was called inside of summon"),
+    "a state dict": (lambda m, o: m.state_dict(), "call it in `with model.unsharded"),
+    "loading": (lambda m, o: m.load_state_dict({}), r"call it in `with model.unsharded\(write=True\)"),
+    "calling it when unsharded": (lambda m, o: called_when_unsharded(m), "was called inside of unsharded"),
     "clipping too early": (lambda m, o: clipped_too_early(m), "after gradients had been changed"),
     "other parameters": (lambda m, o: m.head.weight.__setattr__("grad", torch.ones(11, 6)), "its gradient is the module's"),
 }
@@ -869,9 +869,9 @@ def second_step(model, optimizer):
     other.step()
 
 
-def called_when_summoned(model):
+def called_when_unsharded(model):
     model.zero_grad()
-    with model.summon():
+    with model.unsharded():
         model(torch.zeros(2, dtype=torch.int64))
 
 
@@ -893,11 +893,11 @@ def test_refused_where_parameters_are_whole_too(name):
     simulate(DP, rank_fn)
 
 
-def test_summoned_parameters_are_replaced_and_loaded():
+def test_unsharded_parameters_are_replaced_and_loaded():
     def rank_fn(comm):
         model, _ = wrap(comm, "zero3")
         other = modules.make(seed=7)
-        with model.summon(write=True):
+        with model.unsharded(write=True):
             model.load_state_dict(other.state_dict(), assign=True)
             model.head.bias = nn.Parameter(torch.full((modules.VOCAB,), 5.0))
         return values(model), {**dict(other.named_parameters()), "head.bias": torch.full((modules.VOCAB,), 5.0)}
@@ -915,7 +915,7 @@ def test_it_goes_when_nobody_has_it(kind):
         gc.disable()
         try:
             net = modules.make() if kind == "blocks" else nn.LSTM(3, 4)
-            model = fs.ShardedModule(net, mesh=comm, strategy=fs.zero1("dp"), policy=fs.Policy(poison=True))
+            model = fs.shard_module(net, mesh=comm, strategy=fs.zero1("dp"), policy=fs.Policy(poison=True))
             optimizer = fs.ShardedOptimizer(model.parameters(), torch.optim.AdamW, **ADAMW)
             for x, y in modules.batches(comm, 3):
                 loss = model(x, y)["loss"] if kind == "blocks" else model(torch.ones(2, 1, 3))[0].sum()

@@ -19,7 +19,7 @@ MIXED = fs.Precision(compute=torch.bfloat16, main=torch.float32)
 
 def pair(comm, strategy, precision=fs.Precision()):
     tx = fs.optim.adamw(1e-2, weight_decay=0.1)
-    model = fs.ShardedModule(
+    model = fs.shard_module(
         modules.make("tied"), mesh=comm, strategy=STRATEGIES[strategy][1], units=[Block], precision=precision,
         policy=fs.Policy(poison=True),
     )  # fmt: skip
@@ -114,7 +114,7 @@ def test_sharpness_aware_minimization_is_that_of_plain_torch(strategy, scheduled
     radius, lr = 0.05, 0.1
 
     def rank_fn(comm):
-        model = fs.ShardedModule(modules.make(), mesh=comm, strategy=place, units=[Block])
+        model = fs.shard_module(modules.make(), mesh=comm, strategy=place, units=[Block])
         fn, params = model.functional()
         tx = fs.optim.sgd(lr)
         grad = fs.value_and_grad(lambda params, batch, comm: fn(params, *batch, comm=comm)["loss"])

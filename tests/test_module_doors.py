@@ -141,7 +141,7 @@ def same_as_torch(door, use, loss=lambda model, out: out, strategy="zero3", *, c
         return losses
 
     def rank_fn(comm):
-        model = fs.ShardedModule(
+        model = fs.shard_module(
             make(),
             mesh=comm,
             strategy=STRATEGIES[strategy][1],
@@ -300,7 +300,7 @@ def test_forward_hooks_see_what_others_see(strategy, nesting):
 def test_what_computes_later_is_refused(late, name):
     def rank_fn(comm):
         model = Outer(lambda self, x, given: late(self.hidden(x)), lambda self, out, given: 0)
-        model = fs.ShardedModule(model, mesh=comm, strategy=fs.ddp("dp"), units=[Inner])
+        model = fs.shard_module(model, mesh=comm, strategy=fs.ddp("dp"), units=[Inner])
         with pytest.raises(TreeError, match=rf"gives away a {name}, which computes when parameters are released"):
             model(torch.ones(2, 4))
 
@@ -318,7 +318,7 @@ def test_what_cannot_be_changed_is_refused_by_name():
 
     def rank_fn(comm):
         model = Outer(lambda self, x, given: Sealed(self.weight, "secret"), lambda self, out, given: out)
-        model = fs.ShardedModule(model, mesh=comm, strategy=fs.ddp("dp"), units=[Inner])
+        model = fs.shard_module(model, mesh=comm, strategy=fs.ddp("dp"), units=[Inner])
         with pytest.raises(TreeError, match=r"module 'inner' returns or keeps tensors inside of a Sealed, which cannot"):
             model(torch.ones(2, 4))
 

@@ -21,13 +21,13 @@ ONE = fs.Mesh({"dp": 1})
 # Forwards whose backward does not come
 
 
-def summoned(model, optimizer):
-    with model.summon():
+def unsharded(model, optimizer):
+    with model.unsharded():
         return {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
 def written(model, optimizer):
-    with model.summon(write=True), torch.no_grad():
+    with model.unsharded(write=True), torch.no_grad():
         for p in model.parameters():
             p.add_(0.0)
 
@@ -41,7 +41,7 @@ def averaged(model, optimizer):
         model(torch.zeros(2, dtype=torch.int64))
 
 
-@pytest.mark.parametrize("way", [summoned, written, adopted, averaged], ids=lambda way: way.__name__)
+@pytest.mark.parametrize("way", [unsharded, written, adopted, averaged], ids=lambda way: way.__name__)
 @each_strategy
 def test_a_forward_for_a_metric_is_in_nobodys_way(way, strategy):
     """Without torch.no_grad(), in the first step and in one that follows a plan; what it returned may still be there."""
@@ -72,9 +72,9 @@ def test_a_backward_that_comes_after_all_is_refused(strategy):
         model, optimizer = wrap(comm, strategy)
         [(x, y)] = modules.batches(comm, 1)
         loss = model(x, y)["loss"]
-        with model.summon():
+        with model.unsharded():
             pass
-        with pytest.raises(ScheduleError, match=r"to a forward that summon\(\) has given up.*call the model again"):
+        with pytest.raises(ScheduleError, match=r"to a forward that unsharded\(\) has given up.*call the model again"):
             loss.backward()
         train(model, optimizer, [(x, y)])
         expected, other = wrap(comm, strategy)
@@ -91,13 +91,13 @@ def test_gradients_are_not_given_up():
         [(x, y)] = modules.batches(comm, 1)
         with model.accumulate():
             model(x, y)["loss"].backward()
-        with pytest.raises(ScheduleError, match=r"summon\(\): .* have left gradients.*optimizer.step\(\) or zero_grad"):
-            summoned(model, optimizer)
+        with pytest.raises(ScheduleError, match=r"unsharded\(\): .* have left gradients.*optimizer.step\(\) or zero_grad"):
+            unsharded(model, optimizer)
         model(x, y)["loss"].backward()
-        with pytest.raises(ScheduleError, match=r"summon\(\): .* have left gradients"):
-            summoned(model, optimizer)
+        with pytest.raises(ScheduleError, match=r"unsharded\(\): .* have left gradients"):
+            unsharded(model, optimizer)
         optimizer.zero_grad()
-        summoned(model, optimizer)
+        unsharded(model, optimizer)
 
     simulate(ONE, rank_fn)
 
@@ -116,10 +116,10 @@ def test_complex_parameters_are_refused_by_name():
             return (self.phase * self.inner(x).sum()).abs().sum()
 
     with pytest.raises(TreeError, match=r"parameter 'phase' is complex64.*view_as_real.*requires_grad_\(False\)"):
-        fs.ShardedModule(Phases(), mesh=fs.SingleComm())
+        fs.shard_module(Phases(), mesh=fs.SingleComm())
     net = Phases()
     net.phase.requires_grad_(False)
-    model = fs.ShardedModule(net, mesh=fs.SingleComm())
+    model = fs.shard_module(net, mesh=fs.SingleComm())
     model(torch.ones(2)).backward()
     assert model.inner.weight.grad is not None
 
@@ -130,11 +130,11 @@ def test_frozen_parameters_that_are_rounded_say_so(strategy):
         net = modules.make("adapted")
         expected = {name: p.detach().clone() for name, p in net.named_parameters()}
         options = {"mesh": comm, "strategy": STRATEGIES[strategy][1], "units": [Block]}
-        model = fs.ShardedModule(net, precision=fs.Precision(compute=torch.bfloat16), **options)
+        model = fs.shard_module(net, precision=fs.Precision(compute=torch.bfloat16), **options)
         said = r"frozen parameters such as 'embed\.weight' were float32, and rest in bfloat16.*trained=True"
         with pytest.warns(UserWarning, match=rf"full_parameters\(\): \d+ {said}"):
             found = dict(model.full_parameters())
-        with pytest.warns(UserWarning, match=rf"summon\(\): \d+ {said}"), model.summon():
+        with pytest.warns(UserWarning, match=rf"unsharded\(\): \d+ {said}"), model.unsharded():
             assert model.embed.weight.dtype == torch.bfloat16
         trained = {name for name, p in model.named_parameters() if p.requires_grad}
         for name, value in expected.items():
@@ -142,7 +142,7 @@ def test_frozen_parameters_that_are_rounded_say_so(strategy):
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             assert set(dict(model.full_parameters(trained=True))) == trained
-            exact = fs.ShardedModule(modules.make("adapted"), **options)
+            exact = fs.shard_module(modules.make("adapted"), **options)
             assert_same(dict(exact.full_parameters()), {name: expected[name] for name in dict(exact.full_parameters())})
 
     simulate(ONE, rank_fn)
@@ -160,9 +160,9 @@ def test_an_optimizer_of_before_refuses_to_step(way):
         "groups": lambda: [{"params": [net.head.weight]}, {"params": [net.head.bias], "lr": 1.0}],
     }[way]()
     optimizer, other = torch.optim.SGD(params, lr=0.1), torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
-    model = fs.ShardedModule(net, mesh=fs.SingleComm(), units=[Block])
+    model = fs.shard_module(net, mesh=fs.SingleComm(), units=[Block])
     model(torch.zeros(2, dtype=torch.int64)).sum().backward()
-    with pytest.raises(TreeError, match=r"this SGD was made before ShardedModule.*fs\.ShardedOptimizer\(model\.parameters"):
+    with pytest.raises(TreeError, match=r"this SGD was made before shard_module.*fs\.ShardedOptimizer\(model\.parameters"):
         optimizer.step()
     other.step()
     fs.ShardedOptimizer(model.parameters(), torch.optim.SGD, lr=0.1).step()
@@ -189,7 +189,7 @@ def test_ranks_that_call_other_modules_hear_what_to_do():
         with modules._seeds:
             torch.manual_seed(0)
             net = Skips()
-        model = fs.ShardedModule(net, mesh=comm, strategy=fs.zero3("dp"), units=[Block])
+        model = fs.shard_module(net, mesh=comm, strategy=fs.zero3("dp"), units=[Block])
         model.skips = comm.rank == 1
         with pytest.raises((AgreementError, CommError), match=r"ranks (called|take part in) different collectives"):
             model(torch.ones(2, 6)).backward()
@@ -232,7 +232,7 @@ def test_a_gradient_that_all_ranks_give_up(strategy, size):
     """Of a short leaf some ranks hold nothing: that is no difference between them."""
 
     def rank_fn(comm):
-        model = fs.ShardedModule(torch.nn.Linear(4, 2), mesh=comm, strategy=getattr(fs, strategy)("dp"), sync_from=0)
+        model = fs.shard_module(torch.nn.Linear(4, 2), mesh=comm, strategy=getattr(fs, strategy)("dp"), sync_from=0)
         optimizer = fs.ShardedOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
         before = values(model)["bias"]
         for _ in range(4):
@@ -251,7 +251,7 @@ def test_a_rank_that_updates_a_module_differently_is_heard_of(strategy, differ):
     """By the next step, though under ddp no rank needs the others for it."""
 
     def rank_fn(comm):
-        model = fs.ShardedModule(torch.nn.Linear(4, 2), mesh=comm, strategy=getattr(fs, strategy)("dp"), sync_from=0)
+        model = fs.shard_module(torch.nn.Linear(4, 2), mesh=comm, strategy=getattr(fs, strategy)("dp"), sync_from=0)
         optimizer = fs.ShardedOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
         for i in range(6):
             model(torch.ones(2, 4) + comm.rank).square().mean().backward()
@@ -293,7 +293,7 @@ def test_a_backward_inside_of_a_forward_does_not_end_the_microbatch():
     def rank_fn(comm):
         module = Net()
         module.load_state_dict(start)
-        model = fs.ShardedModule(module, mesh=comm, strategy=fs.zero3("dp"), units=["a"])
+        model = fs.shard_module(module, mesh=comm, strategy=fs.zero3("dp"), units=["a"])
         optimizer, found = fs.ShardedOptimizer(model.parameters(), torch.optim.SGD, lr=0.1), []
         for _ in range(4):
             loss = model(torch.ones(2, 3)).sum()
@@ -343,7 +343,7 @@ def test_a_parameter_that_was_replaced_is_not_ignored(strategy, change):
                 change(model)
                 model(torch.zeros(2, dtype=torch.int64))
 
-        with pytest.raises(TreeError, match=r"parameter '.*' is not there, or is not the one .*summon\(write=True\)"):
+        with pytest.raises(TreeError, match=r"parameter '.*' is not there, or is not the one .*unsharded\(write=True\)"):
             change_and_call()
 
     simulate(DP, rank_fn)
@@ -363,7 +363,7 @@ class Keeps(nn.Module):
 
 def test_a_parameter_that_is_kept_elsewhere_too_is_refused():
     with pytest.raises(TreeError, match=r"inner\.all holds parameter 'inner\.w' itself.*ParameterList"):
-        fs.ShardedModule(nn.ModuleDict({"inner": Keeps()}), mesh=ONE)
+        fs.shard_module(nn.ModuleDict({"inner": Keeps()}), mesh=ONE)
 
 
 @each_strategy
@@ -372,7 +372,7 @@ def test_what_is_sharded_is_not_sharded_again(strategy):
         model, optimizer = wrap(comm, strategy)
         for other in (model, model.head, nn.Sequential(model, nn.Linear(2, 2))):
             with pytest.raises(TreeError, match="one of a ShardedModule already"):
-                fs.ShardedModule(other, mesh=comm)
+                fs.shard_module(other, mesh=comm)
         train(model, optimizer, modules.batches(comm, 1))
 
     simulate(DP, rank_fn)

@@ -86,7 +86,7 @@ def trained(loss_of, steps):
 
 def sharded(comm, strategy, cls=torch.optim.AdamW, **options):
     strategy = STRATEGIES[strategy][1] if isinstance(strategy, str) else strategy
-    model = fs.ShardedModule(make(), mesh=comm, strategy=strategy, units=[Choosy.Fork, Block], policy=fs.Policy(poison=True))
+    model = fs.shard_module(make(), mesh=comm, strategy=strategy, units=[Choosy.Fork, Block], policy=fs.Policy(poison=True))
     return model, fs.ShardedOptimizer(model.parameters(), cls, **(options or ADAMW))
 
 
@@ -167,7 +167,7 @@ def test_optimizer_state_of_leaves_with_histories_of_their_own_travels():
         kept, weights = optimizer.state_dict(), values(model)
         steps(model, optimizer, data[3:])
         again, other = sharded(comm, "zero3")
-        with again.summon(write=True), torch.no_grad():
+        with again.unsharded(write=True), torch.no_grad():
             for name, p in again.named_parameters():
                 p.copy_(weights[name])
         other.load_state_dict(kept)
@@ -285,12 +285,12 @@ def test_what_is_checkpointed_has_to_be_a_unit():
 
 def test_parameters_of_two_modules_are_refused():
     def rank_fn(comm):
-        a, b = (fs.ShardedModule(nn.Linear(3, 3), mesh=comm, strategy=fs.ddp("dp"), sync_from=0) for _ in range(2))
+        a, b = (fs.shard_module(nn.Linear(3, 3), mesh=comm, strategy=fs.ddp("dp"), sync_from=0) for _ in range(2))
         with pytest.raises(ScheduleError, match=r"'weight' is one of another module\. Call it for each"):
             torch.autograd.grad(b(a(torch.ones(2, 3))).sum(), [a.weight, b.weight])
         with pytest.raises(LayoutError, match=r"Use torch\.autograd\.grad"):
             a(torch.ones(2, 3)).sum().backward(inputs=[a.weight])
-        other = fs.ShardedModule(nn.Linear(3, 3), mesh=comm, sync_from=0)
+        other = fs.shard_module(nn.Linear(3, 3), mesh=comm, sync_from=0)
         x = torch.ones((), requires_grad=True)
         assert torch.autograd.grad(x * 2, [other.weight], allow_unused=True) == (None,)
         return True
@@ -349,7 +349,7 @@ def test_any_number_of_backward_passes_add_up(strategy, ranks):
     def rank_fn(comm):
         net = nn.Linear(3, 1, bias=False)
         nn.init.ones_(net.weight)
-        model = fs.ShardedModule(net, mesh=comm, strategy=STRATEGIES[strategy][1], policy=fs.Policy(poison=True))
+        model = fs.shard_module(net, mesh=comm, strategy=STRATEGIES[strategy][1], policy=fs.Policy(poison=True))
         optimizer = fs.ShardedOptimizer(model.parameters(), torch.optim.SGD, lr=0.0)
         found = []
         for i, number in enumerate(numbers):

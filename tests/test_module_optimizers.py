@@ -94,7 +94,7 @@ WHOLE = {
 
 
 def wrapped(comm, strategy, kind="plain", **options):
-    return fs.ShardedModule(
+    return fs.shard_module(
         modules.make(kind), mesh=comm, strategy=strategy, units=[Block], policy=fs.Policy(poison=True), **options
     )
 
@@ -230,7 +230,7 @@ def test_training_goes_on_with_the_state_of_whole_leaves(where):
         train(model, optimizer, data[:2])
         saved, whole = optimizer.state_dict(), values(model)
         again = wrapped(comm, strategy, **extra)
-        with again.summon(write=True), torch.no_grad():
+        with again.unsharded(write=True), torch.no_grad():
             for name, parameter in again.named_parameters():
                 parameter.copy_(whole[name])
         optimizer = fs.ShardedOptimizer(again.parameters(), torch.optim.Adafactor)
@@ -274,7 +274,7 @@ def test_leaves_without_a_gradient_are_left_alone():
             optimizer.zero_grad()
 
     def rank_fn(comm):
-        model = fs.ShardedModule(make(), mesh=comm, strategy=fs.ddp("dp"))
+        model = fs.shard_module(make(), mesh=comm, strategy=fs.ddp("dp"))
         steps(model, fs.ShardedOptimizer(model.parameters(), Lamb))
         return values(model)
 

@@ -123,7 +123,7 @@ PLACES = {
 
 def mixture(comm, name):
     dense, sparse, checkpointed = PLACES[name]
-    model = fs.ShardedModule(
+    model = fs.shard_module(
         make(Sparse, comm, checkpointed),
         mesh=comm,
         strategy={"**": dense, "**.experts": sparse},
@@ -211,9 +211,7 @@ def test_experts_without_tokens(plan, sparse):
 
     def rank_fn(comm):
         places = {"**": fs.zero3("dp", "ep"), "experts": getattr(fs, sparse)("dp").varying("ep")}
-        model = fs.ShardedModule(
-            make(Picky, comm), mesh=comm, strategy=places, units=[Picky.Own], policy=fs.Policy(poison=True)
-        )
+        model = fs.shard_module(make(Picky, comm), mesh=comm, strategy=places, units=[Picky.Own], policy=fs.Policy(poison=True))
         optimizer = fs.ShardedOptimizer(model.parameters(), torch.optim.AdamW, **adamw)
         for x, used in zip(data(4), USED[plan]):
             model(x.chunk(4)[comm.rank], used).backward()
@@ -249,7 +247,7 @@ def test_one_rank_s_values_are_taken_by_those_that_share_them():
     def rank_fn(comm):
         model = nn.ModuleDict({"dense": Kept(float(comm.rank)), "experts": Kept(float(comm.rank))})
         places = {"dense": fs.zero3("dp", "ep"), "experts": fs.zero3("dp").varying("ep")}
-        model = fs.ShardedModule(model, mesh=comm, strategy=places, units=[Kept], sync_from=1)
+        model = fs.shard_module(model, mesh=comm, strategy=places, units=[Kept], sync_from=1)
         whole = dict(model.full_parameters())
         return [
             (whole[f"{name}.w"].unique().tolist(), model[name].first.item(), model[name].wide.tolist())
@@ -277,7 +275,7 @@ def test_experts_on_the_meta_device_are_drawn_for_each_coordinate():
     def rank_fn(comm):
         model = nn.Sequential(nn.Linear(4, 4, device="meta"), nn.Linear(4, 4, device="meta"))
         places = {"0": fs.zero3("dp", "ep"), "1": fs.zero3("dp").varying("ep")}
-        return dict(fs.ShardedModule(model, mesh=comm, strategy=places, units=["0", "1"], key=5).full_parameters())
+        return dict(fs.shard_module(model, mesh=comm, strategy=places, units=["0", "1"], key=5).full_parameters())
 
     small, large = simulate(fs.Mesh({"dp": 1, "ep": 2}), rank_fn), simulate(EP, rank_fn)
     assert torch.equal(small[0]["0.weight"], small[1]["0.weight"])
@@ -300,7 +298,7 @@ def tensor_parallel(model, mesh):
 def wrapped(comm, strategy, *args, **options):
     grid = init_device_mesh("cpu", comm.mesh.shape, mesh_dim_names=comm.mesh.names)
     model = tensor_parallel(make(Dense, *args), grid["tp"])
-    return fs.ShardedModule(model, mesh=grid["dp"], strategy=strategy, units=[Mlp], policy=fs.Policy(poison=True), **options)
+    return fs.shard_module(model, mesh=grid["dp"], strategy=strategy, units=[Mlp], policy=fs.Policy(poison=True), **options)
 
 
 def my_batches(comm, steps):
@@ -369,7 +367,7 @@ def test_dtensors_under_hybrid_strategies():
         result = {}
         for name in ("hsdp", "hfsdp", "zero3"):
             strategy = getattr(fs, name)("outer", "inner")
-            model = fs.ShardedModule(
+            model = fs.shard_module(
                 tensor_parallel(make(), grid["tp"]), mesh=grid["outer", "inner"], strategy=strategy, units=[Mlp]
             )
             norms = run(model, data, clip=0.2)
@@ -406,7 +404,7 @@ def test_all_ranks_leave_out_a_step_of_which_one_has_an_infinity():
 def test_whole_parameters_are_dtensors_again():
     def rank_fn(comm):
         model = wrapped(comm, fs.zero3("dp"))
-        with model.summon(write=True):
+        with model.unsharded(write=True):
             weight = model.layers[0].up.weight
             kind = type(weight), weight.placements, list(weight.shape), list(weight.to_local().shape)
             with torch.no_grad():
@@ -429,13 +427,13 @@ def test_dtensors_that_cannot_be_sharded_are_refused():
     def rank_fn(comm):
         grid = init_device_mesh("cpu", comm.mesh.shape, mesh_dim_names=comm.mesh.names)
         with pytest.raises(MeshError, match=r"'scale.weight' is a DTensor on .*tp.*ranks \[.*\] of that.*mesh=device_mesh"):
-            fs.ShardedModule(tensor_parallel(make(), grid["tp"]))
+            fs.shard_module(tensor_parallel(make(), grid["tp"]))
         with pytest.raises(MeshError, match=r"along \['dp', 'tp'\]"):
-            fs.ShardedModule(tensor_parallel(make(), grid["tp"]), mesh=grid)
+            fs.shard_module(tensor_parallel(make(), grid["tp"]), mesh=grid)
         meta = nn.Linear(4, 4, device="meta")
         meta.weight = nn.Parameter(DTensor.from_local(torch.empty(2, 4, device="meta"), grid["tp"], [Shard(0)]))
         with pytest.raises(TreeError, match="'weight' is a DTensor on the meta device"):
-            fs.ShardedModule(meta, mesh=grid["dp"])
+            fs.shard_module(meta, mesh=grid["dp"])
         with pytest.raises(LayoutError, match=r"'layers.0.up.weight' is sharded: this rank holds \d+ of the 48"):
             wrapped(comm, fs.zero3("dp")).layers[0].up.weight.sum()
         return True

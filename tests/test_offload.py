@@ -90,7 +90,7 @@ def test_so_have_processes(strategy, precision, rule):
 
 
 def train_module(comm, strategy, precision, tx, *, offload):
-    model = fs.ShardedModule(
+    model = fs.shard_module(
         modules.make(), mesh=comm, strategy=STRATEGIES[strategy][1], units=[modules.Block], precision=PRECISIONS[precision],
         policy=fs.Policy(offload=offload, poison=True),
     )  # fmt: skip
@@ -382,7 +382,7 @@ def test_a_device_that_is_not_the_host_gets_copies_and_gives_them_back(monkeypat
 
 def test_what_keeps_its_own_state_or_addresses_is_refused():
     def rank_fn(comm):
-        model = fs.ShardedModule(modules.make(), mesh=comm, policy=fs.Policy(offload=True))
+        model = fs.shard_module(modules.make(), mesh=comm, policy=fs.Policy(offload=True))
         with pytest.raises(ScheduleError, match=r"AdamW keeps its own on the device.*fs\.optim\.adamw"):
             fs.ShardedOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-2)
         state = make_state(comm, "ddp")

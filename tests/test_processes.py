@@ -231,7 +231,7 @@ def test_groups_that_not_all_ranks_are_in():
         losses = []
 
         def train(mesh):
-            model = fs.ShardedModule(nn.Linear(3, 3), mesh=mesh, sync_from=0)
+            model = fs.shard_module(nn.Linear(3, 3), mesh=mesh, sync_from=0)
             optimizer = fs.ShardedOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
             for _ in range(3):
                 loss = model(torch.ones(2, 3)).square().sum()
@@ -277,7 +277,7 @@ def test_connections_end_with_their_scheduler():
                     scheduler(fail)(state)
 
         def module():
-            model = fs.ShardedModule(torch.nn.Linear(4, 4), mesh=comm, sync_from=0)
+            model = fs.shard_module(torch.nn.Linear(4, 4), mesh=comm, sync_from=0)
             model(torch.ones(2, 4)).sum().backward()
 
         gc.freeze()  # what is alive now stays: no need to look at it each time

@@ -46,7 +46,7 @@ def train_module(name, *, precision="fp32", microbatches=1, steps=3, tx=None, **
     comm = fs.SingleComm(fs.Mesh({axis: 1 for axis, _ in strategy.rules}))
     policy = fs.Policy(sum_late=False, trivial_axes=True, **policy)
     torch.manual_seed(0)
-    model = fs.ShardedModule(
+    model = fs.shard_module(
         Net(3), mesh=comm, strategy=strategy, units="layers.*", precision=PRECISIONS[precision], policy=policy
     )
     optimizer = fs.ShardedOptimizer(model.parameters(), *([tx] if tx else [torch.optim.AdamW]), **({} if tx else {"lr": 1e-2}))

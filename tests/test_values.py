@@ -93,15 +93,15 @@ def test_ranks_that_differ_hear_of_it(size, strategy):
         net = make(seed=comm.rank)
         where = getattr(fs, strategy)("dp")
         with pytest.raises(AgreementError, match=r"of \d+ parameters do not have the same values on all ranks") as caught:
-            fs.ShardedModule(net, mesh=comm, strategy=where, units=[Block])
+            fs.shard_module(net, mesh=comm, strategy=where, units=[Block])
         assert type(net) is Net
         net = modules.make(seed=3)
         with torch.no_grad():
             net.layers[1].up.bias[2] += 1e-6 * (comm.rank == size - 1)
         one = rf"1 of \d+ parameters do not .*\n  layers\.1\.up\.bias  rank {size - 1}: other values than rank 0{REMEDY}"
         with pytest.raises(AgreementError, match=one):
-            fs.ShardedModule(net, mesh=comm, strategy=where, units=[Block])
-        fs.ShardedModule(modules.make(), mesh=comm, strategy=where, units=[Block])
+            fs.shard_module(net, mesh=comm, strategy=where, units=[Block])
+        fs.shard_module(modules.make(), mesh=comm, strategy=where, units=[Block])
         return str(caught.value)
 
     first, *others = simulate(fs.Mesh({"dp": size}), rank_fn, timeout=10)
@@ -117,7 +117,7 @@ def synced(comm, source, meta):
             net = make(0)
     else:
         net = make(seed=comm.rank + 5)
-    model = fs.ShardedModule(net, mesh=comm, strategy=fs.zero3(*comm.mesh.names), units=[Block], sync_from=source)
+    model = fs.shard_module(net, mesh=comm, strategy=fs.zero3(*comm.mesh.names), units=[Block], sync_from=source)
     assert model.also is model.scale
     before = everything(model)
     optimizer = fs.ShardedOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
@@ -140,7 +140,7 @@ def test_sync_from(mesh, source, meta):
 def test_in_processes():
     def rank_fn(comm):
         with pytest.raises(AgreementError, match="do not have the same values on all ranks"):
-            fs.ShardedModule(make(seed=comm.rank), mesh=comm, strategy=fs.zero3("dp"))
+            fs.shard_module(make(seed=comm.rank), mesh=comm, strategy=fs.zero3("dp"))
         return synced(comm, 1, meta=True)
 
     assert_same(processes(DP, rank_fn, timeout=60), simulate(DP, rank_fn))
@@ -185,7 +185,7 @@ def test_refused(name):
 
     def rank_fn(comm):
         with pytest.raises((AgreementError, MeshError, TreeError), match=match):
-            fs.ShardedModule(make_net(comm.rank), mesh=comm, strategy=fs.zero3("dp"), sync_from=source(comm.rank))
+            fs.shard_module(make_net(comm.rank), mesh=comm, strategy=fs.zero3("dp"), sync_from=source(comm.rank))
 
     simulate(DP, rank_fn, timeout=10)
 

@@ -158,7 +158,7 @@ class Calls:
         for i, sitting in self.seats[name].sitting:
             mine = local(sitting)
             if not isinstance(mine, torch.Tensor) or mine.shape != leaves[i].shape:
-                raise TreeError(f"summon(): {unit.full_path(unit.leaves[i])!r} was replaced by something of another shape.")
+                raise TreeError(f"unsharded(): {unit.full_path(unit.leaves[i])!r} was replaced by something of another shape.")
             if mine.data_ptr() != leaves[i].data_ptr():
                 leaves[i].copy_(mine)
 

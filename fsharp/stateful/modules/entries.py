@@ -26,12 +26,12 @@ def entries_of(module: nn.Module, chosen: Mapping[str, nn.Module], names: str | 
             continue
         owners = [path for path, each in modules.items() if hasattr(each, name)]
         if hasattr(nn.Module, name):
-            raise PatternError(f"ShardedModule(methods=...): {name!r} is a method of every nn.Module, and not an entry point.")
+            raise PatternError(f"shard_module(methods=...): {name!r} is a method of every nn.Module, and not an entry point.")
         if not owners:
             elsewhere = next((path for path, each in module.named_modules() if hasattr(each, name)), None)
             hint = f" {elsewhere!r} has it: choose that module as one of the units." if elsewhere is not None else ""
             raise PatternError(
-                f"ShardedModule(methods=...): neither {type(module).__name__} nor a module that is chosen by units has a "
+                f"shard_module(methods=...): neither {type(module).__name__} nor a module that is chosen by units has a "
                 f"method {name!r}.{hint} Methods of {type(module).__name__}: {', '.join(_methods(module)[:_SHOWN]) or 'none'}."
             )
         for path in owners:
@@ -42,7 +42,7 @@ def entries_of(module: nn.Module, chosen: Mapping[str, nn.Module], names: str | 
 
 def _check(module: nn.Module, path: str, name: str) -> None:
     value = inspect.getattr_static(module, name, None) or getattr(module, name)
-    where = f"ShardedModule(methods=...): {name!r} of {path or 'the root'}, a {type(module).__name__},"
+    where = f"shard_module(methods=...): {name!r} of {path or 'the root'}, a {type(module).__name__},"
     if isinstance(value, nn.Module) or not callable(value) or isinstance(value, staticmethod | classmethod | type):
         raise PatternError(f"{where} is a {type(value).__name__}, expected a method of its own.")
     if inspect.isgeneratorfunction(value) or inspect.iscoroutinefunction(value) or inspect.isasyncgenfunction(value):

@@ -114,7 +114,7 @@ class Kept:
             if before != after:
                 raise ScheduleError(
                     f"the parameters of unit {name!r} were changed in place since the last step. What other ranks hold, and "
-                    "copies in other dtypes, do not follow. Change them in `with model.summon(write=True):`."
+                    "copies in other dtypes, do not follow. Change them in `with model.unsharded(write=True):`."
                 )
 
     def _versions(self) -> list[tuple[str, list[tuple[int, int]]]]:

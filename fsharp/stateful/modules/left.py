@@ -95,7 +95,7 @@ def refuse_kept(module: nn.Module) -> None:
             )
             if held:
                 raise TreeError(
-                    f"ShardedModule(): {f'{path}.{attribute}'.lstrip('.')} holds parameter {names[id(held[0])]!r} itself, "
+                    f"shard_module(): {f'{path}.{attribute}'.lstrip('.')} holds parameter {names[id(held[0])]!r} itself, "
                     "which is another tensor afterwards. Make it an nn.ParameterList or nn.ParameterDict, or keep the name."
                 )
 

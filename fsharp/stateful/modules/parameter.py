@@ -146,7 +146,7 @@ class ShardedParameter(Part, nn.Parameter):
     def data(self, value: torch.Tensor) -> None:
         raise TreeError(
             f"parameter {self.path!r} rests in memory of its ShardedModule, in a dtype and shape that are planned: it cannot "
-            "be given other data. Write to it in `with model.summon(write=True):`."
+            "be given other data. Write to it in `with model.unsharded(write=True):`."
         )
 
     @property
@@ -167,7 +167,7 @@ class ShardedParameter(Part, nn.Parameter):
         if bool(requires_grad) != self.is_trained:
             raise LayoutError(
                 f"parameter {self.path!r} was {'trained' if self.is_trained else 'frozen'} when its module was sharded, and "
-                "layouts and optimizer state are made for that. Freeze and unfreeze before ShardedModule()."
+                "layouts and optimizer state are made for that. Freeze and unfreeze before shard_module()."
             )
         return self
 
@@ -205,7 +205,7 @@ _CHECKPOINTED = " What is checkpointed has to be one of the units, to be gathere
 def _unseen(part: Part, name: str) -> str:
     return (
         f"parameter {part.path!r} is used by {name}() outside of the forward of its ShardedModule, where its gradient "
-        "would not be seen. Do so inside of a forward, or of a method that ShardedModule(methods=[...]) names, or under "
+        "would not be seen. Do so inside of a forward, or of a method that shard_module(methods=[...]) names, or under "
         "torch.no_grad()."
     ) + _CHECKPOINTED * in_backward()
 
@@ -217,7 +217,7 @@ def _refusal(part: Part, name: str) -> str:
     return (
         f"{kind}{part.path!r} is sharded: this rank holds {held:,} of the {part.full_shape.numel():,} elements of "
         f"{list(part.full_shape)}, which {name}() would take for all of it. Parameters are whole inside of the forward of the "
-        "module that they are gathered with, inside of methods that ShardedModule(methods=[...]) names, and in `with "
-        "model.summon():`. Optimizers go into a ShardedOptimizer, norms are clipped by model.clip_grad_norm_(), losses are "
+        "module that they are gathered with, inside of methods that shard_module(methods=[...]) names, and in `with "
+        "model.unsharded():`. Optimizers go into a ShardedOptimizer, norms are clipped by model.clip_grad_norm_(), losses are "
         "scaled by fs.GradScaler; `.local` is this rank's part."
     ) + _CHECKPOINTED * in_backward()

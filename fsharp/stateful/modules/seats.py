@@ -52,9 +52,9 @@ class Seats:
         for i, places, name in self._places:
             if places.get(name) is not self._own[i]:
                 raise TreeError(
-                    f"parameter {self._paths[i]!r} is not there, or is not the one that ShardedModule() has put there, and a "
-                    "forward computes with that one. Write values in `with model.summon(write=True):`; replace, tie and "
-                    "parametrize before ShardedModule(); in place of torch.func.functional_call() take "
+                    f"parameter {self._paths[i]!r} is not there, or is not the one that shard_module() has put there, and a "
+                    "forward computes with that one. Write values in `with model.unsharded(write=True):`; replace, tie and "
+                    "parametrize before shard_module(); in place of torch.func.functional_call() take "
                     "`fn, params = model.functional()`."
                 )
 
@@ -101,7 +101,7 @@ def chosen_modules(module: nn.Module, units: Units | Sequence[Units]) -> dict[st
             kinds = ", ".join(sorted({type(each).__name__ for each in every.values()})[:12])
             shown = rule.__name__ if hasattr(rule, "__name__") else repr(rule)
             raise PatternError(
-                f"ShardedModule(units=...): {shown} matches no module of {type(module).__name__}. Classes of modules in it: "
+                f"shard_module(units=...): {shown} matches no module of {type(module).__name__}. Classes of modules in it: "
                 f"{kinds}; paths: {', '.join(list(every)[:8])}."
             )
         found |= hits
@@ -109,7 +109,7 @@ def chosen_modules(module: nn.Module, units: Units | Sequence[Units]) -> dict[st
     for path, each in chosen.items():
         if next(each.parameters(), None) is None:
             raise PatternError(
-                f"ShardedModule(units=...): module {path!r}, a {type(each).__name__}, has no parameters to gather."
+                f"shard_module(units=...): module {path!r}, a {type(each).__name__}, has no parameters to gather."
             )
     return chosen
 

@@ -27,8 +27,7 @@ from fsharp.stateful.modules.calls import Calls, Source
 from fsharp.stateful.modules.differentiate import differentiate
 from fsharp.stateful.modules.initial.dtensors import Spec
 from fsharp.stateful.modules.kept import Kept
-from fsharp.stateful.modules.means import Means
-from fsharp.stateful.modules.missing import missing_in
+from fsharp.stateful.modules.means import Means, missing_in
 from fsharp.stateful.modules.outputs import tensors_in
 from fsharp.stateful.modules.parameter import Part, ShardedParameter
 from fsharp.stateful.runtime.boundary import before_backward, in_backward
@@ -53,7 +52,7 @@ class Session:
     Attributes:
         calls: its code, with parameters gathered.
         kept: what is trained.
-        is_summoned: whether its parameters are whole, and not its own, at present.
+        is_unsharded: whether its parameters are whole, and not its own, at present.
         is_averaged: whether averages are in their place at present.
         updated_by: the optimizer that has made the last step, if no forward has come since.
         is_accumulating: whether a backward leaves its gradients where they rest, unreduced over some axes.
@@ -78,7 +77,7 @@ class Session:
         self.is_accumulating = False
         self.parameters: dict[str, ShardedParameter] = {}
         self.means = Means(self.parameters, specs, scheduler)
-        self.is_summoned = self.is_averaged = False
+        self.is_unsharded = self.is_averaged = False
         self._training, self._evaluation = scheduler(_not_called), scheduler(_evaluate)
         self._training.name, self._evaluation.name = "training step", "evaluation"
         self._run: Step | None = None
@@ -92,9 +91,9 @@ class Session:
 
     def call(self, path: str, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """``fn(*args, **kwargs)``, the code of the module at ``path``, with its units gathered."""
-        if self.is_summoned:
+        if self.is_unsharded:
             raise ScheduleError(
-                "the model was called inside of summon(), where its parameters are not its own. Call it outside."
+                "the model was called inside of unsharded(), where its parameters are not its own. Call it outside."
             )
         source = self.calls.source
         if source is not None and path in source.computing:  # forward calls another method, or the reverse
@@ -294,13 +293,13 @@ class Session:
     @contextmanager
     def seated(self, names: Sequence[str], tensors: Sequence[Sequence[torch.Tensor]]) -> Iterator[None]:
         """The module has these tensors for parameters."""
-        self.check_idle("summon()")
-        self.is_summoned = True
+        self.check_idle("unsharded()")
+        self.is_unsharded = True
         try:
             with self.calls.seated(names, tensors):
                 yield
         finally:
-            self.is_summoned = False
+            self.is_unsharded = False
 
     def adopt(self, state: TrainState) -> None:
         """Train this state, of the same layout, from here on.

@@ -36,6 +36,6 @@ def _refuse(optimizer: torch.optim.Optimizer, *_: object) -> None:
         return
     name = type(optimizer).__name__
     raise TreeError(
-        f"step(): this {name} was made before ShardedModule(), which has put other parameters in the place of those that it "
+        f"step(): this {name} was made before shard_module(), which has put other parameters in the place of those that it "
         f"has: it would train nothing. Make it afterwards: fs.ShardedOptimizer(model.parameters(), {name}, ...)."
     )

@@ -65,11 +65,11 @@ def specs_of(module: nn.Module, comm: Comm) -> dict[str, Spec]:
         mesh, placements = parameter.device_mesh, tuple(parameter.placements)
         if any(p.is_partial() for p in placements) or parameter.is_meta:
             what = "on the meta device: give it values before" if parameter.is_meta else "a partial sum: redistribute it"
-            raise TreeError(f"ShardedModule(): parameter {path!r} is a DTensor {what}.")
+            raise TreeError(f"shard_module(): parameter {path!r} is a DTensor {what}.")
         shared = ours & set(mesh.mesh.flatten().tolist())
         if len(shared) > 1:
             raise MeshError(
-                f"ShardedModule(): parameter {path!r} is a DTensor on {mesh}, and ranks {sorted(shared)} of that are to "
+                f"shard_module(): parameter {path!r} is a DTensor on {mesh}, and ranks {sorted(shared)} of that are to "
                 f"shard it as well, along {list(comm.mesh.names)}. Pass the other axes, for example mesh=device_mesh['dp']."
             )
         found[path] = Spec(mesh, placements, parameter.shape, parameter.stride())

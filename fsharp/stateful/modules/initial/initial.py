@@ -64,7 +64,7 @@ def initial_values(
         "sync_from": repr(sync_from),
         **({"on the meta device": "\n".join(meta)} if sync_from is None else {"buffers": _about_buffers(module)}),
     }
-    together("ShardedModule()", comm, check, lambda _: {**describe_units(layout.units), **how})
+    together("shard_module()", comm, check, lambda _: {**describe_units(layout.units), **how})
     if sync_from is not None:
         return _synced(module, layout, comm, sync_from)
     own = {
@@ -74,18 +74,18 @@ def initial_values(
         if not leaf.tied_to
     }
     apart = {unit.full_path(leaf): unit.strategy.full.varying for unit in layout.units for leaf in unit.leaves}
-    check_same("ShardedModule()", {path: tensor for path, tensor in own.items() if not tensor.is_meta}, comm, apart=apart)
+    check_same("shard_module()", {path: tensor for path, tensor in own.items() if not tensor.is_meta}, comm, apart=apart)
     return _made(makers, module, layout, comm) if meta else shard_for(tree, layout, comm.rank, place="optim")
 
 
 def _check_source(source: int, comm: Comm, meta: list[str]) -> None:
     if isinstance(source, bool) or not isinstance(source, int) or not 0 <= source < comm.mesh.size:
         raise MeshError(
-            f"ShardedModule(sync_from=...): got {source!r}, expected a rank of {comm.mesh}, 0 to {comm.mesh.size - 1}."
+            f"shard_module(sync_from=...): got {source!r}, expected a rank of {comm.mesh}, 0 to {comm.mesh.size - 1}."
         )
     if comm.rank == source and meta:
         raise TreeError(
-            f"ShardedModule(sync_from={source}): {meta[0]!r} of rank {source} is on the meta device. Make the module on a real "
+            f"shard_module(sync_from={source}): {meta[0]!r} of rank {source} is on the meta device. Make the module on a real "
             "device there, or leave sync_from out on all ranks: submodules initialize themselves, alike on all ranks."
         )
 
@@ -97,7 +97,7 @@ def _made(makers: Makers, module: nn.Module, layout: Layout, comm: Comm) -> Any:
         nodes = [build(u, resolve_place(u, "optim"), comm.rank, partial(makers.value, u), main=True) for u in layout.units]
         return nodes, makers.buffers()
 
-    nodes, buffers = together("ShardedModule()", comm, make)
+    nodes, buffers = together("shard_module()", comm, make)
     unfilled = {path for text in exchange("\n".join(makers.unfilled), comm) for path in text.split("\n") if path}
     if unfilled:
         raise nothing_initializes(module, sorted(unfilled))

@@ -136,7 +136,7 @@ class Makers:
             old, new = slot.tensor, slot.places.get(slot.name)
             if new is None or (new.shape, new.dtype) != (old.shape, old.dtype):
                 raise TreeError(
-                    f"ShardedModule(): {slot.path!r} is {_about(old)}, and its initializer has made it "
+                    f"shard_module(): {slot.path!r} is {_about(old)}, and its initializer has made it "
                     f"{'nothing' if new is None else _about(new)}. Fill it in place."
                 )
             if new is room and _is_unfilled(new, version, is_parameter=slot.is_parameter):
@@ -158,7 +158,7 @@ def nothing_initializes(module: nn.Module, paths: Iterable[str]) -> TreeError:
     rows = [(path or "(root)", f"{type(module.get_submodule(path)).__name__}: {', '.join(n)}") for path, n in owners.items()]
     return TreeError(
         problem(
-            "ShardedModule()",
+            "shard_module()",
             "parameters or buffers on the meta device that nothing initializes.",
             rows,
             "Give these classes a reset_parameters() that fills their own parameters and buffers, pass initialize=, a function "

@@ -129,7 +129,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 more = f" and {len(parts) - 1} more" if len(parts) > 1 else ""
                 whole = "" if scope is Scope.EVERYTHING else "atoms=fs.layout.Whole() or "
                 raise TreeError(
-                    f"ShardedOptimizer(): {optimizer.__name__} looks at {what} {parts[0]!r}{more}. Pass ShardedModule() {whole}"
+                    f"ShardedOptimizer(): {optimizer.__name__} looks at {what} {parts[0]!r}{more}. Pass shard_module() {whole}"
                     "strategy=fs.ddp(...) for the units that have them, take an elementwise optimizer such as AdamW, or "
                     "fs.optim.muon() and other (init, update) pairs, which gather what they need."
                 )
@@ -228,12 +228,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 loss = model(**batch).loss
                 weights = dict(model.full_parameters())
 
-        Forwards, ``full_parameters()``, ``summon()`` and ``functional()`` see the averages that :func:`~fsharp.with_ema` keeps;
-        parameters that it does not average stay as they are. Afterwards all have their own values again, to the bit.
+        Forwards, ``full_parameters()``, ``unsharded()`` and ``functional()`` see the averages that :func:`~fsharp.with_ema`
+        keeps; parameters that it does not average stay as they are. Afterwards all have their own values again, to the bit.
 
         Raises:
             TreeError: the optimizer keeps no average, or several of one parameter.
-            ScheduleError: a step is under way. Inside: a forward that is not under ``torch.no_grad()``, ``summon(write=True)``.
+            ScheduleError: a step is under way. Inside: a forward that is not under ``torch.no_grad()``, or
+                ``unsharded(write=True)``.
 
         Cost: a copy of this rank's parts, and one gather from the optimizer's place to the parameters'.
         """
@@ -354,7 +355,7 @@ def _session_of(params: list[Any]) -> Session:
         if not isinstance(parameter, ShardedParameter):
             raise TreeError(
                 f"ShardedOptimizer(): parameter {i} is a {type(parameter).__name__} of shape {list(parameter.shape)}, not one "
-                "of a ShardedModule. Pass model.parameters() as they are after ShardedModule(model, ...)."
+                "of a ShardedModule. Pass model.parameters() as they are after shard_module(model, ...)."
             )
     first, *others = {parameter._gradients() for parameter in params}
     if first is None and not others:

@@ -1,0 +1,168 @@
+"""shard_module: an nn.Module becomes one whose parameters, gradients and optimizer state are sharded, in place."""
+
+import os
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import optree
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from fsharp.errors import MeshError, TreeError
+from fsharp.functional.comm.process_group import ProcessGroupComm, connect
+from fsharp.functional.comm.protocol import Comm
+from fsharp.functional.functionalize import parameter_tree
+from fsharp.functional.layout.mesh import Mesh
+from fsharp.functional.layout.paths import Patterns
+from fsharp.functional.layout.placement import Strategy, zero3
+from fsharp.functional.layout.plan import plan
+from fsharp.functional.layout.precision import Precision, dtype_name
+from fsharp.functional.optim.base import Transform
+from fsharp.functional.state import init_state
+from fsharp.stateful.modules.entries import enter_by, entries_of
+from fsharp.stateful.modules.initial.dtensors import local, specs_of
+from fsharp.stateful.modules.initial.initial import initial_values
+from fsharp.stateful.modules.left import refuse_kept
+from fsharp.stateful.modules.module import ShardedModule
+from fsharp.stateful.modules.parameter import ShardedParameter
+from fsharp.stateful.modules.seats import Units, chosen_modules, leafmost
+from fsharp.stateful.modules.session import Session
+from fsharp.stateful.modules.stale import refuse_stale_optimizers
+from fsharp.stateful.runtime.scheduler import Scheduler
+from fsharp.stateful.schedule.policy import Policy
+
+_NOTHING = Transform(lambda params: None, lambda grads, state, params, *, comm: (grads, state), {})
+
+
+def shard_module(
+    module: nn.Module,
+    *,
+    mesh: DeviceMesh | Mesh | Comm | None = None,
+    strategy: Strategy | Mapping[str, Strategy] | None = None,
+    units: Units | Sequence[Units] | None = None,
+    precision: Precision = Precision(),
+    policy: Policy | None = None,
+    methods: str | Sequence[str] = (),
+    key: int = 0,
+    initialize: Callable[[nn.Module], None] | None = None,
+    sync_from: int | None = None,
+    **plan_options: Any,
+) -> ShardedModule:
+    """A module, trained in parts. It is changed in place, and returned.
+
+    ::
+
+        model = fs.shard_module(model, strategy=fs.zero3("dp"), units=[Block])
+        optimizer = fs.ShardedOptimizer(model.parameters(), torch.optim.AdamW, lr=3e-4)
+        for batch in data:
+            loss = model(**batch).loss
+            loss.backward()
+            model.clip_grad_norm_(1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    All ranks call the same in the same order. What is returned is also a :class:`~fsharp.ShardedModule`, which says what it
+    has got besides.
+
+    Args:
+        module: with the same values on every rank, or on the meta device. Tied and frozen parameters stay so.
+        mesh: the ranks: a DeviceMesh with named dims, a :class:`~fsharp.Mesh` that all processes form, or a
+            :class:`~fsharp.Comm`; None means all processes, along one axis ``"dp"``. Parameters that are DTensors, as
+            ``parallelize_module`` makes them, are sharded on top: over the axes that theirs are not, ``device_mesh["dp"]``.
+        strategy: where state rests, or strategies by pattern of paths, the last that matches counting; None means ZeRO-3
+            over all axes. ``{"**": zero3("dp", "ep"), "**.experts": zero3("dp").varying("ep")}`` is for a module of which
+            each rank along ``"ep"`` has experts of its own.
+        units: modules that are gathered by themselves when they are called: classes, patterns of paths (``"layers.*"``),
+            predicates on path and module, or several of these. They may nest; what is in none of them is gathered with the
+            root. None gathers everything with the root.
+        precision: dtypes. Floating-point inputs are cast to ``precision.compute``, if it has one.
+        policy: of the scheduler.
+        methods: names of other methods than ``forward``, of the root or of chosen modules, that parameters are gathered for:
+            entry points such as ``"encode"``. Those that only call modules, as ``generate`` calls the root, need not be named.
+            Call them under ``torch.no_grad()``, as forwards, if no backward will come.
+        key: seed for what is on the meta device, which submodules make one after another by their own
+            ``reset_parameters()``, buffers included: the same values on any mesh.
+        initialize: called for each submodule with parameters or buffers of its own on the meta device, instead of its
+            ``reset_parameters()``, to fill these; of a model of transformers, ``model._init_weights``.
+        sync_from: take this rank's parameters and buffers, to the bit, instead of each rank's own; the others' may be on the
+            meta device. None compares parameters, and refuses those that differ.
+        plan_options: ``atoms`` and ``labels``, as :func:`~fsharp.plan` takes them; labels by default ``"default"``.
+
+    Returns:
+        The module that was passed.
+
+    Raises:
+        PatternError: units that match no module, methods that none of these has.
+        TreeError: a module without parameters, or with complex ones to be trained; tensors on the meta device that nothing
+            initializes.
+        MeshError: a mesh without this process, or one that parameters are distributed over already.
+        AgreementError: on all ranks, if they differ in module, units, strategy or precision, or in the values of parameters.
+
+    Cost: this rank's parts, and the parameters of one submodule in full while it is made from the meta device.
+    One pass over all parameters compares them, by 8 bytes; ``sync_from`` sends them all, and holds one unit in full.
+    """
+    _check_module(module)
+    refuse_kept(module)
+    comm = _comm(mesh)
+    specs = specs_of(module, comm)
+    whole: Any = parameter_tree("shard_module()", module)
+    tree = optree.tree_map(local, whole)
+    del whole
+    before = [weakref.ref(parameter) for parameter in module.parameters()]
+    chosen = chosen_modules(module, units) if units is not None else {}
+    entries = entries_of(module, chosen, methods)
+    trained = {path for path, each in module.named_parameters(remove_duplicate=False) if each.requires_grad}
+    frozen: Patterns = lambda path: path not in trained  # noqa: E731
+    where, named = strategy or zero3(*comm.mesh.names), leafmost(chosen) or None
+    layout = plan(tree, comm.mesh, where, units=named, frozen=frozen, precision=precision, **plan_options)
+    start = initial_values(module, tree, layout, comm, key=key, initialize=initialize, sync_from=sync_from)
+    state = init_state(_NOTHING, start, comm=comm, donate=True)
+    del tree, start
+    scheduler = Scheduler(comm, policy=policy)
+    session = Session(module, layout, list(chosen), state, scheduler, input_dtype=precision.compute, specs=specs)
+    session.show()
+    for path in session.calls.owners:
+        each = module.get_submodule(path)
+        each.__dict__["_fsharp"] = (session, path)
+        enter_by(each, entries[path], *([ShardedModule] if not path else []))
+    refuse_stale_optimizers(before)
+    assert isinstance(module, ShardedModule)
+    return module
+
+
+def _check_module(module: nn.Module) -> None:
+    for path, parameter in module.named_parameters():
+        if isinstance(parameter, ShardedParameter):
+            raise TreeError(
+                f"shard_module(): parameter {path!r} is one of a ShardedModule already. Wrap the whole model once, and name "
+                "the modules in it by units=."
+            )
+    added = [name for name in vars(ShardedModule) if not name.startswith("_") and not hasattr(nn.Module, name)]
+    hidden = [name for name in added if hasattr(module, name)]
+    for path, parameter in module.named_parameters():
+        if parameter.is_complex() and parameter.requires_grad:
+            raise TreeError(
+                f"shard_module(): parameter {path!r} is {dtype_name(parameter.dtype)}, and only real ones can be trained. "
+                "Make it a real one, nn.Parameter(torch.view_as_real(w)), of which the forward takes torch.view_as_complex(); "
+                "or freeze it by requires_grad_(False)."
+            )
+    if hidden:
+        raise TreeError(
+            f"shard_module(): would hide {', '.join(hidden)} of {type(module).__name__}: rename what has this name."
+        )
+
+
+def _comm(mesh: DeviceMesh | Mesh | Comm | None) -> Comm:
+    if isinstance(mesh, DeviceMesh):
+        return ProcessGroupComm(mesh)
+    if mesh is None:
+        joined = torch.distributed.is_initialized()
+        size = torch.distributed.get_world_size() if joined else int(os.environ.get("WORLD_SIZE", "1"))
+        return connect(Mesh({"dp": size}))
+    if isinstance(mesh, Mesh):
+        return connect(mesh)
+    if not isinstance(mesh, Comm):
+        raise MeshError(f"shard_module(mesh=...): got {type(mesh).__name__}, expected a DeviceMesh, a Mesh or a Comm.")
+    return mesh
