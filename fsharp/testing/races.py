@@ -103,7 +103,7 @@ class VirtualLanes(Lanes):
     def _lane(self, name: str) -> str:
         return "gather" if self.one_stream and name == "reduce" else name
 
-    def finish(self, op: Key) -> None:
+    def synchronize(self, op: Key) -> None:
         """The host, and so all that it issues later, waits for an op."""
         self.join([op])
 

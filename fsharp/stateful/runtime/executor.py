@@ -131,7 +131,7 @@ class Executor:
         """Run an op on its lane, after those it waits for."""
         return self.lanes.on(name, bound.key, bound.after, begins=begins)
 
-    def fill(self, memory: Memory | None) -> None:
+    def occupy(self, memory: Memory | None) -> None:
         """A part of the arena is in use from here on."""
         if memory is not None:
             for other, gradient in self._deferred:
@@ -141,7 +141,7 @@ class Executor:
             self.peak_nbytes = max(self.peak_nbytes, self.live_nbytes)
             self.top = max(self.top, memory.stop)
 
-    def free(self, memory: Memory | None) -> None:
+    def vacate(self, memory: Memory | None) -> None:
         """It is not any more."""
         if memory is not None:
             self.live_nbytes -= memory.nbytes
@@ -149,7 +149,7 @@ class Executor:
     def open(self, bound: BoundOp) -> None:
         """Where a gradient rests is its own from here on."""
         if bound.op.opens is not None:
-            self.fill(bound.op.opens)
+            self.occupy(bound.op.opens)
             bound.gradient.open()
 
     def end_late(self, bound: BoundOp, end: Callable[[], None]) -> None:
@@ -180,7 +180,7 @@ def _gather(executor: Executor, bound: BoundOp) -> None:
                 _start_gathers(executor, moving)
         return
     for each in bound.members:
-        executor.fill(each.op.memory)
+        executor.occupy(each.op.memory)
     # Of a tree that is yet to be seen in this step: gathered when it is waited for.
     known = [(each, each.params, each.unit.node) for each in bound.members if each.unit.node is not None]
     if known:
@@ -225,7 +225,7 @@ def _wait(executor: Executor, bound: BoundOp) -> None:
 def _release(executor: Executor, bound: BoundOp) -> None:
     assert bound.params is not None
     executor.lanes.join(bound.after)
-    executor.free(bound.op.memory)
+    executor.vacate(bound.op.memory)
     bound.params.release(poison=executor.poison)
 
 
@@ -234,7 +234,7 @@ def _cast(executor: Executor, bound: BoundOp) -> None:
         executor.open(bound)
         executor.lanes.join(bound.after)
     if bound.is_first and bound.block is not None:
-        executor.fill(bound.op.memory)
+        executor.occupy(bound.op.memory)
         executor.lanes.join(bound.after)
     assert executor.incoming is not None
     bound.gradient.cast(executor.incoming, bound.block, first=bound.is_first)
@@ -246,7 +246,7 @@ def _reduce(executor: Executor, bound: BoundOp) -> None:
     for each in members:
         executor.reducing[each.op.unit, is_finish] = each
         if is_finish:
-            executor.fill(each.op.memory)
+            executor.occupy(each.op.memory)
         else:
             executor.open(each)
     with executor.lane(bound, "reduce"):
@@ -266,7 +266,7 @@ def _accumulate(executor: Executor, bound: BoundOp) -> None:
     gradient = bound.gradient
     executor.reducing.pop((bound.op.unit, bound.op.phase == "finish"), None)
     executor.open(bound)
-    executor.free(bound.op.memory)
+    executor.vacate(bound.op.memory)
     if bound.op.phase == "finish":
         end = gradient.end_finish
     else:

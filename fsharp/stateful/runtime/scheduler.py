@@ -344,7 +344,7 @@ class Scheduler(Tracer):
             slots = [(schedule.slots[each.op.unit], each.unit.node) for each in bound.members]
             if all(node is None or slot.holds(stamp(node)) for slot, node in slots):
                 for each in bound.members:
-                    self.executor.fill(each.op.memory)
+                    self.executor.occupy(each.op.memory)
                 continue
             for slot, _ in slots:
                 slot.release(poison=False)

@@ -42,7 +42,7 @@ class Lanes:
     def join_all(self, *names: str) -> None:
         """Compute waits for all that the lanes of these names have been given."""
 
-    def finish(self, op: Key) -> None:
+    def synchronize(self, op: Key) -> None:
         """The host waits for an op."""
 
     def keep(self, x: torch.Tensor) -> None:
@@ -101,7 +101,7 @@ class DeviceLanes(Lanes):
         for stream in {self._stream(name) for name in names}:
             compute.wait_stream(stream)
 
-    def finish(self, op: Key) -> None:
+    def synchronize(self, op: Key) -> None:
         """Until its event has come."""
         self._events[op].synchronize()
 

@@ -187,7 +187,7 @@ class GradientBuffer:
         """A new step: the place in the arena is not the gradient's yet."""
         self._is_open = False
 
-    def begin(self, place: Resting | None) -> None:
+    def renew(self, place: Resting | None) -> None:
         """A new gradient: whatever rests is of the one before.
 
         Args:

@@ -53,7 +53,7 @@ class Transfer:
     def wait(self) -> None:
         """The host waits until all is copied."""
         if self._began is not None:
-            self.lanes.finish(self._began)
+            self.lanes.synchronize(self._began)
 
 
 class Offload:

@@ -51,7 +51,7 @@ class UnshardedBuffer:
 
     Attributes:
         full: the parameters; only while they are gathered, if they have memory of their own.
-        seen: the stamp of the node that it is filled from, or about to be; None while it is released.
+        filled_from: the stamp of the node that it is filled from, or about to be; None while it is released.
         tickets: of the gathers that fill it.
         users: uses that are under way.
         is_held: whether somebody still had memory of its own when it was released.
@@ -59,17 +59,17 @@ class UnshardedBuffer:
 
     __slots__ = (
         "_device",
-        "_filled_from",
+        "_last_filled_from",
         "_layout",
         "_outs",
         "_rank",
         "_sources",
         "_version",
         "axes",
+        "filled_from",
         "full",
         "is_held",
         "memory",
-        "seen",
         "tickets",
         "users",
         "where",
@@ -91,12 +91,12 @@ class UnshardedBuffer:
         self._outs: list[list[torch.Tensor]] = []
         if memory is not None:
             self._make(memory)
-        self.seen: Stamp | None = None
+        self.filled_from: Stamp | None = None
         self.tickets: list[Ticket] = []
         self.users = 0
         self.is_held = False
         self._sources: list[StorageWeakRef] = []
-        self._filled_from: Stamp | None = None
+        self._last_filled_from: Stamp | None = None
         self._version = 0  # of its leaves while it is filled
 
     def _make(self, memory: torch.Tensor) -> None:
@@ -106,7 +106,7 @@ class UnshardedBuffer:
     @property
     def is_filled(self) -> bool:
         """Whether the parameters are there, or on their way."""
-        return self.seen is not None
+        return self.filled_from is not None
 
     def begin(self) -> None:
         """A new step: a backward of an older one is refused."""
@@ -125,9 +125,9 @@ class UnshardedBuffer:
         if self.where is None:
             with torch.inference_mode(False):
                 self._make(torch.empty(full_nbytes(self._layout), dtype=torch.uint8, device=self._device))
-        self.seen, self._sources, self.is_held = stamp(node), [], False
-        if self.seen != self._filled_from:  # what was saved of other values is refused
-            self._filled_from, self._version = self.seen, (self._version + _VERSIONS_A_FILL) % _RELEASED
+        self.filled_from, self._sources, self.is_held = stamp(node), [], False
+        if self.filled_from != self._last_filled_from:  # what was saved of other values is refused
+            self._last_filled_from, self._version = self.filled_from, (self._version + _VERSIONS_A_FILL) % _RELEASED
         self._set_version(self._version)
         return [(x.detach(), outs) for x, outs in zip(node.raw_buffers, self._outs, strict=True) if x.numel()]
 
@@ -139,7 +139,7 @@ class UnshardedBuffer:
 
     def holds(self, seen: Stamp) -> bool:
         """Whether it has, or is about to have, the values of these tensors."""
-        return self.seen == seen and not any(source.expired() for source in self._sources)
+        return self.filled_from == seen and not any(source.expired() for source in self._sources)
 
     @property
     def is_carried(self) -> bool:
@@ -153,7 +153,7 @@ class UnshardedBuffer:
     def release(self, *, poison: bool) -> None:
         """Its memory is free; what it held must not be used any more."""
         self.wait()
-        was_filled, self.seen = self.seen is not None, None
+        was_filled, self.filled_from = self.filled_from is not None, None
         if not was_filled:
             return
         self._set_version(_RELEASED)
@@ -168,7 +168,7 @@ class UnshardedBuffer:
     def drop(self) -> None:
         """What was to fill it may never come."""
         self.tickets.clear()
-        self.seen = None
+        self.filled_from = None
         self._set_version(_RELEASED)
 
     def _set_version(self, version: int) -> None:
@@ -238,7 +238,7 @@ class UnitState:
         if self.gradient is None:
             device = self.node.raw_buffers[0].device if self.node else torch.device("cpu")
             self.gradient = GradientBuffer(self.layout, transport, device, trivial=self.trivial)
-        self.gradient.begin(place)
+        self.gradient.renew(place)
 
     def forget(self) -> None:
         """Hold on to nobody's tensors."""
