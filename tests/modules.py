@@ -3,14 +3,20 @@
 import threading
 from collections.abc import Callable
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import fsharp as fs
+from tests.scheduling import STRATEGIES
 
 VOCAB, DIM = 11, 6
+each_strategy = pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "zero3"])
+
+
+ADAMW = {"lr": 1e-2, "weight_decay": 0.1}
 _seeds = threading.Lock()  # simulated ranks share the global generator
 
 
@@ -100,3 +106,62 @@ def batches(comm: fs.Comm | None, count: int, size: int = 4) -> list[tuple[torch
     drawn = [torch.randint(0, VOCAB, (ranks * size,), generator=g) for _ in range(count)]
     part = slice(None) if rank is None else slice(rank * size, (rank + 1) * size)
     return [(x[part], (x * 3 % VOCAB)[part]) for x in drawn]
+
+
+def wrap(comm, strategy, kind="plain", *, units=(Block,), optimizer=torch.optim.AdamW, **options):
+    """A sharded model and its optimizer."""
+    strategy = STRATEGIES[strategy][1] if isinstance(strategy, str) else strategy
+    model = fs.shard_module(
+        make(kind), mesh=comm, strategy=strategy, units=units and list(units), policy=fs.Policy(poison=True), **options
+    )
+    return model, fs.ShardedOptimizer(model.parameters(), optimizer, **ADAMW)
+
+
+def values(model):
+    """All parameters in full, by name."""
+    whole = dict(model.full_parameters())
+    return {name: whole[name] for name, _ in model.named_parameters()}
+
+
+def train(model, optimizer, data, *, parts=1):
+    """Losses of some steps in the usual loop, each of some microbatches."""
+    losses = []
+    for x, y in data:
+        optimizer.zero_grad()
+        for i, (xs, ys) in enumerate(zip(x.chunk(parts), y.chunk(parts))):
+            if i < parts - 1:
+                with model.accumulate():
+                    (model(xs, ys)["loss"] / parts).backward()
+                continue
+            loss = model(xs, ys)["loss"] / parts
+            loss.backward()
+        optimizer.step()
+        losses.append(loss.detach())
+    return losses
+
+
+def alone(kind, steps, **options):
+    """The module trained by itself, on the batches of both ranks."""
+    model = make(kind)
+    optimizer = torch.optim.AdamW(model.parameters(), **{**ADAMW, **options})
+    losses = []
+    for x, y in batches(None, steps):
+        loss = model(x, y)["loss"]
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    return losses, {name: p.detach() for name, p in model.named_parameters()}
+
+
+def close(a, b):
+    torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+# What is refused
+
+
+def refused(comm, strategy="zero3"):
+    model, optimizer = wrap(comm, strategy)
+    [(x, y)] = batches(comm, 1)
+    return model, optimizer, x, y

@@ -140,3 +140,9 @@ def test_documents_name_what_there_is(path):
         for call in re.findall(rf"\bfs\.{kind}\(([^()]*)\)", text):
             for option in re.findall(r"(\w+)=", call):
                 assert option in inspect.signature(getattr(fs, kind)).parameters, f"{kind}({option})"
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=[path.name for path in DOCUMENTS])
+def test_documents_name_files_that_there_are(path):
+    for name in set(re.findall(r"`((?:functional|stateful|testing|tests|examples|benchmarks)/[\w/]+\.py)`", path.read_text())):
+        assert (ROOT / name).exists() or (ROOT.parent / name).exists(), name

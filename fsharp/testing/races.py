@@ -312,7 +312,7 @@ def _here(scheduler: Scheduler) -> str:
 def _op(scheduler: Scheduler, key: Key) -> str:
     """An op of a schedule, in words."""
     number, i = key
-    plan = scheduler._tenant
+    plan = scheduler.arena.tenant
     if plan is None or plan.number != number:
         return f"op {i} of an earlier plan"
     op = plan.schedule.ops[i]
@@ -321,11 +321,11 @@ def _op(scheduler: Scheduler, key: Key) -> str:
 
 def _place(scheduler: Scheduler, span: Span) -> str:
     """Where bytes are, and the units that a plan has given them to."""
-    first = scheduler.arena.data_ptr()
+    first = scheduler.arena.memory.data_ptr()
     start, stop = span.start - first, span.stop - first
-    if start < 0 or stop > len(scheduler.arena):
+    if start < 0 or stop > len(scheduler.arena.memory):
         return f"{span.start - span.base} to {span.stop - span.base} of a tensor's storage"
-    ops = scheduler._tenant.schedule.ops if scheduler._tenant is not None else ()
+    ops = scheduler.arena.tenant.schedule.ops if scheduler.arena.tenant is not None else ()
     memory = [(op.unit, m) for op in ops for m in (op.memory, op.opens) if m is not None]
     units = sorted({unit for unit, m in memory if m.start < stop and start < m.stop})
     return f"{start} to {stop} of the arena, memory of {', '.join(map(repr, units))}"

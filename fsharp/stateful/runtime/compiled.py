@@ -10,8 +10,8 @@ from fsharp.stateful.runtime.executor import BoundOp
 from fsharp.stateful.schedule.emit import last_microbatches
 from fsharp.stateful.schedule.program import Event, UnitFacts
 from fsharp.stateful.schedule.schedule import Memory, Op, Schedule, issues
-from fsharp.stateful.units.gradient import Block, Grads
 from fsharp.stateful.units.resting import Resting
+from fsharp.stateful.units.route import Block, Grads
 from fsharp.stateful.units.unit_state import UnitState, UnshardedBuffer
 
 _numbers = count()

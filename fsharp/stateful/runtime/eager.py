@@ -19,7 +19,8 @@ from fsharp.stateful.schedule.policy import Policy
 from fsharp.stateful.schedule.program import Event, Program
 from fsharp.stateful.units.facts import facts_of
 from fsharp.stateful.units.full import aligned
-from fsharp.stateful.units.gradient import Block, GradientBuffer, Phase
+from fsharp.stateful.units.gradient import GradientBuffer, Phase
+from fsharp.stateful.units.route import Block
 from fsharp.stateful.units.unit_state import UnitState, UnshardedBuffer, full_nbytes, stamp
 
 _numbers = count()

@@ -15,8 +15,9 @@ from fsharp.stateful.schedule.schedule import Memory, Op, OpKind
 from fsharp.stateful.transport.base import Transport
 from fsharp.stateful.transport.streams import Key, Lanes
 from fsharp.stateful.units.chain import Leg, Move, gather_along, reduce_along
-from fsharp.stateful.units.gradient import Block, GradientBuffer, Grads
+from fsharp.stateful.units.gradient import GradientBuffer
 from fsharp.stateful.units.host import Transfer
+from fsharp.stateful.units.route import Block, Grads
 from fsharp.stateful.units.spread import Spread
 from fsharp.stateful.units.unit_state import UnitState, UnshardedBuffer, stamp
 

@@ -18,8 +18,9 @@ from fsharp.functional.comm.process_group import ProcessGroupComm
 from fsharp.functional.comm.protocol import Comm, CountingComm, ReduceOp
 from fsharp.functional.layout.mesh import Mesh
 from fsharp.functional.layout.sharded import Sharded
+from fsharp.stateful.runtime.arena import Arena
 from fsharp.stateful.runtime.boundary import in_backward
-from fsharp.stateful.runtime.compiled import Compiled, unmet
+from fsharp.stateful.runtime.compiled import Compiled
 from fsharp.stateful.runtime.executor import Executor
 from fsharp.stateful.runtime.scheduled import Scheduled
 from fsharp.stateful.runtime.step import Step
@@ -27,7 +28,7 @@ from fsharp.stateful.runtime.tracer import IssuedGradients, Tracer, closed
 from fsharp.stateful.schedule.compile import compile_schedule
 from fsharp.stateful.schedule.costs import NCCL
 from fsharp.stateful.schedule.policy import Policy
-from fsharp.stateful.schedule.program import Program, UnitFacts
+from fsharp.stateful.schedule.program import Program
 from fsharp.stateful.schedule.schedule import Schedule
 from fsharp.stateful.schedule.verify import verify
 from fsharp.stateful.transport.choose import transport_over
@@ -36,7 +37,7 @@ from fsharp.stateful.transport.streams import lanes_for
 from fsharp.stateful.units.facts import facts_of
 from fsharp.stateful.units.pending import is_pending
 from fsharp.stateful.units.registry import UnitRegistry
-from fsharp.stateful.units.unit_state import UnitState, stamp
+from fsharp.stateful.units.unit_state import UnitState
 
 
 class Scheduler(Tracer):
@@ -81,8 +82,7 @@ class Scheduler(Tracer):
         self.transport = transport_over(self.own, separate_groups=self.policy.separate_groups)
         self.registry = UnitRegistry(trivial=self.policy.trivial_axes)
         self.executor = Executor(self.transport, self.lanes, poison=self.policy.poison)
-        self.arena = torch.empty(0, dtype=torch.uint8, device=self.comm.device)
-        self._tenant: Compiled | None = None
+        self.arena = Arena(self.executor, self.registry, self.policy, rank=self.rank, device=self.device)
         self._step: Step | None = None
         self._running: Scheduled | None = None
         self._loose: Callable[[], Step | None] = lambda: None
@@ -197,14 +197,14 @@ class Scheduler(Tracer):
             self.registry.begin()
             for key, node in scheduled.sources((args, kwargs)).items():
                 self.registry.expect(key, node)
-            schedule = self._bind(scheduled)
+            schedule = self.arena.bind(scheduled, self._functions)
             recorder = scheduled.recorder if schedule is not None else None
             self._running = scheduled
             self._step = step = self._new_step(schedule)
             step.recorder = recorder
             self._watch(recorder)
             if schedule is not None:
-                self._carry(schedule)
+                self.arena.carry(schedule)
         return step
 
     def _new_step(self, schedule: Compiled | None) -> Step:
@@ -242,9 +242,7 @@ class Scheduler(Tracer):
             unit.forget()
             if unit.gradient is not None:
                 unit.gradient.drop(self._refuse)
-        if self._tenant is not None:
-            for slot in self._tenant.slots.values():
-                slot.drop()
+        self.arena.drop()
         self._leave()
 
     def _refuse(self) -> None:
@@ -293,80 +291,10 @@ class Scheduler(Tracer):
 
     # ------------------------------------------------------------ schedules
 
-    @torch.inference_mode(False)  # the arena outlives an evaluation
-    def _bind(self, scheduled: Scheduled) -> Compiled | None:
-        """The schedule that the next step of a function is expected to follow, with the arena to itself."""
-        schedule = scheduled.schedule
-        bound = scheduled.programs.bound.get(id(schedule))
-        if schedule is not None and (bound is None or bound.schedule is not schedule or not bound.fits(self.units)):
-            bound = None
-            why = unmet(schedule, self.units, self._facts)
-            if why and scheduled.programs.is_pinned:
-                raise ScheduleError(
-                    f"follow(): the schedule does not fit: {why}. Call the function once before, and follow a schedule of the "
-                    "same trees, strategy and policy."
-                )
-            schedule = None if why else schedule
-        if schedule is None:
-            self._evict()
-            return None
-        if len(self.arena) < schedule.arena:
-            self._evict()
-            self.arena = torch.empty(schedule.arena, dtype=torch.uint8, device=self.device)
-            for each in self._functions:
-                each.programs.bound.clear()
-            for unit in self.units.values():
-                unit.params = None
-                if unit.gradient is not None:
-                    unit.gradient.go_home()
-        if bound is None or bound.arena is not self.arena:
-            bound = scheduled.programs.bound[id(schedule)] = Compiled(schedule, self.units, self.arena, rank=self.rank)
-        if self._tenant is not bound:
-            self._evict()
-            self._tenant = bound
-        return bound
-
-    def _facts(self, unit: UnitState) -> UnitFacts:
-        return facts_of(unit, self.policy, several_uses=True, several_microbatches=True)
-
-    def _evict(self) -> None:
-        """No unit owns memory of the arena any more."""
-        if self._tenant is not None:
-            for slot in self._tenant.slots.values():
-                slot.release(poison=self.policy.poison)
-        self._tenant = None
-
-    def _carry(self, schedule: Compiled) -> None:
-        """What the step before has gathered for this one is there, or is gathered now."""
-        for slot in schedule.slots.values():
-            slot.begin()
-        for bound in schedule.carried:
-            slots = [(schedule.slots[each.op.unit], each.unit.node) for each in bound.members]
-            if all(node is None or slot.holds(stamp(node)) for slot, node in slots):
-                for each in bound.members:
-                    self.executor.occupy(each.op.memory)
-                continue
-            for slot, _ in slots:
-                slot.release(poison=False)
-            self.executor.run(bound)
-
     def _gather_ahead(self, scheduled: Scheduled, step: Step) -> None:
         """Gather what the next step begins with, if that is expected to be of the same function: of others, who knows?"""
-        bound = scheduled.programs.bound.get(id(scheduled.schedule))
-        is_other = scheduled.followed_by() not in (None, scheduled)
-        if is_other or bound is None or bound.arena is not self.arena or not bound.fits(self.units):
-            return
-        if bound is not self._tenant:
-            self.lanes.join_all("gather", "reduce")
-            self._evict()
-            self._tenant = bound
-        for op in bound.carried:
-            if step.recorder is not None and bound is step.schedule:
-                step.recorder.op(op, self.executor.run)
-            else:
-                self.executor.run(op)
-            for each in op.members:
-                bound.slots[each.op.unit].remember(each.unit.node)
+        if scheduled.followed_by() in (None, scheduled):
+            self.arena.gather_ahead(scheduled, step.recorder if self.arena.tenant is step.schedule else None)
 
     def _end(self, step: Step) -> None:
         scheduled = self._running

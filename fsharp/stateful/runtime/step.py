@@ -20,8 +20,9 @@ from fsharp.stateful.runtime.executor import BoundOp, Executor
 from fsharp.stateful.runtime.recorder import Recorder
 from fsharp.stateful.schedule.program import Event, EventKind
 from fsharp.stateful.units.full import FullUnit
-from fsharp.stateful.units.gradient import Grads, Phase
+from fsharp.stateful.units.gradient import Phase
 from fsharp.stateful.units.host import Transfer
+from fsharp.stateful.units.route import Grads
 from fsharp.stateful.units.spread import Spread
 from fsharp.stateful.units.unit_state import Stamp, UnitState, UnshardedBuffer, stamp
 

@@ -1,0 +1,130 @@
+"""Arena: the memory that schedules plan with, which one of them at a time has to itself."""
+
+from collections.abc import Iterable
+
+import torch
+
+from fsharp.errors import ScheduleError
+from fsharp.stateful.runtime.compiled import Compiled, unmet
+from fsharp.stateful.runtime.executor import Executor
+from fsharp.stateful.runtime.recorder import Recorder
+from fsharp.stateful.runtime.scheduled import Scheduled
+from fsharp.stateful.schedule.policy import Policy
+from fsharp.stateful.schedule.program import UnitFacts
+from fsharp.stateful.units.facts import facts_of
+from fsharp.stateful.units.registry import UnitRegistry
+from fsharp.stateful.units.unit_state import UnitState, stamp
+
+
+class Arena:
+    """Bytes, as many as the largest schedule needs, and who has them.
+
+    Args:
+        executor: runs the gathers from one step to the next.
+        registry: the units.
+        policy: of the scheduler.
+        rank: of this process.
+        device: where the bytes are.
+
+    Attributes:
+        memory: the bytes.
+        tenant: the schedule whose units may have something in them.
+    """
+
+    def __init__(self, executor: Executor, registry: UnitRegistry, policy: Policy, *, rank: int, device: torch.device) -> None:
+        self._executor, self._registry, self._policy, self._rank = executor, registry, policy, rank
+        self.memory = torch.empty(0, dtype=torch.uint8, device=device)
+        self.tenant: Compiled | None = None
+
+    @torch.inference_mode(False)  # it outlives an evaluation
+    def bind(self, scheduled: Scheduled, functions: Iterable[Scheduled]) -> Compiled | None:
+        """The schedule that the next step of a function is expected to follow, as the tenant; None if none fits.
+
+        Args:
+            scheduled: the function.
+            functions: all of the scheduler, whose schedules are bound anew where the memory becomes another.
+
+        Raises:
+            ScheduleError: somebody has said what to follow, and it does not fit.
+        """
+        units, schedule = self._registry.units, scheduled.schedule
+        bound = scheduled.programs.bound.get(id(schedule))
+        if schedule is not None and (bound is None or bound.schedule is not schedule or not bound.fits(units)):
+            bound = None
+            why = unmet(schedule, units, self._facts)
+            if why and scheduled.programs.is_pinned:
+                raise ScheduleError(
+                    f"follow(): the schedule does not fit: {why}. Call the function once before, and follow a schedule of the "
+                    "same trees, strategy and policy."
+                )
+            schedule = None if why else schedule
+        if schedule is None:
+            self._evict()
+            return None
+        if len(self.memory) < schedule.arena:
+            self._evict()
+            self.memory = torch.empty(schedule.arena, dtype=torch.uint8, device=self.memory.device)
+            for each in functions:
+                each.programs.bound.clear()
+            for unit in units.values():
+                unit.params = None
+                if unit.gradient is not None:
+                    unit.gradient.go_home()
+        if bound is None or bound.arena is not self.memory:
+            bound = scheduled.programs.bound[id(schedule)] = Compiled(schedule, units, self.memory, rank=self._rank)
+        if self.tenant is not bound:
+            self._evict()
+            self.tenant = bound
+        return bound
+
+    def _facts(self, unit: UnitState) -> UnitFacts:
+        return facts_of(unit, self._policy, several_uses=True, several_microbatches=True)
+
+    def _evict(self) -> None:
+        """No unit owns memory here any more."""
+        if self.tenant is not None:
+            for slot in self.tenant.slots.values():
+                slot.release(poison=self._policy.poison)
+        self.tenant = None
+
+    def drop(self) -> None:
+        """What was to come here may never come."""
+        if self.tenant is not None:
+            for slot in self.tenant.slots.values():
+                slot.drop()
+
+    def carry(self, schedule: Compiled) -> None:
+        """What the step before has gathered for this one is there, or is gathered now."""
+        for slot in schedule.slots.values():
+            slot.begin()
+        for bound in schedule.carried:
+            slots = [(schedule.slots[each.op.unit], each.unit.node) for each in bound.members]
+            if all(node is None or slot.holds(stamp(node)) for slot, node in slots):
+                for each in bound.members:
+                    self._executor.occupy(each.op.memory)
+                continue
+            for slot, _ in slots:
+                slot.release(poison=False)
+            self._executor.run(bound)
+
+    def gather_ahead(self, scheduled: Scheduled, recorder: Recorder | None) -> None:
+        """Gather what the next step of a function begins with, at the end of the one before.
+
+        Args:
+            scheduled: the function.
+            recorder: notes it, if it is the schedule that it measures.
+        """
+        bound = scheduled.programs.bound.get(id(scheduled.schedule))
+        if bound is None or bound.arena is not self.memory or not bound.fits(self._registry.units):
+            return
+        if bound is not self.tenant:
+            self._executor.lanes.join_all("gather", "reduce")
+            self._evict()
+            self.tenant, recorder = bound, None
+        for op in bound.carried:
+            if recorder is not None:
+                recorder.op(op, self._executor.run)
+            else:
+                self._executor.run(op)
+            for each in op.members:
+                bound.slots[each.op.unit].remember(each.unit.node)

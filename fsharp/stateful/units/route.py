@@ -1,0 +1,132 @@
+"""The way of a gradient from a backward to the optimizer: the same in every step, and so is the memory that it takes."""
+
+from collections.abc import Sequence
+
+import torch
+
+from fsharp.functional.layout.placement import Partial, Place, Replicate, Shard
+from fsharp.functional.layout.unit_layout import UnitLayout
+from fsharp.stateful.transport.base import Transport
+from fsharp.stateful.units.chain import Chain, Pieces, Stage, nbytes_of
+from fsharp.stateful.units.full import carve, leaf_index
+from fsharp.stateful.units.resting import Resting
+
+Grads = Sequence[torch.Tensor | None]
+
+
+class Block:
+    """Views of the memory that a unit's gradient is collected in and leaves from.
+
+    Attributes:
+        leaves: aliases of the trained leaves in it.
+        gaps: padding between them.
+        collected: for each group, the flat buffer that the leaves lie in.
+        sent: for each group, the buffer that travels; often the one collected in.
+        scratch: for each group, what its reduction works in.
+        received: for each group, where the sum goes before it is added; None leaves it where it is.
+    """
+
+    __slots__ = ("collected", "gaps", "leaves", "received", "scratch", "sent")
+
+    def __init__(self) -> None:
+        self.leaves: list[torch.Tensor] = []
+        self.gaps: list[torch.Tensor] = []
+        self.collected: list[torch.Tensor] = []
+        self.sent: list[torch.Tensor] = []
+        self.scratch: list[list[torch.Tensor]] = []
+        self.received: list[torch.Tensor | None] = []
+
+
+class GradientRoute:
+    """Where a unit's gradient goes, and the memory that it takes on its way: the same in every step.
+
+    Args:
+        unit: the layout.
+        transport: runs the collectives.
+        device: where buffers are.
+        trivial: run collectives along axes of size 1 as well.
+
+    Attributes:
+        leaves: those that have a gradient, in tree order.
+        is_reduced: whether it is reduced after each microbatch.
+        is_finished: whether it is reduced once a step, from where gradients rest to the optimizer's place.
+    """
+
+    def __init__(self, unit: UnitLayout, transport: Transport, device: torch.device, *, trivial: bool = False) -> None:
+        self.unit, self.device = unit, device
+        self.index = leaf_index(unit)
+        self.leaves = [self.index.stored[i] for i in self.index.trainable]
+        self.dtypes = [unit.groups[g].dtypes for g in unit.trainable]
+        each, once = _stages(unit, trivial=trivial)
+        self.chains = [Chain(transport, unit.groups[g].dtypes, unit.groups[g].size, each) for g in unit.trainable]
+        self.finishes = [
+            Chain(transport, unit.groups[g].dtypes, unit.local_size(g, unit.strategy.grads), once, has_target=True)
+            for g in unit.trainable
+        ]
+        self.is_reduced = bool(each) and any(chain.size for chain in self.chains)
+        self.is_finished = bool(once) and any(chain.size for chain in self.finishes)
+
+    def sizes(self, place: Place) -> Pieces:
+        """Elements and dtype of each group's buffer in a place."""
+        return [(self.unit.local_size(g, place), d.accumulate) for g, d in zip(self.unit.trainable, self.dtypes, strict=True)]
+
+    def resting(self, window: torch.Tensor | None = None) -> Resting:
+        """Where it may rest: in bytes of the arena, as many as it takes, or in memory of its own."""
+        return Resting(self.sizes(self.unit.strategy.grads), self.device, window)
+
+    def outgoing_nbytes(self, *, several_uses: bool, several_microbatches: bool) -> int:
+        """Bytes of the block of a microbatch; 0 if leaves are added where the gradient rests."""
+        if not self.is_reduced and not (several_uses and several_microbatches):
+            return 0
+        return sum(nbytes_of(self._pieces(i, several_uses)) for i in range(len(self.chains)))
+
+    def _pieces(self, i: int, several_uses: bool) -> Pieces:
+        """What is collected, sent, worked in and received of one group."""
+        chain, dtypes = self.chains[i], self.dtypes[i]
+        if not self.is_reduced:
+            return [(chain.size, dtypes.accumulate)]
+        collected: Pieces = [(chain.size, dtypes.accumulate)] if chain.differ and several_uses else []
+        received: Pieces = [(chain.sizes()[-1], dtypes.accumulate)] if chain.differ else []
+        return [*collected, (chain.size, dtypes.wire), *chain.pieces(), *received]
+
+    def finishing_nbytes(self) -> int:
+        """Bytes of the block for the way to the optimizer's place."""
+        return sum(nbytes_of(self._finish_pieces(i)) for i in range(len(self.finishes)))
+
+    def _finish_pieces(self, i: int) -> Pieces:
+        chain = self.finishes[i]
+        sent: Pieces = [(chain.size if chain.differ else 0, self.dtypes[i].wire)]
+        return [*sent, *chain.pieces()] if self.is_finished else []
+
+    def block(self, memory: torch.Tensor, *, several_uses: bool) -> Block:
+        """Views of a run of :meth:`outgoing_nbytes` bytes."""
+        block = Block()
+        pieces = [self._pieces(i, several_uses) for i in range(len(self.chains))]
+        tensors = iter(carve(memory, [piece for each in pieces for piece in each]))
+        for chain in self.chains:
+            collected = next(tensors)
+            block.collected.append(collected)
+            block.sent.append(next(tensors) if self.is_reduced and chain.differ and several_uses else collected)
+            block.scratch.append([next(tensors) for _ in chain.pieces()] if self.is_reduced else [])
+            block.received.append(next(tensors) if self.is_reduced and chain.differ else None)
+        flats = dict(zip(self.unit.trainable, block.collected, strict=True))
+        block.leaves = self.index.views(flats, self.leaves)
+        block.gaps = [gap for g, flat in flats.items() for gap in self.index.gaps(g, flat)]
+        return block
+
+    def finishing_block(self, memory: torch.Tensor) -> list[list[torch.Tensor]]:
+        """Views of a run of :meth:`finishing_nbytes` bytes: for each group what is sent and what its reduction works in."""
+        pieces = [self._finish_pieces(i) for i in range(len(self.finishes))]
+        tensors = iter(carve(memory, [piece for each in pieces for piece in each]))
+        return [[next(tensors) for _ in each] for each in pieces]
+
+
+def _stages(unit: UnitLayout, *, trivial: bool) -> tuple[tuple[Stage, ...], tuple[Stage, ...]]:
+    """The collectives after each microbatch, and those once a step."""
+    strategy = unit.strategy
+    full, rest, end = strategy.full.dual, strategy.grads, strategy.optim
+    sizes = {a: unit.mesh.axis_size(a) for a in strategy.order if trivial or unit.mesh.axis_size(a) > 1}
+    each = [Stage("reduce_scatter", a, n) for a, n in sizes.items() if full[a] is Partial and rest[a] is Shard]
+    once = [Stage("reduce_scatter", a, n) for a, n in sizes.items() if rest[a] is Partial and end[a] is Shard]
+    once += [Stage("all_reduce", a, n) for a, n in sizes.items() if rest[a] is Partial and end[a] is Replicate]
+    return tuple(each), tuple(once)

@@ -1,0 +1,221 @@
+"""Hardware.fit: what a simulated machine measures gives that machine back; noise, and what is missing."""
+
+import random
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+
+from fsharp.errors import ScheduleError
+from fsharp.functional.comm.protocol import Call
+from fsharp.stateful.inspect.estimate import Hardware, simulate
+from fsharp.stateful.inspect.trace import Trace
+from fsharp.stateful.schedule.compile import compile_schedule
+from fsharp.stateful.schedule.policy import Policy
+from tests.stateful.inspect.test_simulate_schedule import BY_HAND, HARDWARE, sequential, unit
+
+GATHER, REDUCE = ("all_gather", "dp"), ("reduce_scatter", "dp")
+MACHINE = Hardware(
+    compute={"**": (0.5, 1.0), "u.1": (2.0, 3.0)},
+    bandwidth={GATHER: 2000.0, REDUCE: 500.0},
+    latency={GATHER: 0.25, REDUCE: 0.125},
+    memory_bandwidth=1000.0,
+    update_s=0.5,
+)
+
+
+def sized(name, nbytes, axes=("dp",)):
+    """A unit whose gathers and reductions send this much along each axis, and more along those that follow."""
+    sizes = [nbytes * 3**i for i in range(len(axes))]
+    return unit(
+        name,
+        gathered=sum(sizes),
+        outgoing=sum(sizes),
+        gather=tuple(Call("all_gather", axis, size) for axis, size in zip(axes, sizes)),
+        reduce=tuple(Call("reduce_scatter", axis, size) for axis, size in zip(axes, sizes)),
+    )
+
+
+UNITS = [sized(f"u.{i}", nbytes) for i, nbytes in enumerate((64, 1024, 256, 1024, 512))]
+POLICIES = [
+    Policy(bucket_nbytes=0),
+    Policy(prefetch=2, reduce_buffers=2, bucket_nbytes=0),
+    Policy(release="forward", one_stream=True, bucket_nbytes=0),
+    Policy(separate_groups=False, bucket_nbytes=0),
+    Policy(bucket_nbytes=1400),
+    Policy(gather_at_start=False, reduce="delayed", bucket_nbytes=0),
+]
+
+
+def measure(schedule, hardware, steps=3, noise=lambda seconds: seconds):
+    """The trace of some steps that went as simulated, but for noise in how long collectives take."""
+    timeline, trace = simulate(schedule, hardware), Trace()
+    for step in range(steps):
+        start = step * timeline.step_s
+        trace.begin_step(start)
+        for span in timeline.spans:
+            stop = span.start_s + (noise(span.seconds) if span.stream != "compute" else span.seconds)
+            trace.record(*span[:5], start + span.start_s, start + stop)
+        trace.end_step(start + timeline.step_s)
+    return trace
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("microbatches", [1, 2])
+@pytest.mark.parametrize("host", [{}, {"synchronous_host": True}])
+def test_a_machine_is_found_again(policy, microbatches, host):
+    schedule = compile_schedule(sequential(UNITS, microbatches), policy)
+    machine = replace(MACHINE, **host)
+    found = Hardware.fit(measure(schedule, machine), schedule, **host)
+    assert found.latency == pytest.approx(machine.latency)
+    assert found.bandwidth == pytest.approx(machine.bandwidth)
+    assert found.memory_bandwidth == pytest.approx(machine.memory_bandwidth)
+    assert found.compute == {u.name: pytest.approx(machine.compute.get(u.name, machine.compute["**"])) for u in UNITS}
+    assert found.update_s == pytest.approx(machine.update_s)
+    assert simulate(schedule, found).step_s == pytest.approx(simulate(schedule, machine).step_s)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_collective_begins_when_those_before_it_on_its_queue_have_ended(policy):
+    """A host measures from when it issues it; and of several that are one, the first may be seen to end before the others."""
+    schedule = compile_schedule(sequential(UNITS), policy)
+    trace = measure(schedule, MACHINE, steps=4)
+    is_one_queue = policy.one_stream or not policy.separate_groups
+    sent = {(row[5], row[6], is_one_queue or row[4]) for row in trace.rows if row[1] in ("gather", "reduce")}
+    ends = {(stop, queue): start for start, stop, queue in sent}
+    seen, rows = set(), []
+    for row in trace.rows:
+        start, stop = row[5:7]
+        if row[1] in ("gather", "reduce"):
+            queue = is_one_queue or row[4]
+            start = ends.get((start, queue), start)
+            stop = stop if (row[6], queue) in seen or schedule.ops[row[0]].bucket < 0 else (row[5] + stop) / 2
+            seen.add((row[6], queue))
+        rows.append((*row[:5], start, stop, row[7]))
+    assert rows != trace.rows
+    trace.rows = rows
+    found = Hardware.fit(trace, schedule)
+    assert found.latency == pytest.approx(MACHINE.latency)
+    assert found.bandwidth == pytest.approx(MACHINE.bandwidth)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("contention", [0.5, 1.0])
+def test_what_is_in_each_others_way_is_told_apart(policy, contention):
+    schedule = compile_schedule(sequential(UNITS), policy)
+    machine = replace(MACHINE, synchronous_host=True, contention=contention)
+    found = Hardware.fit(measure(schedule, machine, steps=8), schedule, synchronous_host=True, contention=contention)
+    assert found.compute == {u.name: pytest.approx(machine.compute.get(u.name, machine.compute["**"])) for u in UNITS}
+    assert found.latency == pytest.approx(machine.latency)
+    assert found.bandwidth == pytest.approx(machine.bandwidth)
+    assert found.update_s == pytest.approx(machine.update_s)
+    assert simulate(schedule, found).step_s == pytest.approx(simulate(schedule, machine).step_s)
+
+
+def test_a_host_that_begins_collectives_is_busy():
+    schedule = compile_schedule(sequential(UNITS), Policy(bucket_nbytes=0))
+    machine = replace(MACHINE, synchronous_host=True, issue=0.25)
+    found = Hardware.fit(measure(schedule, machine, steps=8), schedule, synchronous_host=True)
+    assert found.issue == pytest.approx(0.25)
+    assert simulate(schedule, found).step_s == pytest.approx(simulate(schedule, machine).step_s)
+
+
+def test_noise_moves_it_by_less_than_itself():
+    schedule = compile_schedule(
+        sequential([*UNITS, *(sized(f"v.{i}", 768) for i in range(6))]), Policy(prefetch=0, bucket_nbytes=0)
+    )
+    chance = random.Random(1)
+
+    def noise(seconds):
+        return seconds * chance.uniform(0.9, 1.1) * (10 if chance.random() < 0.05 else 1)
+
+    found = Hardware.fit(measure(schedule, MACHINE, steps=25, noise=noise), schedule)
+    assert found.latency == pytest.approx(MACHINE.latency, rel=0.1)
+    assert found.bandwidth == pytest.approx(MACHINE.bandwidth, rel=0.1)
+
+
+def test_a_latency_is_never_negative_and_a_byte_never_saves_time():
+    schedule = compile_schedule(sequential(UNITS), Policy(prefetch=0, bucket_nbytes=0))
+    no_latency = replace(MACHINE, latency=0.0)
+    found = Hardware.fit(measure(schedule, no_latency, noise=lambda s: s**1.5), schedule)
+    assert found.latency == pytest.approx({GATHER: 0.0, REDUCE: 0.0})
+    same = replace(MACHINE, latency=1.0, bandwidth=1e12)
+    found = Hardware.fit(measure(schedule, same, noise=lambda s: 1 / s), schedule)
+    assert all(seconds > 0 for seconds in found.latency.values())
+    assert all(rate > 1e9 for rate in found.bandwidth.values())
+
+
+def test_axes_are_told_apart_where_some_units_use_one_alone():
+    units = [sized("u.0", 64), sized("u.1", 512), sized("u.2", 64, ("dp", "tp")), sized("u.3", 700, ("dp", "tp"))]
+    schedule = compile_schedule(sequential(units), Policy(bucket_nbytes=0))
+    machine = replace(
+        HARDWARE,
+        bandwidth={
+            (op, axis): 100.0 * (2 if axis == "tp" else 1) for op in ("all_gather", "reduce_scatter") for axis in ("dp", "tp")
+        },
+        latency={
+            (op, axis): 0.5 * (2 if axis == "tp" else 1) for op in ("all_gather", "reduce_scatter") for axis in ("dp", "tp")
+        },
+    )
+    found = Hardware.fit(measure(schedule, machine), schedule)
+    assert found.latency == pytest.approx(machine.latency)
+    assert found.bandwidth == pytest.approx(machine.bandwidth)
+
+
+def test_axes_that_always_go_together_get_one_number_that_predicts_the_same():
+    schedule = compile_schedule(
+        sequential([sized(f"u.{i}", 64 * 2**i, ("dp", "tp")) for i in range(3)]), Policy(bucket_nbytes=0)
+    )
+    machine = replace(HARDWARE, latency={"dp": 0.5, "tp": 0.25}, bandwidth={"dp": 100.0, "tp": 400.0})
+    found = Hardware.fit(measure(schedule, machine), schedule)
+    assert found.latency["all_gather", "dp"] == found.latency["all_gather", "tp"] == pytest.approx(0.375)
+    assert simulate(schedule, found).step_s == pytest.approx(simulate(schedule, machine).step_s)
+
+
+def test_medians_over_steps_come_first():
+    schedule = compile_schedule(sequential(UNITS), Policy(gather_at_start=False, bucket_nbytes=0))
+    trace = measure(schedule, MACHINE, steps=5)
+    begin = trace.steps[2][0]
+    trace.rows = [
+        (*row[:5], begin + 9 * (row[5] - begin), begin + 9 * (row[6] - begin), 2) if row[7] == 2 else row for row in trace.rows
+    ]
+    late = 8 * (trace.steps[3][0] - begin)
+    trace.rows = [(*row[:5], row[5] + late, row[6] + late, row[7]) if row[7] > 2 else row for row in trace.rows]
+    trace.steps = [(a + late * (i > 2), b + late * (i >= 2)) for i, (a, b) in enumerate(trace.steps)]
+    assert all(a[1] <= b[0] for a, b in pairwise(trace.steps))
+    found = Hardware.fit(trace, schedule)
+    assert found.latency == pytest.approx(MACHINE.latency)
+    assert found.compute["u.1"] == pytest.approx((2.0, 3.0))
+    assert found.update_s == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize(
+    ("gone", "named"),
+    [(("gather",), "gather"), (("reduce", "update"), "update or reduce"), (("compute",), "compute")],
+)
+def test_what_was_not_measured_is_named(gone, named):
+    schedule = compile_schedule(sequential(UNITS), Policy(bucket_nbytes=0))
+    trace = measure(schedule, MACHINE)
+    trace.rows = [row for row in trace.rows if row[1] not in gone]
+    with pytest.raises(ScheduleError, match=f"no measurement of {named}, and the schedule has some"):
+        Hardware.fit(trace, schedule)
+
+
+def test_nothing_has_to_be_measured_that_the_schedule_does_not_have():
+    alone = [replace(each, gathered=0, gather=(), outgoing=0, reduce=()) for each in UNITS]
+    schedule = compile_schedule(sequential(alone, tail=()), Policy(bucket_nbytes=0))
+    found = Hardware.fit(measure(schedule, MACHINE), schedule)
+    assert (found.update_s, found.issue) == (0.0, 0.0)
+    assert simulate(schedule, found).step_s == simulate(schedule, MACHINE).step_s
+
+
+def test_equal_sizes_leave_latency_and_bandwidth_open():
+    schedule = compile_schedule(sequential([sized("a", 64), sized("b", 64)]), Policy(bucket_nbytes=0))
+    with pytest.raises(ScheduleError, match=r"(?s)cannot be told apart.*all_gather dp +64 bytes.*differ in size"):
+        Hardware.fit(measure(schedule, MACHINE.__class__(compute=(1.0, 2.0), bandwidth=100.0)), schedule)
+
+
+def test_a_trace_of_another_schedule_is_refused():
+    schedule = compile_schedule(sequential(UNITS), Policy(bucket_nbytes=0))
+    with pytest.raises(ScheduleError, match=r"(?s)Hardware\.fit\(\).*another schedule"):
+        Hardware.fit(measure(schedule, MACHINE), BY_HAND)

@@ -1,0 +1,129 @@
+"""Pictures, traces and tables of schedules: everything is in them, and they open."""
+
+import json
+import sys
+import xml.etree.ElementTree as ET
+from dataclasses import replace
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from matplotlib.image import imread
+
+from fsharp.errors import ScheduleError
+from fsharp.functional.layout.table import nbytes_text
+from fsharp.stateful.inspect.draw import draw, in_order
+from fsharp.stateful.inspect.estimate import simulate
+from fsharp.stateful.inspect.perfetto import perfetto
+from fsharp.stateful.inspect.table import table
+from fsharp.stateful.schedule.compile import compile_schedule
+from fsharp.stateful.schedule.policy import Policy
+from tests.stateful.inspect.test_simulate_schedule import BY_HAND, HARDWARE, sequential, unit
+
+UNITS = [unit("embed", gathered=400), *(unit(f"layers.{i}") for i in range(4)), unit("head")]
+SCHEDULE = compile_schedule(sequential(UNITS, 2), Policy(prefetch=2, bucket_nbytes=200))
+SLOW = replace(HARDWARE, bandwidth=30.0)
+
+
+def colours(path):
+    """How many pixels there are of each colour, as 0xRRGGBB."""
+    pixels = np.rint(imread(path)[..., :3] * 255).astype(np.int64) @ (1 << 16, 1 << 8, 1)
+    return dict(zip(*(each.tolist() for each in np.unique(pixels, return_counts=True))))
+
+
+@pytest.mark.parametrize(
+    ("what", "options"),
+    [
+        (SCHEDULE, {}),
+        (SCHEDULE, {"hardware": HARDWARE}),
+        (SCHEDULE, {"hardware": HARDWARE, "measured": simulate(SCHEDULE, SLOW)}),
+        (simulate(SCHEDULE, SLOW), {}),
+        (BY_HAND.replace_ops(BY_HAND.ops[:1]), {}),
+        (replace(BY_HAND, arena=0, bound=0).replace_ops(()), {"hardware": HARDWARE}),
+    ],
+)
+def test_pictures_are_not_blank(tmp_path, what, options):
+    draw(what, tmp_path / "step.png", **options)
+    found = colours(tmp_path / "step.png")
+    has_ops = bool(getattr(what, "schedule", what).ops)
+    assert len(found) > (20 if has_ops else 5)
+    assert 0.1 < found[0xFFFFFF] / sum(found.values()) < (0.95 if has_ops else 1)
+
+
+def test_waiting_is_red_and_there_is_less_of_it_on_a_fast_link(tmp_path):
+    red = {}
+    for name, hardware in (("slow", SLOW), ("fast", replace(HARDWARE, bandwidth=1e9, memory_bandwidth=1e9))):
+        draw(SCHEDULE, tmp_path / f"{name}.png", hardware=hardware)
+        red[name] = colours(tmp_path / f"{name}.png")[0xF7D4D4]
+    assert red["slow"] > 50 * red["fast"]  # in the legend alone
+
+
+def test_svg_has_title_lanes_and_unit_names(tmp_path):
+    timeline = simulate(SCHEDULE, HARDWARE)
+    draw(timeline, tmp_path / "step.svg", measured=simulate(SCHEDULE, SLOW))
+    text = (tmp_path / "step.svg").read_text()
+    assert ET.fromstring(text).tag.endswith("svg")
+    written = {line.strip()[5:-4] for line in text.splitlines() if line.strip().startswith("<!-- ")}
+    assert {"compute", "gather", "reduce", "embed", "head", "forward 2", "backward 1", "seconds"} <= written
+    assert any(line.startswith(f"predicted    step {timeline.step_s:.2f} s    exposed") for line in written)
+    assert any(line.startswith("measured    step") for line in written)
+
+
+def test_op_order_shows_the_window_in_which_a_collective_can_hide():
+    ops = (*BY_HAND.ops[:-1], replace(BY_HAND.ops[-1], after=(1, 15)))
+    spans = {span.op: span for span in in_order(BY_HAND.replace_ops(ops)).spans}
+    assert (spans[1].start_s, spans[1].stop_s) == (1, 4)  # issued as op 1, waited for by op 4 and again by op 16
+    assert (spans[3].start_s, spans[3].stop_s) == (3, 4)
+    assert (spans[8].start_s, spans[8].stop_s) == (8, 14)
+
+
+def test_drawing_without_matplotlib_says_what_to_install(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(ScheduleError, match=r"pip install 'fsharp\[train\]'"):
+        draw(BY_HAND, tmp_path / "step.png")
+
+
+def test_times_and_orders_do_not_mix(tmp_path):
+    timeline = simulate(BY_HAND, HARDWARE)
+    with pytest.raises(ScheduleError, match=r"(?s)no seconds.*a step of 16.50 s.*hardware="):
+        draw(BY_HAND, tmp_path / "step.png", measured=timeline)
+    with pytest.raises(ScheduleError, match="hardware is for a schedule"):
+        draw(timeline, tmp_path / "step.png", hardware=HARDWARE)
+
+
+def test_perfetto_has_every_op_and_the_memory(tmp_path):
+    timeline, measured = simulate(SCHEDULE, HARDWARE), simulate(SCHEDULE, SLOW)
+    perfetto(timeline, tmp_path / "step.json", measured=measured)
+    events = json.loads((tmp_path / "step.json").read_text())["traceEvents"]
+    names = {(e["pid"], e["args"]["name"]) for e in events if e["name"] in ("process_name", "thread_name")}
+    lanes = {"compute", "gather", "reduce"}
+    assert names == {(pid, name) for pid, process in ((1, "predicted"), (2, "measured")) for name in {process} | lanes}
+    for pid, shown in ((1, timeline), (2, measured)):
+        spans = [e for e in events if e["ph"] == "X" and e["pid"] == pid]
+        assert {e["args"]["op"] for e in spans} == set(range(len(SCHEDULE.ops)))
+        assert sum(e["dur"] for e in spans if e["cat"] == "compute") == pytest.approx(1e6 * shown.seconds("compute"))
+        sent = sum(e["args"].get("sent", 0) for e in spans)
+        assert sent == sum(call.nbytes * count for call, count in SCHEDULE.calls().items())
+        assert max(e["args"]["bytes"] for e in events if e["ph"] == "C" and e["pid"] == pid) == shown.peak_nbytes
+        for lane in range(3):
+            mine = sorted((e["ts"], e["ts"] + e["dur"]) for e in spans if e["tid"] == lane)
+            assert all(a == b or a[1] <= b[0] + 1e-3 for a, b in pairwise(mine)), "spans of a lane overlap"
+
+
+def test_table_has_every_op_and_what_they_come_to():
+    lines = table(SCHEDULE).splitlines()
+    rows = lines[2:-3]
+    assert [int(row.split()[0]) for row in rows] == list(range(len(SCHEDULE.ops)))
+    for row, op in zip(rows, SCHEDULE.ops, strict=True):
+        assert f"{op.kind} {op.unit} {op.phase}" in " ".join(row.split()) or not op.unit, row
+        if op.memory:
+            assert f"{op.memory.start:,} to {op.memory.stop:,}" in row
+    carried = next(op for i, op in enumerate(SCHEDULE.ops) if any(j >= i for j in op.after))
+    assert rows[SCHEDULE.ops.index(carried)].endswith(f"{carried.after[0]}'")
+    joined = sum(op.bucket >= 0 for op in SCHEDULE.ops)
+    assert sum("+ gather" in row or "+ reduce" in row for row in rows) == joined - len(
+        {op.bucket for op in SCHEDULE.ops} - {-1}
+    )
+    assert lines[-3].startswith(f"{len(SCHEDULE.ops)} ops: ")
+    assert lines[-2].startswith(f"{SCHEDULE.calls().total()} collectives")
+    assert lines[-1].startswith(f"arena {nbytes_text(SCHEDULE.arena)}, of which at most {nbytes_text(SCHEDULE.bound)}")

@@ -1,0 +1,214 @@
+"""EMA and steps left out, by a ShardedOptimizer: what they are on the functional path, and how averages are looked at."""
+
+import pytest
+import torch
+
+import fsharp as fs
+from fsharp.errors import ScheduleError, TreeError
+from fsharp.functional.layout.paths import flatten
+from fsharp.testing import processes, simulate
+from tests import modules
+from tests.modules import values, wrap
+from tests.scheduling import DP, STRATEGIES, assert_same, every
+
+TRANSFORMS = {
+    "ema": lambda: fs.optim.with_ema(fs.optim.adamw(1e-2), decay=0.9),
+    "ema of what is skipped": lambda: fs.optim.with_ema(fs.optim.skip_nonfinite(fs.optim.adamw(1e-2)), decay=0.9),
+    "skipped with its ema": lambda: fs.optim.chain(
+        fs.optim.clip_by_global_norm(0.5, deterministic=True),
+        fs.optim.skip_nonfinite(fs.optim.with_ema(fs.optim.adamw(1e-2), decay=0.9)),
+    ),
+}
+MIXED = fs.Precision(compute=torch.bfloat16, main=torch.float32)
+
+
+def pair(comm, strategy, tx, **options):
+    """A model and an optimizer of an (init, update) pair."""
+    model, _ = wrap(comm, strategy, **options)
+    return model, fs.ShardedOptimizer(model.parameters(), tx)
+
+
+def weight(i, comm):
+    """Of the loss in a step: infinite in the second one, on the last rank alone."""
+    return torch.inf if i == 1 and comm.rank == comm.mesh.size - 1 else 1.0
+
+
+def train(model, optimizer, comm, steps=4, finite=False):
+    """``steps`` of them."""
+    for i, (x, y) in enumerate(modules.batches(comm, steps)):
+        (model(x, y)["loss"] * (1.0 if finite else weight(i, comm))).backward()
+        optimizer.step()
+
+
+def averages(model, optimizer):
+    """Parameters in full inside of averaged()."""
+    with optimizer.averaged():
+        return values(model)
+
+
+def functional(comm, strategy, tx, finite, **options):
+    """The same training as a pure function: parameters and averages in full, and the number of steps left out."""
+    model, _ = wrap(comm, strategy, **options)
+    call, params = model.functional()
+    state = fs.init_state(tx, fs.shard(tree_of(values(model)), model.layout, comm, place="optim"), comm=comm)
+    del params
+
+    def loss_fn(params, batch, comm):
+        return call(params, *batch[:2], comm=comm)["loss"] * batch[2]
+
+    step = fs.train_step(loss_fn, tx)
+    for i, batch in enumerate(modules.batches(comm, 4)):
+        state, _ = step(state, (*batch, 1.0 if finite else weight(i, comm)), comm)
+    return {
+        name: dict(zip(*flatten(fs.full(tree, comm=comm))[:2]))
+        for name, tree in {"params": state.params, "ema": found(state.opt)[0]}.items()
+    }, found(state.opt)[1]
+
+
+def tree_of(named):
+    """Nested dicts along the dots."""
+    tree = {}
+    for name, value in named.items():
+        *parents, last = name.split(".")
+        node = tree
+        for parent in parents:
+            node = node.setdefault(parent, {})
+        node[last] = value
+    return tree
+
+
+def found(opt):
+    """Average and number of steps left out."""
+    opt = opt[1] if type(opt) is tuple else opt
+    if hasattr(opt, "skipped"):
+        return opt.inner.ema, opt.skipped
+    return opt.ema, getattr(opt.inner, "skipped", 0)
+
+
+@every(2, strategy=STRATEGIES, name=TRANSFORMS)
+def test_the_same_bits_as_the_functional_path(strategy, name):
+    finite = name == "ema"
+
+    def rank_fn(comm):
+        model, optimizer = pair(comm, strategy, TRANSFORMS[name]())
+        train(model, optimizer, comm, finite=finite)
+        mine = {"params": values(model), "ema": averages(model, optimizer)}
+        again = values(model)
+        return (
+            mine,
+            again,
+            found(model.__dict__["_fsharp"][0].kept.state.opt)[1],
+            *functional(comm, strategy, TRANSFORMS[name](), finite),
+        )
+
+    for mine, again, skipped, expected, also in simulate(STRATEGIES[strategy][0], rank_fn):
+        assert_same(mine, expected)
+        assert_same(again, mine["params"])
+        assert skipped == also == (0 if finite else 1)
+        assert not torch.equal(mine["ema"]["head.weight"], mine["params"]["head.weight"])
+
+
+def looked_at(comm, strategy, **options):
+    """What the model computes with averages, what a model with these values computes, and whether training goes on."""
+    tx = TRANSFORMS["ema"]
+    (model, optimizer), (undisturbed, second) = pair(comm, strategy, tx(), **options), pair(comm, strategy, tx(), **options)
+    [(x, _)] = modules.batches(comm, 1)
+    scores = []
+    for _ in range(3):
+        train(model, optimizer, comm, 2, finite=True)
+        train(undisturbed, second, comm, 2, finite=True)
+        with torch.no_grad():
+            now = model(x)
+            with optimizer.averaged():
+                mine, whole = model(x), values(model)
+                with model.unsharded():
+                    exported = {name: each.clone() for name, each in model.state_dict().items() if name in whole}
+                fn, params = model.functional()
+                assert_same(fn(params, x, comm=comm), mine)
+            assert_same(model(x), now)
+        other, _ = wrap(comm, strategy, **options)
+        with other.unsharded(write=True):
+            other.load_state_dict(exported, strict=False)
+        assert_same(exported, whole)
+        with torch.no_grad():
+            scores.append((mine, other(x), now))
+    return scores, values(model), values(undisturbed), model.step.num_recordings
+
+
+@pytest.mark.filterwarnings("ignore:.*frozen parameters such as:UserWarning")
+@every(
+    2, strategy=("ddp", "zero1", "zero2", "zero3", "hfsdp"), kind=("plain", "tied", "frozen"), precision=(fs.Precision(), MIXED)
+)
+def test_a_forward_with_averages(strategy, kind, precision):
+    def rank_fn(comm):
+        return looked_at(comm, strategy, kind=kind, precision=precision)
+
+    for scores, mine, expected, recordings in simulate(STRATEGIES[strategy][0], rank_fn):
+        for averaged, as_parameters, now in scores:
+            assert_same(averaged, as_parameters)
+            assert not torch.equal(averaged, now)
+        assert_same(mine, expected)
+        assert recordings == 1
+
+
+def test_in_processes():
+    def rank_fn(comm):
+        return [looked_at(comm, strategy) for strategy in ("zero1", "zero3")]
+
+    assert_same(processes(DP, rank_fn, timeout=90), simulate(DP, rank_fn))
+
+
+def test_parameters_without_an_average_stay_as_they_are():
+    def rank_fn(comm):
+        tx = fs.optim.partition({"bias": fs.optim.sgd(1e-2), "rest": fs.optim.with_ema(fs.optim.sgd(1e-2), decay=0.5)})
+        labels = {"**": "rest", "**.bias": "bias"}
+        model, optimizer = pair(comm, "zero1", tx, labels=labels)
+        train(model, optimizer, comm, 2, finite=True)
+        return values(model), averages(model, optimizer)
+
+    for mine, average in simulate(DP, rank_fn):
+        assert {name for name in mine if torch.equal(mine[name], average[name])} == {n for n in mine if n.endswith("bias")}
+
+
+def test_refused():
+    def rank_fn(comm):
+        model, optimizer = pair(comm, "zero3", TRANSFORMS["ema"]())
+        [(x, y)] = modules.batches(comm, 1)
+        with optimizer.averaged():
+            with pytest.raises(ScheduleError, match=r"called inside of averaged\(\), and not under torch.no_grad"):
+                model(x, y)
+            with pytest.raises(ScheduleError, match=r"unsharded\(write=True\): in averaged"), model.unsharded(write=True):
+                pass
+            with (
+                pytest.raises(ScheduleError, match=r"averaged\(\): the model has its averages already"),
+                optimizer.averaged(),
+            ):
+                pass
+        model(x, y)["loss"].backward()
+        with pytest.raises(ScheduleError, match=r"averaged\(\): a step is under way"), optimizer.averaged():
+            pass
+        optimizer.step()
+        for tx in (fs.optim.adamw(1e-2), torch.optim.AdamW):
+            another, _ = wrap(comm, "zero3")
+            other = fs.ShardedOptimizer(another.parameters(), tx)
+            with pytest.raises(TreeError, match="keeps no average"), other.averaged():
+                pass
+        twice = fs.optim.chain(fs.optim.with_ema(fs.optim.sgd(0.1), decay=0.1), fs.optim.with_ema(fs.optim.sgd(0.1), decay=0.1))
+        another, other = pair(comm, "zero3", twice)
+        with pytest.raises(TreeError, match=r"several averages of 'embed\.weight'"), other.averaged():
+            pass
+
+    simulate(DP, rank_fn)
+
+
+def test_an_error_inside_puts_parameters_back():
+    def rank_fn(comm):
+        model, optimizer = pair(comm, "zero1", TRANSFORMS["ema"]())
+        train(model, optimizer, comm, 2, finite=True)
+        before = values(model)
+        with pytest.raises(ZeroDivisionError), optimizer.averaged():
+            raise ZeroDivisionError
+        assert_same(values(model), before)
+        train(model, optimizer, comm, 1, finite=True)
+
+    simulate(DP, rank_fn)

@@ -1,0 +1,237 @@
+"""methods=: other entry points than forward gather what they use, as forward does."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import fsharp as fs
+from fsharp.errors import LayoutError, PatternError
+from fsharp.testing import processes, simulate
+from tests import modules
+from tests.modules import Block, Net, close, values, wrap
+from tests.scheduling import DP, STRATEGIES, assert_same, every
+
+STEP = {"lr": 1e-2}
+
+
+class Halves(Block):
+    """Has an entry point besides forward."""
+
+    def first(self, x, *, scale=1.0):
+        """Half of a block."""
+        return {"out": F.gelu(self.up(self.norm(x))) * scale, "scale": scale}
+
+
+class Coder(Net):
+    """Encodes and decodes apart; its forward calls both."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([Halves() for _ in range(3)])
+
+    def encode(self, x):
+        """Tokens to hidden states."""
+        return self.hidden(self.embed(x))
+
+    def decode(self, hidden, y):
+        """Hidden states to a loss."""
+        return F.cross_entropy(self.head(hidden), y)
+
+    def whole(self, x, y):
+        """Calls itself."""
+        return self(x, y)["loss"]
+
+    def forward(self, x, y=None):
+        self.calls += 1
+        return {"loss": self.decode(self.encode(x), y)}
+
+    def steps(self):
+        """Computes when it is asked."""
+        yield self.head.weight.sum()
+
+    @staticmethod
+    def still(x):
+        """Needs nothing."""
+        return x
+
+
+def make():
+    with modules._seeds:
+        torch.manual_seed(0)
+        return Coder()
+
+
+METHODS = ["encode", "decode", "whole", "first"]
+WAYS = {
+    "forward": lambda model, x, y: model(x, y)["loss"],
+    "apart": lambda model, x, y: model.decode(model.encode(x), y),
+    "nested": lambda model, x, y: model.whole(x, y),
+    "of a unit": lambda model, x, y: (
+        model(x, y)["loss"] + sum(layer.first(torch.ones(2, modules.DIM), scale=0.5)["out"].mean() for layer in model.layers)
+    ),
+}
+
+
+def train(model, optimizer, data, way):
+    """Steps by one of the ways."""
+    for x, y in data:
+        WAYS[way](model, x, y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def sharded(comm, strategy, **options):
+    """A model with entry points, and its optimizer."""
+    options = {"methods": METHODS, "units": [Block], **options}
+    model = fs.shard_module(make(), mesh=comm, strategy=STRATEGIES[strategy][1], policy=fs.Policy(poison=True), **options)
+    return model, fs.ShardedOptimizer(model.parameters(), torch.optim.AdamW, **STEP)
+
+
+@every(2, way=WAYS, strategy=STRATEGIES)
+def test_as_the_module_alone(strategy, way):
+    mesh = STRATEGIES[strategy][0]
+
+    def rank_fn(comm):
+        model, optimizer = sharded(comm, strategy)
+        train(model, optimizer, modules.batches(comm, 4, size=8 // comm.mesh.size), way)
+        return values(model), model.step.num_recordings
+
+    model = make()
+    train(model, torch.optim.AdamW(model.parameters(), **STEP), modules.batches(None, 4), way)
+    for mine, recordings in simulate(mesh, rank_fn):
+        close(mine, {name: p.detach() for name, p in model.named_parameters()})
+        assert recordings == 1
+
+
+def test_in_processes():
+    def rank_fn(comm):
+        found = {}
+        for strategy in ("zero1", "zero3"):
+            model, optimizer = sharded(comm, strategy)
+            train(model, optimizer, modules.batches(comm, 3), "apart")
+            with torch.no_grad():
+                found[strategy] = values(model), model.encode(torch.arange(4))
+        return found
+
+    assert_same(processes(DP, rank_fn, timeout=60), simulate(DP, rank_fn))
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
+def test_a_forward_that_calls_entries_gathers_once(strategy):
+    """The bits, and the events, of a forward that does the same by itself."""
+
+    def rank_fn(comm):
+        found = []
+        for methods in (METHODS, []):
+            model, optimizer = sharded(comm, strategy, methods=methods)
+            train(model, optimizer, modules.batches(comm, 3), "forward")
+            found.append((values(model), [str(event) for event in model.step.schedule.program.events]))
+        return found
+
+    for (mine, events), (expected, others) in simulate(DP, rank_fn):
+        assert_same(mine, expected)
+        assert events == others
+
+
+def test_without_units_in_lower_precision_and_under_no_grad():
+    def rank_fn(comm):
+        model, _ = sharded(
+            comm, "zero3", units=None, precision=fs.Precision(compute=torch.bfloat16, main=torch.float32), methods="encode"
+        )
+        with torch.no_grad():
+            out = model.encode(torch.arange(3))
+        model.eval()
+        with model.unsharded():
+            pass  # no step is under way
+        return out.dtype, model.encode.__doc__
+
+    assert simulate(DP, rank_fn) == [(torch.bfloat16, "Tokens to hidden states.")] * 2
+
+
+def test_an_attribute_that_is_a_function():
+    def rank_fn(comm):
+        net = make()
+        net.encode = lambda x: net.embed(x)
+        net.layers[1].extra = lambda x: net.layers[1].up(x)
+        model = fs.shard_module(net, mesh=comm, strategy=fs.zero3("dp"), units=[Block], methods=["encode", "extra"])
+        with torch.no_grad():
+            return model.encode(torch.arange(3)).detach(), model.layers[1].extra(torch.ones(1, 6))
+
+    net = make()
+    for embedded, up in simulate(DP, rank_fn):
+        assert_same(embedded, net.embed(torch.arange(3)).detach())
+        close(up, net.layers[1].up(torch.ones(1, 6)).detach())
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
+def test_methods_that_are_not_named(strategy):
+    def rank_fn(comm):
+        model, _ = sharded(comm, strategy, methods=[])
+        with pytest.raises(LayoutError, match=r"'embed\.weight' is .*shard_module\(methods=\[\.\.\.\]\) names"):
+            model.encode(torch.arange(3))
+
+    simulate(DP, rank_fn)
+
+
+@pytest.mark.parametrize(
+    ("names", "match"),
+    [
+        (
+            ["encodes"],
+            r"neither Coder nor a module that is chosen by units has a method 'encodes'\. Methods of Coder: decode, encode",
+        ),
+        ("norm", r"'norm' of layers\.0, a Halves, is a LayerNorm, expected a method of its own"),
+        (["in_features"], r"has a method 'in_features'\. 'head' has it: choose that module as one of the units"),
+        (["encode", "state_dict"], r"'state_dict' is a method of every nn\.Module"),
+        (["twice"], r"'twice' of the root, a Coder, is a bool"),
+        (["still"], r"'still' of the root, a Coder, is a staticmethod"),
+        (["steps"], r"'steps' of the root, a Coder, is a generator or coroutine"),
+    ],
+)
+def test_refused(names, match):
+    net = make()
+    with pytest.raises(PatternError, match=match):
+        fs.shard_module(net, mesh=fs.SingleComm(), units=[Block], methods=names)
+    assert type(net) is Coder
+
+
+def test_names_of_forward_are_nothing_new():
+    model, _ = wrap(fs.SingleComm(fs.Mesh({"dp": 1})), "zero3", methods=["forward"])
+    assert type(model).__mro__[1:3] == (fs.ShardedModule, Net)
+
+
+class Passes(Net):
+    """Returns what its last unit returns, and computes with it in a second call."""
+
+    def forward(self, x, y=None):
+        return self.hidden(self.embed(x)) if y is None else F.cross_entropy(self.head(x), y)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_root_that_returns_what_a_unit_returns(strategy):
+    """A backward comes to the unit before it comes to the root around it."""
+
+    def make():
+        with modules._seeds:
+            torch.manual_seed(0)
+            return Passes()
+
+    def steps(model, optimizer, data):
+        for x, y in data:
+            model(model(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    mesh, where = STRATEGIES[strategy]
+
+    def rank_fn(comm):
+        model = fs.shard_module(make(), mesh=comm, strategy=where, units=[Block], policy=fs.Policy(poison=True))
+        data = modules.batches(comm, 3, size=8 // comm.mesh.size)
+        steps(model, fs.ShardedOptimizer(model.parameters(), torch.optim.AdamW, **STEP), data)
+        return values(model)
+
+    model = make()
+    steps(model, torch.optim.AdamW(model.parameters(), **STEP), modules.batches(None, 3))
+    for mine in simulate(mesh, rank_fn):
+        close(mine, {name: p.detach() for name, p in model.named_parameters()})

@@ -1,0 +1,237 @@
+"""Modules on the meta device: what is made is the same on any mesh, and what nothing makes is named."""
+
+import pytest
+import torch
+from torch import nn
+
+import fsharp as fs
+from fsharp.errors import AgreementError, TreeError
+from fsharp.testing import processes, simulate
+from tests.modules import values
+from tests.scheduling import STRATEGIES, assert_same
+
+DIM = 8
+
+
+class Positions(nn.Module):
+    """Buffers and no parameters: one of them that is not saved, one of integers, two that are the same."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("angles", torch.empty(DIM), persistent=False)
+        self.register_buffer("count", torch.empty((), dtype=torch.int64))
+        self.register_buffer("also", self.angles, persistent=False)
+        self.reset_parameters()
+
+    def reset_parameters(self):
+        self.angles.copy_(torch.rand(DIM))
+        self.count.fill_(3)
+
+    def forward(self, x):
+        return x + self.angles + self.also
+
+
+class Mixed(nn.Module):
+    """Attention, norms with buffers, an embedding with a row of zeros."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.positions = nn.Embedding(5, DIM, padding_idx=0), Positions()
+        self.layers = nn.ModuleList(nn.TransformerEncoderLayer(DIM, 2, 12, batch_first=True) for _ in range(2))
+        self.norms = nn.Sequential(nn.BatchNorm1d(DIM), nn.BatchNorm1d(DIM, affine=False))
+        self.cross, self.last = nn.MultiheadAttention(DIM, 2, kdim=4, vdim=4, add_bias_kv=True), nn.LSTM(DIM, 3)
+
+    def forward(self, x):
+        x = self.positions(self.embed(x))
+        for layer in self.layers:
+            x = layer(x)
+        return self.last(self.norms(x.flatten(0, 1)))[0]
+
+
+UNITS = {
+    "none": None,
+    "layers": "layers.*",
+    "inside of attention": [nn.Linear, nn.MultiheadAttention],
+    "all": lambda path, module: any(True for _ in module.parameters(recurse=False)),
+}
+
+
+def everything(comm, strategy, units, key=3, make=Mixed, **options):
+    """Parameters and buffers of a module that is made on the meta device, whole."""
+    with torch.device("meta"):
+        net = make()
+    model = fs.shard_module(net, mesh=comm, strategy=strategy, units=units, key=key, **options)
+    assert not any(b.is_meta for b in model.buffers())
+    return values(model) | {name: b.clone() for name, b in model.named_buffers(remove_duplicate=False)}
+
+
+def made(**options):
+    """The same by one rank that gathers nothing."""
+    [found] = simulate(fs.Mesh({"dp": 1}), lambda comm: everything(comm, fs.ddp("dp"), None, **options))
+    return found
+
+
+@pytest.mark.parametrize("units", UNITS)
+@pytest.mark.parametrize(("size", "strategy"), [(2, "zero1"), (2, "zero3"), (4, "zero3"), (3, "ddp")])
+def test_the_same_values_on_any_mesh(size, strategy, units):
+    def rank_fn(comm):
+        return everything(comm, getattr(fs, strategy)("dp"), UNITS[units])
+
+    expected = made()
+    for mine in simulate(fs.Mesh({"dp": size}), rank_fn):
+        assert_same(mine, expected)
+
+
+def test_in_processes():
+    def rank_fn(comm):
+        return everything(comm, STRATEGIES["zero3"][1], "layers.*")
+
+    for mine in processes(fs.Mesh({"dp": 2}), rank_fn, timeout=60):
+        assert_same(mine, made())
+
+
+def test_values_are_those_that_modules_give_themselves():
+    mine, other = made(), made(key=4)
+    torch.manual_seed(0)
+    alone = Mixed()
+    assert list(mine) == [
+        *(n for n, _ in alone.named_parameters()),
+        *(n for n, _ in alone.named_buffers(remove_duplicate=False)),
+    ]
+    theirs = {**dict(alone.named_parameters()), **dict(alone.named_buffers(remove_duplicate=False))}
+    constant = {name for name, each in theirs.items() if torch.equal(each, each.flatten()[0].expand(each.shape))}
+    for name, each in theirs.items():
+        if name in constant:
+            assert_same(mine[name], each.detach())
+        else:
+            assert 0.2 < mine[name].std() / each.std() < 5, name
+            assert not torch.equal(mine[name], other[name])
+    assert {"layers.0.self_attn.out_proj.bias", "norms.0.running_var", "positions.count"} <= constant
+    assert not mine["embed.weight"][0].any()
+    assert_same(mine["positions.also"], mine["positions.angles"])
+
+
+def test_it_trains():
+    def rank_fn(comm):
+        with torch.device("meta"):
+            net = Mixed()
+        model = fs.shard_module(net, mesh=comm, strategy=fs.zero3("dp"), units="layers.*")
+        assert model.positions.also is model.positions.angles
+        optimizer = fs.ShardedOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
+        x = torch.arange(10).view(2, 5) % 5
+        losses = []
+        for _ in range(3):
+            model.last.zero_grad()
+            loss = model(x).square().sum()
+            loss.backward()
+            optimizer.step()
+            losses.append(float(loss.detach()))
+        return losses
+
+    for losses in simulate(fs.Mesh({"dp": 2}), rank_fn):
+        assert losses[-1] < losses[0]
+
+
+class Bare(nn.Module):
+    """Parameters and buffers that it does not initialize; a tied one."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.scale = nn.Parameter(torch.empty(4, 3)), nn.Parameter(torch.empty(()))
+        self.first, self.tied = nn.Linear(3, 4), nn.Linear(3, 4, bias=False)
+        self.tied.weight = self.first.weight
+        self.register_buffer("mask", torch.empty(3, dtype=torch.int32))
+        self.register_buffer("flag", torch.empty(2, dtype=torch.bool))
+
+
+def by_class(module):
+    """As models of transformers do, through ``.data``."""
+    if isinstance(module, nn.Linear):
+        module.weight.data.normal_(0, 0.02)
+        if module.bias is not None:
+            module.bias.data.zero_()
+    if isinstance(module, Bare):
+        module.weight = nn.Parameter(torch.randn(4, 3))
+        nn.init.ones_(module.scale)
+        module.mask.data.copy_(torch.arange(3))
+        module.flag.fill_(True)
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_initialize(size):
+    def rank_fn(comm):
+        return everything(comm, fs.zero3("dp"), nn.Linear if size > 1 else None, make=Bare, initialize=by_class)
+
+    expected = made(make=Bare, initialize=by_class)
+    for mine in simulate(fs.Mesh({"dp": size}), rank_fn):
+        assert_same(mine, expected)
+    assert 0 < expected["first.weight"].std() < 0.05
+    assert expected["scale"] == 1
+    assert expected["mask"].tolist() == [0, 1, 2]
+    assert expected["flag"].all()
+
+
+def half(module):
+    """Fills one row."""
+    by_class(module)
+    if isinstance(module, nn.Linear):
+        module.weight.data.fill_(torch.nan)
+        module.weight.data[0] = 0
+
+
+def no_buffers(module):
+    """Parameters alone."""
+    if isinstance(module, nn.Linear):
+        by_class(module)
+    if isinstance(module, Bare):
+        nn.init.ones_(module.weight)
+
+
+def misshapen(module):
+    """Other parameters than there were."""
+    module.weight = nn.Parameter(torch.zeros(2))
+
+
+REFUSED = {
+    "nothing": (
+        None,
+        r"that nothing initializes\.\n  \(root\)  Bare: weight, scale, mask, flag\nGive these classes .* pass initialize=",
+    ),
+    "a part": (half, r"that nothing initializes\.\n  first  Linear: weight\n"),
+    "no buffers": (no_buffers, r"that nothing initializes\.\n  \(root\)  Bare: flag, mask, scale\n"),
+    "another shape": (misshapen, r"weight' is float32\[4, 3\], and its initializer has made it float32\[2\]"),
+    "an error": (lambda module: 1 / 0, "division by zero"),
+}
+
+
+@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_on_all_ranks(name, size):
+    initialize, match = REFUSED[name]
+
+    def rank_fn(comm):
+        with torch.device("meta"):
+            net = Bare()
+        with pytest.raises((TreeError, ZeroDivisionError, AgreementError), match=match):
+            fs.shard_module(net, mesh=comm, strategy=fs.zero3("dp"), initialize=initialize)
+        assert all(p.is_meta and type(p) is nn.Parameter for p in net.parameters())
+        assert all(b.is_meta for b in net.buffers())
+
+    simulate(fs.Mesh({"dp": size}), rank_fn, timeout=10)
+
+
+def test_what_is_there_already_stays():
+    def rank_fn(comm):
+        net = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 4))
+        net[0].weight = nn.Parameter(torch.empty(4, device="meta"))
+        net[0].running_mean.fill_(7.0)
+        net[1].weight.data.fill_(5.0)
+        net[1].bias = nn.Parameter(torch.empty(4, device="meta"))
+        model = fs.shard_module(net, mesh=comm, strategy=fs.zero3("dp"))
+        return values(model), model[0].running_mean
+
+    for mine, mean in simulate(fs.Mesh({"dp": 2}), rank_fn):
+        assert_same(mean, torch.full((4,), 7.0))
+        assert_same(mine["1.weight"], torch.full((4, 4), 5.0))
+        assert_same(mine["0.weight"], torch.ones(4))
+        assert mine["1.bias"].std() > 0

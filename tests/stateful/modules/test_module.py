@@ -1,0 +1,487 @@
+"""ShardedModule: the same numbers as the functional path and as the module alone, in the words of torch."""
+
+import gc
+import weakref
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+import fsharp as fs
+from fsharp.errors import LossError, TreeError
+from fsharp.testing import processes, simulate
+from tests import modules
+from tests.modules import ADAMW, Block, Net, alone, close, each_strategy, refused, train, values, wrap
+from tests.scheduling import DP, STRATEGIES, assert_same, every
+
+
+@every(2, kind=modules.KINDS, strategy=STRATEGIES)
+def test_as_the_module_alone(strategy, kind):
+    """To rounding: losses are means of the ranks' ones, and parameters are the same."""
+    mesh = STRATEGIES[strategy][0]
+
+    def rank_fn(comm):
+        model, optimizer = wrap(comm, strategy, kind)
+        losses = train(model, optimizer, modules.batches(comm, 4, size=8 // comm.mesh.size))
+        return losses, values(model), model.step.num_recordings, model.calls
+
+    losses, params = alone(kind, 4)
+    found = simulate(mesh, rank_fn)
+    for _, mine, recordings, calls in found:
+        close(mine, params)
+        assert recordings == 1
+        assert calls == 4
+    close([sum(column) / mesh.size for column in zip(*(losses for losses, *_ in found))], losses)
+
+
+def functional(comm, strategy, steps, parts):
+    """The same training as a pure function, blocking; its parameters in full, by name."""
+    model, _ = wrap(comm, strategy)
+    call, params = model.functional()
+    tx = fs.optim.adamw(ADAMW["lr"], weight_decay=ADAMW["weight_decay"])
+    state = fs.init_state(tx, params, comm=comm)
+
+    def loss_fn(params, batch, comm):
+        return call(params, *batch, comm=comm)["loss"]
+
+    step = fs.train_step(loss_fn, tx, microbatches=parts)
+    for batch in modules.batches(comm, steps):
+        state, _ = step(state, batch, comm)
+    paths, leaves, _ = fs.functional.layout.paths.flatten(fs.full(state.params, comm=comm))
+    return dict(zip(paths, leaves))
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+@each_strategy
+def test_the_same_bits_as_the_functional_path(strategy, parts):
+    def rank_fn(comm):
+        expected = functional(comm, strategy, 3, parts)
+        model, _ = wrap(comm, strategy)
+        optimizer = fs.ShardedOptimizer(model.parameters(), fs.optim.adamw(ADAMW["lr"], weight_decay=ADAMW["weight_decay"]))
+        train(model, optimizer, modules.batches(comm, 3), parts=parts)
+        return values(model), expected
+
+    for mine, expected in simulate(DP, rank_fn):
+        assert_same(mine, expected)
+
+
+# What torch's users write
+
+
+OPTIMIZERS = {
+    "SGD": (torch.optim.SGD, {"momentum": 0.9, "nesterov": True}),
+    "Adam": (torch.optim.Adam, {"amsgrad": True}),
+    "AdamW, fused": (torch.optim.AdamW, {"fused": True}),
+    "RMSprop": (torch.optim.RMSprop, {"centered": True}),
+    "Adagrad": (torch.optim.Adagrad, {}),
+    "NAdam": (torch.optim.NAdam, {"foreach": False}),
+}
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "zero3"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_optimizers_with_groups_and_a_schedule(name, strategy):
+    kind, options = OPTIMIZERS[name]
+
+    def run(model, make, data):
+        groups = [
+            {"params": [p for n, p in model.named_parameters() if not n.endswith("bias")], "weight_decay": 0.1},
+            {"params": [p for n, p in model.named_parameters() if n.endswith("bias")], "lr": 3e-2},
+        ]
+        optimizer = make(groups, lr=1e-2, **options)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5)
+        for x, y in data:
+            optimizer.zero_grad()
+            loss = optimizer.step(partial(closure, model, x, y))
+            schedule.step()
+        return loss.detach(), optimizer.param_groups[1]["lr"]
+
+    def closure(model, x, y):
+        loss = model(x, y)["loss"]
+        loss.backward()
+        return loss
+
+    def rank_fn(comm):
+        model = fs.shard_module(modules.make(), mesh=comm, strategy=STRATEGIES[strategy][1], units=[Block])
+        result = run(model, lambda groups, **options: fs.ShardedOptimizer(groups, kind, **options), modules.batches(comm, 4))
+        return result, values(model)
+
+    model = modules.make()
+    _, lr = run(model, kind, modules.batches(None, 4))
+    for (_, found), mine in simulate(DP, rank_fn):
+        assert found == lr
+        close(mine, {name: p.detach() for name, p in model.named_parameters()})
+
+
+@pytest.mark.parametrize("groups", [False, True])
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD, None])
+@each_strategy
+def test_training_goes_on_with_the_state_of_an_optimizer(strategy, kind, groups):
+    def make(model):
+        if kind is None:
+            return fs.ShardedOptimizer(model.parameters(), fs.optim.adamw(1e-2))
+        by_bias = [[p for n, p in model.named_parameters() if n.endswith("bias") is way] for way in (True, False)]
+        params = [{"params": each} for each in by_bias] if groups else model.parameters()
+        return fs.ShardedOptimizer(params, kind, **({"momentum": 0.9} if kind is torch.optim.SGD else {}), lr=1e-2)
+
+    def rank_fn(comm):
+        data = modules.batches(comm, 4)
+        straight, _ = wrap(comm, strategy)
+        train(straight, make(straight), data)
+        model, _ = wrap(comm, strategy)
+        optimizer = make(model)
+        train(model, optimizer, data[:2])
+        saved, whole = optimizer.state_dict(), values(model)
+        again, _ = wrap(comm, strategy)
+        with again.unsharded(write=True), torch.no_grad():
+            for name, parameter in again.named_parameters():
+                parameter.copy_(whole[name])
+        optimizer = make(again)
+        optimizer.load_state_dict(saved)
+        train(again, optimizer, data[2:])
+        return values(straight), values(again)
+
+    for expected, mine in simulate(DP, rank_fn):
+        assert_same(mine, expected)
+
+
+@pytest.mark.parametrize("within", [True, False])
+@each_strategy
+def test_backward_passes_add_up(strategy, within):
+    """In ``accumulate()`` or not, as one backward of the sum; and forwards may all come before the backward."""
+
+    def rank_fn(comm):
+        (one, optimizer), (other, second) = wrap(comm, strategy), wrap(comm, strategy)
+        grads = []
+        for (x1, y1), (x2, y2) in zip(modules.batches(comm, 4)[::2], modules.batches(comm, 4)[1::2]):
+            if within:
+                with one.accumulate():
+                    one(x1, y1)["loss"].backward()
+            else:
+                one(x1, y1)["loss"].backward()
+            one(x2, y2)["loss"].backward()
+            first, last = other(x1, y1)["loss"], other(x2, y2)["loss"]
+            (first + last).backward()
+            grads.append([[p.grad.local.clone() for p in model.parameters()] for model in (one, other)])
+            optimizer.step()
+            second.step()
+        return grads, values(one), values(other)
+
+    for grads, mine, others in simulate(DP, rank_fn):
+        for a, b in grads:
+            close(a, b)
+        close(mine, others)
+
+
+def test_no_step_without_gradients():
+    def rank_fn(comm):
+        model, optimizer = wrap(comm, "zero3")
+        before, (x, y) = values(model), modules.batches(comm, 1)[0]
+        optimizer.step()
+        model(x, y)
+        optimizer.step()
+        model(x, y)["loss"].backward()
+        optimizer.zero_grad()
+        optimizer.step()
+        assert_same(values(model), before)
+        with model.accumulate():
+            model(x, y)["loss"].backward()
+        assert all(p.grad is None for p in model.parameters())
+        with pytest.raises(LossError, match="were told to accumulate"):
+            optimizer.step()
+        model(x, y)["loss"].backward()
+        optimizer.step()
+        assert any(not torch.equal(values(model)[name], each) for name, each in before.items())
+
+    simulate(fs.Mesh({"dp": 1}), rank_fn)
+
+
+@each_strategy
+def test_clipping(strategy):
+    def rank_fn(comm):
+        model, _ = wrap(comm, strategy)
+        [(x, y)] = modules.batches(comm, 1)
+        model(x, y)["loss"].backward()
+        norm = model.clip_grad_norm_(0.1)
+        return norm, fs.optim.global_norm(model.__dict__["_fsharp"][0].means.tree, comm=comm)
+
+    model = modules.make()
+    [(x, y)] = modules.batches(None, 1)
+    model(x, y)["loss"].backward()
+    expected = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    for norm, after in simulate(DP, rank_fn):
+        close(norm, expected)
+        close(after, torch.tensor(0.1))
+
+
+@each_strategy
+def test_evaluation_and_hooks_and_methods(strategy):
+    """In between, under no_grad, and of a part of the model alone. The class and its attributes are the module's own."""
+
+    def rank_fn(comm):
+        model, optimizer = wrap(comm, strategy)
+        assert isinstance(model, Net)
+        assert isinstance(model.layers[0], Block)
+        assert type(model).__name__ == "Net"
+        assert [name for name, _ in model.named_parameters()] == [name for name, _ in modules.make().named_parameters()]
+        seen = []
+        model.layers[1].register_forward_hook(lambda module, args, out: seen.append(out.shape))
+        scores = []
+        for x, y in modules.batches(comm, 3):
+            model.eval()
+            with torch.no_grad():
+                scores.append(model(x))
+                scores.append(model.layers[0](scores[-1][:, :6]))
+            model.train()
+            train(model, optimizer, [(x, y)])
+        return scores, values(model), len(seen)
+
+    def reference(comm):
+        model, optimizer = wrap(comm, strategy)
+        scores = []
+        for x, y in modules.batches(comm, 3):
+            with model.unsharded():
+                net = modules.make()
+                net.load_state_dict({name: p.clone() for name, p in model.named_parameters()}, strict=False)
+            scores.append(net(x).detach())
+            scores.append(net.layers[0](scores[-1][:, :6]).detach())
+            train(model, optimizer, [(x, y)])
+        return scores, values(model), 6
+
+    for found, expected in zip(simulate(DP, rank_fn), simulate(DP, reference)):
+        assert_same(found, expected)
+
+
+@pytest.mark.parametrize(
+    "units",
+    [
+        None,
+        [Block, nn.Embedding],
+        ["layers.*", nn.Linear],
+        lambda path, module: path.endswith(".up"),
+        [Block, nn.LayerNorm, "head"],
+    ],
+    ids=["none", "classes", "nested", "predicate", "nested, apart"],
+)
+def test_any_units(units):
+    def rank_fn(comm):
+        model = fs.shard_module(modules.make(), mesh=comm, strategy=fs.zero3("dp"), units=units)
+        optimizer = fs.ShardedOptimizer(model.parameters(), torch.optim.AdamW, **ADAMW)
+        train(model, optimizer, modules.batches(comm, 3))
+        return values(model)
+
+    for mine in simulate(DP, rank_fn):
+        close(mine, alone("plain", 3)[1])
+
+
+@pytest.mark.parametrize("kind", ["plain", "checkpointed", "twice"])
+def test_blocks_are_gathered_while_the_ones_before_compute(kind):
+    """The root has parameters of its own and is in use all the time: that is no reason not to look ahead."""
+
+    def rank_fn(comm):
+        model, optimizer = wrap(comm, "zero3", kind)
+        train(model, optimizer, modules.batches(comm, 2))
+        return model.step.schedule
+
+    schedule = simulate(DP, rank_fn)[0]
+    gathers = [op for op in schedule.ops if op.kind == "gather" and op.phase != "update" and op.unit.startswith("layers.")]
+    waits = {op.after[0]: op.at for op in schedule.ops if op.kind == "wait" and op.after}
+    assert len(gathers) >= 3
+    assert all(waits[schedule.ops.index(op)] > op.at for op in gathers)
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "zero3"])
+def test_a_lower_precision(strategy):
+    """bfloat16 to compute, float32 for the optimizer: as near to float32 as bfloat16 is."""
+
+    def rank_fn(comm):
+        model, optimizer = wrap(comm, strategy, precision=fs.Precision(compute=torch.bfloat16, main=torch.float32))
+        seen = []
+        model.layers[0].register_forward_hook(lambda module, args, out: seen.append(out.dtype))
+        train(model, optimizer, modules.batches(comm, 3))
+        return values(model), set(seen)
+
+    for mine, seen in simulate(DP, rank_fn):
+        assert seen == {torch.bfloat16}
+        torch.testing.assert_close(mine, alone("plain", 3)[1], rtol=0.1, atol=0.03)
+
+
+# Crossing over
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "zero3"])
+def test_functional_shares_memory_and_is_transformed(strategy):
+    def rank_fn(comm):
+        model, optimizer = wrap(comm, strategy)
+        train(model, optimizer, modules.batches(comm, 2))
+        fn, params = model.functional()
+        [(x, y)] = modules.batches(comm, 1)
+        grads = torch.func.grad(lambda params: fn(params, x, y, comm=comm)["loss"])(params)
+        held = {b.untyped_storage().data_ptr() for node in fs.units_of(params) for b in node.buffers}
+        shown = {p.local.untyped_storage().data_ptr() for p in model.parameters() if p.local.numel()}
+        return values(model), fs.full(grads, comm=comm), shown <= held, (x, y)
+
+    results = simulate(DP, rank_fn)
+    for mine, grads, shares, _ in results:
+        assert shares
+        model = modules.make()
+        model.load_state_dict(mine, strict=False)
+        for *_, (x, y) in results:  # what is differentiated is the sum over ranks
+            model(x, y)["loss"].backward()
+        paths, leaves, _ = fs.functional.layout.paths.flatten(grads)
+        close(dict(zip(paths, leaves)), {name: p.grad for name, p in model.named_parameters()})
+
+
+@pytest.mark.parametrize("kind", ["adapted", "frozen", "tied"])
+@each_strategy
+def test_trained_parameters_alone_are_exported_and_nothing_else_is_gathered(strategy, kind):
+    def rank_fn(comm):
+        counting = fs.CountingComm(comm)
+        model, optimizer = wrap(counting, strategy, kind)
+        train(model, optimizer, modules.batches(comm, 2))
+        counting.calls.clear()
+        every, before = values(model), counting.nbytes
+        counting.calls.clear()
+        trained = dict(model.full_parameters(trained=True))
+        names = [name for name, p in model.named_parameters() if p.requires_grad]
+        assert list(trained) == sorted(names, key=list(trained).index)
+        assert set(trained) == set(names)
+        assert_same(trained, {name: every[name] for name in names})
+        return before, counting.nbytes, kind == "tied" or strategy in ("ddp", "zero1", "zero2")
+
+    for whole, trained, all_alike in simulate(DP, rank_fn):
+        assert trained == whole if all_alike else trained < whole
+
+
+@each_strategy
+def test_unsharded(strategy):
+    def rank_fn(comm):
+        model, optimizer = wrap(comm, strategy, precision=fs.Precision(compute=torch.bfloat16, main=torch.float32))
+        [(x, y)] = modules.batches(comm, 1)
+        before = values(model)
+        with model.unsharded(write=True), torch.no_grad():
+            assert model.head.weight.shape == (modules.VOCAB, modules.DIM)
+            model.head.weight.mul_(2)
+            model.layers[1].gain.fill_(3.0)
+        with model.unsharded():
+            model.head.bias.data.fill_(7.0)  # and is not kept
+        after = values(model)
+        train(model, optimizer, [(x, y)])
+        return before, after
+
+    for before, after in simulate(DP, rank_fn):
+        changed = {"head.weight": before["head.weight"] * 2, "layers.1.gain": torch.full((), 3.0)}
+        assert_same(after, {**before, **changed})
+
+
+class Gain(nn.Module):
+    """Has a parameter and initializes it."""
+
+    def __init__(self):
+        super().__init__()
+        self.gain = nn.Parameter(torch.empty(modules.DIM))
+        self.reset_parameters()
+
+    def reset_parameters(self):
+        nn.init.normal_(self.gain)
+
+    def forward(self, x):
+        return x * self.gain
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "zero3"])
+def test_a_module_on_the_meta_device(strategy):
+    """Values depend on the key alone, not on the mesh, the strategy or the units."""
+
+    def rank_fn(comm, strategy, units, key=3):
+        with torch.device("meta"):
+            net = nn.Sequential(nn.Linear(5, modules.DIM), Gain(), nn.Linear(modules.DIM, 3, bias=False))
+        model = fs.shard_module(net, mesh=comm, strategy=strategy, units=units, key=key)
+        return values(model)
+
+    [expected] = simulate(fs.Mesh({"dp": 1}), lambda comm: rank_fn(comm, fs.ddp("dp"), None))
+    for mine in simulate(fs.Mesh({"dp": 3}), lambda comm: rank_fn(comm, getattr(fs, strategy)("dp"), [nn.Linear])):
+        assert_same(mine, expected)
+    [other] = simulate(fs.Mesh({"dp": 1}), lambda comm: rank_fn(comm, fs.ddp("dp"), None, key=4))
+    assert all(not torch.equal(other[name], each) and each.std() > 0 for name, each in expected.items())
+
+
+def test_a_module_on_the_meta_device_that_nothing_initializes():
+    with torch.device("meta"):
+        net = Net()
+    with pytest.raises(TreeError, match=r"that nothing initializes\.\n  \(root\)    Net: calls\n  layers\.0  Block: gain"):
+        fs.shard_module(net, mesh=fs.SingleComm())
+
+
+def test_an_error_in_a_forward_leaves_the_module_as_it_was():
+    def rank_fn(comm):
+        model, optimizer, x, y = refused(comm)
+        train(model, optimizer, [(x, y)] * 2)
+        with pytest.raises(IndexError):
+            model(x + modules.VOCAB, y)
+        assert all(isinstance(p, fs.ShardedParameter) for p in model.parameters())
+        train(model, optimizer, [(x, y)] * 2)
+        return values(model)
+
+    expected = modules.make()
+    optimizer = torch.optim.AdamW(expected.parameters(), **ADAMW)
+    [(x, y)] = modules.batches(fs.SingleComm(), 1)
+    for _ in range(4):
+        optimizer.zero_grad()
+        expected(x, y)["loss"].backward()
+        optimizer.step()
+    [mine] = simulate(fs.Mesh({"dp": 1}), rank_fn)
+    close(mine, {name: p.detach() for name, p in expected.named_parameters()})
+
+
+def test_in_processes():
+    """The same bits as simulated, one by one, with everything that is asynchronous."""
+
+    def rank_fn(comm):
+        found = {}
+        for strategy in ("ddp", "zero1", "zero3"):
+            model, optimizer = wrap(comm, strategy)
+            found[strategy] = train(model, optimizer, modules.batches(comm, 4), parts=2), values(model)
+        return found
+
+    for mine, expected in zip(processes(DP, rank_fn), simulate(DP, rank_fn)):
+        assert_same(mine, expected)
+
+
+def test_unsharded_parameters_are_replaced_and_loaded():
+    def rank_fn(comm):
+        model, _ = wrap(comm, "zero3")
+        other = modules.make(seed=7)
+        with model.unsharded(write=True):
+            model.load_state_dict(other.state_dict(), assign=True)
+            model.head.bias = nn.Parameter(torch.full((modules.VOCAB,), 5.0))
+        return values(model), {**dict(other.named_parameters()), "head.bias": torch.full((modules.VOCAB,), 5.0)}
+
+    for mine, expected in simulate(DP, rank_fn):
+        assert_same(mine, {name: p.detach() for name, p in expected.items()})
+
+
+@pytest.mark.parametrize("kind", ["blocks", "lstm"])
+def test_it_goes_when_nobody_has_it(kind):
+    """Without the collector's help."""
+
+    def rank_fn(comm):
+        gc.collect()
+        gc.disable()
+        try:
+            net = modules.make() if kind == "blocks" else nn.LSTM(3, 4)
+            model = fs.shard_module(net, mesh=comm, strategy=fs.zero1("dp"), policy=fs.Policy(poison=True))
+            optimizer = fs.ShardedOptimizer(model.parameters(), torch.optim.AdamW, **ADAMW)
+            for x, y in modules.batches(comm, 3):
+                loss = model(x, y)["loss"] if kind == "blocks" else model(torch.ones(2, 1, 3))[0].sum()
+                loss.backward()
+                optimizer.step()
+                del loss
+            held = [weakref.ref(x) for x in (model, optimizer, model.__dict__["_fsharp"][0], model.step.scheduler)]
+            del model, optimizer, net
+            return [ref() is not None for ref in held]
+        finally:
+            gc.enable()
+
+    assert simulate(fs.Mesh({"dp": 1}), rank_fn) == [[False] * 4]

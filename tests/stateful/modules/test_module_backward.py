@@ -1,0 +1,212 @@
+"""Backward passes of a module: several, in odd orders, through odd outputs, and ones that fail."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import fsharp as fs
+from fsharp.errors import LossError, ScheduleError
+from fsharp.testing import simulate
+from tests import modules
+from tests.modules import ADAMW, Block, close, each_strategy, refused, train, values, wrap
+from tests.scheduling import DP, STRATEGIES, assert_same
+
+# What its users do besides
+
+
+def both(use, strategy, *, steps=2, optimizer=torch.optim.AdamW):
+    """``use(model, x, y)``, which ends with gradients, on a sharded model and on the module alone: the same parameters."""
+
+    def rank_fn(comm):
+        model, opt = wrap(comm, strategy, optimizer=optimizer)
+        for x, y in modules.batches(comm, steps):
+            use(model, x, y)
+            opt.step()
+            opt.zero_grad()
+        return values(model)
+
+    whole = modules.make()
+    opt = optimizer(whole.parameters(), **ADAMW)
+    for x, y in modules.batches(None, steps):
+        use(whole, x, y)
+        opt.step()
+        opt.zero_grad()
+    for mine in simulate(DP, rank_fn):
+        close(mine, {name: p.detach() for name, p in whole.named_parameters()})
+
+
+def two_losses(model, x, y):
+    first, second = model(x, y)["loss"], model(x, y.flip(0) * 0)["loss"]
+    first.backward()
+    second.backward()
+
+
+def one_graph_twice(model, x, y):
+    out = model(x)
+    F.cross_entropy(out, y).backward(retain_graph=True)
+    out.square().mean().backward()
+
+
+def of_inputs_first(model, x, y):
+    hidden = F.one_hot(x, modules.DIM * 2)[:, : modules.DIM].float().requires_grad_()
+    (slope,) = torch.autograd.grad(model.layers[0](hidden).sum(), hidden)
+    assert slope.abs().sum() > 0
+    model(x, y)["loss"].backward()
+
+
+def zeroed_in_between(model, x, y):
+    loss = model(x, y)["loss"]
+    model.zero_grad()
+    loss.backward()
+
+
+USES = [two_losses, one_graph_twice, of_inputs_first, zeroed_in_between]
+
+
+@pytest.mark.parametrize("use", USES, ids=lambda use: use.__name__)
+@each_strategy
+def test_backward_passes(use, strategy):
+    both(use, strategy)
+
+
+class Carrier:
+    """No pytree."""
+
+    def __init__(self, hidden):
+        self.hidden = hidden
+
+
+class Deep(nn.Linear):
+    """Returns an object, its weight, or nothing of its result."""
+
+    way = ""
+
+    def forward(self, x, found):
+        out = super().forward(x)
+        if self.way == "object":
+            return Carrier(out)
+        if self.way == "weight":
+            return out, self.weight
+        if self.way == "list":
+            found.append(out.square().mean())
+        if self.way == "attribute":
+            self.aux = out.square().mean()
+        return out
+
+
+class Wide(nn.Module):
+    """A root around :class:`Deep`."""
+
+    def __init__(self, way):
+        super().__init__()
+        self.deep, self.last = Deep(4, 4), nn.Linear(4, 4)
+        self.deep.way = way
+
+    def forward(self, x):
+        found = []
+        out = self.deep(x, found)
+        if self.deep.way == "object":
+            return Carrier(self.last(out.hidden))
+        if self.deep.way == "weight":
+            return self.last(out[0]).mean() + out[1].square().sum()
+        if self.deep.way == "attribute":
+            self.last(out)
+            return None
+        return self.last(out).mean() + sum(found)
+
+
+@pytest.mark.parametrize("way", ["object", "weight", "list", "attribute"])
+@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
+def test_what_modules_return_and_fill(way, strategy):
+    def steps(model, optimizer):
+        for i in range(3):
+            out = model(torch.linspace(0, 1, 12).view(3, 4) + i)
+            loss = {"object": lambda: out.hidden.square().sum(), "attribute": lambda: model.deep.aux}.get(way, lambda: out)()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def make():
+        with modules._seeds:
+            torch.manual_seed(0)
+            return Wide(way)
+
+    def rank_fn(comm):
+        model = fs.shard_module(
+            make(), mesh=comm, strategy=STRATEGIES[strategy][1], units=[Deep], policy=fs.Policy(poison=True)
+        )
+        steps(model, fs.ShardedOptimizer(model.parameters(), torch.optim.SGD, lr=0.1))
+        return values(model)
+
+    whole = make()
+    steps(whole, torch.optim.SGD(whole.parameters(), lr=0.1))
+    for mine in simulate(DP, rank_fn):
+        close(mine, {name: p.detach() for name, p in whole.named_parameters()})
+
+
+class Fails(torch.autograd.Function):
+    """The identity, whose backward fails."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        raise ZeroDivisionError("bad luck")
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
+def test_an_error_in_a_backward(strategy):
+    """Until zero_grad there is no step; then all is as if nothing had been."""
+
+    def rank_fn(comm):
+        model, optimizer = wrap(comm, strategy)
+        expected, other = wrap(comm, strategy)
+        for i, (x, y) in enumerate(modules.batches(comm, 4)):
+            if i == 2:
+                hook = model.layers[1].register_forward_pre_hook(lambda module, args: Fails.apply(args[0]))
+                with pytest.raises(ZeroDivisionError):
+                    model(x, y)["loss"].backward()
+                hook.remove()
+                with pytest.raises(LossError, match="an error has cost the gradients"):
+                    optimizer.step()
+            train(model, optimizer, [(x, y)])
+            train(expected, other, [(x, y)])
+        return values(model), values(expected)
+
+    for mine, expected in simulate(DP, rank_fn):
+        assert_same(mine, expected)
+
+
+def test_an_error_that_costs_gradients_is_not_passed_over():
+    def rank_fn(comm):
+        model, optimizer, x, y = refused(comm)
+        with model.accumulate():
+            model(x, y)["loss"].backward()
+        pending = model(x, y)["loss"]
+        with pytest.raises(IndexError):
+            model(x + modules.VOCAB, y)
+        with pytest.raises(ScheduleError, match="after the step that used it was over"):
+            pending.backward()
+        model(x, y)["loss"].backward()
+        with pytest.raises(LossError, match="an error has cost the gradients"):
+            optimizer.step()
+        train(model, optimizer, [(x, y)])
+
+    simulate(fs.Mesh({"dp": 1}), rank_fn)
+
+
+def test_frozen_modules_pass_gradients_on():
+    def rank_fn(comm):
+        net = modules.make().requires_grad_(False)
+        model = fs.shard_module(net, mesh=comm, strategy=fs.zero3("dp"), units=[Block], policy=fs.Policy(poison=True))
+        x = torch.linspace(0, 1, 12).view(2, 6).requires_grad_()
+        model.layers[1](model.layers[0](x)).sum().backward()
+        return x.grad
+
+    net, x = modules.make(), torch.linspace(0, 1, 12).view(2, 6).requires_grad_()
+    net.layers[1](net.layers[0](x)).sum().backward()
+    for grad in simulate(DP, rank_fn):
+        close(grad, x.grad)

@@ -1,0 +1,362 @@
+"""Doors: tensors that leave a unit in another way than as its output, or in odd containers. Loss and gradients are torch's."""
+
+import copy
+from collections import OrderedDict, deque, namedtuple
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import fsharp as fs
+from fsharp.errors import TreeError
+from fsharp.testing import simulate
+from tests import modules
+from tests.modules import close, values
+from tests.scheduling import DP, STRATEGIES
+
+each_strategy = pytest.mark.parametrize("strategy", ["ddp", "zero3"])
+
+
+@dataclass
+class Plain:
+    h: Any
+
+
+@dataclass(slots=True)
+class Slotted:
+    h: Any
+
+
+@dataclass(frozen=True)
+class Frozen:
+    h: Any
+
+
+class Slots:
+    __slots__ = ("__hidden", "h")
+
+    def __init__(self, h):
+        self.h, self.__hidden = h, [h]
+
+
+class Below(Slots):
+    __slots__ = ("more",)
+
+
+class Ordered(OrderedDict):
+    pass
+
+
+class Listed(list):
+    pass
+
+
+class Object:
+    def __init__(self, h):
+        self.inner = Plain({"deep": [h]})
+        self.me = self
+
+
+Named = namedtuple("Named", ["h", "n"])
+
+CONTAINERS = {
+    "dataclass": (Plain, lambda box: box.h),
+    "dataclass with slots": (Slotted, lambda box: box.h),
+    "frozen dataclass": (Frozen, lambda box: box.h),
+    "slots": (Slots, lambda box: box.h),
+    "inherited slots": (Below, lambda box: box.h),
+    "set": (lambda h: {h}, lambda box: next(iter(box))),
+    "frozenset": (lambda h: frozenset([h]), lambda box: next(iter(box))),
+    "namedtuple": (lambda h: Named(h, 3), lambda box: box.h),
+    "a dict's subclass": (lambda h: Ordered(h=h), lambda box: box["h"]),
+    "a list's subclass": (lambda h: Listed([h]), lambda box: box[0]),
+    "deque": (lambda h: deque([h]), lambda box: box[0]),
+    "nested": (lambda h: ({"a": [Slotted({h})]},), lambda box: next(iter(box[0]["a"][0].h))),
+    "object": (Object, lambda box: box.inner.h["deep"][0]),
+}
+VIEWS = {
+    "itself": lambda w: w,
+    "transposed": lambda w: w.T,
+    "a row": lambda w: w[1],
+    "a slice": lambda w: w[1:, ::2],
+    "flat": lambda w: w.view(-1),
+    "detached": lambda w: w.detach(),
+    "of the data": lambda w: w.data[0],
+    "expanded": lambda w: w[0].expand(3, 4),
+}
+
+
+class Inner(nn.Module):
+    """A unit. ``door(self, x, given)`` returns what it returns, and may leave tensors elsewhere."""
+
+    def __init__(self, door):
+        super().__init__()
+        self.up, self.down, self.door = nn.Linear(4, 5), nn.Linear(5, 4), door
+        self.weight = nn.Parameter(torch.linspace(-1, 1, 16).view(4, 4))
+
+    def forward(self, x, given):
+        return self.door(self, x, given)
+
+    def hidden(self, x):
+        return self.up(x).tanh()
+
+
+class Outer(nn.Module):
+    """A root: a unit with a door, and others before and behind it."""
+
+    def __init__(self, door, use):
+        super().__init__()
+        self.first, self.inner, self.last = nn.Linear(4, 4), Inner(door), nn.Linear(4, 4)
+        self.use = use
+
+    def forward(self, x):
+        given = []
+        out = self.inner(self.first(x), given)
+        return self.use(self, out, given)
+
+
+def same_as_torch(door, use, loss=lambda model, out: out, strategy="zero3", *, change=lambda model: None, nesting=False):
+    """Loss, parameters after some steps, and an evaluation between them are those of the module alone."""
+
+    def make():
+        with modules._seeds:
+            torch.manual_seed(0)
+            model = Outer(door, use)
+        change(model)
+        return model
+
+    def steps(model, optimizer):
+        losses = []
+        for i in range(3):
+            x = torch.linspace(-1, 1, 12).view(3, 4) + i
+            with torch.no_grad():
+                losses.append(loss(model, model(x)).detach().clone())
+            value = loss(model, model(x))
+            value.backward()
+            losses.append(value.detach())
+            optimizer.step()
+            optimizer.zero_grad()
+        return losses
+
+    def rank_fn(comm):
+        model = fs.shard_module(
+            make(),
+            mesh=comm,
+            strategy=STRATEGIES[strategy][1],
+            units=[Inner, nn.Linear] if nesting else [Inner, "first", "last"],
+            policy=fs.Policy(poison=True),
+        )
+        return steps(model, fs.ShardedOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)), values(model)
+
+    whole = make()
+    expected = steps(whole, torch.optim.SGD(whole.parameters(), lr=0.1))
+    for losses, mine in simulate(DP, rank_fn, timeout=20):
+        close(losses, expected)
+        close(mine, {name: p.detach() for name, p in whole.named_parameters()})
+
+
+@pytest.mark.parametrize("name", CONTAINERS)
+@each_strategy
+def test_containers(name, strategy):
+    """What is returned: activations, and a weight beside them."""
+    box, unbox = CONTAINERS[name]
+
+    def door(self, x, given):
+        h = self.hidden(x)
+        return box(self.down(h)), box(self.weight.T), h
+
+    def use(self, out, given):
+        return box(self.last(unbox(out[0]) @ unbox(out[1])).square().mean())
+
+    same_as_torch(door, use, lambda model, out: unbox(out), strategy)
+
+
+@pytest.mark.parametrize("view", VIEWS)
+@pytest.mark.parametrize("way", ["returned", "attribute", "list of its own", "list it was given", "dict", "buffer"])
+def test_views_of_a_weight(way, view):
+    """Returned, or left elsewhere and used by another unit and in the loss."""
+
+    def door(self, x, given):
+        w, out = VIEWS[view](self.weight), self.down(self.hidden(x))
+        if way == "returned":
+            return out, w
+        if way == "attribute":
+            self.seen = w
+        if way == "list of its own":
+            self.list.append(w)
+        if way == "dict":
+            self.dict["w"] = (w, 3)
+        if way == "list it was given":
+            given.append(w)
+        if way == "buffer":
+            self.buffer = w
+        return out, None
+
+    def change(model):
+        model.inner.list, model.inner.dict = [], {}
+        model.inner.register_buffer("buffer", None)
+
+    def seen(model, out, given):
+        return {
+            "returned": lambda: out[1],
+            "attribute": lambda: model.inner.seen,
+            "list of its own": lambda: model.inner.list[-1],
+            "dict": lambda: model.inner.dict["w"][0],
+            "list it was given": lambda: given[0],
+            "buffer": lambda: model.inner.buffer,
+        }[way]()
+
+    def use(self, out, given):
+        w = seen(self, out, given)
+        return self.last(out[0]).mean() + (w * w.sum()).sum(), w, given
+
+    same_as_torch(door, use, lambda model, out: out[0] + seen(model, (None, out[1]), out[2]).square().mean(), change=change)
+
+
+@pytest.mark.parametrize("also", [False, True])
+@pytest.mark.parametrize("way", ["attribute", "list", "dict", "set", "buffer", "given list", "given dict in a list", "root"])
+@each_strategy
+def test_activations_left_elsewhere(way, also, strategy):
+    """From the middle of a unit: a backward may come to nothing else of it."""
+
+    def door(self, x, given):
+        h = self.hidden(self.up.weight.mean() * x)
+        h = self.up(self.down(h)).tanh()
+        if way in ("attribute", "buffer", "root"):
+            self.aux = h
+        if way == "list":
+            self.aux = [h]
+        if way == "dict":
+            self.aux = {"h": (h,)}
+        if way == "set":
+            self.aux = {h}
+        if way == "given list":
+            given.append(h)
+        if way == "given dict in a list":
+            given.append({"h": [h]})
+        return self.down(h)
+
+    def change(model):
+        if way == "buffer":
+            model.inner.register_buffer("aux", None)
+
+    def of(model, given):
+        if way.startswith("given"):
+            return given[0] if way == "given list" else given[0]["h"][0]
+        aux = model.inner.aux
+        return aux if isinstance(aux, torch.Tensor) else aux["h"][0] if way == "dict" else next(iter(aux))
+
+    def use(self, out, given):
+        out = self.last(out)
+        if way == "root":
+            self.kept = [out, self.inner.aux.square()]
+            return None
+        return out.mean(), given
+
+    def loss(model, out):
+        if way == "root":
+            return model.kept[1].mean() + also * model.kept[0].mean()
+        return of(model, out[1]).square().mean() + also * out[0]
+
+    same_as_torch(door, use, loss, strategy, change=change)
+
+
+@pytest.mark.parametrize("nesting", [False, True])
+@each_strategy
+def test_forward_hooks_see_what_others_see(strategy, nesting):
+    """Of units: outputs, and inputs; what they keep may be used in the loss, and what they return takes the output's place."""
+    seen = {}
+
+    def door(self, x, given):
+        return self.down(self.hidden(x)), self.weight.T
+
+    def use(self, out, given):
+        return self.last(out[0] @ out[1]).mean()
+
+    def change(model):
+        mine = seen[id(model)] = {}
+        model.inner.register_forward_hook(lambda module, args, out: mine.update(out=out, x=args[0]))
+        model.last.register_forward_hook(lambda module, args, out: out * 2)
+        model.first.register_forward_pre_hook(lambda module, args: (args[0] * 3,))
+
+    def loss(model, out):
+        mine = seen[id(model)]
+        return out + mine["out"][0].square().mean() + (mine["out"][1] * mine["x"].sum()).sum()
+
+    same_as_torch(door, use, loss, strategy, change=change, nesting=nesting)
+
+
+@pytest.mark.parametrize(
+    ("late", "name"),
+    [
+        (lambda h: (x * 2 for x in [h]), "generator"),
+        (lambda h: map(torch.neg, [h]), "map"),
+        (lambda h: {"a": [zip([h], [h])]}, "zip"),
+        (lambda h: Plain(filter(None, [h])), "filter"),
+    ],
+)
+def test_what_computes_later_is_refused(late, name):
+    def rank_fn(comm):
+        model = Outer(lambda self, x, given: late(self.hidden(x)), lambda self, out, given: 0)
+        model = fs.shard_module(model, mesh=comm, strategy=fs.ddp("dp"), units=[Inner])
+        with pytest.raises(TreeError, match=rf"gives away a {name}, which computes when parameters are released"):
+            model(torch.ones(2, 4))
+
+    simulate(fs.Mesh({"dp": 1}), rank_fn)
+
+
+def test_what_cannot_be_changed_is_refused_by_name():
+    class Sealed(tuple):
+        __slots__ = ()
+
+        def __new__(cls, h, secret=None):
+            if secret is None:
+                raise ValueError("sealed")
+            return super().__new__(cls, (h,))
+
+    def rank_fn(comm):
+        model = Outer(lambda self, x, given: Sealed(self.weight, "secret"), lambda self, out, given: out)
+        model = fs.shard_module(model, mesh=comm, strategy=fs.ddp("dp"), units=[Inner])
+        with pytest.raises(TreeError, match=r"module 'inner' returns or keeps tensors inside of a Sealed, which cannot"):
+            model(torch.ones(2, 4))
+
+    simulate(fs.Mesh({"dp": 1}), rank_fn)
+
+
+def test_what_is_returned_is_changed_where_others_have_it():
+    """A list, a dict or an object that is returned is the same one, with another tensor in it."""
+    held = {}
+
+    def door(self, x, given):
+        held[self] = [Plain(self.weight[0])]
+        return held[self], self.down(self.hidden(x))
+
+    def use(self, out, given):
+        assert out[0] is held[self.inner]
+        return self.last(out[1]).mean() + held[self.inner][0].h.sum()
+
+    same_as_torch(door, use)
+
+
+def test_the_module_is_looked_at_and_nothing_is_copied():
+    """Attributes of other kinds stay as they are: no tensor that is no view of a weight is replaced."""
+    marks = [torch.ones(2), {"a": torch.zeros(1)}, (torch.ones(1),), nn.Parameter(torch.ones(1)).detach()]
+
+    def change(model):
+        model.inner.marks, model.inner.mark = marks, marks[0]
+
+    def door(self, x, given):
+        self.fresh = fresh = torch.ones(3)
+        given.append(fresh)
+        return self.down(self.hidden(x)), fresh
+
+    def use(self, out, given):
+        assert self.inner.fresh is given[0] is out[1]
+        assert self.inner.marks is marks
+        assert self.inner.mark is marks[0]
+        return self.last(out[0]).mean()
+
+    same_as_torch(door, use, change=change)
+    assert copy.copy(marks)

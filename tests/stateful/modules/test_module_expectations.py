@@ -1,0 +1,384 @@
+"""What somebody who comes from torch expects of a wrapped module: it goes on, or it says in his words why not."""
+
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+import fsharp as fs
+from fsharp.errors import AgreementError, CommError, ScheduleError, TreeError
+from fsharp.testing import simulate
+from tests import modules
+from tests.modules import Block, train, values, wrap
+from tests.scheduling import DP, STRATEGIES, assert_same
+
+each_strategy = pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero3"])
+ONE = fs.Mesh({"dp": 1})
+
+
+# Forwards whose backward does not come
+
+
+def unsharded(model, optimizer):
+    with model.unsharded():
+        return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def written(model, optimizer):
+    with model.unsharded(write=True), torch.no_grad():
+        for p in model.parameters():
+            p.add_(0.0)
+
+
+def adopted(model, optimizer):
+    model.train_state = model.train_state
+
+
+def averaged(model, optimizer):
+    with optimizer.averaged(), torch.no_grad():
+        model(torch.zeros(2, dtype=torch.int64))
+
+
+@pytest.mark.parametrize("way", [unsharded, written, adopted, averaged], ids=lambda way: way.__name__)
+@each_strategy
+def test_a_forward_for_a_metric_is_in_nobodys_way(way, strategy):
+    """Without torch.no_grad(), in the first step and in one that follows a plan; what it returned may still be there."""
+
+    def rank_fn(comm):
+        def make():
+            model, _ = wrap(comm, strategy)
+            return model, fs.ShardedOptimizer(model.parameters(), fs.optim.with_ema(fs.optim.adamw(1e-2), decay=0.5))
+
+        (model, optimizer), (expected, other) = make(), make()
+        kept = []
+        for x, y in modules.batches(comm, 3):
+            kept.append(model(x))
+            way(model, optimizer)
+            train(model, optimizer, [(x, y)])
+            kept.append(model(x, y)["loss"])
+            way(model, optimizer)
+            train(expected, other, [(x, y)])
+        return values(model), values(expected)
+
+    for mine, expected in simulate(DP, rank_fn):
+        assert_same(mine, expected)
+
+
+@each_strategy
+def test_a_backward_that_comes_after_all_is_refused(strategy):
+    def rank_fn(comm):
+        model, optimizer = wrap(comm, strategy)
+        [(x, y)] = modules.batches(comm, 1)
+        loss = model(x, y)["loss"]
+        with model.unsharded():
+            pass
+        with pytest.raises(ScheduleError, match=r"to a forward that unsharded\(\) has given up.*call the model again"):
+            loss.backward()
+        train(model, optimizer, [(x, y)])
+        expected, other = wrap(comm, strategy)
+        train(expected, other, [(x, y)])
+        return values(model), values(expected)
+
+    for mine, expected in simulate(DP, rank_fn):
+        assert_same(mine, expected)
+
+
+def test_gradients_are_not_given_up():
+    def rank_fn(comm):
+        model, optimizer = wrap(comm, "zero3")
+        [(x, y)] = modules.batches(comm, 1)
+        with model.accumulate():
+            model(x, y)["loss"].backward()
+        with pytest.raises(ScheduleError, match=r"unsharded\(\): .* have left gradients.*optimizer.step\(\) or zero_grad"):
+            unsharded(model, optimizer)
+        model(x, y)["loss"].backward()
+        with pytest.raises(ScheduleError, match=r"unsharded\(\): .* have left gradients"):
+            unsharded(model, optimizer)
+        optimizer.zero_grad()
+        unsharded(model, optimizer)
+
+    simulate(ONE, rank_fn)
+
+
+# Parameters
+
+
+def test_complex_parameters_are_refused_by_name():
+    class Phases(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Linear(2, 2)
+            self.phase = nn.Parameter(torch.ones(3, dtype=torch.complex64))
+
+        def forward(self, x):
+            return (self.phase * self.inner(x).sum()).abs().sum()
+
+    with pytest.raises(TreeError, match=r"parameter 'phase' is complex64.*view_as_real.*requires_grad_\(False\)"):
+        fs.shard_module(Phases(), mesh=fs.SingleComm())
+    net = Phases()
+    net.phase.requires_grad_(False)
+    model = fs.shard_module(net, mesh=fs.SingleComm())
+    model(torch.ones(2)).backward()
+    assert model.inner.weight.grad is not None
+
+
+@each_strategy
+def test_frozen_parameters_that_are_rounded_say_so(strategy):
+    def rank_fn(comm):
+        net = modules.make("adapted")
+        expected = {name: p.detach().clone() for name, p in net.named_parameters()}
+        options = {"mesh": comm, "strategy": STRATEGIES[strategy][1], "units": [Block]}
+        model = fs.shard_module(net, precision=fs.Precision(compute=torch.bfloat16), **options)
+        said = r"frozen parameters such as 'embed\.weight' were float32, and rest in bfloat16.*trained=True"
+        with pytest.warns(UserWarning, match=rf"full_parameters\(\): \d+ {said}"):
+            found = dict(model.full_parameters())
+        with pytest.warns(UserWarning, match=rf"unsharded\(\): \d+ {said}"), model.unsharded():
+            assert model.embed.weight.dtype == torch.bfloat16
+        trained = {name for name, p in model.named_parameters() if p.requires_grad}
+        for name, value in expected.items():
+            assert torch.equal(found[name], value if name in trained else value.bfloat16())
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert set(dict(model.full_parameters(trained=True))) == trained
+            exact = fs.shard_module(modules.make("adapted"), **options)
+            assert_same(dict(exact.full_parameters()), {name: expected[name] for name in dict(exact.full_parameters())})
+
+    simulate(ONE, rank_fn)
+
+
+# Optimizers
+
+
+@pytest.mark.parametrize("way", ["all", "some", "groups"])
+def test_an_optimizer_of_before_refuses_to_step(way):
+    net = modules.make()
+    params = {
+        "all": lambda: net.parameters(),
+        "some": lambda: [net.head.bias],
+        "groups": lambda: [{"params": [net.head.weight]}, {"params": [net.head.bias], "lr": 1.0}],
+    }[way]()
+    optimizer, other = torch.optim.SGD(params, lr=0.1), torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
+    model = fs.shard_module(net, mesh=fs.SingleComm(), units=[Block])
+    model(torch.zeros(2, dtype=torch.int64)).sum().backward()
+    with pytest.raises(TreeError, match=r"this SGD was made before shard_module.*fs\.ShardedOptimizer\(model\.parameters"):
+        optimizer.step()
+    other.step()
+    fs.ShardedOptimizer(model.parameters(), torch.optim.SGD, lr=0.1).step()
+
+
+# Errors in the words of modules
+
+
+class Skips(nn.Module):
+    """Leaves out its second layer where it is told to."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers, self.skips = nn.ModuleList([Block() for _ in range(3)]), False
+
+    def forward(self, x):
+        for i, layer in enumerate(self.layers):
+            x = x if self.skips and i == 1 else layer(x)
+        return x.square().mean()
+
+
+def test_ranks_that_call_other_modules_hear_what_to_do():
+    def rank_fn(comm):
+        with modules._seeds:
+            torch.manual_seed(0)
+            net = Skips()
+        model = fs.shard_module(net, mesh=comm, strategy=fs.zero3("dp"), units=[Block])
+        model.skips = comm.rank == 1
+        with pytest.raises((AgreementError, CommError), match=r"ranks (called|take part in) different collectives"):
+            model(torch.ones(2, 6)).backward()
+
+    simulate(DP, rank_fn)
+
+
+@each_strategy
+def test_backward_passes_that_cannot_be_say_what_to_do(strategy):
+    def rank_fn(comm):
+        model, optimizer = wrap(comm, strategy)
+        [(x, y)] = modules.batches(comm, 1)
+        with pytest.raises(ScheduleError, match=r"create_graph=True.*fn, params = model\.functional\(\)"):
+            model(x, y)["loss"].backward(create_graph=True)
+        optimizer.zero_grad()
+        loss = model(x, y)["loss"]
+        loss.backward(retain_graph=True)
+        optimizer.step()
+        with pytest.raises((ScheduleError, RuntimeError), match=r"call each backward before optimizer\.step"):
+            loss.backward()
+
+    simulate(DP, rank_fn)
+
+
+def lone_clip(model, optimizer):
+    model.clip_grad_norm_(0.01)
+
+
+def lone_rate(model, optimizer):
+    optimizer.param_groups[0]["lr"] = 0.5
+
+
+def lone_gradient(model, optimizer):
+    next(model.parameters()).grad = None
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
+def test_a_gradient_that_all_ranks_give_up(strategy, size):
+    """Of a short leaf some ranks hold nothing: that is no difference between them."""
+
+    def rank_fn(comm):
+        model = fs.shard_module(torch.nn.Linear(4, 2), mesh=comm, strategy=getattr(fs, strategy)("dp"), sync_from=0)
+        optimizer = fs.ShardedOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
+        before = values(model)["bias"]
+        for _ in range(4):
+            model(torch.ones(2, 4)).square().mean().backward()
+            model.bias.grad = None
+            optimizer.step()
+            optimizer.zero_grad()
+        assert torch.equal(values(model)["bias"], before)
+
+    simulate(fs.Mesh({"dp": size}), rank_fn)
+
+
+@pytest.mark.parametrize("differ", [lone_clip, lone_rate, lone_gradient])
+@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
+def test_a_rank_that_updates_a_module_differently_is_heard_of(strategy, differ):
+    """By the next step, though under ddp no rank needs the others for it."""
+
+    def rank_fn(comm):
+        model = fs.shard_module(torch.nn.Linear(4, 2), mesh=comm, strategy=getattr(fs, strategy)("dp"), sync_from=0)
+        optimizer = fs.ShardedOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
+        for i in range(6):
+            model(torch.ones(2, 4) + comm.rank).square().mean().backward()
+            if comm.rank == 1 and i == 3:
+                differ(model, optimizer)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    found = simulate(fs.Mesh({"dp": 2}), rank_fn, outcomes=True)
+    assert all(isinstance(each, Exception) for each in found), found
+
+
+def test_a_backward_inside_of_a_forward_does_not_end_the_microbatch():
+    """Of a root that has parameters of its own beside those of a unit."""
+
+    class Net(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.h = torch.nn.Linear(3, 3), torch.nn.Linear(3, 1)
+
+        def forward(self, x):
+            x = x.detach().requires_grad_()
+            y = self.a(x)
+            [slope] = torch.autograd.grad(y.tanh().sum(), x, retain_graph=True)
+            return self.h(y + slope)
+
+    torch.manual_seed(0)
+    plain = Net()
+    start = plain.state_dict()
+    optimizer, expected = torch.optim.SGD(plain.parameters(), lr=0.1), []
+    start = {name: value.clone() for name, value in start.items()}
+    for _ in range(4):
+        loss = plain(torch.ones(2, 3)).sum()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        expected.append(loss.item())
+
+    def rank_fn(comm):
+        module = Net()
+        module.load_state_dict(start)
+        model = fs.shard_module(module, mesh=comm, strategy=fs.zero3("dp"), units=["a"])
+        optimizer, found = fs.ShardedOptimizer(model.parameters(), torch.optim.SGD, lr=0.1), []
+        for _ in range(4):
+            loss = model(torch.ones(2, 3)).sum()
+            loss.backward()
+            optimizer.step()
+            found.append(loss.item())
+        return found
+
+    for found in simulate(fs.Mesh({"dp": 2}), rank_fn):
+        assert found == pytest.approx(expected, rel=1e-5)
+
+
+# Parameters that are not the ones that were sharded
+
+
+def called_with_others(model):
+    torch.func.functional_call(model, {"head.bias": torch.zeros(modules.VOCAB)}, (torch.zeros(2, dtype=torch.int64),))
+
+
+def given_another(model):
+    model.layers[0].up.weight = nn.Parameter(torch.zeros(7, modules.DIM))
+
+
+def without_one(model):
+    model.layers[0].up.bias = None
+
+
+def tied_afterwards(model):
+    model.layers[1].up.weight = model.layers[0].up.weight
+
+
+def turned_into_a_tensor(model):
+    del model.head.weight
+    model.head.weight = torch.zeros(modules.VOCAB, modules.DIM)
+
+
+@pytest.mark.parametrize(
+    "change", [called_with_others, given_another, without_one, tied_afterwards, turned_into_a_tensor], ids=lambda f: f.__name__
+)
+@each_strategy
+def test_a_parameter_that_was_replaced_is_not_ignored(strategy, change):
+    def rank_fn(comm):
+        model, _ = wrap(comm, strategy)
+
+        def change_and_call():
+            with torch.no_grad():
+                change(model)
+                model(torch.zeros(2, dtype=torch.int64))
+
+        with pytest.raises(TreeError, match=r"parameter '.*' is not there, or is not the one .*unsharded\(write=True\)"):
+            change_and_call()
+
+    simulate(DP, rank_fn)
+
+
+class Keeps(nn.Module):
+    """Has its parameter in a list as well."""
+
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Parameter(torch.ones(2))
+        self.all = [self.w]
+
+    def forward(self, x):
+        return x * self.all[0]
+
+
+def test_a_parameter_that_is_kept_elsewhere_too_is_refused():
+    with pytest.raises(TreeError, match=r"inner\.all holds parameter 'inner\.w' itself.*ParameterList"):
+        fs.shard_module(nn.ModuleDict({"inner": Keeps()}), mesh=ONE)
+
+
+@each_strategy
+def test_what_is_sharded_is_not_sharded_again(strategy):
+    def rank_fn(comm):
+        model, optimizer = wrap(comm, strategy)
+        for other in (model, model.head, nn.Sequential(model, nn.Linear(2, 2))):
+            with pytest.raises(TreeError, match="one of a ShardedModule already"):
+                fs.shard_module(other, mesh=comm)
+        train(model, optimizer, modules.batches(comm, 1))
+
+    simulate(DP, rank_fn)
+
+
+def test_zero_gradients_are_not_kept():
+    model, optimizer = wrap(fs.SingleComm(ONE), "zero3")
+    for zero_grad in (model.zero_grad, optimizer.zero_grad):
+        with pytest.raises(ScheduleError, match="set_to_none=False"):
+            zero_grad(set_to_none=False)

@@ -1,0 +1,366 @@
+"""Gradients of a module that are not simply there: parameters without one, and torch.autograd.grad."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import fsharp as fs
+from fsharp.errors import LayoutError, ScheduleError
+from fsharp.testing import processes, simulate
+from tests import modules
+from tests.modules import DIM, VOCAB, Block, close, each_strategy, values, wrap
+from tests.scheduling import DP, STRATEGIES, assert_same, every
+
+ADAMW = {"lr": 1e-2, "weight_decay": 0.1}
+
+
+class Choosy(nn.Module):
+    """Uses some of what it has: never ``spare``, a branch of each block as it is told, a whole block as it is told."""
+
+    class Fork(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.left, self.right, self.spare = nn.Linear(DIM, DIM), nn.Linear(DIM, DIM), nn.Linear(DIM, 3)
+
+        def forward(self, x, branch):
+            if branch == "both":
+                return x + self.left(x) + self.right(x)
+            return x + getattr(self, branch)(x)
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head, self.unused = nn.Embedding(VOCAB, DIM), nn.Linear(DIM, VOCAB), nn.Parameter(torch.ones(5))
+        self.forks, self.block = nn.ModuleList([self.Fork() for _ in range(2)]), Block()
+
+    def forward(self, x, y, branch="left", with_block=False):
+        x = self.embed(x)
+        for fork in self.forks:
+            x = fork(x, branch)
+        x = self.block(x) if with_block else x
+        return F.cross_entropy(self.head(x), y)
+
+
+PLANS = {
+    "always the same": [("left", True)] * 5,
+    "a block at times": [("left", True), ("left", False), ("left", False), ("left", True), ("left", True)],
+    "a block in turns": [("left", True), ("left", False)] * 3,
+    "branches in turns": [("both", True), ("left", True)] * 3,
+    "other branches": [("left", True), ("right", True), ("right", True), ("both", True), ("left", True)],
+}
+OPTIMIZERS = {
+    "AdamW": (torch.optim.AdamW, ADAMW),
+    "fused AdamW": (torch.optim.AdamW, {**ADAMW, "fused": True}),
+    "SGD": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1}),
+    "Adagrad": (torch.optim.Adagrad, {"lr": 0.1, "initial_accumulator_value": 0.1}),
+}
+
+
+def make():
+    with modules._seeds:
+        torch.manual_seed(3)
+        return Choosy()
+
+
+def alone(plan, cls, options):
+    model = make()
+    optimizer = cls(model.parameters(), **options)
+    for (x, y), (branch, with_block) in zip(modules.batches(None, len(plan)), plan):
+        optimizer.zero_grad()
+        model(x, y, branch, with_block).backward()
+        optimizer.step()
+    return {name: p.detach() for name, p in model.named_parameters()}
+
+
+def trained(loss_of, steps):
+    """The unsharded module after steps on the batches of both ranks."""
+    model = make()
+    optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
+    for x, y in modules.batches(None, steps):
+        optimizer.zero_grad()
+        loss_of(model, x, y).backward()
+        optimizer.step()
+    return {name: p.detach() for name, p in model.named_parameters()}
+
+
+def sharded(comm, strategy, cls=torch.optim.AdamW, **options):
+    strategy = STRATEGIES[strategy][1] if isinstance(strategy, str) else strategy
+    model = fs.shard_module(make(), mesh=comm, strategy=strategy, units=[Choosy.Fork, Block], policy=fs.Policy(poison=True))
+    return model, fs.ShardedOptimizer(model.parameters(), cls, **(options or ADAMW))
+
+
+@every(2, optimizer=OPTIMIZERS, plan=PLANS, strategy=("ddp", "zero2", "zero3", "hfsdp"))
+def test_parameters_without_a_gradient_are_left_alone(strategy, plan, optimizer):
+    """Neither decay nor momentum moves them, and their steps are not counted; as in torch."""
+    cls, options = OPTIMIZERS[optimizer]
+    mesh = STRATEGIES[strategy][0]
+
+    def rank_fn(comm):
+        model, optimizer = sharded(comm, strategy, cls, **options)
+        data = modules.batches(comm, len(PLANS[plan]), size=8 // comm.mesh.size)
+        for (x, y), (branch, with_block) in zip(data, PLANS[plan]):
+            model(x, y, branch, with_block).backward()
+            assert model.unused.grad is None
+            assert model.forks[0].spare.weight.grad is None
+            assert (model.block.gain.grad is None) == (not with_block)
+            assert (model.forks[1].right.bias.grad is None) == (branch == "left")
+            optimizer.step()
+        return values(model)
+
+    expected = alone(PLANS[plan], cls, options)
+    for found in simulate(mesh, rank_fn):
+        close(found, expected)
+        assert torch.equal(found["unused"], torch.ones(5))
+
+
+@each_strategy
+def test_a_gradient_on_one_rank_is_one_on_all(strategy):
+    """Ranks use other branches: the mean over ranks is the gradient of both."""
+
+    def rank_fn(comm):
+        model, optimizer = sharded(comm, strategy)
+        for x, y in modules.batches(comm, 4):
+            loss = model(x, y, "left" if comm.rank == 0 else "right")
+            loss.backward()
+            assert model.forks[0].left.weight.grad is not None
+            assert model.forks[0].right.weight.grad is not None
+            assert model.forks[0].spare.weight.grad is None
+            optimizer.step()
+        return values(model)
+
+    expected = trained(lambda model, x, y: sum(model(*half) / 2 for half in zip(x.chunk(2), y.chunk(2), ("left", "right"))), 4)
+    for found in simulate(DP, rank_fn):
+        close(found, expected)
+
+
+def test_accumulated_microbatches_count_together():
+    def rank_fn(comm):
+        model, optimizer = sharded(comm, "zero3")
+        for x, y in modules.batches(comm, 3):
+            with model.accumulate():
+                (model(x, y, "left") / 2).backward()
+            (model(x, y, "right") / 2).backward()
+            assert model.forks[0].left.weight.grad is not None
+            assert model.forks[0].spare.bias.grad is None
+            optimizer.step()
+        return values(model)
+
+    expected = trained(lambda model, x, y: (model(x, y, "left") + model(x, y, "right")) / 2, 3)
+    for found in simulate(DP, rank_fn):
+        close(found, expected)
+
+
+def test_optimizer_state_of_leaves_with_histories_of_their_own_travels():
+    """State is saved and loaded by leaf, step counts included, and training goes on to the bit."""
+
+    def rank_fn(comm):
+        data = list(zip(modules.batches(comm, 6), [*PLANS["other branches"], ("both", True)]))
+
+        def steps(model, optimizer, part):
+            for (x, y), (branch, with_block) in part:
+                model(x, y, branch, with_block).backward()
+                optimizer.step()
+
+        model, optimizer = sharded(comm, "zero3")
+        steps(model, optimizer, data[:3])
+        kept, weights = optimizer.state_dict(), values(model)
+        steps(model, optimizer, data[3:])
+        again, other = sharded(comm, "zero3")
+        with again.unsharded(write=True), torch.no_grad():
+            for name, p in again.named_parameters():
+                p.copy_(weights[name])
+        other.load_state_dict(kept)
+        steps(again, other, data[3:])
+        return values(model), values(again), {p: float(s["step"]) for p, s in kept["state"].items() if s}
+
+    found = simulate(DP, rank_fn)
+    counts = found[0][2] | found[1][2]
+    assert (counts["forks.0.left.weight"], counts["forks.0.right.weight"], counts["block.up.weight"]) == (1, 2, 3)
+    assert "unused" not in counts
+    for first, second, _ in found:
+        assert_same(first, second)
+
+
+def test_a_gradient_set_to_none_leaves_its_parameter_alone():
+    def rank_fn(comm):
+        model, optimizer = sharded(comm, "zero3")
+        before = values(model)
+        x, y = modules.batches(comm, 1)[0]
+        model(x, y, "both", True).backward()
+        model.block.up.weight.grad = None
+        assert model.block.up.weight.grad is None
+        optimizer.step()
+        return before, values(model)
+
+    for before, after in simulate(DP, rank_fn):
+        same = {name for name in before if torch.equal(before[name], after[name])}
+        assert same == {"block.up.weight", "unused", *(f"forks.{i}.spare.{n}" for i in (0, 1) for n in ("weight", "bias"))}
+
+
+# ---------------------------------------------------------------- torch.autograd.grad
+
+
+def mean_gradients(comm, strategy, kind="plain"):
+    """By autograd.grad, and by backward."""
+    model, optimizer = wrap(comm, strategy, kind)
+    names = [name for name, p in model.named_parameters() if p.requires_grad]
+    parameters = [model.get_parameter(name) for name in names]
+    for x, y in modules.batches(comm, 3):
+        found = torch.autograd.grad(model(x, y)["loss"], parameters)
+        assert all(p.grad is None for p in parameters)
+        kept = {name: grad.local.clone() for name, grad in zip(names, found)}
+        model(x, y)["loss"].backward()
+        for name, p in zip(names, parameters):
+            assert p.grad is not None
+            assert torch.equal(p.grad.local, kept[name])
+            assert found[names.index(name)].shape == p.shape
+        optimizer.step()
+    return values(model)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in modules.KINDS if "reentrant" not in kind])  # which torch refuses
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "zero3"])
+def test_autograd_grad_has_the_bits_of_backward(strategy, kind):
+    """And changes nothing of the training around it."""
+
+    def plain(comm):
+        model, optimizer = wrap(comm, strategy, kind)
+        for x, y in modules.batches(comm, 3):
+            model(x, y)["loss"].backward()
+            optimizer.step()
+        return values(model)
+
+    for found, expected in zip(simulate(DP, lambda comm: mean_gradients(comm, strategy, kind)), simulate(DP, plain)):
+        assert_same(found, expected)
+
+
+def test_autograd_grad_in_processes():
+    for found, expected in zip(processes(DP, lambda comm: mean_gradients(comm, "zero3")),
+                               simulate(DP, lambda comm: mean_gradients(comm, "zero3")), strict=True):  # fmt: skip
+        assert_same(found, expected)
+
+
+def test_autograd_grad_with_respect_to_activations_as_well():
+    def rank_fn(comm):
+        model, _ = wrap(comm, "zero3")
+        x, y = modules.batches(comm, 1)[0]
+        scale = torch.ones((), requires_grad=True)
+        loss = model(x, y)["loss"] * scale
+        by_scale, part = torch.autograd.grad(loss, [scale, model.head.weight])
+        assert torch.equal(by_scale, loss.detach())
+        with_names = torch.autograd.grad(model(x, y)["loss"], {"head": model.head.weight})
+        assert torch.equal(with_names["head"].local, part.local)
+        return part.full_shape
+
+    assert simulate(DP, rank_fn) == [torch.Size([VOCAB, DIM])] * 2
+
+
+def test_a_pass_that_comes_to_no_parameter_leaves_a_forward_its_backward():
+    def rank_fn(comm):
+        model, _ = wrap(comm, "zero3")
+        [(x, y)] = modules.batches(comm, 1)
+        loss, other = model(x, y)["loss"], torch.ones((), requires_grad=True)
+        assert torch.autograd.grad(other * 2, [model.head.weight], allow_unused=True) == (None,)
+        loss.backward()
+        return model.head.weight.grad is not None
+
+    assert simulate(DP, rank_fn) == [True] * 2
+
+
+def test_what_is_checkpointed_has_to_be_a_unit():
+    def rank_fn(comm):
+        model, _ = wrap(comm, "zero3", "checkpointed", units=None)
+        [(x, y)] = modules.batches(comm, 1)
+        loss = model(x, y)["loss"]
+        with pytest.raises(LayoutError, match="What is checkpointed has to be one of the units"):
+            loss.backward()
+        with torch.no_grad(), pytest.raises(LayoutError) as caught:
+            model.head.weight.sum()
+        assert "checkpointed" not in str(caught.value)
+        return True
+
+    assert simulate(DP, rank_fn) == [True] * 2
+
+
+def test_parameters_of_two_modules_are_refused():
+    def rank_fn(comm):
+        a, b = (fs.shard_module(nn.Linear(3, 3), mesh=comm, strategy=fs.ddp("dp"), sync_from=0) for _ in range(2))
+        with pytest.raises(ScheduleError, match=r"'weight' is one of another module\. Call it for each"):
+            torch.autograd.grad(b(a(torch.ones(2, 3))).sum(), [a.weight, b.weight])
+        with pytest.raises(LayoutError, match=r"Use torch\.autograd\.grad"):
+            a(torch.ones(2, 3)).sum().backward(inputs=[a.weight])
+        other = fs.shard_module(nn.Linear(3, 3), mesh=comm, sync_from=0)
+        x = torch.ones((), requires_grad=True)
+        assert torch.autograd.grad(x * 2, [other.weight], allow_unused=True) == (None,)
+        return True
+
+    assert simulate(DP, rank_fn) == [True] * 2
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "hsdp"])
+def test_what_is_missing_costs_one_small_collective_along_each_axis(strategy):
+    mesh = STRATEGIES[strategy][0]
+
+    def rank_fn(comm):
+        counting = fs.CountingComm(comm)
+        model, optimizer = sharded(counting, strategy, torch.optim.SGD, lr=0.1)
+        found = []
+        for x, y in modules.batches(comm, 4, size=8 // comm.mesh.size):
+            counting.calls.clear()
+            model(x, y).backward()
+            optimizer.step()
+            small = [call for call in counting.calls.elements() if call.op == "all_reduce" and call.nbytes < 40]
+            found.append([sum(call.axis == axis for call in small) for axis in mesh.names])
+        assert len(list(model.parameters())) == 23
+        return found[1:]  # in the first one a unit of 20 bytes goes alone
+
+    assert simulate(mesh, rank_fn) == [[[1] * len(mesh.names)] * 3] * mesh.size
+
+
+def test_what_autograd_grad_refuses():
+    def rank_fn(comm):
+        model, optimizer = sharded(comm, "zero3")
+        x, y = modules.batches(comm, 1)[0]
+        every = list(model.parameters())
+        with pytest.raises(ScheduleError, match=r"create_graph.*model.functional\(\)"):
+            torch.autograd.grad(model(x, y), every, create_graph=True)
+        optimizer.zero_grad()
+        with pytest.raises(RuntimeError, match=r"input 'unused' was not used\. Set allow_unused"):
+            torch.autograd.grad(model(x, y), every)
+        found = dict(zip(dict(model.named_parameters()), torch.autograd.grad(model(x, y), every, allow_unused=True)))
+        assert {name for name, grad in found.items() if grad is None} >= {"unused", "forks.0.spare.weight", "block.gain"}
+        filled = torch.autograd.grad(model(x, y), every, materialize_grads=True)
+        assert not any(grad.local.any() for grad, name in zip(filled, found) if found[name] is None)
+        model(x, y).backward()
+        with pytest.raises(ScheduleError, match="other backward passes have left gradients"):
+            torch.autograd.grad(model(x, y), every, allow_unused=True)
+        return True
+
+    assert simulate(DP, rank_fn) == [True] * 2
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@each_strategy
+def test_any_number_of_backward_passes_add_up(strategy, ranks):
+    """More in one step than in the one that was recorded, and fewer: without accumulate() each of them takes its sums back."""
+    numbers = (1, 1, 2, 3, 2, 1, 2, 1, 3)
+
+    def rank_fn(comm):
+        net = nn.Linear(3, 1, bias=False)
+        nn.init.ones_(net.weight)
+        model = fs.shard_module(net, mesh=comm, strategy=STRATEGIES[strategy][1], policy=fs.Policy(poison=True))
+        optimizer = fs.ShardedOptimizer(model.parameters(), torch.optim.SGD, lr=0.0)
+        found = []
+        for i, number in enumerate(numbers):
+            for _ in range(number):
+                model(torch.ones(1, 3)).sum().backward()
+                if i % 2:
+                    with torch.no_grad():
+                        model(torch.ones(1, 3))
+            found.append(model.weight.grad.local.flatten().tolist())
+            optimizer.step()
+        return found
+
+    for found in simulate(fs.Mesh({"dp": ranks}), rank_fn):
+        for number, part in zip(numbers, found, strict=True):
+            assert part == pytest.approx([number] * len(part))

@@ -1,0 +1,351 @@
+"""Classes of torch.optim that look at more than an element at a time: right where leaves are whole, else refused."""
+
+import pytest
+import torch
+from torch import nn
+
+import fsharp as fs
+from fsharp.errors import AgreementError, TreeError
+from fsharp.testing import simulate
+from tests import modules
+from tests.modules import Block, close, train, values
+from tests.scheduling import DP, STRATEGIES, assert_same
+
+
+class Lamb(torch.optim.Optimizer):
+    """As a user would write it: each parameter's update has a size that is that of the parameter. Biases are not decayed."""
+
+    def __init__(self, params, lr=1e-2, weight_decay=0.1):
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                if not state:
+                    state.update(step=0, m=torch.zeros_like(p), v=torch.zeros_like(p))
+                state["step"] += 1
+                state["m"].lerp_(p.grad, 0.1)
+                state["v"].lerp_(p.grad.square(), 0.01)
+                m, v = state["m"] / (1 - 0.9 ** state["step"]), state["v"] / (1 - 0.99 ** state["step"])
+                update = m / (v.sqrt() + 1e-8) + group["weight_decay"] * p * (p.ndim > 1)
+                ratio = torch.where((p.norm() > 0) & (update.norm() > 0), p.norm() / update.norm(), 1.0)
+                p.sub_(update * ratio * group["lr"])
+
+
+class Clipped(torch.optim.SGD):
+    """Looks at all gradients together."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            torch.nn.utils.clip_grad_norm_(group["params"], 0.5)
+        return super().step(closure)
+
+
+class Kept(torch.optim.SGD):
+    """Elementwise, of a class that nobody knows."""
+
+
+class Half(torch.optim.Optimizer):
+    """Two ways in one: groups with ``rows`` are divided by the largest of each row, others are SGD."""
+
+    def __init__(self, params, lr=1e-2):
+        super().__init__(params, {"lr": lr, "rows": False})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    scale = p.grad.abs().amax(-1, keepdim=True) + 1e-3 if group["rows"] else 1.0
+                    p.sub_(p.grad / scale * group["lr"])
+
+
+def groups_of(model):
+    """Matrices by rows, all else by elements."""
+    return [
+        {"params": [p for p in model.parameters() if p.ndim == 2], "rows": True},
+        {"params": [p for p in model.parameters() if p.ndim != 2], "rows": False},
+    ]
+
+
+def matrices(model):
+    return [p for p in model.parameters() if p.ndim == 2]
+
+
+CASES = {
+    "Adafactor": (torch.optim.Adafactor, {"lr": 1e-2}, lambda model: model.parameters()),
+    "Muon": (torch.optim.Muon, {"lr": 1e-2}, matrices),
+    "Lamb": (Lamb, {}, lambda model: model.parameters()),
+    "Half": (Half, {}, groups_of),
+    "Clipped": (Clipped, {"lr": 0.1, "momentum": 0.9}, lambda model: model.parameters()),
+}
+WHOLE = {
+    "ddp": (DP, fs.ddp("dp"), {}),
+    "zero3, whole": (DP, fs.zero3("dp"), {"atoms": fs.layout.Whole()}),
+    "zero1, whole": (DP, fs.zero1("dp"), {"atoms": fs.layout.Whole()}),
+    "hsdp, whole": (*STRATEGIES["hsdp"], {"atoms": fs.layout.Whole()}),
+}
+
+
+def wrapped(comm, strategy, kind="plain", **options):
+    return fs.shard_module(
+        modules.make(kind), mesh=comm, strategy=strategy, units=[Block], policy=fs.Policy(poison=True), **options
+    )
+
+
+def reference(case, steps, kind="plain"):
+    cls, options, params = CASES[case]
+    model = modules.make(kind)
+    optimizer = cls(params(model), **options)
+    train(model, optimizer, modules.batches(None, steps))
+    return {name: p.detach() for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("where", WHOLE)
+@pytest.mark.parametrize("case", CASES)
+def test_whole_leaves_in_their_shape(case, where):
+    cls, options, params = CASES[case]
+    mesh, strategy, extra = WHOLE[where]
+    if case == "Clipped" and where != "ddp":
+        where = "refused"
+
+    def rank_fn(comm):
+        model = wrapped(comm, strategy, **extra)
+        if where == "refused":
+            with pytest.raises(TreeError, match=r"Clipped looks at several parameters at once.* other ranks hold parts"):
+                fs.ShardedOptimizer(params(model), cls, **options)
+            return None
+        optimizer = fs.ShardedOptimizer(params(model), cls, **options)
+        train(model, optimizer, modules.batches(comm, 4, size=8 // comm.mesh.size))
+        return values(model)
+
+    expected = reference(case, 4)
+    for mine in simulate(mesh, rank_fn):
+        if where != "refused":
+            torch.testing.assert_close(mine, expected, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("strategy", ["zero1", "zero3", "hsdp"])
+def test_refused_where_leaves_are_cut(case, strategy):
+    cls, options, params = CASES[case]
+    mesh, strategy = STRATEGIES[strategy]
+
+    def rank_fn(comm):
+        model = wrapped(comm, strategy)
+        with pytest.raises(TreeError, match=rf"{cls.__name__} looks at .*fs\.ddp.*fs\.optim\.muon") as raised:
+            fs.ShardedOptimizer(params(model), cls, **options)
+        return str(raised.value)
+
+    found = simulate(mesh, rank_fn)
+    assert len(set(found)) == 1
+    assert "'embed.weight'" in found[0]
+
+
+def test_a_learning_rate_of_zero_hides_nothing():
+    def rank_fn(comm):
+        model = wrapped(comm, fs.zero3("dp"))
+        with pytest.raises(TreeError, match="Lamb looks at"):
+            fs.ShardedOptimizer(model.parameters(), Lamb, lr=0.0)
+
+    simulate(DP, rank_fn)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
+def test_elementwise_ones_have_flat_buffers(strategy):
+    """A class that nobody has heard of too: one tensor for each buffer, and the same bits."""
+
+    def rank_fn(comm):
+        found = []
+        for cls in (Kept, torch.optim.SGD):
+            model = wrapped(comm, STRATEGIES[strategy][1])
+            optimizer = fs.ShardedOptimizer(model.parameters(), cls, lr=0.1, momentum=0.9)
+            assert [p.ndim for p in optimizer.inner.param_groups[0]["params"]] == [1] * len(model.layout.units)
+            train(model, optimizer, modules.batches(comm, 3))
+            found.append(values(model))
+        return found
+
+    for mine, expected in simulate(DP, rank_fn):
+        assert_same(mine, expected)
+
+
+def test_the_way_of_each_group_is_its_own():
+    """Groups of one class, of which one is elementwise: that is flat, and may be cut."""
+
+    def rank_fn(comm):
+        model = wrapped(comm, {"**": fs.zero3("dp"), "head": fs.ddp("dp"), "embed": fs.ddp("dp")})
+        by_rows = {"head.weight", "embed.weight"}
+        named = list(model.named_parameters())
+        optimizer = fs.ShardedOptimizer(
+            [{"params": [p for n, p in named if (n in by_rows) is rows], "rows": rows} for rows in (True, False)], Half
+        )
+        assert [p.ndim for p in optimizer.inner.param_groups[0]["params"]] == [2, 2]
+        assert {p.ndim for p in optimizer.inner.param_groups[1]["params"]} == {1}
+        train(model, optimizer, modules.batches(comm, 3))
+        return values(model)
+
+    model = modules.make()
+    by_rows = {"head.weight", "embed.weight"}
+    named = list(model.named_parameters())
+    optimizer = Half([{"params": [p for n, p in named if (n in by_rows) is rows], "rows": rows} for rows in (True, False)])
+    train(model, optimizer, modules.batches(None, 3))
+    for mine in simulate(DP, rank_fn):
+        close(mine, {name: p.detach() for name, p in model.named_parameters()})
+
+
+def test_what_cannot_be_tried_is_refused():
+    model = wrapped(fs.SingleComm(), fs.ddp("dp"))
+    with pytest.raises(TreeError, match="LBFGS computes the loss several times in a step"):
+        fs.ShardedOptimizer(model.parameters(), torch.optim.LBFGS)
+    with pytest.raises(TreeError, match=r"SparseAdam was tried .* raised RuntimeError: SparseAdam does not support dense"):
+        fs.ShardedOptimizer(model.parameters(), torch.optim.SparseAdam)
+
+
+def test_trying_draws_nothing():
+    torch.manual_seed(3)
+    expected = torch.rand(2)
+    model = wrapped(fs.SingleComm(), fs.ddp("dp"))
+    torch.manual_seed(3)
+    fs.ShardedOptimizer(model.parameters(), type("Another", (Lamb,), {}))
+    assert torch.equal(torch.rand(2), expected)
+
+
+@pytest.mark.parametrize("where", ["ddp", "zero3, whole"])
+def test_training_goes_on_with_the_state_of_whole_leaves(where):
+    """And has torch's names and shapes."""
+    mesh, strategy, extra = WHOLE[where]
+
+    def rank_fn(comm):
+        data = modules.batches(comm, 4)
+        straight = wrapped(comm, strategy, **extra)
+        train(straight, fs.ShardedOptimizer(straight.parameters(), torch.optim.Adafactor), data)
+        model = wrapped(comm, strategy, **extra)
+        optimizer = fs.ShardedOptimizer(model.parameters(), torch.optim.Adafactor)
+        train(model, optimizer, data[:2])
+        saved, whole = optimizer.state_dict(), values(model)
+        again = wrapped(comm, strategy, **extra)
+        with again.unsharded(write=True), torch.no_grad():
+            for name, parameter in again.named_parameters():
+                parameter.copy_(whole[name])
+        optimizer = fs.ShardedOptimizer(again.parameters(), torch.optim.Adafactor)
+        optimizer.load_state_dict(saved)
+        train(again, optimizer, data[2:])
+        return values(straight), values(again), saved["state"]
+
+    alone_ = modules.make()
+    optimizer = torch.optim.Adafactor(alone_.parameters())
+    train(alone_, optimizer, modules.batches(None, 2))
+    shapes = {name: {key: value.shape for key, value in optimizer.state[p].items()} for name, p in alone_.named_parameters()}
+    held = set()
+    for expected, mine, saved in simulate(mesh, rank_fn):
+        assert_same(mine, expected)
+        for name, state in saved.items():
+            held.add(name)
+            assert {key: value.shape for key, value in state.items()} == shapes[name]
+    assert held == set(shapes)
+
+
+def test_leaves_without_a_gradient_are_left_alone():
+    """In their shape as flat."""
+
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x, which):
+            return getattr(self, which)(x).square().sum()
+
+    def make():
+        with modules._seeds:
+            torch.manual_seed(0)
+            return Two()
+
+    def steps(model, optimizer):
+        for which in "aabab":
+            model(torch.linspace(0, 1, 12).view(3, 4), which).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def rank_fn(comm):
+        model = fs.shard_module(make(), mesh=comm, strategy=fs.ddp("dp"))
+        steps(model, fs.ShardedOptimizer(model.parameters(), Lamb))
+        return values(model)
+
+    whole = make()
+    steps(whole, Lamb(whole.parameters()))
+    for mine in simulate(DP, rank_fn):
+        close(mine, {name: p.detach() for name, p in whole.named_parameters()})
+
+
+# State dicts say where they are from
+
+
+def saved_on(comm, strategy, kind=torch.optim.AdamW, **options):
+    model = wrapped(comm, strategy, **options)
+    optimizer = fs.ShardedOptimizer(model.parameters(), kind)
+    train(model, optimizer, modules.batches(comm, 1))
+    return model, optimizer, optimizer.state_dict()
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, fs.optim.adamw(1e-3)], ids=["AdamW", "adamw"])
+def test_the_state_of_another_rank_is_refused(kind):
+    files = {}
+
+    def save(comm):
+        *_, files[comm.rank] = saved_on(comm, fs.zero1("dp"), kind)
+
+    def load(comm):
+        _model, optimizer, _ = saved_on(comm, fs.zero1("dp"), kind)
+        before = optimizer.state_dict()
+        match = rf"state of rank {1 - comm.rank} \(dp {1 - comm.rank}\), and this is rank {comm.rank} \(dp {comm.rank}\)"
+        with pytest.raises(TreeError, match=match):
+            optimizer.load_state_dict(files[1 - comm.rank])
+        with pytest.raises((TreeError, AgreementError), match=r"state of rank 1 \(dp 1\), and this is rank 0 \(dp 0\)"):
+            optimizer.load_state_dict(files[1])  # wrong on rank 0 alone
+        assert_same(optimizer.state_dict()["state"], before["state"])
+        optimizer.load_state_dict(files[comm.rank])
+
+    simulate(DP, save)
+    simulate(DP, load)
+
+
+def test_the_state_of_another_rank_is_right_where_it_is_replicated():
+    """One rank may save for all of them."""
+    files = {}
+
+    def rank_fn(comm):
+        _model, optimizer, saved = saved_on(comm, fs.ddp("dp"))
+        files[comm.rank] = saved
+        comm.all_reduce(torch.zeros(1), "dp")
+        optimizer.load_state_dict(files[0])
+
+    simulate(DP, rank_fn)
+
+
+def test_the_state_of_another_mesh_or_layout_is_refused():
+    files = {}
+
+    def save(comm):
+        *_, files["zero1"] = saved_on(comm, fs.zero1("dp"))
+
+    def load(comm):
+        _model, optimizer, _ = saved_on(comm, fs.zero1("dp"))
+        with pytest.raises(TreeError, match=r"saved on a mesh dp=2, and this one is dp=1"):
+            optimizer.load_state_dict(files["zero1"])
+
+    def other(comm):
+        _model, optimizer, _ = saved_on(comm, fs.zero3("dp"))
+        with pytest.raises(TreeError, match=r"saved with another layout"):
+            optimizer.load_state_dict(files["zero1"])
+        with pytest.raises(TreeError, match=r"does not say which part of a state it is"):
+            optimizer.load_state_dict(torch.optim.SGD([torch.zeros(1)]).state_dict())
+
+    simulate(DP, save)
+    simulate(fs.Mesh({"dp": 1}), load)
+    simulate(DP, other)

@@ -1,0 +1,194 @@
+"""What a sharded module refuses, in the words of modules."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import fsharp as fs
+from fsharp.errors import LayoutError, PatternError, ScheduleError, TreeError
+from fsharp.testing import simulate
+from tests import modules
+from tests.modules import Net, refused, wrap
+from tests.scheduling import DP
+
+
+@pytest.mark.parametrize(
+    ("act", "match"),
+    [
+        (
+            lambda m, x: F.linear(torch.ones(2, 6), m.head.weight),
+            r"'head\.weight' is sharded: this rank holds \d+ of the 66 elements",
+        ),
+        (lambda m, x: m.head.weight + 1, r"'head\.weight' is sharded"),
+        (lambda m, x: m.head(torch.ones(2, 6)), r"'head\.weight' is sharded.*linear\(\)"),
+        (lambda m, x: torch.nn.utils.clip_grad_norm_(m.parameters(), 1.0), r"gradient of 'embed\.weight' is sharded"),
+        (lambda m, x: torch.optim.SGD(m.parameters(), lr=1.0).step(), r"'embed\.weight' is sharded.*ShardedOptimizer"),
+        (
+            lambda m, x: setattr(m.head.weight, "data", torch.zeros(11, 6)),
+            r"'head\.weight' rests in memory of its ShardedModule",
+        ),
+        (lambda m, x: setattr(m.head.weight, "grad", torch.zeros(3)), r"'head\.weight': its gradient is the module's"),
+        (lambda m, x: m.half(), r"cannot be moved or cast: unit .* is torch\.float32 on cpu, asked for torch\.float16"),
+        (lambda m, x: m.to("meta"), r"asked for torch\.float32 on meta"),
+        (lambda m, x: fs.shard_module(m), "one of a ShardedModule already"),
+        (lambda m, x: fs.ShardedOptimizer(m.parameters(), torch.optim.LBFGS), r"LBFGS computes the loss several"),
+        (
+            lambda m, x: fs.ShardedOptimizer(modules.make().parameters(), torch.optim.SGD),
+            r"parameter 0 is a Parameter of shape \[11, 6\]",
+        ),
+        (lambda m, x: fs.ShardedOptimizer([], torch.optim.SGD), "no parameters"),
+    ],
+)
+def test_refused(act, match):
+    def rank_fn(comm):
+        model, _, x, y = refused(comm)
+        model(x, y)["loss"].backward()
+        with pytest.raises((LayoutError, TreeError), match=match):
+            act(model, x)
+
+    simulate(DP, rank_fn)
+
+
+def test_units_that_match_nothing():
+    comm = fs.SingleComm()
+    with pytest.raises(PatternError, match=r"Conv2d matches no module of Net\. Classes of modules in it: Block, Embedding"):
+        fs.shard_module(modules.make(), mesh=comm, units=[nn.Conv2d])
+    with pytest.raises(PatternError, match=r"'blocks\.\*' matches no module"):
+        fs.shard_module(modules.make(), mesh=comm, units="blocks.*")
+    net = modules.make()
+    net.layers.append(nn.Identity())
+    with pytest.raises(PatternError, match=r"module 'layers\.3', a Identity, has no parameters to gather"):
+        fs.shard_module(net, mesh=comm, units="layers.*")
+    assert type(net) is Net
+    assert not isinstance(net.head.weight, fs.ShardedParameter)
+
+
+def test_names_that_it_would_hide():
+    net = modules.make()
+    net.step = 3
+    with pytest.raises(TreeError, match="would hide step of Net"):
+        fs.shard_module(net, mesh=fs.SingleComm())
+    assert net.step == 3
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero3"])
+def test_parameters_say_what_the_whole_ones_are(strategy):
+    """Whoever sorts parameters by their dims, or counts them, gets the same as without sharding."""
+    expected = [
+        (n, p.shape, p.ndim, p.dim(), p.numel(), p.size(-1) if p.ndim else 0, p.stride())
+        for n, p in modules.make().named_parameters()
+    ]
+
+    def rank_fn(comm):
+        model, _ = wrap(comm, strategy)
+        every = model.named_parameters()
+        found = [(n, p.shape, p.ndim, p.dim(), p.numel(), p.size(-1) if p.ndim else 0, p.stride()) for n, p in every]
+        assert found == expected
+        assert len(model.embed.weight) == modules.VOCAB
+        [(x, y)] = modules.batches(comm, 1)
+        model(x, y)["loss"].backward()
+        assert all(p.grad.shape == p.shape for p in model.parameters())
+        return sum(p.local.numel() for p in model.parameters()), sum(p.numel() for p in model.parameters())
+
+    held = simulate(DP, rank_fn)
+    assert sum(mine for mine, _ in held) == held[0][1] * (2 if strategy == "ddp" else 1)
+
+
+def test_what_is_derived_from_a_part_is_one():
+    def rank_fn(comm):
+        model, *_ = refused(comm, "zero3")
+        for derive in (lambda p: p, lambda p: p.detach(), lambda p: p.data, lambda p: p.data.detach()):
+            for use in (
+                torch.sum,
+                torch.clone,
+                lambda p: p.T,
+                lambda p: p.norm(),
+                lambda p: p + 1,
+                lambda p: p.view(-1),
+                torch.Tensor.tolist,
+            ):
+                with (
+                    torch.no_grad(),
+                    pytest.raises(LayoutError, match=r"'head.weight' is sharded: this rank holds \d+ of the"),
+                ):
+                    use(derive(model.head.weight))
+        whole = fs.shard_module(modules.make(), mesh=comm, strategy=fs.ddp("dp")).head.weight
+        with torch.no_grad():
+            assert torch.equal(whole.detach().T.sum(), modules.make().head.weight.sum())
+
+    simulate(DP, rank_fn)
+
+
+def test_changes_behind_its_back():
+    def rank_fn(comm):
+        model, _, x, y = refused(comm, "zero1")
+        with torch.no_grad():
+            model.head.weight.local.mul_(2)
+        with pytest.raises(ScheduleError, match=r"the parameters of unit 'head' were changed in place since the last step"):
+            model(x, y)
+
+    simulate(DP, rank_fn)
+
+
+def test_calls_at_the_wrong_time():
+    def rank_fn(comm):
+        model, optimizer, x, y = refused(comm)
+        with pytest.raises(ScheduleError, match="there are no gradients"):
+            model.clip_grad_norm_(1.0)
+        loss = model(x, y)["loss"]
+        loss.backward()
+        with pytest.raises(ScheduleError, match="a step is under way"), model.unsharded():
+            pass
+        pending = model(x, y)["loss"]
+        with pytest.raises(ScheduleError, match="between a forward and its backward"):
+            optimizer.zero_grad()
+        pending.backward()
+        optimizer.step()
+
+    simulate(fs.Mesh({"dp": 1}), rank_fn)
+
+
+REFUSED_WHERE_WHOLE = {
+    "an L2 term": (lambda m, o: sum(p.pow(2).sum() for p in m.parameters()), "is used by pow.. outside of the forward"),
+    "a part of the model": (lambda m, o: m.head(torch.ones(2, 6)), "'head.weight' is used by linear.. outside"),
+    "a hook": (lambda m, o: m.head.weight.register_hook(print), "is used by register_hook"),
+    "freezing": (lambda m, o: m.head.requires_grad_(False), "was trained when its module was sharded"),
+    "a second optimizer": (lambda m, o: second_step(m, o), "another optimizer of this module has made the step"),
+    "more parameters": (lambda m, o: o.add_param_group({"params": []}), "gets all its groups when it is made"),
+    "a state dict": (lambda m, o: m.state_dict(), "call it in `with model.unsharded"),
+    "loading": (lambda m, o: m.load_state_dict({}), r"call it in `with model.unsharded\(write=True\)"),
+    "calling it when unsharded": (lambda m, o: called_when_unsharded(m), "was called inside of unsharded"),
+    "clipping too early": (lambda m, o: clipped_too_early(m), "after gradients had been changed"),
+    "other parameters": (lambda m, o: m.head.weight.__setattr__("grad", torch.ones(11, 6)), "its gradient is the module's"),
+}
+
+
+def second_step(model, optimizer):
+    other = fs.ShardedOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
+    optimizer.step()
+    other.step()
+
+
+def called_when_unsharded(model):
+    model.zero_grad()
+    with model.unsharded():
+        model(torch.zeros(2, dtype=torch.int64))
+
+
+def clipped_too_early(model):
+    model.clip_grad_norm_(0.1)
+    model(torch.zeros(2, dtype=torch.int64)).sum().backward()
+
+
+@pytest.mark.parametrize("name", REFUSED_WHERE_WHOLE)
+def test_refused_where_parameters_are_whole_too(name):
+    act, match = REFUSED_WHERE_WHOLE[name]
+
+    def rank_fn(comm):
+        model, optimizer, x, y = refused(comm, "ddp")
+        model(x, y)["loss"].backward()
+        with pytest.raises((LayoutError, TreeError, ScheduleError), match=match):
+            act(model, optimizer)
+
+    simulate(DP, rank_fn)

@@ -1,0 +1,209 @@
+"""GradScaler: all ranks leave out the same steps, and what they compute is what they compute without scaling."""
+
+import pytest
+import torch
+
+import fsharp as fs
+from fsharp.errors import LayoutError, LossError, ScheduleError
+from fsharp.testing import processes, simulate
+from tests import modules
+from tests.modules import ADAMW, close, values, wrap
+from tests.scheduling import DP, STRATEGIES, assert_same, every
+
+SCALER = {"init_scale": 2.0**10, "growth_interval": 2}
+
+
+def train(model, optimizer, scaler, data, *, bad=(), parts=1, clip=None, zero=True):
+    """Steps in torch's own words; the scale after each. ``bad``: steps in which this rank's loss is infinite."""
+    scales = []
+    for i, (x, y) in enumerate(data):
+        for j, (xs, ys) in enumerate(zip(x.chunk(parts), y.chunk(parts))):
+            loss = model(xs, ys)["loss"] / parts
+            if i in bad:
+                loss = loss * torch.inf
+            if j < parts - 1:
+                with model.accumulate():
+                    scaler.scale(loss).backward()
+                continue
+            scaler.scale(loss).backward()
+        if clip is not None:
+            scaler.unscale_(optimizer)
+            model.clip_grad_norm_(clip)
+        scaler.step(optimizer)
+        scaler.update()
+        if zero:
+            optimizer.zero_grad()
+        scales.append(scaler.get_scale())
+    return scales
+
+
+@every(2, strategy=STRATEGIES, parts=(1, 2), optimizer=("torch", "pair"))
+def test_the_same_bits_as_without(strategy, parts, optimizer):
+    mesh = STRATEGIES[strategy][0]
+
+    def rank_fn(comm, enabled):
+        model, opt = wrap(comm, strategy)
+        if optimizer == "pair":
+            opt = fs.ShardedOptimizer(model.parameters(), fs.optim.adamw(1e-2))
+        scaler = fs.GradScaler("cpu", enabled=enabled, **SCALER)
+        data = modules.batches(comm, 4)
+        return train(model, opt, scaler, data, parts=parts, clip=0.5), values(model), model.step.num_recordings
+
+    plain = simulate(mesh, lambda comm: rank_fn(comm, False))
+    for (scales, mine, recordings), (_, expected, _) in zip(simulate(mesh, lambda comm: rank_fn(comm, True)), plain):
+        assert scales == [2.0**10, 2.0**11, 2.0**11, 2.0**12]
+        assert_same(mine, expected)
+        assert recordings == 1
+
+
+@pytest.mark.parametrize("scale", [2.0**10, 1000.0])
+@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
+def test_as_the_module_alone(strategy, scale):
+    def rank_fn(comm):
+        model, optimizer = wrap(comm, strategy)
+        train(model, optimizer, fs.GradScaler("cpu", init_scale=scale), modules.batches(comm, 4), clip=0.5)
+        return values(model)
+
+    model = modules.make()
+    optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
+    scaler = torch.amp.GradScaler("cpu", init_scale=scale)
+    for x, y in modules.batches(None, 4):
+        scaler.scale(model(x, y)["loss"]).backward()
+        scaler.unscale_(optimizer)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    for mine in simulate(DP, rank_fn):
+        close(mine, {name: p.detach() for name, p in model.named_parameters()})
+
+
+def infinite_on_one_rank(comm, strategy, zero=True):
+    """Parameters after three steps, of which one is left out, and after the other two alone; and the scales."""
+    (model, optimizer), (expected, other) = wrap(comm, strategy), wrap(comm, strategy)
+    data, scaler = modules.batches(comm, 3), fs.GradScaler("cpu", init_scale=2.0**10)
+    bad = (1,) if comm.rank == comm.mesh.size - 1 else ()
+    scales = train(model, optimizer, scaler, data, bad=bad, zero=zero)
+    train(expected, other, fs.GradScaler("cpu", enabled=False), [data[0], data[2]])
+    return scales, values(model), values(expected)
+
+
+@pytest.mark.parametrize("zero", [True, False], ids=["zero_grad", "none"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_an_infinity_on_one_rank_is_left_out_on_all(strategy, zero):
+    found = simulate(STRATEGIES[strategy][0], lambda comm: infinite_on_one_rank(comm, strategy, zero))
+    for scales, mine, expected in found:
+        assert scales == [2.0**10, 2.0**9, 2.0**9]
+        assert_same(mine, expected)
+
+
+def test_in_processes():
+    def rank_fn(comm):
+        return [infinite_on_one_rank(comm, strategy) for strategy in ("ddp", "zero1", "zero3")]
+
+    for mine in processes(DP, rank_fn, timeout=90):
+        for scales, params, expected in mine:
+            assert scales == [2.0**10, 2.0**9, 2.0**9]
+            assert_same(params, expected)
+
+
+def test_a_not_a_number_in_an_empty_part_of_others():
+    """A leaf of one element is on one rank alone, which says so to the others."""
+
+    def rank_fn(comm):
+        model, optimizer = wrap(comm, "zero3")
+        scaler = fs.GradScaler("cpu", init_scale=4.0)
+        [(x, y)] = modules.batches(comm, 1)
+        scaler.scale(model(x, y)["loss"]).backward()
+        part = model.layers[0].gain.grad.local
+        part.fill_(torch.nan)
+        scaler.step(optimizer)
+        scaler.update()
+        return part.numel(), scaler.get_scale()
+
+    assert sorted(simulate(DP, rank_fn)) == [(0, 2.0), (1, 2.0)]
+
+
+def test_other_optimizers_are_as_with_torch():
+    def steps(scaler):
+        model = modules.make()
+        optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
+        for i, (x, y) in enumerate(modules.batches(None, 3)):
+            scaler.scale(model(x, y)["loss"] * (torch.inf if i == 1 else 1)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        return scaler.get_scale(), {name: p.detach() for name, p in model.named_parameters()}
+
+    (scale, mine), (expected, theirs) = steps(fs.GradScaler("cpu")), steps(torch.amp.GradScaler("cpu"))
+    assert scale == expected
+    assert_same(mine, theirs)
+
+
+def test_refused():
+    def rank_fn(comm):
+        model, optimizer = wrap(comm, "zero3")
+        [(x, y)] = modules.batches(comm, 1)
+        scaler = fs.GradScaler("cpu")
+        scaler.scale(torch.ones(()))
+        with pytest.raises(ScheduleError, match=r"unscale_\(\): there are no gradients"):
+            scaler.step(optimizer)
+        with model.accumulate():
+            scaler.scale(model(x, y)["loss"]).backward()
+        with pytest.raises(LossError, match=r"unscale_\(\): all backward passes so far were told to accumulate"):
+            scaler.unscale_(optimizer)
+        scaler.scale(model(x, y)["loss"]).backward()
+        plain = torch.amp.GradScaler("cpu")
+        plain.scale(torch.ones(()))
+        with pytest.raises(LayoutError, match=r"'embed\.weight' is sharded.*losses are scaled by fs\.GradScaler"):
+            plain.unscale_(optimizer)
+        scaler.unscale_(optimizer)
+        with pytest.raises(RuntimeError, match=r"unscale_\(\) has already been called on this optimizer"):
+            scaler.unscale_(optimizer)
+        with pytest.raises(ScheduleError, match="a backward came after gradients had been changed"):
+            scaler.scale(model(x, y)["loss"]).backward()
+
+    simulate(fs.Mesh({"dp": 2}), rank_fn)
+
+
+def test_gradients_of_half_precision():
+    def rank_fn(comm):
+        model, optimizer = wrap(comm, "zero3", precision=fs.Precision(compute=torch.float16, main=torch.float16))
+        scaler = fs.GradScaler("cpu", init_scale=2.0)
+        [(x, y)] = modules.batches(comm, 1)
+        scaler.scale(model(x, y)["loss"]).backward()
+        with pytest.raises(ValueError, match=r"gradients are float16.*accumulate=torch\.float32"):
+            scaler.step(optimizer)
+
+    simulate(DP, rank_fn)
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "zero3"])
+def test_half_precision_to_compute(strategy):
+    """What would underflow in float16 is there: as near to float32 as float16 is."""
+
+    def rank_fn(comm):
+        model, optimizer = wrap(comm, strategy, precision=fs.Precision(compute=torch.float16, main=torch.float32))
+        train(model, optimizer, fs.GradScaler("cpu", **SCALER), modules.batches(comm, 3))
+        return values(model)
+
+    def whole(comm):
+        model, optimizer = wrap(comm, strategy)
+        train(model, optimizer, fs.GradScaler("cpu", enabled=False), modules.batches(comm, 3))
+        return values(model)
+
+    for mine, expected in zip(simulate(DP, rank_fn), simulate(DP, whole)):
+        torch.testing.assert_close(mine, expected, rtol=0.05, atol=0.01)
+
+
+def test_plain_torch_where_parameters_are_whole():
+    """Under ddp torch's own scaler sees whole gradients, the same on all ranks, and is right."""
+
+    def rank_fn(comm, kind):
+        model, optimizer = wrap(comm, "ddp")
+        data, scaler = modules.batches(comm, 3), kind("cpu", init_scale=2.0**10)
+        scales = train(model, optimizer, scaler, data, bad=(1,) if comm.rank else ())
+        return scales, values(model)
+
+    found = [simulate(DP, lambda comm, kind=kind: rank_fn(comm, kind)) for kind in (torch.amp.GradScaler, fs.GradScaler)]
+    assert_same(*found)

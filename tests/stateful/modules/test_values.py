@@ -1,0 +1,214 @@
+"""Ranks start from the same values: compared to the bit, or taken from one of them."""
+
+import pytest
+import torch
+from torch import nn
+
+import fsharp as fs
+from fsharp.errors import AgreementError, MeshError, TreeError
+from fsharp.stateful.modules.initial import values as module_values
+from fsharp.stateful.modules.initial.values import check_same, digest, taken
+from fsharp.testing import processes, simulate
+from tests import modules
+from tests.modules import Block, Net, train, values
+from tests.scheduling import DP, HYBRID, assert_same
+
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int8, torch.uint8, torch.int64, torch.bool]
+DTYPES += [torch.complex64, torch.float8_e4m3fn]
+REMEDY = r"\nSeed all ranks alike before the module is made, load the same checkpoint, or pass sync_from=0"
+
+
+def bits(tensor):
+    """As bytes, which are equal for not-a-numbers and not for zeros of different sign."""
+    return tensor.detach().contiguous().view(-1).view(torch.uint8)
+
+
+def samples(dtype):
+    """Tensors of many lengths; random bits where these are values."""
+    g = torch.Generator().manual_seed(0)
+    for size in (0, 1, 2, 3, 5, 37, 1000):
+        if dtype is torch.bool:
+            yield torch.randint(0, 2, (size,), generator=g).bool()
+        else:
+            yield torch.randint(0, 256, (size * dtype.itemsize,), generator=g, dtype=torch.uint8).view(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_digest_sees_every_bit(dtype, monkeypatch):
+    monkeypatch.setattr(module_values, "_NBYTES", 64)  # several pieces
+    monkeypatch.setattr(module_values, "_drawn", {})
+    for x in samples(dtype):
+        assert digest(x) == digest(x.clone()) == digest(torch.stack([x, x], -1)[..., 0])
+        assert digest(torch.cat([x[:0], x])[0:]) == digest(x)
+        for i in {0, len(x) // 2, len(x) - 1} if len(x) else ():
+            other = x.clone()
+            last = bits(other)
+            other.view(torch.uint8).view(-1)[i * dtype.itemsize] = last[i * dtype.itemsize] ^ 1
+            assert digest(other) != digest(x)
+        if len(x) > 36:
+            assert digest(x.flip(0) if dtype is not torch.float8_e4m3fn else x.view(torch.uint8).flip(0)) != digest(x)
+            assert digest(x[1:]) != digest(x[:-1])  # not aligned
+
+
+def test_a_digest_sees_constants_and_signs():
+    all_of = [torch.zeros(4), torch.ones(4), torch.full((4,), 2.0), -torch.ones(4), torch.zeros(4) * -1]
+    some = [torch.ones(8).index_fill(0, torch.tensor(each), -1.0) for each in ([0], [1], [0, 1], [0, 7], [2, 3], [0, 1, 2, 3])]
+    assert len({digest(x) for x in (*all_of, *some)}) == len(all_of) + len(some)
+
+
+@pytest.mark.parametrize("source", [0, 1, 3])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_taken_to_the_bit(dtype, source, monkeypatch):
+    monkeypatch.setattr(module_values, "_NBYTES", 64)
+
+    def rank_fn(comm):
+        mine = list(samples(dtype))
+        return [taken(x if comm.rank == source else torch.empty_like(x, device="meta"), source, comm) for x in mine]
+
+    for found in simulate(HYBRID, rank_fn):
+        for mine, expected in zip(found, samples(dtype)):
+            assert mine.dtype == dtype
+            assert torch.equal(bits(mine), bits(expected))
+
+
+def make(seed):
+    """A model with frozen parameters, some of them integers, and buffers."""
+    net = modules.make("frozen", seed)
+    net.codes = nn.Parameter(torch.full((5,), seed, dtype=torch.int8), requires_grad=False)
+    net.register_buffer("scale", torch.full((3,), float(seed)))
+    net.register_buffer("also", net.scale, persistent=False)
+    return net
+
+
+def everything(model):
+    """Parameters and buffers, whole."""
+    return values(model) | {name: b.clone() for name, b in model.named_buffers(remove_duplicate=False)}
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero3"])
+@pytest.mark.parametrize("size", [2, 3])
+def test_ranks_that_differ_hear_of_it(size, strategy):
+    def rank_fn(comm):
+        net = make(seed=comm.rank)
+        where = getattr(fs, strategy)("dp")
+        with pytest.raises(AgreementError, match=r"of \d+ parameters do not have the same values on all ranks") as caught:
+            fs.shard_module(net, mesh=comm, strategy=where, units=[Block])
+        assert type(net) is Net
+        net = modules.make(seed=3)
+        with torch.no_grad():
+            net.layers[1].up.bias[2] += 1e-6 * (comm.rank == size - 1)
+        one = rf"1 of \d+ parameters do not .*\n  layers\.1\.up\.bias  rank {size - 1}: other values than rank 0{REMEDY}"
+        with pytest.raises(AgreementError, match=one):
+            fs.shard_module(net, mesh=comm, strategy=where, units=[Block])
+        fs.shard_module(modules.make(), mesh=comm, strategy=where, units=[Block])
+        return str(caught.value)
+
+    first, *others = simulate(fs.Mesh({"dp": size}), rank_fn, timeout=10)
+    assert set(others) == {first}
+    assert "codes" in first
+    assert "more" in first
+
+
+def synced(comm, source, meta):
+    """What a module has that takes its values from one rank."""
+    if meta and comm.rank != source:
+        with torch.device("meta"):
+            net = make(0)
+    else:
+        net = make(seed=comm.rank + 5)
+    model = fs.shard_module(net, mesh=comm, strategy=fs.zero3(*comm.mesh.names), units=[Block], sync_from=source)
+    assert model.also is model.scale
+    before = everything(model)
+    optimizer = fs.ShardedOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
+    train(model, optimizer, modules.batches(comm, 2))
+    return before, values(model)
+
+
+@pytest.mark.parametrize("meta", [False, True], ids=["real", "meta"])
+@pytest.mark.parametrize(("mesh", "source"), [(DP, 0), (DP, 1), (HYBRID, 2)])
+def test_sync_from(mesh, source, meta):
+    alone = make(seed=source + 5)
+    expected = {name: each.detach() for name, each in alone.named_parameters()}
+    expected |= dict(alone.named_buffers(remove_duplicate=False))
+    (_, trained), *_ = found = simulate(mesh, lambda comm: synced(comm, source, meta))
+    for mine, after in found:
+        assert_same(mine, expected)
+        assert_same(after, trained)
+
+
+def test_in_processes():
+    def rank_fn(comm):
+        with pytest.raises(AgreementError, match="do not have the same values on all ranks"):
+            fs.shard_module(make(seed=comm.rank), mesh=comm, strategy=fs.zero3("dp"))
+        return synced(comm, 1, meta=True)
+
+    assert_same(processes(DP, rank_fn, timeout=60), simulate(DP, rank_fn))
+
+
+REFUSED = {
+    "no such rank": (lambda rank: make(0), lambda rank: 2, r"got 2, expected a rank of Mesh\(dp=2\), 0 to 1"),
+    "no rank": (lambda rank: make(0), lambda rank: True, r"got True, expected a rank"),
+    "several": (lambda rank: make(0), lambda rank: rank, r"different values\.\n  sync_from  rank 0: 0\n  sync_from  rank 1: 1"),
+    "meta": (
+        lambda rank: on_meta(),
+        lambda rank: 1,
+        r"'codes' of rank 1 is on the meta device\. Make the module on a real",
+    ),
+    "partly meta": (
+        lambda rank: on_meta() if rank else make(0),
+        lambda rank: None,
+        r"parameters or buffers on the meta device",
+    ),
+    "other buffers": (
+        lambda rank: with_buffer(rank),
+        lambda rank: 0,
+        r"different values\.\n  buffers  rank 0: more: torch\.float32\[1\]",
+    ),
+}
+
+
+def on_meta():
+    with torch.device("meta"):
+        return make(0)
+
+
+def with_buffer(rank):
+    net = make(0)
+    net.register_buffer("more", torch.zeros(rank + 1))
+    return net
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(name):
+    make_net, source, match = REFUSED[name]
+
+    def rank_fn(comm):
+        with pytest.raises((AgreementError, MeshError, TreeError), match=match):
+            fs.shard_module(make_net(comm.rank), mesh=comm, strategy=fs.zero3("dp"), sync_from=source(comm.rank))
+
+    simulate(DP, rank_fn, timeout=10)
+
+
+def test_values_that_may_differ_along_an_axis():
+    """As those of experts do."""
+
+    def rank_fn(comm):
+        outer, inner = comm.mesh.coord("outer", comm.rank), comm.mesh.coord("inner", comm.rank)
+        tensors = {
+            "shared": torch.zeros(3),
+            "expert": torch.full((3,), float(inner)),
+            "both": torch.full((3,), float(comm.rank)),
+        }
+        check_same("f()", tensors, comm, apart={"expert": ("inner",), "both": ("inner", "outer")})
+        with pytest.raises(
+            AgreementError,
+            match=r"f\(\): 1 of 3 .*\n  expert  rank 1: other values than rank 0; rank 3: other values than rank 2\n",
+        ):
+            check_same("f()", tensors, comm, apart={"expert": ("outer",), "both": ("inner", "outer")})
+        tensors["expert"] = tensors["expert"] + outer
+        with pytest.raises(
+            AgreementError, match=r"\n  expert  rank 2: other values than rank 0; rank 3: other values than rank 1\n"
+        ):
+            check_same("f()", tensors, comm, apart={"expert": ("inner",), "both": ("inner", "outer")})
+
+    simulate(HYBRID, rank_fn)

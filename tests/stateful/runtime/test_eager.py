@@ -1,0 +1,88 @@
+"""Steps without a schedule: what they do is a schedule as well, which the verifier passes and people can look at."""
+
+import threading
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+import fsharp as fs
+from fsharp.errors import ScheduleError
+from fsharp.stateful.units.route import GradientRoute
+from fsharp.testing import simulate
+from tests.gpt_like import loss_fn
+from tests.scheduling import DP, STRATEGIES, make_state, make_tx, my_batches
+
+
+def emitted(comm, strategy, *, microbatches=1, precision=None):
+    """The schedule that the first step of training leaves, and the scheduled function."""
+    state = make_state(comm, strategy, **({"precision": precision} if precision else {}))
+    call = fs.Scheduler(comm, poison=True)(fs.train_step(loss_fn, make_tx(), microbatches=microbatches))
+    call(state, my_batches(comm, 1)[0])
+    return call.emitted(), call
+
+
+@pytest.mark.parametrize("precision", [None, fs.Precision(compute=torch.bfloat16, main=torch.float32)], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("microbatches", [1, 2])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_what_an_unplanned_step_has_done_verifies(strategy, microbatches, precision):
+    found = simulate(
+        STRATEGIES[strategy][0], lambda comm: emitted(comm, strategy, microbatches=microbatches, precision=precision)[0]
+    )
+    for schedule in found:
+        assert schedule.program.events[-1].kind == "update"
+        fs.schedule.verify(schedule)
+    assert len({tuple(schedule.lines()) for schedule in found}) == 1, "ranks do the same"
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "zero3"])
+@pytest.mark.parametrize("kind", ["gather", "wait", "cast", "reduce", "accumulate", "release"])
+def test_without_one_of_its_ops_it_does_not(strategy, kind):
+    schedule = simulate(DP, lambda comm: emitted(comm, strategy)[0])[0]
+    here = [i for i, op in enumerate(schedule.ops) if op.kind == kind]
+    if not here:
+        assert (strategy, kind) == ("zero1", "release")  # parameters rest in full
+        return
+    drop = here[0]
+    ops = [
+        replace(op, after=tuple(j - (j > drop) for j in op.after if j != drop))
+        for i, op in enumerate(schedule.ops)
+        if i != drop
+    ]
+    with pytest.raises(ScheduleError, match="verify"):
+        fs.schedule.verify(schedule.replace_ops(ops))
+
+
+def test_it_can_be_looked_at_and_a_planned_step_has_none(tmp_path):
+    def rank_fn(comm):
+        schedule, call = emitted(comm, "zero3")
+        state = make_state(comm, "zero3")
+        call(state, my_batches(comm, 1)[0])
+        assert call.status().kind == "planned"
+        with pytest.raises(ScheduleError, match="the last call has followed a schedule"):
+            call.emitted()
+        return schedule
+
+    schedule = simulate(DP, rank_fn)[0]
+    assert fs.schedule.Schedule.from_json(schedule.to_json()) == schedule
+    assert "layers.0" in fs.inspect.table(schedule)
+    fs.inspect.draw(schedule, tmp_path / "eager.png")
+    assert (tmp_path / "eager.png").stat().st_size > 0
+
+
+@pytest.mark.parametrize("strategy", ["zero2", "zero3"])
+def test_of_the_memory_that_gradients_leave_from_there_is_one_block_at_a_time(strategy, monkeypatch):
+    alive = []
+    make = GradientRoute.block
+
+    def block(self, memory, **kwargs):
+        assert not any(not storage.expired() and rank == threading.get_ident() for rank, storage in alive), (
+            f"{self.unit.name}: the block of a unit before is still there"
+        )
+        alive.append((threading.get_ident(), StorageWeakRef(memory.untyped_storage())))
+        return make(self, memory, **kwargs)
+
+    monkeypatch.setattr(GradientRoute, "block", block)
+    simulate(DP, lambda comm: emitted(comm, strategy)[0])
+    assert len(alive) > 2 * DP.size

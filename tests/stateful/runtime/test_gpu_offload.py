@@ -1,0 +1,108 @@
+"""Offload on a CUDA device: pinned memory, a stream of its own, the same bits, and the bytes that were predicted."""
+
+import optree
+import pytest
+import torch
+
+import fsharp as fs
+from fsharp.functional.layout.sharded import tree_nbytes
+from tests.gpt_like import loss_fn, make_batches, make_params
+from tests.stateful.runtime.test_gpu_scheduler import MESH
+from tests.stateful.runtime.test_gpu_scheduler import comm as comm
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+BF16 = fs.Precision(compute=torch.bfloat16, main=torch.float32)
+BLOCK = 512  # bytes, of which torch's allocator makes what it hands out
+
+
+def start(comm, strategy, tx, dim=6, precision=BF16):
+    params = optree.tree_map(lambda t: t.cuda(), make_params(layers=4, dim=dim))
+    layout = fs.plan(params, MESH, strategy("dp"), units="layers.*", precision=precision)
+    return fs.init_state(tx, fs.shard(params, layout, comm, place="optim"), comm=comm)
+
+
+def batches(count):
+    return [{k: v.cuda() for k, v in batch.items()} for batch in make_batches(count, 32)]
+
+
+def held(state):
+    return [b for node in fs.units_of((state.main, state.opt)) for b in node.buffers if b.numel()]
+
+
+@pytest.mark.parametrize("donate", [False, True])
+@pytest.mark.parametrize("precision", [fs.Precision(), BF16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("strategy", [fs.ddp, fs.zero1, fs.zero2, fs.zero3])
+def test_the_same_bits_from_pinned_memory(comm, strategy, precision, donate):
+    tx = fs.optim.chain(fs.optim.clip_by_global_norm(1.0), fs.optim.adamw(1e-2))
+    step = fs.train_step(loss_fn, tx, microbatches=2, donate=donate)
+    scheduler = fs.Scheduler(comm, trivial_axes=True, poison=True, offload=True)
+    scheduled = scheduler(step)
+    ours, theirs = start(comm, strategy, tx, precision=precision), start(comm, strategy, tx, precision=precision)
+    for batch in batches(6):
+        ours, metrics = scheduled(ours, batch)
+        theirs, expected = step(theirs, batch, comm)
+        assert torch.equal(metrics.loss, expected.loss)
+    assert scheduled.num_recordings == 1
+    assert all(b.device.type == "cpu" and b.is_pinned() for b in held(ours))
+    assert "host" in scheduler.lanes.streams
+    assert scheduler.executor.host_nbytes == scheduled.schedule.host_nbytes == 2 * tree_nbytes(held(ours))
+    for a, b in zip(optree.tree_leaves(ours), optree.tree_leaves(theirs), strict=True):
+        assert a == b if isinstance(a, int) else torch.equal(a.cpu(), b.cpu())
+    full = fs.gather(ours.main, comm=comm)
+    assert all(b.device.type == "cuda" for node in fs.units_of(full) for b in node.buffers)
+    ours, _ = step(ours, batch, comm)
+    assert all(b.device.type == "cuda" for b in held(ours)), "the blocking path brings it back"
+
+
+def test_a_module_has_the_same_bits(comm):
+    from tests import modules
+
+    def train(offload):
+        policy = fs.Policy(trivial_axes=True, offload=offload)
+        options = {"strategy": fs.zero3("dp"), "units": [modules.Block], "precision": BF16, "policy": policy}
+        model = fs.shard_module(modules.make().cuda(), mesh=comm, **options)
+        optimizer = fs.ShardedOptimizer(model.parameters(), fs.optim.with_ema(fs.optim.adamw(1e-2), decay=0.5))
+        for x, y in modules.batches(None, 5):
+            model(x.cuda(), y.cuda())["loss"].backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        with optimizer.averaged(), torch.no_grad():
+            averages = dict(model.full_parameters())
+        return dict(model.full_parameters()), averages
+
+    for ours, theirs in zip(train(True), train(False), strict=True):
+        assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def test_forward_and_backward_have_the_bytes_that_are_on_the_host(comm):
+    tx = fs.optim.adamw(1e-2)
+
+    def peak(offload):
+        """Most bytes allocated between the beginning of a planned step and its update."""
+        peaks = []
+
+        def step(state, batch, comm):
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            loss, grads = fs.value_and_grad(loss_fn)(state.params, batch, comm=comm)
+            torch.cuda.synchronize()
+            peaks.append(torch.cuda.max_memory_allocated())
+            _, grads = fs.average(loss, fs.reduce_scatter(grads, comm=comm), comm=comm, donate=True)
+            return fs.update(tx, grads, state, comm=comm, donate=True)
+
+        scheduled = fs.Scheduler(comm, trivial_axes=True, offload=offload)(step)
+        before = torch.cuda.memory_allocated()
+        state = start(comm, fs.zero3, tx, dim=512)
+        for batch in batches(5):
+            state = scheduled(state, batch)
+        assert scheduled.num_recordings == 1
+        return peaks[-1] - before, held(state), scheduled.schedule.host_nbytes // 2
+
+    plain, on_device, _ = peak(offload=False)
+    num = len(on_device)
+    del on_device
+    less, _, nbytes = peak(offload=True)
+    assert abs(plain - less - nbytes) <= 2 * BLOCK * num

@@ -1,0 +1,248 @@
+"""How long gradients at rest live, and whose memory they are in: windows of the arena, schedulers that are gone."""
+
+import gc
+import time
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.multiprocessing.reductions import StorageWeakRef
+
+import fsharp as fs
+from fsharp.stateful.units import unit_state as copies
+from fsharp.stateful.units.resting import storage_over as window_on
+from fsharp.testing import simulate
+from tests.gpt_like import block, embed, head, logits, loss_fn, make_params
+from tests.scheduling import (
+    assert_same,
+    full_params,
+    make_state,
+    make_tx,
+    my_batches,
+    run_both,
+)
+from tests.stateful.runtime.test_scheduler_rest import buffers, copied, each_strategy, explicit, in_arena, mesh_of, score
+
+# Parameters that look like those of before
+
+
+def blind(monkeypatch):
+    """Have all tensors be at one address, and of one version."""
+    monkeypatch.setattr(copies, "stamp", lambda node: tuple((1, 0) for _ in node.raw_buffers))
+    for module in ("arena", "executor", "eager", "step"):
+        monkeypatch.setattr(f"fsharp.stateful.runtime.{module}.stamp", copies.stamp)
+
+
+@pytest.mark.parametrize("strategy", ["zero3", "hfsdp", "zero3x2"])
+@pytest.mark.parametrize("policy", [{}, {"prefetch": 2}], ids=str)
+def test_what_was_gathered_of_parameters_that_are_gone_is_not_used(strategy, policy, monkeypatch):
+    """Others have got their addresses, and versions count from 0: only that the memory was given up tells them apart."""
+    blind(monkeypatch)
+
+    def program(run):
+        state, step, losses = make_state(run.comm, strategy), run.wrap(fs.train_step(loss_fn, make_tx())), []
+        for i, batch in enumerate(my_batches(run.comm, 6)):
+            state, metrics = step(state, batch)
+            losses.append(metrics.loss)
+            del metrics
+            if i in (1, 3):
+                del state
+                state = make_state(run.comm, strategy, params=make_params(i))
+        return losses, full_params(state, run.comm)
+
+    run_both(program, mesh_of(strategy), **policy)
+
+
+def test_nor_where_the_parameters_are_no_argument(monkeypatch):
+    blind(monkeypatch)
+
+    def program(run):
+        box = {"state": make_state(run.comm, "zero3")}
+
+        def step(batch, comm):
+            box["state"], metrics = fs.train_step(loss_fn, make_tx())(box["state"], batch, comm)
+            return metrics.loss
+
+        call, losses = run.wrap(step), []
+        for i, batch in enumerate(my_batches(run.comm, 5)):
+            losses.append(call(batch))
+            if i in (1, 3):
+                box.clear()
+                box["state"] = make_state(run.comm, "zero3", params=make_params(i))
+        return losses, full_params(box["state"], run.comm)
+
+    run_both(program)
+
+
+def test_nor_by_a_function_that_follows_no_plan(monkeypatch):
+    blind(monkeypatch)
+
+    def program(run):
+        state, step, seen = make_state(run.comm, "zero3"), run.wrap(fs.train_step(loss_fn, make_tx())), []
+        for i, batch in enumerate(my_batches(run.comm, 5)):
+            state, metrics = step(state, batch)
+            del metrics
+            if i in (1, 3):
+                del state
+                state = make_state(run.comm, "zero3", params=make_params(i))
+                seen.append(score(state.params, batch, run.engine))
+        return seen, full_params(state, run.comm)
+
+    run_both(program)
+
+
+# Lifetimes
+
+
+def gone(storage):
+    """Whether memory is given back: at once, or when a thread that has sent from it is over with that."""
+    return any(storage.expired() or time.sleep(0.01) for _ in range(200))
+
+
+def outlive(comm, *, strategy="zero3", again):
+    """Gradients, when their scheduler is gone; and whether their memory is there before and after they go too."""
+    gc.collect()
+    gc.disable()
+    try:
+        scheduler = fs.Scheduler(comm, poison=True)
+        state, step = make_state(comm, strategy), scheduler(explicit)
+        for batch in my_batches(comm, 3):
+            grads = reduced = _ = None  # else they are held while the next ones are made
+            state, _, grads, reduced = step(state, batch)
+        kept, held = buffers(grads), copied(grads)
+        assert in_arena(scheduler, kept) == 0
+        arena = StorageWeakRef(scheduler.arena.untyped_storage())
+        if again:  # the next step is elsewhere
+            state, _, grads, reduced = step(state, my_batches(comm, 1)[0])
+        del scheduler, step, grads, reduced
+        [node.buffers for node in fs.units_of(state)]
+        before = gone(arena)
+        filler = [torch.full((1000,), float("nan")) for _ in range(100)]  # whoever gets the memory writes to it
+        assert_same(kept, held)
+        del kept, filler, _, state
+        return before, gone(arena)
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("strategy", ["zero3", "ddp", "hsdp"])
+@pytest.mark.parametrize("again", [False, True])
+def test_gradients_outlive_their_scheduler(strategy, again):
+    """They do not keep the arena."""
+    results = simulate(mesh_of(strategy), partial(outlive, strategy=strategy, again=again))
+    assert results == [(True, True)] * len(results)
+
+
+# A gradient that is the parameter
+
+
+class Itself(torch.autograd.Function):
+    """``(w * x).sum(0)``, whose gradient by ``w`` is taken to be ``w``: the very tensor, which is in the arena."""
+
+    @staticmethod
+    def forward(ctx, w, x, way):
+        ctx.save_for_backward(w)
+        ctx.way = way
+        return w.sum() * x
+
+    @staticmethod
+    def backward(ctx, grad):
+        (w,) = ctx.saved_tensors
+        return {"itself": w, "view": w.view_as(w), "detached": w.detach()}[ctx.way], grad, None
+
+
+@each_strategy
+@pytest.mark.parametrize(("way", "microbatches"), [("itself", 1), ("itself", 2), ("view", 1), ("detached", 2)])
+def test_a_gradient_that_is_the_parameter(strategy, way, microbatches):
+    """Parameters are let go of before their gradients are collected."""
+
+    def odd(p, x):
+        return Itself.apply(p["w"], block({**p, "w": p["w"].detach()}, x), way)
+
+    def loss(params, batch, comm):
+        x = fs.forward(embed, params["embed"], batch["x"], comm=comm)
+        for layer in params["layers"]:
+            x = fs.forward(odd, layer, x, comm=comm)
+        return F.cross_entropy(fs.forward(head, params["head"], x, comm=comm), batch["y"])
+
+    def program(run):
+        state, seen = make_state(run.comm, strategy), []
+        step = run.wrap(fs.train_step(loss, make_tx(), microbatches=microbatches))
+        for batch in my_batches(run.comm, 4):
+            state, metrics = step(state, batch)
+            seen.append(metrics.loss)
+        return seen, full_params(state, run.comm)
+
+    assert run_both(program, mesh_of(strategy))[1][0].num_recordings == 1
+
+
+# Windows
+
+
+def test_a_window_is_the_same_bytes():
+    memory = torch.zeros(256, dtype=torch.uint8)
+    window = window_on(memory[64:192])
+    assert window.data_ptr() == memory.data_ptr() + 64
+    assert (len(window), window.dtype, window.storage_offset()) == (128, torch.uint8, 0)
+    window[3], memory[70] = 7, 8
+    assert (int(memory[67]), int(window[6])) == (7, 8)
+    window.view(torch.float32).fill_(1.5)
+    assert memory[64:192].view(torch.float32).tolist() == [1.5] * 32
+    assert not memory[:64].any()
+    assert not memory[192:].any()
+
+
+def count(x):
+    return torch._C._storage_Use_Count(x.untyped_storage()._cdata)
+
+
+def test_a_window_counts_its_own_holders_only():
+    memory = torch.zeros(256, dtype=torch.uint8)
+    window = window_on(memory[64:192])
+    alone = count(window)
+    others = [memory[i:] for i in range(5)] + [window_on(memory[64:192])]
+    assert count(window) == alone
+    mine = [window[:4], window.view(torch.float32), window.data]
+    assert count(window) == alone + len(mine)
+    del mine, others
+    assert count(window) == alone
+    before = count(memory)
+    assert count(memory) == before
+
+
+def test_a_window_keeps_the_memory_and_lets_it_go():
+    gc.collect()
+    gc.disable()
+    try:
+        memory = torch.zeros(256, dtype=torch.uint8)
+        whole = StorageWeakRef(memory.untyped_storage())
+        window = window_on(memory[64:192])
+        view = window.view(torch.float32)[3:]
+        del memory, window
+        assert not whole.expired()
+        view.fill_(2)
+        del view
+        assert whole.expired()
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("strategy", ["zero3", "ddp", "hsdp"])
+def test_empty_gradients_rest_as_well(strategy):
+    """Units whose trained leaves have no elements."""
+    params = {**make_params(layers=2), "none": {"w": torch.zeros(0, 3)}}
+
+    def loss(params, batch, comm):
+        out = logits(params, batch["x"], comm)
+        return F.cross_entropy(out, batch["y"]) + fs.forward(lambda p: p["w"].sum(), params["none"], comm=comm)
+
+    def program(run):
+        state, seen = make_state(run.comm, strategy, params=params, units=["layers.*", "none"]), []
+        step = run.wrap(partial(explicit, loss=loss))
+        for batch in my_batches(run.comm, 3):
+            state, value, *grads = step(state, batch)
+            seen.append([value, *map(buffers, grads)])
+        return seen, full_params(state, run.comm)
+
+    run_both(program, mesh_of(strategy))

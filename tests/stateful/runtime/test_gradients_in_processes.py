@@ -1,0 +1,99 @@
+"""Gradients at rest in real processes, where what is on its way arrives when it likes."""
+
+from functools import partial
+
+import pytest
+
+import fsharp as fs
+from fsharp.testing import processes
+from tests.scheduling import (
+    DP,
+    HYBRID,
+    Program,
+    assert_same,
+    full_params,
+    make_state,
+    my_batches,
+)
+from tests.stateful.runtime.test_gradient_lifetimes import outlive
+from tests.stateful.runtime.test_scheduler_departures import DEPARTED, DEPARTURES, departing
+from tests.stateful.runtime.test_scheduler_rest import SCORED, buffers, copied, explicit, scored
+
+# In real processes, where what is on its way arrives when it likes
+
+
+@pytest.fixture(scope="module")
+def found():
+    """What two processes find out, by either path, in one start of them."""
+
+    def one_keeps(run, strategy, keeper):
+        state, step, kept, seen = make_state(run.comm, strategy), run.wrap(explicit), [], []
+        for i, batch in enumerate(my_batches(run.comm, 6)):
+            state, loss, grads, _ = step(state, batch)
+            seen.append([loss, *copied(grads)])
+            if run.comm.rank == keeper and i != 3:
+                kept.append([loss, *buffers(grads)])
+            del grads, _
+        return seen, kept, full_params(state, run.comm)
+
+    def both(comm, program):
+        policy = {"poison": True}
+        return program(Program(comm)), program(Program(comm, fs.Scheduler(comm, **policy)))
+
+    def off_the_plan(run, strategy, departure, keep):
+        state, step, seen = make_state(run.comm, strategy), run.wrap(departing), []
+        for i, batch in enumerate(my_batches(run.comm, 5)):
+            state, *rest = step(state, {**batch, "order": (0, 1, 2), **(DEPARTURES[departure] if i == 3 else {})})
+            seen.append([rest[0], *map(buffers if keep else copied, rest[1:])])
+            del rest
+        return seen, full_params(state, run.comm)
+
+    def rank_fn(comm):
+        out = {}
+        for strategy, keep in SCORED:
+            out["scored", strategy] = both(comm, partial(scored, strategy=strategy, keep=keep))
+        for strategy in ("zero1", "zero3"):
+            out["one keeps", strategy] = both(comm, partial(one_keeps, strategy=strategy, keeper=1))
+            for departure in DEPARTED:
+                out[departure, strategy] = both(
+                    comm, partial(off_the_plan, strategy=strategy, departure=departure, keep=len(departure) % 2 == 0)
+                )
+        out["outlived"] = outlive(comm, again=True)
+        return out
+
+    return processes(DP, rank_fn, timeout=100)
+
+
+@pytest.mark.parametrize("strategy", [strategy for strategy, _ in SCORED])
+def test_a_forward_between_value_and_grad_and_update_in_processes(found, strategy):
+    for result in found:
+        assert_same(*result["scored", strategy])
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "zero3"])
+def test_one_rank_alone_may_keep_gradients(found, strategy):
+    for rank, result in enumerate(found):
+        assert_same(*result["one keeps", strategy])
+        assert len(result["one keeps", strategy][1][1]) == 5 * rank
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "zero3"])
+@pytest.mark.parametrize("departure", DEPARTED)
+def test_a_step_that_leaves_the_plan_in_processes(found, departure, strategy):
+    for result in found:
+        assert_same(*result[departure, strategy])
+
+
+def test_gradients_outlive_their_scheduler_in_processes(found):
+    assert [result["outlived"] for result in found] == [(True, True)] * 2
+
+
+@pytest.mark.deep
+def test_a_forward_between_value_and_grad_and_update_in_four_processes():
+    def rank_fn(comm):
+        programs = [partial(scored, strategy=strategy, keep=True) for strategy in ("hsdp", "hfsdp")]
+        return [(program(Program(comm)), program(Program(comm, fs.Scheduler(comm, poison=True)))) for program in programs]
+
+    for result in processes(HYBRID, rank_fn, timeout=100):
+        for want, got in result:
+            assert_same(got, want)

@@ -1,0 +1,181 @@
+"""Offload in schedules: what is fetched when, what that costs in simulated time, and what a person sees of it."""
+
+from dataclasses import replace
+
+import optree
+import pytest
+
+import fsharp as fs
+from fsharp.errors import ScheduleError
+from fsharp.stateful.inspect.draw import draw
+from fsharp.stateful.schedule.compile import compile_schedule
+from fsharp.stateful.schedule.program import Event, Program, UnitFacts
+from fsharp.stateful.schedule.schedule import Memory
+from fsharp.stateful.units.host import HostBuffers
+from fsharp.testing import simulate
+from tests.edited_schedules import drop, edit, move, twice
+from tests.gpt_like import loss_fn
+from tests.scheduling import (
+    DP,
+    STRATEGIES,
+    assert_same,
+    make_state,
+    my_batches,
+)
+from tests.stateful.runtime.test_offload import PRECISIONS, RULES, held, steps
+
+# ------------------------------------------------------------ the schedule
+
+
+@pytest.fixture
+def schedule():
+    def rank_fn(comm):
+        return steps(comm, "zero1", prefetch=1).schedule
+
+    return simulate(DP, rank_fn)[0]
+
+
+def first(schedule, kind):
+    return next(i for i, op in enumerate(schedule.ops) if op.kind == kind)
+
+
+def last(schedule, kind):
+    return max(i for i, op in enumerate(schedule.ops) if op.kind == kind)
+
+
+def without_fetches(schedule):
+    i = first(schedule, "update")
+    return edit(schedule, i, after=tuple(j for j in schedule.ops[i].after if schedule.ops[j].kind != "fetch"))
+
+
+def fetch_late(schedule):
+    i, update = last(schedule, "fetch"), first(schedule, "update")
+    return move(edit(schedule, i, at=schedule.ops[update].at), i, update)
+
+
+FAULTS = {
+    "fetch": (lambda s: drop(s, first(s, "fetch")), r"updates 'embed', whose state is in host memory"),
+    "fetch twice": (lambda s: twice(s, first(s, "fetch")), r"fetch embed .*: is not asked for here, or has happened"),
+    "fetch of another": (lambda s: edit(s, first(s, "fetch"), unit="head"), r"fetch head .*: is not asked for here"),
+    "fetch late": (fetch_late, r"update .*: updates 'layers.2', whose state is in"),
+    "update early": (lambda s: edit(s, first(s, "update"), after=()), r"update .*: may"),
+    "update before fetch": (without_fetches, r"update .*: may read state before the end of op"),
+    "offload": (lambda s: drop(s, last(s, "offload")), r"fetch layers.2 .*: the state of 'layers.2' stays on the device"),
+    "offload twice": (lambda s: twice(s, first(s, "offload")), r"offload embed .*: copies what was not fetched, or has left"),
+    "offload early": (lambda s: move(s, first(s, "offload"), first(s, "update")), r"offload embed .*: copies what was not"),
+    "offload at once": (lambda s: edit(s, first(s, "offload"), after=()), r"offload embed .*: may copy state before the end"),
+    "offload of another": (lambda s: edit(s, first(s, "offload"), unit="head"), r"offload head .*: copies what"),
+    "stream": (lambda s: edit(s, first(s, "fetch"), stream="gather"), r"fetch embed .*: runs on the wrong stream"),
+    "phase": (lambda s: edit(s, first(s, "offload"), phase="backward"), r"offload embed .*: has phase 'backward'"),
+    "memory": (lambda s: edit(s, first(s, "fetch"), memory=Memory(0, 64)), r"its memory is of the wrong size"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_is_refused(schedule, fault):
+    change, message = FAULTS[fault]
+    fs.schedule.verify(schedule)
+    with pytest.raises(ScheduleError, match=message):
+        fs.schedule.verify(change(schedule))
+
+
+def test_state_that_no_update_wants_is_refused():
+    program = Program((UnitFacts("a", host=64),), (Event("fetch", "a"), Event("update"), Event("fetch", "a")))
+    with pytest.raises(ScheduleError, match=r"no update follows for which 'a' is fetched"):
+        fs.schedule.verify(compile_schedule(program))
+
+
+def test_a_schedule_is_the_same_from_json_and_says_what_it_copies(schedule):
+    assert fs.schedule.Schedule.from_json(schedule.to_json()) == schedule
+    assert schedule.policy.offload
+    assert "copied from host memory and to it" in fs.inspect.table(schedule)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_what_an_unplanned_step_has_done_verifies(strategy):
+    def rank_fn(comm):
+        state = make_state(comm, strategy, precision=PRECISIONS["bf16"])
+        call = fs.Scheduler(comm, offload=True)(fs.train_step(loss_fn, RULES["chain"][0]))
+        call(state, my_batches(comm, 1)[0])
+        return call.emitted()
+
+    found = simulate(STRATEGIES[strategy][0], rank_fn)
+    for emitted in found:
+        fs.schedule.verify(emitted)
+        assert {"fetch", "offload"} <= {op.kind for op in emitted.ops}
+    assert len({tuple(emitted.lines()) for emitted in found}) == 1
+
+
+def test_a_step_that_leaves_its_schedule_offloads_too():
+    def loss(params, batch, comm):
+        return (
+            loss_fn(params, batch, comm)
+            if len(batch["x"]) == 8
+            else loss_fn({**params, "layers": params["layers"][:1]}, batch, comm)
+        )
+
+    def rank_fn(comm):
+        batches = my_batches(comm, 4)
+        batches[2] = my_batches(comm, 1, size=4, seed=3)[0]
+        tx = fs.optim.adamw(1e-2)
+        step = fs.train_step(loss, tx, donate=True)
+        scheduler = fs.Scheduler(comm, offload=True)
+        scheduled, kinds = scheduler(step), []
+        ours, theirs = (make_state(comm, "zero3", tx=tx) for _ in range(2))
+        for batch in batches:
+            (ours, _), (theirs, _) = scheduled(ours, batch), step(theirs, batch, comm)
+            assert_same(optree.tree_leaves(ours), optree.tree_leaves(theirs))
+            kinds.append(scheduled.status().kind)
+            assert all(isinstance(node.lazy, HostBuffers) for node in held(ours) if any(map(len, node.buffers)))
+        assert kinds[:3] == ["recorded", "planned", "left"]
+
+    simulate(DP, rank_fn)
+
+
+# ------------------------------------------------------------ time
+
+
+def test_copies_take_the_time_of_their_bytes_and_run_into_the_next_step(schedule):
+    nbytes = schedule.host_nbytes / 2
+    for is_synchronous in (False, True):
+        hardware = fs.inspect.Hardware(
+            compute=(1.0, 2.0), bandwidth=1e12, host_bandwidth=nbytes / 0.5, update_s=0.25, synchronous_host=is_synchronous
+        )
+        without = fs.inspect.simulate(schedule, replace(hardware, host_bandwidth=1e30))
+        timeline = fs.inspect.simulate(schedule, hardware)
+        assert timeline.seconds("fetch") == pytest.approx(0.5)
+        assert timeline.seconds("offload") == pytest.approx(0.5)
+        hidden = 0.0 if is_synchronous else 0.5  # the way down, behind the next forward
+        assert timeline.step_s - without.step_s == pytest.approx(1.0 - hidden, rel=1e-3)
+        lanes = {span.stream for span in timeline.spans if span.kind in ("fetch", "offload")}
+        assert lanes == {"compute" if is_synchronous else "host"}
+
+
+def test_a_picture_has_a_lane_for_the_host(schedule, tmp_path):
+    draw(schedule, tmp_path / "offload.svg")
+    assert "<!-- host -->" in (tmp_path / "offload.svg").read_text()
+
+
+def test_what_is_measured_is_fitted():
+    def rank_fn(comm):
+        state = make_state(comm, "zero3", tx=fs.optim.adamw(1e-2))
+        call = fs.Scheduler(comm, offload=True, bucket_nbytes=0)(fs.train_step(loss_fn, fs.optim.adamw(1e-2), donate=True))
+        data = my_batches(comm, 6)
+        for batch in data[:3]:
+            state, _ = call(state, batch)
+        trace = call.trace()
+        for batch in data[3:]:
+            state, _ = call(state, batch)
+        timeline = trace.timeline(call.schedule)
+        copying = [span for span in timeline.spans if span.kind in ("fetch", "offload")]
+        assert {span.stream for span in copying} == {"compute"}, "on a host without streams"
+        assert sum(span.seconds for span in copying) > 0
+        hardware = fs.inspect.Hardware.fit(trace, call.schedule, synchronous_host=True)
+        assert 0 < hardware.host_bandwidth < float("inf")
+
+    simulate(DP, rank_fn)
+
+
+def test_a_bandwidth_that_is_none_is_refused():
+    with pytest.raises(ScheduleError, match="host_bandwidth is 0, expected more than 0"):
+        fs.inspect.Hardware(compute=(1.0, 2.0), bandwidth=1.0, host_bandwidth=0)

@@ -1,0 +1,152 @@
+"""Steps that leave their schedule with gradients under way, and backwards that come after those were handed out."""
+
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import fsharp as fs
+from tests.gpt_like import block, embed, head, loss_fn, make_params
+from tests.scheduling import (
+    HYBRID,
+    every,
+    full_params,
+    make_state,
+    make_tx,
+    my_batches,
+    run_both,
+)
+from tests.stateful.runtime.test_scheduler_rest import buffers, copied, mesh_of, run_late, score
+
+# Off the plan
+
+
+def departing(state, batch, comm):
+    """Off the plan in the forward (by ``order``), in the backward (``early``), or right after it (``extra``)."""
+    early = batch.get("early")
+
+    def loss(params, batch, comm):
+        x = fs.forward(embed, params["embed"], batch["x"], comm=comm)
+        for i in batch["order"]:
+            y = fs.forward(block, params["layers"][i], x, comm=comm)
+            # Without gradient: in the backward this unit is not come back to, nor, for an early one, what is before it.
+            x = y.detach() if early == i else y
+        return F.cross_entropy(fs.forward(head, params["head"], x, comm=comm), batch["y"])
+
+    value, grads = fs.value_and_grad(loss)(state.params, batch, comm=comm)
+    kept = copied(grads) if batch.get("look") else []
+    extra = score(state.params, batch, comm) if batch.get("extra") else value.sum
+    reduced = fs.reduce_scatter(grads, comm=comm)
+    more = score(state.params, batch, comm) if batch.get("later") else value.sum
+    metrics, averaged = fs.average(value, reduced, comm=comm)
+    return fs.update(make_tx(), averaged, state, comm=comm), [metrics.loss, extra, more, kept], grads, reduced
+
+
+DEPARTURES = {
+    "in the forward": {"order": (0, 2, 1)},
+    "other order": {"order": (2, 1, 0)},
+    "shorter": {"order": (0, 1)},
+    "longer": {"order": (0, 1, 2, 0)},
+    "in the backward, early": {"early": 2},
+    "in the backward": {"early": 1},
+    "in the backward, late": {"early": 0},
+    "after value_and_grad": {"extra": True},
+    "after value_and_grad, looked at": {"extra": True, "look": True},
+    "after reduce_scatter": {"later": True},
+    "everywhere": {"early": 1, "extra": True, "later": True},
+}
+
+
+DEPARTED = list(DEPARTURES)[::2]
+"""Those that processes are tried with."""
+
+
+@every(4, strategy=("zero3", "hsdp"), departure=DEPARTURES, keep=(False, True))
+def test_a_step_that_leaves_the_plan(strategy, departure, keep):
+    """Once, in the middle of training; what it had handed out before or hands out after that stays as well."""
+    leave_the_plan(strategy, departure, keep)
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "hfsdp", "mixed"])
+@pytest.mark.parametrize("departure", DEPARTURES)
+@pytest.mark.parametrize("keep", [False, True])
+def test_a_step_that_leaves_the_plan_of_other_strategies(strategy, departure, keep):
+    leave_the_plan(strategy, departure, keep)
+
+
+def leave_the_plan(strategy, departure, keep):
+    def program(run):
+        state, step, seen = make_state(run.comm, strategy), run.wrap(departing), []
+        for i, batch in enumerate(my_batches(run.comm, 6)):
+            state, *rest = step(state, {**batch, "order": (0, 1, 2), **(DEPARTURES[departure] if i == 3 else {})})
+            seen.append([rest[0], *map(buffers if keep else copied, rest[1:])])
+            del rest
+        return seen, full_params(state, run.comm)
+
+    assert run_both(program, mesh_of(strategy))[1][0].num_recordings == 3
+    run_late(program, strategy, reduce_buffers=3 if keep else 1)
+
+
+@pytest.mark.parametrize("strategy", ["zero3", "hsdp", "ddp"])
+def test_a_departure_with_a_unit_that_nobody_uses(strategy):
+    """Its gradient, zero, is on its way to the optimizer all the same."""
+
+    def program(run):
+        state, step, seen = make_state(run.comm, strategy), run.wrap(departing), []
+        for i, batch in enumerate(my_batches(run.comm, 5)):
+            state, *rest = step(state, {**batch, "order": (0, 1), "extra": i == 3})
+            seen.append([rest[0], *map(copied, rest[1:])])
+            del rest
+        return seen, full_params(state, run.comm)
+
+    run_both(program, mesh_of(strategy))
+    run_late(program, strategy)
+    run_late(program, strategy, reduce_buffers=9)
+
+
+# A backward after the gradients were handed out
+
+
+def looking_back(state, batch, comm, *, unit):
+    """A unit is used by itself first; its backward comes after value_and_grad, if it comes."""
+    x = torch.ones(4, 6, requires_grad=True)
+    y = fs.forward(block, state.params["layers"][unit], x, comm=comm)
+    loss, grads = fs.value_and_grad(loss_fn)(state.params, batch, comm=comm)
+    if batch["late"]:
+        y.sum().backward()
+    metrics, averaged = fs.average(loss, fs.reduce_scatter(grads, comm=comm), comm=comm)
+    return fs.update(make_tx(), averaged, state, comm=comm), metrics.loss, x.grad if batch["late"] else 0
+
+
+def look_back(run, *, unit, late=(2,), strategy="zero3"):
+    state, seen = make_state(run.comm, strategy, params=make_params(layers=6)), []
+    step = run.wrap(partial(looking_back, unit=unit))
+    for i, batch in enumerate(my_batches(run.comm, 4)):
+        state, *rest = step(state, {**batch, "late": i in late})
+        seen.append(rest)
+    return seen, full_params(state, run.comm)
+
+
+@pytest.mark.parametrize("unit", range(6))
+def test_a_backward_that_comes_when_gradients_are_where_its_parameters_were(unit):
+    """What callers hold of them has memory of its own by then."""
+    run_both(partial(look_back, unit=unit), gather_at_start=False)  # what is carried is beside all gradients
+
+
+@pytest.mark.parametrize("unit", [0, 2, 5])
+@pytest.mark.parametrize("strategy", ["zero3", "zero3x2"])
+def test_with_gradients_in_memory_of_their_own_a_late_backward_is_right(unit, strategy):
+    program = partial(look_back, unit=unit, strategy=strategy)
+    run_both(program, mesh_of(strategy), keep_gradients=True, gather_at_start=False)
+
+
+@pytest.mark.parametrize("unit", [0, 2, 5])
+def test_a_late_backward_that_was_recorded_is_planned(unit):
+    """Then the unit's address is nobody else's."""
+    assert run_both(partial(look_back, unit=unit, late=range(4)))[1][0].num_recordings == 1
+
+
+def test_a_late_backward_where_gradients_are_reduced_once_a_step():
+    run_both(partial(look_back, unit=2, late=range(4), strategy="hsdp"), HYBRID)

@@ -1,0 +1,352 @@
+"""Gradients at rest, in the arena: a caller may keep them, for however long, and go where no plan has foreseen."""
+
+from functools import partial
+
+import optree
+import pytest
+import torch
+import torch.nn.functional as F
+
+import fsharp as fs
+from fsharp.errors import ScheduleError
+from fsharp.functional.comm.protocol import Comm
+from fsharp.stateful.transport.base import Ticket
+from fsharp.stateful.transport.blocking import Blocking
+from fsharp.testing import simulate
+from tests.gpt_like import block, embed, head, logits, loss_fn
+from tests.scheduling import (
+    DP,
+    HYBRID,
+    ON_TWO_AXES,
+    STRATEGIES,
+    Program,
+    assert_same,
+    every,
+    full_params,
+    make_state,
+    make_tx,
+    my_batches,
+    run_both,
+)
+
+DEEP = [pytest.param(name, marks=pytest.mark.deep) for name in ("zero2", "hfsdp", "mixed", "late")]
+
+
+each_strategy = pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero3", "hsdp", *DEEP])
+
+
+def mesh_of(strategy):
+    return HYBRID if strategy in ON_TWO_AXES else DP
+
+
+def buffers(tree):
+    return [buffer for node in fs.units_of(tree) for buffer in node.buffers]
+
+
+def copied(tree):
+    return [buffer.clone() for buffer in buffers(tree)]
+
+
+def in_arena(scheduler, tensors):
+    """How many of them, which are not empty, are in the scheduler's arena."""
+    first, last = scheduler.arena.memory.data_ptr(), scheduler.arena.memory.data_ptr() + len(scheduler.arena.memory)
+    found = [first <= x.data_ptr() < last for x in tensors if x.numel()]
+    assert found
+    return sum(found)
+
+
+class Late(Blocking):
+    """What is sent is read, and what arrives is written, when it is waited for and no earlier: the latest that may be."""
+
+    is_async = True
+
+    def gather(self, x, out, axis, *, label=""):
+        return Ticket(then=lambda: Blocking.gather(self, x, out, axis, label=label))
+
+    def reduce_scatter(self, x, axis, *, dtype, scratch, out=None, label=""):
+        options = {"dtype": dtype, "scratch": scratch, "out": out, "label": label}
+        return Ticket(then=lambda: Blocking.reduce_scatter(self, x, axis, **options).wait())
+
+    def all_reduce(self, x, out, axis, *, scratch, label=""):
+        held = {}
+
+        def arrive():
+            held["sum"] = torch.empty_like(out)
+            Blocking.all_reduce(self, x, held["sum"], axis, scratch=scratch, label=label)
+            return Ticket(then=lambda: out.copy_(held["sum"]))
+
+        return Ticket(then=arrive)
+
+
+def late(scheduler):
+    scheduler.transport = scheduler.executor.transport = Late(scheduler.comm)
+    return scheduler
+
+
+def run_late(program, strategy, **policy):
+    """``program(Program)`` by the blocking path and by a scheduler whose collectives are as late as may be."""
+
+    def scheduled(comm: Comm):
+        here = Program(comm, late(fs.Scheduler(comm, poison=True, **policy)))
+        return program(here), here.scheduled
+
+    expected = simulate(mesh_of(strategy), lambda comm: program(Program(comm)), timeout=20)
+    found = simulate(mesh_of(strategy), scheduled, timeout=20)
+    for want, (got, _) in zip(expected, found, strict=True):
+        assert_same(got, want)
+    return found[0]
+
+
+# A caller who keeps what a step has handed out
+
+
+def explicit(state, batch, comm, *, loss=loss_fn, donate=False, between=lambda params, batch, comm: None):
+    """A step that returns its gradients, as they rest and as the optimizer has them."""
+    value, grads = fs.value_and_grad(loss)(state.params, batch, comm=comm)
+    between(state.params, batch, comm)
+    reduced = fs.reduce_scatter(grads, comm=comm)
+    metrics, averaged = fs.average(value, reduced, comm=comm)
+    return fs.update(make_tx(), averaged, state, comm=comm, donate=donate), metrics.loss, grads, reduced
+
+
+@each_strategy
+@pytest.mark.parametrize(
+    ("which", "policy"),
+    [
+        ("rest", {}),
+        ("final", {}),
+        ("one buffer", {}),
+        ("rest", {"gather_at_start": False}),
+        ("rest", {"sum_late": False}),
+        ("rest", {"keep_gradients": True}),
+    ],
+    ids=str,
+)
+def test_gradients_stay_what_they_are_for_as_long_as_they_are_kept(strategy, policy, which):
+    """What was noted of them at the time is the same at the end. After a step that keeps none the arena has them again."""
+
+    def program(run):
+        state, step, seen, kept = make_state(run.comm, strategy), run.wrap(explicit), [], []
+        for i, batch in enumerate(my_batches(run.comm, 8)):
+            state, loss, grads, reduced = step(state, batch)
+            mine = {"rest": buffers(grads), "final": buffers(reduced), "one buffer": buffers(grads)[:1]}[which]
+            seen.append([loss, *(x.clone() for x in mine)])
+            kept.append([loss, *mine] if i not in (0, 3, 5) else seen[-1])
+            del grads, reduced, mine
+        assert_same(kept, seen)
+        return kept, full_params(state, run.comm)
+
+    assert run_both(program, mesh_of(strategy), **policy)[1][0].num_recordings == 1
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "zero3", "hsdp"])
+def test_what_leaves_a_step_is_not_in_the_arena(strategy):
+    """Gradients are there while the step runs; those that it returns have memory of their own, and the arena stays."""
+
+    def rank_fn(comm):
+        scheduler, within = fs.Scheduler(comm, poison=True), []
+
+        def step(state, batch, comm):
+            out = explicit(state, batch, comm)
+            mine = [x for x in buffers(out[2]) if x.numel()]
+            within.append(in_arena(scheduler, mine) / len(mine))
+            return out
+
+        state, call, after, arenas = make_state(comm, strategy), scheduler(step), [], set()
+        for batch in my_batches(comm, 5):
+            state, _, grads, _ = call(state, batch)
+            after.append(in_arena(scheduler, buffers(grads)))
+            arenas.add(scheduler.arena.memory.data_ptr())
+            del grads, _
+        return within, after, len(arenas)
+
+    for within, after, num_arenas in simulate(mesh_of(strategy), rank_fn):
+        assert within == [0, 1, 1, 1, 1]
+        assert after == [0] * 5
+        assert num_arenas <= 2  # none before the first schedule
+
+
+def test_gradients_kept_for_one_step_more():
+    def program(run):
+        state, step, seen, kept = make_state(run.comm, "zero3"), run.wrap(explicit), [], []
+        for batch in my_batches(run.comm, 6):
+            state, loss, grads, _ = step(state, batch)
+            kept = [*kept[-1:], buffers(grads)]
+            seen.append([loss, [[x.clone() for x in each] for each in kept]])
+            del grads, _
+        return seen, full_params(state, run.comm)
+
+    run_both(program)
+
+
+def test_a_view_of_a_gradient_that_is_held_beyond_its_step_is_refused():
+    """The memory that it is in is others' then; a view cannot be moved, as the gradient itself is."""
+
+    def rank_fn(comm, **policy):
+        state, kept = make_state(comm, "zero3"), []
+        step = fs.Scheduler(comm, **policy)(lambda state, batch, comm: look_at(explicit(state, batch, comm), kept))
+        for batch in my_batches(comm, 3):
+            state = step(state, batch)
+        return kept
+
+    def look_at(out, kept):
+        kept.append(buffers(out[2])[1][1:3])
+        return out[0]
+
+    with pytest.raises(ScheduleError, match=r"a view of the gradient of unit '.*' is held beyond its step"):
+        simulate(DP, rank_fn)
+    assert all(len(kept) == 3 for kept in simulate(DP, partial(rank_fn, keep_gradients=True)))
+
+
+# Several value_and_grad in one function
+
+
+def mixing(state, batch, comm, *, drop=False, second=loss_fn):
+    """The first gradients are used after the second were made; perhaps some were made in between that nobody keeps."""
+    flipped = {**batch, "x": batch["x"].flip(0)}
+    loss, first = fs.value_and_grad(loss_fn)(state.params, batch, comm=comm)
+    if drop:
+        fs.value_and_grad(loss_fn)(state.params, {**batch, "x": batch["x"] * 0}, comm=comm)
+    _, others = fs.value_and_grad(second)(state.params, flipped, comm=comm)
+    mixed = optree.tree_map(lambda a, b: a + 0.1 * b, first, others)
+    metrics, averaged = fs.average(loss, fs.reduce_scatter(mixed, comm=comm), comm=comm)
+    return fs.update(make_tx(), averaged, state, comm=comm), metrics.loss, first, others
+
+
+@every(4, strategy=STRATEGIES, drop=(False, True))
+def test_gradients_of_two_losses(strategy, drop):
+    """Within a step, where the first of them are in the arena, and kept beyond it."""
+
+    def program(run):
+        state, step, kept = make_state(run.comm, strategy), run.wrap(partial(mixing, drop=drop)), []
+        for i, batch in enumerate(my_batches(run.comm, 6)):
+            state, *rest = step(state, batch)
+            kept.append([rest[0], *map(copied if i < 4 else buffers, rest[1:])])
+            del rest
+        return kept, full_params(state, run.comm)
+
+    run_both(program, mesh_of(strategy))
+    run_late(program, strategy)
+
+
+@each_strategy
+@pytest.mark.parametrize("drop", [False, True])
+def test_only_the_first_of_two_gradients_is_kept_beyond_the_step(strategy, drop):
+    """It is in the arena, and what the unit had last is not."""
+
+    def program(run):
+        state, step, kept = make_state(run.comm, strategy), run.wrap(partial(mixing, drop=drop)), []
+        for i, batch in enumerate(my_batches(run.comm, 6)):
+            state, loss, first, _ = step(state, batch)
+            kept.append([loss, buffers(first) if i % 2 else copied(first)])
+            del first, _
+        return kept, full_params(state, run.comm)
+
+    run_both(program, mesh_of(strategy))
+
+
+def partly(which):
+    """A loss that uses some of the layers, and whose backward comes to some."""
+
+    def loss(params, batch, comm):
+        x = fs.forward(embed, params["embed"], batch["x"], comm=comm)
+        for i in which:
+            x = fs.forward(block, params["layers"][i], x, comm=comm)
+        return F.cross_entropy(fs.forward(head, params["head"], x, comm=comm), batch["y"])
+
+    return loss
+
+
+@every(4, strategy=STRATEGIES, reduced=(False, True))
+def test_a_unit_that_only_the_second_of_two_losses_uses(strategy, reduced):
+    """Its gradient is zero in the first, when nothing says yet where it will rest."""
+
+    def step(state, batch, comm):
+        loss, first = fs.value_and_grad(partly((0,)))(state.params, batch, comm=comm)
+        here = fs.reduce_scatter(first, comm=comm) if reduced else first
+        _, second = fs.value_and_grad(partly((0, 1, 2)))(state.params, batch, comm=comm)
+        there = fs.reduce_scatter(second, comm=comm) if reduced else second
+        mixed = optree.tree_map(lambda a, b: a + 0.1 * b, here, there)
+        mixed = mixed if reduced else fs.reduce_scatter(mixed, comm=comm)
+        metrics, averaged = fs.average(loss, mixed, comm=comm)
+        return fs.update(make_tx(), averaged, state, comm=comm), metrics.loss, first, here, second, there
+
+    def program(run):
+        state, call, seen = make_state(run.comm, strategy), run.wrap(step), []
+        for batch in my_batches(run.comm, 4):
+            state, loss, *grads = call(state, batch)
+            seen.append([loss, *map(copied, grads)])
+            del grads
+        return seen, full_params(state, run.comm)
+
+    run_both(program, mesh_of(strategy))
+    run_late(program, strategy)
+
+
+# Between value_and_grad and update
+
+
+def score(params, batch, comm):
+    with torch.no_grad():
+        return F.cross_entropy(logits(params, batch["x"], comm), batch["y"])
+
+
+SCORED = [("ddp", True), ("zero1", False), ("zero2", True), ("zero3", False)]
+
+
+def step_with_score(state, batch, comm, *, microbatches=1):
+    """The old parameters are looked at while the last of the gradients are on their way."""
+    loss, grads = fs.value_and_grad(loss_fn, microbatches=microbatches)(state.params, batch, comm=comm)
+    first = score(state.params, batch, comm)
+    reduced = fs.reduce_scatter(grads, comm=comm)
+    second = score(state.params, batch, comm)
+    metrics, averaged = fs.average(loss, reduced, comm=comm)
+    return fs.update(make_tx(), averaged, state, comm=comm), [metrics.loss, first, second], grads, reduced
+
+
+def scored(run, strategy, *, keep, microbatches=1):
+    state, seen = make_state(run.comm, strategy), []
+    step = run.wrap(partial(step_with_score, microbatches=microbatches))
+    for batch in my_batches(run.comm, 5):
+        state, *rest = step(state, batch)
+        seen.append([rest[0], *map(buffers if keep else copied, rest[1:])])
+        del rest
+    return seen, full_params(state, run.comm)
+
+
+@every(6, strategy=STRATEGIES, keep=(False, True), microbatches=(1, 2))
+def test_a_forward_between_value_and_grad_and_update(strategy, keep, microbatches):
+    program = partial(scored, strategy=strategy, keep=keep, microbatches=microbatches)
+    assert run_both(program, mesh_of(strategy))[1][0].num_recordings == 1
+    for policy in ({}, {"prefetch": 2, "reduce_buffers": 2}):
+        run_late(program, strategy, **policy)
+
+
+# Gradients in memory of their own
+
+
+@every(4, strategy=STRATEGIES, microbatches=(1, 2))
+def test_keep_gradients(strategy, microbatches):
+    """The same bits, and nothing of them in the arena."""
+
+    def trained(comm, **policy):
+        scheduler = fs.Scheduler(comm, poison=True, **policy)
+        state, step = make_state(comm, strategy), scheduler(partial(step_with_score, microbatches=microbatches))
+        seen, found = [], []
+        for batch in my_batches(comm, 4):
+            state, values, *grads = step(state, batch)
+            mine = buffers(grads[0])
+            found.append(in_arena(scheduler, mine) / sum(x.numel() > 0 for x in mine))
+            seen.append([values, *map(copied, grads)])
+            del mine, grads
+        return (seen, full_params(state, comm)), found, step.schedule
+
+    kept, planned = (simulate(mesh_of(strategy), partial(trained, keep_gradients=keep)) for keep in (True, False))
+    for (values, found, schedule), (others, found_there, planned_there) in zip(kept, planned, strict=True):
+        assert_same(values, others)
+        assert found == [0, 0, 0, 0]
+        assert found_there == [0, 0, 0, 0]
+        assert {facts.rest for facts in schedule.program.units} == {0}
+        assert not any(op.opens for op in schedule.ops)
+        assert any(op.opens for op in planned_there.ops)
+    run_both(partial(scored, strategy=strategy, keep=True, microbatches=microbatches), mesh_of(strategy), keep_gradients=True)

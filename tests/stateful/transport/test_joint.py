@@ -1,0 +1,465 @@
+"""Buckets as they run: one collective for several units, with the bits, the bytes and the order of each alone."""
+
+import re
+from collections import Counter
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+
+import fsharp as fs
+from fsharp.errors import FsharpError, ScheduleError
+from fsharp.functional.layout.sharded import trainable
+from fsharp.stateful.inspect.trace import compare
+from fsharp.stateful.schedule.compile import compile_schedule
+from fsharp.stateful.schedule.schedule import issues
+from fsharp.stateful.transport import joint
+from fsharp.stateful.transport.blocking import Blocking
+from fsharp.stateful.transport.counted import Counted
+from fsharp.testing import check_races, processes, simulate
+from tests.gpt_like import block, embed, head, loss_fn, make_params
+from tests.modules import Net
+from tests.scheduling import (
+    DP,
+    FLAT,
+    HYBRID,
+    ON_TWO_AXES,
+    PRECISIONS,
+    STRATEGIES,
+    assert_same,
+    assert_same_training,
+    every,
+    full_params,
+    make_state,
+    my_batches,
+    run_both,
+    train,
+)
+from tests.stateful.runtime.test_scheduler_equivalence import assert_as_planned, measure, of_the_loss
+
+LAYERS = 4
+JOINED = {"bucket_nbytes": 700}
+"""Some two or three blocks."""
+
+
+def together(schedule, kind, phase):
+    """How many units share a collective at most."""
+    return max((len(ops) for ops in issues(schedule.ops) if (ops[0].kind, ops[0].phase) == (kind, phase)), default=0)
+
+
+def assert_joined(schedule):
+    """Every way in which units of this schedule move, they move together."""
+    facts = schedule.facts("layers.0")
+    moves = {("gather", "forward"): facts.gather, ("reduce", "backward"): facts.reduce, ("reduce", "finish"): facts.finish}
+    moves["gather", "update"] = facts.spread
+    assert any(moves.values())
+    for (kind, phase), calls in moves.items():
+        assert not calls or together(schedule, kind, phase) > 1, (kind, phase)
+
+
+# ------------------------------------------------------------ collectives
+
+
+SIZES = ([5, 1, 8], [7], [4, 4], [1, 1, 1, 1])
+
+
+def summands(rank, size, seed, dtype):
+    return torch.randn(size, generator=torch.Generator().manual_seed(100 * rank + seed)).to(dtype)
+
+
+@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize("wire", [torch.float32, torch.bfloat16])
+def test_what_is_joined_has_the_bits_and_the_bytes_of_each_alone(n, sizes, wire):
+    def rank_fn(comm):
+        def run(groups):
+            counting = fs.CountingComm(comm)
+            transport, found = Counted(Blocking(comm), counting), []
+            for group in groups:
+                xs = [summands(comm.rank, size, i, wire) for i, size in group]
+                outs = [x.new_empty(n * len(x)) for x in xs]
+                joint.gather(transport, xs, outs, "dp").wait()
+                found.append(outs)
+                whole = [summands(comm.rank, n * size, i, wire) for i, size in group]
+                targets = [torch.empty(size) if i % 2 else None for i, size in group]
+                nothing = [torch.empty(0, dtype=torch.uint8)] * len(xs)
+                options = {"dtype": torch.float32, "scratch": nothing, "outs": targets}
+                parts = [each.wait() for each in joint.reduce_scatter(transport, whole, "dp", n, **options)]
+                assert all(out is None or out is part for out, part in zip(targets, parts, strict=True))
+                sums = [torch.empty(len(x)) for x in xs]
+                for ticket in joint.all_reduce(transport, xs, sums, "dp", n, scratch=nothing):
+                    ticket.wait().wait()
+                found += [parts, sums]
+            return found, counting
+
+        every = list(enumerate(sizes))
+        alone, each = run([[one] for one in every])
+        joined, once = run([every])
+        assert [torch.cat(alone[k::3][i]).tolist() for k in range(3) for i in range(len(sizes))] == [
+            joined[k][i].tolist() for k in range(3) for i in range(len(sizes))
+        ]
+        return each, once
+
+    for each, once in simulate(fs.Mesh({"dp": n}), rank_fn):
+        assert once.nbytes == each.nbytes
+        assert once.num_calls * len(sizes) == each.num_calls
+
+
+# ------------------------------------------------------------ steps
+
+
+@every(4, strategy=STRATEGIES, microbatches=(1, 2), precision=PRECISIONS)
+def test_same_bits_as_the_blocking_path_and_the_calls_that_were_planned(strategy, microbatches, precision):
+    mesh = STRATEGIES[strategy][0]
+
+    def rank_fn(comm):
+        options = {"microbatches": microbatches, "precision": PRECISIONS[precision], "params": make_params(layers=LAYERS)}
+        found = train(comm, strategy, JOINED, **options)
+        return found, train(comm, strategy, **options), measure(comm, strategy, microbatches, precision, **JOINED)
+
+    for found, expected, measured in simulate(mesh, rank_fn, timeout=30):
+        assert_joined(found.schedule)
+        assert_same_training(found, expected)
+        assert found.num_recordings == 1
+        assert_as_planned(measured, mesh)
+
+
+def test_strategies_agree_when_joined():
+    """Reduced once a step, or after each microbatch; with one of them all agree."""
+
+    def rank_fn(comm, strategy):
+        return train(comm, strategy, JOINED, params=make_params(layers=LAYERS))
+
+    found = {strategy: simulate(DP, partial(rank_fn, strategy=strategy), timeout=30)[0] for strategy in FLAT}
+    for each in found.values():
+        assert_joined(each.schedule)
+        assert_same_training(each, found["ddp"])
+
+
+def test_units_of_other_dtypes_stay_alone():
+    """And units with several dtypes; the others are joined around them."""
+    params = make_params(layers=LAYERS)
+    params["layers"][1]["b"] = params["layers"][1]["b"].double()
+    params["layers"][3] = {name: leaf.double() for name, leaf in params["layers"][3].items()}
+
+    def loss(params, batch, comm):
+        x = fs.forward(embed, params["embed"], batch["x"], comm=comm)
+        for layer in params["layers"]:
+            x = fs.forward(lambda p, x: block({k: v.float() for k, v in p.items()}, x), layer, x, comm=comm)
+        return torch.nn.functional.cross_entropy(fs.forward(head, params["head"], x, comm=comm), batch["y"])
+
+    def rank_fn(comm):
+        options = {"loss": loss, "params": params, "microbatches": 2}
+        return train(comm, "zero3", {"bucket_nbytes": 10**9}, **options), train(comm, "zero3", **options)
+
+    for found, expected in simulate(DP, rank_fn):
+        assert_same_training(found, expected)
+        facts = {unit.name: unit.wire for unit in found.schedule.program.units}
+        assert facts["layers.1"] is None
+        assert facts["layers.3"] != facts["layers.0"] == facts["embed"]
+        joined = {tuple(op.unit for op in ops) for ops in issues(found.schedule.ops) if len(ops) > 1}
+        assert joined == {("embed", "layers.0"), ("layers.0", "embed")}, joined
+
+
+def in_order(params, batch, comm):
+    x = fs.forward(embed, params["embed"], batch["x"], comm=comm)
+    for i in batch["order"]:
+        x = fs.forward(block, params["layers"][i], x, comm=comm)
+    return torch.nn.functional.cross_entropy(fs.forward(head, params["head"], x, comm=comm), batch["y"])
+
+
+def training(strategy, orders, **options):
+    """Steps with these orders of blocks."""
+
+    def program(p):
+        tx = fs.optim.adamw(1e-2)
+        state = make_state(p.comm, strategy, tx=tx, params=make_params(layers=LAYERS))
+        step, losses = p.wrap(fs.train_step(in_order, tx, **options)), []
+        for order, batch in zip(orders, my_batches(p.comm, len(orders)), strict=True):
+            state, metrics = step(state, {**batch, "order": order})
+            losses.append(metrics.loss.clone())
+        return losses, full_params(state, p.comm)
+
+    return program
+
+
+ORDERS = {
+    "leaves at its first unit": [(0, 1, 2, 3), (0, 1, 2, 3), (3, 2, 1, 0), (0, 1, 2, 3)],
+    "leaves in the middle of a bucket": [(0, 1, 2, 3), (0, 1, 2, 3), (0, 2, 3), (0, 1, 2, 3)],
+    "leaves at the end": [(0, 1, 2, 3), (0, 1, 2, 3), (0, 1, 2, 3, 3), (0, 1, 2, 3)],
+    "goes on after a part": [(0, 1, 2, 3), (0, 1, 2, 3), (0, 1), (0, 1)],
+}
+
+
+@every(2, donate=(False, True), order=ORDERS, strategy=("zero1", "zero2", "zero3", "hfsdp"))
+def test_a_step_that_leaves_its_schedule(order, strategy, donate):
+    program = training(strategy, ORDERS[order], donate=donate)
+    (_, _), [step] = run_both(program, STRATEGIES[strategy][0], **JOINED)
+    assert step.num_recordings > 1
+    assert_joined(step.schedule)
+
+
+def cut(params, batch, comm):
+    """A backward ends where the block is cut off from those before."""
+    x = fs.forward(embed, params["embed"], batch["x"], comm=comm)
+    for i, layer in enumerate(params["layers"]):
+        x = fs.forward(block, layer, x.detach() if batch["cut"] == (i,) else x, comm=comm)
+    return torch.nn.functional.cross_entropy(fs.forward(head, params["head"], x, comm=comm), batch["y"])
+
+
+@every(2, strategy=("zero1", "zero2", "zero3"), policy=({}, {"reduce": "delayed"}, {"reduce_buffers": 2}, {"sum_late": False}))
+def test_a_backward_that_leaves_while_buckets_are_reduced(strategy, policy):
+    """What is under way is finished, what of a bucket was collected is reduced by itself, and the rest is zero."""
+
+    def program(p, *, at):
+        tx = fs.optim.adamw(1e-2)
+        state = make_state(p.comm, strategy, tx=tx, params=make_params(layers=2 * LAYERS))
+        step, losses = p.wrap(fs.train_step(cut, tx, microbatches=2)), []
+        for where, batch in zip([(), (), at, ()], my_batches(p.comm, 4), strict=True):
+            state, metrics = step(state, {**batch, "cut": where})
+            losses.append(metrics.loss.clone())
+            if p.scheduled and where == at:
+                assert step.status().kind == "left"
+        return losses, full_params(state, p.comm)
+
+    for at in (1, 4, 5):
+        _, [step] = run_both(partial(program, at=(at,)), DP, **JOINED, **policy)
+        assert_joined(step.schedule)
+
+
+def test_two_functions_in_turns():
+    def program(p):
+        tx = fs.optim.adamw(1e-2)
+        states = [make_state(p.comm, "zero3", tx=tx, params=make_params(seed, layers=LAYERS)) for seed in (0, 1)]
+        steps = [p.wrap(fs.train_step(fn, tx, donate=True)) for fn in (loss_fn, loss_fn)]
+        losses = []
+        for batch in my_batches(p.comm, 5):
+            for i, step in enumerate(steps):
+                states[i], metrics = step(states[i], batch)
+                losses.append(metrics.loss.clone())
+        return losses, [full_params(state, p.comm) for state in states]
+
+    _, steps = run_both(program, DP, **JOINED)
+    for step in steps:
+        assert step.num_recordings == 1
+        assert_joined(step.schedule)
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "zero3", "hfsdp"])
+def test_modules(strategy):
+    mesh, chosen = STRATEGIES[strategy]
+
+    def rank_fn(comm, policy):
+        torch.manual_seed(0)
+        with torch.random.fork_rng():
+            model = Net(LAYERS)
+        with torch.no_grad():
+            for i, p in enumerate(model.parameters()):
+                p.copy_(torch.linspace(-0.5, 0.5, p.numel()).view_as(p) * (1 + i / 10))
+        model = fs.shard_module(model, mesh=comm, strategy=chosen, units="layers.*", policy=policy)
+        optimizer = fs.ShardedOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-2)
+        losses = []
+        for batch in my_batches(comm, 4):
+            loss = model(batch["x"], batch["y"])["loss"]
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.detach().clone())
+        return losses, {name: p.detach().clone() for name, p in model.full_parameters()}
+
+    alone = simulate(mesh, partial(rank_fn, policy=fs.Policy(bucket_nbytes=0, poison=True)))
+    joined = simulate(mesh, partial(rank_fn, policy=fs.Policy(poison=True, **JOINED)))
+    assert_same(joined, alone)
+
+
+def doubled(state, name):
+    """The state with twice the parameters of one unit."""
+    node = state.params[name]
+    return state._replace(params={**state.params, name: node.replace([2 * b for b in node.buffers])})
+
+
+@pytest.mark.parametrize("hidden", [False, True])
+def test_one_unit_of_a_bucket_has_other_values_than_were_gathered_for_it(hidden):
+    """It is gathered by itself then: before the step, or, of a tree that is not among the arguments, when it is waited for."""
+
+    def program(p):
+        tx = fs.optim.adamw(1e-2)
+        state = make_state(p.comm, "zero3", tx=tx, params=make_params(layers=LAYERS))
+        plain, held, losses = fs.train_step(loss_fn, tx), [state], []
+        step = p.wrap((lambda batch, comm: plain(held[0], batch, comm)) if hidden else plain)
+        for i, batch in enumerate(my_batches(p.comm, 5)):
+            held[0] = doubled(held[0], "embed") if i == 3 else held[0]
+            held[0], metrics = step(batch) if hidden else step(held[0], batch)
+            losses.append(metrics.loss.clone())
+        return losses, full_params(held[0], p.comm)
+
+    _, [step] = run_both(program, DP, **JOINED)
+    assert step.num_recordings == 1
+    carried = [ops for ops in issues(step.schedule.ops) if ops[0].at == len(step.schedule.program.events) - 1]
+    assert ("embed", "layers.0") in {tuple(op.unit for op in ops)[:2] for ops in carried if ops[0].phase == "forward"}
+
+
+def first_error(comm, num_steps, differ):
+    """Which step fails, and with what, if ``differ(i, step, state)`` gives the state to go on with."""
+    tx = fs.optim.adamw(1e-2)
+    state = make_state(comm, "zero3", tx=tx, params=make_params(layers=LAYERS))
+    step = fs.Scheduler(comm, **JOINED)(fs.train_step(loss_fn, tx))
+    for i, batch in enumerate(my_batches(comm, num_steps)):
+        state = differ(i, step, state)
+        try:
+            state, _ = step(state, batch)
+        except FsharpError as error:
+            return i, str(error)
+    return None
+
+
+def test_a_rank_that_alone_has_other_values_is_an_error_on_all():
+    def rank_fn(comm):
+        return first_error(comm, 5, lambda i, _, state: doubled(state, "embed") if i == 3 and comm.rank == 1 else state)
+
+    for found in processes(DP, rank_fn):
+        assert found is not None
+        assert found[0] == 3
+        assert "gather embed" in found[1]
+
+
+def test_ranks_name_all_units_of_a_bucket():
+    """One rank has another bucket than the others: nothing of it is received."""
+
+    def rank_fn(comm):
+        def differ(i, step, state):
+            if i == 2 and comm.rank:
+                step.follow(compile_schedule(step.schedule.program, replace(step.schedule.policy, bucket_nbytes=0)))
+            return state
+
+        return first_error(comm, 4, differ)
+
+    for found in processes(DP, rank_fn):
+        assert found is not None
+        assert re.search(r"(gather|reduce) \S+\.\.\S+, [2-6] units", found[1]), found[1]
+
+
+def test_a_schedule_of_units_with_other_dtypes_is_not_followed():
+    """As many bytes, but not the same: to join them would mix dtypes."""
+
+    def rank_fn(comm):
+        options = {"precision": fs.Precision(wire=torch.float32), "params": make_params(layers=LAYERS)}
+        schedule = train(comm, "zero3", JOINED, **options).schedule
+        units = [replace(facts, wire="another") for facts in schedule.program.units]
+        state = make_state(comm, "zero3", tx=fs.optim.adamw(1e-2), params=make_params(layers=LAYERS))
+        step = fs.Scheduler(comm, **JOINED)(fs.train_step(loss_fn, fs.optim.adamw(1e-2)))
+        batch = my_batches(comm, 1)[0]
+        state, _ = step(state, batch)
+        step.follow(replace(schedule, program=replace(schedule.program, units=tuple(units))))
+        with pytest.raises(
+            ScheduleError, match=r"wire of unit '[a-z0-9.]+' is another, and here float32 float32 float32 float32"
+        ):
+            step(state, batch)
+
+    simulate(DP, rank_fn)
+
+
+# ------------------------------------------------------------ processes
+
+
+def in_processes(comm, strategies):
+    found = {}
+    for strategy in strategies:
+        options = {"microbatches": 2, "params": make_params(layers=LAYERS)}
+        trained = train(comm, strategy, JOINED, **options)
+        assert_joined(trained.schedule)
+        alone = train(comm, strategy, {"bucket_nbytes": 0}, **options)
+        found[strategy] = trained._replace(schedule=None), alone._replace(schedule=None)
+    return found, [measure(comm, strategy, 2, "float32 wire", **JOINED) for strategy in strategies]
+
+
+@pytest.mark.parametrize(
+    ("mesh", "strategies"), [(DP, FLAT), pytest.param(HYBRID, ON_TWO_AXES, marks=pytest.mark.deep)], ids=["two", "four"]
+)
+def test_processes(mesh, strategies):
+    def blocking(comm):
+        options = {"microbatches": 2, "params": make_params(layers=LAYERS)}
+        return {strategy: train(comm, strategy, **options) for strategy in strategies}
+
+    expected = simulate(mesh, blocking, timeout=60)
+    for want, (found, measured) in zip(
+        expected, processes(mesh, partial(in_processes, strategies=list(strategies))), strict=True
+    ):
+        for strategy, (joined, alone) in found.items():
+            assert_same_training(joined, want[strategy])
+            assert_same_training(alone, want[strategy])
+        for each in measured:
+            assert_as_planned(each, mesh)
+
+
+def traced(comm):
+    tx, counting = fs.optim.adamw(1e-2), fs.CountingComm(comm)
+    state = make_state(comm, "zero3", tx=tx, params=make_params(layers=2 * LAYERS))
+    step = fs.Scheduler(counting, bucket_nbytes=900)(fs.train_step(loss_fn, tx, donate=True))
+    [state, _], trace = step(state, my_batches(comm, 1)[0]), step.trace()
+    for batch in my_batches(comm, 4):
+        counting.calls.clear()
+        state, _ = step(state, batch)
+    return trace, step.schedule, Counter(counting.calls)
+
+
+def test_a_trace_shows_a_bucket_as_one_collective():
+    for trace, schedule, calls in processes(DP, traced):
+        assert calls == schedule.calls() + of_the_loss(DP)
+        timeline = trace.timeline(schedule)
+        for ops in issues(schedule.ops):
+            if len(ops) > 1:
+                positions = {schedule.ops.index(op) for op in ops}
+                spans = {(s.start_s, s.stop_s) for s in timeline.spans if s.op in positions and s.kind == ops[0].kind}
+                assert len(spans) == 1, ops
+        one = [s for s in timeline.spans if s.kind == "reduce"]
+        assert timeline.seconds("reduce") < sum(s.seconds for s in one)
+        hardware = fs.inspect.Hardware.fit(trace, schedule, synchronous_host=True, contention=1.0)
+        assert "gather" in compare(fs.inspect.simulate(schedule, hardware), timeline)
+
+
+# ------------------------------------------------------------ streams
+
+
+@every(6, microbatches=(1, 2), strategy=("zero1", "zero3", "hfsdp"), precision=PRECISIONS, one_stream=(False, True))
+def test_steps_are_free_of_races(strategy, precision, microbatches, one_stream):
+    """Also one that leaves its schedule while buckets are under way."""
+
+    def rank_fn(comm):
+        tx = fs.optim.adamw(1e-2)
+        scheduler = fs.Scheduler(comm, sum_late=False, poison=True, one_stream=one_stream, **JOINED)
+        state = make_state(comm, strategy, tx=tx, params=make_params(layers=LAYERS), precision=PRECISIONS[precision])
+        step = scheduler(fs.train_step(in_order, tx, microbatches=microbatches, donate=True))
+        whole = (0, 1, 2, 3)
+        with check_races(scheduler) as report:
+            for order, batch in zip([whole, whole, whole, (0, 1, 3)], my_batches(comm, 4), strict=True):
+                state, _ = step(state, {**batch, "order": order})
+        assert step.num_recordings == 2
+        return report, step.schedule
+
+    for report, schedule in simulate(STRATEGIES[strategy][0], rank_fn, timeout=60):
+        assert report.races == []
+        assert_joined(schedule)
+
+
+def test_steps_under_inference_mode_unpack_buckets():
+    """Whose new buffers have no version counters."""
+
+    def rank_fn(comm):
+        tx = fs.optim.adamw(1e-2)
+
+        def fn(state, grads, *, comm):
+            return fs.update(tx, grads, state, comm=comm)
+
+        found = []
+        for call in (partial(fn, comm=comm), fs.Scheduler(comm, **JOINED)(fn)):
+            state = make_state(comm, "zero1", tx=tx, params=make_params(layers=LAYERS))
+            with torch.inference_mode():
+                for _ in range(3):
+                    grads = fs.gather(trainable(state.params), comm=comm, to="optim")
+                    state = call(state, grads)
+            found.append(full_params(state, comm))
+        assert_same(*found)
+
+    simulate(DP, rank_fn)
