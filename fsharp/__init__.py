@@ -80,7 +80,7 @@ from fsharp.stateful.modules.optim.scaler import GradScaler as GradScaler
 from fsharp.stateful.modules.parameter import Part as Part
 from fsharp.stateful.modules.parameter import ShardedParameter as ShardedParameter
 from fsharp.stateful.modules.shard import shard_module as shard_module
-from fsharp.stateful.runtime.graphs import Captured as Captured
+from fsharp.stateful.runtime.graphs import CapturedStep as CapturedStep
 from fsharp.stateful.runtime.scheduled import Scheduled as Scheduled
 from fsharp.stateful.runtime.scheduler import Scheduler as Scheduler
 from fsharp.stateful.schedule.policy import Policy as Policy

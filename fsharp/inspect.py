@@ -16,7 +16,7 @@ from fsharp.stateful.inspect.estimate import simulate as simulate
 from fsharp.stateful.inspect.perfetto import perfetto as perfetto
 from fsharp.stateful.inspect.sharding import draw_sharding as draw_sharding
 from fsharp.stateful.inspect.table import table as table
-from fsharp.stateful.inspect.timeline import Span as Span
 from fsharp.stateful.inspect.timeline import Timeline as Timeline
+from fsharp.stateful.inspect.timeline import TimeSpan as TimeSpan
 from fsharp.stateful.inspect.trace import Trace as Trace
 from fsharp.stateful.inspect.trace import compare as compare

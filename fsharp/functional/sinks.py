@@ -14,7 +14,7 @@ from fsharp.functional.layout.unit_layout import UnitLayout
 from fsharp.functional.moves import move_sums
 
 
-class Ledger:
+class SinkLedger:
     """The parameters of one microbatch, as ``value_and_grad`` passes them to the loss, and their sinks.
 
     A *sink* is a tensor without memory in the shape, dtype and place of a gradient at rest. A *handle* is one in the shape
@@ -48,7 +48,7 @@ class Ledger:
 
 def with_sinks(params: Any, comm: Comm) -> Any:
     """The parameters of one microbatch: the same values, differentiated by sinks, and one ledger for all of them."""
-    ledger = Ledger()
+    ledger = SinkLedger()
     zero = cache(lambda dtype, device: torch.zeros((), dtype=dtype, device=device))
 
     def one(node: Sharded) -> Sharded:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fsharp.testing.ordering import Access, Entry, Free, Span
+from fsharp.testing.ordering import Access, ByteSpan, Entry, Free
 
 _MOST_RUNS = 1024  # of a strided tensor that are told apart; one with more counts as all the bytes from its first to its last
 _NO_DATA = frozenset(
@@ -18,13 +18,13 @@ _NO_DATA = frozenset(
 )  # they give or take memory without looking at what is in it
 
 
-def spans(x: torch.Tensor) -> tuple[Span, ...]:
+def spans(x: torch.Tensor) -> tuple[ByteSpan, ...]:
     """The bytes that a strided tensor is made of, as runs."""
     if not x.numel():
         return ()
     start, base, run = x.data_ptr(), x.untyped_storage().data_ptr(), x.element_size()
     if x.is_contiguous():
-        return (Span(start, start + run * x.numel(), base),)
+        return (ByteSpan(start, start + run * x.numel(), base),)
     dims = sorted(
         (stride * x.element_size(), size) for stride, size in zip(x.stride(), x.shape, strict=True) if size > 1 and stride
     )
@@ -33,9 +33,9 @@ def spans(x: torch.Tensor) -> tuple[Span, ...]:
         run += stride * (size - 1)
     num_runs = torch.Size([size for _, size in dims]).numel()
     if num_runs > _MOST_RUNS:
-        return (Span(start, start + run + sum(stride * (size - 1) for stride, size in dims), base),)
+        return (ByteSpan(start, start + run + sum(stride * (size - 1) for stride, size in dims), base),)
     offsets = (sum(steps) for steps in product(*(range(0, stride * size, stride) for stride, size in reversed(dims))))
-    return tuple(Span(at, at + run, base) for at in sorted(start + offset for offset in offsets))
+    return tuple(ByteSpan(at, at + run, base) for at in sorted(start + offset for offset in offsets))
 
 
 class _Effects(NamedTuple):
@@ -76,19 +76,19 @@ class Storages:
 
     def __init__(self, log: list[Entry]) -> None:
         self._log = log
-        self._live: dict[int, Span] = {}
-        self._sorted: list[Span] = []  # without those that lie in another one: memory that was imported twice
+        self._live: dict[int, ByteSpan] = {}
+        self._sorted: list[ByteSpan] = []  # without those that lie in another one: memory that was imported twice
         self._finalizers: dict[int, weakref.finalize] = {}
 
     def knows(self, x: torch.Tensor) -> bool:
         """Whether its storage has been seen."""
         return x.untyped_storage()._cdata in self._live
 
-    def add(self, x: torch.Tensor, lane: str | None = None) -> Span:
+    def add(self, x: torch.Tensor, lane: str | None = None) -> ByteSpan:
         """See a storage for the first time; without a lane one that was allocated unseen."""
         storage = x.untyped_storage()
         key, start = storage._cdata, storage.data_ptr()
-        span = self._live[key] = Span(start, start + storage.nbytes(), start)
+        span = self._live[key] = ByteSpan(start, start + storage.nbytes(), start)
         i = bisect_left(self._sorted, span)
         is_inside = any(a.start < span.stop and span.start < a.stop for a in self._sorted[max(i - 1, 0) : i + 1])
         is_own = span.start != span.stop and not is_inside
@@ -132,8 +132,8 @@ class AccessMode(TorchDispatchMode):
             return NotImplemented  # a class of tensors that is made of others, whose ops come here next
         kwargs = kwargs or {}
         effects = _effects(func)
-        reads: list[Span] = []
-        writes: list[Span] = []
+        reads: list[ByteSpan] = []
+        writes: list[ByteSpan] = []
         for name, value in (*zip(effects.names, args, strict=False), *kwargs.items()):
             for x in _tensors(value):
                 if not self._storages.knows(x):
@@ -142,7 +142,7 @@ class AccessMode(TorchDispatchMode):
                     (writes if name in effects.written else reads).extend(spans(x))
         result = func(*args, **kwargs)
         lane, during = self._where()
-        made: list[Span] = []
+        made: list[ByteSpan] = []
         for x in _tensors(result):
             if not self._storages.knows(x):
                 made.append(self._storages.add(x, lane))

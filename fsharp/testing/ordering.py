@@ -17,7 +17,7 @@ from typing import NamedTuple
 Clock = dict[str, int]
 
 
-class Span(NamedTuple):
+class ByteSpan(NamedTuple):
     """Bytes of one storage.
 
     Attributes:
@@ -47,9 +47,9 @@ class Access:
     lane: str
     op: str
     during: object
-    reads: tuple[Span, ...] = ()
-    writes: tuple[Span, ...] = ()
-    forgets: tuple[Span, ...] = ()
+    reads: tuple[ByteSpan, ...] = ()
+    writes: tuple[ByteSpan, ...] = ()
+    forgets: tuple[ByteSpan, ...] = ()
 
     def __str__(self) -> str:
         return f"{self.op} on {self.lane}, {self.during}"
@@ -91,7 +91,7 @@ class Free:
     """
 
     lane: str | None
-    span: Span
+    span: ByteSpan
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +123,7 @@ class Race(NamedTuple):
 
     first: Access
     second: Access | None
-    span: Span
+    span: ByteSpan
     owner: str = ""
 
 
@@ -183,7 +183,7 @@ class _Replay:
         self.marks: dict[object, Clock] = {}
         self.bytes = _Bytes()
         self.kept: dict[tuple[int, str], int] = {}  # by storage and lane, up to where the allocator waits for it
-        self.freed: dict[str, list[tuple[_Seen, Span]]] = {}  # by owner: accesses of other lanes that it did not know of
+        self.freed: dict[str, list[tuple[_Seen, ByteSpan]]] = {}  # by owner: accesses of other lanes that it did not know of
         self.races: dict[tuple[Access, Access | None], Race] = {}
 
     def clock(self, lane: str) -> Clock:
@@ -215,12 +215,12 @@ class _Replay:
         for span in access.writes:
             self.write(span, seen, clock)
 
-    def read(self, span: Span, seen: _Seen, clock: Clock) -> None:
+    def read(self, span: ByteSpan, seen: _Seen, clock: Clock) -> None:
         runs: list[tuple[int, int, _Cell]] = []
         at = span.start
         for a, b, (write, reads) in self.bytes.take(span.start, span.stop):
             if write is not None:
-                self.check(write, seen, clock, Span(a, b, span.base))
+                self.check(write, seen, clock, ByteSpan(a, b, span.base))
             if at < a:
                 runs.append((at, a, _Cell(None, (seen,))))
             others = tuple(each for each in reads if each.access.lane != seen.access.lane)
@@ -230,20 +230,20 @@ class _Replay:
             runs.append((at, span.stop, _Cell(None, (seen,))))
         self.bytes.put(runs)
 
-    def write(self, span: Span, seen: _Seen, clock: Clock) -> None:
+    def write(self, span: ByteSpan, seen: _Seen, clock: Clock) -> None:
         for a, b, (write, reads) in self.bytes.take(span.start, span.stop):
             for each in (*reads, *([write] if write is not None else ())):
-                self.check(each, seen, clock, Span(a, b, span.base))
+                self.check(each, seen, clock, ByteSpan(a, b, span.base))
         self.bytes.put([(span.start, span.stop, _Cell(seen, ()))])
 
-    def check(self, earlier: _Seen, later: _Seen, clock: Clock, span: Span) -> None:
+    def check(self, earlier: _Seen, later: _Seen, clock: Clock, span: ByteSpan) -> None:
         if clock.get(earlier.access.lane, 0) < earlier.tick:
             self.report(Race(earlier.access, later.access, span))
 
     def report(self, race: Race) -> None:
         known = self.races.setdefault((race.first, race.second), race)
         if known is not race and known.span.base == race.span.base:
-            span = Span(min(known.span.start, race.span.start), max(known.span.stop, race.span.stop), race.span.base)
+            span = ByteSpan(min(known.span.start, race.span.start), max(known.span.stop, race.span.stop), race.span.base)
             self.races[race.first, race.second] = race._replace(span=span)
 
     def free(self, free: Free) -> None:
@@ -255,7 +255,7 @@ class _Replay:
             for each in (*reads, *([write] if write is not None else ())):
                 known = max(clock.get(each.access.lane, 0), self.kept.get((free.span.base, each.access.lane), 0))
                 if each.access.lane != free.lane and known < each.tick:
-                    self.freed.setdefault(free.lane, []).append((each, Span(a, b, free.span.base)))
+                    self.freed.setdefault(free.lane, []).append((each, ByteSpan(a, b, free.span.base)))
 
     def reused(self, owner: str) -> None:
         """A lane allocates: what it has freed has to be out of use by now."""

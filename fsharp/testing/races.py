@@ -12,7 +12,7 @@ from fsharp.stateful.modules.module import ShardedModule, _session
 from fsharp.stateful.runtime.scheduler import Scheduler
 from fsharp.stateful.transport.streams import Key, Lanes
 from fsharp.testing.accesses import AccessMode
-from fsharp.testing.ordering import Access, Entry, Keep, Mark, Race, Span, Verdict, Wait, replay
+from fsharp.testing.ordering import Access, ByteSpan, Entry, Keep, Mark, Race, Verdict, Wait, replay
 
 COMPUTE = "compute"
 _SHOWN = 5  # races that an error describes
@@ -137,7 +137,7 @@ class RaceReport:
         races: each pair of accesses once.
     """
 
-    def __init__(self, lanes: VirtualLanes, place: Callable[[Span], str] = str) -> None:
+    def __init__(self, lanes: VirtualLanes, place: Callable[[ByteSpan], str] = str) -> None:
         self._lanes, self._place = lanes, place
         self._verdict = Verdict([], set())
 
@@ -319,7 +319,7 @@ def _op(scheduler: Scheduler, key: Key) -> str:
     return f"{op.kind} of {op.unit!r} for {op.phase} (op {i})"
 
 
-def _place(scheduler: Scheduler, span: Span) -> str:
+def _place(scheduler: Scheduler, span: ByteSpan) -> str:
     """Where bytes are, and the units that a plan has given them to."""
     first = scheduler.arena.memory.data_ptr()
     start, stop = span.start - first, span.stop - first

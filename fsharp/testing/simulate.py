@@ -172,13 +172,13 @@ class ThreadComm:
     def _meet(self, op: str, axis: str, x: torch.Tensor, label: str) -> list[torch.Tensor]:
         group = self.mesh.group(axis, self.rank)
         # A copy: a rank whose call has returned may overwrite x while others still read it.
-        return self._world.meet(self.rank, group, Words(op, axis, tuple(x.shape), x.dtype, label), x.detach().clone())
+        return self._world.meet(self.rank, group, CallFacts(op, axis, tuple(x.shape), x.dtype, label), x.detach().clone())
 
     def __repr__(self) -> str:
         return f"ThreadComm({self.mesh}, rank={self.rank})"
 
 
-class Words(NamedTuple):
+class CallFacts(NamedTuple):
     """What a rank says of its call; what ranks that meet have to agree in."""
 
     op: str
@@ -197,7 +197,7 @@ class _Call:
     """A call of a rank: undecided until it has parts, all ranks' tensors, or an error's text."""
 
     group: tuple[int, ...]
-    words: Words
+    words: CallFacts
     number: int
     x: torch.Tensor
     parts: list[torch.Tensor] | None = None
@@ -224,7 +224,7 @@ class _Rank:
     ended: str | None = None
     has_result: bool = False
     num_calls: int = 0
-    last: Words | None = None
+    last: CallFacts | None = None
 
     @property
     def is_waiting(self) -> bool:
@@ -267,7 +267,7 @@ class _World:
                 self._pass_turn()
                 self._await_turn(rank)
 
-    def meet(self, rank: int, group: tuple[int, ...], words: Words, x: torch.Tensor) -> list[torch.Tensor]:
+    def meet(self, rank: int, group: tuple[int, ...], words: CallFacts, x: torch.Tensor) -> list[torch.Tensor]:
         with self._lock:
             self._refuse_ended(rank)
             me = self._ranks[rank]

@@ -18,8 +18,8 @@ from torch.distributed.distributed_c10d import PrefixStore, _get_default_store, 
 
 from fsharp.errors import AgreementError, CommError, MeshError, problem
 from fsharp.functional.comm.protocol import Comm, ReduceOp, SingleComm, sum_in_rank_order
-from fsharp.functional.comm.watch import Ranks, Watch
-from fsharp.functional.comm.workers import Flight, Worker
+from fsharp.functional.comm.watch import RankStatuses, Watch
+from fsharp.functional.comm.workers import InFlight, Worker
 from fsharp.functional.layout.mesh import Mesh
 from fsharp.functional.layout.precision import dtype_name
 
@@ -78,7 +78,7 @@ class ProcessGroupComm:
         number = next(_numbers[self.ranks])  # the same on all ranks, which make their Comms in the same order
         name = f"{hashlib.sha256(repr(self.ranks).encode()).hexdigest()[:16]}/{number}"
         if self.ranks not in _ranks:
-            _ranks[self.ranks] = Ranks(self.rank, self.mesh.size, _StoreBoard(name))
+            _ranks[self.ranks] = RankStatuses(self.rank, self.mesh.size, _StoreBoard(name))
         self.watch = Watch(name, _ranks[self.ranks], _StoreBoard(name), self.limit_s)
         self._worker = Worker("calls")
 
@@ -167,7 +167,7 @@ class ProcessGroupComm:
 
         gloo's own collectives copy into and out of buffers of theirs: 16 MB took 0.75 (2 ranks) and 0.6 (4) of its all_gather.
         """
-        flight = Flight(self.watch.begin(text))
+        flight = InFlight(self.watch.begin(text))
         group, mine, tag = self.group(axis), self.mesh.coord(axis, self.rank), flight.call.tag
         receive[mine].copy_(send[mine])
 
@@ -225,7 +225,7 @@ class _StoreBoard:
         return text
 
 
-_ranks: dict[tuple[int, ...], Ranks] = {}
+_ranks: dict[tuple[int, ...], RankStatuses] = {}
 _numbers: "defaultdict[tuple[int, ...], count[int]]" = defaultdict(count)
 _made: Counter[tuple[int, ...]] = Counter()
 

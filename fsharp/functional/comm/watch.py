@@ -28,7 +28,7 @@ _SHOWN_TRACEBACK = 4000
 """Characters."""
 
 
-class Board(Protocol):
+class StatusBoard(Protocol):
     """Texts that all ranks can read."""
 
     def write(self, key: str, text: str) -> None:
@@ -41,7 +41,7 @@ class Board(Protocol):
         """Write under a key if nothing is there; what is there then."""
 
 
-class Call:
+class WatchedCall:
     """A collective that this rank takes part in.
 
     Attributes:
@@ -87,7 +87,7 @@ class Call:
         return self._watch.refuse(CommError, f"lost a rank in {self.label!r}: {error}. Has that process ended?")
 
 
-class Ranks:
+class RankStatuses:
     """What the ranks of one or more Comms tell each other: each has one note on the board, about where it waits at present.
 
     Args:
@@ -96,13 +96,13 @@ class Ranks:
         board: where notes are left; None if ranks have none, and compare labels as they meet.
     """
 
-    def __init__(self, rank: int, size: int, board: Board | None) -> None:
+    def __init__(self, rank: int, size: int, board: StatusBoard | None) -> None:
         self.rank, self.size, self.board = rank, size, board
         self.watches: WeakValueDictionary[str, Watch] = WeakValueDictionary()
-        self.seen: dict[int, Note] = {}
+        self.seen: dict[int, RankStatus] = {}
         self._looks = 0
 
-    def exchange(self, note: "Note") -> list[int]:
+    def exchange(self, note: "RankStatus") -> list[int]:
         """Leave this rank's note, and read those of some others; whose were read."""
         assert self.board is not None
         self._looks += 1
@@ -110,11 +110,11 @@ class Ranks:
         others = [rank for rank in range(self.size) if rank != self.rank]
         chosen = [others[(self._looks * _READ_AT_ONCE + i) % len(others)] for i in range(min(_READ_AT_ONCE, len(others)))]
         found = {rank: text for rank in chosen if (text := self.board.read(f"rank {rank}")) is not None}
-        self.seen |= {rank: Note(*json.loads(text)) for rank, text in found.items()}
+        self.seen |= {rank: RankStatus(*json.loads(text)) for rank, text in found.items()}
         return list(found)
 
 
-class Note(NamedTuple):
+class RankStatus(NamedTuple):
     """Where a rank waits.
 
     Attributes:
@@ -146,16 +146,16 @@ class Watch:
         aborts: methods of who is there then, to end whatever is under way.
     """
 
-    def __init__(self, name: str, ranks: Ranks, board: Board | None, limit_s: float) -> None:
+    def __init__(self, name: str, ranks: RankStatuses, board: StatusBoard | None, limit_s: float) -> None:
         self.name, self.ranks, self.board, self.limit_s = name, ranks, board, limit_s
         self.error: Exception | None = None
         self.aborts: list[WeakMethod[Callable[[], None]]] = []
         self.count = 0
         self._labels: deque[str] = deque(maxlen=_KEPT_LABELS)
-        self._blocked: dict[int, Note] = {}  # by rank, a note by which it and this rank wait for each other
+        self._blocked: dict[int, RankStatus] = {}  # by rank, a note by which it and this rank wait for each other
         ranks.watches[name] = self
 
-    def begin(self, label: str) -> Call:
+    def begin(self, label: str) -> WatchedCall:
         """This rank is about to take part in a collective.
 
         Raises:
@@ -163,7 +163,7 @@ class Watch:
         """
         if self.error is not None:
             raise self.error
-        call = Call(self, label, self.count)
+        call = WatchedCall(self, label, self.count)
         self.count += 1
         self._labels.append(label)
         return call
@@ -173,7 +173,7 @@ class Watch:
         """The label of the collective that was begun last."""
         return self._labels[-1] if self._labels else "no collective yet"
 
-    def look(self, call: Call) -> str:
+    def look(self, call: WatchedCall) -> str:
         """Leave a note, and look at those of others. Who has not come, in words.
 
         Raises:
@@ -187,7 +187,7 @@ class Watch:
         if failed is not None:
             raise self._end(AgreementError(failed))
         counts = {name: watch.count for name, watch in list(self.ranks.watches.items())}
-        for rank in self.ranks.exchange(Note(0, self.name, call.number, list(self._labels), counts)):
+        for rank in self.ranks.exchange(RankStatus(0, self.name, call.number, list(self._labels), counts)):
             self._compare(call, rank, self.ranks.seen[rank])
         late = [r for r in range(self.ranks.size) if r != self.ranks.rank and not self._has_come(call, r)]
         known = [
@@ -195,11 +195,11 @@ class Watch:
         ]
         return f"ranks {_some(late)} have not come to it" + (f" ({'; '.join(known)})" if known else "")
 
-    def _has_come(self, call: Call, rank: int) -> bool:
+    def _has_come(self, call: WatchedCall, rank: int) -> bool:
         note = self.ranks.seen.get(rank)
         return note is not None and note.counts.get(self.name, 0) > call.number
 
-    def _compare(self, call: Call, rank: int, note: Note) -> None:
+    def _compare(self, call: WatchedCall, rank: int, note: RankStatus) -> None:
         mine = _numbered(self.count, list(self._labels))
         if note.watch == self.name:
             theirs = _numbered(note.counts[self.name], note.labels)

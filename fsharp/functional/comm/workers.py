@@ -8,7 +8,7 @@ from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Any
 
-from fsharp.functional.comm.watch import Call
+from fsharp.functional.comm.watch import WatchedCall
 
 Job = Callable[[], Any]
 _LOOK_EVERY_S = 0.5
@@ -92,7 +92,7 @@ class Outcome:
         return result
 
 
-class Flight(Outcome):
+class InFlight(Outcome):
     """A collective that a worker will have done.
 
     Args:
@@ -104,7 +104,7 @@ class Flight(Outcome):
 
     __slots__ = ("call", "landed_s")
 
-    def __init__(self, call: Call) -> None:
+    def __init__(self, call: WatchedCall) -> None:
         super().__init__()
         self.call = call
         self.landed_s: float | None = None

@@ -9,7 +9,7 @@ from fsharp.errors import PatternError, problem
 from fsharp.functional.layout.paths import ancestors, as_patterns, flatten, matches, nothing_matches
 
 
-class Cut(NamedTuple):
+class UnitPartition(NamedTuple):
     """A tree cut into units.
 
     Attributes:
@@ -60,14 +60,14 @@ def unit_names(paths: Sequence[str], patterns: str | Sequence[str] | None) -> di
 _LEAF = optree.treespec_leaf()
 
 
-def cut(tree: Any, patterns: str | Sequence[str] | None) -> Cut:
+def cut(tree: Any, patterns: str | Sequence[str] | None) -> UnitPartition:
     """Cut ``tree`` at the units that :func:`unit_names` names; subtrees without leaves stay where they are."""
     paths, _, _ = flatten(tree)
     names = frozenset(unit_names(paths, patterns).values())
     return cut_at(tree, names)
 
 
-def cut_at(tree: Any, names: frozenset[str]) -> Cut:
+def cut_at(tree: Any, names: frozenset[str]) -> UnitPartition:
     """Cut ``tree`` at the subtrees with these paths."""
     # optree's is_leaf sees a node and not its path: find the nodes by walking down one level at a time.
     found: list[tuple[str, Any]] = []
@@ -83,7 +83,7 @@ def cut_at(tree: Any, names: frozenset[str]) -> Cut:
         return _join_specs(node, specs)
 
     spec = walk(tree, "")
-    return Cut(tuple(path for path, _ in found), tuple(node for _, node in found), spec)
+    return UnitPartition(tuple(path for path, _ in found), tuple(node for _, node in found), spec)
 
 
 def _join_specs(node: Any, specs: list[optree.PyTreeSpec]) -> optree.PyTreeSpec:

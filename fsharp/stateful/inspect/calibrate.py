@@ -10,7 +10,7 @@ from typing import NamedTuple, get_args
 import torch
 
 from fsharp.errors import ScheduleError, problem
-from fsharp.stateful.inspect.timeline import COLLECTIVES, Interval, Span, issues, union
+from fsharp.stateful.inspect.timeline import COLLECTIVES, Interval, TimeSpan, issues, union
 from fsharp.stateful.inspect.trace import Row, Trace, by_unit, check_rows, disjoint
 from fsharp.stateful.schedule.schedule import OpKind, Phase, Schedule, Stream, calls_of
 
@@ -116,13 +116,13 @@ class _Cover:
     def within(self, start: float, stop: float) -> float:
         return self.until(stop) - self.until(start)
 
-    def alone(self, what: Span | Interval, speed: float) -> float:
+    def alone(self, what: TimeSpan | Interval, speed: float) -> float:
         """The length of a stretch, if what lies in the union had gone at full speed."""
-        start, stop = (what.start_s, what.stop_s) if isinstance(what, Span) else what
+        start, stop = (what.start_s, what.stop_s) if isinstance(what, TimeSpan) else what
         return stop - start - (1 - speed) * self.within(start, stop)
 
 
-def _between(spans: Iterable[Span], start: float, stop: float) -> list[Interval]:
+def _between(spans: Iterable[TimeSpan], start: float, stop: float) -> list[Interval]:
     """What no span has of a step."""
     result, at = [], start
     for began, ended in union((span.start_s, span.stop_s) for span in spans):

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from fsharp.errors import ScheduleError, problem
 from fsharp.functional.layout.table import nbytes_text
 from fsharp.stateful.inspect.estimate import Hardware, simulate
-from fsharp.stateful.inspect.timeline import COLLECTIVES, Span, Timeline, families, family, seconds_text, union
+from fsharp.stateful.inspect.timeline import COLLECTIVES, Timeline, TimeSpan, families, family, seconds_text, union
 from fsharp.stateful.schedule.schedule import STREAMS, Schedule, Stream
 
 Colour = tuple[float, float, float]
@@ -101,7 +101,7 @@ def in_order(schedule: Schedule) -> Timeline:
     following = dict(pairwise(in_stream))
     for i, op in enumerate(ops):
         stop = until.get(i, i + 1) if op.kind in COLLECTIVES else following[i] if op.kind == "compute" else i + 1
-        spans.append(Span(i, op.kind, op.unit, op.phase, op.stream, float(i), float(stop)))
+        spans.append(TimeSpan(i, op.kind, op.unit, op.phase, op.stream, float(i), float(stop)))
     return Timeline(schedule, tuple(spans), float(len(ops)))
 
 
@@ -117,7 +117,7 @@ class _Style(NamedTuple):
 class _Box(NamedTuple):
     start: float
     stop: float
-    span: Span
+    span: TimeSpan
 
 
 def _draw_lanes(axes: Any, timeline: Timeline, lanes: Sequence[Stream], style: _Style) -> None:
@@ -314,7 +314,7 @@ def _phases(timeline: Timeline) -> Iterator[tuple[float, float, str, str]]:
 def _boxes(timeline: Timeline) -> Iterator[_Box]:
     """What to draw of each span; units that are one collective share its time."""
     shown = [span for span in timeline.spans if span.seconds > 0]
-    same: dict[tuple[Stream, float, float], list[Span]] = {}
+    same: dict[tuple[Stream, float, float], list[TimeSpan]] = {}
     for span in shown:
         same.setdefault((span.stream, span.start_s, span.stop_s), []).append(span)
     for group in same.values():
@@ -355,7 +355,7 @@ def _colours(schedule: Schedule) -> dict[str, Colour]:
     return result
 
 
-def _face(span: Span, colours: dict[str, Colour]) -> Any:
+def _face(span: TimeSpan, colours: dict[str, Colour]) -> Any:
     if span.kind in ("release", "update"):
         return _UPDATE if span.kind == "update" else _FAINT
     colour = colours[span.unit]

@@ -22,7 +22,7 @@ from fsharp.errors import ScheduleError, problem
 from fsharp.functional.comm.protocol import Call
 from fsharp.functional.layout.paths import assign
 from fsharp.stateful.inspect.calibrate import Link, calibrate
-from fsharp.stateful.inspect.timeline import COLLECTIVES, Interval, Span, Timeline, issues
+from fsharp.stateful.inspect.timeline import COLLECTIVES, Interval, Timeline, TimeSpan, issues
 from fsharp.stateful.inspect.trace import Trace
 from fsharp.stateful.schedule.program import UnitFacts
 from fsharp.stateful.schedule.schedule import STREAMS, Op, Schedule, Stream, calls_of
@@ -221,7 +221,7 @@ class _Simulation:
         starts: dict[int, float] = {}
         stops: dict[int, float] = {}
         flying: list[int] = []
-        spans: list[Span] = []
+        spans: list[TimeSpan] = []
         for run, seconds in self.issues:
             queue, sends = self.queue(self.ops[run[0]]), self.ops[run[0]].kind in COLLECTIVES
             idle = start = free[queue]
@@ -258,21 +258,21 @@ class _Simulation:
                 for i in run:
                     op = self.ops[i]
                     if op.kind == "wait" or start > idle:
-                        spans.append(Span(i, "wait", op.unit, op.phase, "compute", idle, start))
+                        spans.append(TimeSpan(i, "wait", op.unit, op.phase, "compute", idle, start))
             elif works_s:
                 free["compute"] = since + works_s
         end = max([free["compute"], *(stop for i, stop in stops.items() if i not in self.handed_on)])
         if end > free["compute"]:
             last = max((i for i in stops if i not in self.handed_on), key=stops.__getitem__)
             op = self.ops[last]
-            spans.append(Span(last, "wait", op.unit, op.phase, "compute", free["compute"], end))
+            spans.append(TimeSpan(last, "wait", op.unit, op.phase, "compute", free["compute"], end))
         handed_on = {j: (starts[j] - end, max(stops[j] - end, 0.0)) for j in self.handed_on}
         for j, (began, ended) in before.items():  # as the step before has handed it on, so does this one
             starts[j] = end + began if starts[j] > end else starts[j]
             stops[j] = end + ended if stops[j] > end else stops[j]
         for i, op in enumerate(self.ops):
             if op.kind != "wait":
-                spans.append(Span(i, op.kind, op.unit, op.phase, _lane(op, self.queue(op)), starts[i], stops[i]))
+                spans.append(TimeSpan(i, op.kind, op.unit, op.phase, _lane(op, self.queue(op)), starts[i], stops[i]))
         spans.sort(key=lambda span: (span.start_s, span.op))
         return Timeline(self.schedule, tuple(spans), end), handed_on
 

@@ -12,7 +12,7 @@ COLLECTIVES: tuple[OpKind, ...] = ("gather", "reduce")
 """Kinds of ops that send."""
 
 
-class Span(NamedTuple):
+class TimeSpan(NamedTuple):
     """A stretch of time that one op took. An op may have several: a wait and then itself, or parts around nested units.
 
     Attributes:
@@ -53,7 +53,7 @@ class Timeline:
     """
 
     schedule: Schedule
-    spans: tuple[Span, ...]
+    spans: tuple[TimeSpan, ...]
     step_s: float
 
     @property
@@ -101,7 +101,7 @@ class Timeline:
             return sum((span.seconds for span in chosen), 0.0)
         return sum(stop - start for _, start, stop in {(s.stream, s.start_s, s.stop_s) for s in chosen})
 
-    def pieces(self, span: Span) -> Iterator[Interval]:
+    def pieces(self, span: TimeSpan) -> Iterator[Interval]:
         """The span within ``0`` to ``step_s``: what sticks out at the end is, of the step before, there at the beginning."""
         start, stop = span.start_s, span.stop_s
         if stop <= self.step_s or self.step_s <= 0:
@@ -114,7 +114,7 @@ class Timeline:
 
     def _times(self) -> tuple[list[float], list[float]]:
         """Start and stop of every op. What was not measured took no time, right after the op before it on its stream."""
-        own: dict[int, list[Span]] = {}
+        own: dict[int, list[TimeSpan]] = {}
         for span in self.spans:
             if span.op >= 0 and (span.kind != "wait" or self.schedule.ops[span.op].kind == "wait"):
                 own.setdefault(span.op, []).append(span)
@@ -186,7 +186,7 @@ def _shared(ours: list[Interval], theirs: list[Interval]) -> float:
     return total
 
 
-def _works(span: Span) -> bool:
+def _works(span: TimeSpan) -> bool:
     return span.stream == "compute" and span.kind != "wait"
 
 

@@ -7,7 +7,7 @@ from typing import get_args
 
 from fsharp.errors import ScheduleError, problem
 from fsharp.functional.layout.table import nbytes_text
-from fsharp.stateful.inspect.timeline import Span, Timeline, families, seconds_text
+from fsharp.stateful.inspect.timeline import Timeline, TimeSpan, families, seconds_text
 from fsharp.stateful.schedule.schedule import OpKind, Phase, Schedule, Stream
 
 Row = tuple[int, OpKind, str, Phase, Stream, float, float, int]
@@ -89,7 +89,7 @@ class Trace:
         """Median seconds of each unit's ``(forward, backward)``, without units nested in it: ``Hardware(compute=...)``."""
         times: dict[tuple[str, Phase], list[float]] = {}
         for _, rows in self.by_step():
-            own: dict[int, list[Span]] = {}
+            own: dict[int, list[TimeSpan]] = {}
             for span in disjoint(rows):
                 if span.kind == "compute":
                     own.setdefault(span.op, []).append(span)
@@ -150,11 +150,11 @@ def check_rows(where: str, schedule: Schedule, rows: Iterable[Row]) -> None:
             )
 
 
-def disjoint(rows: Iterable[Row]) -> list[Span]:
+def disjoint(rows: Iterable[Row]) -> list[TimeSpan]:
     """Spans of which none lies in another on the compute stream: one that encloses others is cut into what is left of it."""
-    every = [Span._make(row[:7]) for row in rows]
+    every = [TimeSpan._make(row[:7]) for row in rows]
     result = [span for span in every if span.stream != "compute"]
-    open_: list[Span] = []  # what is left of those that enclose each other
+    open_: list[TimeSpan] = []  # what is left of those that enclose each other
 
     def leave(until: float) -> None:
         while open_ and open_[-1].stop_s <= until:

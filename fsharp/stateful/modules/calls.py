@@ -1,4 +1,4 @@
-"""Calls: the code of a module and of the modules in it, called with units gathered and full parameters in their seats."""
+"""ModuleCalls: the code of a module and of the modules in it, called with units gathered and full parameters in their slots."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,12 +15,12 @@ from fsharp.functional.forward import forward
 from fsharp.functional.layout.layout import Layout
 from fsharp.functional.layout.sharded import units_of
 from fsharp.stateful.modules.initial.dtensors import Spec, dressed, local
-from fsharp.stateful.modules.left import Left, left_by
 from fsharp.stateful.modules.outputs import reaching, replaced, tensors_in, without
-from fsharp.stateful.modules.seats import Seats, owners, seated
+from fsharp.stateful.modules.parameter_slots import ParameterSlots, owners, swapped_in
+from fsharp.stateful.modules.side_outputs import SideOutputs, side_outputs_of
 
 
-class Source:
+class ParameterSource:
     """Where the modules that compute at present get their parameters from.
 
     Args:
@@ -39,7 +39,7 @@ class Source:
         self.computing: list[str] = []
 
 
-class Owner(NamedTuple):
+class GatheredModule(NamedTuple):
     """The root, or a module that is gathered by itself.
 
     Attributes:
@@ -53,12 +53,12 @@ class Owner(NamedTuple):
 
     units: Sequence[str]
     ties: Sequence[str]
-    left: Left
+    left: SideOutputs
     has_inner: bool
     varies: bool
 
 
-class Calls:
+class ModuleCalls:
     """What is needed to call a module's code.
 
     Args:
@@ -68,7 +68,7 @@ class Calls:
         specs: of the parameters that are DTensors, by path.
 
     Attributes:
-        seats: of each unit, by name.
+        slots: of each unit, by name.
         owners: by path, the root and the chosen modules.
         specs: as they were passed.
         source: where parameters come from in the call that is under way, if one is.
@@ -76,11 +76,13 @@ class Calls:
 
     def __init__(self, module: nn.Module, layout: Layout, chosen: Sequence[str], specs: Mapping[str, Spec]) -> None:
         self._layout, self.specs = layout, specs
-        self.seats = {unit.name: Seats(module, [unit.full_path(leaf) for leaf in unit.leaves]) for unit in layout.units}
+        self.slots = {
+            unit.name: ParameterSlots(module, [unit.full_path(leaf) for leaf in unit.leaves]) for unit in layout.units
+        }
         by_path = owners(layout, chosen)
-        left = left_by(module, list(by_path))
+        left = side_outputs_of(module, list(by_path))
         self.owners = {
-            path: Owner(
+            path: GatheredModule(
                 units=names,
                 ties=sorted({tied for name in names for tied in layout[name].tied_units} - set(names)),
                 left=left[path],
@@ -89,13 +91,15 @@ class Calls:
             )
             for path, names in by_path.items()
         }
-        self.source: Source | None = None
+        self.source: ParameterSource | None = None
 
-    def enter(self, source: Source, path: str, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def enter(
+        self, source: ParameterSource, path: str, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         """``fn(*args, **kwargs)``, the code of the module at ``path``, with its units gathered from ``source``."""
         owner, given, inner = self.owners[path], _Arguments(args, kwargs), _Inner()
         for name in owner.units:
-            self.seats[name].check()
+            self.slots[name].check()
 
         def compute(trees: list[Any], *flat: Any) -> list[Any]:
             a, k = given.filled(flat)
@@ -105,7 +109,7 @@ class Calls:
             source.computing.append(path)
             try:
                 shown = [self.dressed(*each) for each in zip(owner.units, leaves, strict=True)]
-                with self.reading(source), self.seated(owner.units, shown):
+                with self.reading(source), self.swapped_in(owner.units, shown):
                     out = fn(*a, **k)
             finally:
                 source.computing.pop()
@@ -128,7 +132,7 @@ class Calls:
         return replaced(inner.out, inner.found, found, path)
 
     @contextmanager
-    def reading(self, source: Source) -> Iterator[None]:
+    def reading(self, source: ParameterSource) -> Iterator[None]:
         """Modules that are called in this context get their parameters from there."""
         before, self.source = self.source, source
         try:
@@ -137,9 +141,9 @@ class Calls:
             self.source = before
 
     @contextmanager
-    def seated(self, names: Sequence[str], parameters: Sequence[Sequence[Any]]) -> Iterator[None]:
+    def swapped_in(self, names: Sequence[str], parameters: Sequence[Sequence[Any]]) -> Iterator[None]:
         """In this context the module has these for parameters, in the order of each unit's leaves."""
-        with seated([self.seats[name] for name in names], parameters):
+        with swapped_in([self.slots[name] for name in names], parameters):
             yield
 
     def dressed(self, name: str, leaves: Sequence[torch.Tensor]) -> Sequence[Any]:
@@ -149,13 +153,13 @@ class Calls:
         return dressed(map(self._layout[name].full_path, self._layout[name].leaves), leaves, self.specs)
 
     def take_over(self, name: str, leaves: Sequence[torch.Tensor]) -> None:
-        """Copy what sits in the seats of a unit into these leaves, as far as it is something else.
+        """Copy what sits in the slots of a unit into these leaves, as far as it is something else.
 
         Raises:
             TreeError: it has another shape.
         """
         unit = self._layout[name]
-        for i, sitting in self.seats[name].sitting:
+        for i, sitting in self.slots[name].sitting:
             mine = local(sitting)
             if not isinstance(mine, torch.Tensor) or mine.shape != leaves[i].shape:
                 raise TreeError(f"unsharded(): {unit.full_path(unit.leaves[i])!r} was replaced by something of another shape.")

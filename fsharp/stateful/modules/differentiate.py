@@ -6,15 +6,15 @@ from typing import Any, Protocol
 import torch
 
 from fsharp.errors import ScheduleError
-from fsharp.stateful.modules.means import Means
+from fsharp.stateful.modules.mean_gradients import MeanGradients
 from fsharp.stateful.modules.parameter import Part, ShardedParameter
 
 
-class Steps(Protocol):
+class GradientOwner(Protocol):
     """What it has to know of a session."""
 
     is_accumulating: bool
-    means: Means
+    means: MeanGradients
 
     @property
     def is_fed(self) -> bool:
@@ -35,7 +35,7 @@ _WHERE = "torch.autograd.grad() with respect to parameters of a ShardedModule"
 
 
 def differentiate(
-    session: Steps,
+    session: GradientOwner,
     outputs: Any,
     inputs: Sequence[torch.Tensor],
     *,

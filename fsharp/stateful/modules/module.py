@@ -15,7 +15,7 @@ from fsharp.functional.layout.layout import Layout
 from fsharp.functional.layout.precision import dtype_name
 from fsharp.functional.layout.unit_layout import Leaf, UnitLayout
 from fsharp.functional.state import TrainState
-from fsharp.stateful.modules.calls import Source
+from fsharp.stateful.modules.calls import ParameterSource
 from fsharp.stateful.modules.session import Session
 from fsharp.stateful.runtime.scheduled import Scheduled
 
@@ -89,7 +89,7 @@ class ShardedModule(nn.Module):
         session = _session(self)
 
         def fn(params: Any, *args: Any, comm: Comm, **kwargs: Any) -> Any:
-            with session.calls.reading(Source(params, comm)), _own_buffers(self):
+            with session.calls.reading(ParameterSource(params, comm)), _own_buffers(self):
                 return self(*args, **kwargs)
 
         return fn, session.kept.state.params
@@ -148,7 +148,7 @@ class ShardedModule(nn.Module):
         trees = [optree.tree_leaves(node.tree(nodes)) for node in nodes]
         shown = [session.calls.dressed(node.name, tree) for node, tree in zip(nodes, trees, strict=True)]
         whole = [[nn.Parameter(leaf.detach(), leaf.is_floating_point()) for leaf in leaves] for leaves in shown]
-        with session.seated([node.name for node in nodes], whole):
+        with session.swapped_in([node.name for node in nodes], whole):
             yield
             if write:
                 with torch.no_grad():

@@ -15,7 +15,7 @@ from fsharp.errors import LayoutError, TreeError
 from fsharp.stateful.runtime.boundary import in_backward
 
 
-class Gradients(Protocol):
+class GradientSource(Protocol):
     """Knows the gradients of a module's parameters."""
 
     def gradient(self, path: str) -> "Part | None":
@@ -125,11 +125,11 @@ class ShardedParameter(Part, nn.Parameter):
     """
 
     is_trained: bool
-    _gradients: "weakref.ref[Gradients]"
+    _gradients: "weakref.ref[GradientSource]"
 
     @staticmethod
     def over(
-        data: torch.Tensor, path: str, full_shape: Sequence[int], gradients: Gradients, *, is_whole: bool, trains: bool
+        data: torch.Tensor, path: str, full_shape: Sequence[int], gradients: GradientSource, *, is_whole: bool, trains: bool
     ) -> "ShardedParameter":
         """A parameter in this memory: 1-D, in its full shape if it is whole."""
         data = data.view(full_shape) if is_whole else data

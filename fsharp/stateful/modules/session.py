@@ -23,11 +23,11 @@ from fsharp.functional.layout.sharded import Sharded, units_of
 from fsharp.functional.moves import reduce_scatter
 from fsharp.functional.sinks import with_sinks
 from fsharp.functional.state import TrainState, update
-from fsharp.stateful.modules.calls import Calls, Source
+from fsharp.stateful.modules.calls import ModuleCalls, ParameterSource
 from fsharp.stateful.modules.differentiate import differentiate
 from fsharp.stateful.modules.initial.dtensors import Spec
-from fsharp.stateful.modules.kept import Kept
-from fsharp.stateful.modules.means import Means, missing_in
+from fsharp.stateful.modules.mean_gradients import MeanGradients, unused_parameters
+from fsharp.stateful.modules.module_state import ModuleState
 from fsharp.stateful.modules.outputs import tensors_in
 from fsharp.stateful.modules.parameter import Part, ShardedParameter
 from fsharp.stateful.runtime.boundary import before_backward, in_backward
@@ -72,11 +72,11 @@ class Session:
     ) -> None:
         self.layout, self.scheduler, self.input_dtype = layout, scheduler, input_dtype
         scheduler.main_stays = True  # the module shows them
-        self.kept = Kept(layout, state, scheduler)  # which hears of others' errors while it waits
-        self.calls = Calls(module, layout, chosen, specs)
+        self.kept = ModuleState(layout, state, scheduler)  # which hears of others' errors while it waits
+        self.calls = ModuleCalls(module, layout, chosen, specs)
         self.is_accumulating = False
         self.parameters: dict[str, ShardedParameter] = {}
-        self.means = Means(self.parameters, specs, scheduler)
+        self.means = MeanGradients(self.parameters, specs, scheduler)
         self.is_unsharded = self.is_averaged = False
         self._training, self._evaluation = scheduler(_not_called), scheduler(_evaluate)
         self._training.name, self._evaluation.name = "training step", "evaluation"
@@ -101,7 +101,7 @@ class Session:
         if not path and self.input_dtype is not None:
             args, kwargs = torch_pytree.tree_map(self._cast, (args, kwargs))
         if source is None and in_backward() and self._probed is not None:  # a checkpointed module computes again
-            source = Source(self._probed, self.scheduler)
+            source = ParameterSource(self._probed, self.scheduler)
         if source is not None:
             return self.calls.enter(source, path, fn, args, kwargs)
         if self._run is None:
@@ -109,10 +109,10 @@ class Session:
         if not torch.is_grad_enabled():
             return self._evaluation(lambda source: self.calls.enter(source, path, fn, args, kwargs), self.kept.state.params)
         if not trains(self.layout):  # a backward may pass through it, whenever it comes
-            return self.calls.enter(Source(self.kept.state.params, self.scheduler), path, fn, args, kwargs)
+            return self.calls.enter(ParameterSource(self.kept.state.params, self.scheduler), path, fn, args, kwargs)
         run = self._open()
         with self._forgetting(run), self.scheduler.guard(run):
-            out = self.calls.enter(Source(self._probed, self.scheduler), path, fn, args, kwargs)
+            out = self.calls.enter(ParameterSource(self._probed, self.scheduler), path, fn, args, kwargs)
             # Here, too: what is inside may be in a reentrant checkpoint, whose backward is a pass within the pass.
             before_backward(tensors_in(out, path), torch_pytree.tree_leaves((args, kwargs)), partial(_begin, weakref.ref(self)))
             return out
@@ -191,7 +191,7 @@ class Session:
                 sink.grad = None
             if self.is_accumulating or not self.is_fed:
                 return
-            missing = missing_in(self._units, self.scheduler)
+            missing = unused_parameters(self._units, self.scheduler)
             sums = reduce_scatter(self.scheduler.issue(self._units, self.kept.state.params), comm=self.scheduler)
             self.means.set(sums, missing)
 
@@ -291,12 +291,12 @@ class Session:
     # ------------------------------------------------------------ whole parameters
 
     @contextmanager
-    def seated(self, names: Sequence[str], tensors: Sequence[Sequence[torch.Tensor]]) -> Iterator[None]:
+    def swapped_in(self, names: Sequence[str], tensors: Sequence[Sequence[torch.Tensor]]) -> Iterator[None]:
         """The module has these tensors for parameters."""
         self.check_idle("unsharded()")
         self.is_unsharded = True
         try:
-            with self.calls.seated(names, tensors):
+            with self.calls.swapped_in(names, tensors):
                 yield
         finally:
             self.is_unsharded = False
@@ -346,7 +346,7 @@ class Session:
             for leaf in unit.leaves:
                 path = unit.full_path(leaf) if leaf.tied_to is None else ".".join(part for part in leaf.tied_to if part)
                 owned.append(self.parameters[path])
-            self.calls.seats[unit.name].settle(owned)
+            self.calls.slots[unit.name].settle(owned)
 
     def check_idle(self, where: str) -> None:
         """Refuse ``where`` if a step has gradients. One that has none, forwards alone, is given up, on all ranks alike.
@@ -390,8 +390,8 @@ def _not_called(*args: Any, comm: Comm) -> None:
     raise AssertionError("a step of a session is not one function")
 
 
-def _evaluate(thunk: Callable[[Source], Any], params: Any, comm: Comm) -> Any:
-    return thunk(Source(params, comm))
+def _evaluate(thunk: Callable[[ParameterSource], Any], params: Any, comm: Comm) -> Any:
+    return thunk(ParameterSource(params, comm))
 
 
 def _begin(session: "weakref.ref[Session]") -> None:

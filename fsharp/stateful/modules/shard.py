@@ -21,15 +21,15 @@ from fsharp.functional.layout.plan import plan
 from fsharp.functional.layout.precision import Precision, dtype_name
 from fsharp.functional.optim.base import Transform
 from fsharp.functional.state import init_state
-from fsharp.stateful.modules.entries import enter_by, entries_of
+from fsharp.stateful.modules.entry_points import enter_by, entries_of
 from fsharp.stateful.modules.initial.dtensors import local, specs_of
 from fsharp.stateful.modules.initial.initial import initial_values
-from fsharp.stateful.modules.left import refuse_kept
 from fsharp.stateful.modules.module import ShardedModule
 from fsharp.stateful.modules.parameter import ShardedParameter
-from fsharp.stateful.modules.seats import Units, chosen_modules, leafmost
+from fsharp.stateful.modules.parameter_slots import Units, chosen_modules, leafmost
 from fsharp.stateful.modules.session import Session
-from fsharp.stateful.modules.stale import refuse_stale_optimizers
+from fsharp.stateful.modules.side_outputs import refuse_kept
+from fsharp.stateful.modules.stale_optimizers import refuse_stale_optimizers
 from fsharp.stateful.runtime.scheduler import Scheduler
 from fsharp.stateful.schedule.policy import Policy
 

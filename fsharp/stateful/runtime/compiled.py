@@ -10,8 +10,8 @@ from fsharp.stateful.runtime.executor import BoundOp
 from fsharp.stateful.schedule.emit import last_microbatches
 from fsharp.stateful.schedule.program import Event, UnitFacts
 from fsharp.stateful.schedule.schedule import Memory, Op, Schedule, issues
-from fsharp.stateful.units.resting import Resting
-from fsharp.stateful.units.route import Block, Grads
+from fsharp.stateful.units.resting import RestingGradient
+from fsharp.stateful.units.route import Grads, OutgoingBlock
 from fsharp.stateful.units.unit_state import UnitState, UnshardedBuffer
 
 _numbers = count()
@@ -50,12 +50,12 @@ class Compiled:
         }
         self._opens = {op.unit: op.opens for op in schedule.ops if op.opens}
         self.stranded: dict[str, Memory] = {}
-        self.places: dict[str, Resting] = {}
+        self.places: dict[str, RestingGradient] = {}
         for name, memory in self._opens.items():
             gradient = units[name].gradient
             assert gradient is not None
             self.places[name] = gradient.route.resting(self._bytes(memory))
-        self._blocks: dict[str, Block] = {}
+        self._blocks: dict[str, OutgoingBlock] = {}
         self._pieces: dict[str, list[list[torch.Tensor]]] = {}
         self.ops: list[list[BoundOp]] = [[] for _ in self.events]
         self.number, begun, leaders = next(_numbers), set[str](), _leaders(schedule.ops)
@@ -97,7 +97,7 @@ class Compiled:
             self._pieces[op.unit] = bound.gradient.route.finishing_block(memory)
         return self._pieces[op.unit]
 
-    def _block(self, op: Op, bound: BoundOp) -> Block | None:
+    def _block(self, op: Op, bound: BoundOp) -> OutgoingBlock | None:
         if op.memory is None:
             return None
         if op.unit not in self._blocks:

@@ -20,7 +20,7 @@ from fsharp.stateful.schedule.program import Event, Program
 from fsharp.stateful.units.facts import facts_of
 from fsharp.stateful.units.full import aligned
 from fsharp.stateful.units.gradient import GradientBuffer, Phase
-from fsharp.stateful.units.route import Block
+from fsharp.stateful.units.route import OutgoingBlock
 from fsharp.stateful.units.unit_state import UnitState, UnshardedBuffer, full_nbytes, stamp
 
 _numbers = count()
@@ -198,7 +198,7 @@ class Eager:
         self._executor.lanes.join([(self._number, last)])
         self._joined.add(last)
 
-    def _accumulate(self, unit: UnitState, block: Block | None, after: int | None) -> BoundOp:
+    def _accumulate(self, unit: UnitState, block: OutgoingBlock | None, after: int | None) -> BoundOp:
         gradient = unit.gradient
         assert gradient is not None
         opens = None if gradient.num_added else self._place("rest", unit.key, gradient.rest.nbytes)

@@ -14,12 +14,12 @@ from fsharp.errors import ScheduleError
 from fsharp.stateful.schedule.schedule import Memory, Op, OpKind
 from fsharp.stateful.transport.base import Transport
 from fsharp.stateful.transport.streams import Key, Lanes
-from fsharp.stateful.units.chain import Leg, Move, gather_along, reduce_along
+from fsharp.stateful.units.chain import ChainInput, Move, gather_along, reduce_along
 from fsharp.stateful.units.gradient import GradientBuffer
 from fsharp.stateful.units.host import Transfer
-from fsharp.stateful.units.route import Block, Grads
-from fsharp.stateful.units.spread import Spread
+from fsharp.stateful.units.route import Grads, OutgoingBlock
 from fsharp.stateful.units.unit_state import UnitState, UnshardedBuffer, stamp
+from fsharp.stateful.units.update_gather import UpdateGather
 
 
 class BoundOp:
@@ -60,7 +60,7 @@ class BoundOp:
         self.others: tuple[BoundOp, ...] = ()
         self.unit: UnitState = unit  # type: ignore[assignment]  # ops without a unit do nothing with it
         self.params: UnshardedBuffer | None = None
-        self.block: Block | None = None
+        self.block: OutgoingBlock | None = None
         self.pieces: list[list[torch.Tensor]] = []
         self.is_first = self.is_reduced_to_rest = self.may_wait = False
 
@@ -105,7 +105,7 @@ class Executor:
         """A step begins: nothing of the one before is under way."""
         self.step, self.microbatch = step, "microbatch 0"
         self.incoming: Grads | None = None
-        self.spreads: dict[str, Spread] = {}
+        self.spreads: dict[str, UpdateGather] = {}
         self.moves: dict[str, Transfer] = {}
         self.fetched: list[Key] = []
         self.host_nbytes = 0
@@ -193,7 +193,7 @@ def _gather(executor: Executor, bound: BoundOp) -> None:
             _start_gathers(executor, filled)
 
 
-def _start_gathers(executor: Executor, found: Sequence[tuple[BoundOp, Spread | UnshardedBuffer, Sequence[Move]]]) -> None:
+def _start_gathers(executor: Executor, found: Sequence[tuple[BoundOp, UpdateGather | UnshardedBuffer, Sequence[Move]]]) -> None:
     """Begin to gather what each unit has to move: of one unit each by itself, of several all in the same collectives."""
     label = executor.label([bound for bound, _, _ in found])
     moves = [move for _, _, each in found for move in each]
@@ -258,7 +258,7 @@ def _reduce(executor: Executor, bound: BoundOp) -> None:
             each.gradient.send([next(tickets) for _ in mine])
 
 
-def _reduction(bound: BoundOp) -> list[Leg]:
+def _reduction(bound: BoundOp) -> list[ChainInput]:
     assert bound.block is not None
     return bound.gradient.reduce(bound.block, direct=bound.is_reduced_to_rest)
 

@@ -1,4 +1,4 @@
-"""Captured: a whole training step as one CUDA graph."""
+"""CapturedStep: a whole training step as one CUDA graph."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from fsharp.stateful.runtime.scheduled import Scheduled
 from fsharp.stateful.schedule.policy import Policy
 
 
-class Captured:
+class CapturedStep:
     """A scheduled training step, captured once and replayed: forward, backward, reductions and update.
 
     The state is updated in place, so addresses stay what they were at capture: pass a step made with ``donate=True`` and a

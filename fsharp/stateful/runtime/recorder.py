@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from fsharp.functional.comm.workers import Flight
+from fsharp.functional.comm.workers import InFlight
 from fsharp.stateful.inspect.trace import Trace
 from fsharp.stateful.runtime.executor import BoundOp
 from fsharp.stateful.schedule.program import Event
@@ -25,10 +25,10 @@ class Recorder:
 
     def __init__(self, trace: Trace, device: torch.device) -> None:
         self.trace, self.device, self.has_streams = trace, device, device.type != "cpu"
-        self.flights: list[Flight] = []
+        self.flights: list[InFlight] = []
         self.lane_marks: list[tuple[Mark, Mark]] = []
         self._base: Mark = self.mark()
-        self._rows: list[tuple[int, OpKind, Any, Mark, Mark, list[Flight], int]] = []
+        self._rows: list[tuple[int, OpKind, Any, Mark, Mark, list[InFlight], int]] = []
         self._open: dict[tuple[str, int], tuple[BoundOp, Mark]] = {}
         self._last: Mark = self._base
         self._step, self._bounds = -1, []  # type: tuple[int, list[tuple[Mark, Mark]]]
@@ -78,7 +78,7 @@ class Recorder:
         else:
             self._note(bound, "wait" if kind in ("wait", "accumulate") else kind, start, stop)
 
-    def _note(self, bound: BoundOp, kind: OpKind, start: Mark, stop: Mark, flights: list[Flight] | None = None) -> None:
+    def _note(self, bound: BoundOp, kind: OpKind, start: Mark, stop: Mark, flights: list[InFlight] | None = None) -> None:
         self._rows.append((bound.key[1], kind, bound.op, start, stop, flights or [], self._step))
 
     def end(self) -> None:

@@ -32,7 +32,7 @@ from fsharp.stateful.schedule.program import Program
 from fsharp.stateful.schedule.schedule import Schedule
 from fsharp.stateful.schedule.verify import verify
 from fsharp.stateful.transport.choose import transport_over
-from fsharp.stateful.transport.gloo import Exchange
+from fsharp.stateful.transport.gloo import GlooTransport
 from fsharp.stateful.transport.streams import lanes_for
 from fsharp.stateful.units.facts import facts_of
 from fsharp.stateful.units.pending import is_pending
@@ -284,7 +284,7 @@ class Scheduler(Tracer):
     def _watch(self, recorder: Any) -> None:
         """Have collectives noted by a recorder, or by none."""
         self.lanes.recorder = recorder
-        if isinstance(self.transport.innermost, Exchange):
+        if isinstance(self.transport.innermost, GlooTransport):
             self.transport.innermost.on_flight = None if recorder is None else lambda flight: recorder.flights.append(flight)
         if recorder is not None:
             recorder.begin()

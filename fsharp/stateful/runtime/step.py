@@ -23,16 +23,16 @@ from fsharp.stateful.units.full import FullUnit
 from fsharp.stateful.units.gradient import Phase
 from fsharp.stateful.units.host import Transfer
 from fsharp.stateful.units.route import Grads
-from fsharp.stateful.units.spread import Spread
 from fsharp.stateful.units.unit_state import Stamp, UnitState, UnshardedBuffer, stamp
+from fsharp.stateful.units.update_gather import UpdateGather
 
 
-class Use:
+class UnitUse:
     """One use of a unit: from entering it in the forward to the end of its backward."""
 
     __slots__ = ("full", "is_opaque", "is_open", "leaves", "node", "number", "params", "parent", "seen", "unit", "versions")
 
-    def __init__(self, unit: UnitState, number: int, parent: "Use | None") -> None:
+    def __init__(self, unit: UnitState, number: int, parent: "UnitUse | None") -> None:
         self.unit, self.number, self.parent = unit, number, parent
         self.params: UnshardedBuffer | None = None
         self.leaves: list[torch.Tensor] | None = None
@@ -43,9 +43,9 @@ class Use:
         self.node: Sharded | None = None
         self.seen: Stamp = ()
 
-    def is_inside(self, other: "Use") -> bool:
+    def is_inside(self, other: "UnitUse") -> bool:
         """Whether this use began inside of the other, or is the other."""
-        use: Use | None = self
+        use: UnitUse | None = self
         while use is not None and use is not other:
             use = use.parent
         return use is not None
@@ -91,8 +91,8 @@ class Step:
         self.on_backward: Callable[[], None] = lambda: None
         self._recomputed: dict[str, None] = {}  # units that a checkpoint has used again, with no backward of theirs since
         self.num_microbatches = self._num_uses = 0
-        self._forward: list[Use] = []
-        self._backward: list[Use] = []
+        self._forward: list[UnitUse] = []
+        self._backward: list[UnitUse] = []
         self._fetched: list[str] = []  # units, for the next update
         self.is_over = False
 
@@ -148,12 +148,12 @@ class Step:
         self.schedule.leave()
         self.eager = self._make_eager(left=self.schedule)
 
-    def enter(self, node: Sharded, unit: UnitState) -> Use:
+    def enter(self, node: Sharded, unit: UnitState) -> UnitUse:
         """Begin a use: its unit is there in full when this returns."""
         if self._backward and not in_backward():
             self._retire(None)
         parent = self._forward[-1] if self._forward else self._backward[-1] if self._backward else None
-        use = Use(unit, self._num_uses, parent)
+        use = UnitUse(unit, self._num_uses, parent)
         self._num_uses += 1
         self._event("forward", unit, use.number)
         if unit.axes:
@@ -180,7 +180,7 @@ class Step:
         use.leaves = leaves
         return use
 
-    def check_unwritten(self, use: Use) -> None:
+    def check_unwritten(self, use: UnitUse) -> None:
         """Refuse a function that has written to a leaf of its unit, which a backward would see, or nobody.
 
         Raises:
@@ -190,13 +190,13 @@ class Step:
             raise written_to(use.unit.key)
         use.full = None
 
-    def pack(self, out: Any, use: Use, first: int) -> None:
+    def pack(self, out: Any, use: UnitUse, first: int) -> None:
         """Let go of what autograd has saved of a unit's parameters, if they have memory of their own."""
         params = use.params
         if params is not None and params.where is None:
             use.is_opaque = not pack_saved(out, params, first, partial(self._filled, use))
 
-    def _filled(self, use: Use) -> UnshardedBuffer:
+    def _filled(self, use: UnitUse) -> UnshardedBuffer:
         if self.is_over:
             raise _too_late(use.unit.key)
         assert use.params is not None
@@ -205,7 +205,7 @@ class Step:
             self._open(use)
         return use.params
 
-    def exit(self, use: Use) -> None:
+    def exit(self, use: UnitUse) -> None:
         """End the forward part of a use."""
         while self._backward and self._backward[-1].is_inside(use):  # of a backward that the function has called itself
             self._close(self._backward[-1], None)
@@ -219,7 +219,7 @@ class Step:
             # In a backward a checkpoint has them, which computes again for a backward of the same unit that is to come.
             (self._recomputed if in_backward() else self.held)[use.unit.key] = None
 
-    def come_back(self, uses: Sequence[Use]) -> None:
+    def come_back(self, uses: Sequence[UnitUse]) -> None:
         """A backward comes to the function that entered these units."""
         gathered = [use.unit.key for use in uses if use.params is not None]
         if gathered:
@@ -233,7 +233,7 @@ class Step:
         for use in uses:
             self._open(use)
 
-    def _open(self, use: Use) -> None:
+    def _open(self, use: UnitUse) -> None:
         if use.is_open:
             return
         if use.parent is not None and use.parent not in self._forward:
@@ -253,12 +253,12 @@ class Step:
             use.params.users += 1
         self._backward.append(use)
 
-    def _retire(self, next_use: Use | None) -> None:
+    def _retire(self, next_use: UnitUse | None) -> None:
         """End the backward of uses that the engine has left behind on its way to ``next_use``."""
         while self._backward and (next_use is None or not next_use.is_inside(self._backward[-1])):
             self._close(self._backward[-1], None)
 
-    def _gradient(self, use: Use, grads: Grads) -> None:
+    def _gradient(self, use: UnitUse, grads: Grads) -> None:
         """The gradients of a use's leaves are there: its backward is over."""
         if self.is_over:
             self.on_backward()
@@ -271,7 +271,7 @@ class Step:
         use.unit.pending -= 1
         self._close(use, grads)
 
-    def _close(self, use: Use, grads: Grads | None) -> None:
+    def _close(self, use: UnitUse, grads: Grads | None) -> None:
         self._backward.pop()
         use.is_open = False
         if grads is not None and self.eager is None and self.schedule is not None:
@@ -344,7 +344,7 @@ class Step:
             self._event("fetch", self.units[key])
         self.executor.lanes.join(self.executor.fetched[-1:])  # the lane has done those before it
 
-    def update(self, spreads: Sequence[Spread], moves: Mapping[str, Transfer]) -> None:
+    def update(self, spreads: Sequence[UpdateGather], moves: Mapping[str, Transfer]) -> None:
         """Parameters are new where the optimizer has them, and so is its state, which goes to host memory."""
         self._retire(None)
         for unit in self.units.values():

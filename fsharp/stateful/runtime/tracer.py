@@ -19,15 +19,15 @@ from fsharp.functional.layout.sharded import PlaceName, Sharded, is_sharded, map
 from fsharp.functional.loss import Loss, as_loss, check_loss
 from fsharp.functional.sinks import with_sinks
 from fsharp.stateful.runtime.boundary import before_backward
-from fsharp.stateful.runtime.step import Step, Use
+from fsharp.stateful.runtime.step import Step, UnitUse
 from fsharp.stateful.transport.base import Transport
 from fsharp.stateful.transport.streams import Lanes
 from fsharp.stateful.units.full import leaf_index
 from fsharp.stateful.units.gradient import GradientBuffer
 from fsharp.stateful.units.host import Offload, Transfer
 from fsharp.stateful.units.pending import pending
-from fsharp.stateful.units.spread import Spread
 from fsharp.stateful.units.unit_state import UnitState
+from fsharp.stateful.units.update_gather import UpdateGather
 
 
 class IssuedGradients:
@@ -120,7 +120,7 @@ class Tracer(Engine):
         sharded, ties = units
         nodes = [sharded] if isinstance(sharded, Sharded) else units_of(sharded)
         step, first = self.current(), torch._C._autograd._get_sequence_nr()
-        uses: list[Use] = []
+        uses: list[UnitUse] = []
         try:
             for node in (*ties, *nodes):
                 uses.append(step.enter(node, self.unit_of(node)))
@@ -223,7 +223,7 @@ class Tracer(Engine):
         spreads, nodes = [], []
         for old, fresh in zip(units_of(params), units_of(new), strict=True):
             unit = self.unit_of(old)
-            spread = Spread(unit, old, fresh, rank=self.rank, donate=donate, trivial=trivial)  # type: ignore[attr-defined]
+            spread = UpdateGather(unit, old, fresh, rank=self.rank, donate=donate, trivial=trivial)  # type: ignore[attr-defined]
             node = spread.node
             if spread.moves:
                 node = pending(node, partial(self._arrive, spread))  # which spread does not know: no cycle keeps its memory
@@ -253,12 +253,12 @@ class Tracer(Engine):
     def trivial_axes(self) -> bool:
         """Whether collectives along axes of size 1 run as well."""
 
-    def _arrive(self, spread: Spread) -> None:
+    def _arrive(self, spread: UpdateGather) -> None:
         spread.wait()
         self.lanes.join_all("gather")
 
 
-def _tree_of(sharded: Any, uses: Sequence[Use], num_ties: int) -> Any:
+def _tree_of(sharded: Any, uses: Sequence[UnitUse], num_ties: int) -> Any:
     """What the function gets in place of units: the leaves of their uses, which are its own from here on."""
     rows = [(leaf_index(use.unit.layout), use.leaves or []) for use in uses]
     leaves = {index.unit.name: (index, own) for index, own in rows}
@@ -283,7 +283,7 @@ def _leaves(tree: Any) -> list[Any]:
     return optree.tree_leaves(tree)
 
 
-def _without_views(out: Any, uses: Sequence[Use]) -> Any:
+def _without_views(out: Any, uses: Sequence[UnitUse]) -> Any:
     """What a function returned, with copies in place of views of parameters that are about to be released."""
     memory = [use.params.memory for use in uses if use.params is not None and use.params.memory is not None]
     bounds = [(each.data_ptr(), each.data_ptr() + len(each)) for each in memory]

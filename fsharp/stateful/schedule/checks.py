@@ -6,7 +6,7 @@ from itertools import product
 from fsharp.errors import ScheduleError, problem
 from fsharp.stateful.schedule.happens_before import HappensBefore
 from fsharp.stateful.schedule.program import UnitFacts
-from fsharp.stateful.schedule.ranges import Ranges
+from fsharp.stateful.schedule.ranges import ByteRanges
 from fsharp.stateful.schedule.schedule import Memory, Op, Schedule
 
 UNDO = "Undo the edit, or compile the program again."
@@ -43,7 +43,7 @@ class Check:
         return refusal(i, op, what, f"{j} among the ops it runs after", f"Add {j} to its `after`.")
 
 
-class Parameters(Check):
+class ParameterCheck(Check):
     """Full copies and updated parameters: there before they are used, of this step's values, gone after."""
 
     def __init__(self, schedule: Schedule, order: HappensBefore) -> None:
@@ -150,7 +150,7 @@ class Parameters(Check):
         self._check_spread()
 
 
-class Gradients(Check):
+class GradientCheck(Check):
     """Each gradient is cast, reduced, added and finished once, in this order."""
 
     def __init__(self, schedule: Schedule, order: HappensBefore) -> None:
@@ -265,7 +265,7 @@ class Gradients(Check):
         return ScheduleError(problem(where, what, [("unit", unit), ("expected", expected)], "Add it."))
 
 
-class Host(Check):
+class HostCheck(Check):
     """What rests in host memory: on the device for the update that its event is of, and back once after that."""
 
     def __init__(self, schedule: Schedule, order: HappensBefore) -> None:
@@ -317,14 +317,14 @@ class Host(Check):
             raise refusal(j, self.order.ops[j], what, "an update after it")
 
 
-class Places(Check):
+class MemoryCheck(Check):
     """No byte of the arena has two owners at a time. That each is filled, and freed, once was seen before."""
 
     def __init__(self, schedule: Schedule, order: HappensBefore) -> None:
         super().__init__(schedule, order)
         self.live: dict[tuple[str, str], tuple[int, Memory | None]] = {}  # by role and unit, the op that filled it, and where
-        self.owners = Ranges[tuple[str, str, int]]()  # of live bytes: role, unit, the op that filled them
-        self.freed = Ranges[tuple[int, int]]()  # of bytes that were freed: the ops that filled and freed them last
+        self.owners = ByteRanges[tuple[str, str, int]]()  # of live bytes: role, unit, the op that filled them
+        self.freed = ByteRanges[tuple[int, int]]()  # of bytes that were freed: the ops that filled and freed them last
         self.slots: dict[str, Memory] = {}
         for unit, i in order.carried().items():
             self._own(i, ("parameters", unit), order.ops[i].memory)

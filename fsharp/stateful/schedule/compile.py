@@ -5,12 +5,12 @@ from dataclasses import replace
 from itertools import accumulate, chain
 
 from fsharp.errors import ScheduleError, problem
-from fsharp.stateful.schedule.arena import Item, assign, lower_bound
+from fsharp.stateful.schedule.addresses import ArenaItem, assign, lower_bound
 from fsharp.stateful.schedule.emit import Buckets, Draft, Emitter
 from fsharp.stateful.schedule.policy import Policy
 from fsharp.stateful.schedule.prefetch import returns
 from fsharp.stateful.schedule.program import Program
-from fsharp.stateful.schedule.ranges import Ranges
+from fsharp.stateful.schedule.ranges import ByteRanges
 from fsharp.stateful.schedule.schedule import Memory, Op, Schedule, Stream
 
 
@@ -117,13 +117,13 @@ def _gaps(
 
 
 _SIZES = {"params": "gathered"}  # by kind of buffer, the facts that have its size, if they do not have its name
-Items = dict[tuple[str, str], Item]
+Items = dict[tuple[str, str], ArenaItem]
 
 
 def _items(drafts: Sequence[Draft], program: Program) -> Items:
     facts = {unit.name: unit for unit in program.units}
     lives = _liveness(drafts).items()
-    return {(kind, unit): Item(getattr(facts[unit], _SIZES.get(kind, kind)), spans) for (kind, unit), spans in lives}
+    return {(kind, unit): ArenaItem(getattr(facts[unit], _SIZES.get(kind, kind)), spans) for (kind, unit), spans in lives}
 
 
 def _live(drafts: Sequence[Draft], items: Items) -> list[int]:
@@ -145,7 +145,9 @@ def place(drafts: Sequence[Draft], program: Program, *, within: int | None = Non
     if starts is None:
         return None
     where = {buffer: Memory(start, item.nbytes) for (buffer, item), start in zip(items.items(), starts, strict=True)}
-    freed = Ranges[tuple[Stream, int]]()  # what has filled these bytes meanwhile has waited for those that freed them before
+    freed = ByteRanges[
+        tuple[Stream, int]
+    ]()  # what has filled these bytes meanwhile has waited for those that freed them before
     ops = []
     for op in drafts:
         if op.marks is None:
@@ -162,7 +164,7 @@ def place(drafts: Sequence[Draft], program: Program, *, within: int | None = Non
     return ops, max((m.stop for m in where.values()), default=0), lower_bound(list(items.values()))
 
 
-def _open_early(drafts: Sequence[Draft], items: Mapping[tuple[str, str], Item]) -> bool:
+def _open_early(drafts: Sequence[Draft], items: Mapping[tuple[str, str], ArenaItem]) -> bool:
     """Let reductions leave their results where they rest, which saves a copy, wherever that takes no more memory."""
     live = _live(drafts, dict(items))
     bound, position = max(live), {id(op): i for i, op in enumerate(drafts)}

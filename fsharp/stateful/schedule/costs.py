@@ -69,7 +69,7 @@ def bucket_limit(sent: Iterable[int], link: Link) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Bundles:
+class Bundling:
     """Units that move as one.
 
     Attributes:
@@ -81,7 +81,7 @@ class Bundles:
     members: Mapping[str, tuple[str, ...]]
 
 
-def bundles(order: Iterable[str], sent: Mapping[str, int], channels: Mapping[str, Hashable], most: int) -> Bundles:
+def bundles(order: Iterable[str], sent: Mapping[str, int], channels: Mapping[str, Hashable], most: int) -> Bundling:
     """Neighbours that share a channel, joined while a rank sends no more than so many bytes for them.
 
     Args:
@@ -101,4 +101,4 @@ def bundles(order: Iterable[str], sent: Mapping[str, int], channels: Mapping[str
             last, filled = unit, sent[unit]
             members[last] = [unit]
     of = {unit: name for name, units in members.items() for unit in units}
-    return Bundles(of, {name: tuple(units) for name, units in members.items()})
+    return Bundling(of, {name: tuple(units) for name, units in members.items()})

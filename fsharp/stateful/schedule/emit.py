@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
-from fsharp.stateful.schedule.costs import GLOO, Bundles, bucket_limit, bundles
+from fsharp.stateful.schedule.costs import GLOO, Bundling, bucket_limit, bundles
 from fsharp.stateful.schedule.policy import Policy
 from fsharp.stateful.schedule.prefetch import first_wanted, residency
 from fsharp.stateful.schedule.program import Event, Program
@@ -46,7 +46,7 @@ class Buckets:
         self.finishes = self._bundles("reduce", "finish", done, listed)
         self.spreads = self._bundles("gather", "update", [*(e.unit for e in program.events if e.unit), *listed], listed)
 
-    def _bundles(self, kind: OpKind, phase: Phase, order: Iterable[str], units: Iterable[str]) -> Bundles:
+    def _bundles(self, kind: OpKind, phase: Phase, order: Iterable[str], units: Iterable[str]) -> Bundling:
         facts = {unit.name: unit for unit in self.program.units}
         op = Op(kind, "", phase, 0)
         wanted = dict.fromkeys(units)

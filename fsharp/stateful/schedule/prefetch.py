@@ -4,14 +4,14 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
-from fsharp.stateful.schedule.costs import Bundles
+from fsharp.stateful.schedule.costs import Bundling
 from fsharp.stateful.schedule.policy import Policy
 from fsharp.stateful.schedule.program import Event, Program
 
 _STARTS = ("forward", "backward")
 
 
-class Change(NamedTuple):
+class ResidencyChange(NamedTuple):
     """What an event changes: bundles that are let go of, and bundles that are gathered, those needed first in the lead."""
 
     leave: tuple[str, ...]
@@ -19,8 +19,8 @@ class Change(NamedTuple):
 
 
 def residency(
-    program: Program, policy: Policy, bundles: Bundles, kept: Collection[int], carried: Sequence[str]
-) -> tuple[list[Change], tuple[str, ...]]:
+    program: Program, policy: Policy, bundles: Bundling, kept: Collection[int], carried: Sequence[str]
+) -> tuple[list[ResidencyChange], tuple[str, ...]]:
     """For each event, how the bundles change that are resident until the next one.
 
     Those in use always are. Beside them the next ``policy.prefetch`` different ones that the program comes to before
@@ -71,7 +71,7 @@ def residency(
         for b in leave:
             held.pop(b, None)
         held.update(dict.fromkeys(enter))
-        result.append(Change(tuple(dict.fromkeys(leave)), enter))
+        result.append(ResidencyChange(tuple(dict.fromkeys(leave)), enter))
         near = here
     return result, tuple(carried) if events else ()
 
@@ -79,7 +79,7 @@ def residency(
 class _Stays:
     """The bundles of kept uses, from their forward to the end of their backward."""
 
-    def __init__(self, events: Sequence[Event], bundles: Bundles, kept: Collection[int]) -> None:
+    def __init__(self, events: Sequence[Event], bundles: Bundling, kept: Collection[int]) -> None:
         self.events, self.bundles, self.kept = events, bundles, frozenset(kept)
         self.ends = {event.use: i for i, event in enumerate(events) if event.kind == "backward_end"} if kept else {}
         self.now = Counter[str]()
@@ -104,7 +104,7 @@ class _Stays:
 def _wanted(
     events: Sequence[Event],
     policy: Policy,
-    bundles: Bundles,
+    bundles: Bundling,
     in_use: Sequence[tuple[str, ...]],
     kept: Collection[int],
 ) -> list[tuple[str, ...] | None]:
@@ -141,13 +141,13 @@ def _after(events: Sequence[Event], wanted: Sequence[tuple[str, ...] | None]) ->
     return after
 
 
-def first_wanted(program: Program, policy: Policy, bundles: Bundles) -> tuple[str, ...]:
+def first_wanted(program: Program, policy: Policy, bundles: Bundling) -> tuple[str, ...]:
     """The bundles that a step needs first: those to gather before it begins."""
     order = dict.fromkeys(bundles.of[e.unit] for e in program.events if e.kind in _STARTS and e.unit in bundles.of)
     return tuple(order)[: max(policy.prefetch, 1)]
 
 
-def returns(program: Program, bundles: Bundles) -> list[list[int]]:
+def returns(program: Program, bundles: Bundling) -> list[list[int]]:
     """For each microbatch, the uses of gathered units that a backward comes back to, in the order in which it does."""
     result: list[list[int]] = [[]]
     for event in program.events:
@@ -158,7 +158,7 @@ def returns(program: Program, bundles: Bundles) -> list[list[int]]:
     return result
 
 
-def _in_use(events: Sequence[Event], bundles: Bundles) -> list[tuple[str, ...]]:
+def _in_use(events: Sequence[Event], bundles: Bundling) -> list[tuple[str, ...]]:
     open_: list[str] = []
     result = []
     for event in events:
@@ -170,7 +170,7 @@ def _in_use(events: Sequence[Event], bundles: Bundles) -> list[tuple[str, ...]]:
     return result
 
 
-def _upcoming(events: Sequence[Event], bundles: Bundles, most: int) -> list[tuple[str, ...]]:
+def _upcoming(events: Sequence[Event], bundles: Bundling, most: int) -> list[tuple[str, ...]]:
     """The first ``most`` different bundles that are entered after each event and before the next update."""
     result: list[tuple[str, ...]] = []
     ahead: tuple[str, ...] = ()

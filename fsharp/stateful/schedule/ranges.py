@@ -1,4 +1,4 @@
-"""Ranges: a value for each byte of an arena, kept as runs, so that what overlaps a run is found by bisection."""
+"""ByteRanges: a value for each byte of an arena, kept as runs, so that what overlaps a run is found by bisection."""
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
@@ -7,7 +7,7 @@ from typing import Generic, TypeVar
 T = TypeVar("T")
 
 
-class Ranges(Generic[T]):
+class ByteRanges(Generic[T]):
     """Disjoint runs of bytes, each with a value.
 
     Cost: a call is logarithmic in the number of runs, and linear in how many of them it overlaps.

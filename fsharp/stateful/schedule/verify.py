@@ -7,7 +7,7 @@ person edited, or that a compiler with a bug wrote, is refused before it touches
 from collections.abc import Mapping, Sequence
 
 from fsharp.errors import ScheduleError, problem
-from fsharp.stateful.schedule.checks import UNDO, Check, Gradients, Host, Parameters, Places, refusal
+from fsharp.stateful.schedule.checks import UNDO, Check, GradientCheck, HostCheck, MemoryCheck, ParameterCheck, refusal
 from fsharp.stateful.schedule.happens_before import HappensBefore
 from fsharp.stateful.schedule.limits import Limits
 from fsharp.stateful.schedule.program import UnitFacts
@@ -29,7 +29,7 @@ def verify(schedule: Schedule) -> None:
     """
     _check_form(schedule)
     order = HappensBefore(schedule.ops)
-    for kind in (Parameters, Gradients, Host, Places, Limits):
+    for kind in (ParameterCheck, GradientCheck, HostCheck, MemoryCheck, Limits):
         check: Check = kind(schedule, order)
         for i, op in enumerate(schedule.ops):
             check.see(i, op)

@@ -14,7 +14,7 @@ Kind = Literal["gather", "reduce"]
 _KINDS: tuple[Kind, ...] = get_args(Kind)
 
 
-class Ticket:
+class Work:
     """A collective under way.
 
     Args:
@@ -42,7 +42,7 @@ class Transport(ABC):
     """Whether a ticket that the host waits for may have something to wait for."""
 
     @abstractmethod
-    def gather(self, x: torch.Tensor, out: torch.Tensor, axis: str, *, label: str = "") -> Ticket:
+    def gather(self, x: torch.Tensor, out: torch.Tensor, axis: str, *, label: str = "") -> Work:
         """Every rank's ``x`` of ``c`` elements into ``out`` of ``n * c``; ``x`` may be this rank's part of ``out``."""
 
     @abstractmethod
@@ -55,7 +55,7 @@ class Transport(ABC):
         scratch: torch.Tensor,
         out: torch.Tensor | None = None,
         label: str = "",
-    ) -> Ticket:
+    ) -> Work:
         """The sum over ranks of this rank's part of ``x``.
 
         Args:
@@ -69,7 +69,7 @@ class Transport(ABC):
         """
 
     @abstractmethod
-    def all_reduce(self, x: torch.Tensor, out: torch.Tensor, axis: str, *, scratch: torch.Tensor, label: str = "") -> Ticket:
+    def all_reduce(self, x: torch.Tensor, out: torch.Tensor, axis: str, *, scratch: torch.Tensor, label: str = "") -> Work:
         """The sum over ranks of ``x`` into ``out``, of another dtype or the same.
 
         The result of the ticket is one more ticket, for what is left to do once ``scratch`` and ``x`` are free.

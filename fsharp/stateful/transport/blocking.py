@@ -3,19 +3,19 @@
 import torch
 
 from fsharp.functional.comm.protocol import Comm
-from fsharp.stateful.transport.base import Ticket, Transport
+from fsharp.stateful.transport.base import Transport, Work
 
 
-class Blocking(Transport):
+class BlockingTransport(Transport):
     """Any Comm: each collective is done when the call returns."""
 
     def __init__(self, comm: Comm) -> None:
         self.comm = comm
 
-    def gather(self, x: torch.Tensor, out: torch.Tensor, axis: str, *, label: str = "") -> Ticket:
+    def gather(self, x: torch.Tensor, out: torch.Tensor, axis: str, *, label: str = "") -> Work:
         """Gather over the Comm; it is over when the call returns."""
         out.copy_(self.comm.all_gather(x, axis, label=label).view(-1))
-        return Ticket()
+        return Work()
 
     def reduce_scatter(
         self,
@@ -26,31 +26,31 @@ class Blocking(Transport):
         scratch: torch.Tensor,
         out: torch.Tensor | None = None,
         label: str = "",
-    ) -> Ticket:
+    ) -> Work:
         """Sum over the Comm; it is over when the call returns."""
         n = self.comm.mesh.axis_size(axis)
         result = self.comm.reduce_scatter(x.view(n, -1), axis, dtype=dtype, label=label)
-        return Ticket(result=result if out is None else out.copy_(result))
+        return Work(result=result if out is None else out.copy_(result))
 
-    def all_reduce(self, x: torch.Tensor, out: torch.Tensor, axis: str, *, scratch: torch.Tensor, label: str = "") -> Ticket:
+    def all_reduce(self, x: torch.Tensor, out: torch.Tensor, axis: str, *, scratch: torch.Tensor, label: str = "") -> Work:
         """Sum over the Comm; it is over when the call returns."""
         if x.dtype == out.dtype:
             out.copy_(self.comm.all_reduce(x, axis, label=label))
-            return Ticket(result=Ticket())
+            return Work(result=Work())
         n = self.comm.mesh.axis_size(axis)
         padded = torch.nn.functional.pad(x, (0, -len(x) % n)).view(n, -1)
         summed = self.comm.reduce_scatter(padded, axis, dtype=out.dtype, label=label)
         out.copy_(self.comm.all_gather(summed, axis, label=label).view(-1)[: len(out)])
-        return Ticket(result=Ticket())
+        return Work(result=Work())
 
 
-class Local(Transport):
+class LocalTransport(Transport):
     """Axes of size 1, where collectives are copies: what a :class:`~fsharp.SingleComm` has."""
 
-    def gather(self, x: torch.Tensor, out: torch.Tensor, axis: str, *, label: str = "") -> Ticket:
+    def gather(self, x: torch.Tensor, out: torch.Tensor, axis: str, *, label: str = "") -> Work:
         """Copy this rank's part, the only one."""
         out.copy_(x)
-        return Ticket()
+        return Work()
 
     def reduce_scatter(
         self,
@@ -61,11 +61,11 @@ class Local(Transport):
         scratch: torch.Tensor,
         out: torch.Tensor | None = None,
         label: str = "",
-    ) -> Ticket:
+    ) -> Work:
         """Cast the only summand to ``dtype``."""
-        return Ticket(result=x.to(dtype) if out is None else out.copy_(x))
+        return Work(result=x.to(dtype) if out is None else out.copy_(x))
 
-    def all_reduce(self, x: torch.Tensor, out: torch.Tensor, axis: str, *, scratch: torch.Tensor, label: str = "") -> Ticket:
+    def all_reduce(self, x: torch.Tensor, out: torch.Tensor, axis: str, *, scratch: torch.Tensor, label: str = "") -> Work:
         """Copy the only summand."""
         out.copy_(x)
-        return Ticket(result=Ticket())
+        return Work(result=Work())

@@ -3,19 +3,19 @@
 from fsharp.functional.comm.process_group import ProcessGroupComm
 from fsharp.functional.comm.protocol import Comm, CountingComm
 from fsharp.stateful.transport.base import Groups, Transport
-from fsharp.stateful.transport.blocking import Blocking, Local
-from fsharp.stateful.transport.counted import Counted
-from fsharp.stateful.transport.gloo import Exchange
-from fsharp.stateful.transport.nccl import Native
+from fsharp.stateful.transport.blocking import BlockingTransport, LocalTransport
+from fsharp.stateful.transport.counted import CountedTransport
+from fsharp.stateful.transport.gloo import GlooTransport
+from fsharp.stateful.transport.nccl import NcclTransport
 
 
 def transport_over(comm: Comm, *, separate_groups: bool) -> Transport:
     """The transport that a Comm allows for. Gathers and reductions may have process groups each."""
     if isinstance(comm, CountingComm):
-        return Counted(transport_over(comm.inner, separate_groups=separate_groups), comm)
+        return CountedTransport(transport_over(comm.inner, separate_groups=separate_groups), comm)
     if not isinstance(comm, ProcessGroupComm):
-        return Local() if comm.mesh.size == 1 else Blocking(comm)
+        return LocalTransport() if comm.mesh.size == 1 else BlockingTransport(comm)
     groups = Groups(comm, separate=separate_groups)
     if comm.is_native:
-        return Native(comm, groups)
-    return Exchange(comm, groups)
+        return NcclTransport(comm, groups)
+    return GlooTransport(comm, groups)

@@ -1,12 +1,12 @@
-"""Counted: a transport that counts what goes through it."""
+"""CountedTransport: a transport that counts what goes through it."""
 
 import torch
 
 from fsharp.functional.comm.protocol import CountingComm
-from fsharp.stateful.transport.base import Ticket, Transport
+from fsharp.stateful.transport.base import Transport, Work
 
 
-class Counted(Transport):
+class CountedTransport(Transport):
     """Passes on to ``inner`` and counts like a :class:`~fsharp.CountingComm`."""
 
     def __init__(self, inner: Transport, comm: CountingComm) -> None:
@@ -17,7 +17,7 @@ class Counted(Transport):
         """The transport at the bottom, which moves the bytes."""
         return self.inner.innermost
 
-    def gather(self, x: torch.Tensor, out: torch.Tensor, axis: str, *, label: str = "") -> Ticket:
+    def gather(self, x: torch.Tensor, out: torch.Tensor, axis: str, *, label: str = "") -> Work:
         """Count a gather, and begin it on ``inner``."""
         self.comm.count("all_gather", axis, x.numel() * x.dtype.itemsize)
         return self.inner.gather(x, out, axis, label=label)
@@ -31,12 +31,12 @@ class Counted(Transport):
         scratch: torch.Tensor,
         out: torch.Tensor | None = None,
         label: str = "",
-    ) -> Ticket:
+    ) -> Work:
         """Count a reduction, and begin it on ``inner``."""
         self.comm.count("reduce_scatter", axis, x.numel() // self.comm.mesh.axis_size(axis) * x.dtype.itemsize)
         return self.inner.reduce_scatter(x, axis, dtype=dtype, scratch=scratch, out=out, label=label)
 
-    def all_reduce(self, x: torch.Tensor, out: torch.Tensor, axis: str, *, scratch: torch.Tensor, label: str = "") -> Ticket:
+    def all_reduce(self, x: torch.Tensor, out: torch.Tensor, axis: str, *, scratch: torch.Tensor, label: str = "") -> Work:
         """Counted; with a wire of its own as the two collectives that it then is."""
         part = -(-x.numel() // self.comm.mesh.axis_size(axis))
         if x.dtype == out.dtype:

@@ -1,4 +1,4 @@
-"""Exchange: collectives over gloo, as asynchronous sends and receives from and to memory, with sums in order of rank.
+"""GlooTransport: collectives over gloo, as asynchronous sends and receives from and to memory, with sums in order of rank.
 
 Workers stand where a GPU has streams: one posts sends and receives, which may take as long as gloo is busy with earlier ones;
 one for each kind of collective waits for them and takes the sums. Every collective has a tag of its own, so it does not matter
@@ -22,17 +22,17 @@ import torch
 import torch.distributed as dist
 
 from fsharp.functional.comm.process_group import ProcessGroupComm
-from fsharp.functional.comm.watch import Call
-from fsharp.functional.comm.workers import Flight, Outcome, Worker
+from fsharp.functional.comm.watch import WatchedCall
+from fsharp.functional.comm.workers import InFlight, Outcome, Worker
 from fsharp.functional.layout.precision import dtype_name
-from fsharp.stateful.transport.base import Groups, Ticket, Transport
+from fsharp.stateful.transport.base import Groups, Transport, Work
 
 _CHUNK = 1 << 20
 """Bytes."""
 _ROUNDED_ONCE = (torch.float32, torch.float64)
 
 
-class Exchange(Transport):
+class GlooTransport(Transport):
     """Each rank sends every other its part and adds what arrives.
 
     Args:
@@ -44,10 +44,10 @@ class Exchange(Transport):
 
     def __init__(self, comm: ProcessGroupComm, groups: Groups) -> None:
         self.comm, self.groups = comm, groups
-        self.on_flight: Callable[[Flight], None] | None = None  # told of each collective that begins
+        self.on_flight: Callable[[InFlight], None] | None = None  # told of each collective that begins
         self._crew = {kind: Worker(kind) for kind in ("posts", "gather", "reduce", "share")}
 
-    def gather(self, x: torch.Tensor, out: torch.Tensor, axis: str, *, label: str = "") -> Ticket:
+    def gather(self, x: torch.Tensor, out: torch.Tensor, axis: str, *, label: str = "") -> Work:
         """Asynchronous; the parts land in ``out``."""
         parts = self._parts_around(x, out, axis)
         return self._share("gather", parts, axis, self.groups("gather", axis), self._begin(label, "all_gather", x, axis))
@@ -61,26 +61,26 @@ class Exchange(Transport):
         scratch: torch.Tensor,
         out: torch.Tensor | None = None,
         label: str = "",
-    ) -> Ticket:
+    ) -> Work:
         """Asynchronous. Without ``out`` the result is where this rank's part was, if that has the dtype."""
         parts, result = self._parts_to(x, axis, dtype, out)
         return self._reduce(parts, result, axis, scratch, self._begin(label, "reduce_scatter", x, axis), lambda: result)
 
-    def all_reduce(self, x: torch.Tensor, out: torch.Tensor, axis: str, *, scratch: torch.Tensor, label: str = "") -> Ticket:
+    def all_reduce(self, x: torch.Tensor, out: torch.Tensor, axis: str, *, scratch: torch.Tensor, label: str = "") -> Work:
         """Reduces each rank's part, then gathers the parts; asynchronous. Two ranks leave it to gloo, see [Note: two ranks]."""
         call = self._begin(label, "all_reduce", x, axis)
         group = self.groups("reduce", axis)
         if self.comm.mesh.axis_size(axis) == 2 and x.dtype == out.dtype and x.dtype in _ROUNDED_ONCE and self.groups.separate:
-            return Ticket(result=self._all_reduce_two(out.copy_(x), axis, group, call))
+            return Work(result=self._all_reduce_two(out.copy_(x), axis, group, call))
         mine, parts, results = self._parts_of_both(x, out, axis)
         second = self._begin(label, "all_gather of sums", x, axis)  # now: the order of calls is that of the main thread
         share = partial(self._share, "share", results, axis, group, second)
         return self._reduce(parts, results[mine], axis, scratch, call, share)
 
-    def _begin(self, label: str, op: str, x: torch.Tensor, axis: str) -> Call:
+    def _begin(self, label: str, op: str, x: torch.Tensor, axis: str) -> WatchedCall:
         return self.comm.watch.begin(f"{label}: {op} along {axis} of {x.numel()} {dtype_name(x.dtype)}")
 
-    def _all_reduce_two(self, out: torch.Tensor, axis: str, group: dist.ProcessGroup, call: Call) -> Ticket:
+    def _all_reduce_two(self, out: torch.Tensor, axis: str, group: dist.ProcessGroup, call: WatchedCall) -> Work:
         """Gloo's all_reduce has no tags, and takes whatever comes: a byte under the tag of this call goes before it."""
         other = 1 - self.comm.mesh.coord(axis, self.comm.rank)
         mine, theirs = torch.zeros(1, dtype=torch.uint8), torch.zeros(1, dtype=torch.uint8)
@@ -121,7 +121,7 @@ class Exchange(Transport):
         parts, results = ([each[size * r : size * (r + 1)] for r in range(n)] for each in (x, out))
         return self.comm.mesh.coord(axis, self.comm.rank), parts, results
 
-    def _share(self, kind: str, parts: Sequence[torch.Tensor], axis: str, group: dist.ProcessGroup, call: Call) -> Ticket:
+    def _share(self, kind: str, parts: Sequence[torch.Tensor], axis: str, group: dist.ProcessGroup, call: WatchedCall) -> Work:
         """Send this rank's part to all others, and receive theirs."""
         mine = self.comm.mesh.coord(axis, self.comm.rank)
 
@@ -140,9 +140,9 @@ class Exchange(Transport):
         out: torch.Tensor,
         axis: str,
         scratch: torch.Tensor,
-        call: Call,
+        call: WatchedCall,
         then: Callable[[], Any],
-    ) -> Ticket:
+    ) -> Work:
         """The sum of this rank's part over ranks into ``out``; the ticket's result is that of ``then``."""
         group, tag = self.groups("reduce", axis), call.tag
         n, mine = len(parts), self.comm.mesh.coord(axis, self.comm.rank)
@@ -190,9 +190,9 @@ class Exchange(Transport):
         out: torch.Tensor,
         mine: int,
         group: dist.ProcessGroup,
-        call: Call,
+        call: WatchedCall,
         then: Callable[[], Any],
-    ) -> Ticket:
+    ) -> Work:
         """As :meth:`_reduce`: the other rank's summand goes to ``out``, and this rank's is added to it there."""
         other = 1 - mine
 
@@ -206,14 +206,14 @@ class Exchange(Transport):
 
         return self._fly("reduce", post, finish, call)
 
-    def _fly(self, kind: str, post: Callable[[], Any], finish: Callable[[Any], Any], call: Call) -> Ticket:
+    def _fly(self, kind: str, post: Callable[[], Any], finish: Callable[[Any], Any], call: WatchedCall) -> Work:
         """Have one worker post and another finish."""
-        flight, posted = Flight(call), Outcome()
+        flight, posted = InFlight(call), Outcome()
         if self.on_flight is not None:
             self.on_flight(flight)
         self._crew["posts"].submit(post, posted)
         self._crew[kind].submit(lambda: finish(posted.take()), flight)
-        return Ticket(then=flight.wait)
+        return Work(then=flight.wait)
 
     def scratch_nbytes(self, op: str, axis: str, numel: int, itemsize: int, *, apart: bool = False) -> int:
         """Two chunks from each of the others, or all of a part that is no larger than one; none of one other if ``apart``."""

@@ -1,25 +1,25 @@
-"""Native: a backend's own collectives, on CUDA streams."""
+"""NcclTransport: a backend's own collectives, on CUDA streams."""
 
 import torch
 import torch.distributed as dist
 
 from fsharp.functional.comm.process_group import ProcessGroupComm
-from fsharp.stateful.transport.base import Groups, Ticket, Transport
+from fsharp.stateful.transport.base import Groups, Transport, Work
 
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-class Native(Transport):
+class NcclTransport(Transport):
     """A backend's own collectives, issued on the current CUDA stream: a ticket is done as far as the host is concerned."""
 
     def __init__(self, comm: ProcessGroupComm, groups: Groups) -> None:
         self.comm, self.groups = comm, groups
 
-    def gather(self, x: torch.Tensor, out: torch.Tensor, axis: str, *, label: str = "") -> Ticket:
+    def gather(self, x: torch.Tensor, out: torch.Tensor, axis: str, *, label: str = "") -> Work:
         """In place if ``x`` is part of ``out``."""
         _all_gather(out.view(torch.uint8), x.view(torch.uint8), group=self.groups("gather", axis))
-        return Ticket()
+        return Work()
 
     def reduce_scatter(
         self,
@@ -30,23 +30,23 @@ class Native(Transport):
         scratch: torch.Tensor,
         out: torch.Tensor | None = None,
         label: str = "",
-    ) -> Ticket:
+    ) -> Work:
         """Summed by the backend in the dtype of ``x``."""
         n, mine = self.comm.mesh.axis_size(axis), self.comm.mesh.coord(axis, self.comm.rank)
         part = x.view(n, -1)[mine]
         target = out if out is not None and out.dtype == x.dtype else part
         _reduce_scatter(target, x, group=self.groups("reduce", axis))
         if out is None:
-            return Ticket(result=target.to(dtype))
-        return Ticket(result=out if target is out else out.copy_(target))
+            return Work(result=target.to(dtype))
+        return Work(result=out if target is out else out.copy_(target))
 
-    def all_reduce(self, x: torch.Tensor, out: torch.Tensor, axis: str, *, scratch: torch.Tensor, label: str = "") -> Ticket:
+    def all_reduce(self, x: torch.Tensor, out: torch.Tensor, axis: str, *, scratch: torch.Tensor, label: str = "") -> Work:
         """Summed by the backend in the dtype of ``x``."""
         target = out if out.dtype == x.dtype else scratch.view(x.dtype)[: len(x)]
         dist.all_reduce(target.copy_(x), group=self.groups("reduce", axis))
         if target is not out:
             out.copy_(target)
-        return Ticket(result=Ticket())
+        return Work(result=Work())
 
     def scratch_nbytes(self, op: str, axis: str, numel: int, itemsize: int, *, apart: bool = False) -> int:
         """What an all_reduce in a dtype of its own needs."""

@@ -1,4 +1,4 @@
-"""Chain: the collectives, one axis after another, that take a flat gradient from one resting place to the next."""
+"""AxisChain: the collectives, one axis after another, that take a flat gradient from one resting place to the next."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -6,14 +6,14 @@ from typing import NamedTuple
 import torch
 
 from fsharp.functional.layout.precision import Dtypes
-from fsharp.stateful.transport import joint
-from fsharp.stateful.transport.base import Ticket, Transport
+from fsharp.stateful.transport import coalesced as joint
+from fsharp.stateful.transport.base import Transport, Work
 from fsharp.stateful.units.full import aligned
 
 Pieces = list[tuple[int, torch.dtype]]
 
 
-class Stage(NamedTuple):
+class AxisCollective(NamedTuple):
     """One collective: ``"reduce_scatter"`` or ``"all_reduce"``, the axis, and its size."""
 
     op: str
@@ -21,7 +21,7 @@ class Stage(NamedTuple):
     n: int
 
 
-class Chain:
+class AxisChain:
     """The stages that a buffer of ``size`` elements goes through.
 
     What travels is in the wire dtype, what comes out in the accumulation dtype. All stages but the last block on a host
@@ -36,7 +36,7 @@ class Chain:
     """
 
     def __init__(
-        self, transport: Transport, dtypes: Dtypes, size: int, stages: tuple[Stage, ...], *, has_target: bool = False
+        self, transport: Transport, dtypes: Dtypes, size: int, stages: tuple[AxisCollective, ...], *, has_target: bool = False
     ) -> None:
         self.transport, self.dtypes, self.size, self.stages, self.has_target = transport, dtypes, size, stages, has_target
         self.differ = dtypes.wire != dtypes.accumulate
@@ -65,23 +65,23 @@ class Chain:
         return result
 
 
-class Leg(NamedTuple):
+class ChainInput(NamedTuple):
     """A buffer that is about to go through a chain.
 
     Attributes:
         chain: its stages.
         x: the buffer, in the wire dtype.
         out: where the result goes; None leaves it in the memory of the last stage.
-        memory: tensors for :meth:`Chain.pieces`.
+        memory: tensors for :meth:`AxisChain.pieces`.
     """
 
-    chain: Chain
+    chain: AxisChain
     x: torch.Tensor
     out: torch.Tensor | None
     memory: Sequence[torch.Tensor]
 
 
-def reduce_along(legs: Sequence[Leg], transport: Transport, *, label: str, as_one: bool) -> list[Ticket]:
+def reduce_along(legs: Sequence[ChainInput], transport: Transport, *, label: str, as_one: bool) -> list[Work]:
     """Begin to reduce, each by itself, or all in the same collectives, for which their stages and dtypes have to agree.
 
     Returns:
@@ -92,14 +92,14 @@ def reduce_along(legs: Sequence[Leg], transport: Transport, *, label: str, as_on
     return _reduce(legs, transport, label)
 
 
-def _reduce(legs: Sequence[Leg], transport: Transport, label: str) -> list[Ticket]:
-    tickets = [Ticket(result=leg.x if leg.out is None else leg.out) for leg in legs]
+def _reduce(legs: Sequence[ChainInput], transport: Transport, label: str) -> list[Work]:
+    tickets = [Work(result=leg.x if leg.out is None else leg.out) for leg in legs]
     moving = [i for i, leg in enumerate(legs) if leg.chain.size]
     if not moving:
         return tickets
     chain, xs = legs[moving[0]].chain, [legs[i].x for i in moving]
     outs, memory = [legs[i].out for i in moving], [iter(legs[i].memory) for i in moving]
-    last: list[Ticket] = []
+    last: list[Work] = []
     for k, (op, axis, n) in enumerate(chain.stages):
         scratch = [next(each) for each in memory]
         is_last = k == len(chain.stages) - 1
@@ -115,7 +115,7 @@ def _reduce(legs: Sequence[Leg], transport: Transport, label: str) -> list[Ticke
         if between:
             for ticket in last:
                 rest = ticket.wait()
-                if isinstance(rest, Ticket):
+                if isinstance(rest, Work):
                     rest.wait()
             xs = [narrow.copy_(wide) if chain.differ else wide for wide, narrow in between]
     for i, ticket in zip(moving, last, strict=True):
@@ -127,7 +127,7 @@ Move = tuple[torch.Tensor, Sequence[torch.Tensor]]
 """What a rank has of a buffer, and what each gather of it fills."""
 
 
-def gather_along(axes: Sequence[str], moves: Sequence[Move], transport: Transport, *, label: str, as_one: bool) -> list[Ticket]:
+def gather_along(axes: Sequence[str], moves: Sequence[Move], transport: Transport, *, label: str, as_one: bool) -> list[Work]:
     """Gather along one axis after another, each buffer by itself, or all, of one dtype, in the same collectives.
 
     All collectives but the last block on a host without streams.
@@ -140,8 +140,8 @@ def gather_along(axes: Sequence[str], moves: Sequence[Move], transport: Transpor
     return [_gather(axes, moves, transport, label)] if moves else []
 
 
-def _gather(axes: Sequence[str], moves: Sequence[Move], transport: Transport, label: str) -> Ticket:
-    ticket, xs = Ticket(), [x for x, _ in moves]
+def _gather(axes: Sequence[str], moves: Sequence[Move], transport: Transport, label: str) -> Work:
+    ticket, xs = Work(), [x for x, _ in moves]
     for k, axis in enumerate(axes):
         ticket.wait()
         outs = [each[k] for _, each in moves]

@@ -8,7 +8,7 @@ from fsharp.functional.layout.precision import dtype_name
 from fsharp.functional.layout.unit_layout import UnitLayout
 from fsharp.stateful.schedule.policy import Policy
 from fsharp.stateful.schedule.program import UnitFacts
-from fsharp.stateful.units.chain import Chain
+from fsharp.stateful.units.chain import AxisChain
 from fsharp.stateful.units.full import moving_axes
 from fsharp.stateful.units.unit_state import UnitState, full_nbytes
 
@@ -71,7 +71,7 @@ def _gathers(unit: UnitLayout, group: int, size: int, axes: tuple[str, ...]) -> 
         size *= n
 
 
-def _reductions(chain: Chain) -> Iterator[Call]:
+def _reductions(chain: AxisChain) -> Iterator[Call]:
     wire, accumulate = chain.dtypes.wire.itemsize, chain.dtypes.accumulate.itemsize
     size = chain.size
     for (op, axis, n), out in zip(chain.stages, chain.sizes(), strict=True) if size else ():

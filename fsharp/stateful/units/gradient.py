@@ -9,10 +9,10 @@ import torch
 
 from fsharp.errors import ScheduleError, TreeError
 from fsharp.functional.layout.unit_layout import UnitLayout
-from fsharp.stateful.transport.base import Ticket, Transport
-from fsharp.stateful.units.chain import Leg
-from fsharp.stateful.units.resting import Resting
-from fsharp.stateful.units.route import Block, GradientRoute, Grads
+from fsharp.stateful.transport.base import Transport, Work
+from fsharp.stateful.units.chain import ChainInput
+from fsharp.stateful.units.resting import RestingGradient
+from fsharp.stateful.units.route import GradientRoute, Grads, OutgoingBlock
 
 
 class Phase(Enum):
@@ -59,14 +59,14 @@ class GradientBuffer:
     def __init__(self, unit: UnitLayout, transport: Transport, device: torch.device, *, trivial: bool = False) -> None:
         self.route = GradientRoute(unit, transport, device, trivial=trivial)
         self._own = self.rest = self.route.resting()
-        self.final = Resting(self.route.sizes(unit.strategy.optim), device) if self.route.is_finished else None
+        self.final = RestingGradient(self.route.sizes(unit.strategy.optim), device) if self.route.is_finished else None
         self.phase = Phase.NONE
         self.num_added = self.found = 0
-        self.block: Block | None = None
-        self._place: Resting | None = None
+        self.block: OutgoingBlock | None = None
+        self._place: RestingGradient | None = None
         self._is_open = False  # whether this step has come to where the place is the gradient's own
-        self._tickets: list[Ticket] = []
-        self._tails: list[Ticket] = []
+        self._tickets: list[Work] = []
+        self._tails: list[Work] = []
         self._deferred: Callable[[], None] | None = None
 
     def _move(self, phase: Phase) -> None:
@@ -77,7 +77,7 @@ class GradientBuffer:
         """A new step: the place in the arena is not the gradient's yet."""
         self._is_open = False
 
-    def renew(self, place: Resting | None) -> None:
+    def renew(self, place: RestingGradient | None) -> None:
         """A new gradient: whatever rests is of the one before.
 
         Args:
@@ -130,7 +130,7 @@ class GradientBuffer:
                     "is not. Hold the gradient itself or a clone, or pass keep_gradients=True to the Scheduler."
                 )
 
-    def cast(self, grads: Grads, block: Block | None, *, first: bool) -> None:
+    def cast(self, grads: Grads, block: OutgoingBlock | None, *, first: bool) -> None:
         """Put what a use contributes into a block, or where the gradient rests.
 
         Args:
@@ -179,7 +179,7 @@ class GradientBuffer:
                     "one, as flat buffers are. Pass sparse=False to the embedding."
                 )
 
-    def reduce(self, block: Block, *, direct: bool) -> list[Leg]:
+    def reduce(self, block: OutgoingBlock, *, direct: bool) -> list[ChainInput]:
         """What is about to be reduced of a microbatch.
 
         Args:
@@ -193,14 +193,14 @@ class GradientBuffer:
             if block.sent[i] is not block.collected[i]:
                 block.sent[i].copy_(block.collected[i])
             out = self.rest.tensors[i] if direct else block.received[i]
-            legs.append(Leg(chain, block.sent[i], out, block.scratch[i]))
+            legs.append(ChainInput(chain, block.sent[i], out, block.scratch[i]))
         return legs
 
-    def send(self, tickets: Sequence[Ticket]) -> None:
+    def send(self, tickets: Sequence[Work]) -> None:
         """What :meth:`reduce` or :meth:`finish` has told of is on its way."""
         self._tickets += tickets
 
-    def accumulate(self, block: Block) -> None:
+    def accumulate(self, block: OutgoingBlock) -> None:
         """The sum is where the gradient rests, or is added to it."""
         results = self._wait_for(len(self.rest.tensors)) if self.route.is_reduced else block.collected
         self._move(Phase.RESTING)
@@ -243,7 +243,7 @@ class GradientBuffer:
             if grad is not None:
                 buffer.add_(grad)
 
-    def finish(self, pieces: list[list[torch.Tensor]]) -> list[Leg]:
+    def finish(self, pieces: list[list[torch.Tensor]]) -> list[ChainInput]:
         """What is about to go to the optimizer's place. The gradient at rest stays as it is."""
         self.join()
         self.settle()
@@ -253,13 +253,13 @@ class GradientBuffer:
             self.final.forget()
         rows = zip(self.route.finishes, self.rest.tensors, self.final.tensors, pieces, strict=True)
         return [
-            Leg(chain, sent.copy_(source) if chain.differ else source, target, scratch)
+            ChainInput(chain, sent.copy_(source) if chain.differ else source, target, scratch)
             for chain, source, target, (sent, *scratch) in rows
         ]
 
     def end_finish(self) -> None:
         """What :meth:`finish` works in is free from here on; :meth:`join` waits for what is left."""
-        self._tails += [tail for tail in self._wait_for(len(self.route.finishes)) if isinstance(tail, Ticket)]
+        self._tails += [tail for tail in self._wait_for(len(self.route.finishes)) if isinstance(tail, Work)]
         self._move(Phase.FINISHED)
 
     def defer(self, end: Callable[[], None]) -> None:

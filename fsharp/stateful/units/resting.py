@@ -1,4 +1,4 @@
-"""Resting: flat buffers in which a unit's gradient stays until the step is over, and who else holds them."""
+"""RestingGradient: flat buffers in which a unit's gradient stays until the step is over, and who else holds them."""
 
 import ctypes
 import weakref
@@ -11,7 +11,7 @@ from fsharp.stateful.units.chain import Pieces, nbytes_of
 from fsharp.stateful.units.full import LeafIndex, carve
 
 
-class Resting:
+class RestingGradient:
     """Flat buffers, one for each group: in the arena, or in memory of their own, taken when it is first needed.
 
     What callers see of them has a storage of its own over the same bytes, which counts its holders. Memory of its own is used

@@ -7,14 +7,14 @@ import torch
 from fsharp.functional.layout.placement import Partial, Place, Replicate, Shard
 from fsharp.functional.layout.unit_layout import UnitLayout
 from fsharp.stateful.transport.base import Transport
-from fsharp.stateful.units.chain import Chain, Pieces, Stage, nbytes_of
+from fsharp.stateful.units.chain import AxisChain, AxisCollective, Pieces, nbytes_of
 from fsharp.stateful.units.full import carve, leaf_index
-from fsharp.stateful.units.resting import Resting
+from fsharp.stateful.units.resting import RestingGradient
 
 Grads = Sequence[torch.Tensor | None]
 
 
-class Block:
+class OutgoingBlock:
     """Views of the memory that a unit's gradient is collected in and leaves from.
 
     Attributes:
@@ -58,9 +58,9 @@ class GradientRoute:
         self.leaves = [self.index.stored[i] for i in self.index.trainable]
         self.dtypes = [unit.groups[g].dtypes for g in unit.trainable]
         each, once = _stages(unit, trivial=trivial)
-        self.chains = [Chain(transport, unit.groups[g].dtypes, unit.groups[g].size, each) for g in unit.trainable]
+        self.chains = [AxisChain(transport, unit.groups[g].dtypes, unit.groups[g].size, each) for g in unit.trainable]
         self.finishes = [
-            Chain(transport, unit.groups[g].dtypes, unit.local_size(g, unit.strategy.grads), once, has_target=True)
+            AxisChain(transport, unit.groups[g].dtypes, unit.local_size(g, unit.strategy.grads), once, has_target=True)
             for g in unit.trainable
         ]
         self.is_reduced = bool(each) and any(chain.size for chain in self.chains)
@@ -70,9 +70,9 @@ class GradientRoute:
         """Elements and dtype of each group's buffer in a place."""
         return [(self.unit.local_size(g, place), d.accumulate) for g, d in zip(self.unit.trainable, self.dtypes, strict=True)]
 
-    def resting(self, window: torch.Tensor | None = None) -> Resting:
+    def resting(self, window: torch.Tensor | None = None) -> RestingGradient:
         """Where it may rest: in bytes of the arena, as many as it takes, or in memory of its own."""
-        return Resting(self.sizes(self.unit.strategy.grads), self.device, window)
+        return RestingGradient(self.sizes(self.unit.strategy.grads), self.device, window)
 
     def outgoing_nbytes(self, *, several_uses: bool, several_microbatches: bool) -> int:
         """Bytes of the block of a microbatch; 0 if leaves are added where the gradient rests."""
@@ -98,9 +98,9 @@ class GradientRoute:
         sent: Pieces = [(chain.size if chain.differ else 0, self.dtypes[i].wire)]
         return [*sent, *chain.pieces()] if self.is_finished else []
 
-    def block(self, memory: torch.Tensor, *, several_uses: bool) -> Block:
+    def block(self, memory: torch.Tensor, *, several_uses: bool) -> OutgoingBlock:
         """Views of a run of :meth:`outgoing_nbytes` bytes."""
-        block = Block()
+        block = OutgoingBlock()
         pieces = [self._pieces(i, several_uses) for i in range(len(self.chains))]
         tensors = iter(carve(memory, [piece for each in pieces for piece in each]))
         for chain in self.chains:
@@ -121,12 +121,12 @@ class GradientRoute:
         return [[next(tensors) for _ in each] for each in pieces]
 
 
-def _stages(unit: UnitLayout, *, trivial: bool) -> tuple[tuple[Stage, ...], tuple[Stage, ...]]:
+def _stages(unit: UnitLayout, *, trivial: bool) -> tuple[tuple[AxisCollective, ...], tuple[AxisCollective, ...]]:
     """The collectives after each microbatch, and those once a step."""
     strategy = unit.strategy
     full, rest, end = strategy.full.dual, strategy.grads, strategy.optim
     sizes = {a: unit.mesh.axis_size(a) for a in strategy.order if trivial or unit.mesh.axis_size(a) > 1}
-    each = [Stage("reduce_scatter", a, n) for a, n in sizes.items() if full[a] is Partial and rest[a] is Shard]
-    once = [Stage("reduce_scatter", a, n) for a, n in sizes.items() if rest[a] is Partial and end[a] is Shard]
-    once += [Stage("all_reduce", a, n) for a, n in sizes.items() if rest[a] is Partial and end[a] is Replicate]
+    each = [AxisCollective("reduce_scatter", a, n) for a, n in sizes.items() if full[a] is Partial and rest[a] is Shard]
+    once = [AxisCollective("reduce_scatter", a, n) for a, n in sizes.items() if rest[a] is Partial and end[a] is Shard]
+    once += [AxisCollective("all_reduce", a, n) for a, n in sizes.items() if rest[a] is Partial and end[a] is Replicate]
     return tuple(each), tuple(once)

@@ -10,11 +10,11 @@ from fsharp.functional.layout.sharded import Sharded
 from fsharp.functional.layout.unit_layout import UnitLayout
 from fsharp.functional.release import version_of
 from fsharp.stateful.schedule.schedule import Memory
-from fsharp.stateful.transport.base import Ticket, Transport
+from fsharp.stateful.transport.base import Transport, Work
 from fsharp.stateful.units.chain import Move, gather_along
 from fsharp.stateful.units.full import FullUnit, aligned, carve, full_sizes, gather_axes, nested_parts
 from fsharp.stateful.units.gradient import GradientBuffer
-from fsharp.stateful.units.resting import Resting
+from fsharp.stateful.units.resting import RestingGradient
 
 Stamp = tuple[tuple[int, int], ...]
 
@@ -92,7 +92,7 @@ class UnshardedBuffer:
         if memory is not None:
             self._make(memory)
         self.filled_from: Stamp | None = None
-        self.tickets: list[Ticket] = []
+        self.tickets: list[Work] = []
         self.users = 0
         self.is_held = False
         self._sources: list[StorageWeakRef] = []
@@ -226,7 +226,7 @@ class UnitState:
         if self.gradient is not None:
             self.gradient.begin_step()
 
-    def train(self, transport: Transport, place: Resting | None) -> None:
+    def train(self, transport: Transport, place: RestingGradient | None) -> None:
         """A new gradient, if the unit has one.
 
         Args:

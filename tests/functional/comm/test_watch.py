@@ -14,7 +14,7 @@ import torch
 
 import fsharp as fs
 from fsharp.errors import AgreementError, ScheduleError
-from fsharp.functional.comm.watch import Ranks, Watch
+from fsharp.functional.comm.watch import RankStatuses, Watch
 from fsharp.testing import processes
 from tests.gpt_like import loss_fn
 from tests.scheduling import DP, make_state, make_tx, my_batches
@@ -202,7 +202,7 @@ class Table:
 
 def two_ranks():
     table = Table()
-    return [Watch("one", Ranks(rank, 2, table), table, limit_s=60) for rank in range(2)]
+    return [Watch("one", RankStatuses(rank, 2, table), table, limit_s=60) for rank in range(2)]
 
 
 def test_labels_make_tags():

@@ -15,8 +15,8 @@ from torch.utils.checkpoint import checkpoint
 
 import fsharp as fs
 from fsharp.errors import CommError, ScheduleError, TreeError
-from fsharp.stateful.transport.base import Ticket
-from fsharp.stateful.transport.gloo import Exchange
+from fsharp.stateful.transport.base import Work
+from fsharp.stateful.transport.gloo import GlooTransport
 from fsharp.stateful.units.pending import is_pending
 from fsharp.testing import processes, simulate
 from tests.gpt_like import block, embed, head, logits, loss_fn, make_params
@@ -132,7 +132,7 @@ def test_a_state_is_copied_right_after_a_step(way):
 
 def late_flights(monkeypatch, is_late, seconds):
     """Have this rank's sends of some flights come late, as a busy machine might."""
-    fly = Exchange._fly
+    fly = GlooTransport._fly
 
     def slow(self, kind, post, finish, crew):
         wait = is_late(kind)
@@ -144,7 +144,7 @@ def late_flights(monkeypatch, is_late, seconds):
 
         return fly(self, kind, late, finish, crew)
 
-    monkeypatch.setattr(Exchange, "_fly", slow)
+    monkeypatch.setattr(GlooTransport, "_fly", slow)
 
 
 def test_two_threads_wait_for_parameters_that_are_on_their_way():
@@ -414,12 +414,12 @@ def test_a_collective_that_has_failed_fails_again():
         calls.append(1)
         raise CommError("lost")
 
-    ticket = Ticket(then=fail)
+    ticket = Work(then=fail)
     for _ in range(2):
         with pytest.raises(CommError, match="lost"):
             ticket.wait()
     assert len(calls) == 2
-    done = Ticket(then=lambda: calls.append(1) or 7)
+    done = Work(then=lambda: calls.append(1) or 7)
     assert [done.wait(), done.wait(), len(calls)] == [7, 7, 3]
 
 

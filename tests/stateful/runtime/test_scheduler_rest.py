@@ -10,8 +10,8 @@ import torch.nn.functional as F
 import fsharp as fs
 from fsharp.errors import ScheduleError
 from fsharp.functional.comm.protocol import Comm
-from fsharp.stateful.transport.base import Ticket
-from fsharp.stateful.transport.blocking import Blocking
+from fsharp.stateful.transport.base import Work
+from fsharp.stateful.transport.blocking import BlockingTransport
 from fsharp.testing import simulate
 from tests.gpt_like import block, embed, head, logits, loss_fn
 from tests.scheduling import (
@@ -55,27 +55,27 @@ def in_arena(scheduler, tensors):
     return sum(found)
 
 
-class Late(Blocking):
+class Late(BlockingTransport):
     """What is sent is read, and what arrives is written, when it is waited for and no earlier: the latest that may be."""
 
     is_async = True
 
     def gather(self, x, out, axis, *, label=""):
-        return Ticket(then=lambda: Blocking.gather(self, x, out, axis, label=label))
+        return Work(then=lambda: BlockingTransport.gather(self, x, out, axis, label=label))
 
     def reduce_scatter(self, x, axis, *, dtype, scratch, out=None, label=""):
         options = {"dtype": dtype, "scratch": scratch, "out": out, "label": label}
-        return Ticket(then=lambda: Blocking.reduce_scatter(self, x, axis, **options).wait())
+        return Work(then=lambda: BlockingTransport.reduce_scatter(self, x, axis, **options).wait())
 
     def all_reduce(self, x, out, axis, *, scratch, label=""):
         held = {}
 
         def arrive():
             held["sum"] = torch.empty_like(out)
-            Blocking.all_reduce(self, x, held["sum"], axis, scratch=scratch, label=label)
-            return Ticket(then=lambda: out.copy_(held["sum"]))
+            BlockingTransport.all_reduce(self, x, held["sum"], axis, scratch=scratch, label=label)
+            return Work(then=lambda: out.copy_(held["sum"]))
 
-        return Ticket(then=arrive)
+        return Work(then=arrive)
 
 
 def late(scheduler):

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.compile import program_of, sizes_of
-from fsharp.stateful.schedule import arena
-from fsharp.stateful.schedule.arena import Item, assign, lower_bound
+from fsharp.stateful.schedule import addresses as arena
+from fsharp.stateful.schedule.addresses import ArenaItem, assign, lower_bound
 from fsharp.stateful.schedule.compile import compile_schedule, place
 from fsharp.stateful.schedule.emit import Buckets, Emitter
 from fsharp.stateful.schedule.policy import Policy
@@ -51,7 +51,7 @@ def check(items, starts):
 def item_lists(draw, max_size=24):
     def item():
         ends = sorted(draw(st.lists(st.integers(0, 30), min_size=2, max_size=6, unique=True)))
-        return Item(64 * draw(st.integers(0, 9)), tuple(zip(ends[::2], ends[1::2])))
+        return ArenaItem(64 * draw(st.integers(0, 9)), tuple(zip(ends[::2], ends[1::2])))
 
     return [item() for _ in range(draw(st.integers(0, max_size)))]
 
@@ -87,7 +87,7 @@ def test_the_arena_is_the_smallest_there_is_where_that_can_be_searched(items):
 
 def test_one_address_may_need_more_than_is_live_at_once():
     """Each two of three meet, though never all of them: with one address each they stand side by side."""
-    items = [Item(64, ((0, 1), (4, 5))), Item(64, ((0, 1), (2, 3))), Item(64, ((2, 3), (4, 5)))]
+    items = [ArenaItem(64, ((0, 1), (4, 5))), ArenaItem(64, ((0, 1), (2, 3))), ArenaItem(64, ((2, 3), (4, 5)))]
     assert lower_bound(items) == 128
     assert peak(items, assign(items)) == 192
 
@@ -107,7 +107,7 @@ def transformer(sizes, outgoing, prefetch, held, num_microbatches=1):
     for (kind, unit), positions in spans.items():
         starts = sorted(p for p in positions if p - 1 not in positions)
         stops = sorted(p for p in positions if p + 1 not in positions)
-        items.append(Item(sizes[unit] if kind == "full" else outgoing[unit], tuple(zip(starts, stops, strict=True))))
+        items.append(ArenaItem(sizes[unit] if kind == "full" else outgoing[unit], tuple(zip(starts, stops, strict=True))))
     return items
 
 

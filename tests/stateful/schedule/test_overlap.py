@@ -13,7 +13,7 @@ from fsharp.functional.comm.protocol import sent_nbytes
 from fsharp.stateful.schedule.compile import compile_schedule
 from fsharp.stateful.schedule.program import Event, Program
 from fsharp.stateful.schedule.verify import verify
-from fsharp.stateful.transport.gloo import Exchange
+from fsharp.stateful.transport.gloo import GlooTransport
 from fsharp.stateful.units.facts import facts_of
 from fsharp.stateful.units.gradient import GradientBuffer as Gradient
 from fsharp.stateful.units.unit_state import UnitState
@@ -268,7 +268,7 @@ def test_an_axis_of_one_rank_moves_nothing(strategy, sizes):
 # Memory of the example
 
 
-class Anywhere(Exchange):
+class Anywhere(GlooTransport):
     """What a rank over gloo would need, without one."""
 
     def __init__(self, mesh):

@@ -5,7 +5,7 @@ import torch
 
 import fsharp as fs
 from fsharp.stateful.transport.base import Groups
-from fsharp.stateful.transport.gloo import _CHUNK, Exchange
+from fsharp.stateful.transport.gloo import _CHUNK, GlooTransport
 from fsharp.testing import processes
 
 CHUNK = _CHUNK // 4
@@ -28,7 +28,7 @@ def noise(rank, numel):
 def test_sizes_around_chunks(n):
 
     def rank_fn(comm):
-        exchange, wrong = Exchange(comm, Groups(comm, separate=True)), []
+        exchange, wrong = GlooTransport(comm, Groups(comm, separate=True)), []
         exchange.make()
         mine = comm.rank
         for part in PARTS:

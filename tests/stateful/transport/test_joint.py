@@ -14,9 +14,9 @@ from fsharp.functional.layout.sharded import trainable
 from fsharp.stateful.inspect.trace import compare
 from fsharp.stateful.schedule.compile import compile_schedule
 from fsharp.stateful.schedule.schedule import issues
-from fsharp.stateful.transport import joint
-from fsharp.stateful.transport.blocking import Blocking
-from fsharp.stateful.transport.counted import Counted
+from fsharp.stateful.transport import coalesced as joint
+from fsharp.stateful.transport.blocking import BlockingTransport
+from fsharp.stateful.transport.counted import CountedTransport
 from fsharp.testing import check_races, processes, simulate
 from tests.gpt_like import block, embed, head, loss_fn, make_params
 from tests.modules import Net
@@ -75,7 +75,7 @@ def test_what_is_joined_has_the_bits_and_the_bytes_of_each_alone(n, sizes, wire)
     def rank_fn(comm):
         def run(groups):
             counting = fs.CountingComm(comm)
-            transport, found = Counted(Blocking(comm), counting), []
+            transport, found = CountedTransport(BlockingTransport(comm), counting), []
             for group in groups:
                 xs = [summands(comm.rank, size, i, wire) for i, size in group]
                 outs = [x.new_empty(n * len(x)) for x in xs]

@@ -17,7 +17,7 @@ from fsharp.functional.layout.sharded import resolve_place
 from fsharp.functional.layout.slicing import build, shard_for
 from fsharp.functional.layout.unit_layout import Leaf, UnitLayout
 from fsharp.stateful.modules.initial.dtensors import local
-from fsharp.stateful.modules.initial.makers import Initialize, Makers, nothing_initializes
+from fsharp.stateful.modules.initial.initializers import Initialize, Initializers, nothing_initializes
 from fsharp.stateful.modules.initial.values import check_same, taken
 
 
@@ -50,7 +50,7 @@ def initial_values(
     Cost: memory of the shards, and of what is made or taken at once in full: one submodule's own parameters, or a unit.
     """
     meta = [path for path, tensor in _tensors(module) if tensor.is_meta]
-    makers = Makers(module, layout, comm, key, initialize)
+    makers = Initializers(module, layout, comm, key, initialize)
 
     def check() -> None:
         if sync_from is not None:
@@ -90,7 +90,7 @@ def _check_source(source: int, comm: Comm, meta: list[str]) -> None:
         )
 
 
-def _made(makers: Makers, module: nn.Module, layout: Layout, comm: Comm) -> Any:
+def _made(makers: Initializers, module: nn.Module, layout: Layout, comm: Comm) -> Any:
     """From what submodules make of themselves."""
 
     def make() -> Any:

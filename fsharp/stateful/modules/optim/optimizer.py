@@ -18,8 +18,8 @@ from fsharp.functional.comm.agree import agree, together
 from fsharp.functional.comm.protocol import Comm
 from fsharp.functional.optim.base import Transform, as_transform
 from fsharp.stateful.modules.averaged import averaged
+from fsharp.stateful.modules.optim.flat_slices import FlatSlice, alike, cut_leaves, join_state, leaves_of, runs_of, split_state
 from fsharp.stateful.modules.optim.probe import Scope, scope_of
-from fsharp.stateful.modules.optim.runs import Run, alike, cut_leaves, join_state, leaves_of, runs_of, split_state
 from fsharp.stateful.modules.parameter import ShardedParameter
 from fsharp.stateful.modules.session import Session
 
@@ -62,7 +62,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         groups = [{**group, "params": _as_list(group["params"])} for group in groups]
         self.session = _session_of([p for group in groups for p in group["params"]])
         self.inner: torch.optim.Optimizer | None = None
-        self._runs: list[list[Run]] = []
+        self._runs: list[list[FlatSlice]] = []
         if isinstance(optimizer, type) and issubclass(optimizer, torch.optim.Optimizer):
             if self.session.scheduler.policy.offload:
                 raise ScheduleError(
@@ -314,7 +314,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         ]:
             raise TreeError("load_state_dict(): the parameter groups are not those of this optimizer.")
 
-    def _each_run(self) -> Iterator[tuple[Run, nn.Parameter]]:
+    def _each_run(self) -> Iterator[tuple[FlatSlice, nn.Parameter]]:
         assert self.inner is not None
         for group, runs in zip(self.inner.param_groups, self._runs, strict=True):
             yield from zip(runs, group["params"], strict=True)

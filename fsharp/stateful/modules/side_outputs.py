@@ -1,4 +1,4 @@
-"""Left: tensors that a module leaves elsewhere than in what it returns: in attributes, and in lists or dicts it was given."""
+"""SideOutputs: tensors that a module leaves elsewhere than in what it returns: in attributes, in lists that it was given."""
 
 import weakref
 from collections import OrderedDict, defaultdict, deque
@@ -15,7 +15,7 @@ _OWN = frozenset(vars(nn.Module())) | {"_flat_weights", "_fsharp", "_fsharp_own"
 _CONTAINERS = frozenset({list, dict, set, tuple, deque, OrderedDict, defaultdict})
 
 
-class Left:
+class SideOutputs:
     """Where the modules that are gathered together may leave tensors.
 
     These are attributes of theirs, buffers included, that are tensors or hold them in lists, dicts, sets and tuples, and such
@@ -66,7 +66,7 @@ class Left:
         return [places for each in alive for places in (vars(each), each._buffers) if places]
 
 
-def left_by(module: nn.Module, owners: Sequence[str]) -> dict[str, Left]:
+def side_outputs_of(module: nn.Module, owners: Sequence[str]) -> dict[str, SideOutputs]:
     """For each of these paths the modules that are inside of no other one of them, deeper down.
 
     Args:
@@ -78,7 +78,7 @@ def left_by(module: nn.Module, owners: Sequence[str]) -> dict[str, Left]:
         around = [owner for owner in members if not owner or path == owner or path.startswith(f"{owner}.")]
         if around:
             members[max(around, key=len)].append(each)
-    return {path: Left(each) for path, each in members.items()}
+    return {path: SideOutputs(each) for path, each in members.items()}
 
 
 def refuse_kept(module: nn.Module) -> None:

@@ -1,16 +1,16 @@
-"""Spread: updated parameters on their way from the optimizer's place to where they rest."""
+"""UpdateGather: updated parameters on their way from the optimizer's place to where they rest."""
 
 import torch
 
 from fsharp.functional.layout.sharded import Sharded
-from fsharp.stateful.transport.base import Ticket
+from fsharp.stateful.transport.base import Work
 from fsharp.stateful.units.chain import Move
 from fsharp.stateful.units.facts import spread_axes
 from fsharp.stateful.units.full import nested_parts
 from fsharp.stateful.units.unit_state import UnitState
 
 
-class Spread:
+class UpdateGather:
     """One unit's updated parameters: in memory already as far as this rank has them.
 
     Args:
@@ -30,7 +30,7 @@ class Spread:
     def __init__(self, unit: UnitState, old: Sharded, new: Sharded, *, rank: int, donate: bool, trivial: bool) -> None:
         self.unit = unit
         self.axes = spread_axes(old.unit, trivial=trivial)
-        self.tickets: list[Ticket] = []
+        self.tickets: list[Work] = []
         self.moves: list[Move] = []
         held = dict(zip(new.groups, new.buffers, strict=True))
         buffers = []

@@ -12,7 +12,7 @@ from fsharp.functional.layout.sharded import Sharded, units_of
 from fsharp.functional.layout.unit_layout import Span
 
 
-class Run(NamedTuple):
+class FlatSlice(NamedTuple):
     """A stretch of this rank's buffer of a group.
 
     Attributes:
@@ -39,7 +39,7 @@ class Run(NamedTuple):
         return found if self.shape is None else found.view(self.shape)
 
 
-def runs_of(tree: Any, labels: Mapping[str, Hashable], *, rank: int) -> Iterator[Run]:
+def runs_of(tree: Any, labels: Mapping[str, Hashable], *, rank: int) -> Iterator[FlatSlice]:
     """The longest stretches whose leaves have one label, with the padding around them; leaves without one are in none.
 
     Args:
@@ -58,10 +58,10 @@ def runs_of(tree: Any, labels: Mapping[str, Hashable], *, rank: int) -> Iterator
             for (key, spans), start, stop in zip(pieces, bounds, bounds[1:], strict=False):
                 if key is not None:
                     leaves = [(node.unit.full_path(s.leaf), s.start - start, s.stop - start) for s in spans]
-                    yield Run(node.name, group, start, stop, tuple(leaves))
+                    yield FlatSlice(node.name, group, start, stop, tuple(leaves))
 
 
-def leaves_of(tree: Any, labels: Mapping[str, Hashable], *, rank: int) -> Iterator[Run]:
+def leaves_of(tree: Any, labels: Mapping[str, Hashable], *, rank: int) -> Iterator[FlatSlice]:
     """The leaves that this rank has, each whole and in its shape; those without a label are left out.
 
     Args:
@@ -75,7 +75,7 @@ def leaves_of(tree: Any, labels: Mapping[str, Hashable], *, rank: int) -> Iterat
                 path = node.unit.full_path(span.leaf)
                 if labels.get(path) is not None:
                     leaves = ((path, 0, span.leaf.numel),)
-                    yield Run(node.name, group, span.start, span.stop, leaves, span.leaf.shape)
+                    yield FlatSlice(node.name, group, span.start, span.stop, leaves, span.leaf.shape)
 
 
 def cut_leaves(layout: Layout, paths: Container[str]) -> list[str]:
@@ -90,7 +90,7 @@ def cut_leaves(layout: Layout, paths: Container[str]) -> list[str]:
     return found
 
 
-def split_state(run: Run, state: Mapping[str, Any], size: int) -> dict[str, dict[str, Any]]:
+def split_state(run: FlatSlice, state: Mapping[str, Any], size: int) -> dict[str, dict[str, Any]]:
     """An optimizer's state of a run, of ``size`` elements, as that of each leaf: what has a value for each element is cut.
 
     That of a leaf in its shape is as the optimizer has it.
@@ -103,7 +103,7 @@ def split_state(run: Run, state: Mapping[str, Any], size: int) -> dict[str, dict
     return {path: {key: cut(value, *span) for key, value in state.items()} for path, *span in run.leaves}
 
 
-def join_state(run: Run, states: Mapping[str, Mapping[str, Any]], like: torch.Tensor) -> dict[str, Any]:
+def join_state(run: FlatSlice, states: Mapping[str, Mapping[str, Any]], like: torch.Tensor) -> dict[str, Any]:
     """The inverse of :func:`split_state`, for leaves that are :func:`alike`; padding is zero."""
     parts = [states.get(path, {}) for path, _, _ in run.leaves]
     joined: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""Seats: where a module's parameters sit, as units of a layout, and how full ones take their place while it computes."""
+"""ParameterSlots: where a module has its parameters, by unit, and how full ones take their place while it computes."""
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -15,7 +15,7 @@ Units = str | type[nn.Module] | Callable[[str, nn.Module], bool]
 """A pattern of module paths, a class of modules, or a predicate on path and module."""
 
 
-class Seats:
+class ParameterSlots:
     """The parameters of one unit in its module.
 
     Args:
@@ -76,14 +76,14 @@ class Seats:
 
 
 @contextmanager
-def seated(seats: Sequence[Seats], tensors: Sequence[Sequence[Any]]) -> Iterator[None]:
+def swapped_in(slots: Sequence[ParameterSlots], tensors: Sequence[Sequence[Any]]) -> Iterator[None]:
     """Within this context these tensors are the module's parameters."""
-    before = [seat.swap(each) for seat, each in zip(seats, tensors, strict=True)]
+    before = [slot.swap(each) for slot, each in zip(slots, tensors, strict=True)]
     try:
         yield
     finally:
-        for seat, each in zip(reversed(seats), reversed(before), strict=True):
-            seat.swap(each)
+        for slot, each in zip(reversed(slots), reversed(before), strict=True):
+            slot.swap(each)
 
 
 def chosen_modules(module: nn.Module, units: Units | Sequence[Units]) -> dict[str, nn.Module]:

@@ -42,7 +42,7 @@ def _slots(owner: str, module: nn.Module) -> list[_Slot]:
     return [_Slot(owner, *each, is_parameter=each[0] is kinds[0]) for each in found]
 
 
-class Makers:
+class Initializers:
     """Parameters and buffers of a submodule at a time, as it initializes them.
 
     A submodule fills its own tensors. One that has ``_reset_parameters()`` and no ``reset_parameters()``, such as

@@ -1,4 +1,4 @@
-"""Means: the mean gradients of a module's parameters, where the optimizer wants them."""
+"""MeanGradients: the mean gradients of a module's parameters, where the optimizer wants them."""
 
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -14,7 +14,7 @@ from fsharp.stateful.modules.parameter import Part, ShardedParameter
 from fsharp.stateful.units.unit_state import UnitState
 
 
-class Means:
+class MeanGradients:
     """What there is between a backward that does not accumulate and the optimizer's step.
 
     Args:
@@ -118,7 +118,7 @@ class Means:
         return norm_of(self.tree, self._specs, self._comm) if self._specs else global_norm(self.tree, comm=self._comm)
 
 
-def missing_in(units: Sequence[UnitState], comm: Comm) -> set[str]:
+def unused_parameters(units: Sequence[UnitState], comm: Comm) -> set[str]:
     """Paths of the trained parameters of these units that have no gradient on any rank.
 
     Args:

@@ -1,4 +1,4 @@
-"""Kept: the state that a module trains, and whether somebody has changed it behind the module's back."""
+"""ModuleState: the state that a module trains, and whether somebody has changed it behind the module's back."""
 
 from collections.abc import Sequence
 from itertools import zip_longest
@@ -14,7 +14,7 @@ from fsharp.functional.moves import gather, on_device
 from fsharp.functional.state import TrainState
 
 
-class Kept:
+class ModuleState:
     """A module's parameters between two steps.
 
     Args:

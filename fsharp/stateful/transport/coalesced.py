@@ -15,15 +15,15 @@ from typing import Any
 import torch
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
-from fsharp.stateful.transport.base import Ticket, Transport
+from fsharp.stateful.transport.base import Transport, Work
 
 
-class _Shared(Ticket):
+class _Shared(Work):
     """A ticket that several have, perhaps in several threads: who comes second waits until the first has unpacked."""
 
     __slots__ = ("_lock",)
 
-    def __init__(self, first: Ticket, then: Callable[[Any], Any], *, is_async: bool) -> None:
+    def __init__(self, first: Work, then: Callable[[Any], Any], *, is_async: bool) -> None:
         super().__init__(then=lambda: then(first.wait()))
         self._lock = Lock()
         if not is_async:  # on a stream: unpacking is part of what runs there
@@ -34,9 +34,9 @@ class _Shared(Ticket):
         with self._lock:
             return super().wait()
 
-    def each(self, num: int) -> list[Ticket]:
+    def each(self, num: int) -> list[Work]:
         """A ticket for each, of a result that is a list."""
-        return [Ticket(then=partial(self._one, i)) for i in range(num)]
+        return [Work(then=partial(self._one, i)) for i in range(num)]
 
     def _one(self, i: int) -> Any:
         return self.wait()[i]
@@ -44,7 +44,7 @@ class _Shared(Ticket):
 
 def gather(
     transport: Transport, xs: Sequence[torch.Tensor], outs: Sequence[torch.Tensor], axis: str, *, label: str = ""
-) -> Ticket:
+) -> Work:
     """Every rank's ``xs[i]`` of ``c[i]`` elements into ``outs[i]`` of ``n * c[i]``, all of one dtype, in one all_gather.
 
     Args:
@@ -77,7 +77,7 @@ def reduce_scatter(
     scratch: Sequence[torch.Tensor],
     outs: Sequence[torch.Tensor | None],
     label: str = "",
-) -> list[Ticket]:
+) -> list[Work]:
     """The sum over ranks of this rank's part of each ``xs[i]``, all of one dtype, in one reduce_scatter.
 
     Args:
@@ -120,7 +120,7 @@ def all_reduce(
     *,
     scratch: Sequence[torch.Tensor],
     label: str = "",
-) -> list[Ticket]:
+) -> list[Work]:
     """The sums over ranks of ``xs``, all of one dtype, into ``outs``, of one dtype, in one all_reduce.
 
     Each takes a multiple of ``n`` elements of what travels, so as many bytes are sent as by each alone.

@@ -33,7 +33,7 @@ _FITS: tuple[Fit, ...] = (lambda at, spare, above: min(at, above), lambda at, sp
 
 
 @dataclass(frozen=True, slots=True)
-class Item:
+class ArenaItem:
     """A buffer that keeps one address.
 
     Attributes:
@@ -45,7 +45,7 @@ class Item:
     spans: tuple[tuple[int, int], ...]
 
 
-def lower_bound(items: Sequence[Item]) -> int:
+def lower_bound(items: Sequence[ArenaItem]) -> int:
     """Bytes that are live at once at most."""
     changes = sorted(change for item in items for a, b in item.spans for change in ((a, item.nbytes), (b + 1, -item.nbytes)))
     most = live = 0
@@ -55,7 +55,7 @@ def lower_bound(items: Sequence[Item]) -> int:
     return most
 
 
-def assign(items: Sequence[Item], *, within: int | None = None) -> list[int] | None:
+def assign(items: Sequence[ArenaItem], *, within: int | None = None) -> list[int] | None:
     """The first byte of each item, such that items that are live at once share no byte.
 
     Starts are multiples of what all sizes are multiples of. The same items get the same answer.
@@ -92,12 +92,12 @@ class _Board:
         short: all others.
     """
 
-    def __init__(self, items: Sequence[Item], near: int) -> None:
+    def __init__(self, items: Sequence[ArenaItem], near: int) -> None:
         self.items = items
         begins = sorted(first for item in items for first, _ in item.spans)
         last = max((stop for item in items for _, stop in item.spans), default=0)
 
-        def meets(item: Item) -> int:
+        def meets(item: ArenaItem) -> int:
             return max((bisect_right(begins, b) - bisect_left(begins, a) for a, b in item.spans), default=0)
 
         every = [i for i, item in enumerate(items) if item.nbytes]
@@ -190,7 +190,7 @@ class _Board:
         return [], limit
 
 
-def _clique(items: Sequence[Item], which: Sequence[int], neighbours: dict[int, list[int]]) -> int:
+def _clique(items: Sequence[ArenaItem], which: Sequence[int], neighbours: dict[int, list[int]]) -> int:
     """Bytes of buffers that are live together two by two, if not all at one time: with one address each, it is the same."""
     near = {i: set(neighbours[i]) for i in which}
     load = {i: items[i].nbytes + sum(items[j].nbytes for j in near[i]) for i in which}
@@ -204,7 +204,7 @@ def _clique(items: Sequence[Item], which: Sequence[int], neighbours: dict[int, l
     return most
 
 
-def _neighbours(items: Sequence[Item], which: Sequence[int]) -> dict[int, list[int]]:
+def _neighbours(items: Sequence[ArenaItem], which: Sequence[int]) -> dict[int, list[int]]:
     """For each item, those that are live at a time when it is."""
     spans = sorted((a, b, i) for i in which if items[i].nbytes for a, b in items[i].spans)
     result: dict[int, set[int]] = {i: set() for i in which}
@@ -218,7 +218,7 @@ def _neighbours(items: Sequence[Item], which: Sequence[int]) -> dict[int, list[i
     return {i: sorted(each) for i, each in result.items()}
 
 
-def _orders(items: Sequence[Item], which: Sequence[int], neighbours: dict[int, list[int]]) -> Iterator[list[int]]:
+def _orders(items: Sequence[ArenaItem], which: Sequence[int], neighbours: dict[int, list[int]]) -> Iterator[list[int]]:
     if not which:
         yield []
         return
@@ -237,7 +237,7 @@ def _orders(items: Sequence[Item], which: Sequence[int], neighbours: dict[int, l
     yield sorted(which, key=lambda i: first[i])
 
 
-def _spreading(seed: int, items: Sequence[Item], which: Sequence[int], neighbours: dict[int, list[int]]) -> list[int]:
+def _spreading(seed: int, items: Sequence[ArenaItem], which: Sequence[int], neighbours: dict[int, list[int]]) -> list[int]:
     """From ``seed`` on, always the item that meets the most bytes of those before it (maximum cardinality search)."""
     met = dict.fromkeys(which, 0)
     order: dict[int, None] = {}
