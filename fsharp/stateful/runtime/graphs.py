@@ -51,7 +51,7 @@ class CapturedStep:
         self._metrics: Metrics = metrics
         if before != _addresses(state):
             raise ScheduleError(
-                "Captured(): the step makes a new state instead of updating it in place: pass donate=True to it."
+                "CapturedStep(): the step makes a new state instead of updating it in place: pass donate=True to it."
             )
         self.state = state._replace(step=state.step - 1)  # the capture has computed nothing
 
@@ -81,15 +81,15 @@ def _addresses(state: TrainState) -> list[int]:
 
 def _check(device: torch.device, policy: Policy, state: TrainState, warmup: int) -> None:
     if device.type != "cuda":
-        raise ScheduleError(f"Captured(): the scheduler is on {device}; CUDA graphs need a CUDA device.")
+        raise ScheduleError(f"CapturedStep(): the scheduler is on {device}; CUDA graphs need a CUDA device.")
     if policy.offload:
-        raise ScheduleError("Captured(): a graph has its optimizer state where it was captured: leave out offload=True.")
+        raise ScheduleError("CapturedStep(): a graph has its optimizer state where it was captured: leave out offload=True.")
     if policy.gather_at_start:
-        raise ScheduleError("Captured(): the policy leaves gathers under way between steps: pass gather_at_start=False.")
+        raise ScheduleError("CapturedStep(): the policy leaves gathers under way between steps: pass gather_at_start=False.")
     if warmup < 2:
         raise ScheduleError(
-            f"Captured(): warmup is {warmup}, expected at least 2: one step to record, one to follow the schedule."
+            f"CapturedStep(): warmup is {warmup}, expected at least 2: one step to record, one to follow the schedule."
         )
     counts = [x for x in _leaves(state.opt) if isinstance(x, int | float)]
     if counts:
-        raise ScheduleError(f"Captured(): the optimizer state counts in Python ({counts[0]}): use adamw(..., capturable=True).")
+        raise ScheduleError(f"CapturedStep(): the optimizer state counts in Python ({counts[0]}): use adamw(..., capturable=True).")
