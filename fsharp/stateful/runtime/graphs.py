@@ -92,4 +92,6 @@ def _check(device: torch.device, policy: Policy, state: TrainState, warmup: int)
         )
     counts = [x for x in _leaves(state.opt) if isinstance(x, int | float)]
     if counts:
-        raise ScheduleError(f"CapturedStep(): the optimizer state counts in Python ({counts[0]}): use adamw(..., capturable=True).")
+        raise ScheduleError(
+            f"CapturedStep(): the optimizer state counts in Python ({counts[0]}): use adamw(..., capturable=True)."
+        )
