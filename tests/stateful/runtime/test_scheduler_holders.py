@@ -291,7 +291,7 @@ def test_a_function_that_is_not_called_any_more_keeps_no_arena():
         for dim in (16, 64):
             for batch in my_batches(comm, 3):
                 states[dim], _ = steps[dim](states[dim], batch)
-            arenas.append(StorageWeakRef(scheduler.arena.untyped_storage()))
+            arenas.append(StorageWeakRef(scheduler.arena.memory.untyped_storage()))
         return [arena.expired() for arena in arenas], steps[16].schedule is not None
 
     assert simulate(DP, rank_fn) == [([True, False], True)] * 2
