@@ -13,7 +13,7 @@ from fsharp.stateful.schedule.compile import compile_schedule
 from fsharp.stateful.schedule.policy import Policy
 from fsharp.stateful.schedule.schedule import Memory
 from fsharp.stateful.schedule.verify import verify
-from tests.edited_schedules import chain, drop, move, twice
+from tests.edited_schedules import chain, drop, move, passes, twice
 from tests.random_programs import policies, programs
 from tests.schedule_oracle import find_wrong
 
@@ -74,14 +74,6 @@ def changed(schedule, rng):
         if mutated[i].unit != op.unit or mutated[i].kind != op.kind:
             mutated = [*ops[:i], replace(op, at=value), *ops[i + 1 :]]
     return schedule.replace_ops(mutated), what
-
-
-def passes(schedule):
-    try:
-        verify(schedule)
-    except ScheduleError:
-        return False
-    return True
 
 
 @given(programs(), policies(), st.integers(0, 2**32))
