@@ -17,6 +17,7 @@ from fsharp.functional.layout.sharded import (
 from fsharp.functional.loss import Loss, as_loss, average, check_loss, kind_of, split_batch
 from fsharp.functional.moves import check_comm, reduce_scatter
 from fsharp.functional.optim.base import as_transform
+from fsharp.functional.release import is_plain
 from fsharp.functional.sinks import with_sinks
 from fsharp.functional.state import TrainState, update
 
@@ -105,7 +106,7 @@ def _keeping_aux(loss_fn: LossFn, kept: list[Any], params: Any) -> LossFn:
     def keep(x: Any) -> Any:
         if not isinstance(x, torch.Tensor):
             return x
-        is_parameter = x.layout is torch.strided and x.numel() and x.untyped_storage().data_ptr() in places
+        is_parameter = is_plain(x) and x.numel() and x.untyped_storage().data_ptr() in places
         return x.detach().clone() if is_parameter else x.detach()
 
     def fn(params: Any, batch: Any, comm: Comm) -> Any:

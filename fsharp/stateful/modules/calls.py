@@ -76,8 +76,9 @@ class ModuleCalls:
 
     def __init__(self, module: nn.Module, layout: Layout, chosen: Sequence[str], specs: Mapping[str, Spec]) -> None:
         self._layout, self.specs = layout, specs
+        present: dict[tuple[int, str], Any] = {}
         self.slots = {
-            unit.name: ParameterSlots(module, [unit.full_path(leaf) for leaf in unit.leaves]) for unit in layout.units
+            unit.name: ParameterSlots(module, [unit.full_path(leaf) for leaf in unit.leaves], present) for unit in layout.units
         }
         by_path = owners(layout, chosen)
         left = side_outputs_of(module, list(by_path))

@@ -21,11 +21,12 @@ class ParameterSlots:
     Args:
         module: the root.
         paths: names of the parameters in it, in the order of the unit's leaves.
+        present: of all units of a module, by place, what was put there last; several of them have a place that they share.
     """
 
-    def __init__(self, module: nn.Module, paths: Iterable[str]) -> None:
+    def __init__(self, module: nn.Module, paths: Iterable[str], present: dict[tuple[int, str], Any]) -> None:
         self._places: list[tuple[int, dict[str, Any], str]] = []
-        self._paths, self._own = list(paths), []  # type: tuple[list[str], list[Any]]
+        self._paths, self._present = list(paths), present
         packed: dict[int, weakref.ref[nn.Module]] = {}
         known: set[tuple[int, str]] = set()
         for i, path in enumerate(self._paths):
@@ -38,19 +39,14 @@ class ParameterSlots:
                 packed[id(owner)] = weakref.ref(owner)
         self._packed = list(packed.values())  # recurrent modules keep a list of their parameters besides
 
-    def settle(self, parameters: Sequence[Any]) -> None:
-        """Seat these, one for each path; they are the module's own from here on."""
-        self._own = list(parameters)
-        self.swap(self._own)
-
     def check(self) -> None:
-        """Refuse to compute with the module's own parameters where others have been put.
+        """Refuse to compute where somebody else has put other parameters: they would be ignored.
 
         Raises:
             TreeError: others are there, or none.
         """
         for i, places, name in self._places:
-            if places.get(name) is not self._own[i]:
+            if places.get(name) is not self._present[id(places), name]:
                 raise TreeError(
                     f"parameter {self._paths[i]!r} is not there, or is not the one that shard_module() has put there, and a "
                     "forward computes with that one. Write values in `with model.unsharded(write=True):`; replace, tie and "
@@ -68,7 +64,7 @@ class ParameterSlots:
         before = list(tensors)
         for i, places, name in self._places:
             before[i] = places[name]
-            places[name] = tensors[i]
+            places[name] = self._present[id(places), name] = tensors[i]
         for reference in self._packed:
             owner: Any = reference()
             owner.__dict__["_flat_weights"] = [getattr(owner, name, None) for name in owner._flat_weights_names]

@@ -346,7 +346,7 @@ class Session:
             for leaf in unit.leaves:
                 path = unit.full_path(leaf) if leaf.tied_to is None else ".".join(part for part in leaf.tied_to if part)
                 owned.append(self.parameters[path])
-            self.calls.slots[unit.name].settle(owned)
+            self.calls.slots[unit.name].swap(owned)
 
     def check_idle(self, where: str) -> None:
         """Refuse ``where`` if a step has gradients. One that has none, forwards alone, is given up, on all ranks alike.

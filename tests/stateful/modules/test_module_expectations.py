@@ -382,3 +382,54 @@ def test_zero_gradients_are_not_kept():
     for zero_grad in (model.zero_grad, optimizer.zero_grad):
         with pytest.raises(ScheduleError, match="set_to_none=False"):
             zero_grad(set_to_none=False)
+
+
+class Half(nn.Module):
+    """Half of a model that has its embedding from outside, as an encoder or a decoder has."""
+
+    def __init__(self, embed):
+        super().__init__()
+        self.embed, self.linear = embed, nn.Linear(modules.DIM, modules.DIM)
+
+    def forward(self, x):
+        return self.linear(self.embed(x))
+
+
+class Shares(nn.Module):
+    """One embedding, of the root and of both halves."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(modules.VOCAB, modules.DIM)
+        self.encoder, self.decoder = Half(self.embed), Half(self.embed)
+
+    def forward(self, x, y):
+        return (self.embed(x) + self.encoder(x) + self.decoder(y)).square().mean()
+
+
+@each_strategy
+def test_a_module_that_several_units_share(strategy):
+    """Its parameter is gathered with the root when a half that has it too is called."""
+
+    def make():
+        with modules._seeds:
+            torch.manual_seed(0)
+            return Shares()
+
+    def steps(model, optimizer, data):
+        for x, y in data:
+            model(x, y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def rank_fn(comm):
+        model = fs.shard_module(
+            make(), mesh=comm, strategy=STRATEGIES[strategy][1], units=[Half], policy=fs.Policy(poison=True)
+        )
+        steps(model, fs.ShardedOptimizer(model.parameters(), torch.optim.SGD, lr=0.5), modules.batches(comm, 4))
+        return values(model)
+
+    whole = make()
+    steps(whole, torch.optim.SGD(whole.parameters(), lr=0.5), modules.batches(None, 4))
+    for found in simulate(DP, rank_fn):
+        modules.close(found, {name: p.detach() for name, p in whole.named_parameters()})
