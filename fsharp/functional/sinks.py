@@ -54,20 +54,42 @@ def with_sinks(params: Any, comm: Comm) -> Any:
     def one(node: Sharded) -> Sharded:
         unit, buffers = node.unit, node.raw_buffers
         device = buffers[0].device if buffers else torch.device("cpu")
-        sinks = {
-            g: zero(unit.groups[g].dtypes.accumulate, device).expand(unit.local_size(g, unit.strategy.grads)).requires_grad_()
+        sinks = tuple(
+            zero(unit.groups[g].dtypes.accumulate, device).expand(unit.local_size(g, unit.strategy.grads)).requires_grad_()
             for g in unit.trainable
-        }
-        source = node.place.dual if node.is_gathered else node.place
-        with torch.enable_grad():
-            linked = [
-                _Link.apply(x.detach(), sinks[g], unit, g, source, comm) if g in sinks else x.detach()
-                for g, x in zip(node.groups, buffers, strict=True)
-            ]
-        ledger.enter(linked, tuple(sinks.values()))
-        return node.aliased(linked, ledger)
+        )
+        own = [x.detach().requires_grad_(g in unit.trainable) for g, x in zip(node.groups, buffers, strict=True)]
+        ledger.enter(own, sinks)
+        return node.aliased(own, ledger)
 
     return map_units(one, params)
+
+
+def take_gradients(node: Sharded, comm: Comm) -> list[torch.Tensor | None]:
+    """What backward passes have left at the sinks of a node, and take it from there; None where none came.
+
+    What was computed from its buffers other than by a handle has left its gradient at them, and is moved to where gradients
+    rest first.
+    """
+    held = dict(zip(node.groups, node.raw_buffers, strict=True))
+    result = []
+    for group, sink in zip(node.unit.trainable, node.sinks, strict=True):
+        grad, sink.grad = sink.grad, None
+        if group in held and (direct := held[group].grad) is not None:
+            held[group].grad = None
+            moved = _from_buffer(direct, node, group, comm)
+            grad = moved if grad is None else grad + moved
+        result.append(grad)
+    return result
+
+
+def _from_buffer(x: torch.Tensor, node: Sharded, group: int, comm: Comm) -> torch.Tensor:
+    """The gradient of a buffer, where and as gradients rest."""
+    source, target = node.place.dual if node.is_gathered else node.place, node.unit.strategy.grads
+    x = _unsummed(x, source, target, comm)
+    if source.partial:
+        x = move_sums(x, node.unit, group, source, target, comm)
+    return x.to(node.unit.groups[group].dtypes.accumulate)
 
 
 class _Deliver(torch.autograd.Function):
@@ -109,23 +131,6 @@ class _Attach(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *cotangents: torch.Tensor) -> tuple[None, torch.Tensor]:
         return None, cotangents[0].to(ctx.dtype)
-
-
-class _Link(torch.autograd.Function):
-    """A buffer at rest whose gradient goes to a sink: the way of all that is computed from it other than by a handle."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, sink: torch.Tensor, *rest: Any) -> torch.Tensor:
-        ctx.unit, ctx.group, ctx.source, ctx.comm = rest
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *cotangents: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        target = ctx.unit.strategy.grads
-        x = _unsummed(cotangents[0], ctx.source, target, ctx.comm)
-        if ctx.source.partial:
-            x = move_sums(x, ctx.unit, ctx.group, ctx.source, target, ctx.comm)
-        return None, x.to(ctx.unit.groups[ctx.group].dtypes.accumulate), None, None, None, None
 
 
 def _unsummed(x: torch.Tensor, source: Place, target: Place, comm: Comm) -> torch.Tensor:

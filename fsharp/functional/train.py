@@ -18,7 +18,7 @@ from fsharp.functional.loss import Loss, as_loss, average, check_loss, kind_of, 
 from fsharp.functional.moves import check_comm, reduce_scatter
 from fsharp.functional.optim.base import as_transform
 from fsharp.functional.release import is_plain
-from fsharp.functional.sinks import with_sinks
+from fsharp.functional.sinks import take_gradients, with_sinks
 from fsharp.functional.state import TrainState, update
 
 LossFn = Callable[[Any, Any, Comm], Any]
@@ -123,11 +123,12 @@ def _keeping_aux(loss_fn: LossFn, kept: list[Any], params: Any) -> LossFn:
 def _one_microbatch(loss_fn: LossFn, params: Any, batch: Any, comm: Comm) -> tuple[Loss, Any]:
     with torch.enable_grad():
         probed = with_sinks(params, comm)
-        sinks = [sink for node in units_of(probed) for sink in node.sinks]
+        nodes = units_of(probed)
+        sinks = [sink for node in nodes for sink in node.sinks]
         loss = as_loss(loss_fn(probed, batch, comm))
         check_loss(loss, has_sinks=bool(sinks))
         torch.autograd.backward(loss.sum)  # grad() would not reach what reentrant checkpoints hide
-    found = [sink.grad for sink in sinks]
+    found = [grad for node in nodes for grad in take_gradients(node, comm)]
     if all(g is None for g in found):
         raise LossError("value_and_grad(): the loss has no gradient, no parameter reaches it: were they detached on the way?")
     flat = iter(_own_memory(sinks, found))

@@ -187,8 +187,6 @@ class Session:
             return
         with self._forgetting(run), self.scheduler.guard(run):
             self.scheduler.end_microbatch(self._units, self._probed)
-            for sink in self.sinks:
-                sink.grad = None
             if self.is_accumulating or not self.is_fed:
                 return
             missing = unused_parameters(self._units, self.scheduler)

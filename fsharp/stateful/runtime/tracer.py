@@ -17,7 +17,7 @@ from fsharp.functional.comm.protocol import Comm, Engine
 from fsharp.functional.forward import is_transformed
 from fsharp.functional.layout.sharded import PlaceName, Sharded, is_sharded, map_units, resolve_place, units_of
 from fsharp.functional.loss import Loss, as_loss, check_loss
-from fsharp.functional.sinks import with_sinks
+from fsharp.functional.sinks import take_gradients, with_sinks
 from fsharp.stateful.runtime.boundary import before_backward
 from fsharp.stateful.runtime.step import Step, UnitUse
 from fsharp.stateful.transport.base import Transport
@@ -175,7 +175,7 @@ class Tracer(Engine):
     def end_microbatch(self, units: Sequence[UnitState], probed: Any) -> None:
         """The backward pass is over. ``probed``: the parameters of these units that it was of, with their sinks."""
         found = zip(units, units_of(probed), strict=True)
-        self.current().end_microbatch([(unit, [sink.grad for sink in node.sinks]) for unit, node in found])
+        self.current().end_microbatch([(unit, take_gradients(node, self)) for unit, node in found])  # type: ignore[arg-type]
 
     def issue(self, units: Sequence[UnitState], params: Any) -> Any:
         """The gradients of these parameters, whose units are given, where they rest.
