@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tests import doors
 from tests.doors import KEPT, PATHS, RETURNED, SINKS, UNITS, WAYS, WHATS, WRAPS, Door, Model, Ran, judge, run, run_plain
 
-EXAMPLES = 20 if settings.default.max_examples <= 100 else 1000
+EXAMPLES = 20 if settings.default.max_examples <= 60 else 1000
 LAST = UNITS - 1
 
 UNSEEN = ("dataclass", "slots", "set", "generator", "function", *KEPT)

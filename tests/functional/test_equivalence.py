@@ -46,8 +46,12 @@ def equivalent(runs, *, run=simulate, steps=10, microbatches=1, tx=None, **optio
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("microbatches", [1, 2])
-@pytest.mark.parametrize("n", [2, 4, pytest.param(8, marks=pytest.mark.deep)])
+def deep(*cases):
+    """Those that ``make test-all`` has besides."""
+    return [pytest.param(*case, marks=pytest.mark.deep) for case in cases]
+
+
+@pytest.mark.parametrize(("n", "microbatches"), [(2, 1), (4, 2), *deep((2, 2), (4, 1), (8, 1), (8, 2))])
 def test_flat_strategies_simulated(n, microbatches):
     results = equivalent(flat_runs(n), microbatches=microbatches)
     if microbatches == 1:
@@ -55,8 +59,7 @@ def test_flat_strategies_simulated(n, microbatches):
     assert not torch.equal(results["ddp"]["embed"], make_params()["embed"])
 
 
-@pytest.mark.parametrize("microbatches", [1, 2])
-@pytest.mark.parametrize("n", [2, 4])
+@pytest.mark.parametrize(("n", "microbatches"), [(2, 2), (4, 1), *deep((2, 1), (4, 2))])
 def test_flat_strategies_in_processes_have_the_bits_of_simulated_ones(n, microbatches):
     runs = flat_runs(n)
     # One start for all four strategies: the outer function runs them one after another on the same processes.
@@ -71,7 +74,7 @@ def test_flat_strategies_in_processes_have_the_bits_of_simulated_ones(n, microba
         assert_same_bits(real[0]["ddp"], real[0]["zero3"])
 
 
-@pytest.mark.parametrize("microbatches", [1, 2])
+@pytest.mark.parametrize("microbatches", [2, *deep((1,))])
 def test_hybrid_meshes_in_processes_have_the_bits_of_simulated_ones(microbatches):
     runs = hybrid_runs(2, 2)
     mesh = fs.Mesh({"outer": 2, "inner": 2})
@@ -101,8 +104,10 @@ def assert_same_bits(a, b):
         assert torch.equal(x, y), f"{path}: {int((x != y).sum())} of {x.numel()} elements differ"
 
 
-@pytest.mark.parametrize("microbatches", [1, 2])
-@pytest.mark.parametrize(("outer", "inner"), [(2, 2), (1, 3), (3, 1), pytest.param(2, 4, marks=pytest.mark.deep)])
+@pytest.mark.parametrize(
+    ("outer", "inner", "microbatches"),
+    [(2, 2, 1), (1, 3, 2), (3, 1, 1), *deep((2, 2, 2), (1, 3, 1), (3, 1, 2), (2, 4, 1), (2, 4, 2))],
+)
 def test_hybrid_meshes_agree_with_one_process(outer, inner, microbatches):
     equivalent(hybrid_runs(outer, inner), microbatches=microbatches, tx=fs.optim.chain(make_tx()))
 

@@ -85,7 +85,7 @@ def found(opt):
     return opt.ema, getattr(opt.inner, "skipped", 0)
 
 
-@every(2, strategy=STRATEGIES, name=TRANSFORMS)
+@every(4, strategy=STRATEGIES, name=TRANSFORMS)
 def test_the_same_bits_as_the_functional_path(strategy, name):
     finite = name == "ema"
 
@@ -137,7 +137,7 @@ def looked_at(comm, strategy, **options):
 
 @pytest.mark.filterwarnings("ignore:.*frozen parameters such as:UserWarning")
 @every(
-    2, strategy=("ddp", "zero1", "zero2", "zero3", "hfsdp"), kind=("plain", "tied", "frozen"), precision=(fs.Precision(), MIXED)
+    3, strategy=("ddp", "zero1", "zero2", "zero3", "hfsdp"), kind=("plain", "tied", "frozen"), precision=(fs.Precision(), MIXED)
 )
 def test_a_forward_with_averages(strategy, kind, precision):
     def rank_fn(comm):

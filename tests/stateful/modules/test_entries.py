@@ -88,7 +88,7 @@ def sharded(comm, strategy, **options):
     return model, fs.ShardedOptimizer(model.parameters(), torch.optim.AdamW, **STEP)
 
 
-@every(2, way=WAYS, strategy=STRATEGIES)
+@every(3, way=WAYS, strategy=STRATEGIES)
 def test_as_the_module_alone(strategy, way):
     mesh = STRATEGIES[strategy][0]
 

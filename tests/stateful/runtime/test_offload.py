@@ -106,7 +106,7 @@ def train_module(comm, strategy, precision, tx, *, offload):
 MODULE_RULES = [fs.optim.adamw(1e-2), fs.optim.sgd(1e-2, momentum=0.9), fs.optim.with_ema(fs.optim.adamw(1e-2), decay=0.5)]
 
 
-@every(2, strategy=FLAT, precision=PRECISIONS, tx=MODULE_RULES)
+@every(3, strategy=FLAT, precision=PRECISIONS, tx=MODULE_RULES)
 def test_modules_have_the_same_bits(strategy, precision, tx):
     """Parameters, whole and as parts, the optimizer's state, averages, and what a state dict brings back."""
 

@@ -116,7 +116,7 @@ def assert_as_planned(measured, mesh):
     assert measured.peak_nbytes == measured.schedule.bound
 
 
-@every(2, microbatches=(1, 2), precision=("float32", "float32 wire"), strategy=STRATEGIES)
+@every(4, microbatches=(1, 2), precision=("float32", "float32 wire"), strategy=STRATEGIES)
 def test_traffic_and_memory_are_those_planned(strategy, precision, microbatches):
     mesh = STRATEGIES[strategy][0]
     for measured in simulate(mesh, lambda comm: measure(comm, strategy, microbatches, precision)):

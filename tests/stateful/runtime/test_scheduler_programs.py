@@ -108,7 +108,7 @@ def test_an_order_that_changes_within_a_step():
         assert step.num_recordings == 4
 
 
-@settings(max_examples=10 if settings.default.max_examples <= 100 else 200)
+@settings(max_examples=10 if settings.default.max_examples <= 60 else 200)
 @given(st.data())
 def test_any_orders_under_any_policy(data):
     strategy = data.draw(st.sampled_from(sorted(STRATEGIES)))

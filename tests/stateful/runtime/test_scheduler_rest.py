@@ -213,7 +213,7 @@ def mixing(state, batch, comm, *, drop=False, second=loss_fn):
     return fs.update(make_tx(), averaged, state, comm=comm), metrics.loss, first, others
 
 
-@every(4, strategy=STRATEGIES, drop=(False, True))
+@every(5, strategy=STRATEGIES, drop=(False, True))
 def test_gradients_of_two_losses(strategy, drop):
     """Within a step, where the first of them are in the arena, and kept beyond it."""
 
@@ -257,7 +257,7 @@ def partly(which):
     return loss
 
 
-@every(4, strategy=STRATEGIES, reduced=(False, True))
+@every(5, strategy=STRATEGIES, reduced=(False, True))
 def test_a_unit_that_only_the_second_of_two_losses_uses(strategy, reduced):
     """Its gradient is zero in the first, when nothing says yet where it will rest."""
 
@@ -314,7 +314,7 @@ def scored(run, strategy, *, keep, microbatches=1):
     return seen, full_params(state, run.comm)
 
 
-@every(6, strategy=STRATEGIES, keep=(False, True), microbatches=(1, 2))
+@every(8, strategy=STRATEGIES, keep=(False, True), microbatches=(1, 2))
 def test_a_forward_between_value_and_grad_and_update(strategy, keep, microbatches):
     program = partial(scored, strategy=strategy, keep=keep, microbatches=microbatches)
     assert run_both(program, mesh_of(strategy))[1][0].num_recordings == 1
@@ -325,7 +325,7 @@ def test_a_forward_between_value_and_grad_and_update(strategy, keep, microbatche
 # Gradients in memory of their own
 
 
-@every(4, strategy=STRATEGIES, microbatches=(1, 2))
+@every(5, strategy=STRATEGIES, microbatches=(1, 2))
 def test_keep_gradients(strategy, microbatches):
     """The same bits, and nothing of them in the arena."""
 

@@ -302,7 +302,7 @@ VOCABULARIES = [256, 1000, 8192, 50257]
 OVER_BOUND = {"late": 1.1}  # where gradients rest in a size that no unit in full has
 
 
-@every(2, strategy=STRATEGIES, size=SIZES)
+@every(3, strategy=STRATEGIES, size=SIZES)
 def test_the_arena_of_the_example_is_what_is_live_at_once(strategy, size, monkeypatch):
     for vocab in VOCABULARIES if size != "384 x 48" else (256, 50257):
         for microbatches, nbytes, prefetch in ((1, 4, 1), (2, 2, 2)):

@@ -192,7 +192,7 @@ ORDERS = {
 }
 
 
-@every(2, donate=(False, True), order=ORDERS, strategy=("zero1", "zero2", "zero3", "hfsdp"))
+@every(4, donate=(False, True), order=ORDERS, strategy=("zero1", "zero2", "zero3", "hfsdp"))
 def test_a_step_that_leaves_its_schedule(order, strategy, donate):
     program = training(strategy, ORDERS[order], donate=donate)
     (_, _), [step] = run_both(program, STRATEGIES[strategy][0], **JOINED)
@@ -208,7 +208,7 @@ def cut(params, batch, comm):
     return torch.nn.functional.cross_entropy(fs.forward(head, params["head"], x, comm=comm), batch["y"])
 
 
-@every(2, strategy=("zero1", "zero2", "zero3"), policy=({}, {"reduce": "delayed"}, {"reduce_buffers": 2}, {"sum_late": False}))
+@every(4, strategy=("zero1", "zero2", "zero3"), policy=({}, {"reduce": "delayed"}, {"reduce_buffers": 2}, {"sum_late": False}))
 def test_a_backward_that_leaves_while_buckets_are_reduced(strategy, policy):
     """What is under way is finished, what of a bucket was collected is reduced by itself, and the rest is zero."""
 
