@@ -1,6 +1,6 @@
 """One process on one GPU, over NCCL, in bfloat16: ``python -m benchmarks.gpu --help``.
 
-Collectives along an axis of size 1 send nothing, yet everything around them happens: ``Policy(trivial_axes=True)`` has
+Collectives along an axis of size 1 send nothing, yet everything around them happens: ``DebugPolicy(trivial_axes=True)`` has
 fsharp run them, FSDP2 copies instead. What is measured is therefore the host and the device of one rank, not a network.
 """
 
@@ -30,6 +30,7 @@ from benchmarks.overlap import GATHER, REDUCE, overlap
 from benchmarks.report import Table, commit, on_terminal, ranged
 from benchmarks.stats import ratio, times, turn
 from benchmarks.steps import LossMismatch
+from fsharp.testing import DebugPolicy
 
 SHAPES = {"large": llama.LARGE, "small": llama.SMALL}
 BASE = "FSDP2"
@@ -98,7 +99,7 @@ def builders(shape: llama.Shape, mesh: DeviceMesh) -> dict[str, Builder]:
         "autocast": lambda: c.ModuleContender("autocast", Autocast(llama.build(shape, device=kind), kind)),
         BASE: lambda: _fsdp2(shape, mesh),
         MEGATRON: lambda: _megatron(shape),
-        OURS: lambda: ours(OURS, fs.Policy(trivial_axes=True)),
+        OURS: lambda: ours(OURS, DebugPolicy(trivial_axes=True)),
         SKIPPED: lambda: ours(SKIPPED, fs.Policy()),
     }
 
@@ -182,7 +183,7 @@ def measure(
         "absent": absent,
         "losses": losses,
         "largest_relative_difference_of_first_losses": difference,
-        "overlap": profile(_ours(shape, mesh, OURS, fs.Policy(trivial_axes=True)), batches, device),
+        "overlap": profile(_ours(shape, mesh, OURS, DebugPolicy(trivial_axes=True)), batches, device),
     }
 
 

@@ -1,8 +1,9 @@
 """What a library adds on the host: many tiny blocks in one process, against the same model without the library.
 
 At one rank nothing is sent, by nobody: FSDP2 copies each parameter where it would gather, and each gradient where it would
-reduce. ``fsharp`` would skip all of that along an axis of size 1; ``trivial_axes`` makes it copy too. What is timed is a
-whole training step, fused AdamW included, and once more forward, backward and reduction without the optimizer.
+reduce. ``fsharp`` would skip all of that along an axis of size 1; ``DebugPolicy(trivial_axes=True)`` makes it copy too.
+What is timed is a whole training step, fused AdamW included, and once more forward, backward and reduction without the
+optimizer.
 """
 
 from collections.abc import Callable
@@ -13,6 +14,7 @@ from benchmarks import contenders as c
 from benchmarks import gpt
 from benchmarks.options import Options
 from benchmarks.steps import compare_losses, interleaved
+from fsharp.testing import DebugPolicy
 
 BASE = {
     "FSDP2": "module",
@@ -36,7 +38,7 @@ def everyone(shape: gpt.Shape, comm: fs.Comm) -> list[c.Contender]:
         c.ModuleContender("module", gpt.build(shape)),
         c.FunctionContender("functions", shape),
         c.fsdp2(shape, mesh),
-        ours("fsharp zero3", fs.Policy(trivial_axes=True)),
+        ours("fsharp zero3", DebugPolicy(trivial_axes=True)),
         ours("fsharp zero3, axis skipped", fs.Policy()),
         ours("fsharp zero3, blocking", None),
     ]

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import fsharp as fs
+from fsharp.testing import DebugPolicy
 from fsharp.testing.simulate import ThreadComm
 from tests.scheduling import HYBRID, ON_TWO_AXES, STRATEGIES
 
@@ -152,7 +153,7 @@ class Here:
             options["reduce"] = "ready" if "reduce" in options else "delayed"
         if self.always("a memory budget"):
             options["memory_budget"] = 600
-        return fs.Policy(poison=True, **options)
+        return DebugPolicy(poison=True, **options)
 
     def batch(self, step: int) -> dict[str, torch.Tensor]:
         """This rank's inputs and targets."""

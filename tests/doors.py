@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fsharp as fs
 from fsharp.errors import FsharpError
-from fsharp.testing import simulate
+from fsharp.testing import DebugPolicy, simulate
 from tests.scheduling import DP, FLAT
 
 UNITS, DIM, STEPS, RATE = 3, 4, 3, 0.1
@@ -335,7 +335,7 @@ def run_module(model: Model, strategy: str, policy: fs.Policy, comm: fs.Comm) ->
 
 def run(model: Model, path: str, strategy: str) -> list[Any]:
     """What comes of it on each rank, a Ran or what it raised; two ranks on the blocking path, else one that moves data."""
-    policy = fs.Policy(trivial_axes=True, poison=True)
+    policy = DebugPolicy(trivial_axes=True, poison=True)
     if path == "blocking":
         one = partial(run_functions, model, strategy, None)
     else:
@@ -346,7 +346,7 @@ def run(model: Model, path: str, strategy: str) -> list[Any]:
 
 def run_on_two_ranks(model: Model, strategy: str) -> list[Any]:
     """By a scheduler on two ranks, as the blocking path runs."""
-    return simulate(DP, partial(run_functions, model, strategy, fs.Policy(poison=True)), seed=0, timeout=20)
+    return simulate(DP, partial(run_functions, model, strategy, DebugPolicy(poison=True)), seed=0, timeout=20)
 
 
 def judge(model: Model, expected: Ran, outcome: Any) -> str | None:

@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import fsharp as fs
+from fsharp.testing import DebugPolicy
 from tests.scheduling import STRATEGIES
 
 VOCAB, DIM = 11, 6
@@ -112,7 +113,7 @@ def wrap(comm, strategy, kind="plain", *, units=(Block,), optimizer=torch.optim.
     """A sharded model and its optimizer."""
     strategy = STRATEGIES[strategy][1] if isinstance(strategy, str) else strategy
     model = fs.shard_module(
-        make(kind), mesh=comm, strategy=strategy, units=units and list(units), policy=fs.Policy(poison=True), **options
+        make(kind), mesh=comm, strategy=strategy, units=units and list(units), policy=DebugPolicy(poison=True), **options
     )
     return model, fs.ShardedOptimizer(model.parameters(), optimizer, **ADAMW)
 

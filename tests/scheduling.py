@@ -1,7 +1,7 @@
 """What tests of the scheduler share: strategies and policies by name, training by either path, programs run by both."""
 
 from collections import Counter
-from dataclasses import replace
+from dataclasses import fields
 from functools import partial
 from itertools import product
 from typing import Any, NamedTuple
@@ -12,7 +12,7 @@ import torch
 
 import fsharp as fs
 from fsharp.functional.loss import split_batch
-from fsharp.testing import simulate
+from fsharp.testing import DebugPolicy, simulate
 from tests.gpt_like import loss_fn, make_batches, make_params
 
 DP = fs.Mesh({"dp": 2})
@@ -110,7 +110,11 @@ def train(
     """Some steps by a scheduler with a policy, or, without one, by the blocking path."""
     state = make_state(comm, strategy, tx=tx, params=params, **plan_options)
     step = fs.train_step(loss, tx or make_tx(), microbatches=microbatches, donate=donate)
-    call = partial(step, comm=comm) if policy is None else fs.Scheduler(comm, **{"poison": True, **policy})(step)
+    call = (
+        partial(step, comm=comm)
+        if policy is None
+        else fs.Scheduler(comm, policy=DebugPolicy(**{"poison": True, **policy}))(step)
+    )
     losses = []
     for batch in my_batches(comm, steps):
         state, metrics = call(state, batch)
@@ -167,8 +171,8 @@ def run_both(program, mesh=DP, *, compare=assert_same, policy=None, **options):
     """
 
     def scheduled(comm):
-        chosen = replace(policy, poison=True) if policy else fs.Policy(**{"poison": True, **options})
-        here = Program(comm, fs.Scheduler(comm, policy=chosen))
+        settings = {field.name: getattr(policy, field.name) for field in fields(policy)} if policy else options
+        here = Program(comm, fs.Scheduler(comm, policy=DebugPolicy(**{"poison": True, **settings})))
         return program(here), here.scheduled
 
     expected = simulate(mesh, lambda comm: program(Program(comm)), timeout=20)

@@ -18,7 +18,7 @@ from benchmarks import alternating, gpt, gpu, host, llama, memory, prediction, r
 from benchmarks import contenders as c
 from benchmarks.options import Options, parse
 from benchmarks.overlap import GATHER, REDUCE, common, length, merged, overlap
-from fsharp.testing import processes, simulate
+from fsharp.testing import DebugPolicy, processes, simulate
 
 ROOT = Path(__file__).parents[1]
 TINY = gpt.Shape(vocab=16, dim=16, layers=2, heads=2, time=8, batch=2)
@@ -388,7 +388,7 @@ def test_unions_and_intersections():
 def test_a_profile_on_the_cpu_has_the_marks():
     """The marks reach the trace; what the device does about them needs a device."""
     comm = fs.SingleComm()
-    contender = c.sharded("", TINY, comm, fs.zero3("dp"), fs.Policy(trivial_axes=True))
+    contender = c.sharded("", TINY, comm, fs.zero3("dp"), DebugPolicy(trivial_axes=True))
     gpu.mark(contender.scheduler.transport)
     batches = gpt.batches(TINY, 0)
     for batch in batches[:3]:

@@ -236,9 +236,9 @@ def check_races(engine: Scheduler | ShardedModule) -> Iterator[RaceReport]:
     Not seen is what does not pass torch's dispatcher, such as memory shared with numpy, or other threads.
 
     >>> import torch, fsharp as fs
-    >>> from fsharp.testing import check_races
+    >>> from fsharp.testing import DebugPolicy, check_races
     >>> mesh = fs.Mesh({"dp": 1})
-    >>> scheduler = fs.Scheduler(fs.SingleComm(mesh), sum_late=False, trivial_axes=True)
+    >>> scheduler = fs.Scheduler(fs.SingleComm(mesh), policy=DebugPolicy(sum_late=False, trivial_axes=True))
     >>> loss = lambda params, x, comm: fs.forward(torch.mul, params, x, comm=comm).sum()
     >>> step = scheduler(fs.train_step(loss, fs.optim.sgd(0.1)))
     >>> layout = fs.plan(torch.ones(8), mesh, fs.zero3("dp"))
@@ -251,7 +251,8 @@ def check_races(engine: Scheduler | ShardedModule) -> Iterator[RaceReport]:
 
     Args:
         engine: a scheduler, or a module that has one, on a CPU. Its policy has to be that of a device with streams:
-            ``sum_late=False``; and ``trivial_axes=True`` on a mesh of one rank, so that collectives run at all, as copies.
+            ``sum_late=False``; and ``DebugPolicy(trivial_axes=True)`` on a mesh of one rank, so that collectives run at all,
+            as copies.
             On more ranks use it within :func:`simulate`, once in each rank.
 
     Returns:
@@ -290,7 +291,7 @@ def _check(scheduler: Scheduler) -> None:
     if scheduler.transport.innermost.is_async:
         raise ScheduleError(
             "check_races(): collectives run in threads of their own, which it does not see. Use a SingleComm with "
-            "trivial_axes=True, or ranks made by fsharp.testing.simulate()."
+            "DebugPolicy(trivial_axes=True), or ranks made by fsharp.testing.simulate()."
         )
     if scheduler.policy.sum_late:
         raise ScheduleError(
@@ -298,7 +299,9 @@ def _check(scheduler: Scheduler) -> None:
             "a device with streams follows."
         )
     if scheduler.mesh.size == 1 and not scheduler.policy.trivial_axes:
-        raise ScheduleError("check_races(): on one rank no collective runs, and nothing is checked: pass trivial_axes=True.")
+        raise ScheduleError(
+            "check_races(): on one rank no collective runs, and nothing is checked: pass policy=DebugPolicy(trivial_axes=True)."
+        )
 
 
 def _here(scheduler: Scheduler) -> str:

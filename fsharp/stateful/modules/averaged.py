@@ -28,7 +28,7 @@ def averaged(session: Session, opt: Any) -> Iterator[None]:
     averages = _averages(opt)
     if session.is_averaged:
         raise ScheduleError("averaged(): the model has its averages already.")
-    session.check_idle("averaged()")
+    session.step.give_up("averaged()")
     session.kept.check_untouched()
 
     def one(node: Sharded) -> Sharded:

@@ -1,41 +1,20 @@
 """torch.autograd.grad with respect to parameters of a sharded module."""
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from fsharp.errors import ScheduleError
-from fsharp.stateful.modules.mean_gradients import MeanGradients
-from fsharp.stateful.modules.parameter import Part, ShardedParameter
-
-
-class GradientOwner(Protocol):
-    """What it has to know of a session."""
-
-    is_accumulating: bool
-    means: MeanGradients
-
-    @property
-    def is_fed(self) -> bool:
-        """Whether backward passes of this step have left gradients."""
-
-    @property
-    def sinks(self) -> list[torch.Tensor]:
-        """What a backward of the step that is under way goes to."""
-
-    def clear_up(self) -> None:
-        """Begin anew after an error."""
-
-    def discard(self) -> None:
-        """Forget the gradients there are."""
-
+from fsharp.stateful.modules.module_step import ModuleStep
+from fsharp.stateful.modules.parameter import GradientSource, Part, ShardedParameter
 
 _WHERE = "torch.autograd.grad() with respect to parameters of a ShardedModule"
 
 
 def differentiate(
-    session: GradientOwner,
+    owner: GradientSource,
+    step: ModuleStep,
     outputs: Any,
     inputs: Sequence[torch.Tensor],
     *,
@@ -62,21 +41,21 @@ def differentiate(
             "`fn, params = model.functional()`: torch.func works on that."
         )
     for x in inputs:
-        if isinstance(x, ShardedParameter) and x._gradients() is not session:  # type: ignore[comparison-overlap]
+        if isinstance(x, ShardedParameter) and x._gradients() is not owner:
             raise ScheduleError(f"{_WHERE}: {x.path!r} is one of another module. Call it for each of the modules.")
-    session.clear_up()
-    if session.is_accumulating or session.means.tree is not None or session.is_fed:
+    step.clear_up()
+    if step.is_accumulating or step.means.tree is not None or step.is_fed:
         raise ScheduleError(
             f"{_WHERE}: other backward passes have left gradients in this step, or were told to. Call it before them, or "
             "after optimizer.step() or zero_grad()."
         )
-    sinks, others = session.sinks, [x for x in inputs if not isinstance(x, ShardedParameter)]
+    sinks, others = step.sinks, [x for x in inputs if not isinstance(x, ShardedParameter)]
     found: tuple[torch.Tensor | None, ...] = ()
     if sinks or others:
         found = torch.autograd.grad(outputs, [*sinks, *others], grad_outputs, retain_graph=retain_graph, allow_unused=True)
     rest = iter(found[len(sinks) :])
-    result = [session.means.part(x.path) if isinstance(x, ShardedParameter) else next(rest) for x in inputs]
-    session.discard()
+    result = [step.means.part(x.path) if isinstance(x, ShardedParameter) else next(rest) for x in inputs]
+    step.discard()
     for i, (x, grad) in enumerate(zip(inputs, result, strict=True)):
         if grad is None and materialize_grads:
             result[i] = Part.of(torch.zeros_like(x.local), x) if isinstance(x, Part) else torch.zeros_like(x)

@@ -44,12 +44,12 @@ class ShardedModule(nn.Module):
 
         Gradients add up: divide losses by their number, as everywhere in torch. What is accumulated is not in ``.grad`` yet.
         """
-        session = _session(self)
-        before, session.is_accumulating = session.is_accumulating, True
+        step = _session(self).step
+        before, step.is_accumulating = step.is_accumulating, True
         try:
             yield
         finally:
-            session.is_accumulating = before
+            step.is_accumulating = before
 
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
         """Scale gradients such that their 2-norm over all ranks is at most ``max_norm``; the norm before, on every rank.
@@ -60,12 +60,12 @@ class ShardedModule(nn.Module):
         Cost: one small ``all_reduce`` for each axis.
         """
         session = _session(self)
-        if session.means.tree is None:
+        if session.step.means.tree is None:
             raise ScheduleError("clip_grad_norm_(): there are no gradients: call it after a backward that does not accumulate.")
-        norm = session.means.norm()
+        norm = session.step.means.norm()
         scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-        session.means.each(lambda buffer: buffer.mul_(scale))
-        session.means.said.append(f"clip {max_norm!r}")
+        session.step.means.each(lambda buffer: buffer.mul_(scale))
+        session.step.means.said.append(f"clip {max_norm!r}")
         return norm
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -74,7 +74,7 @@ class ShardedModule(nn.Module):
         Raises:
             ScheduleError: ``set_to_none=False``: there is no zero gradient that would be kept.
         """
-        _session(self).discard(set_to_none=set_to_none)
+        _session(self).step.discard(set_to_none=set_to_none)
 
     # ------------------------------------------------------------ crossing over
 
@@ -125,7 +125,7 @@ class ShardedModule(nn.Module):
     @property
     def step(self) -> Scheduled:
         """The training step, once there was one: ``model.step.schedule``, ``model.step.trace()``."""
-        return _session(self).schedule
+        return _session(self).step.scheduled
 
     # ------------------------------------------------------------ whole parameters
 

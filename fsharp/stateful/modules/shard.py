@@ -2,13 +2,16 @@
 
 import os
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import optree
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from fsharp.errors import MeshError, TreeError
 from fsharp.functional.comm.process_group import ProcessGroupComm, connect
@@ -29,7 +32,6 @@ from fsharp.stateful.modules.parameter import ShardedParameter
 from fsharp.stateful.modules.parameter_slots import Units, chosen_modules, leafmost
 from fsharp.stateful.modules.session import Session
 from fsharp.stateful.modules.side_outputs import refuse_kept
-from fsharp.stateful.modules.stale_optimizers import refuse_stale_optimizers
 from fsharp.stateful.runtime.scheduler import Scheduler
 from fsharp.stateful.schedule.policy import Policy
 
@@ -127,7 +129,7 @@ def shard_module(
         each = module.get_submodule(path)
         each.__dict__["_fsharp"] = (session, path)
         enter_by(each, entries[path], *([ShardedModule] if not path else []))
-    refuse_stale_optimizers(before)
+    _refuse_stale_optimizers(before)
     assert isinstance(module, ShardedModule)
     return module
 
@@ -166,3 +168,33 @@ def _comm(mesh: DeviceMesh | Mesh | Comm | None) -> Comm:
     if not isinstance(mesh, Comm):
         raise MeshError(f"shard_module(mesh=...): got {type(mesh).__name__}, expected a DeviceMesh, a Mesh or a Comm.")
     return mesh
+
+
+_replaced = WeakTensorKeyDictionary()
+"""Parameters from before their module was sharded, which an optimizer may still have."""
+
+
+def _refuse_stale_optimizers(old: Iterable["weakref.ref[nn.Parameter]"]) -> None:
+    """Have optimizers that have any of these parameters refuse to step.
+
+    Cost: nothing if nobody has them any more, else a look at the parameters of every optimizer of torch with each step.
+    """
+    for reference in old:
+        if (parameter := reference()) is not None:
+            _replaced[parameter] = None
+            _watch_optimizers()
+
+
+@cache
+def _watch_optimizers() -> None:
+    register_optimizer_step_pre_hook(_refuse_step)
+
+
+def _refuse_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
+    if not _replaced or not any(p in _replaced for group in optimizer.param_groups for p in group["params"]):
+        return
+    name = type(optimizer).__name__
+    raise TreeError(
+        f"step(): this {name} was made before shard_module(), which has put other parameters in the place of those that it "
+        f"has: it would train nothing. Make it afterwards: fs.ShardedOptimizer(model.parameters(), {name}, ...)."
+    )

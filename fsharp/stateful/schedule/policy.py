@@ -45,8 +45,6 @@ class Policy:
             None leaves it to the scheduler, which knows the device.
         one_stream: gathers and reductions share a stream.
         separate_groups: gathers and reductions have process groups of their own.
-        trivial_axes: run collectives along axes of size 1 too, which otherwise cost nothing: to measure on one device.
-        poison: fill memory with NaN when it is released, so that a use after release shows.
 
     Raises:
         ScheduleError: a value out of range.
@@ -67,8 +65,10 @@ class Policy:
     sum_late: bool | None = None
     one_stream: bool = False
     separate_groups: bool = True
-    trivial_axes: bool = False
-    poison: bool = False
+
+    # Those of a fsharp.testing.DebugPolicy: without annotations they are no fields.
+    poison = False
+    trivial_axes = False
 
     def __post_init__(self) -> None:
         least = {"prefetch": 0, "reduce_buffers": 1, "finish_buffers": 1, "bucket_nbytes": 0}

@@ -31,7 +31,7 @@ import difflib
 import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from itertools import groupby
 from typing import Any, Literal, get_args
 
@@ -197,7 +197,8 @@ class Schedule:
                 for op in data["ops"]
             )
             link = data["policy"]["link"]
-            policy = Policy(**{**data["policy"], "link": Link(**link) if link else None})
+            settings = {field.name: data["policy"][field.name] for field in fields(Policy)}
+            policy = Policy(**{**settings, "link": Link(**link) if link else None})
             return Schedule(program, policy, ops, data["arena"], data["bound"])
         except (ValueError, TypeError, KeyError) as error:
             raise ScheduleError(f"Schedule.from_json(): not a schedule: {error!r}.") from error

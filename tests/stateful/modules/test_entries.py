@@ -7,7 +7,7 @@ from torch import nn
 
 import fsharp as fs
 from fsharp.errors import LayoutError, PatternError
-from fsharp.testing import processes, simulate
+from fsharp.testing import DebugPolicy, processes, simulate
 from tests import modules
 from tests.modules import Block, Net, close, values, wrap
 from tests.scheduling import DP, STRATEGIES, assert_same, every
@@ -84,7 +84,7 @@ def train(model, optimizer, data, way):
 def sharded(comm, strategy, **options):
     """A model with entry points, and its optimizer."""
     options = {"methods": METHODS, "units": [Block], **options}
-    model = fs.shard_module(make(), mesh=comm, strategy=STRATEGIES[strategy][1], policy=fs.Policy(poison=True), **options)
+    model = fs.shard_module(make(), mesh=comm, strategy=STRATEGIES[strategy][1], policy=DebugPolicy(poison=True), **options)
     return model, fs.ShardedOptimizer(model.parameters(), torch.optim.AdamW, **STEP)
 
 
@@ -226,7 +226,7 @@ def test_a_root_that_returns_what_a_unit_returns(strategy):
     mesh, where = STRATEGIES[strategy]
 
     def rank_fn(comm):
-        model = fs.shard_module(make(), mesh=comm, strategy=where, units=[Block], policy=fs.Policy(poison=True))
+        model = fs.shard_module(make(), mesh=comm, strategy=where, units=[Block], policy=DebugPolicy(poison=True))
         data = modules.batches(comm, 3, size=8 // comm.mesh.size)
         steps(model, fs.ShardedOptimizer(model.parameters(), torch.optim.AdamW, **STEP), data)
         return values(model)

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import fsharp as fs
+from fsharp.testing import DebugPolicy
 from tests import modules
 from tests.modules import Block
 from tests.stateful.runtime.test_gpu_scheduler import comm as comm
@@ -31,7 +32,7 @@ def train(model, optimizer, data):
 def test_as_the_module_alone(comm, strategy, kind):
     alone = modules.make(kind).cuda()
     train(alone, torch.optim.AdamW(alone.parameters(), **ADAMW), batches(5))
-    policy = fs.Policy(trivial_axes=True, poison=True)
+    policy = DebugPolicy(trivial_axes=True, poison=True)
     model = fs.shard_module(modules.make(kind).cuda(), mesh=comm, strategy=strategy("dp"), units=[Block], policy=policy)
     train(model, fs.ShardedOptimizer(model.parameters(), torch.optim.AdamW, **ADAMW), batches(5))
     found = dict(model.full_parameters())

@@ -10,10 +10,10 @@ from torch import nn
 
 import fsharp as fs
 from fsharp.errors import LossError, TreeError
-from fsharp.testing import processes, simulate
+from fsharp.testing import DebugPolicy, processes, simulate
 from tests import modules
 from tests.modules import ADAMW, Block, Net, alone, close, each_strategy, refused, train, values, wrap
-from tests.scheduling import DP, STRATEGIES, assert_same, every
+from tests.scheduling import DP, FLAT, STRATEGIES, assert_same, every
 
 
 @every(3, kind=modules.KINDS, strategy=STRATEGIES)
@@ -114,9 +114,7 @@ def test_optimizers_with_groups_and_a_schedule(name, strategy):
         close(mine, {name: p.detach() for name, p in model.named_parameters()})
 
 
-@pytest.mark.parametrize("groups", [False, True])
-@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD, None])
-@each_strategy
+@every(2, strategy=FLAT, kind=(torch.optim.AdamW, torch.optim.SGD, None), groups=(False, True))
 def test_training_goes_on_with_the_state_of_an_optimizer(strategy, kind, groups):
     def make(model):
         if kind is None:
@@ -471,7 +469,7 @@ def test_it_goes_when_nobody_has_it(kind):
         gc.disable()
         try:
             net = modules.make() if kind == "blocks" else nn.LSTM(3, 4)
-            model = fs.shard_module(net, mesh=comm, strategy=fs.zero1("dp"), policy=fs.Policy(poison=True))
+            model = fs.shard_module(net, mesh=comm, strategy=fs.zero1("dp"), policy=DebugPolicy(poison=True))
             optimizer = fs.ShardedOptimizer(model.parameters(), torch.optim.AdamW, **ADAMW)
             for x, y in modules.batches(comm, 3):
                 loss = model(x, y)["loss"] if kind == "blocks" else model(torch.ones(2, 1, 3))[0].sum()

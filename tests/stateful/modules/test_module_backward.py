@@ -7,7 +7,7 @@ from torch import nn
 
 import fsharp as fs
 from fsharp.errors import LossError, ScheduleError
-from fsharp.testing import simulate
+from fsharp.testing import DebugPolicy, simulate
 from tests import modules
 from tests.modules import ADAMW, Block, close, each_strategy, refused, train, values, wrap
 from tests.scheduling import DP, STRATEGIES, assert_same
@@ -134,7 +134,7 @@ def test_what_modules_return_and_fill(way, strategy):
 
     def rank_fn(comm):
         model = fs.shard_module(
-            make(), mesh=comm, strategy=STRATEGIES[strategy][1], units=[Deep], policy=fs.Policy(poison=True)
+            make(), mesh=comm, strategy=STRATEGIES[strategy][1], units=[Deep], policy=DebugPolicy(poison=True)
         )
         steps(model, fs.ShardedOptimizer(model.parameters(), torch.optim.SGD, lr=0.1))
         return values(model)
@@ -201,7 +201,7 @@ def test_an_error_that_costs_gradients_is_not_passed_over():
 def test_frozen_modules_pass_gradients_on():
     def rank_fn(comm):
         net = modules.make().requires_grad_(False)
-        model = fs.shard_module(net, mesh=comm, strategy=fs.zero3("dp"), units=[Block], policy=fs.Policy(poison=True))
+        model = fs.shard_module(net, mesh=comm, strategy=fs.zero3("dp"), units=[Block], policy=DebugPolicy(poison=True))
         x = torch.linspace(0, 1, 12).view(2, 6).requires_grad_()
         model.layers[1](model.layers[0](x)).sum().backward()
         return x.grad

@@ -8,10 +8,10 @@ import torch
 
 import fsharp as fs
 from fsharp.errors import ScheduleError, TreeError
-from fsharp.testing import simulate
+from fsharp.testing import DebugPolicy, simulate
 from tests import modules
-from tests.modules import Block, each_strategy, train, values, wrap
-from tests.scheduling import DP, STRATEGIES, assert_same
+from tests.modules import Block, train, values, wrap
+from tests.scheduling import DP, FLAT, STRATEGIES, assert_same, every
 
 MIXED = fs.Precision(compute=torch.bfloat16, main=torch.float32)
 
@@ -20,7 +20,7 @@ def pair(comm, strategy, precision=fs.Precision()):
     tx = fs.optim.adamw(1e-2, weight_decay=0.1)
     model = fs.shard_module(
         modules.make("tied"), mesh=comm, strategy=STRATEGIES[strategy][1], units=[Block], precision=precision,
-        policy=fs.Policy(poison=True),
+        policy=DebugPolicy(poison=True),
     )  # fmt: skip
     return model, fs.ShardedOptimizer(model.parameters(), tx), tx
 
@@ -29,9 +29,7 @@ def pointers(tree):
     return {leaf.data_ptr() for leaf in optree.tree_leaves(tree) if isinstance(leaf, torch.Tensor) and leaf.numel()}
 
 
-@pytest.mark.parametrize("scheduled", [False, True])
-@pytest.mark.parametrize("precision", [fs.Precision(), MIXED], ids=["float32", "bfloat16"])
-@each_strategy
+@every(2, strategy=FLAT, precision=(fs.Precision(), MIXED), scheduled=(False, True))
 def test_there_and_back_is_the_same_training(strategy, precision, scheduled):
     """Two steps as a module, two as functions, two as a module: the bits of six steps."""
 

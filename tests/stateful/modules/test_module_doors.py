@@ -11,7 +11,7 @@ from torch import nn
 
 import fsharp as fs
 from fsharp.errors import TreeError
-from fsharp.testing import simulate
+from fsharp.testing import DebugPolicy, simulate
 from tests import modules
 from tests.modules import close, values
 from tests.scheduling import DP, STRATEGIES
@@ -146,7 +146,7 @@ def same_as_torch(door, use, loss=lambda model, out: out, strategy="zero3", *, c
             mesh=comm,
             strategy=STRATEGIES[strategy][1],
             units=[Inner, nn.Linear] if nesting else [Inner, "first", "last"],
-            policy=fs.Policy(poison=True),
+            policy=DebugPolicy(poison=True),
         )
         return steps(model, fs.ShardedOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)), values(model)
 

@@ -8,7 +8,7 @@ from torch import nn
 
 import fsharp as fs
 from fsharp.errors import AgreementError, CommError, ScheduleError, TreeError
-from fsharp.testing import simulate
+from fsharp.testing import DebugPolicy, simulate
 from tests import modules
 from tests.modules import Block, train, values, wrap
 from tests.scheduling import DP, STRATEGIES, assert_same
@@ -424,7 +424,7 @@ def test_a_module_that_several_units_share(strategy):
 
     def rank_fn(comm):
         model = fs.shard_module(
-            make(), mesh=comm, strategy=STRATEGIES[strategy][1], units=[Half], policy=fs.Policy(poison=True)
+            make(), mesh=comm, strategy=STRATEGIES[strategy][1], units=[Half], policy=DebugPolicy(poison=True)
         )
         steps(model, fs.ShardedOptimizer(model.parameters(), torch.optim.SGD, lr=0.5), modules.batches(comm, 4))
         return values(model)

@@ -7,10 +7,10 @@ from torch import nn
 
 import fsharp as fs
 from fsharp.errors import LayoutError, ScheduleError
-from fsharp.testing import processes, simulate
+from fsharp.testing import DebugPolicy, processes, simulate
 from tests import modules
 from tests.modules import DIM, VOCAB, Block, close, each_strategy, values, wrap
-from tests.scheduling import DP, STRATEGIES, assert_same, every
+from tests.scheduling import DP, FLAT, STRATEGIES, assert_same, every
 
 ADAMW = {"lr": 1e-2, "weight_decay": 0.1}
 
@@ -85,11 +85,11 @@ def trained(loss_of, steps):
 
 def sharded(comm, strategy, cls=torch.optim.AdamW, **options):
     strategy = STRATEGIES[strategy][1] if isinstance(strategy, str) else strategy
-    model = fs.shard_module(make(), mesh=comm, strategy=strategy, units=[Choosy.Fork, Block], policy=fs.Policy(poison=True))
+    model = fs.shard_module(make(), mesh=comm, strategy=strategy, units=[Choosy.Fork, Block], policy=DebugPolicy(poison=True))
     return model, fs.ShardedOptimizer(model.parameters(), cls, **(options or ADAMW))
 
 
-@every(3, optimizer=OPTIMIZERS, plan=PLANS, strategy=("ddp", "zero2", "zero3", "hfsdp"))
+@every(4, optimizer=OPTIMIZERS, plan=PLANS, strategy=("ddp", "zero2", "zero3", "hfsdp"))
 def test_parameters_without_a_gradient_are_left_alone(strategy, plan, optimizer):
     """Neither decay nor momentum moves them, and their steps are not counted; as in torch."""
     cls, options = OPTIMIZERS[optimizer]
@@ -218,8 +218,7 @@ def mean_gradients(comm, strategy, kind="plain"):
     return values(model)
 
 
-@pytest.mark.parametrize("kind", [kind for kind in modules.KINDS if "reentrant" not in kind])  # which torch refuses
-@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "zero3"])
+@every(2, strategy=FLAT, kind=[kind for kind in modules.KINDS if "reentrant" not in kind])  # which torch refuses
 def test_autograd_grad_has_the_bits_of_backward(strategy, kind):
     """And changes nothing of the training around it."""
 
@@ -348,7 +347,7 @@ def test_any_number_of_backward_passes_add_up(strategy, ranks):
     def rank_fn(comm):
         net = nn.Linear(3, 1, bias=False)
         nn.init.ones_(net.weight)
-        model = fs.shard_module(net, mesh=comm, strategy=STRATEGIES[strategy][1], policy=fs.Policy(poison=True))
+        model = fs.shard_module(net, mesh=comm, strategy=STRATEGIES[strategy][1], policy=DebugPolicy(poison=True))
         optimizer = fs.ShardedOptimizer(model.parameters(), torch.optim.SGD, lr=0.0)
         found = []
         for i, number in enumerate(numbers):

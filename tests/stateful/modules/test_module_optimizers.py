@@ -6,7 +6,7 @@ from torch import nn
 
 import fsharp as fs
 from fsharp.errors import AgreementError, TreeError
-from fsharp.testing import simulate
+from fsharp.testing import DebugPolicy, simulate
 from tests import modules
 from tests.modules import Block, close, train, values
 from tests.scheduling import DP, STRATEGIES, assert_same
@@ -94,7 +94,7 @@ WHOLE = {
 
 def wrapped(comm, strategy, kind="plain", **options):
     return fs.shard_module(
-        modules.make(kind), mesh=comm, strategy=strategy, units=[Block], policy=fs.Policy(poison=True), **options
+        modules.make(kind), mesh=comm, strategy=strategy, units=[Block], policy=DebugPolicy(poison=True), **options
     )
 
 

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fsharp as fs
 from fsharp.errors import LayoutError, MeshError, TreeError
-from fsharp.testing import processes, simulate
+from fsharp.testing import DebugPolicy, processes, simulate
 from tests import modules
 from tests.modules import close
 from tests.scheduling import assert_same
@@ -128,7 +128,7 @@ def mixture(comm, name):
         mesh=comm,
         strategy={"**": dense, "**.experts": sparse},
         units=[Moe, Experts],
-        policy=fs.Policy(poison=True),
+        policy=DebugPolicy(poison=True),
     )
     data = [(x.chunk(comm.mesh.size)[comm.rank], y.chunk(comm.mesh.size)[comm.rank]) for x, y in modules.batches(None, 4)]
     return model, data
@@ -211,7 +211,9 @@ def test_experts_without_tokens(plan, sparse):
 
     def rank_fn(comm):
         places = {"**": fs.zero3("dp", "ep"), "experts": getattr(fs, sparse)("dp").varying("ep")}
-        model = fs.shard_module(make(Picky, comm), mesh=comm, strategy=places, units=[Picky.Own], policy=fs.Policy(poison=True))
+        model = fs.shard_module(
+            make(Picky, comm), mesh=comm, strategy=places, units=[Picky.Own], policy=DebugPolicy(poison=True)
+        )
         optimizer = fs.ShardedOptimizer(model.parameters(), torch.optim.AdamW, **adamw)
         for x, used in zip(data(4), USED[plan]):
             model(x.chunk(4)[comm.rank], used).backward()
@@ -298,7 +300,7 @@ def tensor_parallel(model, mesh):
 def wrapped(comm, strategy, *args, **options):
     grid = init_device_mesh("cpu", comm.mesh.shape, mesh_dim_names=comm.mesh.names)
     model = tensor_parallel(make(Dense, *args), grid["tp"])
-    return fs.shard_module(model, mesh=grid["dp"], strategy=strategy, units=[Mlp], policy=fs.Policy(poison=True), **options)
+    return fs.shard_module(model, mesh=grid["dp"], strategy=strategy, units=[Mlp], policy=DebugPolicy(poison=True), **options)
 
 
 def my_batches(comm, steps):

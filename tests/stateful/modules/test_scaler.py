@@ -88,8 +88,7 @@ def infinite_on_one_rank(comm, strategy, zero=True):
     return scales, values(model), values(expected)
 
 
-@pytest.mark.parametrize("zero", [True, False], ids=["zero_grad", "none"])
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@every(2, strategy=STRATEGIES, zero=(True, False))
 def test_an_infinity_on_one_rank_is_left_out_on_all(strategy, zero):
     found = simulate(STRATEGIES[strategy][0], lambda comm: infinite_on_one_rank(comm, strategy, zero))
     for scales, mine, expected in found:

@@ -15,7 +15,7 @@ from fsharp.errors import LayoutError, StrategyError
 from fsharp.functional.layout.placement import Place
 from fsharp.testing import processes, simulate
 from tests.gpt_like import loss_fn, make_batches, make_params
-from tests.scheduling import STRATEGIES
+from tests.scheduling import STRATEGIES, every
 
 S, V = fs.layout.Shard, fs.layout.Vary
 DIM, HIDDEN, EXPERTS, VOCAB = 6, 7, 4, 11
@@ -159,8 +159,7 @@ def test_experts_on_their_own_axis_train_as_on_one_rank(name):
     assert not any(torch.equal(a, b) for a, b in zip(optree.tree_leaves(tree), optree.tree_leaves(start)))
 
 
-@pytest.mark.parametrize("microbatches", [1, 2])
-@pytest.mark.parametrize("name", PLACES)
+@every(2, name=PLACES, microbatches=(1, 2))
 def test_a_scheduler_gives_the_same_bits(name, microbatches):
     def rank_fn(scheduled):
         return lambda comm: train(comm, PLACES[name], scheduled=scheduled, microbatches=microbatches)

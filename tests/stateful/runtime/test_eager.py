@@ -10,7 +10,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import fsharp as fs
 from fsharp.errors import ScheduleError
 from fsharp.stateful.units.route import GradientRoute
-from fsharp.testing import simulate
+from fsharp.testing import DebugPolicy, simulate
 from tests.gpt_like import loss_fn
 from tests.scheduling import DP, STRATEGIES, make_state, make_tx, my_batches
 
@@ -18,7 +18,7 @@ from tests.scheduling import DP, STRATEGIES, make_state, make_tx, my_batches
 def emitted(comm, strategy, *, microbatches=1, precision=None):
     """The schedule that the first step of training leaves, and the scheduled function."""
     state = make_state(comm, strategy, **({"precision": precision} if precision else {}))
-    call = fs.Scheduler(comm, poison=True)(fs.train_step(loss_fn, make_tx(), microbatches=microbatches))
+    call = fs.Scheduler(comm, policy=DebugPolicy(poison=True))(fs.train_step(loss_fn, make_tx(), microbatches=microbatches))
     call(state, my_batches(comm, 1)[0])
     return call.emitted(), call
 

@@ -6,6 +6,7 @@ import torch
 
 import fsharp as fs
 from fsharp.functional.layout.sharded import tree_nbytes
+from fsharp.testing import DebugPolicy
 from tests.gpt_like import loss_fn, make_batches, make_params
 from tests.stateful.runtime.test_gpu_scheduler import MESH
 from tests.stateful.runtime.test_gpu_scheduler import comm as comm
@@ -38,7 +39,7 @@ def held(state):
 def test_the_same_bits_from_pinned_memory(comm, strategy, precision, donate):
     tx = fs.optim.chain(fs.optim.clip_by_global_norm(1.0), fs.optim.adamw(1e-2))
     step = fs.train_step(loss_fn, tx, microbatches=2, donate=donate)
-    scheduler = fs.Scheduler(comm, trivial_axes=True, poison=True, offload=True)
+    scheduler = fs.Scheduler(comm, policy=DebugPolicy(trivial_axes=True, poison=True, offload=True))
     scheduled = scheduler(step)
     ours, theirs = start(comm, strategy, tx, precision=precision), start(comm, strategy, tx, precision=precision)
     for batch in batches(6):
@@ -61,7 +62,7 @@ def test_a_module_has_the_same_bits(comm):
     from tests import modules
 
     def train(offload):
-        policy = fs.Policy(trivial_axes=True, offload=offload)
+        policy = DebugPolicy(trivial_axes=True, offload=offload)
         options = {"strategy": fs.zero3("dp"), "units": [modules.Block], "precision": BF16, "policy": policy}
         model = fs.shard_module(modules.make().cuda(), mesh=comm, **options)
         optimizer = fs.ShardedOptimizer(model.parameters(), fs.optim.with_ema(fs.optim.adamw(1e-2), decay=0.5))
@@ -93,7 +94,7 @@ def test_forward_and_backward_have_the_bytes_that_are_on_the_host(comm):
             _, grads = fs.average(loss, fs.reduce_scatter(grads, comm=comm), comm=comm, donate=True)
             return fs.update(tx, grads, state, comm=comm, donate=True)
 
-        scheduled = fs.Scheduler(comm, trivial_axes=True, offload=offload)(step)
+        scheduled = fs.Scheduler(comm, policy=DebugPolicy(trivial_axes=True, offload=offload))(step)
         before = torch.cuda.memory_allocated()
         state = start(comm, fs.zero3, tx, dim=512)
         for batch in batches(5):

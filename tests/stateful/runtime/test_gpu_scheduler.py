@@ -1,4 +1,4 @@
-"""The scheduler on a CUDA device: streams, events, and NCCL at world size 1, by Policy(trivial_axes=True)."""
+"""The scheduler on a CUDA device: streams, events, and NCCL at world size 1, by DebugPolicy(trivial_axes=True)."""
 
 import gc
 
@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import fsharp as fs
+from fsharp.testing import DebugPolicy
 from tests.gpt_like import loss_fn, make_batches, make_params
 
 pytestmark = [
@@ -43,7 +44,7 @@ def batches(count):
 def test_scheduled_steps_have_the_bits_of_blocking_ones(comm, strategy, options):
     tx = fs.optim.adamw(1e-2)
     step = fs.train_step(loss_fn, tx, microbatches=2, donate=True)
-    scheduled = fs.Scheduler(comm, trivial_axes=True, poison=True, **options)(step)
+    scheduled = fs.Scheduler(comm, policy=DebugPolicy(trivial_axes=True, poison=True, **options))(step)
     ours, theirs = start(comm, strategy, tx), start(comm, strategy, tx)
     for batch in batches(6):
         ours, metrics = scheduled(ours, batch)
@@ -58,7 +59,7 @@ def test_a_captured_step_replays_with_the_losses_of_an_eager_one(comm, strategy)
     tx = fs.optim.adamw(fs.optim.warmup_cosine(1e-2, warmup=3, total=20), capturable=True)
     step = fs.train_step(loss_fn, tx, donate=True)
     data = batches(8)
-    scheduled = fs.Scheduler(comm, trivial_axes=True, gather_at_start=False)(step)
+    scheduled = fs.Scheduler(comm, policy=DebugPolicy(trivial_axes=True, gather_at_start=False))(step)
     captured = fs.CapturedStep(scheduled, start(comm, strategy, tx), data[0], warmup=3)
     state = start(comm, strategy, tx)
     for _ in range(3):
@@ -74,7 +75,7 @@ def test_deleting_the_scheduler_frees_its_memory(comm):
     state = start(comm, fs.zero3, tx)
     gc.collect()
     before = torch.cuda.memory_allocated()
-    scheduler = fs.Scheduler(comm, trivial_axes=True)
+    scheduler = fs.Scheduler(comm, policy=DebugPolicy(trivial_axes=True))
     scheduled = scheduler(fs.train_step(loss_fn, tx, donate=True))
     for batch in batches(3):
         state, metrics = scheduled(state, batch)
@@ -91,7 +92,7 @@ def test_deleting_the_scheduler_frees_its_memory(comm):
 
 def test_gathers_run_on_a_stream_of_their_own(comm):
     tx = fs.optim.adamw(1e-2)
-    scheduler = fs.Scheduler(comm, trivial_axes=True)
+    scheduler = fs.Scheduler(comm, policy=DebugPolicy(trivial_axes=True))
     scheduled = scheduler(fs.train_step(loss_fn, tx, donate=True))
     state = start(comm, fs.zero3, tx)
     for batch in batches(3):
@@ -103,7 +104,7 @@ def test_gathers_run_on_a_stream_of_their_own(comm):
 
 def test_the_trace_of_a_gpu_is_by_its_events(comm):
     tx = fs.optim.adamw(1e-2)
-    scheduled = fs.Scheduler(comm, trivial_axes=True)(fs.train_step(loss_fn, tx, donate=True))
+    scheduled = fs.Scheduler(comm, policy=DebugPolicy(trivial_axes=True))(fs.train_step(loss_fn, tx, donate=True))
     state = start(comm, fs.zero3, tx)
     data = batches(6)
     for batch in data[:3]:

@@ -12,7 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import fsharp as fs
 from fsharp.stateful.units import unit_state as copies
 from fsharp.stateful.units.resting import storage_over as window_on
-from fsharp.testing import simulate
+from fsharp.testing import DebugPolicy, simulate
 from tests.gpt_like import block, embed, head, logits, loss_fn, make_params
 from tests.scheduling import (
     assert_same,
@@ -105,7 +105,7 @@ def outlive(comm, *, strategy="zero3", again):
     gc.collect()
     gc.disable()
     try:
-        scheduler = fs.Scheduler(comm, poison=True)
+        scheduler = fs.Scheduler(comm, policy=DebugPolicy(poison=True))
         state, step = make_state(comm, strategy), scheduler(explicit)
         for batch in my_batches(comm, 3):
             grads = reduced = _ = None  # else they are held while the next ones are made

@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 
 import fsharp as fs
-from fsharp.testing import processes
+from fsharp.testing import DebugPolicy, processes
 from tests.scheduling import (
     DP,
     HYBRID,
@@ -37,8 +37,7 @@ def found():
         return seen, kept, full_params(state, run.comm)
 
     def both(comm, program):
-        policy = {"poison": True}
-        return program(Program(comm)), program(Program(comm, fs.Scheduler(comm, **policy)))
+        return program(Program(comm)), program(Program(comm, fs.Scheduler(comm, policy=DebugPolicy(poison=True))))
 
     def off_the_plan(run, strategy, departure, keep):
         state, step, seen = make_state(run.comm, strategy), run.wrap(departing), []
@@ -92,7 +91,10 @@ def test_gradients_outlive_their_scheduler_in_processes(found):
 def test_a_forward_between_value_and_grad_and_update_in_four_processes():
     def rank_fn(comm):
         programs = [partial(scored, strategy=strategy, keep=True) for strategy in ("hsdp", "hfsdp")]
-        return [(program(Program(comm)), program(Program(comm, fs.Scheduler(comm, poison=True)))) for program in programs]
+        return [
+            (program(Program(comm)), program(Program(comm, fs.Scheduler(comm, policy=DebugPolicy(poison=True)))))
+            for program in programs
+        ]
 
     for result in processes(HYBRID, rank_fn, timeout=100):
         for want, got in result:

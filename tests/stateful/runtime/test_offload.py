@@ -17,7 +17,7 @@ from fsharp.functional.moves import on_device
 from fsharp.stateful.runtime.graphs import _check
 from fsharp.stateful.transport.streams import Lanes
 from fsharp.stateful.units.host import HostBuffers, Offload
-from fsharp.testing import RaceError, check_races, processes, simulate
+from fsharp.testing import DebugPolicy, RaceError, check_races, processes, simulate
 from fsharp.testing.ordering import Keep, Wait, replay
 from tests import modules
 from tests.gpt_like import loss_fn
@@ -92,7 +92,7 @@ def test_so_have_processes(strategy, precision, rule):
 def train_module(comm, strategy, precision, tx, *, offload):
     model = fs.shard_module(
         modules.make(), mesh=comm, strategy=STRATEGIES[strategy][1], units=[modules.Block], precision=PRECISIONS[precision],
-        policy=fs.Policy(offload=offload, poison=True),
+        policy=DebugPolicy(offload=offload, poison=True),
     )  # fmt: skip
     optimizer = fs.ShardedOptimizer(model.parameters(), tx)
     for x, y in modules.batches(comm, 4):
@@ -159,7 +159,7 @@ def steps(
     comm, strategy, precision="bf16", *, tx=RULES["chain"][0], donate=True, count=4, between=lambda state: state, **policy
 ):
     state = make_state(comm, strategy, tx=tx, precision=PRECISIONS[precision])
-    scheduler = fs.Scheduler(comm, offload=True, poison=True, **policy)
+    scheduler = fs.Scheduler(comm, policy=DebugPolicy(offload=True, poison=True, **policy))
     call = scheduler(fs.train_step(loss_fn, tx, donate=donate))
     seen = Seen([], [], [], None)
     for batch in my_batches(comm, 4):
@@ -435,7 +435,7 @@ def test_who_looks_at_what_is_on_its_way_waits():
 
     def run(read):
         comm = fs.SingleComm(fs.Mesh({"dp": 1}))
-        scheduler = fs.Scheduler(comm, offload=True, sum_late=False, trivial_axes=True)
+        scheduler = fs.Scheduler(comm, policy=DebugPolicy(offload=True, sum_late=False, trivial_axes=True))
         tx = fs.optim.adamw(1e-2)
         call, state = scheduler(fs.train_step(loss_fn, tx, donate=True)), make_state(comm, fs.zero3("dp"), tx=tx)
         with check_races(scheduler) as report:

@@ -8,7 +8,7 @@ import torch
 
 import fsharp as fs
 from fsharp.errors import ScheduleError
-from fsharp.testing import RaceError, RaceReport, check_races, simulate
+from fsharp.testing import DebugPolicy, RaceError, RaceReport, check_races, simulate
 from fsharp.testing.ordering import Access, replay
 from fsharp.testing.races import VirtualLanes
 from tests.gpt_like import loss_fn
@@ -30,7 +30,7 @@ def train(name, *, precision="fp32", microbatches=1, steps=3, donate=True, loss=
     strategy = STRATEGIES[name]
     comm = comm or fs.SingleComm(fs.Mesh({axis: 1 for axis, _ in strategy.rules}))
     tx = fs.optim.chain(fs.optim.clip_by_global_norm(1.0), fs.optim.adamw(1e-2))
-    scheduler = fs.Scheduler(comm, sum_late=False, trivial_axes=True, **policy)
+    scheduler = fs.Scheduler(comm, policy=DebugPolicy(sum_late=False, trivial_axes=True, **policy))
     state = make_state(comm, strategy, tx=tx, precision=PRECISIONS[precision])
     step = scheduler(fs.train_step(loss, tx, microbatches=microbatches, donate=donate))
     with check_races(scheduler) as report:
@@ -44,7 +44,7 @@ def train(name, *, precision="fp32", microbatches=1, steps=3, donate=True, loss=
 def train_module(name, *, precision="fp32", microbatches=1, steps=3, tx=None, **policy):
     strategy = STRATEGIES[name]
     comm = fs.SingleComm(fs.Mesh({axis: 1 for axis, _ in strategy.rules}))
-    policy = fs.Policy(sum_late=False, trivial_axes=True, **policy)
+    policy = DebugPolicy(sum_late=False, trivial_axes=True, **policy)
     torch.manual_seed(0)
     model = fs.shard_module(
         Net(3), mesh=comm, strategy=strategy, units="layers.*", precision=PRECISIONS[precision], policy=policy
@@ -157,7 +157,7 @@ def test_gradients_that_are_looked_at_need_the_join_at_the_end_of_the_pass():
 
     def joins(looks):
         comm = fs.SingleComm(fs.Mesh({"dp": 1}))
-        scheduler = fs.Scheduler(comm, sum_late=False, trivial_axes=True)
+        scheduler = fs.Scheduler(comm, policy=DebugPolicy(sum_late=False, trivial_axes=True))
         state = make_state(comm, STRATEGIES["zero3"])
 
         def step(state, batch, comm):
@@ -211,7 +211,9 @@ def test_every_kind_of_wait_is_needed_by_some_configuration():
 
 
 def scheduler_on_streams(**policy):
-    return fs.Scheduler(fs.SingleComm(fs.Mesh({"dp": 1})), **{"sum_late": False, "trivial_axes": True, **policy})
+    return fs.Scheduler(
+        fs.SingleComm(fs.Mesh({"dp": 1})), policy=DebugPolicy(**{"sum_late": False, "trivial_axes": True, **policy})
+    )
 
 
 def train_with(scheduler, loss, steps=3):

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 
 import fsharp as fs
 from fsharp.functional.comm.protocol import Call, sent_nbytes
-from fsharp.testing import processes, simulate
+from fsharp.testing import DebugPolicy, processes, simulate
 from tests.gpt_like import loss_fn
 from tests.scheduling import (
     DP,
@@ -98,7 +98,9 @@ def measure(comm, strategy, microbatches, precision="float32", **policy):
         return loss_fn(params, batch, comm)
 
     state = make_state(comm, strategy, tx=tx, precision=PRECISIONS[precision])
-    step = fs.Scheduler(counting, poison=True, **policy)(fs.train_step(loss, tx, microbatches=microbatches, donate=True))
+    step = fs.Scheduler(counting, policy=DebugPolicy(poison=True, **policy))(
+        fs.train_step(loss, tx, microbatches=microbatches, donate=True)
+    )
     for batch in my_batches(comm, 3, size=12):
         counting.calls.clear()
         state, _ = step(state, batch)
@@ -193,7 +195,7 @@ def by_scheduler(comm):
 
     tx, losses = fs.optim.adamw(1e-2, weight_decay=0.01), []
     state = make_state(comm, "zero3", tx=tx, params=list(params), units="*")
-    step = fs.Scheduler(comm, poison=True)(fs.train_step(loss, tx))
+    step = fs.Scheduler(comm, policy=DebugPolicy(poison=True))(fs.train_step(loss, tx))
     for batch in module_batches(comm):
         state, metrics = step(state, batch)
         losses.append(float(metrics.loss))

@@ -12,7 +12,7 @@ from fsharp.errors import ScheduleError
 from fsharp.functional.comm.protocol import Comm
 from fsharp.stateful.transport.base import Work
 from fsharp.stateful.transport.blocking import BlockingTransport
-from fsharp.testing import simulate
+from fsharp.testing import DebugPolicy, simulate
 from tests.gpt_like import block, embed, head, logits, loss_fn
 from tests.scheduling import (
     DP,
@@ -87,7 +87,7 @@ def run_late(program, strategy, **policy):
     """``program(Program)`` by the blocking path and by a scheduler whose collectives are as late as may be."""
 
     def scheduled(comm: Comm):
-        here = Program(comm, late(fs.Scheduler(comm, poison=True, **policy)))
+        here = Program(comm, late(fs.Scheduler(comm, policy=DebugPolicy(poison=True, **policy))))
         return program(here), here.scheduled
 
     expected = simulate(mesh_of(strategy), lambda comm: program(Program(comm)), timeout=20)
@@ -144,7 +144,7 @@ def test_what_leaves_a_step_is_not_in_the_arena(strategy):
     """Gradients are there while the step runs; those that it returns have memory of their own, and the arena stays."""
 
     def rank_fn(comm):
-        scheduler, within = fs.Scheduler(comm, poison=True), []
+        scheduler, within = fs.Scheduler(comm, policy=DebugPolicy(poison=True)), []
 
         def step(state, batch, comm):
             out = explicit(state, batch, comm)
@@ -330,7 +330,7 @@ def test_keep_gradients(strategy, microbatches):
     """The same bits, and nothing of them in the arena."""
 
     def trained(comm, **policy):
-        scheduler = fs.Scheduler(comm, poison=True, **policy)
+        scheduler = fs.Scheduler(comm, policy=DebugPolicy(poison=True, **policy))
         state, step = make_state(comm, strategy), scheduler(partial(step_with_score, microbatches=microbatches))
         seen, found = [], []
         for batch in my_batches(comm, 4):

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 import fsharp as fs
 from fsharp.errors import LossError, ScheduleError
 from fsharp.stateful.schedule.compile import compile_schedule
-from fsharp.testing import simulate
+from fsharp.testing import DebugPolicy, simulate
 from tests.gpt_like import block, embed, head, logits, loss_fn, make_batches, make_params
 from tests.scheduling import (
     DP,
@@ -443,7 +443,9 @@ def test_parameters_changed_within_a_step_are_refused():
                 x = fs.forward(block, layer, x, comm=comm)
             return F.cross_entropy(fs.forward(head, params["head"], x, comm=comm), batch["y"])
 
-        grads = fs.Scheduler(comm, poison=True)(lambda params, batch, comm: fs.value_and_grad(loss)(params, batch, comm=comm))
+        grads = fs.Scheduler(comm, policy=DebugPolicy(poison=True))(
+            lambda params, batch, comm: fs.value_and_grad(loss)(params, batch, comm=comm)
+        )
         for batch in my_batches(comm, 2):
             grads(state.params, batch)
         armed.append(True)
@@ -493,7 +495,7 @@ def test_after_a_function_has_raised_training_goes_on_with_a_new_scheduler(strat
                 if run.scheduler is not None:
                     with pytest.raises(ScheduleError, match=r"this scheduler is closed(.|\n)*ZeroDivisionError: in the"):
                         step(state, {**batch, "bad": False})
-                    run.scheduler = fs.Scheduler(run.comm, poison=True)
+                    run.scheduler = fs.Scheduler(run.comm, policy=DebugPolicy(poison=True))
                     step = run.wrap(fs.train_step(loss, make_tx()))
             state, metrics = step(state, {**batch, "bad": False})
             losses.append(metrics.loss)
@@ -516,7 +518,7 @@ def test_a_loss_without_gradient(kind, strategy):
     loss, match = LOSSES[kind]
 
     def rank_fn(comm):
-        state, scheduler = make_state(comm, strategy), fs.Scheduler(comm, poison=True)
+        state, scheduler = make_state(comm, strategy), fs.Scheduler(comm, policy=DebugPolicy(poison=True))
         fs.value_and_grad(loss)(state.params, make_batches(1, 4)[0], comm=scheduler)
 
     with pytest.raises(LossError, match=match):
@@ -537,7 +539,7 @@ def test_the_first_gathers_of_a_step_are_made_once():
 
     def rank_fn(comm):
         counting = fs.CountingComm(comm)
-        scheduler = fs.Scheduler(counting, poison=True)
+        scheduler = fs.Scheduler(counting, policy=DebugPolicy(poison=True))
         state, step = make_state(comm, "zero3"), scheduler(fs.train_step(loss_fn, make_tx(), donate=True))
         counts = []
         for batch in my_batches(comm, 4):
@@ -553,7 +555,10 @@ def test_the_first_gathers_of_a_step_are_made_once():
 
 def test_the_same_on_all_ranks():
     def rank_fn(comm):
-        state, step = make_state(comm, "zero3"), fs.Scheduler(comm, poison=True)(fs.train_step(loss_fn, make_tx()))
+        state, step = (
+            make_state(comm, "zero3"),
+            fs.Scheduler(comm, policy=DebugPolicy(poison=True))(fs.train_step(loss_fn, make_tx())),
+        )
         for batch in my_batches(comm, 3):
             state, metrics = step(state, batch)
         return metrics.loss, full_params(state, comm), step.schedule.to_json()

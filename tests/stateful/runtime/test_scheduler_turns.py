@@ -7,7 +7,7 @@ import torch
 
 import fsharp as fs
 from fsharp.functional.comm.protocol import Call
-from fsharp.testing import simulate
+from fsharp.testing import DebugPolicy, simulate
 from tests.gpt_like import block, embed, head, loss_fn
 from tests.scheduling import DP, make_state, make_tx, my_batches
 
@@ -36,7 +36,7 @@ def with_sign(batch, sign):
 def run(comm, way, schedule):
     """Losses and parameters of two programs in turns; with a schedule, what each step has sent, and what it says."""
     counting = fs.CountingComm(comm)
-    runner = fs.Scheduler(counting, poison=True) if schedule else None
+    runner = fs.Scheduler(counting, policy=DebugPolicy(poison=True)) if schedule else None
     wrap = runner or (lambda fn: lambda state, batch: fn(state, batch, comm=counting))
     own = runner.comm if runner else counting
     first, second = make_state(own, "zero3"), make_state(own, "zero3")

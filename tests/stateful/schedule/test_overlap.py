@@ -17,7 +17,7 @@ from fsharp.stateful.transport.gloo import GlooTransport
 from fsharp.stateful.units.facts import facts_of
 from fsharp.stateful.units.gradient import GradientBuffer as Gradient
 from fsharp.stateful.units.unit_state import UnitState
-from fsharp.testing import simulate
+from fsharp.testing import DebugPolicy, simulate
 from tests.gpt_like import loss_fn, make_params
 from tests.scheduling import HYBRID, STRATEGIES, every, gathers, make_state, make_tx, my_batches, train
 from tests.stateful.runtime.test_scheduler_programs import tied_loss, tied_params
@@ -242,7 +242,9 @@ def test_one_rank_moves_nothing(strategy, microbatches):
     def rank_fn(comm):
         counting = fs.CountingComm(comm)
         state = make_state(comm, strategy)
-        step = fs.Scheduler(counting, poison=True)(fs.train_step(loss_fn, make_tx(), microbatches=microbatches))
+        step = fs.Scheduler(counting, policy=DebugPolicy(poison=True))(
+            fs.train_step(loss_fn, make_tx(), microbatches=microbatches)
+        )
         for batch in my_batches(comm, 3):
             state, _ = step(state, batch)
         return counting.calls, step.schedule

@@ -17,7 +17,7 @@ from fsharp.stateful.schedule.schedule import issues
 from fsharp.stateful.transport import coalesced as joint
 from fsharp.stateful.transport.blocking import BlockingTransport
 from fsharp.stateful.transport.counted import CountedTransport
-from fsharp.testing import check_races, processes, simulate
+from fsharp.testing import DebugPolicy, check_races, processes, simulate
 from tests.gpt_like import block, embed, head, loss_fn, make_params
 from tests.modules import Net
 from tests.scheduling import (
@@ -268,8 +268,8 @@ def test_modules(strategy):
             losses.append(loss.detach().clone())
         return losses, {name: p.detach().clone() for name, p in model.full_parameters()}
 
-    alone = simulate(mesh, partial(rank_fn, policy=fs.Policy(bucket_nbytes=0, poison=True)))
-    joined = simulate(mesh, partial(rank_fn, policy=fs.Policy(poison=True, **JOINED)))
+    alone = simulate(mesh, partial(rank_fn, policy=DebugPolicy(bucket_nbytes=0, poison=True)))
+    joined = simulate(mesh, partial(rank_fn, policy=DebugPolicy(poison=True, **JOINED)))
     assert_same(joined, alone)
 
 
@@ -428,7 +428,7 @@ def test_steps_are_free_of_races(strategy, precision, microbatches, one_stream):
 
     def rank_fn(comm):
         tx = fs.optim.adamw(1e-2)
-        scheduler = fs.Scheduler(comm, sum_late=False, poison=True, one_stream=one_stream, **JOINED)
+        scheduler = fs.Scheduler(comm, policy=DebugPolicy(sum_late=False, poison=True, one_stream=one_stream, **JOINED))
         state = make_state(comm, strategy, tx=tx, params=make_params(layers=LAYERS), precision=PRECISIONS[precision])
         step = scheduler(fs.train_step(in_order, tx, microbatches=microbatches, donate=True))
         whole = (0, 1, 2, 3)

@@ -8,6 +8,7 @@ import torch
 
 import fsharp as fs
 from fsharp.stateful.transport.streams import DeviceLanes, Lanes, lanes_for
+from fsharp.testing import DebugPolicy
 from fsharp.testing.ordering import Mark, Wait
 from fsharp.testing.races import VirtualLanes
 from tests.gpt_like import loss_fn
@@ -58,7 +59,7 @@ class FakeStream:
 
 def train(lanes, strategy, **policy):
     comm = fs.SingleComm(MESH)
-    scheduler = fs.Scheduler(comm, sum_late=False, trivial_axes=True, **policy)
+    scheduler = fs.Scheduler(comm, policy=DebugPolicy(sum_late=False, trivial_axes=True, **policy))
     scheduler.lanes = scheduler.executor.lanes = lanes
     tx = fs.optim.adamw(1e-2)
     state, step = make_state(comm, strategy("dp"), tx=tx), scheduler(fs.train_step(loss_fn, tx, microbatches=2, donate=True))

@@ -172,12 +172,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         tx = self._tx or Transform(lambda params: None, _no_updates, {}, self._apply)  # not kept: it holds this optimizer
-        if not self.session.update(tx, self._settings()) and self.session.updated_by not in (None, id(self)):
+        if not self.session.step.update(tx, self._settings()) and self.session.step.updated_by not in (None, id(self)):
             raise ScheduleError(
                 "step(): another optimizer of this module has made the step, and gradients are gone. Put all parameters into "
                 "one ShardedOptimizer, in groups."
             )
-        self.session.updated_by = id(self)
+        self.session.step.updated_by = id(self)
         return loss
 
     def _settings(self) -> str:
@@ -195,7 +195,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         assert self.inner is not None
         if self._generation != self.session.kept.generation:
             self._recut(lambda path: 0, self._states())
-        missing = self.session.means.missing
+        missing = self.session.step.means.missing
         if any(len({path in missing for path, _, _ in run.leaves}) > 1 for run, _ in self._each_run()):
             self._recut(missing.__contains__, self._states())
         for mine, theirs in zip(self.param_groups, self.inner.param_groups, strict=True):
@@ -214,7 +214,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         Raises:
             ScheduleError: ``set_to_none=False``: there is no zero gradient that would be kept.
         """
-        self.session.discard(set_to_none=set_to_none)
+        self.session.step.discard(set_to_none=set_to_none)
 
     @contextmanager
     def averaged(self) -> Iterator[None]:

@@ -45,7 +45,7 @@ class GradScaler(torch.amp.GradScaler):
         if not isinstance(optimizer, ShardedOptimizer):
             return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
         session = optimizer.session
-        grads = session.finished("unscale_()")
+        grads = session.step.finished("unscale_()")
         if grads is None:
             raise ScheduleError("unscale_(): there are no gradients: call it after a backward that does not accumulate.")
         buffers = [buffer for node in units_of(grads) for buffer in node.buffers]
@@ -59,7 +59,7 @@ class GradScaler(torch.amp.GradScaler):
         for group in _by_dtype(buffers):
             torch._amp_foreach_non_finite_check_and_unscale_(group, flag, inverse)
             torch.autograd.graph.increment_version(group)  # it does not say so itself
-        session.means.said.append(f"unscale {float(inverse)!r}")
+        session.step.means.said.append(f"unscale {float(inverse)!r}")
         flag = anywhere(flag, session.calls.specs, session.scheduler)
         return {flag.device: flag[0]}
 

@@ -1,0 +1,241 @@
+"""ModuleStep: the step of a module that is under way, put together from what its user calls."""
+
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+
+from fsharp.errors import LossError, ScheduleError
+from fsharp.functional.comm.protocol import Comm
+from fsharp.functional.layout.sharded import units_of
+from fsharp.functional.moves import reduce_scatter
+from fsharp.functional.sinks import with_sinks
+from fsharp.functional.state import update
+from fsharp.stateful.modules.mean_gradients import MeanGradients, unused_parameters
+from fsharp.stateful.modules.module_state import ModuleState
+from fsharp.stateful.runtime.scheduler import Scheduler
+from fsharp.stateful.runtime.step import Step
+from fsharp.stateful.units.unit_state import UnitState
+
+
+class ModuleStep:
+    """What a function would do between ``value_and_grad`` and ``update``, spread over a user's calls.
+
+    The first forward that may have a backward opens a step, a microbatch ends with a backward pass, and an update closes it.
+
+    Args:
+        kept: what is trained.
+        means: the gradients there are after a backward pass that does not accumulate.
+        scheduler: runs everything.
+
+    Attributes:
+        scheduled: the training step: its schedule, its trace.
+        is_accumulating: whether a backward leaves its gradients where they rest, unreduced over some axes.
+        updated_by: the optimizer that has made the last step, if no forward has come since.
+        params: those that the forwards of this step differentiate; None outside of a step.
+        on_backward: to be called when a backward comes to one of its forwards.
+    """
+
+    def __init__(self, kept: ModuleState, means: MeanGradients, scheduler: Scheduler) -> None:
+        self.kept, self.means, self.scheduler = kept, means, scheduler
+        self.scheduled = scheduler(_not_called)
+        self.scheduled.name = "training step"
+        self.is_accumulating = False
+        self.updated_by: int | None = None
+        self.params: Any = None
+        self.on_backward = partial(_begin, weakref.ref(self))
+        self._run: Step | None = None
+        self._units: list[UnitState] = []
+        self._pass = -1  # the backward pass that is under way
+        self._lost = False  # whether gradients have been given up because of an error, and nobody has asked for that
+
+    @contextmanager
+    def forward(self) -> Iterator[Any]:
+        """A forward of the step that is under way, or of a new one, with the parameters to differentiate."""
+        self.clear_up()
+        if self._run is None:
+            self.kept.check_untouched()
+            self.means.clear()
+            self.updated_by = None
+            run = self._run = self.scheduler.open(self.scheduled, (self.kept.state.params,), {})
+            with self._forgetting(run), self.scheduler.guard(run):
+                self._units = self.scheduler.start_gradients(self.kept.state.params)
+                self.params = with_sinks(self.kept.state.params, self.scheduler)
+            run.on_backward = self.on_backward
+        with self._forgetting(self._run), self.scheduler.guard(self._run):
+            yield self.params
+
+    def clear_up(self) -> None:
+        """After an error begin anew, as all ranks do. A backward that has ended in one gives its step up: autograd does not."""
+        if self._pass not in (-1, torch._C._current_graph_task_id()) and self._run is not None:
+            run = self._run
+            try:
+                with self._forgetting(run), self.scheduler.guard(run):
+                    raise ScheduleError("a backward pass of a module ended in an error")
+            except ScheduleError:
+                self._pass = -1
+        if self._run is None:
+            self.scheduler.reopen()
+
+    @contextmanager
+    def _forgetting(self, run: Step) -> Iterator[None]:
+        """If an error leaves this context, there is no step any more."""
+        try:
+            yield
+        except BaseException:
+            if self._run is run:
+                self._lost = self._lost or self._pass != -1 or run.num_microbatches > 0
+                self._run, self.params, self._pass = None, None, -1
+                self.means.clear()
+            raise
+
+    def _begin_backward(self) -> None:
+        """A backward pass has come to one of the modules."""
+        if self._pass != -1 or self._run is None:
+            return
+        self._pass = torch._C._current_graph_task_id()
+        if self.means.tree is not None:
+            if self.means.are_changed:
+                raise ScheduleError(
+                    "a backward came after gradients had been changed, as by clip_grad_norm_(); what it adds to is their sum "
+                    "over ranks. Change them after the last backward of a step."
+                )
+            self.means.take_back(self._units)
+        self._run.begin_backward(is_last=not self.is_accumulating)
+        torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+
+    def _end_backward(self) -> None:
+        """All gradients of the pass are there."""
+        run, self._pass = self._run, -1
+        if run is None or run.is_in_forward:  # a backward that a forward has called: the microbatch goes on
+            return
+        with self._forgetting(run), self.scheduler.guard(run):
+            self.scheduler.end_microbatch(self._units, self.params)
+            if self.is_accumulating or not self.is_fed:
+                return
+            missing = unused_parameters(self._units, self.scheduler)
+            sums = reduce_scatter(self.scheduler.issue(self._units, self.kept.state.params), comm=self.scheduler)
+            self.means.set(sums, missing)
+
+    @property
+    def is_fed(self) -> bool:
+        """Whether backward passes of this step have left gradients."""
+        return any(unit.gradient is not None and unit.gradient.is_fed for unit in self._units)
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether there are forwards in this step whose backward is to come."""
+        return any(unit.pending > 0 for unit in self._units)
+
+    @property
+    def sinks(self) -> list[torch.Tensor]:
+        """What a backward of the step that is under way goes to."""
+        return [sink for node in units_of(self.params) for sink in node.sinks] if self._run is not None else []
+
+    def update(self, tx: Any, settings: str) -> bool:
+        """New parameters by a transformation of the gradients, if there are any; whether there were.
+
+        Args:
+            tx: the transformation.
+            settings: what ranks have to have in common, such as learning rates.
+
+        Raises:
+            LossError: gradients that wait for more microbatches.
+        """
+        if self.finished("step()") is None:
+            return False
+        run = self._run
+        assert run is not None
+        self.kept.check_untouched()
+        self.scheduler.account(f"{settings} {self.means.changes()}")
+        with self._forgetting(run), self.scheduler.guard(run):
+            self.kept.state = update(tx, self.means.tree, self.kept.state, comm=self.scheduler, donate=True)
+            self.means.clear()
+            self.scheduler.close(run)
+        self._run = self.params = None
+        self.kept.stamp()
+        return True
+
+    def finished(self, where: str) -> Any:
+        """The gradients, if there are any, for ``where``, which is about to use them.
+
+        Raises:
+            LossError: they wait for more microbatches, or an error has cost them.
+        """
+        self.clear_up()
+        if self._lost:
+            raise LossError(f"{where}: an error has cost the gradients of this step. Call zero_grad(), and compute them again.")
+        if self.means.tree is None and self._run is not None and self.is_fed:
+            raise LossError(
+                f"{where}: all backward passes so far were told to accumulate. Leave `with model.accumulate():` before the "
+                "last one."
+            )
+        return self.means.tree
+
+    def discard(self, *, set_to_none: bool = True) -> None:
+        """Forget the gradients there are; a forward whose backward is to come stays."""
+        if not set_to_none:
+            raise ScheduleError(
+                "zero_grad(set_to_none=False): gradients have no memory between steps, so that a parameter that is not used in "
+                "the next one has none, and not zero. Leave out the argument."
+            )
+        self.clear_up()
+        self.means.clear()
+        run, self._lost = self._run, False
+        if run is None or not self.is_fed:
+            return
+        if self.is_pending:
+            raise ScheduleError(
+                "zero_grad(): between a forward and its backward, when other backward passes have left gradients. "
+                "Call it before the forward."
+            )
+        with self._forgetting(run), self.scheduler.guard(run):
+            self.scheduler.close(run)
+        self._run, self.params = None, None
+
+    def drop_gradient(self, path: str) -> None:
+        """A gradient has been set to None; once all are, none has been."""
+        if self.means.tree is not None:
+            self.means.drop(path)
+            if self.means.are_dropped:
+                self.discard()
+
+    def give_up(self, where: str) -> None:
+        """End a step that has forwards alone, on all ranks alike, for ``where``.
+
+        Raises:
+            ScheduleError: backward passes have left gradients, or one is under way.
+        """
+        self.clear_up()
+        run = self._run
+        if run is None:
+            return
+        if self.is_fed or self._pass != -1:
+            raise ScheduleError(
+                f"{where}: a step is under way, in which backward passes have left gradients. Call it after optimizer.step() "
+                "or zero_grad(), or before the first backward."
+            )
+        with self._forgetting(run), self.scheduler.guard(run):
+            self.scheduler.close(run)
+        self._run = self.params = None
+        run.on_backward = partial(_refuse_backward, where)
+
+
+def _refuse_backward(where: str) -> None:
+    raise ScheduleError(
+        f"a backward came to a forward that {where} has given up, as no backward had come before. Call the backward before "
+        f"{where}, or call the model again after it."
+    )
+
+
+def _not_called(*args: Any, comm: Comm) -> None:
+    raise AssertionError("a step of a module is not one function")
+
+
+def _begin(step: "weakref.ref[ModuleStep]") -> None:
+    alive = step()
+    if alive is not None:
+        alive._begin_backward()
