@@ -202,7 +202,7 @@ def test_clipping(strategy):
         [(x, y)] = modules.batches(comm, 1)
         model(x, y)["loss"].backward()
         norm = model.clip_grad_norm_(0.1)
-        return norm, fs.optim.global_norm(model.__dict__["_fsharp"][0].means.tree, comm=comm)
+        return norm, fs.optim.global_norm(model.__dict__["_fsharp"][0].step.means.tree, comm=comm)
 
     model = modules.make()
     [(x, y)] = modules.batches(None, 1)
