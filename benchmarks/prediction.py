@@ -68,7 +68,7 @@ def measure(options: Options, comm: fs.Comm, say: Callable[[str], None]) -> dict
         own = replace(hardware, compute=traces[ALONE].compute_times(), update_s=traces[ALONE].update_time())
         alone = scaled(own, found[ALONE].scheduled.schedule, times(rounds, ALONE).median)
         shared = replace(alone, update_s=alone.update_s / options.nproc)
-        rows[name] = _row(over_ranks(rounds)[1], fs.inspect.simulate(schedule, shared).step_s)
+        rows[name] = _row(over_ranks(rounds)[1], fs.inspect.predict(schedule, shared).step_s)
     assert hardware is not None
     return {
         "shapes": rows,
@@ -83,7 +83,7 @@ def scaled(hardware: fs.inspect.Hardware, schedule: fs.schedule.Schedule, step_s
 
     Medians of parts do not add up to the median of their sum, and between the parts the host does something too.
     """
-    factor = step_s / fs.inspect.simulate(schedule, hardware).step_s
+    factor = step_s / fs.inspect.predict(schedule, hardware).step_s
     assert isinstance(hardware.compute, Mapping)
     compute = {unit: (factor * forward, factor * backward) for unit, (forward, backward) in hardware.compute.items()}
     return replace(

@@ -67,10 +67,10 @@ from fsharp.functional.materialize import init_params as init_params
 from fsharp.functional.materialize import shard as shard
 from fsharp.functional.moves import gather as gather
 from fsharp.functional.moves import reduce_scatter as reduce_scatter
-from fsharp.functional.predict import step_traffic as step_traffic
 from fsharp.functional.state import TrainState as TrainState
 from fsharp.functional.state import init_state as init_state
 from fsharp.functional.state import update as update
+from fsharp.functional.traffic import step_traffic as step_traffic
 from fsharp.functional.train import LossFn as LossFn
 from fsharp.functional.train import train_step as train_step
 from fsharp.functional.train import value_and_grad as value_and_grad

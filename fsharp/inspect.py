@@ -6,13 +6,13 @@ fs.inspect.draw_sharding(layout, "sharding.png")
 
 trace = step.trace()  # of a scheduled function; then some steps
 hardware = fs.inspect.Hardware.fit(trace, schedule)
-predicted = fs.inspect.simulate(other_schedule, hardware)
+predicted = fs.inspect.predict(other_schedule, hardware)
 print(fs.inspect.compare(predicted, trace.timeline(schedule)))
 """
 
 from fsharp.stateful.inspect.draw import draw as draw
 from fsharp.stateful.inspect.estimate import Hardware as Hardware
-from fsharp.stateful.inspect.estimate import simulate as simulate
+from fsharp.stateful.inspect.estimate import predict as predict
 from fsharp.stateful.inspect.perfetto import perfetto as perfetto
 from fsharp.stateful.inspect.sharding import draw_sharding as draw_sharding
 from fsharp.stateful.inspect.table import table as table

@@ -24,11 +24,11 @@ def unit_facts(draw, name):
         return UnitFacts(name, gathered, trainable=False, gather=gather)
     outgoing = draw(st.one_of(st.just(0), nbytes, nbytes))
     reduce = draw(st.sampled_from([(REDUCE,), (REDUCE, FINISH), ()])) if outgoing else ()
-    finish, spread = draw(st.sampled_from([(), (FINISH,)])), draw(st.sampled_from([(), (SPREAD,)]))
+    finish, update_gather = draw(st.sampled_from([(), (FINISH,)])), draw(st.sampled_from([(), (SPREAD,)]))
     finishing = draw(st.one_of(st.just(0), nbytes)) if finish else 0
     rest = draw(st.one_of(st.just(0), nbytes, nbytes))
     host = draw(st.sampled_from([0, 0, 1])) * draw(nbytes)
-    return UnitFacts(name, gathered, outgoing, finishing, True, gather, reduce, finish, spread, rest, host)
+    return UnitFacts(name, gathered, outgoing, finishing, True, gather, reduce, finish, update_gather, rest, host)
 
 
 @dataclass(frozen=True)

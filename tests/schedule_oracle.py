@@ -297,7 +297,7 @@ class _Machine:
         self.check_gradients(op.at, f"op {i}, {op}")
         self.version += 1
         for unit, facts in self.facts.items():
-            if not facts.spread:
+            if not facts.update_gather:
                 self.at_rest[unit] = self.version
 
     # ------------------------------------------------------------ what is wanted

@@ -104,11 +104,11 @@ def skip(sharded: Any, x: torch.Tensor, *, comm: Comm, ties: Sequence[Sharded] =
 
 def _nothing(tree: Any, x: torch.Tensor) -> torch.Tensor:
     leaves = [leaf for leaf in optree.tree_leaves(tree) if leaf.requires_grad]
-    out: torch.Tensor = _Nothing.apply(x, *leaves)
+    out: torch.Tensor = _ZeroGradients.apply(x, *leaves)
     return out
 
 
-class _Nothing(torch.autograd.Function):
+class _ZeroGradients(torch.autograd.Function):
     """Its first argument; the gradients of the others are zero, and not absent."""
 
     @staticmethod

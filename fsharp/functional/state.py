@@ -164,7 +164,7 @@ def update(tx: Any, grads: Any, state: TrainState, *, comm: Comm, donate: bool =
         if donate:
             opt = map_units(lambda node: node.replace(node.buffers) if is_sharded(node) else node, opt)
         if isinstance(comm, Engine):
-            params, (main, opt) = comm.run_spread(_cast(new, "compute"), state.params, (main, opt), donate=donate)
+            params, (main, opt) = comm.run_update_gather(_cast(new, "compute"), state.params, (main, opt), donate=donate)
         else:
             params = merge(state.params, gather(_cast(new, "compute"), comm=comm, to="params"))
     if donate:

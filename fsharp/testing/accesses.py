@@ -111,7 +111,7 @@ class Storages:
             finalizer.detach()
 
 
-class AccessMode(TorchDispatchMode):
+class AccessLoggingMode(TorchDispatchMode):
     """Logs every op that torch runs in this thread.
 
     What does not pass torch's dispatcher is not seen: memory shared with numpy, threads that others start.

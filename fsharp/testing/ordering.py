@@ -56,7 +56,7 @@ class Access:
 
 
 @dataclass(frozen=True, slots=True)
-class Mark:
+class RecordEvent:
     """An event is recorded on a lane."""
 
     lane: str
@@ -69,7 +69,7 @@ class Wait:
 
     Attributes:
         lane: that waits.
-        of: the lane whose ops so far it waits for, or the key of a :class:`Mark`.
+        of: the lane whose ops so far it waits for, or the key of a :class:`RecordEvent`.
         why: in words, the same in each step.
     """
 
@@ -95,7 +95,7 @@ class Free:
 
 
 @dataclass(frozen=True, slots=True)
-class Keep:
+class RecordStream:
     """A storage that is freed is not given to others before what a lane has been given so far is over.
 
     Attributes:
@@ -107,7 +107,7 @@ class Keep:
     base: int
 
 
-Entry = Access | Mark | Wait | Free | Keep
+Entry = Access | RecordEvent | Wait | Free | RecordStream
 Log = Sequence[Entry]
 
 
@@ -137,7 +137,7 @@ class _Cell(NamedTuple):
     reads: tuple[_Seen, ...]  # since the write, the last one of each lane
 
 
-class _Bytes:
+class _ShadowMemory:
     """The last write of every byte, and the reads since: disjoint runs in order of address."""
 
     def __init__(self) -> None:
@@ -181,7 +181,7 @@ class _Replay:
     def __init__(self) -> None:
         self.clocks: dict[str, Clock] = {}
         self.marks: dict[object, Clock] = {}
-        self.bytes = _Bytes()
+        self.bytes = _ShadowMemory()
         self.kept: dict[tuple[int, str], int] = {}  # by storage and lane, up to where the allocator waits for it
         self.freed: dict[str, list[tuple[_Seen, ByteSpan]]] = {}  # by owner: accesses of other lanes that it did not know of
         self.races: dict[tuple[Access, Access | None], Race] = {}
@@ -198,7 +198,7 @@ class _Replay:
                 mine[lane], learned = tick, True
         return learned
 
-    def mark(self, mark: Mark) -> None:
+    def mark(self, mark: RecordEvent) -> None:
         self.marks[mark.key] = dict(self.clock(mark.lane))
 
     def access(self, access: Access) -> None:
@@ -293,9 +293,9 @@ def replay(log: Log, *, without: Collection[int] = ()) -> Verdict:
         elif isinstance(entry, Wait):
             if state.wait(entry):
                 learned.add(i)
-        elif isinstance(entry, Mark):
+        elif isinstance(entry, RecordEvent):
             state.mark(entry)
-        elif isinstance(entry, Keep):
+        elif isinstance(entry, RecordStream):
             state.kept[entry.base, entry.lane] = state.clock(entry.lane).get(entry.lane, 0)
         else:
             state.free(entry)

@@ -11,8 +11,8 @@ from fsharp.errors import FsharpError, ScheduleError, problem
 from fsharp.stateful.modules.module import ShardedModule, _session
 from fsharp.stateful.runtime.scheduler import Scheduler
 from fsharp.stateful.transport.streams import Key, Lanes
-from fsharp.testing.accesses import AccessMode
-from fsharp.testing.ordering import Access, ByteSpan, Entry, Keep, Mark, Race, Verdict, Wait, replay
+from fsharp.testing.accesses import AccessLoggingMode
+from fsharp.testing.ordering import Access, ByteSpan, Entry, Race, RecordEvent, RecordStream, Verdict, Wait, replay
 
 COMPUTE = "compute"
 _SHOWN = 5  # races that an error describes
@@ -84,7 +84,7 @@ class VirtualLanes(Lanes):
         try:
             yield
             if op is not None:
-                self.log.append(Mark(lane, op))
+                self.log.append(RecordEvent(lane, op))
                 self._marks.add(op)
         finally:
             self.lane, self._during = before
@@ -109,7 +109,7 @@ class VirtualLanes(Lanes):
 
     def keep(self, x: torch.Tensor) -> None:
         """The memory of a tensor that is freed is nobody's before what the current lane has been given is over."""
-        self.log.append(Keep(self.lane, x.untyped_storage().data_ptr()))
+        self.log.append(RecordStream(self.lane, x.untyped_storage().data_ptr()))
 
     def where(self) -> tuple[str, object]:
         """The current lane, and what is going on there."""
@@ -118,7 +118,7 @@ class VirtualLanes(Lanes):
     @contextmanager
     def watch(self) -> Iterator[None]:
         """Log what torch does in this thread."""
-        mode = AccessMode(self.log, self.where)
+        mode = AccessLoggingMode(self.log, self.where)
         try:
             with mode:
                 yield

@@ -92,7 +92,7 @@ def test_a_donated_state_used_again(strategy, scheduled):
         layout = fs.plan(make_params(), DP, strategy("dp"), units="layers.*")
         start = fs.shard(make_params(), layout, comm, place="optim")
         state = fs.init_state(tx, start, comm=comm, donate=True)
-        with pytest.raises(TreeError, match=r"init_state\(\): unit 'embed' is of a state that was donated"):
+        with pytest.raises(TreeError, match=r"init_state\(\): unit 'embed' belongs to a donated state"):
             fs.init_state(tx, start, comm=comm)
         batch = make_batches(1, 8, seed=comm.rank)[0]
         step = fs.train_step(loss_fn, tx, donate=True)
@@ -106,7 +106,7 @@ def test_a_donated_state_used_again(strategy, scheduled):
             "update": lambda: fs.update(tx, fs.trainable(new.params), new._replace(opt=state.opt), comm=comm),
         }
         for where, use in uses.items():
-            with pytest.raises(TreeError, match=rf"{where}\(\): unit 'embed' is of a state that was donated"):
+            with pytest.raises(TreeError, match=rf"{where}\(\): unit 'embed' belongs to a donated state"):
                 use()
         return fs.full(new.params, comm=comm)["embed"]
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 import fsharp as fs
 from fsharp.functional.layout.sharded import resolve_place
-from fsharp.functional.predict import gather_calls, reduce_calls
+from fsharp.functional.traffic import gather_calls, reduce_calls
 from fsharp.testing import simulate
 from fsharp.testing.generate import FLOATS, cases, integers_like, precisions
 

@@ -19,7 +19,7 @@ from torch.distributed.distributed_c10d import PrefixStore, _get_default_store, 
 from fsharp.errors import AgreementError, CommError, MeshError, problem
 from fsharp.functional.comm.protocol import Comm, ReduceOp, SingleComm, sum_in_rank_order
 from fsharp.functional.comm.watch import RankStatuses, Watch
-from fsharp.functional.comm.workers import InFlight, Worker
+from fsharp.functional.comm.worker_threads import InFlight, Worker
 from fsharp.functional.layout.mesh import Mesh
 from fsharp.functional.layout.precision import dtype_name
 

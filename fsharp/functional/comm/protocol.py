@@ -77,7 +77,7 @@ class Engine(ABC):
         """The beginning of :func:`~fsharp.update`: the pair ``(main, opt)`` of a state as the transformation is to have it."""
 
     @abstractmethod
-    def run_spread(self, new: Any, params: Any, state: Any, *, donate: bool) -> tuple[Any, Any]:
+    def run_update_gather(self, new: Any, params: Any, state: Any, *, donate: bool) -> tuple[Any, Any]:
         """The end of it: updated parameters from the optimizer's place to where they rest, and ``(main, opt)`` as it rests."""
 
 
@@ -129,8 +129,8 @@ def sent_nbytes(op: str, nbytes: int, n: int) -> int:
     return (n - 1) * nbytes * (2 if op == "all_reduce" else 1)
 
 
-class _Around:
-    """What is around another Comm has the same ranks."""
+class _CommWrapper:
+    """Base class of wrappers of a Comm: mesh, rank and device are those of ``inner``."""
 
     inner: Comm
 
@@ -154,7 +154,7 @@ _counting = Lock()
 
 
 @dataclass
-class CountingComm(_Around):
+class CountingComm(_CommWrapper):
     """Passes every call on to ``inner`` and counts it.
 
     Attributes:
@@ -196,7 +196,7 @@ class CountingComm(_Around):
 
 
 @dataclass(frozen=True)
-class Labelled(_Around):
+class Labelled(_CommWrapper):
     """A Comm whose calls are all for one thing.
 
     Attributes:

@@ -265,7 +265,7 @@ def check_kept(where: str, nodes: Iterable[Sharded]) -> None:
     for node in nodes:
         if node.is_donated:
             raise TreeError(
-                f"{where}: unit {node.name!r} is of a state that was donated (donate=True), whose memory the next one has. Use "
+                f"{where}: unit {node.name!r} belongs to a donated state (donate=True), whose memory the new state uses. Use "
                 "the state that was returned, or leave out donate=True."
             )
 

@@ -17,7 +17,7 @@ from fsharp.functional.comm.protocol import Comm
 from fsharp.functional.layout.sharded import Sharded, units_of
 from fsharp.functional.optim.base import Transform, per_leaf
 
-Schedule = float | Callable[[int], float]
+ScalarOrSchedule = float | Callable[[int], float]
 """A number, or a function of the number of updates made so far."""
 PerPath = float | Mapping[str, float] | Callable[[str], float]
 """A number, numbers by path pattern (the last that selects a leaf counts), or a function of the leaf's path."""
@@ -52,7 +52,7 @@ class MomentumState(NamedTuple):
     momentum: Any
 
 
-def at(schedule: Schedule, count: int) -> float:
+def at(schedule: ScalarOrSchedule, count: int) -> float:
     """The value of a schedule after ``count`` updates."""
     return float(schedule(count) if callable(schedule) else schedule)
 
@@ -62,7 +62,7 @@ def _at_tensor(schedule: Any, count: torch.Tensor) -> Any:
 
 
 def adamw(
-    lr: Schedule,
+    lr: ScalarOrSchedule,
     *,
     b1: float = 0.9,
     b2: float = 0.999,
@@ -120,7 +120,7 @@ def adamw(
 
 
 def sgd(
-    lr: Schedule,
+    lr: ScalarOrSchedule,
     *,
     momentum: float = 0.0,
     nesterov: bool = False,
@@ -167,7 +167,7 @@ def sgd(
 
 
 def lion(
-    lr: Schedule,
+    lr: ScalarOrSchedule,
     *,
     b1: float = 0.9,
     b2: float = 0.99,

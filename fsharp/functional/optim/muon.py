@@ -11,7 +11,7 @@ from fsharp.functional.comm.protocol import Comm
 from fsharp.functional.layout.packing import Whole
 from fsharp.functional.layout.sharded import map_units, units_of
 from fsharp.functional.optim.base import Transform, per_leaf
-from fsharp.functional.optim.elementwise import MomentumState, PerPath, Schedule, _text, at
+from fsharp.functional.optim.elementwise import MomentumState, PerPath, ScalarOrSchedule, _text, at
 
 
 def orthogonalise(matrix: torch.Tensor, *, steps: int = 5, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -42,7 +42,7 @@ def orthogonalise(matrix: torch.Tensor, *, steps: int = 5, dtype: torch.dtype = 
 
 
 def muon(
-    lr: Schedule,
+    lr: ScalarOrSchedule,
     *,
     momentum: float = 0.95,
     nesterov: bool = True,

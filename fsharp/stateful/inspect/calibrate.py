@@ -10,11 +10,11 @@ from typing import NamedTuple, get_args
 import torch
 
 from fsharp.errors import ScheduleError, problem
-from fsharp.stateful.inspect.timeline import COLLECTIVES, Interval, TimeSpan, issues, union
-from fsharp.stateful.inspect.trace import Row, Trace, by_unit, check_rows, disjoint
+from fsharp.stateful.inspect.timeline import COLLECTIVES, Interval, TimeSpan, issue_positions, union
+from fsharp.stateful.inspect.trace import Row, Trace, by_unit, check_rows, self_times
 from fsharp.stateful.schedule.schedule import OpKind, Phase, Schedule, Stream, calls_of
 
-Link = tuple[str, str]
+Channel = tuple[str, str]
 """A collective and the mesh axis that it goes along, such as ``("all_gather", "dp")``."""
 _NEEDED: tuple[OpKind, ...] = ("compute", "update", *COLLECTIVES)
 
@@ -31,7 +31,7 @@ class Calibration(NamedTuple):
         issue: seconds of the host for each second of a collective.
     """
 
-    links: dict[Link, tuple[float, float]]
+    links: dict[Channel, tuple[float, float]]
     compute: dict[str, tuple[float, float]]
     update_s: float
     memory_bandwidth: float
@@ -61,7 +61,7 @@ def calibrate(trace: Trace, schedule: Schedule, *, speed: float) -> Calibration:
     updates, gaps = [], []
     casts: dict[int, list[float]] = {}
     for (start, stop), mine in steps:
-        host = [span for span in disjoint(mine) if span.stream == "compute"]
+        host = [span for span in self_times(mine) if span.stream == "compute"]
         waiting += [(span.start_s, span.stop_s) for span in host if span.kind == "wait"]
         seconds: dict[tuple[int, OpKind], float] = {}
         for span in host:
@@ -150,7 +150,7 @@ def _check_kinds(schedule: Schedule, rows: Iterable[Row]) -> None:
 
 def _flights(schedule: Schedule, rows: Iterable[Row]) -> dict[int, list[Interval]]:
     """When each collective was sent, step by step, by its first op: from when those before it on its queue had ended."""
-    first = {i: run[0] for run in issues(schedule.ops) for i in run}
+    first = {i: run[0] for run in issue_positions(schedule.ops) for i in run}
     began: dict[tuple[int, int], Interval] = {}
     for index, kind, _, _, _, start, stop, step in rows:
         if kind in COLLECTIVES:
@@ -176,16 +176,16 @@ class _Point(NamedTuple):
         weight: how many there are.
     """
 
-    sent: dict[Link, int]
+    sent: dict[Channel, int]
     seconds: float
     weight: int
 
 
 def _points(schedule: Schedule, seconds: Mapping[int, float]) -> list[_Point]:
     facts = {unit.name: unit for unit in schedule.program.units}
-    alike: dict[tuple[tuple[Link, int], ...], list[float]] = {}
-    for run in issues(schedule.ops):
-        sent: dict[Link, int] = {}
+    alike: dict[tuple[tuple[Channel, int], ...], list[float]] = {}
+    for run in issue_positions(schedule.ops):
+        sent: dict[Channel, int] = {}
         for call in (
             call for i in run if schedule.ops[i].unit for call in calls_of(schedule.ops[i], facts[schedule.ops[i].unit])
         ):
@@ -195,7 +195,7 @@ def _points(schedule: Schedule, seconds: Mapping[int, float]) -> list[_Point]:
     return [_Point(dict(sent), median(each), len(each)) for sent, each in alike.items()]
 
 
-def _fit_links(points: Sequence[_Point]) -> dict[Link, tuple[float, float]]:
+def _fit_links(points: Sequence[_Point]) -> dict[Channel, tuple[float, float]]:
     links = sorted({link for point in points for link in point.sent})
     for names in ({link: link for link in links}, {link: (link[0], "") for link in links}):  # by axis if that can be told
         found = _least_squares(points, names)
@@ -212,7 +212,7 @@ def _fit_links(points: Sequence[_Point]) -> dict[Link, tuple[float, float]]:
     )
 
 
-def _least_squares(points: Sequence[_Point], names: Mapping[Link, Link]) -> dict[Link, tuple[float, float]] | None:
+def _least_squares(points: Sequence[_Point], names: Mapping[Channel, Channel]) -> dict[Channel, tuple[float, float]] | None:
     """Latency and bandwidth for each name that links go by; None if the points do not determine them."""
     found = sorted(set(names.values()))
     if not found:

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 from fsharp.errors import ScheduleError, problem
 from fsharp.functional.layout.table import nbytes_text
-from fsharp.stateful.inspect.estimate import Hardware, simulate
-from fsharp.stateful.inspect.timeline import COLLECTIVES, Timeline, TimeSpan, families, family, seconds_text, union
+from fsharp.stateful.inspect.estimate import Hardware, predict
+from fsharp.stateful.inspect.timeline import COLLECTIVES, Timeline, TimeSpan, repeated_units, seconds_text, union, unnumbered
 from fsharp.stateful.schedule.schedule import STREAMS, Schedule, Stream
 
 Colour = tuple[float, float, float]
@@ -56,7 +56,7 @@ def draw(
         raise ScheduleError("draw(): matplotlib is missing: pip install 'fsharp[train]', or matplotlib alone.") from error
     if isinstance(what, Timeline) and hardware:
         raise ScheduleError("draw(): hardware is for a schedule; this is a timeline, which has its times.")
-    timeline = what if isinstance(what, Timeline) else simulate(what, hardware) if hardware else in_order(what)
+    timeline = what if isinstance(what, Timeline) else predict(what, hardware) if hardware else in_order(what)
     has_times = isinstance(what, Timeline) or hardware is not None
     if measured and not has_times:
         facts = [("drawn", "ops in their order"), ("measured", f"a step of {seconds_text(measured.step_s)}")]
@@ -171,7 +171,7 @@ def _draw_row(axes: Any, row: Sequence[_Box], where: tuple[float, float], style:
     alike: dict[tuple[str, ...], list[_Box]] = {}
     for box in others:
         if box.span.kind != "release":
-            alike.setdefault((family(box.span.unit), box.span.kind, box.span.phase), []).append(box)
+            alike.setdefault((unnumbered(box.span.unit), box.span.kind, box.span.phase), []).append(box)
     for boxes in alike.values():
         names = [box.span.unit or box.span.kind for box in boxes]
         _label_alike(axes, boxes, names, [faces[box] for box in boxes], where[0] + where[1] / 2, style)
@@ -343,7 +343,7 @@ def _colours(schedule: Schedule) -> dict[str, Colour]:
 
     result: dict[str, Colour] = {}
     ramps = singles = 0
-    for units in families(schedule).values():
+    for units in repeated_units(schedule).values():
         if len(units) == 1:
             result[units[0]] = to_rgb(_SINGLES[singles % len(_SINGLES)])
             singles += 1

@@ -21,15 +21,15 @@ from functools import partial
 from fsharp.errors import ScheduleError, problem
 from fsharp.functional.comm.protocol import Call
 from fsharp.functional.layout.paths import assign
-from fsharp.stateful.inspect.calibrate import Link, calibrate
-from fsharp.stateful.inspect.timeline import COLLECTIVES, Interval, Timeline, TimeSpan, issues
+from fsharp.stateful.inspect.calibrate import Channel, calibrate
+from fsharp.stateful.inspect.timeline import COLLECTIVES, Interval, Timeline, TimeSpan, issue_positions
 from fsharp.stateful.inspect.trace import Trace
 from fsharp.stateful.schedule.program import UnitFacts
 from fsharp.stateful.schedule.schedule import STREAMS, Op, Schedule, Stream, calls_of
 
 _MAX_STEPS = 16
 
-PerLink = float | Mapping[str | Link, float]
+PerLink = float | Mapping[str | Channel, float]
 """One number; or one for each mesh axis, such as ``{"dp": x}``; or one for a collective along it, such as
 ``{("reduce_scatter", "dp"): x}``, which counts before that of the axis."""
 ComputeTimes = tuple[float, float] | Mapping[str, tuple[float, float]] | Callable[[str], tuple[float, float]]
@@ -145,7 +145,7 @@ class Hardware:
         )
 
 
-def _of(value: PerLink, link: Link, name: str) -> float:
+def _of(value: PerLink, link: Channel, name: str) -> float:
     if not isinstance(value, Mapping):
         return value
     if link in value:
@@ -154,7 +154,7 @@ def _of(value: PerLink, link: Link, name: str) -> float:
     if axis not in value:
         raise ScheduleError(
             problem(
-                "simulate()",
+                "predict()",
                 f"the hardware has no {name} for axis {axis!r}.",
                 [("given for", ", ".join(map(str, value)) or "no axis"), ("wanted by", link[0])],
                 f"Add it, or pass one {name} for all axes.",
@@ -163,7 +163,7 @@ def _of(value: PerLink, link: Link, name: str) -> float:
     return value[axis]
 
 
-def simulate(schedule: Schedule, hardware: Hardware) -> Timeline:
+def predict(schedule: Schedule, hardware: Hardware) -> Timeline:
     """When each op would run on a machine, in the step that repeats. See [Note: what the simulation knows].
 
     Raises:
@@ -174,7 +174,7 @@ def simulate(schedule: Schedule, hardware: Hardware) -> Timeline:
     """
     for i, op in enumerate(schedule.ops):
         if any(not 0 <= j < len(schedule.ops) for j in op.after):
-            raise ScheduleError(f"simulate(): op {i}, {op}, waits for {op.after}, and there are {len(schedule.ops)} ops.")
+            raise ScheduleError(f"predict(): op {i}, {op}, waits for {op.after}, and there are {len(schedule.ops)} ops.")
     simulation = _Simulation(schedule, hardware)
     carried: dict[int, Interval] = {}
     for _ in range(_MAX_STEPS):
@@ -196,7 +196,7 @@ class _Simulation:
         entered = list(dict.fromkeys(op.unit for op in self.ops if op.kind == "compute"))
         times = assign("Hardware.compute", hardware.compute, entered) if entered else {}
         facts = {unit.name: unit for unit in schedule.program.units}
-        self.issues = [(run, _seconds([self.ops[i] for i in run], facts, hardware, times)) for run in issues(self.ops)]
+        self.issues = [(run, _seconds([self.ops[i] for i in run], facts, hardware, times)) for run in issue_positions(self.ops)]
         waited_for = {j for i, op in enumerate(self.ops) for j in op.after if j >= i}
         self.handed_on = sorted(waited_for | {i for i, op in enumerate(self.ops) if op.kind == "offload"})
 

@@ -135,7 +135,7 @@ def is_joined(ops: Sequence[Op], i: int) -> bool:
     return i > 0 and ops[i].bucket >= 0 and (ops[i - 1].kind, ops[i - 1].bucket) == (ops[i].kind, ops[i].bucket)
 
 
-def issues(ops: Sequence[Op]) -> list[list[int]]:
+def issue_positions(ops: Sequence[Op]) -> list[list[int]]:
     """Positions of ops, those that are issued as one together."""
     result: list[list[int]] = []
     for i in range(len(ops)):
@@ -146,16 +146,16 @@ def issues(ops: Sequence[Op]) -> list[list[int]]:
     return result
 
 
-def families(schedule: Schedule) -> dict[str, list[str]]:
+def repeated_units(schedule: Schedule) -> dict[str, list[str]]:
     """Units in the order of their use, those together that differ in nothing but numbers: ``layers.*`` for ``layers.0``."""
     result: dict[str, list[str]] = {}
     in_use = [op.unit for op in schedule.ops if op.kind == "compute"]
     for unit in dict.fromkeys([*in_use, *(op.unit for op in schedule.ops if op.unit)]):
-        result.setdefault(family(unit), []).append(unit)
+        result.setdefault(unnumbered(unit), []).append(unit)
     return result
 
 
-def family(unit: str) -> str:
+def unnumbered(unit: str) -> str:
     """The name with ``*`` for each number.
 
     >>> family("layers.10.mlp")

@@ -7,7 +7,7 @@ from typing import get_args
 
 from fsharp.errors import ScheduleError, problem
 from fsharp.functional.layout.table import nbytes_text
-from fsharp.stateful.inspect.timeline import Timeline, TimeSpan, families, seconds_text
+from fsharp.stateful.inspect.timeline import Timeline, TimeSpan, repeated_units, seconds_text
 from fsharp.stateful.schedule.schedule import OpKind, Phase, Schedule, Stream
 
 Row = tuple[int, OpKind, str, Phase, Stream, float, float, int]
@@ -82,7 +82,7 @@ class Trace:
             raise ScheduleError(f"Trace.timeline(): step {step}, and {len(steps)} have ended.")
         (start, stop), rows = steps[step]
         check_rows("Trace.timeline()", schedule, rows)
-        spans = (span._replace(start_s=span.start_s - start, stop_s=span.stop_s - start) for span in disjoint(rows))
+        spans = (span._replace(start_s=span.start_s - start, stop_s=span.stop_s - start) for span in self_times(rows))
         return Timeline(schedule, tuple(sorted(spans, key=lambda span: (span.start_s, span.op))), stop - start)
 
     def compute_times(self) -> dict[str, tuple[float, float]]:
@@ -90,7 +90,7 @@ class Trace:
         times: dict[tuple[str, Phase], list[float]] = {}
         for _, rows in self.by_step():
             own: dict[int, list[TimeSpan]] = {}
-            for span in disjoint(rows):
+            for span in self_times(rows):
                 if span.kind == "compute":
                     own.setdefault(span.op, []).append(span)
             for spans in own.values():
@@ -99,7 +99,7 @@ class Trace:
 
     def update_time(self) -> float:
         """Median seconds of the optimizer step, without waits: ``Hardware(update_s=...)``; 0 if there is none."""
-        return median(sum(span.seconds for span in disjoint(rows) if span.kind == "update") for _, rows in self.by_step())
+        return median(sum(span.seconds for span in self_times(rows) if span.kind == "update") for _, rows in self.by_step())
 
     def step_time(self) -> float:
         """Median seconds of a step that has ended."""
@@ -150,7 +150,7 @@ def check_rows(where: str, schedule: Schedule, rows: Iterable[Row]) -> None:
             )
 
 
-def disjoint(rows: Iterable[Row]) -> list[TimeSpan]:
+def self_times(rows: Iterable[Row]) -> list[TimeSpan]:
     """Spans of which none lies in another on the compute stream: one that encloses others is cut into what is left of it."""
     every = [TimeSpan._make(row[:7]) for row in rows]
     result = [span for span in every if span.stream != "compute"]
@@ -200,7 +200,7 @@ def compare(predicted: Timeline, measured: Timeline) -> str:
             f"{name} x{len(alike)} {what}" if len(alike) > 1 else f"{alike[0]} {what}",
             [sum(timeline.seconds(kind, unit=unit, phase=phase) for unit in alike) for timeline in both],
         )
-        for name, alike in families(predicted.schedule).items()
+        for name, alike in repeated_units(predicted.schedule).items()
         for what, kind, phase in _PARTS
     ]
     blocks = [

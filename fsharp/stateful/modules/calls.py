@@ -15,7 +15,7 @@ from fsharp.functional.forward import forward
 from fsharp.functional.layout.layout import Layout
 from fsharp.functional.layout.sharded import units_of
 from fsharp.stateful.modules.initial.dtensors import Spec, dressed, local
-from fsharp.stateful.modules.outputs import reaching, replaced, tensors_in, without
+from fsharp.stateful.modules.outputs import reaching, replaced, tensors_in, without_parameters
 from fsharp.stateful.modules.parameter_slots import ParameterSlots, owners, swapped_in
 from fsharp.stateful.modules.side_outputs import SideOutputs, side_outputs_of
 
@@ -115,7 +115,7 @@ class ModuleCalls:
             finally:
                 source.computing.pop()
             full = [leaf for each in leaves for leaf in each]
-            out = without(out, full, path)
+            out = without_parameters(out, full, path)
             found, mine = tensors_in(out, path), owner.left.since(before, passed, full, path)
             found += [x for x in mine if not any(x is y for y in found)]
             inner.out, inner.found, inner.passed = out, found, passed

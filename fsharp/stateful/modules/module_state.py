@@ -32,7 +32,7 @@ class ModuleState:
         self.stamp()
 
     def stamp(self) -> None:
-        """What there is now is right."""
+        """Take the tensors as they are now for right: who writes to them later is noticed."""
         self._stamp = self._versions()
 
     def whole(self, name: str) -> Sharded:

@@ -167,7 +167,10 @@ class ModuleStep:
         """
         self.clear_up()
         if self._lost:
-            raise LossError(f"{where}: an error has cost the gradients of this step. Call zero_grad(), and compute them again.")
+            raise LossError(
+                f"{where}: the gradients of this step were lost because of an earlier error. Call zero_grad(), and "
+                "compute them again."
+            )
         if self.means.tree is None and self._run is not None and self.is_fed:
             raise LossError(
                 f"{where}: all backward passes so far were told to accumulate. Leave `with model.accumulate():` before the "
@@ -226,8 +229,8 @@ class ModuleStep:
 
 def _refuse_backward(where: str) -> None:
     raise ScheduleError(
-        f"a backward came to a forward that {where} has given up, as no backward had come before. Call the backward before "
-        f"{where}, or call the model again after it."
+        f"backward() was called for a forward that {where} had discarded, because no backward had run by then. Call it "
+        f"before {where}, or call the model again after it."
     )
 
 

@@ -59,7 +59,7 @@ def replaced(value: Any, old: Sequence[torch.Tensor], new: Sequence[torch.Tensor
     return _filled(value, by_id, {}, path) if by_id else value
 
 
-def without(out: Any, parameters: Sequence[torch.Tensor], path: str) -> Any:
+def without_parameters(out: Any, parameters: Sequence[torch.Tensor], path: str) -> Any:
     """``out`` with copies of parameters that are in it: these are released, and the copies' gradients are theirs."""
     held = views_of(parameters, tensors_in(out, path))
     return replaced(out, held, [x.clone() for x in held], path)

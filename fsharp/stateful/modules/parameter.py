@@ -190,7 +190,7 @@ def _differentiate(outputs: Any, inputs: Sequence[torch.Tensor], **options: Any)
     first = next((x for x in inputs if isinstance(x, ShardedParameter)), None)
     gradients = None if first is None else first._gradients()
     if gradients is None:
-        raise LayoutError("torch.autograd.grad(): parts of parameters are no results of computing, and have no graph.")
+        raise LayoutError("torch.autograd.grad(): sharded parameters are leaves, and cannot be outputs.")
     return gradients.differentiate(outputs, inputs, **options)
 
 

@@ -28,12 +28,12 @@ class _Boundary(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
-        refuse_graph()
+        refuse_double_backward()
         ctx.receive(grads)
         return (None,) * (2 + ctx.num_sinks)
 
 
-def refuse_graph() -> None:
+def refuse_double_backward() -> None:
     """Refuse a backward that is to be differentiated itself: what it saves would point at memory that is released.
 
     Raises:

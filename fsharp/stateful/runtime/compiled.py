@@ -9,7 +9,7 @@ from fsharp.errors import ScheduleError
 from fsharp.stateful.runtime.executor import BoundOp
 from fsharp.stateful.schedule.emit import last_microbatches
 from fsharp.stateful.schedule.program import Event, UnitFacts
-from fsharp.stateful.schedule.schedule import Memory, Op, Schedule, issues
+from fsharp.stateful.schedule.schedule import Memory, Op, Schedule, issue_groups
 from fsharp.stateful.units.resting import RestingGradient
 from fsharp.stateful.units.route import Grads, OutgoingBlock
 from fsharp.stateful.units.unit_state import UnitState, UnshardedBuffer
@@ -147,7 +147,7 @@ def unmet(schedule: Schedule, units: dict[str, UnitState], facts_of: Callable[[U
         if facts.trainable and unit.gradient is None:
             return f"it reduces a gradient of unit {facts.name!r}, which has had none"
         found = facts_of(unit)
-        moved = ("finishing", "reduce", "finish", "spread") if facts.trainable else ()
+        moved = ("finishing", "reduce", "finish", "update_gather") if facts.trainable else ()
         for name in ("gathered", "gather", "wire", *moved):
             if getattr(found, name) != getattr(facts, name):
                 return f"{name} of unit {facts.name!r} is {getattr(facts, name)}, and here {getattr(found, name)}"
@@ -157,6 +157,6 @@ def unmet(schedule: Schedule, units: dict[str, UnitState], facts_of: Callable[[U
 def _leaders(ops: Sequence[Op]) -> list[int]:
     """For each op the position of the first one that is issued as one with it."""
     result: list[int] = []
-    for issued in issues(ops):
+    for issued in issue_groups(ops):
         result += [len(result)] * len(issued)
     return result

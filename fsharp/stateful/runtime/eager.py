@@ -19,7 +19,7 @@ from fsharp.stateful.schedule.policy import Policy
 from fsharp.stateful.schedule.program import Event, Program
 from fsharp.stateful.units.facts import facts_of
 from fsharp.stateful.units.full import aligned
-from fsharp.stateful.units.gradient import GradientBuffer, Phase
+from fsharp.stateful.units.gradient import GradientBuffer, GradientPhase
 from fsharp.stateful.units.route import OutgoingBlock
 from fsharp.stateful.units.unit_state import UnitState, UnshardedBuffer, full_nbytes, stamp
 
@@ -94,7 +94,7 @@ class Eager:
             yield fetch
         elif event.kind == "update":
             yield self._emit("update", None, "update", after=self._last.get("reduce"))
-            yield from self.spread(units)
+            yield from self.update_gather(units)
             yield from self.offload(units)
 
     # ------------------------------------------------------------ parameters
@@ -113,7 +113,7 @@ class Eager:
                 yield self._bound("release", unit, phase, params, memory=place)
             yield from self._make_room(params, unit)
             yield self._bound("gather", unit, phase, params, stream="gather", memory=place)
-        if params.tickets or (self.ops[-1:] and self.ops[-1].kind == "gather" and self.ops[-1].unit == unit.key):
+        if params.works or (self.ops[-1:] and self.ops[-1].kind == "gather" and self.ops[-1].unit == unit.key):
             yield self._bound("wait", unit, phase, params, after=self._last.get("gather"))
 
     def _make_room(self, params: UnshardedBuffer, unit: UnitState) -> Iterator[BoundOp]:
@@ -123,8 +123,8 @@ class Eager:
         for name, memory in self._left.stranded.items():
             if memory.overlaps(params.where):
                 raise ScheduleError(
-                    f"the backward of unit {unit.key!r} came when somebody had views of the gradient of {name!r}, which is "
-                    "where it was in the forward. Call it before, or pass keep_gradients=True to the Scheduler."
+                    f"the backward of unit {unit.key!r} needs memory that now has the gradient of {name!r}, of which there "
+                    "are views. Call that backward earlier, or pass keep_gradients=True to the Scheduler."
                 )
         for name, other in self._left.slots.items():
             if other is params or not other.is_filled or other.where is None or not other.where.overlaps(params.where):
@@ -153,7 +153,7 @@ class Eager:
         """Go on with gradients that a schedule has begun to collect, whose memory may be wanted for something else now."""
         for unit in left.units.values():
             gradient = unit.gradient
-            if gradient is not None and gradient.phase is Phase.COLLECTING and gradient.block is not None:
+            if gradient is not None and gradient.phase is GradientPhase.COLLECTING and gradient.block is not None:
                 held = gradient.block.collected
                 self._block_of(gradient)
                 for target, source in zip(gradient.block.collected, held, strict=True):
@@ -227,9 +227,9 @@ class Eager:
             yield self._emit("accumulate", unit, "finish", stream="reduce", memory=place, after=reduce.key[1])
             self._join()
 
-    def spread(self, units: Iterable[UnitState]) -> Iterator[BoundOp]:
+    def update_gather(self, units: Iterable[UnitState]) -> Iterator[BoundOp]:
         """Bring updated parameters to where they rest."""
-        for unit in [each for each in units if each.key in self._executor.spreads]:
+        for unit in [each for each in units if each.key in self._executor.update_gathers]:
             gather = self._emit("gather", unit, "update", stream="gather")
             yield gather
             yield self._emit("wait", unit, "update", after=gather.key[1])

@@ -14,9 +14,9 @@ from fsharp.errors import ScheduleError
 from fsharp.stateful.schedule.schedule import Memory, Op, OpKind
 from fsharp.stateful.transport.base import Transport
 from fsharp.stateful.transport.streams import Key, Lanes
-from fsharp.stateful.units.chain import ChainInput, Move, gather_along, reduce_along
+from fsharp.stateful.units.axis_chain import ChainInput, Move, gather_along, reduce_along
 from fsharp.stateful.units.gradient import GradientBuffer
-from fsharp.stateful.units.host import Transfer
+from fsharp.stateful.units.host import HostCopies
 from fsharp.stateful.units.route import Grads, OutgoingBlock
 from fsharp.stateful.units.unit_state import UnitState, UnshardedBuffer, stamp
 from fsharp.stateful.units.update_gather import UpdateGather
@@ -89,7 +89,7 @@ class Executor:
         step: name of the step that is under way, in the labels of its collectives; empty outside of one.
         microbatch: which of it is under way, in the labels too.
         incoming: the gradients of the use whose backward is over.
-        spreads: by unit, updated parameters on their way to where they rest.
+        update_gathers: by unit, updated parameters on their way to where they rest.
         moves: by unit, state on its way from host memory, or to it.
         fetched: the ops that state has come by.
         host_nbytes: bytes that were copied from host memory and to it in this step.
@@ -105,8 +105,8 @@ class Executor:
         """A step begins: nothing of the one before is under way."""
         self.step, self.microbatch = step, "microbatch 0"
         self.incoming: Grads | None = None
-        self.spreads: dict[str, UpdateGather] = {}
-        self.moves: dict[str, Transfer] = {}
+        self.update_gathers: dict[str, UpdateGather] = {}
+        self.moves: dict[str, HostCopies] = {}
         self.fetched: list[Key] = []
         self.host_nbytes = 0
         self.reducing: dict[tuple[str, bool], BoundOp] = {}
@@ -174,8 +174,10 @@ class Executor:
 
 def _gather(executor: Executor, bound: BoundOp) -> None:
     if bound.op.phase == "update":
-        spreads = [(each, executor.spreads.pop(each.op.unit, None)) for each in bound.members]
-        moving = [(each, spread, spread.moves) for each, spread in spreads if spread is not None]
+        update_gathers = [(each, executor.update_gathers.pop(each.op.unit, None)) for each in bound.members]
+        moving = [
+            (each, update_gather, update_gather.moves) for each, update_gather in update_gathers if update_gather is not None
+        ]
         if moving:
             with executor.lane(bound, "gather"):
                 _start_gathers(executor, moving)
@@ -197,16 +199,18 @@ def _start_gathers(executor: Executor, found: Sequence[tuple[BoundOp, UpdateGath
     """Begin to gather what each unit has to move: of one unit each by itself, of several all in the same collectives."""
     label = executor.label([bound for bound, _, _ in found])
     moves = [move for _, _, each in found for move in each]
-    tickets = gather_along(found[0][1].axes, moves, executor.transport, label=label, as_one=len(found) > 1)
+    works = gather_along(found[0][1].axes, moves, executor.transport, label=label, as_one=len(found) > 1)
     for _, target, _ in found:
-        target.tickets += tickets
+        target.works += works
 
 
 def _wait(executor: Executor, bound: BoundOp) -> None:
     node, params = bound.unit.node, bound.params
     assert node is not None
     if bound.op.phase == "update":
-        if bound.op.unit not in executor.spreads:  # else what is waited for is of the update before, which update() has seen
+        if (
+            bound.op.unit not in executor.update_gathers
+        ):  # else what is waited for is of the update before, which update() has seen
             _ = node.buffers
         return
     assert params is not None
@@ -253,9 +257,9 @@ def _reduce(executor: Executor, bound: BoundOp) -> None:
     with executor.lane(bound, "reduce"):
         found = [each.gradient.finish(each.pieces) if is_finish else _reduction(each) for each in members]
         legs = [leg for each in found for leg in each]
-        tickets = iter(reduce_along(legs, executor.transport, label=executor.label(members), as_one=len(members) > 1))
+        works = iter(reduce_along(legs, executor.transport, label=executor.label(members), as_one=len(members) > 1))
         for each, mine in zip(members, found, strict=True):
-            each.gradient.send([next(tickets) for _ in mine])
+            each.gradient.send([next(works) for _ in mine])
 
 
 def _reduction(bound: BoundOp) -> list[ChainInput]:

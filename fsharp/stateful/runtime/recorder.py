@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from fsharp.functional.comm.workers import InFlight
+from fsharp.functional.comm.worker_threads import InFlight
 from fsharp.stateful.inspect.trace import Trace
 from fsharp.stateful.runtime.executor import BoundOp
 from fsharp.stateful.schedule.program import Event

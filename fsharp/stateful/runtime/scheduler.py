@@ -24,7 +24,7 @@ from fsharp.stateful.runtime.compiled import Compiled
 from fsharp.stateful.runtime.executor import Executor
 from fsharp.stateful.runtime.scheduled import Scheduled
 from fsharp.stateful.runtime.step import Step
-from fsharp.stateful.runtime.tracer import IssuedGradients, Tracer, closed
+from fsharp.stateful.runtime.tracer import IssuedGradients, Tracer, closed_error
 from fsharp.stateful.schedule.compile import compile_schedule
 from fsharp.stateful.schedule.costs import NCCL
 from fsharp.stateful.schedule.policy import Policy
@@ -252,7 +252,7 @@ class Scheduler(Tracer):
             ScheduleError: it is closed.
         """
         if self._closed is not None:
-            raise closed(self._closed)
+            raise closed_error(self._closed)
 
     def _leave(self) -> None:
         self._step, self._running, self._issued = None, None, IssuedGradients()

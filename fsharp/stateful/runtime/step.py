@@ -13,15 +13,15 @@ import torch
 from fsharp.errors import ScheduleError
 from fsharp.functional.layout.sharded import Sharded
 from fsharp.functional.release import written_to
-from fsharp.stateful.runtime.boundary import differentiable, in_backward, pack_saved, refuse_graph
+from fsharp.stateful.runtime.boundary import differentiable, in_backward, pack_saved, refuse_double_backward
 from fsharp.stateful.runtime.compiled import Compiled
 from fsharp.stateful.runtime.eager import Eager
 from fsharp.stateful.runtime.executor import BoundOp, Executor
 from fsharp.stateful.runtime.recorder import Recorder
 from fsharp.stateful.schedule.program import Event, EventKind
 from fsharp.stateful.units.full import FullUnit
-from fsharp.stateful.units.gradient import Phase
-from fsharp.stateful.units.host import Transfer
+from fsharp.stateful.units.gradient import GradientPhase
+from fsharp.stateful.units.host import HostCopies
 from fsharp.stateful.units.route import Grads
 from fsharp.stateful.units.unit_state import Stamp, UnitState, UnshardedBuffer, stamp
 from fsharp.stateful.units.update_gather import UpdateGather
@@ -223,7 +223,7 @@ class Step:
         """A backward comes to the function that entered these units."""
         gathered = [use.unit.key for use in uses if use.params is not None]
         if gathered:
-            refuse_graph()
+            refuse_double_backward()
         if self.is_over:
             if gathered:
                 self.on_backward()
@@ -336,7 +336,7 @@ class Step:
                 unit.gradient.join()
         self.executor.lanes.join_all("reduce")
 
-    def fetch(self, moves: Mapping[str, Transfer]) -> None:
+    def fetch(self, moves: Mapping[str, HostCopies]) -> None:
         """State of the optimizer, by unit, is wanted on the device."""
         self._retire(None)
         self.executor.moves, self._fetched = dict(moves), list(moves)
@@ -344,13 +344,15 @@ class Step:
             self._event("fetch", self.units[key])
         self.executor.lanes.join(self.executor.fetched[-1:])  # the lane has done those before it
 
-    def update(self, spreads: Sequence[UpdateGather], moves: Mapping[str, Transfer]) -> None:
+    def update(self, update_gathers: Sequence[UpdateGather], moves: Mapping[str, HostCopies]) -> None:
         """Parameters are new where the optimizer has them, and so is its state, which goes to host memory."""
         self._retire(None)
         for unit in self.units.values():
             if unit.gradient is not None:
                 unit.gradient.join()  # the memory it comes from is wanted for the next step
-        self.executor.spreads = {spread.unit.key: spread for spread in spreads if spread.moves}
+        self.executor.update_gathers = {
+            update_gather.unit.key: update_gather for update_gather in update_gathers if update_gather.moves
+        }
         self.executor.moves = dict(moves)
         nbytes = dict.fromkeys(self._fetched, 0) | {key: move.nbytes for key, move in moves.items()}
         for key in nbytes:
@@ -359,13 +361,13 @@ class Step:
             expected = {facts.name: facts.host for facts in self.schedule.schedule.program.units}
             if any(nbytes[key] != expected.get(key) for key in nbytes):  # the state is another one than that recorded
                 self.leave(None)
-        units = [spread.unit for spread in spreads]
+        units = [update_gather.unit for update_gather in update_gathers]
         self._event("update", units=units)
-        if self.executor.spreads or self.executor.moves:  # of units that the schedule does not know of
+        if self.executor.update_gathers or self.executor.moves:  # of units that the schedule does not know of
             if self.is_planned:
                 self.leave(None)
             assert self.eager is not None
-            self._run(self.eager.spread(units))
+            self._run(self.eager.update_gather(units))
             self._run(self.eager.offload(units))
 
     def end(self) -> None:
@@ -387,7 +389,11 @@ class Step:
 
 def _is_unfinished(unit: UnitState) -> bool:
     gradient = unit.gradient
-    return gradient is not None and gradient.route.is_finished and gradient.phase not in (Phase.FINISHING, Phase.FINISHED)
+    return (
+        gradient is not None
+        and gradient.route.is_finished
+        and gradient.phase not in (GradientPhase.FINISHING, GradientPhase.FINISHED)
+    )
 
 
 def _too_late(unit: str) -> ScheduleError:

@@ -24,7 +24,7 @@ from fsharp.stateful.transport.base import Transport
 from fsharp.stateful.transport.streams import Lanes
 from fsharp.stateful.units.full import leaf_index
 from fsharp.stateful.units.gradient import GradientBuffer
-from fsharp.stateful.units.host import Offload, Transfer
+from fsharp.stateful.units.host import HostCopies, Offload
 from fsharp.stateful.units.pending import pending
 from fsharp.stateful.units.unit_state import UnitState
 from fsharp.stateful.units.update_gather import UpdateGather
@@ -217,29 +217,29 @@ class Tracer(Engine):
     def _staying(self, params: Any, main: Any) -> Any:
         return (params, main) if self.main_stays else params
 
-    def run_spread(self, new: Any, params: Any, state: Any, *, donate: bool) -> tuple[Any, Any]:
+    def run_update_gather(self, new: Any, params: Any, state: Any, *, donate: bool) -> tuple[Any, Any]:
         """Updated parameters begin their way to where they rest, and state to host memory; who looks at them waits for them."""
         step, trivial = self.current(), self.trivial_axes
-        spreads, nodes = [], []
+        update_gathers, nodes = [], []
         for old, fresh in zip(units_of(params), units_of(new), strict=True):
             unit = self.unit_of(old)
-            spread = UpdateGather(unit, old, fresh, rank=self.rank, donate=donate, trivial=trivial)  # type: ignore[attr-defined]
-            node = spread.node
-            if spread.moves:
-                node = pending(node, partial(self._arrive, spread))  # which spread does not know: no cycle keeps its memory
+            update_gather = UpdateGather(unit, old, fresh, rank=self.rank, donate=donate, trivial=trivial)  # type: ignore[attr-defined]
+            node = update_gather.node
+            if update_gather.moves:
+                node = pending(node, partial(self._arrive, update_gather))  # no cycle that would keep its memory
             if not donate:
                 unit.forget()
             self.replaced(old, unit, node)
             nodes.append(node)
-            spreads.append(spread)
+            update_gathers.append(update_gather)
         position = iter(nodes)
         resting = map_units(lambda _: next(position), params)
-        moves: Mapping[str, Transfer] = {}
+        moves: Mapping[str, HostCopies] = {}
         if self._offload is not None:
-            keys = {spread.node.name: spread.unit.key for spread in reversed(spreads)}
+            keys = {update_gather.node.name: update_gather.unit.key for update_gather in reversed(update_gathers)}
             state, by_name = self._offload.down(state, self._staying(resting, state[0]))
             moves, self._offload = {keys[name]: move for name, move in by_name.items()}, None
-        step.update(spreads, moves)
+        step.update(update_gathers, moves)
         self.num_updates += 1
         return resting, state
 
@@ -253,8 +253,8 @@ class Tracer(Engine):
     def trivial_axes(self) -> bool:
         """Whether collectives along axes of size 1 run as well."""
 
-    def _arrive(self, spread: UpdateGather) -> None:
-        spread.wait()
+    def _arrive(self, update_gather: UpdateGather) -> None:
+        update_gather.wait()
         self.lanes.join_all("gather")
 
 
@@ -304,7 +304,7 @@ def _without_views(out: Any, uses: Sequence[UnitUse]) -> Any:
     return out if all(a is b for a, b in zip(found, leaves, strict=True)) else optree.tree_unflatten(spec, found)
 
 
-def closed(why: str) -> ScheduleError:
+def closed_error(why: str) -> ScheduleError:
     """What a scheduler says that is used after an error."""
     return ScheduleError(
         f"this scheduler is closed, because of an error before: {why}\nMake a new one: fs.Scheduler(comm) of the same Comm "

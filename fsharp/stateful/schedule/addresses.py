@@ -55,7 +55,7 @@ def lower_bound(items: Sequence[ArenaItem]) -> int:
     return most
 
 
-def assign(items: Sequence[ArenaItem], *, within: int | None = None) -> list[int] | None:
+def assign_addresses(items: Sequence[ArenaItem], *, within: int | None = None) -> list[int] | None:
     """The first byte of each item, such that items that are live at once share no byte.
 
     Starts are multiples of what all sizes are multiples of. The same items get the same answer.
@@ -74,7 +74,7 @@ def assign(items: Sequence[ArenaItem], *, within: int | None = None) -> list[int
     best: list[int] | None = None
     peak = 0
     for near in (_NEAR, len(items) * 2 + sum(len(item.spans) for item in items)):
-        board = _Board(items, near)
+        board = _Packing(items, near)
         starts = board.place(least, within)
         if starts and (best is None or board.peak(starts) < peak):
             best, peak = starts, board.peak(starts)
@@ -83,7 +83,7 @@ def assign(items: Sequence[ArenaItem], *, within: int | None = None) -> list[int
     return best
 
 
-class _Board:
+class _Packing:
     """Stacks of what lives long, and all other items, which are searched places between the two.
 
     Attributes:

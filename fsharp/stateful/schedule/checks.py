@@ -4,9 +4,9 @@ from bisect import bisect_left
 from itertools import product
 
 from fsharp.errors import ScheduleError, problem
+from fsharp.stateful.schedule.byte_ranges import ByteRanges
 from fsharp.stateful.schedule.happens_before import HappensBefore
 from fsharp.stateful.schedule.program import UnitFacts
-from fsharp.stateful.schedule.ranges import ByteRanges
 from fsharp.stateful.schedule.schedule import Memory, Op, Schedule
 
 UNDO = "Undo the edit, or compile the program again."
@@ -62,9 +62,11 @@ class ParameterCheck(Check):
         tail = order.tail()
         self.last_gather = tail[-1] if tail else None
         settled = {op.unit for op in order.ops[order.last_update :] if op.kind == "wait" and op.phase == "update"}
-        spread = {order.ops[i].unit: i for i in tail if order.ops[i].phase == "update"}
-        self.arriving = {unit: i for unit, i in spread.items() if unit not in settled}  # updated ones, not yet waited for
-        self.stale: set[str] = set()  # updated, not spread
+        update_gather = {order.ops[i].unit: i for i in tail if order.ops[i].phase == "update"}
+        self.arriving = {
+            unit: i for unit, i in update_gather.items() if unit not in settled
+        }  # updated ones, not yet waited for
+        self.stale: set[str] = set()  # updated, not gathered
         self.updated = -1
 
     def see(self, i: int, op: Op) -> None:
@@ -99,7 +101,7 @@ class ParameterCheck(Check):
 
     def _wait(self, i: int, op: Op) -> None:
         gather = (self.arriving if op.phase == "update" else self.copies).get(op.unit)
-        if gather is None and op.phase == "update" and self.facts[op.unit].spread:
+        if gather is None and op.phase == "update" and self.facts[op.unit].update_gather:
             return
         if gather is None:
             raise refusal(i, op, "waits for a gather that was not made, or whose copy is released.", "a gather before it")
@@ -138,7 +140,7 @@ class ParameterCheck(Check):
             raise self.unordered(i, op, "changes what may still be read by", self.last_gather)
         self._check_spread()
         self.updated = i
-        self.stale = {unit.name for unit in self.facts.values() if unit.spread}
+        self.stale = {unit.name for unit in self.facts.values() if unit.update_gather}
 
     def _check_spread(self) -> None:
         for unit in sorted(self.stale):
@@ -265,7 +267,7 @@ class GradientCheck(Check):
         return ScheduleError(problem(where, what, [("unit", unit), ("expected", expected)], "Add it."))
 
 
-class HostCheck(Check):
+class OffloadCheck(Check):
     """What rests in host memory: on the device for the update that its event is of, and back once after that."""
 
     def __init__(self, schedule: Schedule, order: HappensBefore) -> None:

@@ -5,12 +5,12 @@ from dataclasses import replace
 from itertools import accumulate, chain
 
 from fsharp.errors import ScheduleError, problem
-from fsharp.stateful.schedule.addresses import ArenaItem, assign, lower_bound
-from fsharp.stateful.schedule.emit import Buckets, Draft, Emitter
+from fsharp.stateful.schedule.addresses import ArenaItem, assign_addresses, lower_bound
+from fsharp.stateful.schedule.byte_ranges import ByteRanges
+from fsharp.stateful.schedule.emit import Buckets, Emitter, UnplacedOp
 from fsharp.stateful.schedule.policy import Policy
 from fsharp.stateful.schedule.prefetch import returns
 from fsharp.stateful.schedule.program import Program
-from fsharp.stateful.schedule.ranges import ByteRanges
 from fsharp.stateful.schedule.schedule import Memory, Op, Schedule, Stream
 
 
@@ -53,13 +53,13 @@ def _with_room(program: Program, policy: Policy) -> Placed:
     buckets = Buckets(program, policy)
     first, *later = returns(program, buckets.gathers)
     kept = [*first, *chain(*later)] if policy.release == "backward" else []
-    drafts = Emitter(program, policy, buckets, kept).run()
-    best = place(drafts, program)
+    unplaced = Emitter(program, policy, buckets, kept).run()
+    best = place(unplaced, program)
     assert best is not None, "there is room without a limit"
     if policy.release != "room" or any(later) or not first:
         # With more microbatches gradients are there already when the next one begins, and a unit has one address in all.
         return best
-    number, fewer = _most_kept(drafts, program, buckets, first), 1
+    number, fewer = _most_kept(unplaced, program, buckets, first), 1
     while number > 0:
         found = place(Emitter(program, policy, buckets, first[:number]).run(), program, within=best[1])
         if found is not None:
@@ -68,14 +68,14 @@ def _with_room(program: Program, policy: Policy) -> Placed:
     return best
 
 
-def _most_kept(drafts: Sequence[Draft], program: Program, buckets: Buckets, uses: Sequence[int]) -> int:
+def _most_kept(unplaced: Sequence[UnplacedOp], program: Program, buckets: Buckets, uses: Sequence[int]) -> int:
     """How many of these uses may stay until their backward, as far as bytes that are live at once can tell.
 
     Those of one pass lie within each other: the use that a backward comes to first was the last one forward.
     """
-    live = _live(drafts, _items(drafts, program))
+    live = _live(unplaced, _items(unplaced, program))
     most = max(live, default=0)
-    gaps = list(_gaps(drafts, program, buckets, uses))
+    gaps = list(_gaps(unplaced, program, buckets, uses))
 
     def fits(number: int) -> bool:
         change = [0] * (len(live) + 1)
@@ -92,13 +92,13 @@ def _most_kept(drafts: Sequence[Draft], program: Program, buckets: Buckets, uses
 
 
 def _gaps(
-    drafts: Sequence[Draft], program: Program, buckets: Buckets, uses: Sequence[int]
+    unplaced: Sequence[UnplacedOp], program: Program, buckets: Buckets, uses: Sequence[int]
 ) -> Iterator[list[tuple[int, int, int]]]:
     """For each use, ``(first, last, bytes)`` of the times in which what it uses would stay and is not resident now."""
     facts = {unit.name: unit for unit in program.units}
     released: dict[str, int] = {}
     away: dict[str, list[tuple[int, int]]] = {}
-    for i, op in enumerate(drafts):
+    for i, op in enumerate(unplaced):
         if op.kind == "release":
             released[op.unit] = i
         elif op.kind == "gather" and op.phase != "update" and op.unit in released:
@@ -112,7 +112,7 @@ def _gaps(
             (first, last, facts[each].gathered)
             for each in members
             for first, last in away.get(each, ())
-            if drafts[first - 1].at >= begins[use] and drafts[last].at <= end
+            if unplaced[first - 1].at >= begins[use] and unplaced[last].at <= end
         ]
 
 
@@ -120,15 +120,15 @@ _SIZES = {"params": "gathered"}  # by kind of buffer, the facts that have its si
 Items = dict[tuple[str, str], ArenaItem]
 
 
-def _items(drafts: Sequence[Draft], program: Program) -> Items:
+def _items(unplaced: Sequence[UnplacedOp], program: Program) -> Items:
     facts = {unit.name: unit for unit in program.units}
-    lives = _liveness(drafts).items()
+    lives = _liveness(unplaced).items()
     return {(kind, unit): ArenaItem(getattr(facts[unit], _SIZES.get(kind, kind)), spans) for (kind, unit), spans in lives}
 
 
-def _live(drafts: Sequence[Draft], items: Items) -> list[int]:
-    """Bytes that are live at each draft."""
-    change = [0] * (len(drafts) + 1)
+def _live(unplaced: Sequence[UnplacedOp], items: Items) -> list[int]:
+    """Bytes that are live at each op."""
+    change = [0] * (len(unplaced) + 1)
     for item in items.values():
         for first, last in item.spans:
             change[first] += item.nbytes
@@ -136,12 +136,12 @@ def _live(drafts: Sequence[Draft], items: Items) -> list[int]:
     return list(accumulate(change))
 
 
-def place(drafts: Sequence[Draft], program: Program, *, within: int | None = None) -> Placed | None:
+def place(unplaced: Sequence[UnplacedOp], program: Program, *, within: int | None = None) -> Placed | None:
     """Give every buffer an address, and every op the ops that have to come before it; None if not ``within`` as many bytes."""
-    position = {id(op): i for i, op in enumerate(op for op in drafts if op.marks is None)}
-    if _open_early(drafts, items := _items(drafts, program)):
-        items = _items(drafts, program)
-    starts = assign(list(items.values()), within=within)
+    position = {id(op): i for i, op in enumerate(op for op in unplaced if op.marks is None)}
+    if _open_early(unplaced, items := _items(unplaced, program)):
+        items = _items(unplaced, program)
+    starts = assign_addresses(list(items.values()), within=within)
     if starts is None:
         return None
     where = {buffer: Memory(start, item.nbytes) for (buffer, item), start in zip(items.items(), starts, strict=True)}
@@ -149,7 +149,7 @@ def place(drafts: Sequence[Draft], program: Program, *, within: int | None = Non
         tuple[Stream, int]
     ]()  # what has filled these bytes meanwhile has waited for those that freed them before
     ops = []
-    for op in drafts:
+    for op in unplaced:
         if op.marks is None:
             memory, opens = (where[each] if each else None for each in (op.buffer, op.opens))
             after = {position[id(each)] for each in op.after}
@@ -164,12 +164,12 @@ def place(drafts: Sequence[Draft], program: Program, *, within: int | None = Non
     return ops, max((m.stop for m in where.values()), default=0), lower_bound(list(items.values()))
 
 
-def _open_early(drafts: Sequence[Draft], items: Mapping[tuple[str, str], ArenaItem]) -> bool:
+def _open_early(unplaced: Sequence[UnplacedOp], items: Mapping[tuple[str, str], ArenaItem]) -> bool:
     """Let reductions leave their results where they rest, which saves a copy, wherever that takes no more memory."""
-    live = _live(drafts, dict(items))
-    bound, position = max(live), {id(op): i for i, op in enumerate(drafts)}
+    live = _live(unplaced, dict(items))
+    bound, position = max(live), {id(op): i for i, op in enumerate(unplaced)}
     found = False
-    for i, op in enumerate(drafts):
+    for i, op in enumerate(unplaced):
         if op.opens is None or op.reduction is None:
             continue
         start, nbytes = position[id(op.reduction)], items[op.opens].nbytes
@@ -179,11 +179,11 @@ def _open_early(drafts: Sequence[Draft], items: Mapping[tuple[str, str], ArenaIt
     return found
 
 
-def _liveness(drafts: Sequence[Draft]) -> dict[tuple[str, str], tuple[tuple[int, int], ...]]:
+def _liveness(unplaced: Sequence[UnplacedOp]) -> dict[tuple[str, str], tuple[tuple[int, int], ...]]:
     """The spans of positions between which each buffer is live; one that a step hands to the next is so at both ends."""
     spans: dict[tuple[str, str], list[tuple[int, int]]] = {}
     since: dict[tuple[str, str], int] = {}
-    for i, op in enumerate(drafts):
+    for i, op in enumerate(unplaced):
         if op.buffer and op.fills:
             since[op.buffer] = i
         if op.opens:
@@ -191,5 +191,5 @@ def _liveness(drafts: Sequence[Draft]) -> dict[tuple[str, str], tuple[tuple[int,
         if op.buffer and op.frees:
             spans.setdefault(op.buffer, []).append((since.pop(op.buffer, 0), i))
     for buffer, start in since.items():
-        spans.setdefault(buffer, []).append((start, len(drafts) - 1))
+        spans.setdefault(buffer, []).append((start, len(unplaced) - 1))
     return {buffer: tuple(each) for buffer, each in spans.items()}

@@ -14,7 +14,7 @@ from fsharp.stateful.schedule.schedule import Op, OpKind, Phase, Stream, calls_o
 
 
 @dataclass(eq=False)
-class Draft:
+class UnplacedOp:
     """An op that knows which buffer it fills or frees, and not yet where that is."""
 
     kind: OpKind
@@ -23,14 +23,14 @@ class Draft:
     at: int
     use: int = -1
     stream: Stream = "compute"
-    after: tuple["Draft", ...] = ()
+    after: tuple["UnplacedOp", ...] = ()
     bucket: int = -1
     buffer: tuple[str, str] | None = None
     fills: bool = False
     frees: bool = False
     opens: tuple[str, str] | None = None
-    reduction: "Draft | None" = None  # of an accumulate that opens: it may do so instead
-    marks: "Draft | None" = None  # not an op: the point up to which what this one has freed is not to be used
+    reduction: "UnplacedOp | None" = None  # of an accumulate that opens: it may do so instead
+    marks: "UnplacedOp | None" = None  # not an op: the point up to which what this one has freed is not to be used
 
 
 class Buckets:
@@ -44,7 +44,7 @@ class Buckets:
         self.gathers = self._bundles("gather", "forward", used, [u.name for u in program.units if u.gathered])
         self.reduces = self._bundles("reduce", "backward", done, listed)
         self.finishes = self._bundles("reduce", "finish", done, listed)
-        self.spreads = self._bundles("gather", "update", [*(e.unit for e in program.events if e.unit), *listed], listed)
+        self.update_gathers = self._bundles("gather", "update", [*(e.unit for e in program.events if e.unit), *listed], listed)
 
     def _bundles(self, kind: OpKind, phase: Phase, order: Iterable[str], units: Iterable[str]) -> Bundling:
         facts = {unit.name: unit for unit in self.program.units}
@@ -78,34 +78,34 @@ class Emitter:
         self.gradients = _gradients(program)
         self.casts = _casts(program, self.gradients)
         self.last_microbatches = last_microbatches(events)
-        self.ops: list[Draft] = []
+        self.ops: list[UnplacedOp] = []
         self.numbers = count()
         # parameters
-        self.gathers: dict[str, Draft] = {}  # by unit, of what is resident
+        self.gathers: dict[str, UnplacedOp] = {}  # by unit, of what is resident
         self.ready: set[str] = set()  # units that are waited for
-        self.arriving: list[Draft] = []  # waits for what the step before has gathered
-        self.updated: tuple[Draft, ...] = ()  # the last update of this step
-        self.fetched: list[Draft] = []  # for the next update
+        self.arriving: list[UnplacedOp] = []  # waits for what the step before has gathered
+        self.updated: tuple[UnplacedOp, ...] = ()  # the last update of this step
+        self.fetched: list[UnplacedOp] = []  # for the next update
         self.settled: set[str] = set()  # units whose updated parameters are waited for
         # gradients; of each bundle together
-        self.fed: dict[str, Draft] = {}  # what has last put something where a unit's gradient rests
-        self.last_cast: dict[str, Draft] = {}
+        self.fed: dict[str, UnplacedOp] = {}  # what has last put something where a unit's gradient rests
+        self.last_cast: dict[str, UnplacedOp] = {}
         self.left = Counter[str]()  # by bundle, casts to come in this microbatch
         self.absent = Counter[str]()  # by bundle, units that are yet to have one
         self.begun: dict[str, None] = {}  # units that have had one
         self.delayed: list[str] = []
-        self.under_way: list[list[Draft]] = []
+        self.under_way: list[list[UnplacedOp]] = []
         self.unfinished: dict[str, None] = {}
         self.unready = Counter[str]()  # by bundle, units whose gradient is not there yet to be finished
         self.opened: set[str] = set()  # units whose gradient has its memory at rest
 
-    def emit(self, kind: OpKind, unit: str, phase: Phase, at: int, **fields: Any) -> Draft:
+    def emit(self, kind: OpKind, unit: str, phase: Phase, at: int, **fields: Any) -> UnplacedOp:
         """Write one more op at the end."""
-        op = Draft(kind, unit, phase, at, **fields)
+        op = UnplacedOp(kind, unit, phase, at, **fields)
         self.ops.append(op)
         return op
 
-    def run(self) -> list[Draft]:
+    def run(self) -> list[UnplacedOp]:
         """All ops, in the order of issue."""
         events, microbatch = self.program.events, 0
         self._begin_microbatch(microbatch)
@@ -154,7 +154,7 @@ class Emitter:
             self.emit("release", unit, phase, i, after=after, buffer=("params", unit), frees=True)
             self.ready.discard(unit)
 
-    def _gather(self, names: Iterable[str], phase: Phase, i: int, after: tuple[Draft, ...] = ()) -> None:
+    def _gather(self, names: Iterable[str], phase: Phase, i: int, after: tuple[UnplacedOp, ...] = ()) -> None:
         for units in (self.buckets.gathers.members[name] for name in names):
             number = self._number(units)
             for unit in units:
@@ -164,7 +164,7 @@ class Emitter:
 
     def _wait(self, unit: str, phase: Phase, i: int) -> None:
         facts = self.facts[unit]
-        if facts.spread and self.carries and unit not in self.settled:
+        if facts.update_gather and self.carries and unit not in self.settled:
             self._settle(unit, i)
         if facts.gathered and unit not in self.ready:
             self.ready.add(unit)
@@ -182,25 +182,25 @@ class Emitter:
     def _update(self, i: int, *, is_last: bool) -> None:
         self._release(i, "update")
         reduced = next(((op,) for op in reversed(self.ops) if op.stream == "reduce" and op.marks is None), ())
-        for unit in [u.name for u in self.program.units if u.spread and self.carries and u.name not in self.settled]:
+        for unit in [u.name for u in self.program.units if u.update_gather and self.carries and u.name not in self.settled]:
             self._settle(unit, i)
         update = self.emit("update", "", "update", i, after=(*reduced, *self.fetched))
         self.updated = (update,)
-        spread: list[Draft] = []
-        for members in self.buckets.spreads.members.values():
-            units = [unit for unit in members if self.facts[unit].spread]
+        update_gather: list[UnplacedOp] = []
+        for members in self.buckets.update_gathers.members.values():
+            units = [unit for unit in members if self.facts[unit].update_gather]
             number = self._number(units)
             for unit in units:
-                spread.append(self.emit("gather", unit, "update", i, stream="gather", after=(update,), bucket=number))
+                update_gather.append(self.emit("gather", unit, "update", i, stream="gather", after=(update,), bucket=number))
         for fetch in self.fetched:
             self.emit("offload", fetch.unit, "update", i, stream="host", after=(update,))
         self.fetched = []
         if not (is_last and self.policy.gather_at_start):
-            for op in spread:
+            for op in update_gather:
                 self.emit("wait", op.unit, "update", i, after=(op,))
             return
         self._gather(self.carried, "forward", i, after=(update,))
-        settled = {op.unit: op for op in spread}
+        settled = {op.unit: op for op in update_gather}
         for wait in self.arriving:
             wait.after = (settled[wait.unit] if wait.phase == "update" else self.gathers[wait.unit],)
 
@@ -270,7 +270,7 @@ class Emitter:
             self.fed[units[0]] = cast
             self._finish(units[0], i)
 
-    def _start(self, unit: str, phase: Phase, i: int, number: int, after: tuple[Draft, ...]) -> Draft:
+    def _start(self, unit: str, phase: Phase, i: int, number: int, after: tuple[UnplacedOp, ...]) -> UnplacedOp:
         kind = "finishing" if phase == "finish" else "outgoing"
         buffer = (kind, unit) if getattr(self.facts[unit], kind) else None
         fills = phase == "finish" and buffer is not None
@@ -298,7 +298,7 @@ class Emitter:
         self.opened.add(unit)
         return "rest", unit
 
-    def _launch(self, ops: list[Draft]) -> None:
+    def _launch(self, ops: list[UnplacedOp]) -> None:
         """Reductions begin; with ``sum_late=False`` sums follow at once, and only their memory is spoken for longer."""
         if self.policy.sum_late is not False:
             self.under_way.append(ops)

@@ -27,7 +27,7 @@ class UnitFacts:
         gather: collectives of one gather.
         reduce: collectives of the reduction of one microbatch's gradient.
         finish: collectives of the reduction once a step.
-        spread: collectives that bring updated parameters to where they rest.
+        update_gather: collectives that bring updated parameters to where they rest.
         rest: bytes where its gradient rests, from the first that is put there to the end of the step; 0 if they are not
             the schedule's business.
         host: bytes of its optimizer state and main copies that are in host memory between updates; 0 if none are.
@@ -42,7 +42,7 @@ class UnitFacts:
     gather: tuple[Call, ...] = ()
     reduce: tuple[Call, ...] = ()
     finish: tuple[Call, ...] = ()
-    spread: tuple[Call, ...] = ()
+    update_gather: tuple[Call, ...] = ()
     rest: int = 0
     host: int = 0
     wire: str | None = ""

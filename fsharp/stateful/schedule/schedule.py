@@ -2,7 +2,7 @@
 
 [Note: ops]
 Ops are in the order in which the host issues them. An op starts when the ops in ``after`` have finished and the ops
-before it on its stream have; what the host waits for is that alone.
+before it on its stream have; the host waits for nothing else.
 
 ==============  =========  ========  =========================================================================================
 kind            stream     phases    what
@@ -149,7 +149,7 @@ class Schedule:
     def calls(self) -> Counter[Call]:
         """Every collective that one rank issues in a step that follows this schedule, the caller's own aside."""
         facts = {unit.name: unit for unit in self.program.units}
-        return Counter(call for issued in issues(self.ops) for call in joint_calls(issued, facts))
+        return Counter(call for issued in issue_groups(self.ops) for call in joint_calls(issued, facts))
 
     @property
     def host_nbytes(self) -> int:
@@ -207,13 +207,13 @@ class Schedule:
 def calls_of(op: Op, facts: UnitFacts) -> tuple[Call, ...]:
     """The collectives that an op issues; in a bucket, its share of them."""
     if op.kind == "gather":
-        return facts.spread if op.phase == "update" else facts.gather
+        return facts.update_gather if op.phase == "update" else facts.gather
     if op.kind == "reduce":
         return facts.finish if op.phase == "finish" else facts.reduce
     return ()
 
 
-def issues(ops: Sequence[Op]) -> Iterator[tuple[Op, ...]]:
+def issue_groups(ops: Sequence[Op]) -> Iterator[tuple[Op, ...]]:
     """The ops that are issued as one: those of a bucket together, all others alone."""
     for bucket, together in groupby(ops, lambda op: op.bucket):
         if bucket == -1:
@@ -223,7 +223,7 @@ def issues(ops: Sequence[Op]) -> Iterator[tuple[Op, ...]]:
 
 
 def joint_calls(issued: Sequence[Op], facts: Mapping[str, UnitFacts]) -> tuple[Call, ...]:
-    """The collectives of what :func:`issues` gives: of a bucket one of each kind along each axis, with the bytes of all.
+    """The collectives of what :func:`issue_groups` gives: of a bucket one of each kind along each axis, with the bytes of all.
 
     >>> units = {name: UnitFacts(name, 64, gather=(Call("all_gather", "dp", 32),)) for name in "ab"}
     >>> joint_calls([Op("gather", name, "forward", 0, bucket=7) for name in "ab"], units)

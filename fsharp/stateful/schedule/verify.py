@@ -7,11 +7,11 @@ person edited, or that a compiler with a bug wrote, is refused before it touches
 from collections.abc import Mapping, Sequence
 
 from fsharp.errors import ScheduleError, problem
-from fsharp.stateful.schedule.checks import UNDO, Check, GradientCheck, HostCheck, MemoryCheck, ParameterCheck, refusal
+from fsharp.stateful.schedule.checks import UNDO, Check, GradientCheck, MemoryCheck, OffloadCheck, ParameterCheck, refusal
 from fsharp.stateful.schedule.happens_before import HappensBefore
 from fsharp.stateful.schedule.limits import Limits
 from fsharp.stateful.schedule.program import UnitFacts
-from fsharp.stateful.schedule.schedule import PHASES_OF, STREAM_OF, Op, Schedule, calls_of, channel, issues
+from fsharp.stateful.schedule.schedule import PHASES_OF, STREAM_OF, Op, Schedule, calls_of, channel, issue_groups
 
 
 def verify(schedule: Schedule) -> None:
@@ -29,7 +29,7 @@ def verify(schedule: Schedule) -> None:
     """
     _check_form(schedule)
     order = HappensBefore(schedule.ops)
-    for kind in (ParameterCheck, GradientCheck, HostCheck, MemoryCheck, Limits):
+    for kind in (ParameterCheck, GradientCheck, OffloadCheck, MemoryCheck, Limits):
         check: Check = kind(schedule, order)
         for i, op in enumerate(schedule.ops):
             check.see(i, op)
@@ -60,7 +60,7 @@ def _collectives(schedule: Schedule) -> list[str]:
     """What is issued as one, in order."""
     facts = {unit.name: unit for unit in schedule.program.units}
     queue: list[str] = []
-    for issued in issues(schedule.ops):
+    for issued in issue_groups(schedule.ops):
         texts = []
         for op in issued:
             calls = ", ".join(f"{c.op} {c.axis} {c.nbytes}" for c in (calls_of(op, facts[op.unit]) if op.unit else ()))

@@ -18,7 +18,7 @@ class Work:
     """A collective under way.
 
     Args:
-        then: waits for it, and does what is left to do; its result is the ticket's.
+        then: waits for it, and does what is left to do; its result is the Work's.
         result: that of a collective that is done.
     """
 
@@ -39,7 +39,7 @@ class Transport(ABC):
     """Collectives along an axis. Results are bit for bit those of the :class:`~fsharp.Comm` it is made from."""
 
     is_async = False
-    """Whether a ticket that the host waits for may have something to wait for."""
+    """Whether a Work that the host waits for may have something to wait for."""
 
     @abstractmethod
     def gather(self, x: torch.Tensor, out: torch.Tensor, axis: str, *, label: str = "") -> Work:
@@ -64,7 +64,7 @@ class Transport(ABC):
             dtype: of the sum.
             scratch: as many bytes as :meth:`scratch_nbytes` says.
             label: what it is for; ranks compare it.
-            out: ``c`` elements for the result. None: the ticket's result is a tensor that is valid until ``x`` or
+            out: ``c`` elements for the result. None: the Work's result is a tensor that is valid until ``x`` or
                 ``scratch`` is written to.
         """
 
@@ -72,7 +72,7 @@ class Transport(ABC):
     def all_reduce(self, x: torch.Tensor, out: torch.Tensor, axis: str, *, scratch: torch.Tensor, label: str = "") -> Work:
         """The sum over ranks of ``x`` into ``out``, of another dtype or the same.
 
-        The result of the ticket is one more ticket, for what is left to do once ``scratch`` and ``x`` are free.
+        The result of the Work is one more Work, for what is left to do once ``scratch`` and ``x`` are free.
         """
 
     def scratch_nbytes(self, op: str, axis: str, numel: int, itemsize: int, *, apart: bool = False) -> int:
@@ -96,7 +96,7 @@ class Transport(ABC):
         """Make ready what all ranks have to make together."""
 
 
-class Groups:
+class ProcessGroups:
     """Process groups of a scheduler's own, so that its gathers and its reductions do not wait for each other.
 
     With ``separate=False`` they are the groups of the Comm.

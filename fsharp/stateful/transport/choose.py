@@ -2,7 +2,7 @@
 
 from fsharp.functional.comm.process_group import ProcessGroupComm
 from fsharp.functional.comm.protocol import Comm, CountingComm
-from fsharp.stateful.transport.base import Groups, Transport
+from fsharp.stateful.transport.base import ProcessGroups, Transport
 from fsharp.stateful.transport.blocking import BlockingTransport, LocalTransport
 from fsharp.stateful.transport.counted import CountedTransport
 from fsharp.stateful.transport.gloo import GlooTransport
@@ -15,7 +15,7 @@ def transport_over(comm: Comm, *, separate_groups: bool) -> Transport:
         return CountedTransport(transport_over(comm.inner, separate_groups=separate_groups), comm)
     if not isinstance(comm, ProcessGroupComm):
         return LocalTransport() if comm.mesh.size == 1 else BlockingTransport(comm)
-    groups = Groups(comm, separate=separate_groups)
+    groups = ProcessGroups(comm, separate=separate_groups)
     if comm.is_native:
         return NcclTransport(comm, groups)
     return GlooTransport(comm, groups)

@@ -19,7 +19,7 @@ from fsharp.stateful.transport.base import Transport, Work
 
 
 class _Shared(Work):
-    """A ticket that several have, perhaps in several threads: who comes second waits until the first has unpacked."""
+    """A Work that several have, perhaps in several threads: who comes second waits until the first has unpacked."""
 
     __slots__ = ("_lock",)
 
@@ -35,7 +35,7 @@ class _Shared(Work):
             return super().wait()
 
     def each(self, num: int) -> list[Work]:
-        """A ticket for each, of a result that is a list."""
+        """A Work for each, of a result that is a list."""
         return [Work(then=partial(self._one, i)) for i in range(num)]
 
     def _one(self, i: int) -> Any:
@@ -59,12 +59,12 @@ def gather(
     sizes = [len(x) for x in xs]
     n = len(outs[0]) // sizes[0]
     packed = xs[0].new_empty(n * sum(sizes))
-    ticket = transport.gather(torch.cat(list(xs)), packed, axis, label=label)
+    work = transport.gather(torch.cat(list(xs)), packed, axis, label=label)
 
     def unpack(_: Any) -> None:
         _copy([out.view(n, -1) for out in outs], packed.view(n, -1).split(sizes, 1))
 
-    return _Shared(ticket, unpack, is_async=transport.innermost.is_async)
+    return _Shared(work, unpack, is_async=transport.innermost.is_async)
 
 
 def reduce_scatter(
@@ -87,19 +87,19 @@ def reduce_scatter(
         n: its size.
         dtype: of the sums.
         scratch: for each, what it needs alone.
-        outs: for each, ``c[i]`` elements for the result; None: the ticket's result is a tensor, valid until ``xs[i]`` or
+        outs: for each, ``c[i]`` elements for the result; None: the Work's result is a tensor, valid until ``xs[i]`` or
             ``scratch[i]`` is written to.
         label: what it is for.
 
     Returns:
-        A ticket for each, as :meth:`Transport.reduce_scatter` does.
+        A Work for each, as :meth:`Transport.reduce_scatter` does.
     """
     if len(xs) == 1:
         return [transport.reduce_scatter(xs[0], axis, dtype=dtype, scratch=scratch[0], out=outs[0], label=label)]
     packed = torch.cat([x.view(n, -1) for x in xs], 1).view(-1)
     summed = packed.new_empty(len(packed) // n, dtype=dtype)
     room = _scratch(transport, "reduce_scatter", axis, packed, summed)
-    ticket = transport.reduce_scatter(packed, axis, dtype=dtype, scratch=room, out=summed, label=label)
+    work = transport.reduce_scatter(packed, axis, dtype=dtype, scratch=room, out=summed, label=label)
     sizes = [len(x) // n for x in xs]
 
     def unpack(_: Any) -> list[torch.Tensor]:
@@ -108,7 +108,7 @@ def reduce_scatter(
         _copy([out for out, _ in there], [part for _, part in there])
         return [part if out is None else out for out, part in zip(outs, parts, strict=True)]
 
-    return _Shared(ticket, unpack, is_async=transport.innermost.is_async).each(len(xs))
+    return _Shared(work, unpack, is_async=transport.innermost.is_async).each(len(xs))
 
 
 def all_reduce(
@@ -135,7 +135,7 @@ def all_reduce(
         label: what it is for.
 
     Returns:
-        A ticket for each, as :meth:`Transport.all_reduce` does.
+        A Work for each, as :meth:`Transport.all_reduce` does.
     """
     if len(xs) == 1:
         return [transport.all_reduce(xs[0], outs[0], axis, scratch=scratch[0], label=label)]
@@ -149,8 +149,8 @@ def all_reduce(
     def unpack(_: Any) -> None:
         _copy(outs, [part[: len(out)] for out, part in zip(outs, summed.split(sizes), strict=True)])
 
-    ticket = transport.all_reduce(packed, summed, axis, scratch=room, label=label)
-    shared = _Shared(ticket, lambda tail: _Shared(tail, unpack, is_async=is_async), is_async=is_async)
+    work = transport.all_reduce(packed, summed, axis, scratch=room, label=label)
+    shared = _Shared(work, lambda tail: _Shared(tail, unpack, is_async=is_async), is_async=is_async)
     return [shared] * len(xs)
 
 

@@ -23,9 +23,9 @@ import torch.distributed as dist
 
 from fsharp.functional.comm.process_group import ProcessGroupComm
 from fsharp.functional.comm.watch import WatchedCall
-from fsharp.functional.comm.workers import InFlight, Outcome, Worker
+from fsharp.functional.comm.worker_threads import InFlight, Outcome, Worker
 from fsharp.functional.layout.precision import dtype_name
-from fsharp.stateful.transport.base import Groups, Transport, Work
+from fsharp.stateful.transport.base import ProcessGroups, Transport, Work
 
 _CHUNK = 1 << 20
 """Bytes."""
@@ -42,7 +42,7 @@ class GlooTransport(Transport):
 
     is_async = True
 
-    def __init__(self, comm: ProcessGroupComm, groups: Groups) -> None:
+    def __init__(self, comm: ProcessGroupComm, groups: ProcessGroups) -> None:
         self.comm, self.groups = comm, groups
         self.on_flight: Callable[[InFlight], None] | None = None  # told of each collective that begins
         self._crew = {kind: Worker(kind) for kind in ("posts", "gather", "reduce", "share")}
@@ -143,7 +143,7 @@ class GlooTransport(Transport):
         call: WatchedCall,
         then: Callable[[], Any],
     ) -> Work:
-        """The sum of this rank's part over ranks into ``out``; the ticket's result is that of ``then``."""
+        """The sum of this rank's part over ranks into ``out``; the Work's result is that of ``then``."""
         group, tag = self.groups("reduce", axis), call.tag
         n, mine = len(parts), self.comm.mesh.coord(axis, self.comm.rank)
         if n == 2 and out.dtype == parts[mine].dtype and out.data_ptr() != parts[mine].data_ptr():  # alike on both ranks

@@ -4,16 +4,16 @@ import torch
 import torch.distributed as dist
 
 from fsharp.functional.comm.process_group import ProcessGroupComm
-from fsharp.stateful.transport.base import Groups, Transport, Work
+from fsharp.stateful.transport.base import ProcessGroups, Transport, Work
 
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class NcclTransport(Transport):
-    """A backend's own collectives, issued on the current CUDA stream: a ticket is done as far as the host is concerned."""
+    """A backend's own collectives, issued on the current CUDA stream: a Work is done as far as the host is concerned."""
 
-    def __init__(self, comm: ProcessGroupComm, groups: Groups) -> None:
+    def __init__(self, comm: ProcessGroupComm, groups: ProcessGroups) -> None:
         self.comm, self.groups = comm, groups
 
     def gather(self, x: torch.Tensor, out: torch.Tensor, axis: str, *, label: str = "") -> Work:

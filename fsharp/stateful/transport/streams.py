@@ -11,7 +11,7 @@ Key = tuple[int, int]
 _HERE = nullcontext()
 
 
-class LaneMarks(Protocol):
+class LaneRecorder(Protocol):
     """Who wants to know when an op ran on a lane."""
 
     lane_marks: list[tuple[Any, Any]]
@@ -23,7 +23,7 @@ class LaneMarks(Protocol):
 class Lanes:
     """A host without streams: collectives are asynchronous by themselves, and what the host waits for is ordered by that."""
 
-    recorder: "LaneMarks | None" = None
+    recorder: "LaneRecorder | None" = None
 
     def on(self, name: str, op: Key | None = None, after: Sequence[Key] = (), *, begins: bool = True) -> AbstractContextManager:
         """Run what is inside on a lane.

@@ -8,12 +8,12 @@ from fsharp.functional.layout.precision import dtype_name
 from fsharp.functional.layout.unit_layout import UnitLayout
 from fsharp.stateful.schedule.policy import Policy
 from fsharp.stateful.schedule.program import UnitFacts
-from fsharp.stateful.units.chain import AxisChain
+from fsharp.stateful.units.axis_chain import AxisChain
 from fsharp.stateful.units.full import moving_axes
 from fsharp.stateful.units.unit_state import UnitState, full_nbytes
 
 
-def spread_axes(unit: UnitLayout, *, trivial: bool) -> tuple[str, ...]:
+def update_gather_axes(unit: UnitLayout, *, trivial: bool) -> tuple[str, ...]:
     """Axes to gather updated parameters along, in order of the gathers, to bring them to where they rest."""
     strategy = unit.strategy
     axes = [a for a in reversed(strategy.order) if strategy.optim[a] is Shard and strategy.params[a] is Replicate]
@@ -36,8 +36,8 @@ def facts_of(unit: UnitState, policy: Policy, *, several_uses: bool, several_mic
     if unit.gradient is None:
         return UnitFacts(unit.key, gathered, trainable=False, gather=tuple(gather), host=unit.host_nbytes, wire=_wire(layout))
     route = unit.gradient.route
-    axes = spread_axes(layout, trivial=trivial)
-    spread = [c for g in layout.trainable for c in _gathers(layout, g, layout.local_size(g, optim), axes)]
+    axes = update_gather_axes(layout, trivial=trivial)
+    update_gather = [c for g in layout.trainable for c in _gathers(layout, g, layout.local_size(g, optim), axes)]
     return UnitFacts(
         unit.key,
         gathered=gathered,
@@ -48,7 +48,7 @@ def facts_of(unit: UnitState, policy: Policy, *, several_uses: bool, several_mic
         gather=tuple(gather),
         reduce=tuple(c for chain in route.chains for c in _reductions(chain)),
         finish=tuple(c for chain in route.finishes for c in _reductions(chain)),
-        spread=tuple(spread),
+        update_gather=tuple(update_gather),
         host=unit.host_nbytes,
         wire=_wire(layout),
     )

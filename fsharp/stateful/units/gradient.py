@@ -10,12 +10,12 @@ import torch
 from fsharp.errors import ScheduleError, TreeError
 from fsharp.functional.layout.unit_layout import UnitLayout
 from fsharp.stateful.transport.base import Transport, Work
-from fsharp.stateful.units.chain import ChainInput
+from fsharp.stateful.units.axis_chain import ChainInput
 from fsharp.stateful.units.resting import RestingGradient
 from fsharp.stateful.units.route import GradientRoute, Grads, OutgoingBlock
 
 
-class Phase(Enum):
+class GradientPhase(Enum):
     """How far a gradient has come in a step."""
 
     NONE = auto()
@@ -27,12 +27,12 @@ class Phase(Enum):
 
 
 _MOVES = {
-    Phase.NONE: {Phase.COLLECTING, Phase.RESTING},
-    Phase.COLLECTING: {Phase.COLLECTING, Phase.REDUCING, Phase.RESTING},
-    Phase.REDUCING: {Phase.RESTING},
-    Phase.RESTING: {Phase.COLLECTING, Phase.RESTING, Phase.FINISHING},
-    Phase.FINISHING: {Phase.FINISHED},
-    Phase.FINISHED: {Phase.COLLECTING, Phase.RESTING, Phase.FINISHING},
+    GradientPhase.NONE: {GradientPhase.COLLECTING, GradientPhase.RESTING},
+    GradientPhase.COLLECTING: {GradientPhase.COLLECTING, GradientPhase.REDUCING, GradientPhase.RESTING},
+    GradientPhase.REDUCING: {GradientPhase.RESTING},
+    GradientPhase.RESTING: {GradientPhase.COLLECTING, GradientPhase.RESTING, GradientPhase.FINISHING},
+    GradientPhase.FINISHING: {GradientPhase.FINISHED},
+    GradientPhase.FINISHED: {GradientPhase.COLLECTING, GradientPhase.RESTING, GradientPhase.FINISHING},
 }
 """From each phase, those that an op may bring a gradient to."""
 
@@ -60,16 +60,16 @@ class GradientBuffer:
         self.route = GradientRoute(unit, transport, device, trivial=trivial)
         self._own = self.rest = self.route.resting()
         self.final = RestingGradient(self.route.sizes(unit.strategy.optim), device) if self.route.is_finished else None
-        self.phase = Phase.NONE
+        self.phase = GradientPhase.NONE
         self.num_added = self.found = 0
         self.block: OutgoingBlock | None = None
         self._place: RestingGradient | None = None
         self._is_open = False  # whether this step has come to where the place is the gradient's own
-        self._tickets: list[Work] = []
+        self._works: list[Work] = []
         self._tails: list[Work] = []
         self._deferred: Callable[[], None] | None = None
 
-    def _move(self, phase: Phase) -> None:
+    def _move(self, phase: GradientPhase) -> None:
         assert phase in _MOVES[self.phase], f"{self.route.unit.name}: a gradient that is {self.phase} cannot be {phase} next"
         self.phase = phase
 
@@ -92,9 +92,9 @@ class GradientBuffer:
         self.rest, self._place = place if self._is_open and place is not None else self._own, place
         if self.route.device.type != "cpu" and self.final is not None:
             _ = self.final.tensors  # from the pool of the stream that computes
-        self.phase, self.block = Phase.NONE, None
+        self.phase, self.block = GradientPhase.NONE, None
         self.num_added = self.found = 0
-        self._tickets, self._tails = [], []
+        self._works, self._tails = [], []
 
     def open(self) -> None:
         """From here on it rests where the schedule has room for it."""
@@ -144,12 +144,12 @@ class GradientBuffer:
         self._check_dense(grads)
         self.join()
         if block is None:
-            self._move(Phase.RESTING)
+            self._move(GradientPhase.RESTING)
             first = not self.num_added
             leaves, gaps = self.rest.leaves(self.route.index, self.route.unit.trainable)
             self.num_added += 1
         else:
-            self._move(Phase.COLLECTING)
+            self._move(GradientPhase.COLLECTING)
             self.block, leaves, gaps = block, block.leaves, block.gaps
         if first and gaps:
             torch._foreach_zero_(gaps)
@@ -186,7 +186,7 @@ class GradientBuffer:
             block: where it was collected.
             direct: the sum goes where the gradient rests while ``block`` is still in use.
         """
-        self._move(Phase.REDUCING)
+        self._move(GradientPhase.REDUCING)
         self.block = None
         legs = []
         for i, chain in enumerate(self.route.chains):
@@ -196,14 +196,14 @@ class GradientBuffer:
             legs.append(ChainInput(chain, block.sent[i], out, block.scratch[i]))
         return legs
 
-    def send(self, tickets: Sequence[Work]) -> None:
+    def send(self, works: Sequence[Work]) -> None:
         """What :meth:`reduce` or :meth:`finish` has told of is on its way."""
-        self._tickets += tickets
+        self._works += works
 
     def accumulate(self, block: OutgoingBlock) -> None:
         """The sum is where the gradient rests, or is added to it."""
         results = self._wait_for(len(self.rest.tensors)) if self.route.is_reduced else block.collected
-        self._move(Phase.RESTING)
+        self._move(GradientPhase.RESTING)
         self.block = None
         for target, result in zip(self.rest.tensors, results, strict=True):
             if self.num_added:
@@ -214,19 +214,19 @@ class GradientBuffer:
 
     def _wait_for(self, num: int) -> list[Any]:
         """The results of what was sent first."""
-        results = [ticket.wait() for ticket in self._tickets[:num]]
-        del self._tickets[:num]
+        results = [work.wait() for work in self._works[:num]]
+        del self._works[:num]
         return results
 
     @property
     def is_fed(self) -> bool:
         """Whether this step has given the unit a gradient, though it may still be on its way."""
-        return self.phase is not Phase.NONE
+        return self.phase is not GradientPhase.NONE
 
     def settle(self) -> None:
         """What no use has contributed to is zero."""
-        if self.phase is Phase.NONE:
-            self._move(Phase.RESTING)
+        if self.phase is GradientPhase.NONE:
+            self._move(GradientPhase.RESTING)
             for buffer in self.rest.tensors:
                 buffer.zero_()
             self.num_added += 1
@@ -237,7 +237,7 @@ class GradientBuffer:
             return
         self.join()
         self.settle()
-        self._move(Phase.RESTING)
+        self._move(GradientPhase.RESTING)
         self.found = (1 << len(self.route.leaves)) - 1
         for buffer, grad in zip(self.rest.tensors, grads, strict=True):
             if grad is not None:
@@ -247,7 +247,7 @@ class GradientBuffer:
         """What is about to go to the optimizer's place. The gradient at rest stays as it is."""
         self.join()
         self.settle()
-        self._move(Phase.FINISHING)
+        self._move(GradientPhase.FINISHING)
         assert self.final is not None
         if self.final.is_held:
             self.final.forget()
@@ -260,7 +260,7 @@ class GradientBuffer:
     def end_finish(self) -> None:
         """What :meth:`finish` works in is free from here on; :meth:`join` waits for what is left."""
         self._tails += [tail for tail in self._wait_for(len(self.route.finishes)) if isinstance(tail, Work)]
-        self._move(Phase.FINISHED)
+        self._move(GradientPhase.FINISHED)
 
     def defer(self, end: Callable[[], None]) -> None:
         """Leave the end of a reduction to whoever looks at the gradient next."""
@@ -288,5 +288,5 @@ class GradientBuffer:
             refuse: raises; called when somebody looks at what was under way.
         """
         self._deferred = refuse if self.is_under_way else None
-        self._tickets, self._tails, self.block = [], [], None
+        self._works, self._tails, self.block = [], [], None
         self.rest = self._own

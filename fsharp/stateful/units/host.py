@@ -17,12 +17,12 @@ from fsharp.stateful.units.pending import PendingBuffers
 class HostBuffers(PendingBuffers):
     """Tensors in host memory, there once ``move`` is over."""
 
-    def __init__(self, raw: list[Any], move: "Transfer") -> None:
+    def __init__(self, raw: list[Any], move: "HostCopies") -> None:
         super().__init__(raw, move.wait)
         self.lanes = move.lanes
 
 
-class Transfer:
+class HostCopies:
     """What one unit has to copy before an update, or after it.
 
     Args:
@@ -72,7 +72,7 @@ class Offload:
         self._grads = grads
         self._spare: dict[tuple[torch.Size, torch.dtype], list[torch.Tensor]] = {}
 
-    def up(self, tree: Any, params: Any) -> tuple[Any, Mapping[str, Transfer]]:
+    def up(self, tree: Any, params: Any) -> tuple[Any, Mapping[str, HostCopies]]:
         """The state on the device, and by unit what has to run before it is there.
 
         Args:
@@ -81,12 +81,12 @@ class Offload:
         """
         return self._move(tree, params, to_host=False)
 
-    def down(self, tree: Any, params: Any) -> tuple[Any, Mapping[str, Transfer]]:
+    def down(self, tree: Any, params: Any) -> tuple[Any, Mapping[str, HostCopies]]:
         """The state in host memory, which is there once what is returned beside it has run; ``params``: the new ones."""
         return self._move(tree, params, to_host=True)
 
-    def _move(self, tree: Any, params: Any, *, to_host: bool) -> tuple[Any, Mapping[str, Transfer]]:
-        moves, moved, stays = dict[str, Transfer](), dict[int, torch.Tensor](), _storages((params, self._grads))
+    def _move(self, tree: Any, params: Any, *, to_host: bool) -> tuple[Any, Mapping[str, HostCopies]]:
+        moves, moved, stays = dict[str, HostCopies](), dict[int, torch.Tensor](), _storages((params, self._grads))
 
         def one(node: Any) -> Any:
             if not is_sharded(node) or node.name not in self._names:
@@ -97,7 +97,7 @@ class Offload:
             for i, x in enumerate(raw):
                 if not isinstance(x, torch.Tensor) or not x.numel() or x.untyped_storage().data_ptr() in stays:
                     continue
-                move = moves.setdefault(node.name, Transfer(self._lanes))
+                move = moves.setdefault(node.name, HostCopies(self._lanes))
                 if id(x) not in moved:
                     move.nbytes += x.nbytes
                     moved[id(x)] = self._on_host(x) if to_host else self._on_device(x, is_ours=is_ours)

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from fsharp.stateful.units.chain import Pieces, nbytes_of
+from fsharp.stateful.units.axis_chain import Pieces, nbytes_of
 from fsharp.stateful.units.full import LeafIndex, carve
 
 

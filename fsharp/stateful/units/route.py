@@ -7,7 +7,7 @@ import torch
 from fsharp.functional.layout.placement import Partial, Place, Replicate, Shard
 from fsharp.functional.layout.unit_layout import UnitLayout
 from fsharp.stateful.transport.base import Transport
-from fsharp.stateful.units.chain import AxisChain, AxisCollective, Pieces, nbytes_of
+from fsharp.stateful.units.axis_chain import AxisChain, AxisCollective, Pieces, nbytes_of
 from fsharp.stateful.units.full import carve, leaf_index
 from fsharp.stateful.units.resting import RestingGradient
 

@@ -11,7 +11,7 @@ from fsharp.functional.layout.unit_layout import UnitLayout
 from fsharp.functional.release import version_of
 from fsharp.stateful.schedule.schedule import Memory
 from fsharp.stateful.transport.base import Transport, Work
-from fsharp.stateful.units.chain import Move, gather_along
+from fsharp.stateful.units.axis_chain import Move, gather_along
 from fsharp.stateful.units.full import FullUnit, aligned, carve, full_sizes, gather_axes, nested_parts
 from fsharp.stateful.units.gradient import GradientBuffer
 from fsharp.stateful.units.resting import RestingGradient
@@ -52,7 +52,7 @@ class UnshardedBuffer:
     Attributes:
         full: the parameters; only while they are gathered, if they have memory of their own.
         filled_from: the stamp of the node that it is filled from, or about to be; None while it is released.
-        tickets: of the gathers that fill it.
+        works: of the gathers that fill it.
         users: uses that are under way.
         is_held: whether somebody still had memory of its own when it was released.
     """
@@ -70,9 +70,9 @@ class UnshardedBuffer:
         "full",
         "is_held",
         "memory",
-        "tickets",
         "users",
         "where",
+        "works",
     )
 
     def __init__(
@@ -92,7 +92,7 @@ class UnshardedBuffer:
         if memory is not None:
             self._make(memory)
         self.filled_from: Stamp | None = None
-        self.tickets: list[Work] = []
+        self.works: list[Work] = []
         self.users = 0
         self.is_held = False
         self._sources: list[StorageWeakRef] = []
@@ -116,7 +116,7 @@ class UnshardedBuffer:
 
     def gather(self, node: Sharded, transport: Transport, label: str) -> None:
         """Begin to fill it from where the unit's parameters rest."""
-        self.tickets += gather_along(self.axes, self.fill(node, transport), transport, label=label, as_one=False)
+        self.works += gather_along(self.axes, self.fill(node, transport), transport, label=label, as_one=False)
 
     def fill(self, node: Sharded, transport: Transport) -> list[Move]:
         """What has to be gathered to fill it from where the unit's parameters rest. It is about to be."""
@@ -133,9 +133,9 @@ class UnshardedBuffer:
 
     def wait(self) -> None:
         """Block until it is filled with the unit's parameters."""
-        for ticket in self.tickets:
-            ticket.wait()
-        self.tickets.clear()
+        for work in self.works:
+            work.wait()
+        self.works.clear()
 
     def holds(self, seen: Stamp) -> bool:
         """Whether it has, or is about to have, the values of these tensors."""
@@ -167,7 +167,7 @@ class UnshardedBuffer:
 
     def drop(self) -> None:
         """What was to fill it may never come."""
-        self.tickets.clear()
+        self.works.clear()
         self.filled_from = None
         self._set_version(_RELEASED)
 

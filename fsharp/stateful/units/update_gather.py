@@ -4,8 +4,8 @@ import torch
 
 from fsharp.functional.layout.sharded import Sharded
 from fsharp.stateful.transport.base import Work
-from fsharp.stateful.units.chain import Move
-from fsharp.stateful.units.facts import spread_axes
+from fsharp.stateful.units.axis_chain import Move
+from fsharp.stateful.units.facts import update_gather_axes
 from fsharp.stateful.units.full import nested_parts
 from fsharp.stateful.units.unit_state import UnitState
 
@@ -24,13 +24,13 @@ class UpdateGather:
     Attributes:
         axes: to gather along.
         moves: parts that travel, and what each gather of theirs fills.
-        tickets: of the gathers that have begun.
+        works: of the gathers that have begun.
     """
 
     def __init__(self, unit: UnitState, old: Sharded, new: Sharded, *, rank: int, donate: bool, trivial: bool) -> None:
         self.unit = unit
-        self.axes = spread_axes(old.unit, trivial=trivial)
-        self.tickets: list[Work] = []
+        self.axes = update_gather_axes(old.unit, trivial=trivial)
+        self.works: list[Work] = []
         self.moves: list[Move] = []
         held = dict(zip(new.groups, new.buffers, strict=True))
         buffers = []
@@ -47,7 +47,7 @@ class UpdateGather:
 
     def wait(self) -> None:
         """Block until all parts have been gathered."""
-        for ticket in self.tickets:
-            ticket.wait()
-        self.tickets.clear()
+        for work in self.works:
+            work.wait()
+        self.works.clear()
         self.moves.clear()

@@ -8,7 +8,7 @@ import pytest
 
 from fsharp.errors import ScheduleError
 from fsharp.functional.comm.protocol import Call
-from fsharp.stateful.inspect.estimate import Hardware, simulate
+from fsharp.stateful.inspect.estimate import Hardware, predict
 from fsharp.stateful.inspect.trace import Trace
 from fsharp.stateful.schedule.compile import compile_schedule
 from fsharp.stateful.schedule.policy import Policy
@@ -49,7 +49,7 @@ POLICIES = [
 
 def measure(schedule, hardware, steps=3, noise=lambda seconds: seconds):
     """The trace of some steps that went as simulated, but for noise in how long collectives take."""
-    timeline, trace = simulate(schedule, hardware), Trace()
+    timeline, trace = predict(schedule, hardware), Trace()
     for step in range(steps):
         start = step * timeline.step_s
         trace.begin_step(start)
@@ -72,7 +72,7 @@ def test_a_machine_is_found_again(policy, microbatches, host):
     assert found.memory_bandwidth == pytest.approx(machine.memory_bandwidth)
     assert found.compute == {u.name: pytest.approx(machine.compute.get(u.name, machine.compute["**"])) for u in UNITS}
     assert found.update_s == pytest.approx(machine.update_s)
-    assert simulate(schedule, found).step_s == pytest.approx(simulate(schedule, machine).step_s)
+    assert predict(schedule, found).step_s == pytest.approx(predict(schedule, machine).step_s)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -109,7 +109,7 @@ def test_what_is_in_each_others_way_is_told_apart(policy, contention):
     assert found.latency == pytest.approx(machine.latency)
     assert found.bandwidth == pytest.approx(machine.bandwidth)
     assert found.update_s == pytest.approx(machine.update_s)
-    assert simulate(schedule, found).step_s == pytest.approx(simulate(schedule, machine).step_s)
+    assert predict(schedule, found).step_s == pytest.approx(predict(schedule, machine).step_s)
 
 
 def test_a_host_that_begins_collectives_is_busy():
@@ -117,7 +117,7 @@ def test_a_host_that_begins_collectives_is_busy():
     machine = replace(MACHINE, synchronous_host=True, issue=0.25)
     found = Hardware.fit(measure(schedule, machine, steps=8), schedule, synchronous_host=True)
     assert found.issue == pytest.approx(0.25)
-    assert simulate(schedule, found).step_s == pytest.approx(simulate(schedule, machine).step_s)
+    assert predict(schedule, found).step_s == pytest.approx(predict(schedule, machine).step_s)
 
 
 def test_noise_moves_it_by_less_than_itself():
@@ -169,7 +169,7 @@ def test_axes_that_always_go_together_get_one_number_that_predicts_the_same():
     machine = replace(HARDWARE, latency={"dp": 0.5, "tp": 0.25}, bandwidth={"dp": 100.0, "tp": 400.0})
     found = Hardware.fit(measure(schedule, machine), schedule)
     assert found.latency["all_gather", "dp"] == found.latency["all_gather", "tp"] == pytest.approx(0.375)
-    assert simulate(schedule, found).step_s == pytest.approx(simulate(schedule, machine).step_s)
+    assert predict(schedule, found).step_s == pytest.approx(predict(schedule, machine).step_s)
 
 
 def test_medians_over_steps_come_first():
@@ -206,7 +206,7 @@ def test_nothing_has_to_be_measured_that_the_schedule_does_not_have():
     schedule = compile_schedule(sequential(alone, tail=()), Policy(bucket_nbytes=0))
     found = Hardware.fit(measure(schedule, MACHINE), schedule)
     assert (found.update_s, found.issue) == (0.0, 0.0)
-    assert simulate(schedule, found).step_s == simulate(schedule, MACHINE).step_s
+    assert predict(schedule, found).step_s == predict(schedule, MACHINE).step_s
 
 
 def test_equal_sizes_leave_latency_and_bandwidth_open():

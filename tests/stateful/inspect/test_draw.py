@@ -13,7 +13,7 @@ from matplotlib.image import imread
 from fsharp.errors import ScheduleError
 from fsharp.functional.layout.table import nbytes_text
 from fsharp.stateful.inspect.draw import draw, in_order
-from fsharp.stateful.inspect.estimate import simulate
+from fsharp.stateful.inspect.estimate import predict
 from fsharp.stateful.inspect.perfetto import perfetto
 from fsharp.stateful.inspect.table import table
 from fsharp.stateful.schedule.compile import compile_schedule
@@ -36,8 +36,8 @@ def colours(path):
     [
         (SCHEDULE, {}),
         (SCHEDULE, {"hardware": HARDWARE}),
-        (SCHEDULE, {"hardware": HARDWARE, "measured": simulate(SCHEDULE, SLOW)}),
-        (simulate(SCHEDULE, SLOW), {}),
+        (SCHEDULE, {"hardware": HARDWARE, "measured": predict(SCHEDULE, SLOW)}),
+        (predict(SCHEDULE, SLOW), {}),
         (BY_HAND.replace_ops(BY_HAND.ops[:1]), {}),
         (replace(BY_HAND, arena=0, bound=0).replace_ops(()), {"hardware": HARDWARE}),
     ],
@@ -59,8 +59,8 @@ def test_waiting_is_red_and_there_is_less_of_it_on_a_fast_link(tmp_path):
 
 
 def test_svg_has_title_lanes_and_unit_names(tmp_path):
-    timeline = simulate(SCHEDULE, HARDWARE)
-    draw(timeline, tmp_path / "step.svg", measured=simulate(SCHEDULE, SLOW))
+    timeline = predict(SCHEDULE, HARDWARE)
+    draw(timeline, tmp_path / "step.svg", measured=predict(SCHEDULE, SLOW))
     text = (tmp_path / "step.svg").read_text()
     assert ET.fromstring(text).tag.endswith("svg")
     written = {line.strip()[5:-4] for line in text.splitlines() if line.strip().startswith("<!-- ")}
@@ -84,7 +84,7 @@ def test_drawing_without_matplotlib_says_what_to_install(tmp_path, monkeypatch):
 
 
 def test_times_and_orders_do_not_mix(tmp_path):
-    timeline = simulate(BY_HAND, HARDWARE)
+    timeline = predict(BY_HAND, HARDWARE)
     with pytest.raises(ScheduleError, match=r"(?s)no seconds.*a step of 16.50 s.*hardware="):
         draw(BY_HAND, tmp_path / "step.png", measured=timeline)
     with pytest.raises(ScheduleError, match="hardware is for a schedule"):
@@ -92,7 +92,7 @@ def test_times_and_orders_do_not_mix(tmp_path):
 
 
 def test_perfetto_has_every_op_and_the_memory(tmp_path):
-    timeline, measured = simulate(SCHEDULE, HARDWARE), simulate(SCHEDULE, SLOW)
+    timeline, measured = predict(SCHEDULE, HARDWARE), predict(SCHEDULE, SLOW)
     perfetto(timeline, tmp_path / "step.json", measured=measured)
     events = json.loads((tmp_path / "step.json").read_text())["traceEvents"]
     names = {(e["pid"], e["args"]["name"]) for e in events if e["name"] in ("process_name", "thread_name")}

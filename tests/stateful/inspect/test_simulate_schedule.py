@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from fsharp.errors import PatternError, ScheduleError
 from fsharp.functional.comm.protocol import Call
 from fsharp.stateful.inspect.draw import in_order
-from fsharp.stateful.inspect.estimate import Hardware, simulate
+from fsharp.stateful.inspect.estimate import Hardware, predict
 from fsharp.stateful.schedule.compile import compile_schedule
 from fsharp.stateful.schedule.policy import Policy
 from fsharp.stateful.schedule.program import Event, Program, UnitFacts
@@ -78,7 +78,7 @@ def times(timeline, kind):
 
 
 def test_second_gather_and_first_reduce_hide_the_others_do_not():
-    timeline = simulate(BY_HAND, HARDWARE)
+    timeline = predict(BY_HAND, HARDWARE)
     assert times(timeline, "gather") == [("a", 0, 1), ("b", 1, 2)]
     assert times(timeline, "compute") == [("a", 1, 3), ("b", 3, 5), ("b", 5, 9), ("a", 9.5, 13.5)]
     assert times(timeline, "cast") == [("b", 9, 9.5), ("a", 13.5, 14)]
@@ -90,7 +90,7 @@ def test_second_gather_and_first_reduce_hide_the_others_do_not():
 
 
 def test_slow_link_exposes_the_second_gather():
-    timeline = simulate(BY_HAND, replace(HARDWARE, bandwidth=25.0))
+    timeline = predict(BY_HAND, replace(HARDWARE, bandwidth=25.0))
     assert times(timeline, "gather") == [("a", 0, 4), ("b", 4, 8)]
     assert times(timeline, "wait")[:2] == [("a", 0, 4), ("b", 6, 8)]
     assert times(timeline, "reduce") == [("b", 14.5, 18.5), ("a", 19, 23)]
@@ -98,7 +98,7 @@ def test_slow_link_exposes_the_second_gather():
 
 
 def test_synchronous_host_adds_gradients_itself_as_they_arrive():
-    timeline = simulate(BY_HAND, replace(HARDWARE, synchronous_host=True))
+    timeline = predict(BY_HAND, replace(HARDWARE, synchronous_host=True))
     assert times(timeline, "accumulate") == [("b", 14, 14.5), ("a", 15, 15.5)]
     assert {span.stream for span in timeline.spans if span.kind == "accumulate"} == {"compute"}
     assert times(timeline, "wait") == [("a", 0, 1), ("a", 14.5, 15)]
@@ -109,12 +109,12 @@ def test_synchronous_host_adds_gradients_itself_as_they_arrive():
 def test_synchronous_host_issues_nothing_while_it_computes(is_synchronous, start):
     ops = [*BY_HAND.ops[:1], *(replace(op, after=(0,) if op.kind == "wait" else ()) for op in BY_HAND.ops[2:4])]
     ops += [replace(BY_HAND.ops[1], at=1), replace(BY_HAND.ops[4], after=(3,)), BY_HAND.ops[5]]
-    timeline = simulate(BY_HAND.replace_ops(ops), replace(HARDWARE, synchronous_host=is_synchronous))
+    timeline = predict(BY_HAND.replace_ops(ops), replace(HARDWARE, synchronous_host=is_synchronous))
     assert times(timeline, "gather") == [("a", 0, 1), ("b", start, start + 1)]
 
 
 def test_host_and_collectives_on_one_core_take_as_long_as_one_after_the_other():
-    timeline = simulate(BY_HAND, replace(HARDWARE, synchronous_host=True, contention=1.0))
+    timeline = predict(BY_HAND, replace(HARDWARE, synchronous_host=True, contention=1.0))
     assert times(timeline, "gather") == [("a", 0, 1), ("b", 1, 3)]
     assert times(timeline, "compute") == [("a", 1, 4), ("b", 4, 6), ("b", 6, 10), ("a", 10.5, 15.5)]
     assert times(timeline, "reduce") == [("b", 10.5, 12.5), ("a", 16, 17.5)]
@@ -123,13 +123,13 @@ def test_host_and_collectives_on_one_core_take_as_long_as_one_after_the_other():
 
 
 def test_half_a_contention_costs_a_quarter_of_the_speed_while_both_work():
-    timeline = simulate(BY_HAND, replace(HARDWARE, synchronous_host=True, contention=0.5))
+    timeline = predict(BY_HAND, replace(HARDWARE, synchronous_host=True, contention=0.5))
     assert times(timeline, "compute")[0] == ("a", 1, pytest.approx(1 + 4 / 3 + 1))
     assert times(timeline, "gather")[1] == ("b", 1, pytest.approx(1 + 4 / 3))
 
 
 def test_host_is_busy_with_what_it_begins():
-    timeline = simulate(BY_HAND, replace(HARDWARE, synchronous_host=True, issue=0.75))
+    timeline = predict(BY_HAND, replace(HARDWARE, synchronous_host=True, issue=0.75))
     assert times(timeline, "gather") == [("a", 0, 1), ("b", 1, 2)]
     assert times(timeline, "compute")[0] == ("a", 1.5, 3.5)
     assert times(timeline, "reduce")[0] == ("b", 10, 11)
@@ -146,14 +146,14 @@ def test_what_is_handed_on_is_in_the_way_of_the_next_step():
         Op("gather", "a", "forward", 10, -1, "gather", A, (4,)),
         Op("gather", "b", "forward", 10, -1, "gather", B, (4,)),
     )
-    timeline = simulate(Schedule(TWO, Policy(), ops, 100, 100), replace(HARDWARE, synchronous_host=True, contention=1.0))
+    timeline = predict(Schedule(TWO, Policy(), ops, 100, 100), replace(HARDWARE, synchronous_host=True, contention=1.0))
     assert times(timeline, "compute") == [("a", 0, 4), ("b", 4, 6)]
     assert times(timeline, "gather") == [("a", 6.5, 8.5), ("b", 8.5, 10.5)]
     assert (timeline.step_s, timeline.exposed_s) == (6.5, 0)
 
 
 def test_memory_is_live_from_the_start_of_what_fills_it_to_the_end_of_what_frees_it():
-    timeline = simulate(BY_HAND, HARDWARE)
+    timeline = predict(BY_HAND, HARDWARE)
     assert timeline.memory == (*((0, 100), (1, 200), (9, 300), (9.5, 200), (13.5, 300), (14, 200), (15.5, 100), (16, 0)),)
     assert timeline.peak_nbytes == 300
 
@@ -166,7 +166,7 @@ def test_gather_at_the_end_delays_the_next_step_alone():
         Op("update", "", "update", 10),
         Op("gather", "a", "forward", 10, -1, "gather", A, (2, 3)),
     )
-    timeline = simulate(Schedule(TWO, Policy(), ops, 100, 100), HARDWARE)
+    timeline = predict(Schedule(TWO, Policy(), ops, 100, 100), HARDWARE)
     assert (timeline.step_s, timeline.exposed_s, timeline.overlap) == (3.5, 1, 0)
     (gather,) = (span for span in timeline.spans if span.kind == "gather")
     assert (gather.start_s, gather.stop_s) == (3.5, 4.5)
@@ -175,7 +175,7 @@ def test_gather_at_the_end_delays_the_next_step_alone():
 
 
 def test_step_without_update_ends_with_its_last_reduction():
-    timeline = simulate(BY_HAND.replace_ops(BY_HAND.ops[:-1]), HARDWARE)
+    timeline = predict(BY_HAND.replace_ops(BY_HAND.ops[:-1]), HARDWARE)
     assert timeline.step_s == 16
     assert times(timeline, "wait")[-1] == ("a", 14, 16)
 
@@ -188,7 +188,7 @@ def gathers(**policy):
 
 
 def test_a_bucket_is_one_collective():
-    timeline = simulate(gathers(), replace(HARDWARE, latency=0.5))
+    timeline = predict(gathers(), replace(HARDWARE, latency=0.5))
     assert times(timeline, "gather") == [("a", 0, 2.5), ("b", 0, 2.5)]
     assert times(timeline, "wait")[0] == ("a", 0, 2.5)
     assert timeline.seconds("gather") == 2.5
@@ -197,8 +197,8 @@ def test_a_bucket_is_one_collective():
 
 @pytest.mark.parametrize("policy", [{"one_stream": True}, {"separate_groups": False}])
 def test_collectives_of_one_stream_or_one_group_queue(policy):
-    assert times(simulate(gathers(), HARDWARE), "reduce") == [("a", 0, 1)]
-    assert times(simulate(gathers(**policy), HARDWARE), "reduce") == [("a", 2, 3)]
+    assert times(predict(gathers(), HARDWARE), "reduce") == [("a", 0, 1)]
+    assert times(predict(gathers(**policy), HARDWARE), "reduce") == [("a", 2, 3)]
 
 
 def test_axes_and_units_of_their_own():
@@ -208,7 +208,7 @@ def test_axes_and_units_of_their_own():
     hardware = Hardware(
         compute={"**": (1.0, 2.0), "b": (3.0, 4.0)}, bandwidth={"dp": 100.0, "tp": 200.0}, latency={"dp": 0.25, "tp": 0.0}
     )
-    timeline = simulate(schedule, hardware)
+    timeline = predict(schedule, hardware)
     assert times(timeline, "gather") == [("a", 0, 1.75)]
     assert times(timeline, "compute") == [("a", 0, 1), ("b", 1, 5)]
 
@@ -217,7 +217,7 @@ def test_collectives_with_numbers_of_their_own():
     hardware = replace(
         HARDWARE, bandwidth={"dp": 100.0, ("reduce_scatter", "dp"): 50.0}, latency={"dp": 0.0, GATHER[0][:2]: 0.5}
     )
-    timeline = simulate(BY_HAND, hardware)
+    timeline = predict(BY_HAND, hardware)
     assert {stop - start for _, start, stop in times(timeline, "gather")} == {1.5}
     assert {stop - start for _, start, stop in times(timeline, "reduce")} == {2.0}
 
@@ -234,7 +234,7 @@ def test_collectives_with_numbers_of_their_own():
 )
 def test_what_the_hardware_does_not_say(change, error, match):
     with pytest.raises(error, match=match):
-        simulate(BY_HAND, replace(HARDWARE, **change))
+        predict(BY_HAND, replace(HARDWARE, **change))
 
 
 @pytest.mark.parametrize(
@@ -257,7 +257,7 @@ def test_numbers_out_of_range(change, match):
 
 def test_an_op_that_waits_for_none():
     with pytest.raises(ScheduleError, match=r"op 16, update .*waits for \(99,\), and there are 17 ops"):
-        simulate(BY_HAND.replace_ops((*BY_HAND.ops[:-1], replace(BY_HAND.ops[-1], after=(99,)))), HARDWARE)
+        predict(BY_HAND.replace_ops((*BY_HAND.ops[:-1], replace(BY_HAND.ops[-1], after=(99,)))), HARDWARE)
 
 
 positive = st.integers(1, 400)
@@ -274,7 +274,7 @@ def schedules(draw):
         if trainable and draw(st.booleans()):
             facts = replace(facts, outgoing=size, reduce=(call._replace(op="reduce_scatter"),))
         if trainable and draw(st.booleans()):
-            facts = replace(facts, finishing=size, finish=(call._replace(op="reduce_scatter"),), spread=(call,))
+            facts = replace(facts, finishing=size, finish=(call._replace(op="reduce_scatter"),), update_gather=(call,))
         units.append(facts)
     nested = {units[1].name: units[0].name} if len(units) > 1 and draw(st.booleans()) else {}
     program = sequential(units, draw(st.integers(1, 3)), nested=nested, tail=draw(st.sampled_from([("reduce", "update"), ()])))
@@ -304,7 +304,7 @@ hardwares |= st.builds(replace, hardwares, synchronous_host=st.just(True), conte
 
 @given(schedules(), hardwares)
 def test_every_timeline_follows_its_schedule(schedule, hardware):
-    timeline = simulate(schedule, hardware)
+    timeline = predict(schedule, hardware)
     ops, spans = schedule.ops, timeline.spans
     assert {span.op for span in spans} == set(range(len(ops)))
     own = {s.op: s for s in spans if s.kind == ops[s.op].kind}
@@ -333,14 +333,14 @@ def test_better_hardware_is_never_slower(schedule, hardware, what, factor):
         "update_s": hardware.update_s / factor,
         "compute": tuple(seconds / factor for seconds in hardware.compute),
     }
-    faster = simulate(schedule, replace(hardware, **{what: better[what]}))
-    assert faster.step_s <= simulate(schedule, hardware).step_s * (1 + 1e-9)
+    faster = predict(schedule, replace(hardware, **{what: better[what]}))
+    assert faster.step_s <= predict(schedule, hardware).step_s * (1 + 1e-9)
 
 
 @given(schedules(), hardwares)
 def test_free_communication_leaves_compute(schedule, hardware):
     free = replace(hardware, bandwidth=math.inf, latency=0.0, memory_bandwidth=math.inf)
-    timeline = simulate(schedule, free)
+    timeline = predict(schedule, free)
     assert timeline.step_s == pytest.approx(timeline.seconds("compute", "update"))
     assert timeline.exposed_s == pytest.approx(0, abs=1e-9)
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from fsharp.errors import ScheduleError
-from fsharp.stateful.inspect.estimate import simulate
+from fsharp.stateful.inspect.estimate import predict
 from fsharp.stateful.inspect.trace import Trace, compare
 from fsharp.stateful.schedule.compile import compile_schedule
 from fsharp.stateful.schedule.policy import Policy
@@ -27,7 +27,7 @@ def follow(trace, timeline, start):
 
 def test_a_run_that_goes_as_predicted_looks_like_the_prediction():
     schedule = compile_schedule(sequential([unit("a"), unit("b"), unit("c")]), Policy(prefetch=2))
-    predicted, trace, late = simulate(schedule, HARDWARE), Trace(), []
+    predicted, trace, late = predict(schedule, HARDWARE), Trace(), []
     for step in range(3):
         for number, rows in late:
             for row in rows:
@@ -44,7 +44,7 @@ def test_a_run_that_goes_as_predicted_looks_like_the_prediction():
     assert trace.compute_times() == dict.fromkeys("abc", (2.0, 4.0))
     assert trace.update_time() == 0.5
     again = replace(HARDWARE, compute=trace.compute_times(), update_s=trace.update_time())
-    assert simulate(schedule, again) == predicted
+    assert predict(schedule, again) == predicted
 
 
 def test_what_ran_inside_of_a_unit_is_taken_out_of_it():
@@ -96,10 +96,10 @@ def test_a_step_without_an_update_has_no_time_for_it():
 
 def test_ops_without_a_measurement_take_no_time():
     trace = Trace()
-    for span in simulate(BY_HAND, HARDWARE).spans:
+    for span in predict(BY_HAND, HARDWARE).spans:
         if span.kind not in ("release", "wait"):
             trace.record(*span)
-    assert trace.timeline(BY_HAND).memory == simulate(BY_HAND, HARDWARE).memory
+    assert trace.timeline(BY_HAND).memory == predict(BY_HAND, HARDWARE).memory
 
 
 def test_measurements_of_another_schedule_are_refused():
@@ -126,7 +126,7 @@ def test_nothing_to_show():
 
 def test_comparison_sets_both_beside_each_other():
     schedule = compile_schedule(sequential([unit("embed"), *(unit(f"layers.{i}") for i in range(3))]))
-    text = compare(simulate(schedule, HARDWARE), simulate(schedule, replace(HARDWARE, compute=(4.0, 8.0))))
+    text = compare(predict(schedule, HARDWARE), predict(schedule, replace(HARDWARE, compute=(4.0, 8.0))))
     lines = [" ".join(line.split()) for line in text.splitlines()]
     assert lines[0] == "predicted measured ratio"
     assert [line.split()[0] for line in lines[2:6]] == ["step", "exposed", "overlap", "peak"]

@@ -199,16 +199,16 @@ def test_values_that_may_differ_along_an_axis():
             "expert": torch.full((3,), float(inner)),
             "both": torch.full((3,), float(comm.rank)),
         }
-        check_same("f()", tensors, comm, apart={"expert": ("inner",), "both": ("inner", "outer")})
+        check_same("f()", tensors, comm, varying={"expert": ("inner",), "both": ("inner", "outer")})
         with pytest.raises(
             AgreementError,
             match=r"f\(\): 1 of 3 .*\n  expert  rank 1: other values than rank 0; rank 3: other values than rank 2\n",
         ):
-            check_same("f()", tensors, comm, apart={"expert": ("outer",), "both": ("inner", "outer")})
+            check_same("f()", tensors, comm, varying={"expert": ("outer",), "both": ("inner", "outer")})
         tensors["expert"] = tensors["expert"] + outer
         with pytest.raises(
             AgreementError, match=r"\n  expert  rank 2: other values than rank 0; rank 3: other values than rank 1\n"
         ):
-            check_same("f()", tensors, comm, apart={"expert": ("inner",), "both": ("inner", "outer")})
+            check_same("f()", tensors, comm, varying={"expert": ("inner",), "both": ("inner", "outer")})
 
     simulate(HYBRID, rank_fn)

@@ -18,7 +18,7 @@ from fsharp.stateful.runtime.graphs import _check
 from fsharp.stateful.transport.streams import Lanes
 from fsharp.stateful.units.host import HostBuffers, Offload
 from fsharp.testing import DebugPolicy, RaceError, check_races, processes, simulate
-from fsharp.testing.ordering import Keep, Wait, replay
+from fsharp.testing.ordering import RecordStream, Wait, replay
 from tests import modules
 from tests.gpt_like import loss_fn
 from tests.scheduling import (
@@ -402,7 +402,7 @@ def test_what_keeps_its_own_state_or_addresses_is_refused():
 def test_steps_are_free_of_races_and_no_wait_of_theirs_can_go(strategy, precision, donate):
     report = train_on_streams(strategy, precision=precision, donate=donate, steps=4, offload=True)
     assert report.races == []
-    lanes = {entry.lane for entry in report.log if isinstance(entry, Keep)}
+    lanes = {entry.lane for entry in report.log if isinstance(entry, RecordStream)}
     assert lanes == {"host"}
     waits = {entry.why for entry in report.log if isinstance(entry, Wait) and ("host" in entry.why or "fetch" in entry.why)}
     needed = {why for why in waits if " of an earlier plan" not in why} - report.implied()
@@ -417,12 +417,12 @@ def test_steps_are_free_of_races_and_no_wait_of_theirs_can_go(strategy, precisio
 def test_of_modules_too():
     report = train_module_on_streams("zero3", precision="bf16", tx=fs.optim.adamw(1e-2), offload=True)
     assert report.races == []
-    assert any(isinstance(entry, Keep) for entry in report.log)
+    assert any(isinstance(entry, RecordStream) for entry in report.log)
 
 
 def test_memory_freed_under_a_copy_is_seen_where_nobody_keeps_it():
     report = train_on_streams("zero3", precision="bf16", donate=False, steps=4, offload=True)
-    kept = {i for i, entry in enumerate(report.log) if isinstance(entry, Keep)}
+    kept = {i for i, entry in enumerate(report.log) if isinstance(entry, RecordStream)}
     races = replay(report.log, without=kept).races
     assert races
     assert {(race.first.lane, race.first.op) for race in races} == {("host", "aten.copy_")}

@@ -141,8 +141,8 @@ def test_copies_take_the_time_of_their_bytes_and_run_into_the_next_step(schedule
         hardware = fs.inspect.Hardware(
             compute=(1.0, 2.0), bandwidth=1e12, host_bandwidth=nbytes / 0.5, update_s=0.25, synchronous_host=is_synchronous
         )
-        without = fs.inspect.simulate(schedule, replace(hardware, host_bandwidth=1e30))
-        timeline = fs.inspect.simulate(schedule, hardware)
+        without = fs.inspect.predict(schedule, replace(hardware, host_bandwidth=1e30))
+        timeline = fs.inspect.predict(schedule, hardware)
         assert timeline.seconds("fetch") == pytest.approx(0.5)
         assert timeline.seconds("offload") == pytest.approx(0.5)
         hidden = 0.0 if is_synchronous else 0.5  # the way down, behind the next forward

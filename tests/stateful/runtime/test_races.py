@@ -230,10 +230,10 @@ def test_an_error_names_ops_units_lanes_bytes_and_the_missing_wait():
 
     def late(x, out, axis, *, label=""):
         """Fills what compute uses on another stream, which nobody waits for."""
-        ticket = gather(x, out, axis, label=label)
+        work = gather(x, out, axis, label=label)
         with scheduler.lanes.on("reduce"):
             out.mul_(1)
-        return ticket
+        return work
 
     scheduler.transport.gather = late
     with (

@@ -158,8 +158,8 @@ def test_two_threads_wait_for_parameters_that_are_on_their_way():
                 state, _ = call(state, batch)
             nodes = fs.units_of(state.params)
             [node.buffers for node in nodes]
-            spread = fs.Scheduler.run_spread
-            monkeypatch.setattr(fs.Scheduler, "run_spread", lambda *a, **k: (armed.append(1), spread(*a, **k))[1])
+            update_gather = fs.Scheduler.run_update_gather
+            monkeypatch.setattr(fs.Scheduler, "run_update_gather", lambda *a, **k: (armed.append(1), update_gather(*a, **k))[1])
             state, _ = call(state, my_batches(comm, 1, seed=7)[0])
             node = fs.units_of(state.params)[0]
             was_arriving = is_pending(node)
@@ -414,10 +414,10 @@ def test_a_collective_that_has_failed_fails_again():
         calls.append(1)
         raise CommError("lost")
 
-    ticket = Work(then=fail)
+    work = Work(then=fail)
     for _ in range(2):
         with pytest.raises(CommError, match="lost"):
-            ticket.wait()
+            work.wait()
     assert len(calls) == 2
     done = Work(then=lambda: calls.append(1) or 7)
     assert [done.wait(), done.wait(), len(calls)] == [7, 7, 3]

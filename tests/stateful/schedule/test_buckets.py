@@ -13,7 +13,7 @@ from fsharp.stateful.schedule.compile import compile_schedule
 from fsharp.stateful.schedule.costs import GLOO, Link, bucket_limit, bundles
 from fsharp.stateful.schedule.policy import Policy
 from fsharp.stateful.schedule.program import Event, Program, UnitFacts
-from fsharp.stateful.schedule.schedule import Schedule, channel, issues
+from fsharp.stateful.schedule.schedule import Schedule, channel, issue_groups
 from fsharp.stateful.schedule.verify import verify
 from tests.random_programs import policies, programs
 
@@ -28,7 +28,7 @@ def blocks(num, nbytes, *, microbatches=1, **fields):
         gather=(Call("all_gather", "dp", nbytes),),
         reduce=(Call("reduce_scatter", "dp", nbytes),),
         finish=(Call("reduce_scatter", "outer", nbytes),),
-        spread=(Call("all_gather", "outer", nbytes),),
+        update_gather=(Call("all_gather", "outer", nbytes),),
         rest=nbytes,
         wire="float32",
     )
@@ -44,7 +44,7 @@ def blocks(num, nbytes, *, microbatches=1, **fields):
 
 def issued(schedule, kind, *phases):
     """The units of each collective of a kind, in the order of issue."""
-    groups = [ops for ops in issues(schedule.ops) if ops[0].kind == kind and ops[0].phase in phases]
+    groups = [ops for ops in issue_groups(schedule.ops) if ops[0].kind == kind and ops[0].phase in phases]
     return [tuple(op.unit for op in ops) for ops in groups]
 
 
@@ -107,7 +107,7 @@ def test_units_that_cannot_share_a_collective_do_not(other):
 
 def test_what_sends_nothing_is_alone():
     """Axes of one rank: there is no latency to save, and a model in full is a model in full."""
-    schedule = compile_schedule(blocks(24, 64, gather=(Call("all_gather", "dp", 0),), reduce=(), finish=(), spread=()))
+    schedule = compile_schedule(blocks(24, 64, gather=(Call("all_gather", "dp", 0),), reduce=(), finish=(), update_gather=()))
     assert {op.bucket for op in schedule.ops} == {-1}
 
 
@@ -115,7 +115,7 @@ def test_the_reduction_of_a_bucket_begins_with_the_last_cast_of_it():
     """And the bucket before is added when the last unit of this one casts: it has run beneath all of this one's backward."""
     schedule = compile_schedule(blocks(24, SMALL, finish=(), finishing=0), Policy(sum_late=True))
     ops = schedule.ops
-    for group in issues(ops):
+    for group in issue_groups(ops):
         if group[0].kind == "reduce":
             at = {op.at for op in group}
             casts = [op.at for op in ops if op.kind == "cast" and op.unit in {each.unit for each in group}]
@@ -142,7 +142,7 @@ def test_buckets_change_what_is_one_collective_and_no_byte(program, policy):
     for kind, phase in (("reduce", "backward"), ("reduce", "finish"), ("gather", "update")):
         assert sent(joined, kind, phase) == sent(alone, kind, phase)
     facts = {unit.name: unit for unit in program.units}
-    for group in issues(joined.ops):
+    for group in issue_groups(joined.ops):
         assert len({(op.kind, op.phase, op.at, channel(op, facts[op.unit])) for op in group if len(group) > 1}) <= 1
 
 

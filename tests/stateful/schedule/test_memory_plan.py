@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from benchmarks.compile import program_of, sizes_of
 from fsharp.stateful.schedule import addresses as arena
-from fsharp.stateful.schedule.addresses import ArenaItem, assign, lower_bound
+from fsharp.stateful.schedule.addresses import ArenaItem, assign_addresses, lower_bound
 from fsharp.stateful.schedule.compile import compile_schedule, place
 from fsharp.stateful.schedule.emit import Buckets, Emitter
 from fsharp.stateful.schedule.policy import Policy
@@ -63,9 +63,9 @@ def test_the_bound_is_what_is_live_at_once(items):
 
 @given(item_lists())
 def test_no_two_buffers_overlap(items):
-    starts = assign(items)
+    starts = assign_addresses(items)
     check(items, starts)
-    assert starts == assign(list(items))
+    assert starts == assign_addresses(list(items))
     assert lower_bound(items) <= peak(items, starts) <= sum(item.nbytes for item in items)
 
 
@@ -82,14 +82,14 @@ def smallest(items):
 
 @given(item_lists(max_size=6))
 def test_the_arena_is_the_smallest_there_is_where_that_can_be_searched(items):
-    assert peak(items, assign(items)) == smallest(items)
+    assert peak(items, assign_addresses(items)) == smallest(items)
 
 
 def test_one_address_may_need_more_than_is_live_at_once():
     """Each two of three meet, though never all of them: with one address each they stand side by side."""
     items = [ArenaItem(64, ((0, 1), (4, 5))), ArenaItem(64, ((0, 1), (2, 3))), ArenaItem(64, ((2, 3), (4, 5)))]
     assert lower_bound(items) == 128
-    assert peak(items, assign(items)) == 192
+    assert peak(items, assign_addresses(items)) == 192
 
 
 def transformer(sizes, outgoing, prefetch, held, num_microbatches=1):
@@ -120,7 +120,7 @@ def test_transformers_fit_into_what_is_live_at_once(num_blocks, prefetch, held):
         sizes = [int(embed * 100) * 64, *[6400] * num_blocks, int(head * 100) * 64]
         wider = (1, 1.25, 1.5)[k % 3]
         items = transformer(sizes, [int(size * wider) // 64 * 64 for size in sizes], prefetch, held)
-        assert check(items, assign(items)) == 1, (embed, head, wider)
+        assert check(items, assign_addresses(items)) == 1, (embed, head, wider)
 
 
 @given(st.lists(st.integers(50, 150), min_size=4, max_size=24), st.data())
@@ -128,7 +128,7 @@ def test_units_of_any_size_nearly_do(sizes, data):
     outgoing = [size * data.draw(st.integers(100, 150)) // 100 for size in sizes]
     prefetch, held = data.draw(st.integers(1, 3)), data.draw(st.integers(2, 3))
     items = transformer([64 * size for size in sizes], [64 * size for size in outgoing], prefetch, held, num_microbatches=2)
-    assert check(items, assign(items)) <= 1.05
+    assert check(items, assign_addresses(items)) <= 1.05
 
 
 @given(programs(), policies())
@@ -214,7 +214,7 @@ def placed(program, policy, *, early):
     """The ops, the bytes of the arena and those live at once, with gradients opened early where that is free, or never."""
     with pytest.MonkeyPatch.context() as patch:
         if not early:
-            patch.setattr("fsharp.stateful.schedule.compile._open_early", lambda drafts, items: False)
+            patch.setattr("fsharp.stateful.schedule.compile._open_early", lambda unplaced, items: False)
         return place(Emitter(program, policy, Buckets(program, policy)).run(), program)
 
 
@@ -306,7 +306,7 @@ def test_a_window_ends_with_the_step_and_not_before():
 def test_places_tried_grow_no_faster_than_the_number_of_units(kind, microbatches, monkeypatch):
     """Those of a search, with the neighbours that each is compared with: stacks of what lives long are none of them."""
     looked = Counter()
-    neighbours, search = arena._neighbours, arena._Board._search
+    neighbours, search = arena._neighbours, arena._Packing._search
 
     def count_neighbours(items, which):
         found = neighbours(items, which)
@@ -319,7 +319,7 @@ def test_places_tried_grow_no_faster_than_the_number_of_units(kind, microbatches
         return starts, placed
 
     monkeypatch.setattr(arena, "_neighbours", count_neighbours)
-    monkeypatch.setattr(arena._Board, "_search", count_search)
+    monkeypatch.setattr(arena._Packing, "_search", count_search)
     for number in (50, 200):
         compile_schedule(program_of(sizes_of(number, kind), microbatches), Policy(bucket_nbytes=0))
     assert looked[200] <= 4 * 2 * looked[50]

@@ -140,10 +140,12 @@ def test_no_more_units_are_resident_than_there_are_buffers(strategy, prefetch, b
 @each_strategy
 def test_updated_parameters_are_waited_for_at_the_first_use_of_the_next_step(strategy, microbatches):
     schedule = recorded(strategy, microbatches)
-    spread = [schedule.ops[i].unit for i in positions(schedule, "gather", phase="update")]
-    assert spread == ([] if not schedule.facts("embed").spread else NAMES)  # in the order in which they will be used
+    update_gather = [schedule.ops[i].unit for i in positions(schedule, "gather", phase="update")]
+    assert update_gather == (
+        [] if not schedule.facts("embed").update_gather else NAMES
+    )  # in the order in which they will be used
     waits = positions(schedule, "wait", phase="update")
-    assert [schedule.ops[i].unit for i in waits] == spread
+    assert [schedule.ops[i].unit for i in waits] == update_gather
     for i in waits:
         unit = schedule.ops[i].unit
         assert schedule.ops[i].at == schedule.program.events.index(Event("forward", unit, NAMES.index(unit)))
@@ -151,7 +153,7 @@ def test_updated_parameters_are_waited_for_at_the_first_use_of_the_next_step(str
 
 
 def test_what_has_a_spread():
-    assert {name for name in STRATEGIES if recorded(name).facts("embed").spread} == {"zero1", "zero2", "hfsdp", "mixed"}
+    assert {name for name in STRATEGIES if recorded(name).facts("embed").update_gather} == {"zero1", "zero2", "hfsdp", "mixed"}
 
 
 @pytest.mark.parametrize("strategy", ["zero1", "hfsdp", "zero3"])

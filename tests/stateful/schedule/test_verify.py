@@ -19,7 +19,7 @@ from tests.random_programs import FINISH, GATHER, REDUCE, SPREAD, policies, prog
 
 def also_spread_b(schedule):
     a, b = schedule.program.units
-    return replace(schedule, program=replace(schedule.program, units=(a, replace(b, spread=(SPREAD,)))))
+    return replace(schedule, program=replace(schedule.program, units=(a, replace(b, update_gather=(SPREAD,)))))
 
 
 # One schedule by hand, and every message once.

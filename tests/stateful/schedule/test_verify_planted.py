@@ -207,7 +207,7 @@ def tiny_budget(data, s):
 MOVING = {"gathered": 128, "gather": (GATHER,)}
 
 
-SPREADING = {"trainable": True, "spread": (SPREAD,)}
+SPREADING = {"trainable": True, "update_gather": (SPREAD,)}
 
 
 SENDING = {"trainable": True, "outgoing": 64, "reduce": (REDUCE,)}

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import fsharp as fs
-from fsharp.stateful.transport.base import Groups
+from fsharp.stateful.transport.base import ProcessGroups
 from fsharp.stateful.transport.gloo import _CHUNK, GlooTransport
 from fsharp.testing import processes
 
@@ -28,7 +28,7 @@ def noise(rank, numel):
 def test_sizes_around_chunks(n):
 
     def rank_fn(comm):
-        exchange, wrong = GlooTransport(comm, Groups(comm, separate=True)), []
+        exchange, wrong = GlooTransport(comm, ProcessGroups(comm, separate=True)), []
         exchange.make()
         mine = comm.rank
         for part in PARTS:
@@ -46,8 +46,8 @@ def test_sizes_around_chunks(n):
                     exchange.all_reduce(x, got, "dp", scratch=scratch).wait().wait()
                 else:
                     out = torch.empty(part) if way == "out" else None
-                    ticket = exchange.reduce_scatter(x, "dp", dtype=torch.float32, scratch=scratch, out=out)
-                    got, expected = ticket.wait(), total.view(n, -1)[mine]
+                    work = exchange.reduce_scatter(x, "dp", dtype=torch.float32, scratch=scratch, out=out)
+                    got, expected = work.wait(), total.view(n, -1)[mine]
                 if not torch.equal(got, expected):
                     wrong.append((part, way))
         return wrong

@@ -13,7 +13,7 @@ from fsharp.errors import FsharpError, ScheduleError
 from fsharp.functional.layout.sharded import trainable
 from fsharp.stateful.inspect.trace import compare
 from fsharp.stateful.schedule.compile import compile_schedule
-from fsharp.stateful.schedule.schedule import issues
+from fsharp.stateful.schedule.schedule import issue_groups
 from fsharp.stateful.transport import coalesced as joint
 from fsharp.stateful.transport.blocking import BlockingTransport
 from fsharp.stateful.transport.counted import CountedTransport
@@ -45,14 +45,14 @@ JOINED = {"bucket_nbytes": 700}
 
 def together(schedule, kind, phase):
     """How many units share a collective at most."""
-    return max((len(ops) for ops in issues(schedule.ops) if (ops[0].kind, ops[0].phase) == (kind, phase)), default=0)
+    return max((len(ops) for ops in issue_groups(schedule.ops) if (ops[0].kind, ops[0].phase) == (kind, phase)), default=0)
 
 
 def assert_joined(schedule):
     """Every way in which units of this schedule move, they move together."""
     facts = schedule.facts("layers.0")
     moves = {("gather", "forward"): facts.gather, ("reduce", "backward"): facts.reduce, ("reduce", "finish"): facts.finish}
-    moves["gather", "update"] = facts.spread
+    moves["gather", "update"] = facts.update_gather
     assert any(moves.values())
     for (kind, phase), calls in moves.items():
         assert not calls or together(schedule, kind, phase) > 1, (kind, phase)
@@ -88,8 +88,8 @@ def test_what_is_joined_has_the_bits_and_the_bytes_of_each_alone(n, sizes, wire)
                 parts = [each.wait() for each in joint.reduce_scatter(transport, whole, "dp", n, **options)]
                 assert all(out is None or out is part for out, part in zip(targets, parts, strict=True))
                 sums = [torch.empty(len(x)) for x in xs]
-                for ticket in joint.all_reduce(transport, xs, sums, "dp", n, scratch=nothing):
-                    ticket.wait().wait()
+                for work in joint.all_reduce(transport, xs, sums, "dp", n, scratch=nothing):
+                    work.wait().wait()
                 found += [parts, sums]
             return found, counting
 
@@ -158,7 +158,7 @@ def test_units_of_other_dtypes_stay_alone():
         facts = {unit.name: unit.wire for unit in found.schedule.program.units}
         assert facts["layers.1"] is None
         assert facts["layers.3"] != facts["layers.0"] == facts["embed"]
-        joined = {tuple(op.unit for op in ops) for ops in issues(found.schedule.ops) if len(ops) > 1}
+        joined = {tuple(op.unit for op in ops) for ops in issue_groups(found.schedule.ops) if len(ops) > 1}
         assert joined == {("embed", "layers.0"), ("layers.0", "embed")}, joined
 
 
@@ -296,7 +296,7 @@ def test_one_unit_of_a_bucket_has_other_values_than_were_gathered_for_it(hidden)
 
     _, [step] = run_both(program, DP, **JOINED)
     assert step.num_recordings == 1
-    carried = [ops for ops in issues(step.schedule.ops) if ops[0].at == len(step.schedule.program.events) - 1]
+    carried = [ops for ops in issue_groups(step.schedule.ops) if ops[0].at == len(step.schedule.program.events) - 1]
     assert ("embed", "layers.0") in {tuple(op.unit for op in ops)[:2] for ops in carried if ops[0].phase == "forward"}
 
 
@@ -408,7 +408,7 @@ def test_a_trace_shows_a_bucket_as_one_collective():
     for trace, schedule, calls in processes(DP, traced):
         assert calls == schedule.calls() + of_the_loss(DP)
         timeline = trace.timeline(schedule)
-        for ops in issues(schedule.ops):
+        for ops in issue_groups(schedule.ops):
             if len(ops) > 1:
                 positions = {schedule.ops.index(op) for op in ops}
                 spans = {(s.start_s, s.stop_s) for s in timeline.spans if s.op in positions and s.kind == ops[0].kind}
@@ -416,7 +416,7 @@ def test_a_trace_shows_a_bucket_as_one_collective():
         one = [s for s in timeline.spans if s.kind == "reduce"]
         assert timeline.seconds("reduce") < sum(s.seconds for s in one)
         hardware = fs.inspect.Hardware.fit(trace, schedule, synchronous_host=True, contention=1.0)
-        assert "gather" in compare(fs.inspect.simulate(schedule, hardware), timeline)
+        assert "gather" in compare(fs.inspect.predict(schedule, hardware), timeline)
 
 
 # ------------------------------------------------------------ streams

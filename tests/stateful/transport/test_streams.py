@@ -9,7 +9,7 @@ import torch
 import fsharp as fs
 from fsharp.stateful.transport.streams import DeviceLanes, Lanes, lanes_for
 from fsharp.testing import DebugPolicy
-from fsharp.testing.ordering import Mark, Wait
+from fsharp.testing.ordering import RecordEvent, Wait
 from fsharp.testing.races import VirtualLanes
 from tests.gpt_like import loss_fn
 from tests.scheduling import make_state, my_batches
@@ -82,7 +82,7 @@ def test_a_device_is_told_to_wait_for_what_virtual_streams_wait_for(monkeypatch,
     train(virtual, strategy, one_stream=one_stream, offload=offload)
     expected, marks = [], {}
     for entry in virtual.log:
-        if isinstance(entry, Mark):
+        if isinstance(entry, RecordEvent):
             expected.append(("record", streams[entry.lane]))
             marks[entry.key] = len(expected)
         elif isinstance(entry, Wait):

@@ -73,8 +73,8 @@ def initial_values(
         for leaf in unit.leaves
         if not leaf.tied_to
     }
-    apart = {unit.full_path(leaf): unit.strategy.full.varying for unit in layout.units for leaf in unit.leaves}
-    check_same("shard_module()", {path: tensor for path, tensor in own.items() if not tensor.is_meta}, comm, apart=apart)
+    varying = {unit.full_path(leaf): unit.strategy.full.varying for unit in layout.units for leaf in unit.leaves}
+    check_same("shard_module()", {path: tensor for path, tensor in own.items() if not tensor.is_meta}, comm, varying=varying)
     return _made(makers, module, layout, comm) if meta else shard_for(tree, layout, comm.rank, place="optim")
 
 
@@ -110,13 +110,13 @@ def _synced(module: nn.Module, layout: Layout, comm: Comm, source: int) -> Any:
     """From what one rank has, a unit at a time; its buffers become everybody's, those of what varies along an axis apart."""
     nodes = []
     for unit in layout.units:
-        own, apart = [leaf for leaf in unit.leaves if not leaf.tied_to], unit.strategy.full.varying
-        whole = {leaf: taken(_parameter(module, unit, leaf), source, comm, apart=apart) for leaf in own}
+        own, varying = [leaf for leaf in unit.leaves if not leaf.tied_to], unit.strategy.full.varying
+        whole = {leaf: taken(_parameter(module, unit, leaf), source, comm, varying=varying) for leaf in own}
         nodes.append(build(unit, resolve_place(unit, "optim"), comm.rank, whole.__getitem__, main=True))
     new: dict[int, torch.Tensor] = {}
     for path, buffer in module.named_buffers(remove_duplicate=False):
         around, mine = layout.unit_around(path), local(buffer.detach())
-        value = taken(mine, source, comm, apart=() if around is None else around.strategy.full.varying)
+        value = taken(mine, source, comm, varying=() if around is None else around.strategy.full.varying)
         parent, _, name = path.rpartition(".")
         if mine.is_meta or 0 in mine.stride():  # one that several modules share stays one; an expanded one cannot be written to
             module.get_submodule(parent)._buffers[name] = new.setdefault(id(buffer), value)

@@ -29,7 +29,7 @@ def digest(tensor: torch.Tensor) -> bytes:
 
 
 def check_same(
-    where: str, tensors: Mapping[str, torch.Tensor], comm: Comm, *, apart: Mapping[str, tuple[str, ...]] | None = None
+    where: str, tensors: Mapping[str, torch.Tensor], comm: Comm, *, varying: Mapping[str, tuple[str, ...]] | None = None
 ) -> None:
     """Refuse tensors that do not have the same values on all ranks.
 
@@ -37,7 +37,7 @@ def check_same(
         where: the function that asks, for the message.
         tensors: by path, in the same order on all ranks.
         comm: the ranks.
-        apart: by path, axes along which values may differ; None or no entry means along none.
+        varying: by path, axes along which values may differ; None or no entry means along none.
 
     Raises:
         AgreementError: on all ranks alike: names the first tensors that differ, and the ranks.
@@ -53,7 +53,7 @@ def check_same(
     rows = []
     for i, path in enumerate(tensors):
         found = [each[8 * i : 8 * i + 8] for each in everyone]
-        different = _differing(found, comm.mesh, (apart or {}).get(path, ()))
+        different = _differing(found, comm.mesh, (varying or {}).get(path, ()))
         if different is not None:
             rows.append((path, different))
     if rows:
@@ -69,12 +69,12 @@ def check_same(
         )
 
 
-def _differing(found: list[bytes], mesh: Mesh, apart: tuple[str, ...]) -> str | None:
+def _differing(found: list[bytes], mesh: Mesh, varying: tuple[str, ...]) -> str | None:
     """Which ranks differ from the first one that should have what they have; None if none does."""
     firsts: dict[tuple[int, ...], int] = {}
     others: dict[int, list[int]] = {}
     for rank, each in enumerate(found):
-        first = firsts.setdefault(tuple(mesh.coord(axis, rank) for axis in apart), rank)
+        first = firsts.setdefault(tuple(mesh.coord(axis, rank) for axis in varying), rank)
         if each != found[first]:
             others.setdefault(first, []).append(rank)
     rows = [f"rank{'s' * (len(ranks) > 1)} {_few(ranks)}: other values than rank {first}" for first, ranks in others.items()]
@@ -85,15 +85,15 @@ def _few(ranks: list[int]) -> str:
     return ", ".join(map(str, ranks[:_SHOWN])) + (f" and {len(ranks) - _SHOWN} more" if len(ranks) > _SHOWN else "")
 
 
-def taken(tensor: torch.Tensor, source: int, comm: Comm, *, apart: tuple[str, ...] = ()) -> torch.Tensor:
+def taken(tensor: torch.Tensor, source: int, comm: Comm, *, varying: tuple[str, ...] = ()) -> torch.Tensor:
     """What the rank ``source`` has of a tensor, to the bit; the others', which may be on the meta device, are not looked at.
 
-    Words of all others are zero, and are added as integers. A collective. Of what varies along axes ``apart`` it is what the
+    Words of all others are zero, and are added as integers. A collective. Of what varies along axes ``varying`` it is what the
     rank has that has this one's coordinates along them, and those of ``source`` along the others.
 
     Cost: the result, on the Comm's device, and an ``all_reduce`` of its bytes for each axis, 4 MiB at a time.
     """
-    axes = [axis for axis, size in comm.mesh.axes if size > 1 and axis not in apart]
+    axes = [axis for axis, size in comm.mesh.axes if size > 1 and axis not in varying]
     if not axes:
         return tensor.detach()
     result = torch.empty(tensor.shape, dtype=tensor.dtype, device=comm.device)

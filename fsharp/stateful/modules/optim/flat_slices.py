@@ -1,4 +1,4 @@
-"""Runs: stretches of a module's flat buffers that one optimizer of torch.optim updates alike, and its state of each leaf."""
+"""FlatSlice: a stretch of a flat buffer that an optimizer of torch.optim updates alike, with its state of each leaf."""
 
 import copy
 from collections.abc import Container, Hashable, Iterator, Mapping

@@ -252,14 +252,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
         state = self.session.kept.state.opt if self.inner is None else self._states()
         return {"state": state, "param_groups": groups, "sharded": self._part()._asdict()}
 
-    def _part(self) -> "_Part":
+    def _part(self) -> "_Origin":
         layout, mesh, rank = self.session.layout, self.session.scheduler.mesh, self.session.scheduler.rank
         cut = {axis for unit in layout.units for axis in (*unit.strategy.optim.sharded, *unit.strategy.full.varying)}
         coords = {axis: mesh.coord(axis, rank) for axis, size in mesh.axes if axis in cut and size > 1}
         for spec in self.session.calls.specs.values():
             if spec.is_sharded:
                 coords |= dict(zip(spec.mesh.mesh_dim_names or (), spec.mesh.get_coordinate() or (), strict=False))
-        return _Part(rank, coords, dict(mesh.axes), layout.digest)
+        return _Origin(rank, coords, dict(mesh.axes), layout.digest)
 
     def _states(self) -> dict[str, dict[str, Any]]:
         assert self.inner is not None
@@ -294,7 +294,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 "load_state_dict(): it does not say which part of a state it is; expected what state_dict() of a "
                 "ShardedOptimizer gave."
             )
-        mine, theirs = self._part(), _Part(**state_dict["sharded"])
+        mine, theirs = self._part(), _Origin(**state_dict["sharded"])
         same = "Load what this rank has saved, on the same mesh, with the same strategy and units."
         if theirs.mesh != mine.mesh:
             shown = [", ".join(f"{axis}={size}" for axis, size in part.mesh.items()) for part in (theirs, mine)]
@@ -320,7 +320,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             yield from zip(runs, group["params"], strict=True)
 
 
-class _Part(NamedTuple):
+class _Origin(NamedTuple):
     """Which part of a module's optimizer state a rank has.
 
     Attributes:

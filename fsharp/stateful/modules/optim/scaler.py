@@ -51,8 +51,8 @@ class GradScaler(torch.amp.GradScaler):
         buffers = [buffer for node in units_of(grads) for buffer in node.buffers]
         if not allow_fp16 and any(buffer.dtype == torch.float16 for buffer in buffers):
             raise ValueError(
-                "unscale_(): gradients are float16, whose range is what scaling is for. Pass shard_module() a precision with "
-                "accumulate=torch.float32."
+                "unscale_(): gradients are summed in float16, and would overflow where they are unscaled. Pass "
+                "shard_module() a precision with accumulate=torch.float32."
             )
         flag = torch.zeros(1, dtype=torch.float32, device=session.scheduler.device)
         inverse = inv_scale.to(flag.device)

@@ -25,7 +25,7 @@ class AxisChain:
     """The stages that a buffer of ``size`` elements goes through.
 
     What travels is in the wire dtype, what comes out in the accumulation dtype. All stages but the last block on a host
-    without streams; the last one's ticket is handed out.
+    without streams; the last one's Work is handed out.
 
     Args:
         transport: runs them.
@@ -85,7 +85,7 @@ def reduce_along(legs: Sequence[ChainInput], transport: Transport, *, label: str
     """Begin to reduce, each by itself, or all in the same collectives, for which their stages and dtypes have to agree.
 
     Returns:
-        For each the last stage's ticket.
+        For each the last stage's Work.
     """
     if not as_one:
         return [_reduce([leg], transport, f"{label} group {i}")[0] for i, leg in enumerate(legs)]
@@ -93,10 +93,10 @@ def reduce_along(legs: Sequence[ChainInput], transport: Transport, *, label: str
 
 
 def _reduce(legs: Sequence[ChainInput], transport: Transport, label: str) -> list[Work]:
-    tickets = [Work(result=leg.x if leg.out is None else leg.out) for leg in legs]
+    works = [Work(result=leg.x if leg.out is None else leg.out) for leg in legs]
     moving = [i for i, leg in enumerate(legs) if leg.chain.size]
     if not moving:
-        return tickets
+        return works
     chain, xs = legs[moving[0]].chain, [legs[i].x for i in moving]
     outs, memory = [legs[i].out for i in moving], [iter(legs[i].memory) for i in moving]
     last: list[Work] = []
@@ -113,14 +113,14 @@ def _reduce(legs: Sequence[ChainInput], transport: Transport, label: str) -> lis
             assert len(places) == len(xs), "an all_reduce needs a place for its result"
             last = joint.all_reduce(transport, xs, places, axis, n, scratch=scratch, label=label)
         if between:
-            for ticket in last:
-                rest = ticket.wait()
+            for work in last:
+                rest = work.wait()
                 if isinstance(rest, Work):
                     rest.wait()
             xs = [narrow.copy_(wide) if chain.differ else wide for wide, narrow in between]
-    for i, ticket in zip(moving, last, strict=True):
-        tickets[i] = ticket
-    return tickets
+    for i, work in zip(moving, last, strict=True):
+        works[i] = work
+    return works
 
 
 Move = tuple[torch.Tensor, Sequence[torch.Tensor]]
@@ -141,13 +141,13 @@ def gather_along(axes: Sequence[str], moves: Sequence[Move], transport: Transpor
 
 
 def _gather(axes: Sequence[str], moves: Sequence[Move], transport: Transport, label: str) -> Work:
-    ticket, xs = Work(), [x for x, _ in moves]
+    work, xs = Work(), [x for x, _ in moves]
     for k, axis in enumerate(axes):
-        ticket.wait()
+        work.wait()
         outs = [each[k] for _, each in moves]
-        ticket = joint.gather(transport, xs, outs, axis, label=label)
+        work = joint.gather(transport, xs, outs, axis, label=label)
         xs = outs
-    return ticket
+    return work
 
 
 def nbytes_of(pieces: Pieces) -> int:
