@@ -1,6 +1,6 @@
 """Testing sharded programs: all ranks in one process, random trees and layouts, and equivalence of strategies."""
 
-from fsharp.testing.debug import DebugPolicy as DebugPolicy
+from fsharp.stateful.schedule.policy import DebugPolicy as DebugPolicy
 from fsharp.testing.equivalence import Tolerance as Tolerance
 from fsharp.testing.equivalence import assert_equivalent as assert_equivalent
 from fsharp.testing.processes import processes as processes

@@ -66,7 +66,7 @@ class Policy:
     one_stream: bool = False
     separate_groups: bool = True
 
-    # Those of a fsharp.testing.DebugPolicy: without annotations they are no fields.
+    # Those of a DebugPolicy: without annotations they are no fields.
     poison = False
     trivial_axes = False
 
@@ -90,3 +90,19 @@ class Policy:
     def num_buffers(self) -> int:
         """Units that are resident at most."""
         return self.prefetch + 1 if self.buffers is None else self.buffers
+
+
+@dataclass(frozen=True, slots=True)
+class DebugPolicy(Policy):
+    """A :class:`Policy` for tests and benchmarks, that costs time, and changes no value either.
+
+    >>> import fsharp as fs
+    >>> scheduler = fs.Scheduler(fs.SingleComm(), policy=fs.testing.DebugPolicy(poison=True, prefetch=2))
+
+    Args:
+        poison: fill memory with NaN when it is released, so that a use after release shows.
+        trivial_axes: run collectives along axes of size 1 too, which otherwise cost nothing: to measure on one device.
+    """
+
+    poison: bool = False
+    trivial_axes: bool = False

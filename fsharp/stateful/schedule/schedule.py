@@ -31,14 +31,14 @@ import difflib
 import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import groupby
 from typing import Any, Literal, get_args
 
 from fsharp.errors import ScheduleError
 from fsharp.functional.comm.protocol import Call
 from fsharp.stateful.schedule.costs import Link
-from fsharp.stateful.schedule.policy import Policy
+from fsharp.stateful.schedule.policy import DebugPolicy, Policy
 from fsharp.stateful.schedule.program import Event, Program, UnitFacts
 
 OpKind = Literal["gather", "wait", "compute", "release", "cast", "reduce", "accumulate", "fetch", "update", "offload"]
@@ -197,8 +197,8 @@ class Schedule:
                 for op in data["ops"]
             )
             link = data["policy"]["link"]
-            settings = {field.name: data["policy"][field.name] for field in fields(Policy)}
-            policy = Policy(**{**settings, "link": Link(**link) if link else None})
+            kind = DebugPolicy if "poison" in data["policy"] else Policy
+            policy = kind(**{**data["policy"], "link": Link(**link) if link else None})
             return Schedule(program, policy, ops, data["arena"], data["bound"])
         except (ValueError, TypeError, KeyError) as error:
             raise ScheduleError(f"Schedule.from_json(): not a schedule: {error!r}.") from error
