@@ -247,8 +247,9 @@ def test_autograd_grad_with_respect_to_activations_as_well():
         loss = model(x, y)["loss"] * scale
         by_scale, part = torch.autograd.grad(loss, [scale, model.head.weight])
         assert torch.equal(by_scale, loss.detach())
-        with_names = torch.autograd.grad(model(x, y)["loss"], {"head": model.head.weight})
-        assert torch.equal(with_names["head"].local, part.local)
+        if torch.__version__ >= (2, 13):  # before, torch takes no dictionaries
+            with_names = torch.autograd.grad(model(x, y)["loss"], {"head": model.head.weight})
+            assert torch.equal(with_names["head"].local, part.local)
         return part.full_shape
 
     assert simulate(DP, rank_fn) == [torch.Size([VOCAB, DIM])] * 2
