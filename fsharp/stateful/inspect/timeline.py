@@ -158,7 +158,7 @@ def repeated_units(schedule: Schedule) -> dict[str, list[str]]:
 def unnumbered(unit: str) -> str:
     """The name with ``*`` for each number.
 
-    >>> family("layers.10.mlp")
+    >>> unnumbered("layers.10.mlp")
     'layers.*.mlp'
     """
     return re.sub(r"\d+", "*", unit)

@@ -171,7 +171,7 @@ def test_gradients_of_half_precision():
         scaler = fs.GradScaler("cpu", init_scale=2.0)
         [(x, y)] = modules.batches(comm, 1)
         scaler.scale(model(x, y)["loss"]).backward()
-        with pytest.raises(ValueError, match=r"gradients are float16.*accumulate=torch\.float32"):
+        with pytest.raises(ValueError, match=r"summed in float16.*accumulate=torch\.float32"):
             scaler.step(optimizer)
 
     simulate(DP, rank_fn)
