@@ -23,7 +23,7 @@ help:
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(RUN)/pip install --quiet -c constraints.txt torch
-	$(RUN)/pip install --quiet -c constraints.txt -e '.[train,test,examples]'
+	$(RUN)/pip install --quiet -c constraints.txt -e '.[train,test,examples,jax]'
 	touch $@
 
 # DeepSpeed asks for torch while it is built, and wants to compile what a CPU does not need.

@@ -85,4 +85,16 @@ from fsharp.stateful.runtime.scheduled import Scheduled as Scheduled
 from fsharp.stateful.runtime.scheduler import Scheduler as Scheduler
 from fsharp.stateful.schedule.policy import Policy as Policy
 
+
+def from_optax(tx: object) -> optim.Transform:
+    """An ``optax.GradientTransformation`` as a transformation of shards: see :func:`fsharp.interop.optax.from_optax`.
+
+    Raises:
+        ImportError: JAX and optax are not installed.
+    """
+    from fsharp.interop.optax import from_optax
+
+    return from_optax(tx)
+
+
 __version__ = "0.1.0"

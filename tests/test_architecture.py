@@ -28,6 +28,11 @@ def test_functional_imports_nothing_stateful():
         assert not wrong, f"{path}: {wrong}"
 
 
+def test_only_interop_imports_jax():
+    foreign = {path for path in SOURCES if any(name.split(".")[0] in ("jax", "optax") for name in imports(path))}
+    assert foreign == set((ROOT / "interop").glob("*.py")) - {ROOT / "interop" / "__init__.py"}
+
+
 MAY_IMPORT = {
     "functional/layout": {"functional/layout"},
     "functional/comm": {"functional/layout", "functional/comm"},
@@ -47,9 +52,13 @@ MAY_IMPORT = {
 
 
 def test_every_folder_is_known():
-    assert {str(path.parent.relative_to(ROOT)) for path in SOURCES} - {".", "testing", "functional", "stateful"} == set(
-        MAY_IMPORT
-    )
+    assert {str(path.parent.relative_to(ROOT)) for path in SOURCES} - {
+        ".",
+        "testing",
+        "functional",
+        "stateful",
+        "interop",
+    } == set(MAY_IMPORT)
 
 
 @pytest.mark.parametrize("folder", MAY_IMPORT)

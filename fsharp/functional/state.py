@@ -103,7 +103,7 @@ def init_state(tx: Any, sharded: Any, *, comm: Comm, donate: bool = False) -> Tr
     start = sharded if donate else optree.tree_map(torch.clone, sharded)
     params = gather(_cast(start, "compute"), comm=comm, to="params")
     main = trainable(gather(start, comm=comm, to="optim"))
-    state = TrainState(0, params, _main_copies(main), tx.init(main), MadeBy(tx.name))
+    state = TrainState(0, params, _main_copies(main), tx.init(main, comm=comm), MadeBy(tx.name))
     if donate:
         donate_nodes(sharded)
     return state
@@ -123,7 +123,7 @@ def _check_start(node: Sharded) -> None:
             )
 
 
-def update(tx: Any, grads: Any, state: TrainState, *, comm: Comm, donate: bool = False) -> TrainState:
+def update(tx: Any, grads: Any, state: TrainState, *, comm: Comm, donate: bool = False, **extra: Any) -> TrainState:
     """Run a gradient transformation where optimizer state rests, and bring parameters to where they rest.
 
     Args:
@@ -132,6 +132,8 @@ def update(tx: Any, grads: Any, state: TrainState, *, comm: Comm, donate: bool =
         state: the state before.
         comm: the ranks.
         donate: allow to overwrite ``state`` and everything that shares buffers with it.
+        extra: more for transformations that know it, the same on all ranks: ``value``, the mean loss, for those of optax that
+            look at it.
 
     Returns:
         The state after. Frozen groups are the same tensors.
@@ -159,7 +161,7 @@ def update(tx: Any, grads: Any, state: TrainState, *, comm: Comm, donate: bool =
         main, opt = on_device(held, comm.device)
         old = merge(gather(trainable(state.params), comm=comm, to="optim"), main)
         check_gradients("update()", grads, old)
-        new, opt = apply_transform(tx, grads, opt, old, comm=comm, donate=donate)
+        new, opt = apply_transform(tx, grads, opt, old, comm=comm, donate=donate, **extra)
         main = _main_copies(new)
         if donate:
             opt = map_units(lambda node: node.replace(node.buffers) if is_sharded(node) else node, opt)

@@ -48,7 +48,7 @@ def train_step(
         grads = reduce_scatter(grads, comm=comm)  # where gradients rest -> where the optimizer wants them
         named = Labelled(comm, f"the loss of update {state.step} by {settings}: ")  # the same on all ranks, or all hear of it
         metrics, grads = average(loss, grads, comm=named, donate=True)  # one divisor for all microbatches and ranks
-        state = update(tx, grads, state, comm=comm, donate=donate)  # optimizer -> parameters
+        state = update(tx, grads, state, comm=comm, donate=donate, value=metrics.loss)  # optimizer -> parameters
         return state, ((metrics, aux) if has_aux else metrics)
 
     return step

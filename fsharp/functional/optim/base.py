@@ -8,7 +8,8 @@ ranks there are, so that norms are right, and may update parameters itself, so t
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from functools import wraps
+from typing import Any, cast
 
 import optree
 import torch
@@ -19,50 +20,51 @@ from fsharp.functional.layout.paths import assign, chosen
 from fsharp.functional.layout.sharded import Sharded, is_sharded, map_units, units_of
 
 
-class InitFn(Protocol):
-    """``init(params) -> state``."""
-
-    def __call__(self, params: Any, /) -> Any:
-        """The state of an optimizer for these parameters, a pytree."""
-
-
-class UpdateFn(Protocol):
-    """``update(grads, state, params, comm=...) -> (updates, state)``: updates are added to the parameters."""
-
-    def __call__(self, grads: Any, state: Any, params: Any, *, comm: Comm) -> tuple[Any, Any]:
-        """Updates and the new state."""
-
-
-class ApplyFn(Protocol):
-    """``apply(grads, state, params, comm=..., donate=...) -> (params, state)``: the new parameters themselves."""
-
-    def __call__(self, grads: Any, state: Any, params: Any, *, comm: Comm, donate: bool) -> tuple[Any, Any]:
-        """New parameters and the new state; ``donate`` allows to overwrite the old ones."""
-
-
 @dataclass(frozen=True, slots=True)
 class Transform:
     """A gradient transformation.
 
     All trees it sees are of trainable groups at the optimizer's place: gradients in the accumulation dtype, parameters
-    in the main dtype.
+    in the main dtype. Extra arguments of :func:`~fsharp.update`, such as ``value``, the loss, are for those that know them;
+    others pass them on.
 
     Attributes:
-        init: state from parameters.
-        update: updates to add to the parameters.
+        init: ``init(params, comm=...) -> state``.
+        update: ``update(grads, state, params, comm=..., **extra) -> (updates, state)``: updates are added to the parameters.
         config: what ranks have to agree on, by name.
-        apply: new parameters in one go, for rules that have a fused kernel; None adds the updates.
+        apply: ``apply(grads, state, params, comm=..., donate=..., **extra) -> (params, state)``: new parameters in one go, for
+            rules that have a fused kernel; ``donate`` allows to overwrite the old ones. None adds the updates.
         name: by which its state is told from that of another one; one without a name takes any.
+
+    Functions that do not name ``comm`` or an extra argument are called without it.
     """
 
-    init: InitFn
-    update: UpdateFn
+    init: Callable[..., Any]
+    update: Callable[..., tuple[Any, Any]]
     config: Mapping[str, Any]
-    apply: ApplyFn | None = None
+    apply: Callable[..., tuple[Any, Any]] | None = None
     name: str = ""
+
+    def __post_init__(self) -> None:
+        for name in ("init", "update", "apply"):
+            if (fn := getattr(self, name)) is not None:
+                object.__setattr__(self, name, _with_what_it_names(fn))
 
     def __iter__(self) -> Any:
         return iter((self.init, self.update))
+
+
+def _with_what_it_names(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, which may be given keywords that it does not name."""
+    kinds = {name: parameter.kind for name, parameter in inspect.signature(fn).parameters.items()}
+    if inspect.Parameter.VAR_KEYWORD in kinds.values():
+        return fn
+
+    @wraps(fn)
+    def call(*args: Any, **keywords: Any) -> Any:
+        return fn(*args, **{name: value for name, value in keywords.items() if name in kinds})
+
+    return call
 
 
 def as_transform(tx: Any) -> Transform:
@@ -80,20 +82,24 @@ def as_transform(tx: Any) -> Transform:
         raise TreeError(f"expected an (init, update) pair, got {tx!r:.80}.")
     named = {p.name for p in inspect.signature(update).parameters.values() if p.kind is p.KEYWORD_ONLY}
     pure = {"inplace": False} if "inplace" in named else {}
+    known = _with_what_it_names(update)
 
-    def plain(grads: Any, state: Any, params: Any, *, comm: Comm) -> tuple[Any, Any]:
+    def plain(grads: Any, state: Any, params: Any, *, comm: Comm, **extra: Any) -> tuple[Any, Any]:
         if "params" in named:
-            return cast(tuple[Any, Any], update(grads, state, params=params, **pure))
-        return cast(tuple[Any, Any], update(grads, state, params, **pure))
+            return cast(tuple[Any, Any], known(grads, state, params=params, **pure, **extra))
+        return cast(tuple[Any, Any], known(grads, state, params, **pure, **extra))
 
-    return Transform(init, plain, {"pair": type(tx).__qualname__}, name="" if type(tx) is tuple else type(tx).__qualname__)
+    kind = type(tx).__qualname__
+    return Transform(init, plain, {"pair": kind}, name="" if type(tx) is tuple else kind)
 
 
-def apply_transform(tx: Transform, grads: Any, state: Any, params: Any, *, comm: Comm, donate: bool = False) -> tuple[Any, Any]:
+def apply_transform(
+    tx: Transform, grads: Any, state: Any, params: Any, *, comm: Comm, donate: bool = False, **extra: Any
+) -> tuple[Any, Any]:
     """New parameters and state by ``tx``, its own way if it has one, else by adding its updates."""
     if tx.apply is not None:
-        return tx.apply(grads, state, params, comm=comm, donate=donate)
-    updates, state = tx.update(grads, state, params, comm=comm)
+        return tx.apply(grads, state, params, comm=comm, donate=donate, **extra)
+    updates, state = tx.update(grads, state, params, comm=comm, **extra)
     return add_updates(params, updates, donate=donate), state
 
 
@@ -112,22 +118,22 @@ def chain(*transforms: Any) -> Transform:
     if not txs:
         raise TreeError("chain(): no transformation.")
 
-    def init(params: Any, /) -> Any:
-        return tuple(tx.init(params) for tx in txs)
+    def init(params: Any, /, *, comm: Comm | None = None) -> Any:
+        return tuple(tx.init(params, comm=comm) for tx in txs)
 
-    def update(grads: Any, state: Any, params: Any, *, comm: Comm) -> tuple[Any, Any]:
+    def update(grads: Any, state: Any, params: Any, *, comm: Comm, **extra: Any) -> tuple[Any, Any]:
         new = []
         for tx, old in zip(txs, state, strict=True):
-            grads, s = tx.update(grads, old, params, comm=comm)
+            grads, s = tx.update(grads, old, params, comm=comm, **extra)
             new.append(s)
         return grads, tuple(new)
 
-    def apply(grads: Any, state: Any, params: Any, *, comm: Comm, donate: bool) -> tuple[Any, Any]:
+    def apply(grads: Any, state: Any, params: Any, *, comm: Comm, donate: bool, **extra: Any) -> tuple[Any, Any]:
         new = []
         for tx, old in zip(txs[:-1], state[:-1], strict=True):
-            grads, s = tx.update(grads, old, params, comm=comm)
+            grads, s = tx.update(grads, old, params, comm=comm, **extra)
             new.append(s)
-        params, last = apply_transform(txs[-1], grads, state[-1], params, comm=comm, donate=donate)
+        params, last = apply_transform(txs[-1], grads, state[-1], params, comm=comm, donate=donate, **extra)
         return params, (*new, last)
 
     config = {f"{i}": dict(tx.config) for i, tx in enumerate(txs)}
@@ -149,12 +155,12 @@ def partition(transforms: Mapping[str, Any]) -> Transform:
     def part(tree: Any, label: str) -> Any:
         return map_units(lambda s: s.select([g for g in s.groups if s.unit.groups[g].label == label]), tree)
 
-    def init(params: Any, /) -> Any:
+    def init(params: Any, /, *, comm: Comm | None = None) -> Any:
         labels = {s.unit.groups[g].label for s in units_of(params) for g in s.groups}
         if missing := sorted(labels - set(txs)):
             facts = [("labels", sorted(labels)), ("rules for", sorted(txs))]
             raise LayoutError(problem("partition()", f"no transformation for the label {missing[0]!r}.", facts))
-        return {label: tx.init(part(params, label)) for label, tx in txs.items()}
+        return {label: tx.init(part(params, label), comm=comm) for label, tx in txs.items()}
 
     def over(run: Callable[[Transform, Any, Any, Any], tuple[Any, Any]], grads: Any, state: Any, params: Any) -> Any:
         outs, new = {}, {}
@@ -162,12 +168,12 @@ def partition(transforms: Mapping[str, Any]) -> Transform:
             outs[label], new[label] = run(tx, part(grads, label), state[label], part(params, label))
         return _join(params, list(outs.values())), new
 
-    def update(grads: Any, state: Any, params: Any, *, comm: Comm) -> tuple[Any, Any]:
-        return cast(tuple[Any, Any], over(lambda tx, g, s, p: tx.update(g, s, p, comm=comm), grads, state, params))
+    def update(grads: Any, state: Any, params: Any, *, comm: Comm, **extra: Any) -> tuple[Any, Any]:
+        return cast(tuple[Any, Any], over(lambda tx, g, s, p: tx.update(g, s, p, comm=comm, **extra), grads, state, params))
 
-    def apply(grads: Any, state: Any, params: Any, *, comm: Comm, donate: bool) -> tuple[Any, Any]:
+    def apply(grads: Any, state: Any, params: Any, *, comm: Comm, donate: bool, **extra: Any) -> tuple[Any, Any]:
         def run(tx: Transform, g: Any, s: Any, p: Any) -> tuple[Any, Any]:
-            return apply_transform(tx, g, s, p, comm=comm, donate=donate)
+            return apply_transform(tx, g, s, p, comm=comm, donate=donate, **extra)
 
         return cast(tuple[Any, Any], over(run, grads, state, params))
 
@@ -195,10 +201,10 @@ def masked(tx: Any, mask: Any) -> Transform:
     """
     inner = as_transform(tx)
 
-    def update(grads: Any, state: Any, params: Any, *, comm: Comm) -> tuple[Any, Any]:
+    def update(grads: Any, state: Any, params: Any, *, comm: Comm, **extra: Any) -> tuple[Any, Any]:
         flags = per_leaf("masked(mask)", params, lambda paths: dict.fromkeys(chosen("masked()", mask, paths), True), False)
         seen = _where(flags, grads, None, comm.rank)
-        out, state = inner.update(seen, state, params, comm=comm)
+        out, state = inner.update(seen, state, params, comm=comm, **extra)
         return _where(flags, out, grads, comm.rank), state
 
     # A function's repr holds its address, which differs between ranks.

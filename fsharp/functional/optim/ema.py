@@ -39,18 +39,18 @@ def with_ema(tx: Any, *, decay: float) -> Transform:
         raise LayoutError(f"with_ema(): decay is {decay!r}, expected a number in [0, 1).")
     inner = as_transform(tx)
 
-    def init(params: Any, /) -> EmaState:
-        return EmaState(optree.tree_map(torch.clone, params), inner.init(params))
+    def init(params: Any, /, *, comm: Comm | None = None) -> EmaState:
+        return EmaState(optree.tree_map(torch.clone, params), inner.init(params, comm=comm))
 
     def average(ema: Any, params: Any, donate: bool) -> Any:
         return optree.tree_map(lambda e, p: e.lerp_(p, 1 - decay) if donate else e.lerp(p, 1 - decay), ema, params)
 
-    def update(grads: Any, state: EmaState, params: Any, *, comm: Comm) -> tuple[Any, EmaState]:
-        updates, new = inner.update(grads, state.inner, params, comm=comm)
+    def update(grads: Any, state: EmaState, params: Any, *, comm: Comm, **extra: Any) -> tuple[Any, EmaState]:
+        updates, new = inner.update(grads, state.inner, params, comm=comm, **extra)
         return updates, EmaState(average(state.ema, add_updates(params, updates), False), new)
 
-    def apply(grads: Any, state: EmaState, params: Any, *, comm: Comm, donate: bool) -> tuple[Any, EmaState]:
-        params, new = apply_transform(inner, grads, state.inner, params, comm=comm, donate=donate)
+    def apply(grads: Any, state: EmaState, params: Any, *, comm: Comm, donate: bool, **extra: Any) -> tuple[Any, EmaState]:
+        params, new = apply_transform(inner, grads, state.inner, params, comm=comm, donate=donate, **extra)
         return params, EmaState(average(state.ema, params, donate), new)
 
     return Transform(init, update, {"with_ema": decay, "inner": dict(inner.config)}, apply, _name("with_ema", inner.name))

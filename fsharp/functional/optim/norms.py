@@ -164,21 +164,21 @@ def skip_nonfinite(tx: Any) -> Transform:
     """
     inner = as_transform(tx)
 
-    def init(params: Any, /) -> SkipState:
-        return SkipState(0, inner.init(params))
+    def init(params: Any, /, *, comm: Comm | None = None) -> SkipState:
+        return SkipState(0, inner.init(params, comm=comm))
 
-    def update(grads: Any, state: SkipState, params: Any, *, comm: Comm) -> tuple[Any, SkipState]:
+    def update(grads: Any, state: SkipState, params: Any, *, comm: Comm, **extra: Any) -> tuple[Any, SkipState]:
         if not all_finite(grads, comm=comm):
             return optree.tree_map(torch.zeros_like, params), state._replace(skipped=state.skipped + 1)
-        updates, new = inner.update(grads, state.inner, params, comm=comm)
+        updates, new = inner.update(grads, state.inner, params, comm=comm, **extra)
         return updates, SkipState(state.skipped, new)
 
-    def apply(grads: Any, state: SkipState, params: Any, *, comm: Comm, donate: bool) -> tuple[Any, SkipState]:
+    def apply(grads: Any, state: SkipState, params: Any, *, comm: Comm, donate: bool, **extra: Any) -> tuple[Any, SkipState]:
         if not all_finite(grads, comm=comm):
             kept: Any = (params, state.inner)
             params, old = kept if donate else optree.tree_map(lambda x: x.clone() if isinstance(x, torch.Tensor) else x, kept)
             return params, SkipState(state.skipped + 1, old)
-        params, new = apply_transform(inner, grads, state.inner, params, comm=comm, donate=donate)
+        params, new = apply_transform(inner, grads, state.inner, params, comm=comm, donate=donate, **extra)
         return params, SkipState(state.skipped, new)
 
     return Transform(init, update, {"skip_nonfinite": dict(inner.config)}, apply, _name("skip_nonfinite", inner.name))

@@ -86,7 +86,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                     "ShardedOptimizer(): an (init, update) pair updates all parameters; freeze or label those it shall not."
                 )
             self.session.kept.state = self.session.kept.state._replace(
-                opt=self._tx.init(self.session.kept.visible()), made_by=None
+                opt=self._tx.init(self.session.kept.visible(), comm=self.session.scheduler), made_by=None
             )
             super().__init__(groups, {})
         self._is_made = True

@@ -1,0 +1,60 @@
+"""Tensors as arrays of JAX and back, over DLPack: the same memory."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+import torch.utils.dlpack
+
+from fsharp.errors import TreeError
+
+
+def as_array(x: torch.Tensor) -> Any:
+    """A tensor as a JAX array: in the same memory if it begins on 64 bytes, else a copy.
+
+    Whoever writes to the tensor while JAX has the array changes what JAX takes for constant.
+    """
+    if not x.numel():
+        return jnp.zeros(tuple(x.shape), dtype_of(x.dtype))
+    return jax.dlpack.from_dlpack(x.detach().contiguous())
+
+
+def as_tensor(x: Any) -> torch.Tensor:
+    """A JAX array as a tensor in the same memory, which has to be given up by whoever else has the array."""
+    if not x.size:
+        return torch.empty(x.shape, dtype=getattr(torch, x.dtype.name))
+    return torch.utils.dlpack.from_dlpack(x)
+
+
+def number_as_tensor(x: Any) -> torch.Tensor:
+    """A small array of any dtype as a tensor of its own; of a random key its data."""
+    is_key = jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
+    return torch.from_numpy(np.array(jax.random.key_data(x) if is_key else x))
+
+
+def number_as_array(x: Any, like: Any) -> Any:
+    """The inverse, with the dtype of ``like``."""
+    array = jnp.asarray(x.cpu().numpy() if isinstance(x, torch.Tensor) else x)
+    if jax.dtypes.issubdtype(like.dtype, jax.dtypes.prng_key):
+        key = jax.random.wrap_key_data(array)
+        if key.dtype != like.dtype:
+            raise TreeError(
+                f"a random key is {like.dtype}, and the default of JAX is {key.dtype}: make it with jax.random.key()."
+            )
+        return key
+    return array.astype(like.dtype)
+
+
+def dtype_of(dtype: torch.dtype) -> Any:
+    """The dtype of JAX with the same values.
+
+    Raises:
+        TreeError: JAX has none, or would change it.
+    """
+    name = str(dtype).removeprefix("torch.")
+    found = jnp.dtype(name)
+    if jax.dtypes.canonicalize_dtype(found) != found:
+        raise TreeError(f"JAX would make {name} narrower. Call jax.config.update('jax_enable_x64', True) first.")
+    return found

@@ -1,0 +1,242 @@
+"""Transformations of optax on shards, against optax on the unsharded tree."""
+
+import jax
+import jax.numpy as jnp
+import optax
+import optree
+import pytest
+import torch
+
+import fsharp as fs
+from fsharp.errors import AgreementError, LayoutError, TreeError
+from fsharp.interop.arrays import as_array, as_tensor
+from fsharp.testing import processes, simulate
+from tests.gpt_like import loss_fn
+from tests.scheduling import every, make_state, my_batches
+
+STEPS = 20
+
+
+def by_rank(kinds):
+    """Labels, or whatever there is for matrices and for the rest, by rank: what a flat buffer would not show."""
+    return lambda params: jax.tree.map(lambda x: kinds[x.ndim > 1], params)
+
+
+def warmed_up(rate):
+    return optax.warmup_cosine_decay_schedule(0.0, rate, 5, STEPS)
+
+
+TRANSFORMATIONS = {
+    "sgd": lambda: optax.sgd(0.1, momentum=0.9, nesterov=True),
+    "adam": lambda: optax.adam(1e-2),
+    "adamw": lambda: optax.adamw(1e-2, weight_decay=0.3, mask=by_rank([False, True])),
+    "amsgrad": lambda: optax.amsgrad(1e-2),
+    "adabelief": lambda: optax.adabelief(1e-2),
+    "adadelta": lambda: optax.adadelta(1e-1),
+    "adafactor, not factored": lambda: optax.adafactor(1e-2, factored=False),
+    "adagrad": lambda: optax.adagrad(1e-2),
+    "adamax": lambda: optax.adamax(1e-2),
+    "adan": lambda: optax.adan(1e-2),
+    "fromage": lambda: optax.fromage(1e-2),
+    "lamb": lambda: optax.lamb(1e-2),
+    "lars": lambda: optax.lars(1e-2),
+    "lion": lambda: optax.lion(1e-3),
+    "nadam": lambda: optax.nadam(1e-2),
+    "noisy_sgd": lambda: optax.noisy_sgd(1e-2, key=jax.random.key(1)),
+    "novograd": lambda: optax.novograd(1e-2),
+    "optimistic_gradient_descent": lambda: optax.optimistic_gradient_descent(0.1),
+    "polyak_sgd": lambda: optax.polyak_sgd(1.0),
+    "radam": lambda: optax.radam(1e-2),
+    "rmsprop": lambda: optax.rmsprop(1e-2),
+    "rprop": lambda: optax.rprop(1e-2),
+    "yogi": lambda: optax.yogi(1e-2),
+    "prodigy": lambda: optax.contrib.prodigy(),
+    "schedule_free": lambda: optax.contrib.schedule_free_adamw(1e-2),
+    "clip_by_global_norm": lambda: optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2)),
+    "clip_by_block_rms": lambda: optax.chain(optax.clip_by_block_rms(0.5), optax.sgd(0.1)),
+    "normalize_by_update_norm": lambda: optax.chain(optax.normalize_by_update_norm(), optax.sgd(0.1)),
+    "ema": lambda: optax.chain(optax.ema(0.9), optax.sgd(0.1)),
+    "apply_if_finite": lambda: optax.apply_if_finite(optax.adam(1e-2), 3),
+    "inject_hyperparams": lambda: optax.inject_hyperparams(optax.adamw)(learning_rate=warmed_up(1e-2)),
+    "masked": lambda: optax.masked(optax.adam(1e-2), by_rank([False, True])),
+    "multi_transform": lambda: optax.multi_transform(
+        {"matrix": optax.adam(1e-2), "rest": optax.sgd(0.1, momentum=0.9)}, by_rank(["rest", "matrix"])
+    ),
+    "MultiSteps": lambda: optax.MultiSteps(
+        optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2)), 3
+    ).gradient_transformation(),
+    "reduce_on_plateau": lambda: optax.chain(optax.adam(1e-2), optax.contrib.reduce_on_plateau(patience=2, factor=0.5)),
+}
+WORLDS = {
+    "one rank": (fs.Mesh({"dp": 1}), fs.zero3("dp")),
+    "zero1 on 3": (fs.Mesh({"dp": 3}), fs.zero1("dp")),
+    "zero3 on 5": (fs.Mesh({"dp": 5}), fs.zero3("dp")),
+    "hfsdp on 2 x 2": (fs.Mesh({"outer": 2, "inner": 2}), fs.hfsdp("outer", "inner")),
+    "ddp on 2": (fs.Mesh({"dp": 2}), fs.ddp("dp")),
+}
+
+
+def params():
+    """With a scalar, a leaf that no rank but one has, and sizes that no number of ranks divides."""
+    g = torch.Generator().manual_seed(0)
+    sizes = {"embed": {"w": (7, 5)}, "layers": [{"w": (5, 6), "b": (6,)} for _ in range(2)], "scale": (), "head": {"w": (5, 3)}}
+    return optree.tree_map(lambda size: torch.randn(size, generator=g), sizes, is_leaf=lambda x: type(x) is tuple)
+
+
+def grads_at(step):
+    g = torch.Generator().manual_seed(100 + step)
+    scale = 3.0 if step % 3 == 0 else 0.1  # some are clipped
+    return optree.tree_map(lambda x: torch.randn(x.shape, generator=g) * scale, params())
+
+
+def unsharded(tx):
+    mine = jax.tree.map(lambda x: jnp.asarray(x.numpy()), params())
+    state = tx.init(mine)
+    more = {"value": jnp.float32(1.0)} if isinstance(tx, optax.GradientTransformationExtraArgs) else {}
+    update = jax.jit(tx.update)
+    for step in range(STEPS):
+        updates, state = update(jax.tree.map(lambda x: jnp.asarray(x.numpy()), grads_at(step)), state, mine, **more)
+        mine = optax.apply_updates(mine, updates)
+    return mine
+
+
+def begin(comm, strategy, tx, frozen=()):
+    layout = fs.plan(params(), comm.mesh, strategy, units=["embed", "layers.*", "head"], frozen=frozen)
+    return layout, fs.init_state(tx, fs.shard(params(), layout, comm, place="optim"), comm=comm)
+
+
+def sharded(comm, strategy, tx, frozen=(), donate=False):
+    tx = fs.from_optax(tx)
+    layout, state = begin(comm, strategy, tx, frozen)
+    for step in range(STEPS):
+        grads = fs.trainable(fs.shard(grads_at(step), layout, comm, place="optim"))
+        state = fs.update(tx, grads, state, comm=comm, donate=donate, value=1.0)
+    return fs.full(state.params, comm=comm), state
+
+
+def difference(found, expected):
+    """The largest, of the largest parameter of each leaf."""
+    pairs = zip(optree.tree_leaves(found), jax.tree.leaves(expected), strict=True)
+    return max(float(abs(jnp.asarray(a.numpy()) - b).max() / abs(b).max()) for a, b in pairs)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:optax")
+@every(5, name=TRANSFORMATIONS, world=WORLDS)
+def test_the_same_as_unsharded(name, world):
+    mesh, strategy = WORLDS[world]
+    tx = TRANSFORMATIONS[name]()
+    expected = unsharded(tx)
+    for found, _ in simulate(mesh, lambda comm: sharded(comm, strategy, tx)):
+        worst = difference(found, expected)
+        print(f"{name}, {world}: {worst:.1e}")
+        assert worst < 1e-5
+
+
+def test_donated_states_give_the_same():
+    tx, (mesh, strategy) = TRANSFORMATIONS["clip_by_global_norm"](), WORLDS["zero1 on 3"]
+    kept, donated = (simulate(mesh, lambda comm, d=d: sharded(comm, strategy, tx, donate=d)[0]) for d in (False, True))
+    for a, b in zip(kept, donated, strict=True):
+        assert all(map(torch.equal, optree.tree_leaves(a), optree.tree_leaves(b)))
+
+
+def test_frozen_leaves_are_not_seen():
+    tx = optax.adamw(1e-2)
+    found = simulate(fs.Mesh({"dp": 3}), lambda comm: sharded(comm, fs.zero3("dp"), tx, frozen=["layers.0.w"])[0])[0]
+    assert torch.equal(found["layers"][0]["w"], params()["layers"][0]["w"])
+    assert difference(found["embed"], unsharded(tx)["embed"]) < 1e-5
+
+
+def test_state_is_sharded_and_its_numbers_may_be_set():
+    def rank_fn(comm):
+        tx = fs.from_optax(optax.inject_hyperparams(optax.adamw)(learning_rate=1e-2))
+        layout, state = begin(comm, fs.zero3("dp"), tx)
+        state.opt.optax.hyperparams["learning_rate"] = torch.tensor(0.0)
+        new = fs.update(tx, fs.shard(params(), layout, comm, place="optim"), state, comm=comm)
+        same = all(map(torch.equal, optree.tree_leaves(new.params), optree.tree_leaves(state.params)))
+        moments = [sum(node.nbytes for node in fs.units_of(tree)) for tree in state.opt.buffers]
+        return same, moments, sum(node.nbytes for node in fs.units_of(state.params))
+
+    for same, moments, nbytes in simulate(fs.Mesh({"dp": 4}), rank_fn):
+        assert same
+        assert moments == [nbytes, nbytes]
+
+
+REFUSED = {
+    "muon": lambda: optax.contrib.muon(1e-2),
+    "adafactor": lambda: optax.adafactor(1e-2, min_dim_size_to_factor=4),
+    "adaptive_grad_clip": lambda: optax.adaptive_grad_clip(0.1),
+    "centralize": lambda: optax.centralize(),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_looks_at_rows_is_refused_where_leaves_are_cut(name):
+    def refused(comm):
+        with pytest.raises(LayoutError, match=r"rows, columns or neighbours of 'embed\.w'") as caught:
+            begin(comm, fs.zero3("dp"), fs.from_optax(REFUSED[name]()))
+        return str(caught.value)
+
+    assert len(set(simulate(fs.Mesh({"dp": 2}), refused))) == 1
+    expected = unsharded(REFUSED[name]())
+    found, _ = simulate(fs.Mesh({"dp": 2}), lambda comm: sharded(comm, fs.ddp("dp"), REFUSED[name]()))[0]
+    assert difference(found, expected) < 1e-5, "where nothing is cut it is right"
+
+
+def test_ranks_with_other_numbers_are_told():
+    def rank_fn(comm):
+        with pytest.raises(AgreementError, match=r"from_optax\(\)"):
+            begin(comm, fs.zero3("dp"), fs.from_optax(optax.sgd(0.1 + comm.rank)))
+        return True
+
+    assert all(simulate(fs.Mesh({"dp": 2}), rank_fn))
+
+
+def test_wrong_use():
+    with pytest.raises(TreeError, match=r"expected an optax\.GradientTransformation, got float"):
+        fs.from_optax(0.1)
+    tx, comm = fs.from_optax(optax.sgd(0.1)), fs.SingleComm(fs.Mesh({"dp": 1}))
+    layout = fs.plan({"w": torch.ones(3)}, comm.mesh, fs.zero3("dp"))
+    with pytest.raises(TreeError, match=r"init\(params, comm=comm\)"):
+        tx.init(fs.shard({"w": torch.ones(3)}, layout, comm))
+    wide = {"w": torch.ones(3, dtype=torch.float64)}
+    layout = fs.plan(wide, comm.mesh, fs.zero3("dp"))
+    with pytest.raises(TreeError, match=r"float64 narrower.*jax_enable_x64"):
+        fs.init_state(tx, fs.shard(wide, layout, comm, place="optim"), comm=comm)
+
+
+def trained(comm, strategy, wrap):
+    tx = fs.optim.chain(fs.optim.clip_by_global_norm(1.0), fs.from_optax(optax.adamw(1e-2)))
+    state, losses = make_state(comm, strategy, tx=tx), []
+    step = wrap(fs.train_step(loss_fn, tx, donate=True))
+    for batch in my_batches(comm, 4):
+        state, metrics = step(state, batch)
+        losses.append(float(metrics.loss))
+    return losses, optree.tree_leaves(fs.full(state.params, comm=comm))
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "zero3"])
+def test_scheduled_steps_in_a_chain_of_our_own(strategy):
+    def rank_fn(comm):
+        scheduler = fs.Scheduler(comm)
+        blocking = trained(comm, strategy, lambda step: lambda state, batch: step(state, batch, comm))
+        return blocking, trained(comm, strategy, lambda step: scheduler(step))
+
+    for (losses, found), (scheduled, same) in simulate(fs.Mesh({"dp": 2}), rank_fn):
+        assert losses == scheduled
+        assert all(map(torch.equal, found, same))
+
+
+def test_in_processes():
+    def rank_fn(comm):
+        return trained(comm, "zero3", lambda step: lambda state, batch: step(state, batch, comm))[0]
+
+    mesh = fs.Mesh({"dp": 2})
+    assert processes(mesh, rank_fn) == simulate(mesh, rank_fn)
+
+
+def test_memory_is_shared():
+    x = torch.arange(1000.0)
+    array = as_array(x)
+    assert array.unsafe_buffer_pointer() == x.data_ptr()
+    back = as_tensor(jax.block_until_ready(array + 1))
+    assert torch.equal(back, x + 1)
