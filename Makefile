@@ -1,5 +1,5 @@
 # make train     train a byte-level GPT on this machine, two processes (ARGS=--help lists its options)
-# make test      lint, types, tests (about 10 minutes on 2 cores)
+# make test      lint, types, tests (about 11 minutes on 2 cores)
 # make lint      of these the first two
 # make test-all  the deep version: more examples, more ranks (about an hour)
 # make examples  run the examples, about 2 minutes

@@ -234,8 +234,8 @@ class Lifted:
         leaf = self._leaf_of(equation, values)
         if leaf is None:
             return self._without_leaves(equation, values)
-        if name in _ELEMENTWISE:
-            shape = equation.outvars[0].aval.shape
+        shape = equation.outvars[0].aval.shape
+        if name in _ELEMENTWISE and math.prod(shape) == math.prod(self.leaves[leaf].shape):  # else it is broadcast
             result = _bind(equation, [self.elements(value, leaf, shape) for value in values])
             return [Part(leaf, each, var.aval.shape) for each, var in zip(result, equation.outvars, strict=True)]
         out = equation.outvars[0]
