@@ -5,7 +5,6 @@ from typing import Any, NamedTuple
 
 import optree
 import torch
-from torch.utils import _pytree as torch_pytree
 
 from fsharp.errors import TreeError, problem
 from fsharp.functional.comm.agree import together
@@ -18,6 +17,7 @@ from fsharp.functional.layout.sharded import (
     is_sharded,
     map_units,
     merge,
+    register_leafless,
     trainable,
     units_of,
 )
@@ -54,19 +54,7 @@ class MadeBy:
     name: str
 
 
-def _register() -> None:
-    def no_leaves(node: Any) -> Any:
-        return (), node.name
-
-    def made_by(name: Any, _: Any) -> Any:
-        return MadeBy(name)
-
-    everywhere: Any = vars(optree.registry)["__GLOBAL_NAMESPACE"]
-    optree.register_pytree_node(MadeBy, no_leaves, made_by, namespace=everywhere)  # type: ignore[arg-type]
-    torch_pytree.register_pytree_node(MadeBy, lambda node: ([], node.name), lambda _, name: MadeBy(name))
-
-
-_register()
+register_leafless(MadeBy)
 
 
 def init_state(tx: Any, sharded: Any, *, comm: Comm, donate: bool = False) -> TrainState:

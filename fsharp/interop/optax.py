@@ -1,5 +1,6 @@
 """from_optax: a gradient transformation of optax on shards, by running its jaxpr on the elements that each rank has."""
 
+import re
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,12 +12,11 @@ import jax.numpy as jnp
 import optax
 import optree
 import torch
-from torch.utils import _pytree as torch_pytree
 
 from fsharp.errors import TreeError
 from fsharp.functional.comm.agree import agree
 from fsharp.functional.comm.protocol import Comm
-from fsharp.functional.layout.sharded import Sharded, map_units, units_of
+from fsharp.functional.layout.sharded import Sharded, map_units, register_leafless, units_of
 from fsharp.functional.layout.unit_layout import Leaf
 from fsharp.functional.optim.base import Transform
 from fsharp.interop.arrays import as_array, as_tensor, dtype_of, number_as_array, number_as_tensor
@@ -47,19 +47,7 @@ class InBuffers:
     number: int
 
 
-def _register() -> None:
-    def no_leaves(node: Any) -> Any:
-        return (), node.number
-
-    def in_buffers(number: Any, _: Any) -> Any:
-        return InBuffers(number)
-
-    everywhere: Any = vars(optree.registry)["__GLOBAL_NAMESPACE"]
-    optree.register_pytree_node(InBuffers, no_leaves, in_buffers, namespace=everywhere)  # type: ignore[arg-type]
-    torch_pytree.register_pytree_node(InBuffers, lambda node: ([], node.number), lambda _, number: InBuffers(number))
-
-
-_register()
+register_leafless(InBuffers)
 
 
 def from_optax(tx: Any) -> Transform:
@@ -136,15 +124,14 @@ class _Program:
 
     def __init__(self, tx: Any, params: Any, rank: int, extra: Mapping[str, Any]) -> None:
         self.is_agreed = False
-        self._buffers: list[tuple[int, Any]] = []  # of each its size, and spans of leaves in it
+        self._sizes: list[int] = []  # of this rank's buffers
         leaves: dict[tuple[str, str], tuple[LeafPart, _Leaf, Any, Any]] = {}
 
         def tree_of(node: Sharded) -> Any:
-            first = len(self._buffers)
             cut = tuple(axis for axis in node.place.sharded if node.unit.mesh.axis_size(axis) > 1)
             for group in node.groups:
                 spans = {span.leaf.path: span for span in node.unit.spans(group, node.place, rank)}
-                number = len(self._buffers)
+                number = len(self._sizes)
                 dtypes = node.unit.groups[group].dtypes
                 for leaf in node.unit.leaves_of(group):
                     start, stop, low, high = spans[leaf.path][1:] if leaf.path in spans else (0, 0, 0, 0)
@@ -152,8 +139,7 @@ class _Program:
                     leaves[node.name, leaf.path] = (
                         part, _Leaf(number, start, stop), dtype_of(dtypes.main), dtype_of(dtypes.accumulate)
                     )  # fmt: skip
-                self._buffers.append((node.unit.local_size(group, node.place), None))
-            assert len(self._buffers) - first == len(node.groups)
+                self._sizes.append(node.unit.local_size(group, node.place))
             return optree.tree_unflatten(node.unit.spec, [self._placeholder(node, leaf) for leaf in node.unit.leaves])
 
         names, self._structure = jax.tree.flatten(map_units(tree_of, params))
@@ -183,8 +169,9 @@ class _Program:
             raise TreeError(
                 "from_optax(): the transformation returns updates or a state of another structure than it was given."
             )
-        self.text = f"{self._init}\n{self._step}\n{[*self._init.consts, *self._step.consts]}"
-        self._families = self._assign(given)
+        text = f"{self._init}\n{self._step}\n{[*self._init.consts, *self._step.consts]}"
+        self.text = re.sub(r" at 0x[0-9a-f]+", "", text)  # of functions, in which processes differ
+        self._families = self._assign()
         self._compiled: dict[Any, tuple[Any, dict[Key, Question]]] = {}
 
     @staticmethod
@@ -194,36 +181,31 @@ class _Program:
 
     # ------------------------------------------------------------ state
 
-    def _assign(self, given: Sequence[Any]) -> list[tuple[int, int] | None]:
+    def _assign(self) -> list[tuple[int, int] | None]:
         """For each array of the state: of which leaf it has the elements, and in which tree of buffers; None for others."""
         owners: list[int | None] = [None] * len(self._state_shapes)
 
         def kinds(values: Sequence[Any]) -> list[int | None]:
             return [value.leaf if isinstance(value, Part) else None for value in values]
 
-        def probe(arrays: Sequence[Any], more: Sequence[Any]) -> Any:
-            lifted = Lifted(self._parts, _AnyAnswer())
+        def probe(arrays: Sequence[Any]) -> Any:
+            def parts(of: Sequence[Any]) -> list[Any]:
+                return [Part(leaf, self._flat(x, leaf), x.shape) for leaf, x in enumerate(of)]
+
+            count, behind = len(self._parts), len(self._parts) + len(owners)
             state = [
-                array if leaf is None else Part(leaf, self._flat(array, leaf), array.shape)
-                for array, leaf in zip(arrays, owners, strict=True)
+                x if leaf is None else Part(leaf, self._flat(x, leaf), x.shape)
+                for x, leaf in zip(arrays[count:behind], owners, strict=True)
             ]
-            elements = [jnp.zeros(part.last - part.first) for part in self._parts]
-            mine = [Part(i, x, part.shape) for i, (x, part) in enumerate(zip(elements, self._parts, strict=True))]
-            typed = self._step.in_avals
-            count = len(mine)
-            grads = [part._replace(elements=part.elements.astype(aval.dtype)) for part, aval in zip(mine, typed[:count])]
-            params = [
-                part._replace(elements=part.elements.astype(aval.dtype))
-                for part, aval in zip(mine, typed[count + len(state) : 2 * count + len(state)])
-            ]
-            out = lifted.run(self._step, [*grads, *state, *params, *more])
+            params, more = parts(arrays[behind : behind + count]), arrays[behind + count :]
+            after = Lifted(self._parts, _AnyAnswer()).run(self._step, [*parts(arrays[:count]), *state, *params, *more])[count:]
             begun = Lifted(self._parts, _AnyAnswer()).run(self._init, params)
-            found.append([a if a is not None else b for a, b in zip(kinds(out[count:]), kinds(begun), strict=True)])
+            found.append([a if a is not None else b for a, b in zip(kinds(after), kinds(begun), strict=True)])
             return ()
 
         while True:
             found: list[list[int | None]] = []
-            jax.eval_shape(partial(probe), self._state_shapes, given)  # a new object: known ones are not run again
+            jax.eval_shape(partial(probe), self._step.in_avals)  # a new object: known ones are not run again
             new = [a if a is not None else b for a, b in zip(owners, found[0], strict=True)]
             if new == owners:
                 break
@@ -323,13 +305,13 @@ class _Program:
 
     def _flats(self, values: Mapping[int, Any], dtype: Any, lifted: Lifted) -> list[Any]:
         """Flat buffers of what there is of each leaf; zero where there is nothing."""
-        pieces: list[list[tuple[int, Any]]] = [[] for _ in self._buffers]
+        pieces: list[list[tuple[int, Any]]] = [[] for _ in self._sizes]
         for leaf, value in values.items():
             pieces[self._places[leaf].buffer].append(
                 (self._places[leaf].start, lifted.elements(value, leaf, self._parts[leaf].shape))
             )
         result = []
-        for (size, _), found in zip(self._buffers, pieces, strict=True):
+        for size, found in zip(self._sizes, pieces, strict=True):
             into = dtype or (found[0][1].dtype if found else jnp.float32)
             row, end = [], 0
             for start, elements in sorted(found, key=lambda piece: piece[0]):

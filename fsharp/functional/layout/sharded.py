@@ -222,6 +222,13 @@ def _unflatten(context: Context, children: Any) -> Sharded:
     return Sharded(tuple(children), unit, place, groups, is_gathered=is_gathered, ledger=ledger)
 
 
+def register_leafless(kind: type) -> None:
+    """Have a frozen dataclass be a pytree node without leaves, for optree and for torch."""
+    everywhere: Any = vars(optree.registry)["__GLOBAL_NAMESPACE"]
+    optree.register_pytree_node(kind, lambda node: ((), node), lambda node, _: node, namespace=everywhere)  # type: ignore[arg-type, return-value]
+    torch_pytree.register_pytree_node(kind, lambda node: ([], node), lambda _, node: node)
+
+
 def _register() -> None:
     # optree's global namespace, so that libraries which know nothing of this one (TorchOpt) see through the node.
     everywhere: Any = vars(optree.registry)["__GLOBAL_NAMESPACE"]
