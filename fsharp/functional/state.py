@@ -21,6 +21,7 @@ from fsharp.functional.layout.sharded import (
     trainable,
     units_of,
 )
+from fsharp.functional.lent import check_not_lent
 from fsharp.functional.moves import check_comm, gather, on_device
 from fsharp.functional.optim.base import Transform, apply_transform, as_transform, check_gradients
 
@@ -134,7 +135,10 @@ def update(tx: Any, grads: Any, state: TrainState, *, comm: Comm, donate: bool =
     """
     tx = as_transform(tx)
     nodes = check_comm("update()", grads, comm)
-    check_kept("update()", units_of((state.params, state.main, state.opt)))
+    kept = units_of((state.params, state.main, state.opt))
+    check_kept("update()", kept)
+    if donate:
+        check_not_lent("update()", kept)
     _check_maker(tx, state)
     for node in nodes:
         if node.scale == "sum":

@@ -1,4 +1,4 @@
-"""Tensors as arrays of JAX and back, over DLPack: the same memory."""
+"""Tensors as arrays of JAX and back: the same memory."""
 
 from typing import Any
 
@@ -14,11 +14,40 @@ from fsharp.errors import TreeError
 def as_array(x: torch.Tensor) -> Any:
     """A tensor as a JAX array: in the same memory if it begins on 64 bytes, else a copy.
 
-    Whoever writes to the tensor while JAX has the array changes what JAX takes for constant.
+    Whoever writes to the tensor while JAX has the array changes what JAX takes for constant. Integers of 64 bits are copied
+    to 32, unless JAX has them.
+
+    Raises:
+        TreeError: JAX would change the values.
     """
+    if x.dtype is torch.int64 and not jax.config.jax_enable_x64:
+        if x.numel() and not -(1 << 31) <= int(x.min()) <= int(x.max()) < 1 << 31:
+            raise TreeError("an integer needs 64 bits, of which JAX has 32. Call jax.config.update('jax_enable_x64', True).")
+        x = x.int()
+    dtype = dtype_of(x.dtype)
     if not x.numel():
-        return jnp.zeros(tuple(x.shape), dtype_of(x.dtype))
+        return jnp.zeros(tuple(x.shape), dtype)
     return jax.dlpack.from_dlpack(x.detach().contiguous())
+
+
+class _Memory:
+    """What a tensor has, for numpy: it lives as long as any array has the memory."""
+
+    def __init__(self, x: torch.Tensor) -> None:
+        self._tensor = x
+        self.__array_interface__ = {"version": 3, "typestr": "|u1", "shape": (x.nbytes,), "data": (x.data_ptr(), False)}
+
+
+def as_array_on(x: torch.Tensor, device: Any) -> tuple[Any, Any]:
+    """A contiguous tensor as an array on one of JAX's devices, and what lives as long as JAX has the memory.
+
+    Over DLPack all that is on a CPU belongs to the first of JAX's CPU devices, so that goes by way of numpy.
+    """
+    if x.device.type != "cpu":
+        shared = x.detach()
+        return jax.dlpack.from_dlpack(shared), shared
+    memory = _Memory(x.detach())
+    return jax.device_put(np.asarray(memory).view(dtype_of(x.dtype)).reshape(x.shape), device), memory
 
 
 def as_tensor(x: Any) -> torch.Tensor:

@@ -1,0 +1,259 @@
+"""as_torch: a function of JAX as a function of tensors, with all its derivatives."""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial, wraps
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optree
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
+
+from fsharp.errors import TreeError
+from fsharp.interop.arrays import as_array, as_tensor
+
+
+def as_torch(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of JAX as one of tensors: compiled by XLA, its gradients by ``jax.vjp``.
+
+    >>> import jax.numpy as jnp
+    >>> sine = as_torch(jnp.sin)
+    >>> x = torch.zeros(2, requires_grad=True)
+    >>> sine(x).sum().backward()
+    >>> x.grad
+    tensor([1., 1.])
+
+    Args:
+        fn: a pure function of pytrees of arrays. What else it is given (numbers, strings, None) is constant for XLA: each new
+            value is compiled anew, so pass a number that changes as a tensor.
+
+    Returns:
+        A function of the same pytrees of tensors, which gives the pytree that ``fn`` returns, in memory of its own. It can be
+        the function of a unit: ``fs.forward(as_torch(block), params, x, comm=comm)``.
+
+    Raises:
+        TreeError: when called: a dtype that JAX would change (float64, unless ``jax_enable_x64`` is set), or an integer that
+            does not fit into the 32 bits that it has.
+
+    Cost: no copies of arguments that begin on 64 bytes, one of each other (most leaves of a unit begin in the middle of its
+    buffer); the host waits for XLA. What JAX keeps for the backward stays in memory of its own, but for the arguments, which
+    autograd keeps, so that a unit's parameters are let go of and gathered again as with a function of torch. Under
+    ``jax.checkpoint`` in ``fn`` less is kept. Higher derivatives compute the function again.
+    """
+    programs: dict[Any, _Program] = {}
+
+    @wraps(fn)
+    def call(*args: Any, **keywords: Any) -> Any:
+        given: Any = (args, keywords)
+        leaves, spec = optree.tree_flatten(given)
+        constants = tuple(_TENSOR if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves)
+        key = spec, constants, tuple(map(type, constants))
+        try:
+            program = programs.get(key)
+        except TypeError:
+            strange = next(type(x).__name__ for x in constants if type(x).__hash__ is None)
+            raise TreeError(f"as_torch(): got a {strange}, expected pytrees of tensors, numbers, strings.") from None
+        if program is None:
+            program = programs[key] = _Program(partial(_on_leaves, fn, spec, constants))
+        return program(*(leaf for leaf in leaves if isinstance(leaf, torch.Tensor)))
+
+    return call
+
+
+_TENSOR = object()
+"""Stands among the leaves of arguments where a tensor is."""
+
+
+def _on_leaves(fn: Callable[..., Any], spec: optree.PyTreeSpec, constants: Sequence[Any], *arrays: Any) -> Any:
+    rest = iter(arrays)
+    args, keywords = optree.tree_unflatten(spec, [next(rest) if leaf is _TENSOR else leaf for leaf in constants])
+    return fn(*args, **keywords)
+
+
+class _Record:
+    """What one call of a program leaves behind besides its results.
+
+    Attributes:
+        wanted: of which arguments gradients are wanted; None if that is not known.
+        structure: of the results.
+        residuals: what JAX keeps for the backward, if gradients are wanted.
+    """
+
+    def __init__(self, wanted: tuple[bool, ...] | None) -> None:
+        self.wanted = wanted
+        self.structure: Any = None
+        self.residuals: _Residuals | None = None
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["arrays"], meta_fields=["vjp", "numbers"])
+@dataclass(frozen=True)
+class _Residuals:
+    """What ``vjp`` holds, but for the arguments of the function, which autograd keeps.
+
+    Attributes:
+        arrays: in the order of its leaves.
+        vjp: its structure.
+        numbers: for each of its leaves which argument it is, or None.
+    """
+
+    arrays: list[Any]
+    vjp: Any
+    numbers: tuple[int | None, ...]
+
+    def whole(self, arguments: Sequence[Any], arrays: Iterable[Any]) -> Any:
+        """``vjp`` again."""
+        rest = iter(arrays)
+        leaves = [next(rest) if number is None else arguments[number] for number in self.numbers]
+        return jax.tree.unflatten(self.vjp, leaves)
+
+
+class _Program:
+    """A function of arrays, compiled, and others that are made of it.
+
+    Args:
+        fn: of arrays; returns a pytree of arrays.
+    """
+
+    def __init__(self, fn: Callable[..., Any]) -> None:
+        self._fn = fn
+        self._run = jax.jit(fn)
+        self._run_and_keep = jax.jit(self._keeping, static_argnums=0)
+        self._pull_back = jax.jit(lambda vjp, cotangents: vjp(cotangents))
+        self._derived: dict[Any, _Program] = {}
+
+    def __call__(self, *tensors: torch.Tensor) -> Any:
+        is_recorded = torch.is_grad_enabled() and not torch._C._are_functorch_transforms_active()
+        wanted = tuple(x.requires_grad for x in tensors)
+        return self.call(_Record(wanted if is_recorded and any(wanted) else None), tensors)
+
+    def call(self, record: _Record, tensors: Sequence[torch.Tensor]) -> Any:
+        """The results, as a pytree of tensors."""
+        out = _Call.apply(self, record, *tensors)
+        return jax.tree.unflatten(record.structure, out)
+
+    def run(self, record: _Record, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """The results, each in memory of its own."""
+        if get_proxy_mode() is not None or any(isinstance(x, FakeTensor) for x in tensors):
+            raise TreeError(
+                "as_torch(): XLA computes with values, and was given tensors without values, which trace a program "
+                "(torch.func.linearize, make_fx, torch.export). Use torch.func.jvp and vjp, or trace around the call."
+            )
+        arrays = [as_array(x) for x in tensors]
+        if record.wanted is None:
+            out = self._run(*arrays)
+        else:
+            out, record.residuals = self._run_and_keep(record.wanted, *arrays)
+        jax.block_until_ready((out, record.residuals))  # XLA reads the arguments, which may be let go of after the call
+        leaves, record.structure = jax.tree.flatten(out)
+        taken = {x.data_ptr() for x in tensors}
+        result = []
+        for x in map(as_tensor, leaves):
+            result.append(x.clone() if x.data_ptr() in taken else x)
+            taken.add(x.data_ptr())
+        return tuple(result)
+
+    def pull_back(
+        self, residuals: _Residuals, arguments: Sequence[Any], arrays: Sequence[Any], cotangents: Sequence[Any]
+    ) -> list[torch.Tensor]:
+        """Gradients of the wanted arguments."""
+        arrays = [x if y is None else as_array(y) for x, y in zip(residuals.arrays, arrays, strict=True)]
+        vjp = residuals.whole([as_array(x) for x in arguments], arrays)
+        return [as_tensor(x) for x in jax.block_until_ready(self._pull_back(vjp, [as_array(x) for x in cotangents]))]
+
+    def gradients(self, wanted: tuple[bool, ...]) -> "_Program":
+        """Of arguments and cotangents, which gives gradients of the wanted arguments."""
+
+        def fn(*arrays: Any) -> Any:
+            of_wanted, chosen = self._of(wanted, arrays)
+            _, vjp, _ = jax.vjp(of_wanted, *chosen, has_aux=True)
+            return list(vjp(list(arrays[len(wanted) :])))
+
+        return self._made("gradients", wanted, fn)
+
+    def tangents(self, moved: tuple[bool, ...]) -> "_Program":
+        """Of arguments and the tangents of some of them, which gives tangents of the results."""
+
+        def fn(*arrays: Any) -> Any:
+            of_moved, chosen = self._of(moved, arrays)
+            return jax.jvp(of_moved, chosen, list(arrays[len(moved) :]), has_aux=True)[1]
+
+        return self._made("tangents", moved, fn)
+
+    def batched(self, dims: tuple[int | None, ...]) -> "_Program":
+        """Of arguments with one more dim, which comes first in all results."""
+        return self._made("batched", dims, jax.vmap(self._fn, in_axes=dims))
+
+    def _made(self, kind: str, key: Any, fn: Callable[..., Any]) -> "_Program":
+        if (kind, key) not in self._derived:
+            self._derived[kind, key] = _Program(fn)
+        return self._derived[kind, key]
+
+    def _keeping(self, wanted: tuple[bool, ...], *arrays: Any) -> tuple[Any, _Residuals]:
+        of_wanted, chosen = self._of(wanted, arrays)
+        _, vjp, out = jax.vjp(of_wanted, *chosen, has_aux=True)
+        leaves, structure = jax.tree.flatten(vjp)
+        numbers = tuple(next((i for i, array in enumerate(arrays) if array is leaf), None) for leaf in leaves)
+        own = [leaf for leaf, number in zip(leaves, numbers, strict=True) if number is None]
+        return out, _Residuals(own, structure, numbers)
+
+    def _of(self, which: tuple[bool, ...], arrays: Sequence[Any]) -> tuple[Callable[..., Any], list[Any]]:
+        """The function of some of its arguments alone, and these: it gives the results with derivatives, and all as an aux."""
+
+        def fn(*chosen: Any) -> Any:
+            rest = iter(chosen)
+            out = self._fn(*(next(rest) if is_in else x for is_in, x in zip(which, arrays, strict=False)))
+            return [x for x in jax.tree.leaves(out) if jnp.issubdtype(x.dtype, jnp.inexact)], out
+
+        return fn, [x for x, is_in in zip(arrays, which, strict=False) if is_in]
+
+
+class _Call(torch.autograd.Function):
+    """A call of a program, as autograd and torch.func see it."""
+
+    @staticmethod
+    def forward(program: _Program, record: _Record, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return program.run(record, tensors)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+        ctx.program, ctx.record, *tensors = inputs
+        kept = [] if ctx.record.residuals is None else ctx.record.residuals.arrays
+        # Tensors are freed by autograd once a backward has used them. Keys of random numbers, which are none, stay.
+        kept = [None if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key) else as_tensor(x) for x in kept]
+        ctx.num_arguments, ctx.are_inexact = len(tensors), [_is_inexact(x) for x in output]
+        ctx.mark_non_differentiable(*(x for x in output if not _is_inexact(x)))
+        ctx.save_for_backward(*tensors, *kept)
+        ctx.save_for_forward(*tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: torch.Tensor) -> tuple[Any, ...]:
+        saved, wanted = ctx.saved_tensors, ctx.needs_input_grad[2:]
+        arguments, kept = saved[: ctx.num_arguments], saved[ctx.num_arguments :]
+        cotangents = tuple(x for x, is_inexact in zip(cotangents, ctx.are_inexact, strict=True) if is_inexact)
+        if ctx.record.residuals is None or torch.is_grad_enabled():
+            found = ctx.program.gradients(wanted)(*arguments, *cotangents)
+        else:
+            found = ctx.program.pull_back(ctx.record.residuals, arguments, kept, cotangents)
+        rest = iter(found)
+        return None, None, *(next(rest) if is_wanted else None for is_wanted in wanted)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> tuple[Any, ...]:
+        moved = tuple(x is not None for x in tangents[2:])
+        arguments = ctx.saved_tensors[: ctx.num_arguments]
+        rest = iter(ctx.program.tangents(moved)(*arguments, *(x for x in tangents[2:] if x is not None)))
+        return tuple(next(rest) if is_inexact else None for is_inexact in ctx.are_inexact)
+
+    @staticmethod
+    def vmap(
+        info: Any, in_dims: tuple[Any, ...], program: _Program, record: _Record, *tensors: torch.Tensor
+    ) -> tuple[Any, Any]:
+        out = _Call.apply(program.batched(in_dims[2:]), record, *tensors)
+        return out, (0,) * len(out)
+
+
+def _is_inexact(x: torch.Tensor) -> bool:
+    return x.is_floating_point() or x.is_complex()

@@ -1,0 +1,219 @@
+"""JAX: shards as global arrays under a NamedSharding and back, and functions and modules of JAX as functions of tensors.
+
+from fsharp.interop.jax import as_torch, from_jax, to_jax
+
+arrays = to_jax(state.params, layout)  # the tree, with jax.Arrays of all ranks in it
+loss = jax.jit(lambda tree, batch: loss_fn(unflatten(tree), batch))(arrays, batch)
+params = from_jax(arrays, layout)  # this rank's part
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+import optree
+import torch
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from fsharp.errors import LayoutError, TreeError
+from fsharp.functional.layout.layout import Layout
+from fsharp.functional.layout.sharded import PlaceName, Sharded, flatten_node, map_units, resolve_place, units_of
+from fsharp.functional.layout.unit_layout import UnitLayout
+from fsharp.functional.lent import lend
+from fsharp.interop.arrays import as_array_on, as_tensor
+from fsharp.interop.call import as_torch as as_torch
+from fsharp.interop.modules import functionalize as functionalize
+from fsharp.interop.modules import to_arrays as to_arrays
+from fsharp.interop.modules import to_tensors as to_tensors
+
+
+def _unflatten(context: Any, children: Any) -> Sharded:
+    unit, place, groups, is_gathered, ledger = context
+    return Sharded(tuple(children), unit, place, groups, is_gathered=is_gathered, ledger=ledger)
+
+
+jax.tree_util.register_pytree_node(Sharded, flatten_node, _unflatten)
+
+
+def to_jax(tree: Any, layout: Layout, *, devices: Sequence[Any] | None = None) -> Any:
+    """The tree with global arrays for flat buffers, each rank's part in the memory that it has, not copied.
+
+    Args:
+        tree: this rank's, any pytree of :class:`~fsharp.Sharded`: parameters, gradients, optimizer state. Where this process
+            has the devices of several ranks, a sequence with the tree of each of them, in order of rank.
+        layout: the layout of the tree.
+        devices: the device of each rank; by default ``jax.devices()`` in order. With a process a rank call
+            ``jax.distributed.initialize()`` first, with the rank for ``process_id``.
+
+    Returns:
+        The tree with arrays in it: of a group of a unit one of shape ``[size]`` under the ``NamedSharding`` that
+        :func:`shardings` gives; with a leading dim for each axis along which ranks have values of their own. A Sharded is a
+        pytree node of JAX too, and :func:`unflatten` gives the leaves in their shape.
+
+    Raises:
+        TreeError: another number of trees than this process has ranks, units that are not the layout's, sums that rest
+            partial, buffers that do not begin on 64 bytes, which JAX would copy, or a dtype that it would change.
+        LayoutError: fewer devices than ranks, or none of them this process's.
+
+    Cost: none. JAX takes the memory for constant: as long as it has the arrays you must not write to the tensors, and
+    :func:`~fsharp.update` refuses ``donate=True``.
+    """
+    mesh, here = _mesh(layout, devices)
+    trees = [tree] if len(here) == 1 else list(tree) if isinstance(tree, list | tuple) else []
+    if len(trees) != len(here):
+        raise TreeError(
+            f"to_jax(): this process has the devices of {len(here)} ranks, expected a list with the tree of each of them, got "
+            f"{len(trees) or type(tree).__name__}."
+        )
+
+    def one(*nodes: Sharded) -> Sharded:
+        return nodes[0].replace([_share(nodes, i, mesh, here) for i in range(len(nodes[0].groups))])
+
+    _check_units("to_jax()", trees[0], layout)
+    return map_units(one, *trees)
+
+
+def _share(nodes: Sequence[Sharded], i: int, mesh: Mesh, devices: Sequence[Any]) -> Any:
+    node, parts = nodes[0], []
+    shape, sharding = _global(node, i, mesh)
+    for each, device in zip(nodes, devices, strict=True):
+        buffer = each.buffers[i]
+        array, holder = as_array_on(buffer.view(sharding.shard_shape(shape)), device)
+        if buffer.numel():
+            if array.unsafe_buffer_pointer() != buffer.data_ptr():
+                raise TreeError(
+                    f"to_jax(): a buffer of unit {node.name!r} does not begin on 64 bytes, so JAX would copy it. Convert a "
+                    "copy that does: optree.tree_map(torch.clone, tree)."
+                )
+            lend(buffer.data_ptr(), holder)
+        parts.append(array)
+    return jax.make_array_from_single_device_arrays(shape, sharding, parts)
+
+
+def from_jax(tree: Any, layout: Layout, *, devices: Sequence[Any] | None = None, donate: bool = False) -> Any:
+    """The inverse of :func:`to_jax`: this rank's tensors of a tree of global arrays.
+
+    Args:
+        tree: any pytree of :class:`~fsharp.Sharded` with arrays in it, as :func:`to_jax` made it or a function of JAX.
+        layout: the layout of the tree.
+        devices: the device of each rank, as for :func:`to_jax`.
+        donate: take over the memory and delete the arrays; else it is copied, because JAX may go on reading it and torch may
+            write to it.
+
+    Returns:
+        The tree with this rank's tensors; a list of trees where this process has the devices of several ranks.
+
+    Raises:
+        TreeError: an array that is not sharded as its place says: under ``jax.jit`` give ``out_shardings=shardings(...)``.
+        LayoutError: as for :func:`to_jax`.
+
+    Cost: a copy of this rank's part, or none.
+    """
+    mesh, here = _mesh(layout, devices)
+    _check_units("from_jax()", tree, layout)
+
+    def one(node: Sharded) -> list[Sharded]:
+        rows = [_local(node, i, mesh, here, donate) for i in range(len(node.groups))]
+        return [node.replace(list(column)) for column in zip(*rows, strict=True)] if rows else [node.replace([])] * len(here)
+
+    if not donate:
+        jax.block_until_ready(tree)
+    found = map_units(one, tree)
+    if donate:
+        for node in units_of(tree):
+            for array in node.buffers:
+                array.delete()
+    trees = [map_units(lambda _, rows, k=k: rows[k], tree, found) for k in range(len(here))]
+    return trees if len(here) > 1 else trees[0]
+
+
+def _local(node: Sharded, i: int, mesh: Mesh, devices: Sequence[Any], donate: bool) -> list[torch.Tensor]:
+    array = node.buffers[i]
+    shape, sharding = _global(node, i, mesh)
+    if array.shape != shape or not array.sharding.is_equivalent_to(sharding, len(shape)):
+        raise TreeError(
+            f"from_jax(): an array of unit {node.name!r} is {array.shape} under {array.sharding}, expected {shape} under "
+            f"{sharding}. Move it there: jax.device_put(tree, shardings(layout)), or jax.jit(..., out_shardings=...)."
+        )
+    parts = {shard.device: shard.data for shard in array.addressable_shards}
+    tensors = [as_tensor(parts[device]).view(-1) for device in devices]
+    return tensors if donate else [x.clone() for x in tensors]
+
+
+def shardings(layout: Layout, place: PlaceName = "params", *, devices: Sequence[Any] | None = None) -> Any:
+    """The tree of a layout with a ``NamedSharding`` for each flat buffer: for ``jax.device_put`` and ``out_shardings``.
+
+    Args:
+        layout: made by :func:`~fsharp.plan`.
+        place: which of the places of its units, by name or as a :class:`~fsharp.layout.Place`.
+        devices: the device of each rank, as for :func:`to_jax`.
+
+    Raises:
+        LayoutError: fewer devices than ranks.
+    """
+    mesh, _ = _mesh(layout, devices)
+
+    def one(unit: UnitLayout) -> Sharded:
+        node = Sharded([None] * len(unit.groups), unit, resolve_place(unit, place))
+        return node.replace([_global(node, i, mesh)[1] for i in range(len(unit.groups))])
+
+    return optree.tree_unflatten(layout.spec, [one(unit) for unit in layout.units])
+
+
+def unflatten(tree: Any) -> Any:
+    """The user's tree, its leaves cut out of global flat arrays: inside of ``jax.jit``, differentiable.
+
+    Args:
+        tree: a pytree of :class:`~fsharp.Sharded` with all groups of their units; those that leaves are tied to among them.
+
+    Returns:
+        The tree with the subtree of each unit, its leaves in their shape. XLA moves what a computation needs.
+    """
+    views = {(node.name, path): leaf for node in units_of(tree) for path, leaf in _views(node).items()}
+
+    def one(node: Sharded) -> Any:
+        leaves = [views[leaf.tied_to or (node.name, leaf.path)] for leaf in node.unit.leaves]
+        return optree.tree_unflatten(node.unit.spec, leaves)
+
+    return map_units(one, tree)
+
+
+def _views(node: Sharded) -> dict[str, Any]:
+    return {
+        leaf.path: x[..., leaf.offset : leaf.offset + leaf.numel].reshape(*x.shape[:-1], *leaf.shape)
+        for group, x in zip(node.groups, node.buffers, strict=True)
+        for leaf in node.unit.leaves_of(group)
+    }
+
+
+def _mesh(layout: Layout, devices: Sequence[Any] | None) -> tuple[Mesh, list[Any]]:
+    """JAX's mesh, and those of its devices that are this process's, in order of rank."""
+    found, size = list(jax.devices() if devices is None else devices)[: layout.mesh.size], layout.mesh.size
+    here = [device for device in found if device.process_index == jax.process_index()]
+    if len(found) < size or not here:
+        raise LayoutError(
+            f"{layout.mesh} has {size} ranks, and JAX {len(found)} devices, {len(here)} of them in this process. One device a "
+            "rank is expected: call jax.distributed.initialize() in each process, or set jax_num_cpu_devices in one."
+        )
+    return Mesh(np.array(found, dtype=object).reshape(layout.mesh.shape), layout.mesh.names), here
+
+
+def _global(node: Sharded, i: int, mesh: Mesh) -> tuple[tuple[int, ...], NamedSharding]:
+    """Shape and sharding of a group's buffer of all ranks."""
+    if node.place.partial:
+        raise TreeError(
+            f"unit {node.name!r} rests partial ({node.place}), a sum that JAX has no word for: reduce_scatter() it."
+        )
+    own = node.place.varying
+    shape = (*(node.unit.mesh.axis_size(axis) for axis in own), node.unit.groups[node.groups[i]].size)
+    return shape, NamedSharding(mesh, PartitionSpec(*own, node.place.sharded or None))
+
+
+def _check_units(where: str, tree: Any, layout: Layout) -> None:
+    nodes = units_of(tree)
+    if not nodes:
+        raise TreeError(f"{where}: no Sharded in the tree. to_arrays() and to_tensors() convert trees of leaves.")
+    for node in nodes:
+        if layout[node.name] != node.unit:
+            raise TreeError(f"{where}: unit {node.name!r} has another layout than the one that was passed.")

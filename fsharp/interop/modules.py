@@ -1,0 +1,145 @@
+"""Modules of Equinox and Flax NNX as functions of tensors, and pytrees of arrays as trees of tensors."""
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+from jax.tree_util import GetAttrKey
+
+from fsharp.errors import TreeError
+from fsharp.interop.arrays import as_array, as_tensor
+from fsharp.interop.call import as_torch
+
+Name = tuple[Any, ...]
+"""Where a parameter is: fields, keys and indices."""
+
+
+def functionalize(model: Any) -> tuple[Callable[..., Any], Any]:
+    """A module of Equinox or Flax NNX as a pure function and its parameters, as :func:`fsharp.functionalize` does.
+
+    Args:
+        model: a module that can be called.
+
+    Returns:
+        ``(fn, params)``: ``fn(params, *args, **keywords)`` calls the module as :func:`~fsharp.interop.jax.as_torch` calls
+        functions, with gradients for ``params`` and tensors in ``args``; ``params`` are its parameters as :func:`to_tensors`
+        names them: of NNX the variables of type ``Param``. :func:`to_arrays` brings them back.
+
+    Raises:
+        TreeError: no such module; when called, a module of NNX that changes its other variables, such as statistics or
+            counters of random numbers, whose new values would be lost.
+    """
+    if not callable(model) or type(model).__call__ is type.__call__ or not jax.tree.leaves(model):
+        raise TreeError(f"functionalize(): got {model!r:.80}, expected a module of Equinox or Flax NNX that can be called.")
+    if not any(kind.__module__.startswith("flax.nnx") for kind in type(model).__mro__):
+        return as_torch(lambda tree, *args, **keywords: to_arrays(tree, model)(*args, **keywords)), to_tensors(model)
+    from flax import nnx
+
+    graph, variables, others = nnx.split(model, nnx.Param, ...)
+
+    def call(tree: Any, *args: Any, **keywords: Any) -> Any:
+        module = nnx.merge(graph, to_arrays(tree, variables), others)
+        out = module(*args, **keywords)
+        for name, before, after in zip(
+            _names(others), jax.tree.leaves(others), jax.tree.leaves(nnx.state(module, nnx.Not(nnx.Param)))
+        ):
+            if before is not after:
+                raise TreeError(
+                    f"functionalize(): the module changes its variable {_text(name)!r}, whose new value would be lost. Put it "
+                    "into evaluation: model.eval(), or use_running_average=True and deterministic=True."
+                )
+        return out
+
+    return as_torch(call), to_tensors(variables)
+
+
+def to_tensors(tree: Any) -> Any:
+    """The parameters in a pytree of JAX, as a tree that can be planned and sharded.
+
+    Args:
+        tree: a module of Equinox, a state of NNX, a restored checkpoint: any pytree of JAX, arrays of numpy in it included.
+
+    Returns:
+        Dictionaries by field, key or index, in memory of their own, of all arrays of floating dtype; a box around one value
+        (a ``Variable`` of NNX) is its value. Other leaves are left out.
+
+    Raises:
+        TreeError: there is none.
+    """
+    result: dict[Any, Any] = {}
+    for name, leaf in zip(_names(tree), jax.tree.leaves(tree), strict=True):
+        if not _is_parameter(leaf):
+            continue
+        tensor = as_tensor(jnp.array(leaf, copy=True))
+        if not name:
+            return tensor
+        node = result
+        for key in name[:-1]:
+            node = node.setdefault(key, {})
+        node[name[-1]] = tensor
+    if not result:
+        raise TreeError(f"to_tensors(): a {type(tree).__name__} without arrays of floating dtype.")
+    return result
+
+
+def to_arrays(tree: Any, like: Any) -> Any:
+    """The inverse of :func:`to_tensors`: a pytree of JAX with the parameters of a tree.
+
+    Args:
+        tree: as :func:`to_tensors` made it, for example what :func:`fsharp.full` gives after training.
+        like: a pytree of JAX of the structure that ``to_tensors`` was given: of NNX the state, for ``nnx.update(model,
+            to_arrays(params, like=nnx.state(model, nnx.Param)))``.
+
+    Returns:
+        A pytree like ``like``, with copies of the tensors in the dtypes that it has.
+
+    Raises:
+        TreeError: a parameter that is missing, has another shape, or is not in ``like``.
+    """
+    left = _by_name(tree)
+    leaves, structure = jax.tree.flatten(like)
+    names = _names(like)
+    for i, (name, leaf) in enumerate(zip(names, leaves, strict=True)):
+        if not _is_parameter(leaf):
+            continue
+        new = left.pop(name, None)
+        if new is None or tuple(new.shape) != leaf.shape:
+            found = "is missing" if new is None else f"has shape {tuple(new.shape)}"
+            raise TreeError(f"to_arrays(): {_text(name)!r} {found}, expected {leaf.shape}.")
+        array = jnp.array(as_array(new), copy=True) if isinstance(new, torch.Tensor) else new
+        leaves[i] = array.astype(leaf.dtype)
+    if left:
+        raise TreeError(f"to_arrays(): {_text(next(iter(left)))!r} is not in the {type(like).__name__}.")
+    return jax.tree.unflatten(structure, leaves)
+
+
+def _by_name(tree: Any, name: Name = ()) -> dict[Name, Any]:
+    if not isinstance(tree, dict):
+        return {name: tree}
+    return {key: leaf for part, below in tree.items() for key, leaf in _by_name(below, (*name, part)).items()}
+
+
+def _names(tree: Any) -> list[Name]:
+    paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]]
+    siblings = Counter(path[:-1] for path in paths)
+
+    def is_in_box(path: Any) -> bool:
+        return path[-1:] == (GetAttrKey("value"),) and siblings[path[:-1]] == 1
+
+    return [tuple(_key(key) for key in (path[:-1] if is_in_box(path) else path)) for path in paths]
+
+
+def _key(key: Any) -> Any:
+    return next(getattr(key, field) for field in ("name", "key", "idx") if hasattr(key, field))
+
+
+def _is_parameter(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array | np.ndarray) and jnp.issubdtype(leaf.dtype, jnp.floating)
+
+
+def _text(name: Name) -> str:
+    return ".".join(map(str, name))
