@@ -33,7 +33,7 @@ def functionalize(model: Any) -> tuple[Callable[..., Any], Any]:
         TreeError: no such module; when called, a module of NNX that changes its other variables, such as statistics or
             counters of random numbers, whose new values would be lost.
     """
-    if not callable(model) or type(model).__call__ is type.__call__ or not jax.tree.leaves(model):
+    if not callable(model) or jax.tree_util.all_leaves([model]):
         raise TreeError(f"functionalize(): got {model!r:.80}, expected a module of Equinox or Flax NNX that can be called.")
     if not any(kind.__module__.startswith("flax.nnx") for kind in type(model).__mro__):
         return as_torch(lambda tree, *args, **keywords: to_arrays(tree, model)(*args, **keywords)), to_tensors(model)
@@ -42,7 +42,7 @@ def functionalize(model: Any) -> tuple[Callable[..., Any], Any]:
     graph, variables, others = nnx.split(model, nnx.Param, ...)
 
     def call(tree: Any, *args: Any, **keywords: Any) -> Any:
-        module = nnx.merge(graph, to_arrays(tree, variables), others)
+        module = nnx.merge(graph, to_arrays(tree, variables), others, copy=True)
         out = module(*args, **keywords)
         for name, before, after in zip(
             _names(others), jax.tree.leaves(others), jax.tree.leaves(nnx.state(module, nnx.Not(nnx.Param)))

@@ -1,0 +1,214 @@
+"""functionalize: modules of Equinox and Flax NNX, planned, sharded and trained, beside the same training in JAX alone."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import optree
+import pytest
+import torch
+from flax import nnx
+
+import fsharp as fs
+from fsharp.errors import TreeError
+from fsharp.interop.jax import functionalize, to_arrays, to_tensors
+from fsharp.testing import simulate
+
+DIM, RATE, STEPS = 6, 0.1, 3
+
+
+class Block(nnx.Module):
+    def __init__(self, rngs):
+        self.norm = nnx.LayerNorm(DIM, rngs=rngs)
+        self.inner = nnx.Linear(DIM, 2 * DIM, rngs=rngs)
+        self.outer = nnx.Linear(2 * DIM, DIM, use_bias=False, rngs=rngs)
+
+    def __call__(self, x):
+        return x + self.outer(nnx.gelu(self.inner(self.norm(x))))
+
+
+def nnx_blocks():
+    return [Block(nnx.Rngs(seed)) for seed in range(2)]
+
+
+def equinox_blocks():
+    return [eqx.nn.MLP(DIM, DIM, 7, 1, key=jax.random.key(seed)) for seed in range(2)]
+
+
+def batches():
+    g = np.random.default_rng(0)
+    return [g.standard_normal((6, DIM), dtype=np.float32) for _ in range(STEPS)]
+
+
+def nnx_call(block, x):
+    return block(x)
+
+
+def equinox_call(block, x):
+    return jax.vmap(block)(x)
+
+
+CASES = {"flax.nnx": (nnx_blocks, nnx_call), "equinox": (equinox_blocks, equinox_call)}
+
+
+def trained_by_jax(make, call):
+    """The blocks after some steps of SGD, in JAX alone."""
+    blocks = make()
+    parts = [eqx.partition(block, eqx.is_inexact_array) if isinstance(block, eqx.Module) else None for block in blocks]
+    states = [part[0] if part else nnx.state(block) for part, block in zip(parts, blocks, strict=True)]
+    graphs = [nnx.graphdef(block) if part is None else None for part, block in zip(parts, blocks, strict=True)]
+
+    @jax.jit
+    def grads(states, x):
+        def loss(states):
+            y = x
+            for state, part, graph in zip(states, parts, graphs, strict=True):
+                y = call(eqx.combine(state, part[1]) if part else nnx.merge(graph, state), y)
+            return jnp.square(y).sum() / x.shape[0]
+
+        return jax.grad(loss)(states)
+
+    for x in batches():
+        states = jax.tree.map(lambda p, g: p - RATE * g, states, grads(states, x))
+    return [to_tensors(state) for state in states]
+
+
+def train(comm, make, call, strategy):
+    fns, trees = zip(*(functionalize(block) for block in make()), strict=True)
+    if call is equinox_call:
+        fns = [fs_vmapped(fn) for fn in fns]
+    params = {"blocks": list(trees)}
+    layout = fs.plan(params, comm.mesh, strategy, units="blocks.*")
+    tx = fs.optim.sgd(RATE)
+    state = fs.init_state(tx, fs.shard(params, layout, comm), comm=comm)
+
+    def loss_fn(params, x, comm):
+        size = len(x)
+        for fn, unit in zip(fns, params["blocks"], strict=True):
+            x = fs.forward(fn, unit, x, comm=comm)
+        return x.square().sum(), torch.tensor(float(size))
+
+    step = fs.train_step(loss_fn, tx)
+    for x in batches():
+        state, _ = step(state, torch.from_numpy(x).chunk(comm.mesh.size)[comm.rank], comm)
+    return fs.full(state.params, comm=comm)["blocks"]
+
+
+def fs_vmapped(fn):
+    return lambda tree, x: torch.vmap(fn, in_dims=(None, 0))(tree, x)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_modules_train_as_in_jax_alone(name):
+    make, call = CASES[name]
+    results = simulate(fs.Mesh({"dp": 3}), lambda comm: train(comm, make, call, fs.zero3("dp")))
+    torch.testing.assert_close(results[0], trained_by_jax(make, call), rtol=1e-5, atol=1e-6)
+
+
+def test_functionalize_gives_a_module_of_nnx_its_weights_back():
+    model = Block(nnx.Rngs(0))
+    _, params = functionalize(model)
+    assert sorted(optree.tree_paths(params)) == [
+        ("inner", "bias"), ("inner", "kernel"), ("norm", "bias"), ("norm", "scale"), ("outer", "kernel"),
+    ]  # fmt: skip
+    assert params["inner"]["kernel"].shape == (DIM, 2 * DIM)
+    doubled = optree.tree_map(lambda x: 2 * x, params)
+    before = model.inner.kernel[...]
+    nnx.update(model, to_arrays(doubled, like=nnx.state(model, nnx.Param)))
+    assert np.array_equal(model.inner.kernel[...], 2 * before)
+
+
+def test_functionalize_gives_a_module_of_equinox_its_weights_back():
+    model = eqx.nn.MLP(DIM, DIM, 7, 1, key=jax.random.key(0))
+    _, params = functionalize(model)
+    back = to_arrays(optree.tree_map(lambda x: 2 * x, params), like=model)
+    assert np.array_equal(back.layers[0].weight, 2 * model.layers[0].weight)
+    assert back.activation is model.activation
+    assert np.array_equal(back(jnp.ones(DIM)), to_arrays(to_tensors(back), model)(jnp.ones(DIM)))
+
+
+def test_functionalize_refuses_a_module_that_changes_its_variables():
+    class Normed(nnx.Module):
+        def __init__(self):
+            self.norm = nnx.BatchNorm(DIM, rngs=nnx.Rngs(0))
+
+        def __call__(self, x):
+            return self.norm(x)
+
+    model = Normed()
+    fn, params = functionalize(model)
+    with pytest.raises(TreeError, match=r"changes its variable 'norm.mean'.*use_running_average=True"):
+        fn(params, torch.ones(4, DIM))
+    model.eval()
+    fn, params = functionalize(model)
+    assert fn(params, torch.ones(4, DIM)).shape == (4, DIM)
+
+
+def test_functionalize_refuses_what_is_no_module():
+    with pytest.raises(TreeError, match="expected a module of Equinox or Flax NNX that can be called"):
+        functionalize({"a": jnp.ones(3)})
+    with pytest.raises(TreeError, match="expected a module of Equinox or Flax NNX that can be called"):
+        functionalize(jnp.sin)
+
+
+def test_to_tensors_of_a_checkpoint_tree_and_back():
+    tree = {
+        "params": {
+            "dense_0": {"kernel": np.ones((3, 2), np.float32)},
+            "step": np.int32(7),
+            "scales": [jnp.zeros(2), jnp.ones(1)],
+        }
+    }
+    found = to_tensors(tree)
+    assert optree.tree_map(lambda x: list(x.shape), found) == {
+        "params": {"dense_0": {"kernel": [3, 2]}, "scales": {0: [2], 1: [1]}}
+    }
+    found["params"]["dense_0"]["kernel"].zero_()
+    assert tree["params"]["dense_0"]["kernel"].sum() == 6  # memory of its own
+    back = to_arrays(found, like=tree)
+    assert jax.tree.structure(back) == jax.tree.structure(tree)
+    assert back["params"]["step"] == 7
+    assert back["params"]["dense_0"]["kernel"].sum() == 0
+    found["params"]["dense_0"]["kernel"].fill_(5)
+    assert back["params"]["dense_0"]["kernel"].sum() == 0
+
+
+def test_to_arrays_names_what_does_not_fit():
+    tree = {"a": {"kernel": jnp.ones((3, 2))}, "b": jnp.ones(2)}
+    found = to_tensors(tree)
+    with pytest.raises(TreeError, match=r"'a.kernel' has shape \(2,\), expected \(3, 2\)"):
+        to_arrays(found | {"a": {"kernel": torch.ones(2)}}, like=tree)
+    with pytest.raises(TreeError, match=r"'b' is missing, expected \(2,\)"):
+        to_arrays({"a": found["a"]}, like=tree)
+    with pytest.raises(TreeError, match="'c' is not in the dict"):
+        to_arrays(found | {"c": torch.ones(1)}, like=tree)
+    with pytest.raises(TreeError, match="a list without arrays of floating dtype"):
+        to_tensors([1, 2])
+
+
+def test_a_module_of_nnx_beside_optax():
+    """All of it: a Flax module, an optax chain, ZeRO-3 on two ranks, and the weights brought back."""
+    tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2))
+    model = Block(nnx.Rngs(3))
+    fn, params = functionalize(model)
+    graph, state = nnx.split(model)
+    opt = tx.init(state)
+    for x in batches():
+        grads = jax.grad(lambda state, x=x: jnp.square(nnx.merge(graph, state)(x)).mean())(state)
+        updates, opt = tx.update(grads, opt, state)
+        state = optax.apply_updates(state, updates)
+
+    def run(comm):
+        layout = fs.plan(params, comm.mesh, fs.zero3("dp"))
+        mine = fs.from_optax(tx)
+        held = fs.init_state(mine, fs.shard(params, layout, comm), comm=comm)
+        step = fs.train_step(lambda p, x, comm: fs.forward(fn, p, x, comm=comm).square().mean(), mine)
+        for x in batches():
+            held, _ = step(held, torch.from_numpy(x).chunk(2)[comm.rank], comm)
+        return fs.full(held.params, comm=comm)
+
+    result = simulate(fs.Mesh({"dp": 2}), run)[0]
+    torch.testing.assert_close(result, to_tensors(state), rtol=1e-5, atol=1e-6)
+    nnx.update(model, to_arrays(result, like=nnx.state(model, nnx.Param)))
+    assert np.allclose(model(batches()[0]), nnx.merge(graph, state)(batches()[0]), atol=1e-5)
