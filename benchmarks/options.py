@@ -9,7 +9,7 @@ from typing import Literal, get_args
 
 import tyro
 
-Part = Literal["steps", "small", "alternating", "prediction", "compile", "host", "memory", "rss"]
+Part = Literal["steps", "small", "alternating", "optax", "prediction", "compile", "host", "memory", "rss"]
 PARTS: tuple[Part, ...] = get_args(Part)
 
 

@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.table import Table as RichTable
 
 from benchmarks.alternating import FIRST, SECOND, TOGETHER
+from benchmarks.interop import OPTAX, OWN
 from benchmarks.options import Options
 from benchmarks.stats import Rounds, Spread, paired, ratio, times
 
@@ -28,6 +29,7 @@ TARGETS = {
     "narrow_ratio_vs_ddp": 1.08,
     "tiny_ratio_vs_ddp": 1.5,
     "alternating_ratio": 1.1,
+    "optax_ratio": 1.3,
     "prediction_error": 0.12,
     "compile_s_1000": 5.0,
     "host_ratio_vs_fsdp2": 0.25,
@@ -43,6 +45,7 @@ MEANING = {
     "narrow_ratio_vs_ddp": "time of a step with blocks of 0.3M parameters, zero3 to DDP",
     "tiny_ratio_vs_ddp": "time of a step with blocks of 33k parameters, zero3 to DDP",
     "alternating_ratio": "time of two programs in turns to that of the two run each for itself, the larger of two cases",
+    "optax_ratio": "time of a step, zero3 updated by optax's adamw to zero3 updated by fsharp's",
     "prediction_error": "predicted to measured time of a step, the largest error of three shapes after a fit on a fourth",
     "compile_s_1000": "seconds to compile and verify a step of 1,000 units",
     "host_ratio_vs_fsdp2": "host time added per unit, zero3 to FSDP2",
@@ -81,6 +84,8 @@ def summary(parts: Mapping[str, Any]) -> dict[str, float]:
             result[f"{name}_ratio_vs_ddp"] = ratio(part["rounds"], "fsharp zero3", "DDP").median
     if "alternating" in parts:
         result["alternating_ratio"] = max(in_turns(case["rounds"]).median for case in parts["alternating"].values())
+    if "optax" in parts:
+        result["optax_ratio"] = ratio(parts["optax"]["rounds"], OPTAX, OWN).median
     if "prediction" in parts:
         result["prediction_error"] = parts["prediction"]["error"]
     if "compile" in parts:
@@ -157,6 +162,8 @@ def tables(parts: Mapping[str, Any]) -> list[Table]:
         result.append(_small(parts["small"]))
     if "alternating" in parts:
         result.append(_alternating(parts["alternating"]))
+    if "optax" in parts:
+        result.append(_optax(parts["optax"]))
     if "prediction" in parts:
         result.append(_prediction(parts["prediction"]))
     if "host" in parts:
@@ -209,6 +216,12 @@ def _alternating(part: Mapping[str, Any]) -> Table:
         for name, each in part.items()
     ]
     return Table("Two programs on one scheduler, ms", ("", TOGETHER, FIRST, SECOND, "in turns, of the sum"), rows)
+
+
+def _optax(part: Mapping[str, Any]) -> Table:
+    rounds = part["rounds"]
+    rows = [(name, ranged(times(rounds, name), 1e3, "{:.0f}"), ranged(ratio(rounds, name, OWN))) for name in (OWN, OPTAX)]
+    return Table("Steps updated by optax", ("", "ms a step", "of fsharp's"), rows)
 
 
 def _prediction(part: Mapping[str, Any]) -> Table:

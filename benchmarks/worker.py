@@ -12,7 +12,7 @@ from rich.console import Console
 from torch.distributed.elastic.multiprocessing.errors import record
 
 import fsharp as fs
-from benchmarks import alternating, host, memory, prediction, small, steps, units
+from benchmarks import alternating, host, interop, memory, prediction, small, steps, units
 from benchmarks.options import Options, parse
 
 
@@ -30,6 +30,7 @@ def run(part: str, options: Options, comm: fs.Comm) -> dict[str, Any]:
         "steps": steps.measure,
         "small": small.measure,
         "alternating": alternating.measure,
+        "optax": interop.measure,
         "prediction": prediction.measure,
         "compile": units.measure,
         "host": host.measure,

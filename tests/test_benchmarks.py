@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import fsharp as fs
-from benchmarks import alternating, gpt, gpu, host, llama, memory, prediction, report, small, stats, steps, units
+from benchmarks import alternating, gpt, gpu, host, interop, llama, memory, prediction, report, small, stats, steps, units
 from benchmarks import contenders as c
 from benchmarks.options import Options, parse
 from benchmarks.overlap import GATHER, REDUCE, common, length, merged, overlap
@@ -66,7 +66,7 @@ def fsharp_alone():
     """The parts of two processes in which FSDP2 has none."""
 
     def run(comm):
-        modules = {"small": small, "alternating": alternating, "prediction": prediction}
+        modules = {"small": small, "alternating": alternating, "optax": interop, "prediction": prediction}
         return {name: each.measure(SMALL_OPTIONS, comm, silent) for name, each in modules.items()}
 
     return processes(fs.Mesh({"dp": 2}), run, timeout=110)
@@ -271,6 +271,7 @@ def test_parts_of_two_ranks(fsharp_alone):
         "tiny": ["DDP", "fsharp zero3"],
     }
     assert set(found["alternating"]) == {"two models", "two losses"}
+    assert list(found["optax"]["rounds"][0]) == [interop.OWN, interop.OPTAX]
     predicted = found["prediction"]
     assert set(predicted["shapes"]) == set(prediction.shapes(SMALL_OPTIONS))
     errors = {name: row["error"] for name, row in predicted["shapes"].items()}
@@ -480,13 +481,14 @@ def test_the_figures_are_those_of_the_rounds():
         "steps": {"rounds": rounds},
         "small": {name: {"rounds": [{"fsharp zero3": x, "DDP": 2.0}]} for name, x in (("narrow", 2.5), ("tiny", 3.0))},
         "alternating": {name: {"rounds": rounds} for name, rounds in zip(("two models", "two losses"), turns, strict=True)},
+        "optax": {"rounds": [{interop.OWN: 2.0, interop.OPTAX: 2.5}]},
         "prediction": {"error": 0.07},
         "compile": {"compile_s": 1.5, "verify_s": 0.25},
         "host": {"step": {"added": [{"FSDP2": 10.0, "fsharp zero3": 3.0}]}},
         "memory": {"largest": {name: {"peak": x} for name, x in peaks.items()}},
     }
     assert report.summary(parts) == dict(
-        zip(report.TARGETS, (0.25, 0.5, 1.5, 0.3, 1.2, 1.25, 1.5, 1.2, 0.07, 1.75, 0.3, 0.75), strict=True)
+        zip(report.TARGETS, (0.25, 0.5, 1.5, 0.3, 1.2, 1.25, 1.5, 1.2, 1.25, 0.07, 1.75, 0.3, 0.75), strict=True)
     )
     assert report.summary({"steps": parts["steps"]}).keys() < report.TARGETS.keys()
 
