@@ -8,6 +8,7 @@ Glossary
     placement   how a tensor relates to the ranks along one axis: Replicate, Shard, Partial or Vary.
     place       a placement for every axis: where one kind of tensor rests (:class:`Place`).
     strategy    the places of parameters, gradients and optimizer state (:class:`Strategy`).
+    spec        which axes cut each dim of a leaf, as JAX's PartitionSpec: a short form of some strategies (:class:`P`).
     unit        a subtree gathered, used and released together.
     group       the leaves of a unit that share a flat buffer: same dtypes, all trained or all frozen, same label.
     atom        the run of elements that is never cut (:class:`Element`, :class:`Rows`, :class:`Whole`).
@@ -42,6 +43,7 @@ from fsharp.functional.forward import skip as skip
 from fsharp.functional.functionalize import functionalize as functionalize
 from fsharp.functional.layout.layout import Layout as Layout
 from fsharp.functional.layout.mesh import Mesh as Mesh
+from fsharp.functional.layout.placement import P as P
 from fsharp.functional.layout.placement import Strategy as Strategy
 from fsharp.functional.layout.placement import ddp as ddp
 from fsharp.functional.layout.placement import hfsdp as hfsdp

@@ -19,13 +19,15 @@ Gradients rest between microbatches as the table says; the update wants them whe
 
 Along an axis where ranks have parameters of their own, as experts do along an expert-parallel one, nothing of theirs is ever
 moved: ``zero3("dp").varying("ep")``.
+
+A partition spec, ``P("dp")``, is another way to write those of the strategies whose three kinds of state rest alike.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
-from fsharp.errors import StrategyError, problem
+from fsharp.errors import LayoutError, StrategyError, problem
 from fsharp.functional.layout.mesh import Mesh
 
 
@@ -275,3 +277,91 @@ def hsdp(outer: str, inner: str) -> Strategy:
 def hfsdp(outer: str, inner: str) -> Strategy:
     """ZeRO-3 inside ``inner``, ZeRO-1 across ``outer``: optimizer state is sharded over both. Source: Megatron-FSDP."""
     return _hybrid("hfsdp", outer, inner, AxisRule(Replicate, Partial, Shard))
+
+
+@dataclass(frozen=True, slots=True, init=False, repr=False)
+class P:
+    """Which mesh axes cut each dim of a leaf, in the words of ``jax.sharding.PartitionSpec``.
+
+    :func:`plan` takes it in place of a strategy. Along the axes that it names, parameters, gradients and optimizer state are
+    sharded, and rows (indices of dim 0) are never cut. Along the others, parameters and optimizer state are replicated.
+
+    ==========================  ================================================
+    ``P()``                     ``ddp`` over all axes of the mesh
+    ``P("dp")``                 ``zero3("dp")`` with ``atoms=Rows(1)``
+    ``P("inner")``              ``hsdp("outer", "inner")`` with ``atoms=Rows(1)``
+    ``P(("outer", "inner"))``   ``zero3("outer", "inner")`` with ``atoms=Rows(1)``
+    ==========================  ================================================
+
+    A unit rests as one buffer that ranks cut into equal parts. So a leaf has the same number of rows on every rank if it is a
+    unit of its own and its rows divide evenly; otherwise ranks hold different numbers of its rows.
+    :func:`fsharp.inspect.sharding` shows which. Where optimizer state rests elsewhere than parameters, name a strategy:
+    ``zero1``, ``zero2``, ``hfsdp``.
+
+    >>> P("dp", None), P(("outer", "inner")), P()
+    (P('dp', None), P(('outer', 'inner')), P())
+
+    Args:
+        partitions: for each dim, from dim 0 on: the name of an axis, a tuple of names of which the first cuts first, or
+            None. Dims that are left out are not cut.
+
+    Raises:
+        StrategyError: an entry of another type, or an axis that is named twice.
+    """
+
+    partitions: tuple[str | tuple[str, ...] | None, ...]
+
+    def __init__(self, *partitions: str | tuple[str, ...] | None) -> None:
+        for dim, entry in enumerate(partitions):
+            if not isinstance(entry, str | tuple | None) or not all(isinstance(a, str) and a for a in _axes(entry)):
+                raise StrategyError(f"P(): dim {dim} is {entry!r}, expected the name of an axis, a tuple of names, or None.")
+        cuts = [_axes(entry) for entry in partitions]
+        entries = tuple(axes if len(axes) > 1 else axes[0] if axes else None for axes in cuts)
+        object.__setattr__(self, "partitions", entries)
+        named = [axis for axes in cuts for axis in axes]
+        for axis in named:
+            if named.count(axis) > 1:
+                raise StrategyError(f"P(): axis {axis!r} is named twice in {self!r}; an axis cuts one dim, and once.")
+
+    def __iter__(self) -> Iterator[str | tuple[str, ...] | None]:
+        return iter(self.partitions)
+
+    def __repr__(self) -> str:
+        return f"P({', '.join(map(repr, self.partitions))})"
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The axes that cut dim 0, in the order in which they cut."""
+        return _axes(self.partitions[0]) if self.partitions else ()
+
+    def strategy(self, mesh: Mesh, *, path: str, shape: tuple[int, ...]) -> Strategy:
+        """The strategy that this is on ``mesh``.
+
+        Args:
+            mesh: the ranks.
+            path: of the leaf, for the texts of errors.
+            shape: of the leaf.
+
+        Raises:
+            StrategyError: an axis that the mesh does not have.
+            LayoutError: more dims than the leaf has, or a dim other than the first one is cut.
+        """
+        facts = [("leaf", f"params[{path!r}] of shape {list(shape)}"), ("spec", repr(self)), ("mesh", str(mesh))]
+        unknown = [axis for entry in self.partitions for axis in _axes(entry) if axis not in mesh.names]
+        if unknown:
+            what = f"a partition spec names the unknown axis {unknown[0]!r}."
+            raise StrategyError(problem("plan()", what, facts, f"Name axes of the mesh: {list(mesh.names)}."))
+        if len(self.partitions) > len(shape):
+            what = f"a partition spec of {len(self.partitions)} dims is given to a leaf of {len(shape)}."
+            remedy = "Leave out the last dims where they are None, as in P('dp'). A scalar takes P(), in a unit of its own."
+            raise LayoutError(problem("plan()", what, facts, remedy))
+        if any(self.partitions[1:]):
+            what = "a partition spec cuts another dim than dim 0: a unit is one flat buffer, of which a rank holds a run."
+            remedy = "Cut dim 0, or store the leaf with that dim first and transpose it in the function."
+            raise LayoutError(problem("plan()", what, facts, remedy))
+        others = dict.fromkeys((a for a in mesh.names if a not in self.axes), AxisRule(Replicate, Partial, Replicate))
+        return Strategy({**others, **dict.fromkeys(self.axes, AxisRule(Shard, Shard, Shard))})
+
+
+def _axes(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    return () if entry is None else (entry,) if isinstance(entry, str) else entry

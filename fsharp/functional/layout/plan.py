@@ -12,7 +12,7 @@ from fsharp.functional.layout.layout import Layout
 from fsharp.functional.layout.mesh import Mesh
 from fsharp.functional.layout.packing import Atom, Element, Rows, Whole, pack
 from fsharp.functional.layout.paths import Patterns, assign, chosen, flatten
-from fsharp.functional.layout.placement import Strategy
+from fsharp.functional.layout.placement import P, Strategy
 from fsharp.functional.layout.precision import Precision
 from fsharp.functional.layout.unit_layout import Group, Leaf, UnitLayout
 from fsharp.functional.layout.units import cut_at, unit_names
@@ -21,7 +21,7 @@ from fsharp.functional.layout.units import cut_at, unit_names
 def plan(
     params: Any,
     mesh: Mesh,
-    strategy: Strategy | Mapping[str, Strategy],
+    strategy: Strategy | P | Mapping[str, Strategy | P],
     *,
     units: str | Sequence[str] | None = None,
     frozen: Patterns = (),
@@ -43,11 +43,12 @@ def plan(
     Args:
         params: any pytree of tensors; they may be on the meta device. Not kept.
         mesh: the ranks.
-        strategy: where state rests; or strategies by unit pattern.
+        strategy: where state rests: a strategy, a partition spec, or either of them by pattern. All leaves of a unit have
+            to get the same strategy.
         units: patterns of subtrees to gather and release together. What no pattern matches is cut into the largest
             subtrees that hold no match. None makes the whole tree one unit.
         frozen: leaves without gradients and optimizer state. Leaves that are not floating-point are frozen anyway.
-        atoms: what must not be cut, of all leaves or by pattern.
+        atoms: what must not be cut, of all leaves or by pattern; under a partition spec that cuts, a row at least.
         labels: names by which :func:`~fsharp.partition` selects an update rule, of all leaves or by pattern.
         precision: dtypes of parameters, main copy and gradients.
 
@@ -57,8 +58,9 @@ def plan(
     Raises:
         TreeError: a leaf that is not a strided tensor.
         PatternError: a pattern that matches nothing, or unit patterns that overlap.
-        StrategyError: a strategy whose axes are not the mesh's.
-        LayoutError: leaves that share storage without being the same view, or tied leaves that disagree on a rule.
+        StrategyError: a strategy whose axes are not the mesh's, or a partition spec with an axis that the mesh does not have.
+        LayoutError: leaves that share storage without being the same view, tied leaves that disagree on a rule, leaves of one
+            unit with different strategies, or a partition spec that does not fit the shape of a leaf.
 
     Cost: no tensor is read or allocated; time grows with the number of leaves and not with the number of ranks.
     """
@@ -67,13 +69,14 @@ def plan(
     ties = find_ties(paths, leaves)
     unit_of = unit_names(paths, units)
     names = tuple(dict.fromkeys(unit_of[path] for path in paths))
-    strategies = _strategies(strategy, names, mesh)
+    specs, strategies = _strategies(strategy, mesh, paths, leaves, unit_of)
     frozen_paths = chosen("plan(frozen=...)", frozen, paths)
     no_cut: Atom = Element()
     atom_of: dict[str, Atom] = assign("plan(atoms=...)", atoms, paths, default=no_cut)
     for path, atom in atom_of.items():
         if not isinstance(atom, Element | Rows | Whole):
             raise LayoutError(f"plan(): the atom of {path!r} is {atom!r}, expected Element(), Rows(n) or Whole().")
+    atom_of |= {path: Rows(1) for path, spec in specs.items() if spec.axes and atom_of[path] == Element()}
     label_of = assign("plan(labels=...)", labels, paths, default="default")
 
     def key(path: str, tensor: torch.Tensor) -> tuple[Any, ...]:
@@ -81,7 +84,7 @@ def plan(
         return precision.resolve(tensor.dtype), trainable, label_of[path]
 
     rules = {path: (*key(path, tensor), atom_of[path]) for path, tensor in zip(paths, leaves)}
-    _check_ties(ties, rules, {path: strategies[unit_of[path]].full.varying for path in paths})
+    _check_ties(ties, rules, {path: strategies[unit_of[path]].full.varying for path in paths}, specs)
     sections = cut_at(params, frozenset(names))
     built = []
     of_unit: dict[str, list[tuple[str, torch.Tensor]]] = {name: [] for name in names}
@@ -134,15 +137,35 @@ def within(path: str, unit: str) -> str:
     return path[len(unit) :].removeprefix(".") if unit else path
 
 
-def _strategies(strategy: Any, names: Sequence[str], mesh: Mesh) -> dict[str, Strategy]:
-    if not isinstance(strategy, Strategy | Mapping):
-        raise LayoutError(f"plan(): strategy is {strategy!r}, expected a Strategy such as zero3('dp').")
-    result: dict[str, Strategy] = assign("plan(strategy=...)", strategy, names)
-    for each in dict.fromkeys(result.values()):
-        if not isinstance(each, Strategy):
-            raise LayoutError(f"plan(): strategy is {each!r}, expected a Strategy such as zero3('dp').")
-        each.check_mesh(mesh)
-    return result
+def _strategies(
+    rules: Any, mesh: Mesh, paths: Sequence[str], leaves: Sequence[torch.Tensor], unit_of: Mapping[str, str]
+) -> tuple[dict[str, P], dict[str, Strategy]]:
+    """The partition specs by leaf, of those leaves that have one, and the strategy of each unit."""
+    for each in rules.values() if isinstance(rules, Mapping) else [rules]:
+        if not isinstance(each, Strategy) and not hasattr(each, "partitions"):
+            raise LayoutError(f"plan(): strategy is {each!r}, expected a Strategy such as zero3('dp'), or P('dp').")
+    rule_of: dict[str, Any] = assign("plan(strategy=...)", rules, paths)
+    specs: dict[str, P] = {}
+    chosen_by: dict[str, tuple[str, Strategy]] = {}
+    for path, leaf in zip(paths, leaves):
+        rule = rule_of[path]
+        if not isinstance(rule, Strategy):
+            specs[path] = P(*rule)  # one of JAX becomes one of ours
+            rule = specs[path].strategy(mesh, path=path, shape=tuple(leaf.shape))
+        first, strategy = chosen_by.setdefault(unit_of[path], (path, rule))
+        if rule != strategy:
+            raise LayoutError(
+                problem(
+                    "plan()",
+                    f"leaves of unit {unit_of[path]!r} have different strategies, and a unit is gathered as one.",
+                    [(f"params[{p!r}]", specs.get(p, rule_of[p])) for p in (first, path)],
+                    "Give them one strategy, or put them into units of their own by units=.",
+                )
+            )
+    result = {unit: strategy for unit, (_, strategy) in chosen_by.items()}
+    for strategy in dict.fromkeys(result.values()):
+        strategy.check_mesh(mesh)
+    return specs, result
 
 
 def _check_leaves(paths: Sequence[str], leaves: Sequence[Any]) -> None:
@@ -192,11 +215,17 @@ def _view(t: torch.Tensor) -> tuple[Any, ...]:
     return t.shape, t.stride(), t.dtype, t.is_conj(), t.is_neg()
 
 
-def _check_ties(ties: Mapping[str, str], rules: Mapping[str, tuple[Any, ...]], varying: Mapping[str, tuple[str, ...]]) -> None:
+def _check_ties(
+    ties: Mapping[str, str],
+    rules: Mapping[str, tuple[Any, ...]],
+    varying: Mapping[str, tuple[str, ...]],
+    specs: Mapping[str, P],
+) -> None:
     for path, owner in ties.items():
         facts = (
             ("frozen", not rules[owner][1], not rules[path][1]),
             ("label", rules[owner][2], rules[path][2]),
+            ("the partition spec", specs.get(owner), specs.get(path)),
             ("atom", rules[owner][3], rules[path][3]),
             ("the axes along which they vary", varying[owner], varying[path]),
         )

@@ -19,7 +19,7 @@ from fsharp.functional.comm.protocol import Comm
 from fsharp.functional.functionalize import parameter_tree
 from fsharp.functional.layout.mesh import Mesh
 from fsharp.functional.layout.paths import Patterns
-from fsharp.functional.layout.placement import Strategy, zero3
+from fsharp.functional.layout.placement import P, Strategy, zero3
 from fsharp.functional.layout.plan import plan
 from fsharp.functional.layout.precision import Precision, dtype_name
 from fsharp.functional.optim.base import Transform
@@ -42,7 +42,7 @@ def shard_module(
     module: nn.Module,
     *,
     mesh: DeviceMesh | Mesh | Comm | None = None,
-    strategy: Strategy | Mapping[str, Strategy] | None = None,
+    strategy: Strategy | P | Mapping[str, Strategy | P] | None = None,
     units: Units | Sequence[Units] | None = None,
     precision: Precision = Precision(),
     policy: Policy | None = None,
@@ -73,9 +73,9 @@ def shard_module(
         mesh: the ranks: a DeviceMesh with named dims, a :class:`~fsharp.Mesh` that all processes form, or a
             :class:`~fsharp.Comm`; None means all processes, along one axis ``"dp"``. Parameters that are DTensors, as
             ``parallelize_module`` makes them, are sharded on top: over the axes that theirs are not, ``device_mesh["dp"]``.
-        strategy: where state rests, or strategies by pattern of paths, the last that matches counting; None means ZeRO-3
-            over all axes. ``{"**": zero3("dp", "ep"), "**.experts": zero3("dp").varying("ep")}`` is for a module of which
-            each rank along ``"ep"`` has experts of its own.
+        strategy: where state rests, or strategies or partition specs by pattern of paths, the last that matches counting; None
+            means ZeRO-3 over all axes. ``{"**": zero3("dp", "ep"), "**.experts": zero3("dp").varying("ep")}`` is for a module
+            of which each rank along ``"ep"`` has experts of its own.
         units: modules that are gathered by themselves when they are called: classes, patterns of paths (``"layers.*"``),
             predicates on path and module, or several of these. They may nest; what is in none of them is gathered with the
             root. None gathers everything with the root.

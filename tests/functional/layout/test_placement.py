@@ -112,3 +112,28 @@ def test_strategies_are_values(data):
 def test_bad_strategies_are_refused(make, text):
     with pytest.raises(StrategyError, match=re.escape(text)):
         make()
+
+
+def test_specs_are_written_as_in_jax():
+    spec = fs.P("a", None, ("b", "c"), ("d",), ())
+    assert repr(spec) == "P('a', None, ('b', 'c'), 'd', None)"
+    assert eval(repr(spec), {"P": fs.P}) == fs.P(*spec) == spec
+    assert len({fs.P(), fs.P(None), fs.P("a"), fs.P("a", None), fs.P(("a",))}) == 4
+    assert (fs.P().axes, fs.P(None).axes, fs.P("a").axes, fs.P(("b", "a")).axes) == ((), (), ("a",), ("b", "a"))
+
+
+@pytest.mark.parametrize(
+    ("entries", "text"),
+    [
+        (("dp", "dp"), "axis 'dp' is named twice in P('dp', 'dp')"),
+        ((("dp", "dp"),), "axis 'dp' is named twice in P(('dp', 'dp'))"),
+        ((None, ("a", "b"), "b"), "axis 'b' is named twice"),
+        ((3,), "P(): dim 0 is 3, expected the name of an axis"),
+        (("a", ""), "P(): dim 1 is '', expected"),
+        ((["a"],), "P(): dim 0 is ['a'], expected"),
+        ((("a", None),), "P(): dim 0 is ('a', None), expected"),
+    ],
+)
+def test_specs_refused(entries, text):
+    with pytest.raises(StrategyError, match=re.escape(text)):
+        fs.P(*entries)

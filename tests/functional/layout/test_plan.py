@@ -1,0 +1,111 @@
+"""Partition specs in plan(): the layouts they mean, and what they cannot mean."""
+
+import re
+
+import pytest
+import torch
+
+import fsharp as fs
+from fsharp.errors import LayoutError, StrategyError
+from fsharp.layout import Element, Rows, Whole
+
+DP, GRID = fs.Mesh({"dp": 3}), fs.Mesh({"outer": 2, "inner": 4})
+
+
+def tree():
+    layers = [
+        {"w": torch.ones(5, 3), "b": torch.ones(5, dtype=torch.bfloat16), "steps": torch.ones(1, dtype=int)} for _ in "ab"
+    ]
+    return {"embed": torch.ones(24, 2), "layers": layers, "none": torch.ones(0, 3), "cube": torch.ones(3, 2, 2)}
+
+
+@pytest.mark.parametrize("units", [None, "layers.*", "**.w"])
+@pytest.mark.parametrize(
+    ("mesh", "spec", "strategy", "atoms"),
+    [
+        (DP, fs.P(), fs.ddp("dp"), Element()),
+        (DP, fs.P("dp"), fs.zero3("dp"), Rows(1)),
+        (DP, fs.P(("dp",)), fs.zero3("dp"), Rows(1)),
+        (GRID, fs.P(), fs.ddp("outer", "inner"), Element()),
+        (GRID, fs.P("inner"), fs.hsdp("outer", "inner"), Rows(1)),
+        (GRID, fs.P("outer"), fs.hsdp("inner", "outer"), Rows(1)),
+        (GRID, fs.P(("outer", "inner")), fs.zero3("outer", "inner"), Rows(1)),
+        (GRID, fs.P(("inner", "outer")), fs.zero3("inner", "outer"), Rows(1)),
+    ],
+    ids=repr,
+)
+def test_a_spec_is_a_strategy_and_an_atom(mesh, spec, strategy, atoms, units):
+    expected = fs.plan(tree(), mesh, strategy, units=units, atoms=atoms, frozen="embed")
+    assert fs.plan(tree(), mesh, spec, units=units, frozen="embed") == expected
+    assert fs.plan(tree(), mesh, {"**": spec}, units=units, frozen="embed") == expected
+
+
+def test_specs_beside_strategies_by_pattern():
+    spec = {
+        "**": fs.zero1("outer", "inner"),
+        "layers": fs.P("inner"),
+        "embed.**": fs.P(("outer", "inner"), None),
+        "cube": fs.P(),
+    }
+    named = {"embed": fs.zero3("outer", "inner"), "layers": fs.hsdp("outer", "inner"), "cube": fs.ddp("outer", "inner")}
+    layout = fs.plan(tree(), GRID, spec, units="layers.*")
+    atoms = {"layers": Rows(1), "embed": Rows(1)}
+    assert layout == fs.plan(tree(), GRID, {"**": fs.zero1("outer", "inner"), **named}, units="layers.*", atoms=atoms)
+
+
+def test_leaves_of_a_unit_may_be_named_apart_if_they_agree():
+    rules = {"**": fs.P("dp"), "**.w": fs.P("dp", None), "**.steps": fs.zero3("dp")}
+    layout = fs.plan(tree(), DP, rules, units="layers.*", atoms={"**.w": Whole(), "cube": Rows(2)})
+    atoms = {leaf.path: leaf.atom for leaf in layout["layers.1"].leaves}
+    assert atoms == {"w": Whole(), "b": Rows(1), "steps": Element()}
+    assert (layout["cube"].leaves[0].atom, layout["embed"].leaves[0].atom) == (Rows(2), Rows(1))
+
+
+def test_a_tree_that_is_one_leaf():
+    w = torch.ones(6, 2)
+    assert fs.plan(w, DP, fs.P("dp", None)) == fs.plan(w, DP, fs.zero3("dp"), atoms=Rows(1))
+
+
+REFUSED = {
+    "another dim": (
+        fs.P(None, "dp"),
+        LayoutError,
+        r"cuts another dim than dim 0.*\n.*params\['w'\] of shape \[4, 4\]\n.*P\(None, 'dp'\)",
+    ),
+    "another dim too": (fs.P("dp", "tp"), LayoutError, r"cuts another dim than dim 0"),
+    "unknown axis": (fs.P("pd"), StrategyError, r"unknown axis 'pd'\.\n(.*\n)*Name axes of the mesh: \['dp', 'tp'\]"),
+    "unknown axis of a dim that is not there": (fs.P("dp", None, "pd"), StrategyError, "unknown axis 'pd'"),
+    "more dims": (fs.P("dp", None, None), LayoutError, r"of 3 dims is given to a leaf of 2\.\n.*params\['w'\]"),
+    "a scalar": (
+        {"w": fs.P(), "**": fs.P("dp")},
+        LayoutError,
+        r"of 1 dims is given to a leaf of 0\.\n.*params\['s'\] of shape \[\]",
+    ),
+    "leaves that differ": (
+        {"w": fs.P("dp"), "s": fs.P()},
+        LayoutError,
+        r"leaves of unit '' have different strategies.*\n +params\['s'\] +P\(\)\n +params\['w'\] +P\('dp'\)\n.*units=",
+    ),
+    "a spec and a strategy": ({"w": fs.P("dp"), "s": fs.zero1("dp", "tp")}, LayoutError, r"params\['s'\] +dp: RPS, tp: RPS\n"),
+    "a tuple": (("dp",), LayoutError, r"strategy is \('dp',\), expected a Strategy such as zero3\('dp'\), or P\('dp'\)"),
+    "a function": (fs.zero3, LayoutError, "strategy is <function zero3"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused(case):
+    rules, error, text = REFUSED[case]
+    tree = {"w": torch.ones(4, 4)} | ({"s": torch.ones(())} if isinstance(rules, dict) else {})
+    with pytest.raises(error, match=text):
+        fs.plan(tree, fs.Mesh({"dp": 2, "tp": 2}), rules)
+
+
+def test_tied_leaves_have_one_spec():
+    w = torch.ones(4, 4)
+    shapes = {"embed": w, "head": w}
+    rules = {"embed": fs.P("inner"), "head": fs.P("outer")}
+    with pytest.raises(LayoutError, match=re.escape("tied leaves disagree on the partition spec.\n  'embed'  P('inner')")):
+        fs.plan(shapes, GRID, rules, units="*")
+    with pytest.raises(LayoutError, match=r"'embed'  None\n  'head'   P\('inner'\)"):
+        fs.plan(shapes, GRID, {"embed": fs.zero3("outer", "inner"), "head": fs.P("inner")}, units="*")
+    assert fs.plan(shapes, GRID, fs.P("inner"), units="*").num_params == 16
