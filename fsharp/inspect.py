@@ -2,6 +2,8 @@
 
 print(fs.inspect.table(schedule))
 fs.inspect.draw(schedule, "step.png")
+print(fs.inspect.sharding(layout))
+print(fs.inspect.sharding(layout)["layers.0.w"])
 fs.inspect.draw_sharding(layout, "sharding.png")
 
 trace = step.trace()  # of a scheduled function; then some steps
@@ -11,10 +13,13 @@ print(fs.inspect.compare(predicted, trace.timeline(schedule)))
 """
 
 from fsharp.stateful.inspect.draw import draw as draw
+from fsharp.stateful.inspect.draw_sharding import draw_sharding as draw_sharding
 from fsharp.stateful.inspect.estimate import Hardware as Hardware
 from fsharp.stateful.inspect.estimate import predict as predict
 from fsharp.stateful.inspect.perfetto import perfetto as perfetto
-from fsharp.stateful.inspect.sharding import draw_sharding as draw_sharding
+from fsharp.stateful.inspect.sharding import LeafSharding as LeafSharding
+from fsharp.stateful.inspect.sharding import TreeSharding as TreeSharding
+from fsharp.stateful.inspect.sharding import sharding as sharding
 from fsharp.stateful.inspect.table import table as table
 from fsharp.stateful.inspect.timeline import Timeline as Timeline
 from fsharp.stateful.inspect.timeline import TimeSpan as TimeSpan

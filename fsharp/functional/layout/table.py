@@ -1,7 +1,7 @@
 """Units as a table that a person reads."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import groupby
 
 from fsharp.functional.layout.precision import dtype_name
@@ -11,8 +11,7 @@ from fsharp.functional.layout.unit_layout import UnitLayout
 def units_table(units: Sequence[UnitLayout]) -> list[str]:
     """A head and one row for each kind of unit: runs of units that differ in nothing but a number in their name share a row."""
     rows = [("unit", "leaves", "buffers", "elements", "padding", "strategy P/G/O", "params/rank")]
-    for (name, *_), run in groupby(units, key=_kind):
-        alike = list(run)
+    for name, alike in alike_units(units):
         first = alike[0]
         buffers = ", ".join(
             dtype_name(g.dtypes.compute)
@@ -26,7 +25,7 @@ def units_table(units: Sequence[UnitLayout]) -> list[str]:
         )
         rows.append(
             (
-                f"{name} x{len(alike)}" if len(alike) > 1 else first.name or "(whole tree)",
+                name,
                 str(len(first.leaves)),
                 buffers,
                 f"{sum(g.used for u in alike for g in u.groups):,}",
@@ -39,9 +38,15 @@ def units_table(units: Sequence[UnitLayout]) -> list[str]:
     return ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
+def alike_units(units: Sequence[UnitLayout]) -> Iterator[tuple[str, list[UnitLayout]]]:
+    """Runs of units that differ in nothing but a number in their name, and what a person calls each: ``layers.* x12``."""
+    for (pattern, *_), run in groupby(units, key=_kind):
+        alike = list(run)
+        yield f"{pattern} x{len(alike)}" if len(alike) > 1 else alike[0].name or "(whole tree)", alike
+
+
 def _kind(unit: UnitLayout) -> tuple[object, ...]:
-    shapes = tuple((leaf.path, leaf.shape, leaf.dtype, leaf.atom) for leaf in unit.leaves)
-    return re.sub(r"\d+", "*", unit.name), shapes, unit.groups, unit.strategy
+    return re.sub(r"\d+", "*", unit.name), unit.leaves, unit.groups, unit.strategy
 
 
 def nbytes_text(count: float) -> str:

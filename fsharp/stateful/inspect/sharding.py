@@ -1,87 +1,313 @@
-"""draw_sharding: which rank holds what of a unit, as a picture. Needs matplotlib, which the ``train`` extra brings."""
+"""sharding: which rank holds what of each leaf, as JAX's NamedSharding says it. From shapes alone; its text is a drawing."""
 
-from os import PathLike
+import difflib
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
 
-from fsharp.errors import LayoutError
+import torch
+
+from fsharp.errors import LayoutError, problem
 from fsharp.functional.layout.layout import Layout
-from fsharp.functional.layout.placement import Partial, Place
-from fsharp.functional.layout.unit_layout import UnitLayout
+from fsharp.functional.layout.mesh import Mesh
+from fsharp.functional.layout.placement import P, Place
+from fsharp.functional.layout.precision import dtype_name
+from fsharp.functional.layout.sharded import PlaceName, resolve_place
+from fsharp.functional.layout.table import alike_units
+from fsharp.functional.layout.unit_layout import Leaf, UnitLayout
 
-_WIDTH_IN, _ROW_IN, _DPI = 13.0, 0.3, 150
-_MAX_RANKS = 64
-_MAX_NAMES = 18
-_GAP = 0.02
-"""Between the buffers of two groups, of the width of all."""
-_INK, _PADDING = "#222222", "#dddddd"
+_COLUMNS = 100
+_MAX_CELLS = 16
+_MAX_ROWS, _MAX_BOXES = 40, 8
+"""Of the text of a tree, and of that of a leaf."""
 
 
-def draw_sharding(layout: Layout, path: str | PathLike[str], *, unit: str | None = None) -> None:
-    """Draw the flat buffers of a unit, a row for each rank: its parameters, gradients and optimizer state as they rest.
+@dataclass(frozen=True, repr=False)
+class LeafSharding:
+    """Which rank holds what of one leaf; ``print`` draws it.
 
-    A colour is a leaf, of which the first 18 are named; grey is padding, and what is empty another rank holds. Gradients
-    that rest partial, each rank's own summand of all of it, are pale. From shapes alone: a layout for ranks that do not
-    exist can be drawn.
+    Attributes:
+        path: of the leaf in the tree.
+        unit: the unit that stores it; for a tied leaf the unit of the leaf that it is tied to.
+        leaf: what the unit stores.
+        place: a placement for each mesh axis.
+    """
+
+    path: str
+    unit: UnitLayout
+    leaf: Leaf
+    place: Place
+
+    @property
+    def mesh(self) -> Mesh:
+        """The ranks."""
+        return self.unit.mesh
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the whole leaf."""
+        return self.leaf.shape
+
+    @property
+    def spec(self) -> P | None:
+        """``P(axes)`` if each rank has an equal block of rows, in order; ``P()`` if each rank has all of it; None else."""
+        if self.leaf.numel == 0:
+            return P()
+        if self._differs or not self.place.sharded or not self.shape:
+            return P() if self.is_fully_replicated else None
+        parts, numel, offset = self._num_parts, self.leaf.numel, self.leaf.offset
+        # The first part ends after one block, and so does every other one if parts are as long as blocks.
+        shift = self._part_size - numel // parts
+        in_blocks = parts == 1 or (shift == offset and (parts == 2 or offset == 0))
+        return P(self.place.sharded) if self.shape[0] % parts == 0 and in_blocks else None
+
+    @property
+    def shard_shape(self) -> tuple[int, ...] | None:
+        """Shape of the block that one rank has; None where ``spec`` is None."""
+        if self.spec is None:
+            return None
+        return (self.shape[0] // self._num_parts, *self.shape[1:]) if self.spec.axes else self.shape
+
+    @property
+    def is_fully_replicated(self) -> bool:
+        """Whether each rank has all of the leaf, and the same values."""
+        return self.leaf.numel == 0 or (self._num_parts == 1 and not self._differs)
+
+    def elements(self, rank: int) -> tuple[int, int]:
+        """What ``rank`` holds, ``leaf.flatten()[first:last]``, as ``(first, last)``; ``(0, 0)`` if that is nothing.
+
+        Raises:
+            MeshError: no such rank.
+        """
+        return self._of_part(self.unit.local_start(self.leaf.group, self.place, rank) // max(1, self._part_size))
+
+    @property
+    def _differs(self) -> str:
+        """What ranks have in place of the value, where their values are not the same: "" where they are."""
+        for axes, what in ((self.place.partial, "summands"), (self.place.varying, "own values")):
+            if any(self.mesh.axis_size(axis) > 1 for axis in axes):
+                return what
+        return ""
+
+    @property
+    def _num_parts(self) -> int:
+        return math.prod(self.mesh.axis_size(axis) for axis in self.place.sharded)
+
+    @property
+    def _part_size(self) -> int:
+        return self.unit.local_size(self.leaf.group, self.place)
+
+    @property
+    def _parts(self) -> range:
+        """The parts of the buffer that hold some of the leaf."""
+        if self.leaf.numel == 0:
+            return range(0)
+        return range(self.leaf.offset // self._part_size, (self.leaf.offset + self.leaf.numel - 1) // self._part_size + 1)
+
+    def _of_part(self, part: int) -> tuple[int, int]:
+        if part not in self._parts:
+            return 0, 0
+        start = part * self._part_size - self.leaf.offset
+        return max(0, start), min(self.leaf.numel, start + self._part_size)
+
+    def _rows_text(self, part: int) -> str:
+        first, last = self._of_part(part)
+        if not self.shape:
+            return "all"
+        row = self.leaf.numel // self.shape[0]
+        is_rows = first % row == 0 and last % row == 0
+        return f"rows {first // row:,}:{last // row:,}" if is_rows else f"elements {first:,}:{last:,}"
+
+    @property
+    def _share_text(self) -> str:
+        """What one rank holds, in a few words."""
+        if self.shard_shape is not None:
+            return str(list(self.shard_shape))
+        sizes = [last - first for first, last in map(self._of_part, {*self._parts[:2], *self._parts[-1:]})]
+        least = min(sizes) if len(self._parts) == self._num_parts else 0
+        return f"{least:,} to {max(sizes):,} elements" if least < max(sizes) else f"{least:,} elements"
+
+    def _notes(self) -> Iterator[str]:
+        if self.path != self.unit.full_path(self.leaf):
+            yield f"tied to {self.unit.full_path(self.leaf)!r}, where it is stored"
+        for axes, what in ((self.place.varying, "values of its own"), (self.place.partial, "a summand")):
+            yield from (f"each rank along {axis} has {what}" for axis in axes if self.mesh.axis_size(axis) > 1)
+        if self.leaf.numel == 0:
+            yield "it has no elements"
+        parts = _part_of_rank(self.mesh, self.place)
+        without = (parts < self._parts.start) | (parts >= self._parts.stop)
+        if self.leaf.numel and without.any():
+            yield f"nothing of it on {_ranks_text(without)}"
+
+    def __str__(self) -> str:
+        parts = _part_of_rank(self.mesh, self.place)
+        shown: list[int | None] = list(self._parts)
+        if len(shown) > _MAX_BOXES:
+            shown = [*self._parts[: _MAX_BOXES // 2], None, *self._parts[-(_MAX_BOXES // 2) :]]
+        rows = [
+            ("⋮", f"{len(self._parts) - _MAX_BOXES:,} more")
+            if part is None
+            else (self._rows_text(part), _ranks_text(parts == part))
+            for part in shown
+        ]
+        left, width = (max((len(row[i]) for row in rows), default=0) for i in range(2))
+        line = "─" * (max(width, 18) + 2)
+        boxes = [f"{where:>{left}} │{ranks:^{len(line)}}│" for where, ranks in rows]
+        drawn = [" " * left + f" ┌{line}┐", *_between(boxes, " " * left + f" ├{line}┤"), " " * left + f" └{line}┘"]
+        what, where = f"{self._name}, spec {self.spec}", f"{self.place} of {self.mesh}"
+        return "\n".join([what, where, *(drawn if rows else []), *self._notes()])
+
+    def __repr__(self) -> str:
+        return f"LeafSharding({self._name}, spec {self.spec}, {self.place} of {self.mesh})"
+
+    @property
+    def _name(self) -> str:
+        return f"{self.path or '(whole tree)'}: {_shape_text(self.leaf)}"
+
+
+@dataclass(frozen=True, repr=False)
+class TreeSharding:
+    """Which rank holds what of each leaf: ``[path]`` gives one, and ``print`` makes a table with a small drawing.
+
+    Attributes:
+        layout: of the tree.
+        place: ``"params"``, ``"grads"``, ``"optim"``, ``"full"``, or a :class:`~fsharp.layout.Place`.
+    """
+
+    layout: Layout
+    place: PlaceName
+    leaves: Mapping[str, LeafSharding] = field(init=False, compare=False)
+    """By path, in tree order."""
+
+    def __post_init__(self) -> None:
+        stored = {(unit.name, leaf.path): (unit, leaf) for unit in self.layout.units for leaf in unit.leaves}
+        places = {unit.name: resolve_place(unit, self.place) for unit in self.layout.units}
+        leaves = {}
+        for (name, path), (unit, leaf) in stored.items():
+            owner, value = stored[leaf.tied_to or (name, path)]
+            full_path = unit.full_path(leaf)
+            leaves[full_path] = LeafSharding(full_path, owner, value, places[owner.name])
+        object.__setattr__(self, "leaves", leaves)
+
+    def __getitem__(self, path: str) -> LeafSharding:
+        if path not in self.leaves:
+            near = difflib.get_close_matches(str(path), self.leaves, n=4, cutoff=0.3) or list(self.leaves)[:4]
+            raise LayoutError(problem("sharding()", f"no leaf {path!r}.", [("closest", ", ".join(near))]))
+        return self.leaves[path]
+
+    def __str__(self) -> str:
+        size = self.layout.mesh.size
+        cells = min(size, _MAX_CELLS)
+        named = list(self._named())
+        rows = [("leaf", "shape", "spec", "on a rank", f"ranks 0 to {size - 1:,}" if size > 1 else "rank 0")]
+        for name, leaf in named[:_MAX_ROWS]:
+            facts = (
+                (
+                    _shape_text(leaf.leaf),
+                    (leaf.spec is None and leaf._differs) or str(leaf.spec),
+                    leaf._share_text,
+                    _cells(leaf, cells),
+                )
+                if leaf
+                else ("",) * 4
+            )
+            rows.append((name, *facts))
+        widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+        widths[0] = max(12, min(widths[0], _COLUMNS - sum(widths[1:]) - 2 * (len(widths) - 1)))
+        lines = ["  ".join(_clipped(cell, w).ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
+        left_out = sum(leaf is not None for _, leaf in named[_MAX_ROWS:])
+        per_cell = f"{size // cells:,} or {size // cells + 1:,}" if size % cells else f"{size // cells:,}"
+        return "\n".join(
+            [
+                f"Sharding of {self.place} on {self.layout.mesh}",
+                lines[0],
+                "-" * max(map(len, lines)),
+                *lines[1:],
+                *([f"and {left_out:,} rows more; sharding(layout)[path] is one leaf"] if left_out else []),
+                f"a cell is {per_cell} rank{'s' * (size > cells)}: █ with some of the leaf, · with nothing of it",
+            ]
+        )
+
+    def _named(self) -> Iterator[tuple[str, LeafSharding | None]]:
+        """Rows of the table: a title for units of several leaves, and leaves; one unit stands for those that are alike."""
+        for title, alike in alike_units(self.layout.units):
+            unit = alike[0]
+            if len(unit.leaves) > 1 or unit.leaves[0].path:
+                yield title, None
+            for leaf in unit.leaves:
+                name = f"  {leaf.path}" if leaf.path else title
+                yield name + " (tied)" * (leaf.tied_to is not None), self[unit.full_path(leaf)]
+
+    __repr__ = __str__
+
+
+def sharding(layout: Layout, place: PlaceName = "params") -> TreeSharding:
+    """Which rank holds what of each leaf, without a tensor: the ranks need not exist.
+
+    >>> import torch, fsharp as fs
+    >>> shapes = {"embed": torch.empty(8, 4), "layers": [{"w": torch.empty(4, 4), "b": torch.empty(4)} for _ in range(2)]}
+    >>> layout = fs.plan(shapes, fs.Mesh({"dp": 4}), fs.P("dp"), units="layers.*")
+    >>> where = fs.inspect.sharding(layout)
+    >>> where["embed"].spec, where["embed"].shard_shape
+    (P('dp'), (2, 4))
+    >>> where["layers.0.w"].spec, [where["layers.0.w"].elements(rank) for rank in range(4)]
+    (None, [(0, 8), (8, 16), (0, 0), (0, 0)])
 
     Args:
         layout: made by :func:`~fsharp.plan`.
-        path: the picture; its suffix says the format, such as ``.png`` or ``.svg``.
-        unit: name of the unit; None means the one with most parameters.
+        place: ``"params"``, ``"grads"`` or ``"optim"``, ``"full"``, or a place: what :func:`~fsharp.shard_for` takes. Leaves
+            that are frozen have no gradients and no optimizer state; theirs would be there.
+
+    Returns:
+        ``[path]`` of it is a :class:`LeafSharding`. Its text is a table of at most 100 columns.
 
     Raises:
-        LayoutError: no such unit, more than 64 ranks, a unit without parameters, or matplotlib is missing.
+        LayoutError: an unknown place; a path that is not in the tree.
+
+    Cost: time that grows with the number of leaves, and for texts with that of ranks.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise LayoutError("draw_sharding(): matplotlib is missing: pip install 'fsharp[train]', or it alone.") from error
-    chosen = max(layout.units, key=_size) if unit is None else layout[unit]
-    size = layout.mesh.size
-    if size > _MAX_RANKS:
-        raise LayoutError(f"draw_sharding(): {size} ranks, expected at most {_MAX_RANKS}. Plan for fewer: pictures are alike.")
-    if not _size(chosen):
-        raise LayoutError(f"draw_sharding(): unit {chosen.name!r} has no parameters.")
-    figure = Figure(figsize=(_WIDTH_IN, 1.7 + _ROW_IN * size), dpi=_DPI, layout="constrained")
-    figure.suptitle(f"{chosen.name or '(root)'} on {layout.mesh}", fontsize=11, color=_INK)
-    strategy = chosen.strategy
-    places = {"parameters": strategy.params, "gradients": strategy.grads, "optimizer state": strategy.optim}
-    all_axes = figure.subplots(1, len(places), sharey=True)
-    for axes, (title, place) in zip(all_axes, places.items(), strict=True):
-        _draw_place(axes, chosen, place, is_trained=title != "parameters")
-        axes.set_title(f"{title}: {', '.join(f'{a} {place[a].name.lower()}' for a in place.order)}", fontsize=9, color=_INK)
-        axes.set_yticks(range(size), [f"rank {rank}" for rank in range(size)], fontsize=8)
-        axes.set_xlim(0, _size(chosen) * (1 + _GAP * (len(chosen.groups) - 1)))
-        axes.set_xlabel("elements of the flat buffers", fontsize=8)
-        axes.spines[["top", "right"]].set_visible(False)
-    all_axes[0].invert_yaxis()
-    handles, names = (each[:_MAX_NAMES] for each in all_axes[0].get_legend_handles_labels())
-    figure.legend(handles, names, loc="outside lower center", ncols=min(6, len(names)), fontsize=8, frameon=False)
-    figure.savefig(path)
+    return TreeSharding(layout, place)
 
 
-def _size(unit: UnitLayout) -> int:
-    return sum(group.size for group in unit.groups)
+@lru_cache(maxsize=64)
+def _part_of_rank(mesh: Mesh, place: Place) -> torch.Tensor:
+    """Which part of a buffer each rank holds, int64[ranks]."""
+    part = torch.zeros(mesh.shape, dtype=torch.int64)
+    for axis in place.sharded:
+        size, i = mesh.axis_size(axis), mesh.index(axis)
+        part = part * size + torch.arange(size).view([-1 if j == i else 1 for j in range(len(mesh.shape))])
+    return part.flatten()
 
 
-def _draw_place(axes, unit: UnitLayout, place: Place, *, is_trained: bool) -> None:  # type: ignore[no-untyped-def]
-    """One place of a unit, of groups that are trained alone if only those are there."""
-    from matplotlib import colormaps
+def _cells(leaf: LeafSharding, count: int) -> str:
+    part = _part_of_rank(leaf.mesh, leaf.place)
+    holds = (part >= leaf._parts.start) & (part < leaf._parts.stop)
+    return "".join("█" if cell.any() else "·" for cell in holds.tensor_split(count))
 
-    colours = colormaps["tab10"].colors  # type: ignore[attr-defined]
-    numbers = {leaf.path: i for i, leaf in enumerate(unit.leaves)}
-    alpha = 0.35 if any(place[axis] is Partial for axis in place.order) else 1.0
-    named: set[str] = set()
-    x = 0.0
-    for i, group in enumerate(unit.groups):
-        for rank in range(unit.mesh.size):
-            if is_trained and not group.trainable:
-                continue
-            start = x + unit.local_start(i, place, rank)
-            axes.barh(rank, unit.local_size(i, place), left=start, height=0.7, color=_PADDING, alpha=alpha)
-            for span in unit.spans(i, place, rank):
-                path = span.leaf.path or unit.name or "(root)"
-                label = None if path in named else path
-                named.add(path)
-                colour = colours[numbers[span.leaf.path] % len(colours)]
-                width = span.stop - span.start
-                axes.barh(rank, width, left=start + span.start, height=0.7, color=[colour], alpha=alpha, label=label)
-        x += group.size + _GAP * _size(unit)
+
+def _ranks_text(chosen: torch.Tensor) -> str:
+    """``rank 3``, ``ranks 0 to 2, 5 to 7`` or ``ranks 0, 4, ..., 60 (16 in all)`` from a mask of ranks, bool[ranks]."""
+    ranks = chosen.nonzero().flatten().tolist()
+    ends = [i for i in range(len(ranks)) if i + 1 == len(ranks) or ranks[i + 1] != ranks[i] + 1]
+    runs = [(ranks[first], ranks[last]) for first, last in zip([0, *(i + 1 for i in ends)], ends, strict=False)]
+    texts = [
+        f"{first:,}{(', ' if last == first + 1 else ' to ') + f'{last:,}' if last > first else ''}" for first, last in runs
+    ]
+    if len(texts) > 4:
+        texts = [*texts[:2], "...", f"{texts[-1]} ({len(ranks):,} in all)"]
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(texts)}"
+
+
+def _shape_text(leaf: Leaf) -> str:
+    return f"{dtype_name(leaf.dtype)}{list(leaf.shape)}"
+
+
+def _clipped(text: str, width: int) -> str:
+    if len(text) <= width:
+        return text
+    return f"{text[: width // 2]}…{text[len(text) - (width - width // 2 - 1) :]}"
+
+
+def _between(lines: list[str], rule: str) -> list[str]:
+    return [each for line in lines for each in (rule, line)][1:]
