@@ -76,6 +76,14 @@ def test_views_say_what_ranks_hold(case, place):
     assert max(widths) <= 100
 
 
+def test_blocks_of_a_leaf_in_the_middle_of_a_buffer():
+    halves = fs.plan({"a": torch.empty(1), "w": torch.empty(4), "z": torch.empty(1)}, fs.Mesh({"dp": 2}), fs.zero3("dp"))
+    thirds = fs.plan({"a": torch.empty(1), "w": torch.empty(6), "z": torch.empty(2)}, fs.Mesh({"dp": 3}), fs.zero3("dp"))
+    two, three = (fs.inspect.sharding(layout)["w"] for layout in (halves, thirds))
+    assert (two.spec, [two.elements(rank) for rank in range(2)]) == (fs.P("dp"), [(0, 2), (2, 4)])
+    assert (three.spec, [three.elements(rank) for rank in range(3)]) == (None, [(0, 2), (2, 5), (5, 6)])
+
+
 def gpt(width=64):
     def empty(*shape):
         return torch.empty(shape, device="meta")
