@@ -58,6 +58,10 @@ examples: $(VENV)/.installed
 	@$(RUN)/python examples/lora_gpt2.py
 	@echo "--- train_mixtral: experts with an axis of their own, beside ZeRO-3"
 	@$(RUN)/python examples/train_mixtral.py
+	@echo "--- train_with_optax: a Llama under ZeRO-3, updated by a chain of optax, beside JAX alone"
+	@$(RUN)/python examples/train_with_optax.py
+	@echo "--- jax_unit: modules of Flax as units, sharded and scheduled, their weights brought back"
+	@$(RUN)/python examples/jax_unit.py
 	@echo "--- train_cnn: BatchNorm, whose statistics are each rank's own"
 	@$(RUN)/python examples/train_cnn.py
 	@echo "--- property_test_roundtrip: the sharding of a tree of your own"

@@ -50,6 +50,26 @@ def test_llama_trains_as_the_unsharded_one_and_is_loaded(tmp_path: Path) -> None
     assert {"config.json", "model.safetensors.index.json", "lm_head.weight.safetensors"} <= files
 
 
+def test_llama_updated_by_optax_trains_as_in_jax_alone() -> None:
+    text = output(sys.executable, "examples/train_with_optax.py", "--steps", "4")
+    losses = numbers(text, LOSSES)
+    assert losses[-1][0] < losses[0][0] - 0.3
+    [(apart,)] = numbers(text, r"largest difference of losses (\S+)")
+    assert apart < 2e-5
+    [(params, moments)] = numbers(text.replace(",", ""), r"parameters (\d+) bytes optax's moments (\d+)")
+    assert moments == 2 * params
+
+
+@pytest.mark.deep
+def test_units_of_flax_train_as_in_jax_alone() -> None:
+    text = output(sys.executable, "examples/jax_unit.py", "--steps", "6")
+    losses = numbers(text, LOSSES)
+    assert losses[-1][0] < losses[0][0] - 0.3
+    [(apart,)] = numbers(text, r"largest difference of losses (\S+)")
+    [(modules,)] = numbers(text, r"with the weights brought back (\S+)")
+    assert max(apart, modules) < 2e-5
+
+
 @pytest.mark.deep
 def test_mixtral_with_expert_parallelism_trains_as_the_unsharded_one() -> None:
     text = output(sys.executable, "examples/train_mixtral.py", "--steps", "3")
