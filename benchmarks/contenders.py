@@ -182,7 +182,7 @@ class FsharpContender:
 def adamw() -> fs.optim.Transform:
     """What ``torch.optim.AdamW(fused=True, **ADAMW)`` does, over shards."""
     b1, b2 = ADAMW["betas"]
-    return fs.optim.adamw(ADAMW["lr"], b1=b1, b2=b2, eps=ADAMW["eps"], weight_decay=ADAMW["weight_decay"])
+    return fs.optim.adamw(ADAMW["lr"], b1, b2, ADAMW["eps"], weight_decay=ADAMW["weight_decay"])
 
 
 def scheduled(step: Callable[..., Any], comm: fs.Comm, policy: fs.Policy | None) -> Callable[..., Any]:

@@ -48,7 +48,8 @@ def loss_fn(params, batch, comm):
     return fs.forward(head_loss, params["head"], x, batch["targets"], comm=comm)
 
 
-tx = fs.optim.chain(fs.optim.clip_by_global_norm(1.0), fs.optim.adamw(fs.optim.warmup_cosine(1e-2, warmup=10, total=100)))
+schedule = fs.optim.warmup_cosine_decay_schedule(0.0, 1e-2, warmup_steps=10, decay_steps=100)
+tx = fs.optim.chain(fs.optim.clip_by_global_norm(1.0), fs.optim.adamw(schedule))
 
 
 def train_step(state, batch, comm):

@@ -1,16 +1,35 @@
-"""Optimizers over sharded trees, as pairs of pure functions ``(init, update)``, and what they are chained with."""
+"""Optimizers over sharded trees, as pairs of pure functions ``(init, update)``, and what they are chained with.
+
+Names, order of arguments and defaults are those of optax. What is here has a fused kernel, has to know the mesh, or is needed
+to compose those; everything else of optax is ``fs.from_optax(optax.x(...))``.
+"""
 
 from fsharp.functional.optim.base import Transform as Transform
 from fsharp.functional.optim.base import chain as chain
 from fsharp.functional.optim.base import masked as masked
+from fsharp.functional.optim.base import partition as multi_transform  # noqa: F401  # optax has both names
 from fsharp.functional.optim.base import partition as partition
+from fsharp.functional.optim.elementwise import adam as adam
 from fsharp.functional.optim.elementwise import adamw as adamw
 from fsharp.functional.optim.elementwise import lion as lion
 from fsharp.functional.optim.elementwise import sgd as sgd
+from fsharp.functional.optim.ema import ema as ema
 from fsharp.functional.optim.ema import with_ema as with_ema
+from fsharp.functional.optim.inject import inject_hyperparams as inject_hyperparams
 from fsharp.functional.optim.muon import muon as muon
 from fsharp.functional.optim.norms import clip_by_global_norm as clip_by_global_norm
 from fsharp.functional.optim.norms import global_norm as global_norm
-from fsharp.functional.optim.norms import skip_nonfinite as skip_nonfinite
-from fsharp.functional.optim.schedules import warmup_cosine as warmup_cosine
-from fsharp.functional.optim.schedules import warmup_linear as warmup_linear
+from fsharp.functional.optim.primitives import add_decayed_weights as add_decayed_weights
+from fsharp.functional.optim.primitives import identity as identity
+from fsharp.functional.optim.primitives import scale as scale
+from fsharp.functional.optim.primitives import scale_by_adam as scale_by_adam
+from fsharp.functional.optim.primitives import scale_by_learning_rate as scale_by_learning_rate
+from fsharp.functional.optim.primitives import scale_by_schedule as scale_by_schedule
+from fsharp.functional.optim.primitives import trace as trace
+from fsharp.functional.optim.schedules import constant_schedule as constant_schedule
+from fsharp.functional.optim.schedules import cosine_decay_schedule as cosine_decay_schedule
+from fsharp.functional.optim.schedules import join_schedules as join_schedules
+from fsharp.functional.optim.schedules import linear_schedule as linear_schedule
+from fsharp.functional.optim.schedules import warmup_cosine_decay_schedule as warmup_cosine_decay_schedule
+from fsharp.functional.optim.wrappers import MultiSteps as MultiSteps
+from fsharp.functional.optim.wrappers import apply_if_finite as apply_if_finite

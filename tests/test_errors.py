@@ -339,9 +339,46 @@ TRAIN = {
         LayoutError,
         "decay is 1.0, expected a number in [0, 1)",
     ),
+    "ema of updates": (lambda: fs.optim.ema(-0.1), LayoutError, "ema(): decay is -0.1, expected a number in [0, 1)"),
+    "apply_if_finite": (
+        lambda: fs.optim.apply_if_finite(fs.optim.sgd(1), -1),
+        LayoutError,
+        "max_consecutive_errors is -1, expected a whole number from 0",
+    ),
+    "MultiSteps": (
+        lambda: fs.optim.MultiSteps(fs.optim.sgd(1), 0),
+        LayoutError,
+        "every_k_schedule is 0, expected a positive whole number",
+    ),
+    "inject_hyperparams: unknown": (
+        lambda: fs.optim.inject_hyperparams(fs.optim.scale, static_args="lr"),
+        TreeError,
+        "static_args names 'lr', expected some of ['step_size']",
+    ),
+    "inject_hyperparams: unnamed": (
+        lambda: fs.optim.inject_hyperparams(fs.optim.chain),
+        TreeError,
+        "the factory takes '*transforms: Any', expected arguments with names",
+    ),
+    "cosine": (
+        lambda: fs.optim.cosine_decay_schedule(1.0, 0),
+        LayoutError,
+        "decay_steps is 0, expected a positive number",
+    ),
+    "warmup, cosine": (
+        lambda: fs.optim.warmup_cosine_decay_schedule(0.0, 1.0, 5, 5),
+        LayoutError,
+        "decay_steps is 5, expected more than warmup_steps, which is 5",
+    ),
+    "linear": (lambda: fs.optim.linear_schedule(0.0, 1.0, 5, -1), LayoutError, "transition_begin is -1, expected 0 or more"),
+    "join": (
+        lambda: fs.optim.join_schedules([fs.optim.constant_schedule(1.0)], [3]),
+        LayoutError,
+        "got 1 boundaries for 1 schedules, expected one less",
+    ),
     "chain": (lambda: fs.optim.chain(), TreeError, "chain(): no transformation"),
     "masked": (
-        lambda: fs.update(fs.optim.masked(fs.optim.sgd(1), "x"), grads_of(state()), state(), comm=ONLY),
+        lambda: state(fs.optim.masked(fs.optim.sgd(1), "x")),
         PatternError,
         "masked(): the pattern 'x' matches nothing",
     ),
@@ -359,6 +396,16 @@ TRAIN = {
         lambda: state(fs.optim.muon(0.1), tree={"w": torch.ones(4, 3)}, atoms=fs.layout.Rows(2)),
         LayoutError,
         "'w' may be cut between ranks.\n  leaf   w: [4, 3]\n  atom   2 rows",
+    ),
+    "partition by patterns": (
+        lambda: state(fs.optim.partition({"default": fs.optim.sgd(1)}, {"**": "default", "w": "matrix"})),
+        LayoutError,
+        "no transformation for the label 'matrix'",
+    ),
+    "partition: a leaf without": (
+        lambda: state(fs.optim.partition({"matrix": fs.optim.sgd(1)}, {"w": "matrix"})),
+        PatternError,
+        "partition(param_labels): no pattern selects 'b'",
     ),
     "partition": (
         lambda: state(fs.optim.partition({"default": fs.optim.sgd(1)}), labels={"w": "matrix"}),

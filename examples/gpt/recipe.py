@@ -23,7 +23,9 @@ def layout_of(options: Options, mesh: fs.Mesh, strategy: fs.Strategy) -> fs.Layo
 
 def learning_rate(options: Options, total: int) -> Callable[[int], float]:
     """Learning rate by updates made. Up to the end of the warm-up it does not depend on ``total``."""
-    return fs.optim.warmup_cosine(options.lr, warmup=options.warmup, total=total, floor=options.lr / 10)
+    total = max(total, options.warmup + 1)  # a run may end within its warm-up
+    first = options.lr / max(1, options.warmup)
+    return fs.optim.warmup_cosine_decay_schedule(first, options.lr, options.warmup, total, end_value=options.lr / 10)
 
 
 def optimizer(options: Options, total: int) -> fs.optim.Transform:

@@ -86,7 +86,7 @@ def test_the_state_of_another_optimizer(name, scheduled):
 @pytest.mark.parametrize("scheduled", [False, True])
 @pytest.mark.parametrize("strategy", [fs.ddp, fs.zero1, fs.zero3])
 def test_a_donated_state_used_again(strategy, scheduled):
-    tx = fs.optim.skip_nonfinite(fs.optim.adamw(1e-2))
+    tx = fs.optim.apply_if_finite(fs.optim.adamw(1e-2), 5)
 
     def rank_fn(comm):
         layout = fs.plan(make_params(), DP, strategy("dp"), units="layers.*")

@@ -14,7 +14,7 @@ pytestmark = [
 MESH = fs.Mesh({"dp": 1})
 TX = fs.optim.chain(
     fs.optim.clip_by_global_norm(0.5, deterministic=True),
-    fs.optim.skip_nonfinite(fs.optim.adamw(1e-2, weight_decay={"**": 0.1})),
+    fs.optim.apply_if_finite(fs.optim.adamw(1e-2, weight_decay={"**": 0.1}), 5),
 )
 
 

@@ -6,10 +6,11 @@ ranks there are, so that norms are right, and may update parameters itself, so t
 """
 
 import inspect
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import wraps
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import optree
 import torch
@@ -82,12 +83,12 @@ def as_transform(tx: Any) -> Transform:
         init, update = tx
     if not (callable(init) and callable(update)):
         raise TreeError(f"expected an (init, update) pair, got {tx!r:.80}.")
-    named = {p.name for p in inspect.signature(update).parameters.values() if p.kind is p.KEYWORD_ONLY}
-    pure = {"inplace": False} if "inplace" in named else {}
+    keywords = {p.name for p in inspect.signature(update).parameters.values() if p.kind is p.KEYWORD_ONLY}
+    pure = {"inplace": False} if "inplace" in keywords else {}
     known = _with_what_it_names(update)
 
     def plain(grads: Any, state: Any, params: Any, *, comm: Comm, **extra: Any) -> tuple[Any, Any]:
-        if "params" in named:
+        if "params" in keywords:
             return cast(tuple[Any, Any], known(grads, state, params=params, **pure, **extra))
         return cast(tuple[Any, Any], known(grads, state, params, **pure, **extra))
 
@@ -139,38 +140,65 @@ def chain(*transforms: Any) -> Transform:
         return params, (*new, last)
 
     config = {f"{i}": dict(tx.config) for i, tx in enumerate(txs)}
-    return Transform(init, update, config, apply, _name("chain", *(tx.name for tx in txs)))
+    return Transform(init, update, config, apply, named("chain", *(tx.name for tx in txs)))
 
 
-def _name(outer: str, *inner: str) -> str:
+def named(outer: str, *inner: str) -> str:
+    """The name of a transformation around others; empty if one of them has none."""
     return f"{outer}({', '.join(inner)})" if all(inner) else ""
 
 
-def partition(transforms: Mapping[str, Any]) -> Transform:
-    """A transformation for each label that :func:`~fsharp.plan` gave to leaves: Muon for matrices, AdamW for the rest.
+class PartitionState(NamedTuple):
+    """State of :func:`partition`.
+
+    Attributes:
+        inner_states: that of each transformation, by label.
+    """
+
+    inner_states: dict[str, Any]
+
+
+def partition(
+    transforms: Mapping[str, Any], param_labels: str | Mapping[str, str] | Callable[[str], str] | None = None
+) -> Transform:
+    """A transformation for each label: Muon for matrices, AdamW for the rest. :func:`multi_transform` is the same function.
+
+    Args:
+        transforms: label to ``(init, update)`` pair.
+        param_labels: None for the labels that :func:`~fsharp.plan` gave to leaves. Else labels by path pattern, the last
+            that selects a leaf counts, or a function of the leaf's path. optax's functions get the tree, and not a path.
+
+    Returns:
+        A transform with :class:`PartitionState`.
 
     Raises:
         LayoutError: at ``init``: a label without a transformation.
+        PatternError: at ``init``: a pattern that selects nothing, or a leaf that none selects.
+
+    Cost: with the labels of ``plan`` each transformation has state for its own leaves. With others each has state for all
+    leaves, and sees zeros in place of gradients that are not its own; one pass over the gradients more for each.
     """
     txs = {label: as_transform(tx) for label, tx in transforms.items()}
+    config = {label: dict(tx.config) for label, tx in txs.items()}
+    name = named("partition", *(f"{label}={tx.name}" if tx.name else "" for label, tx in txs.items()))
+    if param_labels is not None:
+        init, update = _partition_by_masks(txs, param_labels)
+        return Transform(init, update, {**config, "param_labels": describe(param_labels)}, name=name)
 
     def part(tree: Any, label: str) -> Any:
         return map_units(lambda s: s.select([g for g in s.groups if s.unit.groups[g].label == label]), tree)
 
-    def init(params: Any, /, *, comm: Comm | None = None) -> Any:
-        labels = {s.unit.groups[g].label for s in units_of(params) for g in s.groups}
-        if missing := sorted(labels - set(txs)):
-            facts = [("labels", sorted(labels)), ("rules for", sorted(txs))]
-            raise LayoutError(problem("partition()", f"no transformation for the label {missing[0]!r}.", facts))
-        return {label: tx.init(part(params, label), comm=comm) for label, tx in txs.items()}
+    def init_parts(params: Any, /, *, comm: Comm | None = None) -> PartitionState:
+        _check_labels({s.unit.groups[g].label for s in units_of(params) for g in s.groups}, txs)
+        return PartitionState({label: tx.init(part(params, label), comm=comm) for label, tx in txs.items()})
 
     def over(run: Callable[[Transform, Any, Any, Any], tuple[Any, Any]], grads: Any, state: Any, params: Any) -> Any:
         outs, new = {}, {}
         for label, tx in txs.items():
-            outs[label], new[label] = run(tx, part(grads, label), state[label], part(params, label))
-        return _join(params, list(outs.values())), new
+            outs[label], new[label] = run(tx, part(grads, label), state.inner_states[label], part(params, label))
+        return _join(params, list(outs.values())), PartitionState(new)
 
-    def update(grads: Any, state: Any, params: Any, *, comm: Comm, **extra: Any) -> tuple[Any, Any]:
+    def update_parts(grads: Any, state: Any, params: Any, *, comm: Comm, **extra: Any) -> tuple[Any, Any]:
         return cast(tuple[Any, Any], over(lambda tx, g, s, p: tx.update(g, s, p, comm=comm, **extra), grads, state, params))
 
     def apply(grads: Any, state: Any, params: Any, *, comm: Comm, donate: bool, **extra: Any) -> tuple[Any, Any]:
@@ -179,9 +207,33 @@ def partition(transforms: Mapping[str, Any]) -> Transform:
 
         return cast(tuple[Any, Any], over(run, grads, state, params))
 
-    config = {label: dict(tx.config) for label, tx in txs.items()}
-    named = (f"{label}={tx.name}" if tx.name else "" for label, tx in txs.items())
-    return Transform(init, update, config, apply, _name("partition", *named))
+    return Transform(init_parts, update_parts, config, apply, name)
+
+
+def _check_labels(labels: set[str], txs: Mapping[str, Transform]) -> None:
+    if missing := sorted(labels - set(txs)):
+        facts = [("labels", sorted(labels)), ("rules for", sorted(txs))]
+        raise LayoutError(problem("partition()", f"no transformation for the label {missing[0]!r}.", facts))
+
+
+def _partition_by_masks(txs: Mapping[str, Transform], param_labels: Any) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    def labels_of(params: Any) -> dict[str, str]:
+        return per_leaf("partition(param_labels)", params, param_labels)
+
+    def init(params: Any, /, *, comm: Comm | None = None) -> PartitionState:
+        _check_labels(set(labels_of(params).values()), txs)
+        return PartitionState({label: tx.init(params, comm=comm) for label, tx in txs.items()})
+
+    def update(grads: Any, state: PartitionState, params: Any, *, comm: Comm, **extra: Any) -> tuple[Any, PartitionState]:
+        labels, result, new = labels_of(params), grads, {}
+        for label, tx in txs.items():
+            flags = {path: own == label for path, own in labels.items()}
+            seen = _where(flags, grads, None, comm.rank)
+            out, new[label] = tx.update(seen, state.inner_states[label], params, comm=comm, **extra)
+            result = _where(flags, out, result, comm.rank)
+        return result, PartitionState(new)
+
+    return init, update
 
 
 def _join(like: Any, parts: list[Any]) -> Any:
@@ -192,26 +244,59 @@ def _join(like: Any, parts: list[Any]) -> Any:
     return map_units(one, like, *parts)
 
 
-def masked(tx: Any, mask: Any) -> Transform:
-    """``tx`` on the leaves that ``mask`` selects; the gradients of others pass unchanged.
+class MaskedState(NamedTuple):
+    """State of :func:`masked`.
+
+    Attributes:
+        inner_state: of the wrapped transformation.
+    """
+
+    inner_state: Any
+
+
+def masked(inner: Any, mask: Any) -> Transform:
+    """``inner`` on the leaves that ``mask`` selects; the gradients of others pass unchanged.
 
     Args:
-        tx: any ``(init, update)`` pair; it sees zeros in place of the gradients it is not meant for.
-        mask: patterns of leaf paths, or a predicate on the path.
+        inner: any ``(init, update)`` pair; it sees zeros in place of the gradients it is not meant for.
+        mask: patterns of leaf paths, whether to by pattern, or a predicate on the path. optax's functions get the tree, and
+            not a path.
+
+    Returns:
+        A transform with :class:`MaskedState`.
+
+    Raises:
+        PatternError: at ``init``: a pattern that selects nothing.
 
     Cost: state for all leaves; one pass over the gradients more. To save the state use labels and :func:`partition`.
     """
-    inner = as_transform(tx)
+    tx = as_transform(inner)
 
-    def update(grads: Any, state: Any, params: Any, *, comm: Comm, **extra: Any) -> tuple[Any, Any]:
-        flags = per_leaf("masked(mask)", params, lambda paths: dict.fromkeys(chosen("masked()", mask, paths), True), False)
+    def flags_of(params: Any) -> dict[str, bool]:
+        return per_leaf("masked(mask)", params, lambda paths: dict.fromkeys(chosen("masked()", mask, paths), True), False)
+
+    def init(params: Any, /, *, comm: Comm | None = None) -> MaskedState:
+        flags_of(params)
+        return MaskedState(tx.init(params, comm=comm))
+
+    def update(grads: Any, state: MaskedState, params: Any, *, comm: Comm, **extra: Any) -> tuple[Any, MaskedState]:
+        flags = flags_of(params)
         seen = _where(flags, grads, None, comm.rank)
-        out, state = inner.update(seen, state, params, comm=comm, **extra)
-        return _where(flags, out, grads, comm.rank), state
+        out, new = tx.update(seen, state.inner_state, params, comm=comm, **extra)
+        return _where(flags, out, grads, comm.rank), MaskedState(new)
 
-    # A function's repr holds its address, which differs between ranks.
-    shown = getattr(mask, "__qualname__", type(mask).__qualname__) if callable(mask) else repr(mask)
-    return Transform(inner.init, update, {"masked": shown, "inner": dict(inner.config)}, name=inner.name)
+    config = {"masked": describe(mask), "inner": dict(tx.config)}
+    return Transform(init, update, config, name=named("masked", tx.name))
+
+
+def describe(value: Any) -> str:
+    """A setting as ranks compare it: its repr without the addresses of functions, which differ between processes."""
+    return re.sub(r" at 0x[0-9a-fA-F]+", "", repr(value))
+
+
+def config_of(**values: Any) -> dict[str, str]:
+    """Settings by name, as ranks compare them."""
+    return {name: describe(value) for name, value in values.items()}
 
 
 def _where(flags: Mapping[str, bool], yes: Any, no: Any | None, rank: int) -> Any:

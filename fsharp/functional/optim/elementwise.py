@@ -1,4 +1,4 @@
-"""AdamW, SGD and Lion on flat buffers: fused kernels where torch has them, hyper-parameters per path.
+"""Adam, AdamW, SGD and Lion on flat buffers: fused kernels where torch has them, hyper-parameters per path.
 
 [Note: whole vectors]
 torch's fused CPU kernels treat the last elements of a tensor, those that do not fill a SIMD vector, with scalar code
@@ -15,7 +15,7 @@ import torch
 
 from fsharp.functional.comm.protocol import Comm
 from fsharp.functional.layout.sharded import Sharded, units_of
-from fsharp.functional.optim.base import Transform, per_leaf
+from fsharp.functional.optim.base import Transform, config_of, per_leaf
 
 ScalarOrSchedule = float | Callable[[int], float]
 """A number, or a function of the number of updates made so far."""
@@ -27,7 +27,7 @@ _VECTOR_NBYTES = 128
 
 
 class AdamState(NamedTuple):
-    """State of :func:`adamw`.
+    """State of :func:`adam`, :func:`adamw` and :func:`scale_by_adam`.
 
     Attributes:
         count: updates made.
@@ -45,11 +45,11 @@ class MomentumState(NamedTuple):
 
     Attributes:
         count: updates made.
-        momentum: like the parameters, or None without momentum.
+        mu: the momentum, like the parameters; None without.
     """
 
     count: int  # type: ignore[assignment]  # tuple.count, which nobody calls on a state
-    momentum: Any
+    mu: Any
 
 
 def at(schedule: ScalarOrSchedule, count: int) -> float:
@@ -61,13 +61,38 @@ def _at_tensor(schedule: Any, count: torch.Tensor) -> Any:
     return schedule(count) if callable(schedule) else float(schedule)
 
 
-def adamw(
-    lr: ScalarOrSchedule,
-    *,
+def adam(
+    learning_rate: ScalarOrSchedule,
     b1: float = 0.9,
     b2: float = 0.999,
     eps: float = 1e-8,
-    weight_decay: PerPath = 0.01,
+    *,
+    lr_scale: PerPath = 1.0,
+    capturable: bool = False,
+) -> Transform:
+    """:func:`adamw` without weight decay.
+
+    Args:
+        learning_rate: a number, or a schedule.
+        b1: decay of the first moment.
+        b2: decay of the second moment.
+        eps: added to the root.
+        lr_scale: factor on the learning rate, per path.
+        capturable: as of :func:`adamw`.
+
+    Returns:
+        A transform with :class:`AdamState`. State: two buffers at the optimizer's place.
+    """
+    return adamw(learning_rate, b1, b2, eps, weight_decay=0.0, lr_scale=lr_scale, capturable=capturable)
+
+
+def adamw(
+    learning_rate: ScalarOrSchedule,
+    b1: float = 0.9,
+    b2: float = 0.999,
+    eps: float = 1e-8,
+    *,
+    weight_decay: PerPath = 1e-4,
     lr_scale: PerPath = 1.0,
     capturable: bool = False,
 ) -> Transform:
@@ -76,20 +101,23 @@ def adamw(
     ``p <- p - lr * (wd * p + m' / (sqrt(v') + eps))`` with bias-corrected moments ``m'``, ``v'`` of the gradient.
 
     Args:
-        lr: learning rate, or a schedule.
+        learning_rate: a number, or a schedule.
         b1: decay of the first moment.
         b2: decay of the second moment.
         eps: added to the root.
-        weight_decay: per path, for example ``{"**": 0.1, "**.bias": 0.0}``.
+        weight_decay: per path, for example ``{"**": 0.1, "**.bias": 0.0}``: what optax has ``mask`` for. A function is one of
+            the path, not a schedule. ``torch.optim.AdamW`` has 0.01 by default.
         lr_scale: factor on the learning rate, per path.
         capturable: keep the count in a float32 scalar where the parameters are, so that a CUDA graph of a step counts on. A
-            schedule is then called with that tensor.
+            schedule is then called with that tensor, which the schedules of ``fs.optim`` take and those of optax refuse.
 
     Returns:
         A transform with :class:`AdamState`. State: two buffers at the optimizer's place.
 
+    ``eps_root``, ``mu_dtype`` and ``nesterov`` of optax are not here: ``fs.from_optax(optax.adamw(...))`` has them.
+
     Source: Loshchilov and Hutter, arXiv 1711.05101; the kernel is torch's fused one, so one rank gets the same bits as
-    from ``torch.optim.AdamW(fused=True)`` up to its treatment of tails.
+    from ``torch.optim.AdamW(fused=True)`` up to its treatment of tails. Names and defaults are those of ``optax.adamw``.
     """
 
     def init(params: Any, /) -> AdamState:
@@ -98,7 +126,7 @@ def adamw(
 
     def step(grads: Any, state: AdamState, params: Any, decays: PerPath, *, comm: Comm, donate: bool) -> tuple[Any, AdamState]:
         before = state.count
-        rate: Any = _at_tensor(lr, before) if isinstance(before, torch.Tensor) else at(lr, before)
+        rate: Any = _at_tensor(learning_rate, before) if isinstance(before, torch.Tensor) else at(learning_rate, before)
         count = before.add_(1) if donate and isinstance(before, torch.Tensor) else before + 1
         params, mu, nu = _writable(donate, params, state.mu, state.nu)
 
@@ -114,16 +142,17 @@ def adamw(
         _each_run(kernel, (params, grads, mu, nu), comm.rank, lr_scale, decays)
         return params, AdamState(count, mu, nu)
 
-    numbers = {"capturable": True} if capturable else {}
-    config = {"adamw": _text(lr=lr, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay, lr_scale=lr_scale, **numbers)}
-    return _rule(init, step, config, weight_decay, lr_scale, lambda s: _at_tensor(lr, s.count))
+    settings = {"b1": b1, "b2": b2, "eps": eps, "weight_decay": weight_decay, "lr_scale": lr_scale}
+    settings |= {"capturable": True} if capturable else {}
+    config = {"adamw": config_of(learning_rate=learning_rate, **settings)}
+    return _rule(init, step, config, weight_decay, lr_scale, lambda s: _at_tensor(learning_rate, s.count))
 
 
 def sgd(
-    lr: ScalarOrSchedule,
-    *,
-    momentum: float = 0.0,
+    learning_rate: ScalarOrSchedule,
+    momentum: float | None = None,
     nesterov: bool = False,
+    *,
     weight_decay: PerPath = 0.0,
     lr_scale: PerPath = 1.0,
 ) -> Transform:
@@ -132,46 +161,61 @@ def sgd(
     ``m <- momentum * m + g + wd * p``, ``p <- p - lr * m``; as ``torch.optim.SGD`` without dampening.
 
     Args:
-        lr: learning rate, or a schedule.
-        momentum: decay of the momentum; 0 keeps no state.
+        learning_rate: a number, or a schedule.
+        momentum: decay of the momentum; None keeps no state.
         nesterov: look ahead.
-        weight_decay: per path.
+        weight_decay: per path, added to the gradients; ``optax.sgd`` has none. A function is one of the path.
         lr_scale: factor on the learning rate, per path.
 
     Returns:
-        A transform with :class:`MomentumState`.
+        A transform with :class:`MomentumState`. State: one buffer at the optimizer's place, with momentum.
+
+    ``accumulator_dtype`` of optax is not here: ``fs.from_optax(optax.sgd(...))`` has it.
     """
 
     def init(params: Any, /) -> MomentumState:
-        return MomentumState(0, _zeros(params) if momentum else None)
+        return MomentumState(0, None if momentum is None else _zeros(params))
 
     def step(
         grads: Any, state: MomentumState, params: Any, decays: PerPath, *, comm: Comm, donate: bool
     ) -> tuple[Any, MomentumState]:
-        trees = (params, state.momentum) if momentum else (params,)
+        trees = (params,) if momentum is None else (params, state.mu)
         params, *buffers = _writable(donate, *trees)
-        rate = at(lr, state.count)
+        rate = at(learning_rate, state.count)
 
         def kernel(lists: Sequence[list[torch.Tensor]], scale: float, decay: float) -> None:
+            if lists[0][0].device.type == "cpu" and lists[0][0].itemsize == 2:
+                # torch leaves parameters of 16 bits as they are: https://github.com/pytorch/pytorch/issues/191763
+                wide = [[x.float() for x in column] for column in lists]
+                kernel(wide, scale, decay)
+                for column, result in zip((lists[0], *lists[2:]), (wide[0], *wide[2:]), strict=True):
+                    for x, y in zip(column, result, strict=True):
+                        x.copy_(y)
+                return
+            p, g, *m = lists
+            if momentum == 0:  # the kernel takes no buffer then; what it would hold is the gradient
+                for x, y, w in zip(*m, g, p, strict=True):
+                    x.copy_(y + w * decay)
             torch._fused_sgd_(
-                lists[0], lists[1], lists[2] if momentum else [],
-                weight_decay=decay, momentum=momentum, lr=rate * scale, dampening=0.0, nesterov=nesterov,
-                maximize=False, is_first_step=False,
+                p, g, m[0] if momentum else [],
+                weight_decay=decay, momentum=momentum or 0.0, lr=rate * scale, dampening=0.0,
+                nesterov=nesterov and bool(momentum), maximize=False, is_first_step=False,
             )  # fmt: skip
 
         _each_run(kernel, (params, grads, *buffers), comm.rank, lr_scale, decays)
-        return params, MomentumState(state.count + 1, buffers[0] if momentum else None)
+        return params, MomentumState(state.count + 1, buffers[0] if buffers else None)
 
-    config = {"sgd": _text(lr=lr, momentum=momentum, nesterov=nesterov, weight_decay=weight_decay, lr_scale=lr_scale)}
+    settings = {"momentum": momentum, "nesterov": nesterov, "weight_decay": weight_decay, "lr_scale": lr_scale}
+    config = {"sgd": config_of(learning_rate=learning_rate, **settings)}
     return _rule(init, step, config, weight_decay)
 
 
 def lion(
-    lr: ScalarOrSchedule,
-    *,
+    learning_rate: ScalarOrSchedule,
     b1: float = 0.9,
     b2: float = 0.99,
-    weight_decay: PerPath = 0.0,
+    *,
+    weight_decay: PerPath = 1e-3,
     lr_scale: PerPath = 1.0,
 ) -> Transform:
     """Sign of an interpolated momentum, with decoupled weight decay.
@@ -179,16 +223,18 @@ def lion(
     ``p <- p - lr * (sign(b1 * m + (1 - b1) * g) + wd * p)``, then ``m <- b2 * m + (1 - b2) * g``.
 
     Args:
-        lr: learning rate, or a schedule.
+        learning_rate: a number, or a schedule.
         b1: interpolation for the sign.
         b2: decay of the momentum.
-        weight_decay: per path.
+        weight_decay: per path. A function is one of the path, not a schedule.
         lr_scale: factor on the learning rate, per path.
 
     Returns:
         A transform with :class:`MomentumState`. State: one buffer at the optimizer's place.
 
-    Source: Chen et al., arXiv 2302.06675, algorithm 2.
+    ``mu_dtype`` of optax is not here: ``fs.from_optax(optax.lion(...))`` has it.
+
+    Source: Chen et al., arXiv 2302.06675, algorithm 2. Names and defaults are those of ``optax.lion``.
     """
 
     def init(params: Any, /) -> MomentumState:
@@ -197,8 +243,8 @@ def lion(
     def step(
         grads: Any, state: MomentumState, params: Any, decays: PerPath, *, comm: Comm, donate: bool
     ) -> tuple[Any, MomentumState]:
-        params, momentum = _writable(donate, params, state.momentum)
-        rate = at(lr, state.count)
+        params, momentum = _writable(donate, params, state.mu)
+        rate = at(learning_rate, state.count)
 
         def kernel(lists: Sequence[list[torch.Tensor]], scale: float, decay: float) -> None:
             for p, g, m in zip(*lists, strict=True):
@@ -209,8 +255,9 @@ def lion(
         _each_run(kernel, (params, grads, momentum), comm.rank, lr_scale, decays)
         return params, MomentumState(state.count + 1, momentum)
 
-    config = {"lion": _text(lr=lr, b1=b1, b2=b2, weight_decay=weight_decay, lr_scale=lr_scale)}
-    return _rule(init, step, config, weight_decay, lr_scale, lambda s: at(lr, s.count))
+    settings = {"b1": b1, "b2": b2, "weight_decay": weight_decay, "lr_scale": lr_scale}
+    config = {"lion": config_of(learning_rate=learning_rate, **settings)}
+    return _rule(init, step, config, weight_decay, lr_scale, lambda s: at(learning_rate, s.count))
 
 
 def _rule(
@@ -245,16 +292,6 @@ def _rule(
         return updates if rate is None else add(updates, -rate(state)), new
 
     return Transform(init, update, config, apply, next(iter(config)))
-
-
-def _text(**values: Any) -> dict[str, str]:
-    return {name: _describe(value) for name, value in values.items()}
-
-
-def _describe(value: Any) -> str:
-    # A function's repr holds its address, which differs between ranks; that of a schedule of ours holds its numbers.
-    text = repr(value)
-    return str(getattr(value, "__qualname__", type(value).__qualname__)) if " at 0x" in text else text
 
 
 def _device(params: Any) -> torch.device:

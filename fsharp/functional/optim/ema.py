@@ -1,4 +1,4 @@
-"""A moving average of the parameters, kept where the optimizer state rests."""
+"""Moving averages, kept where the optimizer state rests: of updates, and of parameters."""
 
 from typing import Any, NamedTuple
 
@@ -7,19 +7,55 @@ import torch
 
 from fsharp.errors import LayoutError
 from fsharp.functional.comm.protocol import Comm
-from fsharp.functional.optim.base import Transform, _name, add_updates, apply_transform, as_transform
+from fsharp.functional.optim.base import Transform, add_updates, apply_transform, as_transform, config_of, named
 
 
 class EmaState(NamedTuple):
+    """State of :func:`ema`.
+
+    Attributes:
+        count: updates made.
+        ema: averaged updates, like the parameters.
+    """
+
+    count: int  # type: ignore[assignment]  # tuple.count, which nobody calls on a state
+    ema: Any
+
+
+def ema(decay: float, debias: bool = True) -> Transform:
+    """The average of updates ``e <- decay * e + (1 - decay) * u``, from zero. For that of parameters see :func:`with_ema`.
+
+    Args:
+        decay: in [0, 1).
+        debias: hand on ``e / (1 - decay^t)`` in update ``t``; else ``e``.
+
+    Returns:
+        A transform with :class:`EmaState`. State: one buffer at the optimizer's place, in the dtype of the parameters.
+        ``accumulator_dtype`` of optax is not here: ``fs.from_optax(optax.ema(...))`` has it.
+
+    Raises:
+        LayoutError: a decay outside [0, 1).
+    """
+    _check_decay("ema()", decay)
+
+    def update(updates: Any, state: EmaState, params: Any) -> tuple[Any, EmaState]:
+        new, count = optree.tree_map(lambda e, u: e * decay + u.to(e.dtype) * (1 - decay), state.ema, updates), state.count + 1
+        return optree.tree_map(lambda e: e / (1 - decay**count), new) if debias else new, EmaState(count, new)
+
+    config = {"ema": config_of(decay=decay, debias=debias)}
+    return Transform(lambda params: EmaState(0, optree.tree_map(torch.zeros_like, params)), update, config, name="ema")
+
+
+class WithEmaState(NamedTuple):
     """State of :func:`with_ema`.
 
     Attributes:
         ema: averaged parameters at the optimizer's place, in the main dtype: trainable groups only.
-        inner: state of the wrapped transformation.
+        inner_state: of the wrapped transformation.
     """
 
     ema: Any
-    inner: Any
+    inner_state: Any
 
 
 def with_ema(tx: Any, *, decay: float) -> Transform:
@@ -30,27 +66,33 @@ def with_ema(tx: Any, *, decay: float) -> Transform:
         decay: in [0, 1).
 
     Returns:
-        A transform with :class:`EmaState`; ``gather(state.opt.ema, comm=comm)`` makes the average whole.
+        A transform with :class:`WithEmaState`; ``gather(state.opt.ema, comm=comm)`` makes the average whole.
 
     Raises:
         LayoutError: a decay outside [0, 1).
     """
-    if not 0 <= decay < 1:
-        raise LayoutError(f"with_ema(): decay is {decay!r}, expected a number in [0, 1).")
+    _check_decay("with_ema()", decay)
     inner = as_transform(tx)
 
-    def init(params: Any, /, *, comm: Comm | None = None) -> EmaState:
-        return EmaState(optree.tree_map(torch.clone, params), inner.init(params, comm=comm))
+    def init(params: Any, /, *, comm: Comm | None = None) -> WithEmaState:
+        return WithEmaState(optree.tree_map(torch.clone, params), inner.init(params, comm=comm))
 
     def average(ema: Any, params: Any, donate: bool) -> Any:
         return optree.tree_map(lambda e, p: e.lerp_(p, 1 - decay) if donate else e.lerp(p, 1 - decay), ema, params)
 
-    def update(grads: Any, state: EmaState, params: Any, *, comm: Comm, **extra: Any) -> tuple[Any, EmaState]:
-        updates, new = inner.update(grads, state.inner, params, comm=comm, **extra)
-        return updates, EmaState(average(state.ema, add_updates(params, updates), False), new)
+    def update(grads: Any, state: WithEmaState, params: Any, *, comm: Comm, **extra: Any) -> tuple[Any, WithEmaState]:
+        updates, new = inner.update(grads, state.inner_state, params, comm=comm, **extra)
+        return updates, WithEmaState(average(state.ema, add_updates(params, updates), False), new)
 
-    def apply(grads: Any, state: EmaState, params: Any, *, comm: Comm, donate: bool, **extra: Any) -> tuple[Any, EmaState]:
-        params, new = apply_transform(inner, grads, state.inner, params, comm=comm, donate=donate, **extra)
-        return params, EmaState(average(state.ema, params, donate), new)
+    def apply(
+        grads: Any, state: WithEmaState, params: Any, *, comm: Comm, donate: bool, **extra: Any
+    ) -> tuple[Any, WithEmaState]:
+        params, new = apply_transform(inner, grads, state.inner_state, params, comm=comm, donate=donate, **extra)
+        return params, WithEmaState(average(state.ema, params, donate), new)
 
-    return Transform(init, update, {"with_ema": decay, "inner": dict(inner.config)}, apply, _name("with_ema", inner.name))
+    return Transform(init, update, {"with_ema": decay, "inner": dict(inner.config)}, apply, named("with_ema", inner.name))
+
+
+def _check_decay(where: str, decay: float) -> None:
+    if not 0 <= decay < 1:
+        raise LayoutError(f"{where}: decay is {decay!r}, expected a number in [0, 1).")

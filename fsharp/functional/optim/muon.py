@@ -1,7 +1,7 @@
 """Muon: momentum whose matrices are orthogonalised, each on the rank that holds it whole."""
 
 import math
-from typing import Any, Literal
+from typing import Any
 
 import optree
 import torch
@@ -10,19 +10,30 @@ from fsharp.errors import LayoutError, problem
 from fsharp.functional.comm.protocol import Comm
 from fsharp.functional.layout.packing import Whole
 from fsharp.functional.layout.sharded import map_units, units_of
-from fsharp.functional.optim.base import Transform, per_leaf
-from fsharp.functional.optim.elementwise import MomentumState, PerPath, ScalarOrSchedule, _text, at
+from fsharp.functional.optim.base import Transform, config_of, per_leaf
+from fsharp.functional.optim.elementwise import MomentumState, PerPath, ScalarOrSchedule, at
+
+_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 
 
-def orthogonalise(matrix: torch.Tensor, *, steps: int = 5, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+def orthogonalise(
+    matrix: torch.Tensor,
+    *,
+    coefficients: tuple[float, float, float] = _COEFFICIENTS,
+    steps: int = 5,
+    eps: float = 1e-8,
+    dtype: torch.dtype = torch.float32,
+) -> torch.Tensor:
     """Push all singular values of ``matrix`` towards 1 by a quintic Newton-Schulz iteration.
 
-    ``X <- a X + (b A + c A^2) X`` with ``A = X X^T``, from ``X = matrix / |matrix|``. Singular values end up in about
+    ``X <- a X + (b A + c A^2) X`` with ``A = X X^T``, from ``X = matrix / (|matrix| + eps)``. Singular values end up in about
     [0.7, 1.2], which the coefficients trade for speed of convergence.
 
     Args:
         matrix: ``[m, n]``.
+        coefficients: ``a``, ``b`` and ``c``.
         steps: iterations.
+        eps: added to the norm.
         dtype: in which to iterate.
 
     Returns:
@@ -30,11 +41,10 @@ def orthogonalise(matrix: torch.Tensor, *, steps: int = 5, dtype: torch.dtype = 
 
     Source: Jordan et al., Muon, 2024; the coefficients are theirs, as in ``torch.optim.Muon``.
     """
-    a, b, c = 3.4445, -4.7750, 2.0315
-    x = matrix.to(dtype)
+    a, b, c = coefficients
+    x: torch.Tensor = (matrix / (torch.linalg.vector_norm(matrix) + eps)).to(dtype)
     tall = x.shape[0] > x.shape[1]
     x = x.mT if tall else x
-    x = x / torch.linalg.vector_norm(x).clamp(min=1e-7)
     for _ in range(steps):
         gram = x @ x.mT
         x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
@@ -42,28 +52,37 @@ def orthogonalise(matrix: torch.Tensor, *, steps: int = 5, dtype: torch.dtype = 
 
 
 def muon(
-    lr: ScalarOrSchedule,
+    learning_rate: ScalarOrSchedule,
+    ns_coeffs: tuple[float, float, float] = _COEFFICIENTS,
+    ns_steps: int = 5,
+    beta: float = 0.95,
+    eps: float = 1e-8,
     *,
-    momentum: float = 0.95,
+    weight_decay: PerPath = 0.0,
     nesterov: bool = True,
-    weight_decay: PerPath = 0.1,
+    consistent_rms: float | None = None,
     lr_scale: PerPath = 1.0,
-    steps: int = 5,
-    adjust: Literal["original", "match_rms_adamw"] = "original",
     dtype: torch.dtype = torch.float32,
 ) -> Transform:
     """Momentum, orthogonalised matrix by matrix, with decoupled weight decay.
 
-    ``m <- momentum * m + (1 - momentum) * g``, ``p <- p - lr * wd * p - lr * scale(shape) * orthogonalise(m)``.
+    ``m <- beta * m + (1 - beta) * g``, ``p <- p - lr * (scale(shape) * orthogonalise(m') + wd * p)``. In update ``t`` ``m'`` is
+    ``m / (1 - beta^t)``, or with ``nesterov`` ``beta * m / (1 - beta^(t + 1)) + (1 - beta) * g / (1 - beta^t)``.
+
+    Matrices are ``[out, in]``, as torch keeps them; optax and Flax keep them as ``[in, out]``. So this gives the transposed
+    result of optax for the transposed matrices.
 
     Args:
-        lr: learning rate, or a schedule.
-        momentum: decay.
+        learning_rate: a number, or a schedule.
+        ns_coeffs: coefficients of the Newton-Schulz iteration.
+        ns_steps: iterations.
+        beta: decay of the momentum.
+        eps: added to the norm by which a matrix is divided first.
+        weight_decay: per path. A function is one of the path, not a schedule.
         nesterov: orthogonalise the interpolation of gradient and momentum instead of the momentum.
-        weight_decay: per path.
+        consistent_rms: None scales by ``sqrt(max(1, out / in))``; a number by ``consistent_rms * sqrt(max(out, in))``. 0.2
+            gives updates as large as those of AdamW.
         lr_scale: factor on the learning rate, per path.
-        steps: Newton-Schulz iterations.
-        adjust: ``"original"`` scales by ``sqrt(max(1, m / n))``, ``"match_rms_adamw"`` by ``0.2 * sqrt(max(m, n))``.
         dtype: in which to iterate; ``torch.bfloat16`` is much faster on GPUs.
 
     Returns:
@@ -71,10 +90,14 @@ def muon(
 
     Raises:
         LayoutError: at ``init``: a leaf that is not a matrix, or that may be cut: plan it with ``atoms=Whole()``. Use
-            labels and :func:`~fsharp.partition` for the others.
+            labels and :func:`~fsharp.partition` for the others, which ``optax.contrib.muon`` gives to AdamW by itself.
 
     Cost: no communication: each rank orthogonalises the matrices it holds.
-    Source: Jordan et al., Muon, 2024; Moonlight, arXiv 2502.16982, for ``match_rms_adamw``.
+
+    ``adaptive``, ``preconditioning`` and ``muon_weight_dimension_numbers`` of optax are not here:
+    ``fs.from_optax(optax.contrib.muon(...))`` has them, for leaves that rest whole.
+
+    Source: Jordan et al., Muon, 2024; Moonlight, arXiv 2502.16982, for ``consistent_rms``; ``optax.contrib.muon``.
     """
 
     def init(params: Any, /) -> MomentumState:
@@ -82,32 +105,39 @@ def muon(
         return MomentumState(0, optree.tree_map(torch.zeros_like, params))
 
     def update(grads: Any, state: MomentumState, params: Any, *, comm: Comm) -> tuple[Any, MomentumState]:
-        rate = at(lr, state.count)
+        rate, count = at(learning_rate, state.count), state.count + 1
         scale, decay = (per_leaf(f"{n}=", params, r) for n, r in (("lr_scale", lr_scale), ("weight_decay", weight_decay)))
-        moved = optree.tree_map(lambda m, g: torch.lerp(m, g.to(m.dtype), 1 - momentum), state.momentum, grads)
-        ahead = optree.tree_map(lambda g, m: torch.lerp(g.to(m.dtype), m, momentum), grads, moved) if nesterov else moved
+        moved = optree.tree_map(lambda m, g: m * beta + g.to(m.dtype) * (1 - beta), state.mu, grads)
+        part, rest = beta / (1 - beta ** (count + 1)), (1 - beta) / (1 - beta**count)
+        if nesterov:
+            seen = optree.tree_map(lambda m, g: m * part + g.to(m.dtype) * rest, moved, grads)
+        else:
+            seen = optree.tree_map(lambda m: m / (1 - beta**count), moved)
 
         def one(node: Any, parameter: Any) -> Any:
             out = node.replace([torch.zeros_like(b) for b in node.buffers])
             for i, group in enumerate(node.groups):
                 for span in node.unit.spans(group, node.place, comm.rank):
                     path, shape = node.unit.full_path(span.leaf), span.leaf.shape
-                    part = slice(span.start, span.stop)
-                    direction = orthogonalise(node.buffers[i][part].view(shape), steps=steps, dtype=dtype)
+                    place = slice(span.start, span.stop)
+                    direction = orthogonalise(
+                        node.buffers[i][place].view(shape), coefficients=ns_coeffs, steps=ns_steps, eps=eps, dtype=dtype
+                    )
                     factor = -rate * scale[path]
-                    step = direction.reshape(-1) * (factor * _adjustment(shape, adjust))
-                    out.buffers[i][part] = step.add_(parameter.buffers[i][part], alpha=factor * decay[path])
+                    step = direction.reshape(-1) * (factor * _scale_of(shape, consistent_rms))
+                    out.buffers[i][place] = step.add_(parameter.buffers[i][place], alpha=factor * decay[path])
             return out
 
-        return map_units(one, ahead, params), MomentumState(state.count + 1, moved)
+        return map_units(one, seen, params), MomentumState(count, moved)
 
-    config = _text(lr=lr, momentum=momentum, nesterov=nesterov, weight_decay=weight_decay, lr_scale=lr_scale)
-    return Transform(init, update, {"muon": {**config, **_text(steps=steps, adjust=adjust, dtype=dtype)}}, name="muon")
+    settings = {"ns_coeffs": ns_coeffs, "ns_steps": ns_steps, "beta": beta, "eps": eps, "weight_decay": weight_decay}
+    settings |= {"nesterov": nesterov, "consistent_rms": consistent_rms, "lr_scale": lr_scale, "dtype": dtype}
+    return Transform(init, update, {"muon": config_of(learning_rate=learning_rate, **settings)}, name="muon")
 
 
-def _adjustment(shape: tuple[int, ...], adjust: str) -> float:
+def _scale_of(shape: tuple[int, ...], consistent_rms: float | None) -> float:
     rows, columns = shape
-    return math.sqrt(max(1.0, rows / columns)) if adjust == "original" else 0.2 * math.sqrt(max(rows, columns))
+    return math.sqrt(max(1.0, rows / columns)) if consistent_rms is None else consistent_rms * math.sqrt(max(rows, columns))
 
 
 def _check(params: Any) -> None:

@@ -1,4 +1,4 @@
-"""Norms over sharded trees, clipping by them, and refusing gradients that are not finite."""
+"""Norms over sharded trees, and clipping by them."""
 
 import math
 from collections.abc import Iterable
@@ -11,7 +11,7 @@ from fsharp.errors import LayoutError, TreeError
 from fsharp.functional.comm.collectives import all_reduce
 from fsharp.functional.comm.protocol import Comm
 from fsharp.functional.layout.sharded import units_of
-from fsharp.functional.optim.base import Transform, _name, apply_transform, as_transform
+from fsharp.functional.optim.base import Transform
 
 _LIMBS, _BITS, _CHUNK = 3, 22, 1 << 20
 
@@ -120,8 +120,8 @@ def clip_by_global_norm(max_norm: float, *, deterministic: bool = False) -> Tran
 
     Returns:
         A transform with :class:`ClipState`. With an infinite gradient the factor is zero, as in torch and optax: elements that
-        are infinite become NaN, all others zero. With a NaN all are NaN. Wrap the optimizer in :func:`skip_nonfinite`, around
-        the whole chain, to leave such steps out.
+        are infinite become NaN, all others zero. With a NaN all are NaN. Wrap the optimizer in :func:`apply_if_finite`,
+        around the whole chain, to leave such steps out.
 
     Raises:
         LayoutError: ``max_norm`` is not positive.
@@ -138,57 +138,3 @@ def clip_by_global_norm(max_norm: float, *, deterministic: bool = False) -> Tran
         return optree.tree_map(lambda g: g * factor, grads), ClipState(norm.to(_dtype(grads)))
 
     return Transform(init, update, {"clip_by_global_norm": [max_norm, deterministic]}, name="clip_by_global_norm")
-
-
-class SkipState(NamedTuple):
-    """State of :func:`skip_nonfinite`.
-
-    Attributes:
-        skipped: updates that were left out.
-        inner: state of the wrapped transformation.
-    """
-
-    skipped: int
-    inner: Any
-
-
-def skip_nonfinite(tx: Any) -> Transform:
-    """``tx``, but an update whose gradients hold an infinity or NaN on any rank is left out on every rank.
-
-    Parameters and the state of ``tx`` stay as they are, its step count included.
-
-    Returns:
-        A transform with :class:`SkipState`.
-
-    Cost: one pass over the gradients, one ``all_reduce`` of 4 bytes for each axis, and a wait for its result.
-    """
-    inner = as_transform(tx)
-
-    def init(params: Any, /, *, comm: Comm | None = None) -> SkipState:
-        return SkipState(0, inner.init(params, comm=comm))
-
-    def update(grads: Any, state: SkipState, params: Any, *, comm: Comm, **extra: Any) -> tuple[Any, SkipState]:
-        if not all_finite(grads, comm=comm):
-            return optree.tree_map(torch.zeros_like, params), state._replace(skipped=state.skipped + 1)
-        updates, new = inner.update(grads, state.inner, params, comm=comm, **extra)
-        return updates, SkipState(state.skipped, new)
-
-    def apply(grads: Any, state: SkipState, params: Any, *, comm: Comm, donate: bool, **extra: Any) -> tuple[Any, SkipState]:
-        if not all_finite(grads, comm=comm):
-            kept: Any = (params, state.inner)
-            params, old = kept if donate else optree.tree_map(lambda x: x.clone() if isinstance(x, torch.Tensor) else x, kept)
-            return params, SkipState(state.skipped + 1, old)
-        params, new = apply_transform(inner, grads, state.inner, params, comm=comm, donate=donate, **extra)
-        return params, SkipState(state.skipped, new)
-
-    return Transform(init, update, {"skip_nonfinite": dict(inner.config)}, apply, _name("skip_nonfinite", inner.name))
-
-
-def all_finite(tree: Any, *, comm: Comm) -> bool:
-    """Whether every element on every rank is finite; the same answer on all ranks."""
-    local = all(bool(torch.isfinite(b).all()) for node in units_of(tree) for b in node.buffers)
-    flag = torch.tensor([1.0 if local else 0.0], device=comm.device)
-    for axis, size in comm.mesh.axes:
-        if size > 1:
-            flag = comm.all_reduce(flag, axis, op="min")
-    return bool(flag.item())

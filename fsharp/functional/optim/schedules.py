@@ -1,64 +1,179 @@
-"""Learning-rate schedules: functions of the number of updates made, whose repr tells ranks apart that were given others."""
+"""Schedules with the names, arguments and values of optax: functions of the number of updates made.
+
+Each is an object whose repr has its numbers, so that ranks which were given others are told. The count is a number, or a
+scalar tensor as :func:`adamw` has it with ``capturable=True``. Any schedule of optax works as well, with counts that are
+numbers; ranks compare those by name alone.
+"""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
+from fsharp.errors import LayoutError
 
-def warmup_cosine(peak: float, *, warmup: int, total: int, floor: float = 0.0) -> Callable[[int], float]:
-    """Linear from 0 to ``peak``, then a half cosine down to ``floor``.
-
-    Args:
-        peak: the highest rate.
-        warmup: updates until it is reached.
-        total: updates until ``floor`` is.
-        floor: the rate from then on.
-
-    >>> rate = warmup_cosine(1.0, warmup=2, total=6)
-    >>> [round(rate(count), 3) for count in range(7)]
-    [0.5, 1.0, 1.0, 0.854, 0.5, 0.146, 0.0]
-    """
-    return _Warmup("cosine", peak, warmup, total, floor)
-
-
-def warmup_linear(peak: float, *, warmup: int, total: int, floor: float = 0.0) -> Callable[[int], float]:
-    """Linear from 0 to ``peak``, then linear down to ``floor``.
-
-    Args:
-        peak: the highest rate.
-        warmup: updates until it is reached.
-        total: updates until ``floor`` is.
-        floor: the rate from then on.
-
-    >>> rate = warmup_linear(1.0, warmup=2, total=6)
-    >>> [rate(count) for count in range(7)]
-    [0.5, 1.0, 1.0, 0.75, 0.5, 0.25, 0.0]
-    """
-    return _Warmup("linear", peak, warmup, total, floor)
+Schedule = Callable[[Any], Any]
 
 
 @dataclass(frozen=True, slots=True)
-class _Warmup:
-    shape: Literal["cosine", "linear"]
-    peak: float
-    warmup: int
-    total: int
-    floor: float
+class constant_schedule:
+    """``value``, always.
+
+    Args:
+        value: a number.
+
+    >>> constant_schedule(0.5)(7)
+    0.5
+    """
+
+    value: float
 
     def __call__(self, count: Any) -> Any:
-        if isinstance(count, torch.Tensor):
-            return self._of_tensor(count.double())
-        if count < self.warmup:
-            return self.peak * (count + 1) / self.warmup
-        done = min(1.0, (count - self.warmup) / max(1, self.total - self.warmup))
-        left = 1 - done if self.shape == "linear" else 0.5 * (1 + math.cos(math.pi * done))
-        return self.floor + (self.peak - self.floor) * left
+        """The value after ``count`` updates."""
+        return self.value
 
-    def _of_tensor(self, count: torch.Tensor) -> torch.Tensor:
-        rising = self.peak * (count + 1) / max(1, self.warmup)
-        done = ((count - self.warmup) / max(1, self.total - self.warmup)).clamp(0.0, 1.0)
-        left = 1 - done if self.shape == "linear" else 0.5 * (1 + torch.cos(math.pi * done))
-        return torch.where(count < self.warmup, rising, self.floor + (self.peak - self.floor) * left)
+
+@dataclass(frozen=True, slots=True)
+class linear_schedule:
+    """Linear from ``init_value`` to ``end_value``.
+
+    Args:
+        init_value: up to ``transition_begin``.
+        end_value: from ``transition_steps`` later on.
+        transition_steps: updates between the two; with 0 or less the value stays ``init_value``, as in optax.
+        transition_begin: updates before it begins to change.
+
+    Raises:
+        LayoutError: ``transition_begin`` is negative.
+
+    >>> rate = linear_schedule(0.0, 1.0, 4, transition_begin=1)
+    >>> [rate(count) for count in range(7)]
+    [0.0, 0.0, 0.25, 0.5, 0.75, 1.0, 1.0]
+    """
+
+    init_value: float
+    end_value: float
+    transition_steps: int
+    transition_begin: int = 0
+
+    def __post_init__(self) -> None:
+        if self.transition_begin < 0:
+            raise LayoutError(f"linear_schedule(): transition_begin is {self.transition_begin!r}, expected 0 or more.")
+
+    def __call__(self, count: Any) -> Any:
+        """The value after ``count`` updates."""
+        if self.transition_steps <= 0:
+            return self.init_value
+        left = 1 - _clip(count - self.transition_begin, self.transition_steps) / self.transition_steps
+        return (self.init_value - self.end_value) * left + self.end_value
+
+
+@dataclass(frozen=True, slots=True)
+class cosine_decay_schedule:
+    """Half a cosine from ``init_value`` down to ``alpha * init_value``.
+
+    Args:
+        init_value: the value at the start.
+        decay_steps: updates until the end; positive.
+        alpha: what is left at the end, as a part of ``init_value``.
+        exponent: of the cosine, which falls from 1 to 0.
+
+    Raises:
+        LayoutError: ``decay_steps`` is not positive.
+
+    Source: Loshchilov and Hutter, arXiv 1608.03983.
+
+    >>> rate = cosine_decay_schedule(1.0, 4, alpha=0.1)
+    >>> [round(rate(count), 3) for count in range(6)]
+    [1.0, 0.868, 0.55, 0.232, 0.1, 0.1]
+    """
+
+    init_value: float
+    decay_steps: int
+    alpha: float = 0.0
+    exponent: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not self.decay_steps > 0:
+            raise LayoutError(f"cosine_decay_schedule(): decay_steps is {self.decay_steps!r}, expected a positive number.")
+
+    def __call__(self, count: Any) -> Any:
+        """The value after ``count`` updates."""
+        angle = math.pi * _clip(count, self.decay_steps) / self.decay_steps
+        cosine = 0.5 * (1 + (torch.cos(angle) if isinstance(angle, torch.Tensor) else math.cos(angle)))
+        return self.init_value * ((1 - self.alpha) * cosine**self.exponent + self.alpha)
+
+
+@dataclass(frozen=True, slots=True)
+class join_schedules:
+    """One schedule after another, each of which counts from where it begins.
+
+    Args:
+        schedules: functions of a number of updates.
+        boundaries: the updates at which the second one begins, the third, and so on.
+
+    Raises:
+        LayoutError: another number of boundaries than one less than schedules.
+
+    >>> rate = join_schedules([constant_schedule(1.0), linear_schedule(0.5, 0.0, 2)], [2])
+    >>> [rate(count) for count in range(6)]
+    [1.0, 1.0, 0.5, 0.25, 0.0, 0.0]
+    """
+
+    schedules: Sequence[Schedule]
+    boundaries: Sequence[int]
+
+    def __post_init__(self) -> None:
+        if len(self.boundaries) != len(self.schedules) - 1:
+            raise LayoutError(
+                f"join_schedules(): got {len(self.boundaries)} boundaries for {len(self.schedules)} schedules, expected one "
+                "less than schedules."
+            )
+
+    def __call__(self, count: Any) -> Any:
+        """The value after ``count`` updates."""
+        value = self.schedules[0](count)
+        for boundary, schedule in zip(self.boundaries, self.schedules[1:], strict=True):
+            if isinstance(count, torch.Tensor):
+                value = torch.where(count < boundary, value, schedule(count - boundary))
+            elif count >= boundary:
+                value = schedule(count - boundary)
+        return value
+
+
+def warmup_cosine_decay_schedule(
+    init_value: float, peak_value: float, warmup_steps: int, decay_steps: int, end_value: float = 0.0, exponent: float = 1.0
+) -> join_schedules:
+    """Linear from ``init_value`` to ``peak_value``, then half a cosine down to ``end_value``.
+
+    Args:
+        init_value: the value at the start.
+        peak_value: the highest value.
+        warmup_steps: updates until it is reached.
+        decay_steps: updates until ``end_value`` is, those of the warm-up included.
+        end_value: the value from then on.
+        exponent: of the cosine, which falls from 1 to 0.
+
+    Raises:
+        LayoutError: ``decay_steps`` is not more than ``warmup_steps``.
+
+    >>> rate = warmup_cosine_decay_schedule(0.0, 1.0, warmup_steps=2, decay_steps=6)
+    >>> [round(rate(count), 3) for count in range(8)]
+    [0.0, 0.5, 1.0, 0.854, 0.5, 0.146, 0.0, 0.0]
+    """
+    if not decay_steps > warmup_steps:
+        raise LayoutError(
+            f"warmup_cosine_decay_schedule(): decay_steps is {decay_steps!r}, expected more than warmup_steps, which is "
+            f"{warmup_steps!r} and part of it."
+        )
+    alpha = 0.0 if peak_value == 0.0 else end_value / peak_value
+    rising = linear_schedule(init_value, peak_value, warmup_steps)
+    return join_schedules(
+        (rising, cosine_decay_schedule(peak_value, decay_steps - warmup_steps, alpha, exponent)), (warmup_steps,)
+    )
+
+
+def _clip(count: Any, high: int) -> Any:
+    return count.double().clamp(0, high) if isinstance(count, torch.Tensor) else min(max(count, 0), high)

@@ -10,7 +10,7 @@ import torch
 from fsharp.errors import ScheduleError, TreeError
 from fsharp.functional.layout.sharded import Sharded, map_units, units_of
 from fsharp.functional.moves import gather
-from fsharp.functional.optim.ema import EmaState
+from fsharp.functional.optim.ema import WithEmaState
 from fsharp.stateful.modules.session import Session
 
 Buffers = dict[tuple[str, int], torch.Tensor]
@@ -59,7 +59,7 @@ def _buffers(tree: Any) -> Buffers:
 
 
 def _averages(opt: Any) -> Buffers:
-    is_average = lambda x: isinstance(x, EmaState)  # noqa: E731
+    is_average = lambda x: isinstance(x, WithEmaState)  # noqa: E731
     states = [x for x in optree.tree_leaves(opt, is_leaf=is_average) if is_average(x)]
     if not states:
         raise TreeError(

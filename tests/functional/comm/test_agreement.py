@@ -86,7 +86,10 @@ DIFFERENT = {
         ["rank 1: (root): ['bfloat16/float32/bfloat16/float32']"],
     ),
     "key": (initialising(on_one(7, 3)), ["ranks 0, 2: 3", "rank 1: 7"]),
-    "tx": (starting(on_one(fs.optim.adamw(1e-3), fs.optim.adamw(2e-3))), ["'lr': '0.002'", "rank 1: {'adamw': {'lr': '0.001'"]),
+    "tx": (
+        starting(on_one(fs.optim.adamw(1e-3), fs.optim.adamw(2e-3))),
+        ["'learning_rate': '0.002'", "rank 1: {'adamw': {'learning_rate': '0.001'"],
+    ),
     "place": (
         starting(lambda rank: fs.optim.sgd(1.0), on_one("params", "optim")),
         ["dp:Shard", "rank 1: (root): dp:Replicate"],
@@ -131,7 +134,7 @@ def test_functions_made_on_each_rank_are_told_apart_by_name_alone():
     def tx(rank):
         schedule, keep = (lambda count: 0.1), (lambda path: path == "w")
         return fs.optim.chain(
-            fs.optim.masked(fs.optim.sgd(schedule), keep), fs.optim.sgd(fs.optim.warmup_cosine(1.0, warmup=1, total=2))
+            fs.optim.masked(fs.optim.sgd(schedule), keep), fs.optim.sgd(fs.optim.cosine_decay_schedule(1.0, 2))
         )
 
     assert [error for error, _ in caught(DP3, starting(tx))] == [None] * 3

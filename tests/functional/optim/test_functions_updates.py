@@ -136,7 +136,7 @@ def test_clipping_what_is_infinite_is_that_of_torch(dtype):
             assert torch.equal(got.isnan(), theirs[name].grad.isnan())
             assert torch.equal(got.nan_to_num(), theirs[name].grad.nan_to_num())
         assert not math.isfinite(float(state.norm))
-        tx = fs.optim.skip_nonfinite(fs.optim.chain(fs.optim.clip_by_global_norm(1.0), fs.optim.sgd(1.0)))
+        tx = fs.optim.apply_if_finite(fs.optim.chain(fs.optim.clip_by_global_norm(1.0), fs.optim.sgd(1.0)), 5)
         new = fs.update(tx, grads, fs.init_state(tx, params, comm=ONE), comm=ONE)
-        assert new.opt.skipped == 1
+        assert new.opt.total_notfinite == 1
         assert all(map(torch.equal, new.params.buffers, params.buffers))

@@ -13,10 +13,10 @@ from tests.scheduling import DP, STRATEGIES, assert_same, every
 
 TRANSFORMS = {
     "ema": lambda: fs.optim.with_ema(fs.optim.adamw(1e-2), decay=0.9),
-    "ema of what is skipped": lambda: fs.optim.with_ema(fs.optim.skip_nonfinite(fs.optim.adamw(1e-2)), decay=0.9),
+    "ema of what is skipped": lambda: fs.optim.with_ema(fs.optim.apply_if_finite(fs.optim.adamw(1e-2), 5), decay=0.9),
     "skipped with its ema": lambda: fs.optim.chain(
         fs.optim.clip_by_global_norm(0.5, deterministic=True),
-        fs.optim.skip_nonfinite(fs.optim.with_ema(fs.optim.adamw(1e-2), decay=0.9)),
+        fs.optim.apply_if_finite(fs.optim.with_ema(fs.optim.adamw(1e-2), decay=0.9), 5),
     ),
 }
 MIXED = fs.Precision(compute=torch.bfloat16, main=torch.float32)
@@ -80,9 +80,9 @@ def tree_of(named):
 def found(opt):
     """Average and number of steps left out."""
     opt = opt[1] if type(opt) is tuple else opt
-    if hasattr(opt, "skipped"):
-        return opt.inner.ema, opt.skipped
-    return opt.ema, getattr(opt.inner, "skipped", 0)
+    if hasattr(opt, "total_notfinite"):
+        return opt.inner_state.ema, opt.total_notfinite
+    return opt.ema, getattr(opt.inner_state, "total_notfinite", 0)
 
 
 @every(4, strategy=STRATEGIES, name=TRANSFORMS)

@@ -56,7 +56,7 @@ def test_scheduled_steps_have_the_bits_of_blocking_ones(comm, strategy, options)
 
 @pytest.mark.parametrize("strategy", [fs.ddp, fs.zero2, fs.zero3])
 def test_a_captured_step_replays_with_the_losses_of_an_eager_one(comm, strategy):
-    tx = fs.optim.adamw(fs.optim.warmup_cosine(1e-2, warmup=3, total=20), capturable=True)
+    tx = fs.optim.adamw(fs.optim.warmup_cosine_decay_schedule(0.0, 1e-2, 3, 20), capturable=True)
     step = fs.train_step(loss_fn, tx, donate=True)
     data = batches(8)
     scheduled = fs.Scheduler(comm, policy=DebugPolicy(trivial_axes=True, gather_at_start=False))(step)

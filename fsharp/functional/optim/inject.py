@@ -1,0 +1,126 @@
+"""Hyper-parameters that are numbers in the state, where they may be read and set between steps."""
+
+import inspect
+import numbers
+from collections.abc import Callable, Iterable
+from functools import wraps
+from typing import Any, NamedTuple
+
+from fsharp.errors import TreeError, problem
+from fsharp.functional.comm.agree import together
+from fsharp.functional.comm.protocol import Comm
+from fsharp.functional.optim.base import Transform, apply_transform, as_transform, config_of, named
+
+
+class InjectHyperparamsState(NamedTuple):
+    """State of :func:`inject_hyperparams`.
+
+    Attributes:
+        count: updates made.
+        hyperparams: numbers by name. Those that are not scheduled may be set, on all ranks alike:
+            ``state.opt.hyperparams["learning_rate"] = 1e-4``. Those that are scheduled are what the last update used.
+        inner_state: of the transformation that the factory makes.
+    """
+
+    count: int  # type: ignore[assignment]  # tuple.count, which nobody calls on a state
+    hyperparams: dict[str, Any]
+    inner_state: Any
+
+
+def inject_hyperparams(inner_factory: Callable[..., Any], static_args: str | Iterable[str] = ()) -> Callable[..., Transform]:
+    """A factory of transformations whose hyper-parameters are in the state.
+
+    >>> import fsharp as fs
+    >>> tx = fs.optim.inject_hyperparams(fs.optim.adamw)(learning_rate=3e-4, weight_decay=0.1)
+
+    Arguments that are numbers can be set between steps. Those that are functions are schedules: they are evaluated at the
+    number of updates made, and to set them has no effect, as in optax. Others are passed on.
+
+    Args:
+        inner_factory: makes an ``(init, update)`` pair from arguments that it names, for example ``fs.optim.adamw``.
+        static_args: names of arguments that are passed on though they are numbers or functions, such as a function of the path
+            for ``weight_decay``.
+
+    Returns:
+        A function with the arguments of ``inner_factory``; what it returns has :class:`InjectHyperparamsState`.
+
+    Raises:
+        TreeError: ``static_args`` that the factory does not have, or a factory that does not name its arguments. In ``update``:
+            hyper-parameters that are missing, unknown or no numbers.
+        AgreementError: in ``update``, on all ranks: ranks have set different numbers.
+
+    Cost: ranks compare the numbers in each update, as none knows whether another has set one: 40 bytes for each axis, and a
+    wait for them. The factory is called once an update.
+    """
+    signature = inspect.signature(inner_factory)
+    static = {static_args} if isinstance(static_args, str) else set(static_args)
+    if unknown := sorted(static - set(signature.parameters)):
+        raise TreeError(
+            f"inject_hyperparams(): static_args names {unknown[0]!r}, expected some of {list(signature.parameters)}, which the "
+            "factory has."
+        )
+    for parameter in signature.parameters.values():
+        if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
+            raise TreeError(
+                f"inject_hyperparams(): the factory takes {str(parameter)!r}, expected arguments with names, as the state has "
+                "them by name. Pass a function that names them."
+            )
+
+    @wraps(inner_factory)
+    def make(*args: Any, **kwargs: Any) -> Transform:
+        bound = signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        free = {name: value for name, value in bound.arguments.items() if name not in static}
+        schedules = {name: value for name, value in free.items() if callable(value)}
+        start = {name: value for name, value in free.items() if _is_number(value)}
+        others = {name: value for name, value in bound.arguments.items() if name not in schedules and name not in start}
+
+        def scheduled(count: int) -> dict[str, float]:
+            return {name: float(schedule(count)) for name, schedule in schedules.items()}
+
+        def build(values: dict[str, Any]) -> Transform:
+            return as_transform(inner_factory(**others, **values))
+
+        def init(params: Any, /, *, comm: Comm | None = None) -> InjectHyperparamsState:
+            values = start | scheduled(0)
+            return InjectHyperparamsState(0, values, build(values).init(params, comm=comm))
+
+        def current(state: InjectHyperparamsState, comm: Comm) -> dict[str, Any]:
+            def check() -> dict[str, Any]:
+                if set(state.hyperparams) != {*start, *schedules}:
+                    facts = [("in the state", sorted(state.hyperparams)), ("expected", sorted({*start, *schedules}))]
+                    raise TreeError(problem("inject_hyperparams()", "hyper-parameters are missing or unknown.", facts))
+                return {name: _number(name, state.hyperparams[name]) for name in start}
+
+            def fields(values: dict[str, Any]) -> dict[str, str]:
+                return {name: repr(float(value)) for name, value in values.items()}
+
+            return together("inject_hyperparams()", comm, check, fields) | scheduled(state.count)
+
+        def update(grads: Any, state: InjectHyperparamsState, params: Any, *, comm: Comm, **extra: Any) -> Any:
+            values = current(state, comm)
+            out, new = build(values).update(grads, state.inner_state, params, comm=comm, **extra)
+            return out, InjectHyperparamsState(state.count + 1, values, new)
+
+        def apply(grads: Any, state: InjectHyperparamsState, params: Any, *, comm: Comm, donate: bool, **extra: Any) -> Any:
+            values = current(state, comm)
+            out, new = apply_transform(build(values), grads, state.inner_state, params, comm=comm, donate=donate, **extra)
+            return out, InjectHyperparamsState(state.count + 1, values, new)
+
+        first = build(start | scheduled(0))
+        config = {"inject_hyperparams": dict(first.config), "schedules": config_of(**schedules)}
+        return Transform(init, update, config, apply, named("inject_hyperparams", first.name))
+
+    return make
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
+
+
+def _number(name: str, value: Any) -> Any:
+    """A number as Python has it, of a number or of a tensor or array with one element."""
+    plain = value.item() if hasattr(value, "item") else value
+    if not _is_number(plain):
+        raise TreeError(f"inject_hyperparams(): hyperparams[{name!r}] is {value!r}, expected a number.")
+    return plain

@@ -1,0 +1,125 @@
+"""Small transformations to chain, with the names of optax.
+
+Each operation here rounds once, so an element's bits depend on nothing but the element; what goes through kernels that round
+otherwise at the end of a tensor is under [Note: whole vectors] in ``elementwise``.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import optree
+import torch
+
+from fsharp.functional.comm.protocol import Comm
+from fsharp.functional.optim.base import Transform, config_of, masked
+from fsharp.functional.optim.elementwise import PerPath, ScalarOrSchedule, _each_run, adam, at
+
+
+def identity() -> Transform:
+    """Updates as they are."""
+    return _stateless("identity", lambda updates: updates)
+
+
+def scale(step_size: float) -> Transform:
+    """Updates times ``step_size``."""
+    return _stateless("scale", lambda updates: optree.tree_map(lambda u: u * step_size, updates), step_size=step_size)
+
+
+class ScaleByScheduleState(NamedTuple):
+    """State of :func:`scale_by_schedule`.
+
+    Attributes:
+        count: updates made.
+    """
+
+    count: int  # type: ignore[assignment]  # tuple.count, which nobody calls on a state
+
+
+def scale_by_schedule(step_size_fn: Callable[[int], float]) -> Transform:
+    """Updates times a schedule: a function of the number of updates made. Its state is :class:`ScaleByScheduleState`."""
+
+    def update(updates: Any, state: ScaleByScheduleState, params: Any) -> tuple[Any, ScaleByScheduleState]:
+        factor = at(step_size_fn, state.count)
+        return optree.tree_map(lambda u: u * factor, updates), ScaleByScheduleState(state.count + 1)
+
+    config = {"scale_by_schedule": config_of(step_size_fn=step_size_fn)}
+    return Transform(lambda params: ScaleByScheduleState(0), update, config, name="scale_by_schedule")
+
+
+def scale_by_learning_rate(learning_rate: ScalarOrSchedule, *, flip_sign: bool = True) -> Transform:
+    """Updates times ``-learning_rate``, a number or a schedule; times ``learning_rate`` without ``flip_sign``."""
+    sign = -1 if flip_sign else 1
+    if not callable(learning_rate):
+        return scale(sign * learning_rate)
+    tx = scale_by_schedule(lambda count: sign * learning_rate(count))
+    config = {"scale_by_learning_rate": config_of(learning_rate=learning_rate, flip_sign=flip_sign)}
+    return replace(tx, config=config)
+
+
+def scale_by_adam(b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8) -> Transform:
+    """``m' / (sqrt(v') + eps)``, by the kernel of :func:`adamw`, whose state it has.
+
+    ``eps_root``, ``mu_dtype`` and ``nesterov`` of optax are not here: ``fs.from_optax(optax.scale_by_adam(...))`` has them.
+    """
+    tx = adam(-1.0, b1, b2, eps)
+    return replace(tx, config={"scale_by_adam": config_of(b1=b1, b2=b2, eps=eps)}, name="scale_by_adam")
+
+
+def add_decayed_weights(weight_decay: PerPath = 0.0, mask: Any = None) -> Transform:
+    """Updates plus ``weight_decay`` times the parameters.
+
+    Args:
+        weight_decay: per path. A function is one of the path, where optax has a schedule.
+        mask: as :func:`masked` takes it: the leaves that decay; None for all.
+
+    Cost: no state; one pass over the parameters.
+    """
+
+    def update(updates: Any, state: tuple[()], params: Any, *, comm: Comm) -> tuple[Any, tuple[()]]:
+        result = optree.tree_map(lambda u, p: u.to(p.dtype, copy=True), updates, params)
+
+        def kernel(lists: Sequence[list[torch.Tensor]], scale: float, decay: float) -> None:
+            for x, p in zip(*lists, strict=True):
+                x.add_(p * (scale * decay))
+
+        _each_run(kernel, (result, params), comm.rank, 1.0, weight_decay)
+        return result, ()
+
+    config = {"add_decayed_weights": config_of(weight_decay=weight_decay)}
+    tx = Transform(lambda params: (), update, config, name="add_decayed_weights")
+    return tx if mask is None else masked(tx, mask)
+
+
+class TraceState(NamedTuple):
+    """State of :func:`trace`.
+
+    Attributes:
+        trace: like the parameters.
+    """
+
+    trace: Any
+
+
+def trace(decay: float, nesterov: bool = False) -> Transform:
+    """The trace of past updates ``t <- u + decay * t``, or with ``nesterov`` ``u + decay * t`` of that.
+
+    Its state is :class:`TraceState`, in the dtype of the parameters, one buffer at the optimizer's place. ``accumulator_dtype``
+    of optax is not here: ``fs.from_optax(optax.trace(...))`` has it.
+    """
+
+    def add(updates: Any, held: Any) -> Any:
+        return optree.tree_map(lambda u, t: u.to(t.dtype) + t * decay, updates, held)
+
+    def update(updates: Any, state: TraceState, params: Any) -> tuple[Any, TraceState]:
+        new = add(updates, state.trace)
+        return add(updates, new) if nesterov else new, TraceState(new)
+
+    config = {"trace": config_of(decay=decay, nesterov=nesterov)}
+    return Transform(lambda params: TraceState(optree.tree_map(torch.zeros_like, params)), update, config, name="trace")
+
+
+def _stateless(name: str, fn: Callable[[Any], Any], **settings: Any) -> Transform:
+    return Transform(
+        lambda params: (), lambda updates, state, params: (fn(updates), ()), {name: config_of(**settings)}, name=name
+    )

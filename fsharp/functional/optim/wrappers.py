@@ -1,0 +1,181 @@
+"""What decides in which steps another transformation updates: finite gradients alone, or several steps' gradients together."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import optree
+import torch
+
+from fsharp.errors import LayoutError
+from fsharp.functional.comm.protocol import Comm
+from fsharp.functional.layout.sharded import Sharded, map_units, units_of
+from fsharp.functional.optim.base import Transform, apply_transform, as_transform, describe, named
+
+
+class ApplyIfFiniteState(NamedTuple):
+    """State of :func:`apply_if_finite`.
+
+    Attributes:
+        notfinite_count: updates with an infinity or NaN since the last one without.
+        last_finite: whether the last one was without.
+        total_notfinite: all updates with an infinity or NaN.
+        inner_state: of the wrapped transformation.
+    """
+
+    notfinite_count: int
+    last_finite: bool
+    total_notfinite: int
+    inner_state: Any
+
+
+def apply_if_finite(inner: Any, max_consecutive_errors: int) -> Transform:
+    """``inner``, but an update whose gradients hold an infinity or NaN on any rank is left out on every rank.
+
+    Parameters and the state of ``inner`` stay as they are, its step count included. After ``max_consecutive_errors`` such
+    updates one after another the next ones are made, as in optax: parameters then become what the optimizer makes of them.
+
+    Args:
+        inner: any ``(init, update)`` pair; a whole chain, if other parts of it are to see no such gradients either.
+        max_consecutive_errors: updates that may be left out one after another; 0 leaves none out.
+
+    Returns:
+        A transform with :class:`ApplyIfFiniteState`.
+
+    Raises:
+        LayoutError: ``max_consecutive_errors`` is not a number of updates.
+
+    Cost: one pass over the gradients, one ``all_reduce`` of 4 bytes for each axis, and a wait for its result.
+    """
+    if isinstance(max_consecutive_errors, bool) or not isinstance(max_consecutive_errors, int) or max_consecutive_errors < 0:
+        raise LayoutError(
+            f"apply_if_finite(): max_consecutive_errors is {max_consecutive_errors!r}, expected a whole number from 0."
+        )
+    tx = as_transform(inner)
+
+    def init(params: Any, /, *, comm: Comm | None = None) -> ApplyIfFiniteState:
+        return ApplyIfFiniteState(0, True, 0, tx.init(params, comm=comm))
+
+    def step(grads: Any, state: ApplyIfFiniteState, run: "_Run", rest: "_Rest", comm: Comm, donate: bool) -> Any:
+        if all_finite(grads, comm=comm):
+            out, new = run(grads, state.inner_state)
+            return out, ApplyIfFiniteState(0, True, state.total_notfinite, new)
+        count = state.notfinite_count + 1
+        out, new = run(grads, state.inner_state) if count > max_consecutive_errors else rest(state.inner_state)
+        return out, ApplyIfFiniteState(count, False, state.total_notfinite + 1, new)
+
+    config = {"apply_if_finite": max_consecutive_errors, "inner": dict(tx.config)}
+    return _sometimes("apply_if_finite", tx, init, step, config)
+
+
+def all_finite(tree: Any, *, comm: Comm) -> bool:
+    """Whether every element on every rank is finite; the same answer on all ranks."""
+    local = all(bool(torch.isfinite(b).all()) for node in units_of(tree) for b in node.buffers)
+    flag = torch.tensor([1.0 if local else 0.0], device=comm.device)
+    for axis, size in comm.mesh.axes:
+        if size > 1:
+            flag = comm.all_reduce(flag, axis, op="min")
+    return bool(flag.item())
+
+
+class MultiStepsState(NamedTuple):
+    """State of :func:`MultiSteps`.
+
+    Attributes:
+        mini_step: gradients accumulated since the last update.
+        gradient_step: updates made.
+        inner_opt_state: of the wrapped transformation.
+        acc_grads: their mean or sum, like the parameters, in the accumulation dtype.
+    """
+
+    mini_step: int
+    gradient_step: int
+    inner_opt_state: Any
+    acc_grads: Any
+
+
+def MultiSteps(opt: Any, every_k_schedule: int | Callable[[int], int], use_grad_mean: bool = True) -> Transform:
+    """``opt`` with the gradients of ``k`` steps at a time: parameters change with every ``k``-th one.
+
+    Each of these steps reduces its gradients over ranks. To accumulate within a step, and reduce once, use
+    ``value_and_grad(..., microbatches=k)``: it also weighs uneven batches right, where this gives each step the same weight.
+
+    Args:
+        opt: any ``(init, update)`` pair.
+        every_k_schedule: ``k``, or a function that gives it for the number of updates made.
+        use_grad_mean: take the mean of the gradients; else their sum.
+
+    Returns:
+        A transform with :class:`MultiStepsState`, where optax has an object with methods; an update was made if
+        ``state.mini_step == 0``. ``should_skip_update_fn`` of optax is not here: put :func:`apply_if_finite` around it.
+
+    Raises:
+        LayoutError: a ``k`` that is not a positive whole number.
+
+    Cost: one buffer at the optimizer's place, and one pass over it a step.
+    """
+    tx = as_transform(opt)
+
+    def steps(gradient_step: int) -> int:
+        k = every_k_schedule(gradient_step) if callable(every_k_schedule) else every_k_schedule
+        if int(k) != k or k < 1:
+            raise LayoutError(f"MultiSteps(): every_k_schedule is {k!r}, expected a positive whole number.")
+        return int(k)
+
+    steps(0)
+
+    def init(params: Any, /, *, comm: Comm | None = None) -> MultiStepsState:
+        def zeros(node: Sharded) -> Sharded:
+            dtypes = [node.unit.groups[group].dtypes.accumulate for group in node.groups]
+            return node.replace([torch.zeros_like(b, dtype=dtype) for b, dtype in zip(node.buffers, dtypes, strict=True)])
+
+        return MultiStepsState(0, 0, tx.init(params, comm=comm), map_units(zeros, params))
+
+    def step(grads: Any, state: MultiStepsState, run: "_Run", rest: "_Rest", comm: Comm, donate: bool) -> Any:
+        def add(acc: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+            more = (grad.to(acc.dtype) - acc) / (state.mini_step + 1) if use_grad_mean else grad.to(acc.dtype)
+            return acc.add_(more) if donate else acc + more
+
+        is_last = state.mini_step + 1 >= steps(state.gradient_step)
+        acc = optree.tree_map(add, state.acc_grads, grads)
+        if not is_last:
+            out, new = rest(state.inner_opt_state)
+            return out, MultiStepsState(state.mini_step + 1, state.gradient_step, new, acc)
+        out, new = run(optree.tree_map(lambda a, g: a.to(g.dtype), acc, grads), state.inner_opt_state)
+        return out, MultiStepsState(0, state.gradient_step + 1, new, optree.tree_map(torch.zeros_like, acc))
+
+    config = {"MultiSteps": [describe(every_k_schedule), use_grad_mean], "inner": dict(tx.config)}
+    return _sometimes("MultiSteps", tx, init, step, config)
+
+
+_Run = Callable[[Any, Any], tuple[Any, Any]]
+"""``run(grads, inner_state)``: the update of the wrapped transformation, and its new state."""
+_Rest = Callable[[Any], tuple[Any, Any]]
+"""``rest(inner_state)``: the update that changes nothing, and the same state."""
+
+
+def _sometimes(name: str, inner: Transform, init: Any, step: Callable[..., Any], config: dict[str, Any]) -> Transform:
+    """A transformation from ``step(grads, state, run, rest, comm, donate)``, which calls ``run`` or ``rest``."""
+
+    def update(grads: Any, state: Any, params: Any, *, comm: Comm, **extra: Any) -> Any:
+        def run(seen: Any, inner_state: Any) -> tuple[Any, Any]:
+            return inner.update(seen, inner_state, params, comm=comm, **extra)
+
+        return step(grads, state, run, lambda same: (optree.tree_map(torch.zeros_like, params), same), comm, False)
+
+    def apply(grads: Any, state: Any, params: Any, *, comm: Comm, donate: bool, **extra: Any) -> Any:
+        def run(seen: Any, inner_state: Any) -> tuple[Any, Any]:
+            return apply_transform(inner, seen, inner_state, params, comm=comm, donate=donate, **extra)
+
+        return step(grads, state, run, partial(_kept, params, donate), comm, donate)
+
+    return Transform(init, update, config, apply, named(name, inner.name))
+
+
+def _kept(params: Any, donate: bool, state: Any) -> tuple[Any, Any]:
+    """As they are, or copies: a new state shares no memory with an old one that somebody may donate."""
+
+    def copied(tree: Any) -> Any:
+        return optree.tree_map(lambda x: x.clone() if isinstance(x, torch.Tensor) else x, tree)
+
+    return (params, state) if donate else (copied(params), copied(state))

@@ -1,0 +1,240 @@
+"""Each transformation of fs.optim against the one of optax with its name, on the unsharded tree: 20 steps, any cut."""
+
+from functools import lru_cache
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import optree
+import pytest
+import torch
+
+import fsharp as fs
+from fsharp.testing import simulate
+from tests.scheduling import every
+
+STEPS = 20
+SHAPES = {"a": {"w": (7, 5), "b": (5,)}, "c": {"w": (3, 11), "scale": ()}, "empty": {"w": (0, 2)}}
+WORLDS = {f"{strategy.__name__} on {n}": (n, strategy) for n in (1, 3, 5) for strategy in (fs.ddp, fs.zero3)}
+NOT_FINITE = (3, 4, 9)
+"""The steps that apply_if_finite has to leave out."""
+
+
+@lru_cache
+def draw(seed, scale=1.0):
+    g = torch.Generator().manual_seed(seed)
+    return optree.tree_map(lambda s: torch.randn(s, generator=g) * scale, SHAPES, is_leaf=lambda x: type(x) is tuple)
+
+
+def gradients(step, name):
+    grads = draw(100 + step, 3.0 if step % 3 == 0 else 0.1)  # some are clipped
+    if name == "apply_if_finite" and step in NOT_FINITE:
+        return {**grads, "a": {**grads["a"], "b": grads["a"]["b"] / 0}}
+    return grads
+
+
+def by_matrix(yes, no):
+    """For optax: a tree of what there is for matrices and for the rest. For fsharp: patterns."""
+    return lambda params: jax.tree.map(lambda x: yes if x.ndim == 2 else no, params)
+
+
+def falling(count):
+    return -0.1 / (count + 1)
+
+
+MATRICES = {"**": "rest", "**.w": "matrix"}
+RISING = (0.0, 1e-1, 5, STEPS, 1e-2)
+
+
+def set_rate(step, state):
+    """Between steps, as users do."""
+    if step == 10:
+        state.hyperparams["learning_rate"] = 3e-2
+
+
+def nothing(step, state):
+    pass
+
+
+BETWEEN = {"inject_hyperparams": set_rate}
+COMPILED = ("apply_if_finite", "MultiSteps", "muon")
+"""Of optax's, those of which JAX would compile parts in each step anew."""
+
+# Name: (ours, optax's). Where they differ by intention the name says how, and optax's is what does the same there.
+TABLE = {
+    "adam": (lambda: fs.optim.adam(1e-1), lambda: optax.adam(1e-1)),
+    "adamw": (lambda: fs.optim.adamw(1e-1, 0.8, 0.99, 1e-6), lambda: optax.adamw(1e-1, 0.8, 0.99, 1e-6)),
+    "adamw, decay per path in place of a mask": (
+        lambda: fs.optim.adamw(1e-1, weight_decay={"**": 0.0, "**.w": 0.3}),
+        lambda: optax.adamw(1e-1, weight_decay=0.3, mask=by_matrix(True, False)),
+    ),
+    "adamw, capturable, warmup_cosine_decay_schedule": (
+        lambda: fs.optim.adamw(fs.optim.warmup_cosine_decay_schedule(*RISING), capturable=True),
+        lambda: optax.adamw(optax.warmup_cosine_decay_schedule(*RISING)),
+    ),
+    "adamw, a schedule of optax": (
+        lambda: fs.optim.adamw(optax.exponential_decay(1e-1, 5, 0.5)),
+        lambda: optax.adamw(optax.exponential_decay(1e-1, 5, 0.5)),
+    ),
+    "sgd": (lambda: fs.optim.sgd(1e-1), lambda: optax.sgd(1e-1)),
+    "sgd, momentum": (lambda: fs.optim.sgd(1e-1, 0.9), lambda: optax.sgd(1e-1, 0.9)),
+    "sgd, nesterov": (lambda: fs.optim.sgd(1e-1, 0.9, True), lambda: optax.sgd(1e-1, 0.9, True)),
+    "sgd, weight_decay, which optax chains": (
+        lambda: fs.optim.sgd(1e-1, 0.9, weight_decay=0.1),
+        lambda: optax.chain(optax.add_decayed_weights(0.1), optax.sgd(1e-1, 0.9)),
+    ),
+    "lion": (lambda: fs.optim.lion(1e-2), lambda: optax.lion(1e-2)),
+    "muon of matrices [out, in], others by partition": (
+        lambda: fs.optim.partition({"matrix": fs.optim.muon(2e-2), "rest": fs.optim.adam(2e-2)}),
+        lambda: optax.partition(
+            {"matrix": optax.contrib.muon(2e-2), "rest": optax.adam(2e-2)}, by_matrix("matrix", "rest")
+        ),
+    ),
+    "muon, consistent_rms, not nesterov": (
+        lambda: fs.optim.partition(
+            {
+                "matrix": fs.optim.muon(2e-2, ns_steps=3, beta=0.9, weight_decay=0.1, nesterov=False, consistent_rms=0.2),
+                "rest": fs.optim.adamw(2e-2, weight_decay=0.2),
+            }
+        ),
+        lambda: optax.contrib.muon(
+            2e-2, ns_steps=3, beta=0.9, weight_decay=0.1, nesterov=False, consistent_rms=0.2, adam_weight_decay=0.2
+        ),
+    ),
+    "clip_by_global_norm": (
+        lambda: fs.optim.chain(fs.optim.clip_by_global_norm(1.0), fs.optim.sgd(1e-1)),
+        lambda: optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(1e-1)),
+    ),
+    "ema": (
+        lambda: fs.optim.chain(fs.optim.ema(0.9), fs.optim.sgd(1e-1)),
+        lambda: optax.chain(optax.ema(0.9), optax.sgd(1e-1)),
+    ),
+    "ema, not debiased": (
+        lambda: fs.optim.chain(fs.optim.ema(0.9, debias=False), fs.optim.sgd(1e-1)),
+        lambda: optax.chain(optax.ema(0.9, debias=False), optax.sgd(1e-1)),
+    ),
+    "masked": (
+        lambda: fs.optim.chain(
+            fs.optim.masked(fs.optim.chain(fs.optim.clip_by_global_norm(1.0), fs.optim.trace(0.9)), "**.w"),
+            fs.optim.scale(-0.1),
+        ),
+        lambda: optax.chain(
+            optax.masked(optax.chain(optax.clip_by_global_norm(1.0), optax.trace(0.9)), by_matrix(True, False)),
+            optax.scale(-0.1),
+        ),
+    ),
+    "partition, labels of plan": (
+        lambda: fs.optim.partition({"matrix": fs.optim.adamw(1e-1), "rest": fs.optim.sgd(1e-1, 0.9)}),
+        lambda: optax.partition({"matrix": optax.adamw(1e-1), "rest": optax.sgd(1e-1, 0.9)}, by_matrix("matrix", "rest")),
+    ),
+    "multi_transform, patterns": (
+        lambda: fs.optim.multi_transform(
+            {
+                "matrix": fs.optim.chain(fs.optim.clip_by_global_norm(1.0), fs.optim.adamw(1e-1)),
+                "rest": fs.optim.sgd(1e-1, 0.9),
+            },
+            MATRICES,
+        ),
+        lambda: optax.multi_transform(
+            {"matrix": optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-1)), "rest": optax.sgd(1e-1, 0.9)},
+            by_matrix("matrix", "rest"),
+        ),
+    ),
+    "partition, a function of the path": (
+        lambda: fs.optim.partition(
+            {"matrix": fs.optim.lion(1e-2), "rest": fs.optim.adam(1e-1)}, lambda p: "matrix" if p.endswith("w") else "rest"
+        ),
+        lambda: optax.partition({"matrix": optax.lion(1e-2), "rest": optax.adam(1e-1)}, by_matrix("matrix", "rest")),
+    ),
+    "apply_if_finite": (
+        lambda: fs.optim.apply_if_finite(fs.optim.adamw(1e-1), 2),
+        lambda: optax.apply_if_finite(optax.adamw(1e-1), 2),
+    ),
+    "inject_hyperparams": (
+        lambda: fs.optim.inject_hyperparams(fs.optim.adamw)(1e-1, b1=fs.optim.linear_schedule(0.5, 0.9, 10)),
+        lambda: optax.inject_hyperparams(optax.adamw)(1e-1, b1=optax.linear_schedule(0.5, 0.9, 10)),
+    ),
+    "MultiSteps": (
+        lambda: fs.optim.MultiSteps(fs.optim.chain(fs.optim.clip_by_global_norm(1.0), fs.optim.adamw(1e-1)), 3),
+        lambda: optax.MultiSteps(optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-1)), 3),
+    ),
+    "MultiSteps, sums, more and more of them": (
+        lambda: fs.optim.MultiSteps(fs.optim.adamw(1e-1), lambda updates: 1 + updates // 2, use_grad_mean=False),
+        lambda: optax.MultiSteps(optax.adamw(1e-1), lambda updates: 1 + updates // 2, use_grad_mean=False),
+    ),
+    "scale_by_adam, add_decayed_weights, scale_by_schedule": (
+        lambda: fs.optim.chain(
+            fs.optim.scale_by_adam(0.8, 0.99, 1e-6),
+            fs.optim.add_decayed_weights(0.3, "**.w"),
+            fs.optim.scale_by_schedule(fs.optim.join_schedules([fs.optim.constant_schedule(-0.1), falling], [8])),
+        ),
+        lambda: optax.chain(
+            optax.scale_by_adam(0.8, 0.99, 1e-6),
+            optax.add_decayed_weights(0.3, by_matrix(True, False)),
+            optax.scale_by_schedule(optax.join_schedules([optax.constant_schedule(-0.1), falling], [8])),
+        ),
+    ),
+    "trace, scale_by_learning_rate, identity": (
+        lambda: fs.optim.chain(
+            fs.optim.trace(0.9, nesterov=True),
+            fs.optim.scale_by_learning_rate(fs.optim.cosine_decay_schedule(0.1, 15, 0.1)),
+            fs.optim.identity(),
+        ),
+        lambda: optax.chain(
+            optax.trace(0.9, nesterov=True),
+            optax.scale_by_learning_rate(optax.cosine_decay_schedule(0.1, 15, 0.1)),
+            optax.identity(),
+        ),
+    ),
+}  # fmt: skip
+
+
+@lru_cache
+def unsharded(name):
+    """Parameters by optax, whose matrices are ``[in, out]``: transposed there and back."""
+
+    def arrays(tree):
+        return optree.tree_map(lambda x: jnp.asarray((x.mT if x.ndim == 2 else x).numpy()), tree)
+
+    tx, params = TABLE[name][1](), arrays(draw(0))
+    state = tx.init(params)
+    update = jax.jit(tx.update) if name.startswith(COMPILED) else tx.update
+    for step in range(STEPS):
+        BETWEEN.get(name, nothing)(step, state)
+        updates, state = update(arrays(gradients(step, name)), state, params)
+        params = optax.apply_updates(params, updates)
+    tensors = optree.tree_map(lambda x: torch.from_numpy(np.array(x)), params)
+    return optree.tree_map(lambda x: x.mT if x.ndim == 2 else x, tensors)
+
+
+def sharded(comm, name, strategy, donate):
+    tx = TABLE[name][0]()
+    layout = fs.plan(
+        draw(0), comm.mesh, strategy("dp"), units=["a", "c"],
+        labels={**dict.fromkeys(["a.b", "c.scale"], "rest"), "**.w": "matrix"},
+        atoms={"**.w": fs.layout.Whole()} if "muon" in name else fs.layout.Element(),
+    )  # fmt: skip
+    state = fs.init_state(tx, fs.shard(draw(0), layout, comm), comm=comm)
+    for step in range(STEPS):
+        BETWEEN.get(name, nothing)(step, state.opt)
+        grads = fs.shard_for(gradients(step, name), layout, comm.rank, place="optim")
+        state = fs.update(tx, grads, state, comm=comm, donate=donate)
+    return fs.full(state.params, comm=comm)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:optax")
+@every(3, name=TABLE, world=WORLDS)
+def test_the_same_as_optax(name, world):
+    n, strategy = WORLDS[world]
+    expected = unsharded(name)
+    assert all(leaf.isfinite().all() for leaf in optree.tree_leaves(expected))
+    for found in simulate(fs.Mesh({"dp": n}), lambda comm: sharded(comm, name, strategy, donate=n > 1)):
+        for path, a, b in zip(
+            optree.tree_paths(expected), optree.tree_leaves(found), optree.tree_leaves(expected), strict=True
+        ):
+            assert a.shape == b.shape
+            if a.numel():
+                worst = float((a - b).abs().max() / b.abs().max())
+                print(f"{name}, {world}, {path}: {worst:.1e}")
+                assert worst < 1e-5, path

@@ -1,0 +1,75 @@
+"""partition and masked: labels of plan or by path, and leaves that are frozen, empty or scalars."""
+
+import optree
+import pytest
+import torch
+
+import fsharp as fs
+from fsharp.errors import LayoutError
+from fsharp.testing import simulate
+
+TREE = {"w": torch.linspace(-1, 1, 34).view(17, 2), "b": torch.ones(5), "scale": torch.tensor(2.0), "none": torch.ones(0, 3)}
+TXS = {"w": fs.optim.adamw(0.1), "rest": fs.optim.sgd(0.1, 0.9)}
+LABELS = {"**": "rest", "w": "w", "none": "w"}
+
+
+def train(comm, tx, **options):
+    layout = fs.plan(TREE, comm.mesh, fs.zero3("dp"), **options)
+    state = fs.init_state(tx, fs.shard(TREE, layout, comm), comm=comm)
+    for step in range(3):
+        g = torch.Generator().manual_seed(step)
+        grads = optree.tree_map(lambda x: torch.randn(x.shape, generator=g), TREE)
+        state = fs.update(tx, fs.trainable(fs.shard(grads, layout, comm, place="optim")), state, comm=comm)
+    return fs.full(state.params, comm=comm), state
+
+
+@pytest.mark.parametrize("frozen", [(), ("b",), ("w",)])
+def test_partition_by_labels_of_plan_patterns_and_functions_is_the_same(frozen):
+    plan_labels = {"w": "w", "none": "w", "b": "rest", "scale": "rest"}
+    ways = [
+        (fs.optim.partition(TXS), {"labels": plan_labels}),
+        (fs.optim.partition(TXS, lambda path: plan_labels[path]), {}),
+        (fs.optim.multi_transform(TXS, LABELS), {}) if not frozen else (fs.optim.multi_transform(TXS, plan_labels.get), {}),
+    ]
+
+    def rank_fn(comm):
+        return [train(comm, tx, frozen=frozen, **options)[0] for tx, options in ways]
+
+    for first, *others in simulate(fs.Mesh({"dp": 3}), rank_fn):
+        for path in frozen:
+            assert torch.equal(first[path], TREE[path])
+        for other in others:
+            for a, b in zip(optree.tree_leaves(first), optree.tree_leaves(other), strict=True):
+                torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
+
+
+def test_partition_with_labels_of_plan_keeps_state_of_its_own_leaves_alone():
+    labelled = train(fs.SingleComm(), fs.optim.partition(TXS), labels={"w": "w", "none": "w", "b": "rest", "scale": "rest"})[1]
+    by_path = train(fs.SingleComm(), fs.optim.partition(TXS, LABELS))[1]
+    numel = [
+        sum(b.numel() for node in fs.units_of(state.opt.inner_states["w"].mu) for b in node.buffers)
+        for state in (labelled, by_path)
+    ]
+    assert numel == [34, 34 + 5 + 1]
+
+
+def test_a_masked_transformation_that_is_told_of_norms_sees_no_others():
+    """A scalar, an empty leaf and one of them that is not selected."""
+    tx = fs.optim.chain(fs.optim.masked(fs.optim.clip_by_global_norm(1e-3), {"**": True, "w": False}), fs.optim.scale(-1.0))
+    found, state = train(fs.SingleComm(), tx)
+    g = torch.Generator().manual_seed(2)
+    last = optree.tree_map(lambda x: torch.randn(x.shape, generator=g), TREE)
+    expected = torch.cat([last["b"], last["scale"].view(1)]).norm()
+    torch.testing.assert_close(state.opt[0].inner_state.norm, expected)
+    assert (found["b"] - TREE["b"]).norm() < 4e-3
+    assert (found["w"] - TREE["w"]).norm() > 1.0
+
+
+def test_a_label_without_a_transformation_is_refused_on_all_ranks():
+    def rank_fn(comm):
+        with pytest.raises(
+            LayoutError, match=r"no transformation for the label 'other'.\n  labels     \['other', 'rest', 'w'\]"
+        ):
+            train(comm, fs.optim.partition(TXS, {**LABELS, "b": "other"}))
+
+    simulate(fs.Mesh({"dp": 2}), rank_fn)
