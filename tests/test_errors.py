@@ -402,6 +402,11 @@ TRAIN = {
         LayoutError,
         "no transformation for the label 'matrix'",
     ),
+    "partition: a tree": (
+        lambda: state(fs.optim.partition({"matrix": fs.optim.sgd(1)}, {"**": {"w": "matrix"}})),
+        PatternError,
+        "gives 'b' the label {'w': 'matrix'}, expected a string",
+    ),
     "partition: a leaf without": (
         lambda: state(fs.optim.partition({"matrix": fs.optim.sgd(1)}, {"w": "matrix"})),
         PatternError,

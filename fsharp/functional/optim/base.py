@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, cast
 import optree
 import torch
 
-from fsharp.errors import LayoutError, TreeError, problem
+from fsharp.errors import LayoutError, PatternError, TreeError, problem
 from fsharp.functional.comm.protocol import Comm
 from fsharp.functional.layout.paths import assign, chosen
 from fsharp.functional.layout.sharded import Sharded, is_sharded, map_units, units_of
@@ -173,7 +173,7 @@ def partition(
 
     Raises:
         LayoutError: at ``init``: a label without a transformation.
-        PatternError: at ``init``: a pattern that selects nothing, or a leaf that none selects.
+        PatternError: at ``init``: a pattern that selects nothing, a leaf that none selects, or a label that is no string.
 
     Cost: with the labels of ``plan`` each transformation has state for its own leaves. With others each has state for all
     leaves, and sees zeros in place of gradients that are not its own; one pass over the gradients more for each.
@@ -218,7 +218,11 @@ def _check_labels(labels: set[str], txs: Mapping[str, Transform]) -> None:
 
 def _partition_by_masks(txs: Mapping[str, Transform], param_labels: Any) -> tuple[Callable[..., Any], Callable[..., Any]]:
     def labels_of(params: Any) -> dict[str, str]:
-        return per_leaf("partition(param_labels)", params, param_labels)
+        labels = per_leaf("partition(param_labels)", params, param_labels)
+        for path, label in labels.items():
+            if not isinstance(label, str):
+                raise PatternError(f"partition(): param_labels gives {path!r} the label {label!r}, expected a string.")
+        return labels
 
     def init(params: Any, /, *, comm: Comm | None = None) -> PartitionState:
         _check_labels(set(labels_of(params).values()), txs)

@@ -108,16 +108,16 @@ RULES = {
         fs.optim.masked(fs.optim.clip_by_global_norm(0.3, deterministic=True), "**.b"), fs.optim.sgd(1e-1)
     ),
     "with_ema": fs.optim.with_ema(fs.optim.adamw(1e-2), decay=0.9),
-    "adam": fs.optim.adam(1e-2),
-    "ema": fs.optim.chain(fs.optim.ema(0.9), fs.optim.sgd(0.1)),
-    "trace": fs.optim.chain(
-        fs.optim.trace(0.9, nesterov=True), fs.optim.add_decayed_weights(0.1, "**.w"), fs.optim.scale_by_learning_rate(0.1)
+    "primitives": fs.optim.chain(
+        fs.optim.trace(0.9, nesterov=True),
+        fs.optim.ema(0.9),
+        fs.optim.scale_by_adam(),
+        fs.optim.add_decayed_weights(0.1, "**.w"),
+        fs.optim.scale_by_schedule(lambda count: -0.1 / (count + 1)),
     ),
-    "scale_by_adam": fs.optim.chain(fs.optim.scale_by_adam(), fs.optim.scale_by_schedule(lambda count: -0.1 / (count + 1))),
     "partition": fs.optim.partition(
         {"w": fs.optim.adamw(1e-2), "b": fs.optim.sgd(0.1, momentum=0.9)}, {"**.w": "w", "**.b": "b"}
     ),
-    "inject_hyperparams": fs.optim.inject_hyperparams(fs.optim.adamw)(1e-2),
     "MultiSteps": fs.optim.MultiSteps(fs.optim.adamw(1e-2), 2),
     "finite": fs.optim.apply_if_finite(fs.optim.adamw(1e-2), 2),
 }
