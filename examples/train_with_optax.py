@@ -92,7 +92,9 @@ def llama_loss(params, tokens):
         attended = jax.nn.dot_product_attention(rotate(q), rotate(k), v, is_causal=True)
         x = x + linear(f"{name}.self_attn.o_proj", attended.reshape(x.shape))
         y = rms_norm(x, params[f"{name}.post_attention_layernorm.weight"])
-        x = x + linear(f"{name}.mlp.down_proj", jax.nn.silu(linear(f"{name}.mlp.gate_proj", y)) * linear(f"{name}.mlp.up_proj", y))
+        x = x + linear(
+            f"{name}.mlp.down_proj", jax.nn.silu(linear(f"{name}.mlp.gate_proj", y)) * linear(f"{name}.mlp.up_proj", y)
+        )
     logits = linear("lm_head", rms_norm(x, params["model.norm.weight"]))
     return optax.softmax_cross_entropy_with_integer_labels(logits[:, :-1], tokens[:, 1:]).mean()
 
