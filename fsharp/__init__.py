@@ -69,6 +69,7 @@ from fsharp.functional.materialize import init_params as init_params
 from fsharp.functional.materialize import shard as shard
 from fsharp.functional.moves import gather as gather
 from fsharp.functional.moves import reduce_scatter as reduce_scatter
+from fsharp.functional.per_sample import per_sample_norms as per_sample_norms
 from fsharp.functional.state import TrainState as TrainState
 from fsharp.functional.state import init_state as init_state
 from fsharp.functional.state import update as update

@@ -11,6 +11,7 @@ from fsharp.functional.comm.protocol import Comm, Engine
 from fsharp.functional.layout.sharded import Sharded, check_kept, is_sharded, map_units, units_of
 from fsharp.functional.moves import check_comm, gather
 from fsharp.functional.release import let_go, version_of, written_to
+from fsharp.functional.transforms import is_differentiated
 
 
 def forward(
@@ -34,7 +35,7 @@ def forward(
         release: let go of gathered parameters when the call ends, and gather them again when the backward comes to what it
             returned. Activations stay: ``torch.utils.checkpoint`` around the call recomputes them. False keeps the
             parameters until the backward: one gather less, a whole unit's memory more. Without effect where nothing is
-            gathered, and under ``torch.func`` transforms, which keep what they need.
+            gathered, and under ``torch.func`` transforms other than vmap, which keep what they need.
         kwargs: more arguments for ``fn``.
 
     Returns:
@@ -62,7 +63,7 @@ def forward(
     for node, old, new in zip(ties, before, _versions(ties), strict=False):
         if old != new:
             raise written_to(node.name)
-    if release and torch.is_grad_enabled() and not is_transformed():
+    if release and torch.is_grad_enabled() and not is_differentiated():
         let_go(out, units, whole, first, comm)
     return out
 
@@ -82,7 +83,7 @@ def _check_ties(nodes: Sequence[Sharded]) -> None:
 
 
 def _versions(nodes: Sequence[Sharded]) -> list[list[int]]:
-    return [] if is_transformed() else [[version_of(x) for x in node.buffers] for node in nodes]
+    return [] if is_differentiated() else [[version_of(x) for x in node.buffers] for node in nodes]
 
 
 def skip(sharded: Any, x: torch.Tensor, *, comm: Comm, ties: Sequence[Sharded] = ()) -> torch.Tensor:
@@ -122,8 +123,3 @@ class _ZeroGradients(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *cotangents: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return cotangents[0], *(torch.zeros_like(leaf) for leaf in ctx.saved_tensors)
-
-
-def is_transformed() -> bool:
-    """Whether a torch.func transform is active: its levels own what is saved."""
-    return bool(torch._C._are_functorch_transforms_active())

@@ -46,7 +46,7 @@ class Metrics(NamedTuple):
     weight: torch.Tensor
 
 
-def as_loss(value: Any) -> Loss:
+def as_loss(value: Any, where: str = "value_and_grad()") -> Loss:
     """What a loss function returned, as a sum and a weight.
 
     Raises:
@@ -55,13 +55,11 @@ def as_loss(value: Any) -> Loss:
     is_pair = isinstance(value, tuple) and len(value) == 2
     total, weight = value if is_pair else (value, 1.0)
     if not _is_scalar(total):
-        raise LossError(
-            f"value_and_grad(): the loss is {kind_of(total)}, expected a scalar mean or a pair of scalars (sum, weight)."
-        )
+        raise LossError(f"{where}: the loss is {kind_of(total)}, expected a scalar mean or a pair of scalars (sum, weight).")
     is_number = isinstance(weight, int | float) and not isinstance(weight, bool)
     if not is_number and not (isinstance(weight, torch.Tensor) and weight.numel() == 1 and not weight.requires_grad):
         raise LossError(
-            f"value_and_grad(): the weight of the loss is {kind_of(weight)}, expected a number or a scalar tensor without "
+            f"{where}: the weight of the loss is {kind_of(weight)}, expected a number or a scalar tensor without "
             "gradient: a pair is read as (sum, weight). If it is a loss and something else, pass has_aux=True."
         )
     return Loss(total.reshape(()), torch.as_tensor(weight, device=total.device).reshape(()))
@@ -78,7 +76,7 @@ def kind_of(x: Any) -> str:
     return f"{x.dtype}{list(x.shape)}" + (" with a gradient" if x.requires_grad else "")
 
 
-def check_loss(loss: Loss, *, has_sinks: bool) -> None:
+def check_loss(loss: Loss, *, has_sinks: bool, where: str = "value_and_grad()") -> None:
     """Refuse a loss whose backward would come to no parameter.
 
     Raises:
@@ -86,7 +84,7 @@ def check_loss(loss: Loss, *, has_sinks: bool) -> None:
     """
     if not has_sinks or not loss.sum.requires_grad:
         why = "no parameter reaches it: use forward() or gather() in it" if has_sinks else "every parameter is frozen"
-        raise LossError(f"value_and_grad(): the loss has no gradient, {why}.")
+        raise LossError(f"{where}: the loss has no gradient, {why}.")
 
 
 def split_batch(batch: Any, count: int) -> list[Any]:

@@ -31,6 +31,7 @@ from fsharp.functional.comm.protocol import Comm, Engine, Labelled
 from fsharp.functional.layout.placement import Partial, Place, Replicate, Shard
 from fsharp.functional.layout.sharded import PlaceName, Sharded, check_kept, is_sharded, map_units, resolve_place, units_of
 from fsharp.functional.layout.unit_layout import UnitLayout
+from fsharp.functional.transforms import beneath_vmap, is_differentiated, is_transformed
 
 Tree = TypeVar("Tree")
 
@@ -62,9 +63,10 @@ def gather(tree: Tree, *, comm: Comm, to: PlaceName = "full") -> Tree:
             raise _wrong_place("gather()", sharded, target, "Partial sums are moved by reduce_scatter().")
         named = Labelled(comm, f"gather {sharded.name or '(root)'}")
         ways = {"was_gathered": sharded.is_gathered, "is_gathered": whole}
-        if whole and torch.is_grad_enabled() and sharded.sinks and not torch._C._are_functorch_transforms_active():
-            moved = [move_values(x.detach(), sharded.place, target, named, **ways) for x in sharded.buffers]
-            moved = sharded.ledger.attached(sharded, moved, comm)
+        if whole and torch.is_grad_enabled() and sharded.sinks and not is_differentiated():
+            with beneath_vmap():  # which has no dim of these
+                moved = [move_values(x.detach(), sharded.place, target, named, **ways) for x in sharded.buffers]
+                moved = sharded.ledger.attached(sharded, moved, comm)
         else:
             moved = [move_values(x, sharded.place, target, named, **ways) for x in sharded.buffers]
         return Sharded(moved, sharded.unit, target, sharded.groups, is_gathered=whole)
@@ -140,7 +142,7 @@ def move_values(
         was_gathered: whether its copies are those that each rank computes with.
         is_gathered: whether the result's are to be.
     """
-    followed = x.requires_grad or (torch._C._are_functorch_transforms_active() and x.is_floating_point())
+    followed = x.requires_grad or (is_transformed() and x.is_floating_point())
     for axis in reversed(source.order):
         if comm.mesh.axis_size(axis) == 1 or x.numel() == 0:
             continue

@@ -17,6 +17,7 @@ from fsharp.errors import TreeError
 from fsharp.functional.comm.protocol import Comm
 from fsharp.functional.layout.sharded import Sharded, units_of
 from fsharp.functional.moves import gather
+from fsharp.functional.transforms import beneath, is_batched
 
 View = tuple[int, torch.Size, tuple[int, ...], int]
 """Number of a gathered buffer, and size, strides and offset in it."""
@@ -49,12 +50,14 @@ def let_go(out: Any, rested: Any, gathered: Any, first: int, comm: Comm) -> None
         comm: the ranks.
     """
     nodes = units_of(rested)
-    whole = [buffer for node in units_of(gathered) for buffer in node.buffers]
+    if any(is_batched(buffer) for node in nodes for buffer in node.buffers):
+        return  # vmap over parameters: they cannot be gathered again when it is over
+    whole = [beneath(buffer) for node in units_of(gathered) for buffer in node.buffers]
     own = {buffer.untyped_storage().data_ptr() for node in nodes for buffer in node.buffers}
     numbers = {buffer.untyped_storage().data_ptr(): i for i, buffer in enumerate(whole)}
     numbers = {place: i for place, i in numbers.items() if place not in own and whole[i].numel()}
-    outputs = {x.grad_fn for x in optree.tree_leaves(out) if isinstance(x, torch.Tensor) and x.grad_fn is not None}
-    outputs = {fn for fn in outputs if is_since(fn, first)}
+    outputs = {beneath(x).grad_fn for x in optree.tree_leaves(out) if isinstance(x, torch.Tensor)}
+    outputs = {fn for fn in outputs if fn is not None and is_since(fn, first)}
     if not numbers or not outputs:
         return
     regather = _regather(nodes, comm)
@@ -147,4 +150,4 @@ def written_to(unit: str) -> TreeError:
 
 def version_of(x: torch.Tensor) -> int:
     """How often a tensor has been written to; 0 if nobody counts."""
-    return 0 if x.is_inference() else x._version
+    return 0 if x.is_inference() else beneath(x)._version

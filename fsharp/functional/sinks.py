@@ -37,18 +37,26 @@ class SinkLedger:
         """Gathered buffers of a node whose gradients go to its handles."""
         handles = {g: self._handle(s, node.unit, g, comm) for g, s in zip(node.unit.trainable, node.sinks, strict=True)}
         pairs = zip(node.groups, full, strict=True)
-        return [_Attach.apply(x.detach(), handles[g]) if g in handles else x for g, x in pairs]
+        return [self._attach(x.detach(), handles[g]) if g in handles else x for g, x in pairs]
+
+    def _attach(self, full: torch.Tensor, handle: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = _Attach.apply(full, handle)
+        return out
 
     def _handle(self, sink: torch.Tensor, unit: UnitLayout, group: int, comm: Comm) -> torch.Tensor:
         # Made at the first use: the engine runs what was made last first, so it does not lie idle.
         if id(sink) not in self._handles:
-            self._handles[id(sink)] = _Deliver.apply(sink, unit, group, comm)
+            self._handles[id(sink)] = self._new_handle(sink, unit, group, comm)
         return self._handles[id(sink)]
 
+    def _new_handle(self, sink: torch.Tensor, unit: UnitLayout, group: int, comm: Comm) -> torch.Tensor:
+        out: torch.Tensor = _Deliver.apply(sink, unit, group, comm)
+        return out
 
-def with_sinks(params: Any, comm: Comm) -> Any:
+
+def with_sinks(params: Any, ledger: SinkLedger | None = None) -> Any:
     """The parameters of one microbatch: the same values, differentiated by sinks, and one ledger for all of them."""
-    ledger = SinkLedger()
+    ledger = SinkLedger() if ledger is None else ledger
     zero = cache(lambda dtype, device: torch.zeros((), dtype=dtype, device=device))
 
     def one(node: Sharded) -> Sharded:

@@ -122,7 +122,7 @@ def _keeping_aux(loss_fn: LossFn, kept: list[Any], params: Any) -> LossFn:
 
 def _one_microbatch(loss_fn: LossFn, params: Any, batch: Any, comm: Comm) -> tuple[Loss, Any]:
     with torch.enable_grad():
-        probed = with_sinks(params, comm)
+        probed = with_sinks(params)
         nodes = units_of(probed)
         sinks = [sink for node in nodes for sink in node.sinks]
         loss = as_loss(loss_fn(probed, batch, comm))

@@ -221,7 +221,7 @@ PROGRAMS = {
     "reentrant inside": partial(checkpoint_inside, use_reentrant=True),
 }  # fmt: skip
 
-REDUCED_OFTEN = ("reentrant_twice", "vmapped")
+REDUCED_OFTEN = ("reentrant_twice",)
 """Programs whose uses of a unit are reduced one by one: as with microbatches, some strategies add before that, some after."""
 
 

@@ -63,7 +63,7 @@ class ModuleStep:
             run = self._run = self.scheduler.open(self.scheduled, (self.kept.state.params,), {})
             with self._forgetting(run), self.scheduler.guard(run):
                 self._units = self.scheduler.start_gradients(self.kept.state.params)
-                self.params = with_sinks(self.kept.state.params, self.scheduler)
+                self.params = with_sinks(self.kept.state.params)
             run.on_backward = self.on_backward
         with self._forgetting(self._run), self.scheduler.guard(self._run):
             yield self.params

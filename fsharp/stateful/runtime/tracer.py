@@ -14,10 +14,10 @@ import torch
 from fsharp.errors import LossError, ScheduleError
 from fsharp.functional import moves
 from fsharp.functional.comm.protocol import Comm, Engine
-from fsharp.functional.forward import is_transformed
 from fsharp.functional.layout.sharded import PlaceName, Sharded, is_sharded, map_units, resolve_place, units_of
 from fsharp.functional.loss import Loss, as_loss, check_loss
 from fsharp.functional.sinks import take_gradients, with_sinks
+from fsharp.functional.transforms import is_transformed
 from fsharp.stateful.runtime.boundary import before_backward
 from fsharp.stateful.runtime.step import Step, UnitUse
 from fsharp.stateful.transport.base import Transport
@@ -148,7 +148,7 @@ class Tracer(Engine):
         total: Loss | None = None
         for number, part in enumerate(parts, 1):
             with torch.enable_grad():
-                probed = with_sinks(params, self)  # type: ignore[arg-type]
+                probed = with_sinks(params)
                 loss = as_loss(loss_fn(probed, part, self))
                 check_loss(loss, has_sinks=any(node.sinks for node in units_of(probed)))
                 new = Loss(loss.sum.detach().double(), loss.weight.detach().double())

@@ -1,0 +1,176 @@
+"""Norms of per-sample gradients, without the gradients: what differentially private training clips by."""
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+import optree
+import torch
+from torch._C import _functorch
+
+from fsharp.errors import LayoutError, LossError, problem
+from fsharp.functional.comm.protocol import Comm
+from fsharp.functional.layout.sharded import Sharded, units_of
+from fsharp.functional.layout.unit_layout import UnitLayout
+from fsharp.functional.loss import Loss, as_loss, check_loss
+from fsharp.functional.moves import check_comm
+from fsharp.functional.sinks import SinkLedger, with_sinks
+from fsharp.functional.train import LossFn
+
+_WHERE = "per_sample_norms()"
+
+
+def per_sample_norms(
+    loss_fn: LossFn, *, chunk_size: int | None = None, randomness: Literal["error", "same", "different"] = "error"
+) -> Callable[..., torch.Tensor]:
+    """A function ``(params, batch, *, comm) -> norms``: of each sample, the 2-norm of the gradient of its loss.
+
+    ``norms[i] = sqrt(sum_p |d loss_fn(params, batch[i : i + 1], comm) / d p|^2)`` over all trainable parameters ``p``.
+    A tied leaf is one parameter, and the gradients of all uses of a unit are added before they are squared. The samples are
+    those of this rank, and their number may differ between ranks. It may be 0: then ``loss_fn`` sees one sample
+    of zeros, so that the rank takes part in the gathers.
+
+    Args:
+        loss_fn: as for :func:`value_and_grad`. It is called once, under ``torch.vmap`` over samples, with a batch of one
+            sample: dim 0 of every tensor is kept, its size is 1. Of a pair ``(sum, weight)`` the gradient is that of the
+            sum. It must use parameters by ``forward`` or ``gather``.
+        chunk_size: how many samples to compute at once, as in ``torch.vmap``; None means all of them. The ranks
+            make as many passes as the one with the most samples needs.
+        randomness: what ``torch.vmap`` does with random operations: refuse them, or draw the same or different numbers for
+            each sample.
+
+    Returns:
+        ``[B]`` for a batch of ``B`` samples on this rank, on the device of ``comm``, in the dtype in which gradients are
+        summed.
+
+    Raises:
+        LayoutError: units that vary along an axis: a sample's gradient is spread over several ranks there.
+        LossError: a batch without a common dim 0; a loss of another kind, or that no parameter reaches; parameters that are
+            used in another way, for example under ``torch.func.grad`` within the loss.
+        TreeError: no unit in ``params``.
+        MeshError: ``comm`` is on another mesh.
+
+    Cost: the gathers of :func:`forward` and no reduction, for each pass. With ``chunk_size`` an ``all_reduce`` of 8
+    bytes for each axis. Memory: activations of all samples of a pass, one unit in full, and the gradients of
+    one unit for each of them. Under a :class:`Scheduler` it works as on its Comm, without overlap.
+    Source: per-sample clipping of Abadi et al., Deep Learning with Differential Privacy (2016).
+    """
+    if chunk_size is not None and (not isinstance(chunk_size, int) or chunk_size < 1):
+        raise LossError(f"{_WHERE}: chunk_size is {chunk_size!r}, expected None or an integer of at least 1.")
+
+    def run(params: Any, batch: Any, *, comm: Comm) -> torch.Tensor:
+        nodes = check_comm(_WHERE, params, comm)
+        _check_units(nodes)
+        leaves, spec = optree.tree_flatten(batch)
+        count = _batch_size(leaves)
+        passes = [leaves] if chunk_size is None else _chunks(leaves, _num_passes(-(-count // chunk_size), comm))
+
+        def one_pass(leaves: list[Any]) -> torch.Tensor:
+            return _norms(loss_fn, params, leaves, spec, comm, randomness)
+
+        dtypes = [node.unit.groups[g].dtypes.accumulate for node in nodes for g in node.unit.trainable]
+        found = torch.cat([one_pass(part) for part in passes])
+        return found.to(max(dtypes, key=lambda dtype: dtype.itemsize))
+
+    return run
+
+
+def _norms(loss_fn: LossFn, params: Any, leaves: list[Any], spec: Any, comm: Comm, randomness: str) -> torch.Tensor:
+    count = _batch_size(leaves)
+    if count == 0:  # vmap over nothing is not defined; other ranks need this one in their gathers
+        leaves = [x.new_zeros(1, *x.shape[1:]) if isinstance(x, torch.Tensor) else x for x in leaves]
+    ledger = _SquareLedger(torch.zeros(max(count, 1), dtype=torch.float64, device=comm.device))
+    dims = [0 if isinstance(leaf, torch.Tensor) else None for leaf in leaves]
+
+    def one(*sample: Any) -> torch.Tensor:
+        ledger.level = _functorch.current_level()
+        parts = [x.unsqueeze(0) if isinstance(x, torch.Tensor) else x for x in sample]
+        return as_loss(loss_fn(probed, optree.tree_unflatten(spec, parts), comm), _WHERE).sum
+
+    with torch.enable_grad():
+        probed = with_sinks(params, ledger)
+        loss = torch.vmap(one, in_dims=tuple(dims), randomness=randomness)(*leaves).sum()
+        held = units_of(probed)
+        sinks = [sink for node in held for sink in node.sinks]
+        check_loss(Loss(loss, loss), has_sinks=bool(sinks), where=_WHERE)
+        buffers = [(node.name, x) for node in held for x in node.raw_buffers if x.requires_grad]
+        # The sinks get nothing, but what leads to them runs.
+        direct = torch.autograd.grad(loss, [*sinks, *(x for _, x in buffers)], allow_unused=True)[len(sinks) :]
+    names = sorted({name for (name, _), grad in zip(buffers, direct, strict=True) if grad is not None})
+    if names:
+        raise LossError(
+            f"{_WHERE}: parameters of units {names} were differentiated for all samples together. Use them by forward() or "
+            "gather(), and not under torch.func.grad, vjp or jvp within the loss."
+        )
+    return ledger.squares[:count].sqrt()
+
+
+class _SquareLedger(SinkLedger):
+    """Handles with a row for each sample: of the gradients that arrive the squares are added up, and that is all that stays.
+
+    Attributes:
+        squares: sum of squares so far, for each sample; float64.
+        level: that of the vmap over samples.
+    """
+
+    def __init__(self, squares: torch.Tensor) -> None:
+        super().__init__()
+        self.squares, self.level = squares, 0
+
+    def _attach(self, full: torch.Tensor, handle: torch.Tensor) -> torch.Tensor:
+        each = super()._attach(full.expand(len(self.squares), *full.shape), handle)
+        return _functorch._add_batch_dim(each, 0, self.level)
+
+    def _new_handle(self, sink: torch.Tensor, unit: UnitLayout, group: int, comm: Comm) -> torch.Tensor:
+        out: torch.Tensor = _AddSquares.apply(sink, self.squares, unit.groups[group].size)
+        return out
+
+
+class _AddSquares(torch.autograd.Function):
+    """A handle: ``[B, size]``, without memory. It adds the squares of the gradient of each sample to ``squares``."""
+
+    @staticmethod
+    def forward(sink: torch.Tensor, squares: torch.Tensor, size: int) -> torch.Tensor:
+        return sink.new_zeros(()).expand(len(squares), size)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+        ctx.squares = inputs[1]
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: torch.Tensor | None) -> tuple[None, None, None]:
+        if cotangents[0] is not None:
+            ctx.squares += torch.linalg.vector_norm(cotangents[0], dim=-1, dtype=torch.float64).square()
+        return None, None, None
+
+
+def _check_units(nodes: list[Sharded]) -> None:
+    for node in nodes:
+        if node.unit.strategy.full.varying:
+            facts = [("unit", repr(node.name)), ("varies", ", ".join(node.unit.strategy.full.varying))]
+            raise LayoutError(
+                problem(_WHERE, "a sample's gradient is spread over ranks.", facts, "Use a strategy without varying() for it.")
+            )
+
+
+def _batch_size(leaves: list[Any]) -> int:
+    shapes = [tuple(leaf.shape) for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    if not shapes or not all(shapes) or len({shape[0] for shape in shapes}) > 1:
+        raise LossError(
+            f"{_WHERE}: the batch has tensors of shapes {[list(shape) for shape in shapes]}, expected at least one tensor, and "
+            "one size of dim 0, the number of samples."
+        )
+    return shapes[0][0]
+
+
+def _num_passes(own: int, comm: Comm) -> int:
+    count = torch.tensor(max(own, 1), device=comm.device)
+    for axis, n in comm.mesh.axes:
+        if n > 1:
+            count = comm.all_reduce(count, axis, op="max", label="passes of per_sample_norms")
+    return int(count)
+
+
+def _chunks(leaves: list[Any], count: int) -> list[list[Any]]:
+    parts = [x.tensor_split(count) if isinstance(x, torch.Tensor) else [x] * count for x in leaves]
+    return [list(row) for row in zip(*parts, strict=True)]
