@@ -10,8 +10,9 @@ from fsharp.errors import TreeError
 from fsharp.functional.comm.protocol import Comm, Engine
 from fsharp.functional.layout.sharded import Sharded, check_kept, is_sharded, map_units, units_of
 from fsharp.functional.moves import check_comm, gather
-from fsharp.functional.release import let_go, version_of, written_to
-from fsharp.functional.transforms import is_differentiated
+from fsharp.functional.release import let_go, unchanged, version_of, written_to
+from fsharp.functional.remat import Remat, check_remat, recomputed
+from fsharp.functional.transforms import is_differentiated, is_transformed
 
 
 def forward(
@@ -21,6 +22,7 @@ def forward(
     comm: Comm,
     ties: Sequence[Sharded] = (),
     release: bool = True,
+    remat: Remat = False,
     **kwargs: Any,
 ) -> Any:
     """``fn(tree, *args, **kwargs)`` with the unit's subtree gathered.
@@ -33,9 +35,15 @@ def forward(
         comm: the ranks.
         ties: units that hold leaves to which leaves of this one are tied.
         release: let go of gathered parameters when the call ends, and gather them again when the backward comes to what it
-            returned. Activations stay: ``torch.utils.checkpoint`` around the call recomputes them. False keeps the
-            parameters until the backward: one gather less, a whole unit's memory more. Without effect where nothing is
-            gathered, and under ``torch.func`` transforms other than vmap, which keep what they need.
+            returned. False keeps the parameters until the backward: one gather less, a whole unit's memory more. Without
+            effect where nothing is gathered, with ``remat``, and under ``torch.func`` transforms other than vmap, which keep
+            what they need.
+        remat: let go of activations as well, and compute them again from ``args`` in the backward, as ``jax.checkpoint``
+            does: ``fn`` is called twice, and has to do the same both times. Random numbers are the same: those of the global
+            generator, and of generators among the arguments. True for all activations; or a policy
+            ``(ctx, op, *args, **kwargs) -> CheckpointPolicy``, or a list of ops whose results are kept, as
+            ``torch.utils.checkpoint.create_selective_checkpoint_contexts`` takes them, with which the backward can be called
+            once. Without effect under ``torch.func`` transforms.
         kwargs: more arguments for ``fn``.
 
     Returns:
@@ -43,16 +51,21 @@ def forward(
 
     Raises:
         TreeError: nothing sharded was passed, or a tied leaf's unit is missing or there twice; a function that writes to
-            parameters in place; in the backward, with ``release``, parameters that were changed in place since the forward.
+            parameters in place; in the backward, with ``release`` or ``remat``, parameters that were changed in place since the
+            forward; a ``remat`` that is none of those above.
         MeshError: ``comm`` is on another mesh.
 
-    Cost: one gather, with ``release`` a second one in the backward. One reduction of gradients in the backward.
+    Cost: one gather, with ``release`` or ``remat`` a second one in the backward. One reduction of gradients in the backward.
     """
     units = (sharded, tuple(ties))
     if not isinstance(sharded, Sharded) or ties:
         _check_ties([*ties, *check_comm("forward()", sharded, comm)])
     elif sharded.is_donated:
         check_kept("forward()", [sharded])
+    if remat is not False:
+        check_remat(remat)
+        if torch.is_grad_enabled() and not is_transformed():
+            return _forward_recomputed(fn, units, args, kwargs, comm, remat)
     if isinstance(comm, Engine) and comm.takes(units):
         return comm.run_forward(fn, units, args, kwargs)
     first = torch._C._autograd._get_sequence_nr()
@@ -66,6 +79,18 @@ def forward(
     if release and torch.is_grad_enabled() and not is_differentiated():
         let_go(out, units, whole, first, comm)
     return out
+
+
+def _forward_recomputed(fn: Any, units: Any, args: Any, kwargs: Any, comm: Comm, remat: Remat) -> Any:
+    sharded, ties = units
+    # An engine knows itself what has changed, and buffers may still be on their way to it.
+    check = unchanged(units_of(units)) if not isinstance(comm, Engine) else lambda: None
+
+    def run(fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        check()
+        return forward(fn, sharded, *args, comm=comm, ties=ties, release=False, **kwargs)
+
+    return recomputed(run, fn, args, kwargs, remat)
 
 
 def _check_ties(nodes: Sequence[Sharded]) -> None:

@@ -75,19 +75,33 @@ def let_go(out: Any, rested: Any, gathered: Any, first: int, comm: Comm) -> None
 
 def _regather(nodes: Sequence[Sharded], comm: Comm) -> Callable[[], list[torch.Tensor]]:
     sources = [Sharded([x.detach() for x in node.buffers], node.unit, node.place, node.groups) for node in nodes]
-    versions = [[version_of(x) for x in node.buffers] for node in sources]
+    check = unchanged(sources)
 
     def regather() -> list[torch.Tensor]:
-        for node, before in zip(sources, versions, strict=True):
+        check()
+        with torch.no_grad():
+            return [buffer for node in gather(sources, comm=comm) for buffer in node.buffers]
+
+    return regather
+
+
+def unchanged(nodes: Sequence[Sharded]) -> Callable[[], None]:
+    """A function that raises if parameters have been changed in place since now.
+
+    Raises:
+        TreeError: by that function; names the unit.
+    """
+    versions = [[version_of(x) for x in node.buffers] for node in nodes]
+
+    def check() -> None:
+        for node, before in zip(nodes, versions, strict=True):
             if [version_of(x) for x in node.buffers] != before:
                 raise TreeError(
                     f"forward(): parameters of unit {node.name!r} were changed in place between its forward and its backward. "
                     "Make new tensors, or update after the backward."
                 )
-        with torch.no_grad():
-            return [buffer for node in gather(sources, comm=comm) for buffer in node.buffers]
 
-    return regather
+    return check
 
 
 def _before_backward(outputs: set[Any], regather: Callable[[], list[torch.Tensor]], saved: "weakref.ref[_Saved]") -> None:
