@@ -64,6 +64,8 @@ examples: $(VENV)/.installed
 	@$(RUN)/python examples/jax_unit.py
 	@echo "--- train_cnn: BatchNorm, whose statistics are each rank's own"
 	@$(RUN)/python examples/train_cnn.py
+	@echo "--- dp_sgd: per-sample clipping and noise under ZeRO-3"
+	@$(RUN)/python examples/dp_sgd.py
 	@echo "--- property_test_roundtrip: the sharding of a tree of your own"
 	@$(RUN)/python -m pytest -q examples/property_test_roundtrip.py
 

@@ -131,6 +131,19 @@ def test_cnn_has_the_statistics_of_all_ranks(tmp_path: Path, nproc: int, strateg
     assert loaded == together
 
 
+@pytest.mark.parametrize(("nproc", "strategy"), [(2, "zero3"), pytest.param(4, "hfsdp", marks=pytest.mark.deep)])
+def test_dp_sgd_trains_as_the_unsharded_loop(nproc: int, strategy: str) -> None:
+    options = ["--steps", "4", "--clip", "8", "--strategy", strategy, "--dtype", "float64"]
+    text = output(*TORCHRUN, str(nproc), "examples/dp_sgd.py", *options)
+    [(apart,)] = numbers(text, r"largest difference of parameters (\S+), of 4 steps")
+    assert apart < 1e-12
+    [(clipped,)] = numbers(text, r"(\d+)% of them clipped")
+    assert 5 < clipped < 95  # both kinds of samples are there
+    [(accuracy, alone)] = numbers(text, r"accuracy ([\d.]+)  unsharded ([\d.]+)")
+    assert accuracy == alone
+    assert accuracy > 0.25  # an eighth by chance
+
+
 @pytest.mark.deep
 def test_an_example_that_fails_says_why_once(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
