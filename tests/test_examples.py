@@ -131,7 +131,8 @@ def test_cnn_has_the_statistics_of_all_ranks(tmp_path: Path, nproc: int, strateg
     assert loaded == together
 
 
-@pytest.mark.parametrize(("nproc", "strategy"), [(2, "zero3"), pytest.param(4, "hfsdp", marks=pytest.mark.deep)])
+@pytest.mark.deep
+@pytest.mark.parametrize(("nproc", "strategy"), [(2, "zero3"), (4, "hfsdp")])
 def test_dp_sgd_trains_as_the_unsharded_loop(nproc: int, strategy: str) -> None:
     options = ["--steps", "4", "--clip", "8", "--strategy", strategy, "--dtype", "float64"]
     text = output(*TORCHRUN, str(nproc), "examples/dp_sgd.py", *options)

@@ -12,7 +12,7 @@ from fsharp.functional.layout.sharded import Sharded, check_kept, is_sharded, ma
 from fsharp.functional.moves import check_comm, gather
 from fsharp.functional.release import let_go, unchanged, version_of, written_to
 from fsharp.functional.remat import Remat, check_remat, recomputed
-from fsharp.functional.transforms import is_differentiated, is_transformed
+from fsharp.functional.transforms import check_untraced, is_differentiated, is_transformed
 
 
 def forward(
@@ -55,9 +55,11 @@ def forward(
             forward; a ``remat`` that is none of those above.
         MeshError: ``comm`` is on another mesh.
 
+    Under ``torch.func`` transforms it is as any function is; ``linearize`` alone is refused, with a TreeError.
     Cost: one gather, with ``release`` or ``remat`` a second one in the backward. One reduction of gradients in the backward.
     """
     units = (sharded, tuple(ties))
+    check_untraced("forward()")
     if not isinstance(sharded, Sharded) or ties:
         _check_ties([*ties, *check_comm("forward()", sharded, comm)])
     elif sharded.is_donated:

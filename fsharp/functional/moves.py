@@ -31,7 +31,7 @@ from fsharp.functional.comm.protocol import Comm, Engine, Labelled
 from fsharp.functional.layout.placement import Partial, Place, Replicate, Shard
 from fsharp.functional.layout.sharded import PlaceName, Sharded, check_kept, is_sharded, map_units, resolve_place, units_of
 from fsharp.functional.layout.unit_layout import UnitLayout
-from fsharp.functional.transforms import beneath_vmap, is_differentiated, is_transformed
+from fsharp.functional.transforms import beneath_vmap, check_untraced, is_differentiated, is_transformed
 
 Tree = TypeVar("Tree")
 
@@ -48,13 +48,14 @@ def gather(tree: Tree, *, comm: Comm, to: PlaceName = "full") -> Tree:
         The same tree with its units in that place; ``Sharded.tree()`` of a full one is the user's subtree.
 
     Raises:
-        TreeError: a unit that rests partial, or no unit in the tree.
+        TreeError: a unit that rests partial, or no unit in the tree; called under ``torch.func.linearize``.
         MeshError: ``comm`` is on another mesh.
 
     Cost: along an axis of ``n`` ranks that is gathered, ``(n - 1)`` times the bytes of the part. Slices cost nothing.
     What is in host memory is brought to the device first.
     Gradient: with respect to what rests, the sum over ranks, in the same place; see [Note: resting and gathered].
     """
+    check_untraced("gather()")
     check_comm("gather()", tree, comm)
 
     def one(sharded: Sharded) -> Sharded:

@@ -15,6 +15,7 @@ from fsharp.functional.loss import Loss, as_loss, check_loss
 from fsharp.functional.moves import check_comm
 from fsharp.functional.sinks import SinkLedger, with_sinks
 from fsharp.functional.train import LossFn
+from fsharp.functional.transforms import check_untransformed
 
 _WHERE = "per_sample_norms()"
 
@@ -45,7 +46,7 @@ def per_sample_norms(
     Raises:
         LayoutError: units that vary along an axis: a sample's gradient is spread over several ranks there.
         LossError: a batch without a common dim 0; a loss of another kind, or that no parameter reaches; parameters that are
-            used in another way, for example under ``torch.func.grad`` within the loss.
+            used in another way, for example under ``torch.func.grad`` within the loss; called under a transform.
         TreeError: no unit in ``params``.
         MeshError: ``comm`` is on another mesh.
 
@@ -58,6 +59,7 @@ def per_sample_norms(
         raise LossError(f"{_WHERE}: chunk_size is {chunk_size!r}, expected None or an integer of at least 1.")
 
     def run(params: Any, batch: Any, *, comm: Comm) -> torch.Tensor:
+        check_untransformed(_WHERE)
         nodes = check_comm(_WHERE, params, comm)
         _check_units(nodes)
         leaves, spec = optree.tree_flatten(batch)

@@ -20,6 +20,7 @@ from fsharp.functional.optim.base import as_transform
 from fsharp.functional.release import is_plain
 from fsharp.functional.sinks import take_gradients, with_sinks
 from fsharp.functional.state import TrainState, update
+from fsharp.functional.transforms import check_untransformed
 
 LossFn = Callable[[Any, Any, Comm], Any]
 """``loss_fn(params, batch, comm)``: a scalar mean, or a pair of scalars ``(sum, weight)``; with an aux, ``(loss, aux)``."""
@@ -69,15 +70,18 @@ def value_and_grad(loss_fn: LossFn, *, microbatches: int = 1, has_aux: bool = Fa
             JAX, its tensors detached; of several microbatches aux is a list, with what each of them returned, in order.
 
     Raises:
-        LossError: a loss of another kind, a batch that does not divide, or a loss that no parameter reaches.
+        LossError: a loss of another kind, a batch that does not divide, or a loss that no parameter reaches; called under a
+            ``torch.func`` transform (within the loss they may be used).
 
     Cost: with zero3 two gathers and one reduction a unit and microbatch; memory of one unit in full beside the shards. As
-    with ``Tensor.backward``, leaves of autograd other than the parameters have their ``.grad`` added to.
+    with ``Tensor.backward``, leaves of autograd other than the parameters have their ``.grad`` added to. There is no
+    ``argnums``: for the gradient with respect to a tensor of the batch, call ``requires_grad_()`` on it and read its ``.grad``.
     """
     if not isinstance(microbatches, int) or microbatches < 1:
         raise LossError(f"value_and_grad(): microbatches is {microbatches!r}, expected an integer of at least 1.")
 
     def run(params: Any, batch: Any, *, comm: Comm) -> tuple[Any, Any]:
+        check_untransformed("value_and_grad()")
         check_comm("value_and_grad()", params, comm)
         parts = split_batch(batch, microbatches)
         aux: list[Any] = []

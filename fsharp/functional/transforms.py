@@ -7,6 +7,8 @@ import torch
 from torch._C import _functorch
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
+from fsharp.errors import LossError, TreeError
+
 
 def is_transformed() -> bool:
     """Whether a torch.func transform is active."""
@@ -22,6 +24,32 @@ def is_differentiated() -> bool:
         return False
     stack = _functorch.get_interpreter_stack() or ()
     return any(level.key() != _functorch.TransformType.Vmap for level in stack)
+
+
+def check_untransformed(where: str) -> None:
+    """Refuse torch.func transforms around what runs a backward of its own.
+
+    Raises:
+        LossError: one is active.
+    """
+    if is_transformed():
+        raise LossError(
+            f"{where}: called under a torch.func transform, which does not reach through a backward of its own. Transform the "
+            "loss: torch.func.grad(lambda params: loss_fn(params, batch, comm)), and jvp, vjp or vmap of that."
+        )
+
+
+def check_untraced(where: str) -> None:
+    """Refuse ``make_fx`` and ``torch.func.linearize``, which uses it: in what they trace, collectives would be constants.
+
+    Raises:
+        TreeError: such a trace is under way.
+    """
+    if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None:
+        raise TreeError(
+            f"{where}: called under torch.func.linearize or make_fx, whose trace would hold parameters as constants. For a "
+            "linear map use torch.func.jvp: lambda t: jvp(f, (x,), (t,))[1]."
+        )
 
 
 def beneath_vmap() -> AbstractContextManager[Any]:

@@ -1,0 +1,239 @@
+"""torch.func within the loss of value_and_grad and around forward, blocking and scheduled, against plain torch."""
+
+from functools import partial
+
+import optree
+import pytest
+import torch
+from torch.func import grad, hessian, jacfwd, jvp, linearize, vjp, vmap
+
+import fsharp as fs
+from fsharp.errors import LossError, TreeError
+from fsharp.testing import simulate
+from tests.functional.test_functions_doors import batch_of, linear, make_tree, plain_forward, plain_gradients
+
+DP = fs.Mesh({"dp": 2})
+
+
+def net(forward, p, x):
+    return forward(linear, p["b"], forward(linear, p["a"], x))
+
+
+def energy(forward, p, x):
+    return net(forward, p, x).square().sum()
+
+
+def ones(tree):
+    return optree.tree_map(torch.ones_like, tree)
+
+
+# Each program is ``loss(forward, whole, params, x)``. ``whole`` gathers, so that inner gradients are of this rank's loss.
+
+
+def vmapped(forward, whole, p, x):
+    return vmap(partial(net, forward, p))(x).square().mean()
+
+
+def vmapped_in_chunks(forward, whole, p, x):
+    return vmap(partial(net, forward, p), chunk_size=3)(x).square().mean()
+
+
+def vmapped_twice(forward, whole, p, x):
+    return vmap(vmap(partial(net, forward, p)))(torch.stack([x, x + 1])).square().mean()
+
+
+def vmapped_losses(forward, whole, p, x):
+    """As in DP-SGD: weights for the losses of samples."""
+    return (vmap(lambda row: energy(forward, p, row[None]))(x) * torch.arange(len(x))).mean()
+
+
+def tangent_of_inputs(forward, whole, p, x):
+    return jvp(partial(net, forward, p), (x,), (ones(x),))[1].square().mean()
+
+
+def tangent_of_parameters(forward, whole, p, x):
+    return jvp(lambda q: net(forward, q, x), (p,), (ones(p),))[1].square().mean()
+
+
+def forward_over_reverse(forward, whole, p, x):
+    return jvp(grad(partial(energy, forward, p)), (x,), (ones(x),))[1].square().mean()
+
+
+def reverse_over_reverse(forward, whole, p, x):
+    return vjp(grad(partial(energy, forward, p)), x)[1](ones(x))[0].square().mean()
+
+
+def forward_over_reverse_of_parameters(forward, whole, p, x):
+    q = whole(p)
+    return square(jvp(grad(lambda q: energy(forward, q, x)), (q,), (ones(q),))[1])
+
+
+def reverse_over_reverse_of_parameters(forward, whole, p, x):
+    q = whole(p)
+    return square(vjp(grad(lambda q: energy(forward, q, x)), q)[1](ones(q))[0])
+
+
+def square(tree):
+    return sum(leaf.square().sum() for leaf in optree.tree_leaves(tree)) / 100
+
+
+def hessians(forward, whole, p, x):
+    return vmap(hessian(lambda row: net(forward, p, row).sum()))(x).square().mean()
+
+
+def jacobians(forward, whole, p, x):
+    return vmap(jacfwd(partial(net, forward, p)))(x).square().mean()
+
+
+def loop(forward, whole, p, x):
+    """A carry through one unit, as ``scan`` has it."""
+    total = x.new_zeros(())
+    for _ in range(5):
+        x = forward(linear, p["a"], x)
+        total = total + x.square().mean()
+    return total
+
+
+def loop_of_vmaps(forward, whole, p, x):
+    for _ in range(3):
+        x = vmap(partial(net, forward, p))(x)
+    return x.square().mean()
+
+
+def vmap_of_loops(forward, whole, p, x):
+    return vmap(partial(loop, forward, whole, p))(x).mean()
+
+
+def tangent_of_a_loop(forward, whole, p, x):
+    return jvp(partial(loop, forward, whole, p), (x,), (ones(x),))[1]
+
+
+PROGRAMS = {
+    f.__name__: f
+    for f in (
+        vmapped, vmapped_in_chunks, vmapped_twice, vmapped_losses, tangent_of_inputs, tangent_of_parameters,
+        forward_over_reverse, reverse_over_reverse, forward_over_reverse_of_parameters, reverse_over_reverse_of_parameters,
+        hessians, jacobians, loop, loop_of_vmaps, vmap_of_loops, tangent_of_a_loop,
+    )
+}  # fmt: skip
+each_program = pytest.mark.parametrize("name", PROGRAMS)
+each_strategy = pytest.mark.parametrize("strategy", [fs.ddp, fs.zero3])
+
+
+def expected_of(name):
+    def program(forward, p, x, rank):
+        return PROGRAMS[name](forward, lambda p: p, p, x)
+
+    return plain_gradients(program, DP.size, make_tree())
+
+
+def assert_close(got, expected):
+    optree.tree_map(lambda a, b: torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12), got, expected)
+
+
+@each_strategy
+@each_program
+def test_within_the_loss(name, strategy):
+    """Blocking; and scheduled, with the same bits."""
+    layout = fs.plan(make_tree(), DP, strategy("dp"), units="*")
+
+    def loss_fn(params, x, comm):
+        return PROGRAMS[name](partial(fs.forward, comm=comm), partial(fs.gather, comm=comm), params, x)
+
+    def step(params, x, comm):
+        loss, grads = fs.value_and_grad(loss_fn)(params, x, comm=comm)
+        metrics, grads = fs.average(loss, fs.reduce_scatter(grads, comm=comm), comm=comm)
+        return metrics.loss, [b.clone() for node in fs.units_of(grads) for b in node.buffers], grads
+
+    def rank_fn(comm):
+        params, x = fs.shard(make_tree(), layout, comm), batch_of(comm.rank)
+        loss, buffers, grads = step(params, x, comm)
+        run = fs.Scheduler(comm)(step)
+        for _ in range(3):
+            again, same, _ = run(params, x)
+            assert torch.equal(again, loss)
+            assert all(map(torch.equal, same, buffers))
+        return loss, fs.full(grads, comm=comm)
+
+    expected = expected_of(name)
+    assert any(g.abs().max() > 1e-3 for g in optree.tree_leaves(expected[1]))
+    for got in simulate(DP, rank_fn, timeout=20):
+        assert_close(got, expected)
+
+
+@each_strategy
+@each_program
+def test_around_the_loss(name, strategy):
+    """torch.func.grad of the same losses."""
+    layout = fs.plan(make_tree(), DP, strategy("dp"), units="*")
+
+    def rank_fn(comm):
+        def loss(params):
+            forward, whole = partial(fs.forward, comm=comm), partial(fs.gather, comm=comm)
+            return PROGRAMS[name](forward, whole, params, batch_of(comm.rank)) / DP.size
+
+        return fs.full(grad(loss)(fs.shard(make_tree(), layout, comm)), comm=comm)
+
+    for got in simulate(DP, rank_fn, timeout=20):
+        assert_close(got, expected_of(name)[1])
+
+
+def one_rank():
+    tree = make_tree()
+    return fs.shard(tree, fs.plan(tree, fs.Mesh({"dp": 1}), fs.zero3("dp"), units="*"), fs.SingleComm())
+
+
+def energy_of(params, x, comm):
+    return energy(partial(fs.forward, comm=comm), params, x)
+
+
+@pytest.mark.parametrize("comm", [fs.SingleComm, lambda: fs.Scheduler(fs.SingleComm())], ids=["blocking", "scheduled"])
+@pytest.mark.parametrize("through", ["forward", "gather"])
+def test_linearize_is_refused(through, comm):
+    comm, params, x = comm(), one_rank(), batch_of(0)
+
+    def f(x):
+        return energy_of(params if through == "forward" else fs.gather(params, comm=comm), x, comm)
+
+    def g(x):
+        return fs.gather(params, comm=comm)["a"].tree()["w"].sum() * x
+
+    with pytest.raises(TreeError, match=rf"{through}\(\): called under torch.func.linearize"):
+        linearize(f if through == "forward" else g, x)
+
+
+AROUND = {
+    "jvp": lambda f, p, x: jvp(partial(f, batch=x), (p,), (p,)),
+    "vjp": lambda f, p, x: vjp(partial(f, batch=x), p),
+    "vmap": lambda f, p, x: vmap(lambda x: f(p, x))(x[:, None]),
+}
+
+
+@pytest.mark.parametrize("comm", [fs.SingleComm, lambda: fs.Scheduler(fs.SingleComm())], ids=["blocking", "scheduled"])
+@pytest.mark.parametrize("function", [fs.value_and_grad, fs.per_sample_norms])
+@pytest.mark.parametrize("transform", AROUND)
+def test_what_runs_a_backward_of_its_own_is_not_transformed(transform, function, comm):
+    def f(params, batch):
+        return function(energy_of)(params, batch, comm=comm())
+
+    with pytest.raises(LossError, match=rf"{function.__name__}\(\): called under a torch.func transform"):
+        AROUND[transform](f, one_rank(), batch_of(0))
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+@pytest.mark.parametrize("scheduled", [False, True])
+@each_strategy
+def test_the_gradient_of_a_batch_that_asks_for_it(strategy, scheduled, microbatches):
+    layout = fs.plan(make_tree(), DP, strategy("dp"), units="*")
+    step = fs.value_and_grad(energy_of, microbatches=microbatches)
+
+    def rank_fn(comm):
+        params = fs.shard(make_tree(), layout, comm)
+        run = fs.Scheduler(comm)(step) if scheduled else partial(step, comm=comm)
+        for _ in range(3 if scheduled else 1):
+            x = batch_of(comm.rank).requires_grad_()
+            run(params, x)
+        return x.grad
+
+    for rank, got in enumerate(simulate(DP, rank_fn, timeout=20)):
+        torch.testing.assert_close(got, grad(partial(energy, plain_forward, make_tree()))(batch_of(rank)))
