@@ -139,6 +139,8 @@ def _nothing(tree: Any, x: torch.Tensor) -> torch.Tensor:
 class _ZeroGradients(torch.autograd.Function):
     """Its first argument; the gradients of the others are zero, and not absent."""
 
+    generate_vmap_rule = True
+
     @staticmethod
     def forward(x: torch.Tensor, *leaves: torch.Tensor) -> torch.Tensor:
         return x.view_as(x)

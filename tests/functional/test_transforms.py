@@ -178,6 +178,58 @@ def test_around_the_loss(name, strategy):
         assert_close(got, expected_of(name)[1])
 
 
+@each_strategy
+def test_vmap_over_parameters(strategy):
+    """An ensemble: each rank holds a part of each member. What is gathered under vmap is kept until the backward."""
+    layout = fs.plan(make_tree(), DP, strategy("dp"), units="*")
+    batches = [batch_of(rank) for rank in range(DP.size)]
+    factors = torch.tensor([1.0, 0.5, -1.0], dtype=torch.float64)
+
+    def members(tree):
+        return optree.tree_map(lambda b: (factors.view(-1, *[1] * b.ndim) * b).requires_grad_(), tree)
+
+    def rank_fn(comm):
+        params = members(fs.shard(make_tree(), layout, comm))
+        losses = vmap(lambda p: energy(partial(fs.forward, comm=comm), p, batches[comm.rank]))(params)
+        losses.sum().backward()
+        return fs.full(optree.tree_map(lambda b: b.grad if b.grad is not None else torch.zeros_like(b), params), comm=comm)
+
+    def plain(tree):
+        return sum(energy(plain_forward, tree, x) for x in batches)
+
+    expected = vmap(grad(plain))(optree.tree_map(torch.Tensor.detach, members(make_tree())))
+    for got in simulate(DP, rank_fn, timeout=20):
+        assert_close(got, expected)
+
+
+@each_strategy
+def test_a_unit_that_one_rank_skips_for_each_sample(strategy):
+    layout = fs.plan(make_tree(), DP, strategy("dp"), units="*")
+
+    def loss_fn(params, x, comm):
+        forward = partial(fs.forward, comm=comm)
+
+        def one(row):
+            h = forward(linear, params["a"], row)
+            return forward(linear, params["b"], h) if comm.rank == 0 else fs.skip(params["b"], h, comm=comm)
+
+        return vmap(one)(x).square().mean()
+
+    def rank_fn(comm):
+        params = fs.shard(make_tree(), layout, comm)
+        loss, grads = fs.value_and_grad(loss_fn)(params, batch_of(comm.rank), comm=comm)
+        metrics, grads = fs.average(loss, fs.reduce_scatter(grads, comm=comm), comm=comm)
+        return metrics.loss, fs.full(grads, comm=comm)
+
+    def program(forward, p, x, rank):
+        h = forward(linear, p["a"], x)
+        return (forward(linear, p["b"], h) if rank == 0 else h).square().mean()
+
+    expected = plain_gradients(program, DP.size, make_tree())
+    for got in simulate(DP, rank_fn, timeout=20):
+        assert_close(got, expected)
+
+
 def one_rank():
     tree = make_tree()
     return fs.shard(tree, fs.plan(tree, fs.Mesh({"dp": 1}), fs.zero3("dp"), units="*"), fs.SingleComm())
