@@ -64,19 +64,22 @@ def batch_of(rank):
     return {name: x[: SIZES[rank]] for name, x in make_batches(1, max(SIZES), seed=rank + 1)[0].items()}
 
 
-def expected_norms(tree, batch):
-    """One sample after the other; tied leaves are one tensor."""
+def sample_gradients(tree, batch):
+    """One sample after the other, the table's first; tied leaves are one tensor."""
     params = optree.tree_map(lambda x: x.clone().requires_grad_(), tree)
     for layer in params["layers"]:
         layer["t"] = layer["s"]
     params["head"]["w"] = params["embed"]
-    own = {id(x): x for path, x in zip(optree.tree_paths(params), optree.tree_leaves(params)) if path[-1] != "frozen"}
-    norms = []
+    leaves = zip(optree.tree_paths(params), optree.tree_leaves(params), strict=True)
+    own = {id(x): x for path, x in leaves if path[-1] != "frozen"}
     for x, y, w in zip(batch["x"], batch["y"], batch["w"], strict=True):
         loss = w * F.cross_entropy(model(plain, params, x[None]).float(), y[None])
-        grads = torch.autograd.grad(loss, list(own.values()))
-        norms.append(torch.cat([g.flatten() for g in grads]).double().norm())
-    return torch.stack(norms) if norms else torch.zeros(0, dtype=torch.float64)
+        yield torch.autograd.grad(loss, list(own.values()))
+
+
+def expected_norms(tree, batch):
+    norms = [torch.cat([g.flatten() for g in grads]).double().norm() for grads in sample_gradients(tree, batch)]
+    return torch.tensor(norms, dtype=torch.float64)
 
 
 @pytest.mark.parametrize("scheduled", [False, True])
@@ -291,3 +294,48 @@ def test_parameters_that_are_differentiated_in_another_way_are_refused():
 
     refused(penalty, BATCH, r"units \['layers.0'\] were differentiated for all samples together")
     refused(inner_gradient, BATCH, r"'embed'.* were differentiated for all samples together")
+
+
+@pytest.mark.parametrize("name", ["ddp", "zero2", "zero3"])
+def test_a_step_that_clips_by_sample_has_the_same_bits_when_scheduled(name):
+    """Norms, then an ordinary gradient of weighted losses, each of which is that of one sample under vmap."""
+    mesh, strategy = MESHES[name]
+    tree = make_tree()
+    layout = make_layout(tree, mesh, strategy)
+    tx = fs.optim.sgd(0.1, momentum=0.9)
+
+    def batch_for(rank):
+        return make_batches(1, 4, seed=rank)[0] | {"w": torch.ones(4)}
+
+    def clipped(params, batch, comm):
+        def one(sample):
+            return loss_fn(params, {name: x[None] for name, x in sample.items()}, comm)[0]
+
+        weights = (0.5 / batch["norms"]).clamp(max=1)
+        return (torch.vmap(one)({name: batch[name] for name in "xyw"}) * weights).sum(), len(weights)
+
+    def step(state, batch, comm):
+        norms = fs.per_sample_norms(loss_fn)(state.params, batch, comm=comm)
+        state, metrics = fs.train_step(clipped, tx)(state, {**batch, "norms": norms}, comm)
+        return state, metrics.loss
+
+    def rank_fn(comm):
+        batch, found, first = batch_for(comm.rank), [], None
+        for run in (partial(step, comm=comm), fs.Scheduler(comm)(step)):
+            state = fs.init_state(tx, fs.shard(tree, layout, comm, place="optim"), comm=comm)
+            losses = []
+            for _ in range(4):
+                state, loss = run(state, batch)
+                losses.append(loss)
+                first = fs.full(state.params, comm=comm)["embed"] if first is None else first
+            found.append([*losses, *optree.tree_leaves(fs.full(state.params, comm=comm))])
+        assert all(map(torch.equal, *found))
+        return first
+
+    total = torch.zeros_like(tree["embed"])
+    for rank in range(mesh.size):
+        for grads in sample_gradients(tree, batch_for(rank)):
+            norm = torch.cat([g.flatten() for g in grads]).norm()
+            total += grads[0] * min(1.0, 0.5 / float(norm))
+    for got in simulate(mesh, rank_fn, timeout=30):
+        torch.testing.assert_close(got, tree["embed"] - 0.1 * total / (4 * mesh.size), rtol=1e-5, atol=1e-6)
