@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import optree
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from fsharp.errors import TreeError
+from fsharp.functional.transforms import check_untraced, is_transformed
 from fsharp.interop.arrays import as_array, as_tensor
 
 
@@ -125,7 +125,7 @@ class _Program:
         self._derived: dict[Any, _Program] = {}
 
     def __call__(self, *tensors: torch.Tensor) -> Any:
-        is_recorded = torch.is_grad_enabled() and not torch._C._are_functorch_transforms_active()
+        is_recorded = torch.is_grad_enabled() and not is_transformed()
         wanted = tuple(x.requires_grad for x in tensors)
         return self.call(_Record(wanted if is_recorded and any(wanted) else None), tensors)
 
@@ -136,11 +136,9 @@ class _Program:
 
     def run(self, record: _Record, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """The results, each in memory of its own."""
-        if get_proxy_mode() is not None or any(isinstance(x, FakeTensor) for x in tensors):
-            raise TreeError(
-                "as_torch(): XLA computes with values, and was given tensors without values, which trace a program "
-                "(torch.func.linearize, make_fx, torch.export). Use torch.func.jvp and vjp, or trace around the call."
-            )
+        check_untraced("as_torch()")
+        if any(isinstance(x, FakeTensor) for x in tensors):
+            raise TreeError("as_torch(): XLA computes with values, and a FakeTensor, as torch.export passes it, has none.")
         arrays = [as_array(x) for x in tensors]
         if record.wanted is None:
             out = self._run(*arrays)

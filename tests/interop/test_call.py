@@ -96,9 +96,9 @@ def test_as_torch_under_a_transform(name):
 
 def test_as_torch_refuses_to_be_traced():
     fn, x = as_torch(jnp.sin), torch.ones(3)
-    with pytest.raises(TreeError, match=r"tensors without values.*torch.func.jvp"):
+    with pytest.raises(TreeError, match=r"as_torch\(\): called under torch.func.linearize"):
         f.linearize(fn, x)
-    with pytest.raises(TreeError, match="tensors without values"), FakeTensorMode() as mode:
+    with pytest.raises(TreeError, match="a FakeTensor"), FakeTensorMode() as mode:
         fn(mode.from_tensor(x))
 
 
