@@ -1,8 +1,9 @@
 """Transform: the (init, update) pair, what it may know of the ranks, and how pairs are chained, masked and divided.
 
 A pair is all that :func:`~fsharp.update` asks for, so optimizers of other libraries work as they are. They see a tree
-whose leaves are flat shards, which is the same to an elementwise rule. A :class:`Transform` is told in addition which
-ranks there are, so that norms are right, and may update parameters itself, so that fused kernels can.
+whose leaves are flat shards, which is the same to an elementwise rule; others are refused when their state is made. A
+:class:`Transform` is told in addition which ranks there are, so that norms are right, and may update parameters itself, so that
+fused kernels can.
 """
 
 import inspect
@@ -16,9 +17,11 @@ import optree
 import torch
 
 from fsharp.errors import LayoutError, PatternError, TreeError, problem
+from fsharp.functional.comm.agree import together
 from fsharp.functional.comm.protocol import Comm
 from fsharp.functional.layout.paths import assign, chosen
 from fsharp.functional.layout.sharded import Sharded, is_sharded, map_units, units_of
+from fsharp.functional.optim.probe import try_pair
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +72,7 @@ def _with_what_it_names(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def as_transform(tx: Any) -> Transform:
-    """A Transform, or any ``(init, update)`` pair as one.
+    """A Transform, or any ``(init, update)`` pair as one, whose ``init`` tries it: see :func:`try_pair`.
 
     Raises:
         TreeError: neither.
@@ -87,13 +90,27 @@ def as_transform(tx: Any) -> Transform:
     pure = {"inplace": False} if "inplace" in keywords else {}
     known = _with_what_it_names(update)
 
-    def plain(grads: Any, state: Any, params: Any, *, comm: Comm, **extra: Any) -> tuple[Any, Any]:
+    def plain(grads: Any, state: Any, params: Any, **extra: Any) -> tuple[Any, Any]:
         if "params" in keywords:
             return cast(tuple[Any, Any], known(grads, state, params=params, **pure, **extra))
         return cast(tuple[Any, Any], known(grads, state, params, **pure, **extra))
 
+    def begin(params: Any, /, *, comm: Comm | None = None) -> Any:
+        where = f"pair {_name_of(update)}"
+        if comm is None:
+            try_pair(where, init, plain, params)
+        else:
+            together(where, comm, lambda: try_pair(where, init, plain, params), lambda size: {"updates of small tensors": size})
+        return init(params)
+
     kind = type(tx).__qualname__
-    return Transform(init, plain, {"pair": kind}, name="" if type(tx) is tuple else kind)
+    return Transform(begin, plain, {"pair": kind}, name="" if type(tx) is tuple else kind)
+
+
+def _name_of(fn: Any) -> str:
+    """Of a function, without the address that a repr has."""
+    named = fn if hasattr(fn, "__qualname__") else type(fn)
+    return f"{named.__module__}.{named.__qualname__}".replace(".<locals>", "")
 
 
 def apply_transform(

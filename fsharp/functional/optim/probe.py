@@ -1,0 +1,194 @@
+"""Whether an (init, update) pair of another library does on flat shards what it does on the user's tree, found by running it.
+
+A pair sees flat buffers, which join leaves and are cut between ranks. That is right for rules that look at each element alone.
+A rule that looks at more, such as a norm, would silently be another rule. So a pair is run on a small tree of the user's
+structure, and on the same elements in flat buffers, cut if ranks have them cut. If the updates are equal, it looks at nothing
+that differs.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import optree
+import torch
+
+from fsharp.errors import TreeError, problem
+from fsharp.functional.layout.sharded import Sharded, map_units, units_of
+
+_LARGEST_DIM = 3
+_SCALES = (1.0, 1e-3, 1e3, 1e6, math.nan)
+"""Of the gradients, step by step: some rules clip large ones. In the last step one element is NaN: some leave that out."""
+
+Init = Callable[[Any], Any]
+Update = Callable[[Any, Any, Any], tuple[Any, Any]]
+Vectors = list[torch.Tensor]
+"""For each group of each unit the elements of its leaves, one leaf after another."""
+
+
+def try_pair(where: str, init: Init, update: Update, params: Any) -> str:
+    """Run a pair on small tensors, and refuse it if its updates depend on how ``params`` join and cut leaves.
+
+    Args:
+        where: the pair, for messages.
+        init: ``init(params) -> state``.
+        update: ``update(grads, state, params) -> (updates, state)``.
+        params: a tree of :class:`~fsharp.Sharded`. Only its structure, layout, dtypes and device are looked at.
+
+    Returns:
+        The sum of the sizes of its updates, in four digits: it differs between ranks whose pairs have other numbers in them.
+
+    Raises:
+        TreeError: updates that differ, that change from run to run, or that cannot be computed.
+
+    Cost: about ten updates of a tree whose dims are at most 3. Torch's global random generators are left as they were.
+    """
+    trial = _Trial(params)
+    with torch.random.fork_rng(trial.cuda_devices), torch.no_grad():
+        try:
+            expected = trial.run(init, update)
+        except Exception as error:
+            raise _untried(where, "small tensors in a tree like yours", error) from error
+        torch.manual_seed(torch.initial_seed() + 1)
+        if path := trial.difference(expected[:2], trial.run(init, update, num_steps=2)):
+            remedy = (
+                "Keep what changes in the state that init() and update() return. Random numbers would repeat between ranks, or "
+                "differ where they must not: fs.from_optax() draws those of whole leaves."
+            )
+            raise TreeError(problem(where, "run again, it made other updates of the same gradients.", [("leaf", path)], remedy))
+        for piece in trial.pieces:
+            try:
+                found = trial.run(init, update, piece, len(expected))
+            except Exception as error:
+                raise _untried(where, "flat buffers, though not on a tree like yours", error) from error
+            if path := trial.difference(expected, found, piece):
+                why = "ranks have parts of leaves" if len(trial.pieces) > 1 else "leaves of a unit share a flat buffer"
+                what = f"it looks at more than each element alone, and {why}: updates would be others than on the whole tree."
+                remedy = (
+                    "For the norm of all gradients put fs.optim.clip_by_global_norm() first in fs.optim.chain(). For norms of "
+                    "leaves, and masks by shape or name, there is fs.from_optax(), as in fs.from_optax(optax.lamb(1e-3)). For "
+                    "matrices there is fs.optim.muon()."
+                )
+                raise TreeError(problem(where, what, [("leaf", path)], remedy))
+    return f"{sum(float(x.double().nan_to_num(0.0).abs().sum()) for step in expected for x in step):.3e}"
+
+
+def _untried(where: str, on: str, error: Exception) -> TreeError:
+    remedy = (
+        "Trees of masks or labels do not fit flat buffers: fs.optim.masked() and fs.optim.partition() take patterns. A pair "
+        "that looks at each element alone, but cannot be tried, is taken as fs.optim.Transform(init, update, {})."
+    )
+    what = f"it was run on {on}, to find out whether it looks at each element alone, and raised."
+    return TreeError(problem(where, what, [(type(error).__name__, error)], remedy))
+
+
+class _Group(NamedTuple):
+    """The leaves of a group in the trial: their units and paths within these, their shapes and sizes."""
+
+    keys: list[tuple[str, str]]
+    paths: list[str]
+    shapes: list[list[int]]
+    sizes: list[int]
+
+
+class _Trial:
+    """Some updates of a small tree with the structure of a tree of shards.
+
+    Attributes:
+        pieces: into which flat buffers are cut, as for ranks; one if ranks have the same.
+        cuda_devices: on which there are buffers.
+    """
+
+    def __init__(self, params: Any) -> None:
+        self._like, self._groups, self._order = params, list[_Group](), list[tuple[str, str]]()
+        self._start, self._grads = Vectors(), [Vectors() for _ in _SCALES]
+        nodes = units_of(params)
+        self.pieces = range(2 if any(map(_differs_between_ranks, nodes)) else 1)
+        self.cuda_devices = sorted({b.device.index for node in nodes for b in node.buffers if b.device.type == "cuda"})
+        generator = torch.Generator().manual_seed(0)
+        for node in nodes:
+            for index, buffer in zip(node.groups, node.buffers, strict=True):
+                leaves = node.unit.leaves_of(index)
+                shapes = [[min(size, _LARGEST_DIM) for size in leaf.shape] for leaf in leaves]
+                keys, paths = [(node.name, leaf.path) for leaf in leaves], [node.unit.full_path(leaf) for leaf in leaves]
+                self._groups.append(_Group(keys, paths, shapes, [math.prod(shape) for shape in shapes]))
+                drawn = torch.randn(1 + len(_SCALES), sum(self._groups[-1].sizes), generator=generator)
+                self._start.append(drawn[0].to(buffer.device, buffer.dtype))
+                for vectors, scale, x in zip(self._grads, _SCALES, drawn[1:], strict=True):
+                    grad = x if math.isnan(scale) else x * scale
+                    vectors.append(grad.to(buffer.device, node.unit.groups[index].dtypes.accumulate))
+            here = {key for group in self._groups for key in group.keys}
+            self._order += [(node.name, leaf.path) for leaf in node.unit.leaves if (node.name, leaf.path) in here]
+        for vector in self._grads[-1]:
+            if len(vector):
+                vector[0] = math.nan
+                break
+
+    def run(self, init: Init, update: Update, piece: int | None = None, num_steps: int | None = None) -> list[Vectors]:
+        """The updates of each step: of whole leaves, or of a piece of the flat buffers.
+
+        If the last step alone raises, those before it: an error at a NaN is not silent.
+        """
+        params = self._tree(self._start, piece)
+        state, result = init(params), list[Vectors]()
+        for grads in self._grads[:num_steps]:
+            try:
+                updates, state = update(self._tree(grads, piece), state, params)
+            except Exception:
+                if num_steps is None and len(result) == len(_SCALES) - 1:
+                    break
+                raise
+            updates = optree.tree_map(lambda p, u: torch.zeros_like(p) + u, params, updates)  # they may be broadcast
+            params = optree.tree_map(lambda p, u: (p + u).to(p.dtype), params, updates)
+            result.append(self._vectors(updates, piece))
+        return result
+
+    def difference(self, expected: Sequence[Vectors], found: Sequence[Vectors], piece: int | None = None) -> str | None:
+        """The path of a leaf of which ``found`` has other updates."""
+        for step, same in zip(expected, found, strict=True):
+            for group, x, y in zip(self._groups, step, same, strict=True):
+                wrong = torch.zeros(len(x), dtype=torch.bool, device=x.device)
+                self._part(wrong, piece).copy_(~_are_close(self._part(x, piece), y.to(x.dtype)))
+                for path, elements in zip(group.paths, wrong.split(group.sizes), strict=True):
+                    if elements.any():
+                        return path
+        return None
+
+    def _part(self, vector: torch.Tensor, piece: int | None) -> torch.Tensor:
+        size = math.ceil(len(vector) / len(self.pieces))
+        return vector if piece is None else vector[size * piece : size * (piece + 1)]
+
+    def _tree(self, vectors: Vectors, piece: int | None) -> Any:
+        """The elements in a tree like the user's, or in one of shards, with padding."""
+        if piece is not None:
+            flat = (
+                torch.cat([part := self._part(x, piece), x.new_zeros(1 + len(x) // len(self.pieces) - len(part))])
+                for x in vectors
+            )
+            return map_units(lambda node: node.replace([next(flat) for _ in node.groups]), self._like)
+        leaves = {}
+        for group, vector in zip(self._groups, vectors, strict=True):
+            for key, shape, x in zip(group.keys, group.shapes, vector.split(group.sizes), strict=True):
+                leaves[key] = x.clone().view(shape)
+
+        def subtree(node: Sharded) -> Any:  # without what is frozen, or tied to another leaf
+            return optree.tree_unflatten(node.unit.spec, [leaves.get((node.name, leaf.path), ()) for leaf in node.unit.leaves])
+
+        return map_units(subtree, self._like)
+
+    def _vectors(self, tree: Any, piece: int | None) -> Vectors:
+        if piece is not None:
+            lengths = [len(self._part(x, piece)) for x in self._start]
+            return [x[:length] for x, length in zip(optree.tree_leaves(tree), lengths, strict=True)]
+        leaves = dict(zip(self._order, optree.tree_leaves(tree), strict=True))
+        return [torch.cat([leaves[key].reshape(-1) for key in group.keys]) for group in self._groups]
+
+
+def _differs_between_ranks(node: Sharded) -> bool:
+    return any(node.unit.mesh.axis_size(axis) > 1 for axis in node.place.sharded + node.place.varying)
+
+
+def _are_close(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """Of each element, whether it is the same but for rounding, measured by the largest."""
+    largest = float(x.abs().nan_to_num(0.0, 0.0, 0.0).max()) if len(x) else 0.0
+    return torch.isclose(x, y, rtol=0.0, atol=math.sqrt(torch.finfo(x.dtype).eps) * largest, equal_nan=True)

@@ -1,0 +1,186 @@
+"""Pairs of other libraries are tried before they are taken: what looks at more than each element alone is refused."""
+
+import optree
+import pytest
+import torch
+
+import fsharp as fs
+from fsharp.errors import AgreementError, TreeError
+from fsharp.testing import simulate
+
+DP3 = fs.Mesh({"dp": 3})
+
+
+def leaves():
+    """With a scalar, an empty leaf, a frozen and a tied one, and two dtypes."""
+    tied = torch.ones(4, 2)
+    return {
+        "embed": {"w": tied, "scale": torch.ones(())},
+        "layers": [{"w": torch.ones(5, 3), "b": torch.ones(5), "none": torch.ones(0, 3), "half": torch.ones(7).bfloat16()}],
+        "frozen": {"w": torch.ones(3)},
+        "head": {"w": tied},
+    }
+
+
+def begin(comm, tx, strategy=fs.zero3, tree=None, **options):
+    tree = leaves() if tree is None else tree
+    options = {"frozen": ["frozen.w"], "units": "*", **options} if "head" in tree else {"units": "*", **options}
+    layout = fs.plan(tree, comm.mesh, strategy("dp"), **options)
+    return layout, fs.init_state(tx, fs.shard(tree, layout, comm), comm=comm)
+
+
+def pair(fn, state=()):
+    """Without a state that changes: ``fn`` of gradients and parameters."""
+    return lambda params: state, lambda grads, s, params: (fn(grads, params), s)
+
+
+def each(fn):
+    return pair(lambda grads, params: optree.tree_map(fn, grads))
+
+
+def norm(tree):
+    return torch.stack([x.float().norm() for x in optree.tree_leaves(tree)]).norm()
+
+
+def momentum(params):
+    return optree.tree_map(torch.zeros_like, params)
+
+
+def in_place(grads, state, params):
+    optree.tree_map(lambda m, g: m.mul_(0.9).add_(g), state, grads)
+    return optree.tree_map(lambda g: g.mul_(-0.1), grads), state
+
+
+def made_late(grads, state, params):
+    state = grads if state is None else optree.tree_map(torch.add, state, grads)
+    return optree.tree_map(lambda m: -0.1 * m, state), state
+
+
+def counted(grads, count, params):
+    return optree.tree_map(lambda g: -0.1 * count * g, grads), count + 1
+
+
+CLIP = pair(lambda grads, params: optree.tree_map(lambda g: g * (1 / norm(grads)).clamp(max=1.0), grads))
+RIGHT = {
+    "elementwise": each(lambda g: -0.1 * g.sign()),
+    "by parameters": pair(lambda grads, params: optree.tree_map(lambda g, p: -0.1 * g - 0.1 * p, grads, params)),
+    "in place": (momentum, in_place),
+    "made late": (lambda params: None, made_late),
+    "zero at first": (lambda params: 0, counted),
+    "NaN to zero": each(lambda g: -0.1 * g.nan_to_num() if g.isnan().any() else -0.1 * g),
+    "broadcast": pair(lambda grads, params: optree.tree_map(lambda g: torch.tensor(-0.1), grads)),
+}
+
+
+@pytest.mark.parametrize("name", RIGHT)
+@pytest.mark.parametrize("strategy", [fs.ddp, fs.zero3])
+def test_what_looks_at_each_element_alone_is_taken(name, strategy):
+    before = torch.get_rng_state()
+    simulate(DP3, lambda comm: begin(comm, RIGHT[name], strategy))
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def wrong(comm, tx, text, strategy=fs.zero3, **options):
+    with pytest.raises(TreeError, match=text) as caught:
+        begin(comm, tx, strategy, **options)
+    return str(caught.value)
+
+
+def masks(make):
+    return pair(
+        lambda grads, params: optree.tree_map(lambda g, p, m: -0.1 * g - (0.1 * p if m else 0.0), grads, params, make(params))
+    )
+
+
+def skips_a_nan(grads, params):
+    is_finite = all(g.isfinite().all() for g in optree.tree_leaves(grads))
+    return grads if is_finite else optree.tree_map(torch.zeros_like, grads)
+
+
+WHOLE = optree.tree_map(lambda x: x.ndim > 1, {"a": {"b": torch.ones(4), "w": torch.ones(4, 4)}, "c": {"w": torch.ones(6)}})
+WRONG = {
+    "global norm": CLIP,
+    "norms of leaves": each(lambda g: g / (g.norm() + 1)),
+    "mean": each(lambda g: g - g.mean() if g.numel() else g),
+    "one step for all ranks": pair(skips_a_nan),
+    "masks by ndim": masks(lambda params: optree.tree_map(lambda x: x.ndim > 1, params)),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_looks_at_more_is_refused_on_all_ranks(name):
+    found = simulate(DP3, lambda comm: wrong(comm, WRONG[name], r"more than each element alone, and ranks have parts"))
+    assert len(set(found)) == 1
+
+
+def test_under_ddp_the_norm_of_all_is_right_and_that_of_leaves_is_not():
+    tree = {"a": {"w": torch.ones(4, 2), "b": torch.ones(3)}, "c": torch.ones(5)}
+    simulate(DP3, lambda comm: begin(comm, CLIP, fs.ddp, tree))
+    text = r"leaves of a unit share a flat buffer(.|\n)*leaf  a\.b"
+    simulate(DP3, lambda comm: wrong(comm, WRONG["norms of leaves"], text, fs.ddp, tree=tree))
+    simulate(DP3, lambda comm: begin(comm, WRONG["norms of leaves"], fs.ddp, {"a": torch.ones(4, 2), "c": torch.ones(5)}))
+
+
+def test_an_error_at_a_nan_is_not_silent():
+    def checked(grads, params):
+        if not norm(grads).isfinite():
+            raise ValueError("NaN")
+        return grads
+
+    simulate(DP3, lambda comm: begin(comm, pair(checked)))
+
+
+def test_what_is_no_function_of_its_arguments_is_refused():
+    before = torch.get_rng_state()
+    calls = []
+
+    def kept(grads, params):
+        calls.append(0)
+        return optree.tree_map(lambda g: -0.1 / len(calls) * g, grads)
+
+    for tx in (each(lambda g: g + torch.randn_like(g)), pair(kept)):
+        simulate(DP3, lambda comm, tx=tx: wrong(comm, tx, r"test_probe\..*run again, it made other updates"))
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_trees_of_the_users_structure_do_not_fit_flat_buffers():
+    tree = {"a": {"w": torch.ones(4, 4), "b": torch.ones(4)}, "c": {"w": torch.ones(6)}}
+    simulate(DP3, lambda comm: wrong(comm, masks(lambda params: WHOLE), r"flat buffers(.|\n)*fs\.optim\.masked", tree=tree))
+
+
+def test_a_pair_that_cannot_be_tried_says_why_and_may_be_vouched_for():
+    def large(grads, state, params):
+        assert sum(g.numel() for g in optree.tree_leaves(grads)) > 10_000, "too small"
+        return optree.tree_map(lambda g: -0.1 * g, grads), state
+
+    simulate(DP3, lambda comm: wrong(comm, (lambda params: (), large), r"AssertionError  too small(.|\n)*optim\.Transform"))
+    simulate(DP3, lambda comm: begin(comm, fs.optim.Transform(lambda params: (), large, {})))
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda tx: fs.optim.chain(tx, fs.optim.sgd(0.1)),
+        lambda tx: fs.optim.masked(tx, "**.w"),
+        lambda tx: fs.optim.partition({"default": tx}),
+        lambda tx: fs.optim.with_ema(tx, decay=0.9),
+        lambda tx: fs.optim.skip_nonfinite(tx),
+    ],
+    ids=["chain", "masked", "partition", "with_ema", "skip_nonfinite"],
+)
+def test_pairs_within_others_are_tried(wrap):
+    simulate(DP3, lambda comm: wrong(comm, wrap(CLIP), r"more than each element alone"))
+
+
+def test_ranks_with_other_pairs_are_told():
+    def rates(comm):
+        with pytest.raises(AgreementError, match=r"updates of small tensors  rank 1"):
+            begin(comm, each(lambda g: -0.1 * g) if comm.rank != 1 else each(lambda g: -0.2 * g), fs.ddp)
+        return True
+
+    def one_clips(comm):
+        with pytest.raises((AgreementError, TreeError), match=r"more than each element alone"):
+            begin(comm, CLIP if comm.rank == 1 else RIGHT["elementwise"])
+        return True
+
+    assert all(simulate(DP3, rates) + simulate(DP3, one_clips))

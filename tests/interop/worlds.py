@@ -1,0 +1,28 @@
+"""What tests of optimizers of other libraries share: meshes with strategies, and a tree with its gradients."""
+
+import optree
+import torch
+
+import fsharp as fs
+
+STEPS = 20
+WORLDS = {
+    "one rank": (fs.Mesh({"dp": 1}), fs.zero3("dp")),
+    "zero1 on 3": (fs.Mesh({"dp": 3}), fs.zero1("dp")),
+    "zero3 on 5": (fs.Mesh({"dp": 5}), fs.zero3("dp")),
+    "hfsdp on 2 x 2": (fs.Mesh({"outer": 2, "inner": 2}), fs.hfsdp("outer", "inner")),
+    "ddp on 2": (fs.Mesh({"dp": 2}), fs.ddp("dp")),
+}
+
+
+def params():
+    """With a scalar, a leaf that no rank but one has, and sizes that no number of ranks divides."""
+    g = torch.Generator().manual_seed(0)
+    sizes = {"embed": {"w": (7, 5)}, "layers": [{"w": (5, 6), "b": (6,)}], "scale": ()}
+    return optree.tree_map(lambda size: torch.randn(size, generator=g), sizes, is_leaf=lambda x: type(x) is tuple)
+
+
+def grads_at(step):
+    g = torch.Generator().manual_seed(100 + step)
+    scale = 3.0 if step % 3 == 0 else 0.1  # some are clipped
+    return optree.tree_map(lambda x: torch.randn(x.shape, generator=g) * scale, params())
