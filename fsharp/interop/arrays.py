@@ -59,13 +59,16 @@ def as_tensor(x: Any) -> torch.Tensor:
 
 def number_as_tensor(x: Any) -> torch.Tensor:
     """A small array of any dtype as a tensor of its own; of a random key its data."""
-    is_key = jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
-    return torch.from_numpy(np.array(jax.random.key_data(x) if is_key else x))
+    data = jax.random.key_data(x) if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key) else x
+    known = data.astype(jnp.float32) if data.dtype == jnp.bfloat16 else data  # to torch numpy has no bfloat16
+    return torch.from_numpy(np.array(known)).to(getattr(torch, data.dtype.name))
 
 
 def number_as_array(x: Any, like: Any) -> Any:
     """The inverse, with the dtype of ``like``."""
-    array = jnp.asarray(x.cpu().numpy() if isinstance(x, torch.Tensor) else x)
+    if isinstance(x, torch.Tensor):
+        x = (x.float() if x.dtype == torch.bfloat16 else x).cpu().numpy()
+    array = jnp.asarray(x)
     if jax.dtypes.issubdtype(like.dtype, jax.dtypes.prng_key):
         key = jax.random.wrap_key_data(array)
         if key.dtype != like.dtype:

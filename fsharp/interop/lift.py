@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, Literal
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
 from fsharp.errors import LayoutError, problem
 from fsharp.functional.comm.protocol import ReduceOp
@@ -161,6 +161,7 @@ _ELEMENTWISE = frozenset(
         "sinh",
         "sqrt",
         "square",
+        "stop_gradient",
         "sub",
         "tan",
         "tanh",
@@ -225,12 +226,17 @@ class Lifted:
         if name == "cond":
             return self._choose(equation, values, at)
         inner = params.get("jaxpr", params.get("call_jaxpr"))
+        if isinstance(inner, Jaxpr):  # of jax.checkpoint
+            inner = ClosedJaxpr(inner, ())
         if isinstance(inner, ClosedJaxpr) and name not in ("while", "scan"):
             return self.run(inner, values, at)
         if any(value is UNKNOWN for value in values):
             return [UNKNOWN] * len(equation.outvars)
         if name == "optimization_barrier":
             return values
+        parts = {value.leaf: self.leaves[value.leaf] for value in values if isinstance(value, Part)}
+        if len(parts) > 1 and not any(part.axes or part.is_varying for part in parts.values()):  # all of them are here
+            return _bind(equation, [_whole(value) for value in values])
         leaf = self._leaf_of(equation, values)
         if leaf is None:
             return self._without_leaves(equation, values)
@@ -244,8 +250,8 @@ class Lifted:
         if name in _REDUCTIONS and _is_whole(values[0].shape, params["axes"]):
             return [self._over_ranks(name, leaf, values[0].elements, out, at)]
         if name == "dot_general" and _is_inner(values, params):
-            products = values[0].elements.astype(out.aval.dtype) * values[1].elements.astype(out.aval.dtype)
-            return [self._over_ranks("reduce_sum", leaf, products, out, at)]
+            left, right = (self.elements(value, leaf, value.shape).astype(out.aval.dtype) for value in values)
+            return [self._over_ranks("reduce_sum", leaf, left * right, out, at)]
         if not self.leaves[leaf].axes:  # all of it is here
             return _bind(equation, [_whole(value) for value in values])
         raise self._refused(name, leaf)
@@ -327,7 +333,8 @@ class Lifted:
         return LayoutError(
             problem(
                 "from_optax()",
-                f"the transformation looks at rows, columns or neighbours of {part.path!r}, and ranks have parts of it.",
+                f"the transformation looks at rows, columns or neighbours of {part.path!r}, or loops over it, and not all "
+                "ranks have all of it.",
                 [("operation", name), ("shape", list(part.shape)), ("cut along", ", ".join(part.axes))],
                 "For matrices there is fs.optim.muon; factored statistics can be left out (optax.adafactor(factored=False)); "
                 "under ddp nothing is cut.",
@@ -361,10 +368,10 @@ def _is_whole(shape: Sequence[int], axes: Sequence[int]) -> bool:
 
 
 def _is_inner(values: Sequence[Any], params: Mapping[str, Any]) -> bool:
-    """Whether a dot_general is the inner product of two parts of one leaf."""
+    """Whether a dot_general is the inner product of a part of a leaf and something of its shape."""
     (left, right), batch = params["dimension_numbers"]
-    both = all(isinstance(value, Part) for value in values) and values[0].shape == values[1].shape
-    return both and tuple(left) == tuple(right) and len(left) == len(values[0].shape) and not any(map(tuple, batch))
+    is_alike = values[0].shape == values[1].shape
+    return is_alike and tuple(left) == tuple(right) and len(left) == len(values[0].shape) and not any(map(tuple, batch))
 
 
 def _limits(dtype: Any) -> tuple[Any, Any]:

@@ -25,6 +25,10 @@ def warmed_up(rate):
     return optax.warmup_cosine_decay_schedule(0.0, rate, 5, STEPS)
 
 
+def normalised(grads, params):
+    return jax.tree.map(lambda g: -0.1 * g / (1 + jnp.sqrt(jax.lax.stop_gradient(jnp.vdot(g, g)))), grads)
+
+
 TRANSFORMATIONS = {
     "sgd": lambda: optax.sgd(0.1, momentum=0.9, nesterov=True),
     "adam": lambda: optax.adam(1e-2),
@@ -54,6 +58,8 @@ TRANSFORMATIONS = {
     "clip_by_global_norm": lambda: optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2)),
     "clip_by_block_rms": lambda: optax.chain(optax.clip_by_block_rms(0.5), optax.sgd(0.1)),
     "normalize_by_update_norm": lambda: optax.chain(optax.normalize_by_update_norm(), optax.sgd(0.1)),
+    "dadapt_adamw": lambda: optax.contrib.dadapt_adamw(),
+    "jax.checkpoint": lambda: optax.stateless(jax.checkpoint(normalised)),
     "ema": lambda: optax.chain(optax.ema(0.9), optax.sgd(0.1)),
     "apply_if_finite": lambda: optax.apply_if_finite(optax.adam(1e-2), 3),
     "inject_hyperparams": lambda: optax.inject_hyperparams(optax.adamw)(learning_rate=warmed_up(1e-2)),
@@ -174,6 +180,70 @@ def test_ranks_with_other_numbers_are_told():
         return True
 
     assert all(simulate(fs.Mesh({"dp": 2}), rank_fn))
+
+
+def test_ranks_with_another_loss_are_told():
+    tx = fs.from_optax(optax.contrib.reduce_on_plateau())
+
+    def rank_fn(comm):
+        layout, state = begin(comm, fs.ddp("dp"), tx)
+        grads = fs.shard(grads_at(0), layout, comm, place="optim")
+        state = fs.update(tx, grads, state, comm=comm, value=torch.tensor(2.0))
+        with pytest.raises(AgreementError, match=r"value  rank 1: 1\.5"):
+            fs.update(tx, grads, state, comm=comm, value=1.5 if comm.rank == 1 else 2.0)
+        return True
+
+    assert all(simulate(fs.Mesh({"dp": 3}), rank_fn))
+
+
+def concatenated(grads, params):
+    norm = jnp.linalg.norm(jnp.concatenate([jnp.ravel(g) for g in jax.tree.leaves(grads)]))
+    return jax.tree.map(lambda g: -0.1 * g / (1 + norm), grads)
+
+
+def test_leaves_are_combined_where_all_of_them_are_here():
+    tx = optax.stateless(concatenated)
+    found, _ = simulate(fs.Mesh({"dp": 2}), lambda comm: sharded(comm, fs.ddp("dp"), tx))[0]
+    assert difference(found, unsharded(tx)) < 1e-5
+
+    def refused(comm):
+        with pytest.raises(LayoutError, match=r"combines elements of 'embed\.w' and 'layers\.0\.b' \(concatenate\)"):
+            begin(comm, fs.zero3("dp"), fs.from_optax(tx))
+        return True
+
+    assert all(simulate(fs.Mesh({"dp": 2}), refused))
+
+
+def test_multi_steps_itself_is_taken():
+    steps = optax.MultiSteps(optax.adam(1e-2), 3)
+    found, _ = simulate(fs.Mesh({"dp": 2}), lambda comm: sharded(comm, fs.zero3("dp"), steps))[0]
+    assert difference(found, unsharded(steps.gradient_transformation())) < 1e-5
+
+
+def test_bfloat16_leaves_and_numbers_and_empty_leaves():
+    """schedule_free keeps a number in the narrowest dtype of the tree; rows of a leaf without elements are nobody's."""
+    tree = {"half": torch.linspace(-1, 1, 9).bfloat16(), "w": torch.linspace(-1, 1, 15).view(5, 3), "none": torch.zeros(0, 4)}
+    tx = optax.chain(
+        optax.contrib.schedule_free_adamw(1e-2), optax.masked(optax.centralize(), {**dict.fromkeys(tree, False), "none": True})
+    )
+    mine = {name: jnp.asarray(x.float().numpy(), str(x.dtype).removeprefix("torch.")) for name, x in tree.items()}
+    grads, kept, update = mine, tx.init(mine), jax.jit(tx.update)
+    for _ in range(STEPS):
+        updates, kept = update(grads, kept, mine)
+        mine = optax.apply_updates(mine, updates)
+
+    def rank_fn(comm):
+        ours = fs.from_optax(tx)
+        layout = fs.plan(tree, comm.mesh, fs.zero3("dp"))
+        state = fs.init_state(ours, fs.shard(tree, layout, comm, place="optim"), comm=comm)
+        for _ in range(STEPS):
+            state = fs.update(ours, fs.shard(tree, layout, comm, place="optim"), state, comm=comm)
+        return fs.full(state.params, comm=comm)
+
+    for found in simulate(fs.Mesh({"dp": 3}), rank_fn):
+        for name in ("half", "w"):
+            expected = torch.tensor(mine[name].astype(jnp.float32).tolist())
+            torch.testing.assert_close(found[name].float(), expected, rtol=1e-5, atol=1e-6)
 
 
 def test_wrong_use():
