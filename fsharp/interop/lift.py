@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
 from fsharp.errors import LayoutError, problem
@@ -205,7 +206,7 @@ class Lifted:
         values.update(zip(closed.jaxpr.invars, args, strict=True))
 
         def read(atom: Any) -> Any:
-            return jnp.asarray(atom.val, atom.aval.dtype) if isinstance(atom, Literal) else values[atom]
+            return np.asarray(atom.val, atom.aval.dtype) if isinstance(atom, Literal) else values[atom]
 
         for number, equation in enumerate(closed.jaxpr.eqns):
             results = self._apply(equation, [read(atom) for atom in equation.invars], (*at, number))

@@ -164,9 +164,9 @@ def test_a_pair_that_cannot_be_tried_says_why_and_may_be_vouched_for():
         lambda tx: fs.optim.masked(tx, "**.w"),
         lambda tx: fs.optim.partition({"default": tx}),
         lambda tx: fs.optim.with_ema(tx, decay=0.9),
-        lambda tx: fs.optim.skip_nonfinite(tx),
+        lambda tx: fs.optim.apply_if_finite(tx, 3),
     ],
-    ids=["chain", "masked", "partition", "with_ema", "skip_nonfinite"],
+    ids=["chain", "masked", "partition", "with_ema", "apply_if_finite"],
 )
 def test_pairs_within_others_are_tried(wrap):
     simulate(DP3, lambda comm: wrong(comm, wrap(CLIP), r"more than each element alone"))
