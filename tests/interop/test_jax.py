@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 import fsharp as fs
 from fsharp.errors import LayoutError, TreeError
 from fsharp.interop.jax import from_jax, shardings, to_jax, unflatten
-from fsharp.testing import processes
+from fsharp.testing import processes, simulate
 from tests import gpt_like
 
 ONE, TWO, BOTH = fs.Mesh({"dp": 3}), fs.Mesh({"outer": 2, "inner": 2}), fs.Mesh({"dp": 2, "ep": 2})
@@ -228,3 +228,22 @@ def test_to_jax_with_a_process_a_rank():
     for found, equal in processes(fs.Mesh({"dp": 2}), lambda comm: across_processes(comm, port)):
         assert found == pytest.approx(total, abs=1e-4)
         assert all(equal)
+
+
+@pytest.mark.parametrize("options", [{}, {"offload": True}], ids=["", "offload"])
+@pytest.mark.parametrize("donate", [False, True])
+def test_shards_begin_on_64_bytes_after_scheduled_steps(donate, options):
+    def run(comm):
+        params = gpt_like.make_params()
+        precision = fs.Precision(torch.bfloat16, main=torch.float32)
+        layout = fs.plan(params, comm.mesh, fs.zero3("dp"), units="layers.*", precision=precision)
+        tx = fs.optim.adamw(1e-2)
+        state = fs.init_state(tx, fs.shard(params, layout, comm, place="optim"), comm=comm)
+        step = fs.Scheduler(comm, **options)(fs.train_step(gpt_like.loss_fn, tx, donate=donate))
+        for batch in gpt_like.make_batches(3, 24):
+            state, _ = step(state, {name: x.chunk(3)[comm.rank] for name, x in batch.items()})
+        return [x.data_ptr() % 64 for x in buffers((state.params, state.main, state.opt)) if x.numel()]
+
+    found = simulate(ONE, run)
+    assert found == [[0] * len(each) for each in found]
+    assert len(found[0]) > 10
