@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import optree
 import torch
@@ -71,10 +72,10 @@ def from_optax(tx: Any) -> Transform:
         LayoutError: in ``init_state`` or ``update``: rows, columns or neighbours of a leaf that is cut are looked at, as Muon
             and factored statistics do.
         TreeError: not a transformation, or dtypes that JAX would change.
-        AgreementError: transformations or extra arguments that differ between ranks.
+        AgreementError: transformations, extra arguments, or numbers in the state that differ between ranks.
 
-    Cost: one ``all_reduce`` of 8 bytes a leaf for norms, one collective of 40 bytes for each axis if there are extra arguments,
-    and nothing else is sent; compiled by XLA once for each layout. Tensors go to JAX and come back over DLPack without a copy,
+    Cost: one ``all_reduce`` of 8 bytes a leaf for norms, one collective of 40 bytes for each axis to compare numbers, and
+    nothing else is sent; compiled by XLA once for each layout. Tensors go to JAX and come back over DLPack without a copy,
     where they begin on 64 bytes.
     """
     if isinstance(tx, optax.MultiSteps):
@@ -106,8 +107,9 @@ def from_optax(tx: Any) -> Transform:
 
     def update(grads: Any, state: OptaxState, params: Any, *, comm: Comm, **extra: Any) -> tuple[Any, OptaxState]:
         given = {name: jnp.asarray(x.item() if isinstance(x, torch.Tensor) else x) for name, x in extra.items() if knows_extra}
-        if given:
-            agree("update()", {name: repr(x.tolist()) for name, x in given.items()}, comm)
+        numbers = {f"state{jax.tree_util.keystr(path)}": x for path, x in _numbers(state) if not isinstance(x, InBuffers)}
+        if given or numbers:
+            agree("update()", {name: repr(x.tolist()) for name, x in (given | numbers).items()}, comm)
         return program(params, comm, given).update(grads, state, params, given, comm)
 
     return Transform(init, update, {"from_optax": type(tx).__name__}, name="from_optax")
@@ -245,9 +247,8 @@ class _Program:
         self, grads: Any, state: OptaxState, params: Any, extra: Mapping[str, Any], comm: Comm
     ) -> tuple[Any, OptaxState]:
         """Updates and the new state."""
-        numbers = jax.tree.leaves(state.optax, is_leaf=_is_number)
         shapes = [shape for shape, owned in zip(self._state_shapes, self._families, strict=True) if owned is None]
-        own = [x for x in numbers if not isinstance(x, InBuffers)]
+        own = [x for _, x in _numbers(state) if not isinstance(x, InBuffers)]
         plain = [number_as_array(x, shape) for x, shape in zip(own, shapes, strict=True)]
         flats = [_arrays(grads), _arrays(params), *map(_arrays, state.buffers)]
         (updates, *buffers), after = self._run("update", flats, [*plain, *(extra[name] for name in self._extra)], comm)
@@ -349,8 +350,12 @@ class _AnyAnswer(dict[Key, Any]):
         return jnp.zeros(())
 
 
-def _is_number(x: Any) -> bool:
-    return isinstance(x, torch.Tensor | InBuffers | int | float)
+def _numbers(state: OptaxState) -> list[tuple[Any, Any]]:
+    """The leaves of a state of optax, with their paths."""
+    leaves, _ = jax.tree_util.tree_flatten_with_path(
+        state.optax, is_leaf=lambda x: isinstance(x, torch.Tensor | InBuffers | int | float)
+    )
+    return [(path, x if isinstance(x, torch.Tensor | InBuffers) else torch.from_numpy(np.array(x))) for path, x in leaves]
 
 
 def _arrays(tree: Any) -> list[Any]:

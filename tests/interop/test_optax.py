@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import optree
 import pytest
@@ -191,6 +192,24 @@ def test_ranks_with_another_loss_are_told():
         state = fs.update(tx, grads, state, comm=comm, value=torch.tensor(2.0))
         with pytest.raises(AgreementError, match=r"value  rank 1: 1\.5"):
             fs.update(tx, grads, state, comm=comm, value=1.5 if comm.rank == 1 else 2.0)
+        return True
+
+    assert all(simulate(fs.Mesh({"dp": 3}), rank_fn))
+
+
+def test_ranks_that_set_another_number_are_told():
+    tx = fs.from_optax(optax.inject_hyperparams(optax.sgd)(learning_rate=0.5))
+
+    def rank_fn(comm):
+        layout, state = begin(comm, fs.zero3("dp"), tx)
+        grads = fs.shard(grads_at(0), layout, comm, place="optim")
+        for value in (0.25, np.float32(0.25), jnp.float32(0.25), torch.tensor(0.25)):
+            state.opt.optax.hyperparams["learning_rate"] = value
+            new = fs.update(tx, grads, state, comm=comm)
+            assert new.opt.optax.hyperparams["learning_rate"] == 0.25
+        state.opt.optax.hyperparams["learning_rate"] = 0.5 if comm.rank == 1 else 0.25
+        with pytest.raises(AgreementError, match=r"state.hyperparams\['learning_rate'\]  rank 1: 0\.5"):
+            fs.update(tx, grads, state, comm=comm)
         return True
 
     assert all(simulate(fs.Mesh({"dp": 3}), rank_fn))

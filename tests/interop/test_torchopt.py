@@ -3,6 +3,7 @@
 import optree
 import pytest
 import torch
+import torchopt
 
 import fsharp as fs
 from fsharp.errors import TreeError
@@ -10,7 +11,6 @@ from fsharp.testing import simulate
 from tests.interop.worlds import STEPS, WORLDS, grads_at, params
 from tests.scheduling import every
 
-torchopt = pytest.importorskip("torchopt")
 transform, schedule = torchopt.transform, torchopt.schedule
 
 
