@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 import torch.utils.dlpack
+from torch._subclasses.fake_tensor import FakeTensor
 
 from fsharp.errors import TreeError
 
@@ -18,8 +19,11 @@ def as_array(x: torch.Tensor) -> Any:
     to 32, unless JAX has them.
 
     Raises:
-        TreeError: JAX would change the values.
+        TreeError: JAX would change the values, or the tensor is not one block of memory, as a DTensor or a sparse one is not.
     """
+    if x._is_zerotensor():  # forward mode has such for tangents that are zero
+        x = torch.zeros(x.shape, dtype=x.dtype, device=x.device)
+    check_memory(x)
     if x.dtype is torch.int64 and not jax.config.jax_enable_x64:
         if x.numel() and not -(1 << 31) <= int(x.min()) <= int(x.max()) < 1 << 31:
             raise TreeError("an integer needs 64 bits, of which JAX has 32. Call jax.config.update('jax_enable_x64', True).")
@@ -27,7 +31,24 @@ def as_array(x: torch.Tensor) -> Any:
     dtype = dtype_of(x.dtype)
     if not x.numel():
         return jnp.zeros(tuple(x.shape), dtype)
-    return jax.dlpack.from_dlpack(x.detach().contiguous())
+    return jax.dlpack.from_dlpack(x.detach().resolve_conj().resolve_neg().contiguous())
+
+
+def check_memory(x: torch.Tensor) -> None:
+    """Refuse what has no memory with its values in it, which XLA would read at address 0.
+
+    Raises:
+        TreeError: the tensor wraps others, is sparse, nested, on the meta device, or seen by a transform of torch.func.
+    """
+    try:
+        has_memory = not isinstance(x, FakeTensor) and not x.is_nested and (not x.numel() or x.data_ptr() != 0)
+    except RuntimeError:  # there is no storage
+        has_memory = False
+    if not has_memory:
+        raise TreeError(
+            f"JAX reads the memory of a tensor, and a {type(x).__name__} of layout {x.layout} on device {x.device} has none "
+            "that holds its values. Pass a plain dense tensor: of a DTensor its to_local()."
+        )
 
 
 class _Memory:
@@ -43,6 +64,7 @@ def as_array_on(x: torch.Tensor, device: Any) -> tuple[Any, Any]:
 
     Over DLPack all that is on a CPU belongs to the first of JAX's CPU devices, so that goes by way of numpy.
     """
+    check_memory(x)
     if x.device.type != "cpu":
         shared = x.detach()
         return jax.dlpack.from_dlpack(shared), shared
@@ -86,7 +108,10 @@ def dtype_of(dtype: torch.dtype) -> Any:
         TreeError: JAX has none, or would change it.
     """
     name = str(dtype).removeprefix("torch.")
-    found = jnp.dtype(name)
+    try:
+        found = jnp.dtype(name)
+    except TypeError:
+        raise TreeError(f"JAX has no dtype for {dtype}.") from None
     if jax.dtypes.canonicalize_dtype(found) != found:
         raise TreeError(f"JAX would make {name} narrower. Call jax.config.update('jax_enable_x64', True) first.")
     return found

@@ -7,9 +7,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optree
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
+from torch.overrides import handle_torch_function, has_torch_function
 
 from fsharp.errors import TreeError
 from fsharp.functional.transforms import check_untraced, is_transformed
@@ -17,7 +18,7 @@ from fsharp.interop.arrays import as_array, as_tensor
 
 
 def as_torch(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of JAX as one of tensors: compiled by XLA, its gradients by ``jax.vjp``.
+    """A function of JAX as one of tensors: compiled by XLA, its gradients by ``jax.vjp``, of complex numbers as torch has them.
 
     >>> import jax.numpy as jnp
     >>> sine = as_torch(jnp.sin)
@@ -36,7 +37,8 @@ def as_torch(fn: Callable[..., Any]) -> Callable[..., Any]:
 
     Raises:
         TreeError: when called: a dtype that JAX would change (float64, unless ``jax_enable_x64`` is set), or an integer that
-            does not fit into the 32 bits that it has.
+            does not fit into the 32 bits that it has; an array, a random key or a class that optree does not know among the
+            arguments, or a result that is no array or number; a tensor without memory of its own, such as a DTensor.
 
     Cost: no copies of arguments that begin on 64 bytes, one of each other (most leaves of a unit begin in the middle of its
     buffer); the host waits for XLA. What JAX keeps for the backward stays in memory of its own, but for the arguments, which
@@ -53,10 +55,10 @@ def as_torch(fn: Callable[..., Any]) -> Callable[..., Any]:
         key = spec, constants, tuple(map(type, constants))
         try:
             program = programs.get(key)
-        except TypeError:
-            strange = next(type(x).__name__ for x in constants if type(x).__hash__ is None)
-            raise TreeError(f"as_torch(): got a {strange}, expected pytrees of tensors, numbers, strings.") from None
+        except TypeError:  # one of them cannot be hashed
+            program = None
         if program is None:
+            _check_constants(args, keywords)
             program = programs[key] = _Program(partial(_on_leaves, fn, spec, constants))
         return program(*(leaf for leaf in leaves if isinstance(leaf, torch.Tensor)))
 
@@ -67,10 +69,40 @@ _TENSOR = object()
 """Stands among the leaves of arguments where a tensor is."""
 
 
+def _check_constants(args: Sequence[Any], keywords: dict[str, Any]) -> None:
+    tree: Any = {**dict(enumerate(args)), **keywords}
+    for accessor, leaf in zip(optree.tree_accessors(tree), optree.tree_leaves(tree), strict=True):
+        is_tensor = isinstance(leaf, torch.Tensor)
+        if not is_tensor and (not _is_hashable(leaf) or any(isinstance(x, torch.Tensor) for x in jax.tree.leaves(leaf))):
+            raise TreeError(
+                f"as_torch(): argument {accessor.codify('')} is a {type(leaf).__name__}, expected pytrees of tensors, numbers, "
+                "strings. Pass an array as a tensor, of a random key its jax.random.key_data(); register a class of your own "
+                "by optree.register_pytree_node()."
+            )
+
+
+def _is_hashable(x: Any) -> bool:
+    try:
+        hash(x)
+    except TypeError:
+        return False
+    return True
+
+
+def _as_result(path: Any, x: Any) -> Any:
+    is_array = isinstance(x, jax.Array | np.ndarray | np.generic | int | float | complex)
+    if not is_array or jax.dtypes.issubdtype(jnp.result_type(x), jax.dtypes.prng_key):
+        raise TreeError(
+            f"as_torch(): the function returned a {type(x).__name__} at {jax.tree_util.keystr(path) or 'its result'}, expected "
+            "arrays and numbers. Of a random key return jax.random.key_data()."
+        )
+    return jnp.asarray(x)
+
+
 def _on_leaves(fn: Callable[..., Any], spec: optree.PyTreeSpec, constants: Sequence[Any], *arrays: Any) -> Any:
     rest = iter(arrays)
     args, keywords = optree.tree_unflatten(spec, [next(rest) if leaf is _TENSOR else leaf for leaf in constants])
-    return fn(*args, **keywords)
+    return jax.tree_util.tree_map_with_path(_as_result, fn(*args, **keywords))
 
 
 class _Record:
@@ -94,7 +126,7 @@ class _Residuals:
     """What ``vjp`` holds, but for the arguments of the function, which autograd keeps.
 
     Attributes:
-        arrays: in the order of its leaves.
+        arrays: in the order of its leaves; None for those that autograd keeps as tensors.
         vjp: its structure.
         numbers: for each of its leaves which argument it is, or None.
     """
@@ -110,6 +142,11 @@ class _Residuals:
         return jax.tree.unflatten(self.vjp, leaves)
 
 
+def _pulled(vjp: Any, cotangents: Any) -> Any:
+    """Gradients as torch has them: of complex numbers they are the conjugates of JAX's."""
+    return jax.tree.map(jnp.conj, vjp(jax.tree.map(jnp.conj, cotangents)))
+
+
 class _Program:
     """A function of arrays, compiled, and others that are made of it.
 
@@ -121,10 +158,14 @@ class _Program:
         self._fn = fn
         self._run = jax.jit(fn)
         self._run_and_keep = jax.jit(self._keeping, static_argnums=0)
-        self._pull_back = jax.jit(lambda vjp, cotangents: vjp(cotangents))
+        self._pull_back = jax.jit(_pulled)
         self._derived: dict[Any, _Program] = {}
 
+    __name__ = "as_torch"
+
     def __call__(self, *tensors: torch.Tensor) -> Any:
+        if has_torch_function(tensors):  # parameters of a ShardedModule refuse outside of its forward
+            return handle_torch_function(self, tensors, *tensors)
         is_recorded = torch.is_grad_enabled() and not is_transformed()
         wanted = tuple(x.requires_grad for x in tensors)
         return self.call(_Record(wanted if is_recorded and any(wanted) else None), tensors)
@@ -137,8 +178,6 @@ class _Program:
     def run(self, record: _Record, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """The results, each in memory of its own."""
         check_untraced("as_torch()")
-        if any(isinstance(x, FakeTensor) for x in tensors):
-            raise TreeError("as_torch(): XLA computes with values, and a FakeTensor, as torch.export passes it, has none.")
         arrays = [as_array(x) for x in tensors]
         if record.wanted is None:
             out = self._run(*arrays)
@@ -167,7 +206,7 @@ class _Program:
         def fn(*arrays: Any) -> Any:
             of_wanted, chosen = self._of(wanted, arrays)
             _, vjp, _ = jax.vjp(of_wanted, *chosen, has_aux=True)
-            return list(vjp(list(arrays[len(wanted) :])))
+            return list(_pulled(vjp, list(arrays[len(wanted) :])))
 
         return self._made("gradients", wanted, fn)
 
@@ -218,9 +257,10 @@ class _Call(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
         ctx.program, ctx.record, *tensors = inputs
-        kept = [] if ctx.record.residuals is None else ctx.record.residuals.arrays
+        arrays = [] if ctx.record.residuals is None else ctx.record.residuals.arrays
         # Tensors are freed by autograd once a backward has used them. Keys of random numbers, which are none, stay.
-        kept = [None if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key) else as_tensor(x) for x in kept]
+        kept = [None if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key) else as_tensor(x) for x in arrays]
+        arrays[:] = [x if y is None else None for x, y in zip(arrays, kept, strict=True)]
         ctx.num_arguments, ctx.are_inexact = len(tensors), [_is_inexact(x) for x in output]
         ctx.mark_non_differentiable(*(x for x in output if not _is_inexact(x)))
         ctx.save_for_backward(*tensors, *kept)

@@ -1,7 +1,6 @@
 """as_torch: functions of JAX as functions of tensors, beside the same function in torch."""
 
 import gc
-import weakref
 
 import jax
 import jax.numpy as jnp
@@ -10,9 +9,11 @@ import pytest
 import torch
 import torch.autograd.forward_ad as forward_ad
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.testing._internal.two_tensor import TwoTensor
+from torch.utils.checkpoint import checkpoint
 
 import fsharp as fs
-from fsharp.errors import TreeError
+from fsharp.errors import LayoutError, TreeError
 from fsharp.interop.jax import as_torch
 from fsharp.testing import assert_equivalent, processes, simulate
 from tests import gpt_like
@@ -138,15 +139,43 @@ def test_as_torch_returns_memory_of_its_own():
     assert x.sum() == b.sum() == 1024
 
 
-def test_as_torch_frees_what_jax_kept_once_it_is_used():
-    x = torch.randn(1000, requires_grad=True)
-    out = as_torch(lambda x: jnp.sin(jnp.cos(x)))(x)
-    kept = [weakref.ref(t) for t in out.grad_fn.saved_tensors if t is not x]
-    assert kept
-    out.sum().backward()
+def deep(x):
+    for _ in range(5):
+        x = jnp.sin(x)
+    return x
+
+
+def num_arrays_of_jax(shape):
     gc.collect()
+    return sum(x.shape == shape for x in jax.live_arrays())
+
+
+def test_as_torch_frees_what_jax_kept_once_it_is_used():
+    x = torch.randn(1013, requires_grad=True)
+    fn = as_torch(deep)
+    out = fn(x)
+    kept = num_arrays_of_jax((1013,))
+    assert kept >= 5
+    out.sum().backward()
+    x.grad = None
+    assert num_arrays_of_jax((1013,)) <= kept - 4
     with pytest.raises(RuntimeError, match="second time"):
         out.sum().backward()
+
+
+def test_as_torch_keeps_nothing_that_hooks_and_checkpoints_take_away():
+    x = torch.randn(1019, requires_grad=True)
+    fn = as_torch(deep)
+    out = checkpoint(fn, x, use_reentrant=False)
+    assert num_arrays_of_jax((1019,)) <= 1
+    (want,) = torch.autograd.grad(fn(x.clone()).sum(), x)
+    torch.testing.assert_close(torch.autograd.grad(out.sum(), x)[0], want)
+    del out
+    want = want.clone()  # in memory of torch
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t.clone(), lambda t: t):
+        out = fn(x)
+    assert num_arrays_of_jax((1019,)) <= 1
+    torch.testing.assert_close(torch.autograd.grad(out.sum(), x)[0], want)
 
 
 def test_as_torch_keeps_arguments_as_autograd_does_and_not_again():
@@ -159,12 +188,6 @@ def test_as_torch_keeps_arguments_as_autograd_does_and_not_again():
 
 def test_as_torch_keeps_less_under_a_checkpoint_of_jax():
     x = torch.randn(4, 64, requires_grad=True)
-
-    def deep(x):
-        for _ in range(5):
-            x = jnp.sin(x)
-        return x
-
     plain, remat = (as_torch(fn)(x) for fn in (deep, jax.checkpoint(deep)))
     assert len(plain.grad_fn.saved_tensors) > len(remat.grad_fn.saved_tensors) == 1
     torch.testing.assert_close(*(torch.autograd.grad(out.sum(), x)[0] for out in (plain, remat)))
@@ -191,6 +214,33 @@ def test_as_torch_of_other_dtypes(dtype):
     torch.testing.assert_close(x.grad, want.grad)
 
 
+COMPLEX = {
+    "holomorphic": lambda x: x * x * x,
+    "not holomorphic": lambda x: x * abs(x),
+    "to real": lambda x: (x * (1 + 2j)).imag + abs(x),
+}
+
+
+@pytest.mark.parametrize("name", COMPLEX)
+def test_as_torch_gives_gradients_of_complex_numbers_as_torch_does(name):
+    z = torch.tensor([1 + 2j, -0.5 + 0.25j, 3j], dtype=torch.complex64)
+    found = []
+    for fn in (as_torch(COMPLEX[name]), COMPLEX[name]):
+        x = z.clone().requires_grad_()
+        (grad,) = torch.autograd.grad((fn(x) * (2 - 1j)).abs().sum(), x, create_graph=True)
+        (second,) = torch.autograd.grad((grad * (1 + 3j)).real.sum(), x)
+        found.append((grad, second, f.jvp(fn, (z,), (torch.full_like(z, 1 - 2j),))[1]))
+    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-5)
+
+
+def test_as_torch_of_views_that_are_conjugated_or_negated():
+    z = torch.tensor([1 + 2j], dtype=torch.complex64)
+    fn = as_torch(lambda x: x * 1)
+    assert fn(z.conj()).item() == 1 - 2j
+    assert fn(z.conj().imag).item() == -2
+    assert fn(torch._efficientzerotensor(3)).tolist() == [0, 0, 0]
+
+
 @pytest.mark.parametrize("shape", [(), (0,), (3, 0, 2), (5, 7)])
 def test_as_torch_of_other_shapes(shape):
     x = torch.ones(shape, requires_grad=True)
@@ -214,8 +264,59 @@ def test_as_torch_refuses_what_jax_would_change():
     with pytest.raises(TreeError, match="64 bits, of which JAX has 32"):
         fn(torch.tensor([1 << 40]))
     assert fn(torch.tensor([1 << 20])).item() == 1 << 20
-    with pytest.raises(TreeError, match="got a ndarray, expected pytrees of tensors"):
-        fn(torch.ones(3).numpy())
+    with pytest.raises(TreeError, match=r"no dtype for torch\.bits8"):
+        fn(torch.empty(3, dtype=torch.bits8))
+
+
+class Holder:
+    def __init__(self, x):
+        self.x = x
+
+
+jax.tree_util.register_pytree_node(Holder, lambda h: ((h.x,), None), lambda _, children: Holder(*children))
+
+
+def test_as_torch_names_the_argument_that_it_cannot_pass():
+    fn, x = as_torch(lambda p, mask=None: p["x"]), torch.ones(3)
+    with pytest.raises(TreeError, match=r"argument \[0\]\['x'\] is a ndarray, expected pytrees of tensors"):
+        fn({"x": x.numpy()})
+    with pytest.raises(TreeError, match=r"argument \['mask'\] is a PRNGKeyArray.*jax.random.key_data"):
+        fn({"x": x}, mask=jax.random.key(0))
+    with pytest.raises(TreeError, match=r"argument \['mask'\] is a Holder.*register_pytree_node"):
+        fn({"x": x}, mask=Holder(x))
+
+
+def test_as_torch_returns_numbers_as_tensors_and_refuses_the_rest():
+    x = torch.ones(3, requires_grad=True)
+    for each in (x, x.detach()):
+        out = as_torch(lambda x: (2 * x, 3, 2.5, None))(each)
+        assert [y.item() for y in out[1:3]] == [3, 2.5]
+        assert out[3] is None
+    with pytest.raises(TreeError, match=r"returned a str at \[1\], expected arrays"):
+        as_torch(lambda x: (x, "name"))(x)
+    with pytest.raises(TreeError, match=r"Of a random key return jax.random.key_data"):
+        as_torch(lambda x: jax.random.key(0))(x)
+
+
+@pytest.mark.parametrize(
+    "x", [TwoTensor(torch.ones(4), torch.ones(4)), torch.ones(4, device="meta"), torch.eye(2).to_sparse()], ids=repr
+)
+def test_as_torch_refuses_what_has_no_memory(x):
+    with pytest.raises(TreeError, match=f"a {type(x).__name__} of layout {x.layout} on device {x.device} has none"):
+        as_torch(lambda x: x * 2)(x)
+
+
+def sharded_outside(comm, strategy):
+    model = fs.shard_module(torch.nn.Linear(4, 4), mesh=comm, strategy=strategy, sync_from=0)
+    with pytest.raises(LayoutError, match=r"as_torch\(\)"):
+        as_torch(lambda w: w.sum())(model.weight)
+    with torch.no_grad(), model.unsharded():
+        assert as_torch(lambda w: w + 0)(model.weight).shape == (4, 4)
+
+
+@pytest.mark.parametrize("strategy", [fs.ddp("dp"), fs.zero3("dp")], ids=["ddp", "zero3"])
+def test_as_torch_refuses_parameters_of_a_sharded_module_outside_of_it(strategy):
+    simulate(fs.Mesh({"dp": 2}), lambda comm: sharded_outside(comm, strategy))
 
 
 # ---------------------------------------------------------------- as the function of a unit
