@@ -30,8 +30,8 @@ def functionalize(model: Any) -> tuple[Callable[..., Any], Any]:
         names them: of NNX the variables of type ``Param``. :func:`to_arrays` brings them back.
 
     Raises:
-        TreeError: no such module; when called, a module of NNX that changes its other variables, such as statistics or
-            counters of random numbers, whose new values would be lost.
+        TreeError: no such module; when called, a module of NNX that changes its variables, such as statistics or counters of
+            random numbers, whose new values would be lost.
     """
     if not callable(model) or jax.tree_util.all_leaves([model]):
         raise TreeError(f"functionalize(): got {model!r:.80}, expected a module of Equinox or Flax NNX that can be called.")
@@ -43,11 +43,11 @@ def functionalize(model: Any) -> tuple[Callable[..., Any], Any]:
 
     def call(tree: Any, *args: Any, **keywords: Any) -> Any:
         module = nnx.merge(graph, to_arrays(tree, variables), others, copy=True)
+        before = _leaves_by_name(nnx.state(module))
         out = module(*args, **keywords)
-        for name, before, after in zip(
-            _names(others), jax.tree.leaves(others), jax.tree.leaves(nnx.state(module, nnx.Not(nnx.Param)))
-        ):
-            if before is not after:
+        after = _leaves_by_name(nnx.state(module))  # what the call has added, such as intermediates, is let go of
+        for name, leaf in before.items():
+            if after.get(name) is not leaf:
                 raise TreeError(
                     f"functionalize(): the module changes its variable {_text(name)!r}, whose new value would be lost. Put it "
                     "into evaluation: model.eval(), or use_running_average=True and deterministic=True."
@@ -121,6 +121,10 @@ def _by_name(tree: Any, name: Name = ()) -> dict[Name, Any]:
     if not isinstance(tree, dict):
         return {name: tree}
     return {key: leaf for part, below in tree.items() for key, leaf in _by_name(below, (*name, part)).items()}
+
+
+def _leaves_by_name(tree: Any) -> dict[Name, Any]:
+    return dict(zip(_names(tree), jax.tree.leaves(tree), strict=True))
 
 
 def _names(tree: Any) -> list[Name]:

@@ -145,6 +145,29 @@ def test_functionalize_refuses_a_module_that_changes_its_variables():
     assert fn(params, torch.ones(4, DIM)).shape == (4, DIM)
 
 
+def test_functionalize_tells_variables_that_a_call_adds_from_those_that_it_changes():
+    class Odd(nnx.Module):
+        def __init__(self, *, is_frozen):
+            self.linear = nnx.Linear(DIM, DIM, rngs=nnx.Rngs(0))
+            self.noise = nnx.Dropout(0.5, deterministic=True, rngs=nnx.Rngs(1))
+            self.is_frozen = is_frozen
+
+        def __call__(self, x):
+            y = self.noise(self.linear(x))
+            self.activations = nnx.Intermediate(y)
+            if not self.is_frozen:
+                self.linear.kernel[...] = 2 * self.linear.kernel[...]
+            return y
+
+    model = Odd(is_frozen=True)
+    fn, params = functionalize(model)
+    x = batches()[0]
+    assert np.allclose(fn(params, torch.from_numpy(x)), model(jnp.array(x)), atol=1e-6)
+    fn, params = functionalize(Odd(is_frozen=False))
+    with pytest.raises(TreeError, match=r"changes its variable 'linear.kernel'"):
+        fn(params, torch.from_numpy(x))
+
+
 def test_functionalize_refuses_what_is_no_module():
     with pytest.raises(TreeError, match="expected a module of Equinox or Flax NNX that can be called"):
         functionalize({"a": jnp.ones(3)})
