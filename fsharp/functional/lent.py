@@ -11,9 +11,13 @@ _LENT: WeakValueDictionary[int, Any] = WeakValueDictionary()
 """Address of the first byte, and what lives as long as somebody else reads there."""
 
 
+class _Loan:
+    """Lives as long as one of those that hold the same memory."""
+
+
 def lend(address: int, holder: Any) -> None:
-    """From now on, as long as ``holder`` lives, this memory is constant."""
-    _LENT[address] = holder
+    """From now on, as long as ``holder`` lives, this memory is constant; it is given an attribute ``loan``."""
+    holder.loan = _LENT.setdefault(address, _Loan())
 
 
 def check_not_lent(where: str, nodes: Iterable[Sharded]) -> None:

@@ -18,7 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from fsharp.errors import LayoutError, TreeError
 from fsharp.functional.layout.layout import Layout
-from fsharp.functional.layout.sharded import PlaceName, Sharded, flatten_node, map_units, resolve_place, units_of
+from fsharp.functional.layout.sharded import PlaceName, Sharded, flatten_node, is_sharded, map_units, resolve_place, units_of
 from fsharp.functional.layout.unit_layout import UnitLayout
 from fsharp.functional.lent import lend
 from fsharp.interop.arrays import as_array_on, as_tensor
@@ -49,7 +49,8 @@ def to_jax(tree: Any, layout: Layout, *, devices: Sequence[Any] | None = None) -
     Returns:
         The tree with arrays in it: of a group of a unit one of shape ``[size]`` under the ``NamedSharding`` that
         :func:`shardings` gives; with a leading dim for each axis along which ranks have values of their own. A Sharded is a
-        pytree node of JAX too, and :func:`unflatten` gives the leaves in their shape.
+        pytree node of JAX too, and :func:`unflatten` gives the leaves in their shape. Leaves that are no Sharded, such as the
+        counts of an optimizer, stay as they are.
 
     Raises:
         TreeError: another number of trees than this process has ranks, units that are not the layout's, sums that rest
@@ -57,7 +58,8 @@ def to_jax(tree: Any, layout: Layout, *, devices: Sequence[Any] | None = None) -
         LayoutError: fewer devices than ranks, or none of them this process's.
 
     Cost: none. JAX takes the memory for constant: as long as it has the arrays you must not write to the tensors, and
-    :func:`~fsharp.update` refuses ``donate=True``.
+    :func:`~fsharp.update` refuses ``donate=True``. ``donate_argnums`` of ``jax.jit`` deletes the arrays, and on a CPU leaves
+    the tensors as they are.
     """
     mesh, here = _mesh(layout, devices)
     trees = [tree] if len(here) == 1 else list(tree) if isinstance(tree, list | tuple) else []
@@ -67,10 +69,13 @@ def to_jax(tree: Any, layout: Layout, *, devices: Sequence[Any] | None = None) -
             f"{len(trees) or type(tree).__name__}."
         )
 
-    def one(*nodes: Sharded) -> Sharded:
+    def one(*nodes: Any) -> Any:
+        if not is_sharded(nodes[0]):
+            return nodes[0]
         return nodes[0].replace([_share(nodes, i, mesh, here) for i in range(len(nodes[0].groups))])
 
-    _check_units("to_jax()", trees[0], layout)
+    for each in trees:
+        _check_units("to_jax()", each, layout, torch.Tensor)
     return map_units(one, *trees)
 
 
@@ -102,18 +107,22 @@ def from_jax(tree: Any, layout: Layout, *, devices: Sequence[Any] | None = None,
             write to it.
 
     Returns:
-        The tree with this rank's tensors; a list of trees where this process has the devices of several ranks.
+        The tree with this rank's tensors; a list of trees where this process has the devices of several ranks. A scalar
+        array that is no part of a Sharded is the number in it, as before ``jax.jit`` made an array of it.
 
     Raises:
-        TreeError: an array that is not sharded as its place says: under ``jax.jit`` give ``out_shardings=shardings(...)``.
+        TreeError: an array that is deleted, or not sharded as its place says: under ``jax.jit`` give
+            ``out_shardings=shardings(...)``.
         LayoutError: as for :func:`to_jax`.
 
     Cost: a copy of this rank's part, or none.
     """
     mesh, here = _mesh(layout, devices)
-    _check_units("from_jax()", tree, layout)
+    _check_units("from_jax()", tree, layout, jax.Array)
 
-    def one(node: Sharded) -> list[Sharded]:
+    def one(node: Any) -> list[Any]:
+        if not is_sharded(node):
+            return [node.item() if isinstance(node, jax.Array) and node.ndim == 0 else node] * len(here)
         rows = [_local(node, i, mesh, here, donate) for i in range(len(node.groups))]
         return [node.replace(list(column)) for column in zip(*rows, strict=True)] if rows else [node.replace([])] * len(here)
 
@@ -210,10 +219,16 @@ def _global(node: Sharded, i: int, mesh: Mesh) -> tuple[tuple[int, ...], NamedSh
     return shape, NamedSharding(mesh, PartitionSpec(*own, node.place.sharded or None))
 
 
-def _check_units(where: str, tree: Any, layout: Layout) -> None:
+def _check_units(where: str, tree: Any, layout: Layout, kind: type) -> None:
     nodes = units_of(tree)
     if not nodes:
         raise TreeError(f"{where}: no Sharded in the tree. to_arrays() and to_tensors() convert trees of leaves.")
     for node in nodes:
         if layout[node.name] != node.unit:
             raise TreeError(f"{where}: unit {node.name!r} has another layout than the one that was passed.")
+        for buffer in node.buffers:
+            is_deleted = isinstance(buffer, jax.Array) and buffer.is_deleted()
+            if is_deleted or not isinstance(buffer, kind):
+                found = "a deleted array: it was donated" if is_deleted else f"a {type(buffer).__name__}"
+                expected = "tensors" if kind is torch.Tensor else "arrays of JAX, as to_jax() makes them"
+                raise TreeError(f"{where}: unit {node.name!r} has {found}, expected {expected}.")

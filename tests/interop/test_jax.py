@@ -173,6 +173,60 @@ def test_update_refuses_to_donate_what_jax_reads():
     step[True](state, batch, comm)
 
 
+def test_update_refuses_to_donate_what_one_of_two_conversions_has():
+    comm = fs.SingleComm()
+    layout = layout_of("one rank")
+    tx = fs.optim.sgd(0.1)
+    state = fs.init_state(tx, fs.shard(gpt_like.make_params(), layout, comm), comm=comm)
+    arrays, others = to_jax(state.params, layout), to_jax(state.params, layout)
+    step = fs.train_step(gpt_like.loss_fn, tx, donate=True)
+    (batch,) = gpt_like.make_batches(1, 8)
+    before = jax.tree.leaves(arrays)[0].sum().item()
+    del others
+    gc.collect()
+    with pytest.raises(TreeError, match="memory of unit 'embed'"):
+        step(state, batch, comm)
+    assert jax.tree.leaves(arrays)[0].sum().item() == before
+    del arrays
+    gc.collect()
+    step(state, batch, comm)
+
+
+@pytest.mark.parametrize("name", ["zero3", "one rank"])
+def test_optimizer_state_there_and_back(name):
+    layout = layout_of(name)
+    world = layout.mesh.size
+    tx = fs.optim.adamw(0.1)
+
+    def run(comm):
+        state = fs.init_state(tx, fs.shard(gpt_like.make_params(), layout, comm), comm=comm)
+        (batch,) = gpt_like.make_batches(1, 12)
+        mine = {key: x.chunk(world)[comm.rank] for key, x in batch.items()}
+        return fs.train_step(gpt_like.loss_fn, tx)(state, mine, comm)[0]
+
+    states = simulate(layout.mesh, run)
+    arrays = to_jax(states if world > 1 else states[0], layout)
+    arrays = arrays._replace(opt=jax.jit(lambda opt: opt)(arrays.opt)) if name == "one rank" else arrays
+    back = from_jax(arrays, layout)
+    for old, new in zip(states, back if world > 1 else [back], strict=True):
+        assert optree.tree_structure(old) == optree.tree_structure(new)
+        assert all(torch.equal(x, y) for x, y in zip(buffers(old), buffers(new), strict=True))
+        assert (new.step, new.opt.count) == (1, 1)
+        assert type(new.opt.count) is int
+
+
+def test_donation_to_jit_leaves_the_tensors():
+    layout = layout_of("one rank")
+    mine = shards(layout)
+    before = [x.clone() for x in buffers(mine)]
+    arrays = to_jax(mine, layout)
+    out = jax.jit(lambda tree: jax.tree.map(lambda x: 2 * x, tree), donate_argnums=0)(arrays)
+    assert [x.sum().item() for x in jax.tree.leaves(out)] == pytest.approx([2 * x.sum().item() for x in before], abs=1e-5)
+    assert all(torch.equal(x, y) for x, y in zip(buffers(mine), before, strict=True))
+    with pytest.raises(TreeError, match=r"from_jax\(\): unit 'embed' has a deleted array"):
+        from_jax(arrays, layout)
+
+
 def test_to_jax_refuses():
     layout, other = layout_of("zero3"), layout_of("hfsdp")
     trees = shards(layout)
@@ -194,6 +248,12 @@ def test_to_jax_refuses():
     shifted = fs.map_units(lambda s: s.replace([torch.cat([b.new_zeros(1), b])[1:] for b in s.buffers]), trees[0])
     with pytest.raises(TreeError, match="does not begin on 64 bytes"):
         to_jax([shifted, *trees[1:]], layout)
+    with pytest.raises(TreeError, match=r"to_jax\(\): unit 'embed' has a ArrayImpl, expected tensors"):
+        to_jax([to_jax(trees, layout)] * 3, layout)
+    with pytest.raises(TreeError, match=r"from_jax\(\): unit 'embed' has a Tensor, expected arrays of JAX"):
+        from_jax(trees[0], layout)
+    with pytest.raises(TreeError, match=r"a Tensor of layout torch\.strided on device meta has none"):
+        to_jax([optree.tree_map(lambda x: x.to("meta"), tree) for tree in trees], layout)
     with pytest.raises(TreeError, match="no Sharded in the tree"):
         from_jax({"a": jnp.ones(3)}, layout)
 
