@@ -29,7 +29,7 @@ def as_torch(fn: Callable[..., Any]) -> Callable[..., Any]:
 
     Args:
         fn: a pure function of pytrees of arrays. What else it is given (numbers, strings, None) is constant for XLA: each new
-            value is compiled anew, so pass a number that changes as a tensor.
+            value is compiled anew and stays compiled, so pass a number that changes as a tensor.
 
     Returns:
         A function of the same pytrees of tensors, which gives the pytree that ``fn`` returns, in memory of its own. It can be
