@@ -197,7 +197,8 @@ def partition(
     """
     txs = {label: as_transform(tx) for label, tx in transforms.items()}
     config = {label: dict(tx.config) for label, tx in txs.items()}
-    name = named("partition", *(f"{label}={tx.name}" if tx.name else "" for label, tx in txs.items()))
+    kind = "partition" if param_labels is None else "partition by param_labels"  # they keep state of other leaves
+    name = named(kind, *(f"{label}={tx.name}" if tx.name else "" for label, tx in txs.items()))
     if param_labels is not None:
         init, update = _partition_by_masks(txs, param_labels)
         return Transform(init, update, {**config, "param_labels": describe(param_labels)}, name=name)

@@ -7,12 +7,14 @@ only: the remainders go through a padded scratch tensor. An element's update the
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
 import optree
 import torch
 
+from fsharp.errors import TreeError
 from fsharp.functional.comm.protocol import Comm
 from fsharp.functional.layout.sharded import Sharded, units_of
 from fsharp.functional.optim.base import Transform, config_of, per_leaf
@@ -207,7 +209,8 @@ def sgd(
 
     settings = {"momentum": momentum, "nesterov": nesterov, "weight_decay": weight_decay, "lr_scale": lr_scale}
     config = {"sgd": config_of(learning_rate=learning_rate, **settings)}
-    return _rule(init, step, config, weight_decay)
+    tx = _rule(init, step, config, weight_decay)
+    return tx if momentum is None else replace(tx, name="sgd with momentum")
 
 
 def lion(
@@ -317,8 +320,19 @@ def _each_run(
     """Call ``kernel(lists, scale, decay)`` for each pair of hyper-parameters, on the runs of the buffers that have it.
 
     ``trees`` are parameters, gradients and state, whose buffers correspond; all but the second are written in place.
+
+    Raises:
+        TreeError: the buffers do not correspond. torch's fused kernels would read and write beyond them.
     """
     params = trees[0]
+    expected, *others = (
+        [(node.unit, node.place, node.groups, [b.shape for b in node.buffers]) for node in units_of(tree)] for tree in trees
+    )
+    if any(other != expected for other in others):
+        raise TreeError(
+            "update(): the optimizer state is that of other parameters, another layout, or another transformation. "
+            "Make one for these: init_state(tx, params, comm=comm)."
+        )
     rules = {"lr_scale": lr_scale, "weight_decay": weight_decay}
     uniform = None
     if isinstance(lr_scale, int | float) and isinstance(weight_decay, int | float):

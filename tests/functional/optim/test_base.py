@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import fsharp as fs
-from fsharp.errors import LayoutError
+from fsharp.errors import LayoutError, TreeError
 from fsharp.testing import simulate
 
 TREE = {"w": torch.linspace(-1, 1, 34).view(17, 2), "b": torch.ones(5), "scale": torch.tensor(2.0), "none": torch.ones(0, 3)}
@@ -73,3 +73,14 @@ def test_a_label_without_a_transformation_is_refused_on_all_ranks():
             train(comm, fs.optim.partition(TXS, {**LABELS, "b": "other"}))
 
     simulate(fs.Mesh({"dp": 2}), rank_fn)
+
+
+@pytest.mark.parametrize(("made", "used"), [(None, LABELS), (LABELS, None)], ids=["labels of plan first", "patterns first"])
+def test_a_state_by_other_labels_is_refused(made, used):
+    """Each transformation has state for its own leaves with labels of plan, and for all leaves with others."""
+    comm, (first, second) = fs.SingleComm(), (fs.optim.partition(TXS, labels) for labels in (made, used))
+    layout = fs.plan(TREE, comm.mesh, fs.zero3("dp"), labels=LABELS)
+    state = fs.init_state(first, fs.shard(TREE, layout, comm), comm=comm)
+    grads = fs.shard(TREE, layout, comm, place="optim")
+    with pytest.raises(TreeError, match=r"another transformation(?s:.*)partition by param_labels\(w=adamw, rest=sgd with mom"):
+        fs.update(second, grads, state, comm=comm)

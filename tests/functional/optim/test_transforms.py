@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import fsharp as fs
+from fsharp.errors import TreeError
 from fsharp.testing import processes, simulate
 from tests.gpt_like import make_params
 
@@ -79,6 +80,33 @@ def test_rules_are_those_of_torch(name, donate):
     theirs = run_torch(make_optimizer)
     optree.tree_map(lambda a, b: torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6), ours, theirs)
     assert not torch.equal(ours["a"]["w"], draw(0)["a"]["w"])
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd, momentum"])
+@pytest.mark.parametrize("other", [{"w": torch.ones(7)}, {"w": torch.ones(70), "more": {"w": torch.ones(70)}}])
+def test_a_state_of_other_parameters_is_refused(name, other):
+    """Fused kernels do not look at the sizes of what they are given."""
+    comm, tx = fs.SingleComm(), TORCH[name][0]
+
+    def start(tree):
+        layout = fs.plan(tree, comm.mesh, fs.zero3("dp"), units="*")
+        return layout, fs.init_state(tx, fs.shard(tree, layout, comm), comm=comm)
+
+    tree = {"w": torch.ones(70)}
+    layout, state = start(tree)
+    wrong = state._replace(opt=start(other)[1].opt)
+    grads = fs.shard(tree, layout, comm, place="optim")
+    with pytest.raises(TreeError, match="the optimizer state is that of other parameters, another layout"):
+        fs.update(tx, grads, wrong, comm=comm)
+
+
+def test_a_state_without_momentum_is_told_from_one_with():
+    comm, ways = fs.SingleComm(), (fs.optim.sgd(0.1), fs.optim.sgd(0.1, momentum=0.9))
+    layout = fs.plan({"w": torch.ones(3)}, comm.mesh, fs.zero3("dp"))
+    shards = fs.shard({"w": torch.ones(3)}, layout, comm)
+    for made, used in (ways, ways[::-1]):
+        with pytest.raises(TreeError, match=r"another transformation(?s:.*)sgd with momentum"):
+            fs.update(used, shards, fs.init_state(made, shards, comm=comm), comm=comm)
 
 
 def test_lion_is_its_equation():
