@@ -47,7 +47,7 @@ def inject_hyperparams(inner_factory: Callable[..., Any], static_args: str | Ite
     Raises:
         TreeError: ``static_args`` that the factory does not have, or a factory that does not name its arguments. In ``update``:
             hyper-parameters that are missing, unknown or no numbers.
-        AgreementError: in ``update``, on all ranks: ranks have set different numbers.
+        AgreementError: in ``update``, on all ranks: ranks have set different numbers, or their schedules give some.
 
     Cost: ranks compare the numbers in each update, as none knows whether another has set one: 40 bytes for each axis, and a
     wait for them. The factory is called once an update.
@@ -90,12 +90,12 @@ def inject_hyperparams(inner_factory: Callable[..., Any], static_args: str | Ite
                 if set(state.hyperparams) != {*start, *schedules}:
                     facts = [("in the state", sorted(state.hyperparams)), ("expected", sorted({*start, *schedules}))]
                     raise TreeError(problem("inject_hyperparams()", "hyper-parameters are missing or unknown.", facts))
-                return {name: _number(name, state.hyperparams[name]) for name in start}
+                return {name: _number(name, state.hyperparams[name]) for name in start} | scheduled(state.count)
 
             def fields(values: dict[str, Any]) -> dict[str, str]:
                 return {name: repr(float(value)) for name, value in values.items()}
 
-            return together("inject_hyperparams()", comm, check, fields) | scheduled(state.count)
+            return together("inject_hyperparams()", comm, check, fields)
 
         def update(grads: Any, state: InjectHyperparamsState, params: Any, *, comm: Comm, **extra: Any) -> Any:
             values = current(state, comm)

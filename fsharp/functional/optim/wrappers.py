@@ -8,6 +8,7 @@ import optree
 import torch
 
 from fsharp.errors import LayoutError
+from fsharp.functional.comm.agree import together
 from fsharp.functional.comm.protocol import Comm
 from fsharp.functional.layout.sharded import Sharded, map_units, units_of
 from fsharp.functional.optim.base import Transform, apply_transform, as_transform, describe, named
@@ -111,8 +112,11 @@ def MultiSteps(opt: Any, every_k_schedule: int | Callable[[int], int], use_grad_
 
     Raises:
         LayoutError: a ``k`` that is not a positive whole number.
+        AgreementError: in ``update``, on all ranks: ranks with another ``k``, or that have accumulated another number of
+            gradients. One would update its part of the parameters, and another would not.
 
-    Cost: one buffer at the optimizer's place, and one pass over it a step.
+    Cost: one buffer at the optimizer's place, and one pass over it a step. Ranks compare ``k`` and the state's counts in each
+    step: 40 bytes for each axis, and a wait for them.
     """
     tx = as_transform(opt)
 
@@ -136,7 +140,11 @@ def MultiSteps(opt: Any, every_k_schedule: int | Callable[[int], int], use_grad_
             more = (grad.to(acc.dtype) - acc) / (state.mini_step + 1) if use_grad_mean else grad.to(acc.dtype)
             return acc.add_(more) if donate else acc + more
 
-        is_last = state.mini_step + 1 >= steps(state.gradient_step)
+        def fields(k: int) -> dict[str, str]:
+            return {"k": str(k), "mini_step": str(state.mini_step), "gradient_step": str(state.gradient_step)}
+
+        k = together("MultiSteps()", comm, lambda: steps(state.gradient_step), fields)
+        is_last = state.mini_step + 1 >= k
         acc = optree.tree_map(add, state.acc_grads, grads)
         if not is_last:
             out, new = rest(state.inner_opt_state)

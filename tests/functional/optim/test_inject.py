@@ -96,6 +96,20 @@ def test_a_number_that_one_rank_alone_sets_is_an_error_on_all(strategy, alone):
     assert "0.01" in texts[0]
 
 
+def test_a_schedule_that_one_rank_alone_has_is_an_error_on_all():
+    """Ranks compare a function by name, and the numbers that it gives."""
+
+    def rank_fn(comm):
+        def falling(count):
+            return 1e-2 if count < 2 or comm.rank != 1 else 3e-3
+
+        with pytest.raises(AgreementError, match=r"(?s)learning_rate  rank.*: 0.003") as error:
+            train(comm, INJECTED(falling))
+        return str(error.value)
+
+    assert len(set(simulate(DP, rank_fn))) == 1
+
+
 def test_what_is_set_wrongly_by_one_rank_is_an_error_on_all():
     def rank_fn(comm):
         wrong = {"lr": 1.0} if comm.rank == 1 else {}

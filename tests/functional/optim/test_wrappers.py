@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import fsharp as fs
-from fsharp.errors import LayoutError
+from fsharp.errors import AgreementError, LayoutError
 from fsharp.testing import simulate
 
 TREE = {"w": torch.linspace(-1, 1, 33), "b": torch.linspace(1, 2, 5), "scale": torch.tensor(3.0)}
@@ -116,6 +116,34 @@ def test_multi_steps_refuse_a_schedule_that_comes_to_zero():
     state = fs.update(tx, grads, state, comm=comm)
     with pytest.raises(LayoutError, match="every_k_schedule is 0, expected a positive whole number"):
         fs.update(tx, grads, state, comm=comm)
+
+
+@pytest.mark.parametrize("strategy", [fs.ddp, fs.zero3])
+@pytest.mark.parametrize(
+    ("every_k", "ahead", "text"),
+    [
+        (lambda rank: lambda updates: 2 + updates * (rank == 1), 0, r"(?s)MultiSteps\(\).*\n  k  rank.*: 2.*: 3"),
+        (lambda rank: 3, 1, r"(?s)MultiSteps\(\).*\n  mini_step  rank.*: 0.*: 1"),
+        (lambda rank: lambda updates: 1 - updates * (rank == 1), 0, r"(?s)on rank 1.*every_k_schedule is 0, expected"),
+    ],
+    ids=["another k later", "one step ahead", "no k later"],
+)
+def test_multi_steps_of_one_rank_alone_are_an_error_on_all(every_k, ahead, text, strategy):
+    def rank_fn(comm):
+        tx = fs.optim.MultiSteps(fs.optim.sgd(1.0), every_k(comm.rank))
+        layout, state = start(comm, tx, strategy)
+        state = state._replace(opt=state.opt._replace(mini_step=ahead * (comm.rank == 1)))
+
+        def train():
+            grads, last = fs.shard(grads_at(0), layout, comm, place="optim"), state
+            for _ in range(3):
+                last = fs.update(tx, grads, last, comm=comm)
+
+        with pytest.raises(AgreementError, match=text) as error:
+            train()
+        return str(error.value)
+
+    assert len(set(simulate(fs.Mesh({"dp": 3}), rank_fn))) == 1
 
 
 @pytest.mark.parametrize("name", ["apply_if_finite", "MultiSteps"])
