@@ -64,7 +64,10 @@ def processes(mesh: Mesh, fn: Callable[[Comm], R], *, timeout: float = 90.0) -> 
         problem = _launcher.run(folder, mesh.size, timeout)
         if problem:
             raise CommError(f"processes(): {problem}")
-        return [cloudpickle.loads(Path(folder, f"result-{rank}").read_bytes()) for rank in range(mesh.size)]
+        results = [Path(folder, f"result-{rank}") for rank in range(mesh.size)]
+        if ended := [rank for rank, result in enumerate(results) if not result.exists()]:
+            raise CommError(f"processes(): ranks {ended} ended with exit code 0 before fn returned.")
+        return [cloudpickle.loads(result.read_bytes()) for result in results]
 
 
 class _Launcher:

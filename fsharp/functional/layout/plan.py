@@ -143,7 +143,10 @@ def _strategies(
     """The partition specs by leaf, of those leaves that have one, and the strategy of each unit."""
     for each in rules.values() if isinstance(rules, Mapping) else [rules]:
         if not isinstance(each, Strategy) and not hasattr(each, "partitions"):
-            raise LayoutError(f"plan(): strategy is {each!r}, expected a Strategy such as zero3('dp'), or P('dp').")
+            raise LayoutError(
+                f"plan(): strategy is {each!r}, expected a Strategy such as zero3('dp'), or P('dp'). Give several by path "
+                "pattern, those of a nested tree too: {'**': P('dp'), 'layers.*.b': P()}."
+            )
     rule_of: dict[str, Any] = assign("plan(strategy=...)", rules, paths)
     specs: dict[str, P] = {}
     chosen_by: dict[str, tuple[str, Strategy]] = {}

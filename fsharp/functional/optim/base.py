@@ -288,10 +288,12 @@ def masked(inner: Any, mask: Any) -> Transform:
         A transform with :class:`MaskedState`.
 
     Raises:
-        PatternError: at ``init``: a pattern that selects nothing.
+        PatternError: no mask; at ``init``, a pattern that selects nothing.
 
     Cost: state for all leaves; one pass over the gradients more. To save the state use labels and :func:`partition`.
     """
+    if mask is None:
+        raise PatternError("masked(): mask is None, expected patterns of leaf paths, or a function of the path.")
     tx = as_transform(inner)
 
     def flags_of(params: Any) -> dict[str, bool]:

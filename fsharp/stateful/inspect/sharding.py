@@ -263,10 +263,12 @@ def sharding(layout: Layout, place: PlaceName = "params") -> TreeSharding:
         ``[path]`` of it is a :class:`LeafSharding`. Its text is a table of at most 100 columns.
 
     Raises:
-        LayoutError: an unknown place; a path that is not in the tree.
+        LayoutError: no layout, but parameters for example; an unknown place; a path that is not in the tree.
 
     Cost: time that grows with the number of leaves, and for texts with that of ranks.
     """
+    if not isinstance(layout, Layout):
+        raise LayoutError(f"sharding(): got {type(layout).__name__}, expected the Layout that plan() has returned.")
     return TreeSharding(layout, place)
 
 

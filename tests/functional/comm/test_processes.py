@@ -140,6 +140,11 @@ def test_a_process_that_fails_is_reported_and_the_others_are_stopped():
         processes(DP, rank_fn, timeout=60)
 
 
+def test_a_process_that_ends_without_a_result_is_reported():
+    with pytest.raises(CommError, match=r"ranks \[1\] ended with exit code 0 before fn returned"):
+        processes(fs.Mesh({"dp": 2}), lambda comm: os._exit(0) if comm.rank == 1 else None)
+
+
 def test_a_process_that_hangs_is_stopped():
     def rank_fn(comm):
         if comm.rank == 1:

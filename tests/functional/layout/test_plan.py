@@ -89,6 +89,11 @@ REFUSED = {
     "a spec and a strategy": ({"w": fs.P("dp"), "s": fs.zero1("dp", "tp")}, LayoutError, r"params\['s'\] +dp: RPS, tp: RPS\n"),
     "a tuple": (("dp",), LayoutError, r"strategy is \('dp',\), expected a Strategy such as zero3\('dp'\), or P\('dp'\)"),
     "a function": (fs.zero3, LayoutError, "strategy is <function zero3"),
+    "a nested tree": (
+        {"a": {"b": fs.P("dp")}},
+        LayoutError,
+        r"strategy is {'b': P\('dp'\)}.*Give several by path pattern, those of a nested",
+    ),
 }
 
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import fsharp as fs
-from fsharp.errors import LayoutError, TreeError
+from fsharp.errors import LayoutError, PatternError, TreeError
 from fsharp.testing import simulate
 
 TREE = {"w": torch.linspace(-1, 1, 34).view(17, 2), "b": torch.ones(5), "scale": torch.tensor(2.0), "none": torch.ones(0, 3)}
@@ -63,6 +63,11 @@ def test_a_masked_transformation_that_is_told_of_norms_sees_no_others():
     torch.testing.assert_close(state.opt[0].inner_state.norm, expected)
     assert (found["b"] - TREE["b"]).norm() < 4e-3
     assert (found["w"] - TREE["w"]).norm() > 1.0
+
+
+def test_masked_without_a_mask_is_refused():
+    with pytest.raises(PatternError, match="mask is None, expected patterns"):
+        fs.optim.masked(fs.optim.sgd(0.1), None)
 
 
 def test_a_label_without_a_transformation_is_refused_on_all_ranks():

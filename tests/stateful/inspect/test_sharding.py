@@ -203,3 +203,5 @@ def test_refused():
         fs.inspect.sharding(layout, "gradients")
     with pytest.raises(MeshError, match="rank 2 is outside"):
         fs.inspect.sharding(layout)["embed"].elements(2)
+    with pytest.raises(LayoutError, match="got dict, expected the Layout that plan"):
+        fs.inspect.sharding(gpt())
