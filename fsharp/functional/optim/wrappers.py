@@ -8,7 +8,7 @@ import optree
 import torch
 
 from fsharp.errors import LayoutError
-from fsharp.functional.comm.agree import together
+from fsharp.functional.comm.agree import agree, together
 from fsharp.functional.comm.protocol import Comm
 from fsharp.functional.layout.sharded import Sharded, map_units, units_of
 from fsharp.functional.optim.base import Transform, apply_transform, as_transform, describe, named
@@ -45,8 +45,10 @@ def apply_if_finite(inner: Any, max_consecutive_errors: int) -> Transform:
 
     Raises:
         LayoutError: ``max_consecutive_errors`` is not a number of updates.
+        AgreementError: in ``update``, on all ranks: ranks that have counted another number of such updates.
 
-    Cost: one pass over the gradients, one ``all_reduce`` of 4 bytes for each axis, and a wait for its result.
+    Cost: one pass over the gradients, one ``all_reduce`` of 4 bytes for each axis, and a wait for its result. If an update is
+    not finite ranks compare their counts: 40 bytes for each axis.
     """
     if isinstance(max_consecutive_errors, bool) or not isinstance(max_consecutive_errors, int) or max_consecutive_errors < 0:
         raise LayoutError(
@@ -61,6 +63,7 @@ def apply_if_finite(inner: Any, max_consecutive_errors: int) -> Transform:
         if all_finite(grads, comm=comm):
             out, new = run(grads, state.inner_state)
             return out, ApplyIfFiniteState(0, True, state.total_notfinite, new)
+        agree("apply_if_finite()", {"notfinite_count": str(state.notfinite_count)}, comm)  # it decides what comes next
         count = state.notfinite_count + 1
         out, new = run(grads, state.inner_state) if count > max_consecutive_errors else rest(state.inner_state)
         return out, ApplyIfFiniteState(count, False, state.total_notfinite + 1, new)

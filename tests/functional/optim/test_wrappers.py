@@ -61,6 +61,18 @@ def test_apply_if_finite_counts_as_optax_does_and_gives_up(strategy, limit):
         assert rows == expected
 
 
+def test_apply_if_finite_gives_up_on_all_ranks_or_none():
+    def rank_fn(comm):
+        tx = fs.optim.apply_if_finite(fs.optim.sgd(1.0), 2)
+        layout, state = start(comm, tx)
+        state = state._replace(opt=state.opt._replace(notfinite_count=2 * (comm.rank == 1)))
+        grads = fs.shard(grads_at(0) | {"scale": torch.tensor(math.inf)}, layout, comm, place="optim")
+        with pytest.raises(AgreementError, match=r"apply_if_finite\(\).*\n  notfinite_count  rank.*: 0\n.*rank 1: 2"):
+            fs.update(tx, grads, state, comm=comm)
+
+    simulate(fs.Mesh({"dp": 3}), rank_fn)
+
+
 @pytest.mark.parametrize("k", [1, 3])
 def test_multi_steps_states_are_those_of_optax(k):
     def rank_fn(comm):
