@@ -60,7 +60,8 @@ def as_loss(value: Any, where: str = "value_and_grad()") -> Loss:
     if not is_number and not (isinstance(weight, torch.Tensor) and weight.numel() == 1 and not weight.requires_grad):
         raise LossError(
             f"{where}: the weight of the loss is {kind_of(weight)}, expected a number or a scalar tensor without "
-            "gradient: a pair is read as (sum, weight). If it is a loss and something else, pass has_aux=True."
+            "gradient: a pair is read as (sum, weight). If it is a loss and something else, pass has_aux=True to "
+            "value_and_grad() or train_step()."
         )
     return Loss(total.reshape(()), torch.as_tensor(weight, device=total.device).reshape(()))
 

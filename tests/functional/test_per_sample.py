@@ -253,6 +253,7 @@ REFUSED = {
     "a scalar": (loss_fn, {**BATCH, "w": torch.ones(())}, r"shapes \[\[\], \[4\], \[4\]\]"),
     "no tensor": (loss_fn, {"x": 3}, r"shapes \[\]"),
     "no parameter": (lambda p, b, comm: b["w"].sum(), BATCH, r"per_sample_norms\(\): the loss has no gradient"),
+    "an aux": (lambda p, b, comm: (b["w"].sum(), {}), BATCH, "loss is dict.* has_aux=True to value_and_grad"),
     "no scalar": (lambda p, b, comm: b["w"], {"w": torch.ones(4, 2)}, r"norms\(\): the loss is torch.float32\[1, 2\]"),
 }
 
