@@ -13,6 +13,7 @@ import fsharp as fs
 from fsharp.errors import LayoutError, LossError
 from fsharp.testing import simulate
 from tests.gpt_like import block, embed, make_batches, make_params
+from tests.scheduling import every
 
 MESHES = {
     "one rank": (fs.Mesh({"dp": 1}), fs.zero3("dp")),
@@ -82,9 +83,7 @@ def expected_norms(tree, batch):
     return torch.tensor(norms, dtype=torch.float64)
 
 
-@pytest.mark.parametrize("scheduled", [False, True])
-@pytest.mark.parametrize("chunk_size", [None, 2])
-@pytest.mark.parametrize("name", MESHES)
+@every(2, name=MESHES, chunk_size=[None, 2], scheduled=[False, True])
 def test_norms_are_those_of_a_loop_over_samples(name, chunk_size, scheduled):
     mesh, strategy = MESHES[name]
     tree = make_tree()
@@ -96,7 +95,7 @@ def test_norms_are_those_of_a_loop_over_samples(name, chunk_size, scheduled):
         run = fs.Scheduler(comm)(norms) if scheduled else lambda *args: norms(*args, comm=comm)
         return [run(params, batch_of(comm.rank)) for _ in range(3 if scheduled else 1)]
 
-    for rank, results in enumerate(simulate(mesh, rank_fn, timeout=20)):
+    for rank, results in enumerate(simulate(mesh, rank_fn)):
         expected = expected_norms(tree, batch_of(rank))
         for got in results:
             assert (got.dtype, len(got)) == (torch.float32, SIZES[rank])
@@ -114,7 +113,7 @@ def on_ranks(norms, tree, name="zero3", **kwargs):
         counting.calls.clear()
         return comm.rank, norms(params, batch_of(comm.rank), comm=counting), counting
 
-    return simulate(mesh, rank_fn, timeout=20)
+    return simulate(mesh, rank_fn)
 
 
 BFLOAT16 = fs.Precision(main=torch.float32)
@@ -244,7 +243,7 @@ def refused(loss, batch, match, error=LossError, strategy=fs.zero3("dp")):
             fs.per_sample_norms(loss)(params, batch, comm=counting)
         return counting.num_calls
 
-    return simulate(mesh, rank_fn, timeout=20)
+    return simulate(mesh, rank_fn)
 
 
 BATCH = make_batches(1, 4)[0]
@@ -338,5 +337,5 @@ def test_a_step_that_clips_by_sample_has_the_same_bits_when_scheduled(name):
         for grads in sample_gradients(tree, batch_for(rank)):
             norm = torch.cat([g.flatten() for g in grads]).norm()
             total += grads[0] * min(1.0, 0.5 / float(norm))
-    for got in simulate(mesh, rank_fn, timeout=30):
+    for got in simulate(mesh, rank_fn):
         torch.testing.assert_close(got, tree["embed"] - 0.1 * total / (4 * mesh.size), rtol=1e-5, atol=1e-6)

@@ -12,6 +12,7 @@ import fsharp as fs
 from fsharp.errors import ScheduleError, TreeError
 from fsharp.testing import simulate
 from tests.gpt_like import block, embed, head, make_batches, make_params
+from tests.scheduling import every
 
 DP = fs.Mesh({"dp": 2})
 MATMULS = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default]
@@ -54,9 +55,7 @@ def value_and_grad(params, batch, comm, **options):
     return fs.value_and_grad(partial(loss_fn, **options))(params, batch, comm=comm)
 
 
-@pytest.mark.parametrize("scheduled", [False, True])
-@pytest.mark.parametrize("strategy", [fs.ddp, fs.zero2, fs.zero3])
-@pytest.mark.parametrize("remat", REMATS)
+@every(2, remat=REMATS, strategy=[fs.ddp, fs.zero2, fs.zero3], scheduled=[False, True])
 def test_the_same_bits_and_no_more_collectives(remat, strategy, scheduled):
     def rank_fn(comm):
         plain, calls = gradients(comm, strategy, value_and_grad)
@@ -64,7 +63,7 @@ def test_the_same_bits_and_no_more_collectives(remat, strategy, scheduled):
         assert all(map(torch.equal, found, plain))
         return calls, counted
 
-    for calls, counted in simulate(DP, rank_fn, timeout=20):
+    for calls, counted in simulate(DP, rank_fn):
         assert set(counted) <= set(calls)
         assert all(counted[call] <= calls[call] for call in counted) if scheduled else counted == calls
 
@@ -177,7 +176,7 @@ def test_parameters_that_are_changed_before_the_backward_are_an_error(scheduled)
         ):
             run(params, torch.ones(2, 4))
 
-    simulate(DP, rank_fn, timeout=20)
+    simulate(DP, rank_fn)
 
 
 @pytest.mark.parametrize("remat", ["everything", 1, None])

@@ -11,6 +11,7 @@ import fsharp as fs
 from fsharp.errors import LossError, TreeError
 from fsharp.testing import simulate
 from tests.functional.test_functions_doors import batch_of, linear, make_tree, plain_forward, plain_gradients
+from tests.scheduling import every
 
 DP = fs.Mesh({"dp": 2})
 
@@ -116,7 +117,7 @@ PROGRAMS = {
         hessians, jacobians, loop, loop_of_vmaps, vmap_of_loops, tangent_of_a_loop,
     )
 }  # fmt: skip
-each_program = pytest.mark.parametrize("name", PROGRAMS)
+each_program = every(2, name=PROGRAMS, strategy=[fs.ddp, fs.zero3])
 each_strategy = pytest.mark.parametrize("strategy", [fs.ddp, fs.zero3])
 
 
@@ -131,7 +132,6 @@ def assert_close(got, expected):
     optree.tree_map(lambda a, b: torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12), got, expected)
 
 
-@each_strategy
 @each_program
 def test_within_the_loss(name, strategy):
     """Blocking; and scheduled, with the same bits."""
@@ -157,11 +157,10 @@ def test_within_the_loss(name, strategy):
 
     expected = expected_of(name)
     assert any(g.abs().max() > 1e-3 for g in optree.tree_leaves(expected[1]))
-    for got in simulate(DP, rank_fn, timeout=20):
+    for got in simulate(DP, rank_fn):
         assert_close(got, expected)
 
 
-@each_strategy
 @each_program
 def test_around_the_loss(name, strategy):
     """torch.func.grad of the same losses."""
@@ -174,7 +173,7 @@ def test_around_the_loss(name, strategy):
 
         return fs.full(grad(loss)(fs.shard(make_tree(), layout, comm)), comm=comm)
 
-    for got in simulate(DP, rank_fn, timeout=20):
+    for got in simulate(DP, rank_fn):
         assert_close(got, expected_of(name)[1])
 
 
@@ -198,7 +197,7 @@ def test_vmap_over_parameters(strategy):
         return sum(energy(plain_forward, tree, x) for x in batches)
 
     expected = vmap(grad(plain))(optree.tree_map(torch.Tensor.detach, members(make_tree())))
-    for got in simulate(DP, rank_fn, timeout=20):
+    for got in simulate(DP, rank_fn):
         assert_close(got, expected)
 
 
@@ -226,7 +225,7 @@ def test_a_unit_that_one_rank_skips_for_each_sample(strategy):
         return (forward(linear, p["b"], h) if rank == 0 else h).square().mean()
 
     expected = plain_gradients(program, DP.size, make_tree())
-    for got in simulate(DP, rank_fn, timeout=20):
+    for got in simulate(DP, rank_fn):
         assert_close(got, expected)
 
 
@@ -287,5 +286,5 @@ def test_the_gradient_of_a_batch_that_asks_for_it(strategy, scheduled, microbatc
             run(params, x)
         return x.grad
 
-    for rank, got in enumerate(simulate(DP, rank_fn, timeout=20)):
+    for rank, got in enumerate(simulate(DP, rank_fn)):
         torch.testing.assert_close(got, grad(partial(energy, plain_forward, make_tree()))(batch_of(rank)))

@@ -107,7 +107,7 @@ def difference(found, expected):
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:optax")
-@every(7, name=TRANSFORMATIONS, world=WORLDS)
+@every(11, name=TRANSFORMATIONS, world=WORLDS)
 def test_the_same_as_unsharded(name, world):
     mesh, strategy = WORLDS[world]
     tx = TRANSFORMATIONS[name]()

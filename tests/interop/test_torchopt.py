@@ -76,7 +76,7 @@ def difference(found, expected):
     return max(float((a - b).abs().max() / b.abs().max()) for a, b in pairs)
 
 
-@every(7, name=OPTIMIZERS, world=WORLDS)
+@every(11, name=OPTIMIZERS, world=WORLDS)
 def test_the_same_as_unsharded(name, world):
     mesh, strategy = WORLDS[world]
     expected = unsharded(OPTIMIZERS[name]())

@@ -8,6 +8,7 @@ import torch
 import fsharp as fs
 from fsharp.errors import AgreementError, LayoutError, TreeError
 from fsharp.testing import simulate
+from tests.scheduling import every
 
 TREE = {"w": torch.linspace(-1, 1, 33), "b": torch.linspace(1, 2, 5)}
 DP = fs.Mesh({"dp": 3})
@@ -62,9 +63,7 @@ NESTED = {
 }
 
 
-@pytest.mark.parametrize("donate", [False, True])
-@pytest.mark.parametrize("strategy", [fs.ddp, fs.zero3])
-@pytest.mark.parametrize("name", NESTED)
+@every(2, name=NESTED, strategy=[fs.ddp, fs.zero3], donate=[False, True])
 def test_a_number_that_is_set_is_used_from_then_on(name, strategy, donate):
     around, find = NESTED[name]
     labels = {"w": "w", "b": "b"}

@@ -7,6 +7,7 @@ import torch
 import fsharp as fs
 from fsharp.errors import AgreementError, TreeError
 from fsharp.testing import simulate
+from tests.scheduling import every
 
 DP3 = fs.Mesh({"dp": 3})
 
@@ -72,8 +73,7 @@ RIGHT = {
 }
 
 
-@pytest.mark.parametrize("name", RIGHT)
-@pytest.mark.parametrize("strategy", [fs.ddp, fs.zero3])
+@every(2, name=RIGHT, strategy=[fs.ddp, fs.zero3])
 def test_what_looks_at_each_element_alone_is_taken(name, strategy):
     before = torch.get_rng_state()
     simulate(DP3, lambda comm: begin(comm, RIGHT[name], strategy))
