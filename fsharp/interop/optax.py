@@ -75,7 +75,8 @@ def from_optax(tx: Any) -> Transform:
         AgreementError: transformations, extra arguments, or numbers in the state that differ between ranks.
 
     Cost: one ``all_reduce`` of 8 bytes a leaf for norms, one collective of 40 bytes for each axis to compare numbers, and
-    nothing else is sent; compiled by XLA once for each layout. Tensors go to JAX and come back over DLPack without a copy,
+    nothing else is sent; one copy of the gradients; compiled by XLA once for each layout. Other tensors go to JAX and come back
+    over DLPack without a copy,
     where they begin on 64 bytes.
     """
     if isinstance(tx, optax.MultiSteps):
@@ -250,6 +251,8 @@ class _Program:
         shapes = [shape for shape, owned in zip(self._state_shapes, self._families, strict=True) if owned is None]
         own = [x for _, x in _numbers(state) if not isinstance(x, InBuffers)]
         plain = [number_as_array(x, shape) for x, shape in zip(own, shapes, strict=True)]
+        # A scheduler wants the memory of gradients back after the step, and JAX may let go of it a little later.
+        grads = map_units(lambda node: node.replace([buffer.clone() for buffer in node.buffers]), grads)
         flats = [_arrays(grads), _arrays(params), *map(_arrays, state.buffers)]
         (updates, *buffers), after = self._run("update", flats, [*plain, *(extra[name] for name in self._extra)], comm)
         return _like(grads, updates), self._state(params, buffers, after)
