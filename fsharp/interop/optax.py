@@ -75,9 +75,8 @@ def from_optax(tx: Any) -> Transform:
         AgreementError: transformations, extra arguments, or numbers in the state that differ between ranks.
 
     Cost: one ``all_reduce`` of 8 bytes a leaf for norms, one collective of 40 bytes for each axis to compare numbers, and
-    nothing else is sent; one copy of the gradients; compiled by XLA once for each layout. Other tensors go to JAX and come back
-    over DLPack without a copy,
-    where they begin on 64 bytes.
+    nothing else is sent; compiled by XLA once for each layout. Gradients are copied; other tensors go to JAX and come back over
+    DLPack without a copy, where they begin on 64 bytes.
     """
     if isinstance(tx, optax.MultiSteps):
         tx = tx.gradient_transformation()
