@@ -8,13 +8,14 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.timeout(280)  # some compile
 ROOT = Path(__file__).parents[1]
 TORCHRUN = [str(Path(sys.executable).with_name("torchrun")), "--nproc-per-node"]
 
 
 def start(*command: str) -> subprocess.CompletedProcess[str]:
     env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "error::UserWarning:__main__", "HF_HUB_OFFLINE": "1"}
-    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=100)
+    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=250)
 
 
 def output(*command: str) -> str:
