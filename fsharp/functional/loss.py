@@ -14,6 +14,7 @@ from fsharp.functional.layout.sharded import (
     map_units,
     units_of,
 )
+from fsharp.functional.lent import check_not_lent
 from fsharp.functional.optim.base import check_shared
 
 
@@ -118,7 +119,7 @@ def average(loss: Loss, grads: Any, *, comm: Comm, donate: bool = False) -> tupl
 
     Raises:
         TreeError: gradients that are still partial: dividing those would round differently for every strategy; or divided
-            already.
+            already; with ``donate``, memory that another library reads.
 
     Cost: one ``all_reduce`` of 16 bytes for each axis.
     """
@@ -128,6 +129,8 @@ def average(loss: Loss, grads: Any, *, comm: Comm, donate: bool = False) -> tupl
         check_shared("average()", node)
         if node.scale == "mean":
             raise TreeError(f"average(): gradients of unit {node.name!r} have been divided by average() already.")
+    if donate:
+        check_not_lent("average()", units_of(grads))
     total = Loss(*totals(sums_of(loss, comm), comm))
     divisor = _nonzero(total.weight)  # stays float64: in half precision 257 would become 256, and 100,000 infinite
     return Metrics(total.mean, total.weight), map_units(partial(_divide, divisor=divisor, donate=donate), grads)

@@ -18,7 +18,16 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from fsharp.errors import LayoutError, TreeError
 from fsharp.functional.layout.layout import Layout
-from fsharp.functional.layout.sharded import PlaceName, Sharded, flatten_node, is_sharded, map_units, resolve_place, units_of
+from fsharp.functional.layout.sharded import (
+    PlaceName,
+    Sharded,
+    flatten_node,
+    is_sharded,
+    map_units,
+    resolve_place,
+    unflatten_node,
+    units_of,
+)
 from fsharp.functional.layout.unit_layout import UnitLayout
 from fsharp.functional.lent import lend
 from fsharp.interop.arrays import as_array_on, as_tensor
@@ -27,13 +36,7 @@ from fsharp.interop.modules import functionalize as functionalize
 from fsharp.interop.modules import to_arrays as to_arrays
 from fsharp.interop.modules import to_tensors as to_tensors
 
-
-def _unflatten(context: Any, children: Any) -> Sharded:
-    unit, place, groups, is_gathered, ledger = context
-    return Sharded(tuple(children), unit, place, groups, is_gathered=is_gathered, ledger=ledger)
-
-
-jax.tree_util.register_pytree_node(Sharded, flatten_node, _unflatten)
+jax.tree_util.register_pytree_node(Sharded, flatten_node, unflatten_node)
 
 
 def to_jax(tree: Any, layout: Layout, *, devices: Sequence[Any] | None = None) -> Any:

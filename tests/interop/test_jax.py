@@ -227,6 +227,19 @@ def test_donation_to_jit_leaves_the_tensors():
         from_jax(arrays, layout)
 
 
+def test_average_refuses_to_donate_what_jax_reads():
+    comm = fs.SingleComm()
+    layout = layout_of("one rank")
+    (batch,) = gpt_like.make_batches(1, 8)
+    loss, grads = fs.value_and_grad(gpt_like.loss_fn)(fs.shard(gpt_like.make_params(), layout, comm), batch, comm=comm)
+    arrays = to_jax(grads, layout)
+    before = [x.sum().item() for x in jax.tree.leaves(arrays)]
+    with pytest.raises(TreeError, match=r"average\(\): arrays of JAX have the memory of unit 'embed'"):
+        fs.average(loss, grads, comm=comm, donate=True)
+    fs.average(loss, grads, comm=comm)
+    assert [x.sum().item() for x in jax.tree.leaves(arrays)] == before
+
+
 def test_to_jax_refuses():
     layout, other = layout_of("zero3"), layout_of("hfsdp")
     trees = shards(layout)

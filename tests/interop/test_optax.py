@@ -197,6 +197,20 @@ def test_ranks_with_another_loss_are_told():
     assert all(simulate(fs.Mesh({"dp": 3}), rank_fn))
 
 
+def test_jax_is_given_no_memory_of_gradients(monkeypatch):
+    """It may hold on to it beyond the step, when a scheduler wants it back."""
+    given = []
+    monkeypatch.setattr("fsharp.interop.optax.as_array", lambda x: given.append(x.data_ptr()) or as_array(x))
+    tx = fs.from_optax(optax.adam(1e-2))
+    comm = fs.SingleComm()
+    layout, state = begin(comm, fs.zero3("dp"), tx)
+    grads = fs.shard(grads_at(0), layout, comm, place="optim")
+    fs.update(tx, grads, state, comm=comm)
+    own = {x.data_ptr() for node in fs.units_of(state.params) for x in node.buffers}
+    assert own <= set(given)
+    assert not {x.data_ptr() for node in fs.units_of(grads) for x in node.buffers} & set(given)
+
+
 def test_ranks_that_set_another_number_are_told():
     tx = fs.from_optax(optax.inject_hyperparams(optax.sgd)(learning_rate=0.5))
 

@@ -217,7 +217,8 @@ def flatten_node(node: Sharded) -> tuple[tuple[Any, ...], Context]:
     return node.buffers, Context(node.unit, node.place, node.groups, node.is_gathered, node.ledger)
 
 
-def _unflatten(context: Context, children: Any) -> Sharded:
+def unflatten_node(context: Context, children: Any) -> Sharded:
+    """The inverse of :func:`flatten_node`."""
     unit, place, groups, is_gathered, ledger = context
     return Sharded(tuple(children), unit, place, groups, is_gathered=is_gathered, ledger=ledger)
 
@@ -232,11 +233,11 @@ def register_leafless(kind: type) -> None:
 def _register() -> None:
     # optree's global namespace, so that libraries which know nothing of this one (TorchOpt) see through the node.
     everywhere: Any = vars(optree.registry)["__GLOBAL_NAMESPACE"]
-    optree.register_pytree_node(Sharded, flatten_node, _unflatten, namespace=everywhere)  # type: ignore[arg-type]
+    optree.register_pytree_node(Sharded, flatten_node, unflatten_node, namespace=everywhere)  # type: ignore[arg-type]
     torch_pytree.register_pytree_node(
         Sharded,
         lambda node: (list(flatten_node(node)[0]), flatten_node(node)[1]),
-        lambda children, context: _unflatten(context, children),
+        lambda children, context: unflatten_node(context, children),
         serialized_type_name="fsharp.Sharded",
         flatten_with_keys_fn=lambda node: (
             [(torch_pytree.SequenceKey(i), child) for i, child in enumerate(flatten_node(node)[0])],
