@@ -24,6 +24,7 @@ Glossary
     main copy   the parameters in the optimizer's dtype, kept where its state rests.
 """
 
+from fsharp import checkpoint as checkpoint
 from fsharp import comm as comm
 from fsharp import errors as errors
 from fsharp import init as init

@@ -39,6 +39,10 @@ class CommError(FsharpError, RuntimeError):
     """A collective that ranks did not enter alike, or that one of them never entered."""
 
 
+class CheckpointError(FsharpError, RuntimeError):
+    """A checkpoint that is missing, incomplete or damaged, that could not be written, or that is not of what is loaded into."""
+
+
 class ScheduleError(FsharpError, ValueError):
     """A program, policy or schedule that would use memory or gradients wrongly, or that does not fit what it is run with."""
 

@@ -1,0 +1,11 @@
+"""Checkpoints that know no strategy: any of them loads into any other strategy, mesh and number of ranks, to the bit."""
+
+from fsharp.checkpoint.catalog import Checkpoint as Checkpoint
+from fsharp.checkpoint.catalog import checkpoints as checkpoints
+from fsharp.checkpoint.catalog import latest as latest
+from fsharp.checkpoint.catalog import open_checkpoint as open_checkpoint
+from fsharp.checkpoint.catalog import prune as prune
+from fsharp.checkpoint.catalog import verify as verify
+from fsharp.checkpoint.entries import PerRank as PerRank
+from fsharp.checkpoint.loading import load as load
+from fsharp.checkpoint.saving import save as save

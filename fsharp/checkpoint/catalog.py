@@ -1,0 +1,209 @@
+"""Which checkpoints there are: found by their manifests, never by a pointer, which may be older or newer than these."""
+
+import logging
+import os
+import re
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from fsharp.checkpoint.manifest import MOST_NBYTES, NAME, Manifest
+from fsharp.checkpoint.reading import Need, read_needs, verify_files
+from fsharp.checkpoint.storage import Storage, storage_of
+from fsharp.errors import CheckpointError
+
+_log = logging.getLogger("fsharp")
+_FOLDER = re.compile(r"step-(\d{10,})-([0-9a-f]{8,})")
+_PARTIAL = re.compile(r"\.(step-(\d{10,})-[0-9a-f]{8,})\.partial")
+
+
+def folder_name(step: int, save_id: str) -> str:
+    """Of a checkpoint. Two of the same step have different ones, so that none is ever written into again."""
+    return f"step-{step:010d}-{save_id}"
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint that is complete: its manifest is there, and its files have their sizes.
+
+    Attributes:
+        path: of its folder.
+    """
+
+    path: str
+
+    @cached_property
+    def manifest(self) -> Manifest:
+        """What is in it; read when it is looked at for the first time."""
+        return _manifest_in(storage_of(self.path), self.path)
+
+    @property
+    def step(self) -> int:
+        """That it was saved at."""
+        return self.manifest.step
+
+    @property
+    def config(self) -> Any:
+        """What the caller gave to ``save()``."""
+        return self.manifest.config
+
+    @property
+    def names(self) -> list[str]:
+        """Of its tensors."""
+        return sorted([*self.manifest.tensors, *self.manifest.aliases])
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """A whole tensor, on the CPU. Needs no process group, and no tree of the same shape.
+
+        Args:
+            name: one of :attr:`names`.
+
+        Raises:
+            CheckpointError: there is none of this name, or its bytes are damaged.
+        """
+        name = self.manifest.aliases.get(name, name)
+        if name not in self.manifest.tensors:
+            raise CheckpointError(f"{self.path}: no tensor {name!r}; there are {self.names[:8]} ...")
+        record = self.manifest.tensors[name]
+        whole = torch.empty(record.shape, dtype=record.dtype)
+        read_needs(self.path, self.manifest, [Need(name, 0, record.numel, whole.view(-1))])
+        return whole
+
+    def __repr__(self) -> str:
+        return f"Checkpoint({self.path!r}, step {self.step}, {len(self.names)} tensors, {self.manifest.nbytes:,} bytes)"
+
+
+def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
+    """The checkpoint in a folder.
+
+    Raises:
+        CheckpointError: there is none, it is incomplete, or a file has another size than it should. Where there is another one
+            beside it that is complete, its step is named.
+    """
+    folder = os.fspath(path).rstrip("/")
+    storage = storage_of(folder)
+    try:
+        return _opened(storage, folder)
+    except CheckpointError as error:
+        raise CheckpointError(f"{error}{instead_of(folder)}") from error
+
+
+def _opened(storage: Storage, folder: str) -> Checkpoint:
+    found = Checkpoint(folder)
+    for file in found.manifest.files:
+        try:
+            size = storage.nbytes(f"{folder}/{file.name}")
+        except FileNotFoundError as error:
+            raise CheckpointError(f"{folder}/{file.name}: missing; it had {file.nbytes:,} bytes.") from error
+        if size != file.nbytes:
+            raise CheckpointError(f"{folder}/{file.name}: {size:,} bytes, expected {file.nbytes:,}.")
+    return found
+
+
+def _manifest_in(storage: Storage, folder: str) -> Manifest:
+    where = f"{folder}/{NAME}"
+    try:
+        size = storage.nbytes(where)
+        if size > MOST_NBYTES:
+            raise CheckpointError(f"{where}: {size:,} bytes; a manifest has at most {MOST_NBYTES:,}.")
+        data = bytearray(size)
+        storage.read(where, 0, memoryview(data))
+    except FileNotFoundError as error:
+        is_there = bool(storage.names(folder))
+        what = "this checkpoint is incomplete: it has no manifest" if is_there else "there is no checkpoint here"
+        raise CheckpointError(f"{folder}: {what}.") from error
+    return Manifest.from_json(where, bytes(data))
+
+
+def instead_of(folder: str) -> str:
+    """Which complete checkpoint is beside one that is not, as the end of a message."""
+    storage, (root, _, name) = storage_of(folder), folder.rpartition("/")
+    for other in _newest_first(storage, root) if _FOLDER.fullmatch(name) else ():
+        if other != name:
+            try:
+                return f" {_opened(storage, f'{root}/{other}')!r} is complete."
+            except CheckpointError:
+                continue
+    return ""
+
+
+def _newest_first(storage: Storage, root: str) -> list[str]:
+    found = [(int(match[1]), name) for name in storage.names(root) if (match := _FOLDER.fullmatch(name))]
+    return [name for _, name in sorted(found, reverse=True)]
+
+
+def checkpoints(root: str | os.PathLike[str]) -> list[Checkpoint]:
+    """All complete checkpoints under ``root``, the newest first: by step, and by time where steps are equal.
+
+    What is incomplete is left out, and logged as a warning.
+    """
+    folder = os.fspath(root).rstrip("/")
+    storage = storage_of(folder)
+    found = []
+    for name in _newest_first(storage, folder):
+        try:
+            found.append(_opened(storage, f"{folder}/{name}"))
+        except CheckpointError as error:
+            _log.warning("left out: %s", error)
+    return sorted(found, key=lambda each: (each.step, each.manifest.created), reverse=True)
+
+
+def latest(root: str | os.PathLike[str]) -> Checkpoint | None:
+    """The newest complete checkpoint under ``root``, computed from the manifests that are there; None if there is none.
+
+    Saves that did not come to their end, and checkpoints with files that are missing or too short, are left out, and logged
+    as a warning. Bytes are not read: loading does so, and :func:`verify`.
+    """
+    folder = os.fspath(root).rstrip("/")
+    storage = storage_of(folder)
+    newest = next(iter(checkpoints(folder)), None)
+    for name in storage.names(folder):
+        match = _PARTIAL.fullmatch(name)
+        if match and (newest is None or int(match[2]) > newest.step):
+            instead = "there is no other" if newest is None else f"using step {newest.step}"
+            _log.warning("%s/%s is incomplete, %s", folder, match[1], instead)
+    return newest
+
+
+def verify(path: str | os.PathLike[str]) -> Checkpoint:
+    """Read all of a checkpoint and compare it with its digests; needs neither a model nor a process group.
+
+    Args:
+        path: of a checkpoint.
+
+    Returns:
+        The checkpoint, of which every byte is right.
+
+    Raises:
+        CheckpointError: names each file, and what of which tensors is damaged in it.
+
+    Memory: a few MiB.
+    """
+    found = open_checkpoint(path)
+    problems = verify_files(found.path, found.manifest)
+    if problems:
+        raise CheckpointError("\n".join(problems[:20]) + instead_of(found.path))
+    return found
+
+
+def prune(root: str | os.PathLike[str], *, keep: int, also: frozenset[str] = frozenset()) -> list[str]:
+    """Remove all complete checkpoints but the newest ``keep``; the paths of those that were removed.
+
+    Args:
+        root: folder of the checkpoints.
+        keep: at least 1.
+        also: paths of others that stay, such as that of the best.
+
+    Raises:
+        CheckpointError: ``keep`` is less than 1.
+
+    What is incomplete does not count and is left alone.
+    """
+    if keep < 1:
+        raise CheckpointError(f"prune(): keep is {keep}, expected at least 1: the only checkpoint is never removed.")
+    gone = [each.path for each in checkpoints(root)[keep:] if each.path not in also]
+    for path in reversed(gone):
+        storage_of(path).remove(path)
+    return gone

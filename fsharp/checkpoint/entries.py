@@ -1,0 +1,282 @@
+"""Entries: the tensors and values of a tree by name, in coordinates of the whole tensors.
+
+Whatever the strategy, the mesh and the units, a rank holds one run of each tensor, flattened. Which one is arithmetic, so each
+rank knows without asking which runs all others hold, and which of several replicas writes what.
+"""
+
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import optree
+import torch
+
+from fsharp.errors import TreeError, problem
+from fsharp.functional.comm.protocol import Comm
+from fsharp.functional.layout.mesh import Mesh
+from fsharp.functional.layout.placement import Place
+from fsharp.functional.layout.sharded import Sharded, is_sharded
+from fsharp.functional.layout.unit_layout import Leaf, UnitLayout
+from fsharp.functional.state import MadeBy
+
+Value = bool | int | float | str | None
+_LEAST_NBYTES = 1 << 16
+"""Replicas that would write less than this each leave it to fewer of them."""
+
+
+class Piece(NamedTuple):
+    """What a rank holds of a tensor.
+
+    Attributes:
+        first: first element of the flattened tensor.
+        last: behind the last one.
+        replica: number of this rank among those that hold the same.
+        num_replicas: how many these are.
+    """
+
+    first: int
+    last: int
+    replica: int = 0
+    num_replicas: int = 1
+
+
+class PerRank(NamedTuple):
+    """A tensor, or a tree of them, of which each rank has its own, such as the state of a generator. It loads on as many ranks.
+
+    Attributes:
+        value: of this rank; equal shapes on all.
+    """
+
+    value: Any
+
+
+@dataclass(frozen=True, eq=False)
+class Entry:
+    """A tensor of a tree.
+
+    Attributes:
+        name: keys of the tree and of the leaf, joined by dots; the same for any units.
+        dtype: of its elements.
+        shape: of the whole tensor. Along axes on which it varies, all ranks' tensors are one along dim 0.
+        piece: by rank.
+        local: what this rank holds, 1-D.
+        is_replicated: whether every rank should hold the same and nothing but a comparison of values says so.
+        is_of_group: whether it is one number for a whole group, which has it in the same memory for each of its leaves.
+    """
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    piece: Callable[[int], Piece]
+    local: torch.Tensor
+    is_replicated: bool = False
+    is_of_group: bool = False
+
+    @property
+    def numel(self) -> int:
+        """Elements of the whole tensor."""
+        return torch.Size(self.shape).numel()
+
+    def written_by(self, rank: int) -> tuple[int, int]:
+        """First element and end of the run that a rank writes: replicas share the work."""
+        piece = self.piece(rank)
+        size = piece.last - piece.first
+        writers = max(1, min(piece.num_replicas, size * self.dtype.itemsize // _LEAST_NBYTES))
+        turn = (piece.replica + zlib.crc32(self.name.encode())) % piece.num_replicas
+        if turn >= writers:
+            return piece.first, piece.first
+        return piece.first + size * turn // writers, piece.first + size * (turn + 1) // writers
+
+
+@dataclass
+class Contents:
+    """A tree, flattened: how to make one like it again as well.
+
+    Attributes:
+        entries: by name.
+        values: what is no tensor, by name.
+        aliases: names of tied leaves, and of those that store them.
+    """
+
+    entries: dict[str, Entry]
+    values: dict[str, Value]
+    aliases: dict[str, str]
+
+
+def contents_of(where: str, tree: Any, comm: Comm) -> Contents:
+    """What is in a tree.
+
+    Args:
+        where: the function that asks, for messages.
+        tree: of Sharded, tensors, PerRank and values.
+        comm: the ranks that hold it.
+
+    Raises:
+        TreeError: something that cannot be saved; names it.
+    """
+    found = Contents({}, {}, {})
+    for segments, entries, leaf in leaves_of(tree):
+        if is_sharded(leaf):
+            _add_unit(where, found, segments, entries, leaf, comm)
+        elif isinstance(leaf, PerRank):
+            for under, _, tensor in leaves_of(leaf.value):
+                _add(where, found, _stacked(where, ".".join((*segments, *under)), tensor, comm))
+        elif isinstance(leaf, torch.Tensor):
+            _add(where, found, _replicated(where, ".".join(segments), leaf, comm.mesh))
+        elif isinstance(leaf, MadeBy | bool | int | float | str):
+            _add_value(where, found, ".".join(segments), leaf.name if isinstance(leaf, MadeBy) else leaf)
+        else:
+            raise TreeError(
+                problem(
+                    where,
+                    f"{'.'.join(segments) or 'the tree'!r} cannot be in a checkpoint.",
+                    [("got", f"{type(leaf).__name__} {leaf!r:.60}")],
+                    "Trees of Sharded, tensors, PerRank, numbers, strings and None can.",
+                )
+            )
+    # Of frozen leaves there is no optimizer state, and so no ties there either.
+    found.aliases = {name: owner for name, owner in found.aliases.items() if owner in found.entries}
+    return found
+
+
+def is_object(leaf: Any) -> bool:
+    """Whether an object stands for what its ``state_dict()`` returns."""
+    return callable(getattr(leaf, "state_dict", None)) and callable(getattr(leaf, "load_state_dict", None))
+
+
+def expanded(tree: Any) -> Any:
+    """A tree with the states of objects in their place."""
+    return optree.tree_map(lambda leaf: leaf.state_dict() if is_object(leaf) else leaf, tree, is_leaf=is_node)
+
+
+def is_node(leaf: Any) -> bool:
+    """Whether this module takes a node of a tree as one."""
+    return is_sharded(leaf) or isinstance(leaf, PerRank | MadeBy)
+
+
+def leaves_of(tree: Any) -> Iterator[tuple[tuple[str, ...], tuple[str, ...], Any]]:
+    """Of each leaf: its keys, fields of named tuples by name; the same as key paths of plans have them; and the leaf."""
+    accessors, leaves, _ = optree.tree_flatten_with_accessor(tree, is_leaf=is_node)
+    for accessor, leaf in zip(accessors, leaves, strict=True):
+        named = tuple(str(getattr(each, "field", None) or each.entry) for each in accessor)
+        yield named, tuple(str(each.entry) for each in accessor), leaf
+
+
+def unit_prefix(segments: tuple[str, ...], entries: tuple[str, ...], unit: UnitLayout) -> tuple[tuple[str, ...], str]:
+    """The keys above the tree that was planned, and the path of the unit in that tree: names do not depend on units."""
+    own = tuple(unit.name.split(".")) if unit.name else ()
+    if own and entries[len(entries) - len(own) :] != own:
+        return segments, ""  # a unit by itself
+    return segments[: len(segments) - len(own)], unit.name
+
+
+def _add_unit(
+    where: str, found: Contents, segments: tuple[str, ...], entries: tuple[str, ...], node: Sharded, comm: Comm
+) -> None:
+    unit, (above, path) = node.unit, unit_prefix(segments, entries, node.unit)
+    if unit.mesh != comm.mesh:
+        raise TreeError(f"{where}: unit {unit.name!r} is laid out on {unit.mesh}, and the Comm is on {comm.mesh}.")
+    if node.place.partial:
+        raise TreeError(f"{where}: unit {unit.name!r} rests partial ({node.place}): reduce_scatter() it first.")
+    if node.is_donated:
+        raise TreeError(f"{where}: unit {unit.name!r} belongs to a donated state. Use the state that was returned.")
+
+    def name(below: str) -> str:
+        return ".".join(part for part in (*above, path, below) if part)
+
+    held = dict(zip(node.groups, node.buffers, strict=True))
+    for leaf in unit.leaves:
+        if leaf.tied_to is not None:
+            owner = ".".join(part for part in leaf.tied_to if part)
+            found.aliases[name(leaf.path)] = ".".join((*above, owner))
+        elif leaf.group in held:
+            buffer = held[leaf.group]
+            if is_of_group(buffer, unit, leaf.group, node.place):
+                entry = replace(_replicated(where, name(leaf.path), buffer.reshape(()), unit.mesh), is_of_group=True)
+            elif buffer.dim() == 1 and len(buffer) == unit.local_size(leaf.group, node.place):
+                entry = _cut(name(leaf.path), buffer, unit, leaf, node.place, comm.rank)
+            else:
+                raise TreeError(
+                    f"{where}: {name(leaf.path)!r} is in a buffer of shape {list(buffer.shape)}, expected one value, or one "
+                    f"for each of the {unit.local_size(leaf.group, node.place)} elements of unit {unit.name!r} on this rank."
+                )
+            _add(where, found, entry)
+
+
+def is_of_group(buffer: torch.Tensor, unit: UnitLayout, group: int, place: Place) -> bool:
+    """Whether a buffer is one number for the whole group, such as a count of steps: it is saved for each of its leaves."""
+    return buffer.numel() == 1 and (unit.local_size(group, place) != 1 or not buffer.is_floating_point() or buffer.dim() == 0)
+
+
+def _cut(name: str, buffer: torch.Tensor, unit: UnitLayout, leaf: Leaf, place: Place, rank: int) -> Entry:
+    mesh = unit.mesh
+    varying = [axis for axis in mesh.names if axis in place.varying]
+    copies = [axis for axis in mesh.names if axis not in place.sharded and axis not in varying]
+    num_kinds = _product(mesh, varying)
+
+    def piece(of: int) -> Piece:
+        start, size = unit.local_start(leaf.group, place, of), unit.local_size(leaf.group, place)
+        first, last = max(start, leaf.offset) - leaf.offset, min(start + size, leaf.offset + leaf.numel) - leaf.offset
+        base = _index(mesh, varying, of) * leaf.numel
+        first, last = (first, last) if first < last else (0, 0)
+        return Piece(base + first, base + last, _index(mesh, copies, of), _product(mesh, copies))
+
+    mine = piece(rank)
+    size = mine.last - mine.first
+    start = unit.local_start(leaf.group, place, rank)
+    begin = 0 if not size else mine.first % max(leaf.numel, 1) + leaf.offset - start
+    shape = leaf.shape if not varying else (num_kinds * (leaf.shape[0] if leaf.shape else 1), *leaf.shape[1:])
+    return Entry(name, buffer.dtype, tuple(shape), piece, buffer.detach()[begin : begin + size])
+
+
+def _replicated(where: str, name: str, tensor: torch.Tensor, mesh: Mesh) -> Entry:
+    _check_plain(where, name, tensor)
+    n = tensor.numel()
+    local = tensor.detach().contiguous().view(-1)
+    return Entry(name, tensor.dtype, tuple(tensor.shape), lambda rank: Piece(0, n, rank, mesh.size), local, is_replicated=True)
+
+
+def _stacked(where: str, name: str, tensor: Any, comm: Comm) -> Entry:
+    if not isinstance(tensor, torch.Tensor):
+        raise TreeError(f"{where}: {name!r} is {type(tensor).__name__} {tensor!r:.60}: PerRank is for tensors.")
+    _check_plain(where, name, tensor)
+    n = tensor.numel()
+    local = tensor.detach().contiguous().view(-1)
+    return Entry(name, tensor.dtype, (comm.mesh.size, *tensor.shape), lambda rank: Piece(rank * n, (rank + 1) * n), local)
+
+
+def _check_plain(where: str, name: str, tensor: torch.Tensor) -> None:
+    if tensor.layout is not torch.strided or type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+        raise TreeError(
+            f"{where}: {name!r} is a {type(tensor).__name__} of layout {tensor.layout}, expected a plain, dense tensor."
+        )
+
+
+def _add(where: str, found: Contents, entry: Entry) -> None:
+    _check_new(where, found, entry.name)
+    found.entries[entry.name] = entry
+
+
+def _add_value(where: str, found: Contents, name: str, value: Value) -> None:
+    _check_new(where, found, name)
+    found.values[name] = value
+
+
+def _check_new(where: str, found: Contents, name: str) -> None:
+    if name in found.entries or name in found.values:
+        raise TreeError(f"{where}: two leaves of the tree have the name {name!r}: rename a key.")
+
+
+def _product(mesh: Mesh, axes: Any) -> int:
+    size = 1
+    for axis in axes:
+        size *= mesh.axis_size(axis)
+    return size
+
+
+def _index(mesh: Mesh, axes: Any, rank: int) -> int:
+    index = 0
+    for axis in axes:
+        index = index * mesh.axis_size(axis) + mesh.coord(axis, rank)
+    return index

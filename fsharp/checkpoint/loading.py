@@ -1,0 +1,216 @@
+"""Loading: each rank reads what it holds, whoever wrote it."""
+
+import json
+import os
+from typing import Any
+
+import optree
+import torch
+
+from fsharp.checkpoint.catalog import Checkpoint, instead_of, latest, open_checkpoint
+from fsharp.checkpoint.entries import Contents, Entry, PerRank, contents_of, expanded, is_node, is_object, leaves_of
+from fsharp.checkpoint.manifest import NAME, Manifest
+from fsharp.checkpoint.reading import BUFFER_NBYTES, Need, read_needs
+from fsharp.checkpoint.storage import storage_of
+from fsharp.errors import CheckpointError, TreeError, problem
+from fsharp.functional.comm.agree import exchange, together
+from fsharp.functional.comm.protocol import Comm
+from fsharp.functional.layout.precision import dtype_name
+from fsharp.functional.layout.sharded import donate_nodes, is_sharded
+from fsharp.functional.state import MadeBy
+
+_SHOWN = 12
+
+
+def load(
+    where: str | os.PathLike[str] | Checkpoint,
+    like: Any,
+    *,
+    comm: Comm,
+    subtree: str = "",
+    cast: bool = False,
+    donate: bool = False,
+    buffer_nbytes: int = BUFFER_NBYTES,
+) -> Any:
+    """A tree like ``like`` with the values of a checkpoint, whatever strategy, mesh and number of ranks that was saved under.
+
+    >>> import tempfile, fsharp as fs
+    >>> layout = fs.plan({"w": torch.arange(6.)}, fs.Mesh({"dp": 1}), fs.zero3("dp"))
+    >>> params = fs.shard({"w": torch.arange(6.)}, layout, fs.SingleComm())
+    >>> with tempfile.TemporaryDirectory() as root:
+    ...     _ = fs.checkpoint.save(root, {"params": params, "seen": 512}, step=7, comm=fs.SingleComm())
+    ...     zeros = fs.map_units(lambda node: node.replace([torch.zeros_like(b) for b in node.buffers]), params)
+    ...     found = fs.checkpoint.load(root, {"params": zeros, "seen": 0}, comm=fs.SingleComm())
+    >>> fs.full(found["params"], comm=fs.SingleComm())["w"], found["seen"]
+    (tensor([0., 1., 2., 3., 4., 5.]), 512)
+
+    Args:
+        where: a checkpoint or its path, or the root of several, of which the newest complete one is taken.
+        like: names, shapes, dtypes and where each rank's parts rest; its values do not matter, and tensors may be on the meta
+            device. Objects with ``load_state_dict()`` are given what was loaded, and returned.
+        comm: the ranks.
+        subtree: load this part of the checkpoint alone: ``subtree="params"`` with parameters for ``like``.
+        cast: convert values whose dtype differs; else that is an error.
+        donate: read into the tensors of ``like``, which are refused afterwards. If loading fails their values are lost.
+        buffer_nbytes: memory to read into, besides what is loaded.
+
+    Returns:
+        The tree. Numbers and strings are those that were saved; padding is zero.
+
+    Raises:
+        CheckpointError: there is none, it is incomplete or damaged; names the file and the tensors. On all ranks.
+        TreeError: names, shapes or dtypes that differ, in either direction; on all ranks.
+        AgreementError: ranks with different arguments, or of which one has failed.
+
+    Cost: a rank reads what it holds, rounded to blocks of 16 KiB, and headers, and compares it with digests; two collectives of
+    40 bytes for each axis, and three of less. Memory: what is loaded and ``buffer_nbytes``.
+    """
+    path = _chosen(where, comm)
+    prefix = f"{subtree}." if subtree else ""
+
+    def check() -> tuple[Checkpoint, Any, Contents]:
+        found, template = open_checkpoint(path), expanded(like)
+        _check_same(found, contents_of("load()", template, comm), prefix, cast=cast)
+        tree = _prepared(template, found.manifest, prefix, comm.device, donate=donate)
+        return found, tree, contents_of("load()", tree, comm)
+
+    def fields(made: tuple[Checkpoint, Any, Contents]) -> dict[str, str]:
+        return {"save": made[0].manifest.save_id, "cast": repr(cast), "donate": repr(donate), "subtree": repr(subtree)}
+
+    found, tree, into = together("load()", comm, check, fields)
+    together("load()", comm, lambda: _read(found, into, prefix, comm.rank, buffer_nbytes))
+    if donate:
+        donate_nodes(like)
+    return optree.tree_map(_given_back, like, tree, is_leaf=is_node)
+
+
+def _chosen(where: str | os.PathLike[str] | Checkpoint, comm: Comm) -> str:
+    """Path of the checkpoint that is meant; rank 0 looks, and all take the same.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    path = os.fspath(where.path if isinstance(where, Checkpoint) else where).rstrip("/")
+    answer = {}
+    if comm.rank == 0:
+        try:
+            is_one = NAME in storage_of(path).names(path)
+            newest = None if is_one else latest(path)
+            answer = {"path": path if is_one or newest is None else newest.path}
+        except (CheckpointError, OSError) as error:
+            answer = {"error": str(error)}
+    said = json.loads(exchange(json.dumps(answer), comm)[0])
+    if "error" in said:
+        raise CheckpointError(f"load(): {said['error']}")
+    return str(said["path"])
+
+
+def _stored(manifest: Manifest, name: str) -> str:
+    """The name under which a tensor is stored: another one's, if it was tied to that."""
+    return manifest.aliases.get(name, name)
+
+
+def _check_same(found: Checkpoint, wanted: Contents, prefix: str, *, cast: bool) -> None:
+    """Refuse what differs between a tree and a checkpoint, all of it at once."""
+    manifest, rows = found.manifest, []
+    for name, entry in wanted.entries.items():
+        record = manifest.tensors.get(_stored(manifest, prefix + name))
+        if record is None:
+            kind = "a number or text in the checkpoint" if prefix + name in manifest.values else "not in the checkpoint"
+            rows.append((name, f"{kind}; expected {_described(entry.dtype, entry.shape)}"))
+        elif record.shape != entry.shape or (record.dtype != entry.dtype and not cast):
+            stored = _described(record.dtype, record.shape)
+            rows.append((name, f"{stored} in the checkpoint; expected {_described(entry.dtype, entry.shape)}"))
+    for name, value in wanted.values.items():
+        there = manifest.values.get(prefix + name)
+        if type(there) is not type(value):
+            kind = "not in the checkpoint" if there is None else f"{there!r} in the checkpoint"
+            rows.append((name, f"{kind}; expected a value like {value!r}"))
+    for name, owner in wanted.aliases.items():
+        if _stored(manifest, prefix + name) not in (prefix + owner, _stored(manifest, prefix + owner)):
+            rows.append((name, f"has values of its own in the checkpoint; expected it to be tied to {owner!r}"))
+    expected = wanted.entries.keys() | wanted.values.keys() | wanted.aliases.keys()
+    for name in (*manifest.tensors, *manifest.values, *manifest.aliases):
+        if name.startswith(prefix) and name[len(prefix) :] not in expected:
+            rows.append((name[len(prefix) :], "in the checkpoint alone"))
+    if rows:
+        shown = _grouped(rows)
+        more = [("...", f"and {len(shown) - _SHOWN} more lines")] if len(shown) > _SHOWN else []
+        remedy = "Build the tree as it was when it was saved; subtree= loads a part of it, cast=True converts dtypes."
+        what = f"{found.path} is not of this tree: {len(rows)} differences."
+        raise TreeError(problem("load()", what, [*shown[:_SHOWN], *more], remedy))
+
+
+def _described(dtype: torch.dtype, shape: tuple[int, ...]) -> str:
+    return f"{dtype_name(dtype)}{list(shape)}"
+
+
+def _grouped(rows: list[tuple[str, str]]) -> list[tuple[str, str]]:
+    """Names that differ in numbers alone, and of which the same is said, in one row."""
+    alike: dict[tuple[str, str], list[str]] = {}
+    for name, text in rows:
+        pattern = ".".join("*" if part.isdigit() else part for part in name.split("."))
+        alike.setdefault((pattern, text), []).append(name)
+    return [
+        (repr(names[0]), text) if len(names) == 1 else (repr(pattern), f"{text} ({len(names)} of them)")
+        for (pattern, text), names in alike.items()
+    ]
+
+
+def _prepared(template: Any, manifest: Manifest, prefix: str, device: torch.device, *, donate: bool) -> Any:
+    """The tree to be returned: memory for tensors, and the values that were saved."""
+
+    def fresh(x: torch.Tensor) -> torch.Tensor:
+        if donate and not x.is_meta and x.is_contiguous():
+            return x.detach()
+        return torch.zeros(x.shape, dtype=x.dtype, device=device if x.is_meta else x.device)
+
+    made: list[Any] = []
+    for segments, _, leaf in leaves_of(template):
+        value = manifest.values.get(prefix + ".".join(segments))
+        if is_sharded(leaf):
+            made.append(leaf.replace([fresh(buffer) for buffer in leaf.buffers]))
+        elif isinstance(leaf, PerRank):
+            made.append(PerRank(optree.tree_map(fresh, leaf.value)))
+        elif isinstance(leaf, torch.Tensor):
+            made.append(fresh(leaf))
+        else:
+            made.append(MadeBy(str(value)) if isinstance(leaf, MadeBy) else value)
+    return optree.tree_unflatten(optree.tree_structure(template, is_leaf=is_node), made)
+
+
+def _read(found: Checkpoint, into: Contents, prefix: str, rank: int, buffer_nbytes: int) -> None:
+    """Fill the tensors of a tree.
+
+    Raises:
+        CheckpointError: bytes that are damaged; or leaves of one unit that were saved with different numbers where the unit
+            has one for all.
+    """
+    manifest, needs, numbers = found.manifest, [], list[tuple[Entry, torch.Tensor]]()
+    for name, entry in into.entries.items():
+        piece, target = entry.piece(rank), entry.local
+        if entry.is_of_group:
+            target = torch.empty_like(target)
+            numbers.append((entry, target))
+        needs.append(Need(_stored(manifest, prefix + name), piece.first, piece.last, target))
+    try:
+        read_needs(found.path, manifest, needs, buffer_nbytes=buffer_nbytes)
+    except CheckpointError as error:
+        raise CheckpointError(f"{error}{instead_of(found.path)}") from error
+    seen: dict[int, tuple[Entry, torch.Tensor]] = {}
+    for entry, value in numbers:
+        first, before = seen.setdefault(entry.local.data_ptr(), (entry, value))
+        if not torch.equal(before, value):
+            raise CheckpointError(
+                f"{found.path}: {first.name!r} was saved with {before.item()}, {entry.name!r} with {value.item()}, and the "
+                "unit that has both keeps one number for them. Plan them as units of their own."
+            )
+        entry.local.copy_(value)
+
+
+def _given_back(leaf: Any, loaded: Any) -> Any:
+    """An object, which takes what was loaded; else that."""
+    if not is_object(leaf):
+        return loaded
+    leaf.load_state_dict(loaded)
+    return leaf

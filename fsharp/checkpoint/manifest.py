@@ -1,0 +1,245 @@
+"""Manifest: what is in a checkpoint, and which bytes of which file hold it. JSON, written last."""
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import xxhash
+
+from fsharp.checkpoint.entries import Value
+from fsharp.errors import CheckpointError
+from fsharp.functional.layout.precision import dtype_name
+
+NAME = "manifest.json"
+FORMAT = "fsharp checkpoint"
+VERSION = 1
+MOST_NBYTES = 1 << 30
+"""A manifest that is larger is not read."""
+_PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,199}")
+
+
+class Chunk(NamedTuple):
+    """A run of a flattened tensor.
+
+    Attributes:
+        file: number of the file that holds it.
+        first: first element.
+        last: behind the last one.
+    """
+
+    file: int
+    first: int
+    last: int
+
+
+@dataclass(frozen=True)
+class TensorRecord:
+    """A tensor.
+
+    Attributes:
+        dtype: of its elements.
+        shape: of the whole tensor.
+        chunks: in order; one ends where the next begins.
+    """
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    chunks: tuple[Chunk, ...]
+
+    @property
+    def numel(self) -> int:
+        """Elements of the whole tensor."""
+        return torch.Size(self.shape).numel()
+
+
+class FileRecord(NamedTuple):
+    """A file.
+
+    Attributes:
+        name: in the folder of the checkpoint.
+        nbytes: its size.
+        digest: XXH3-128, in hexadecimal digits, of its header and its table of block digests; None of a file of others.
+    """
+
+    name: str
+    nbytes: int
+    digest: str | None
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What is in a checkpoint.
+
+    Attributes:
+        save_id: the same in each of its files.
+        step: that it was saved at.
+        created: time, in seconds since 1970.
+        mesh: axes and their sizes when it was saved.
+        versions: of the packages that wrote it.
+        config: what the caller gave.
+        files: in order of rank.
+        tensors: by name.
+        aliases: names of tied leaves, and of those that store them.
+        values: numbers, strings and booleans by name.
+    """
+
+    save_id: str
+    step: int
+    created: float
+    mesh: Mapping[str, int]
+    versions: Mapping[str, str]
+    config: Any
+    files: tuple[FileRecord, ...]
+    tensors: Mapping[str, TensorRecord]
+    aliases: Mapping[str, str]
+    values: Mapping[str, Value]
+
+    @property
+    def nbytes(self) -> int:
+        """Of all files."""
+        return sum(file.nbytes for file in self.files)
+
+    def to_json(self) -> bytes:
+        """As it is written."""
+        body = {
+            "format": FORMAT,
+            "version": VERSION,
+            "save_id": self.save_id,
+            "step": self.step,
+            "created": self.created,
+            "mesh": dict(self.mesh),
+            "versions": dict(self.versions),
+            "config": self.config,
+            "files": [{"name": f.name, "nbytes": f.nbytes, "xxh3_128": f.digest} for f in self.files],
+            "tensors": {
+                name: {"dtype": dtype_name(t.dtype), "shape": list(t.shape), "chunks": [list(chunk) for chunk in t.chunks]}
+                for name, t in self.tensors.items()
+            },
+            "aliases": dict(self.aliases),
+            "values": {name: _value_to_json(value) for name, value in self.values.items()},
+        }
+        return json.dumps({**body, "xxh3_128": _digest(body)}, separators=(",", ":")).encode()
+
+    @staticmethod
+    def from_json(where: str, data: bytes) -> "Manifest":
+        """What :meth:`to_json` wrote; everything in it is checked.
+
+        Args:
+            where: the file, for messages.
+            data: its bytes.
+
+        Raises:
+            CheckpointError: it is truncated, changed, of another version, or its chunks do not tile the tensors.
+        """
+        try:
+            body = json.loads(data, object_pairs_hook=_without_repeats)
+            if not isinstance(body, dict) or body.get("format") != FORMAT:
+                raise CheckpointError(f"{where}: this is not the manifest of a checkpoint of fsharp.")
+            if body.get("version") != VERSION:
+                raise CheckpointError(f"{where}: version {body.get('version')!r}, expected {VERSION}. Update fsharp.")
+            if body.pop("xxh3_128", None) != _digest(body):
+                raise CheckpointError(f"{where}: the manifest is damaged: its digest is not that of its text.")
+            made = _from_body(body)
+        except CheckpointError:
+            raise
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError) as error:
+            raise CheckpointError(f"{where}: the manifest is damaged: {type(error).__name__} {error}.") from error
+        for name, tensor in made.tensors.items():
+            _check_tiled(where, name, tensor, len(made.files))
+        for name, owner in made.aliases.items():
+            if owner not in made.tensors or name in made.tensors:
+                raise CheckpointError(f"{where}: {name!r} is tied to {owner!r}, which is not there.")
+        return made
+
+
+def _from_body(body: dict[str, Any]) -> Manifest:
+    files = tuple(FileRecord(_file_name(f["name"]), _count(f["nbytes"]), _hex(f["xxh3_128"])) for f in body["files"])
+    if len({file.name for file in files}) != len(files):
+        raise ValueError("a file is named twice")
+    return Manifest(
+        save_id=_hex(body["save_id"]),
+        step=_count(body["step"]),
+        created=float(body["created"]),
+        mesh={str(name): _count(size) for name, size in body["mesh"].items()},
+        versions={str(name): str(version) for name, version in body["versions"].items()},
+        config=body["config"],
+        files=files,
+        tensors={
+            name: TensorRecord(
+                _dtype(t["dtype"]), tuple(map(_count, t["shape"])), tuple(Chunk(*map(_count, c)) for c in t["chunks"])
+            )
+            for name, t in body["tensors"].items()
+        },
+        aliases={name: str(owner) for name, owner in body["aliases"].items()},
+        values={name: _value_from_json(value) for name, value in body["values"].items()},
+    )
+
+
+def _check_tiled(where: str, name: str, tensor: TensorRecord, num_files: int) -> None:
+    end = 0
+    for chunk in tensor.chunks:
+        if chunk.first != end or chunk.last <= chunk.first or chunk.file >= num_files:
+            raise CheckpointError(
+                f"{where}: chunks of {name!r} do not tile it: {tuple(chunk)} (file, first, last) follows element {end} of "
+                f"{tensor.numel}, and there are {num_files} files."
+            )
+        end = chunk.last
+    if end != tensor.numel:
+        raise CheckpointError(f"{where}: chunks of {name!r} cover {end} of its {tensor.numel} elements.")
+
+
+def text_digest(body: Any) -> str:
+    """XXH3-128 of a JSON-able value, in hexadecimal digits."""
+    return xxhash.xxh3_128_hexdigest(json.dumps(body, sort_keys=True, separators=(",", ":")).encode())
+
+
+_digest = text_digest
+
+
+def _without_repeats(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in found:
+            raise ValueError(f"{name!r} appears twice")
+        found[name] = value
+    return found
+
+
+def _count(value: Any) -> int:
+    if type(value) is not int or not 0 <= value < 1 << 62:
+        raise ValueError(f"{value!r:.40} is no count")
+    return value
+
+
+def _file_name(value: Any) -> str:
+    if not isinstance(value, str) or not _PLAIN_NAME.fullmatch(value):
+        raise ValueError(f"{value!r:.80} is no plain file name")
+    return value
+
+
+def _hex(value: Any) -> str:
+    if not isinstance(value, str) or not re.fullmatch("[0-9a-f]{8,64}", value):
+        raise ValueError(f"{value!r:.80} is no digest")
+    return value
+
+
+def _dtype(name: Any) -> torch.dtype:
+    dtype = getattr(torch, name, None) if isinstance(name, str) else None
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"{name!r:.40} is no dtype")
+    return dtype
+
+
+def _value_to_json(value: Value) -> Any:
+    return {"float": value.hex()} if isinstance(value, float) else value
+
+
+def _value_from_json(value: Any) -> Value:
+    if isinstance(value, dict):
+        return float.fromhex(value["float"])
+    if not isinstance(value, bool | int | str):
+        raise ValueError(f"{value!r:.40} is no value")
+    return value

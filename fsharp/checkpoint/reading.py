@@ -1,0 +1,247 @@
+"""Reading: the bytes that are needed and no others, each block compared with its digest, within a bounded buffer."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+
+from fsharp.checkpoint.manifest import Chunk, FileRecord, Manifest
+from fsharp.checkpoint.shard_file import (
+    BLOCK_NBYTES,
+    DTYPES_OF_FORMAT,
+    TABLE,
+    Extent,
+    block_digests,
+    bytes_of,
+    file_digest,
+    header_nbytes,
+    parse_header,
+)
+from fsharp.checkpoint.storage import Storage, storage_of
+from fsharp.errors import CheckpointError
+
+BUFFER_NBYTES = 64 << 20
+"""Memory for what is read, by default."""
+
+
+class Need(NamedTuple):
+    """Elements that a rank needs.
+
+    Attributes:
+        name: of the tensor, as the manifest has it.
+        first: first element.
+        last: behind the last one.
+        target: where they go: 1-D, of as many elements, on any device; of another dtype if they are to be converted.
+    """
+
+    name: str
+    first: int
+    last: int
+    target: torch.Tensor
+
+
+class _Run(NamedTuple):
+    """Elements that lie next to each other in a file: their first and last byte, their dtype, and where they go."""
+
+    begin: int
+    end: int
+    dtype: torch.dtype
+    target: torch.Tensor
+
+
+@torch.no_grad()
+def read_needs(folder: str, manifest: Manifest, needs: Iterable[Need], *, buffer_nbytes: int = BUFFER_NBYTES) -> dict[str, int]:
+    """Read elements into their targets.
+
+    Args:
+        folder: of the checkpoint.
+        manifest: of the checkpoint.
+        needs: which elements.
+        buffer_nbytes: memory to read into, besides the targets'; at least one block is read.
+
+    Returns:
+        Bytes read from each file, headers and tables included.
+
+    Raises:
+        CheckpointError: bytes that are missing or damaged; names file, tensors and the rank that wrote them.
+    """
+    storage = storage_of(folder)
+    by_file: dict[int, list[tuple[Chunk, Need]]] = {}
+    for need in needs:
+        for chunk in manifest.tensors[need.name].chunks:
+            first, last = max(chunk.first, need.first), min(chunk.last, need.last)
+            if first < last:
+                part = Need(need.name, first, last, need.target[first - need.first : last - need.first])
+                by_file.setdefault(chunk.file, []).append((chunk, part))
+    read = {}
+    for number, parts in sorted(by_file.items()):
+        file = ShardFile(storage, folder, manifest.files[number], number, manifest.save_id)
+        runs = []
+        for chunk, part in parts:
+            dtype = manifest.tensors[part.name].dtype
+            begin = file.begin(part.name, dtype, chunk) + (part.first - chunk.first) * dtype.itemsize
+            runs.append(_Run(begin, begin + (part.last - part.first) * dtype.itemsize, dtype, part.target))
+        file.read(sorted(runs, key=lambda run: run.begin), buffer_nbytes)
+        read[manifest.files[number].name] = file.num_read
+    return read
+
+
+class ShardFile:
+    """A file of a checkpoint, of which parts are read.
+
+    Args:
+        storage: where it is.
+        folder: of the checkpoint.
+        record: what the manifest says of it.
+        number: of the rank that wrote it.
+        save_id: of the checkpoint.
+
+    Attributes:
+        num_read: bytes read so far.
+
+    Raises:
+        CheckpointError: its size, header or table of digests are not those of the manifest.
+    """
+
+    def __init__(self, storage: Storage, folder: str, record: FileRecord, number: int, save_id: str) -> None:
+        self.path, self._storage, self._number = f"{folder}/{record.name}", storage, number
+        self.num_read = 0
+        try:
+            size = storage.nbytes(self.path)
+        except FileNotFoundError as error:
+            raise CheckpointError(f"{self.path}: missing; it had {record.nbytes:,} bytes.") from error
+        if size != record.nbytes:
+            raise CheckpointError(f"{self.path}: {size:,} bytes, expected {record.nbytes:,}.")
+        length = header_nbytes(self.path, self._fetch(0, min(8, size)))
+        if length > size:
+            raise CheckpointError(f"{self.path}: its header would be longer than the file.")
+        header = self._fetch(0, length)
+        self._data, self._table = length, b""
+        if record.digest is None:
+            found, _ = parse_header(self.path, header, size)
+        else:
+            # The digest covers header and table, which is last: it is compared before either is believed.
+            table_nbytes = _table_nbytes(size - length)
+            table = self._fetch(size - table_nbytes, table_nbytes)
+            if file_digest(header, table) != record.digest:
+                raise CheckpointError(f"{self.path}, written by rank {number}: its header or its table of digests is damaged.")
+            found, metadata = parse_header(self.path, header, size)
+            if metadata.get("save_id") != save_id:
+                raise CheckpointError(f"{self.path}: it belongs to save {metadata.get('save_id')!r}, expected {save_id!r}.")
+            if found.get(TABLE) != Extent(torch.uint8, size - length - table_nbytes, size - length):
+                raise CheckpointError(f"{self.path}: its table of digests is not where it should be.")
+            self._table = table
+        self._extents = found
+        self._end = size - length - len(self._table)
+
+    def begin(self, name: str, dtype: torch.dtype, chunk: Chunk) -> int:
+        """First byte of a chunk of a tensor.
+
+        Raises:
+            CheckpointError: it is not there, or is another one than the manifest says.
+        """
+        found = self._extents.get(name)
+        expected = dtype if dtype in DTYPES_OF_FORMAT else torch.uint8
+        if found is None or found.dtype != expected or found.end - found.begin != (chunk.last - chunk.first) * dtype.itemsize:
+            size = f"{chunk.last - chunk.first:,} elements of {dtype}"
+            raise CheckpointError(f"{self.path}: it has {found or 'nothing'} of {name!r}, expected {size}.")
+        return found.begin
+
+    def _fetch(self, start: int, size: int) -> bytes:
+        data = bytearray(size)
+        self._storage.read(self.path, start, memoryview(data))
+        self.num_read += size
+        return bytes(data)
+
+    def read(self, runs: Sequence[_Run], buffer_nbytes: int) -> None:
+        """Fill targets with runs of it, which are in order of their first byte and do not overlap."""
+        for window, parts in _windows(runs, buffer_nbytes, self._end, BLOCK_NBYTES if self._table else 1):
+            start, end = window
+            buffer = torch.empty(end - start, dtype=torch.uint8)
+            view = bytes_of(buffer)
+            self._storage.read(self.path, self._data + start, view)
+            self.num_read += len(view)
+            if self._table and (wrong := self._wrong(start, view)):
+                raise CheckpointError(self.damage(wrong))
+            for begin, stop, run in parts:
+                data = buffer[begin - start : stop - start]
+                if data.storage_offset() % run.dtype.itemsize:
+                    data = data.clone()  # in a file of others elements may lie anywhere
+                first, last = ((x - run.begin) // run.dtype.itemsize for x in (begin, stop))
+                run.target[first:last].copy_(data.view(run.dtype))
+
+    def _wrong(self, start: int, view: memoryview) -> list[int]:
+        """First bytes of those blocks whose digest is not that of the table."""
+        found, expected = block_digests(view), self._table[start // BLOCK_NBYTES * 8 :]
+        if expected.startswith(found):
+            return []
+        return [start + i * BLOCK_NBYTES // 8 for i in range(0, len(found), 8) if found[i : i + 8] != expected[i : i + 8]]
+
+    def damage(self, blocks: Sequence[int]) -> str:
+        """What is damaged, by the first bytes of blocks."""
+        names = [
+            name
+            for name, extent in self._extents.items()
+            if name != TABLE and any(extent.begin < block + BLOCK_NBYTES and block < extent.end for block in blocks)
+        ]
+        shown = ", ".join(map(repr, names[:4])) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+        return (
+            f"{self.path}, written by rank {self._number}: {len(blocks)} blocks of {BLOCK_NBYTES:,} bytes are damaged, the "
+            f"first at byte {self._data + blocks[0]:,}, in {shown}: they are not what was written."
+        )
+
+    def damaged_blocks(self) -> list[int]:
+        """First bytes of blocks whose digest is not that of the table. Reads all of it."""
+        wrong = []
+        buffer = bytearray(1 << 22)
+        for start in range(0, self._end, len(buffer)):
+            view = memoryview(buffer)[: min(len(buffer), self._end - start)]
+            self._storage.read(self.path, self._data + start, view)
+            wrong += self._wrong(start, view)
+        return wrong
+
+
+def _table_nbytes(size: int) -> int:
+    """Bytes of the table of digests, of ``size`` bytes of elements and table."""
+    blocks = size // (BLOCK_NBYTES + 8)
+    return 8 * (blocks + (size - blocks * (BLOCK_NBYTES + 8) > 0))
+
+
+def _windows(
+    runs: Sequence[_Run], most: int, end: int, block: int
+) -> Iterator[tuple[tuple[int, int], list[tuple[int, int, _Run]]]]:
+    """Stretches of a file to read at once, in whole blocks and of at most ``most`` bytes, and the parts of runs in each."""
+    most = max(BLOCK_NBYTES, most // BLOCK_NBYTES * BLOCK_NBYTES)
+    parts: list[tuple[int, int, _Run]] = []
+    start = stop = 0
+    for run in runs:
+        begin = run.begin
+        while begin < run.end:
+            low = begin // block * block
+            if parts and (block == 1 or not start <= low <= stop or begin >= start + most):
+                yield (start, min(stop, end)), parts
+                parts = []
+            if not parts:
+                start = low
+            last = min(run.end, start + most)
+            parts.append((begin, last, run))
+            stop, begin = -(-last // block) * block, last
+    if parts:
+        yield (start, min(stop, end)), parts
+
+
+def verify_files(folder: str, manifest: Manifest) -> list[str]:
+    """What is wrong with the files of a checkpoint: reads all of them."""
+    storage, problems = storage_of(folder), []
+    for number in range(len(manifest.files)):
+        try:
+            file = ShardFile(storage, folder, manifest.files[number], number, manifest.save_id)
+            for name, tensor in manifest.tensors.items():
+                for chunk in tensor.chunks:
+                    if chunk.file == number:
+                        file.begin(name, tensor.dtype, chunk)
+            if wrong := file.damaged_blocks():
+                problems.append(file.damage(wrong))
+        except CheckpointError as error:
+            problems.append(str(error))
+    return problems

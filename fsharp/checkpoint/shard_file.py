@@ -1,0 +1,200 @@
+"""A rank's file: the safetensors format, with a digest of each block, so that parts of it can be read and be known to be right.
+
+By hand, and not through the safetensors package, because that serializes from memory that holds all of a file, and does not see
+damage. Any reader of the format reads these files; the table of digests is one more tensor to it.
+"""
+
+import ctypes
+import json
+import struct
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import xxhash
+
+from fsharp.errors import CheckpointError
+
+BLOCK_NBYTES = 1 << 14
+"""Bytes that have a digest of their own: who reads a part of a tensor reads at most two blocks more."""
+TABLE = "fsharp.block_digests"
+_DIGEST_NBYTES = 8
+_STEP_NBYTES = 4 << 20
+_MOST_HEADER_NBYTES = 100 << 20
+_NAMES = {
+    torch.bool: "BOOL", torch.uint8: "U8", torch.int8: "I8", torch.int16: "I16", torch.uint16: "U16", torch.float16: "F16",
+    torch.bfloat16: "BF16", torch.int32: "I32", torch.uint32: "U32", torch.float32: "F32", torch.float64: "F64",
+    torch.int64: "I64", torch.uint64: "U64", torch.complex64: "C64", torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+}  # fmt: skip
+_DTYPES = {name: dtype for dtype, name in _NAMES.items()}
+DTYPES_OF_FORMAT = frozenset(_NAMES)
+"""Those that the format has a name for; others are bytes in it."""
+
+
+class Tensor(NamedTuple):
+    """A run of elements in a file.
+
+    Attributes:
+        name: of the tensor that it is a run of.
+        dtype: of the elements. One that the format has no name for is written as bytes.
+        shape: of the run: 1-D, or that of the whole tensor.
+    """
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Of its elements."""
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+class Extent(NamedTuple):
+    """Where a tensor is in a file: its type, and first and last byte behind the header."""
+
+    dtype: torch.dtype
+    begin: int
+    end: int
+
+
+def header_of(tensors: Sequence[Tensor], metadata: Mapping[str, str]) -> bytes:
+    """Length and header of a file that holds these tensors in this order, and behind them the table of digests."""
+    described: dict[str, Any] = {"__metadata__": dict(metadata)}
+    end = 0
+    for tensor in tensors:
+        name = _NAMES.get(tensor.dtype, "U8")
+        shape = list(tensor.shape) if tensor.dtype in _NAMES else [tensor.nbytes]
+        described[tensor.name] = {"dtype": name, "shape": shape, "data_offsets": [end, end + tensor.nbytes]}
+        end += tensor.nbytes
+    table = -(-end // BLOCK_NBYTES) * _DIGEST_NBYTES
+    described[TABLE] = {"dtype": "U8", "shape": [table], "data_offsets": [end, end + table]}
+    text = json.dumps(described, separators=(",", ":")).encode()
+    text += b" " * (-(8 + len(text)) % 64)  # elements start at multiples of 64 bytes
+    return struct.pack("<Q", len(text)) + text
+
+
+def in_order(tensors: Sequence[Tensor]) -> list[int]:
+    """The order in which tensors are written: wide elements first, so that each lies at a multiple of its size."""
+    return sorted(range(len(tensors)), key=lambda i: -tensors[i].dtype.itemsize)
+
+
+def write_file(write: Callable[[memoryview], None], header: bytes, data: Iterator[torch.Tensor]) -> str:
+    """Write a file; the digest of its header and table.
+
+    Args:
+        write: appends bytes to it.
+        header: of :func:`header_of`.
+        data: the tensors of the header in its order, contiguous and on the host; each may be gone when the next is asked for.
+    """
+    digests = _BlockDigests()
+    write(memoryview(header))
+    for tensor in data:
+        view = bytes_of(tensor)
+        for start in range(0, len(view), _STEP_NBYTES):
+            part = view[start : start + _STEP_NBYTES]
+            digests.update(part)
+            write(part)
+    table = digests.table()
+    write(memoryview(table))
+    return file_digest(header, table)
+
+
+def file_digest(header: bytes, table: bytes) -> str:
+    """XXH3-128 of both, in hexadecimal digits."""
+    return xxhash.xxh3_128_hexdigest(header + table)
+
+
+class _BlockDigests:
+    """Digests of the blocks of a stream of bytes."""
+
+    def __init__(self) -> None:
+        self._done, self._open, self._filled = bytearray(), xxhash.xxh3_64(), 0
+
+    def update(self, view: memoryview) -> None:
+        """More bytes."""
+        if self._filled:
+            head, view = view[: BLOCK_NBYTES - self._filled], view[BLOCK_NBYTES - self._filled :]
+            self._add(head)
+        whole = len(view) // BLOCK_NBYTES * BLOCK_NBYTES
+        self._done += block_digests(view[:whole])
+        if whole < len(view):
+            self._add(view[whole:])
+
+    def _add(self, view: memoryview) -> None:
+        self._open.update(view)
+        self._filled += len(view)
+        if self._filled == BLOCK_NBYTES:
+            self._close()
+
+    def _close(self) -> None:
+        self._done += self._open.digest()
+        self._open, self._filled = xxhash.xxh3_64(), 0
+
+    def table(self) -> bytes:
+        """All digests; nothing may be added any more."""
+        if self._filled:
+            self._close()
+        return bytes(self._done)
+
+
+def block_digests(view: memoryview) -> bytes:
+    """The digest of each block from the first byte on; the last block may be short."""
+    digest = xxhash.xxh3_64_digest
+    return b"".join([digest(view[start : start + BLOCK_NBYTES]) for start in range(0, len(view), BLOCK_NBYTES)])
+
+
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """The memory of a contiguous tensor on the host. Whoever has the view keeps the tensor."""
+    assert tensor.is_contiguous()
+    assert tensor.device.type == "cpu"
+    size = tensor.numel() * tensor.element_size()
+    return memoryview((ctypes.c_ubyte * size).from_address(tensor.data_ptr())).cast("B") if size else memoryview(b"")
+
+
+def parse_header(where: str, header: bytes, nbytes: int) -> tuple[dict[str, Extent], dict[str, str]]:
+    """What is in a file: its tensors and metadata. Also of files that others have written.
+
+    Args:
+        where: the file, for messages.
+        header: its length and its text.
+        nbytes: size of the file.
+
+    Raises:
+        CheckpointError: it is not a header, or its tensors do not tile the bytes behind it.
+    """
+    try:
+        described = json.loads(header[8:])
+        metadata = {str(k): str(v) for k, v in (described.pop("__metadata__", None) or {}).items()}
+        found = {}
+        for name, each in described.items():
+            (begin, end), shape = each["data_offsets"], [*each["shape"]]
+            if any(type(x) is not int or x < 0 for x in (begin, end, *shape)):
+                raise ValueError(f"{name!r} has an offset or size that is no count")
+            dtype = _DTYPES.get(each["dtype"])
+            if dtype is not None and torch.Size(shape).numel() * dtype.itemsize != end - begin:
+                raise ValueError(f"{name!r} takes {end - begin} bytes, which is not what {each['dtype']}{shape} takes")
+            found[str(name)] = Extent(dtype or torch.uint8, begin, end)
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError, RuntimeError) as error:
+        raise CheckpointError(f"{where}: the header is damaged: {type(error).__name__} {error}.") from error
+    end = 0
+    for name, extent in sorted(found.items(), key=lambda item: (item[1].begin, item[1].end)):
+        if extent.begin != end or extent.end < extent.begin:
+            raise CheckpointError(f"{where}: the header is damaged: {name!r} begins at {extent.begin}, expected {end}.")
+        end = extent.end
+    if len(header) + end != nbytes:
+        raise CheckpointError(f"{where}: {nbytes:,} bytes, expected {len(header) + end:,}.")
+    return found, metadata
+
+
+def header_nbytes(where: str, head: bytes) -> int:
+    """Bytes of a file's length field and header, from its first 8 bytes.
+
+    Raises:
+        CheckpointError: more than any header has.
+    """
+    length = struct.unpack("<Q", head)[0] if len(head) == 8 else -1
+    if not 2 <= length <= _MOST_HEADER_NBYTES:
+        raise CheckpointError(f"{where}: this is not a safetensors file: its header would have {length:,} bytes.")
+    return 8 + int(length)

@@ -1,0 +1,208 @@
+"""Where checkpoints are: folders of a file system, or of an object store by fsspec."""
+
+import os
+import shutil
+import stat
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any, Protocol
+
+from fsharp.checkpoint.manifest import NAME
+from fsharp.errors import CheckpointError
+
+Write = Callable[[memoryview], None]
+
+
+class Storage(Protocol):
+    """Folders with files. A folder is *published* when all of its files are there to stay, and never written to afterwards."""
+
+    def names(self, folder: str) -> list[str]:
+        """What is in a folder; nothing if there is none."""
+
+    def staging_path(self, folder: str) -> str:
+        """Of the folder in which the files of ``folder`` are collected."""
+
+    def stage(self, folder: str) -> None:
+        """Make that folder."""
+
+    def writing(self, path: str) -> Any:
+        """A context that gives a function which appends to a new file. At its end what was written is there to stay."""
+
+    def publish(self, staged: str, folder: str) -> None:
+        """What was staged is the folder from here on."""
+
+    def nbytes(self, path: str) -> int:
+        """Size of a file. Raises FileNotFoundError; and CheckpointError if it is no plain file."""
+
+    def read(self, path: str, start: int, into: memoryview) -> None:
+        """Fill memory with the bytes of a file from ``start`` on. Raises CheckpointError if there are not as many."""
+
+    def remove(self, folder: str) -> None:
+        """Remove a folder, its manifest first; it may be gone."""
+
+    def free_nbytes(self, folder: str) -> int | None:
+        """Bytes that fit into a folder, if that is known."""
+
+
+def storage_of(path: str) -> Storage:
+    """Of a path, or of a URL such as ``s3://bucket/run``.
+
+    Raises:
+        CheckpointError: fsspec, which knows URLs, is not installed or does not know this one.
+    """
+    if "://" not in path:
+        return LocalFiles()
+    try:
+        import fsspec
+
+        return ObjectStore(fsspec.core.url_to_fs(path)[0])
+    except (ImportError, ValueError) as error:
+        raise CheckpointError(f"{path}: {error}") from error
+
+
+class LocalFiles:
+    """A file system: files are collected under another name, and a folder is published by renaming it."""
+
+    def names(self, folder: str) -> list[str]:
+        """See :class:`Storage`."""
+        try:
+            return sorted(os.listdir(folder))
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+
+    def staging_path(self, folder: str) -> str:
+        """See :class:`Storage`."""
+        parent, name = os.path.split(folder)
+        return os.path.join(parent, f".{name}.partial")
+
+    def stage(self, folder: str) -> None:
+        """See :class:`Storage`."""
+        os.makedirs(os.path.dirname(folder), exist_ok=True)
+        os.mkdir(self.staging_path(folder))
+
+    @contextmanager
+    def writing(self, path: str) -> Iterator[Write]:
+        """See :class:`Storage`."""
+        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
+        try:
+
+            def write(data: memoryview) -> None:
+                while data:
+                    data = data[os.write(file, data) :]
+
+            yield write
+            os.fsync(file)
+        finally:
+            os.close(file)
+
+    def publish(self, staged: str, folder: str) -> None:
+        """See :class:`Storage`."""
+        _sync(staged)
+        os.rename(staged, folder)
+        _sync(os.path.dirname(folder))
+
+    def nbytes(self, path: str) -> int:
+        """See :class:`Storage`."""
+        found = os.lstat(path)
+        if not stat.S_ISREG(found.st_mode):
+            raise CheckpointError(f"{path}: not a plain file; links are not followed.")
+        return found.st_size
+
+    def read(self, path: str, start: int, into: memoryview) -> None:
+        """See :class:`Storage`."""
+        file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            while into:
+                count = os.preadv(file, [into], start)
+                if not count:
+                    raise CheckpointError(f"{path}: {len(into):,} bytes are missing from byte {start:,} on.")
+                into, start = into[count:], start + count
+        finally:
+            os.close(file)
+
+    def remove(self, folder: str) -> None:
+        """See :class:`Storage`."""
+        with suppress(FileNotFoundError):
+            os.unlink(os.path.join(folder, NAME))  # what is left when this is interrupted is no checkpoint
+            _sync(folder)
+        shutil.rmtree(folder, ignore_errors=True)
+
+    def free_nbytes(self, folder: str) -> int | None:
+        """See :class:`Storage`."""
+        while not os.path.isdir(folder):
+            folder = os.path.dirname(os.path.abspath(folder))
+        return shutil.disk_usage(folder).free
+
+
+def _sync(folder: str) -> None:
+    file = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(file)
+    finally:
+        os.close(file)
+
+
+class ObjectStore:
+    """An object store, which cannot rename: files are where they stay from the start, and the last one makes a folder count.
+
+    Args:
+        files: a file system of fsspec.
+    """
+
+    def __init__(self, files: Any) -> None:
+        self._files = files
+
+    def names(self, folder: str) -> list[str]:
+        """See :class:`Storage`."""
+        self._files.invalidate_cache()
+        try:
+            return sorted(each["name"].rstrip("/").rsplit("/", 1)[-1] for each in self._files.ls(folder, detail=True))
+        except FileNotFoundError:
+            return []
+
+    def staging_path(self, folder: str) -> str:
+        """See :class:`Storage`."""
+        return folder
+
+    def stage(self, folder: str) -> None:
+        """See :class:`Storage`."""
+        self._files.makedirs(folder, exist_ok=True)
+
+    @contextmanager
+    def writing(self, path: str) -> Iterator[Write]:
+        """See :class:`Storage`."""
+        with self._files.open(path, "wb") as file:
+
+            def write(data: memoryview) -> None:
+                file.write(bytes(data))
+
+            yield write
+
+    def publish(self, staged: str, folder: str) -> None:
+        """See :class:`Storage`."""
+
+    def nbytes(self, path: str) -> int:
+        """See :class:`Storage`."""
+        self._files.invalidate_cache()
+        found = self._files.info(path)
+        if found["type"] != "file":
+            raise CheckpointError(f"{path}: not a file.")
+        return int(found["size"])
+
+    def read(self, path: str, start: int, into: memoryview) -> None:
+        """See :class:`Storage`."""
+        data = self._files.cat_file(path, start, start + len(into))
+        if len(data) != len(into):
+            raise CheckpointError(f"{path}: {len(into) - len(data):,} bytes are missing from byte {start + len(data):,} on.")
+        into[:] = data
+
+    def remove(self, folder: str) -> None:
+        """See :class:`Storage`."""
+        with suppress(FileNotFoundError):
+            self._files.rm_file(f"{folder}/{NAME}")
+        with suppress(FileNotFoundError):
+            self._files.rm(folder, recursive=True)
+
+    def free_nbytes(self, folder: str) -> int | None:
+        """See :class:`Storage`."""
+        return None
