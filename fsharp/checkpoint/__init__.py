@@ -8,4 +8,5 @@ from fsharp.checkpoint.catalog import prune as prune
 from fsharp.checkpoint.catalog import verify as verify
 from fsharp.checkpoint.entries import PerRank as PerRank
 from fsharp.checkpoint.loading import load as load
+from fsharp.checkpoint.saver import Saver as Saver
 from fsharp.checkpoint.saving import save as save

@@ -188,13 +188,13 @@ def verify(path: str | os.PathLike[str]) -> Checkpoint:
     return found
 
 
-def prune(root: str | os.PathLike[str], *, keep: int, also: frozenset[str] = frozenset()) -> list[str]:
-    """Remove all complete checkpoints but the newest ``keep``; the paths of those that were removed.
+def prune(root: str | os.PathLike[str], *, keep: int, best: int = 0) -> list[str]:
+    """Remove complete checkpoints but the newest ``keep`` and the ``best`` best; the paths of those that were removed.
 
     Args:
         root: folder of the checkpoints.
         keep: at least 1.
-        also: paths of others that stay, such as that of the best.
+        best: how many of those with the lowest ``metric`` stay besides.
 
     Raises:
         CheckpointError: ``keep`` is less than 1.
@@ -203,7 +203,26 @@ def prune(root: str | os.PathLike[str], *, keep: int, also: frozenset[str] = fro
     """
     if keep < 1:
         raise CheckpointError(f"prune(): keep is {keep}, expected at least 1: the only checkpoint is never removed.")
-    gone = [each.path for each in checkpoints(root)[keep:] if each.path not in also]
-    for path in reversed(gone):
+    found = checkpoints(root)
+    rated = [each for each in found if each.manifest.metric is not None and each.manifest.metric == each.manifest.metric]
+    stay = {each.path for each in (*found[:keep], *sorted(rated, key=_metric)[:best])}
+    gone = [each.path for each in reversed(found) if each.path not in stay]
+    for path in gone:
         storage_of(path).remove(path)
+    return gone
+
+
+def _metric(found: Checkpoint) -> float:
+    assert found.manifest.metric is not None
+    return found.manifest.metric
+
+
+def remove_incomplete(root: str | os.PathLike[str]) -> list[str]:
+    """Remove what saves have left that did not come to their end; what was removed. No other job may save under this root."""
+    folder = os.fspath(root).rstrip("/")
+    storage, gone = storage_of(folder), []
+    for name in storage.names(folder):
+        if _PARTIAL.fullmatch(name) or (_FOLDER.fullmatch(name) and NAME not in storage.names(f"{folder}/{name}")):
+            storage.remove(f"{folder}/{name}")
+            gone.append(f"{folder}/{name}")
     return gone

@@ -103,6 +103,10 @@ class Contents:
     values: dict[str, Value]
     aliases: dict[str, str]
 
+    def let_go(self) -> None:
+        """Of the tensors; what is known of them stays."""
+        self.entries = {name: replace(entry, local=entry.local[:0]) for name, entry in self.entries.items()}
+
 
 def contents_of(where: str, tree: Any, comm: Comm) -> Contents:
     """What is in a tree.

@@ -80,6 +80,7 @@ class Manifest:
         mesh: axes and their sizes when it was saved.
         versions: of the packages that wrote it.
         config: what the caller gave.
+        metric: how good it is, lower being better; None if nobody said.
         files: in order of rank.
         tensors: by name.
         aliases: names of tied leaves, and of those that store them.
@@ -92,6 +93,7 @@ class Manifest:
     mesh: Mapping[str, int]
     versions: Mapping[str, str]
     config: Any
+    metric: float | None
     files: tuple[FileRecord, ...]
     tensors: Mapping[str, TensorRecord]
     aliases: Mapping[str, str]
@@ -113,6 +115,7 @@ class Manifest:
             "mesh": dict(self.mesh),
             "versions": dict(self.versions),
             "config": self.config,
+            "metric": None if self.metric is None else _value_to_json(self.metric),
             "files": [{"name": f.name, "nbytes": f.nbytes, "xxh3_128": f.digest} for f in self.files],
             "tensors": {
                 name: {"dtype": dtype_name(t.dtype), "shape": list(t.shape), "chunks": [list(chunk) for chunk in t.chunks]}
@@ -166,6 +169,7 @@ def _from_body(body: dict[str, Any]) -> Manifest:
         mesh={str(name): _count(size) for name, size in body["mesh"].items()},
         versions={str(name): str(version) for name, version in body["versions"].items()},
         config=body["config"],
+        metric=None if body["metric"] is None else float.fromhex(body["metric"]["float"]),
         files=files,
         tensors={
             name: TensorRecord(

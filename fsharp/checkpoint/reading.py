@@ -20,8 +20,8 @@ from fsharp.checkpoint.shard_file import (
 from fsharp.checkpoint.storage import Storage, storage_of
 from fsharp.errors import CheckpointError
 
-BUFFER_NBYTES = 64 << 20
-"""Memory for what is read, by default."""
+BUFFER_NBYTES = 4 << 20
+"""Memory for what is read, by default: it stays in the processor's cache while it is compared and copied."""
 
 
 class Need(NamedTuple):
@@ -155,9 +155,10 @@ class ShardFile:
 
     def read(self, runs: Sequence[_Run], buffer_nbytes: int) -> None:
         """Fill targets with runs of it, which are in order of their first byte and do not overlap."""
-        for window, parts in _windows(runs, buffer_nbytes, self._end, BLOCK_NBYTES if self._table else 1):
-            start, end = window
-            buffer = torch.empty(end - start, dtype=torch.uint8)
+        windows = list(_windows(runs, buffer_nbytes, self._end, BLOCK_NBYTES if self._table else 1))
+        whole = torch.empty(max((end - start for (start, end), _ in windows), default=0), dtype=torch.uint8)
+        for (start, end), parts in windows:
+            buffer = whole[: end - start]
             view = bytes_of(buffer)
             self._storage.read(self.path, self._data + start, view)
             self.num_read += len(view)

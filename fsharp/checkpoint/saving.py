@@ -35,6 +35,7 @@ class Snapshot:
         contents: of the tree.
         step: that it is of.
         config: of the run.
+        metric: how good it is.
         save_id: 16 hexadecimal digits, drawn by rank 0.
         folder: of the checkpoint, once it is complete.
         tensors: what this rank writes, in the order in which it does.
@@ -44,13 +45,16 @@ class Snapshot:
     contents: Contents
     step: int
     config: Any
+    metric: float | None
     save_id: str
     folder: str
     tensors: list[Tensor]
     values: list[torch.Tensor]
 
 
-def save(root: str | os.PathLike[str], tree: Any, *, step: int, comm: Comm, config: Any = None) -> Checkpoint:
+def save(
+    root: str | os.PathLike[str], tree: Any, *, step: int, comm: Comm, config: Any = None, metric: float | None = None
+) -> Checkpoint:
     """Write a checkpoint, which loads into any other strategy, mesh and number of ranks.
 
     >>> import tempfile, fsharp as fs
@@ -70,6 +74,7 @@ def save(root: str | os.PathLike[str], tree: Any, *, step: int, comm: Comm, conf
         step: a number to know it by; newer ones are larger.
         comm: the ranks; a Scheduler is one as well.
         config: anything JSON can say, kept in the manifest; ranks have to give the same.
+        metric: how good it is, lower being better: :func:`prune` keeps the best.
 
     Returns:
         The checkpoint.
@@ -83,10 +88,12 @@ def save(root: str | os.PathLike[str], tree: Any, *, step: int, comm: Comm, conf
     for each axis. Nothing is planned together: who writes what follows from the layout. Memory: of tensors on a device one at
     a time.
     """
-    return write_snapshot(agreed_snapshot(root, tree, step=step, comm=comm, config=config), comm)
+    return write_snapshot(agreed_snapshot(root, tree, step=step, comm=comm, config=config, metric=metric), comm)
 
 
-def agreed_snapshot(root: str | os.PathLike[str], tree: Any, *, step: int, comm: Comm, config: Any) -> Snapshot:
+def agreed_snapshot(
+    root: str | os.PathLike[str], tree: Any, *, step: int, comm: Comm, config: Any, metric: float | None
+) -> Snapshot:
     """What to save, once all ranks want to save the same and there is room for it. See :func:`save`."""
     where, draw, folder = os.fspath(root).rstrip("/"), secrets.token_bytes(8), ""
 
@@ -98,6 +105,8 @@ def agreed_snapshot(root: str | os.PathLike[str], tree: Any, *, step: int, comm:
             text_digest(config)
         except (TypeError, ValueError) as error:
             raise CheckpointError(f"save(): config is nothing that JSON can say: {error}.") from error
+        if not isinstance(metric, float | int | None):
+            raise CheckpointError(f"save(): metric is {metric!r}, expected a number: float(x) of a tensor.")
         contents = contents_of("save()", expanded(tree), comm)
         if TABLE in contents.entries:
             raise CheckpointError(f"save(): the name {TABLE!r} is taken.")
@@ -108,7 +117,7 @@ def agreed_snapshot(root: str | os.PathLike[str], tree: Any, *, step: int, comm:
         return contents
 
     def fields(contents: Contents) -> dict[str, str]:
-        return {"step": str(step), "root": where, "config": repr(config), **_fields(contents)}
+        return {"step": str(step), "root": where, "config": repr(config), "metric": repr(metric), **_fields(contents)}
 
     try:
         contents = together("save()", comm, check, fields)
@@ -129,6 +138,7 @@ def agreed_snapshot(root: str | os.PathLike[str], tree: Any, *, step: int, comm:
         contents,
         step,
         config,
+        None if metric is None else float(metric),
         save_id,
         f"{where}/{folder_name(step, save_id)}",
         [tensors[i] for i in order],
@@ -220,6 +230,7 @@ def _manifest(shot: Snapshot, records: list[FileRecord], comm: Comm) -> Manifest
         mesh=dict(comm.mesh.axes),
         versions={"fsharp": version("fsharp"), "torch": torch.__version__},
         config=shot.config,
+        metric=shot.metric,
         files=tuple(records),
         tensors=tensors,
         aliases=shot.contents.aliases,

@@ -111,6 +111,17 @@ class ProcessGroupComm:
         self._groups = {axis: self.new_group(axis) if size > 1 else self._groups[axis] for axis, size in self.mesh.axes}
         self.watch.aborts.append(weakref.WeakMethod(self.abort))
 
+    def on_host(self) -> "ProcessGroupComm":
+        """The same ranks over gloo, for tensors in host memory, in groups of its own. Every rank has to call it.
+
+        What another thread does in it is in nobody's way.
+        """
+        other = copy.copy(self)
+        other.is_native, other._rank_order, other.device = False, True, torch.device("cpu")
+        other._start()
+        other.make_groups()
+        return other
+
     def abort(self) -> None:
         """Have whatever is under way in its groups end in an error, here and elsewhere: nothing can be called any more."""
         for axis, size in self.mesh.axes:

@@ -83,6 +83,11 @@ class Outcome:
         """It is done, or has failed."""
         self._done.set()
 
+    @property
+    def is_done(self) -> bool:
+        """Whether it has come to its end, well or not."""
+        return self._done.is_set()
+
     def take(self) -> Any:
         """Block until it is done; the result, which only the first one gets."""
         self._done.wait()

@@ -1,0 +1,187 @@
+"""Saver: checkpoints in the background, of which the last ones are kept."""
+
+import atexit
+import os
+import sys
+import traceback
+import weakref
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from fsharp.checkpoint.catalog import Checkpoint, prune, remove_incomplete
+from fsharp.checkpoint.saving import Snapshot, agreed_snapshot, write_snapshot
+from fsharp.errors import CheckpointError
+from fsharp.functional.comm.agree import together
+from fsharp.functional.comm.process_group import ProcessGroupComm
+from fsharp.functional.comm.protocol import Comm, CountingComm
+from fsharp.functional.comm.worker_threads import Outcome, Worker
+
+_open: "weakref.WeakSet[Saver]" = weakref.WeakSet()
+
+
+class Saver:
+    """Saves checkpoints while training goes on, and removes old ones.
+
+    ::
+
+        with fs.checkpoint.Saver("runs/a", comm, keep=3) as saver:
+            for step, batch in enumerate(data):
+                state, metrics = train_step(state, batch)
+                if step % 100 == 0:
+                    saver.save(state, step=step)  # goes on once values are copied to host memory
+                saver.check()  # raises what a save in the background has failed with
+
+    A rank copies what it writes into host memory that is kept for the next save, and a thread writes it, with collectives in
+    process groups of its own. A failure is raised, on all ranks, by the next :meth:`save`, :meth:`check` or :meth:`close`; a
+    process that ends without any of these says so and exits with status 1.
+
+    Args:
+        root: folder of the checkpoints; nobody else may save there. What saves that were cut off have left in it is removed.
+        comm: the ranks. Every rank makes the Saver.
+        keep: how many of the newest checkpoints stay.
+        best: how many of those with the lowest ``metric`` stay besides.
+        config: of the run; see :func:`save`.
+        background: False writes before :meth:`save` returns. So does a Comm that has no process groups, as simulated ranks.
+
+    Raises:
+        CheckpointError: ``keep`` is less than 1, or the folder cannot be made. On all ranks.
+    """
+
+    def __init__(
+        self,
+        root: str | os.PathLike[str],
+        comm: Comm,
+        *,
+        keep: int = 3,
+        best: int = 0,
+        config: Any = None,
+        background: bool = True,
+    ) -> None:
+        self._root, self._keep, self._best, self._config = os.fspath(root).rstrip("/"), keep, best, config
+        self._comm = comm
+
+        def check() -> None:
+            if keep < 1:
+                raise CheckpointError(f"Saver(): keep is {keep}, expected at least 1.")
+            if comm.rank == 0:
+                remove_incomplete(self._root)
+
+        together("Saver()", comm, check, lambda _: {"root": self._root, "keep": f"{keep}, best {best}"})
+        inner = comm.inner if isinstance(comm, CountingComm) else comm
+        self._own = inner.on_host() if isinstance(inner, ProcessGroupComm) else comm
+        self._worker = Worker("saver") if background and (self._own is not comm or comm.mesh.size == 1) else None
+        self._under_way: Outcome | None = None
+        self._staged: list[torch.Tensor] = []
+        _open.add(self)
+
+    def save(self, tree: Any, *, step: int, metric: float | None = None) -> None:
+        """Save a tree, as :func:`save` does. Waits until the one before is written.
+
+        What is in the tree may be changed, or donated, as soon as this returns.
+
+        Raises:
+            CheckpointError: the save before has failed, or there is no room. On all ranks.
+            TreeError: a leaf that cannot be saved.
+            AgreementError: ranks with different trees or values.
+
+        Cost: a copy of what this rank writes, and two collectives of 40 bytes for each axis; then, in the background, that of
+        :func:`save`. Memory: that copy, kept between saves.
+        """
+        self.wait()
+        shot = agreed_snapshot(self._root, tree, step=step, comm=self._comm, config=self._config, metric=metric)
+        if self._worker is None:
+            self._write(shot)
+            return
+        self._copy(shot)
+        self._under_way = Outcome()
+        self._worker.submit(lambda: self._write(shot), self._under_way)
+
+    def _copy(self, shot: Snapshot) -> None:
+        """Put copies in host memory in the place of values; memory of the last save is used again."""
+        is_same = [(x.shape, x.dtype) for x in self._staged] == [(x.shape, x.dtype) for x in shot.values]
+        if not is_same:
+            on_device = any(x.device.type != "cpu" for x in shot.values)
+            self._staged = [torch.empty(x.shape, dtype=x.dtype, pin_memory=on_device) for x in shot.values]
+        for target, value in zip(self._staged, shot.values, strict=True):
+            target.copy_(value, non_blocking=True)
+        for device in {x.device for x in shot.values if x.device.type != "cpu"}:
+            torch.accelerator.synchronize(device)
+        shot.values = list(self._staged)
+        shot.contents.let_go()
+
+    def _write(self, shot: Snapshot) -> Checkpoint:
+        made = write_snapshot(shot, self._own)
+        if self._own.rank == 0:
+            prune(self._root, keep=self._keep, best=self._best)
+        return made
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a save is still under way on this rank. Ranks may see it end at different times."""
+        return self._under_way is not None and not self._under_way.is_done
+
+    def save_if_idle(self, tree: Any, *, step: int, metric: float | None = None) -> bool:
+        """Save unless the one before is still under way on some rank; whether it does, the same on all ranks.
+
+        Call it every step to save as often as storage allows. Cost: one collective of a byte for each axis.
+        """
+        busy = torch.tensor([self.is_busy], dtype=torch.uint8, device=self._comm.device)
+        for axis, size in self._comm.mesh.axes:
+            busy = self._comm.all_reduce(busy, axis, op="max", label="save_if_idle") if size > 1 else busy
+        if busy.item():
+            return False
+        self.save(tree, step=step, metric=metric)
+        return True
+
+    def check(self) -> None:
+        """Raise what a save has failed with, if one has. Cost: none."""
+        if self._under_way is not None and self._under_way.is_done:
+            self.wait()
+
+    def wait(self) -> None:
+        """Block until the save that is under way is written.
+
+        Raises:
+            CheckpointError: it has failed.
+        """
+        outcome, self._under_way = self._under_way, None
+        if outcome is None:
+            return
+        try:
+            outcome.take()
+        except Exception as error:
+            raise CheckpointError(f"the save that was under way has failed: {error}") from error
+
+    def close(self) -> None:
+        """Wait for the save that is under way, and raise what it has failed with."""
+        _open.discard(self)
+        self.wait()
+
+    def __enter__(self) -> "Saver":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        try:
+            self.close()
+        except CheckpointError:
+            if error is None:
+                raise
+            traceback.print_exc()  # the error that is on its way comes first
+
+
+@atexit.register
+def _close_all() -> None:
+    """A program that has not asked does not end as if all were well."""
+    failed = False
+    for saver in list(_open):
+        try:
+            saver.close()
+        except CheckpointError:
+            traceback.print_exc()
+            failed = True
+    if failed:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)  # an exception would change no exit status here
