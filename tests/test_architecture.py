@@ -28,6 +28,12 @@ def test_functional_imports_nothing_stateful():
         assert not wrong, f"{path}: {wrong}"
 
 
+def test_checkpoints_import_the_functional_half_alone():
+    for path in (ROOT / "checkpoint").glob("*.py"):
+        wrong = [name for name in imports(path) if name.startswith(("fsharp.stateful", "fsharp.testing", "fsharp.interop"))]
+        assert not wrong, f"{path}: {wrong}"
+
+
 def test_only_interop_imports_jax():
     foreign = {path for path in SOURCES if any(name.split(".")[0] in ("jax", "optax") for name in imports(path))}
     assert foreign == set((ROOT / "interop").glob("*.py")) - {ROOT / "interop" / "__init__.py"}
@@ -58,6 +64,7 @@ def test_every_folder_is_known():
         "functional",
         "stateful",
         "interop",
+        "checkpoint",
     } == set(MAY_IMPORT)
 
 
@@ -105,7 +112,7 @@ def test_nothing_asks_for_a_strategy_by_name():
     assert not [str(path) for path in SOURCES if names.search(path.read_text())]
 
 
-SUBJECTS = (fs.comm, fs.init, fs.inspect, fs.layout, fs.optim, fs.schedule, fs.testing)
+SUBJECTS = (fs.checkpoint, fs.comm, fs.init, fs.inspect, fs.layout, fs.optim, fs.schedule, fs.testing)
 PUBLIC = [(module, name) for module in (fs, *SUBJECTS) for name in vars(module) if not name.startswith("_")]
 PUBLIC = [(module, name) for module, name in PUBLIC if not inspect.ismodule(getattr(module, name))]
 

@@ -210,7 +210,10 @@ def _add_unit(
 
 def is_of_group(buffer: torch.Tensor, unit: UnitLayout, group: int, place: Place) -> bool:
     """Whether a buffer is one number for the whole group, such as a count of steps: it is saved for each of its leaves."""
-    return buffer.numel() == 1 and (unit.local_size(group, place) != 1 or not buffer.is_floating_point() or buffer.dim() == 0)
+    if buffer.numel() != 1 or unit.local_size(group, place) != 1:
+        return buffer.numel() == 1
+    dtypes = unit.groups[group].dtypes
+    return buffer.dim() == 0 or not (buffer.is_floating_point() or buffer.dtype in (dtypes.compute, dtypes.main))
 
 
 def _cut(name: str, buffer: torch.Tensor, unit: UnitLayout, leaf: Leaf, place: Place, rank: int) -> Entry:

@@ -62,7 +62,7 @@ def load(
         TreeError: names, shapes or dtypes that differ, in either direction; on all ranks.
         AgreementError: ranks with different arguments, or of which one has failed.
 
-    Cost: a rank reads what it holds, rounded to blocks of 16 KiB, and headers, and compares it with digests; two collectives of
+    Cost: a rank reads what it holds, rounded to blocks of 4 KiB, and headers, and compares it with digests; two collectives of
     40 bytes for each axis, and three of less. Memory: what is loaded and ``buffer_nbytes``.
     """
     path = _chosen(where, comm)

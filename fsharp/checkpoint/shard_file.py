@@ -15,7 +15,7 @@ import xxhash
 
 from fsharp.errors import CheckpointError
 
-BLOCK_NBYTES = 1 << 14
+BLOCK_NBYTES = 1 << 12
 """Bytes that have a digest of their own: who reads a part of a tensor reads at most two blocks more."""
 TABLE = "fsharp.block_digests"
 _DIGEST_NBYTES = 8

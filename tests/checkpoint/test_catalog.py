@@ -1,0 +1,146 @@
+"""Which checkpoint is the newest, what is incomplete, and that others can read the files."""
+
+import json
+import logging
+import os
+import shutil
+
+import pytest
+import torch
+from safetensors import safe_open
+
+import fsharp as fs
+from fsharp.checkpoint.manifest import NAME
+from fsharp.errors import CheckpointError
+from fsharp.testing import simulate
+
+COMM = fs.SingleComm()
+
+
+def save(root, step, value=None):
+    return fs.checkpoint.save(root, {"x": torch.full((5000,), float(step if value is None else value))}, step=step, comm=COMM)
+
+
+def test_the_newest_is_computed_from_manifests(tmp_path):
+    assert fs.checkpoint.latest(tmp_path / "nowhere") is None
+    for step in (1, 3, 2):
+        save(tmp_path, step)
+    assert fs.checkpoint.latest(tmp_path).step == 3
+    assert [c.step for c in fs.checkpoint.checkpoints(tmp_path)] == [3, 2, 1]
+    save(tmp_path, 3, value=33)  # of one step the later one counts
+    assert fs.checkpoint.latest(tmp_path).tensor("x")[0] == 33
+
+
+def test_what_is_incomplete_is_left_out_and_said(tmp_path, caplog):
+    good = save(tmp_path, 1)
+    for step, damage in (
+        (2, lambda path: (path / NAME).unlink()),
+        (3, lambda path: (path / NAME).write_bytes((path / NAME).read_bytes()[:-9])),
+        (4, lambda path: (path / "rank-00000.safetensors").unlink()),
+        (5, lambda path: os.truncate(path / "rank-00000.safetensors", 99)),
+    ):
+        damage(tmp_path / save(tmp_path, step).path)
+    os.mkdir(tmp_path / ".step-0000000006-0123456789abcdef.partial")
+    with caplog.at_level(logging.WARNING, "fsharp"):
+        assert fs.checkpoint.latest(tmp_path).path == good.path
+    said = caplog.text
+    assert "this checkpoint is incomplete: it has no manifest" in said
+    assert "the manifest is damaged" in said
+    assert "rank-00000.safetensors: missing" in said
+    assert "99 bytes, expected" in said
+    assert "step-0000000006-0123456789abcdef is incomplete, using step 1" in said
+
+
+def test_an_error_names_another_checkpoint_that_is_complete(tmp_path):
+    save(tmp_path, 1)
+    path = tmp_path / save(tmp_path, 2).path
+    (path / NAME).unlink()
+    with pytest.raises(CheckpointError, match=r"has no manifest\. Checkpoint\(.*step 1, 1 tensors.*is complete"):
+        fs.checkpoint.load(path, {"x": torch.zeros(5000)}, comm=COMM)
+    with pytest.raises(CheckpointError, match="there is no checkpoint here"):
+        fs.checkpoint.load(tmp_path / "nowhere", {"x": torch.zeros(5000)}, comm=COMM)
+
+
+def test_damage_names_the_file_the_tensor_and_the_rank(tmp_path):
+    def run(comm):
+        tree = {"a": torch.zeros(3000), "b": torch.ones(3000)}
+        fs.checkpoint.save(tmp_path, fs.shard(tree, fs.plan(tree, comm.mesh, fs.zero3("dp")), comm), step=0, comm=comm)
+
+    simulate(fs.Mesh({"dp": 2}), run)
+    found = fs.checkpoint.latest(tmp_path)
+    file = tmp_path / found.path / "rank-00001.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-4] ^= 1  # in the table
+    file.write_bytes(data)
+    with pytest.raises(CheckpointError, match=r"rank-00001.safetensors, written by rank 1: its header or its table"):
+        fs.checkpoint.verify(found.path)
+    data[-4] ^= 1
+    data[1500] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(CheckpointError, match=r"rank-00001.safetensors, written by rank 1: 1 blocks .* in 'b': they are not"):
+        fs.checkpoint.verify(found.path)
+
+    def load(comm):
+        tree = {"a": torch.zeros(3000), "b": torch.ones(3000)}
+        like = fs.shard(tree, fs.plan(tree, comm.mesh, fs.ddp("dp")), comm)
+        with pytest.raises(fs.errors.FsharpError, match="'b': they are not what was written"):
+            fs.checkpoint.load(tmp_path, like, comm=comm)
+
+    simulate(fs.Mesh({"dp": 3}), load)
+
+
+def test_files_are_plain_safetensors_and_json(tmp_path):
+    def run(comm):
+        tree = {"a": torch.arange(300).float().view(30, 10), "n": torch.arange(8)}
+        params = fs.shard(tree, fs.plan(tree, comm.mesh, fs.zero3("dp"), units="*", frozen="n"), comm)
+        return fs.checkpoint.save(tmp_path, {"params": params, "step": 5}, step=5, comm=comm, config={"lr": 0.1}).path
+
+    path = tmp_path / simulate(fs.Mesh({"dp": 2}), run)[0]
+    manifest = json.loads((path / NAME).read_text())
+    assert manifest["step"] == 5
+    assert manifest["config"] == {"lr": 0.1}
+    assert manifest["values"] == {"step": 5}
+    parts = {}
+    for number, file in enumerate(manifest["files"]):
+        with safe_open(path / file["name"], "pt") as opened:
+            assert opened.metadata()["save_id"] == manifest["save_id"]
+            parts |= {(name, number): opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+    whole = {
+        name: torch.cat([parts[name, file].view(-1) for file, _, _ in record["chunks"]]).view(record["shape"])
+        for name, record in manifest["tensors"].items()
+    }
+    assert torch.equal(whole["params.a"], torch.arange(300).float().view(30, 10))
+    assert torch.equal(whole["params.n"], torch.arange(8))
+
+
+def test_a_checkpoint_may_be_moved(tmp_path):
+    path = save(tmp_path / "a", 1).path
+    shutil.move(path, tmp_path / "elsewhere")
+    assert fs.checkpoint.verify(tmp_path / "elsewhere").step == 1
+    assert fs.checkpoint.load(tmp_path / "elsewhere", {"x": torch.zeros(5000)}, comm=COMM)["x"][0] == 1
+
+
+def test_an_object_store_has_a_manifest_last(tmp_path):
+    import fsspec
+
+    root = "memory://run"
+    files = fsspec.filesystem("memory")
+    for step in (1, 2):
+        save(root, step)
+    with fs.checkpoint.Saver(root, COMM, keep=2) as saver:
+        saver.save({"x": torch.full((5000,), 3.0)}, step=3)
+    found = fs.checkpoint.checkpoints(root)
+    assert [c.step for c in found] == [3, 2]
+    fs.checkpoint.verify(found[0].path)
+    assert fs.checkpoint.load(root, {"x": torch.zeros(5000)}, comm=COMM)["x"][0] == 3
+    files.rm_file(f"{found[0].path}/{NAME}")
+    assert fs.checkpoint.latest(root).step == 2
+    fs.checkpoint.Saver(root, COMM).close()
+    assert len(files.ls("/run")) == 1
+    with pytest.raises(CheckpointError, match="nosuch"):
+        save("nosuch://x", 1)
+
+
+def test_an_unknown_tensor(tmp_path):
+    with pytest.raises(CheckpointError, match=r"no tensor 'y'; there are \['x'\]"):
+        save(tmp_path, 1).tensor("y")

@@ -1,0 +1,486 @@
+"""What is saved under any strategy on any mesh is loaded under any other, to the bit."""
+
+import itertools
+import tempfile
+from functools import partial
+
+import optree
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import fsharp as fs
+from fsharp.errors import AgreementError, CheckpointError, TreeError
+from fsharp.testing import generate, processes, simulate
+from tests.gpt_like import loss_fn, make_batches, make_params
+from tests.scheduling import every
+
+WORLDS = {
+    "one": (fs.Mesh({"dp": 1}), fs.zero3("dp"), None),
+    "ddp on 2": (fs.Mesh({"dp": 2}), fs.ddp("dp"), "layers.*"),
+    "zero1 on 3": (fs.Mesh({"dp": 3}), fs.zero1("dp"), None),
+    "zero2 on 2": (fs.Mesh({"dp": 2}), fs.zero2("dp"), ["embed", "head"]),
+    "zero3 on 4": (fs.Mesh({"dp": 4}), fs.zero3("dp"), "layers.*"),
+    "hsdp on 2 x 2": (fs.Mesh({"outer": 2, "inner": 2}), fs.hsdp("outer", "inner"), "layers.*"),
+    "hfsdp on 2 x 3": (fs.Mesh({"outer": 2, "inner": 3}), fs.hfsdp("outer", "inner"), "*"),
+}
+MIXED = fs.Precision(compute=torch.bfloat16, main=torch.float32)
+
+
+def optimizer():
+    tx = fs.optim.chain(fs.optim.clip_by_global_norm(1.0), fs.optim.adamw(1e-2, weight_decay=0.1))
+    return fs.optim.with_ema(fs.optim.MultiSteps(tx, 2), decay=0.9)
+
+
+def layout_of(world, params=None, precision=MIXED, **options):
+    mesh, strategy, units = WORLDS[world]
+    return fs.plan(params or make_params(), mesh, strategy, units=units, precision=precision, **options)
+
+
+def state_of(layout, comm, tx, *, params=None, **options):
+    return fs.init_state(tx, fs.shard(params or make_params(), layout, comm, place="optim"), comm=comm, **options)
+
+
+def updated(state, layout, comm, tx, steps):
+    """After some updates with gradients that depend on the step alone."""
+    for seed in steps:
+        grads = fs.trainable(fs.shard(make_params(seed=seed + 1), layout, comm, place="optim"))
+        state = fs.update(tx, grads, state, comm=comm)
+    return state
+
+
+def whole(state, comm):
+    """Every tensor of a state, whole, and every number; padding is gone."""
+    return optree.tree_leaves(fs.full(state._replace(made_by=None), comm=comm))
+
+
+def scrambled(tree):
+    """The same shapes, other values."""
+    return optree.tree_map(lambda x: torch.full_like(x, 77) if isinstance(x, torch.Tensor) else x, tree)
+
+
+def same(a, b):
+    return len(a) == len(b) and all(
+        torch.equal(x.view(-1).view(torch.uint8), y.view(-1).view(torch.uint8)) if isinstance(x, torch.Tensor) else x == y
+        for x, y in zip(a, b, strict=True)
+    )
+
+
+@every(4)
+@pytest.mark.parametrize(("old", "new"), [pytest.param(a, b, id=f"{a}, {b}") for a, b in itertools.product(WORLDS, WORLDS)])
+def test_a_trained_state_of_any_world_loads_into_any_other(tmp_path, old, new):
+    tx = optimizer()
+
+    def save(comm):
+        layout = layout_of(old)
+        state = updated(state_of(layout, comm, tx), layout, comm, tx, range(3))
+        fs.checkpoint.save(tmp_path, state, step=state.step, comm=comm)
+        return whole(state, comm)
+
+    def load(comm):
+        layout = layout_of(new)
+        state = fs.checkpoint.load(tmp_path, scrambled(state_of(layout, comm, tx)), comm=comm)
+        assert state.step == 3
+        updated(state, layout, comm, tx, [3])  # another one can be made
+        return whole(state, comm)
+
+    saved = simulate(WORLDS[old][0], save)
+    loaded = simulate(WORLDS[new][0], load)
+    assert fs.checkpoint.verify(fs.checkpoint.latest(tmp_path).path).step == 3
+    assert all(same(saved[0], each) for each in loaded)
+
+
+def test_training_goes_on_elsewhere_as_if_nothing_had_been(tmp_path):
+    """On the same number of ranks strategies have the same bits: so has a run that changes them on the way."""
+    tx, batches = fs.optim.adamw(1e-2), make_batches(6, 12)
+
+    def steps(state, some, comm):
+        for batch in some:
+            state, _ = fs.train_step(loss_fn, tx)(
+                state, {k: x.chunk(comm.mesh.size)[comm.rank] for k, x in batch.items()}, comm
+            )
+        return state
+
+    def run(comm):
+        mesh = comm.mesh
+        layouts = [fs.plan(make_params(), mesh, s("dp"), units="layers.*", precision=MIXED) for s in (fs.zero3, fs.zero1)]
+        alone = steps(state_of(layouts[0], comm, tx), batches, comm)
+        fs.checkpoint.save(tmp_path, steps(state_of(layouts[0], comm, tx), batches[:3], comm), step=3, comm=comm)
+        other = fs.checkpoint.load(tmp_path, state_of(layouts[1], comm, tx), comm=comm)
+        return whole(alone, comm), whole(steps(other, batches[3:], comm), comm)
+
+    for alone, continued in simulate(fs.Mesh({"dp": 2}), run):
+        assert same(alone, continued)
+
+
+@settings(max_examples=settings().max_examples // 3)
+@given(st.data())
+def test_any_tree_in_any_layout(data):
+    tree = data.draw(generate.trees())
+    old, new = (data.draw(generate.layouts(tree, mesh=generate.meshes(max_ranks=4))) for _ in range(2))
+    with tempfile.TemporaryDirectory() as root:
+
+        def save(comm):
+            fs.checkpoint.save(root, fs.shard(tree, old, comm), step=0, comm=comm)
+
+        def load(comm):
+            like = scrambled(fs.shard(tree, new, comm))
+            got, expected = fs.checkpoint.load(root, like, comm=comm), fs.shard(tree, new, comm)
+            return optree.tree_leaves(got), optree.tree_leaves(expected)
+
+        simulate(old.mesh, save)
+        assert all(same(got, expected) for got, expected in simulate(new.mesh, load))
+
+
+def test_each_rank_reads_what_it_holds_and_hardly_more(tmp_path, monkeypatch):
+    shapes = {f"l{i}": {"w": torch.empty(700, 610), "b": torch.empty(610)} for i in range(4)}
+    tx = fs.optim.adamw(1e-3)
+    reads = {}
+
+    def counted(folder, manifest, needs, **options):
+        needs = list(needs)
+        read = fs_read(folder, manifest, needs, **options)
+        held = sum((n.last - n.first) * n.target.element_size() for n in needs)
+        reads[held, sum(read.values())] = True
+        return read
+
+    from fsharp.checkpoint import loading
+
+    fs_read = loading.read_needs
+    monkeypatch.setattr(loading, "read_needs", counted)
+    for old, new in ((4, 3), (2, 5), (3, 3)):
+        worlds = [fs.plan(shapes, fs.Mesh({"dp": n}), fs.zero3("dp"), units="*") for n in (old, new)]
+        reads.clear()
+
+        def save(comm, layout=worlds[0]):
+            state = fs.init_state(tx, fs.init_params(fs.init.ones, layout, comm, key=0), comm=comm)
+            fs.checkpoint.save(tmp_path / f"{old}", state, step=0, comm=comm)
+
+        def load(comm, layout=worlds[1]):
+            state = fs.init_state(tx, fs.init_params(fs.init.zeros, layout, comm, key=0), comm=comm)
+            fs.checkpoint.load(tmp_path / f"{old}", state, comm=comm)
+
+        simulate(worlds[0].mesh, save)
+        simulate(worlds[1].mesh, load)
+        assert all(read <= 1.05 * held for held, read in reads), reads
+
+
+def test_ranks_agree_and_commit_and_plan_nothing(tmp_path):
+    def calls(comm, params):
+        counting = fs.CountingComm(comm)
+        layout = fs.plan(params, comm.mesh, fs.zero3("dp"), units="*")
+        tree = fs.shard(params, layout, counting)
+        before = counting.num_calls, counting.nbytes
+        fs.checkpoint.save(tmp_path, tree, step=len(params), comm=counting)
+        saved = counting.num_calls, counting.nbytes
+        fs.checkpoint.load(tmp_path, tree, comm=counting)
+        loaded = counting.num_calls, counting.nbytes
+        return saved[0] - before[0], saved[1] - before[1], loaded[0] - saved[0]
+
+    small, large = ({f"w{i}": torch.ones(9, 5) for i in range(n)} for n in (1, 40))
+    few, many = (simulate(fs.Mesh({"dp": 4}), partial(calls, params=params)) for params in (small, large))
+    assert few == many  # nothing grows with the tree
+    assert few[0] == (5, (3 * 40 + 8 + 24) * 3, 4)
+
+
+def test_memory_beyond_the_shards_is_bounded(tmp_path):
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Allocated(TorchDispatchMode):
+        largest = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            if isinstance(out, torch.Tensor) and not any(
+                isinstance(x, torch.Tensor) and x.untyped_storage().data_ptr() == out.untyped_storage().data_ptr() for x in args
+            ):
+                self.largest = max(self.largest, out.untyped_storage().nbytes())
+            return out
+
+    comm, tree = fs.SingleComm(), {"w": torch.randn(1 << 20), "v": torch.randn(1 << 18)}
+    layout = fs.plan(tree, comm.mesh, fs.zero3("dp"), units="*")
+    params = fs.shard(tree, layout, comm)
+    fs.checkpoint.save(tmp_path, params, step=0, comm=comm)
+    like = scrambled(params)
+    addresses = [b.data_ptr() for b in optree.tree_leaves(like)]
+    with Allocated() as allocated:
+        got = fs.checkpoint.load(tmp_path, like, comm=comm, donate=True, buffer_nbytes=1 << 16)
+    assert allocated.largest <= 1 << 16
+    assert [b.data_ptr() for b in optree.tree_leaves(got)] == addresses
+    assert torch.equal(fs.full(got, comm=comm)["w"], tree["w"])
+    with pytest.raises(TreeError, match="donated state"):
+        fs.checkpoint.save(tmp_path, like, step=1, comm=comm)
+
+
+def test_a_tree_on_the_meta_device_says_what_to_load(tmp_path):
+    comm, tree = fs.SingleComm(), {"w": torch.randn(5, 3)}
+    params = fs.shard(tree, fs.plan(tree, comm.mesh, fs.zero3("dp")), comm)
+    fs.checkpoint.save(tmp_path, {"params": params, "x": torch.arange(3)}, step=0, comm=comm)
+    like = optree.tree_map(lambda x: x.to("meta"), {"params": params, "x": torch.arange(3)})
+    got = fs.checkpoint.load(tmp_path, like, comm=comm)
+    assert torch.equal(fs.full(got["params"], comm=comm)["w"], tree["w"])
+    assert torch.equal(got["x"], torch.arange(3))
+
+
+VALUES = {
+    "count": 3,
+    "flag": True,
+    "name": "adam",
+    "rates": (0.1, float("inf"), float("-inf"), -0.0, 5e-324),
+    "none": None,
+    "large": 1 << 60,
+    "deep": [{"x": [1, 2]}, ()],
+}
+
+
+def test_numbers_and_texts_come_back_as_they_were(tmp_path):
+    comm = fs.SingleComm()
+    fs.checkpoint.save(tmp_path, VALUES, step=0, comm=comm)
+    zero = optree.tree_map(lambda x: type(x)(), VALUES)
+    got = fs.checkpoint.load(tmp_path, zero, comm=comm)
+    assert repr(got) == repr(VALUES)
+    got = fs.checkpoint.load(fs.checkpoint.save(tmp_path, {"x": float("nan")}, step=1, comm=comm), {"x": 0.0}, comm=comm)
+    assert got["x"] != got["x"]
+
+
+DTYPES = [
+    torch.bool, torch.uint8, torch.int16, torch.int64, torch.float16, torch.bfloat16, torch.float64, torch.complex64,
+    torch.complex128, torch.float8_e4m3fn, torch.float8_e5m2, torch.uint16, torch.float8_e4m3fnuz,
+]  # fmt: skip
+
+
+def test_tensors_of_every_dtype_come_back_to_the_bit(tmp_path):
+    comm = fs.SingleComm()
+    bits = torch.randint(0, 2, (7, 16), dtype=torch.uint8)
+    tree = {str(d): bits.bool() if d is torch.bool else bits.mul(37).view(-1).view(d) for d in DTYPES}
+    fs.checkpoint.save(tmp_path, tree, step=0, comm=comm)
+    got = fs.checkpoint.load(tmp_path, optree.tree_map(torch.zeros_like, tree), comm=comm)
+    assert same(optree.tree_leaves(got), optree.tree_leaves(tree))
+    assert [x.dtype for x in optree.tree_leaves(got)] == [x.dtype for x in optree.tree_leaves(tree)]
+
+
+def test_each_rank_may_have_its_own(tmp_path):
+    def run(comm, path):
+        own = torch.arange(4) + 10 * comm.rank
+        fs.checkpoint.save(path, {"rng": fs.checkpoint.PerRank({"cpu": own})}, step=0, comm=comm)
+        like = {"rng": fs.checkpoint.PerRank({"cpu": torch.zeros(4, dtype=torch.int64)})}
+        return own, fs.checkpoint.load(path, like, comm=comm)["rng"].value["cpu"], like
+
+    for own, got, _ in simulate(fs.Mesh({"dp": 3}), partial(run, path=tmp_path)):
+        assert torch.equal(own, got)
+    like = {"rng": fs.checkpoint.PerRank({"cpu": torch.zeros(4, dtype=torch.int64)})}
+    with pytest.raises(TreeError, match=r"'rng.cpu' +int64\[3, 4\] in the checkpoint; expected int64\[1, 4\]"):
+        fs.checkpoint.load(tmp_path, like, comm=fs.SingleComm())
+
+
+def test_experts_that_vary_are_one_tensor_along_dim_0(tmp_path):
+    """Two experts on each of two ranks are loaded as four on one, or as one on each of four."""
+
+    def layout(n):
+        tree = {"experts": torch.zeros(4 // n, 3, 2)}
+        return fs.plan(tree, fs.Mesh({"dp": 2, "ep": n}), fs.zero3("dp").varying("ep"))
+
+    def save(comm):
+        own = torch.arange(12.0).view(2, 3, 2) + 100 * comm.mesh.coord("ep", comm.rank)
+        fs.checkpoint.save(tmp_path, fs.shard({"experts": own}, layout(2), comm), step=0, comm=comm)
+
+    def load(comm):
+        n = comm.mesh.axis_size("ep")
+        like = fs.shard({"experts": torch.zeros(4 // n, 3, 2)}, layout(n), comm)
+        return fs.full(fs.checkpoint.load(tmp_path, like, comm=comm), comm=comm)["experts"]
+
+    simulate(fs.Mesh({"dp": 2, "ep": 2}), save)
+    expected = torch.cat([torch.arange(12.0).view(2, 3, 2) + 100 * i for i in range(2)])
+    for n in (1, 4):
+        mesh = fs.Mesh({"dp": 2, "ep": n})
+        got = simulate(mesh, load)
+        for rank in range(mesh.size):
+            assert torch.equal(got[rank], expected.chunk(n)[mesh.coord("ep", rank)])
+
+
+def test_a_number_for_a_whole_unit_is_kept_for_each_leaf(tmp_path):
+    """As TorchOpt keeps counts: units may be cut otherwise as long as their numbers are equal."""
+    tree = {"a": torch.zeros(4), "b": torch.zeros(6)}
+    comm = fs.SingleComm()
+
+    def counts(units, *numbers):
+        nodes = fs.shard(tree, fs.plan(tree, comm.mesh, fs.zero3("dp"), units=units), comm)
+        values = iter(numbers)
+        return fs.map_units(lambda node: node.replace([torch.tensor([next(values)]) for _ in node.buffers]), nodes)
+
+    fs.checkpoint.save(tmp_path, counts("*", 5, 5), step=0, comm=comm)
+    got = fs.checkpoint.load(tmp_path, counts(None, 0), comm=comm)
+    assert optree.tree_leaves(got)[0].tolist() == [5]
+    fs.checkpoint.save(tmp_path, counts("*", 5, 6), step=1, comm=comm)
+    with pytest.raises(CheckpointError, match="'a' was saved with 5, 'b' with 6, and the unit that has both keeps one"):
+        fs.checkpoint.load(tmp_path, counts(None, 0), comm=comm)
+
+
+class Counter:
+    """What has a state of its own."""
+
+    def __init__(self, n):
+        self.n, self.seen = n, torch.full((2,), float(n))
+
+    def state_dict(self):
+        return {"n": self.n, "seen": self.seen}
+
+    def load_state_dict(self, state):
+        self.n, self.seen = state["n"], state["seen"]
+
+
+def test_objects_stand_for_their_states(tmp_path):
+    comm = fs.SingleComm()
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    saved = {"model": model, "optimizer": optimizer, "counter": Counter(4)}
+    fs.checkpoint.save(tmp_path, saved, step=0, comm=comm)
+    other = torch.nn.Linear(3, 2)
+    again = torch.optim.AdamW(other.parameters())
+    other(torch.ones(1, 3)).sum().backward()
+    again.step()
+    got = fs.checkpoint.load(tmp_path, {"model": other, "optimizer": again, "counter": Counter(0)}, comm=comm)
+    assert got["model"] is other
+    assert got["counter"].n == 4
+    assert torch.equal(got["counter"].seen, torch.full((2,), 4.0))
+    assert torch.equal(other.weight, model.weight)
+    assert torch.equal(again.state[other.weight]["exp_avg_sq"], optimizer.state[model.weight]["exp_avg_sq"])
+
+
+def test_a_part_of_a_checkpoint(tmp_path):
+    comm, tree = fs.SingleComm(), make_params()
+    layout = fs.plan(tree, comm.mesh, fs.zero3("dp"), units="layers.*", precision=MIXED)
+    state = state_of(layout, comm, fs.optim.adamw(1e-3))
+    fs.checkpoint.save(tmp_path, {"train": state}, step=0, comm=comm)
+    got = fs.checkpoint.load(tmp_path, scrambled(state.params), comm=comm, subtree="train.params")
+    assert same(optree.tree_leaves(got), optree.tree_leaves(state.params))
+    exact = fs.shard(tree, fs.plan(tree, comm.mesh, fs.zero3("dp")), comm)
+    with pytest.raises(TreeError, match=r"(?s)'embed' +bfloat16\[11, 6\] in the checkpoint; expected float32.*cast=True"):
+        fs.checkpoint.load(tmp_path, exact, comm=comm, subtree="train.params")
+    got = fs.checkpoint.load(tmp_path, exact, comm=comm, subtree="train.params", cast=True)
+    assert torch.equal(fs.full(got, comm=comm)["embed"], tree["embed"].bfloat16().float())
+
+
+def test_a_diff_fits_on_a_screen(tmp_path):
+    comm = fs.SingleComm()
+
+    def params(layers, width=3, extra=False):
+        tree = {"layers": [{"w": torch.zeros(width, 2), "b": torch.zeros(2)} for _ in range(layers)]}
+        tree |= {"extra": torch.zeros(1)} if extra else {}
+        return {"params": fs.shard(tree, fs.plan(tree, comm.mesh, fs.zero3("dp")), comm), "step": 1}
+
+    fs.checkpoint.save(tmp_path, params(200), step=0, comm=comm)
+    with pytest.raises(TreeError, match=r"'params.layers.\*.b' +in the checkpoint alone \(198 of them\)") as caught:
+        fs.checkpoint.load(tmp_path, params(2), comm=comm)
+    assert len(str(caught.value).splitlines()) < 20
+    with pytest.raises(TreeError, match=r"'params.layers.\*.w' +float32\[3, 2\] in the checkpoint; expected float32\[4, 2\]"):
+        fs.checkpoint.load(tmp_path, params(200, width=4), comm=comm)
+    with pytest.raises(TreeError, match=r"'params.extra' +not in the checkpoint; expected float32\[1\]"):
+        fs.checkpoint.load(tmp_path, params(200, extra=True), comm=comm)
+    with pytest.raises(TreeError, match=r"'step' +1 in the checkpoint; expected a value like 0.5"):
+        fs.checkpoint.load(tmp_path, params(200) | {"step": 0.5}, comm=comm)
+    with pytest.raises(TreeError, match=r"'step' +a number or text in the checkpoint; expected float32\[\]"):
+        fs.checkpoint.load(tmp_path, params(200) | {"step": torch.zeros(())}, comm=comm)
+
+
+def test_ties_may_come_and_go_where_values_do_not_differ(tmp_path):
+    comm, shared = fs.SingleComm(), torch.randn(4, 2)
+
+    def params(tree):
+        return fs.shard(tree, fs.plan(tree, comm.mesh, fs.zero3("dp"), units="*"), comm)
+
+    tied, untied = {"a": shared, "b": shared}, {"a": shared, "b": shared.clone()}
+    fs.checkpoint.save(tmp_path, params(tied), step=0, comm=comm)
+    got = fs.full(fs.checkpoint.load(tmp_path, scrambled(params(untied)), comm=comm), comm=comm)
+    assert torch.equal(got["b"], shared)
+    fs.checkpoint.save(tmp_path, params(untied), step=1, comm=comm)
+    with pytest.raises(TreeError, match=r"'b' +has values of its own in the checkpoint; expected it to be tied to 'a'"):
+        fs.checkpoint.load(tmp_path, params(tied), comm=comm)
+
+
+@pytest.mark.parametrize(
+    ("tree", "match"),
+    [
+        ({"f": print}, "'f' cannot be in a checkpoint"),
+        ({"a.b": 1, "a": {"b": 2}}, "two leaves of the tree have the name 'a.b'"),
+        ({"x": torch.zeros(3).to_sparse()}, "'x' is a Tensor of layout torch.sparse_coo"),
+        ({"fsharp.block_digests": torch.zeros(3)}, "is taken"),
+        ({"r": fs.checkpoint.PerRank({"x": 3})}, "'r.x' is int 3: PerRank is for tensors"),
+    ],
+)
+def test_what_cannot_be_saved(tmp_path, tree, match):
+    with pytest.raises((TreeError, CheckpointError), match=match):
+        fs.checkpoint.save(tmp_path, tree, step=0, comm=fs.SingleComm())
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("save", "match"),
+    [
+        (lambda comm, root: fs.checkpoint.save(root, {"x": comm.rank}, step=0, comm=comm), r"values.*x: 0.*x: 1"),
+        (lambda comm, root: fs.checkpoint.save(root, {"x": torch.ones(2) * comm.rank}, step=0, comm=comm), "PerRank"),
+        (lambda comm, root: fs.checkpoint.save(root, {"x": 1}, step=comm.rank, comm=comm), "step.*rank 0: 0"),
+        (lambda comm, root: fs.checkpoint.save(root, {"x": 1}, step=0, comm=comm, config={"lr": comm.rank}), "config"),
+        (lambda comm, root: fs.checkpoint.save(f"{root}/{comm.rank}", {"x": 1}, step=0, comm=comm), "root"),
+        (lambda comm, root: fs.checkpoint.save(root, {"xy"[comm.rank]: torch.ones(1)}, step=0, comm=comm), "tensors"),
+        (lambda comm, root: fs.checkpoint.save(root, {"x": print if comm.rank else 1}, step=0, comm=comm), "rank 1 says"),
+        (lambda comm, root: fs.checkpoint.save(root, {"x": 1}, step=0, comm=comm, config={1, 2}), "nothing that JSON can say"),
+        (lambda comm, root: fs.checkpoint.save(root, {"x": 1}, step=-1, comm=comm), "step is -1"),
+    ],
+)
+def test_ranks_that_differ_save_nothing(tmp_path, save, match):
+    def run(comm):
+        with pytest.raises((AgreementError, CheckpointError, TreeError), match=rf"(?s){match}"):
+            save(comm, str(tmp_path))
+
+    simulate(fs.Mesh({"dp": 2}), run)
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+
+
+def test_ranks_that_differ_load_nothing(tmp_path):
+    def run(comm):
+        fs.checkpoint.save(tmp_path, {"x": torch.ones(2)}, step=0, comm=comm)
+        like = {"x": torch.zeros(3 if comm.rank else 2)}
+        with pytest.raises((AgreementError, TreeError), match=r"float32\[2\] in the checkpoint; expected float32\[3\]"):
+            fs.checkpoint.load(tmp_path, like, comm=comm)
+        with pytest.raises(AgreementError, match="cast"):
+            fs.checkpoint.load(tmp_path, {"x": torch.zeros(2)}, comm=comm, cast=comm.rank == 1)
+
+    simulate(fs.Mesh({"dp": 2}), run)
+
+
+def test_gradients_are_no_state(tmp_path):
+    def run(comm):
+        state = state_of(layout_of("ddp on 2"), comm, fs.optim.sgd(0.1))
+        batch = {k: x.chunk(2)[comm.rank] for k, x in make_batches(1, 12)[0].items()}
+        _, grads = fs.value_and_grad(loss_fn)(state.params, batch, comm=comm)
+        with pytest.raises(TreeError, match="rests partial"):
+            fs.checkpoint.save(tmp_path, grads, step=0, comm=comm)
+
+    simulate(fs.Mesh({"dp": 2}), run)
+
+
+def test_a_scheduler_is_a_comm(tmp_path):
+    def run(comm):
+        tx, batches = fs.optim.adamw(1e-2), make_batches(4, 8)
+        layout = fs.plan(make_params(), comm.mesh, fs.zero3("dp"), units="layers.*", precision=MIXED)
+        scheduler = fs.Scheduler(comm)
+        step = scheduler(fs.train_step(loss_fn, tx))
+        state = state_of(layout, comm, tx)
+        batches = [{k: x.chunk(2)[comm.rank] for k, x in batch.items()} for batch in batches]
+        for batch in batches[:2]:
+            state, _ = step(state, batch)
+        fs.checkpoint.save(tmp_path, state, step=2, comm=scheduler)  # what is under way is waited for
+        saved = state
+        for batch in batches[2:]:
+            state, _ = step(state, batch)
+        again = fs.checkpoint.load(tmp_path, saved, comm=scheduler)
+        for batch in batches[2:]:
+            again, _ = step(again, batch)
+        return whole(state, comm), whole(again, comm)
+
+    for a, b in processes(fs.Mesh({"dp": 2}), run):
+        assert same(a, b)

@@ -1,0 +1,207 @@
+"""Checkpoints in the background: what is saved is what was there, a failure is heard of, and the last ones stay."""
+
+import subprocess
+import sys
+import threading
+
+import optree
+import pytest
+import torch
+
+import fsharp as fs
+from fsharp.checkpoint import saver as saver_module
+from fsharp.checkpoint.manifest import NAME
+from fsharp.errors import AgreementError, CheckpointError
+from fsharp.testing import processes, simulate
+
+TREE = {"w": torch.arange(4000.0).view(80, 50), "b": torch.arange(7.0)}
+
+
+def sharded(comm, tree=TREE):
+    return fs.shard(tree, fs.plan(tree, comm.mesh, fs.zero3("dp"), units="*"), comm)
+
+
+@pytest.fixture
+def slow_writes(monkeypatch):
+    """Background writes begin when the test says so."""
+    begin, write = threading.Event(), saver_module.write_snapshot
+
+    def waiting(shot, comm):
+        assert begin.wait(60)
+        return write(shot, comm)
+
+    monkeypatch.setattr(saver_module, "write_snapshot", waiting)
+    yield begin
+    begin.set()
+
+
+def test_what_changes_after_save_is_not_saved(tmp_path, slow_writes):
+    comm = fs.SingleComm()
+    params = sharded(comm)
+    state = {"params": params, "x": torch.ones(3), "rng": fs.checkpoint.PerRank(torch.ones(2))}
+    with fs.checkpoint.Saver(tmp_path, comm) as saver:
+        saver.save(state, step=1)
+        for x in optree.tree_leaves(state):
+            x.fill_(-1)
+        assert saver.is_busy
+        assert not saver.save_if_idle(state, step=2)
+        assert fs.checkpoint.latest(tmp_path) is None
+        slow_writes.set()
+    found = fs.checkpoint.latest(tmp_path)
+    assert found.step == 1
+    assert torch.equal(found.tensor("params.w"), TREE["w"])
+    assert torch.equal(found.tensor("x"), torch.ones(3))
+
+
+def test_memory_of_copies_is_used_again(tmp_path):
+    comm = fs.SingleComm()
+    params = sharded(comm)
+    with fs.checkpoint.Saver(tmp_path, comm, keep=9) as saver:
+        saver.save(params, step=0)
+        first = [x.data_ptr() for x in saver._staged]
+        for step in range(1, 4):
+            optree.tree_map(lambda x: x.add_(1), params)
+            saver.save(params, step=step)
+        assert [x.data_ptr() for x in saver._staged] == first
+    for found in fs.checkpoint.checkpoints(tmp_path):
+        assert torch.equal(found.tensor("w"), TREE["w"] + found.step)
+        fs.checkpoint.verify(found.path)
+
+
+def test_the_last_ones_stay_and_the_best(tmp_path):
+    with fs.checkpoint.Saver(tmp_path, fs.SingleComm(), keep=2, best=1) as saver:
+        for step, metric in enumerate([3.0, 1.0, 2.0, float("nan"), 2.5]):
+            saver.save({"x": step}, step=step, metric=metric)
+    assert [(c.step, c.manifest.metric) for c in fs.checkpoint.checkpoints(tmp_path)][::2] == [(4, 2.5), (1, 1.0)]
+    assert len(list(tmp_path.iterdir())) == 3
+    assert fs.checkpoint.prune(tmp_path, keep=1, best=0)
+    assert [c.step for c in fs.checkpoint.checkpoints(tmp_path)] == [4]
+    with pytest.raises(CheckpointError, match="keep is 0"):
+        fs.checkpoint.prune(tmp_path, keep=0)
+
+
+def test_pruning_does_not_count_what_is_incomplete(tmp_path):
+    comm = fs.SingleComm()
+    paths = [fs.checkpoint.save(tmp_path, {"x": step}, step=step, comm=comm).path for step in range(3)]
+    for path in paths[1:]:
+        (tmp_path / path / NAME).unlink()
+    assert fs.checkpoint.prune(tmp_path, keep=1) == []
+    assert fs.checkpoint.latest(tmp_path).step == 0
+    fs.checkpoint.Saver(tmp_path, comm).close()  # clears what is left of saves that were cut off
+    assert [p.name for p in tmp_path.iterdir()] == [paths[0].rsplit("/", 1)[1]]
+
+
+@pytest.mark.parametrize("call", ["check", "save", "wait", "close"])
+def test_a_failure_is_raised_by_whatever_comes_next(tmp_path, monkeypatch, call):
+    def fail(shot, comm):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(saver_module, "write_snapshot", fail)
+    saver = fs.checkpoint.Saver(tmp_path, fs.SingleComm())
+    saver.save({"x": 1}, step=0)
+    while saver.is_busy:
+        pass
+    calls = {"check": saver.check, "wait": saver.wait, "close": saver.close, "save": lambda: saver.save({"x": 1}, step=1)}
+    with pytest.raises(CheckpointError, match="No space left"):
+        calls[call]()
+    saver.check()  # it is said once
+    saver.close()
+
+
+PROGRAM = """
+import fsharp as fs
+from fsharp.checkpoint import saver
+def fail(shot, comm):
+    raise OSError(28, "No space left on device")
+saver.write_snapshot = fail
+fs.checkpoint.Saver({root!r}, fs.SingleComm()).save({{"x": 1}}, step=0)
+print("the end")
+"""
+
+
+def test_a_program_that_does_not_ask_does_not_end_well(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM.format(root=str(tmp_path))], capture_output=True, text=True, timeout=90
+    )
+    assert done.stdout == "the end\n"
+    assert done.returncode == 1
+    assert "No space left on device" in done.stderr
+
+
+def test_an_error_of_the_program_comes_first(tmp_path, monkeypatch, capsys):
+    def fail(shot, comm):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(saver_module, "write_snapshot", fail)
+
+    def program():
+        with fs.checkpoint.Saver(tmp_path, fs.SingleComm()) as saver:
+            saver.save({"x": 1}, step=0)
+            raise ZeroDivisionError("of the program")
+
+    with pytest.raises(ZeroDivisionError, match="of the program"):
+        program()
+    assert "No space left" in capsys.readouterr().err
+
+
+def test_ranks_save_in_groups_of_their_own_while_they_go_on(tmp_path):
+    root = str(tmp_path)
+
+    def run(comm):
+        params = sharded(comm)
+        with fs.checkpoint.Saver(root, comm, keep=2) as saver:
+            for step in range(4):
+                saver.save(params, step=step, metric=float(step))
+                for _ in range(20):  # collectives of the step, at the same time
+                    total = comm.all_reduce(torch.ones(3) * comm.rank, "dp")
+                params = fs.map_units(lambda node: node.replace([b + 1 for b in node.buffers]), params)
+        return total.tolist(), len(saver._staged)
+
+    assert [total for total, _ in processes(fs.Mesh({"dp": 2}), run)] == [[1.0] * 3] * 2
+    assert [c.step for c in fs.checkpoint.checkpoints(root)] == [3, 2]
+    assert torch.equal(fs.checkpoint.latest(root).tensor("w"), TREE["w"] + 3)
+
+
+def test_a_failure_on_one_rank_is_raised_on_all_and_leaves_nothing(tmp_path):
+    root = str(tmp_path)
+
+    def run(comm):
+        from fsharp.checkpoint import storage
+
+        params, fsync = sharded(comm), storage.os.fsync
+        saver = fs.checkpoint.Saver(root, comm)
+        saver.save(params, step=0)
+        saver.wait()
+
+        def fail(file):
+            raise OSError(5, "Input/output error")
+
+        if comm.rank == 1:
+            storage.os.fsync = fail
+        saver.save(params, step=1)
+        try:
+            saver.wait()
+        except CheckpointError as error:
+            storage.os.fsync = fsync
+            saver.save(params, step=2)  # a new one may go well
+            saver.close()
+            return str(error)
+        return "nothing was raised"
+
+    for said in processes(fs.Mesh({"dp": 2}), run):
+        assert "Input/output error" in said
+        assert "rank-00001.safetensors: cannot be written" in said
+    assert sorted(c.step for c in fs.checkpoint.checkpoints(root)) == [0, 2]
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_simulated_ranks_save_before_they_go_on(tmp_path):
+    def run(comm):
+        with fs.checkpoint.Saver(tmp_path, comm) as saver:
+            saver.save(sharded(comm), step=0)
+            assert not saver.is_busy
+        with pytest.raises(AgreementError, match="keep"):
+            fs.checkpoint.Saver(tmp_path, comm, keep=comm.rank + 1)
+
+    simulate(fs.Mesh({"dp": 3}), run)
+    assert torch.equal(fs.checkpoint.latest(tmp_path).tensor("w"), TREE["w"])
