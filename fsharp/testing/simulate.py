@@ -149,6 +149,15 @@ class ThreadComm:
             op
         ]()
 
+    def all_to_all(self, x: torch.Tensor, send: Sequence[int], receive: Sequence[int], *, label: str = "") -> torch.Tensor:
+        """The next ``send[r]`` elements of ``x`` to rank ``r``, ``receive[r]`` from it."""
+        words = CallFacts("all_to_all", "", (), x.dtype, label)
+        sent = self._world.meet(self.rank, tuple(range(self.mesh.size)), words, x.detach().clone().split(list(send)))
+        parts = [each[self.rank] for each in sent]
+        if [len(part) for part in parts] != list(receive):
+            raise CommError(f"all_to_all(): rank {self.rank} gets {[len(part) for part in parts]}, expected {list(receive)}.")
+        return torch.cat(parts)
+
     def pause(self) -> None:
         """Let others go on first, if the seed says so. Without a seed it does nothing."""
         self._world.pause(self.rank)
@@ -188,7 +197,8 @@ class CallFacts(NamedTuple):
     label: str
 
     def __str__(self) -> str:
-        text = f"{self.op} along {self.axis!r} of {str(self.dtype).removeprefix('torch.')}{list(self.shape)}"
+        along = f" along {self.axis!r}" if self.axis else ""
+        text = f"{self.op}{along} of {str(self.dtype).removeprefix('torch.')}{list(self.shape)}"
         return f"{text} for {self.label!r}" if self.label else text
 
 
@@ -199,8 +209,8 @@ class _Call:
     group: tuple[int, ...]
     words: CallFacts
     number: int
-    x: torch.Tensor
-    parts: list[torch.Tensor] | None = None
+    x: Any
+    parts: list[Any] | None = None
     error: str | None = None
 
     @property
@@ -267,7 +277,7 @@ class _World:
                 self._pass_turn()
                 self._await_turn(rank)
 
-    def meet(self, rank: int, group: tuple[int, ...], words: CallFacts, x: torch.Tensor) -> list[torch.Tensor]:
+    def meet(self, rank: int, group: tuple[int, ...], words: CallFacts, x: Any) -> list[Any]:
         with self._lock:
             self._refuse_ended(rank)
             me = self._ranks[rank]

@@ -6,7 +6,7 @@ import torch
 
 import fsharp as fs
 from fsharp.errors import CommError, MeshError
-from fsharp.testing import simulate
+from fsharp.testing import processes, simulate
 
 DP2, DP3, GRID = fs.Mesh({"dp": 2}), fs.Mesh({"dp": 3}), fs.Mesh({"o": 2, "i": 3})
 
@@ -190,9 +190,45 @@ def test_counting_comm_counts_what_a_rank_sends():
         assert (counting.num_calls, counting.nbytes) == (4, 2 * 20 + 56 + 64)
 
 
+def exchanged(comm):
+    """Rank ``r`` sends ``r + s`` elements to each rank ``s``, and two more ranks nothing to each other."""
+    n = comm.mesh.size
+    sizes = [[0 if r + s == 1 else r + s for s in range(n)] for r in range(n)]
+    send, receive = sizes[comm.rank], [row[comm.rank] for row in sizes]
+    counting = fs.CountingComm(comm)
+    x = torch.cat([torch.full((k,), 10.0 * comm.rank + s, dtype=torch.bfloat16) for s, k in enumerate(send)])
+    got = counting.all_to_all(x, send, receive, label="a test")
+    expected = torch.cat([torch.full((k,), 10.0 * r + comm.rank, dtype=torch.bfloat16) for r, k in enumerate(receive)])
+    assert got.dtype == torch.bfloat16
+    assert torch.equal(got, expected)
+    assert dict(counting.calls) == {fs.comm.Call("all_to_all", "", 2 * (sum(send) - send[comm.rank])): 1}
+
+
+@pytest.mark.parametrize("mesh", [DP3, fs.Mesh({"outer": 2, "inner": 2})])
+def test_all_to_all_is_over_all_axes(mesh):
+    simulate(mesh, exchanged)
+
+
+def test_all_to_all_in_processes():
+    """With a group of an axis, and with one of all ranks that is made for it; through a scheduler as well."""
+
+    def rank_fn(comm):
+        exchanged(comm)
+        exchanged(fs.Scheduler(comm))
+
+    processes(DP3, rank_fn)
+    processes(fs.Mesh({"outer": 2, "inner": 2}), rank_fn)
+
+
+def test_all_to_all_of_other_sizes_is_refused():
+    with pytest.raises(CommError, match=r"rank \d gets \[1, 1\], expected \[1, 2\]"):
+        simulate(DP2, lambda comm: comm.all_to_all(TWO, [1, 1], [1, 2]))
+
+
 def test_single_comm_is_a_mesh_of_one():
     comm = fs.SingleComm()
     assert isinstance(comm, fs.Comm)
     assert comm.all_gather(TWO, "dp").shape == (1, 2)
     assert comm.reduce_scatter(TWO.view(1, 2), "dp", dtype=torch.float64).dtype == torch.float64
     assert comm.all_reduce(TWO, "dp") is TWO
+    assert comm.all_to_all(TWO, [2], [2]) is TWO

@@ -6,7 +6,7 @@ autograd, and never change their arguments; :mod:`fsharp.functional.comm.collect
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from threading import Lock
 from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
@@ -48,6 +48,19 @@ class Comm(Protocol):
 
     def all_reduce(self, x: torch.Tensor, axis: str, *, op: ReduceOp = "sum", label: str = "") -> torch.Tensor:
         """The sum, maximum or minimum over ranks of ``x``, elementwise; the same bits on every rank."""
+
+    def all_to_all(self, x: torch.Tensor, send: Sequence[int], receive: Sequence[int], *, label: str = "") -> torch.Tensor:
+        """Each rank of the mesh, over all axes, sends each other one elements of its own.
+
+        Args:
+            x: 1-D; the first ``send[0]`` elements go to rank 0, the next ``send[1]`` to rank 1, and so on.
+            send: elements for each rank; their sum is the size of ``x``.
+            receive: elements from each rank, as many as it sends.
+            label: what the call is for.
+
+        Returns:
+            1-D: what came from rank 0, then from rank 1, and so on.
+        """
 
 
 class Engine(ABC):
@@ -108,9 +121,16 @@ class SingleComm:
         self.mesh.index(axis)
         return x
 
+    def all_to_all(self, x: torch.Tensor, send: Sequence[int], receive: Sequence[int], *, label: str = "") -> torch.Tensor:
+        """``x`` as it is: what the only rank sends itself."""
+        return x
+
 
 class Call(NamedTuple):
-    """One kind of collective call: what, along which axis, and how many bytes this rank sends for it."""
+    """One kind of collective call: what, along which axis, and how many bytes this rank sends for it.
+
+    An ``all_to_all`` is over all axes: its ``axis`` is empty.
+    """
 
     op: str
     axis: str
@@ -189,6 +209,12 @@ class CountingComm(_CommWrapper):
         self.count("all_reduce", axis, -(-x.numel() // self.mesh.axis_size(axis)) * x.dtype.itemsize)
         return self.inner.all_reduce(x, axis, op=op, label=label)
 
+    def all_to_all(self, x: torch.Tensor, send: Sequence[int], receive: Sequence[int], *, label: str = "") -> torch.Tensor:
+        """Count what this rank sends to others, and call it on ``inner``."""
+        with _counting:
+            self.calls[Call("all_to_all", "", (x.numel() - send[self.rank]) * x.dtype.itemsize)] += 1
+        return self.inner.all_to_all(x, send, receive, label=label)
+
     def count(self, op: str, axis: str, nbytes: int) -> None:
         """Note a collective; ``nbytes`` as in :func:`sent_nbytes`. Several threads may."""
         with _counting:
@@ -218,6 +244,10 @@ class Labelled(_CommWrapper):
     def all_reduce(self, x: torch.Tensor, axis: str, *, op: ReduceOp = "sum", label: str = "") -> torch.Tensor:
         """Call it on ``inner``, with the text of this wrapper in its label."""
         return self.inner.all_reduce(x, axis, op=op, label=self.label + label)
+
+    def all_to_all(self, x: torch.Tensor, send: Sequence[int], receive: Sequence[int], *, label: str = "") -> torch.Tensor:
+        """Call it on ``inner``, with the text of this wrapper in its label."""
+        return self.inner.all_to_all(x, send, receive, label=self.label + label)
 
 
 def sum_in_rank_order(parts: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -4,7 +4,7 @@ import copy
 import threading
 import weakref
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from functools import partial
@@ -150,6 +150,11 @@ class Scheduler(Tracer):
         """A collective of the caller's own: passed on, and not scheduled."""
         self._connect()
         return self.own.all_reduce(x, axis, op=op, label=self._label(label))
+
+    def all_to_all(self, x: torch.Tensor, send: Sequence[int], receive: Sequence[int], *, label: str = "") -> torch.Tensor:
+        """A collective of the caller's own: passed on, and not scheduled."""
+        self._connect()
+        return self.own.all_to_all(x, send, receive, label=self._label(label))
 
     def _label(self, label: str) -> str:
         return self.executor.named(label or "a call of the Comm")
