@@ -71,6 +71,8 @@ from fsharp.functional.materialize import shard as shard
 from fsharp.functional.moves import gather as gather
 from fsharp.functional.moves import reduce_scatter as reduce_scatter
 from fsharp.functional.per_sample import per_sample_norms as per_sample_norms
+from fsharp.functional.reshard.reshard import reshard as reshard
+from fsharp.functional.reshard.reshard import reshard_nbytes as reshard_nbytes
 from fsharp.functional.state import TrainState as TrainState
 from fsharp.functional.state import init_state as init_state
 from fsharp.functional.state import update as update

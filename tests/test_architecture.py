@@ -43,6 +43,7 @@ MAY_IMPORT = {
     "functional/layout": {"functional/layout"},
     "functional/comm": {"functional/layout", "functional/comm"},
     "functional/optim": {"functional/layout", "functional/comm", "functional/optim"},
+    "functional/reshard": {"functional", "functional/layout", "functional/comm", "functional/reshard"},
     "stateful/schedule": {"stateful/schedule"},
     "stateful/inspect": {"stateful/schedule", "stateful/inspect"},
     "stateful/transport": {"stateful/transport"},

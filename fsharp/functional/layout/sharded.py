@@ -129,6 +129,10 @@ class Sharded:
         """The same groups with other buffers, perhaps in another place."""
         return Sharded(buffers, self.unit, place or self.place, self.groups, is_gathered=self.is_gathered and place is None)
 
+    def drop(self) -> None:
+        """Hold no buffers from here on, so that their memory is free once nobody else does; the node is refused."""
+        self.raw_buffers, self.lazy, self.groups, self.is_donated = (), None, (), True
+
     def select(self, groups: Sequence[int]) -> "Sharded":
         """Only the given groups, which have to be among this node's."""
         held = dict(zip(self.groups, self.buffers, strict=True))

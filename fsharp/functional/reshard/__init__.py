@@ -1,0 +1,1 @@
+"""A tree of shards under another layout: other places, units, or ranks."""

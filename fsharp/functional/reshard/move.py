@@ -1,0 +1,103 @@
+"""Moving the elements of one slot from old buffers to new ones, a unit and a bounded number of bytes at a time."""
+
+from collections import Counter
+from collections.abc import Sequence
+
+import torch
+
+from fsharp.functional.comm.protocol import Comm
+from fsharp.functional.layout.layout import Layout
+from fsharp.functional.layout.sharded import Sharded
+from fsharp.functional.layout.unit_layout import UnitLayout
+from fsharp.functional.reshard.pieces import Piece, Ranks, in_rounds, pieces
+from fsharp.functional.reshard.slots import Slot
+
+
+def move_slot(
+    slot: Slot, old: list[list[torch.Tensor]], layout: Layout, ranks: Ranks, comm: Comm, *, limit: int, donate: bool
+) -> list[Sharded]:
+    """A slot's nodes in a new layout, in order of its units; without buffers on ranks outside of the new mesh.
+
+    Args:
+        slot: as it rests now.
+        old: this rank's buffers, by node; none for each node on a rank outside of the old mesh.
+        layout: the new one.
+        ranks: of the old and of the new mesh.
+        comm: all of them.
+        limit: the most bytes that travel from one rank to another at a time.
+        donate: take buffers out of ``old`` as soon as all of their leaves have moved.
+
+    Cost: see :func:`~fsharp.reshard`.
+    """
+    me, everyone = comm.rank, range(comm.mesh.size)
+    device = next((buffer.device for buffers in old for buffer in buffers), comm.device)
+
+    def rounds(unit: UnitLayout, source: int, target: int) -> list[list[Piece]]:
+        return [] if source == target else in_rounds(_between(slot, unit, ranks, source, target), limit)
+
+    incoming = [[rounds(unit, rank, me) for rank in everyone] for unit in layout.units]
+    most = torch.tensor([max(map(len, each)) for each in incoming], device=comm.device)
+    for axis, size in comm.mesh.axes:  # a rank has to take part in as many collectives as others need
+        most = comm.all_reduce(most, axis, op="max", label=f"reshard {slot}") if size > 1 else most
+    left = Counter(held.node for held in slot.held.values())
+    nodes = []
+    for unit, arriving, num_rounds in zip(layout.units, incoming, most.tolist(), strict=True):
+        new = [
+            torch.zeros(unit.local_size(group, slot.place(unit)), dtype=slot.dtype(unit, group), device=device)
+            for group in (slot.groups(unit) if me in ranks.new else ())
+        ]
+        for piece in _between(slot, unit, ranks, me, me):
+            _target(new, piece).copy_(_source(old, piece))
+        leaving = [rounds(unit, me, rank) for rank in everyone]
+        for k in range(num_rounds):
+            send, receive = ([each[k] if k < len(each) else [] for each in way] for way in (leaving, arriving))
+            dtypes = [slot.dtype(unit, group) for group in slot.groups(unit)]
+            sizes = [[sum(piece.nbytes for piece in each) for each in way] for way in (send, receive)]
+            named = f"reshard {slot} {unit.name or '(root)'} {k}"
+            # No name for the bytes: those of one round would live until those of the next are there.
+            _unpack(comm.all_to_all(_packed(send, old, dtypes, comm.device), *sizes, label=named), receive, new)
+        if donate:
+            moved = Counter(
+                slot.held[unit.full_path(leaf)].node for group in slot.groups(unit) for leaf in unit.leaves_of(group)
+            )
+            left -= moved
+            for node in moved.keys() - left.keys():
+                old[node].clear()
+        nodes.append(Sharded(new, unit, slot.place(unit), slot.groups(unit) if me in ranks.new else (), scale=slot.scale))
+    return nodes
+
+
+def _between(slot: Slot, unit: UnitLayout, ranks: Ranks, source: int, target: int) -> list[Piece]:
+    """What one rank of the Comm takes from another one, or from itself."""
+    if source not in ranks.old or target not in ranks.new:
+        return []
+    return list(pieces(slot, unit, ranks, ranks.old.index(source), ranks.new.index(target)))
+
+
+def _source(old: list[list[torch.Tensor]], piece: Piece) -> torch.Tensor:
+    return old[piece.node][piece.buffer][piece.start : piece.start + piece.numel]
+
+
+def _target(new: list[torch.Tensor], piece: Piece) -> torch.Tensor:
+    return new[piece.new_buffer][piece.to : piece.to + piece.numel]
+
+
+def _packed(
+    send: Sequence[Sequence[Piece]], old: list[list[torch.Tensor]], dtypes: Sequence[torch.dtype], device: torch.device
+) -> torch.Tensor:
+    """Bytes for all ranks, in their order; beside them no more than one piece has memory at a time."""
+    x = torch.empty(sum(piece.nbytes for each in send for piece in each), dtype=torch.uint8, device=device)
+    end = 0
+    for each in send:
+        for piece in each:
+            x[end : end + piece.nbytes] = _source(old, piece).to(device, dtypes[piece.new_buffer]).view(torch.uint8)
+            end += piece.nbytes
+    return x
+
+
+def _unpack(x: torch.Tensor, receive: Sequence[Sequence[Piece]], new: list[torch.Tensor]) -> None:
+    end = 0
+    for each in receive:
+        for piece in each:
+            _target(new, piece).view(torch.uint8).copy_(x[end : end + piece.nbytes])
+            end += piece.nbytes

@@ -1,0 +1,214 @@
+"""Slots: the trees of parameters, or of one buffer per parameter, that a state is made of."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal, NamedTuple
+
+import optree
+import torch
+
+from fsharp.errors import LayoutError, TreeError, problem
+from fsharp.functional.layout.layout import Layout
+from fsharp.functional.layout.placement import Place
+from fsharp.functional.layout.precision import dtype_name
+from fsharp.functional.layout.sharded import Sharded, is_sharded
+from fsharp.functional.layout.unit_layout import Leaf, UnitLayout
+from fsharp.functional.state import TrainState
+
+Kind = Literal["params", "optim"]
+Path = tuple[str, ...]
+
+
+class Held(NamedTuple):
+    """Where the elements of a leaf are.
+
+    Attributes:
+        node: position of its unit's node in the slot.
+        buffer: position of the buffer in the node.
+        leaf: the leaf, as that unit has it.
+    """
+
+    node: int
+    buffer: int
+    leaf: Leaf
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One tree of :class:`~fsharp.Sharded` in a state: parameters, main copies, a moment.
+
+    Attributes:
+        path: where it is in the state.
+        kind: where it rests in the new layout.
+        nodes: in tree order.
+        is_cast: whether its buffers get the compute dtype of the new layout.
+    """
+
+    path: Path
+    kind: Kind
+    nodes: tuple[Sharded, ...]
+    is_cast: bool = False
+
+    @cached_property
+    def held(self) -> dict[str, Held]:
+        """The leaves that it has buffers of, by path; tied ones are not among them."""
+        return {
+            node.unit.full_path(leaf): Held(n, i, leaf)
+            for n, node in enumerate(self.nodes)
+            for i, group in enumerate(node.groups)
+            for leaf in node.unit.leaves_of(group)
+        }
+
+    @property
+    def scale(self) -> Literal["sum", "mean"] | None:
+        """Of gradients: see :class:`~fsharp.Sharded`."""
+        return self.nodes[0].scale
+
+    def groups(self, unit: UnitLayout) -> tuple[int, ...]:
+        """Those groups of a new unit of whose leaves it has buffers."""
+        return tuple(g for g in unit.all_groups if unit.full_path(unit.leaves_of(g)[0]) in self.held)
+
+    def place(self, unit: UnitLayout) -> Place:
+        """Where it rests in a new unit."""
+        return unit.strategy.params if self.kind == "params" else unit.strategy.optim
+
+    def dtype(self, unit: UnitLayout, group: int) -> torch.dtype:
+        """Of a buffer of a new unit."""
+        if self.is_cast:
+            return unit.groups[group].dtypes.compute
+        return self.source_dtype(unit.full_path(unit.leaves_of(group)[0]))
+
+    def source_dtype(self, path: str) -> torch.dtype:
+        """Of the buffer that holds a leaf."""
+        held = self.held[path]
+        return self.nodes[held.node].raw_buffers[held.buffer].dtype  # type: ignore[no-any-return]
+
+    def __str__(self) -> str:
+        return ".".join(self.path) or "tree"
+
+
+def find_slots(tree: Any, kind: Kind, *, cast: bool = False) -> list[Slot]:
+    """The slots of a tree, in tree order.
+
+    Args:
+        tree: any pytree of :class:`~fsharp.Sharded`; a :class:`~fsharp.TrainState` in it says itself where its parts rest.
+        kind: where nodes outside of a :class:`~fsharp.TrainState` rest.
+        cast: whether those get the compute dtype of the new layout.
+
+    Raises:
+        TreeError: no node, or one that is not where a tree of parameters has its unit.
+    """
+    found: dict[Path, list[Sharded]] = {}
+    kinds: dict[Path, tuple[Kind, bool]] = {}
+    roots: dict[Path, Path | None] = {}
+    for path, node, rests, is_cast in _walk(tree, (), kind, cast):
+        roots[path] = None
+        if is_sharded(node):
+            unit = tuple(node.name.split(".")) if node.name else ()
+            root = roots[path] = path[: len(path) - len(unit)]
+            if root + unit != path:
+                raise _misplaced("a unit is not where a tree of parameters has it.", path, node)
+            found.setdefault(root, []).append(node)
+            kinds[root] = rests, is_cast
+    for path, own in roots.items():
+        if any(path[:n] in found and path[:n] != own for n in range(len(path) + 1)):
+            raise _misplaced("something else is in a tree of parameters.", path)
+    if not found:
+        raise TreeError(f"reshard(): expected a tree of Sharded, got {type(tree).__name__}: shard() it first.")
+    return [Slot(root, kinds[root][0], tuple(nodes), kinds[root][1]) for root, nodes in found.items()]
+
+
+def _misplaced(what: str, path: Path, node: Sharded | None = None) -> TreeError:
+    facts = [("found at", repr(".".join(path)))] + ([] if node is None else [("unit", repr(node.name))])
+    return TreeError(problem("reshard()", what, facts, "Pass the whole tree that was planned, or a state of such trees."))
+
+
+def _walk(node: Any, path: Path, kind: Kind, cast: bool) -> Iterator[tuple[Path, Any, Kind, bool]]:
+    """Nodes, and what else is a leaf, with their paths."""
+    if is_sharded(node) or optree.tree_is_leaf(node):
+        yield path, node, kind, cast
+        return
+    children, _, entries, _ = optree.tree_flatten_one_level(node)
+    for position, (child, entry) in enumerate(zip(children, entries, strict=True)):
+        if isinstance(node, TrainState):
+            kind, cast = ("params" if TrainState._fields[position] == "params" else "optim"), False
+        yield from _walk(child, (*path, str(entry)), kind, cast)
+
+
+def replace_slots(tree: Any, new: Mapping[Path, Any], path: Path = ()) -> Any:
+    """The tree with other values where slots are; the rest of it as it is."""
+    if path in new:
+        return new[path]
+    if optree.tree_is_leaf(tree):
+        return tree
+    children, metadata, entries, unflatten = optree.tree_flatten_one_level(tree)
+    return unflatten(
+        metadata, [replace_slots(child, new, (*path, str(entry))) for child, entry in zip(children, entries, strict=True)]
+    )
+
+
+def check_slot(slot: Slot, layout: Layout) -> None:
+    """Refuse a slot that does not rest, or that cannot rest as ``layout`` says.
+
+    Raises:
+        TreeError: a node that is partial, gathered or donated, or a buffer that has not one element for each of its unit's.
+        LayoutError: leaves that the layout has otherwise; up to eight of them are named.
+    """
+    for node in slot.nodes:
+        _check_rests(slot, node)
+    old = {path: facts for node in slot.nodes for path, facts in _facts(slot, node.unit)}
+    new = {path: facts for unit in layout.units for path, facts in _facts(slot, unit)}
+    rows = [(repr(path), "not in the new layout") for path in old.keys() - new.keys()]
+    rows += [(repr(path), "not in the tree") for path in new.keys() - old.keys()]
+    for path in old.keys() & new.keys():
+        rows += [
+            (repr(path), f"{name} {before}, in the new layout {new[path][name]}")
+            for name, before in old[path].items()
+            if name in new[path] and before != new[path][name]
+        ]
+    for unit in layout.units if not rows else ():
+        for group in unit.all_groups:
+            paths = [unit.full_path(leaf) for leaf in unit.leaves_of(group)]
+            kinds = {slot.source_dtype(path) if path in slot.held else None: path for path in paths}
+            if len(kinds) > 1:
+                rows += [(repr(path), f"has {'no buffer' if d is None else dtype_name(d)}") for d, path in kinds.items()]
+    if rows:
+        more = f"and {len(rows) - 8} more. " if len(rows) > 8 else ""
+        remedy = f"{more}Plan the new layout with the same tree, ties, frozen leaves, labels and dtypes"
+        cast = "; parameters by themselves take another compute dtype with cast=True." if slot.kind == "params" else "."
+        raise LayoutError(problem("reshard()", f"{slot} does not fit the new layout.", sorted(rows)[:8], remedy + cast))
+
+
+def _check_rests(slot: Slot, node: Sharded) -> None:
+    facts = [("in", slot), ("unit", repr(node.name)), ("place", node.place)]
+    if node.is_donated:
+        raise TreeError(problem("reshard()", "a unit has been given away with donate=True.", facts, "Use the state that came."))
+    if node.place.partial or node.is_gathered or node.ledger is not None:
+        what = "a unit does not rest: each rank has values of its own."
+        remedy = "Call it between two steps; sums of gradients are for reduce_scatter() first."
+        raise TreeError(problem("reshard()", what, facts, remedy))
+    for group, buffer in zip(node.groups, node.raw_buffers, strict=True):
+        size = node.unit.local_size(group, node.place)
+        if not isinstance(buffer, torch.Tensor) or buffer.shape != (size,):
+            got = f"{dtype_name(buffer.dtype)}{list(buffer.shape)}" if isinstance(buffer, torch.Tensor) else repr(buffer)[:60]
+            leaves = ", ".join(node.unit.full_path(leaf) for leaf in node.unit.leaves_of(group)[:4])
+            facts += [("leaves", leaves), ("got", got), ("expected", f"[{size}], one number for each element")]
+            remedy = "What is not elementwise belongs outside of the Sharded nodes, where it is kept as it is."
+            raise TreeError(problem("reshard()", "a buffer has not one number for each element.", facts, remedy))
+
+
+def _facts(slot: Slot, unit: UnitLayout) -> Iterator[tuple[str, dict[str, Any]]]:
+    """What has to be the same of each leaf before and after."""
+    for leaf in unit.leaves:
+        facts: dict[str, Any] = {"shape": list(leaf.shape), "dtype": dtype_name(leaf.dtype)}
+        facts["tied to"] = repr(".".join(filter(None, leaf.tied_to))) if leaf.tied_to else "nothing"
+        facts["varies along"] = {axis: unit.mesh.axis_size(axis) for axis in sorted(unit.strategy.full.varying)}
+        if leaf.tied_to is None:
+            group = unit.groups[leaf.group]
+            if not slot.is_cast:
+                facts["compute dtype"] = dtype_name(group.dtypes.compute)
+            if slot.kind == "optim":
+                facts |= {"trained": group.trainable, "label": group.label}
+                facts |= {"main dtype": dtype_name(group.dtypes.main), "sum's dtype": dtype_name(group.dtypes.accumulate)}
+        yield unit.full_path(leaf), facts

@@ -1,0 +1,541 @@
+import re
+from functools import cache, partial
+
+import optree
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.distributed.device_mesh import DeviceMesh
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+import fsharp as fs
+from fsharp.errors import AgreementError, FsharpError, LayoutError, MeshError, TreeError
+from fsharp.testing import processes, simulate
+from fsharp.testing.generate import layouts, meshes, precisions, trees
+from tests.gpt_like import make_batches, make_params, plain_logits
+
+MESH = fs.Mesh({"dp": 4})
+GRID = fs.Mesh({"outer": 2, "inner": 2})
+NAMED = {
+    "ddp": (MESH, fs.ddp("dp")),
+    "zero1": (MESH, fs.zero1("dp")),
+    "zero2": (MESH, fs.zero2("dp")),
+    "zero3": (MESH, fs.zero3("dp")),
+    "hsdp": (GRID, fs.hsdp("outer", "inner")),
+    "hfsdp": (GRID, fs.hfsdp("outer", "inner")),
+}
+
+
+def loss_fn(params, batch, comm):
+    """Of a tree in any units."""
+    out = fs.forward(plain_logits, params, batch["x"], comm=comm)
+    losses = F.cross_entropy(out.float(), batch["y"], reduction="none")
+    return (losses * batch["w"]).sum(), batch["w"].sum()
+
+
+MIXED = fs.Precision(compute=torch.bfloat16, main=torch.float32)
+
+
+def assert_same(actual, expected):
+    for a, b in zip(fs.units_of(actual), fs.units_of(expected), strict=True):
+        assert (a.unit, a.place, a.groups) == (b.unit, b.place, b.groups)
+        for x, y in zip(a.buffers, b.buffers, strict=True):
+            assert x.dtype == y.dtype
+            assert torch.equal(x.view(torch.uint8), y.view(torch.uint8))
+
+
+def sent(counting):
+    """Bytes of shards, without those by which ranks agree and the tree that newcomers get."""
+    return sum(call.nbytes * count for call, count in counting.calls.items() if call.op == "all_to_all")
+
+
+def planned_alike(tree, layout, mesh, strategy, units, precision):
+    """Another layout whose leaves are trained and labelled as those of the first one."""
+    stored = [
+        (unit.full_path(leaf), unit.groups[leaf.group]) for unit in layout.units for leaf in unit.leaves if leaf.group >= 0
+    ]
+    tied = {unit.full_path(leaf): leaf.tied_to for unit in layout.units for leaf in unit.leaves if leaf.tied_to}
+    groups = dict(stored)
+    groups |= {path: groups[".".join(filter(None, owner))] for path, owner in tied.items()}
+    frozen = [path or "**" for path, group in groups.items() if not group.trainable]
+    labels = {path or "**": group.label for path, group in groups.items()}
+    return fs.plan(tree, mesh, strategy, units=units, frozen=frozen, labels=labels, precision=precision)
+
+
+@settings(max_examples=40)
+@given(st.data())
+def test_reshard_has_the_bits_of_shard_under_the_new_layout(data):
+    tree = data.draw(trees())
+    precision = data.draw(precisions())
+    place = data.draw(st.sampled_from(["params", "optim"]))
+    old = data.draw(layouts(tree, mesh=meshes(max_ranks=4), precision=st.just(precision)))
+    new = data.draw(layouts(tree, mesh=meshes(max_ranks=4), precision=st.just(precision)))
+    if place == "optim":
+        strategy = new.units[0].strategy
+        new = planned_alike(
+            tree,
+            old,
+            new.mesh,
+            strategy,
+            data.draw(st.sampled_from([None, "*"])) if isinstance(tree, dict) else None,
+            precision,
+        )
+    world = fs.Mesh({"any": max(old.mesh.size, new.mesh.size) + data.draw(st.integers(0, 1))})
+    everyone = st.permutations(range(world.size))
+    before, after = (sorted(data.draw(everyone)[: layout.mesh.size]) for layout in (old, new))
+    donate = data.draw(st.booleans())
+
+    def rank_fn(comm):
+        counting = fs.CountingComm(comm)
+        mine = fs.shard_for(tree, old, before.index(comm.rank), place=place) if comm.rank in before else None
+        kept = optree.tree_map(torch.clone, mine)
+        moved = fs.reshard(mine, new, comm=counting, ranks=after, place=place, donate=donate, buffer_nbytes=176)
+        if comm.rank in after:
+            assert_same(moved, fs.shard_for(tree, new, after.index(comm.rank), place=place))
+        else:
+            assert moved is None
+        if not donate and mine is not None:
+            assert_same(mine, kept)
+        return sent(counting)
+
+    example = fs.shard_for(tree, old, 0, place=place)
+    expected = [fs.reshard_nbytes(example, new, r, old_ranks=before, ranks=after, place=place) for r in range(world.size)]
+    got = simulate(world, rank_fn)
+    assert got[1:] == expected[1:] or len(before) < world.size
+    assert sum(got) >= sum(expected)
+    if len(before) == world.size:
+        assert got == expected
+
+
+def values(trees):
+    """By path: the elements of all leaves of a slot, from all ranks' parts of it."""
+    result = {}
+    for rank, tree in enumerate(trees):
+        for node in fs.units_of(tree):
+            for group in node.groups:
+                for leaf in node.unit.leaves_of(group):
+                    dtype = node.buffers[node.groups.index(group)].dtype
+                    result.setdefault(node.unit.full_path(leaf), torch.zeros(leaf.numel, dtype=dtype))
+                for span in node.unit.spans(group, node.place, rank):
+                    path = node.unit.full_path(span.leaf)
+                    result[path][span.first : span.last] = node.local_leaves(rank)[path]
+    return result
+
+
+def plan_of(name, units, **options):
+    return fs.plan(make_params(), *NAMED[name], units=units, frozen="layers.0.b", **options)
+
+
+ATOMS = {"layers.*.w": fs.layout.Whole(), "layers.*.v": fs.layout.Rows(2)}
+TX = fs.optim.partition({"default": fs.optim.with_ema(fs.optim.adamw(1e-2), decay=0.9), "matrix": fs.optim.sgd(0.1, 0.9)})
+
+
+def trained(layout, comm, *, steps=1):
+    state = fs.init_state(TX, fs.shard(make_params(), layout, comm, place="optim"), comm=comm)
+    for batch in make_batches(steps, 16):
+        batch = {k: v.chunk(4)[comm.rank] for k, v in batch.items()}
+        state = fs.train_step(loss_fn, TX)(state, batch, comm)[0]
+    return state
+
+
+@cache
+def untrained(layout):
+    return simulate(layout.mesh, lambda comm: trained(layout, comm, steps=0))
+
+
+@pytest.mark.parametrize("source", NAMED)
+def test_reshard_of_a_state_between_strategies(source):
+    """Whole states with main copies, frozen and tied leaves, whole matrices and two optimizers, to each named strategy."""
+    labels = {"**": "default", "**.w": "matrix"}
+    old = plan_of(source, "layers.*", precision=MIXED, labels=labels)
+    states = simulate(old.mesh, lambda comm: trained(old, comm))
+    slots = [lambda s: s.params, lambda s: s.main, lambda s: s.opt.inner_states["default"].ema]
+    slots += [lambda s: s.opt.inner_states["default"].inner_state.nu, lambda s: s.opt.inner_states["matrix"].mu]
+    expected = [values(map(slot, states)) for slot in slots]
+    for target in NAMED:
+        new = plan_of(target, None, precision=MIXED, labels=labels, atoms=ATOMS)
+
+        def rank_fn(comm, new=new):
+            counting = fs.CountingComm(comm)
+            moved = fs.reshard(states[comm.rank], new, comm=counting, buffer_nbytes=500)
+            assert sent(counting) == fs.reshard_nbytes(states[comm.rank], new, comm.rank)
+            return moved
+
+        moved = simulate(MESH, rank_fn)
+        for state, like in zip(moved, untrained(new), strict=True):
+            assert optree.tree_structure(state) == optree.tree_structure(like)
+            assert state.step == 1
+            assert state.opt.inner_states["default"].inner_state.count == 1
+        for slot, want in zip(slots, expected, strict=True):
+            got = values(map(slot, moved))
+            assert got.keys() == want.keys()
+            assert all(torch.equal(got[path], want[path]) and got[path].dtype == want[path].dtype for path in want)
+
+
+@pytest.mark.parametrize("scheduled", [False, True])
+def test_reshard_in_the_middle_of_training(scheduled):
+    """Three steps under ZeRO-3, three under ZeRO-1 with other units: the parameters of six steps under ZeRO-3, to the bit."""
+    tx, batches = fs.optim.adamw(1e-2), make_batches(6, 16)
+    first = fs.plan(make_params(), MESH, fs.zero3("dp"), units="layers.*")
+    second = fs.plan(make_params(), MESH, fs.zero1("dp"), units=["embed", "layers"])
+
+    def run(comm, is_moved):
+        state = fs.init_state(tx, fs.shard(make_params(), first, comm), comm=comm)
+        comm = fs.Scheduler(comm) if scheduled else comm
+        step = fs.train_step(loss_fn, tx)
+        step = comm(step) if scheduled else partial(step, comm=comm)
+        for i, batch in enumerate(batches):
+            if is_moved and i == 3:
+                state = fs.reshard(state, second, comm=comm, donate=True)
+            state = step(state, {k: v.chunk(4)[comm.rank] for k, v in batch.items()})[0]
+        return fs.full(state.params, comm=comm)
+
+    for got, want in zip(*(simulate(MESH, partial(run, is_moved=moved)) for moved in (True, False)), strict=True):
+        assert all(torch.equal(x, y) for x, y in zip(optree.tree_leaves(got), optree.tree_leaves(want), strict=True))
+
+
+def test_reshard_for_inference_in_another_precision():
+    tree = make_params()
+    old = fs.plan(tree, MESH, fs.zero3("dp"), units="layers.*")
+    new = fs.plan(tree, MESH, fs.ddp("dp"), frozen="**", precision=fs.Precision(compute=torch.bfloat16, main=torch.bfloat16))
+
+    def rank_fn(comm):
+        counting, params = fs.CountingComm(comm), fs.shard_for(tree, old, comm.rank)
+        with pytest.raises(
+            LayoutError, match=r"'embed'\s+compute dtype float32, in the new layout bfloat16\n(.*\n)*.*cast=True"
+        ):
+            fs.reshard(params, new, comm=comm)
+        moved = fs.reshard(params, new, comm=counting, cast=True)
+        assert sent(counting) == fs.reshard_nbytes(params, new, comm.rank, cast=True)
+        assert_same(moved, fs.shard_for(tree, new, comm.rank))
+        return sent(counting)
+
+    # Each rank sends its elements, of two bytes, to three others.
+    assert sum(simulate(MESH, rank_fn)) == 3 * 2 * old.num_params
+
+
+def test_reshard_of_what_varies():
+    """Experts of each rank's own along ``ep`` stay there; along ``dp`` there is one rank fewer, and other ranks."""
+    meshes_ = fs.Mesh({"dp": 3, "ep": 2}), fs.Mesh({"ep": 2, "dp": 2})
+    rules = {"**": fs.zero3("dp", "ep"), "experts": fs.zero3("dp").varying("ep")}
+    rows = [{"experts": torch.arange(7.0) + 100 * ep, "dense": torch.arange(11.0)} for ep in range(2)]
+    old, new = (fs.plan(rows[0], mesh, rules, units="*") for mesh in meshes_)
+
+    def rank_fn(comm):
+        mine = fs.shard_for(rows[old.mesh.coord("ep", comm.rank)], old, comm.rank)
+        moved = fs.reshard(mine, new, comm=comm)
+        if moved is not None:
+            assert_same(moved, fs.shard_for(rows[new.mesh.coord("ep", comm.rank)], new, comm.rank))
+        with pytest.raises(LayoutError, match=r"'experts'\s+varies along {'ep': 2}, in the new layout {}"):
+            fs.reshard(mine, fs.plan(rows[0], fs.Mesh({"dp": 6}), fs.zero3("dp"), units="*"), comm=comm)
+        return moved is None
+
+    assert simulate(meshes_[0], rank_fn) == [False] * 4 + [True] * 2
+
+
+def test_nbytes_in_numbers():
+    """By hand: 24 float32. What is there already does not travel, and of copies one is sent."""
+    tree = {"w": torch.arange(24.0)}
+
+    def total(old, new):
+        layouts_ = [fs.plan(tree, fs.Mesh({"dp": n}), strategy("dp")) for n, strategy in (old, new)]
+        shards = fs.shard_for(tree, layouts_[0], 0)
+        return [fs.reshard_nbytes(shards, layouts_[1], rank) for rank in range(max(old[0], new[0]))]
+
+    assert total((4, fs.ddp), (4, fs.zero3)) == [0, 0, 0, 0]
+    assert total((4, fs.zero3), (4, fs.ddp)) == [3 * 6 * 4] * 4
+    # Six each become eight each: 6 to 8 move from rank 1 to 0, 12 to 16 from 2 to 1, all of rank 3 to 2.
+    assert total((4, fs.zero3), (3, fs.zero3)) == [0, 2 * 4, 4 * 4, 6 * 4]
+    # Of three copies each newcomer takes what it needs from another one.
+    assert total((3, fs.ddp), (5, fs.ddp)) == [24 * 4, 24 * 4, 0, 0, 0]
+
+
+class Live(TorchDispatchMode):
+    """The bytes of storages that operations have made, and the most that there were at once."""
+
+    def __init__(self):
+        super().__init__()
+        self.alive, self.most = {}, 0
+
+    @property
+    def nbytes(self):
+        self.alive = {ref: nbytes for ref, nbytes in self.alive.items() if not ref.expired()}
+        return sum(self.alive.values())
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        given = {StorageWeakRef(t.untyped_storage()) for t in optree.tree_leaves(args) if isinstance(t, torch.Tensor)}
+        made = [t.untyped_storage() for t in optree.tree_leaves(out) if isinstance(t, torch.Tensor)]
+        self.alive |= {ref: x.nbytes() for x in made if (ref := StorageWeakRef(x)) not in given}
+        self.most = max(self.most, self.nbytes)
+        return out
+
+
+class Uncopied:
+    """A simulated Comm in whose all_to_all nothing has memory but what goes in and what comes out, as in a process."""
+
+    def __init__(self, comm):
+        self.mesh, self.rank, self.device = comm.mesh, comm.rank, comm.device
+        self.all_gather, self.all_reduce, self._comm = comm.all_gather, comm.all_reduce, comm
+
+    def all_to_all(self, x, send, receive, *, label=""):
+        with _disable_current_modes():
+            out = self._comm.all_to_all(x, send, receive, label=label)
+        return out.clone()
+
+
+SIZES = {f"{i}": 500 + i for i in range(8)} | {"large": 20_000}
+
+
+@pytest.mark.parametrize("target", ["ddp", "zero3"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_memory_is_bounded_by_the_buffer(target, dtype):
+    """Beside the new shards, also where they are cast, and where a leaf is ten times as large as the bound."""
+    tree, bound = {name: torch.arange(float(n)) for name, n in SIZES.items()}, 8_000
+    old = fs.plan(tree, fs.Mesh({"dp": 3}), fs.zero3("dp"), units="*")
+    precision = fs.Precision(compute=dtype)
+    new = fs.plan(tree, fs.Mesh({"dp": 3}), NAMED[target][1], precision=precision)
+
+    def rank_fn(comm):
+        params = fs.shard_for(tree, old, comm.rank)
+        with Live() as live:
+            moved = fs.reshard(params, new, comm=Uncopied(comm), cast=True, buffer_nbytes=bound)
+        assert_same(moved, fs.shard_for(tree, new, comm.rank))
+        assert live.nbytes == fs.tree_nbytes(moved)
+        return live.most - fs.tree_nbytes(moved)
+
+    for most in simulate(old.mesh, rank_fn):
+        assert bound / 5 < most <= bound + 16 * len(old.units)  # beside numbers in which ranks agree
+
+
+def test_donated_buffers_are_let_go_unit_by_unit():
+    tree = {name: torch.arange(float(n)) for name, n in SIZES.items()}
+    old, new = (fs.plan(tree, fs.Mesh({"dp": 2}), strategy("dp"), units="*") for strategy in (fs.zero3, fs.zero1))
+
+    def rank_fn(comm):
+        params = fs.shard_for(tree, old, comm.rank)
+        freed = [StorageWeakRef(n.buffers[0].untyped_storage()) for n in fs.units_of(params)]
+        seen = []
+
+        class Watched:
+            mesh, rank, device, all_gather, all_reduce = comm.mesh, comm.rank, comm.device, comm.all_gather, comm.all_reduce
+
+            def all_to_all(self, *args, **keywords):
+                seen.append(sum(ref.expired() for ref in freed))
+                return comm.all_to_all(*args, **keywords)
+
+        moved = fs.reshard({"ema": params, "same": params}, new, comm=Watched(), donate=True)
+        for each in moved.values():
+            assert_same(each, fs.shard_for(tree, new, comm.rank))
+        with pytest.raises(TreeError, match="donated state"):
+            fs.full(params, comm=comm)
+        assert "empty" in repr(fs.units_of(params)[0])
+        return seen
+
+    # The second tree has the same buffers, which go while it moves.
+    for seen in simulate(old.mesh, rank_fn):
+        assert seen == [0] * 9 + list(range(9))
+
+
+def test_ranks_that_leave_in_processes():
+    """From HFSDP on 4 processes to ZeRO-3 on 3 of them, which go on with a Comm of their own."""
+    tree = make_params()
+    old = fs.plan(tree, GRID, fs.hfsdp("outer", "inner"), units="layers.*", precision=MIXED)
+    new = fs.plan(tree, fs.Mesh({"dp": 3}), fs.zero3("dp"), precision=MIXED)
+    tx = fs.optim.adamw(1e-2)
+
+    def rank_fn(comm):
+        counting = fs.CountingComm(comm)
+        state = fs.init_state(tx, fs.shard(tree, old, comm, place="optim"), comm=comm)
+        moved = fs.reshard(state, new, comm=counting, ranks=(0, 2, 3), buffer_nbytes=200)
+        expected = fs.reshard_nbytes(state, new, comm.rank, ranks=(0, 2, 3))
+        small = DeviceMesh("cpu", [0, 2, 3], mesh_dim_names=("dp",))
+        if moved is None:
+            return sent(counting), expected, None
+        comm = fs.ProcessGroupComm(small)
+        batch = {k: v.chunk(3)[comm.rank] for k, v in make_batches(1, 18)[0].items()}
+        state, _ = fs.train_step(loss_fn, tx)(moved, batch, comm)
+        return sent(counting), expected, fs.full(state.params, comm=comm)
+
+    def fresh(comm):
+        state = fs.init_state(tx, fs.shard(tree, new, comm, place="optim"), comm=comm)
+        batch = {k: v.chunk(3)[comm.rank] for k, v in make_batches(1, 18)[0].items()}
+        return fs.full(fs.train_step(loss_fn, tx)(state, batch, comm)[0].params, comm=comm)
+
+    reference = simulate(new.mesh, fresh)[0]
+    results = processes(GRID, rank_fn)
+    assert results[1][2] is None
+    for got, expected, params in results:
+        assert got == expected > 0
+        if params is not None:
+            assert all(map(torch.equal, optree.tree_leaves(params), optree.tree_leaves(reference)))
+
+
+def test_newcomers_get_what_is_not_sharded():
+    tree = make_params()
+    old, new = (fs.plan(tree, fs.Mesh({"dp": n}), fs.zero3("dp")) for n in (1, 3))
+    tx = fs.optim.adamw(1e-2, capturable=True)
+    state = fs.init_state(tx, fs.shard(tree, old, fs.SingleComm(old.mesh)), comm=fs.SingleComm(old.mesh))
+    state = state._replace(step=7, opt=state.opt._replace(count=torch.tensor(7.0)))
+
+    def rank_fn(comm):
+        return fs.reshard(state if comm.rank == 1 else None, new, comm=comm)
+
+    for rank, moved in enumerate(simulate(new.mesh, rank_fn)):
+        assert (moved.step, moved.opt.count.item(), moved.made_by) == (7, 7.0, state.made_by)
+        assert_same(moved.params, fs.shard_for(tree, new, rank))
+
+
+# ---------------------------------------------------------------- what is refused
+
+TREE = {"a": torch.arange(5.0), "b": {"c": torch.arange(6.0)}}
+OLD = fs.plan(TREE, fs.Mesh({"dp": 2}), fs.zero3("dp"), units="*")
+
+
+def refused(tree_of, layout_of=lambda comm: OLD, *, is_handed_out=False, **options):
+    """The errors of two ranks, which have sent nothing but what they agree by."""
+
+    def rank_fn(comm):
+        counting = fs.CountingComm(comm)
+        with pytest.raises(FsharpError) as error:
+            fs.reshard(tree_of(comm), layout_of(comm), comm=counting, **options)
+        # The structure of a tree goes to ranks that passed none.
+        assert is_handed_out or "all_to_all" not in {call.op for call in counting.calls}
+        return [error.value]
+
+    return [error for [error] in simulate(OLD.mesh, rank_fn)]
+
+
+def shards(comm):
+    return fs.shard_for(TREE, OLD, comm.rank)
+
+
+def planned(tree=TREE, **options):
+    return fs.plan(tree, OLD.mesh, fs.ddp("dp"), **options)
+
+
+def changed(comm, change):
+    tree = shards(comm)
+    change(tree, fs.units_of(tree)[0])
+    return tree
+
+
+CASES = {
+    "another name": (shards, planned({"a": TREE["a"], "b": {"d": TREE["b"]["c"]}}), LayoutError, r"'b\.c'\s+not in the new"),
+    "another shape": (
+        shards,
+        planned(TREE | {"a": torch.zeros(4)}),
+        LayoutError,
+        r"'a'\s+shape \[5\], in the new layout \[4\]",
+    ),
+    "another dtype": (shards, planned(TREE | {"a": TREE["a"].double()}), LayoutError, r"'a'\s+dtype float32, .* float64"),
+    "another tie": (
+        shards,
+        planned({"a": TREE["a"], "b": {"c": TREE["a"]}}),
+        LayoutError,
+        r"'b\.c'\s+(shape|tied to nothing, in the new layout 'a')",
+    ),
+    "no layout": (shards, None, LayoutError, r"layout is None"),
+    "no tree": (lambda comm: None, OLD, TreeError, r"expected a tree of Sharded, got NoneType"),
+    "a whole tree": (lambda comm: TREE, OLD, TreeError, r"expected a tree of Sharded, got dict"),
+    "a part of a tree": (lambda comm: shards(comm)["b"], OLD, TreeError, r"found at\s+''\n\s+unit\s+'b'"),
+    "something in a tree": (lambda comm: shards(comm) | {"n": 3}, OLD, TreeError, r"something else is .*\n.*found at\s+'n'"),
+    "a unit is missing": (lambda comm: {"b": shards(comm)["b"]}, OLD, LayoutError, r"'a'\s+not in the tree"),
+    "partial": (
+        lambda comm: optree.tree_map(torch.clone, fs.Sharded([torch.zeros(5)], OLD["a"], OLD["a"].strategy.full.dual)),
+        OLD,
+        TreeError,
+        r"unit\s+'a'|does not rest",
+    ),
+    "gathered": (lambda comm: fs.gather(shards(comm), comm=comm), OLD, TreeError, r"does not rest(.*\n)*.*unit\s+'a'"),
+    "donated": (lambda comm: changed(comm, lambda t, n: n.drop()), OLD, TreeError, r"given away(.*\n)*.*unit\s+'a'"),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_does_not_fit_is_refused_on_all_ranks(name):
+    tree_of, layout, kind, text = CASES[name]
+    for error in refused(tree_of, lambda comm: layout):
+        assert isinstance(error, kind)
+        assert re.search(text, str(error)), str(error)
+
+
+def test_gradients_that_ranks_have_not_summed_are_refused():
+    layout = fs.plan(TREE, OLD.mesh, fs.zero1("dp"), units="*")
+
+    def tree_of(comm):
+        def loss(params, batch, comm):
+            return fs.forward(lambda tree: tree["a"].sum() + tree["b"]["c"].sum(), params, comm=comm)
+
+        return fs.value_and_grad(loss)(fs.shard_for(TREE, layout, comm.rank), None, comm=comm)[1]
+
+    for error in refused(tree_of, lambda comm: OLD, place="optim"):
+        assert isinstance(error, TreeError)
+        assert re.search(r"place\s+dp:Partial", str(error))
+
+
+def test_state_that_is_not_elementwise_is_refused_by_name():
+    def tree_of(comm):
+        norms = fs.map_units(lambda node: node.replace([b.norm() for b in node.buffers]), shards(comm))
+        return {"params": shards(comm), "norms": norms}
+
+    for error in refused(tree_of):
+        assert isinstance(error, TreeError)
+        assert re.search(
+            r"in\s+norms\n\s+unit\s+'a'\n(.*\n)*\s+leaves\s+a\n\s+got\s+float32\[\]\n\s+expected\s+\[3\]", str(error)
+        )
+
+
+def test_state_of_other_trained_leaves_is_refused():
+    layout = planned(frozen="a")
+
+    def tree_of(comm):
+        return fs.init_state(fs.optim.adamw(1e-2), shards(comm), comm=comm)
+
+    for error in refused(tree_of, lambda comm: layout):
+        assert re.search(r"2 does not fit(.*\n)*.*'a'\s+trained True, in the new layout False", str(error)) or re.search(
+            r"'a'\s+trained True", str(error)
+        )
+
+
+def test_ranks_that_differ_are_refused_on_all_of_them():
+    other = planned(units="*")
+    for error in refused(shards, lambda comm: other if comm.rank else planned()):
+        assert isinstance(error, AgreementError)
+        assert "units" in str(error)
+    for error in refused(lambda comm: shards(comm) if comm.rank else {"a": shards(comm)["a"]}):
+        assert "'b.c'" in str(error)
+    long = planned({"a": torch.zeros(9), "b": TREE["b"]})
+    for error in refused(shards, lambda comm: OLD if comm.rank else long):
+        assert re.search(r"'a'\s+shape \[5\], in the new layout \[9\]", str(error))
+    for error in refused(lambda comm: shards(comm) if comm.rank else {"x": shards(comm)}):
+        assert isinstance(error, AgreementError)
+        assert "x a: dp:Shard" in str(error)
+
+
+def test_ranks_that_do_not_fit_the_meshes_are_refused():
+    for error in refused(lambda comm: shards(comm) if comm.rank else None, is_handed_out=True):
+        assert isinstance(error, MeshError)
+        assert re.search(r"passed a tree\s+\[1\]\n\s+its mesh\s+Mesh\(dp=2\)", str(error))
+    for error in refused(shards, lambda comm: OLD, ranks=(1, 0)):
+        assert isinstance(error, MeshError)
+        assert re.search(r"ranks\s+\[1, 0\]", str(error))
+    for error in refused(shards, lambda comm: fs.plan(TREE, fs.Mesh({"dp": 3}), fs.zero3("dp"))):
+        assert re.search(r"new mesh\s+Mesh\(dp=3\)\n\s+comm\s+Mesh\(dp=2\)", str(error))
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"place": "grads"}, "place is 'grads'"),
+        ({"place": "optim", "cast": True}, "cast=True is for place='params'"),
+        ({"buffer_nbytes": 40}, "buffer_nbytes is 40, expected at least 48 for 2 ranks"),
+    ],
+)
+def test_options_out_of_range_are_refused(options, text):
+    for error in refused(shards, lambda comm: OLD, **options):
+        assert isinstance(error, LayoutError)
+        assert text in str(error)
