@@ -40,12 +40,14 @@ class Slot:
 
     Attributes:
         path: where it is in the state.
+        name: the same for people, with names of fields.
         kind: where it rests in the new layout.
         nodes: in tree order.
         is_cast: whether its buffers get the compute dtype of the new layout.
     """
 
     path: Path
+    name: str
     kind: Kind
     nodes: tuple[Sharded, ...]
     is_cast: bool = False
@@ -85,7 +87,7 @@ class Slot:
         return self.nodes[held.node].raw_buffers[held.buffer].dtype  # type: ignore[no-any-return]
 
     def __str__(self) -> str:
-        return ".".join(self.path) or "tree"
+        return self.name
 
 
 def find_slots(tree: Any, kind: Kind, *, cast: bool = False) -> list[Slot]:
@@ -116,7 +118,17 @@ def find_slots(tree: Any, kind: Kind, *, cast: bool = False) -> list[Slot]:
             raise _misplaced("something else is in a tree of parameters.", path)
     if not found:
         raise TreeError(f"reshard(): expected a tree of Sharded, got {type(tree).__name__}: shard() it first.")
-    return [Slot(root, kinds[root][0], tuple(nodes), kinds[root][1]) for root, nodes in found.items()]
+    return [Slot(root, _name(tree, root), kinds[root][0], tuple(nodes), kinds[root][1]) for root, nodes in found.items()]
+
+
+def _name(tree: Any, path: Path) -> str:
+    names = []
+    for entry in path:
+        children, _, entries, _ = optree.tree_flatten_one_level(tree)
+        position = list(map(str, entries)).index(entry)
+        names.append(tree._fields[position] if optree.is_namedtuple(tree) else entry)
+        tree = children[position]
+    return ".".join(names) or "tree"
 
 
 def _misplaced(what: str, path: Path, node: Sharded | None = None) -> TreeError:
