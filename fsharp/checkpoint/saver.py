@@ -120,7 +120,7 @@ class Saver:
     @property
     def is_busy(self) -> bool:
         """Whether a save is still under way on this rank. Ranks may see it end at different times."""
-        return self._under_way is not None and not self._under_way.is_done
+        return self._under_way is not None and not self._under_way.is_done()
 
     def save_if_idle(self, tree: Any, *, step: int, metric: float | None = None) -> bool:
         """Save unless the one before is still under way on some rank; whether it does, the same on all ranks.
@@ -137,7 +137,7 @@ class Saver:
 
     def check(self) -> None:
         """Raise what a save has failed with, if one has. Cost: none."""
-        if self._under_way is not None and self._under_way.is_done:
+        if self._under_way is not None and self._under_way.is_done():
             self.wait()
 
     def wait(self) -> None:

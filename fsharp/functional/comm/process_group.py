@@ -1,15 +1,18 @@
 """Comm over torch.distributed process groups, one for each mesh axis."""
 
+import atexit
 import copy
 import hashlib
 import json
 import os
+import sys
 import weakref
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
 from itertools import count
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -17,8 +20,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store, _world
 
 from fsharp.errors import AgreementError, CommError, MeshError, problem
+from fsharp.functional.comm import job_store
 from fsharp.functional.comm.protocol import Comm, ReduceOp, SingleComm, sum_in_rank_order
-from fsharp.functional.comm.watch import RankStatuses, Watch
+from fsharp.functional.comm.watch import RankStatuses, Watch, WatchedCall
 from fsharp.functional.comm.worker_threads import InFlight, Worker
 from fsharp.functional.layout.mesh import Mesh
 from fsharp.functional.layout.precision import dtype_name
@@ -30,6 +34,8 @@ _NEVER_SENT = 0
 """A tag that no message has."""
 _ONE_ROUND = 4096
 """Bytes that a rank may send to have the sum after one round instead of two."""
+_LEAVES_WITHIN_S, _END_WITHIN_S = 30.0, 2.0
+"""Seconds that rank 0, which may host the job's store, gives others to leave as well; the second if something has failed."""
 _OPS = {"max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN, "sum": dist.ReduceOp.SUM}
 
 
@@ -79,8 +85,8 @@ class ProcessGroupComm:
         number = next(_numbers[self.ranks])  # the same on all ranks, which make their Comms in the same order
         name = f"{hashlib.sha256(repr(self.ranks).encode()).hexdigest()[:16]}/{number}"
         if self.ranks not in _ranks:
-            _ranks[self.ranks] = RankStatuses(self.rank, self.mesh.size, _StoreBoard(name))
-        self.watch = Watch(name, _ranks[self.ranks], _StoreBoard(name), self.limit_s)
+            _ranks[self.ranks] = RankStatuses(self.rank, self.mesh.size, job_store.StoreBoard(name))
+        self.watch = Watch(name, _ranks[self.ranks], job_store.StoreBoard(name), self.limit_s)
         self._worker = Worker("calls")
 
     def group(self, axis: str) -> dist.ProcessGroup:
@@ -100,6 +106,10 @@ class ProcessGroupComm:
         """
         ranks = [self.ranks[rank] for rank in self.mesh.group(axis, self.rank)]
         return _group_of(ranks, self.limit_s, self.device, is_native=self.is_native)
+
+    def messages(self, group: dist.ProcessGroup, axis: str | None, call: WatchedCall) -> "Messages":
+        """Messages of a call in a group along an axis, or of all ranks for None."""
+        return Messages(group, tuple(range(self.mesh.size)) if axis is None else self.mesh.group(axis, self.rank), call)
 
     def apart(self) -> "ProcessGroupComm":
         """The same ranks, with collectives counted for themselves. Every rank has to call it."""
@@ -207,25 +217,58 @@ class ProcessGroupComm:
         gloo's own collectives copy into and out of buffers of theirs: 16 MB took 0.75 (2 ranks) and 0.6 (4) of its all_gather.
         """
         flight = InFlight(self.watch.begin(text))
-        tag = flight.call.tag
         group = self._everyone() if axis is None else self.group(axis)
         mine = self.rank if axis is None else self.mesh.coord(axis, self.rank)
+        messages = self.messages(group, axis, flight.call)
         receive[mine].copy_(send[mine])
 
         def swap() -> None:
-            works = []
+            posted = []
             for shift in range(1, len(send)):
                 to, source = (mine + shift) % len(send), (mine - shift) % len(send)
-                works += [group.send([send[to]], to, tag)] if send[to].numel() else []
-                works += [group.recv([receive[source]], source, tag)] if receive[source].numel() else []
-            for work in works:
-                work.wait()
+                posted += [messages.send(send[to], to)] if send[to].numel() else []
+                posted += [messages.receive(receive[source], source)] if receive[source].numel() else []
+            messages.wait(posted)
 
         self._worker.submit(swap, flight)
         flight.wait()
 
     def __repr__(self) -> str:
         return f"ProcessGroupComm({self.mesh}, rank={self.rank}, device={self.device})"
+
+
+class Messages(NamedTuple):
+    """Messages of one collective between ranks of a group. If one fails, its call knows which rank it was for or from.
+
+    Attributes:
+        group: over gloo.
+        ranks: of the mesh, by rank in the group.
+        call: the collective.
+    """
+
+    group: dist.ProcessGroup
+    ranks: tuple[int, ...]
+    call: WatchedCall
+
+    def send(self, x: torch.Tensor, to: int) -> tuple[int, Any]:
+        """Post a message to a rank of the group; what :meth:`wait` takes."""
+        self.call.peer = self.ranks[to]
+        return to, self.group.send([x], to, self.call.tag)
+
+    def receive(self, x: torch.Tensor, source: int) -> tuple[int, Any]:
+        """Post that a rank of the group will send a message; what :meth:`wait` takes."""
+        self.call.peer = self.ranks[source]
+        return source, self.group.recv([x], source, self.call.tag)
+
+    def wait(self, posted: Sequence[tuple[int, Any]]) -> None:
+        """Block until messages have been sent and received.
+
+        Raises:
+            RuntimeError: one of them cannot be; ``call.peer`` is the other rank.
+        """
+        for rank, work in posted:
+            self.call.peer = self.ranks[rank]
+            work.wait()
 
 
 def abort(group: dist.ProcessGroup) -> None:
@@ -244,27 +287,6 @@ def _limit_s(group: dist.ProcessGroup, device: torch.device) -> float:
     """Seconds that a collective of this group may take: the ``timeout`` of ``init_process_group``."""
     options = getattr(group._get_backend(device), "options", None)
     return float(options._timeout.total_seconds()) if options is not None else dist.default_pg_timeout.total_seconds()
-
-
-class _StoreBoard:
-    """The job's store, where ranks leave notes. If it is gone, notes reach nobody."""
-
-    def __init__(self, name: str) -> None:
-        self._store = PrefixStore(f"fsharp/watch/{name}", _get_default_store())
-
-    def write(self, key: str, text: str) -> None:
-        with suppress(dist.DistError):
-            self._store.set(key, text)
-
-    def read(self, key: str) -> str | None:
-        with suppress(dist.DistError):
-            return self._store.get(key).decode() if self._store.check([key]) else None
-        return None
-
-    def claim(self, key: str, text: str) -> str:
-        with suppress(dist.DistError):
-            return bytes(self._store.compare_set(key, "", text)).decode()
-        return text
 
 
 _ranks: dict[tuple[int, ...], RankStatuses] = {}
@@ -361,9 +383,33 @@ def _bytes(x: torch.Tensor) -> torch.Tensor:
 
 
 def destroy() -> None:
-    """Leave the job; harmless if there is none."""
+    """Leave the job; harmless if there is none.
+
+    Other ranks that wait for this one, now or later, raise a :class:`CommError` that says after which step it has left, and the
+    traceback if that was because of an error. The end of the interpreter does the same.
+
+    Cost: rank 0, which hosts the job's store unless torchrun does, waits for others to leave, for at most 30 seconds.
+    """
+    _leave(sys.exception())
     if dist.is_initialized():
         dist.destroy_process_group()
-        _ranks.clear()
         _numbers.clear()
         _made.clear()
+        job_store.forget()
+
+
+def _leave(error: BaseException | None) -> None:
+    """Tell other ranks that this one will not take part in any more collectives."""
+    statuses = list(_ranks.values())
+    _ranks.clear()
+    if not statuses or not dist.is_initialized():
+        return
+    for ranks in statuses:
+        ranks.leave(error)
+    failed = error is not None or any(watch.error is not None for ranks in statuses for watch in list(ranks.watches.values()))
+    job_store.leave(within_s=_END_WITHIN_S if failed else _LEAVES_WITHIN_S)
+
+
+@atexit.register  # after that of worker_threads, and so before it: threads still run
+def _leave_at_exit() -> None:
+    _leave(getattr(sys, "last_value", None))

@@ -3,7 +3,8 @@
 Each collective has a *label*, which says what it is for, and a number, which all ranks count alike. Both are in the tag under
 which its messages travel, so a rank never receives what another believes to be something else: it receives nothing. A rank
 that has waited for half a second writes its last labels on a board that all ranks can read, and looks at those of others. Then
-either some label differs, and all raise both orders; or some ranks have not come yet, and it waits on, up to a limit.
+either some label differs, and all raise both orders; or a rank has left the job; or some ranks have not come yet, and it waits
+on, up to a limit.
 """
 
 import json
@@ -29,7 +30,13 @@ _SHOWN_TRACEBACK = 4000
 
 
 class StatusBoard(Protocol):
-    """Texts that all ranks can read."""
+    """Texts that all ranks can read. No method fails, or waits for more than some seconds.
+
+    Attributes:
+        trouble: why the last question has no answer; empty if it has one.
+    """
+
+    trouble: str
 
     def write(self, key: str, text: str) -> None:
         """Replace what is under a key."""
@@ -48,13 +55,15 @@ class WatchedCall:
         label: what it is for.
         number: how many there were before it, on every rank.
         tag: under which its messages travel, 31 bits.
+        peer: the rank whose message is posted or waited for at present; None if there is none.
     """
 
-    __slots__ = ("_since", "_warned", "_watch", "label", "number", "tag")
+    __slots__ = ("_since", "_warned", "_watch", "label", "number", "peer", "tag")
 
     def __init__(self, watch: "Watch", label: str, number: int) -> None:
         self._watch, self.label, self.number = watch, label, number
         self.tag = zlib.crc32(f"{watch.name} {number} {label}".encode()) & 0x7FFFFFFF or 1
+        self.peer: int | None = None
         self._since: float | None = None
         self._warned = False
 
@@ -63,14 +72,15 @@ class WatchedCall:
 
         Raises:
             AgreementError: another rank has failed, or takes part in something else.
-            CommError: the limit has passed.
+            CommError: another rank has left the job, or the limit has passed.
         """
         now = time.monotonic()
         self._since = now if self._since is None else self._since
         waited_s = now - self._since
         late = self._watch.look(self)
         if waited_s > self._watch.limit_s:
-            raise self._watch.refuse(CommError, f"waited {self._watch.limit_s:g} s in {self.label!r}; {late}")
+            peer = "" if self.peer is None else f" for rank {self.peer}"
+            raise self._watch.refuse(CommError, f"waited {self._watch.limit_s:g} s{peer} in {self.label!r}; {late}")
         if not self._warned and waited_s > min(_WARN_AFTER_S, self._watch.limit_s / 2):
             self._warned = True
             _log.warning("rank %d has waited %.0f s in %r; %s", self._watch.ranks.rank, waited_s, self.label, late)
@@ -80,11 +90,12 @@ class WatchedCall:
         deadline = time.monotonic() + 1.0
         while time.monotonic() < deadline:
             try:
-                self._watch.look(self)
+                late = self._watch.look(self, is_lost=True)
             except (AgreementError, CommError) as known:
                 return known
             time.sleep(0.05)
-        return self._watch.refuse(CommError, f"lost a rank in {self.label!r}: {error}. Has that process ended?")
+        what = f"could not exchange data with rank {self.peer} in {self.label!r}: {error}; {late}"
+        return self._watch.refuse(CommError, f"{what}. Has a process ended or stopped, or is a host out of reach?")
 
 
 class RankStatuses:
@@ -100,22 +111,44 @@ class RankStatuses:
         self.rank, self.size, self.board = rank, size, board
         self.watches: WeakValueDictionary[str, Watch] = WeakValueDictionary()
         self.seen: dict[int, RankStatus] = {}
+        self.last = ""
         self._looks = 0
 
-    def exchange(self, note: "RankStatus") -> list[int]:
-        """Leave this rank's note, and read those of some others; whose were read."""
+    def exchange(self, note: "RankStatus", peer: int | None) -> list[int]:
+        """Leave this rank's note, and read those of some others, of ``peer`` if there is one; whose were read."""
         assert self.board is not None
-        self._looks += 1
-        self.board.write(f"rank {self.rank}", json.dumps(note._replace(looks=self._looks)))
+        self._write(note)
         others = [rank for rank in range(self.size) if rank != self.rank]
-        chosen = [others[(self._looks * _READ_AT_ONCE + i) % len(others)] for i in range(min(_READ_AT_ONCE, len(others)))]
+        chosen = {others[(self._looks * _READ_AT_ONCE + i) % len(others)] for i in range(min(_READ_AT_ONCE, len(others)))}
+        chosen |= set() if peer is None else {peer}
         found = {rank: text for rank in chosen if (text := self.board.read(f"rank {rank}")) is not None}
         self.seen |= {rank: RankStatus(*json.loads(text)) for rank, text in found.items()}
         return list(found)
 
+    def leave(self, error: BaseException | None) -> None:
+        """Leave a last note, for ranks that will wait for this one: it ends, because of an error or without one.
+
+        Args:
+            error: that nothing has caught.
+        """
+        why = f"its last collective was {self.last!r}" if self.last else "after no collective yet"
+        if error is not None:
+            why += f", and it ended by an error:\n{''.join(traceback.format_exception(error))[-_SHOWN_TRACEBACK:]}"
+        if self.board is not None:
+            self._write(RankStatus(0, "", 0, [], self.counts(), why))
+
+    def counts(self) -> dict[str, int]:
+        """By name of a watch, how many calls this rank has begun."""
+        return {name: watch.count for name, watch in list(self.watches.items())}
+
+    def _write(self, note: "RankStatus") -> None:
+        assert self.board is not None
+        self._looks += 1
+        self.board.write(f"rank {self.rank}", json.dumps(note._replace(looks=self._looks)))
+
 
 class RankStatus(NamedTuple):
-    """Where a rank waits.
+    """Where a rank waits, or that it has left.
 
     Attributes:
         looks: how often it has looked, to tell a note that is kept up from an old one.
@@ -123,6 +156,7 @@ class RankStatus(NamedTuple):
         number: of the call it waits for.
         labels: of the last calls there, up to the last one begun.
         counts: by name of a watch, how many calls have been begun.
+        left: after what it has left the job, in words; empty as long as it has not.
     """
 
     looks: int
@@ -130,6 +164,7 @@ class RankStatus(NamedTuple):
     number: int
     labels: list[str]
     counts: dict[str, int]
+    left: str = ""
 
 
 class Watch:
@@ -166,6 +201,7 @@ class Watch:
         call = WatchedCall(self, label, self.count)
         self.count += 1
         self._labels.append(label)
+        self.ranks.last = label
         return call
 
     @property
@@ -173,11 +209,16 @@ class Watch:
         """The label of the collective that was begun last."""
         return self._labels[-1] if self._labels else "no collective yet"
 
-    def look(self, call: WatchedCall) -> str:
+    def look(self, call: WatchedCall, *, is_lost: bool = False) -> str:
         """Leave a note, and look at those of others. Who has not come, in words.
+
+        Args:
+            call: what this rank waits in.
+            is_lost: no more will come from ``call.peer``.
 
         Raises:
             AgreementError: another rank has failed, or takes part in something else.
+            CommError: a rank that has not come has left the job, or one that is lost has.
         """
         if self.error is not None:
             raise self.error
@@ -186,13 +227,21 @@ class Watch:
         failed = self.board.read("failed")
         if failed is not None:
             raise self._end(AgreementError(failed))
-        counts = {name: watch.count for name, watch in list(self.ranks.watches.items())}
-        for rank in self.ranks.exchange(RankStatus(0, self.name, call.number, list(self._labels), counts)):
-            self._compare(call, rank, self.ranks.seen[rank])
+        mine = RankStatus(0, self.name, call.number, list(self._labels), self.ranks.counts())
+        for rank in self.ranks.exchange(mine, call.peer):
+            note = self.ranks.seen[rank]
+            if not note.left:
+                self._compare(call, rank, note)
+            elif not self._has_come(call, rank) or (is_lost and rank == call.peer):
+                raise self.refuse(CommError, _left(call, rank, note), whole=True)
         late = [r for r in range(self.ranks.size) if r != self.ranks.rank and not self._has_come(call, r)]
         known = [
             f"rank {r} was last seen waiting in {self.ranks.seen[r].labels[-1]!r}" for r in late[:4] if r in self.ranks.seen
         ]
+        if self.board.trouble:
+            return self.board.trouble
+        if not late:
+            return "all ranks have come to it"
         return f"ranks {_some(late)} have not come to it" + (f" ({'; '.join(known)})" if known else "")
 
     def _has_come(self, call: WatchedCall, rank: int) -> bool:
@@ -244,6 +293,15 @@ class Watch:
         known = self.error
         self.refuse(AgreementError, text, whole=True)
         self.error = known or self.error
+
+
+def _left(call: WatchedCall, rank: int, note: RankStatus) -> str:
+    return problem(
+        "fsharp",
+        f"rank {rank} has left the job, and others go on.",
+        [(f"rank {rank}", note.left), ("another rank", f"waits for it in {call.label!r}")],
+        "Every rank has to make the same number of steps, and none may leave before the last one.",
+    )
 
 
 def _numbered(count: int, labels: Sequence[str]) -> dict[int, str]:

@@ -83,10 +83,9 @@ class Outcome:
         """It is done, or has failed."""
         self._done.set()
 
-    @property
-    def is_done(self) -> bool:
-        """Whether it has come to its end, well or not."""
-        return self._done.is_set()
+    def is_done(self, within_s: float = 0.0) -> bool:
+        """Whether it is done after at most so many seconds."""
+        return self._done.wait(within_s)
 
     def take(self) -> Any:
         """Block until it is done; the result, which only the first one gets."""

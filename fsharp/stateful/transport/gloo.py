@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fsharp.functional.comm.process_group import ProcessGroupComm
+from fsharp.functional.comm.process_group import Messages, ProcessGroupComm
 from fsharp.functional.comm.watch import WatchedCall
 from fsharp.functional.comm.worker_threads import InFlight, Outcome, Worker
 from fsharp.functional.layout.precision import dtype_name
@@ -85,14 +85,14 @@ class GlooTransport(Transport):
         other = 1 - self.comm.mesh.coord(axis, self.comm.rank)
         mine, theirs = torch.zeros(1, dtype=torch.uint8), torch.zeros(1, dtype=torch.uint8)
 
-        def finish(works: list[Any]) -> None:
-            _wait_all(works)
+        messages = self.comm.messages(group, axis, call)
+
+        def finish(posted: list[Any]) -> None:
+            messages.wait(posted)
             if len(out):
                 group.allreduce([out]).wait()
 
-        return self._fly(
-            "share", lambda: _receive(group, theirs, other, call.tag) + _send(group, mine, other, call.tag), finish, call
-        )
+        return self._fly("share", lambda: [messages.receive(theirs, other), messages.send(mine, other)], finish, call)
 
     def _parts_around(self, x: torch.Tensor, out: torch.Tensor, axis: str) -> list[torch.Tensor]:
         """Each rank's part of what is gathered, this rank's filled."""
@@ -123,16 +123,16 @@ class GlooTransport(Transport):
 
     def _share(self, kind: str, parts: Sequence[torch.Tensor], axis: str, group: dist.ProcessGroup, call: WatchedCall) -> Work:
         """Send this rank's part to all others, and receive theirs."""
-        mine = self.comm.mesh.coord(axis, self.comm.rank)
+        mine, messages = self.comm.mesh.coord(axis, self.comm.rank), self.comm.messages(group, axis, call)
 
         def post() -> list[Any]:
-            works = []
+            posted = []
             for to, source in _partners(mine, len(parts)):
-                works += _receive(group, parts[source], source, call.tag)
-                works += _send(group, parts[mine], to, call.tag)
-            return works
+                posted += _receive(messages, parts[source], source)
+                posted += _send(messages, parts[mine], to)
+            return posted
 
-        return self._fly(kind, post, _wait_all, call)
+        return self._fly(kind, post, messages.wait, call)
 
     def _reduce(
         self,
@@ -144,10 +144,10 @@ class GlooTransport(Transport):
         then: Callable[[], Any],
     ) -> Work:
         """The sum of this rank's part over ranks into ``out``; the Work's result is that of ``then``."""
-        group, tag = self.groups("reduce", axis), call.tag
+        messages = self.comm.messages(self.groups("reduce", axis), axis, call)
         n, mine = len(parts), self.comm.mesh.coord(axis, self.comm.rank)
         if n == 2 and out.dtype == parts[mine].dtype and out.data_ptr() != parts[mine].data_ptr():  # alike on both ranks
-            return self._reduce_two(parts, out, mine, group, call, then)
+            return self._reduce_two(parts, out, mine, messages, then)
         partners = list(_partners(mine, n))
         own = parts[mine].split(_elements(parts[mine])) if len(parts[mine]) else ()
         outs = out.split(_elements(parts[mine])) if len(out) else ()
@@ -158,7 +158,7 @@ class GlooTransport(Transport):
         def receive(k: int) -> list[Any]:
             room = rooms[k % 2]
             return [
-                work for i, (_, source) in enumerate(partners) for work in _receive(group, room[i][: len(own[k])], source, tag)
+                each for i, (_, source) in enumerate(partners) for each in _receive(messages, room[i][: len(own[k])], source)
             ]
 
         def post() -> tuple[list[Any], list[list[Any]]]:
@@ -166,20 +166,20 @@ class GlooTransport(Transport):
             sent = []
             for to, _ in partners:
                 for chunk in parts[to].split(_elements(parts[to])) if len(parts[to]) else ():
-                    sent += _send(group, chunk, to, tag)
+                    sent += _send(messages, chunk, to)
             return sent, received
 
         def finish(posted: tuple[list[Any], list[list[Any]]]) -> Any:
             sent, received = posted
             order = sorted(range(n - 1), key=lambda i: partners[i][1])
             for k, (chunk, result) in enumerate(zip(own, outs, strict=True)):
-                _wait_all(received[k])
+                messages.wait(received[k])
                 summands = [rooms[k % 2][i][: len(chunk)] for i in order]
                 summands.insert(mine, chunk)
                 add(summands, result)
                 if k + 2 < len(own):
                     received.append(receive(k + 2))
-            _wait_all(sent)
+            messages.wait(sent)
             return then()
 
         return self._fly("reduce", post, finish, call)
@@ -189,22 +189,21 @@ class GlooTransport(Transport):
         parts: Sequence[torch.Tensor],
         out: torch.Tensor,
         mine: int,
-        group: dist.ProcessGroup,
-        call: WatchedCall,
+        messages: Messages,
         then: Callable[[], Any],
     ) -> Work:
         """As :meth:`_reduce`: the other rank's summand goes to ``out``, and this rank's is added to it there."""
         other = 1 - mine
 
         def post() -> list[Any]:
-            return _receive(group, out, other, call.tag) + _send(group, parts[other], other, call.tag)
+            return _receive(messages, out, other) + _send(messages, parts[other], other)
 
-        def finish(works: list[Any]) -> Any:
-            _wait_all(works)
+        def finish(posted: list[Any]) -> Any:
+            messages.wait(posted)
             add([parts[mine], out] if mine == 0 else [out, parts[mine]], out)
             return then()
 
-        return self._fly("reduce", post, finish, call)
+        return self._fly("reduce", post, finish, messages.call)
 
     def _fly(self, kind: str, post: Callable[[], Any], finish: Callable[[Any], Any], call: WatchedCall) -> Work:
         """Have one worker post and another finish."""
@@ -238,17 +237,12 @@ def _partners(mine: int, n: int) -> Iterator[tuple[int, int]]:
         yield (mine + shift) % n, (mine - shift) % n
 
 
-def _send(group: dist.ProcessGroup, x: torch.Tensor, to: int, tag: int) -> list[Any]:
-    return [group.send([x], to, tag)] if x.numel() else []
+def _send(messages: Messages, x: torch.Tensor, to: int) -> list[Any]:
+    return [messages.send(x, to)] if x.numel() else []
 
 
-def _receive(group: dist.ProcessGroup, x: torch.Tensor, source: int, tag: int) -> list[Any]:
-    return [group.recv([x], source, tag)] if x.numel() else []
-
-
-def _wait_all(works: Sequence[Any]) -> None:
-    for work in works:
-        work.wait()
+def _receive(messages: Messages, x: torch.Tensor, source: int) -> list[Any]:
+    return [messages.receive(x, source)] if x.numel() else []
 
 
 def add(summands: Sequence[torch.Tensor], out: torch.Tensor) -> None:

@@ -1,0 +1,99 @@
+"""The store of a torch.distributed job, where ranks leave notes for each other; its host may have ended, or be out of reach.
+
+What is asked over the network may never be answered: torch limits how long it waits for a key, not for an answer. So a thread
+asks, and nobody waits for it without a limit.
+"""
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
+
+from fsharp.functional.comm.worker_threads import Outcome, Worker
+
+T = TypeVar("T")
+_ANSWERS_WITHIN_S = 2.0
+
+
+class _Store:
+    """What is asked in one thread, one question after another, as long as all are answered."""
+
+    def __init__(self) -> None:
+        self._lock, self._worker, self._last = threading.Lock(), Worker("store"), Outcome()
+        self._last.land()
+
+    def ask(self, question: Callable[[], T], otherwise: T) -> tuple[T, str]:
+        """The answer; or ``otherwise`` and why there is none, or none yet to an earlier question."""
+        with self._lock:
+            if not self._last.is_done():
+                return otherwise, "does not answer"
+            self._last = asked = Outcome()
+            self._worker.submit(question, asked)
+            if not asked.is_done(_ANSWERS_WITHIN_S):
+                return otherwise, "does not answer"
+        try:
+            return asked.take(), ""
+        except dist.DistError:
+            return otherwise, "has ended"
+
+
+class StoreBoard:
+    """A :class:`~fsharp.functional.comm.watch.StatusBoard` in the job's store.
+
+    Args:
+        name: the same on all ranks, and of this board alone.
+
+    Attributes:
+        trouble: why the last question has no answer; empty if it has one.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._store, self.trouble = PrefixStore(f"fsharp/watch/{name}", _get_default_store()), ""
+
+    def write(self, key: str, text: str) -> None:
+        """Replace what is under a key."""
+        self._ask(lambda: self._store.set(key, text), None)
+
+    def read(self, key: str) -> str | None:
+        """What is under a key, if something is."""
+        return self._ask(lambda: self._store.get(key).decode() if self._store.check([key]) else None, None)
+
+    def claim(self, key: str, text: str) -> str:
+        """Write under a key if nothing is there; what is there then."""
+        return self._ask(lambda: bytes(self._store.compare_set(key, "", text)).decode(), text)
+
+    def _ask(self, question: Callable[[], T], otherwise: T) -> T:
+        answer, why = _store.ask(question, otherwise)
+        self.trouble = why and f"the job's store, which rank 0 of the job hosts unless torchrun does, {why}"
+        return answer
+
+
+def leave(*, within_s: float) -> None:
+    """Count this rank among those that have left. Rank 0 waits for the others: the store may end with its process.
+
+    Args:
+        within_s: seconds that it waits at most.
+    """
+    store, size = PrefixStore("fsharp/left", _get_default_store()), dist.get_world_size()
+    count, _ = _store.ask(lambda: store.add("count", 1), size)
+    is_host = dist.get_rank() == 0 and isinstance(_innermost(store), dist.TCPStore)  # type: ignore[attr-defined]
+    deadline = time.monotonic() + within_s
+    while is_host and count < size and time.monotonic() < deadline:
+        time.sleep(0.02)
+        count, _ = _store.ask(lambda: store.add("count", 0), size)
+
+
+def _innermost(store: Any) -> Any:
+    return _innermost(store.underlying_store) if isinstance(store, PrefixStore) else store
+
+
+def forget() -> None:
+    """The next question is about another job."""
+    global _store
+    _store = _Store()
+
+
+_store = _Store()
