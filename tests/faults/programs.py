@@ -36,6 +36,13 @@ def leave(comm: Any, step_done: Callable[[], Any], *, way: str, steps: int, leav
         train(comm, done, way=way, steps=steps)
 
 
+def make_groups(comm: Any, step_done: Callable[[], Any]) -> None:
+    """Process groups of the Comm's own, one after another."""
+    while True:
+        comm.new_group("dp")
+        step_done()
+
+
 class Left(Exception):
     """Ends a program, which is no error."""
 

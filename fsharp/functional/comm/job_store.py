@@ -18,6 +18,23 @@ T = TypeVar("T")
 _ANSWERS_WITHIN_S = 2.0
 
 
+def within(limit_s: float, job: Callable[[], T]) -> T:
+    """What a job returns that asks the store, in a thread of its own.
+
+    Args:
+        limit_s: seconds for which the job has the store wait for other ranks; it is given two more to answer.
+        job: what to do.
+
+    Raises:
+        TimeoutError: it has not ended.
+    """
+    worker, done = Worker("job"), Outcome()
+    worker.submit(job, done)
+    if not done.is_done(limit_s + _ANSWERS_WITHIN_S):
+        raise TimeoutError(f"the job's store has not answered within {limit_s + _ANSWERS_WITHIN_S:g} s")
+    return done.take()  # type: ignore[no-any-return]
+
+
 class _Store:
     """What is asked in one thread, one question after another, as long as all are answered."""
 
@@ -88,6 +105,11 @@ def leave(*, within_s: float) -> None:
 
 def _innermost(store: Any) -> Any:
     return _innermost(store.underlying_store) if isinstance(store, PrefixStore) else store
+
+
+def ask(question: Callable[[], T], otherwise: T) -> T:
+    """The store's answer; ``otherwise`` if there is none."""
+    return _store.ask(question, otherwise)[0]
 
 
 def forget() -> None:

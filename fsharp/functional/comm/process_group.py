@@ -303,31 +303,37 @@ def _group_of(ranks: Sequence[int], limit_s: float, device: torch.device, *, is_
     number = _made[tuple(ranks)] = _made[tuple(ranks)] + 1
     name = hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]
     store, mine = PrefixStore(f"fsharp/groups/{name}/{number}", _get_default_store()), dist.get_rank()
-    try:
+
+    def meet() -> int:
         store.set(str(mine), str(len(_world.pg_names)))
         if mine == ranks[0]:  # one reads what all have written, so that the store is asked once by each
             store.wait([str(rank) for rank in ranks], limit)
             store.set("most", str(max(int(store.get(str(rank))) for rank in ranks)))
         store.wait(["most"], limit)
+        return int(store.get("most"))
+
+    def make_gloo() -> dist.ProcessGroupGloo:
+        return dist.ProcessGroupGloo(store, ranks.index(mine), len(ranks), limit)
+
+    try:
+        most = job_store.within(limit_s, meet)
+        gloo = None if is_native else job_store.within(limit_s, make_gloo)
     except dist.DistNetworkError as error:
         raise CommError(
             f"rank {mine} of the job cannot reach the job's store to make process groups. Has the process that hosts it ended?"
         ) from error
-    except dist.DistError as error:
-        missing: list[int] = []
-        with suppress(dist.DistError):  # its host may have ended
-            missing = [rank for rank in ranks if not store.check([str(rank)])]
+    except (dist.DistError, TimeoutError) as error:
+        missing: list[int] = job_store.ask(lambda: [rank for rank in ranks if not store.check([str(rank)])], [])
         raise CommError(
             f"rank {mine} of the job waited {limit_s:g} s for ranks {missing or list(ranks)} to make process groups, number "
             f"{number} of these ranks. Does each of them make the same Comms, schedulers and modules, in the same order?"
         ) from error
-    if is_native:  # named by torch, by its ranks and by the number of groups that a rank is in
-        while len(_world.pg_names) < int(store.get("most")):
+    if gloo is None:  # named by torch, by its ranks and by the number of groups that a rank is in
+        while len(_world.pg_names) < most:
             dist.new_group([mine], use_local_synchronization=True)
         made: dist.ProcessGroup = dist.new_group(list(ranks), timeout=limit, use_local_synchronization=True)
         return made
     group = dist.ProcessGroup(store, ranks.index(mine), len(ranks))
-    gloo = dist.ProcessGroupGloo(store, ranks.index(mine), len(ranks), limit)
     for kind in dict.fromkeys(("cpu", device.type)):
         group._register_backend(torch.device(kind), dist.ProcessGroup.BackendType.GLOO, gloo)
     return group

@@ -133,7 +133,7 @@ class RankStatuses:
         """
         why = f"its last collective was {self.last!r}" if self.last else "after no collective yet"
         if error is not None:
-            why += f", and it ended by an error:\n{''.join(traceback.format_exception(error))[-_SHOWN_TRACEBACK:]}"
+            why += f", and it left with this error:\n{''.join(traceback.format_exception(error))[-_SHOWN_TRACEBACK:]}"
         if self.board is not None:
             self._write(RankStatus(0, "", 0, [], self.counts(), why))
 
@@ -228,12 +228,12 @@ class Watch:
         if failed is not None:
             raise self._end(AgreementError(failed))
         mine = RankStatus(0, self.name, call.number, list(self._labels), self.ranks.counts())
-        for rank in self.ranks.exchange(mine, call.peer):
-            note = self.ranks.seen[rank]
-            if not note.left:
-                self._compare(call, rank, note)
-            elif not self._has_come(call, rank) or (is_lost and rank == call.peer):
+        read = self.ranks.exchange(mine, call.peer)
+        for rank, note in self.ranks.seen.items():
+            if note.left and (not self._has_come(call, rank) or (is_lost and rank == call.peer)):
                 raise self.refuse(CommError, _left(call, rank, note), whole=True)
+            if rank in read and not note.left:
+                self._compare(call, rank, note)
         late = [r for r in range(self.ranks.size) if r != self.ranks.rank and not self._has_come(call, r)]
         known = [
             f"rank {r} was last seen waiting in {self.ranks.seen[r].labels[-1]!r}" for r in late[:4] if r in self.ranks.seen
