@@ -24,6 +24,7 @@ _KEPT_LABELS = 64
 _SHOWN_LABELS = 8
 _READ_AT_ONCE = 16
 """Ranks whose notes are read in one look: waiting ranks of a large mesh look at others by turns."""
+_HEARD_WITHIN_S = 2.0
 _WARN_AFTER_S = 10.0
 _SHOWN_TRACEBACK = 4000
 """Characters."""
@@ -113,6 +114,7 @@ class RankStatuses:
         self.seen: dict[int, RankStatus] = {}
         self.last = ""
         self._looks = 0
+        self._heard_s: dict[int, float] = {}  # when a rank has left its newest note
 
     def exchange(self, note: "RankStatus", peer: int | None) -> list[int]:
         """Leave this rank's note, and read those of some others, of ``peer`` if there is one; whose were read."""
@@ -122,8 +124,16 @@ class RankStatuses:
         chosen = {others[(self._looks * _READ_AT_ONCE + i) % len(others)] for i in range(min(_READ_AT_ONCE, len(others)))}
         chosen |= set() if peer is None else {peer}
         found = {rank: text for rank in chosen if (text := self.board.read(f"rank {rank}")) is not None}
-        self.seen |= {rank: RankStatus(*json.loads(text)) for rank, text in found.items()}
+        for rank, text in found.items():
+            note, before = RankStatus(*json.loads(text)), self.seen.get(rank)
+            if before is None or before.looks != note.looks:
+                self._heard_s[rank] = time.monotonic()
+            self.seen[rank] = note
         return list(found)
+
+    def waits(self, rank: int) -> bool:
+        """Whether a rank waits, and has said so not long ago: if not, it computes, or has stopped, or is out of reach."""
+        return time.monotonic() - self._heard_s.get(rank, -_HEARD_WITHIN_S) < _HEARD_WITHIN_S
 
     def leave(self, error: BaseException | None) -> None:
         """Leave a last note, for ranks that will wait for this one: it ends, because of an error or without one.
@@ -235,14 +245,14 @@ class Watch:
             if rank in read and not note.left:
                 self._compare(call, rank, note)
         late = [r for r in range(self.ranks.size) if r != self.ranks.rank and not self._has_come(call, r)]
-        known = [
-            f"rank {r} was last seen waiting in {self.ranks.seen[r].labels[-1]!r}" for r in late[:4] if r in self.ranks.seen
-        ]
         if self.board.trouble:
             return self.board.trouble
         if not late:
             return "all ranks have come to it"
-        return f"ranks {_some(late)} have not come to it" + (f" ({'; '.join(known)})" if known else "")
+        waiting = [r for r in late if self.ranks.waits(r)]
+        known = [f"rank {r} waits in {self.ranks.seen[r].labels[-1]!r}" for r in waiting[:4]]
+        silent = [r for r in late if r not in waiting] or late
+        return f"ranks {_some(silent)} have not come to it" + (f", while {'; '.join(known)}" if known else "")
 
     def _has_come(self, call: WatchedCall, rank: int) -> bool:
         note = self.ranks.seen.get(rank)

@@ -248,6 +248,18 @@ def test_an_error_that_all_have_heard_of_is_said_once():
     assert "bad batch" in a.board.read("failed")
 
 
+def test_a_rank_that_waits_itself_is_told_from_one_that_is_silent():
+    table = Table()
+    a, b, c = (Watch("one", RankStatuses(rank, 3, table), table, limit_s=60) for rank in range(3))
+    c.begin("p")
+    waits = b.begin("p")
+    waits.check()
+    ahead = a.begin("p"), a.begin("q")
+    assert a.look(ahead[1]) == "ranks [2] have not come to it, while rank 1 waits in 'p'"
+    waits.check()
+    assert a.look(ahead[0]) == "ranks [2] have not come to it"
+
+
 def test_a_rank_that_has_left_is_not_waited_for():
     a, b = two_ranks()
     first = b.begin("step #3")
