@@ -161,6 +161,16 @@ class UnitLayout:
             if low < high:
                 yield Span(leaf, low - start, high - start, low - leaf.offset, high - leaf.offset)
 
+    def run_of(self, leaf: Leaf, place: Place, rank: int) -> tuple[int, int]:
+        """The elements ``[first, last)`` of a flattened leaf that ``rank`` holds in ``place``; ``(0, 0)`` if none."""
+        start = self.local_start(leaf.group, place, rank) - leaf.offset
+        first, last = max(start, 0), min(start + self.local_size(leaf.group, place), leaf.numel)
+        return (first, last) if first < last else (0, 0)
+
+    def is_same_part(self, place: Place, rank: int, other: int) -> bool:
+        """Whether two ranks hold the same elements in ``place``."""
+        return all(self.mesh.coord(axis, rank) == self.mesh.coord(axis, other) for axis in place.sharded + place.varying)
+
     def leaves_of(self, group: int) -> tuple[Leaf, ...]:
         """The leaves stored in a group's buffer, in order of offset; empty leaves lead."""
         return self._stored[group]

@@ -69,6 +69,9 @@ def test_local_leaves_tile_each_leaf_and_padding_is_zero(case, place):
             rest = [buffer.clone() for buffer in node.buffers]
             for i, group in enumerate(node.groups):
                 assert node.buffers[i].shape == (node.unit.local_size(group, node.place),)
+                spans = {span.leaf: (span.first, span.last) for span in node.unit.spans(group, node.place, rank)}
+                for leaf in node.unit.leaves_of(group):
+                    assert node.unit.run_of(leaf, node.place, rank) == spans.get(leaf, (0, 0))
                 for span in node.unit.spans(group, node.place, rank):
                     path = node.unit.full_path(span.leaf)
                     piece = node.local_leaves(rank)[path]
