@@ -71,6 +71,7 @@ class Sharded:
         raw_buffers: the buffers without waiting: to know which they are, not what is in them.
         lazy: the buffers as an engine has handed them out, if it has.
         is_donated: whether its memory has been given away; such a node is refused.
+        rank: whose buffers they are, as a state dict says it; None elsewhere.
     """
 
     __slots__ = (
@@ -80,6 +81,7 @@ class Sharded:
         "lazy",
         "ledger",
         "place",
+        "rank",
         "raw_buffers",
         "scale",
         "unit",
@@ -101,6 +103,7 @@ class Sharded:
         self.unit, self.place, self.is_gathered, self.ledger = unit, place, is_gathered, ledger
         self.groups = unit.all_groups if groups is None else groups
         self.scale, self.is_donated = scale, False
+        self.rank: int | None = None
 
     def __getstate__(self) -> Any:
         return None, {name: getattr(self, name) for name in self.__slots__} | {"raw_buffers": self.buffers, "lazy": None}

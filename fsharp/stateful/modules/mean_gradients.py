@@ -90,8 +90,7 @@ class MeanGradients:
         if not self._parts:
             for node in units_of(self.tree):
                 for name, local in node.local_leaves(self._comm.rank).items():
-                    like = self._parameters[name]
-                    self._parts[name] = Part.of(local.view(like.full_shape) if like.is_whole else local, like)
+                    self._parts[name] = Part.of(local, self._parameters[name])
         like = self._parameters[path]
         if path not in self._parts and like.requires_grad:
             self._parts[path] = Part.of(like.local.new_zeros(0), like)

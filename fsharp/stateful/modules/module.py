@@ -1,8 +1,9 @@
 """ShardedModule: an nn.Module whose parameters, gradients and optimizer state are sharded, in place."""
 
 import warnings
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import optree
@@ -16,7 +17,9 @@ from fsharp.functional.layout.precision import dtype_name
 from fsharp.functional.layout.unit_layout import Leaf, UnitLayout
 from fsharp.functional.state import TrainState
 from fsharp.stateful.modules.calls import ParameterSource
+from fsharp.stateful.modules.parameter_slots import own_buffers
 from fsharp.stateful.modules.session import Session
+from fsharp.stateful.modules.state_dict import load_parts, refuse_dtensors
 from fsharp.stateful.runtime.scheduled import Scheduled
 
 
@@ -89,7 +92,7 @@ class ShardedModule(nn.Module):
         session = _session(self)
 
         def fn(params: Any, *args: Any, comm: Comm, **kwargs: Any) -> Any:
-            with session.calls.reading(ParameterSource(params, comm)), _own_buffers(self):
+            with session.calls.reading(ParameterSource(params, comm)), own_buffers(self):
                 return self(*args, **kwargs)
 
         return fn, session.kept.state.params
@@ -158,16 +161,46 @@ class ShardedModule(nn.Module):
             session.write(nodes)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Of whole parameters, inside of :meth:`unsharded` alone: a part is of no use to another mesh."""
+        """By torch's names, a :class:`~fsharp.Part` of each parameter in the module's own memory, and buffers as they are.
+
+        Trained ones are in the optimizer's dtype and place, frozen ones as they rest. A part says which elements it is, so that
+        another mesh can read what all ranks have saved. Inside of :meth:`unsharded` parameters are whole tensors.
+
+        Raises:
+            TreeError: parameters that are DTensors sharded on other axes; not inside of :meth:`unsharded`.
+        """
         if not _session(self).is_unsharded:
-            raise ScheduleError("state_dict(): call it in `with model.unsharded():`, or save what full_parameters() yields.")
+            refuse_dtensors("state_dict()", _session(self))
         return super().state_dict(*args, **kwargs)
 
-    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Of whole parameters, inside of ``unsharded(write=True)`` alone."""
-        if not _session(self).is_unsharded:
-            raise ScheduleError("load_state_dict(): call it in `with model.unsharded(write=True):`.")
-        return super().load_state_dict(*args, **kwargs)
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Copy values into parameters and buffers; every rank calls it. It returns what torch returns.
+
+        Args:
+            state_dict: by torch's names, what :meth:`state_dict` gave on this rank of this layout, or whole tensors, of which
+                each rank takes its part: in the dtype that the parameter has here, or had before :func:`~fsharp.shard_module`.
+            strict: refuse names that are missing, or that are not known.
+            assign: inside of :meth:`unsharded` alone, where all is as in torch.
+
+        Raises:
+            TreeError: other names, shapes or dtypes, parts of another rank or layout, DTensors. On all ranks, before anything
+                but a module's extra state is changed.
+            AgreementError: on all ranks, if one has other values of what they have in common.
+            ScheduleError: a step is under way, or averages are in place of the parameters.
+
+        Cost: a pass over what several ranks hold, to compare it by 8 bytes, and a gather from where the optimizer has
+        parameters to where they rest. Memory: the resting parameters of one unit.
+        """
+        session = _session(self)
+        load = partial(super().load_state_dict, state_dict, strict=strict, assign=assign)
+        if session.is_unsharded:
+            return load()
+        if assign:
+            raise TreeError(
+                "load_state_dict(assign=True): parameters of a ShardedModule rest in memory of its own. Leave out assign, or "
+                "load whole parameters in `with model.unsharded(write=True):`."
+            )
+        return load_parts(session, self, load)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TreeError("a ShardedModule cannot be pickled or copied; functional() and full_parameters() give its values.")
@@ -214,19 +247,6 @@ class ShardedModule(nn.Module):
                 if buffer is not None:
                     module._buffers[name] = fn(buffer)
         return self
-
-
-@contextmanager
-def _own_buffers(root: nn.Module) -> Iterator[None]:
-    """In this context all buffers are copies."""
-    before = [(module, dict(module._buffers)) for module in root.modules() if module._buffers]
-    try:
-        for module, buffers in before:
-            module._buffers.update({name: b if b is None else b.clone() for name, b in buffers.items()})
-        yield
-    finally:
-        for module, buffers in before:
-            module._buffers.update(buffers)
 
 
 def _session(module: nn.Module) -> Session:

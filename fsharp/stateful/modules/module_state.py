@@ -81,6 +81,19 @@ class ModuleState:
 
         return map_units(one, held)
 
+    def spread(self) -> None:
+        """Parameters at rest take the values that the optimizer's copies have. A collective.
+
+        Memory: the resting parameters of one unit.
+        """
+        with torch.no_grad():
+            for held, kept in zip(units_of(self.visible()), units_of(trainable(self.state.params)), strict=True):
+                dtypes = [held.unit.groups[g].dtypes.compute for g in held.groups]
+                cast = held.replace([b.to(dtype) for b, dtype in zip(held.buffers, dtypes, strict=True)])
+                for buffer, value in zip(kept.buffers, gather(cast, comm=self._comm, to="params").buffers, strict=True):
+                    buffer.copy_(value)
+        self.stamp()
+
     def adopt(self, state: TrainState) -> None:
         """Take over a state of this layout, whose buffers are the module's from here on.
 

@@ -12,6 +12,8 @@ import torch
 from torch import nn
 
 from fsharp.errors import LayoutError, TreeError
+from fsharp.functional.layout.placement import Place
+from fsharp.functional.layout.unit_layout import Leaf, UnitLayout
 from fsharp.stateful.runtime.boundary import in_backward
 
 
@@ -40,6 +42,7 @@ _HARMLESS = {
 }
 _HARMLESS |= {"is_shared", "is_pinned", "is_inference", "get_device", "requires_grad_", "__hash__", "__dir__"}
 _COMPUTING = {"T", "mT", "H", "mH", "real", "imag"}  # attributes that are not metadata
+_COPIES = {"clone", "to", "cpu", "cuda"}  # of a part they are a part, in other memory
 _HOOKS = {"register_hook", "register_post_accumulate_grad_hook"}
 _SHAPES: dict[str, Callable[..., Any]] = {
     "shape": lambda whole: whole.shape,
@@ -57,21 +60,38 @@ _SHAPES: dict[str, Callable[..., Any]] = {
 class Part(torch.Tensor):
     """This rank's part of a tensor. ``shape``, ``ndim`` and ``numel()`` are those of the whole; :attr:`local` is what is here.
 
+    ``unit.run_of(leaf, place, rank)`` is what any rank holds. ``clone()``, ``to()``, ``cpu()`` and ``copy.deepcopy`` give the
+    same part in other memory. A part that is whole is pickled as a plain tensor, and any other one is refused.
+
     Attributes:
         path: name of the parameter in its module.
         full_shape: of the whole tensor.
         is_whole: whether every rank holds all of it.
+        unit: layout of the unit that stores it.
+        leaf: which leaf of that unit it is. Of a DTensor that other axes shard, leaf and run are those of the local tensor.
+        place: where it rests.
+        rank: the one that holds it.
     """
 
     path: str
     full_shape: torch.Size
     is_whole: bool
+    unit: UnitLayout
+    leaf: Leaf
+    place: Place
+    rank: int
 
     @staticmethod
     def of(data: torch.Tensor, like: "Part") -> "Part":
-        """The same part of another tensor."""
-        part: Part = _labelled(data.as_subclass(Part), like.path, like.full_shape, is_whole=like.is_whole)
+        """The same part of another tensor, of which ``data`` is the elements that this rank holds."""
+        data = data.view(like.full_shape) if like.is_whole else data
+        part: Part = _labelled(data.as_subclass(Part), {name: getattr(like, name) for name in Part.__annotations__})
         return part
+
+    @property
+    def run(self) -> tuple[int, int]:
+        """The elements ``[first, last)`` of the flattened whole that are here; ``(0, 0)`` if there are none."""
+        return self.unit.run_of(self.leaf, self.place, self.rank)
 
     @property
     def local(self) -> torch.Tensor:
@@ -93,6 +113,8 @@ class Part(torch.Tensor):
             return _SHAPES[name](torch.empty(args[0].full_shape, device="meta"), *args[1:], **(kwargs or {}))
         if name == "detach" and isinstance(args[0], Part):
             return Part.of(args[0].local, args[0])
+        if name in _COPIES and type(args[0]) is Part:
+            return Part.of(getattr(args[0].local, name)(*args[1:], **(kwargs or {})), args[0])
         if name == "backward":
             raise LayoutError(
                 "backward(inputs=...): parameters of a ShardedModule are no inputs of it. Use torch.autograd.grad()."
@@ -112,8 +134,18 @@ class Part(torch.Tensor):
             return f"{type(self).__name__}({self.path!r}, {self.numel()} elements of {list(self.full_shape)}, {self.dtype})"
 
     def __deepcopy__(self, memo: Any) -> Any:
+        memo[id(self)] = copied = Part.of(self.local.clone(), self)
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        varying = [axis for axis in self.place.varying if self.unit.mesh.axis_size(axis) > 1]
+        if self.is_whole and not varying:
+            return self.local.__reduce_ex__(protocol)
+        own = f", and ranks along {varying} have values of their own" if varying else ""
         raise TreeError(
-            f"parameter {self.path!r} is a part of a ShardedModule, which cannot be copied; functional() gives its values."
+            f"{self.path!r} cannot be pickled: rank {self.rank} holds elements {list(self.run)} of {list(self.full_shape)}{own}"
+            ", and whoever reads the file would take them for all. Save by fs.checkpoint.save(), or whole parameters: "
+            "dict(model.full_parameters()), or model.state_dict() in `with model.unsharded():`."
         )
 
 
@@ -129,13 +161,14 @@ class ShardedParameter(Part, nn.Parameter):
 
     @staticmethod
     def over(
-        data: torch.Tensor, path: str, full_shape: Sequence[int], gradients: GradientSource, *, is_whole: bool, trains: bool
+        data: torch.Tensor, gradients: GradientSource, unit: UnitLayout, leaf: Leaf, *, place: Place, rank: int, **labels: Any
     ) -> "ShardedParameter":
-        """A parameter in this memory: 1-D, in its full shape if it is whole."""
-        data = data.view(full_shape) if is_whole else data
+        """A parameter in this memory, 1-D. ``labels`` are ``full_shape`` and ``is_whole``."""
+        data, trains = data.view(labels["full_shape"]) if labels["is_whole"] else data, unit.groups[leaf.group].trainable
         new: ShardedParameter = torch.Tensor._make_subclass(ShardedParameter, data, trains)
         new._gradients, new.is_trained = weakref.ref(gradients), trains  # the former has this one
-        return _labelled(new, path, full_shape, is_whole=is_whole)  # type: ignore[no-any-return]
+        labels |= {"path": unit.full_path(leaf), "unit": unit, "leaf": leaf, "place": place, "rank": rank}
+        return _labelled(new, labels)  # type: ignore[no-any-return]
 
     @property
     def data(self) -> Part:
@@ -171,6 +204,11 @@ class ShardedParameter(Part, nn.Parameter):
             )
         return self
 
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise TreeError(
+            f"parameter {self.path!r} is a part of a ShardedModule, which cannot be copied; functional() gives its values."
+        )
+
     @property
     def grad(self) -> Part | None:
         """The mean gradient over ranks, of this part, once a backward has ended that was not told to accumulate."""
@@ -194,8 +232,8 @@ def _differentiate(outputs: Any, inputs: Sequence[torch.Tensor], **options: Any)
     return gradients.differentiate(outputs, inputs, **options)
 
 
-def _labelled(part: Any, path: str, full_shape: Sequence[int], *, is_whole: bool) -> Any:
-    part.path, part.full_shape, part.is_whole = path, torch.Size(full_shape), is_whole
+def _labelled(part: Any, labels: Mapping[str, Any]) -> Any:
+    part.__dict__.update(labels)
     return part
 
 

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import nn
 
 from fsharp.errors import PatternError, TreeError
@@ -80,6 +81,20 @@ def swapped_in(slots: Sequence[ParameterSlots], tensors: Sequence[Sequence[Any]]
     finally:
         for slot, each in zip(reversed(slots), reversed(before), strict=True):
             slot.swap(each)
+
+
+@contextmanager
+def own_buffers(root: nn.Module) -> Iterator[list[tuple[torch.Tensor, torch.Tensor]]]:
+    """In this context all buffers are copies; what each is a copy of, and the copy. One that modules share stays one."""
+    before = [(module, dict(module._buffers)) for module in root.modules() if module._buffers]
+    copies = {id(b): (b, b.clone()) for _, buffers in before for b in buffers.values() if b is not None}
+    try:
+        for module, buffers in before:
+            module._buffers.update({name: b if b is None else copies[id(b)][1] for name, b in buffers.items()})
+        yield list(copies.values())
+    finally:
+        for module, buffers in before:
+            module._buffers.update(buffers)
 
 
 def chosen_modules(module: nn.Module, units: Units | Sequence[Units]) -> dict[str, nn.Module]:

@@ -6,7 +6,7 @@ A module is a pure function of its parameters once those are swapped for others 
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -16,6 +16,7 @@ from fsharp.errors import ScheduleError
 from fsharp.functional.comm.protocol import Comm
 from fsharp.functional.layout.layout import Layout
 from fsharp.functional.layout.sharded import Sharded, units_of
+from fsharp.functional.layout.unit_layout import Leaf, UnitLayout
 from fsharp.functional.state import TrainState
 from fsharp.stateful.modules.calls import ModuleCalls, ParameterSource
 from fsharp.stateful.modules.differentiate import differentiate
@@ -27,6 +28,8 @@ from fsharp.stateful.modules.outputs import tensors_in
 from fsharp.stateful.modules.parameter import Part, ShardedParameter
 from fsharp.stateful.runtime.boundary import before_backward, in_backward
 from fsharp.stateful.runtime.scheduler import Scheduler
+
+T = TypeVar("T")
 
 
 class Session:
@@ -172,14 +175,18 @@ class Session:
                 dtype = group.dtypes.main if group.trainable else group.dtypes.compute
                 data = parts.get(path, torch.empty(0, dtype=dtype, device=self.scheduler.device))
                 self.parameters[path] = ShardedParameter.over(
-                    data.detach(), path, shape, self, is_whole=whole, trains=group.trainable
+                    data.detach(), self, unit, leaf, place=place, rank=rank, full_shape=torch.Size(shape), is_whole=whole
                 )
-        for unit in self.layout.units:
-            owned = []
-            for leaf in unit.leaves:
-                path = unit.full_path(leaf) if leaf.tied_to is None else ".".join(part for part in leaf.tied_to if part)
-                owned.append(self.parameters[path])
+        for unit, owned in zip(self.layout.units, self.seated(self.parameters), strict=True):
             self.calls.slots[unit.name].swap(owned)
+
+    def seated(self, by_path: Mapping[str, T]) -> list[list[T]]:
+        """For each unit what belongs to each of its leaves, of what there is for each parameter: tied ones share it."""
+
+        def path(unit: UnitLayout, leaf: Leaf) -> str:
+            return unit.full_path(leaf) if leaf.tied_to is None else ".".join(part for part in leaf.tied_to if part)
+
+        return [[by_path[path(unit, leaf)] for leaf in unit.leaves] for unit in self.layout.units]
 
 
 def trains(layout: Layout) -> bool:

@@ -411,7 +411,11 @@ def test_whole_parameters_are_dtensors_again():
             kind = type(weight), weight.placements, list(weight.shape), list(weight.to_local().shape)
             with torch.no_grad():
                 weight.mul_(2)
-            state = {name: type(each) for name, each in model.state_dict().items()}
+            state = {name: type(each) for name, each in model.state_dict().items()}  # whole, as its names have DTensors
+        optimizer = fs.ShardedOptimizer(model.parameters(), torch.optim.AdamW)
+        for ask in (model.state_dict, optimizer.state_dict, optimizer.state_template, lambda: model.load_state_dict(state)):
+            with pytest.raises(TreeError, match=r"parameter 'layers.0.up.weight' is a DTensor with the placements \[Shard"):
+                ask()
         fn, params = model.functional()
         x, _ = my_batches(comm, 1)[0]
         out = fn(params, x, comm=model.comm)

@@ -8,8 +8,10 @@ from typing import Any, NamedTuple
 import torch
 
 from fsharp.functional.layout.layout import Layout
+from fsharp.functional.layout.precision import dtype_name
 from fsharp.functional.layout.sharded import Sharded, units_of
 from fsharp.functional.layout.unit_layout import Span
+from fsharp.stateful.modules.parameter import Part
 
 
 class FlatSlice(NamedTuple):
@@ -90,30 +92,31 @@ def cut_leaves(layout: Layout, paths: Container[str]) -> list[str]:
     return found
 
 
-def split_state(run: FlatSlice, state: Mapping[str, Any], size: int) -> dict[str, dict[str, Any]]:
-    """An optimizer's state of a run, of ``size`` elements, as that of each leaf: what has a value for each element is cut.
+def split_state(run: FlatSlice, state: Mapping[str, Any], parameters: Mapping[str, Part]) -> dict[str, dict[str, Any]]:
+    """An optimizer's state of a run as that of each leaf, in the same memory: what has a value for each element is a part.
 
-    That of a leaf in its shape is as the optimizer has it.
+    All else is as the optimizer has it. Of a leaf without dims everything has one value for each element.
     """
+    shape = (run.stop - run.start,) if run.shape is None else run.shape
 
-    def cut(value: Any, first: int, last: int) -> Any:
-        is_elementwise = run.shape is None and isinstance(value, torch.Tensor) and value.dim() == 1 and len(value) == size
-        return value[first:last].clone() if is_elementwise else copy.deepcopy(value)
+    def cut(value: Any, like: Part, first: int, last: int) -> Any:
+        is_elementwise = isinstance(value, torch.Tensor) and value.shape == shape
+        return Part.of(value.detach().reshape(-1)[first:last], like) if is_elementwise else value
 
-    return {path: {key: cut(value, *span) for key, value in state.items()} for path, *span in run.leaves}
+    return {path: {key: cut(value, parameters[path], *span) for key, value in state.items()} for path, *span in run.leaves}
 
 
 def join_state(run: FlatSlice, states: Mapping[str, Mapping[str, Any]], like: torch.Tensor) -> dict[str, Any]:
-    """The inverse of :func:`split_state`, for leaves that are :func:`alike`; padding is zero."""
+    """The inverse of :func:`split_state` in new memory, for leaves that are :func:`alike`; padding is zero."""
     parts = [states.get(path, {}) for path, _, _ in run.leaves]
     joined: dict[str, Any] = {}
     for key, value in parts[0].items():
-        if run.shape is not None or not (isinstance(value, torch.Tensor) and value.dim()):
+        if not isinstance(value, Part):
             joined[key] = copy.deepcopy(value)
             continue
-        joined[key] = torch.zeros(len(like), dtype=value.dtype, device=like.device)
+        joined[key] = torch.zeros(like.shape, dtype=value.dtype, device=like.device)
         for part, (_, first, last) in zip(parts, run.leaves, strict=True):
-            joined[key][first:last] = part[key]
+            joined[key].view(-1)[first:last] = part[key].local.view(-1)
     return joined
 
 
@@ -121,6 +124,8 @@ def alike(state: Mapping[str, Any]) -> Hashable:
     """Equal for leaves whose states can be joined: what they have, and those values in it that are not for each element."""
     found = []
     for key, value in sorted(state.items()):
-        is_whole = isinstance(value, torch.Tensor) and value.dim() > 0
-        found.append((key, None if is_whole else value.item() if isinstance(value, torch.Tensor) else repr(value)))
+        if isinstance(value, Part):
+            found.append((key, dtype_name(value.dtype)))
+        else:
+            found.append((key, repr(value.tolist() if isinstance(value, torch.Tensor) else value)))
     return tuple(found)

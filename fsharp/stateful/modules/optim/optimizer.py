@@ -6,9 +6,11 @@ gradient are left alone, as in torch: runs are cut where some of their leaves ha
 from then on. Any other optimizer gets whole leaves in their shape, where a rank has them whole.
 """
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+import copy
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -16,12 +18,15 @@ from torch import nn
 from fsharp.errors import ScheduleError, TreeError
 from fsharp.functional.comm.agree import agree, together
 from fsharp.functional.comm.protocol import Comm
+from fsharp.functional.layout.sharded import units_of
 from fsharp.functional.optim.base import Transform, as_transform
-from fsharp.stateful.modules.averaged import averaged
+from fsharp.stateful.modules.optim.averaged import averaged
 from fsharp.stateful.modules.optim.flat_slices import FlatSlice, alike, cut_leaves, join_state, leaves_of, runs_of, split_state
-from fsharp.stateful.modules.optim.probe import Scope, scope_of
-from fsharp.stateful.modules.parameter import ShardedParameter
+from fsharp.stateful.modules.optim.probe import Scope, fresh_state, scope_of
+from fsharp.stateful.modules.optim.states import Replicas, States, check_groups, on_every_rank, read_states, read_tree
+from fsharp.stateful.modules.parameter import Part, ShardedParameter
 from fsharp.stateful.modules.session import Session
+from fsharp.stateful.modules.state_dict import check_replicas, refuse_dtensors
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
@@ -62,6 +67,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         groups = [{**group, "params": _as_list(group["params"])} for group in groups]
         self.session = _session_of([p for group in groups for p in group["params"]])
         self.inner: torch.optim.Optimizer | None = None
+        self._defaults: dict[str, Any] = {}
         self._runs: list[list[FlatSlice]] = []
         if isinstance(optimizer, type) and issubclass(optimizer, torch.optim.Optimizer):
             if self.session.scheduler.policy.offload:
@@ -69,8 +75,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
                     f"ShardedOptimizer(): Policy(offload=True) is for the state of an (init, update) pair, and "
                     f"{optimizer.__name__} keeps its own on the device. Pass one such as fs.optim.adamw(...), or drop offload."
                 )
-            self._labels: list[dict[str, Hashable]] = [{p.path: 0 for p in group["params"]} for group in groups]
+            self._labels: Sequence[Mapping[str, Hashable]] = [{p.path: 0 for p in group["params"]} for group in groups]
             options = [{k: v for k, v in group.items() if k != "params"} for group in groups]
+            self._defaults = defaults
             self._check_same(optimizer, options, defaults)
             self._scopes = self._scope(optimizer, options, defaults)
             self.inner = optimizer([{**o, "params": p} for o, p in zip(options, self._cut(), strict=True)], **defaults)
@@ -145,10 +152,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         ]
         return [[nn.Parameter(run.of(tree)) for run in runs] for runs in self._runs]
 
-    def _recut(self, label: Callable[[str], Hashable], states: Mapping[str, Mapping[str, Any]]) -> None:
-        """Cut runs where leaves have other labels, and give what is there then the state of each leaf."""
+    def _recut(self, labels: Sequence[Mapping[str, Hashable]], states: Mapping[str, Mapping[str, Any]]) -> None:
+        """Cut runs where leaves have different labels, and give what is there then the state of each leaf."""
         assert self.inner is not None
-        self._labels = [{path: (old, label(path)) for path, old in labels.items()} for labels in self._labels]
+        known: dict[Hashable, int] = {}
+        self._labels = [{path: known.setdefault(new, len(known)) for path, new in each.items()} for each in labels]
         for group, parameters in zip(self.inner.param_groups, self._cut(), strict=True):
             group["params"] = parameters
         self.inner.state.clear()
@@ -194,10 +202,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _apply(self, grads: Any, state: Any, params: Any, *, comm: Comm, donate: bool) -> tuple[Any, Any]:
         assert self.inner is not None
         if self._generation != self.session.kept.generation:
-            self._recut(lambda path: 0, self._states())
+            self._recut(self._labels, self._states())
         missing = self.session.step.means.missing
         if any(len({path in missing for path, _, _ in run.leaves}) > 1 for run, _ in self._each_run()):
-            self._recut(missing.__contains__, self._states())
+            self._recut([{path: (old, path in missing) for path, old in each.items()} for each in self._labels], self._states())
         for mine, theirs in zip(self.param_groups, self.inner.param_groups, strict=True):
             theirs.update({name: value for name, value in mine.items() if name != "params"})
         for run, parameter in self._each_run():
@@ -242,98 +250,120 @@ class ShardedOptimizer(torch.optim.Optimizer):
             yield
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's part: for each parameter by name what the optimizer keeps of it, 1-D where it is an element each.
+        """``{"state": {name: {...}}, "param_groups": [...]}``, by names of parameters; every rank calls it.
 
-        Of whole parameters it has their shape, as torch's has. ``"sharded"`` says which part it is.
+        What the optimizer keeps for each element of a parameter is a :class:`~fsharp.Part`, at the optimizer's place, so that
+        another mesh can read what all ranks have saved. All else, such as ``"step"``, is as the optimizer has it. Parameters
+        that have had no gradient have no state. All are copies, of each parameter its own.
 
-        Of an ``(init, update)`` pair the state as it is.
+        Of an ``(init, update)`` pair ``"state"`` is its tree of :class:`~fsharp.Sharded`, which the next step donates.
+
+        Raises:
+            TreeError: parameters that are DTensors sharded on other axes; a state that is no tensor, number, string or None.
+
+        Cost: of a class, the memory of the state, and two collectives of a few bytes a parameter for each axis. Where ranks
+        have all or nothing of a parameter (:class:`~fsharp.Whole`), also what is not for each element, such as row statistics,
+        in full on every rank.
         """
-        groups = [{**group, "params": [p.path for p in group["params"]]} for group in self.param_groups]
-        state = self.session.kept.state.opt if self.inner is None else self._states()
-        return {"state": state, "param_groups": groups, "sharded": self._part()._asdict()}
+        refuse_dtensors("state_dict()", self.session)
+        if self.inner is not None:
+            # Leaf by leaf: those of one run share a step, and torch would count that once for each of them.
+            mine = {path: copy.deepcopy(state) for path, state in self._states().items()}
+            states = on_every_rank("state_dict()", mine, self._stateful(), self.session.scheduler)
+            return {"state": states, "param_groups": self._groups()}
+        for node in units_of(self.session.kept.state.opt):
+            node.rank = self.session.scheduler.rank
+        return {"state": self.session.kept.state.opt, "param_groups": self._groups()}
 
-    def _part(self) -> "_Origin":
-        layout, mesh, rank = self.session.layout, self.session.scheduler.mesh, self.session.scheduler.rank
-        cut = {axis for unit in layout.units for axis in (*unit.strategy.optim.sharded, *unit.strategy.full.varying)}
-        coords = {axis: mesh.coord(axis, rank) for axis, size in mesh.axes if axis in cut and size > 1}
-        for spec in self.session.calls.specs.values():
-            if spec.is_sharded:
-                coords |= dict(zip(spec.mesh.mesh_dim_names or (), spec.mesh.get_coordinate() or (), strict=False))
-        return _Origin(rank, coords, dict(mesh.axes), layout.digest)
+    def state_template(self) -> dict[str, Any]:
+        """What :meth:`state_dict` will give once each trained parameter has had a gradient: to load into before a first step.
 
-    def _states(self) -> dict[str, dict[str, Any]]:
+        The optimizer is left as it is. Its class makes a step with a gradient of zero on a copy of each parameter, and what it
+        keeps of that is the state; ``"step"`` is 0. Where a parameter had no gradient when a state was saved, remove its name.
+
+        Raises:
+            TreeError: parameters that are DTensors sharded on other axes.
+
+        Cost: no collective. Memory of the state, and of one parameter at a time: this rank's part of it or, for a class that
+        looks at more than each element, all of it.
+        """
+        refuse_dtensors("state_template()", self.session)
+        if self.inner is None:
+            return self.state_dict()
+        states = {path: self._fresh(path, self.param_groups) for path in self._stateful()}
+        return {"state": states, "param_groups": self._groups()}
+
+    def _groups(self) -> list[dict[str, Any]]:
+        return [{**group, "params": [p.path for p in group["params"]]} for group in self.param_groups]
+
+    def _stateful(self) -> dict[str, Part]:
+        """By path, the parameters that may have a state: trained ones of these groups that have elements."""
+        mine = {p.path for group in self.param_groups for p in group["params"]}
+        return {path: p for path, p in self.session.parameters.items() if path in mine and p.is_trained and p.leaf.numel}
+
+    def _fresh(self, path: str, groups: list[dict[str, Any]]) -> dict[str, Any]:
+        """The state that the class makes of a parameter, with the options of these groups."""
         assert self.inner is not None
-        found: dict[str, dict[str, Any]] = {}
+        index = next(i for i, labels in enumerate(self._labels) if path in labels)
+        parameter = self.session.parameters[path]
+        mine, is_flat = parameter.local, self._scopes[index] is Scope.ELEMENT
+        held = mine.numel()
+        shape = (held or 1,) if is_flat else parameter.leaf.shape
+        values = mine.view(shape) if held else mine.new_zeros(shape)
+        options = {name: value for name, value in groups[index].items() if name != "params"}
+        state = fresh_state(type(self.inner), options, self._defaults, values)
+        run = FlatSlice("", 0, 0, values.numel(), ((path, 0, held),), None if is_flat else shape)
+        return split_state(run, state, {path: parameter})[path]
+
+    def _states(self) -> States:
+        assert self.inner is not None
+        found: States = {}
         for run, parameter in self._each_run():
-            found |= split_state(run, self.inner.state.get(parameter, {}), parameter.numel())
+            found |= split_state(run, self.inner.state.get(parameter, {}), self.session.parameters)
         return found
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """What :meth:`state_dict` gave on the same rank of the same mesh, strategy and units; every rank calls it.
+        """Take over a copy of what :meth:`state_dict` gave on this rank of this layout; every rank calls it.
 
-        Where optimizer state is replicated, as under ``ddp``, any rank's will do.
+        In place of parts there may be whole tensors, of which each rank takes its part. A parameter without state has none
+        afterwards. Options of the parameter groups, such as learning rates, are those that were saved.
 
         Raises:
-            TreeError: of another rank, mesh or layout, or groups of other parameters. On all ranks, if one has the wrong one.
+            TreeError: groups of other parameters, states of another class, rank or layout, or with other shapes or dtypes. On
+                all ranks, before anything is changed.
+            AgreementError: on all ranks, if one has other values of what they have in common.
 
-        Cost: a collective of 40 bytes for each axis.
+        Cost: the memory of the state, and a pass over it, to compare what several ranks hold by 8 bytes; for a class a step on
+        a copy of each parameter, one at a time.
         """
-        groups = state_dict["param_groups"]
-        together("load_state_dict()", self.session.scheduler, lambda: self._check(state_dict))
-        for group, loaded in zip(self.param_groups, groups, strict=True):
-            group.update({name: value for name, value in loaded.items() if name != "params"})
-        if self.inner is None:
-            self.session.kept.state = self.session.kept.state._replace(opt=state_dict["state"])
-            return
-        states = state_dict["state"]
-        self._recut(lambda path: alike(states.get(path, {})), states)
+        where, comm = "load_state_dict()", self.session.scheduler
 
-    def _check(self, state_dict: Mapping[str, Any]) -> None:
-        if "sharded" not in state_dict:
-            raise TreeError(
-                "load_state_dict(): it does not say which part of a state it is; expected what state_dict() of a "
-                "ShardedOptimizer gave."
-            )
-        mine, theirs = self._part(), _Origin(**state_dict["sharded"])
-        same = "Load what this rank has saved, on the same mesh, with the same strategy and units."
-        if theirs.mesh != mine.mesh:
-            shown = [", ".join(f"{axis}={size}" for axis, size in part.mesh.items()) for part in (theirs, mine)]
-            raise TreeError(f"load_state_dict(): it was saved on a mesh {shown[0]}, and this one is {shown[1]}. {same}")
-        if theirs.layout != mine.layout:
-            raise TreeError(
-                f"load_state_dict(): it was saved with another layout, by rank {theirs.rank}; this is rank {mine.rank}. {same}"
-            )
-        if theirs.coords != mine.coords:
-            shown = [", ".join(f"{axis} {i}" for axis, i in part.coords.items()) for part in (theirs, mine)]
-            raise TreeError(
-                f"load_state_dict(): it is the state of rank {theirs.rank} ({shown[0]}), and this is rank {mine.rank} "
-                f"({shown[1]}), which has another part. {same}"
-            )
-        if [group["params"] for group in state_dict["param_groups"]] != [
-            [p.path for p in g["params"]] for g in self.param_groups
-        ]:
-            raise TreeError("load_state_dict(): the parameter groups are not those of this optimizer.")
+        def check() -> tuple[Any, Replicas]:
+            refuse_dtensors(where, self.session)
+            mine = {p.path for group in self.param_groups for p in group["params"] if p.requires_grad}
+            trained = None if self.inner is None else mine
+            check_groups(where, state_dict, self._groups(), options=self.defaults, trained=trained)
+            if self.inner is None:
+                return read_tree(where, state_dict["state"], self.session.kept.state.opt, comm.rank)
+            fresh = partial(self._fresh, groups=state_dict["param_groups"])
+            return read_states(where, state_dict["state"], self._stateful(), fresh)
+
+        def about(_: Any) -> dict[str, str]:
+            return {f"group {i}": _text(group) for i, group in enumerate(state_dict["param_groups"])}
+
+        states, replicas = together(where, comm, check, about)
+        check_replicas(where, replicas, comm)
+        for group, loaded in zip(self.param_groups, state_dict["param_groups"], strict=True):
+            group.update({name: copy.deepcopy(value) for name, value in loaded.items() if name != "params"})
+        if self.inner is None:
+            self.session.kept.state = self.session.kept.state._replace(opt=states)
+        else:
+            self._recut([{path: alike(states.get(path, {})) for path in labels} for labels in self._labels], states)
 
     def _each_run(self) -> Iterator[tuple[FlatSlice, nn.Parameter]]:
         assert self.inner is not None
         for group, runs in zip(self.inner.param_groups, self._runs, strict=True):
             yield from zip(runs, group["params"], strict=True)
-
-
-class _Origin(NamedTuple):
-    """Which part of a module's optimizer state a rank has.
-
-    Attributes:
-        rank: that saved it.
-        coords: of this rank, along axes on which ranks have other parts.
-        mesh: sizes of the axes.
-        layout: its digest.
-    """
-
-    rank: int
-    coords: dict[str, int]
-    mesh: dict[str, int]
-    layout: str
 
 
 def _no_updates(grads: Any, state: Any, params: Any, *, comm: Comm) -> tuple[Any, Any]:

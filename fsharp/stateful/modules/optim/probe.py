@@ -4,7 +4,8 @@ import copy
 import inspect
 import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from enum import IntEnum
 from typing import Any, NamedTuple
 
@@ -70,6 +71,38 @@ def scope_of(
         return known[key]
 
 
+def fresh_state(
+    optimizer: type[torch.optim.Optimizer], options: Mapping[str, Any], defaults: Mapping[str, Any], like: torch.Tensor
+) -> dict[str, Any]:
+    """What an optimizer keeps of a parameter, found by a step with a gradient of zero on a copy; ``"step"`` is zero.
+
+    Args:
+        optimizer: the class.
+        options: of its parameter group.
+        defaults: of the optimizer.
+        like: the parameter's values.
+
+    Memory: four times the parameter's, and the state.
+    """
+    own, shared = copy.deepcopy((dict(options), dict(defaults)))
+    parameter = torch.nn.Parameter(like.detach().clone())
+    parameter.grad = torch.zeros_like(parameter)
+    with _apart(like.device):
+        made = optimizer([{**own, "params": [parameter]}], **shared)
+        made.step()
+    state = dict(made.state.get(parameter, {}))
+    if "step" in state:
+        state["step"] = state["step"] * 0
+    return state
+
+
+@contextmanager
+def _apart(device: torch.device) -> Iterator[None]:
+    """What is drawn in this context disturbs nobody's numbers."""
+    with _probing, torch.random.fork_rng([device.index or 0] if device.type == "cuda" else []):
+        yield
+
+
 def _probe(
     optimizer: type[torch.optim.Optimizer], options: Mapping[str, Any], defaults: Mapping[str, Any], device: torch.device
 ) -> Scope:
@@ -84,7 +117,7 @@ def _probe(
                 group["lr"] = _LR
         return made
 
-    with torch.random.fork_rng([device.index or 0] if device.type == "cuda" else []):
+    with _apart(device):
         together = None
         for shapes in (_SHAPES, _MATRICES):  # some take matrices alone
             trial = _Trial.drawn(shapes, device)

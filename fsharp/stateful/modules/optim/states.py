@@ -1,0 +1,269 @@
+"""What an optimizer keeps of each parameter, as state dicts have it: the same names and kinds on every rank."""
+
+import hashlib
+import json
+from collections import defaultdict
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from itertools import zip_longest
+from typing import Any
+
+import optree
+import torch
+
+from fsharp.errors import AgreementError, TreeError, problem
+from fsharp.functional.comm.agree import exchange, together
+from fsharp.functional.comm.protocol import Comm
+from fsharp.functional.layout.precision import dtype_name
+from fsharp.functional.layout.sharded import check_kept, is_sharded, units_of
+from fsharp.stateful.modules.initial.values import digest, taken
+from fsharp.stateful.modules.parameter import Part
+from fsharp.stateful.modules.state_dict import own_part
+
+States = dict[str, dict[str, Any]]
+"""By path of the parameter and name of the state: a :class:`~fsharp.Part`, or what is not one for each element."""
+
+
+def on_every_rank(where: str, states: States, parameters: Mapping[str, Part], comm: Comm) -> States:
+    """The states that any rank has, on all of them: of elements that other ranks hold an empty part, and all else in full.
+
+    Args:
+        where: the function that asks, for the message.
+        states: of the parameters of which this rank holds elements.
+        parameters: by path, in the same order on all ranks.
+        comm: the ranks. Those that have parameters of their own have states of their own.
+
+    Raises:
+        TreeError: a state that is no tensor, number, string or None; on all ranks.
+        AgreementError: ranks that hold elements of one parameter keep different things of it.
+
+    Cost: two collectives of a few bytes a parameter for each axis; where ranks have all or nothing of a parameter, also the
+    tensors that are not for each element, such as row statistics, one after another.
+    """
+    paths = list(parameters)
+    text = together(where, comm, lambda: _described(where, states, paths))
+    everyone = [json.loads(each) for each in exchange(text, comm)]
+    found: States = {}
+    for i, path in enumerate(paths):
+        like = parameters[path]
+        holders: dict[tuple[int, ...], list[int]] = defaultdict(list)  # by coordinates along axes on which ranks have their own
+        kinds = [known[which[i]] if which[i] >= 0 else None for known, which in everyone]
+        for rank, kind in enumerate(kinds):
+            if kind is not None:
+                holders[_own(like, rank)].append(rank)
+        for ranks in holders.values():
+            if other := next((rank for rank in ranks if kinds[rank] != kinds[ranks[0]]), None):
+                rows = [(f"rank {rank}", kinds[rank]) for rank in (ranks[0], other)]
+                raise AgreementError(problem(where, f"ranks keep different states of {path!r}.", rows))
+        alike = holders.get(_own(like, like.rank))
+        if not alike:
+            continue
+        everywhere = len(alike) == sum(_own(like, rank) == _own(like, like.rank) for rank in range(comm.mesh.size))
+        mine = states.get(path, {})
+        agreed: list[Any] = kinds[alike[0]] or []
+        found[path] = {
+            key: mine[key] if everywhere else _completed(kind, mine.get(key), like, alike[0], comm) for key, kind in agreed
+        }
+    return found
+
+
+def _own(like: Part, rank: int) -> tuple[int, ...]:
+    return tuple(like.unit.mesh.coord(axis, rank) for axis in like.place.varying)
+
+
+def _described(where: str, states: States, paths: Sequence[str]) -> str:
+    """The different states there are, and which of them each parameter has, -1 if none."""
+    known: dict[str, int] = {}
+    which = []
+    for path in paths:
+        text = json.dumps([[key, _kind(where, path, key, value)] for key, value in states.get(path, {}).items()])
+        which.append(known.setdefault(text, len(known)) if states.get(path) else -1)
+    return f"[[{', '.join(known)}], {json.dumps(which)}]"
+
+
+def _kind(where: str, path: str, key: str, value: Any) -> list[Any]:
+    if isinstance(value, Part):
+        return ["part", dtype_name(value.dtype)]
+    if isinstance(value, torch.Tensor):
+        single = value.item() if value.numel() == 1 else None
+        return ["tensor", dtype_name(value.dtype), list(value.shape), value.device.type, single]
+    if value is None or isinstance(value, bool | int | float | str):
+        return ["value", value]
+    raise TreeError(
+        f"{where}: {key!r} of {path!r} is a {type(value).__name__}, expected a tensor, a number, a string or None, which "
+        "another mesh can read. Take an optimizer that keeps such."
+    )
+
+
+def _completed(kind: list[Any], value: Any, like: Part, source: int, comm: Comm) -> Any:
+    """What this rank has or, of a parameter of which it holds nothing, what the rank ``source`` has."""
+    what, *rest = kind
+    if what == "value":
+        return rest[0]
+    dtype = getattr(torch, rest[0])
+    if what == "part":
+        return Part.of(torch.empty(0, dtype=dtype, device=comm.device), like) if value is None else value
+    shape, device, single = rest[1:]
+    device = comm.device if device == comm.device.type else torch.device(device)
+    if single is not None:
+        return torch.full(shape, single, dtype=dtype, device=device) if value is None else value
+    sent = taken(
+        torch.empty(shape, dtype=dtype, device="meta") if value is None else value, source, comm, varying=like.place.varying
+    )
+    return sent.to(device) if value is None else value
+
+
+def check_groups(
+    where: str, state_dict: Any, own: list[dict[str, Any]], *, options: Iterable[str], trained: Container[str] | None
+) -> None:
+    """Refuse a state dict whose parameter groups are not those of an optimizer.
+
+    Args:
+        where: the function that asks, for the message.
+        state_dict: what is to be loaded.
+        own: the optimizer's groups, with names of parameters.
+        options: that each group has to have.
+        trained: names of parameters that it may have a state of; None if its state is not by name.
+
+    Raises:
+        TreeError: it has other groups, lacks an option, or has a state of something that is not trained.
+    """
+    if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= state_dict.keys():
+        raise TreeError(f"{where}: expected a dict with 'state' and 'param_groups', as state_dict() gives it.")
+    groups = state_dict["param_groups"]
+    got, expected = ([list(group["params"]) for group in each] for each in (groups, own))
+    if got != expected:
+        facts = [("got", _counts(got)), ("expected", _counts(expected))]
+        remedy = "Make the same groups in the same order, by names of parameters; an optimizer of torch numbers them."
+        raise TreeError(problem(where, "the parameter groups are not those of this optimizer.", facts, remedy))
+    for i, (group, mine) in enumerate(zip(groups, own, strict=True)):
+        if missing := sorted(set(options) - group.keys()):
+            facts = [("got", ", ".join(sorted(group))), ("expected", f"{missing[0]!r}, such as {mine[missing[0]]!r}")]
+            raise TreeError(
+                problem(where, f"group {i} is that of another optimizer.", facts, "Load the state of the same class.")
+            )
+    if trained is not None and (unknown := sorted(str(name) for name in state_dict["state"] if name not in trained)):
+        raise TreeError(f"{where}: it has a state of {unknown[0]!r}, which this optimizer does not train.")
+
+
+def _counts(groups: list[list[Any]]) -> str:
+    return ", ".join(f"{len(each)} parameters" + f" from {each[0]!r} on" * bool(each) for each in groups)
+
+
+Replicas = dict[str, tuple[torch.Tensor, tuple[str, ...]]]
+"""What ranks compare: by name a tensor, and the axes along which they have values of their own."""
+
+
+def read_states(
+    where: str,
+    given: Mapping[str, Mapping[str, Any]],
+    parameters: Mapping[str, Part],
+    fresh: Callable[[str], Mapping[str, Any]],
+) -> tuple[States, Replicas]:
+    """The states in a state dict, with this rank's parts of whole tensors; and what ranks have to have in common of it.
+
+    Args:
+        where: the function that asks, for the message.
+        given: by path and name. Parameters without elements have no state, whatever is said of them.
+        parameters: by path, those that may have a state, in the same order on all ranks.
+        fresh: what the optimizer keeps of a parameter, by its path.
+
+    Raises:
+        TreeError: unknown parameters; states that are missing, or of another kind, shape, dtype, rank or layout.
+    """
+    states: States = {}
+    replicas: Replicas = {}
+    for path, like in parameters.items():
+        state = given.get(path) or {}
+        states[path] = _fitting(where, path, state, fresh(path), like) if state else {}
+        # One entry a parameter, whatever is kept of it: ranks with parameters of their own may differ in that.
+        parts = [digest(value.local) for value in state.values() if isinstance(value, Part)]
+        rest = [digest(x) for x in state.values() if isinstance(x, torch.Tensor) and not isinstance(x, Part)]
+        kinds = repr([(key, _kind(where, path, key, value)) for key, value in state.items()]).encode()
+        replicas[path] = _hashed(kinds, *rest), like.place.varying
+        replicas[f"{path}, its part"] = _hashed(*parts), like.place.varying + like.place.sharded
+    return {path: state for path, state in states.items() if state}, replicas
+
+
+def _hashed(*data: bytes) -> torch.Tensor:
+    return torch.tensor(list(hashlib.sha256(b"".join(data)).digest()), dtype=torch.uint8)
+
+
+def _fitting(where: str, path: str, given: Mapping[str, Any], wanted: Mapping[str, Any], like: Part) -> dict[str, Any]:
+    if wanted.keys() - given.keys():
+        raise TreeError(
+            f"{where}: the state of {path!r} has {sorted(given)}, and this optimizer keeps {sorted(wanted)}. Load the state of "
+            "the same class with the same options; a parameter without state has none at all."
+        )
+    found: dict[str, Any] = {}
+    for key, value in given.items():
+        name, want = f"{key} of {path}", wanted.get(key)
+        is_tensor = isinstance(value, torch.Tensor)
+        if key in wanted and isinstance(want, torch.Tensor) != is_tensor:
+            raise TreeError(f"{where}: {name!r} is a {type(value).__name__}, expected a {type(want).__name__}.")
+        is_elementwise = isinstance(want, Part) or (
+            key not in wanted and is_tensor and like.leaf.shape and value.shape == like.leaf.shape
+        )  # what it keeps from a later step on
+        if is_elementwise:
+            found[key] = own_part(where, name, value, like, dtypes=[value.dtype if want is None else want.dtype])
+        elif isinstance(want, torch.Tensor):
+            if (value.dtype, value.shape) != (want.dtype, want.shape) or isinstance(value, Part) or value.is_meta:
+                got, expected = (
+                    f"{type(x).__name__} {dtype_name(x.dtype)}{list(x.shape)} on {x.device}" for x in (value, want)
+                )
+                raise TreeError(f"{where}: {name!r} is a {got}, expected a {expected}.")
+            found[key] = value.to(want.device)
+        else:
+            found[key] = value
+    return found
+
+
+def read_tree(where: str, given: Any, own: Any, rank: int) -> tuple[Any, Replicas]:
+    """A copy of the state of an ``(init, update)`` pair, and what ranks have to have in common of it.
+
+    Args:
+        where: the function that asks, for the message.
+        given: the state in a state dict.
+        own: that of this optimizer.
+        rank: this one.
+
+    Raises:
+        TreeError: of another transformation, layout or rank, with other dtypes, or donated.
+    """
+    check_kept(where, units_of(given))
+    remedy = "Load what state_dict() gave on the same mesh, strategy and units, with the same transformation."
+    for new, old in zip_longest(units_of(given), units_of(own)):
+        if new is None or old is None or (new.unit, new.place, new.groups) != (old.unit, old.place, old.groups):
+            raise TreeError(problem(where, "it is a state of another layout.", [("got", new), ("expected", old)], remedy))
+        if new.rank is not None and not new.unit.is_same_part(new.place, new.rank, rank):
+            what = f"it is the state of rank {new.rank} of {new.unit.mesh}, and this is rank {rank}, which has another part."
+            raise TreeError(problem(where, what, [("unit", repr(new.name))], "Load what this rank has saved."))
+    if optree.tree_structure(given) != optree.tree_structure(own):
+        raise TreeError(
+            problem(where, "it is the state of another transformation.", [("got", given), ("expected", own)], remedy)
+        )
+    for (accessor, new), old in zip(
+        zip(*optree.tree_flatten_with_path(given)[:2], strict=True), optree.tree_leaves(own), strict=True
+    ):
+        got, expected = (
+            f"{dtype_name(x.dtype)}{list(x.shape)}" if isinstance(x, torch.Tensor) else type(x) for x in (new, old)
+        )
+        if got != expected:
+            raise TreeError(
+                problem(
+                    where,
+                    "a state has another dtype or shape.",
+                    [("at", accessor), ("got", got), ("expected", expected)],
+                    remedy,
+                )
+            )
+    replicas: Replicas = {}
+    for i, node in enumerate(optree.tree_leaves(given, is_leaf=is_sharded)):
+        if is_sharded(node):
+            axes = node.place.sharded + node.place.varying
+            replicas |= {
+                f"state {i}, unit {node.name!r}, group {g}": (x, axes) for g, x in zip(node.groups, node.buffers, strict=True)
+            }
+        else:
+            replicas[f"state {i}"] = (node if isinstance(node, torch.Tensor) else _hashed(repr(node).encode())), ()
+    copied = optree.tree_map(lambda x: x.clone() if isinstance(x, torch.Tensor) else x, given)
+    return copied, replicas

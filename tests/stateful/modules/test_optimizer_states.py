@@ -1,0 +1,345 @@
+"""State dicts of optimizers: of classes that look at shapes, of pairs, before a first step; and what is refused."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import fsharp as fs
+from fsharp.errors import AgreementError, TreeError
+from fsharp.testing import simulate
+from tests import modules
+from tests.modules import close, train, values
+from tests.scheduling import DP, HYBRID, STRATEGIES, assert_same, every
+from tests.stateful.modules.test_module_gradients import Choosy, sharded
+from tests.stateful.modules.test_module_optimizers import Lamb
+from tests.stateful.modules.test_state_dicts import gathered, load, plain, state_of, without, world
+
+THREE = fs.Mesh({"dp": 3})
+WHOLE = {"shard": {"atoms": fs.layout.Whole()}}
+ROWS = {
+    "hsdp": (HYBRID, STRATEGIES["hsdp"][1], WHOLE),
+    "zero1 on 3": (THREE, fs.zero1("dp"), WHOLE),
+    "ddp": (DP, fs.ddp("dp"), {}),
+}
+
+
+def shapes(state):
+    return {key: getattr(value, "shape", None) for key, value in state.items()}
+
+
+@every(2, name=ROWS, cls=(torch.optim.Adafactor, Lamb))
+def test_states_of_whole_parameters(name, cls):
+    """Row statistics are on all ranks, whoever has the parameter; another mesh and torch itself go on with them."""
+    mesh, strategy, options = ROWS[name]
+
+    def save(comm):
+        model, optimizer = world(comm, (mesh, strategy), cls=cls, **copy.deepcopy(options))
+        train(model, optimizer, modules.batches(comm, 2))
+        return copy.deepcopy(state_of(model, optimizer))
+
+    whole = gathered(simulate(mesh, save))
+    alone, optimizer = plain("plain", whole, cls, lr=1e-2)
+    train(alone, optimizer, modules.batches(None, 1))
+    state = whole["optimizer"]["state"]
+    for name, p in alone.named_parameters():
+        assert shapes(state[name]) == shapes(optimizer.state[p])
+
+    def other(comm):
+        model, optimizer = world(comm, (DP, fs.zero3("dp")), cls=cls, seed=1, shard={"atoms": fs.layout.Whole()})
+        load(model, optimizer, whole)
+        again = copy.deepcopy(optimizer.state_dict())
+        train(model, optimizer, modules.batches(comm, 1))
+        return again, values(model)
+
+    found = simulate(DP, other)
+    assert_same(gathered([again for again, _ in found])["state"], state)
+    for _, mine in found:
+        close(mine, {n: p.detach() for n, p in alone.named_parameters()})
+
+
+TEMPLATES = {
+    "AdamW": (torch.optim.AdamW, {}),
+    "AdamW, fused": (torch.optim.AdamW, {"fused": True}),
+    "AdamW, foreach": (torch.optim.AdamW, {"foreach": True}),
+    "AdamW, no foreach": (torch.optim.AdamW, {"foreach": False}),
+    "AdamW, a tensor": (torch.optim.AdamW, {"lr": torch.tensor(1e-2)}),
+    "Adam": (torch.optim.Adam, {"amsgrad": True}),
+    "SGD": (torch.optim.SGD, {"momentum": 0.9}),
+    "SGD, fused": (torch.optim.SGD, {"momentum": 0.9, "fused": True}),
+    "SGD without momentum": (torch.optim.SGD, {}),
+    "Adagrad": (torch.optim.Adagrad, {"initial_accumulator_value": 0.1}),
+    "Adafactor": (torch.optim.Adafactor, {}),
+    "Lamb": (Lamb, {}),
+}
+
+
+def about(state):
+    return {
+        name: {
+            key: (type(x), getattr(x, "shape", None), getattr(x, "dtype", None), getattr(x, "run", None))
+            for key, x in each.items()
+        }
+        for name, each in state.items()
+    }
+
+
+class Small(nn.Module):
+    """Uneven, with a scalar and a leaf that is frozen."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Parameter(torch.linspace(-1, 1, 15).view(5, 3)), nn.Parameter(torch.ones(()))
+        self.c = nn.Parameter(torch.ones(3), requires_grad=False)
+
+    def forward(self, x):
+        return (x @ self.a * self.b + self.c).square().mean()
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_a_template_is_what_a_first_step_makes(name):
+    """It has the same names, shapes and parts; training is that of an optimizer that nobody has asked, and starts from it."""
+    cls, options = TEMPLATES[name]
+    atoms = fs.layout.Whole() if cls in (torch.optim.Adafactor, Lamb) else fs.layout.Element()
+
+    def rank_fn(comm):
+        runs = []
+        for way in ("alone", "asked", "loaded"):
+            model = fs.shard_module(Small(), mesh=comm, strategy=fs.zero3("dp"), atoms=atoms)
+            optimizer = fs.ShardedOptimizer(model.parameters(), cls, **copy.deepcopy(options))
+            before = values(model)
+            if way != "alone":
+                drawn = torch.random.get_rng_state()
+                template = optimizer.state_template()
+                assert torch.equal(torch.random.get_rng_state(), drawn)
+                assert_same(values(model), before)
+                if cls is not torch.optim.Adagrad:  # which makes its state when it is made
+                    assert optimizer.state_dict()["state"] == {}
+                for state in template["state"].values():
+                    step = state.get("step", 0)
+                    assert not (step.local if isinstance(step, fs.Part) else torch.as_tensor(step)).any()
+            if way == "loaded":
+                optimizer.load_state_dict(template)
+            for _ in range(2):
+                model(torch.linspace(0, 1 + comm.rank, 5)).backward()
+                optimizer.step()
+            runs.append(values(model))
+        saved = optimizer.state_dict()
+        assert about(template["state"]) == about({name: saved["state"].get(name, {}) for name in template["state"]})
+        assert saved["state"].keys() <= {"a", "b"} == template["state"].keys()
+        assert saved["param_groups"] == template["param_groups"]
+        return runs
+
+    for first, *others in simulate(THREE, rank_fn):
+        for other in others:
+            assert_same(other, first)
+
+
+def test_a_template_of_a_pair_is_its_state():
+    def rank_fn(comm):
+        model, _ = world(comm, "zero3")
+        optimizer = fs.ShardedOptimizer(model.parameters(), fs.optim.adamw(1e-2))
+        assert optimizer.state_template()["state"] is model.train_state.opt
+
+    simulate(DP, rank_fn)
+
+
+def test_parameters_without_a_gradient_have_no_state():
+    """Which is so in the other world as well, until one comes."""
+    data = modules.batches(None, 4, size=6)
+
+    def steps(model, optimizer, comm, part):
+        for i, branch in part:
+            x, y = (each.chunk(comm.mesh.size)[comm.rank] for each in data[i])
+            model(x, y, branch).backward()
+            optimizer.step()
+
+    def save(comm):
+        model, optimizer = sharded(comm, "zero3")
+        steps(model, optimizer, comm, [(0, "left"), (1, "left")])
+        return copy.deepcopy(state_of(model, optimizer))
+
+    whole = gathered(simulate(DP, save))
+    state = whole["optimizer"]["state"]
+    assert "forks.0.left.weight" in state
+    assert not {"unused", "forks.0.right.weight", "block.up.weight"} & state.keys()
+
+    def other(comm):
+        model, optimizer = sharded(comm, fs.zero1("dp"))
+        load(model, optimizer, whole)
+        assert optimizer.state_dict()["state"].keys() == state.keys()
+        steps(model, optimizer, comm, [(2, "right"), (3, "both")])
+        counts = {name: float(each["step"]) for name, each in optimizer.state_dict()["state"].items()}
+        return counts, values(model)
+
+    for counts, mine in simulate(THREE, other):
+        steps_ = [counts.get(name) for name in ("head.weight", "forks.1.left.bias", "forks.1.right.bias", "unused")]
+        assert steps_ == [4, 3, 2, None]
+        model = Choosy()
+        model.load_state_dict(whole["model"])
+        assert mine.keys() == dict(model.named_parameters()).keys()
+
+
+def test_many_exchanges_of_the_state_leave_no_trace():
+    """Labels of runs do not grow."""
+
+    def rank_fn(comm):
+        model, optimizer = world(comm, "alone", cls=torch.optim.SGD)
+        for _ in range(50):
+            model.train_state = model.train_state
+            optimizer._recut(optimizer._labels, optimizer._states())
+        assert {label for labels in optimizer._labels for label in labels.values()} == {0}
+
+    simulate(fs.Mesh({"dp": 1}), rank_fn)
+
+
+# What is refused
+
+
+def change(state, name, **new):
+    return {**state, "state": {**state["state"], name: {**state["state"][name], **new}}}
+
+
+def drop(state, name, key):
+    return {**state, "state": {**state["state"], name: without(state["state"][name], key)}}
+
+
+WRONG = {
+    "no groups": (lambda d: {"state": d["state"]}, "expected a dict with 'state' and 'param_groups'"),
+    "torch's numbers": (
+        lambda d: torch.optim.AdamW([torch.zeros(1)]).state_dict(),
+        r"(?s)groups are not those.*got +1 parameters from 0 on.*expected +\d+ parameters from 'embed.weight' on.*by names",
+    ),
+    "another class": (
+        lambda d: {**d, "param_groups": [without(d["param_groups"][0], "betas")]},
+        r"(?s)group 0 is that of another optimizer.*expected +'betas', such as \(0.9, 0.999\)",
+    ),
+    "an unknown name": (
+        lambda d: {**d, "state": {**d["state"], "other": {}}},
+        "a state of 'other', which this optimizer does not",
+    ),
+    "a missing state": (lambda d: drop(d, "head.bias", "exp_avg"), r"the state of 'head.bias' has \['exp_avg_sq', 'step'\]"),
+    "a shape": (lambda d: change(d, "head.bias", exp_avg=torch.ones(12)), "'exp_avg of head.bias' has another shape"),
+    "a dtype": (
+        lambda d: change(d, "head.bias", exp_avg=torch.ones(11).half()),
+        r"'exp_avg of head.bias' has another dtype(.|\n)*float16",
+    ),
+    "a number": (lambda d: change(d, "head.bias", step=3), "'step of head.bias' is a int, expected a Tensor"),
+    "a counter": (lambda d: change(d, "head.bias", step=torch.ones(2)), r"'step of head.bias' is a Tensor float32\[2\]"),
+    "a list": (lambda d: change(d, "head.bias", more=[1]), "'more' of 'head.bias' is a list, expected a tensor, a number"),
+}
+
+
+@every(2, name=WRONG, ranks=((0, 1), (1,)))
+def test_wrong_state_dicts_of_an_optimizer(name, ranks):
+    wrong, match = WRONG[name]
+
+    def rank_fn(comm):
+        model, optimizer = world(comm, "zero3")
+        train(model, optimizer, modules.batches(comm, 1))
+        before = copy.deepcopy(optimizer.state_dict())
+        good = {**before, "param_groups": [{**before["param_groups"][0], "lr": 7.0}]}
+        with pytest.raises((TreeError, AgreementError), match=match):
+            optimizer.load_state_dict(wrong(good) if comm.rank in ranks else good)
+        assert optimizer.state_dict()["param_groups"] == before["param_groups"]
+        assert_same(about(optimizer.state_dict()["state"]), about(before["state"]))
+
+    simulate(DP, rank_fn)
+
+
+def test_ranks_with_other_options_or_counts():
+    def rank_fn(comm):
+        model, optimizer = world(comm, "zero3")
+        train(model, optimizer, modules.batches(comm, 1))
+        state = copy.deepcopy(optimizer.state_dict())
+        own = [{**state["param_groups"][0], "lr": 1e-2 * (1 + comm.rank)}]
+        with pytest.raises(AgreementError, match=r"group 0 +rank 0: lr=0.01(.|\n)*rank 1: lr=0.02"):
+            optimizer.load_state_dict({**state, "param_groups": own})
+        with pytest.raises(AgreementError, match=r"head.bias +rank 1: other values than rank 0"):
+            optimizer.load_state_dict(change(state, "head.bias", step=torch.tensor(1.0 + comm.rank)))
+
+    simulate(DP, rank_fn)
+
+
+class Listing(torch.optim.SGD):
+    """Keeps a list, which nobody can tell others about."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        super().step()
+        for p in self.param_groups[0]["params"]:
+            self.state[p].setdefault("history", []).append(1)
+
+
+def test_states_that_cannot_be_told_to_others_are_refused():
+    def rank_fn(comm):
+        model, optimizer = world(comm, "zero3", cls=Listing)
+        train(model, optimizer, modules.batches(comm, 1))
+        with pytest.raises(TreeError, match=r"'history' of '.*' is a list, expected a tensor, a number, a string or None"):
+            optimizer.state_dict()
+
+    simulate(DP, rank_fn)
+
+
+def test_ranks_that_keep_different_states():
+    def rank_fn(comm):
+        model, optimizer = world(comm, "ddp")
+        train(model, optimizer, modules.batches(comm, 1))
+        if comm.rank:
+            next(iter(optimizer.inner.state.values()))["step"].add_(1)
+        with pytest.raises(AgreementError, match=r"ranks keep different states of(.|\n)*rank 0(.|\n)*rank 1"):
+            optimizer.state_dict()
+
+    simulate(DP, rank_fn)
+
+
+PAIR = fs.optim.adamw(1e-2)
+OTHERS = {
+    "another transformation": (
+        fs.optim.sgd(1e-2),
+        "zero1",
+        "it is (the state of another transformation|a state of another layout)",
+    ),
+    "another layout": (PAIR, "zero3", "it is a state of another layout"),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_states_of_other_pairs(name):
+    tx, strategy, match = OTHERS[name]
+
+    def rank_fn(comm):
+        model, _ = world(comm, strategy)
+        other = fs.ShardedOptimizer(model.parameters(), tx).state_dict()
+        model, _ = world(comm, "zero1")
+        optimizer = fs.ShardedOptimizer(model.parameters(), PAIR)
+        with pytest.raises(TreeError, match=match):
+            optimizer.load_state_dict(other)
+
+    simulate(DP, rank_fn)
+
+
+def test_the_state_of_a_pair_is_copied():
+    """It may be loaded twice, and is refused once the optimizer that has given it goes on."""
+
+    def rank_fn(comm):
+        model, _ = world(comm, "zero1")
+        optimizer = fs.ShardedOptimizer(model.parameters(), PAIR)
+        data = modules.batches(comm, 2)
+        train(model, optimizer, data[:1])
+        state = optimizer.state_dict()
+        others = [world(comm, "zero1") for _ in range(2)]
+        found = []
+        for other, _ in others:
+            other.load_state_dict(model.state_dict())
+            second = fs.ShardedOptimizer(other.parameters(), PAIR)
+            second.load_state_dict(state)
+            train(other, second, data[1:])
+            found.append(values(other))
+        train(model, optimizer, data[1:])
+        assert_same(found, [values(model)] * 2)
+        with pytest.raises(TreeError, match=r"load_state_dict\(\): unit .* belongs to a donated state"):
+            second.load_state_dict(state)
+
+    simulate(DP, rank_fn)
