@@ -11,12 +11,13 @@ import torch
 
 from fsharp.checkpoint.manifest import MOST_NBYTES, NAME, Manifest
 from fsharp.checkpoint.reading import Need, read_needs, verify_files
-from fsharp.checkpoint.storage import Storage, storage_of
+from fsharp.checkpoint.storage import REMOVED, Storage, full_path, storage_of
 from fsharp.errors import CheckpointError
 
 _log = logging.getLogger("fsharp")
 _FOLDER = re.compile(r"step-(\d{10,})-([0-9a-f]{8,})")
 _PARTIAL = re.compile(r"\.(step-(\d{10,})-[0-9a-f]{8,})\.partial")
+_GONE = re.compile(rf"\.step-\d{{10,}}-[0-9a-f]{{8,}}(\.partial)?{re.escape(REMOVED)}")
 
 
 def folder_name(step: int, save_id: str) -> str:
@@ -65,7 +66,7 @@ class Checkpoint:
         """
         name = self.manifest.aliases.get(name, name)
         if name not in self.manifest.tensors:
-            raise CheckpointError(f"{self.path}: no tensor {name!r}; there are {self.names[:8]} ...")
+            raise CheckpointError(f"{self.path}: no tensor {name!r}; there are {self.names[:8]!r:.400} ...")
         record = self.manifest.tensors[name]
         whole = torch.empty(record.shape, dtype=record.dtype)
         read_needs(self.path, self.manifest, [Need(name, 0, record.numel, whole.view(-1))])
@@ -82,7 +83,7 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
         CheckpointError: there is none, it is incomplete, or a file has another size than it should. Where there is another one
             beside it that is complete, its step is named.
     """
-    folder = os.fspath(path).rstrip("/")
+    folder = full_path(path)
     storage = storage_of(folder)
     try:
         return _opened(storage, folder)
@@ -135,11 +136,13 @@ def _newest_first(storage: Storage, root: str) -> list[str]:
 
 
 def checkpoints(root: str | os.PathLike[str]) -> list[Checkpoint]:
-    """All complete checkpoints under ``root``, the newest first: by step, and by time where steps are equal.
+    """All complete checkpoints under ``root``, the one that was saved last first, whatever its step.
 
-    What is incomplete is left out, and logged as a warning.
+    A run that goes on from an older checkpoint saves smaller steps than there are. The order does not depend on clocks: each
+    save notes a later time than those of all checkpoints that it finds. What is incomplete is left out, and logged as a
+    warning.
     """
-    folder = os.fspath(root).rstrip("/")
+    folder = full_path(root)
     storage = storage_of(folder)
     found = []
     for name in _newest_first(storage, folder):
@@ -147,16 +150,16 @@ def checkpoints(root: str | os.PathLike[str]) -> list[Checkpoint]:
             found.append(_opened(storage, f"{folder}/{name}"))
         except CheckpointError as error:
             _log.warning("left out: %s", error)
-    return sorted(found, key=lambda each: (each.step, each.manifest.created), reverse=True)
+    return sorted(found, key=lambda each: (each.manifest.created, each.step), reverse=True)
 
 
 def latest(root: str | os.PathLike[str]) -> Checkpoint | None:
-    """The newest complete checkpoint under ``root``, computed from the manifests that are there; None if there is none.
+    """The complete checkpoint under ``root`` that was saved last, computed from the manifests; None if there is none.
 
     Saves that did not come to their end, and checkpoints with files that are missing or too short, are left out, and logged
     as a warning. Bytes are not read: loading does so, and :func:`verify`.
     """
-    folder = os.fspath(root).rstrip("/")
+    folder = full_path(root)
     storage = storage_of(folder)
     newest = next(iter(checkpoints(folder)), None)
     for name in storage.names(folder):
@@ -219,10 +222,11 @@ def _metric(found: Checkpoint) -> float:
 
 def remove_incomplete(root: str | os.PathLike[str]) -> list[str]:
     """Remove what saves have left that did not come to their end; what was removed. No other job may save under this root."""
-    folder = os.fspath(root).rstrip("/")
+    folder = full_path(root)
     storage, gone = storage_of(folder), []
     for name in storage.names(folder):
-        if _PARTIAL.fullmatch(name) or (_FOLDER.fullmatch(name) and NAME not in storage.names(f"{folder}/{name}")):
+        is_left = _PARTIAL.fullmatch(name) or _GONE.fullmatch(name)
+        if is_left or (_FOLDER.fullmatch(name) and NAME not in storage.names(f"{folder}/{name}")):
             storage.remove(f"{folder}/{name}")
             gone.append(f"{folder}/{name}")
     return gone

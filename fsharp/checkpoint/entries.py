@@ -4,6 +4,7 @@ Whatever the strategy, the mesh and the units, a rank holds one run of each tens
 rank knows without asking which runs all others hold, and which of several replicas writes what.
 """
 
+import math
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -12,10 +13,12 @@ from typing import Any, NamedTuple
 import optree
 import torch
 
+from fsharp.checkpoint.shard_file import DTYPES
 from fsharp.errors import TreeError, problem
 from fsharp.functional.comm.protocol import Comm
 from fsharp.functional.layout.mesh import Mesh
 from fsharp.functional.layout.placement import Place
+from fsharp.functional.layout.precision import dtype_name
 from fsharp.functional.layout.sharded import Sharded, is_sharded
 from fsharp.functional.layout.unit_layout import Leaf, UnitLayout
 from fsharp.functional.state import MadeBy
@@ -76,7 +79,7 @@ class Entry:
     @property
     def numel(self) -> int:
         """Elements of the whole tensor."""
-        return torch.Size(self.shape).numel()
+        return math.prod(self.shape)
 
     def written_by(self, rank: int) -> tuple[int, int]:
         """First element and end of the run that a rank writes: replicas share the work."""
@@ -97,11 +100,18 @@ class Contents:
         entries: by name.
         values: what is no tensor, by name.
         aliases: names of tied leaves, and of those that store them.
+        layouts: a line for each Sharded: what decides which rank holds which elements of it.
     """
 
     entries: dict[str, Entry]
     values: dict[str, Value]
     aliases: dict[str, str]
+    layouts: list[str]
+
+    def fields(self) -> dict[str, str]:
+        """What ranks have to have in common, as :func:`~fsharp.functional.comm.agree.agree` compares it."""
+        tensors = (f"{entry.name}: {dtype_name(entry.dtype)}{list(entry.shape)}" for entry in self.entries.values())
+        return {"tensors": "\n".join(tensors), "layouts": "\n".join(self.layouts)}
 
     def let_go(self) -> None:
         """Of the tensors; what is known of them stays."""
@@ -119,7 +129,7 @@ def contents_of(where: str, tree: Any, comm: Comm) -> Contents:
     Raises:
         TreeError: something that cannot be saved; names it.
     """
-    found = Contents({}, {}, {})
+    found = Contents({}, {}, {}, [])
     for segments, entries, leaf in leaves_of(tree):
         if is_sharded(leaf):
             _add_unit(where, found, segments, entries, leaf, comm)
@@ -189,6 +199,8 @@ def _add_unit(
     def name(below: str) -> str:
         return ".".join(part for part in (*above, path, below) if part)
 
+    parts = [f"{group.num_parts} x {group.capacity}" for group in unit.groups]
+    found.layouts.append(f"{name('') or '(root)'}: {node.place}; {parts}, leaves at {[leaf.offset for leaf in unit.leaves]}")
     held = dict(zip(node.groups, node.buffers, strict=True))
     for leaf in unit.leaves:
         if leaf.tied_to is not None:
@@ -262,6 +274,8 @@ def _check_plain(where: str, name: str, tensor: torch.Tensor) -> None:
 
 def _add(where: str, found: Contents, entry: Entry) -> None:
     _check_new(where, found, entry.name)
+    if entry.dtype not in DTYPES:
+        raise TreeError(f"{where}: {entry.name!r} has dtype {entry.dtype}, which cannot be in a checkpoint.")
     found.entries[entry.name] = entry
 
 

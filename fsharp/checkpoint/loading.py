@@ -11,7 +11,7 @@ from fsharp.checkpoint.catalog import Checkpoint, instead_of, latest, open_check
 from fsharp.checkpoint.entries import Contents, Entry, PerRank, contents_of, expanded, is_node, is_object, leaves_of
 from fsharp.checkpoint.manifest import NAME, Manifest
 from fsharp.checkpoint.reading import BUFFER_NBYTES, Need, read_needs
-from fsharp.checkpoint.storage import storage_of
+from fsharp.checkpoint.storage import full_path, storage_of
 from fsharp.errors import CheckpointError, TreeError, problem
 from fsharp.functional.comm.agree import exchange, together
 from fsharp.functional.comm.protocol import Comm
@@ -65,7 +65,8 @@ def load(
     Cost: a rank reads what it holds, rounded to blocks of 4 KiB, and headers, and compares it with digests; two collectives of
     40 bytes for each axis, and three of less. Memory: what is loaded and ``buffer_nbytes``.
     """
-    path = _chosen(where, comm)
+    given = full_path(where.path if isinstance(where, Checkpoint) else where)
+    path = _chosen(given, comm)
     prefix = f"{subtree}." if subtree else ""
 
     def check() -> tuple[Checkpoint, Any, Contents]:
@@ -75,7 +76,8 @@ def load(
         return found, tree, contents_of("load()", tree, comm)
 
     def fields(made: tuple[Checkpoint, Any, Contents]) -> dict[str, str]:
-        return {"save": made[0].manifest.save_id, "cast": repr(cast), "donate": repr(donate), "subtree": repr(subtree)}
+        how = {"where": given, "cast": repr(cast), "donate": repr(donate), "subtree": repr(subtree)}
+        return {"save": made[0].manifest.save_id, **how, **made[2].fields()}
 
     found, tree, into = together("load()", comm, check, fields)
     together("load()", comm, lambda: _read(found, into, prefix, comm.rank, buffer_nbytes))
@@ -84,13 +86,12 @@ def load(
     return optree.tree_map(_given_back, like, tree, is_leaf=is_node)
 
 
-def _chosen(where: str | os.PathLike[str] | Checkpoint, comm: Comm) -> str:
+def _chosen(path: str, comm: Comm) -> str:
     """Path of the checkpoint that is meant; rank 0 looks, and all take the same.
 
     Raises:
         CheckpointError: there is none.
     """
-    path = os.fspath(where.path if isinstance(where, Checkpoint) else where).rstrip("/")
     answer = {}
     if comm.rank == 0:
         try:
@@ -124,8 +125,8 @@ def _check_same(found: Checkpoint, wanted: Contents, prefix: str, *, cast: bool)
     for name, value in wanted.values.items():
         there = manifest.values.get(prefix + name)
         if type(there) is not type(value):
-            kind = "not in the checkpoint" if there is None else f"{there!r} in the checkpoint"
-            rows.append((name, f"{kind}; expected a value like {value!r}"))
+            kind = "not in the checkpoint" if there is None else f"{there!r:.80} in the checkpoint"
+            rows.append((name, f"{kind}; expected a value like {value!r:.80}"))
     for name, owner in wanted.aliases.items():
         if _stored(manifest, prefix + name) not in (prefix + owner, _stored(manifest, prefix + owner)):
             rows.append((name, f"has values of its own in the checkpoint; expected it to be tied to {owner!r}"))

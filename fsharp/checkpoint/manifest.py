@@ -1,8 +1,9 @@
 """Manifest: what is in a checkpoint, and which bytes of which file hold it. JSON, written last."""
 
 import json
+import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -10,6 +11,7 @@ import torch
 import xxhash
 
 from fsharp.checkpoint.entries import Value
+from fsharp.checkpoint.shard_file import DTYPES, without_repeats
 from fsharp.errors import CheckpointError
 from fsharp.functional.layout.precision import dtype_name
 
@@ -18,6 +20,8 @@ FORMAT = "fsharp checkpoint"
 VERSION = 1
 MOST_NBYTES = 1 << 30
 """A manifest that is larger is not read."""
+_MOST_DIMS = 64
+_DTYPES = {dtype_name(dtype): dtype for dtype in DTYPES}
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,199}")
 
 
@@ -52,7 +56,7 @@ class TensorRecord:
     @property
     def numel(self) -> int:
         """Elements of the whole tensor."""
-        return torch.Size(self.shape).numel()
+        return math.prod(self.shape)
 
 
 class FileRecord(NamedTuple):
@@ -76,7 +80,7 @@ class Manifest:
     Attributes:
         save_id: the same in each of its files.
         step: that it was saved at.
-        created: time, in seconds since 1970.
+        created: time, in seconds since 1970; later than that of all others under the root, whatever the clock says.
         mesh: axes and their sizes when it was saved.
         versions: of the packages that wrote it.
         config: what the caller gave.
@@ -138,7 +142,7 @@ class Manifest:
             CheckpointError: it is truncated, changed, of another version, or its chunks do not tile the tensors.
         """
         try:
-            body = json.loads(data, object_pairs_hook=_without_repeats)
+            body = json.loads(data, object_pairs_hook=without_repeats)
             if not isinstance(body, dict) or body.get("format") != FORMAT:
                 raise CheckpointError(f"{where}: this is not the manifest of a checkpoint of fsharp.")
             if body.get("version") != VERSION:
@@ -149,12 +153,12 @@ class Manifest:
         except CheckpointError:
             raise
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError) as error:
-            raise CheckpointError(f"{where}: the manifest is damaged: {type(error).__name__} {error}.") from error
+            raise CheckpointError(f"{where}: the manifest is damaged: {type(error).__name__} {error!s:.200}.") from error
         for name, tensor in made.tensors.items():
-            _check_tiled(where, name, tensor, len(made.files))
+            _check_tiled(where, name, tensor, made.files)
         for name, owner in made.aliases.items():
             if owner not in made.tensors or name in made.tensors:
-                raise CheckpointError(f"{where}: {name!r} is tied to {owner!r}, which is not there.")
+                raise CheckpointError(f"{where}: {name!r:.200} is tied to {owner!r:.200}, which is not there.")
         return made
 
 
@@ -165,16 +169,14 @@ def _from_body(body: dict[str, Any]) -> Manifest:
     return Manifest(
         save_id=_hex(body["save_id"]),
         step=_count(body["step"]),
-        created=float(body["created"]),
+        created=_time(body["created"]),
         mesh={str(name): _count(size) for name, size in body["mesh"].items()},
         versions={str(name): str(version) for name, version in body["versions"].items()},
         config=body["config"],
         metric=None if body["metric"] is None else float.fromhex(body["metric"]["float"]),
         files=files,
         tensors={
-            name: TensorRecord(
-                _dtype(t["dtype"]), tuple(map(_count, t["shape"])), tuple(Chunk(*map(_count, c)) for c in t["chunks"])
-            )
+            name: TensorRecord(_dtype(t["dtype"]), _shape(t["shape"]), tuple(Chunk(*map(_count, c)) for c in t["chunks"]))
             for name, t in body["tensors"].items()
         },
         aliases={name: str(owner) for name, owner in body["aliases"].items()},
@@ -182,40 +184,53 @@ def _from_body(body: dict[str, Any]) -> Manifest:
     )
 
 
-def _check_tiled(where: str, name: str, tensor: TensorRecord, num_files: int) -> None:
+def _check_tiled(where: str, name: str, tensor: TensorRecord, files: tuple[FileRecord, ...]) -> None:
     end = 0
     for chunk in tensor.chunks:
-        if chunk.first != end or chunk.last <= chunk.first or chunk.file >= num_files:
+        if chunk.first != end or chunk.last <= chunk.first or chunk.file >= len(files):
             raise CheckpointError(
-                f"{where}: chunks of {name!r} do not tile it: {tuple(chunk)} (file, first, last) follows element {end} of "
-                f"{tensor.numel}, and there are {num_files} files."
+                f"{where}: chunks of {name!r:.200} do not tile it: {tuple(chunk)} (file, first, last) follows element {end} of "
+                f"{tensor.numel}, and there are {len(files)} files."
             )
+        if (chunk.last - chunk.first) * tensor.dtype.itemsize > files[chunk.file].nbytes:
+            raise CheckpointError(f"{where}: {name!r:.200} would have more bytes in {files[chunk.file].name} than that has.")
         end = chunk.last
     if end != tensor.numel:
-        raise CheckpointError(f"{where}: chunks of {name!r} cover {end} of its {tensor.numel} elements.")
+        raise CheckpointError(f"{where}: chunks of {name!r:.200} cover {end} of its {tensor.numel} elements.")
+    if len({chunk.file for chunk in tensor.chunks}) != len(tensor.chunks):
+        raise CheckpointError(f"{where}: {name!r:.200} has two chunks in one file.")
 
 
-def text_digest(body: Any) -> str:
-    """XXH3-128 of a JSON-able value, in hexadecimal digits."""
+def as_json(value: Any) -> Any:
+    """A value as it comes back from JSON: keys are strings, tuples are lists.
+
+    Raises:
+        TypeError, ValueError, RecursionError: JSON cannot say it.
+    """
+    return json.loads(json.dumps(value), object_pairs_hook=without_repeats)
+
+
+def _digest(body: Any) -> str:
     return xxhash.xxh3_128_hexdigest(json.dumps(body, sort_keys=True, separators=(",", ":")).encode())
-
-
-_digest = text_digest
-
-
-def _without_repeats(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for name, value in pairs:
-        if name in found:
-            raise ValueError(f"{name!r} appears twice")
-        found[name] = value
-    return found
 
 
 def _count(value: Any) -> int:
     if type(value) is not int or not 0 <= value < 1 << 62:
         raise ValueError(f"{value!r:.40} is no count")
     return value
+
+
+def _shape(sizes: Any) -> tuple[int, ...]:
+    shape = tuple(map(_count, sizes))
+    if len(shape) > _MOST_DIMS or math.prod(size or 1 for size in shape) >= 1 << 62:
+        raise ValueError(f"{sizes!r:.80} is no shape")
+    return shape
+
+
+def _time(value: Any) -> float:
+    if type(value) not in (int, float) or not math.isfinite(value):
+        raise ValueError(f"{value!r:.40} is no time")
+    return float(value)
 
 
 def _file_name(value: Any) -> str:
@@ -231,10 +246,9 @@ def _hex(value: Any) -> str:
 
 
 def _dtype(name: Any) -> torch.dtype:
-    dtype = getattr(torch, name, None) if isinstance(name, str) else None
-    if not isinstance(dtype, torch.dtype):
+    if name not in _DTYPES:
         raise ValueError(f"{name!r:.40} is no dtype")
-    return dtype
+    return _DTYPES[name]
 
 
 def _value_to_json(value: Value) -> Any:

@@ -142,6 +142,8 @@ class ShardFile:
         """
         found = self._extents.get(name)
         expected = dtype if dtype in DTYPES_OF_FORMAT else torch.uint8
+        if found is not None and self._table and found.begin % dtype.itemsize:
+            raise CheckpointError(f"{self.path}: {name!r:.80} begins at byte {found.begin}, within an element.")
         if found is None or found.dtype != expected or found.end - found.begin != (chunk.last - chunk.first) * dtype.itemsize:
             size = f"{chunk.last - chunk.first:,} elements of {dtype}"
             raise CheckpointError(f"{self.path}: it has {found or 'nothing'} of {name!r}, expected {size}.")

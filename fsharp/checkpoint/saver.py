@@ -2,23 +2,25 @@
 
 import atexit
 import os
+import secrets
 import sys
 import traceback
-import weakref
 from types import TracebackType
 from typing import Any
 
 import torch
 
-from fsharp.checkpoint.catalog import Checkpoint, prune, remove_incomplete
-from fsharp.checkpoint.saving import Snapshot, agreed_snapshot, write_snapshot
+from fsharp.checkpoint.catalog import Checkpoint, folder_name, prune, remove_incomplete
+from fsharp.checkpoint.saving import Snapshot, agreed_snapshot, told, write_snapshot
+from fsharp.checkpoint.storage import full_path, storage_of
 from fsharp.errors import CheckpointError
 from fsharp.functional.comm.agree import together
 from fsharp.functional.comm.process_group import ProcessGroupComm
 from fsharp.functional.comm.protocol import Comm, CountingComm
 from fsharp.functional.comm.worker_threads import Outcome, Worker
 
-_open: "weakref.WeakSet[Saver]" = weakref.WeakSet()
+_busy: "set[Saver]" = set()
+"""Those that have something to wait for. A Saver that nobody else holds may have failed as well."""
 
 
 class Saver:
@@ -38,7 +40,8 @@ class Saver:
     process that ends without any of these says so and exits with status 1.
 
     Args:
-        root: folder of the checkpoints; nobody else may save there. What saves that were cut off have left in it is removed.
+        root: folder of the checkpoints; nobody else may save there. What saves that were cut off have left in it is removed: a
+            save of another job that is still under way there fails.
         comm: the ranks. Every rank makes the Saver.
         keep: how many of the newest checkpoints stay.
         best: how many of those with the lowest ``metric`` stay besides.
@@ -46,7 +49,8 @@ class Saver:
         background: False writes before :meth:`save` returns. So does a Comm that has no process groups, as simulated ranks.
 
     Raises:
-        CheckpointError: ``keep`` is less than 1, or the folder cannot be made. On all ranks.
+        CheckpointError: ``keep`` is less than 1, nothing can be written into the folder, or another Saver of this process is
+            still writing into it. On all ranks.
     """
 
     def __init__(
@@ -59,14 +63,16 @@ class Saver:
         config: Any = None,
         background: bool = True,
     ) -> None:
-        self._root, self._keep, self._best, self._config = os.fspath(root).rstrip("/"), keep, best, config
+        self._root, self._keep, self._best, self._config = full_path(root), keep, best, config
         self._comm = comm
 
         def check() -> None:
             if keep < 1:
                 raise CheckpointError(f"Saver(): keep is {keep}, expected at least 1.")
+            if other := next((each for each in _busy if each._root == self._root), None):
+                raise CheckpointError(f"Saver(): another Saver is still writing into {other._root}: close() that one first.")
             if comm.rank == 0:
-                remove_incomplete(self._root)
+                told(self._root, lambda: _prepare(self._root))
 
         together("Saver()", comm, check, lambda _: {"root": self._root, "keep": f"{keep}, best {best}"})
         inner = comm.inner if isinstance(comm, CountingComm) else comm
@@ -74,7 +80,6 @@ class Saver:
         self._worker = Worker("saver") if background and (self._own is not comm or comm.mesh.size == 1) else None
         self._under_way: Outcome | None = None
         self._staged: list[torch.Tensor] = []
-        _open.add(self)
 
     def save(self, tree: Any, *, step: int, metric: float | None = None) -> None:
         """Save a tree, as :func:`save` does. Waits until the one before is written.
@@ -96,6 +101,7 @@ class Saver:
             return
         self._copy(shot)
         self._under_way = Outcome()
+        _busy.add(self)
         self._worker.submit(lambda: self._write(shot), self._under_way)
 
     def _copy(self, shot: Snapshot) -> None:
@@ -146,17 +152,20 @@ class Saver:
         Raises:
             CheckpointError: it has failed.
         """
-        outcome, self._under_way = self._under_way, None
-        if outcome is None:
-            return
         try:
-            outcome.take()
+            if self._under_way is not None:
+                self._under_way.take()
         except Exception as error:
+            self._forget()
             raise CheckpointError(f"the save that was under way has failed: {error}") from error
+        self._forget()  # not if this was interrupted: the save goes on, and reads the memory of the next one
+
+    def _forget(self) -> None:
+        self._under_way = None
+        _busy.discard(self)
 
     def close(self) -> None:
         """Wait for the save that is under way, and raise what it has failed with."""
-        _open.discard(self)
         self.wait()
 
     def __enter__(self) -> "Saver":
@@ -171,11 +180,19 @@ class Saver:
             traceback.print_exc()  # the error that is on its way comes first
 
 
+def _prepare(root: str) -> None:
+    """Remove what is incomplete, and try whether anything can be written: better now than when the first save is due."""
+    remove_incomplete(root)
+    storage, trial = storage_of(root), f"{root}/{folder_name(0, secrets.token_hex(8))}"
+    storage.stage(trial)
+    storage.remove(storage.staging_path(trial))
+
+
 @atexit.register
 def _close_all() -> None:
     """A program that has not asked does not end as if all were well."""
     failed = False
-    for saver in list(_open):
+    for saver in list(_busy):
         try:
             saver.close()
         except CheckpointError:

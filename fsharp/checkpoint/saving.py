@@ -1,5 +1,7 @@
 """Saving: each rank writes its own file, and rank 0 the manifest, which makes a checkpoint of them."""
 
+import json
+import math
 import os
 import secrets
 import time
@@ -11,16 +13,15 @@ from typing import Any, TypeVar
 import torch
 import xxhash
 
-from fsharp.checkpoint.catalog import Checkpoint, folder_name
+from fsharp.checkpoint.catalog import Checkpoint, checkpoints, folder_name
 from fsharp.checkpoint.entries import Contents, contents_of, expanded
-from fsharp.checkpoint.manifest import NAME, Chunk, FileRecord, Manifest, TensorRecord, text_digest
+from fsharp.checkpoint.manifest import NAME, Chunk, FileRecord, Manifest, TensorRecord, as_json
 from fsharp.checkpoint.reading import ShardFile
-from fsharp.checkpoint.shard_file import TABLE, Tensor, bytes_of, header_of, in_order, write_file
-from fsharp.checkpoint.storage import storage_of
+from fsharp.checkpoint.shard_file import METADATA, TABLE, Tensor, bytes_of, header_of, in_order, write_file
+from fsharp.checkpoint.storage import full_path, storage_of
 from fsharp.errors import CheckpointError
 from fsharp.functional.comm.agree import gather_bytes, together
 from fsharp.functional.comm.protocol import Comm
-from fsharp.functional.layout.precision import dtype_name
 
 T = TypeVar("T")
 _SPARE_NBYTES = 1 << 20
@@ -71,7 +72,7 @@ def save(
         tree: a pytree of :class:`~fsharp.Sharded` (a :class:`~fsharp.TrainState` is one), tensors that are equal on all ranks,
             :class:`PerRank`, numbers, strings and None. Objects with ``state_dict()`` and ``load_state_dict()``, such as a
             ShardedModule, a ShardedOptimizer or a scheduler of learning rates, stand for what the former returns.
-        step: a number to know it by; newer ones are larger.
+        step: a number to know it by. One may be saved twice; neither replaces the other.
         comm: the ranks; a Scheduler is one as well.
         config: anything JSON can say, kept in the manifest; ranks have to give the same.
         metric: how good it is, lower being better: :func:`prune` keeps the best.
@@ -95,29 +96,31 @@ def agreed_snapshot(
     root: str | os.PathLike[str], tree: Any, *, step: int, comm: Comm, config: Any, metric: float | None
 ) -> Snapshot:
     """What to save, once all ranks want to save the same and there is room for it. See :func:`save`."""
-    where, draw, folder = os.fspath(root).rstrip("/"), secrets.token_bytes(8), ""
+    where, draw, folder = full_path(root), secrets.token_bytes(8), ""
 
     def check() -> Contents:
-        nonlocal folder
+        nonlocal folder, config
         if isinstance(step, bool) or not isinstance(step, int) or step < 0:
             raise CheckpointError(f"save(): step is {step!r}, expected a whole number from 0.")
         try:
-            text_digest(config)
-        except (TypeError, ValueError) as error:
+            config = as_json(config)
+        except (TypeError, ValueError, RecursionError) as error:
             raise CheckpointError(f"save(): config is nothing that JSON can say: {error}.") from error
         if not isinstance(metric, float | int | None):
             raise CheckpointError(f"save(): metric is {metric!r}, expected a number: float(x) of a tensor.")
         contents = contents_of("save()", expanded(tree), comm)
-        if TABLE in contents.entries:
-            raise CheckpointError(f"save(): the name {TABLE!r} is taken.")
+        for name in (TABLE, METADATA):
+            if name in contents.entries:
+                raise CheckpointError(f"save(): the name {name!r} is taken.")
         if comm.rank == 0:
             _check_room(where, contents)
             folder = f"{where}/{folder_name(step, draw.hex())}"
-            _told(folder, lambda: storage_of(where).stage(folder))
+            told(folder, lambda: storage_of(where).stage(folder))
         return contents
 
     def fields(contents: Contents) -> dict[str, str]:
-        return {"step": str(step), "root": where, "config": repr(config), "metric": repr(metric), **_fields(contents)}
+        text = json.dumps(config, sort_keys=True)
+        return {"step": str(step), "root": where, "config": text, "metric": repr(metric), **_fields(contents)}
 
     try:
         contents = together("save()", comm, check, fields)
@@ -157,16 +160,21 @@ def _fields(contents: Contents) -> dict[str, str]:
     entries = contents.entries.values()
     same = [f"{e.name}: {xxhash.xxh3_64_hexdigest(bytes_of(e.local.cpu()))}" for e in entries if e.is_replicated]
     return {
-        "tensors": "\n".join(f"{e.name}: {dtype_name(e.dtype)}{list(e.shape)}" for e in entries),
+        **contents.fields(),
         "values": "\n".join(f"{name}: {value!r}" for name, value in contents.values.items()),
         "values of tensors, which PerRank() allows to differ": "\n".join(same),
     }
 
 
-def _told(path: str, write: Callable[[], T]) -> T:
+def told(path: str, write: Callable[[], T]) -> T:
     """What ``write`` returns; what the file system says against it is said of ``path``."""
     try:
         return write()
+    except FileNotFoundError as error:
+        raise CheckpointError(
+            f"{path}: cannot be written: {error.strerror}. Either it was removed, or this rank does not see the folder that "
+            "rank 0 has made: root has to be in a file system that all ranks share."
+        ) from error
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be written: {error.strerror or error}.") from error
 
@@ -195,16 +203,18 @@ def write_snapshot(shot: Snapshot, comm: Comm) -> Checkpoint:
                 raise CheckpointError(f"{staged}/{record.name}: rank 0 sees {found:,} bytes of {record.nbytes:,}.")
         with storage.writing(f"{staged}/{NAME}") as out:
             out(memoryview(_manifest(shot, records, comm).to_json()))
+        if Checkpoint(staged).manifest.save_id != shot.save_id:
+            raise CheckpointError(f"{staged}/{NAME}: does not read back as it was written.")
         storage.publish(staged, shot.folder)
         is_published = True
 
     try:
-        mine = together("save()", comm, lambda: _told(path, write))
+        mine = together("save()", comm, lambda: told(path, write))
         sent = gather_bytes(mine.nbytes.to_bytes(8, "big") + bytes.fromhex(mine.digest or ""), comm)
         records = [
             FileRecord(_file_name(rank), int.from_bytes(data[:8], "big"), data[8:].hex()) for rank, data in enumerate(sent)
         ]
-        together("save()", comm, lambda: _told(shot.folder, lambda: commit(records)) if comm.rank == 0 else None)
+        together("save()", comm, lambda: told(shot.folder, lambda: commit(records)) if comm.rank == 0 else None)
     except BaseException:
         if comm.rank == 0 and not is_published:
             storage.remove(staged)
@@ -218,7 +228,7 @@ def _file_name(rank: int) -> str:
 
 def _manifest(shot: Snapshot, records: list[FileRecord], comm: Comm) -> Manifest:
     """The whole of it: which rank wrote what follows from the layouts."""
-    tensors = {}
+    tensors, before = {}, max((each.manifest.created for each in checkpoints(os.path.dirname(shot.folder))), default=0.0)
     for entry in shot.contents.entries.values():
         chunks = (Chunk(rank, *entry.written_by(rank)) for rank in range(comm.mesh.size))
         in_place = sorted((chunk for chunk in chunks if chunk.first < chunk.last), key=lambda chunk: chunk.first)
@@ -226,7 +236,7 @@ def _manifest(shot: Snapshot, records: list[FileRecord], comm: Comm) -> Manifest
     return Manifest(
         save_id=shot.save_id,
         step=shot.step,
-        created=time.time(),
+        created=max(time.time(), math.nextafter(before, math.inf)),
         mesh=dict(comm.mesh.axes),
         versions={"fsharp": version("fsharp"), "torch": torch.__version__},
         config=shot.config,

@@ -6,8 +6,9 @@ damage. Any reader of the format reads these files; the table of digests is one 
 
 import ctypes
 import json
+import math
 import struct
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +19,7 @@ from fsharp.errors import CheckpointError
 BLOCK_NBYTES = 1 << 12
 """Bytes that have a digest of their own: who reads a part of a tensor reads at most two blocks more."""
 TABLE = "fsharp.block_digests"
+METADATA = "__metadata__"
 _DIGEST_NBYTES = 8
 _STEP_NBYTES = 4 << 20
 _MOST_HEADER_NBYTES = 100 << 20
@@ -30,6 +32,11 @@ _NAMES = {
 _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 DTYPES_OF_FORMAT = frozenset(_NAMES)
 """Those that the format has a name for; others are bytes in it."""
+DTYPES = DTYPES_OF_FORMAT | {
+    torch.complex32, torch.complex128, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.float8_e8m0fnu,
+    torch.float4_e2m1fn_x2,
+}  # fmt: skip
+"""Those that are saved. Of quantized tensors bytes are not all there is, and narrower integers cannot be copied by torch."""
 
 
 class Tensor(NamedTuple):
@@ -48,7 +55,7 @@ class Tensor(NamedTuple):
     @property
     def nbytes(self) -> int:
         """Of its elements."""
-        return torch.Size(self.shape).numel() * self.dtype.itemsize
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
 class Extent(NamedTuple):
@@ -61,7 +68,7 @@ class Extent(NamedTuple):
 
 def header_of(tensors: Sequence[Tensor], metadata: Mapping[str, str]) -> bytes:
     """Length and header of a file that holds these tensors in this order, and behind them the table of digests."""
-    described: dict[str, Any] = {"__metadata__": dict(metadata)}
+    described: dict[str, Any] = {METADATA: dict(metadata)}
     end = 0
     for tensor in tensors:
         name = _NAMES.get(tensor.dtype, "U8")
@@ -165,27 +172,37 @@ def parse_header(where: str, header: bytes, nbytes: int) -> tuple[dict[str, Exte
         CheckpointError: it is not a header, or its tensors do not tile the bytes behind it.
     """
     try:
-        described = json.loads(header[8:])
-        metadata = {str(k): str(v) for k, v in (described.pop("__metadata__", None) or {}).items()}
+        described = json.loads(header[8:], object_pairs_hook=without_repeats)
+        metadata = {str(k): str(v) for k, v in (described.pop(METADATA, None) or {}).items()}
         found = {}
         for name, each in described.items():
             (begin, end), shape = each["data_offsets"], [*each["shape"]]
             if any(type(x) is not int or x < 0 for x in (begin, end, *shape)):
-                raise ValueError(f"{name!r} has an offset or size that is no count")
+                raise ValueError(f"{name!r:.80} has an offset or size that is no count")
             dtype = _DTYPES.get(each["dtype"])
-            if dtype is not None and torch.Size(shape).numel() * dtype.itemsize != end - begin:
-                raise ValueError(f"{name!r} takes {end - begin} bytes, which is not what {each['dtype']}{shape} takes")
+            if dtype is not None and math.prod(shape) * dtype.itemsize != end - begin:
+                raise ValueError(f"{name!r:.80} takes {end - begin} bytes, which is not what {each['dtype']}{shape} takes")
             found[str(name)] = Extent(dtype or torch.uint8, begin, end)
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError, RuntimeError) as error:
-        raise CheckpointError(f"{where}: the header is damaged: {type(error).__name__} {error}.") from error
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise CheckpointError(f"{where}: the header is damaged: {type(error).__name__} {error!s:.200}.") from error
     end = 0
     for name, extent in sorted(found.items(), key=lambda item: (item[1].begin, item[1].end)):
         if extent.begin != end or extent.end < extent.begin:
-            raise CheckpointError(f"{where}: the header is damaged: {name!r} begins at {extent.begin}, expected {end}.")
+            raise CheckpointError(f"{where}: the header is damaged: {name!r:.80} begins at {extent.begin}, expected {end}.")
         end = extent.end
     if len(header) + end != nbytes:
         raise CheckpointError(f"{where}: {nbytes:,} bytes, expected {len(header) + end:,}.")
     return found, metadata
+
+
+def without_repeats(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    """Objects of JSON, for ``json.loads``: of two values under one name others may take the other one."""
+    found: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in found:
+            raise ValueError(f"{name!r:.80} appears twice")
+        found[name] = value
+    return found
 
 
 def header_nbytes(where: str, head: bytes) -> int:

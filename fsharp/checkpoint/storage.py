@@ -1,5 +1,6 @@
 """Where checkpoints are: folders of a file system, or of an object store by fsspec."""
 
+import logging
 import os
 import shutil
 import stat
@@ -10,7 +11,10 @@ from typing import Any, Protocol
 from fsharp.checkpoint.manifest import NAME
 from fsharp.errors import CheckpointError
 
+_log = logging.getLogger("fsharp")
 Write = Callable[[memoryview], None]
+REMOVED = ".removed"
+"""What the name of a folder ends with while it is being removed."""
 
 
 class Storage(Protocol):
@@ -32,16 +36,22 @@ class Storage(Protocol):
         """What was staged is the folder from here on."""
 
     def nbytes(self, path: str) -> int:
-        """Size of a file. Raises FileNotFoundError; and CheckpointError if it is no plain file."""
+        """Size of a file. Raises FileNotFoundError; and CheckpointError if it is no plain file or cannot be looked at."""
 
     def read(self, path: str, start: int, into: memoryview) -> None:
-        """Fill memory with the bytes of a file from ``start`` on. Raises CheckpointError if there are not as many."""
+        """Fill memory with the bytes of a file from ``start`` on. Raises CheckpointError if that cannot be done."""
 
     def remove(self, folder: str) -> None:
-        """Remove a folder, its manifest first; it may be gone."""
+        """Remove a folder, so that it is no checkpoint from the first moment on; it may be gone."""
 
     def free_nbytes(self, folder: str) -> int | None:
         """Bytes that fit into a folder, if that is known."""
+
+
+def full_path(path: str | os.PathLike[str]) -> str:
+    """A path that still means the same when the working directory has changed; URLs as they are, without a slash at the end."""
+    given = os.fspath(path)
+    return given.rstrip("/") if "://" in given else os.path.abspath(given)
 
 
 def storage_of(path: str) -> Storage:
@@ -103,29 +113,47 @@ class LocalFiles:
 
     def nbytes(self, path: str) -> int:
         """See :class:`Storage`."""
-        found = os.lstat(path)
+        try:
+            found = os.lstat(path)
+        except FileNotFoundError:
+            raise
+        except OSError as error:
+            raise CheckpointError(f"{path}: cannot be read: {error.strerror}.") from error
         if not stat.S_ISREG(found.st_mode):
             raise CheckpointError(f"{path}: not a plain file; links are not followed.")
         return found.st_size
 
     def read(self, path: str, start: int, into: memoryview) -> None:
         """See :class:`Storage`."""
-        file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
-            while into:
-                count = os.preadv(file, [into], start)
-                if not count:
-                    raise CheckpointError(f"{path}: {len(into):,} bytes are missing from byte {start:,} on.")
-                into, start = into[count:], start + count
-        finally:
-            os.close(file)
+            file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)  # a pipe must not block
+            try:
+                while into:
+                    count = os.preadv(file, [into], start)
+                    if not count:
+                        raise CheckpointError(f"{path}: {len(into):,} bytes are missing from byte {start:,} on.")
+                    into, start = into[count:], start + count
+            finally:
+                os.close(file)
+        except OSError as error:
+            raise CheckpointError(f"{path}: cannot be read: {error.strerror}.") from error
 
     def remove(self, folder: str) -> None:
         """See :class:`Storage`."""
-        with suppress(FileNotFoundError):
-            os.unlink(os.path.join(folder, NAME))  # what is left when this is interrupted is no checkpoint
-            _sync(folder)
-        shutil.rmtree(folder, ignore_errors=True)
+        parent, name = os.path.split(folder)
+        gone = folder if name.endswith(REMOVED) else os.path.join(parent, f".{name.lstrip('.')}{REMOVED}")
+        try:
+            # At once: who is writing into it cannot publish it any more, and what an interruption leaves is no checkpoint.
+            os.rename(folder, gone)
+            _sync(parent)
+        except (FileNotFoundError, NotADirectoryError):
+            return
+        except OSError as error:
+            raise CheckpointError(f"{folder}: cannot be removed: {error.strerror}.") from error
+        try:
+            os.unlink(gone) if os.path.islink(gone) else shutil.rmtree(gone)  # of a link not what it points at
+        except OSError as error:
+            _log.warning("%s: left behind: %s", gone, error)
 
     def free_nbytes(self, folder: str) -> int | None:
         """See :class:`Storage`."""
