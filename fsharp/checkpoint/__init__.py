@@ -6,7 +6,10 @@ from fsharp.checkpoint.catalog import latest as latest
 from fsharp.checkpoint.catalog import open_checkpoint as open_checkpoint
 from fsharp.checkpoint.catalog import prune as prune
 from fsharp.checkpoint.catalog import verify as verify
+from fsharp.checkpoint.dcp import from_dcp as from_dcp
+from fsharp.checkpoint.dcp import to_dcp as to_dcp
 from fsharp.checkpoint.entries import PerRank as PerRank
+from fsharp.checkpoint.exporting import export_safetensors as export_safetensors
 from fsharp.checkpoint.loading import load as load
 from fsharp.checkpoint.saver import Saver as Saver
 from fsharp.checkpoint.saving import save as save

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from fsharp.checkpoint import huggingface
 from fsharp.checkpoint.manifest import MOST_NBYTES, NAME, Manifest
 from fsharp.checkpoint.reading import Need, read_needs, verify_files
 from fsharp.checkpoint.storage import REMOVED, Storage, full_path, storage_of
@@ -27,7 +28,7 @@ def folder_name(step: int, save_id: str) -> str:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint that is complete: its manifest is there, and its files have their sizes.
+    """A checkpoint that is complete: its manifest is there, and its files have their sizes. Or a folder of safetensors.
 
     Attributes:
         path: of its folder.
@@ -77,7 +78,7 @@ class Checkpoint:
 
 
 def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
-    """The checkpoint in a folder.
+    """The checkpoint in a folder; also of safetensors as Hugging Face's libraries write them, of step 0.
 
     Raises:
         CheckpointError: there is none, it is incomplete, or a file has another size than it should. Where there is another one
@@ -112,7 +113,10 @@ def _manifest_in(storage: Storage, folder: str) -> Manifest:
         data = bytearray(size)
         storage.read(where, 0, memoryview(data))
     except FileNotFoundError as error:
-        is_there = bool(storage.names(folder))
+        names = storage.names(folder)
+        if huggingface.is_folder(names):
+            return huggingface.manifest_of(storage, folder)
+        is_there = bool(names)
         what = "this checkpoint is incomplete: it has no manifest" if is_there else "there is no checkpoint here"
         raise CheckpointError(f"{folder}: {what}.") from error
     return Manifest.from_json(where, bytes(data))
@@ -180,11 +184,14 @@ def verify(path: str | os.PathLike[str]) -> Checkpoint:
         The checkpoint, of which every byte is right.
 
     Raises:
-        CheckpointError: names each file, and what of which tensors is damaged in it.
+        CheckpointError: names each file, and what of which tensors is damaged in it; or there are no digests, as in files that
+            others have written.
 
     Memory: a few MiB.
     """
     found = open_checkpoint(path)
+    if any(file.digest is None for file in found.manifest.files):
+        raise CheckpointError(f"verify(): {found.path} has no digests to compare with: others have written it.")
     problems = verify_files(found.path, found.manifest)
     if problems:
         raise CheckpointError("\n".join(problems[:20]) + instead_of(found.path))

@@ -154,6 +154,18 @@ def contents_of(where: str, tree: Any, comm: Comm) -> Contents:
     return found
 
 
+def renamed(where: str, name: str, rename: Callable[[str], str] | None) -> str:
+    """What ``rename`` makes of a name.
+
+    Raises:
+        TreeError: something that is no name.
+    """
+    new = name if rename is None else rename(name)
+    if not isinstance(new, str):
+        raise TreeError(f"{where}: rename returned {new!r:.60} for {name!r}, expected a name.")
+    return new
+
+
 def is_object(leaf: Any) -> bool:
     """Whether an object stands for what its ``state_dict()`` returns."""
     return callable(getattr(leaf, "state_dict", None)) and callable(getattr(leaf, "load_state_dict", None))

@@ -2,19 +2,33 @@
 
 import json
 import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import optree
 import torch
 
 from fsharp.checkpoint.catalog import Checkpoint, instead_of, latest, open_checkpoint
-from fsharp.checkpoint.entries import Contents, Entry, PerRank, contents_of, expanded, is_node, is_object, leaves_of
+from fsharp.checkpoint.entries import (
+    Contents,
+    Entry,
+    PerRank,
+    contents_of,
+    expanded,
+    is_node,
+    is_object,
+    leaves_of,
+    renamed,
+)
+from fsharp.checkpoint.huggingface import is_folder
 from fsharp.checkpoint.manifest import NAME, Manifest
 from fsharp.checkpoint.reading import BUFFER_NBYTES, Need, read_needs
 from fsharp.checkpoint.storage import full_path, storage_of
 from fsharp.errors import CheckpointError, TreeError, problem
 from fsharp.functional.comm.agree import exchange, together
 from fsharp.functional.comm.protocol import Comm
+from fsharp.functional.layout.paths import as_patterns, chosen
 from fsharp.functional.layout.precision import dtype_name
 from fsharp.functional.layout.sharded import donate_nodes, is_sharded
 from fsharp.functional.state import MadeBy
@@ -28,6 +42,8 @@ def load(
     *,
     comm: Comm,
     subtree: str = "",
+    rename: Callable[[str], str] | None = None,
+    ignore: str | Sequence[str] = (),
     cast: bool = False,
     donate: bool = False,
     buffer_nbytes: int = BUFFER_NBYTES,
@@ -45,11 +61,14 @@ def load(
     (tensor([0., 1., 2., 3., 4., 5.]), 512)
 
     Args:
-        where: a checkpoint or its path, or the root of several, of which the newest complete one is taken.
+        where: a checkpoint or its path, or the root of several, of which the newest complete one is taken. A folder of
+            safetensors that Hugging Face's libraries have written will do as well.
         like: names, shapes, dtypes and where each rank's parts rest; its values do not matter, and tensors may be on the meta
             device. Objects with ``load_state_dict()`` are given what was loaded, and returned.
         comm: the ranks.
         subtree: load this part of the checkpoint alone: ``subtree="params"`` with parameters for ``like``.
+        rename: the name in the checkpoint, below ``subtree``, of a name of ``like``: ``lambda name: f"model.{name}"``.
+        ignore: patterns of names in the checkpoint that are left alone as if they were not there; each has to match one.
         cast: convert values whose dtype differs; else that is an error.
         donate: read into the tensors of ``like``, which are refused afterwards. If loading fails their values are lost.
         buffer_nbytes: memory to read into, besides what is loaded.
@@ -59,7 +78,9 @@ def load(
 
     Raises:
         CheckpointError: there is none, it is incomplete or damaged; names the file and the tensors. On all ranks.
-        TreeError: names, shapes or dtypes that differ, in either direction; on all ranks.
+        TreeError: names, shapes or dtypes that differ, in either direction; on all ranks. A tied leaf needs a value under one
+            of its names.
+        PatternError: a pattern of ``ignore`` that matches nothing.
         AgreementError: ranks with different arguments, or of which one has failed.
 
     Cost: a rank reads what it holds, rounded to blocks of 4 KiB, and headers, and compares it with digests; two collectives of
@@ -69,18 +90,25 @@ def load(
     path = _chosen(given, comm)
     prefix = f"{subtree}." if subtree else ""
 
-    def check() -> tuple[Checkpoint, Any, Contents]:
+    def stored(name: str) -> str:
+        return prefix + renamed("load()", name, rename)
+
+    def check() -> tuple[Checkpoint, Any, Contents, dict[str, str]]:
         found, template = open_checkpoint(path), expanded(like)
-        _check_same(found, contents_of("load()", template, comm), prefix, cast=cast)
-        tree = _prepared(template, found.manifest, prefix, comm.device, donate=donate)
-        return found, tree, contents_of("load()", tree, comm)
+        wanted, manifest = contents_of("load()", template, comm), _without(found.manifest, as_patterns(ignore))
+        sources = _sources(manifest, wanted, stored)
+        _check_same(found.path, manifest, wanted, sources, stored, prefix, cast=cast)
+        tree = _prepared(template, manifest, stored, comm.device, donate=donate)
+        return found, tree, contents_of("load()", tree, comm), sources
 
-    def fields(made: tuple[Checkpoint, Any, Contents]) -> dict[str, str]:
-        how = {"where": given, "cast": repr(cast), "donate": repr(donate), "subtree": repr(subtree)}
-        return {"save": made[0].manifest.save_id, **how, **made[2].fields()}
+    def fields(made: tuple[Checkpoint, Any, Contents, dict[str, str]]) -> dict[str, str]:
+        found, _, into, sources = made
+        names = "\n".join(f"{name} from {source}" for name, source in sources.items())
+        how = {"where": given, "cast": repr(cast), "donate": repr(donate), "subtree": repr(subtree), "names": names}
+        return {"save": found.manifest.save_id, **how, **into.fields()}
 
-    found, tree, into = together("load()", comm, check, fields)
-    together("load()", comm, lambda: _read(found, into, prefix, comm.rank, buffer_nbytes))
+    found, tree, into, sources = together("load()", comm, check, fields)
+    together("load()", comm, lambda: _read(found, into, sources, comm.rank, buffer_nbytes))
     if donate:
         donate_nodes(like)
     return optree.tree_map(_given_back, like, tree, is_leaf=is_node)
@@ -95,7 +123,8 @@ def _chosen(path: str, comm: Comm) -> str:
     answer = {}
     if comm.rank == 0:
         try:
-            is_one = NAME in storage_of(path).names(path)
+            names = storage_of(path).names(path)
+            is_one = NAME in names or is_folder(names)
             newest = None if is_one else latest(path)
             answer = {"path": path if is_one or newest is None else newest.path}
         except (CheckpointError, OSError) as error:
@@ -111,34 +140,66 @@ def _stored(manifest: Manifest, name: str) -> str:
     return manifest.aliases.get(name, name)
 
 
-def _check_same(found: Checkpoint, wanted: Contents, prefix: str, *, cast: bool) -> None:
+def _without(manifest: Manifest, ignore: tuple[str, ...]) -> Manifest:
+    """A manifest that has nothing under the names that patterns select."""
+    left = chosen("load(ignore=)", ignore, [*manifest.tensors, *manifest.values, *manifest.aliases])
+    kept: dict[str, Any] = {
+        kind: {name: each for name, each in getattr(manifest, kind).items() if name not in left}
+        for kind in ("tensors", "values", "aliases")
+    }
+    return replace(manifest, **kept)
+
+
+def _sources(manifest: Manifest, wanted: Contents, stored: Callable[[str], str]) -> dict[str, str]:
+    """Of each tensor of a tree the name under which it is stored; of tied leaves, which have several, one that is there."""
+    names = {name: [name] for name in wanted.entries}
+    for alias, owner in wanted.aliases.items():
+        names[owner].append(alias)
+    choices = {owner: [_stored(manifest, stored(name)) for name in each] for owner, each in names.items()}
+    return {owner: next((name for name in each if name in manifest.tensors), each[0]) for owner, each in choices.items()}
+
+
+def _check_same(
+    path: str,
+    manifest: Manifest,
+    wanted: Contents,
+    sources: Mapping[str, str],
+    stored: Callable[[str], str],
+    prefix: str,
+    *,
+    cast: bool,
+) -> None:
     """Refuse what differs between a tree and a checkpoint, all of it at once."""
-    manifest, rows = found.manifest, []
+    rows = []
     for name, entry in wanted.entries.items():
-        record = manifest.tensors.get(_stored(manifest, prefix + name))
+        record = manifest.tensors.get(sources[name])
         if record is None:
-            kind = "a number or text in the checkpoint" if prefix + name in manifest.values else "not in the checkpoint"
+            kind = "a number or text in the checkpoint" if sources[name] in manifest.values else "not in the checkpoint"
             rows.append((name, f"{kind}; expected {_described(entry.dtype, entry.shape)}"))
         elif record.shape != entry.shape or (record.dtype != entry.dtype and not cast):
-            stored = _described(record.dtype, record.shape)
-            rows.append((name, f"{stored} in the checkpoint; expected {_described(entry.dtype, entry.shape)}"))
+            stored_as = _described(record.dtype, record.shape)
+            rows.append((name, f"{stored_as} in the checkpoint; expected {_described(entry.dtype, entry.shape)}"))
     for name, value in wanted.values.items():
-        there = manifest.values.get(prefix + name)
+        there = manifest.values.get(stored(name))
         if type(there) is not type(value):
             kind = "not in the checkpoint" if there is None else f"{there!r:.80} in the checkpoint"
             rows.append((name, f"{kind}; expected a value like {value!r:.80}"))
     for name, owner in wanted.aliases.items():
-        if _stored(manifest, prefix + name) not in (prefix + owner, _stored(manifest, prefix + owner)):
+        source = _stored(manifest, stored(name))
+        if source in manifest.tensors and source != sources[owner]:
             rows.append((name, f"has values of its own in the checkpoint; expected it to be tied to {owner!r}"))
-    expected = wanted.entries.keys() | wanted.values.keys() | wanted.aliases.keys()
+    expected = {stored(name) for name in (*wanted.entries, *wanted.values, *wanted.aliases)}
     for name in (*manifest.tensors, *manifest.values, *manifest.aliases):
-        if name.startswith(prefix) and name[len(prefix) :] not in expected:
+        if name.startswith(prefix) and name not in expected:
             rows.append((name[len(prefix) :], "in the checkpoint alone"))
     if rows:
         shown = _grouped(rows)
         more = [("...", f"and {len(shown) - _SHOWN} more lines")] if len(shown) > _SHOWN else []
-        remedy = "Build the tree as it was when it was saved; subtree= loads a part of it, cast=True converts dtypes."
-        what = f"{found.path} is not of this tree: {len(rows)} differences."
+        remedy = (
+            "Build the tree as it was when it was saved; subtree= loads a part of it, rename= and ignore= are for other names, "
+            "cast=True converts dtypes."
+        )
+        what = f"{path} is not of this tree: {len(rows)} differences."
         raise TreeError(problem("load()", what, [*shown[:_SHOWN], *more], remedy))
 
 
@@ -158,7 +219,7 @@ def _grouped(rows: list[tuple[str, str]]) -> list[tuple[str, str]]:
     ]
 
 
-def _prepared(template: Any, manifest: Manifest, prefix: str, device: torch.device, *, donate: bool) -> Any:
+def _prepared(template: Any, manifest: Manifest, stored: Callable[[str], str], device: torch.device, *, donate: bool) -> Any:
     """The tree to be returned: memory for tensors, and the values that were saved."""
 
     def fresh(x: torch.Tensor) -> torch.Tensor:
@@ -168,7 +229,7 @@ def _prepared(template: Any, manifest: Manifest, prefix: str, device: torch.devi
 
     made: list[Any] = []
     for segments, _, leaf in leaves_of(template):
-        value = manifest.values.get(prefix + ".".join(segments))
+        value = manifest.values.get(stored(".".join(segments)))
         if is_sharded(leaf):
             made.append(leaf.replace([fresh(buffer) for buffer in leaf.buffers]))
         elif isinstance(leaf, PerRank):
@@ -180,7 +241,7 @@ def _prepared(template: Any, manifest: Manifest, prefix: str, device: torch.devi
     return optree.tree_unflatten(optree.tree_structure(template, is_leaf=is_node), made)
 
 
-def _read(found: Checkpoint, into: Contents, prefix: str, rank: int, buffer_nbytes: int) -> None:
+def _read(found: Checkpoint, into: Contents, sources: Mapping[str, str], rank: int, buffer_nbytes: int) -> None:
     """Fill the tensors of a tree.
 
     Raises:
@@ -193,7 +254,7 @@ def _read(found: Checkpoint, into: Contents, prefix: str, rank: int, buffer_nbyt
         if entry.is_of_group:
             target = torch.empty_like(target)
             numbers.append((entry, target))
-        needs.append(Need(_stored(manifest, prefix + name), piece.first, piece.last, target))
+        needs.append(Need(sources[name], piece.first, piece.last, target))
     try:
         read_needs(found.path, manifest, needs, buffer_nbytes=buffer_nbytes)
     except CheckpointError as error:

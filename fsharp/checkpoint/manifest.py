@@ -163,7 +163,7 @@ class Manifest:
 
 
 def _from_body(body: dict[str, Any]) -> Manifest:
-    files = tuple(FileRecord(_file_name(f["name"]), _count(f["nbytes"]), _hex(f["xxh3_128"])) for f in body["files"])
+    files = tuple(FileRecord(plain_file_name(f["name"]), _count(f["nbytes"]), _hex(f["xxh3_128"])) for f in body["files"])
     if len({file.name for file in files}) != len(files):
         raise ValueError("a file is named twice")
     return Manifest(
@@ -233,7 +233,8 @@ def _time(value: Any) -> float:
     return float(value)
 
 
-def _file_name(value: Any) -> str:
+def plain_file_name(value: Any) -> str:
+    """A name of a file in the same folder. Raises ValueError if it is something else."""
     if not isinstance(value, str) or not _PLAIN_NAME.fullmatch(value):
         raise ValueError(f"{value!r:.80} is no plain file name")
     return value

@@ -128,7 +128,7 @@ class ShardFile:
             found, metadata = parse_header(self.path, header, size)
             if metadata.get("save_id") != save_id:
                 raise CheckpointError(f"{self.path}: it belongs to save {metadata.get('save_id')!r}, expected {save_id!r}.")
-            if found.get(TABLE) != Extent(torch.uint8, size - length - table_nbytes, size - length):
+            if found.get(TABLE) != Extent(torch.uint8, size - length - table_nbytes, size - length, (table_nbytes,)):
                 raise CheckpointError(f"{self.path}: its table of digests is not where it should be.")
             self._table = table
         self._extents = found
@@ -225,10 +225,10 @@ def _windows(
                 yield (start, min(stop, end)), parts
                 parts = []
             if not parts:
-                start = low
+                start = stop = low
             last = min(run.end, start + most)
             parts.append((begin, last, run))
-            stop, begin = -(-last // block) * block, last
+            stop, begin = max(stop, -(-last // block) * block), last
     if parts:
         yield (start, min(stop, end)), parts
 

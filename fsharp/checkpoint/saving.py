@@ -5,7 +5,7 @@ import math
 import os
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any, TypeVar
@@ -50,7 +50,7 @@ class Snapshot:
     save_id: str
     folder: str
     tensors: list[Tensor]
-    values: list[torch.Tensor]
+    values: Iterable[torch.Tensor]
 
 
 def save(

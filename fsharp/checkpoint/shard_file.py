@@ -59,14 +59,15 @@ class Tensor(NamedTuple):
 
 
 class Extent(NamedTuple):
-    """Where a tensor is in a file: its type, and first and last byte behind the header."""
+    """Where a tensor is in a file: its type, first and last byte behind the header, and its shape."""
 
     dtype: torch.dtype
     begin: int
     end: int
+    shape: tuple[int, ...]
 
 
-def header_of(tensors: Sequence[Tensor], metadata: Mapping[str, str]) -> bytes:
+def header_of(tensors: Sequence[Tensor], metadata: Mapping[str, str], *, with_digests: bool = True) -> bytes:
     """Length and header of a file that holds these tensors in this order, and behind them the table of digests."""
     described: dict[str, Any] = {METADATA: dict(metadata)}
     end = 0
@@ -75,8 +76,9 @@ def header_of(tensors: Sequence[Tensor], metadata: Mapping[str, str]) -> bytes:
         shape = list(tensor.shape) if tensor.dtype in _NAMES else [tensor.nbytes]
         described[tensor.name] = {"dtype": name, "shape": shape, "data_offsets": [end, end + tensor.nbytes]}
         end += tensor.nbytes
-    table = -(-end // BLOCK_NBYTES) * _DIGEST_NBYTES
-    described[TABLE] = {"dtype": "U8", "shape": [table], "data_offsets": [end, end + table]}
+    if with_digests:
+        table = -(-end // BLOCK_NBYTES) * _DIGEST_NBYTES
+        described[TABLE] = {"dtype": "U8", "shape": [table], "data_offsets": [end, end + table]}
     text = json.dumps(described, separators=(",", ":")).encode()
     text += b" " * (-(8 + len(text)) % 64)  # elements start at multiples of 64 bytes
     return struct.pack("<Q", len(text)) + text
@@ -182,7 +184,9 @@ def parse_header(where: str, header: bytes, nbytes: int) -> tuple[dict[str, Exte
             dtype = _DTYPES.get(each["dtype"])
             if dtype is not None and math.prod(shape) * dtype.itemsize != end - begin:
                 raise ValueError(f"{name!r:.80} takes {end - begin} bytes, which is not what {each['dtype']}{shape} takes")
-            found[str(name)] = Extent(dtype or torch.uint8, begin, end)
+            found[str(name)] = (
+                Extent(dtype, begin, end, tuple(shape)) if dtype else Extent(torch.uint8, begin, end, (end - begin,))
+            )
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{where}: the header is damaged: {type(error).__name__} {error!s:.200}.") from error
     end = 0

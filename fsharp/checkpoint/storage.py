@@ -38,6 +38,9 @@ class Storage(Protocol):
     def nbytes(self, path: str) -> int:
         """Size of a file. Raises FileNotFoundError; and CheckpointError if it is no plain file or cannot be looked at."""
 
+    def behind_links(self, folder: str, name: str) -> str:
+        """The path, relative to a folder, of the file that a name in it stands for."""
+
     def read(self, path: str, start: int, into: memoryview) -> None:
         """Fill memory with the bytes of a file from ``start`` on. Raises CheckpointError if that cannot be done."""
 
@@ -122,6 +125,10 @@ class LocalFiles:
         if not stat.S_ISREG(found.st_mode):
             raise CheckpointError(f"{path}: not a plain file; links are not followed.")
         return found.st_size
+
+    def behind_links(self, folder: str, name: str) -> str:
+        """See :class:`Storage`."""
+        return os.path.relpath(os.path.realpath(os.path.join(folder, name)), os.path.realpath(folder))
 
     def read(self, path: str, start: int, into: memoryview) -> None:
         """See :class:`Storage`."""
@@ -216,6 +223,10 @@ class ObjectStore:
         if found["type"] != "file":
             raise CheckpointError(f"{path}: not a file.")
         return int(found["size"])
+
+    def behind_links(self, folder: str, name: str) -> str:
+        """See :class:`Storage`."""
+        return name
 
     def read(self, path: str, start: int, into: memoryview) -> None:
         """See :class:`Storage`."""

@@ -1,0 +1,301 @@
+"""torch.distributed.checkpoint: checkpoints written for it, and its own read. One process does either, a chunk at a time."""
+
+import io
+import os
+import pickle
+import secrets
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import optree
+import torch
+
+from fsharp.checkpoint.catalog import Checkpoint, folder_name, open_checkpoint
+from fsharp.checkpoint.entries import Contents, Entry, Piece, Value
+from fsharp.checkpoint.exporting import names_below, new_folder
+from fsharp.checkpoint.manifest import plain_file_name
+from fsharp.checkpoint.reading import Need, read_needs
+from fsharp.checkpoint.saving import Snapshot, write_snapshot
+from fsharp.checkpoint.shard_file import Tensor, in_order
+from fsharp.checkpoint.storage import Storage, storage_of
+from fsharp.errors import CheckpointError
+from fsharp.functional.comm.protocol import SingleComm
+from fsharp.functional.layout.paths import as_patterns, chosen
+from fsharp.functional.layout.precision import dtype_name
+
+_CHUNK_NBYTES = 64 << 20
+"""Bytes of a chunk that DCP is given. Each of its ranks reads the chunks that it needs a part of."""
+_METADATA = ".metadata"
+_MOST_METADATA_NBYTES = 4 << 30
+_CLASSES = {
+    "torch.distributed.checkpoint.metadata": {
+        "Metadata", "MetadataIndex", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata",
+        "TensorProperties", "_MEM_FORMAT_ENCODING", "StorageMeta",
+    },
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch.serialization": {"_get_layout"},
+    "torch": {"Size"},
+    "pathlib": {"PosixPath"},
+    "collections": {"OrderedDict"},
+}  # fmt: skip
+"""All that the metadata of a checkpoint is made of, besides names of dtypes."""
+
+
+def to_dcp(
+    checkpoint: str | os.PathLike[str] | Checkpoint,
+    folder: str | os.PathLike[str],
+    *,
+    subtree: str = "",
+    rename: Callable[[str], str] | None = None,
+) -> None:
+    """Write a checkpoint so that ``torch.distributed.checkpoint.load()`` reads it, into tensors or DTensors of any mesh.
+
+    Args:
+        checkpoint: or its path.
+        folder: a new one; it is there when all of it is written.
+        subtree: what to write; all by default.
+        rename: the key in DCP of a name below ``subtree``: ``lambda name: f"model.{name}"``.
+
+    Tied leaves are written under each of their names; numbers and texts as objects, as DCP writes those of a ``state_dict``.
+
+    Raises:
+        CheckpointError: the folder is there already or is a URL, there is nothing to write, two tensors have the same name, or
+            the checkpoint is damaged. Nothing is left.
+
+    Cost: reads what it writes, and compares it with its digests. Memory: a chunk of 64 MiB, or one row if that is more.
+    Source: https://docs.pytorch.org/docs/stable/distributed.checkpoint.html
+    """
+    from torch.distributed.checkpoint.filesystem import FileSystemWriter
+
+    found = checkpoint if isinstance(checkpoint, Checkpoint) else open_checkpoint(checkpoint)
+    if "://" in os.fspath(folder):
+        raise CheckpointError(f"to_dcp(): {folder} is a URL, expected a path.")
+    prefix = f"{subtree}." if subtree else ""
+    names = names_below("to_dcp()", found, subtree, rename, aliases=True)
+    values = {name[len(prefix) :]: value for name, value in found.manifest.values.items() if name.startswith(prefix)}
+    values = {rename(name) if rename else name: value for name, value in values.items()}
+    if twice := names.keys() & values.keys():
+        raise CheckpointError(f"to_dcp(): a tensor and a value would both have the name {min(twice)!r}.")
+    planner = _planner(found, names, values)
+    with new_folder("to_dcp()", folder) as staged:
+        writer = FileSystemWriter(staged)
+        planner.set_up_planner({}, is_coordinator=True)
+        writer.set_up_storage_writer(is_coordinator=True)
+        plans, metadata = planner.create_global_plan([writer.prepare_local_plan(planner.create_local_plan())])
+        plan = planner.finish_plan(writer.prepare_global_plan(plans)[0])
+        writer.finish(metadata, [writer.write_data(plan, planner).wait()])
+
+
+def _planner(found: Checkpoint, names: Mapping[str, str], values: Mapping[str, Value]) -> Any:
+    """What tells DCP's writer what to write, and reads each chunk when it is asked for it."""
+    from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+    from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
+
+    tensors = {name: found.manifest.tensors[found.manifest.aliases.get(stored, stored)] for name, stored in names.items()}
+
+    def items() -> Iterator[WriteItem]:
+        for name, record in tensors.items():
+            for begin, end in _rows(record.shape, record.dtype):
+                offsets = torch.Size([begin, *(0 for _ in record.shape[1:])][: len(record.shape)])
+                sizes = torch.Size([end - begin, *record.shape[1:]][: len(record.shape)])
+                chunk = ChunkStorageMetadata(offsets, sizes)
+                data = TensorWriteData(chunk, TensorProperties(record.dtype), torch.Size(record.shape))
+                yield WriteItem(MetadataIndex(name, offsets), WriteItemType.SHARD, tensor_data=data)
+        for name in values:
+            yield WriteItem(MetadataIndex(name), WriteItemType.BYTE_IO)
+
+    class Planner(DefaultSavePlanner):
+        def create_local_plan(self) -> SavePlan:
+            self.plan = SavePlan(list(items()), planner_data={name: (name,) for name in (*tensors, *values)})
+            return self.plan
+
+        def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
+            index, data = write_item.index, write_item.tensor_data
+            if data is None:
+                stream = io.BytesIO()
+                torch.save(values[index.fqn], stream)
+                return stream
+            name = found.manifest.aliases.get(names[index.fqn], names[index.fqn])
+            size = data.chunk.sizes.numel()
+            row = torch.Size(data.size[1:]).numel()
+            first = data.chunk.offsets[0] * row if data.size else 0
+            target = torch.empty(data.chunk.sizes, dtype=data.properties.dtype)
+            read_needs(found.path, found.manifest, [Need(name, first, first + size, target.view(-1))])
+            return target
+
+    return Planner()
+
+
+def _rows(shape: tuple[int, ...], dtype: torch.dtype) -> list[tuple[int, int]]:
+    """First row and end of each chunk of a tensor."""
+    if not shape or not shape[0]:
+        return [(0, 0 if shape else 1)]
+    row_nbytes = torch.Size(shape[1:]).numel() * dtype.itemsize
+    step = max(1, _CHUNK_NBYTES // max(1, row_nbytes))
+    return [(begin, min(begin + step, shape[0])) for begin in range(0, shape[0], step)]
+
+
+def from_dcp(
+    folder: str | os.PathLike[str],
+    root: str | os.PathLike[str],
+    *,
+    step: int = 0,
+    ignore: str | Sequence[str] = (),
+    config: Any = None,
+) -> Checkpoint:
+    """A checkpoint under ``root`` with what a checkpoint of torch.distributed.checkpoint has in it; load that.
+
+    Names are DCP's keys, such as ``model.layers.0.weight``. Numbers, texts and booleans become values; those in lists and
+    tuples have their place in the list as the end of their name.
+
+    The metadata is read by an unpickler that knows DCP's own classes and no others, and tensors and objects by
+    ``torch.load(weights_only=True)``: nothing in the folder is run.
+
+    Args:
+        folder: of DCP: a path, or a URL of fsspec.
+        root: folder of checkpoints, as of :func:`save`.
+        step: to know it by.
+        ignore: patterns of keys to leave out; each has to match one.
+        config: kept in the manifest.
+
+    Returns:
+        The checkpoint.
+
+    Raises:
+        CheckpointError: it is damaged or not of DCP, or an object in it is no number, text or boolean. Nothing is left.
+        PatternError: a pattern that matches nothing.
+
+    Cost: reads all of it, writes it as :func:`save` does. Memory: one whole tensor, and a chunk.
+    """
+    source = os.fspath(folder).rstrip("/")
+    storage = storage_of(source)
+    if isinstance(step, bool) or not isinstance(step, int) or step < 0:
+        raise CheckpointError(f"from_dcp(): step is {step!r}, expected a whole number from 0.")
+    metadata = _metadata(storage, source)
+    described = metadata.state_dict_metadata
+    left = chosen("from_dcp(ignore=)", as_patterns(ignore), list(described))
+    entries, values = {}, dict[str, Value]()
+    for name, each in described.items():
+        if name not in left and hasattr(each, "chunks"):
+            n = each.size.numel()
+            dtype, whole = each.properties.dtype, lambda rank, n=n: Piece(0, n)
+            entries[name] = Entry(name, dtype, tuple(each.size), whole, torch.empty(0, dtype=dtype))
+        elif name not in left:
+            values |= _values(name, _loaded(storage, source, metadata, name, None))
+    if twice := entries.keys() & values.keys():
+        raise CheckpointError(f"from_dcp(): a tensor and a value would both have the name {min(twice)!r}.")
+    filled = [entry for entry in entries.values() if entry.numel]
+    order = in_order([Tensor(entry.name, entry.dtype, entry.shape) for entry in filled])
+    tensors = [Tensor(filled[i].name, filled[i].dtype, filled[i].shape) for i in order]
+    save_id = secrets.token_bytes(8).hex()
+    made = f"{os.fspath(root).rstrip('/')}/{folder_name(step, save_id)}"
+    shot = Snapshot(
+        Contents(entries, values, {}),
+        step,
+        config,
+        None,
+        save_id,
+        made,
+        tensors,
+        (_whole(storage, source, metadata, tensor) for tensor in tensors),
+    )
+    storage_of(made).stage(made)
+    return write_snapshot(shot, SingleComm())
+
+
+class _Unpickler(pickle.Unpickler):
+    """One that makes what DCP's metadata is made of, and nothing else."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        """See pickle.Unpickler."""
+        found = super().find_class(module, name) if name in _CLASSES.get(module, ()) else None
+        if found is None and module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
+            found = getattr(torch, name)
+        if found is None:
+            raise CheckpointError(f"its metadata asks for {module}.{name}, which is not of DCP")
+        return found
+
+
+def _metadata(storage: Storage, folder: str) -> Any:
+    """What DCP has written about a checkpoint."""
+    from torch.distributed.checkpoint.metadata import Metadata
+
+    where = f"{folder}/{_METADATA}"
+    try:
+        size = storage.nbytes(where)
+        if size > _MOST_METADATA_NBYTES:
+            raise CheckpointError(f"{where}: {size:,} bytes; expected at most {_MOST_METADATA_NBYTES:,}.")
+        data = bytearray(size)
+        storage.read(where, 0, memoryview(data))
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{folder}: no checkpoint of torch.distributed.checkpoint: it has no {_METADATA}.") from error
+    try:
+        found = _Unpickler(io.BytesIO(data)).load()
+    except Exception as error:  # of any kind: bytes of a pickle may say anything
+        raise CheckpointError(f"{where}: cannot be read: {type(error).__name__} {error}.") from error
+    if not isinstance(found, Metadata) or not isinstance(found.state_dict_metadata, dict):
+        raise CheckpointError(f"{where}: {type(found).__name__}, expected DCP's Metadata.")
+    return found
+
+
+def _loaded(storage: Storage, folder: str, metadata: Any, name: str, offsets: torch.Size | None) -> Any:
+    """What a file has of a key: an object, or the chunk at ``offsets``."""
+    from torch.distributed.checkpoint.metadata import MetadataIndex
+
+    info = (metadata.storage_data or {}).get(MetadataIndex(name, offsets))
+    if info is None:
+        raise CheckpointError(f"{folder}: its metadata does not say where {name!r}{list(offsets or ())} is.")
+    if getattr(info, "transform_descriptors", None):
+        raise CheckpointError(f"{folder}: {name!r} was written with {info.transform_descriptors}, expected no transforms.")
+    try:
+        path = f"{folder}/{plain_file_name(info.relative_path)}"
+        data = bytearray(min(info.length, storage.nbytes(path)))
+        storage.read(path, info.offset, memoryview(data))
+        return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    except CheckpointError:
+        raise
+    except Exception as error:  # of any kind: bytes of an archive may say anything
+        what = f"{type(error).__name__} {str(error).splitlines()[0] if str(error) else ''}"
+        raise CheckpointError(f"{folder}: {name!r} cannot be read: {what}. ignore= leaves it out.") from error
+
+
+def _whole(storage: Storage, folder: str, metadata: Any, tensor: Tensor) -> torch.Tensor:
+    """A tensor, put together from its chunks."""
+    whole = torch.empty(tensor.shape, dtype=tensor.dtype)
+    missing = torch.ones(tensor.shape, dtype=torch.bool)
+    for chunk in metadata.state_dict_metadata[tensor.name].chunks:
+        offsets, sizes = tuple(chunk.offsets), tuple(chunk.sizes)
+        where = tuple(slice(first, first + size) for first, size in zip(offsets, sizes, strict=True))
+        part = missing[where]
+        if part.shape != torch.Size(sizes) or not part.all():
+            raise CheckpointError(
+                f"{folder}: chunks of {tensor.name!r} do not tile it: {sizes} at {offsets} of {tensor.shape} overlaps another "
+                "chunk or the end."
+            )
+        value = _loaded(storage, folder, metadata, tensor.name, chunk.offsets)
+        if not isinstance(value, torch.Tensor) or (value.dtype, value.shape) != (tensor.dtype, torch.Size(sizes)):
+            got = f"{dtype_name(value.dtype)}{list(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
+            raise CheckpointError(
+                f"{folder}: a chunk of {tensor.name!r} is {got}, expected {dtype_name(tensor.dtype)}{list(sizes)}."
+            )
+        whole[where] = value
+        missing[where] = False
+    if missing.any():
+        raise CheckpointError(f"{folder}: chunks of {tensor.name!r} leave {int(missing.sum())} of its elements out.")
+    return whole
+
+
+def _values(name: str, found: Any) -> dict[str, Value]:
+    """An object as values by name; None has no name."""
+    paths, leaves, _ = optree.tree_flatten_with_path(found)
+    result = dict[str, Value]()
+    for path, leaf in zip(paths, leaves, strict=True):
+        own = ".".join(map(str, (name, *path)))
+        if not isinstance(leaf, bool | int | float | str):
+            raise CheckpointError(
+                f"from_dcp(): {own!r} is {type(leaf).__name__} {leaf!r:.60}, expected a tensor, number, text or boolean. "
+                f"ignore={name!r} leaves it out."
+            )
+        result[own] = leaf
+    return result

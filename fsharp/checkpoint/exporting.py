@@ -1,0 +1,139 @@
+"""Exporting: a checkpoint as a folder of safetensors, as ``save_pretrained()`` of Hugging Face's libraries writes it."""
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+
+from fsharp.checkpoint.catalog import Checkpoint, open_checkpoint
+from fsharp.checkpoint.entries import renamed
+from fsharp.checkpoint.huggingface import INDEX
+from fsharp.checkpoint.shard_file import DTYPES_OF_FORMAT, Tensor, bytes_of, header_of, in_order
+from fsharp.checkpoint.storage import storage_of
+from fsharp.errors import CheckpointError
+from fsharp.functional.layout.precision import dtype_name
+
+
+def export_safetensors(
+    checkpoint: str | os.PathLike[str] | Checkpoint,
+    folder: str | os.PathLike[str],
+    *,
+    subtree: str = "",
+    rename: Callable[[str], str] | None = None,
+    dtype: torch.dtype | None = None,
+    max_file_nbytes: int = 5_000_000_000,
+) -> None:
+    """Write tensors of a checkpoint as ``model.safetensors``, or as several files and ``model.safetensors.index.json``.
+
+    ``from_pretrained()`` reads the folder once a ``config.json`` is put beside them. One process does this, without a process
+    group.
+
+    Args:
+        checkpoint: or its path.
+        folder: a new one; it is there when all of it is written. A path, or a URL of fsspec.
+        subtree: what to write: ``"params"`` of a TrainState. Numbers and texts are left out. So are further names of tied
+            leaves, as ``save_pretrained()`` leaves them out.
+        rename: the name in the files of a name below ``subtree``.
+        dtype: to round floating point to, such as ``torch.bfloat16``; None keeps what was saved.
+        max_file_nbytes: of tensors in a file; a larger tensor has a file of its own.
+
+    Raises:
+        CheckpointError: the folder is there already, there is nothing to write, a tensor has a dtype that safetensors has no
+            name for, two have the same name, or the checkpoint is damaged. Nothing is left.
+
+    Cost: reads what it writes, and compares it with its digests. Memory: one tensor, and its rounded copy.
+    Source: https://huggingface.co/docs/safetensors
+    """
+    where = "export_safetensors()"
+    found = checkpoint if isinstance(checkpoint, Checkpoint) else open_checkpoint(checkpoint)
+    names = names_below(where, found, subtree, rename, aliases=False)
+    if dtype is not None and not dtype.is_floating_point:
+        raise CheckpointError(f"{where}: dtype is {dtype_name(dtype)}, expected one of floating point, or None.")
+    described = []
+    for name, stored in names.items():
+        record = found.manifest.tensors[stored]
+        kind = dtype if dtype and record.dtype.is_floating_point else record.dtype
+        if kind not in DTYPES_OF_FORMAT:
+            raise CheckpointError(f"{where}: {stored!r} is {dtype_name(kind)}, which safetensors has no name for.")
+        described.append(Tensor(name, kind, record.shape))
+    files = _files(described, max_file_nbytes)
+    with new_folder(where, folder) as staged:
+        storage = storage_of(staged)
+        for file, tensors in files.items():
+            with storage.writing(f"{staged}/{file}") as out:
+                out(memoryview(header_of(tensors, {"format": "pt"}, with_digests=False)))
+                for tensor in tensors:
+                    value = found.tensor(names[tensor.name]).to(tensor.dtype)
+                    out(bytes_of(value))
+        if len(files) > 1:
+            index = {
+                "metadata": {"total_size": sum(tensor.nbytes for tensor in described)},
+                "weight_map": {tensor.name: file for file, tensors in files.items() for tensor in tensors},
+            }
+            with storage.writing(f"{staged}/{INDEX}") as out:
+                out(memoryview(json.dumps(index, indent=2, sort_keys=True).encode()))
+
+
+def names_below(
+    where: str, found: Checkpoint, subtree: str, rename: Callable[[str], str] | None, *, aliases: bool
+) -> dict[str, str]:
+    """New names of tensors below a subtree, and their names in the checkpoint.
+
+    Raises:
+        CheckpointError: there is none, or two have the same new name.
+    """
+    prefix = f"{subtree}." if subtree else ""
+    result: dict[str, str] = {}
+    for stored in (*found.manifest.tensors, *(found.manifest.aliases if aliases else ())):
+        if stored.startswith(prefix):
+            name = renamed(where, stored[len(prefix) :], rename)
+            if name in result:
+                raise CheckpointError(f"{where}: {result[name]!r} and {stored!r} would both have the name {name!r}.")
+            result[name] = stored
+    if not result:
+        raise CheckpointError(f"{where}: {found.path} has no tensors below {subtree!r}; there are {found.names[:8]} ...")
+    return result
+
+
+def _files(tensors: list[Tensor], most: int) -> dict[str, list[Tensor]]:
+    """Which file has which tensors, in the order in which they are written."""
+    parts: list[list[Tensor]] = [[]]
+    nbytes = 0
+    for tensor in tensors:
+        if parts[-1] and nbytes + tensor.nbytes > most:
+            parts.append([])
+            nbytes = 0
+        parts[-1].append(tensor)
+        nbytes += tensor.nbytes
+    names = [f"model-{i:05d}-of-{len(parts):05d}.safetensors" for i in range(1, len(parts) + 1)]
+    return {
+        name if len(parts) > 1 else "model.safetensors": [part[i] for i in in_order(part)]
+        for name, part in zip(names, parts, strict=True)
+    }
+
+
+@contextmanager
+def new_folder(where: str, path: str | os.PathLike[str]) -> Iterator[str]:
+    """A context that gives a folder to write to, which is at ``path`` at its end, or is gone if there was an error.
+
+    Raises:
+        CheckpointError: the folder has something in it, or the file system says no.
+    """
+    given = os.fspath(path).rstrip("/")
+    folder = given if "://" in given else os.path.abspath(given)
+    storage = storage_of(folder)
+    if storage.names(folder):
+        raise CheckpointError(f"{where}: {folder} is not empty: choose another folder, or remove it.")
+    staged = storage.staging_path(folder)
+    storage.remove(staged)  # of an export that was cut off
+    try:
+        storage.stage(folder)
+        yield staged
+        storage.publish(staged, folder)
+    except BaseException as error:
+        storage.remove(staged)
+        if isinstance(error, OSError):
+            raise CheckpointError(f"{where}: {folder} cannot be written: {error.strerror or error}.") from error
+        raise

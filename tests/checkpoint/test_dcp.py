@@ -1,0 +1,282 @@
+"""Checkpoints of torch.distributed.checkpoint, both ways, against DCP itself and FSDP2 in processes."""
+
+import pickle
+import shutil
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+
+import fsharp as fs
+from fsharp.checkpoint import dcp as ours
+from fsharp.errors import CheckpointError, PatternError, TreeError
+from fsharp.testing import processes, simulate
+from tests.checkpoint.models import nested, planned, whole
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+MESH = fs.Mesh({"dp": 2})
+COMM = fs.SingleComm()
+
+
+def build():
+    """A model whose rows do not divide by two."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 7), nn.Tanh(), nn.Linear(7, 3))
+
+
+def sharded_by_fsdp2(model):
+    """The model under FSDP2, its optimizer after two steps, and what both say of themselves."""
+    from torch.distributed.checkpoint.state_dict import get_state_dict
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    for layer in model:
+        if isinstance(layer, nn.Linear):
+            fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, betas=(0.8, 0.9))
+    for _ in range(2):
+        model(torch.arange(12.0).view(2, 6) / 12).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    state, opt = get_state_dict(model, optimizer)
+    return {"model": state, "optim": opt}
+
+
+def tensors_of(tree, prefix=""):
+    """Whole tensors by dotted name."""
+    found = {}
+    for name, value in tree.items():
+        if isinstance(value, dict):
+            found |= tensors_of(value, f"{prefix}{name}.")
+        elif isinstance(value, torch.Tensor):
+            found[prefix + name] = value.full_tensor() if hasattr(value, "full_tensor") else value.clone()
+    return found
+
+
+@pytest.fixture(scope="module")
+def exchanged(tmp_path_factory):
+    """A folder with ``dcp``, which two ranks of FSDP2 saved; what that was; what we saved, and what they loaded of it."""
+    folder = tmp_path_factory.mktemp("exchanged")
+    torch.manual_seed(5)
+    kinds = ("model", "exp_avg", "exp_avg_sq")
+    given = {kind: {name: torch.randn_like(p) for name, p in build().named_parameters()} for kind in kinds}
+
+    def save(comm):
+        trees = {kind: nested(each) for kind, each in given.items()}
+        tree = {kind: fs.shard(each, fs.plan(each, comm.mesh, fs.zero3("dp"), units="*"), comm) for kind, each in trees.items()}
+        return fs.checkpoint.save(folder / "ours", tree, step=1, comm=comm)
+
+    def rename(name):
+        kind, _, rest = name.partition(".")
+        return name if kind == "model" else f"optim.state.{rest}.{kind}"
+
+    fs.checkpoint.to_dcp(simulate(fs.Mesh({"dp": 3}), save)[0], folder / "exported", rename=rename)
+
+    def run(comm):
+        tree = sharded_by_fsdp2(build())
+        dcp.save(tree, checkpoint_id=str(folder / "dcp"))
+        saved = tensors_of(tree)
+        states = tree["optim"]["state"]
+        moments = {name: {kind: each[kind] for kind in kinds[1:]} for name, each in states.items()}
+        read = {"model": tree["model"], "optim": {"state": moments}}
+        dcp.load(read, checkpoint_id=str(folder / "exported"))
+        return saved, tensors_of(read)
+
+    results = processes(MESH, run)
+    expected = {rename(f"{kind}.{name}"): value for kind, each in given.items() for name, value in each.items()}
+    return folder, results[0][0], expected, [read for _, read in results]
+
+
+def test_fsdp2_loads_what_we_saved(exchanged):
+    """Written by three ranks under zero3, loaded by two of FSDP2, model and moments."""
+    _, _, expected, reads = exchanged
+    for read in reads:
+        assert read.keys() == expected.keys()
+        assert all(torch.equal(read[name], value) for name, value in expected.items())
+
+
+def test_what_fsdp2_saved_is_loaded_to_the_bit(exchanged, tmp_path):
+    folder, expected, _, _ = exchanged
+    found = fs.checkpoint.from_dcp(folder / "dcp", tmp_path, step=2)
+    assert fs.checkpoint.verify(found.path).step == 2
+    assert set(found.names) == expected.keys()
+    assert all(torch.equal(found.tensor(name), value) for name, value in expected.items())
+    assert found.manifest.values["optim.param_groups.0.lr"] == 0.1
+    assert found.manifest.values["optim.param_groups.0.betas.1"] == 0.9
+
+    shapes = nested({name: p.detach().to("meta") for name, p in build().named_parameters()})
+
+    def load(comm):
+        params = fs.checkpoint.load(found.path, planned(shapes, comm), comm=comm, subtree="model")
+        state = fs.init_state(fs.optim.adamw(0.1), params, comm=comm)
+        mu = fs.checkpoint.load(
+            found, state.opt.mu, comm=comm, subtree="optim.state", rename=lambda name: f"{name}.exp_avg",
+            ignore=["optim.state.**.exp_avg_sq", "optim.state.**.step"],
+        )  # fmt: skip
+        return whole(params, comm), whole(mu, comm)
+
+    for params, mu in simulate(fs.Mesh({"dp": 3}), load):
+        assert params.keys() == mu.keys() == dict(build().named_parameters()).keys()
+        assert all(torch.equal(value, expected[f"model.{name}"]) for name, value in params.items())
+        assert all(torch.equal(value, expected[f"optim.state.{name}.exp_avg"]) for name, value in mu.items())
+        assert all(value.any() for value in mu.values())
+
+
+TREE = {
+    "w": torch.randn(7, 5),
+    "half": torch.randn(6).bfloat16(),
+    "scalar": torch.tensor(2.5),
+    "count": torch.tensor(3),
+    "empty": torch.empty(0, 4),
+    "thin": torch.empty(4, 0),
+    "flags": torch.tensor([True, False]),
+    "complex": torch.randn(3, dtype=torch.complex128),
+    "step": 12,
+    "lr": 0.25,
+    "name": "x",
+    "on": True,
+}
+
+
+def empty(tree):
+    return {name: torch.zeros_like(value) if isinstance(value, torch.Tensor) else type(value)() for name, value in tree.items()}
+
+
+def same(a, b):
+    return a.keys() == b.keys() and all(
+        torch.equal(value, b[name]) if isinstance(value, torch.Tensor) else value == b[name] for name, value in a.items()
+    )
+
+
+@pytest.mark.parametrize("chunk", [64 << 20, 40])
+def test_there_and_back(tmp_path, monkeypatch, chunk):
+    """DCP's own load, into a plain state dict, and ours; of chunks of a few rows as well."""
+    monkeypatch.setattr(ours, "_CHUNK_NBYTES", chunk)
+    found = fs.checkpoint.save(tmp_path, {"tree": TREE, "more": 1}, step=0, comm=COMM)
+    fs.checkpoint.to_dcp(found.path, tmp_path / "dcp", subtree="tree")
+    state = empty(TREE)
+    dcp.load(state, checkpoint_id=str(tmp_path / "dcp"), no_dist=True)
+    assert same(state, TREE)
+    number = len(dcp.FileSystemReader(tmp_path / "dcp").read_metadata().state_dict_metadata["w"].chunks)
+    assert number == (1 if chunk > 40 else 4)
+    back = fs.checkpoint.from_dcp(tmp_path / "dcp", tmp_path / "back", config={"a": 1})
+    assert same(fs.checkpoint.load(back, empty(TREE), comm=COMM), TREE)
+    assert back.config == {"a": 1}
+
+
+def test_tied_leaves_have_both_names_in_dcp(tmp_path):
+    w = torch.randn(4, 3)
+    tree = {"embed": w, "head": w}
+
+    def save(comm):
+        layout = fs.plan(tree, comm.mesh, fs.zero3("dp"))
+        return fs.checkpoint.save(tmp_path, fs.shard(tree, layout, comm), step=0, comm=comm)
+
+    found = simulate(MESH, save)[0]
+    fs.checkpoint.to_dcp(found, tmp_path / "dcp")
+    state = {"embed": torch.zeros(4, 3), "head": torch.zeros(4, 3)}
+    dcp.load(state, checkpoint_id=str(tmp_path / "dcp"), no_dist=True)
+    assert torch.equal(state["embed"], w)
+    assert torch.equal(state["head"], w)
+    back = fs.checkpoint.from_dcp(tmp_path / "dcp", tmp_path / "back", ignore="head")
+    got = simulate(MESH, lambda comm: whole(fs.checkpoint.load(back, planned(tree, comm), comm=comm), comm))[0]
+    assert torch.equal(got["embed"], w)
+    assert torch.equal(got["head"], w)
+
+
+def written(folder, tree=None):
+    dcp.save(tree or {"w": torch.arange(6.0).view(2, 3)}, checkpoint_id=str(folder), no_dist=True)
+    return folder
+
+
+def changed(folder, change):
+    """The metadata of a folder, after a change."""
+    path = folder / ".metadata"
+    metadata = pickle.loads(path.read_bytes())
+    change(metadata)
+    path.write_bytes(pickle.dumps(metadata))
+
+
+class Bomb:
+    """What is called when it is unpickled."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return (open, (str(self.path), "w"))
+
+
+def test_nothing_in_a_folder_is_run(tmp_path):
+    def fails(folder, match):
+        with pytest.raises(CheckpointError, match=match):
+            fs.checkpoint.from_dcp(folder, tmp_path / "root")
+        assert not (tmp_path / "ran").exists()
+        assert not (tmp_path / "root").exists() or not list((tmp_path / "root").iterdir())
+
+    folder = written(tmp_path / "a")
+    (folder / ".metadata").write_bytes(pickle.dumps(Bomb(tmp_path / "ran")))
+    fails(folder, r"its metadata asks for .*io.open, which is not of DCP")
+    (folder / ".metadata").write_bytes(pickle.dumps({"a": 1}))
+    fails(folder, "dict, expected DCP's Metadata")
+    (folder / ".metadata").write_bytes(b"\x80\x04garbage")
+    fails(folder, "cannot be read: UnpicklingError")
+    fails(written(tmp_path / "b", {"w": torch.ones(2), "x": Bomb(tmp_path / "ran")}), "'x' cannot be read: .*Weights only")
+    (tmp_path / "ran").unlink(missing_ok=True)
+    fails(written(tmp_path / "c", {"x": torch.device("cpu")}), "'x' is device .*ignore='x' leaves it out")
+    fails(tmp_path / "none", r"no checkpoint of torch.distributed.checkpoint: it has no .metadata")
+
+
+def test_damaged_folders(tmp_path):
+    def fails(change, match, error=CheckpointError, **options):
+        folder = written(tmp_path / "dcp")
+        change(folder)
+        with pytest.raises(error, match=match):
+            fs.checkpoint.from_dcp(folder, tmp_path / "root", **options)
+        shutil.rmtree(folder)
+        assert not (tmp_path / "root").exists() or not list((tmp_path / "root").iterdir())
+
+    def chunks(metadata):
+        return metadata.state_dict_metadata["w"].chunks
+
+    def info(metadata):
+        return next(iter(metadata.storage_data.values()))
+
+    def smaller(metadata):
+        metadata.state_dict_metadata["w"].chunks[0].sizes = torch.Size([1, 3])
+
+    def longer(metadata):
+        metadata.state_dict_metadata["w"].chunks[0].sizes = torch.Size([3, 3])
+
+    def other(metadata):
+        metadata.state_dict_metadata["w"].properties.dtype = torch.float64
+
+    fails(lambda f: (f / "__0_0.distcp").unlink(), "'w' cannot be read: FileNotFoundError")
+    fails(lambda f: (f / "__0_0.distcp").write_bytes(b"x" * 900), "'w' cannot be read")
+    fails(lambda f: changed(f, lambda m: chunks(m).clear()), "chunks of 'w' leave 6 of its elements out")
+    fails(lambda f: changed(f, lambda m: chunks(m).append(chunks(m)[0])), r"chunks of 'w' do not tile it: \(2, 3\) at \(0, 0\)")
+    fails(lambda f: changed(f, longer), r"chunks of 'w' do not tile it: \(3, 3\) at \(0, 0\) of \(2, 3\)")
+    fails(lambda f: changed(f, smaller), r"a chunk of 'w' is float32\[2, 3\], expected float32\[1, 3\]")
+    fails(lambda f: changed(f, other), r"a chunk of 'w' is float32\[2, 3\], expected float64\[2, 3\]")
+    fails(lambda f: changed(f, lambda m: m.storage_data.clear()), r"its metadata does not say where 'w'\[0, 0\] is")
+    fails(lambda f: changed(f, lambda m: setattr(info(m), "relative_path", "../x")), "'../x' is no plain file name")
+    fails(lambda f: changed(f, lambda m: setattr(info(m), "transform_descriptors", ["zstd"])), "with .*zstd.*, expected no")
+    fails(lambda f: None, "step is -1, expected a whole number from 0", step=-1)
+    fails(lambda f: None, "'v' matches nothing", error=PatternError, ignore="v")
+
+
+def test_what_to_dcp_refuses(tmp_path):
+    found = fs.checkpoint.save(tmp_path / "root", {"a": torch.ones(3), "b": 1}, step=0, comm=COMM)
+
+    def fails(match, folder=tmp_path / "out", error=CheckpointError, **options):
+        with pytest.raises(error, match=match):
+            fs.checkpoint.to_dcp(found, folder, **options)
+        assert [path.name for path in tmp_path.iterdir()] == ["root"]
+
+    fails("memory://x is a URL, expected a path", folder="memory://x")
+    fails("a tensor and a value would both have the name 'x'", rename=lambda name: "x")
+    fails("no tensors below 'c'", subtree="c")
+    fails("rename returned None for 'a'", error=TreeError, rename={}.get)

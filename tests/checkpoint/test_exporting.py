@@ -1,0 +1,152 @@
+"""Exported folders, against what transformers, safetensors and Orbax make of them."""
+
+import json
+
+import pytest
+import torch
+from safetensors import safe_open
+
+import fsharp as fs
+from fsharp.checkpoint.entries import PerRank
+from fsharp.errors import CheckpointError
+from fsharp.testing import simulate
+from tests.checkpoint.models import MESH, gpt2, llama, logits, nested, parameters, shapes
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
+COMM = fs.SingleComm()
+
+
+def saved(root, model):
+    """A checkpoint of a model's parameters, and of more, written by two ranks."""
+
+    def run(comm):
+        kept = {}
+        tree = shapes(model)
+        values = dict(parameters(model))
+        layout = fs.plan(tree, comm.mesh, fs.zero3("dp"))
+        tied = {name: kept.setdefault(id(value), value.detach()) for name, value in values.items()}
+        return fs.checkpoint.save(root, {"params": fs.shard(nested(tied), layout, comm), "seen": 3}, step=1, comm=comm)
+
+    return simulate(MESH, run)[0]
+
+
+def read(folder):
+    """All tensors of all files, by safetensors' own reader."""
+    found = {}
+    for path in folder.glob("*.safetensors"):
+        with safe_open(path, "pt") as file:
+            assert file.metadata() == {"format": "pt"}
+            for name in file.keys():  # noqa: SIM118
+                assert name not in found
+                found[name] = file.get_tensor(name)
+    return found
+
+
+@pytest.mark.parametrize("build", [llama, gpt2])
+@pytest.mark.parametrize("most", [20_000, 5_000_000_000])
+def test_from_pretrained_gives_the_logits_of_the_model(tmp_path, build, most):
+    model, folder = build(), tmp_path / "out"
+    fs.checkpoint.export_safetensors(saved(tmp_path, model), folder, subtree="params", max_file_nbytes=most)
+    model.config.save_pretrained(folder)
+    back, said = type(model).from_pretrained(folder, output_loading_info=True)
+    assert not any(said.values())
+    assert torch.equal(logits(back.eval()), logits(model))
+    index = folder / "model.safetensors.index.json"
+    assert index.exists() == (most == 20_000)
+    if index.exists():
+        files = json.loads(index.read_text())
+        found = read(folder)
+        assert files["weight_map"].keys() == found.keys()
+        assert files["metadata"]["total_size"] == sum(value.nbytes for value in found.values())
+        assert all(path.stat().st_size < 22_000 for path in folder.glob("*.safetensors"))
+
+
+def test_export_rounds_renames_and_keeps_the_rest(tmp_path):
+    tree = {
+        "w": torch.randn(5, 3), "half": torch.randn(4).half(), "n": torch.tensor(7), "empty": torch.empty(0, 2),
+        "flags": torch.tensor([True, False]), "own": PerRank(torch.arange(3, dtype=torch.uint8)), "name": "x",
+    }  # fmt: skip
+    found = fs.checkpoint.save(tmp_path, tree, step=0, comm=COMM)
+    fs.checkpoint.export_safetensors(
+        found.path, tmp_path / "out", dtype=torch.bfloat16, rename=lambda name: {"w": "layer.w"}.get(name, name)
+    )
+    got = read(tmp_path / "out")
+    expected = {
+        "layer.w": tree["w"].bfloat16(),
+        "half": tree["half"].bfloat16(),
+        "n": tree["n"],
+        "empty": tree["empty"].bfloat16(),
+    }
+    expected |= {"flags": tree["flags"], "own": tree["own"].value[None]}
+    assert got.keys() == expected.keys()
+    assert all((got[name].dtype, got[name].shape) == (value.dtype, value.shape) for name, value in expected.items())
+    assert all(torch.equal(got[name], value) for name, value in expected.items())
+
+
+def test_load_reads_what_export_wrote(tmp_path):
+    tree = {"a": torch.randn(5, 3), "b": torch.randn(70, 1000).bfloat16(), "s": torch.tensor(2.0)}
+    found = fs.checkpoint.save(tmp_path, tree, step=0, comm=COMM)
+    fs.checkpoint.export_safetensors(found, tmp_path / "out", max_file_nbytes=100)
+    got = fs.checkpoint.load(tmp_path / "out", {name: torch.zeros_like(value) for name, value in tree.items()}, comm=COMM)
+    assert all(torch.equal(got[name], value) for name, value in tree.items())
+
+
+def test_orbax_reads_it(tmp_path):
+    ocp = pytest.importorskip("orbax.checkpoint.experimental.v1")
+    import numpy as np
+
+    tree = {"layer": {"w": torch.randn(5, 3)}, "half": torch.randn(4).bfloat16(), "n": torch.tensor(7)}
+    found = fs.checkpoint.save(tmp_path, tree, step=0, comm=COMM)
+    fs.checkpoint.export_safetensors(found, tmp_path / "out", max_file_nbytes=30)
+    context = ocp.Context()
+    context.checkpoint_layout = ocp.options.CheckpointLayout.SAFETENSORS
+    with context:
+        got = ocp.load(tmp_path / "out")
+    assert got.keys() == {"layer.w", "half", "n"}
+    np.testing.assert_array_equal(got["layer.w"], tree["layer"]["w"].numpy())
+    np.testing.assert_array_equal(got["half"].astype("float32"), tree["half"].float().numpy())
+    assert got["half"].dtype.name == "bfloat16"
+    assert int(got["n"]) == 7
+
+
+def test_what_is_refused_leaves_nothing(tmp_path):
+    tree = {"a": torch.randn(300, 30), "c": torch.randn(3, dtype=torch.complex128)}
+    found = fs.checkpoint.save(tmp_path / "root", tree, step=0, comm=COMM)
+    out = tmp_path / "out"
+
+    def fails(match, where=found, **options):
+        with pytest.raises(CheckpointError, match=match):
+            fs.checkpoint.export_safetensors(where, out, **options)
+        assert [path.name for path in tmp_path.iterdir()] == ["root"]
+
+    fails("'c' is complex128, which safetensors has no name for")
+    fails("no tensors below 'params'", subtree="params")
+    fails("'a' and 'c' would both have the name 'x'", rename=lambda name: "x")
+    fails("dtype is int8, expected one of floating point", dtype=torch.int8)
+    fails("there is no checkpoint here", where=tmp_path / "none")
+    plain = fs.checkpoint.save(tmp_path / "root", {"a": tree["a"]}, step=1, comm=COMM)
+    with open(f"{plain.path}/rank-00000.safetensors", "r+b") as file:
+        file.seek(2000)
+        file.write(b"?")
+    fails("1 blocks of 16,384 bytes are damaged", where=plain)
+
+
+def test_a_folder_with_something_in_it_is_left_alone(tmp_path):
+    found = fs.checkpoint.save(tmp_path / "root", {"a": torch.ones(3)}, step=0, comm=COMM)
+    out = tmp_path / "out"
+    out.mkdir()
+    fs.checkpoint.export_safetensors(found, out)
+    before = (out / "model.safetensors").read_bytes()
+    with pytest.raises(CheckpointError, match=r"out is not empty: choose another folder"):
+        fs.checkpoint.export_safetensors(found, out)
+    assert (out / "model.safetensors").read_bytes() == before
+
+
+def test_an_export_that_was_cut_off_is_no_folder_and_does_not_hinder(tmp_path, monkeypatch):
+    found = fs.checkpoint.save(tmp_path / "root", {"a": torch.ones(3), "b": torch.ones(3)}, step=0, comm=COMM)
+    (tmp_path / ".out.partial").mkdir()
+    (tmp_path / ".out.partial" / "model.safetensors").write_bytes(b"half of it")
+    monkeypatch.chdir(tmp_path)
+    fs.checkpoint.export_safetensors(found, "out")
+    assert read(tmp_path / "out").keys() == {"a", "b"}
+    assert not (tmp_path / ".out.partial").exists()
