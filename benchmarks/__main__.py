@@ -7,6 +7,7 @@ import sys
 import tempfile
 import time
 import uuid
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ from benchmarks.options import PARTS, Options, parse
 
 RSS = ("DDP", "FSDP2", "fsharp ddp", "fsharp zero3")
 """Who has processes of its own for the operating system's view of memory."""
+CHECKPOINT_RSS = ("fsharp", "DCP")
+"""The same, of checkpoints."""
 
 
 class PartFailed(Exception):
@@ -60,25 +63,28 @@ def measure(options: Options, argv: list[str]) -> dict[str, Any]:
         if name not in options.only:
             continue
         if name == "rss":
-            parts[name] = rss(options, argv)
+            parts[name] = rss("rss", RSS, options, argv)
         elif name in ("steps", "small"):
             from benchmarks.steps import pooled
 
             found = [launch(name, options.nproc, argv) for _ in range(options.launches)]
             parts[name] = pooled(found) if name == "steps" else {key: pooled([each[key] for each in found]) for key in found[0]}
+        elif name == "checkpoint":
+            parts[name] = launch(name, options.nproc, argv)
+            parts[name]["rss"] = rss("checkpoint_rss", CHECKPOINT_RSS, options, argv)
         else:
             parts[name] = launch(name, 1 if name in ("host", "compile") else options.nproc, argv)
     return parts
 
 
-def rss(options: Options, argv: list[str]) -> dict[str, Any]:
+def rss(part: str, contenders: Sequence[str], options: Options, argv: list[str]) -> dict[str, Any]:
     """Each contender in fresh processes, in which what is freed goes back to the operating system at once."""
     if not Path("/proc/self/clear_refs").exists():
         return {}
     tuning = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
     os.environ.update(tuning)
     try:
-        found = [launch(f"rss:{name}", options.nproc, argv) for name in RSS]
+        found = [launch(f"{part}:{name}", options.nproc, argv) for name in contenders]
     finally:
         for name in tuning:
             del os.environ[name]

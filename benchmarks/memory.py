@@ -167,19 +167,25 @@ def measure_rss(options: Options, comm: fs.Comm, name: str) -> dict[str, Any]:
         contender.step(batch)  # loads whatever code is loaded late
     del contender
     gc.collect()
-    before = _status("VmRSS")
+    before = status("VmRSS")
     contender = everyone(shape, comm, options.nproc)[name]()
     gc.collect()
-    Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts anew
+    reset_high_water()
     for i in range(STEPS):
         contender.step(batches[i])
-    mine = {"rise": _status("VmHWM") - before}
+    mine = {"rise": status("VmHWM") - before}
     everyones: list[Any] = [None] * options.nproc
     torch.distributed.all_gather_object(everyones, mine)
     return {name: {"rise": max(each["rise"] for each in everyones)}}
 
 
-def _status(field: str) -> int:
+def reset_high_water() -> None:
+    """The high-water mark of resident memory starts anew."""
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def status(field: str) -> int:
+    """A number of bytes that the operating system knows of this process."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(field + ":"):
             return int(line.split()[1]) * 1024

@@ -9,7 +9,7 @@ from typing import Literal, get_args
 
 import tyro
 
-Part = Literal["steps", "small", "alternating", "optax", "prediction", "compile", "host", "memory", "rss"]
+Part = Literal["steps", "small", "alternating", "optax", "prediction", "compile", "host", "memory", "rss", "checkpoint"]
 PARTS: tuple[Part, ...] = get_args(Part)
 
 
@@ -50,6 +50,10 @@ class Options:
     """Number of blocks of the models of small units."""
     compile_units: int = 1000
     """Units of the program whose compilation is timed."""
+    checkpoint_mb: float = 256
+    """Megabytes that each rank saves and loads."""
+    checkpoint_rounds: int = 9
+    """Rounds of checkpoints."""
 
     out: Path = Path("benchmarks/results/cpu.json")
     """Where all that was measured is written."""
@@ -82,6 +86,7 @@ def check(options: Options) -> None:
         "host_layers",
         "small_layers",
         "compile_units",
+        "checkpoint_rounds",
     ):
         if getattr(options, name) < 1:
             raise ValueError(f"--{name.replace('_', '-')} is {getattr(options, name)}, expected at least 1.")

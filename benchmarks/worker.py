@@ -12,7 +12,7 @@ from rich.console import Console
 from torch.distributed.elastic.multiprocessing.errors import record
 
 import fsharp as fs
-from benchmarks import alternating, host, interop, memory, prediction, small, steps, units
+from benchmarks import alternating, checkpoint, host, interop, memory, prediction, small, steps, units
 from benchmarks.options import Options, parse
 
 
@@ -26,6 +26,8 @@ def run(part: str, options: Options, comm: fs.Comm) -> dict[str, Any]:
 
     if name == "rss":
         return memory.measure_rss(options, comm, rest)
+    if name == "checkpoint_rss":
+        return checkpoint.measure_rss(options, comm, rest)
     parts = {
         "steps": steps.measure,
         "small": small.measure,
@@ -35,6 +37,7 @@ def run(part: str, options: Options, comm: fs.Comm) -> dict[str, Any]:
         "compile": units.measure,
         "host": host.measure,
         "memory": memory.measure,
+        "checkpoint": checkpoint.measure,
     }
     return parts[name](options, comm, say)
 

@@ -8,6 +8,7 @@ import math
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import optree
@@ -211,9 +212,8 @@ def _add_unit(
     def name(below: str) -> str:
         return ".".join(part for part in (*above, path, below) if part)
 
-    parts = [f"{group.num_parts} x {group.capacity}" for group in unit.groups]
-    found.layouts.append(f"{name('') or '(root)'}: {node.place}; {parts}, leaves at {[leaf.offset for leaf in unit.leaves]}")
-    held = dict(zip(node.groups, node.buffers, strict=True))
+    found.layouts.append(f"{name('') or '(root)'}: {_layout_text(unit, node.place)}")
+    held, pieces = dict(zip(node.groups, node.buffers, strict=True)), _held(unit, node.place, comm.rank)
     for leaf in unit.leaves:
         if leaf.tied_to is not None:
             owner = ".".join(part for part in leaf.tied_to if part)
@@ -223,7 +223,8 @@ def _add_unit(
             if is_of_group(buffer, unit, leaf.group, node.place):
                 entry = replace(_replicated(where, name(leaf.path), buffer.reshape(()), unit.mesh), is_of_group=True)
             elif buffer.dim() == 1 and len(buffer) == unit.local_size(leaf.group, node.place):
-                entry = _cut(name(leaf.path), buffer, unit, leaf, node.place, comm.rank)
+                shape, piece, begin, size = pieces[leaf.path]
+                entry = Entry(name(leaf.path), buffer.dtype, shape, piece, buffer.detach()[begin : begin + size])
             else:
                 raise TreeError(
                     f"{where}: {name(leaf.path)!r} is in a buffer of shape {list(buffer.shape)}, expected one value, or one "
@@ -240,7 +241,29 @@ def is_of_group(buffer: torch.Tensor, unit: UnitLayout, group: int, place: Place
     return buffer.dim() == 0 or not (buffer.is_floating_point() or buffer.dtype in (dtypes.compute, dtypes.main))
 
 
-def _cut(name: str, buffer: torch.Tensor, unit: UnitLayout, leaf: Leaf, place: Place, rank: int) -> Entry:
+@lru_cache(maxsize=1 << 14)
+def _layout_text(unit: UnitLayout, place: Place) -> str:
+    """What ranks have to agree on to know what each of them holds."""
+    parts = [f"{group.num_parts} x {group.capacity}" for group in unit.groups]
+    return f"{place}; {parts}, leaves at {[leaf.offset for leaf in unit.leaves]}"
+
+
+class _Held(NamedTuple):
+    """What is held of a leaf: by any rank, and where in the buffer of the one that asks."""
+
+    shape: tuple[int, ...]
+    piece: Callable[[int], Piece]
+    begin: int
+    size: int
+
+
+@lru_cache(maxsize=1 << 14)
+def _held(unit: UnitLayout, place: Place, rank: int) -> dict[str, _Held]:
+    """By path of each leaf that a unit stores; the same for every save."""
+    return {leaf.path: _held_of(unit, leaf, place, rank) for leaf in unit.leaves if leaf.tied_to is None}
+
+
+def _held_of(unit: UnitLayout, leaf: Leaf, place: Place, rank: int) -> _Held:
     mesh = unit.mesh
     varying = [axis for axis in mesh.names if axis in place.varying]
     copies = [axis for axis in mesh.names if axis not in place.sharded and axis not in varying]
@@ -258,7 +281,7 @@ def _cut(name: str, buffer: torch.Tensor, unit: UnitLayout, leaf: Leaf, place: P
     start = unit.local_start(leaf.group, place, rank)
     begin = 0 if not size else mine.first % max(leaf.numel, 1) + leaf.offset - start
     shape = leaf.shape if not varying else (num_kinds * (leaf.shape[0] if leaf.shape else 1), *leaf.shape[1:])
-    return Entry(name, buffer.dtype, tuple(shape), piece, buffer.detach()[begin : begin + size])
+    return _Held(tuple(shape), lambda of: mine if of == rank else piece(of), begin, size)
 
 
 def _replicated(where: str, name: str, tensor: torch.Tensor, mesh: Mesh) -> Entry:
