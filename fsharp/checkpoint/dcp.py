@@ -191,7 +191,7 @@ def from_dcp(
     save_id = secrets.token_bytes(8).hex()
     made = f"{os.fspath(root).rstrip('/')}/{folder_name(step, save_id)}"
     shot = Snapshot(
-        Contents(entries, values, {}),
+        Contents(entries, values, {}, []),
         step,
         config,
         None,

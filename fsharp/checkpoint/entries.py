@@ -23,6 +23,7 @@ from fsharp.functional.layout.precision import dtype_name
 from fsharp.functional.layout.sharded import Sharded, is_sharded
 from fsharp.functional.layout.unit_layout import Leaf, UnitLayout
 from fsharp.functional.state import MadeBy
+from fsharp.stateful.modules.parameter import Part
 
 Value = bool | int | float | str | None
 _LEAST_NBYTES = 1 << 16
@@ -137,6 +138,8 @@ def contents_of(where: str, tree: Any, comm: Comm) -> Contents:
         elif isinstance(leaf, PerRank):
             for under, _, tensor in leaves_of(leaf.value):
                 _add(where, found, _stacked(where, ".".join((*segments, *under)), tensor, comm))
+        elif isinstance(leaf, Part):
+            _add(where, found, _part(where, found, ".".join(segments), leaf, comm))
         elif isinstance(leaf, torch.Tensor):
             _add(where, found, _replicated(where, ".".join(segments), leaf, comm.mesh))
         elif isinstance(leaf, MadeBy | bool | int | float | str):
@@ -175,6 +178,27 @@ def is_object(leaf: Any) -> bool:
 def expanded(tree: Any) -> Any:
     """A tree with the states of objects in their place."""
     return optree.tree_map(lambda leaf: leaf.state_dict() if is_object(leaf) else leaf, tree, is_leaf=is_node)
+
+
+def template_of(tree: Any, has: Callable[[str], bool]) -> Any:
+    """A tree with what objects can take in their place.
+
+    Args:
+        tree: to load into.
+        has: whether a checkpoint has something under a key path.
+
+    Objects whose ``state_dict()`` grows with use, as that of an optimizer does in its first step, have ``state_template(has)``.
+    """
+
+    def one(segments: tuple[str, ...], leaf: Any) -> Any:
+        if not is_object(leaf):
+            return leaf
+        prefix = ".".join((*segments, ""))
+        make = getattr(leaf, "state_template", None)
+        return leaf.state_dict() if make is None else make(lambda name: has(prefix + name))
+
+    leaves = [one(segments, leaf) for segments, _, leaf in leaves_of(tree)]
+    return optree.tree_unflatten(optree.tree_structure(tree, is_leaf=is_node), leaves)
 
 
 def is_node(leaf: Any) -> bool:
@@ -233,6 +257,19 @@ def _add_unit(
             _add(where, found, entry)
 
 
+def _part(where: str, found: Contents, name: str, part: Part, comm: Comm) -> Entry:
+    """Of a state dict of a module or of its optimizer."""
+    unit, leaf, place = part.unit, part.leaf, part.place
+    if unit.mesh != comm.mesh or part.rank != comm.rank:
+        raise TreeError(
+            f"{where}: {name!r} is a part that rank {part.rank} of {unit.mesh} holds, and this is rank {comm.rank} of "
+            f"{comm.mesh}. Pass the Comm of the module: comm=model.comm."
+        )
+    found.layouts.append(f"{name}: {_layout_text(unit, place)}")
+    shape, piece, _, _ = _held(unit, place, comm.rank)[leaf.path]
+    return Entry(name, part.dtype, shape, piece, part.local.view(-1))
+
+
 def is_of_group(buffer: torch.Tensor, unit: UnitLayout, group: int, place: Place) -> bool:
     """Whether a buffer is one number for the whole group, such as a count of steps: it is saved for each of its leaves."""
     if buffer.numel() != 1 or unit.local_size(group, place) != 1:
@@ -270,10 +307,7 @@ def _held_of(unit: UnitLayout, leaf: Leaf, place: Place, rank: int) -> _Held:
     num_kinds = _product(mesh, varying)
 
     def piece(of: int) -> Piece:
-        start, size = unit.local_start(leaf.group, place, of), unit.local_size(leaf.group, place)
-        first, last = max(start, leaf.offset) - leaf.offset, min(start + size, leaf.offset + leaf.numel) - leaf.offset
-        base = _index(mesh, varying, of) * leaf.numel
-        first, last = (first, last) if first < last else (0, 0)
+        base, (first, last) = _index(mesh, varying, of) * leaf.numel, unit.run_of(leaf, place, of)
         return Piece(base + first, base + last, _index(mesh, copies, of), _product(mesh, copies))
 
     mine = piece(rank)

@@ -15,11 +15,11 @@ from fsharp.checkpoint.entries import (
     Entry,
     PerRank,
     contents_of,
-    expanded,
     is_node,
     is_object,
     leaves_of,
     renamed,
+    template_of,
 )
 from fsharp.checkpoint.huggingface import is_folder
 from fsharp.checkpoint.manifest import NAME, Manifest
@@ -28,10 +28,11 @@ from fsharp.checkpoint.storage import full_path, storage_of
 from fsharp.errors import CheckpointError, TreeError, problem
 from fsharp.functional.comm.agree import exchange, together
 from fsharp.functional.comm.protocol import Comm
-from fsharp.functional.layout.paths import as_patterns, chosen
+from fsharp.functional.layout.paths import ancestors, as_patterns, chosen
 from fsharp.functional.layout.precision import dtype_name
 from fsharp.functional.layout.sharded import donate_nodes, is_sharded
 from fsharp.functional.state import MadeBy
+from fsharp.stateful.modules.parameter import Part
 
 _SHOWN = 12
 
@@ -70,7 +71,8 @@ def load(
         rename: the name in the checkpoint, below ``subtree``, of a name of ``like``: ``lambda name: f"model.{name}"``.
         ignore: patterns of names in the checkpoint that are left alone as if they were not there; each has to match one.
         cast: convert values whose dtype differs; else that is an error.
-        donate: read into the tensors of ``like``, which are refused afterwards. If loading fails their values are lost.
+        donate: read into the tensors of ``like``, which are refused afterwards. If loading fails their values are lost. Modules
+            and their optimizers copy what was loaded all the same.
         buffer_nbytes: memory to read into, besides what is loaded.
 
     Returns:
@@ -94,8 +96,11 @@ def load(
         return prefix + renamed("load()", name, rename)
 
     def check() -> tuple[Checkpoint, Any, Contents, dict[str, str]]:
-        found, template = open_checkpoint(path), expanded(like)
-        wanted, manifest = contents_of("load()", template, comm), _without(found.manifest, as_patterns(ignore))
+        found = open_checkpoint(path)
+        manifest = _without(found.manifest, as_patterns(ignore))
+        there = {prefix for name in (*manifest.tensors, *manifest.values) for prefix in ancestors(name)}
+        template = template_of(like, lambda name: stored(name) in there)
+        wanted = contents_of("load()", template, comm)
         sources = _sources(manifest, wanted, stored)
         _check_same(found.path, manifest, wanted, sources, stored, prefix, cast=cast)
         tree = _prepared(template, manifest, stored, comm.device, donate=donate)
@@ -234,6 +239,8 @@ def _prepared(template: Any, manifest: Manifest, stored: Callable[[str], str], d
             made.append(leaf.replace([fresh(buffer) for buffer in leaf.buffers]))
         elif isinstance(leaf, PerRank):
             made.append(PerRank(optree.tree_map(fresh, leaf.value)))
+        elif isinstance(leaf, Part):
+            made.append(Part.of(torch.zeros_like(leaf.local.view(-1)), leaf))  # its module takes a copy
         elif isinstance(leaf, torch.Tensor):
             made.append(fresh(leaf))
         else:

@@ -98,6 +98,8 @@ def agreed_snapshot(
     """What to save, once all ranks want to save the same and there is room for it. See :func:`save`."""
     where, draw, folder = full_path(root), secrets.token_bytes(8), ""
 
+    states = expanded(tree)  # may be an agreement of its own
+
     def check() -> Contents:
         nonlocal folder, config
         if isinstance(step, bool) or not isinstance(step, int) or step < 0:
@@ -108,7 +110,7 @@ def agreed_snapshot(
             raise CheckpointError(f"save(): config is nothing that JSON can say: {error}.") from error
         if not isinstance(metric, float | int | None):
             raise CheckpointError(f"save(): metric is {metric!r}, expected a number: float(x) of a tensor.")
-        contents = contents_of("save()", expanded(tree), comm)
+        contents = contents_of("save()", states, comm)
         for name in (TABLE, METADATA):
             if name in contents.entries:
                 raise CheckpointError(f"save(): the name {name!r} is taken.")

@@ -275,11 +275,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
             node.rank = self.session.scheduler.rank
         return {"state": self.session.kept.state.opt, "param_groups": self._groups()}
 
-    def state_template(self) -> dict[str, Any]:
+    def state_template(self, has: Callable[[str], bool] = lambda name: True) -> dict[str, Any]:
         """What :meth:`state_dict` will give once each trained parameter has had a gradient: to load into before a first step.
 
         The optimizer is left as it is. Its class makes a step with a gradient of zero on a copy of each parameter, and what it
-        keeps of that is the state; ``"step"`` is 0. Where a parameter had no gradient when a state was saved, remove its name.
+        keeps of that is the state; ``"step"`` is 0.
+
+        Args:
+            has: whether there is anything to load under a key path such as ``"state.layers.0.weight"``: parameters that had no
+                gradient when a state was saved have none there.
 
         Raises:
             TreeError: parameters that are DTensors sharded on other axes.
@@ -290,7 +294,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         refuse_dtensors("state_template()", self.session)
         if self.inner is None:
             return self.state_dict()
-        states = {path: self._fresh(path, self.param_groups) for path in self._stateful()}
+        states = {path: self._fresh(path, self.param_groups) for path in self._stateful() if has(f"state.{path}")}
         return {"state": states, "param_groups": self._groups()}
 
     def _groups(self) -> list[dict[str, Any]]:
