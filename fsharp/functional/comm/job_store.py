@@ -4,18 +4,24 @@ What is asked over the network may never be answered: torch limits how long it w
 asks, and nobody waits for it without a limit.
 """
 
+import json
 import threading
 import time
+import uuid
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
+from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
+from torch.distributed.rendezvous import rendezvous
 
+from fsharp.errors import CommError
 from fsharp.functional.comm.worker_threads import Outcome, Worker
 
 T = TypeVar("T")
 _ANSWERS_WITHIN_S = 2.0
+_LOOK_EVERY_S = 0.02
 
 
 def within(limit_s: float, job: Callable[[], T]) -> T:
@@ -55,6 +61,48 @@ class _Store:
             return asked.take(), ""
         except dist.DistError:
             return otherwise, "has ended"
+
+
+def join(backend: str, timeout: timedelta | None) -> None:
+    """Join the job that the environment describes, under keys that no attempt before has used.
+
+    torchrun's attempts share a store, and gloo would take addresses of processes that have ended out of it.
+
+    Args:
+        backend: ``"gloo"`` or ``"nccl"``.
+        timeout: of ``init_process_group``.
+
+    Raises:
+        CommError: the others have not come within the limit.
+    """
+    limit = timeout or dist.default_pg_timeout
+    store, rank, world_size = next(rendezvous("env://", timeout=limit))
+    store = PrefixStore(f"fsharp/{attempt(store, rank, world_size, limit.total_seconds())}", store)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+
+
+def attempt(store: Store, rank: int, world_size: int, limit_s: float) -> str:
+    """A name for this attempt to run the job, the same on all ranks.
+
+    Nothing in the environment would do: each node counts its restarts for itself. So each rank leaves a new mark; rank 0 writes
+    down those of all, as often as it takes until each rank has found its own among them; its own is the name.
+    """
+    mark, deadline = uuid.uuid4().hex, time.monotonic() + limit_s
+    store.set(f"fsharp/mark/{rank}", mark)
+    while time.monotonic() < deadline:
+        if rank == 0:
+            keys = [f"fsharp/mark/{other}" for other in range(world_size)]
+            marks = [store.get(key).decode() if store.check([key]) else "" for key in keys]
+            store.set("fsharp/marks", json.dumps(marks))
+            if store.add(f"fsharp/found/{mark}", 0) == world_size - 1:
+                return mark
+        elif store.check(["fsharp/marks"]):
+            marks = json.loads(store.get("fsharp/marks"))
+            if marks[rank : rank + 1] == [mark]:
+                store.add(f"fsharp/found/{marks[0]}", 1)
+                return str(marks[0])
+        time.sleep(_LOOK_EVERY_S)
+    raise CommError(f"connect(): rank {rank} of {world_size} has waited {limit_s:g} s for the others to join the job.")
 
 
 class StoreBoard:

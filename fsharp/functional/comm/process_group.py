@@ -339,7 +339,7 @@ def _group_of(ranks: Sequence[int], limit_s: float, device: torch.device, *, is_
     return group
 
 
-def connect(mesh: Mesh, *, device_type: str | None = None) -> Comm:
+def connect(mesh: Mesh, *, device_type: str | None = None, timeout: timedelta | None = None) -> Comm:
     """This process's Comm on ``mesh``: :class:`SingleComm` for one rank, else process groups over a DeviceMesh.
 
     Joins the job that torchrun describes in the environment if no process group exists yet.
@@ -347,13 +347,20 @@ def connect(mesh: Mesh, *, device_type: str | None = None) -> Comm:
     Args:
         mesh: the mesh that all processes form.
         device_type: ``"cuda"`` (NCCL) or ``"cpu"`` (gloo); None takes CUDA where there is one device a process.
+        timeout: of ``init_process_group``: how long a rank waits for others before it raises an error that names them; None
+            means torch's default, 30 minutes over gloo.
 
     Raises:
-        MeshError: the number of processes is not the size of the mesh.
+        MeshError: the number of processes is not the size of the mesh; a ``timeout`` for a job that has been joined before.
+        CommError: the other processes have not come within the limit.
         AgreementError: processes that ask for different meshes; on every rank, before any group is made.
 
     Cost: one small collective, and one group for each axis.
     """
+    if timeout is not None and dist.is_initialized():
+        raise MeshError(
+            f"connect(): timeout is {timeout}, but there is a process group already: pass it to init_process_group()."
+        )
     world_size = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
     local = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
     found = torch.accelerator.current_accelerator(check_available=True)
@@ -365,7 +372,7 @@ def connect(mesh: Mesh, *, device_type: str | None = None) -> Comm:
         mesh.check_world_size(1)
         return SingleComm(mesh, device=torch.device(kind, torch.accelerator.current_device_index()) if kind == "cuda" else kind)
     if not dist.is_initialized():
-        dist.init_process_group("nccl" if kind == "cuda" else "gloo")
+        job_store.join("nccl" if kind == "cuda" else "gloo", timeout)
     _check_same_mesh(mesh, kind, world_size)
     return ProcessGroupComm(init_device_mesh(kind, mesh.shape, mesh_dim_names=mesh.names))
 

@@ -1,0 +1,78 @@
+"""Joining a job: a name for each attempt, whatever attempts before have left in the store."""
+
+import os
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+
+import fsharp as fs
+from fsharp.errors import CommError, MeshError
+from fsharp.functional.comm.job_store import attempt
+from fsharp.testing import processes
+
+
+def joined(store, size, *, late=None, dead=()):
+    """The names that ranks of an attempt come to; a dead one has ended before it could join."""
+
+    def rank_fn(rank):
+        time.sleep(0.1 if rank == late else 0)
+        try:
+            return attempt(store, rank, size, 1.0)
+        except CommError as error:
+            return str(error)
+
+    with ThreadPoolExecutor(size) as pool:
+        return list(pool.map(rank_fn, [rank for rank in range(size) if rank not in dead]))
+
+
+@pytest.mark.parametrize("late", [None, 0, 2])
+def test_ranks_of_an_attempt_come_to_one_name_that_is_new(late):
+    store = dist.HashStore()
+    names = [joined(store, 3, late=late) for _ in range(4)]
+    assert [len(set(each)) for each in names] == [1] * 4
+    assert len({each[0] for each in names}) == 4
+
+
+def test_an_attempt_that_has_failed_on_the_way_is_in_nobodys_way():
+    store = dist.HashStore()
+    for dead in ((1,), (0,), (0, 2)):
+        found = joined(store, 3, dead=dead)
+        assert "has waited 1 s for the others to join the job" in found[0]
+        assert dead == (1,) or len(found) == 3 - len(dead) == sum("has waited" in each for each in found)
+    assert len(set(joined(store, 3))) == 1
+    assert len(set(joined(store, 2))) == 1  # fewer ranks than before
+    assert len(set(joined(store, 4))) == 1
+
+
+def test_one_rank_that_comes_later_than_the_marks_of_an_oldattempt():
+    store, names = dist.HashStore(), []
+    joined(store, 2)
+    first = threading.Thread(target=lambda: names.append(attempt(store, 1, 2, 5.0)))
+    first.start()
+    time.sleep(0.1)
+    assert names == []  # the marks that are there are those of the old attempt
+    names.append(attempt(store, 0, 2, 5.0))
+    first.join()
+    assert names[0] == names[1]
+
+
+def test_a_timeout_is_for_who_joins_the_job(tmp_path):
+    def rank_fn(comm):
+        with pytest.raises(MeshError, match="timeout is 0:00:05, but there is a process group already"):
+            fs.connect(comm.mesh, timeout=timedelta(seconds=5))
+        fs.destroy()
+        os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+        again = fs.connect(comm.mesh, device_type="cpu", timeout=timedelta(seconds=5))
+        return again.limit_s
+
+    server = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)  # as torchrun's agent has one
+    port = server.port
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+    try:
+        assert processes(fs.Mesh({"dp": 2}), rank_fn) == [5.0, 5.0]
+    finally:
+        del os.environ["TORCHELASTIC_USE_AGENT_STORE"]
