@@ -66,6 +66,8 @@ examples: $(VENV)/.installed
 	@$(RUN)/python examples/train_cnn.py
 	@echo "--- dp_sgd: per-sample clipping and noise under ZeRO-3"
 	@$(RUN)/python examples/dp_sgd.py
+	@echo "--- survive_a_kill: killed three times, restarted, and bitwise equal at the end"
+	@$(RUN)/python examples/survive_a_kill.py
 	@echo "--- property_test_roundtrip: the sharding of a tree of your own"
 	@$(RUN)/python -m pytest -q examples/property_test_roundtrip.py
 

@@ -31,8 +31,11 @@ def main(run: Callable[[Any], Any], options: type, *, nproc: int = 2) -> None:
     fs.destroy()
 
 
-def start(nproc: int, *command: str) -> int:
-    """A Python program in ``nproc`` processes on this machine; the exit status of the first that failed, else 0."""
+def start(nproc: int, *command: str, max_restarts: int = 0) -> int:
+    """A Python program in ``nproc`` processes on this machine; the exit status of the first that failed, else 0.
+
+    If one of them fails all are ended, and started again as often as ``max_restarts`` says.
+    """
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -46,7 +49,7 @@ def start(nproc: int, *command: str) -> int:
         rdzv_backend="c10d",
         rdzv_endpoint="localhost:0",
         local_addr="localhost",
-        max_restarts=0,
+        max_restarts=max_restarts,
     )
     try:
         elastic_launch(config, sys.executable)("-u", *command)

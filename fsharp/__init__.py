@@ -31,6 +31,7 @@ from fsharp import init as init
 from fsharp import inspect as inspect
 from fsharp import layout as layout
 from fsharp import optim as optim
+from fsharp import resilience as resilience
 from fsharp import schedule as schedule
 from fsharp import testing as testing
 from fsharp.functional.comm.process_group import ProcessGroupComm as ProcessGroupComm

@@ -47,6 +47,14 @@ class ScheduleError(FsharpError, ValueError):
     """A program, policy or schedule that would use memory or gradients wrongly, or that does not fit what it is run with."""
 
 
+class RunError(FsharpError, ValueError):
+    """An argument, or an order of calls, that a run, a sampler or a monitor cannot take."""
+
+
+class NonFiniteError(FsharpError, ArithmeticError):
+    """A loss, gradients or parameters with an infinity or NaN. Raised on every rank."""
+
+
 def problem(where: str, what: str, details: Iterable[tuple[str, object]] = (), remedy: str = "") -> str:
     """One error text: ``where: what``, an aligned table of facts, and what to do about it."""
     rows = [(name, str(value)) for name, value in details]

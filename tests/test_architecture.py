@@ -33,6 +33,11 @@ def test_checkpoints_import_the_functional_half_and_parts_of_modules():
     assert stateful == {"fsharp.stateful.modules.parameter"}
 
 
+def test_nothing_imports_resilience():
+    outside = [path for path in SOURCES if path.parent != ROOT / "resilience" and path != ROOT / "__init__.py"]
+    assert not [path for path in outside if any(name.startswith("fsharp.resilience") for name in imports(path))]
+
+
 def test_only_interop_imports_jax():
     foreign = {path for path in SOURCES if any(name.split(".")[0] in ("jax", "optax") for name in imports(path))}
     assert foreign == set((ROOT / "interop").glob("*.py")) - {ROOT / "interop" / "__init__.py"}
@@ -65,6 +70,7 @@ def test_every_folder_is_known():
         "stateful",
         "interop",
         "checkpoint",
+        "resilience",
     } == set(MAY_IMPORT)
 
 
@@ -112,7 +118,7 @@ def test_nothing_asks_for_a_strategy_by_name():
     assert not [str(path) for path in SOURCES if names.search(path.read_text())]
 
 
-SUBJECTS = (fs.checkpoint, fs.comm, fs.init, fs.inspect, fs.layout, fs.optim, fs.schedule, fs.testing)
+SUBJECTS = (fs.checkpoint, fs.comm, fs.init, fs.inspect, fs.layout, fs.optim, fs.resilience, fs.schedule, fs.testing)
 PUBLIC = [(module, name) for module in (fs, *SUBJECTS) for name in vars(module) if not name.startswith("_")]
 PUBLIC = [(module, name) for module, name in PUBLIC if not inspect.ismodule(getattr(module, name))]
 

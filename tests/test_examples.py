@@ -13,13 +13,13 @@ ROOT = Path(__file__).parents[1]
 TORCHRUN = [str(Path(sys.executable).with_name("torchrun")), "--nproc-per-node"]
 
 
-def start(*command: str) -> subprocess.CompletedProcess[str]:
+def start(*command: str, limit_s: float = 250) -> subprocess.CompletedProcess[str]:
     env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "error::UserWarning:__main__", "HF_HUB_OFFLINE": "1"}
-    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=250)
+    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=limit_s)
 
 
-def output(*command: str) -> str:
-    done = start(*command)
+def output(*command: str, limit_s: float = 250) -> str:
+    done = start(*command, limit_s=limit_s)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -144,6 +144,22 @@ def test_dp_sgd_trains_as_the_unsharded_loop(nproc: int, strategy: str) -> None:
     [(accuracy, alone)] = numbers(text, r"accuracy ([\d.]+)  unsharded ([\d.]+)")
     assert accuracy == alone
     assert accuracy > 0.25  # an eighth by chance
+
+
+@pytest.mark.parametrize(
+    ("options", "kills"),
+    [
+        (["--steps", "12"], 1),
+        pytest.param(["--steps", "120", "--nproc", "3", "--seed", "5"], 20, marks=[pytest.mark.deep, pytest.mark.timeout(900)]),
+    ],
+)
+def test_a_run_that_is_killed_ends_with_the_bits_of_one_that_is_not(options: list[str], kills: int) -> None:
+    text = output(sys.executable, "examples/survive_a_kill.py", "--kills", str(kills), *options, limit_s=850)
+    attempts = numbers(text, r"attempt (\d+) goes on after (\d+) of")
+    assert [attempt for attempt, _ in attempts[1:]] == list(range(kills + 1))
+    [(same, of, _, killed)] = numbers(text, r"(\d+) of (\d+) tensors bitwise equal after (\d+) steps and (\d+) kills")
+    assert same == of > 10
+    assert killed == kills
 
 
 @pytest.mark.deep

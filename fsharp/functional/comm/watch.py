@@ -9,6 +9,7 @@ on, up to a limit.
 
 import json
 import logging
+import threading
 import time
 import traceback
 import zlib
@@ -86,6 +87,10 @@ class WatchedCall:
             self._warned = True
             _log.warning("rank %d has waited %.0f s in %r; %s", self._watch.ranks.rank, waited_s, self.label, late)
 
+    def waited(self, seconds: float) -> None:
+        """The main thread has been kept by it for so long."""
+        self._watch.ranks.waited_s += seconds
+
     def lost(self, error: BaseException) -> Exception:
         """What to raise for an error of the connection: why another rank has ended, if it has said so."""
         deadline = time.monotonic() + 1.0
@@ -106,13 +111,17 @@ class RankStatuses:
         rank: this one.
         size: number of ranks.
         board: where notes are left; None if ranks have none, and compare labels as they meet.
+
+    Attributes:
+        waited_s: seconds for which this process's main thread has waited for collectives.
+        last: the label of the collective that it has begun last.
     """
 
     def __init__(self, rank: int, size: int, board: StatusBoard | None) -> None:
         self.rank, self.size, self.board = rank, size, board
         self.watches: WeakValueDictionary[str, Watch] = WeakValueDictionary()
         self.seen: dict[int, RankStatus] = {}
-        self.last = ""
+        self.last, self.waited_s = "", 0.0
         self._looks = 0
         self._heard_s: dict[int, float] = {}  # when a rank has left its newest note
 
@@ -211,7 +220,8 @@ class Watch:
         call = WatchedCall(self, label, self.count)
         self.count += 1
         self._labels.append(label)
-        self.ranks.last = label
+        if threading.current_thread() is threading.main_thread():  # and not a save in the background
+            self.ranks.last = label
         return call
 
     @property

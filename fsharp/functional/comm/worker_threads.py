@@ -125,8 +125,11 @@ class InFlight(Outcome):
             AgreementError: another rank has failed, or takes part in something else.
             CommError: a rank has ended, or the limit has passed.
         """
+        since = time.perf_counter()
         while not self._done.wait(_LOOK_EVERY_S):
             self.call.check()
+        if threading.current_thread() is threading.main_thread():  # others wait while it computes
+            self.call.waited(time.perf_counter() - since)
         if self._error is not None:
             raise self.call.lost(self._error) from self._error
         return self.take()

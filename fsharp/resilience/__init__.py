@@ -1,0 +1,23 @@
+"""Training that survives: runs that resume to the bit, and faults that are heard of, named and left in time.
+
+with fs.resilience.Run("runs/a", comm=comm, total=1000, save_every=100, config=config) as run:
+    state = run.resume(state)  # that of the newest checkpoint, if there is one
+    for step in run.steps():
+        state, metrics = train_step(state, batch(step), comm)
+        state = run.end_step(state)
+
+Each part is of use alone: see the names below.
+"""
+
+from fsharp.resilience.failures import reported_failures as reported_failures
+from fsharp.resilience.finite import NonFinite as NonFinite
+from fsharp.resilience.finite import find_nonfinite as find_nonfinite
+from fsharp.resilience.preemption import EXIT_PREEMPTED as EXIT_PREEMPTED
+from fsharp.resilience.preemption import Preemption as Preemption
+from fsharp.resilience.randomness import fold_in as fold_in
+from fsharp.resilience.randomness import seeded as seeded
+from fsharp.resilience.run import Run as Run
+from fsharp.resilience.sampler import IndexSampler as IndexSampler
+from fsharp.resilience.start import agree_at_start as agree_at_start
+from fsharp.resilience.stragglers import StepTimes as StepTimes
+from fsharp.resilience.stragglers import StragglerDetector as StragglerDetector

@@ -1,0 +1,126 @@
+"""Of several ranks that fail, the first one's traceback is the last thing printed."""
+
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import TracebackType
+
+from fsharp.errors import CommError
+from fsharp.functional.comm.process_group import ProcessGroupComm
+from fsharp.functional.comm.protocol import Comm
+from fsharp.functional.comm.watch import RankStatuses, StatusBoard
+
+_OTHERS_SPEAK_S = 2.0
+"""Seconds for which the first rank to fail lets others print before it."""
+_FIRST_SPEAKS_S = 4.0
+_LOOK_EVERY_S = 0.05
+
+
+def innermost(comm: Comm) -> Comm:
+    """The Comm within wrappers that count or label its calls."""
+    while (inner := getattr(comm, "inner", None)) is not None:
+        comm = inner
+    return comm
+
+
+@contextmanager
+def reported_failures(comm: Comm, where: Callable[[], str]) -> Iterator[None]:
+    """An error that leaves this context is told to all ranks, and printed once, by the rank that failed first.
+
+    The other ranks raise an AgreementError with its traceback as soon as they wait for it. If the errors end the processes,
+    each of the others prints one line, and then the first one prints its traceback, with rank, step and last collective.
+    Under torchrun each writes its error file, as ``torch.distributed.elastic.multiprocessing.errors.record`` does.
+
+    A rank that is killed says nothing: the others then print in which collective they have lost it. Without process groups
+    errors are left as they are; over NCCL ranks do not hear of each other's errors while they wait.
+
+    Args:
+        comm: the ranks.
+        where: what this rank does at the moment, such as ``"step 7"``, when it fails.
+    """
+    found = innermost(comm)
+    if not isinstance(found, ProcessGroupComm) or found.watch.ranks.board is None:
+        yield
+        return
+    hook = _Hook(found.watch.ranks, found.watch.ranks.board, sys.excepthook)
+    sys.excepthook = hook
+    try:
+        yield
+    except Exception as error:
+        hook.tell(error, where())
+        _write_error_file(error)
+        raise  # the hook stays: it prints the error if nobody handles it
+    except BaseException:
+        sys.excepthook = hook.before
+        raise
+    sys.excepthook = hook.before
+
+
+class _Hook:
+    """What prints the error that ends a process."""
+
+    def __init__(self, ranks: RankStatuses, board: StatusBoard, before: Callable[..., None]) -> None:
+        self.ranks, self.board, self.before = ranks, board, before
+        self.error: BaseException | None = None
+        self.is_own = False
+
+    def tell(self, error: BaseException, where: str) -> None:
+        """Have other ranks hear of an error, unless it is one that this rank has heard of."""
+        watches = list(self.ranks.watches.values())
+        heard = {id(watch.error) for watch in watches if watch.error is not None}
+        self.is_own = not any(id(each) in heard for each in _chain(error))
+        self.error = error
+        me, told = f"rank {self.ranks.rank} of {self.ranks.size}", f"in {where}; its last collective: {self.ranks.last!r}"
+        if self.is_own:
+            told = f"{me} failed first, {told}"
+            is_first = self._is_first(told)
+            error.add_note(told if is_first else told.replace(" first,", ","))
+            for watch in watches:
+                watch.fail(error, where)
+            return
+        error.add_note(f"{me}, {told}")
+        if isinstance(error, CommError):  # it has lost a rank that says nothing, and is the first that can
+            self._is_first(f"{me}, {told}: {error}")
+
+    def _is_first(self, told: str) -> bool:
+        return self.board.claim("first failure", f"{self.ranks.rank} {told}").startswith(f"{self.ranks.rank} ")
+
+    def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if error is not self.error:
+            self.before(kind, error, trace)
+            return
+        self._wait(["first failure"], _OTHERS_SPEAK_S)
+        if self._is_first(str(error)):
+            if self.is_own:
+                others = [rank for rank in range(self.ranks.size) if rank != self.ranks.rank]
+                self._wait([f"rank {rank} has spoken" for rank in others], _OTHERS_SPEAK_S)
+            self.before(kind, error, trace)
+            sys.stderr.flush()
+            self.board.write("the first has spoken", "")
+            return
+        _, _, told = (self.board.read("first failure") or "").partition(" ")
+        me, heading = f"rank {self.ranks.rank} of {self.ranks.size}", (told.splitlines() or ["unknown"])[0]
+        print(f"{me} ends because of another one: {heading}", file=sys.stderr, flush=True)
+        self.board.write(f"rank {self.ranks.rank} has spoken", "")
+        # torchrun ends all processes when the first one has ended: that must not be before the other has printed.
+        self._wait(["the first has spoken"], _FIRST_SPEAKS_S)
+
+    def _wait(self, keys: list[str], limit_s: float) -> None:
+        deadline = time.monotonic() + limit_s
+        while time.monotonic() < deadline and any(self.board.read(key) is None for key in keys):
+            time.sleep(_LOOK_EVERY_S)
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def _write_error_file(error: Exception) -> None:
+    if "TORCHELASTIC_ERROR_FILE" in os.environ:
+        from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+        get_error_handler().record_exception(error)

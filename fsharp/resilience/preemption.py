@@ -1,0 +1,90 @@
+"""Preemption: a signal that one process gets is heard of by all ranks, between two steps."""
+
+import os
+import signal
+from collections.abc import Sequence
+from types import FrameType, TracebackType
+from typing import Any, Self
+
+import torch
+
+from fsharp.errors import RunError
+from fsharp.functional.comm.protocol import Comm, Labelled
+
+EXIT_PREEMPTED = os.EX_TEMPFAIL
+"""75, EX_TEMPFAIL of ``sysexits.h``: "try again later". 143 would not do: a process that SIGTERM has ended, and that has saved
+nothing, has it too."""
+
+
+class Preemption:
+    """Notes signals such as SIGTERM, by which a cluster says that it will end the job, and tells all ranks of them.
+
+    ::
+
+        with fs.resilience.Preemption(comm) as preemption:
+            for step in range(total):
+                state, metrics = train_step(state, batch(step), comm)
+                if preemption.agreed(step):
+                    fs.checkpoint.save(root, state, step=step + 1, comm=comm)
+                    sys.exit(fs.resilience.EXIT_PREEMPTED)
+
+    Within the context these signals are noted and do nothing else; after it they do what they did before. torchrun gives its
+    processes 30 seconds after SIGTERM, Slurm as many as ``KillWait`` says.
+
+    Args:
+        comm: the ranks.
+        signals: which to note. A context that notes some can only be entered in the main thread.
+        every: how many steps lie between two exchanges; the same on all ranks.
+
+    Attributes:
+        received: the signal that this process has got, if it has.
+
+    Raises:
+        RunError: ``every`` is not a positive integer.
+    """
+
+    def __init__(self, comm: Comm, *, signals: Sequence[signal.Signals] = (signal.SIGTERM,), every: int = 1) -> None:
+        if type(every) is not int or every < 1:
+            raise RunError(f"Preemption(): every is {every!r}, expected an integer of at least 1.")
+        self.comm, self.signals, self.every = comm, tuple(signals), every
+        self.received: signal.Signals | None = None
+        self._before: dict[signal.Signals, Any] = {}
+
+    def agreed(self, step: int = 0) -> bool:
+        """Whether any rank has got a signal; the same answer on all ranks, which all have to ask.
+
+        Args:
+            step: the same on all ranks. Ranks exchange what they know if ``every`` divides it; else the answer is False.
+
+        Raises:
+            AgreementError: ranks that ask in different steps.
+
+        Cost: one ``all_reduce`` of 4 bytes for each axis, and a wait for its result.
+        """
+        if step % self.every:
+            return False
+        flag = torch.tensor([0.0 if self.received is None else 1.0], device=self.comm.device)
+        comm = Labelled(self.comm, f"whether to stop after step {step}:")
+        for axis, size in comm.mesh.axes:
+            if size > 1:
+                flag = comm.all_reduce(flag, axis, op="max")
+        return bool(flag.item())
+
+    def notice(self, number: int = signal.SIGTERM) -> None:
+        """Do as if this process had got a signal: for those that come by other means, such as a cloud's metadata server."""
+        self.received = signal.Signals(number)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.notice(number)
+
+    def __enter__(self) -> Self:
+        """Begin to note signals."""
+        for each in self.signals:
+            self._before[each] = signal.signal(each, self._note)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        """Give signals back to whom they belonged to."""
+        while self._before:
+            each, before = self._before.popitem()
+            signal.signal(each, before)

@@ -1,0 +1,289 @@
+"""Run: a training loop that saves, resumes, and ends well."""
+
+import json
+import logging
+import os
+import signal
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, NoReturn, Self
+
+from fsharp.checkpoint import Checkpoint, Saver, latest, load, open_checkpoint
+from fsharp.errors import NonFiniteError, RunError
+from fsharp.functional.comm.agree import agree, exchange
+from fsharp.functional.comm.process_group import ProcessGroupComm
+from fsharp.functional.comm.protocol import Comm, Labelled
+from fsharp.resilience.failures import innermost, reported_failures
+from fsharp.resilience.finite import NonFinite, find_nonfinite
+from fsharp.resilience.preemption import EXIT_PREEMPTED, Preemption
+from fsharp.resilience.start import agree_at_start
+from fsharp.resilience.stragglers import StragglerDetector
+
+_log = logging.getLogger("fsharp")
+OnNonFinite = Literal["raise", "skip", "roll back"]
+_POLICIES = ("raise", "skip", "roll back")
+
+
+class Run:
+    """A training run that goes on where it was, whenever it is started: from the newest checkpoint, with the same bits.
+
+    ::
+
+        sampler = fs.resilience.IndexSampler(len(data), 64, seed=0)
+        with fs.resilience.Run("runs/a", comm=comm, total=1000, save_every=100, config=config) as run:
+            state, sampler = run.resume((state, sampler))
+            for step in run.steps():
+                batch = data[sampler.indices(step, rank=comm.rank, num_ranks=comm.mesh.size)]
+                with fs.resilience.seeded(seed, step, comm.rank):
+                    state, metrics, bad = train_step(state, batch, comm)
+                state, sampler = run.end_step((state, sampler), nonfinite=bad)
+
+    A step has to be a function of the state and of its number: :class:`IndexSampler` says which samples it takes, and
+    :func:`seeded` which random numbers it draws. Then a run that a crash, a kill or a preemption has ended, and that is
+    started again with the same number of ranks, ends with the bits of one that nothing has ended. ``torchrun
+    --max-restarts`` starts it again by itself. With another number of ranks it goes on with the same batches.
+
+    Ranks first make sure that they were started alike (:func:`agree_at_start`). An error on one of them is heard of by all
+    and printed once (:func:`reported_failures`). After SIGTERM all ranks save at the end of the step, and exit with
+    :data:`EXIT_PREEMPTED` (:class:`Preemption`). Slow ranks are named (:class:`StragglerDetector`). Ranks that leave the
+    loop after different steps raise an error that has the steps of each.
+
+    Args:
+        root: folder of the run's checkpoints, which hold what :meth:`resume` takes under the name ``tree``.
+        comm: the ranks. Over NCCL stragglers are not looked for.
+        total: steps.
+        save_every: steps between two checkpoints. The last step is saved as well.
+        keep: how many checkpoints are kept.
+        config: what decides the run, in what JSON has. Ranks that differ in it raise an error; a run that goes on with another
+            one than before logs what has changed.
+        files: source files that ranks have to have in common.
+        on_nonfinite: what to do after a step with ``nonfinite``, see :meth:`end_step`.
+        max_nonfinite: how many such steps are left out: in succession with ``"skip"``, and ever with ``"roll back"``.
+        save_nonfinite: save trees that hold an infinity or NaN. Else that is an error, and the checkpoint before stays.
+        signals: after which to save and exit.
+        agree_every: steps between two exchanges of whether a signal has come, and of how long steps take.
+        background: write checkpoints while training goes on.
+
+    Attributes:
+        step: number of the next step: steps that are done, left-out ones included.
+        skipped: steps that ``"roll back"`` leaves out.
+        stragglers: what is known of slow ranks; None over NCCL.
+
+    Raises:
+        RunError: an argument that is none of these, or calls in another order than above.
+        AgreementError: ranks that were started differently; when the context is entered, or in :meth:`resume`.
+
+    Cost of a step: an ``all_reduce`` of 4 bytes for each axis and, every fifth time, an ``all_gather`` of 8.
+    """
+
+    def __init__(
+        self,
+        root: str | os.PathLike[str],
+        *,
+        comm: Comm,
+        total: int,
+        save_every: int,
+        keep: int = 3,
+        config: Mapping[str, Any] | None = None,
+        files: Sequence[str | Path] = (),
+        on_nonfinite: OnNonFinite = "raise",
+        max_nonfinite: int = 3,
+        save_nonfinite: bool = False,
+        signals: Sequence[signal.Signals] = (signal.SIGTERM,),
+        agree_every: int = 1,
+        background: bool = True,
+    ) -> None:
+        for name, value in (("total", total), ("save_every", save_every), ("max_nonfinite", max_nonfinite)):
+            if type(value) is not int or value < 1:
+                raise RunError(f"Run(): {name} is {value!r}, expected an integer of at least 1.")
+        if on_nonfinite not in _POLICIES:
+            raise RunError(f"Run(): on_nonfinite is {on_nonfinite!r}, expected one of {', '.join(map(repr, _POLICIES))}.")
+        self.root, self.comm, self.total, self.save_every = os.fspath(root), comm, total, save_every
+        self.on_nonfinite, self.max_nonfinite, self.save_nonfinite = on_nonfinite, max_nonfinite, save_nonfinite
+        self.config, self.files, self._keep, self._background = dict(config or {}), files, keep, background
+        self.preemption = Preemption(comm, signals=signals, every=agree_every)
+        found = innermost(comm)
+        is_native = isinstance(found, ProcessGroupComm) and found.is_native
+        self.stragglers = None if is_native else StragglerDetector(comm, every=5 * agree_every)
+        self.step, self.skipped = 0, list[int]()
+        self._is_resumed, self._in_step, self._in_row, self._saved = False, False, 0, -1
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Self:
+        """Compare arguments between ranks; note signals, and report errors, from here on."""
+        with ExitStack() as stack:
+            stack.enter_context(reported_failures(self.comm, lambda: f"step {self.step}"))
+            arguments = {
+                "root": os.path.abspath(self.root) if "://" not in self.root else self.root,
+                "total": self.total,
+                "save_every": self.save_every,
+                "on_nonfinite": f"{self.on_nonfinite}, at most {self.max_nonfinite}",
+                "save_nonfinite": self.save_nonfinite,
+                "agree_every": self.preemption.every,
+            }
+            agree_at_start({"run": arguments, **self.config}, comm=self.comm, files=self.files)
+            stack.enter_context(self.preemption)
+            saver = Saver(self.root, self.comm, keep=self._keep, config=self.config, background=self._background)
+            self._saver = stack.enter_context(saver)
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        """Wait for the checkpoint that is being written; without an error, make sure that all ranks are done."""
+        if error is not None:
+            self._stack.__exit__(kind, error, trace)
+            return
+        with self._stack:
+            agree("Run", {}, Labelled(self.comm, f"the end of the run, after {self.step} of {self.total} steps: "))
+
+    def resume(self, tree: Any) -> Any:
+        """The tree of the newest checkpoint, after which :meth:`steps` goes on; the tree as it is if there is none.
+
+        Args:
+            tree: what a step needs and changes: any pytree of what a checkpoint holds, such as a TrainState and the sampler, or
+                a ShardedModule and its optimizer. Its tensors are overwritten: it is not to be used afterwards.
+
+        Raises:
+            AgreementError: ranks with different trees.
+            TreeError: a checkpoint of another tree.
+            CheckpointError: a checkpoint that is damaged.
+
+        Cost: that of :func:`fsharp.checkpoint.load`.
+        """
+        agree_at_start(self.config, tree, comm=self.comm)
+        self._is_resumed = True
+        found = self._newest()
+        if found is not None:
+            tree = self._load(found, tree)
+            for line in _changes(found.config, self.config) if self.comm.rank == 0 else ():
+                _log.warning("the run goes on after step %d with another config: %s", found.step, line)
+        elif self.on_nonfinite == "roll back":
+            self._save(tree)
+        return tree
+
+    def steps(self) -> Iterator[int]:
+        """The numbers of the steps that are left to do, from 0; each has to be ended by :meth:`end_step`."""
+        if not self._is_resumed:
+            raise RunError("Run.steps(): call resume(tree) first: it looks for a checkpoint, and remembers where to go on.")
+        if self.stragglers is not None:
+            self.stragglers.start()
+        while self.step < self.total:
+            if self.step in self.skipped:
+                self.step += 1
+                continue
+            self._in_step = True
+            yield self.step
+            if self._in_step:
+                raise RunError(f"Run.steps(): step {self.step} was not ended: call tree = run.end_step(tree) in each step.")
+
+    def end_step(self, tree: Any, *, nonfinite: NonFinite | None = None) -> Any:
+        """A step is done: save if it is time to, and exit if a signal has come. The tree to go on with.
+
+        Args:
+            tree: as :meth:`resume` takes it, after the step.
+            nonfinite: what :func:`find_nonfinite` has found, if the step was left out for that. Then, after ``on_nonfinite``:
+                ``"raise"`` raises NonFiniteError; ``"skip"`` goes on with the tree that is given, which the step has not
+                updated; ``"roll back"`` goes on with that of the last checkpoint and leaves this step out from there on.
+
+        Raises:
+            NonFiniteError: a step that is not finite and is not left out, or a tree that is to be saved and is not finite.
+            CheckpointError: a save that has failed.
+            SystemExit: a signal has come, and the tree is saved; its code is :data:`EXIT_PREEMPTED`.
+        """
+        if not self._in_step:
+            raise RunError("Run.end_step(): no step is under way: call it once in each step of `for step in run.steps()`.")
+        self._in_step = False
+        self._in_row = 0 if nonfinite is None else self._in_row + 1
+        if nonfinite is not None:
+            self._check_left_out(nonfinite)
+            if self.on_nonfinite == "roll back":
+                return self._rolled_back(tree)
+        self.step += 1
+        if self.stragglers is not None:
+            self.stragglers.end_step(self.step)
+        self._saver.check()
+        is_last = self.preemption.agreed(self.step)
+        if is_last or self.step == self.total or self.step % self.save_every == 0:
+            self._save(tree)
+        if is_last:
+            self._leave()
+        return tree
+
+    def check(self, tree: Any) -> None:
+        """Exit if a signal has come, as :meth:`end_step` does: in an evaluation, or before the first step.
+
+        Every rank has to call it alike.
+
+        Args:
+            tree: as it was after the last step; it is saved.
+
+        Raises:
+            SystemExit: a signal has come to some rank.
+        """
+        if self.preemption.agreed():
+            self._save(tree)
+            self._leave()
+
+    def _check_left_out(self, nonfinite: NonFinite) -> None:
+        """Raise unless the policy leaves the step out."""
+        what = f"step {self.step}: {nonfinite}"
+        if self.on_nonfinite == "raise":
+            raise NonFiniteError(f'{what}. The step was left out. Run(on_nonfinite="skip") or "roll back" would go on.')
+        count = self._in_row if self.on_nonfinite == "skip" else len(self.skipped) + 1
+        if count > self.max_nonfinite:
+            kind = "in succession" if self.on_nonfinite == "skip" else "of this run"
+            raise NonFiniteError(f"{what}. It is number {count} {kind}, and max_nonfinite is {self.max_nonfinite}.")
+        if self.comm.rank == 0:
+            _log.warning("%s; on_nonfinite is %r", what, self.on_nonfinite)
+
+    def _rolled_back(self, tree: Any) -> Any:
+        self._saver.wait()
+        found, skipped = self._newest(), [*self.skipped, self.step]
+        if found is None:
+            raise NonFiniteError(f"step {self.step} is not finite, and there is no checkpoint in {self.root} to roll back to.")
+        tree = self._load(found, tree)
+        self.skipped = skipped
+        return tree
+
+    def _newest(self) -> Checkpoint | None:
+        """What rank 0 takes for the newest checkpoint: folders on a network may look different elsewhere."""
+        found = latest(self.root) if self.comm.rank == 0 else None
+        path = exchange(found.path if found is not None else "", self.comm)[0]
+        return open_checkpoint(path) if path else None
+
+    def _load(self, found: Checkpoint, tree: Any) -> Any:
+        loaded = load(found.path, {"run": {"skipped": ""}, "tree": tree}, comm=self.comm, donate=True)
+        self.step, self._saved = found.step, found.step
+        self.skipped = json.loads(loaded["run"]["skipped"])
+        return loaded["tree"]
+
+    def _save(self, tree: Any) -> None:
+        if self._saved == self.step:
+            return
+        bad = None if self.save_nonfinite else find_nonfinite(None, tree, comm=self.comm)
+        if bad is not None:
+            newest = f"The newest checkpoint is that of step {self._saved}. " if self._saved >= 0 else ""
+            raise NonFiniteError(
+                f"Run: the tree after {self.step} steps is not saved: {bad}. {newest}Leave out updates that find_nonfinite() "
+                "refuses. If the tree is meant to be so, as with a mask of -inf, pass Run(save_nonfinite=True)."
+            )
+        self._saver.save({"run": {"skipped": json.dumps(self.skipped)}, "tree": tree}, step=self.step)
+        self._saved = self.step
+
+    def _leave(self) -> NoReturn:
+        self._saver.wait()
+        if self.comm.rank == 0:
+            _log.warning("a signal has come: saved after %d of %d steps, exit code %d", self.step, self.total, EXIT_PREEMPTED)
+        raise SystemExit(EXIT_PREEMPTED)
+
+
+def _changes(before: Any, now: Mapping[str, Any]) -> list[str]:
+    before = before or {}
+    missing = "(absent)"
+    return [
+        f"{name} was {before.get(name, missing)!r} and is {now.get(name, missing)!r}"
+        for name in sorted(before.keys() | now.keys())
+        if before.get(name, missing) != json.loads(json.dumps(now.get(name, missing)))
+    ]

@@ -1,0 +1,129 @@
+"""Real processes that fail, are killed, stopped or sent a signal: who says what, in which order, and how soon."""
+
+import contextlib
+import json
+import os
+import re
+import signal
+import sys
+import time
+
+import pytest
+import torch
+
+import fsharp as fs
+from fsharp.errors import CommError
+from fsharp.resilience import EXIT_PREEMPTED, Run
+from fsharp.testing import processes
+from tests.resilience.test_run import X, make_state, train_step
+
+DP2, DP3 = fs.Mesh({"dp": 2}), fs.Mesh({"dp": 3})
+LIMIT_S = 3.0
+
+
+def run_until(fault, folder, *, scheduled=True):
+    """What each rank does: steps of a run, in one of which a fault comes. It writes to files what it says and how it ends."""
+
+    def rank_fn(comm):
+        os.dup2(os.open(folder / "said", os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
+        (folder / f"pid {comm.rank}").write_text(str(os.getpid()))
+        os.environ["TORCHELASTIC_ERROR_FILE"] = str(folder / f"error file {comm.rank}")
+        comm.limit_s = comm.watch.limit_s = LIMIT_S  # as of init_process_group(timeout=)
+        step_fn = fs.Scheduler(comm)(train_step) if scheduled else lambda *args: train_step(*args, comm)
+        ended = {"exit": 0}
+        try:
+            with Run(folder / "runs", comm=comm, total=20, save_every=4) as run:
+                state = run.resume(make_state(comm))
+                for step in run.steps():
+                    fault(step, comm)
+                    since = time.monotonic()
+                    state, _ = step_fn(state, X[8 * comm.rank :][:8])
+                    state = run.end_step(state)
+        except SystemExit as error:
+            ended = {"exit": error.code, "step": run.step}
+        except Exception as error:
+            sys.excepthook(type(error), error, error.__traceback__)  # what the interpreter does at its end
+            ended = {"exit": 1, "error": f"{type(error).__name__}: {error}", "seconds": time.monotonic() - since}
+        (folder / f"ended {comm.rank}").write_text(json.dumps(ended))
+        for rank in range(comm.mesh.size):  # one that is stopped would never end
+            if fault.__name__ == "stop" and rank != comm.rank:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(int((folder / f"pid {rank}").read_text()), signal.SIGKILL)
+
+    return rank_fn
+
+
+def ended(folder, rank):
+    return json.loads((folder / f"ended {rank}").read_text())
+
+
+@pytest.mark.parametrize("scheduled", [True, False], ids=["scheduled", "blocking"])
+def test_the_first_traceback_comes_last_and_is_labelled(tmp_path, scheduled):
+    def fail(step, comm):
+        if step == 6 and comm.rank == 1:
+            raise KeyError("no such sample")
+
+    processes(DP3, run_until(fail, tmp_path, scheduled=scheduled))
+    said = (tmp_path / "said").read_text()
+    last = said[said.rindex("Traceback (most recent call last)") :].rstrip()
+    assert "KeyError: 'no such sample'" in last
+    assert re.search(r"rank 1 of 3 failed first, in step 6; its last collective: (['\"]).+\1$", last), said
+    assert said.count("Traceback (most recent call last)") == 1, said
+    for rank in (0, 2):
+        assert f"rank {rank} of 3 ends because of another one: rank 1 of 3 failed first, in step 6" in said
+        error = ended(tmp_path, rank)["error"]
+        assert error.startswith("AgreementError: rank 1 of 3 failed in step 6")
+        assert "no such sample" in error
+    for rank in range(3):  # whichever torchrun takes for the first one
+        assert "no such sample" in (tmp_path / f"error file {rank}").read_text()
+
+
+def test_a_rank_that_is_killed_ends_the_others_within_5_seconds(tmp_path):
+    def kill(step, comm):
+        if step == 6 and comm.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    with pytest.raises(CommError, match=r"ranks \[1\] failed"):
+        processes(DP3, run_until(kill, tmp_path))
+    for rank in (0, 2):
+        found = ended(tmp_path, rank)
+        assert found["seconds"] < 5
+        assert re.search(r"lost .+ in ['\"]", found["error"]), found
+    said = (tmp_path / "said").read_text()
+    assert re.search(r"rank [02] of 3.*in step 6; its last collective: ['\"].+", said), said
+    assert fs.checkpoint.latest(tmp_path / "runs").step == 4
+
+
+def test_a_rank_that_is_stopped_is_named_within_the_limit(tmp_path):
+    def stop(step, comm):
+        if step == 6 and comm.rank == 1:
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+    with pytest.raises(CommError, match=r"ranks \[1\] failed"):
+        processes(DP2, run_until(stop, tmp_path))
+    found = ended(tmp_path, 0)
+    assert re.search(r"ranks \[1\] have not come|lost (a rank|rank 1) in", found["error"]), found
+    assert found["seconds"] < 2 * LIMIT_S + 2
+    assert "rank 0 of 2, in step 6; its last collective:" in (tmp_path / "said").read_text()
+
+
+def test_a_signal_to_one_process_saves_and_ends_all_of_them(tmp_path):
+    def terminate(step, comm):
+        if step == 6 and comm.rank == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    processes(DP2, run_until(terminate, tmp_path))
+    assert [ended(tmp_path, rank) for rank in range(2)] == [{"exit": EXIT_PREEMPTED, "step": 7}] * 2
+    assert fs.checkpoint.latest(tmp_path / "runs").step == 7
+
+
+def test_an_error_that_is_handled_is_printed_by_nobody(tmp_path):
+    def rank_fn(comm):
+        before = sys.excepthook
+        with fs.resilience.reported_failures(comm, lambda: "here"):
+            comm.all_reduce(torch.ones(1), "dp")
+        return sys.excepthook is before
+
+    assert processes(DP2, rank_fn) == [True, True]
+    with pytest.raises(ZeroDivisionError, match="division by zero"), fs.resilience.reported_failures(fs.SingleComm(), str):
+        _ = 1 / 0

@@ -1,0 +1,64 @@
+"""A signal to one rank stops all of them, after the same step."""
+
+import os
+import signal
+
+import pytest
+
+import fsharp as fs
+from fsharp.errors import CommError, RunError
+from fsharp.resilience import EXIT_PREEMPTED, Preemption
+from fsharp.testing import simulate
+
+MESHES = [fs.Mesh({"dp": 1}), fs.Mesh({"dp": 3}), fs.Mesh({"outer": 2, "inner": 2})]
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+@pytest.mark.parametrize("every", [1, 3])
+def test_all_ranks_stop_after_the_same_step(mesh, every):
+    def rank_fn(comm):
+        counting = fs.CountingComm(comm)
+        preemption = Preemption(counting, signals=(), every=every)
+        for step in range(20):
+            if step == 4 and comm.rank == mesh.size - 1:
+                preemption.notice()
+            if preemption.agreed(step):
+                break
+        asked = len([s for s in range(step + 1) if s % every == 0])
+        assert counting.num_calls == asked * sum(size > 1 for _, size in mesh.axes)
+        return step
+
+    assert simulate(mesh, rank_fn) == [4 if every == 1 else 6] * mesh.size
+
+
+def test_ranks_that_ask_after_different_steps_hear_of_it():
+    with pytest.raises(CommError, match="whether to stop after step 1"):
+        simulate(MESHES[1], lambda comm: Preemption(comm, signals=()).agreed(comm.rank))
+
+
+def test_signals_are_noted_in_the_context_alone():
+    heard = []
+    before = signal.signal(signal.SIGUSR1, lambda *_: heard.append("before"))
+    try:
+        preemption = Preemption(fs.SingleComm(), signals=(signal.SIGUSR1,))
+        with preemption:
+            assert not preemption.agreed()
+            os.kill(os.getpid(), signal.SIGUSR1)
+            os.kill(os.getpid(), signal.SIGUSR1)  # clusters say it more than once
+            assert preemption.agreed()
+            assert preemption.received == signal.SIGUSR1
+        assert heard == []
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert heard == ["before"]
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+def test_the_exit_code_is_none_that_a_signal_or_an_error_has():
+    assert EXIT_PREEMPTED == 75
+    assert EXIT_PREEMPTED not in (0, 1, 2, 128 + signal.SIGTERM)
+
+
+def test_every_is_a_number_of_steps():
+    with pytest.raises(RunError, match="every is 0"):
+        Preemption(fs.SingleComm(), every=0)

@@ -1,0 +1,273 @@
+"""A run that goes on where it was, on simulated ranks."""
+
+import logging
+import math
+
+import pytest
+import torch
+
+import fsharp as fs
+from fsharp.errors import AgreementError, CommError, NonFiniteError, RunError, TreeError
+from fsharp.resilience import EXIT_PREEMPTED, IndexSampler, NonFinite, Run, find_nonfinite
+from fsharp.testing import simulate
+
+DP2 = fs.Mesh({"dp": 2})
+SHAPES = {"a": {"w": torch.zeros(5, 3), "b": torch.zeros(5)}, "out": torch.zeros(5)}
+TX = fs.optim.chain(fs.optim.clip_by_global_norm(1.0), fs.optim.adamw(fs.optim.linear_schedule(0.0, 1e-2, 10)))
+X = torch.randn(24, 3, generator=torch.Generator().manual_seed(1))
+
+
+def loss_fn(params, x, comm):
+    h = fs.forward(lambda p, x: torch.tanh(x @ p["w"].T + p["b"]), params["a"], x, comm=comm)
+    return fs.forward(lambda w, h: ((h @ w - 1) ** 2).mean(), params["out"], h, comm=comm)
+
+
+def make_state(comm, strategy=fs.zero3):
+    layout = fs.plan(SHAPES, comm.mesh, strategy("dp"), units=["a"])
+    return fs.init_state(TX, fs.init_params(fs.init.normal(0.5), layout, comm, key=0, place="optim"), comm=comm)
+
+
+def train_step(state, x, comm, *, always=False):
+    loss, grads = fs.value_and_grad(loss_fn, microbatches=2)(state.params, x, comm=comm)
+    grads = fs.reduce_scatter(grads, comm=comm)
+    bad = find_nonfinite(loss, grads, comm=comm)
+    _, grads = fs.average(loss, grads, comm=comm)
+    return (fs.update(TX, grads, state, comm=comm) if bad is None or always else state), bad
+
+
+def train(
+    comm, root, *, total=9, until=None, strategy=fs.zero3, act=lambda run, state: None, nan_on=(), always=False, **options
+):
+    """A run, and what came of it: the run, its state, the steps that it made."""
+    sampler, done = IndexSampler(len(X), 8, seed=3), []
+    with Run(root, comm=comm, total=total, **{"save_every": 4, "signals": (), **options}) as run:
+        state, sampler = run.resume((make_state(comm, strategy), sampler))
+        for step in run.steps():
+            if step == until:
+                break
+            x = X[sampler.indices(step, rank=comm.rank, num_ranks=comm.mesh.size)]
+            x = x * math.nan if (step, comm.rank) in nan_on else x
+            state, bad = train_step(state, x, comm, always=always)
+            act(run, state)
+            state, sampler = run.end_step((state, sampler), nonfinite=bad if not always else None)
+            done.append(step)
+    return run, state, done
+
+
+def values(state):
+    """What a rank holds, and what it is all together."""
+    return [x.clone() for node in fs.units_of((state.params, state.opt)) for x in node.buffers]
+
+
+def same(a, b):
+    return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+@pytest.mark.parametrize("strategy", [fs.zero3, fs.zero1], ids=["zero3", "zero1"])
+def test_a_run_that_was_ended_goes_on_with_the_same_bits(tmp_path, strategy):
+    def rank_fn(comm):
+        whole = values(train(comm, tmp_path / "whole", strategy=strategy)[1])
+        steps = []
+        for until in (2, 6, 7, None):
+            run, state, done = train(comm, tmp_path / "ended", until=until, strategy=strategy)
+            steps.append((done[0], done[-1]))
+        again = train(comm, tmp_path / "ended", strategy=strategy)
+        return steps, run.step, same(values(state), whole), same(values(again[1]), whole), again[2]
+
+    expected = [(0, 1), (0, 5), (4, 6), (4, 8)]
+    assert simulate(DP2, rank_fn) == [(expected, 9, True, True, [])] * 2
+
+
+def test_another_number_of_ranks_and_strategy_goes_on_with_the_same_batches(tmp_path):
+    def full(comm, state):
+        return fs.full(state.params, comm=comm)
+
+    def begin(comm):
+        train(comm, tmp_path / "a", until=5)
+
+    def end(comm):
+        _, state, done = train(comm, tmp_path / "a", strategy=fs.ddp)
+        return done, full(comm, state)
+
+    simulate(fs.Mesh({"dp": 4}), begin)
+    ended = simulate(DP2, end)
+    [whole] = simulate(fs.Mesh({"dp": 1}), lambda comm: full(comm, train(comm, tmp_path / "b")[1]))
+    for done, found in ended:
+        assert done == [4, 5, 6, 7, 8]
+        torch.testing.assert_close(found, whole, rtol=1e-5, atol=1e-6)
+
+
+def test_a_signal_to_one_rank_saves_on_all_and_exits(tmp_path):
+    def rank_fn(comm):
+        def act(run, state):
+            if run.step == 5 and comm.rank == 1:
+                run.preemption.notice()
+
+        with pytest.raises(SystemExit, match=str(EXIT_PREEMPTED)):
+            train(comm, tmp_path / "a", act=act)
+        assert fs.checkpoint.latest(tmp_path / "a").step == 6
+        whole = values(train(comm, tmp_path / "whole")[1])
+        _, state, done = train(comm, tmp_path / "a")
+        return done, same(values(state), whole)
+
+    assert simulate(DP2, rank_fn) == [([6, 7, 8], True)] * 2
+
+
+@pytest.mark.parametrize("after", [0, 3])
+def test_a_signal_in_warm_up_or_evaluation_saves_what_was_done(tmp_path, after):
+    def evaluate_after(comm, asked):
+        with Run(tmp_path, comm=comm, total=9, save_every=4, signals=()) as run:
+            state = run.resume(make_state(comm))
+            for _ in zip(range(after), run.steps()):
+                state, _ = train_step(state, X[8 * comm.rank :][:8], comm)
+                state = run.end_step(state)
+            for batch in range(5):
+                if batch == 3 and comm.rank == 0:
+                    run.preemption.notice()
+                asked.append(batch)
+                run.check(state)
+
+    def rank_fn(comm):
+        asked = []
+        with pytest.raises(SystemExit, match=str(EXIT_PREEMPTED)):
+            evaluate_after(comm, asked)
+        return asked, fs.checkpoint.latest(tmp_path).step
+
+    assert simulate(DP2, rank_fn) == [([0, 1, 2, 3], after)] * 2
+
+
+def test_raise_names_the_step_the_rank_and_the_leaf(tmp_path):
+    with pytest.raises(NonFiniteError, match=r"step 5: the loss of rank 1 is not finite, and 'a\.b' is the first leaf"):
+        simulate(DP2, lambda comm: train(comm, tmp_path, nan_on={(5, 1)}))
+    assert fs.checkpoint.latest(tmp_path).step == 4
+
+
+def test_skip_leaves_out_the_update_and_goes_on(tmp_path, caplog):
+    def rank_fn(comm):
+        _, state, done = train(comm, tmp_path, nan_on={(2, 1), (5, 0)}, on_nonfinite="skip", max_nonfinite=1)
+        expected = make_state(comm)
+        sampler = IndexSampler(len(X), 8, seed=3)
+        for step in (0, 1, 3, 4, 6, 7, 8):
+            expected, _ = train_step(expected, X[sampler.indices(step, rank=comm.rank, num_ranks=2)], comm)
+        return done, same(values(state), values(expected))
+
+    with caplog.at_level(logging.WARNING, "fsharp"):
+        assert simulate(DP2, rank_fn) == [(list(range(9)), True)] * 2
+    found = [record.getMessage() for record in caplog.records if "on_nonfinite" in record.getMessage()]
+    assert len(found) == 2
+    assert found[0].startswith("step 2: the loss of rank 1 is not finite")
+
+
+def test_skip_gives_up_after_so_many_in_succession(tmp_path):
+    nan_on = {(1, 0), (3, 0), (4, 1), (5, 0)}
+    with pytest.raises(NonFiniteError, match=r"step 5: .* It is number 3 in succession, and max_nonfinite is 2"):
+        simulate(DP2, lambda comm: train(comm, tmp_path, nan_on=nan_on, on_nonfinite="skip", max_nonfinite=2))
+
+
+def test_roll_back_goes_on_from_the_checkpoint_without_the_step(tmp_path):
+    def rank_fn(comm):
+        run, _, done = train(comm, tmp_path / "a", until=7, nan_on={(2, 1), (6, 0)}, on_nonfinite="roll back")
+        steps = [done, run.skipped]
+        _, state, done = train(comm, tmp_path / "a", on_nonfinite="roll back")
+        expected = make_state(comm)
+        sampler = IndexSampler(len(X), 8, seed=3)
+        for step in (0, 1, 3, 4, 5, 6, 7, 8):
+            expected, _ = train_step(expected, X[sampler.indices(step, rank=comm.rank, num_ranks=2)], comm)
+        return [*steps, done], same(values(state), values(expected))
+
+    # Step 2 rolls back to the start, 6 to the checkpoint after 4 steps; the restart is from there, before 6 was known.
+    [(steps, is_same), other] = simulate(DP2, rank_fn)
+    assert steps == [[0, 1, 2, 0, 1, 3, 4, 5, 6, 4, 5], [2, 6], [4, 5, 6, 7, 8]]
+    assert is_same
+    assert other == (steps, True)
+
+
+def test_roll_back_gives_up_after_so_many(tmp_path):
+    nan_on = {(step, 0) for step in (1, 3, 5)}
+    with pytest.raises(NonFiniteError, match=r"step 5: .* It is number 3 of this run, and max_nonfinite is 2"):
+        simulate(DP2, lambda comm: train(comm, tmp_path, nan_on=nan_on, on_nonfinite="roll back", max_nonfinite=2))
+
+
+def test_a_tree_that_is_not_finite_is_not_saved_unless_that_is_wanted(tmp_path):
+    with pytest.raises(NonFiniteError, match=r"after 8 steps is not saved: '0\.params\.a\.b'.*The newest .* of step 4"):
+        simulate(DP2, lambda comm: train(comm, tmp_path / "a", nan_on={(5, 0)}, always=True))
+    assert fs.checkpoint.latest(tmp_path / "a").step == 4
+    simulate(DP2, lambda comm: train(comm, tmp_path / "b", nan_on={(5, 0)}, always=True, save_nonfinite=True))
+    assert fs.checkpoint.latest(tmp_path / "b").step == 9
+
+
+def test_ranks_that_leave_after_different_steps_hear_of_it(tmp_path):
+    with pytest.raises(CommError, match="the end of the run, after 3 of 9 steps"):
+        simulate(DP2, lambda comm: train(comm, tmp_path, until=3 if comm.rank == 0 else None))
+
+
+@pytest.mark.parametrize(
+    ("odd", "field"),
+    [
+        ({"config": {"lr": 2}}, r"config\.lr"),
+        ({"total": 8}, r"config\.run\.total"),
+        ({"save_every": 3}, r"config\.run\.save_every"),
+        ({"on_nonfinite": "skip"}, r"config\.run\.on_nonfinite"),
+    ],
+)
+def test_ranks_that_were_started_differently(tmp_path, odd, field):
+    def rank_fn(comm):
+        train(comm, tmp_path, **({"config": {"lr": 1}} | (odd if comm.rank else {})))
+
+    with pytest.raises(AgreementError, match=field):
+        simulate(DP2, rank_fn)
+
+
+def test_another_root_on_one_rank(tmp_path):
+    with pytest.raises(AgreementError, match=r"config\.run\.root"):
+        simulate(DP2, lambda comm: train(comm, tmp_path / str(comm.rank)))
+
+
+def test_another_config_than_before_is_logged_and_another_tree_refused(tmp_path, caplog):
+    comm = fs.SingleComm()
+    train(comm, tmp_path, until=5, config={"lr": 1, "same": [1, (2, 3)]})
+    with caplog.at_level(logging.WARNING, "fsharp"):
+        train(comm, tmp_path, until=6, config={"lr": 2, "same": [1, (2, 3)]})
+    assert [r.getMessage() for r in caplog.records] == ["the run goes on after step 4 with another config: lr was 1 and is 2"]
+    with (
+        pytest.raises(TreeError, match="is not of this tree"),
+        Run(tmp_path, comm=comm, total=9, save_every=4, signals=()) as run,
+    ):
+        run.resume({"state": make_state(comm)})
+
+
+def test_calls_in_another_order(tmp_path):
+    with Run(tmp_path, comm=fs.SingleComm(), total=3, save_every=1, signals=()) as run:
+        with pytest.raises(RunError, match=r"call resume\(tree\) first"):
+            next(run.steps())
+        run.resume({"x": torch.ones(2)})
+        with pytest.raises(RunError, match="no step is under way"):
+            run.end_step({})
+        with pytest.raises(RunError, match="step 0 was not ended"):
+            list(run.steps())
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"total": 0}, "total is 0"),
+        ({"save_every": 1.5}, r"save_every is 1\.5"),
+        ({"on_nonfinite": "ignore"}, "on_nonfinite is 'ignore', expected one of 'raise', 'skip', 'roll back'"),
+        ({"max_nonfinite": True}, "max_nonfinite is True"),
+        ({"agree_every": -1}, "every is -1"),
+    ],
+)
+def test_arguments_that_are_refused(tmp_path, options, match):
+    with pytest.raises(RunError, match=match):
+        Run(tmp_path, comm=fs.SingleComm(), **{"total": 3, "save_every": 1, **options})
+
+
+def test_one_rank_alone_finds_a_step_bad(tmp_path):
+    def rank_fn(comm):
+        with Run(tmp_path, comm=comm, total=9, save_every=4, signals=(), on_nonfinite="roll back") as run:
+            tree = run.resume({"x": torch.ones(2)})
+            for _ in run.steps():
+                tree = run.end_step(tree, nonfinite=NonFinite((1,), None, ()) if comm.rank else None)
+
+    with pytest.raises(CommError, match="ranks called different collectives"):
+        simulate(DP2, rank_fn)
