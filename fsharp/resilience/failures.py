@@ -1,10 +1,13 @@
 """Of several ranks that fail, the first one's traceback is the last thing printed."""
 
+import json
 import os
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import TracebackType
 
 from fsharp.errors import CommError
@@ -31,7 +34,8 @@ def reported_failures(comm: Comm, where: Callable[[], str]) -> Iterator[None]:
 
     The other ranks raise an AgreementError with its traceback as soon as they wait for it. If the errors end the processes,
     each of the others prints one line, and then the first one prints its traceback, with rank, step and last collective.
-    Under torchrun each writes its error file, as ``torch.distributed.elastic.multiprocessing.errors.record`` does.
+    Under torchrun each writes its error file, as ``torch.distributed.elastic.multiprocessing.errors.record`` does, and the
+    first one is the root cause that torchrun reports.
 
     A rank that is killed says nothing: the others then print in which collective they have lost it. Without process groups
     errors are left as they are; over NCCL ranks do not hear of each other's errors while they wait.
@@ -50,7 +54,7 @@ def reported_failures(comm: Comm, where: Callable[[], str]) -> Iterator[None]:
         yield
     except Exception as error:
         hook.tell(error, where())
-        _write_error_file(error)
+        _write_error_file(error, is_own=hook.is_own)
         raise  # the hook stays: it prints the error if nobody handles it
     except BaseException:
         sys.excepthook = hook.before
@@ -119,8 +123,11 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
         error = error.__cause__ or error.__context__
 
 
-def _write_error_file(error: Exception) -> None:
-    if "TORCHELASTIC_ERROR_FILE" in os.environ:
-        from torch.distributed.elastic.multiprocessing.errors import get_error_handler
-
-        get_error_handler().record_exception(error)
+def _write_error_file(error: Exception, *, is_own: bool) -> None:
+    """What torchrun reads, as its ErrorHandler writes it. It takes the earliest for the root cause, in whole seconds."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path is None:
+        return
+    trace = "".join(traceback.format_exception(error)) if is_own else str(error)
+    extra = {"py_callstack": trace, "timestamp": str(int(time.time()) + (not is_own))}
+    Path(path).write_text(json.dumps({"message": {"message": f"{type(error).__name__}: {error}", "extraInfo": extra}}))

@@ -14,7 +14,7 @@ from fsharp.checkpoint import Checkpoint, Saver, latest, load, open_checkpoint
 from fsharp.errors import NonFiniteError, RunError
 from fsharp.functional.comm.agree import agree, exchange
 from fsharp.functional.comm.process_group import ProcessGroupComm
-from fsharp.functional.comm.protocol import Comm, Labelled
+from fsharp.functional.comm.protocol import Comm, Engine, Labelled
 from fsharp.resilience.failures import innermost, reported_failures
 from fsharp.resilience.finite import NonFinite, find_nonfinite
 from fsharp.resilience.preemption import EXIT_PREEMPTED, Preemption
@@ -52,7 +52,7 @@ class Run:
 
     Args:
         root: folder of the run's checkpoints, which hold what :meth:`resume` takes under the name ``tree``.
-        comm: the ranks. Over NCCL stragglers are not looked for.
+        comm: the ranks: what a scheduler is made of, and not the scheduler. Over NCCL stragglers are not looked for.
         total: steps.
         save_every: steps between two checkpoints. The last step is saved as well.
         keep: how many checkpoints are kept.
@@ -63,7 +63,8 @@ class Run:
         max_nonfinite: how many such steps are left out: in succession with ``"skip"``, and ever with ``"roll back"``.
         save_nonfinite: save trees that hold an infinity or NaN. Else that is an error, and the checkpoint before stays.
         signals: after which to save and exit.
-        agree_every: steps between two exchanges of whether a signal has come, and of how long steps take.
+        agree_every: steps between two exchanges of whether a signal has come, and a tenth of those between exchanges of how
+            long steps take.
         background: write checkpoints while training goes on.
 
     Attributes:
@@ -75,7 +76,7 @@ class Run:
         RunError: an argument that is none of these, or calls in another order than above.
         AgreementError: ranks that were started differently; when the context is entered, or in :meth:`resume`.
 
-    Cost of a step: an ``all_reduce`` of 4 bytes for each axis and, every fifth time, an ``all_gather`` of 8.
+    Cost of a step: an ``all_reduce`` of 4 bytes for each axis and, every tenth time, an ``all_gather`` of 8.
     """
 
     def __init__(
@@ -98,6 +99,8 @@ class Run:
         for name, value in (("total", total), ("save_every", save_every), ("max_nonfinite", max_nonfinite)):
             if type(value) is not int or value < 1:
                 raise RunError(f"Run(): {name} is {value!r}, expected an integer of at least 1.")
+        if isinstance(comm, Engine):
+            raise RunError(f"Run(): comm is a {type(comm).__name__}; pass what that was made of: comm=scheduler.comm.")
         if on_nonfinite not in _POLICIES:
             raise RunError(f"Run(): on_nonfinite is {on_nonfinite!r}, expected one of {', '.join(map(repr, _POLICIES))}.")
         self.root, self.comm, self.total, self.save_every = os.fspath(root), comm, total, save_every
@@ -106,7 +109,7 @@ class Run:
         self.preemption = Preemption(comm, signals=signals, every=agree_every)
         found = innermost(comm)
         is_native = isinstance(found, ProcessGroupComm) and found.is_native
-        self.stragglers = None if is_native else StragglerDetector(comm, every=5 * agree_every)
+        self.stragglers = None if is_native else StragglerDetector(comm, every=10 * agree_every)
         self.step, self.skipped = 0, list[int]()
         self._is_resumed, self._in_step, self._in_row, self._saved = False, False, 0, -1
         self._stack = ExitStack()

@@ -53,7 +53,7 @@ class StragglerDetector:
     Cost: every ``every`` steps one ``all_gather`` of 8 bytes for each axis.
     """
 
-    def __init__(self, comm: Comm, *, every: int = 5, ratio: float = 1.25) -> None:
+    def __init__(self, comm: Comm, *, every: int = 10, ratio: float = 1.25) -> None:
         if type(every) is not int or every < 1:
             raise RunError(f"StragglerDetector(): every is {every!r}, expected an integer of at least 1.")
         if not ratio > 1:

@@ -255,11 +255,12 @@ def test_calls_in_another_order(tmp_path):
         ({"on_nonfinite": "ignore"}, "on_nonfinite is 'ignore', expected one of 'raise', 'skip', 'roll back'"),
         ({"max_nonfinite": True}, "max_nonfinite is True"),
         ({"agree_every": -1}, "every is -1"),
+        ({"comm": fs.Scheduler(fs.SingleComm())}, "comm is a Scheduler; pass what that was made of"),
     ],
 )
 def test_arguments_that_are_refused(tmp_path, options, match):
     with pytest.raises(RunError, match=match):
-        Run(tmp_path, comm=fs.SingleComm(), **{"total": 3, "save_every": 1, **options})
+        Run(tmp_path, **{"comm": fs.SingleComm(), "total": 3, "save_every": 1, **options})
 
 
 def test_one_rank_alone_finds_a_step_bad(tmp_path):
