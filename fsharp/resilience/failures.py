@@ -38,7 +38,8 @@ def reported_failures(comm: Comm, where: Callable[[], str]) -> Iterator[None]:
     first one is the root cause that torchrun reports.
 
     A rank that is killed says nothing: the others then print in which collective they have lost it. Without process groups
-    errors are left as they are; over NCCL ranks do not hear of each other's errors while they wait.
+    errors are left as they are; over NCCL ranks do not hear of each other's errors while they wait. After an error the Comm
+    cannot be used any more, on any rank: a program that goes on has to leave the job by ``destroy()``, and ``connect`` again.
 
     Args:
         comm: the ranks.
@@ -76,7 +77,10 @@ class _Hook:
         heard = {id(watch.error) for watch in watches if watch.error is not None}
         self.is_own = not any(id(each) in heard for each in _chain(error))
         self.error = error
-        me, told = f"rank {self.ranks.rank} of {self.ranks.size}", f"in {where}; its last collective: {self.ranks.last!r}"
+        me, told = (
+            f"rank {self.ranks.rank} of {self.ranks.size}",
+            f"in {where}; its last collective: {self.ranks.last or 'none yet'!r}",
+        )
         if self.is_own:
             told = f"{me} failed first, {told}"
             is_first = self._is_first(told)
