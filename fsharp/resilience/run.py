@@ -145,8 +145,8 @@ class Run:
         """The tree of the newest checkpoint, after which :meth:`steps` goes on; the tree as it is if there is none.
 
         Args:
-            tree: what a step needs and changes: any pytree of what a checkpoint holds, such as a TrainState and the sampler, or
-                a ShardedModule and its optimizer. Its tensors are overwritten: it is not to be used afterwards.
+            tree: what a step needs and changes: any pytree of what a checkpoint holds, such as a TrainState and the sampler.
+                Its tensors are overwritten: it is not to be used afterwards.
 
         Raises:
             AgreementError: ranks with different trees.
