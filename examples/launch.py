@@ -3,9 +3,10 @@
 import logging
 import os
 import sys
+import time
 import uuid
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import tyro
 
@@ -24,11 +25,23 @@ def main(run: Callable[[Any], Any], options: type, *, nproc: int = 2) -> None:
 
     try:
         record(run)(chosen)
-    except Exception:
+    except Exception as error:
         if "TORCHELASTIC_ERROR_FILE" in os.environ:
-            sys.exit(1)  # record() has told the launcher, which prints it
+            leave(error)
         raise
     fs.destroy()
+
+
+def leave(error: Exception) -> NoReturn:
+    """End this process: record() has told the launcher why, which prints it.
+
+    That prints what the first process to end has said. Who has only heard of an error lets the others end before.
+    """
+    from fsharp.errors import AgreementError, CommError
+
+    if isinstance(error, AgreementError | CommError):
+        time.sleep(2.0)
+    sys.exit(1)
 
 
 def start(nproc: int, *command: str, max_restarts: int = 0) -> int:

@@ -2,11 +2,15 @@
 
 import json
 import os
+import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+import fsharp as fs
 
 ROOT = Path(__file__).parents[1]
 TINY = ["--steps", "3", "--dim", "32", "--layers", "2", "--heads", "2", "--context", "32", "--batch", "4"]
@@ -92,6 +96,46 @@ def test_a_run_of_given_time_stops_on_all_ranks(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout.splitlines()[-1])
     assert result["steps"] >= 10
+
+
+@pytest.mark.timeout(300)
+def test_a_run_that_is_interrupted_goes_on_where_it_was(zero3: dict[str, object], tmp_path: Path) -> None:
+    """SIGINT, as Ctrl-C sends it, to the launcher and the workers."""
+    steps = ["--steps", "60", *TINY[2:], "--save-every", "1000", "--out", str(tmp_path)]
+    env = os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "200"}
+    command = [sys.executable, "-m", "examples.gpt", *steps]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, cwd=ROOT, env=env, stdout=pipe, stderr=pipe, text=True, start_new_session=True) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if line.startswith("step "):
+                os.killpg(process.pid, signal.SIGINT)
+                break
+        process.communicate(timeout=60)
+    assert process.returncode
+    saved = fs.checkpoint.latest(tmp_path / "zero3-2" / "checkpoints")
+    assert saved is not None
+    assert 0 < saved.step < 60
+    done = cli(*steps)
+    assert f"goes on after {saved.step} steps" in done.stdout
+    result = json.loads(done.stdout.splitlines()[-1])
+    rows = [json.loads(line) for line in (tmp_path / "zero3-2" / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows if row["kind"] == "train"] == list(range(1, 61))
+    alone = train(tmp_path / "alone", "--steps", "60")
+    assert result["val_bits_per_byte"] == alone["val_bits_per_byte"]
+
+
+@pytest.mark.deep
+@pytest.mark.timeout(300)
+def test_a_run_goes_on_under_another_strategy_and_with_other_ranks(tmp_path: Path) -> None:
+    train(tmp_path, "--name", "first", "--save-every", "2")
+    shutil.rmtree(sorted((tmp_path / "first" / "checkpoints").iterdir())[-1])  # that of the last step
+    results = [
+        train(tmp_path / name, "--strategy", name, "--nproc", nproc, "--resume", str(tmp_path / "first"))
+        for name, nproc in (("zero3", "2"), ("zero1", "2"), ("hfsdp", "4"))
+    ]
+    bits = [result["val_bits_per_byte"] for result in results]
+    assert bits[0] == bits[1] == pytest.approx(bits[2], abs=1e-4)
 
 
 @pytest.mark.parametrize(

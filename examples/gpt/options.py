@@ -67,6 +67,11 @@ class Options:
     temperature: float = 0.7
     """Of sampling; 0 takes the likeliest byte."""
 
+    save_every: int = 100
+    """Steps between two checkpoints; three are kept. A run that was cut off goes on with the newest."""
+    resume: Path | None = None
+    """Folder of another run to go on with, of any strategy and number of processes."""
+
     name: str | None = None
     """Name of the run; by default strategy and number of processes."""
     out: Path = Path("runs")

@@ -37,9 +37,20 @@ def optimizer(options: Options, total: int) -> fs.optim.Transform:
     )
 
 
-def build_step(options: Options, loss_fn: Callable[..., Any], total: int) -> Any:
-    """A training step whose learning rate ends at ``total``."""
-    return fs.train_step(loss_fn, optimizer(options, total), microbatches=options.microbatches, donate=True)
+def build_step(options: Options, loss_fn: Callable[..., Any], total: int) -> Callable[..., Any]:
+    """A training step whose learning rate ends at ``total``. It leaves out updates that are not finite, and says so."""
+    tx = optimizer(options, total)
+
+    def step(state: fs.TrainState, batch: Any, comm: fs.Comm) -> tuple[fs.TrainState, fs.Metrics, Any]:
+        loss, grads = fs.value_and_grad(loss_fn, microbatches=options.microbatches)(state.params, batch, comm=comm)
+        grads = fs.reduce_scatter(grads, comm=comm)
+        bad = fs.resilience.find_nonfinite(loss, grads, comm=comm)
+        metrics, grads = fs.average(loss, grads, comm=comm)
+        if bad is None:
+            state = fs.update(tx, grads, state, comm=comm, donate=True)
+        return state, metrics, bad
+
+    return step
 
 
 def batch_of(corpus: data.Corpus, options: Options, step: int, comm: fs.Comm) -> dict[str, torch.Tensor]:

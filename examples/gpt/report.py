@@ -40,7 +40,6 @@ class Report:
     def __enter__(self) -> "Report":
         if self._active:
             self._folder.mkdir(parents=True, exist_ok=True)
-            self._file = (self._folder / "metrics.jsonl").open("w")
             self._live.start()
         return self
 
@@ -52,6 +51,14 @@ class Report:
     def say(self, text: str) -> None:
         """A line that stays."""
         self._console.print(text, markup=False)
+
+    def begin(self, step: int) -> None:
+        """Go on after a step: what was written of later ones, by a run that was cut off, is made again."""
+        if self._active:
+            path = self._folder / "metrics.jsonl"
+            before = path.read_text().splitlines(keepends=True) if step and path.exists() else []
+            self._file = path.open("w")
+            self._file.writelines(line for line in before if json.loads(line)["step"] <= step)
 
     def plan(self, total: int) -> None:
         """How many steps there will be."""

@@ -1,10 +1,12 @@
 """One process of the training run; the launcher starts as many as there are ranks."""
 
 import math
-import sys
+import shutil
+import signal
 import time
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,7 +20,9 @@ from examples.gpt.plot import plot
 from examples.gpt.recipe import batch_of, build_step, layout_of, learning_rate, optimizer, predicted_bytes
 from examples.gpt.report import Report
 from examples.gpt.sample import generate
+from examples.launch import leave
 
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _REPLAN_EVERY = 10
 """Steps after which a run of given time looks at how many there is time for."""
 
@@ -89,31 +93,58 @@ def train(
     report: Report,
     comm: fs.Comm,
 ) -> tuple[fs.TrainState, float]:
-    """Make the steps; the state after them, and the seconds that they took."""
+    """Make the steps that are left; the state after them, and the seconds that all steps took.
+
+    A run that was cut off goes on with its newest checkpoint. Ctrl-C and SIGTERM save first.
+    """
     total = options.steps or max(options.warmup, _REPLAN_EVERY)  # replanned before a run of given time gets there
-    report.plan(total)
-    make = build_step(options, loss_fn, total)
+    root, tokens = options.folder / "checkpoints", options.batch * options.context
+    if comm.rank == 0:
+        forget_if_complete(root)
+    with fs.resilience.Run(
+        root, comm=comm, total=total, save_every=options.save_every, config=config_of(options), signals=_SIGNALS
+    ) as run:
+        state, elapsed, planned = run.resume((state, 0.0, total), other=options.resume and options.resume / "checkpoints")
+        run.total = options.steps or planned
+        if run.step:
+            report.say(f"goes on after {run.step} steps")
+        report.begin(run.step)
+        report.plan(run.total)
+        make = build_step(options, loss_fn, run.total)
 
-    def current_step(state: fs.TrainState, batch: Any, comm: fs.Comm) -> tuple[fs.TrainState, fs.Metrics]:
-        return make(state, batch, comm)
+        def current_step(state: fs.TrainState, batch: Any, comm: fs.Comm) -> tuple[fs.TrainState, fs.Metrics, Any]:
+            return make(state, batch, comm)
 
-    step = fs.Scheduler(comm)(current_step) if options.schedule else partial(current_step, comm=comm)
-    elapsed, tokens = 0.0, options.batch * options.context
-    while state.step < total:
-        began = time.perf_counter()
-        state, metrics = step(state, batch_of(corpus, options, state.step, comm))
-        loss = float(metrics.loss)  # waits for the device
-        elapsed += time.perf_counter() - began
-        row = {"step": state.step, "loss": loss, "bits_per_byte": loss / math.log(2)}
-        row |= {"tokens_per_s": tokens * state.step / elapsed, "lr": learning_rate(options, total)(state.step - 1)}
-        report.train(row | {"grad_norm": float(state.opt[0].norm), "elapsed": elapsed})
-        if options.steps is None and state.step % _REPLAN_EVERY == 0:
-            total = max(state.step, round(state.step * options.seconds / agreed(elapsed, comm)))
-            make = build_step(options, loss_fn, total)  # the state does not know who will change it
-            report.plan(total)
-        if options.eval_every and state.step % options.eval_every == 0 and state.step < total:
-            evaluate(state.params, state.step, every=8)
+        step_fn = fs.Scheduler(comm)(current_step) if options.schedule else partial(current_step, comm=comm)
+        for step in run.steps():
+            began = time.perf_counter()
+            state, metrics, bad = step_fn(state, batch_of(corpus, options, step, comm))
+            loss = float(metrics.loss)  # waits for the device
+            elapsed = agreed(elapsed + time.perf_counter() - began, comm)
+            row = {"step": step + 1, "loss": loss, "bits_per_byte": loss / math.log(2)}
+            row |= {"tokens_per_s": tokens * (step + 1) / elapsed, "lr": learning_rate(options, run.total)(step)}
+            report.train(row | {"grad_norm": float(state.opt[0].norm), "elapsed": elapsed})
+            if options.steps is None and (step + 1) % _REPLAN_EVERY == 0:
+                run.total = max(step + 1, round((step + 1) * options.seconds / elapsed))
+                make = build_step(options, loss_fn, run.total)  # the state does not know who will change it
+                report.plan(run.total)
+            state, elapsed, _ = run.end_step((state, elapsed, run.total), nonfinite=bad)
+            if options.eval_every and state.step % options.eval_every == 0 and state.step < run.total:
+                evaluate(state.params, state.step, every=8)
     return state, elapsed
+
+
+def forget_if_complete(root: Path) -> None:
+    """Remove the checkpoints of a run that has made all its steps: the next one of its name starts anew."""
+    found = fs.checkpoint.latest(root)
+    if found is not None and found.step == found.manifest.values["tree.2"]:
+        shutil.rmtree(root)
+
+
+def config_of(options: Options) -> dict[str, Any]:
+    """The options that a run may not change on its way without a word; where state rests may."""
+    free = {"strategy", "nproc", "resume", "name", "out", "schedule", "release", "save_every"}
+    return {name: str(value) for name, value in vars(options).items() if name not in free}
 
 
 def agreed(value: float, comm: fs.Comm) -> float:
@@ -147,5 +178,5 @@ def main() -> None:
 if __name__ == "__main__":
     try:
         main()
-    except Exception:
-        sys.exit(1)  # the launcher prints the error, once
+    except Exception as error:
+        leave(error)

@@ -53,7 +53,7 @@ class Run:
     Args:
         root: folder of the run's checkpoints, which hold what :meth:`resume` takes under the name ``tree``.
         comm: the ranks: what a scheduler is made of, and not the scheduler. Over NCCL stragglers are not looked for.
-        total: steps.
+        total: steps; ``run.total`` may be set between two steps, alike on all ranks.
         save_every: steps between two checkpoints. The last step is saved as well.
         keep: how many checkpoints are kept.
         config: what decides the run, in what JSON has. Ranks that differ in it raise an error; a run that goes on with another
@@ -141,12 +141,14 @@ class Run:
         with self._stack:
             agree("Run", {}, Labelled(self.comm, f"the end of the run, after {self.step} of {self.total} steps: "))
 
-    def resume(self, tree: Any) -> Any:
+    def resume(self, tree: Any, *, other: str | os.PathLike[str] | None = None) -> Any:
         """The tree of the newest checkpoint, after which :meth:`steps` goes on; the tree as it is if there is none.
 
         Args:
             tree: what a step needs and changes: any pytree of what a checkpoint holds, such as a TrainState and the sampler.
                 Its tensors are overwritten: it is not to be used afterwards.
+            other: folder of the checkpoints of another run, which this one goes on with if it has none of its own yet: of any
+                strategy and number of ranks.
 
         Raises:
             AgreementError: ranks with different trees.
@@ -157,7 +159,11 @@ class Run:
         """
         agree_at_start(self.config, tree, comm=self.comm)
         self._is_resumed = True
-        found = self._newest()
+        found = self._newest(self.root)
+        if found is None and other is not None:
+            found = self._newest(os.fspath(other))
+            if found is None:
+                raise RunError(f"Run.resume(): there is no checkpoint in {os.fspath(other)!r} to go on with.")
         if found is not None:
             tree = self._load(found, tree)
             for line in _changes(found.config, self.config) if self.comm.rank == 0 else ():
@@ -243,16 +249,16 @@ class Run:
 
     def _rolled_back(self, tree: Any) -> Any:
         self._saver.wait()
-        found, skipped = self._newest(), [*self.skipped, self.step]
+        found, skipped = self._newest(self.root), [*self.skipped, self.step]
         if found is None:
             raise NonFiniteError(f"step {self.step} is not finite, and there is no checkpoint in {self.root} to roll back to.")
         tree = self._load(found, tree)
         self.skipped = skipped
         return tree
 
-    def _newest(self) -> Checkpoint | None:
+    def _newest(self, root: str) -> Checkpoint | None:
         """What rank 0 takes for the newest checkpoint: folders on a network may look different elsewhere."""
-        found = latest(self.root) if self.comm.rank == 0 else None
+        found = latest(root) if self.comm.rank == 0 else None
         path = exchange(found.path if found is not None else "", self.comm)[0]
         return open_checkpoint(path) if path else None
 

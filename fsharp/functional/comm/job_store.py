@@ -6,6 +6,7 @@ asks, and nobody waits for it without a limit.
 
 import json
 import threading
+import os
 import time
 import uuid
 from collections.abc import Callable
@@ -144,7 +145,8 @@ def leave(*, within_s: float) -> None:
     """
     store, size = PrefixStore("fsharp/left", _get_default_store()), dist.get_world_size()
     count, _ = _store.ask(lambda: store.add("count", 1), size)
-    is_host = dist.get_rank() == 0 and isinstance(_innermost(store), dist.TCPStore)  # type: ignore[attr-defined]
+    is_agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun's own process hosts it
+    is_host = dist.get_rank() == 0 and not is_agents and isinstance(_innermost(store), dist.TCPStore)  # type: ignore[attr-defined]
     deadline = time.monotonic() + within_s
     while is_host and count < size and time.monotonic() < deadline:
         time.sleep(0.02)
