@@ -5,8 +5,8 @@ asks, and nobody waits for it without a limit.
 """
 
 import json
-import threading
 import os
+import threading
 import time
 import uuid
 from collections.abc import Callable
