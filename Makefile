@@ -3,7 +3,7 @@
 # make lint      of these the first two
 # make test-all  the deep version: more examples, more ranks (about two hours)
 # make examples  run the examples, about 2 minutes
-# make bench     measure against FSDP2 and DDP (20 minutes on 2 cores that do nothing else); PEERS=all adds DeepSpeed
+# make bench     measure against FSDP2 and DDP (25 minutes on 2 cores that do nothing else); PEERS=all adds DeepSpeed
 # make package   build wheel and sdist, install each into an empty environment, and train a step there
 # make clean     remove what these have made
 
@@ -52,7 +52,9 @@ bench: $(VENV)/.installed $(if $(filter all,$(PEERS)),$(VENV)/.deepspeed)
 examples: $(VENV)/.installed
 	@echo "--- functional_train_step: a step composed from pure functions"
 	@$(RUN)/torchrun --nproc-per-node 2 examples/functional_train_step.py
-	@echo "--- finetune_llama: ZeRO-3, checkpointed activations, accumulation; saved for from_pretrained()"
+	@echo "--- resume_elsewhere: saved by four ranks under ZeRO-3, resumed by three under DDP"
+	@$(RUN)/python examples/resume_elsewhere.py
+	@echo "--- finetune_llama: from Hugging Face's weights and back, ZeRO-3, checkpointed activations, accumulation"
 	@$(RUN)/python examples/finetune_llama.py
 	@echo "--- lora_gpt2: ZeRO-2 with tied embeddings, then LoRA on the frozen model"
 	@$(RUN)/python examples/lora_gpt2.py

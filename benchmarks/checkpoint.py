@@ -1,8 +1,8 @@
-"""Checkpoints of fsharp against those of torch.distributed.checkpoint: the same bytes, sharded alike, written and read in turns.
+"""Checkpoints of fsharp against those of torch.distributed.checkpoint: the same bytes, sharded alike, in turns.
 
-In memory (/dev/shm), where nothing but the library's own work is seen, and on a disk, on which others write as well. Both call
-fsync. fsharp reads back what it wrote and compares everything it loads with digests; DCP compares nothing. What is loaded was
-written just before and is in the page cache.
+In memory (/dev/shm), where a library's own work is all there is, so that its figures count; and on a disk, whose own time is in
+both and which others use as well. Both call fsync. fsharp reads back what it wrote and compares everything it loads with
+digests; DCP does neither. What is loaded was written just before and is in the page cache.
 """
 
 import gc
@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 import fsharp as fs
 from benchmarks.memory import reset_high_water, status
 from benchmarks.options import Options
-from benchmarks.stats import turn
+from benchmarks.stats import Rounds, Spread, paired, ratio, spread, times, turn
 from benchmarks.steps import over_ranks
 from fsharp.checkpoint import shard_file
 
@@ -122,17 +122,18 @@ def measure(options: Options, comm: fs.Comm, say: Callable[[str], None]) -> dict
     """The part ``checkpoint``: seconds of each, the largest of all ranks."""
     everyone = {OURS: Ours(options, comm), DCP: Theirs(options, comm), DCP_THREADS: Theirs(options, comm, 2)}
     nbytes = sum(x.nbytes for x in everyone[OURS].tensors)
-    result: dict[str, Any] = {"nbytes_of_a_rank": nbytes}
+    result: dict[str, Any] = {"nbytes_of_a_rank": nbytes, "places": {}}
     for place, root in places().items():
         rounds = []
         for number in range(options.checkpoint_rounds + 1):
+            gc.collect()
             row: dict[str, float] = {}
             for name in turn(list(everyone), number):
                 row |= {f"{name}, {kind}": seconds for kind, seconds in once(everyone[name], root, comm).items()}
             row |= extras(everyone[OURS])
             rounds.append(row)
             say(f"{place}, round {number} of {options.checkpoint_rounds}")
-        result[place] = {"rounds": over_ranks(rounds[1:])[1]}  # the first one only warms up
+        result["places"][place] = {"rounds": over_ranks(rounds[1:])[1]}  # the first one only warms up
     return result
 
 
@@ -166,7 +167,6 @@ def extras(ours: Ours) -> dict[str, float]:
 
 def timed(run: Callable[[], Any]) -> float:
     """Seconds, from where all ranks are to where this one has ended."""
-    gc.collect()
     dist.barrier()
     began = time.perf_counter()
     run()
@@ -186,11 +186,49 @@ def shared_folder(root: str | None, comm: fs.Comm) -> Iterator[Path]:
             shutil.rmtree(made[0])
 
 
+# ---------------------------------------------------------------- figures
+
+
+def figures(part: dict[str, Any]) -> dict[str, float]:
+    """What the last line has of this part: those of the first place, which is memory where there is any."""
+    rounds = next(iter(part["places"].values()))["rounds"]
+    found = {
+        "save_ratio_vs_dcp": against_dcp(rounds, SAVE),
+        "load_ratio_vs_dcp": against_dcp(rounds, LOAD),
+        "stall_ratio_vs_dcp_async": against_dcp(rounds, STEADY),
+        "first_stall_ratio_vs_dcp_async": against_dcp(rounds, FIRST),
+        "copy_ratio": ratio(rounds, f"{OURS}, {STEADY}", COPY),
+        "hash_share": ratio(rounds, HASHING, f"{OURS}, {SAVE}"),
+    }
+    medians = {name: each.median for name, each in found.items()}
+    if rss := part.get("rss"):
+        medians["save_memory_ratio_vs_dcp"] = rss[OURS][FIRST] / rss[DCP][FIRST]
+    return medians
+
+
+def against_dcp(rounds: Rounds, kind: str) -> Spread:
+    """fsharp's time to that of DCP in the faster of its settings."""
+    fastest = min((f"{name}, {kind}" for name in (DCP, DCP_THREADS)), key=lambda name: times(rounds, name).median)
+    return ratio(rounds, f"{OURS}, {kind}", fastest)
+
+
+def rows(part: dict[str, Any]) -> Iterator[tuple[str, str, Spread, Spread | str]]:
+    """Where, what, milliseconds, and what they are of DCP's; at the end megabytes."""
+    for place, each in part["places"].items():
+        for name in each["rounds"][0]:
+            is_ours = name.startswith(OURS)
+            took = paired(each["rounds"], lambda row, name=name: 1e3 * row[name])
+            yield place, name, took, against_dcp(each["rounds"], name.removeprefix(f"{OURS}, ")) if is_ours else ""
+    for name, rises in part.get("rss", {}).items():
+        for kind, rise in rises.items():
+            yield "memory taken, MB", f"{name}, {kind}", spread([rise / 1e6]), ""
+
+
 # ---------------------------------------------------------------- the operating system's view of memory
 
 
 def measure_rss(options: Options, comm: fs.Comm, name: str) -> dict[str, Any]:
-    """By how much resident memory rises at most in a save, a load and a save in the background, in processes of one contender."""
+    """The part ``checkpoint_rss``, in processes of one contender: by how much resident memory rises at most in each."""
     contender = {OURS: Ours, DCP: Theirs}[name](options, comm)
     rises = {}
     with shared_folder(None, comm) as folder:

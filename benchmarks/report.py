@@ -15,6 +15,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table as RichTable
 
+from benchmarks import checkpoint
 from benchmarks.alternating import FIRST, SECOND, TOGETHER
 from benchmarks.interop import OPTAX, OWN
 from benchmarks.options import Options
@@ -34,6 +35,13 @@ TARGETS = {
     "compile_s_1000": 5.0,
     "host_ratio_vs_fsdp2": 0.25,
     "peak_ratio_vs_fsdp2": 1.0,
+    "save_ratio_vs_dcp": 1.0,
+    "load_ratio_vs_dcp": 1.0,
+    "stall_ratio_vs_dcp_async": 0.8,
+    "first_stall_ratio_vs_dcp_async": 0.8,
+    "copy_ratio": 1.1,
+    "hash_share": 0.15,
+    "save_memory_ratio_vs_dcp": 1.05,
 }
 """What the figures of the last line are meant to stay below."""
 MEANING = {
@@ -50,6 +58,13 @@ MEANING = {
     "compile_s_1000": "seconds to compile and verify a step of 1,000 units",
     "host_ratio_vs_fsdp2": "host time added per unit, zero3 to FSDP2",
     "peak_ratio_vs_fsdp2": "peak memory, zero3 to FSDP2",
+    "save_ratio_vs_dcp": "time of a save, fsharp to DCP",
+    "load_ratio_vs_dcp": "time of a load, fsharp to DCP",
+    "stall_ratio_vs_dcp_async": "time that a save in the background holds the step, fsharp to DCP, from the second save on",
+    "first_stall_ratio_vs_dcp_async": "the same, of the first save",
+    "copy_ratio": "that time of fsharp, from the second save on, to a plain copy of the same bytes",
+    "hash_share": "time of digests of what a rank writes to that of a save",
+    "save_memory_ratio_vs_dcp": "memory that a save in the background takes, fsharp to DCP",
 }
 FSDP2 = "FSDP2"
 FSDP2_PEAKS = (FSDP2, "FSDP2, embedding and head apart")
@@ -95,6 +110,8 @@ def summary(parts: Mapping[str, Any]) -> dict[str, float]:
     if "memory" in parts:
         rows = parts["memory"]["largest"]
         result["peak_ratio_vs_fsdp2"] = rows["fsharp zero3"]["peak"] / min(rows[name]["peak"] for name in FSDP2_PEAKS)
+    if "checkpoint" in parts:
+        result |= checkpoint.figures(parts["checkpoint"])
     return {name: round(x, 4) for name, x in result.items()}
 
 
@@ -170,6 +187,8 @@ def tables(parts: Mapping[str, Any]) -> list[Table]:
         result.append(_host(parts["host"]))
     if "memory" in parts:
         result.append(_memory(parts["memory"], parts.get("rss") or {}))
+    if "checkpoint" in parts:
+        result.append(_checkpoint(parts["checkpoint"]))
     return result
 
 
@@ -274,6 +293,11 @@ def _memory(part: Mapping[str, Any], rss: Mapping[str, Any]) -> Table:
         "RSS, MB",
     )
     return Table(f"Memory of a rank, {part['num_params']:,} parameters", header, rows)
+
+
+def _checkpoint(part: Mapping[str, Any]) -> Table:
+    rows = [(where, what, ranged(x, form="{:.0f}"), y and ranged(y)) for where, what, x, y in checkpoint.rows(part)]
+    return Table(f"Checkpoints, {part['nbytes_of_a_rank'] / 1e6:.0f} MB a rank", ("", "", "ms or MB", "of DCP's"), rows)
 
 
 def ranged(x: Spread, scale: float = 1.0, form: str = "{:.3f}") -> str:

@@ -1,19 +1,18 @@
-"""Train a Llama of transformers under ZeRO-3, as the unsharded one is trained, and save it for from_pretrained().
+"""Fine-tune a Llama of transformers under ZeRO-3, from a folder of save_pretrained() to one for from_pretrained().
 
 python examples/finetune_llama.py                                       two processes
 torchrun --nproc-per-node 4 examples/finetune_llama.py --reentrant      activation checkpoints of the older kind
 """
 
-import json
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from shutil import rmtree
 
 import launch
 import torch
 from gpt.data import even_starts, load, random_starts, windows
-from safetensors.torch import save_file
 from torch.nn.utils import clip_grad_norm_
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
@@ -43,7 +42,7 @@ class Options:
     reentrant: bool = False
     """How activations are checkpointed."""
     out: Path = Path("runs/llama")
-    """Folder for the trained model."""
+    """Folder for the model, before and after, and for checkpoints."""
 
 
 def build(options):
@@ -78,17 +77,28 @@ def train_unsharded(options, batches):
     return train(model, optimizer, batches, accumulate=nullcontext, clip=partial(clip_grad_norm_, parameters))
 
 
-def save(model, folder):
-    """A file for each parameter, and their index: no rank ever holds more than a unit of the model."""
-    folder.mkdir(parents=True, exist_ok=True)
-    files = {}
-    for name, value in model.full_parameters():  # on every rank
-        files[name] = f"{name}.safetensors"
-        if model.comm.rank == 0:
-            save_file({name: value}, folder / files[name], metadata={"format": "pt"})
+def start(options):
+    """A model made on the meta device and sharded there, with the weights of a folder: a rank reads its own part alone."""
+    folder = options.out / "pretrained"
+    with torch.device("meta"):
+        model = build(options)
+    model = fs.shard_module(model, strategy=fs.zero3("dp"), units=[LlamaDecoderLayer], initialize=model._init_weights)
     if model.comm.rank == 0:
-        (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": files}))
+        build(options).save_pretrained(folder)  # in place of a download
+    state = model.train_state
+    model.train_state = state._replace(params=fs.checkpoint.load(folder, state.params, comm=model.comm))
+    return model
+
+
+def export(model, options):
+    """A checkpoint, and of it a folder for from_pretrained()."""
+    found = fs.checkpoint.save(options.out, model.train_state.params, step=options.steps, comm=model.comm)
+    folder = options.out / "trained"
+    if model.comm.rank == 0:
+        rmtree(folder, ignore_errors=True)  # of the run before
+        fs.checkpoint.export_safetensors(found, folder)
         model.config.save_pretrained(folder)
+    return folder
 
 
 @torch.no_grad()
@@ -97,7 +107,8 @@ def evaluate(model, tokens):
 
 
 def main(options):
-    model = fs.shard_module(build(options), strategy=fs.zero3("dp"), units=[LlamaDecoderLayer])
+    disable_progress_bar()
+    model = start(options)
     optimizer = fs.ShardedOptimizer(model.parameters(), torch.optim.AdamW, lr=LR)
     rank, size = model.comm.rank, model.comm.mesh.size
 
@@ -117,10 +128,9 @@ def main(options):
 
     held_out = windows(corpus.held_out, even_starts(corpus.held_out, 4096, LENGTH), LENGTH)["inputs"]
     loss = evaluate(model, held_out)
-    save(model, options.out)
+    folder = export(model, options)
     if rank == 0:
-        disable_progress_bar()
-        loaded = evaluate(LlamaForCausalLM.from_pretrained(options.out), held_out)
+        loaded = evaluate(LlamaForCausalLM.from_pretrained(folder), held_out)
         print(f"held-out loss {loss:.6f}; loaded by from_pretrained(): {loaded:.6f}, difference {abs(loss - loaded):.1e}")
 
 

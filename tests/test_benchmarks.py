@@ -14,7 +14,22 @@ import pytest
 import torch
 
 import fsharp as fs
-from benchmarks import alternating, gpt, gpu, host, interop, llama, memory, prediction, report, small, stats, steps, units
+from benchmarks import (
+    alternating,
+    checkpoint,
+    gpt,
+    gpu,
+    host,
+    interop,
+    llama,
+    memory,
+    prediction,
+    report,
+    small,
+    stats,
+    steps,
+    units,
+)
 from benchmarks import contenders as c
 from benchmarks.options import Options, parse
 from benchmarks.overlap import GATHER, REDUCE, common, length, merged, overlap
@@ -38,13 +53,15 @@ SMALL_OPTIONS = Options(
     host_layers=2,
     small_layers=2,
     compile_units=20,
+    checkpoint_mb=1,
+    checkpoint_rounds=1,
     docs=None,
 )
 
 
 @pytest.fixture(scope="module")
 def two_ranks():
-    """What needs two processes: the parts ``steps`` and ``memory``, and a DTensor under the tracker."""
+    """What needs two processes and DTensors: the parts ``steps``, ``memory`` and ``checkpoint``, and one under the tracker."""
 
     def run(comm):
         from torch.distributed.device_mesh import init_device_mesh
@@ -55,7 +72,8 @@ def two_ranks():
             y = x + 1
             counted = tracker.nbytes(), y.to_local().nbytes
         return counted, {
-            name: each.measure(SMALL_OPTIONS, comm, silent) for name, each in (("steps", steps), ("memory", memory))
+            name: each.measure(SMALL_OPTIONS, comm, silent)
+            for name, each in (("steps", steps), ("memory", memory), ("checkpoint", checkpoint))
         }
 
     return processes(fs.Mesh({"dp": 2}), run, timeout=110)
@@ -99,7 +117,9 @@ def one_rank():
 @pytest.fixture(scope="module")
 def parts(two_ranks, fsharp_alone, one_rank):
     compiled = units.measure(SMALL_OPTIONS, fs.SingleComm(), silent)
-    return {**two_ranks[0][1], **fsharp_alone[0], "compile": compiled, "host": one_rank[0]}
+    made = {**two_ranks[0][1], **fsharp_alone[0], "compile": compiled, "host": one_rank[0]}
+    made["checkpoint"]["rss"] = {name: {checkpoint.FIRST: MB} for name in (checkpoint.OURS, checkpoint.DCP)}
+    return made
 
 
 # ---------------------------------------------------------------- models
@@ -477,6 +497,10 @@ def test_the_figures_are_those_of_the_rounds():
         | {"FSDP2, asynchronous": 4.0}
     ]
     turns = [[{"in turns": x, "the first alone": 2.0, "the second alone": 3.0}] for x in (5.0, 6.0)]
+    kinds = ("save", "load", "async, first", "async, steady")
+    times = {"fsharp": (4.0, 1.0, 3.0, 0.5), "DCP": (6.0, 2.0, 5.0, 2.0), "DCP, 2 threads": (5.0, 3.0, 6.0, 3.0)}
+    saves = {f"{name}, {kind}": x for name, each in times.items() for kind, x in zip(kinds, each, strict=True)}
+    saves |= {"plain copy": 0.4, "hashing": 0.4}
     peaks = {"FSDP2": 100, "FSDP2, embedding and head apart": 80, "fsharp zero3": 60}
     parts = {
         "steps": {"rounds": rounds},
@@ -487,10 +511,14 @@ def test_the_figures_are_those_of_the_rounds():
         "compile": {"compile_s": 1.5, "verify_s": 0.25},
         "host": {"step": {"added": [{"FSDP2": 10.0, "fsharp zero3": 3.0}]}},
         "memory": {"largest": {name: {"peak": x} for name, x in peaks.items()}},
+        "checkpoint": {
+            "places": {"memory": {"rounds": [saves]}, "disk": {"rounds": []}},
+            "rss": {"fsharp": {"async, first": 30}, "DCP": {"async, first": 20}},
+        },
     }
-    assert report.summary(parts) == dict(
-        zip(report.TARGETS, (0.25, 0.5, 1.5, 0.3, 1.2, 1.25, 1.5, 1.2, 1.25, 0.07, 1.75, 0.3, 0.75), strict=True)
-    )
+    expected = [0.25, 0.5, 1.5, 0.3, 1.2, 1.25, 1.5, 1.2, 1.25, 0.07, 1.75, 0.3, 0.75]
+    expected += [0.8, 0.5, 0.25, 0.6, 1.25, 0.1, 1.5]
+    assert report.summary(parts) == dict(zip(report.TARGETS, expected, strict=True))
     assert report.summary({"steps": parts["steps"]}).keys() < report.TARGETS.keys()
 
 
@@ -517,7 +545,7 @@ def test_launches_are_pooled():
 @pytest.mark.deep
 def test_the_command_as_a_person_runs_it(tmp_path):
     sizes = ["--dim", "16", "--layers", "2", "--heads", "2", "--time", "8", "--batch", "1", "--host-layers", "2"]
-    sizes += ["--small-layers", "2", "--compile-units", "20"]
+    sizes += ["--small-layers", "2", "--compile-units", "20", "--checkpoint-mb", "1", "--checkpoint-rounds", "2"]
     turns = ["--launches", "2", "--rounds", "2", "--steps", "1", "--warmup", "3", "--host-rounds", "2"]
     command = [sys.executable, "-m", "benchmarks", *sizes, *turns, "--out", str(tmp_path / "cpu.json"), "--docs", "None"]
     env = os.environ | {"OMP_NUM_THREADS": "1"}

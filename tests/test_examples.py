@@ -47,8 +47,18 @@ def test_llama_trains_as_the_unsharded_one_and_is_loaded(tmp_path: Path) -> None
     assert sharded == pytest.approx(loaded, abs=2e-6)
     assert apart < 2e-6
     assert sharded < losses[0][0] - 0.3  # those are not the initial weights
-    files = {path.name for path in tmp_path.iterdir()}
-    assert {"config.json", "model.safetensors.index.json", "lm_head.weight.safetensors"} <= files
+    assert {path.name for path in (tmp_path / "trained").iterdir()} == {"config.json", "model.safetensors"}
+
+
+@pytest.mark.deep
+def test_a_run_is_resumed_on_other_ranks_from_the_same_bits(tmp_path: Path) -> None:
+    text = output(sys.executable, "examples/resume_elsewhere.py", "--steps", "4", "--out", str(tmp_path))
+    [(equal, total)] = numbers(text, r"(\d+) of (\d+) parameters and moments are equal to the bit on 3 ranks under ddp")
+    assert equal == total == 3 * 14
+    losses = numbers(text, LOSSES)
+    assert losses[-1][0] < losses[0][0]
+    [(apart,)] = numbers(text, r"largest difference of losses (\S+)")
+    assert apart < 2e-6
 
 
 def test_llama_updated_by_optax_trains_as_in_jax_alone() -> None:

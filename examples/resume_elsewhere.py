@@ -1,0 +1,94 @@
+"""Train on four ranks under ZeRO-3 and save; go on on three ranks under another strategy, from the same bits.
+
+python examples/resume_elsewhere.py                     four processes, then three
+python examples/resume_elsewhere.py --then zero1        another strategy for the three
+"""
+
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import launch
+import optree
+import torch
+import tyro
+from functional_train_step import DIM, loss_fn, make_batch, shapes, tx
+
+import fsharp as fs
+
+SEQUENCES = 48  # of all ranks; four share them, and three
+
+
+@dataclass
+class Options:
+    """Train a small model on four ranks, save it, and train it further on three."""
+
+    steps: int = 20
+    """Steps before, and as many after."""
+    then: Literal["ddp", "zero1", "zero2", "zero3"] = "ddp"
+    """The strategy of the three ranks."""
+    out: Path = Path("runs/resume")
+    """Folder for checkpoints."""
+    resume: bool = False
+    """Go on with the newest checkpoint there: what the second processes do."""
+
+
+def begin(strategy, comm):
+    """A state, and the step that trains it."""
+    layout = fs.plan(shapes(), comm.mesh, strategy, units="layers.*")
+    state = fs.init_state(tx, fs.init_params(fs.init.normal(DIM**-0.5), layout, comm, key=0), comm=comm)
+    return state, fs.train_step(loss_fn, tx)
+
+
+def train(state, train_step, steps, comm):
+    losses = []
+    for step in steps:
+        parts = [make_batch(step, i) for i in range(3)]
+        batch = optree.tree_map(lambda *x: torch.cat(x)[comm.rank : SEQUENCES : comm.mesh.size], *parts)
+        state, metrics = train_step(state, batch, comm)
+        losses.append(metrics.loss)
+    return state, torch.stack(losses)
+
+
+def whole(state, comm):
+    """Parameters and moments, unsharded."""
+    adam = state.opt[1]
+    return optree.tree_leaves([fs.full(tree, comm=comm) for tree in (state.params, adam.mu, adam.nu)])
+
+
+def main(options):
+    comm = fs.connect(fs.Mesh({"dp": int(os.environ["WORLD_SIZE"])}))
+    strategy = getattr(fs, options.then if options.resume else "zero3")("dp")
+    state, train_step = begin(strategy, comm)
+    if not options.resume:
+        state, _ = train(state, train_step, range(options.steps), comm)
+        fs.checkpoint.save(options.out, state, step=state.step, comm=comm)
+        values = whole(state, comm)
+        if comm.rank == 0:
+            torch.save(values, options.out / "whole.pt")  # to compare with; a checkpoint needs no such file
+        return
+    state = fs.checkpoint.load(options.out, state, comm=comm)
+    values = whole(state, comm)
+    state, losses = train(state, train_step, range(state.step, 2 * options.steps), comm)
+    if comm.rank == 0:
+        expected = torch.load(options.out / "whole.pt")
+        equal = sum(map(torch.equal, values, expected))
+        where = f"{comm.mesh.size} ranks under {options.then}"
+        print(f"{equal} of {len(expected)} parameters and moments are equal to the bit on {where}")
+        one = fs.SingleComm()
+        unsharded = train(*begin(fs.ddp("dp"), one), range(2 * options.steps), one)[1][options.steps :]
+        for step in sorted({0, options.steps // 2, options.steps - 1}):
+            print(f"step {options.steps + step:3d}  loss {losses[step]:.6f}  unsharded {unsharded[step]:.6f}")
+        print(f"largest difference of losses {(losses - unsharded).abs().max():.1e}")
+
+
+if __name__ == "__main__":
+    if "RANK" in os.environ:
+        launch.main(main, Options)
+    else:
+        tyro.cli(Options)  # so that nothing is started on a bad option
+        for nproc, more in ((4, []), (3, ["--resume"])):
+            if status := launch.start(nproc, os.path.abspath(sys.argv[0]), *sys.argv[1:], *more):
+                sys.exit(status)
