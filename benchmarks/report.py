@@ -60,7 +60,7 @@ MEANING = {
     "peak_ratio_vs_fsdp2": "peak memory, zero3 to FSDP2",
     "save_ratio_vs_dcp": "time of a save, fsharp to DCP",
     "load_ratio_vs_dcp": "time of a load, fsharp to DCP",
-    "stall_ratio_vs_dcp_async": "time that a save in the background holds the step, fsharp to DCP, from the second save on",
+    "stall_ratio_vs_dcp_async": "time until a save in the background returns, fsharp to DCP, from the second save on",
     "first_stall_ratio_vs_dcp_async": "the same, of the first save",
     "copy_ratio": "that time of fsharp, from the second save on, to a plain copy of the same bytes",
     "hash_share": "time of digests of what a rank writes to that of a save",

@@ -61,7 +61,7 @@ SMALL_OPTIONS = Options(
 
 @pytest.fixture(scope="module")
 def two_ranks():
-    """What needs two processes and DTensors: the parts ``steps``, ``memory`` and ``checkpoint``, and one under the tracker."""
+    """What needs two processes: the parts ``steps`` and ``memory``, and a DTensor under the tracker."""
 
     def run(comm):
         from torch.distributed.device_mesh import init_device_mesh
@@ -72,8 +72,7 @@ def two_ranks():
             y = x + 1
             counted = tracker.nbytes(), y.to_local().nbytes
         return counted, {
-            name: each.measure(SMALL_OPTIONS, comm, silent)
-            for name, each in (("steps", steps), ("memory", memory), ("checkpoint", checkpoint))
+            name: each.measure(SMALL_OPTIONS, comm, silent) for name, each in (("steps", steps), ("memory", memory))
         }
 
     return processes(fs.Mesh({"dp": 2}), run, timeout=110)
@@ -84,7 +83,13 @@ def fsharp_alone():
     """The parts of two processes in which FSDP2 has none."""
 
     def run(comm):
-        modules = {"small": small, "alternating": alternating, "optax": interop, "prediction": prediction}
+        modules = {
+            "small": small,
+            "alternating": alternating,
+            "optax": interop,
+            "prediction": prediction,
+            "checkpoint": checkpoint,
+        }
         return {name: each.measure(SMALL_OPTIONS, comm, silent) for name, each in modules.items()}
 
     return processes(fs.Mesh({"dp": 2}), run, timeout=110)
@@ -292,6 +297,10 @@ def test_parts_of_two_ranks(fsharp_alone):
     }
     assert set(found["alternating"]) == {"two models", "two losses"}
     assert list(found["optax"]["rounds"][0]) == [interop.OWN, interop.OPTAX]
+    saves = found["checkpoint"]["places"]["disk"]["rounds"][0]
+    kinds = [checkpoint.SAVE, checkpoint.LOAD, checkpoint.FIRST, checkpoint.STEADY]
+    contenders = [checkpoint.OURS, checkpoint.DCP, checkpoint.DCP_THREADS]
+    assert set(saves) == {f"{name}, {kind}" for name in contenders for kind in kinds} | {checkpoint.COPY, checkpoint.HASHING}
     predicted = found["prediction"]
     assert set(predicted["shapes"]) == set(prediction.shapes(SMALL_OPTIONS))
     errors = {name: row["error"] for name, row in predicted["shapes"].items()}

@@ -233,26 +233,30 @@ def _add_unit(
     if node.is_donated:
         raise TreeError(f"{where}: unit {unit.name!r} belongs to a donated state. Use the state that was returned.")
 
+    root = ".".join(part for part in (*above, path) if part)
+
     def name(below: str) -> str:
-        return ".".join(part for part in (*above, path, below) if part)
+        return f"{root}.{below}" if root and below else root or below
 
     found.layouts.append(f"{name('') or '(root)'}: {_layout_text(unit, node.place)}")
     held, pieces = dict(zip(node.groups, node.buffers, strict=True)), _held(unit, node.place, comm.rank)
+    sizes = {group: unit.local_size(group, node.place) for group in held}
+    one_number = {group: is_of_group(buffer, unit, group, node.place) for group, buffer in held.items()}
     for leaf in unit.leaves:
         if leaf.tied_to is not None:
             owner = ".".join(part for part in leaf.tied_to if part)
             found.aliases[name(leaf.path)] = ".".join((*above, owner))
         elif leaf.group in held:
             buffer = held[leaf.group]
-            if is_of_group(buffer, unit, leaf.group, node.place):
+            if one_number[leaf.group]:
                 entry = replace(_replicated(where, name(leaf.path), buffer.reshape(()), unit.mesh), is_of_group=True)
-            elif buffer.dim() == 1 and len(buffer) == unit.local_size(leaf.group, node.place):
+            elif buffer.dim() == 1 and len(buffer) == sizes[leaf.group]:
                 shape, piece, begin, size = pieces[leaf.path]
                 entry = Entry(name(leaf.path), buffer.dtype, shape, piece, buffer.detach()[begin : begin + size])
             else:
                 raise TreeError(
                     f"{where}: {name(leaf.path)!r} is in a buffer of shape {list(buffer.shape)}, expected one value, or one "
-                    f"for each of the {unit.local_size(leaf.group, node.place)} elements of unit {unit.name!r} on this rank."
+                    f"for each of the {sizes[leaf.group]} elements of unit {unit.name!r} on this rank."
                 )
             _add(where, found, entry)
 
