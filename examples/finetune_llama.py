@@ -85,18 +85,16 @@ def start(options):
     model = fs.shard_module(model, strategy=fs.zero3("dp"), units=[LlamaDecoderLayer], initialize=model._init_weights)
     if model.comm.rank == 0:
         build(options).save_pretrained(folder)  # in place of a download
-    state = model.train_state
-    model.train_state = state._replace(params=fs.checkpoint.load(folder, state.params, comm=model.comm))
-    return model
+    return fs.checkpoint.load(folder, model, comm=model.comm)
 
 
-def export(model, options):
+def export(model, optimizer, options):
     """A checkpoint, and of it a folder for from_pretrained()."""
-    found = fs.checkpoint.save(options.out, model.train_state.params, step=options.steps, comm=model.comm)
+    found = fs.checkpoint.save(options.out, {"model": model, "optimizer": optimizer}, step=options.steps, comm=model.comm)
     folder = options.out / "trained"
     if model.comm.rank == 0:
         rmtree(folder, ignore_errors=True)  # of the run before
-        fs.checkpoint.export_safetensors(found, folder)
+        fs.checkpoint.export_safetensors(found, folder, subtree="model")
         model.config.save_pretrained(folder)
     return folder
 
@@ -128,7 +126,7 @@ def main(options):
 
     held_out = windows(corpus.held_out, even_starts(corpus.held_out, 4096, LENGTH), LENGTH)["inputs"]
     loss = evaluate(model, held_out)
-    folder = export(model, options)
+    folder = export(model, optimizer, options)
     if rank == 0:
         loaded = evaluate(LlamaForCausalLM.from_pretrained(folder), held_out)
         print(f"held-out loss {loss:.6f}; loaded by from_pretrained(): {loaded:.6f}, difference {abs(loss - loaded):.1e}")
