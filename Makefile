@@ -2,6 +2,7 @@
 # make test      lint, types, tests (about 13 minutes on 2 cores)
 # make lint      of these the first two
 # make test-all  the deep version: more examples, more ranks (about two hours)
+# make faults    kill, damage, fill and forge what checkpoints have to survive, about 5 minutes (ARGS=--short: one)
 # make examples  run the examples, about 2 minutes
 # make bench     measure against FSDP2 and DDP (25 minutes on 2 cores that do nothing else); PEERS=all adds DeepSpeed
 # make package   build wheel and sdist, install each into an empty environment, and train a step there
@@ -15,7 +16,7 @@ export OMP_NUM_THREADS ?= 1
 ARGS ?=
 PEERS ?= default
 
-.PHONY: help train test test-all lint bench examples package clean
+.PHONY: help train test test-all lint faults bench examples package clean
 
 help:
 	@sed -n 's/^# make/make/p' Makefile
@@ -45,6 +46,9 @@ test: lint
 
 test-all: lint
 	FSHARP_DEEP=1 $(RUN)/python -m pytest -n auto --dist worksteal --timeout 900
+
+faults: $(VENV)/.installed
+	@$(RUN)/python -m tests.faults $(ARGS)
 
 bench: $(VENV)/.installed $(if $(filter all,$(PEERS)),$(VENV)/.deepspeed)
 	@$(RUN)/python -m benchmarks --peers $(PEERS) $(ARGS)

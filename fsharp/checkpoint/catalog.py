@@ -113,12 +113,9 @@ def _manifest_in(storage: Storage, folder: str) -> Manifest:
         data = bytearray(size)
         storage.read(where, 0, memoryview(data))
     except FileNotFoundError as error:
-        names = storage.names(folder)
-        if huggingface.is_folder(names):
+        if huggingface.is_folder(storage.names(folder)):
             return huggingface.manifest_of(storage, folder)
-        is_there = bool(names)
-        what = "this checkpoint is incomplete: it has no manifest" if is_there else "there is no checkpoint here"
-        raise CheckpointError(f"{folder}: {what}.") from error
+        raise CheckpointError(f"{folder}: there is no checkpoint here.") from error
     return Manifest.from_json(where, bytes(data))
 
 

@@ -192,7 +192,7 @@ def _check_same(
     for name, owner in wanted.aliases.items():
         source = _stored(manifest, stored(name))
         if source in manifest.tensors and source != sources[owner]:
-            rows.append((name, f"has values of its own in the checkpoint; expected it to be tied to {owner!r}"))
+            rows.append((name, f"has values of its own in the checkpoint; expected it to be tied to {owner!r:.200}"))
     expected = {stored(name) for name in (*wanted.entries, *wanted.values, *wanted.aliases)}
     for name in (*manifest.tensors, *manifest.values, *manifest.aliases):
         if name.startswith(prefix) and name not in expected:
@@ -219,7 +219,7 @@ def _grouped(rows: list[tuple[str, str]]) -> list[tuple[str, str]]:
         pattern = ".".join("*" if part.isdigit() else part for part in name.split("."))
         alike.setdefault((pattern, text), []).append(name)
     return [
-        (repr(names[0]), text) if len(names) == 1 else (repr(pattern), f"{text} ({len(names)} of them)")
+        (f"{names[0]!r:.200}", text) if len(names) == 1 else (f"{pattern!r:.200}", f"{text} ({len(names)} of them)")
         for (pattern, text), names in alike.items()
     ]
 

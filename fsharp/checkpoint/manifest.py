@@ -146,7 +146,7 @@ class Manifest:
             if not isinstance(body, dict) or body.get("format") != FORMAT:
                 raise CheckpointError(f"{where}: this is not the manifest of a checkpoint of fsharp.")
             if body.get("version") != VERSION:
-                raise CheckpointError(f"{where}: version {body.get('version')!r}, expected {VERSION}. Update fsharp.")
+                raise CheckpointError(f"{where}: version {body.get('version')!r:.40}, expected {VERSION}. Update fsharp.")
             if body.pop("xxh3_128", None) != _digest(body):
                 raise CheckpointError(f"{where}: the manifest is damaged: its digest is not that of its text.")
             made = _from_body(body)

@@ -127,7 +127,7 @@ class ShardFile:
                 raise CheckpointError(f"{self.path}, written by rank {number}: its header or its table of digests is damaged.")
             found, metadata = parse_header(self.path, header, size)
             if metadata.get("save_id") != save_id:
-                raise CheckpointError(f"{self.path}: it belongs to save {metadata.get('save_id')!r}, expected {save_id!r}.")
+                raise CheckpointError(f"{self.path}: it belongs to save {metadata.get('save_id')!r:.80}, expected {save_id!r}.")
             if found.get(TABLE) != Extent(torch.uint8, size - length - table_nbytes, size - length, (table_nbytes,)):
                 raise CheckpointError(f"{self.path}: its table of digests is not where it should be.")
             self._table = table
@@ -146,7 +146,7 @@ class ShardFile:
             raise CheckpointError(f"{self.path}: {name!r:.80} begins at byte {found.begin}, within an element.")
         if found is None or found.dtype != expected or found.end - found.begin != (chunk.last - chunk.first) * dtype.itemsize:
             size = f"{chunk.last - chunk.first:,} elements of {dtype}"
-            raise CheckpointError(f"{self.path}: it has {found or 'nothing'} of {name!r}, expected {size}.")
+            raise CheckpointError(f"{self.path}: it has {found or 'nothing'} of {name!r:.200}, expected {size}.")
         return found.begin
 
     def _fetch(self, start: int, size: int) -> bytes:
@@ -187,7 +187,7 @@ class ShardFile:
             for name, extent in self._extents.items()
             if name != TABLE and any(extent.begin < block + BLOCK_NBYTES and block < extent.end for block in blocks)
         ]
-        shown = ", ".join(map(repr, names[:4])) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+        shown = ", ".join(f"{name!r:.200}" for name in names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
         return (
             f"{self.path}, written by rank {self._number}: {len(blocks)} blocks of {BLOCK_NBYTES:,} bytes are damaged, the "
             f"first at byte {self._data + blocks[0]:,}, in {shown}: they are not what was written."

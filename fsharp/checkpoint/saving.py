@@ -1,6 +1,7 @@
 """Saving: each rank writes its own file, and rank 0 the manifest, which makes a checkpoint of them."""
 
 import json
+import logging
 import math
 import os
 import secrets
@@ -23,6 +24,7 @@ from fsharp.errors import CheckpointError
 from fsharp.functional.comm.agree import gather_bytes, together
 from fsharp.functional.comm.protocol import Comm
 
+_log = logging.getLogger("fsharp")
 T = TypeVar("T")
 _SPARE_NBYTES = 1 << 20
 """Room for the manifest and headers."""
@@ -116,8 +118,9 @@ def agreed_snapshot(
                 raise CheckpointError(f"save(): the name {name!r} is taken.")
         if comm.rank == 0:
             _check_room(where, contents)
-            folder = f"{where}/{folder_name(step, draw.hex())}"
-            told(folder, lambda: storage_of(where).stage(folder))
+            mine = f"{where}/{folder_name(step, draw.hex())}"
+            told(mine, lambda: storage_of(where).stage(mine))
+            folder = mine
         return contents
 
     def fields(contents: Contents) -> dict[str, str]:
@@ -129,7 +132,7 @@ def agreed_snapshot(
         save_id = gather_bytes(draw, comm)[0].hex()
     except BaseException:
         if folder:
-            storage_of(where).remove(storage_of(where).staging_path(folder))
+            _abandon(folder)
         raise
     tensors, values = [], []
     for entry in contents.entries.values():
@@ -219,9 +222,18 @@ def write_snapshot(shot: Snapshot, comm: Comm) -> Checkpoint:
         together("save()", comm, lambda: told(shot.folder, lambda: commit(records)) if comm.rank == 0 else None)
     except BaseException:
         if comm.rank == 0 and not is_published:
-            storage.remove(staged)
+            _abandon(shot.folder)
         raise
     return Checkpoint(shot.folder)
+
+
+def _abandon(folder: str) -> None:
+    """Remove what was staged; that this fails as well is not the error to raise."""
+    storage = storage_of(folder)
+    try:
+        storage.remove(storage.staging_path(folder))
+    except CheckpointError as error:
+        _log.warning("%s", error)
 
 
 def _file_name(rank: int) -> str:

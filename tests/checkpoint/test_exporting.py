@@ -128,7 +128,7 @@ def test_what_is_refused_leaves_nothing(tmp_path):
     with open(f"{plain.path}/rank-00000.safetensors", "r+b") as file:
         file.seek(2000)
         file.write(b"?")
-    fails("1 blocks of 16,384 bytes are damaged", where=plain)
+    fails("1 blocks of 4,096 bytes are damaged", where=plain)
 
 
 def test_a_folder_with_something_in_it_is_left_alone(tmp_path):

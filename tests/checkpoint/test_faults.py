@@ -1,0 +1,354 @@
+"""What the table of faults (``tests/faults``) has no row for: odd roots, jobs that meet, steps and clocks that go back."""
+
+import ctypes
+import json
+import os
+import struct
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import fsharp as fs
+from fsharp.checkpoint import saving
+from fsharp.checkpoint.catalog import remove_incomplete
+from fsharp.checkpoint.manifest import NAME
+from fsharp.checkpoint.shard_file import header_of, write_file
+from fsharp.errors import CheckpointError, CommError, TreeError
+from fsharp.functional.comm.worker_threads import Outcome
+from fsharp.testing import processes, simulate
+from tests.faults.damage import rank_files, signed
+from tests.faults.disk import can_mount, mounted
+from tests.faults.hostile import FILE, vouching_for
+from tests.faults.kills import DiesAt
+from tests.faults.trees import ONE, latest_step, left_behind, save, step_in, tree_of
+
+TWO = fs.Mesh({"dp": 2})
+mounts = pytest.mark.skipif(not can_mount(), reason="mounts file systems, which only root can")
+
+
+def steps(root):
+    return [found.step for found in fs.checkpoint.checkpoints(root)]
+
+
+def test_latest_is_the_one_saved_last_whatever_its_step(tmp_path):
+    for step in (100, 200, 300):
+        save(tmp_path, step)
+    save(tmp_path, 150)  # the run has gone on from 100
+    assert latest_step(tmp_path) == 150
+    fs.checkpoint.prune(tmp_path, keep=2)
+    assert steps(tmp_path) == [150, 300]
+
+
+def test_latest_is_the_one_saved_last_whatever_the_clock_says(tmp_path, monkeypatch):
+    paths = [save(tmp_path, 5).path]
+    for now in (1e9, 0.0, 2e9, 1.0):
+        monkeypatch.setattr(time, "time", lambda now=now: now)
+        paths.append(save(tmp_path, 5).path)
+    assert [found.path for found in fs.checkpoint.checkpoints(tmp_path)] == paths[::-1]
+
+
+def test_a_saver_that_goes_back_keeps_what_it_saves(tmp_path):
+    with fs.checkpoint.Saver(tmp_path, ONE, keep=1) as saver:
+        for step in (30, 10, 20):
+            saver.save(tree_of(step, ONE), step=step)
+    assert steps(tmp_path) == [20]
+    assert latest_step(tmp_path) == 20
+
+
+def test_a_saver_made_by_another_job_ends_the_save_under_way(tmp_path, monkeypatch):
+    """It may have read back all of its files: it must not be told that they are saved."""
+    save(tmp_path, 1)
+
+    def act(comm):
+        def write_and_meet(*args):
+            digest = write_file(*args)
+            if comm.rank == 1:
+                fs.checkpoint.Saver(tmp_path, ONE).close()
+            return digest
+
+        monkeypatch.setattr(saving, "write_file", write_and_meet)
+        with pytest.raises(fs.errors.FsharpError, match=r"missing|it was removed"):
+            save(tmp_path, 2, comm)
+
+    simulate(TWO, act)
+    assert latest_step(tmp_path) == 1
+    assert left_behind(tmp_path) == []
+
+
+def test_a_save_that_is_removed_before_it_is_published_fails(tmp_path, monkeypatch):
+    publish = fs.checkpoint.storage.LocalFiles.publish
+    removed = []
+
+    def meet(self, staged, folder):
+        removed.extend(remove_incomplete(tmp_path))
+        publish(self, staged, folder)
+
+    monkeypatch.setattr(fs.checkpoint.storage.LocalFiles, "publish", meet)
+    with pytest.raises(CheckpointError, match="it was removed"):
+        save(tmp_path, 2)
+    assert len(removed) == 1
+    assert latest_step(tmp_path) is None
+
+
+def test_two_jobs_that_save_under_one_root(tmp_path):
+    """Without Savers neither removes what is the other's."""
+
+    def run(comm):
+        for step in range(3):
+            save(tmp_path, step + 10 * comm.rank)  # each by itself
+
+    processes(TWO, run)
+    assert sorted(steps(tmp_path)) == [0, 1, 2, 10, 11, 12]
+    for found in fs.checkpoint.checkpoints(tmp_path):
+        step_in(found)
+    assert left_behind(tmp_path) == []
+
+
+def test_two_savers_of_one_process(tmp_path, monkeypatch):
+    saver = fs.checkpoint.Saver(tmp_path, ONE)
+    saver.save(tree_of(1, ONE), step=1)
+    with pytest.raises(CheckpointError, match=r"another Saver is still writing into .*close\(\) that one"):
+        fs.checkpoint.Saver(tmp_path, ONE)
+    saver.close()
+    fs.checkpoint.Saver(tmp_path, ONE).close()
+    assert latest_step(tmp_path) == 1
+
+
+def test_an_interrupted_wait_leaves_the_memory_of_the_save_alone(tmp_path, monkeypatch):
+    saver = fs.checkpoint.Saver(tmp_path, ONE)
+    saver.save(tree_of(1, ONE), step=1)
+    take = Outcome.take
+    interrupts = [KeyboardInterrupt()]
+    monkeypatch.setattr(Outcome, "take", lambda self: (_ for _ in ()).throw(interrupts.pop()) if interrupts else take(self))
+    with pytest.raises(KeyboardInterrupt):
+        saver.wait()
+    for step in (2, 3):
+        saver.save(tree_of(step, ONE), step=step)
+    saver.close()
+    assert [step_in(found) for found in fs.checkpoint.checkpoints(tmp_path)] == [3, 2, 1]
+
+
+@pytest.mark.parametrize("act", ["save", "Saver"])
+def test_a_root_that_is_a_file(tmp_path, act):
+    root = tmp_path / "root"
+    root.write_text("")
+    with pytest.raises(CheckpointError, match=r"root.*cannot be written: File exists"):
+        save(root, 1) if act == "save" else fs.checkpoint.Saver(root, ONE)
+    assert fs.checkpoint.latest(root) is None
+    with pytest.raises(CheckpointError, match="Not a directory"):
+        fs.checkpoint.load(root, tree_of(0, ONE), comm=ONE)
+
+
+@mounts
+def test_a_read_only_root(tmp_path):
+    with mounted(tmp_path, "size=8m") as root:
+        save(root, 1)
+        subprocess.run(["mount", "-o", "remount,ro", root], check=True)
+        for act in (lambda: save(root, 2), lambda: fs.checkpoint.Saver(root, ONE)):
+            with pytest.raises(CheckpointError, match=rf"{root}.*cannot be written: Read-only file system"):
+                act()
+        assert latest_step(root) == 1
+
+
+@mounts
+def test_what_cannot_be_removed_is_not_said_to_be(tmp_path):
+    with mounted(tmp_path, "size=8m") as root:
+        for step in (1, 2):
+            save(root, step)
+        subprocess.run(["mount", "-o", "remount,ro", root], check=True)
+        with pytest.raises(CheckpointError, match="cannot be removed: Read-only file system"):
+            fs.checkpoint.prune(root, keep=1)
+        assert steps(root) == [2, 1]
+
+
+@mounts
+@pytest.mark.parametrize("blind", [0, 1])
+def test_a_rank_that_does_not_see_the_folder(tmp_path, blind):
+    root = tmp_path / "root"
+    processes(TWO, lambda comm: save(root, 1, comm))
+
+    def run(comm):
+        path = next(Path(root).glob("step-*"))  # as another rank may have been told it
+        if comm.rank == blind:
+            assert ctypes.CDLL(None, use_errno=True).unshare(0x20000) == 0  # CLONE_NEWNS of <sched.h>
+            subprocess.run(["mount", "--make-rprivate", "/"], check=True)
+            subprocess.run(["mount", "-t", "tmpfs", "tmpfs", root], check=True)
+        with pytest.raises(fs.errors.FsharpError, match="has to be in a file system that all ranks share"):
+            save(root, 2, comm)
+        with pytest.raises(fs.errors.FsharpError, match="there is no checkpoint here"):
+            fs.checkpoint.load(path, tree_of(0, comm), comm=comm)
+
+    processes(TWO, run)
+    assert latest_step(root) == 1
+    assert left_behind(root) == []
+
+
+def test_a_relative_root_stays_where_it_was(tmp_path, monkeypatch):
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    found = save("runs/a/", 1)
+    with fs.checkpoint.Saver("runs/a", ONE) as saver:
+        monkeypatch.chdir("elsewhere")
+        saver.save(tree_of(2, ONE), step=2)
+    assert steps(tmp_path / "runs" / "a") == [2, 1]
+    assert step_in(found) == 1
+    assert os.listdir() == []
+
+
+def test_names_of_any_script_and_five_thousand_tensors(tmp_path):
+    names = ["größe", "权重", "w/../../x", "a\0b", "", "\U0001f600", "manifest.json", *map(str, range(5000))]
+    tree = {name: torch.full((i % 3,), i) for i, name in enumerate(names)}
+    found = fs.checkpoint.save(tmp_path, tree, step=1, comm=ONE)
+    assert set(fs.checkpoint.verify(found.path).names) == set(names)
+    got = fs.checkpoint.load(tmp_path, {name: torch.empty_like(x) for name, x in tree.items()}, comm=ONE)
+    assert all(torch.equal(got[name], tree[name]) for name in names)
+    assert sorted(os.listdir(found.path)) == [NAME, FILE]
+
+
+def test_keys_of_a_config_are_text_when_it_comes_back(tmp_path):
+    assert save(tmp_path, 1, config={10: "a", 9: ("b", None)}).config == {"10": "a", "9": ["b", None]}
+    with pytest.raises(CheckpointError, match="'1' appears twice"):
+        save(tmp_path, 2, config={1: "a", "1": "b"})
+
+
+@pytest.mark.parametrize(
+    ("tree", "error", "match"),
+    [
+        ({"q": torch.zeros(2, dtype=torch.int4)}, TreeError, "'q' has dtype torch.int4"),
+        ({"__metadata__": torch.zeros(2)}, CheckpointError, "'__metadata__' is taken"),
+    ],
+)
+def test_what_would_not_come_back_is_not_saved(tmp_path, tree, error, match):
+    with pytest.raises(error, match=match):
+        fs.checkpoint.save(tmp_path, tree, step=1, comm=ONE)
+    assert left_behind(tmp_path) == []
+
+
+def test_a_link_to_a_checkpoint_is_pruned_without_what_it_points_at(tmp_path):
+    original = save(tmp_path / "a", 1)
+    link = tmp_path / "b" / Path(original.path).name
+    link.parent.mkdir()
+    link.symlink_to(original.path)
+    save(tmp_path / "b", 2)
+    assert steps(tmp_path / "b") == [2, 1]
+    assert fs.checkpoint.prune(tmp_path / "b", keep=1) == [str(link)]
+    assert os.listdir(tmp_path / "b") == [Path(fs.checkpoint.latest(tmp_path / "b").path).name]
+    assert step_in(original) == 1
+
+
+def test_a_prune_that_is_killed_leaves_checkpoints_that_are_complete(tmp_path):
+    def prune(comm, at):
+        calls = DiesAt(at)
+        fs.checkpoint.prune(tmp_path, keep=1)
+        return calls.count
+
+    def two_checkpoints():
+        for step in (1, 2):
+            save(tmp_path, step)
+
+    two_checkpoints()
+    [num_calls] = processes(fs.Mesh({"dp": 1}), lambda comm: prune(comm, -1))
+    assert num_calls > 3
+    for at in range(num_calls):
+        two_checkpoints()
+        with pytest.raises(CommError, match="failed"):
+            processes(fs.Mesh({"dp": 1}), lambda comm, at=at: prune(comm, at))
+        assert all(step_in(found) for found in fs.checkpoint.checkpoints(tmp_path))
+        assert latest_step(tmp_path) == 2
+    remove_incomplete(tmp_path)
+    assert left_behind(tmp_path) == []
+
+
+@pytest.mark.parametrize("left", [".step-0000000009-0123456789abcdef.partial", ".step-0000000009-0123456789abcdef.removed"])
+def test_the_next_saver_removes_what_was_left(tmp_path, left):
+    save(tmp_path, 1)
+    (tmp_path / left).mkdir()
+    (tmp_path / left / FILE).write_bytes(b"half of it")
+    (tmp_path / "notes.txt").write_text("not ours")
+    fs.checkpoint.Saver(tmp_path, ONE).close()
+    assert left_behind(tmp_path) == [str(tmp_path / "notes.txt")]
+    assert latest_step(tmp_path) == 1
+
+
+def forge(path, body):
+    (path / NAME).write_bytes(signed(body))
+
+
+@pytest.mark.parametrize(
+    ("shape", "chunks", "match"),
+    [
+        ([1 << 40, 1 << 40], [], "is no shape"),
+        ([0, 1 << 61, 1 << 61], [], "is no shape"),
+        ([1] * 2000, [[0, 0, 1]], "is no shape"),
+        ([1 << 61], [[0, 0, 1 << 61]], "'plain' would have more bytes in rank-00000.safetensors than that has"),
+        ([22], [[0, 0, 11], [0, 11, 22]], "'plain' has two chunks in one file"),
+        ([11], [[1, 0, 11]], "there are 1 files"),
+        ([11], [[0, 0, 5]], "cover 5 of its 11 elements"),
+        ([11], [[0, 0, 5], [0, 4, 11]], "do not tile it"),
+    ],
+)
+def test_shapes_and_chunks_that_cannot_be(tmp_path, shape, chunks, match):
+    path = Path(save(tmp_path, 1).path)
+    body = json.loads((path / NAME).read_bytes())
+    body["tensors"]["plain"] |= {"shape": shape, "chunks": chunks}
+    forge(path, body)
+    with pytest.raises(CheckpointError, match=match):
+        fs.checkpoint.open_checkpoint(path)
+    assert fs.checkpoint.latest(tmp_path) is None
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "match"),
+    [
+        ("created", float("nan"), "nan is no time"),
+        ("created", float("inf"), "inf is no time"),
+        ("step", -1, "-1 is no count"),
+        ("files", [{"name": "../x", "nbytes": 1, "xxh3_128": "0" * 32}], "'../x' is no plain file name"),
+        ("files", [{"name": "/etc/passwd", "nbytes": 1, "xxh3_128": "0" * 32}], "is no plain file name"),
+        ("aliases", {"y": "nowhere"}, "'y' is tied to 'nowhere'"),
+    ],
+)
+def test_fields_that_cannot_be(tmp_path, field, value, match):
+    path = Path(save(tmp_path, 1).path)
+    forge(path, {**json.loads((path / NAME).read_bytes()), field: value})
+    with pytest.raises(CheckpointError, match=match):
+        fs.checkpoint.open_checkpoint(path)
+
+
+def test_elements_across_blocks_are_refused_in_files_that_have_digests(tmp_path):
+    """Nobody who writes with digests puts them so, and whoever reads in blocks would cut one."""
+    path = Path(save(tmp_path, 1).path)
+    body = json.loads((path / NAME).read_bytes())
+    tensors = [fs.checkpoint.shard_file.Tensor(name, torch.uint8, (size,)) for name, size in (("a", 3), ("x", 8))]
+    header = header_of(tensors, {"save_id": body["save_id"]})
+    header = header.replace(b'"dtype":"U8","shape":[8]', b'"dtype":"F32","shape":[2]', 1)
+    header = struct.pack("<Q", len(header) - 8) + header[8:]
+    file = bytearray()
+    write_file(file.extend, header, iter([torch.zeros(3, dtype=torch.uint8), torch.zeros(8, dtype=torch.uint8)]))
+    (path / FILE).write_bytes(file)
+    body |= {"aliases": {}, "values": {}, "tensors": {"x": {"dtype": "float32", "shape": [2], "chunks": [[0, 0, 2]]}}}
+    forge(path, vouching_for(body, bytes(file), len(header)))
+    with pytest.raises(CheckpointError, match="'x' begins at byte 3, within an element"):
+        fs.checkpoint.verify(path)
+
+
+def test_a_pipe_put_there_after_the_look_does_not_block(tmp_path, monkeypatch):
+    found = save(tmp_path, 1)
+    [file] = rank_files(Path(found.path))
+    found.tensor("plain")
+    size = file.stat().st_size
+    file.unlink()
+    os.mkfifo(file)
+    monkeypatch.setattr(fs.checkpoint.storage.LocalFiles, "nbytes", lambda self, path: size)
+    with pytest.raises(CheckpointError, match=f"{FILE}: cannot be read"):
+        found.tensor("plain")
+
+
+def test_folders_of_later_versions_are_not_taken_for_damaged(tmp_path):
+    path = Path(save(tmp_path, 1).path)
+    forge(path, {**json.loads((path / NAME).read_bytes()), "version": 2})
+    with pytest.raises(CheckpointError, match=r"version 2, expected 1\. Update fsharp"):
+        fs.checkpoint.open_checkpoint(path)
