@@ -123,12 +123,14 @@ class ProcessGroupComm:
         self._whole = None
         self.watch.aborts.append(weakref.WeakMethod(self.abort))
 
-    def on_host(self) -> "ProcessGroupComm":
+    def on_host(self, *, flat: bool = False) -> "ProcessGroupComm":
         """The same ranks over gloo, for tensors in host memory, in groups of its own. Every rank has to call it.
 
-        What another thread does in it is in nobody's way.
+        What another thread does in it is in nobody's way. ``flat`` puts them all along one axis, ``"ranks"``.
         """
         other = copy.copy(self)
+        if flat:
+            other.mesh, other._groups = Mesh({"ranks": self.mesh.size}), {}
         other.is_native, other._rank_order, other.device = False, True, torch.device("cpu")
         other._start()
         other.make_groups()
