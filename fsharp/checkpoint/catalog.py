@@ -122,7 +122,7 @@ def _manifest_in(storage: Storage, folder: str) -> Manifest:
 def instead_of(folder: str) -> str:
     """Which complete checkpoint is beside one that is not, as the end of a message."""
     storage, (root, _, name) = storage_of(folder), folder.rpartition("/")
-    for other in _newest_first(storage, root) if _FOLDER.fullmatch(name) else ():
+    for other in newest_first(storage, root) if _FOLDER.fullmatch(name) else ():
         if other != name:
             try:
                 return f" {_opened(storage, f'{root}/{other}')!r} is complete."
@@ -131,7 +131,8 @@ def instead_of(folder: str) -> str:
     return ""
 
 
-def _newest_first(storage: Storage, root: str) -> list[str]:
+def newest_first(storage: Storage, root: str) -> list[str]:
+    """Names of folders of checkpoints, complete or not."""
     found = [(int(match[1]), name) for name in storage.names(root) if (match := _FOLDER.fullmatch(name))]
     return [name for _, name in sorted(found, reverse=True)]
 
@@ -146,7 +147,7 @@ def checkpoints(root: str | os.PathLike[str]) -> list[Checkpoint]:
     folder = full_path(root)
     storage = storage_of(folder)
     found = []
-    for name in _newest_first(storage, folder):
+    for name in newest_first(storage, folder):
         try:
             found.append(_opened(storage, f"{folder}/{name}"))
         except CheckpointError as error:

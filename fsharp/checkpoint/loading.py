@@ -90,13 +90,61 @@ def load(
     """
     given = full_path(where.path if isinstance(where, Checkpoint) else where)
     path = _chosen(given, comm)
+
+    def read(found: Checkpoint, needs: list[Need]) -> None:
+        try:
+            read_needs(found.path, found.manifest, needs, buffer_nbytes=buffer_nbytes)
+        except CheckpointError as error:
+            raise CheckpointError(f"{error}{instead_of(found.path)}") from error
+
+    return load_by(
+        read,
+        lambda: open_checkpoint(path),
+        like,
+        comm=comm,
+        where=given,
+        subtree=subtree,
+        rename=rename,
+        ignore=ignore,
+        cast=cast,
+        donate=donate,
+    )
+
+
+def load_by(
+    read: Callable[[Checkpoint, list[Need]], None],
+    opened: Callable[[], Checkpoint],
+    like: Any,
+    *,
+    comm: Comm,
+    where: str,
+    subtree: str,
+    rename: Callable[[str], str] | None = None,
+    ignore: str | Sequence[str] = (),
+    cast: bool,
+    donate: bool,
+) -> Any:
+    """See :func:`load`: wherever the bytes come from.
+
+    Args:
+        read: fills what this rank needs. All ranks call it at the same time, unless one has failed before.
+        opened: the checkpoint, of which the manifest is looked at alone.
+        like: as in :func:`load`, and so are the others.
+        comm: the ranks.
+        where: what was asked for; the same on all ranks.
+        subtree: the part that is loaded.
+        rename: the name in the checkpoint of a name of ``like``.
+        ignore: patterns of names in the checkpoint that are left alone.
+        cast: whether values are converted.
+        donate: whether tensors of ``like`` are read into.
+    """
     prefix = f"{subtree}." if subtree else ""
 
     def stored(name: str) -> str:
         return prefix + renamed("load()", name, rename)
 
     def check() -> tuple[Checkpoint, Any, Contents, dict[str, str]]:
-        found = open_checkpoint(path)
+        found = opened()
         manifest = _without(found.manifest, as_patterns(ignore))
         there = {prefix for name in (*manifest.tensors, *manifest.values) for prefix in ancestors(name)}
         template = template_of(like, lambda name: stored(name) in there)
@@ -109,11 +157,11 @@ def load(
     def fields(made: tuple[Checkpoint, Any, Contents, dict[str, str]]) -> dict[str, str]:
         found, _, into, sources = made
         names = "\n".join(f"{name} from {source}" for name, source in sources.items())
-        how = {"where": given, "cast": repr(cast), "donate": repr(donate), "subtree": repr(subtree), "names": names}
+        how = {"where": where, "cast": repr(cast), "donate": repr(donate), "subtree": repr(subtree), "names": names}
         return {"save": found.manifest.save_id, **how, **into.fields()}
 
     found, tree, into, sources = together("load()", comm, check, fields)
-    together("load()", comm, lambda: _read(found, into, sources, comm.rank, buffer_nbytes))
+    together("load()", comm, lambda: _read(found, into, sources, comm.rank, read))
     if donate:
         donate_nodes(like)
     return optree.tree_map(_given_back, like, tree, is_leaf=is_node)
@@ -248,24 +296,27 @@ def _prepared(template: Any, manifest: Manifest, stored: Callable[[str], str], d
     return optree.tree_unflatten(optree.tree_structure(template, is_leaf=is_node), made)
 
 
-def _read(found: Checkpoint, into: Contents, sources: Mapping[str, str], rank: int, buffer_nbytes: int) -> None:
+def _read(
+    found: Checkpoint,
+    into: Contents,
+    sources: Mapping[str, str],
+    rank: int,
+    read: Callable[[Checkpoint, list[Need]], None],
+) -> None:
     """Fill the tensors of a tree.
 
     Raises:
         CheckpointError: bytes that are damaged; or leaves of one unit that were saved with different numbers where the unit
             has one for all.
     """
-    manifest, needs, numbers = found.manifest, [], list[tuple[Entry, torch.Tensor]]()
+    needs, numbers = list[Need](), list[tuple[Entry, torch.Tensor]]()
     for name, entry in into.entries.items():
         piece, target = entry.piece(rank), entry.local
         if entry.is_of_group:
             target = torch.empty_like(target)
             numbers.append((entry, target))
         needs.append(Need(sources[name], piece.first, piece.last, target))
-    try:
-        read_needs(found.path, manifest, needs, buffer_nbytes=buffer_nbytes)
-    except CheckpointError as error:
-        raise CheckpointError(f"{error}{instead_of(found.path)}") from error
+    read(found, needs)
     seen: dict[int, tuple[Entry, torch.Tensor]] = {}
     for entry, value in numbers:
         first, before = seen.setdefault(entry.local.data_ptr(), (entry, value))

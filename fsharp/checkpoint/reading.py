@@ -17,7 +17,7 @@ from fsharp.checkpoint.shard_file import (
     header_nbytes,
     parse_header,
 )
-from fsharp.checkpoint.storage import Storage, storage_of
+from fsharp.checkpoint.storage import Readable, storage_of
 from fsharp.errors import CheckpointError
 
 BUFFER_NBYTES = 4 << 20
@@ -40,13 +40,27 @@ class Need(NamedTuple):
     target: torch.Tensor
 
 
-class _Run(NamedTuple):
+class Run(NamedTuple):
     """Elements that lie next to each other in a file: their first and last byte, their dtype, and where they go."""
 
     begin: int
     end: int
     dtype: torch.dtype
     target: torch.Tensor
+
+
+class Window(NamedTuple):
+    """A stretch of a file to read at once.
+
+    Attributes:
+        start: first byte in the file.
+        nbytes: how many.
+        parts: of runs that lie in it: first and last byte behind the header, and the run.
+    """
+
+    start: int
+    nbytes: int
+    parts: list[tuple[int, int, Run]]
 
 
 @torch.no_grad()
@@ -65,25 +79,24 @@ def read_needs(folder: str, manifest: Manifest, needs: Iterable[Need], *, buffer
     Raises:
         CheckpointError: bytes that are missing or damaged; names file, tensors and the rank that wrote them.
     """
-    storage = storage_of(folder)
-    by_file: dict[int, list[tuple[Chunk, Need]]] = {}
+    storage, read = storage_of(folder), {}
+    for number, parts in parts_by_file(manifest, needs).items():
+        file = ShardFile(storage, folder, manifest.files[number], number, manifest.save_id)
+        file.read(file.runs(manifest, parts), buffer_nbytes)
+        read[manifest.files[number].name] = file.num_read
+    return read
+
+
+def parts_by_file(manifest: Manifest, needs: Iterable[Need]) -> dict[int, list[tuple[Chunk, Need]]]:
+    """By number of a file, the parts of needs that are in it."""
+    found: dict[int, list[tuple[Chunk, Need]]] = {}
     for need in needs:
         for chunk in manifest.tensors[need.name].chunks:
             first, last = max(chunk.first, need.first), min(chunk.last, need.last)
             if first < last:
                 part = Need(need.name, first, last, need.target[first - need.first : last - need.first])
-                by_file.setdefault(chunk.file, []).append((chunk, part))
-    read = {}
-    for number, parts in sorted(by_file.items()):
-        file = ShardFile(storage, folder, manifest.files[number], number, manifest.save_id)
-        runs = []
-        for chunk, part in parts:
-            dtype = manifest.tensors[part.name].dtype
-            begin = file.begin(part.name, dtype, chunk) + (part.first - chunk.first) * dtype.itemsize
-            runs.append(_Run(begin, begin + (part.last - part.first) * dtype.itemsize, dtype, part.target))
-        file.read(sorted(runs, key=lambda run: run.begin), buffer_nbytes)
-        read[manifest.files[number].name] = file.num_read
-    return read
+                found.setdefault(chunk.file, []).append((chunk, part))
+    return dict(sorted(found.items()))
 
 
 class ShardFile:
@@ -103,7 +116,7 @@ class ShardFile:
         CheckpointError: its size, header or table of digests are not those of the manifest.
     """
 
-    def __init__(self, storage: Storage, folder: str, record: FileRecord, number: int, save_id: str) -> None:
+    def __init__(self, storage: Readable, folder: str, record: FileRecord, number: int, save_id: str) -> None:
         self.path, self._storage, self._number = f"{folder}/{record.name}", storage, number
         self.num_read = 0
         try:
@@ -121,14 +134,14 @@ class ShardFile:
             found, _ = parse_header(self.path, header, size)
         else:
             # The digest covers header and table, which is last: it is compared before either is believed.
-            table_nbytes = _table_nbytes(size - length)
-            table = self._fetch(size - table_nbytes, table_nbytes)
+            end = size - table_nbytes(size - length)
+            table = self._fetch(end, size - end)
             if file_digest(header, table) != record.digest:
                 raise CheckpointError(f"{self.path}, written by rank {number}: its header or its table of digests is damaged.")
             found, metadata = parse_header(self.path, header, size)
             if metadata.get("save_id") != save_id:
                 raise CheckpointError(f"{self.path}: it belongs to save {metadata.get('save_id')!r:.80}, expected {save_id!r}.")
-            if found.get(TABLE) != Extent(torch.uint8, size - length - table_nbytes, size - length, (table_nbytes,)):
+            if found.get(TABLE) != Extent(torch.uint8, end - length, size - length, (size - end,)):
                 raise CheckpointError(f"{self.path}: its table of digests is not where it should be.")
             self._table = table
         self._extents = found
@@ -149,29 +162,55 @@ class ShardFile:
             raise CheckpointError(f"{self.path}: it has {found or 'nothing'} of {name!r:.200}, expected {size}.")
         return found.begin
 
+    def runs(self, manifest: Manifest, parts: Iterable[tuple[Chunk, Need]]) -> list[Run]:
+        """Where parts are in it, in order of their first byte.
+
+        Raises:
+            CheckpointError: as :meth:`begin`.
+        """
+        found = []
+        for chunk, part in parts:
+            dtype = manifest.tensors[part.name].dtype
+            begin = self.begin(part.name, dtype, chunk) + (part.first - chunk.first) * dtype.itemsize
+            found.append(Run(begin, begin + (part.last - part.first) * dtype.itemsize, dtype, part.target))
+        return sorted(found, key=lambda run: run.begin)
+
     def _fetch(self, start: int, size: int) -> bytes:
         data = bytearray(size)
         self._storage.read(self.path, start, memoryview(data))
         self.num_read += size
         return bytes(data)
 
-    def read(self, runs: Sequence[_Run], buffer_nbytes: int) -> None:
+    def read(self, runs: Sequence[Run], buffer_nbytes: int) -> None:
         """Fill targets with runs of it, which are in order of their first byte and do not overlap."""
-        windows = list(_windows(runs, buffer_nbytes, self._end, BLOCK_NBYTES if self._table else 1))
-        whole = torch.empty(max((end - start for (start, end), _ in windows), default=0), dtype=torch.uint8)
-        for (start, end), parts in windows:
-            buffer = whole[: end - start]
-            view = bytes_of(buffer)
-            self._storage.read(self.path, self._data + start, view)
-            self.num_read += len(view)
-            if self._table and (wrong := self._wrong(start, view)):
-                raise CheckpointError(self.damage(wrong))
-            for begin, stop, run in parts:
-                data = buffer[begin - start : stop - start]
-                if data.storage_offset() % run.dtype.itemsize:
-                    data = data.clone()  # in a file of others elements may lie anywhere
-                first, last = ((x - run.begin) // run.dtype.itemsize for x in (begin, stop))
-                run.target[first:last].copy_(data.view(run.dtype))
+        windows = self.windows(runs, buffer_nbytes)
+        whole = torch.empty(max((window.nbytes for window in windows), default=0), dtype=torch.uint8)
+        for window in windows:
+            buffer = whole[: window.nbytes]
+            self._storage.read(self.path, window.start, bytes_of(buffer))
+            self.num_read += window.nbytes
+            self.take(window, buffer)
+
+    def windows(self, runs: Sequence[Run], buffer_nbytes: int) -> list["Window"]:
+        """What to read for runs, which are in order of their first byte and do not overlap."""
+        found = _windows(runs, buffer_nbytes, self._end, BLOCK_NBYTES if self._table else 1)
+        return [Window(self._data + start, end - start, parts) for (start, end), parts in found]
+
+    def take(self, window: "Window", buffer: torch.Tensor) -> None:
+        """Fill targets with the bytes of a window.
+
+        Raises:
+            CheckpointError: they are damaged.
+        """
+        start = window.start - self._data
+        if self._table and (wrong := self._wrong(start, bytes_of(buffer))):
+            raise CheckpointError(self.damage(wrong))
+        for begin, stop, run in window.parts:
+            data = buffer[begin - start : stop - start]
+            if data.storage_offset() % run.dtype.itemsize:
+                data = data.clone()  # in a file of others elements may lie anywhere
+            first, last = ((x - run.begin) // run.dtype.itemsize for x in (begin, stop))
+            run.target[first:last].copy_(data.view(run.dtype))
 
     def _wrong(self, start: int, view: memoryview) -> list[int]:
         """First bytes of those blocks whose digest is not that of the table."""
@@ -204,18 +243,18 @@ class ShardFile:
         return wrong
 
 
-def _table_nbytes(size: int) -> int:
+def table_nbytes(size: int) -> int:
     """Bytes of the table of digests, of ``size`` bytes of elements and table."""
     blocks = size // (BLOCK_NBYTES + 8)
     return 8 * (blocks + (size - blocks * (BLOCK_NBYTES + 8) > 0))
 
 
 def _windows(
-    runs: Sequence[_Run], most: int, end: int, block: int
-) -> Iterator[tuple[tuple[int, int], list[tuple[int, int, _Run]]]]:
+    runs: Sequence[Run], most: int, end: int, block: int
+) -> Iterator[tuple[tuple[int, int], list[tuple[int, int, Run]]]]:
     """Stretches of a file to read at once, in whole blocks and of at most ``most`` bytes, and the parts of runs in each."""
     most = max(BLOCK_NBYTES, most // BLOCK_NBYTES * BLOCK_NBYTES)
-    parts: list[tuple[int, int, _Run]] = []
+    parts: list[tuple[int, int, Run]] = []
     start = stop = 0
     for run in runs:
         begin = run.begin

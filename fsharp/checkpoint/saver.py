@@ -5,8 +5,9 @@ import os
 import secrets
 import sys
 import traceback
+from collections.abc import Callable
 from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 import torch
 
@@ -19,11 +20,100 @@ from fsharp.functional.comm.process_group import ProcessGroupComm
 from fsharp.functional.comm.protocol import Comm, CountingComm
 from fsharp.functional.comm.worker_threads import Outcome, Worker
 
-_busy: "set[Saver]" = set()
-"""Those that have something to wait for. A Saver that nobody else holds may have failed as well."""
+_busy: "set[Background]" = set()
+"""Those that have something to wait for. One that nobody else holds may have failed as well."""
 
 
-class Saver:
+class Background:
+    """Values are copied into host memory, and a thread does the rest while training goes on: Saver and Replicas.
+
+    Args:
+        comm: the ranks.
+        own: the same ranks, for the thread alone.
+        name: what is done.
+        in_thread: False does it before the call returns.
+    """
+
+    def __init__(self, comm: Comm, own: Comm, name: str, *, in_thread: bool) -> None:
+        self._comm, self._own, self._name = comm, own, name
+        self._worker = Worker(name) if in_thread else None
+        self._under_way: Outcome | None = None
+        self._staged: list[torch.Tensor] = []
+
+    def _begin(self, shot: Snapshot, job: Callable[[Snapshot], Any]) -> None:
+        if self._worker is None:
+            job(shot)
+            return
+        self._copy(shot)
+        self._under_way = Outcome()
+        _busy.add(self)
+        self._worker.submit(lambda: job(shot), self._under_way)
+
+    def _copy(self, shot: Snapshot) -> None:
+        """Put copies in host memory in the place of values; memory of the last save is used again."""
+        is_same = [(x.shape, x.dtype) for x in self._staged] == [(x.shape, x.dtype) for x in shot.values]
+        if not is_same:
+            on_device = any(x.device.type != "cpu" for x in shot.values)
+            self._staged = [torch.empty(x.shape, dtype=x.dtype, pin_memory=on_device) for x in shot.values]
+        for target, value in zip(self._staged, shot.values, strict=True):
+            target.copy_(value, non_blocking=True)
+        for device in {x.device for x in shot.values if x.device.type != "cpu"}:
+            torch.accelerator.synchronize(device)
+        shot.values = list(self._staged)
+        shot.contents.let_go()
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether one is still under way on this rank. Ranks may see it end at different times."""
+        return self._under_way is not None and not self._under_way.is_done()
+
+    def _is_any_busy(self) -> bool:
+        """Whether the one before is still under way on some rank; the same on all."""
+        busy = torch.tensor([self.is_busy], dtype=torch.uint8, device=self._comm.device)
+        for axis, size in self._comm.mesh.axes:
+            busy = self._comm.all_reduce(busy, axis, op="max", label=f"{self._name}_if_idle") if size > 1 else busy
+        return bool(busy.item())
+
+    def check(self) -> None:
+        """Raise what the one before has failed with, if it has. Cost: none."""
+        if self._under_way is not None and self._under_way.is_done():
+            self.wait()
+
+    def wait(self) -> None:
+        """Block until what is under way has come to its end.
+
+        Raises:
+            CheckpointError: it has failed.
+        """
+        try:
+            if self._under_way is not None:
+                self._under_way.take()
+        except Exception as error:
+            self._forget()
+            raise CheckpointError(f"the {self._name} that was under way has failed: {error}") from error
+        self._forget()  # not if this was interrupted: it goes on, and reads the memory of the next one
+
+    def _forget(self) -> None:
+        self._under_way = None
+        _busy.discard(self)
+
+    def close(self) -> None:
+        """Wait for what is under way, and raise what it has failed with."""
+        self.wait()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        try:
+            self.close()
+        except CheckpointError:
+            if error is None:
+                raise
+            traceback.print_exc()  # the error that is on its way comes first
+
+
+class Saver(Background):
     """Saves checkpoints while training goes on, and removes old ones.
 
     ::
@@ -64,22 +154,19 @@ class Saver:
         background: bool = True,
     ) -> None:
         self._root, self._keep, self._best, self._config = full_path(root), keep, best, config
-        self._comm = comm
 
         def check() -> None:
             if keep < 1:
                 raise CheckpointError(f"Saver(): keep is {keep}, expected at least 1.")
-            if other := next((each for each in _busy if each._root == self._root), None):
+            if other := next((each for each in _busy if isinstance(each, Saver) and each._root == self._root), None):
                 raise CheckpointError(f"Saver(): another Saver is still writing into {other._root}: close() that one first.")
             if comm.rank == 0:
                 told(self._root, lambda: _prepare(self._root))
 
         together("Saver()", comm, check, lambda _: {"root": self._root, "keep": f"{keep}, best {best}"})
         inner = comm.inner if isinstance(comm, CountingComm) else comm
-        self._own = inner.on_host() if isinstance(inner, ProcessGroupComm) else comm
-        self._worker = Worker("saver") if background and (self._own is not comm or comm.mesh.size == 1) else None
-        self._under_way: Outcome | None = None
-        self._staged: list[torch.Tensor] = []
+        own = inner.on_host() if isinstance(inner, ProcessGroupComm) else comm
+        super().__init__(comm, own, "save", in_thread=background and (own is not comm or comm.mesh.size == 1))
 
     def save(self, tree: Any, *, step: int, metric: float | None = None) -> None:
         """Save a tree, as :func:`save` does. Waits until the one before is written.
@@ -96,26 +183,7 @@ class Saver:
         """
         self.wait()
         shot = agreed_snapshot(self._root, tree, step=step, comm=self._comm, config=self._config, metric=metric)
-        if self._worker is None:
-            self._write(shot)
-            return
-        self._copy(shot)
-        self._under_way = Outcome()
-        _busy.add(self)
-        self._worker.submit(lambda: self._write(shot), self._under_way)
-
-    def _copy(self, shot: Snapshot) -> None:
-        """Put copies in host memory in the place of values; memory of the last save is used again."""
-        is_same = [(x.shape, x.dtype) for x in self._staged] == [(x.shape, x.dtype) for x in shot.values]
-        if not is_same:
-            on_device = any(x.device.type != "cpu" for x in shot.values)
-            self._staged = [torch.empty(x.shape, dtype=x.dtype, pin_memory=on_device) for x in shot.values]
-        for target, value in zip(self._staged, shot.values, strict=True):
-            target.copy_(value, non_blocking=True)
-        for device in {x.device for x in shot.values if x.device.type != "cpu"}:
-            torch.accelerator.synchronize(device)
-        shot.values = list(self._staged)
-        shot.contents.let_go()
+        self._begin(shot, self._write)
 
     def _write(self, shot: Snapshot) -> Checkpoint:
         made = write_snapshot(shot, self._own)
@@ -123,61 +191,15 @@ class Saver:
             prune(self._root, keep=self._keep, best=self._best)
         return made
 
-    @property
-    def is_busy(self) -> bool:
-        """Whether a save is still under way on this rank. Ranks may see it end at different times."""
-        return self._under_way is not None and not self._under_way.is_done()
-
     def save_if_idle(self, tree: Any, *, step: int, metric: float | None = None) -> bool:
         """Save unless the one before is still under way on some rank; whether it does, the same on all ranks.
 
         Call it every step to save as often as storage allows. Cost: one collective of a byte for each axis.
         """
-        busy = torch.tensor([self.is_busy], dtype=torch.uint8, device=self._comm.device)
-        for axis, size in self._comm.mesh.axes:
-            busy = self._comm.all_reduce(busy, axis, op="max", label="save_if_idle") if size > 1 else busy
-        if busy.item():
+        if self._is_any_busy():
             return False
         self.save(tree, step=step, metric=metric)
         return True
-
-    def check(self) -> None:
-        """Raise what a save has failed with, if one has. Cost: none."""
-        if self._under_way is not None and self._under_way.is_done():
-            self.wait()
-
-    def wait(self) -> None:
-        """Block until the save that is under way is written.
-
-        Raises:
-            CheckpointError: it has failed.
-        """
-        try:
-            if self._under_way is not None:
-                self._under_way.take()
-        except Exception as error:
-            self._forget()
-            raise CheckpointError(f"the save that was under way has failed: {error}") from error
-        self._forget()  # not if this was interrupted: the save goes on, and reads the memory of the next one
-
-    def _forget(self) -> None:
-        self._under_way = None
-        _busy.discard(self)
-
-    def close(self) -> None:
-        """Wait for the save that is under way, and raise what it has failed with."""
-        self.wait()
-
-    def __enter__(self) -> "Saver":
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        try:
-            self.close()
-        except CheckpointError:
-            if error is None:
-                raise
-            traceback.print_exc()  # the error that is on its way comes first
 
 
 def _prepare(root: str) -> None:
@@ -192,9 +214,9 @@ def _prepare(root: str) -> None:
 def _close_all() -> None:
     """A program that has not asked does not end as if all were well."""
     failed = False
-    for saver in list(_busy):
+    for each in list(_busy):
         try:
-            saver.close()
+            each.close()
         except CheckpointError:
             traceback.print_exc()
             failed = True

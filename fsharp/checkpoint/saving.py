@@ -6,7 +6,7 @@ import math
 import os
 import secrets
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any, TypeVar
@@ -15,7 +15,7 @@ import torch
 import xxhash
 
 from fsharp.checkpoint.catalog import Checkpoint, checkpoints, folder_name
-from fsharp.checkpoint.entries import Contents, contents_of, expanded
+from fsharp.checkpoint.entries import Contents, Entry, contents_of, expanded
 from fsharp.checkpoint.manifest import NAME, Chunk, FileRecord, Manifest, TensorRecord, as_json
 from fsharp.checkpoint.reading import ShardFile
 from fsharp.checkpoint.shard_file import METADATA, TABLE, Tensor, bytes_of, header_of, in_order, write_file
@@ -23,6 +23,7 @@ from fsharp.checkpoint.storage import full_path, storage_of
 from fsharp.errors import CheckpointError
 from fsharp.functional.comm.agree import gather_bytes, together
 from fsharp.functional.comm.protocol import Comm
+from fsharp.functional.layout.mesh import Mesh
 
 _log = logging.getLogger("fsharp")
 T = TypeVar("T")
@@ -39,7 +40,7 @@ class Snapshot:
         step: that it is of.
         config: of the run.
         metric: how good it is.
-        save_id: 16 hexadecimal digits, drawn by rank 0.
+        save_id: 16 hexadecimal digits, the same on all ranks.
         folder: of the checkpoint, once it is complete.
         tensors: what this rank writes, in the order in which it does.
         values: their elements, in memory that must not change until they are written.
@@ -100,63 +101,118 @@ def agreed_snapshot(
     """What to save, once all ranks want to save the same and there is room for it. See :func:`save`."""
     where, draw, folder = full_path(root), secrets.token_bytes(8), ""
 
-    states = expanded(tree)  # may be an agreement of its own
-
-    def check() -> Contents:
-        nonlocal folder, config
-        if isinstance(step, bool) or not isinstance(step, int) or step < 0:
-            raise CheckpointError(f"save(): step is {step!r}, expected a whole number from 0.")
-        try:
-            config = as_json(config)
-        except (TypeError, ValueError, RecursionError) as error:
-            raise CheckpointError(f"save(): config is nothing that JSON can say: {error}.") from error
-        if not isinstance(metric, float | int | None):
-            raise CheckpointError(f"save(): metric is {metric!r}, expected a number: float(x) of a tensor.")
-        contents = contents_of("save()", states, comm)
-        for name in (TABLE, METADATA):
-            if name in contents.entries:
-                raise CheckpointError(f"save(): the name {name!r} is taken.")
+    def stage(contents: Contents) -> None:
+        nonlocal folder
         if comm.rank == 0:
-            _check_room(where, contents)
+            check_room(where, sum(entry.numel * entry.dtype.itemsize for entry in contents.entries.values()))
             mine = f"{where}/{folder_name(step, draw.hex())}"
             told(mine, lambda: storage_of(where).stage(mine))
             folder = mine
+
+    try:
+        return snapshot(
+            "save()",
+            where,
+            tree,
+            step=step,
+            comm=comm,
+            config=config,
+            metric=metric,
+            save_id=lambda: gather_bytes(draw, comm)[0].hex(),
+            prepare=stage,
+        )
+    except BaseException:
+        if folder:
+            abandon(folder)
+        raise
+
+
+def snapshot(
+    where: str,
+    root: str,
+    tree: Any,
+    *,
+    step: int,
+    comm: Comm,
+    config: Any,
+    metric: float | None,
+    save_id: Callable[[], str],
+    prepare: Callable[[Contents], None],
+    shared_root: bool = True,
+) -> Snapshot:
+    """What to save, once all ranks want to save the same.
+
+    Args:
+        where: the function that asks, for messages.
+        root: folder for it.
+        tree: see :func:`save`, as ``step``, ``config`` and ``metric``.
+        step: of it.
+        comm: the ranks.
+        config: of the run.
+        metric: how good it is.
+        save_id: called once ranks agree; 16 hexadecimal digits, the same on all.
+        prepare: called once the tree is known, before ranks agree.
+        shared_root: whether all ranks mean the same folder.
+    """
+    states = expanded(tree)  # may be an agreement of its own
+
+    def check() -> Contents:
+        nonlocal config
+        if isinstance(step, bool) or not isinstance(step, int) or step < 0:
+            raise CheckpointError(f"{where}: step is {step!r}, expected a whole number from 0.")
+        try:
+            config = as_json(config)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise CheckpointError(f"{where}: config is nothing that JSON can say: {error}.") from error
+        if not isinstance(metric, float | int | None):
+            raise CheckpointError(f"{where}: metric is {metric!r}, expected a number: float(x) of a tensor.")
+        contents = contents_of(where, states, comm)
+        for name in (TABLE, METADATA):
+            if name in contents.entries:
+                raise CheckpointError(f"{where}: the name {name!r} is taken.")
+        prepare(contents)
         return contents
 
     def fields(contents: Contents) -> dict[str, str]:
-        text = json.dumps(config, sort_keys=True)
-        return {"step": str(step), "root": where, "config": text, "metric": repr(metric), **_fields(contents)}
+        text, same = json.dumps(config, sort_keys=True), {"root": root} if shared_root else {}
+        return {"step": str(step), **same, "config": text, "metric": repr(metric), **_fields(contents)}
 
-    try:
-        contents = together("save()", comm, check, fields)
-        save_id = gather_bytes(draw, comm)[0].hex()
-    except BaseException:
-        if folder:
-            _abandon(folder)
-        raise
-    tensors, values = [], []
-    for entry in contents.entries.values():
+    contents = together(where, comm, check, fields)
+    name, tensors, values = save_id(), [], []
+    for entry, tensor in tensors_of(contents, comm.rank):
         (first, last), mine = entry.written_by(comm.rank), entry.piece(comm.rank)
-        if first < last:
-            shape = entry.shape if last - first == entry.numel else (last - first,)
-            tensors.append(Tensor(entry.name, entry.dtype, shape))
-            values.append(entry.local[first - mine.first : last - mine.first])
-    order = in_order(tensors)
+        tensors.append(tensor)
+        values.append(entry.local[first - mine.first : last - mine.first])
     return Snapshot(
         contents,
         step,
         config,
         None if metric is None else float(metric),
-        save_id,
-        f"{where}/{folder_name(step, save_id)}",
-        [tensors[i] for i in order],
-        [values[i] for i in order],
+        name,
+        f"{root}/{folder_name(step, name)}",
+        tensors,
+        values,
     )
 
 
-def _check_room(root: str, contents: Contents) -> None:
-    free = storage_of(root).free_nbytes(root)
-    need = sum(entry.numel * entry.dtype.itemsize for entry in contents.entries.values()) + _SPARE_NBYTES
+def tensors_of(contents: Contents, rank: int) -> list[tuple[Entry, Tensor]]:
+    """What a rank writes, in the order in which it does."""
+    found = []
+    for entry in contents.entries.values():
+        first, last = entry.written_by(rank)
+        if first < last:
+            shape = entry.shape if last - first == entry.numel else (last - first,)
+            found.append((entry, Tensor(entry.name, entry.dtype, shape)))
+    return [found[i] for i in in_order([tensor for _, tensor in found])]
+
+
+def check_room(root: str, nbytes: int) -> None:
+    """Refuse to begin what does not fit.
+
+    Raises:
+        CheckpointError: fewer bytes are free than it takes.
+    """
+    free, need = storage_of(root).free_nbytes(root), nbytes + _SPARE_NBYTES
     if free is not None and need > free:
         raise CheckpointError(f"{root}: {free:,} bytes are free, and this checkpoint takes {need:,}. Nothing was written.")
 
@@ -186,48 +242,71 @@ def told(path: str, write: Callable[[], T]) -> T:
 
 def write_snapshot(shot: Snapshot, comm: Comm) -> Checkpoint:
     """Write it: see :func:`save`."""
-    storage, staged = storage_of(shot.folder), storage_of(shot.folder).staging_path(shot.folder)
-    path = f"{staged}/{_file_name(comm.rank)}"
-
-    def write() -> FileRecord:
-        header = header_of(shot.tensors, {"save_id": shot.save_id, "rank": str(comm.rank)})
-        with storage.writing(path) as out:
-            digest = write_file(out, header, (value.cpu() for value in shot.values))
-        record = FileRecord(_file_name(comm.rank), storage.nbytes(path), digest)
-        if wrong := ShardFile(storage, staged, record, comm.rank, shot.save_id).damaged_blocks():
-            raise CheckpointError(f"{path}: {len(wrong)} blocks do not read back as they were written.")
-        return record
-
+    staged = storage_of(shot.folder).staging_path(shot.folder)
     is_published = False
 
     def commit(records: list[FileRecord]) -> None:
         nonlocal is_published
-        for record in records:
-            found = storage.nbytes(f"{staged}/{record.name}")
-            if found != record.nbytes:
-                raise CheckpointError(f"{staged}/{record.name}: rank 0 sees {found:,} bytes of {record.nbytes:,}.")
-        with storage.writing(f"{staged}/{NAME}") as out:
-            out(memoryview(_manifest(shot, records, comm).to_json()))
-        if Checkpoint(staged).manifest.save_id != shot.save_id:
-            raise CheckpointError(f"{staged}/{NAME}: does not read back as it was written.")
-        storage.publish(staged, shot.folder)
+        before = max((each.manifest.created for each in checkpoints(os.path.dirname(shot.folder))), default=0.0)
+        publish(shot, staged, records, manifest_of(shot, records, comm.mesh, later_than(before)), rank=0)
         is_published = True
 
     try:
-        mine = together("save()", comm, lambda: told(path, write))
-        sent = gather_bytes(mine.nbytes.to_bytes(8, "big") + bytes.fromhex(mine.digest or ""), comm)
-        records = [
-            FileRecord(_file_name(rank), int.from_bytes(data[:8], "big"), data[8:].hex()) for rank, data in enumerate(sent)
-        ]
+        records = write_shards(shot, staged, comm)
         together("save()", comm, lambda: told(shot.folder, lambda: commit(records)) if comm.rank == 0 else None)
     except BaseException:
         if comm.rank == 0 and not is_published:
-            _abandon(shot.folder)
+            abandon(shot.folder)
         raise
     return Checkpoint(shot.folder)
 
 
-def _abandon(folder: str) -> None:
+def write_shards(shot: Snapshot, staged: str, comm: Comm, where: str = "save()") -> list[FileRecord]:
+    """Write this rank's file into a folder, and read it back; what all ranks have written, in order of rank."""
+    path = f"{staged}/{file_name(comm.rank)}"
+
+    def write() -> FileRecord:
+        header = header_of(shot.tensors, metadata_of(shot.save_id, comm.rank))
+        with storage_of(path).writing(path) as out:
+            digest = write_file(out, header, (value.cpu() for value in shot.values))
+        record = FileRecord(file_name(comm.rank), storage_of(path).nbytes(path), digest)
+        check_written(staged, record, comm.rank, shot.save_id)
+        return record
+
+    mine = together(where, comm, lambda: told(path, write))
+    sent = gather_bytes(mine.nbytes.to_bytes(8, "big") + bytes.fromhex(mine.digest or ""), comm)
+    return [FileRecord(file_name(rank), int.from_bytes(data[:8], "big"), data[8:].hex()) for rank, data in enumerate(sent)]
+
+
+def check_written(staged: str, record: FileRecord, rank: int, save_id: str) -> None:
+    """Read a file of a rank, and compare it with its digests.
+
+    Raises:
+        CheckpointError: it is not what was written.
+    """
+    if wrong := ShardFile(storage_of(staged), staged, record, rank, save_id).damaged_blocks():
+        raise CheckpointError(f"{staged}/{record.name}: {len(wrong)} blocks do not read back as they were written.")
+
+
+def publish(shot: Snapshot, staged: str, records: Sequence[FileRecord], manifest: Manifest, *, rank: int) -> None:
+    """Make a checkpoint of files that lie in a folder: of ``records``, which may be some of those in the manifest.
+
+    Raises:
+        CheckpointError: this rank, which is ``rank``, does not see all of their bytes.
+    """
+    storage = storage_of(shot.folder)
+    for record in records:
+        found = storage.nbytes(f"{staged}/{record.name}")
+        if found != record.nbytes:
+            raise CheckpointError(f"{staged}/{record.name}: rank {rank} sees {found:,} bytes of {record.nbytes:,}.")
+    with storage.writing(f"{staged}/{NAME}") as out:
+        out(memoryview(manifest.to_json()))
+    if Checkpoint(staged).manifest.save_id != shot.save_id:
+        raise CheckpointError(f"{staged}/{NAME}: does not read back as it was written.")
+    storage.publish(staged, shot.folder)
+
+
+def abandon(folder: str) -> None:
     """Remove what was staged; that this fails as well is not the error to raise."""
     storage = storage_of(folder)
     try:
@@ -236,22 +315,33 @@ def _abandon(folder: str) -> None:
         _log.warning("%s", error)
 
 
-def _file_name(rank: int) -> str:
+def file_name(rank: int) -> str:
+    """Of what a rank writes."""
     return f"rank-{rank:05d}.safetensors"
 
 
-def _manifest(shot: Snapshot, records: list[FileRecord], comm: Comm) -> Manifest:
+def metadata_of(save_id: str, rank: int) -> dict[str, str]:
+    """What a rank's file says of itself."""
+    return {"save_id": save_id, "rank": str(rank)}
+
+
+def later_than(before: float) -> float:
+    """The time, in seconds since 1970, that a save notes after one at ``before``: clocks may go back."""
+    return max(time.time(), math.nextafter(before, math.inf))
+
+
+def manifest_of(shot: Snapshot, records: Sequence[FileRecord], mesh: Mesh, created: float) -> Manifest:
     """The whole of it: which rank wrote what follows from the layouts."""
-    tensors, before = {}, max((each.manifest.created for each in checkpoints(os.path.dirname(shot.folder))), default=0.0)
+    tensors = {}
     for entry in shot.contents.entries.values():
-        chunks = (Chunk(rank, *entry.written_by(rank)) for rank in range(comm.mesh.size))
+        chunks = (Chunk(rank, *entry.written_by(rank)) for rank in range(mesh.size))
         in_place = sorted((chunk for chunk in chunks if chunk.first < chunk.last), key=lambda chunk: chunk.first)
         tensors[entry.name] = TensorRecord(entry.dtype, entry.shape, tuple(in_place))
     return Manifest(
         save_id=shot.save_id,
         step=shot.step,
-        created=max(time.time(), math.nextafter(before, math.inf)),
-        mesh=dict(comm.mesh.axes),
+        created=created,
+        mesh=dict(mesh.axes),
         versions={"fsharp": version("fsharp"), "torch": torch.__version__},
         config=shot.config,
         metric=shot.metric,

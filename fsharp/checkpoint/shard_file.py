@@ -84,6 +84,12 @@ def header_of(tensors: Sequence[Tensor], metadata: Mapping[str, str], *, with_di
     return struct.pack("<Q", len(text)) + text
 
 
+def file_nbytes(tensors: Sequence[Tensor], metadata: Mapping[str, str]) -> int:
+    """Size of a file that holds these tensors."""
+    elements = sum(tensor.nbytes for tensor in tensors)
+    return len(header_of(tensors, metadata)) + elements + -(-elements // BLOCK_NBYTES) * _DIGEST_NBYTES
+
+
 def in_order(tensors: Sequence[Tensor]) -> list[int]:
     """The order in which tensors are written: wide elements first, so that each lies at a multiple of its size."""
     return sorted(range(len(tensors)), key=lambda i: -tensors[i].dtype.itemsize)

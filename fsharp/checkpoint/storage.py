@@ -1,12 +1,14 @@
 """Where checkpoints are: folders of a file system, or of an object store by fsspec."""
 
+import fcntl
 import logging
 import os
 import shutil
 import stat
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from fsharp.checkpoint.manifest import NAME
 from fsharp.errors import CheckpointError
@@ -17,7 +19,17 @@ REMOVED = ".removed"
 """What the name of a folder ends with while it is being removed."""
 
 
-class Storage(Protocol):
+class Readable(Protocol):
+    """What files can be read from."""
+
+    def nbytes(self, path: str) -> int:
+        """Size of a file. Raises FileNotFoundError; and CheckpointError if it is no plain file or cannot be looked at."""
+
+    def read(self, path: str, start: int, into: memoryview) -> None:
+        """Fill memory with the bytes of a file from ``start`` on. Raises CheckpointError if that cannot be done."""
+
+
+class Storage(Readable, Protocol):
     """Folders with files. A folder is *published* when all of its files are there to stay, and never written to afterwards."""
 
     def names(self, folder: str) -> list[str]:
@@ -35,14 +47,8 @@ class Storage(Protocol):
     def publish(self, staged: str, folder: str) -> None:
         """What was staged is the folder from here on."""
 
-    def nbytes(self, path: str) -> int:
-        """Size of a file. Raises FileNotFoundError; and CheckpointError if it is no plain file or cannot be looked at."""
-
     def behind_links(self, folder: str, name: str) -> str:
         """The path, relative to a folder, of the file that a name in it stands for."""
-
-    def read(self, path: str, start: int, into: memoryview) -> None:
-        """Fill memory with the bytes of a file from ``start`` on. Raises CheckpointError if that cannot be done."""
 
     def remove(self, folder: str) -> None:
         """Remove a folder, so that it is no checkpoint from the first moment on; it may be gone."""
@@ -175,6 +181,61 @@ def _sync(folder: str) -> None:
         os.fsync(file)
     finally:
         os.close(file)
+
+
+class Claim:
+    """A folder of a file system that no other process claims until this one ends, or closes it. It is made if it is not there.
+
+    Args:
+        folder: its path.
+        token: some bytes, for others who see the folder.
+
+    Raises:
+        CheckpointError: it is claimed.
+    """
+
+    _claimed: ClassVar[set[str]] = set()
+
+    def __init__(self, folder: str, token: bytes) -> None:
+        os.makedirs(folder, exist_ok=True)
+        in_use = CheckpointError(f"{folder}: in use. Each run, and each host of it, needs a folder of its own.")
+        if folder in self._claimed:  # a lock does not keep a process from itself
+            raise in_use
+        file = os.open(self._path(folder), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # of this process: children that outlive it do not keep it
+        except (BlockingIOError, PermissionError) as error:
+            os.close(file)
+            raise in_use from error
+        os.pwrite(file, token, 0)
+        self._claimed.add(folder)
+        self._end = weakref.finalize(self, self._let_go, folder, file)
+
+    @classmethod
+    def _let_go(cls, folder: str, file: int) -> None:
+        cls._claimed.discard(folder)
+        os.close(file)
+
+    @staticmethod
+    def _path(folder: str) -> str:
+        return os.path.join(folder, "claim")
+
+    @classmethod
+    def token(cls, folder: str, size: int) -> bytes:
+        """What the process that has claimed a folder has left there, if it is seen. That process itself would lose the lock."""
+        data = bytearray(size)
+        with suppress(FileNotFoundError):
+            LocalFiles().read(cls._path(folder), 0, memoryview(data))
+        return bytes(data)
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether others may claim it."""
+        return not self._end.alive
+
+    def close(self) -> None:
+        """Let others have it."""
+        self._end()
 
 
 class ObjectStore:

@@ -51,7 +51,7 @@ def full_disk(folder: Path, short: bool) -> Outcome:
             simulate(TWO, lambda comm, root=root: save(root, 2, comm))
             if options == "size=8m":
                 simulate(TWO, lambda comm, root=root: save_large(root, comm, "bytes are free"))
-            with mock.patch.object(saving, "_check_room", without_looking):
+            with mock.patch.object(saving, "check_room", without_looking):
                 simulate(TWO, lambda comm, root=root: save_large(root, comm, "No space left on device"))
                 large = tree_of(3, ONE, rows=ROWS)
                 for background in (False, True):
