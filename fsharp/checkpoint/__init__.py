@@ -11,5 +11,7 @@ from fsharp.checkpoint.dcp import to_dcp as to_dcp
 from fsharp.checkpoint.entries import PerRank as PerRank
 from fsharp.checkpoint.exporting import export_safetensors as export_safetensors
 from fsharp.checkpoint.loading import load as load
+from fsharp.checkpoint.replicas import RefreshNbytes as RefreshNbytes
+from fsharp.checkpoint.replicas import Replicas as Replicas
 from fsharp.checkpoint.saver import Saver as Saver
 from fsharp.checkpoint.saving import save as save

@@ -1,0 +1,326 @@
+"""Peers: what the hosts of a job hold of its saves, and how a rank gets bytes that another host holds."""
+
+import json
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from fsharp.checkpoint.catalog import Checkpoint, newest_first
+from fsharp.checkpoint.manifest import NAME, Manifest
+from fsharp.checkpoint.reading import Need, ShardFile, Window, parts_by_file, table_nbytes
+from fsharp.checkpoint.shard_file import bytes_of, header_nbytes
+from fsharp.checkpoint.storage import LocalFiles
+from fsharp.errors import CheckpointError
+from fsharp.functional.comm.agree import exchange, together
+from fsharp.functional.comm.protocol import Comm
+
+AXIS = "ranks"
+"""The axis of the Comm that is used here, along which all ranks are."""
+PIECE_NBYTES = 4 << 20
+"""Bytes that are sent at once."""
+_log = logging.getLogger("fsharp")
+_files = LocalFiles()
+
+
+@dataclass(frozen=True)
+class HeldSave:
+    """A save, as the hosts of a job hold it together.
+
+    Attributes:
+        name: of its folder, on every host.
+        step: that it is of.
+        created: time, in seconds since 1970.
+        num_files: that it has.
+        manifest_nbytes: size of its manifest, which every host that holds something has.
+        hosts: by the first rank of a host, numbers of the files it has, with the sizes of their headers.
+    """
+
+    name: str
+    step: int
+    created: float
+    num_files: int
+    manifest_nbytes: int
+    hosts: dict[int, dict[int, int]]
+
+    @property
+    def missing(self) -> list[int]:
+        """Numbers of the files that no host has."""
+        return sorted(set(range(self.num_files)).difference(*self.hosts.values()))
+
+    def holder(self, file: int | None, rank: int, domain_size: int) -> int:
+        """The rank that ``rank`` asks for a file, or for the manifest: not all ask the same one."""
+        firsts = [first for first, heads in self.hosts.items() if file is None or file in heads]
+        return firsts[rank // domain_size % len(firsts)] + rank % domain_size
+
+
+def held_saves(folder: str, comm: Comm, domain_size: int) -> list[HeldSave]:
+    """All saves of which some host holds something; the same on all ranks. What is damaged is left out, and logged."""
+    mine = together("restore()", comm, lambda: held_here(folder) if comm.rank % domain_size == 0 else [])
+    found: dict[str, HeldSave] = {}
+    for first, text in enumerate(exchange(json.dumps(mine), comm)):
+        for name, step, created, num_files, manifest_nbytes, heads in json.loads(text):
+            save = found.setdefault(name, HeldSave(name, step, created, num_files, manifest_nbytes, {}))
+            save.hosts[first] = {int(number): size for number, size in heads.items()}
+    return list(found.values())
+
+
+def held_here(folder: str) -> list[list[Any]]:
+    """Of each save in a folder: its name, step, time, number of files, size of its manifest, and sizes of headers by file."""
+    saves = []
+    for name in newest_first(_files, folder):
+        path = f"{folder}/{name}"
+        try:
+            manifest = Checkpoint(path).manifest
+        except CheckpointError as error:
+            _log.warning("left out: %s", error)
+            continue
+        heads, there = {}, set(_files.names(path))
+        for number, record in enumerate(manifest.files):
+            if record.name in there:
+                try:
+                    heads[number] = _head_nbytes(f"{path}/{record.name}", record.nbytes)
+                except CheckpointError as error:
+                    _log.warning("left out: %s", error)
+        saves.append([name, manifest.step, manifest.created, len(manifest.files), _files.nbytes(f"{path}/{NAME}"), heads])
+    return saves
+
+
+def _head_nbytes(path: str, nbytes: int) -> int:
+    if _files.nbytes(path) != nbytes:
+        raise CheckpointError(f"{path}: {_files.nbytes(path):,} bytes, expected {nbytes:,}.")
+    first = bytearray(8)
+    _files.read(path, 0, memoryview(first))
+    length = header_nbytes(path, bytes(first))
+    if length > nbytes:
+        raise CheckpointError(f"{path}: its header would be longer than the file.")
+    return length
+
+
+class Deferred:
+    """The first error of a rank that goes on to take part in an exchange, so that nobody waits for it."""
+
+    def __init__(self) -> None:
+        self._error: Exception | None = None
+
+    def run(self, do: Callable[..., Any], *args: Any) -> Any:
+        """What ``do`` returns; None if it fails, or something has failed before."""
+        if self._error is None:
+            try:
+                return do(*args)
+            except Exception as error:
+                self._error = error
+        return None
+
+    def raise_(self) -> None:
+        """The error, if there is one."""
+        if self._error is not None:
+            raise self._error
+
+
+def send_along(send: torch.Tensor, nbytes: int, shift: int, comm: Comm, *, label: str) -> torch.Tensor:
+    """Send bytes to the rank ``shift`` further, round the end; what the rank as far back sends. All ranks call it.
+
+    Args:
+        send: 1-D uint8.
+        nbytes: that this rank receives: both ends know each size.
+        shift: in ranks, the same on all; negative ones go the other way.
+        comm: the ranks.
+        label: what it is for.
+    """
+    n = comm.mesh.size
+    to, source = [0] * n, [0] * n
+    to[(comm.rank + shift) % n], source[(comm.rank - shift) % n] = len(send), nbytes
+    return comm.all_to_all(send, to, source, label=label)
+
+
+class Wanted(NamedTuple):
+    """Bytes that a rank asks another one for.
+
+    Attributes:
+        holder: the other rank.
+        file: name of a file of the save.
+        start: first byte.
+        nbytes: how many; at most what is sent at once.
+        take: called with them.
+    """
+
+    holder: int
+    file: str
+    start: int
+    nbytes: int
+    take: Callable[[torch.Tensor], None]
+
+
+def _wanted_whole(holder: int, file: str, start: int, into: bytearray) -> list[Wanted]:
+    """Of all bytes from ``start`` on that ``into`` has room for."""
+    view = memoryview(into)
+
+    def one(first: int) -> Wanted:
+        part = view[first : first + PIECE_NBYTES]
+
+        def take(data: torch.Tensor) -> None:
+            part[:] = bytes_of(data)
+
+        return Wanted(holder, file, start + first, len(part), take)
+
+    return [one(first) for first in range(0, len(into), PIECE_NBYTES)]
+
+
+def fetch(folder: str, wanted: Sequence[Wanted], comm: Comm, deferred: Deferred) -> None:
+    """Get bytes from other hosts, and send them what they ask for. All ranks call it.
+
+    Args:
+        folder: of the save on this host.
+        wanted: what this rank asks for.
+        comm: all ranks along one axis.
+        deferred: where a failure to read or to take is kept; this rank takes part to the end.
+
+    Cost: two collectives of 8 bytes and one of requests for each distance between ranks that ask and ranks that hold, then
+    what is asked for, in pieces. Memory: two pieces.
+    """
+    n = comm.mesh.size
+    if n == 1:
+        return
+    asked = [_batches([each for each in wanted if each.holder == (comm.rank - shift) % n]) for shift in range(n)]
+    rounds = comm.all_reduce(torch.tensor([len(batches) for batches in asked]), AXIS, op="max", label="restore() rounds")
+    outgoing = torch.empty(PIECE_NBYTES, dtype=torch.uint8)
+    for shift in (shift for shift in range(1, n) if rounds[shift]):
+        mine = [[each.file, each.start, each.nbytes] for batch in asked[shift] for each in batch]
+        requests = json.loads(_swapped(json.dumps(mine), comm, -shift))
+        theirs = _batches([Wanted(comm.rank, file, start, nbytes, _ignore) for file, start, nbytes in requests])
+        for i in range(int(rounds[shift])):
+            send, end = outgoing[:0], 0
+            for each in theirs[i] if i < len(theirs) else ():
+                part = outgoing[end : end + each.nbytes]
+                deferred.run(_files.read, f"{folder}/{each.file}", each.start, bytes_of(part))
+                end += each.nbytes
+                send = outgoing[:end]
+            batch = asked[shift][i] if i < len(asked[shift]) else []
+            receive = send_along(send, sum(each.nbytes for each in batch), shift, comm, label="restore()")
+            end = 0
+            for each in batch:
+                deferred.run(each.take, receive[end : end + each.nbytes])
+                end += each.nbytes
+
+
+def _ignore(data: torch.Tensor) -> None:
+    """Of what others ask for nothing is taken."""
+
+
+def _batches(wanted: Sequence[Wanted]) -> list[list[Wanted]]:
+    """What is sent at once: as many as fit into a piece."""
+    batches: list[list[Wanted]] = []
+    size = 0
+    for each in wanted:
+        if not batches or size + each.nbytes > PIECE_NBYTES:
+            batches.append([])
+            size = 0
+        batches[-1].append(each)
+        size += each.nbytes
+    return batches
+
+
+def _swapped(text: str, comm: Comm, shift: int) -> str:
+    """The text of the rank that is ``shift`` back; this one's goes as far forward."""
+    body = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+    head = torch.frombuffer(bytearray(len(body).to_bytes(8, "little")), dtype=torch.uint8)
+    size = send_along(head, 8, shift, comm, label="restore() sizes of requests")
+    theirs = send_along(body, int.from_bytes(bytes_of(size), "little"), shift, comm, label="restore() requests")
+    return bytes(bytes_of(theirs)).decode()
+
+
+class _Fetched:
+    """First and last bytes of files that other hosts hold: header and table of digests."""
+
+    def __init__(self) -> None:
+        self._parts: dict[str, tuple[int, bytearray, bytearray]] = {}
+
+    def add(self, path: str, nbytes: int, head: bytearray, table: bytearray) -> None:
+        """A file, of so many bytes."""
+        self._parts[path] = nbytes, head, table
+
+    def nbytes(self, path: str) -> int:
+        """See :class:`~fsharp.checkpoint.storage.Readable`."""
+        return self._parts[path][0]
+
+    def read(self, path: str, start: int, into: memoryview) -> None:
+        """See :class:`~fsharp.checkpoint.storage.Readable`."""
+        nbytes, head, table = self._parts[path]
+        first, data = (0, head) if start + len(into) <= len(head) else (nbytes - len(table), table)
+        if start < first:
+            raise CheckpointError(f"{path}: its header is damaged: it has another size than on the host that holds it.")
+        into[:] = memoryview(data)[start - first : start - first + len(into)]
+
+
+def fetch_manifest(folder: str, save: HeldSave, comm: Comm, domain_size: int) -> Manifest:
+    """The manifest of a save, which hosts that hold nothing get from others. All ranks call it."""
+    has_it = comm.rank - comm.rank % domain_size in save.hosts
+    deferred, data = Deferred(), bytearray(0 if has_it else save.manifest_nbytes)
+    fetch(folder, _wanted_whole(save.holder(None, comm.rank, domain_size), NAME, 0, data), comm, deferred)
+
+    def made() -> Manifest:
+        deferred.raise_()
+        return Checkpoint(folder).manifest if has_it else Manifest.from_json(f"{save.name}/{NAME}", bytes(data))
+
+    return together("restore()", comm, made)
+
+
+@torch.no_grad()
+def read_from_hosts(
+    folder: str, save: HeldSave, manifest: Manifest, needs: Sequence[Need], comm: Comm, domain_size: int
+) -> None:
+    """Read elements into their targets, from this host or from others. All ranks call it.
+
+    Args:
+        folder: of the save on this host.
+        save: who holds what of it.
+        manifest: of it.
+        needs: which elements.
+        comm: all ranks along one axis.
+        domain_size: ranks of a host.
+
+    Raises:
+        CheckpointError: bytes that are missing or damaged; names file, tensors and host. On this rank alone.
+
+    Cost: what this rank needs and its host does not have is sent, rounded to blocks, with headers and tables of digests.
+    """
+    here = save.hosts.get(comm.rank - comm.rank % domain_size, {})
+    parts, deferred, fetched = parts_by_file(manifest, needs), Deferred(), _Fetched()
+    away = {number: save.holder(number, comm.rank, domain_size) for number in parts if number not in here}
+
+    def ask_heads() -> list[Wanted]:
+        asked = []
+        for number, holder in away.items():
+            record, length = manifest.files[number], save.hosts[holder - holder % domain_size][number]
+            head, table = bytearray(length), bytearray(table_nbytes(record.nbytes - length))
+            fetched.add(f"{_at(folder, holder)}/{record.name}", record.nbytes, head, table)
+            asked += _wanted_whole(holder, record.name, 0, head)
+            asked += _wanted_whole(holder, record.name, record.nbytes - len(table), table)
+        return asked
+
+    def ask_windows() -> list[Wanted]:
+        asked = []
+        for number, holder in away.items():
+            record = manifest.files[number]
+            file = ShardFile(fetched, _at(folder, holder), record, number, manifest.save_id)
+            for window in file.windows(file.runs(manifest, parts[number]), PIECE_NBYTES):
+                asked.append(Wanted(holder, record.name, window.start, window.nbytes, _taking(file, window)))
+        return asked
+
+    fetch(folder, deferred.run(ask_heads) or [], comm, deferred)
+    fetch(folder, deferred.run(ask_windows) or [], comm, deferred)
+    deferred.raise_()
+    for number in parts.keys() & here.keys():
+        file = ShardFile(_files, folder, manifest.files[number], number, manifest.save_id)
+        file.read(file.runs(manifest, parts[number]), PIECE_NBYTES)
+
+
+def _at(folder: str, holder: int) -> str:
+    return f"on the host of rank {holder}: {folder}"
+
+
+def _taking(file: ShardFile, window: Window) -> Callable[[torch.Tensor], None]:
+    return lambda data: file.take(window, data)

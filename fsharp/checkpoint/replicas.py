@@ -1,0 +1,383 @@
+"""Replicas: the training state in memory of hosts, a rank's share on its own and on others: losing some costs no disk."""
+
+import json
+import logging
+import math
+import os
+import secrets
+import struct
+from collections.abc import Sequence
+from contextlib import ExitStack
+from itertools import count
+from typing import Any, NamedTuple
+
+import torch
+import xxhash
+
+from fsharp.checkpoint.catalog import Checkpoint, latest, newest_first, remove_incomplete
+from fsharp.checkpoint.entries import Contents, contents_of, expanded
+from fsharp.checkpoint.loading import load, load_by
+from fsharp.checkpoint.manifest import FileRecord
+from fsharp.checkpoint.peers import (
+    PIECE_NBYTES,
+    Deferred,
+    HeldSave,
+    fetch_manifest,
+    held_here,
+    held_saves,
+    read_from_hosts,
+    send_along,
+)
+from fsharp.checkpoint.reading import Need
+from fsharp.checkpoint.saver import Background
+from fsharp.checkpoint.saving import (
+    Snapshot,
+    abandon,
+    check_room,
+    check_written,
+    later_than,
+    manifest_of,
+    metadata_of,
+    publish,
+    snapshot,
+    tensors_of,
+    told,
+    write_shards,
+)
+from fsharp.checkpoint.shard_file import bytes_of, file_nbytes
+from fsharp.checkpoint.storage import Claim, LocalFiles, full_path
+from fsharp.errors import CheckpointError, problem
+from fsharp.functional.comm.agree import exchange, gather_bytes, together
+from fsharp.functional.comm.process_group import ProcessGroupComm
+from fsharp.functional.comm.protocol import Comm, CountingComm
+
+_log = logging.getLogger("fsharp")
+_files = LocalFiles()
+_TOKEN_NBYTES = 8
+
+
+class RefreshNbytes(NamedTuple):
+    """What a refresh takes, known before.
+
+    Attributes:
+        sent: bytes of files that this rank sends to other hosts; some 100 more are for agreement.
+        held: bytes of files in the folder of this rank's host afterwards; a manifest comes on top. While a refresh is under
+            way those of the save before are there as well.
+        copied: bytes of values that this rank copies into memory of its process, which is kept.
+    """
+
+    sent: int
+    held: int
+    copied: int
+
+
+class _OnDisk(NamedTuple):
+    """A checkpoint, and when it was saved."""
+
+    path: str
+    step: int
+    created: float
+
+
+class Replicas(Background):
+    """Keeps the training state in host memory, and what each rank has of it on other hosts as well.
+
+    ::
+
+        with fs.checkpoint.Replicas("/dev/shm/run-a", comm, copies=1, root="runs/a") as replicas:
+            if replicas.latest() is not None:
+                state = replicas.restore(state)  # from hosts' memory, or from disk if that is newer
+            for step in range(state.step, 1000):
+                state, metrics = train_step(state, batches[step])
+                if step % 10 == 9:
+                    replicas.refresh(state, step=state.step)  # goes on once values are copied
+
+    >>> import tempfile, fsharp as fs
+    >>> params = {"w": torch.arange(3.)}
+    >>> with tempfile.TemporaryDirectory() as folder:  # a folder of /dev/shm
+    ...     with fs.checkpoint.Replicas(folder, fs.SingleComm(), copies=0) as replicas:
+    ...         replicas.refresh(params, step=7)
+    ...     with fs.checkpoint.Replicas(folder, fs.SingleComm(), copies=0) as replicas:  # the program, started again
+    ...         replicas.latest(), replicas.restore({"w": torch.zeros(3)})
+    (7, {'w': tensor([0., 1., 2.])})
+
+    A folder in memory, as /dev/shm is, outlives processes. Each rank writes its file into its host's, and sends the same bytes
+    to the ranks ``domain_size``, ``2 * domain_size``, ... further. So any ``copies`` hosts may lose their memory; after a
+    restart that is so again from the first refresh on. A save counts once all hosts have all of it; only then is the one before
+    removed. A failure is raised as that of a :class:`Saver` is.
+
+    Args:
+        folder: of this rank's host, for this run alone; ranks of one host give the same. Nothing but a restart may use it.
+        comm: the ranks: what :func:`~fsharp.connect` returns. Every rank makes the Replicas.
+        copies: on how many other hosts the file of a rank is. 0 survives the end of processes, not of hosts.
+        domain_size: how many ranks, which follow each other, share a host; None means ``LOCAL_WORLD_SIZE``, or 1.
+        root: of checkpoints on disk, which :meth:`restore` takes if they are newer.
+
+    Raises:
+        CheckpointError: too few hosts for the copies; hosts with different numbers of ranks; a folder that is in use, or that
+            ranks of one host do not share. On all ranks.
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        comm: Comm,
+        *,
+        copies: int = 1,
+        domain_size: int | None = None,
+        root: str | os.PathLike[str] | None = None,
+    ) -> None:
+        self._folder, self._copies, self._root = os.path.abspath(folder), copies, None if root is None else full_path(root)
+        size = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if domain_size is None else domain_size
+        inner = comm.inner if isinstance(comm, CountingComm) else comm
+        self._domain_size, self._created, self._claim = size, 0.0, None
+        token = secrets.token_bytes(_TOKEN_NBYTES)
+
+        def check() -> None:
+            if not isinstance(inner, ProcessGroupComm) and comm.mesh.size > 1:
+                raise CheckpointError(f"Replicas(): comm is {type(comm).__name__}, expected what connect() returns.")
+            if "://" in os.fspath(folder):
+                raise CheckpointError(f"Replicas(): {os.fspath(folder)!r} is a URL, expected a folder in this host's memory.")
+            _check_sizes(comm.mesh.size, copies, size)
+            if comm.rank % size == 0:
+                self._claim = told(self._folder, lambda: Claim(self._folder, token))
+                remove_incomplete(self._folder)
+                self._created = max((created for _, _, created, *_ in held_here(self._folder)), default=0.0)
+
+        def check_shared() -> None:
+            first = comm.rank // size * size
+            if self._claim is None and Claim.token(self._folder, _TOKEN_NBYTES) != tokens[first]:
+                raise CheckpointError(
+                    f"Replicas(): rank {comm.rank} does not see {self._folder} of rank {first}: they are on different hosts, "
+                    f"or were given different folders. domain_size is {size}."
+                )
+
+        try:
+            together(
+                "Replicas()", comm, check, lambda _: {"copies, domain_size": f"{copies}, {size}", "root": repr(self._root)}
+            )
+            tokens = gather_bytes(token, comm)
+            self._run, self._numbers = tokens[0], count()
+            together("Replicas()", comm, lambda: told(self._folder, check_shared))
+            own = inner.on_host(flat=True) if isinstance(inner, ProcessGroupComm) else comm
+        except BaseException:
+            self._give_back()
+            raise
+        super().__init__(comm, own, "refresh", in_thread=True)
+
+    def _give_back(self) -> None:
+        if self._claim is not None:
+            self._claim.close()
+
+    def predict(self, tree: Any) -> RefreshNbytes:
+        """Bytes that a refresh of a tree sends and keeps, exactly; from layouts, without any rank."""
+        return self._nbytes_of(contents_of("predict()", expanded(tree), self._comm))
+
+    def _nbytes_of(self, contents: Contents) -> RefreshNbytes:
+        rank = self._comm.rank
+        sizes = {of: _nbytes_by(contents, of) for of in {rank, *self._held_by_host}}
+        copied = sum(tensor.nbytes for _, tensor in tensors_of(contents, rank))
+        return RefreshNbytes(self._copies * sizes[rank], sum(sizes[of] for of in self._held_by_host), copied)
+
+    @property
+    def _held_by_host(self) -> list[int]:
+        """The ranks whose files are on this host."""
+        first, n = self._comm.rank // self._domain_size * self._domain_size, self._comm.mesh.size
+        own = range(first, first + self._domain_size)
+        return [(rank - j * self._domain_size) % n for j in range(self._copies + 1) for rank in own]
+
+    def refresh(self, tree: Any, *, step: int) -> None:
+        """Keep a tree in place of the one before. Waits until the refresh before has come to its end.
+
+        What is in the tree may be changed, or donated, as soon as this returns.
+
+        Args:
+            tree: as for :func:`save`.
+            step: a number to know it by.
+
+        Raises:
+            CheckpointError: the one before has failed, say as there was no room on a host. On all ranks. What was kept stays.
+            TreeError: a leaf that cannot be saved.
+            AgreementError: ranks with different trees or values.
+
+        Cost: see :meth:`predict`. The call copies, and takes one collective of 40 bytes for each axis; the rest is done in the
+        background, in process groups of its own, in pieces of 4 MiB.
+        """
+        self.wait()
+
+        def check_open(contents: Contents) -> None:
+            if self._claim is not None and self._claim.is_closed:
+                raise CheckpointError("refresh(): these Replicas are closed. Make new ones.")
+
+        shot = snapshot(
+            "refresh()",
+            self._folder,
+            tree,
+            step=step,
+            comm=self._comm,
+            config=None,
+            metric=None,
+            save_id=lambda: xxhash.xxh3_64_hexdigest(self._run + struct.pack("<Q", next(self._numbers))),
+            prepare=check_open,
+            shared_root=False,
+        )
+        self._begin(shot, self._write)
+
+    def refresh_if_idle(self, tree: Any, *, step: int) -> bool:
+        """Refresh unless the one before is still under way on some rank; whether it does, the same on all ranks.
+
+        Call it every step to refresh as often as the network allows. Cost: one collective of a byte for each axis.
+        """
+        if self._is_any_busy():
+            return False
+        self.refresh(tree, step=step)
+        return True
+
+    def _write(self, shot: Snapshot) -> None:
+        """Files first, then manifests on all hosts, then the save before goes: at any moment one save is whole."""
+        staged, own = _files.staging_path(shot.folder), self._own
+
+        def stage() -> None:
+            if self._claim is not None:
+                check_room(self._folder, self._nbytes_of(shot.contents).held)
+                told(shot.folder, lambda: _files.stage(shot.folder))
+
+        def commit() -> None:
+            if self._claim is not None:
+                here = [records[rank] for rank in self._held_by_host]
+                manifest = manifest_of(shot, records, self._comm.mesh, created)
+                told(shot.folder, lambda: publish(shot, staged, here, manifest, rank=own.rank))
+
+        def remove_others() -> None:
+            for name in newest_first(_files, self._folder) if self._claim is not None else ():
+                if f"{self._folder}/{name}" != shot.folder:
+                    _files.remove(f"{self._folder}/{name}")
+
+        try:
+            together("refresh()", own, stage)
+            records = write_shards(shot, staged, own, "refresh()")
+            self._send_copies(shot, staged, records)
+            now = struct.pack("<d", later_than(self._created))
+            created = self._created = max(struct.unpack("<d", each)[0] for each in gather_bytes(now, own))
+            together("refresh()", own, commit)
+            together("refresh()", own, remove_others)
+        except BaseException:
+            if self._claim is not None:
+                abandon(shot.folder)  # published, it has another name
+            raise
+
+    def _send_copies(self, shot: Snapshot, staged: str, records: Sequence[FileRecord]) -> None:
+        own, deferred = self._own, Deferred()
+        for j in range(1, self._copies + 1):
+            shift = j * self._domain_size
+            source = (own.rank - shift) % own.mesh.size
+            mine, theirs = records[own.rank], records[source]
+            outgoing = torch.empty(PIECE_NBYTES, dtype=torch.uint8)
+            with ExitStack() as stack:
+                out = deferred.run(stack.enter_context, _files.writing(f"{staged}/{theirs.name}"))
+                for start in range(0, max(record.nbytes for record in records), PIECE_NBYTES):
+                    send, due = outgoing[: max(mine.nbytes - start, 0)], max(min(theirs.nbytes - start, PIECE_NBYTES), 0)
+                    deferred.run(_files.read, f"{staged}/{mine.name}", start, bytes_of(send))
+                    receive = send_along(send, due, shift, own, label=f"refresh() of step {shot.step}")
+                    deferred.run(out, bytes_of(receive))
+                deferred.run(stack.close)
+            deferred.run(check_written, staged, theirs, source, shot.save_id)
+        together("refresh()", own, lambda: told(staged, deferred.raise_))
+
+    def latest(self) -> int | None:
+        """The step that :meth:`restore` has; None if no host and no disk has anything. All ranks call it.
+
+        Raises:
+            CheckpointError: files are lost of all that hosts hold, and there is no checkpoint on disk.
+        """
+        found = self._newest()
+        return None if found is None else found.step
+
+    def restore(self, like: Any, *, subtree: str = "", cast: bool = False, donate: bool = False) -> Any:
+        """A tree like ``like`` with the values that were kept last, whatever strategy and number of ranks. All ranks call it.
+
+        What hosts hold is taken, unless the newest checkpoint under ``root`` was saved later, or more than ``copies`` hosts
+        have lost their memory; then that checkpoint is, and a warning says so.
+
+        Args:
+            like: as for :func:`load`, and so are the others.
+            subtree: load this part alone.
+            cast: convert values whose dtype differs.
+            donate: read into the tensors of ``like``.
+
+        Raises:
+            CheckpointError: there is nothing, or files are lost, and of which ranks; or bytes are damaged.
+            TreeError: names, shapes or dtypes that differ.
+            AgreementError: ranks with different arguments, or of which one has failed.
+
+        Cost: hosts tell each other what they hold; then a rank reads what it needs, and its host does not have is sent to it,
+        rounded to blocks and compared with digests as by :func:`load`. Memory: two pieces of 4 MiB.
+        """
+        found, comm, own = self._newest(), self._comm, self._own
+        if found is None:
+            raise CheckpointError(f"restore(): no host holds anything in {self._folder}; root is {self._root!r}.")
+        if isinstance(found, _OnDisk):
+            return load(found.path, like, comm=comm, subtree=subtree, cast=cast, donate=donate)
+        save, folder = found, f"{self._folder}/{found.name}"
+        held = Checkpoint(folder)
+        vars(held)["manifest"] = fetch_manifest(folder, save, own, self._domain_size)  # this host need not have the folder
+
+        def read(found: Checkpoint, needs: list[Need]) -> None:
+            read_from_hosts(folder, save, found.manifest, needs, own, self._domain_size)
+
+        return load_by(read, lambda: held, like, comm=comm, where=save.name, subtree=subtree, cast=cast, donate=donate)
+
+    def _newest(self) -> HeldSave | _OnDisk | None:
+        """What was saved last and is whole; the same on all ranks."""
+        self.wait()
+        held = sorted(held_saves(self._folder, self._own, self._domain_size), key=lambda save: save.created, reverse=True)
+        whole, disk = next((save for save in held if not save.missing), None), self._on_disk()
+        found = disk if whole is None or (disk is not None and disk.created > whole.created) else whole
+        since = -math.inf if found is None else found.created
+        lost = [
+            (f"step {save.step}", f"files of ranks {save.missing[:8]} of {save.num_files} are on no host")
+            for save in held
+            if save.missing and save.created > since
+        ]
+        if lost and found is None:
+            remedy = f"More than {self._copies} hosts have lost their memory. "
+            remedy += (
+                "Give root= of checkpoints on disk." if self._root is None else f"There is no checkpoint under {self._root}."
+            )
+            raise CheckpointError(problem("restore()", "what hosts hold is not whole.", lost, remedy))
+        if lost and self._comm.rank == 0:
+            _log.warning(problem("restore()", f"using step {found and found.step}: what is newer is not whole.", lost))
+        return found
+
+    def _on_disk(self) -> "_OnDisk | None":
+        """The newest checkpoint under ``root``, as rank 0 sees it."""
+        if self._root is None:
+            return None
+        root = self._root
+
+        found = together("restore()", self._comm, lambda: latest(root) if self._comm.rank == 0 else None)
+        facts = [] if found is None else [found.path, found.step, found.manifest.created]
+        said = json.loads(exchange(json.dumps(facts), self._comm)[0])
+        return _OnDisk(*said) if said else None
+
+    def close(self) -> None:
+        """Wait for what is under way, raise what it has failed with, and let go of the folder; what is in it stays."""
+        try:
+            super().close()
+        finally:
+            self._give_back()
+
+
+def _check_sizes(n: int, copies: int, domain_size: int) -> None:
+    if domain_size < 1 or n % domain_size:
+        raise CheckpointError(f"Replicas(): domain_size is {domain_size}, and {n} ranks are not whole hosts of as many.")
+    if not 0 <= copies < n // domain_size:
+        raise CheckpointError(
+            f"Replicas(): copies is {copies}, expected at least 0 and less than the {n // domain_size} hosts that {n} ranks "
+            f"form with domain_size={domain_size}: each copy is on another host."
+        )
+
+
+def _nbytes_by(contents: Contents, rank: int) -> int:
+    """Size of a rank's file."""
+    return file_nbytes([tensor for _, tensor in tensors_of(contents, rank)], metadata_of("0" * 16, rank))

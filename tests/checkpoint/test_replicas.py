@@ -1,0 +1,450 @@
+"""Replicas: hosts may lose their memory, jobs may change their size, and what is restored is what was kept, to the bit."""
+
+import itertools
+import os
+import shutil
+import signal
+from functools import partial
+
+import optree
+import pytest
+import torch
+
+import fsharp as fs
+from fsharp.checkpoint import replicas as replicas_module
+from fsharp.checkpoint.manifest import NAME
+from fsharp.errors import AgreementError, CheckpointError, CommError
+from fsharp.testing import processes, simulate
+from tests.gpt_like import loss_fn, make_batches, make_params
+
+FOUR, THREE = fs.Mesh({"dp": 4}), fs.Mesh({"dp": 3})
+MIXED = fs.Precision(compute=torch.bfloat16, main=torch.float32)
+TX = fs.optim.adamw(1e-2)
+
+
+def state_of(comm, strategy, params=None):
+    layout = fs.plan(params or make_params(), comm.mesh, strategy, units="layers.*", precision=MIXED)
+    return fs.init_state(TX, fs.shard(params or make_params(), layout, comm, place="optim"), comm=comm)
+
+
+def trained(state, comm, steps):
+    for seed in steps:
+        batch = {k: x.chunk(comm.mesh.size)[comm.rank] for k, x in make_batches(6, 12)[seed].items()}
+        state, _ = fs.train_step(loss_fn, TX)(state, batch, comm)
+    return state
+
+
+def whole(state, comm):
+    return [x for x in optree.tree_leaves(fs.full(state._replace(made_by=None), comm=comm)) if isinstance(x, torch.Tensor)]
+
+
+def same(a, b):
+    return len(a) == len(b) > 0 and all(x.dtype == y.dtype and torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def zeros(tree):
+    return optree.tree_map(lambda x: torch.zeros_like(x) if isinstance(x, torch.Tensor) else x, tree)
+
+
+def host(root, number):
+    return f"{root}/host-{number}"
+
+
+def keep(comm, *, root, mesh_strategy=fs.zero3, copies=1, steps=1):
+    """Ranks that are hosts of their own keep a state after some steps of training."""
+    state = state_of(comm, mesh_strategy(*comm.mesh.names))
+    with fs.checkpoint.Replicas(host(root, comm.rank), comm, copies=copies) as replicas:
+        for step in range(1, steps + 1):
+            state = trained(state, comm, [step]) if comm.mesh.names == ("dp",) else state
+            replicas.refresh(state, step=step)
+    return whole(state, comm)
+
+
+def without(root, case, lost):
+    """A copy of what hosts hold, some of which have lost their memory."""
+    if not os.path.exists(f"{root}/{case}"):
+        for number in range(4):
+            if number not in lost:
+                shutil.copytree(host(root, number), host(f"{root}/{case}", number))
+    return f"{root}/{case}"
+
+
+def restored(comm, folder, strategy, **options):
+    with fs.checkpoint.Replicas(folder, comm, copies=1, **options) as replicas:
+        state = replicas.restore(zeros(state_of(comm, strategy)))
+        assert replicas.latest() == state.step
+    return state
+
+
+@pytest.mark.parametrize("copies", [1, 2])
+def test_any_hosts_as_many_as_copies_may_be_lost(tmp_path, copies):
+    root, cases = str(tmp_path), list(itertools.combinations(range(4), copies))
+    kept = processes(FOUR, partial(keep, root=root, copies=copies))[0]
+    for n, lost in itertools.product((4, 3), cases):
+        without(root, f"{n}-{lost}", lost)
+
+    def restart(comm):
+        """Ranks on the hosts that are left come first, and on hosts without memory of the run afterwards."""
+        for i, lost in enumerate(cases):  # on 4 ranks under one strategy, on 3 under the other
+            strategy = (fs.zero3, fs.zero1)[(i + comm.mesh.size) % 2]
+            hosts = [*(number for number in range(4) if number not in lost), *lost]
+            folder = host(f"{root}/{comm.mesh.size}-{lost}", hosts[comm.rank])
+            assert same(whole(restored(comm, folder, strategy("dp")), comm), kept)
+
+    processes(FOUR, restart)
+    processes(THREE, restart)
+
+
+def test_training_goes_on_as_if_nothing_had_been(tmp_path):
+    root = str(tmp_path)
+
+    def run(comm):
+        state = trained(state_of(comm, fs.zero3("dp")), comm, range(3))
+        with fs.checkpoint.Replicas(host(root, comm.rank), comm) as replicas:
+            replicas.refresh(state, step=3)
+        return whole(trained(state, comm, range(3, 6)), comm)
+
+    alone = processes(FOUR, run)
+    shutil.rmtree(host(root, 2))
+    for strategy in (fs.zero3, fs.zero1):
+
+        def go_on(comm, strategy=strategy):
+            state = restored(comm, host(root, comm.rank), strategy("dp"))
+            return whole(trained(state, comm, range(3, 6)), comm)
+
+        assert all(same(a, b) for a, b in zip(alone, processes(FOUR, go_on), strict=True))
+
+
+def test_bytes_are_those_that_were_predicted_and_no_more_are_restored(tmp_path):
+    root = str(tmp_path)
+
+    def run(comm, lost):
+        state, sent = state_of(comm, fs.zero3("dp")), {}
+        with fs.checkpoint.Replicas(host(root, comm.rank), comm, copies=2) as replicas:
+            all_to_all = replicas._own.all_to_all
+
+            def counted(x, to, source, *, label):
+                sent[label.split()[0]] = sent.get(label.split()[0], 0) + len(x)
+                return all_to_all(x, to, source, label=label)
+
+            replicas._own.all_to_all = counted
+            if lost:
+                replicas.restore(zeros(state))
+                return sent.get("restore()", 0), None, None
+            for step in range(3):
+                replicas.refresh(state, step=step)
+                replicas.wait()
+        (folder,) = (path for path in os.listdir(host(root, comm.rank)) if path.startswith("step-"))
+        names = os.listdir(f"{host(root, comm.rank)}/{folder}")
+        sizes = {name: os.path.getsize(f"{host(root, comm.rank)}/{folder}/{name}") for name in names if name != NAME}
+        copied = sum(x.numel() * x.element_size() for x in replicas._staged)
+        assert sorted(sizes) == sorted(f"rank-{(comm.rank - j) % 4:05d}.safetensors" for j in range(3))
+        assert replicas.predict(state) == fs.checkpoint.RefreshNbytes(sent["refresh()"] // 3, sum(sizes.values()), copied)
+        assert replicas.predict(state).sent == 2 * sizes[f"rank-{comm.rank:05d}.safetensors"]
+        return sizes
+
+    sizes = {name: size for each in processes(FOUR, partial(run, lost=False)) for name, size in each.items()}
+    shutil.rmtree(host(root, 1))
+    sent = sum(nbytes for nbytes, _, _ in processes(FOUR, partial(run, lost=True)))
+    assert 0 < sent - sizes["rank-00001.safetensors"] < 20_000, "its file, a manifest and requests, and nothing for the others"
+
+
+def test_a_step_goes_on_while_a_refresh_is_under_way(tmp_path):
+    root = str(tmp_path)
+
+    def run(comm):
+        import threading
+
+        begin, write = threading.Event(), replicas_module.write_shards
+
+        def waiting(*args):
+            assert begin.wait(60)
+            return write(*args)
+
+        replicas_module.write_shards = waiting
+        state = state_of(comm, fs.zero3("dp"))
+        expected = whole(state, comm)
+        with fs.checkpoint.Replicas(host(root, comm.rank), comm, root=f"{root}/disk") as replicas:
+            replicas.refresh(state, step=0)
+            state = trained(state, comm, range(2))  # collectives, and other values
+            for x in optree.tree_leaves(state):
+                x.fill_(-1) if isinstance(x, torch.Tensor) else None
+            assert replicas.is_busy
+            assert not replicas.refresh_if_idle(state, step=1)
+            fs.checkpoint.Saver(f"{root}/disk", comm, background=False).save(state, step=1)  # the same root is no conflict
+            begin.set()
+            replicas.wait()
+            assert same(whole(replicas.restore(zeros(state)), comm), expected)
+
+    processes(FOUR, run)
+
+
+def test_hosts_of_several_ranks_and_other_meshes(tmp_path):
+    """Ranks 0 and 1 share a host, 2 and 3 another one: either may be lost."""
+    mesh = fs.Mesh({"outer": 2, "inner": 2})
+    params = {"w": torch.arange(5000.0), "b": torch.arange(3.0)}
+
+    def tree(comm, strategy):
+        return {"params": fs.shard(params, fs.plan(params, comm.mesh, strategy), comm), "rng": torch.ones(2), "n": 3}
+
+    def save(comm):
+        with fs.checkpoint.Replicas(host(tmp_path, comm.rank // 2), comm, domain_size=2) as replicas:
+            replicas.refresh(tree(comm, fs.hsdp("outer", "inner")), step=7)
+        with pytest.raises(CheckpointError, match=r"copies is 2, expected at least 0 and less than the 2 hosts"):
+            fs.checkpoint.Replicas(host(tmp_path, comm.rank // 2), comm, domain_size=2, copies=2)
+        with pytest.raises(
+            (AgreementError, CheckpointError), match=r"rank 1 does not see .*host-1 of rank 0.*domain_size is 2"
+        ):
+            fs.checkpoint.Replicas(host(tmp_path, comm.rank), comm, domain_size=2)
+        with pytest.raises((AgreementError, CheckpointError), match=r"host-0: in use. Each run, and each host of it"):
+            fs.checkpoint.Replicas(host(tmp_path, comm.rank // 2), comm, domain_size=1)
+
+    processes(mesh, save)
+    manifest = fs.checkpoint.latest(host(tmp_path, 0)).manifest
+    assert manifest.mesh == dict(mesh.axes)
+    for lost in (0, 1):
+        without(tmp_path, f"lost-{lost}", [lost, 2, 3])
+
+    def restart(comm):
+        for lost in (0, 1):
+            folder = host(f"{tmp_path}/lost-{lost}", 1 - lost if comm.rank == 0 else f"new-{comm.rank}")
+            with fs.checkpoint.Replicas(folder, comm) as replicas:
+                found = replicas.restore(zeros(tree(comm, fs.zero1("dp"))))
+            assert torch.equal(fs.full(found["params"], comm=comm)["w"], params["w"])
+            assert found["rng"].tolist() == [1, 1]
+            assert found["n"] == 3
+
+    processes(THREE, restart)
+
+
+@pytest.mark.parametrize(
+    ("moment", "steps"),
+    [
+        pytest.param("write_shards", [1], marks=pytest.mark.deep),
+        ("_send_copies", [1]),
+        pytest.param("check_written", [1], marks=pytest.mark.deep),
+        ("publish", [1, 2]),  # 2 if all other hosts, which have all files of it, come as far
+        ("newest_first", [2]),
+    ],
+)
+def test_a_process_killed_in_a_refresh_leaves_a_whole_save_even_without_its_host(tmp_path, moment, steps):
+    root = str(tmp_path)
+    params = {"w": torch.arange(40_000.0)}
+
+    def values(step):
+        return {"w": params["w"] + step}
+
+    def tree(comm, step):
+        return fs.shard(values(step), fs.plan(params, comm.mesh, fs.zero3("dp")), comm)
+
+    def run(comm):
+        with fs.checkpoint.Replicas(host(root, comm.rank), comm) as replicas:
+            replicas.refresh(tree(comm, 1), step=1)
+            replicas.wait()
+            of = replicas if moment == "_send_copies" else replicas_module
+
+            def kill(*args):
+                os.kill(os.getpid(), signal.SIGKILL)
+
+            if comm.rank == 2:
+                setattr(of, moment, kill)
+            replicas.refresh(tree(comm, 2), step=2)
+            replicas.wait()
+
+    with pytest.raises(CommError, match=r"ranks \[.*2.*\] failed"):
+        processes(FOUR, run)
+    without(root, "lost", [2])
+
+    def restart(comm):
+        found = []
+        for folder in (host(root, comm.rank), host(f"{root}/lost", comm.rank)):
+            with fs.checkpoint.Replicas(folder, comm) as replicas:
+                step = replicas.latest()
+                got = fs.full(replicas.restore(tree(comm, 0)), comm=comm)
+                assert torch.equal(got["w"], values(step)["w"])
+                replicas.refresh(tree(comm, 3), step=3)
+                replicas.wait()
+                assert len(os.listdir(folder)) == 2, "the save and the claim, and no debris"
+                found.append(step)
+        return found
+
+    assert all(step in steps for found in processes(FOUR, restart) for step in found)
+
+
+def test_a_host_whose_folder_is_full_is_heard_of_and_what_was_kept_stays(tmp_path):
+    root = str(tmp_path)
+
+    def run(comm):
+        from fsharp.checkpoint import storage
+
+        params = {"x": torch.ones(50_000)}
+        state, write = fs.shard(params, fs.plan(params, comm.mesh, fs.zero3("dp")), comm), storage.os.write
+        said = []
+        with fs.checkpoint.Replicas(host(root, comm.rank), comm) as replicas:
+
+            def refresh(step, full_after=99):
+                writes = itertools.count()
+
+                def failing(file, data):
+                    if next(writes) >= full_after:
+                        raise OSError(28, "No space left on device")
+                    return write(file, data)
+
+                storage.os.write = failing if comm.rank == 1 else write
+                replicas.refresh(state, step=step)
+                try:
+                    replicas.wait()
+                except CheckpointError as error:
+                    said.append(str(error))
+                storage.os.write = write
+                return replicas.latest()
+
+            assert refresh(step=1) == 1
+            assert refresh(step=2, full_after=1) == 1  # in its own file, after the header
+            assert refresh(step=3, full_after=3) == 1  # in that of another one
+            assert len(os.listdir(host(root, comm.rank))) == 2, "no debris"
+            assert refresh(step=4, full_after=4) == 4  # in the manifest: other hosts have all files and manifests of their own
+            if comm.rank == 3:
+                storage.LocalFiles.free_nbytes = lambda self, folder: 1000
+            assert refresh(step=5) == 4
+            storage.LocalFiles.free_nbytes = lambda self, folder: None
+            assert refresh(step=6) == 6  # another one may go well
+            assert len(os.listdir(host(root, comm.rank))) == 2
+        return said
+
+    for said in processes(FOUR, run):
+        full = "cannot be written: No space left on device"
+        for text, expected in zip(
+            said, (f"rank-00001.safetensors: {full}", full, full, "host-3: 1,000 bytes are free"), strict=True
+        ):
+            assert expected in text
+
+
+def test_what_is_lost_is_named_and_what_is_on_disk_is_used_where_it_is_newer(tmp_path):
+    root, disk = str(tmp_path), f"{tmp_path}/disk"
+
+    def save(comm):
+        with fs.checkpoint.Replicas(host(root, comm.rank), comm) as replicas:
+            assert replicas.latest() is None
+            with pytest.raises(CheckpointError, match=r"restore\(\): no host holds anything in .*; root is None"):
+                replicas.restore({"n": 0})
+            for step in (1, 2):
+                replicas.refresh({"n": step, "own": fs.checkpoint.PerRank(torch.ones(3000))}, step=step)
+
+    processes(FOUR, save)
+    without(root, "lost", [1, 2])
+
+    def restart(comm):
+        like = {"n": 0, "own": fs.checkpoint.PerRank(torch.zeros(3000))}
+        with fs.checkpoint.Replicas(host(f"{root}/lost", comm.rank), comm) as replicas:
+            for call in (replicas.latest, partial(replicas.restore, like)):
+                with pytest.raises(CheckpointError, match=r"(?s)step 2 +files of ranks \[1\] of 4 are on no host.*Give root="):
+                    call()
+        with (
+            fs.checkpoint.Replicas(host(f"{root}/lost", comm.rank), comm, root=disk) as replicas,
+            pytest.raises(CheckpointError, match=r"There is no checkpoint under .*disk"),
+        ):
+            replicas.latest()
+        fs.checkpoint.save(disk, like | {"n": 10}, step=10, comm=comm)
+        for folder in (f"{root}/lost", root):
+            with fs.checkpoint.Replicas(host(folder, comm.rank), comm, root=disk) as replicas:
+                assert replicas.latest() == 10
+                assert replicas.restore(like)["n"] == 10
+                replicas.refresh(like | {"n": 11}, step=11)
+                assert replicas.latest() == 11
+                assert replicas.restore(like)["n"] == 11
+
+    processes(FOUR, restart)
+
+
+def test_of_a_save_that_some_hosts_have_published_the_one_before_is_used(tmp_path):
+    root = str(tmp_path)
+    kept = processes(FOUR, partial(keep, root=root))[0]
+    for number in range(4):
+        shutil.copytree(host(root, number), host(f"{root}/before", number))
+    processes(FOUR, partial(keep, root=root, steps=2))
+    for number in (0, 1):
+        (name,) = (name for name in os.listdir(host(root, number)) if name.startswith("step"))
+        shutil.copytree(f"{host(root, number)}/{name}", f"{host(f'{root}/before', number)}/{name}")
+
+    def restart(comm):
+        assert same(whole(restored(comm, host(f"{root}/before", comm.rank), fs.zero3("dp")), comm), kept)
+
+    processes(FOUR, restart)
+
+
+def test_damage_is_named_with_its_host(tmp_path):
+    root = str(tmp_path)
+    processes(FOUR, partial(keep, root=root))
+    shutil.rmtree(host(root, 1))
+    (folder,) = (name for name in os.listdir(host(root, 2)) if name.startswith("step-"))
+
+    def restart(comm):
+        path = f"{host(root, 2)}/{folder}/rank-00001.safetensors"
+        with open(path, "rb") as file:
+            header, said = 8 + int.from_bytes(file.read(8), "little"), []
+        for at in (0, 3, 20, header + 10, os.path.getsize(path) - 3):  # length of the header, twice; header, elements, table
+            if comm.rank == 2:
+                flip(path, at)
+            with pytest.raises((CheckpointError, AgreementError)) as caught:
+                restored(comm, host(root, comm.rank), fs.zero3("dp"))
+            said.append(str(caught.value))
+            if comm.rank == 2:
+                flip(path, at)
+        restored(comm, host(root, comm.rank), fs.zero3("dp"))
+        return said
+
+    for said in processes(FOUR, restart):
+        for text in said[:1] + said[2:]:
+            assert "on the host of rank 2" in text
+            assert f"{folder}/rank-00001.safetensors" in text
+            assert "damaged" in text
+        assert "blocks of 4,096 bytes are damaged" in said[3]
+        assert "files of ranks [1] of 4 are on no host" in said[1]
+
+
+def flip(path, at):
+    with open(path, "r+b") as file:
+        file.seek(at)
+        byte = file.read(1)[0]
+        file.seek(at)
+        file.write(bytes([byte ^ 1]))
+
+
+def test_one_process_and_ranks_without_process_groups(tmp_path):
+    comm = fs.SingleComm()
+    with fs.checkpoint.Replicas(tmp_path, comm, copies=0) as replicas:
+        assert replicas.predict({"w": torch.ones(9)}).sent == 0
+        for step in range(3):
+            replicas.refresh({"w": torch.ones(9) * step}, step=step)
+        with pytest.raises(CheckpointError, match=r"in use. Each run, and each host of it"):
+            fs.checkpoint.Replicas(tmp_path, comm, copies=0)
+    with pytest.raises(CheckpointError, match=r"closed. Make new ones"):
+        replicas.refresh({"w": torch.ones(9)}, step=9)
+    with fs.checkpoint.Replicas(tmp_path, comm, copies=0) as replicas:
+        assert replicas.restore({"w": torch.zeros(9)})["w"].tolist() == [2.0] * 9
+    with pytest.raises(CheckpointError, match=r"copies is 1, expected at least 0 and less than the 1 hosts"):
+        fs.checkpoint.Replicas(tmp_path, comm)
+    with pytest.raises(CheckpointError, match=r"domain_size is 0"):
+        fs.checkpoint.Replicas(tmp_path, comm, copies=0, domain_size=0)
+    with pytest.raises(CheckpointError, match=r"'s3://x/y' is a URL"):
+        fs.checkpoint.Replicas("s3://x/y", comm, copies=0)
+
+    def run(comm):
+        with pytest.raises(CheckpointError, match="comm is ThreadComm, expected what connect"):
+            fs.checkpoint.Replicas(host(tmp_path, comm.rank), comm)
+
+    simulate(fs.Mesh({"dp": 2}), run)
+
+
+def test_ranks_that_differ_are_refused(tmp_path):
+    def run(comm):
+        with pytest.raises(AgreementError, match=r"copies, domain_size.*rank 0: 0, 1"):
+            fs.checkpoint.Replicas(host(tmp_path, comm.rank), comm, copies=comm.rank)
+        with fs.checkpoint.Replicas(host(tmp_path, comm.rank), comm) as replicas:  # what was refused has let go of the folder
+            with pytest.raises(AgreementError, match=r"refresh\(\).*\n.*step.*rank 0: 0"):
+                replicas.refresh({"x": 1}, step=comm.rank)
+            replicas.refresh({"x": 1}, step=0)
+            assert replicas.restore({"x": 0}) == {"x": 1}
+
+    processes(fs.Mesh({"dp": 2}), run)
