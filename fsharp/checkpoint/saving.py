@@ -219,7 +219,8 @@ def check_room(root: str, nbytes: int) -> None:
 
 def _fields(contents: Contents) -> dict[str, str]:
     entries = contents.entries.values()
-    same = [f"{e.name}: {xxhash.xxh3_64_hexdigest(bytes_of(e.local.cpu()))}" for e in entries if e.is_replicated]
+    on_host = ((e.name, e.local.cpu()) for e in entries if e.is_replicated)  # named, as a view of bytes does not keep a copy
+    same = [f"{name}: {xxhash.xxh3_64_hexdigest(bytes_of(local))}" for name, local in on_host]
     return {
         **contents.fields(),
         "values": "\n".join(f"{name}: {value!r}" for name, value in contents.values.items()),
