@@ -7,7 +7,6 @@ import pytest
 from tests.faults.__main__ import main
 from tests.faults.registry import ROWS, NotTried, Outcome
 
-
 _RUN_TESTS = {1, 16, 17, 18, 19, 20, 21}
 """Rows that run what are tests of the normal suite."""
 
