@@ -104,8 +104,8 @@ def train(
     with fs.resilience.Run(
         root, comm=comm, total=total, save_every=options.save_every, config=config_of(options), signals=_SIGNALS
     ) as run:
-        state, elapsed, planned = run.resume((state, 0.0, total), other=options.resume and options.resume / "checkpoints")
-        run.total = options.steps or planned
+        state, known, planned = run.resume((state, 0.0, total), other=options.resume and options.resume / "checkpoints")
+        run.total, elapsed = options.steps or planned, known
         if run.step:
             report.say(f"goes on after {run.step} steps")
         report.begin(run.step)
@@ -120,7 +120,9 @@ def train(
             began = time.perf_counter()
             state, metrics, bad = step_fn(state, batch_of(corpus, options, step, comm))
             loss = float(metrics.loss)  # waits for the device
-            elapsed = agreed(elapsed + time.perf_counter() - began, comm)
+            elapsed += time.perf_counter() - began
+            if (step + 1) % _REPLAN_EVERY == 0:
+                known = elapsed = agreed(elapsed, comm)
             row = {"step": step + 1, "loss": loss, "bits_per_byte": loss / math.log(2)}
             row |= {"tokens_per_s": tokens * (step + 1) / elapsed, "lr": learning_rate(options, run.total)(step)}
             report.train(row | {"grad_norm": float(state.opt[0].norm), "elapsed": elapsed})
@@ -128,7 +130,7 @@ def train(
                 run.total = max(step + 1, round((step + 1) * options.seconds / elapsed))
                 make = build_step(options, loss_fn, run.total)  # the state does not know who will change it
                 report.plan(run.total)
-            state, elapsed, _ = run.end_step((state, elapsed, run.total), nonfinite=bad)
+            state, _, _ = run.end_step((state, known, run.total), nonfinite=bad)
             if options.eval_every and state.step % options.eval_every == 0 and state.step < run.total:
                 evaluate(state.params, state.step, every=8)
     return state, elapsed
