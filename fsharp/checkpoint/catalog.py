@@ -12,7 +12,7 @@ import torch
 from fsharp.checkpoint import huggingface
 from fsharp.checkpoint.manifest import MOST_NBYTES, NAME, Manifest
 from fsharp.checkpoint.reading import Need, read_needs, verify_files
-from fsharp.checkpoint.storage import REMOVED, Storage, full_path, storage_of
+from fsharp.checkpoint.storage import REMOVED, Storage, full_path, read_whole, storage_of
 from fsharp.errors import CheckpointError
 
 _log = logging.getLogger("fsharp")
@@ -107,16 +107,12 @@ def _opened(storage: Storage, folder: str) -> Checkpoint:
 def _manifest_in(storage: Storage, folder: str) -> Manifest:
     where = f"{folder}/{NAME}"
     try:
-        size = storage.nbytes(where)
-        if size > MOST_NBYTES:
-            raise CheckpointError(f"{where}: {size:,} bytes; a manifest has at most {MOST_NBYTES:,}.")
-        data = bytearray(size)
-        storage.read(where, 0, memoryview(data))
+        data = read_whole(storage, where, MOST_NBYTES)
     except FileNotFoundError as error:
         if huggingface.is_folder(storage.names(folder)):
             return huggingface.manifest_of(storage, folder)
         raise CheckpointError(f"{folder}: there is no checkpoint here.") from error
-    return Manifest.from_json(where, bytes(data))
+    return Manifest.from_json(where, data)
 
 
 def instead_of(folder: str) -> str:

@@ -17,7 +17,7 @@ from fsharp.checkpoint.manifest import plain_file_name
 from fsharp.checkpoint.reading import Need, read_needs
 from fsharp.checkpoint.saving import Snapshot, write_snapshot
 from fsharp.checkpoint.shard_file import Tensor, in_order
-from fsharp.checkpoint.storage import Storage, storage_of
+from fsharp.checkpoint.storage import Storage, read_whole, storage_of
 from fsharp.errors import CheckpointError
 from fsharp.functional.comm.protocol import SingleComm
 from fsharp.functional.layout.paths import as_patterns, chosen
@@ -223,11 +223,7 @@ def _metadata(storage: Storage, folder: str) -> Any:
 
     where = f"{folder}/{_METADATA}"
     try:
-        size = storage.nbytes(where)
-        if size > _MOST_METADATA_NBYTES:
-            raise CheckpointError(f"{where}: {size:,} bytes; expected at most {_MOST_METADATA_NBYTES:,}.")
-        data = bytearray(size)
-        storage.read(where, 0, memoryview(data))
+        data = read_whole(storage, where, _MOST_METADATA_NBYTES)
     except FileNotFoundError as error:
         raise CheckpointError(f"{folder}: no checkpoint of torch.distributed.checkpoint: it has no {_METADATA}.") from error
     try:

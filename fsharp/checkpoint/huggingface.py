@@ -7,7 +7,7 @@ import xxhash
 
 from fsharp.checkpoint.manifest import Chunk, FileRecord, Manifest, TensorRecord, plain_file_name
 from fsharp.checkpoint.shard_file import TABLE, Extent, header_nbytes, parse_header
-from fsharp.checkpoint.storage import Storage
+from fsharp.checkpoint.storage import Storage, read_whole
 from fsharp.errors import CheckpointError
 
 INDEX = "model.safetensors.index.json"
@@ -64,11 +64,7 @@ def manifest_of(storage: Storage, folder: str) -> Manifest:
 def _index(storage: Storage, folder: str, name: str) -> dict[str, str]:
     """Names of tensors, and of the files that have them."""
     where = f"{folder}/{storage.behind_links(folder, name)}"
-    size = storage.nbytes(where)
-    if size > _MOST_INDEX_NBYTES:
-        raise CheckpointError(f"{where}: {size:,} bytes; an index has at most {_MOST_INDEX_NBYTES:,}.")
-    data = bytearray(size)
-    storage.read(where, 0, memoryview(data))
+    data = read_whole(storage, where, _MOST_INDEX_NBYTES)
     try:
         return {str(tensor): plain_file_name(file) for tensor, file in json.loads(data)["weight_map"].items()}
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:

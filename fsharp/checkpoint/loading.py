@@ -30,7 +30,8 @@ from fsharp.functional.comm.agree import exchange, together
 from fsharp.functional.comm.protocol import Comm
 from fsharp.functional.layout.paths import ancestors, as_patterns, chosen
 from fsharp.functional.layout.precision import dtype_name
-from fsharp.functional.layout.sharded import donate_nodes, is_sharded
+from fsharp.functional.layout.sharded import donate_nodes, is_sharded, units_of
+from fsharp.functional.lent import check_not_lent
 from fsharp.functional.state import MadeBy
 from fsharp.stateful.modules.parameter import Part
 
@@ -86,7 +87,7 @@ def load(
         AgreementError: ranks with different arguments, or of which one has failed.
 
     Cost: a rank reads what it holds, rounded to blocks of 4 KiB, and headers, and compares it with digests; two collectives of
-    40 bytes for each axis, and three of less. Memory: what is loaded and ``buffer_nbytes``.
+    40 bytes for each axis, and two for the path. Memory: what is loaded and ``buffer_nbytes``.
     """
     given = full_path(where.path if isinstance(where, Checkpoint) else where)
     path = _chosen(given, comm)
@@ -149,6 +150,8 @@ def load_by(
         there = {prefix for name in (*manifest.tensors, *manifest.values) for prefix in ancestors(name)}
         template = template_of(like, lambda name: stored(name) in there)
         wanted = contents_of("load()", template, comm)
+        if donate:
+            check_not_lent("load()", units_of(template))
         sources = _sources(manifest, wanted, stored)
         _check_same(found.path, manifest, wanted, sources, stored, prefix, cast=cast)
         tree = _prepared(template, manifest, stored, comm.device, donate=donate)
@@ -161,7 +164,14 @@ def load_by(
         return {"save": found.manifest.save_id, **how, **into.fields()}
 
     found, tree, into, sources = together("load()", comm, check, fields)
-    together("load()", comm, lambda: _read(found, into, sources, comm.rank, read))
+
+    def fill() -> None:
+        for node in units_of(tree) if donate else ():
+            for buffer in node.buffers:
+                buffer.zero_()  # nothing is read into padding
+        _read(found, into, sources, comm.rank, read)
+
+    together("load()", comm, fill)
     if donate:
         donate_nodes(like)
     return optree.tree_map(_given_back, like, tree, is_leaf=is_node)

@@ -49,7 +49,7 @@ from fsharp.checkpoint.storage import Claim, LocalFiles, full_path
 from fsharp.errors import CheckpointError, problem
 from fsharp.functional.comm.agree import exchange, gather_bytes, together
 from fsharp.functional.comm.process_group import ProcessGroupComm
-from fsharp.functional.comm.protocol import Comm, CountingComm
+from fsharp.functional.comm.protocol import Comm, innermost
 
 _log = logging.getLogger("fsharp")
 _files = LocalFiles()
@@ -129,7 +129,7 @@ class Replicas(Background):
     ) -> None:
         self._folder, self._copies, self._root = os.path.abspath(folder), copies, None if root is None else full_path(root)
         size = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if domain_size is None else domain_size
-        inner = comm.inner if isinstance(comm, CountingComm) else comm
+        inner = innermost(comm)
         self._domain_size, self._created, self._claim = size, 0.0, None
         token = secrets.token_bytes(_TOKEN_NBYTES)
 

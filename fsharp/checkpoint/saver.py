@@ -17,7 +17,7 @@ from fsharp.checkpoint.storage import full_path, storage_of
 from fsharp.errors import CheckpointError
 from fsharp.functional.comm.agree import together
 from fsharp.functional.comm.process_group import ProcessGroupComm
-from fsharp.functional.comm.protocol import Comm, CountingComm
+from fsharp.functional.comm.protocol import Comm, innermost
 from fsharp.functional.comm.worker_threads import Outcome, Worker
 
 _busy: "set[Background]" = set()
@@ -164,7 +164,7 @@ class Saver(Background):
                 told(self._root, lambda: _prepare(self._root))
 
         together("Saver()", comm, check, lambda _: {"root": self._root, "keep": f"{keep}, best {best}"})
-        inner = comm.inner if isinstance(comm, CountingComm) else comm
+        inner = innermost(comm)
         own = inner.on_host() if isinstance(inner, ProcessGroupComm) else comm
         super().__init__(comm, own, "save", in_thread=background and (own is not comm or comm.mesh.size == 1))
 
@@ -187,8 +187,12 @@ class Saver(Background):
 
     def _write(self, shot: Snapshot) -> Checkpoint:
         made = write_snapshot(shot, self._own)
-        if self._own.rank == 0:
-            prune(self._root, keep=self._keep, best=self._best)
+
+        def forget_old() -> None:
+            if self._own.rank == 0:
+                prune(self._root, keep=self._keep, best=self._best)
+
+        together("Saver", self._own, forget_old)
         return made
 
     def save_if_idle(self, tree: Any, *, step: int, metric: float | None = None) -> bool:

@@ -79,6 +79,21 @@ def storage_of(path: str) -> Storage:
         raise CheckpointError(f"{path}: {error}") from error
 
 
+def read_whole(storage: Readable, path: str, most_nbytes: int) -> bytes:
+    """A file that is small.
+
+    Raises:
+        FileNotFoundError: it is not there.
+        CheckpointError: it is larger than ``most_nbytes``, or cannot be read.
+    """
+    size = storage.nbytes(path)
+    if size > most_nbytes:
+        raise CheckpointError(f"{path}: {size:,} bytes, expected at most {most_nbytes:,}.")
+    data = bytearray(size)
+    storage.read(path, 0, memoryview(data))
+    return bytes(data)
+
+
 class LocalFiles:
     """A file system: files are collected under another name, and a folder is published by renaming it."""
 

@@ -12,20 +12,13 @@ from types import TracebackType
 
 from fsharp.errors import CommError
 from fsharp.functional.comm.process_group import ProcessGroupComm
-from fsharp.functional.comm.protocol import Comm
+from fsharp.functional.comm.protocol import Comm, innermost
 from fsharp.functional.comm.watch import RankStatuses, StatusBoard
 
 _OTHERS_SPEAK_S = 2.0
 """Seconds for which the first rank to fail lets others print before it."""
 _FIRST_SPEAKS_S = 4.0
 _LOOK_EVERY_S = 0.05
-
-
-def innermost(comm: Comm) -> Comm:
-    """The Comm within wrappers that count or label its calls."""
-    while (inner := getattr(comm, "inner", None)) is not None:
-        comm = inner
-    return comm
 
 
 @contextmanager

@@ -67,7 +67,9 @@ def find_nonfinite(loss: Any, tree: Any, *, comm: Comm) -> NonFinite | None:
     """
     losses = [x for x in (loss if isinstance(loss, Loss) else (loss,)) if x is not None]
     pieces = list(_pieces(tree))
-    bad = [_is_bad(x) for x in [*losses, *(x for _, held in pieces for x in _tensors(held))]]
+    # A sum is far quicker than a look at each element. One that overflows costs the search below, which finds nothing.
+    sums = [_wide(x).sum() if isinstance(x, torch.Tensor) else x for _, held in pieces for x in _tensors(held)]
+    bad = [_is_bad(x) for x in [*losses, *sums]]
     flag = torch.stack([x.to(comm.device) for x in bad]).any().float().view(1) if bad else torch.zeros(1, device=comm.device)
     named = Labelled(comm, "whether all is finite: ")
     for axis, size in comm.mesh.axes:
@@ -81,13 +83,18 @@ def find_nonfinite(loss: Any, tree: Any, *, comm: Comm) -> NonFinite | None:
     losses_of = tuple(rank for rank, (is_bad, _) in enumerate(everyone) if is_bad)
     leaves = {rank: tuple(leaf) for rank, (_, leaf) in enumerate(everyone) if leaf is not None}
     if not leaves:
-        return NonFinite(losses_of, None, ()) if losses_of else None  # else it is padding
+        return NonFinite(losses_of, None, ()) if losses_of else None  # else it is padding, or a sum that overflows
     first = min(leaves.values())
     return NonFinite(losses_of, first[2], tuple(rank for rank, leaf in leaves.items() if leaf == first))
 
 
 def _is_bad(x: Any) -> torch.Tensor:
-    return ~torch.isfinite(x).all() if isinstance(x, torch.Tensor) else torch.tensor(not math.isfinite(x))
+    return ~torch.isfinite(_wide(x)).all() if isinstance(x, torch.Tensor) else torch.tensor(not math.isfinite(x))
+
+
+def _wide(x: torch.Tensor) -> torch.Tensor:
+    """float8, with which torch does not compute, as float32."""
+    return x.float() if x.is_floating_point() and x.itemsize == 1 else x
 
 
 def _pieces(tree: Any) -> Iterator[tuple[tuple[str, ...], Any]]:

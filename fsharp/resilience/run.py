@@ -14,8 +14,8 @@ from fsharp.checkpoint import Checkpoint, Saver, latest, load, open_checkpoint
 from fsharp.errors import NonFiniteError, RunError
 from fsharp.functional.comm.agree import agree, exchange
 from fsharp.functional.comm.process_group import ProcessGroupComm
-from fsharp.functional.comm.protocol import Comm, Engine, Labelled
-from fsharp.resilience.failures import innermost, reported_failures
+from fsharp.functional.comm.protocol import Comm, Engine, Labelled, innermost
+from fsharp.resilience.failures import reported_failures
 from fsharp.resilience.finite import NonFinite, find_nonfinite
 from fsharp.resilience.preemption import EXIT_PREEMPTED, Preemption
 from fsharp.resilience.start import agree_at_start

@@ -10,8 +10,7 @@ from typing import NamedTuple
 from fsharp.errors import CommError, RunError
 from fsharp.functional.comm.agree import gather_bytes
 from fsharp.functional.comm.process_group import ProcessGroupComm
-from fsharp.functional.comm.protocol import Comm, Labelled
-from fsharp.resilience.failures import innermost
+from fsharp.functional.comm.protocol import Comm, Labelled, innermost
 
 _log = logging.getLogger("fsharp")
 _KEPT = 1000

@@ -213,6 +213,17 @@ def test_memory_beyond_the_shards_is_bounded(tmp_path):
         fs.checkpoint.save(tmp_path, like, step=1, comm=comm)
 
 
+def test_padding_is_zero_in_memory_that_is_given_as_well(tmp_path):
+    def run(comm):
+        tree = {"w": torch.ones(5)}
+        params = fs.shard(tree, fs.plan(tree, comm.mesh, fs.zero3("dp")), comm)
+        fs.checkpoint.save(tmp_path, params, step=0, comm=comm)
+        got = fs.checkpoint.load(tmp_path, scrambled(params), comm=comm, donate=True)
+        return optree.tree_leaves(got)[0].tolist()
+
+    assert simulate(fs.Mesh({"dp": 3}), run) == [[1.0, 1.0], [1.0, 1.0], [1.0, 0.0]]
+
+
 def test_a_tree_on_the_meta_device_says_what_to_load(tmp_path):
     comm, tree = fs.SingleComm(), {"w": torch.randn(5, 3)}
     params = fs.shard(tree, fs.plan(tree, comm.mesh, fs.zero3("dp")), comm)

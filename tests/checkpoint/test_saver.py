@@ -195,6 +195,28 @@ def test_a_failure_on_one_rank_is_raised_on_all_and_leaves_nothing(tmp_path):
     assert len(list(tmp_path.iterdir())) == 2
 
 
+def test_old_checkpoints_that_cannot_be_removed_are_an_error_on_all_ranks(tmp_path):
+    root = str(tmp_path)
+
+    def run(comm):
+        from fsharp.checkpoint import saver
+
+        def fail(root, **options):
+            raise CheckpointError("cannot be removed")
+
+        saver.prune = fail
+        made = saver.Saver(root, comm)
+        made.save(sharded(comm), step=0)
+        try:
+            made.close()
+        except CheckpointError as error:
+            return str(error)
+        return "nothing was raised"
+
+    assert all("cannot be removed" in said for said in processes(fs.Mesh({"dp": 2}), run))
+    assert fs.checkpoint.latest(root).step == 0
+
+
 def test_simulated_ranks_save_before_they_go_on(tmp_path):
     def run(comm):
         with fs.checkpoint.Saver(tmp_path, comm) as saver:

@@ -240,6 +240,17 @@ def test_average_refuses_to_donate_what_jax_reads():
     assert [x.sum().item() for x in jax.tree.leaves(arrays)] == before
 
 
+def test_a_checkpoint_is_not_read_into_what_jax_reads(tmp_path):
+    comm, layout = fs.SingleComm(), layout_of("one rank")
+    params = fs.shard(gpt_like.make_params(), layout, comm)
+    fs.checkpoint.save(tmp_path, params, step=0, comm=comm)
+    arrays = to_jax(params, layout)
+    before = [x.sum().item() for x in jax.tree.leaves(arrays)]
+    with pytest.raises(TreeError, match=r"load\(\): arrays of JAX have the memory of unit 'embed'"):
+        fs.checkpoint.load(tmp_path, params, comm=comm, donate=True)
+    assert [x.sum().item() for x in jax.tree.leaves(arrays)] == before
+
+
 def test_to_jax_refuses():
     layout, other = layout_of("zero3"), layout_of("hfsdp")
     trees = shards(layout)

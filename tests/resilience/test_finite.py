@@ -31,12 +31,18 @@ def fill(node, path, value, rank):
 def test_what_is_finite_costs_one_reduction(strategy, dtype):
     def rank_fn(comm):
         counting = fs.CountingComm(comm)
-        tree = sharded(comm, strategy, {"a": torch.full((7,), torch.finfo(dtype).max, dtype=dtype)})
+        tree = sharded(comm, strategy, {"a": torch.ones(7, dtype=dtype)})
         loss = fs.Loss(torch.tensor(1.0), torch.tensor(0.0))
         assert find_nonfinite(loss, (tree, 3, "text", None, 2.5, torch.ones(2).int()), comm=counting) is None
         return counting.num_calls
 
     assert simulate(DP3, rank_fn) == [1] * 3
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float8_e5m2])
+def test_large_values_are_finite_though_their_sum_is_not(dtype):
+    tree = {"a": torch.full((70,), torch.finfo(dtype).max).to(dtype)}
+    assert simulate(DP3, lambda comm: find_nonfinite(None, sharded(comm, fs.zero3, tree), comm=comm)) == [None] * 3
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
@@ -112,6 +118,7 @@ class Keeper:
         ({"k": Keeper(torch.tensor(math.nan))}, "k.kept"),
         ({"k": fs.checkpoint.PerRank({"own": torch.tensor([math.nan])})}, "k.own"),
         ({"z": torch.tensor([complex(1, math.inf)])}, "z"),
+        ({"x": torch.tensor([1.0, math.inf, -math.inf]).to(torch.float8_e5m2)}, "x"),
     ],
 )
 def test_leaves_of_other_kinds(tree, path):

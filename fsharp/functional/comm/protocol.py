@@ -170,6 +170,13 @@ class _CommWrapper:
         return self.inner.device
 
 
+def innermost(comm: Comm) -> Comm:
+    """The Comm within wrappers that count or label its calls."""
+    while (inner := getattr(comm, "inner", None)) is not None:
+        comm = inner
+    return comm
+
+
 _counting = Lock()
 
 

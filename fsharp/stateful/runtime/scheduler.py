@@ -15,7 +15,7 @@ import torch
 from fsharp.errors import ScheduleError
 from fsharp.functional.comm.agree import agree, gather_bytes
 from fsharp.functional.comm.process_group import ProcessGroupComm
-from fsharp.functional.comm.protocol import Comm, CountingComm, ReduceOp
+from fsharp.functional.comm.protocol import Comm, CountingComm, ReduceOp, innermost
 from fsharp.functional.layout.mesh import Mesh
 from fsharp.functional.layout.sharded import Sharded
 from fsharp.stateful.runtime.arena import Arena
@@ -238,7 +238,7 @@ class Scheduler(Tracer):
         if self._closed is not None:
             return
         self._closed = f"{type(error).__name__}: {error}"
-        comm = _innermost(self.own)
+        comm = innermost(self.own)
         if isinstance(comm, ProcessGroupComm):
             comm.watch.fail(error, self.executor.step or "a call outside of any step")
         if self._step is not None:
@@ -277,7 +277,7 @@ class Scheduler(Tracer):
         """Make, once, what all ranks have to make together."""
         self._refuse()
         if not self._is_connected:
-            comm = _innermost(self.own)
+            comm = innermost(self.own)
             if isinstance(comm, ProcessGroupComm) and not comm.is_native:
                 # Groups are made over the job's store, which knows nothing of ranks that have ended: they are missed here.
                 agree("Scheduler", {"separate_groups": str(self.policy.separate_groups)}, comm)
@@ -387,12 +387,6 @@ class Scheduler(Tracer):
         elif self._running is not None:
             self._check_thread()
         return step
-
-
-def _innermost(comm: Comm) -> Comm:
-    while isinstance(comm, CountingComm):
-        comm = comm.inner
-    return comm
 
 
 def _apart(comm: Comm) -> Comm:

@@ -61,6 +61,16 @@ def test_apply_if_finite_counts_as_optax_does_and_gives_up(strategy, limit):
         assert rows == expected
 
 
+def test_apply_if_finite_takes_large_values_for_finite():
+    def rank_fn(comm):
+        tx = fs.optim.apply_if_finite(fs.optim.trace(0.9), 2)
+        layout, state = start(comm, tx)
+        large = {name: torch.full_like(x, 3e38) for name, x in TREE.items()}  # their sum is infinite
+        return fs.update(tx, fs.shard(large, layout, comm, place="optim"), state, comm=comm).opt.total_notfinite
+
+    assert simulate(fs.Mesh({"dp": 3}), rank_fn) == [0, 0, 0]
+
+
 def test_apply_if_finite_gives_up_on_all_ranks_or_none():
     def rank_fn(comm):
         tx = fs.optim.apply_if_finite(fs.optim.sgd(1.0), 2)
