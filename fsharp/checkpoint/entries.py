@@ -187,15 +187,21 @@ def template_of(tree: Any, has: Callable[[str], bool]) -> Any:
         tree: to load into.
         has: whether a checkpoint has something under a key path.
 
-    Objects whose ``state_dict()`` grows with use, as that of an optimizer does in its first step, have ``state_template(has)``.
+    Parts are in memory that is nobody else's, to be read into. Objects whose ``state_dict()`` grows with use, as that of an
+    optimizer does in its first step, have ``state_template(has)``.
     """
+
+    def own(leaf: Any) -> Any:
+        return leaf.clone() if isinstance(leaf, Part) else leaf
 
     def one(segments: tuple[str, ...], leaf: Any) -> Any:
         if not is_object(leaf):
-            return leaf
+            return own(leaf)
         prefix = ".".join((*segments, ""))
         make = getattr(leaf, "state_template", None)
-        return leaf.state_dict() if make is None else make(lambda name: has(prefix + name))
+        if make is None:
+            return optree.tree_map(own, leaf.state_dict(), is_leaf=is_node)
+        return make(lambda name: has(prefix + name))
 
     leaves = [one(segments, leaf) for segments, _, leaf in leaves_of(tree)]
     return optree.tree_unflatten(optree.tree_structure(tree, is_leaf=is_node), leaves)

@@ -298,7 +298,7 @@ def _prepared(template: Any, manifest: Manifest, stored: Callable[[str], str], d
         elif isinstance(leaf, PerRank):
             made.append(PerRank(optree.tree_map(fresh, leaf.value)))
         elif isinstance(leaf, Part):
-            made.append(Part.of(torch.zeros_like(leaf.local.view(-1)), leaf))  # its module takes a copy
+            made.append(leaf)
         elif isinstance(leaf, torch.Tensor):
             made.append(fresh(leaf))
         else:
