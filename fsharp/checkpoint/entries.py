@@ -116,8 +116,9 @@ class Contents:
         return {"tensors": "\n".join(tensors), "layouts": "\n".join(self.layouts)}
 
     def let_go(self) -> None:
-        """Of the tensors; what is known of them stays."""
-        self.entries = {name: replace(entry, local=entry.local[:0]) for name, entry in self.entries.items()}
+        """Of the tensors, whose memory may be freed; what is known of them stays."""
+        nothing = torch.empty(0)
+        self.entries = {name: replace(entry, local=nothing) for name, entry in self.entries.items()}
 
 
 def contents_of(where: str, tree: Any, comm: Comm) -> Contents:

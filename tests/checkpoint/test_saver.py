@@ -3,7 +3,9 @@
 import subprocess
 import sys
 import threading
+import weakref
 
+import numpy
 import optree
 import pytest
 import torch
@@ -51,6 +53,17 @@ def test_what_changes_after_save_is_not_saved(tmp_path, slow_writes):
     assert found.step == 1
     assert torch.equal(found.tensor("params.w"), TREE["w"])
     assert torch.equal(found.tensor("x"), torch.ones(3))
+
+
+def test_memory_of_what_is_saved_can_be_freed_while_it_is_written(tmp_path, slow_writes):
+    array = numpy.ones(5)
+    memory, state = weakref.ref(array), {"x": torch.from_numpy(array)}
+    with fs.checkpoint.Saver(tmp_path, fs.SingleComm()) as saver:
+        saver.save(state, step=1)
+        del array, state
+        assert memory() is None
+        slow_writes.set()
+    assert torch.equal(fs.checkpoint.latest(tmp_path).tensor("x"), torch.ones(5, dtype=torch.float64))
 
 
 def test_memory_of_copies_is_used_again(tmp_path):
