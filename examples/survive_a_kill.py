@@ -98,6 +98,7 @@ def run(options):
     attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
     fate = random.Random(fs.resilience.fold_in(options.seed, attempt))
     is_killed = attempt < options.kills and comm.rank == fate.randrange(mesh.size)
+    note = Path(f"{options.root}-killed-{attempt}")
     kill_after, seconds = fate.randrange(5), fate.uniform(0.0, 2 * options.step_s)
 
     layout = fs.plan(shapes(), mesh, getattr(fs, options.strategy)("dp"), units="layers.*")
@@ -113,19 +114,23 @@ def run(options):
         kill_step = run.step + kill_after
         for step in run.steps():
             if is_killed and step == kill_step:
-                kill_later(seconds)
+                kill_later(seconds, note)
             indices = sampler.indices(step, rank=comm.rank, num_ranks=mesh.size)
             time.sleep(options.step_s)
             with fs.resilience.seeded(options.seed, step, comm.rank):
                 state, metrics, bad = step_fn(state, {name: x[indices] for name, x in samples.items()})
             state, sampler = run.end_step((state, sampler), nonfinite=bad)
-    if comm.rank == 0:
-        print(f"loss {metrics.loss:.4f}", flush=True)
+            if comm.rank == 0 and run.step == run.total:
+                print(f"loss {metrics.loss:.4f}", flush=True)
     fs.destroy()
 
 
-def kill_later(seconds):
-    timer = threading.Timer(seconds, lambda: os.kill(os.getpid(), signal.SIGKILL))
+def kill_later(seconds, note):
+    def kill():
+        note.touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    timer = threading.Timer(seconds, kill)
     timer.daemon = True  # a run that is over before is not killed
     timer.start()
 
@@ -147,7 +152,8 @@ def main():
             found.append(fs.checkpoint.latest(root / name))
         whole, killed = found
         same = [torch.equal(whole.tensor(name), killed.tensor(name)) for name in whole.names]
-        print(f"{sum(same)} of {len(same)} tensors bitwise equal after {killed.step} steps and {options.kills} kills")
+        kills = len(list(root.glob("killed-killed-*")))
+        print(f"{sum(same)} of {len(same)} tensors bitwise equal after {killed.step} steps and {kills} kills")
         sys.exit(0 if all(same) and whole.names == killed.names and whole.step == killed.step else 1)
 
 

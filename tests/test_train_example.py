@@ -91,11 +91,23 @@ def test_options_that_change_no_more_than_rounding(zero3: dict[str, object], tmp
 
 
 @pytest.mark.deep
-def test_a_run_of_given_time_stops_on_all_ranks(tmp_path: Path) -> None:
-    done = cli(*TINY[2:], "--seconds", "2", "--out", str(tmp_path))
+@pytest.mark.timeout(300)
+def test_a_run_of_given_time_stops_on_all_ranks_and_another_goes_on_with_it(tmp_path: Path) -> None:
+    timed = [*TINY[2:], "--seconds", "2", "--out", str(tmp_path)]
+    done = cli(*timed, "--name", "first")
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout.splitlines()[-1])
     assert result["steps"] >= 10
+    assert json.loads((tmp_path / "first" / "summary.json").read_text()) == result
+
+    done = cli(*timed, "--name", "first", "--resume", str(tmp_path / "nowhere"))
+    assert done.returncode
+    assert "there is no checkpoint in" in done.stderr
+    assert fs.checkpoint.latest(tmp_path / "first" / "checkpoints").step == result["steps"]
+
+    done = cli(*timed, "--name", "second", "--resume", str(tmp_path / "first"), "--strategy", "zero1")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout.splitlines()[-1])["steps"] > result["steps"]
 
 
 @pytest.mark.timeout(300)

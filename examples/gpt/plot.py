@@ -15,7 +15,7 @@ def plot(folder: Path, *, title: str, bigram: float) -> None:
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     train = [(row["step"], row["bits_per_byte"]) for row in rows if row["kind"] == "train"]
     evals = [(row["step"], row["bits_per_byte"]) for row in rows if row["kind"] == "eval"]
-    steps, bits = zip(*train, strict=True)
+    steps, bits = zip(*(train or evals[-1:]), strict=True)  # a run that has gone on with a complete one has made no step
     figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
     axes.plot(steps, bits, color="tab:blue", alpha=0.25, linewidth=0.8)
     axes.plot(steps, running_mean(bits, decay=0.9), color="tab:blue", label="training (running mean)")

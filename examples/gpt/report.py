@@ -1,4 +1,4 @@
-"""What a run shows and writes: a live line on a terminal, plain lines elsewhere, metrics.jsonl and loss.png."""
+"""What a run shows and writes: a live line on a terminal, plain lines elsewhere, metrics.jsonl, summary.json and loss.png."""
 
 import json
 import time
@@ -9,6 +9,7 @@ from typing import Any, TextIO
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
+SUMMARY = "summary.json"
 _PLAIN_EVERY = 5.0
 """Seconds between lines where there is no terminal."""
 
@@ -80,8 +81,9 @@ class Report:
         self.say(f"step {step}  held-out files: {bits:.3f} bits/byte over {num_bytes:,} bytes")
 
     def summary(self, row: dict[str, Any]) -> None:
-        """The last line of the output. Not through the console, which would wrap it."""
+        """The last line of the output, not through the console, which would wrap it; and the last of the run's files."""
         if self._active:
+            (self._folder / SUMMARY).write_text(json.dumps(row) + "\n")
             print(json.dumps(row), flush=True)
 
     def _write(self, row: dict[str, Any]) -> None:

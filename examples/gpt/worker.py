@@ -18,7 +18,7 @@ from examples.gpt.evaluate import bigram_bits_per_byte, bits_per_byte
 from examples.gpt.options import Options, parse
 from examples.gpt.plot import plot
 from examples.gpt.recipe import batch_of, build_step, layout_of, learning_rate, optimizer, predicted_bytes
-from examples.gpt.report import Report
+from examples.gpt.report import SUMMARY, Report
 from examples.gpt.sample import generate
 from examples.launch import leave
 
@@ -99,12 +99,15 @@ def train(
     """
     total = options.steps or max(options.warmup, _REPLAN_EVERY)  # replanned before a run of given time gets there
     root, tokens = options.folder / "checkpoints", options.batch * options.context
-    if comm.rank == 0:
-        forget_if_complete(root)
+    other = options.resume and options.resume / "checkpoints"
+    if comm.rank == 0 and (other is None or (other.resolve() != root.resolve() and fs.checkpoint.latest(other))):
+        forget_if_complete(options.folder)
     with fs.resilience.Run(
         root, comm=comm, total=total, save_every=options.save_every, config=config_of(options), signals=_SIGNALS
     ) as run:
-        state, known, planned = run.resume((state, 0.0, total), other=options.resume and options.resume / "checkpoints")
+        state, known, planned = run.resume((state, 0.0, total), other=other)
+        if other and run.step == planned:
+            planned += _REPLAN_EVERY  # of a run that was complete
         run.total, elapsed = options.steps or planned, known
         if run.step:
             report.say(f"goes on after {run.step} steps")
@@ -136,11 +139,11 @@ def train(
     return state, elapsed
 
 
-def forget_if_complete(root: Path) -> None:
-    """Remove the checkpoints of a run that has made all its steps: the next one of its name starts anew."""
-    found = fs.checkpoint.latest(root)
-    if found is not None and found.step == found.manifest.values["tree.2"]:
-        shutil.rmtree(root)
+def forget_if_complete(folder: Path) -> None:
+    """Remove the checkpoints of a run that has come to its report: the next one of its name starts anew."""
+    if (folder / SUMMARY).exists():
+        shutil.rmtree(folder / "checkpoints", ignore_errors=True)
+        (folder / SUMMARY).unlink()
 
 
 def config_of(options: Options) -> dict[str, Any]:

@@ -73,8 +73,14 @@ class Checkpoint:
         read_needs(self.path, self.manifest, [Need(name, 0, record.numel, whole.view(-1))])
         return whole
 
+    def __fspath__(self) -> str:
+        return self.path
+
     def __repr__(self) -> str:
-        return f"Checkpoint({self.path!r}, step {self.step}, {len(self.names)} tensors, {self.manifest.nbytes:,} bytes)"
+        try:
+            return f"Checkpoint({self.path!r}, step {self.step}, {len(self.names)} tensors, {self.manifest.nbytes:,} bytes)"
+        except CheckpointError:
+            return f"Checkpoint({self.path!r}, which is not complete any more)"
 
 
 def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
@@ -111,7 +117,9 @@ def _manifest_in(storage: Storage, folder: str) -> Manifest:
     except FileNotFoundError as error:
         if huggingface.is_folder(storage.names(folder)):
             return huggingface.manifest_of(storage, folder)
-        raise CheckpointError(f"{folder}: there is no checkpoint here.") from error
+        below = [f"{folder}/{name}" for name in newest_first(storage, folder)[:1]]
+        hint = "".join(f" There are some in it, such as {path}." for path in below)
+        raise CheckpointError(f"{folder}: there is no checkpoint here.{hint}") from error
     return Manifest.from_json(where, data)
 
 
@@ -201,12 +209,11 @@ def prune(root: str | os.PathLike[str], *, keep: int, best: int = 0) -> list[str
         best: how many of those with the lowest ``metric`` stay besides.
 
     Raises:
-        CheckpointError: ``keep`` is less than 1.
+        CheckpointError: ``keep`` is less than 1, or ``best`` than 0.
 
     What is incomplete does not count and is left alone.
     """
-    if keep < 1:
-        raise CheckpointError(f"prune(): keep is {keep}, expected at least 1: the only checkpoint is never removed.")
+    check_kept("prune()", keep, best)
     found = checkpoints(root)
     rated = [each for each in found if each.manifest.metric is not None and each.manifest.metric == each.manifest.metric]
     stay = {each.path for each in (*found[:keep], *sorted(rated, key=_metric)[:best])}
@@ -214,6 +221,14 @@ def prune(root: str | os.PathLike[str], *, keep: int, best: int = 0) -> list[str
     for path in gone:
         storage_of(path).remove(path)
     return gone
+
+
+def check_kept(where: str, keep: int, best: int) -> None:
+    """Refuse what would leave no checkpoint."""
+    if keep < 1 or best < 0:
+        raise CheckpointError(
+            f"{where}: keep is {keep}, expected at least 1: the only checkpoint is never removed; best is {best}, at least 0."
+        )
 
 
 def _metric(found: Checkpoint) -> float:

@@ -11,7 +11,7 @@ import optree
 import torch
 
 from fsharp.checkpoint.catalog import Checkpoint, folder_name, open_checkpoint
-from fsharp.checkpoint.entries import Contents, Entry, Piece, Value
+from fsharp.checkpoint.entries import Contents, Entry, Piece, Value, renamed
 from fsharp.checkpoint.exporting import names_below, new_folder
 from fsharp.checkpoint.manifest import plain_file_name
 from fsharp.checkpoint.reading import Need, read_needs
@@ -42,7 +42,7 @@ _CLASSES = {
 
 
 def to_dcp(
-    checkpoint: str | os.PathLike[str] | Checkpoint,
+    checkpoint: str | os.PathLike[str],
     folder: str | os.PathLike[str],
     *,
     subtree: str = "",
@@ -56,7 +56,8 @@ def to_dcp(
         subtree: what to write; all by default.
         rename: the key in DCP of a name below ``subtree``: ``lambda name: f"model.{name}"``.
 
-    Tied leaves are written under each of their names; numbers and texts as objects, as DCP writes those of a ``state_dict``.
+    One process does this, without a process group. Tied leaves are written under each of their names; numbers and texts as
+    objects, as DCP writes those of a ``state_dict``.
 
     Raises:
         CheckpointError: the folder is there already or is a URL, there is nothing to write, two tensors have the same name, or
@@ -67,13 +68,13 @@ def to_dcp(
     """
     from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
-    found = checkpoint if isinstance(checkpoint, Checkpoint) else open_checkpoint(checkpoint)
+    found = open_checkpoint(checkpoint)
     if "://" in os.fspath(folder):
         raise CheckpointError(f"to_dcp(): {folder} is a URL, expected a path.")
     prefix = f"{subtree}." if subtree else ""
     names = names_below("to_dcp()", found, subtree, rename, aliases=True)
     values = {name[len(prefix) :]: value for name, value in found.manifest.values.items() if name.startswith(prefix)}
-    values = {rename(name) if rename else name: value for name, value in values.items()}
+    values = {renamed("to_dcp()", name, rename): value for name, value in values.items()}
     if twice := names.keys() & values.keys():
         raise CheckpointError(f"to_dcp(): a tensor and a value would both have the name {min(twice)!r}.")
     planner = _planner(found, names, values)
@@ -147,7 +148,7 @@ def from_dcp(
     """A checkpoint under ``root`` with what a checkpoint of torch.distributed.checkpoint has in it; load that.
 
     Names are DCP's keys, such as ``model.layers.0.weight``. Numbers, texts and booleans become values; those in lists and
-    tuples have their place in the list as the end of their name.
+    tuples have their place in the list as the end of their name. One process does this, without a process group.
 
     The metadata is read by an unpickler that knows DCP's own classes and no others, and tensors and objects by
     ``torch.load(weights_only=True)``: nothing in the folder is run.

@@ -17,7 +17,7 @@ from fsharp.functional.layout.precision import dtype_name
 
 
 def export_safetensors(
-    checkpoint: str | os.PathLike[str] | Checkpoint,
+    checkpoint: str | os.PathLike[str],
     folder: str | os.PathLike[str],
     *,
     subtree: str = "",
@@ -47,7 +47,7 @@ def export_safetensors(
     Source: https://huggingface.co/docs/safetensors
     """
     where = "export_safetensors()"
-    found = checkpoint if isinstance(checkpoint, Checkpoint) else open_checkpoint(checkpoint)
+    found = open_checkpoint(checkpoint)
     names = names_below(where, found, subtree, rename, aliases=False)
     if dtype is not None and not dtype.is_floating_point:
         raise CheckpointError(f"{where}: dtype is {dtype_name(dtype)}, expected one of floating point, or None.")

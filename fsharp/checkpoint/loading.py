@@ -39,7 +39,7 @@ _SHOWN = 12
 
 
 def load(
-    where: str | os.PathLike[str] | Checkpoint,
+    where: str | os.PathLike[str],
     like: Any,
     *,
     comm: Comm,
@@ -89,7 +89,7 @@ def load(
     Cost: a rank reads what it holds, rounded to blocks of 4 KiB, and headers, and compares it with digests; two collectives of
     40 bytes for each axis, and two for the path. Memory: what is loaded and ``buffer_nbytes``.
     """
-    given = full_path(where.path if isinstance(where, Checkpoint) else where)
+    given = full_path(where)
     path = _chosen(given, comm)
 
     def read(found: Checkpoint, needs: list[Need]) -> None:
@@ -142,7 +142,8 @@ def load_by(
     prefix = f"{subtree}." if subtree else ""
 
     def stored(name: str) -> str:
-        return prefix + renamed("load()", name, rename)
+        below = renamed("load()", name, rename)
+        return prefix + below if below else subtree  # a subtree may be a leaf
 
     def check() -> tuple[Checkpoint, Any, Contents, dict[str, str]]:
         found = opened()

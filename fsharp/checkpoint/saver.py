@@ -11,11 +11,11 @@ from typing import Any, Self
 
 import torch
 
-from fsharp.checkpoint.catalog import Checkpoint, folder_name, prune, remove_incomplete
+from fsharp.checkpoint.catalog import Checkpoint, check_kept, folder_name, prune, remove_incomplete
 from fsharp.checkpoint.saving import Snapshot, agreed_snapshot, told, write_snapshot
 from fsharp.checkpoint.storage import full_path, storage_of
 from fsharp.errors import CheckpointError
-from fsharp.functional.comm.agree import together
+from fsharp.functional.comm.agree import largest, together
 from fsharp.functional.comm.process_group import ProcessGroupComm
 from fsharp.functional.comm.protocol import Comm, innermost
 from fsharp.functional.comm.worker_threads import Outcome, Worker
@@ -70,9 +70,7 @@ class Background:
     def _is_any_busy(self) -> bool:
         """Whether the one before is still under way on some rank; the same on all."""
         busy = torch.tensor([self.is_busy], dtype=torch.uint8, device=self._comm.device)
-        for axis, size in self._comm.mesh.axes:
-            busy = self._comm.all_reduce(busy, axis, op="max", label=f"{self._name}_if_idle") if size > 1 else busy
-        return bool(busy.item())
+        return bool(largest(busy, self._comm, label=f"{self._name}_if_idle").item())
 
     def check(self) -> None:
         """Raise what the one before has failed with, if it has. Cost: none."""
@@ -119,7 +117,7 @@ class Saver(Background):
     ::
 
         with fs.checkpoint.Saver("runs/a", comm, keep=3) as saver:
-            for step, batch in enumerate(data):
+            for step, batch in enumerate(data, 1):
                 state, metrics = train_step(state, batch)
                 if step % 100 == 0:
                     saver.save(state, step=step)  # goes on once values are copied to host memory
@@ -139,8 +137,8 @@ class Saver(Background):
         background: False writes before :meth:`save` returns. So does a Comm that has no process groups, as simulated ranks.
 
     Raises:
-        CheckpointError: ``keep`` is less than 1, nothing can be written into the folder, or another Saver of this process is
-            still writing into it. On all ranks.
+        CheckpointError: ``keep`` is less than 1 or ``best`` than 0, nothing can be written into the folder, or another Saver
+            of this process is still writing into it. On all ranks.
     """
 
     def __init__(
@@ -156,8 +154,7 @@ class Saver(Background):
         self._root, self._keep, self._best, self._config = full_path(root), keep, best, config
 
         def check() -> None:
-            if keep < 1:
-                raise CheckpointError(f"Saver(): keep is {keep}, expected at least 1.")
+            check_kept("Saver()", keep, best)
             if other := next((each for each in _busy if isinstance(each, Saver) and each._root == self._root), None):
                 raise CheckpointError(f"Saver(): another Saver is still writing into {other._root}: close() that one first.")
             if comm.rank == 0:

@@ -8,6 +8,7 @@ import torch
 from torch._C import _functorch
 
 from fsharp.errors import LayoutError, LossError, problem
+from fsharp.functional.comm.agree import largest
 from fsharp.functional.comm.protocol import Comm
 from fsharp.functional.layout.sharded import Sharded, units_of
 from fsharp.functional.layout.unit_layout import UnitLayout
@@ -166,10 +167,7 @@ def _batch_size(leaves: list[Any]) -> int:
 
 
 def _num_passes(own: int, comm: Comm) -> int:
-    count = torch.tensor(max(own, 1), device=comm.device)
-    for axis, n in comm.mesh.axes:
-        if n > 1:
-            count = comm.all_reduce(count, axis, op="max", label="passes of per_sample_norms")
+    count = largest(torch.tensor(max(own, 1), device=comm.device), comm, label="passes of per_sample_norms")
     return int(count)
 
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fsharp.checkpoint.entries import PerRank, expanded, leaves_of
-from fsharp.functional.comm.agree import exchange
+from fsharp.functional.comm.agree import exchange, largest
 from fsharp.functional.comm.protocol import Comm, Labelled
 from fsharp.functional.layout.paths import join
 from fsharp.functional.layout.sharded import Sharded, is_sharded
@@ -72,10 +72,7 @@ def find_nonfinite(loss: Any, tree: Any, *, comm: Comm) -> NonFinite | None:
     bad = [_is_bad(x) for x in [*losses, *sums]]
     flag = torch.stack([x.to(comm.device) for x in bad]).any().float().view(1) if bad else torch.zeros(1, device=comm.device)
     named = Labelled(comm, "whether all is finite: ")
-    for axis, size in comm.mesh.axes:
-        if size > 1:
-            flag = named.all_reduce(flag, axis, op="max")
-    if not flag.item():
+    if not largest(flag, named).item():
         return None
     firsts = ((i, *found) for i, (path, held) in enumerate(pieces) if (found := _first(path, held, comm.rank)))
     mine: list[Any] = [any(bool(_is_bad(x)) for x in losses), next(firsts, None)]

@@ -9,6 +9,7 @@ from typing import Any, Self
 import torch
 
 from fsharp.errors import RunError
+from fsharp.functional.comm.agree import largest
 from fsharp.functional.comm.protocol import Comm, Labelled
 
 EXIT_PREEMPTED = os.EX_TEMPFAIL
@@ -29,7 +30,8 @@ class Preemption:
                     sys.exit(fs.resilience.EXIT_PREEMPTED)
 
     Within the context these signals are noted and do nothing else; after it they do what they did before. torchrun gives its
-    processes 30 seconds after SIGTERM, Slurm as many as ``KillWait`` says.
+    processes 30 seconds after SIGTERM, Slurm as many as ``KillWait`` says. torchrun itself exits with 1, whatever its processes
+    have exited with; where only some of these get the signal, and it has restarts left, it starts all of them again at once.
 
     Args:
         comm: the ranks.
@@ -64,11 +66,7 @@ class Preemption:
         if step % self.every:
             return False
         flag = torch.tensor([0.0 if self.received is None else 1.0], device=self.comm.device)
-        comm = Labelled(self.comm, f"whether to stop after step {step}:")
-        for axis, size in comm.mesh.axes:
-            if size > 1:
-                flag = comm.all_reduce(flag, axis, op="max")
-        return bool(flag.item())
+        return bool(largest(flag, Labelled(self.comm, f"whether to stop after step {step}:")).item())
 
     def notice(self, number: int = signal.SIGTERM) -> None:
         """Do as if this process had got a signal: for those that come by other means, such as a cloud's metadata server."""

@@ -11,8 +11,9 @@ from types import TracebackType
 from typing import Any, Literal, NoReturn, Self
 
 from fsharp.checkpoint import Checkpoint, Saver, latest, load, open_checkpoint
+from fsharp.checkpoint.manifest import as_json
 from fsharp.errors import NonFiniteError, RunError
-from fsharp.functional.comm.agree import agree, exchange
+from fsharp.functional.comm.agree import agree, exchange, together
 from fsharp.functional.comm.process_group import ProcessGroupComm
 from fsharp.functional.comm.protocol import Comm, Engine, Labelled, innermost
 from fsharp.resilience.failures import reported_failures
@@ -47,13 +48,13 @@ class Run:
 
     Ranks first make sure that they were started alike (:func:`agree_at_start`). An error on one of them is heard of by all
     and printed once (:func:`reported_failures`). After SIGTERM all ranks save at the end of the step, and exit with
-    :data:`EXIT_PREEMPTED` (:class:`Preemption`). Slow ranks are named (:class:`StragglerDetector`). Ranks that leave the
-    loop after different steps raise an error that has the steps of each.
+    :data:`EXIT_PREEMPTED` (:class:`Preemption`, which says what torchrun makes of that). Slow ranks are named
+    (:class:`StragglerDetector`). Ranks that leave the loop after different steps raise an error that has the steps of each.
 
     Args:
         root: folder of the run's checkpoints, which hold what :meth:`resume` takes under the name ``tree``.
         comm: the ranks: what a scheduler is made of, and not the scheduler. Over NCCL stragglers are not looked for.
-        total: steps; ``run.total`` may be set between two steps, alike on all ranks.
+        total: steps; ``run.total`` may be set before :meth:`end_step`, alike on all ranks: after the last one it saves.
         save_every: steps between two checkpoints. The last step is saved as well.
         keep: how many checkpoints are kept.
         config: what decides the run, in what JSON has. Ranks that differ in it raise an error; a run that goes on with another
@@ -63,8 +64,8 @@ class Run:
         max_nonfinite: how many such steps are left out: in succession with ``"skip"``, and ever with ``"roll back"``.
         save_nonfinite: save trees that hold an infinity or NaN. Else that is an error, and the checkpoint before stays.
         signals: after which to save and exit.
-        agree_every: steps between two exchanges of whether a signal has come, and a tenth of those between exchanges of how
-            long steps take.
+        agree_every: steps between two exchanges of whether a signal has come. How long steps take is exchanged a tenth as
+            often.
         background: write checkpoints while training goes on.
 
     Attributes:
@@ -105,7 +106,11 @@ class Run:
             raise RunError(f"Run(): on_nonfinite is {on_nonfinite!r}, expected one of {', '.join(map(repr, _POLICIES))}.")
         self.root, self.comm, self.total, self.save_every = os.fspath(root), comm, total, save_every
         self.on_nonfinite, self.max_nonfinite, self.save_nonfinite = on_nonfinite, max_nonfinite, save_nonfinite
-        self.config, self.files, self._keep, self._background = dict(config or {}), files, keep, background
+        try:
+            self.config = as_json(dict(config or {}))
+        except (TypeError, ValueError, RecursionError) as error:
+            raise RunError(f"Run(): config is nothing that JSON can say: {error}.") from error
+        self.files, self._keep, self._background = files, keep, background
         self.preemption = Preemption(comm, signals=signals, every=agree_every)
         found = innermost(comm)
         is_native = isinstance(found, ProcessGroupComm) and found.is_native
@@ -126,7 +131,7 @@ class Run:
                 "save_nonfinite": self.save_nonfinite,
                 "agree_every": self.preemption.every,
             }
-            agree_at_start({"run": arguments, **self.config}, comm=self.comm, files=self.files)
+            agree_at_start({"Run()": arguments, **self.config}, comm=self.comm, files=self.files)
             stack.enter_context(self.preemption)
             saver = Saver(self.root, self.comm, keep=self._keep, config=self.config, background=self._background)
             self._saver = stack.enter_context(saver)
@@ -138,6 +143,8 @@ class Run:
         if error is not None:
             self._stack.__exit__(kind, error, trace)
             return
+        if self._saved != self.step and self.comm.rank == 0:
+            _log.warning("the run ends after %d of %d steps; %s", self.step, self.total, self._newest_is())
         with self._stack:
             agree("Run", {}, Labelled(self.comm, f"the end of the run, after {self.step} of {self.total} steps: "))
 
@@ -151,6 +158,7 @@ class Run:
                 strategy and number of ranks.
 
         Raises:
+            RunError: there is no checkpoint in ``other``.
             AgreementError: ranks with different trees.
             TreeError: a checkpoint of another tree.
             CheckpointError: a checkpoint that is damaged.
@@ -159,17 +167,19 @@ class Run:
         """
         agree_at_start(self.config, tree, comm=self.comm)
         self._is_resumed = True
-        found = self._newest(self.root)
+        own = self._newest(self.root)
+        found = own if own is not None or other is None else self._newest(os.fspath(other))
         if found is None and other is not None:
-            found = self._newest(os.fspath(other))
-            if found is None:
-                raise RunError(f"Run.resume(): there is no checkpoint in {os.fspath(other)!r} to go on with.")
+            raise RunError(f"Run.resume(): there is no checkpoint in {os.fspath(other)!r} to go on with.")
         if found is not None:
             tree = self._load(found, tree)
+            _log.info("the run goes on after step %d with %s", found.step, found.path)
             for line in _changes(found.config, self.config) if self.comm.rank == 0 else ():
                 _log.warning("the run goes on after step %d with another config: %s", found.step, line)
-        elif self.on_nonfinite == "roll back":
-            self._save(tree)
+        if own is None:
+            self._saved = -1
+            if self.on_nonfinite == "roll back":
+                self._save(tree)
         return tree
 
     def steps(self) -> Iterator[int]:
@@ -179,9 +189,6 @@ class Run:
         if self.stragglers is not None:
             self.stragglers.start()
         while self.step < self.total:
-            if self.step in self.skipped:
-                self.step += 1
-                continue
             self._in_step = True
             yield self.step
             if self._in_step:
@@ -207,21 +214,26 @@ class Run:
         self._in_row = 0 if nonfinite is None else self._in_row + 1
         if nonfinite is not None:
             self._check_left_out(nonfinite)
-            if self.on_nonfinite == "roll back":
-                return self._rolled_back(tree)
-        self.step += 1
+        if nonfinite is not None and self.on_nonfinite == "roll back":
+            tree = self._rolled_back(tree)
+            before = self.step
+        else:
+            before = self.step
+            self.step += 1
+        while self.step in self.skipped:
+            self.step += 1
         if self.stragglers is not None:
             self.stragglers.end_step(self.step)
         self._saver.check()
-        is_last = self.preemption.agreed(self.step)
-        if is_last or self.step == self.total or self.step % self.save_every == 0:
+        is_preempted = self.preemption.agreed(self.step)
+        if is_preempted or self.step >= self.total or self.step // self.save_every > before // self.save_every:
             self._save(tree)
-        if is_last:
+        if is_preempted:
             self._leave()
         return tree
 
     def check(self, tree: Any) -> None:
-        """Exit if a signal has come, as :meth:`end_step` does: in an evaluation, or before the first step.
+        """Exit if a signal has come, as :meth:`end_step` does: in an evaluation, or between :meth:`resume` and the first step.
 
         Every rank has to call it alike.
 
@@ -230,7 +242,10 @@ class Run:
 
         Raises:
             SystemExit: a signal has come to some rank.
+            RunError: before :meth:`resume`.
         """
+        if not self._is_resumed:
+            raise RunError("Run.check(): call resume(tree) first: what is there before is not what the run has come to.")
         if self.preemption.agreed():
             self._save(tree)
             self._leave()
@@ -258,7 +273,7 @@ class Run:
 
     def _newest(self, root: str) -> Checkpoint | None:
         """What rank 0 takes for the newest checkpoint: folders on a network may look different elsewhere."""
-        found = latest(root) if self.comm.rank == 0 else None
+        found = together("Run", self.comm, lambda: latest(root) if self.comm.rank == 0 else None)
         path = exchange(found.path if found is not None else "", self.comm)[0]
         return open_checkpoint(path) if path else None
 
@@ -273,13 +288,16 @@ class Run:
             return
         bad = None if self.save_nonfinite else find_nonfinite(None, tree, comm=self.comm)
         if bad is not None:
-            newest = f"The newest checkpoint is that of step {self._saved}. " if self._saved >= 0 else ""
             raise NonFiniteError(
-                f"Run: the tree after {self.step} steps is not saved: {bad}. {newest}Leave out updates that find_nonfinite() "
-                "refuses. If the tree is meant to be so, as with a mask of -inf, pass Run(save_nonfinite=True)."
+                f"Run: the tree after {self.step} steps is not saved: {bad}; {self._newest_is()}. Leave out updates "
+                "that find_nonfinite() refuses. If the tree is meant to be so, as with a mask of -inf, pass "
+                "Run(save_nonfinite=True)."
             )
         self._saver.save({"run": {"skipped": json.dumps(self.skipped)}, "tree": tree}, step=self.step)
         self._saved = self.step
+
+    def _newest_is(self) -> str:
+        return f"the newest checkpoint is that of step {self._saved}" if self._saved >= 0 else "there is no checkpoint"
 
     def _leave(self) -> NoReturn:
         self._saver.wait()
@@ -291,8 +309,5 @@ class Run:
 def _changes(before: Any, now: Mapping[str, Any]) -> list[str]:
     before = before or {}
     missing = "(absent)"
-    return [
-        f"{name} was {before.get(name, missing)!r} and is {now.get(name, missing)!r}"
-        for name in sorted(before.keys() | now.keys())
-        if before.get(name, missing) != json.loads(json.dumps(now.get(name, missing)))
-    ]
+    texts = {name: [json.dumps(each.get(name, missing), sort_keys=True) for each in (before, now)] for name in before | now}
+    return [f"{name} was {was} and is {is_now}" for name, (was, is_now) in sorted(texts.items()) if was != is_now]

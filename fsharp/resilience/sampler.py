@@ -70,7 +70,10 @@ class IndexSampler:
         return self._between(first, first + size + (rank < more))
 
     def batches(self, start: int = 0, *, rank: int = 0, num_ranks: int = 1) -> Iterator[list[int]]:
-        """A rank's indices of step ``start`` and all after it: a ``batch_sampler`` for a ``DataLoader``. It never ends."""
+        """A rank's indices of step ``start`` and all after it: a ``batch_sampler`` for a ``DataLoader``. It never ends.
+
+        It knows nothing of steps that a Run goes back to or leaves out: make another one after ``"roll back"``.
+        """
         step = start
         while True:
             yield self.indices(step, rank=rank, num_ranks=num_ranks).tolist()

@@ -120,6 +120,19 @@ def test_a_checkpoint_may_be_moved(tmp_path):
     assert fs.checkpoint.load(tmp_path / "elsewhere", {"x": torch.zeros(5000)}, comm=COMM)["x"][0] == 1
 
 
+def test_a_checkpoint_is_a_path(tmp_path):
+    found = save(tmp_path, 1)
+    assert fs.checkpoint.verify(found).step == 1
+    fs.checkpoint.export_safetensors(found, tmp_path / "out")
+    with pytest.raises(CheckpointError, match=rf"there is no checkpoint here\. There are some in it, such as {found.path}\."):
+        fs.checkpoint.verify(tmp_path)
+    shutil.rmtree(found)
+    assert repr(fs.checkpoint.Checkpoint(found.path)) == f"Checkpoint({found.path!r}, which is not complete any more)"
+    for keep, best in ((0, 0), (1, -1)):
+        with pytest.raises(CheckpointError, match=rf"prune\(\): keep is {keep}, .* best is {best}"):
+            fs.checkpoint.prune(tmp_path, keep=keep, best=best)
+
+
 def test_an_object_store_has_a_manifest_last(tmp_path):
     import fsspec
 

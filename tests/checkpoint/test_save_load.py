@@ -375,6 +375,13 @@ def test_a_part_of_a_checkpoint(tmp_path):
     assert torch.equal(fs.full(got, comm=comm)["embed"], tree["embed"].bfloat16().float())
 
 
+def test_a_leaf_of_a_checkpoint(tmp_path):
+    comm = fs.SingleComm()
+    fs.checkpoint.save(tmp_path, {"a": {"b": torch.arange(3.0)}, "n": 4}, step=0, comm=comm)
+    assert torch.equal(fs.checkpoint.load(tmp_path, torch.empty(3), comm=comm, subtree="a.b"), torch.arange(3.0))
+    assert fs.checkpoint.load(tmp_path, 0, comm=comm, subtree="n") == 4
+
+
 def test_a_diff_fits_on_a_screen(tmp_path):
     comm = fs.SingleComm()
 

@@ -188,8 +188,32 @@ def test_roll_back_gives_up_after_so_many(tmp_path):
         simulate(DP2, lambda comm: train(comm, tmp_path, nan_on=nan_on, on_nonfinite="roll back", max_nonfinite=2))
 
 
+@pytest.mark.parametrize("bad", [3, 4, 7, 8])
+def test_a_step_that_is_left_out_takes_no_checkpoint_with_it(tmp_path, bad):
+    def rank_fn(comm):
+        run, state, _ = train(comm, tmp_path, nan_on={(bad, 1)}, on_nonfinite="roll back", keep=9)
+        again, loaded, done = train(comm, tmp_path, on_nonfinite="roll back")
+        return run.step, again.step, done, same(values(state), values(loaded))
+
+    assert simulate(DP2, rank_fn) == [(9, 9, [], True)] * 2
+    assert [c.step for c in fs.checkpoint.checkpoints(tmp_path)] == [9, 8, 4, 0]
+
+
+def test_roll_back_to_where_another_run_was(tmp_path):
+    def rank_fn(comm):
+        train(comm, tmp_path / "a", total=5)
+        with Run(tmp_path / "b", comm=comm, total=9, save_every=9, signals=(), on_nonfinite="roll back") as run:
+            tree = run.resume((make_state(comm), IndexSampler(len(X), 8, seed=3)), other=tmp_path / "a")
+            before = values(tree[0])
+            assert next(run.steps()) == 5
+            tree = run.end_step(tree, nonfinite=NonFinite((0,), None, ()))
+            return run.step, run.skipped, same(values(tree[0]), before)
+
+    assert simulate(DP2, rank_fn) == [(6, [5], True)] * 2
+
+
 def test_a_tree_that_is_not_finite_is_not_saved_unless_that_is_wanted(tmp_path):
-    with pytest.raises(NonFiniteError, match=r"after 8 steps is not saved: '0\.params\.a\.b'.*The newest .* of step 4"):
+    with pytest.raises(NonFiniteError, match=r"after 8 steps is not saved: '0\.params\.a\.b'.*the newest .* of step 4"):
         simulate(DP2, lambda comm: train(comm, tmp_path / "a", nan_on={(5, 0)}, always=True))
     assert fs.checkpoint.latest(tmp_path / "a").step == 4
     simulate(DP2, lambda comm: train(comm, tmp_path / "b", nan_on={(5, 0)}, always=True, save_nonfinite=True))
@@ -205,9 +229,9 @@ def test_ranks_that_leave_after_different_steps_hear_of_it(tmp_path):
     ("odd", "field"),
     [
         ({"config": {"lr": 2}}, r"config\.lr"),
-        ({"total": 8}, r"config\.run\.total"),
-        ({"save_every": 3}, r"config\.run\.save_every"),
-        ({"on_nonfinite": "skip"}, r"config\.run\.on_nonfinite"),
+        ({"total": 8}, r"config\.Run\(\)\.total"),
+        ({"save_every": 3}, r"config\.Run\(\)\.save_every"),
+        ({"on_nonfinite": "skip"}, r"config\.Run\(\)\.on_nonfinite"),
     ],
 )
 def test_ranks_that_were_started_differently(tmp_path, odd, field):
@@ -219,16 +243,20 @@ def test_ranks_that_were_started_differently(tmp_path, odd, field):
 
 
 def test_another_root_on_one_rank(tmp_path):
-    with pytest.raises(AgreementError, match=r"config\.run\.root"):
+    with pytest.raises(AgreementError, match=r"config\.Run\(\)\.root"):
         simulate(DP2, lambda comm: train(comm, tmp_path / str(comm.rank)))
 
 
 def test_another_config_than_before_is_logged_and_another_tree_refused(tmp_path, caplog):
     comm = fs.SingleComm()
-    train(comm, tmp_path, until=5, config={"lr": 1, "same": [1, (2, 3)]})
+    train(comm, tmp_path, until=5, config={"lr": 1, "same": [1, (2, 3)], 7: math.nan})
     with caplog.at_level(logging.WARNING, "fsharp"):
-        train(comm, tmp_path, until=6, config={"lr": 2, "same": [1, (2, 3)]})
-    assert [r.getMessage() for r in caplog.records] == ["the run goes on after step 4 with another config: lr was 1 and is 2"]
+        train(comm, tmp_path, until=6, config={"lr": 2, "same": [1, (2, 3)], 7: math.nan})
+    assert [r.getMessage() for r in caplog.records] == [
+        "the run ends after 5 of 9 steps; the newest checkpoint is that of step 4",
+        "the run goes on after step 4 with another config: lr was 1 and is 2",
+        "the run ends after 6 of 9 steps; the newest checkpoint is that of step 4",
+    ]
     with (
         pytest.raises(TreeError, match="is not of this tree"),
         Run(tmp_path, comm=comm, total=9, save_every=4, signals=()) as run,
@@ -240,6 +268,10 @@ def test_calls_in_another_order(tmp_path):
     with Run(tmp_path, comm=fs.SingleComm(), total=3, save_every=1, signals=()) as run:
         with pytest.raises(RunError, match=r"call resume\(tree\) first"):
             next(run.steps())
+        run.preemption.notice()
+        with pytest.raises(RunError, match=r"call resume\(tree\) first"):
+            run.check({"x": torch.zeros(2)})
+        run.preemption.received = None
         run.resume({"x": torch.ones(2)})
         with pytest.raises(RunError, match="no step is under way"):
             run.end_step({})
@@ -255,6 +287,7 @@ def test_calls_in_another_order(tmp_path):
         ({"on_nonfinite": "ignore"}, "on_nonfinite is 'ignore', expected one of 'raise', 'skip', 'roll back'"),
         ({"max_nonfinite": True}, "max_nonfinite is True"),
         ({"agree_every": -1}, "every is -1"),
+        ({"config": {"x": torch.ones(2)}}, "config is nothing that JSON can say"),
         ({"comm": fs.Scheduler(fs.SingleComm())}, "comm is a Scheduler; pass what that was made of"),
     ],
 )

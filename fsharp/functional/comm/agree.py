@@ -32,6 +32,14 @@ def exchange(text: str, comm: Comm) -> list[str]:
     return [each[:length].decode() for each, length in zip(bodies, lengths, strict=True)]
 
 
+def largest(x: torch.Tensor, comm: Comm, *, label: str = "") -> torch.Tensor:
+    """The largest that any rank has, element by element. One collective for each axis."""
+    for axis, size in comm.mesh.axes:
+        if size > 1:
+            x = comm.all_reduce(x, axis, op="max", label=label)
+    return x
+
+
 def agree(where: str, fields: Mapping[str, str], comm: Comm, *, failure: str | None = None) -> None:
     """Raise the same error on every rank if a field differs between ranks, or if one of them failed.
 

@@ -102,8 +102,8 @@ def nothing_matches(where: str, pattern: str, paths: Sequence[str]) -> PatternEr
     return PatternError(
         problem(
             where,
-            f"the pattern {pattern!r} matches nothing in the tree.",
-            [("closest", ", ".join(near) or "the tree is empty")],
+            f"the pattern {pattern!r} matches nothing.",
+            [("closest", ", ".join(near) or "there are none")],
             "'*' stands for one key, '**' for any number of them.",
         )
     )

@@ -8,6 +8,7 @@ import optree
 import torch
 
 from fsharp.errors import LayoutError, TreeError
+from fsharp.functional.comm.agree import largest
 from fsharp.functional.comm.collectives import all_reduce
 from fsharp.functional.comm.protocol import Comm
 from fsharp.functional.layout.sharded import units_of
@@ -73,17 +74,14 @@ def _sum(x: torch.Tensor, axes: Iterable[str], comm: Comm) -> torch.Tensor:
 
 def _exact(by_axes: dict[tuple[str, ...], list[torch.Tensor]], comm: Comm) -> torch.Tensor:
     """The norm by integer addition, which is associative: order and grouping of the summands leave no trace."""
-    largest = torch.zeros(1, dtype=torch.float64, device=comm.device)
+    most = torch.zeros(1, dtype=torch.float64, device=comm.device)
     for buffers in by_axes.values():
         for buffer in buffers:
-            largest = torch.maximum(largest, buffer.abs().max().double().to(largest.device))  # propagates NaN
-    largest = largest.nan_to_num(nan=math.inf, posinf=math.inf)
-    for axis, size in comm.mesh.axes:
-        if size > 1:
-            largest = comm.all_reduce(largest, axis, op="max")
-    if not torch.isfinite(largest) or largest == 0:
-        return largest[0]
-    exponent = max(math.frexp(float(largest))[1], -1000)  # beyond that 2.0**-exponent would overflow
+            most = torch.maximum(most, buffer.abs().max().double().to(most.device))  # propagates NaN
+    most = largest(most.nan_to_num(nan=math.inf, posinf=math.inf), comm)
+    if not torch.isfinite(most) or most == 0:
+        return most[0]
+    exponent = max(math.frexp(float(most))[1], -1000)  # beyond that 2.0**-exponent would overflow
     total = torch.zeros(_LIMBS, dtype=torch.int64, device=comm.device)
     for axes, buffers in by_axes.items():
         part = torch.zeros_like(total)

@@ -8,7 +8,7 @@ import optree
 import torch
 
 from fsharp.errors import LayoutError
-from fsharp.functional.comm.agree import agree, together
+from fsharp.functional.comm.agree import agree, largest, together
 from fsharp.functional.comm.protocol import Comm
 from fsharp.functional.layout.sharded import Sharded, map_units, units_of
 from fsharp.functional.optim.base import Transform, apply_transform, as_transform, describe, named
@@ -76,11 +76,7 @@ def all_finite(tree: Any, *, comm: Comm) -> bool:
     """Whether every element on every rank is finite; the same answer on all ranks."""
     buffers = [b for node in units_of(tree) for b in node.buffers]
     local = all(bool(b.sum().isfinite()) or bool(b.isfinite().all()) for b in buffers)  # a sum is fast, and may overflow
-    flag = torch.tensor([1.0 if local else 0.0], device=comm.device)
-    for axis, size in comm.mesh.axes:
-        if size > 1:
-            flag = comm.all_reduce(flag, axis, op="min")
-    return bool(flag.item())
+    return not largest(torch.tensor([0.0 if local else 1.0], device=comm.device), comm).item()
 
 
 class MultiStepsState(NamedTuple):

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 import torch
 
+from fsharp.functional.comm.agree import largest
 from fsharp.functional.comm.protocol import Comm
 from fsharp.functional.layout.layout import Layout
 from fsharp.functional.layout.sharded import Sharded
@@ -36,9 +37,9 @@ def move_slot(
         return [] if source == target else in_rounds(_between(slot, unit, ranks, source, target), limit)
 
     incoming = [[rounds(unit, rank, me) for rank in everyone] for unit in layout.units]
+    # A rank has to take part in as many collectives as others need.
     most = torch.tensor([max(map(len, each)) for each in incoming], device=comm.device)
-    for axis, size in comm.mesh.axes:  # a rank has to take part in as many collectives as others need
-        most = comm.all_reduce(most, axis, op="max", label=f"reshard {slot}") if size > 1 else most
+    most = largest(most, comm, label=f"reshard {slot}")
     left = Counter(held.node for held in slot.held.values())
     nodes = []
     for unit, arriving, num_rounds in zip(layout.units, incoming, most.tolist(), strict=True):

@@ -136,7 +136,7 @@ def test_empty_containers_stay_where_they_are():
 @pytest.mark.parametrize(
     ("patterns", "text"),
     [
-        ("layer.*", "the pattern 'layer.*' matches nothing in the tree.\n  closest  layers.1"),
+        ("layer.*", "the pattern 'layer.*' matches nothing.\n  closest  layers.1"),
         (["layers.*", "head"], "the pattern 'head' matches nothing"),
         (["layers", "layers.0"], "'layers'    matches 'layers'\n  'layers.0'  matches 'layers.0'"),
         (["layers.0.attn", "layers.*"], "'layers.*'       matches 'layers.0'\n  'layers.0.attn'  matches 'layers.0.attn'"),
@@ -154,9 +154,9 @@ def test_unit_patterns_that_match_nothing_or_overlap(patterns, text):
     [
         (
             lambda: chosen("f(x=)", "embd.w", PATHS),
-            "f(x=): the pattern 'embd.w' matches nothing in the tree.\n  closest  embed.w",
+            "f(x=): the pattern 'embd.w' matches nothing.\n  closest  embed.w",
         ),
-        (lambda: chosen("f()", "w", []), "the tree is empty"),
+        (lambda: chosen("f()", "w", []), "there are none"),
         (lambda: assign("f()", {"**": 1, "nrm": 2}, PATHS), "the pattern 'nrm' matches nothing"),
         (lambda: assign("f()", {"layers": 1}, PATHS), "no pattern selects 'embed.w'"),
     ],
