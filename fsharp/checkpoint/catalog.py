@@ -69,7 +69,7 @@ class Checkpoint:
         if name not in self.manifest.tensors:
             raise CheckpointError(f"{self.path}: no tensor {name!r}; there are {self.names[:8]!r:.400} ...")
         record = self.manifest.tensors[name]
-        whole = torch.empty(record.shape, dtype=record.dtype)
+        whole = torch.empty(record.shape, dtype=record.dtype, device="cpu")
         read_needs(self.path, self.manifest, [Need(name, 0, record.numel, whole.view(-1))])
         return whole
 
@@ -148,12 +148,15 @@ def checkpoints(root: str | os.PathLike[str]) -> list[Checkpoint]:
     save notes a later time than those of all checkpoints that it finds. What is incomplete is left out, and logged as a
     warning.
     """
-    folder = full_path(root)
-    storage = storage_of(folder)
-    found = []
-    for name in newest_first(storage, folder):
+    return complete(full_path(root))
+
+
+def complete(folder: str, *, but: str = "") -> list[Checkpoint]:
+    """See :func:`checkpoints`; without one that is being written, of this path."""
+    storage, found = storage_of(folder), []
+    for path in (f"{folder}/{name}" for name in newest_first(storage, folder)):
         try:
-            found.append(_opened(storage, f"{folder}/{name}"))
+            found += [_opened(storage, path)] if path != but else []
         except CheckpointError as error:
             _log.warning("left out: %s", error)
     return sorted(found, key=lambda each: (each.manifest.created, each.step), reverse=True)

@@ -13,10 +13,10 @@ import torch
 from fsharp.checkpoint.catalog import Checkpoint, folder_name, open_checkpoint
 from fsharp.checkpoint.entries import Contents, Entry, Piece, Value, renamed
 from fsharp.checkpoint.exporting import names_below, new_folder
-from fsharp.checkpoint.manifest import plain_file_name
+from fsharp.checkpoint.manifest import as_json, plain_file_name
 from fsharp.checkpoint.reading import Need, read_needs
 from fsharp.checkpoint.saving import Snapshot, write_snapshot
-from fsharp.checkpoint.shard_file import Tensor, in_order
+from fsharp.checkpoint.shard_file import Tensor, check_names, in_order
 from fsharp.checkpoint.storage import Storage, read_whole, storage_of
 from fsharp.errors import CheckpointError
 from fsharp.functional.comm.protocol import SingleComm
@@ -121,7 +121,7 @@ def _planner(found: Checkpoint, names: Mapping[str, str], values: Mapping[str, V
             size = data.chunk.sizes.numel()
             row = torch.Size(data.size[1:]).numel()
             first = data.chunk.offsets[0] * row if data.size else 0
-            target = torch.empty(data.chunk.sizes, dtype=data.properties.dtype)
+            target = torch.empty(data.chunk.sizes, dtype=data.properties.dtype, device="cpu")
             read_needs(found.path, found.manifest, [Need(name, first, first + size, target.view(-1))])
             return target
 
@@ -173,6 +173,10 @@ def from_dcp(
     storage = storage_of(source)
     if isinstance(step, bool) or not isinstance(step, int) or step < 0:
         raise CheckpointError(f"from_dcp(): step is {step!r}, expected a whole number from 0.")
+    try:
+        config = as_json(config)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"from_dcp(): config is nothing that JSON can say: {error}.") from error
     metadata = _metadata(storage, source)
     described = metadata.state_dict_metadata
     left = chosen("from_dcp(ignore=)", as_patterns(ignore), list(described))
@@ -181,11 +185,12 @@ def from_dcp(
         if name not in left and hasattr(each, "chunks"):
             n = each.size.numel()
             dtype, whole = each.properties.dtype, lambda rank, n=n: Piece(0, n)
-            entries[name] = Entry(name, dtype, tuple(each.size), whole, torch.empty(0, dtype=dtype))
+            entries[name] = Entry(name, dtype, tuple(each.size), whole, torch.empty(0, dtype=dtype, device="cpu"))
         elif name not in left:
             values |= _values(name, _loaded(storage, source, metadata, name, None))
     if twice := entries.keys() & values.keys():
         raise CheckpointError(f"from_dcp(): a tensor and a value would both have the name {min(twice)!r}.")
+    check_names("from_dcp()", entries)
     filled = [entry for entry in entries.values() if entry.numel]
     order = in_order([Tensor(entry.name, entry.dtype, entry.shape) for entry in filled])
     tensors = [Tensor(filled[i].name, filled[i].dtype, filled[i].shape) for i in order]
@@ -259,7 +264,7 @@ def _loaded(storage: Storage, folder: str, metadata: Any, name: str, offsets: to
 
 def _whole(storage: Storage, folder: str, metadata: Any, tensor: Tensor) -> torch.Tensor:
     """A tensor, put together from its chunks."""
-    whole = torch.empty(tensor.shape, dtype=tensor.dtype)
+    whole = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
     missing = torch.ones(tensor.shape, dtype=torch.bool)
     for chunk in metadata.state_dict_metadata[tensor.name].chunks:
         offsets, sizes = tuple(chunk.offsets), tuple(chunk.sizes)

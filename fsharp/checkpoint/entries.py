@@ -6,6 +6,7 @@ rank knows without asking which runs all others hold, and which of several repli
 
 import math
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -117,7 +118,7 @@ class Contents:
 
     def let_go(self) -> None:
         """Of the tensors, whose memory may be freed; what is known of them stays."""
-        nothing = torch.empty(0)
+        nothing = torch.empty(0, device="cpu")
         self.entries = {name: replace(entry, local=nothing) for name, entry in self.entries.items()}
 
 
@@ -132,7 +133,7 @@ def contents_of(where: str, tree: Any, comm: Comm) -> Contents:
     Raises:
         TreeError: something that cannot be saved; names it.
     """
-    found = Contents({}, {}, {}, [])
+    found, parts = Contents({}, {}, {}, []), dict[int, str]()
     for segments, entries, leaf in leaves_of(tree):
         if is_sharded(leaf):
             _add_unit(where, found, segments, entries, leaf, comm)
@@ -140,7 +141,12 @@ def contents_of(where: str, tree: Any, comm: Comm) -> Contents:
             for under, _, tensor in leaves_of(leaf.value):
                 _add(where, found, _stacked(where, ".".join((*segments, *under)), tensor, comm))
         elif isinstance(leaf, Part):
-            _add(where, found, _part(where, found, ".".join(segments), leaf, comm))
+            name = ".".join(segments)
+            owner = parts.setdefault(id(leaf), name)  # of a parameter with several names a module gives one
+            if owner == name:
+                _add(where, found, _part(where, found, name, leaf, comm))
+            else:
+                found.aliases[name] = owner
         elif isinstance(leaf, torch.Tensor):
             _add(where, found, _replicated(where, ".".join(segments), leaf, comm.mesh))
         elif isinstance(leaf, MadeBy | bool | int | float | str):
@@ -178,7 +184,20 @@ def is_object(leaf: Any) -> bool:
 
 def expanded(tree: Any) -> Any:
     """A tree with the states of objects in their place."""
-    return optree.tree_map(lambda leaf: leaf.state_dict() if is_object(leaf) else leaf, tree, is_leaf=is_node)
+    return optree.tree_map(lambda leaf: plain_dicts(leaf.state_dict()) if is_object(leaf) else leaf, tree, is_leaf=is_node)
+
+
+def plain_dicts(state: Any) -> Any:
+    """A state in which dicts are what a Counter has been, such as the milestones of torch's MultiStepLR."""
+    return optree.tree_map(lambda x: dict(x) if isinstance(x, Counter) else x, state, is_leaf=is_node)
+
+
+def give_state(owner: Any, state: Any) -> None:
+    """Have an object take what stands for it in a tree."""
+    if not hasattr(owner, "state_template"):  # else it has other keys before
+        was = owner.state_dict()
+        state = optree.tree_map(lambda x, new: Counter(new) if isinstance(x, Counter) else new, was, state, is_leaf=is_node)
+    owner.load_state_dict(state)
 
 
 def template_of(tree: Any, has: Callable[[str], bool]) -> Any:
@@ -191,9 +210,12 @@ def template_of(tree: Any, has: Callable[[str], bool]) -> Any:
     Parts are in memory that is nobody else's, to be read into. Objects whose ``state_dict()`` grows with use, as that of an
     optimizer does in its first step, have ``state_template(has)``.
     """
+    copies = dict[int, tuple[Part, torch.Tensor]]()  # with what they are of, whose address is then nobody else's
 
     def own(leaf: Any) -> Any:
-        return leaf.clone() if isinstance(leaf, Part) else leaf
+        if not isinstance(leaf, Part):
+            return leaf
+        return copies.setdefault(id(leaf), (leaf, leaf.clone()))[1]
 
     def one(segments: tuple[str, ...], leaf: Any) -> Any:
         if not is_object(leaf):
@@ -201,7 +223,7 @@ def template_of(tree: Any, has: Callable[[str], bool]) -> Any:
         prefix = ".".join((*segments, ""))
         make = getattr(leaf, "state_template", None)
         if make is None:
-            return optree.tree_map(own, leaf.state_dict(), is_leaf=is_node)
+            return optree.tree_map(own, plain_dicts(leaf.state_dict()), is_leaf=is_node)
         return make(lambda name: has(prefix + name))
 
     leaves = [one(segments, leaf) for segments, _, leaf in leaves_of(tree)]
@@ -329,10 +351,13 @@ def _held_of(unit: UnitLayout, leaf: Leaf, place: Place, rank: int) -> _Held:
     return _Held(tuple(shape), lambda of: mine if of == rank else piece(of), begin, size)
 
 
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
+
+
 def _replicated(where: str, name: str, tensor: torch.Tensor, mesh: Mesh) -> Entry:
     _check_plain(where, name, tensor)
-    n = tensor.numel()
-    local = tensor.detach().contiguous().view(-1)
+    n, local = tensor.numel(), _flat(tensor)
     return Entry(name, tensor.dtype, tuple(tensor.shape), lambda rank: Piece(0, n, rank, mesh.size), local, is_replicated=True)
 
 
@@ -340,8 +365,7 @@ def _stacked(where: str, name: str, tensor: Any, comm: Comm) -> Entry:
     if not isinstance(tensor, torch.Tensor):
         raise TreeError(f"{where}: {name!r} is {type(tensor).__name__} {tensor!r:.60}: PerRank is for tensors.")
     _check_plain(where, name, tensor)
-    n = tensor.numel()
-    local = tensor.detach().contiguous().view(-1)
+    n, local = tensor.numel(), _flat(tensor)
     return Entry(name, tensor.dtype, (comm.mesh.size, *tensor.shape), lambda rank: Piece(rank * n, (rank + 1) * n), local)
 
 

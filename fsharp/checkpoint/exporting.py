@@ -10,7 +10,7 @@ import torch
 from fsharp.checkpoint.catalog import Checkpoint, open_checkpoint
 from fsharp.checkpoint.entries import renamed
 from fsharp.checkpoint.huggingface import INDEX
-from fsharp.checkpoint.shard_file import DTYPES_OF_FORMAT, Tensor, bytes_of, header_of, in_order
+from fsharp.checkpoint.shard_file import DTYPES_OF_FORMAT, Tensor, bytes_of, check_names, header_of, in_order
 from fsharp.checkpoint.storage import storage_of
 from fsharp.errors import CheckpointError
 from fsharp.functional.layout.precision import dtype_name
@@ -49,6 +49,7 @@ def export_safetensors(
     where = "export_safetensors()"
     found = open_checkpoint(checkpoint)
     names = names_below(where, found, subtree, rename, aliases=False)
+    check_names(where, names)
     if dtype is not None and not dtype.is_floating_point:
         raise CheckpointError(f"{where}: dtype is {dtype_name(dtype)}, expected one of floating point, or None.")
     described = []

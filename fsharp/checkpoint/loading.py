@@ -14,7 +14,9 @@ from fsharp.checkpoint.entries import (
     Contents,
     Entry,
     PerRank,
+    Value,
     contents_of,
+    give_state,
     is_node,
     is_object,
     leaves_of,
@@ -175,7 +177,9 @@ def load_by(
     together("load()", comm, fill)
     if donate:
         donate_nodes(like)
-    return optree.tree_map(_given_back, like, tree, is_leaf=is_node)
+    if not any(is_object(leaf) for leaf in optree.tree_leaves(like, is_leaf=is_node)):
+        return tree
+    return together("load()", comm, lambda: optree.tree_map(_given_back, like, tree, is_leaf=is_node))
 
 
 def _chosen(path: str, comm: Comm) -> str:
@@ -245,7 +249,7 @@ def _check_same(
             rows.append((name, f"{stored_as} in the checkpoint; expected {_described(entry.dtype, entry.shape)}"))
     for name, value in wanted.values.items():
         there = manifest.values.get(stored(name))
-        if type(there) is not type(value):
+        if _kind(there) is not _kind(value):
             kind = "not in the checkpoint" if there is None else f"{there!r:.80} in the checkpoint"
             rows.append((name, f"{kind}; expected a value like {value!r:.80}"))
     for name, owner in wanted.aliases.items():
@@ -267,6 +271,13 @@ def _check_same(
         raise TreeError(problem("load()", what, [*shown[:_SHOWN], *more], remedy))
 
 
+def _kind(value: Value) -> type | None:
+    """Numbers stand for each other: a learning rate of 1 is 0.9 after a step."""
+    if isinstance(value, bool | str):
+        return bool if isinstance(value, bool) else str
+    return None if value is None else float
+
+
 def _described(dtype: torch.dtype, shape: tuple[int, ...]) -> str:
     return f"{dtype_name(dtype)}{list(shape)}"
 
@@ -285,9 +296,19 @@ def _grouped(rows: list[tuple[str, str]]) -> list[tuple[str, str]]:
 
 def _prepared(template: Any, manifest: Manifest, stored: Callable[[str], str], device: torch.device, *, donate: bool) -> Any:
     """The tree to be returned: memory for tensors, and the values that were saved."""
+    taken = dict[int, list[tuple[int, int]]]()
+
+    def is_free(x: torch.Tensor) -> bool:
+        """Whether nothing else is read into its memory: averages may begin as the parameters themselves."""
+        begin = x.data_ptr()
+        before = taken.setdefault(x.untyped_storage().data_ptr(), [])
+        if any(begin < other_end and other < begin + x.nbytes for other, other_end in before):
+            return False
+        before.append((begin, begin + x.nbytes))
+        return True
 
     def fresh(x: torch.Tensor) -> torch.Tensor:
-        if donate and not x.is_meta and x.is_contiguous():
+        if donate and not x.is_meta and x.is_contiguous() and not x.is_conj() and not x.is_neg() and is_free(x):
             return x.detach()
         return torch.zeros(x.shape, dtype=x.dtype, device=device if x.is_meta else x.device)
 
@@ -343,5 +364,5 @@ def _given_back(leaf: Any, loaded: Any) -> Any:
     """An object, which takes what was loaded; else that."""
     if not is_object(leaf):
         return loaded
-    leaf.load_state_dict(loaded)
+    give_state(leaf, loaded)
     return leaf

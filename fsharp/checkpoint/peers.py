@@ -186,7 +186,7 @@ def fetch(folder: str, wanted: Sequence[Wanted], comm: Comm, deferred: Deferred)
         return
     asked = [_batches([each for each in wanted if each.holder == (comm.rank - shift) % n]) for shift in range(n)]
     rounds = comm.all_reduce(torch.tensor([len(batches) for batches in asked]), AXIS, op="max", label="restore() rounds")
-    outgoing = torch.empty(PIECE_NBYTES, dtype=torch.uint8)
+    outgoing = torch.empty(PIECE_NBYTES, dtype=torch.uint8, device="cpu")
     for shift in (shift for shift in range(1, n) if rounds[shift]):
         mine = [[each.file, each.start, each.nbytes] for batch in asked[shift] for each in batch]
         requests = json.loads(_swapped(json.dumps(mine), comm, -shift))

@@ -184,7 +184,7 @@ class ShardFile:
     def read(self, runs: Sequence[Run], buffer_nbytes: int) -> None:
         """Fill targets with runs of it, which are in order of their first byte and do not overlap."""
         windows = self.windows(runs, buffer_nbytes)
-        whole = torch.empty(max((window.nbytes for window in windows), default=0), dtype=torch.uint8)
+        whole = torch.empty(max((window.nbytes for window in windows), default=0), dtype=torch.uint8, device="cpu")
         for window in windows:
             buffer = whole[: window.nbytes]
             self._storage.read(self.path, window.start, bytes_of(buffer))

@@ -203,35 +203,37 @@ class Replicas(Background):
         Cost: see :meth:`predict`. The call copies, and takes one collective of 40 bytes for each axis; the rest is done in the
         background, in process groups of its own, in pieces of 4 MiB.
         """
-        self.wait()
 
         def check_open(contents: Contents) -> None:
             if self._claim is not None and self._claim.is_closed:
                 raise CheckpointError("refresh(): these Replicas are closed. Make new ones.")
 
-        shot = snapshot(
-            "refresh()",
-            self._folder,
-            tree,
-            step=step,
-            comm=self._comm,
-            config=None,
-            metric=None,
-            save_id=lambda: xxhash.xxh3_64_hexdigest(self._run + struct.pack("<Q", next(self._numbers))),
-            prepare=check_open,
-            shared_root=False,
-        )
-        self._begin(shot, self._write)
+        with self._lock:
+            self.wait()
+            shot = snapshot(
+                "refresh()",
+                self._folder,
+                tree,
+                step=step,
+                comm=self._comm,
+                config=None,
+                metric=None,
+                save_id=lambda: xxhash.xxh3_64_hexdigest(self._run + struct.pack("<Q", next(self._numbers))),
+                prepare=check_open,
+                shared_root=False,
+            )
+            self._begin(shot, self._write)
 
     def refresh_if_idle(self, tree: Any, *, step: int) -> bool:
         """Refresh unless the one before is still under way on some rank; whether it does, the same on all ranks.
 
         Call it every step to refresh as often as the network allows. Cost: one collective of a byte for each axis.
         """
-        if self._is_any_busy():
-            return False
-        self.refresh(tree, step=step)
-        return True
+        with self._lock:
+            is_idle = not self._is_any_busy()
+            if is_idle:
+                self.refresh(tree, step=step)
+        return is_idle
 
     def _write(self, shot: Snapshot) -> None:
         """Files first, then manifests on all hosts, then the save before goes: at any moment one save is whole."""
@@ -272,7 +274,7 @@ class Replicas(Background):
             shift = j * self._domain_size
             source = (own.rank - shift) % own.mesh.size
             mine, theirs = records[own.rank], records[source]
-            outgoing = torch.empty(PIECE_NBYTES, dtype=torch.uint8)
+            outgoing = torch.empty(PIECE_NBYTES, dtype=torch.uint8, device="cpu")
             with ExitStack() as stack:
                 out = deferred.run(stack.enter_context, _files.writing(f"{staged}/{theirs.name}"))
                 for start in range(0, max(record.nbytes for record in records), PIECE_NBYTES):

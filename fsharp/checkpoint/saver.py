@@ -4,6 +4,7 @@ import atexit
 import os
 import secrets
 import sys
+import threading
 import traceback
 from collections.abc import Callable
 from types import TracebackType
@@ -16,12 +17,13 @@ from fsharp.checkpoint.saving import Snapshot, agreed_snapshot, told, write_snap
 from fsharp.checkpoint.storage import full_path, storage_of
 from fsharp.errors import CheckpointError
 from fsharp.functional.comm.agree import largest, together
-from fsharp.functional.comm.process_group import ProcessGroupComm
+from fsharp.functional.comm.process_group import ProcessGroupComm, before_leaving
 from fsharp.functional.comm.protocol import Comm, innermost
 from fsharp.functional.comm.worker_threads import Outcome, Worker
 
 _busy: "set[Background]" = set()
 """Those that have something to wait for. One that nobody else holds may have failed as well."""
+os.register_at_fork(after_in_child=_busy.clear)  # threads do not come along
 
 
 class Background:
@@ -39,22 +41,29 @@ class Background:
         self._worker = Worker(name) if in_thread else None
         self._under_way: Outcome | None = None
         self._staged: list[torch.Tensor] = []
+        self._lock = threading.RLock()  # of what several threads may ask for
 
     def _begin(self, shot: Snapshot, job: Callable[[Snapshot], Any]) -> None:
         if self._worker is None:
             job(shot)
             return
-        self._copy(shot)
-        self._under_way = Outcome()
+        try:
+            self._copy(shot)
+        except Exception as error:  # other ranks go on, and hear of it in the job
+            shot.values, shot.tensors = (), []
+            shot.failure = error
+        outcome = Outcome()
+        self._worker.submit(lambda: job(shot), outcome)
+        self._under_way = outcome
         _busy.add(self)
-        self._worker.submit(lambda: job(shot), self._under_way)
 
+    @torch.inference_mode(False)  # what is made in it cannot be written to outside
     def _copy(self, shot: Snapshot) -> None:
         """Put copies in host memory in the place of values; memory of the last save is used again."""
         is_same = [(x.shape, x.dtype) for x in self._staged] == [(x.shape, x.dtype) for x in shot.values]
         if not is_same:
             on_device = any(x.device.type != "cpu" for x in shot.values)
-            self._staged = [torch.empty(x.shape, dtype=x.dtype, pin_memory=on_device) for x in shot.values]
+            self._staged = [torch.empty(x.shape, dtype=x.dtype, device="cpu", pin_memory=on_device) for x in shot.values]
         for target, value in zip(self._staged, shot.values, strict=True):
             target.copy_(value, non_blocking=True)
         for device in {x.device for x in shot.values if x.device.type != "cpu"}:
@@ -73,9 +82,12 @@ class Background:
         return bool(largest(busy, self._comm, label=f"{self._name}_if_idle").item())
 
     def check(self) -> None:
-        """Raise what the one before has failed with, if it has. Cost: none."""
-        if self._under_way is not None and self._under_way.is_done():
-            self.wait()
+        """Raise what the one before has failed with, if it has. Cost: none.
+
+        Ranks may see it at different times; it is raised again, on all of them, by the next call that waits.
+        """
+        if self._under_way is not None and self._under_way.error is not None:
+            raise self._failed(self._under_way.error) from self._under_way.error
 
     def wait(self) -> None:
         """Block until what is under way has come to its end.
@@ -83,13 +95,17 @@ class Background:
         Raises:
             CheckpointError: it has failed.
         """
-        try:
-            if self._under_way is not None:
-                self._under_way.take()
-        except Exception as error:
-            self._forget()
-            raise CheckpointError(f"the {self._name} that was under way has failed: {error}") from error
-        self._forget()  # not if this was interrupted: it goes on, and reads the memory of the next one
+        with self._lock:
+            try:
+                if self._under_way is not None:
+                    self._under_way.take()
+            except Exception as error:
+                self._forget()
+                raise self._failed(error) from error
+            self._forget()  # not if this was interrupted: it goes on, and reads the memory of the next one
+
+    def _failed(self, error: BaseException) -> CheckpointError:
+        return CheckpointError(f"the {self._name} that was under way has failed: {error}")
 
     def _forget(self) -> None:
         self._under_way = None
@@ -106,7 +122,7 @@ class Background:
         try:
             self.close()
         except CheckpointError:
-            if error is None:
+            if not isinstance(error, Exception):  # there is none, or the program exits: not as if all were well
                 raise
             traceback.print_exc()  # the error that is on its way comes first
 
@@ -155,8 +171,8 @@ class Saver(Background):
 
         def check() -> None:
             check_kept("Saver()", keep, best)
-            if other := next((each for each in _busy if isinstance(each, Saver) and each._root == self._root), None):
-                raise CheckpointError(f"Saver(): another Saver is still writing into {other._root}: close() that one first.")
+            if any(isinstance(each, Saver) and each.is_busy and each._root == self._root for each in _busy):
+                raise CheckpointError(f"Saver(): another Saver is still writing into {self._root}: close() that one first.")
             if comm.rank == 0:
                 told(self._root, lambda: _prepare(self._root))
 
@@ -178,9 +194,10 @@ class Saver(Background):
         Cost: a copy of what this rank writes, and two collectives of 40 bytes for each axis; then, in the background, that of
         :func:`save`. Memory: that copy, kept between saves.
         """
-        self.wait()
-        shot = agreed_snapshot(self._root, tree, step=step, comm=self._comm, config=self._config, metric=metric)
-        self._begin(shot, self._write)
+        with self._lock:
+            self.wait()
+            shot = agreed_snapshot(self._root, tree, step=step, comm=self._comm, config=self._config, metric=metric)
+            self._begin(shot, self._write)
 
     def _write(self, shot: Snapshot) -> Checkpoint:
         made = write_snapshot(shot, self._own)
@@ -197,10 +214,11 @@ class Saver(Background):
 
         Call it every step to save as often as storage allows. Cost: one collective of a byte for each axis.
         """
-        if self._is_any_busy():
-            return False
-        self.save(tree, step=step, metric=metric)
-        return True
+        with self._lock:
+            is_idle = not self._is_any_busy()
+            if is_idle:
+                self.save(tree, step=step, metric=metric)
+        return is_idle
 
 
 def _prepare(root: str) -> None:
@@ -211,6 +229,16 @@ def _prepare(root: str) -> None:
     storage.remove(storage.staging_path(trial))
 
 
+def _finish_all() -> None:
+    """Have what is under way come to its end; who asks next hears how."""
+    for each in list(_busy):
+        if each._under_way is not None:
+            each._under_way.is_done(within_s=threading.TIMEOUT_MAX)
+
+
+before_leaving.append(_finish_all)
+
+
 @atexit.register
 def _close_all() -> None:
     """A program that has not asked does not end as if all were well."""
@@ -218,7 +246,7 @@ def _close_all() -> None:
     for each in list(_busy):
         try:
             each.close()
-        except CheckpointError:
+        except BaseException:
             traceback.print_exc()
             failed = True
     if failed:

@@ -11,14 +11,15 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any, TypeVar
 
+import optree
 import torch
 import xxhash
 
-from fsharp.checkpoint.catalog import Checkpoint, checkpoints, folder_name
-from fsharp.checkpoint.entries import Contents, Entry, contents_of, expanded
+from fsharp.checkpoint.catalog import Checkpoint, complete, folder_name
+from fsharp.checkpoint.entries import Contents, Entry, contents_of, expanded, is_node, is_object
 from fsharp.checkpoint.manifest import NAME, Chunk, FileRecord, Manifest, TensorRecord, as_json
 from fsharp.checkpoint.reading import ShardFile
-from fsharp.checkpoint.shard_file import METADATA, TABLE, Tensor, bytes_of, header_of, in_order, write_file
+from fsharp.checkpoint.shard_file import Tensor, bytes_of, check_names, header_of, in_order, write_file
 from fsharp.checkpoint.storage import full_path, storage_of
 from fsharp.errors import CheckpointError
 from fsharp.functional.comm.agree import gather_bytes, together
@@ -44,6 +45,7 @@ class Snapshot:
         folder: of the checkpoint, once it is complete.
         tensors: what this rank writes, in the order in which it does.
         values: their elements, in memory that must not change until they are written.
+        failure: why there are none on this rank, after ranks have agreed; writing raises it on all of them.
     """
 
     contents: Contents
@@ -54,6 +56,7 @@ class Snapshot:
     folder: str
     tensors: list[Tensor]
     values: Iterable[torch.Tensor]
+    failure: Exception | None = None
 
 
 def save(
@@ -154,7 +157,8 @@ def snapshot(
         prepare: called once the tree is known, before ranks agree.
         shared_root: whether all ranks mean the same folder.
     """
-    states = expanded(tree)  # may be an agreement of its own
+    has_objects = any(is_object(leaf) for leaf in optree.tree_leaves(tree, is_leaf=is_node))
+    states = together(where, comm, lambda: expanded(tree)) if has_objects else tree
 
     def check() -> Contents:
         nonlocal config
@@ -167,9 +171,7 @@ def snapshot(
         if not isinstance(metric, float | int | None):
             raise CheckpointError(f"{where}: metric is {metric!r}, expected a number: float(x) of a tensor.")
         contents = contents_of(where, states, comm)
-        for name in (TABLE, METADATA):
-            if name in contents.entries:
-                raise CheckpointError(f"{where}: the name {name!r} is taken.")
+        check_names(where, contents.entries)
         prepare(contents)
         return contents
 
@@ -248,7 +250,8 @@ def write_snapshot(shot: Snapshot, comm: Comm) -> Checkpoint:
 
     def commit(records: list[FileRecord]) -> None:
         nonlocal is_published
-        before = max((each.manifest.created for each in checkpoints(os.path.dirname(shot.folder))), default=0.0)
+        others = complete(os.path.dirname(shot.folder), but=shot.folder)
+        before = max((each.manifest.created for each in others), default=0.0)
         publish(shot, staged, records, manifest_of(shot, records, comm.mesh, later_than(before)), rank=0)
         is_published = True
 
@@ -267,6 +270,8 @@ def write_shards(shot: Snapshot, staged: str, comm: Comm, where: str = "save()")
     path = f"{staged}/{file_name(comm.rank)}"
 
     def write() -> FileRecord:
+        if shot.failure is not None:
+            raise shot.failure
         header = header_of(shot.tensors, metadata_of(shot.save_id, comm.rank))
         with storage_of(path).writing(path) as out:
             digest = write_file(out, header, (value.cpu() for value in shot.values))

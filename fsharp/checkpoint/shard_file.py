@@ -67,6 +67,16 @@ class Extent(NamedTuple):
     shape: tuple[int, ...]
 
 
+def check_names(where: str, names: Iterable[str]) -> None:
+    """Refuse what the format has another meaning for.
+
+    Raises:
+        CheckpointError: such a name is among these.
+    """
+    if taken := {METADATA, TABLE}.intersection(names):
+        raise CheckpointError(f"{where}: the name {min(taken)!r} is taken.")
+
+
 def header_of(tensors: Sequence[Tensor], metadata: Mapping[str, str], *, with_digests: bool = True) -> bytes:
     """Length and header of a file that holds these tensors in this order, and behind them the table of digests."""
     described: dict[str, Any] = {METADATA: dict(metadata)}

@@ -103,6 +103,8 @@ class LocalFiles:
             return sorted(os.listdir(folder))
         except (FileNotFoundError, NotADirectoryError):
             return []
+        except OSError as error:
+            raise CheckpointError(f"{folder}: cannot be read: {error.strerror}.") from error
 
     def staging_path(self, folder: str) -> str:
         """See :class:`Storage`."""

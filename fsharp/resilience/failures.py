@@ -6,7 +6,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 
@@ -127,4 +127,5 @@ def _write_error_file(error: Exception, *, is_own: bool) -> None:
         return
     trace = "".join(traceback.format_exception(error)) if is_own else str(error)
     extra = {"py_callstack": trace, "timestamp": str(int(time.time()) + (not is_own))}
-    Path(path).write_text(json.dumps({"message": {"message": f"{type(error).__name__}: {error}", "extraInfo": extra}}))
+    with suppress(OSError):  # the error itself is what has to be heard
+        Path(path).write_text(json.dumps({"message": {"message": f"{type(error).__name__}: {error}", "extraInfo": extra}}))

@@ -29,7 +29,8 @@ class Preemption:
                     fs.checkpoint.save(root, state, step=step + 1, comm=comm)
                     sys.exit(fs.resilience.EXIT_PREEMPTED)
 
-    Within the context these signals are noted and do nothing else; after it they do what they did before. torchrun gives its
+    Within the context these signals are noted and do nothing else; after it they do what they did before, as does one that
+    came too late for :meth:`agreed` to tell of it. torchrun gives its
     processes 30 seconds after SIGTERM, Slurm as many as ``KillWait`` says. torchrun itself exits with 1, whatever its processes
     have exited with; where only some of these get the signal, and it has restarts left, it starts all of them again at once.
 
@@ -50,6 +51,7 @@ class Preemption:
             raise RunError(f"Preemption(): every is {every!r}, expected an integer of at least 1.")
         self.comm, self.signals, self.every = comm, tuple(signals), every
         self.received: signal.Signals | None = None
+        self._is_told = False
         self._before: dict[signal.Signals, Any] = {}
 
     def agreed(self, step: int = 0) -> bool:
@@ -65,7 +67,8 @@ class Preemption:
         """
         if step % self.every:
             return False
-        flag = torch.tensor([0.0 if self.received is None else 1.0], device=self.comm.device)
+        self._is_told = self.received is not None
+        flag = torch.tensor([float(self._is_told)], device=self.comm.device)
         return bool(largest(flag, Labelled(self.comm, f"whether to stop after step {step}:")).item())
 
     def notice(self, number: int = signal.SIGTERM) -> None:
@@ -86,3 +89,5 @@ class Preemption:
         while self._before:
             each, before = self._before.popitem()
             signal.signal(each, before)
+        if error is None and self.received is not None and not self._is_told:
+            signal.raise_signal(self.received)

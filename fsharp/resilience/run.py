@@ -12,6 +12,7 @@ from typing import Any, Literal, NoReturn, Self
 
 from fsharp.checkpoint import Checkpoint, Saver, latest, load, open_checkpoint
 from fsharp.checkpoint.manifest import as_json
+from fsharp.checkpoint.storage import full_path
 from fsharp.errors import NonFiniteError, RunError
 from fsharp.functional.comm.agree import agree, exchange, together
 from fsharp.functional.comm.process_group import ProcessGroupComm
@@ -104,7 +105,7 @@ class Run:
             raise RunError(f"Run(): comm is a {type(comm).__name__}; pass what that was made of: comm=scheduler.comm.")
         if on_nonfinite not in _POLICIES:
             raise RunError(f"Run(): on_nonfinite is {on_nonfinite!r}, expected one of {', '.join(map(repr, _POLICIES))}.")
-        self.root, self.comm, self.total, self.save_every = os.fspath(root), comm, total, save_every
+        self.root, self.comm, self.total, self.save_every = full_path(root), comm, total, save_every
         self.on_nonfinite, self.max_nonfinite, self.save_nonfinite = on_nonfinite, max_nonfinite, save_nonfinite
         try:
             self.config = as_json(dict(config or {}))
@@ -124,7 +125,7 @@ class Run:
         with ExitStack() as stack:
             stack.enter_context(reported_failures(self.comm, lambda: f"step {self.step}"))
             arguments = {
-                "root": os.path.abspath(self.root) if "://" not in self.root else self.root,
+                "root": self.root,
                 "total": self.total,
                 "save_every": self.save_every,
                 "on_nonfinite": f"{self.on_nonfinite}, at most {self.max_nonfinite}",
@@ -155,7 +156,7 @@ class Run:
             tree: what a step needs and changes: any pytree of what a checkpoint holds, such as a TrainState and the sampler.
                 Its tensors are overwritten: it is not to be used afterwards.
             other: folder of the checkpoints of another run, which this one goes on with if it has none of its own yet: of any
-                strategy and number of ranks.
+                strategy and number of ranks. What it goes on with is saved among its own.
 
         Raises:
             RunError: there is no checkpoint in ``other``.
@@ -168,7 +169,7 @@ class Run:
         agree_at_start(self.config, tree, comm=self.comm)
         self._is_resumed = True
         own = self._newest(self.root)
-        found = own if own is not None or other is None else self._newest(os.fspath(other))
+        found = own if own is not None or other is None else self._newest(full_path(other))
         if found is None and other is not None:
             raise RunError(f"Run.resume(): there is no checkpoint in {os.fspath(other)!r} to go on with.")
         if found is not None:
@@ -176,10 +177,9 @@ class Run:
             _log.info("the run goes on after step %d with %s", found.step, found.path)
             for line in _changes(found.config, self.config) if self.comm.rank == 0 else ():
                 _log.warning("the run goes on after step %d with another config: %s", found.step, line)
-        if own is None:
+        if own is None and (found is not None or self.on_nonfinite == "roll back"):
             self._saved = -1
-            if self.on_nonfinite == "roll back":
-                self._save(tree)
+            self._save(tree)
         return tree
 
     def steps(self) -> Iterator[int]:

@@ -8,7 +8,7 @@ import os
 import sys
 import weakref
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from itertools import count
@@ -291,6 +291,8 @@ def _limit_s(group: dist.ProcessGroup, device: torch.device) -> float:
     return float(options._timeout.total_seconds()) if options is not None else dist.default_pg_timeout.total_seconds()
 
 
+before_leaving: list[Callable[[], None]] = []
+"""What :func:`destroy` does first."""
 _ranks: dict[tuple[int, ...], RankStatuses] = {}
 _numbers: "defaultdict[tuple[int, ...], count[int]]" = defaultdict(count)
 _made: Counter[tuple[int, ...]] = Counter()
@@ -398,13 +400,15 @@ def _bytes(x: torch.Tensor) -> torch.Tensor:
 
 
 def destroy() -> None:
-    """Leave the job; harmless if there is none.
+    """Leave the job, once saves that are under way in the background have come to their end; harmless if there is none.
 
     Other ranks that wait for this one, now or later, raise a :class:`CommError` that says after which step it has left, and the
     traceback if that was because of an error. The end of the interpreter does the same.
 
     Cost: rank 0, which hosts the job's store unless torchrun does, waits for others to leave, for at most 30 seconds.
     """
+    for finish in before_leaving:
+        finish()
     _leave(sys.exception())
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -423,6 +427,9 @@ def _leave(error: BaseException | None) -> None:
         ranks.leave(error)
     failed = error is not None or any(watch.error is not None for ranks in statuses for watch in list(ranks.watches.values()))
     job_store.leave(within_s=_END_WITHIN_S if failed else _LEAVES_WITHIN_S)
+
+
+os.register_at_fork(after_in_child=_ranks.clear)  # a forked child is no rank, and does not leave for one
 
 
 @atexit.register  # after that of worker_threads, and so before it: threads still run

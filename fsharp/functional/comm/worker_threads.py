@@ -31,11 +31,11 @@ class Worker:
     def submit(self, job: Job, outcome: "Outcome") -> None:
         """Have a job done after those before it. What it holds is let go of before its outcome is there."""
         if self._queue is None:
-            self._queue = SimpleQueue()
-            thread = threading.Thread(target=_work, args=(self._queue,), name=f"fsharp {self.name}", daemon=True)
-            thread.start()
-            _running[thread] = self._queue
-            weakref.finalize(self, self._queue.put, None).atexit = False
+            queue: SimpleQueue[tuple[Job, Outcome] | None] = SimpleQueue()
+            thread = threading.Thread(target=_work, args=(queue,), name=f"fsharp {self.name}", daemon=True)
+            thread.start()  # may fail
+            self._queue = _running[thread] = queue
+            weakref.finalize(self, queue.put, None).atexit = False
         self._queue.put((job, outcome))
 
 
@@ -86,6 +86,11 @@ class Outcome:
     def is_done(self, within_s: float = 0.0) -> bool:
         """Whether it is done after at most so many seconds."""
         return self._done.wait(within_s)
+
+    @property
+    def error(self) -> BaseException | None:
+        """What it has failed with, once it is done."""
+        return self._error if self.is_done() else None
 
     def take(self) -> Any:
         """Block until it is done; the result, which only the first one gets."""

@@ -90,7 +90,7 @@ def as_transform(tx: Any) -> Transform:
     pure = {"inplace": False} if "inplace" in keywords else {}
     known = _with_what_it_names(update)
 
-    def plain(grads: Any, state: Any, params: Any, **extra: Any) -> tuple[Any, Any]:
+    def tried(grads: Any, state: Any, params: Any, **extra: Any) -> tuple[Any, Any]:
         if "params" in keywords:
             return cast(tuple[Any, Any], known(grads, state, params=params, **pure, **extra))
         return cast(tuple[Any, Any], known(grads, state, params, **pure, **extra))
@@ -98,13 +98,50 @@ def as_transform(tx: Any) -> Transform:
     def begin(params: Any, /, *, comm: Comm | None = None) -> Any:
         where = f"pair {_name_of(update)}"
         if comm is None:
-            try_pair(where, init, plain, params)
+            try_pair(where, init, tried, params)
         else:
-            together(where, comm, lambda: try_pair(where, init, plain, params), lambda size: {"updates of small tensors": size})
-        return init(params)
+            together(where, comm, lambda: try_pair(where, init, tried, params), lambda size: {"updates of small tensors": size})
+        return _as_trees(init(params), params)
+
+    def plain(grads: Any, state: Any, params: Any, **extra: Any) -> tuple[Any, Any]:
+        updates, new = tried(grads, _as_lists(state), params, **extra)
+        return updates, _as_trees(new, params)
 
     kind = type(tx).__qualname__
     return Transform(begin, plain, {"pair": kind}, name="" if type(tx) is tuple else kind)
+
+
+class ByLeaf(NamedTuple):
+    """A list that a pair keeps, of one tensor for each leaf of the parameters, as a tree: then it is known what they are of.
+
+    Attributes:
+        leaves: a tree like the parameters.
+    """
+
+    leaves: Any
+
+
+def _as_trees(state: Any, params: Any) -> Any:
+    leaves, structure = optree.tree_flatten(params)
+
+    def is_one(node: Any) -> bool:
+        return (
+            type(node) is list
+            and len(node) == len(leaves)
+            and all(isinstance(x, torch.Tensor) and x.shape in ((), leaf.shape) for x, leaf in zip(node, leaves, strict=True))
+        )
+
+    def one(node: Any) -> Any:
+        return ByLeaf(optree.tree_unflatten(structure, node)) if is_one(node) else node
+
+    return optree.tree_map(one, state, is_leaf=is_one)
+
+
+def _as_lists(state: Any) -> Any:
+    def is_one(node: Any) -> bool:
+        return isinstance(node, ByLeaf)
+
+    return optree.tree_map(lambda node: optree.tree_leaves(node.leaves) if is_one(node) else node, state, is_leaf=is_one)
 
 
 def _name_of(fn: Any) -> str:

@@ -17,6 +17,7 @@ from fsharp.functional.layout.precision import dtype_name
 from fsharp.functional.layout.unit_layout import Leaf, UnitLayout
 from fsharp.functional.state import TrainState
 from fsharp.stateful.modules.calls import ParameterSource
+from fsharp.stateful.modules.parameter import Part
 from fsharp.stateful.modules.parameter_slots import own_buffers
 from fsharp.stateful.modules.session import Session
 from fsharp.stateful.modules.state_dict import load_parts, refuse_dtensors
@@ -163,15 +164,21 @@ class ShardedModule(nn.Module):
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """By torch's names, a :class:`~fsharp.Part` of each parameter in the module's own memory, and buffers as they are.
 
-        Trained ones are in the optimizer's dtype and place, frozen ones as they rest. A part says which elements it is, so that
-        another mesh can read what all ranks have saved. Inside of :meth:`unsharded` parameters are whole tensors.
+        A parameter with several names has one Part. Trained ones are in the optimizer's dtype and place, frozen ones as they
+        rest. A part says which elements it is, so that another mesh can read what all ranks have saved. Inside of
+        :meth:`unsharded` parameters are whole tensors.
 
         Raises:
             TreeError: parameters that are DTensors sharded on other axes; not inside of :meth:`unsharded`.
         """
-        if not _session(self).is_unsharded:
-            refuse_dtensors("state_dict()", _session(self))
-        return super().state_dict(*args, **kwargs)
+        if _session(self).is_unsharded:
+            return super().state_dict(*args, **kwargs)
+        refuse_dtensors("state_dict()", _session(self))
+        found, parts = super().state_dict(*args, **kwargs), dict[str, Part]()
+        for name, value in found.items():
+            if isinstance(value, Part):
+                found[name] = parts.setdefault(value.path, value)
+        return found
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Copy values into parameters and buffers; every rank calls it. It returns what torch returns.
