@@ -68,7 +68,8 @@ def load(
         where: a checkpoint or its path, or the root of several, of which the newest complete one is taken. A folder of
             safetensors that Hugging Face's libraries have written will do as well.
         like: names, shapes, dtypes and where each rank's parts rest; its values do not matter, and tensors may be on the meta
-            device. Objects with ``load_state_dict()`` are given what was loaded, and returned.
+            device. Objects with ``load_state_dict()`` are given what was loaded, and returned; what their ``state_dict()`` has
+            before is what is loaded, so a plain optimizer of torch has to have made a step (a ShardedOptimizer need not).
         comm: the ranks.
         subtree: load this part of the checkpoint alone: ``subtree="params"`` with parameters for ``like``.
         rename: the name in the checkpoint, below ``subtree``, of a name of ``like``: ``lambda name: f"model.{name}"``.

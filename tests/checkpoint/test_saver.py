@@ -124,6 +124,110 @@ def test_a_failure_is_raised_by_whatever_comes_next(tmp_path, monkeypatch, call)
     saver.close()
 
 
+def test_a_program_that_exits_after_a_failure_does_not_exit_well(tmp_path, monkeypatch):
+    def fail(shot, comm):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(saver_module, "write_snapshot", fail)
+
+    def program():
+        with fs.checkpoint.Saver(tmp_path, fs.SingleComm()) as saver:
+            saver.save({"x": 1}, step=0)
+            sys.exit(0)
+
+    with pytest.raises(CheckpointError, match="No space left"):
+        program()
+
+
+def test_a_thread_that_cannot_start_is_an_error_and_nobody_waits_for_it(tmp_path, monkeypatch):
+    def refuse(thread):
+        raise RuntimeError("can't start new thread")
+
+    with fs.checkpoint.Saver(tmp_path, fs.SingleComm()) as saver:
+        with monkeypatch.context() as patched:
+            patched.setattr(threading.Thread, "start", refuse)
+            with pytest.raises(RuntimeError, match="can't start"):
+                saver.save({"x": 1}, step=0)
+        saver.close()
+        saver.save({"x": 2}, step=1)
+    assert fs.checkpoint.latest(tmp_path).manifest.values == {"x": 2}
+
+
+def test_threads_take_turns(tmp_path):
+    with fs.checkpoint.Saver(tmp_path, fs.SingleComm(), keep=99) as saver:
+
+        def save(first):
+            for step in range(first, first + 5):
+                saver.save({"x": torch.full((300_000,), float(step))}, step=step)
+
+        threads = [threading.Thread(target=save, args=(100 * i,)) for i in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    found = fs.checkpoint.checkpoints(tmp_path)
+    assert len(found) == 20
+    assert all((each.tensor("x") == each.step).all() for each in found)
+
+
+def test_one_that_is_done_stands_in_nobodys_way(tmp_path):
+    saver = fs.checkpoint.Saver(tmp_path, fs.SingleComm())
+    saver.save({"x": 1}, step=0)
+    while saver.is_busy:
+        pass
+    fs.checkpoint.Saver(tmp_path, fs.SingleComm()).close()
+    saver.close()
+
+
+FORKS = """
+import os, sys, threading
+import fsharp as fs
+from fsharp.checkpoint import saver
+write, begin = saver.write_snapshot, threading.Event()
+saver.write_snapshot = lambda *args: begin.wait(60) and write(*args)
+made = fs.checkpoint.Saver({root!r}, fs.SingleComm())
+made.save({{"x": 1}}, step=0)
+if (child := os.fork()) == 0:
+    sys.exit(0)
+assert os.waitpid(child, 0)[1] == 0
+begin.set()
+made.close()
+"""
+
+
+def test_a_forked_child_waits_for_nothing(tmp_path):
+    done = subprocess.run([sys.executable, "-c", FORKS.format(root=str(tmp_path))], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert fs.checkpoint.latest(tmp_path).step == 0
+
+
+def test_a_rank_that_has_no_memory_for_a_copy_fails_the_save_on_all_ranks(tmp_path):
+    root = str(tmp_path)
+
+    def run(comm):
+        def refuse(shot):
+            raise MemoryError("no memory for a copy")
+
+        made, said = fs.checkpoint.Saver(root, comm), []
+        if comm.rank == 1:
+            made._copy = refuse
+        made.save(sharded(comm), step=0)
+        vars(made).pop("_copy", None)
+        for step in (1, 2):
+            try:
+                made.save(sharded(comm), step=step)
+                said.append("begun")
+            except CheckpointError as error:
+                said.append(str(error))
+        fs.destroy()  # waits for what is under way
+        return said
+
+    for first, second in processes(fs.Mesh({"dp": 2}), run):
+        assert "no memory for a copy" in first
+        assert second == "begun"
+    assert [c.step for c in fs.checkpoint.checkpoints(root)] == [2]
+
+
 PROGRAM = """
 import fsharp as fs
 from fsharp.checkpoint import saver

@@ -54,6 +54,19 @@ def test_signals_are_noted_in_the_context_alone():
         signal.signal(signal.SIGUSR1, before)
 
 
+def test_a_signal_that_nobody_was_told_of_is_not_lost():
+    heard = []
+    before = signal.signal(signal.SIGUSR1, lambda *_: heard.append("before"))
+    try:
+        with Preemption(fs.SingleComm(), signals=(signal.SIGUSR1,)) as preemption:
+            assert not preemption.agreed()
+            os.kill(os.getpid(), signal.SIGUSR1)
+            assert heard == []
+        assert heard == ["before"]
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
 def test_the_exit_code_is_none_that_a_signal_or_an_error_has():
     assert EXIT_PREEMPTED == 75
     assert EXIT_PREEMPTED not in (0, 1, 2, 128 + signal.SIGTERM)

@@ -210,6 +210,7 @@ def test_roll_back_to_where_another_run_was(tmp_path):
             return run.step, run.skipped, same(values(tree[0]), before)
 
     assert simulate(DP2, rank_fn) == [(6, [5], True)] * 2
+    assert fs.checkpoint.latest(tmp_path / "b").step == 5  # its own
 
 
 def test_a_tree_that_is_not_finite_is_not_saved_unless_that_is_wanted(tmp_path):
@@ -245,6 +246,17 @@ def test_ranks_that_were_started_differently(tmp_path, odd, field):
 def test_another_root_on_one_rank(tmp_path):
     with pytest.raises(AgreementError, match=r"config\.Run\(\)\.root"):
         simulate(DP2, lambda comm: train(comm, tmp_path / str(comm.rank)))
+
+
+def test_the_root_is_where_it_was_when_the_run_was_made(tmp_path, monkeypatch):
+    comm = fs.SingleComm()
+    monkeypatch.chdir(tmp_path)
+    train(comm, "runs", until=5)
+    with Run("runs", comm=comm, total=9, save_every=4, signals=()) as run:
+        (tmp_path / "elsewhere").mkdir()
+        monkeypatch.chdir("elsewhere")
+        run.resume((make_state(comm), IndexSampler(len(X), 8, seed=3)))
+        assert run.step == 4
 
 
 def test_another_config_than_before_is_logged_and_another_tree_refused(tmp_path, caplog):

@@ -1,0 +1,248 @@
+"""What programs have in their trees besides plain tensors, and the contexts in which they save and load."""
+
+import enum
+import logging
+
+import optree
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+import fsharp as fs
+from fsharp.errors import AgreementError, CheckpointError
+from fsharp.testing import simulate
+from tests.interop.worlds import grads_at
+from tests.interop.worlds import params as make_params
+
+COMM = fs.SingleComm()
+
+
+def save(root, tree, **options):
+    return fs.checkpoint.save(root, tree, step=0, comm=COMM, **options)
+
+
+def load(root, like, **options):
+    return fs.checkpoint.load(root, like, comm=COMM, **options)
+
+
+def test_what_torch_conjugates_and_negates_late(tmp_path):
+    z = torch.tensor([1 + 2j, 3 - 4j])
+    tree = {"conj": z.conj(), "neg": z.conj().imag, "rank": fs.checkpoint.PerRank(z.conj())}
+    save(tmp_path, tree)
+    for donate in (False, True):
+        like = {"conj": torch.zeros_like(z).conj(), "neg": torch.zeros_like(z).conj().imag, "rank": tree["rank"]}
+        found = load(tmp_path, like, donate=donate)
+        assert torch.equal(found["conj"], torch.tensor([1 - 2j, 3 + 4j]))
+        assert torch.equal(found["neg"], torch.tensor([-2.0, 4.0]))
+        assert torch.equal(found["rank"].value, z.conj())
+
+
+def test_memory_that_is_given_twice_is_read_into_once(tmp_path):
+    layout = fs.plan({"w": torch.zeros(4)}, COMM.mesh, fs.zero3("dp"))
+    first, second = (fs.shard({"w": torch.full((4,), float(value))}, layout, COMM) for value in (1, 2))
+    x = torch.arange(4.0)
+    save(tmp_path, {"params": first, "ema": second, "a": torch.ones(3), "b": torch.arange(3.0), "c": torch.zeros(3)})
+    like = {"params": second, "ema": second, "a": x[:3], "b": x[1:], "c": x[:3]}
+    found = load(tmp_path, like, donate=True)
+    assert fs.full(found["params"], comm=COMM)["w"].tolist() == [1.0] * 4
+    assert fs.full(found["ema"], comm=COMM)["w"].tolist() == [2.0] * 4
+    assert [found[name].tolist() for name in "abc"] == [[1.0] * 3, [0.0, 1.0, 2.0], [0.0] * 3]
+    assert found["a"].data_ptr() == x.data_ptr()
+
+
+class Kind(enum.IntEnum):
+    WARM = 3
+
+
+def test_numbers_stand_for_each_other(tmp_path):
+    weight = nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([weight], lr=1)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    optimizer.step()
+    schedule.step()
+    tree = {"optimizer": optimizer, "schedule": schedule, "best": 0.73, "kind": Kind.WARM, "flag": True}
+    save(tmp_path, tree)
+    again = torch.optim.SGD([weight], lr=1)
+    fresh = torch.optim.lr_scheduler.ExponentialLR(again, 0.9)
+    found = load(tmp_path, {"optimizer": again, "schedule": fresh, "best": 0, "kind": Kind.WARM, "flag": False})
+    assert (found["best"], found["kind"], found["flag"]) == (0.73, 3, True)
+    assert fresh.get_last_lr() == schedule.get_last_lr() == [0.9]
+    with pytest.raises(fs.errors.TreeError, match=r"'flag' +True in the checkpoint; expected a value like 1"):
+        load(tmp_path, tree | {"flag": 1})
+
+
+def test_milestones_of_a_schedule(tmp_path):
+    def made():
+        optimizer = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1)
+        return optimizer, torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 5, 5])
+
+    optimizer, schedule = made()
+    for _ in range(3):
+        optimizer.step()
+        schedule.step()
+    save(tmp_path, schedule)
+    _, again = made()
+    load(tmp_path, again)
+    assert again.state_dict() == schedule.state_dict()
+    assert type(again.milestones) is type(schedule.milestones)
+
+
+def test_under_another_default_device_and_in_inference_mode(tmp_path):
+    tree = {"w": torch.arange(5.0)}
+    with fs.checkpoint.Saver(tmp_path, COMM) as saver:
+        with torch.inference_mode():
+            saver.save(tree, step=0)
+        saver.wait()
+        with torch.device("meta"):
+            saver.save(tree, step=1)
+            saver.wait()
+            found = load(tmp_path, tree)
+            assert torch.equal(fs.checkpoint.latest(tmp_path).tensor("w"), found["w"])
+    assert found["w"].tolist() == [0.0, 1.0, 2.0, 3.0, 4.0]
+
+
+class Tied(nn.Module):
+    def __init__(self, value):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(5, 3), nn.Linear(3, 5, bias=False)
+        nn.init.constant_(self.embed.weight, value)
+        self.head.weight = self.embed.weight
+
+    def forward(self, x):
+        return self.head(self.embed(x))
+
+
+@pytest.mark.parametrize("strategy", [fs.zero3, fs.ddp], ids=["zero3", "ddp"])
+def test_a_tied_module_is_saved_once_and_loads_from_one_of_its_names(tmp_path, strategy):
+    def rank_fn(comm):
+        model = fs.shard_module(Tied(1.0), mesh=comm, strategy=strategy("dp"))
+        optimizer = fs.ShardedOptimizer(model.parameters(), torch.optim.SGD, lr=0.1, momentum=0.9)
+        model(torch.tensor([0, 1])).sum().backward()
+        optimizer.step()
+        own = fs.checkpoint.save(tmp_path / "own", {"model": model, "optimizer": optimizer}, step=0, comm=comm)
+        names = sorted(own.manifest.tensors), own.manifest.aliases
+        other = fs.shard_module(Tied(2.0), mesh=comm, strategy=strategy("dp"))
+        fs.checkpoint.load(own, other, comm=comm, subtree="model")
+        equal = [torch.equal(x, y) for (_, x), (_, y) in zip(model.full_parameters(), other.full_parameters(), strict=True)]
+        fs.checkpoint.load(tmp_path / "theirs", other, comm=comm)
+        return names, equal, [(name, x.unique().tolist()) for name, x in other.full_parameters()]
+
+    theirs = tmp_path / "theirs"
+    theirs.mkdir()
+    save_file({"embed.weight": torch.full((5, 3), 7.0)}, theirs / "model.safetensors")
+    names, equal, loaded = simulate(fs.Mesh({"dp": 2}), rank_fn)[0]
+    assert names == (
+        ["model.embed.weight", "optimizer.state.embed.weight.momentum_buffer"],
+        {"model.head.weight": "model.embed.weight"},
+    )
+    assert equal == [True]
+    assert loaded == [("embed.weight", [7.0])]
+
+
+class Broken:
+    """An object that one rank cannot save, or not load."""
+
+    def __init__(self, error_at):
+        self.error_at = error_at
+
+    def state_dict(self):
+        if self.error_at == "save":
+            raise ValueError("no state today")
+        return {"x": torch.ones(2)}
+
+    def load_state_dict(self, state):
+        if self.error_at == "load":
+            raise ValueError("does not fit")
+
+
+def test_an_object_that_fails_on_one_rank_is_an_error_on_all(tmp_path):
+    fs.checkpoint.save(tmp_path, Broken(""), step=0, comm=COMM)
+
+    def rank_fn(comm):
+        said = []
+        for error_at, call in (
+            ("save", lambda each: fs.checkpoint.save(tmp_path, each, step=1, comm=comm)),
+            ("load", lambda each: fs.checkpoint.load(tmp_path, each, comm=comm)),
+        ):
+            with pytest.raises(AgreementError, match=f"{error_at}\\(\\): failed on rank 1") as caught:
+                call(Broken(error_at if comm.rank else ""))
+            said.append(str(caught.value))
+        fs.checkpoint.save(tmp_path, Broken(""), step=2, comm=comm)
+        return said
+
+    first, second = simulate(fs.Mesh({"dp": 2}), rank_fn)
+    assert first == second
+    assert fs.checkpoint.latest(tmp_path).step == 2
+
+
+def test_names_that_the_format_has_taken(tmp_path):
+    found = save(tmp_path / "a", {"p": torch.ones(2)})
+    with pytest.raises(CheckpointError, match=r"export_safetensors\(\): the name '__metadata__' is taken"):
+        fs.checkpoint.export_safetensors(found, tmp_path / "out", rename=lambda name: "__metadata__")
+    fs.checkpoint.to_dcp(found, tmp_path / "dcp", rename=lambda name: "__metadata__")
+    with pytest.raises(CheckpointError, match=r"from_dcp\(\): the name '__metadata__' is taken"):
+        fs.checkpoint.from_dcp(tmp_path / "dcp", tmp_path / "b")
+    with pytest.raises(CheckpointError, match=r"from_dcp\(\): config is nothing that JSON can say"):
+        fs.checkpoint.from_dcp(tmp_path / "dcp", tmp_path / "b", config=object())
+
+
+def test_a_save_to_an_object_store_does_not_warn_of_itself(caplog):
+    with caplog.at_level(logging.WARNING, "fsharp"):
+        for _ in range(2):
+            save("memory://quiet", {"x": torch.ones(2)})
+    assert caplog.records == []
+
+
+def torchopt_state(comm, layout, tx):
+    return fs.init_state(tx, fs.shard(make_params(), layout, comm, place="optim"), comm=comm)
+
+
+def trained(comm, layout, tx, state, steps):
+    for step in steps:
+        state = fs.update(tx, fs.shard(grads_at(step), layout, comm, place="optim"), state, comm=comm)
+    return state
+
+
+@pytest.mark.parametrize("name", ["adam", "sgd"])
+def test_states_of_torchopt_go_on_elsewhere(tmp_path, name):
+    import torchopt
+
+    make = {"adam": lambda: torchopt.adam(1e-2), "sgd": lambda: torchopt.sgd(0.1, momentum=0.9)}[name]
+    units = ["embed", "layers.*"]
+
+    def before(comm):
+        layout = fs.plan(make_params(), comm.mesh, fs.zero3("dp"), units=units)
+        state = trained(comm, layout, make(), torchopt_state(comm, layout, make()), range(4))
+        fs.checkpoint.save(tmp_path, state, step=4, comm=comm)
+        return fs.full(trained(comm, layout, make(), state, range(4, 8)).params, comm=comm)
+
+    def after(comm):
+        layout = fs.plan(make_params(), comm.mesh, fs.ddp("dp"), atoms=fs.layout.Rows())
+        state = fs.checkpoint.load(tmp_path, torchopt_state(comm, layout, make()), comm=comm)
+        return fs.full(trained(comm, layout, make(), state, range(4, 8)).params, comm=comm)
+
+    expected = simulate(fs.Mesh({"dp": 3}), before)[0]
+    for found in simulate(fs.Mesh({"dp": 2}), after):
+        for x, y in zip(optree.tree_leaves(found), optree.tree_leaves(expected), strict=True):
+            torch.testing.assert_close(x, y, rtol=1e-6, atol=1e-7)
+
+
+def test_states_of_torchopt_are_resharded_or_refused():
+    import torchopt
+
+    mesh = fs.Mesh({"o": 2, "i": 2})
+
+    def rank_fn(comm):
+        old, new = (fs.plan(make_params(), mesh, fs.hsdp(*axes)) for axes in (("o", "i"), ("i", "o")))
+        tx = torchopt.sgd(0.1, momentum=0.9)
+        state = trained(comm, old, tx, torchopt_state(comm, old, tx), range(3))
+        there = trained(comm, new, tx, fs.reshard(state, new, comm=comm), range(3, 6))
+        here = trained(comm, old, tx, state, range(3, 6))
+        counted = torchopt_state(comm, old, torchopt.adam(1e-2))
+        with pytest.raises(fs.errors.TreeError, match="a buffer has not one number for each element"):
+            fs.reshard(counted, new, comm=comm)
+        return [fs.full(each.params, comm=comm) for each in (there, here)]
+
+    for there, here in simulate(mesh, rank_fn):
+        assert all(map(torch.equal, optree.tree_leaves(there), optree.tree_leaves(here)))
