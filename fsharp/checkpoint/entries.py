@@ -57,7 +57,7 @@ class PerRank(NamedTuple):
     value: Any
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Entry:
     """A tensor of a tree.
 
@@ -119,7 +119,8 @@ class Contents:
     def let_go(self) -> None:
         """Of the tensors, whose memory may be freed; what is known of them stays."""
         nothing = torch.empty(0, device="cpu")
-        self.entries = {name: replace(entry, local=nothing) for name, entry in self.entries.items()}
+        for entry in self.entries.values():
+            entry.local = nothing
 
 
 def contents_of(where: str, tree: Any, comm: Comm) -> Contents:

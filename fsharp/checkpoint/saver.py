@@ -14,6 +14,7 @@ import torch
 
 from fsharp.checkpoint.catalog import Checkpoint, check_kept, folder_name, prune, remove_incomplete
 from fsharp.checkpoint.saving import Snapshot, agreed_snapshot, told, write_snapshot
+from fsharp.checkpoint.shard_file import Tensor
 from fsharp.checkpoint.storage import full_path, storage_of
 from fsharp.errors import CheckpointError
 from fsharp.functional.comm.agree import largest, together
@@ -41,6 +42,7 @@ class Background:
         self._worker = Worker(name) if in_thread else None
         self._under_way: Outcome | None = None
         self._staged: list[torch.Tensor] = []
+        self._staged_as: list[Tensor] = []
         self._lock = threading.RLock()  # of what several threads may ask for
 
     def _begin(self, shot: Snapshot, job: Callable[[Snapshot], Any]) -> None:
@@ -50,8 +52,7 @@ class Background:
         try:
             self._copy(shot)
         except Exception as error:  # other ranks go on, and hear of it in the job
-            shot.values, shot.tensors = (), []
-            shot.failure = error
+            shot.values, shot.failure = (), error
         outcome = Outcome()
         self._worker.submit(lambda: job(shot), outcome)
         self._under_way = outcome
@@ -60,13 +61,14 @@ class Background:
     @torch.inference_mode(False)  # what is made in it cannot be written to outside
     def _copy(self, shot: Snapshot) -> None:
         """Put copies in host memory in the place of values; memory of the last save is used again."""
-        is_same = [(x.shape, x.dtype) for x in self._staged] == [(x.shape, x.dtype) for x in shot.values]
-        if not is_same:
-            on_device = any(x.device.type != "cpu" for x in shot.values)
-            self._staged = [torch.empty(x.shape, dtype=x.dtype, device="cpu", pin_memory=on_device) for x in shot.values]
-        for target, value in zip(self._staged, shot.values, strict=True):
-            target.copy_(value, non_blocking=True)
-        for device in {x.device for x in shot.values if x.device.type != "cpu"}:
+        values, devices = list(shot.values), {x.device for x in shot.values if x.device.type != "cpu"}
+        if shot.tensors != self._staged_as:
+            is_pinned = bool(devices)
+            self._staged = [torch.empty(x.shape, dtype=x.dtype, device="cpu", pin_memory=is_pinned) for x in values]
+            self._staged_as = shot.tensors
+        if values:
+            torch._foreach_copy_(self._staged, values, non_blocking=True)
+        for device in devices:
             torch.accelerator.synchronize(device)
         shot.values = list(self._staged)
         shot.contents.let_go()
