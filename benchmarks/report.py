@@ -41,7 +41,7 @@ TARGETS = {
     "first_stall_ratio_vs_dcp_async": 0.8,
     "copy_ratio": 1.1,
     "hash_share": 0.15,
-    "save_memory_ratio_vs_dcp": 1.05,
+    "save_memory_ratio_vs_dcp": 1.0,
 }
 """What the figures of the last line are meant to stay below."""
 MEANING = {

@@ -235,7 +235,7 @@ class ShardFile:
     def damaged_blocks(self) -> list[int]:
         """First bytes of blocks whose digest is not that of the table. Reads all of it."""
         wrong = []
-        buffer = bytearray(1 << 22)
+        buffer = bytearray(1 << 20)
         for start in range(0, self._end, len(buffer)):
             view = memoryview(buffer)[: min(len(buffer), self._end - start)]
             self._storage.read(self.path, self._data + start, view)

@@ -21,7 +21,7 @@ BLOCK_NBYTES = 1 << 12
 TABLE = "fsharp.block_digests"
 METADATA = "__metadata__"
 _DIGEST_NBYTES = 8
-_STEP_NBYTES = 4 << 20
+_STEP_NBYTES = 1 << 20
 _MOST_HEADER_NBYTES = 100 << 20
 _NAMES = {
     torch.bool: "BOOL", torch.uint8: "U8", torch.int8: "I8", torch.int16: "I16", torch.uint16: "U16", torch.float16: "F16",
