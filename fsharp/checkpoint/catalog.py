@@ -5,12 +5,13 @@ import os
 import re
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import xxhash
 
 from fsharp.checkpoint import huggingface
-from fsharp.checkpoint.manifest import MOST_NBYTES, NAME, Manifest
+from fsharp.checkpoint.manifest import MOST_NBYTES, NAME, FileRecord, Manifest
 from fsharp.checkpoint.reading import Need, read_needs, verify_files
 from fsharp.checkpoint.storage import REMOVED, Storage, full_path, read_whole, storage_of
 from fsharp.errors import CheckpointError
@@ -19,6 +20,27 @@ _log = logging.getLogger("fsharp")
 _FOLDER = re.compile(r"step-(\d{10,})-([0-9a-f]{8,})")
 _PARTIAL = re.compile(r"\.(step-(\d{10,})-[0-9a-f]{8,})\.partial")
 _GONE = re.compile(rf"\.step-\d{{10,}}-[0-9a-f]{{8,}}(\.partial)?{re.escape(REMOVED)}")
+
+
+class Facts(NamedTuple):
+    """What a manifest says of its checkpoint as a whole.
+
+    Attributes:
+        step: that it was saved at.
+        created: when, in seconds since 1970; later than of all that were there.
+        metric: how good it is.
+        files: with their sizes.
+    """
+
+    step: int
+    created: float
+    metric: float | None
+    files: tuple[FileRecord, ...]
+
+
+_known: dict[str, Facts] = {}
+"""By the digest of a manifest's bytes, which were right: to look at many checkpoints again and again would take long."""
+_MOST_KNOWN = 1000
 
 
 def folder_name(step: int, save_id: str) -> str:
@@ -41,10 +63,27 @@ class Checkpoint:
         """What is in it; read when it is looked at for the first time."""
         return _manifest_in(storage_of(self.path), self.path)
 
+    @cached_property
+    def facts(self) -> Facts:
+        """What its manifest says of it as a whole; of one that this process has read before without reading all of it."""
+        storage = storage_of(self.path)
+        try:
+            key = xxhash.xxh3_128_hexdigest(read_whole(storage, f"{self.path}/{NAME}", MOST_NBYTES))
+        except FileNotFoundError:
+            key = ""  # of others, or none
+        if key not in _known:
+            made = Facts(self.manifest.step, self.manifest.created, self.manifest.metric, self.manifest.files)
+            if not key:
+                return made
+            if len(_known) == _MOST_KNOWN:
+                _known.clear()
+            _known[key] = made
+        return _known[key]
+
     @property
     def step(self) -> int:
         """That it was saved at."""
-        return self.manifest.step
+        return self.facts.step
 
     @property
     def config(self) -> Any:
@@ -100,7 +139,7 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
 
 def _opened(storage: Storage, folder: str) -> Checkpoint:
     found = Checkpoint(folder)
-    for file in found.manifest.files:
+    for file in found.facts.files:
         try:
             size = storage.nbytes(f"{folder}/{file.name}")
         except FileNotFoundError as error:
@@ -159,7 +198,7 @@ def complete(folder: str, *, but: str = "") -> list[Checkpoint]:
             found += [_opened(storage, path)] if path != but else []
         except CheckpointError as error:
             _log.warning("left out: %s", error)
-    return sorted(found, key=lambda each: (each.manifest.created, each.step), reverse=True)
+    return sorted(found, key=lambda each: (each.facts.created, each.step), reverse=True)
 
 
 def latest(root: str | os.PathLike[str]) -> Checkpoint | None:
@@ -218,7 +257,7 @@ def prune(root: str | os.PathLike[str], *, keep: int, best: int = 0) -> list[str
     """
     check_kept("prune()", keep, best)
     found = checkpoints(root)
-    rated = [each for each in found if each.manifest.metric is not None and each.manifest.metric == each.manifest.metric]
+    rated = [each for each in found if each.facts.metric is not None and each.facts.metric == each.facts.metric]
     stay = {each.path for each in (*found[:keep], *sorted(rated, key=_metric)[:best])}
     gone = [each.path for each in reversed(found) if each.path not in stay]
     for path in gone:
@@ -235,8 +274,8 @@ def check_kept(where: str, keep: int, best: int) -> None:
 
 
 def _metric(found: Checkpoint) -> float:
-    assert found.manifest.metric is not None
-    return found.manifest.metric
+    assert found.facts.metric is not None
+    return found.facts.metric
 
 
 def remove_incomplete(root: str | os.PathLike[str]) -> list[str]:

@@ -134,7 +134,7 @@ def contents_of(where: str, tree: Any, comm: Comm) -> Contents:
     Raises:
         TreeError: something that cannot be saved; names it.
     """
-    found, parts = Contents({}, {}, {}, []), dict[int, str]()
+    found, parts, held = Contents({}, {}, {}, []), dict[int, str](), dict[Any, dict[str, _Held]]()
     for segments, entries, leaf in leaves_of(tree):
         if is_sharded(leaf):
             _add_unit(where, found, segments, entries, leaf, comm)
@@ -145,7 +145,7 @@ def contents_of(where: str, tree: Any, comm: Comm) -> Contents:
             name = ".".join(segments)
             owner = parts.setdefault(id(leaf), name)  # of a parameter with several names a module gives one
             if owner == name:
-                _add(where, found, _part(where, found, name, leaf, comm))
+                _add(where, found, _part(where, found, name, leaf, comm, held))
             else:
                 found.aliases[name] = owner
         elif isinstance(leaf, torch.Tensor):
@@ -291,16 +291,19 @@ def _add_unit(
             _add(where, found, entry)
 
 
-def _part(where: str, found: Contents, name: str, part: Part, comm: Comm) -> Entry:
-    """Of a state dict of a module or of its optimizer."""
+def _part(where: str, found: Contents, name: str, part: Part, comm: Comm, known: "dict[Any, dict[str, _Held]]") -> Entry:
+    """Of a state dict of a module or of its optimizer. ``known`` has what is held of the units of other parts."""
     unit, leaf, place = part.unit, part.leaf, part.place
     if unit.mesh != comm.mesh or part.rank != comm.rank:
         raise TreeError(
             f"{where}: {name!r} is a part that rank {part.rank} of {unit.mesh} holds, and this is rank {comm.rank} of "
             f"{comm.mesh}. Pass the Comm of the module: comm=model.comm."
         )
-    found.layouts.append(f"{name}: {_layout_text(unit, place)}")
-    shape, piece, _, _ = _held(unit, place, comm.rank)[leaf.path]
+    if (held := known.get((id(unit), place))) is None:
+        held = known[id(unit), place] = _held(unit, place, comm.rank)
+        found.layouts.append(f"unit {unit.name!r}: {_layout_text(unit, place)}")
+    shape, piece, _, _ = held[leaf.path]
+    found.layouts.append(f"{name}: in unit {unit.name!r}, {place}")
     return Entry(name, part.dtype, shape, piece, part.local.view(-1))
 
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -301,11 +302,12 @@ def _prepared(template: Any, manifest: Manifest, stored: Callable[[str], str], d
 
     def is_free(x: torch.Tensor) -> bool:
         """Whether nothing else is read into its memory: averages may begin as the parameters themselves."""
-        begin = x.data_ptr()
+        begin, end = x.data_ptr(), x.data_ptr() + x.nbytes
         before = taken.setdefault(x.untyped_storage().data_ptr(), [])
-        if any(begin < other_end and other < begin + x.nbytes for other, other_end in before):
-            return False
-        before.append((begin, begin + x.nbytes))
+        i = bisect_left(before, (begin, begin))
+        if begin == end or (i and before[i - 1][1] > begin) or (i < len(before) and before[i][0] < end):
+            return begin == end
+        before.insert(i, (begin, end))
         return True
 
     def fresh(x: torch.Tensor) -> torch.Tensor:

@@ -1,5 +1,6 @@
 """Reading: the bytes that are needed and no others, each block compared with its digest, within a bounded buffer."""
 
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -220,12 +221,13 @@ class ShardFile:
         return [start + i * BLOCK_NBYTES // 8 for i in range(0, len(found), 8) if found[i : i + 8] != expected[i : i + 8]]
 
     def damage(self, blocks: Sequence[int]) -> str:
-        """What is damaged, by the first bytes of blocks."""
-        names = [
-            name
-            for name, extent in self._extents.items()
-            if name != TABLE and any(extent.begin < block + BLOCK_NBYTES and block < extent.end for block in blocks)
-        ]
+        """What is damaged, by the first bytes of blocks, in order."""
+
+        def is_damaged(extent: Extent) -> bool:
+            first = bisect_right(blocks, extent.begin - BLOCK_NBYTES)
+            return first < len(blocks) and blocks[first] < extent.end
+
+        names = [name for name, extent in self._extents.items() if name != TABLE and is_damaged(extent)]
         shown = ", ".join(f"{name!r:.200}" for name in names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
         return (
             f"{self.path}, written by rank {self._number}: {len(blocks)} blocks of {BLOCK_NBYTES:,} bytes are damaged, the "

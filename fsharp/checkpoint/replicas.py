@@ -358,7 +358,7 @@ class Replicas(Background):
         root = self._root
 
         found = together("restore()", self._comm, lambda: latest(root) if self._comm.rank == 0 else None)
-        facts = [] if found is None else [found.path, found.step, found.manifest.created]
+        facts = [] if found is None else [found.path, found.step, found.facts.created]
         said = json.loads(exchange(json.dumps(facts), self._comm)[0])
         return _OnDisk(*said) if said else None
 

@@ -251,7 +251,7 @@ def write_snapshot(shot: Snapshot, comm: Comm) -> Checkpoint:
     def commit(records: list[FileRecord]) -> None:
         nonlocal is_published
         others = complete(os.path.dirname(shot.folder), but=shot.folder)
-        before = max((each.manifest.created for each in others), default=0.0)
+        before = max((each.facts.created for each in others), default=0.0)
         publish(shot, staged, records, manifest_of(shot, records, comm.mesh, later_than(before)), rank=0)
         is_published = True
 
