@@ -7,7 +7,7 @@ rank knows without asking which runs all others hold, and which of several repli
 import math
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -45,6 +45,33 @@ class Piece(NamedTuple):
     last: int
     replica: int = 0
     num_replicas: int = 1
+
+
+class OwnBuffers:
+    """A module whose buffers each rank has for itself, such as the statistics of BatchNorm, as a leaf of a tree to save.
+
+    ::
+
+        fs.checkpoint.save(root, {"model": OwnBuffers(model), "optimizer": optimizer}, step=step, comm=comm)
+
+    Its buffers are saved as :class:`PerRank`, so it loads on as many ranks. To go on with any number, make them equal before,
+    as by a mean over ranks, and save the module itself.
+
+    Args:
+        module: a ShardedModule, or any other.
+    """
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self.module = module
+
+    def state_dict(self) -> dict[str, Any]:
+        """That of the module."""
+        found, own = self.module.state_dict(), dict(self.module.named_buffers(remove_duplicate=False))
+        return {name: PerRank(value) if name in own else value for name, value in found.items()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load it into the module."""
+        self.module.load_state_dict({name: x.value if isinstance(x, PerRank) else x for name, x in state.items()})
 
 
 class PerRank(NamedTuple):
@@ -186,6 +213,14 @@ def is_object(leaf: Any) -> bool:
 def expanded(tree: Any) -> Any:
     """A tree with the states of objects in their place."""
     return optree.tree_map(lambda leaf: plain_dicts(leaf.state_dict()) if is_object(leaf) else leaf, tree, is_leaf=is_node)
+
+
+def leaf_names(tree: Any) -> Iterator[str]:
+    """Names of leaves; of objects whose state grows in the first step, and that know it, the name of the object."""
+    for path, _, leaf in leaves_of(tree):
+        is_known = is_object(leaf) and not hasattr(leaf, "state_template")
+        for under, _, _ in leaves_of(plain_dicts(leaf.state_dict())) if is_known else [((), (), None)]:
+            yield ".".join((*path, *under))
 
 
 def plain_dicts(state: Any) -> Any:

@@ -75,7 +75,8 @@ def load(
         subtree: load this part of the checkpoint alone: ``subtree="params"`` with parameters for ``like``.
         rename: the name in the checkpoint, below ``subtree``, of a name of ``like``: ``lambda name: f"model.{name}"``.
         ignore: patterns of names in the checkpoint that are left alone as if they were not there; each has to match one.
-        cast: convert values whose dtype differs; else that is an error.
+        cast: convert values whose dtype differs, but not fractions to integers or complex numbers to real ones; else that is
+            an error.
         donate: read into the tensors of ``like``, which are refused afterwards. If loading fails their values are lost. Modules
             and their optimizers copy what was loaded all the same.
         buffer_nbytes: memory to read into, besides what is loaded.
@@ -246,7 +247,9 @@ def _check_same(
         if record is None:
             kind = "a number or text in the checkpoint" if sources[name] in manifest.values else "not in the checkpoint"
             rows.append((name, f"{kind}; expected {_described(entry.dtype, entry.shape)}"))
-        elif record.shape != entry.shape or (record.dtype != entry.dtype and not cast):
+            continue
+        is_right = record.dtype == entry.dtype or (cast and torch.can_cast(record.dtype, entry.dtype))
+        if record.shape != entry.shape or not is_right:
             stored_as = _described(record.dtype, record.shape)
             rows.append((name, f"{stored_as} in the checkpoint; expected {_described(entry.dtype, entry.shape)}"))
     for name, value in wanted.values.items():

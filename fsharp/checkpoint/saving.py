@@ -226,7 +226,7 @@ def _fields(contents: Contents) -> dict[str, str]:
     return {
         **contents.fields(),
         "values": "\n".join(f"{name}: {value!r}" for name, value in contents.values.items()),
-        "values of tensors, which PerRank() allows to differ": "\n".join(same),
+        "values of tensors, which PerRank() and, for buffers, OwnBuffers() allow to differ": "\n".join(same),
     }
 
 

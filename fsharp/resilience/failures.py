@@ -19,6 +19,7 @@ _OTHERS_SPEAK_S = 2.0
 """Seconds for which the first rank to fail lets others print before it."""
 _FIRST_SPEAKS_S = 4.0
 _LOOK_EVERY_S = 0.05
+_SHOWN = 4000
 
 
 @contextmanager
@@ -77,13 +78,13 @@ class _Hook:
         if self.is_own:
             told = f"{me} failed first, {told}"
             is_first = self._is_first(told)
-            error.add_note(told if is_first else told.replace(" first,", ","))
+            _noted(error, told if is_first else told.replace(" first,", ","))
             for watch in watches:
                 watch.fail(error, where)
             return
-        error.add_note(f"{me}, {told}")
+        _noted(error, f"{me}, {told}")
         if isinstance(error, CommError):  # it has lost a rank that says nothing, and is the first that can
-            self._is_first(f"{me}, {told}: {error}")
+            self._is_first(f"{me}, {told}: {_said(error)}")
 
     def _is_first(self, told: str) -> bool:
         return self.board.claim("first failure", f"{self.ranks.rank} {told}").startswith(f"{self.ranks.rank} ")
@@ -93,7 +94,7 @@ class _Hook:
             self.before(kind, error, trace)
             return
         self._wait(["first failure"], _OTHERS_SPEAK_S)
-        if self._is_first(str(error)):
+        if self._is_first(_said(error)):
             if self.is_own:
                 others = [rank for rank in range(self.ranks.size) if rank != self.ranks.rank]
                 self._wait([f"rank {rank} has spoken" for rank in others], _OTHERS_SPEAK_S)
@@ -115,9 +116,25 @@ class _Hook:
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    while error is not None:
+    seen = set[int]()
+    while error is not None and id(error) not in seen:  # causes may go in a circle
         yield error
+        seen.add(id(error))
         error = error.__cause__ or error.__context__
+
+
+def _said(error: BaseException) -> str:
+    """Its text, of which there may be very much, or none."""
+    try:
+        text = str(error)
+    except Exception as other:
+        text = f"(it cannot be printed: {type(other).__name__})"
+    return text[:_SHOWN]
+
+
+def _noted(error: BaseException, text: str) -> None:
+    with suppress(Exception):  # some errors cannot be written to
+        error.add_note(text)
 
 
 def _write_error_file(error: Exception, *, is_own: bool) -> None:
@@ -125,7 +142,8 @@ def _write_error_file(error: Exception, *, is_own: bool) -> None:
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path is None:
         return
-    trace = "".join(traceback.format_exception(error)) if is_own else str(error)
+    trace = "".join(traceback.format_exception(error)) if is_own else _said(error)
     extra = {"py_callstack": trace, "timestamp": str(int(time.time()) + (not is_own))}
+    message = {"message": f"{type(error).__name__}: {_said(error)}", "extraInfo": extra}
     with suppress(OSError):  # the error itself is what has to be heard
-        Path(path).write_text(json.dumps({"message": {"message": f"{type(error).__name__}: {error}", "extraInfo": extra}}))
+        Path(path).write_text(json.dumps({"message": message}))

@@ -1,18 +1,20 @@
 """Losses and trees that are not finite: found before an update, on all ranks alike, with where that is."""
 
+import cmath
 import json
-import math
 from collections.abc import Iterator
+from numbers import Integral, Number
 from typing import Any, NamedTuple
 
 import torch
 
 from fsharp.checkpoint.entries import PerRank, expanded, leaves_of
+from fsharp.errors import TreeError
 from fsharp.functional.comm.agree import exchange, largest
 from fsharp.functional.comm.protocol import Comm, Labelled
 from fsharp.functional.layout.paths import join
 from fsharp.functional.layout.sharded import Sharded, is_sharded
-from fsharp.functional.loss import Loss
+from fsharp.functional.state import MadeBy
 from fsharp.stateful.modules.parameter import Part
 
 _SHOWN = 8
@@ -53,7 +55,7 @@ def find_nonfinite(loss: Any, tree: Any, *, comm: Comm) -> NonFinite | None:
 
     Args:
         loss: this rank's, before :func:`~fsharp.average`, so that it tells which rank it comes from: a
-            :class:`~fsharp.Loss`, a tensor or a number. None if there is none.
+            :class:`~fsharp.Loss` or another tuple, a tensor or a number. None if there is none.
         tree: gradients, or parameters, or any pytree of ``Sharded``, of tensors and of numbers. Of a module:
             ``{name: p.grad for name, p in model.named_parameters()}``. Whatever has a ``state_dict`` counts as that. Padding
             between leaves is left out.
@@ -62,13 +64,16 @@ def find_nonfinite(loss: Any, tree: Any, *, comm: Comm) -> NonFinite | None:
     Returns:
         The same on all ranks.
 
+    Raises:
+        TreeError: a leaf that is neither a tensor nor a number nor text, such as an array of numpy.
+
     Cost: one pass over the tree, one ``all_reduce`` of 4 bytes for each axis, and a wait for its result. More only if something
     is not finite. ``fs.optim.apply_if_finite`` costs the same, and leaves out the update by itself.
     """
-    losses = [x for x in (loss if isinstance(loss, Loss) else (loss,)) if x is not None]
+    losses = [x for x in (loss if isinstance(loss, tuple) else (loss,)) if x is not None]
     pieces = list(_pieces(tree))
     # A sum is far quicker than a look at each element. One that overflows costs the search below, which finds nothing.
-    sums = [_wide(x).sum() if isinstance(x, torch.Tensor) else x for _, held in pieces for x in _tensors(held)]
+    sums = [_plain(x).sum() if isinstance(x, torch.Tensor) else x for _, held in pieces for x in _tensors(held)]
     bad = [_is_bad(x) for x in [*losses, *sums]]
     flag = torch.stack([x.to(comm.device) for x in bad]).any().float().view(1) if bad else torch.zeros(1, device=comm.device)
     named = Labelled(comm, "whether all is finite: ")
@@ -86,20 +91,31 @@ def find_nonfinite(loss: Any, tree: Any, *, comm: Comm) -> NonFinite | None:
 
 
 def _is_bad(x: Any) -> torch.Tensor:
-    return ~torch.isfinite(_wide(x)).all() if isinstance(x, torch.Tensor) else torch.tensor(not math.isfinite(x))
+    if isinstance(x, torch.Tensor):
+        return ~torch.isfinite(_plain(x)).all()
+    return torch.tensor(not isinstance(x, Integral) and not cmath.isfinite(x))
 
 
-def _wide(x: torch.Tensor) -> torch.Tensor:
-    """float8, with which torch does not compute, as float32."""
+def _plain(x: torch.Tensor) -> torch.Tensor:
+    """The elements in a dtype with which torch computes: it does not with float8, and not much with complex32."""
+    if x.layout is not torch.strided:
+        x = x._values() if x.layout is torch.sparse_coo else x.values()
+    if x.dtype is torch.complex32:
+        return x.to(torch.complex64)
     return x.float() if x.is_floating_point() and x.itemsize == 1 else x
 
 
 def _pieces(tree: Any) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Paths and what is there: a Sharded, a tensor or a float."""
+    """Paths and what is there: a Sharded, a tensor or a number that may be infinite."""
     for path, _, leaf in leaves_of(expanded(tree)):
         for under, _, held in leaves_of(leaf.value) if isinstance(leaf, PerRank) else [((), (), leaf)]:
-            if is_sharded(held) or isinstance(held, float | torch.Tensor):
+            if is_sharded(held) or isinstance(held, Number | torch.Tensor):
                 yield (*path, *under), held.local if isinstance(held, Part) else held
+            elif not isinstance(held, MadeBy | str):
+                raise TreeError(
+                    f"find_nonfinite(): {join((*path, *under))!r} is a {type(held).__name__}, expected a tensor, a number or "
+                    "text."
+                )
 
 
 def _tensors(held: Any) -> tuple[Any, ...]:

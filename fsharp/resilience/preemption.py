@@ -2,6 +2,7 @@
 
 import os
 import signal
+import threading
 from collections.abc import Sequence
 from types import FrameType, TracebackType
 from typing import Any, Self
@@ -33,6 +34,8 @@ class Preemption:
     came too late for :meth:`agreed` to tell of it. torchrun gives its
     processes 30 seconds after SIGTERM, Slurm as many as ``KillWait`` says. torchrun itself exits with 1, whatever its processes
     have exited with; where only some of these get the signal, and it has restarts left, it starts all of them again at once.
+    Forked processes end by these signals as ever. Where a cluster signals whole process groups, have the workers of a
+    ``DataLoader`` ignore them, by ``worker_init_fn``: a step that has lost its worker raises an error before anything is saved.
 
     Args:
         comm: the ranks.
@@ -43,7 +46,7 @@ class Preemption:
         received: the signal that this process has got, if it has.
 
     Raises:
-        RunError: ``every`` is not a positive integer.
+        RunError: ``every`` is not a positive integer; the context is entered in another thread than the main one.
     """
 
     def __init__(self, comm: Comm, *, signals: Sequence[signal.Signals] = (signal.SIGTERM,), every: int = 1) -> None:
@@ -76,10 +79,20 @@ class Preemption:
         self.received = signal.Signals(number)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        self.notice(number)
+        if os.getpid() == self._pid:
+            self.notice(number)
+            return
+        signal.signal(number, signal.SIG_DFL)  # a forked child is no rank, and ends
+        signal.raise_signal(number)
 
     def __enter__(self) -> Self:
         """Begin to note signals."""
+        if self.signals and threading.current_thread() is not threading.main_thread():
+            raise RunError(
+                "Preemption: signals are noted in the main thread alone, and this is another one, as simulated ranks have: "
+                "pass signals=(), also to Run()."
+            )
+        self._pid = os.getpid()
         for each in self.signals:
             self._before[each] = signal.signal(each, self._note)
         return self

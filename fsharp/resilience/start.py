@@ -7,10 +7,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import optree
 import torch
 
 import fsharp
-from fsharp.checkpoint.entries import expanded, leaves_of
+from fsharp.checkpoint.entries import expanded, is_node, leaves_of
 from fsharp.errors import RunError
 from fsharp.functional.comm.agree import together
 from fsharp.functional.comm.protocol import Comm
@@ -25,7 +26,8 @@ def agree_at_start(config: Mapping[str, Any], tree: Any = None, *, comm: Comm, f
 
     Args:
         config: what decides the run, such as learning rate, seed and paths; nested dicts and lists that JSON has.
-        tree: what is trained; its structure, shapes, dtypes and layout are compared, and no values.
+        tree: what is trained; its structure, shapes, dtypes, layout, numbers and texts are compared, and no values of
+            tensors.
         comm: the ranks.
         files: source files, whose bytes are compared.
 
@@ -42,16 +44,17 @@ def agree_at_start(config: Mapping[str, Any], tree: Any = None, *, comm: Comm, f
         found = {f"config.{name}": text for name, text in _config_fields(config)}
         found |= {f"layout: {name}": text for name, text in (describe_units([n.unit for n in nodes]) if nodes else {}).items()}
         found |= {f"file {path}": hashlib.sha256(Path(path).read_bytes()).hexdigest() for path in files}
-        found |= {"mesh": str(comm.mesh), "tree": "\n".join(_leaves(tree))}
+        structure = str(optree.tree_structure(tree, is_leaf=is_node))
+        found |= {"mesh": str(comm.mesh), "tree": "\n".join(_leaves(tree)), "structure": structure}
         return found | {"fsharp": fsharp.__version__, "torch": torch.__version__, "python": platform.python_version()}
 
     together("agree_at_start()", comm, fields, lambda found: found)
 
 
 def _config_fields(config: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, str]]:
-    if isinstance(config, Mapping):
+    if isinstance(config, Mapping) and config:
         for key, value in config.items():
-            yield from _config_fields(value, (*path, str(key)))
+            yield from _config_fields(value, (*path, str(key).replace(".", "\\.")))
         return
     try:
         yield join(path), json.dumps(config, sort_keys=True)
@@ -69,4 +72,5 @@ def _leaves(tree: Any) -> Iterator[str]:
         elif isinstance(leaf, torch.Tensor):
             yield f"{join(path)}: {dtype_name(leaf.dtype)}{list(leaf.shape)}"
         else:
-            yield f"{join(path)}: {type(leaf).__name__}"
+            value = f" {leaf!r}" if isinstance(leaf, bool | int | float | str) else ""
+            yield f"{join(path)}: {type(leaf).__name__}{value}"

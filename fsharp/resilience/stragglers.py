@@ -1,6 +1,7 @@
 """StragglerDetector: which rank keeps the others waiting."""
 
 import logging
+import math
 import statistics
 import struct
 import time
@@ -14,6 +15,8 @@ from fsharp.functional.comm.protocol import Comm, Labelled, innermost
 
 _log = logging.getLogger("fsharp")
 _KEPT = 1000
+_MEDIAN_ERROR = 1.2533 * 1.4826
+"""The standard error of a median, of normal numbers, to their median deviation over the root of their number."""
 
 
 class StepTimes(NamedTuple):
@@ -22,10 +25,12 @@ class StepTimes(NamedTuple):
     Attributes:
         step: the last one of those measured.
         own_s: by rank, the median over these steps of the seconds that the rank did not wait for others.
+        error_s: by rank, the standard error of that, by how much its steps differ.
     """
 
     step: int
     own_s: tuple[float, ...]
+    error_s: tuple[float, ...]
 
 
 class StragglerDetector:
@@ -33,8 +38,9 @@ class StragglerDetector:
 
     Ranks wait for each other in every step, so a step takes as long on all of them. A rank's *own* time is what is left of it
     without the time for which collectives kept its main thread: compute, loading of data, Python. Every few steps ranks
-    exchange the median of theirs. One whose own time is more than ``ratio`` times the median of all, twice in succession, is
-    a straggler: rank 0 logs a warning. Simulated ranks take turns, and their own times are not told apart.
+    exchange the median of theirs. One whose own time is more than ``ratio`` times the median of all, and by more than its
+    steps differ anyway (two standard errors), twice in succession, is a straggler: rank 0 logs a warning. Simulated ranks take
+    turns, and their own times are not told apart.
 
     Args:
         comm: the ranks.
@@ -49,7 +55,7 @@ class StragglerDetector:
         RunError: ``every`` is not a positive integer, or ``ratio`` not above 1.
         CommError: over NCCL, where it is the device that waits, and not the process.
 
-    Cost: every ``every`` steps one ``all_gather`` of 8 bytes for each axis.
+    Cost: every ``every`` steps one ``all_gather`` of 16 bytes for each axis.
     """
 
     def __init__(self, comm: Comm, *, every: int = 10, ratio: float = 1.25) -> None:
@@ -83,14 +89,21 @@ class StragglerDetector:
         self._own_s.append(now - self._since)
         if len(self._own_s) == self.every:
             named = Labelled(self.comm, f"how long steps up to {step} took: ")
-            told = gather_bytes(struct.pack("<d", statistics.median(self._own_s)), named)
-            self._compare(StepTimes(step, tuple(struct.unpack("<d", each)[0] for each in told)))
+            own = statistics.median(self._own_s)
+            error = _MEDIAN_ERROR * statistics.median(abs(x - own) for x in self._own_s) / math.sqrt(self.every)
+            own_s, error_s = zip(*(struct.unpack("<dd", x) for x in gather_bytes(struct.pack("<dd", own, error), named)))
+            self._compare(StepTimes(step, own_s, error_s))
             self._own_s.clear()
         self._since = self._own_clock()
 
     def _compare(self, times: StepTimes) -> None:
         usual = statistics.median_low(times.own_s)  # of two ranks the faster one: their mean would hide the other
-        slow = {rank: own / usual for rank, own in enumerate(times.own_s) if own > self.ratio * usual > 0}
+        usual_error = times.error_s[times.own_s.index(usual)]
+        slow = {
+            rank: own / usual
+            for rank, (own, error) in enumerate(zip(times.own_s, times.error_s, strict=True))
+            if own > self.ratio * usual > 0 and own - usual > 2 * math.hypot(error, usual_error)
+        }
         before, self._suspects = self._suspects, set(slow)
         known, self.stragglers = self.stragglers, {rank: times for rank, times in slow.items() if rank in before}
         self.times.append(times)

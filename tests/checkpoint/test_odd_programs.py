@@ -176,6 +176,36 @@ def test_an_object_that_fails_on_one_rank_is_an_error_on_all(tmp_path):
     assert fs.checkpoint.latest(tmp_path).step == 2
 
 
+def test_buffers_that_each_rank_has_for_itself(tmp_path):
+    def rank_fn(comm):
+        made = [nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)) for _ in "ab"]
+        for model in made:
+            fs.shard_module(model, mesh=comm, strategy=fs.zero3("dp"), sync_from=0)
+            model(torch.randn(5, 3, generator=torch.Generator().manual_seed(comm.rank)))
+            model.zero_grad()
+        first, second = made
+        second.load_state_dict({"1.running_mean": torch.zeros(4)}, strict=False)
+        with pytest.raises(AgreementError, match=r"OwnBuffers\(\) allow to differ(.|\n)*running_mean"):
+            fs.checkpoint.save(tmp_path, {"model": first}, step=0, comm=comm)
+        fs.checkpoint.save(tmp_path, {"model": fs.checkpoint.OwnBuffers(first)}, step=1, comm=comm)
+        fs.checkpoint.load(tmp_path, {"model": fs.checkpoint.OwnBuffers(second)}, comm=comm)
+        found = dict(first.named_buffers()), dict(second.named_buffers())
+        return all(torch.equal(found[0][name], found[1][name]) for name in found[0]), found[1]["1.running_mean"]
+
+    (is_same, first), (is_same_too, second) = simulate(fs.Mesh({"dp": 2}), rank_fn)
+    assert is_same
+    assert is_same_too
+    assert not torch.equal(first, second)
+
+
+def test_a_fraction_is_not_cast_to_an_integer(tmp_path):
+    save(tmp_path, {"x": torch.tensor(0.7), "n": torch.tensor(3)})
+    with pytest.raises(fs.errors.TreeError, match=r"'x' +float32\[\] in the checkpoint; expected int32"):
+        load(tmp_path, {"x": torch.tensor(0, dtype=torch.int32), "n": torch.tensor(0)}, cast=True)
+    found = load(tmp_path, {"x": torch.tensor(0.0).bfloat16(), "n": torch.tensor(0.0)}, cast=True)
+    assert (found["x"], found["n"].item()) == (torch.tensor(0.7).bfloat16(), 3.0)
+
+
 def test_names_that_the_format_has_taken(tmp_path):
     found = save(tmp_path / "a", {"p": torch.ones(2)})
     with pytest.raises(CheckpointError, match=r"export_safetensors\(\): the name '__metadata__' is taken"):

@@ -156,3 +156,37 @@ def test_an_error_that_is_handled_is_printed_by_nobody(tmp_path):
     assert processes(DP2, rank_fn) == [True, True]
     with pytest.raises(ZeroDivisionError, match="division by zero"), fs.resilience.reported_failures(fs.SingleComm(), str):
         _ = 1 / 0
+
+
+class Unprintable(Exception):
+    def __str__(self):
+        raise RuntimeError("no text")
+
+
+def circle():
+    first, second = ValueError("first"), OSError("second")
+    first.__cause__, second.__cause__ = second, first
+    return first
+
+
+@pytest.mark.parametrize(
+    "make",
+    [circle, Unprintable, lambda: ValueError("x" * 20_000_000), lambda: ValueError("\udcff")],
+    ids=["circle of causes", "unprintable", "long", "surrogate"],
+)
+def test_errors_of_any_kind_are_heard_of(tmp_path, make):
+    def rank_fn(comm):
+        os.dup2(os.open(tmp_path / "said", os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
+        os.environ["TORCHELASTIC_ERROR_FILE"] = "/dev/full" if comm.rank else str(tmp_path / "error file")
+        try:
+            with fs.resilience.reported_failures(comm, lambda: "step 3"):
+                if comm.rank == 0:
+                    raise make()
+                comm.all_reduce(torch.ones(1), "dp")
+        except Exception as error:
+            sys.excepthook(type(error), error, error.__traceback__)
+            return type(error).__name__
+
+    assert processes(DP2, rank_fn) == [type(make()).__name__, "AgreementError"]
+    assert "rank 0 of 2 failed first, in step 3" in (tmp_path / "said").read_text(errors="replace")
+    assert type(make()).__name__ in json.loads((tmp_path / "error file").read_text())["message"]["message"]

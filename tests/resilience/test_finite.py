@@ -2,10 +2,12 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 
 import fsharp as fs
+from fsharp.errors import TreeError
 from fsharp.resilience import find_nonfinite
 from fsharp.testing import simulate
 
@@ -119,6 +121,9 @@ class Keeper:
         ({"k": fs.checkpoint.PerRank({"own": torch.tensor([math.nan])})}, "k.own"),
         ({"z": torch.tensor([complex(1, math.inf)])}, "z"),
         ({"x": torch.tensor([1.0, math.inf, -math.inf]).to(torch.float8_e5m2)}, "x"),
+        ({"x": torch.tensor([0.0, math.nan]).to_sparse()}, "x"),
+        ({"n": 10**400, "x": complex(0, math.nan)}, "x"),
+        ({"x": np.float32("nan"), "y": True}, "x"),
     ],
 )
 def test_leaves_of_other_kinds(tree, path):
@@ -134,6 +139,13 @@ def test_a_module_by_the_gradients_of_its_parameters():
     assert (found.losses, found.leaf) == ((0,), "weight")
 
 
+def test_what_it_cannot_look_at_is_refused():
+    with pytest.raises(TreeError, match=r"'a\.1' is a ndarray"):
+        find_nonfinite(None, {"a": [1.0, np.ones(2)]}, comm=fs.SingleComm())
+
+
 def test_a_loss_alone_and_nothing_at_all():
+    assert find_nonfinite((torch.tensor(math.nan), torch.tensor(2)), {}, comm=fs.SingleComm()) == ((0,), None, ())
+    assert find_nonfinite(10**400, {}, comm=fs.SingleComm()) is None
     assert find_nonfinite(None, {}, comm=fs.SingleComm()) is None
     assert find_nonfinite(math.inf, {}, comm=fs.SingleComm()) == ((0,), None, ())

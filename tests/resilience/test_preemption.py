@@ -1,7 +1,9 @@
 """A signal to one rank stops all of them, after the same step."""
 
+import multiprocessing
 import os
 import signal
+import time
 
 import pytest
 
@@ -65,6 +67,24 @@ def test_a_signal_that_nobody_was_told_of_is_not_lost():
         assert heard == ["before"]
     finally:
         signal.signal(signal.SIGUSR1, before)
+
+
+def test_forked_children_end_by_signals_as_ever():
+    fork = multiprocessing.get_context("fork")
+    started = fork.Event()
+    with Preemption(fs.SingleComm()) as preemption:
+        child = fork.Process(target=lambda: (started.set(), time.sleep(60)))
+        child.start()
+        assert started.wait(30)
+        child.terminate()
+        child.join(30)
+        assert child.exitcode == -signal.SIGTERM
+        assert preemption.received is None
+
+
+def test_signals_are_for_the_main_thread():
+    with pytest.raises(RunError, match=r"pass signals=\(\)"):
+        simulate(MESHES[1], lambda comm: Preemption(comm).__enter__())
 
 
 def test_the_exit_code_is_none_that_a_signal_or_an_error_has():

@@ -221,6 +221,26 @@ def test_a_tree_that_is_not_finite_is_not_saved_unless_that_is_wanted(tmp_path):
     assert fs.checkpoint.latest(tmp_path / "b").step == 9
 
 
+def test_a_best_loss_that_begins_as_an_infinity_is_saved(tmp_path):
+    comm = fs.SingleComm()
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=0.1)
+    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+    with Run(tmp_path, comm=comm, total=2, save_every=1, signals=()) as run:
+        tree = run.resume({"best": math.inf, "plateau": plateau})
+        for _ in run.steps():
+            tree = run.end_step(tree)
+    assert fs.checkpoint.latest(tmp_path).manifest.values["tree.best"] == math.inf
+
+
+@pytest.mark.parametrize("grown", [{"x": 0.5}, {"x": None, "y": 1}, {"x": [1.0]}])
+def test_a_tree_that_a_restart_could_not_load_is_refused(tmp_path, grown):
+    with Run(tmp_path, comm=fs.SingleComm(), total=2, save_every=1, signals=()) as run:
+        run.resume({"x": None})
+        next(run.steps())
+        with pytest.raises(RunError, match=r"(?s)has other leaves than it had in resume.*'?[xy]\S* +new"):
+            run.end_step(grown)
+
+
 def test_ranks_that_leave_after_different_steps_hear_of_it(tmp_path):
     with pytest.raises(CommError, match="the end of the run, after 3 of 9 steps"):
         simulate(DP2, lambda comm: train(comm, tmp_path, until=3 if comm.rank == 0 else None))

@@ -1,5 +1,7 @@
 """Ranks that were started differently raise one error, which names what differs and on which ranks."""
 
+import collections
+
 import pytest
 import torch
 
@@ -31,6 +33,9 @@ def refused(call):
         ({"path": "a"}, {"path": "b"}, ["config.path", '"a"', '"b"']),
         ({"only": None}, {}, ["config.only", "rank 1: (absent)"]),
         ({"n": 1}, {"n": 1.0}, ["config.n", "rank 1: 1.0"]),
+        ({"data": "x" * 300 + "a"}, {"data": "x" * 300 + "b"}, ["ranks 0, 2: ...xxx", 'xa"', 'xb"']),
+        ({"a": {}}, {}, ["config.a", "ranks 0, 2: {}"]),
+        ({"a.b": 1, "a": {"b": 2}}, {"a.b": 5, "a": {"b": 2}}, ["rank 1: 5"]),
     ],
 )
 def test_a_field_of_the_config_is_named(usual, odd, expected):
@@ -48,6 +53,23 @@ def test_trees_of_other_shapes_dtypes_and_structures():
     assert "w: float32[4]" in text
     assert "b: float32[2]" in text
     assert "n: int" not in text
+
+
+@pytest.mark.parametrize(
+    ("usual", "odd", "expected"),
+    [
+        ([1.0, 2.0], (1.0, 2.0), "structure  rank 1: "),
+        ({"a": 1.0, "b": None}, {"a": 1.0}, "structure  rank 1: "),
+        (
+            {"seed": fs.resilience.IndexSampler(9, 3, seed=0)},
+            {"seed": fs.resilience.IndexSampler(9, 3, seed=1)},
+            "seed.seed: int 1",
+        ),
+        (collections.OrderedDict(a=1, b=2), collections.OrderedDict(b=2, a=1), "rank 1: b: int 2"),
+    ],
+)
+def test_structures_and_numbers_are_compared(usual, odd, expected):
+    assert expected in refused(lambda comm: agree_at_start({}, odd if comm.rank == 1 else usual, comm=comm))
 
 
 def test_layouts_are_compared():

@@ -14,11 +14,11 @@ from fsharp.testing import processes
 DP2, DP3 = fs.Mesh({"dp": 2}), fs.Mesh({"dp": 3})
 
 
-def detector_of(own_s, every=5, **options):
+def detector_of(own_s, every=5, error_s=0.0, **options):
     """A detector that is told of three ranks' times, without ranks."""
     detector = StragglerDetector(fs.SingleComm(), every=every, **options)
     for i, times in enumerate(own_s):
-        detector._compare(fs.resilience.StepTimes(every * (i + 1), times))
+        detector._compare(fs.resilience.StepTimes(every * (i + 1), times, (error_s,) * len(times)))
     return detector
 
 
@@ -37,6 +37,11 @@ def detector_of(own_s, every=5, **options):
 )
 def test_slower_than_the_median_twice_in_succession(own_s, expected):
     assert detector_of(own_s).stragglers == pytest.approx(expected)
+
+
+def test_what_varies_by_itself_is_no_straggler():
+    assert detector_of([(1.0, 1.4, 1.0)] * 2, error_s=0.1).stragglers == pytest.approx({1: 1.4})
+    assert detector_of([(1.0, 1.4, 1.0)] * 2, error_s=0.2).stragglers == {}
 
 
 def test_it_is_said_once_and_again_after_it_was_over(caplog):
@@ -78,7 +83,7 @@ def test_a_rank_1_4_times_as_slow_is_named_within_20_steps():
         assert named == 20
         assert list(stragglers) == [1]
         assert 1.2 < stragglers[1] < 1.7
-        assert calls == {("all_gather", 16): 2}  # 8 bytes to each of two ranks, every tenth step
+        assert calls == {("all_gather", 32): 2}  # 16 bytes to each of two ranks, every tenth step
 
 
 def test_what_the_saver_waits_for_is_not_taken_for_a_wait(tmp_path):

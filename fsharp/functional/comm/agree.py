@@ -109,11 +109,19 @@ def _only_differences(values: Mapping[str, list[int]]) -> dict[str, list[int]]:
     """Texts of several lines, cut down to the lines that not all of them share."""
     lines = {text: text.split("\n") for text in values}
     shared = set.intersection(*(set(each) for each in lines.values()))
-    result: dict[str, list[int]] = {}
-    for text, ranks in values.items():
-        rest = "; ".join(line for line in lines[text] if line not in shared) or "(nothing more)"
-        result.setdefault(rest if len(rest) <= _SHOWN else rest[: _SHOWN - 3] + "...", []).extend(ranks)
-    return result
+    rests = {text: "; ".join(line for line in lines[text] if line not in shared) or "(nothing more)" for text in values}
+    if len(set(rests.values())) < len(values):  # some have the same lines in another order, or more than once
+        rests = {text: text for text in values}
+    alike = (len(set(characters)) == 1 for characters in zip(*rests.values()))
+    same = next((i for i, is_same in enumerate(alike) if not is_same), min(map(len, rests.values())))
+    first = max(0, same - _SHOWN // 2) if max(map(len, rests.values())) > _SHOWN else 0
+    return {_shortened(rests[text], first): ranks for text, ranks in values.items()}
+
+
+def _shortened(text: str, first: int) -> str:
+    """So much of a text as a message has room for, from a character on."""
+    shown = text[first:]
+    return "..." * (first > 0) + (shown if len(shown) <= _SHOWN else shown[: _SHOWN - 3] + "...")
 
 
 def _ranks(ranks: Any) -> str:

@@ -106,6 +106,9 @@ def attempt(store: Store, rank: int, world_size: int, limit_s: float) -> str:
     raise CommError(f"connect(): rank {rank} of {world_size} has waited {limit_s:g} s for the others to join the job.")
 
 
+_MOST_CHARACTERS = 1 << 20
+
+
 class StoreBoard:
     """A :class:`~fsharp.functional.comm.watch.StatusBoard` in the job's store.
 
@@ -121,7 +124,7 @@ class StoreBoard:
 
     def write(self, key: str, text: str) -> None:
         """Replace what is under a key."""
-        self._ask(lambda: self._store.set(key, text), None)
+        self._ask(lambda: self._store.set(key, _sendable(text)), None)
 
     def read(self, key: str) -> str | None:
         """What is under a key, if something is."""
@@ -129,12 +132,17 @@ class StoreBoard:
 
     def claim(self, key: str, text: str) -> str:
         """Write under a key if nothing is there; what is there then."""
-        return self._ask(lambda: bytes(self._store.compare_set(key, "", text)).decode(), text)
+        return self._ask(lambda: bytes(self._store.compare_set(key, "", _sendable(text))).decode(), text)
 
     def _ask(self, question: Callable[[], T], otherwise: T) -> T:
         answer, why = _store.ask(question, otherwise)
         self.trouble = why and f"the job's store, which rank 0 of the job hosts unless torchrun does, {why}"
         return answer
+
+
+def _sendable(text: str) -> str:
+    """Without what is in no encoding, such as bytes of file names, and no longer than the store takes."""
+    return text[:_MOST_CHARACTERS].encode(errors="replace").decode()
 
 
 def leave(*, within_s: float) -> None:
