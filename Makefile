@@ -1,10 +1,10 @@
 # make train     train a byte-level GPT on this machine, two processes (ARGS=--help lists its options)
-# make test      lint, types, tests (about 25 minutes on 2 cores)
+# make test      lint, types, tests (about 8 minutes on 2 cores)
 # make lint      of these the first two
 # make test-all  the deep version: more examples, more ranks (two hours and more)
 # make faults    kill, damage, fill and forge what checkpoints have to survive, about 9 minutes (ARGS=--short: one)
-# make examples  run the examples, about 5 minutes
-# make bench     measure against FSDP2 and DDP (25 minutes on 2 cores that do nothing else); PEERS=all adds DeepSpeed
+# make examples  run the examples, about 3 minutes
+# make bench     measure against FSDP2, DDP and DCP (14 minutes on 2 cores that do nothing else); PEERS=all adds DeepSpeed
 # make package   build wheel and sdist, install each into an empty environment, and train a step there
 # make clean     remove what these have made
 
