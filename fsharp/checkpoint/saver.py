@@ -1,6 +1,7 @@
 """Saver: checkpoints in the background, of which the last ones are kept."""
 
 import atexit
+import math
 import os
 import secrets
 import sys
@@ -12,7 +13,7 @@ from typing import Any, Self
 
 import torch
 
-from fsharp.checkpoint.catalog import Checkpoint, check_kept, folder_name, prune, remove_incomplete
+from fsharp.checkpoint.catalog import Checkpoint, check_kept, complete, folder_name, prune, remove_incomplete
 from fsharp.checkpoint.saving import Snapshot, agreed_snapshot, told, write_snapshot
 from fsharp.checkpoint.shard_file import Tensor
 from fsharp.checkpoint.storage import full_path, storage_of
@@ -146,8 +147,8 @@ class Saver(Background):
     process that ends without any of these says so and exits with status 1.
 
     Args:
-        root: folder of the checkpoints; nobody else may save there. What saves that were cut off have left in it is removed: a
-            save of another job that is still under way there fails.
+        root: folder of the checkpoints; nobody else may save there, which is an error once it is seen. What saves that were cut
+            off have left in it is removed: a save of another job that is still under way there fails.
         comm: the ranks. Every rank makes the Saver.
         keep: how many of the newest checkpoints stay.
         best: how many of those with the lowest ``metric`` stay besides.
@@ -179,6 +180,7 @@ class Saver(Background):
                 told(self._root, lambda: _prepare(self._root))
 
         together("Saver()", comm, check, lambda _: {"root": self._root, "keep": f"{keep}, best {best}"})
+        self._saved_at = math.inf
         inner = innermost(comm)
         own = inner.on_host() if isinstance(inner, ProcessGroupComm) else comm
         super().__init__(comm, own, "save", in_thread=background and (own is not comm or comm.mesh.size == 1))
@@ -202,11 +204,19 @@ class Saver(Background):
             self._begin(shot, self._write)
 
     def _write(self, shot: Snapshot) -> Checkpoint:
-        made = write_snapshot(shot, self._own)
+        made, since = write_snapshot(shot, self._own), self._saved_at
 
         def forget_old() -> None:
-            if self._own.rank == 0:
-                prune(self._root, keep=self._keep, best=self._best)
+            if self._own.rank != 0:
+                return
+            self._saved_at = made.facts.created
+            for each in complete(self._root, but=made.path):
+                if each.facts.created > since:
+                    raise CheckpointError(
+                        f"{self._root}: {each.path} was saved after the last save of this Saver, by another job or by save(): "
+                        "nothing is removed. Give each its own root."
+                    )
+            prune(self._root, keep=self._keep, best=self._best)
 
         together("Saver", self._own, forget_old)
         return made

@@ -170,6 +170,18 @@ def test_threads_take_turns(tmp_path):
     assert all((each.tensor("x") == each.step).all() for each in found)
 
 
+def test_two_that_save_into_one_folder_hear_of_it_and_remove_nothing(tmp_path):
+    first, second = (fs.checkpoint.Saver(tmp_path, fs.SingleComm(), keep=1) for _ in range(2))
+    for step, saver in enumerate((first, second)):
+        saver.save({"x": step}, step=step)
+        saver.wait()
+    kept = fs.checkpoint.latest(tmp_path)
+    first.save({"x": 2}, step=2)
+    with pytest.raises(CheckpointError, match=rf"{kept.path} was saved after the last save of this Saver"):
+        first.wait()
+    assert [c.step for c in fs.checkpoint.checkpoints(tmp_path)] == [2, 1]
+
+
 def test_one_that_is_done_stands_in_nobodys_way(tmp_path):
     saver = fs.checkpoint.Saver(tmp_path, fs.SingleComm())
     saver.save({"x": 1}, step=0)
