@@ -37,6 +37,14 @@ def slow_writes(monkeypatch):
     begin.set()
 
 
+@pytest.fixture
+def full_disk(monkeypatch):
+    def fail(shot, comm):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(saver_module, "write_snapshot", fail)
+
+
 def test_what_changes_after_save_is_not_saved(tmp_path, slow_writes):
     comm = fs.SingleComm()
     params = sharded(comm)
@@ -105,11 +113,7 @@ def test_pruning_does_not_count_what_is_incomplete(tmp_path):
 
 
 @pytest.mark.parametrize("call", ["check", "save", "wait", "close"])
-def test_a_failure_is_raised_by_whatever_comes_next(tmp_path, monkeypatch, call):
-    def fail(shot, comm):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(saver_module, "write_snapshot", fail)
+def test_a_failure_is_raised_by_whatever_comes_next(tmp_path, full_disk, call):
     saver = fs.checkpoint.Saver(tmp_path, fs.SingleComm())
     saver.save({"x": 1}, step=0)
     while saver.is_busy:
@@ -124,11 +128,7 @@ def test_a_failure_is_raised_by_whatever_comes_next(tmp_path, monkeypatch, call)
     saver.close()
 
 
-def test_a_program_that_exits_after_a_failure_does_not_exit_well(tmp_path, monkeypatch):
-    def fail(shot, comm):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(saver_module, "write_snapshot", fail)
+def test_a_program_that_exits_after_a_failure_does_not_exit_well(tmp_path, full_disk):
 
     def program():
         with fs.checkpoint.Saver(tmp_path, fs.SingleComm()) as saver:
@@ -260,11 +260,7 @@ def test_a_program_that_does_not_ask_does_not_end_well(tmp_path):
     assert "No space left on device" in done.stderr
 
 
-def test_an_error_of_the_program_comes_first(tmp_path, monkeypatch, capsys):
-    def fail(shot, comm):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(saver_module, "write_snapshot", fail)
+def test_an_error_of_the_program_comes_first(tmp_path, full_disk, capsys):
 
     def program():
         with fs.checkpoint.Saver(tmp_path, fs.SingleComm()) as saver:
