@@ -110,6 +110,8 @@ def check(options: Options) -> None:
         raise ValueError(f"--batch {options.batch} does not divide by {parts}.")
     if not options.prompt:
         raise ValueError("--prompt is empty, expected at least one byte to continue.")
+    if options.resume is not None and not list((options.resume / "checkpoints").glob("step-*")):
+        raise ValueError(f"--resume {options.resume}: there is no checkpoint in its folder 'checkpoints' to go on with.")
 
 
 def parse(argv: Sequence[str] | None = None) -> Options:

@@ -100,7 +100,7 @@ def train(
     total = options.steps or max(options.warmup, _REPLAN_EVERY)  # replanned before a run of given time gets there
     root, tokens = options.folder / "checkpoints", options.batch * options.context
     other = options.resume and options.resume / "checkpoints"
-    if comm.rank == 0 and (other is None or (other.resolve() != root.resolve() and fs.checkpoint.latest(other))):
+    if comm.rank == 0 and (other is None or other.resolve() != root.resolve()):
         forget_if_complete(options.folder)
     with fs.resilience.Run(
         root, comm=comm, total=total, save_every=options.save_every, config=config_of(options), signals=_SIGNALS

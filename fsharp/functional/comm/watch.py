@@ -22,6 +22,7 @@ from fsharp.errors import AgreementError, CommError, problem
 
 _log = logging.getLogger("fsharp")
 _KEPT_LABELS = 64
+_KEPT_WATCHES = 100
 _SHOWN_LABELS = 8
 _READ_AT_ONCE = 16
 """Ranks whose notes are read in one look: waiting ranks of a large mesh look at others by turns."""
@@ -124,6 +125,7 @@ class RankStatuses:
         self.last, self.waited_s = "", 0.0
         self._looks = 0
         self._heard_s: dict[int, float] = {}  # when a rank has left its newest note
+        self._begun: dict[str, int] = {}  # by name of a watch, also of those that are gone: others may still wait in theirs
 
     def exchange(self, note: "RankStatus", peer: int | None) -> list[int]:
         """Leave this rank's note, and read those of some others, of ``peer`` if there is one; whose were read."""
@@ -158,7 +160,14 @@ class RankStatuses:
 
     def counts(self) -> dict[str, int]:
         """By name of a watch, how many calls this rank has begun."""
-        return {name: watch.count for name, watch in list(self.watches.items())}
+        return self._begun | {name: watch.count for name, watch in list(self.watches.items())}
+
+    def begun(self, name: str, count: int) -> None:
+        """This rank has begun so many calls of a watch."""
+        self._begun.pop(name, None)
+        self._begun[name] = count
+        if len(self._begun) > _KEPT_WATCHES:
+            self._begun.pop(next(iter(list(self._begun))), None)
 
     def _write(self, note: "RankStatus") -> None:
         assert self.board is not None
@@ -219,6 +228,7 @@ class Watch:
             raise self.error
         call = WatchedCall(self, label, self.count)
         self.count += 1
+        self.ranks.begun(self.name, self.count)
         self._labels.append(label)
         if threading.current_thread() is threading.main_thread():  # and not a save in the background
             self.ranks.last = label
@@ -276,8 +286,7 @@ class Watch:
                 if mine[number] != theirs[number]:
                     raise self.refuse(AgreementError, _different(number, {self.ranks.rank: mine, rank: theirs}), whole=True)
             return
-        other = self.ranks.watches.get(note.watch)
-        waits_for_me = (other.count if other is not None else 0) <= note.number
+        waits_for_me = self.ranks.counts().get(note.watch, 0) <= note.number
         if not (waits_for_me and not self._has_come(call, rank)):
             self._blocked.pop(rank, None)
             return

@@ -271,6 +271,22 @@ def test_a_rank_that_has_left_is_not_waited_for():
         b.begin("step #4").check()
 
 
+def test_a_rank_that_has_left_had_come_to_what_it_has_forgotten_since():
+    table = Table()
+    ranks = [RankStatuses(rank, 2, table) for rank in range(2)]
+    a, b = (Watch("of a model", each, table, limit_s=60) for each in ranks)
+    call = b.begin("gather of a model")
+    a.begin("gather of a model")
+    del a  # with the model
+    other = Watch("of another one", ranks[0], table, limit_s=60)
+    waits = other.begin("gather of another one")
+    for _ in range(3):  # rank 0 waits for this one, which waits for nobody who has not come
+        waits.check()
+        call.check()
+    ranks[0].leave(None)
+    call.check()
+
+
 def test_a_rank_that_has_left_because_of_an_error_says_which():
     a, b = two_ranks()
     a.ranks.leave(ValueError("bad batch"))
