@@ -71,14 +71,14 @@ class Checkpoint:
             key = xxhash.xxh3_128_hexdigest(read_whole(storage, f"{self.path}/{NAME}", MOST_NBYTES))
         except FileNotFoundError:
             key = ""  # of others, or none
-        if key not in _known:
-            made = Facts(self.manifest.step, self.manifest.created, self.manifest.metric, self.manifest.files)
-            if not key:
-                return made
-            if len(_known) == _MOST_KNOWN:
+        found = _known.get(key)
+        if found is None:
+            found = Facts(self.manifest.step, self.manifest.created, self.manifest.metric, self.manifest.files)
+            if len(_known) >= _MOST_KNOWN:  # a save in the background looks too
                 _known.clear()
-            _known[key] = made
-        return _known[key]
+            if key:
+                _known[key] = found
+        return found
 
     @property
     def step(self) -> int:

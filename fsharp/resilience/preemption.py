@@ -82,7 +82,7 @@ class Preemption:
         if os.getpid() == self._pid:
             self.notice(number)
             return
-        signal.signal(number, signal.SIG_DFL)  # a forked child is no rank, and ends
+        signal.signal(number, self._before.get(signal.Signals(number)) or signal.SIG_DFL)  # a forked child is no rank
         signal.raise_signal(number)
 
     def __enter__(self) -> Self:
@@ -102,5 +102,5 @@ class Preemption:
         while self._before:
             each, before = self._before.popitem()
             signal.signal(each, before)
-        if error is None and self.received is not None and not self._is_told:
+        if error is None and not self._is_told and self.received in self.signals:
             signal.raise_signal(self.received)

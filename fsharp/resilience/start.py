@@ -3,6 +3,7 @@
 import hashlib
 import json
 import platform
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,9 @@ from fsharp.functional.layout.describe import describe_units
 from fsharp.functional.layout.paths import join
 from fsharp.functional.layout.precision import dtype_name
 from fsharp.functional.layout.sharded import is_sharded, units_of
+
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
+"""Of functions that a tree's nodes have, such as the factory of a defaultdict: another one in each process."""
 
 
 def agree_at_start(config: Mapping[str, Any], tree: Any = None, *, comm: Comm, files: Sequence[str | Path] = ()) -> None:
@@ -44,7 +48,7 @@ def agree_at_start(config: Mapping[str, Any], tree: Any = None, *, comm: Comm, f
         found = {f"config.{name}": text for name, text in _config_fields(config)}
         found |= {f"layout: {name}": text for name, text in (describe_units([n.unit for n in nodes]) if nodes else {}).items()}
         found |= {f"file {path}": hashlib.sha256(Path(path).read_bytes()).hexdigest() for path in files}
-        structure = str(optree.tree_structure(tree, is_leaf=is_node))
+        structure = _ADDRESS.sub("", str(optree.tree_structure(tree, is_leaf=is_node)))
         found |= {"mesh": str(comm.mesh), "tree": "\n".join(_leaves(tree)), "structure": structure}
         return found | {"fsharp": fsharp.__version__, "torch": torch.__version__, "python": platform.python_version()}
 

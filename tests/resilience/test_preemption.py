@@ -69,6 +69,17 @@ def test_a_signal_that_nobody_was_told_of_is_not_lost():
         signal.signal(signal.SIGUSR1, before)
 
 
+def test_a_notice_of_another_kind_that_came_too_late_ends_nothing():
+    heard = []
+    before = signal.signal(signal.SIGUSR1, lambda *_: heard.append("before"))
+    try:
+        with Preemption(fs.SingleComm(), signals=()) as preemption:
+            preemption.notice(signal.SIGUSR1)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert heard == []
+
+
 def test_forked_children_end_by_signals_as_ever():
     fork = multiprocessing.get_context("fork")
     started = fork.Event()

@@ -72,6 +72,10 @@ def test_structures_and_numbers_are_compared(usual, odd, expected):
     assert expected in refused(lambda comm: agree_at_start({}, odd if comm.rank == 1 else usual, comm=comm))
 
 
+def test_addresses_are_not_compared():
+    simulate(DP3, lambda comm: agree_at_start({}, collections.defaultdict(lambda: 0, a=1), comm=comm))
+
+
 def test_layouts_are_compared():
     def call(comm):
         layout = fs.plan({"w": torch.ones(6)}, DP3, fs.zero3("dp") if comm.rank else fs.zero2("dp"))
