@@ -1,6 +1,5 @@
 """Sharded: the pytree node that stands where a unit's subtree stood, and trees of such nodes."""
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -35,19 +34,19 @@ class Context(NamedTuple):
     ledger: Any = None
 
 
-class LazyBuffers(ABC):
-    """Buffers that are on their way, as an engine hands them out: whoever looks at them waits."""
+class LazyBuffers:
+    """Buffers that are on their way, as an engine hands them out: whoever looks at them waits. A base class."""
 
     raw: tuple[Any, ...]
     """The tensors themselves: to know which they are, not what is in them."""
 
-    @abstractmethod
     def wait(self) -> tuple[Any, ...]:
         """Block until the tensors are filled, and return them."""
+        raise NotImplementedError
 
-    @abstractmethod
     def aliased(self, buffers: Sequence[Any]) -> "LazyBuffers":
         """Other tensors with the same memory, which are there when these are."""
+        raise NotImplementedError
 
 
 class Sharded:

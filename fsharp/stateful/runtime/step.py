@@ -169,12 +169,13 @@ class Step:
         leaves, use.full, use.versions = full.leaves(), full, full.versions()
         self._forward.append(use)
         assert unit.node is not None
-        use.node, use.seen = unit.node, stamp(unit.node)
-        if node.sinks and torch.is_grad_enabled():
+        use.node, use.seen = unit.node, (use.params.filled_from if use.params is not None else None) or stamp(unit.node)
+        sinks = node.sinks
+        if sinks and torch.is_grad_enabled():
             chosen = full.index.trainable
             unit.pending += 1
             unit.most_uses = max(unit.most_uses, unit.pending)
-            graph = differentiable(partial(self._gradient, use), [leaves[i] for i in chosen], node.sinks)
+            graph = differentiable(partial(self._gradient, use), [leaves[i] for i in chosen], sinks)
             for i, leaf in zip(chosen, graph, strict=True):
                 leaves[i] = leaf
         use.leaves = leaves

@@ -10,8 +10,7 @@ memory.
 [Note: two ranks]
 ``a + b`` is ``b + a`` to the bit, so the order of ranks does not matter where there are two. The other's summand arrives in
 one message where the sum will be, if that is elsewhere: each message costs some 0.2 ms of processor time while others compute.
-And an all_reduce may be gloo's own, in place, which takes two thirds of the processor time of sending halves to and fro; in
-groups of our own only, where all ranks begin these calls in one order.
+An all_reduce sends the other all there is: as many bytes as halves to and fro, in half as many messages.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -29,7 +28,6 @@ from fsharp.stateful.transport.base import ProcessGroups, Transport, Work
 
 _CHUNK = 1 << 20
 """Bytes."""
-_ROUNDED_ONCE = (torch.float32, torch.float64)
 
 
 class GlooTransport(Transport):
@@ -67,32 +65,17 @@ class GlooTransport(Transport):
         return self._reduce(parts, result, axis, scratch, self._begin(label, "reduce_scatter", x, axis), lambda: result)
 
     def all_reduce(self, x: torch.Tensor, out: torch.Tensor, axis: str, *, scratch: torch.Tensor, label: str = "") -> Work:
-        """Reduces each rank's part, then gathers the parts; asynchronous. Two ranks leave it to gloo, see [Note: two ranks]."""
+        """Reduces each rank's part, then gathers the parts; of two ranks see [Note: two ranks]. Asynchronous."""
         call = self._begin(label, "all_reduce", x, axis)
-        group = self.groups("reduce", axis)
-        if self.comm.mesh.axis_size(axis) == 2 and x.dtype == out.dtype and x.dtype in _ROUNDED_ONCE and self.groups.separate:
-            return Work(result=self._all_reduce_two(out.copy_(x), axis, group, call))
+        if self.comm.mesh.axis_size(axis) == 2 and x.dtype == out.dtype:
+            return self._reduce([x, x], out, axis, scratch, call, Work)
         mine, parts, results = self._parts_of_both(x, out, axis)
         second = self._begin(label, "all_gather of sums", x, axis)  # now: the order of calls is that of the main thread
-        share = partial(self._share, "share", results, axis, group, second)
+        share = partial(self._share, "share", results, axis, self.groups("reduce", axis), second)
         return self._reduce(parts, results[mine], axis, scratch, call, share)
 
     def _begin(self, label: str, op: str, x: torch.Tensor, axis: str) -> WatchedCall:
         return self.comm.watch.begin(f"{label}: {op} along {axis} of {x.numel()} {dtype_name(x.dtype)}")
-
-    def _all_reduce_two(self, out: torch.Tensor, axis: str, group: dist.ProcessGroup, call: WatchedCall) -> Work:
-        """Gloo's all_reduce has no tags, and takes whatever comes: a byte under the tag of this call goes before it."""
-        other = 1 - self.comm.mesh.coord(axis, self.comm.rank)
-        mine, theirs = torch.zeros(1, dtype=torch.uint8), torch.zeros(1, dtype=torch.uint8)
-
-        messages = self.comm.messages(group, axis, call)
-
-        def finish(posted: list[Any]) -> None:
-            messages.wait(posted)
-            if len(out):
-                group.allreduce([out]).wait()
-
-        return self._fly("share", lambda: [messages.receive(theirs, other), messages.send(mine, other)], finish, call)
 
     def _parts_around(self, x: torch.Tensor, out: torch.Tensor, axis: str) -> list[torch.Tensor]:
         """Each rank's part of what is gathered, this rank's filled."""

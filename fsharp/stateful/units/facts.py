@@ -1,6 +1,7 @@
 """The facts of a unit that a schedule has to know, from its layout."""
 
 from collections.abc import Iterator
+from functools import cache
 
 from fsharp.functional.comm.protocol import Call, sent_nbytes
 from fsharp.functional.layout.placement import Replicate, Shard
@@ -13,6 +14,7 @@ from fsharp.stateful.units.full import moving_axes
 from fsharp.stateful.units.unit_state import UnitState, full_nbytes
 
 
+@cache
 def update_gather_axes(unit: UnitLayout, *, trivial: bool) -> tuple[str, ...]:
     """Axes to gather updated parameters along, in order of the gathers, to bring them to where they rest."""
     strategy = unit.strategy

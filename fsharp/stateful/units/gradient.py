@@ -2,7 +2,7 @@
 
 import gc
 from collections.abc import Callable, Sequence
-from enum import Enum, auto
+from enum import IntEnum, auto
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from fsharp.stateful.units.resting import RestingGradient
 from fsharp.stateful.units.route import GradientRoute, Grads, OutgoingBlock
 
 
-class GradientPhase(Enum):
+class GradientPhase(IntEnum):
     """How far a gradient has come in a step."""
 
     NONE = auto()

@@ -42,8 +42,8 @@ class UnitRegistry:
     def expect(self, key: str, node: Sharded) -> None:
         """This node is the unit with that key, if there is such a one and the node is not known yet."""
         known = self.units.get(key)
-        if known is not None and node.unit == known.layout and _signature(node) not in self._table:
-            self.enter(known, node)
+        if known is not None and node.unit == known.layout and self._table.setdefault(_signature(node), known) is known:
+            known.node = node
 
     def enter(self, unit: UnitState, node: Sharded) -> None:
         """This node is that unit."""

@@ -8,7 +8,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from fsharp.functional.layout.sharded import Sharded
 from fsharp.functional.layout.unit_layout import UnitLayout
-from fsharp.functional.release import version_of
 from fsharp.stateful.schedule.schedule import Memory
 from fsharp.stateful.transport.base import Transport, Work
 from fsharp.stateful.units.axis_chain import Move, gather_along
@@ -26,7 +25,7 @@ _VERSIONS_A_FILL = 1024
 
 def stamp(node: Sharded) -> Stamp:
     """Which tensors a node's buffers are, and how often they have been written to."""
-    return tuple([(b.data_ptr(), version_of(b)) for b in node.raw_buffers])
+    return tuple([(b.data_ptr(), 0 if b.is_inference() else b._version) for b in node.raw_buffers])
 
 
 def full_nbytes(unit: UnitLayout) -> int:
