@@ -27,7 +27,8 @@ class Policy:
             collective: their parameters, their gradients, their updated parameters. 0 means each on its own; None leaves
             it to a model of what collectives cost, which joins units for which they are mostly latency. Units whose dtypes
             differ are not joined. What is joined is packed, in memory beside the arena while it is under way: of a gather
-            what it fills and what this rank has of it, of a reduction what it is given, the sum, and scratch for it.
+            what it fills and what this rank has of it, of a reduction what it is given, the sum, and scratch for it. Over
+            gloo buffers of 128 KiB and more travel unpacked, as messages of their own.
         link: what collectives cost, for that model; the same on all ranks. None means that of gloo, unless the scheduler
             knows better.
         keep_gradients: gradients at rest have memory of their own. False plans it with all other memory of a step: it serves

@@ -1,12 +1,23 @@
-"""Transport: collectives along one axis into memory that the caller owns, which may still run when the call returns."""
+"""Transport: collectives along one axis into memory that the caller owns, which may still run when the call returns.
+
+[Note: packing]
+A *coalesced* collective is one of several buffers at once, each as if it had gone alone. The parts that go to one rank are
+copied next to each other, travel as one message, and are copied to where they belong when they are waited for. So every
+element is summed over the same ranks in the same order as alone, and any transport will do. The copies take a few microseconds
+a buffer, a collective some hundreds. What is packed lives until it is waited for: a gather takes what it fills once more, a
+reduction twice what it sends and scratch. A transport of messages need not pack: it sends one for each buffer.
+"""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
+from threading import Lock
 from typing import Any, Literal, get_args
 from weakref import WeakMethod
 
 import torch
 import torch.distributed as dist
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from fsharp.functional.comm.process_group import ProcessGroupComm, abort
 
@@ -33,6 +44,33 @@ class Work:
             self._result = self._then()
             self._then = None
         return self._result
+
+
+class SharedWork(Work):
+    """A Work that several have, perhaps in several threads: who comes second waits until the first has finished it.
+
+    Args:
+        first: what is under way.
+        then: finishes it, given its result.
+    """
+
+    __slots__ = ("_lock",)
+
+    def __init__(self, first: Work, then: Callable[[Any], Any]) -> None:
+        super().__init__(then=lambda: then(first.wait()))
+        self._lock = Lock()
+
+    def wait(self) -> Any:
+        """Block until all of it is done."""
+        with self._lock:
+            return super().wait()
+
+    def each(self, num: int) -> list[Work]:
+        """A Work for each, of a result that is a list."""
+        return [Work(then=partial(self._one, i)) for i in range(num)]
+
+    def _one(self, i: int) -> Any:
+        return self.wait()[i]
 
 
 class Transport(ABC):
@@ -75,6 +113,110 @@ class Transport(ABC):
         The result of the Work is one more Work, for what is left to do once ``scratch`` and ``x`` are free.
         """
 
+    def gather_coalesced(self, xs: Sequence[torch.Tensor], outs: Sequence[torch.Tensor], axis: str, *, label: str = "") -> Work:
+        """Every rank's ``xs[i]`` of ``c[i]`` elements into ``outs[i]`` of ``n * c[i]``, all of one dtype, in one all_gather."""
+        if len(xs) == 1:
+            return self.gather(xs[0], outs[0], axis, label=label)
+        sizes = [len(x) for x in xs]
+        n = len(outs[0]) // sizes[0]
+        packed = xs[0].new_empty(n * sum(sizes))
+
+        def unpack(_: Any) -> None:
+            _copy([out.view(n, -1) for out in outs], packed.view(n, -1).split(sizes, 1))
+
+        return self._shared(self.gather(torch.cat(list(xs)), packed, axis, label=label), unpack)
+
+    def reduce_scatter_coalesced(
+        self,
+        xs: Sequence[torch.Tensor],
+        axis: str,
+        n: int,
+        *,
+        dtype: torch.dtype,
+        scratch: Sequence[torch.Tensor],
+        outs: Sequence[torch.Tensor | None],
+        label: str = "",
+    ) -> list[Work]:
+        """The sum over ranks of this rank's part of each ``xs[i]``, all of one dtype, in one reduce_scatter.
+
+        Args:
+            xs: ``n * c[i]`` elements each; may be overwritten where ``outs[i]`` is None.
+            axis: the axis to sum along.
+            n: its size.
+            dtype: of the sums.
+            scratch: for each, what it needs alone.
+            outs: for each, ``c[i]`` elements for the result; None: the Work's result is a tensor, valid until ``xs[i]`` or
+                ``scratch[i]`` is written to.
+            label: what it is for.
+
+        Returns:
+            A Work for each, as :meth:`reduce_scatter` does.
+        """
+        if len(xs) == 1:
+            return [self.reduce_scatter(xs[0], axis, dtype=dtype, scratch=scratch[0], out=outs[0], label=label)]
+        packed = torch.cat([x.view(n, -1) for x in xs], 1).view(-1)
+        summed = packed.new_empty(len(packed) // n, dtype=dtype)
+        room = self._scratch("reduce_scatter", axis, packed, summed)
+        sizes = [len(x) // n for x in xs]
+
+        def unpack(_: Any) -> list[torch.Tensor]:
+            parts = summed.split(sizes)
+            there = [(out, part) for out, part in zip(outs, parts, strict=True) if out is not None]
+            _copy([out for out, _ in there], [part for _, part in there])
+            return [part if out is None else out for out, part in zip(outs, parts, strict=True)]
+
+        work = self.reduce_scatter(packed, axis, dtype=dtype, scratch=room, out=summed, label=label)
+        return self._shared(work, unpack).each(len(xs))
+
+    def all_reduce_coalesced(
+        self,
+        xs: Sequence[torch.Tensor],
+        outs: Sequence[torch.Tensor],
+        axis: str,
+        n: int,
+        *,
+        scratch: Sequence[torch.Tensor],
+        label: str = "",
+    ) -> list[Work]:
+        """The sums over ranks of ``xs``, all of one dtype, into ``outs``, of one dtype, in one all_reduce.
+
+        Packed, each takes a multiple of ``n`` elements of what travels, so as many bytes are sent as by each alone.
+
+        Args:
+            xs: what is summed.
+            outs: where the sums go.
+            axis: the axis to sum along.
+            n: its size.
+            scratch: for each, what it needs alone.
+            label: what it is for.
+
+        Returns:
+            A Work for each, as :meth:`all_reduce` does.
+        """
+        if len(xs) == 1:
+            return [self.all_reduce(xs[0], outs[0], axis, scratch=scratch[0], label=label)]
+        sizes = [-(-len(x) // n) * n for x in xs]
+        packed = xs[0].new_zeros(sum(sizes))
+        _copy([part[: len(x)] for x, part in zip(xs, packed.split(sizes), strict=True)], xs)
+        summed = outs[0].new_empty(len(packed))
+        room = self._scratch("all_reduce", axis, packed, summed)
+
+        def unpack(_: Any) -> None:
+            _copy(outs, [part[: len(out)] for out, part in zip(outs, summed.split(sizes), strict=True)])
+
+        work = self.all_reduce(packed, summed, axis, scratch=room, label=label)
+        return [self._shared(work, lambda tail: self._shared(tail, unpack))] * len(xs)
+
+    def _shared(self, first: Work, then: Callable[[Any], Any]) -> SharedWork:
+        shared = SharedWork(first, then)
+        if not self.innermost.is_async:  # on a stream: unpacking is part of what runs there
+            shared.wait()
+        return shared
+
+    def _scratch(self, op: str, axis: str, packed: torch.Tensor, summed: torch.Tensor) -> torch.Tensor:
+        nbytes = self.scratch_nbytes(op, axis, len(packed), packed.dtype.itemsize, apart=summed.dtype == packed.dtype)
+        return packed.new_empty(nbytes, dtype=torch.uint8)
+
     def scratch_nbytes(self, op: str, axis: str, numel: int, itemsize: int, *, apart: bool = False) -> int:
         """Bytes of scratch for a ``"reduce_scatter"`` or ``"all_reduce"`` of ``numel`` elements.
 
@@ -94,6 +236,13 @@ class Transport(ABC):
 
     def make(self) -> None:
         """Make ready what all ranks have to make together."""
+
+
+def _copy(outs: Sequence[torch.Tensor], xs: Sequence[torch.Tensor]) -> None:
+    """Fill what a message would: no version counter says that somebody has written there."""
+    if outs:
+        with _unsafe_preserve_version_counter(tuple(out for out in outs if not out.is_inference())):
+            torch._foreach_copy_(list(outs), list(xs))
 
 
 class ProcessGroups:

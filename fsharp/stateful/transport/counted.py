@@ -1,5 +1,7 @@
 """CountedTransport: a transport that counts what goes through it."""
 
+from collections.abc import Sequence
+
 import torch
 
 from fsharp.functional.comm.protocol import CountingComm
@@ -19,8 +21,12 @@ class CountedTransport(Transport):
 
     def gather(self, x: torch.Tensor, out: torch.Tensor, axis: str, *, label: str = "") -> Work:
         """Count a gather, and begin it on ``inner``."""
-        self.comm.count("all_gather", axis, x.numel() * x.dtype.itemsize)
-        return self.inner.gather(x, out, axis, label=label)
+        return self.gather_coalesced([x], [out], axis, label=label)
+
+    def gather_coalesced(self, xs: Sequence[torch.Tensor], outs: Sequence[torch.Tensor], axis: str, *, label: str = "") -> Work:
+        """Count one gather, and begin it on ``inner``."""
+        self.comm.count("all_gather", axis, sum(x.nbytes for x in xs))
+        return self.inner.gather_coalesced(xs, outs, axis, label=label)
 
     def reduce_scatter(
         self,
@@ -33,8 +39,23 @@ class CountedTransport(Transport):
         label: str = "",
     ) -> Work:
         """Count a reduction, and begin it on ``inner``."""
-        self.comm.count("reduce_scatter", axis, x.numel() // self.comm.mesh.axis_size(axis) * x.dtype.itemsize)
-        return self.inner.reduce_scatter(x, axis, dtype=dtype, scratch=scratch, out=out, label=label)
+        n = self.comm.mesh.axis_size(axis)
+        return self.reduce_scatter_coalesced([x], axis, n, dtype=dtype, scratch=[scratch], outs=[out], label=label)[0]
+
+    def reduce_scatter_coalesced(
+        self,
+        xs: Sequence[torch.Tensor],
+        axis: str,
+        n: int,
+        *,
+        dtype: torch.dtype,
+        scratch: Sequence[torch.Tensor],
+        outs: Sequence[torch.Tensor | None],
+        label: str = "",
+    ) -> list[Work]:
+        """Count one reduction, and begin it on ``inner``."""
+        self.comm.count("reduce_scatter", axis, sum(x.nbytes for x in xs) // n)
+        return self.inner.reduce_scatter_coalesced(xs, axis, n, dtype=dtype, scratch=scratch, outs=outs, label=label)
 
     def all_reduce(self, x: torch.Tensor, out: torch.Tensor, axis: str, *, scratch: torch.Tensor, label: str = "") -> Work:
         """Counted; with a wire of its own as the two collectives that it then is."""

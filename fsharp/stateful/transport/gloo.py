@@ -5,7 +5,8 @@ one for each kind of collective waits for them and takes the sums. Every collect
 in which order their parts are posted; tags count alike on all ranks, which begin the same collectives in the same order.
 
 What is to be summed arrives in chunks that fit a core's cache, two at a time: it is added while it is there, and takes little
-memory.
+memory. Buffers that go together travel as a message each, all under one tag, unless they are so small that packing them costs
+less than messages do.
 
 [Note: two ranks]
 ``a + b`` is ``b + a`` to the bit, so the order of ranks does not matter where there are two. The other's summand arrives in
@@ -28,6 +29,8 @@ from fsharp.stateful.transport.base import ProcessGroups, Transport, Work
 
 _CHUNK = 1 << 20
 """Bytes."""
+_WORTH_A_MESSAGE = 1 << 17
+"""Bytes: where packing costs what a message does, while others compute."""
 
 
 class GlooTransport(Transport):
@@ -47,8 +50,17 @@ class GlooTransport(Transport):
 
     def gather(self, x: torch.Tensor, out: torch.Tensor, axis: str, *, label: str = "") -> Work:
         """Asynchronous; the parts land in ``out``."""
-        parts = self._parts_around(x, out, axis)
-        return self._share("gather", parts, axis, self.groups("gather", axis), self._begin(label, "all_gather", x, axis))
+        return self._gather([x], [out], axis, label)
+
+    def gather_coalesced(self, xs: Sequence[torch.Tensor], outs: Sequence[torch.Tensor], axis: str, *, label: str = "") -> Work:
+        """Asynchronous; a message for each buffer, if they are worth it."""
+        if not _worth_messages(xs):
+            return super().gather_coalesced(xs, outs, axis, label=label)
+        return self._shared(self._gather(xs, outs, axis, label), lambda _: None)
+
+    def _gather(self, xs: Sequence[torch.Tensor], outs: Sequence[torch.Tensor], axis: str, label: str) -> Work:
+        rows = [self._parts_around(x, out, axis) for x, out in zip(xs, outs, strict=True)]
+        return self._share("gather", rows, axis, self.groups("gather", axis), self._begin(label, "all_gather", xs, axis))
 
     def reduce_scatter(
         self,
@@ -62,20 +74,40 @@ class GlooTransport(Transport):
     ) -> Work:
         """Asynchronous. Without ``out`` the result is where this rank's part was, if that has the dtype."""
         parts, result = self._parts_to(x, axis, dtype, out)
-        return self._reduce(parts, result, axis, scratch, self._begin(label, "reduce_scatter", x, axis), lambda: result)
+        return self._reduce([parts], [result], axis, scratch, self._begin(label, "reduce_scatter", [x], axis), lambda: result)
+
+    def reduce_scatter_coalesced(
+        self,
+        xs: Sequence[torch.Tensor],
+        axis: str,
+        n: int,
+        *,
+        dtype: torch.dtype,
+        scratch: Sequence[torch.Tensor],
+        outs: Sequence[torch.Tensor | None],
+        label: str = "",
+    ) -> list[Work]:
+        """Asynchronous; messages for each buffer, if they are worth it. ``scratch`` serves one buffer after the other."""
+        if not _worth_messages([x[: len(x) // n] for x in xs]):
+            return super().reduce_scatter_coalesced(xs, axis, n, dtype=dtype, scratch=scratch, outs=outs, label=label)
+        pairs = [self._parts_to(x, axis, dtype, out) for x, out in zip(xs, outs, strict=True)]
+        rows, results = [parts for parts, _ in pairs], [result for _, result in pairs]
+        call = self._begin(label, "reduce_scatter", xs, axis)
+        return self._shared(self._reduce(rows, results, axis, max(scratch, key=len), call, lambda: results), list).each(len(xs))
 
     def all_reduce(self, x: torch.Tensor, out: torch.Tensor, axis: str, *, scratch: torch.Tensor, label: str = "") -> Work:
         """Reduces each rank's part, then gathers the parts; of two ranks see [Note: two ranks]. Asynchronous."""
-        call = self._begin(label, "all_reduce", x, axis)
+        call = self._begin(label, "all_reduce", [x], axis)
         if self.comm.mesh.axis_size(axis) == 2 and x.dtype == out.dtype:
-            return self._reduce([x, x], out, axis, scratch, call, Work)
+            return self._reduce([[x, x]], [out], axis, scratch, call, Work)
         mine, parts, results = self._parts_of_both(x, out, axis)
-        second = self._begin(label, "all_gather of sums", x, axis)  # now: the order of calls is that of the main thread
-        share = partial(self._share, "share", results, axis, self.groups("reduce", axis), second)
-        return self._reduce(parts, results[mine], axis, scratch, call, share)
+        second = self._begin(label, "all_gather of sums", [x], axis)  # now: the order of calls is that of the main thread
+        share = partial(self._share, "share", [results], axis, self.groups("reduce", axis), second)
+        return self._reduce([parts], [results[mine]], axis, scratch, call, share)
 
-    def _begin(self, label: str, op: str, x: torch.Tensor, axis: str) -> WatchedCall:
-        return self.comm.watch.begin(f"{label}: {op} along {axis} of {x.numel()} {dtype_name(x.dtype)}")
+    def _begin(self, label: str, op: str, xs: Sequence[torch.Tensor], axis: str) -> WatchedCall:
+        sizes = "+".join([str(len(x)) for x in xs])
+        return self.comm.watch.begin(f"{label}: {op} along {axis} of {sizes} {dtype_name(xs[0].dtype)}")
 
     def _parts_around(self, x: torch.Tensor, out: torch.Tensor, axis: str) -> list[torch.Tensor]:
         """Each rank's part of what is gathered, this rank's filled."""
@@ -104,64 +136,67 @@ class GlooTransport(Transport):
         parts, results = ([each[size * r : size * (r + 1)] for r in range(n)] for each in (x, out))
         return self.comm.mesh.coord(axis, self.comm.rank), parts, results
 
-    def _share(self, kind: str, parts: Sequence[torch.Tensor], axis: str, group: dist.ProcessGroup, call: WatchedCall) -> Work:
-        """Send this rank's part to all others, and receive theirs."""
+    def _share(
+        self, kind: str, rows: Sequence[Sequence[torch.Tensor]], axis: str, group: dist.ProcessGroup, call: WatchedCall
+    ) -> Work:
+        """Of each row send this rank's part to all others, and receive theirs."""
         mine, messages = self.comm.mesh.coord(axis, self.comm.rank), self.comm.messages(group, axis, call)
 
         def post() -> list[Any]:
             posted = []
-            for to, source in _partners(mine, len(parts)):
-                posted += _receive(messages, parts[source], source)
-                posted += _send(messages, parts[mine], to)
+            for to, source in _partners(mine, len(rows[0])):
+                for parts in rows:
+                    posted += _receive(messages, parts[source], source)
+                for parts in rows:
+                    posted += _send(messages, parts[mine], to)
             return posted
 
         return self._fly(kind, post, messages.wait, call)
 
     def _reduce(
         self,
-        parts: Sequence[torch.Tensor],
-        out: torch.Tensor,
+        rows: Sequence[Sequence[torch.Tensor]],
+        outs: Sequence[torch.Tensor],
         axis: str,
         scratch: torch.Tensor,
         call: WatchedCall,
         then: Callable[[], Any],
     ) -> Work:
-        """The sum of this rank's part over ranks into ``out``; the Work's result is that of ``then``."""
+        """Of each row the sum of this rank's part over ranks into its ``out``; the Work's result is that of ``then``."""
         messages = self.comm.messages(self.groups("reduce", axis), axis, call)
-        n, mine = len(parts), self.comm.mesh.coord(axis, self.comm.rank)
-        if n == 2 and out.dtype == parts[mine].dtype and out.data_ptr() != parts[mine].data_ptr():  # alike on both ranks
-            return self._reduce_two(parts, out, mine, messages, then)
+        n, mine = len(rows[0]), self.comm.mesh.coord(axis, self.comm.rank)
+        pairs = [(parts[mine], out) for parts, out in zip(rows, outs, strict=True) if len(out)]
+        if n == 2 and all(x.dtype == out.dtype and x.data_ptr() != out.data_ptr() for x, out in pairs):  # alike on both ranks
+            return self._reduce_two(rows, outs, mine, messages, then)
         partners = list(_partners(mine, n))
-        own = parts[mine].split(_elements(parts[mine])) if len(parts[mine]) else ()
-        outs = out.split(_elements(parts[mine])) if len(out) else ()
-        width = len(own[0]) if own else 0
-        num_rooms = min(2, len(own))
-        rooms = scratch.view(parts[mine].dtype)[: num_rooms * (n - 1) * width].view(num_rooms, n - 1, width) if own else ()
+        chunks = [chunk for x, out in pairs for chunk in zip(_chunks(x), _chunks(out, like=x), strict=True)]
+        width = max((len(chunk) for chunk, _ in chunks), default=0)
+        memory = scratch.view(rows[0][0].dtype)
+        num_rooms = min(2, len(memory) // ((n - 1) * width)) if width else 0
+        rooms = memory[: num_rooms * (n - 1) * width].view(num_rooms, n - 1, width)
 
         def receive(k: int) -> list[Any]:
-            room = rooms[k % 2]
-            return [
-                each for i, (_, source) in enumerate(partners) for each in _receive(messages, room[i][: len(own[k])], source)
-            ]
+            room, size = rooms[k % num_rooms], len(chunks[k][0])
+            return [each for i, (_, source) in enumerate(partners) for each in _receive(messages, room[i][:size], source)]
 
         def post() -> tuple[list[Any], list[list[Any]]]:
-            received = [receive(k) for k in range(min(2, len(own)))]
+            received = [receive(k) for k in range(min(num_rooms, len(chunks)))]
             sent = []
             for to, _ in partners:
-                for chunk in parts[to].split(_elements(parts[to])) if len(parts[to]) else ():
+                for chunk in [chunk for parts in rows for chunk in _chunks(parts[to])]:
                     sent += _send(messages, chunk, to)
             return sent, received
 
         def finish(posted: tuple[list[Any], list[list[Any]]]) -> Any:
             sent, received = posted
             order = sorted(range(n - 1), key=lambda i: partners[i][1])
-            for k, (chunk, result) in enumerate(zip(own, outs, strict=True)):
+            for k, (chunk, result) in enumerate(chunks):
                 messages.wait(received[k])
-                summands = [rooms[k % 2][i][: len(chunk)] for i in order]
+                summands = [rooms[k % num_rooms][i][: len(chunk)] for i in order]
                 summands.insert(mine, chunk)
                 add(summands, result)
-                if k + 2 < len(own):
-                    received.append(receive(k + 2))
+                if k + num_rooms < len(chunks):
+                    received.append(receive(k + num_rooms))
             messages.wait(sent)
             return then()
 
@@ -169,8 +204,8 @@ class GlooTransport(Transport):
 
     def _reduce_two(
         self,
-        parts: Sequence[torch.Tensor],
-        out: torch.Tensor,
+        rows: Sequence[Sequence[torch.Tensor]],
+        outs: Sequence[torch.Tensor],
         mine: int,
         messages: Messages,
         then: Callable[[], Any],
@@ -179,11 +214,13 @@ class GlooTransport(Transport):
         other = 1 - mine
 
         def post() -> list[Any]:
-            return _receive(messages, out, other) + _send(messages, parts[other], other)
+            received = [each for out in outs for each in _receive(messages, out, other)]
+            return received + [each for parts in rows for each in _send(messages, parts[other], other)]
 
         def finish(posted: list[Any]) -> Any:
             messages.wait(posted)
-            add([parts[mine], out] if mine == 0 else [out, parts[mine]], out)
+            for parts, out in zip(rows, outs, strict=True):
+                add([parts[mine], out] if mine == 0 else [out, parts[mine]], out)
             return then()
 
         return self._fly("reduce", post, finish, messages.call)
@@ -210,8 +247,14 @@ class GlooTransport(Transport):
         self.groups.make()
 
 
-def _elements(x: torch.Tensor) -> int:
-    return _CHUNK // x.element_size()
+def _worth_messages(parts: Sequence[torch.Tensor]) -> bool:
+    """Whether buffers, of which each rank sends such parts, go as messages of their own: alike on all ranks."""
+    return sum(part.nbytes for part in parts) >= _WORTH_A_MESSAGE * len(parts)
+
+
+def _chunks(x: torch.Tensor, like: torch.Tensor | None = None) -> Sequence[torch.Tensor]:
+    """In chunks of as many elements as ``like`` has in its own."""
+    return x.split(_CHUNK // (x if like is None else like).element_size()) if len(x) else ()
 
 
 def _partners(mine: int, n: int) -> Iterator[tuple[int, int]]:

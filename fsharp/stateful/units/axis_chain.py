@@ -6,7 +6,6 @@ from typing import NamedTuple
 import torch
 
 from fsharp.functional.layout.precision import Dtypes
-from fsharp.stateful.transport import coalesced as joint
 from fsharp.stateful.transport.base import Transport, Work
 from fsharp.stateful.units.full import aligned
 
@@ -107,11 +106,11 @@ def _reduce(legs: Sequence[ChainInput], transport: Transport, label: str) -> lis
         targets = outs if is_last else [wide for wide, _ in between]
         if op == "reduce_scatter":
             dtype = chain.dtypes.accumulate
-            last = joint.reduce_scatter(transport, xs, axis, n, dtype=dtype, scratch=scratch, outs=targets, label=label)
+            last = transport.reduce_scatter_coalesced(xs, axis, n, dtype=dtype, scratch=scratch, outs=targets, label=label)
         else:
             places = [target for target in targets if target is not None]
             assert len(places) == len(xs), "an all_reduce needs a place for its result"
-            last = joint.all_reduce(transport, xs, places, axis, n, scratch=scratch, label=label)
+            last = transport.all_reduce_coalesced(xs, places, axis, n, scratch=scratch, label=label)
         if between:
             for work in last:
                 rest = work.wait()
@@ -145,7 +144,7 @@ def _gather(axes: Sequence[str], moves: Sequence[Move], transport: Transport, la
     for k, axis in enumerate(axes):
         work.wait()
         outs = [each[k] for _, each in moves]
-        work = joint.gather(transport, xs, outs, axis, label=label)
+        work = transport.gather_coalesced(xs, outs, axis, label=label)
         xs = outs
     return work
 

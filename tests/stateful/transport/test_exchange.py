@@ -5,7 +5,7 @@ import torch
 
 import fsharp as fs
 from fsharp.stateful.transport.base import ProcessGroups
-from fsharp.stateful.transport.gloo import _CHUNK, GlooTransport
+from fsharp.stateful.transport.gloo import _CHUNK, _WORTH_A_MESSAGE, GlooTransport
 from fsharp.testing import processes
 
 CHUNK = _CHUNK // 4
@@ -53,6 +53,56 @@ def test_sizes_around_chunks(n):
         return wrong
 
     assert processes(fs.Mesh({"dp": n}), rank_fn) == [[]] * n
+
+
+WORTH = _WORTH_A_MESSAGE // 4
+TOGETHER = [[3, 70], [WORTH, WORTH], [WORTH - 2, 1, WORTH], [2 * WORTH, 5, CHUNK + 9], [CHUNK, 2 * CHUNK + 1, 3 * CHUNK + 7, 0]]
+"""Sizes of parts: packed, and as messages of their own, of one chunk and of several."""
+
+
+@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("wire", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_buffers_that_go_together(n, wire):
+    """One label for all of them, and each as if it had gone alone."""
+
+    def rank_fn(comm):
+        exchange, wrong, counts = GlooTransport(comm, ProcessGroups(comm, separate=True)), [], []
+        exchange.make()
+        mine = comm.rank
+
+        def make(rank, numel):
+            return noise(rank, numel).to(wire)
+
+        def summands(numel):
+            return summed(comm, numel, lambda rank, size: make(rank, size).float())
+
+        for parts in TOGETHER:
+            before = comm.watch.count
+            gathered = [make(mine, part) for part in parts], [torch.empty(n * part, dtype=wire) for part in parts]
+            exchange.gather_coalesced(*gathered, "dp").wait()
+            expected = [torch.cat([make(r, part) for r in range(n)]) for part in parts]
+            wrong += [(parts, "gather")] * (not all(map(torch.equal, gathered[1], expected)))
+            for way in ("out", "in place", "all_reduce"):
+                xs, apart = [make(mine, n * part) for part in parts], way != "in place" and wire == torch.float32
+                op = "all_reduce" if way == "all_reduce" else "reduce_scatter"
+                nbytes = [exchange.scratch_nbytes(op, "dp", len(x), x.itemsize, apart=apart) for x in xs]
+                scratch = [torch.full((each,), 0xFF, dtype=torch.uint8) for each in nbytes]
+                total = [summands(n * part) for part in parts]
+                if way == "all_reduce":
+                    outs = [torch.empty(n * part) for part in parts]
+                    for work in exchange.all_reduce_coalesced(xs, outs, "dp", n, scratch=scratch):
+                        work.wait().wait()
+                    wrong += [(parts, way)] * (not all(map(torch.equal, outs, total)))
+                    continue
+                outs = [torch.empty(part) if way == "out" else None for part in parts]
+                options = {"dtype": torch.float32, "scratch": scratch, "outs": outs}
+                got = [work.wait() for work in exchange.reduce_scatter_coalesced(xs, "dp", n, **options)]
+                wrong += [(parts, way)] * (not all(torch.equal(x, y.view(n, -1)[mine]) for x, y in zip(got, total)))
+            counts.append(comm.watch.count - before)
+        return wrong, counts
+
+    calls = 4 + (n > 2 or wire != torch.float32)  # an all_reduce of two is one call, else it gathers its sums by another one
+    assert processes(fs.Mesh({"dp": n}), rank_fn, timeout=60) == [([], [calls] * len(TOGETHER))] * n
 
 
 @pytest.mark.parametrize("strategy", ["zero3", "zero2", "zero1", "ddp"])
