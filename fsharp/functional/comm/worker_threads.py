@@ -30,22 +30,25 @@ class Worker:
 
     def submit(self, job: Job, outcome: "Outcome") -> None:
         """Have a job done after those before it. What it holds is let go of before its outcome is there."""
+        self.start().put((job, outcome))
+
+    def start(self) -> "SimpleQueue[tuple[Job, Outcome] | None]":
+        """Start the thread, if it does not run; what it takes its jobs from."""
         if self._queue is None:
             queue: SimpleQueue[tuple[Job, Outcome] | None] = SimpleQueue()
             thread = threading.Thread(target=_work, args=(queue,), name=f"fsharp {self.name}", daemon=True)
             thread.start()  # may fail
             self._queue = _running[thread] = queue
             weakref.finalize(self, queue.put, None).atexit = False
-        self._queue.put((job, outcome))
+        return self._queue
 
 
 @atexit.register
 def _stop_all() -> None:
-    """A thread must not be in the middle of something when the interpreter ends under it."""
+    """A thread must not be in the middle of something when the interpreter ends under it. Who hands on jobs started first."""
     deadline = time.monotonic() + _END_WITHIN_S
-    for queue in list(_running.values()):
+    for thread, queue in list(_running.items()):
         queue.put(None)
-    for thread in list(_running):
         thread.join(max(deadline - time.monotonic(), 0))
 
 
@@ -65,10 +68,11 @@ def _work(queue: "SimpleQueue[tuple[Job, Outcome] | None]") -> None:
 class Outcome:
     """What the job of a worker comes to: a result, which one may take, or an error."""
 
-    __slots__ = ("_done", "_error", "_result")
+    __slots__ = ("_error", "_result", "_under_way")
 
     def __init__(self) -> None:
-        self._done = threading.Event()
+        self._under_way = threading.Lock()  # held until it is done: an Event takes eight times as long
+        self._under_way.acquire()
         self._error: BaseException | None = None
         self._result: Any = None
 
@@ -81,11 +85,14 @@ class Outcome:
 
     def land(self) -> None:
         """It is done, or has failed."""
-        self._done.set()
+        self._under_way.release()
 
     def is_done(self, within_s: float = 0.0) -> bool:
-        """Whether it is done after at most so many seconds."""
-        return self._done.wait(within_s)
+        """Whether it is done after at most so many seconds; -1 waits without a limit."""
+        if not self._under_way.acquire(timeout=within_s):
+            return False
+        self._under_way.release()  # for the next one who asks
+        return True
 
     @property
     def error(self) -> BaseException | None:
@@ -94,7 +101,7 @@ class Outcome:
 
     def take(self) -> Any:
         """Block until it is done; the result, which only the first one gets."""
-        self._done.wait()
+        self.is_done(-1)
         if self._error is not None:
             raise self._error
         result, self._result = self._result, None
@@ -131,7 +138,7 @@ class InFlight(Outcome):
             CommError: a rank has ended, or the limit has passed.
         """
         since = time.perf_counter()
-        while not self._done.wait(_LOOK_EVERY_S):
+        while not self.is_done(_LOOK_EVERY_S):
             self.call.check()
         if threading.current_thread() is threading.main_thread():  # others wait while it computes
             self.call.waited(time.perf_counter() - since)

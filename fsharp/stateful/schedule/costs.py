@@ -7,9 +7,9 @@ are, and memory, as both are live from then on. A collective that takes ``k`` la
 no more than two latencies, and no bucket is more than a quarter of what all of them send: a model is never resident in
 full for the sake of a few messages, and something is left to overlap.
 
-Small buffers that are joined are also copied, into what travels and out of it, some three times the bytes that are sent. Of 24
-blocks of 33 thousand parameters over gloo on two ranks a step took a fifth less processor time when they were joined than alone.
-Of blocks of 308 thousand it took a few percent less when they were joined and packed, and another 4 % less as messages.
+Small buffers that are joined are also copied, into what travels and out of it, some three times the bytes that are sent. A step
+of 24 blocks of 33 thousand parameters over gloo on two ranks took a fifth less processor time when they were joined than alone;
+one of blocks of 308 thousand a few percent less when they were joined and packed, and another 4 % less as messages.
 """
 
 import math

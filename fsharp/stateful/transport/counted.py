@@ -58,14 +58,28 @@ class CountedTransport(Transport):
         return self.inner.reduce_scatter_coalesced(xs, axis, n, dtype=dtype, scratch=scratch, outs=outs, label=label)
 
     def all_reduce(self, x: torch.Tensor, out: torch.Tensor, axis: str, *, scratch: torch.Tensor, label: str = "") -> Work:
+        """Count a reduction, and begin it on ``inner``."""
+        n = self.comm.mesh.axis_size(axis)
+        return self.all_reduce_coalesced([x], [out], axis, n, scratch=[scratch], label=label)[0]
+
+    def all_reduce_coalesced(
+        self,
+        xs: Sequence[torch.Tensor],
+        outs: Sequence[torch.Tensor],
+        axis: str,
+        n: int,
+        *,
+        scratch: Sequence[torch.Tensor],
+        label: str = "",
+    ) -> list[Work]:
         """Counted; with a wire of its own as the two collectives that it then is."""
-        part = -(-x.numel() // self.comm.mesh.axis_size(axis))
-        if x.dtype == out.dtype:
-            self.comm.count("all_reduce", axis, part * x.dtype.itemsize)
+        parts, wire, wide = sum(-(-len(x) // n) for x in xs), xs[0].dtype, outs[0].dtype
+        if wire == wide:
+            self.comm.count("all_reduce", axis, parts * wire.itemsize)
         else:
-            self.comm.count("reduce_scatter", axis, part * x.dtype.itemsize)
-            self.comm.count("all_gather", axis, part * out.dtype.itemsize)
-        return self.inner.all_reduce(x, out, axis, scratch=scratch, label=label)
+            self.comm.count("reduce_scatter", axis, parts * wire.itemsize)
+            self.comm.count("all_gather", axis, parts * wide.itemsize)
+        return self.inner.all_reduce_coalesced(xs, outs, axis, n, scratch=scratch, label=label)
 
     def scratch_nbytes(self, op: str, axis: str, numel: int, itemsize: int, *, apart: bool = False) -> int:
         """What ``inner`` needs to work in."""

@@ -99,11 +99,28 @@ class GlooTransport(Transport):
         """Reduces each rank's part, then gathers the parts; of two ranks see [Note: two ranks]. Asynchronous."""
         call = self._begin(label, "all_reduce", [x], axis)
         if self.comm.mesh.axis_size(axis) == 2 and x.dtype == out.dtype:
-            return self._reduce([[x, x]], [out], axis, scratch, call, Work)
+            return self._reduce([(x, x)], [out], axis, scratch, call, Work)
         mine, parts, results = self._parts_of_both(x, out, axis)
         second = self._begin(label, "all_gather of sums", [x], axis)  # now: the order of calls is that of the main thread
         share = partial(self._share, "share", [results], axis, self.groups("reduce", axis), second)
         return self._reduce([parts], [results[mine]], axis, scratch, call, share)
+
+    def all_reduce_coalesced(
+        self,
+        xs: Sequence[torch.Tensor],
+        outs: Sequence[torch.Tensor],
+        axis: str,
+        n: int,
+        *,
+        scratch: Sequence[torch.Tensor],
+        label: str = "",
+    ) -> list[Work]:
+        """Asynchronous; two ranks send a message for each buffer, if they are worth it."""
+        if n != 2 or xs[0].dtype != outs[0].dtype or not _worth_messages(xs):
+            return super().all_reduce_coalesced(xs, outs, axis, n, scratch=scratch, label=label)
+        call = self._begin(label, "all_reduce", xs, axis)
+        work = self._reduce([(x, x) for x in xs], outs, axis, max(scratch, key=len), call, Work)
+        return [self._shared(work, lambda tail: tail)] * len(xs)
 
     def _begin(self, label: str, op: str, xs: Sequence[torch.Tensor], axis: str) -> WatchedCall:
         sizes = "+".join([str(len(x)) for x in xs])
@@ -172,12 +189,13 @@ class GlooTransport(Transport):
         chunks = [chunk for x, out in pairs for chunk in zip(_chunks(x), _chunks(out, like=x), strict=True)]
         width = max((len(chunk) for chunk, _ in chunks), default=0)
         memory = scratch.view(rows[0][0].dtype)
-        num_rooms = min(2, len(memory) // ((n - 1) * width)) if width else 0
-        rooms = memory[: num_rooms * (n - 1) * width].view(num_rooms, n - 1, width)
+        room = (n - 1) * width
+        num_rooms = min(2, len(memory) // room) if room else 1
+        rooms = memory[: num_rooms * room].view(num_rooms, n - 1, width)
 
         def receive(k: int) -> list[Any]:
-            room, size = rooms[k % num_rooms], len(chunks[k][0])
-            return [each for i, (_, source) in enumerate(partners) for each in _receive(messages, room[i][:size], source)]
+            into, size = rooms[k % num_rooms], len(chunks[k][0])
+            return [each for i, (_, source) in enumerate(partners) for each in _receive(messages, into[i][:size], source)]
 
         def post() -> tuple[list[Any], list[list[Any]]]:
             received = [receive(k) for k in range(min(num_rooms, len(chunks)))]
@@ -226,12 +244,20 @@ class GlooTransport(Transport):
         return self._fly("reduce", post, finish, messages.call)
 
     def _fly(self, kind: str, post: Callable[[], Any], finish: Callable[[Any], Any], call: WatchedCall) -> Work:
-        """Have one worker post and another finish."""
-        flight, posted = InFlight(call), Outcome()
+        """Have one worker post, and hand what it has posted to another one that finishes."""
+        flight, poster, finisher = InFlight(call), self._crew["posts"], self._crew[kind]
         if self.on_flight is not None:
             self.on_flight(flight)
-        self._crew["posts"].submit(post, posted)
-        self._crew[kind].submit(lambda: finish(posted.take()), flight)
+        poster.start()
+        finisher.start()
+
+        def begin() -> None:
+            posted = Outcome()
+            posted.run(post)
+            posted.land()
+            finisher.submit(lambda: finish(posted.take()), flight)
+
+        poster.submit(begin, Outcome())
         return Work(then=flight.wait)
 
     def scratch_nbytes(self, op: str, axis: str, numel: int, itemsize: int, *, apart: bool = False) -> int:

@@ -14,6 +14,7 @@ from fsharp.functional.layout.sharded import trainable
 from fsharp.stateful.inspect.trace import compare
 from fsharp.stateful.schedule.compile import compile_schedule
 from fsharp.stateful.schedule.schedule import issue_groups
+from fsharp.stateful.transport import gloo
 from fsharp.stateful.transport.blocking import BlockingTransport
 from fsharp.stateful.transport.counted import CountedTransport
 from fsharp.testing import DebugPolicy, check_races, processes, simulate
@@ -362,7 +363,8 @@ def test_a_schedule_of_units_with_other_dtypes_is_not_followed():
 # ------------------------------------------------------------ processes
 
 
-def in_processes(comm, strategies):
+def in_processes(comm, strategies, worth):
+    gloo._WORTH_A_MESSAGE = worth
     found = {}
     for strategy in strategies:
         options = {"microbatches": 2, "params": make_params(layers=LAYERS)}
@@ -373,17 +375,18 @@ def in_processes(comm, strategies):
     return found, [measure(comm, strategy, 2, "float32 wire", **JOINED) for strategy in strategies]
 
 
+@pytest.mark.parametrize("worth", [0, gloo._WORTH_A_MESSAGE], ids=["messages", "packed"])
 @pytest.mark.parametrize(
     ("mesh", "strategies"), [(DP, FLAT), pytest.param(HYBRID, ON_TWO_AXES, marks=pytest.mark.deep)], ids=["two", "four"]
 )
-def test_processes(mesh, strategies):
+def test_processes(mesh, strategies, worth):
     def blocking(comm):
         options = {"microbatches": 2, "params": make_params(layers=LAYERS)}
         return {strategy: train(comm, strategy, **options) for strategy in strategies}
 
     expected = simulate(mesh, blocking, timeout=60)
     for want, (found, measured) in zip(
-        expected, processes(mesh, partial(in_processes, strategies=list(strategies))), strict=True
+        expected, processes(mesh, partial(in_processes, strategies=list(strategies), worth=worth)), strict=True
     ):
         for strategy, (joined, alone) in found.items():
             assert_same_training(joined, want[strategy])
