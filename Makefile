@@ -1,5 +1,5 @@
 # make train     train a byte-level GPT on this machine, two processes (ARGS=--help lists its options)
-# make test      lint, types, tests (about 8 minutes on 2 cores)
+# make test      lint, types, tests (about 9 minutes on 2 cores)
 # make lint      of these the first two
 # make test-all  the deep version: more examples, more ranks (two hours and more)
 # make faults    kill, damage, fill and forge what checkpoints have to survive, about 9 minutes (ARGS=--short: one)

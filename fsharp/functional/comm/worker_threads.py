@@ -68,11 +68,12 @@ def _work(queue: "SimpleQueue[tuple[Job, Outcome] | None]") -> None:
 class Outcome:
     """What the job of a worker comes to: a result, which one may take, or an error."""
 
-    __slots__ = ("_error", "_result", "_under_way")
+    __slots__ = ("_error", "_has_landed", "_result", "_under_way")
 
     def __init__(self) -> None:
         self._under_way = threading.Lock()  # held until it is done: an Event takes eight times as long
         self._under_way.acquire()
+        self._has_landed = False
         self._error: BaseException | None = None
         self._result: Any = None
 
@@ -85,14 +86,14 @@ class Outcome:
 
     def land(self) -> None:
         """It is done, or has failed."""
+        self._has_landed = True  # whatever becomes of the lock, if Ctrl-C comes to who waits for it
         self._under_way.release()
 
     def is_done(self, within_s: float = 0.0) -> bool:
         """Whether it is done after at most so many seconds; -1 waits without a limit."""
-        if not self._under_way.acquire(timeout=within_s):
-            return False
-        self._under_way.release()  # for the next one who asks
-        return True
+        if not self._has_landed and self._under_way.acquire(timeout=within_s):
+            self._under_way.release()  # for others who wait
+        return self._has_landed
 
     @property
     def error(self) -> BaseException | None:

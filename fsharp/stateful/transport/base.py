@@ -108,7 +108,7 @@ class Transport(ABC):
 
     @abstractmethod
     def all_reduce(self, x: torch.Tensor, out: torch.Tensor, axis: str, *, scratch: torch.Tensor, label: str = "") -> Work:
-        """The sum over ranks of ``x`` into ``out``, of another dtype or the same.
+        """The sum over ranks of ``x`` into ``out``, which is other memory, of another dtype or the same.
 
         The result of the Work is one more Work, for what is left to do once ``scratch`` and ``x`` are free.
         """

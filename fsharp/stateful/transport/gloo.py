@@ -88,7 +88,7 @@ class GlooTransport(Transport):
         label: str = "",
     ) -> list[Work]:
         """Asynchronous; messages for each buffer, if they are worth it. ``scratch`` serves one buffer after the other."""
-        if not _worth_messages([x[: len(x) // n] for x in xs]):
+        if not _worth_messages(xs, n):
             return super().reduce_scatter_coalesced(xs, axis, n, dtype=dtype, scratch=scratch, outs=outs, label=label)
         pairs = [self._parts_to(x, axis, dtype, out) for x, out in zip(xs, outs, strict=True)]
         rows, results = [parts for parts, _ in pairs], [result for _, result in pairs]
@@ -273,9 +273,9 @@ class GlooTransport(Transport):
         self.groups.make()
 
 
-def _worth_messages(parts: Sequence[torch.Tensor]) -> bool:
-    """Whether buffers, of which each rank sends such parts, go as messages of their own: alike on all ranks."""
-    return sum(part.nbytes for part in parts) >= _WORTH_A_MESSAGE * len(parts)
+def _worth_messages(xs: Sequence[torch.Tensor], n: int = 1) -> bool:
+    """Whether buffers of which ``n`` parts are sent, each to another rank, go as messages of their own: alike on all ranks."""
+    return sum(x.nbytes for x in xs) >= _WORTH_A_MESSAGE * n * len(xs)
 
 
 def _chunks(x: torch.Tensor, like: torch.Tensor | None = None) -> Sequence[torch.Tensor]:

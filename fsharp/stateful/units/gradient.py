@@ -70,7 +70,9 @@ class GradientBuffer:
         self._deferred: Callable[[], None] | None = None
 
     def _move(self, phase: GradientPhase) -> None:
-        assert phase in _MOVES[self.phase], f"{self.route.unit.name}: a gradient that is {self.phase} cannot be {phase} next"
+        assert phase in _MOVES[self.phase], (
+            f"{self.route.unit.name}: from {self.phase.name} a gradient cannot go to {phase.name}"
+        )
         self.phase = phase
 
     def begin_step(self) -> None:

@@ -1,0 +1,31 @@
+"""Workers: whoever waits hears of the end, and what is handed on is done before the interpreter ends."""
+
+import subprocess
+import sys
+
+from fsharp.functional.comm.worker_threads import Outcome
+
+HANDS_ON = """
+import time
+from fsharp.functional.comm.worker_threads import Outcome, Worker
+
+first, second = Worker("first"), Worker("second")
+first.start(), second.start()
+first.submit(lambda: (time.sleep(0.3), second.submit(lambda: print("done", flush=True), Outcome())), Outcome())
+"""
+
+
+def test_what_is_handed_on_when_the_interpreter_ends_is_done():
+    found = subprocess.run([sys.executable, "-c", HANDS_ON], capture_output=True, text=True, timeout=60, check=True)
+    assert found.stdout == "done\n"
+
+
+def test_one_who_was_interrupted_while_it_waited_keeps_nobody_waiting():
+    outcome = Outcome()
+    assert not outcome.is_done()
+    assert not outcome.is_done(0.01)
+    outcome.land()
+    assert outcome._under_way.acquire(timeout=0)  # as Ctrl-C leaves it, between taking it and giving it back
+    assert outcome.is_done()
+    assert outcome.is_done(-1)
+    assert outcome.take() is None
