@@ -56,10 +56,8 @@ class MeanGradients:
         """More is to be added to the sums of these units: there are no means any more."""
         self.clear()
         for unit in units:
-            # Where the optimizer has them at the place where they rest, the sums have been divided; else they are still there.
-            if unit.gradient is not None and unit.gradient.final is None:
-                for buffer in unit.gradient.rest.tensors:
-                    buffer.mul_(self._comm.mesh.size)
+            if unit.gradient is not None:
+                unit.gradient.reopen(self._comm.mesh.size)
 
     @property
     def are_changed(self) -> bool:

@@ -100,6 +100,7 @@ class GradientBuffer:
 
     def open(self) -> None:
         """From here on it rests where the schedule has room for it."""
+        assert not self.num_added, f"{self.route.unit.name}: a gradient is at rest before its memory is opened"
         if self._place is not None:
             self.rest, self._is_open = self._place, True
 
@@ -223,15 +224,26 @@ class GradientBuffer:
     @property
     def is_fed(self) -> bool:
         """Whether this step has given the unit a gradient, though it may still be on its way."""
-        return self.phase is not GradientPhase.NONE
+        return self.num_added > 0 or self.phase in (GradientPhase.COLLECTING, GradientPhase.REDUCING)
 
     def settle(self) -> None:
-        """What no use has contributed to is zero."""
+        """Fill the gradient at rest with zeros if no backward pass has come to the unit yet. A later one overwrites them."""
         if self.phase is GradientPhase.NONE:
             self._move(GradientPhase.RESTING)
             for buffer in self.rest.tensors:
                 buffer.zero_()
-            self.num_added += 1
+
+    def reopen(self, factor: int) -> None:
+        """Make ready for another backward pass of the same step, after the mean gradients were handed out.
+
+        The gradient at the optimizer's place is out of date from here on: the next reduction makes it anew, of all that
+        rests. A gradient that rests at the optimizer's place is multiplied by ``factor``, by which the mean was divided.
+        """
+        self.join()
+        if self.final is None:
+            torch._foreach_mul_(self.rest.tensors, factor)
+        elif self.phase is GradientPhase.FINISHED:
+            self._move(GradientPhase.RESTING)
 
     def add(self, grads: Grads) -> None:
         """Add what has come some other way: flat, at rest, None for zero."""
@@ -240,6 +252,7 @@ class GradientBuffer:
         self.join()
         self.settle()
         self._move(GradientPhase.RESTING)
+        self.num_added += 1
         self.found = (1 << len(self.route.leaves)) - 1
         for buffer, grad in zip(self.rest.tensors, grads, strict=True):
             if grad is not None:
