@@ -78,7 +78,7 @@ class Arena:
         return bound
 
     def _facts(self, unit: UnitState) -> UnitFacts:
-        return facts_of(unit, self._policy, several_uses=True, several_microbatches=True)
+        return facts_of(unit, self._policy, trained=True, updated=True, several_uses=True, several_microbatches=True)
 
     def _evict(self) -> None:
         """No unit owns memory here any more."""

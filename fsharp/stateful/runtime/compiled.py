@@ -147,7 +147,7 @@ def unmet(schedule: Schedule, units: dict[str, UnitState], facts_of: Callable[[U
         if facts.trainable and unit.gradient is None:
             return f"it reduces a gradient of unit {facts.name!r}, which has had none"
         found = facts_of(unit)
-        moved = ("finishing", "reduce", "finish", "update_gather") if facts.trainable else ()
+        moved = ("finishing", "reduce", "finish") * facts.trainable + ("update_gather",) * bool(facts.update_gather)
         for name in ("gathered", "gather", "wire", *moved):
             if getattr(found, name) != getattr(facts, name):
                 return f"{name} of unit {facts.name!r} is {getattr(facts, name)}, and here {getattr(found, name)}"

@@ -4,7 +4,7 @@ Each buffer has memory of its own, which is given back when nobody holds it. Wha
 at addresses that exist in that schedule alone.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from dataclasses import replace
 from itertools import count
 from typing import Any
@@ -287,12 +287,38 @@ class Eager:
             self._top += aligned(nbytes)
         return self._places[role, unit]
 
-    def schedule(self, units: dict[str, UnitState], events: tuple[Event, ...], policy: Policy) -> s.Schedule:
-        """What it has emitted, of a step that it has had from the beginning to the end."""
+    def schedule(
+        self,
+        units: dict[str, UnitState],
+        events: tuple[Event, ...],
+        policy: Policy,
+        *,
+        trained: Container[str],
+        updated: Container[str],
+    ) -> s.Schedule:
+        """What it has emitted, of a step that it has had from the beginning to the end.
+
+        Args:
+            units: by key.
+            events: of the step.
+            policy: of the scheduler.
+            trained: keys of the units that had a gradient in the step.
+            updated: keys of the units that the step has updated.
+        """
         order = dict.fromkeys(event.unit for event in events if event.unit) | dict.fromkeys(
             op.unit for op in self.ops if op.unit
         )
-        facts = tuple(facts_of(units[key], policy, several_uses=True, several_microbatches=True) for key in order)
+        facts = tuple(
+            facts_of(
+                units[key],
+                policy,
+                trained=key in trained,
+                updated=key in updated,
+                several_uses=True,
+                several_microbatches=True,
+            )
+            for key in order
+        )
         facts = tuple(replace(each, rest=units[each.name].gradient.rest.nbytes) if each.trainable else each for each in facts)  # type: ignore[union-attr]
         eager = replace(
             policy, prefetch=0, buffers=None, bucket_nbytes=0, reduce="ready", gather_at_start=False, memory_budget=None

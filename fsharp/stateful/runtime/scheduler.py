@@ -318,10 +318,17 @@ class Scheduler(Tracer):
 
     def _record(self, scheduled: Scheduled, step: Step) -> None:
         """Learn what a step has done that followed no schedule to its end."""
-        order = dict.fromkeys([e.unit for e in step.events if e.unit]) | step.trained
+        order = dict.fromkeys([e.unit for e in step.events if e.unit]) | step.trained | step.updated
         several = step.num_microbatches > 1
         units = tuple(
-            facts_of(self.units[k], self.policy, several_uses=self.units[k].most_uses > 1, several_microbatches=several)
+            facts_of(
+                self.units[k],
+                self.policy,
+                trained=k in step.trained,
+                updated=k in step.updated,
+                several_uses=self.units[k].most_uses > 1,
+                several_microbatches=several,
+            )
             for k in order
         )
         program = Program(units, tuple(step.events))
@@ -331,7 +338,8 @@ class Scheduler(Tracer):
         scheduled.eager_schedule = None
         if not was_planned and eager is not None:
             found, events, policy = dict(self.units), tuple(step.events), self.policy
-            scheduled.eager_schedule = lambda: eager.schedule(found, events, policy)
+            trained, updated = dict(step.trained), dict(step.updated)
+            scheduled.eager_schedule = lambda: eager.schedule(found, events, policy, trained=trained, updated=updated)
         why = f"its schedule did not have {step.left_at} next" if was_planned else "no schedule was expected to fit"
         if step.held:
             why = f"parameters of units {list(step.held)} are held beyond their use, for which no schedule has room"

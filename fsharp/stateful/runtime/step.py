@@ -65,6 +65,7 @@ class Step:
         events: those so far.
         eager: what makes ops up; None while a schedule is followed.
         trained: units that have a gradient in this step.
+        updated: units whose parameters this step has updated.
         left_at: what the schedule did not have, in words.
         held: units whose parameters somebody holds beyond their use: a schedule would put something else in their memory.
         recorder: measures it.
@@ -86,6 +87,7 @@ class Step:
         self.eager: Eager | None = self._make_eager() if schedule is None else None
         self.events: list[Event] = []
         self.trained: dict[str, None] = {}
+        self.updated: dict[str, None] = {}
         self.left_at = ""
         self.held: dict[str, None] = {}
         self.on_backward: Callable[[], None] = lambda: None
@@ -363,6 +365,7 @@ class Step:
             if any(nbytes[key] != expected.get(key) for key in nbytes):  # the state is another one than that recorded
                 self.leave(None)
         units = [update_gather.unit for update_gather in update_gathers]
+        self.updated |= dict.fromkeys(unit.key for unit in units)
         self._event("update", units=units)
         if self.executor.update_gathers or self.executor.moves:  # of units that the schedule does not know of
             if self.is_planned:

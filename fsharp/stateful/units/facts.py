@@ -1,6 +1,7 @@
 """The facts of a unit that a schedule has to know, from its layout."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import cache
 
 from fsharp.functional.comm.protocol import Call, sent_nbytes
@@ -22,12 +23,16 @@ def update_gather_axes(unit: UnitLayout, *, trivial: bool) -> tuple[str, ...]:
     return moving_axes(unit, axes, trivial=trivial)
 
 
-def facts_of(unit: UnitState, policy: Policy, *, several_uses: bool, several_microbatches: bool) -> UnitFacts:
+def facts_of(
+    unit: UnitState, policy: Policy, *, trained: bool, updated: bool, several_uses: bool, several_microbatches: bool
+) -> UnitFacts:
     """What this unit takes: bytes of its copy and of its gradient's way, and the collectives of each move.
 
     Args:
         unit: of a step that has been recorded.
         policy: of the schedule.
+        trained: whether the unit has a gradient in this step. Of two trees of one layout one may be evaluated alone.
+        updated: whether the step updates its parameters.
         several_uses: whether it is used more than once in some microbatch, with a gradient.
         several_microbatches: whether gradients of more than one are added.
     """
@@ -35,24 +40,28 @@ def facts_of(unit: UnitState, policy: Policy, *, several_uses: bool, several_mic
     params, optim = layout.strategy.params, layout.strategy.optim
     gather = [c for g in layout.all_groups for c in _gathers(layout, g, layout.local_size(g, params), unit.axes)]
     gathered = full_nbytes(layout) if unit.axes else 0
-    if unit.gradient is None:
-        return UnitFacts(unit.key, gathered, trainable=False, gather=tuple(gather), host=unit.host_nbytes, wire=_wire(layout))
-    route = unit.gradient.route
     axes = update_gather_axes(layout, trivial=trivial)
-    update_gather = [c for g in layout.trainable for c in _gathers(layout, g, layout.local_size(g, optim), axes)]
-    return UnitFacts(
+    update_gather = [c for g in layout.trainable * updated for c in _gathers(layout, g, layout.local_size(g, optim), axes)]
+    facts = UnitFacts(
         unit.key,
-        gathered=gathered,
+        gathered,
+        trainable=False,
+        gather=tuple(gather),
+        update_gather=tuple(update_gather),
+        host=unit.host_nbytes,
+        wire=_wire(layout),
+    )
+    if not trained or unit.gradient is None:
+        return facts
+    route = unit.gradient.route
+    return replace(
+        facts,
         outgoing=route.outgoing_nbytes(several_uses=several_uses, several_microbatches=several_microbatches),
         finishing=route.finishing_nbytes(),
         rest=0 if policy.keep_gradients else unit.gradient.rest.nbytes,
         trainable=True,
-        gather=tuple(gather),
         reduce=tuple(c for chain in route.chains for c in _reductions(chain)),
         finish=tuple(c for chain in route.finishes for c in _reductions(chain)),
-        update_gather=tuple(update_gather),
-        host=unit.host_nbytes,
-        wire=_wire(layout),
     )
 
 

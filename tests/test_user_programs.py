@@ -1,0 +1,59 @@
+"""Random programs of users against plain torch: the same values, or an error that names what is refused."""
+
+import re
+
+import pytest
+from hypothesis import given, seed, settings
+
+from tests.user_programs import Backward, Evaluate, Forward, Update, UserProgram, check, user_programs
+
+REFUSALS = {
+    "all backward passes so far were told to accumulate": "the losses of those that do not accumulate reach no parameter",
+    "there are no gradients": "a clip where no loss has reached a parameter",
+    "were changed in place": "writes to shards: training goes on after unsharded(write=True) alone",
+}
+"""What may be refused of a program whose ranks all do the same, and why plain torch takes it."""
+
+SEEDS = [0, 1, 2, 3, *(pytest.param(n, marks=pytest.mark.deep) for n in range(4, 24))]
+pytestmark = pytest.mark.filterwarnings("ignore:.*rest in float32:UserWarning")  # frozen parameters beside main copies
+each_way = pytest.mark.parametrize("functions", [False, True], ids=["module", "functions"])
+
+
+def examples(number, count):
+    """Programs drawn by a seed: ``count`` of them, and 125 of each seed that is for the deep run."""
+    return lambda test: seed(number)(settings(max_examples=count if number < 4 else 125)(test))
+
+
+@each_way
+@pytest.mark.parametrize("number", SEEDS)
+@pytest.mark.timeout(900)
+def test_programs(functions, number):
+    @examples(number, 25)
+    @given(user_programs(functions=functions))
+    def run(program):
+        for text in check(program, functions=functions):
+            assert re.search("|".join(REFUSALS), text), text
+
+    run()
+
+
+@each_way
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "zero3"])
+def test_backward_passes_over_different_units(functions, strategy):
+    passes = [Forward((1,)), Backward(), Forward((0,)), Backward(), Forward((1, 0)), Backward()]
+    for order in (passes, passes[2:], passes[4:] + passes[:2]):
+        assert not check(UserProgram(3, frozenset(), (*order, Update()), strategy=strategy), functions=functions)
+
+
+def test_a_tree_that_is_evaluated_is_not_reduced():
+    # In each round another of the two trees is used first, so that a scheduler takes each for the one of the round before.
+    statements = (
+        Evaluate((0,), average=True),
+        Forward((0, 1)),
+        Backward(),
+        Update(),
+        Evaluate((0,)),
+        Evaluate((1,), average=True),
+    )
+    program = UserProgram(2, frozenset(), statements, strategy="zero1", precision="main copy")
+    assert not check(program, functions=True)

@@ -1,0 +1,550 @@
+"""Random programs as users write them: what they are, how plain torch runs one, and how fsharp does.
+
+A program is a model of 2 to 6 cells and a list of statements, which is run several times over, so that schedules are compiled
+and followed. Each statement is something that plain torch allows at that point.
+"""
+
+import threading
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import optree
+import torch
+from hypothesis import strategies as st
+from torch import nn
+
+import fsharp as fs
+from fsharp.errors import FsharpError
+from fsharp.testing import DebugPolicy, RaceError, check_races, simulate
+
+DIM, ROUNDS = 3, 3
+POLICY = DebugPolicy(poison=True)
+WATCHED = DebugPolicy(sum_late=False, trivial_axes=True)
+"""Of a program on virtual streams."""
+_seeds = threading.Lock()  # simulated ranks share the global generator
+
+MESHES: dict[str, Callable[[int], tuple[fs.Mesh, fs.Strategy]]] = {
+    **{name: lambda n, name=name: (fs.Mesh({"dp": n}), getattr(fs, name)("dp")) for name in ("ddp", "zero1", "zero2", "zero3")},
+    "hsdp": lambda n: (fs.Mesh({"outer": n, "inner": 1}), fs.hsdp("outer", "inner")),
+    "hfsdp": lambda n: (fs.Mesh({"outer": n, "inner": 1}), fs.hfsdp("outer", "inner")),
+    "hsdp inner": lambda n: (fs.Mesh({"outer": 1, "inner": n}), fs.hsdp("outer", "inner")),
+}
+PRECISIONS = {
+    "one dtype": None,
+    "main copy": fs.Precision(compute=torch.float32, main=torch.float64),
+}
+
+
+@dataclass(frozen=True)
+class Forward:
+    """Call cells one after another; the loss waits for a :class:`Backward`.
+
+    Attributes:
+        cells: numbers of cells, in order.
+        detach_at: position in ``cells`` before which the activation is detached; -1: nowhere.
+        root: call the root, which calls the cells and has a parameter of its own.
+        hooked: the activation after the first cell has a tensor hook that halves its gradient.
+    """
+
+    cells: tuple[int, ...]
+    detach_at: int = -1
+    root: bool = False
+    hooked: bool = False
+
+
+@dataclass(frozen=True)
+class Backward:
+    """The backward of one of the losses that wait.
+
+    Attributes:
+        which: its position among them, modulo how many there are.
+        accumulate: within ``model.accumulate()``.
+        twice: retain the graph, and run it once more.
+    """
+
+    which: int = 0
+    accumulate: bool = False
+    twice: bool = False
+
+
+@dataclass(frozen=True)
+class Evaluate:
+    """A forward without gradients, whose output is looked at. ``average``: of the moving averages, which are another tree."""
+
+    cells: tuple[int, ...]
+    average: bool = False
+
+
+@dataclass(frozen=True)
+class Write:
+    """Multiply a cell's parameters in place."""
+
+    cell: int
+    factor: float
+
+
+@dataclass(frozen=True)
+class Clip:
+    """Clip the global norm of the gradients."""
+
+    most: float
+
+
+@dataclass(frozen=True)
+class Decay:
+    """A step of a learning rate scheduler."""
+
+
+@dataclass(frozen=True)
+class Update:
+    """The optimizer's step, and ``zero_grad()``."""
+
+
+Statement = Forward | Backward | Evaluate | Write | Clip | Decay | Update
+
+
+@dataclass(frozen=True)
+class UserProgram:
+    """A model, how it is sharded, and what is done with it.
+
+    Attributes:
+        num_cells: cells of the model; the first contains one more.
+        frozen: numbers of cells that are not trained.
+        statements: of one round.
+        ranks: how many.
+        strategy: a key of :data:`MESHES`.
+        precision: a key of :data:`PRECISIONS`.
+        optimizer: ``"sgd"`` (with momentum) or ``"adamw"``.
+        closure: functions: trees to evaluate come by a closure and not as arguments.
+        scheduled: functions: under a scheduler.
+        swapped: ``(rank, i)``: this rank alone runs statement ``i + 1`` before statement ``i``, two evaluations.
+    """
+
+    num_cells: int
+    frozen: frozenset[int]
+    statements: tuple[Statement, ...]
+    ranks: int = 2
+    strategy: str = "zero3"
+    precision: str = "one dtype"
+    optimizer: str = "sgd"
+    closure: bool = False
+    scheduled: bool = True
+    swapped: tuple[int, int] | None = None
+
+    def of(self, rank: int) -> tuple[Statement, ...]:
+        """The statements that one rank runs in each round."""
+        found = list(self.statements)
+        if self.swapped is not None and self.swapped[0] == rank:
+            i = self.swapped[1]
+            found[i : i + 2] = reversed(found[i : i + 2])
+        return tuple(found)
+
+
+# ------------------------------------------------------------ drawing programs
+
+
+@st.composite
+def user_programs(draw: Any, *, functions: bool = False, differing: bool = False) -> UserProgram:
+    """A program. ``functions``: one that functions can run as well; ``differing``: one rank swaps two evaluations."""
+    num = draw(st.integers(2, 6))
+    chain = st.lists(st.integers(0, num - 1), min_size=1, max_size=4).map(tuple)
+    statements: list[Statement] = []
+    for _ in range(draw(st.integers(1, 2))):
+        waiting = 0
+        for _ in range(draw(st.integers(1, 3))):
+            for _ in range(draw(st.sampled_from([1, 1, 1, 2]))):
+                cells = draw(chain)
+                detach_at = draw(st.sampled_from([-1, -1, -1, len(cells) - 1]))
+                statements.append(Forward(cells, detach_at, not functions and draw(st.booleans()), draw(st.booleans())))
+                waiting += 1
+            if draw(st.sampled_from([False, False, False, True])):
+                statements.append(Evaluate(draw(chain), draw(st.booleans())))
+            for _ in range(draw(st.integers(1, waiting))):
+                twice = not functions and draw(st.sampled_from([False] * 5 + [True]))
+                accumulate = not functions and draw(st.sampled_from([False, False, True]))
+                statements.append(Backward(draw(st.integers(0, 3)), accumulate, twice))
+                waiting -= 1
+        if waiting:  # the last backward of a step does not accumulate
+            statements.append(Backward(0))
+        elif isinstance(statements[-1], Backward):
+            statements[-1] = replace(statements[-1], accumulate=False)
+        if draw(st.booleans()):
+            statements.append(Clip(draw(st.sampled_from([0.01, 100.0]))))
+        statements.append(Update())
+        extra: tuple[Statement, ...] = (Evaluate(draw(chain)), Evaluate(draw(chain), average=True), Decay())
+        extra += (Write(draw(st.integers(0, num - 1)), 0.5),) * functions
+        statements += draw(st.lists(st.sampled_from(extra), max_size=3))
+    at = draw(st.integers(0, len(statements)))
+    if differing:
+        cells = draw(chain)
+        statements[at:at] = [Evaluate(cells), Evaluate(draw(st.one_of(st.just(cells), chain)), average=True)]
+    ranks = draw(st.integers(2 if differing else 1, 3))
+    return UserProgram(
+        num,
+        draw(st.sampled_from([frozenset(), frozenset(), frozenset({num - 1})])),
+        tuple(statements),
+        ranks,
+        draw(st.sampled_from(list(MESHES))),
+        draw(st.sampled_from(list(PRECISIONS))),
+        draw(st.sampled_from(["sgd", "adamw"])),
+        functions and draw(st.booleans()),
+        not functions or draw(st.sampled_from([True, True, False])),
+        (draw(st.integers(0, ranks - 1)), at) if differing else None,
+    )
+
+
+# ------------------------------------------------------------ the model
+
+
+class Cell(nn.Module):
+    """An affine map and a tanh, with another cell inside of it or not."""
+
+    def __init__(self, inner: "Cell | None" = None) -> None:
+        super().__init__()
+        self.inner, self.weight, self.bias = inner, nn.Parameter(torch.randn(DIM, DIM)), nn.Parameter(torch.randn(DIM))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return affine({"weight": self.weight, "bias": self.bias}, x if self.inner is None else self.inner(x))
+
+
+def affine(p: Any, x: torch.Tensor) -> torch.Tensor:
+    """What a cell computes of its own parameters."""
+    return torch.tanh(x.to(p["weight"].dtype) @ p["weight"] + p["bias"])
+
+
+class Model(nn.Module):
+    """Cells, of which the first has one more inside, and a parameter beside them."""
+
+    def __init__(self, program: UserProgram, *, nested: bool) -> None:
+        super().__init__()
+        num = program.num_cells
+        self.cells = nn.ModuleList([Cell(Cell() if nested and i == 0 else None) for i in range(num)])
+        self.gain = nn.Parameter(torch.ones(DIM))
+        for i in program.frozen:
+            self.cells[i].requires_grad_(False)
+
+    def forward(self, x: torch.Tensor, chain: Callable[[torch.Tensor, Any], torch.Tensor]) -> torch.Tensor:
+        return chain(x * self.gain, self.cells)
+
+
+def make_model(program: UserProgram, *, nested: bool) -> Model:
+    """The model of a program; the same whenever it is made."""
+    with _seeds:
+        torch.manual_seed(len(program.statements))
+        return Model(program, nested=nested).double()
+
+
+def inputs(rank: int, number: int) -> torch.Tensor:
+    """What a rank feeds to the forward of this number."""
+    return torch.randn(2, DIM, generator=torch.Generator().manual_seed(100 * number + rank), dtype=torch.float64)
+
+
+def run_chain(x: torch.Tensor, forward: Forward | Evaluate, cell: Callable[[int, torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    """Call the cells of a statement."""
+    for i, number in enumerate(forward.cells):
+        if i == getattr(forward, "detach_at", -1):
+            x = x.detach()
+        x = cell(number, x)
+        if i == 0 and getattr(forward, "hooked", False) and x.requires_grad:
+            x.register_hook(lambda grad: grad * 0.5)
+    return x
+
+
+# ------------------------------------------------------------ plain torch
+
+
+class Plain:
+    """The unsharded run: every rank's loss, whose mean is differentiated.
+
+    Args:
+        program: what to run.
+        rank: whose statements, and whose outputs of evaluations.
+        functions: as functions see it: no cell is inside of another, and what has no gradient has zero.
+    """
+
+    def __init__(self, program: UserProgram, rank: int, *, functions: bool = False) -> None:
+        self.program, self.rank, self.functions = program, rank, functions
+        nested = not functions
+        self.model = make_model(program, nested=nested)
+        self.average = make_model(program, nested=nested)
+        self.optimizer = make_optimizer(program, self.model.parameters(), torch.optim.SGD, torch.optim.AdamW)
+        self.decay = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.5)
+        self.seen: list[torch.Tensor] = []
+        self.waiting: list[torch.Tensor] = []
+        self.number = 0
+
+    def run(self) -> list[torch.Tensor]:
+        """Everything that the program looks at."""
+        for _ in range(ROUNDS):
+            for statement in self.program.of(self.rank):
+                self.do(statement)
+        return self.seen
+
+    def forward(self, statement: Forward | Evaluate, model: Model, rank: int) -> torch.Tensor:
+        """What one rank's cells give."""
+        x = inputs(rank, self.number if isinstance(statement, Forward) else 0)
+        if getattr(statement, "root", False):
+            return model(x, lambda x, cells: run_chain(x, statement, lambda i, x: cells[i](x)))
+        return run_chain(x, statement, lambda i, x: model.cells[i](x))
+
+    def do(self, statement: Statement) -> None:
+        """Run one statement."""
+        match statement:
+            case Forward():
+                ranks = range(self.program.ranks)
+                self.waiting.append(sum(self.forward(statement, self.model, r).sin().sum() for r in ranks) / len(ranks))
+                self.number += 1
+            case Backward():
+                loss = self.waiting.pop(statement.which % len(self.waiting))
+                if loss.requires_grad:
+                    for again in range(1 + statement.twice):
+                        loss.backward(retain_graph=statement.twice and not again)
+            case Evaluate():
+                with torch.no_grad():
+                    model = self.average if statement.average else self.model
+                    self.seen.append(self.forward(statement, model, self.rank))
+            case Write():
+                with torch.no_grad():
+                    for parameter in self.model.cells[statement.cell].parameters():
+                        parameter.mul_(statement.factor)
+            case Clip() if any(p.grad is not None for p in self.model.parameters()):
+                self.seen.append(nn.utils.clip_grad_norm_(self.model.parameters(), statement.most).detach())
+            case Decay():
+                self.decay.step()
+            case Update():
+                self.waiting.clear()
+                if self.functions and any(p.grad is not None for p in self.model.parameters()):
+                    for p in self.model.cells.parameters():
+                        p.grad = torch.zeros_like(p) if p.requires_grad and p.grad is None else p.grad
+                self.optimizer.step()
+                self.optimizer.zero_grad()
+                with torch.no_grad():
+                    for mean, parameter in zip(self.average.parameters(), self.model.parameters(), strict=True):
+                        mean.lerp_(parameter, 0.5)
+                shown = self.model.cells if self.functions else self.model
+                self.seen += [parameter.detach().clone() for parameter in shown.parameters()]
+
+
+def make_optimizer(program: UserProgram, params: Any, sgd: Callable[..., Any], adamw: Callable[..., Any]) -> Any:
+    """The optimizer that a program asks for."""
+    return sgd(params, lr=0.05, momentum=0.9) if program.optimizer == "sgd" else adamw(params, lr=0.01)
+
+
+# ------------------------------------------------------------ a sharded module
+
+
+class Module(Plain):
+    """The same program over a sharded module, by one rank."""
+
+    def __init__(self, program: UserProgram, comm: fs.Comm, *, watched: bool = False) -> None:
+        super().__init__(program, comm.rank)
+        self.watched = watched
+        strategy = MESHES[program.strategy](program.ranks)[1]
+        precision = PRECISIONS[program.precision]
+        options = {"precision": precision} if precision is not None else {}
+        shard = lambda module: fs.shard_module(  # noqa: E731
+            module, mesh=comm, strategy=strategy, units=[Cell], policy=WATCHED if watched else POLICY, **options
+        )
+        self.model, self.average = shard(self.model), shard(self.average)
+        own = lambda cls: lambda params, **options: fs.ShardedOptimizer(params, cls, **options)  # noqa: E731
+        self.optimizer = make_optimizer(program, self.model.parameters(), own(torch.optim.SGD), own(torch.optim.AdamW))
+        self.decay = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.5)
+
+    def run(self) -> list[torch.Tensor]:
+        """Everything that the program looks at."""
+        with check_races(self.model) if self.watched else nullcontext():
+            return super().run()
+
+    def do(self, statement: Statement) -> None:
+        """Run one statement."""
+        match statement:
+            case Forward():
+                self.waiting.append(self.forward(statement, self.model, self.rank).sin().sum())
+                self.number += 1
+            case Backward():
+                with self.model.accumulate() if statement.accumulate else nullcontext():
+                    super().do(statement)
+            case Write():
+                with torch.no_grad():
+                    for parameter in self.model.cells[statement.cell].parameters():
+                        parameter.local.mul_(statement.factor)
+            case Clip():
+                self.seen.append(self.model.clip_grad_norm_(statement.most))
+            case Update():
+                self.waiting.clear()
+                self.optimizer.step()
+                self.optimizer.zero_grad()
+                with torch.no_grad():
+                    mine = dict(self.model.full_parameters())
+                    with self.average.unsharded(write=True):
+                        for name, mean in self.average.named_parameters():
+                            mean.lerp_(mine[name].to(mean.dtype), 0.5)
+                self.seen += [mine[name] for name, _ in self.model.named_parameters()]
+            case _:
+                super().do(statement)
+
+
+# ------------------------------------------------------------ functions
+
+
+class Functions:
+    """The same program as pure functions over trees, by one rank: a function for each run of statements up to an update."""
+
+    def __init__(self, program: UserProgram, comm: fs.Comm, *, watched: bool = False) -> None:
+        self.program, self.comm, self.watched = program, comm, watched
+        model = make_model(program, nested=False)
+        tree = [{"weight": cell.weight.data, "bias": cell.bias.data} for cell in model.cells]
+        strategy = MESHES[program.strategy](program.ranks)[1]
+        precision = PRECISIONS[program.precision]
+        options = {"precision": precision} if precision is not None else {}
+        layout = fs.plan(tree, comm.mesh, strategy, units="*", frozen=[f"{i}.**" for i in program.frozen], **options)
+        self.num_decays = 0
+        self.state = fs.init_state(self.tx, fs.shard(tree, layout, comm, place="optim"), comm=comm)
+        self.average = optree.tree_map(torch.clone, self.state.params)
+        self.seen: list[torch.Tensor] = []
+        self.number = 0
+        self.scheduler = fs.Scheduler(comm, policy=WATCHED if watched else POLICY) if program.scheduled else None
+        self.parts = [self.wrap(part) for part in cut(program.of(comm.rank))]
+
+    @property
+    def tx(self) -> Any:
+        """The transformation, with the learning rate of the moment."""
+        lr = 0.5**self.num_decays
+        if self.program.optimizer == "sgd":
+            return fs.optim.sgd(0.05 * lr, momentum=0.9)
+        return fs.optim.adamw(0.01 * lr, weight_decay=0.01)
+
+    def wrap(self, statements: tuple[Statement, ...]) -> Callable[[], None]:
+        """A function that runs these statements."""
+
+        def part(trees: Any, *, comm: fs.Comm) -> None:
+            self.step(statements, trees, comm)
+
+        fn: Callable[..., None] = (
+            self.scheduler(part) if self.scheduler is not None else lambda trees: part(trees, comm=self.comm)
+        )
+        closure = self.program.closure
+        return lambda: fn(None if closure else (self.state.params, self.average))
+
+    def run(self) -> list[torch.Tensor]:
+        """Everything that the program looks at."""
+        with check_races(self.scheduler) if self.watched and self.scheduler is not None else nullcontext():
+            for _ in range(ROUNDS):
+                for part in self.parts:
+                    part()
+        return self.seen
+
+    def chain(self, statement: Forward | Evaluate, params: Any, comm: fs.Comm, x: torch.Tensor) -> torch.Tensor:
+        """Call the cells of a statement."""
+        return run_chain(x, statement, lambda i, x: fs.forward(affine, params[i], x, comm=comm))
+
+    def step(self, statements: tuple[Statement, ...], trees: Any, comm: fs.Comm) -> None:
+        """Run statements; at most the last of them is an update."""
+        params, average = trees if trees is not None else (self.state.params, self.average)
+        waiting: list[tuple[Forward, torch.Tensor]] = []
+        grads: list[Any] = []
+        for statement in statements:
+            match statement:
+                case Forward():
+                    waiting.append((statement, inputs(comm.rank, self.number)))
+                    self.number += 1
+                case Backward():
+                    forward, x = waiting.pop(statement.which % len(waiting))
+                    if all(i in self.program.frozen for i in forward.cells[max(forward.detach_at, 0) :]):
+                        continue
+                    loss_fn = lambda params, x, comm, of=forward: self.chain(of, params, comm, x).sin().sum()  # noqa: E731
+                    loss, found = fs.value_and_grad(loss_fn)(params, x, comm=comm)
+                    grads.append(fs.average(loss, fs.reduce_scatter(found, comm=comm), comm=comm)[1])
+                case Evaluate():
+                    with torch.no_grad():
+                        tree = average if statement.average else params
+                        self.seen.append(self.chain(statement, tree, comm, inputs(comm.rank, 0)))
+                case Write():
+                    self.state = self.state._replace(
+                        params=self.scaled(self.state.params, statement), main=self.scaled(self.state.main, statement)
+                    )
+                    params = self.state.params
+                case Clip() if grads:
+                    total = added(grads)
+                    norm = fs.optim.global_norm(total, comm=comm)
+                    self.seen.append(norm)
+                    grads = [optree.tree_map(lambda grad, by=statement.most / (norm + 1e-6): grad * by.clamp(max=1.0), total)]
+                case Decay():
+                    self.num_decays += 1
+                case Update():
+                    self.update(grads, comm)
+
+    def scaled(self, tree: Any, statement: Write) -> Any:
+        """The tree with the parameters of one cell multiplied, in memory of their own."""
+        names = {str(statement.cell)}
+        return fs.map_units(
+            lambda node: node.replace([b * statement.factor for b in node.buffers]) if node.name in names else node, tree
+        )
+
+    def update(self, grads: list[Any], comm: fs.Comm) -> None:
+        """One update by the sum of all gradients, if there are any."""
+        if grads:
+            self.state = fs.update(self.tx, added(grads), self.state, comm=comm)
+        with torch.no_grad():
+            self.average = optree.tree_map(lambda mean, new: mean.lerp(new, 0.5), self.average, self.state.params)
+        whole = fs.full(self.state.params, comm=comm)
+        self.seen += [cell[name] for cell in whole for name in ("weight", "bias")]
+
+
+def added(grads: list[Any]) -> Any:
+    """The sum of some trees."""
+    return optree.tree_map(lambda *each: sum(each[1:], each[0]), *grads)
+
+
+def cut(statements: tuple[Statement, ...]) -> list[tuple[Statement, ...]]:
+    """Runs of statements that each end with an update; what follows the last is one of its own."""
+    found: list[tuple[Statement, ...]] = []
+    part: list[Statement] = []
+    for statement in statements:
+        part.append(statement)
+        if isinstance(statement, Update):
+            found.append(tuple(part))
+            part = []
+    return found + ([tuple(part)] if part else [])
+
+
+# ------------------------------------------------------------ comparing
+
+
+def check(program: UserProgram, *, functions: bool, watched: bool = False) -> list[str]:
+    """Run a program by fsharp and by plain torch: each rank sees the same, or ends with an error of this library.
+
+    Args:
+        program: what to run.
+        functions: as functions, and not as a module.
+        watched: on virtual streams, which a race checker watches; a race is no refusal.
+
+    Returns:
+        The errors of ranks, as texts.
+
+    Raises:
+        AssertionError: other values, a race, or an error that is not this library's.
+    """
+    refused: list[str] = []
+    kind = Functions if functions else Module
+    loose = program.precision != "one dtype"
+    tolerance = {"rtol": 2e-3, "atol": 2e-4} if loose else {"rtol": 1e-9, "atol": 1e-10}
+    runs: dict[int, Module | Functions] = {}
+
+    def run(comm: fs.Comm) -> None:
+        runs[comm.rank] = kind(program, comm, watched=watched)
+        runs[comm.rank].run()
+
+    ended = simulate(MESHES[program.strategy](program.ranks)[0], run, outcomes=True)
+    for rank, error in enumerate(ended):
+        if error is not None and (not isinstance(error, FsharpError) or isinstance(error, RaceError)):
+            raise AssertionError(f"rank {rank} ended with {error!r}") from error
+        found, expected = runs[rank].seen, Plain(program, rank, functions=functions).run()
+        assert error is not None or len(found) == len(expected)
+        for i, (mine, want) in enumerate(zip(found, expected)):
+            where = f"rank {rank}, value {i}: "
+            torch.testing.assert_close(mine.double(), want, **tolerance, msg=lambda text, where=where: where + text)
+        refused += [str(error)] if error is not None else []
+    return refused
