@@ -1,9 +1,11 @@
-"""Several devices in one process, which JAX has to know before its first use."""
+"""What JAX has to know before its first use: several devices in one process, and how it compiles."""
 
 import os
 
 import jax
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # the rest of a GPU is torch's
-jax.config.update("jax_num_cpu_devices", 4)
-jax.config.update("jax_disable_most_optimizations", True)  # most of the time goes into compiling
+OPTIONS = {"jax_num_cpu_devices": 4, "jax_disable_most_optimizations": True}  # most of the time goes into compiling
+for name, value in OPTIONS.items():
+    jax.config.update(name, value)
+    os.environ[name.upper()] = str(value)  # ranks in processes of their own have the same bits only if they compile alike
