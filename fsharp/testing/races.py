@@ -69,6 +69,12 @@ class VirtualLanes(Lanes):
         self.lane, self._during = COMPUTE, ""
         self._marks: set[Key] = set()
 
+    has_streams = True
+
+    def current(self) -> str:
+        """The lane."""
+        return self.lane
+
     @contextmanager
     def on(self, name: str, op: Key | None = None, after: Sequence[Key] = (), *, begins: bool = True) -> Iterator[None]:
         """On the lane, after what the current one has been given so far if it reads that, and after the given ops."""

@@ -83,6 +83,7 @@ class Arena:
     def _evict(self) -> None:
         """No unit owns memory here any more."""
         if self.tenant is not None:
+            self._executor.lanes.join_all("gather", "reduce")
             for slot in self.tenant.slots.values():
                 slot.release(poison=self._policy.poison)
         self.tenant = None
@@ -118,7 +119,6 @@ class Arena:
         if bound is None or bound.arena is not self.memory or not bound.fits(self._registry.units):
             return
         if bound is not self.tenant:
-            self._executor.lanes.join_all("gather", "reduce")
             self._evict()
             self.tenant, recorder = bound, None
         for op in bound.carried:
@@ -128,3 +128,7 @@ class Arena:
                 self._executor.run(op)
             for each in op.members:
                 bound.slots[each.op.unit].remember(each.unit.node)
+        with self._executor.lanes.on("gather", begins=False):
+            for node in [each.unit.node for op in bound.carried for each in op.members]:
+                for x in node.raw_buffers if node is not None else ():
+                    self._executor.lanes.keep(x)  # the state may be replaced before anybody waits for these gathers

@@ -181,6 +181,9 @@ def _gather(executor: Executor, bound: BoundOp) -> None:
         if moving:
             with executor.lane(bound, "gather"):
                 _start_gathers(executor, moving)
+                for source, parts in (move for _, _, moves in moving for move in moves):
+                    executor.lanes.keep(source)  # of a state that its user may drop at any time, as what is filled
+                    executor.lanes.keep(parts[0])
         return
     for each in bound.members:
         executor.occupy(each.op.memory)
@@ -218,6 +221,7 @@ def _wait(executor: Executor, bound: BoundOp) -> None:
         params.wait()
         with executor.lane(bound, "gather"):
             params.gather(node, executor.transport, f"{executor.label([bound])} of other values than were gathered")
+        executor.lanes.join([bound.key])
     params.wait()
     executor.lanes.join(bound.after)
     if not params.holds(stamp(node)):

@@ -226,7 +226,7 @@ class Tracer(Engine):
             update_gather = UpdateGather(unit, old, fresh, rank=self.rank, donate=donate, trivial=trivial)  # type: ignore[attr-defined]
             node = update_gather.node
             if update_gather.moves:
-                node = pending(node, partial(self._arrive, update_gather))  # no cycle that would keep its memory
+                node = pending(node, update_gather.wait, self.lanes)  # no cycle that would keep its memory
             if not donate:
                 unit.forget()
             self.replaced(old, unit, node)
@@ -252,10 +252,6 @@ class Tracer(Engine):
     @abstractmethod
     def trivial_axes(self) -> bool:
         """Whether collectives along axes of size 1 run as well."""
-
-    def _arrive(self, update_gather: UpdateGather) -> None:
-        update_gather.wait()
-        self.lanes.join_all("gather")
 
 
 def _tree_of(sharded: Any, uses: Sequence[UnitUse], num_ties: int) -> Any:

@@ -1,6 +1,6 @@
 """Lanes: the streams beside compute: for gathers, for reductions, or for both, and to and from the host; on a CPU, none."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
@@ -24,6 +24,11 @@ class Lanes:
     """A host without streams: collectives are asynchronous by themselves, and what the host waits for is ordered by that."""
 
     recorder: "LaneRecorder | None" = None
+    has_streams = False
+
+    def current(self) -> Hashable:
+        """The stream that the caller is on."""
+        return None
 
     def on(self, name: str, op: Key | None = None, after: Sequence[Key] = (), *, begins: bool = True) -> AbstractContextManager:
         """Run what is inside on a lane.
@@ -52,8 +57,8 @@ class Lanes:
 class DeviceLanes(Lanes):
     """Streams of one scheduler on an accelerator, which all its units share. Ordered by events: the host waits for none.
 
-    Memory on a lane is the scheduler's own and outlives it, so nothing has to be recorded on streams; on the lane of the host
-    it is :meth:`keep` that says so.
+    Most memory on a lane is the scheduler's own and outlives the lane's work. Of memory that a user may free while a lane works
+    on it, as that of a state, :meth:`keep` tells the allocator.
 
     Args:
         device: of the streams.
@@ -64,6 +69,12 @@ class DeviceLanes(Lanes):
         self.device, self.one_stream = device, one_stream
         self.streams: dict[str, torch.Stream] = {}
         self._events: dict[Key, torch.Event] = {}
+
+    has_streams = True
+
+    def current(self) -> Hashable:
+        """The device's current stream."""
+        return torch.accelerator.current_stream(self.device)
 
     def _stream(self, name: str) -> torch.Stream:
         name = "gather" if self.one_stream and name == "reduce" else name

@@ -403,7 +403,8 @@ def test_steps_are_free_of_races_and_no_wait_of_theirs_can_go(strategy, precisio
     report = train_on_streams(strategy, precision=precision, donate=donate, steps=4, offload=True)
     assert report.races == []
     lanes = {entry.lane for entry in report.log if isinstance(entry, RecordStream)}
-    assert lanes == {"host"}
+    assert lanes <= {"host", "gather"}
+    assert "host" in lanes
     waits = {entry.why for entry in report.log if isinstance(entry, Wait) and ("host" in entry.why or "fetch" in entry.why)}
     needed = {why for why in waits if " of an earlier plan" not in why} - report.implied()
     kinds = ("host waits for compute before fetch", "compute joins fetch", "host waits for compute before offload")
@@ -422,7 +423,7 @@ def test_of_modules_too():
 
 def test_memory_freed_under_a_copy_is_seen_where_nobody_keeps_it():
     report = train_on_streams("zero3", precision="bf16", donate=False, steps=4, offload=True)
-    kept = {i for i, entry in enumerate(report.log) if isinstance(entry, RecordStream)}
+    kept = {i for i, entry in enumerate(report.log) if isinstance(entry, RecordStream) and entry.lane == "host"}
     races = replay(report.log, without=kept).races
     assert races
     assert {(race.first.lane, race.first.op) for race in races} == {("host", "aten.copy_")}
