@@ -153,7 +153,7 @@ def test_experts_on_their_own_axis_train_as_on_one_rank(name):
     losses, tree = reference()
     results = simulate(MESH, lambda comm: train(comm, PLACES[name]))
     for each, _ in results:
-        torch.testing.assert_close(each, losses)
+        torch.testing.assert_close(each, losses, rtol=1e-5, atol=0.0)  # computed in float32
     assert_close(joined(results), tree)
     start = whole_params()
     assert not any(torch.equal(a, b) for a, b in zip(optree.tree_leaves(tree), optree.tree_leaves(start)))
