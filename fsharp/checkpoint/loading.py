@@ -31,6 +31,7 @@ from fsharp.checkpoint.storage import full_path, storage_of
 from fsharp.errors import CheckpointError, TreeError, problem
 from fsharp.functional.comm.agree import exchange, together
 from fsharp.functional.comm.protocol import Comm
+from fsharp.functional.comm.tree_names import name_trees
 from fsharp.functional.layout.paths import ancestors, as_patterns, chosen
 from fsharp.functional.layout.precision import dtype_name
 from fsharp.functional.layout.sharded import donate_nodes, is_sharded, units_of
@@ -180,6 +181,7 @@ def load_by(
     together("load()", comm, fill)
     if donate:
         donate_nodes(like)
+    name_trees(tree, comm)
     if not any(is_object(leaf) for leaf in optree.tree_leaves(like, is_leaf=is_node)):
         return tree
     return together("load()", comm, lambda: optree.tree_map(_given_back, like, tree, is_leaf=is_node))

@@ -10,6 +10,7 @@ import torch
 from fsharp.errors import MeshError, problem
 from fsharp.functional.comm.agree import together
 from fsharp.functional.comm.protocol import Comm
+from fsharp.functional.comm.tree_names import name_trees
 from fsharp.functional.layout.describe import describe_units
 from fsharp.functional.layout.layout import Layout
 from fsharp.functional.layout.paths import assign
@@ -44,7 +45,7 @@ def shard(params: Any, layout: Layout, comm: Comm, *, place: PlaceName = "params
         check_tree("shard()", params, layout)
 
     together("shard()", comm, check, lambda _: describe_units(layout.units))
-    return shard_for(params, layout, comm.rank, place=place)
+    return name_trees(shard_for(params, layout, comm.rank, place=place), comm)
 
 
 def full(tree: Any, *, comm: Comm) -> Any:
@@ -132,7 +133,7 @@ def init_params(
             return value.to(target)
 
         nodes.append(build(unit, resolve_place(unit, place), comm.rank, draw, main=place == "optim"))
-    return optree.tree_unflatten(layout.spec, nodes)
+    return name_trees(optree.tree_unflatten(layout.spec, nodes), comm)
 
 
 def seed_of(key: int, path: str, unit: UnitLayout | None, rank: int) -> int:

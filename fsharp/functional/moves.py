@@ -28,6 +28,7 @@ import torch
 from fsharp.errors import MeshError, TreeError, problem
 from fsharp.functional.comm.collectives import all_gather_last, all_reduce, local_slice, reduce_scatter_last
 from fsharp.functional.comm.protocol import Comm, Engine, Labelled
+from fsharp.functional.comm.tree_names import label_of, name_as
 from fsharp.functional.layout.placement import Partial, Place, Replicate, Shard
 from fsharp.functional.layout.sharded import PlaceName, Sharded, check_kept, is_sharded, map_units, resolve_place, units_of
 from fsharp.functional.layout.unit_layout import UnitLayout
@@ -62,12 +63,13 @@ def gather(tree: Tree, *, comm: Comm, to: PlaceName = "full") -> Tree:
         target, whole = resolve_place(sharded.unit, to), to == "full"
         if sharded.place.partial or target.partial:
             raise _wrong_place("gather()", sharded, target, "Partial sums are moved by reduce_scatter().")
-        named = Labelled(comm, f"gather {sharded.name or '(root)'}")
+        tree_name = label_of(sharded, comm, target)
+        named = Labelled(comm, f"{tree_name}gather {sharded.name or '(root)'}")
         ways = {"was_gathered": sharded.is_gathered, "is_gathered": whole}
         if whole and torch.is_grad_enabled() and sharded.sinks and not is_differentiated():
             with beneath_vmap():  # which has no dim of these
                 moved = [move_values(x.detach(), sharded.place, target, named, **ways) for x in sharded.buffers]
-                moved = sharded.ledger.attached(sharded, moved, comm)
+                moved = sharded.ledger.attached(sharded, moved, Labelled(comm, tree_name))
         else:
             moved = [move_values(x, sharded.place, target, named, **ways) for x in sharded.buffers]
         return Sharded(moved, sharded.unit, target, sharded.groups, is_gathered=whole)
@@ -108,9 +110,9 @@ def reduce_scatter(tree: Tree, *, comm: Comm, to: PlaceName = "optim") -> Tree:
             source = place[axis]
             if target[axis] is not source and (source is Shard or target[axis] is Partial):
                 raise _wrong_place("reduce_scatter()", sharded, target, "Shards are moved by gather().")
-        moved = [
-            move_sums(x, sharded.unit, g, place, target, comm) for g, x in zip(sharded.groups, sharded.buffers, strict=True)
-        ]
+        named = Labelled(comm, label_of(sharded, comm, target))
+        pairs = zip(sharded.groups, sharded.buffers, strict=True)
+        moved = [move_sums(x, sharded.unit, g, place, target, named) for g, x in pairs]
         return Sharded(moved, sharded.unit, target, sharded.groups, scale=sharded.scale)
 
     return map_units(lambda node: one(node) if is_sharded(node) else node, tree)  # type: ignore[no-any-return]
@@ -125,7 +127,9 @@ def on_device(tree: Any, device: torch.device) -> Any:
         if not is_sharded(node) or all(getattr(x, "device", device).type == device.type for x in node.raw_buffers):
             return node
         buffers = [x.to(device) if isinstance(x, torch.Tensor) else x for x in node.buffers]
-        return Sharded(buffers, node.unit, node.place, node.groups, is_gathered=node.is_gathered, scale=node.scale)
+        moved = Sharded(buffers, node.unit, node.place, node.groups, is_gathered=node.is_gathered, scale=node.scale)
+        name_as(moved, node)
+        return moved
 
     return map_units(one, tree)
 

@@ -9,6 +9,7 @@ import torch
 from fsharp.errors import TreeError, problem
 from fsharp.functional.comm.agree import together
 from fsharp.functional.comm.protocol import Comm, Engine
+from fsharp.functional.comm.tree_names import name_as, name_trees, name_updated
 from fsharp.functional.layout.describe import describe_units
 from fsharp.functional.layout.sharded import (
     Sharded,
@@ -91,8 +92,11 @@ def init_state(tx: Any, sharded: Any, *, comm: Comm, donate: bool = False) -> Tr
         return {**describe_units([node.unit for node in nodes]), "place": places, "tx": repr(tx.config)}
 
     together("init_state()", comm, check, fields)
-    start = sharded if donate else optree.tree_map(torch.clone, sharded)
-    params = gather(_cast(start, "compute"), comm=comm, to="params")
+    start = name_trees(sharded if donate else optree.tree_map(torch.clone, sharded), comm)
+    resting = _cast(start, "compute")
+    name_as(resting, start)
+    params = gather(resting, comm=comm, to="params")
+    name_as(params, start)
     main = trainable(gather(start, comm=comm, to="optim"))
     state = TrainState(0, params, _main_copies(main), tx.init(main, comm=comm), MadeBy(tx.name))
     if donate:
@@ -159,10 +163,13 @@ def update(tx: Any, grads: Any, state: TrainState, *, comm: Comm, donate: bool =
         main = _main_copies(new)
         if donate:
             opt = map_units(lambda node: node.replace(node.buffers) if is_sharded(node) else node, opt)
+        resting = _cast(new, "compute")
+        name_updated(resting, state.params)
         if isinstance(comm, Engine):
-            params, (main, opt) = comm.run_update_gather(_cast(new, "compute"), state.params, (main, opt), donate=donate)
+            params, (main, opt) = comm.run_update_gather(resting, state.params, (main, opt), donate=donate)
         else:
-            params = merge(state.params, gather(_cast(new, "compute"), comm=comm, to="params"))
+            params = merge(state.params, gather(resting, comm=comm, to="params"))
+        name_as(params, resting)
     if donate:
         donate_nodes((state.params, state.main, state.opt))
     return TrainState(state.step + 1, params, main, opt, MadeBy(tx.name))

@@ -9,6 +9,7 @@ import torch
 
 from fsharp.errors import LossError
 from fsharp.functional.comm.protocol import Comm, Engine, Labelled
+from fsharp.functional.comm.tree_names import name_as
 from fsharp.functional.layout.sharded import (
     Sharded,
     map_units,
@@ -142,6 +143,7 @@ def _one_microbatch(loss_fn: LossFn, params: Any, batch: Any, comm: Comm) -> tup
         ),
         params,
     )
+    name_as(grads, params)
     return Loss(loss.sum.detach().double(), loss.weight.detach().double()), grads
 
 

@@ -25,6 +25,7 @@ from torch.autograd import forward_ad
 
 from fsharp.errors import CommError, problem
 from fsharp.functional.comm.protocol import ReduceOp, sum_in_rank_order
+from fsharp.functional.comm.tree_names import TreeCounts
 from fsharp.functional.layout.mesh import Mesh
 
 R = TypeVar("R")
@@ -131,6 +132,7 @@ class ThreadComm:
     def __init__(self, world: "_World", rank: int) -> None:
         self._world, self.rank = world, rank
         self.mesh, self.device = world.mesh, torch.device("cpu")
+        self.tree_counts = TreeCounts()
 
     def all_gather(self, x: torch.Tensor, axis: str, *, label: str = "") -> torch.Tensor:
         """``[n, *x.shape]`` in order of coordinate."""

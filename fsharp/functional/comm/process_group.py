@@ -22,6 +22,7 @@ from torch.distributed.distributed_c10d import PrefixStore, _get_default_store, 
 from fsharp.errors import AgreementError, CommError, MeshError, problem
 from fsharp.functional.comm import job_store
 from fsharp.functional.comm.protocol import Comm, ReduceOp, SingleComm, sum_in_rank_order
+from fsharp.functional.comm.tree_names import TreeCounts
 from fsharp.functional.comm.watch import RankStatuses, Watch, WatchedCall
 from fsharp.functional.comm.worker_threads import InFlight, Worker
 from fsharp.functional.layout.mesh import Mesh
@@ -53,6 +54,7 @@ class ProcessGroupComm:
 
     Attributes:
         ranks: of the job, by rank in the mesh.
+        tree_counts: of all Comms of these ranks.
 
     Raises:
         MeshError: a mesh without dim names, without this rank, or with ranks that do not rise.
@@ -71,6 +73,7 @@ class ProcessGroupComm:
                 f"order; got {device_mesh.mesh.tolist()}."
             )
         self.rank = self.ranks.index(dist.get_rank())
+        self.tree_counts = _tree_counts[self.ranks]
         self._groups = {name: device_mesh.get_group(name) for name in names}
         self._whole: dist.ProcessGroup | None = None
         kind = device_mesh.device_type
@@ -295,6 +298,7 @@ before_leaving: list[Callable[[], None]] = []
 """What :func:`destroy` does first."""
 _ranks: dict[tuple[int, ...], RankStatuses] = {}
 _numbers: "defaultdict[tuple[int, ...], count[int]]" = defaultdict(count)
+_tree_counts: defaultdict[tuple[int, ...], TreeCounts] = defaultdict(TreeCounts)
 _made: Counter[tuple[int, ...]] = Counter()
 
 
@@ -413,6 +417,7 @@ def destroy() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
         _numbers.clear()
+        _tree_counts.clear()
         _made.clear()
         job_store.forget()
 

@@ -11,6 +11,7 @@ import torch
 from fsharp.errors import LayoutError, MeshError, TreeError, problem
 from fsharp.functional.comm.agree import gather_bytes, together
 from fsharp.functional.comm.protocol import Comm
+from fsharp.functional.comm.tree_names import name_trees
 from fsharp.functional.layout.describe import describe_units
 from fsharp.functional.layout.layout import Layout
 from fsharp.functional.layout.precision import dtype_name
@@ -110,6 +111,8 @@ def reshard(
         for slot, held in zip(slots, buffers, strict=True):
             nodes = move_slot(slot, held, layout, route, comm, limit=limit, donate=donate)
             new[slot.path] = optree.tree_unflatten(layout.spec, nodes)
+    for tree_of_slot in new.values():
+        name_trees(tree_of_slot, comm)
     return replace_slots(tree, new) if comm.rank in route.new else None
 
 

@@ -11,6 +11,8 @@ from functools import partial
 import torch
 
 from fsharp.errors import ScheduleError
+from fsharp.functional.comm.protocol import Comm
+from fsharp.functional.comm.tree_names import label_of
 from fsharp.stateful.schedule.schedule import Memory, Op, OpKind
 from fsharp.stateful.transport.base import Transport
 from fsharp.stateful.transport.streams import Key, Lanes
@@ -83,6 +85,7 @@ class Executor:
     Args:
         transport: runs collectives.
         lanes: the streams beside compute.
+        comm: the ranks, for the names of trees in labels.
         poison: fill memory with NaN when it is released.
 
     Attributes:
@@ -97,8 +100,8 @@ class Executor:
         top: the highest byte of the arena that this step has used, plus one.
     """
 
-    def __init__(self, transport: Transport, lanes: Lanes, *, poison: bool) -> None:
-        self.transport, self.lanes, self.poison = transport, lanes, poison
+    def __init__(self, transport: Transport, lanes: Lanes, comm: Comm, *, poison: bool) -> None:
+        self.transport, self.lanes, self.comm, self.poison = transport, lanes, comm, poison
         self.begin("")
 
     def begin(self, step: str) -> None:
@@ -119,10 +122,10 @@ class Executor:
 
     def label(self, bounds: Sequence[BoundOp]) -> str:
         """What ranks compare before they take part in a collective of these ops."""
-        if len(bounds) == 1:
-            return self.named(bounds[0].label)
+        names = dict.fromkeys(label_of(each.unit.node, self.comm) for each in bounds if each.unit.node is not None)
         first, last = bounds[0].op, bounds[-1].op
-        return self.named(f"{first.kind} {first.unit}..{last.unit}, {len(bounds)} units ({first.phase})")
+        what = f"{first.kind} {first.unit}..{last.unit}, {len(bounds)} units ({first.phase})"
+        return self.named("".join(names) + (bounds[0].label if len(bounds) == 1 else what))
 
     def named(self, what: str) -> str:
         """Something that happens now, and in which step it does."""

@@ -4,6 +4,7 @@ import copy
 import threading
 import weakref
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
@@ -16,6 +17,7 @@ from fsharp.errors import ScheduleError
 from fsharp.functional.comm.agree import agree, gather_bytes
 from fsharp.functional.comm.process_group import ProcessGroupComm
 from fsharp.functional.comm.protocol import Comm, CountingComm, ReduceOp, innermost
+from fsharp.functional.comm.tree_names import TreeCounts, counts_of
 from fsharp.functional.layout.mesh import Mesh
 from fsharp.functional.layout.sharded import Sharded
 from fsharp.stateful.runtime.arena import Arena
@@ -73,6 +75,7 @@ class Scheduler(Tracer):
             self._policy = replace(self._policy, link=NCCL)
         self.lanes = lanes_for(comm.device, one_stream=self.policy.one_stream)
         self._functions: weakref.WeakSet[Scheduled] = weakref.WeakSet()
+        self._names: Counter[str] = Counter()
         self._closed: str | None = None
         self._history = 0  # of what was accounted for
         self._start()
@@ -81,7 +84,7 @@ class Scheduler(Tracer):
         self.own = _apart(self.comm)
         self.transport = transport_over(self.own, separate_groups=self.policy.separate_groups)
         self.registry = UnitRegistry(trivial=self.policy.trivial_axes)
-        self.executor = Executor(self.transport, self.lanes, poison=self.policy.poison)
+        self.executor = Executor(self.transport, self.lanes, self.comm, poison=self.policy.poison)
         self.arena = Arena(self.executor, self.registry, self.policy, rank=self.rank, device=self.device)
         self._step: Step | None = None
         self._running: Scheduled | None = None
@@ -115,6 +118,11 @@ class Scheduler(Tracer):
     def device(self) -> torch.device:
         """Where tensors are."""
         return self.comm.device
+
+    @property
+    def tree_counts(self) -> TreeCounts | None:
+        """What its Comm has counted of trees."""
+        return counts_of(self.comm)
 
     @property
     def policy(self) -> Policy:
@@ -168,6 +176,9 @@ class Scheduler(Tracer):
     def __call__(self, fn: Callable[..., Any]) -> Scheduled:
         """``fn``, a function with an argument ``comm``, as one that is called without it and follows a schedule."""
         scheduled = Scheduled(self, fn)
+        self._names[scheduled.name] += 1
+        if (number := self._names[scheduled.name]) > 1:
+            scheduled.name += f" ({number})"  # ranks wrap in the same order, and labels say which function runs
         self._functions.add(scheduled)
         return scheduled
 

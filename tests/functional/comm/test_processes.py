@@ -57,6 +57,23 @@ def test_ranks_that_differ_all_raise_the_same_text():
     assert all(calls <= 3 for *_, calls in results)  # the comparison itself, and nothing after it
 
 
+@pytest.mark.parametrize("strategy", [fs.ddp("dp"), fs.zero3("dp")], ids=["ddp", "zero3"])
+def test_ranks_that_take_two_trees_of_equal_shapes_in_another_order(strategy):
+    """Without names of trees in labels each rank would add gradients of one model to those of the other."""
+
+    def two_models(comm):
+        params = make_params(layers=2)
+        layout = fs.plan(params, comm.mesh, strategy, units="layers.*")
+        states = [fs.init_state(make_tx(), fs.shard(params, layout, comm, place="optim"), comm=comm) for _ in range(2)]
+        step = fs.Scheduler(comm)(fs.train_step(loss_fn, make_tx()))
+        for state in reversed(states) if comm.rank == 1 else states:
+            step(state, my_batches(comm, 1)[0])
+
+    for kind, text, _ in caught(two_models):
+        assert kind == "AgreementError", text
+        assert "tree 2 at update 0" in text, text
+
+
 @pytest.mark.parametrize(
     ("field", "make"),
     [

@@ -85,7 +85,7 @@ def test_a_rank_that_is_gone_is_named_with_step_and_op(fate, way, tmp_path):
     assert out.startswith("CommError after "), out + err
     assert "gather" in out
     if way == "scheduled":
-        assert re.search("step #[23] after [23] updates, microbatch [01]: gather", out), (
+        assert re.search("step #[23] after [23] updates, microbatch [01]: tree 2 at update [23], gather", out), (
             out
         )  # what a step needs first is gathered by the one before
     seconds = float(out.split()[2])

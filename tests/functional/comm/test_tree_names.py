@@ -1,0 +1,161 @@
+"""Two trees of equal shapes that one rank takes in another order: ranks never get a mixture of them."""
+
+import functools
+import tempfile
+
+import pytest
+import torch
+
+import fsharp as fs
+from fsharp.checkpoint import load, save
+from fsharp.errors import CommError
+from fsharp.functional.comm.agree import exchange
+from fsharp.testing import simulate
+
+SHAPES = {"a": torch.empty(6, 2), "b": torch.empty(5)}
+DIFFERENT = "ranks called different collectives"
+
+
+def loss(params, batch, comm):
+    a, b = (fs.gather(params[name], comm=comm).tree() for name in "ab")
+    return (batch @ a).square().mean() + b.square().sum()
+
+
+def started(comm, strategy=None, seed=0):
+    layout = fs.plan(SHAPES, comm.mesh, strategy or fs.zero3("dp"), units=["a", "b"])
+    params = fs.init_params(fs.init.normal(1.0), layout, comm, key=seed)
+    return fs.init_state(fs.optim.sgd(0.1), params, comm=comm)
+
+
+STEP = fs.train_step(loss, fs.optim.sgd(0.1))
+
+
+def batch_of(comm):
+    return torch.full((2, 6), 1.0 + comm.rank)
+
+
+def ema_on_one_rank(comm, run):
+    state = started(comm)
+    ema = fs.map_units(lambda node: node.replace([x * 0.5 for x in node.buffers]), state.params)
+    run(lambda p, comm: fs.value_and_grad(loss)(p, batch_of(comm), comm=comm))(state.params if comm.rank else ema)
+
+
+def older_state_on_one_rank(comm, run):
+    state = started(comm)
+    new, _ = run(lambda s, comm: STEP(s, batch_of(comm), comm))(state)
+    run(lambda p, comm: loss(p, batch_of(comm), comm))((new if comm.rank else state).params)
+
+
+def two_models_in_opposite_order(comm, run):
+    states = [started(comm, seed=seed) for seed in (0, 1)]
+    step = run(lambda s, comm: STEP(s, batch_of(comm), comm))
+    for state in states if comm.rank else reversed(states):
+        step(state)
+
+
+def two_successors_of_one_state(comm, run):
+    state = started(comm)
+    step = run(lambda s, comm: STEP(s, batch_of(comm), comm))
+    ends = [step(state)[0], step(state)[0]]
+    run(lambda p, comm: fs.full(p, comm=comm))(ends[comm.rank].params)
+
+
+def two_copies_in_opposite_order(comm, run):
+    state = started(comm)
+    copies = [fs.map_units(lambda n, k=k: n.replace([x * k for x in n.buffers]), state.params) for k in (2, 3)]
+    read = run(lambda p, comm: fs.full(p, comm=comm))
+    for copy in copies:
+        read(copy)
+    for copy in copies if comm.rank else reversed(copies):
+        read(copy)
+
+
+def gradients_of_two_models_in_opposite_order(comm, run):
+    states = [started(comm, fs.ddp("dp"), seed=seed) for seed in (0, 1)]
+    step = run(lambda s, comm: STEP(s, batch_of(comm), comm))
+    for state in states if comm.rank else reversed(states):
+        step(state)
+
+
+def two_functions_of_one_name_in_opposite_order(comm, run):
+    state = started(comm)
+    functions = [run(lambda p, comm, k=k: loss(p, batch_of(comm), comm) * k) for k in (1, 2)]
+    for fn in functions if comm.rank else reversed(functions):
+        fn(state.params)
+
+
+def two_loads_in_opposite_order(comm, run):
+    folder = shared_folder(comm)
+    save(folder, started(comm), step=0, comm=comm)
+    states = [load(folder, started(comm), comm=comm) for _ in range(2)]
+    step = run(lambda s, comm: STEP(s, batch_of(comm), comm))
+    for state in states if comm.rank else reversed(states):
+        step(state)
+
+
+def shared_folder(comm):
+    return exchange(tempfile.mkdtemp() if comm.rank == 0 else "", comm)[0]
+
+
+def at_once(comm):
+    return lambda fn: functools.partial(fn, comm=comm)
+
+
+PROGRAMS = [
+    ema_on_one_rank,
+    older_state_on_one_rank,
+    two_models_in_opposite_order,
+    two_successors_of_one_state,
+    two_copies_in_opposite_order,
+    gradients_of_two_models_in_opposite_order,
+    two_loads_in_opposite_order,
+]
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda fn: fn.__name__)
+@pytest.mark.parametrize("runner", [at_once, fs.Scheduler], ids=["at_once", "scheduled"])
+def test_refused(program, runner):
+    with pytest.raises(CommError, match=DIFFERENT):
+        simulate(fs.Mesh({"dp": 2}), lambda comm: program(comm, runner(comm)))
+
+
+def test_functions_of_one_name_are_told_apart():
+    with pytest.raises(CommError, match=DIFFERENT):
+        simulate(fs.Mesh({"dp": 2}), lambda comm: two_functions_of_one_name_in_opposite_order(comm, fs.Scheduler(comm)))
+
+
+def test_labels_name_the_tree():
+    """The error says of which tree and update each rank's values are."""
+    with pytest.raises(CommError, match=r"(?s)rank 0.*tree 2 at update 0, gather a.*rank 1.*tree 2 at update 1"):
+        simulate(fs.Mesh({"dp": 2}), lambda comm: older_state_on_one_rank(comm, at_once(comm)))
+
+
+def test_one_rank_may_do_alone_what_takes_no_collective():
+    """Under ddp rank 0 evaluates copies by itself; what all ranks do afterwards has the same names."""
+
+    def program(comm):
+        state = started(comm, fs.ddp("dp"))
+        for k in range(3):
+            if comm.rank == 0:
+                copy = fs.map_units(lambda node, k=k: node.replace([x * k for x in node.buffers]), state.params)
+                fs.full(copy, comm=comm)
+            state, _ = STEP(state, batch_of(comm), comm)
+        return fs.full(state.params, comm=comm)["b"]
+
+    one, other = simulate(fs.Mesh({"dp": 2}), program)
+    torch.testing.assert_close(one, other, rtol=0, atol=0)
+
+
+def test_a_group_may_do_alone_what_takes_collectives_in_it_alone():
+    """Copies that one shard group has gathered by itself do not shift the names of what all gather later."""
+
+    def program(comm):
+        mesh_rank = comm.mesh.coord("replica", comm.rank)
+        params = started(comm, fs.hsdp("replica", "dp")).params
+        copies = [fs.map_units(lambda n, k=k: n.replace([x * k for x in n.buffers]), params) for k in range(3)]
+        for copy in copies if mesh_rank == 0 else copies[:1]:
+            fs.full(copy, comm=comm)
+        return STEP(fs.init_state(fs.optim.sgd(0.1), copies[2], comm=comm), batch_of(comm), comm)[1].loss
+
+    losses = simulate(fs.Mesh({"replica": 2, "dp": 2}), program)
+    assert len({float(each) for each in losses}) == 1
