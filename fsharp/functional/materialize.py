@@ -9,11 +9,12 @@ import torch
 
 from fsharp.errors import MeshError, problem
 from fsharp.functional.comm.agree import together
+from fsharp.functional.comm.equal_values import check_same
 from fsharp.functional.comm.protocol import Comm
 from fsharp.functional.comm.tree_names import name_trees
 from fsharp.functional.layout.describe import describe_units
 from fsharp.functional.layout.layout import Layout
-from fsharp.functional.layout.paths import assign
+from fsharp.functional.layout.paths import assign, flatten
 from fsharp.functional.layout.sharded import PlaceName, is_sharded, map_units, resolve_place
 from fsharp.functional.layout.slicing import as_tree, build, check_tree, shard_for
 from fsharp.functional.layout.unit_layout import Leaf, UnitLayout
@@ -23,28 +24,39 @@ Initializer = Callable[[torch.Tensor, torch.Generator], Any]
 """Fills a tensor from a generator, or returns the values: ``lambda t, g: torch.nn.init.xavier_uniform_(t, generator=g)``."""
 
 
-def shard(params: Any, layout: Layout, comm: Comm, *, place: PlaceName = "params") -> Any:
-    """This rank's part of a tree that every rank holds: :func:`~fsharp.shard_for`, once all ranks agree on the layout.
+def shard(params: Any, layout: Layout, comm: Comm, *, place: PlaceName = "params", check_values: bool = True) -> Any:
+    """This rank's part of a tree that every rank holds: :func:`~fsharp.shard_for`, once all ranks agree on layout and values.
 
     Args:
         params: a tree like the one that was planned; not changed.
         layout: where it rests.
         comm: the ranks.
         place: ``"params"``, or ``"optim"`` for what :func:`~fsharp.init_state` needs when a main copy is kept.
+        check_values: whether ranks compare the bits of their trees, but for leaves that vary along an axis. Pass False on all
+            ranks where they are known to be equal.
 
     Raises:
         MeshError: ``comm`` is on another mesh.
         TreeError: a tree that is not the planned one.
-        AgreementError: on all ranks, if one of them failed or they differ; the text names the field and the ranks.
+        AgreementError: on all ranks, if one of them failed or they differ; the text names the field or the leaf, and the ranks.
 
-    Cost: one collective of 40 bytes for each axis. Memory: the shards.
+    Cost: one collective of 40 bytes for each axis. To compare values: one pass over the tree, and a collective of 8 bytes for
+    each axis. Memory: the shards.
     """
 
     def check() -> None:
         _check_mesh("shard()", layout, comm)
         check_tree("shard()", params, layout)
 
-    together("shard()", comm, check, lambda _: describe_units(layout.units))
+    together("shard()", comm, check, lambda _: {**describe_units(layout.units), "check_values": repr(check_values)})
+    if check_values:
+        paths, leaves, _ = flatten(params)
+        varying = {unit.full_path(leaf): unit.strategy.full.varying for unit in layout.units for leaf in unit.leaves}
+        remedy = (
+            "Draw them from the same seed on all ranks or load the same file. If each rank is to have its own, say so in the "
+            'strategy: zero3("dp").varying("ep").'
+        )
+        check_same("shard()", dict(zip(paths, leaves, strict=True)), comm, remedy=remedy, varying=varying)
     return name_trees(shard_for(params, layout, comm.rank, place=place), comm)
 
 

@@ -9,9 +9,9 @@ from torch.distributed.tensor import DTensor
 
 from fsharp.errors import ScheduleError, TreeError, problem
 from fsharp.functional.comm.agree import together
+from fsharp.functional.comm.equal_values import check_same, digest
 from fsharp.functional.comm.protocol import Comm
 from fsharp.functional.layout.precision import dtype_name
-from fsharp.stateful.modules.initial.values import check_same, digest
 from fsharp.stateful.modules.parameter import Part
 from fsharp.stateful.modules.parameter_slots import own_buffers
 from fsharp.stateful.modules.session import Session
@@ -173,7 +173,8 @@ def check_replicas(where: str, tensors: Mapping[str, tuple[torch.Tensor, tuple[s
         if any(size > 1 and axis not in axes for axis, size in comm.mesh.axes)
     }
     values = {name: tensor for name, (tensor, _) in shared.items()}
-    check_same(where, values, comm, varying={name: axes for name, (_, axes) in shared.items()})
+    varying = {name: axes for name, (_, axes) in shared.items()}
+    check_same(where, values, comm, remedy="Load the same values on all ranks.", varying=varying)
 
 
 def _unfit(where: str, what: str, like: Part, got: str, expected: str) -> TreeError:

@@ -10,6 +10,7 @@ from torch import nn
 
 from fsharp.errors import MeshError, TreeError
 from fsharp.functional.comm.agree import exchange, together
+from fsharp.functional.comm.equal_values import check_same, taken
 from fsharp.functional.comm.protocol import Comm
 from fsharp.functional.layout.describe import describe_units
 from fsharp.functional.layout.layout import Layout
@@ -18,7 +19,10 @@ from fsharp.functional.layout.slicing import build, shard_for
 from fsharp.functional.layout.unit_layout import Leaf, UnitLayout
 from fsharp.stateful.modules.initial.dtensors import local
 from fsharp.stateful.modules.initial.initializers import Initialize, Initializers, nothing_initializes
-from fsharp.stateful.modules.initial.values import check_same, taken
+
+SEED_ALIKE = (
+    "Seed all ranks alike before the module is made, load the same checkpoint, or pass sync_from=0, to take rank 0's values."
+)
 
 
 def initial_values(
@@ -74,7 +78,8 @@ def initial_values(
         if not leaf.tied_to
     }
     varying = {unit.full_path(leaf): unit.strategy.full.varying for unit in layout.units for leaf in unit.leaves}
-    check_same("shard_module()", {path: tensor for path, tensor in own.items() if not tensor.is_meta}, comm, varying=varying)
+    present = {path: tensor for path, tensor in own.items() if not tensor.is_meta}
+    check_same("shard_module()", present, comm, remedy=SEED_ALIKE, varying=varying)
     return _made(makers, module, layout, comm) if meta else shard_for(tree, layout, comm.rank, place="optim")
 
 

@@ -12,10 +12,10 @@ import torch
 
 from fsharp.errors import AgreementError, TreeError, problem
 from fsharp.functional.comm.agree import exchange, together
+from fsharp.functional.comm.equal_values import digest, taken
 from fsharp.functional.comm.protocol import Comm
 from fsharp.functional.layout.precision import dtype_name
 from fsharp.functional.layout.sharded import check_kept, is_sharded, units_of
-from fsharp.stateful.modules.initial.values import digest, taken
 from fsharp.stateful.modules.parameter import Part
 from fsharp.stateful.modules.state_dict import own_part
 

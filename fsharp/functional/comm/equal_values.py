@@ -29,7 +29,12 @@ def digest(tensor: torch.Tensor) -> bytes:
 
 
 def check_same(
-    where: str, tensors: Mapping[str, torch.Tensor], comm: Comm, *, varying: Mapping[str, tuple[str, ...]] | None = None
+    where: str,
+    tensors: Mapping[str, torch.Tensor],
+    comm: Comm,
+    *,
+    remedy: str,
+    varying: Mapping[str, tuple[str, ...]] | None = None,
 ) -> None:
     """Refuse tensors that do not have the same values on all ranks.
 
@@ -37,6 +42,7 @@ def check_same(
         where: the function that asks, for the message.
         tensors: by path, in the same order on all ranks.
         comm: the ranks.
+        remedy: what the caller can do about it, for the message.
         varying: by path, axes along which values may differ; None or no entry means along none.
 
     Raises:
@@ -63,8 +69,7 @@ def check_same(
                 where,
                 f"{len(rows)} of {len(tensors)} parameters do not have the same values on all ranks.",
                 [*rows[:_SHOWN], *more],
-                "Seed all ranks alike before the module is made, load the same checkpoint, or pass sync_from=0 to take the "
-                "values of rank 0.",
+                remedy,
             )
         )
 

@@ -6,8 +6,8 @@ from torch import nn
 
 import fsharp as fs
 from fsharp.errors import AgreementError, MeshError, TreeError
-from fsharp.stateful.modules.initial import values as module_values
-from fsharp.stateful.modules.initial.values import check_same, digest, taken
+from fsharp.functional.comm import equal_values as module_values
+from fsharp.functional.comm.equal_values import check_same, digest, taken
 from fsharp.testing import processes, simulate
 from tests import modules
 from tests.modules import Block, Net, train, values
@@ -15,7 +15,7 @@ from tests.scheduling import DP, HYBRID, assert_same
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int8, torch.uint8, torch.int64, torch.bool]
 DTYPES += [torch.complex64, torch.float8_e4m3fn]
-REMEDY = r"\nSeed all ranks alike before the module is made, load the same checkpoint, or pass sync_from=0"
+REMEDY = r"\nSeed all ranks alike before the module is made, load the same checkpoint, or pass sync_from=0,"
 
 
 def bits(tensor):
@@ -199,16 +199,37 @@ def test_values_that_may_differ_along_an_axis():
             "expert": torch.full((3,), float(inner)),
             "both": torch.full((3,), float(comm.rank)),
         }
-        check_same("f()", tensors, comm, varying={"expert": ("inner",), "both": ("inner", "outer")})
+        check_same("f()", tensors, comm, remedy="Seed alike.", varying={"expert": ("inner",), "both": ("inner", "outer")})
         with pytest.raises(
             AgreementError,
             match=r"f\(\): 1 of 3 .*\n  expert  rank 1: other values than rank 0; rank 3: other values than rank 2\n",
         ):
-            check_same("f()", tensors, comm, varying={"expert": ("outer",), "both": ("inner", "outer")})
+            check_same("f()", tensors, comm, remedy="Seed alike.", varying={"expert": ("outer",), "both": ("inner", "outer")})
         tensors["expert"] = tensors["expert"] + outer
         with pytest.raises(
             AgreementError, match=r"\n  expert  rank 2: other values than rank 0; rank 3: other values than rank 1\n"
         ):
-            check_same("f()", tensors, comm, varying={"expert": ("inner",), "both": ("inner", "outer")})
+            check_same("f()", tensors, comm, remedy="Seed alike.", varying={"expert": ("inner",), "both": ("inner", "outer")})
 
     simulate(HYBRID, rank_fn)
+
+
+def test_shard_compares_values():
+    """A rank with another seed would train a mixture; values that vary along an axis may differ."""
+    mesh = fs.Mesh({"ep": 2, "dp": 2})
+
+    def sharded(comm, of=lambda comm: comm.rank == 3, strategy=None, **options):
+        params = {"w": torch.ones(4, 3), "experts": torch.ones(4) + float(of(comm))}
+        strategies = {"**": fs.zero3("dp", "ep"), "experts": strategy or fs.zero3("dp", "ep")}
+        layout = fs.plan(params, comm.mesh, strategies, units="*")
+        return fs.shard(params, layout, comm, **options)
+
+    message = r"(?s)1 of 2 parameters do not have the same values.*experts +rank 3: other values than rank 0\nDraw them"
+    for result in simulate(mesh, sharded, outcomes=True):
+        with pytest.raises(AgreementError, match=message):
+            raise result
+    simulate(mesh, lambda comm: sharded(comm, check_values=False))
+    own = {"strategy": fs.zero3("dp").varying("ep")}
+    simulate(mesh, lambda comm: sharded(comm, lambda comm: comm.mesh.coord("ep", comm.rank), **own))
+    with pytest.raises(AgreementError, match=r"experts +rank 3: other values than rank 2"):
+        simulate(mesh, lambda comm: sharded(comm, **own))
