@@ -42,10 +42,10 @@ def logits(params: Any, tokens: torch.Tensor, comm: fs.Comm, *, release: bool = 
     return fs.forward(head, params["head"], x, comm=comm, release=release)
 
 
-def loss_fn(params: Any, batch: Any, comm: fs.Comm) -> tuple[torch.Tensor, torch.Tensor]:
+def loss_fn(params: Any, batch: Any, comm: fs.Comm) -> fs.Loss:
     out = logits(params, batch["x"], comm)
     losses = F.cross_entropy(out, batch["y"], reduction="none")
-    return (losses * batch["w"]).sum(), batch["w"].sum()
+    return fs.Loss((losses * batch["w"]).sum(), batch["w"].sum())
 
 
 def plain_logits(params: Any, tokens: torch.Tensor) -> torch.Tensor:

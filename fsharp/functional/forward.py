@@ -11,7 +11,7 @@ from fsharp.functional.comm.protocol import Comm, Engine
 from fsharp.functional.layout.sharded import Sharded, check_kept, is_sharded, map_units, units_of
 from fsharp.functional.moves import check_comm, gather
 from fsharp.functional.release import let_go, unchanged, version_of, written_to
-from fsharp.functional.remat import Remat, check_remat, recomputed
+from fsharp.functional.remat import Remat, check_choice, recomputed
 from fsharp.functional.transforms import check_untraced, is_differentiated, is_transformed
 
 
@@ -65,7 +65,7 @@ def forward(
     elif sharded.is_donated:
         check_kept("forward()", [sharded])
     if remat is not False:
-        check_remat(remat)
+        check_choice(remat)
         if torch.is_grad_enabled() and not is_transformed():
             return _forward_recomputed(fn, units, args, kwargs, comm, remat)
     if isinstance(comm, Engine) and comm.takes(units):

@@ -51,7 +51,8 @@ def as_loss(value: Any, where: str = "value_and_grad()") -> Loss:
     """What a loss function returned, as a sum and a weight.
 
     Raises:
-        LossError: neither a scalar mean nor a pair of a scalar and its weight.
+        LossError: neither a scalar mean nor a pair of a scalar and its weight; a pair with a floating tensor, which may be a
+            metric, that is no :class:`Loss`.
     """
     is_pair = isinstance(value, tuple) and len(value) == 2
     total, weight = value if is_pair else (value, 1.0)
@@ -61,10 +62,19 @@ def as_loss(value: Any, where: str = "value_and_grad()") -> Loss:
     if not is_number and not (isinstance(weight, torch.Tensor) and weight.numel() == 1 and not weight.requires_grad):
         raise LossError(
             f"{where}: the weight of the loss is {kind_of(weight)}, expected a number or a scalar tensor without "
-            "gradient: a pair is read as (sum, weight). If it is a loss and something else, pass has_aux=True to "
-            "value_and_grad() or train_step()."
+            f"gradient: {_A_PAIR}"
+        )
+    if isinstance(weight, torch.Tensor) and not isinstance(value, Loss) and weight.dtype.is_floating_point:
+        raise LossError(
+            f"{where}: the loss function returned a pair with {kind_of(weight)}: a weight, or a metric? A weight is a number, "
+            f"an integer tensor, or comes as fs.Loss(sum, weight): {_A_PAIR}"
         )
     return Loss(total.reshape(()), torch.as_tensor(weight, device=total.device).reshape(()))
+
+
+_A_PAIR = (
+    "a pair is read as (sum, weight). For a loss and something else pass has_aux=True to value_and_grad() or train_step()."
+)
 
 
 def _is_scalar(x: Any) -> bool:

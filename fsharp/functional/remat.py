@@ -1,7 +1,8 @@
 """Rematerialization: what a function computes in the forward is let go of, and computed again in the backward."""
 
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar
 from typing import Any
 
 import optree
@@ -9,13 +10,15 @@ import torch
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from fsharp.errors import TreeError
+from fsharp.functional.layout.precision import dtype_name
 from fsharp.functional.layout.sharded import is_sharded
+from fsharp.functional.transforms import beneath
 
 Remat = bool | Callable[..., Any] | Sequence[Any]
 """False; True; a policy ``(ctx, op, *args, **kwargs) -> CheckpointPolicy``; or a list of ops whose results are kept."""
 
 
-def check_remat(remat: Remat) -> None:
+def check_choice(remat: Remat) -> None:
     """Refuse what says nothing about what to recompute.
 
     Raises:
@@ -47,8 +50,12 @@ def recomputed(run: Callable[..., Any], fn: Callable[..., Any], args: Any, kwarg
     context: Any = first
 
     def called(*args: Any, **kwargs: Any) -> Any:
+        trial = _trial(fn, args, kwargs, generators) if _checks.get() and context is first else None
         with context:
-            return fn(*args, **kwargs)
+            result = fn(*args, **kwargs)
+        if trial is not None:
+            _check_equal(trial, result)
+        return result
 
     def call(*leaves: Any) -> Any:
         nonlocal context
@@ -67,3 +74,49 @@ def recomputed(run: Callable[..., Any], fn: Callable[..., Any], args: Any, kwarg
 def _set_states(generators: Sequence[torch.Generator], states: Sequence[torch.Tensor]) -> None:
     for generator, state in zip(generators, states, strict=True):
         generator.set_state(state)
+
+
+_checks: ContextVar[bool] = ContextVar("checks", default=False)
+
+
+@contextmanager
+def check_remat() -> Iterator[None]:
+    """Within this context ``forward(remat=)`` computes each function twice at once, and compares bits: a check for debugging.
+
+    The backward computes a function again with the random numbers of torch's global generators and of generators that are
+    arguments. A generator in a closure, a counter or a clock gives other values the second time, and gradients are wrong.
+    Shapes and dtypes of what the backward needs are compared always.
+
+    Raises:
+        TreeError: within it, by ``forward()``: a function whose values differ.
+
+    Cost: one more forward of each function, without gradients.
+    """
+    token = _checks.set(True)
+    try:
+        yield
+    finally:
+        _checks.reset(token)
+
+
+def _trial(fn: Callable[..., Any], args: Any, kwargs: Any, generators: Sequence[torch.Generator]) -> list[torch.Tensor]:
+    """What the function gives, with random generators left as they were."""
+    states = [g.get_state() for g in generators]
+    with torch.no_grad(), torch.random.fork_rng():
+        result = fn(*args, **kwargs)
+    _set_states(generators, states)
+    return _tensors(result)
+
+
+def _check_equal(trial: Sequence[torch.Tensor], result: Any) -> None:
+    for i, (x, y) in enumerate(zip(trial, _tensors(result), strict=True)):
+        if not torch.equal(x, y):
+            raise TreeError(
+                f"forward(remat=): computed twice, the function gives two values of its output {i}, {dtype_name(y.dtype)}"
+                f"{list(y.shape)}: the backward would compute other activations. Pass generators as arguments, not in a "
+                "closure."
+            )
+
+
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    return [beneath(x).detach() for x in optree.tree_leaves(tree) if isinstance(x, torch.Tensor)]

@@ -24,7 +24,8 @@ from fsharp.functional.state import TrainState, update
 from fsharp.functional.transforms import check_untransformed
 
 LossFn = Callable[[Any, Any, Comm], Any]
-"""``loss_fn(params, batch, comm)``: a scalar mean, or a pair of scalars ``(sum, weight)``; with an aux, ``(loss, aux)``."""
+"""``loss_fn(params, batch, comm)``: a scalar mean, or a pair of scalars ``(sum, weight)``. The weight is a number or an integer
+tensor; one of floating dtype comes as ``fs.Loss(sum, weight)``. With an aux, ``(loss, aux)``."""
 
 
 def train_step(

@@ -1,5 +1,6 @@
 """Testing sharded programs: all ranks in one process, random trees and layouts, and equivalence of strategies."""
 
+from fsharp.functional.remat import check_remat as check_remat
 from fsharp.stateful.schedule.policy import DebugPolicy as DebugPolicy
 from fsharp.testing.equivalence import Tolerance as Tolerance
 from fsharp.testing.equivalence import assert_equivalent as assert_equivalent

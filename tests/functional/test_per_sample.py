@@ -54,7 +54,7 @@ def loss_fn(params, batch, comm, **options):
         return fs.forward(fn, unit, *args, comm=comm, ties=ties, **options)
 
     losses = F.cross_entropy(model(forward, params, batch["x"]).float(), batch["y"], reduction="none")
-    return (losses * batch["w"]).sum(), batch["w"].sum()
+    return fs.Loss((losses * batch["w"]).sum(), batch["w"].sum())
 
 
 def plain(fn, unit, *args, ties=()):

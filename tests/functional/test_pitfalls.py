@@ -263,3 +263,20 @@ def test_a_layout_with_impossible_numbers_is_refused(edit, text):
     edit(data)
     with pytest.raises(FsharpError, match=text):
         fs.Layout.from_json(json.dumps(data))
+
+
+def test_a_metric_is_no_weight():
+    """A pair of floating tensors would be a sum and its weight: the mean, and every gradient, would be divided by the metric."""
+    p = fs.init_params(fs.init.ones, fs.plan({"w": torch.ones(3)}, fs.Mesh({"dp": 1}), fs.zero3("dp")), fs.SingleComm(), key=0)
+
+    def run(second, wrap=tuple):
+        def loss(p, batch, comm):
+            return wrap((fs.forward(lambda q: q["w"].sum(), p, comm=comm), second))
+
+        return fs.value_and_grad(loss)(p, None, comm=fs.SingleComm())[0]
+
+    with pytest.raises(LossError, match=r"(?s)pair with torch.float32\[\]: a weight, or a metric.*fs.Loss\(sum.*has_aux=True"):
+        run(torch.tensor(2.0))
+    for weight in (2, 2.0, torch.tensor(2), torch.tensor([2])):
+        assert run(weight).mean == 1.5
+    assert run(torch.tensor(2.0), lambda pair: fs.Loss(*pair)).mean == 1.5

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 import fsharp as fs
 from fsharp.errors import ScheduleError, TreeError
-from fsharp.testing import simulate
+from fsharp.testing import check_remat, simulate
 from tests.gpt_like import block, embed, head, make_batches, make_params
 from tests.scheduling import every
 
@@ -184,3 +184,35 @@ def test_what_says_nothing_is_refused(remat):
     params, x, forward = single(remat=remat)
     with pytest.raises(TreeError, match=f"remat is {remat!r}, expected True"):
         forward(lambda p, x: x, params, x)
+
+
+@pytest.mark.parametrize("remat", [True, save_matmuls])
+@pytest.mark.parametrize("scheduled", [False, True])
+def test_a_generator_in_a_closure_is_found(remat, scheduled):
+    """Its numbers are others when the backward computes the function again; one that is an argument gives the same."""
+    generator = torch.Generator().manual_seed(8)
+
+    def hidden(p, x):
+        return dropped(p, x, options={"generator": generator})
+
+    def hidden_loss(params, batch, comm):
+        x = fs.forward(embed, params["embed"], batch["x"], comm=comm)
+        x = fs.forward(hidden, params["layers"][0], x, comm=comm, remat=remat)
+        return F.cross_entropy(fs.forward(head, params["head"], x, comm=comm), batch["y"])
+
+    def step(params, batch, comm):
+        return fs.value_and_grad(hidden_loss)(params, batch, comm=comm)
+
+    with check_remat(), pytest.raises(TreeError, match=r"(?s)computed twice.*float32\[.*Pass generators as arguments"):
+        gradients(fs.SingleComm(), fs.zero3, step, scheduled=scheduled)
+
+
+def test_checking_changes_no_bits():
+    def step(params, batch, comm):
+        torch.manual_seed(7)
+        return value_and_grad(params, batch, comm, generator=torch.Generator().manual_seed(8), remat=True)
+
+    plain, _ = gradients(fs.SingleComm(), fs.zero3, step)
+    with check_remat():
+        found, _ = gradients(fs.SingleComm(), fs.zero3, step)
+    assert all(map(torch.equal, found, plain))

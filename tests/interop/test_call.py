@@ -331,7 +331,7 @@ def losses(block, params, batch, comm):
         x = fs.forward(block, layer, x, comm=comm)
     out = fs.forward(gpt_like.head, params["head"], x, comm=comm)
     each = torch.nn.functional.cross_entropy(out, batch["y"], reduction="none")
-    return (each * batch["w"]).sum(), batch["w"].sum()
+    return fs.Loss((each * batch["w"]).sum(), batch["w"].sum())
 
 
 def loss_fn(params, batch, comm):

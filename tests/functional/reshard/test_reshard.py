@@ -30,7 +30,7 @@ def loss_fn(params, batch, comm):
     """Of a tree in any units."""
     out = fs.forward(plain_logits, params, batch["x"], comm=comm)
     losses = F.cross_entropy(out.float(), batch["y"], reduction="none")
-    return (losses * batch["w"]).sum(), batch["w"].sum()
+    return fs.Loss((losses * batch["w"]).sum(), batch["w"].sum())
 
 
 MIXED = fs.Precision(compute=torch.bfloat16, main=torch.float32)

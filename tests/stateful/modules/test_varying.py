@@ -87,7 +87,7 @@ def moe_loss(params, batch, comm):
         x = x + fs.comm.reduce_scatter_last(out.T, comm, "ep").T
     logits = fs.forward(lambda w, x: x @ w, params["head"], x, comm=comm)
     losses = F.cross_entropy(logits, batch["y"], reduction="none")
-    return (losses * batch["w"]).sum(), batch["w"].sum()
+    return fs.Loss((losses * batch["w"]).sum(), batch["w"].sum())
 
 
 def make_tx():

@@ -257,7 +257,7 @@ def test_memory_freed_in_a_step_under_a_running_stream_is_reported():
         with scheduler.lanes.on("reduce"):
             seen.add_(activation.sum())
         del activation
-        return total, weight
+        return fs.Loss(total, weight)
 
     with pytest.raises(RaceError, match=r"freed for +compute, which allocates") as caught, check_races(scheduler):
         train_with(scheduler, watched)

@@ -37,7 +37,7 @@ def mesh_of(strategy):
 
 
 def cross_entropy(out, batch):
-    return (F.cross_entropy(out, batch["y"], reduction="none") * batch["w"]).sum(), batch["w"].sum()
+    return fs.Loss((F.cross_entropy(out, batch["y"], reduction="none") * batch["w"]).sum(), batch["w"].sum())
 
 
 def training(loss, strategy, steps=3, changes=lambda step: {}, *, microbatches=1, donate=True, **plan_options):
@@ -151,14 +151,14 @@ def inside_itself(params, batch, comm):
 def two_losses(params, batch, comm):
     one = cross_entropy(logits(params, batch["x"], comm), batch)
     other = cross_entropy(logits(params, batch["x"].flip(0), comm), batch)
-    return one[0] + 0.5 * other[0], one[1]
+    return fs.Loss(one[0] + 0.5 * other[0], one[1])
 
 
 def target_without_gradient(params, batch, comm):
     out = logits(params, batch["x"], comm)
     with torch.no_grad():
         target = logits(params, batch["x"].flip(0), comm).softmax(-1)
-    return cross_entropy(out, batch)[0] + (out.softmax(-1) - target).square().sum(), batch["w"].sum()
+    return fs.Loss(cross_entropy(out, batch)[0] + (out.softmax(-1) - target).square().sum(), batch["w"].sum())
 
 
 def some_gathered(params, batch, comm):
@@ -199,7 +199,7 @@ def gradient_of_the_input(params, batch, comm):
         y = fs.forward(block, layer, y, comm=comm)
     total, weight = cross_entropy(fs.forward(head, params["head"], y, comm=comm), batch)
     (slope,) = torch.autograd.grad(total, x, retain_graph=True)
-    return total * (1 + slope.detach().square().mean()), weight
+    return fs.Loss(total * (1 + slope.detach().square().mean()), weight)
 
 
 USES = {
@@ -242,7 +242,7 @@ def test_a_use_without_gradient_before_all_others():
         with torch.no_grad():
             target = logits(params, batch["x"].flip(0), comm).softmax(-1)
         out = logits(params, batch["x"], comm)
-        return cross_entropy(out, batch)[0] + (out.softmax(-1) - target).square().sum(), batch["w"].sum()
+        return fs.Loss(cross_entropy(out, batch)[0] + (out.softmax(-1) - target).square().sum(), batch["w"].sum())
 
     def program(run):
         return training(loss if run.scheduler else target_without_gradient, "zero3", microbatches=2)(run)
