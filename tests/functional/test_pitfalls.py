@@ -266,7 +266,7 @@ def test_a_layout_with_impossible_numbers_is_refused(edit, text):
 
 
 def test_a_metric_is_no_weight():
-    """A pair of floating tensors would be a sum and its weight: the mean, and every gradient, would be divided by the metric."""
+    """A pair of floating tensors would be a sum and its weight: the loss and all gradients would be divided by the metric."""
     p = fs.init_params(fs.init.ones, fs.plan({"w": torch.ones(3)}, fs.Mesh({"dp": 1}), fs.zero3("dp")), fs.SingleComm(), key=0)
 
     def run(second, wrap=tuple):

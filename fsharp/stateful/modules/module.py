@@ -148,6 +148,7 @@ class ShardedModule(nn.Module):
         if write and session.is_averaged:
             raise ScheduleError("unsharded(write=True): in averaged(), which ends with what the parameters were before.")
         _warn_of_rounding("unsharded()", session, {path for path, _ in self.named_parameters(remove_duplicate=False)})
+        session.kept.take_writes()
         nodes = [session.kept.whole(unit.name) for unit in session.layout.units]
         trees = [optree.tree_leaves(node.tree(nodes)) for node in nodes]
         shown = [session.calls.dressed(node.name, tree) for node, tree in zip(nodes, trees, strict=True)]
@@ -225,6 +226,7 @@ class ShardedModule(nn.Module):
         session = _session(self)
         names = {name for name, p in self.named_parameters() if p.requires_grad or not trained}
         _warn_of_rounding("full_parameters()", session, names)
+        session.kept.take_writes()
         for unit in session.layout.units:
             owned = {leaf: _owner(session.layout, unit, leaf) for leaf in unit.leaves if unit.full_path(leaf) in names}
             buffers = {

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from fsharp.errors import ScheduleError, TreeError
-from fsharp.functional.comm.protocol import Comm
+from fsharp.functional.comm.protocol import Comm, Labelled
 from fsharp.functional.layout.layout import Layout
 from fsharp.functional.layout.sharded import Sharded, map_units, trainable, units_of
 from fsharp.functional.moves import gather, on_device
@@ -25,10 +25,12 @@ class ModuleState:
     Attributes:
         state: replaced by each step.
         generation: how often it has been replaced by one from outside.
+        is_written: whether somebody has written to parameters since the last step.
     """
 
     def __init__(self, layout: Layout, state: TrainState, comm: Comm) -> None:
         self.layout, self.state, self._comm, self.generation = layout, state, comm, 0
+        self.is_written = False
         self.stamp()
 
     def stamp(self) -> None:
@@ -59,6 +61,7 @@ class ModuleState:
                 for group, buffer in zip(target.groups, target.buffers, strict=True):
                     start = node.unit.local_start(group, target.place, rank)
                     buffer.copy_(whole[group][start : start + len(buffer)])
+        self.is_written = True
         self.stamp()
 
     def fill(self, targets: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
@@ -90,8 +93,10 @@ class ModuleState:
             for held, kept in zip(units_of(self.visible()), units_of(trainable(self.state.params)), strict=True):
                 dtypes = [held.unit.groups[g].dtypes.compute for g in held.groups]
                 cast = held.replace([b.to(dtype) for b, dtype in zip(held.buffers, dtypes, strict=True)])
-                for buffer, value in zip(kept.buffers, gather(cast, comm=self._comm, to="params").buffers, strict=True):
-                    buffer.copy_(value)
+                named = Labelled(self._comm, "parameters that were written in place: ")
+                for buffer, value in zip(kept.buffers, gather(cast, comm=named, to="params").buffers, strict=True):
+                    if buffer is not value:
+                        buffer.copy_(value)
         self.stamp()
 
     def adopt(self, state: TrainState) -> None:
@@ -116,23 +121,45 @@ class ModuleState:
         self.generation += 1
         self.stamp()
 
-    def check_untouched(self) -> None:
-        """Refuse to go on with parameters that somebody has changed behind the session's back.
+    def take_writes(self) -> None:
+        """Have what rests follow what was written to the module's parameters in place, if anything was: then a collective.
 
         Raises:
-            ScheduleError: names the unit.
+            ScheduleError: what was written to is not a parameter of the module; names the unit.
+        """
+        if self.notice_writes():
+            self.spread()
+
+    def notice_writes(self) -> bool:
+        """Whether somebody has written to the parameters since they were looked at last.
+
+        Raises:
+            ScheduleError: what was written to is not a parameter of the module; names the unit.
         """
         now = self._versions()
-        for (name, before), (_, after) in zip(self._stamp, now, strict=True):
-            if before != after:
+        if now == self._stamp:
+            return False
+        mains = {(node.name, g) for node in units_of(self.state.main) for g in node.groups}
+        for key, (address, version) in now.items():
+            kind, unit, group = key
+            is_copy = kind == "params" and (unit, group) in mains
+            if address != self._stamp[key][0] or (is_copy and version != self._stamp[key][1]):
                 raise ScheduleError(
-                    f"the parameters of unit {name!r} were changed in place since the last step. What other ranks hold, and "
-                    "copies in other dtypes, do not follow. Change them in `with model.unsharded(write=True):`."
+                    f"what unit {unit!r} computes with was changed in place since the last step. It follows the optimizer's "
+                    "copy in another dtype. Write to the module's parameters, or in `with model.unsharded(write=True):`."
                 )
+        self.is_written = True
+        self.stamp()
+        return True
 
-    def _versions(self) -> list[tuple[str, list[tuple[int, int]]]]:
-        nodes = [*units_of(self.state.params), *units_of(self.state.main)]
-        return [(node.name, [(b.data_ptr(), b._version) for b in node.raw_buffers]) for node in nodes]
+    def _versions(self) -> dict[tuple[str, str, int], tuple[int, int]]:
+        trees = ("params", self.state.params), ("main", self.state.main)
+        return {
+            (kind, node.name, g): (b.data_ptr(), b._version)
+            for kind, tree in trees
+            for node in units_of(tree)
+            for g, b in zip(node.groups, node.raw_buffers, strict=True)
+        }
 
 
 def _about(node: Sharded) -> tuple[Any, ...]:

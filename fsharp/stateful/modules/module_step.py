@@ -57,7 +57,8 @@ class ModuleStep:
         """A forward of the step that is under way, or of a new one, with the parameters to differentiate."""
         self.clear_up()
         if self._run is None:
-            self.kept.check_untouched()
+            self.kept.take_writes()
+            self._account_for_writes()
             self.means.clear()
             self.updated_by = None
             run = self._run = self.scheduler.open(self.scheduled, (self.kept.state.params,), {})
@@ -67,6 +68,12 @@ class ModuleStep:
             run.on_backward = self.on_backward
         with self._forgetting(self._run), self.scheduler.guard(self._run):
             yield self.params
+
+    def _account_for_writes(self) -> None:
+        """Labels say from here on that parameters were written to: a rank that has done so alone is found."""
+        if self.kept.is_written:
+            self.scheduler.account("parameters written in place")
+            self.kept.is_written = False
 
     def clear_up(self) -> None:
         """After an error begin anew, as all ranks do. A backward that has ended in one gives its step up: autograd does not."""
@@ -149,7 +156,8 @@ class ModuleStep:
             return False
         run = self._run
         assert run is not None
-        self.kept.check_untouched()
+        self.kept.notice_writes()
+        self._account_for_writes()
         self.scheduler.account(f"{settings} {self.means.changes()}")
         with self._forgetting(run), self.scheduler.guard(run):
             self.kept.state = update(tx, self.means.tree, self.kept.state, comm=self.scheduler, donate=True)

@@ -94,6 +94,7 @@ class Session:
         if self.step.params is None:
             self.step.clear_up()
         if not torch.is_grad_enabled():
+            self.kept.take_writes()
             return self._evaluation(lambda source: self.calls.enter(source, path, fn, args, kwargs), self.kept.state.params)
         if not trains(self.layout):  # a backward may pass through it, whenever it comes
             return self.calls.enter(ParameterSource(self.kept.state.params, self.scheduler), path, fn, args, kwargs)
@@ -163,7 +164,9 @@ class Session:
         for node in units_of(self.kept.state.params):
             unit = node.unit
             frozen = node.select([g for g in node.groups if not unit.groups[g].trainable])
-            parts = trained[node.name].local_leaves(rank) | frozen.local_leaves(rank)
+            shown = trained[node.name], frozen
+            parts = {path: part for each in shown for path, part in each.local_leaves(rank).items()}
+            held = {g: buffer for each in shown for g, buffer in zip(each.groups, each.buffers, strict=True)}
             for leaf in unit.leaves:
                 if leaf.tied_to is not None:
                     continue
@@ -172,8 +175,7 @@ class Session:
                 spec = self.calls.specs.get(path)
                 shape = leaf.shape if spec is None else spec.shape
                 whole = all(mesh.axis_size(axis) == 1 for axis in place.sharded) and not (spec is not None and spec.is_sharded)
-                dtype = group.dtypes.main if group.trainable else group.dtypes.compute
-                data = parts.get(path, torch.empty(0, dtype=dtype, device=self.scheduler.device))
+                data = parts.get(path, held[leaf.group][:0])  # an empty view: a write to it is noticed on this rank, too
                 self.parameters[path] = ShardedParameter.over(
                     data.detach(), self, unit, leaf, place=place, rank=rank, full_shape=torch.Size(shape), is_whole=whole
                 )

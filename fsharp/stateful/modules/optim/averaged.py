@@ -29,7 +29,7 @@ def averaged(session: Session, opt: Any) -> Iterator[None]:
     if session.is_averaged:
         raise ScheduleError("averaged(): the model has its averages already.")
     session.step.give_up("averaged()")
-    session.kept.check_untouched()
+    session.kept.take_writes()
 
     def one(node: Sharded) -> Sharded:
         groups = tuple(g for g in node.unit.trainable if (node.name, g) in averages)

@@ -1,0 +1,144 @@
+"""Parameters of a module that are written to between steps: every forward sees it, or all ranks hear of it."""
+
+import pytest
+import torch
+
+import fsharp as fs
+from fsharp.errors import CommError
+from fsharp.testing import simulate
+from tests import modules
+from tests.modules import batches, values, wrap
+from tests.scheduling import DP, every
+
+MIXED = fs.Precision(compute=torch.bfloat16, main=torch.float32)
+STRATEGIES = ("ddp", "zero1", "zero2", "zero3")
+
+
+def doubled(model):
+    """All parameters twice as large, each rank its own parts."""
+    with torch.no_grad():
+        for p in model.parameters():
+            (p.local if isinstance(model, fs.ShardedModule) else p).mul_(2)
+
+
+def biases_zeroed(model):
+    """Parameters of which most ranks have nothing."""
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if name.endswith("bias"):
+                (p.local if isinstance(model, fs.ShardedModule) else p).zero_()
+
+
+def evaluated(model, x, y):
+    with torch.no_grad():
+        return model(x, y)["loss"].float()
+
+
+WRITES = {"doubled": doubled, "biases zeroed": biases_zeroed}
+
+
+@every(3, strategy=STRATEGIES, write=WRITES, precision=(fs.Precision(), MIXED), trained=(False, True))
+def test_evaluations_see_writes(strategy, write, precision, trained):
+    """As plain torch does; before and after training steps."""
+
+    def rank_fn(comm):
+        model, optimizer = wrap(comm, strategy, precision=precision)
+        [(x, y), (x2, y2)] = batches(comm, 2)
+        if trained:
+            modules.train(model, optimizer, [(x, y)])
+        plain = modules.make().to(precision.compute or torch.float32)
+        for turn in range(2):
+            WRITES[write](model)
+            found = evaluated(model, x2, y2)
+            plain.load_state_dict(values(model), strict=False)
+            torch.testing.assert_close(found, evaluated(plain, x2, y2), rtol=2e-2 if precision is MIXED else 1e-5, atol=1e-5)
+            assert turn == 0 or write != "doubled" or found > 0
+        return dict(values(model))
+
+    before = {name: p.detach() for name, p in modules.make().named_parameters()}
+    for whole in simulate(DP, rank_fn):
+        for name, value in whole.items():
+            if not trained:
+                factor = (0 if name.endswith("bias") else 1) if write == "biases zeroed" else 4
+                torch.testing.assert_close(value, before[name] * factor)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("when", ["before the forward", "before the update"])
+def test_training_goes_on_from_what_was_written(strategy, when):
+    """The losses and parameters of plain torch."""
+
+    def steps(model, optimizer, data, losses):
+        for x, y in data:
+            if when == "before the forward":
+                doubled(model)
+            optimizer.zero_grad()
+            loss = model(x, y)["loss"]
+            loss.backward()
+            if when == "before the update":
+                doubled(model)
+            optimizer.step()
+            losses.append(loss.detach())
+
+    def rank_fn(comm):
+        model, optimizer = wrap(comm, strategy)
+        losses = []
+        steps(model, optimizer, batches(comm, 3), losses)
+        return values(model)
+
+    plain = modules.make()
+    steps(plain, torch.optim.AdamW(plain.parameters(), **modules.ADAMW), batches(None, 3), [])
+    for whole in simulate(DP, rank_fn):
+        for name, value in plain.named_parameters():
+            torch.testing.assert_close(whole[name], value.detach(), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_teacher_that_follows_by_a_loop(strategy):
+    """An average of a student's parameters, by the loop that everybody writes, over what each rank has."""
+
+    def follow(teacher, student):
+        with torch.no_grad():
+            for p, q in zip(teacher.parameters(), student.parameters(), strict=True):
+                a, b = (p.local, q.local) if isinstance(teacher, fs.ShardedModule) else (p, q)
+                a.lerp_(b, 0.5)
+
+    def run(teacher, student, optimizer, data):
+        losses = []
+        for x, y in data:
+            optimizer.zero_grad()
+            student(x, y)["loss"].backward()
+            optimizer.step()
+            follow(teacher, student)
+            losses.append(evaluated(teacher, x, y))
+        return torch.stack(losses)
+
+    def rank_fn(comm):
+        student, optimizer = wrap(comm, strategy)
+        teacher, _ = wrap(comm, strategy)
+        return comm.all_reduce(run(teacher, student, optimizer, batches(comm, 3)), "dp") / 2
+
+    plain = modules.make()
+    expected = run(modules.make(), plain, torch.optim.AdamW(plain.parameters(), **modules.ADAMW), batches(None, 3))
+    for found in simulate(DP, rank_fn):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("way", ["in place", "unsharded"])
+def test_one_rank_alone_that_writes_is_found(strategy, way):
+    """Under ddp, where nothing travels, with the next training step."""
+
+    def rank_fn(comm):
+        model, optimizer = wrap(comm, strategy)
+        data = batches(comm, 2)
+        modules.train(model, optimizer, data[:1])
+        if way == "unsharded":
+            with model.unsharded(write=comm.rank == 0):
+                pass
+        elif comm.rank == 0:
+            doubled(model)
+        modules.train(model, optimizer, data[1:])
+
+    with pytest.raises(CommError, match="ranks called different collectives"):
+        simulate(DP, rank_fn)
