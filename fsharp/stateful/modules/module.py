@@ -14,7 +14,6 @@ from fsharp.errors import ScheduleError, TreeError
 from fsharp.functional.comm.protocol import Comm
 from fsharp.functional.layout.layout import Layout
 from fsharp.functional.layout.precision import dtype_name
-from fsharp.functional.layout.unit_layout import Leaf, UnitLayout
 from fsharp.functional.state import TrainState
 from fsharp.stateful.modules.calls import ParameterSource
 from fsharp.stateful.modules.parameter import Part
@@ -214,7 +213,7 @@ class ShardedModule(nn.Module):
         raise TreeError("a ShardedModule cannot be pickled or copied; functional() and full_parameters() give its values.")
 
     def full_parameters(self, *, trained: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
-        """Names and whole parameters, a unit at a time. Every rank has to iterate to the end.
+        """Names of ``named_parameters()`` and whole parameters, a unit at a time. Every rank has to iterate to the end.
 
         In the optimizer's dtype. Frozen ones are as they rest, in ``precision.compute``; a warning says if they are rounded.
 
@@ -224,19 +223,18 @@ class ShardedModule(nn.Module):
         Memory: one unit. What it yields may be kept.
         """
         session = _session(self)
-        names = {name for name, p in self.named_parameters() if p.requires_grad or not trained}
-        _warn_of_rounding("full_parameters()", session, names)
+        names = {id(p): name for name, p in self.named_parameters() if p.requires_grad or not trained}
+        present = {path: names[id(p)] for path, p in session.parameters.items() if id(p) in names}
+        _warn_of_rounding("full_parameters()", session, present)
         session.kept.take_writes()
         for unit in session.layout.units:
-            owned = {leaf: _owner(session.layout, unit, leaf) for leaf in unit.leaves if unit.full_path(leaf) in names}
-            buffers = {
-                name: session.kept.gathered(name, sorted({leaf.group for each, leaf in owned.values() if each.name == name}))
-                for name in dict.fromkeys(each.name for each, _ in owned.values())
-            }
-            for leaf, (owner, stored) in owned.items():
-                buffer, path = buffers[owner.name][stored.group], unit.full_path(leaf)
-                value = buffer[stored.offset : stored.offset + stored.numel].view(stored.shape).clone()
-                yield path, session.calls.specs[path].whole(value).full_tensor() if path in session.calls.specs else value
+            shown = [leaf for leaf in unit.leaves if leaf.tied_to is None and unit.full_path(leaf) in present]
+            buffers = session.kept.gathered(unit.name, sorted({leaf.group for leaf in shown}))
+            for leaf in shown:
+                path = unit.full_path(leaf)
+                value = buffers[leaf.group][leaf.offset : leaf.offset + leaf.numel].view(leaf.shape).clone()
+                spec = session.calls.specs.get(path)
+                yield present[path], value if spec is None else spec.whole(value).full_tensor()
 
     # ------------------------------------------------------------ what a sharded module cannot do
 
@@ -280,11 +278,3 @@ def _warn_of_rounding(where: str, session: Session, names: Container[str]) -> No
             "and full_parameters(trained=True) for the others; or use torch.autocast() instead of a lower dtype.",
             stacklevel=4,
         )
-
-
-def _owner(layout: Layout, unit: UnitLayout, leaf: Leaf) -> tuple[UnitLayout, Leaf]:
-    """The leaf, and its unit, that stores a leaf."""
-    if leaf.tied_to is None:
-        return unit, leaf
-    name, path = leaf.tied_to
-    return layout[name], next(each for each in layout[name].leaves if each.path == path)

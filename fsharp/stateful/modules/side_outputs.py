@@ -1,6 +1,7 @@
 """SideOutputs: tensors that a module leaves elsewhere than in what it returns: in attributes, in lists that it was given."""
 
 import weakref
+from bisect import bisect_left
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -9,6 +10,7 @@ import torch
 from torch import nn
 
 from fsharp.errors import TreeError
+from fsharp.stateful.modules.initial.dtensors import local
 from fsharp.stateful.modules.outputs import replaced, tensors_in, views_of
 
 _OWN = frozenset(vars(nn.Module())) | {"_flat_weights", "_fsharp", "_fsharp_own"}
@@ -82,22 +84,55 @@ def side_outputs_of(module: nn.Module, owners: Sequence[str]) -> dict[str, SideO
 
 
 def refuse_kept(module: nn.Module) -> None:
-    """Refuse a module that keeps a parameter of its own in a list or the like as well: after sharding it would be another one.
+    """Refuse what would be lost or go stale, as sharding puts other tensors in the place of parameters.
+
+    That is a parameter, or a view of one, which a module keeps in an attribute, a list or a buffer as well; and hooks of
+    parameters.
+    Views in other hands keep the values that the parameter had.
 
     Raises:
         TreeError: names the attribute and the parameter.
     """
-    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    places = _Places(module)
     for path, each in module.named_modules():
-        for attribute, value in vars(each).items():
-            held = (
-                [x for x in tensors_in([value], path) if id(x) in names] if attribute not in _OWN and _may_hold(value) else []
-            )
-            if held:
+        attributes = [(name, value) for name, value in vars(each).items() if name not in _OWN and _may_hold(value)]
+        for attribute, value in [*attributes, *each._buffers.items()]:
+            held = next((name for x in tensors_in([value], path) if (name := places.parameter_at(x)) is not None), None)
+            if held is not None:
                 raise TreeError(
-                    f"shard_module(): {f'{path}.{attribute}'.lstrip('.')} holds parameter {names[id(held[0])]!r} itself, "
-                    "which is another tensor afterwards. Make it an nn.ParameterList or nn.ParameterDict, or keep the name."
+                    f"shard_module(): {f'{path}.{attribute}'.lstrip('.')} holds parameter {held!r} itself or a view of it; the "
+                    "parameter is another tensor afterwards. Make a list an nn.ParameterList and a dict an nn.ParameterDict; "
+                    "keep the name; make the view in forward()."
                 )
+    for path, parameter in module.named_parameters():
+        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+            raise TreeError(
+                f"shard_module(): parameter {path!r} has hooks, and other tensors get its gradient afterwards. Remove them; "
+                "change gradients between backward() and step(): p.grad is this rank's part of the mean over ranks."
+            )
+
+
+class _Places:
+    """Where in memory the parameters of a module are."""
+
+    def __init__(self, module: nn.Module) -> None:
+        found = [(*_extent(p), name) for name, p in module.named_parameters() if p.numel() and not p.is_meta]
+        self._sorted = sorted(found)
+
+    def parameter_at(self, x: torch.Tensor) -> str | None:
+        """Name of the parameter that has memory in common with a tensor; None if there is none."""
+        if not x.numel() or x.is_meta:
+            return None
+        start, stop = _extent(x)
+        i = bisect_left(self._sorted, (stop,)) - 1
+        return self._sorted[i][2] if i >= 0 and self._sorted[i][1] > start else None
+
+
+def _extent(x: torch.Tensor) -> tuple[int, int]:
+    """The first byte of a tensor, and the one after its last."""
+    x = local(x.detach())
+    last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+    return x.data_ptr(), x.data_ptr() + (last + 1) * x.element_size()
 
 
 def _may_hold(value: Any) -> bool:

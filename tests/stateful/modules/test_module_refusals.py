@@ -124,7 +124,12 @@ def test_changes_behind_its_back():
     """Of what follows a copy in another dtype."""
 
     def rank_fn(comm):
-        model = fs.shard_module(modules.make(), mesh=comm, strategy=fs.zero1("dp"), precision=fs.Precision(compute=torch.bfloat16, main=torch.float32))
+        model = fs.shard_module(
+            modules.make(),
+            mesh=comm,
+            strategy=fs.zero1("dp"),
+            precision=fs.Precision(compute=torch.bfloat16, main=torch.float32),
+        )
         [(x, y)] = modules.batches(comm, 1)
         with torch.no_grad():
             fs.units_of(model.train_state.params)[0].buffers[0].mul_(2)
