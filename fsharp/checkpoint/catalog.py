@@ -11,15 +11,17 @@ import torch
 import xxhash
 
 from fsharp.checkpoint import huggingface
-from fsharp.checkpoint.manifest import MOST_NBYTES, NAME, FileRecord, Manifest
+from fsharp.checkpoint.manifest import FIRST_BYTES, MOST_NBYTES, NAME, FileRecord, Manifest
 from fsharp.checkpoint.reading import Need, read_needs, verify_files
+from fsharp.checkpoint.shard_file import first_bytes
 from fsharp.checkpoint.storage import REMOVED, Storage, full_path, read_whole, storage_of
 from fsharp.errors import CheckpointError
 
 _log = logging.getLogger("fsharp")
-_FOLDER = re.compile(r"step-(\d{10,})-([0-9a-f]{8,})")
+_FOLDER = re.compile(r"step-(\d{10,})-(?P<save_id>[0-9a-f]{8,})")
 _PARTIAL = re.compile(r"\.(step-(\d{10,})-[0-9a-f]{8,})\.partial")
-_GONE = re.compile(rf"\.step-\d{{10,}}-[0-9a-f]{{8,}}(\.partial)?{re.escape(REMOVED)}")
+_LEFT = re.compile(rf"\.step-\d{{10,}}-(?P<save_id>[0-9a-f]{{8,}})(\.partial|(\.partial)?{re.escape(REMOVED)})")
+_SHARD = re.compile(r"rank-\d{5,}\.safetensors")
 
 
 class Facts(NamedTuple):
@@ -279,12 +281,46 @@ def _metric(found: Checkpoint) -> float:
 
 
 def remove_incomplete(root: str | os.PathLike[str]) -> list[str]:
-    """Remove what saves have left that did not come to their end; what was removed. No other job may save under this root."""
+    """Remove what saves have left that did not come to their end; what was removed. No other job may save under this root.
+
+    A folder goes if each of its files begins as the save of its name writes that file, which may be cut off anywhere. A folder
+    with anything else in it stays, and is logged as a warning.
+    """
     folder = full_path(root)
     storage, gone = storage_of(folder), []
     for name in storage.names(folder):
-        is_left = _PARTIAL.fullmatch(name) or _GONE.fullmatch(name)
-        if is_left or (_FOLDER.fullmatch(name) and NAME not in storage.names(f"{folder}/{name}")):
-            storage.remove(f"{folder}/{name}")
-            gone.append(f"{folder}/{name}")
+        path, complete_name = f"{folder}/{name}", _FOLDER.fullmatch(name)
+        found = _LEFT.fullmatch(name) or complete_name
+        if found is None or (complete_name and NAME in storage.names(path)):
+            continue
+        # In a file system a save leaves nothing under the name of a complete checkpoint: its manifest was lost later.
+        is_left = not complete_name or storage.staging_path(path) == path
+        if is_left and _is_of_save(storage, path, found["save_id"]):
+            storage.remove(path)
+            gone.append(path)
+        else:
+            _log.warning(
+                "%s: left alone: it is no checkpoint, and not what an interrupted save leaves. Remove it by hand.", path
+            )
     return gone
+
+
+def _is_of_save(storage: Storage, folder: str, save_id: str) -> bool:
+    """Whether each file in a folder begins as a save with this id writes it; files may be cut off anywhere."""
+    for name in storage.names(folder):
+        if name == NAME:
+            skipped, start = 0, FIRST_BYTES
+        elif _SHARD.fullmatch(name):
+            skipped, start = 8, first_bytes({"save_id": save_id})  # behind the length of the header
+        else:
+            return False
+        try:
+            data = bytearray(min(storage.nbytes(f"{folder}/{name}"), skipped + len(start)))
+            storage.read(f"{folder}/{name}", 0, memoryview(data))
+        except FileNotFoundError:  # removed a moment ago
+            continue
+        except CheckpointError:
+            return False
+        if not start.startswith(data[skipped:]):
+            return False
+    return True

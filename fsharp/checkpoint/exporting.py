@@ -120,7 +120,8 @@ def new_folder(where: str, path: str | os.PathLike[str]) -> Iterator[str]:
     """A context that gives a folder to write to, which is at ``path`` at its end, or is gone if there was an error.
 
     Raises:
-        CheckpointError: the folder has something in it, or the file system says no.
+        CheckpointError: the folder has something in it, an export that was cut off has left its folder, or the file system says
+            no.
     """
     given = os.fspath(path).rstrip("/")
     folder = given if "://" in given else os.path.abspath(given)
@@ -128,9 +129,13 @@ def new_folder(where: str, path: str | os.PathLike[str]) -> Iterator[str]:
     if storage.names(folder):
         raise CheckpointError(f"{where}: {folder} is not empty: choose another folder, or remove it.")
     staged = storage.staging_path(folder)
-    storage.remove(staged)  # of an export that was cut off
     try:
         storage.stage(folder)
+    except OSError as error:
+        is_left = isinstance(error, FileExistsError) and error.filename == staged
+        remedy = f" An export that was cut off has left {staged}, or one is under way: remove that folder." if is_left else ""
+        raise CheckpointError(f"{where}: {folder} cannot be written: {error.strerror or error}.{remedy}") from error
+    try:
         yield staged
         storage.publish(staged, folder)
     except BaseException as error:

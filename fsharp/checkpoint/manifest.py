@@ -17,6 +17,8 @@ from fsharp.functional.layout.precision import dtype_name
 
 NAME = "manifest.json"
 FORMAT = "fsharp checkpoint"
+FIRST_BYTES = json.dumps({"format": FORMAT}, separators=(",", ":"))[:-1].encode()
+"""Which every manifest begins with."""
 VERSION = 1
 MOST_NBYTES = 1 << 30
 """A manifest that is larger is not read."""

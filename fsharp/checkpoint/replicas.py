@@ -17,7 +17,7 @@ import xxhash
 from fsharp.checkpoint.catalog import Checkpoint, latest, newest_first, remove_incomplete
 from fsharp.checkpoint.entries import Contents, contents_of, expanded
 from fsharp.checkpoint.loading import load, load_by
-from fsharp.checkpoint.manifest import FileRecord
+from fsharp.checkpoint.manifest import NAME, FileRecord
 from fsharp.checkpoint.peers import (
     PIECE_NBYTES,
     Deferred,
@@ -252,8 +252,9 @@ class Replicas(Background):
 
         def remove_others() -> None:
             for name in newest_first(_files, self._folder) if self._claim is not None else ():
-                if f"{self._folder}/{name}" != shot.folder:
-                    _files.remove(f"{self._folder}/{name}")
+                path = f"{self._folder}/{name}"
+                if path != shot.folder and NAME in _files.names(path):  # what is published has one
+                    _files.remove(path)
 
         try:
             together("refresh()", own, stage)

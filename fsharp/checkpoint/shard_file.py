@@ -94,6 +94,11 @@ def header_of(tensors: Sequence[Tensor], metadata: Mapping[str, str], *, with_di
     return struct.pack("<Q", len(text)) + text
 
 
+def first_bytes(metadata: Mapping[str, str]) -> bytes:
+    """Return what a header begins with, behind its length, if the metadata of its file begins with ``metadata``."""
+    return json.dumps({METADATA: dict(metadata)}, separators=(",", ":"))[:-2].encode()
+
+
 def file_nbytes(tensors: Sequence[Tensor], metadata: Mapping[str, str]) -> int:
     """Size of a file that holds these tensors."""
     elements = sum(tensor.nbytes for tensor in tensors)

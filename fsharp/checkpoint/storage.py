@@ -113,7 +113,7 @@ class LocalFiles:
 
     def stage(self, folder: str) -> None:
         """See :class:`Storage`."""
-        os.makedirs(os.path.dirname(folder), exist_ok=True)
+        _make_folders(os.path.dirname(folder))
         os.mkdir(self.staging_path(folder))
 
     @contextmanager
@@ -192,6 +192,21 @@ class LocalFiles:
         return shutil.disk_usage(folder).free
 
 
+def _make_folders(folder: str) -> None:
+    """Make a folder and those above it that are missing, and sync each folder that has got a new name."""
+    if os.path.isdir(folder):
+        return
+    parent = os.path.dirname(folder)
+    _make_folders(parent)
+    try:
+        os.mkdir(folder)
+    except FileExistsError:
+        if not os.path.isdir(folder):  # else another process has made it a moment ago
+            raise
+    with suppress(PermissionError):  # a parent that may be written to but not read, as some shared file systems have
+        _sync(parent)
+
+
 def _sync(folder: str) -> None:
     file = os.open(folder, os.O_RDONLY)
     try:
@@ -214,7 +229,7 @@ class Claim:
     _claimed: ClassVar[set[str]] = set()
 
     def __init__(self, folder: str, token: bytes) -> None:
-        os.makedirs(folder, exist_ok=True)
+        _make_folders(folder)
         in_use = CheckpointError(f"{folder}: in use. Each run, and each host of it, needs a folder of its own.")
         if folder in self._claimed:  # a lock does not keep a process from itself
             raise in_use

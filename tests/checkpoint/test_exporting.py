@@ -1,6 +1,7 @@
 """Exported folders, against what transformers, safetensors and Orbax make of them."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -142,11 +143,16 @@ def test_a_folder_with_something_in_it_is_left_alone(tmp_path):
     assert (out / "model.safetensors").read_bytes() == before
 
 
-def test_an_export_that_was_cut_off_is_no_folder_and_does_not_hinder(tmp_path, monkeypatch):
+def test_an_export_that_was_cut_off_is_no_folder_and_what_is_in_its_place_stays(tmp_path, monkeypatch):
     found = fs.checkpoint.save(tmp_path / "root", {"a": torch.ones(3), "b": torch.ones(3)}, step=0, comm=COMM)
-    (tmp_path / ".out.partial").mkdir()
-    (tmp_path / ".out.partial" / "model.safetensors").write_bytes(b"half of it")
+    left = tmp_path / ".out.partial" / "model.safetensors"
+    left.parent.mkdir()
+    left.write_bytes(b"half of it, or somebody's own")
     monkeypatch.chdir(tmp_path)
+    with pytest.raises(CheckpointError, match=r"has left .*/\.out\.partial, or one is under way: remove that folder"):
+        fs.checkpoint.export_safetensors(found, "out")
+    assert left.read_bytes() == b"half of it, or somebody's own"
+    assert not (tmp_path / "out").exists()
+    shutil.rmtree(left.parent)
     fs.checkpoint.export_safetensors(found, "out")
     assert read(tmp_path / "out").keys() == {"a", "b"}
-    assert not (tmp_path / ".out.partial").exists()

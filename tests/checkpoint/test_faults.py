@@ -1,6 +1,7 @@
 """What the table of faults (``tests/faults``) has no row for: odd roots, jobs that meet, steps and clocks that go back."""
 
 import ctypes
+import itertools
 import json
 import os
 import struct
@@ -15,6 +16,7 @@ import fsharp as fs
 from fsharp.checkpoint import saving
 from fsharp.checkpoint.catalog import remove_incomplete
 from fsharp.checkpoint.manifest import NAME
+from fsharp.checkpoint.saving import metadata_of
 from fsharp.checkpoint.shard_file import header_of, write_file
 from fsharp.errors import CheckpointError, CommError, TreeError
 from fsharp.functional.comm.worker_threads import Outcome
@@ -262,15 +264,81 @@ def test_a_prune_that_is_killed_leaves_checkpoints_that_are_complete(tmp_path):
     assert left_behind(tmp_path) == []
 
 
-@pytest.mark.parametrize("left", [".step-0000000009-0123456789abcdef.partial", ".step-0000000009-0123456789abcdef.removed"])
-def test_the_next_saver_removes_what_was_left(tmp_path, left):
+ID = "0123456789abcdef"
+WHOLE = header_of([], metadata_of(ID, 0))
+
+
+@pytest.mark.parametrize("suffix", ["partial", "removed", "partial.removed"])
+@pytest.mark.parametrize("data", [b"", WHOLE[:5], WHOLE[:30], WHOLE])
+def test_the_next_saver_removes_what_was_left(tmp_path, suffix, data):
     save(tmp_path, 1)
-    (tmp_path / left).mkdir()
-    (tmp_path / left / FILE).write_bytes(b"half of it")
+    left = tmp_path / f".step-0000000009-{ID}.{suffix}"
+    left.mkdir()
+    (left / FILE).write_bytes(data)
+    (left / NAME).write_bytes(b'{"form')
     (tmp_path / "notes.txt").write_text("not ours")
     fs.checkpoint.Saver(tmp_path, ONE).close()
     assert left_behind(tmp_path) == [str(tmp_path / "notes.txt")]
     assert latest_step(tmp_path) == 1
+
+
+@pytest.mark.parametrize(
+    "folder", [f".step-0000000009-{ID}.partial", f".step-0000000009-{ID}.removed", f"step-0000000009-{ID}"]
+)
+@pytest.mark.parametrize(
+    ("name", "data"),
+    [
+        ("notes.txt", b""),
+        (FILE, b"a file of another program"),
+        (FILE, header_of([], metadata_of("f" * 16, 0))),
+        (NAME + "/own", b"{}"),
+        ("rank-00000.safetensors.bak", WHOLE),
+    ],
+)
+def test_a_saver_leaves_what_no_save_has_made(tmp_path, caplog, folder, name, data):
+    save(tmp_path, 1)
+    own = tmp_path / folder / name
+    own.parent.mkdir(parents=True)
+    own.write_bytes(data)
+    (tmp_path / folder / "rank-00001.safetensors").write_bytes(WHOLE)
+    with caplog.at_level("WARNING", logger="fsharp"):
+        fs.checkpoint.Saver(tmp_path, ONE).close()
+    assert own.read_bytes() == data
+    assert (f"{folder}: left alone" in caplog.text) == (name != NAME + "/own" or folder.startswith("."))
+
+
+def test_in_a_file_system_a_checkpoint_without_its_manifest_is_left(tmp_path):
+    """As one that is being copied, or that somebody has taken apart: a save leaves none under this name."""
+    path = Path(save(tmp_path, 1).path)
+    (path / NAME).unlink()
+    fs.checkpoint.Saver(tmp_path, ONE).close()
+    assert left_behind(tmp_path) == [str(path)]
+
+
+def test_names_of_a_save_are_synced_in_the_folders_that_have_them(tmp_path, monkeypatch):
+    """A name is there to stay once its folder was synced after it was made: those of the folders above the root as well."""
+    synced, made, opened, clock = {}, {}, {}, itertools.count()
+
+    def noted(name, note):
+        call = getattr(os, name)
+
+        def act(*args, **options):
+            result = call(*args, **options)
+            note(result, *args)
+            return result
+
+        monkeypatch.setattr(os, name, act)
+
+    noted("mkdir", lambda _, path, *rest: made.update({path: next(clock)}))
+    noted("rename", lambda _, source, target: made.update({target: next(clock)}))
+    noted("open", lambda file, path, *rest: opened.update({file: path}))
+    noted("fsync", lambda _, file: synced.update({opened[file]: next(clock)}))
+    found = fs.checkpoint.save(tmp_path / "a" / "b" / "root", {"x": torch.ones(3)}, step=1, comm=ONE)
+    monkeypatch.undo()
+    expected = [str(tmp_path / name) for name in ("a", "a/b", "a/b/root")] + [found.path]
+    assert made.keys() >= set(expected)
+    for path in expected:
+        assert synced.get(os.path.dirname(path), -1) > made[path], path
 
 
 def forge(path, body):

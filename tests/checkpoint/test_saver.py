@@ -108,8 +108,8 @@ def test_pruning_does_not_count_what_is_incomplete(tmp_path):
         (tmp_path / path / NAME).unlink()
     assert fs.checkpoint.prune(tmp_path, keep=1) == []
     assert fs.checkpoint.latest(tmp_path).step == 0
-    fs.checkpoint.Saver(tmp_path, comm).close()  # clears what is left of saves that were cut off
-    assert [p.name for p in tmp_path.iterdir()] == [paths[0].rsplit("/", 1)[1]]
+    fs.checkpoint.Saver(tmp_path, comm).close()
+    assert sorted(map(str, tmp_path.iterdir())) == sorted(paths)  # no save leaves a folder of this name without a manifest
 
 
 @pytest.mark.parametrize("call", ["check", "save", "wait", "close"])
