@@ -4,7 +4,7 @@ import collections
 import json
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import optree
@@ -31,7 +31,7 @@ def layout_to_json(mesh: Mesh, units: Sequence[UnitLayout], spec: optree.PyTreeS
             "fsharp_layout": VERSION,
             "mesh": mesh.axes,
             "spec": _spec_to_json(spec),
-            "units": [_unit_to_json(unit) for unit in units],
+            "units": [unit_to_json(unit) for unit in units],
         }
     )
 
@@ -41,17 +41,18 @@ def layout_from_json(text: str) -> tuple[Mesh, tuple[UnitLayout, ...], optree.Py
     try:
         data = json.loads(text)
         if data["fsharp_layout"] != VERSION:
-            raise LayoutError(f"Layout.from_json(): version {data['fsharp_layout']!r}, expected {VERSION}.")
+            raise LayoutError(f"version {data['fsharp_layout']!r}, expected {VERSION}.")
         mesh = Mesh([(name, size) for name, size in data["mesh"]])
-        units = tuple(_unit_from_json(unit, mesh) for unit in data["units"])
+        units = tuple(unit_from_json(unit, mesh) for unit in data["units"])
         return mesh, units, _spec_from_json(data["spec"])
-    except LayoutError:
-        raise
-    except (KeyError, TypeError, AttributeError, IndexError, ValueError, ImportError) as error:
+    except LayoutError as error:
+        raise LayoutError(f"Layout.from_json(): {error}") from error
+    except (KeyError, TypeError, AttributeError, IndexError, ValueError, ImportError, RecursionError) as error:
         raise LayoutError(f"Layout.from_json(): not a layout: {type(error).__name__} {error}.") from error
 
 
-def _unit_to_json(unit: UnitLayout) -> dict[str, Any]:
+def unit_to_json(unit: UnitLayout) -> dict[str, Any]:
+    """Return a unit as values of JSON."""
     return {
         "name": unit.name,
         "strategy": {axis: [r.params.value, r.grads.value, r.optim.value] for axis, r in unit.strategy.rules},
@@ -67,14 +68,19 @@ def _unit_to_json(unit: UnitLayout) -> dict[str, Any]:
     }
 
 
-def _unit_from_json(data: dict[str, Any], mesh: Mesh) -> UnitLayout:
+def unit_from_json(data: dict[str, Any], mesh: Mesh) -> UnitLayout:
+    """Return the unit that :func:`unit_to_json` was given, on its mesh.
+
+    Raises:
+        LayoutError: numbers that no plan can have made.
+    """
     rules = {axis: AxisRule(*map(Placement, kinds)) for axis, kinds in data["strategy"].items()}
     leaves = tuple(
-        Leaf(path, tuple(shape), _dtype(dtype), _atom_from_json(atom), group, offset, tuple(tied) if tied else None)
+        Leaf(path, tuple(shape), dtype_named(dtype), _atom_from_json(atom), group, offset, tuple(tied) if tied else None)
         for path, shape, dtype, atom, group, offset, tied in data["leaves"]
     )
     groups = tuple(
-        Group(Dtypes(*map(_dtype, dtypes)), trainable, label, parts, capacity, used)
+        Group(Dtypes(*map(dtype_named, dtypes)), trainable, label, parts, capacity, used)
         for dtypes, trainable, label, parts, capacity, used in data["groups"]
     )
     unit = UnitLayout(data["name"], mesh, Strategy(rules), leaves, groups, _spec_from_json(data["spec"]))
@@ -87,21 +93,48 @@ def _check_unit(unit: UnitLayout) -> None:
     unit.strategy.check_mesh(unit.mesh)
     parts = math.prod(unit.mesh.axis_size(axis) for axis in unit.strategy.optim.sharded)
     if any(group.num_parts != parts or group.capacity < 0 for group in unit.groups):
-        raise LayoutError(f"Layout.from_json(): unit {unit.name!r} is not divided into {parts} parts, as its strategy says.")
+        raise LayoutError(f"unit {unit.name!r} is not divided into {parts} parts, as its strategy says.")
     for leaf in unit.leaves:
         if leaf.tied_to is None and not 0 <= leaf.offset <= unit.groups[leaf.group].size - leaf.numel:
-            raise LayoutError(f"Layout.from_json(): {unit.full_path(leaf)!r} lies outside its buffer.")
+            raise LayoutError(f"{unit.full_path(leaf)!r} lies outside its buffer.")
 
 
 def _four(dtypes: Dtypes) -> tuple[torch.dtype, ...]:
     return dtypes.compute, dtypes.main, dtypes.wire, dtypes.accumulate
 
 
-def _dtype(name: str) -> torch.dtype:
+def dtype_named(name: str) -> torch.dtype:
+    """Return a dtype by its name.
+
+    Raises:
+        LayoutError: there is none of this name.
+    """
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
-        raise LayoutError(f"Layout.from_json(): {name!r} is not a dtype.")
+        raise LayoutError(f"{name!r} is not a dtype.")
     return dtype
+
+
+def name_of_class(kind: type) -> str:
+    """Return the name under which :func:`class_named` finds a class."""
+    return f"{kind.__module__}:{kind.__qualname__}"
+
+
+def class_named(name: str, is_kind: Callable[[Any], bool] = lambda found: isinstance(found, type)) -> Any:
+    """Return a class of a module that this process has imported.
+
+    Raises:
+        LayoutError: the module is not imported, or ``is_kind`` is false of what has the name.
+    """
+    module, _, path = name.partition(":")
+    if module not in sys.modules:  # never imported for the asking: that would run what the text names
+        raise LayoutError(f"{name!r}: import the module {module!r} first.")
+    found: Any = sys.modules[module]
+    for part in path.split("."):
+        found = getattr(found, part)
+    if not is_kind(found):
+        raise LayoutError(f"{name!r} is not a class of the kind that is expected there.")
+    return found
 
 
 def _atom_to_json(atom: Atom) -> Any:
@@ -128,7 +161,7 @@ def _spec_to_json(spec: optree.PyTreeSpec) -> Any:
     if kind in (list, tuple):
         return {"kind": kind.__name__, "children": children}
     if optree.is_namedtuple_class(kind):
-        return {"kind": "namedtuple", "type": f"{kind.__module__}:{kind.__qualname__}", "children": children}
+        return {"kind": "namedtuple", "type": name_of_class(kind), "children": children}
     raise LayoutError(
         f"Layout.to_json(): {kind.__module__}.{kind.__qualname__} has no JSON form: use dict, list, tuple or namedtuple."
     )
@@ -148,12 +181,6 @@ def _example(data: Any) -> Any:
     if kind in ("dict", "OrderedDict"):
         pairs = zip(data["keys"], children, strict=True)
         return dict(pairs) if kind == "dict" else collections.OrderedDict(pairs)
-    module, _, name = data["type"].partition(":")
-    if module not in sys.modules:  # never imported for the asking: that would run what the text names
-        raise LayoutError(f"Layout.from_json(): {data['type']!r}: import the module {module!r} first.")
-    found: Any = sys.modules[module]
-    for part in name.split("."):
-        found = getattr(found, part)
-    if kind != "namedtuple" or not optree.is_namedtuple_class(found):
-        raise LayoutError(f"Layout.from_json(): {data['type']!r} is not a namedtuple.")
-    return found(*children)
+    if kind != "namedtuple":
+        raise LayoutError(f"{kind!r} is no kind of container.")
+    return class_named(data["type"], optree.is_namedtuple_class)(*children)

@@ -229,8 +229,13 @@ def unflatten_node(context: Context, children: Any) -> Sharded:
     return Sharded(tuple(children), unit, place, groups, is_gathered=is_gathered, ledger=ledger)
 
 
+LEAFLESS: set[type] = set()
+"""Frozen dataclasses of plain values that are pytree nodes without leaves."""
+
+
 def register_leafless(kind: type) -> None:
     """Have a frozen dataclass be a pytree node without leaves, for optree and for torch."""
+    LEAFLESS.add(kind)
     everywhere: Any = vars(optree.registry)["__GLOBAL_NAMESPACE"]
     optree.register_pytree_node(kind, lambda node: ((), node), lambda node, _: node, namespace=everywhere)  # type: ignore[arg-type, return-value]
     torch_pytree.register_pytree_node(kind, lambda node: ([], node), lambda _, node: node)

@@ -1,6 +1,5 @@
 """reshard: a tree of shards, or a whole state, under another layout, without a checkpoint."""
 
-import pickle
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -8,16 +7,17 @@ from typing import Any
 import optree
 import torch
 
-from fsharp.errors import LayoutError, MeshError, TreeError, problem
+from fsharp.errors import LayoutError, MeshError, problem
 from fsharp.functional.comm.agree import gather_bytes, together
 from fsharp.functional.comm.protocol import Comm
 from fsharp.functional.comm.tree_names import name_trees
 from fsharp.functional.layout.describe import describe_units
 from fsharp.functional.layout.layout import Layout
 from fsharp.functional.layout.precision import dtype_name
-from fsharp.functional.layout.sharded import Sharded, is_sharded, map_units, units_of
+from fsharp.functional.layout.sharded import units_of
 from fsharp.functional.lent import check_not_lent
 from fsharp.functional.reshard.move import move_slot
+from fsharp.functional.reshard.outline import outline_from_bytes, outline_to_bytes, outlined
 from fsharp.functional.reshard.pieces import Ranks, pieces
 from fsharp.functional.reshard.slots import Kind, Slot, check_slot, find_slots, replace_slots
 
@@ -103,7 +103,7 @@ def reshard(
     with torch.no_grad():
         buffers = [[list(node.buffers) if given is not None else [] for node in slot.nodes] for slot in slots]
         if donate and given is not None:
-            slots = [replace(slot, nodes=tuple(map(_outline, slot.nodes))) for slot in slots]
+            slots = [replace(slot, nodes=tuple(map(outlined, slot.nodes))) for slot in slots]
             for node in units_of(given):
                 node.drop()
         limit = buffer_nbytes // (2 * comm.mesh.size - 1)
@@ -195,29 +195,13 @@ def _about(slot: Slot) -> str:
 def _hand_out(tree: Any, has_tree: Sequence[bool], comm: Comm) -> Any:
     """On ranks without a tree that of the first rank that has one, its buffers on the meta device."""
     first = has_tree.index(True)
-
-    def pack() -> bytes:
-        if comm.rank != first:
-            return b""
-        try:
-            return pickle.dumps(optree.tree_map(_outline, tree, is_leaf=is_sharded))
-        except Exception as error:
-            raise TreeError(f"reshard(): what newcomers need of the tree cannot be pickled: {error}") from error
-
-    data = together("reshard()", comm, pack)
+    data = together("reshard()", comm, lambda: outline_to_bytes(tree) if comm.rank == first else b"")
     sizes = [int.from_bytes(each, "little") for each in gather_bytes(len(data).to_bytes(8, "little"), comm)]
     send = [len(data) * (not has) for has in has_tree]
     receive = [size * (not has_tree[comm.rank]) for size in sizes]
-    x = torch.tensor(list(data), dtype=torch.uint8, device=comm.device).repeat(has_tree.count(False))
+    x = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8, device="cpu")
+    x = x.to(comm.device).repeat(has_tree.count(False))
     got = comm.all_to_all(x, send, receive, label="the tree for ranks that join")
-    if has_tree[comm.rank]:
-        return tree
-    found = pickle.loads(bytes(got.tolist()))
-    return map_units(lambda leaf: leaf.to(comm.device) if isinstance(leaf, torch.Tensor) else leaf, found)
-
-
-def _outline(leaf: Any) -> Any:
-    if not is_sharded(leaf):
-        return leaf.detach().cpu() if isinstance(leaf, torch.Tensor) else leaf
-    meta = [torch.empty_like(b, device="meta") if isinstance(b, torch.Tensor) else b for b in leaf.buffers]
-    return Sharded(meta, leaf.unit, leaf.place, leaf.groups, scale=leaf.scale)
+    is_new = not has_tree[comm.rank]
+    found = together("reshard()", comm, lambda: outline_from_bytes(bytes(got.cpu().numpy()), comm.device) if is_new else None)
+    return found if is_new else tree

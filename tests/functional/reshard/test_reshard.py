@@ -1,4 +1,8 @@
+import pickle
+import sys
+from collections import OrderedDict
 from functools import cache, partial
+from typing import NamedTuple
 
 import optree
 import pytest
@@ -9,7 +13,10 @@ from hypothesis import strategies as st
 from torch.distributed.device_mesh import DeviceMesh
 
 import fsharp as fs
-from fsharp.errors import LayoutError
+from fsharp.errors import FsharpError, LayoutError, TreeError
+from fsharp.functional.layout.sharded import is_sharded
+from fsharp.functional.reshard.outline import outline_from_bytes, outline_to_bytes
+from fsharp.functional.state import MadeBy
 from fsharp.testing import processes, simulate
 from fsharp.testing.generate import layouts, meshes, precisions, trees
 from tests.gpt_like import make_batches, make_params, plain_logits
@@ -298,3 +305,67 @@ def test_newcomers_get_what_is_not_sharded():
         moved = moved["state"]
         assert (moved.step, moved.opt.count.item(), moved.made_by) == (7, 7.0, state.made_by)
         assert_same(moved.params, fs.shard_for(tree, new, rank))
+
+
+class Handed(NamedTuple):
+    """A container of a user's own."""
+
+    count: int
+    rest: object
+
+
+WITH_EVERYTHING = {
+    "state": Handed(3, OrderedDict(b=[1.5, float("inf"), None], a=(True, "\ud800 text"))),
+    7: {"bits": torch.arange(3, dtype=torch.int16), "none": torch.empty(0, 2), "one": torch.tensor(2.0, dtype=torch.bfloat16)},
+    "made by": MadeBy("adamw"),
+}
+
+
+def test_what_ranks_that_join_are_told_comes_back_as_it_was():
+    layout = fs.plan({"a": torch.ones(5), "b": torch.ones(2)}, MESH, fs.zero3("dp"), units="*")
+    tree = {**WITH_EVERYTHING, "params": fs.shard_for({"a": torch.ones(5), "b": torch.ones(2)}, layout, 1)}
+    again = outline_from_bytes(outline_to_bytes(tree), torch.device("cpu"))
+    assert list(again) == list(tree)
+    assert optree.tree_structure(again, is_leaf=is_sharded) == optree.tree_structure(tree, is_leaf=is_sharded)
+    for x, y in zip(optree.tree_leaves(again, is_leaf=is_sharded), optree.tree_leaves(tree, is_leaf=is_sharded), strict=True):
+        assert type(x) is type(y)
+        if is_sharded(x):
+            assert (x.unit, x.place, x.groups, x.scale) == (y.unit, y.place, y.groups, y.scale)
+            assert [(b.device.type, b.shape, b.dtype) for b in x.buffers] == [("meta", b.shape, b.dtype) for b in y.buffers]
+        elif isinstance(x, torch.Tensor):
+            assert x.dtype == y.dtype
+            assert torch.equal(x, y)
+        else:
+            assert x == y
+
+
+def test_what_cannot_be_told_is_named_on_all_ranks_and_nothing_of_a_peer_is_run():
+    tree, ran = make_params(), []
+
+    class Odd:
+        def __reduce__(self):
+            return ran.append, ("a peer's code",)
+
+    old, new = (fs.plan(tree, fs.Mesh({"dp": n}), fs.zero3("dp")) for n in (1, 2))
+
+    def rank_fn(comm):
+        mine = {"params": fs.shard_for(tree, old, 0), "of": {"x": Odd()}} if comm.rank == 0 else None
+        with pytest.raises(FsharpError, match=r"told of 'of\.x', .*Odd: expected Sharded, tensors, numbers"):
+            fs.reshard(mine, new, comm=comm)
+        return True
+
+    assert simulate(new.mesh, rank_fn) == [True, True]
+    for data in (
+        pickle.dumps(Odd()),
+        b"",
+        b"\xff" * 20,
+        (5).to_bytes(8, "little") + b"[" * 5,
+        outline_to_bytes(Odd.__name__)[:-3],
+    ):
+        with pytest.raises(TreeError, match="the tree for ranks that join cannot be read"):
+            outline_from_bytes(data, torch.device("cpu"))
+    told = outline_to_bytes(Handed(1, None)).replace(b"Handed", b"Layout").replace(__name__.encode(), b"antigravity")
+    with pytest.raises(TreeError, match="cannot be read"):
+        outline_from_bytes(told, torch.device("cpu"))
+    assert "antigravity" not in sys.modules
+    assert not ran

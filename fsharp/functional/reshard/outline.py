@@ -1,0 +1,139 @@
+"""Outlines: a tree as bytes for ranks that join. Structure, units and unsharded leaves are in it; buffers are not.
+
+Nothing is pickled: a rank makes known containers, and namedtuples of modules that it has imported itself.
+"""
+
+import collections
+import dataclasses
+import json
+from typing import Any
+
+import optree
+import torch
+
+from fsharp.errors import LayoutError, TreeError
+from fsharp.functional.layout.mesh import Mesh
+from fsharp.functional.layout.placement import Place, Placement
+from fsharp.functional.layout.precision import dtype_name
+from fsharp.functional.layout.serial import class_named, dtype_named, name_of_class, unit_from_json, unit_to_json
+from fsharp.functional.layout.sharded import LEAFLESS, Sharded, is_sharded
+from fsharp.functional.layout.unit_layout import UnitLayout
+
+_DICTS: dict[str, type] = {"dict": dict, "OrderedDict": collections.OrderedDict}
+_LISTS: dict[str, type] = {"list": list, "tuple": tuple}
+
+
+def outline_to_bytes(tree: Any) -> bytes:
+    """Return a tree as bytes: JSON with its length before it, and behind it the elements of the tensors outside of buffers.
+
+    Args:
+        tree: of dict, OrderedDict, list, tuple, namedtuple and None, with :class:`~fsharp.Sharded`, tensors, numbers, strings
+            and booleans as leaves.
+
+    Raises:
+        TreeError: another container or leaf; names its path and type.
+    """
+    units: dict[UnitLayout, int] = {}
+    tensors: list[torch.Tensor] = []
+
+    def encoded(node: Any, path: tuple[str, ...]) -> Any:
+        kind = type(node)
+        if node is None or kind in (bool, int, float, str):
+            return {"value": node}
+        if is_sharded(node):
+            return {"unit": units.setdefault(node.unit, len(units)), **_node_to_json(node)}
+        if isinstance(node, torch.Tensor):
+            tensors.append(node)
+            return {"tensor": [dtype_name(node.dtype), list(node.shape)]}
+        if kind in LEAFLESS:
+            facts = [getattr(node, field.name) for field in dataclasses.fields(node)]
+            return {"leafless": name_of_class(kind), "facts": [encoded(fact, (*path, "facts")) for fact in facts]}
+        if kind in _DICTS.values():
+            if strange := [key for key in node if type(key) not in (str, int)]:
+                raise TreeError(f"reshard(): {_at(path)} has the key {strange[0]!r:.80}, expected strings and integers.")
+            parts = [[key, encoded(value, (*path, str(key)))] for key, value in node.items()]
+            return {"kind": kind.__name__, "items": parts}
+        if kind in _LISTS.values() or optree.is_namedtuple_class(kind):
+            name = {"kind": kind.__name__} if kind in _LISTS.values() else {"namedtuple": name_of_class(kind)}
+            return {**name, "parts": [encoded(value, (*path, str(i))) for i, value in enumerate(node)]}
+        raise TreeError(
+            f"reshard(): ranks that join cannot be told of {_at(path)}, {kind.__module__}.{kind.__qualname__}: expected "
+            "Sharded, tensors, numbers and strings in dict, OrderedDict, list, tuple or namedtuple."
+        )
+
+    body = encoded(tree, ())
+    text = json.dumps({"tree": body, "units": [[unit.mesh.axes, unit_to_json(unit)] for unit in units]}).encode()
+    return b"".join([len(text).to_bytes(8, "little"), text, *map(_elements, tensors)])
+
+
+def outline_from_bytes(data: bytes, device: torch.device) -> Any:
+    """Return the tree that :func:`outline_to_bytes` was given. Buffers are on the meta device.
+
+    Args:
+        data: what that function returned on another rank.
+        device: of tensors outside of buffers.
+
+    Raises:
+        TreeError: a namedtuple of a module that this rank has not imported, or bytes that are no outline.
+    """
+    try:
+        end = 8 + int.from_bytes(data[:8], "little")
+        text = json.loads(data[8:end])
+        units = [unit_from_json(unit, Mesh([(name, size) for name, size in axes])) for axes, unit in text["units"]]
+        elements = memoryview(data)[end:]
+
+        def decoded(node: dict[str, Any]) -> Any:
+            nonlocal elements
+            if "value" in node:
+                return node["value"]
+            if "unit" in node:
+                return _node_from_json(node, units[node["unit"]])
+            if "tensor" in node:
+                name, shape = node["tensor"]
+                like = torch.empty(shape, dtype=dtype_named(name), device="meta")
+                size = like.numel() * like.element_size()
+                part, elements = elements[:size], elements[size:]
+                whole = torch.frombuffer(bytearray(part), dtype=like.dtype) if size else torch.empty(0, dtype=like.dtype)
+                return whole.view(shape).to(device)
+            if "leafless" in node:
+                found = class_named(node["leafless"])
+                if found not in LEAFLESS:
+                    raise TypeError(f"{node['leafless']} is no node without leaves")
+                return found(*map(decoded, node["facts"]))
+            if "namedtuple" in node:
+                return class_named(node["namedtuple"], optree.is_namedtuple_class)(*map(decoded, node["parts"]))
+            if "items" in node:
+                return _DICTS[node["kind"]]((key, decoded(value)) for key, value in node["items"])
+            return _LISTS[node["kind"]](map(decoded, node["parts"]))
+
+        return decoded(text["tree"])
+    except (LayoutError, KeyError, TypeError, ValueError, AttributeError, IndexError, RuntimeError, RecursionError) as error:
+        raise TreeError(f"reshard(): the tree for ranks that join cannot be read: {error}") from error
+
+
+def outlined(node: Sharded) -> Sharded:
+    """Return a node without the memory of its buffers, which are on the meta device."""
+    meta = [torch.empty_like(b, device="meta") if isinstance(b, torch.Tensor) else b for b in node.buffers]
+    return Sharded(meta, node.unit, node.place, node.groups, scale=node.scale)
+
+
+def _node_to_json(node: Sharded) -> dict[str, Any]:
+    shapes = [[dtype_name(b.dtype), list(b.shape)] if isinstance(b, torch.Tensor) else None for b in node.raw_buffers]
+    place = [node.place.order, [placement.value for placement in node.place.placements]]
+    return {"place": place, "groups": node.groups, "scale": node.scale, "buffers": shapes}
+
+
+def _node_from_json(data: dict[str, Any], unit: UnitLayout) -> Sharded:
+    order, placements = data["place"]
+    place = Place(tuple(order), tuple(map(Placement, placements)))
+    buffers = [each and torch.empty(each[1], dtype=dtype_named(each[0]), device="meta") for each in data["buffers"]]
+    return Sharded(buffers, unit, place, tuple(data["groups"]), scale=data["scale"])
+
+
+def _elements(x: torch.Tensor) -> bytes:
+    whole = x.detach().cpu().resolve_conj().resolve_neg().contiguous().view(-1)
+    return bytes(whole.view(torch.uint8).numpy()) if whole.numel() else b""
+
+
+def _at(path: tuple[str, ...]) -> str:
+    return repr(".".join(path)) if path else "the tree"
