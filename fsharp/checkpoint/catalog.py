@@ -11,10 +11,10 @@ import torch
 import xxhash
 
 from fsharp.checkpoint import huggingface
-from fsharp.checkpoint.manifest import FIRST_BYTES, MOST_NBYTES, NAME, FileRecord, Manifest
+from fsharp.checkpoint.manifest import FIRST_BYTES, NAME, FileRecord, Manifest
 from fsharp.checkpoint.reading import Need, read_needs, verify_files
 from fsharp.checkpoint.shard_file import first_bytes
-from fsharp.checkpoint.storage import REMOVED, Storage, full_path, read_whole, storage_of
+from fsharp.checkpoint.storage import REMOVED, Storage, full_path, read_description, storage_of
 from fsharp.errors import CheckpointError
 
 _log = logging.getLogger("fsharp")
@@ -70,7 +70,7 @@ class Checkpoint:
         """What its manifest says of it as a whole; of one that this process has read before without reading all of it."""
         storage = storage_of(self.path)
         try:
-            key = xxhash.xxh3_128_hexdigest(read_whole(storage, f"{self.path}/{NAME}", MOST_NBYTES))
+            key = xxhash.xxh3_128_hexdigest(read_description(storage, self.path, NAME))
         except FileNotFoundError:
             key = ""  # of others, or none
         found = _known.get(key)
@@ -154,7 +154,7 @@ def _opened(storage: Storage, folder: str) -> Checkpoint:
 def _manifest_in(storage: Storage, folder: str) -> Manifest:
     where = f"{folder}/{NAME}"
     try:
-        data = read_whole(storage, where, MOST_NBYTES)
+        data = read_description(storage, folder, NAME)
     except FileNotFoundError as error:
         if huggingface.is_folder(storage.names(folder)):
             return huggingface.manifest_of(storage, folder)

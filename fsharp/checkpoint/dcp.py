@@ -1,6 +1,7 @@
 """torch.distributed.checkpoint: checkpoints written for it, and its own read. One process does either, a chunk at a time."""
 
 import io
+import math
 import os
 import pickle
 import secrets
@@ -13,11 +14,12 @@ import torch
 from fsharp.checkpoint.catalog import Checkpoint, folder_name, open_checkpoint
 from fsharp.checkpoint.entries import Contents, Entry, Piece, Value, renamed
 from fsharp.checkpoint.exporting import names_below, new_folder
-from fsharp.checkpoint.manifest import as_json, plain_file_name
+from fsharp.checkpoint.manifest import as_json, plain_file_name, plain_shape
 from fsharp.checkpoint.reading import Need, read_needs
 from fsharp.checkpoint.saving import Snapshot, write_snapshot
 from fsharp.checkpoint.shard_file import Tensor, check_names, in_order
-from fsharp.checkpoint.storage import Storage, read_whole, storage_of
+from fsharp.checkpoint.storage import Storage, read_description, storage_of
+from fsharp.checkpoint.torch_archive import load_archive
 from fsharp.errors import CheckpointError
 from fsharp.functional.comm.protocol import SingleComm
 from fsharp.functional.layout.paths import as_patterns, chosen
@@ -26,7 +28,8 @@ from fsharp.functional.layout.precision import dtype_name
 _CHUNK_NBYTES = 64 << 20
 """Bytes of a chunk that DCP is given. Each of its ranks reads the chunks that it needs a part of."""
 _METADATA = ".metadata"
-_MOST_METADATA_NBYTES = 4 << 30
+_SPARE_NBYTES = 1 << 20
+"""Metadata may be so much larger than twice the files: a byte of a pickle can take 200 in memory."""
 _CLASSES = {
     "torch.distributed.checkpoint.metadata": {
         "Metadata", "MetadataIndex", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata",
@@ -150,8 +153,8 @@ def from_dcp(
     Names are DCP's keys, such as ``model.layers.0.weight``. Numbers, texts and booleans become values; those in lists and
     tuples have their place in the list as the end of their name. One process does this, without a process group.
 
-    The metadata is read by an unpickler that knows DCP's own classes and no others, and tensors and objects by
-    ``torch.load(weights_only=True)``: nothing in the folder is run.
+    The metadata, tensors and objects are read by unpicklers that know the classes of DCP and of plain tensors, and no others:
+    nothing in the folder is run, and nothing is allocated that is larger than its files.
 
     Args:
         folder: of DCP: a path, or a URL of fsspec.
@@ -183,14 +186,13 @@ def from_dcp(
     entries, values = {}, dict[str, Value]()
     for name, each in described.items():
         if name not in left and hasattr(each, "chunks"):
-            n = each.size.numel()
-            dtype, whole = each.properties.dtype, lambda rank, n=n: Piece(0, n)
-            entries[name] = Entry(name, dtype, tuple(each.size), whole, torch.empty(0, dtype=dtype, device="cpu"))
+            entries[name] = _entry(source, name, each)
         elif name not in left:
             values |= _values(name, _loaded(storage, source, metadata, name, None))
     if twice := entries.keys() & values.keys():
         raise CheckpointError(f"from_dcp(): a tensor and a value would both have the name {min(twice)!r}.")
     check_names("from_dcp()", entries)
+    _check_size(storage, source, metadata, entries)
     filled = [entry for entry in entries.values() if entry.numel]
     order = in_order([Tensor(entry.name, entry.dtype, entry.shape) for entry in filled])
     tensors = [Tensor(filled[i].name, filled[i].dtype, filled[i].shape) for i in order]
@@ -229,7 +231,7 @@ def _metadata(storage: Storage, folder: str) -> Any:
 
     where = f"{folder}/{_METADATA}"
     try:
-        data = read_whole(storage, where, _MOST_METADATA_NBYTES)
+        data = read_description(storage, folder, _METADATA, _SPARE_NBYTES)
     except FileNotFoundError as error:
         raise CheckpointError(f"{folder}: no checkpoint of torch.distributed.checkpoint: it has no {_METADATA}.") from error
     try:
@@ -239,6 +241,31 @@ def _metadata(storage: Storage, folder: str) -> Any:
     if not isinstance(found, Metadata) or not isinstance(found.state_dict_metadata, dict):
         raise CheckpointError(f"{where}: {type(found).__name__}, expected DCP's Metadata.")
     return found
+
+
+def _entry(folder: str, name: str, described: Any) -> Entry:
+    """A tensor, as the metadata has it."""
+    try:
+        shape, dtype = plain_shape(described.size), described.properties.dtype
+        n = math.prod(shape)
+        return Entry(name, dtype, shape, lambda rank: Piece(0, n), torch.empty(0, dtype=dtype, device="cpu"))
+    except (TypeError, ValueError, AttributeError) as error:
+        raise CheckpointError(f"{folder}: {name!r:.200} is no tensor: {type(error).__name__} {error!s:.200}.") from error
+
+
+def _check_size(storage: Storage, folder: str, metadata: Any, entries: Mapping[str, Entry]) -> None:
+    """Refuse tensors that are larger together than the files that have them, before memory is allocated for one of them."""
+    declared, held = sum(entry.numel * entry.dtype.itemsize for entry in entries.values()), 0
+    try:
+        infos = [info for index, info in (metadata.storage_data or {}).items() if index.fqn in entries]
+        for name in {plain_file_name(info.relative_path) for info in infos}:
+            held += storage.nbytes(f"{folder}/{name}")
+    except (TypeError, ValueError, AttributeError, FileNotFoundError) as error:
+        raise CheckpointError(f"{folder}: its metadata names files that cannot be: {error!s:.200}.") from error
+    if declared > held:
+        raise CheckpointError(
+            f"{folder}: its metadata has tensors of {declared:,} bytes, and the files that it names for them {held:,} bytes."
+        )
 
 
 def _loaded(storage: Storage, folder: str, metadata: Any, name: str, offsets: torch.Size | None) -> Any:
@@ -254,7 +281,7 @@ def _loaded(storage: Storage, folder: str, metadata: Any, name: str, offsets: to
         path = f"{folder}/{plain_file_name(info.relative_path)}"
         data = bytearray(min(info.length, storage.nbytes(path)))
         storage.read(path, info.offset, memoryview(data))
-        return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+        return load_archive(data)
     except CheckpointError:
         raise
     except Exception as error:  # of any kind: bytes of an archive may say anything
@@ -267,9 +294,12 @@ def _whole(storage: Storage, folder: str, metadata: Any, tensor: Tensor) -> torc
     whole = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
     missing = torch.ones(tensor.shape, dtype=torch.bool)
     for chunk in metadata.state_dict_metadata[tensor.name].chunks:
-        offsets, sizes = tuple(chunk.offsets), tuple(chunk.sizes)
-        where = tuple(slice(first, first + size) for first, size in zip(offsets, sizes, strict=True))
-        part = missing[where]
+        try:
+            offsets, sizes = plain_shape(chunk.offsets), plain_shape(chunk.sizes)
+            where = tuple(slice(first, first + size) for first, size in zip(offsets, sizes, strict=True))
+            part = missing[where]
+        except (TypeError, ValueError, AttributeError, IndexError) as error:
+            raise CheckpointError(f"{folder}: {tensor.name!r:.200} has a chunk that cannot be: {error!s:.200}.") from error
         if part.shape != torch.Size(sizes) or not part.all():
             raise CheckpointError(
                 f"{folder}: chunks of {tensor.name!r} do not tile it: {sizes} at {offsets} of {tensor.shape} overlaps another "

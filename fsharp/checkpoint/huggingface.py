@@ -1,18 +1,16 @@
 """Hugging Face's folders of safetensors, read as checkpoints: what is in them, and in which bytes of which file."""
 
-import json
 from collections.abc import Collection
 
 import xxhash
 
 from fsharp.checkpoint.manifest import Chunk, FileRecord, Manifest, TensorRecord, plain_file_name
-from fsharp.checkpoint.shard_file import TABLE, Extent, header_nbytes, parse_header
-from fsharp.checkpoint.storage import Storage, read_whole
+from fsharp.checkpoint.shard_file import TABLE, Extent, header_nbytes, parse_header, parse_json
+from fsharp.checkpoint.storage import Storage, read_description
 from fsharp.errors import CheckpointError
 
 INDEX = "model.safetensors.index.json"
 _FILE, _ANY_INDEX = ".safetensors", ".safetensors.index.json"
-_MOST_INDEX_NBYTES = 1 << 30
 
 
 def is_folder(names: Collection[str]) -> bool:
@@ -63,10 +61,9 @@ def manifest_of(storage: Storage, folder: str) -> Manifest:
 
 def _index(storage: Storage, folder: str, name: str) -> dict[str, str]:
     """Names of tensors, and of the files that have them."""
-    where = f"{folder}/{storage.behind_links(folder, name)}"
-    data = read_whole(storage, where, _MOST_INDEX_NBYTES)
+    data = read_description(storage, folder, name)
     try:
-        return {str(tensor): plain_file_name(file) for tensor, file in json.loads(data)["weight_map"].items()}
+        return {str(tensor): plain_file_name(file) for tensor, file in parse_json(data)["weight_map"].items()}
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{folder}/{name}: the index is damaged: {type(error).__name__} {error}.") from error
 
@@ -81,7 +78,7 @@ def _opened(storage: Storage, folder: str, name: str) -> tuple[FileRecord, bytes
         raise CheckpointError(f"{folder}/{name}: missing.") from error
     head = bytearray(min(8, size))
     storage.read(where, 0, memoryview(head))
-    header = bytearray(header_nbytes(where, bytes(head)))
+    header = bytearray(header_nbytes(where, bytes(head), size))
     storage.read(where, 0, memoryview(header))
     found, _ = parse_header(where, bytes(header), size)
     if TABLE in found:

@@ -11,7 +11,7 @@ import torch
 import xxhash
 
 from fsharp.checkpoint.entries import Value
-from fsharp.checkpoint.shard_file import DTYPES, without_repeats
+from fsharp.checkpoint.shard_file import DTYPES, parse_json, without_repeats
 from fsharp.errors import CheckpointError
 from fsharp.functional.layout.precision import dtype_name
 
@@ -20,8 +20,6 @@ FORMAT = "fsharp checkpoint"
 FIRST_BYTES = json.dumps({"format": FORMAT}, separators=(",", ":"))[:-1].encode()
 """Which every manifest begins with."""
 VERSION = 1
-MOST_NBYTES = 1 << 30
-"""A manifest that is larger is not read."""
 _MOST_DIMS = 64
 _DTYPES = {dtype_name(dtype): dtype for dtype in DTYPES}
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,199}")
@@ -144,7 +142,7 @@ class Manifest:
             CheckpointError: it is truncated, changed, of another version, or its chunks do not tile the tensors.
         """
         try:
-            body = json.loads(data, object_pairs_hook=without_repeats)
+            body = parse_json(data)
             if not isinstance(body, dict) or body.get("format") != FORMAT:
                 raise CheckpointError(f"{where}: this is not the manifest of a checkpoint of fsharp.")
             if body.get("version") != VERSION:
@@ -178,7 +176,7 @@ def _from_body(body: dict[str, Any]) -> Manifest:
         metric=None if body["metric"] is None else float.fromhex(body["metric"]["float"]),
         files=files,
         tensors={
-            name: TensorRecord(_dtype(t["dtype"]), _shape(t["shape"]), tuple(Chunk(*map(_count, c)) for c in t["chunks"]))
+            name: TensorRecord(_dtype(t["dtype"]), plain_shape(t["shape"]), tuple(Chunk(*map(_count, c)) for c in t["chunks"]))
             for name, t in body["tensors"].items()
         },
         aliases={name: str(owner) for name, owner in body["aliases"].items()},
@@ -222,7 +220,8 @@ def _count(value: Any) -> int:
     return value
 
 
-def _shape(sizes: Any) -> tuple[int, ...]:
+def plain_shape(sizes: Any) -> tuple[int, ...]:
+    """Return the shape of a tensor. Raises ValueError if it cannot be one."""
     shape = tuple(map(_count, sizes))
     if len(shape) > _MOST_DIMS or math.prod(size or 1 for size in shape) >= 1 << 62:
         raise ValueError(f"{sizes!r:.80} is no shape")

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fsharp.checkpoint.catalog import Checkpoint, newest_first
-from fsharp.checkpoint.manifest import NAME, Manifest
+from fsharp.checkpoint.manifest import NAME, Manifest, plain_file_name
 from fsharp.checkpoint.reading import Need, ShardFile, Window, parts_by_file, table_nbytes
 from fsharp.checkpoint.shard_file import bytes_of, header_nbytes
 from fsharp.checkpoint.storage import LocalFiles
@@ -93,10 +93,7 @@ def _head_nbytes(path: str, nbytes: int) -> int:
         raise CheckpointError(f"{path}: {_files.nbytes(path):,} bytes, expected {nbytes:,}.")
     first = bytearray(8)
     _files.read(path, 0, memoryview(first))
-    length = header_nbytes(path, bytes(first))
-    if length > nbytes:
-        raise CheckpointError(f"{path}: its header would be longer than the file.")
-    return length
+    return header_nbytes(path, bytes(first), nbytes)
 
 
 class Deferred:
@@ -195,7 +192,7 @@ def fetch(folder: str, wanted: Sequence[Wanted], comm: Comm, deferred: Deferred)
             send, end = outgoing[:0], 0
             for each in theirs[i] if i < len(theirs) else ():
                 part = outgoing[end : end + each.nbytes]
-                deferred.run(_files.read, f"{folder}/{each.file}", each.start, bytes_of(part))
+                deferred.run(_read_asked, folder, each, bytes_of(part))
                 end += each.nbytes
                 send = outgoing[:end]
             batch = asked[shift][i] if i < len(asked[shift]) else []
@@ -204,6 +201,11 @@ def fetch(folder: str, wanted: Sequence[Wanted], comm: Comm, deferred: Deferred)
             for each in batch:
                 deferred.run(each.take, receive[end : end + each.nbytes])
                 end += each.nbytes
+
+
+def _read_asked(folder: str, asked: Wanted, into: memoryview) -> None:
+    """Read what another rank has asked for: from a file of the save, and no other path."""
+    _files.read(f"{folder}/{plain_file_name(asked.file)}", asked.start, into)
 
 
 def _ignore(data: torch.Tensor) -> None:

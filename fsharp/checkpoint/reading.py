@@ -126,7 +126,7 @@ class ShardFile:
             raise CheckpointError(f"{self.path}: missing; it had {record.nbytes:,} bytes.") from error
         if size != record.nbytes:
             raise CheckpointError(f"{self.path}: {size:,} bytes, expected {record.nbytes:,}.")
-        length = header_nbytes(self.path, self._fetch(0, min(8, size)))
+        length = header_nbytes(self.path, self._fetch(0, min(8, size)), size)
         if length > size:
             raise CheckpointError(f"{self.path}: its header would be longer than the file.")
         header = self._fetch(0, length)

@@ -5,6 +5,7 @@ damage. Any reader of the format reads these files; the table of digests is one 
 """
 
 import ctypes
+import gc
 import json
 import math
 import struct
@@ -195,7 +196,7 @@ def parse_header(where: str, header: bytes, nbytes: int) -> tuple[dict[str, Exte
         CheckpointError: it is not a header, or its tensors do not tile the bytes behind it.
     """
     try:
-        described = json.loads(header[8:], object_pairs_hook=without_repeats)
+        described = parse_json(header[8:])
         metadata = {str(k): str(v) for k, v in (described.pop(METADATA, None) or {}).items()}
         found = {}
         for name, each in described.items():
@@ -220,6 +221,30 @@ def parse_header(where: str, header: bytes, nbytes: int) -> tuple[dict[str, Exte
     return found, metadata
 
 
+_BRACKETS_PER_BYTE = 6
+_FREE_BRACKETS = 1 << 14
+
+
+def parse_json(data: bytes) -> Any:
+    """Return what the JSON of a file says that anybody may have written.
+
+    Raises:
+        ValueError: it is no JSON, has a name twice in an object, or has more brackets than one in six bytes: empty lists take
+            40 times their bytes in memory.
+        RecursionError: it is nested too deeply.
+    """
+    brackets = data.count(b"[") + data.count(b"{")
+    if brackets > _FREE_BRACKETS + len(data) // _BRACKETS_PER_BYTE:
+        raise ValueError(f"{brackets:,} brackets in {len(data):,} bytes")
+    is_enabled = gc.isenabled()
+    gc.disable()  # nothing here is garbage: to look for some takes five times as long as to parse
+    try:
+        return json.loads(data, object_pairs_hook=without_repeats)
+    finally:
+        if is_enabled:
+            gc.enable()
+
+
 def without_repeats(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
     """Objects of JSON, for ``json.loads``: of two values under one name others may take the other one."""
     found: dict[str, Any] = {}
@@ -230,13 +255,18 @@ def without_repeats(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def header_nbytes(where: str, head: bytes) -> int:
+def header_nbytes(where: str, head: bytes, nbytes: int) -> int:
     """Bytes of a file's length field and header, from its first 8 bytes.
 
+    Args:
+        where: the file, for messages.
+        head: its first 8 bytes.
+        nbytes: size of the file.
+
     Raises:
-        CheckpointError: more than any header has.
+        CheckpointError: more than any header has, or than the file.
     """
     length = struct.unpack("<Q", head)[0] if len(head) == 8 else -1
-    if not 2 <= length <= _MOST_HEADER_NBYTES:
+    if not 2 <= length <= min(_MOST_HEADER_NBYTES, nbytes - 8):
         raise CheckpointError(f"{where}: this is not a safetensors file: its header would have {length:,} bytes.")
     return 8 + int(length)

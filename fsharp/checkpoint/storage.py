@@ -94,6 +94,37 @@ def read_whole(storage: Readable, path: str, most_nbytes: int) -> bytes:
     return bytes(data)
 
 
+def read_description(storage: Storage, folder: str, name: str, spare_nbytes: int = 16 << 20) -> bytes:
+    """Return a file that describes the others in its folder, of which it cannot say much more than they have bytes.
+
+    Args:
+        storage: where the folder is.
+        folder: its path.
+        name: of the file; a link is followed where ``storage`` does so.
+        spare_nbytes: the file may be so much larger than twice the others.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        CheckpointError: it is larger than that, or cannot be read.
+    """
+    path = f"{folder}/{storage.behind_links(folder, name)}"
+    size = storage.nbytes(path)
+    most = size if size <= spare_nbytes else spare_nbytes + 2 * sum(_sizes(storage, folder, but=name))
+    if size > most:
+        raise CheckpointError(
+            f"{folder}/{name}: {size:,} bytes, expected at most {most:,}: twice the size of the files that it describes, and "
+            f"{spare_nbytes:,}."
+        )
+    return read_whole(storage, path, most)
+
+
+def _sizes(storage: Storage, folder: str, *, but: str) -> Iterator[int]:
+    for name in storage.names(folder):
+        with suppress(CheckpointError, FileNotFoundError):  # what is no plain file has none
+            if name != but:
+                yield storage.nbytes(f"{folder}/{storage.behind_links(folder, name)}")
+
+
 class LocalFiles:
     """A file system: files are collected under another name, and a folder is published by renaming it."""
 

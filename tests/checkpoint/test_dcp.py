@@ -1,8 +1,12 @@
 """Checkpoints of torch.distributed.checkpoint, both ways, against DCP itself and FSDP2 in processes."""
 
+import io
 import pickle
 import shutil
+import zipfile
+from collections import OrderedDict
 
+import optree
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -10,6 +14,7 @@ from torch import nn
 
 import fsharp as fs
 from fsharp.checkpoint import dcp as ours
+from fsharp.checkpoint.torch_archive import load_archive
 from fsharp.errors import CheckpointError, PatternError, TreeError
 from fsharp.testing import processes, simulate
 from tests.checkpoint.models import nested, planned, whole
@@ -224,9 +229,15 @@ def test_nothing_in_a_folder_is_run(tmp_path):
     fails(folder, "dict, expected DCP's Metadata")
     (folder / ".metadata").write_bytes(b"\x80\x04garbage")
     fails(folder, "cannot be read: UnpicklingError")
-    fails(written(tmp_path / "b", {"w": torch.ones(2), "x": Bomb(tmp_path / "ran")}), "'x' cannot be read: .*Weights only")
+    fails(
+        written(tmp_path / "b", {"w": torch.ones(2), "x": Bomb(tmp_path / "ran")}),
+        "'x' cannot be read: .*asks for _?io.open, expected tensors",
+    )
     (tmp_path / "ran").unlink(missing_ok=True)
-    fails(written(tmp_path / "c", {"x": torch.device("cpu")}), "'x' is device .*ignore='x' leaves it out")
+    fails(
+        written(tmp_path / "c", {"x": torch.device("cpu")}),
+        "'x' cannot be read: .*asks for torch.device, .*ignore= leaves it out",
+    )
     fails(tmp_path / "none", r"no checkpoint of torch.distributed.checkpoint: it has no .metadata")
 
 
@@ -251,21 +262,89 @@ def test_damaged_folders(tmp_path):
     def longer(metadata):
         metadata.state_dict_metadata["w"].chunks[0].sizes = torch.Size([3, 3])
 
+    def resized(metadata, rows):
+        metadata.state_dict_metadata["w"].size = (rows,)
+
     def other(metadata):
         metadata.state_dict_metadata["w"].properties.dtype = torch.float64
 
-    fails(lambda f: (f / "__0_0.distcp").unlink(), "'w' cannot be read: FileNotFoundError")
+    fails(lambda f: (f / "__0_0.distcp").unlink(), "names files that cannot be: .*__0_0.distcp")
     fails(lambda f: (f / "__0_0.distcp").write_bytes(b"x" * 900), "'w' cannot be read")
     fails(lambda f: changed(f, lambda m: chunks(m).clear()), "chunks of 'w' leave 6 of its elements out")
     fails(lambda f: changed(f, lambda m: chunks(m).append(chunks(m)[0])), r"chunks of 'w' do not tile it: \(2, 3\) at \(0, 0\)")
     fails(lambda f: changed(f, longer), r"chunks of 'w' do not tile it: \(3, 3\) at \(0, 0\) of \(2, 3\)")
     fails(lambda f: changed(f, smaller), r"a chunk of 'w' is float32\[2, 3\], expected float32\[1, 3\]")
     fails(lambda f: changed(f, other), r"a chunk of 'w' is float32\[2, 3\], expected float64\[2, 3\]")
-    fails(lambda f: changed(f, lambda m: m.storage_data.clear()), r"its metadata does not say where 'w'\[0, 0\] is")
+    fails(
+        lambda f: changed(f, lambda m: m.storage_data.clear()),
+        "tensors of 24 bytes, and the files that it names for them 0 bytes",
+    )
     fails(lambda f: changed(f, lambda m: setattr(info(m), "relative_path", "../x")), "'../x' is no plain file name")
     fails(lambda f: changed(f, lambda m: setattr(info(m), "transform_descriptors", ["zstd"])), "with .*zstd.*, expected no")
+    fails(lambda f: changed(f, lambda m: resized(m, 1 << 34)), "tensors of 68,719,476,736 bytes, and the files .* 1,")
+    fails(lambda f: changed(f, lambda m: resized(m, "many")), "'w' is no tensor: ValueError 'many' is no count")
+    fails(lambda f: changed(f, lambda m: setattr(chunks(m)[0], "offsets", None)), "'w' has a chunk that cannot be: 'NoneType'")
+    fails(lambda f: (f / ".metadata").write_bytes(b"\x80\x04" + b"]" * (3 << 20)), "3,145,730 bytes, expected at most 1,")
     fails(lambda f: None, "step is -1, expected a whole number from 0", step=-1)
     fails(lambda f: None, "'v' matches nothing", error=PatternError, ignore="v")
+
+
+def archived(value):
+    file = io.BytesIO()
+    torch.save(value, file)
+    return file.getvalue()
+
+
+VALUES = [
+    torch.arange(6, dtype=torch.bfloat16).view(2, 3).t(),
+    torch.zeros(3, dtype=torch.float8_e4m3fn),
+    torch.tensor([1, 60_000], dtype=torch.uint16),
+    torch.tensor(3.0),
+    torch.empty(0, 3),
+    nn.Parameter(torch.ones(2)),
+    torch.arange(10.0)[2:4],
+    torch.zeros(1).expand(5),
+    {"a": (1, True, None, "x", [2.5]), "b": OrderedDict(c=torch.ones(2))},
+]
+
+
+@pytest.mark.parametrize("value", VALUES, ids=lambda value: f"{type(value).__name__} {getattr(value, 'dtype', '')}")
+def test_archives_are_read_as_torch_reads_them(value):
+    data = archived(value)
+    got, want = load_archive(data), torch.load(io.BytesIO(data), weights_only=True)
+    assert optree.tree_structure(got) == optree.tree_structure(want)
+    for x, y in zip(optree.tree_leaves(got), optree.tree_leaves(want), strict=True):
+        assert (x.dtype == y.dtype and torch.equal(x.float(), y.float())) if isinstance(y, torch.Tensor) else x == y
+
+
+def rewritten(data, change=None, compress=zipfile.ZIP_STORED):
+    """An archive whose pickle is changed, or whose records are compressed."""
+    result = io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(data)) as old, zipfile.ZipFile(result, "w", compress) as new:
+        for name in old.namelist():
+            body = old.read(name)
+            new.writestr(name, change(body) if change and name.endswith("data.pkl") else body)
+    return result.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("data", "match"),
+    [
+        (lambda: pickle.dumps(bytearray(5)), "File is not a zip file"),
+        (lambda: archived(bytearray(5)), r"it asks for .*builtin.*\.bytearray"),
+        (lambda: rewritten(archived(torch.zeros(1 << 16)), compress=zipfile.ZIP_DEFLATED), "are compressed"),
+        # 70,001 elements where there are 7, as a shape and in the storage's own count.
+        (
+            lambda: rewritten(archived(torch.zeros(7)), lambda body: body.replace(b"K\x07", b"J\x71\x11\x01\x00")),
+            "longer than its",
+        ),
+        (lambda: archived(torch.zeros(2, dtype=torch.complex64).conj()), "a tensor with {'conj': True}"),
+        (lambda: archived(torch.zeros(2, 2).to_sparse()), r"it asks for torch\._utils\._rebuild_sparse_tensor"),
+    ],
+)
+def test_archives_that_declare_more_than_they_hold(data, match):
+    with pytest.raises((ValueError, zipfile.BadZipFile), match=match):
+        load_archive(data())
 
 
 def test_what_to_dcp_refuses(tmp_path):

@@ -420,3 +420,53 @@ def test_folders_of_later_versions_are_not_taken_for_damaged(tmp_path):
     forge(path, {**json.loads((path / NAME).read_bytes()), "version": 2})
     with pytest.raises(CheckpointError, match=r"version 2, expected 1\. Update fsharp"):
         fs.checkpoint.open_checkpoint(path)
+
+
+def as_safetensors(folder, data):
+    (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(data)) + data)
+
+
+def in_a_manifest(folder, data):
+    (folder / NAME).write_bytes(data)
+
+
+def in_an_index(folder, data):
+    (folder / "model.safetensors.index.json").write_bytes(data)
+    as_safetensors(folder, b"{}")
+
+
+BRACKETS = b'{"a":[' + b"[]," * (6 << 20) + b"0]}"
+
+
+@pytest.mark.parametrize(
+    ("write", "data", "match"),
+    [
+        (in_a_manifest, BRACKETS, "18,874,377 bytes, expected at most 16,77"),
+        (in_an_index, BRACKETS, "18,874,377 bytes, expected at most 16,77"),
+        (in_a_manifest, BRACKETS[: 1 << 20], "brackets in 1,048,576 bytes"),
+        (in_an_index, BRACKETS[: 1 << 20], "brackets in 1,048,576 bytes"),
+        (as_safetensors, BRACKETS, "brackets in 18,874,377 bytes"),
+        (in_a_manifest, b"[" * 10_000, "the manifest is damaged: RecursionError"),
+    ],
+)
+def test_files_of_brackets_are_refused_before_they_take_memory(tmp_path, write, data, match, monkeypatch):
+    monkeypatch.setattr(json, "loads", lambda text, **_: pytest.fail("parsed") if len(text) > 10_000 else loads(text, **_))
+    write(tmp_path, data)
+    with pytest.raises(CheckpointError, match=match):
+        fs.checkpoint.open_checkpoint(tmp_path)
+
+
+loads = json.loads
+
+
+def test_a_config_that_a_manifest_has_no_room_for_is_refused_when_it_is_saved(tmp_path):
+    with pytest.raises(CheckpointError, match=r"expected at most 16,8.*twice the size of the files that it describes"):
+        fs.checkpoint.save(tmp_path, tree_of(1, ONE), step=1, comm=ONE, config="x" * (17 << 20))
+    assert left_behind(tmp_path) == []
+    fs.checkpoint.save(tmp_path, {"x": torch.zeros(1 << 20)}, step=1, comm=ONE, config="x" * (17 << 20))
+
+
+def test_a_header_that_is_longer_than_its_file(tmp_path):
+    (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", 90 << 20) + b"{}")
+    with pytest.raises(CheckpointError, match="its header would have 94,371,840 bytes"):
+        fs.checkpoint.open_checkpoint(tmp_path)

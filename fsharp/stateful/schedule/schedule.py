@@ -200,7 +200,7 @@ class Schedule:
             kind = DebugPolicy if "poison" in data["policy"] else Policy
             policy = kind(**{**data["policy"], "link": Link(**link) if link else None})
             return Schedule(program, policy, ops, data["arena"], data["bound"])
-        except (ValueError, TypeError, KeyError) as error:
+        except (ValueError, TypeError, KeyError, AttributeError, IndexError, RecursionError) as error:
             raise ScheduleError(f"Schedule.from_json(): not a schedule: {error!r}.") from error
 
 

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 
 import fsharp as fs
-from fsharp.errors import LayoutError
+from fsharp.errors import LayoutError, ScheduleError
 from fsharp.testing.generate import cases, precisions
 
 
@@ -119,3 +119,14 @@ def test_a_namedtuples_module_is_never_imported():
     with pytest.raises(LayoutError, match="import the module 'antigravity' first"):
         fs.Layout.from_json(text.replace(f"{__name__}:Plain", "antigravity:Plain"))
     assert "antigravity" not in sys.modules
+
+
+def test_json_that_is_nested_too_deeply_is_refused():
+    for text in (
+        "[" * 100_000,
+        '{"fsharp_layout": 1, "mesh": [], "units": [], "spec": ' + '{"kind": "list", "children": [' * 5000,
+    ):
+        with pytest.raises(LayoutError, match="not a layout: RecursionError"):
+            fs.Layout.from_json(text)
+        with pytest.raises(ScheduleError, match="not a schedule: RecursionError"):
+            fs.schedule.Schedule.from_json(text)
