@@ -54,9 +54,12 @@ MAY_IMPORT = {
     "stateful/units": {"stateful/schedule", "stateful/transport", "stateful/units"},
     "stateful/runtime": {f"stateful/{name}" for name in ("schedule", "inspect", "transport", "units", "runtime")},
     "stateful/modules/initial": {"stateful/modules/initial"},
-    "stateful/modules": {f"stateful/{name}" for name in ("schedule", "units", "runtime", "modules", "modules/initial")},
+    "stateful/modules/parts": {"stateful/runtime", "stateful/modules/initial", "stateful/modules/parts"},
+    "stateful/modules": {
+        f"stateful/{name}" for name in ("schedule", "units", "runtime", "modules", "modules/initial", "modules/parts")
+    },
     "stateful/modules/optim": {
-        f"stateful/{name}" for name in ("units", "runtime", "modules", "modules/initial", "modules/optim")
+        f"stateful/{name}" for name in ("units", "runtime", "modules", "modules/initial", "modules/parts", "modules/optim")
     },
 }
 """Folders, and those of the same half that they may import from: in functions and under ``TYPE_CHECKING`` as well."""

@@ -7,13 +7,14 @@ import torch
 
 from fsharp.errors import ScheduleError
 from fsharp.stateful.modules.module_step import ModuleStep
-from fsharp.stateful.modules.parameter import GradientSource, Part, ShardedParameter
+from fsharp.stateful.modules.parameter import ShardedParameter
+from fsharp.stateful.modules.parts.part import Owner, Part
 
 _WHERE = "torch.autograd.grad() with respect to parameters of a ShardedModule"
 
 
 def differentiate(
-    owner: GradientSource,
+    owner: Owner,
     step: ModuleStep,
     outputs: Any,
     inputs: Sequence[torch.Tensor],
@@ -41,7 +42,7 @@ def differentiate(
             "`fn, params = model.functional()`: torch.func works on that."
         )
     for x in inputs:
-        if isinstance(x, ShardedParameter) and x._gradients() is not owner:
+        if isinstance(x, ShardedParameter) and x.owner() is not owner:
             raise ScheduleError(f"{_WHERE}: {x.path!r} is one of another module. Call it for each of the modules.")
     step.clear_up()
     if step.is_accumulating or step.means.tree is not None or step.is_fed:

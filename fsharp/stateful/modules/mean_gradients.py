@@ -87,11 +87,12 @@ class MeanGradients:
             return None
         if not self._parts:
             for node in units_of(self.tree):
-                for name, local in node.local_leaves(self._comm.rank).items():
+                here = node.local_leaves(self._comm.rank)
+                for leaf in (leaf for group in node.groups for leaf in node.unit.leaves_of(group)):
+                    name = node.unit.full_path(leaf)
+                    # Without elements here it is a view of the buffer, too: it is told from other tensors by its memory.
+                    local = here.get(name, node.buffers[node.groups.index(leaf.group)][:0])
                     self._parts[name] = Part.of(local, self._parameters[name])
-        like = self._parameters[path]
-        if path not in self._parts and like.requires_grad:
-            self._parts[path] = Part.of(like.local.new_zeros(0), like)
         return self._parts.get(path)
 
     def drop(self, path: str) -> None:
@@ -113,6 +114,11 @@ class MeanGradients:
     def norm(self) -> torch.Tensor:
         """The 2-norm over all ranks."""
         return norm_of(self.tree, self._specs, self._comm) if self._specs else global_norm(self.tree, comm=self._comm)
+
+    def norm_of_order(self, order: float) -> torch.Tensor:
+        """The norm of this order over all ranks."""
+        parts = [part for path in self._parameters if (part := self.part(path)) is not None]
+        return torch.nn.utils.get_total_norm(parts, order)
 
 
 def unused_parameters(units: Sequence[UnitState], comm: Comm) -> set[str]:

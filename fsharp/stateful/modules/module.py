@@ -54,21 +54,38 @@ class ShardedModule(nn.Module):
         finally:
             step.is_accumulating = before
 
-    def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
-        """Scale gradients such that their 2-norm over all ranks is at most ``max_norm``; the norm before, on every rank.
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False, foreach: bool | None = None
+    ) -> torch.Tensor:
+        """Scale gradients such that their norm over all ranks is at most ``max_norm``; the norm before, on every rank.
+
+        ``torch.nn.utils.clip_grad_norm_(model.parameters(), ...)`` does the same, parameter by parameter.
+
+        Args:
+            max_norm: the largest norm.
+            norm_type: of the p-norm, ``inf`` included.
+            error_if_nonfinite: refuse gradients whose norm is not finite, and leave them as they are.
+            foreach: taken for torch's sake; gradients are flat buffers, with nothing to choose.
 
         Raises:
             ScheduleError: there are no gradients.
+            RuntimeError: the norm is not finite, if that is asked for; on all ranks.
 
-        Cost: one small ``all_reduce`` for each axis.
+        Cost: one small collective for each axis.
         """
         session = _session(self)
         if session.step.means.tree is None:
             raise ScheduleError("clip_grad_norm_(): there are no gradients: call it after a backward that does not accumulate.")
-        norm = session.step.means.norm()
+        norm_type = float(norm_type)
+        norm = session.step.means.norm() if norm_type == 2 else session.step.means.norm_of_order(norm_type)
+        if error_if_nonfinite and not norm.isfinite():
+            raise RuntimeError(
+                f"clip_grad_norm_(): the norm of order {norm_type} of the gradients is {float(norm)}, so that they cannot be "
+                "clipped. Leave out error_if_nonfinite=True to scale them all the same."
+            )
         scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
         session.step.means.each(lambda buffer: buffer.mul_(scale))
-        session.step.means.said.append(f"clip {max_norm!r}")
+        session.step.means.said.append(f"clip {max_norm!r} {norm_type!r}")
         return norm
 
     def zero_grad(self, set_to_none: bool = True) -> None:

@@ -56,8 +56,8 @@ class ModuleStep:
     def forward(self) -> Iterator[Any]:
         """A forward of the step that is under way, or of a new one, with the parameters to differentiate."""
         self.clear_up()
+        self.kept.take_writes()
         if self._run is None:
-            self.kept.take_writes()
             self._account_for_writes()
             self.means.clear()
             self.updated_by = None

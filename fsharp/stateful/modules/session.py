@@ -111,7 +111,22 @@ class Session:
     def _cast(self, x: Any) -> Any:
         return x.to(self.input_dtype) if isinstance(x, torch.Tensor) and x.is_floating_point() else x
 
-    # ------------------------------------------------------------ gradients
+    # ------------------------------------------------------------ what parts ask for
+
+    @property
+    def ranks(self) -> Comm:
+        """The ranks, for a collective of the user's own."""
+        self.step.clear_up()
+        return self.scheduler
+
+    def wrote(self, part: Part, what: str) -> None:
+        """A function has changed a part in place. If that is a parameter or a gradient, labels say so from the next step on."""
+        memory = part.untyped_storage().data_ptr()
+        gradient, parameter = self.step.means.part(part.path), self.parameters[part.path]
+        if gradient is not None and gradient.untyped_storage().data_ptr() == memory:
+            self.step.means.said.append(f"{what} {part.path}")
+        elif parameter.untyped_storage().data_ptr() == memory:
+            self.scheduler.account(f"{what} {part.path}")
 
     def gradient(self, path: str) -> Part | None:
         """This rank's part of the mean gradient of a parameter."""
@@ -177,7 +192,15 @@ class Session:
                 whole = all(mesh.axis_size(axis) == 1 for axis in place.sharded) and not (spec is not None and spec.is_sharded)
                 data = parts.get(path, held[leaf.group][:0])  # an empty view: a write to it is noticed on this rank, too
                 self.parameters[path] = ShardedParameter.over(
-                    data.detach(), self, unit, leaf, place=place, rank=rank, full_shape=torch.Size(shape), is_whole=whole
+                    data.detach(),
+                    self,
+                    unit,
+                    leaf,
+                    place=place,
+                    rank=rank,
+                    full_shape=torch.Size(shape),
+                    is_whole=whole,
+                    spec=spec,
                 )
         for unit, owned in zip(self.layout.units, self.seated(self.parameters), strict=True):
             self.calls.slots[unit.name].swap(owned)

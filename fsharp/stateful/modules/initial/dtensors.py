@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from fsharp.errors import MeshError, TreeError
 from fsharp.functional.comm.collectives import all_reduce
-from fsharp.functional.comm.protocol import Comm
+from fsharp.functional.comm.protocol import Comm, ReduceOp
 from fsharp.functional.layout.sharded import units_of
 
 
@@ -48,6 +48,14 @@ class Spec:
         """The sum of ``x`` over ranks with other parts."""
         kinds = [Replicate() if p.is_replicate() else Partial() for p in self.placements]
         return DTensor.from_local(x, self.mesh, kinds, run_check=False).full_tensor()
+
+    def reduce(self, x: torch.Tensor, op: ReduceOp) -> torch.Tensor:
+        """The sum, maximum or minimum of ``x`` over ranks with other parts, elementwise; NaN if one of them is."""
+        if op == "sum":
+            return self.sum(x)
+        kinds = [Replicate() if p.is_replicate() else Shard(0) for p in self.placements]
+        rows: torch.Tensor = DTensor.from_local(x.unsqueeze(0), self.mesh, kinds, run_check=False).full_tensor()
+        return rows.amax(0) if op == "max" else rows.amin(0)
 
 
 def specs_of(module: nn.Module, comm: Comm) -> dict[str, Spec]:

@@ -391,7 +391,7 @@ def _session_of(params: list[Any]) -> Session:
                 f"ShardedOptimizer(): parameter {i} is a {type(parameter).__name__} of shape {list(parameter.shape)}, not one "
                 "of a ShardedModule. Pass model.parameters() as they are after shard_module(model, ...)."
             )
-    first, *others = {parameter._gradients() for parameter in params}
+    first, *others = {parameter.owner() for parameter in params}
     if first is None and not others:
         raise TreeError("ShardedOptimizer(): the ShardedModule whose parameters these are is gone; keep it.")
     if others or not isinstance(first, Session):

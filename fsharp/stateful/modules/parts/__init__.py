@@ -1,0 +1,1 @@
+"""This rank's part of a tensor, and what may be computed with parts."""

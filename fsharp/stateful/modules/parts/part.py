@@ -1,0 +1,338 @@
+"""Part: this rank's part of a tensor, which computes what can be computed with parts, and refuses the rest.
+
+A part that is all of a tensor may be used like any other tensor. Any other one says it has the shape of the whole, for those
+who count parameters or sort them by their dims. Elementwise functions work on what each rank has; reductions of all elements
+reduce over ranks as well. What would give wrong numbers is an error.
+"""
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from fsharp.errors import LayoutError, TreeError
+from fsharp.functional.comm.protocol import Comm
+from fsharp.functional.layout.placement import Place
+from fsharp.functional.layout.unit_layout import Leaf, UnitLayout
+from fsharp.stateful.modules.initial.dtensors import Spec
+from fsharp.stateful.modules.parts.tables import COPIES, ELEMENTWISE, REDUCTIONS, Reduction, arguments, is_in_place
+from fsharp.stateful.runtime.boundary import in_backward
+
+
+class Owner(Protocol):
+    """The sharded module that a part belongs to."""
+
+    @property
+    def ranks(self) -> Comm:
+        """The ranks, for a collective."""
+
+    def gradient(self, path: str) -> "Part | None":
+        """Of one parameter; None if there is none."""
+
+    def drop_gradient(self, path: str) -> None:
+        """Somebody has set it to None."""
+
+    def wrote(self, part: "Part", what: str) -> None:
+        """Hear what a function has done to a part in place."""
+
+    def differentiate(self, outputs: Any, inputs: Sequence[torch.Tensor], **options: Any) -> tuple[torch.Tensor | None, ...]:
+        """What ``torch.autograd.grad`` is asked for."""
+
+
+# What neither computes nor copies: metadata, and what autograd and printing ask for.
+_HARMLESS = {
+    "element_size",
+    "data_ptr",
+    "storage_offset",
+    "untyped_storage",
+    "is_floating_point",
+    "is_complex",
+    "is_contiguous",
+}
+_HARMLESS |= {"is_shared", "is_pinned", "is_inference", "get_device", "requires_grad_", "__hash__", "__dir__"}
+_COMPUTING = {"T", "mT", "H", "mH", "real", "imag"}  # attributes that are not metadata
+_SHAPES: dict[str, Callable[..., Any]] = {
+    "shape": lambda whole: whole.shape,
+    "ndim": lambda whole: whole.ndim,
+    "size": lambda whole, *dim, **named: whole.size(*dim, **named),
+    "dim": lambda whole: whole.dim(),
+    "numel": lambda whole: whole.numel(),
+    "nelement": lambda whole: whole.numel(),
+    "stride": lambda whole, *dim, **named: whole.stride(*dim, **named),
+    "__len__": len,
+}
+"""What is answered for the whole tensor."""
+
+
+class Part(torch.Tensor):
+    """This rank's part of a tensor. ``shape``, ``ndim`` and ``numel()`` are those of the whole; :attr:`local` is what is here.
+
+    Elementwise functions, in place or not, take parts that are cut alike, numbers, and tensors without dims; what they return
+    is a part. Sums, means, extremes and norms of all elements are those of the whole tensor, on every rank: each of them is
+    one small collective for each axis that divides it, which all ranks call. If ranks along an axis have parameters of their
+    own, those of all ranks are reduced. Everything else is refused for a part that is not whole.
+
+    ``unit.run_of(leaf, place, rank)`` is what any rank holds. ``clone()``, ``to()``, ``cpu()`` and ``copy.deepcopy`` give the
+    same part in other memory. A part that is whole is pickled as a plain tensor, and any other one is refused.
+
+    Attributes:
+        path: name of the parameter in its module.
+        full_shape: of the whole tensor.
+        is_whole: whether every rank holds all of it.
+        unit: layout of the unit that stores it.
+        leaf: which leaf of that unit it is. Of a DTensor that other axes shard, leaf and run are those of the local tensor.
+        place: where it rests.
+        rank: the one that holds it.
+        spec: of what DTensor it is a part, if it is.
+        owner: the module's, as a weak reference.
+    """
+
+    path: str
+    full_shape: torch.Size
+    is_whole: bool
+    unit: UnitLayout
+    leaf: Leaf
+    place: Place
+    rank: int
+    spec: Spec | None
+    owner: "weakref.ref[Owner]"
+
+    @staticmethod
+    def of(data: torch.Tensor, like: "Part") -> "Part":
+        """The same part of another tensor, of which ``data`` is the elements that this rank holds."""
+        data = data.view(like.full_shape) if like.is_whole else data
+        part: Part = data.as_subclass(Part)
+        part.__dict__.update({name: getattr(like, name) for name in Part.__annotations__})
+        return part
+
+    @property
+    def run(self) -> tuple[int, int]:
+        """The elements ``[first, last)`` of the flattened whole that are here; ``(0, 0)`` if there are none."""
+        return self.unit.run_of(self.leaf, self.place, self.rank)
+
+    @property
+    def local(self) -> torch.Tensor:
+        """This rank's elements, as a plain tensor in the same memory."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.detach().as_subclass(torch.Tensor)
+
+    @property
+    def data(self) -> "Part":
+        """The same part, which autograd knows nothing of: who writes to it is noticed."""
+        return Part.of(self.local, self)
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        raise TreeError(
+            f"{self.path!r} rests in memory of its ShardedModule, in a dtype and shape that are planned: it cannot be given "
+            "other data. Write a parameter in `with model.unsharded(write=True):`, and a gradient by `p.grad.copy_(...)`."
+        )
+
+    @property
+    def _axes(self) -> tuple[str, ...]:
+        """Those along which ranks have other elements."""
+        return tuple(a for a in self.place.sharded + self.place.varying if self.unit.mesh.axis_size(a) > 1)
+
+    @property
+    def _cut(self) -> tuple[Any, ...]:
+        """Equal for parts of which every rank has the same elements."""
+        spec = None if self.spec is None or not self.spec.is_sharded else (self.spec.mesh, self.spec.placements)
+        if self.is_whole:
+            return self.full_shape, None
+        size = self.unit.local_size(self.leaf.group, self.place)
+        return self.full_shape, self.unit.mesh, self.place.sharded, self.leaf.shape, self.leaf.offset, size, spec
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        name = getattr(func, "__name__", "")
+        kwargs = {key: value for key, value in (kwargs or {}).items() if key != "out" or value is not None}
+        is_attribute = name == "__get__"
+        if is_attribute:
+            name = getattr(func.__self__, "__name__", "")  # type: ignore[attr-defined]
+        if name in _SHAPES and isinstance(args[0], Part):
+            return _SHAPES[name](torch.empty(args[0].full_shape, device="meta"), *args[1:], **kwargs)
+        if name == "detach" and isinstance(args[0], Part):
+            return Part.of(args[0].local, args[0])
+        if name in COPIES and type(args[0]) is Part:
+            return Part.of(getattr(args[0].local, name)(*args[1:], **kwargs), args[0])
+        if name not in _COMPUTING if is_attribute else name in _HARMLESS:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        rows = arguments(name, args, kwargs)
+        parts = [x for row in rows for x in row if isinstance(x, Part)]
+        cut = [part for part in parts if not part.is_whole]
+        reduction = _reduction(name, args, kwargs) if any(part._axes for part in parts) or cut else None
+        if cut and reduction is None and (name not in ELEMENTWISE or "out" in kwargs):
+            raise LayoutError(_refusal(cut[0], name))  # a TypeError would be taken for an operator that is not there
+        if torch.is_grad_enabled():
+            _refuse_autograd(name, rows, cut)
+        if reduction is not None:
+            found = _reduced(name, [row[0] for row in rows], reduction)
+            return found if name.startswith("_foreach_") else found[0]
+        if cut:
+            result = _elementwise(func, name, args, kwargs, rows)
+        else:
+            with torch._C.DisableTorchFunctionSubclass():
+                result = func(*args, **kwargs)
+        if is_in_place(name):
+            for first, *others in rows:
+                if isinstance(first, Part) and (owner := first.owner()) is not None:
+                    numbers = [x for x in others if isinstance(x, bool | int | float)]
+                    owner.wrote(first, f"{name} {numbers}")
+        return result
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        with torch._C.DisableTorchFunctionSubclass():
+            return f"{type(self).__name__}({self.path!r}, {self.numel()} elements of {list(self.full_shape)}, {self.dtype})"
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        memo[id(self)] = copied = Part.of(self.local.clone(), self)
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        varying = [axis for axis in self.place.varying if self.unit.mesh.axis_size(axis) > 1]
+        if self.is_whole and not varying:
+            return self.local.__reduce_ex__(protocol)
+        own = f", and ranks along {varying} have values of their own" if varying else ""
+        raise TreeError(
+            f"{self.path!r} cannot be pickled: rank {self.rank} holds elements {list(self.run)} of {list(self.full_shape)}{own}"
+            ", and whoever reads the file would take them for all. Save by fs.checkpoint.save(), or whole parameters: "
+            "dict(model.full_parameters()), or model.state_dict() in `with model.unsharded():`."
+        )
+
+
+def _refuse_autograd(name: str, rows: Sequence[Sequence[Any]], cut: Sequence[Part]) -> None:
+    """Refuse what autograd would have to know of: parts are not in its graph."""
+    for x in (x for row in rows for x in row if isinstance(x, torch.Tensor) and x.requires_grad):
+        if isinstance(x, Part):
+            raise LayoutError(_unseen(x, name))
+        if cut:
+            raise LayoutError(
+                f"{name}(): a tensor that requires a gradient, and the part {cut[0].path!r}, which autograd does not know of. "
+                "Use torch.no_grad(), or compute with whole parameters inside of a forward."
+            )
+
+
+def _reduction(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Reduction | None:
+    """What a call reduces by; None if it is no reduction of all elements."""
+    if name not in REDUCTIONS:
+        return None
+    try:
+        return REDUCTIONS[name](args[0][0] if name.startswith("_foreach_") else args[0], *args[1:], **kwargs)
+    except TypeError:
+        return None
+
+
+def _reduced(name: str, tensors: Sequence[torch.Tensor], reduction: Reduction) -> list[torch.Tensor]:
+    """The reduction of each of these: of parts over the ranks that have others of them. A collective for each axis."""
+    found: list[Any] = [None] * len(tensors)
+    alike: dict[Any, list[int]] = {}
+    for i, x in enumerate(tensors):
+        if isinstance(x, Part):
+            sharded = x.spec is not None and x.spec.is_sharded
+            alike.setdefault((x._axes, (x.spec.mesh, x.spec.placements) if x.spec and sharded else None), []).append(i)
+        else:
+            found[i] = reduction.finish(reduction.local(x), x.numel())
+    for (axes, is_dtensor), rows in alike.items():
+        parts: list[Any] = [tensors[i] for i in rows]
+        first = parts[0]
+        value = torch.stack([reduction.local(part.local) for part in parts])
+        more = f" and {len(parts) - 1} more" if len(parts) > 1 else ""
+        for axis in axes:
+            value = _over(axis, value, reduction, _owner(first, name).ranks, f"{name}() of {first.path!r}{more}")
+        if is_dtensor:
+            value = first.spec.reduce(value, reduction.op)
+        for i, part, each in zip(rows, parts, value.unbind(), strict=True):
+            copies = [part.unit.mesh.axis_size(axis) for axis in part.place.varying]
+            found[i] = reduction.finish(each, torch.Size([*part.full_shape, *copies]).numel()).to(part.device)
+    return found
+
+
+def _over(axis: str, x: torch.Tensor, reduction: Reduction, comm: Comm, label: str) -> torch.Tensor:
+    if reduction.op == "sum":
+        return comm.all_reduce(x, axis, label=label)
+    x = comm.all_gather(x, axis, label=label)  # a backend's maximum may lose a NaN
+    return x.amax(0) if reduction.op == "max" else x.amin(0)
+
+
+def _owner(part: Part, name: str) -> Owner:
+    owner = part.owner()
+    if owner is None:
+        raise LayoutError(f"{name}() of a part of {part.path!r}, whose ShardedModule is gone; keep it.")
+    return owner
+
+
+def _elementwise(
+    func: Callable[..., Any], name: str, args: Sequence[Any], kwargs: Mapping[str, Any], rows: Sequence[Sequence[Any]]
+) -> Any:
+    """A function of elements, of those that this rank has. Its results are parts, or what it has changed in place."""
+    likes = [next((x for x in row if isinstance(x, Part) and not x.is_whole), None) for row in rows]
+    for row, like in zip(rows, likes, strict=True):
+        for x in row:
+            if like is None or x is like or not isinstance(x, torch.Tensor):
+                continue
+            if x._cut != like._cut if isinstance(x, Part) else x.dim() > 0:
+                raise LayoutError(_mismatch(like, x, name))
+    if is_in_place(name) and any(
+        not isinstance(row[0], Part) for row, like in zip(rows, likes, strict=True) if like is not None
+    ):
+        raise LayoutError(_mismatch(next(like for like in likes if like is not None), rows[0][0], name))
+
+    def here(x: Any) -> Any:
+        if isinstance(x, list | tuple):
+            return type(x)(here(each) for each in x)
+        return x.local if isinstance(x, Part) else x
+
+    out = func(*[here(x) for x in args], **{key: here(x) for key, x in kwargs.items()})
+    if is_in_place(name):
+        return None if out is None else args[0]
+    if isinstance(out, torch.Tensor):
+        return out if likes[0] is None else Part.of(out, likes[0])
+    return type(out)(x if like is None else Part.of(x, like) for x, like in zip(out, likes, strict=True))
+
+
+_CHECKPOINTED = " What is checkpointed has to be one of the units, to be gathered when it computes again."
+
+
+def _held(part: Part) -> str:
+    with torch._C.DisableTorchFunctionSubclass():
+        return f"{part.numel():,} of the {part.full_shape.numel():,} elements of {list(part.full_shape)}"
+
+
+def _mismatch(part: Part, other: Any, name: str) -> str:
+    if isinstance(other, Part):
+        remedy = (
+            "Shard both modules alike, with the same strategy, units, precision and trained parameters; freeze a teacher by "
+            "requires_grad_(False) after shard_module(), not before."
+        )
+        what = f"{other.path!r}, of which this rank holds {_held(other)}, cut in another way"
+    else:
+        remedy = (
+            "Of a tensor `whole` that every rank has, take `whole.flatten()[slice(*part.run)]`, and compute with `part.local`."
+        )
+        what = f"a tensor of shape {list(other.shape)}" if isinstance(other, torch.Tensor) else f"a {type(other).__name__}"
+    return f"{name}(): {part.path!r}, of which this rank holds {_held(part)}, and {what}. {remedy}"
+
+
+def _refusal(part: Part, name: str) -> str:
+    kind = "" if isinstance(part, nn.Parameter) else "a part or gradient of "
+    return (
+        f"{kind}{part.path!r} is sharded: this rank holds {_held(part)}, which {name}() would take for all of it. Only what "
+        "works on each element, and sums, extremes and norms of all of them, may be called. Parameters are whole inside of the "
+        "forward of the module that they are gathered with, inside of methods that shard_module(methods=[...]) names, and "
+        "in `with model.unsharded():` (write=True to keep what is written). Optimizers go into a ShardedOptimizer, losses are "
+        "scaled by fs.GradScaler; `.local` is this rank's part."
+    ) + _CHECKPOINTED * in_backward()
+
+
+def _unseen(part: Part, name: str) -> str:
+    """Why a trained parameter is refused where autograd is on."""
+    return (
+        f"parameter {part.path!r} is used by {name}() outside of the forward of its ShardedModule, where its gradient "
+        "would not be seen. Do so inside of a forward, or of a method that shard_module(methods=[...]) names, or under "
+        "torch.no_grad()."
+    ) + _CHECKPOINTED * in_backward()

@@ -1,0 +1,173 @@
+"""Which functions of torch give with parts what they give with whole tensors: elementwise ones, and sums of all elements."""
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from fsharp.functional.comm.protocol import ReduceOp
+
+_NAMES = """
+    abs add addcdiv addcmul bitwise_and bitwise_not bitwise_or bitwise_xor ceil clamp clamp_max clamp_min clip copy copysign div
+    divide eq erf exp expm1 fill float_power floor floor_divide fmod frac ge gt isfinite isinf isnan le lerp log log10 log1p
+    log2 logical_and logical_not logical_or logical_xor lt masked_fill maximum minimum mul multiply nan_to_num ne neg negative
+    positive pow reciprocal relu remainder round rsqrt sgn sigmoid sign sqrt square sub subtract tanh true_divide trunc where
+    xlogy zero
+"""
+_OPERATORS = """
+    __and__ __eq__ __floordiv__ __iand__ __ifloordiv__ __invert__ __ior__ __ipow__ __ixor__ __mod__ __or__ __rand__ __rdiv__
+    __rfloordiv__ __rmod__ __ror__ __rpow__ __rsub__ __rtruediv__ __rxor__ __xor__
+"""
+COPIES = frozenset(("bfloat16", "clone", "contiguous", "cpu", "cuda", "double", "float", "half", "to"))
+"""Of a part they give the same part in other memory, device or dtype; or in its own, where torch does so."""
+
+ELEMENTWISE = frozenset(
+    [form for name in _NAMES.split() for form in (name, f"{name}_", f"_foreach_{name}", f"_foreach_{name}_")]
+    + [*_OPERATORS.split(), *COPIES, "empty_like", "full_like", "ones_like", "zeros_like"]
+)
+"""Each element of the result depends on the same element of the operands alone."""
+
+
+def is_in_place(name: str) -> bool:
+    """Return whether a function of this name changes its first argument."""
+    return name in ("__iand__", "__ifloordiv__", "__ior__", "__ipow__", "__ixor__") or (
+        name.endswith("_") and not name.endswith("__")
+    )
+
+
+class Reduction(NamedTuple):
+    """One number of all elements of a tensor, of which ranks have parts.
+
+    Attributes:
+        local: of this rank's elements, perhaps none: a scalar that collectives take.
+        op: how ranks put their scalars together.
+        finish: makes the result of that, and of the number of all elements.
+    """
+
+    local: Callable[[torch.Tensor], torch.Tensor]
+    op: ReduceOp
+    finish: Callable[[torch.Tensor, int], torch.Tensor]
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype.is_floating_point else torch.int64
+
+
+def _sum(x: torch.Tensor, *, dtype: torch.dtype | None = None) -> Reduction:
+    of = dtype or (x.dtype if x.dtype.is_floating_point else torch.int64)
+    return Reduction(lambda x: x.sum(dtype=_wide(of)), "sum", lambda total, _: total.to(of))
+
+
+def _mean(x: torch.Tensor, *, dtype: torch.dtype | None = None) -> Reduction:
+    of = dtype or x.dtype
+    if not of.is_floating_point:
+        raise TypeError(f"mean(): of {of}")
+    return Reduction(lambda x: x.sum(dtype=torch.float64), "sum", lambda total, count: (total / count).to(of))
+
+
+def _most(x: torch.Tensor) -> Reduction:
+    return _extreme(x.dtype, "max")
+
+
+def _least(x: torch.Tensor) -> Reduction:
+    return _extreme(x.dtype, "min")
+
+
+def _extreme(of: torch.dtype, op: ReduceOp) -> Reduction:
+    wide = _wide(of)
+    info = torch.finfo(wide) if wide.is_floating_point else torch.iinfo(wide)
+    none = {"max": -math.inf, "min": math.inf}[op] if wide.is_floating_point else {"max": info.min, "min": info.max}[op]
+
+    def local(x: torch.Tensor) -> torch.Tensor:
+        if not x.numel():
+            return torch.full((), none, dtype=wide, device=x.device)
+        return (x.amax() if op == "max" else x.amin()).to(wide)
+
+    return Reduction(local, op, lambda value, _: value.to(of))
+
+
+def _any(x: torch.Tensor) -> Reduction:
+    return Reduction(lambda x: x.any().to(torch.uint8), "max", lambda value, _: value.bool())
+
+
+def _all(x: torch.Tensor) -> Reduction:
+    return Reduction(lambda x: x.all().to(torch.uint8), "min", lambda value, _: value.bool())
+
+
+def _count(x: torch.Tensor) -> Reduction:
+    return Reduction(lambda x: x.count_nonzero(), "sum", lambda value, _: value)
+
+
+def _vector_norm(
+    x: torch.Tensor, ord: float = 2, dim: None = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
+) -> Reduction:
+    if dim is not None or keepdim or not isinstance(ord, int | float):
+        raise TypeError("of all elements alone")
+    of = dtype or x.dtype.to_real()
+    if math.isinf(ord):
+        found = _extreme(of, "max" if ord > 0 else "min")
+        if ord > 0:  # the norm of nothing is 0
+            return Reduction(lambda x: found.local(x.abs()).clamp(min=0), "max", found.finish)
+        return Reduction(lambda x: found.local(x.abs()), "min", found.finish)
+
+    def local(x: torch.Tensor) -> torch.Tensor:
+        if ord == 2:
+            wide = torch.complex128 if x.is_complex() else torch.float64
+            return torch.square(torch.linalg.vector_norm(x, dtype=wide))
+        if ord == 0:
+            return x.ne(0).sum(dtype=torch.float64)
+        return torch.pow(x.abs().double(), ord).sum()
+
+    def finish(total: torch.Tensor, _: int) -> torch.Tensor:
+        return total.to(of) if ord == 0 else torch.pow(total, 1 / ord).to(of)
+
+    return Reduction(local, "sum", finish)
+
+
+def _norm(
+    x: torch.Tensor,
+    p: float | str | None = "fro",
+    dim: None = None,
+    keepdim: bool = False,
+    *,
+    dtype: torch.dtype | None = None,
+) -> Reduction:
+    return _vector_norm(x, 2 if p in ("fro", None) else p, dim, keepdim, dtype=dtype)  # type: ignore[arg-type]
+
+
+def _linalg_norm(x: torch.Tensor, *, dtype: torch.dtype | None = None) -> Reduction:
+    return _vector_norm(x, dtype=dtype)
+
+
+def _foreach_norm(x: torch.Tensor, ord: float = 2, dtype: torch.dtype | None = None) -> Reduction:
+    return _vector_norm(x, ord, dtype=dtype)
+
+
+REDUCTIONS: dict[str, Callable[..., Reduction]] = {
+    "sum": _sum,
+    "mean": _mean,
+    "max": _most,
+    "amax": _most,
+    "_foreach_max": _most,
+    "min": _least,
+    "amin": _least,
+    "any": _any,
+    "all": _all,
+    "count_nonzero": _count,
+    "norm": _norm,
+    "linalg_vector_norm": _vector_norm,
+    "linalg_norm": _linalg_norm,
+    "_foreach_norm": _foreach_norm,
+}
+"""By name of the function, what it is with the arguments of a call. A TypeError means: something else than of all elements."""
+
+
+def arguments(name: str, args: Any, kwargs: Any) -> list[list[Any]]:
+    """What belongs together in a call: of a ``_foreach`` function a list for each tensor, else one list of everything."""
+    given = [*args, *kwargs.values()]
+    lists = [x for x in given if isinstance(x, list | tuple)]
+    rest = [x for x in given if not isinstance(x, list | tuple)]
+    if name.startswith("_foreach_") and lists:
+        return [[*row, *rest] for row in zip(*lists, strict=True)]
+    return [[each for x in given for each in (x if isinstance(x, list | tuple) else (x,))]]

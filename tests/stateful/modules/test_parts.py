@@ -1,0 +1,343 @@
+"""What is computed with parameters and gradients outside of a forward: as with whole tensors, or refused by name."""
+
+import inspect
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+import fsharp as fs
+from fsharp.errors import CommError, FsharpError, LayoutError
+from fsharp.testing import simulate
+from tests import modules
+from tests.modules import batches, make, values, wrap
+from tests.scheduling import DP, every
+
+STRATEGIES = ("ddp", "zero1", "zero2", "zero3")
+MESHES = {n: fs.Mesh({"dp": n}) for n in (1, 2, 3)}
+
+
+def with_gradients(comm, strategy):
+    """A model with the mean gradients of a step, and plain torch's."""
+    n = comm.mesh.size if comm is not None else 0
+    data = [(x, y) for rank in range(n) for x, y in batches(_Rank(comm.mesh, rank), 1)]
+    model, optimizer = wrap(comm, strategy)
+    x, y = data[comm.rank]
+    model(x, y)["loss"].backward()
+    plain = make()
+    (sum(plain(x, y)["loss"] for x, y in data) / n).backward()
+    return model, optimizer, plain
+
+
+class _Rank:
+    def __init__(self, mesh, rank):
+        self.mesh, self.rank = mesh, rank
+
+
+def close(a, b):
+    torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+
+
+REDUCTIONS = {
+    "sum": torch.sum,
+    "sum in float64": lambda x: x.sum(dtype=torch.float64),
+    "mean": torch.mean,
+    "max": torch.max,
+    "min": lambda x: x.min(),
+    "amax": torch.amax,
+    "amin": torch.amin,
+    "any": lambda x: (x > 0.1).any(),
+    "all": lambda x: torch.isfinite(x).all(),
+    "how many": lambda x: torch.count_nonzero(x > 0),
+    "norm": torch.norm,
+    "norm of order 3": lambda x: x.norm(3),
+    "largest": lambda x: x.norm(p=torch.inf),
+    "smallest": lambda x: torch.linalg.vector_norm(x, -torch.inf),
+    "order 1": lambda x: torch.linalg.vector_norm(x, ord=1),
+    "order 0": lambda x: torch.linalg.vector_norm(x, 0),
+    "order 0.5, float64": lambda x: torch.linalg.vector_norm(x, 0.5, dtype=torch.float64),
+    "linalg.norm": torch.linalg.norm,
+    "of what is computed": lambda x: ((2 * x - 1).square() / (1 + x.abs())).sum(),
+    "of a difference": lambda x: (x - x.detach().clone().mul_(0.5)).norm(),
+    "of a part in float64": lambda x: x.detach().double().norm(),
+    "several": lambda x: torch.stack(torch._foreach_norm([x, x.detach() * 2])),
+}
+
+
+@every(3, strategy=STRATEGIES, ranks=(1, 2, 3))
+def test_reductions_are_those_of_the_whole(strategy, ranks):
+    """Of parameters and gradients, leaves of which most ranks have nothing included; on every rank the same."""
+
+    @torch.no_grad()
+    def rank_fn(comm):
+        with torch.enable_grad():
+            model, _, plain = with_gradients(comm, strategy)
+        mine, theirs = dict(model.named_parameters()), dict(plain.named_parameters())
+        for path in ("embed.weight", "layers.0.gain", "layers.1.up.weight", "layers.2.norm.bias"):
+            for reduce in REDUCTIONS.values():
+                close(reduce(mine[path]), reduce(theirs[path].detach()))
+                close(reduce(mine[path].grad), reduce(theirs[path].grad))
+        mine["embed.weight"].grad.data.fill_(torch.nan)
+        assert mine["embed.weight"].grad.max().isnan()
+        assert mine["embed.weight"].grad.norm(torch.inf).isnan()
+
+    simulate(MESHES[ranks], rank_fn)
+
+
+WRITES = {
+    "mul_": lambda p, g: p.mul_(0.5),
+    "in place operators": lambda p, g: p.__imul__(2).__isub__(g),
+    "add_": lambda p, g: p.add_(g, alpha=-0.1),
+    "addcdiv_": lambda p, g: p.addcdiv_(g, g.abs().sqrt_().add_(1e-3), value=-0.1),
+    "lerp_": lambda p, g: p.lerp_(g, 0.3),
+    "copy_": lambda p, g: p.copy_(g),
+    "zero_": lambda p, g: p.zero_(),
+    "clamp_": lambda p, g: p.clamp_(-0.1, 0.1),
+    "a tensor without dims": lambda p, g: p.mul_(torch.tensor(0.25)),
+    "of the norm": lambda p, g: p.div_(p.norm() + 1),
+    "through data": lambda p, g: p.data.sub_(g.data),
+    "where": lambda p, g: p.copy_(torch.where(g > 0, p, g)),
+    "foreach": lambda p, g: torch._foreach_add_([p], [g], alpha=2),
+    "foreach lerp": lambda p, g: torch._foreach_lerp_([p], [g], 0.5),
+    "foreach scalars": lambda p, g: torch._foreach_mul_([p], [0.5]),
+    "a gradient": lambda p, g: g.mul_(0.5),
+    "a mask on a gradient": lambda p, g: g.masked_fill_(g < 0, 0),
+    "a gradient by another": lambda p, g: g.copy_(p.sign() * g.abs()),
+}
+
+
+@every(13, strategy=STRATEGIES, ranks=(1, 2, 3), write=WRITES)
+def test_writes_are_seen(strategy, ranks, write):
+    """By the next evaluation and by training that goes on."""
+
+    def rank_fn(comm):
+        model, optimizer, plain = with_gradients(comm, strategy)
+        reference = torch.optim.AdamW(plain.parameters(), **modules.ADAMW)
+        for each in (model, plain):
+            with torch.no_grad():
+                for p in each.parameters():
+                    WRITES[write](p, p.grad)
+        x = torch.arange(5)
+        with torch.no_grad():
+            close(model(x), plain(x))
+        optimizer.step()
+        reference.step()
+        for name, p in plain.named_parameters():
+            torch.testing.assert_close(values(model)[name], p.detach(), rtol=1e-3, atol=1e-5)
+
+    simulate(MESHES[ranks], rank_fn)
+
+
+WAYS = ("torch", "foreach", "in two", "model", "value")
+
+
+@every(9, strategy=STRATEGIES, ranks=(1, 2, 3), norm_type=(2.0, 1.0, torch.inf, 3), way=WAYS)
+def test_clipping(strategy, ranks, norm_type, way):
+    """By torch's functions and by the module's own: the gradients and norms of plain torch."""
+
+    def clip(model, way):
+        if way == "value":
+            return torch.nn.utils.clip_grad_value_(model.parameters(), 0.01)
+        if way == "in two":
+            norm = nn.utils.get_total_norm([p.grad for p in model.parameters()], norm_type)
+            nn.utils.clip_grads_with_norm_(model.parameters(), 0.1, norm)
+            return norm
+        if way == "model" and isinstance(model, fs.ShardedModule):
+            return model.clip_grad_norm_(0.1, norm_type, error_if_nonfinite=True, foreach=None)
+        return nn.utils.clip_grad_norm_(model.parameters(), 0.1, norm_type, foreach=True if way == "foreach" else None)
+
+    def rank_fn(comm):
+        model, optimizer, plain = with_gradients(comm, strategy)
+        torch.testing.assert_close(clip(model, way), clip(plain, way), rtol=1e-4, atol=1e-6)
+        for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+            close(mine.grad.norm(), theirs.grad.norm())
+        optimizer.step()
+        reference = torch.optim.AdamW(plain.parameters(), **modules.ADAMW)
+        reference.step()
+        for name, p in plain.named_parameters():
+            torch.testing.assert_close(values(model)[name], p.detach(), rtol=1e-3, atol=1e-4)
+
+    simulate(MESHES[ranks], rank_fn)
+
+
+@pytest.mark.parametrize("kind", ["ddp", "zero1", "zero3"])
+def test_parameters_that_vary_are_reduced_over_all_ranks(kind):
+    """Experts, of which ranks along an axis have others: the total is one, or ranks would clip differently."""
+
+    def rank_fn(comm):
+        net = nn.ModuleDict({"dense": nn.Linear(3, 3), "experts": nn.Linear(3, 3)})
+        with torch.no_grad():
+            for p in net.dense.parameters():
+                p.fill_(0.5)
+            for p in net.experts.parameters():
+                p.fill_(1.0 + comm.mesh.coord("ep", comm.rank))
+        make_strategy = getattr(fs, kind)
+        strategy = {"**": make_strategy("dp", "ep"), "experts": make_strategy("dp").varying("ep")}
+        net = fs.shard_module(net, mesh=comm, strategy=strategy, units="*")
+        with torch.no_grad():
+            assert [float(p.mean()) for p in net.parameters()] == [0.5, 0.5, 1.5, 1.5]
+            assert float(net.experts.weight.max()) == 2
+        net.experts(net.dense(torch.ones(2, 3) * comm.rank)).square().mean().backward()
+        total = nn.utils.get_total_norm([p.grad for p in net.parameters()])
+        close(total, net.clip_grad_norm_(1.0))
+        return float(total)
+
+    assert len(set(simulate(fs.Mesh({"dp": 2, "ep": 2}), rank_fn))) == 1
+
+
+@pytest.mark.parametrize("way", ["torch", "model"])
+def test_gradients_that_are_not_finite(way):
+    """Found on all ranks, by one rank's elements; nothing is scaled."""
+
+    def rank_fn(comm):
+        model, *_ = with_gradients(comm, "zero3")
+        grad = model.head.weight.grad
+        if comm.rank == 1:
+            grad.local[0] = torch.inf
+        before = grad.local.clone()
+        clip = model.clip_grad_norm_ if way == "model" else partial(nn.utils.clip_grad_norm_, list(model.parameters()))
+        with pytest.raises(RuntimeError, match=r"norm of order 2\.0.* (is inf|non-finite)"):
+            clip(1.0, error_if_nonfinite=True)
+        assert torch.equal(grad.local, before)
+
+    simulate(DP, rank_fn)
+
+
+def test_options_of_clipping_are_those_of_torch():
+    mine, theirs = (list(inspect.signature(f).parameters.values())[2:] for f in
+                    (fs.ShardedModule.clip_grad_norm_, nn.utils.clip_grad_norm_))  # fmt: skip
+    assert [(p.name, p.default) for p in mine] == [(p.name, p.default) for p in theirs]
+
+
+@every(3, strategy=STRATEGIES, way=("lerp_", "foreach", "mul_ and add_", "copy_", "shadow"))
+def test_a_teacher_follows(strategy, way):
+    """Another module of the same layout, or clones of the parameters."""
+
+    @torch.no_grad()
+    def follow(teacher, student, shadow):
+        ours, theirs = list(teacher.parameters()), list(student.parameters())
+        if way == "foreach":
+            torch._foreach_lerp_(ours, theirs, 0.5)
+        elif way == "shadow":
+            for mine, each, new in zip(ours, shadow, theirs, strict=True):
+                mine.copy_(each.mul_(0.5).add_(new.detach(), alpha=0.5))
+        else:
+            for mine, new in zip(ours, theirs, strict=True):
+                mine.lerp_(new, 0.5) if way == "lerp_" else mine.copy_(new) if way == "copy_" else mine.mul_(0.5).add_(new / 2)
+
+    def run(teacher, student, optimizer, data):
+        seen, shadow = [], [p.detach().clone() for p in teacher.parameters()]
+        for x, y in data:
+            student(x, y)["loss"].backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            follow(teacher, student, shadow)
+            with torch.no_grad():
+                seen.append(teacher(torch.arange(5)))
+        return torch.stack(seen)
+
+    def rank_fn(comm):
+        return run(wrap(comm, strategy)[0], *wrap(comm, strategy), batches(comm, 3))
+
+    student = make()
+    expected = run(make(), student, torch.optim.AdamW(student.parameters(), **modules.ADAMW), batches(None, 3))
+    for found in simulate(DP, rank_fn):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+@every(2, strategy=STRATEGIES, zero=("before", "after", "never"))
+def test_elementwise_optimizers_of_torch(strategy, zero):
+    """What they do to parts are elementwise functions; ``never``: a forward in a step whose parameters were written to."""
+
+    def run(model, data):
+        optimizer = torch.optim.AdamW(model.parameters(), foreach=True, **modules.ADAMW)
+        for x, y in data:
+            if zero == "before":
+                optimizer.zero_grad()
+            model(x, y)["loss"].backward()
+            optimizer.step()
+            if zero == "after":
+                optimizer.zero_grad()
+
+    def rank_fn(comm):
+        model, _ = wrap(comm, strategy)
+        run(model, batches(comm, 4))
+        return values(model)
+
+    plain = make()
+    run(plain, batches(None, 4))
+    for whole in simulate(DP, rank_fn):
+        for name, p in plain.named_parameters():
+            torch.testing.assert_close(whole[name], p.detach(), rtol=1e-4, atol=1e-5)
+
+
+ALONE = {
+    "a norm": lambda p: p.norm(),
+    "a sum of a gradient": lambda p: p.grad.sum(),
+    "a write": lambda p: p.mul_(2),
+    "a write of nothing": lambda p: p.mul_(1.0),
+    "a write to a gradient": lambda p: p.grad.mul_(0.5),
+    "another number": lambda p: p.grad.mul_(0.25),
+    "foreach": lambda p: torch._foreach_mul_([p.grad], 2.0),
+}
+
+
+@every(5, strategy=STRATEGIES, act=ALONE, path=("layers.0.gain", "embed.weight"))
+def test_one_rank_alone_is_found(strategy, act, path):
+    def rank_fn(comm):
+        model, optimizer, _ = with_gradients(comm, strategy)
+        p = dict(model.named_parameters())[path]
+        with torch.no_grad():
+            if comm.rank == 1:
+                ALONE[act](p)
+            elif act == "another number":
+                p.grad.mul_(0.5)
+        for x, y in batches(comm, 2):
+            optimizer.step()
+            model(x, y)["loss"].backward()
+        with torch.no_grad():
+            model(x)
+
+    if strategy == "ddp" and act in ("a norm", "a sum of a gradient"):
+        simulate(DP, rank_fn)  # every rank has all of it
+        return
+    for error in simulate(DP, rank_fn, outcomes=True):
+        assert isinstance(error, CommError), error
+        assert "ranks called different collectives" in str(error)
+
+
+REFUSED = {
+    "another shape": (lambda p, q: p.mul_(torch.ones(11, 6)), r"mul_\(\): 'head\.weight'.*tensor of shape \[11, 6\].*slice"),
+    "another parameter": (lambda p, q: p.add_(q), r"add_\(\): 'head\.weight'.*'embed\.weight'.*cut in another way"),
+    "into a plain tensor": (lambda p, q: torch.zeros(11, 6).copy_(p), r"copy_\(\): 'head\.weight'.*of shape \[11, 6\]"),
+    "out=": (lambda p, q: torch.add(p, 1, out=p), r"'head\.weight' is sharded.*add\(\)"),
+    "along a dim": (lambda p, q: p.sum(0), r"'head\.weight' is sharded.*sum\(\)"),
+    "random numbers": (lambda p, q: nn.init.normal_(p), r"'head\.weight' is sharded.*normal_\(\).*write=True"),
+    "items": (lambda p, q: p.__setitem__(0, 0), r"'head\.weight' is sharded.*__setitem__"),
+    "a list": (lambda p, q: torch.cat([p, p]), r"'head\.weight' is sharded.*cat\(\)"),
+    "foreach of others": (lambda p, q: torch._foreach_copy_([p], [q]), r"_foreach_copy_\(\): 'head\.weight'.*'embed\.weight'"),
+}
+
+
+@pytest.mark.parametrize("act", REFUSED)
+def test_refused(act):
+    use, match = REFUSED[act]
+
+    def rank_fn(comm):
+        model, *_ = with_gradients(comm, "zero3")
+        with torch.no_grad(), pytest.raises(LayoutError, match=match):
+            use(model.head.weight, model.embed.weight)
+        frozen = fs.shard_module(make().requires_grad_(False), mesh=comm, strategy=fs.zero1("dp"), units=[modules.Block])
+        with (
+            torch.no_grad(),
+            pytest.raises(LayoutError, match=r"'head\.weight'.*freeze a teacher by requires_grad_\(False\) after"),
+        ):
+            frozen.head.weight.lerp_(wrap(comm, "zero1")[0].head.weight, 0.5)
+        scale = torch.ones((), requires_grad=True)
+        with pytest.raises(LayoutError, match=r"mul\(\): a tensor that requires a gradient, and the part 'head\.weight'"):
+            model.head.weight.grad * scale
+        with pytest.raises(FsharpError, match=r"'head\.weight' is used by norm\(\) outside of the forward.*torch\.no_grad"):
+            model.head.weight.norm()
+
+    simulate(DP, rank_fn)
