@@ -67,7 +67,8 @@ class _Store:
 def join(backend: str, timeout: timedelta | None) -> None:
     """Join the job that the environment describes, under keys that no attempt before has used.
 
-    torchrun's attempts share a store, and gloo would take addresses of processes that have ended out of it.
+    torchrun's attempts share a store, and gloo would take addresses of processes that have ended out of it. Whoever calls this
+    bounds how long it takes (:func:`within`): torch gives the store's host the limit anew with each retry.
 
     Args:
         backend: ``"gloo"`` or ``"nccl"``.

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.distributed_c10d import PrefixStore, _get_default_store, _world
+from torch.distributed.distributed_c10d import PrefixStore, _get_default_group, _get_default_store, _world
 
 from fsharp.errors import AgreementError, CommError, MeshError, problem
 from fsharp.functional.comm import job_store
@@ -36,7 +36,8 @@ _NEVER_SENT = 0
 _ONE_ROUND = 4096
 """Bytes that a rank may send to have the sum after one round instead of two."""
 _LEAVES_WITHIN_S, _END_WITHIN_S = 30.0, 2.0
-"""Seconds that rank 0, which may host the job's store, gives others to leave as well; the second if something has failed."""
+"""Seconds that rank 0, which may host the job's store, gives others to leave as well, if the job's limit is not shorter; the
+second if something has failed."""
 _OPS = {"max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN, "sum": dist.ReduceOp.SUM}
 
 
@@ -294,6 +295,12 @@ def _limit_s(group: dist.ProcessGroup, device: torch.device) -> float:
     return float(options._timeout.total_seconds()) if options is not None else dist.default_pg_timeout.total_seconds()
 
 
+def _job_limit_s() -> float:
+    """Seconds that collectives of the job may take, as far as ``init_process_group`` was told."""
+    group = _get_default_group()
+    return min(_limit_s(group, device) for device in group._device_types)
+
+
 before_leaving: list[Callable[[], None]] = []
 """What :func:`destroy` does first."""
 _ranks: dict[tuple[int, ...], RankStatuses] = {}
@@ -320,12 +327,12 @@ def _group_of(ranks: Sequence[int], limit_s: float, device: torch.device, *, is_
         store.wait(["most"], limit)
         return int(store.get("most"))
 
-    def make_gloo() -> dist.ProcessGroupGloo:
-        return dist.ProcessGroupGloo(store, ranks.index(mine), len(ranks), limit)
+    def make() -> tuple[int, dist.ProcessGroupGloo | None]:
+        most = meet()
+        return most, None if is_native else dist.ProcessGroupGloo(store, ranks.index(mine), len(ranks), limit)
 
     try:
-        most = job_store.within(limit_s, meet)
-        gloo = None if is_native else job_store.within(limit_s, make_gloo)
+        most, gloo = job_store.within(limit_s, make)
     except dist.DistNetworkError as error:
         raise CommError(
             f"rank {mine} of the job cannot reach the job's store to make process groups. Has the process that hosts it ended?"
@@ -360,7 +367,7 @@ def connect(mesh: Mesh, *, device_type: str | None = None, timeout: timedelta | 
 
     Raises:
         MeshError: the number of processes is not the size of the mesh; a ``timeout`` for a job that has been joined before.
-        CommError: the other processes have not come within the limit.
+        CommError: the other processes have not come within the limit, or one of them has ended meanwhile.
         AgreementError: processes that ask for different meshes; on every rank, before any group is made.
 
     Cost: one small collective, and one group for each axis.
@@ -379,10 +386,33 @@ def connect(mesh: Mesh, *, device_type: str | None = None, timeout: timedelta | 
     if world_size == 1:
         mesh.check_world_size(1)
         return SingleComm(mesh, device=torch.device(kind, torch.accelerator.current_device_index()) if kind == "cuda" else kind)
-    if not dist.is_initialized():
-        job_store.join("nccl" if kind == "cuda" else "gloo", timeout)
-    _check_same_mesh(mesh, kind, world_size)
-    return ProcessGroupComm(init_device_mesh(kind, mesh.shape, mesh_dim_names=mesh.names))
+    limit_s = _job_limit_s() if dist.is_initialized() else (timeout or dist.default_pg_timeout).total_seconds()
+    return ProcessGroupComm(_joined(mesh, kind, world_size, timeout, limit_s))
+
+
+def _joined(mesh: Mesh, kind: str, world_size: int, timeout: timedelta | None, limit_s: float) -> DeviceMesh:
+    """The DeviceMesh of all processes of the job, which this one joins if it has not."""
+
+    def join() -> DeviceMesh:
+        if kind == "cuda":  # each thread has a current device of its own
+            torch.accelerator.set_device_index(device)
+        if not dist.is_initialized():
+            job_store.join("nccl" if kind == "cuda" else "gloo", timeout)
+        _check_same_mesh(mesh, kind, world_size)
+        return init_device_mesh(kind, mesh.shape, mesh_dim_names=mesh.names)
+
+    device = torch.accelerator.current_device_index() if kind == "cuda" else 0
+    who = f"connect(): rank {os.environ.get('RANK', '?')} of {world_size}"
+    remedy = "Has another process ended before it joined the job, or the one that hosts the job's store?"
+    try:
+        return job_store.within(limit_s, join)
+    except TimeoutError as error:
+        raise CommError(f"{who} has waited {limit_s:g} s for the others to join the job. {remedy}") from error
+    except (CommError, AgreementError, MeshError):
+        raise
+    except RuntimeError as error:  # torch's, and gloo's of a connection
+        text = str(error).partition("\n")[0].rstrip(" .")
+        raise CommError(f"{who} could not join the job: {text}. {remedy}") from error
 
 
 def _check_same_mesh(mesh: Mesh, kind: str, world_size: int) -> None:
@@ -409,7 +439,8 @@ def destroy() -> None:
     Other ranks that wait for this one, now or later, raise a :class:`CommError` that says after which step it has left, and the
     traceback if that was because of an error. The end of the interpreter does the same.
 
-    Cost: rank 0, which hosts the job's store unless torchrun does, waits for others to leave, for at most 30 seconds.
+    Cost: rank 0, which hosts the job's store unless torchrun does, waits for others to leave: for at most 30 seconds, or the
+    job's limit if that is shorter.
     """
     for finish in before_leaving:
         finish()
@@ -431,7 +462,7 @@ def _leave(error: BaseException | None) -> None:
     for ranks in statuses:
         ranks.leave(error)
     failed = error is not None or any(watch.error is not None for ranks in statuses for watch in list(ranks.watches.values()))
-    job_store.leave(within_s=_END_WITHIN_S if failed else _LEAVES_WITHIN_S)
+    job_store.leave(within_s=min(_END_WITHIN_S if failed else _LEAVES_WITHIN_S, _job_limit_s()))
 
 
 os.register_at_fork(after_in_child=_ranks.clear)  # a forked child is no rank, and does not leave for one
