@@ -10,7 +10,7 @@ import fsharp as fs
 from fsharp.errors import AgreementError, TreeError
 from fsharp.testing import simulate
 from tests import modules
-from tests.modules import close, train, values
+from tests.modules import close, train, values, wrap
 from tests.scheduling import DP, HYBRID, STRATEGIES, assert_same, every
 from tests.stateful.modules.test_module_gradients import Choosy, sharded
 from tests.stateful.modules.test_module_optimizers import Lamb
@@ -341,5 +341,54 @@ def test_the_state_of_a_pair_is_copied():
         assert_same(found, [values(model)] * 2)
         with pytest.raises(TreeError, match=r"load_state_dict\(\): unit .* belongs to a donated state"):
             second.load_state_dict(state)
+
+    simulate(DP, rank_fn)
+
+
+@every(2, strategy=["ddp", "zero1", "zero2", "zero3"], optimizer=[torch.optim.AdamW, torch.optim.SGD])
+def test_state_by_parameter(strategy, optimizer):
+    """``optimizer.state[p]`` as torch's users read it: this rank's part, whose norm is that of the whole state."""
+    options = {"lr": 1e-2, "momentum": 0.9} if optimizer is torch.optim.SGD else {"lr": 1e-2, "amsgrad": True}
+
+    def run(model, optimizer, data):
+        for x, y in data:
+            model(x, y)["loss"].backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def rank_fn(comm):
+        model = wrap(comm, strategy)[0]
+        own = fs.ShardedOptimizer(model.parameters(), optimizer, **options)
+        assert not own.state
+        assert dict(own.state[model.head.weight]) == {}
+        run(model, own, modules.batches(comm, 3))
+        plain = modules.make()
+        reference = optimizer(plain.parameters(), **options)
+        run(plain, reference, modules.batches(None, 3))
+        assert len(own.state) == len(reference.state)
+        names = [dict(model.named_parameters())[name] for name, _ in plain.named_parameters()]
+        for mine, theirs in zip(names, plain.parameters(), strict=True):
+            assert mine in own.state
+            for key, value in reference.state[theirs].items():
+                if value.dim() == 0 and theirs.dim() > 0:
+                    assert not mine.local.numel() or own.state[mine][key] == value
+                    continue
+                assert own.state[mine][key].shape == value.shape or theirs.dim() == 0
+                torch.testing.assert_close(own.state[mine][key].norm(), value.norm(), rtol=1e-3, atol=1e-6)
+        with pytest.raises(TypeError, match="does not support item assignment"):
+            own.state[model.head.weight]["exp_avg"] = None
+        with pytest.raises(TreeError, match=r"state cannot be replaced: load_state_dict"):
+            own.state = {}
+        with pytest.raises(TreeError, match=r"asked for a Parameter \[11, 6\], expected one of model\.parameters"):
+            _ = own.state[plain.head.weight]
+        with torch.no_grad():
+            for p in own.state:
+                for value in own.state[p].values():
+                    value.zero_()
+        saved = own.state_dict()["state"]["head.weight"]
+        assert all(float(part.norm()) == 0 for part in saved.values() if isinstance(part, fs.Part))
+        pair = fs.ShardedOptimizer(model.parameters(), fs.optim.adamw(1e-2))
+        with pytest.raises(TreeError, match=r"an \(init, update\) pair keeps a tree of its own.*train_state\.opt"):
+            _ = pair.state
 
     simulate(DP, rank_fn)

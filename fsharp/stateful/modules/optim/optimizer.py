@@ -23,7 +23,15 @@ from fsharp.functional.optim.base import Transform, as_transform
 from fsharp.stateful.modules.optim.averaged import averaged
 from fsharp.stateful.modules.optim.flat_slices import FlatSlice, alike, cut_leaves, join_state, leaves_of, runs_of, split_state
 from fsharp.stateful.modules.optim.probe import Scope, fresh_state, scope_of
-from fsharp.stateful.modules.optim.states import Replicas, States, check_groups, on_every_rank, read_states, read_tree
+from fsharp.stateful.modules.optim.states import (
+    Replicas,
+    StateByParameter,
+    States,
+    check_groups,
+    on_every_rank,
+    read_states,
+    read_tree,
+)
 from fsharp.stateful.modules.parameter import Part, ShardedParameter
 from fsharp.stateful.modules.session import Session
 from fsharp.stateful.modules.state_dict import check_replicas, refuse_dtensors
@@ -60,6 +68,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def __init__(self, params: Iterable[Any], optimizer: type[torch.optim.Optimizer] | Any, **defaults: Any) -> None:
         self._is_made = False
+        self._has_state: set[str] = set()  # paths of parameters that have had a gradient: on all ranks the same
         groups = [dict(each) if isinstance(each, Mapping) else each for each in params]
         if any(isinstance(each, tuple) for each in groups):
             groups = [each[1] if isinstance(each, tuple) else each for each in groups]  # named_parameters()
@@ -204,6 +213,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if self._generation != self.session.kept.generation:
             self._recut(self._labels, self._states())
         missing = self.session.step.means.missing
+        self._has_state |= {path for labels in self._labels for path in labels} - missing
         if any(len({path in missing for path, _, _ in run.leaves}) > 1 for run, _ in self._each_run()):
             self._recut([{path: (old, path in missing) for path, old in each.items()} for each in self._labels], self._states())
         for mine, theirs in zip(self.param_groups, self.inner.param_groups, strict=True):
@@ -248,6 +258,45 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """
         with averaged(self.session, self.session.kept.state.opt if self.inner is None else None):
             yield
+
+    @property
+    def state(self) -> Any:
+        """A read-only mapping from parameters to what the class keeps of each: ``optimizer.state[p]["exp_avg"]``.
+
+        What has a value for each element is a :class:`~fsharp.Part` in the optimizer's own memory: writing to it changes the
+        state. All else, such as ``"step"``, is as the optimizer has it, on ranks that hold elements of the parameter. A
+        parameter that has had no gradient has an empty mapping. Parts are of the moment: take them again after a step.
+
+        Raises:
+            TreeError: an ``(init, update)`` pair, whose state is a tree.
+
+        Cost: nothing to ask; where this rank holds nothing of a parameter, a step of the class on one element.
+        """
+        if self._is_made and self.inner is None:
+            raise TreeError(
+                "optimizer.state: an (init, update) pair keeps a tree of its own, and nothing by parameter. It is "
+                'model.train_state.opt, and optimizer.state_dict()["state"].'
+            )
+        return StateByParameter(self._state_of, self._has_state, self.session.parameters)
+
+    @state.setter
+    def state(self, value: Any) -> None:
+        if self._is_made:  # torch's constructor sets an empty one
+            raise TreeError("optimizer.state cannot be replaced: load_state_dict() takes what state_dict() has given.")
+
+    def _state_of(self, path: str) -> dict[str, Any]:
+        """What is kept of one parameter, of the elements that are here."""
+        assert self.inner is not None
+        for run, parameter in self._each_run():
+            for leaf in run.leaves:
+                if leaf[0] == path:
+                    return split_state(
+                        run._replace(leaves=(leaf,)), self.inner.state.get(parameter, {}), self.session.parameters
+                    )[path]
+        if path not in self._has_state:
+            return {}
+        fresh = self._fresh(path, self.param_groups)
+        return {key: value for key, value in fresh.items() if isinstance(value, Part)}
 
     def state_dict(self) -> dict[str, Any]:
         """``{"state": {name: {...}}, "param_groups": [...]}``, by names of parameters; every rank calls it.
@@ -362,6 +411,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if self.inner is None:
             self.session.kept.state = self.session.kept.state._replace(opt=states)
         else:
+            self._has_state = set(states)
             self._recut([{path: alike(states.get(path, {})) for path in labels} for labels in self._labels], states)
 
     def _each_run(self) -> Iterator[tuple[FlatSlice, nn.Parameter]]:

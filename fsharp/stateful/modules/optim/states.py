@@ -3,8 +3,9 @@
 import hashlib
 import json
 from collections import defaultdict
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from itertools import zip_longest
+from types import MappingProxyType
 from typing import Any
 
 import optree
@@ -21,6 +22,42 @@ from fsharp.stateful.modules.state_dict import own_part
 
 States = dict[str, dict[str, Any]]
 """By path of the parameter and name of the state: a :class:`~fsharp.Part`, or what is not one for each element."""
+
+
+class StateByParameter(Mapping[Part, Mapping[str, Any]]):
+    """A read-only mapping from parameters to their states, which is looked up when it is asked for.
+
+    Args:
+        state_of: the state of a parameter, by its path.
+        paths: of the parameters that have a state.
+        parameters: by path, all of them.
+    """
+
+    def __init__(
+        self, state_of: Callable[[str], dict[str, Any]], paths: Container[str], parameters: Mapping[str, Part]
+    ) -> None:
+        self._state_of, self._paths, self._parameters = state_of, paths, parameters
+
+    def __getitem__(self, parameter: Part) -> Mapping[str, Any]:
+        path: str = getattr(parameter, "path", "")
+        if path not in self._parameters:
+            shape = list(parameter.shape) if isinstance(parameter, torch.Tensor) else ""
+            raise TreeError(
+                f"optimizer.state: asked for a {type(parameter).__name__} {shape}, expected one of model.parameters()."
+            )
+        return MappingProxyType(self._state_of(path))
+
+    def __contains__(self, parameter: object) -> bool:
+        return getattr(parameter, "path", None) in self._paths
+
+    def __iter__(self) -> Iterator[Part]:
+        return (each for path, each in self._parameters.items() if path in self._paths)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def __repr__(self) -> str:
+        return repr({parameter: dict(self[parameter]) for parameter in self})
 
 
 def on_every_rank(where: str, states: States, parameters: Mapping[str, Part], comm: Comm) -> States:
