@@ -73,6 +73,7 @@ def test_every_folder_is_known():
         "stateful",
         "interop",
         "checkpoint",
+        "checkpoint/formats",
         "resilience",
     } == set(MAY_IMPORT)
 

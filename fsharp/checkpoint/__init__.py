@@ -6,11 +6,11 @@ from fsharp.checkpoint.catalog import latest as latest
 from fsharp.checkpoint.catalog import open_checkpoint as open_checkpoint
 from fsharp.checkpoint.catalog import prune as prune
 from fsharp.checkpoint.catalog import verify as verify
-from fsharp.checkpoint.dcp import from_dcp as from_dcp
-from fsharp.checkpoint.dcp import to_dcp as to_dcp
 from fsharp.checkpoint.entries import OwnBuffers as OwnBuffers
 from fsharp.checkpoint.entries import PerRank as PerRank
-from fsharp.checkpoint.exporting import export_safetensors as export_safetensors
+from fsharp.checkpoint.formats.dcp import from_dcp as from_dcp
+from fsharp.checkpoint.formats.dcp import to_dcp as to_dcp
+from fsharp.checkpoint.formats.exporting import export_safetensors as export_safetensors
 from fsharp.checkpoint.loading import load as load
 from fsharp.checkpoint.replicas import RefreshNbytes as RefreshNbytes
 from fsharp.checkpoint.replicas import Replicas as Replicas

@@ -3,6 +3,7 @@
 import logging
 import os
 import re
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -182,6 +183,27 @@ def newest_first(storage: Storage, root: str) -> list[str]:
     return [name for _, name in sorted(found, reverse=True)]
 
 
+def has_checkpoints(root: str) -> bool:
+    """Return whether there is a checkpoint under ``root``, readable or not. What never came to have a manifest is none."""
+    return bool(_with_manifest(root))
+
+
+def problems(root: str) -> list[str]:
+    """Return what is wrong with checkpoints under ``root`` that are not complete. What never had a manifest is none."""
+    found = []
+    for path in _with_manifest(root):
+        try:
+            _opened(storage_of(root), path)
+        except CheckpointError as error:
+            found.append(str(error))
+    return found
+
+
+def _with_manifest(root: str) -> list[str]:
+    storage = storage_of(root)
+    return [f"{root}/{name}" for name in newest_first(storage, root) if NAME in storage.names(f"{root}/{name}")]
+
+
 def checkpoints(root: str | os.PathLike[str]) -> list[Checkpoint]:
     """All complete checkpoints under ``root``, the one that was saved last first, whatever its step.
 
@@ -218,6 +240,11 @@ def latest(root: str | os.PathLike[str]) -> Checkpoint | None:
             instead = "there is no other" if newest is None else f"using step {newest.step}"
             _log.warning("%s/%s is incomplete, %s", folder, match[1], instead)
     return newest
+
+
+def newest_but(root: str, damaged: Collection[str]) -> Checkpoint | None:
+    """Return what :func:`latest` does, but for checkpoints whose paths are in ``damaged``."""
+    return next((each for each in checkpoints(root) if each.path not in damaged), None) if damaged else latest(root)
 
 
 def verify(path: str | os.PathLike[str]) -> Checkpoint:

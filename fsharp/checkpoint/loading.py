@@ -5,12 +5,13 @@ import os
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import optree
 import torch
 
-from fsharp.checkpoint.catalog import Checkpoint, instead_of, latest, open_checkpoint
+from fsharp.checkpoint.catalog import Checkpoint, instead_of, newest_but, open_checkpoint, problems
 from fsharp.checkpoint.entries import (
     Contents,
     Entry,
@@ -24,6 +25,7 @@ from fsharp.checkpoint.entries import (
     renamed,
     template_of,
 )
+from fsharp.checkpoint.falling_back import noted, set_aside, unless_damaged
 from fsharp.checkpoint.huggingface import is_folder
 from fsharp.checkpoint.manifest import NAME, Manifest
 from fsharp.checkpoint.reading import BUFFER_NBYTES, Need, read_needs
@@ -67,8 +69,9 @@ def load(
     (tensor([0., 1., 2., 3., 4., 5.]), 512)
 
     Args:
-        where: a checkpoint or its path, or the root of several, of which the newest complete one is taken. A folder of
-            safetensors that Hugging Face's libraries have written will do as well.
+        where: a checkpoint or its path, or the root of several, of which the newest is taken whose bytes are right. Damaged
+            ones are set aside: renamed to end in ``.damaged``, with a warning that names each. A folder of safetensors that
+            Hugging Face's libraries have written will do as well.
         like: names, shapes, dtypes and where each rank's parts rest; its values do not matter, and tensors may be on the meta
             device. Objects with ``load_state_dict()`` are given what was loaded, and returned; what their ``state_dict()`` has
             before is what is loaded, so a plain optimizer of torch has to have made a step (a ShardedOptimizer need not).
@@ -86,7 +89,8 @@ def load(
         The tree. Numbers and strings are those that were saved; padding is zero.
 
     Raises:
-        CheckpointError: there is none, it is incomplete or damaged; names the file and the tensors. On all ranks.
+        CheckpointError: there is none, or it is incomplete or damaged, as are all under a root; names the file and the
+            tensors. Nothing is renamed then. On all ranks.
         TreeError: names, shapes or dtypes that differ, in either direction; on all ranks. A tied leaf needs a value under one
             of its names.
         PatternError: a pattern of ``ignore`` that matches nothing.
@@ -95,27 +99,54 @@ def load(
     Cost: a rank reads what it holds, rounded to blocks of 4 KiB, and headers, and compares it with digests; two collectives of
     40 bytes for each axis, and two for the path. Memory: what is loaded and ``buffer_nbytes``.
     """
-    given = full_path(where)
-    path = _chosen(given, comm)
-
-    def read(found: Checkpoint, needs: list[Need]) -> None:
-        try:
-            read_needs(found.path, found.manifest, needs, buffer_nbytes=buffer_nbytes)
-        except CheckpointError as error:
-            raise CheckpointError(f"{error}{instead_of(found.path)}") from error
-
-    return load_by(
-        read,
-        lambda: open_checkpoint(path),
+    return load_newest(
+        where,
         like,
         comm=comm,
-        where=given,
         subtree=subtree,
         rename=rename,
         ignore=ignore,
         cast=cast,
         donate=donate,
-    )
+        buffer_nbytes=buffer_nbytes,
+    )[1]
+
+
+def load_newest(where: str | os.PathLike[str], like: Any, *, comm: Comm, **options: Any) -> tuple[Checkpoint, Any]:
+    """Load as :func:`load` does; return the checkpoint that the values are from as well."""
+    given, damaged = full_path(where), dict[str, str]()
+    while True:
+        path, damage = _chosen(given, comm, damaged), list[str]()
+        load_it = partial(load_one, path, like, damage, comm=comm, where=given, **options)
+        if path == given:
+            return load_it()
+        loaded, texts = unless_damaged(load_it, damage, comm)
+        if loaded is not None:
+            set_aside(damaged, path, comm)
+            return loaded
+        damaged[path] = texts[0]
+
+
+def load_one(
+    path: str, like: Any, damage: list[str], *, comm: Comm, buffer_nbytes: int = BUFFER_NBYTES, **options: Any
+) -> tuple[Checkpoint, Any]:
+    """Load the checkpoint at ``path``, as :func:`load_by` does; append to ``damage`` what this rank finds damaged in it."""
+    seen = list[Checkpoint]()
+
+    def opened() -> Checkpoint:
+        with noted(damage):
+            seen.append(open_checkpoint(path))
+        return seen[0]
+
+    def read(found: Checkpoint, needs: list[Need]) -> None:
+        try:
+            with noted(damage):
+                read_needs(found.path, found.manifest, needs, buffer_nbytes=buffer_nbytes)
+        except CheckpointError as error:
+            raise CheckpointError(f"{error}{instead_of(found.path)}") from error
+
+    tree = load_by(read, opened, like, comm=comm, **options)
+    return seen[0], tree
 
 
 def load_by(
@@ -125,11 +156,11 @@ def load_by(
     *,
     comm: Comm,
     where: str,
-    subtree: str,
+    subtree: str = "",
     rename: Callable[[str], str] | None = None,
     ignore: str | Sequence[str] = (),
-    cast: bool,
-    donate: bool,
+    cast: bool = False,
+    donate: bool = False,
 ) -> Any:
     """See :func:`load`: wherever the bytes come from.
 
@@ -187,19 +218,21 @@ def load_by(
     return together("load()", comm, lambda: optree.tree_map(_given_back, like, tree, is_leaf=is_node))
 
 
-def _chosen(path: str, comm: Comm) -> str:
-    """Path of the checkpoint that is meant; rank 0 looks, and all take the same.
+def _chosen(path: str, comm: Comm, damaged: Mapping[str, str]) -> str:
+    """Return the path of the checkpoint to load: ``path``, or the newest below it that is not damaged. Rank 0 looks for all.
 
     Raises:
-        CheckpointError: there is none.
+        CheckpointError: all checkpoints below ``path`` are damaged. On all ranks.
     """
     answer = {}
     if comm.rank == 0:
         try:
             names = storage_of(path).names(path)
             is_one = NAME in names or is_folder(names)
-            newest = None if is_one else latest(path)
-            answer = {"path": path if is_one or newest is None else newest.path}
+            newest = None if is_one else newest_but(path, damaged)
+            if newest is None and not is_one and (unreadable := [*damaged.values(), *problems(path)]):
+                raise CheckpointError(f"{path}: no checkpoint can be read.\n" + "\n".join(unreadable))
+            answer = {"path": path if newest is None else newest.path}
         except (CheckpointError, OSError) as error:
             answer = {"error": str(error)}
     said = json.loads(exchange(json.dumps(answer), comm)[0])

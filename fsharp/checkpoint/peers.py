@@ -2,7 +2,8 @@
 
 import json
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -11,6 +12,7 @@ import torch
 from fsharp.checkpoint.catalog import Checkpoint, newest_first
 from fsharp.checkpoint.manifest import NAME, Manifest, plain_file_name
 from fsharp.checkpoint.reading import Need, ShardFile, Window, parts_by_file, table_nbytes
+from fsharp.checkpoint.saving import file_name
 from fsharp.checkpoint.shard_file import bytes_of, header_nbytes
 from fsharp.checkpoint.storage import LocalFiles
 from fsharp.errors import CheckpointError
@@ -23,6 +25,28 @@ PIECE_NBYTES = 4 << 20
 """Bytes that are sent at once."""
 _log = logging.getLogger("fsharp")
 _files = LocalFiles()
+
+
+class DamagedCopy(CheckpointError):
+    """Bytes of a file that a host holds are not those that were written, or cannot be read.
+
+    Attributes:
+        rank: a rank of that host.
+        file: name of the file in the folder of the save.
+    """
+
+    def __init__(self, text: str, rank: int, file: str) -> None:
+        super().__init__(text)
+        self.rank, self.file = rank, file
+
+
+@contextmanager
+def _blamed(rank: int, file: str) -> Iterator[None]:
+    """Say of a CheckpointError that is raised within which copy is damaged."""
+    try:
+        yield
+    except CheckpointError as error:
+        raise DamagedCopy(str(error), rank, file) from error
 
 
 @dataclass(frozen=True)
@@ -46,6 +70,11 @@ class HeldSave:
     hosts: dict[int, dict[int, int]]
 
     @property
+    def where(self) -> str:
+        """Where the save is, for messages."""
+        return "on hosts"
+
+    @property
     def missing(self) -> list[int]:
         """Numbers of the files that no host has."""
         return sorted(set(range(self.num_files)).difference(*self.hosts.values()))
@@ -56,14 +85,23 @@ class HeldSave:
         return firsts[rank // domain_size % len(firsts)] + rank % domain_size
 
 
-def held_saves(folder: str, comm: Comm, domain_size: int) -> list[HeldSave]:
-    """All saves of which some host holds something; the same on all ranks. What is damaged is left out, and logged."""
+Copy = tuple[str, int, str]
+"""A file of a save on a host: name of the save, first rank of the host, name of the file."""
+
+
+def held_saves(folder: str, comm: Comm, domain_size: int, damaged: Collection[Copy] = ()) -> list[HeldSave]:
+    """Return all saves of which some host holds something; the same on all ranks.
+
+    Copies that are known to be damaged do not count, nor do files and manifests of another size, which are logged.
+    """
     mine = together("restore()", comm, lambda: held_here(folder) if comm.rank % domain_size == 0 else [])
     found: dict[str, HeldSave] = {}
     for first, text in enumerate(exchange(json.dumps(mine), comm)):
         for name, step, created, num_files, manifest_nbytes, heads in json.loads(text):
             save = found.setdefault(name, HeldSave(name, step, created, num_files, manifest_nbytes, {}))
-            save.hosts[first] = {int(number): size for number, size in heads.items()}
+            if (name, first, NAME) not in damaged:
+                there = {int(number): size for number, size in heads.items()}
+                save.hosts[first] = {no: size for no, size in there.items() if (name, first, file_name(no)) not in damaged}
     return list(found.values())
 
 
@@ -192,7 +230,7 @@ def fetch(folder: str, wanted: Sequence[Wanted], comm: Comm, deferred: Deferred)
             send, end = outgoing[:0], 0
             for each in theirs[i] if i < len(theirs) else ():
                 part = outgoing[end : end + each.nbytes]
-                deferred.run(_read_asked, folder, each, bytes_of(part))
+                deferred.run(_read_asked, comm.rank, folder, each, bytes_of(part))
                 end += each.nbytes
                 send = outgoing[:end]
             batch = asked[shift][i] if i < len(asked[shift]) else []
@@ -203,9 +241,10 @@ def fetch(folder: str, wanted: Sequence[Wanted], comm: Comm, deferred: Deferred)
                 end += each.nbytes
 
 
-def _read_asked(folder: str, asked: Wanted, into: memoryview) -> None:
-    """Read what another rank has asked for: from a file of the save, and no other path."""
-    _files.read(f"{folder}/{plain_file_name(asked.file)}", asked.start, into)
+def _read_asked(rank: int, folder: str, asked: Wanted, into: memoryview) -> None:
+    """Read what another rank has asked ``rank`` for: from a file of the save, and no other path."""
+    with _blamed(rank, plain_file_name(asked.file)):
+        _files.read(f"{folder}/{asked.file}", asked.start, into)
 
 
 def _ignore(data: torch.Tensor) -> None:
@@ -261,11 +300,13 @@ def fetch_manifest(folder: str, save: HeldSave, comm: Comm, domain_size: int) ->
     """The manifest of a save, which hosts that hold nothing get from others. All ranks call it."""
     has_it = comm.rank - comm.rank % domain_size in save.hosts
     deferred, data = Deferred(), bytearray(0 if has_it else save.manifest_nbytes)
-    fetch(folder, _wanted_whole(save.holder(None, comm.rank, domain_size), NAME, 0, data), comm, deferred)
+    holder = save.holder(None, comm.rank, domain_size)
+    fetch(folder, _wanted_whole(holder, NAME, 0, data), comm, deferred)
 
     def made() -> Manifest:
         deferred.raise_()
-        return Checkpoint(folder).manifest if has_it else Manifest.from_json(f"{save.name}/{NAME}", bytes(data))
+        with _blamed(comm.rank if has_it else holder, NAME):
+            return Checkpoint(folder).manifest if has_it else Manifest.from_json(f"{save.name}/{NAME}", bytes(data))
 
     return together("restore()", comm, made)
 
@@ -285,7 +326,7 @@ def read_from_hosts(
         domain_size: ranks of a host.
 
     Raises:
-        CheckpointError: bytes that are missing or damaged; names file, tensors and host. On this rank alone.
+        DamagedCopy: bytes that are missing or damaged; names file, tensors and host. On this rank alone.
 
     Cost: what this rank needs and its host does not have is sent, rounded to blocks, with headers and tables of digests.
     """
@@ -307,22 +348,30 @@ def read_from_hosts(
         asked = []
         for number, holder in away.items():
             record = manifest.files[number]
-            file = ShardFile(fetched, _at(folder, holder), record, number, manifest.save_id)
-            for window in file.windows(file.runs(manifest, parts[number]), PIECE_NBYTES):
-                asked.append(Wanted(holder, record.name, window.start, window.nbytes, _taking(file, window)))
+            with _blamed(holder, record.name):
+                file = ShardFile(fetched, _at(folder, holder), record, number, manifest.save_id)
+                windows = file.windows(file.runs(manifest, parts[number]), PIECE_NBYTES)
+            for window in windows:
+                take = _taking(file, window, holder, record.name)
+                asked.append(Wanted(holder, record.name, window.start, window.nbytes, take))
         return asked
 
     fetch(folder, deferred.run(ask_heads) or [], comm, deferred)
     fetch(folder, deferred.run(ask_windows) or [], comm, deferred)
     deferred.raise_()
     for number in parts.keys() & here.keys():
-        file = ShardFile(_files, folder, manifest.files[number], number, manifest.save_id)
-        file.read(file.runs(manifest, parts[number]), PIECE_NBYTES)
+        with _blamed(comm.rank, manifest.files[number].name):
+            file = ShardFile(_files, folder, manifest.files[number], number, manifest.save_id)
+            file.read(file.runs(manifest, parts[number]), PIECE_NBYTES)
 
 
 def _at(folder: str, holder: int) -> str:
     return f"on the host of rank {holder}: {folder}"
 
 
-def _taking(file: ShardFile, window: Window) -> Callable[[torch.Tensor], None]:
-    return lambda data: file.take(window, data)
+def _taking(file: ShardFile, window: Window, holder: int, name: str) -> Callable[[torch.Tensor], None]:
+    def take(data: torch.Tensor) -> None:
+        with _blamed(holder, name):
+            file.take(window, data)
+
+    return take

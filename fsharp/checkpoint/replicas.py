@@ -6,20 +6,24 @@ import math
 import os
 import secrets
 import struct
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from itertools import count
 from typing import Any, NamedTuple
 
 import torch
 import xxhash
 
-from fsharp.checkpoint.catalog import Checkpoint, latest, newest_first, remove_incomplete
+from fsharp.checkpoint.catalog import Checkpoint, newest_but, newest_first, remove_incomplete
 from fsharp.checkpoint.entries import Contents, contents_of, expanded
-from fsharp.checkpoint.loading import load, load_by
+from fsharp.checkpoint.falling_back import renamed_away, set_aside, unless_damaged
+from fsharp.checkpoint.loading import load_by, load_one
 from fsharp.checkpoint.manifest import NAME, FileRecord
 from fsharp.checkpoint.peers import (
     PIECE_NBYTES,
+    Copy,
+    DamagedCopy,
     Deferred,
     HeldSave,
     fetch_manifest,
@@ -46,7 +50,7 @@ from fsharp.checkpoint.saving import (
 )
 from fsharp.checkpoint.shard_file import bytes_of, file_nbytes
 from fsharp.checkpoint.storage import Claim, LocalFiles, full_path
-from fsharp.errors import CheckpointError, problem
+from fsharp.errors import AgreementError, CheckpointError, FsharpError, problem
 from fsharp.functional.comm.agree import exchange, gather_bytes, together
 from fsharp.functional.comm.process_group import ProcessGroupComm
 from fsharp.functional.comm.protocol import Comm, innermost
@@ -77,6 +81,7 @@ class _OnDisk(NamedTuple):
     path: str
     step: int
     created: float
+    where: str = "on disk"
 
 
 class Replicas(Background):
@@ -288,7 +293,7 @@ class Replicas(Background):
         together("refresh()", own, lambda: told(staged, deferred.raise_))
 
     def latest(self) -> int | None:
-        """The step that :meth:`restore` has; None if no host and no disk has anything. All ranks call it.
+        """Return the step that :meth:`restore` has if nothing is damaged; None if nothing is there. All ranks call it.
 
         Raises:
             CheckpointError: files are lost of all that hosts hold, and there is no checkpoint on disk.
@@ -300,7 +305,9 @@ class Replicas(Background):
         """A tree like ``like`` with the values that were kept last, whatever strategy and number of ranks. All ranks call it.
 
         What hosts hold is taken, unless the newest checkpoint under ``root`` was saved later, or more than ``copies`` hosts
-        have lost their memory; then that checkpoint is, and a warning says so.
+        have lost their memory; then that checkpoint is, and a warning says so. In place of a damaged copy that of another host
+        is taken, or else what was saved before. Damaged files and checkpoints are renamed to end in ``.damaged``, with a
+        warning that names each.
 
         Args:
             like: as for :func:`load`, and so are the others.
@@ -309,32 +316,65 @@ class Replicas(Background):
             donate: read into the tensors of ``like``.
 
         Raises:
-            CheckpointError: there is nothing, or files are lost, and of which ranks; or bytes are damaged.
+            CheckpointError: there is nothing, or all that there is has lost files, and of which ranks, or is damaged. Nothing
+                is renamed then.
             TreeError: names, shapes or dtypes that differ.
             AgreementError: ranks with different arguments, or of which one has failed.
 
         Cost: hosts tell each other what they hold; then a rank reads what it needs, and its host does not have is sent to it,
         rounded to blocks and compared with digests as by :func:`load`. Memory: two pieces of 4 MiB.
         """
-        found, comm, own = self._newest(), self._comm, self._own
-        if found is None:
-            raise CheckpointError(f"restore(): no host holds anything in {self._folder}; root is {self._root!r}.")
-        if isinstance(found, _OnDisk):
-            return load(found.path, like, comm=comm, subtree=subtree, cast=cast, donate=donate)
-        save, folder = found, f"{self._folder}/{found.name}"
+        on_disk, copies = dict[str, str](), dict[Copy, str]()
+        while True:
+            found, damage = self._newest(on_disk, copies), list[Any]()
+            if found is None:
+                nothing = f"restore(): no host holds anything in {self._folder}; root is {self._root!r}."
+                raise CheckpointError("\n".join([nothing, *on_disk.values()]))
+            how = {"subtree": subtree, "cast": cast, "donate": donate}
+            tree, said = unless_damaged(partial(self._load, found, like, damage, **how), damage, self._comm)
+            if not said:
+                self._set_aside(on_disk, copies, f"what was saved of step {found.step} {found.where}")
+                return tree
+            if isinstance(found, HeldSave):
+                copies |= {(found.name, rank // self._domain_size * self._domain_size, file): text for text, rank, file in said}
+            else:
+                on_disk[found.path] = said[0]
+
+    def _load(self, found: "HeldSave | _OnDisk", like: Any, damage: list[Any], **how: Any) -> Any:
+        """Load what is on hosts or on disk; append to ``damage`` what this rank finds damaged in it."""
+        if not isinstance(found, HeldSave):
+            return load_one(found.path, like, damage, comm=self._comm, where=found.path, **how)[1]
+        folder, own = f"{self._folder}/{found.name}", self._own
         held = Checkpoint(folder)
-        vars(held)["manifest"] = fetch_manifest(folder, save, own, self._domain_size)  # this host need not have the folder
 
-        def read(found: Checkpoint, needs: list[Need]) -> None:
-            read_from_hosts(folder, save, found.manifest, needs, own, self._domain_size)
+        def read(held: Checkpoint, needs: list[Need]) -> None:
+            read_from_hosts(folder, found, held.manifest, needs, own, self._domain_size)
 
-        return load_by(read, lambda: held, like, comm=comm, where=save.name, subtree=subtree, cast=cast, donate=donate)
+        try:
+            vars(held)["manifest"] = fetch_manifest(folder, found, own, self._domain_size)  # this host need not have the folder
+            return load_by(read, lambda: held, like, comm=self._comm, where=found.name, **how)
+        except FsharpError as error:
+            own_error = error.__cause__ if isinstance(error, AgreementError) else error
+            if isinstance(own_error, DamagedCopy):
+                damage.append([str(own_error), own_error.rank, own_error.file])
+            raise
 
-    def _newest(self) -> HeldSave | _OnDisk | None:
-        """What was saved last and is whole; the same on all ranks."""
+    def _set_aside(self, on_disk: Mapping[str, str], copies: Mapping[Copy, str], used: str) -> None:
+        """Rename what is damaged on disk, and on the hosts that hold it, with a warning for each."""
+        set_aside(on_disk, used, self._comm)
+        for (save, first, file), text in copies.items():
+            if first == self._comm.rank:
+                path = f"{self._folder}/{save}/{file}"
+                what = renamed_away(path)
+                _log.warning("%s on the host of rank %d is damaged, %s: %s Used instead: %s.", path, first, what, text, used)
+
+    def _newest(self, on_disk: Collection[str] = (), copies: Mapping[Copy, str] | None = None) -> HeldSave | _OnDisk | None:
+        """What was saved last and is whole, but for what is known to be damaged; the same on all ranks."""
         self.wait()
-        held = sorted(held_saves(self._folder, self._own, self._domain_size), key=lambda save: save.created, reverse=True)
-        whole, disk = next((save for save in held if not save.missing), None), self._on_disk()
+        copies = copies or {}
+        saves = held_saves(self._folder, self._own, self._domain_size, copies)
+        held = sorted(saves, key=lambda save: save.created, reverse=True)
+        whole, disk = next((save for save in held if not save.missing), None), self._on_disk(on_disk)
         found = disk if whole is None or (disk is not None and disk.created > whole.created) else whole
         since = -math.inf if found is None else found.created
         lost = [
@@ -343,7 +383,8 @@ class Replicas(Background):
             if save.missing and save.created > since
         ]
         if lost and found is None:
-            remedy = f"More than {self._copies} hosts have lost their memory. "
+            lost += [("damaged", text) for text in copies.values()]
+            remedy = f"More than {self._copies} hosts have lost their memory, or copies are damaged. "
             remedy += (
                 "Give root= of checkpoints on disk." if self._root is None else f"There is no checkpoint under {self._root}."
             )
@@ -352,13 +393,12 @@ class Replicas(Background):
             _log.warning(problem("restore()", f"using step {found and found.step}: what is newer is not whole.", lost))
         return found
 
-    def _on_disk(self) -> "_OnDisk | None":
-        """The newest checkpoint under ``root``, as rank 0 sees it."""
+    def _on_disk(self, damaged: Collection[str]) -> "_OnDisk | None":
+        """The newest checkpoint under ``root`` that is not known to be damaged, as rank 0 sees it."""
         if self._root is None:
             return None
         root = self._root
-
-        found = together("restore()", self._comm, lambda: latest(root) if self._comm.rank == 0 else None)
+        found = together("restore()", self._comm, lambda: newest_but(root, damaged) if self._comm.rank == 0 else None)
         facts = [] if found is None else [found.path, found.step, found.facts.created]
         said = json.loads(exchange(json.dumps(facts), self._comm)[0])
         return _OnDisk(*said) if said else None

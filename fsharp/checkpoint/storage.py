@@ -17,6 +17,8 @@ _log = logging.getLogger("fsharp")
 Write = Callable[[memoryview], None]
 REMOVED = ".removed"
 """What the name of a folder ends with while it is being removed."""
+DAMAGED = ".damaged"
+"""What the name of a folder or file ends with that was set aside."""
 
 
 class Readable(Protocol):
@@ -52,6 +54,9 @@ class Storage(Readable, Protocol):
 
     def remove(self, folder: str) -> None:
         """Remove a folder, so that it is no checkpoint from the first moment on; it may be gone."""
+
+    def set_aside(self, path: str) -> str:
+        """Rename a damaged checkpoint, or a file of it, so that it is not taken for one any more; return the new path."""
 
     def free_nbytes(self, folder: str) -> int | None:
         """Bytes that fit into a folder, if that is known."""
@@ -216,6 +221,12 @@ class LocalFiles:
         except OSError as error:
             _log.warning("%s: left behind: %s", gone, error)
 
+    def set_aside(self, path: str) -> str:
+        """See :class:`Storage`."""
+        os.rename(path, path + DAMAGED)
+        _sync(os.path.dirname(path))
+        return path + DAMAGED
+
     def free_nbytes(self, folder: str) -> int | None:
         """See :class:`Storage`."""
         while not os.path.isdir(folder):
@@ -365,6 +376,11 @@ class ObjectStore:
             self._files.rm_file(f"{folder}/{NAME}")
         with suppress(FileNotFoundError):
             self._files.rm(folder, recursive=True)
+
+    def set_aside(self, path: str) -> str:
+        """See :class:`Storage`."""
+        self._files.mv(path, path + DAMAGED, recursive=True)
+        return path + DAMAGED
 
     def free_nbytes(self, folder: str) -> int | None:
         """See :class:`Storage`."""

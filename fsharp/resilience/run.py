@@ -13,8 +13,10 @@ from typing import Any, Literal, NoReturn, Self
 
 import optree
 
-from fsharp.checkpoint import Checkpoint, Saver, latest, load, open_checkpoint
+from fsharp.checkpoint import Checkpoint, Saver
+from fsharp.checkpoint.catalog import has_checkpoints
 from fsharp.checkpoint.entries import expanded, is_node, leaf_names
+from fsharp.checkpoint.loading import load_newest
 from fsharp.checkpoint.manifest import as_json
 from fsharp.checkpoint.storage import full_path
 from fsharp.errors import NonFiniteError, RunError, problem
@@ -156,7 +158,9 @@ class Run:
             agree("Run", {}, Labelled(self.comm, f"the end of the run, after {self.step} of {self.total} steps: "))
 
     def resume(self, tree: Any, *, other: str | os.PathLike[str] | None = None) -> Any:
-        """The tree of the newest checkpoint, after which :meth:`steps` goes on; the tree as it is if there is none.
+        """Return the tree of the newest checkpoint, after which :meth:`steps` goes on; the tree as it is if there is none.
+
+        If that checkpoint is damaged it is set aside, as by :func:`fsharp.checkpoint.load`, and the one before is taken.
 
         Args:
             tree: what a step needs and changes: any pytree of what a checkpoint holds, such as a TrainState and the sampler.
@@ -168,22 +172,23 @@ class Run:
             RunError: there is no checkpoint in ``other``.
             AgreementError: ranks with different trees.
             TreeError: a checkpoint of another tree.
-            CheckpointError: a checkpoint that is damaged.
+            CheckpointError: there are checkpoints, and all of them are damaged.
 
         Cost: that of :func:`fsharp.checkpoint.load`.
         """
         agree_at_start(self.config, tree, comm=self.comm)
         self._is_resumed, self._names = True, set(leaf_names(tree))
-        own = self._newest(self.root)
-        found = own if own is not None or other is None else self._newest(full_path(other))
-        if found is None and other is not None:
+        has_own = self._has_checkpoint(self.root)
+        root = self.root if has_own or other is None else full_path(other)
+        is_there = has_own or self._has_checkpoint(root)
+        if not is_there and other is not None:
             raise RunError(f"Run.resume(): there is no checkpoint in {os.fspath(other)!r} to go on with.")
-        if found is not None:
-            tree = self._load(found, tree)
+        if is_there:
+            found, tree = self._load(root, tree)
             _log.info("the run goes on after step %d with %s", found.step, found.path)
             for line in _changes(found.config, self.config) if self.comm.rank == 0 else ():
                 _log.warning("the run goes on after step %d with another config: %s", found.step, line)
-        if own is None and (found is not None or self.on_nonfinite == "roll back"):
+        if not has_own and (is_there or self.on_nonfinite == "roll back"):
             self._saved = -1
             self._save(tree)
         return tree
@@ -271,24 +276,24 @@ class Run:
 
     def _rolled_back(self, tree: Any) -> Any:
         self._saver.wait()
-        found, skipped = self._newest(self.root), [*self.skipped, self.step]
-        if found is None:
+        if not self._has_checkpoint(self.root):
             raise NonFiniteError(f"step {self.step} is not finite, and there is no checkpoint in {self.root} to roll back to.")
-        tree = self._load(found, tree)
+        skipped = [*self.skipped, self.step]
+        _, tree = self._load(self.root, tree)
         self.skipped = skipped
         return tree
 
-    def _newest(self, root: str) -> Checkpoint | None:
-        """What rank 0 takes for the newest checkpoint: folders on a network may look different elsewhere."""
-        found = together("Run", self.comm, lambda: latest(root) if self.comm.rank == 0 else None)
-        path = exchange(found.path if found is not None else "", self.comm)[0]
-        return open_checkpoint(path) if path else None
+    def _has_checkpoint(self, root: str) -> bool:
+        """Whether rank 0 sees a checkpoint: folders on a network may look different elsewhere."""
+        found = together("Run", self.comm, lambda: self.comm.rank == 0 and has_checkpoints(root))
+        return bool(exchange("yes" if found else "", self.comm)[0])
 
-    def _load(self, found: Checkpoint, tree: Any) -> Any:
-        loaded = load(found.path, {"run": {"skipped": ""}, "tree": tree}, comm=self.comm, donate=True)
+    def _load(self, root: str, tree: Any) -> tuple[Checkpoint, Any]:
+        """The newest checkpoint that is not damaged, and its tree."""
+        found, loaded = load_newest(root, {"run": {"skipped": ""}, "tree": tree}, comm=self.comm, donate=True)
         self.step, self._saved = found.step, found.step
         self.skipped = json.loads(loaded["run"]["skipped"])
-        return loaded["tree"]
+        return found, loaded["tree"]
 
     def _save(self, tree: Any) -> None:
         if self._saved == self.step:

@@ -1,6 +1,7 @@
 """Replicas: hosts may lose their memory, jobs may change their size, and what is restored is what was kept, to the bit."""
 
 import itertools
+import logging
 import os
 import shutil
 import signal
@@ -401,6 +402,55 @@ def test_damage_is_named_with_its_host(tmp_path):
             assert "damaged" in text
         assert "blocks of 4,096 bytes are damaged" in said[3]
         assert "files of ranks [1] of 4 are on no host" in said[1]
+
+
+def test_a_good_copy_of_another_host_is_used_and_then_what_is_on_disk(tmp_path):
+    root, disk = str(tmp_path), f"{tmp_path}/disk"
+
+    def tree(n):
+        return {"n": n, "own": fs.checkpoint.PerRank(torch.full((3000,), float(n)))}
+
+    def run(comm):
+        own, said = host(root, comm.rank), []
+        warned = logging.Handler()
+        warned.emit = lambda record: said.append(record.getMessage())
+        logging.getLogger("fsharp").addHandler(warned)
+        fs.checkpoint.save(disk, tree(6), step=6, comm=comm)
+        on_disk = fs.checkpoint.save(disk, tree(7), step=7, comm=comm)
+        with fs.checkpoint.Replicas(own, comm, copies=1, root=disk) as replicas:
+            replicas.refresh(tree(8), step=8)
+            replicas.wait()
+            (folder,) = (name for name in os.listdir(own) if name.startswith("step-"))
+
+            def damaged_by(rank, path):
+                if comm.rank == rank:
+                    flip(path, 6000)
+                said.clear()
+                got = replicas.restore(tree(0))
+                assert got["own"].value.tolist() == [float(got["n"])] * 3000
+                return got["n"], list(said)
+
+            mine, other = f"{own}/{folder}/rank-00000.safetensors", f"{own}/{folder}/rank-00001.safetensors"
+            first = damaged_by(0, mine)
+            assert os.path.exists(f"{mine}.damaged") == (comm.rank == 0)
+            assert damaged_by(0, other)[0] == 8  # of rank 1, which its host has as well
+            second = damaged_by(1, mine)  # now no host has that of rank 0
+            if comm.rank == 1:
+                flip(f"{on_disk.path}/rank-00001.safetensors", 6000)
+            third = damaged_by(None, mine)
+            assert replicas.latest() == 6
+            replicas.refresh(tree(9), step=9)
+            return first, second, third, replicas.restore(tree(0))["n"]
+
+    (first, second, third, last), (_, second_of_1, third_of_1, _) = processes(fs.Mesh({"dp": 2}), run)
+    assert (first[0], second[0], third[0], last) == (8, 7, 6, 9)
+    [text] = first[1]
+    assert "rank-00000.safetensors on the host of rank 0 is damaged, set aside as" in text
+    assert "1 blocks of 4,096 bytes are damaged" in text
+    assert text.endswith("Used instead: what was saved of step 8 on hosts.")
+    assert any("rank-00000.safetensors on the host of rank 1 is damaged" in text for text in second_of_1[1])
+    assert third_of_1 == (6, [])  # that of the checkpoint is rank 0's to say
+    assert any("is damaged, set aside as" in text and "step-0000000007" in text for text in third[1])
 
 
 def flip(path, at):

@@ -2,12 +2,13 @@
 
 import logging
 import math
+from pathlib import Path
 
 import pytest
 import torch
 
 import fsharp as fs
-from fsharp.errors import AgreementError, CommError, NonFiniteError, RunError, TreeError
+from fsharp.errors import AgreementError, CheckpointError, CommError, NonFiniteError, RunError, TreeError
 from fsharp.resilience import EXIT_PREEMPTED, IndexSampler, NonFinite, Run, find_nonfinite
 from fsharp.testing import simulate
 
@@ -134,6 +135,52 @@ def test_a_signal_in_warm_up_or_evaluation_saves_what_was_done(tmp_path, after):
         return asked, fs.checkpoint.latest(tmp_path).step
 
     assert simulate(DP2, rank_fn) == [([0, 1, 2, 3], after)] * 2
+
+
+def damage_newest(root, rank):
+    """Change a bit among the elements in a rank's file of the newest checkpoint; its path."""
+    path = fs.checkpoint.latest(root).path
+    file = Path(path, f"rank-{rank:05d}.safetensors")
+    data = bytearray(file.read_bytes())
+    data[-100] ^= 1
+    file.write_bytes(data)
+    return path
+
+
+def test_a_damaged_checkpoint_costs_steps_and_no_bits(tmp_path, caplog):
+    whole = simulate(DP2, lambda comm: values(train(comm, tmp_path / "whole")[1]))
+    simulate(DP2, lambda comm: train(comm, tmp_path / "a", until=7, save_every=2))
+    path = damage_newest(tmp_path / "a", rank=1)
+
+    def rank_fn(comm):
+        _, state, done = train(comm, tmp_path / "a")
+        return done, same(values(state), whole[comm.rank])
+
+    assert simulate(DP2, rank_fn) == [([4, 5, 6, 7, 8], True)] * 2
+    assert f"{path} is damaged, set aside as {path}.damaged" in caplog.text
+
+
+def test_a_roll_back_goes_past_a_damaged_checkpoint(tmp_path):
+    def rank_fn(comm):
+        def act(run, state):
+            if run.step == 7 and comm.rank == 1:  # at the end of step 6 rank 0 has said that all is written
+                damage_newest(tmp_path, rank=1)
+
+        options = {"nan_on": {(7, 0)}, "on_nonfinite": "roll back", "save_every": 2, "background": False}
+        run, _, done = train(comm, tmp_path, act=act, **options)
+        return done, run.skipped
+
+    assert simulate(DP2, rank_fn) == [([0, 1, 2, 3, 4, 5, 6, 7, 4, 5, 6, 8], [7])] * 2
+
+
+def test_a_run_does_not_begin_anew_because_its_checkpoints_are_damaged(tmp_path):
+    simulate(DP2, lambda comm: train(comm, tmp_path, until=5))
+    damage_newest(tmp_path, rank=0)
+    with pytest.raises(CheckpointError, match=r"(?s)no checkpoint can be read.*rank-00000\.safetensors"):
+        simulate(DP2, lambda comm: train(comm, tmp_path))
+    Path(fs.checkpoint.latest(tmp_path).path, "manifest.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=r"(?s)no checkpoint can be read.*not the manifest of a checkpoint"):
+        simulate(DP2, lambda comm: train(comm, tmp_path))
 
 
 def test_raise_names_the_step_the_rank_and_the_leaf(tmp_path):

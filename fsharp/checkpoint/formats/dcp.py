@@ -13,7 +13,7 @@ import torch
 
 from fsharp.checkpoint.catalog import Checkpoint, folder_name, open_checkpoint
 from fsharp.checkpoint.entries import Contents, Entry, Piece, Value, renamed
-from fsharp.checkpoint.exporting import names_below, new_folder
+from fsharp.checkpoint.formats.exporting import names_below, new_folder
 from fsharp.checkpoint.manifest import as_json, plain_file_name, plain_shape
 from fsharp.checkpoint.reading import Need, read_needs
 from fsharp.checkpoint.saving import Snapshot, write_snapshot

@@ -1,0 +1,1 @@
+"""Checkpoints in formats of other libraries: written, and read once."""

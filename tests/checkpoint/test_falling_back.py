@@ -1,0 +1,153 @@
+"""From a damaged checkpoint all ranks go back to the one before, and what is damaged is set aside with a warning."""
+
+import logging
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+import fsharp as fs
+from fsharp.checkpoint.manifest import NAME
+from fsharp.checkpoint.storage import LocalFiles
+from fsharp.errors import CheckpointError, FsharpError, TreeError
+from fsharp.testing import simulate
+
+TWO = fs.Mesh({"dp": 2})
+ONE = fs.SingleComm()
+
+
+def tree_of(comm, step):
+    tree = {"w": torch.arange(6000.0) + step, "b": torch.full((3,), float(step))}
+    return {"p": fs.shard(tree, fs.plan(tree, comm.mesh, fs.zero3("dp")), comm), "n": step}
+
+
+def saved(root, steps, mesh=TWO):
+    """Paths of checkpoints of some steps, in the order in which they were saved."""
+    return [
+        simulate(mesh, lambda comm, s=step: fs.checkpoint.save(root, tree_of(comm, s), step=s, comm=comm).path)[0]
+        for step in steps
+    ]
+
+
+def flip(path, at=-4000):
+    """Change a bit among the elements of a rank's file."""
+    data = bytearray(Path(path).read_bytes())
+    data[at] ^= 1
+    Path(path).write_bytes(data)
+
+
+def loaded(root, **options):
+    """What ranks have loaded: a number, and values as they were saved with this number."""
+
+    def act(comm):
+        got = fs.checkpoint.load(root, tree_of(comm, 0), comm=comm, **options)
+        assert torch.equal(fs.full(got["p"], comm=comm)["w"], torch.arange(6000.0) + got["n"])
+        return got["n"]
+
+    [step, other] = simulate(TWO, act)
+    assert step == other
+    return step
+
+
+@pytest.mark.parametrize("donate", [False, True])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_damage_that_one_rank_sees_sends_all_of_them_back(tmp_path, caplog, rank, donate):
+    paths = saved(tmp_path, [1, 2, 3, 4])
+    for path in paths[2:]:
+        flip(f"{path}/rank-0000{rank}.safetensors")
+    with caplog.at_level(logging.WARNING, "fsharp"):
+        assert loaded(tmp_path, donate=donate) == 2
+    warnings = [record.getMessage() for record in caplog.records]
+    assert len(warnings) == 2, "one rank says so"
+    for text, path in zip(warnings, reversed(paths[2:]), strict=True):
+        assert text.startswith(f"{path} is damaged, set aside as {path}.damaged: ")
+        assert f"rank-0000{rank}.safetensors, written by rank {rank}: 1 blocks" in text
+        assert text.endswith(f"Used instead: {paths[1]}.")
+        assert not os.path.exists(path)
+        with pytest.raises(CheckpointError, match="are damaged"):
+            fs.checkpoint.verify(f"{path}.damaged")  # kept as it was
+    assert fs.checkpoint.latest(tmp_path).step == 2
+    fs.checkpoint.Saver(tmp_path, ONE, keep=1).close()
+    assert os.path.exists(f"{paths[3]}.damaged")
+
+
+def test_a_file_that_disappears_after_the_look_counts_as_damage(tmp_path, monkeypatch):
+    first, second = saved(tmp_path, [1, 2])
+    read = LocalFiles.read
+
+    def failing(self, path, start, into):
+        if path == f"{second}/rank-00001.safetensors":
+            raise CheckpointError(f"{path}: cannot be read: Input/output error.")
+        read(self, path, start, into)
+
+    monkeypatch.setattr(LocalFiles, "read", failing)
+    assert loaded(tmp_path) == 1
+    assert sorted(name for name in os.listdir(tmp_path)) == [os.path.basename(first), os.path.basename(second) + ".damaged"]
+
+
+def test_if_all_are_damaged_nothing_is_renamed_and_all_are_named(tmp_path):
+    paths = saved(tmp_path, [1, 2])
+    for path in paths:
+        flip(f"{path}/rank-00001.safetensors")
+    with pytest.raises(CheckpointError, match=r"(?s)no checkpoint can be read.*step-0000000002.*step-0000000001"):
+        loaded(tmp_path)
+    assert all(os.path.exists(path) for path in paths)
+
+
+def test_a_checkpoint_that_is_asked_for_by_its_path_is_not_replaced_by_another(tmp_path):
+    _, second = saved(tmp_path, [1, 2])
+    flip(f"{second}/rank-00001.safetensors")
+    with pytest.raises(FsharpError, match=r"rank-00001.*are damaged.*step 1.*is complete"):
+        loaded(second)
+    assert os.path.exists(second)
+
+
+def test_another_tree_is_an_error_and_no_damage(tmp_path):
+    [path] = saved(tmp_path, [1])
+    with pytest.raises(TreeError, match="'q'"):
+        simulate(TWO, lambda comm: fs.checkpoint.load(tmp_path, {"q": torch.zeros(3)}, comm=comm))
+    assert os.path.exists(path)
+
+
+def test_a_rank_that_fails_otherwise_while_another_sees_damage_renames_nothing(tmp_path, monkeypatch):
+    paths = saved(tmp_path, [1, 2])
+    flip(f"{paths[1]}/rank-00000.safetensors")
+    read = LocalFiles.read
+
+    def failing(self, path, start, into):
+        if path == f"{paths[1]}/rank-00001.safetensors":
+            raise MemoryError("no room")
+        read(self, path, start, into)
+
+    monkeypatch.setattr(LocalFiles, "read", failing)
+    with pytest.raises((FsharpError, MemoryError), match=r"no room|are damaged"):
+        loaded(tmp_path)
+    assert all(os.path.exists(path) for path in paths)
+
+
+def test_what_cannot_be_renamed_is_said(tmp_path, caplog, monkeypatch):
+    _, second = saved(tmp_path, [1, 2])
+    flip(f"{second}/rank-00001.safetensors")
+
+    def refuse(self, path):
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(LocalFiles, "set_aside", refuse)
+    assert loaded(tmp_path) == 1
+    assert "and could not be renamed ([Errno 1] Operation not permitted)" in caplog.text
+
+
+def test_in_an_object_store_too(tmp_path):
+    import fsspec
+
+    files = fsspec.filesystem("memory")
+    for step in (1, 2):
+        fs.checkpoint.save("memory://back", {"x": torch.full((3000,), float(step))}, step=step, comm=ONE)
+    [path] = [each["name"] for each in files.ls("/back") if "step-0000000002" in each["name"]]
+    data = bytearray(files.cat_file(f"{path}/rank-00000.safetensors"))
+    data[5000] ^= 1
+    files.pipe_file(f"{path}/rank-00000.safetensors", bytes(data))
+    assert fs.checkpoint.load("memory://back", {"x": torch.zeros(3000)}, comm=ONE)["x"][0] == 1
+    assert [found.step for found in fs.checkpoint.checkpoints("memory://back")] == [1]
+    assert files.exists(f"{path}.damaged/{NAME}")
