@@ -13,7 +13,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 
 import fsharp as fs
-from fsharp.checkpoint import dcp as ours
+from fsharp.checkpoint.formats import dcp as ours
 from fsharp.checkpoint.torch_archive import load_archive
 from fsharp.errors import CheckpointError, PatternError, TreeError
 from fsharp.testing import processes, simulate
