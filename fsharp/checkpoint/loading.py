@@ -116,9 +116,9 @@ def load_newest(where: str | os.PathLike[str], like: Any, *, comm: Comm, **optio
     """Load as :func:`load` does; return the checkpoint that the values are from as well."""
     given, damaged = full_path(where), dict[str, str]()
     while True:
-        path, damage = _chosen(given, comm, damaged), list[str]()
+        (path, is_asked_for), damage = _chosen(given, comm, damaged), list[str]()
         load_it = partial(load_one, path, like, damage, comm=comm, where=given, **options)
-        if path == given:
+        if is_asked_for:
             return load_it()
         loaded, texts = unless_damaged(load_it, damage, comm)
         if loaded is not None:
@@ -218,13 +218,15 @@ def load_by(
     return together("load()", comm, lambda: optree.tree_map(_given_back, like, tree, is_leaf=is_node))
 
 
-def _chosen(path: str, comm: Comm, damaged: Mapping[str, str]) -> str:
-    """Return the path of the checkpoint to load: ``path``, or the newest below it that is not damaged. Rank 0 looks for all.
+def _chosen(path: str, comm: Comm, damaged: Mapping[str, str]) -> tuple[str, bool]:
+    """Return the path of the checkpoint to load: ``path``, or the newest below it that is not damaged; and whether it is ``path``.
+
+    Rank 0 looks for all, whatever the others were given.
 
     Raises:
         CheckpointError: all checkpoints below ``path`` are damaged. On all ranks.
     """
-    answer = {}
+    answer: dict[str, Any] = {}
     if comm.rank == 0:
         try:
             names = storage_of(path).names(path)
@@ -232,13 +234,13 @@ def _chosen(path: str, comm: Comm, damaged: Mapping[str, str]) -> str:
             newest = None if is_one else newest_but(path, damaged)
             if newest is None and not is_one and (unreadable := [*damaged.values(), *problems(path)]):
                 raise CheckpointError(f"{path}: no checkpoint can be read.\n" + "\n".join(unreadable))
-            answer = {"path": path if newest is None else newest.path}
+            answer = {"path": path if newest is None else newest.path, "is_asked_for": newest is None}
         except (CheckpointError, OSError) as error:
             answer = {"error": str(error)}
     said = json.loads(exchange(json.dumps(answer), comm)[0])
     if "error" in said:
         raise CheckpointError(f"load(): {said['error']}")
-    return str(said["path"])
+    return str(said["path"]), bool(said["is_asked_for"])
 
 
 def _stored(manifest: Manifest, name: str) -> str:
