@@ -2,6 +2,7 @@
 # make test      lint, types, tests (about 9 minutes on 2 cores)
 # make lint      of these the first two
 # make test-all  the deep version: more examples, more ranks (two hours and more)
+# make test-kernels  the tests of numbers with the kernels of older processors, and those of threads on one core
 # make faults    kill, damage, fill and forge what checkpoints have to survive, about 9 minutes (ARGS=--short: one)
 # make examples  run the examples, about 3 minutes
 # make bench     measure against FSDP2, DDP and DCP (14 minutes on 2 cores that do nothing else); PEERS=all adds DeepSpeed
@@ -16,7 +17,7 @@ export OMP_NUM_THREADS ?= 1
 ARGS ?=
 PEERS ?= default
 
-.PHONY: help train test test-all lint faults bench examples package clean
+.PHONY: help train test test-all test-kernels lint faults bench examples package clean
 
 help:
 	@sed -n 's/^# make/make/p' Makefile
@@ -46,6 +47,18 @@ test: lint
 
 test-all: lint
 	FSHARP_DEEP=1 $(RUN)/python -m pytest -n auto --dist worksteal --timeout 900
+	$(MAKE) test-kernels
+
+# Instruction sets by which torch, oneDNN and XLA choose kernels. A tolerance that holds with one of them alone is no tolerance.
+# XLA has no float16 below AVX2.
+NUMBERS := tests/functional tests/interop tests/stateful/modules tests/stateful/runtime
+THREADS := tests/functional/comm tests/stateful/transport tests/stateful/runtime
+test-kernels: $(VENV)/.installed
+	ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 XLA_FLAGS=--xla_cpu_max_isa=AVX2 \
+		$(RUN)/python -m pytest -n auto --dist worksteal -m "not deep" --timeout 900 $(NUMBERS)
+	ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 XLA_FLAGS=--xla_cpu_max_isa=AVX2 \
+		$(RUN)/python -m pytest -n auto --dist worksteal -m "not deep" --timeout 900 $(NUMBERS)
+	taskset -c 0 $(RUN)/python -m pytest -m "not deep" --timeout 900 $(THREADS)
 
 faults: $(VENV)/.installed
 	@$(RUN)/python -m tests.faults $(ARGS)

@@ -1,6 +1,7 @@
 """Random programs of users against plain torch: the same values, or an error that names what is refused."""
 
 import re
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, seed, settings
@@ -20,8 +21,8 @@ each_way = pytest.mark.parametrize("functions", [False, True], ids=["module", "f
 
 
 def examples(number, count):
-    """Programs drawn by a seed: ``count`` of them, and 125 of each seed that is for the deep run."""
-    return lambda test: seed(number)(settings(max_examples=count if number < 4 else 125)(test))
+    """Programs drawn by a seed: ``count`` of them, and five times as many of each seed that is for the deep run."""
+    return lambda test: seed(number)(settings(max_examples=count if number < 4 else 5 * count)(test))
 
 
 @each_way
@@ -57,3 +58,36 @@ def test_a_tree_that_is_evaluated_is_not_reduced():
     )
     program = UserProgram(2, frozenset(), statements, strategy="zero1", precision="main copy")
     assert not check(program, functions=True)
+
+
+DIFFERENT = "ranks called different collectives|ranks were given different values"
+
+
+@each_way
+@pytest.mark.parametrize("number", SEEDS)
+@pytest.mark.timeout(900)
+def test_a_rank_that_evaluates_in_another_order(functions, number):
+    """One rank alone swaps two evaluations, of the parameters and of their averages: it gets its own values, or all ranks an error."""
+
+    @examples(number, 5)
+    @given(user_programs(functions=functions, differing=True))
+    def run(program):
+        for text in check(program, functions=functions):
+            assert re.search("|".join([*REFUSALS, DIFFERENT]), text), text
+
+    run()
+
+
+@each_way
+@pytest.mark.parametrize("number", SEEDS)
+@pytest.mark.timeout(900)
+def test_programs_on_virtual_streams(functions, number):
+    """The collectives of one rank as copies on streams of their own, which a race checker watches."""
+
+    @examples(number, 5)
+    @given(user_programs(functions=functions))
+    def run(program):
+        for text in check(replace(program, ranks=1), functions=functions, watched=True):
+            assert re.search("|".join(REFUSALS), text), text
+
+    run()
