@@ -67,7 +67,7 @@ DIFFERENT = "ranks called different collectives|ranks were given different value
 @pytest.mark.parametrize("number", SEEDS)
 @pytest.mark.timeout(900)
 def test_a_rank_that_evaluates_in_another_order(functions, number):
-    """One rank alone swaps two evaluations, of the parameters and of their averages: it gets its own values, or all ranks an error."""
+    """One rank alone swaps two evaluations, of parameters and of their averages: its own values, or an error on all ranks."""
 
     @examples(number, 5)
     @given(user_programs(functions=functions, differing=True))

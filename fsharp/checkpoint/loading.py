@@ -219,7 +219,7 @@ def load_by(
 
 
 def _chosen(path: str, comm: Comm, damaged: Mapping[str, str]) -> tuple[str, bool]:
-    """Return the path of the checkpoint to load: ``path``, or the newest below it that is not damaged; and whether it is ``path``.
+    """Return the checkpoint to load, ``path`` or the newest below it that is not damaged, and whether that is ``path`` itself.
 
     Rank 0 looks for all, whatever the others were given.
 
