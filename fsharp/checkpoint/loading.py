@@ -1,10 +1,10 @@
 """Loading: each rank reads what it holds, whoever wrote it."""
 
 import json
+import logging
 import os
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -16,7 +16,6 @@ from fsharp.checkpoint.entries import (
     Contents,
     Entry,
     PerRank,
-    Value,
     contents_of,
     give_state,
     is_node,
@@ -28,20 +27,20 @@ from fsharp.checkpoint.entries import (
 from fsharp.checkpoint.falling_back import noted, set_aside, unless_damaged
 from fsharp.checkpoint.huggingface import is_folder
 from fsharp.checkpoint.manifest import NAME, Manifest
+from fsharp.checkpoint.matching import Sources, check_same, shown, sources_of, without
 from fsharp.checkpoint.reading import BUFFER_NBYTES, Need, read_needs
 from fsharp.checkpoint.storage import full_path, storage_of
-from fsharp.errors import CheckpointError, TreeError, problem
+from fsharp.errors import CheckpointError, problem
 from fsharp.functional.comm.agree import exchange, together
 from fsharp.functional.comm.protocol import Comm
 from fsharp.functional.comm.tree_names import name_trees
-from fsharp.functional.layout.paths import ancestors, as_patterns, chosen
-from fsharp.functional.layout.precision import dtype_name
+from fsharp.functional.layout.paths import ancestors, as_patterns
 from fsharp.functional.layout.sharded import donate_nodes, is_sharded, units_of
 from fsharp.functional.lent import check_not_lent
 from fsharp.functional.state import MadeBy
 from fsharp.stateful.modules.parameter import Part
 
-_SHOWN = 12
+_log = logging.getLogger("fsharp")
 
 
 def load(
@@ -53,6 +52,7 @@ def load(
     rename: Callable[[str], str] | None = None,
     ignore: str | Sequence[str] = (),
     cast: bool = False,
+    strict: bool = True,
     donate: bool = False,
     buffer_nbytes: int = BUFFER_NBYTES,
 ) -> Any:
@@ -78,9 +78,13 @@ def load(
         comm: the ranks.
         subtree: load this part of the checkpoint alone: ``subtree="params"`` with parameters for ``like``.
         rename: the name in the checkpoint, below ``subtree``, of a name of ``like``: ``lambda name: f"model.{name}"``.
-        ignore: patterns of names in the checkpoint that are left alone as if they were not there; each has to match one.
+        ignore: patterns of names in the checkpoint, below ``subtree``, that are left alone as if they were not there; each has
+            to match one.
         cast: convert values whose dtype differs, but not fractions to integers or complex numbers to real ones; else that is
             an error.
+        strict: False keeps the values in ``like`` of leaves that the checkpoint does not have, and passes over what the
+            checkpoint alone has. A warning lists both. Other shapes and dtypes are refused all the same, and so is a checkpoint
+            that has nothing of ``like``.
         donate: read into the tensors of ``like``, which are refused afterwards. If loading fails their values are lost. Modules
             and their optimizers copy what was loaded all the same.
         buffer_nbytes: memory to read into, besides what is loaded.
@@ -91,8 +95,9 @@ def load(
     Raises:
         CheckpointError: there is none, or it is incomplete or damaged, as are all under a root; names the file and the
             tensors. Nothing is renamed then. On all ranks.
+            Also: it has different values for leaves of ``like`` that are tied to each other; names both.
         TreeError: names, shapes or dtypes that differ, in either direction; on all ranks. A tied leaf needs a value under one
-            of its names.
+            of its names; of several the values are compared.
         PatternError: a pattern of ``ignore`` that matches nothing.
         AgreementError: ranks with different arguments, or of which one has failed.
 
@@ -107,6 +112,7 @@ def load(
         rename=rename,
         ignore=ignore,
         cast=cast,
+        strict=strict,
         donate=donate,
         buffer_nbytes=buffer_nbytes,
     )[1]
@@ -160,6 +166,7 @@ def load_by(
     rename: Callable[[str], str] | None = None,
     ignore: str | Sequence[str] = (),
     cast: bool = False,
+    strict: bool = True,
     donate: bool = False,
 ) -> Any:
     """See :func:`load`: wherever the bytes come from.
@@ -174,6 +181,7 @@ def load_by(
         rename: the name in the checkpoint of a name of ``like``.
         ignore: patterns of names in the checkpoint that are left alone.
         cast: whether values are converted.
+        strict: whether what is on one side alone is refused.
         donate: whether tensors of ``like`` are read into.
     """
     prefix = f"{subtree}." if subtree else ""
@@ -182,32 +190,38 @@ def load_by(
         below = renamed("load()", name, rename)
         return prefix + below if below else subtree  # a subtree may be a leaf
 
-    def check() -> tuple[Checkpoint, Any, Contents, dict[str, str]]:
+    def check() -> tuple[Checkpoint, Any, Contents, Sources]:
         found = opened()
-        manifest = _without(found.manifest, as_patterns(ignore))
+        manifest = without(found.manifest, as_patterns(ignore), subtree)
         there = {prefix for name in (*manifest.tensors, *manifest.values) for prefix in ancestors(name)}
         template = template_of(like, lambda name: stored(name) in there)
         wanted = contents_of("load()", template, comm)
         if donate:
             check_not_lent("load()", units_of(template))
-        sources = _sources(manifest, wanted, stored)
-        _check_same(found.path, manifest, wanted, sources, stored, prefix, cast=cast)
-        tree = _prepared(template, manifest, stored, comm.device, donate=donate)
+        sources = sources_of(manifest, wanted, stored)
+        left, passed = check_same(found.path, manifest, wanted, sources, stored, prefix, cast=cast, strict=strict)
+        if passed and comm.rank == 0:
+            _log.warning(problem(f"load() of {found.path}, strict=False", f"{len(passed)} differences.", shown(passed)))
+        kept.update({name: wanted.entries[name].local.clone() for name in left if name in wanted.entries})
+        tree = _prepared(template, manifest, stored, comm.device, donate=donate, kept=left)
         return found, tree, contents_of("load()", tree, comm), sources
 
-    def fields(made: tuple[Checkpoint, Any, Contents, dict[str, str]]) -> dict[str, str]:
+    def fields(made: tuple[Checkpoint, Any, Contents, Sources]) -> dict[str, str]:
         found, _, into, sources = made
-        names = "\n".join(f"{name} from {source}" for name, source in sources.items())
+        names = "\n".join(f"{name} from {source}" for name, source in sources.of.items())
         how = {"where": where, "cast": repr(cast), "donate": repr(donate), "subtree": repr(subtree), "names": names}
-        return {"save": found.manifest.save_id, **how, **into.fields()}
+        return {"save": found.manifest.save_id, **how, "strict": repr(strict), **into.fields()}
 
+    kept = dict[str, torch.Tensor]()
     found, tree, into, sources = together("load()", comm, check, fields)
 
     def fill() -> None:
         for node in units_of(tree) if donate else ():
             for buffer in node.buffers:
                 buffer.zero_()  # nothing is read into padding
-        _read(found, into, sources, comm.rank, read)
+        for name, value in kept.items():
+            into.entries[name].local.copy_(value)
+        _read(found, into, sources, comm.rank, read, kept)
 
     together("load()", comm, fill)
     if donate:
@@ -243,100 +257,15 @@ def _chosen(path: str, comm: Comm, damaged: Mapping[str, str]) -> tuple[str, boo
     return str(said["path"]), bool(said["is_asked_for"])
 
 
-def _stored(manifest: Manifest, name: str) -> str:
-    """The name under which a tensor is stored: another one's, if it was tied to that."""
-    return manifest.aliases.get(name, name)
-
-
-def _without(manifest: Manifest, ignore: tuple[str, ...]) -> Manifest:
-    """A manifest that has nothing under the names that patterns select."""
-    left = chosen("load(ignore=)", ignore, [*manifest.tensors, *manifest.values, *manifest.aliases])
-    kept: dict[str, Any] = {
-        kind: {name: each for name, each in getattr(manifest, kind).items() if name not in left}
-        for kind in ("tensors", "values", "aliases")
-    }
-    return replace(manifest, **kept)
-
-
-def _sources(manifest: Manifest, wanted: Contents, stored: Callable[[str], str]) -> dict[str, str]:
-    """Of each tensor of a tree the name under which it is stored; of tied leaves, which have several, one that is there."""
-    names = {name: [name] for name in wanted.entries}
-    for alias, owner in wanted.aliases.items():
-        names[owner].append(alias)
-    choices = {owner: [_stored(manifest, stored(name)) for name in each] for owner, each in names.items()}
-    return {owner: next((name for name in each if name in manifest.tensors), each[0]) for owner, each in choices.items()}
-
-
-def _check_same(
-    path: str,
+def _prepared(
+    template: Any,
     manifest: Manifest,
-    wanted: Contents,
-    sources: Mapping[str, str],
     stored: Callable[[str], str],
-    prefix: str,
+    device: torch.device,
     *,
-    cast: bool,
-) -> None:
-    """Refuse what differs between a tree and a checkpoint, all of it at once."""
-    rows = []
-    for name, entry in wanted.entries.items():
-        record = manifest.tensors.get(sources[name])
-        if record is None:
-            kind = "a number or text in the checkpoint" if sources[name] in manifest.values else "not in the checkpoint"
-            rows.append((name, f"{kind}; expected {_described(entry.dtype, entry.shape)}"))
-            continue
-        is_right = record.dtype == entry.dtype or (cast and torch.can_cast(record.dtype, entry.dtype))
-        if record.shape != entry.shape or not is_right:
-            stored_as = _described(record.dtype, record.shape)
-            rows.append((name, f"{stored_as} in the checkpoint; expected {_described(entry.dtype, entry.shape)}"))
-    for name, value in wanted.values.items():
-        there = manifest.values.get(stored(name))
-        if _kind(there) is not _kind(value):
-            kind = "not in the checkpoint" if there is None else f"{there!r:.80} in the checkpoint"
-            rows.append((name, f"{kind}; expected a value like {value!r:.80}"))
-    for name, owner in wanted.aliases.items():
-        source = _stored(manifest, stored(name))
-        if source in manifest.tensors and source != sources[owner]:
-            rows.append((name, f"has values of its own in the checkpoint; expected it to be tied to {owner!r:.200}"))
-    expected = {stored(name) for name in (*wanted.entries, *wanted.values, *wanted.aliases)}
-    for name in (*manifest.tensors, *manifest.values, *manifest.aliases):
-        if name.startswith(prefix) and name not in expected:
-            rows.append((name[len(prefix) :], "in the checkpoint alone"))
-    if rows:
-        shown = _grouped(rows)
-        more = [("...", f"and {len(shown) - _SHOWN} more lines")] if len(shown) > _SHOWN else []
-        remedy = (
-            "Build the tree as it was when it was saved; subtree= loads a part of it, rename= and ignore= are for other names, "
-            "cast=True converts dtypes."
-        )
-        what = f"{path} is not of this tree: {len(rows)} differences."
-        raise TreeError(problem("load()", what, [*shown[:_SHOWN], *more], remedy))
-
-
-def _kind(value: Value) -> type | None:
-    """Numbers stand for each other: a learning rate of 1 is 0.9 after a step."""
-    if isinstance(value, bool | str):
-        return bool if isinstance(value, bool) else str
-    return None if value is None else float
-
-
-def _described(dtype: torch.dtype, shape: tuple[int, ...]) -> str:
-    return f"{dtype_name(dtype)}{list(shape)}"
-
-
-def _grouped(rows: list[tuple[str, str]]) -> list[tuple[str, str]]:
-    """Names that differ in numbers alone, and of which the same is said, in one row."""
-    alike: dict[tuple[str, str], list[str]] = {}
-    for name, text in rows:
-        pattern = ".".join("*" if part.isdigit() else part for part in name.split("."))
-        alike.setdefault((pattern, text), []).append(name)
-    return [
-        (f"{names[0]!r:.200}", text) if len(names) == 1 else (f"{pattern!r:.200}", f"{text} ({len(names)} of them)")
-        for (pattern, text), names in alike.items()
-    ]
-
-
-def _prepared(template: Any, manifest: Manifest, stored: Callable[[str], str], device: torch.device, *, donate: bool) -> Any:
+    donate: bool,
+    kept: Collection[str],
+) -> Any:
     """The tree to be returned: memory for tensors, and the values that were saved."""
     taken = dict[int, list[tuple[int, int]]]()
 
@@ -366,6 +295,8 @@ def _prepared(template: Any, manifest: Manifest, stored: Callable[[str], str], d
             made.append(leaf)
         elif isinstance(leaf, torch.Tensor):
             made.append(fresh(leaf))
+        elif ".".join(segments) in kept:
+            made.append(leaf)
         else:
             made.append(MadeBy(str(value)) if isinstance(leaf, MadeBy) else value)
     return optree.tree_unflatten(optree.tree_structure(template, is_leaf=is_node), made)
@@ -374,23 +305,30 @@ def _prepared(template: Any, manifest: Manifest, stored: Callable[[str], str], d
 def _read(
     found: Checkpoint,
     into: Contents,
-    sources: Mapping[str, str],
+    sources: Sources,
     rank: int,
     read: Callable[[Checkpoint, list[Need]], None],
+    kept: Collection[str],
 ) -> None:
     """Fill the tensors of a tree.
 
     Raises:
-        CheckpointError: bytes that are damaged; or leaves of one unit that were saved with different numbers where the unit
-            has one for all.
+        CheckpointError: bytes that are damaged; tied leaves with different values; or leaves of one unit that were saved with
+            different numbers where the unit has one for all.
     """
-    needs, numbers = list[Need](), list[tuple[Entry, torch.Tensor]]()
+    needs, numbers, again = list[Need](), list[tuple[Entry, torch.Tensor]](), list[torch.Tensor]()
     for name, entry in into.entries.items():
+        if name in kept:
+            continue
         piece, target = entry.piece(rank), entry.local
         if entry.is_of_group:
             target = torch.empty_like(target)
             numbers.append((entry, target))
-        needs.append(Need(sources[name], piece.first, piece.last, target))
+        needs.append(Need(sources.of[name], piece.first, piece.last, target))
+    for owner, _, source in sources.others:
+        piece = into.entries[owner].piece(rank)
+        again.append(torch.empty_like(into.entries[owner].local))
+        needs.append(Need(source, piece.first, piece.last, again[-1]))
     read(found, needs)
     seen: dict[int, tuple[Entry, torch.Tensor]] = {}
     for entry, value in numbers:
@@ -401,6 +339,13 @@ def _read(
                 "unit that has both keeps one number for them. Plan them as units of their own."
             )
         entry.local.copy_(value)
+    for (owner, alias, source), value in zip(sources.others, again, strict=True):
+        expected = into.entries[owner].local
+        if not torch.equal(expected.view(torch.uint8), value.view(torch.uint8)):
+            raise CheckpointError(
+                f"{found.path}: {owner!r:.200} and {alias!r:.200} are tied, and the checkpoint has different values for them, "
+                f"as {sources.of[owner]!r:.200} and {source!r:.200}. Leave one of these out by ignore=, or untie the leaves."
+            )
 
 
 def _given_back(leaf: Any, loaded: Any) -> Any:

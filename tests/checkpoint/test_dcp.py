@@ -14,7 +14,7 @@ from torch import nn
 
 import fsharp as fs
 from fsharp.checkpoint.formats import dcp as ours
-from fsharp.checkpoint.torch_archive import load_archive
+from fsharp.checkpoint.formats.torch_archive import load_archive
 from fsharp.errors import CheckpointError, PatternError, TreeError
 from fsharp.testing import processes, simulate
 from tests.checkpoint.models import nested, planned, whole

@@ -1,6 +1,7 @@
 """What is saved under any strategy on any mesh is loaded under any other, to the bit."""
 
 import itertools
+import re
 import tempfile
 from functools import partial
 
@@ -11,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fsharp as fs
-from fsharp.errors import AgreementError, CheckpointError, TreeError
+from fsharp.errors import AgreementError, CheckpointError, FsharpError, PatternError, TreeError
 from fsharp.testing import generate, processes, simulate
 from tests.gpt_like import loss_fn, make_batches, make_params
 from tests.scheduling import every
@@ -415,8 +416,68 @@ def test_ties_may_come_and_go_where_values_do_not_differ(tmp_path):
     got = fs.full(fs.checkpoint.load(tmp_path, scrambled(params(untied)), comm=comm), comm=comm)
     assert torch.equal(got["b"], shared)
     fs.checkpoint.save(tmp_path, params(untied), step=1, comm=comm)
-    with pytest.raises(TreeError, match=r"'b' +has values of its own in the checkpoint; expected it to be tied to 'a'"):
+    assert torch.equal(fs.full(fs.checkpoint.load(tmp_path, scrambled(params(tied)), comm=comm), comm=comm)["b"], shared)
+    untied["b"][-1, -1] += 1
+    fs.checkpoint.save(tmp_path, params(untied), step=2, comm=comm)
+    with pytest.raises(CheckpointError, match="'a' and 'b' are tied, and the checkpoint has different values for them"):
         fs.checkpoint.load(tmp_path, params(tied), comm=comm)
+
+
+def test_tied_values_that_differ_where_one_rank_alone_looks(tmp_path):
+    shared, mesh = torch.randn(4, 2), fs.Mesh({"dp": 2})
+
+    def params(comm, tree):
+        return fs.shard(tree, fs.plan(tree, comm.mesh, fs.zero3("dp"), units="*"), comm)
+
+    def run(comm):
+        other = shared.clone()
+        other[-1, -1] += 1  # rank 1's
+        fs.checkpoint.save(tmp_path, params(comm, {"a": shared, "b": other}), step=0, comm=comm)
+        with pytest.raises(FsharpError, match="'a' and 'b' are tied, and the checkpoint has different values for them"):
+            fs.checkpoint.load(tmp_path, params(comm, {"a": shared, "b": shared}), comm=comm)
+        return fs.full(fs.checkpoint.load(tmp_path, params(comm, {"a": shared, "b": shared}), comm=comm, ignore="a"), comm=comm)
+
+    for got in simulate(mesh, run):
+        assert got["a"][-1, -1] == shared[-1, -1] + 1
+    assert len(fs.checkpoint.checkpoints(tmp_path)) == 1, "other values are no damage"
+
+
+@pytest.mark.parametrize("donate", [False, True])
+def test_new_leaves_keep_the_values_that_were_given(tmp_path, caplog, donate):
+    def tree(comm, new=(), seen=0, value=0.0):
+        x = {name: torch.zeros(5) + value for name in ("w", "b", *new)}
+        return {"p": fs.shard(x, fs.plan(x, comm.mesh, fs.zero3("dp")), comm), "seen": seen, **dict.fromkeys(new, 3)}
+
+    def run(comm):
+        old = tree(comm, ("gone",), 7, 1.0)
+        fs.checkpoint.save(tmp_path, old | {"plain": torch.ones(2)}, step=0, comm=comm)
+        like = tree(comm, ("adapter",), 0, 2.0) | {"own": torch.tensor([4.0])}
+        with pytest.raises(FsharpError, match=r"'p.adapter' +not in the checkpoint"):
+            fs.checkpoint.load(tmp_path, like, comm=comm)
+        got = fs.checkpoint.load(tmp_path, like, comm=comm, strict=False, donate=donate)
+        whole = fs.full(got["p"], comm=comm)
+        assert {name: set(x.tolist()) for name, x in whole.items()} == {"w": {1.0}, "b": {1.0}, "adapter": {2.0}}
+        assert (got["seen"], got["adapter"], got["own"].tolist()) == (7, 3, [4.0])
+        with pytest.raises(FsharpError, match=r"'q' +not in the checkpoint"):
+            fs.checkpoint.load(tmp_path, {"q": torch.zeros(1)}, comm=comm, strict=False)  # nothing is of this tree
+        with pytest.raises(FsharpError, match=r"'own' .*on the meta device: there is no value to keep"):
+            fs.checkpoint.load(tmp_path, tree(comm) | {"own": torch.zeros(1, device="meta")}, comm=comm, strict=False)
+        with pytest.raises(FsharpError, match=r"'seen' .*expected float32\[1\]"):
+            fs.checkpoint.load(tmp_path, tree(comm) | {"seen": torch.zeros(1)}, comm=comm, strict=False)
+
+    simulate(fs.Mesh({"dp": 2}), run)
+    [text] = [record.getMessage() for record in caplog.records]
+    for name, what in (("p.adapter", "keeps"), ("adapter", "keeps"), ("own", "keeps"), ("p.gone", "alone"), ("plain", "alone")):
+        assert re.search(rf"'{name}' .*{what}", text)
+
+
+def test_patterns_are_relative_to_the_subtree(tmp_path):
+    comm = fs.SingleComm()
+    fs.checkpoint.save(tmp_path, {"params": {"w": torch.ones(2), "old": torch.ones(2)}, "n": 1}, step=0, comm=comm)
+    like = {"w": torch.zeros(2)}
+    assert fs.checkpoint.load(tmp_path, like, comm=comm, subtree="params", ignore="old")["w"].tolist() == [1.0, 1.0]
+    with pytest.raises(PatternError, match=r"'params\.old' matches nothing"):
+        fs.checkpoint.load(tmp_path, like, comm=comm, subtree="params", ignore="params.old")
 
 
 @pytest.mark.parametrize(

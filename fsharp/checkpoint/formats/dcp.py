@@ -14,12 +14,12 @@ import torch
 from fsharp.checkpoint.catalog import Checkpoint, folder_name, open_checkpoint
 from fsharp.checkpoint.entries import Contents, Entry, Piece, Value, renamed
 from fsharp.checkpoint.formats.exporting import names_below, new_folder
+from fsharp.checkpoint.formats.torch_archive import load_archive
 from fsharp.checkpoint.manifest import as_json, plain_file_name, plain_shape
 from fsharp.checkpoint.reading import Need, read_needs
 from fsharp.checkpoint.saving import Snapshot, write_snapshot
 from fsharp.checkpoint.shard_file import Tensor, check_names, in_order
 from fsharp.checkpoint.storage import Storage, read_description, storage_of
-from fsharp.checkpoint.torch_archive import load_archive
 from fsharp.errors import CheckpointError
 from fsharp.functional.comm.protocol import SingleComm
 from fsharp.functional.layout.paths import as_patterns, chosen

@@ -1,0 +1,149 @@
+"""Matching: which names of a checkpoint are those of a tree, and what of the two differs."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+
+from fsharp.checkpoint.entries import Contents, Value
+from fsharp.checkpoint.manifest import Manifest
+from fsharp.errors import TreeError, problem
+from fsharp.functional.layout.paths import chosen
+from fsharp.functional.layout.precision import dtype_name
+
+_SHOWN = 12
+
+
+def _stored(manifest: Manifest, name: str) -> str:
+    """The name under which a tensor is stored: another one's, if it was tied to that."""
+    return manifest.aliases.get(name, name)
+
+
+def without(manifest: Manifest, ignore: tuple[str, ...], subtree: str) -> Manifest:
+    """A manifest that has nothing under the names that patterns select, which are relative to a subtree."""
+    prefix = f"{subtree}." if subtree else ""
+    names = (*manifest.tensors, *manifest.values, *manifest.aliases)
+    below = {name[len(prefix) :]: name for name in names if name.startswith(prefix)}
+    left = {below[name] for name in chosen("load(ignore=)", ignore, list(below))}
+    kept: dict[str, Any] = {
+        kind: {name: each for name, each in getattr(manifest, kind).items() if name not in left}
+        for kind in ("tensors", "values", "aliases")
+    }
+    return replace(manifest, **kept)
+
+
+class Sources(NamedTuple):
+    """Where values of a tree come from.
+
+    Attributes:
+        of: name in the checkpoint, by name of a tensor of the tree; one that is not there if there is none.
+        others: of tensors whose leaves are tied, further names that the checkpoint has: name of the tensor and its alias in the
+            tree, and name in the checkpoint.
+    """
+
+    of: dict[str, str]
+    others: list[tuple[str, str, str]]
+
+
+def sources_of(manifest: Manifest, wanted: Contents, stored: Callable[[str], str]) -> Sources:
+    """Return where values of a tree come from; of tied leaves any name that is there will do."""
+    names = {name: [name] for name in wanted.entries}
+    for alias, owner in wanted.aliases.items():
+        names[owner].append(alias)
+    of, others = dict[str, str](), list[tuple[str, str, str]]()
+    for owner, each in names.items():
+        there = {source: name for name in reversed(each) if (source := _stored(manifest, stored(name))) in manifest.tensors}
+        of[owner], *more = [*reversed(there)] or [_stored(manifest, stored(owner))]
+        others += [(owner, there[source], source) for source in more]
+    return Sources(of, others)
+
+
+def check_same(
+    path: str,
+    manifest: Manifest,
+    wanted: Contents,
+    sources: Sources,
+    stored: Callable[[str], str],
+    prefix: str,
+    *,
+    cast: bool,
+    strict: bool,
+) -> tuple[set[str], list[tuple[str, str]]]:
+    """Refuse what differs between a tree and a checkpoint, all of it at once.
+
+    Returns:
+        If ``strict`` is False, names of leaves that are not in the checkpoint, and what else is passed over, for a report.
+    """
+    rows, kept, passed = list[tuple[str, str]](), set[str](), list[tuple[str, str]]()
+
+    def is_new(name: str, source: str) -> bool:
+        if strict or source in manifest.tensors or source in manifest.values:
+            return False
+        entry = wanted.entries.get(name)
+        if entry is not None and entry.local.is_meta:
+            rows.append((name, "not in the checkpoint, and on the meta device: there is no value to keep"))
+        kept.add(name)
+        passed.append((name, "not in the checkpoint: keeps the value that was given"))
+        return True
+
+    pairs = [(name, name, sources.of[name]) for name in wanted.entries]
+    for owner, name, source in (*pairs, *sources.others):
+        entry, record = wanted.entries[owner], manifest.tensors.get(source)
+        if is_new(name, source):
+            continue
+        if record is None:
+            kind = "a number or text in the checkpoint" if source in manifest.values else "not in the checkpoint"
+            rows.append((name, f"{kind}; expected {_described(entry.dtype, entry.shape)}"))
+            continue
+        is_right = record.dtype == entry.dtype or (cast and torch.can_cast(record.dtype, entry.dtype))
+        if record.shape != entry.shape or not is_right:
+            stored_as = _described(record.dtype, record.shape)
+            rows.append((name, f"{stored_as} in the checkpoint; expected {_described(entry.dtype, entry.shape)}"))
+    for name, value in wanted.values.items():
+        there = manifest.values.get(stored(name))
+        if not is_new(name, stored(name)) and _kind(there) is not _kind(value):
+            kind = "not in the checkpoint" if there is None else f"{there!r:.80} in the checkpoint"
+            rows.append((name, f"{kind}; expected a value like {value!r:.80}"))
+    expected = {stored(name) for name in (*wanted.entries, *wanted.values, *wanted.aliases)}
+    for name in (*manifest.tensors, *manifest.values, *manifest.aliases):
+        if name.startswith(prefix) and name not in expected:
+            (rows if strict else passed).append((name[len(prefix) :], "in the checkpoint alone"))
+    if len(kept) == len(wanted.entries) + len(wanted.values) > 0:
+        rows += passed
+    if rows:
+        remedy = (
+            "Build the tree as it was when it was saved; subtree= loads a part of it, rename= and ignore= are for other names, "
+            "cast=True converts dtypes, strict=False keeps values of new leaves."
+        )
+        raise TreeError(problem("load()", f"{path} is not of this tree: {len(rows)} differences.", shown(rows), remedy))
+    return kept, passed
+
+
+def shown(rows: list[tuple[str, str]]) -> list[tuple[str, str]]:
+    """So many rows as a message has room for."""
+    lines = _grouped(rows)
+    return lines[:_SHOWN] + ([("...", f"and {len(lines) - _SHOWN} more lines")] if len(lines) > _SHOWN else [])
+
+
+def _kind(value: Value) -> type | None:
+    """Numbers stand for each other: a learning rate of 1 is 0.9 after a step."""
+    if isinstance(value, bool | str):
+        return bool if isinstance(value, bool) else str
+    return None if value is None else float
+
+
+def _described(dtype: torch.dtype, shape: tuple[int, ...]) -> str:
+    return f"{dtype_name(dtype)}{list(shape)}"
+
+
+def _grouped(rows: list[tuple[str, str]]) -> list[tuple[str, str]]:
+    """Names that differ in numbers alone, and of which the same is said, in one row."""
+    alike: dict[tuple[str, str], list[str]] = {}
+    for name, text in rows:
+        pattern = ".".join("*" if part.isdigit() else part for part in name.split("."))
+        alike.setdefault((pattern, text), []).append(name)
+    return [
+        (f"{names[0]!r:.200}", text) if len(names) == 1 else (f"{pattern!r:.200}", f"{text} ({len(names)} of them)")
+        for (pattern, text), names in alike.items()
+    ]
