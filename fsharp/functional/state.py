@@ -8,6 +8,7 @@ import torch
 
 from fsharp.errors import TreeError, problem
 from fsharp.functional.comm.agree import together
+from fsharp.functional.comm.exact_text import exact_text
 from fsharp.functional.comm.protocol import Comm, Engine
 from fsharp.functional.comm.tree_names import name_as, name_trees, name_updated
 from fsharp.functional.layout.describe import describe_units
@@ -89,7 +90,7 @@ def init_state(tx: Any, sharded: Any, *, comm: Comm, donate: bool = False) -> Tr
 
     def fields(nodes: list[Sharded]) -> dict[str, str]:
         places = "\n".join(f"{node.name or '(root)'}: {node.place}" for node in nodes)
-        return {**describe_units([node.unit for node in nodes]), "place": places, "tx": repr(tx.config)}
+        return {**describe_units([node.unit for node in nodes]), "place": places, "tx": exact_text(tx.config)}
 
     together("init_state()", comm, check, fields)
     start = name_trees(sharded if donate else optree.tree_map(torch.clone, sharded), comm)

@@ -8,6 +8,7 @@ import optree
 import torch
 
 from fsharp.errors import LossError
+from fsharp.functional.comm.exact_text import exact_text
 from fsharp.functional.comm.protocol import Comm, Engine, Labelled
 from fsharp.functional.comm.tree_names import name_as
 from fsharp.functional.layout.sharded import (
@@ -43,7 +44,7 @@ def train_step(
             it, is then no longer to be used.
     """
     tx = as_transform(tx)
-    settings = f"{tx.name or 'a transformation'} ({zlib.crc32(repr(tx.config).encode()):08x})"
+    settings = f"{tx.name or 'a transformation'} ({zlib.crc32(exact_text(tx.config).encode()):08x})"
 
     def step(state: TrainState, batch: Any, comm: Comm) -> tuple[TrainState, Any]:
         value, grads = value_and_grad(loss_fn, microbatches=microbatches, has_aux=has_aux)(state.params, batch, comm=comm)

@@ -1,5 +1,6 @@
 """Tensors as arrays of JAX and back: the same memory."""
 
+import os
 from typing import Any
 
 import jax
@@ -7,9 +8,34 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 import torch.utils.dlpack
+from jax._src import xla_bridge  # nothing public says whether there are backends without making them
 from torch._subclasses.fake_tensor import FakeTensor
 
 from fsharp.errors import TreeError
+
+_forked = False
+
+
+def _see_fork() -> None:
+    global _forked
+    _forked = _forked or xla_bridge.backends_are_initialized()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_see_fork)
+
+
+def check_process(where: str) -> None:
+    """Refuse a child forked from a process in which XLA was in use: threads of XLA do not survive a fork, and a call waits.
+
+    Raises:
+        TreeError: names this process.
+    """
+    if _forked:
+        raise TreeError(
+            f"{where}: process {os.getpid()} was forked from one that had used JAX, and XLA does not survive a fork. Start it "
+            'by "spawn" or "forkserver": multiprocessing.get_context("spawn"), DataLoader(multiprocessing_context="spawn").'
+        )
 
 
 def as_array(x: torch.Tensor) -> Any:

@@ -9,10 +9,12 @@ elementwise         on the elements that are here
 over a whole leaf   sums, products of two leaves, largest, smallest, any, all: of the elements here, then over the ranks
 conditions          both branches, then a choice by element: no rank takes part in fewer collectives than another
 random numbers      of the whole leaf, on every rank alike; this rank's elements are taken
-everything else     refused by name: rows, columns and neighbours are not here
+one element         of a leaf that has no more: a number, which the ranks exchange where another array depends on it
+everything else     refused by name: rows, columns, neighbours and elements of another leaf are not here
 ==================  =====================================================================================================
 
-Where a leaf is on this rank as a whole, nothing is lifted. What is summed over ranks is summed for all leaves at once: the
+Where a leaf is on this rank as a whole, nothing is lifted. If each rank has such a leaf of its own, what is computed from its
+elements stays with that leaf, and is refused elsewhere. What is summed over ranks is summed for all leaves at once: the
 function is run until it asks for something that is not known, ranks exchange that, and it is run again with it; each run is
 compiled, and computes what it is run for alone.
 """
@@ -24,10 +26,23 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
+from jax import ShapeDtypeStruct
+from jax.extend.core import ClosedJaxpr, Literal
 
 from fsharp.errors import LayoutError, problem
 from fsharp.functional.comm.protocol import ReduceOp
+from fsharp.interop.primitives import (
+    CALLS,
+    ELEMENTWISE,
+    REDUCTIONS,
+    RESHAPING,
+    UNIFORM,
+    is_inner,
+    is_number,
+    is_whole,
+    keeps_order,
+    limits,
+)
 
 
 class LeafPart(NamedTuple):
@@ -56,7 +71,7 @@ class Part(NamedTuple):
     Attributes:
         leaf: the number of that leaf.
         elements: 1-D.
-        shape: of the whole array.
+        shape: of the whole array. Its size is that of the leaf, unless all of the leaf is here.
     """
 
     leaf: int
@@ -94,93 +109,6 @@ class Question:
     axes: tuple[str, ...]
 
 
-_ELEMENTWISE = frozenset(
-    [
-        "abs",
-        "acos",
-        "acosh",
-        "add",
-        "add_any",
-        "and",
-        "asin",
-        "asinh",
-        "atan",
-        "atan2",
-        "atanh",
-        "cbrt",
-        "ceil",
-        "clamp",
-        "conj",
-        "convert_element_type",
-        "copy",
-        "copy_p",
-        "cos",
-        "cosh",
-        "digamma",
-        "div",
-        "eq",
-        "erf",
-        "erf_inv",
-        "erfc",
-        "exp",
-        "exp2",
-        "expm1",
-        "floor",
-        "ge",
-        "gt",
-        "igamma",
-        "igammac",
-        "imag",
-        "integer_pow",
-        "is_finite",
-        "le",
-        "lgamma",
-        "log",
-        "log1p",
-        "logistic",
-        "lt",
-        "max",
-        "min",
-        "mul",
-        "ne",
-        "neg",
-        "nextafter",
-        "not",
-        "or",
-        "pow",
-        "real",
-        "reduce_precision",
-        "rem",
-        "round",
-        "rsqrt",
-        "select_n",
-        "shift_left",
-        "shift_right_arithmetic",
-        "shift_right_logical",
-        "sign",
-        "sin",
-        "sinh",
-        "sqrt",
-        "square",
-        "stop_gradient",
-        "sub",
-        "tan",
-        "tanh",
-        "xor",
-    ]
-)
-_RESHAPING = frozenset(["broadcast_in_dim", "reshape", "squeeze", "expand_dims"])
-_UNIFORM = _RESHAPING | {"transpose", "slice", "rev"}
-"""What leaves an array with equal elements one."""
-_REDUCTIONS: dict[str, ReduceOp] = {
-    "reduce_sum": "sum",
-    "reduce_max": "max",
-    "reduce_min": "min",
-    "reduce_and": "min",
-    "reduce_or": "max",
-}
-
-
 class Lifted:
     """One run of a jaxpr on this rank's elements.
 
@@ -215,77 +143,129 @@ class Lifted:
 
     def elements(self, value: Any, leaf: int, shape: Sequence[int]) -> Any:
         """This rank's elements of an array of a leaf's size, or of one that is broadcast to it."""
-        part = self.leaves[leaf]
-        if isinstance(value, Part):
+        part, size = self.leaves[leaf], math.prod(shape)
+        first, last = (part.first, part.last) if part.axes else (0, size)
+        if isinstance(value, Part) and math.prod(value.shape) == size:
             return value.elements
-        if isinstance(value, Splat) or jnp.ndim(value) == 0:
-            return jnp.broadcast_to(value.scalar if isinstance(value, Splat) else value, (part.last - part.first,))
-        return jnp.reshape(jnp.broadcast_to(value, shape), (-1,))[part.first : part.last]
+        array = _whole(value) if isinstance(value, Part) else _scalar(value)
+        if jnp.ndim(array) == 0:
+            return jnp.broadcast_to(array, (last - first,))
+        return jnp.reshape(array if jnp.size(array) == size else jnp.broadcast_to(array, shape), (-1,))[first:last]
+
+    def placed(self, value: Any, leaf: int | None, what: str, at: Key) -> Any:
+        """A result, as what it is stored with: elements of a leaf, or, if that is None, an array that all ranks have alike.
+
+        Args:
+            value: the result.
+            leaf: the number of the leaf.
+            what: the result in words, for the message.
+            at: where ranks exchange the value if they have to.
+
+        Raises:
+            LayoutError: it is made of elements of another leaf.
+        """
+        if not isinstance(value, Part):
+            return value
+        if value.leaf == leaf and math.prod(value.shape) == math.prod(self.leaves[leaf].shape):
+            return value
+        known = self._known(value, at)
+        if isinstance(known, Part):
+            part = self.leaves[known.leaf]
+            raise self._other(f"{what} is made of elements of {part.path!r}", part)
+        return known
 
     def _apply(self, equation: Any, values: list[Any], at: Key) -> list[Any]:
         name, params = equation.primitive.name, equation.params
         if name == "cond":
             return self._choose(equation, values, at)
-        inner = params.get("jaxpr", params.get("call_jaxpr"))
-        if isinstance(inner, Jaxpr):  # of jax.checkpoint
-            inner = ClosedJaxpr(inner, ())
-        if isinstance(inner, ClosedJaxpr) and name not in ("while", "scan"):
-            return self.run(inner, values, at)
-        if any(value is UNKNOWN for value in values):
-            return [UNKNOWN] * len(equation.outvars)
+        if name in CALLS:
+            inner = params.get("jaxpr", params.get("call_jaxpr"))
+            return self.run(inner if isinstance(inner, ClosedJaxpr) else ClosedJaxpr(inner, ()), values, at)
         if name == "optimization_barrier":
             return values
-        parts = {value.leaf: self.leaves[value.leaf] for value in values if isinstance(value, Part)}
-        if len(parts) > 1 and not any(part.axes or part.is_varying for part in parts.values()):  # all of them are here
-            return _bind(equation, [_whole(value) for value in values])
-        leaf = self._leaf_of(equation, values)
+        if len({value.leaf for value in values if isinstance(value, Part)}) > 1:
+            values = [self._known(value, (*at, -1 - i)) for i, value in enumerate(values)]
+        if any(value is UNKNOWN for value in values):
+            return [UNKNOWN] * len(equation.outvars)
+        leaf = self._leaf_of(name, values)
         if leaf is None:
             return self._without_leaves(equation, values)
-        shape = equation.outvars[0].aval.shape
-        if name in _ELEMENTWISE and math.prod(shape) == math.prod(self.leaves[leaf].shape):  # else it is broadcast
-            result = _bind(equation, [self.elements(value, leaf, shape) for value in values])
-            return [Part(leaf, each, var.aval.shape) for each, var in zip(result, equation.outvars, strict=True)]
-        out = equation.outvars[0]
-        if name in _RESHAPING and math.prod(out.aval.shape) == math.prod(values[0].shape) and _keeps_order(name, params):
-            return [Part(leaf, values[0].elements, out.aval.shape)]
-        if name in _REDUCTIONS and _is_whole(values[0].shape, params["axes"]):
-            return [self._over_ranks(name, leaf, values[0].elements, out, at)]
-        if name == "dot_general" and _is_inner(values, params):
-            left, right = (self.elements(value, leaf, value.shape).astype(out.aval.dtype) for value in values)
+        part, shapes = self.leaves[leaf], [var.aval.shape for var in equation.outvars]
+        size = math.prod(shapes[0]) if shapes else None
+        if name in ELEMENTWISE and size == math.prod(part.shape):  # else it is broadcast
+            result = _bind(equation, [self.elements(value, leaf, shapes[0]) for value in values])
+            return [Part(leaf, each, shape) for each, shape in zip(result, shapes, strict=True)]
+        if name in RESHAPING and size == math.prod(values[0].shape) and keeps_order(name, params):
+            return [Part(leaf, values[0].elements, shapes[0])]
+        if name in REDUCTIONS and is_whole(values[0].shape, params["axes"]) and is_number(name, values[0].elements.dtype):
+            return [self._over_ranks(name, leaf, values[0].elements, equation.outvars[0].aval, at)]
+        if name == "dot_general" and is_inner(values, params) and is_number(name, equation.outvars[0].aval.dtype):
+            out = equation.outvars[0].aval
+            left, right = (self.elements(value, leaf, value.shape).astype(out.dtype) for value in values)
             return [self._over_ranks("reduce_sum", leaf, left * right, out, at)]
-        if not self.leaves[leaf].axes:  # all of it is here
-            return _bind(equation, [_whole(value) for value in values])
+        if not part.axes:  # all of it is here
+            found = _bind(equation, [_whole(value) for value in values])
+            return [Part(leaf, jnp.reshape(x, (-1,)), x.shape) for x in found] if part.is_varying else found
+        known = [self._known(value, (*at, -1 - i)) for i, value in enumerate(values)]
+        if not any(isinstance(value, Part) for value in known):
+            is_unknown = any(value is UNKNOWN for value in known)
+            return [UNKNOWN] * len(shapes) if is_unknown else self._without_leaves(equation, known)
         raise self._refused(name, leaf)
 
-    def _leaf_of(self, equation: Any, values: Sequence[Any]) -> int | None:
+    def _known(self, value: Any, at: Key) -> Any:
+        """An array that all ranks have alike, in place of a part whose leaf is here or has one element; else the value."""
+        if not isinstance(value, Part) or self.leaves[value.leaf].is_varying:
+            return value
+        if not self.leaves[value.leaf].axes:
+            return _whole(value)
+        if math.prod(value.shape) != 1 or not is_number("reduce_sum", value.elements.dtype):
+            return value
+        out = ShapeDtypeStruct(value.shape, value.elements.dtype)
+        return self._over_ranks("reduce_sum", value.leaf, value.elements, out, at)
+
+    def _leaf_of(self, name: str, values: Sequence[Any]) -> int | None:
         """The one leaf that the values are parts of."""
         found = {value.leaf for value in values if isinstance(value, Part)}
         if len(found) > 1:
-            first, second = sorted(found)[:2]
-            raise LayoutError(
-                f"from_optax(): the transformation combines elements of {self.leaves[first].path!r} and "
-                f"{self.leaves[second].path!r} ({equation.primitive.name}), which are on different ranks."
-            )
+            first, second = (self.leaves[leaf] for leaf in sorted(found)[:2])
+            what = f"the transformation combines elements of {first.path!r} and {second.path!r} ({name})"
+            raise self._other(what, second if second.axes or second.is_varying else first)
         return next(iter(found), None)
+
+    def _other(self, what: str, part: LeafPart) -> LayoutError:
+        """What to raise where elements of a leaf are wanted that are not here, or are this rank's own."""
+        why = "of which ranks have leaves of their own" if part.is_varying else "which are on different ranks"
+        remedy = "Use a transformation that looks at each leaf by itself"
+        remedy += (
+            "." if part.is_varying else ", or let these leaves rest whole on each rank: fs.ddp, or fs.P() for their units."
+        )
+        return LayoutError(
+            problem(
+                "from_optax()",
+                f"{what}, {why}.",
+                [("shape", list(part.shape)), ("cut along", ", ".join(part.axes) or "nothing")],
+                remedy,
+            )
+        )
 
     def _without_leaves(self, equation: Any, values: list[Any]) -> list[Any]:
         name, uniform = equation.primitive.name, any(isinstance(value, Splat) for value in values)
         shapes = [var.aval.shape for var in equation.outvars]
         if name == "broadcast_in_dim" and jnp.ndim(_scalar(values[0])) == 0:
             return [Splat(_scalar(values[0]), shapes[0])]
-        if uniform and name in _UNIFORM:
+        if uniform and name in UNIFORM:
             return [Splat(values[0].scalar, shapes[0])]
-        if uniform and name in _REDUCTIONS:
+        if uniform and name in REDUCTIONS:
             scalar, count = values[0].scalar, math.prod(values[0].shape[axis] for axis in equation.params["axes"])
             result = (scalar * count).astype(scalar.dtype) if name == "reduce_sum" else scalar
             return [Splat(result, shapes[0]) if shapes[0] else result]
-        if uniform and name in _ELEMENTWISE and all(jnp.ndim(_scalar(value)) == 0 for value in values):
+        if uniform and name in ELEMENTWISE and all(jnp.ndim(_scalar(value)) == 0 for value in values):
             return [Splat(each, shape) for each, shape in zip(_bind(equation, map(_scalar, values)), shapes, strict=True)]
         return _bind(equation, [_whole(value) for value in values])
 
     def _over_ranks(self, name: str, leaf: int, elements: Any, out: Any, at: Key) -> Any:
-        """A number that all elements of a leaf have a part in."""
-        part, op = self.leaves[leaf], _REDUCTIONS[name]
+        """A number that all elements of a leaf have a part in; ``out`` has the shape and the dtype."""
+        part, op = self.leaves[leaf], REDUCTIONS[name]
         if part.is_varying:
             raise LayoutError(
                 f"from_optax(): the transformation reduces all elements of {part.path!r} ({name}), of which ranks have leaves "
@@ -293,27 +273,31 @@ class Lifted:
             )
         if at not in self.known:
             if op == "sum":
-                here = jnp.sum(elements, dtype=out.aval.dtype)
+                here = jnp.sum(elements, dtype=out.dtype)
             else:
-                least, most = _limits(elements.dtype)
+                least, most = limits(elements.dtype)
                 here = jnp.max(elements, initial=least) if op == "max" else jnp.min(elements, initial=most)
             self.asked[at] = Question(op, part.axes), here
             return UNKNOWN
-        known = self.known[at].astype(out.aval.dtype)
-        return Splat(known, out.aval.shape) if out.aval.shape else known
+        known = self.known[at].astype(out.dtype)
+        return Splat(known, out.shape) if out.shape else known
 
     def _choose(self, equation: Any, values: list[Any], at: Key) -> list[Any]:
         index, *operands = values
-        branches = equation.params["branches"]
-        if not any(isinstance(value, Part | Splat | _Unknown) for value in values):
-            return _bind(equation, values)
+        index, branches = _scalar(self._known(index, (*at, -1))), equation.params["branches"]
+        if isinstance(index, Part):
+            raise self._other(f"a condition looks at {self.leaves[index.leaf].path!r}", self.leaves[index.leaf])
+        if not any(isinstance(value, Part | Splat | _Unknown) for value in (index, *operands)):
+            return _bind(equation, [index, *operands])
         found = [self.run(branch, operands, (*at, k)) for k, branch in enumerate(branches)]
-        return [self._chosen(equation, index, list(each)) for each in zip(*found, strict=True)]
+        return [self._chosen(index, list(each), (*at, -2 - i)) for i, each in enumerate(zip(*found, strict=True))]
 
-    def _chosen(self, equation: Any, index: Any, cases: list[Any]) -> Any:
+    def _chosen(self, index: Any, cases: list[Any], at: Key) -> Any:
+        if len({case.leaf for case in cases if isinstance(case, Part)}) > 1:
+            cases = [self._known(case, (*at, k)) for k, case in enumerate(cases)]
         if index is UNKNOWN or any(case is UNKNOWN for case in cases):
             return UNKNOWN
-        leaf = self._leaf_of(equation, cases)
+        leaf = self._leaf_of("cond", cases)
         shape = next((case.shape for case in cases if isinstance(case, Part | Splat)), None)
         if leaf is not None:
             assert shape is not None
@@ -357,27 +341,3 @@ def _whole(value: Any) -> Any:
     if isinstance(value, Part):
         return jnp.reshape(value.elements, value.shape)
     return jnp.full(value.shape, value.scalar) if isinstance(value, Splat) else value
-
-
-def _keeps_order(name: str, params: Mapping[str, Any]) -> bool:
-    dims = params["broadcast_dimensions"] if name == "broadcast_in_dim" else ()
-    return list(dims) == sorted(dims) and not (name == "reshape" and params["dimensions"])
-
-
-def _is_whole(shape: Sequence[int], axes: Sequence[int]) -> bool:
-    return all(size == 1 or axis in axes for axis, size in enumerate(shape))
-
-
-def _is_inner(values: Sequence[Any], params: Mapping[str, Any]) -> bool:
-    """Whether a dot_general is the inner product of a part of a leaf and something of its shape."""
-    (left, right), batch = params["dimension_numbers"]
-    is_alike = values[0].shape == values[1].shape
-    return is_alike and tuple(left) == tuple(right) and len(left) == len(values[0].shape) and not any(map(tuple, batch))
-
-
-def _limits(dtype: Any) -> tuple[Any, Any]:
-    if dtype == jnp.bool_:
-        return False, True
-    if jnp.issubdtype(dtype, jnp.integer):
-        return jnp.iinfo(dtype).min, jnp.iinfo(dtype).max
-    return -jnp.inf, jnp.inf

@@ -200,7 +200,7 @@ def test_ranks_with_another_loss_are_told():
 def test_jax_is_given_no_memory_of_gradients(monkeypatch):
     """It may hold on to it beyond the step, when a scheduler wants it back."""
     given = []
-    monkeypatch.setattr("fsharp.interop.optax.as_array", lambda x: given.append(x.data_ptr()) or as_array(x))
+    monkeypatch.setattr("fsharp.interop.program.as_array", lambda x: given.append(x.data_ptr()) or as_array(x))
     tx = fs.from_optax(optax.adam(1e-2))
     comm = fs.SingleComm()
     layout, state = begin(comm, fs.zero3("dp"), tx)

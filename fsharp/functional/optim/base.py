@@ -7,7 +7,6 @@ fused kernels can.
 """
 
 import inspect
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import wraps
@@ -18,6 +17,7 @@ import torch
 
 from fsharp.errors import LayoutError, PatternError, TreeError, problem
 from fsharp.functional.comm.agree import together
+from fsharp.functional.comm.exact_text import exact_text
 from fsharp.functional.comm.protocol import Comm
 from fsharp.functional.layout.paths import assign, chosen
 from fsharp.functional.layout.sharded import Sharded, is_sharded, map_units, units_of
@@ -238,7 +238,7 @@ def partition(
     name = named(kind, *(f"{label}={tx.name}" if tx.name else "" for label, tx in txs.items()))
     if param_labels is not None:
         init, update = _partition_by_masks(txs, param_labels)
-        return Transform(init, update, {**config, "param_labels": describe(param_labels)}, name=name)
+        return Transform(init, update, {**config, "param_labels": exact_text(param_labels)}, name=name)
 
     def part(tree: Any, label: str) -> Any:
         return map_units(lambda s: s.select([g for g in s.groups if s.unit.groups[g].label == label]), tree)
@@ -346,18 +346,13 @@ def masked(inner: Any, mask: Any) -> Transform:
         out, new = tx.update(seen, state.inner_state, params, comm=comm, **extra)
         return _where(flags, out, grads, comm.rank), MaskedState(new)
 
-    config = {"masked": describe(mask), "inner": dict(tx.config)}
+    config = {"masked": exact_text(mask), "inner": dict(tx.config)}
     return Transform(init, update, config, name=named("masked", tx.name))
-
-
-def describe(value: Any) -> str:
-    """A setting as ranks compare it: its repr without the addresses of functions, which differ between processes."""
-    return re.sub(r" at 0x[0-9a-fA-F]+", "", repr(value))
 
 
 def config_of(**values: Any) -> dict[str, str]:
     """Settings by name, as ranks compare them."""
-    return {name: describe(value) for name, value in values.items()}
+    return {name: exact_text(value) for name, value in values.items()}
 
 
 def _where(flags: Mapping[str, bool], yes: Any, no: Any | None, rank: int) -> Any:

@@ -9,9 +9,10 @@ import torch
 
 from fsharp.errors import LayoutError
 from fsharp.functional.comm.agree import agree, largest, together
+from fsharp.functional.comm.exact_text import exact_text
 from fsharp.functional.comm.protocol import Comm
 from fsharp.functional.layout.sharded import Sharded, map_units, units_of
-from fsharp.functional.optim.base import Transform, apply_transform, as_transform, describe, named
+from fsharp.functional.optim.base import Transform, apply_transform, as_transform, named
 
 
 class ApplyIfFiniteState(NamedTuple):
@@ -152,7 +153,7 @@ def MultiSteps(opt: Any, every_k_schedule: int | Callable[[int], int], use_grad_
         out, new = run(optree.tree_map(lambda a, g: a.to(g.dtype), acc, grads), state.inner_opt_state)
         return out, MultiStepsState(0, state.gradient_step + 1, new, optree.tree_map(torch.zeros_like, acc))
 
-    config = {"MultiSteps": [describe(every_k_schedule), use_grad_mean], "inner": dict(tx.config)}
+    config = {"MultiSteps": [exact_text(every_k_schedule), use_grad_mean], "inner": dict(tx.config)}
     return _sometimes("MultiSteps", tx, init, step, config)
 
 

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from fsharp.functional.comm.exact_text import exact_text
 from fsharp.functional.layout.layout import Layout
 from fsharp.functional.layout.precision import dtype_name
 from fsharp.functional.layout.sharded import Sharded, units_of
@@ -127,5 +128,5 @@ def alike(state: Mapping[str, Any]) -> Hashable:
         if isinstance(value, Part):
             found.append((key, dtype_name(value.dtype)))
         else:
-            found.append((key, repr(value.tolist() if isinstance(value, torch.Tensor) else value)))
+            found.append((key, exact_text(value)))
     return tuple(found)

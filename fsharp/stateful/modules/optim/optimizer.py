@@ -17,6 +17,7 @@ from torch import nn
 
 from fsharp.errors import ScheduleError, TreeError
 from fsharp.functional.comm.agree import agree, together
+from fsharp.functional.comm.exact_text import exact_text
 from fsharp.functional.comm.protocol import Comm
 from fsharp.functional.layout.sharded import units_of
 from fsharp.functional.optim.base import Transform, as_transform
@@ -200,7 +201,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _settings(self) -> str:
         """What the groups say, but for tensors."""
         groups = [{name: x for name, x in g.items() if isinstance(x, bool | int | float | tuple)} for g in self.param_groups]
-        return repr([sorted(group.items()) for group in groups])
+        return exact_text([sorted(group.items()) for group in groups])
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Only while it is made: pass all groups to ``ShardedOptimizer()``."""
@@ -450,6 +451,4 @@ def _session_of(params: list[Any]) -> Session:
 
 
 def _text(options: Mapping[str, Any]) -> str:
-    return "\n".join(
-        f"{name}={value.tolist() if isinstance(value, torch.Tensor) else value!r}" for name, value in options.items()
-    )
+    return "\n".join(f"{name}={exact_text(value)}" for name, value in options.items())

@@ -14,6 +14,7 @@ import torch
 from fsharp.errors import AgreementError, TreeError, problem
 from fsharp.functional.comm.agree import exchange, together
 from fsharp.functional.comm.equal_values import digest, taken
+from fsharp.functional.comm.exact_text import exact_text
 from fsharp.functional.comm.protocol import Comm
 from fsharp.functional.layout.precision import dtype_name
 from fsharp.functional.layout.sharded import check_kept, is_sharded, units_of
@@ -301,6 +302,6 @@ def read_tree(where: str, given: Any, own: Any, rank: int) -> tuple[Any, Replica
                 f"state {i}, unit {node.name!r}, group {g}": (x, axes) for g, x in zip(node.groups, node.buffers, strict=True)
             }
         else:
-            replicas[f"state {i}"] = (node if isinstance(node, torch.Tensor) else _hashed(repr(node).encode())), ()
+            replicas[f"state {i}"] = (node if isinstance(node, torch.Tensor) else _hashed(exact_text(node).encode())), ()
     copied = optree.tree_map(lambda x: x.clone() if isinstance(x, torch.Tensor) else x, given)
     return copied, replicas

@@ -1,0 +1,55 @@
+"""exact_text: a setting as text that ranks compare, in which every bit of an array counts."""
+
+import hashlib
+import re
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from fsharp.functional.comm.equal_values import digest
+
+_SHOWN = 8
+
+
+def exact_text(value: Any) -> str:
+    """Return a text that is the same for equal settings, and another one for settings that differ in any bit.
+
+    A repr leaves digits and elements of tensors and arrays out, and has the addresses of functions, which differ between
+    processes. So arrays are described by their elements, or by a digest of more than 8; other objects by their repr without
+    addresses. Arrays are found in dictionaries, sequences, sets, dataclasses and ``functools.partial``.
+
+    Args:
+        value: a number, text, function, tensor, array of numpy or JAX, or a container of such.
+
+    Cost: one pass over the bytes of arrays.
+    """
+    if isinstance(value, torch.Tensor):
+        kind = f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+        return f"{_elements(value) if value.numel() <= _SHOWN and not value.is_meta else _digest(value)} {kind}"
+    if hasattr(value, "tobytes") and hasattr(value, "dtype") and hasattr(value, "shape"):
+        found = _elements(value) if value.size <= _SHOWN else hashlib.sha256(value.tobytes()).hexdigest()[:16]
+        return f"{found} {value.dtype}{list(value.shape)}"
+    if isinstance(value, partial):
+        return f"partial({exact_text(value.func)}, {exact_text(value.args)}, {exact_text(value.keywords)})"
+    if is_dataclass(value) and not isinstance(value, type):
+        own = {field.name: getattr(value, field.name) for field in fields(value)}
+        return f"{type(value).__qualname__}({exact_text(own)})"
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{exact_text(key)}: {exact_text(each)}" for key, each in value.items()) + "}"
+    if isinstance(value, set | frozenset):
+        return "{" + ", ".join(sorted(map(exact_text, value))) + "}"
+    if isinstance(value, list | tuple):
+        inner = ", ".join(map(exact_text, value))
+        return f"[{inner}]" if type(value) is list else f"{type(value).__name__}({inner})"
+    return re.sub(r" at 0x[0-9a-fA-F]+", "", repr(value))
+
+
+def _elements(value: Any) -> str:
+    return repr(value.tolist())
+
+
+def _digest(value: torch.Tensor) -> str:
+    return "on meta" if value.is_meta else digest(value).hex()

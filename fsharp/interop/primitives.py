@@ -1,0 +1,128 @@
+"""What primitives of JAX do with the elements of a leaf."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+
+from fsharp.functional.comm.protocol import ReduceOp
+
+ELEMENTWISE = frozenset(
+    [
+        "abs",
+        "acos",
+        "acosh",
+        "add",
+        "add_any",
+        "and",
+        "asin",
+        "asinh",
+        "atan",
+        "atan2",
+        "atanh",
+        "cbrt",
+        "ceil",
+        "clamp",
+        "conj",
+        "convert_element_type",
+        "copy",
+        "copy_p",
+        "cos",
+        "cosh",
+        "digamma",
+        "div",
+        "eq",
+        "erf",
+        "erf_inv",
+        "erfc",
+        "exp",
+        "exp2",
+        "expm1",
+        "floor",
+        "ge",
+        "gt",
+        "igamma",
+        "igammac",
+        "imag",
+        "integer_pow",
+        "is_finite",
+        "le",
+        "lgamma",
+        "log",
+        "log1p",
+        "logistic",
+        "lt",
+        "max",
+        "min",
+        "mul",
+        "ne",
+        "neg",
+        "nextafter",
+        "not",
+        "or",
+        "pow",
+        "real",
+        "reduce_precision",
+        "rem",
+        "round",
+        "rsqrt",
+        "select_n",
+        "shift_left",
+        "shift_right_arithmetic",
+        "shift_right_logical",
+        "sign",
+        "sin",
+        "sinh",
+        "sqrt",
+        "square",
+        "stop_gradient",
+        "sub",
+        "tan",
+        "tanh",
+        "xor",
+    ]
+)
+CALLS = frozenset(["jit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call", "remat2", "checkpoint"])
+"""What runs a jaxpr once, on its own operands: the parameter ``jaxpr`` of others, such as ``reduce``, is run otherwise."""
+RESHAPING = frozenset(["broadcast_in_dim", "reshape", "squeeze", "expand_dims"])
+UNIFORM = RESHAPING | {"transpose", "slice", "rev"}
+"""What leaves an array with equal elements one."""
+REDUCTIONS: dict[str, ReduceOp] = {
+    "reduce_sum": "sum",
+    "reduce_max": "max",
+    "reduce_min": "min",
+    "reduce_and": "min",
+    "reduce_or": "max",
+}
+
+
+def keeps_order(name: str, params: Mapping[str, Any]) -> bool:
+    """Whether a primitive of ``RESHAPING`` leaves elements in their order."""
+    dims = params["broadcast_dimensions"] if name == "broadcast_in_dim" else ()
+    return list(dims) == sorted(dims) and not (name == "reshape" and params["dimensions"])
+
+
+def is_whole(shape: Sequence[int], axes: Sequence[int]) -> bool:
+    """Whether a reduction along some dims is one of all elements."""
+    return all(size == 1 or axis in axes for axis, size in enumerate(shape))
+
+
+def is_number(name: str, dtype: Any) -> bool:
+    """Whether ranks can put a reduction together: ``and`` and ``or`` of integers take bits; complex numbers do not travel."""
+    return bool(dtype == jnp.bool_ if name in ("reduce_and", "reduce_or") else not jnp.issubdtype(dtype, jnp.complexfloating))
+
+
+def is_inner(values: Sequence[Any], params: Mapping[str, Any]) -> bool:
+    """Whether a dot_general is the inner product of a part of a leaf and something of its shape."""
+    (left, right), batch = params["dimension_numbers"]
+    is_alike = values[0].shape == values[1].shape
+    return is_alike and tuple(left) == tuple(right) and len(left) == len(values[0].shape) and not any(map(tuple, batch))
+
+
+def limits(dtype: Any) -> tuple[Any, Any]:
+    """The smallest and the largest value."""
+    if dtype == jnp.bool_:
+        return False, True
+    if jnp.issubdtype(dtype, jnp.integer):
+        return jnp.iinfo(dtype).min, jnp.iinfo(dtype).max
+    return -jnp.inf, jnp.inf

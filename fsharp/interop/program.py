@@ -1,0 +1,388 @@
+"""A transformation of optax for trees of one layout: traced once on whole leaves, compiled once for each part of them."""
+
+import hashlib
+import math
+import re
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+import optree
+import torch
+from jax.extend.core import ClosedJaxpr, Jaxpr
+
+from fsharp.errors import TreeError, problem
+from fsharp.functional.comm.exact_text import exact_text
+from fsharp.functional.comm.protocol import Comm
+from fsharp.functional.layout.sharded import Sharded, map_units, units_of
+from fsharp.functional.layout.unit_layout import Leaf
+from fsharp.interop.arrays import as_array, as_tensor, dtype_of
+from fsharp.interop.lift import UNKNOWN, Key, LeafPart, Lifted, Part, Question
+
+
+@dataclass(frozen=True, slots=True)
+class Name:
+    """A leaf, in place of it: to JAX a leaf as well."""
+
+    unit: str
+    path: str
+
+
+class Place(NamedTuple):
+    """Where this rank's elements of a leaf are: the number of the flat buffer, and the first element and the end in it."""
+
+    buffer: int
+    start: int
+    stop: int
+
+
+class Local(NamedTuple):
+    """What one rank has of a tree.
+
+    Attributes:
+        parts: of each leaf, in JAX's order.
+        places: of each leaf.
+        sizes: of each flat buffer.
+    """
+
+    parts: tuple[LeafPart, ...]
+    places: tuple[Place, ...]
+    sizes: tuple[int, ...]
+
+
+class Traced:
+    """A transformation of trees of one layout, the same on all ranks.
+
+    Args:
+        tx: which takes extra arguments.
+        params: the tree.
+        rank: this one.
+        extra: shapes and dtypes of extra arguments of the update, by name.
+
+    Attributes:
+        state: shapes and dtypes of what the state has, in JAX's order.
+        paths: where in the state each of these is.
+        owned: for each, of which leaf the array has the elements, and in which tree of buffers; None for others.
+        unused: names of extra arguments that the update does not look at.
+
+    Raises:
+        LayoutError: the transformation needs elements of a leaf that are not on this rank.
+        TreeError: optax refuses the tree or the extra arguments.
+    """
+
+    def __init__(self, tx: Any, params: Any, rank: int, extra: Mapping[str, Any]) -> None:
+        self.names, self.structure = jax.tree.flatten(map_units(_named_leaves, params))
+        if any(not isinstance(name, Name) for name in self.names):
+            strange = next(name for name in self.names if not isinstance(name, Name))
+            raise TreeError(
+                f"from_optax(): the tree has a {type(strange).__name__}, which is no pytree node for JAX: register it."
+            )
+        local, dtypes = self.local(params, rank), self._dtypes(params)
+
+        def shapes(kinds: Sequence[Any]) -> Any:
+            arrays = [jax.ShapeDtypeStruct(part.shape, dtype) for part, dtype in zip(local.parts, kinds, strict=True)]
+            return jax.tree.unflatten(self.structure, arrays)
+
+        main, accumulate = (shapes(kinds) for kinds in zip(*dtypes, strict=True)) if dtypes else (shapes([]), shapes([]))
+        self.init, state = _traced("", tx.init, main)
+        with_paths, self.state_structure = jax.tree_util.tree_flatten_with_path(state)
+        self.paths, self.state = [f"state{jax.tree_util.keystr(path)}" for path, _ in with_paths], [x for _, x in with_paths]
+        self.extra = sorted(extra)
+
+        def step(grads: Any, state: Any, params: Any, more: Sequence[Any]) -> Any:
+            return tx.update(grads, state, params, **dict(zip(self.extra, more, strict=True)))
+
+        self.step, (updates, after) = _traced(_REMEDY, step, accumulate, state, main, [extra[name] for name in self.extra])
+        if jax.tree.structure(after) != self.state_structure or jax.tree.structure(updates) != self.structure:
+            raise TreeError(
+                "from_optax(): the transformation returns updates or a state of another structure than it was given."
+            )
+        jaxpr = self.step.jaxpr
+        used = {id(atom) for equation in jaxpr.eqns for atom in equation.invars} | {id(atom) for atom in jaxpr.outvars}
+        inputs = jaxpr.invars[len(jaxpr.invars) - len(self.extra) :]
+        self.unused = [name for name, var in zip(self.extra, inputs, strict=True) if id(var) not in used]
+        self.owned, self.tree_dtypes = self._assign(local)
+
+    @cached_property
+    def text(self) -> str:
+        """What ranks have to have in common: all that is computed, with every bit of the constants."""
+        lines = [f"constant {i}: {text}" for i, text in enumerate([*_constants(self.init), *_constants(self.step)])]
+        return "\n".join([re.sub(r" at 0x[0-9a-f]+", "", f"{self.init}\n{self.step}"), *lines])  # of functions
+
+    @cached_property
+    def digest(self) -> str:
+        """Of the text."""
+        return hashlib.sha256(self.text.encode()).hexdigest()[:16]
+
+    def local(self, params: Any, rank: int) -> Local:
+        """What a rank has of the tree."""
+        rows: dict[Name, tuple[LeafPart, Place]] = {}
+        sizes: list[int] = []
+        for node in units_of(params):
+            cut = tuple(axis for axis in node.place.sharded if node.unit.mesh.axis_size(axis) > 1)
+            for group in node.groups:
+                spans = {span.leaf.path: span for span in node.unit.spans(group, node.place, rank)}
+                for leaf in node.unit.leaves_of(group):
+                    start, stop, low, high = spans[leaf.path][1:] if leaf.path in spans else (0, 0, 0, 0)
+                    axes = cut if leaf.numel else ()  # nothing is everywhere
+                    part = LeafPart(node.unit.full_path(leaf), leaf.shape, low, high, axes, bool(node.place.varying))
+                    rows[Name(node.name, leaf.path)] = part, Place(len(sizes), start, stop)
+                sizes.append(node.unit.local_size(group, node.place))
+        found = [rows[name] for name in self.names]
+        return Local(tuple(part for part, _ in found), tuple(place for _, place in found), tuple(sizes))
+
+    def _dtypes(self, params: Any) -> list[tuple[Any, Any]]:
+        """Of parameters and gradients, for each leaf."""
+        found = {}
+        for node in units_of(params):
+            for group in node.groups:
+                dtypes = node.unit.groups[group].dtypes
+                for leaf in node.unit.leaves_of(group):
+                    found[Name(node.name, leaf.path)] = dtype_of(dtypes.main), dtype_of(dtypes.accumulate)
+        return [found[name] for name in self.names]
+
+    def _assign(self, local: Local) -> tuple[list[tuple[int, int] | None], list[Any]]:
+        """``owned``, and the dtype of each tree of buffers."""
+        parts, count, behind = local.parts, len(self.names), len(self.names) + len(self.state)
+        owners: list[int | None] = [None] * len(self.state)
+
+        def part(leaf: int, x: Any) -> Part:
+            return Part(leaf, jnp.reshape(x, (-1,))[parts[leaf].first : parts[leaf].last], x.shape)
+
+        def owner(*values: Any) -> int | None:
+            found = (value for value in values if isinstance(value, Part))
+            return next((x.leaf for x in found if math.prod(x.shape) == math.prod(parts[x.leaf].shape)), None)
+
+        def probe(arrays: Sequence[Any]) -> Any:
+            lifted, params = Lifted(parts, _AnyAnswer()), [part(i, x) for i, x in enumerate(arrays[behind : behind + count])]
+            grads = [part(i, x) for i, x in enumerate(arrays[:count])]
+            state = [x if leaf is None else part(leaf, x) for x, leaf in zip(arrays[count:behind], owners, strict=True)]
+            out = lifted.run(self.step, [*grads, *state, *params, *arrays[behind + count :]])
+            begun = lifted.run(self.init, params)
+            found.append([a if a is not None else owner(*x) for a, *x in zip(owners, out[count:], begun, strict=True)])
+            if found[-1] == owners:
+                self.placed(lifted, out, owners)
+                self.placed(lifted, begun, owners)
+            return ()
+
+        while True:
+            found: list[list[int | None]] = []
+            jax.eval_shape(partial(probe), self.step.in_avals)  # a new object: known ones are not run again
+            if found[0] == owners:
+                break
+            owners = found[0]
+        taken: dict[tuple[int, Any], int] = {}
+        trees: dict[tuple[Any, int], int] = {}
+        owned: list[tuple[int, int] | None] = []
+        for leaf, shape in zip(owners, self.state, strict=True):
+            if leaf is None:
+                owned.append(None)
+                continue
+            nth = taken[leaf, shape.dtype] = taken.get((leaf, shape.dtype), -1) + 1
+            owned.append((leaf, trees.setdefault((shape.dtype, nth), len(trees))))
+        return owned, [dtype for dtype, _ in trees]
+
+    def placed(self, lifted: Lifted, out: Sequence[Any], owners: Sequence[int | None]) -> list[Any]:
+        """The results of ``init`` or ``step``, each with the leaf that it is stored with: see :meth:`Lifted.placed`."""
+        updates = range(len(out) - len(self.state))
+        wanted: list[tuple[int | None, str]] = [(i, f"the update of {lifted.leaves[i].path!r}") for i in updates]
+        wanted += zip(owners, self.paths, strict=True)
+        return [lifted.placed(x, *each, (-1, i)) for i, (x, each) in enumerate(zip(out, wanted, strict=True))]
+
+
+class Program:
+    """A traced transformation, compiled for what a rank has. Simulated ranks that have the same share one."""
+
+    def __init__(self, traced: Traced, local: Local) -> None:
+        self.traced = traced
+        self._parts, self._places, self._sizes = local
+        self._compiled: dict[Any, tuple[Any, dict[Key, Question]]] = {}
+        self._lock = threading.Lock()
+
+    def init(self, params: Any, comm: Comm) -> tuple[list[Any], list[Any]]:
+        """Trees of buffers, and the arrays of the state that are in none of them."""
+        flats, plain = self._run("init", [_arrays(params)], [], comm)
+        return [_like(params, each) for each in flats], plain
+
+    def update(
+        self, grads: Any, buffers: Sequence[Any], params: Any, plain: Sequence[Any], extra: Sequence[Any], comm: Comm
+    ) -> tuple[Any, list[Any], list[Any]]:
+        """Updates, and what :meth:`init` returns of the new state."""
+        # A scheduler wants the memory of gradients back after the step, and JAX may let go of it a little later.
+        grads = map_units(lambda node: node.replace([buffer.clone() for buffer in node.buffers]), grads)
+        flats = [_arrays(grads), _arrays(params), *map(_arrays, buffers)]
+        (updates, *after), new = self._run("update", flats, [*plain, *extra], comm)
+        return _like(grads, updates), [_like(params, each) for each in after], new
+
+    def _run(self, kind: str, flats: Sequence[Sequence[Any]], plain: Sequence[Any], comm: Comm) -> Any:
+        known: dict[Key, Any] = {}
+        while True:
+            result, asked = self._phase(kind, tuple(sorted(known)), flats, plain, [known[key] for key in sorted(known)])
+            jax.block_until_ready(result)
+            if not asked:
+                return result
+            known |= _over_ranks(asked, result, comm)
+
+    def _phase(
+        self, kind: str, keys: tuple[Key, ...], flats: Sequence[Sequence[Any]], plain: Sequence[Any], answers: Sequence[Any]
+    ) -> tuple[Any, dict[Key, Question]]:
+        """What there is up to the next question, given answers to those before; and that question."""
+        with self._lock:  # of several threads the first one compiles
+            if (kind, keys) not in self._compiled:
+                asked: dict[Key, Question] = {}
+                compiled = jax.jit(partial(self._compute, kind, keys, asked))
+                result = compiled(flats, plain, answers)
+                self._compiled[kind, keys] = compiled, asked
+                return result, asked
+        compiled, asked = self._compiled[kind, keys]
+        return compiled(flats, plain, answers), asked
+
+    def _compute(
+        self,
+        kind: str,
+        keys: tuple[Key, ...],
+        asked: dict[Key, Question],
+        flats: Sequence[Sequence[Any]],
+        plain: Sequence[Any],
+        answers: Sequence[Any],
+    ) -> Any:
+        traced, lifted = self.traced, Lifted(self._parts, dict(zip(keys, answers, strict=True)))
+        out = lifted.run(traced.init if kind == "init" else traced.step, self._args(kind, flats, plain))
+        out = traced.placed(lifted, out, [None if owned is None else owned[0] for owned in traced.owned])
+        asked.update({key: question for key, (question, _) in lifted.asked.items()})
+        if lifted.asked:
+            return [value for _, value in lifted.asked.values()]
+        assert not any(value is UNKNOWN for value in out)
+        return self._results(kind, out, lifted)
+
+    def _args(self, kind: str, flats: Sequence[Sequence[Any]], plain: Sequence[Any]) -> list[Any]:
+        def part(leaf: int, tree: Sequence[Any]) -> Part:
+            place = self._places[leaf]
+            return Part(leaf, tree[place.buffer][place.start : place.stop], self._parts[leaf].shape)
+
+        everything = range(len(self._parts))
+        if kind == "init":
+            return [part(leaf, flats[0]) for leaf in everything]
+        grads, params, *buffers = flats
+        numbers, owned = iter(plain), zip(self.traced.owned, self.traced.state, strict=True)
+        state = [next(numbers) if x is None else part(x[0], buffers[x[1]])._replace(shape=shape.shape) for x, shape in owned]
+        return [*(part(leaf, grads) for leaf in everything), *state, *(part(leaf, params) for leaf in everything), *numbers]
+
+    def _results(self, kind: str, out: Sequence[Any], lifted: Lifted) -> Any:
+        updates = [] if kind == "init" else [dict(enumerate(out[: len(self._parts)]))]
+        state = out[len(updates) and len(self._parts) :]
+        trees: list[dict[int, Any]] = [{} for _ in self.traced.tree_dtypes]
+        plain = []
+        for value, owned, shape in zip(state, self.traced.owned, self.traced.state, strict=True):
+            if owned is None:
+                whole = jnp.full(value.shape, value.scalar) if hasattr(value, "scalar") else value
+                plain.append(whole if jax.dtypes.issubdtype(shape.dtype, jax.dtypes.prng_key) else whole.astype(shape.dtype))
+            else:
+                trees[owned[1]][owned[0]] = value
+        dtypes = [None] * len(updates) + list(self.traced.tree_dtypes)
+        return [self._flats(tree, dtype, lifted) for tree, dtype in zip([*updates, *trees], dtypes, strict=True)], plain
+
+    def _flats(self, values: Mapping[int, Any], dtype: Any, lifted: Lifted) -> list[Any]:
+        """Flat buffers of what there is of each leaf; zero where there is nothing."""
+        pieces: list[list[tuple[int, Any]]] = [[] for _ in self._sizes]
+        for leaf, value in values.items():
+            elements = lifted.elements(value, leaf, self._parts[leaf].shape)
+            pieces[self._places[leaf].buffer].append((self._places[leaf].start, elements))
+        result = []
+        for size, found in zip(self._sizes, pieces, strict=True):
+            into = dtype or (found[0][1].dtype if found else jnp.float32)
+            row, end = [], 0
+            for start, elements in sorted(found, key=lambda piece: piece[0]):
+                if elements.size:
+                    row += [jnp.zeros(start - end, into)] * (start > end) + [elements.astype(into)]
+                    end = start + elements.size
+            row += [jnp.zeros(size - end, into)] * (size > end)
+            result.append(jnp.concatenate(row) if row else jnp.zeros(0, into))
+        return result
+
+
+class _AnyAnswer(dict[Key, Any]):
+    """Has an answer to every question: to see what becomes of it."""
+
+    def __contains__(self, key: object) -> bool:
+        return True
+
+    def __missing__(self, key: Key) -> Any:
+        return jnp.zeros(())
+
+
+def _named_leaves(node: Sharded) -> Any:
+    def name(leaf: Leaf) -> Any:
+        is_here = leaf.tied_to is None and leaf.group in node.groups
+        return Name(node.name, leaf.path) if is_here else optax.MaskedNode()
+
+    return optree.tree_unflatten(node.unit.spec, [name(leaf) for leaf in node.unit.leaves])
+
+
+def _traced(remedy: str, fn: Any, *args: Any) -> Any:
+    """The jaxpr of a function of optax, and the shapes of what it returns."""
+    try:
+        return jax.make_jaxpr(fn, return_shape=True)(*args)
+    except (TypeError, ValueError) as error:
+        what = f"the transformation raises a {type(error).__name__}: {error}"
+        raise TreeError(problem("from_optax()", what, remedy=remedy)) from error
+
+
+_REMEDY = (
+    "fs.update(..., name=number) passes extra arguments on, and fs.train_step passes value, the mean loss. A function of whole "
+    "parameters (value_fn, grad_fn, obj_fn) cannot be called on shards: leave out what calls one, as "
+    "optax.lbfgs(linesearch=None) and optax.contrib.sam(opaque_mode=False) do."
+)
+
+
+def _constants(closed: ClosedJaxpr) -> Iterator[str]:
+    """Arrays that a jaxpr was closed over, and those within it, which its text leaves out or abbreviates."""
+
+    def within(value: Any) -> Iterator[str]:
+        if isinstance(value, ClosedJaxpr):
+            yield from _constants(value)
+        elif isinstance(value, Jaxpr):
+            for equation in value.eqns:
+                for each in equation.params.values():
+                    yield from within(each)
+        elif isinstance(value, list | tuple):
+            for each in value:
+                yield from within(each)
+        elif hasattr(value, "tobytes") or isinstance(value, jax.Array):
+            yield exact_text(as_data(value))
+
+    yield from within(list(closed.consts))
+    yield from within(closed.jaxpr)
+
+
+def as_data(x: Any) -> Any:
+    """An array whose bytes can be read: of a random key the numbers."""
+    return jax.random.key_data(x) if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key) else x
+
+
+def _arrays(tree: Any) -> list[Any]:
+    return [as_array(buffer) for node in units_of(tree) for buffer in node.buffers]
+
+
+def _like(tree: Any, arrays: Sequence[Any]) -> Any:
+    rest = iter(arrays)
+    return map_units(lambda node: node.replace([as_tensor(next(rest)) for _ in node.groups]), tree)
+
+
+def _over_ranks(asked: Mapping[Key, Question], values: Sequence[Any], comm: Comm) -> dict[Key, Any]:
+    """The answers: one collective for all questions along the same axes."""
+    by_question: dict[Question, list[tuple[Key, Any]]] = {}
+    for (key, question), value in zip(asked.items(), values, strict=True):
+        by_question.setdefault(question, []).append((key, value))
+    result: dict[Key, Any] = {}
+    for question, rows in by_question.items():
+        numbers = torch.tensor([float(value) for _, value in rows], dtype=torch.float64, device=comm.device)
+        for axis in question.axes:
+            numbers = comm.all_reduce(numbers, axis, op=question.op, label="a norm of from_optax()")
+        result |= {key: jnp.asarray(number) for (key, _), number in zip(rows, numbers.tolist(), strict=True)}
+    return result

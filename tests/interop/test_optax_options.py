@@ -1,0 +1,268 @@
+"""What ranks compare of a transformation of optax, and which extra arguments of an update reach it."""
+
+from functools import partial
+
+import cloudpickle
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import torch
+
+import fsharp as fs
+from fsharp.errors import AgreementError, TreeError
+from fsharp.functional.optim.base import config_of
+from fsharp.interop.optax import _OnShards
+from fsharp.testing import simulate
+
+TREE = {"w": torch.linspace(-1, 1, 12).view(3, 4), "b": torch.linspace(0, 1, 5)}
+ONES = np.ones(3000, np.float32)
+
+
+def begin(comm, tx, strategy=None, tree=TREE):
+    layout = fs.plan(tree, comm.mesh, strategy or fs.zero3("dp"))
+    state = fs.init_state(tx, fs.shard(tree, layout, comm, place="optim"), comm=comm)
+    return state, fs.shard(tree, layout, comm, place="optim")
+
+
+def changed(by):
+    """A constant that differs in one element of many, by so little as float32 can."""
+    constant = ONES.copy()
+    constant[1500] = np.nextafter(np.float32(1), np.float32(1 + by))
+    return constant
+
+
+CONSTANTS = {
+    "in the update": lambda c: optax.stateless(lambda g, _: jax.tree.map(lambda x: x * jnp.sum(jnp.asarray(c)), g)),
+    "in a function within": lambda c: optax.stateless(
+        lambda g, _: jax.tree.map(lambda x: x * jax.jit(lambda: jnp.sum(jnp.asarray(c)))(), g)
+    ),
+    "in the state": lambda c: optax.GradientTransformation(lambda params: jnp.asarray(c), lambda g, s, _=None: (g, s)),
+    "few, in a branch": lambda c: optax.stateless(
+        lambda g, _: jax.tree.map(
+            lambda x: jax.lax.cond(x.sum() > 0, lambda: x * jnp.asarray(c[1499:1502]).sum(), lambda: x), g
+        )
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CONSTANTS)
+def test_ranks_with_another_element_of_a_long_constant_are_told(name):
+    def rank_fn(comm):
+        with pytest.raises(AgreementError, match=r"from_optax\(\): ranks were given different values"):
+            begin(comm, fs.from_optax(CONSTANTS[name](changed(comm.rank))))
+        return begin(comm, fs.from_optax(CONSTANTS[name](changed(1)))) is not None
+
+    assert all(simulate(fs.Mesh({"dp": 2}), rank_fn))
+
+
+def test_a_rank_whose_transformation_changes_between_updates_is_told():
+    factor = {}
+
+    def rank_fn(comm):
+        tx = fs.from_optax(optax.stateless(lambda g, _: jax.tree.map(lambda x: x * factor[comm.rank], g)))
+        factor[comm.rank] = 1.0
+        state, grads = begin(comm, tx)
+        factor[comm.rank] = 1.0 + comm.rank
+        again = fs.from_optax(optax.stateless(lambda g, _: jax.tree.map(lambda x: x * factor[comm.rank], g)))
+        for step in range(3):  # every other step
+            if step % 2:
+                with pytest.raises(AgreementError, match="transformation"):
+                    fs.update(again, grads, state, comm=comm)
+            else:
+                state = fs.update(tx, grads, state, comm=comm)
+        return True
+
+    assert all(simulate(fs.Mesh({"dp": 2}), rank_fn))
+
+
+def test_every_bit_of_a_setting_counts():
+    """Where a repr has four digits, or leaves out the middle."""
+    same = [
+        lambda x: x,
+        lambda x: torch.tensor(x),
+        lambda x: {"a": [torch.tensor(x), None]},
+        lambda x: partial(min, torch.full((2000,), x)),
+        lambda x: np.full(2000, x),
+        lambda x: jnp.full(2000, x),
+        lambda x: optax.TraceState(np.full(2000, x)),
+    ]
+    for make in same:
+        assert config_of(x=make(0.1)) == config_of(x=make(0.1))
+        assert config_of(x=make(0.1)) != config_of(x=make(0.100001))
+
+
+def test_ranks_with_other_settings_of_our_own_are_told():
+    def rank_fn(comm):
+        tx = fs.optim.Transform(lambda p: None, lambda g, s, p: (g, s), {"scale": torch.tensor(1.0 + 1e-6 * comm.rank)})
+        with pytest.raises(AgreementError, match=r"rank 1: \{'scale': 1\.00000095"):
+            begin(comm, tx)
+        return True
+
+    assert all(simulate(fs.Mesh({"dp": 2}), rank_fn))
+
+
+def test_large_arrays_in_the_state_are_compared():
+    tx = fs.from_optax(optax.GradientTransformation(lambda p: jnp.asarray(ONES), lambda g, s, _=None: (g, s * 2)))
+
+    def rank_fn(comm):
+        state, grads = begin(comm, tx)
+        state = fs.update(tx, grads, state, comm=comm)
+        assert state.opt.optax.tolist() == (2 * ONES).tolist()
+        state.opt.optax[1500] += comm.rank
+        with pytest.raises(AgreementError, match=r"state +rank 1: [0-9a-f]{16} float32\[3000\]"):
+            fs.update(tx, grads, state, comm=comm)
+        return True
+
+    assert all(simulate(fs.Mesh({"dp": 2}), rank_fn))
+
+
+@pytest.mark.parametrize("value", [torch.ones(3), "fast", None])
+def test_numbers_of_the_state_that_are_none_are_refused_on_all_ranks(value):
+    tx = fs.from_optax(optax.inject_hyperparams(optax.sgd)(learning_rate=0.5))
+
+    def rank_fn(comm):
+        state, grads = begin(comm, tx)
+        if comm.rank == 1:
+            state.opt.optax.hyperparams["learning_rate"] = value
+        with pytest.raises(AgreementError, match=r"state\.hyperparams\['learning_rate'\]"):
+            fs.update(tx, grads, state, comm=comm)
+        return True
+
+    assert all(simulate(fs.Mesh({"dp": 2}), rank_fn))
+
+
+def sam(**options):
+    return optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.05), sync_period=2, **options)
+
+
+def test_value_is_kept_from_what_takes_none():
+    """As fs.train_step passes it always."""
+    plain = {name: jnp.asarray(x.numpy()) for name, x in TREE.items()}
+    grads, kept = plain, sam().init(plain)
+    for _ in range(3):
+        updates, kept = sam().update(grads, kept, plain)
+        plain = optax.apply_updates(plain, updates)
+
+    def rank_fn(comm):
+        tx = fs.from_optax(optax.chain(sam(), optax.identity()))
+        state, grads = begin(comm, tx)
+        for _ in range(3):
+            state = fs.update(tx, grads, state, comm=comm, value=1.0)
+        return fs.full(state.params, comm=comm)
+
+    for found in simulate(fs.Mesh({"dp": 2}), rank_fn):
+        for name, x in plain.items():
+            np.testing.assert_allclose(found[name].numpy(), x, rtol=1e-5)
+
+
+def scaled_by(name):
+    def update(grads, state, params=None, **extra):
+        return jax.tree.map(lambda x: x * extra[name], grads), state
+
+    def named(grads, state, params=None, *, temperature, **extra):
+        return jax.tree.map(lambda x: x * temperature, grads), state
+
+    return optax.GradientTransformationExtraArgs(lambda params: (), named if name == "temperature" else update)
+
+
+def test_options_that_a_chain_wants_reach_it_and_others_are_named():
+    tx = fs.from_optax(optax.chain(optax.clip(10.0), scaled_by("temperature"), optax.scale(1.0)))
+
+    def rank_fn(comm):
+        state, grads = begin(comm, tx)
+        new = fs.update(tx, grads, state, comm=comm, value=1.0, temperature=torch.tensor(2.0))
+        torch.testing.assert_close(fs.full(new.params, comm=comm)["w"], 3 * TREE["w"])
+        with pytest.raises(TreeError, match=r"got temprature=\.\.\., which the transformation of optax does not look at"):
+            fs.update(tx, grads, state, comm=comm, temperature=2.0, temprature=3.0)
+        with pytest.raises(TreeError, match=r"wants temperature: fs\.update\(\.\.\., temperature=\.\.\.\)"):
+            fs.update(tx, grads, state, comm=comm, value=1.0)
+        with pytest.raises(AgreementError, match=r"temperature  rank 1: 3\.0"):
+            fs.update(tx, grads, state, comm=comm, temperature=2.0 + comm.rank)
+        with pytest.raises(AgreementError, match=r"got foo=\.\.\."):
+            fs.update(tx, grads, state, comm=comm, temperature=2.0, **({"foo": 1} if comm.rank else {}))
+        return True
+
+    assert all(simulate(fs.Mesh({"dp": 2}), rank_fn))
+
+
+def test_an_option_for_what_takes_none_is_named():
+    tx, comm = fs.from_optax(optax.scale(-0.1)), fs.SingleComm(fs.Mesh({"dp": 1}))
+    state, grads = begin(comm, tx)
+    fs.update(tx, grads, state, comm=comm, value=1.0)
+    with pytest.raises(TreeError, match=r"got tokens=\.\.\., which"):
+        fs.update(tx, grads, state, comm=comm, tokens=1.0)
+
+
+FUNCTIONS = {
+    "sam": (lambda: sam(opaque_mode=True), r"grad_fn must be provided(.|\n)*sam\(opaque_mode=False\)"),
+    "lbfgs": (lambda: optax.lbfgs(1e-2), r"'grad' and 'value_fn'(.|\n)*lbfgs\(linesearch=None\)"),
+    "sophia": (lambda: optax.contrib.sophia(1e-2), r"obj_fn must be provided(.|\n)*obj_fn\) cannot be called on shards"),
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_what_calls_functions_of_whole_parameters_is_refused_with_the_remedy(name):
+    make, message = FUNCTIONS[name]
+
+    def rank_fn(comm):
+        with pytest.raises(TreeError, match=message):
+            begin(comm, fs.from_optax(make()), fs.ddp("dp"))
+        tx = fs.from_optax(sam())
+        state, grads = begin(comm, tx)
+        with pytest.raises(TreeError, match=r"update\(\): grad_fn=<function(.|\n)*expected  a number or an array"):
+            fs.update(tx, grads, state, comm=comm, grad_fn=lambda params, i: params)
+        return True
+
+    assert all(simulate(fs.Mesh({"dp": 2}), rank_fn))
+
+
+def test_lbfgs_without_a_line_search_is_right_where_nothing_is_cut():
+    tx = optax.lbfgs(0.1, memory_size=2, linesearch=None)
+    plain = grads = {name: jnp.asarray(x.numpy()) for name, x in TREE.items()}
+    kept, update = tx.init(plain), jax.jit(tx.update)
+    for _ in range(3):
+        updates, kept = update(grads, kept, plain)
+        plain = optax.apply_updates(plain, updates)
+
+    def rank_fn(comm):
+        ours = fs.from_optax(tx)
+        state, grads = begin(comm, ours, fs.ddp("dp"))
+        for _ in range(3):
+            state = fs.update(ours, grads, state, comm=comm, value=1.0)
+        return fs.full(state.params, comm=comm)
+
+    for found in simulate(fs.Mesh({"dp": 2}), rank_fn):
+        for name, x in plain.items():
+            np.testing.assert_allclose(found[name].numpy(), x, rtol=1e-4, atol=1e-6)
+
+
+def test_simulated_ranks_that_have_the_same_share_a_compilation(monkeypatch):
+    traced = []
+    monkeypatch.setattr(jax, "make_jaxpr", lambda *args, f=jax.make_jaxpr, **options: traced.append(0) or f(*args, **options))
+    tx = fs.from_optax(optax.adam(1e-2))
+    shards = tx.init.__wrapped__.__self__
+    assert isinstance(shards, _OnShards)
+
+    def rank_fn(comm):
+        state, grads = begin(comm, tx, strategy)
+        return [fs.full(fs.update(tx, grads, state, comm=comm).params, comm=comm)["w"]]
+
+    strategy = fs.ddp("dp")
+    found = simulate(fs.Mesh({"dp": 3}), rank_fn)
+    assert len(traced) == 4  # init and update, once with the value that init does not know and once without
+    assert {len(program._compiled) for program in shards._shared.values()} == {1}
+    assert len(shards._shared) == 2
+    assert len(set(map(id, shards._programs.values()))) == 2
+    assert all(torch.equal(x, found[0][0]) for (x,) in found)
+
+
+def test_a_transformation_travels():
+    tx, comm = fs.from_optax(optax.adam(1e-2)), fs.SingleComm(fs.Mesh({"dp": 1}))
+    state, grads = begin(comm, tx)
+    new = fs.update(tx, grads, state, comm=comm)
+    again = cloudpickle.loads(cloudpickle.dumps(tx))
+    assert torch.equal(
+        fs.full(fs.update(again, grads, state, comm=comm).params, comm=comm)["w"], fs.full(new.params, comm=comm)["w"]
+    )
