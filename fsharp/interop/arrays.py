@@ -45,8 +45,10 @@ def as_array(x: torch.Tensor) -> Any:
     to 32, unless JAX has them.
 
     Raises:
-        TreeError: JAX would change the values, or the tensor is not one block of memory, as a DTensor or a sparse one is not.
+        TreeError: JAX would change the values; the tensor is not one block of memory, as a DTensor or a sparse one is not; or
+            this process was forked, see :func:`check_process`.
     """
+    check_process("a tensor for JAX")
     if x._is_zerotensor():  # forward mode has such for tangents that are zero
         x = torch.zeros(x.shape, dtype=x.dtype, device=x.device)
     check_memory(x)

@@ -1,8 +1,10 @@
 """as_torch: a function of JAX as a function of tensors, with all its derivatives."""
 
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial, wraps
+from functools import partial, update_wrapper
+from types import MethodType
 from typing import Any
 
 import jax
@@ -14,7 +16,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from fsharp.errors import TreeError
 from fsharp.functional.transforms import check_untraced, is_transformed
-from fsharp.interop.arrays import as_array, as_tensor
+from fsharp.interop.arrays import as_array, as_tensor, check_process
 
 
 def as_torch(fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -33,36 +35,55 @@ def as_torch(fn: Callable[..., Any]) -> Callable[..., Any]:
 
     Returns:
         A function of the same pytrees of tensors, which gives the pytree that ``fn`` returns, in memory of its own. It can be
-        the function of a unit: ``fs.forward(as_torch(block), params, x, comm=comm)``.
+        the function of a unit: ``fs.forward(as_torch(block), params, x, comm=comm)``. It can be pickled if ``fn`` can, by
+        cloudpickle with closures, and is compiled again where it arrives.
 
     Raises:
         TreeError: when called: a dtype that JAX would change (float64, unless ``jax_enable_x64`` is set), or an integer that
             does not fit into the 32 bits that it has; an array, a random key or a class that optree does not know among the
-            arguments, or a result that is no array or number; a tensor without memory of its own, such as a DTensor.
+            arguments, or a result that is no array or number; a tensor without memory of its own, such as a DTensor; a process
+            that was forked from one that had used JAX, in which XLA would wait without end.
 
     Cost: no copies of arguments that begin on 64 bytes, one of each other (most leaves of a unit begin in the middle of its
     buffer); the host waits for XLA. What JAX keeps for the backward stays in memory of its own, but for the arguments, which
     autograd keeps, so that a unit's parameters are let go of and gathered again as with a function of torch. Under
     ``jax.checkpoint`` in ``fn`` less is kept. Higher derivatives compute the function again.
     """
-    programs: dict[Any, _Program] = {}
+    return _OfTensors(fn)
 
-    @wraps(fn)
-    def call(*args: Any, **keywords: Any) -> Any:
+
+class _OfTensors:
+    """A function of JAX, and its programs: pickled, it is the function alone, which compiles anew where it arrives."""
+
+    def __init__(self, fn: Callable[..., Any]) -> None:
+        update_wrapper(self, fn)
+        self._fn = fn
+        self._programs: dict[Any, _Program] = {}
+
+    def __reduce__(self) -> Any:
+        module, name = self.__module__, getattr(self, "__qualname__", "")
+        found: Any = sys.modules.get(module)
+        for part in name.split("."):
+            found = getattr(found, part, None)
+        # What decorates a function of a module is in its place there, where pickle looks for that function.
+        return name if found is self and module != "__main__" else (_OfTensors, (self._fn,))
+
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        return self if instance is None else MethodType(self, instance)
+
+    def __call__(self, *args: Any, **keywords: Any) -> Any:
         given: Any = (args, keywords)
         leaves, spec = optree.tree_flatten(given)
         constants = tuple(_TENSOR if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves)
         key = spec, constants, tuple(map(type, constants))
         try:
-            program = programs.get(key)
+            program = self._programs.get(key)
         except TypeError:  # one of them cannot be hashed
             program = None
         if program is None:
             _check_constants(args, keywords)
-            program = programs[key] = _Program(partial(_on_leaves, fn, spec, constants))
+            program = self._programs[key] = _Program(partial(_on_leaves, self._fn, spec, constants))
         return program(*(leaf for leaf in leaves if isinstance(leaf, torch.Tensor)))
-
-    return call
 
 
 _TENSOR = object()
@@ -178,6 +199,7 @@ class _Program:
     def run(self, record: _Record, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """The results, each in memory of its own."""
         check_untraced("as_torch()")
+        check_process("as_torch()")
         arrays = [as_array(x) for x in tensors]
         if record.wanted is None:
             out = self._run(*arrays)

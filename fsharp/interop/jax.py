@@ -30,7 +30,7 @@ from fsharp.functional.layout.sharded import (
 )
 from fsharp.functional.layout.unit_layout import UnitLayout
 from fsharp.functional.lent import lend
-from fsharp.interop.arrays import as_array_on, as_tensor
+from fsharp.interop.arrays import as_array_on, as_tensor, check_process
 from fsharp.interop.call import as_torch as as_torch
 from fsharp.interop.modules import functionalize as functionalize
 from fsharp.interop.modules import to_arrays as to_arrays
@@ -64,6 +64,7 @@ def to_jax(tree: Any, layout: Layout, *, devices: Sequence[Any] | None = None) -
     :func:`~fsharp.update` refuses ``donate=True``. ``donate_argnums`` of ``jax.jit`` deletes the arrays, and on a CPU leaves
     the tensors as they are.
     """
+    check_process("to_jax()")
     mesh, here = _mesh(layout, devices)
     trees = [tree] if len(here) == 1 else list(tree) if isinstance(tree, list | tuple) else []
     if len(trees) != len(here):
@@ -120,6 +121,7 @@ def from_jax(tree: Any, layout: Layout, *, devices: Sequence[Any] | None = None,
 
     Cost: a copy of this rank's part, or none.
     """
+    check_process("from_jax()")
     mesh, here = _mesh(layout, devices)
     _check_units("from_jax()", tree, layout, jax.Array)
 

@@ -11,7 +11,7 @@ import torch
 from jax.tree_util import GetAttrKey
 
 from fsharp.errors import TreeError
-from fsharp.interop.arrays import as_array, as_tensor
+from fsharp.interop.arrays import as_array, as_tensor, check_process
 from fsharp.interop.call import as_torch
 
 Name = tuple[Any, ...]
@@ -70,6 +70,7 @@ def to_tensors(tree: Any) -> Any:
     Raises:
         TreeError: there is none.
     """
+    check_process("to_tensors()")
     result: dict[Any, Any] = {}
     for name, leaf in zip(_names(tree), jax.tree.leaves(tree), strict=True):
         if not _is_parameter(leaf):
