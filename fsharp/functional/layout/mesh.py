@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from fsharp.errors import MeshError, problem
 
@@ -18,7 +19,8 @@ class Mesh:
     (4, 5, 6, 7)
 
     Args:
-        axes: axis name to axis size, outermost first. ``Mesh({})`` has one rank.
+        axes: axis name to axis size, outermost first, or a ``jax.sharding.Mesh``, whose devices are the ranks in order.
+            ``Mesh({})`` has one rank.
 
     Attributes:
         names: of the axes, outermost first.
@@ -26,7 +28,7 @@ class Mesh:
         size: number of ranks.
 
     Raises:
-        MeshError: a name that is empty, or a size that is not a positive integer.
+        MeshError: no such axes, a name that is empty, or a size that is not a positive integer.
     """
 
     axes: tuple[tuple[str, int], ...]
@@ -35,7 +37,11 @@ class Mesh:
     size: int = field(compare=False)
 
     def __init__(self, axes: Mapping[str, int] | Iterable[tuple[str, int]]) -> None:
-        pairs = tuple(axes.items() if isinstance(axes, Mapping) else ((name, size) for name, size in axes))
+        sizes: Any = getattr(axes, "shape", None) if isinstance(getattr(axes, "shape", None), Mapping) else axes
+        try:
+            pairs = tuple((name, size) for name, size in (sizes.items() if isinstance(sizes, Mapping) else sizes))
+        except (TypeError, ValueError) as error:
+            raise MeshError(f"Mesh(): got {axes!r:.80}, expected sizes by axis name, such as {{'dp': 8}}.") from error
         names = [name for name, _ in pairs]
         for name, size in pairs:
             if not isinstance(name, str) or not name:

@@ -11,7 +11,7 @@ from fsharp.errors import LayoutError, TreeError, problem
 from fsharp.functional.layout.layout import Layout
 from fsharp.functional.layout.mesh import Mesh
 from fsharp.functional.layout.packing import Atom, Element, Rows, Whole, pack
-from fsharp.functional.layout.paths import Patterns, assign, chosen, flatten
+from fsharp.functional.layout.paths import Patterns, assign, chosen, flatten, join
 from fsharp.functional.layout.placement import P, Strategy
 from fsharp.functional.layout.precision import Precision
 from fsharp.functional.layout.unit_layout import Group, Leaf, UnitLayout
@@ -21,7 +21,7 @@ from fsharp.functional.layout.units import cut_at, unit_names
 def plan(
     params: Any,
     mesh: Mesh,
-    strategy: Strategy | P | Mapping[str, Strategy | P],
+    strategy: Strategy | P | Any,
     *,
     units: str | Sequence[str] | None = None,
     frozen: Patterns = (),
@@ -41,10 +41,11 @@ def plan(
     (['embed', 'layers.0', 'layers.1'], 72, 6)
 
     Args:
-        params: any pytree of tensors; they may be on the meta device. Not kept.
-        mesh: the ranks.
-        strategy: where state rests: a strategy, a partition spec, or either of them by pattern. All leaves of a unit have
-            to get the same strategy.
+        params: any pytree of tensors; they may be on the meta device. Arrays of JAX or numpy and ``jax.ShapeDtypeStruct`` are
+            taken too, each as a tensor of its own. Not kept.
+        mesh: the ranks; a ``jax.sharding.Mesh`` is taken as well.
+        strategy: where state rests: a strategy, a partition spec, either of them by pattern, or a tree of them, whose leaves
+            stand for subtrees of ``params``. All leaves of a unit have to get the same strategy.
         units: patterns of subtrees to gather and release together. What no pattern matches is cut into the largest
             subtrees that hold no match. None makes the whole tree one unit.
         frozen: leaves without gradients and optimizer state. Leaves that are not floating-point are frozen anyway.
@@ -56,7 +57,7 @@ def plan(
         The layout. Leaves that are the same view of the same storage are stored once.
 
     Raises:
-        TreeError: a leaf that is not a strided tensor.
+        TreeError: a leaf that is not a strided tensor, and has no shape and dtype of one.
         PatternError: a pattern that matches nothing, or unit patterns that overlap.
         StrategyError: a strategy whose axes are not the mesh's, or a partition spec with an axis that the mesh does not have.
         LayoutError: leaves that share storage without being the same view, tied leaves that disagree on a rule, leaves of one
@@ -64,8 +65,9 @@ def plan(
 
     Cost: no tensor is read or allocated; time grows with the number of leaves and not with the number of ranks.
     """
-    paths, leaves, _ = flatten(params)
-    _check_leaves(paths, leaves)
+    mesh = mesh if isinstance(mesh, Mesh) else Mesh(mesh)
+    paths, given, _ = flatten(params)
+    leaves = [_as_tensor(path, leaf) for path, leaf in zip(paths, given)]
     ties = find_ties(paths, leaves)
     unit_of = unit_names(paths, units)
     names = tuple(dict.fromkeys(unit_of[path] for path in paths))
@@ -137,16 +139,29 @@ def within(path: str, unit: str) -> str:
     return path[len(unit) :].removeprefix(".") if unit else path
 
 
+def _is_rule(node: Any) -> bool:
+    return isinstance(node, Strategy) or hasattr(node, "partitions")
+
+
+def _by_pattern(rules: Any) -> Any:
+    """Return one rule as it is, rules by pattern as they are, and a tree of rules as rules by key path."""
+    paths, found, _ = optree.tree_flatten_with_path(rules, is_leaf=_is_rule)
+    for rule in found:
+        if not _is_rule(rule):
+            raise LayoutError(
+                f"plan(): strategy has {rule!r:.80}, expected a Strategy such as zero3('dp'), or P('dp'): one, a tree of "
+                "them, or several by path pattern: {'**': P('dp'), 'layers.*.b': P()}."
+            )
+    if _is_rule(rules) or (isinstance(rules, Mapping) and all(map(_is_rule, rules.values()))):
+        return rules
+    return dict(zip(map(join, paths), found))
+
+
 def _strategies(
     rules: Any, mesh: Mesh, paths: Sequence[str], leaves: Sequence[torch.Tensor], unit_of: Mapping[str, str]
 ) -> tuple[dict[str, P], dict[str, Strategy]]:
     """The partition specs by leaf, of those leaves that have one, and the strategy of each unit."""
-    for each in rules.values() if isinstance(rules, Mapping) else [rules]:
-        if not isinstance(each, Strategy) and not hasattr(each, "partitions"):
-            raise LayoutError(
-                f"plan(): strategy is {each!r}, expected a Strategy such as zero3('dp'), or P('dp'). Give several by path "
-                "pattern, those of a nested tree too: {'**': P('dp'), 'layers.*.b': P()}."
-            )
+    rules = _by_pattern(rules)
     rule_of: dict[str, Any] = assign("plan(strategy=...)", rules, paths)
     specs: dict[str, P] = {}
     chosen_by: dict[str, tuple[str, Strategy]] = {}
@@ -171,9 +186,11 @@ def _strategies(
     return specs, result
 
 
-def _check_leaves(paths: Sequence[str], leaves: Sequence[Any]) -> None:
-    for path, leaf in zip(paths, leaves):
-        if not isinstance(leaf, torch.Tensor):
+def _as_tensor(path: str, leaf: Any) -> torch.Tensor:
+    """Return a tensor with the shape and dtype of a leaf: the leaf itself, or one on the meta device for an array of others."""
+    if not isinstance(leaf, torch.Tensor):
+        dtype = getattr(torch, str(getattr(leaf, "dtype", None)), None)
+        if not isinstance(dtype, torch.dtype) or not hasattr(leaf, "shape"):
             raise TreeError(
                 problem(
                     "plan()",
@@ -182,8 +199,10 @@ def _check_leaves(paths: Sequence[str], leaves: Sequence[Any]) -> None:
                     "Keep configuration out of the tree: close over it, or pass it to the function as an argument.",
                 )
             )
-        if leaf.layout is not torch.strided:
-            raise TreeError(f"plan(): params[{path!r}] has layout {leaf.layout}, expected torch.strided.")
+        return torch.empty(tuple(leaf.shape), dtype=dtype, device="meta")
+    if leaf.layout is not torch.strided:
+        raise TreeError(f"plan(): params[{path!r}] has layout {leaf.layout}, expected torch.strided.")
+    return leaf
 
 
 def find_ties(paths: Sequence[str], leaves: Sequence[torch.Tensor]) -> dict[str, str]:

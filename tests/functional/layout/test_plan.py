@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import fsharp as fs
-from fsharp.errors import LayoutError, StrategyError
+from fsharp.errors import LayoutError, PatternError, StrategyError
 from fsharp.layout import Element, Rows, Whole
 
 DP, GRID = fs.Mesh({"dp": 3}), fs.Mesh({"outer": 2, "inner": 4})
@@ -87,13 +87,9 @@ REFUSED = {
         r"leaves of unit '' have different strategies.*\n +params\['s'\] +P\(\)\n +params\['w'\] +P\('dp'\)\n.*units=",
     ),
     "a spec and a strategy": ({"w": fs.P("dp"), "s": fs.zero1("dp", "tp")}, LayoutError, r"params\['s'\] +dp: RPS, tp: RPS\n"),
-    "a tuple": (("dp",), LayoutError, r"strategy is \('dp',\), expected a Strategy such as zero3\('dp'\), or P\('dp'\)"),
-    "a function": (fs.zero3, LayoutError, "strategy is <function zero3"),
-    "a nested tree": (
-        {"a": {"b": fs.P("dp")}},
-        LayoutError,
-        r"strategy is {'b': P\('dp'\)}.*Give several by path pattern, those of a nested",
-    ),
+    "a tuple": (("dp",), LayoutError, r"strategy has 'dp', expected a Strategy such as zero3\('dp'\), or P\('dp'\)"),
+    "a function": (fs.zero3, LayoutError, "strategy has <function zero3"),
+    "a tree of another shape": ({"a": {"b": fs.P("dp")}}, PatternError, r"the pattern 'a.b' matches nothing"),
 }
 
 
