@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import optree
 import torch
@@ -384,5 +385,10 @@ def _over_ranks(asked: Mapping[Key, Question], values: Sequence[Any], comm: Comm
         numbers = torch.tensor([float(value) for _, value in rows], dtype=torch.float64, device=comm.device)
         for axis in question.axes:
             numbers = comm.all_reduce(numbers, axis, op=question.op, label="a norm of from_optax()")
-        result |= {key: jnp.asarray(number) for (key, _), number in zip(rows, numbers.tolist(), strict=True)}
+        result |= {key: _as(value.dtype, number) for (key, value), number in zip(rows, numbers.tolist(), strict=True)}
     return result
+
+
+def _as(dtype: Any, number: float) -> Any:
+    """A number as JAX has it: float32, which it would take by itself, does not hold all integers of 32 bits."""
+    return jnp.asarray(np.asarray(int(number) if jnp.issubdtype(dtype, jnp.integer) else number).astype(dtype))

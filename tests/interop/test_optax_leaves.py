@@ -120,6 +120,17 @@ def test_leaves_of_one_element_are_numbers(name):
     check_same(run_sharded(TAKEN[name], 3, fs.zero3("dp")), run_plain(TAKEN[name]))
 
 
+def test_counts_that_float32_does_not_hold_are_exact():
+    tree = {"x": torch.arange(5.0), "s": torch.tensor(1.0)}
+
+    def update(grads, params):
+        count = ((grads["x"] * 0).astype(jnp.int32) + 4_000_001).sum()
+        return {"x": grads["x"], "s": (count - 20_000_000).astype(jnp.float32)}
+
+    tx = optax.stateless(update)
+    check_same(run_sharded(tx, 2, fs.zero3("dp"), tree, steps=1), run_plain(tx, tree, steps=1))
+
+
 def test_whole_leaves_are_read_by_leaves_that_are_cut():
     tree = {"cut": {"a": TREE["a"]}, "whole": {"c": TREE["c"]}}
     tx = optax.stateless(lambda g, _: {"cut": {"a": g["cut"]["a"] + g["whole"]["c"]}, "whole": g["whole"]})
