@@ -15,6 +15,10 @@ class StrategyError(FsharpError, ValueError):
     """Placements that are illegal together, or that do not cover the mesh."""
 
 
+class OptionError(FsharpError, TypeError):
+    """An option whose value is of a type that it cannot have."""
+
+
 class PatternError(FsharpError, ValueError):
     """A key-path pattern that matches nothing, or two that claim the same place."""
 

@@ -103,7 +103,9 @@ def programs(draw, max_units=5, **fixed):
     if draw(st.sampled_from([False] * 7 + [True])):
         for use in order:  # an evaluation
             writer.forward(use)
-    return Program(tuple(units), tuple(writer.events))
+    frozen = {unit.name for unit in units if not unit.trainable}
+    events = (event._replace(bare=True) if event.has_gradient and event.unit in frozen else event for event in writer.events)
+    return Program(tuple(units), tuple(events))
 
 
 @st.composite

@@ -10,10 +10,8 @@ from fsharp.stateful.runtime.executor import Executor
 from fsharp.stateful.runtime.recorder import Recorder
 from fsharp.stateful.runtime.scheduled import Scheduled
 from fsharp.stateful.schedule.policy import Policy
-from fsharp.stateful.schedule.program import UnitFacts
-from fsharp.stateful.units.facts import facts_of
 from fsharp.stateful.units.registry import UnitRegistry
-from fsharp.stateful.units.unit_state import UnitState, stamp
+from fsharp.stateful.units.unit_state import stamp
 
 
 class Arena:
@@ -51,7 +49,7 @@ class Arena:
         bound = scheduled.programs.bound.get(id(schedule))
         if schedule is not None and (bound is None or bound.schedule is not schedule or not bound.fits(units)):
             bound = None
-            why = unmet(schedule, units, self._facts)
+            why = unmet(schedule, units, self._policy)
             if why and scheduled.programs.is_pinned:
                 raise ScheduleError(
                     f"follow(): the schedule does not fit: {why}. Call the function once before, and follow a schedule of the "
@@ -76,9 +74,6 @@ class Arena:
             self._evict()
             self.tenant = bound
         return bound
-
-    def _facts(self, unit: UnitState) -> UnitFacts:
-        return facts_of(unit, self._policy, trained=True, updated=True, several_uses=True, several_microbatches=True)
 
     def _evict(self) -> None:
         """No unit owns memory here any more."""

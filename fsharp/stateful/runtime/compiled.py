@@ -1,6 +1,7 @@
 """Compiled: a schedule bound to units and to an arena. One source of ops; the other one is :mod:`.eager`."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from itertools import count
 
 import torch
@@ -8,8 +9,10 @@ import torch
 from fsharp.errors import ScheduleError
 from fsharp.stateful.runtime.executor import BoundOp
 from fsharp.stateful.schedule.emit import last_microbatches
-from fsharp.stateful.schedule.program import Event, UnitFacts
+from fsharp.stateful.schedule.policy import Policy
+from fsharp.stateful.schedule.program import Event, UnitFacts, gradients_of
 from fsharp.stateful.schedule.schedule import Memory, Op, Schedule, issue_groups
+from fsharp.stateful.units.facts import facts_of
 from fsharp.stateful.units.resting import RestingGradient
 from fsharp.stateful.units.route import Grads, OutgoingBlock
 from fsharp.stateful.units.unit_state import UnitState, UnshardedBuffer
@@ -69,12 +72,12 @@ class Compiled:
                 first = self.ops[op.at][-1]
                 first.others, first.after = (*first.others, bound), tuple(dict.fromkeys(first.after + bound.after))
         last = self.ops.pop() if self.ops else []
-        self.carried = [bound for bound in last if bound.op.kind == "gather" and bound.op.phase == "forward"]
+        self.carried = [bound for bound in last if bound.op.kind == "gather" and bound.op.phase != "update"]
         self.ops.append([bound for bound in last if bound not in self.carried])
 
     def _bind(self, i: int, bound: BoundOp, begun: set[str]) -> None:
         op = bound.op
-        if op.kind in ("gather", "wait", "release") and op.phase != "update":
+        if op.kind == "release" or (op.kind in ("gather", "wait") and op.phase != "update"):
             if op.unit not in self.slots:
                 raise ScheduleError(f"op {i}, {op}: the unit has no memory in this schedule.")
             bound.params = self.slots[op.unit]
@@ -138,19 +141,34 @@ class Compiled:
                     self.stranded[unit.key] = self._opens[unit.key]
 
 
-def unmet(schedule: Schedule, units: dict[str, UnitState], facts_of: Callable[[UnitState], UnitFacts]) -> str:
-    """Why these units cannot follow a schedule; empty if they can."""
+def unmet(schedule: Schedule, units: dict[str, UnitState], policy: Policy) -> str:
+    """Return why units cannot follow a schedule: the first of its facts that is not theirs. Empty if they can.
+
+    Bytes in host memory are compared by :meth:`Step.update`, which learns them. A block may be larger than it has to be, as
+    those of steps without a schedule are; and gradients may rest in the arena, or not, whatever the policy says.
+    """
+    gradients = gradients_of(schedule.program.events)
     for facts in schedule.program.units:
         unit = units.get(facts.name)
         if unit is None:
             return f"it has unit {facts.name!r}, which this scheduler has not seen; it knows {sorted(units)}"
         if facts.trainable and unit.gradient is None:
             return f"it reduces a gradient of unit {facts.name!r}, which has had none"
-        found = facts_of(unit)
-        moved = ("finishing", "reduce", "finish") * facts.trainable + ("update_gather",) * bool(facts.update_gather)
-        for name in ("gathered", "gather", "wire", *moved):
-            if getattr(found, name) != getattr(facts, name):
-                return f"{name} of unit {facts.name!r} is {getattr(facts, name)}, and here {getattr(found, name)}"
+        found = [
+            facts_of(
+                unit,
+                replace(policy, keep_gradients=not facts.rest),
+                trained=facts.trainable,
+                updated=bool(facts.update_gather),
+                several_uses=is_general or any(each[facts.name] > 1 for each in gradients),
+                several_microbatches=is_general or len(gradients) > 2,
+            )
+            for is_general in (False, True)
+        ]
+        for name in UnitFacts.__slots__:
+            expected = [getattr(each, name) for each in found]
+            if name != "host" and getattr(facts, name) not in expected:
+                return f"{name} of unit {facts.name!r} is {getattr(facts, name)}, and here {expected[0]}"
     return ""
 
 

@@ -220,7 +220,7 @@ class Eager:
             gradient = unit.gradient
             assert gradient is not None
             nbytes = gradient.route.finishing_nbytes()
-            place = self._place("finishing", unit.key, nbytes) if nbytes else None
+            place = self._place("finishing", unit.key, nbytes)
             reduce = self._emit("reduce", unit, "finish", stream="reduce", memory=place)
             reduce.pieces = gradient.route.finishing_block(torch.empty(nbytes, dtype=torch.uint8, device=self._device))
             yield reduce
@@ -280,8 +280,10 @@ class Eager:
             self._joined = set()
         return BoundOp(op, (self._number, number), to_come, unit)
 
-    def _place(self, role: str, unit: str, nbytes: int) -> s.Memory:
-        """Where a buffer is in the schedule that this becomes; nobody else is ever there."""
+    def _place(self, role: str, unit: str, nbytes: int) -> s.Memory | None:
+        """Where a buffer is in the schedule that this becomes; nobody else is ever there. None for no bytes."""
+        if not nbytes:
+            return None
         if (role, unit) not in self._places:
             self._places[role, unit] = s.Memory(self._top, nbytes)
             self._top += aligned(nbytes)

@@ -30,7 +30,7 @@ from fsharp.stateful.runtime.tracer import IssuedGradients, Tracer, closed_error
 from fsharp.stateful.schedule.compile import compile_schedule
 from fsharp.stateful.schedule.costs import NCCL
 from fsharp.stateful.schedule.policy import Policy
-from fsharp.stateful.schedule.program import Program
+from fsharp.stateful.schedule.program import Program, gradients_of
 from fsharp.stateful.schedule.schedule import Schedule
 from fsharp.stateful.schedule.verify import verify
 from fsharp.stateful.transport.choose import transport_over
@@ -330,15 +330,15 @@ class Scheduler(Tracer):
     def _record(self, scheduled: Scheduled, step: Step) -> None:
         """Learn what a step has done that followed no schedule to its end."""
         order = dict.fromkeys([e.unit for e in step.events if e.unit]) | step.trained | step.updated
-        several = step.num_microbatches > 1
+        gradients = gradients_of(step.events)
         units = tuple(
             facts_of(
                 self.units[k],
                 self.policy,
                 trained=k in step.trained,
                 updated=k in step.updated,
-                several_uses=self.units[k].most_uses > 1,
-                several_microbatches=several,
+                several_uses=any(each[k] > 1 for each in gradients),
+                several_microbatches=step.num_microbatches > 1,
             )
             for k in order
         )

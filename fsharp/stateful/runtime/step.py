@@ -176,7 +176,6 @@ class Step:
         if sinks and torch.is_grad_enabled():
             chosen = full.index.trainable
             unit.pending += 1
-            unit.most_uses = max(unit.most_uses, unit.pending)
             graph = differentiable(partial(self._gradient, use), [leaves[i] for i in chosen], sinks)
             for i, leaf in zip(chosen, graph, strict=True):
                 leaves[i] = leaf

@@ -161,7 +161,7 @@ class GradientCheck(Check):
         self.asked = [i for i, event in enumerate(self.events) if event.kind == "reduce"]
         self.due: dict[tuple[str, int], dict[int, int]] = {}  # by unit and microbatch, by event the use that has a gradient
         for i, event in enumerate(self.events):
-            if event.kind == "backward_end" and self.facts[event.unit].trainable and not event.bare:
+            if event.has_gradient:
                 self.due.setdefault((event.unit, bisect_left(self.ends, i)), {})[i] = event.use
         self.finishes = {bisect_left(self.asked, end) for end in self.ends} - {len(self.asked)}
         self.cast: dict[tuple[str, int], set[int]] = {}

@@ -16,6 +16,7 @@ import math
 from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass
 
+from fsharp.annotated import check_fields
 from fsharp.errors import ScheduleError
 
 _LATENCIES = 2.0  # for which a bucket is sent at most
@@ -41,6 +42,7 @@ class Link:
     bandwidth: float
 
     def __post_init__(self) -> None:
+        check_fields(self)
         if not (0 <= self.latency_s < math.inf and self.bandwidth > 0):
             raise ScheduleError(
                 f"Link(): latency_s is {self.latency_s}, expected at least 0 and finite; bandwidth is {self.bandwidth}, "

@@ -9,7 +9,7 @@ from typing import Any
 from fsharp.stateful.schedule.costs import GLOO, Bundling, bucket_limit, bundles
 from fsharp.stateful.schedule.policy import Policy
 from fsharp.stateful.schedule.prefetch import first_wanted, residency
-from fsharp.stateful.schedule.program import Event, Program
+from fsharp.stateful.schedule.program import Event, Program, gradients_of
 from fsharp.stateful.schedule.schedule import Op, OpKind, Phase, Stream, calls_of, channel
 
 
@@ -75,8 +75,7 @@ class Emitter:
         self.carries = bool(events) and events[-1].kind == "update" and policy.gather_at_start
         first = first_wanted(program, policy, buckets.gathers) if self.carries else ()
         self.changes, self.carried = residency(program, policy, buckets.gathers, kept, first)
-        self.gradients = _gradients(program)
-        self.casts = _casts(program, self.gradients)
+        self.casts = gradients_of(events)
         self.last_microbatches = last_microbatches(events)
         self.ops: list[UnplacedOp] = []
         self.numbers = count()
@@ -219,7 +218,7 @@ class Emitter:
 
     def _cast(self, event: Event, i: int) -> None:
         unit, facts = event.unit, self.facts[event.unit]
-        if i not in self.gradients:
+        if not event.has_gradient:
             return
         name = self.buckets.reduces.of[unit]
         is_first = unit not in self.begun
@@ -346,33 +345,15 @@ class Emitter:
 
 def _in_order_of_gradients(program: Program) -> list[str]:
     """Units in the order in which their gradient of a microbatch is complete, in the first that they have one in."""
-    gradients, result = _gradients(program), dict[str, None]()
-    here: dict[str, None] = {}
-    for i, event in enumerate(program.events):
+    here, result = dict[str, None](), dict[str, None]()
+    for event in program.events:
         if event.kind == "microbatch_end":
             result.update(here)
             here = {}
-        elif i in gradients:
+        elif event.has_gradient:
             here.pop(event.unit, None)
             here[event.unit] = None
     return list(result | here)
-
-
-def _gradients(program: Program) -> set[int]:
-    """The events at which a gradient of a unit's parameters is there."""
-    trainable = {unit.name for unit in program.units if unit.trainable}
-    return {i for i, e in enumerate(program.events) if e.kind == "backward_end" and e.unit in trainable and not e.bare}
-
-
-def _casts(program: Program, gradients: set[int]) -> list[dict[str, int]]:
-    """For each microbatch, how many gradients of each unit come in it."""
-    result: list[dict[str, int]] = [{}]
-    for i, event in enumerate(program.events):
-        if event.kind == "microbatch_end":
-            result.append({})
-        elif i in gradients:
-            result[-1][event.unit] = result[-1].get(event.unit, 0) + 1
-    return result
 
 
 def last_microbatches(events: Sequence[Event]) -> set[int]:

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from fsharp.annotated import check_fields
 from fsharp.errors import ScheduleError
 from fsharp.stateful.schedule.costs import Link
 
@@ -48,6 +49,7 @@ class Policy:
         separate_groups: gathers and reductions have process groups of their own.
 
     Raises:
+        OptionError: a value of the wrong type, or of none of the words that are named.
         ScheduleError: a value out of range.
     """
 
@@ -72,6 +74,7 @@ class Policy:
     trivial_axes = False
 
     def __post_init__(self) -> None:
+        check_fields(self)
         least = {"prefetch": 0, "reduce_buffers": 1, "finish_buffers": 1, "bucket_nbytes": 0}
         for name, low in least.items():
             if (getattr(self, name) or 0) < low:
@@ -80,11 +83,6 @@ class Policy:
             raise ScheduleError(
                 f"Policy(): {self.buffers} buffers do not hold the unit in use and {self.prefetch} more: pass buffers of at "
                 f"least {self.prefetch + 1}, or a smaller prefetch."
-            )
-        if self.release not in ("forward", "backward", "room") or self.reduce not in ("ready", "delayed"):
-            raise ScheduleError(
-                f"Policy(): release is {self.release!r}, expected 'forward', 'backward' or 'room'; reduce is {self.reduce!r}, "
-                "expected 'ready' or 'delayed'."
             )
 
     @property

@@ -3,14 +3,17 @@
 A program is recorded, or written by hand, and says nothing of when data moves: that is the schedule's part.
 """
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+from fsharp.annotated import wrong_field
 from fsharp.errors import ScheduleError
 from fsharp.functional.comm.protocol import Call
 
 EventKind = Literal["forward", "forward_end", "backward", "backward_end", "microbatch_end", "reduce", "move", "fetch", "update"]
+ABOUT_NO_UNIT: tuple[EventKind, ...] = ("microbatch_end", "reduce", "move", "update")
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +50,11 @@ class UnitFacts:
     host: int = 0
     wire: str | None = ""
 
+    @property
+    def calls(self) -> tuple[Call, ...]:
+        """The collectives of one move of each kind."""
+        return self.gather + self.reduce + self.finish + self.update_gather
+
 
 class Event(NamedTuple):
     """One point of a program.
@@ -66,8 +74,24 @@ class Event(NamedTuple):
     use: int = -1
     bare: bool = False
 
+    @property
+    def has_gradient(self) -> bool:
+        """Whether a gradient of its unit's parameters is there from here on."""
+        return self.kind == "backward_end" and not self.bare
+
     def __str__(self) -> str:
         return f"{self.kind} {self.unit}".rstrip()
+
+
+def gradients_of(events: Sequence[Event]) -> list[Counter[str]]:
+    """Return for each microbatch, and for what follows the last one, how many gradients come of each unit."""
+    result = [Counter[str]()]
+    for event in events:
+        if event.kind == "microbatch_end":
+            result.append(Counter())
+        elif event.has_gradient:
+            result[-1][event.unit] += 1
+    return result
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,18 +107,25 @@ class Program:
     events: tuple[Event, ...]
 
     def __post_init__(self) -> None:
+        for row in (self, *self.units, *self.events, *(call for unit in self.units for call in unit.calls)):
+            if why := wrong_field(row):
+                raise ScheduleError(f"Program(): a {type(row).__name__}'s {why}.")
         names = [unit.name for unit in self.units]
         if len(set(names)) != len(names):
             raise ScheduleError(f"Program(): units have to have different names, got {names}.")
-        self._check_nesting(set(names))
+        self._check_nesting({unit.name: unit for unit in self.units})
 
-    def _check_nesting(self, names: set[str]) -> None:
+    def _check_nesting(self, facts: Mapping[str, UnitFacts]) -> None:
         open_: list[tuple[str, str, int]] = []
         began: set[int] = set()
         for i, event in enumerate(self.events):
             where = f"Program(): event {i}, {event}"
-            if event.unit and event.unit not in names:
-                raise ScheduleError(f"{where}: no such unit; there are {sorted(names)}.")
+            if event.kind not in ABOUT_NO_UNIT and event.unit not in facts:
+                raise ScheduleError(f"{where}: no such unit; there are {sorted(facts)}.")
+            if event.kind in ABOUT_NO_UNIT and (event.unit or event.use != -1):
+                raise ScheduleError(f"{where}: is about unit {event.unit!r}, use {event.use}, expected none.")
+            if event.has_gradient and not facts[event.unit].trainable:
+                raise ScheduleError(f"{where}: a gradient comes of a unit whose facts say trainable=False.")
             if event.kind in ("forward", "backward"):
                 if event.kind == "forward" and event.use in began:
                     raise ScheduleError(f"{where}: use {event.use} has begun before.")

@@ -35,6 +35,7 @@ from dataclasses import asdict, dataclass, replace
 from itertools import groupby
 from typing import Any, Literal, get_args
 
+from fsharp.annotated import wrong_field
 from fsharp.errors import ScheduleError
 from fsharp.functional.comm.protocol import Call
 from fsharp.stateful.schedule.costs import Link
@@ -63,12 +64,16 @@ PHASES_OF: dict[OpKind, tuple[Phase, ...]] = {
 }
 
 
+VECTOR_NBYTES = 64
+"""Bytes: addresses are multiples of this. Kernels load vectors as wide, and round the rest of a buffer otherwise."""
+
+
 @dataclass(frozen=True, slots=True)
 class Memory:
     """A run of bytes in the arena.
 
     Attributes:
-        start: first byte.
+        start: first byte, a multiple of :data:`VECTOR_NBYTES`.
         nbytes: length.
     """
 
@@ -139,6 +144,14 @@ class Schedule:
     arena: int
     bound: int
 
+    def __post_init__(self) -> None:
+        if why := wrong_field(self):
+            raise ScheduleError(f"Schedule(): {why}.")
+        for i, op in enumerate(self.ops):
+            for row in (op, op.memory, op.opens):
+                if row is not None and (why := wrong_field(row)):
+                    raise ScheduleError(f"Schedule(): op {i}: {why}.")
+
     def facts(self, unit: str) -> UnitFacts:
         """The facts of a unit."""
         for facts in self.program.units:
@@ -200,7 +213,7 @@ class Schedule:
             kind = DebugPolicy if "poison" in data["policy"] else Policy
             policy = kind(**{**data["policy"], "link": Link(**link) if link else None})
             return Schedule(program, policy, ops, data["arena"], data["bound"])
-        except (ValueError, TypeError, KeyError, AttributeError, IndexError, RecursionError) as error:
+        except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
             raise ScheduleError(f"Schedule.from_json(): not a schedule: {error!r}.") from error
 
 

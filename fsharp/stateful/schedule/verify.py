@@ -11,7 +11,7 @@ from fsharp.stateful.schedule.checks import UNDO, Check, GradientCheck, MemoryCh
 from fsharp.stateful.schedule.happens_before import HappensBefore
 from fsharp.stateful.schedule.limits import Limits
 from fsharp.stateful.schedule.program import UnitFacts
-from fsharp.stateful.schedule.schedule import PHASES_OF, STREAM_OF, Op, Schedule, calls_of, channel, issue_groups
+from fsharp.stateful.schedule.schedule import PHASES_OF, STREAM_OF, VECTOR_NBYTES, Op, Schedule, calls_of, channel, issue_groups
 
 
 def verify(schedule: Schedule) -> None:
@@ -131,12 +131,14 @@ def _check_size(i: int, op: Op, facts: UnitFacts, arena: int) -> None:
             raise refusal(i, op, "there is nothing to gather or release.", "gathers of units that do not rest in full")
     elif op.kind in ("cast", "reduce", "accumulate"):
         nbytes = facts.finishing if op.phase == "finish" else facts.outgoing
-    if (op.memory.nbytes if op.memory else 0) != nbytes:
-        raise refusal(i, op, "its memory is of the wrong size.", f"{nbytes:,} bytes")
+    if (op.memory.nbytes if op.memory is not None else None) != (nbytes or None):
+        raise refusal(i, op, "its memory is of the wrong size.", f"{nbytes:,} bytes" if nbytes else "None")
     may_open = op.kind in ("cast", "reduce", "accumulate") and op.phase == "backward"
-    if op.opens and not (may_open and op.opens.nbytes == facts.rest):
+    if op.opens is not None and not (may_open and op.opens.nbytes == facts.rest > 0):
         expected = f"{facts.rest:,} bytes, in an op that puts a gradient to rest"
         raise refusal(i, op, "what it opens is of the wrong size, or not its business.", expected)
     for memory in (op.memory, op.opens):
         if memory and not 0 <= memory.start <= memory.stop <= arena:
             raise refusal(i, op, "its memory is outside of the arena.", f"bytes 0 to {arena:,}")
+        if memory and memory.start % VECTOR_NBYTES:
+            raise refusal(i, op, f"its memory begins at byte {memory.start}.", f"a multiple of {VECTOR_NBYTES}")

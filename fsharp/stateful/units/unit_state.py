@@ -195,7 +195,6 @@ class UnitState:
         params: where its full parameters are in this step, if it is gathered.
         gradient: made when the unit is first trained.
         pending: uses of this microbatch whose gradient is yet to come.
-        most_uses: most uses with a gradient in one microbatch, so far in this step.
         host_nbytes: bytes of its state that the last update of this step has brought to host memory.
     """
 
@@ -205,7 +204,7 @@ class UnitState:
         self.node: Sharded | None = None
         self.params: UnshardedBuffer | None = None
         self.gradient: GradientBuffer | None = None
-        self.pending = self.most_uses = self.host_nbytes = 0
+        self.pending = self.host_nbytes = 0
         self._at_rest: tuple[Any, FullUnit] | None = None
 
     @torch.inference_mode(False)  # what is kept here will be trained as well
@@ -221,7 +220,7 @@ class UnitState:
     def begin(self) -> None:
         """A new step: nothing of the unit is under way."""
         self.node = self.params = None
-        self.pending = self.most_uses = self.host_nbytes = 0
+        self.pending = self.host_nbytes = 0
         if self.gradient is not None:
             self.gradient.begin_step()
 

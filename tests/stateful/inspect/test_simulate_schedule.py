@@ -38,7 +38,8 @@ def sequential(units, microbatches=1, *, nested=(), tail=("reduce", "update")):
                 for u in group:
                     events.append(Event(direction, u.name, numbers[u.name]))
                 for u in reversed(group):
-                    events.append(Event(f"{direction}_end", u.name, numbers[u.name]))
+                    is_bare = direction == "backward" and not u.trainable
+                    events.append(Event(f"{direction}_end", u.name, numbers[u.name], is_bare))
         use += len(units)
         events.append(Event("microbatch_end"))
     return Program(tuple(units), tuple(events) + tuple(Event(kind) for kind in tail))

@@ -108,7 +108,7 @@ FAULTS = {
     "update early": (lambda s: edit(s, 18, after=()), r"op 18, update .*: may run before the end of op 17, accumulate a"),
     "overwritten": (lambda s: edit(s, 15, after=()), r"op 15, reduce a finish .*: may fill memory still in use by op 11"),
     "refilled": (lambda s: edit(s, 5, after=()), r"op 5, gather a .*: may fill memory still in use by op 4, release a"),
-    "shared": (lambda s: edit(s, 10, 12, 13, memory=Memory(32, 128)), r"op 10, cast a .*: fills memory in which the param"),
+    "shared": (lambda s: edit(s, 10, 12, 13, memory=Memory(0, 128)), r"op 10, cast a .*: fills memory in which the param"),
     "other address": (lambda s: elsewhere(s, 5, 11), r"op 20, gather a .*: the unit's copy changes its address"),
     "two addresses": (lambda s: elsewhere(s, 11), r"op 11, release a .*: its memory is not that which op 5 has filled"),
     "outside": (lambda s: edit(s, 10, memory=Memory(128, 128)), r"op 10, cast a .*: its memory is outside of the arena"),

@@ -260,7 +260,10 @@ def test_a_gather_that_nobody_waits_for_is_over_before_its_memory_serves_others(
         order += [("forward_end", "u4", 2), ("forward_end", "u2", 0), ("forward", "u1", 3), ("forward_end", "u1", 3)]
         order += [("backward", "u1", 3), ("backward_end", "u1", 3), ("backward", "u2", 0), ("backward", "u4", 2)]
         order += [("backward_end", "u4", 2), ("backward", "u3", 1), ("backward_end", "u3", 1), ("backward_end", "u2", 0)]
-        events += [Event(kind, unit, use + number) for kind, unit, number in order] + [Event("microbatch_end")]
+        events += [
+            Event(kind, unit, use + number, kind == "backward_end" and unit in ("u1", "u2")) for kind, unit, number in order
+        ]
+        events += [Event("microbatch_end")]
         use += 4
     program = Program(facts, (*events, Event("reduce"), Event("update")))
     schedule = compile_schedule(program, Policy(finish_buffers=1, separate_groups=False))
