@@ -30,7 +30,7 @@ def fits(hint: Any) -> Callable[[Any], bool]:
         return lambda x: any(fit(x) for fit in each)
     if kind is Literal:
         return lambda x: any(type(x) is type(arg) and x == arg for arg in args)
-    if not isinstance(kind, type) or getattr(kind, "_is_protocol", False):
+    if kind is Any or not isinstance(kind, type) or getattr(kind, "_is_protocol", False):
         return lambda x: True
     if kind in (int, float):
         number = numbers.Integral if kind is int else numbers.Real

@@ -1,6 +1,5 @@
 """A training step: a loss and its gradients, ready-made or put together from the functions beside."""
 
-import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -8,7 +7,7 @@ import optree
 import torch
 
 from fsharp.errors import LossError
-from fsharp.functional.comm.exact_text import exact_text
+from fsharp.functional.comm.digests import digest
 from fsharp.functional.comm.protocol import Comm, Engine, Labelled
 from fsharp.functional.comm.tree_names import name_as
 from fsharp.functional.layout.sharded import (
@@ -18,7 +17,7 @@ from fsharp.functional.layout.sharded import (
 )
 from fsharp.functional.loss import Loss, as_loss, average, check_loss, kind_of, split_batch
 from fsharp.functional.moves import check_comm, reduce_scatter
-from fsharp.functional.optim.base import as_transform
+from fsharp.functional.optim.base import as_transform, settings_of
 from fsharp.functional.release import is_plain
 from fsharp.functional.sinks import take_gradients, with_sinks
 from fsharp.functional.state import TrainState, update
@@ -44,7 +43,7 @@ def train_step(
             it, is then no longer to be used.
     """
     tx = as_transform(tx)
-    settings = f"{tx.name or 'a transformation'} ({zlib.crc32(exact_text(tx.config).encode()):08x})"
+    settings = f"{tx.name or 'a transformation'} ({digest(settings_of(tx))})"
 
     def step(state: TrainState, batch: Any, comm: Comm) -> tuple[TrainState, Any]:
         value, grads = value_and_grad(loss_fn, microbatches=microbatches, has_aux=has_aux)(state.params, batch, comm=comm)

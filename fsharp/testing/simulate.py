@@ -24,6 +24,7 @@ from torch._functorch import eager_transforms
 from torch.autograd import forward_ad
 
 from fsharp.errors import CommError, problem
+from fsharp.functional.comm.digests import differences, meanings
 from fsharp.functional.comm.protocol import ReduceOp, sum_in_rank_order
 from fsharp.functional.comm.tree_names import TreeCounts
 from fsharp.functional.layout.mesh import Mesh
@@ -402,7 +403,9 @@ class _World:
         if len(calls) < len(members):
             return
         if len({each.words for each in calls}) > 1:
-            rows = [(f"rank {r}", each.words) for r, each in zip(call.group, calls, strict=True)]
+            labels = {r: str(each.words) for r, each in zip(call.group, calls, strict=True)}
+            rows = [(f"rank {r}", label) for r, label in labels.items()]
+            rows += differences(labels, meanings(labels.values()))
             text = problem("simulate()", "ranks called different collectives.", rows)
             for each in calls:
                 each.error = text

@@ -19,6 +19,7 @@ from typing import NamedTuple, Protocol
 from weakref import WeakMethod, WeakValueDictionary
 
 from fsharp.errors import AgreementError, CommError, problem
+from fsharp.functional.comm.digests import differences, meanings
 
 _log = logging.getLogger("fsharp")
 _KEPT_LABELS = 64
@@ -185,6 +186,7 @@ class RankStatus(NamedTuple):
         labels: of the last calls there, up to the last one begun.
         counts: by name of a watch, how many calls have been begun.
         left: after what it has left the job, in words; empty as long as it has not.
+        settings: what digests in its last labels stand for.
     """
 
     looks: int
@@ -193,6 +195,7 @@ class RankStatus(NamedTuple):
     labels: list[str]
     counts: dict[str, int]
     left: str = ""
+    settings: dict[str, str] | None = None
 
 
 class Watch:
@@ -257,7 +260,8 @@ class Watch:
         failed = self.board.read("failed")
         if failed is not None:
             raise self._end(AgreementError(failed))
-        mine = RankStatus(0, self.name, call.number, list(self._labels), self.ranks.counts())
+        settings = meanings(list(self._labels)[-_SHOWN_LABELS:])
+        mine = RankStatus(0, self.name, call.number, list(self._labels), self.ranks.counts(), settings=settings)
         read = self.ranks.exchange(mine, call.peer)
         for rank, note in self.ranks.seen.items():
             if note.left and (not self._has_come(call, rank) or (is_lost and rank == call.peer)):
@@ -284,7 +288,8 @@ class Watch:
             theirs = _numbered(note.counts[self.name], note.labels)
             for number in sorted(mine.keys() & theirs.keys()):
                 if mine[number] != theirs[number]:
-                    raise self.refuse(AgreementError, _different(number, {self.ranks.rank: mine, rank: theirs}), whole=True)
+                    orders, known = {self.ranks.rank: mine, rank: theirs}, meanings([mine[number]]) | (note.settings or {})
+                    raise self.refuse(AgreementError, _different(number, orders, known), whole=True)
             return
         waits_for_me = self.ranks.counts().get(note.watch, 0) <= note.number
         if not (waits_for_me and not self._has_come(call, rank)):
@@ -341,13 +346,21 @@ def _some(ranks: Sequence[int]) -> str:
     return f"{list(ranks[:8])}" + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
 
 
-def _different(first: int | None, orders: Mapping[int, Mapping[int, str]]) -> str:
-    """What ranks do from shortly before the first difference on; None if they wait for each other in different Comms."""
+def _different(first: int | None, orders: Mapping[int, Mapping[int, str]], settings: Mapping[str, str] | None = None) -> str:
+    """Return what ranks do from shortly before the first difference on, and the settings in which their labels differ.
+
+    Args:
+        first: number of the first difference; None if ranks wait for each other in different Comms.
+        orders: by rank, labels by number.
+        settings: by digest.
+    """
     rows = []
     for rank, labels in sorted(orders.items()):
         start = max(labels, default=0) if first is None else first
         shown = [labels[i] for i in range(start - 2, start + _SHOWN_LABELS) if i in labels]
         rows.append((f"rank {rank}", "; ".join(["..."] * (start - 2 > min(labels, default=0)) + shown)))
+    if first is not None:
+        rows += differences({rank: labels[first] for rank, labels in orders.items()}, settings or {})
     what = "the last one of each is what it waits in" if first is None else f"the first difference is number {first}"
     return problem(
         "fsharp",

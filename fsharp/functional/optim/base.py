@@ -7,7 +7,7 @@ fused kernels can.
 """
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import wraps
 from typing import Any, NamedTuple, cast
@@ -348,6 +348,19 @@ def masked(inner: Any, mask: Any) -> Transform:
 
     config = {"masked": exact_text(mask), "inner": dict(tx.config)}
     return Transform(init, update, config, name=named("masked", tx.name))
+
+
+def settings_of(tx: Transform) -> str:
+    """Return what ranks have to agree on of a transformation, a line for each field."""
+
+    def lines(config: Mapping[str, Any], within: str) -> Iterator[str]:
+        for name, value in config.items():
+            if isinstance(value, Mapping):
+                yield from lines(value, f"{within}{name}.")
+            else:
+                yield f"{within}{name}={value if isinstance(value, str) else exact_text(value)}"
+
+    return "\n".join(lines(tx.config, ""))
 
 
 def config_of(**values: Any) -> dict[str, str]:

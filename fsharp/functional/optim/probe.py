@@ -148,7 +148,7 @@ class _Trial:
         for step, same in zip(expected, found, strict=True):
             for group, x, y in zip(self._groups, step, same, strict=True):
                 wrong = torch.zeros(len(x), dtype=torch.bool, device=x.device)
-                self._part(wrong, piece).copy_(~_are_close(self._part(x, piece), y.to(x.dtype)))
+                self._part(wrong, piece).copy_(~are_close(self._part(x, piece), y.to(x.dtype)))
                 for path, elements in zip(group.paths, wrong.split(group.sizes), strict=True):
                     if elements.any():
                         return path
@@ -188,7 +188,7 @@ def _differs_between_ranks(node: Sharded) -> bool:
     return any(node.unit.mesh.axis_size(axis) > 1 for axis in node.place.sharded + node.place.varying)
 
 
-def _are_close(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+def are_close(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     """Of each element, whether it is the same but for rounding, measured by the largest."""
-    largest = float(x.abs().nan_to_num(0.0, 0.0, 0.0).max()) if len(x) else 0.0
+    largest = float(x.abs().nan_to_num(0.0, 0.0, 0.0).max()) if x.numel() else 0.0
     return torch.isclose(x, y, rtol=0.0, atol=math.sqrt(torch.finfo(x.dtype).eps) * largest, equal_nan=True)

@@ -72,7 +72,7 @@ class MeanGradients:
         # Writes are counted where every rank has all of it: of a leaf that is cut, some ranks may have nothing to write to.
         is_whole = [not (node.place.sharded or node.place.varying) for node in units_of(self.tree) for _ in node.buffers]
         rows = zip(self._seen(), self._versions, is_whole, strict=True)
-        return f"{self.said} {[now - before for now, before, whole in rows if whole]}"
+        return f"gradients since they were set={self.said} {[now - before for now, before, whole in rows if whole]}"
 
     def each(self, change: Callable[[torch.Tensor], Any]) -> None:
         """Change all buffers in place."""

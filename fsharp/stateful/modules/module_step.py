@@ -72,7 +72,7 @@ class ModuleStep:
     def _account_for_writes(self) -> None:
         """Labels say from here on that parameters were written to: a rank that has done so alone is found."""
         if self.kept.is_written:
-            self.scheduler.account("parameters written in place")
+            self.scheduler.account("parameters written in place=True")
             self.kept.is_written = False
 
     def clear_up(self) -> None:
@@ -158,7 +158,7 @@ class ModuleStep:
         assert run is not None
         self.kept.notice_writes()
         self._account_for_writes()
-        self.scheduler.account(f"{settings} {self.means.changes()}")
+        self.scheduler.account(f"{settings}\n{self.means.changes()}")
         with self._forgetting(run), self.scheduler.guard(run):
             self.kept.state = update(tx, self.means.tree, self.kept.state, comm=self.scheduler, donate=True)
             self.means.clear()

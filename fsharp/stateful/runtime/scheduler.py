@@ -3,7 +3,6 @@
 import copy
 import threading
 import weakref
-import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -15,6 +14,7 @@ import torch
 
 from fsharp.errors import ScheduleError
 from fsharp.functional.comm.agree import agree, gather_bytes
+from fsharp.functional.comm.digests import digest
 from fsharp.functional.comm.process_group import ProcessGroupComm
 from fsharp.functional.comm.protocol import Comm, CountingComm, ReduceOp, innermost
 from fsharp.functional.comm.tree_names import TreeCounts, counts_of
@@ -77,7 +77,7 @@ class Scheduler(Tracer):
         self._functions: weakref.WeakSet[Scheduled] = weakref.WeakSet()
         self._names: Counter[str] = Counter()
         self._closed: str | None = None
-        self._history = 0  # of what was accounted for
+        self._history, self._accounted = "", list[str]()  # the digest of what was accounted for, and what came since
         self._start()
 
     def _start(self) -> None:
@@ -168,8 +168,12 @@ class Scheduler(Tracer):
         return self.executor.named(label or "a call of the Comm")
 
     def account(self, text: str) -> None:
-        """What comes next depends on this, which has to be the same on all ranks: labels from the next step on say so."""
-        self._history = zlib.crc32(text.encode(), self._history)
+        """What comes next depends on this, which has to be the same on all ranks: labels from the next step on say so.
+
+        Args:
+            text: fields, each in a line as ``name=value``: an error names those that differ.
+        """
+        self._accounted.append(text)
 
     # ------------------------------------------------------------ a step
 
@@ -203,7 +207,9 @@ class Scheduler(Tracer):
         """
         with self.guard():
             self._connect()
-            history = f" of history {self._history:08x}" if self._history else ""
+            if self._accounted:
+                self._history, self._accounted = digest("\n".join(self._accounted), self._history), []
+            history = f" of history {self._history}" if self._history else ""
             self.executor.begin(f"{scheduled.name} #{scheduled.num_calls} after {self.num_updates} updates{history}")
             scheduled.num_calls += 1
             self._thread = threading.get_ident()

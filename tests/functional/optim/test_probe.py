@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import fsharp as fs
-from fsharp.errors import AgreementError, TreeError
+from fsharp.errors import AgreementError, OptionError, TreeError
 from fsharp.testing import simulate
 from tests.scheduling import every
 
@@ -184,3 +184,50 @@ def test_ranks_with_other_pairs_are_told():
         return True
 
     assert all(simulate(DP3, rates) + simulate(DP3, one_clips))
+
+
+def by_norm_if_large(g):
+    return -0.1 * g / (g.norm() if g.numel() > 20 else 1.0)
+
+
+@pytest.mark.parametrize("fn", [by_norm_if_large, lambda g: -0.1 * g], ids=["looks at norms", "elementwise"])
+def test_first_updates_are_compared_with_those_of_whole_leaves(fn):
+    """By a pair with a momentum: of leaves, of which one is larger than any that the trial has."""
+
+    def update(grads, state, params):
+        state = optree.tree_map(lambda m, g: 0.9 * m + g, state, grads)
+        return optree.tree_map(fn, state), state
+
+    tree = {"head": {"w": torch.ones(8, 6)}, "layers": [{"w": torch.ones(5, 3), "tied": torch.ones(3)}]}
+
+    def rank_fn(comm):
+        checked, plain = fs.optim.check_elementwise((momentum, update), steps=2), (momentum, update)
+        found = []
+        for tx in (checked, plain):
+            layout, state = begin(comm, tx, tree=tree, frozen=["layers.*.tied"])
+            grads = fs.shard(
+                optree.tree_map(lambda x: torch.arange(x.numel()).reshape(x.shape) / 9, tree), layout, comm, place="optim"
+            )
+            grads = fs.trainable(grads)
+            try:
+                for _ in range(3):
+                    state = fs.update(tx, grads, state, comm=comm)
+            except TreeError as error:
+                return str(error)
+            found.append(optree.tree_leaves(fs.full(state.params, comm=comm)))
+        assert all(map(torch.equal, *found))
+        return ""
+
+    for found in simulate(DP3, rank_fn):
+        if fn is by_norm_if_large:
+            assert "check_elementwise(): the update of whole leaves is not that of shards" in found
+            assert "head/w" in found
+        else:
+            assert found == ""
+
+
+def test_what_knows_of_ranks_is_not_compared():
+    with pytest.raises(OptionError, match=r"inner is a Transform"):
+        fs.optim.check_elementwise(fs.optim.adamw(1e-3))
+    with pytest.raises(OptionError, match=r"steps is '1', expected an int"):
+        fs.optim.check_elementwise((momentum, made_late), steps="1")

@@ -53,6 +53,18 @@ class Kept(torch.optim.SGD):
     """Elementwise, of a class that nobody knows."""
 
 
+class Large(torch.optim.SGD):
+    """Looks at a norm, of tensors that are larger than those that it is tried with."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None and p.numel() > 64:
+                    p.grad.div_(p.grad.norm())
+        return super().step(closure)
+
+
 class Half(torch.optim.Optimizer):
     """Two ways in one: groups with ``rows`` are divided by the largest of each row, others are SGD."""
 
@@ -161,14 +173,18 @@ def test_a_learning_rate_of_zero_hides_nothing():
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero3"])
 def test_elementwise_ones_have_flat_buffers(strategy):
-    """A class that nobody has heard of too: one tensor for each buffer, and the same bits."""
+    """A class that nobody has heard of too, where leaves are cut: one tensor for each buffer, and the same bits."""
 
     def rank_fn(comm):
         found = []
         for cls in (Kept, torch.optim.SGD):
             model = wrapped(comm, STRATEGIES[strategy][1])
             optimizer = fs.ShardedOptimizer(model.parameters(), cls, lr=0.1, momentum=0.9)
-            assert [p.ndim for p in optimizer.inner.param_groups[0]["params"]] == [1] * len(model.layout.units)
+            if (cls, strategy) == (Kept, "ddp"):
+                shapes = sorted(p.shape for p in optimizer.inner.param_groups[0]["params"])
+                assert shapes == sorted(p.leaf.shape for p in model.parameters())
+            else:
+                assert [p.ndim for p in optimizer.inner.param_groups[0]["params"]] == [1] * len(model.layout.units)
             train(model, optimizer, modules.batches(comm, 3))
             found.append(values(model))
         return found
@@ -177,8 +193,40 @@ def test_elementwise_ones_have_flat_buffers(strategy):
         assert_same(mine, expected)
 
 
+def test_what_a_class_does_at_other_sizes_alone_is_right_where_leaves_are_whole():
+    model = modules.make("plain")
+    train(model, Large(model.parameters(), lr=0.1, momentum=0.9), modules.batches(None, 3))
+
+    def rank_fn(comm):
+        sharded = wrapped(comm, fs.ddp("dp"))
+        train(sharded, fs.ShardedOptimizer(sharded.parameters(), Large, lr=0.1, momentum=0.9), modules.batches(comm, 3))
+        return values(sharded)
+
+    expected = {name: p.detach() for name, p in model.named_parameters()}
+    for mine in simulate(DP, rank_fn):
+        torch.testing.assert_close(mine, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_first_steps_are_compared_with_those_of_whole_parameters():
+    def rank_fn(comm):
+        found = []
+        for check_steps in (0, 2):
+            model = wrapped(comm, fs.zero3("dp"))
+            options = {"lr": 0.1, "momentum": 0.9, "check_steps": check_steps}
+            train(model, fs.ShardedOptimizer(model.parameters(), Kept, **options), modules.batches(comm, 3))
+            found.append(values(model))
+        assert_same(*found)
+        model = wrapped(comm, fs.zero3("dp"))
+        optimizer = fs.ShardedOptimizer(model.parameters(), Large, lr=0.1, check_steps=1)
+        with pytest.raises(TreeError, match=r"Large: the update of whole leaves is not that of shards(?s:.*)'?embed") as raised:
+            train(model, optimizer, modules.batches(comm, 1))
+        return str(raised.value)
+
+    assert len(set(simulate(DP, rank_fn))) == 1
+
+
 def test_the_way_of_each_group_is_its_own():
-    """Groups of one class, of which one is elementwise: that is flat, and may be cut."""
+    """Groups of one class, of which one is elementwise: it may be sharded."""
 
     def rank_fn(comm):
         model = wrapped(comm, {"**": fs.zero3("dp"), "head": fs.ddp("dp"), "embed": fs.ddp("dp")})
@@ -188,7 +236,6 @@ def test_the_way_of_each_group_is_its_own():
             [{"params": [p for n, p in named if (n in by_rows) is rows], "rows": rows} for rows in (True, False)], Half
         )
         assert [p.ndim for p in optimizer.inner.param_groups[0]["params"]] == [2, 2]
-        assert {p.ndim for p in optimizer.inner.param_groups[1]["params"]} == {1}
         train(model, optimizer, modules.batches(comm, 3))
         return values(model)
 

@@ -21,9 +21,11 @@ from fsharp.functional.comm.exact_text import exact_text
 from fsharp.functional.comm.protocol import Comm
 from fsharp.functional.layout.sharded import units_of
 from fsharp.functional.optim.base import Transform, as_transform
+from fsharp.functional.optim.elementwise_check import check_elementwise
 from fsharp.stateful.modules.optim.averaged import averaged
 from fsharp.stateful.modules.optim.flat_slices import FlatSlice, alike, cut_leaves, join_state, leaves_of, runs_of, split_state
 from fsharp.stateful.modules.optim.probe import Scope, fresh_state, scope_of
+from fsharp.stateful.modules.optim.reference import WholeLeaves
 from fsharp.stateful.modules.optim.states import (
     Replicas,
     StateByParameter,
@@ -48,11 +50,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
     as AdamW, gets flat buffers, cut anywhere. One that looks at a parameter's shape or norm, such as Adafactor, Muon or LAMB,
     gets whole parameters in their shape, where every rank has all or nothing of each: where the strategy replicates
     optimizer state (``ddp``), or where atoms are :class:`~fsharp.Whole`. One that looks at all parameters together needs all
-    of them on every rank.
+    of them on every rank. The trial has tensors of at most 24 elements and 8 steps: what a class does only at other sizes, or
+    later, is not seen. So a class that is not torch's own gets whole parameters wherever ranks have all or nothing of each.
+    Where they are cut, ``check_steps=1`` compares the first step.
 
     Args:
         params: ``model.parameters()``, or groups of them with options of their own, as torch.optim takes them.
         optimizer: a class of torch.optim or like it, or an ``(init, update)`` pair such as :func:`~fsharp.adamw` makes.
+        check_steps: how many of the first steps are compared with those of the same optimizer on whole parameters, at the
+            cost of all parameters, gradients and state, whole, on every rank. ``load_state_dict()`` ends the comparison.
         defaults: the options of that class; none for a pair, which has its own.
 
     Attributes:
@@ -61,15 +67,25 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     Raises:
         TreeError: parameters that are not those of one ShardedModule, an optimizer that is not elementwise where parameters
-            are cut, or one that cannot be tried. On all ranks alike.
+            are cut, or one that cannot be tried; from ``step()``, an update that ``check_steps`` finds to be another one. On
+            all ranks alike.
         ScheduleError: a class, where the module's policy has ``offload=True``.
 
     Cost: for a class and its options, once in a process, some steps on 77 elements (20 ms).
     """
 
-    def __init__(self, params: Iterable[Any], optimizer: type[torch.optim.Optimizer] | Any, **defaults: Any) -> None:
+    def __init__(
+        self,
+        params: Iterable[Any],
+        optimizer: type[torch.optim.Optimizer] | Any,
+        *,
+        check_steps: int = 0,
+        **defaults: Any,
+    ) -> None:
         self._is_made = False
         self._has_state: set[str] = set()  # paths of parameters that have had a gradient: on all ranks the same
+        self._check_steps = check_steps
+        self._reference: WholeLeaves | None = None
         groups = [dict(each) if isinstance(each, Mapping) else each for each in params]
         if any(isinstance(each, tuple) for each in groups):
             groups = [each[1] if isinstance(each, tuple) else each for each in groups]  # named_parameters()
@@ -94,7 +110,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self._tx: Transform | None = None
             super().__init__(groups, self.inner.defaults)
         else:
-            self._tx = as_transform(optimizer)
+            self._tx = as_transform(check_elementwise(optimizer, steps=check_steps) if check_steps else optimizer)
             if defaults or len(groups) > 1:
                 raise TreeError("ShardedOptimizer(): an (init, update) pair has options and labels of its own: pass no others.")
             everything = {path for path, each in self.session.parameters.items() if each.requires_grad}
@@ -133,6 +149,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """
         found = [scope_of(optimizer, each, defaults, self.session.scheduler.device) for each in options]
         found = [Scope.EVERYTHING] * len(found) if Scope.EVERYTHING in found else found
+        scopes = []
         for scope, labels in zip(found, self._labels, strict=True):
             mine = {path: each for path, each in self.session.parameters.items() if path in labels and each.requires_grad}
             specs = {path for path, spec in self.session.calls.specs.items() if spec.is_sharded}
@@ -142,6 +159,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 varying = [unit.name for unit in self.session.layout.units if unit.strategy.full.varying]
                 parts = [path for path, each in mine.items() if not each.is_whole or _is_in(path, varying)]
                 what = "several parameters at once, or at chance, and other ranks hold parts of them: of"
+            if scope is Scope.ELEMENT and not parts and not optimizer.__module__.startswith("torch."):
+                scope = Scope.PARAMETER  # it may look at more at other sizes than those it was tried with
+            scopes.append(scope)
             if scope is not Scope.ELEMENT and parts:
                 more = f" and {len(parts) - 1} more" if len(parts) > 1 else ""
                 whole = "" if scope is Scope.EVERYTHING else "atoms=fs.layout.Whole() or "
@@ -150,7 +170,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                     "strategy=fs.ddp(...) for the units that have them, take an elementwise optimizer such as AdamW, or "
                     "fs.optim.muon() and other (init, update) pairs, which gather what they need."
                 )
-        return found
+        return scopes
 
     def _cut(self) -> list[list[nn.Parameter]]:
         """Cut buffers into runs by the labels of leaves; the parameters that the inner optimizer has in each of its groups."""
@@ -199,9 +219,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return loss
 
     def _settings(self) -> str:
-        """What the groups say, but for tensors."""
-        groups = [{name: x for name, x in g.items() if isinstance(x, bool | int | float | tuple)} for g in self.param_groups]
-        return exact_text([sorted(group.items()) for group in groups])
+        """What the groups say, but for tensors, a line for each option."""
+        rows = [(i, name, x) for i, group in enumerate(self.param_groups) for name, x in sorted(group.items())]
+        return "\n".join(
+            f"group {i}: {name}={exact_text(x)}" for i, name, x in rows if isinstance(x, bool | int | float | tuple)
+        )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Only while it is made: pass all groups to ``ShardedOptimizer()``."""
@@ -219,9 +241,20 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self._recut([{path: (old, path in missing) for path, old in each.items()} for each in self._labels], self._states())
         for mine, theirs in zip(self.param_groups, self.inner.param_groups, strict=True):
             theirs.update({name: value for name, value in mine.items() if name != "params"})
+        if self._check_steps > 0:
+            if self._reference is None:
+                groups = [
+                    {**group, "params": list(labels)} for group, labels in zip(self.param_groups, self._labels, strict=True)
+                ]
+                self._reference = WholeLeaves(type(self.inner), groups, self._defaults, params, self.session.scheduler)
+            self._reference.step(self.param_groups, grads, missing)
         for run, parameter in self._each_run():
             parameter.grad = None if run.leaves[0][0] in missing else run.of(grads).to(parameter.dtype)
         self.inner.step()
+        if self._reference is not None:
+            self._reference.compare(params)
+            self._check_steps -= 1
+            self._reference = self._reference if self._check_steps else None
         for theirs in self.inner.param_groups:
             for parameter in theirs["params"]:
                 parameter.grad = None
@@ -406,6 +439,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             return {f"group {i}": _text(group) for i, group in enumerate(state_dict["param_groups"])}
 
         states, replicas = together(where, comm, check, about)
+        self._check_steps, self._reference = 0, None
         check_replicas(where, replicas, comm)
         for group, loaded in zip(self.param_groups, state_dict["param_groups"], strict=True):
             group.update({name: copy.deepcopy(value) for name, value in loaded.items() if name != "params"})

@@ -1,0 +1,124 @@
+"""Whether updates of shards are those of whole leaves, at real sizes: for (init, update) pairs of other libraries."""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import optree
+import torch
+
+from fsharp.annotated import options_checked
+from fsharp.errors import OptionError, TreeError, problem
+from fsharp.functional.comm.agree import together
+from fsharp.functional.comm.protocol import Comm
+from fsharp.functional.layout.sharded import Sharded, map_units, units_of
+from fsharp.functional.optim.base import Transform, as_transform, named
+from fsharp.functional.optim.probe import are_close
+
+
+class CheckedState(NamedTuple):
+    """State of :func:`check_elementwise`.
+
+    Attributes:
+        num_checked: updates that were compared.
+        inner_state: of the wrapped pair.
+    """
+
+    num_checked: int
+    inner_state: Any
+
+
+@options_checked
+def check_elementwise(inner: Any, *, steps: int = 1) -> Transform:
+    """Compare the first updates of an ``(init, update)`` pair with those that the pair makes of whole leaves.
+
+    A pair of another library is tried on small tensors when its state is made. What it does only at larger sizes is not seen
+    there. With this, leaves, gradients and state are gathered in the first steps, and the pair updates them as well.
+
+    >>> import torch, fsharp as fs
+    >>> def init(params):
+    ...     return ()
+    >>> def update(grads, state, params):
+    ...     return fs.map_units(lambda g: g.replace([-0.1 * x for x in g.buffers]), grads), state
+    >>> tx = fs.optim.check_elementwise((init, update), steps=2)
+
+    Args:
+        inner: the pair. A :class:`Transform` knows of ranks, and is refused.
+        steps: how many updates are compared.
+
+    Raises:
+        OptionError: a Transform, or ``steps`` that is no int.
+        TreeError: from an update, on all ranks: names the leaf whose update, or state, is another one.
+
+    Cost: in the first ``steps`` updates, a gather of gradients, parameters and state, and the memory of all of them whole, on
+    every rank. Afterwards nothing.
+    """
+    if isinstance(inner, Transform):
+        raise OptionError("check_elementwise(): inner is a Transform, which knows of ranks: pass (init, update) pairs alone.")
+    tx, where = as_transform(inner), "check_elementwise()"
+
+    def init(params: Any, /, *, comm: Comm | None = None) -> CheckedState:
+        return CheckedState(0, tx.init(params, comm=comm))
+
+    def update(grads: Any, state: CheckedState, params: Any, *, comm: Comm, **extra: Any) -> tuple[Any, CheckedState]:
+        if state.num_checked >= steps:
+            updates, new = tx.update(grads, state.inner_state, params, comm=comm, **extra)
+            return updates, CheckedState(state.num_checked, new)
+        expected = tx.update(*(_user_tree(x, comm) for x in (grads, state.inner_state, params)), **extra)
+        updates, new = tx.update(grads, state.inner_state, params, comm=comm, **extra)
+        found = _user_tree(updates, comm), _user_tree(new, comm)
+        together(where, comm, lambda: _compare(where, expected, found))
+        return updates, CheckedState(state.num_checked + 1, new)
+
+    return Transform(init, update, {"steps": steps, **tx.config}, name=named("check_elementwise", tx.name))
+
+
+def _compare(where: str, expected: Any, found: Any) -> None:
+    paths, wanted, spec = optree.tree_flatten_with_path(expected)
+    got, other = optree.tree_flatten(found)
+    if spec != other:
+        raise TreeError(f"{where}: the state of whole leaves is {spec}, and that of shards {other}.")
+    for path, x, y in zip(paths, wanted, got, strict=True):
+        if isinstance(x, torch.Tensor) and not (x.shape == y.shape and bool(are_close(x, y.to(x.dtype)).all())):
+            refuse_difference(where, "/".join(map(str, path[1:])), x, y, "the update" if path[0] == 0 else "the state")
+
+
+def refuse_difference(where: str, leaf: str, x: torch.Tensor, y: torch.Tensor, what: str = "the update") -> None:
+    """Raise an error that tells of a leaf whose update depends on how leaves are cut.
+
+    Raises:
+        TreeError: always.
+    """
+    off = f"{float((x - y).abs().max()):.3g}" if x.shape == y.shape else f"shapes {list(x.shape)} and {list(y.shape)}"
+    remedy = (
+        "The optimizer looks at more than each element alone. Keep its leaves whole (fs.ddp, or atoms=fs.layout.Whole()), or "
+        "take an elementwise one such as fs.optim.adamw()."
+    )
+    raise TreeError(
+        problem(where, f"{what} of whole leaves is not that of shards.", [("leaf", leaf), ("largest difference", off)], remedy)
+    )
+
+
+def whole_leaves(node: Sharded, comm: Comm) -> Mapping[str, torch.Tensor]:
+    """Gather a unit, and return its leaves by path within the unit. A buffer of one number is the same for each leaf.
+
+    Cost: a gather of the unit's buffers, and the memory of them.
+    """
+    found = {}
+    for group, buffer in zip(node.groups, node.buffers, strict=True):
+        for axis in reversed(node.place.sharded):
+            if buffer.dim() and node.unit.mesh.axis_size(axis) > 1:
+                buffer = comm.all_gather(buffer, axis, label=f"{node.name} to compare updates").flatten()
+        for leaf in node.unit.leaves_of(group):
+            cut = buffer[leaf.offset : leaf.offset + leaf.numel].view(leaf.shape) if buffer.dim() else buffer
+            found[leaf.path] = cut.clone()
+    return found
+
+
+def _user_tree(tree: Any, comm: Comm) -> Any:
+    """A tree of shards as one of whole leaves, without those that are frozen or tied to another one."""
+
+    def subtree(node: Sharded) -> Any:
+        leaves = whole_leaves(node, comm)
+        return optree.tree_unflatten(node.unit.spec, [leaves.get(leaf.path, ()) for leaf in node.unit.leaves])
+
+    return map_units(subtree, tree) if units_of(tree) else tree

@@ -1,0 +1,86 @@
+"""WholeLeaves: a class of torch.optim on whole leaves, beside the one on shards, to compare their first updates."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from fsharp.functional.comm.agree import together
+from fsharp.functional.comm.protocol import Comm
+from fsharp.functional.layout.sharded import units_of
+from fsharp.functional.optim.elementwise_check import refuse_difference, whole_leaves
+from fsharp.functional.optim.probe import are_close
+
+
+class WholeLeaves:
+    """An optimizer of the same class and options that has every parameter whole.
+
+    Args:
+        optimizer: the class.
+        groups: options of each parameter group, with the paths of its parameters under ``"params"``.
+        defaults: options of the class.
+        params: a tree of shards at the optimizer's place, before the first update.
+        comm: the ranks.
+
+    Memory: all parameters, gradients and the state, whole, on every rank.
+    """
+
+    def __init__(
+        self,
+        optimizer: type[torch.optim.Optimizer],
+        groups: Iterable[Mapping[str, Any]],
+        defaults: Mapping[str, Any],
+        params: Any,
+        comm: Comm,
+    ) -> None:
+        self._comm, self._name = comm, optimizer.__name__
+        self._parameters = {path: nn.Parameter(value) for path, value in self._whole(params).items()}
+        mine = [[path for path in group["params"] if path in self._parameters] for group in groups]
+        rows = [{**group, "params": [self._parameters[p] for p in each]} for group, each in zip(groups, mine, strict=True)]
+        self._optimizer = optimizer(rows, **defaults)
+        self._paths = [path for each in mine for path in each]
+
+    def _whole(self, tree: Any) -> dict[str, torch.Tensor]:
+        found: dict[str, torch.Tensor] = {}
+        for node in units_of(tree):
+            paths = {leaf.path: node.unit.full_path(leaf) for leaf in node.unit.leaves}
+            found |= {paths[path]: value for path, value in whole_leaves(node, self._comm).items()}
+        return found
+
+    def step(self, options: Iterable[Mapping[str, Any]], grads: Any, missing: Iterable[str]) -> None:
+        """Update the whole parameters by these gradients.
+
+        Args:
+            options: of each parameter group at present.
+            grads: a tree of shards.
+            missing: paths of parameters that have no gradient.
+        """
+        for group, mine in zip(self._optimizer.param_groups, options, strict=True):
+            group.update({name: value for name, value in mine.items() if name != "params"})
+        values, absent = self._whole(grads), set(missing)
+        self._before = {path: parameter.detach().clone() for path, parameter in self._parameters.items()}
+        for path in self._paths:
+            parameter = self._parameters[path]
+            parameter.grad = None if path in absent else values[path].to(parameter.dtype)
+        self._optimizer.step()
+
+    def compare(self, params: Any) -> None:
+        """Refuse updated shards that are not the whole parameters, as these were updated.
+
+        Args:
+            params: the updated shards.
+
+        Raises:
+            TreeError: on all ranks: names the first parameter whose update is another one, and the largest difference.
+        """
+        where, found = f"ShardedOptimizer(check_steps=): {self._name}", self._whole(params)
+
+        def check() -> None:
+            for path in self._paths:
+                before = self._before[path]
+                x, y = self._parameters[path].detach() - before, found[path] - before
+                if not bool(are_close(x, y).all()):
+                    refuse_difference(where, path, x, y)
+
+        together(where, self._comm, check)

@@ -1,0 +1,49 @@
+"""Ranks whose labels have different digests hear of the settings that differ: the field, and each rank's value."""
+
+import pytest
+
+import fsharp as fs
+from fsharp.errors import FsharpError
+from fsharp.functional.comm.digests import differences, digest, meanings
+from fsharp.testing import processes, simulate
+from tests import modules
+from tests.gpt_like import loss_fn
+from tests.scheduling import DP, make_state, my_batches
+
+
+def test_what_digests_stand_for():
+    labels = {rank: f"gather a of history {digest(f'x=1{chr(10)}lr={rank}', '0000002a')}" for rank in (0, 3)}
+    assert differences(labels, meanings(labels.values())) == [("rank 0 has", "lr=0"), ("rank 3 has", "lr=3")]
+    same = dict.fromkeys((0, 3), labels[0])
+    assert differences(same, meanings(same.values())) == []
+    assert differences(labels, {}) == []
+
+
+def schedule_of_torch(comm):
+    """A module whose optimizer's learning rate is set between steps, on one rank to something else."""
+    model = fs.shard_module(modules.make("plain"), mesh=comm, strategy=fs.zero3("dp"), units=[modules.Block])
+    optimizer = fs.ShardedOptimizer(model.parameters(), modules.torch.optim.SGD, lr=0.1, momentum=0.5)
+    for i, batch in enumerate(modules.batches(comm, 3)):
+        optimizer.param_groups[0]["lr"] = 0.5 if i and comm.rank else 0.25
+        modules.train(model, optimizer, [batch])
+
+
+def transformation(comm):
+    tx = fs.optim.chain(fs.optim.clip_by_global_norm(1.0), fs.optim.adamw(0.5 if comm.rank else 0.25))
+    step, state = fs.train_step(loss_fn, tx), make_state(comm, "zero3")
+    for batch in my_batches(comm, 2):
+        state, _ = step(state, batch, comm=comm)
+
+
+@pytest.mark.parametrize("program", [schedule_of_torch, transformation])
+@pytest.mark.parametrize("run", [simulate, processes])
+def test_a_setting_of_one_rank_is_named_with_both_values(run, program):
+    def rank_fn(comm):
+        with pytest.raises(FsharpError, match="rank 0 has") as raised:
+            program(comm)
+        return str(raised.value)
+
+    field = "group 0: lr" if program is schedule_of_torch else "1.adamw.learning_rate"
+    for text in run(DP, rank_fn):
+        assert f"rank 0 has  {field}=0.25" in text, text
+        assert f"rank 1 has  {field}=0.5" in text, text
