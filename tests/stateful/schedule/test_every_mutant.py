@@ -12,7 +12,7 @@ from fsharp.stateful.schedule.policy import Policy
 from fsharp.stateful.schedule.schedule import Memory, Schedule
 from fsharp.stateful.schedule.verify import verify
 from fsharp.testing import DebugPolicy, check_races, simulate
-from tests.edited_schedules import edit
+from tests.edited_schedules import edit, move
 from tests.gpt_like import loss_fn, make_params
 from tests.schedule_mutants import mutants, texts
 from tests.scheduling import STRATEGIES, assert_same, full_params, make_state, make_tx, my_batches
@@ -148,6 +148,14 @@ def test_what_is_no_schedule_is_refused_by_name(schedule, name):
     make, match = FORM[name]
     with pytest.raises(ScheduleError, match=match):
         make(schedule)
+
+
+def test_nothing_follows_what_a_step_hands_on(schedule):
+    """A wait in the step that gathers would come before the gather, which is issued at the end."""
+    first, last = next(i for i, op in enumerate(schedule.ops) if op.kind == "wait"), len(schedule.ops) - 1
+    late = move(edit(schedule, first, at=schedule.ops[last].at), first, last)
+    with pytest.raises(ScheduleError, match=r"wait embed .*: comes after op [0-9]+, a gather for the next step"):
+        verify(late)
 
 
 def test_a_gradient_comes_of_no_frozen_unit(schedule):
