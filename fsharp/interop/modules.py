@@ -1,4 +1,4 @@
-"""Modules of Equinox and Flax NNX as functions of tensors, and pytrees of arrays as trees of tensors."""
+"""Modules of Equinox and Flax as functions of tensors, and pytrees of arrays as trees of tensors."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -18,24 +18,34 @@ Name = tuple[Any, ...]
 """Where a parameter is: fields, keys and indices."""
 
 
-def functionalize(model: Any) -> tuple[Callable[..., Any], Any]:
-    """A module of Equinox or Flax NNX as a pure function and its parameters, as :func:`fsharp.functionalize` does.
+def functionalize(model: Any, variables: Any = None) -> tuple[Callable[..., Any], Any]:
+    """Return a module of Equinox or Flax as a pure function and its parameters, as :func:`fsharp.functionalize` does.
 
     Args:
         model: a module that can be called.
+        variables: of a module of Flax Linen, what ``model.init()`` returned: its collections by name.
 
     Returns:
         ``(fn, params)``: ``fn(params, *args, **keywords)`` calls the module as :func:`~fsharp.interop.jax.as_torch` calls
         functions, with gradients for ``params`` and tensors in ``args``; ``params`` are its parameters as :func:`to_tensors`
-        names them: of NNX the variables of type ``Param``. :func:`to_arrays` brings them back.
+        names them: of NNX the variables of type ``Param``, of Linen all collections, ``{"params": ..., "batch_stats": ...}``.
+        :func:`to_arrays` brings them back.
+
+        Keywords of a Linen module are those of ``model.apply``. ``mutable=["batch_stats"]`` makes ``fn`` return ``(out,
+        {"batch_stats": ...})``. ``rngs={"dropout": seed}`` takes an integer tensor of one element, of which ``jax.random.key``
+        makes the key; another seed does not compile anew.
 
     Raises:
-        TreeError: no such module; when called, a module of NNX that changes its variables, such as statistics or counters of
-            random numbers, whose new values would be lost.
+        TreeError: no such module; a module of Linen without ``variables``; when called, a module of NNX that changes its
+            variables, such as statistics or counters of random numbers, whose new values would be lost.
     """
+    if _is_of(model, "flax.linen"):
+        return _linen(model, variables)
+    if variables is not None:
+        raise TreeError(f"functionalize(): variables are for modules of Flax Linen, and a {type(model).__name__} has its own.")
     if not callable(model) or jax.tree_util.all_leaves([model]):
-        raise TreeError(f"functionalize(): got {model!r:.80}, expected a module of Equinox or Flax NNX that can be called.")
-    if not any(kind.__module__.startswith("flax.nnx") for kind in type(model).__mro__):
+        raise TreeError(f"functionalize(): got {model!r:.80}, expected a module of Equinox or Flax that can be called.")
+    if not _is_of(model, "flax.nnx"):
         return as_torch(lambda tree, *args, **keywords: to_arrays(tree, model)(*args, **keywords)), to_tensors(model)
     from flax import nnx
 
@@ -53,6 +63,24 @@ def functionalize(model: Any) -> tuple[Callable[..., Any], Any]:
                     "into evaluation: model.eval(), or use_running_average=True and deterministic=True."
                 )
         return out
+
+    return as_torch(call), to_tensors(variables)
+
+
+def _is_of(model: Any, package: str) -> bool:
+    return any(kind.__module__.startswith(package) for kind in type(model).__mro__)
+
+
+def _linen(model: Any, variables: Any) -> tuple[Callable[..., Any], Any]:
+    if variables is None:
+        raise TreeError(
+            f"functionalize(): a module of Flax Linen such as {type(model).__name__} does not have its variables: pass what "
+            "init() returned, functionalize(model, model.init(key, x))."
+        )
+
+    def call(tree: Any, *args: Any, rngs: Any = None, **keywords: Any) -> Any:
+        keys = {name: jax.random.key(seed) for name, seed in rngs.items()} if rngs else None
+        return model.apply(to_arrays(tree, variables), *args, rngs=keys, **keywords)
 
     return as_torch(call), to_tensors(variables)
 

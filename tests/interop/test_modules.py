@@ -1,4 +1,4 @@
-"""functionalize: modules of Equinox and Flax NNX, planned, sharded and trained, beside the same training in JAX alone."""
+"""functionalize: modules of Equinox and Flax, planned, sharded and trained, beside the same training in JAX alone."""
 
 import equinox as eqx
 import jax
@@ -8,7 +8,7 @@ import optax
 import optree
 import pytest
 import torch
-from flax import nnx
+from flax import linen, nnx
 
 import fsharp as fs
 from fsharp.errors import TreeError
@@ -235,3 +235,68 @@ def test_a_module_of_nnx_beside_optax():
     torch.testing.assert_close(result, to_tensors(state), rtol=1e-5, atol=1e-6)
     nnx.update(model, to_arrays(result, like=nnx.state(model, nnx.Param)))
     assert np.allclose(model(batches()[0]), nnx.merge(graph, state)(batches()[0]), atol=1e-5)
+
+
+class Noisy(linen.Module):
+    """A module of Linen with statistics and random numbers."""
+
+    @linen.compact
+    def __call__(self, x, train):
+        x = linen.BatchNorm(use_running_average=not train, momentum=0.9)(linen.Dense(DIM)(x))
+        return linen.Dropout(0.5, deterministic=not train)(x)
+
+
+def linen_start():
+    model = Noisy()
+    return model, model.init(jax.random.key(1), jnp.zeros((3, DIM)), train=False)
+
+
+def linen_step(out):
+    return (out * out).sum() / out.shape[0]
+
+
+def test_a_module_of_linen_trains_with_its_statistics_and_random_keys():
+    model, variables = linen_start()
+    want, stats = variables["params"], [variables["batch_stats"]] * 2
+
+    def jax_loss(params, stats, x, seed):
+        keys = {"dropout": jax.random.key(seed)}
+        out, new = model.apply({"params": params, "batch_stats": stats}, x, True, rngs=keys, mutable=["batch_stats"])
+        return linen_step(out), new["batch_stats"]
+
+    for number, x in enumerate(batches()):
+        halves = [jax.grad(jax_loss, has_aux=True)(want, stats[r], x[3 * r :][:3], 10 * number + r) for r in range(2)]
+        want = jax.tree.map(lambda p, a, b: p - RATE * (a + b) / 2, want, *(grads for grads, _ in halves))
+        stats = [new for _, new in halves]
+
+    def train(comm):
+        fn, tree = functionalize(*linen_start())
+        stats = tree["batch_stats"]
+        layout = fs.plan(tree["params"], comm.mesh, fs.zero3("dp"))
+        tx = fs.optim.sgd(RATE)
+        state = fs.init_state(tx, fs.shard(tree["params"], layout, comm, place="optim"), comm=comm)
+
+        def unit(params, stats, x, seed):
+            return fn({"params": params, "batch_stats": stats}, x, True, rngs={"dropout": seed}, mutable=["batch_stats"])
+
+        def loss_fn(params, batch, comm):
+            out, new = fs.forward(unit, params, *batch, comm=comm)
+            return linen_step(out), new["batch_stats"]
+
+        step = fs.Scheduler(comm)(fs.train_step(loss_fn, tx, has_aux=True))
+        for number, x in enumerate(batches()):
+            seed = torch.tensor(10 * number + comm.rank)
+            state, (_, new) = step(state, (stats, torch.tensor(x)[3 * comm.rank :][:3], seed))
+            stats = optree.tree_map(torch.clone, new)
+        return fs.full(state.params, comm=comm), stats
+
+    for rank, (params, mine) in enumerate(simulate(fs.Mesh({"dp": 2}), train)):
+        for found, expected in ((params, to_tensors(want)), (mine, to_tensors(stats[rank]))):
+            optree.tree_map(lambda a, b: torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5), found, expected)
+
+
+def test_linen_without_variables_and_variables_without_linen_are_refused():
+    with pytest.raises(TreeError, match=r"Linen such as Noisy does not have its variables: pass what init\(\) returned"):
+        functionalize(Noisy())
+    with pytest.raises(TreeError, match="variables are for modules of Flax Linen, and a Block has its own"):
+        functionalize(nnx_blocks()[0], {})
