@@ -8,6 +8,7 @@ import torch
 
 from fsharp.errors import TreeError
 from fsharp.functional.comm.protocol import Comm, Engine
+from fsharp.functional.compiling import compiled_by_caller, nothing_compiled, uncompiled
 from fsharp.functional.layout.sharded import Sharded, check_kept, is_sharded, map_units, units_of
 from fsharp.functional.moves import check_comm, gather
 from fsharp.functional.release import let_go, unchanged, version_of, written_to
@@ -15,6 +16,7 @@ from fsharp.functional.remat import Remat, check_choice, recomputed
 from fsharp.functional.transforms import check_untraced, is_differentiated, is_transformed
 
 
+@uncompiled
 def forward(
     fn: Callable[..., Any],
     sharded: Any,
@@ -74,7 +76,8 @@ def forward(
     gathered, owners = whole = gather(units, comm=comm)
     ties = (*owners, *units_of(gathered))
     before = _versions(ties)
-    out = fn(map_units(lambda node: node.tree(ties) if is_sharded(node) else node, gathered), *args, **kwargs)
+    trees = map_units(lambda node: node.tree(ties) if is_sharded(node) else node, gathered)
+    out = compiled_by_caller(fn, trees, *args, **kwargs)
     for node, old, new in zip(ties, before, _versions(ties), strict=False):
         if old != new:
             raise written_to(node.name)
@@ -92,7 +95,8 @@ def _forward_recomputed(fn: Any, units: Any, args: Any, kwargs: Any, comm: Comm,
         check()
         return forward(fn, sharded, *args, comm=comm, ties=ties, release=False, **kwargs)
 
-    return recomputed(run, fn, args, kwargs, remat)
+    with nothing_compiled():  # as nothing is when a backward computes again, where torch compares what is saved
+        return recomputed(run, fn, args, kwargs, remat)
 
 
 def _check_ties(nodes: Sequence[Sharded]) -> None:

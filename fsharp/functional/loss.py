@@ -9,6 +9,7 @@ import torch
 from fsharp.errors import LossError, TreeError
 from fsharp.functional.comm.collectives import all_reduce
 from fsharp.functional.comm.protocol import Comm
+from fsharp.functional.compiling import uncompiled
 from fsharp.functional.layout.sharded import (
     Sharded,
     map_units,
@@ -115,6 +116,7 @@ def split_batch(batch: Any, count: int) -> list[Any]:
     return [optree.tree_unflatten(spec, list(row)) for row in zip(*parts, strict=True)]
 
 
+@uncompiled
 def average(loss: Loss, grads: Any, *, comm: Comm, donate: bool = False) -> tuple[Metrics, Any]:
     """Divide summed gradients by the weight of all microbatches and ranks.
 

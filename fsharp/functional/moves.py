@@ -29,6 +29,7 @@ from fsharp.errors import MeshError, TreeError, problem
 from fsharp.functional.comm.collectives import all_gather_last, all_reduce, local_slice, reduce_scatter_last
 from fsharp.functional.comm.protocol import Comm, Engine, Labelled
 from fsharp.functional.comm.tree_names import label_of, name_as
+from fsharp.functional.compiling import uncompiled
 from fsharp.functional.layout.placement import Partial, Place, Replicate, Shard
 from fsharp.functional.layout.sharded import PlaceName, Sharded, check_kept, is_sharded, map_units, resolve_place, units_of
 from fsharp.functional.layout.unit_layout import UnitLayout
@@ -37,6 +38,7 @@ from fsharp.functional.transforms import beneath_vmap, check_untraced, is_differ
 Tree = TypeVar("Tree")
 
 
+@uncompiled
 def gather(tree: Tree, *, comm: Comm, to: PlaceName = "full") -> Tree:
     """Move values between places that replicate and shard; by default to every rank.
 
@@ -77,6 +79,7 @@ def gather(tree: Tree, *, comm: Comm, to: PlaceName = "full") -> Tree:
     return map_units(lambda node: one(on_device(node, comm.device)) if is_sharded(node) else node, tree)  # type: ignore[no-any-return]
 
 
+@uncompiled
 def reduce_scatter(tree: Tree, *, comm: Comm, to: PlaceName = "optim") -> Tree:
     """Move sums between places: partial ones are summed over ranks and end up sharded or replicated as ``to`` says.
 

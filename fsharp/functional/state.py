@@ -11,6 +11,7 @@ from fsharp.functional.comm.agree import together
 from fsharp.functional.comm.exact_text import exact_text
 from fsharp.functional.comm.protocol import Comm, Engine
 from fsharp.functional.comm.tree_names import name_as, name_trees, name_updated
+from fsharp.functional.compiling import uncompiled
 from fsharp.functional.layout.describe import describe_units
 from fsharp.functional.layout.sharded import (
     Sharded,
@@ -119,6 +120,7 @@ def _check_start(node: Sharded) -> None:
             )
 
 
+@uncompiled
 def update(tx: Any, grads: Any, state: TrainState, *, comm: Comm, donate: bool = False, **extra: Any) -> TrainState:
     """Run a gradient transformation where optimizer state rests, and bring parameters to where they rest.
 

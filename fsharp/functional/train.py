@@ -10,6 +10,7 @@ from fsharp.errors import LossError
 from fsharp.functional.comm.digests import digest
 from fsharp.functional.comm.protocol import Comm, Engine, Labelled
 from fsharp.functional.comm.tree_names import name_as
+from fsharp.functional.compiling import compiled_by_caller, uncompiled
 from fsharp.functional.layout.sharded import (
     Sharded,
     map_units,
@@ -28,6 +29,7 @@ LossFn = Callable[[Any, Any, Comm], Any]
 tensor; one of floating dtype comes as ``fs.Loss(sum, weight)``. With an aux, ``(loss, aux)``."""
 
 
+@uncompiled
 def train_step(
     loss_fn: LossFn, tx: Any, *, microbatches: int = 1, has_aux: bool = False, donate: bool = False
 ) -> Callable[[TrainState, Any, Comm], tuple[TrainState, Any]]:
@@ -45,6 +47,7 @@ def train_step(
     tx = as_transform(tx)
     settings = f"{tx.name or 'a transformation'} ({digest(settings_of(tx))})"
 
+    @uncompiled
     def step(state: TrainState, batch: Any, comm: Comm) -> tuple[TrainState, Any]:
         value, grads = value_and_grad(loss_fn, microbatches=microbatches, has_aux=has_aux)(state.params, batch, comm=comm)
         loss, aux = value if has_aux else (value, None)
@@ -57,6 +60,7 @@ def train_step(
     return step
 
 
+@uncompiled
 def value_and_grad(loss_fn: LossFn, *, microbatches: int = 1, has_aux: bool = False) -> Callable[..., tuple[Any, Any]]:
     """A function ``(params, batch, *, comm) -> (loss, grads)`` of what this rank saw, summed over microbatches.
 
@@ -82,6 +86,7 @@ def value_and_grad(loss_fn: LossFn, *, microbatches: int = 1, has_aux: bool = Fa
     if not isinstance(microbatches, int) or microbatches < 1:
         raise LossError(f"value_and_grad(): microbatches is {microbatches!r}, expected an integer of at least 1.")
 
+    @uncompiled
     def run(params: Any, batch: Any, *, comm: Comm) -> tuple[Any, Any]:
         check_untransformed("value_and_grad()")
         check_comm("value_and_grad()", params, comm)
@@ -131,7 +136,7 @@ def _one_microbatch(loss_fn: LossFn, params: Any, batch: Any, comm: Comm) -> tup
         probed = with_sinks(params)
         nodes = units_of(probed)
         sinks = [sink for node in nodes for sink in node.sinks]
-        loss = as_loss(loss_fn(probed, batch, comm))
+        loss = as_loss(compiled_by_caller(loss_fn, probed, batch, comm))
         check_loss(loss, has_sinks=bool(sinks))
         torch.autograd.backward(loss.sum)  # grad() would not reach what reentrant checkpoints hide
     found = [grad for node in nodes for grad in take_gradients(node, comm)]

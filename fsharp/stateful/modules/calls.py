@@ -11,13 +11,15 @@ from torch.utils import _pytree as torch_pytree
 
 from fsharp.errors import TreeError
 from fsharp.functional.comm.protocol import Comm
+from fsharp.functional.compiling import compiled_by_caller, uncompiled
 from fsharp.functional.forward import forward
 from fsharp.functional.layout.layout import Layout
 from fsharp.functional.layout.sharded import units_of
 from fsharp.stateful.modules.initial.dtensors import Spec, dressed, local
 from fsharp.stateful.modules.outputs import reaching, replaced, tensors_in, without_parameters
 from fsharp.stateful.modules.parameter_slots import ParameterSlots, owners, swapped_in
-from fsharp.stateful.modules.side_outputs import SideOutputs, side_outputs_of
+from fsharp.stateful.modules.side_outputs import SideOutputs
+from fsharp.stateful.modules.structure import Structure, members_of
 
 
 class ParameterSource:
@@ -29,14 +31,14 @@ class ParameterSource:
 
     Attributes:
         nodes: by name of the unit.
-        computing: paths of the modules that are computing at present, whose units are gathered.
+        computing: the modules that are computing at present, whose units are gathered.
     """
 
     __slots__ = ("comm", "computing", "nodes")
 
     def __init__(self, tree: Any, comm: Comm) -> None:
         self.nodes, self.comm = {node.name: node for node in units_of(tree)}, comm
-        self.computing: list[str] = []
+        self.computing: list[nn.Module] = []
 
 
 class GatheredModule(NamedTuple):
@@ -46,6 +48,7 @@ class GatheredModule(NamedTuple):
         units: names of those that are gathered when it is called.
         ties: names of units that hold what leaves of these are tied to.
         left: where it may leave tensors other than in what it returns.
+        structure: which modules it is made of.
         has_inner: whether other such modules are inside of it.
         varies: whether it has units that vary along an axis. Ranks there may have nothing to compute, where experts get no
             tokens; a backward comes to them all the same, so that others do not wait.
@@ -54,6 +57,7 @@ class GatheredModule(NamedTuple):
     units: Sequence[str]
     ties: Sequence[str]
     left: SideOutputs
+    structure: Structure
     has_inner: bool
     varies: bool
 
@@ -81,12 +85,13 @@ class ModuleCalls:
             unit.name: ParameterSlots(module, [unit.full_path(leaf) for leaf in unit.leaves], present) for unit in layout.units
         }
         by_path = owners(layout, chosen)
-        left = side_outputs_of(module, list(by_path))
+        members = members_of(module, list(by_path))
         self.owners = {
             path: GatheredModule(
                 units=names,
                 ties=sorted({tied for name in names for tied in layout[name].tied_units} - set(names)),
-                left=left[path],
+                left=SideOutputs(members[path].values()),
+                structure=Structure(members[path]),
                 has_inner=any(other != path and (not path or other.startswith(f"{path}.")) for other in by_path),
                 varies=any(layout[name].strategy.full.varying for name in names),
             )
@@ -95,25 +100,29 @@ class ModuleCalls:
         self.source: ParameterSource | None = None
 
     def enter(
-        self, source: ParameterSource, path: str, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        source: ParameterSource,
+        module: nn.Module,
+        path: str,
+        fn: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
     ) -> Any:
         """``fn(*args, **kwargs)``, the code of the module at ``path``, with its units gathered from ``source``."""
         owner, given, inner = self.owners[path], _Arguments(args, kwargs), _Inner()
+        owner.structure.check()
         for name in owner.units:
             self.slots[name].check()
 
+        @uncompiled
         def compute(trees: list[Any], *flat: Any) -> list[Any]:
             a, k = given.filled(flat)
             passed = [*a, *k.values()]
             before = owner.left.look(passed, path)
             leaves = [optree.tree_leaves(tree) for tree in trees]
-            source.computing.append(path)
-            try:
-                shown = [self.dressed(*each) for each in zip(owner.units, leaves, strict=True)]
-                with self.reading(source), self.swapped_in(owner.units, shown):
-                    out = fn(*a, **k)
-            finally:
-                source.computing.pop()
+            shown = [self.dressed(*each) for each in zip(owner.units, leaves, strict=True)]
+            with self.reading(source), self.swapped_in(owner.units, shown), _computing(source, module):
+                out = compiled_by_caller(fn, *a, **k)
             full = [leaf for each in leaves for leaf in each]
             out = without_parameters(out, full, path)
             found, mine = tensors_in(out, path), owner.left.since(before, passed, full, path)
@@ -136,10 +145,15 @@ class ModuleCalls:
     def reading(self, source: ParameterSource) -> Iterator[None]:
         """Modules that are called in this context get their parameters from there."""
         before, self.source = self.source, source
+        others = before.computing if before is not None and before is not source else []
+        for module in others:
+            module.__dict__["_fsharp_computes"] = False
         try:
             yield
         finally:
             self.source = before
+            for module in others:
+                module.__dict__["_fsharp_computes"] = True
 
     @contextmanager
     def swapped_in(self, names: Sequence[str], parameters: Sequence[Sequence[Any]]) -> Iterator[None]:
@@ -166,6 +180,18 @@ class ModuleCalls:
                 raise TreeError(f"unsharded(): {unit.full_path(unit.leaves[i])!r} was replaced by something of another shape.")
             if mine.data_ptr() != leaves[i].data_ptr():
                 leaves[i].copy_(mine)
+
+
+@contextmanager
+def _computing(source: ParameterSource, module: nn.Module) -> Iterator[None]:
+    """In this context the module has parameters of ``source``: what it calls of itself runs as it is."""
+    source.computing.append(module)
+    module.__dict__["_fsharp_computes"] = True
+    try:
+        yield
+    finally:
+        module.__dict__["_fsharp_computes"] = False
+        source.computing.pop()
 
 
 class _Inner:

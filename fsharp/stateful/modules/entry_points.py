@@ -2,12 +2,13 @@
 
 import functools
 import inspect
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
 
 from fsharp.errors import PatternError
+from fsharp.functional.compiling import skip_frame, uncompiled
 
 _SHOWN = 12
 _subclasses: dict[tuple[Any, ...], type[nn.Module]] = {}
@@ -58,10 +59,14 @@ def _methods(module: nn.Module) -> list[str]:
 
 
 def enter_by(module: nn.Module, names: Sequence[str], *mixins: type) -> None:
-    """Have a module's forward, and its methods of these names, run with its units gathered: its class becomes a subclass."""
+    """Have a module's calls, its forward, and its methods of these names run with its units gathered.
+
+    Its class becomes a subclass. Hooks of the module run with its units gathered, too.
+    """
     entries = ("forward", *names)
-    module.__dict__["_fsharp_own"] = {name: module.__dict__.pop(name) for name in entries if name in module.__dict__}
-    module.__class__ = _subclass(type(module), entries, mixins)
+    own = {name: module.__dict__.pop(name) for name in entries if name in module.__dict__}
+    module.__dict__.update(_fsharp_own=own, _fsharp_computes=False)
+    module.__class__ = _subclass(type(module), ("__call__", *entries), mixins)
 
 
 def _subclass(base: type[nn.Module], names: tuple[str, ...], mixins: tuple[type, ...]) -> type[nn.Module]:
@@ -75,9 +80,18 @@ def _subclass(base: type[nn.Module], names: tuple[str, ...], mixins: tuple[type,
 def _entry(base: type[nn.Module], name: str) -> Any:
     function = getattr(base, name, None)  # else it is an attribute of the module alone
 
-    def entry(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        session, path = self.__dict__["_fsharp"]
-        inner = self.__dict__["_fsharp_own"].get(name) or functools.partial(getattr(base, name), self)
-        return session.call(path, inner, args, kwargs)
+    def entry(self: Any, *args: Any, **kwargs: Any) -> Any:
+        # torch.compile traces this where the module computes: within its units' gather a graph need not end.
+        own = self._fsharp_own.get(name)
+        if not self._fsharp_computes:
+            return _enter(self, own or functools.partial(getattr(base, name), self), args, kwargs)
+        return getattr(base, name)(self, *args, **kwargs) if own is None else own(*args, **kwargs)
 
+    skip_frame(entry)
     return entry if function is None else functools.wraps(function)(entry)
+
+
+@uncompiled
+def _enter(module: nn.Module, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    session, path = module.__dict__["_fsharp"]
+    return session.call(module, path, fn, args, kwargs)

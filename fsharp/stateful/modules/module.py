@@ -12,6 +12,7 @@ from torch import nn
 
 from fsharp.errors import ScheduleError, TreeError
 from fsharp.functional.comm.protocol import Comm
+from fsharp.functional.compiling import uncompiled
 from fsharp.functional.layout.layout import Layout
 from fsharp.functional.layout.precision import dtype_name
 from fsharp.functional.state import TrainState
@@ -54,6 +55,7 @@ class ShardedModule(nn.Module):
         finally:
             step.is_accumulating = before
 
+    @uncompiled
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False, foreach: bool | None = None
     ) -> torch.Tensor:
@@ -88,6 +90,7 @@ class ShardedModule(nn.Module):
         session.step.means.said.append(f"clip {max_norm!r} {norm_type!r}")
         return norm
 
+    @uncompiled
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients. A step of the optimizer has done so already.
 

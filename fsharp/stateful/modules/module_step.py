@@ -18,6 +18,7 @@ from fsharp.stateful.modules.mean_gradients import MeanGradients, unused_paramet
 from fsharp.stateful.modules.module_state import ModuleState
 from fsharp.stateful.runtime.scheduler import Scheduler
 from fsharp.stateful.runtime.step import Step
+from fsharp.stateful.units.full import FullUnit
 from fsharp.stateful.units.unit_state import UnitState
 
 
@@ -126,6 +127,10 @@ class ModuleStep:
             missing = unused_parameters(self._units, self.scheduler)
             sums = reduce_scatter(self.scheduler.issue(self._units, self.kept.state.params), comm=self.scheduler)
             self.means.set(sums, missing)
+
+    def in_backward(self, unit: str) -> FullUnit | None:
+        """The full parameters of a unit whose backward is under way; None if no backward is at it."""
+        return None if self._run is None else self._run.in_backward(unit)
 
     @property
     def is_fed(self) -> bool:

@@ -4,7 +4,7 @@ import types
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from collections.abc import Set as AbstractSet
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -22,14 +22,20 @@ Parts = tuple[list[Any], Callable[[list[Any]], Any]]
 """What is in a value, and a function that puts other things in its place and returns the value, or another one."""
 
 
-def tensors_in(value: Any, path: str) -> list[torch.Tensor]:
+def tensors_in(value: Any, path: str, *, late: Literal["refuse", "leave"] = "refuse") -> list[torch.Tensor]:
     """All tensors in a value that the module at ``path`` gives away, at any depth.
 
     It looks into pytrees, into lists, tuples, sets and mappings of any class, and into the attributes of other objects, in a
     dict or in slots: dataclasses and their like. Modules, classes and functions are closed to it.
 
+    Args:
+        value: any object.
+        path: of the module.
+        late: what to do with generators and other iterators, which may compute when parameters are gone. A module may keep
+            one, such as the iterator of a loader; what it returns is computed with.
+
     Raises:
-        TreeError: a generator or another iterator, which would compute when parameters are gone.
+        TreeError: a generator or another iterator that is not left alone.
     """
     found: dict[int, torch.Tensor] = {}
     seen: dict[int, Any] = {}
@@ -41,6 +47,8 @@ def tensors_in(value: Any, path: str) -> list[torch.Tensor]:
         elif not isinstance(each, _PLAIN) and id(each) not in seen:
             seen[id(each)] = each
             if isinstance(each, _LATE):
+                if late == "leave":
+                    continue
                 raise TreeError(
                     f"module {path!r} gives away a {type(each).__name__}, which computes when parameters are released. Give a "
                     "list."

@@ -6,13 +6,14 @@ A module is a pure function of its parameters once those are swapped for others 
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 from torch.utils import _pytree as torch_pytree
 
-from fsharp.errors import ScheduleError
+from fsharp.errors import LayoutError, ScheduleError
 from fsharp.functional.comm.protocol import Comm
 from fsharp.functional.layout.layout import Layout
 from fsharp.functional.layout.sharded import Sharded, units_of
@@ -20,7 +21,7 @@ from fsharp.functional.layout.unit_layout import Leaf, UnitLayout
 from fsharp.functional.state import TrainState
 from fsharp.stateful.modules.calls import ModuleCalls, ParameterSource
 from fsharp.stateful.modules.differentiate import differentiate
-from fsharp.stateful.modules.initial.dtensors import Spec
+from fsharp.stateful.modules.initial.dtensors import Spec, dressed
 from fsharp.stateful.modules.mean_gradients import MeanGradients
 from fsharp.stateful.modules.module_state import ModuleState
 from fsharp.stateful.modules.module_step import ModuleStep
@@ -76,34 +77,35 @@ class Session:
 
     # ------------------------------------------------------------ computing
 
-    def call(self, path: str, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """``fn(*args, **kwargs)``, the code of the module at ``path``, with its units gathered."""
+    def call(self, module: nn.Module, path: str, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """``fn(*args, **kwargs)``, the code of ``module``, which is at ``path``, with its units gathered."""
         if self.is_unsharded:
             raise ScheduleError(
                 "the model was called inside of unsharded(), where its parameters are not its own. Call it outside."
             )
         source = self.calls.source
-        if source is not None and path in source.computing:  # forward calls another method, or the reverse
-            return fn(*args, **kwargs)
         if not path and self.input_dtype is not None:
             args, kwargs = torch_pytree.tree_map(self._cast, (args, kwargs))
         if source is None and in_backward() and self.step.params is not None:  # a checkpointed module computes again
             source = ParameterSource(self.step.params, self.scheduler)
         if source is not None:
-            return self.calls.enter(source, path, fn, args, kwargs)
+            return self.calls.enter(source, module, path, fn, args, kwargs)
         if self.step.params is None:
             self.step.clear_up()
         if not torch.is_grad_enabled():
             self.kept.take_writes()
-            return self._evaluation(lambda source: self.calls.enter(source, path, fn, args, kwargs), self.kept.state.params)
+            return self._evaluation(
+                lambda source: self.calls.enter(source, module, path, fn, args, kwargs), self.kept.state.params
+            )
         if not trains(self.layout):  # a backward may pass through it, whenever it comes
-            return self.calls.enter(ParameterSource(self.kept.state.params, self.scheduler), path, fn, args, kwargs)
+            source = ParameterSource(self.kept.state.params, self.scheduler)
+            return self.calls.enter(source, module, path, fn, args, kwargs)
         if self.is_averaged:
             raise ScheduleError(
                 "the model was called inside of averaged(), and not under torch.no_grad(): averages are not trained."
             )
         with self.step.forward() as params:
-            out = self.calls.enter(ParameterSource(params, self.scheduler), path, fn, args, kwargs)
+            out = self.calls.enter(ParameterSource(params, self.scheduler), module, path, fn, args, kwargs)
             # Here, too: what is inside may be in a reentrant checkpoint, whose backward is a pass within the pass.
             before_backward(tensors_in(out, path), torch_pytree.tree_leaves((args, kwargs)), self.step.on_backward)
             return out
@@ -127,6 +129,22 @@ class Session:
             self.step.means.said.append(f"{what} {part.path}")
         elif parameter.untyped_storage().data_ptr() == memory:
             self.scheduler.account(f"{what} {part.path}")
+
+    def computed_again(self, part: Part) -> torch.Tensor | None:
+        """The whole parameter, for a checkpoint that computes again in the backward of the parameter's unit.
+
+        None if no backward of the unit is under way. No gradient comes this way: it comes by the graph of the forward.
+        """
+        full = self.step.in_backward(part.unit.name)
+        if full is None:
+            return None
+        leaf = full.leaf(part.leaf.path)
+        if part.requires_grad and torch.is_grad_enabled():
+            leaf.requires_grad_().register_hook(partial(_refuse_reentrant, part.path))
+        whole: torch.Tensor = dressed([part.path], [leaf], self.calls.specs)[0]
+        return whole
+
+    # ------------------------------------------------------------ gradients
 
     def gradient(self, path: str) -> Part | None:
         """This rank's part of the mean gradient of a parameter."""
@@ -212,6 +230,13 @@ class Session:
             return unit.full_path(leaf) if leaf.tied_to is None else ".".join(part for part in leaf.tied_to if part)
 
         return [[by_path[path(unit, leaf)] for leaf in unit.leaves] for unit in self.layout.units]
+
+
+def _refuse_reentrant(path: str, grad: torch.Tensor) -> None:
+    raise LayoutError(
+        f"parameter {path!r} is used in a reentrant checkpoint of a part of its unit, whose gradient would be lost. Call "
+        "torch.utils.checkpoint.checkpoint(..., use_reentrant=False), or checkpoint modules that are units."
+    )
 
 
 def trains(layout: Layout) -> bool:

@@ -13,7 +13,7 @@ from fsharp.errors import TreeError
 from fsharp.stateful.modules.initial.dtensors import local
 from fsharp.stateful.modules.outputs import replaced, tensors_in, views_of
 
-_OWN = frozenset(vars(nn.Module())) | {"_flat_weights", "_fsharp", "_fsharp_own"}
+_OWN = frozenset(vars(nn.Module())) | {"_flat_weights", "_fsharp", "_fsharp_own", "_fsharp_computes"}
 _CONTAINERS = frozenset({list, dict, set, tuple, deque, OrderedDict, defaultdict})
 
 
@@ -36,7 +36,7 @@ class SideOutputs:
         values = [value for value in arguments if type(value) in _CONTAINERS and value]
         for places in self._places():
             values += [value for name, value in places.items() if name not in _OWN and _may_hold(value)]
-        return {id(x): x for x in tensors_in(values, path)} if values else {}
+        return {id(x): x for x in tensors_in(values, path, late="leave")} if values else {}
 
     def since(
         self, before: dict[int, torch.Tensor], arguments: Sequence[Any], parameters: Sequence[torch.Tensor], path: str
@@ -68,21 +68,6 @@ class SideOutputs:
         return [places for each in alive for places in (vars(each), each._buffers) if places]
 
 
-def side_outputs_of(module: nn.Module, owners: Sequence[str]) -> dict[str, SideOutputs]:
-    """For each of these paths the modules that are inside of no other one of them, deeper down.
-
-    Args:
-        module: the root.
-        owners: paths of modules that are gathered by themselves, and ``""``.
-    """
-    members: dict[str, list[nn.Module]] = {path: [] for path in owners}
-    for path, each in module.named_modules():
-        around = [owner for owner in members if not owner or path == owner or path.startswith(f"{owner}.")]
-        if around:
-            members[max(around, key=len)].append(each)
-    return {path: SideOutputs(each) for path, each in members.items()}
-
-
 def refuse_kept(module: nn.Module) -> None:
     """Refuse what would be lost or go stale, as sharding puts other tensors in the place of parameters.
 
@@ -95,9 +80,13 @@ def refuse_kept(module: nn.Module) -> None:
     """
     places = _Places(module)
     for path, each in module.named_modules():
-        attributes = [(name, value) for name, value in vars(each).items() if name not in _OWN and _may_hold(value)]
+        # weight_norm, spectral_norm and prune have hooks that compute these attributes anew in each forward.
+        computed = {getattr(hook, key, None) for hook in each._forward_pre_hooks.values() for key in ("name", "_tensor_name")}
+        own = _OWN | computed
+        attributes = [(name, value) for name, value in vars(each).items() if name not in own and _may_hold(value)]
         for attribute, value in [*attributes, *each._buffers.items()]:
-            held = next((name for x in tensors_in([value], path) if (name := places.parameter_at(x)) is not None), None)
+            tensors = tensors_in([value], path, late="leave")
+            held = next((name for x in tensors if (name := places.parameter_at(x)) is not None), None)
             if held is not None:
                 raise TreeError(
                     f"shard_module(): {f'{path}.{attribute}'.lstrip('.')} holds parameter {held!r} itself or a view of it; the "

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from fsharp.errors import ScheduleError
+from fsharp.functional.compiling import uncompiled
 from fsharp.functional.layout.sharded import Sharded, units_of
 from fsharp.stateful.inspect.trace import Trace
 from fsharp.stateful.runtime.programs import Programs
@@ -70,6 +71,7 @@ class Scheduled:
         self._status = Status("new", "it has not been called", 0, 0)
         self.followed_by: Callable[[], Scheduled | None] = lambda: None
 
+    @uncompiled
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the function. The first time its order is recorded; later on it is followed."""
         return self.scheduler.run(self, args, kwargs)

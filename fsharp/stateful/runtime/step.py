@@ -182,6 +182,13 @@ class Step:
         use.leaves = leaves
         return use
 
+    def in_backward(self, unit: str) -> FullUnit | None:
+        """The full parameters of a unit whose backward is under way; None if no backward is at it."""
+        use = next((use for use in reversed(self._backward) if use.unit.layout.name == unit), None)
+        if use is None:
+            return None
+        return use.params.full if use.params is not None else use.unit.at_rest()
+
     def check_unwritten(self, use: UnitUse) -> None:
         """Refuse a function that has written to a leaf of its unit, which a backward would see, or nobody.
 

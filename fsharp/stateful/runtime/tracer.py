@@ -14,6 +14,7 @@ import torch
 from fsharp.errors import LossError, ScheduleError
 from fsharp.functional import moves
 from fsharp.functional.comm.protocol import Comm, Engine
+from fsharp.functional.compiling import compiled_by_caller
 from fsharp.functional.layout.sharded import PlaceName, Sharded, is_sharded, map_units, resolve_place, units_of
 from fsharp.functional.loss import Loss, as_loss, check_loss
 from fsharp.functional.sinks import take_gradients, with_sinks
@@ -124,8 +125,8 @@ class Tracer(Engine):
         try:
             for node in (*ties, *nodes):
                 uses.append(step.enter(node, self.unit_of(node)))
-            out = fn(
-                _tree_of(sharded, uses, len(ties)), *args, **kwargs
+            out = compiled_by_caller(
+                fn, _tree_of(sharded, uses, len(ties)), *args, **kwargs
             )  # which nobody here holds: what is left of it is the function's
             for use in uses:
                 step.check_unwritten(use)
@@ -149,7 +150,7 @@ class Tracer(Engine):
         for number, part in enumerate(parts, 1):
             with torch.enable_grad():
                 probed = with_sinks(params)
-                loss = as_loss(loss_fn(probed, part, self))
+                loss = as_loss(compiled_by_caller(loss_fn, probed, part, self))
                 check_loss(loss, has_sinks=any(node.sinks for node in units_of(probed)))
                 new = Loss(loss.sum.detach().double(), loss.weight.detach().double())
                 total = new if total is None else Loss(total.sum + new.sum, total.weight + new.weight)

@@ -128,6 +128,10 @@ class FullUnit:
         """The stored leaves, new aliases each time."""
         return [leaf.detach() for leaf in self._leaves]
 
+    def leaf(self, path: str) -> torch.Tensor:
+        """The stored leaf at a path, a new alias each time."""
+        return self._leaves[self.index.position[path]].detach()
+
     def versions(self) -> list[int]:
         """Of all leaves: how often they have been written to."""
         return [leaf._version for leaf in self._leaves]

@@ -267,16 +267,17 @@ def test_a_pass_that_comes_to_no_parameter_leaves_a_forward_its_backward():
     assert simulate(DP, rank_fn) == [True] * 2
 
 
-def test_what_is_checkpointed_has_to_be_a_unit():
+def test_a_checkpoint_of_a_functional_module_has_to_be_a_unit():
     def rank_fn(comm):
         model, _ = wrap(comm, "zero3", "checkpointed", units=None)
         [(x, y)] = modules.batches(comm, 1)
-        loss = model(x, y)["loss"]
-        with pytest.raises(LayoutError, match="What is checkpointed has to be one of the units"):
-            loss.backward()
+        fn, params = model.functional()
+        grad = fs.value_and_grad(lambda params, batch, comm: fn(params, *batch, comm=comm)["loss"])
+        with pytest.raises(LayoutError, match=r"has to be a unit or inside of one, and of model\.functional\(\) a unit"):
+            grad(params, (x, y), comm=comm)
         with torch.no_grad(), pytest.raises(LayoutError) as caught:
             model.head.weight.view(-1)
-        assert "checkpointed" not in str(caught.value)
+        assert "checkpoint" not in str(caught.value)
         return True
 
     assert simulate(DP, rank_fn) == [True] * 2

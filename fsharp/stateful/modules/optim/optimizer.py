@@ -19,6 +19,7 @@ from fsharp.errors import ScheduleError, TreeError
 from fsharp.functional.comm.agree import agree, together
 from fsharp.functional.comm.exact_text import exact_text
 from fsharp.functional.comm.protocol import Comm
+from fsharp.functional.compiling import uncompiled
 from fsharp.functional.layout.sharded import units_of
 from fsharp.functional.optim.base import Transform, as_transform
 from fsharp.functional.optim.elementwise_check import check_elementwise
@@ -194,6 +195,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             if joined := join_state(run, states, parameter):
                 self.inner.state[parameter] = joined
 
+    @uncompiled
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update the parameters, if there are gradients, and forget those.
@@ -260,6 +262,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 parameter.grad = None
         return params, state
 
+    @uncompiled
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients. :meth:`step` has done so already.
 

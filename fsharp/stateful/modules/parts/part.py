@@ -37,6 +37,9 @@ class Owner(Protocol):
     def wrote(self, part: "Part", what: str) -> None:
         """Hear what a function has done to a part in place."""
 
+    def computed_again(self, part: "Part") -> torch.Tensor | None:
+        """A whole parameter for a checkpoint within its unit, if the backward of its unit is under way."""
+
     def differentiate(self, outputs: Any, inputs: Sequence[torch.Tensor], **options: Any) -> tuple[torch.Tensor | None, ...]:
         """What ``torch.autograd.grad`` is asked for."""
 
@@ -155,11 +158,14 @@ class Part(torch.Tensor):
             name = getattr(func.__self__, "__name__", "")  # type: ignore[attr-defined]
         if name in _SHAPES and isinstance(args[0], Part):
             return _SHAPES[name](torch.empty(args[0].full_shape, device="meta"), *args[1:], **kwargs)
+        is_harmless = name not in _COMPUTING if is_attribute else name in _HARMLESS
+        if in_backward() and not is_harmless:
+            args, kwargs = _computed_again(args), {key: _computed_again(x) for key, x in kwargs.items()}
         if name == "detach" and isinstance(args[0], Part):
             return Part.of(args[0].local, args[0])
         if name in COPIES and type(args[0]) is Part:
             return Part.of(getattr(args[0].local, name)(*args[1:], **kwargs), args[0])
-        if name not in _COMPUTING if is_attribute else name in _HARMLESS:
+        if is_harmless:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         rows = arguments(name, args, kwargs)
@@ -215,6 +221,20 @@ def _refuse_autograd(name: str, rows: Sequence[Sequence[Any]], cut: Sequence[Par
                 f"{name}(): a tensor that requires a gradient, and the part {cut[0].path!r}, which autograd does not know of. "
                 "Use torch.no_grad(), or compute with whole parameters inside of a forward."
             )
+
+
+def _computed_again(x: Any) -> Any:
+    """What a checkpoint gets that computes again in a backward: whole parameters, where their unit is there."""
+    if isinstance(x, Part) and isinstance(x, nn.Parameter):
+        owner = x.owner()
+        whole = None if owner is None else owner.computed_again(x)
+        if whole is not None and torch.compiler.is_compiling():
+            raise LayoutError(
+                f"parameter {x.path!r} is used by a compiled part of a checkpoint within its unit. Compile what calls the "
+                "checkpoint, torch.compile(checkpoint_wrapper(module)), or choose the compiled module as the unit."
+            )
+        return x if whole is None else whole
+    return type(x)(map(_computed_again, x)) if type(x) in (list, tuple) else x
 
 
 def _reduction(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Reduction | None:
@@ -295,7 +315,10 @@ def _elementwise(
     return type(out)(x if like is None else Part.of(x, like) for x, like in zip(out, likes, strict=True))
 
 
-_CHECKPOINTED = " What is checkpointed has to be one of the units, to be gathered when it computes again."
+_CHECKPOINTED = (
+    " The backward of its unit is not under way: what a checkpoint computes again in a backward has to be a unit or inside of "
+    "one, and of model.functional() a unit."
+)
 
 
 def _held(part: Part) -> str:

@@ -1,0 +1,148 @@
+"""Activation checkpoints within a unit compute with whole parameters in the backward: the bits of plain torch."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed._composable import checkpoint as composed_checkpoint
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing, checkpoint_wrapper
+from torch.utils.checkpoint import checkpoint
+
+import fsharp as fs
+from fsharp.errors import LayoutError
+from fsharp.testing import simulate
+from tests.as_torch import Block, Part, keep, make, same_as_torch
+from tests.scheduling import DP, every
+
+
+def linear(self, h):
+    return keep(lambda x: self.mlp.down(F.gelu(F.linear(x, self.mlp.up.weight, bias=self.mlp.up.bias))), h)
+
+
+def transposed(self, h):
+    return keep(lambda x: self.mlp.down(F.gelu(x @ self.mlp.up.weight.T + self.mlp.up.bias.detach())), h)
+
+
+def within(self, h):
+    return keep(lambda x: keep(self.mlp.down, F.gelu(self.mlp.up(x))), h)
+
+
+def twice(self, h):
+    return keep(self.mlp, keep(self.mlp, h))
+
+
+PARTS = {
+    "a module": lambda self, h: keep(self.mlp, h),
+    "a function": linear,
+    "views and copies": transposed,
+    "one in another": within,
+    "twice": twice,
+    "two halves": lambda self, h: keep(self.mlp.down, F.gelu(keep(self.mlp.up, h))),
+}
+
+
+@every(3, strategy=["ddp", "zero1", "zero2", "zero3"], part=PARTS)
+def test_a_part_of_a_unit(part, strategy):
+    for step in same_as_torch(strategy, options={"checkpointed": PARTS[part]}):
+        assert step.num_recordings == 1
+        assert step.status().kind == "planned"
+
+
+@pytest.mark.parametrize("units", [None, [Part]])
+def test_a_part_with_the_root_and_a_unit_in_a_part(units):
+    same_as_torch("zero3", units=units, options={"checkpointed": lambda self, h: keep(lambda x: self.mlp(self.norm(x)), h)})
+
+
+def frozen(model):
+    for layer in model.layers:
+        layer.mlp.up.requires_grad_(False)
+
+
+def test_frozen_parameters_in_a_part():
+    same_as_torch("zero3", frozen, options={"checkpointed": PARTS["a module"]})
+
+
+def wrapped(model, kind=Block):
+    check = lambda each: isinstance(each, kind)  # noqa: E731
+    apply_activation_checkpointing(model, checkpoint_wrapper_fn=checkpoint_wrapper, check_fn=check)
+
+
+def composed(model):
+    for layer in model.layers:
+        composed_checkpoint(layer)
+
+
+def composed_parts(model):
+    for layer in model.layers:
+        composed_checkpoint(layer.mlp)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
+@pytest.mark.parametrize(
+    ("before", "after", "units"),
+    [
+        (wrapped, lambda model: None, "layers.*"),
+        (wrapped, lambda model: None, [Block]),
+        (lambda model: wrapped(model, Part), lambda model: None, [Block]),
+        (lambda model: None, lambda model: wrapped(model, Part), [Block]),
+        (composed, lambda model: None, [Block]),
+        (composed_parts, lambda model: None, [Block]),
+        (lambda model: None, composed, [Block]),
+    ],
+)
+def test_wrappers(before, after, units, strategy):
+    same_as_torch(strategy, before, after, units=units)
+
+
+def test_a_reentrant_checkpoint_of_a_part_is_refused():
+    def rank_fn(comm):
+        checkpointed = lambda self, h: checkpoint(self.mlp, h, use_reentrant=True)  # noqa: E731
+        model = fs.shard_module(make(checkpointed=checkpointed), mesh=comm, units=[Block])
+        loss = model(torch.arange(4)).sum()
+        with pytest.raises(LayoutError, match=r"'layers\.2\.mlp\..*' is used in a reentrant checkpoint.*use_reentrant=False"):
+            loss.backward()
+        model.zero_grad()
+
+    simulate(DP, rank_fn)
+
+
+class Streams(nn.Module):
+    """Keeps the iterator of a loader, and may leave another one."""
+
+    def __init__(self, way):
+        super().__init__()
+        self.inner, self.way = nn.Linear(4, 4), way
+        self.source = (torch.full((4,), float(i)) for i in range(8))
+
+    def forward(self):
+        if self.way == "returned":
+            return (self.inner(x) for x in self.source)
+        if self.way == "left":
+            self.later, self.mapped = {"rows": iter([1, 2])}, [map(abs, [1])]
+        return self.inner(next(self.source)).sum()
+
+
+@pytest.mark.parametrize("way", ["kept", "left"])
+def test_an_attribute_that_is_a_generator(way):
+    def run(model, optimizer):
+        for _ in range(3):
+            model().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def made():
+        model = Streams(way)
+        with torch.no_grad():
+            for p in model.parameters():
+                p.fill_(0.5)
+        return model
+
+    def rank_fn(comm):
+        model = fs.shard_module(made(), mesh=comm)
+        run(model, fs.ShardedOptimizer(model.parameters(), torch.optim.SGD, lr=0.1))
+        return dict(model.full_parameters())
+
+    whole = made()
+    run(whole, torch.optim.SGD(whole.parameters(), lr=0.1))
+    for mine in simulate(DP, rank_fn):
+        assert all(torch.equal(mine[name], p) for name, p in whole.named_parameters())
