@@ -90,7 +90,15 @@ def plain(name):
 
 
 def same_as_torch(
-    strategy, change=lambda model: model, after=lambda model: model, *, units=(Block,), exact=True, options=None, **how
+    strategy,
+    change=lambda model: model,
+    after=lambda model: model,
+    *,
+    units=(Block,),
+    exact=True,
+    options=None,
+    policy=DebugPolicy(poison=True),
+    **how,
 ):
     """Hold a module that was sharded between ``change`` and ``after`` to one that was changed by both; both may return another.
 
@@ -103,7 +111,7 @@ def same_as_torch(
             mesh=comm,
             strategy=STRATEGIES[strategy][1],
             units=units if isinstance(units, str) else units and list(units),
-            policy=DebugPolicy(poison=True),
+            policy=policy,
         )
         optimizer = fs.ShardedOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-2)
         losses = steps(changed(model, after), optimizer, **how)

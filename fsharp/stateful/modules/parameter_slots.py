@@ -12,8 +12,10 @@ from fsharp.errors import PatternError, TreeError
 from fsharp.functional.layout.layout import Layout
 from fsharp.functional.layout.paths import as_patterns, matches
 
-Units = str | type[nn.Module] | Callable[[str, nn.Module], bool]
+Rule = str | type[nn.Module] | Callable[[str, nn.Module], bool]
 """A pattern of module paths, a class of modules, or a predicate on path and module."""
+Units = Rule | tuple[Rule, ...] | list[Rule]
+"""A rule; or a tuple or list of rules, whose modules share one gather."""
 
 
 class ParameterSlots:
@@ -103,7 +105,7 @@ def chosen_modules(module: nn.Module, units: Units | Sequence[Units]) -> dict[st
     Raises:
         PatternError: a rule that selects none, or one that selects a module without parameters.
     """
-    rules = [units] if isinstance(units, str | type) or callable(units) else list(units)
+    rules = [rule for each in _listed(units) for rule in _listed(each)]
     every = {path: each for path, each in module.named_modules() if path}
     found: set[str] = set()
     for rule in rules:
@@ -125,7 +127,32 @@ def chosen_modules(module: nn.Module, units: Units | Sequence[Units]) -> dict[st
     return chosen
 
 
-def _selects(rule: Units, path: str, module: nn.Module) -> bool:
+def grouped(module: nn.Module, units: Units | Sequence[Units]) -> list[list[str]]:
+    """The paths of the modules of each group of rules.
+
+    Raises:
+        PatternError: a module in two groups, or inside of another module of its group.
+    """
+    groups = [list(chosen_modules(module, each)) for each in _listed(units) if isinstance(each, tuple | list)]
+    seen: set[str] = set()
+    for group in groups:
+        for path in group:
+            inside = next((other for other in group if path.startswith(f"{other}.")), None)
+            if path in seen or inside is not None:
+                why = "is in two groups" if path in seen else f"is inside of {inside!r}, which is in its group"
+                raise PatternError(
+                    f"shard_module(units=...): module {path!r} {why}. Modules of a group share one gather, and run after one "
+                    "another: put each into one group, and no module with one that is inside of it."
+                )
+        seen |= set(group)
+    return groups
+
+
+def _listed(units: Any) -> list[Any]:
+    return [units] if isinstance(units, str | type) or callable(units) else list(units)
+
+
+def _selects(rule: Rule, path: str, module: nn.Module) -> bool:
     if isinstance(rule, str):
         return any(matches(pattern, path) for pattern in as_patterns(rule))
     return isinstance(module, rule) if isinstance(rule, type) else bool(rule(path, module))

@@ -3,6 +3,7 @@
 import os
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -29,7 +30,7 @@ from fsharp.stateful.modules.initial.dtensors import local, specs_of
 from fsharp.stateful.modules.initial.initial import initial_values
 from fsharp.stateful.modules.module import ShardedModule
 from fsharp.stateful.modules.parameter import ShardedParameter
-from fsharp.stateful.modules.parameter_slots import Units, chosen_modules, leafmost
+from fsharp.stateful.modules.parameter_slots import Units, chosen_modules, grouped, leafmost, owners
 from fsharp.stateful.modules.session import Session
 from fsharp.stateful.modules.side_outputs import refuse_kept
 from fsharp.stateful.runtime.scheduler import Scheduler
@@ -78,7 +79,8 @@ def shard_module(
             of which each rank along ``"ep"`` has experts of its own.
         units: modules that are gathered by themselves when they are called: classes, patterns of paths (``"layers.*"``),
             predicates on path and module, or several of these. They may nest; what is in none of them is gathered with the
-            root. None gathers everything with the root.
+            root. None gathers everything with the root. A tuple or list in a list is a group, ``[Block, ("norm", "head")]``:
+            modules that run after one another, and share one gather and one reduction in a step that follows its schedule.
         precision: dtypes. Floating-point inputs are cast to ``precision.compute``, if it has one.
         policy: of the scheduler.
         methods: names of other methods than ``forward``, of the root or of chosen modules, that parameters are gathered for:
@@ -114,6 +116,7 @@ def shard_module(
     del whole
     before = [weakref.ref(parameter) for parameter in module.parameters()]
     chosen = chosen_modules(module, units) if units is not None else {}
+    groups = grouped(module, units) if units is not None else []
     entries = entries_of(module, chosen, methods)
     trained = {path for path, each in module.named_parameters(remove_duplicate=False) if each.requires_grad}
     frozen: Patterns = lambda path: path not in trained  # noqa: E731
@@ -122,6 +125,11 @@ def shard_module(
     start = initial_values(module, tree, layout, comm, key=key, initialize=initialize, sync_from=sync_from)
     state = init_state(_NOTHING, start, comm=comm, donate=True)
     del tree, start
+    policy = policy or Policy()
+    if groups:
+        of_module = owners(layout, chosen)
+        named_groups = [tuple(name for path in group for name in of_module.get(path, ())) for group in groups]
+        policy = replace(policy, together=(*policy.together, *named_groups))
     scheduler = Scheduler(comm, policy=policy)
     session = Session(module, layout, list(chosen), state, scheduler, input_dtype=precision.compute, specs=specs)
     session.show()

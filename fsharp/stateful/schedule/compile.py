@@ -27,8 +27,8 @@ def compile_schedule(program: Program, policy: Policy = Policy()) -> Schedule:
         ops, arena, bound = _with_room(program, tried)
         if policy.memory_budget is None or arena <= policy.memory_budget:
             return Schedule(program, tried, tuple(ops), arena, bound)
-        if tried.bucket_nbytes != 0:
-            tried = replace(tried, bucket_nbytes=0)
+        if tried.bucket_nbytes != 0 or tried.together:
+            tried = replace(tried, bucket_nbytes=0, together=())
         elif tried.num_buffers > 1:
             tried = replace(tried, prefetch=max(tried.prefetch - 1, 0), buffers=None)
         elif tried.reduce_buffers > 1 or tried.finish_buffers > 1:

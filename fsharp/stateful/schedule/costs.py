@@ -83,7 +83,13 @@ class Bundling:
     members: Mapping[str, tuple[str, ...]]
 
 
-def bundles(order: Iterable[str], sent: Mapping[str, int], channels: Mapping[str, Hashable], most: int) -> Bundling:
+def bundles(
+    order: Iterable[str],
+    sent: Mapping[str, int],
+    channels: Mapping[str, Hashable],
+    most: int,
+    groups: Mapping[str, int] = {},
+) -> Bundling:
     """Neighbours that share a channel, joined while a rank sends no more than so many bytes for them.
 
     Args:
@@ -91,12 +97,14 @@ def bundles(order: Iterable[str], sent: Mapping[str, int], channels: Mapping[str
         sent: bytes that a rank sends for each; what sends nothing is alone.
         channels: what units of one bundle agree in; None for those that are alone.
         most: bytes of one bundle.
+        groups: numbers of units that are joined whatever they send, and with no unit of another number or of none.
     """
     members: dict[str, list[str]] = {}
     last, filled = "", 0
     for unit in dict.fromkeys(order):
         joins = last and sent[unit] and channels[unit] is not None and channels[unit] == channels[last]
-        if joins and filled + sent[unit] <= most:
+        group = groups.get(unit)
+        if joins and group == groups.get(last) and (group is not None or filled + sent[unit] <= most):
             members[last].append(unit)
             filled += sent[unit]
         else:

@@ -55,7 +55,8 @@ class Buckets:
         most = self.policy.bucket_nbytes
         if most is None:
             most = bucket_limit(sent.values(), self.policy.link or GLOO)
-        return bundles(order, sent, {unit: channel(op, facts[unit]) for unit in order}, most)
+        groups = {unit: i for i, group in enumerate(self.policy.together) for unit in group}
+        return bundles(order, sent, {unit: channel(op, facts[unit]) for unit in order}, most, groups)
 
 
 class Emitter:

@@ -30,6 +30,8 @@ class Policy:
             differ are not joined. What is joined is packed, in memory beside the arena while it is under way: of a gather
             what it fills and what this rank has of it, of a reduction what it is given, the sum, and scratch for it. Over
             gloo buffers of 128 KiB and more travel unpacked, as messages of their own.
+        together: units that share one collective whatever their bytes, and with no other unit, where they follow each other in
+            the order; names of units, in tuples. ``shard_module`` fills it with groups of its ``units=``.
         link: what collectives cost, for that model; the same on all ranks. None means that of gloo, unless the scheduler
             knows better.
         keep_gradients: gradients at rest have memory of their own. False plans it with all other memory of a step: it serves
@@ -60,6 +62,7 @@ class Policy:
     reduce_buffers: int = 1
     finish_buffers: int = 3
     bucket_nbytes: int | None = None
+    together: tuple[tuple[str, ...], ...] = ()
     link: Link | None = None
     keep_gradients: bool = False
     offload: bool = False

@@ -211,7 +211,8 @@ class Schedule:
             )
             link = data["policy"]["link"]
             kind = DebugPolicy if "poison" in data["policy"] else Policy
-            policy = kind(**{**data["policy"], "link": Link(**link) if link else None})
+            together = tuple(map(tuple, data["policy"].get("together", ())))
+            policy = kind(**{**data["policy"], "link": Link(**link) if link else None, "together": together})
             return Schedule(program, policy, ops, data["arena"], data["bound"])
         except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
             raise ScheduleError(f"Schedule.from_json(): not a schedule: {error!r}.") from error
