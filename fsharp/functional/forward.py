@@ -6,9 +6,9 @@ from typing import Any
 import optree
 import torch
 
+from fsharp.compiling import compiled_by_caller, nothing_compiled, uncompiled
 from fsharp.errors import TreeError
 from fsharp.functional.comm.protocol import Comm, Engine
-from fsharp.functional.compiling import compiled_by_caller, nothing_compiled, uncompiled
 from fsharp.functional.layout.sharded import Sharded, check_kept, is_sharded, map_units, units_of
 from fsharp.functional.moves import check_comm, gather
 from fsharp.functional.release import let_go, unchanged, version_of, written_to

@@ -6,10 +6,10 @@ from typing import Any, NamedTuple
 import optree
 import torch
 
+from fsharp.compiling import uncompiled
 from fsharp.errors import LossError, TreeError
 from fsharp.functional.comm.collectives import all_reduce
 from fsharp.functional.comm.protocol import Comm
-from fsharp.functional.compiling import uncompiled
 from fsharp.functional.layout.sharded import (
     Sharded,
     map_units,

@@ -25,11 +25,11 @@ from typing import Any, TypeVar
 
 import torch
 
+from fsharp.compiling import uncompiled
 from fsharp.errors import MeshError, TreeError, problem
 from fsharp.functional.comm.collectives import all_gather_last, all_reduce, local_slice, reduce_scatter_last
 from fsharp.functional.comm.protocol import Comm, Engine, Labelled
 from fsharp.functional.comm.tree_names import label_of, name_as
-from fsharp.functional.compiling import uncompiled
 from fsharp.functional.layout.placement import Partial, Place, Replicate, Shard
 from fsharp.functional.layout.sharded import PlaceName, Sharded, check_kept, is_sharded, map_units, resolve_place, units_of
 from fsharp.functional.layout.unit_layout import UnitLayout

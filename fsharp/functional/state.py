@@ -6,12 +6,12 @@ from typing import Any, NamedTuple
 import optree
 import torch
 
+from fsharp.compiling import uncompiled
 from fsharp.errors import TreeError, problem
 from fsharp.functional.comm.agree import together
 from fsharp.functional.comm.exact_text import exact_text
 from fsharp.functional.comm.protocol import Comm, Engine
 from fsharp.functional.comm.tree_names import name_as, name_trees, name_updated
-from fsharp.functional.compiling import uncompiled
 from fsharp.functional.layout.describe import describe_units
 from fsharp.functional.layout.sharded import (
     Sharded,

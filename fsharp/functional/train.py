@@ -6,11 +6,11 @@ from typing import Any
 import optree
 import torch
 
+from fsharp.compiling import compiled_by_caller, uncompiled
 from fsharp.errors import LossError
 from fsharp.functional.comm.digests import digest
 from fsharp.functional.comm.protocol import Comm, Engine, Labelled
 from fsharp.functional.comm.tree_names import name_as
-from fsharp.functional.compiling import compiled_by_caller, uncompiled
 from fsharp.functional.layout.sharded import (
     Sharded,
     map_units,

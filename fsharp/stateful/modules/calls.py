@@ -9,9 +9,9 @@ import torch
 from torch import nn
 from torch.utils import _pytree as torch_pytree
 
+from fsharp.compiling import compiled_by_caller, uncompiled
 from fsharp.errors import TreeError
 from fsharp.functional.comm.protocol import Comm
-from fsharp.functional.compiling import compiled_by_caller, uncompiled
 from fsharp.functional.forward import forward
 from fsharp.functional.layout.layout import Layout
 from fsharp.functional.layout.sharded import units_of
@@ -121,7 +121,7 @@ class ModuleCalls:
             before = owner.left.look(passed, path)
             leaves = [optree.tree_leaves(tree) for tree in trees]
             shown = [self.dressed(*each) for each in zip(owner.units, leaves, strict=True)]
-            with self.reading(source), self.swapped_in(owner.units, shown), _computing(source, module):
+            with self.reading(source, module), self.swapped_in(owner.units, shown):
                 out = compiled_by_caller(fn, *a, **k)
             full = [leaf for each in leaves for leaf in each]
             out = without_parameters(out, full, path)
@@ -142,18 +142,27 @@ class ModuleCalls:
         return replaced(inner.out, inner.found, found, path)
 
     @contextmanager
-    def reading(self, source: ParameterSource) -> Iterator[None]:
-        """Modules that are called in this context get their parameters from there."""
+    def reading(self, source: ParameterSource, module: nn.Module | None = None) -> Iterator[None]:
+        """Modules that are called in this context get their parameters from there.
+
+        ``module`` has them already: what it calls of itself runs as it is.
+        """
         before, self.source = self.source, source
         others = before.computing if before is not None and before is not source else []
-        for module in others:
-            module.__dict__["_fsharp_computes"] = False
+        for each in others:
+            each.__dict__["_fsharp_computes"] = False
+        if module is not None:
+            source.computing.append(module)
+            module.__dict__["_fsharp_computes"] = True
         try:
             yield
         finally:
             self.source = before
-            for module in others:
-                module.__dict__["_fsharp_computes"] = True
+            if module is not None:
+                module.__dict__["_fsharp_computes"] = False
+                source.computing.pop()
+            for each in others:
+                each.__dict__["_fsharp_computes"] = True
 
     @contextmanager
     def swapped_in(self, names: Sequence[str], parameters: Sequence[Sequence[Any]]) -> Iterator[None]:
@@ -180,18 +189,6 @@ class ModuleCalls:
                 raise TreeError(f"unsharded(): {unit.full_path(unit.leaves[i])!r} was replaced by something of another shape.")
             if mine.data_ptr() != leaves[i].data_ptr():
                 leaves[i].copy_(mine)
-
-
-@contextmanager
-def _computing(source: ParameterSource, module: nn.Module) -> Iterator[None]:
-    """In this context the module has parameters of ``source``: what it calls of itself runs as it is."""
-    source.computing.append(module)
-    module.__dict__["_fsharp_computes"] = True
-    try:
-        yield
-    finally:
-        module.__dict__["_fsharp_computes"] = False
-        source.computing.pop()
 
 
 class _Inner:

@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import nn
 
+from fsharp.compiling import skip_frame, uncompiled
 from fsharp.errors import PatternError
-from fsharp.functional.compiling import skip_frame, uncompiled
 
 _SHOWN = 12
 _subclasses: dict[tuple[Any, ...], type[nn.Module]] = {}

@@ -10,9 +10,9 @@ import optree
 import torch
 from torch import nn
 
+from fsharp.compiling import uncompiled
 from fsharp.errors import ScheduleError, TreeError
 from fsharp.functional.comm.protocol import Comm
-from fsharp.functional.compiling import uncompiled
 from fsharp.functional.layout.layout import Layout
 from fsharp.functional.layout.precision import dtype_name
 from fsharp.functional.state import TrainState

@@ -11,12 +11,16 @@ from fsharp.stateful.modules.parameter import ShardedParameter
 
 
 class _Member(NamedTuple):
-    """A module, its children and the names of its parameters as they were when it was looked at last."""
+    """A module, the ids of its children and the names of its parameters as they were when it was looked at last.
+
+    A child that is gone takes all ids along, as another module may get its id.
+    """
 
     path: str
     module: "weakref.ref[nn.Module]"
-    children: list["weakref.ref[nn.Module]"]
+    children: list[int]
     names: list[str]
+    watches: list["weakref.ref[nn.Module]"]
 
 
 class Structure:
@@ -40,9 +44,11 @@ class Structure:
         """
         for i, member in enumerate(self._members):
             module = member.module()
-            if module is None or _is_as_before(module, member):
+            if module is None:
                 continue
-            before = {id(child) for reference in member.children if (child := reference()) is not None}
+            if list(map(id, module._modules.values())) == member.children and list(module._parameters) == member.names:
+                continue
+            before = {id(child) for reference in member.watches if (child := reference()) is not None}
             for name, parameter in module._parameters.items():
                 if name not in member.names and parameter is not None:
                     self._add(member.path, name, parameter)
@@ -82,17 +88,9 @@ def members_of(module: nn.Module, owners: Sequence[str]) -> dict[str, dict[str, 
 
 
 def _member(path: str, module: nn.Module) -> _Member:
-    children = [weakref.ref(each) for each in module._modules.values() if each is not None]
-    return _Member(path, weakref.ref(module), children, list(module._parameters))
-
-
-def _is_as_before(module: nn.Module, member: _Member) -> bool:
-    children = [each for each in module._modules.values() if each is not None]
-    return (
-        len(children) == len(member.children)
-        and all(reference() is each for reference, each in zip(member.children, children, strict=True))
-        and member.names == list(module._parameters)
-    )
+    children = list(map(id, module._modules.values()))
+    watches = [weakref.ref(each, lambda _: children.clear()) for each in module._modules.values() if each is not None]
+    return _Member(path, weakref.ref(module), children, list(module._parameters), watches)
 
 
 def _joined(*names: str) -> str:

@@ -5,8 +5,8 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from fsharp.compiling import uncompiled
 from fsharp.errors import ScheduleError
-from fsharp.functional.compiling import uncompiled
 from fsharp.functional.layout.sharded import Sharded, units_of
 from fsharp.stateful.inspect.trace import Trace
 from fsharp.stateful.runtime.programs import Programs

@@ -11,10 +11,10 @@ from typing import Any
 import optree
 import torch
 
+from fsharp.compiling import compiled_by_caller
 from fsharp.errors import LossError, ScheduleError
 from fsharp.functional import moves
 from fsharp.functional.comm.protocol import Comm, Engine
-from fsharp.functional.compiling import compiled_by_caller
 from fsharp.functional.layout.sharded import PlaceName, Sharded, is_sharded, map_units, resolve_place, units_of
 from fsharp.functional.loss import Loss, as_loss, check_loss
 from fsharp.functional.sinks import take_gradients, with_sinks

@@ -1,5 +1,6 @@
 """Hooks that read parameters, and submodules that are put into a module after it was sharded."""
 
+import optree
 import pytest
 import torch
 from torch import nn
@@ -188,3 +189,31 @@ def test_what_has_nothing_to_train_may_come(strategy):
     shift(whole)
     for out in simulate(DP, rank_fn):
         assert torch.equal(out, whole(torch.arange(4)))
+
+
+class Calls(nn.Module):
+    """Calls itself as a function of other parameters, within its own forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.other = nn.Linear(4, 4), None
+
+    def forward(self, x):
+        other, self.other = self.other, None
+        out = self.inner(x)
+        return out if other is None else (out, other(x), self.inner(x))
+
+
+def test_a_module_that_calls_itself_as_a_function_has_the_parameters_of_that_call():
+    def rank_fn(comm):
+        with torch.no_grad():
+            model = Calls()
+            for p in model.parameters():
+                p.fill_(1.0)
+            model = fs.shard_module(model, mesh=comm, units=["inner"])
+            fn, params = model.functional()
+            doubled = optree.tree_map(lambda p: p * 2, params)
+            model.other = lambda x: fn(doubled, x, comm=comm)
+            return [float(each[0, 0]) for each in model(torch.ones(2, 4))]
+
+    assert simulate(DP, rank_fn) == [[5.0, 10.0, 5.0]] * 2

@@ -84,7 +84,7 @@ WAYS = {
 }
 
 
-@every(6, strategy=["zero3", "ddp", "zero2"], way=WAYS)
+@every(8, strategy=["zero3", "ddp", "zero2"], way=WAYS)
 def test_as_in_torch(strategy, way):
     """From the second step on the schedule is followed, as without a compiler."""
     before, after, units = WAYS[way]
@@ -101,6 +101,7 @@ def test_one_graph_for_all_blocks():
     assert counter.frame_count <= 3  # with the one of the module alone
 
 
+@pytest.mark.deep
 def test_dynamic_shapes():
     same_as_torch(
         "zero3", after=lambda model: torch.compile(model, backend=BACKEND, dynamic=True), exact=False, sizes=(4, 6, 9)

@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from fsharp.compiling import uncompiled
 from fsharp.errors import ScheduleError, TreeError
 from fsharp.functional.comm.agree import agree, together
 from fsharp.functional.comm.exact_text import exact_text
 from fsharp.functional.comm.protocol import Comm
-from fsharp.functional.compiling import uncompiled
 from fsharp.functional.layout.sharded import units_of
 from fsharp.functional.optim.base import Transform, as_transform
 from fsharp.functional.optim.elementwise_check import check_elementwise
