@@ -17,9 +17,8 @@ from fsharp.functional.layout.layout import Layout
 from fsharp.functional.layout.sharded import units_of
 from fsharp.stateful.modules.initial.dtensors import Spec, dressed, local
 from fsharp.stateful.modules.outputs import reaching, replaced, tensors_in, without_parameters
-from fsharp.stateful.modules.parameter_slots import ParameterSlots, owners, swapped_in
+from fsharp.stateful.modules.parameter_slots import ParameterSlots, Structure, members_of, owners, swapped_in
 from fsharp.stateful.modules.side_outputs import SideOutputs
-from fsharp.stateful.modules.structure import Structure, members_of
 
 
 class ParameterSource:
