@@ -13,7 +13,7 @@ import xxhash
 
 from fsharp.checkpoint import huggingface
 from fsharp.checkpoint.manifest import FIRST_BYTES, NAME, FileRecord, Manifest
-from fsharp.checkpoint.reading import Need, read_needs, verify_files
+from fsharp.checkpoint.reading import Need, Reader, verify_files
 from fsharp.checkpoint.shard_file import first_bytes
 from fsharp.checkpoint.storage import REMOVED, Storage, full_path, read_description, storage_of
 from fsharp.errors import CheckpointError
@@ -67,6 +67,11 @@ class Checkpoint:
         return _manifest_in(storage_of(self.path), self.path)
 
     @cached_property
+    def reader(self) -> Reader:
+        """Reads of its files; opens each of these once, however many tensors are asked for."""
+        return Reader(self.path, self.manifest)
+
+    @cached_property
     def facts(self) -> Facts:
         """What its manifest says of it as a whole; of one that this process has read before without reading all of it."""
         storage = storage_of(self.path)
@@ -99,7 +104,7 @@ class Checkpoint:
         return sorted([*self.manifest.tensors, *self.manifest.aliases])
 
     def tensor(self, name: str) -> torch.Tensor:
-        """A whole tensor, on the CPU. Needs no process group, and no tree of the same shape.
+        """Return a whole tensor, on the CPU. Needs no process group, and no tree of the same shape.
 
         Args:
             name: one of :attr:`names`.
@@ -112,7 +117,7 @@ class Checkpoint:
             raise CheckpointError(f"{self.path}: no tensor {name!r}; there are {self.names[:8]!r:.400} ...")
         record = self.manifest.tensors[name]
         whole = torch.empty(record.shape, dtype=record.dtype, device="cpu")
-        read_needs(self.path, self.manifest, [Need(name, 0, record.numel, whole.view(-1))])
+        self.reader.read([Need(name, 0, record.numel, whole.view(-1))])
         return whole
 
     def __fspath__(self) -> str:

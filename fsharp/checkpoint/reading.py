@@ -64,7 +64,6 @@ class Window(NamedTuple):
     parts: list[tuple[int, int, Run]]
 
 
-@torch.no_grad()
 def read_needs(folder: str, manifest: Manifest, needs: Iterable[Need], *, buffer_nbytes: int = BUFFER_NBYTES) -> dict[str, int]:
     """Read elements into their targets.
 
@@ -80,12 +79,38 @@ def read_needs(folder: str, manifest: Manifest, needs: Iterable[Need], *, buffer
     Raises:
         CheckpointError: bytes that are missing or damaged; names file, tensors and the rank that wrote them.
     """
-    storage, read = storage_of(folder), {}
-    for number, parts in parts_by_file(manifest, needs).items():
-        file = ShardFile(storage, folder, manifest.files[number], number, manifest.save_id)
-        file.read(file.runs(manifest, parts), buffer_nbytes)
-        read[manifest.files[number].name] = file.num_read
-    return read
+    reader = Reader(folder, manifest)
+    reader.read(needs, buffer_nbytes=buffer_nbytes)
+    return {manifest.files[number].name: file.num_read for number, file in reader.files.items()}
+
+
+class Reader:
+    """Reads of the files of one checkpoint, of which each is opened once: its header and its table of digests are kept.
+
+    Args:
+        folder: of the checkpoint.
+        manifest: of the checkpoint.
+
+    Attributes:
+        files: those that were opened so far, by number.
+
+    Memory: headers and tables, which are 0.2 % of the files and some 200 bytes for each tensor in each file.
+    """
+
+    def __init__(self, folder: str, manifest: Manifest) -> None:
+        self._folder, self._manifest, self._storage = folder, manifest, storage_of(folder)
+        self.files: dict[int, ShardFile] = {}
+
+    @torch.no_grad()
+    def read(self, needs: Iterable[Need], *, buffer_nbytes: int = BUFFER_NBYTES) -> None:
+        """Read elements into their targets. Arguments and errors are those of :func:`read_needs`."""
+        for number, parts in parts_by_file(self._manifest, needs).items():
+            file = self.files.get(number)
+            if file is None:
+                record = self._manifest.files[number]
+                file = ShardFile(self._storage, self._folder, record, number, self._manifest.save_id)
+                self.files[number] = file
+            file.read(file.runs(self._manifest, parts), buffer_nbytes)
 
 
 def parts_by_file(manifest: Manifest, needs: Iterable[Need]) -> dict[int, list[tuple[Chunk, Need]]]:
@@ -277,13 +302,15 @@ def _windows(
 def verify_files(folder: str, manifest: Manifest) -> list[str]:
     """What is wrong with the files of a checkpoint: reads all of them."""
     storage, problems = storage_of(folder), []
+    chunks: list[list[tuple[str, Chunk]]] = [[] for _ in manifest.files]
+    for name, tensor in manifest.tensors.items():
+        for chunk in tensor.chunks:
+            chunks[chunk.file].append((name, chunk))
     for number in range(len(manifest.files)):
         try:
             file = ShardFile(storage, folder, manifest.files[number], number, manifest.save_id)
-            for name, tensor in manifest.tensors.items():
-                for chunk in tensor.chunks:
-                    if chunk.file == number:
-                        file.begin(name, tensor.dtype, chunk)
+            for name, chunk in chunks[number]:
+                file.begin(name, manifest.tensors[name].dtype, chunk)
             if wrong := file.damaged_blocks():
                 problems.append(file.damage(wrong))
         except CheckpointError as error:

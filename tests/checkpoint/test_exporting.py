@@ -9,6 +9,7 @@ from safetensors import safe_open
 
 import fsharp as fs
 from fsharp.checkpoint.entries import PerRank
+from fsharp.checkpoint.storage import LocalFiles
 from fsharp.errors import CheckpointError
 from fsharp.testing import simulate
 from tests.checkpoint.models import MESH, gpt2, llama, logits, nested, parameters, shapes
@@ -156,3 +157,42 @@ def test_an_export_that_was_cut_off_is_no_folder_and_what_is_in_its_place_stays(
     shutil.rmtree(left.parent)
     fs.checkpoint.export_safetensors(found, "out")
     assert read(tmp_path / "out").keys() == {"a", "b"}
+
+
+@pytest.mark.parametrize("act", ["tensor", "export_safetensors", "to_dcp", "verify"])
+def test_what_is_read_grows_with_the_checkpoint_and_not_with_its_square(tmp_path, monkeypatch, act):
+    """A header has all tensors of a file: who reads one for each tensor reads their square."""
+
+    def save(num):
+        def run(comm):
+            tree = {f"layer{i}": torch.full((64, 64), float(i)) for i in range(num)}
+            return fs.checkpoint.save(tmp_path / str(num), fs.shard(tree, plan(tree, comm), comm), step=0, comm=comm).path
+
+        def plan(tree, comm):
+            return fs.plan(tree, comm.mesh, fs.zero3("dp"), units="*")
+
+        return simulate(fs.Mesh({"dp": 2}), run)[0]
+
+    def reads(path):
+        seen = []
+        read = LocalFiles.read
+
+        def counted(self, path, start, into):
+            seen.append(len(into) if path.endswith(".safetensors") else 0)
+            read(self, path, start, into)
+
+        monkeypatch.setattr(LocalFiles, "read", counted)
+        if act == "tensor":
+            found = fs.checkpoint.open_checkpoint(path)
+            assert all(found.tensor(name)[0, 0] == float(name.removeprefix("layer")) for name in found.names)
+        elif act == "verify":
+            fs.checkpoint.verify(path)
+        else:
+            getattr(fs.checkpoint, act)(path, f"{path}-out")
+        monkeypatch.undo()
+        return len(seen), sum(seen)
+
+    (few, few_nbytes), (many, many_nbytes) = reads(save(40)), reads(save(160))
+    assert many <= 4 * few
+    assert many_nbytes <= 4.2 * few_nbytes
+    assert many_nbytes < 2 * 160 * 64 * 64 * 4
