@@ -301,8 +301,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """A read-only mapping from parameters to what the class keeps of each: ``optimizer.state[p]["exp_avg"]``.
 
         What has a value for each element is a :class:`~fsharp.Part` in the optimizer's own memory: writing to it changes the
-        state. All else, such as ``"step"``, is as the optimizer has it, on ranks that hold elements of the parameter. A
-        parameter that has had no gradient has an empty mapping. Parts are of the moment: take them again after a step.
+        state. All else, such as ``"step"``, is as the optimizer has it; a rank that holds nothing of any parameter with the
+        same steps has none of that. A parameter that has had no gradient has an empty mapping. Take parts again after a step.
 
         Raises:
             TreeError: an ``(init, update)`` pair, whose state is a tree.
@@ -324,16 +324,17 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _state_of(self, path: str) -> dict[str, Any]:
         """What is kept of one parameter, of the elements that are here."""
         assert self.inner is not None
+        like = self.session.parameters
         for run, parameter in self._each_run():
-            for leaf in run.leaves:
-                if leaf[0] == path:
-                    return split_state(
-                        run._replace(leaves=(leaf,)), self.inner.state.get(parameter, {}), self.session.parameters
-                    )[path]
+            if leaf := next((leaf for leaf in run.leaves if leaf[0] == path), None):
+                return split_state(run._replace(leaves=(leaf,)), self.inner.state.get(parameter, {}), like)[path]
         if path not in self._has_state:
             return {}
-        fresh = self._fresh(path, self.param_groups)
-        return {key: value for key, value in fresh.items() if isinstance(value, Part)}
+        labels = next(each for each in self._labels if path in each)
+        for run, parameter in self._each_run():  # leaves with one label have had the same steps
+            if run.shape is None and labels.get(run.leaves[0][0]) == labels[path]:
+                return split_state(run._replace(leaves=((path, 0, 0),)), self.inner.state[parameter], like)[path]
+        return {key: value for key, value in self._fresh(path, self.param_groups).items() if isinstance(value, Part)}
 
     def state_dict(self) -> dict[str, Any]:
         """``{"state": {name: {...}}, "param_groups": [...]}``, by names of parameters; every rank calls it.
