@@ -180,6 +180,10 @@ class UnitLayout:
         by_offset = sorted(self.leaves, key=lambda leaf: (leaf.offset, leaf.numel))
         return tuple(tuple(leaf for leaf in by_offset if leaf.group == i) for i in self.all_groups)
 
+    def stored_path(self, leaf: Leaf) -> str:
+        """The path in the user's tree of the leaf that stores this one: itself, or the one that it is tied to."""
+        return self.full_path(leaf) if leaf.tied_to is None else ".".join(part for part in leaf.tied_to if part)
+
     def full_path(self, leaf: Leaf) -> str:
         """The path of a leaf of this unit in the user's tree."""
         return f"{self.name}.{leaf.path}" if self.name and leaf.path else self.name or leaf.path

@@ -1,6 +1,6 @@
 """ModuleCalls: the code of a module and of the modules in it, called with units gathered and full parameters in their slots."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -69,6 +69,7 @@ class ModuleCalls:
         layout: of its parameters.
         chosen: paths of the modules that are gathered by themselves.
         specs: of the parameters that are DTensors, by path.
+        paused: paths of parameters that forwards do not differentiate, as they are at the time of each.
 
     Attributes:
         slots: of each unit, by name.
@@ -77,8 +78,15 @@ class ModuleCalls:
         source: where parameters come from in the call that is under way, if one is.
     """
 
-    def __init__(self, module: nn.Module, layout: Layout, chosen: Sequence[str], specs: Mapping[str, Spec]) -> None:
-        self._layout, self.specs = layout, specs
+    def __init__(
+        self,
+        module: nn.Module,
+        layout: Layout,
+        chosen: Sequence[str],
+        specs: Mapping[str, Spec],
+        paused: Collection[str] = frozenset(),
+    ) -> None:
+        self._layout, self.specs, self._paused = layout, specs, paused
         present: dict[tuple[int, str], Any] = {}
         self.slots = {
             unit.name: ParameterSlots(module, [unit.full_path(leaf) for leaf in unit.leaves], present) for unit in layout.units
@@ -119,6 +127,8 @@ class ModuleCalls:
             passed = [*a, *k.values()]
             before = owner.left.look(passed, path)
             leaves = [optree.tree_leaves(tree) for tree in trees]
+            if self._paused:
+                leaves = [self._detached(*each) for each in zip(owner.units, leaves, strict=True)]
             shown = [self.dressed(*each) for each in zip(owner.units, leaves, strict=True)]
             with self.reading(source, module), self.swapped_in(owner.units, shown):
                 out = compiled_by_caller(fn, *a, **k)
@@ -174,6 +184,11 @@ class ModuleCalls:
         if not self.specs:
             return leaves
         return dressed(map(self._layout[name].full_path, self._layout[name].leaves), leaves, self.specs)
+
+    def _detached(self, name: str, leaves: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """A unit's leaves, the paused ones without a gradient."""
+        paths = map(self._layout[name].stored_path, self._layout[name].leaves)
+        return [x.detach() if path in self._paused else x for path, x in zip(paths, leaves, strict=True)]
 
     def take_over(self, name: str, leaves: Sequence[torch.Tensor]) -> None:
         """Copy what sits in the slots of a unit into these leaves, as far as it is something else.

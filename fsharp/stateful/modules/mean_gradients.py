@@ -1,7 +1,7 @@
 """MeanGradients: the mean gradients of a module's parameters, where the optimizer wants them."""
 
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -109,7 +109,7 @@ class MeanGradients:
     @property
     def are_dropped(self) -> bool:
         """Whether no parameter has one."""
-        return self.missing >= {path for path, each in self._parameters.items() if each.requires_grad}
+        return self.missing >= {path for path, each in self._parameters.items() if each.is_trained}
 
     def norm(self) -> torch.Tensor:
         """The 2-norm over all ranks."""
@@ -121,17 +121,19 @@ class MeanGradients:
         return torch.nn.utils.get_total_norm(parts, order)
 
 
-def unused_parameters(units: Sequence[UnitState], comm: Comm) -> set[str]:
+def unused_parameters(units: Sequence[UnitState], comm: Comm, paused: Collection[str]) -> set[str]:
     """Paths of the trained parameters of these units that have no gradient on any rank.
 
     Args:
         units: after the last backward of a step.
         comm: the ranks; they agree along the axes on which a unit does not vary.
+        paused: paths of parameters that do not require a gradient at present; labels say so.
 
     Cost: an ``all_reduce`` of one byte for each parameter and axis. The host waits for it, as it decides what an optimizer
     leaves alone.
     """
     missing: set[str] = set()
+    label = f"which gradients there are, with {len(paused)} parameters paused, such as {min(paused)!r}" if paused else ""
     for varying in dict.fromkeys(unit.layout.strategy.full.varying for unit in units):
         found = [
             (unit.layout.full_path(leaf), bool(unit.gradient.found >> i & 1))
@@ -142,6 +144,6 @@ def unused_parameters(units: Sequence[UnitState], comm: Comm) -> set[str]:
         flags = torch.tensor([has for _, has in found], dtype=torch.uint8, device=comm.device)
         for axis, size in comm.mesh.axes:
             if found and size > 1 and axis not in varying:
-                flags = comm.all_reduce(flags, axis, op="max")
+                flags = comm.all_reduce(flags, axis, op="max", label=label)
         missing |= {path for (path, _), has in zip(found, flags.tolist(), strict=True) if not has}
     return missing

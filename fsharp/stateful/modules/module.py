@@ -243,8 +243,9 @@ class ShardedModule(nn.Module):
         Memory: one unit. What it yields may be kept.
         """
         session = _session(self)
-        names = {id(p): name for name, p in self.named_parameters() if p.requires_grad or not trained}
-        present = {path: names[id(p)] for path, p in session.parameters.items() if id(p) in names}
+        names = {id(p): name for name, p in self.named_parameters()}
+        chosen = ((path, p) for path, p in session.parameters.items() if p.is_trained or not trained)
+        present = {path: names[id(p)] for path, p in chosen if id(p) in names}
         _warn_of_rounding("full_parameters()", session, present)
         session.kept.take_writes()
         for unit in session.layout.units:

@@ -1,7 +1,7 @@
 """ModuleStep: the step of a module that is under way, put together from what its user calls."""
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -31,6 +31,7 @@ class ModuleStep:
         kept: what is trained.
         means: the gradients there are after a backward pass that does not accumulate.
         scheduler: runs everything.
+        paused: paths of parameters that have no gradient, as they are at the time of each backward.
 
     Attributes:
         scheduled: the training step: its schedule, its trace.
@@ -40,8 +41,10 @@ class ModuleStep:
         on_backward: to be called when a backward comes to one of its forwards.
     """
 
-    def __init__(self, kept: ModuleState, means: MeanGradients, scheduler: Scheduler) -> None:
-        self.kept, self.means, self.scheduler = kept, means, scheduler
+    def __init__(
+        self, kept: ModuleState, means: MeanGradients, scheduler: Scheduler, paused: Collection[str] = frozenset()
+    ) -> None:
+        self.kept, self.means, self.scheduler, self._paused = kept, means, scheduler, paused
         self.scheduled = scheduler(_not_called)
         self.scheduled.name = "training step"
         self.is_accumulating = False
@@ -112,6 +115,9 @@ class ModuleStep:
                     "over ranks. Change them after the last backward of a step."
                 )
             self.means.take_back(self._units)
+        for unit in self._units:
+            if unit.gradient is not None:
+                unit.gradient.ignore(self._paused)
         self._run.begin_backward(is_last=not self.is_accumulating)
         torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
 
@@ -124,7 +130,7 @@ class ModuleStep:
             self.scheduler.end_microbatch(self._units, self.params)
             if self.is_accumulating or not self.is_fed:
                 return
-            missing = unused_parameters(self._units, self.scheduler)
+            missing = unused_parameters(self._units, self.scheduler, self._paused)
             sums = reduce_scatter(self.scheduler.issue(self._units, self.kept.state.params), comm=self.scheduler)
             self.means.set(sums, missing)
 

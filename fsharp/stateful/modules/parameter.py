@@ -49,24 +49,29 @@ class ShardedParameter(Part, nn.Parameter):
 
     @property
     def requires_grad(self) -> bool:
-        """Whether it is trained, which stays so."""
-        return self.is_trained
+        """Whether forwards differentiate with respect to it: it is trained, and not paused at present."""
+        owner = self.owner()
+        return self.is_trained and (owner is None or self.path not in owner.paused)
 
     @requires_grad.setter
     def requires_grad(self, value: bool) -> None:
         self.requires_grad_(value)
 
     def requires_grad_(self, requires_grad: bool = True) -> "ShardedParameter":
-        """Nothing, if that is how it is.
+        """Pause a trained parameter, or go on with it; all ranks do the same.
+
+        Forwards of a paused parameter give it no gradient, and a backward leaves it without one. An optimizer leaves it alone.
 
         Raises:
-            LayoutError: it is not.
+            LayoutError: a parameter that was frozen when its module was sharded, and is to be trained.
         """
-        if bool(requires_grad) != self.is_trained:
+        if requires_grad and not self.is_trained:
             raise LayoutError(
-                f"parameter {self.path!r} was {'trained' if self.is_trained else 'frozen'} when its module was sharded, and "
-                "layouts and optimizer state are made for that. Freeze and unfreeze before shard_module()."
+                f"parameter {self.path!r} was frozen when its module was sharded: it has no room for gradients and optimizer "
+                "state. Call shard_module() while it requires a gradient, and requires_grad_(False) afterwards."
             )
+        if (owner := self.owner()) is not None and self.is_trained:
+            (owner.paused.discard if requires_grad else owner.paused.add)(self.path)
         return self
 
     def __deepcopy__(self, memo: Any) -> Any:

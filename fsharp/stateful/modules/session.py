@@ -17,7 +17,6 @@ from fsharp.errors import LayoutError, ScheduleError
 from fsharp.functional.comm.protocol import Comm
 from fsharp.functional.layout.layout import Layout
 from fsharp.functional.layout.sharded import Sharded, units_of
-from fsharp.functional.layout.unit_layout import Leaf, UnitLayout
 from fsharp.functional.state import TrainState
 from fsharp.stateful.modules.calls import ModuleCalls, ParameterSource
 from fsharp.stateful.modules.differentiate import differentiate
@@ -52,6 +51,7 @@ class Session:
         is_unsharded: whether its parameters are whole, and not its own, at present.
         is_averaged: whether averages are in their place at present.
         parameters: by path, what the module shows of them.
+        paused: paths of trained parameters that do not require a gradient at present.
     """
 
     def __init__(
@@ -68,9 +68,12 @@ class Session:
         self.layout, self.scheduler, self.input_dtype = layout, scheduler, input_dtype
         scheduler.main_stays = True  # the module shows them
         self.kept = ModuleState(layout, state, scheduler)  # which hears of others' errors while it waits
-        self.calls = ModuleCalls(module, layout, chosen, specs)
         self.parameters: dict[str, ShardedParameter] = {}
-        self.step = ModuleStep(self.kept, MeanGradients(self.parameters, specs, scheduler), scheduler)
+        self.paused: set[str] = set()
+        self.calls = ModuleCalls(module, layout, chosen, specs, self.paused)
+        means = MeanGradients(self.parameters, specs, scheduler)
+        self.step = ModuleStep(self.kept, means, scheduler, self.paused)
+        self._trained = {unit.full_path(leaf) for unit in layout.units for g in unit.trainable for leaf in unit.leaves_of(g)}
         self.is_unsharded = self.is_averaged = False
         self._evaluation = scheduler(_evaluate)
         self._evaluation.name = "evaluation"
@@ -97,7 +100,8 @@ class Session:
             return self._evaluation(
                 lambda source: self.calls.enter(source, module, path, fn, args, kwargs), self.kept.state.params
             )
-        if not trains(self.layout):  # a backward may pass through it, whenever it comes
+        if self.step.params is None and self._trained <= self.paused:  # a backward may pass through it, whenever it comes
+            self.kept.take_writes()
             source = ParameterSource(self.kept.state.params, self.scheduler)
             return self.calls.enter(source, module, path, fn, args, kwargs)
         if self.is_averaged:
@@ -225,11 +229,7 @@ class Session:
 
     def seated(self, by_path: Mapping[str, T]) -> list[list[T]]:
         """For each unit what belongs to each of its leaves, of what there is for each parameter: tied ones share it."""
-
-        def path(unit: UnitLayout, leaf: Leaf) -> str:
-            return unit.full_path(leaf) if leaf.tied_to is None else ".".join(part for part in leaf.tied_to if part)
-
-        return [[by_path[path(unit, leaf)] for leaf in unit.leaves] for unit in self.layout.units]
+        return [[by_path[unit.stored_path(leaf)] for leaf in unit.leaves] for unit in self.layout.units]
 
 
 def _refuse_reentrant(path: str, grad: torch.Tensor) -> None:
@@ -237,11 +237,6 @@ def _refuse_reentrant(path: str, grad: torch.Tensor) -> None:
         f"parameter {path!r} is used in a reentrant checkpoint of a part of its unit, whose gradient would be lost. Call "
         "torch.utils.checkpoint.checkpoint(..., use_reentrant=False), or checkpoint modules that are units."
     )
-
-
-def trains(layout: Layout) -> bool:
-    """Whether any unit of a layout has leaves that are trained."""
-    return any(unit.trainable for unit in layout.units)
 
 
 def _evaluate(thunk: Callable[[ParameterSource], Any], params: Any, comm: Comm) -> Any:

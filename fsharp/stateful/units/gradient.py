@@ -1,7 +1,7 @@
 """The gradient of one unit: how far it has come in this step on its way to the optimizer's place."""
 
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from enum import IntEnum, auto
 from typing import Any
 
@@ -68,6 +68,7 @@ class GradientBuffer:
         self._works: list[Work] = []
         self._tails: list[Work] = []
         self._deferred: Callable[[], None] | None = None
+        self._ignored: set[int] = set()
 
     def _move(self, phase: GradientPhase) -> None:
         assert phase in _MOVES[self.phase], (
@@ -133,6 +134,11 @@ class GradientBuffer:
                     "is not. Hold the gradient itself or a clone, or pass keep_gradients=True to the Scheduler."
                 )
 
+    def ignore(self, paths: Collection[str]) -> None:
+        """Take what uses contribute to these leaves, by path in the user's tree, for zero from here on."""
+        leaves = enumerate(self.route.leaves) if paths else ()
+        self._ignored = {i for i, leaf in leaves if self.route.unit.full_path(leaf) in paths}
+
     def cast(self, grads: Grads, block: OutgoingBlock | None, *, first: bool) -> None:
         """Put what a use contributes into a block, or where the gradient rests.
 
@@ -145,6 +151,8 @@ class GradientBuffer:
             TreeError: one is sparse.
         """
         self._check_dense(grads)
+        if self._ignored:
+            grads = [None if i in self._ignored else grad for i, grad in enumerate(grads)]
         self.join()
         if block is None:
             self._move(GradientPhase.RESTING)

@@ -25,6 +25,7 @@ from fsharp.functional.optim.base import Transform, as_transform
 from fsharp.functional.optim.elementwise_check import check_elementwise
 from fsharp.stateful.modules.optim.averaged import averaged
 from fsharp.stateful.modules.optim.flat_slices import FlatSlice, alike, cut_leaves, join_state, leaves_of, runs_of, split_state
+from fsharp.stateful.modules.optim.left_alone import left_alone
 from fsharp.stateful.modules.optim.probe import Scope, fresh_state, scope_of
 from fsharp.stateful.modules.optim.reference import WholeLeaves
 from fsharp.stateful.modules.optim.states import (
@@ -114,8 +115,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self._tx = as_transform(check_elementwise(optimizer, steps=check_steps) if check_steps else optimizer)
             if defaults or len(groups) > 1:
                 raise TreeError("ShardedOptimizer(): an (init, update) pair has options and labels of its own: pass no others.")
-            everything = {path for path, each in self.session.parameters.items() if each.requires_grad}
-            if {p.path for p in groups[0]["params"] if p.requires_grad} != everything:
+            everything = {path for path, each in self.session.parameters.items() if each.is_trained}
+            if {p.path for p in groups[0]["params"] if p.is_trained} != everything:
                 raise TreeError(
                     "ShardedOptimizer(): an (init, update) pair updates all parameters; freeze or label those it shall not."
                 )
@@ -152,7 +153,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         found = [Scope.EVERYTHING] * len(found) if Scope.EVERYTHING in found else found
         scopes = []
         for scope, labels in zip(found, self._labels, strict=True):
-            mine = {path: each for path, each in self.session.parameters.items() if path in labels and each.requires_grad}
+            mine = {path: each for path, each in self.session.parameters.items() if path in labels and each.is_trained}
             specs = {path for path, spec in self.session.calls.specs.items() if spec.is_sharded}
             parts = [path for path in mine if path in specs] + cut_leaves(self.session.layout, mine)
             what = "whole parameters or their shapes, and ranks hold parts of"
@@ -212,6 +213,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         tx = self._tx or Transform(lambda params: None, _no_updates, {}, self._apply)  # not kept: it holds this optimizer
+        if self._tx is not None and (paused := self.session.paused & self.session.step.means.missing):
+            tx = left_alone(tx, paused)
         if not self.session.step.update(tx, self._settings()) and self.session.step.updated_by not in (None, id(self)):
             raise ScheduleError(
                 "step(): another optimizer of this module has made the step, and gradients are gone. Put all parameters into "
@@ -431,7 +434,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
         def check() -> tuple[Any, Replicas]:
             refuse_dtensors(where, self.session)
-            mine = {p.path for group in self.param_groups for p in group["params"] if p.requires_grad}
+            mine = {p.path for group in self.param_groups for p in group["params"] if p.is_trained}
             trained = None if self.inner is None else mine
             check_groups(where, state_dict, self._groups(), options=self.defaults, trained=trained)
             if self.inner is None:

@@ -22,7 +22,13 @@ from fsharp.stateful.runtime.boundary import in_backward
 
 
 class Owner(Protocol):
-    """The sharded module that a part belongs to."""
+    """The sharded module that a part belongs to.
+
+    Attributes:
+        paused: paths of trained parameters that do not require a gradient at present.
+    """
+
+    paused: set[str]
 
     @property
     def ranks(self) -> Comm:
