@@ -74,6 +74,28 @@ class ShardedParameter(Part, nn.Parameter):
             (owner.paused.discard if requires_grad else owner.paused.add)(self.path)
         return self
 
+    def register_hook(self, hook: Any) -> Any:
+        """Refused: no backward comes to a part.
+
+        Raises:
+            LayoutError: always.
+        """
+        raise LayoutError(self._without_hooks("register_hook"))
+
+    def register_post_accumulate_grad_hook(self, hook: Any) -> Any:
+        """Refused: a gradient is there for all parameters together, once a backward has ended.
+
+        Raises:
+            LayoutError: always.
+        """
+        raise LayoutError(self._without_hooks("register_post_accumulate_grad_hook"))
+
+    def _without_hooks(self, name: str) -> str:
+        return (
+            f"{name}(): parameter {self.path!r} is a part, to which no backward comes. After `loss.backward()` its mean "
+            "gradient over ranks is there: change it by `with torch.no_grad(): p.grad.mul_(...)`, then call optimizer.step()."
+        )
+
     def __deepcopy__(self, memo: Any) -> Any:
         raise TreeError(
             f"parameter {self.path!r} is a part of a ShardedModule, which cannot be copied; functional() gives its values."

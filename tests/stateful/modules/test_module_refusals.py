@@ -164,7 +164,10 @@ def test_calls_at_the_wrong_time():
 REFUSED_WHERE_WHOLE = {
     "an L2 term": (lambda m, o: sum(p.pow(2).sum() for p in m.parameters()), "is used by pow.. outside of the forward"),
     "a part of the model": (lambda m, o: m.head(torch.ones(2, 6)), "'head.weight' is used by linear.. outside"),
-    "a hook": (lambda m, o: m.head.weight.register_hook(print), "is used by register_hook"),
+    "a hook": (
+        lambda m, o: m.head.weight.register_hook(print),
+        r"register_hook\(\): parameter 'head\.weight'.*After `loss\.backward",
+    ),
     "a second optimizer": (lambda m, o: second_step(m, o), "another optimizer of this module has made the step"),
     "more parameters": (lambda m, o: o.add_param_group({"params": []}), "gets all its groups when it is made"),
     "loading": (lambda m, o: m.load_state_dict({}), r"load_state_dict\(\): a step is under way"),

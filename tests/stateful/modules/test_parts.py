@@ -316,6 +316,11 @@ REFUSED = {
     "random numbers": (lambda p, q: nn.init.normal_(p), r"'head\.weight' is sharded.*normal_\(\).*write=True"),
     "items": (lambda p, q: p.__setitem__(0, 0), r"'head\.weight' is sharded.*__setitem__"),
     "a list": (lambda p, q: torch.cat([p, p]), r"'head\.weight' is sharded.*cat\(\)"),
+    "a hook": (lambda p, q: p.register_hook(print), r"register_hook\(\): parameter 'head\.weight'.*p\.grad\.mul_"),
+    "a hook of the sum": (
+        lambda p, q: p.register_post_accumulate_grad_hook(print),
+        r"register_post_accumulate_grad_hook\(\): parameter 'head\.weight'.*p\.grad\.mul_",
+    ),
     "foreach of others": (lambda p, q: torch._foreach_copy_([p], [q]), r"_foreach_copy_\(\): 'head\.weight'.*'embed\.weight'"),
 }
 
