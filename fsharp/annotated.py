@@ -2,7 +2,7 @@
 
 import inspect
 import numbers
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from functools import cache, wraps
 from types import NoneType, UnionType
 from typing import Any, Literal, ParamSpec, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -21,7 +21,7 @@ _WORDS: dict[Any, str] = {int: "an int", float: "a number", bool: "True or False
 def fits(hint: Any) -> Callable[[Any], bool]:
     """Return a function that tells whether a value is what an annotation says.
 
-    A number is no bool, and a sequence is no str. Annotations of other kinds, such as protocols, fit everything.
+    A number is no bool, and a sequence is no str. What is in a mapping is not looked at, and protocols fit everything.
     """
     origin, args = get_origin(hint), get_args(hint)
     kind = hint if origin is None else origin
@@ -40,9 +40,6 @@ def fits(hint: Any) -> Callable[[Any], bool]:
     if kind is tuple and args[1:] == (...,):
         item = fits(args[0])
         return lambda x: isinstance(x, tuple) and all(map(item, x))
-    if issubclass(kind, Mapping) and len(args) == 2:
-        key, value = map(fits, args)
-        return lambda x: isinstance(x, kind) and all(key(k) and value(v) for k, v in x.items())
     if issubclass(kind, Iterable) and kind is not str:
         return lambda x: isinstance(x, kind) and not isinstance(x, str)
     return lambda x: isinstance(x, kind)
@@ -101,19 +98,24 @@ def options_checked(fn: Callable[P, R]) -> Callable[P, R]:
     Raises:
         OptionError: the first such argument, its value, and what was expected.
     """
-    signature = inspect.signature(fn)
+    parameters = inspect.signature(fn).parameters.values()
+    several = {each.name for each in parameters if each.kind in _SEVERAL}
+    positional = [each.name for each in parameters if each.kind in _POSITIONAL]
     where = fn.__qualname__.removesuffix(".__init__")
 
     @wraps(fn)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
         hints = _hints(fn)
-        for name, value in signature.bind(*args, **kwargs).arguments.items():
-            fit, hint = hints.get(name, (None, None))
-            if fit is not None and signature.parameters[name].kind not in _SEVERAL and not fit(value):
+        for name, value in (*zip(positional, args, strict=False), *kwargs.items()):
+            fit, hint = hints.get(name, _ANYTHING)
+            if not fit(value) and name not in several:
                 raise OptionError(f"{where}(): {_wrong(name, value, hint)}.")
         return fn(*args, **kwargs)
 
+    call.has_checked_options = True  # type: ignore[attr-defined]
     return call
 
 
+_ANYTHING = (lambda x: True, Any)
+_POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 _SEVERAL = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 import xxhash
 
+from fsharp.annotated import options_checked
 from fsharp.checkpoint import huggingface
 from fsharp.checkpoint.manifest import FIRST_BYTES, NAME, FileRecord, Manifest
 from fsharp.checkpoint.reading import Need, Reader, verify_files
@@ -276,6 +277,7 @@ def verify(path: str | os.PathLike[str]) -> Checkpoint:
     return found
 
 
+@options_checked
 def prune(root: str | os.PathLike[str], *, keep: int, best: int = 0) -> list[str]:
     """Remove complete checkpoints but the newest ``keep`` and the ``best`` best; the paths of those that were removed.
 

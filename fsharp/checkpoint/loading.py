@@ -11,6 +11,7 @@ from typing import Any
 import optree
 import torch
 
+from fsharp.annotated import options_checked
 from fsharp.checkpoint.catalog import Checkpoint, instead_of, newest_but, open_checkpoint, problems
 from fsharp.checkpoint.entries import (
     Contents,
@@ -43,6 +44,7 @@ from fsharp.stateful.modules.parameter import Part
 _log = logging.getLogger("fsharp")
 
 
+@options_checked
 def load(
     where: str | os.PathLike[str],
     like: Any,

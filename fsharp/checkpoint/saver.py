@@ -13,6 +13,7 @@ from typing import Any, Self
 
 import torch
 
+from fsharp.annotated import options_checked
 from fsharp.checkpoint.catalog import Checkpoint, check_kept, complete, folder_name, prune, remove_incomplete
 from fsharp.checkpoint.saving import Snapshot, agreed_snapshot, told, write_snapshot
 from fsharp.checkpoint.shard_file import Tensor
@@ -161,6 +162,7 @@ class Saver(Background):
             of this process is still writing into it. On all ranks.
     """
 
+    @options_checked
     def __init__(
         self,
         root: str | os.PathLike[str],

@@ -15,6 +15,7 @@ import optree
 import torch
 import xxhash
 
+from fsharp.annotated import options_checked
 from fsharp.checkpoint.catalog import Checkpoint, complete, folder_name
 from fsharp.checkpoint.entries import Contents, Entry, contents_of, expanded, is_node, is_object
 from fsharp.checkpoint.manifest import NAME, Chunk, FileRecord, Manifest, TensorRecord, as_json
@@ -59,6 +60,7 @@ class Snapshot:
     failure: Exception | None = None
 
 
+@options_checked
 def save(
     root: str | os.PathLike[str], tree: Any, *, step: int, comm: Comm, config: Any = None, metric: float | None = None
 ) -> Checkpoint:

@@ -7,6 +7,7 @@ from typing import Any
 import optree
 import torch
 
+from fsharp.annotated import options_checked
 from fsharp.errors import MeshError, problem
 from fsharp.functional.comm.agree import together
 from fsharp.functional.comm.equal_values import check_same
@@ -24,6 +25,7 @@ Initializer = Callable[[torch.Tensor, torch.Generator], Any]
 """Fills a tensor from a generator, or returns the values: ``lambda t, g: torch.nn.init.xavier_uniform_(t, generator=g)``."""
 
 
+@options_checked
 def shard(params: Any, layout: Layout, comm: Comm, *, place: PlaceName = "params", check_values: bool = True) -> Any:
     """This rank's part of a tree that every rank holds: :func:`~fsharp.shard_for`, once all ranks agree on layout and values.
 
@@ -86,6 +88,7 @@ def full(tree: Any, *, comm: Comm) -> Any:
     return as_tree(map_units(fresh, tree, gather(tree, comm=comm)))
 
 
+@options_checked
 def init_params(
     initializers: Initializer | Mapping[str, Initializer],
     layout: Layout,

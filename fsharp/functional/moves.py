@@ -23,6 +23,7 @@ transposes to a ``reduce_scatter`` along axes that shard and to an ``all_reduce`
 
 from typing import Any, TypeVar
 
+import optree
 import torch
 
 from fsharp.compiling import uncompiled
@@ -244,6 +245,8 @@ def check_comm(where: str, tree: Any, comm: Comm) -> list[Sharded]:
     """
     nodes = units_of(tree)
     if not nodes:
+        if not optree.tree_leaves(tree):
+            raise TreeError(f"{where}: the tree is empty, {tree!r:.80}: expected at least one Sharded, of a tree with tensors.")
         raise TreeError(f"{where}: expected a tree of Sharded, got {type(tree).__name__}: shard() it first.")
     check_kept(where, nodes)
     mesh = comm.mesh

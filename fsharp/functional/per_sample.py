@@ -7,6 +7,7 @@ import optree
 import torch
 from torch._C import _functorch
 
+from fsharp.annotated import options_checked
 from fsharp.errors import LayoutError, LossError, problem
 from fsharp.functional.comm.agree import largest
 from fsharp.functional.comm.protocol import Comm
@@ -21,6 +22,7 @@ from fsharp.functional.transforms import check_untransformed
 _WHERE = "per_sample_norms()"
 
 
+@options_checked
 def per_sample_norms(
     loss_fn: LossFn, *, chunk_size: int | None = None, randomness: Literal["error", "same", "different"] = "error"
 ) -> Callable[..., torch.Tensor]:

@@ -4,12 +4,14 @@ from collections import Counter
 from collections.abc import Collection, Mapping
 from types import MappingProxyType
 
+from fsharp.annotated import options_checked
 from fsharp.functional.comm.protocol import Call, sent_nbytes
 from fsharp.functional.layout.layout import Layout
 from fsharp.functional.layout.placement import Partial, Place, Replicate, Shard
 from fsharp.functional.layout.unit_layout import UnitLayout
 
 
+@options_checked
 def step_traffic(
     layout: Layout,
     *,

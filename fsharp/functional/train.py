@@ -6,6 +6,7 @@ from typing import Any
 import optree
 import torch
 
+from fsharp.annotated import options_checked
 from fsharp.compiling import compiled_by_caller, uncompiled
 from fsharp.errors import LossError
 from fsharp.functional.comm.digests import digest
@@ -30,6 +31,7 @@ tensor; one of floating dtype comes as ``fs.Loss(sum, weight)``. With an aux, ``
 
 
 @uncompiled
+@options_checked
 def train_step(
     loss_fn: LossFn, tx: Any, *, microbatches: int = 1, has_aux: bool = False, donate: bool = False
 ) -> Callable[[TrainState, Any, Comm], tuple[TrainState, Any]]:
@@ -61,6 +63,7 @@ def train_step(
 
 
 @uncompiled
+@options_checked
 def value_and_grad(loss_fn: LossFn, *, microbatches: int = 1, has_aux: bool = False) -> Callable[..., tuple[Any, Any]]:
     """A function ``(params, batch, *, comm) -> (loss, grads)`` of what this rank saw, summed over microbatches.
 

@@ -24,6 +24,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from fsharp.annotated import options_checked
 from fsharp.errors import CommError
 from fsharp.functional.comm.process_group import connect, destroy
 from fsharp.functional.comm.protocol import Comm
@@ -34,6 +35,7 @@ _SHOWN = 4000
 _GRACE = 3.0  # seconds for the other ranks to fail too, once one has: the first to end need not be the first to fail
 
 
+@options_checked
 def processes(mesh: Mesh, fn: Callable[[Comm], R], *, timeout: float = 90.0) -> list[R]:
     """``[fn(comm) for every rank of mesh]``, like :func:`simulate`, but in real processes over gloo on this machine.
 

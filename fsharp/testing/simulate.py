@@ -23,6 +23,7 @@ import torch
 from torch._functorch import eager_transforms
 from torch.autograd import forward_ad
 
+from fsharp.annotated import options_checked
 from fsharp.errors import CommError, problem
 from fsharp.functional.comm.digests import differences, meanings
 from fsharp.functional.comm.protocol import ReduceOp, sum_in_rank_order
@@ -40,6 +41,7 @@ def simulate(mesh: Mesh, fn: Callable[["ThreadComm"], R], *, seed: int | None = 
 def simulate(
     mesh: Mesh, fn: Callable[["ThreadComm"], R], *, seed: int | None = None, timeout: float = 60.0, outcomes: Literal[True]
 ) -> "list[R | BaseException]": ...
+@options_checked
 def simulate(
     mesh: Mesh, fn: Callable[["ThreadComm"], Any], *, seed: int | None = None, timeout: float = 60.0, outcomes: bool = False
 ) -> list[Any]:

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 import torch
 
+from fsharp.annotated import options_checked
 from fsharp.checkpoint.catalog import Checkpoint, open_checkpoint
 from fsharp.checkpoint.entries import renamed
 from fsharp.checkpoint.huggingface import INDEX
@@ -16,6 +17,7 @@ from fsharp.errors import CheckpointError
 from fsharp.functional.layout.precision import dtype_name
 
 
+@options_checked
 def export_safetensors(
     checkpoint: str | os.PathLike[str],
     folder: str | os.PathLike[str],

@@ -7,6 +7,7 @@ from typing import Any
 import optree
 import torch
 
+from fsharp.annotated import options_checked
 from fsharp.errors import LayoutError, TreeError, problem
 from fsharp.functional.layout.layout import Layout
 from fsharp.functional.layout.mesh import Mesh
@@ -18,9 +19,10 @@ from fsharp.functional.layout.unit_layout import Group, Leaf, UnitLayout
 from fsharp.functional.layout.units import cut_at, unit_names
 
 
+@options_checked
 def plan(
     params: Any,
-    mesh: Mesh,
+    mesh: Mesh | Any,
     strategy: Strategy | P | Any,
     *,
     units: str | Sequence[str] | None = None,

@@ -24,16 +24,23 @@ def layout_to_json(mesh: Mesh, units: Sequence[UnitLayout], spec: optree.PyTreeS
     """See :meth:`Layout.to_json`.
 
     Raises:
-        LayoutError: a tree with containers other than dict, OrderedDict, list, tuple, namedtuple and None.
+        LayoutError: a tree with containers other than dict, OrderedDict, list, tuple, namedtuple and None, or that nests deeper
+            than Python's limit of recursion lets JSON be written.
     """
-    return json.dumps(
-        {
-            "fsharp_layout": VERSION,
-            "mesh": mesh.axes,
-            "spec": _spec_to_json(spec),
-            "units": [unit_to_json(unit) for unit in units],
-        }
-    )
+    try:
+        return json.dumps(
+            {
+                "fsharp_layout": VERSION,
+                "mesh": mesh.axes,
+                "spec": _spec_to_json(spec),
+                "units": [unit_to_json(unit) for unit in units],
+            }
+        )
+    except RecursionError as error:
+        raise LayoutError(
+            "Layout.to_json(): the tree nests too deeply for JSON, which needs some three calls a level. Raise "
+            f"sys.setrecursionlimit(), which is {sys.getrecursionlimit()}, or make the tree flatter."
+        ) from error
 
 
 def layout_from_json(text: str) -> tuple[Mesh, tuple[UnitLayout, ...], optree.PyTreeSpec]:

@@ -7,6 +7,7 @@ from typing import Any
 import optree
 import torch
 
+from fsharp.annotated import options_checked
 from fsharp.errors import TreeError, problem
 from fsharp.functional.layout.layout import Layout
 from fsharp.functional.layout.paths import flatten
@@ -18,6 +19,7 @@ from fsharp.functional.layout.unit_layout import Leaf, UnitLayout
 from fsharp.functional.layout.units import cut_at
 
 
+@options_checked
 def shard_for(params: Any, layout: Layout, rank: int, *, place: PlaceName = "params") -> Any:
     """What ``rank`` holds of a tree: pure slicing, no other rank needed.
 

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, cast
 import optree
 import torch
 
+from fsharp.annotated import options_checked
 from fsharp.errors import LayoutError, PatternError, TreeError, problem
 from fsharp.functional.comm.agree import together
 from fsharp.functional.comm.exact_text import exact_text
@@ -212,6 +213,7 @@ class PartitionState(NamedTuple):
     inner_states: dict[str, Any]
 
 
+@options_checked
 def partition(
     transforms: Mapping[str, Any], param_labels: str | Mapping[str, str] | Callable[[str], str] | None = None
 ) -> Transform:

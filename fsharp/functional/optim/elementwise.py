@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import optree
 import torch
 
+from fsharp.annotated import options_checked
 from fsharp.errors import TreeError
 from fsharp.functional.comm.protocol import Comm
 from fsharp.functional.layout.sharded import Sharded, units_of
@@ -63,6 +64,7 @@ def _at_tensor(schedule: Any, count: torch.Tensor) -> Any:
     return schedule(count) if callable(schedule) else float(schedule)
 
 
+@options_checked
 def adam(
     learning_rate: ScalarOrSchedule,
     b1: float = 0.9,
@@ -88,6 +90,7 @@ def adam(
     return adamw(learning_rate, b1, b2, eps, weight_decay=0.0, lr_scale=lr_scale, capturable=capturable)
 
 
+@options_checked
 def adamw(
     learning_rate: ScalarOrSchedule,
     b1: float = 0.9,
@@ -150,6 +153,7 @@ def adamw(
     return _rule(init, step, config, weight_decay, lr_scale, lambda s: _at_tensor(learning_rate, s.count))
 
 
+@options_checked
 def sgd(
     learning_rate: ScalarOrSchedule,
     momentum: float | None = None,
@@ -213,6 +217,7 @@ def sgd(
     return tx if momentum is None else replace(tx, name="sgd with momentum")
 
 
+@options_checked
 def lion(
     learning_rate: ScalarOrSchedule,
     b1: float = 0.9,

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 import optree
 import torch
 
+from fsharp.annotated import options_checked
 from fsharp.errors import LayoutError
 from fsharp.functional.comm.protocol import Comm
 from fsharp.functional.optim.base import Transform, add_updates, apply_transform, as_transform, config_of, named
@@ -22,6 +23,7 @@ class EmaState(NamedTuple):
     ema: Any
 
 
+@options_checked
 def ema(decay: float, debias: bool = True) -> Transform:
     """The average of updates ``e <- decay * e + (1 - decay) * u``, from zero. For that of parameters see :func:`with_ema`.
 
@@ -58,6 +60,7 @@ class WithEmaState(NamedTuple):
     inner_state: Any
 
 
+@options_checked
 def with_ema(tx: Any, *, decay: float) -> Transform:
     """``tx``, and an average of the parameters it makes: ``ema <- decay * ema + (1 - decay) * p``, from the first ones.
 

@@ -6,6 +6,7 @@ from typing import Any
 import optree
 import torch
 
+from fsharp.annotated import options_checked
 from fsharp.errors import LayoutError, problem
 from fsharp.functional.comm.protocol import Comm
 from fsharp.functional.layout.packing import Whole
@@ -51,6 +52,7 @@ def orthogonalise(
     return (x.mT if tall else x).to(matrix.dtype)
 
 
+@options_checked
 def muon(
     learning_rate: ScalarOrSchedule,
     ns_coeffs: tuple[float, float, float] = _COEFFICIENTS,

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import optree
 import torch
 
+from fsharp.annotated import options_checked
 from fsharp.errors import LayoutError, TreeError
 from fsharp.functional.comm.agree import largest
 from fsharp.functional.comm.collectives import all_reduce
@@ -109,6 +110,7 @@ class ClipState(NamedTuple):
     norm: torch.Tensor
 
 
+@options_checked
 def clip_by_global_norm(max_norm: float, *, deterministic: bool = False) -> Transform:
     """Scale gradients so that their global norm is at most ``max_norm``: ``g * min(1, max_norm / |g|)``.
 

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import optree
 import torch
 
+from fsharp.annotated import options_checked
 from fsharp.functional.comm.protocol import Comm
 from fsharp.functional.optim.base import Transform, config_of, masked
 from fsharp.functional.optim.elementwise import PerPath, ScalarOrSchedule, _each_run, adam, at
@@ -21,6 +22,7 @@ def identity() -> Transform:
     return _stateless("identity", lambda updates: updates)
 
 
+@options_checked
 def scale(step_size: float) -> Transform:
     """Updates times ``step_size``."""
     return _stateless("scale", lambda updates: optree.tree_map(lambda u: u * step_size, updates), step_size=step_size)
@@ -47,6 +49,7 @@ def scale_by_schedule(step_size_fn: Callable[[int], float]) -> Transform:
     return Transform(lambda params: ScaleByScheduleState(0), update, config, name="scale_by_schedule")
 
 
+@options_checked
 def scale_by_learning_rate(learning_rate: ScalarOrSchedule, *, flip_sign: bool = True) -> Transform:
     """Updates times ``-learning_rate``, a number or a schedule; times ``learning_rate`` without ``flip_sign``."""
     sign = -1 if flip_sign else 1
@@ -57,6 +60,7 @@ def scale_by_learning_rate(learning_rate: ScalarOrSchedule, *, flip_sign: bool =
     return replace(tx, config=config)
 
 
+@options_checked
 def scale_by_adam(b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8) -> Transform:
     """``m' / (sqrt(v') + eps)``, by the kernel of :func:`adamw`, whose state it has.
 
@@ -66,6 +70,7 @@ def scale_by_adam(b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8) -> Tran
     return replace(tx, config={"scale_by_adam": config_of(b1=b1, b2=b2, eps=eps)}, name="scale_by_adam")
 
 
+@options_checked
 def add_decayed_weights(weight_decay: PerPath = 0.0, mask: Any = None) -> Transform:
     """Updates plus ``weight_decay`` times the parameters.
 
@@ -101,6 +106,7 @@ class TraceState(NamedTuple):
     trace: Any
 
 
+@options_checked
 def trace(decay: float, nesterov: bool = False) -> Transform:
     """The trace of past updates ``t <- u + decay * t``, or with ``nesterov`` ``u + decay * t`` of that.
 

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import optree
 import torch
 
+from fsharp.annotated import options_checked
 from fsharp.errors import LayoutError
 from fsharp.functional.comm.agree import agree, largest, together
 from fsharp.functional.comm.exact_text import exact_text
@@ -31,6 +32,7 @@ class ApplyIfFiniteState(NamedTuple):
     inner_state: Any
 
 
+@options_checked
 def apply_if_finite(inner: Any, max_consecutive_errors: int) -> Transform:
     """``inner``, but an update whose gradients hold an infinity or NaN on any rank is left out on every rank.
 
@@ -96,6 +98,7 @@ class MultiStepsState(NamedTuple):
     acc_grads: Any
 
 
+@options_checked
 def MultiSteps(opt: Any, every_k_schedule: int | Callable[[int], int], use_grad_mean: bool = True) -> Transform:
     """``opt`` with the gradients of ``k`` steps at a time: parameters change with every ``k``-th one.
 

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from fsharp.annotated import options_checked
 from fsharp.errors import MeshError, TreeError
 from fsharp.functional.comm.process_group import ProcessGroupComm, connect
 from fsharp.functional.comm.protocol import Comm
@@ -39,6 +40,7 @@ from fsharp.stateful.schedule.policy import Policy
 _NOTHING = Transform(lambda params: None, lambda grads, state, params, *, comm: (grads, state), {})
 
 
+@options_checked
 def shard_module(
     module: nn.Module,
     *,

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import fsharp as fs
-from fsharp.errors import AgreementError, MeshError, TreeError
+from fsharp.errors import AgreementError, MeshError, OptionError, TreeError
 from fsharp.functional.comm import equal_values as module_values
 from fsharp.functional.comm.equal_values import check_same, digest, taken
 from fsharp.testing import processes, simulate
@@ -147,7 +147,7 @@ def test_in_processes():
 
 REFUSED = {
     "no such rank": (lambda rank: make(0), lambda rank: 2, r"got 2, expected a rank of Mesh\(dp=2\), 0 to 1"),
-    "no rank": (lambda rank: make(0), lambda rank: True, r"got True, expected a rank"),
+    "no rank": (lambda rank: make(0), lambda rank: True, r"sync_from is True, expected an int or None"),
     "several": (lambda rank: make(0), lambda rank: rank, r"different values\.\n  sync_from  rank 0: 0\n  sync_from  rank 1: 1"),
     "meta": (
         lambda rank: on_meta(),
@@ -183,7 +183,7 @@ def test_refused(name):
     make_net, source, match = REFUSED[name]
 
     def rank_fn(comm):
-        with pytest.raises((AgreementError, MeshError, TreeError), match=match):
+        with pytest.raises((AgreementError, MeshError, OptionError, TreeError), match=match):
             fs.shard_module(make_net(comm.rank), mesh=comm, strategy=fs.zero3("dp"), sync_from=source(comm.rank))
 
     simulate(DP, rank_fn, timeout=10)

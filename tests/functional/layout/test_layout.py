@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import fsharp as fs
+from fsharp.errors import LayoutError, TreeError
 from fsharp.testing.generate import cases, layouts, precisions, trees
 
 
@@ -158,6 +159,23 @@ def test_an_empty_tree_has_an_empty_layout():
     assert (layout.units, layout.num_params, layout.nbytes("params")) == ((), 0, 0)
     assert "Layout of 0 parameters" in str(layout)
     assert fs.unshard([fs.shard_for({}, layout, rank) for rank in range(2)]) == {}
+
+
+def test_an_empty_tree_is_not_trained():
+    layout = fs.plan({}, fs.Mesh({"dp": 1}), fs.zero3("dp"))
+    comm = fs.SingleComm()
+    with pytest.raises(TreeError, match=r"init_state\(\): the tree is empty, {}: expected at least one Sharded"):
+        fs.init_state(fs.optim.adamw(1e-3), fs.shard({}, layout, comm), comm=comm)
+
+
+def test_a_tree_that_nests_deeply():
+    tree, comm = torch.ones(3), fs.SingleComm()
+    for _ in range(500):
+        tree = {"a": tree}
+    layout = fs.plan(tree, comm.mesh, fs.zero3("dp"))
+    assert layout.num_params == 3
+    with pytest.raises(LayoutError, match=r"the tree nests too deeply for JSON.*sys.setrecursionlimit\(\), which is [0-9]+"):
+        layout.to_json()
 
 
 def llama_405b():
