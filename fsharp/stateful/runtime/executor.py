@@ -13,6 +13,7 @@ import torch
 from fsharp.errors import ScheduleError
 from fsharp.functional.comm.protocol import Comm
 from fsharp.functional.comm.tree_names import label_of
+from fsharp.stateful.runtime.connection import Connection
 from fsharp.stateful.schedule.schedule import Memory, Op, OpKind
 from fsharp.stateful.transport.base import Transport
 from fsharp.stateful.transport.streams import Key, Lanes
@@ -86,6 +87,7 @@ class Executor:
         transport: runs collectives.
         lanes: the streams beside compute.
         comm: the ranks, for the names of trees in labels.
+        connection: made before the first collective.
         poison: fill memory with NaN when it is released.
 
     Attributes:
@@ -100,8 +102,8 @@ class Executor:
         top: the highest byte of the arena that this step has used, plus one.
     """
 
-    def __init__(self, transport: Transport, lanes: Lanes, comm: Comm, *, poison: bool) -> None:
-        self.transport, self.lanes, self.comm, self.poison = transport, lanes, comm, poison
+    def __init__(self, transport: Transport, lanes: Lanes, comm: Comm, connection: Connection, *, poison: bool) -> None:
+        self.transport, self.lanes, self.comm, self.connection, self.poison = transport, lanes, comm, connection, poison
         self.begin("")
 
     def begin(self, step: str) -> None:
@@ -118,6 +120,8 @@ class Executor:
 
     def run(self, bound: BoundOp) -> None:
         """Do what an op says."""
+        if bound.op.kind in ("gather", "reduce"):
+            self.connection.make()
         RUN[bound.op.kind](self, bound)
 
     def label(self, bounds: Sequence[BoundOp]) -> str:

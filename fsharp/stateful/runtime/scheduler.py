@@ -23,6 +23,7 @@ from fsharp.functional.layout.sharded import Sharded
 from fsharp.stateful.runtime.arena import Arena
 from fsharp.stateful.runtime.boundary import in_backward
 from fsharp.stateful.runtime.compiled import Compiled
+from fsharp.stateful.runtime.connection import Connection
 from fsharp.stateful.runtime.executor import Executor
 from fsharp.stateful.runtime.scheduled import Scheduled
 from fsharp.stateful.runtime.step import Step
@@ -78,13 +79,15 @@ class Scheduler(Tracer):
         self._names: Counter[str] = Counter()
         self._closed: str | None = None
         self._history, self._accounted = "", list[str]()  # the digest of what was accounted for, and what came since
+        self._before = self._history, self._accounted  # as they were when the last call began
         self._start()
 
     def _start(self) -> None:
         self.own = _apart(self.comm)
         self.transport = transport_over(self.own, separate_groups=self.policy.separate_groups)
         self.registry = UnitRegistry(trivial=self.policy.trivial_axes)
-        self.executor = Executor(self.transport, self.lanes, self.comm, poison=self.policy.poison)
+        connection = Connection(self.own, self.transport, self.policy)
+        self.executor = Executor(self.transport, self.lanes, self.comm, connection, poison=self.policy.poison)
         self.arena = Arena(self.executor, self.registry, self.policy, rank=self.rank, device=self.device)
         self._step: Step | None = None
         self._running: Scheduled | None = None
@@ -92,7 +95,6 @@ class Scheduler(Tracer):
         self._last: Callable[[], Scheduled | None] = lambda: None
         self._thread = 0
         self.num_updates = 0
-        self._is_connected = False
 
     def reopen(self) -> None:
         """Begin anew after an error, on all ranks: with other process groups, without what was under way. Schedules stay."""
@@ -206,16 +208,14 @@ class Scheduler(Tracer):
             kwargs: more of them.
         """
         with self.guard():
-            self._connect()
+            self._refuse()
+            self._before = self._history, list(self._accounted)
             if self._accounted:
                 self._history, self._accounted = digest("\n".join(self._accounted), self._history), []
             history = f" of history {self._history}" if self._history else ""
             self.executor.begin(f"{scheduled.name} #{scheduled.num_calls} after {self.num_updates} updates{history}")
             scheduled.num_calls += 1
             self._thread = threading.get_ident()
-            if (last := self._last()) is not None:
-                last.followed_by = weakref.ref(scheduled)
-            self._last = weakref.ref(scheduled)
             self.registry.begin()
             for key, node in scheduled.sources((args, kwargs)).items():
                 self.registry.expect(key, node)
@@ -291,17 +291,9 @@ class Scheduler(Tracer):
             )
 
     def _connect(self) -> None:
-        """Make, once, what all ranks have to make together."""
+        """A collective is about to come."""
         self._refuse()
-        if not self._is_connected:
-            comm = innermost(self.own)
-            if isinstance(comm, ProcessGroupComm) and not comm.is_native:
-                # Groups are made over the job's store, which knows nothing of ranks that have ended: they are missed here.
-                agree("Scheduler", {"separate_groups": str(self.policy.separate_groups)}, comm)
-                if self.policy.separate_groups:
-                    comm.make_groups()
-            self.transport.make()
-            self._is_connected = True
+        self.executor.connection.make()
 
     def _watch(self, recorder: Any) -> None:
         """Have collectives noted by a recorder, or by none."""
@@ -324,6 +316,16 @@ class Scheduler(Tracer):
         for unit in self.units.values():
             if unit.gradient is not None:
                 unit.gradient.let_go()
+        if step.is_alone:  # a rank may do this by itself: nothing that other ranks will see may depend on it
+            scheduled.num_calls -= 1
+            history, accounted = self._before
+            self._history, self._accounted = history, accounted + self._accounted
+            scheduled.note("alone", "nothing was gathered, reduced or updated, so that there is nothing to schedule")
+            self.registry.release()
+            return
+        if (last := self._last()) is not None:
+            last.followed_by = weakref.ref(scheduled)
+        self._last = weakref.ref(scheduled)
         if step.is_planned and step.schedule is not None:
             scheduled.programs.went(step.schedule.schedule.program)
             scheduled.eager_schedule = None
@@ -368,6 +370,7 @@ class Scheduler(Tracer):
 
         None if some rank holds parameters beyond their use, for which no schedule has room.
         """
+        self._connect()
         if b"1" in gather_bytes(b"1" if is_held else b"0", self.own):
             return None
         schedule = compile_schedule(program, self.policy)
@@ -404,7 +407,7 @@ class Scheduler(Tracer):
         """The step of the function that is being called; outside of one, a step that follows and records nothing."""
         step = self._step or self._loose()
         if step is None:
-            self._connect()
+            self._refuse()
             self.registry.forget()
             self.registry.release()
             step = self._new_step(None)

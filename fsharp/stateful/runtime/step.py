@@ -104,6 +104,12 @@ class Step:
         return self.eager is None
 
     @property
+    def is_alone(self) -> bool:
+        """Whether it has done nothing but use units that rest whole: no other rank has taken part, or had to."""
+        kinds = {event.kind for event in self.events} <= {"forward", "forward_end"}
+        return kinds and not any(self.units[event.unit].axes for event in self.events)
+
+    @property
     def is_in_forward(self) -> bool:
         """Whether a function that has units is under way, not counting what a checkpoint computes again."""
         return bool(self._forward)

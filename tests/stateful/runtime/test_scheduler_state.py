@@ -66,7 +66,8 @@ def test_evaluation_between_steps(strategy, policy, mode):
         return seen, full_params(state, run.comm)
 
     (_, _), scheduled = run_both(program, mesh_of(strategy), **policy)
-    assert [each.num_recordings for each in scheduled] == [1, 1]
+    # Where parameters rest whole an evaluation gathers nothing, and has no schedule.
+    assert [each.num_recordings for each in scheduled] == [1, bool(STRATEGIES[strategy][1].params.sharded)]
 
 
 def distill(student, teacher, batch, comm):

@@ -1,0 +1,34 @@
+"""Connection: what all ranks of a scheduler make together before its first collective, and not before."""
+
+from fsharp.functional.comm.agree import agree
+from fsharp.functional.comm.process_group import ProcessGroupComm
+from fsharp.functional.comm.protocol import Comm, innermost
+from fsharp.stateful.schedule.policy import Policy
+from fsharp.stateful.transport.base import Transport
+
+
+class Connection:
+    """The process groups of a scheduler. A rank that computes alone needs none, and waits for nobody.
+
+    Args:
+        comm: the ranks, with collectives counted for the scheduler alone.
+        transport: runs collectives.
+        policy: says whether collectives have groups of their own.
+    """
+
+    def __init__(self, comm: Comm, transport: Transport, policy: Policy) -> None:
+        self._comm, self._transport, self._policy = comm, transport, policy
+        self._is_made = False
+
+    def make(self) -> None:
+        """Make, once, what all ranks have to make together: each rank calls this before its first collective."""
+        if self._is_made:
+            return
+        comm = innermost(self._comm)
+        if isinstance(comm, ProcessGroupComm) and not comm.is_native:
+            # Groups are made over the job's store, which knows nothing of ranks that have ended: they are missed here.
+            agree("Scheduler", {"separate_groups": str(self._policy.separate_groups)}, comm)
+            if self._policy.separate_groups:
+                comm.make_groups()
+        self._transport.make()
+        self._is_made = True
