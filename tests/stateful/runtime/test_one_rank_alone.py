@@ -103,6 +103,29 @@ def test_one_process_evaluates_before_the_others_have_done_anything_and_when_the
     assert alone[0][0] == together[0][0]
 
 
+@pytest.mark.parametrize("last", ["b", "another"])
+def test_what_ranks_compare_does_not_depend_on_evaluations_of_one_rank(last):
+    tree = {"w": torch.ones(4, 4), "b": torch.ones(4)}
+
+    def run(comm):
+        scheduler, tx = fs.Scheduler(comm), fs.optim.sgd(0.1)
+        layout = fs.plan({"layers": [tree]}, comm.mesh, fs.ddp("dp"))
+        state = fs.init_state(tx, fs.shard({"layers": [tree]}, layout, comm), comm=comm)
+        step, evaluate = scheduler(fs.train_step(loss_fn, tx)), scheduler(loss_fn)
+        for i in range(3):
+            scheduler.account(f"a of step {i}")
+            if comm.rank == 0:
+                evaluate(state.params, X)
+            scheduler.account(last if comm.rank == 0 and i == 1 else "b")
+            state, _ = step(state, X)
+
+    if last == "b":
+        simulate(MESH, run)
+        return
+    with pytest.raises(FsharpError, match="of history"):
+        simulate(MESH, run)
+
+
 def test_one_rank_that_evaluates_what_is_sharded_is_named_at_once():
     def run(comm):
         with pytest.raises(FsharpError, match="evaluation #0"):
