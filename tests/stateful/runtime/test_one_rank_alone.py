@@ -109,7 +109,7 @@ def test_what_ranks_compare_does_not_depend_on_evaluations_of_one_rank(last):
 
     def run(comm):
         scheduler, tx = fs.Scheduler(comm), fs.optim.sgd(0.1)
-        layout = fs.plan({"layers": [tree]}, comm.mesh, fs.ddp("dp"))
+        layout = fs.plan({"layers": [tree]}, comm.mesh, fs.ddp("dp"), units="layers.*")
         state = fs.init_state(tx, fs.shard({"layers": [tree]}, layout, comm), comm=comm)
         step, evaluate = scheduler(fs.train_step(loss_fn, tx)), scheduler(loss_fn)
         for i in range(3):
