@@ -108,6 +108,11 @@ class Session:
             raise ScheduleError(
                 "the model was called inside of averaged(), and not under torch.no_grad(): averages are not trained."
             )
+        if torch._C._are_functorch_transforms_active():
+            raise ScheduleError(
+                "a sharded module was called inside of a transformation of torch.func, which its step does not know of. Take "
+                "`fn, params = model.functional()`, and transform fn(params, ..., comm=model.comm); or use torch.no_grad()."
+            )
         with self.step.forward() as params:
             out = self.calls.enter(ParameterSource(params, self.scheduler), module, path, fn, args, kwargs)
             # Here, too: what is inside may be in a reentrant checkpoint, whose backward is a pass within the pass.

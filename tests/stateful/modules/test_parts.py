@@ -307,6 +307,36 @@ def test_one_rank_alone_is_found(strategy, act, path):
         assert "ranks called different collectives" in str(error)
 
 
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_transformations_of_torch_func(strategy):
+    """Refused by name where a step would have to be differentiated; the function of a module is what they take."""
+
+    def rank_fn(comm):
+        net = nn.Sequential(nn.Linear(3, 3))
+        with torch.no_grad():
+            for p in net.parameters():
+                p.fill_(0.5)
+        model = fs.shard_module(net, mesh=comm, strategy=getattr(fs, strategy)("dp"))
+        x = torch.ones(2, 3)
+        refused = (
+            lambda: torch.func.grad(lambda x: model(x).sum())(x),
+            lambda: torch.vmap(model)(x),
+            lambda: torch.func.jacrev(model)(x),
+            lambda: torch.func.jvp(model, (x,), (x,)),
+        )
+        for transformed in refused:
+            with pytest.raises(FsharpError, match=r"inside of a transformation of torch\.func.*model\.functional\(\)"):
+                transformed()
+        with torch.no_grad():
+            close(torch.vmap(model)(x), torch.full((2, 3), 2.0))
+        fn, params = model.functional()
+        close(torch.func.grad(lambda x: fn(params, x, comm=comm).sum())(x), torch.full((2, 3), 1.5))
+        model(x).sum().backward()
+        close(model[0].weight.grad.sum(), torch.tensor(18.0))
+
+    simulate(DP, rank_fn)
+
+
 REFUSED = {
     "another shape": (lambda p, q: p.mul_(torch.ones(11, 6)), r"mul_\(\): 'head\.weight'.*tensor of shape \[11, 6\].*slice"),
     "another parameter": (lambda p, q: p.add_(q), r"add_\(\): 'head\.weight'.*'embed\.weight'.*cut in another way"),
