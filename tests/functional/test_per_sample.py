@@ -197,7 +197,7 @@ class LiveBytes(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
         for x in optree.tree_leaves(out):
-            if isinstance(x, torch.Tensor):
+            if isinstance(x, torch.Tensor) and not x.is_meta:
                 storage = x.untyped_storage()
                 self.alive[StorageWeakRef(storage)] = storage.nbytes()
         self.alive = {ref: nbytes for ref, nbytes in self.alive.items() if not ref.expired()}

@@ -8,7 +8,8 @@ from typing import Any
 from torch import nn
 
 from fsharp.compiling import skip_frame, uncompiled
-from fsharp.errors import PatternError
+from fsharp.errors import PatternError, TreeError
+from fsharp.stateful.modules.torch_tools.refusals import NO_COPIES
 
 _SHOWN = 12
 _subclasses: dict[tuple[Any, ...], type[nn.Module]] = {}
@@ -72,9 +73,13 @@ def enter_by(module: nn.Module, names: Sequence[str], *mixins: type) -> None:
 def _subclass(base: type[nn.Module], names: tuple[str, ...], mixins: tuple[type, ...]) -> type[nn.Module]:
     if (base, names, mixins) not in _subclasses:
         about = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
-        entries = {name: _entry(base, name) for name in names}
+        entries = {name: _entry(base, name) for name in names} | {"__reduce_ex__": _refuse_copy}
         _subclasses[base, names, mixins] = type(base.__name__, (*mixins, base), {**entries, **about})
     return _subclasses[base, names, mixins]
+
+
+def _refuse_copy(self: nn.Module, protocol: Any) -> Any:
+    raise TreeError(f"{type(self).__name__}: {NO_COPIES}")
 
 
 def _entry(base: type[nn.Module], name: str) -> Any:

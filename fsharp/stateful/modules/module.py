@@ -20,7 +20,7 @@ from fsharp.stateful.modules.calls import ParameterSource
 from fsharp.stateful.modules.parameter import Part
 from fsharp.stateful.modules.parameter_slots import own_buffers
 from fsharp.stateful.modules.session import Session
-from fsharp.stateful.modules.state_dict import load_parts, refuse_dtensors
+from fsharp.stateful.modules.state_dict import load_parts, make_whole, refuse_dtensors, spread
 from fsharp.stateful.runtime.scheduled import Scheduled
 
 
@@ -229,8 +229,75 @@ class ShardedModule(nn.Module):
             )
         return load_parts(session, self, load)
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        raise TreeError("a ShardedModule cannot be pickled or copied; functional() and full_parameters() give its values.")
+    def full_state_dict(self, *, rank: int | None = 0) -> dict[str, Any]:
+        """Return whole parameters and buffers in host memory, by torch's names, on one rank; an empty dict on all others.
+
+        ::
+
+            state = model.full_state_dict()  # every rank calls it
+            if model.comm.rank == 0:
+                torch.save(state, "model.pt")
+
+        Trained parameters are in the optimizer's dtype, frozen ones as they rest. Buffers are those of that rank.
+
+        Args:
+            rank: of :attr:`comm`; None means all ranks.
+
+        Raises:
+            MeshError: no such rank.
+            TreeError: parameters of which ranks have values of their own, such as experts. On all ranks, before they are sent.
+            ScheduleError: inside of :meth:`unsharded`, where :meth:`state_dict` is whole.
+            AgreementError: on all ranks, if they name different ranks.
+
+        Cost: a gather of everything. Memory: one unit in full, and on that rank all of the result, in host memory.
+        """
+        where, session = "full_state_dict()", _session(self)
+        if session.is_unsharded:
+            raise ScheduleError(f"{where}: inside of unsharded(). Call it outside, or take state_dict(), which is whole here.")
+        found: dict[str, Any] = super().state_dict()
+        return found if make_whole(where, [found], rank, session.scheduler, specs=session.calls.specs) else {}
+
+    def load_full_state_dict(self, state_dict: Mapping[str, Any] | None, *, rank: int = 0, strict: bool = True) -> Any:
+        """Copy whole tensors that one rank has into parameters and buffers of all ranks. It returns what torch returns.
+
+        ::
+
+            state = torch.load("model.pt", weights_only=True, mmap=True) if model.comm.rank == 0 else None
+            model.load_full_state_dict(state)  # every rank calls it
+
+        Args:
+            state_dict: on that rank by torch's names, in the dtypes that :meth:`load_state_dict` takes; None on all others.
+            rank: of :attr:`comm`, the one that has it.
+            strict: refuse names that are missing, or that are not known.
+
+        Raises:
+            MeshError: no such rank.
+            TreeError: a state dict on another rank too, or none on this one; and as :meth:`load_state_dict`. On all ranks,
+                before anything but a module's extra state is changed.
+            AgreementError: on the other ranks, if one alone has raised.
+            ScheduleError: a step is under way, or averages are in place of the parameters.
+
+        Cost: two ``all_reduce`` of each tensor's bytes along each axis. Memory: this rank's parts again, and a whole tensor.
+        """
+        where, parts = "load_full_state_dict()", self.state_dict()
+
+        def like(keys: tuple[str, ...]) -> Part | None:
+            part = parts.get(keys[0])
+            return part if len(keys) == 1 and isinstance(part, Part) else None
+
+        return self.load_state_dict(spread(where, state_dict, rank, _session(self).scheduler, like), strict)
+
+    def _fqn_modifiers(self) -> dict[str, str]:
+        """Refuse torch.distributed.checkpoint.state_dict, whose functions ask every module for this.
+
+        Raises:
+            TreeError: always.
+        """
+        raise TreeError(
+            "torch.distributed.checkpoint.state_dict: get_state_dict() and its like do not know a ShardedModule. dcp.save() "
+            "and dcp.load() take {'model': model.state_dict(), 'optimizer': optimizer.state_dict()}. model.full_state_dict() "
+            "is whole on one rank, and model.load_full_state_dict() takes that."
+        )
 
     def full_parameters(self, *, trained: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
         """Names of ``named_parameters()`` and whole parameters, a unit at a time. Every rank has to iterate to the end.

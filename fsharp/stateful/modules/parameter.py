@@ -11,6 +11,7 @@ from fsharp.errors import LayoutError, TreeError
 from fsharp.functional.layout.placement import Place
 from fsharp.functional.layout.unit_layout import Leaf, UnitLayout
 from fsharp.stateful.modules.parts.part import Owner, Part
+from fsharp.stateful.modules.torch_tools.refusals import NO_COPIES
 
 __all__ = ["Part", "ShardedParameter"]
 
@@ -97,9 +98,7 @@ class ShardedParameter(Part, nn.Parameter):
         )
 
     def __deepcopy__(self, memo: Any) -> Any:
-        raise TreeError(
-            f"parameter {self.path!r} is a part of a ShardedModule, which cannot be copied; functional() gives its values."
-        )
+        raise TreeError(f"parameter {self.path!r} is a part of a ShardedModule. {NO_COPIES}")
 
     @property
     def grad(self) -> Part | None:

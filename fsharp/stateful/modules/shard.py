@@ -23,7 +23,7 @@ from fsharp.functional.layout.mesh import Mesh
 from fsharp.functional.layout.paths import Patterns
 from fsharp.functional.layout.placement import P, Strategy, zero3
 from fsharp.functional.layout.plan import plan
-from fsharp.functional.layout.precision import Precision, dtype_name
+from fsharp.functional.layout.precision import Precision
 from fsharp.functional.optim.base import Transform
 from fsharp.functional.state import init_state
 from fsharp.stateful.modules.entry_points import enter_by, entries_of
@@ -34,6 +34,7 @@ from fsharp.stateful.modules.parameter import ShardedParameter
 from fsharp.stateful.modules.parameter_slots import Units, chosen_modules, grouped, leafmost, owners
 from fsharp.stateful.modules.session import Session
 from fsharp.stateful.modules.side_outputs import refuse_kept
+from fsharp.stateful.modules.torch_tools.wrappers import check_shardable, watch_wrappers
 from fsharp.stateful.runtime.scheduler import Scheduler
 from fsharp.stateful.schedule.policy import Policy
 
@@ -101,15 +102,16 @@ def shard_module(
 
     Raises:
         PatternError: units that match no module, methods that none of these has.
-        TreeError: a module without parameters, or with complex ones to be trained; tensors on the meta device that nothing
-            initializes.
+        TreeError: a module without parameters; parameters that are of a class of their own, sparse, or complex and to be
+            trained; a module that DDP, FSDP or fully_shard() has; tensors on the meta device that nothing initializes.
         MeshError: a mesh without this process, or one that parameters are distributed over already.
         AgreementError: on all ranks, if they differ in module, units, strategy or precision, or in the values of parameters.
 
     Cost: this rank's parts, and the parameters of one submodule in full while it is made from the meta device.
     One pass over all parameters compares them, by 8 bytes; ``sync_from`` sends them all, and holds one unit in full.
     """
-    _check_module(module)
+    check_shardable(module, ShardedParameter)
+    _check_names(module)
     refuse_kept(module)
     comm = _comm(mesh)
     specs = specs_of(module, comm)
@@ -140,26 +142,14 @@ def shard_module(
         each.__dict__["_fsharp"] = (session, path)
         enter_by(each, entries[path], *([ShardedModule] if not path else []))
     _refuse_stale_optimizers(before)
+    watch_wrappers(ShardedParameter)
     assert isinstance(module, ShardedModule)
     return module
 
 
-def _check_module(module: nn.Module) -> None:
-    for path, parameter in module.named_parameters():
-        if isinstance(parameter, ShardedParameter):
-            raise TreeError(
-                f"shard_module(): parameter {path!r} is one of a ShardedModule already. Wrap the whole model once, and name "
-                "the modules in it by units=."
-            )
+def _check_names(module: nn.Module) -> None:
     added = [name for name in vars(ShardedModule) if not name.startswith("_") and not hasattr(nn.Module, name)]
     hidden = [name for name in added if hasattr(module, name)]
-    for path, parameter in module.named_parameters():
-        if parameter.is_complex() and parameter.requires_grad:
-            raise TreeError(
-                f"shard_module(): parameter {path!r} is {dtype_name(parameter.dtype)}, and only real ones can be trained. "
-                "Make it a real one, nn.Parameter(torch.view_as_real(w)), of which the forward takes torch.view_as_complex(); "
-                "or freeze it by requires_grad_(False)."
-            )
     if hidden:
         raise TreeError(
             f"shard_module(): would hide {', '.join(hidden)} of {type(module).__name__}: rename what has this name."

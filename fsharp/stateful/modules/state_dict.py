@@ -1,17 +1,21 @@
-"""State dicts of a module whose parameters are parts: what is taken from one, and what is refused."""
+"""State dicts of a module whose parameters are parts: what is taken from one, what is refused, and whole ones on one rank."""
 
-from collections.abc import Callable, Mapping, Sequence
+import io
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fsharp.errors import ScheduleError, TreeError, problem
-from fsharp.functional.comm.agree import together
-from fsharp.functional.comm.equal_values import check_same, digest
+from fsharp.errors import MeshError, ScheduleError, TreeError, problem
+from fsharp.functional.comm.agree import gather_bytes, together
+from fsharp.functional.comm.equal_values import check_same, digest, taken
 from fsharp.functional.comm.protocol import Comm
 from fsharp.functional.layout.precision import dtype_name
+from fsharp.functional.layout.sharded import Sharded
+from fsharp.functional.moves import gather
+from fsharp.stateful.modules.initial.dtensors import Spec
 from fsharp.stateful.modules.parameter import Part
 from fsharp.stateful.modules.parameter_slots import own_buffers
 from fsharp.stateful.modules.session import Session
@@ -192,3 +196,183 @@ def _shown(dtypes: Sequence[torch.dtype], shape: Sequence[int]) -> str:
 
 def _kind(value: Any) -> str:
     return "part" if isinstance(value, Part) else "whole"
+
+
+# ------------------------------------------------------------ whole tensors on one rank
+
+
+def make_whole(
+    where: str,
+    dicts: Iterable[dict[str, Any]],
+    rank: int | None,
+    comm: Comm,
+    *,
+    specs: Mapping[str, Spec] = {},
+    kind_of: Callable[[str], str] = lambda key: "",
+) -> bool:
+    """Put whole tensors in host memory in place of the parts in these dicts, on one rank; return whether this is that rank.
+
+    Args:
+        where: the function that asks, for messages.
+        dicts: with :class:`~fsharp.Part` as values, the same keys on all ranks. Other tensors become copies in host memory.
+        rank: of ``comm``; None means all ranks.
+        comm: the ranks.
+        specs: of the parameters that are DTensors, by path.
+        kind_of: by key, what values of one parameter are told apart by.
+
+    Raises:
+        MeshError: no such rank.
+        TreeError: parts of which ranks have values of their own.
+        AgreementError: ranks that differ in the rank, or in names of parts.
+
+    Cost: a gather of all parts. Memory: the tensors of one unit and kind; on the rank that keeps them, all in host memory.
+    """
+    dicts = list(dicts)
+    parts: dict[tuple[Any, ...], dict[str, Part]] = {}
+    for each in dicts:
+        for key, value in each.items():
+            if isinstance(value, Part):
+                parts.setdefault((kind_of(key), value.unit.name, value.place), {})[value.path] = value
+
+    def check() -> None:
+        if rank is not None:
+            _check_rank(where, rank, comm)
+        for path, part in (item for unit in parts.values() for item in unit.items()):
+            if own := [axis for axis in part.place.varying if comm.mesh.axis_size(axis) > 1]:
+                raise TreeError(
+                    f"{where}: ranks along {own} have values of their own of {path!r}, and one rank would keep its own alone. "
+                    "Save by fs.checkpoint.save()."
+                )
+
+    names = "\n".join(f"{kind} {path}" for (kind, *_), unit in parts.items() for path in unit)
+    together(where, comm, check, lambda _: {"rank": repr(rank), "parts": names})
+    is_kept = rank is None or comm.rank == rank
+    whole: dict[tuple[str, str], torch.Tensor] = {}
+    for (kind, *_), unit in parts.items():
+        for path, value in _gathered(unit, comm).items():
+            if path in specs:
+                value = specs[path].whole(value).full_tensor()
+            if is_kept:
+                whole[kind, path] = value.to("cpu", copy=True)
+            del value  # the unit's memory goes before the next one is gathered
+    if is_kept:
+        for each in dicts:
+            for key, value in each.items():
+                if isinstance(value, Part):
+                    each[key] = whole[kind_of(key), value.path]
+                elif isinstance(value, torch.Tensor):
+                    each[key] = value.detach().to("cpu", copy=True)
+    return is_kept
+
+
+def _gathered(parts: Mapping[str, Part], comm: Comm) -> dict[str, torch.Tensor]:
+    """Return whole tensors of the parts of one unit at one place, by path: views of a few buffers. A collective."""
+    first = next(iter(parts.values()))
+    unit, place = first.unit, first.place
+    leaves = {path: part.leaf for path, part in parts.items()}
+    groups = sorted({leaf.group for leaf in leaves.values()})
+    buffers = []
+    for group in groups:
+        dtype = next(part.dtype for part in parts.values() if part.leaf.group == group)
+        buffer = torch.zeros(unit.local_size(group, place), dtype=dtype, device=comm.device)
+        for span in unit.spans(group, place, comm.rank):
+            part = parts.get(unit.full_path(span.leaf))
+            if part is not None:
+                buffer[span.start : span.stop] = part.local.reshape(-1)
+        buffers.append(buffer)
+    with torch.no_grad():
+        full = dict(zip(groups, gather(Sharded(buffers, unit, place, tuple(groups)), comm=comm).buffers, strict=True))
+    return {path: full[x.group][x.offset : x.offset + x.numel].view(x.shape) for path, x in leaves.items()}
+
+
+def spread(where: str, given: Any, rank: int, comm: Comm, like: Callable[[tuple[str, ...]], Part | None]) -> Any:
+    """Return one rank's state dict on all ranks, with this rank's parts in place of whole tensors.
+
+    Args:
+        where: the function that asks, for messages.
+        given: on the rank ``rank`` a state dict: dicts, lists, tensors, numbers and texts. On others None, or an empty one.
+        rank: the one that has the state dict.
+        comm: the ranks.
+        like: what a tensor is to be a part as, by its keys; None if all ranks take all of the tensor.
+
+    Raises:
+        MeshError: no such rank.
+        TreeError: nothing to load, or something on another rank too; a tensor without values; another object.
+        AgreementError: on the other ranks, if one has raised.
+
+    Cost: two ``all_reduce`` of each tensor's bytes along each axis. Memory: this rank's parts, and one whole tensor.
+    """
+
+    def check() -> bytes:
+        _check_rank(where, rank, comm)
+        if comm.rank != rank:
+            if given:
+                raise TreeError(
+                    f"{where}: rank {comm.rank} has a state dict too, and rank {rank}'s is to be loaded. Pass None."
+                )
+            return b""
+        if not isinstance(given, Mapping):
+            raise TreeError(f"{where}: rank {rank} has a {type(given).__name__}, expected a state dict. Load the file there.")
+        return _packed(where, given)
+
+    data = together(where, comm, check, lambda _: {"rank": repr(rank)})
+    nbytes = int.from_bytes(gather_bytes(len(data).to_bytes(8, "little"), comm)[rank], "little")
+    mine = (
+        torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(nbytes, dtype=torch.uint8, device="meta")
+    )
+    outline, metadata = _unpacked(bytes(taken(mine, rank, comm).cpu().numpy()))
+
+    def fill(outline: Any, own: Any, keys: tuple[str, ...]) -> Any:
+        if isinstance(outline, dict):
+            return {k: fill(v, None if own is None else own[k], (*keys, k)) for k, v in outline.items()}
+        if isinstance(outline, list | tuple):
+            owns = [None] * len(outline) if own is None else own
+            return type(outline)(fill(v, o, keys) for v, o in zip(outline, owns, strict=True))
+        if not isinstance(outline, torch.Tensor):
+            return outline
+        value, part = taken(outline if own is None else own, rank, comm), like(keys)
+        if part is None or value.shape != part.full_shape:  # the latter is refused when it is loaded
+            return value
+        return Part.of(value.reshape(-1)[slice(*part.run)].clone(), part)
+
+    found = fill(outline, given if comm.rank == rank else None, ())
+    if metadata is not None:
+        found = type("StateDict", (dict,), {"_metadata": metadata})(found)
+    return found
+
+
+def _check_rank(where: str, rank: Any, comm: Comm) -> None:
+    if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < comm.mesh.size:
+        raise MeshError(f"{where}: rank is {rank!r}, expected a rank of {comm.mesh}, 0 to {comm.mesh.size - 1}.")
+
+
+def _packed(where: str, given: Mapping[str, Any]) -> bytes:
+    """Return what a state dict is but for the values of its tensors, and torch's notes on versions of modules."""
+
+    def outline(value: Any, name: str) -> Any:
+        if isinstance(value, Mapping):
+            return {key: outline(each, f"{name}.{key}") for key, each in value.items()}
+        if isinstance(value, list | tuple):
+            return type(value)(outline(each, f"{name}[{i}]") for i, each in enumerate(value))
+        if not isinstance(value, torch.Tensor):
+            return value
+        if isinstance(value, Part | DTensor) or value.is_meta or value.layout is not torch.strided:
+            raise TreeError(
+                f"{where}: {name[1:]!r} is a {type(value).__name__} {dtype_name(value.dtype)}{list(value.shape)} on "
+                f"{value.device}, expected a whole tensor with values, such as full_state_dict() gives."
+            )
+        return torch.empty(value.shape, dtype=value.dtype, device="meta")
+
+    stream = io.BytesIO()
+    torch.save((outline(given, ""), getattr(given, "_metadata", None)), stream)
+    try:
+        _unpacked(stream.getvalue())
+    except Exception as error:  # of any kind: the other ranks have to hear of it
+        raise TreeError(
+            f"{where}: the state dict has objects other than tensors, numbers, texts, lists and dicts: {error}"
+        ) from error
+    return stream.getvalue()
+
+
+def _unpacked(data: bytes) -> Any:
+    return torch.load(io.BytesIO(data), weights_only=True)

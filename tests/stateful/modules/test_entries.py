@@ -168,7 +168,7 @@ def test_an_attribute_that_is_a_function():
 def test_methods_that_are_not_named(strategy):
     def rank_fn(comm):
         model, _ = sharded(comm, strategy, methods=[])
-        with pytest.raises(LayoutError, match=r"'embed\.weight' is .*shard_module\(methods=\[\.\.\.\]\) names"):
+        with pytest.raises(LayoutError, match=r"'embed\.weight' is .*shard_module\(methods=\[\.\.\.\]\)"):
             model.encode(torch.arange(3))
 
     simulate(DP, rank_fn)

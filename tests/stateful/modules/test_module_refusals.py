@@ -163,7 +163,10 @@ def test_calls_at_the_wrong_time():
 
 REFUSED_WHERE_WHOLE = {
     "an L2 term": (lambda m, o: sum(p.pow(2).sum() for p in m.parameters()), "is used by pow.. outside of the forward"),
-    "a part of the model": (lambda m, o: m.head(torch.ones(2, 6)), "'head.weight' is used by linear.. outside"),
+    "a part of the model": (
+        lambda m, o: m.head(torch.ones(2, 6)),
+        "'head.weight' is used by linear.. of a module in the model that is called by itself outside",
+    ),
     "a hook": (
         lambda m, o: m.head.weight.register_hook(print),
         r"register_hook\(\): parameter 'head\.weight'.*After `loss\.backward",

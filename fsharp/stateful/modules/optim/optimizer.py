@@ -39,7 +39,7 @@ from fsharp.stateful.modules.optim.states import (
 )
 from fsharp.stateful.modules.parameter import Part, ShardedParameter
 from fsharp.stateful.modules.session import Session
-from fsharp.stateful.modules.state_dict import check_replicas, refuse_dtensors
+from fsharp.stateful.modules.state_dict import check_replicas, make_whole, refuse_dtensors, spread
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
@@ -455,6 +455,54 @@ class ShardedOptimizer(torch.optim.Optimizer):
         else:
             self._has_state = set(states)
             self._recut([{path: alike(states.get(path, {})) for path in labels} for labels in self._labels], states)
+
+    def full_state_dict(self, *, rank: int | None = 0) -> dict[str, Any]:
+        """Return :meth:`state_dict` with whole tensors in host memory, on one rank; an empty dict on all others.
+
+        Args:
+            rank: of the module's ``comm``; None means all ranks.
+
+        Raises:
+            TreeError: the state of an ``(init, update)`` pair; and as :meth:`state_dict` and ``model.full_state_dict()``.
+
+        Cost: a gather of all state. Memory: a copy of this rank's state, and of one kind of state one unit in full; on that
+        rank all of the result, in host memory.
+        """
+        where = "full_state_dict()"
+        self._refuse_pair(where)
+        found = self.state_dict()
+        states = found["state"].values()
+        return found if make_whole(where, states, rank, self.session.scheduler, kind_of=lambda key: key) else {}
+
+    def load_full_state_dict(self, state_dict: Mapping[str, Any] | None, *, rank: int = 0) -> None:
+        """Take over on all ranks what :meth:`full_state_dict` gave, and one rank has.
+
+        Args:
+            state_dict: on that rank by names of parameters; None on all others.
+            rank: of the module's ``comm``, the one that has it.
+
+        Raises:
+            TreeError: the state of an ``(init, update)`` pair; and as :meth:`load_state_dict` and
+                ``model.load_full_state_dict()``, on all ranks, before anything is changed.
+
+        Cost: two ``all_reduce`` of each tensor's bytes along each axis. Memory: this rank's state twice, and a whole tensor.
+        """
+        where = "load_full_state_dict()"
+        self._refuse_pair(where)
+        parameters = self._stateful()
+
+        def like(keys: tuple[str, ...]) -> Part | None:
+            part = parameters.get(keys[1]) if len(keys) == 3 and keys[0] == "state" else None
+            return part if part is not None and part.full_shape else None  # a number may be a count as well: all take all of it
+
+        self.load_state_dict(spread(where, state_dict, rank, self.session.scheduler, like))
+
+    def _refuse_pair(self, where: str) -> None:
+        if self.inner is None:
+            raise TreeError(
+                f"{where}: the state of an (init, update) pair is a tree of its own, and not by names of parameters. Save by "
+                "fs.checkpoint.save(), or take fs.full(optimizer.state_dict()['state'], comm=model.comm), whole on all ranks."
+            )
 
     def _each_run(self) -> Iterator[tuple[FlatSlice, nn.Parameter]]:
         assert self.inner is not None

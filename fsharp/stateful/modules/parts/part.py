@@ -18,6 +18,8 @@ from fsharp.functional.layout.placement import Place
 from fsharp.functional.layout.unit_layout import Leaf, UnitLayout
 from fsharp.stateful.modules.initial.dtensors import Spec
 from fsharp.stateful.modules.parts.tables import COPIES, ELEMENTWISE, REDUCTIONS, Reduction, arguments, is_in_place
+from fsharp.stateful.modules.torch_tools.chunks import Chunks
+from fsharp.stateful.modules.torch_tools.refusals import not_whole, remedy_or, unseen
 from fsharp.stateful.runtime.boundary import in_backward
 
 
@@ -127,6 +129,20 @@ class Part(torch.Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             return self.detach().as_subclass(torch.Tensor)
 
+    # What torch.distributed.checkpoint asks tensors that are parts.
+
+    def __create_write_items__(self, name: str, part: "Part") -> list[Any]:
+        return self._chunks().write_items(name)
+
+    def __create_chunk_list__(self) -> list[Any]:
+        return self._chunks().described()
+
+    def __get_tensor_shard__(self, index: Any) -> torch.Tensor:
+        return self._chunks().at(index.offset)
+
+    def _chunks(self) -> Chunks:
+        return Chunks(self.path, self.full_shape, self.local, self.unit, self.leaf, self.place, self.rank)
+
     @property
     def data(self) -> "Part":
         """The same part, which autograd knows nothing of: who writes to it is noticed."""
@@ -134,9 +150,10 @@ class Part(torch.Tensor):
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
+        remedy = "Write a parameter in `with model.unsharded(write=True):`, and a gradient by `p.grad.copy_(...)`."
         raise TreeError(
             f"{self.path!r} rests in memory of its ShardedModule, in a dtype and shape that are planned: it cannot be given "
-            "other data. Write a parameter in `with model.unsharded(write=True):`, and a gradient by `p.grad.copy_(...)`."
+            f"other data. {remedy_or(remedy)}"
         )
 
     @property
@@ -179,7 +196,9 @@ class Part(torch.Tensor):
         cut = [part for part in parts if not part.is_whole]
         reduction = _reduction(name, args, kwargs) if any(part._axes for part in parts) or cut else None
         if cut and reduction is None and (name not in ELEMENTWISE or "out" in kwargs):
-            raise LayoutError(_refusal(cut[0], name))  # a TypeError would be taken for an operator that is not there
+            kind = "" if isinstance(cut[0], nn.Parameter) else "a part or gradient of "
+            # A TypeError would be taken for an operator that is not there.
+            raise LayoutError(not_whole(f"{kind}{cut[0].path!r} is sharded: this rank holds {_held(cut[0])}", name))
         if torch.is_grad_enabled():
             _refuse_autograd(name, rows, cut)
         if reduction is not None:
@@ -212,8 +231,8 @@ class Part(torch.Tensor):
         own = f", and ranks along {varying} have values of their own" if varying else ""
         raise TreeError(
             f"{self.path!r} cannot be pickled: rank {self.rank} holds elements {list(self.run)} of {list(self.full_shape)}{own}"
-            ", and whoever reads the file would take them for all. Save by fs.checkpoint.save(), or whole parameters: "
-            "dict(model.full_parameters()), or model.state_dict() in `with model.unsharded():`."
+            ", and whoever reads the file would take them for all. Save by fs.checkpoint.save() or dcp.save(), or whole "
+            "tensors: torch.save(model.full_state_dict(), path), which every rank has to call."
         )
 
 
@@ -221,7 +240,7 @@ def _refuse_autograd(name: str, rows: Sequence[Sequence[Any]], cut: Sequence[Par
     """Refuse what autograd would have to know of: parts are not in its graph."""
     for x in (x for row in rows for x in row if isinstance(x, torch.Tensor) and x.requires_grad):
         if isinstance(x, Part):
-            raise LayoutError(_unseen(x, name))
+            raise LayoutError(unseen(x.path, name))
         if cut:
             raise LayoutError(
                 f"{name}(): a tensor that requires a gradient, and the part {cut[0].path!r}, which autograd does not know of. "
@@ -321,12 +340,6 @@ def _elementwise(
     return type(out)(x if like is None else Part.of(x, like) for x, like in zip(out, likes, strict=True))
 
 
-_CHECKPOINTED = (
-    " The backward of its unit is not under way: what a checkpoint computes again in a backward has to be a unit or inside of "
-    "one, and of model.functional() a unit."
-)
-
-
 def _held(part: Part) -> str:
     with torch._C.DisableTorchFunctionSubclass():
         return f"{part.numel():,} of the {part.full_shape.numel():,} elements of {list(part.full_shape)}"
@@ -345,23 +358,3 @@ def _mismatch(part: Part, other: Any, name: str) -> str:
         )
         what = f"a tensor of shape {list(other.shape)}" if isinstance(other, torch.Tensor) else f"a {type(other).__name__}"
     return f"{name}(): {part.path!r}, of which this rank holds {_held(part)}, and {what}. {remedy}"
-
-
-def _refusal(part: Part, name: str) -> str:
-    kind = "" if isinstance(part, nn.Parameter) else "a part or gradient of "
-    return (
-        f"{kind}{part.path!r} is sharded: this rank holds {_held(part)}, which {name}() would take for all of it. Only what "
-        "works on each element, and sums, extremes and norms of all of them, may be called. Parameters are whole inside of the "
-        "forward of the module that they are gathered with, inside of methods that shard_module(methods=[...]) names, and "
-        "in `with model.unsharded():` (write=True to keep what is written). Optimizers go into a ShardedOptimizer, losses are "
-        "scaled by fs.GradScaler; `.local` is this rank's part."
-    ) + _CHECKPOINTED * in_backward()
-
-
-def _unseen(part: Part, name: str) -> str:
-    """Why a trained parameter is refused where autograd is on."""
-    return (
-        f"parameter {part.path!r} is used by {name}() outside of the forward of its ShardedModule, where its gradient "
-        "would not be seen. Do so inside of a forward, or of a method that shard_module(methods=[...]) names, or under "
-        "torch.no_grad()."
-    ) + _CHECKPOINTED * in_backward()

@@ -1,0 +1,76 @@
+"""Wrappers and parameters of others that sharding would break without a word: refused by name, before or after it."""
+
+from functools import cache, partial
+
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
+from torch.nn.modules.module import register_module_module_registration_hook
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.nn.parameter import UninitializedParameter
+
+from fsharp.errors import TreeError
+from fsharp.functional.layout.precision import dtype_name
+
+_WRAPPERS = (DataParallel, DistributedDataParallel, FullyShardedDataParallel)
+
+
+def check_shardable(module: nn.Module, sharded: type[nn.Parameter]) -> None:
+    """Refuse a module whose parameters are sharded or replicated by somebody else, or are no plain dense tensors.
+
+    Args:
+        module: what is to be sharded.
+        sharded: the class of parameters that are sharded.
+
+    Raises:
+        TreeError: names the module or the parameter, and what to pass instead.
+    """
+    for path, each in module.named_modules():
+        if isinstance(each, (*_WRAPPERS, FSDPModule)):
+            wrapped = isinstance(each, _WRAPPERS)
+            remedy = "Pass the module that it wraps, model.module" if wrapped else "Leave out fully_shard()"
+            raise TreeError(
+                f"shard_module(): {path or 'the root'!r} is a {type(each).__name__}{', made by fully_shard()' * (not wrapped)}"
+                f", which keeps ranks' parameters by itself. {remedy}: strategy=fs.ddp(...) replicates, fs.zero3(...) shards."
+            )
+    for path, parameter in module.named_parameters(remove_duplicate=False):
+        where = f"shard_module(): parameter {path!r}"
+        if isinstance(parameter, sharded):
+            raise TreeError(
+                f"{where} is one of a ShardedModule already. Wrap the whole model once, and name the modules in it by units=."
+            )
+        if isinstance(parameter, UninitializedParameter):
+            raise TreeError(f"{where} has no shape yet. Call the lazy module once before, with an input of the usual size.")
+        if type(parameter) is not nn.Parameter and not isinstance(parameter, DTensor):
+            raise TreeError(
+                f"{where} is a {type(parameter).__name__}, a class of tensors of its own, and would become a plain one. Make "
+                "it an nn.Parameter, and what the class does a part of the forward."
+            )
+        if parameter.layout is not nn.Parameter().layout:
+            raise TreeError(f"{where} has the layout {parameter.layout}, expected torch.strided. Take parameter.to_dense().")
+        if parameter.is_complex() and parameter.requires_grad:
+            raise TreeError(
+                f"{where} is {dtype_name(parameter.dtype)}, and only real ones can be trained. Make it a real one, "
+                "nn.Parameter(torch.view_as_real(w)), of which the forward takes torch.view_as_complex(); or freeze it by "
+                "requires_grad_(False)."
+            )
+
+
+@cache
+def watch_wrappers(sharded: type[nn.Parameter]) -> None:
+    """Have torch's wrappers refuse modules with sharded parameters from here on, before they communicate.
+
+    Cost: a look at the class of a module with each submodule that is assigned to it.
+    """
+    register_module_module_registration_hook(partial(_refuse_wrapper, sharded))
+
+
+def _refuse_wrapper(sharded: type[nn.Parameter], module: nn.Module, name: str, submodule: nn.Module | None) -> None:
+    if not isinstance(module, _WRAPPERS) or submodule is None:
+        return
+    path = next((path for path, p in submodule.named_parameters() if isinstance(p, sharded)), None)
+    if path is not None:
+        raise TreeError(
+            f"{type(module).__name__}(): parameter {path!r} is one of a ShardedModule, whose gradients ranks average already. "
+            "Use the model as it is: fs.shard_module(model, strategy=fs.ddp(...)) is what replicates it."
+        )

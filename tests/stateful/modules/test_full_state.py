@@ -1,0 +1,165 @@
+"""State dicts that are whole on one rank: gathered there a unit at a time, and spread from there; or refused on all ranks."""
+
+import pytest
+import torch
+from torch import nn
+
+import fsharp as fs
+from fsharp.errors import AgreementError, FsharpError, MeshError, ScheduleError, TreeError
+from fsharp.testing import simulate
+from tests import modules
+from tests.functional.test_per_sample import LiveBytes
+from tests.modules import Net, batches, train, values, wrap
+from tests.scheduling import DP, HYBRID, STRATEGIES, assert_same
+
+WORLDS = {name: STRATEGIES[name] for name in ("ddp", "zero1", "zero3", "hsdp")}
+MIXED = fs.Precision(compute=torch.bfloat16, main=torch.float32)
+
+
+@pytest.mark.parametrize("kind", ["plain", "tied", "frozen"])
+@pytest.mark.parametrize("precision", [fs.Precision(), MIXED], ids=["one dtype", "main copy"])
+@pytest.mark.parametrize("name", WORLDS)
+def test_training_goes_on_from_what_one_rank_has(name, precision, kind):
+    mesh, strategy = WORLDS[name]
+
+    def rank_fn(comm):
+        last = comm.mesh.size - 1
+        model, optimizer = wrap(comm, strategy, kind, precision=precision)
+        train(model, optimizer, batches(comm, 2))
+        found = model.full_state_dict(rank=last), optimizer.full_state_dict(rank=last)
+        assert (comm.rank == last) == bool(found[0]) == bool(found[1])
+        other, its = wrap(comm, "ddp" if mesh == DP else strategy, kind, precision=precision)
+        with torch.no_grad():
+            for part in other.parameters():
+                part.local.zero_()
+        assert other.load_full_state_dict(found[0] or None, rank=last) == ([], [])
+        its.load_full_state_dict(found[1] or None, rank=last)
+        data = batches(comm, 1)
+        train(other, its, data)
+        train(model, optimizer, data)
+        trained = dict(model.full_parameters(trained=True))
+        assert_same(dict(other.full_parameters(trained=True)), trained)
+        return found
+
+    model, optimizer = simulate(mesh, rank_fn)[-1]
+    alone = modules.make(kind)
+    assert list(model) == list(alone.state_dict())
+    assert alone.load_state_dict({n: x.to(alone.state_dict()[n].dtype) for n, x in model.items()}) == ([], [])
+    assert model["calls"] == 2
+    names = [n for n, p in alone.named_parameters() if p.requires_grad]
+    assert sorted(optimizer["state"]) == sorted(names)
+    for n in names:
+        assert optimizer["state"][n]["exp_avg"].shape == alone.get_parameter(n).shape
+        assert optimizer["state"][n]["step"] == 2
+    if kind == "tied":
+        assert model["head.weight"].data_ptr() == model["embed.weight"].data_ptr()
+
+
+def test_hooks_that_rename_and_versions_are_torch_s_own():
+    def rank_fn(comm):
+        model, _ = wrap(comm, "zero3")
+        model.register_state_dict_post_hook(lambda m, state, prefix, _: state.update(top=state.pop("head.weight")))
+        model.register_load_state_dict_pre_hook(lambda m, state, *_: state.update({"head.weight": state.pop("top")}))
+        expected = values(model)
+        found = model.full_state_dict()
+        with torch.no_grad():
+            model.head.weight.local.zero_()
+        assert model.load_full_state_dict(found or None) == ([], [])
+        assert_same(values(model), expected)
+        return found
+
+    whole, _ = simulate(DP, rank_fn)
+    assert torch.equal(whole["top"], modules.make().head.weight)
+    assert whole._metadata.keys() == Net().state_dict()._metadata.keys()
+
+
+def test_no_rank_holds_more_than_one_unit_beside_the_result():
+    """32 units on four ranks, each of which has eight units' worth of parameters of its own."""
+    mesh, unit, own = fs.Mesh({"dp": 4}), 4 * 64 * 64, 8
+
+    def rank_fn(comm):
+        net = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(4 * own)))
+        model = fs.shard_module(net, mesh=comm, strategy=fs.zero3("dp"), units="*", sync_from=0)
+        with LiveBytes() as gathering:
+            state = model.full_state_dict()
+        kept = sum(x.nbytes for x in state.values())
+        assert kept == (4 * own * unit if comm.rank == 0 else 0)
+        with LiveBytes() as loading:
+            model.load_full_state_dict(state or None)
+        return (gathering.most - kept) / unit - own, (loading.most - kept) / unit - own
+
+    for gathering, loading in simulate(mesh, rank_fn):
+        assert 1 <= gathering <= 2  # a whole unit, and what is sent of it
+        assert own < loading <= own + 9  # these parts once more; a tensor, and in a simulated sum of words eight times as much
+
+
+WRONG = {
+    "a rank that is none": (
+        lambda m, o, r: m.full_state_dict(rank=2),
+        MeshError,
+        r"rank is 2, expected a rank of Mesh\(dp=2\)",
+    ),
+    "a rank of its own": (lambda m, o, r: m.full_state_dict(rank=r), AgreementError, "rank 0: 0"),
+    "another source": (lambda m, o, r: m.load_full_state_dict({}, rank=r), FsharpError, r"rank 0: 0"),
+    "two state dicts": (lambda m, o, r: m.load_full_state_dict({"w": 1}), FsharpError, r"rank 1 has a state dict too"),
+    "none": (lambda m, o, r: m.load_full_state_dict(None), FsharpError, r"rank 0 has a NoneType, expected a state dict"),
+    "parts": (
+        lambda m, o, r: m.load_full_state_dict(None if r else m.state_dict()),
+        FsharpError,
+        r"'embed\.weight' is a Part float32\[11, 6\] on cpu, expected a whole tensor",
+    ),
+    "objects": (lambda m, o, r: m.load_full_state_dict(None if r else {"x": Net}), FsharpError, "has objects other than"),
+    "names": (
+        lambda m, o, r: m.load_full_state_dict(None if r else {"other": torch.ones(2)}),
+        TreeError,
+        r'Missing key.*"embed\.weight".*[\s\S]*Unexpected key.*"other"',
+    ),
+    "shapes": (
+        lambda m, o, r: m.load_full_state_dict(None if r else modules.make().state_dict() | {"head.bias": torch.ones(3)}),
+        TreeError,
+        r"size mismatch for head\.bias.*\[3\]",
+    ),
+    "a pair": (
+        lambda m, o, r: fs.ShardedOptimizer(m.parameters(), fs.optim.adamw(1e-3)).full_state_dict(),
+        TreeError,
+        r"the state of an \(init, update\) pair",
+    ),
+    "optimizer names": (
+        lambda m, o, r: o.load_full_state_dict(None if r else {"state": {}, "param_groups": []}),
+        TreeError,
+        r"parameter groups are not those of this optimizer",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_all_ranks_refuse(name):
+    act, error, match = WRONG[name]
+
+    def rank_fn(comm):
+        model, optimizer = wrap(comm, "zero3")
+        before = values(model)
+        with pytest.raises(error, match=match):
+            act(model, optimizer, comm.rank)
+        assert_same(values(model), before)
+        train(model, optimizer, batches(comm, 1))
+
+    simulate(DP, rank_fn)
+
+
+def test_values_of_ranks_own_are_refused():
+    def rank_fn(comm):
+        model = fs.shard_module(
+            modules.make(), mesh=comm, strategy={"**": fs.zero3("outer", "inner"), "head": fs.zero3("outer").varying("inner")},
+            units=[modules.Block, "head"],
+        )  # fmt: skip
+        with pytest.raises(TreeError, match=r"ranks along \['inner'\] have values of their own of 'head\.weight'"):
+            model.full_state_dict()
+
+    simulate(HYBRID, rank_fn)
+
+
+def test_inside_of_unsharded_it_is_refused():
+    model = fs.shard_module(modules.make(), mesh=fs.SingleComm())
+    with model.unsharded(), pytest.raises(ScheduleError, match=r"full_state_dict\(\): inside of unsharded"):
+        model.full_state_dict()

@@ -1,0 +1,219 @@
+"""torch's own tools over sharded modules, and sharded modules over what they made: right, or refused by name."""
+
+import copy
+import math
+import pickle
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.distributed.checkpoint import state_dict as torch_state_dict
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+import fsharp as fs
+from fsharp.errors import LayoutError, TreeError
+from fsharp.stateful.modules.torch_tools.chunks import boxes
+from fsharp.testing import processes, simulate
+from tests.modules import batches, train, values, wrap
+from tests.scheduling import DP, assert_same
+
+
+@given(st.lists(st.integers(0, 4), max_size=4), st.data())
+def test_boxes_tile_a_run(shape, data):
+    size = math.prod(shape)
+    first = data.draw(st.integers(0, size))
+    last = data.draw(st.integers(first, size))
+    numbers = torch.arange(size).view(shape)
+    found = list(boxes(shape, first, last))
+    inside = [numbers[tuple(slice(o, o + n) for o, n in zip(*box, strict=True))].reshape(-1) for box in found]
+    assert torch.equal(torch.cat([torch.arange(0), *inside]), torch.arange(first, last))
+    assert len(found) <= max(1, 2 * len(shape) - 1)
+
+
+def plain_pair():
+    return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+
+
+def refusals(comm):
+    """What each tool of torch says of a sharded module, whole or cut on a rank."""
+    cut, whole = (fs.shard_module(plain_pair(), mesh=comm, strategy=s("dp"), sync_from=0) for s in (fs.zero3, fs.ddp))
+    full = torch_state_dict.StateDictOptions(full_state_dict=True, cpu_offload=True)
+    cpu = torch.device("cpu")
+    acts = {
+        "DDP": lambda: DistributedDataParallel(cut),
+        "DDP of a submodule": lambda: DistributedDataParallel(cut[0]),
+        "DDP around it": lambda: DistributedDataParallel(nn.Sequential(nn.Linear(4, 4), whole)),
+        "DDP by shard_module": lambda: fs.shard_module(DistributedDataParallel(plain_pair()), mesh=comm),
+        "FSDP1": lambda: FullyShardedDataParallel(cut, device_id=cpu),
+        "FSDP2": lambda: fully_shard(cut),
+        "FSDP2, whole": lambda: fully_shard(whole),
+        "FSDP2 by shard_module": lambda: fs.shard_module(fully_shard(plain_pair()), mesh=comm),
+        "get_model_state_dict": lambda: torch_state_dict.get_model_state_dict(cut, options=full),
+        "get_optimizer_state_dict": lambda: torch_state_dict.get_optimizer_state_dict(cut, optimizer(cut)),
+        "set_model_state_dict": lambda: torch_state_dict.set_model_state_dict(cut, {}, options=full),
+    }
+    said = {}
+    for name, act in acts.items():
+        with pytest.raises((LayoutError, TreeError), match=EXPECTED[name]) as info:
+            act()
+        said[name] = str(info.value)
+    return said
+
+
+def optimizer(model):
+    return fs.ShardedOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-2)
+
+
+EXPECTED = {
+    "DDP": r"DistributedDataParallel\(\): parameter '0\.weight' is one of a ShardedModule.*strategy=fs\.ddp",
+    "DDP of a submodule": r"DistributedDataParallel\(\): parameter 'weight' is one of a ShardedModule",
+    "DDP around it": r"DistributedDataParallel\(\): parameter '1\.0\.weight' is one of a ShardedModule",
+    "DDP by shard_module": r"'the root' is a DistributedDataParallel.*model\.module",
+    "FSDP1": r"'0\.weight' rests in memory of its ShardedModule.*\. The module is sharded already",
+    "FSDP2": r"'0\.weight' is sharded.*chunk\(\) of FSDP would take for all of it\. The module is sharded already",
+    "FSDP2, whole": r"'0\.weight' is used by chunk\(\) of FSDP.*The module is sharded already",
+    "FSDP2 by shard_module": r"'the root' is a FSDPSequential, made by fully_shard\(\).*Leave out fully_shard",
+    "get_model_state_dict": r"get_state_dict\(\) and its like.*full_state_dict",
+    "get_optimizer_state_dict": r"get_state_dict\(\) and its like.*dcp\.save",
+    "set_model_state_dict": r"get_state_dict\(\) and its like.*load_full_state_dict",
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*load in a single process")
+def test_with_processes(tmp_path):
+    """A checkpoint of DCP by two ranks is read under another strategy, and by one process; no refused wrapper waits."""
+
+    def rank_fn(comm):
+        model, optimizer = wrap(comm, "zero3")
+        train(model, optimizer, batches(comm, 2))
+        dcp.save({"model": model, "optimizer": optimizer}, checkpoint_id=tmp_path / "saved")
+        expected = values(model)
+        [(x, y)] = batches(comm, 1)
+        for strategy in ("zero1", "zero3"):
+            other, its = wrap(comm, strategy)
+            target = {"model": other.state_dict(), "optimizer": its.state_template()}
+            dcp.load(target, checkpoint_id=tmp_path / "saved")
+            other.load_state_dict(target["model"])
+            its.load_state_dict(target["optimizer"])
+            assert_same(values(other), expected)
+            train(other, its, [(x, y)])
+        train(model, optimizer, [(x, y)])
+        return expected, values(model), values(other), refusals(comm)
+
+    results = processes(DP, rank_fn)
+    for _, straight, resumed, _ in results:
+        assert_same(straight, resumed)
+    mine, its = wrap(fs.SingleComm(), fs.zero3("dp"))
+    target = {"model": mine.state_dict(), "optimizer": its.state_template()}
+    dcp.load(target, checkpoint_id=tmp_path / "saved", no_dist=True)
+    mine.load_state_dict(target["model"])
+    assert_same(values(mine), results[0][0])
+    assert target["optimizer"]["state"]["head.weight"]["exp_avg"].local.abs().sum() > 0
+
+
+def test_what_a_chunk_cannot_say_is_refused():
+    mesh = fs.Mesh({"dp": 1, "ep": 2})
+
+    def rank_fn(comm):
+        model = fs.shard_module(plain_pair(), mesh=comm, strategy=fs.zero3("dp").varying("ep"))
+        with pytest.raises(TreeError, match=r"checkpoint: '0\.weight': ranks along \['ep'\] have values of their own"):
+            model.state_dict()["0.weight"].__create_chunk_list__()
+
+    simulate(mesh, rank_fn)
+
+
+def test_data_parallel_is_refused():
+    def rank_fn(comm):
+        model, _ = wrap(comm, "zero3")
+        with pytest.raises(TreeError, match=r"DataParallel\(\): parameter 'embed\.weight' is one of a ShardedModule"):
+            DataParallel(model)
+
+    simulate(DP, rank_fn)
+    assert DataParallel(plain_pair()).module is not None
+
+
+class Marked(torch.Tensor):
+    """A class of tensors with a meaning of its own."""
+
+
+def changed(change):
+    module = nn.Sequential(nn.Linear(3, 3))
+    change(module[0])
+    return module
+
+
+@pytest.mark.parametrize(
+    ("make", "match"),
+    [
+        (
+            lambda: changed(lambda m: setattr(m, "weight", nn.Parameter(torch.ones(3, 3).as_subclass(Marked)))),
+            r"parameter '0\.weight' is a Marked, a class of tensors of its own",
+        ),
+        (
+            lambda: changed(lambda m: setattr(m, "weight", nn.Parameter(torch.eye(3).to_sparse()))),
+            r"parameter '0\.weight' has the layout torch\.sparse_coo",
+        ),
+        (lambda: nn.Sequential(nn.LazyLinear(3)), r"parameter '0\.weight' has no shape yet"),
+    ],
+    ids=["subclass", "sparse", "lazy"],
+)
+def test_parameters_that_are_no_plain_tensors_are_refused(make, match):
+    with pytest.raises(TreeError, match=match):
+        fs.shard_module(make(), mesh=fs.SingleComm())
+
+
+CAUSES = {
+    "an optimizer": (
+        lambda m: torch.optim.SGD(m.parameters(), lr=1.0, fused=True).step(),
+        r"of an optimizer of torch\.optim would.*\. Make a fs\.ShardedOptimizer\(.*\)\.$",
+    ),
+    "a submodule": (
+        lambda m: m.head(torch.ones(2, 6)),
+        r"'head\.weight'.*linear\(\) of a module.*called by itself.*\. Call the model, .*\)\.$",
+    ),
+    "an operation": (
+        lambda m: m.head.weight.cumsum(0),
+        r"'head\.weight' is sharded: this rank holds \d+ of the 66 .*cumsum\(\) would.* `with model\.unsharded\(\):` .*\)\.$",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CAUSES)
+def test_a_part_that_is_computed_with_names_who_does_it_and_one_remedy(name):
+    act, match = CAUSES[name]
+
+    def rank_fn(comm):
+        model, _ = wrap(comm, "zero3")
+        [(x, y)] = batches(comm, 1)
+        model(x, y)["loss"].backward()
+        with pytest.raises(LayoutError, match=match):
+            act(model)
+
+    simulate(DP, rank_fn)
+
+
+@pytest.mark.parametrize("of", ["model", "block", "linear"])
+def test_copies_are_refused_with_what_to_write(of):
+    model, _ = wrap(fs.SingleComm(), fs.zero3("dp"))
+    each = {"model": model, "block": model.layers[0], "linear": model.layers[0].up}[of]
+    copies = (
+        [copy.deepcopy] if of == "linear" else [copy.deepcopy, copy.copy, pickle.dumps]
+    )  # of whole parameters a file is whole
+    for act in copies:
+        with pytest.raises(TreeError, match=r"cannot be copied or pickled.*teacher\.load_state_dict\(model\.state_dict\(\)\)"):
+            act(each)
+
+
+def test_a_teacher_that_is_made_anew():
+    def rank_fn(comm):
+        model, optimizer = wrap(comm, "zero3")
+        train(model, optimizer, batches(comm, 1))
+        teacher, _ = wrap(comm, "zero3")
+        teacher.load_state_dict(model.state_dict())
+        assert_same(values(teacher), values(model))
+
+    simulate(DP, rank_fn)
