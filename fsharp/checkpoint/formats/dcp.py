@@ -1,27 +1,24 @@
 """torch.distributed.checkpoint: checkpoints written for it, and its own read. One process does either, a chunk at a time."""
 
 import io
-import math
 import os
 import pickle
-import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import optree
 import torch
 
-from fsharp.checkpoint.catalog import Checkpoint, folder_name, open_checkpoint
-from fsharp.checkpoint.entries import Contents, Entry, Piece, Value, renamed
+from fsharp.checkpoint.catalog import Checkpoint, open_checkpoint
+from fsharp.checkpoint.entries import Entry, Value, renamed
+from fsharp.checkpoint.formats.conversion import check_options, described, write_converted
 from fsharp.checkpoint.formats.exporting import names_below, new_folder
 from fsharp.checkpoint.formats.torch_archive import load_archive
-from fsharp.checkpoint.manifest import as_json, plain_file_name, plain_shape
+from fsharp.checkpoint.manifest import plain_file_name, plain_shape
 from fsharp.checkpoint.reading import Need
-from fsharp.checkpoint.saving import Snapshot, write_snapshot
-from fsharp.checkpoint.shard_file import Tensor, check_names, in_order
+from fsharp.checkpoint.shard_file import Tensor
 from fsharp.checkpoint.storage import Storage, read_description, storage_of
 from fsharp.errors import CheckpointError
-from fsharp.functional.comm.protocol import SingleComm
 from fsharp.functional.layout.paths import as_patterns, chosen
 from fsharp.functional.layout.precision import dtype_name
 
@@ -175,42 +172,22 @@ def from_dcp(
     """
     source = os.fspath(folder).rstrip("/")
     storage = storage_of(source)
-    if isinstance(step, bool) or not isinstance(step, int) or step < 0:
-        raise CheckpointError(f"from_dcp(): step is {step!r}, expected a whole number from 0.")
-    try:
-        config = as_json(config)
-    except (TypeError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"from_dcp(): config is nothing that JSON can say: {error}.") from error
+    config = check_options("from_dcp()", step, config)
     metadata = _metadata(storage, source)
-    described = metadata.state_dict_metadata
-    left = chosen("from_dcp(ignore=)", as_patterns(ignore), list(described))
+    listed = metadata.state_dict_metadata
+    left = chosen("from_dcp(ignore=)", as_patterns(ignore), list(listed))
     entries, values = {}, dict[str, Value]()
-    for name, each in described.items():
+    for name, each in listed.items():
         if name not in left and hasattr(each, "chunks"):
             entries[name] = _entry(source, name, each)
         elif name not in left:
             values |= _values(name, _loaded(storage, source, metadata, name, None))
-    if twice := entries.keys() & values.keys():
-        raise CheckpointError(f"from_dcp(): a tensor and a value would both have the name {min(twice)!r}.")
-    check_names("from_dcp()", entries)
     _check_size(storage, source, metadata, entries)
-    filled = [entry for entry in entries.values() if entry.numel]
-    order = in_order([Tensor(entry.name, entry.dtype, entry.shape) for entry in filled])
-    tensors = [Tensor(filled[i].name, filled[i].dtype, filled[i].shape) for i in order]
-    save_id = secrets.token_bytes(8).hex()
-    made = f"{os.fspath(root).rstrip('/')}/{folder_name(step, save_id)}"
-    shot = Snapshot(
-        Contents(entries, values, {}, []),
-        step,
-        config,
-        None,
-        save_id,
-        made,
-        tensors,
-        (_whole(storage, source, metadata, tensor) for tensor in tensors),
-    )
-    storage_of(made).stage(made)
-    return write_snapshot(shot, SingleComm())
+
+    def read(tensors: list[Tensor]) -> Iterator[torch.Tensor]:
+        return (_whole(storage, source, metadata, tensor) for tensor in tensors)
+
+    return write_converted("from_dcp()", root, entries, values, read, step=step, config=config)
 
 
 class _Unpickler(pickle.Unpickler):
@@ -244,12 +221,11 @@ def _metadata(storage: Storage, folder: str) -> Any:
     return found
 
 
-def _entry(folder: str, name: str, described: Any) -> Entry:
+def _entry(folder: str, name: str, metadata: Any) -> Entry:
     """A tensor, as the metadata has it."""
     try:
-        shape, dtype = plain_shape(described.size), described.properties.dtype
-        n = math.prod(shape)
-        return Entry(name, dtype, shape, lambda rank: Piece(0, n), torch.empty(0, dtype=dtype, device="cpu"))
+        shape, dtype = plain_shape(metadata.size), metadata.properties.dtype
+        return described(name, dtype, shape)
     except (TypeError, ValueError, AttributeError) as error:
         raise CheckpointError(f"{folder}: {name!r:.200} is no tensor: {type(error).__name__} {error!s:.200}.") from error
 

@@ -1,0 +1,74 @@
+"""Checkpoints made of another library's: named tensors and values, which one process writes as a save does."""
+
+import os
+import secrets
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+
+from fsharp.checkpoint.catalog import Checkpoint, folder_name
+from fsharp.checkpoint.entries import Contents, Entry, Piece, Value
+from fsharp.checkpoint.manifest import as_json
+from fsharp.checkpoint.saving import Snapshot, write_snapshot
+from fsharp.checkpoint.shard_file import Tensor, check_names, in_order
+from fsharp.checkpoint.storage import storage_of
+from fsharp.errors import CheckpointError
+from fsharp.functional.comm.protocol import SingleComm
+
+
+def check_options(where: str, step: Any, config: Any) -> Any:
+    """Return the config as JSON has it.
+
+    Raises:
+        CheckpointError: no step, or a config that JSON cannot say.
+    """
+    if isinstance(step, bool) or not isinstance(step, int) or step < 0:
+        raise CheckpointError(f"{where}: step is {step!r}, expected a whole number from 0.")
+    try:
+        return as_json(config)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{where}: config is nothing that JSON can say: {error}.") from error
+
+
+def described(name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> Entry:
+    """Return the entry of a tensor that one process writes as a whole."""
+    n = torch.Size(shape).numel()
+    return Entry(name, dtype, shape, lambda rank: Piece(0, n), torch.empty(0, dtype=dtype, device="cpu"))
+
+
+def write_converted(
+    where: str,
+    root: str | os.PathLike[str],
+    entries: Mapping[str, Entry],
+    values: dict[str, Value],
+    read: Callable[[list[Tensor]], Iterable[torch.Tensor]],
+    *,
+    step: int,
+    config: Any,
+) -> Checkpoint:
+    """Write a checkpoint with tensors of another format, one after another.
+
+    Args:
+        where: the function that converts, for errors.
+        root: folder of checkpoints.
+        entries: what tensors there are, by name.
+        values: numbers, texts and booleans, by name.
+        read: gives the elements of tensors, in the order in which they are asked for.
+        step: to know the checkpoint by.
+        config: as :func:`check_options` returned it.
+
+    Raises:
+        CheckpointError: a tensor and a value have one name, or ``read`` raises one. Nothing is left.
+    """
+    if twice := entries.keys() & values.keys():
+        raise CheckpointError(f"{where}: a tensor and a value would both have the name {min(twice)!r}.")
+    check_names(where, entries)
+    filled = [Tensor(entry.name, entry.dtype, entry.shape) for entry in entries.values() if entry.numel]
+    tensors = [filled[i] for i in in_order(filled)]
+    save_id = secrets.token_bytes(8).hex()
+    made = f"{os.fspath(root).rstrip('/')}/{folder_name(step, save_id)}"
+    contents = Contents(dict(entries), values, {}, [])
+    shot = Snapshot(contents, step, config, None, save_id, made, tensors, read(tensors))
+    storage_of(made).stage(made)
+    return write_snapshot(shot, SingleComm())
