@@ -70,7 +70,9 @@ def as_loss(value: Any, where: str = "value_and_grad()") -> Loss:
             f"{where}: the loss function returned a pair with {kind_of(weight)}: a weight, or a metric? A weight is a number, "
             f"an integer tensor, or comes as fs.Loss(sum, weight): {_A_PAIR}"
         )
-    return Loss(total.reshape(()), torch.as_tensor(weight, device=total.device).reshape(()))
+    if isinstance(weight, torch.Tensor):
+        return Loss(total.reshape(()), weight.to(total.device, non_blocking=True).reshape(()))
+    return Loss(total.reshape(()), torch.full((), weight, device=total.device))  # filled there: a copy makes the host wait
 
 
 _A_PAIR = (

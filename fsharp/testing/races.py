@@ -68,6 +68,7 @@ class VirtualLanes(Lanes):
         self.log: list[Entry] = []
         self.lane, self._during = COMPUTE, ""
         self._marks: set[Key] = set()
+        self._given: set[str] = set()
 
     has_streams = True
 
@@ -86,6 +87,7 @@ class VirtualLanes(Lanes):
             if key in self._marks:
                 self.log.append(Wait(lane, key, f"{lane} waits for {self.describe(key)} before {during}"))
         before = self.lane, self._during
+        self._given.add(lane)
         self.lane, self._during = lane, during
         try:
             yield
@@ -104,6 +106,8 @@ class VirtualLanes(Lanes):
     def join_all(self, *names: str) -> None:
         """The current lane waits for all that the lanes of these names have been given."""
         for lane in dict.fromkeys(map(self._lane, names)):
+            if lane not in self._given:
+                continue
             self.log.append(Wait(self.lane, lane, f"{self.lane} joins all of {lane} at {self.here()}"))
 
     def _lane(self, name: str) -> str:

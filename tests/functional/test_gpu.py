@@ -6,11 +6,10 @@ import torch
 
 import fsharp as fs
 from tests.gpt_like import loss_fn, make_batches, make_params
+from tests.virtual_device import accelerator as accelerator
+from tests.virtual_device import comm as comm
+from tests.virtual_device import gpu as gpu
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
 MESH = fs.Mesh({"dp": 1})
 TX = fs.optim.chain(
     fs.optim.clip_by_global_norm(0.5, deterministic=True),
@@ -29,21 +28,21 @@ def train(device, steps=5, precision=fs.Precision()):
     return fs.full(state.params, comm=comm), metrics
 
 
-def test_a_step_on_cuda_agrees_with_the_cpu():
+def test_a_step_on_cuda_agrees_with_the_cpu(gpu):
     (ours, metrics), (theirs, expected) = train("cuda"), train("cpu")
     assert metrics.loss.is_cuda
     torch.testing.assert_close(metrics.loss.cpu(), expected.loss, rtol=1e-5, atol=1e-6)
     optree.tree_map(lambda a, b: torch.testing.assert_close(a.cpu(), b, rtol=1e-3, atol=1e-4), ours, theirs)
 
 
-def test_bfloat16_with_a_float32_main_copy_trains_on_cuda():
+def test_bfloat16_with_a_float32_main_copy_trains_on_cuda(gpu):
     precision = fs.Precision(compute=torch.bfloat16)
     params, metrics = train("cuda", steps=20, precision=precision)
     assert params["embed"].dtype == torch.bfloat16
     torch.testing.assert_close(metrics.loss.cpu(), train("cpu", 20, precision)[1].loss, rtol=0.02, atol=0.02)
 
 
-def test_the_deterministic_norm_has_the_bits_of_the_cpu():
+def test_the_deterministic_norm_has_the_bits_of_the_cpu(gpu):
     values = torch.randn(100_003, generator=torch.Generator().manual_seed(0))
     norms = []
     for device in ("cpu", "cuda"):
@@ -54,7 +53,7 @@ def test_the_deterministic_norm_has_the_bits_of_the_cpu():
     assert torch.equal(*norms)
 
 
-def test_initial_values_are_those_of_the_cpu():
+def test_initial_values_are_those_of_the_cpu(gpu):
     layout = fs.plan(make_params(), MESH, fs.zero3("dp"))
     on_gpu = fs.init_params(fs.init.normal(1.0), layout, fs.SingleComm(MESH, device="cuda"), key=3)
     on_cpu = fs.init_params(fs.init.normal(1.0), layout, fs.SingleComm(MESH), key=3)
@@ -63,17 +62,10 @@ def test_initial_values_are_those_of_the_cpu():
 
 
 @pytest.mark.parametrize("rank_order", [False, True])
-def test_nccl_collectives_at_world_size_one(rank_order, tmp_path):
-    import torch.distributed as dist
-    from torch.distributed.device_mesh import init_device_mesh
-
-    dist.init_process_group("nccl", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
-    try:
-        comm = fs.ProcessGroupComm(init_device_mesh("cuda", (1,), mesh_dim_names=("dp",)), rank_order=rank_order)
-        x = torch.arange(6.0, device="cuda", dtype=torch.bfloat16).view(1, 6)
-        assert torch.equal(comm.all_gather(x[0], "dp"), x)
-        assert torch.equal(comm.reduce_scatter(x, "dp", dtype=torch.float32), x[0].float())
-        for op in ("sum", "max", "min"):
-            assert torch.equal(comm.all_reduce(x, "dp", op=op), x)
-    finally:
-        fs.destroy()
+def test_nccl_collectives_at_world_size_one(comm, rank_order):
+    comm._rank_order = rank_order
+    x = torch.arange(6.0, device="cuda", dtype=torch.bfloat16).view(1, 6)
+    assert torch.equal(comm.all_gather(x[0], "dp"), x)
+    assert torch.equal(comm.reduce_scatter(x, "dp", dtype=torch.float32), x[0].float())
+    for op in ("sum", "max", "min"):
+        assert torch.equal(comm.all_reduce(x, "dp", op=op), x)

@@ -33,6 +33,8 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _NEVER_SENT = 0
 """A tag that no message has."""
+_LISTEN_EVERY_S = 1.0
+"""Seconds between two looks whether another rank has failed, where collectives run on a device."""
 _ONE_ROUND = 4096
 """Bytes that a rank may send to have the sum after one round instead of two."""
 _LEAVES_WITHIN_S, _END_WITHIN_S = 30.0, 2.0
@@ -75,13 +77,13 @@ class ProcessGroupComm:
             )
         self.rank = self.ranks.index(dist.get_rank())
         self.tree_counts = _tree_counts[self.ranks]
-        self._groups = {name: device_mesh.get_group(name) for name in names}
+        self._groups: dict[str, dist.ProcessGroup | None] = {name: device_mesh.get_group(name) for name in names}
         self._whole: dist.ProcessGroup | None = None
         kind = device_mesh.device_type
         self.device = torch.device(kind, torch.accelerator.current_device_index()) if kind == "cuda" else torch.device(kind)
-        self.is_native = dist.get_backend(self._groups[names[0]]) == "nccl"
+        self.is_native = dist.get_backend(self.group(names[0])) == "nccl"
         self._rank_order = not self.is_native if rank_order is None else rank_order
-        self.limit_s = _limit_s(self._groups[names[0]], self.device)
+        self.limit_s = _limit_s(self.group(names[0]), self.device)
         self._start()
         self.watch.aborts.append(weakref.WeakMethod(self.abort))
 
@@ -92,15 +94,20 @@ class ProcessGroupComm:
             _ranks[self.ranks] = RankStatuses(self.rank, self.mesh.size, job_store.StoreBoard(name))
         self.watch = Watch(name, _ranks[self.ranks], job_store.StoreBoard(name), self.limit_s)
         self._worker = Worker("calls")
+        if self.is_native and self.mesh.size > 1:
+            self.watch.listen(_LISTEN_EVERY_S)
 
     def group(self, axis: str) -> dist.ProcessGroup:
-        """The process group along ``axis``.
+        """The process group along ``axis``; a new one if that has been aborted, which every rank has to ask for.
 
         Raises:
             MeshError: no such axis.
         """
         self.mesh.index(axis)
-        return self._groups[axis]
+        group = self._groups[axis]
+        if group is None:
+            group = self._groups[axis] = self.new_group(axis)
+        return group
 
     def new_group(self, axis: str) -> dist.ProcessGroup:
         """One more process group along ``axis``. Every rank of the mesh has to make it, and no other one of the job.
@@ -119,6 +126,8 @@ class ProcessGroupComm:
         """The same ranks, with collectives counted for themselves. Every rank has to call it."""
         other = copy.copy(self)
         other._start()
+        if other.is_native:  # in the same groups, which it ends if it fails
+            other.watch.aborts.append(weakref.WeakMethod(other.abort))
         return other
 
     def make_groups(self) -> None:
@@ -141,12 +150,16 @@ class ProcessGroupComm:
         return other
 
     def abort(self) -> None:
-        """Have whatever is under way in its groups end in an error, here and elsewhere: nothing can be called any more."""
-        for axis, size in self.mesh.axes:
-            if size > 1 and not self.is_native:
-                abort(self._groups[axis])
-        if self._whole is not None and not self.is_native:
-            abort(self._whole)
+        """Have whatever is under way in its groups end in an error, here and elsewhere: nothing can be called any more.
+
+        NCCL's communicators are gone then. This Comm, and others in the same groups, make new ones when they are next used.
+        """
+        held = {axis: self._groups[axis] for axis, size in self.mesh.axes if size > 1}
+        groups = [group for group in (*held.values(), self._whole) if group is not None]
+        if self.is_native:
+            self._groups.update(dict.fromkeys(held))
+            self._whole = None
+        abort(groups, is_native=self.is_native)
 
     @torch.no_grad()
     def all_gather(self, x: torch.Tensor, axis: str, *, label: str = "") -> torch.Tensor:
@@ -154,6 +167,7 @@ class ProcessGroupComm:
         n = self.mesh.axis_size(axis)
         out = x.new_empty((n, *x.shape))
         if self.is_native:
+            self.watch.check()
             _all_gather(_bytes(out), _bytes(x), group=self.group(axis))
         else:
             self._swap([_bytes(x)] * n, list(_bytes(out).view(n, -1)), axis, _text("all_gather", x, axis, label))
@@ -164,6 +178,7 @@ class ProcessGroupComm:
         """The sum over ranks of ``x[own coordinate]`` in ``dtype``."""
         dtype = dtype or x.dtype
         if not self._rank_order:
+            self.watch.check()
             out = x.new_empty(x.shape[1:])
             _reduce_scatter(out.view(-1), x.contiguous().view(-1), group=self.group(axis))
             return out.to(dtype)
@@ -174,6 +189,7 @@ class ProcessGroupComm:
         """The sum (in order of rank), maximum or minimum over ranks of ``x``."""
         n = self.mesh.axis_size(axis)
         if not self._rank_order:
+            self.watch.check()
             out = x.clone(memory_format=torch.contiguous_format)
             dist.all_reduce(out, op=_OPS[op], group=self.group(axis))
             return out
@@ -194,6 +210,7 @@ class ProcessGroupComm:
         width = x.element_size()
         to, source = ([n * width for n in sizes] for sizes in (send, receive))
         if self.is_native:
+            self.watch.check()
             dist.all_to_all_single(_bytes(out), _bytes(x), source, to, group=self._everyone())
         else:
             text = f"{label or 'a call of the Comm'}: all_to_all of {dtype_name(x.dtype)}"
@@ -204,7 +221,7 @@ class ProcessGroupComm:
         """A group of all ranks of the mesh: that of an axis that has them all, else one that is made with the first use."""
         axis = next((name for name, size in self.mesh.axes if size == self.mesh.size), None)
         if axis is not None:
-            return self._groups[axis]
+            return self.group(axis)
         if self._whole is None:
             self._whole = _group_of(self.ranks, self.limit_s, self.device, is_native=self.is_native)
         return self._whole
@@ -277,11 +294,23 @@ class Messages(NamedTuple):
             work.wait()
 
 
-def abort(group: dist.ProcessGroup) -> None:
-    """Have whatever is under way in a group of gloo's end in an error. A receive that times out closes its connections."""
-    other = (group.rank() + 1) % group.size()
-    with suppress(RuntimeError):
-        group.recv([torch.empty(1, dtype=torch.uint8)], other, _NEVER_SENT).wait(timedelta(milliseconds=1))
+def abort(groups: Sequence[dist.ProcessGroup], *, is_native: bool) -> None:
+    """Have whatever is under way in groups end in an error.
+
+    Over gloo a receive that times out closes the connections. NCCL's kernels end with their communicators, which are aborted
+    together: one that waits for another's abort would wait for ever.
+    """
+    if is_native and groups:
+        backend: Any = groups[0]._get_backend(torch.device("cuda"))
+        backend._group_start()
+        for group in groups:
+            group.abort()
+        backend._group_end()
+        return
+    for group in groups:
+        other = (group.rank() + 1) % group.size()
+        with suppress(RuntimeError):
+            group.recv([torch.empty(1, dtype=torch.uint8)], other, _NEVER_SENT).wait(timedelta(milliseconds=1))
 
 
 def _text(op: str, x: torch.Tensor, axis: str, label: str) -> str:
@@ -460,6 +489,8 @@ def _leave(error: BaseException | None) -> None:
     if not statuses or not dist.is_initialized():
         return
     for ranks in statuses:
+        for watch in list(ranks.watches.values()):
+            watch.is_over.set()
         ranks.leave(error)
     failed = error is not None or any(watch.error is not None for ranks in statuses for watch in list(ranks.watches.values()))
     job_store.leave(within_s=min(_END_WITHIN_S if failed else _LEAVES_WITHIN_S, _job_limit_s()))

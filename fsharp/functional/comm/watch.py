@@ -12,6 +12,7 @@ import logging
 import threading
 import time
 import traceback
+import weakref
 import zlib
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -210,6 +211,7 @@ class Watch:
     Attributes:
         error: why no more collective can be called, once one has failed.
         aborts: methods of who is there then, to end whatever is under way.
+        is_over: set when this rank leaves the job.
     """
 
     def __init__(self, name: str, ranks: RankStatuses, board: StatusBoard | None, limit_s: float) -> None:
@@ -217,9 +219,33 @@ class Watch:
         self.error: Exception | None = None
         self.aborts: list[WeakMethod[Callable[[], None]]] = []
         self.count = 0
+        self.is_over = threading.Event()
         self._labels: deque[str] = deque(maxlen=_KEPT_LABELS)
         self._blocked: dict[int, RankStatus] = {}  # by rank, a note by which it and this rank wait for each other
         ranks.watches[name] = self
+
+    def check(self) -> None:
+        """Refuse one more collective.
+
+        Raises:
+            AgreementError: one has failed before, or another rank has.
+        """
+        if self.error is not None:
+            raise self.error
+
+    def hear(self) -> None:
+        """Look whether another rank has failed, and end whatever is under way if so."""
+        failed = self.board.read("failed") if self.board is not None and self.error is None else None
+        if failed is not None:
+            self._end(AgreementError(failed))
+
+    def listen(self, every_s: float) -> None:
+        """Have a thread :meth:`hear` every so many seconds, while this object lives and this rank is in the job.
+
+        For collectives that the host issues to a device and does not wait for: nothing else would look.
+        """
+        arguments = weakref.ref(self), self.is_over, every_s
+        threading.Thread(target=_listen, args=arguments, name="fsharp listener", daemon=True).start()
 
     def begin(self, label: str) -> WatchedCall:
         """This rank is about to take part in a collective.
@@ -227,8 +253,7 @@ class Watch:
         Raises:
             AgreementError: one has failed before.
         """
-        if self.error is not None:
-            raise self.error
+        self.check()
         call = WatchedCall(self, label, self.count)
         self.count += 1
         self.ranks.begun(self.name, self.count)
@@ -327,6 +352,15 @@ class Watch:
         known = self.error
         self.refuse(AgreementError, text, whole=True)
         self.error = known or self.error
+
+
+def _listen(reference: "weakref.ref[Watch]", is_over: threading.Event, every_s: float) -> None:
+    while not is_over.wait(every_s):
+        watch = reference()
+        if watch is None or watch.error is not None:
+            return
+        watch.hear()
+        del watch
 
 
 def _left(call: WatchedCall, rank: int, note: RankStatus) -> str:

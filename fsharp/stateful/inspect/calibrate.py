@@ -156,7 +156,7 @@ def _flights(schedule: Schedule, rows: Iterable[Row]) -> dict[int, list[Interval
         if kind in COLLECTIVES:
             known = began.get((first[index], step), (start, stop))
             began[first[index], step] = min(known[0], start), max(known[1], stop)
-    is_one_queue = schedule.policy.one_stream or not schedule.policy.separate_groups
+    is_one_queue = schedule.policy.one_stream or schedule.policy.separate_groups is False
     result: dict[int, list[Interval]] = {}
     free: dict[Stream, float] = {}
     for (op, _), (start, stop) in sorted(began.items(), key=lambda item: (item[1], item[0])):

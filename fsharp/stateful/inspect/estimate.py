@@ -231,7 +231,7 @@ class _Simulation:
                 )
             if sends and self.is_synchronous:
                 start = max(start, free["compute"])
-            if sends and not self.schedule.policy.separate_groups:
+            if sends and self.schedule.policy.separate_groups is False:
                 start = max(start, sent)
             if queue != "compute":
                 free[queue] = stop = start + seconds

@@ -129,8 +129,8 @@ def unused_parameters(units: Sequence[UnitState], comm: Comm, paused: Collection
         comm: the ranks; they agree along the axes on which a unit does not vary.
         paused: paths of parameters that do not require a gradient at present; labels say so.
 
-    Cost: an ``all_reduce`` of one byte for each parameter and axis. The host waits for it, as it decides what an optimizer
-    leaves alone.
+    Cost: an ``all_reduce`` of one byte for each parameter and axis. The host of a rank that has no gradient of some parameter
+    waits for it, as it decides what an optimizer leaves alone; one that has all knows that none is missing.
     """
     missing: set[str] = set()
     label = f"which gradients there are, with {len(paused)} parameters paused, such as {min(paused)!r}" if paused else ""
@@ -141,9 +141,14 @@ def unused_parameters(units: Sequence[UnitState], comm: Comm, paused: Collection
             if unit.gradient is not None and unit.layout.strategy.full.varying == varying
             for i, leaf in enumerate(unit.gradient.route.leaves)
         ]
-        flags = torch.tensor([has for _, has in found], dtype=torch.uint8, device=comm.device)
+        is_complete = all(has for _, has in found)
+        if is_complete:
+            flags = torch.ones(len(found), dtype=torch.uint8, device=comm.device)
+        else:
+            flags = torch.tensor([has for _, has in found], dtype=torch.uint8, device=comm.device)
         for axis, size in comm.mesh.axes:
             if found and size > 1 and axis not in varying:
                 flags = comm.all_reduce(flags, axis, op="max", label=label)
-        missing |= {path for (path, _), has in zip(found, flags.tolist(), strict=True) if not has}
+        if not is_complete:
+            missing |= {path for (path, _), has in zip(found, flags.tolist(), strict=True) if not has}
     return missing

@@ -70,6 +70,7 @@ class Arena:
                     unit.gradient.go_home()
         if bound is None or bound.arena is not self.memory:
             bound = scheduled.programs.bound[id(schedule)] = Compiled(schedule, units, self.memory, rank=self._rank)
+            self._executor.lanes.follow(bound, bound.number)
         if self.tenant is not bound:
             self._evict()
             self.tenant = bound
@@ -111,7 +112,7 @@ class Arena:
             recorder: notes it, if it is the schedule that it measures.
         """
         bound = scheduled.programs.bound.get(id(scheduled.schedule))
-        if bound is None or bound.arena is not self.memory or not bound.fits(self._registry.units):
+        if bound is None or not bound.carried or bound.arena is not self.memory or not bound.fits(self._registry.units):
             return
         if bound is not self.tenant:
             self._evict()

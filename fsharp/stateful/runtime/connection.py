@@ -25,10 +25,10 @@ class Connection:
         if self._is_made:
             return
         comm = innermost(self._comm)
-        if isinstance(comm, ProcessGroupComm) and not comm.is_native:
+        if isinstance(comm, ProcessGroupComm):
             # Groups are made over the job's store, which knows nothing of ranks that have ended: they are missed here.
             agree("Scheduler", {"separate_groups": str(self._policy.separate_groups)}, comm)
-            if self._policy.separate_groups:
+            if self._policy.separate_groups and not comm.is_native:
                 comm.make_groups()
         self._transport.make()
         self._is_made = True

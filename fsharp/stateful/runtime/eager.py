@@ -39,6 +39,7 @@ class Eager:
     def __init__(self, executor: Executor, *, rank: int, device: torch.device, left: Compiled | None = None) -> None:
         self._executor, self._rank, self._device, self._left = executor, rank, device, left
         self._number = -1 - next(_numbers)  # those of compiled schedules are positive
+        executor.lanes.follow(self, self._number)
         self._at = 0
         self.ops: list[s.Op] = []
         self._last: dict[str, int] = {}  # by stream, its last op

@@ -37,17 +37,22 @@ class CapturedStep:
     def __init__(self, scheduled: Scheduled, state: TrainState, batch: Any, *, warmup: int = 3) -> None:
         scheduler = scheduled.scheduler
         _check(scheduler.device, scheduler.policy, state, warmup)
+        self._scheduled = scheduled  # whose memory the graph works in
         self._batch = optree.tree_map(lambda x: x.clone() if isinstance(x, torch.Tensor) else x, batch)
         aside = torch.cuda.Stream(scheduler.device)
         aside.wait_stream(torch.cuda.current_stream(scheduler.device))
         with torch.cuda.stream(aside):
             for _ in range(warmup):
                 state, _ = scheduled(state, self._batch)
-        torch.cuda.current_stream(scheduler.device).wait_stream(aside)
+        torch.cuda.synchronize(scheduler.device)
         before = _addresses(state)
         self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph):
-            state, metrics = scheduled(state, self._batch)
+        scheduler.lanes.forget()  # a capture must not wait for what was issued outside of it, nor later work for its events
+        try:
+            with torch.cuda.graph(self._graph):
+                state, metrics = scheduled(state, self._batch)
+        finally:
+            scheduler.lanes.forget()
         self._metrics: Metrics = metrics
         if before != _addresses(state):
             raise ScheduleError(
@@ -59,8 +64,10 @@ class CapturedStep:
         """One step on ``batch``. What is returned is overwritten by the next one.
 
         Raises:
-            ScheduleError: a batch of other shapes than the one captured.
+            ScheduleError: a batch of other shapes than the one captured; or the scheduler is closed.
+            AgreementError: another rank has failed.
         """
+        self._scheduled.scheduler.check_open()
         for held, new in zip(_leaves(self._batch), _leaves(batch), strict=True):
             if isinstance(held, torch.Tensor):
                 if held.shape != new.shape:

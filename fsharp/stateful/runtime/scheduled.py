@@ -14,6 +14,7 @@ from fsharp.stateful.runtime.recorder import Recorder
 from fsharp.stateful.schedule.policy import Policy
 from fsharp.stateful.schedule.schedule import Schedule
 from fsharp.stateful.schedule.verify import verify
+from fsharp.stateful.transport.streams import Lanes
 
 
 class Runner(Protocol):
@@ -26,6 +27,13 @@ class Runner(Protocol):
     @property
     def policy(self) -> Policy:
         """What its schedules are compiled with."""
+
+    @property
+    def lanes(self) -> Lanes:
+        """The streams beside compute."""
+
+    def check_open(self) -> None:
+        """Refuse to go on after an error."""
 
     def run(self, scheduled: "Scheduled", args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a scheduled function with these arguments."""

@@ -72,6 +72,8 @@ class Scheduler(Tracer):
         self.comm, self._policy = comm, policy or Policy(**options)
         if self._policy.sum_late is None:
             self._policy = replace(self._policy, sum_late=comm.device.type == "cpu")
+        if self._policy.separate_groups is None:
+            self._policy = replace(self._policy, separate_groups=comm.device.type == "cpu")
         if self._policy.link is None and comm.device.type == "cuda":  # else the compiler takes that of gloo
             self._policy = replace(self._policy, link=NCCL)
         self.lanes = lanes_for(comm.device, one_stream=self.policy.one_stream)
@@ -84,7 +86,7 @@ class Scheduler(Tracer):
 
     def _start(self) -> None:
         self.own = _apart(self.comm)
-        self.transport = transport_over(self.own, separate_groups=self.policy.separate_groups)
+        self.transport = transport_over(self.own, separate_groups=bool(self.policy.separate_groups))
         self.registry = UnitRegistry(trivial=self.policy.trivial_axes)
         connection = Connection(self.own, self.transport, self.policy)
         self.executor = Executor(self.transport, self.lanes, self.comm, connection, poison=self.policy.poison)
@@ -266,6 +268,18 @@ class Scheduler(Tracer):
                 unit.gradient.drop(self._refuse)
         self.arena.drop()
         self._leave()
+
+    def check_open(self) -> None:
+        """Refuse to go on after an error, on this rank or on another.
+
+        Raises:
+            ScheduleError: this scheduler is closed.
+            AgreementError: another rank has failed.
+        """
+        self._refuse()
+        comm = innermost(self.own)
+        if isinstance(comm, ProcessGroupComm):
+            comm.watch.check()
 
     def _refuse(self) -> None:
         """What a closed scheduler does, whatever is wanted of it.

@@ -48,7 +48,11 @@ class Policy:
             host without streams has to, which waits for it then. False adds it right behind the reduction on its stream.
             None leaves it to the scheduler, which knows the device.
         one_stream: gathers and reductions share a stream.
-        separate_groups: gathers and reductions have process groups of their own.
+        separate_groups: gathers and reductions have process groups of their own, and do not wait for each other. None means
+            True over gloo, and False over NCCL. There the kernels of two communicators wait on the device for those of other
+            ranks, and two ranks that have room for one kernel each may hold different ones. In one communicator all ranks have
+            the order of the host. Pass True if a step is bound by gathers and reductions that could run at once, and devices
+            have room for both.
 
     Raises:
         OptionError: a value of the wrong type, or of none of the words that are named.
@@ -70,7 +74,7 @@ class Policy:
     gather_at_start: bool = True
     sum_late: bool | None = None
     one_stream: bool = False
-    separate_groups: bool = True
+    separate_groups: bool | None = None
 
     # Those of a DebugPolicy: without annotations they are no fields.
     poison = False

@@ -264,7 +264,12 @@ class ProcessGroups:
                     self(kind, axis)
 
     def __call__(self, kind: Kind, axis: str) -> dist.ProcessGroup:
-        """The group along an axis for one kind of collective."""
+        """The group along an axis for one kind of collective.
+
+        Raises:
+            AgreementError: another rank has failed.
+        """
+        self.comm.watch.check()
         if not self.separate:
             return self.comm.group(axis)
         if (kind, axis) not in self._made:
@@ -273,5 +278,4 @@ class ProcessGroups:
 
     def abort(self) -> None:
         """Have whatever is under way in them end in an error."""
-        for group in self._made.values():
-            abort(group)
+        abort(list(self._made.values()), is_native=self.comm.is_native)

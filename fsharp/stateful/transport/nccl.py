@@ -49,8 +49,8 @@ class NcclTransport(Transport):
         return Work(result=Work())
 
     def scratch_nbytes(self, op: str, axis: str, numel: int, itemsize: int, *, apart: bool = False) -> int:
-        """What an all_reduce in a dtype of its own needs."""
-        return numel * itemsize if op == "all_reduce" else 0
+        """What an all_reduce needs whose sum goes to another dtype than its own."""
+        return numel * itemsize if op == "all_reduce" and not apart else 0
 
     def make(self) -> None:
         """Make the process groups, which all ranks do together."""

@@ -1,5 +1,6 @@
 """Lanes: the streams beside compute: for gathers, for reductions, or for both, and to and from the host; on a CPU, none."""
 
+import weakref
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
@@ -53,6 +54,12 @@ class Lanes:
     def keep(self, x: torch.Tensor) -> None:
         """Nobody gets the memory of a tensor that is freed, before what this lane has been given so far is over."""
 
+    def follow(self, plan: Any, number: int) -> None:
+        """Keep the events of a plan's ops, whose keys begin with ``number``, as long as the plan lives."""
+
+    def forget(self) -> None:
+        """Wait from here on for nothing that lanes have been given so far: it is over, or belongs to a captured graph."""
+
 
 class DeviceLanes(Lanes):
     """Streams of one scheduler on an accelerator, which all its units share. Ordered by events: the host waits for none.
@@ -68,7 +75,8 @@ class DeviceLanes(Lanes):
     def __init__(self, device: torch.device, *, one_stream: bool) -> None:
         self.device, self.one_stream = device, one_stream
         self.streams: dict[str, torch.Stream] = {}
-        self._events: dict[Key, torch.Event] = {}
+        self._events: dict[int, dict[int, torch.Event]] = {}  # by plan and op
+        self._given: set[str] = set()  # lanes that have had something to do
 
     has_streams = True
 
@@ -76,45 +84,63 @@ class DeviceLanes(Lanes):
         """The device's current stream."""
         return torch.accelerator.current_stream(self.device)
 
-    def _stream(self, name: str) -> torch.Stream:
-        name = "gather" if self.one_stream and name == "reduce" else name
-        if name not in self.streams:
-            self.streams[name] = torch.Stream(self.device)
-        return self.streams[name]
+    def _lane(self, name: str) -> str:
+        return "gather" if self.one_stream and name == "reduce" else name
+
+    def _stream(self, lane: str) -> torch.Stream:
+        if lane not in self.streams:
+            # What ranks wait for goes first: the kernel of a collective is small, and would queue behind those of compute.
+            self.streams[lane] = torch.Stream(self.device, priority=0 if lane == "host" else -1)
+        return self.streams[lane]
+
+    def _wait_for(self, stream: torch.Stream, ops: Sequence[Key]) -> None:
+        for number, i in ops:
+            event = self._events.get(number, {}).get(i)
+            if event is not None:
+                stream.wait_event(event)
 
     @contextmanager
     def on(self, name: str, op: Key | None = None, after: Sequence[Key] = (), *, begins: bool = True) -> Iterator[Any]:
         """On the lane's stream, after what compute has been given so far if it reads that, and after the given ops."""
-        stream = self._stream(name)
+        lane = self._lane(name)
+        stream = self._stream(lane)
         if begins:
             stream.wait_stream(torch.accelerator.current_stream(self.device))
-        for key in after:
-            if key in self._events:
-                stream.wait_event(self._events[key])
+        self._wait_for(stream, after)
+        self._given.add(lane)
         with stream:
             start = self.recorder.mark() if self.recorder is not None else None
             yield
             if self.recorder is not None:
                 self.recorder.lane_marks.append((start, self.recorder.mark()))
             if op is not None:
-                self._events[op] = stream.record_event()
+                self._events.setdefault(op[0], {})[op[1]] = stream.record_event()
 
     def join(self, after: Sequence[Key]) -> None:
         """The current stream waits for the events of these ops."""
-        compute = torch.accelerator.current_stream(self.device)
-        for key in after:
-            if key in self._events:
-                compute.wait_event(self._events[key])
+        if after:
+            self._wait_for(torch.accelerator.current_stream(self.device), after)
 
     def join_all(self, *names: str) -> None:
-        """The current stream waits for all that their streams have been given so far."""
-        compute = torch.accelerator.current_stream(self.device)
-        for stream in {self._stream(name) for name in names}:
-            compute.wait_stream(stream)
+        """The current stream waits for those that have been given something: no other may be a part of a capture."""
+        for lane in dict.fromkeys(map(self._lane, names)):
+            if lane in self._given:
+                torch.accelerator.current_stream(self.device).wait_stream(self.streams[lane])
 
     def synchronize(self, op: Key) -> None:
-        """Until its event has come."""
-        self._events[op].synchronize()
+        """Until its event has come; of a plan that is gone, until all has that lanes were given."""
+        event = self._events.get(op[0], {}).get(op[1])
+        for each in self.streams.values() if event is None else [event]:
+            each.synchronize()
+
+    def follow(self, plan: Any, number: int) -> None:
+        """Drop its events with it: an eager step has a plan of its own."""
+        weakref.finalize(plan, self._events.pop, number, None).atexit = False
+
+    def forget(self) -> None:
+        """Drop all events, and what was noted of lanes."""
+        self._events.clear()
+        self._given.clear()
 
     def keep(self, x: torch.Tensor) -> None:
         """Of device memory the allocator is told; pinned memory's own looks at what copies it."""

@@ -1,18 +1,15 @@
 """ShardedModule on a CUDA device, over NCCL at world size 1: as the module alone."""
 
-import pytest
 import torch
 
 import fsharp as fs
 from fsharp.testing import DebugPolicy
 from tests import modules
 from tests.modules import Block
-from tests.stateful.runtime.test_gpu_scheduler import comm as comm
+from tests.scheduling import every
+from tests.virtual_device import accelerator as accelerator
+from tests.virtual_device import comm as comm
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
 ADAMW = {"lr": 1e-2, "weight_decay": 0.1}
 
 
@@ -27,8 +24,7 @@ def train(model, optimizer, data):
         optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("kind", modules.KINDS)
-@pytest.mark.parametrize("strategy", [fs.ddp, fs.zero1, fs.zero2, fs.zero3])
+@every(8, strategy=(fs.zero3, fs.zero1, fs.zero2, fs.ddp), kind=modules.KINDS)
 def test_as_the_module_alone(comm, strategy, kind):
     alone = modules.make(kind).cuda()
     train(alone, torch.optim.AdamW(alone.parameters(), **ADAMW), batches(5))

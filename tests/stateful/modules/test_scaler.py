@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import fsharp as fs
-from fsharp.errors import LayoutError, LossError, ScheduleError
+from fsharp.errors import AgreementError, LayoutError, LossError, ScheduleError
 from fsharp.testing import processes, simulate
 from tests import modules
 from tests.modules import ADAMW, close, values, wrap
@@ -121,6 +121,20 @@ def test_a_not_a_number_in_an_empty_part_of_others():
         return part.numel(), scaler.get_scale()
 
     assert sorted(simulate(DP, rank_fn)) == [(0, 2.0), (1, 2.0)]
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
+def test_ranks_with_different_scales_are_refused_alike(strategy):
+    def rank_fn(comm):
+        model, optimizer = wrap(comm, strategy)
+        train(model, optimizer, fs.GradScaler("cpu", init_scale=2.0 ** (3 + comm.rank)), modules.batches(comm, 1))
+
+    found = simulate(DP, rank_fn, outcomes=True)
+    assert {type(error) for error in found} == {AgreementError}
+    assert {str(error).splitlines()[0] for error in found} == {
+        "GradScaler: ranks have unscaled by scales from 8 to 16. Give all of them the same init_scale, growth_factor, "
+        "backoff_factor and growth_interval, and load the same state_dict."
+    }
 
 
 def test_other_optimizers_are_as_with_torch():

@@ -1,20 +1,17 @@
 """Offload on a CUDA device: pinned memory, a stream of its own, the same bits, and the bytes that were predicted."""
 
 import optree
-import pytest
 import torch
 
 import fsharp as fs
 from fsharp.functional.layout.sharded import tree_nbytes
 from fsharp.testing import DebugPolicy
 from tests.gpt_like import loss_fn, make_batches, make_params
+from tests.scheduling import every
 from tests.stateful.runtime.test_gpu_scheduler import MESH
-from tests.stateful.runtime.test_gpu_scheduler import comm as comm
+from tests.virtual_device import accelerator as accelerator
+from tests.virtual_device import comm as comm
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
 BF16 = fs.Precision(compute=torch.bfloat16, main=torch.float32)
 BLOCK = 512  # bytes, of which torch's allocator makes what it hands out
 
@@ -33,9 +30,7 @@ def held(state):
     return [b for node in fs.units_of((state.main, state.opt)) for b in node.buffers if b.numel()]
 
 
-@pytest.mark.parametrize("donate", [False, True])
-@pytest.mark.parametrize("precision", [fs.Precision(), BF16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("strategy", [fs.ddp, fs.zero1, fs.zero2, fs.zero3])
+@every(8, strategy=(fs.zero3, fs.zero1, fs.zero2, fs.ddp), precision=(BF16, fs.Precision()), donate=(True, False))
 def test_the_same_bits_from_pinned_memory(comm, strategy, precision, donate):
     tx = fs.optim.chain(fs.optim.clip_by_global_norm(1.0), fs.optim.adamw(1e-2))
     step = fs.train_step(loss_fn, tx, microbatches=2, donate=donate)

@@ -3,30 +3,16 @@
 import gc
 
 import optree
-import pytest
 import torch
 
 import fsharp as fs
 from fsharp.testing import DebugPolicy
 from tests.gpt_like import loss_fn, make_batches, make_params
+from tests.scheduling import every
+from tests.virtual_device import accelerator as accelerator
+from tests.virtual_device import comm as comm
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
 MESH = fs.Mesh({"dp": 1})
-
-
-@pytest.fixture
-def comm(tmp_path):
-    import torch.distributed as dist
-    from torch.distributed.device_mesh import init_device_mesh
-
-    dist.init_process_group("nccl", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
-    try:
-        yield fs.ProcessGroupComm(init_device_mesh("cuda", (1,), mesh_dim_names=("dp",)))
-    finally:
-        fs.destroy()
 
 
 def start(comm, strategy, tx, precision=fs.Precision()):
@@ -39,8 +25,11 @@ def batches(count):
     return [{k: v.cuda() for k, v in batch.items()} for batch in make_batches(count, 32)]
 
 
-@pytest.mark.parametrize("strategy", [fs.ddp, fs.zero1, fs.zero2, fs.zero3])
-@pytest.mark.parametrize("options", [{}, {"prefetch": 2}, {"one_stream": True}, {"reduce": "delayed", "reduce_buffers": 1}])
+@every(
+    8,
+    strategy=(fs.zero3, fs.zero1, fs.zero2, fs.ddp),
+    options=({}, {"prefetch": 2}, {"one_stream": True}, {"reduce": "delayed", "reduce_buffers": 1}),
+)
 def test_scheduled_steps_have_the_bits_of_blocking_ones(comm, strategy, options):
     tx = fs.optim.adamw(1e-2)
     step = fs.train_step(loss_fn, tx, microbatches=2, donate=True)
@@ -54,12 +43,18 @@ def test_scheduled_steps_have_the_bits_of_blocking_ones(comm, strategy, options)
     optree.tree_map(lambda a, b: torch.testing.assert_close(a, b, rtol=0, atol=0), ours.params, theirs.params)
 
 
-@pytest.mark.parametrize("strategy", [fs.ddp, fs.zero2, fs.zero3])
-def test_a_captured_step_replays_with_the_losses_of_an_eager_one(comm, strategy):
+def mean_loss(params, batch, comm):
+    return loss_fn(params, batch, comm).sum / 32
+
+
+@every(3, strategy=(fs.zero3, fs.zero2, fs.ddp), loss=(mean_loss, loss_fn), apart=(True, False))
+def test_a_captured_step_replays_with_the_losses_of_an_eager_one(comm, strategy, loss, apart):
+    """``apart``: without a process group, and so without any collective."""
+    comm = fs.SingleComm(MESH, device="cuda:0") if apart else comm
     tx = fs.optim.adamw(fs.optim.warmup_cosine_decay_schedule(0.0, 1e-2, 3, 20), capturable=True)
-    step = fs.train_step(loss_fn, tx, donate=True)
-    data = batches(8)
-    scheduled = fs.Scheduler(comm, policy=DebugPolicy(trivial_axes=True, gather_at_start=False))(step)
+    step = fs.train_step(loss, tx, donate=True)
+    data = batches(6)
+    scheduled = fs.Scheduler(comm, policy=DebugPolicy(trivial_axes=not apart, gather_at_start=False))(step)
     captured = fs.CapturedStep(scheduled, start(comm, strategy, tx), data[0], warmup=3)
     state = start(comm, strategy, tx)
     for _ in range(3):
@@ -79,7 +74,7 @@ def test_deleting_the_scheduler_frees_its_memory(comm):
     scheduled = scheduler(fs.train_step(loss_fn, tx, donate=True))
     for batch in batches(3):
         state, metrics = scheduled(state, batch)
-    assert len(scheduler.arena) == scheduled.schedule.arena > 0
+    assert len(scheduler.arena.memory) == scheduled.schedule.arena > 0
     torch.cuda.synchronize()
     del metrics, batch
     gc.disable()

@@ -71,7 +71,7 @@ def train(lanes, strategy, **policy):
 @pytest.mark.parametrize(("one_stream", "offload"), [(False, False), (True, False), (False, True), (True, True)])
 def test_a_device_is_told_to_wait_for_what_virtual_streams_wait_for(monkeypatch, strategy, one_stream, offload):
     notes = []
-    monkeypatch.setattr(torch, "Stream", lambda device: FakeStream(notes))
+    monkeypatch.setattr(torch, "Stream", lambda device, priority: FakeStream(notes))
     monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: FakeStream.current)
     monkeypatch.setattr(FakeStream, "current", compute := FakeStream(notes))
     lanes = DeviceLanes(CPU, one_stream=one_stream)
@@ -90,3 +90,49 @@ def test_a_device_is_told_to_wait_for_what_virtual_streams_wait_for(monkeypatch,
             expected.append(("wait", streams[entry.lane], of))
     assert len([note for note in notes if note[0] == "wait"]) > 20
     assert notes == expected
+
+
+def on_fake_streams(monkeypatch, priorities):
+    monkeypatch.setattr(torch, "Stream", lambda device, priority: priorities.append(priority) or FakeStream([]))
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: FakeStream.current)
+    monkeypatch.setattr(FakeStream, "current", FakeStream([]))
+    return DeviceLanes(CPU, one_stream=False)
+
+
+def test_events_go_with_the_step_that_made_them(monkeypatch):
+    lanes = on_fake_streams(monkeypatch, [])
+    comm = fs.SingleComm(MESH)
+    scheduler = fs.Scheduler(comm, policy=DebugPolicy(sum_late=False, trivial_axes=True))
+    scheduler.lanes = scheduler.executor.lanes = lanes
+    tx = fs.optim.adamw(1e-2)
+    state, step, held = make_state(comm, fs.zero3("dp"), tx=tx), fs.train_step(loss_fn, tx), []
+    for batch in my_batches(comm, 4):
+        state, _ = step(state, batch, scheduler)  # of no scheduled function: each call makes up its ops
+        held.append(sum(map(len, lanes._events.values())))
+    assert held[0] == held[-1] < 60, held
+
+
+def test_collectives_go_before_compute_and_copies_do_not(monkeypatch):
+    priorities = []
+    lanes = on_fake_streams(monkeypatch, priorities)
+    for name in ("gather", "reduce", "host"):
+        with lanes.on(name):
+            pass
+    assert priorities == [-1, -1, 0]
+
+
+def test_what_was_given_nothing_is_not_waited_for_nor_what_is_forgotten(monkeypatch):
+    lanes = on_fake_streams(monkeypatch, [])
+    compute = FakeStream.current
+    lanes.join_all("gather", "reduce")
+    with lanes.on("reduce", (0, 1)):
+        pass
+    assert compute.notes == []
+    lanes.forget()
+    lanes.join_all("gather", "reduce")
+    lanes.join([(0, 1)])
+    assert compute.notes == []
+    with lanes.on("reduce"):
+        pass
+    lanes.join_all("gather", "reduce")
+    assert compute.notes == [("wait", compute, lanes.streams["reduce"])]
