@@ -1,8 +1,7 @@
 """VirtualDevice: a CUDA device that a host makes believe it has, and what it would have to wait for.
 
-Tensors have host memory, and a mark on their storage says on which side they are; ``x.device`` reads it. Ops that take
-tensors of both sides are refused, and each call for which a host waits for its device, or would copy pageable memory, is
-noted.
+Tensors have host memory. A mark on their storage says on which side they are, and ``x.device`` reads it. Ops that take tensors
+of both sides are refused. Each call for which a host waits for its device, or would copy pageable memory, is noted.
 """
 
 import ctypes

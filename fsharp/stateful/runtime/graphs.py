@@ -47,7 +47,7 @@ class CapturedStep:
         torch.cuda.synchronize(scheduler.device)
         before = _addresses(state)
         self._graph = torch.cuda.CUDAGraph()
-        scheduler.lanes.forget()  # a capture must not wait for what was issued outside of it, nor later work for its events
+        scheduler.lanes.forget()  # a capture waits for nothing outside of it, and nothing outside for its events
         try:
             with torch.cuda.graph(self._graph):
                 state, metrics = scheduled(state, self._batch)

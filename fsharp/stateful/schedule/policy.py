@@ -49,10 +49,10 @@ class Policy:
             None leaves it to the scheduler, which knows the device.
         one_stream: gathers and reductions share a stream.
         separate_groups: gathers and reductions have process groups of their own, and do not wait for each other. None means
-            True over gloo, and False over NCCL. There the kernels of two communicators wait on the device for those of other
-            ranks, and two ranks that have room for one kernel each may hold different ones. In one communicator all ranks have
-            the order of the host. Pass True if a step is bound by gathers and reductions that could run at once, and devices
-            have room for both.
+            so over gloo, and not over NCCL. There a kernel waits on the device for the same kernel of other ranks. If a device
+            has room for one kernel alone, two ranks may run one of different communicators each, and wait for ever. One
+            communicator runs its kernels in the order of the host, which all ranks have in common. It suffices where gathers
+            overlap compute: True helps steps that are bound by the network, on devices that have room for two kernels.
 
     Raises:
         OptionError: a value of the wrong type, or of none of the words that are named.

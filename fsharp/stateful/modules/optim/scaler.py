@@ -63,7 +63,7 @@ class GradScaler(torch.amp.GradScaler):
             torch._amp_foreach_non_finite_check_and_unscale_(group, flag, inverse)
             torch.autograd.graph.increment_version(group)  # it does not say so itself
         session.step.means.said.append("unscale")
-        # The largest and the smallest scale come along, in what the host reads anyway: to read the scale it would wait.
+        # The largest and the smallest scale come along, and show in what the host reads anyway: it does not wait for them.
         seen = torch.cat([flag, inverse.view(1), -inverse.view(1)])
         found, most, least = self._seen = anywhere(seen, session.calls.specs, session.scheduler)
         return {flag.device: torch.where(most == -least, found, math.nan)}
