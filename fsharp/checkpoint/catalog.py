@@ -12,7 +12,7 @@ import torch
 import xxhash
 
 from fsharp.annotated import options_checked
-from fsharp.checkpoint import huggingface
+from fsharp.checkpoint.formats import huggingface
 from fsharp.checkpoint.manifest import FIRST_BYTES, NAME, FileRecord, Manifest
 from fsharp.checkpoint.reading import Need, Reader, verify_files
 from fsharp.checkpoint.shard_file import first_bytes
@@ -54,10 +54,10 @@ def folder_name(step: int, save_id: str) -> str:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint that is complete: its manifest is there, and its files have their sizes. Or a folder of safetensors.
+    """A checkpoint that is complete: its manifest is there, and its files have their sizes. Or files that others have written.
 
     Attributes:
-        path: of its folder.
+        path: of its folder, or of a file of others.
     """
 
     path: str
@@ -68,9 +68,17 @@ class Checkpoint:
         return _manifest_in(storage_of(self.path), self.path)
 
     @cached_property
+    def folder(self) -> str:
+        """Of its files: its path, or of a file that others have written the folder that has it."""
+        is_file = any(file.digest is None for file in self.facts.files) and huggingface.is_file(
+            storage_of(self.path), self.path
+        )
+        return self.path.rpartition("/")[0] if is_file else self.path
+
+    @cached_property
     def reader(self) -> Reader:
         """Reads of its files; opens each of these once, however many tensors are asked for."""
-        return Reader(self.path, self.manifest)
+        return Reader(self.folder, self.manifest)
 
     @cached_property
     def facts(self) -> Facts:
@@ -132,7 +140,7 @@ class Checkpoint:
 
 
 def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
-    """The checkpoint in a folder; also of safetensors as Hugging Face's libraries write them, of step 0.
+    """The checkpoint in a folder; also what others have written, of step 0: see :func:`load`.
 
     Raises:
         CheckpointError: there is none, it is incomplete, or a file has another size than it should. Where there is another one
@@ -149,12 +157,13 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
 def _opened(storage: Storage, folder: str) -> Checkpoint:
     found = Checkpoint(folder)
     for file in found.facts.files:
+        path = f"{found.folder}/{file.name}"
         try:
-            size = storage.nbytes(f"{folder}/{file.name}")
+            size = storage.nbytes(path)
         except FileNotFoundError as error:
-            raise CheckpointError(f"{folder}/{file.name}: missing; it had {file.nbytes:,} bytes.") from error
+            raise CheckpointError(f"{path}: missing; it had {file.nbytes:,} bytes.") from error
         if size != file.nbytes:
-            raise CheckpointError(f"{folder}/{file.name}: {size:,} bytes, expected {file.nbytes:,}.")
+            raise CheckpointError(f"{path}: {size:,} bytes, expected {file.nbytes:,}.")
     return found
 
 
@@ -163,7 +172,7 @@ def _manifest_in(storage: Storage, folder: str) -> Manifest:
     try:
         data = read_description(storage, folder, NAME)
     except FileNotFoundError as error:
-        if huggingface.is_folder(storage.names(folder)):
+        if huggingface.is_folder(storage.names(folder)) or huggingface.is_file(storage, folder):
             return huggingface.manifest_of(storage, folder)
         below = [f"{folder}/{name}" for name in newest_first(storage, folder)[:1]]
         hint = "".join(f" There are some in it, such as {path}." for path in below)

@@ -26,7 +26,7 @@ from fsharp.checkpoint.entries import (
     template_of,
 )
 from fsharp.checkpoint.falling_back import noted, set_aside, unless_damaged
-from fsharp.checkpoint.huggingface import is_folder
+from fsharp.checkpoint.formats.huggingface import is_folder
 from fsharp.checkpoint.manifest import NAME, Manifest
 from fsharp.checkpoint.matching import Sources, check_same, shown, sources_of, without
 from fsharp.checkpoint.reading import BUFFER_NBYTES, Need, read_needs
@@ -72,8 +72,10 @@ def load(
 
     Args:
         where: a checkpoint or its path, or the root of several, of which the newest is taken whose bytes are right. Damaged
-            ones are set aside: renamed to end in ``.damaged``, with a warning that names each. A folder of safetensors that
-            Hugging Face's libraries have written will do as well.
+            ones are set aside: renamed to end in ``.damaged``, with a warning that names each. What others have written will
+            do as well: a folder of Hugging Face's libraries (safetensors, else ``pytorch_model.bin``, with or without an
+            index), a file of safetensors, or one of ``torch.save`` with tensors, numbers and texts in dicts, lists and tuples.
+            Keys are joined by dots: of ``{"model": model.state_dict()}`` take ``subtree="model"``.
         like: names, shapes, dtypes and where each rank's parts rest; its values do not matter, and tensors may be on the meta
             device. Objects with ``load_state_dict()`` are given what was loaded, and returned; what their ``state_dict()`` has
             before is what is loaded, so a plain optimizer of torch has to have made a step (a ShardedOptimizer need not).
@@ -149,7 +151,7 @@ def load_one(
     def read(found: Checkpoint, needs: list[Need]) -> None:
         try:
             with noted(damage):
-                read_needs(found.path, found.manifest, needs, buffer_nbytes=buffer_nbytes)
+                read_needs(found.folder, found.manifest, needs, buffer_nbytes=buffer_nbytes)
         except CheckpointError as error:
             raise CheckpointError(f"{error}{instead_of(found.path)}") from error
 

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import torch
 
+from fsharp.checkpoint.formats.huggingface import describe_file
 from fsharp.checkpoint.manifest import Chunk, FileRecord, Manifest
 from fsharp.checkpoint.shard_file import (
     BLOCK_NBYTES,
@@ -151,27 +152,28 @@ class ShardFile:
             raise CheckpointError(f"{self.path}: missing; it had {record.nbytes:,} bytes.") from error
         if size != record.nbytes:
             raise CheckpointError(f"{self.path}: {size:,} bytes, expected {record.nbytes:,}.")
+        if record.digest is None:
+            described = describe_file(storage, self.path)
+            self.num_read += len(described.header)
+            self._data, self._table, self._extents = described.start, b"", described.tensors
+            self._end = size - described.start
+            return
         length = header_nbytes(self.path, self._fetch(0, min(8, size)), size)
         if length > size:
             raise CheckpointError(f"{self.path}: its header would be longer than the file.")
         header = self._fetch(0, length)
-        self._data, self._table = length, b""
-        if record.digest is None:
-            found, _ = parse_header(self.path, header, size)
-        else:
-            # The digest covers header and table, which is last: it is compared before either is believed.
-            end = size - table_nbytes(size - length)
-            table = self._fetch(end, size - end)
-            if file_digest(header, table) != record.digest:
-                raise CheckpointError(f"{self.path}, written by rank {number}: its header or its table of digests is damaged.")
-            found, metadata = parse_header(self.path, header, size)
-            if metadata.get("save_id") != save_id:
-                raise CheckpointError(f"{self.path}: it belongs to save {metadata.get('save_id')!r:.80}, expected {save_id!r}.")
-            if found.get(TABLE) != Extent(torch.uint8, end - length, size - length, (size - end,)):
-                raise CheckpointError(f"{self.path}: its table of digests is not where it should be.")
-            self._table = table
-        self._extents = found
-        self._end = size - length - len(self._table)
+        # The digest covers header and table, which is last: it is compared before either is believed.
+        end = size - table_nbytes(size - length)
+        table = self._fetch(end, size - end)
+        if file_digest(header, table) != record.digest:
+            raise CheckpointError(f"{self.path}, written by rank {number}: its header or its table of digests is damaged.")
+        found, metadata = parse_header(self.path, header, size)
+        if metadata.get("save_id") != save_id:
+            raise CheckpointError(f"{self.path}: it belongs to save {metadata.get('save_id')!r:.80}, expected {save_id!r}.")
+        if found.get(TABLE) != Extent(torch.uint8, end - length, size - length, (size - end,)):
+            raise CheckpointError(f"{self.path}: its table of digests is not where it should be.")
+        self._data, self._table, self._extents = length, table, found
+        self._end = size - length - len(table)
 
     def begin(self, name: str, dtype: torch.dtype, chunk: Chunk) -> int:
         """First byte of a chunk of a tensor.
@@ -180,7 +182,7 @@ class ShardFile:
             CheckpointError: it is not there, or is another one than the manifest says.
         """
         found = self._extents.get(name)
-        expected = dtype if dtype in DTYPES_OF_FORMAT else torch.uint8
+        expected = dtype if dtype in DTYPES_OF_FORMAT or not self._table else torch.uint8
         if found is not None and self._table and found.begin % dtype.itemsize:
             raise CheckpointError(f"{self.path}: {name!r:.80} begins at byte {found.begin}, within an element.")
         if found is None or found.dtype != expected or found.end - found.begin != (chunk.last - chunk.first) * dtype.itemsize:

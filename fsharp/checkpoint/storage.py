@@ -177,8 +177,8 @@ class LocalFiles:
         """See :class:`Storage`."""
         try:
             found = os.lstat(path)
-        except FileNotFoundError:
-            raise
+        except (FileNotFoundError, NotADirectoryError) as error:
+            raise FileNotFoundError(error.errno, error.strerror, path) from error
         except OSError as error:
             raise CheckpointError(f"{path}: cannot be read: {error.strerror}.") from error
         if not stat.S_ISREG(found.st_mode):
@@ -354,7 +354,10 @@ class ObjectStore:
     def nbytes(self, path: str) -> int:
         """See :class:`Storage`."""
         self._files.invalidate_cache()
-        found = self._files.info(path)
+        try:
+            found = self._files.info(path)
+        except NotADirectoryError as error:
+            raise FileNotFoundError(error.errno, error.strerror, path) from error
         if found["type"] != "file":
             raise CheckpointError(f"{path}: not a file.")
         return int(found["size"])

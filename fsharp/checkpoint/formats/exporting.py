@@ -10,7 +10,7 @@ import torch
 from fsharp.annotated import options_checked
 from fsharp.checkpoint.catalog import Checkpoint, open_checkpoint
 from fsharp.checkpoint.entries import renamed
-from fsharp.checkpoint.huggingface import INDEX
+from fsharp.checkpoint.formats.huggingface import INDEX
 from fsharp.checkpoint.shard_file import DTYPES_OF_FORMAT, Tensor, bytes_of, check_names, header_of, in_order
 from fsharp.checkpoint.storage import storage_of
 from fsharp.errors import CheckpointError

@@ -7,12 +7,20 @@ storage that is longer than its bytes. So the zip file and the few names in its 
 import io
 import math
 import pickle
+import struct
 import zipfile
 from collections import OrderedDict
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import IO, Any
 
 import torch
+
+from fsharp.checkpoint.storage import Readable
+
+FIRST_BYTES = b"PK\x03\x04"
+"""Which every archive begins with."""
+_SPARE_NBYTES = 1 << 20
+_LOCAL_HEADER_NBYTES = 30
 
 
 def load_archive(data: bytes | bytearray) -> Any:
@@ -27,23 +35,90 @@ def load_archive(data: bytes | bytearray) -> Any:
 
     Memory: twice the size of ``data``.
     """
-    with zipfile.ZipFile(io.BytesIO(data)) as archive:
+
+    def bytes_in(begin: int, end: int) -> torch.Tensor:
+        part = bytearray(data[begin:end])
+        return torch.frombuffer(part, dtype=torch.uint8) if part else torch.empty(0, dtype=torch.uint8, device="cpu")
+
+    return _read(io.BytesIO(data), len(data), bytes_in)[1]
+
+
+def describe_archive(storage: Readable, path: str) -> tuple[bytes, Any]:
+    """Return the pickle of an archive, and what it holds, with tensors on the meta device.
+
+    The offset of a tensor in its meta storage is that of its first element in the file, in elements of its dtype.
+
+    Args:
+        storage: where the archive is.
+        path: of the archive.
+
+    Raises:
+        ValueError, Exception: see :func:`load_archive`.
+
+    Cost: reads the list of records, the pickle, and 30 bytes of each record that has a tensor.
+    """
+    size = storage.nbytes(path)
+    whole = torch.empty(size, dtype=torch.uint8, device="meta")
+    return _read(io.BufferedReader(_File(storage, path, size)), size, lambda begin, end: whole[begin:end])
+
+
+def _read(file: IO[bytes], size: int, bytes_in: Callable[[int, int], torch.Tensor]) -> tuple[bytes, Any]:
+    with zipfile.ZipFile(file) as archive:
         records = archive.infolist()
         if any(record.compress_type != zipfile.ZIP_STORED for record in records):
             raise ValueError("its records are compressed, which torch.save does not do")
-        if sum(record.file_size for record in records) > len(data):
+        nbytes = sum(record.file_size for record in records)
+        if nbytes > size:
             raise ValueError("its records overlap")
-        (name,) = [record.filename for record in records if record.filename.endswith("/data.pkl")]
-        return _Unpickler(archive, name.removesuffix("data.pkl")).load()
+        (found,) = [record for record in records if record.filename.endswith("/data.pkl")]
+        if found.file_size > nbytes - found.file_size + _SPARE_NBYTES:
+            raise ValueError(f"its pickle of {found.file_size:,} bytes is larger than all that it describes")
+        folder, data = found.filename.removesuffix("data.pkl"), archive.read(found)
+        if f"{folder}byteorder" in archive.namelist() and archive.read(f"{folder}byteorder") != b"little":
+            raise ValueError("its elements have the other byte order")
+
+        def elements(key: str) -> torch.Tensor:
+            record = archive.getinfo(f"{folder}data/{key}")
+            file.seek(record.header_offset)
+            begin = record.header_offset + _LOCAL_HEADER_NBYTES
+            begin += sum(struct.unpack_from("<HH", file.read(_LOCAL_HEADER_NBYTES), 26))  # a name, and what aligns elements
+            if begin + record.file_size > size:
+                raise ValueError(f"record {key!r:.80} ends behind the end of the file")
+            return bytes_in(begin, begin + record.file_size)
+
+        return data, _Unpickler(data, elements).load()
+
+
+class _File(io.RawIOBase):
+    """A file of a storage, as ``zipfile`` reads one."""
+
+    def __init__(self, storage: Readable, path: str, size: int) -> None:
+        self._storage, self._path, self._size, self._at = storage, path, size, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self._at = max(0, offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._size}[whence])
+        return self._at
+
+    def readinto(self, into: Any) -> int:
+        view = memoryview(into).cast("B")[: max(0, self._size - self._at)]
+        self._storage.read(self._path, self._at, view)
+        self._at += len(view)
+        return len(view)
 
 
 class _Unpickler(pickle.Unpickler):
     """One that makes tensors of an archive's records, and knows few names besides."""
 
-    def __init__(self, archive: zipfile.ZipFile, folder: str) -> None:
-        super().__init__(io.BytesIO(archive.read(f"{folder}data.pkl")))
-        self._archive, self._folder = archive, folder
-        self._read: dict[str, bytearray] = {}
+    def __init__(self, data: bytes, elements: Callable[[str], torch.Tensor]) -> None:
+        super().__init__(io.BytesIO(data))
+        self._elements = elements
+        self._read: dict[str, torch.Tensor] = {}
 
     def find_class(self, module: str, name: str) -> Any:
         """See pickle.Unpickler."""
@@ -60,9 +135,8 @@ class _Unpickler(pickle.Unpickler):
         """See pickle.Unpickler: all elements of a record, as its storage has them."""
         _, dtype, key, _, _ = pid
         if key not in self._read:
-            self._read[key] = bytearray(self._archive.read(f"{self._folder}data/{key}"))
-        data = self._read[key]
-        return torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype, device="cpu")
+            self._read[key] = self._elements(key)
+        return self._read[key].view(dtype)
 
 
 def _dtype_of(name: str) -> torch.dtype | None:
@@ -81,7 +155,9 @@ def _tensor(elements: torch.Tensor, first: int, shape: Sequence[int], strides: S
     numel: int = math.prod(shape)
     if min(first, *shape, *strides, 0) < 0 or (numel and last >= elements.numel()):
         raise ValueError(f"a tensor of shape {list(shape)!r:.80} is longer than its bytes")
-    return elements.as_strided(tuple(shape), tuple(strides), first) if numel else elements.new_empty(tuple(shape))
+    if not numel:
+        return elements.new_empty(tuple(shape))
+    return elements.as_strided(tuple(shape), tuple(strides), elements.storage_offset() + first)
 
 
 _KNOWN: dict[tuple[str, str], Any] = {

@@ -1,0 +1,190 @@
+"""Files of others, read as checkpoints: Hugging Face's folders, or one file, of safetensors or of ``torch.save``."""
+
+import re
+from collections.abc import Collection, Iterator
+from itertools import islice
+from typing import Any, NamedTuple
+
+import torch
+import xxhash
+
+from fsharp.checkpoint.formats import torch_archive
+from fsharp.checkpoint.manifest import Chunk, FileRecord, Manifest, TensorRecord, plain_file_name
+from fsharp.checkpoint.shard_file import DTYPES, TABLE, Extent, header_nbytes, parse_header, parse_json
+from fsharp.checkpoint.storage import Readable, Storage, read_description
+from fsharp.errors import CheckpointError
+
+INDEX = "model.safetensors.index.json"
+_FILES = (re.compile(r".*\.safetensors"), re.compile(r"(.*_)?model(-\d+-of-\d+)?\.bin"))
+_INDICES = (".safetensors.index.json", ".bin.index.json")
+
+
+class Described(NamedTuple):
+    """What is in a file of others.
+
+    Attributes:
+        header: bytes that say what is in it.
+        start: byte from which offsets of tensors are counted.
+        tensors: where each of them is.
+        values: numbers, texts and booleans.
+    """
+
+    header: bytes
+    start: int
+    tensors: dict[str, Extent]
+    values: dict[str, bool | int | float | str]
+
+
+def is_folder(names: Collection[str]) -> bool:
+    """Whether a folder with files of these names is one of Hugging Face's."""
+    return any(map(any, _used(names)))
+
+
+def is_file(storage: Storage, path: str) -> bool:
+    """Whether a path is that of a file, or of a link to one."""
+    folder, _, name = path.rpartition("/")
+    try:
+        storage.nbytes(f"{folder}/{storage.behind_links(folder, name)}")
+    except (FileNotFoundError, CheckpointError):
+        return False
+    return True
+
+
+def _used(names: Collection[str]) -> tuple[list[str], list[str]]:
+    """Indices and files, of safetensors if there are any."""
+    for file, index in zip(_FILES, _INDICES, strict=True):
+        found = [name for name in names if name.endswith(index)], [name for name in names if file.fullmatch(name)]
+        if any(found):
+            return found
+    return [], []
+
+
+def manifest_of(storage: Storage, path: str) -> Manifest:
+    """What is in a folder of Hugging Face's, with or without an index, or in a file of safetensors or of ``torch.save``.
+
+    Links, of which the cache of the Hub is made, are followed. There are no digests, so that damage is not seen.
+
+    Args:
+        storage: where it is.
+        path: of the folder or the file.
+
+    Raises:
+        CheckpointError: a file or a tensor of the index that is missing, a name that two files have, a damaged header, or
+            something in a file that is no tensor, number or text.
+
+    Cost: reads the header of each file.
+    """
+    folder, _, name = path.rpartition("/")
+    indices, used = list[str](), [name]
+    if not is_file(storage, path):
+        folder, (indices, used) = path, _used(storage.names(path))
+    if len(indices) > 1:
+        raise CheckpointError(f"{folder}: {len(indices)} indices, expected one: {', '.join(indices)}.")
+    index = _index(storage, folder, indices[0]) if indices else None
+    used = sorted(set(index.values())) if index is not None else used
+    files, tensors, values, seen = list[FileRecord](), dict[str, TensorRecord](), dict[str, Any](), xxhash.xxh3_64()
+    for number, name in enumerate(used):
+        file, found = _opened(storage, folder, name)
+        files.append(file)
+        seen.update(found.header)
+        for tensor, extent in found.tensors.items():
+            if index is not None and index.get(tensor) != name:
+                continue
+            if tensor in tensors:
+                raise CheckpointError(f"{folder}: {tensor!r} is in {name} and in {used[tensors[tensor].chunks[0].file]}.")
+            numel = (extent.end - extent.begin) // extent.dtype.itemsize
+            tensors[tensor] = TensorRecord(extent.dtype, extent.shape, (Chunk(number, 0, numel),) if numel else ())
+        values |= found.values
+    missing = [name for name in index or () if name not in tensors]
+    if missing and index is not None:
+        raise CheckpointError(f"{folder}: {missing[0]!r} is not in {index[missing[0]]}, where {indices[0]} has it.")
+    return Manifest(
+        save_id=seen.hexdigest(), step=0, created=0.0, mesh={}, versions={}, config=None, metric=None,
+        files=tuple(files), tensors=tensors, aliases={}, values=values,
+    )  # fmt: skip
+
+
+def _index(storage: Storage, folder: str, name: str) -> dict[str, str]:
+    """Names of tensors, and of the files that have them."""
+    data = read_description(storage, folder, name)
+    try:
+        return {str(tensor): plain_file_name(file) for tensor, file in parse_json(data)["weight_map"].items()}
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise CheckpointError(f"{folder}/{name}: the index is damaged: {type(error).__name__} {error}.") from error
+
+
+def _opened(storage: Storage, folder: str, name: str) -> tuple[FileRecord, Described]:
+    """A file, and what is in it."""
+    path = storage.behind_links(folder, name)
+    try:
+        size = storage.nbytes(f"{folder}/{path}")
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{folder}/{name}: missing.") from error
+    found = describe_file(storage, f"{folder}/{path}")
+    if TABLE in found.tensors:
+        raise CheckpointError(f"{folder}: this checkpoint is incomplete: it has no manifest.")
+    return FileRecord(path, size, None), found
+
+
+def describe_file(storage: Readable, path: str) -> Described:
+    """Return what is in a file, of safetensors or of ``torch.save``.
+
+    The first bytes decide which of the two it is: files in the Hub's cache have no suffix.
+
+    Raises:
+        CheckpointError: it is neither, it is damaged, or it holds something else than tensors, numbers and texts.
+    """
+    size = storage.nbytes(path)
+    head = bytearray(min(16, size))
+    storage.read(path, 0, memoryview(head))
+    if head.startswith(torch_archive.FIRST_BYTES):
+        return _described_archive(storage, path, size)
+    if head[8:9] != b"{":
+        raise CheckpointError(
+            f"{path}: this is not a safetensors file, and none of torch.save: it begins with {bytes(head)!r}. Expected one of "
+            "these, or the folder of a checkpoint. What torch before 1.6 has saved is made anew by "
+            "torch.save(torch.load(path, weights_only=True), path)."
+        )
+    header = bytearray(header_nbytes(path, bytes(head[:8]), size))
+    storage.read(path, 0, memoryview(header))
+    found, _ = parse_header(path, bytes(header), size)
+    return Described(bytes(header), len(header), found, {})
+
+
+def _described_archive(storage: Readable, path: str, size: int) -> Described:
+    """What is in a file of ``torch.save``, by keys that are joined by dots."""
+    remedy = "Save tensors, numbers and texts alone, as by torch.save(model.state_dict(), path)."
+    try:
+        data, tree = torch_archive.describe_archive(storage, path)
+        leaves = list(islice(_leaves(tree, ""), len(data)))  # each leaf takes a byte, unless a pickle repeats what it holds
+    except Exception as error:  # of any kind: bytes of a pickle may say anything
+        what = f"{type(error).__name__} {str(error).splitlines()[0] if str(error) else ''}"
+        raise CheckpointError(f"{path}: cannot be read: {what:.300}. {remedy}") from error
+    found = Described(data, 0, {}, {})
+    for name, leaf in leaves:
+        if name in found.tensors or name in found.values:
+            raise CheckpointError(f"{path}: two keys are both {name!r:.200} when they are joined by dots: rename one.")
+        if isinstance(leaf, bool | int | float | str):
+            found.values[name] = leaf
+        elif not isinstance(leaf, torch.Tensor) or leaf.dtype not in DTYPES:
+            what = str(leaf.dtype) if isinstance(leaf, torch.Tensor) else type(leaf).__name__
+            raise CheckpointError(f"{path}: {name!r:.200} is {what}. {remedy}")
+        elif not leaf.is_contiguous():
+            raise CheckpointError(
+                f"{path}: {name!r:.200} has strides {leaf.stride()}, expected contiguous elements: save "
+                "x.contiguous() of each x."
+            )
+        else:
+            begin = int(leaf.storage_offset()) * leaf.itemsize
+            found.tensors[name] = Extent(leaf.dtype, begin, begin + leaf.nbytes, tuple(leaf.shape))
+            if begin + leaf.nbytes > size:
+                raise CheckpointError(f"{path}: {name!r:.200} ends behind the end of the file.")
+    return found
+
+
+def _leaves(tree: Any, path: str) -> Iterator[tuple[str, Any]]:
+    if isinstance(tree, dict | list | tuple):
+        for key, value in tree.items() if isinstance(tree, dict) else enumerate(tree):
+            yield from _leaves(value, f"{path}.{key}" if path else str(key))
+    elif tree is not None:
+        yield path, tree
