@@ -112,8 +112,14 @@ def to_orbax(
     if os.path.exists(target):
         raise CheckpointError(f"to_orbax(): {target} is there already: choose another folder, or remove it.")
     tree: dict[str, Any] = {}
-    for name, stored in names_below("to_orbax()", found, subtree, rename, aliases=True).items():
-        array = _as_array(name, found.tensor(found.manifest.aliases.get(stored, stored)))
+    names = names_below("to_orbax()", found, subtree, rename, aliases=True)
+    names = {name: found.manifest.aliases.get(stored, stored) for name, stored in names.items()}
+    if empty := [name for name, stored in names.items() if 0 in found.manifest.tensors[stored].shape]:
+        raise CheckpointError(
+            f"to_orbax(): {empty[0]!r} has no elements, and Orbax saves no such array. Leave it out by subtree=."
+        )
+    for name, stored in names.items():
+        array = _as_array(name, found.tensor(stored))
         node, keys = tree, name.split(".")
         for key in keys[:-1]:
             node = node.setdefault(key, {})
