@@ -86,6 +86,21 @@ class Write:
 
 
 @dataclass(frozen=True)
+class Toggle:
+    """Freeze a cell that was trained when the module was sharded, or go on to train it; modules alone."""
+
+    cell: int
+    on: bool
+
+
+@dataclass(frozen=True)
+class Norm:
+    """Look at the norms of a cell's parameters, and of their gradients if there are any; modules alone."""
+
+    cell: int
+
+
+@dataclass(frozen=True)
 class Clip:
     """Clip the global norm of the gradients."""
 
@@ -102,7 +117,7 @@ class Update:
     """The optimizer's step, and ``zero_grad()``."""
 
 
-Statement = Forward | Backward | Evaluate | Write | Clip | Decay | Update
+Statement = Forward | Backward | Evaluate | Write | Toggle | Norm | Clip | Decay | Update
 
 
 @dataclass(frozen=True)
@@ -174,7 +189,9 @@ def user_programs(draw: Any, *, functions: bool = False, differing: bool = False
             statements.append(Clip(draw(st.sampled_from([0.01, 100.0]))))
         statements.append(Update())
         extra: tuple[Statement, ...] = (Evaluate(draw(chain)), Evaluate(draw(chain), average=True), Decay())
-        extra += (Write(draw(st.integers(0, num - 1)), 0.5),) * functions
+        cell = draw(st.integers(0, num - 1))
+        extra += (Write(cell, 0.5),)
+        extra += () if functions else (Toggle(cell, False), Toggle(cell, True), Norm(cell))
         statements += draw(st.lists(st.sampled_from(extra), max_size=3))
     at = draw(st.integers(0, len(statements)))
     if differing:
@@ -309,6 +326,12 @@ class Plain:
                 with torch.no_grad():
                     for parameter in self.model.cells[statement.cell].parameters():
                         parameter.mul_(statement.factor)
+            case Toggle() if statement.cell not in self.program.frozen:
+                self.model.cells[statement.cell].requires_grad_(statement.on)
+            case Norm():
+                with torch.no_grad():
+                    for parameter in self.model.cells[statement.cell].parameters():
+                        self.seen += [x.norm() for x in (parameter, parameter.grad) if x is not None]
             case Clip() if any(p.grad is not None for p in self.model.parameters()):
                 self.seen.append(nn.utils.clip_grad_norm_(self.model.parameters(), statement.most).detach())
             case Decay():
@@ -369,7 +392,7 @@ class Module(Plain):
             case Write():
                 with torch.no_grad():
                     for parameter in self.model.cells[statement.cell].parameters():
-                        parameter.local.mul_(statement.factor)
+                        parameter.mul_(statement.factor)
             case Clip():
                 self.seen.append(self.model.clip_grad_norm_(statement.most))
             case Update():
