@@ -130,6 +130,10 @@ class Session:
         self.step.clear_up()
         return self.scheduler
 
+    def before_write(self) -> None:
+        """Have the current stream wait for what a step gathers for the next one: gathers read parameters."""
+        self.scheduler.lanes.join_all("gather")
+
     def wrote(self, part: Part, what: str) -> None:
         """A function has changed a part in place. If that is a parameter or a gradient, labels say so from the next step on."""
         memory = part.untyped_storage().data_ptr()
@@ -195,6 +199,7 @@ class Session:
 
     def write(self, nodes: Sequence[Sharded]) -> None:
         """Train these values from here on, one full node for each unit."""
+        self.before_write()
         self.kept.write(nodes)
         self.show()
 

@@ -42,6 +42,9 @@ class Owner(Protocol):
     def drop_gradient(self, path: str) -> None:
         """Somebody has set it to None."""
 
+    def before_write(self) -> None:
+        """Have the current stream wait for gathers under way, which read parameters that are about to change."""
+
     def wrote(self, part: "Part", what: str) -> None:
         """Hear what a function has done to a part in place."""
 
@@ -125,7 +128,9 @@ class Part(torch.Tensor):
 
     @property
     def local(self) -> torch.Tensor:
-        """This rank's elements, as a plain tensor in the same memory."""
+        """This rank's elements, as a plain tensor in the same memory. Whoever has it may write to it."""
+        if (owner := self.owner()) is not None:
+            owner.before_write()
         with torch._C.DisableTorchFunctionSubclass():
             return self.detach().as_subclass(torch.Tensor)
 
@@ -207,6 +212,9 @@ class Part(torch.Tensor):
         if cut:
             result = _elementwise(func, name, args, kwargs, rows)
         else:
+            if is_in_place(name):
+                for part in parts:
+                    _ = part.local  # waits for gathers that read it
             with torch._C.DisableTorchFunctionSubclass():
                 result = func(*args, **kwargs)
         if is_in_place(name):
