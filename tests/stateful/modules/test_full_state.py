@@ -10,15 +10,13 @@ from fsharp.testing import simulate
 from tests import modules
 from tests.functional.test_per_sample import LiveBytes
 from tests.modules import Net, batches, train, values, wrap
-from tests.scheduling import DP, HYBRID, STRATEGIES, assert_same
+from tests.scheduling import DP, HYBRID, STRATEGIES, assert_same, every
 
 WORLDS = {name: STRATEGIES[name] for name in ("ddp", "zero1", "zero3", "hsdp")}
 MIXED = fs.Precision(compute=torch.bfloat16, main=torch.float32)
 
 
-@pytest.mark.parametrize("kind", ["plain", "tied", "frozen"])
-@pytest.mark.parametrize("precision", [fs.Precision(), MIXED], ids=["one dtype", "main copy"])
-@pytest.mark.parametrize("name", WORLDS)
+@every(3, name=WORLDS, precision=[fs.Precision(), MIXED], kind=["plain", "tied", "frozen"])
 def test_training_goes_on_from_what_one_rank_has(name, precision, kind):
     mesh, strategy = WORLDS[name]
 
