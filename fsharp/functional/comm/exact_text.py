@@ -35,8 +35,8 @@ def exact_text(value: Any) -> str:
     if isinstance(value, partial):
         return f"partial({exact_text(value.func)}, {exact_text(value.args)}, {exact_text(value.keywords)})"
     if is_dataclass(value) and not isinstance(value, type):
-        own = {field.name: getattr(value, field.name) for field in fields(value)}
-        return f"{type(value).__qualname__}({exact_text(own)})"
+        own = ", ".join(f"{field.name}={exact_text(getattr(value, field.name))}" for field in fields(value))
+        return f"{type(value).__qualname__}({own})"
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{exact_text(key)}: {exact_text(each)}" for key, each in value.items()) + "}"
     if isinstance(value, set | frozenset):
