@@ -4,7 +4,6 @@ from fsharp.checkpoint.catalog import Checkpoint as Checkpoint
 from fsharp.checkpoint.catalog import checkpoints as checkpoints
 from fsharp.checkpoint.catalog import latest as latest
 from fsharp.checkpoint.catalog import open_checkpoint as open_checkpoint
-from fsharp.checkpoint.catalog import prune as prune
 from fsharp.checkpoint.catalog import verify as verify
 from fsharp.checkpoint.entries import OwnBuffers as OwnBuffers
 from fsharp.checkpoint.entries import PerRank as PerRank
@@ -14,5 +13,6 @@ from fsharp.checkpoint.formats.exporting import export_safetensors as export_saf
 from fsharp.checkpoint.loading import load as load
 from fsharp.checkpoint.replicas import RefreshNbytes as RefreshNbytes
 from fsharp.checkpoint.replicas import Replicas as Replicas
+from fsharp.checkpoint.retention import prune as prune
 from fsharp.checkpoint.saver import Saver as Saver
 from fsharp.checkpoint.saving import save as save

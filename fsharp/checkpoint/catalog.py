@@ -1,9 +1,13 @@
-"""Which checkpoints there are: found by their manifests, never by a pointer, which may be older or newer than these."""
+"""Which checkpoints there are: found by names and manifests, never by a pointer, which may be older or newer than these."""
 
 import logging
+import math
 import os
 import re
-from collections.abc import Collection
+import secrets
+import struct
+import time
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -11,7 +15,6 @@ from typing import Any, NamedTuple
 import torch
 import xxhash
 
-from fsharp.annotated import options_checked
 from fsharp.checkpoint.formats import huggingface
 from fsharp.checkpoint.manifest import FIRST_BYTES, NAME, FileRecord, Manifest
 from fsharp.checkpoint.reading import Need, Reader, verify_files
@@ -45,11 +48,48 @@ class Facts(NamedTuple):
 _known: dict[str, Facts] = {}
 """By the digest of a manifest's bytes, which were right: to look at many checkpoints again and again would take long."""
 _MOST_KNOWN = 1000
+_TIMED_ID = 32
+"""Digits of an id that has the time of its save."""
 
 
 def folder_name(step: int, save_id: str) -> str:
     """Of a checkpoint. Two of the same step have different ones, so that none is ever written into again."""
     return f"step-{step:010d}-{save_id}"
+
+
+def new_save_id(root: str) -> str:
+    """Return an id for a save under ``root`` that begins now: 16 hexadecimal digits of its time, and 16 that are random.
+
+    The time is later than those of all saves that are there: clocks may go back.
+    """
+    before = max((created_of(f"{root}/{name}") for name in _folders(storage_of(root), root)), default=0.0)
+    return struct.pack(">d", later_than(before)).hex() + secrets.token_hex(8)
+
+
+def later_than(before: float) -> float:
+    """The time, in seconds since 1970, that a save notes after one at ``before``: clocks may go back."""
+    return max(time.time(), math.nextafter(before, math.inf))
+
+
+def time_in(save_id: str) -> float | None:
+    """The time, in seconds since 1970, that is in an id of :func:`new_save_id`; None if the id has none."""
+    created = struct.unpack(">d", bytes.fromhex(save_id[:16]))[0] if len(save_id) == _TIMED_ID else math.nan
+    return created if math.isfinite(created) else None
+
+
+def created_of(path: str) -> float:
+    """When a checkpoint was saved: its name says so, or else its manifest, which is then read. -inf if neither does."""
+    match = _FOLDER.fullmatch(path.rpartition("/")[2])
+    created = time_in(match["save_id"]) if match else None
+    try:
+        return Checkpoint(path).facts.created if created is None else created
+    except CheckpointError:
+        return -math.inf
+
+
+def step_of(name: str) -> int:
+    """The step in the name of a checkpoint's folder."""
+    return int(name.split("-")[1])
 
 
 @dataclass(frozen=True)
@@ -193,14 +233,18 @@ def instead_of(folder: str) -> str:
 
 
 def newest_first(storage: Storage, root: str) -> list[str]:
-    """Names of folders of checkpoints, complete or not."""
-    found = [(int(match[1]), name) for name in storage.names(root) if (match := _FOLDER.fullmatch(name))]
-    return [name for _, name in sorted(found, reverse=True)]
+    """Names of folders of checkpoints, complete or not, the one that was saved last first: see :func:`created_of`."""
+    found = _folders(storage, root)
+    return sorted(found, key=lambda name: (created_of(f"{root}/{name}"), step_of(name), name), reverse=True)
+
+
+def _folders(storage: Storage, root: str) -> list[str]:
+    return [name for name in storage.names(root) if _FOLDER.fullmatch(name)]
 
 
 def has_checkpoints(root: str) -> bool:
     """Return whether there is a checkpoint under ``root``, readable or not. What never came to have a manifest is none."""
-    return bool(_with_manifest(root))
+    return any(_with_manifest(root))
 
 
 def problems(root: str) -> list[str]:
@@ -214,9 +258,11 @@ def problems(root: str) -> list[str]:
     return found
 
 
-def _with_manifest(root: str) -> list[str]:
+def _with_manifest(root: str) -> Iterator[str]:
     storage = storage_of(root)
-    return [f"{root}/{name}" for name in newest_first(storage, root) if NAME in storage.names(f"{root}/{name}")]
+    for name in newest_first(storage, root):
+        if NAME in storage.names(f"{root}/{name}"):
+            yield f"{root}/{name}"
 
 
 def checkpoints(root: str | os.PathLike[str]) -> list[Checkpoint]:
@@ -226,29 +272,36 @@ def checkpoints(root: str | os.PathLike[str]) -> list[Checkpoint]:
     save notes a later time than those of all checkpoints that it finds. What is incomplete is left out, and logged as a
     warning.
     """
-    return complete(full_path(root))
+    return list(complete(full_path(root)))
 
 
-def complete(folder: str, *, but: str = "") -> list[Checkpoint]:
-    """See :func:`checkpoints`; without one that is being written, of this path."""
-    storage, found = storage_of(folder), []
-    for path in (f"{folder}/{name}" for name in newest_first(storage, folder)):
-        try:
-            found += [_opened(storage, path)] if path != but else []
-        except CheckpointError as error:
-            _log.warning("left out: %s", error)
-    return sorted(found, key=lambda each: (each.facts.created, each.step), reverse=True)
+def complete(folder: str) -> Iterator[Checkpoint]:
+    """Open checkpoints one after the other: see :func:`checkpoints`."""
+    for name in newest_first(storage_of(folder), folder):
+        if (found := if_complete(f"{folder}/{name}")) is not None:
+            yield found
+
+
+def if_complete(path: str) -> Checkpoint | None:
+    """Return the checkpoint at a path; None, and a warning, if it is incomplete."""
+    try:
+        return _opened(storage_of(path), path)
+    except CheckpointError as error:
+        _log.warning("left out: %s", error)
+        return None
 
 
 def latest(root: str | os.PathLike[str]) -> Checkpoint | None:
-    """The complete checkpoint under ``root`` that was saved last, computed from the manifests; None if there is none.
+    """The complete checkpoint under ``root`` that was saved last; None if there is none.
+
+    Names of folders say when they were saved, so that older ones are not opened.
 
     Saves that did not come to their end, and checkpoints with files that are missing or too short, are left out, and logged
     as a warning. Bytes are not read: loading does so, and :func:`verify`.
     """
     folder = full_path(root)
     storage = storage_of(folder)
-    newest = next(iter(checkpoints(folder)), None)
+    newest = next(complete(folder), None)
     for name in storage.names(folder):
         match = _PARTIAL.fullmatch(name)
         if match and (newest is None or int(match[2]) > newest.step):
@@ -259,7 +312,7 @@ def latest(root: str | os.PathLike[str]) -> Checkpoint | None:
 
 def newest_but(root: str, damaged: Collection[str]) -> Checkpoint | None:
     """Return what :func:`latest` does, but for checkpoints whose paths are in ``damaged``."""
-    return next((each for each in checkpoints(root) if each.path not in damaged), None) if damaged else latest(root)
+    return next((each for each in complete(root) if each.path not in damaged), None) if damaged else latest(root)
 
 
 def verify(path: str | os.PathLike[str]) -> Checkpoint:
@@ -284,43 +337,6 @@ def verify(path: str | os.PathLike[str]) -> Checkpoint:
     if problems:
         raise CheckpointError("\n".join(problems[:20]) + instead_of(found.path))
     return found
-
-
-@options_checked
-def prune(root: str | os.PathLike[str], *, keep: int, best: int = 0) -> list[str]:
-    """Remove complete checkpoints but the newest ``keep`` and the ``best`` best; the paths of those that were removed.
-
-    Args:
-        root: folder of the checkpoints.
-        keep: at least 1.
-        best: how many of those with the lowest ``metric`` stay besides.
-
-    Raises:
-        CheckpointError: ``keep`` is less than 1, or ``best`` than 0.
-
-    What is incomplete does not count and is left alone.
-    """
-    check_kept("prune()", keep, best)
-    found = checkpoints(root)
-    rated = [each for each in found if each.facts.metric is not None and each.facts.metric == each.facts.metric]
-    stay = {each.path for each in (*found[:keep], *sorted(rated, key=_metric)[:best])}
-    gone = [each.path for each in reversed(found) if each.path not in stay]
-    for path in gone:
-        storage_of(path).remove(path)
-    return gone
-
-
-def check_kept(where: str, keep: int, best: int) -> None:
-    """Refuse what would leave no checkpoint."""
-    if keep < 1 or best < 0:
-        raise CheckpointError(
-            f"{where}: keep is {keep}, expected at least 1: the only checkpoint is never removed; best is {best}, at least 0."
-        )
-
-
-def _metric(found: Checkpoint) -> float:
-    assert found.facts.metric is not None
-    return found.facts.metric
 
 
 def remove_incomplete(root: str | os.PathLike[str]) -> list[str]:

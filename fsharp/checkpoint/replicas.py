@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 import xxhash
 
-from fsharp.checkpoint.catalog import Checkpoint, newest_but, newest_first, remove_incomplete
+from fsharp.checkpoint.catalog import Checkpoint, later_than, newest_but, newest_first, remove_incomplete
 from fsharp.checkpoint.entries import Contents, contents_of, expanded
 from fsharp.checkpoint.falling_back import renamed_away, set_aside, unless_damaged
 from fsharp.checkpoint.loading import load_by, load_one
@@ -39,7 +39,6 @@ from fsharp.checkpoint.saving import (
     abandon,
     check_room,
     check_written,
-    later_than,
     manifest_of,
     metadata_of,
     publish,

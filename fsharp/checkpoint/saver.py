@@ -14,7 +14,8 @@ from typing import Any, Self
 import torch
 
 from fsharp.annotated import options_checked
-from fsharp.checkpoint.catalog import Checkpoint, check_kept, complete, folder_name, prune, remove_incomplete
+from fsharp.checkpoint.catalog import Checkpoint, created_of, folder_name, if_complete, newest_first, remove_incomplete
+from fsharp.checkpoint.retention import Retention
 from fsharp.checkpoint.saving import Snapshot, agreed_snapshot, told, write_snapshot
 from fsharp.checkpoint.shard_file import Tensor
 from fsharp.checkpoint.storage import full_path, storage_of
@@ -154,11 +155,13 @@ class Saver(Background):
         comm: the ranks. Every rank makes the Saver.
         keep: how many of the newest checkpoints stay.
         best: how many of those with the lowest ``metric`` stay besides.
+        keep_steps: of each so many steps the last checkpoint stays besides; see :func:`prune`.
+        keep_hours: of each so many hours the last checkpoint stays besides.
         config: of the run; see :func:`save`.
         background: False writes before :meth:`save` returns. So does a Comm that has no process groups, as simulated ranks.
 
     Raises:
-        CheckpointError: ``keep`` is less than 1 or ``best`` than 0, nothing can be written into the folder, or another Saver
+        CheckpointError: what is to stay is none of these, nothing can be written into the folder, or another Saver
             of this process is still writing into it. On all ranks.
     """
 
@@ -170,19 +173,22 @@ class Saver(Background):
         *,
         keep: int = 3,
         best: int = 0,
+        keep_steps: int | None = None,
+        keep_hours: float | None = None,
         config: Any = None,
         background: bool = True,
     ) -> None:
-        self._root, self._keep, self._best, self._config = full_path(root), keep, best, config
+        self._root, self._config = full_path(root), config
+        self._retention = Retention(keep, best, keep_steps, keep_hours)
 
         def check() -> None:
-            check_kept("Saver()", keep, best)
+            self._retention.check("Saver()")
             if any(isinstance(each, Saver) and each.is_busy and each._root == self._root for each in _busy):
                 raise CheckpointError(f"Saver(): another Saver is still writing into {self._root}: close() that one first.")
             if comm.rank == 0:
                 told(self._root, lambda: _prepare(self._root))
 
-        together("Saver()", comm, check, lambda _: {"root": self._root, "keep": f"{keep}, best {best}"})
+        together("Saver()", comm, check, lambda _: {"root": self._root, "keep": repr(self._retention)})
         self._saved_at = math.inf
         inner = innermost(comm)
         own = inner.on_host() if isinstance(inner, ProcessGroupComm) else comm
@@ -212,14 +218,16 @@ class Saver(Background):
         def forget_old() -> None:
             if self._own.rank != 0:
                 return
-            self._saved_at = made.facts.created
-            for each in complete(self._root, but=made.path):
-                if each.facts.created > since:
+            self._saved_at = created_of(made.path)
+            for path in (f"{self._root}/{name}" for name in newest_first(storage_of(self._root), self._root)):
+                if created_of(path) <= since:
+                    break
+                if path != made.path and if_complete(path) is not None:
                     raise CheckpointError(
-                        f"{self._root}: {each.path} was saved after the last save of this Saver, by another job or by save(): "
+                        f"{self._root}: {path} was saved after the last save of this Saver, by another job or by save(): "
                         "nothing is removed. Give each its own root."
                     )
-            prune(self._root, keep=self._keep, best=self._best)
+            self._retention.prune(self._root)
 
         together("Saver", self._own, forget_old)
         return made

@@ -2,10 +2,7 @@
 
 import json
 import logging
-import math
 import os
-import secrets
-import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -16,7 +13,7 @@ import torch
 import xxhash
 
 from fsharp.annotated import options_checked
-from fsharp.checkpoint.catalog import Checkpoint, complete, folder_name
+from fsharp.checkpoint.catalog import Checkpoint, folder_name, new_save_id, time_in
 from fsharp.checkpoint.entries import Contents, Entry, contents_of, expanded, is_node, is_object
 from fsharp.checkpoint.manifest import NAME, Chunk, FileRecord, Manifest, TensorRecord, as_json
 from fsharp.checkpoint.reading import ShardFile
@@ -42,7 +39,7 @@ class Snapshot:
         step: that it is of.
         config: of the run.
         metric: how good it is.
-        save_id: 16 hexadecimal digits, the same on all ranks.
+        save_id: hexadecimal digits, the same on all ranks; what :func:`new_save_id` returns, or 16 that have no time.
         folder: of the checkpoint, once it is complete.
         tensors: what this rank writes, in the order in which it does.
         values: their elements, in memory that must not change until they are written.
@@ -104,12 +101,13 @@ def agreed_snapshot(
     root: str | os.PathLike[str], tree: Any, *, step: int, comm: Comm, config: Any, metric: float | None
 ) -> Snapshot:
     """What to save, once all ranks want to save the same and there is room for it. See :func:`save`."""
-    where, draw, folder = full_path(root), secrets.token_bytes(8), ""
+    where, draw, folder = full_path(root), bytes(16), ""
 
     def stage(contents: Contents) -> None:
-        nonlocal folder
+        nonlocal folder, draw
         if comm.rank == 0:
             check_room(where, sum(entry.numel * entry.dtype.itemsize for entry in contents.entries.values()))
+            draw = bytes.fromhex(new_save_id(where))
             mine = f"{where}/{folder_name(step, draw.hex())}"
             told(mine, lambda: storage_of(where).stage(mine))
             folder = mine
@@ -155,7 +153,7 @@ def snapshot(
         comm: the ranks.
         config: of the run.
         metric: how good it is.
-        save_id: called once ranks agree; 16 hexadecimal digits, the same on all.
+        save_id: called once ranks agree; hexadecimal digits, the same on all.
         prepare: called once the tree is known, before ranks agree.
         shared_root: whether all ranks mean the same folder.
     """
@@ -252,9 +250,9 @@ def write_snapshot(shot: Snapshot, comm: Comm) -> Checkpoint:
 
     def commit(records: list[FileRecord]) -> None:
         nonlocal is_published
-        others = complete(os.path.dirname(shot.folder), but=shot.folder)
-        before = max((each.facts.created for each in others), default=0.0)
-        publish(shot, staged, records, manifest_of(shot, records, comm.mesh, later_than(before)), rank=0)
+        created = time_in(shot.save_id)
+        assert created is not None
+        publish(shot, staged, records, manifest_of(shot, records, comm.mesh, created), rank=0)
         is_published = True
 
     try:
@@ -331,11 +329,6 @@ def file_name(rank: int) -> str:
 def metadata_of(save_id: str, rank: int) -> dict[str, str]:
     """What a rank's file says of itself."""
     return {"save_id": save_id, "rank": str(rank)}
-
-
-def later_than(before: float) -> float:
-    """The time, in seconds since 1970, that a save notes after one at ``before``: clocks may go back."""
-    return max(time.time(), math.nextafter(before, math.inf))
 
 
 def manifest_of(shot: Snapshot, records: Sequence[FileRecord], mesh: Mesh, created: float) -> Manifest:

@@ -63,7 +63,9 @@ class Run:
         comm: the ranks: what a scheduler is made of, and not the scheduler. Over NCCL stragglers are not looked for.
         total: steps; ``run.total`` may be set before :meth:`end_step`, alike on all ranks: after the last one it saves.
         save_every: steps between two checkpoints. The last step is saved as well.
-        keep: how many checkpoints are kept.
+        keep: how many of the newest checkpoints are kept.
+        keep_steps: of each so many steps the last checkpoint is kept besides; see :func:`fsharp.checkpoint.prune`.
+        keep_hours: of each so many hours the last checkpoint is kept besides.
         config: what decides the run, in what JSON has. Ranks that differ in it raise an error; a run that goes on with another
             one than before logs what has changed.
         files: source files that ranks have to have in common.
@@ -96,6 +98,8 @@ class Run:
         total: int,
         save_every: int,
         keep: int = 3,
+        keep_steps: int | None = None,
+        keep_hours: float | None = None,
         config: Mapping[str, Any] | None = None,
         files: Sequence[str | Path] = (),
         on_nonfinite: OnNonFinite = "raise",
@@ -118,7 +122,8 @@ class Run:
             self.config = as_json(dict(config or {}))
         except (TypeError, ValueError, RecursionError) as error:
             raise RunError(f"Run(): config is nothing that JSON can say: {error}.") from error
-        self.files, self._keep, self._background = files, keep, background
+        self.files, self._background = files, background
+        self._kept: dict[str, Any] = {"keep": keep, "keep_steps": keep_steps, "keep_hours": keep_hours}
         self.preemption = Preemption(comm, signals=signals, every=agree_every)
         found = innermost(comm)
         is_native = isinstance(found, ProcessGroupComm) and found.is_native
@@ -142,7 +147,7 @@ class Run:
             }
             agree_at_start({"Run()": arguments, **self.config}, comm=self.comm, files=self.files)
             stack.enter_context(self.preemption)
-            saver = Saver(self.root, self.comm, keep=self._keep, config=self.config, background=self._background)
+            saver = Saver(self.root, self.comm, **self._kept, config=self.config, background=self._background)
             self._saver = stack.enter_context(saver)
             self._stack = stack.pop_all()
         return self

@@ -10,7 +10,8 @@ import torch
 from safetensors import safe_open
 
 import fsharp as fs
-from fsharp.checkpoint.manifest import NAME
+from fsharp.checkpoint import catalog
+from fsharp.checkpoint.manifest import NAME, Manifest
 from fsharp.errors import CheckpointError
 from fsharp.testing import simulate
 
@@ -157,3 +158,42 @@ def test_an_object_store_has_a_manifest_last(tmp_path):
 def test_an_unknown_tensor(tmp_path):
     with pytest.raises(CheckpointError, match=r"no tensor 'y'; there are \['x'\]"):
         save(tmp_path, 1).tensor("y")
+
+
+def renamed_to_old(found):
+    """A checkpoint with a name as names were before they had times; its manifest stays."""
+    new = found.path[: found.path.rindex("-") + 1] + found.manifest.save_id[-16:]
+    os.rename(found.path, new)
+    return new
+
+
+def test_the_newest_is_found_without_reading_older_manifests(tmp_path, monkeypatch):
+    renamed_to_old(save(tmp_path, 9))
+    for step in range(5):
+        save(tmp_path, step)
+    read = []
+    real = Manifest.from_json
+    monkeypatch.setattr(Manifest, "from_json", lambda where, data: [read.append(where), real(where, data)][1])
+    catalog._known.clear()
+    assert fs.checkpoint.latest(tmp_path).step == 4
+    save(tmp_path, 3)
+    assert len([where for where in read if "partial" not in where]) == 2  # the newest, and the one whose name has no time
+    assert fs.checkpoint.latest(tmp_path).step == 3
+
+
+def test_old_names_are_in_order_of_their_manifests(tmp_path):
+    for step in (5, 7, 2):
+        renamed_to_old(save(tmp_path, step))
+    assert [found.step for found in fs.checkpoint.checkpoints(tmp_path)] == [2, 7, 5]
+    save(tmp_path, 1)
+    assert [found.step for found in fs.checkpoint.checkpoints(tmp_path)] == [1, 2, 7, 5]
+    assert all(fs.checkpoint.verify(found) for found in fs.checkpoint.checkpoints(tmp_path))
+
+
+def test_clocks_that_go_back_change_no_order(tmp_path, monkeypatch):
+    now = iter((5e9, 1e9, -1.0, 0.0))
+    monkeypatch.setattr(catalog.time, "time", lambda: next(now))
+    for step in (3, 2, 1, 4):
+        found = save(tmp_path, step)
+        assert found.manifest.created == catalog.created_of(found.path) >= 5e9
+    assert [found.step for found in fs.checkpoint.checkpoints(tmp_path)] == [4, 1, 2, 3]

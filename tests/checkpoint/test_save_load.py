@@ -182,7 +182,7 @@ def test_ranks_agree_and_commit_and_plan_nothing(tmp_path):
     small, large = ({f"w{i}": torch.ones(9, 5) for i in range(n)} for n in (1, 40))
     few, many = (simulate(fs.Mesh({"dp": 4}), partial(calls, params=params)) for params in (small, large))
     assert few == many  # nothing grows with the tree
-    assert few[0] == (5, (3 * 40 + 8 + 24) * 3, 4)
+    assert few[0] == (5, (3 * 40 + 16 + 24) * 3, 4)
 
 
 def test_memory_beyond_the_shards_is_bounded(tmp_path):

@@ -329,10 +329,10 @@ def test_old_checkpoints_that_cannot_be_removed_are_an_error_on_all_ranks(tmp_pa
     def run(comm):
         from fsharp.checkpoint import saver
 
-        def fail(root, **options):
+        def fail(self, root):
             raise CheckpointError("cannot be removed")
 
-        saver.prune = fail
+        saver.Retention.prune = fail
         made = saver.Saver(root, comm)
         made.save(sharded(comm), step=0)
         try:

@@ -1,18 +1,17 @@
 """Checkpoints made of another library's: named tensors and values, which one process writes as a save does."""
 
 import os
-import secrets
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 
-from fsharp.checkpoint.catalog import Checkpoint, folder_name
+from fsharp.checkpoint.catalog import Checkpoint, folder_name, new_save_id
 from fsharp.checkpoint.entries import Contents, Entry, Piece, Value
 from fsharp.checkpoint.manifest import as_json
 from fsharp.checkpoint.saving import Snapshot, write_snapshot
 from fsharp.checkpoint.shard_file import Tensor, check_names, in_order
-from fsharp.checkpoint.storage import storage_of
+from fsharp.checkpoint.storage import full_path, storage_of
 from fsharp.errors import CheckpointError
 from fsharp.functional.comm.protocol import SingleComm
 
@@ -66,8 +65,9 @@ def write_converted(
     check_names(where, entries)
     filled = [Tensor(entry.name, entry.dtype, entry.shape) for entry in entries.values() if entry.numel]
     tensors = [filled[i] for i in in_order(filled)]
-    save_id = secrets.token_bytes(8).hex()
-    made = f"{os.fspath(root).rstrip('/')}/{folder_name(step, save_id)}"
+    into = full_path(root)
+    save_id = new_save_id(into)
+    made = f"{into}/{folder_name(step, save_id)}"
     contents = Contents(dict(entries), values, {}, [])
     shot = Snapshot(contents, step, config, None, save_id, made, tensors, read(tensors))
     storage_of(made).stage(made)

@@ -1,0 +1,109 @@
+"""Retention: which checkpoints stay, and the removal of all others."""
+
+import math
+import os
+from collections import Counter
+from typing import NamedTuple
+
+from fsharp.annotated import options_checked
+from fsharp.checkpoint.catalog import Checkpoint, created_of, if_complete, newest_first, step_of
+from fsharp.checkpoint.storage import full_path, storage_of
+from fsharp.errors import CheckpointError
+
+_HOUR_S = 3600
+
+
+@options_checked
+def prune(
+    root: str | os.PathLike[str],
+    *,
+    keep: int,
+    best: int = 0,
+    keep_steps: int | None = None,
+    keep_hours: float | None = None,
+) -> list[str]:
+    """Remove complete checkpoints but those that an argument keeps; return the paths of those that were removed.
+
+    Args:
+        root: folder of the checkpoints.
+        keep: how many of the newest stay; at least 1.
+        best: how many of those with the lowest ``metric`` stay besides.
+        keep_steps: of each so many steps, as 1 to 1000, 1001 to 2000, the checkpoint that was saved last stays besides.
+        keep_hours: of each so many hours, counted from 1970, the checkpoint that was saved last stays besides.
+
+    Raises:
+        CheckpointError: an argument that keeps nothing, such as ``keep=0`` or ``keep_steps=0``.
+
+    What is incomplete does not count and is left alone.
+
+    Cost: lists the root. The newest and those that are removed are opened; with ``best`` all are.
+    """
+    retention = Retention(keep, best, keep_steps, keep_hours)
+    retention.check("prune()")
+    return retention.prune(full_path(root))
+
+
+class Retention(NamedTuple):
+    """What stays: see :func:`prune`."""
+
+    keep: int
+    best: int = 0
+    keep_steps: int | None = None
+    keep_hours: float | None = None
+
+    def check(self, where: str) -> None:
+        """Refuse what would leave no checkpoint, or has no meaning."""
+        if self.keep < 1 or self.best < 0:
+            raise CheckpointError(
+                f"{where}: keep is {self.keep}, expected at least 1: the only checkpoint is never removed; best is "
+                f"{self.best}, at least 0."
+            )
+        for name in ("keep_steps", "keep_hours"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < math.inf:
+                raise CheckpointError(f"{where}: {name} is {value!r}, expected a number above 0, or None.")
+
+    def _periods(self, root: str, name: str) -> set[tuple[str, int]]:
+        """The periods of steps and of hours that a checkpoint is in."""
+        found = set()
+        if self.keep_steps is not None:
+            found.add(("steps", math.ceil(step_of(name) / self.keep_steps)))
+        if self.keep_hours is not None:
+            created = created_of(f"{root}/{name}")
+            found.add(("hours", math.floor(created / (self.keep_hours * _HOUR_S)) if math.isfinite(created) else 0))
+        return found
+
+    def prune(self, root: str) -> list[str]:
+        """See :func:`prune`."""
+        names = newest_first(storage_of(root), root)
+        periods = {name: self._periods(root, name) for name in names}
+        sizes = Counter(period for found in periods.values() for period in found)
+        stay, gone, seen = self._best_of(root, names), list[str](), set[tuple[str, int]]()
+        num_newest = 0
+        for name in names:
+            path, new = f"{root}/{name}", periods[name] - seen
+            if path in stay and num_newest >= self.keep:
+                seen |= new
+                continue
+            if num_newest >= self.keep and new and all(sizes[period] == 1 for period in new):
+                continue  # nothing is to be decided: it stays, complete or not
+            if if_complete(path) is None:
+                continue
+            if num_newest < self.keep or new:
+                num_newest += 1
+                seen |= new
+            else:
+                gone.append(path)
+        for path in reversed(gone):
+            storage_of(path).remove(path)
+        return [*reversed(gone)]
+
+    def _best_of(self, root: str, names: list[str]) -> set[str]:
+        found = [each for name in names if self.best and (each := if_complete(f"{root}/{name}")) is not None]
+        return {
+            each.path for each in sorted((each for each in found if not math.isnan(_metric(each))), key=_metric)[: self.best]
+        }
+
+
+def _metric(found: Checkpoint) -> float:
+    return math.nan if found.facts.metric is None else found.facts.metric

@@ -1,0 +1,99 @@
+"""Which checkpoints stay, by number, step, time and metric."""
+
+import os
+
+import pytest
+import torch
+
+import fsharp as fs
+from fsharp.checkpoint import catalog
+from fsharp.checkpoint.manifest import NAME
+from fsharp.errors import CheckpointError
+
+COMM = fs.SingleComm()
+HOUR = 3600.0
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    now = [1000 * HOUR]
+    monkeypatch.setattr(catalog.time, "time", lambda: now[0])
+    return now
+
+
+def save(root, step, **options):
+    return fs.checkpoint.save(root, {"x": torch.ones(3)}, step=step, comm=COMM, **options)
+
+
+def steps(root):
+    return sorted(found.step for found in fs.checkpoint.checkpoints(root))
+
+
+def test_of_each_so_many_steps_the_last_stays(tmp_path):
+    for step in range(300, 3901, 300):
+        save(tmp_path, step)
+    fs.checkpoint.prune(tmp_path, keep=1, keep_steps=1000)
+    assert steps(tmp_path) == [900, 1800, 3000, 3900]
+    assert fs.checkpoint.prune(tmp_path, keep=1, keep_steps=1000) == []
+    save(tmp_path, 600)  # a run that has gone back replaces what it does again
+    save(tmp_path, 3950)
+    fs.checkpoint.prune(tmp_path, keep=1, keep_steps=1000)
+    assert steps(tmp_path) == [600, 1800, 3000, 3950]
+
+
+def test_of_each_so_many_hours_the_last_stays(tmp_path, clock):
+    for step in range(10):
+        clock[0] = (1000 + step / 2) * HOUR
+        save(tmp_path, step)
+    fs.checkpoint.prune(tmp_path, keep=2, keep_hours=2)
+    assert steps(tmp_path) == [3, 7, 8, 9]
+    with fs.checkpoint.Saver(tmp_path, COMM, keep=1, keep_hours=2) as saver:
+        for step in (10, 11, 12):
+            clock[0] = (1000 + step / 2) * HOUR
+            saver.save({"x": torch.ones(3)}, step=step)
+    assert steps(tmp_path) == [3, 7, 11, 12]
+
+
+def test_what_is_kept_adds_up(tmp_path):
+    for step, metric in zip(range(1, 9), (1.0, 5.0, 0.5, float("nan"), 3.0, 2.0, None, 9.0), strict=True):
+        save(tmp_path, step, metric=metric)
+    fs.checkpoint.prune(tmp_path, keep=1, best=2, keep_steps=4)
+    assert steps(tmp_path) == [1, 3, 4, 8]
+
+
+def test_what_is_incomplete_is_not_the_one_that_stays(tmp_path):
+    paths = [save(tmp_path, step).path for step in (1, 2, 3, 4, 5)]
+    os.remove(f"{paths[3]}/{NAME}")
+    fs.checkpoint.prune(tmp_path, keep=1, keep_steps=4)
+    assert steps(tmp_path) == [3, 5]
+    assert os.path.exists(paths[3])
+
+
+def test_what_stays_is_not_opened_again(tmp_path, monkeypatch):
+    for step in range(10, 200, 10):
+        save(tmp_path, step)
+    fs.checkpoint.prune(tmp_path, keep=1, keep_steps=10)
+    opened = []
+    real = catalog._opened
+    monkeypatch.setattr(catalog, "_opened", lambda storage, path: [opened.append(path), real(storage, path)][1])
+    assert fs.checkpoint.prune(tmp_path, keep=2, keep_steps=10) == []
+    assert len(opened) == 2
+
+
+@pytest.mark.parametrize("options", [{"keep_steps": 0}, {"keep_hours": -1.0}, {"keep_hours": float("nan")}])
+def test_what_keeps_nothing_is_refused(tmp_path, options):
+    [(name, value)] = options.items()
+    for act in (
+        lambda: fs.checkpoint.prune(tmp_path, keep=1, **options),
+        lambda: fs.checkpoint.Saver(tmp_path, COMM, **options),
+    ):
+        with pytest.raises(CheckpointError, match=rf"{name} is {value!r}, expected a number above 0"):
+            act()
+
+
+def test_a_run_keeps_by_steps(tmp_path):
+    with fs.resilience.Run(tmp_path, comm=COMM, total=9, save_every=1, keep=1, keep_steps=4) as run:
+        tree = run.resume({"x": torch.zeros(2)})
+        for _ in run.steps():
+            tree = run.end_step(tree)
+    assert steps(tmp_path) == [4, 8, 9]
