@@ -54,13 +54,23 @@ MAY_IMPORT = {
     "stateful/units": {"stateful/schedule", "stateful/transport", "stateful/units"},
     "stateful/runtime": {f"stateful/{name}" for name in ("schedule", "inspect", "transport", "units", "runtime")},
     "stateful/modules/initial": {"stateful/modules/initial"},
+    "stateful/modules/values": {"stateful/modules/initial", "stateful/modules/values"},
     "stateful/modules/torch_tools": {"stateful/runtime", "stateful/modules/torch_tools"},
     "stateful/modules/parts": {
         f"stateful/{name}" for name in ("runtime", "modules/initial", "modules/torch_tools", "modules/parts")
     },
     "stateful/modules": {
         f"stateful/{name}"
-        for name in ("schedule", "units", "runtime", "modules", "modules/initial", "modules/torch_tools", "modules/parts")
+        for name in (
+            "schedule",
+            "units",
+            "runtime",
+            "modules",
+            "modules/initial",
+            "modules/values",
+            "modules/torch_tools",
+            "modules/parts",
+        )
     },
     "stateful/modules/optim": {
         f"stateful/{name}" for name in ("units", "runtime", "modules", "modules/initial", "modules/parts", "modules/optim")

@@ -79,6 +79,6 @@ def test_annotations_in_words():
     assert in_words(None | str | torch.dtype) == "a str or a dtype or None"
 
 
-def test_a_precision_is_no_dictionary():
-    with pytest.raises(OptionError, match=r"plan\(\): precision is {'compute': torch.bfloat16}, expected a Precision"):
+def test_a_precision_is_no_dictionary_of_dtypes():
+    with pytest.raises(OptionError, match=r"plan\(\): precision\['compute'\] is torch.bfloat16, expected a Precision"):
         fs.plan({"w": torch.ones(2)}, fs.Mesh({"dp": 1}), fs.zero3("dp"), precision={"compute": torch.bfloat16})

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 
-from fsharp.functional.layout.precision import dtype_name
+from fsharp.functional.layout.precision import Dtypes, dtype_name
 from fsharp.functional.layout.unit_layout import Leaf, UnitLayout
 
 
@@ -25,11 +25,10 @@ def describe_units(units: Sequence[UnitLayout]) -> dict[str, str]:
         "frozen": leaves(lambda u, leaf: leaf.group >= 0 and not u.groups[leaf.group].trainable),
         "labels": leaves(lambda u, leaf: u.groups[leaf.group].label if leaf.group >= 0 else "tied"),
         "ties": leaves(lambda _, leaf: leaf.tied_to),
-        "precision": groups(
-            lambda u: [
-                "/".join(map(dtype_name, (g.dtypes.compute, g.dtypes.main, g.dtypes.wire, g.dtypes.accumulate)))
-                for g in u.groups
-            ]
-        ),
+        "precision": leaves(lambda u, leaf: _four(u.groups[leaf.group].dtypes) if leaf.group >= 0 else "tied"),
         "containers": groups(lambda u: u.spec),
     }
+
+
+def _four(dtypes: Dtypes) -> str:
+    return "/".join(map(dtype_name, (dtypes.compute, dtypes.main, dtypes.wire, dtypes.accumulate)))

@@ -14,7 +14,7 @@ from fsharp.functional.layout.mesh import Mesh
 from fsharp.functional.layout.packing import Atom, Element, Rows, Whole, pack
 from fsharp.functional.layout.paths import Patterns, assign, chosen, flatten, join
 from fsharp.functional.layout.placement import P, Strategy
-from fsharp.functional.layout.precision import Precision
+from fsharp.functional.layout.precision import Precision, Precisions, check_precisions
 from fsharp.functional.layout.unit_layout import Group, Leaf, UnitLayout
 from fsharp.functional.layout.units import cut_at, unit_names
 
@@ -29,7 +29,7 @@ def plan(
     frozen: Patterns = (),
     atoms: Atom | Mapping[str, Atom] = Element(),
     labels: str | Mapping[str, str] | Callable[[str], str] = "default",
-    precision: Precision = Precision(),
+    precision: Precisions = Precision(),
 ) -> Layout:
     """Lay out a tree of tensors on a mesh.
 
@@ -53,7 +53,7 @@ def plan(
         frozen: leaves without gradients and optimizer state. Leaves that are not floating-point are frozen anyway.
         atoms: what must not be cut, of all leaves or by pattern; under a partition spec that cuts, a row at least.
         labels: names by which :func:`~fsharp.partition` selects an update rule, of all leaves or by pattern.
-        precision: dtypes of parameters, main copy and gradients.
+        precision: dtypes of parameters, main copy and gradients, of all leaves or by pattern.
 
     Returns:
         The layout. Leaves that are the same view of the same storage are stored once.
@@ -63,7 +63,9 @@ def plan(
         PatternError: a pattern that matches nothing, or unit patterns that overlap.
         StrategyError: a strategy whose axes are not the mesh's, or a partition spec with an axis that the mesh does not have.
         LayoutError: leaves that share storage without being the same view, tied leaves that disagree on a rule, leaves of one
-            unit with different strategies, or a partition spec that does not fit the shape of a leaf.
+            unit with different strategies, a partition spec that does not fit the shape of a leaf, or a precision that says
+            how to cast inputs or outputs, which only modules have.
+        OptionError: an option of a type that it cannot have.
 
     Cost: no tensor is read or allocated; time grows with the number of leaves and not with the number of ranks.
     """
@@ -82,10 +84,11 @@ def plan(
             raise LayoutError(f"plan(): the atom of {path!r} is {atom!r}, expected Element(), Rows(n) or Whole().")
     atom_of |= {path: Rows(1) for path, spec in specs.items() if spec.axes and atom_of[path] == Element()}
     label_of = assign("plan(labels=...)", labels, paths, default="default")
+    precision_of = _precisions(precision, paths)
 
     def key(path: str, tensor: torch.Tensor) -> tuple[Any, ...]:
         trainable = tensor.is_floating_point() and path not in frozen_paths
-        return precision.resolve(tensor.dtype), trainable, label_of[path]
+        return precision_of[path].resolve(tensor.dtype), trainable, label_of[path]
 
     rules = {path: (*key(path, tensor), atom_of[path]) for path, tensor in zip(paths, leaves)}
     _check_ties(ties, rules, {path: strategies[unit_of[path]].full.varying for path in paths}, specs)
@@ -134,6 +137,18 @@ def _unit(
             )
         )
     return UnitLayout(name, mesh, strategy, tuple(leaves), tuple(groups), optree.tree_structure(subtree))
+
+
+def _precisions(precision: Precisions, paths: Sequence[str]) -> dict[str, Precision]:
+    check_precisions("plan()", precision)
+    found: dict[str, Precision] = assign("plan(precision=...)", precision, paths, default=Precision())
+    for path, each in found.items():
+        if each != each.of_parameters:
+            raise LayoutError(
+                f"plan(): the precision of {path!r} is {each!r}, whose output or cast_inputs is for modules: "
+                "shard_module(precision=...) casts what they take and return. In a function, write x.to(dtype) there."
+            )
+    return found
 
 
 def within(path: str, unit: str) -> str:
@@ -248,6 +263,7 @@ def _check_ties(
     for path, owner in ties.items():
         facts = (
             ("frozen", not rules[owner][1], not rules[path][1]),
+            ("precision", rules[owner][0], rules[path][0]),
             ("label", rules[owner][2], rules[path][2]),
             ("the partition spec", specs.get(owner), specs.get(path)),
             ("atom", rules[owner][3], rules[path][3]),

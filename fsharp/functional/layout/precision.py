@@ -1,10 +1,11 @@
 """Which dtype each kind of state has: what parameters rest and travel in, the main copy, the gradients' wire and sum."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 import torch
 
-from fsharp.errors import LayoutError
+from fsharp.errors import LayoutError, OptionError
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,15 +19,23 @@ class Precision:
         wire: the dtype in which gradients travel; ``None`` means ``compute``'s. The sum over ranks is taken in
             ``accumulate`` by backends that add on arrival (all but NCCL's own reductions).
         accumulate: the dtype in which gradients rest and are summed; ``None`` means ``main``'s.
+        output: the dtype to which floating-point outputs of a module are cast; ``None`` leaves them. For
+            :func:`~fsharp.shard_module`.
+        cast_inputs: whether floating-point inputs of a module are cast to ``compute``, if that is given. For
+            :func:`~fsharp.shard_module`.
     """
 
     compute: torch.dtype | None = None
     main: torch.dtype | None = None
     wire: torch.dtype | None = None
     accumulate: torch.dtype | None = None
+    output: torch.dtype | None = None
+    cast_inputs: bool = True
 
     def __post_init__(self) -> None:
-        for name in ("compute", "main", "wire", "accumulate"):
+        if not isinstance(self.cast_inputs, bool):
+            raise OptionError(f"Precision(): cast_inputs is {self.cast_inputs!r}, expected True or False.")
+        for name in ("compute", "main", "wire", "accumulate", "output"):
             dtype = getattr(self, name)
             if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
                 raise LayoutError(f"Precision(): {name} is {dtype!r}, expected a floating-point torch.dtype or None.")
@@ -37,6 +46,26 @@ class Precision:
             return Dtypes(dtype, dtype, dtype, dtype)
         compute, main = self.compute or dtype, self.main or dtype
         return Dtypes(compute, main, self.wire or compute, self.accumulate or main)
+
+    @property
+    def of_parameters(self) -> "Precision":
+        """The same without what is said of a module's inputs and outputs."""
+        return replace(self, output=None, cast_inputs=True)
+
+
+Precisions = Precision | Mapping[str, Precision]
+"""One precision, or precisions by pattern of key paths, the last that matches counting."""
+
+
+def check_precisions(where: str, precision: Precisions) -> None:
+    """Refuse what is no precision.
+
+    Raises:
+        OptionError: the pattern, and what it stands for.
+    """
+    for pattern, each in precision.items() if isinstance(precision, Mapping) else ():
+        if not isinstance(each, Precision):
+            raise OptionError(f"{where}: precision[{pattern!r}] is {each!r:.80}, expected a Precision.")
 
 
 @dataclass(frozen=True, slots=True)

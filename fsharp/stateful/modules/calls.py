@@ -16,9 +16,9 @@ from fsharp.functional.forward import forward
 from fsharp.functional.layout.layout import Layout
 from fsharp.functional.layout.sharded import units_of
 from fsharp.stateful.modules.initial.dtensors import Spec, dressed, local
-from fsharp.stateful.modules.outputs import reaching, replaced, tensors_in, without_parameters
 from fsharp.stateful.modules.parameter_slots import ParameterSlots, Structure, members_of, owners, swapped_in
-from fsharp.stateful.modules.side_outputs import SideOutputs
+from fsharp.stateful.modules.values.outputs import reaching, replaced, tensors_in, without_parameters
+from fsharp.stateful.modules.values.side_outputs import SideOutputs
 
 
 class ParameterSource:

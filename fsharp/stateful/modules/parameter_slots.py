@@ -168,13 +168,13 @@ def leafmost(paths: Iterable[str]) -> list[str]:
 def owners(layout: Layout, chosen: Iterable[str]) -> Mapping[str, list[str]]:
     """By module path, the units that are gathered when that module is called; ``""`` is the root.
 
-    Each unit belongs to the innermost chosen module that it is in.
+    Each unit belongs to the innermost chosen module that it is in. A chosen module may have none: units in it have all.
     """
     every = {"": [], **{path: [] for path in chosen}}  # type: dict[str, list[str]]
     for unit in layout.units:
         above = [path for path in every if not path or unit.name == path or unit.name.startswith(f"{path}.")]
         every[max(above, key=len)].append(unit.name)
-    return {path: names for path, names in every.items() if names or not path}
+    return every
 
 
 class _Member(NamedTuple):

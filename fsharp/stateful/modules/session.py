@@ -24,8 +24,9 @@ from fsharp.stateful.modules.initial.dtensors import Spec, dressed
 from fsharp.stateful.modules.mean_gradients import MeanGradients
 from fsharp.stateful.modules.module_state import ModuleState
 from fsharp.stateful.modules.module_step import ModuleStep
-from fsharp.stateful.modules.outputs import tensors_in
 from fsharp.stateful.modules.parameter import Part, ShardedParameter
+from fsharp.stateful.modules.values.casts import Cast
+from fsharp.stateful.modules.values.outputs import tensors_in
 from fsharp.stateful.runtime.boundary import before_backward, in_backward
 from fsharp.stateful.runtime.scheduler import Scheduler
 
@@ -41,7 +42,7 @@ class Session:
         chosen: paths of the modules that are gathered by themselves.
         state: parameters and main copies; no optimizer state.
         scheduler: runs everything.
-        input_dtype: of floating-point tensors that the root is called with; None leaves them.
+        casts: of inputs and outputs, by path of the module, for those that have one.
         specs: of the parameters that are DTensors, by path.
 
     Attributes:
@@ -62,10 +63,10 @@ class Session:
         state: TrainState,
         scheduler: Scheduler,
         *,
-        input_dtype: torch.dtype | None = None,
+        casts: Mapping[str, Cast] = {},
         specs: Mapping[str, Spec] = {},
     ) -> None:
-        self.layout, self.scheduler, self.input_dtype = layout, scheduler, input_dtype
+        self.layout, self.scheduler, self.casts = layout, scheduler, casts
         scheduler.main_stays = True  # the module shows them
         self.kept = ModuleState(layout, state, scheduler)  # which hears of others' errors while it waits
         self.parameters: dict[str, ShardedParameter] = {}
@@ -81,14 +82,19 @@ class Session:
     # ------------------------------------------------------------ computing
 
     def call(self, module: nn.Module, path: str, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """``fn(*args, **kwargs)``, the code of ``module``, which is at ``path``, with its units gathered."""
+        """``fn(*args, **kwargs)``, the code of ``module`` at ``path``, with its units gathered, and inputs and outputs cast."""
+        cast = self.casts.get(path)
+        if cast is None:
+            return self._call(module, path, fn, args, kwargs)
+        args, kwargs = cast.of_inputs((args, kwargs))
+        return cast.of_outputs(self._call(module, path, fn, args, kwargs))
+
+    def _call(self, module: nn.Module, path: str, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.is_unsharded:
             raise ScheduleError(
                 "the model was called inside of unsharded(), where its parameters are not its own. Call it outside."
             )
         source = self.calls.source
-        if not path and self.input_dtype is not None:
-            args, kwargs = torch_pytree.tree_map(self._cast, (args, kwargs))
         if source is None and in_backward() and self.step.params is not None:  # a checkpointed module computes again
             source = ParameterSource(self.step.params, self.scheduler)
         if source is not None:
@@ -118,9 +124,6 @@ class Session:
             # Here, too: what is inside may be in a reentrant checkpoint, whose backward is a pass within the pass.
             before_backward(tensors_in(out, path), torch_pytree.tree_leaves((args, kwargs)), self.step.on_backward)
             return out
-
-    def _cast(self, x: Any) -> Any:
-        return x.to(self.input_dtype) if isinstance(x, torch.Tensor) and x.is_floating_point() else x
 
     # ------------------------------------------------------------ what parts ask for
 

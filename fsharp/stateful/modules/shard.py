@@ -23,7 +23,7 @@ from fsharp.functional.layout.mesh import Mesh
 from fsharp.functional.layout.paths import Patterns
 from fsharp.functional.layout.placement import P, Strategy, zero3
 from fsharp.functional.layout.plan import plan
-from fsharp.functional.layout.precision import Precision
+from fsharp.functional.layout.precision import Precision, Precisions, check_precisions
 from fsharp.functional.optim.base import Transform
 from fsharp.functional.state import init_state
 from fsharp.stateful.modules.entry_points import enter_by, entries_of
@@ -33,8 +33,9 @@ from fsharp.stateful.modules.module import ShardedModule
 from fsharp.stateful.modules.parameter import ShardedParameter
 from fsharp.stateful.modules.parameter_slots import Units, chosen_modules, grouped, leafmost, owners
 from fsharp.stateful.modules.session import Session
-from fsharp.stateful.modules.side_outputs import refuse_kept
 from fsharp.stateful.modules.torch_tools.wrappers import check_shardable, watch_wrappers
+from fsharp.stateful.modules.values.casts import casts_of
+from fsharp.stateful.modules.values.side_outputs import refuse_kept
 from fsharp.stateful.runtime.scheduler import Scheduler
 from fsharp.stateful.schedule.policy import Policy
 
@@ -48,7 +49,7 @@ def shard_module(
     mesh: DeviceMesh | Mesh | Comm | None = None,
     strategy: Strategy | P | Mapping[str, Strategy | P] | None = None,
     units: Units | Sequence[Units] | None = None,
-    precision: Precision = Precision(),
+    precision: Precisions = Precision(),
     policy: Policy | None = None,
     methods: str | Sequence[str] = (),
     key: int = 0,
@@ -84,7 +85,9 @@ def shard_module(
             predicates on path and module, or several of these. They may nest; what is in none of them is gathered with the
             root. None gathers everything with the root. A tuple or list in a list is a group, ``[Block, ("norm", "head")]``:
             modules that run after one another, and share one gather and one reduction in a step that follows its schedule.
-        precision: dtypes. Floating-point inputs are cast to ``precision.compute``, if it has one.
+        precision: dtypes, of all parameters or by pattern of paths, the last that matches counting. Floating-point inputs of
+            the root and of each of ``units`` are cast to the ``compute`` of its precision, and outputs to ``output``, where
+            these are given: ``{"**": Precision(torch.bfloat16, torch.float32), "norm": Precision(torch.float32)}``.
         policy: of the scheduler.
         methods: names of other methods than ``forward``, of the root or of chosen modules, that parameters are gathered for:
             entry points such as ``"encode"``. Those that only call modules, as ``generate`` calls the root, need not be named.
@@ -102,6 +105,8 @@ def shard_module(
 
     Raises:
         PatternError: units that match no module, methods that none of these has.
+        OptionError: an option of a type that it cannot have, such as a pattern that stands for no Precision.
+        LayoutError: a unit of whose parameters none has the precision that its inputs and outputs have.
         TreeError: a module without parameters; parameters that are of a class of their own, sparse, or complex and to be
             trained; a module that DDP, FSDP or fully_shard() has; tensors on the meta device that nothing initializes.
         MeshError: a mesh without this process, or one that parameters are distributed over already.
@@ -125,8 +130,13 @@ def shard_module(
     trained = {path for path, each in module.named_parameters(remove_duplicate=False) if each.requires_grad}
     frozen: Patterns = lambda path: path not in trained  # noqa: E731
     where, named = strategy or zero3(*comm.mesh.names), leafmost(chosen) or None
-    layout = plan(tree, comm.mesh, where, units=named, frozen=frozen, precision=precision, **plan_options)
-    start = initial_values(module, tree, layout, comm, key=key, initialize=initialize, sync_from=sync_from)
+    check_precisions("shard_module()", precision)
+    rules = {"**": precision} if isinstance(precision, Precision) else precision
+    dtypes = {pattern: each.of_parameters for pattern, each in rules.items()}
+    layout = plan(tree, comm.mesh, where, units=named, frozen=frozen, precision=dtypes, **plan_options)
+    casts = casts_of(rules, chosen, [unit.full_path(leaf) for unit in layout.units for leaf in unit.leaves])
+    said = {"casts": "\n".join(f"{path or '(root)'}: {cast}" for path, cast in casts.items())}
+    start = initial_values(module, tree, layout, comm, key=key, initialize=initialize, sync_from=sync_from, settings=said)
     state = init_state(_NOTHING, start, comm=comm, donate=True)
     del tree, start
     policy = policy or Policy()
@@ -135,7 +145,7 @@ def shard_module(
         named_groups = [tuple(name for path in group for name in of_module.get(path, ())) for group in groups]
         policy = replace(policy, together=(*policy.together, *named_groups))
     scheduler = Scheduler(comm, policy=policy)
-    session = Session(module, layout, list(chosen), state, scheduler, input_dtype=precision.compute, specs=specs)
+    session = Session(module, layout, list(chosen), state, scheduler, casts=casts, specs=specs)
     session.show()
     for path in session.calls.owners:
         each = module.get_submodule(path)

@@ -83,7 +83,7 @@ DIFFERENT = {
     "atoms": (sharding(atoms=on_one(fs.layout.Rows(2), fs.layout.Element())), ["w: element", "rank 1: b: 2 rows; w: 2 rows"]),
     "precision": (
         sharding(precision=on_one(fs.Precision(torch.bfloat16), fs.Precision())),
-        ["rank 1: (root): ['bfloat16/float32/bfloat16/float32']"],
+        ["rank 1: b: bfloat16/float32/bfloat16/float32; w: bfloat16/float32/bfloat16/float32"],
     ),
     "key": (initialising(on_one(7, 3)), ["ranks 0, 2: 3", "rank 1: 7"]),
     "tx": (

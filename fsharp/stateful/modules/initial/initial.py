@@ -1,6 +1,6 @@
 """Initial values of a module's parameters on this rank: cut from those it has or one rank has, or made where there are none."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -34,6 +34,7 @@ def initial_values(
     key: int,
     initialize: Initialize | None = None,
     sync_from: int | None = None,
+    settings: Mapping[str, str] = {},
 ) -> Any:
     """Shards at the optimizer's place. Buffers on the meta device are given values.
 
@@ -45,6 +46,7 @@ def initial_values(
         key: seed. What a submodule draws depends on the key and its path alone.
         initialize: called for a submodule instead of its own ``reset_parameters()``.
         sync_from: the rank whose parameters and buffers all ranks take; None compares parameters instead.
+        settings: more that ranks compare, text by name.
 
     Raises:
         TreeError: tensors on the meta device that nothing initializes: on all ranks, by their paths.
@@ -66,6 +68,7 @@ def initial_values(
         "key": repr(key),
         "initialize": getattr(initialize, "__qualname__", type(initialize).__qualname__),
         "sync_from": repr(sync_from),
+        **settings,
         **({"on the meta device": "\n".join(meta)} if sync_from is None else {"buffers": _about_buffers(module)}),
     }
     together("shard_module()", comm, check, lambda _: {**describe_units(layout.units), **how})

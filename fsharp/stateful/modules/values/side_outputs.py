@@ -11,7 +11,7 @@ from torch import nn
 
 from fsharp.errors import TreeError
 from fsharp.stateful.modules.initial.dtensors import local
-from fsharp.stateful.modules.outputs import replaced, tensors_in, views_of
+from fsharp.stateful.modules.values.outputs import replaced, tensors_in, views_of
 
 _OWN = frozenset(vars(nn.Module())) | {"_flat_weights", "_fsharp", "_fsharp_own", "_fsharp_computes"}
 _CONTAINERS = frozenset({list, dict, set, tuple, deque, OrderedDict, defaultdict})

@@ -53,7 +53,7 @@ def tensors_in(value: Any, path: str, *, late: Literal["refuse", "leave"] = "ref
                     f"module {path!r} gives away a {type(each).__name__}, which computes when parameters are released. Give a "
                     "list."
                 )
-            todo += _parts(each)[0]
+            todo += parts(each)[0]
     return list(found.values())
 
 
@@ -81,7 +81,8 @@ def views_of(parameters: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]
     return [x for x in tensors if x.numel() and not x.is_meta and local(x).untyped_storage().data_ptr() in mine]
 
 
-def _parts(value: Any) -> Parts:
+def parts(value: Any) -> Parts:
+    """Return what is in a value, one level deep, and a function that puts other things in its place."""
     registered = None if type(value) in _BUILT_IN else torch_pytree.SUPPORTED_NODES.get(type(value))
     if registered is not None:  # not by tree_flatten(), which leaves a circle of functions that has the value
         inside, context = registered.flatten_fn(value)
@@ -139,7 +140,7 @@ def _filled(value: Any, by_id: Mapping[int, torch.Tensor], seen: dict[int, Any],
     if id(value) in seen:
         return seen[id(value)]
     seen[id(value)] = value  # of a circle that leads through a tuple the old one
-    old, fill = _parts(value)
+    old, fill = parts(value)
     new = [_filled(each, by_id, seen, path) for each in old]
     if any(a is not b for a, b in zip(old, new, strict=True)):
         try:

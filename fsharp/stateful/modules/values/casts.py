@@ -1,0 +1,100 @@
+"""Casts: which dtype a module's inputs and outputs have, and values with their tensors in that dtype."""
+
+import copy
+import dataclasses
+from collections import deque
+from collections.abc import Collection, Iterable, Mapping, MutableMapping
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch.utils import _pytree as torch_pytree
+
+from fsharp.errors import LayoutError, problem
+from fsharp.functional.layout.paths import assign, selects
+from fsharp.functional.layout.precision import Precision
+from fsharp.stateful.modules.values.outputs import parts
+
+T = TypeVar("T")
+
+
+class Cast(NamedTuple):
+    """What becomes of floating-point tensors that a module takes and returns.
+
+    Attributes:
+        inputs: the dtype that it computes with; None leaves them.
+        outputs: the dtype of what it returns; None leaves them.
+    """
+
+    inputs: torch.dtype | None
+    outputs: torch.dtype | None
+
+    def of_inputs(self, value: T) -> T:
+        """Return the value with its tensors in the dtype of inputs."""
+        return value if self.inputs is None else cast(value, self.inputs)
+
+    def of_outputs(self, value: T) -> T:
+        """Return the value with its tensors in the dtype of outputs."""
+        return value if self.outputs is None else cast(value, self.outputs)
+
+
+def casts_of(rules: Mapping[str, Precision], chosen: Iterable[str], leaves: Collection[str]) -> dict[str, Cast]:
+    """Return by path the casts of the root and of chosen modules, of those that have any.
+
+    Args:
+        rules: precisions by pattern; the last that selects a module's own path is the module's.
+        chosen: paths of the modules that are gathered by themselves.
+        leaves: paths of all parameters.
+
+    Raises:
+        LayoutError: no parameter in a chosen module has the module's own precision.
+    """
+    of_leaf = assign("shard_module(precision=...)", rules, leaves := list(leaves), default=Precision())
+    casts = {}
+    for path in ["", *chosen]:
+        mine = ([Precision()] + [rule for pattern, rule in rules.items() if selects(pattern, path)])[-1]
+        inside = [leaf for leaf in leaves if leaf.startswith(f"{path}.")]
+        if path and all(of_leaf[leaf] != mine for leaf in inside):
+            raise LayoutError(
+                problem(
+                    "shard_module(precision=...)",
+                    f"the module {path!r} casts its inputs by one precision, and all of its parameters have others.",
+                    [(repr(path), mine), (repr(inside[0]), of_leaf[inside[0]])],
+                    f"Name the module: a pattern {path!r} selects it and all of its parameters.",
+                )
+            )
+        found = Cast(mine.compute if mine.cast_inputs else None, mine.output)
+        if found != (None, None):
+            casts[path] = found
+    return casts
+
+
+def cast(value: T, dtype: torch.dtype) -> T:
+    """Return the value with its floating-point tensors in a dtype, as another one if any of them has another dtype.
+
+    Looks into containers of any class, dataclasses, and pytrees of torch; other objects stay as they are. What holds no tensor
+    of another dtype is the same object as before, so that whoever has it sees what the module writes to it.
+
+    Args:
+        value: any object; nothing is changed in it.
+        dtype: a floating-point dtype.
+    """
+    result: T = _cast(value, dtype, set())
+    return result
+
+
+def _cast(value: Any, dtype: torch.dtype, around: set[int]) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.to(dtype) if value.is_floating_point() else value
+    if not _is_container(value) or id(value) in around:
+        return value
+    around.add(id(value))
+    old, _ = parts(value)
+    new = [_cast(each, dtype, around) for each in old]
+    around.remove(id(value))
+    return value if all(a is b for a, b in zip(old, new, strict=True)) else parts(copy.copy(value))[1](new)
+
+
+def _is_container(value: Any) -> bool:
+    if isinstance(value, list | tuple | set | deque | MutableMapping) or type(value) in torch_pytree.SUPPORTED_NODES:
+        return True
+    return dataclasses.is_dataclass(value) and not isinstance(value, type)
