@@ -1,4 +1,4 @@
-"""What annotations say of values: whether a value fits, and in which words to say what was expected."""
+"""Checks of values against type annotations, and the words in which an error says what was expected."""
 
 import inspect
 import numbers
@@ -19,9 +19,10 @@ _WORDS: dict[Any, str] = {int: "an int", float: "a number", bool: "True or False
 
 @cache
 def fits(hint: Any) -> Callable[[Any], bool]:
-    """Return a function that tells whether a value is what an annotation says.
+    """Return a function that tells whether a value fits a type annotation.
 
-    A number is no bool, and a sequence is no str. What is in a mapping is not looked at, and protocols fit everything.
+    A bool does not fit a number, and a str does not fit a sequence. Items of mappings are not checked. Every value fits a
+    protocol.
     """
     origin, args = get_origin(hint), get_args(hint)
     kind = hint if origin is None else origin
@@ -46,7 +47,7 @@ def fits(hint: Any) -> Callable[[Any], bool]:
 
 
 def in_words(hint: Any) -> str:
-    """Return what an annotation says, for an error."""
+    """Return a type annotation in words, for an error: ``int | None`` as "an int or None"."""
     origin, args = get_origin(hint), get_args(hint)
     if origin in (Union, UnionType):
         return " or ".join(in_words(arg) for arg in sorted(args, key=lambda arg: arg is NoneType))
@@ -68,7 +69,7 @@ def _hints(of: Any) -> dict[str, tuple[Callable[[Any], bool], Any]]:
 
 
 def wrong_field(row: Any) -> str:
-    """Return which field of a dataclass or NamedTuple does not fit its annotation, and what was expected; empty if all fit."""
+    """Return a text about the first field of a dataclass or NamedTuple that does not fit its annotation; empty if all fit."""
     kind: Any = type(row)
     for name, (fit, hint) in _hints(kind).items():
         if not fit(value := getattr(row, name)):

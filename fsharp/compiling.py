@@ -1,7 +1,7 @@
-"""Where torch.compile meets this library: functions of the user are compiled, and what is done around them is not.
+"""Boundaries of torch.compile: the user's functions are compiled, and this library's functions around them are not.
 
-A graph must hold no collective and no memory that is released behind its back. So a graph ends where a function of this
-library is called, and another one may begin where that calls a function of the user.
+A graph must not contain a collective, or memory that this library releases. So a graph ends where a function of this library
+is called, and another graph may begin where this library calls a function of the user.
 """
 
 import functools
@@ -15,7 +15,7 @@ from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_co
 F = TypeVar("F", bound=Callable[..., Any])
 
 _compiler: ContextVar[Any] = ContextVar("compiler", default=None)
-"""What compiles the functions that are called by the innermost one of :func:`uncompiled`."""
+"""The frame evaluation callback that was on when the innermost function of :func:`uncompiled` was called; None if none was."""
 
 _REASON = (
     "fsharp gathers and releases parameters between graphs. Leave out fullgraph=True, or compile what computes within a unit: "
@@ -24,12 +24,12 @@ _REASON = (
 
 
 def skip_frame(function: Callable[..., Any]) -> None:
-    """Have ``torch.compile`` make no graph of a call of this function; of what the function calls it does."""
+    """Have ``torch.compile`` skip this function, but still compile the functions that it calls."""
     set_code_exec_strategy(function.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.DEFAULT))
 
 
 def uncompiled(function: F) -> F:
-    """``function``, run as it is by code that ``torch.compile`` compiles: a graph ends before it, and one begins behind it."""
+    """Return ``function``, marked as not to be compiled: a graph ends before a call of it, and another begins behind it."""
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -50,7 +50,7 @@ def uncompiled(function: F) -> F:
 
 
 def compiled_by_caller(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """``function(*args, **kwargs)``, compiled if the innermost function of :func:`uncompiled` was called by compiled code."""
+    """Call ``function``, compiled if the innermost function of :func:`uncompiled` was called by compiled code."""
     compiler = _compiler.get()
     if compiler is None:
         return function(*args, **kwargs)
@@ -68,7 +68,7 @@ skip_frame(compiled_by_caller)
 
 @contextmanager
 def nothing_compiled() -> Iterator[None]:
-    """In this context :func:`compiled_by_caller` compiles nothing."""
+    """Have :func:`compiled_by_caller` compile nothing in this context."""
     token = _compiler.set(None)
     try:
         yield

@@ -16,7 +16,7 @@ class StrategyError(FsharpError, ValueError):
 
 
 class OptionError(FsharpError, TypeError):
-    """An option whose value is of a type that it cannot have."""
+    """An option has a value of the wrong type."""
 
 
 class PatternError(FsharpError, ValueError):

@@ -109,7 +109,7 @@ class Checkpoint:
 
     @cached_property
     def folder(self) -> str:
-        """Of its files: its path, or of a file that others have written the folder that has it."""
+        """The folder of this checkpoint's files: its path, or the parent folder if its path is a file of another library."""
         is_file = any(file.digest is None for file in self.facts.files) and huggingface.is_file(
             storage_of(self.path), self.path
         )
@@ -117,7 +117,7 @@ class Checkpoint:
 
     @cached_property
     def reader(self) -> Reader:
-        """Reads of its files; opens each of these once, however many tensors are asked for."""
+        """The reader of this checkpoint's files, which opens each file once, however many tensors are asked for."""
         return Reader(self.folder, self.manifest)
 
     @cached_property
@@ -153,7 +153,7 @@ class Checkpoint:
         return sorted([*self.manifest.tensors, *self.manifest.aliases])
 
     def tensor(self, name: str) -> torch.Tensor:
-        """Return a whole tensor, on the CPU. Needs no process group, and no tree of the same shape.
+        """Return a whole tensor, on the CPU. The caller needs no process group, and no tree of the same shape.
 
         Args:
             name: one of :attr:`names`.
@@ -243,12 +243,12 @@ def _folders(storage: Storage, root: str) -> list[str]:
 
 
 def has_checkpoints(root: str) -> bool:
-    """Return whether there is a checkpoint under ``root``, readable or not. What never came to have a manifest is none."""
+    """Return whether there is a checkpoint under ``root``, readable or not. A folder without a manifest is not a checkpoint."""
     return any(_with_manifest(root))
 
 
-def problems(root: str) -> list[str]:
-    """Return what is wrong with checkpoints under ``root`` that are not complete. What never had a manifest is none."""
+def problems_of(root: str) -> list[str]:
+    """Return an error message for each checkpoint under ``root`` that cannot be opened. Ignores folders without a manifest."""
     found = []
     for path in _with_manifest(root):
         try:
@@ -310,8 +310,8 @@ def latest(root: str | os.PathLike[str]) -> Checkpoint | None:
     return newest
 
 
-def newest_but(root: str, damaged: Collection[str]) -> Checkpoint | None:
-    """Return what :func:`latest` does, but for checkpoints whose paths are in ``damaged``."""
+def newest_except(root: str, damaged: Collection[str]) -> Checkpoint | None:
+    """Return the newest complete checkpoint whose path is not in ``damaged``; None if there is none. See :func:`latest`."""
     return next((each for each in complete(root) if each.path not in damaged), None) if damaged else latest(root)
 
 
@@ -340,10 +340,10 @@ def verify(path: str | os.PathLike[str]) -> Checkpoint:
 
 
 def remove_incomplete(root: str | os.PathLike[str]) -> list[str]:
-    """Remove what saves have left that did not come to their end; what was removed. No other job may save under this root.
+    """Remove the folders of interrupted saves, and return their paths. No other job may save under this root.
 
-    A folder goes if each of its files begins as the save of its name writes that file, which may be cut off anywhere. A folder
-    with anything else in it stays, and is logged as a warning.
+    A folder is removed if each file in it begins as the save with the folder's save id writes that file; files may be cut off
+    anywhere. A folder with any other file in it stays, and a warning names the folder.
     """
     folder = full_path(root)
     storage, gone = storage_of(folder), []
@@ -352,20 +352,21 @@ def remove_incomplete(root: str | os.PathLike[str]) -> list[str]:
         found = _LEFT.fullmatch(name) or complete_name
         if found is None or (complete_name and NAME in storage.names(path)):
             continue
-        # In a file system a save leaves nothing under the name of a complete checkpoint: its manifest was lost later.
+        # In a file system an interrupted save leaves nothing under the final name: a manifest missing there was lost later.
         is_left = not complete_name or storage.staging_path(path) == path
         if is_left and _is_of_save(storage, path, found["save_id"]):
             storage.remove(path)
             gone.append(path)
         else:
             _log.warning(
-                "%s: left alone: it is no checkpoint, and not what an interrupted save leaves. Remove it by hand.", path
+                "%s: left alone: this folder is neither a checkpoint nor the folder of an interrupted save. Remove it by hand.",
+                path,
             )
     return gone
 
 
 def _is_of_save(storage: Storage, folder: str, save_id: str) -> bool:
-    """Whether each file in a folder begins as a save with this id writes it; files may be cut off anywhere."""
+    """Return whether each file in a folder begins as a save with this id writes that file; files may be cut off anywhere."""
     for name in storage.names(folder):
         if name == NAME:
             skipped, start = 0, FIRST_BYTES

@@ -1,4 +1,4 @@
-"""Falling back: all ranks take the same step back from a checkpoint in which one of them has found damage."""
+"""Falling back: if one rank has found damage in a checkpoint, all ranks go back to the checkpoint before."""
 
 import json
 import logging
@@ -16,8 +16,8 @@ T = TypeVar("T")
 
 
 @contextmanager
-def noted(damage: list[Any]) -> Iterator[None]:
-    """Append the text of a CheckpointError that is raised within to ``damage``."""
+def recording_damage(damage: list[Any]) -> Iterator[None]:
+    """Append the text of a CheckpointError that is raised in this context to ``damage``, and raise the error again."""
     try:
         yield
     except CheckpointError as error:
@@ -25,25 +25,27 @@ def noted(damage: list[Any]) -> Iterator[None]:
         raise
 
 
-def unless_damaged(load: Callable[[], T], damage: list[Any], comm: Comm) -> tuple[T | None, list[Any]]:
-    """Return what ``load`` returns, or else what ranks have found damaged: on every rank the same of the two.
+def load_or_damage(load: Callable[[], T], damage: list[Any], comm: Comm) -> tuple[T | None, list[Any]]:
+    """Return the result of ``load`` and no damage; or None, and the damage that all ranks have found.
+
+    All ranks get the same one of the two.
 
     Args:
         load: called by all ranks; fails on all of them if it fails on one.
-        damage: list to which ``load`` appends what this rank finds damaged, in what JSON has.
+        damage: list to which ``load`` appends the damage that this rank finds, as values that JSON can hold.
         comm: the ranks.
 
     Raises:
-        Exception: what ``load`` has raised, if no rank has found damage or one has failed for another reason.
+        Exception: the error of ``load``, if no rank has found damage, or if one rank has failed for another reason.
 
-    Cost: nothing more than ``load``, unless that fails.
+    Cost: that of ``load``, and one exchange if ``load`` fails.
     """
     try:
         return load(), []
     except CommError:
         raise
-    except Exception as error:  # of any kind: all ranks are here, and each has to say why
-        own = error.__cause__ if isinstance(error, AgreementError) else error  # what other ranks fail with is their own to say
+    except Exception as error:  # any kind of error: all ranks come here, and each has to report its reason
+        own = error.__cause__ if isinstance(error, AgreementError) else error  # other ranks report their errors themselves
         said = [json.loads(text) for text in exchange(json.dumps([own is not None and not damage, damage]), comm)]
         found = [each for _, texts in said for each in texts]
         if not found or any(has_failed_otherwise for has_failed_otherwise, _ in said):
@@ -52,19 +54,19 @@ def unless_damaged(load: Callable[[], T], damage: list[Any], comm: Comm) -> tupl
 
 
 def set_aside(damaged: Mapping[str, str], used: str, comm: Comm) -> None:
-    """Rename damaged checkpoints, so that no later look finds them, and log a warning for each of them. Rank 0 does this.
+    """Have rank 0 rename damaged checkpoints, so that no later search finds them, and log a warning for each.
 
     Args:
-        damaged: paths of checkpoints, and what is wrong with them.
-        used: what was loaded instead, for the warnings.
+        damaged: by path of a checkpoint, an error message.
+        used: path of the checkpoint that was loaded instead, for the warnings.
         comm: the ranks.
     """
     for path, text in damaged.items() if comm.rank == 0 else ():
-        _log.warning("%s is damaged, %s: %s Used instead: %s.", path, renamed_away(path), text, used)
+        _log.warning("%s is damaged, %s: %s Used instead: %s.", path, try_set_aside(path), text, used)
 
 
-def renamed_away(path: str) -> str:
-    """Rename a folder or a file, and say as what; or say why it was not renamed."""
+def try_set_aside(path: str) -> str:
+    """Rename a damaged folder or file. Return the new path in words, or the reason why it could not be renamed."""
     try:
         return f"set aside as {storage_of(path).set_aside(path)}"
     except (CheckpointError, OSError) as error:

@@ -12,7 +12,7 @@ import optree
 import torch
 
 from fsharp.annotated import options_checked
-from fsharp.checkpoint.catalog import Checkpoint, instead_of, newest_but, open_checkpoint, problems
+from fsharp.checkpoint.catalog import Checkpoint, instead_of, newest_except, open_checkpoint, problems_of
 from fsharp.checkpoint.entries import (
     Contents,
     Entry,
@@ -25,10 +25,10 @@ from fsharp.checkpoint.entries import (
     renamed,
     template_of,
 )
-from fsharp.checkpoint.falling_back import noted, set_aside, unless_damaged
+from fsharp.checkpoint.falling_back import load_or_damage, recording_damage, set_aside
 from fsharp.checkpoint.formats.huggingface import is_folder
 from fsharp.checkpoint.manifest import NAME, Manifest
-from fsharp.checkpoint.matching import Sources, check_same, shown, sources_of, without
+from fsharp.checkpoint.matching import Sources, check_matches, shown, sources_of, without_ignored
 from fsharp.checkpoint.reading import BUFFER_NBYTES, Need, read_needs
 from fsharp.checkpoint.storage import full_path, storage_of
 from fsharp.errors import CheckpointError, problem
@@ -71,24 +71,25 @@ def load(
     (tensor([0., 1., 2., 3., 4., 5.]), 512)
 
     Args:
-        where: a checkpoint or its path, or the root of several, of which the newest is taken whose bytes are right. Damaged
-            ones are set aside: renamed to end in ``.damaged``, with a warning that names each. What others have written will
-            do as well: a folder of Hugging Face's libraries (safetensors, else ``pytorch_model.bin``, with or without an
-            index), a file of safetensors, or one of ``torch.save`` with tensors, numbers and texts in dicts, lists and tuples.
-            Keys are joined by dots: of ``{"model": model.state_dict()}`` take ``subtree="model"``.
+        where: a checkpoint or its path; the root of several checkpoints, of which the newest undamaged one is loaded; or a file
+            or folder of another library, see below. Damaged checkpoints under a root are set aside: renamed to end in
+            ``.damaged``, with a warning for each. Other libraries' files are a folder of Hugging Face's libraries (safetensors,
+            else ``pytorch_model.bin``, with or without an index), a file of safetensors, or a file of ``torch.save`` with
+            tensors, numbers and texts in dicts, lists and tuples. Keys are joined by dots: for ``{"model":
+            model.state_dict()}`` pass ``subtree="model"``.
         like: names, shapes, dtypes and where each rank's parts rest; its values do not matter, and tensors may be on the meta
             device. Objects with ``load_state_dict()`` are given what was loaded, and returned; what their ``state_dict()`` has
             before is what is loaded, so a plain optimizer of torch has to have made a step (a ShardedOptimizer need not).
         comm: the ranks.
         subtree: load this part of the checkpoint alone: ``subtree="params"`` with parameters for ``like``.
         rename: the name in the checkpoint, below ``subtree``, of a name of ``like``: ``lambda name: f"model.{name}"``.
-        ignore: patterns of names in the checkpoint, below ``subtree``, that are left alone as if they were not there; each has
-            to match one.
+        ignore: patterns of names in the checkpoint, below ``subtree``. Loading treats the matched names as missing. Each
+            pattern has to match a name.
         cast: convert values whose dtype differs, but not fractions to integers or complex numbers to real ones; else that is
             an error.
-        strict: False keeps the values in ``like`` of leaves that the checkpoint does not have, and passes over what the
-            checkpoint alone has. A warning lists both. Other shapes and dtypes are refused all the same, and so is a checkpoint
-            that has nothing of ``like``.
+        strict: False keeps the values in ``like`` of leaves that the checkpoint does not have, and skips names that only the
+            checkpoint has. A warning lists both. Different shapes and dtypes are still refused, and so is a checkpoint that has
+            no leaf of ``like``.
         donate: read into the tensors of ``like``, which are refused afterwards. If loading fails their values are lost. Modules
             and their optimizers copy what was loaded all the same.
         buffer_nbytes: memory to read into, besides what is loaded.
@@ -97,11 +98,11 @@ def load(
         The tree. Numbers and strings are those that were saved; padding is zero.
 
     Raises:
-        CheckpointError: there is none, or it is incomplete or damaged, as are all under a root; names the file and the
-            tensors. Nothing is renamed then. On all ranks.
-            Also: it has different values for leaves of ``like`` that are tied to each other; names both.
+        CheckpointError: on all ranks. There is no checkpoint; the checkpoint is incomplete or damaged, or all checkpoints under
+            the root are, of which none is renamed then; names the file and the tensors. Or the checkpoint has different values
+            for leaves of ``like`` that are tied to each other; names both leaves.
         TreeError: names, shapes or dtypes that differ, in either direction; on all ranks. A tied leaf needs a value under one
-            of its names; of several the values are compared.
+            of its names; if the checkpoint has several of these names, their values are compared.
         PatternError: a pattern of ``ignore`` that matches nothing.
         AgreementError: ranks with different arguments, or of which one has failed.
 
@@ -123,14 +124,14 @@ def load(
 
 
 def load_newest(where: str | os.PathLike[str], like: Any, *, comm: Comm, **options: Any) -> tuple[Checkpoint, Any]:
-    """Load as :func:`load` does; return the checkpoint that the values are from as well."""
+    """Load as :func:`load` does; return the checkpoint that was loaded, and the tree."""
     given, damaged = full_path(where), dict[str, str]()
     while True:
         (path, is_asked_for), damage = _chosen(given, comm, damaged), list[str]()
         load_it = partial(load_one, path, like, damage, comm=comm, where=given, **options)
         if is_asked_for:
             return load_it()
-        loaded, texts = unless_damaged(load_it, damage, comm)
+        loaded, texts = load_or_damage(load_it, damage, comm)
         if loaded is not None:
             set_aside(damaged, path, comm)
             return loaded
@@ -140,17 +141,17 @@ def load_newest(where: str | os.PathLike[str], like: Any, *, comm: Comm, **optio
 def load_one(
     path: str, like: Any, damage: list[str], *, comm: Comm, buffer_nbytes: int = BUFFER_NBYTES, **options: Any
 ) -> tuple[Checkpoint, Any]:
-    """Load the checkpoint at ``path``, as :func:`load_by` does; append to ``damage`` what this rank finds damaged in it."""
+    """Load the checkpoint at ``path``, as :func:`load_by` does; append the damage that this rank finds to ``damage``."""
     seen = list[Checkpoint]()
 
     def opened() -> Checkpoint:
-        with noted(damage):
+        with recording_damage(damage):
             seen.append(open_checkpoint(path))
         return seen[0]
 
     def read(found: Checkpoint, needs: list[Need]) -> None:
         try:
-            with noted(damage):
+            with recording_damage(damage):
                 read_needs(found.folder, found.manifest, needs, buffer_nbytes=buffer_nbytes)
         except CheckpointError as error:
             raise CheckpointError(f"{error}{instead_of(found.path)}") from error
@@ -185,8 +186,8 @@ def load_by(
         rename: the name in the checkpoint of a name of ``like``.
         ignore: patterns of names in the checkpoint that are left alone.
         cast: whether values are converted.
-        strict: whether what is on one side alone is refused.
-        donate: whether tensors of ``like`` are read into.
+        strict: whether names that only the tree or only the checkpoint has are refused.
+        donate: whether values are read into the tensors of ``like``.
     """
     prefix = f"{subtree}." if subtree else ""
 
@@ -196,14 +197,14 @@ def load_by(
 
     def check() -> tuple[Checkpoint, Any, Contents, Sources]:
         found = opened()
-        manifest = without(found.manifest, as_patterns(ignore), subtree)
+        manifest = without_ignored(found.manifest, as_patterns(ignore), subtree)
         there = {prefix for name in (*manifest.tensors, *manifest.values) for prefix in ancestors(name)}
         template = template_of(like, lambda name: stored(name) in there)
         wanted = contents_of("load()", template, comm)
         if donate:
             check_not_lent("load()", units_of(template))
         sources = sources_of(manifest, wanted, stored)
-        left, passed = check_same(found.path, manifest, wanted, sources, stored, prefix, cast=cast, strict=strict)
+        left, passed = check_matches(found.path, manifest, wanted, sources, stored, prefix, cast=cast, strict=strict)
         if passed and comm.rank == 0:
             _log.warning(problem(f"load() of {found.path}, strict=False", f"{len(passed)} differences.", shown(passed)))
         kept.update({name: wanted.entries[name].local.clone() for name in left if name in wanted.entries})
@@ -237,9 +238,10 @@ def load_by(
 
 
 def _chosen(path: str, comm: Comm, damaged: Mapping[str, str]) -> tuple[str, bool]:
-    """Return the checkpoint to load, ``path`` or the newest below it that is not damaged, and whether that is ``path`` itself.
+    """Return the path of the checkpoint to load, and whether that path is ``path`` itself.
 
-    Rank 0 looks for all, whatever the others were given.
+    If ``path`` is a root, the checkpoint is the newest one under it that is not in ``damaged``. Rank 0 chooses for all ranks,
+    whatever path other ranks were given.
 
     Raises:
         CheckpointError: all checkpoints below ``path`` are damaged. On all ranks.
@@ -249,8 +251,8 @@ def _chosen(path: str, comm: Comm, damaged: Mapping[str, str]) -> tuple[str, boo
         try:
             names = storage_of(path).names(path)
             is_one = NAME in names or is_folder(names)
-            newest = None if is_one else newest_but(path, damaged)
-            if newest is None and not is_one and (unreadable := [*damaged.values(), *problems(path)]):
+            newest = None if is_one else newest_except(path, damaged)
+            if newest is None and not is_one and (unreadable := [*damaged.values(), *problems_of(path)]):
                 raise CheckpointError(f"{path}: no checkpoint can be read.\n" + "\n".join(unreadable))
             answer = {"path": path if newest is None else newest.path, "is_asked_for": newest is None}
         except (CheckpointError, OSError) as error:
@@ -270,7 +272,7 @@ def _prepared(
     donate: bool,
     kept: Collection[str],
 ) -> Any:
-    """The tree to be returned: memory for tensors, and the values that were saved."""
+    """Return the tree that loading returns: memory for tensors, the saved values, and the leaves in ``kept`` as they are."""
     taken = dict[int, list[tuple[int, int]]]()
 
     def is_free(x: torch.Tensor) -> bool:
@@ -348,7 +350,7 @@ def _read(
         if not torch.equal(expected.view(torch.uint8), value.view(torch.uint8)):
             raise CheckpointError(
                 f"{found.path}: {owner!r:.200} and {alias!r:.200} are tied, and the checkpoint has different values for them, "
-                f"as {sources.of[owner]!r:.200} and {source!r:.200}. Leave one of these out by ignore=, or untie the leaves."
+                f"as {sources.of[owner]!r:.200} and {source!r:.200}. Leave out one of these by ignore=, or untie the leaves."
             )
 
 

@@ -18,7 +18,7 @@ from fsharp.functional.layout.precision import dtype_name
 NAME = "manifest.json"
 FORMAT = "fsharp checkpoint"
 FIRST_BYTES = json.dumps({"format": FORMAT}, separators=(",", ":"))[:-1].encode()
-"""Which every manifest begins with."""
+"""The bytes that every manifest begins with."""
 VERSION = 1
 _MOST_DIMS = 64
 _DTYPES = {dtype_name(dtype): dtype for dtype in DTYPES}
@@ -221,7 +221,7 @@ def _count(value: Any) -> int:
 
 
 def plain_shape(sizes: Any) -> tuple[int, ...]:
-    """Return the shape of a tensor. Raises ValueError if it cannot be one."""
+    """Return sizes as the shape of a tensor. Raises ValueError if they cannot be a shape."""
     shape = tuple(map(_count, sizes))
     if len(shape) > _MOST_DIMS or math.prod(size or 1 for size in shape) >= 1 << 62:
         raise ValueError(f"{sizes!r:.80} is no shape")

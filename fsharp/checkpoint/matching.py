@@ -1,4 +1,4 @@
-"""Matching: which names of a checkpoint are those of a tree, and what of the two differs."""
+"""Matching of a tree with a checkpoint: which stored name each leaf has, and what differs."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -16,12 +16,12 @@ _SHOWN = 12
 
 
 def _stored(manifest: Manifest, name: str) -> str:
-    """The name under which a tensor is stored: another one's, if it was tied to that."""
+    """Return the name under which a tensor is stored: that of another tensor, if the two were tied."""
     return manifest.aliases.get(name, name)
 
 
-def without(manifest: Manifest, ignore: tuple[str, ...], subtree: str) -> Manifest:
-    """A manifest that has nothing under the names that patterns select, which are relative to a subtree."""
+def without_ignored(manifest: Manifest, ignore: tuple[str, ...], subtree: str) -> Manifest:
+    """Return the manifest without the names that the patterns in ``ignore`` match, relative to ``subtree``."""
     prefix = f"{subtree}." if subtree else ""
     names = (*manifest.tensors, *manifest.values, *manifest.aliases)
     below = {name[len(prefix) :]: name for name in names if name.startswith(prefix)}
@@ -34,12 +34,12 @@ def without(manifest: Manifest, ignore: tuple[str, ...], subtree: str) -> Manife
 
 
 class Sources(NamedTuple):
-    """Where values of a tree come from.
+    """The names in a checkpoint from which the tensors of a tree are read.
 
     Attributes:
-        of: name in the checkpoint, by name of a tensor of the tree; one that is not there if there is none.
-        others: of tensors whose leaves are tied, further names that the checkpoint has: name of the tensor and its alias in the
-            tree, and name in the checkpoint.
+        of: name in the checkpoint, by name of a tensor of the tree; a missing name if the checkpoint does not have the tensor.
+        others: further names in the checkpoint of tensors whose leaves are tied. A row has the name of the tensor in the tree,
+            the name of its alias in the tree, and the name in the checkpoint.
     """
 
     of: dict[str, str]
@@ -47,7 +47,7 @@ class Sources(NamedTuple):
 
 
 def sources_of(manifest: Manifest, wanted: Contents, stored: Callable[[str], str]) -> Sources:
-    """Return where values of a tree come from; of tied leaves any name that is there will do."""
+    """Return the name in the checkpoint of each tensor of a tree; for tied leaves, any of their names that is there."""
     names = {name: [name] for name in wanted.entries}
     for alias, owner in wanted.aliases.items():
         names[owner].append(alias)
@@ -59,7 +59,7 @@ def sources_of(manifest: Manifest, wanted: Contents, stored: Callable[[str], str
     return Sources(of, others)
 
 
-def check_same(
+def check_matches(
     path: str,
     manifest: Manifest,
     wanted: Contents,
@@ -70,10 +70,11 @@ def check_same(
     cast: bool,
     strict: bool,
 ) -> tuple[set[str], list[tuple[str, str]]]:
-    """Refuse what differs between a tree and a checkpoint, all of it at once.
+    """Refuse differences between a tree and a checkpoint, with one error for all of them.
 
     Returns:
-        If ``strict`` is False, names of leaves that are not in the checkpoint, and what else is passed over, for a report.
+        The names of leaves whose given values are kept, and the differences that were passed over, as rows of a warning. Both
+        are empty if ``strict`` is True.
     """
     rows, kept, passed = list[tuple[str, str]](), set[str](), list[tuple[str, str]]()
 
@@ -121,13 +122,13 @@ def check_same(
 
 
 def shown(rows: list[tuple[str, str]]) -> list[tuple[str, str]]:
-    """So many rows as a message has room for."""
+    """Return the rows that a message has room for, and a row that counts the rest."""
     lines = _grouped(rows)
     return lines[:_SHOWN] + ([("...", f"and {len(lines) - _SHOWN} more lines")] if len(lines) > _SHOWN else [])
 
 
 def _kind(value: Value) -> type | None:
-    """Numbers stand for each other: a learning rate of 1 is 0.9 after a step."""
+    """Return the kind of a value. All numbers are one kind: a learning rate of 1 is 0.9 after a step."""
     if isinstance(value, bool | str):
         return bool if isinstance(value, bool) else str
     return None if value is None else float
@@ -138,7 +139,7 @@ def _described(dtype: torch.dtype, shape: tuple[int, ...]) -> str:
 
 
 def _grouped(rows: list[tuple[str, str]]) -> list[tuple[str, str]]:
-    """Names that differ in numbers alone, and of which the same is said, in one row."""
+    """Return the rows with names that differ only in numbers, and that have the same text, merged into one row."""
     alike: dict[tuple[str, str], list[str]] = {}
     for name, text in rows:
         pattern = ".".join("*" if part.isdigit() else part for part in name.split("."))

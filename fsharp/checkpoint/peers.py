@@ -28,7 +28,7 @@ _files = LocalFiles()
 
 
 class DamagedCopy(CheckpointError):
-    """Bytes of a file that a host holds are not those that were written, or cannot be read.
+    """A host's copy of a file has other bytes than were written, or cannot be read.
 
     Attributes:
         rank: a rank of that host.
@@ -42,7 +42,7 @@ class DamagedCopy(CheckpointError):
 
 @contextmanager
 def _blamed(rank: int, file: str) -> Iterator[None]:
-    """Say of a CheckpointError that is raised within which copy is damaged."""
+    """Turn a CheckpointError that is raised in this context into a :class:`DamagedCopy` of ``file`` on the host of ``rank``."""
     try:
         yield
     except CheckpointError as error:
@@ -90,9 +90,9 @@ Copy = tuple[str, int, str]
 
 
 def held_saves(folder: str, comm: Comm, domain_size: int, damaged: Collection[Copy] = ()) -> list[HeldSave]:
-    """Return all saves of which some host holds something; the same on all ranks.
+    """Return all saves of which at least one host holds a file; the same on all ranks.
 
-    Copies that are known to be damaged do not count, nor do files and manifests of another size, which are logged.
+    Copies in ``damaged`` do not count. Files and manifests of the wrong size do not count either, and are logged.
     """
     mine = together("restore()", comm, lambda: held_here(folder) if comm.rank % domain_size == 0 else [])
     found: dict[str, HeldSave] = {}
@@ -242,7 +242,7 @@ def fetch(folder: str, wanted: Sequence[Wanted], comm: Comm, deferred: Deferred)
 
 
 def _read_asked(rank: int, folder: str, asked: Wanted, into: memoryview) -> None:
-    """Read what another rank has asked ``rank`` for: from a file of the save, and no other path."""
+    """Read the bytes that another rank has asked ``rank`` for, from a file of the save and no other path."""
     with _blamed(rank, plain_file_name(asked.file)):
         _files.read(f"{folder}/{asked.file}", asked.start, into)
 
@@ -326,7 +326,7 @@ def read_from_hosts(
         domain_size: ranks of a host.
 
     Raises:
-        DamagedCopy: bytes that are missing or damaged; names file, tensors and host. On this rank alone.
+        DamagedCopy: bytes are missing or damaged; names file, tensors and host. On this rank alone.
 
     Cost: what this rank needs and its host does not have is sent, rounded to blocks, with headers and tables of digests.
     """

@@ -86,16 +86,16 @@ def read_needs(folder: str, manifest: Manifest, needs: Iterable[Need], *, buffer
 
 
 class Reader:
-    """Reads of the files of one checkpoint, of which each is opened once: its header and its table of digests are kept.
+    """A reader of one checkpoint that opens each file once, and keeps the file's header and table of digests.
 
     Args:
-        folder: of the checkpoint.
-        manifest: of the checkpoint.
+        folder: path of the checkpoint.
+        manifest: manifest of the checkpoint.
 
     Attributes:
-        files: those that were opened so far, by number.
+        files: files that were opened so far, by number.
 
-    Memory: headers and tables, which are 0.2 % of the files and some 200 bytes for each tensor in each file.
+    Memory: headers and tables: 0.2 % of the files, and some 200 bytes for each tensor in each file.
     """
 
     def __init__(self, folder: str, manifest: Manifest) -> None:

@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 import torch
 import xxhash
 
-from fsharp.checkpoint.catalog import Checkpoint, later_than, newest_but, newest_first, remove_incomplete
+from fsharp.checkpoint.catalog import Checkpoint, later_than, newest_except, newest_first, remove_incomplete
 from fsharp.checkpoint.entries import Contents, contents_of, expanded
-from fsharp.checkpoint.falling_back import renamed_away, set_aside, unless_damaged
+from fsharp.checkpoint.falling_back import load_or_damage, set_aside, try_set_aside
 from fsharp.checkpoint.loading import load_by, load_one
 from fsharp.checkpoint.manifest import NAME, FileRecord
 from fsharp.checkpoint.peers import (
@@ -257,7 +257,7 @@ class Replicas(Background):
         def remove_others() -> None:
             for name in newest_first(_files, self._folder) if self._claim is not None else ():
                 path = f"{self._folder}/{name}"
-                if path != shot.folder and NAME in _files.names(path):  # what is published has one
+                if path != shot.folder and NAME in _files.names(path):  # every published save has a manifest
                     _files.remove(path)
 
         try:
@@ -292,7 +292,7 @@ class Replicas(Background):
         together("refresh()", own, lambda: told(staged, deferred.raise_))
 
     def latest(self) -> int | None:
-        """Return the step that :meth:`restore` has if nothing is damaged; None if nothing is there. All ranks call it.
+        """Return the step that :meth:`restore` will load if nothing is damaged; None if nothing was saved. All ranks call it.
 
         Raises:
             CheckpointError: files are lost of all that hosts hold, and there is no checkpoint on disk.
@@ -304,9 +304,9 @@ class Replicas(Background):
         """A tree like ``like`` with the values that were kept last, whatever strategy and number of ranks. All ranks call it.
 
         What hosts hold is taken, unless the newest checkpoint under ``root`` was saved later, or more than ``copies`` hosts
-        have lost their memory; then that checkpoint is, and a warning says so. In place of a damaged copy that of another host
-        is taken, or else what was saved before. Damaged files and checkpoints are renamed to end in ``.damaged``, with a
-        warning that names each.
+        have lost their memory; then that checkpoint is, and a warning says so. If a copy is damaged, another host's copy is
+        taken, or, if there is none, the save before. Damaged files and checkpoints are renamed to end in ``.damaged``, with a
+        warning for each.
 
         Args:
             like: as for :func:`load`, and so are the others.
@@ -315,8 +315,8 @@ class Replicas(Background):
             donate: read into the tensors of ``like``.
 
         Raises:
-            CheckpointError: there is nothing, or all that there is has lost files, and of which ranks, or is damaged. Nothing
-                is renamed then.
+            CheckpointError: there is no save, or each save is damaged or has lost files; names the ranks of lost files.
+                Nothing is renamed then.
             TreeError: names, shapes or dtypes that differ.
             AgreementError: ranks with different arguments, or of which one has failed.
 
@@ -330,7 +330,7 @@ class Replicas(Background):
                 nothing = f"restore(): no host holds anything in {self._folder}; root is {self._root!r}."
                 raise CheckpointError("\n".join([nothing, *on_disk.values()]))
             how = {"subtree": subtree, "cast": cast, "donate": donate}
-            tree, said = unless_damaged(partial(self._load, found, like, damage, **how), damage, self._comm)
+            tree, said = load_or_damage(partial(self._load, found, like, damage, **how), damage, self._comm)
             if not said:
                 self._set_aside(on_disk, copies, f"what was saved of step {found.step} {found.where}")
                 return tree
@@ -340,7 +340,7 @@ class Replicas(Background):
                 on_disk[found.path] = said[0]
 
     def _load(self, found: "HeldSave | _OnDisk", like: Any, damage: list[Any], **how: Any) -> Any:
-        """Load what is on hosts or on disk; append to ``damage`` what this rank finds damaged in it."""
+        """Load a save from hosts or from disk; append the damage that this rank finds in it to ``damage``."""
         if not isinstance(found, HeldSave):
             return load_one(found.path, like, damage, comm=self._comm, where=found.path, **how)[1]
         folder, own = f"{self._folder}/{found.name}", self._own
@@ -359,16 +359,16 @@ class Replicas(Background):
             raise
 
     def _set_aside(self, on_disk: Mapping[str, str], copies: Mapping[Copy, str], used: str) -> None:
-        """Rename what is damaged on disk, and on the hosts that hold it, with a warning for each."""
+        """Rename damaged checkpoints on disk, and damaged copies on hosts, with a warning for each."""
         set_aside(on_disk, used, self._comm)
         for (save, first, file), text in copies.items():
             if first == self._comm.rank:
                 path = f"{self._folder}/{save}/{file}"
-                what = renamed_away(path)
+                what = try_set_aside(path)
                 _log.warning("%s on the host of rank %d is damaged, %s: %s Used instead: %s.", path, first, what, text, used)
 
     def _newest(self, on_disk: Collection[str] = (), copies: Mapping[Copy, str] | None = None) -> HeldSave | _OnDisk | None:
-        """What was saved last and is whole, but for what is known to be damaged; the same on all ranks."""
+        """Return the newest complete save that is not known to be damaged; the same on all ranks."""
         self.wait()
         copies = copies or {}
         saves = held_saves(self._folder, self._own, self._domain_size, copies)
@@ -393,11 +393,11 @@ class Replicas(Background):
         return found
 
     def _on_disk(self, damaged: Collection[str]) -> "_OnDisk | None":
-        """The newest checkpoint under ``root`` that is not known to be damaged, as rank 0 sees it."""
+        """Return the newest checkpoint that rank 0 sees under ``root`` and that is not in ``damaged``."""
         if self._root is None:
             return None
         root = self._root
-        found = together("restore()", self._comm, lambda: newest_but(root, damaged) if self._comm.rank == 0 else None)
+        found = together("restore()", self._comm, lambda: newest_except(root, damaged) if self._comm.rank == 0 else None)
         facts = [] if found is None else [found.path, found.step, found.facts.created]
         said = json.loads(exchange(json.dumps(facts), self._comm)[0])
         return _OnDisk(*said) if said else None

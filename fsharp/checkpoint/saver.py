@@ -149,9 +149,9 @@ class Saver(Background):
     process that ends without any of these says so and exits with status 1.
 
     Args:
-        root: folder of the checkpoints; nobody else may save there, which is an error once it is seen. What saves that were cut
-            off have left in it is removed: a save of another job that is still under way there fails. A folder with files
-            that no save has written stays, and a warning names it.
+        root: folder of the checkpoints; nobody else may save there, which is an error once it is seen. The folders of
+            interrupted saves are removed, so that a save of another job that is still under way there fails. A folder with
+            files that no save has written stays, and a warning names the folder.
         comm: the ranks. Every rank makes the Saver.
         keep: how many of the newest checkpoints stay.
         best: how many of those with the lowest ``metric`` stay besides.

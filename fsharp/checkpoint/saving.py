@@ -167,7 +167,7 @@ def snapshot(
         try:
             config = as_json(config)
         except (TypeError, ValueError, RecursionError) as error:
-            raise CheckpointError(f"{where}: config is nothing that JSON can say: {error}.") from error
+            raise CheckpointError(f"{where}: JSON cannot hold the config: {error}.") from error
         if not isinstance(metric, float | int | None):
             raise CheckpointError(f"{where}: metric is {metric!r}, expected a number: float(x) of a tensor.")
         contents = contents_of(where, states, comm)

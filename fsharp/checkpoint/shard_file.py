@@ -96,7 +96,7 @@ def header_of(tensors: Sequence[Tensor], metadata: Mapping[str, str], *, with_di
 
 
 def first_bytes(metadata: Mapping[str, str]) -> bytes:
-    """Return what a header begins with, behind its length, if the metadata of its file begins with ``metadata``."""
+    """Return the bytes that follow the length of a header if the metadata of the file begins with ``metadata``."""
     return json.dumps({METADATA: dict(metadata)}, separators=(",", ":"))[:-2].encode()
 
 
@@ -226,18 +226,18 @@ _FREE_BRACKETS = 1 << 14
 
 
 def parse_json(data: bytes) -> Any:
-    """Return what the JSON of a file says that anybody may have written.
+    """Return the value of a JSON text that need not be trusted.
 
     Raises:
-        ValueError: it is no JSON, has a name twice in an object, or has more brackets than one in six bytes: empty lists take
-            40 times their bytes in memory.
-        RecursionError: it is nested too deeply.
+        ValueError: the text is not JSON, has a name twice in an object, or has more than one bracket in six bytes: an empty
+            list takes 40 times its bytes in memory.
+        RecursionError: the value nests too deeply.
     """
     brackets = data.count(b"[") + data.count(b"{")
     if brackets > _FREE_BRACKETS + len(data) // _BRACKETS_PER_BYTE:
         raise ValueError(f"{brackets:,} brackets in {len(data):,} bytes")
     is_enabled = gc.isenabled()
-    gc.disable()  # nothing here is garbage: to look for some takes five times as long as to parse
+    gc.disable()  # parsing makes no garbage, and collections would take five times as long as the parsing
     try:
         return json.loads(data, object_pairs_hook=without_repeats)
     finally:
@@ -264,7 +264,7 @@ def header_nbytes(where: str, head: bytes, nbytes: int) -> int:
         nbytes: size of the file.
 
     Raises:
-        CheckpointError: more than any header has, or than the file.
+        CheckpointError: the length is larger than any header may be, or than the file.
     """
     length = struct.unpack("<Q", head)[0] if len(head) == 8 else -1
     if not 2 <= length <= min(_MOST_HEADER_NBYTES, nbytes - 8):

@@ -18,7 +18,7 @@ Write = Callable[[memoryview], None]
 REMOVED = ".removed"
 """What the name of a folder ends with while it is being removed."""
 DAMAGED = ".damaged"
-"""What the name of a folder or file ends with that was set aside."""
+"""Ending of the name of a folder or file that was set aside."""
 
 
 class Readable(Protocol):
@@ -56,7 +56,7 @@ class Storage(Readable, Protocol):
         """Remove a folder, so that it is no checkpoint from the first moment on; it may be gone."""
 
     def set_aside(self, path: str) -> str:
-        """Rename a damaged checkpoint, or a file of it, so that it is not taken for one any more; return the new path."""
+        """Rename a damaged checkpoint, or a file of one, so that no reader finds it; return the new path."""
 
     def free_nbytes(self, folder: str) -> int | None:
         """Bytes that fit into a folder, if that is known."""
@@ -100,17 +100,17 @@ def read_whole(storage: Readable, path: str, most_nbytes: int) -> bytes:
 
 
 def read_description(storage: Storage, folder: str, name: str, spare_nbytes: int = 16 << 20) -> bytes:
-    """Return a file that describes the others in its folder, of which it cannot say much more than they have bytes.
+    """Return the bytes of a file that describes the other files in its folder. The size of the other files bounds its size.
 
     Args:
         storage: where the folder is.
-        folder: its path.
-        name: of the file; a link is followed where ``storage`` does so.
-        spare_nbytes: the file may be so much larger than twice the others.
+        folder: path of the folder.
+        name: name of the file; a link is followed where ``storage`` does so.
+        spare_nbytes: bytes that the file may have beyond twice the size of the other files.
 
     Raises:
         FileNotFoundError: there is no such file.
-        CheckpointError: it is larger than that, or cannot be read.
+        CheckpointError: the file is larger than this bound, or cannot be read.
     """
     path = f"{folder}/{storage.behind_links(folder, name)}"
     size = storage.nbytes(path)
@@ -125,7 +125,7 @@ def read_description(storage: Storage, folder: str, name: str, spare_nbytes: int
 
 def _sizes(storage: Storage, folder: str, *, but: str) -> Iterator[int]:
     for name in storage.names(folder):
-        with suppress(CheckpointError, FileNotFoundError):  # what is no plain file has none
+        with suppress(CheckpointError, FileNotFoundError):  # only plain files have a size
             if name != but:
                 yield storage.nbytes(f"{folder}/{storage.behind_links(folder, name)}")
 
@@ -235,7 +235,7 @@ class LocalFiles:
 
 
 def _make_folders(folder: str) -> None:
-    """Make a folder and those above it that are missing, and sync each folder that has got a new name."""
+    """Make a folder and its missing parents, and sync each folder in which a new folder was made."""
     if os.path.isdir(folder):
         return
     parent = os.path.dirname(folder)
@@ -243,7 +243,7 @@ def _make_folders(folder: str) -> None:
     try:
         os.mkdir(folder)
     except FileExistsError:
-        if not os.path.isdir(folder):  # else another process has made it a moment ago
+        if not os.path.isdir(folder):  # if it is one, another process has made it a moment ago
             raise
     with suppress(PermissionError):  # a parent that may be written to but not read, as some shared file systems have
         _sync(parent)

@@ -95,7 +95,8 @@ def _forward_recomputed(fn: Any, units: Any, args: Any, kwargs: Any, comm: Comm,
         check()
         return forward(fn, sharded, *args, comm=comm, ties=ties, release=False, **kwargs)
 
-    with nothing_compiled():  # as nothing is when a backward computes again, where torch compares what is saved
+    # torch compares the tensors that this run saves with those of the recomputation in the backward, which is not compiled.
+    with nothing_compiled():
         return recomputed(run, fn, args, kwargs, remat)
 
 

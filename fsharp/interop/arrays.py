@@ -26,15 +26,16 @@ if hasattr(os, "register_at_fork"):
 
 
 def check_process(where: str) -> None:
-    """Refuse a child forked from a process in which XLA was in use: threads of XLA do not survive a fork, and a call waits.
+    """Refuse to use JAX in a process that was forked from one with JAX: XLA's threads do not survive a fork, and calls hang.
 
     Raises:
-        TreeError: names this process.
+        TreeError: this process was forked; names its id.
     """
     if _forked:
         raise TreeError(
-            f"{where}: process {os.getpid()} was forked from one that had used JAX, and XLA does not survive a fork. Start it "
-            'by "spawn" or "forkserver": multiprocessing.get_context("spawn"), DataLoader(multiprocessing_context="spawn").'
+            f"{where}: process {os.getpid()} was forked from a process that had used JAX, and XLA does not survive a fork. "
+            'Start processes by "spawn" or "forkserver": multiprocessing.get_context("spawn"), '
+            'DataLoader(multiprocessing_context="spawn").'
         )
 
 
@@ -45,8 +46,8 @@ def as_array(x: torch.Tensor) -> Any:
     to 32, unless JAX has them.
 
     Raises:
-        TreeError: JAX would change the values; the tensor is not one block of memory, as a DTensor or a sparse one is not; or
-            this process was forked, see :func:`check_process`.
+        TreeError: JAX would change the values; the tensor is not one block of memory (a DTensor, a sparse tensor); or this
+            process was forked, see :func:`check_process`.
     """
     check_process("a tensor for JAX")
     if x._is_zerotensor():  # forward mode has such for tangents that are zero

@@ -35,8 +35,8 @@ def as_torch(fn: Callable[..., Any]) -> Callable[..., Any]:
 
     Returns:
         A function of the same pytrees of tensors, which gives the pytree that ``fn`` returns, in memory of its own. It can be
-        the function of a unit: ``fs.forward(as_torch(block), params, x, comm=comm)``. It can be pickled if ``fn`` can, by
-        cloudpickle with closures, and is compiled again where it arrives.
+        the function of a unit: ``fs.forward(as_torch(block), params, x, comm=comm)``. It can be pickled if ``fn`` can be, by
+        cloudpickle also with closures, and is compiled again in the process that loads it.
 
     Raises:
         TreeError: when called: a dtype that JAX would change (float64, unless ``jax_enable_x64`` is set), or an integer that
@@ -49,11 +49,11 @@ def as_torch(fn: Callable[..., Any]) -> Callable[..., Any]:
     autograd keeps, so that a unit's parameters are let go of and gathered again as with a function of torch. Under
     ``jax.checkpoint`` in ``fn`` less is kept. Higher derivatives compute the function again.
     """
-    return _OfTensors(fn)
+    return _TensorFunction(fn)
 
 
-class _OfTensors:
-    """A function of JAX, and its programs: pickled, it is the function alone, which compiles anew where it arrives."""
+class _TensorFunction:
+    """A function of JAX on tensors, with its compiled programs. A pickle has the function alone."""
 
     def __init__(self, fn: Callable[..., Any]) -> None:
         update_wrapper(self, fn)
@@ -65,8 +65,8 @@ class _OfTensors:
         found: Any = sys.modules.get(module)
         for part in name.split("."):
             found = getattr(found, part, None)
-        # What decorates a function of a module is in its place there, where pickle looks for that function.
-        return name if found is self and module != "__main__" else (_OfTensors, (self._fn,))
+        # A decorated function is found under its name in its module: pickle the name.
+        return name if found is self and module != "__main__" else (_TensorFunction, (self._fn,))
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         return self if instance is None else MethodType(self, instance)

@@ -9,8 +9,8 @@ elementwise         on the elements that are here
 over a whole leaf   sums, products of two leaves, largest, smallest, any, all: of the elements here, then over the ranks
 conditions          both branches, then a choice by element: no rank takes part in fewer collectives than another
 random numbers      of the whole leaf, on every rank alike; this rank's elements are taken
-one element         of a leaf that has no more: a number, which the ranks exchange where another array depends on it
-everything else     refused by name: rows, columns, neighbours and elements of another leaf are not here
+one element         a leaf of one element is a number, which ranks exchange where another array depends on it
+everything else     refused by name: rows, columns, neighbours and elements of another leaf are on other ranks
 ==================  =====================================================================================================
 
 Where a leaf is on this rank as a whole, nothing is lifted. If each rank has such a leaf of its own, what is computed from its
@@ -37,11 +37,11 @@ from fsharp.interop.primitives import (
     REDUCTIONS,
     RESHAPING,
     UNIFORM,
-    is_inner,
-    is_number,
-    is_whole,
+    is_combinable,
+    is_inner_product,
     keeps_order,
     limits,
+    reduces_all,
 )
 
 
@@ -71,7 +71,7 @@ class Part(NamedTuple):
     Attributes:
         leaf: the number of that leaf.
         elements: 1-D.
-        shape: of the whole array. Its size is that of the leaf, unless all of the leaf is here.
+        shape: shape of the whole array, which has as many elements as the leaf, unless this rank holds all of the leaf.
     """
 
     leaf: int
@@ -153,16 +153,16 @@ class Lifted:
         return jnp.reshape(array if jnp.size(array) == size else jnp.broadcast_to(array, shape), (-1,))[first:last]
 
     def placed(self, value: Any, leaf: int | None, what: str, at: Key) -> Any:
-        """A result, as what it is stored with: elements of a leaf, or, if that is None, an array that all ranks have alike.
+        """Return a result in the form in which it is stored: elements of a leaf, or an array if ``leaf`` is None.
 
         Args:
             value: the result.
-            leaf: the number of the leaf.
+            leaf: the number of the leaf; None for an array that is the same on all ranks.
             what: the result in words, for the message.
             at: where ranks exchange the value if they have to.
 
         Raises:
-            LayoutError: it is made of elements of another leaf.
+            LayoutError: the result is made of elements of another leaf.
         """
         if not isinstance(value, Part):
             return value
@@ -171,7 +171,7 @@ class Lifted:
         known = self._known(value, at)
         if isinstance(known, Part):
             part = self.leaves[known.leaf]
-            raise self._other(f"{what} is made of elements of {part.path!r}", part)
+            raise self._elsewhere(f"{what} is made of elements of {part.path!r}", part)
         return known
 
     def _apply(self, equation: Any, values: list[Any], at: Key) -> list[Any]:
@@ -197,9 +197,13 @@ class Lifted:
             return [Part(leaf, each, shape) for each, shape in zip(result, shapes, strict=True)]
         if name in RESHAPING and size == math.prod(values[0].shape) and keeps_order(name, params):
             return [Part(leaf, values[0].elements, shapes[0])]
-        if name in REDUCTIONS and is_whole(values[0].shape, params["axes"]) and is_number(name, values[0].elements.dtype):
+        if (
+            name in REDUCTIONS
+            and reduces_all(values[0].shape, params["axes"])
+            and is_combinable(name, values[0].elements.dtype)
+        ):
             return [self._over_ranks(name, leaf, values[0].elements, equation.outvars[0].aval, at)]
-        if name == "dot_general" and is_inner(values, params) and is_number(name, equation.outvars[0].aval.dtype):
+        if name == "dot_general" and is_inner_product(values, params) and is_combinable(name, equation.outvars[0].aval.dtype):
             out = equation.outvars[0].aval
             left, right = (self.elements(value, leaf, value.shape).astype(out.dtype) for value in values)
             return [self._over_ranks("reduce_sum", leaf, left * right, out, at)]
@@ -213,12 +217,12 @@ class Lifted:
         raise self._refused(name, leaf)
 
     def _known(self, value: Any, at: Key) -> Any:
-        """An array that all ranks have alike, in place of a part whose leaf is here or has one element; else the value."""
+        """Return a part whose leaf is whole here, or has one element, as an array that all ranks have; else the value."""
         if not isinstance(value, Part) or self.leaves[value.leaf].is_varying:
             return value
         if not self.leaves[value.leaf].axes:
             return _whole(value)
-        if math.prod(value.shape) != 1 or not is_number("reduce_sum", value.elements.dtype):
+        if math.prod(value.shape) != 1 or not is_combinable("reduce_sum", value.elements.dtype):
             return value
         out = ShapeDtypeStruct(value.shape, value.elements.dtype)
         return self._over_ranks("reduce_sum", value.leaf, value.elements, out, at)
@@ -229,11 +233,11 @@ class Lifted:
         if len(found) > 1:
             first, second = (self.leaves[leaf] for leaf in sorted(found)[:2])
             what = f"the transformation combines elements of {first.path!r} and {second.path!r} ({name})"
-            raise self._other(what, second if second.axes or second.is_varying else first)
+            raise self._elsewhere(what, second if second.axes or second.is_varying else first)
         return next(iter(found), None)
 
-    def _other(self, what: str, part: LeafPart) -> LayoutError:
-        """What to raise where elements of a leaf are wanted that are not here, or are this rank's own."""
+    def _elsewhere(self, what: str, part: LeafPart) -> LayoutError:
+        """Return the error for elements of a leaf that are on other ranks, or that are different on each rank."""
         why = "of which ranks have leaves of their own" if part.is_varying else "which are on different ranks"
         remedy = "Use a transformation that looks at each leaf by itself"
         remedy += (
@@ -264,7 +268,7 @@ class Lifted:
         return _bind(equation, [_whole(value) for value in values])
 
     def _over_ranks(self, name: str, leaf: int, elements: Any, out: Any, at: Key) -> Any:
-        """A number that all elements of a leaf have a part in; ``out`` has the shape and the dtype."""
+        """Return a number that is reduced over all elements of a leaf, with the shape and dtype of ``out``."""
         part, op = self.leaves[leaf], REDUCTIONS[name]
         if part.is_varying:
             raise LayoutError(
@@ -286,7 +290,7 @@ class Lifted:
         index, *operands = values
         index, branches = _scalar(self._known(index, (*at, -1))), equation.params["branches"]
         if isinstance(index, Part):
-            raise self._other(f"a condition looks at {self.leaves[index.leaf].path!r}", self.leaves[index.leaf])
+            raise self._elsewhere(f"a condition looks at {self.leaves[index.leaf].path!r}", self.leaves[index.leaf])
         if not any(isinstance(value, Part | Splat | _Unknown) for value in (index, *operands)):
             return _bind(equation, [index, *operands])
         found = [self.run(branch, operands, (*at, k)) for k, branch in enumerate(branches)]

@@ -23,21 +23,21 @@ def functionalize(model: Any, variables: Any = None) -> tuple[Callable[..., Any]
 
     Args:
         model: a module that can be called.
-        variables: of a module of Flax Linen, what ``model.init()`` returned: its collections by name.
+        variables: for a module of Flax Linen, the result of ``model.init()``: its collections by name.
 
     Returns:
         ``(fn, params)``: ``fn(params, *args, **keywords)`` calls the module as :func:`~fsharp.interop.jax.as_torch` calls
         functions, with gradients for ``params`` and tensors in ``args``; ``params`` are its parameters as :func:`to_tensors`
-        names them: of NNX the variables of type ``Param``, of Linen all collections, ``{"params": ..., "batch_stats": ...}``.
-        :func:`to_arrays` brings them back.
+        names them: for NNX the variables of type ``Param``, for Linen all collections, ``{"params": ..., "batch_stats": ...}``.
+        :func:`to_arrays` turns them into arrays again.
 
         Keywords of a Linen module are those of ``model.apply``. ``mutable=["batch_stats"]`` makes ``fn`` return ``(out,
-        {"batch_stats": ...})``. ``rngs={"dropout": seed}`` takes an integer tensor of one element, of which ``jax.random.key``
-        makes the key; another seed does not compile anew.
+        {"batch_stats": ...})``. In ``rngs={"dropout": seed}`` a seed is an integer tensor of one element, from which
+        ``jax.random.key`` makes the key; another seed does not compile again.
 
     Raises:
-        TreeError: no such module; a module of Linen without ``variables``; when called, a module of NNX that changes its
-            variables, such as statistics or counters of random numbers, whose new values would be lost.
+        TreeError: ``model`` is no such module, or is a module of Linen without ``variables``. From ``fn``: a module of NNX
+            changes its variables, such as statistics or counters of random numbers, whose new values would be lost.
     """
     if _is_of(model, "flax.linen"):
         return _linen(model, variables)
@@ -74,8 +74,8 @@ def _is_of(model: Any, package: str) -> bool:
 def _linen(model: Any, variables: Any) -> tuple[Callable[..., Any], Any]:
     if variables is None:
         raise TreeError(
-            f"functionalize(): a module of Flax Linen such as {type(model).__name__} does not have its variables: pass what "
-            "init() returned, functionalize(model, model.init(key, x))."
+            f"functionalize(): a module of Flax Linen such as {type(model).__name__} does not have its variables: pass the "
+            "result of init(), functionalize(model, model.init(key, x))."
         )
 
     def call(tree: Any, *args: Any, rngs: Any = None, **keywords: Any) -> Any:

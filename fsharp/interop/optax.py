@@ -61,48 +61,49 @@ def from_optax(tx: Any) -> Transform:
 
     Args:
         tx: any transformation, or an ``optax.MultiSteps``. ``fs.update(..., value=loss)`` passes extra arguments on, numbers
-            or arrays; ranks compare them. ``value``, which ``fs.train_step`` passes, is kept from what takes none.
+            or arrays; ranks compare them. ``fs.train_step`` passes ``value``, which is not passed on to a transformation that
+            does not take it.
 
     Returns:
         A transformation with :class:`OptaxState`. Its state is sharded as the optimizer's place says.
 
     Raises:
-        LayoutError: in ``init_state`` or ``update``: rows, columns or neighbours of a leaf that is cut are looked at, as Muon
-            and factored statistics do; or an update or state of one leaf is made of elements of another one that is cut.
+        LayoutError: in ``init_state`` or ``update``: the transformation looks at rows, columns or neighbours in a leaf that is
+            cut, as Muon and factored statistics do; or an update or state of one leaf depends on elements of another, cut leaf.
         TreeError: not a transformation, or dtypes that JAX would change. In ``update``: an extra argument that the
-            transformation does not look at, one that it wants and does not get, or a function, such as ``value_fn``.
+            transformation does not use, a missing one that it needs, or a function, such as ``value_fn``.
         AgreementError: transformations, extra arguments, or numbers in the state that differ between ranks.
 
-    Cost: one ``all_reduce`` of 8 bytes a leaf for norms, one collective of 40 bytes for each axis to compare transformations
-    and numbers, and nothing else is sent. Arrays in the state that are not like a parameter are whole on each rank, and hashed
-    in each update. XLA compiles once for what a rank has; simulated ranks that have the same share a compilation. Gradients are
-    copied; other tensors go to JAX and come back over DLPack without a copy, where they begin on 64 bytes.
+    Cost: one ``all_reduce`` of 8 bytes a leaf for norms, and one collective of 40 bytes an axis to compare transformations and
+    numbers. Arrays in the state that are not like a parameter are whole on each rank, and hashed in each update. XLA
+    compiles once for a rank's part of the leaves; simulated ranks with the same part share a compilation. Gradients are
+    copied; other tensors go to JAX and back over DLPack without a copy, if their address is a multiple of 64 bytes.
     """
     if isinstance(tx, optax.MultiSteps):
         tx = tx.gradient_transformation()
     if not isinstance(tx, optax.GradientTransformation):
         raise TreeError(f"from_optax(): expected an optax.GradientTransformation, got {type(tx).__name__}.")
-    shards = _OnShards(tx)
+    shards = _ShardedTransformation(tx)
     return Transform(shards.init, shards.update, {"from_optax": type(tx).__name__}, name="from_optax")
 
 
-class _OnShards:
-    """A transformation of optax, and its programs: pickled, it is the transformation alone."""
+class _ShardedTransformation:
+    """A transformation of optax on shards, with its compiled programs. A pickle has the transformation alone."""
 
     def __init__(self, tx: Any) -> None:
         self._given, self._tx = tx, optax.with_extra_args_support(tx)
         self._knows_extra = isinstance(tx, optax.GradientTransformationExtraArgs)
         self._traced: dict[Any, Traced] = {}
         self._programs: dict[Any, Program] = {}  # by rank
-        self._shared: dict[Any, Program] = {}  # by what a rank has
+        self._shared: dict[Any, Program] = {}  # by layout and a rank's part of the leaves
         self._lock = threading.RLock()  # simulated ranks are threads
 
     def __reduce__(self) -> Any:
-        return _OnShards, (self._given,)
+        return _ShardedTransformation, (self._given,)
 
     def init(self, params: Any, /, *, comm: Comm | None = None) -> OptaxState:
         if comm is None:
-            raise TreeError("from_optax(): init() has to know which rank it is on: init(params, comm=comm).")
+            raise TreeError("from_optax(): init() needs the ranks: init(params, comm=comm).")
 
         def check() -> Program:
             check_process("from_optax()")
@@ -120,7 +121,7 @@ class _OnShards:
             if unknown := [name for name in program.traced.unused if name != "value"]:  # which train_step always passes
                 raise _unknown(unknown[0])
             if missing := [name for name in program.traced.extra if name not in given]:
-                raise TreeError(f"update(): the transformation of optax wants {missing[0]}: fs.update(..., {missing[0]}=...).")
+                raise TreeError(f"update(): the transformation of optax needs {missing[0]}: fs.update(..., {missing[0]}=...).")
             return program, _plain(program.traced, state), {name: given[name] for name in program.traced.extra}
 
         def fields(found: tuple[Program, list[Any], dict[str, Any]]) -> dict[str, str]:
@@ -134,7 +135,7 @@ class _OnShards:
         return updates, _state(program.traced, buffers, new)
 
     def _extra(self, extra: Mapping[str, Any]) -> dict[str, Any]:
-        """Extra arguments as arrays; an option that is None is not passed on."""
+        """Return extra arguments as arrays, without arguments that are None."""
         found = {}
         for name, x in extra.items():
             if not self._knows_extra:
@@ -151,7 +152,7 @@ class _OnShards:
                         "update()",
                         f"{name}={x!r:.60} is passed to a transformation of optax, which is run on shards.",
                         [("expected", "a number or an array"), ("got", type(x).__name__)],
-                        "A function of whole parameters cannot be called there: leave out what calls one, as "
+                        "A function of whole parameters cannot be called on shards: use options that do not call one, as "
                         "optax.lbfgs(linesearch=None) and optax.contrib.sam(opaque_mode=False) do.",
                     )
                 ) from error
@@ -171,7 +172,10 @@ class _OnShards:
             return self._programs[key, rank]
 
     def _trace(self, params: Any, rank: int, extra: Mapping[str, Any], *, is_first: bool) -> Traced:
-        """A transformation may want no ``value``; what it wants besides is not known yet when the state is made."""
+        """Trace the transformation, without ``value`` if it does not take that argument.
+
+        When the state is made, the extra arguments of updates are not known yet: zeros stand for those that are missing.
+        """
         try:
             return Traced(self._tx, params, rank, extra)
         except TreeError as error:
@@ -190,7 +194,7 @@ class _OnShards:
 
 def _unknown(name: str) -> TreeError:
     return TreeError(
-        f"update(): got {name}=..., which the transformation of optax does not look at. Check the spelling, or leave it out."
+        f"update(): got {name}=..., which the transformation of optax does not use. Check the spelling, or leave {name} out."
     )
 
 
@@ -201,7 +205,7 @@ def _plain_number(x: Any) -> Any:
 
 
 def _plain(traced: Traced, state: OptaxState) -> list[Any]:
-    """The arrays of a state that are in no tree of buffers, in the dtypes that optax has for them."""
+    """Return the arrays of a state that are in no tree of buffers, in optax's dtypes."""
     leaves, _ = jax.tree_util.tree_flatten_with_path(state.optax, is_leaf=lambda x: isinstance(x, InBuffers))
     found = {f"state{jax.tree_util.keystr(path)}": x for path, x in leaves}
     result = []
@@ -211,7 +215,7 @@ def _plain(traced: Traced, state: OptaxState) -> list[Any]:
         if (x if isinstance(x, InBuffers) else None) != in_buffers or x is None:
             raise TreeError(
                 f"update(): {path} is {'missing' if x is None else x!r:.60}, expected {in_buffers or 'a number or an array'}. "
-                "Pass the state that init_state() or update() gave; of its numbers the values may be set."
+                "Pass the state that init_state() or update() returned; only the values of its numbers may be changed."
             )
         if in_buffers is None:
             try:

@@ -1,4 +1,4 @@
-"""Orbax: its checkpoints read, and written. One process does either, without a process group."""
+"""Conversions from and to checkpoints of Orbax, each by one process without a process group."""
 
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -11,7 +11,7 @@ import torch
 
 from fsharp.checkpoint.catalog import Checkpoint, open_checkpoint
 from fsharp.checkpoint.entries import Value
-from fsharp.checkpoint.formats.conversion import check_options, described, write_converted
+from fsharp.checkpoint.formats.conversion import checked_config, whole_entry, write_converted
 from fsharp.checkpoint.formats.exporting import names_below
 from fsharp.checkpoint.shard_file import Tensor
 from fsharp.errors import CheckpointError
@@ -19,7 +19,7 @@ from fsharp.functional.layout.paths import as_patterns, chosen
 from fsharp.functional.layout.precision import dtype_name
 
 _READ_NBYTES = 1 << 30
-"""Bytes of tensors that are read together: Orbax reads its metadata again for each of its calls."""
+"""Bytes of tensors to read in one call of Orbax, which reads its metadata again in each call."""
 
 
 def from_orbax(
@@ -30,15 +30,15 @@ def from_orbax(
     ignore: str | Sequence[str] = (),
     config: Any = None,
 ) -> Checkpoint:
-    """Write a checkpoint under ``root`` with what an Orbax checkpoint of a pytree has in it; load that.
+    """Convert an Orbax checkpoint of a pytree to a checkpoint under ``root``, which :func:`fsharp.checkpoint.load` reads.
 
     Names are the keys, fields and indices of the pytree, joined by dots: ``params.layers.0.w``. Numbers and texts become
     values.
 
     Args:
-        folder: of Orbax: what ``ocp.save`` or ``StandardCheckpointer().save`` was given.
+        folder: the folder that ``ocp.save`` or ``StandardCheckpointer().save`` was given.
         root: folder of checkpoints, as of :func:`fsharp.checkpoint.save`.
-        step: to know the checkpoint by.
+        step: number of the step, in the checkpoint's name.
         ignore: patterns of names to leave out; each has to match one.
         config: kept in the manifest.
 
@@ -46,32 +46,32 @@ def from_orbax(
         The checkpoint.
 
     Raises:
-        CheckpointError: Orbax cannot read the folder, or a leaf is no array of a dtype that torch has, number or text. Nothing
-            is left.
+        CheckpointError: Orbax cannot read the folder, or a leaf is neither a number, a text, nor an array of a dtype that torch
+            has. No checkpoint is left behind.
         PatternError: a pattern that matches nothing.
 
-    Cost: reads all of it, writes it as :func:`fsharp.checkpoint.save` does. Memory: 1 GiB, or one tensor if that is larger.
+    Cost: reads the folder, and writes as :func:`fsharp.checkpoint.save` does. Memory: 1 GiB, or one tensor if that is larger.
     Source: https://orbax.readthedocs.io
     """
     source, where = os.path.abspath(folder), "from_orbax()"
-    config = check_options(where, step, config)
-    tree = _asked(source, lambda: ocp.metadata(source).metadata)
+    config = checked_config(where, step, config)
+    tree = _call_orbax(source, lambda: ocp.metadata(source).metadata)
     if tree is None:
-        raise CheckpointError(f"{source}: Orbax does not say what is in it; its log has the reason.")
+        raise CheckpointError(f"{source}: Orbax does not say what is in this folder; its log has the reason.")
     paths, structure = jax.tree_util.tree_flatten_with_path(tree)
     leaves = {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in paths}
     if len(leaves) != len(paths):
-        raise CheckpointError(f"{source}: two leaves have the same name, as a key with a dot and one within another do.")
+        raise CheckpointError(f"{source}: two leaves have the same name, such as the keys 'a.b' and 'b' within 'a'.")
     left = chosen("from_orbax(ignore=)", as_patterns(ignore), list(leaves))
     entries = {
-        name: described(name, _dtype(source, name, leaf.dtype), tuple(leaf.shape))
+        name: whole_entry(name, _dtype(source, name, leaf.dtype), tuple(leaf.shape))
         for name, leaf in leaves.items()
         if name not in left and hasattr(leaf, "shape")
     }
 
     def load(names: set[str]) -> dict[str, Any]:
         asked = [ocp.PLACEHOLDER if name not in names else _like(leaf) for name, leaf in leaves.items()]
-        found = _asked(source, lambda: ocp.load(source, jax.tree.unflatten(structure, asked)))
+        found = _call_orbax(source, lambda: ocp.load(source, jax.tree.unflatten(structure, asked)))
         return {name: leaf for name, leaf in zip(leaves, jax.tree.leaves(found), strict=True) if name in names}
 
     def read(tensors: list[Tensor]) -> Iterator[torch.Tensor]:
@@ -94,18 +94,18 @@ def to_orbax(
     """Write tensors of a checkpoint as an Orbax checkpoint, which ``ocp.load`` reads as a pytree of arrays.
 
     Args:
-        checkpoint: or its path.
-        folder: a new one, a path.
-        subtree: what to write: ``"params"`` of a TrainState. Numbers and texts are left out.
-        rename: the name in Orbax of a name below ``subtree``. A dot in a name stands for a dict within a dict, and for a list
-            where all keys are 0, 1 and so on.
+        checkpoint: a checkpoint or its path.
+        folder: path of a new folder.
+        subtree: the subtree to write, such as ``"params"`` of a TrainState. Numbers and texts are left out.
+        rename: returns the name in Orbax of a name below ``subtree``. A dot in a name stands for a dict within a dict; a dict
+            whose keys are 0, 1 and so on becomes a list.
 
     Raises:
-        CheckpointError: the folder is there already, there is nothing to write, a tensor has no elements, which Orbax refuses,
-            or has a dtype that numpy has no name for, or the checkpoint is damaged.
+        CheckpointError: the folder exists, there is nothing to write, a tensor has no elements, which Orbax refuses, or has a
+            dtype that numpy has no name for, or the checkpoint is damaged.
 
-    Cost: reads what it writes, and compares it with its digests. Memory: all of it, which Orbax takes as one tree. Ranks
-    that hold shards as arrays of JAX (:func:`fsharp.interop.jax.to_jax`) can save those by Orbax instead, each its own part.
+    Cost: reads the tensors that are written, and checks their digests. Memory: all of them, which Orbax takes as one tree.
+    Ranks that hold shards as arrays of JAX (:func:`fsharp.interop.jax.to_jax`) can instead save their own parts by Orbax.
     Source: https://orbax.readthedocs.io
     """
     found, target = open_checkpoint(checkpoint), os.path.abspath(folder)
@@ -128,13 +128,13 @@ def to_orbax(
         if keys[-1] in node:
             raise CheckpointError(f"to_orbax(): {name!r} has other tensors within it. Give another name by rename=.")
         node[keys[-1]] = array
-    _asked(target, lambda: ocp.save(target, _with_lists(tree)))
+    _call_orbax(target, lambda: ocp.save(target, _with_lists(tree)))
 
 
-def _asked(folder: str, call: Callable[[], Any]) -> Any:
+def _call_orbax(folder: str, call: Callable[[], Any]) -> Any:
     try:
         return call()
-    except Exception as error:  # of any kind: Orbax has errors of its own, of tensorstore and of asyncio
+    except Exception as error:  # any kind: Orbax raises its own errors, those of tensorstore and those of asyncio
         lines = str(error).splitlines() or [""]
         raise CheckpointError(f"{folder}: Orbax says {type(error).__name__}: {lines[0]:.300}") from error
 

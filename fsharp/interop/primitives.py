@@ -1,4 +1,4 @@
-"""What primitives of JAX do with the elements of a leaf."""
+"""Tables of JAX's primitives, by what they do with the elements of a leaf."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -83,10 +83,10 @@ ELEMENTWISE = frozenset(
     ]
 )
 CALLS = frozenset(["jit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call", "remat2", "checkpoint"])
-"""What runs a jaxpr once, on its own operands: the parameter ``jaxpr`` of others, such as ``reduce``, is run otherwise."""
+"""Primitives that run a jaxpr once, on their operands. Others with a parameter ``jaxpr``, such as ``reduce``, are not here."""
 RESHAPING = frozenset(["broadcast_in_dim", "reshape", "squeeze", "expand_dims"])
 UNIFORM = RESHAPING | {"transpose", "slice", "rev"}
-"""What leaves an array with equal elements one."""
+"""Primitives that turn an array of equal elements into an array of equal elements."""
 REDUCTIONS: dict[str, ReduceOp] = {
     "reduce_sum": "sum",
     "reduce_max": "max",
@@ -97,30 +97,33 @@ REDUCTIONS: dict[str, ReduceOp] = {
 
 
 def keeps_order(name: str, params: Mapping[str, Any]) -> bool:
-    """Whether a primitive of ``RESHAPING`` leaves elements in their order."""
+    """Return whether a primitive of ``RESHAPING`` keeps the order of elements."""
     dims = params["broadcast_dimensions"] if name == "broadcast_in_dim" else ()
     return list(dims) == sorted(dims) and not (name == "reshape" and params["dimensions"])
 
 
-def is_whole(shape: Sequence[int], axes: Sequence[int]) -> bool:
-    """Whether a reduction along some dims is one of all elements."""
+def reduces_all(shape: Sequence[int], axes: Sequence[int]) -> bool:
+    """Return whether a reduction along some dims reduces all elements."""
     return all(size == 1 or axis in axes for axis, size in enumerate(shape))
 
 
-def is_number(name: str, dtype: Any) -> bool:
-    """Whether ranks can put a reduction together: ``and`` and ``or`` of integers take bits; complex numbers do not travel."""
+def is_combinable(name: str, dtype: Any) -> bool:
+    """Return whether ranks can combine their results of a reduction by a collective.
+
+    They cannot for ``and`` and ``or`` of integers, which are bitwise, and for complex numbers.
+    """
     return bool(dtype == jnp.bool_ if name in ("reduce_and", "reduce_or") else not jnp.issubdtype(dtype, jnp.complexfloating))
 
 
-def is_inner(values: Sequence[Any], params: Mapping[str, Any]) -> bool:
-    """Whether a dot_general is the inner product of a part of a leaf and something of its shape."""
+def is_inner_product(values: Sequence[Any], params: Mapping[str, Any]) -> bool:
+    """Return whether a dot_general is the inner product of a part of a leaf and an array of the same shape."""
     (left, right), batch = params["dimension_numbers"]
     is_alike = values[0].shape == values[1].shape
     return is_alike and tuple(left) == tuple(right) and len(left) == len(values[0].shape) and not any(map(tuple, batch))
 
 
 def limits(dtype: Any) -> tuple[Any, Any]:
-    """The smallest and the largest value."""
+    """Return the smallest and the largest value of a dtype."""
     if dtype == jnp.bool_:
         return False, True
     if jnp.issubdtype(dtype, jnp.integer):

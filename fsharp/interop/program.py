@@ -1,4 +1,4 @@
-"""A transformation of optax for trees of one layout: traced once on whole leaves, compiled once for each part of them."""
+"""A transformation of optax for trees of one layout, traced once on whole leaves, and compiled once for each rank's part."""
 
 import hashlib
 import math
@@ -27,15 +27,15 @@ from fsharp.interop.lift import UNKNOWN, Key, LeafPart, Lifted, Part, Question
 
 
 @dataclass(frozen=True, slots=True)
-class Name:
-    """A leaf, in place of it: to JAX a leaf as well."""
+class LeafName:
+    """The name of a leaf, which stands for the leaf in a tree: JAX takes it for a leaf too."""
 
     unit: str
     path: str
 
 
-class Place(NamedTuple):
-    """Where this rank's elements of a leaf are: the number of the flat buffer, and the first element and the end in it."""
+class BufferRange(NamedTuple):
+    """The place of this rank's elements of a leaf: elements ``[start, stop)`` of the flat buffer number ``buffer``."""
 
     buffer: int
     start: int
@@ -43,33 +43,34 @@ class Place(NamedTuple):
 
 
 class Local(NamedTuple):
-    """What one rank has of a tree.
+    """One rank's part of a tree.
 
     Attributes:
-        parts: of each leaf, in JAX's order.
-        places: of each leaf.
-        sizes: of each flat buffer.
+        parts: part of each leaf, in JAX's order.
+        places: place of each leaf's part in the flat buffers.
+        sizes: number of elements of each flat buffer.
     """
 
     parts: tuple[LeafPart, ...]
-    places: tuple[Place, ...]
+    places: tuple[BufferRange, ...]
     sizes: tuple[int, ...]
 
 
 class Traced:
-    """A transformation of trees of one layout, the same on all ranks.
+    """The jaxprs of a transformation for trees of one layout, the same on all ranks.
 
     Args:
-        tx: which takes extra arguments.
-        params: the tree.
-        rank: this one.
+        tx: a transformation that takes extra arguments.
+        params: the tree of parameters.
+        rank: this rank.
         extra: shapes and dtypes of extra arguments of the update, by name.
 
     Attributes:
-        state: shapes and dtypes of what the state has, in JAX's order.
-        paths: where in the state each of these is.
-        owned: for each, of which leaf the array has the elements, and in which tree of buffers; None for others.
-        unused: names of extra arguments that the update does not look at.
+        state: shape and dtype of each array of the state, in JAX's order.
+        paths: path of each array in the state.
+        owned: for each array that has a value for each element of a leaf, the number of the leaf, and the number of the tree of
+            buffers that stores the array; None for other arrays.
+        unused: names of extra arguments that the update does not use.
 
     Raises:
         LayoutError: the transformation needs elements of a leaf that are not on this rank.
@@ -78,8 +79,8 @@ class Traced:
 
     def __init__(self, tx: Any, params: Any, rank: int, extra: Mapping[str, Any]) -> None:
         self.names, self.structure = jax.tree.flatten(map_units(_named_leaves, params))
-        if any(not isinstance(name, Name) for name in self.names):
-            strange = next(name for name in self.names if not isinstance(name, Name))
+        if any(not isinstance(name, LeafName) for name in self.names):
+            strange = next(name for name in self.names if not isinstance(name, LeafName))
             raise TreeError(
                 f"from_optax(): the tree has a {type(strange).__name__}, which is no pytree node for JAX: register it."
             )
@@ -90,7 +91,7 @@ class Traced:
             return jax.tree.unflatten(self.structure, arrays)
 
         main, accumulate = (shapes(kinds) for kinds in zip(*dtypes, strict=True)) if dtypes else (shapes([]), shapes([]))
-        self.init, state = _traced("", tx.init, main)
+        self.init, state = _trace("", tx.init, main)
         with_paths, self.state_structure = jax.tree_util.tree_flatten_with_path(state)
         self.paths, self.state = [f"state{jax.tree_util.keystr(path)}" for path, _ in with_paths], [x for _, x in with_paths]
         self.extra = sorted(extra)
@@ -98,7 +99,7 @@ class Traced:
         def step(grads: Any, state: Any, params: Any, more: Sequence[Any]) -> Any:
             return tx.update(grads, state, params, **dict(zip(self.extra, more, strict=True)))
 
-        self.step, (updates, after) = _traced(_REMEDY, step, accumulate, state, main, [extra[name] for name in self.extra])
+        self.step, (updates, after) = _trace(_REMEDY, step, accumulate, state, main, [extra[name] for name in self.extra])
         if jax.tree.structure(after) != self.state_structure or jax.tree.structure(updates) != self.structure:
             raise TreeError(
                 "from_optax(): the transformation returns updates or a state of another structure than it was given."
@@ -111,18 +112,18 @@ class Traced:
 
     @cached_property
     def text(self) -> str:
-        """What ranks have to have in common: all that is computed, with every bit of the constants."""
+        """The text that ranks compare: the two jaxprs, with every bit of their constants."""
         lines = [f"constant {i}: {text}" for i, text in enumerate([*_constants(self.init), *_constants(self.step)])]
-        return "\n".join([re.sub(r" at 0x[0-9a-f]+", "", f"{self.init}\n{self.step}"), *lines])  # of functions
+        return "\n".join([re.sub(r" at 0x[0-9a-f]+", "", f"{self.init}\n{self.step}"), *lines])  # no addresses of functions
 
     @cached_property
     def digest(self) -> str:
-        """Of the text."""
+        """The digest of :attr:`text`."""
         return hashlib.sha256(self.text.encode()).hexdigest()[:16]
 
     def local(self, params: Any, rank: int) -> Local:
-        """What a rank has of the tree."""
-        rows: dict[Name, tuple[LeafPart, Place]] = {}
+        """Return a rank's part of the tree."""
+        rows: dict[LeafName, tuple[LeafPart, BufferRange]] = {}
         sizes: list[int] = []
         for node in units_of(params):
             cut = tuple(axis for axis in node.place.sharded if node.unit.mesh.axis_size(axis) > 1)
@@ -130,25 +131,25 @@ class Traced:
                 spans = {span.leaf.path: span for span in node.unit.spans(group, node.place, rank)}
                 for leaf in node.unit.leaves_of(group):
                     start, stop, low, high = spans[leaf.path][1:] if leaf.path in spans else (0, 0, 0, 0)
-                    axes = cut if leaf.numel else ()  # nothing is everywhere
+                    axes = cut if leaf.numel else ()  # every rank has all of an empty leaf
                     part = LeafPart(node.unit.full_path(leaf), leaf.shape, low, high, axes, bool(node.place.varying))
-                    rows[Name(node.name, leaf.path)] = part, Place(len(sizes), start, stop)
+                    rows[LeafName(node.name, leaf.path)] = part, BufferRange(len(sizes), start, stop)
                 sizes.append(node.unit.local_size(group, node.place))
         found = [rows[name] for name in self.names]
         return Local(tuple(part for part, _ in found), tuple(place for _, place in found), tuple(sizes))
 
     def _dtypes(self, params: Any) -> list[tuple[Any, Any]]:
-        """Of parameters and gradients, for each leaf."""
+        """Return the dtypes of the parameter and the gradient of each leaf."""
         found = {}
         for node in units_of(params):
             for group in node.groups:
                 dtypes = node.unit.groups[group].dtypes
                 for leaf in node.unit.leaves_of(group):
-                    found[Name(node.name, leaf.path)] = dtype_of(dtypes.main), dtype_of(dtypes.accumulate)
+                    found[LeafName(node.name, leaf.path)] = dtype_of(dtypes.main), dtype_of(dtypes.accumulate)
         return [found[name] for name in self.names]
 
     def _assign(self, local: Local) -> tuple[list[tuple[int, int] | None], list[Any]]:
-        """``owned``, and the dtype of each tree of buffers."""
+        """Return :attr:`owned`, and the dtype of each tree of buffers."""
         parts, count, behind = local.parts, len(self.names), len(self.names) + len(self.state)
         owners: list[int | None] = [None] * len(self.state)
 
@@ -173,7 +174,7 @@ class Traced:
 
         while True:
             found: list[list[int | None]] = []
-            jax.eval_shape(partial(probe), self.step.in_avals)  # a new object: known ones are not run again
+            jax.eval_shape(partial(probe), self.step.in_avals)  # a new object each time: JAX caches the run of a known one
             if found[0] == owners:
                 break
             owners = found[0]
@@ -189,7 +190,7 @@ class Traced:
         return owned, [dtype for dtype, _ in trees]
 
     def placed(self, lifted: Lifted, out: Sequence[Any], owners: Sequence[int | None]) -> list[Any]:
-        """The results of ``init`` or ``step``, each with the leaf that it is stored with: see :meth:`Lifted.placed`."""
+        """Return the results of ``init`` or ``step`` in the form in which they are stored: see :meth:`Lifted.placed`."""
         updates = range(len(out) - len(self.state))
         wanted: list[tuple[int | None, str]] = [(i, f"the update of {lifted.leaves[i].path!r}") for i in updates]
         wanted += zip(owners, self.paths, strict=True)
@@ -197,7 +198,7 @@ class Traced:
 
 
 class Program:
-    """A traced transformation, compiled for what a rank has. Simulated ranks that have the same share one."""
+    """A traced transformation, compiled for a rank's part of the leaves. Simulated ranks with the same part share a program."""
 
     def __init__(self, traced: Traced, local: Local) -> None:
         self.traced = traced
@@ -206,15 +207,15 @@ class Program:
         self._lock = threading.Lock()
 
     def init(self, params: Any, comm: Comm) -> tuple[list[Any], list[Any]]:
-        """Trees of buffers, and the arrays of the state that are in none of them."""
+        """Return the trees of buffers of a new state, and the arrays of the state that are in no tree."""
         flats, plain = self._run("init", [_arrays(params)], [], comm)
         return [_like(params, each) for each in flats], plain
 
     def update(
         self, grads: Any, buffers: Sequence[Any], params: Any, plain: Sequence[Any], extra: Sequence[Any], comm: Comm
     ) -> tuple[Any, list[Any], list[Any]]:
-        """Updates, and what :meth:`init` returns of the new state."""
-        # A scheduler wants the memory of gradients back after the step, and JAX may let go of it a little later.
+        """Return the updates, and the new state as :meth:`init` does."""
+        # A scheduler takes back the memory of gradients after the step, and JAX may release that memory a little later.
         grads = map_units(lambda node: node.replace([buffer.clone() for buffer in node.buffers]), grads)
         flats = [_arrays(grads), _arrays(params), *map(_arrays, buffers)]
         (updates, *after), new = self._run("update", flats, [*plain, *extra], comm)
@@ -227,13 +228,13 @@ class Program:
             jax.block_until_ready(result)
             if not asked:
                 return result
-            known |= _over_ranks(asked, result, comm)
+            known |= _answers(asked, result, comm)
 
     def _phase(
         self, kind: str, keys: tuple[Key, ...], flats: Sequence[Sequence[Any]], plain: Sequence[Any], answers: Sequence[Any]
     ) -> tuple[Any, dict[Key, Question]]:
-        """What there is up to the next question, given answers to those before; and that question."""
-        with self._lock:  # of several threads the first one compiles
+        """Run up to the next questions to other ranks, given the answers to earlier ones; return results and questions."""
+        with self._lock:  # only the first of several threads compiles
             if (kind, keys) not in self._compiled:
                 asked: dict[Key, Question] = {}
                 compiled = jax.jit(partial(self._compute, kind, keys, asked))
@@ -289,7 +290,7 @@ class Program:
         return [self._flats(tree, dtype, lifted) for tree, dtype in zip([*updates, *trees], dtypes, strict=True)], plain
 
     def _flats(self, values: Mapping[int, Any], dtype: Any, lifted: Lifted) -> list[Any]:
-        """Flat buffers of what there is of each leaf; zero where there is nothing."""
+        """Return flat buffers with the values of each leaf, and zeros elsewhere."""
         pieces: list[list[tuple[int, Any]]] = [[] for _ in self._sizes]
         for leaf, value in values.items():
             elements = lifted.elements(value, leaf, self._parts[leaf].shape)
@@ -308,7 +309,7 @@ class Program:
 
 
 class _AnyAnswer(dict[Key, Any]):
-    """Has an answer to every question: to see what becomes of it."""
+    """A dict that answers zero to every question, to find the leaf that each result belongs to."""
 
     def __contains__(self, key: object) -> bool:
         return True
@@ -320,13 +321,13 @@ class _AnyAnswer(dict[Key, Any]):
 def _named_leaves(node: Sharded) -> Any:
     def name(leaf: Leaf) -> Any:
         is_here = leaf.tied_to is None and leaf.group in node.groups
-        return Name(node.name, leaf.path) if is_here else optax.MaskedNode()
+        return LeafName(node.name, leaf.path) if is_here else optax.MaskedNode()
 
     return optree.tree_unflatten(node.unit.spec, [name(leaf) for leaf in node.unit.leaves])
 
 
-def _traced(remedy: str, fn: Any, *args: Any) -> Any:
-    """The jaxpr of a function of optax, and the shapes of what it returns."""
+def _trace(remedy: str, fn: Any, *args: Any) -> Any:
+    """Return the jaxpr of a function of optax, and the shapes of its results."""
     try:
         return jax.make_jaxpr(fn, return_shape=True)(*args)
     except (TypeError, ValueError) as error:
@@ -336,13 +337,13 @@ def _traced(remedy: str, fn: Any, *args: Any) -> Any:
 
 _REMEDY = (
     "fs.update(..., name=number) passes extra arguments on, and fs.train_step passes value, the mean loss. A function of whole "
-    "parameters (value_fn, grad_fn, obj_fn) cannot be called on shards: leave out what calls one, as "
+    "parameters (value_fn, grad_fn, obj_fn) cannot be called on shards: use options that do not call one, as "
     "optax.lbfgs(linesearch=None) and optax.contrib.sam(opaque_mode=False) do."
 )
 
 
 def _constants(closed: ClosedJaxpr) -> Iterator[str]:
-    """Arrays that a jaxpr was closed over, and those within it, which its text leaves out or abbreviates."""
+    """Yield the exact text of each constant of a jaxpr and of jaxprs within it; the jaxpr's own text abbreviates them."""
 
     def within(value: Any) -> Iterator[str]:
         if isinstance(value, ClosedJaxpr):
@@ -362,7 +363,7 @@ def _constants(closed: ClosedJaxpr) -> Iterator[str]:
 
 
 def as_data(x: Any) -> Any:
-    """An array whose bytes can be read: of a random key the numbers."""
+    """Return an array whose bytes can be read: the numbers of a random key, and any other array as it is."""
     return jax.random.key_data(x) if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key) else x
 
 
@@ -375,8 +376,8 @@ def _like(tree: Any, arrays: Sequence[Any]) -> Any:
     return map_units(lambda node: node.replace([as_tensor(next(rest)) for _ in node.groups]), tree)
 
 
-def _over_ranks(asked: Mapping[Key, Question], values: Sequence[Any], comm: Comm) -> dict[Key, Any]:
-    """The answers: one collective for all questions along the same axes."""
+def _answers(asked: Mapping[Key, Question], values: Sequence[Any], comm: Comm) -> dict[Key, Any]:
+    """Return the answers of all ranks to questions, by one collective for all questions along the same axes."""
     by_question: dict[Question, list[tuple[Key, Any]]] = {}
     for (key, question), value in zip(asked.items(), values, strict=True):
         by_question.setdefault(question, []).append((key, value))
@@ -390,5 +391,5 @@ def _over_ranks(asked: Mapping[Key, Question], values: Sequence[Any], comm: Comm
 
 
 def _as(dtype: Any, number: float) -> Any:
-    """A number as JAX has it: float32, which it would take by itself, does not hold all integers of 32 bits."""
+    """Return a number as an array of a dtype, not by way of float32, which cannot hold all integers of 32 bits."""
     return jnp.asarray(np.asarray(int(number) if jnp.issubdtype(dtype, jnp.integer) else number).astype(dtype))

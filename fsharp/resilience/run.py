@@ -121,7 +121,7 @@ class Run:
         try:
             self.config = as_json(dict(config or {}))
         except (TypeError, ValueError, RecursionError) as error:
-            raise RunError(f"Run(): config is nothing that JSON can say: {error}.") from error
+            raise RunError(f"Run(): JSON cannot hold the config: {error}.") from error
         self.files, self._background = files, background
         self._kept: dict[str, Any] = {"keep": keep, "keep_steps": keep_steps, "keep_hours": keep_hours}
         self.preemption = Preemption(comm, signals=signals, every=agree_every)

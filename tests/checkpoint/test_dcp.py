@@ -268,7 +268,7 @@ def test_damaged_folders(tmp_path):
     def other(metadata):
         metadata.state_dict_metadata["w"].properties.dtype = torch.float64
 
-    fails(lambda f: (f / "__0_0.distcp").unlink(), "names files that cannot be: .*__0_0.distcp")
+    fails(lambda f: (f / "__0_0.distcp").unlink(), "has impossible file names: .*__0_0.distcp")
     fails(lambda f: (f / "__0_0.distcp").write_bytes(b"x" * 900), "'w' cannot be read")
     fails(lambda f: changed(f, lambda m: chunks(m).clear()), "chunks of 'w' leave 6 of its elements out")
     fails(lambda f: changed(f, lambda m: chunks(m).append(chunks(m)[0])), r"chunks of 'w' do not tile it: \(2, 3\) at \(0, 0\)")
@@ -283,7 +283,7 @@ def test_damaged_folders(tmp_path):
     fails(lambda f: changed(f, lambda m: setattr(info(m), "transform_descriptors", ["zstd"])), "with .*zstd.*, expected no")
     fails(lambda f: changed(f, lambda m: resized(m, 1 << 34)), "tensors of 68,719,476,736 bytes, and the files .* 1,")
     fails(lambda f: changed(f, lambda m: resized(m, "many")), "'w' is no tensor: ValueError 'many' is no count")
-    fails(lambda f: changed(f, lambda m: setattr(chunks(m)[0], "offsets", None)), "'w' has a chunk that cannot be: 'NoneType'")
+    fails(lambda f: changed(f, lambda m: setattr(chunks(m)[0], "offsets", None)), "'w' has an impossible chunk: 'NoneType'")
     fails(lambda f: (f / ".metadata").write_bytes(b"\x80\x04" + b"]" * (3 << 20)), "3,145,730 bytes, expected at most 1,")
     fails(lambda f: None, "step is -1, expected a whole number from 0", step=-1)
     fails(lambda f: None, "'v' matches nothing", error=PatternError, ignore="v")

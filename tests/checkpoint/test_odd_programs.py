@@ -213,7 +213,7 @@ def test_names_that_the_format_has_taken(tmp_path):
     fs.checkpoint.to_dcp(found, tmp_path / "dcp", rename=lambda name: "__metadata__")
     with pytest.raises(CheckpointError, match=r"from_dcp\(\): the name '__metadata__' is taken"):
         fs.checkpoint.from_dcp(tmp_path / "dcp", tmp_path / "b")
-    with pytest.raises(CheckpointError, match=r"from_dcp\(\): config is nothing that JSON can say"):
+    with pytest.raises(CheckpointError, match=r"from_dcp\(\): JSON cannot hold the config"):
         fs.checkpoint.from_dcp(tmp_path / "dcp", tmp_path / "b", config=object())
 
 

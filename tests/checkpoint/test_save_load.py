@@ -506,7 +506,10 @@ def test_what_cannot_be_saved(tmp_path, tree, match):
         (lambda comm, root: fs.checkpoint.save(f"{root}/{comm.rank}", {"x": 1}, step=0, comm=comm), "root"),
         (lambda comm, root: fs.checkpoint.save(root, {"xy"[comm.rank]: torch.ones(1)}, step=0, comm=comm), "tensors"),
         (lambda comm, root: fs.checkpoint.save(root, {"x": print if comm.rank else 1}, step=0, comm=comm), "rank 1 says"),
-        (lambda comm, root: fs.checkpoint.save(root, {"x": 1}, step=0, comm=comm, config={1, 2}), "nothing that JSON can say"),
+        (
+            lambda comm, root: fs.checkpoint.save(root, {"x": 1}, step=0, comm=comm, config={1, 2}),
+            "JSON cannot hold the config",
+        ),
         (lambda comm, root: fs.checkpoint.save(root, {"x": 1}, step=-1, comm=comm), "step is -1"),
     ],
 )

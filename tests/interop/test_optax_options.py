@@ -13,7 +13,7 @@ import torch
 import fsharp as fs
 from fsharp.errors import AgreementError, TreeError
 from fsharp.functional.optim.base import config_of
-from fsharp.interop.optax import _OnShards
+from fsharp.interop.optax import _ShardedTransformation
 from fsharp.testing import simulate
 
 TREE = {"w": torch.linspace(-1, 1, 12).view(3, 4), "b": torch.linspace(0, 1, 5)}
@@ -174,7 +174,7 @@ def test_options_that_a_chain_wants_reach_it_and_others_are_named():
         state, grads = begin(comm, tx)
         new = fs.update(tx, grads, state, comm=comm, value=1.0, temperature=torch.tensor(2.0))
         torch.testing.assert_close(fs.full(new.params, comm=comm)["w"], 3 * TREE["w"])
-        with pytest.raises(TreeError, match=r"got temprature=\.\.\., which the transformation of optax does not look at"):
+        with pytest.raises(TreeError, match=r"got temprature=\.\.\., which the transformation of optax does not use"):
             fs.update(tx, grads, state, comm=comm, temperature=2.0, temprature=3.0)
         with pytest.raises(TreeError, match=r"wants temperature: fs\.update\(\.\.\., temperature=\.\.\.\)"):
             fs.update(tx, grads, state, comm=comm, value=1.0)
@@ -243,7 +243,7 @@ def test_simulated_ranks_that_have_the_same_share_a_compilation(monkeypatch):
     monkeypatch.setattr(jax, "make_jaxpr", lambda *args, f=jax.make_jaxpr, **options: traced.append(0) or f(*args, **options))
     tx = fs.from_optax(optax.adam(1e-2))
     shards = tx.init.__wrapped__.__self__
-    assert isinstance(shards, _OnShards)
+    assert isinstance(shards, _ShardedTransformation)
 
     def rank_fn(comm):
         state, grads = begin(comm, tx, strategy)

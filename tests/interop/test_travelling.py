@@ -110,7 +110,5 @@ def test_a_forked_child_is_refused_instead_of_waiting():
     os.waitpid(child, 0)
     lines = text.decode().splitlines()
     assert [line.split(":")[0] for line in lines] == list(CALLS)
-    assert all(
-        f"process {child} was forked from one that had used JAX" in line and 'get_context("spawn")' in line for line in lines
-    )
+    assert all(f"process {child} was forked from a process" in line and 'get_context("spawn")' in line for line in lines)
     assert doubled(torch.ones(2)).tolist() == [2, 2]

@@ -1,1 +1,1 @@
-"""Checkpoints in formats of other libraries: written, and read once."""
+"""Conversions of checkpoints to and from the formats of other libraries."""

@@ -1,4 +1,4 @@
-"""Checkpoints made of another library's: named tensors and values, which one process writes as a save does."""
+"""Conversion of another library's checkpoint: one process writes its named tensors and values in this library's format."""
 
 import os
 from collections.abc import Callable, Iterable, Mapping
@@ -16,21 +16,21 @@ from fsharp.errors import CheckpointError
 from fsharp.functional.comm.protocol import SingleComm
 
 
-def check_options(where: str, step: Any, config: Any) -> Any:
-    """Return the config as JSON has it.
+def checked_config(where: str, step: Any, config: Any) -> Any:
+    """Check the options of a conversion, and return the config as JSON reads it back.
 
     Raises:
-        CheckpointError: no step, or a config that JSON cannot say.
+        CheckpointError: ``step`` is not a whole number from 0, or JSON cannot hold the config.
     """
     if isinstance(step, bool) or not isinstance(step, int) or step < 0:
         raise CheckpointError(f"{where}: step is {step!r}, expected a whole number from 0.")
     try:
         return as_json(config)
     except (TypeError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{where}: config is nothing that JSON can say: {error}.") from error
+        raise CheckpointError(f"{where}: JSON cannot hold the config: {error}.") from error
 
 
-def described(name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> Entry:
+def whole_entry(name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> Entry:
     """Return the entry of a tensor that one process writes as a whole."""
     n = torch.Size(shape).numel()
     return Entry(name, dtype, shape, lambda rank: Piece(0, n), torch.empty(0, dtype=dtype, device="cpu"))
@@ -51,14 +51,14 @@ def write_converted(
     Args:
         where: the function that converts, for errors.
         root: folder of checkpoints.
-        entries: what tensors there are, by name.
+        entries: descriptions of the tensors, by name.
         values: numbers, texts and booleans, by name.
-        read: gives the elements of tensors, in the order in which they are asked for.
-        step: to know the checkpoint by.
-        config: as :func:`check_options` returned it.
+        read: returns the elements of tensors, in the order in which they are asked for.
+        step: number of the step, in the checkpoint's name.
+        config: result of :func:`checked_config`.
 
     Raises:
-        CheckpointError: a tensor and a value have one name, or ``read`` raises one. Nothing is left.
+        CheckpointError: a tensor and a value have the same name, or ``read`` fails. No folder is left behind.
     """
     if twice := entries.keys() & values.keys():
         raise CheckpointError(f"{where}: a tensor and a value would both have the name {min(twice)!r}.")

@@ -11,7 +11,7 @@ import torch
 
 from fsharp.checkpoint.catalog import Checkpoint, open_checkpoint
 from fsharp.checkpoint.entries import Entry, Value, renamed
-from fsharp.checkpoint.formats.conversion import check_options, described, write_converted
+from fsharp.checkpoint.formats.conversion import checked_config, whole_entry, write_converted
 from fsharp.checkpoint.formats.exporting import names_below, new_folder
 from fsharp.checkpoint.formats.torch_archive import load_archive
 from fsharp.checkpoint.manifest import plain_file_name, plain_shape
@@ -26,7 +26,7 @@ _CHUNK_NBYTES = 64 << 20
 """Bytes of a chunk that DCP is given. Each of its ranks reads the chunks that it needs a part of."""
 _METADATA = ".metadata"
 _SPARE_NBYTES = 1 << 20
-"""Metadata may be so much larger than twice the files: a byte of a pickle can take 200 in memory."""
+"""Bytes that metadata may have beyond twice the size of the files: each byte of a pickle can take 200 bytes of memory."""
 _CLASSES = {
     "torch.distributed.checkpoint.metadata": {
         "Metadata", "MetadataIndex", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata",
@@ -63,8 +63,8 @@ def to_dcp(
         CheckpointError: the folder is there already or is a URL, there is nothing to write, two tensors have the same name, or
             the checkpoint is damaged. Nothing is left.
 
-    Cost: reads what it writes and each header, and compares it with its digests. Memory: a chunk of 64 MiB, or one row if
-    that is more; headers and digests of all files, 0.2 % of these.
+    Cost: reads each header and every tensor that is written, and checks their digests. Memory: a chunk of 64 MiB, or one row
+    if a row is larger; headers and digests of all files, 0.2 % of the files.
     Source: https://docs.pytorch.org/docs/stable/distributed.checkpoint.html
     """
     from torch.distributed.checkpoint.filesystem import FileSystemWriter
@@ -151,8 +151,8 @@ def from_dcp(
     Names are DCP's keys, such as ``model.layers.0.weight``. Numbers, texts and booleans become values; those in lists and
     tuples have their place in the list as the end of their name. One process does this, without a process group.
 
-    The metadata, tensors and objects are read by unpicklers that know the classes of DCP and of plain tensors, and no others:
-    nothing in the folder is run, and nothing is allocated that is larger than its files.
+    The metadata, tensors and objects are read by unpicklers that know the classes of DCP and of plain tensors, and no other
+    classes: no code in the folder is run, and no tensor is allocated that is larger than the folder's files.
 
     Args:
         folder: of DCP: a path, or a URL of fsspec.
@@ -172,7 +172,7 @@ def from_dcp(
     """
     source = os.fspath(folder).rstrip("/")
     storage = storage_of(source)
-    config = check_options("from_dcp()", step, config)
+    config = checked_config("from_dcp()", step, config)
     metadata = _metadata(storage, source)
     listed = metadata.state_dict_metadata
     left = chosen("from_dcp(ignore=)", as_patterns(ignore), list(listed))
@@ -222,26 +222,26 @@ def _metadata(storage: Storage, folder: str) -> Any:
 
 
 def _entry(folder: str, name: str, metadata: Any) -> Entry:
-    """A tensor, as the metadata has it."""
+    """Return the entry of a tensor from its metadata."""
     try:
         shape, dtype = plain_shape(metadata.size), metadata.properties.dtype
-        return described(name, dtype, shape)
+        return whole_entry(name, dtype, shape)
     except (TypeError, ValueError, AttributeError) as error:
         raise CheckpointError(f"{folder}: {name!r:.200} is no tensor: {type(error).__name__} {error!s:.200}.") from error
 
 
 def _check_size(storage: Storage, folder: str, metadata: Any, entries: Mapping[str, Entry]) -> None:
-    """Refuse tensors that are larger together than the files that have them, before memory is allocated for one of them."""
+    """Refuse tensors that are together larger than the files that hold them, before memory is allocated."""
     declared, held = sum(entry.numel * entry.dtype.itemsize for entry in entries.values()), 0
     try:
         infos = [info for index, info in (metadata.storage_data or {}).items() if index.fqn in entries]
         for name in {plain_file_name(info.relative_path) for info in infos}:
             held += storage.nbytes(f"{folder}/{name}")
     except (TypeError, ValueError, AttributeError, FileNotFoundError) as error:
-        raise CheckpointError(f"{folder}: its metadata names files that cannot be: {error!s:.200}.") from error
+        raise CheckpointError(f"{folder}: its metadata has impossible file names: {error!s:.200}.") from error
     if declared > held:
         raise CheckpointError(
-            f"{folder}: its metadata has tensors of {declared:,} bytes, and the files that it names for them {held:,} bytes."
+            f"{folder}: its metadata declares tensors of {declared:,} bytes, and the files for them have {held:,} bytes."
         )
 
 
@@ -276,7 +276,7 @@ def _whole(storage: Storage, folder: str, metadata: Any, tensor: Tensor) -> torc
             where = tuple(slice(first, first + size) for first, size in zip(offsets, sizes, strict=True))
             part = missing[where]
         except (TypeError, ValueError, AttributeError, IndexError) as error:
-            raise CheckpointError(f"{folder}: {tensor.name!r:.200} has a chunk that cannot be: {error!s:.200}.") from error
+            raise CheckpointError(f"{folder}: {tensor.name!r:.200} has an impossible chunk: {error!s:.200}.") from error
         if part.shape != torch.Size(sizes) or not part.all():
             raise CheckpointError(
                 f"{folder}: chunks of {tensor.name!r} do not tile it: {sizes} at {offsets} of {tensor.shape} overlaps another "

@@ -45,8 +45,8 @@ def export_safetensors(
         CheckpointError: the folder is there already, there is nothing to write, a tensor has a dtype that safetensors has no
             name for, two have the same name, or the checkpoint is damaged. Nothing is left.
 
-    Cost: reads what it writes and each header, and compares it with its digests. Memory: one tensor, and its rounded copy;
-    headers and digests of all files, 0.2 % of these.
+    Cost: reads each header and every tensor that is written, and checks their digests. Memory: one tensor and its rounded
+    copy; headers and digests of all files, 0.2 % of the files.
     Source: https://huggingface.co/docs/safetensors
     """
     where = "export_safetensors()"
@@ -123,8 +123,8 @@ def new_folder(where: str, path: str | os.PathLike[str]) -> Iterator[str]:
     """A context that gives a folder to write to, which is at ``path`` at its end, or is gone if there was an error.
 
     Raises:
-        CheckpointError: the folder has something in it, an export that was cut off has left its folder, or the file system says
-            no.
+        CheckpointError: the folder is not empty, the temporary folder of an interrupted export is still there, or the file
+            system refuses.
     """
     given = os.fspath(path).rstrip("/")
     folder = given if "://" in given else os.path.abspath(given)

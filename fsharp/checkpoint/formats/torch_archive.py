@@ -1,7 +1,8 @@
-"""Archives as ``torch.save`` writes them, of plain values and tensors. Nothing is run, and nothing is larger than the archive.
+"""A reader of archives that ``torch.save`` wrote, of plain values and tensors.
 
-``torch.load(weights_only=True)`` runs nothing either, but it believes what an archive declares: an array of a terabyte, or a
-storage that is longer than its bytes. So the zip file and the few names in its pickle are read here.
+The reader runs no code of the archive, and allocates no tensor that is larger than the archive. ``torch.load`` with
+``weights_only=True`` runs no code either, but allocates whatever size an archive declares: an array of a terabyte, or a storage
+that is longer than its bytes. So this module reads the zip file and the few names in its pickle itself.
 """
 
 import io
@@ -30,8 +31,8 @@ def load_archive(data: bytes | bytearray) -> Any:
         data: the whole archive.
 
     Raises:
-        ValueError: compressed records, records that overlap, a tensor beyond its bytes, or a name of anything else.
-        Exception: of any kind, as bytes of a pickle may say anything.
+        ValueError: compressed records, records that overlap, a tensor that is longer than its bytes, or any other class.
+        Exception: any kind of error, as the bytes of a pickle are arbitrary.
 
     Memory: twice the size of ``data``.
     """
@@ -113,7 +114,7 @@ class _File(io.RawIOBase):
 
 
 class _Unpickler(pickle.Unpickler):
-    """One that makes tensors of an archive's records, and knows few names besides."""
+    """An unpickler that makes tensors of an archive's records, and knows only the names in ``_KNOWN`` besides."""
 
     def __init__(self, data: bytes, elements: Callable[[str], torch.Tensor]) -> None:
         super().__init__(io.BytesIO(data))
@@ -132,7 +133,7 @@ class _Unpickler(pickle.Unpickler):
         return found
 
     def persistent_load(self, pid: Any) -> torch.Tensor:
-        """See pickle.Unpickler: all elements of a record, as its storage has them."""
+        """See pickle.Unpickler: return all elements of a record as a 1-D tensor."""
         _, dtype, key, _, _ = pid
         if key not in self._read:
             self._read[key] = self._elements(key)
@@ -145,7 +146,10 @@ def _dtype_of(name: str) -> torch.dtype | None:
 
 
 def _tensor(elements: torch.Tensor, first: int, shape: Sequence[int], strides: Sequence[int], *rest: Any) -> torch.Tensor:
-    """In the place of ``torch._utils._rebuild_tensor_v2``, and of ``_v3``, which names the dtype of untyped bytes."""
+    """Make a tensor of a record's elements, in place of ``torch._utils._rebuild_tensor_v2`` and ``_v3``.
+
+    ``_v3`` has the dtype as one more argument, for records of untyped bytes.
+    """
     _, _, *more = rest  # requires_grad and hooks
     dtype, *metadata = more if more and isinstance(more[0], torch.dtype) else (None, *more)
     if any(metadata):

@@ -1,4 +1,4 @@
-"""Digests: settings in labels of collectives as eight digits, and the settings that digests stand for, once ranks differ."""
+"""Digests of settings for labels of collectives. Where labels of ranks differ, errors show the settings behind the digests."""
 
 import re
 import zlib
@@ -6,15 +6,15 @@ from collections.abc import Iterable, Mapping
 
 _KEPT = 1024
 _texts: dict[str, str] = {}
-"""By digest, the settings of this process's labels; of ranks that are threads, those of all of them."""
+"""By digest, the settings in labels of this process. Simulated ranks, which are threads, share this table."""
 
 
 def digest(text: str, before: str = "") -> str:
-    """Return eight digits that stand for settings, and remember the settings.
+    """Return a digest of settings, eight hexadecimal digits, and keep the settings for :func:`meanings`.
 
     Args:
         text: the settings, a field in each line as ``name=value``.
-        before: the digest of what came before, which the new one depends on too.
+        before: the digest of earlier settings, on which the new digest depends too.
     """
     found = f"{zlib.crc32(text.encode(), int(before or '0', 16)):08x}"
     _texts.pop(found, None)
@@ -25,16 +25,16 @@ def digest(text: str, before: str = "") -> str:
 
 
 def meanings(labels: Iterable[str]) -> dict[str, str]:
-    """Return the settings that this process knows, of all digests in labels."""
+    """Return the settings behind the digests in labels, by digest, as far as this process has kept them."""
     found = dict.fromkeys(each for label in labels for each in re.findall(r"\b[0-9a-f]{8}\b", label))
     return {each: _texts[each] for each in found if each in _texts}
 
 
 def differences(labels: Mapping[int, str], known: Mapping[str, str]) -> list[tuple[str, str]]:
-    """Return the fields in which ranks differ whose labels have different digests, as rows of an error.
+    """Return the settings in which ranks differ, as rows of an error.
 
     Args:
-        labels: by rank, that of one collective.
+        labels: by rank, the label of one collective.
         known: settings by digest.
     """
     lines = {}

@@ -1,4 +1,4 @@
-"""exact_text: a setting as text that ranks compare, in which every bit of an array counts."""
+"""exact_text: a setting as a text that ranks compare, which depends on every bit of an array."""
 
 import hashlib
 import re
@@ -17,12 +17,12 @@ _SHOWN = 8
 def exact_text(value: Any) -> str:
     """Return a text that is the same for equal settings, and another one for settings that differ in any bit.
 
-    A repr leaves digits and elements of tensors and arrays out, and has the addresses of functions, which differ between
-    processes. So arrays are described by their elements, or by a digest of more than 8; other objects by their repr without
-    addresses. Arrays are found in dictionaries, sequences, sets, dataclasses and ``functools.partial``.
+    A repr leaves out digits and elements of arrays, and has addresses of functions, which differ between processes. So the
+    text has the elements of an array of at most 8 elements, the digest of a larger array, and the repr of any other object
+    without addresses. Arrays are found in dictionaries, sequences, sets, dataclasses and ``functools.partial``.
 
     Args:
-        value: a number, text, function, tensor, array of numpy or JAX, or a container of such.
+        value: a number, text, function, tensor, array of numpy or JAX, or a container of these.
 
     Cost: one pass over the bytes of arrays.
     """

@@ -67,8 +67,8 @@ class _Store:
 def join(backend: str, timeout: timedelta | None) -> None:
     """Join the job that the environment describes, under keys that no attempt before has used.
 
-    torchrun's attempts share a store, and gloo would take addresses of processes that have ended out of it. Whoever calls this
-    bounds how long it takes (:func:`within`): torch gives the store's host the limit anew with each retry.
+    torchrun's attempts share a store, from which gloo would take addresses of processes that have ended. The caller has to
+    limit the time of this function (:func:`within`): torch starts the limit again with each retry to reach the store's host.
 
     Args:
         backend: ``"gloo"`` or ``"nccl"``.

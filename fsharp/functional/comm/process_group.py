@@ -38,8 +38,8 @@ _LISTEN_EVERY_S = 1.0
 _ONE_ROUND = 4096
 """Bytes that a rank may send to have the sum after one round instead of two."""
 _LEAVES_WITHIN_S, _END_WITHIN_S = 30.0, 2.0
-"""Seconds that rank 0, which may host the job's store, gives others to leave as well, if the job's limit is not shorter; the
-second if something has failed."""
+"""Seconds that rank 0, which may host the job's store, waits for other ranks to leave: normally, and after an error. The job's
+limit counts if it is shorter."""
 _OPS = {"max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN, "sum": dist.ReduceOp.SUM}
 
 
@@ -325,7 +325,7 @@ def _limit_s(group: dist.ProcessGroup, device: torch.device) -> float:
 
 
 def _job_limit_s() -> float:
-    """Seconds that collectives of the job may take, as far as ``init_process_group`` was told."""
+    """Return the limit in seconds of the job's collectives, which ``init_process_group`` was given."""
     group = _get_default_group()
     return min(_limit_s(group, device) for device in group._device_types)
 
@@ -396,7 +396,7 @@ def connect(mesh: Mesh, *, device_type: str | None = None, timeout: timedelta | 
 
     Raises:
         MeshError: the number of processes is not the size of the mesh; a ``timeout`` for a job that has been joined before.
-        CommError: the other processes have not come within the limit, or one of them has ended meanwhile.
+        CommError: the other processes have not joined within the limit, or one of them has ended meanwhile.
         AgreementError: processes that ask for different meshes; on every rank, before any group is made.
 
     Cost: one small collective, and one group for each axis.
@@ -420,7 +420,7 @@ def connect(mesh: Mesh, *, device_type: str | None = None, timeout: timedelta | 
 
 
 def _joined(mesh: Mesh, kind: str, world_size: int, timeout: timedelta | None, limit_s: float) -> DeviceMesh:
-    """The DeviceMesh of all processes of the job, which this one joins if it has not."""
+    """Join the job, if this process has not joined it yet, and return the DeviceMesh of all its processes."""
 
     def join() -> DeviceMesh:
         if kind == "cuda":  # each thread has a current device of its own
@@ -432,14 +432,14 @@ def _joined(mesh: Mesh, kind: str, world_size: int, timeout: timedelta | None, l
 
     device = torch.accelerator.current_device_index() if kind == "cuda" else 0
     who = f"connect(): rank {os.environ.get('RANK', '?')} of {world_size}"
-    remedy = "Has another process ended before it joined the job, or the one that hosts the job's store?"
+    remedy = "Has another process ended before it joined the job, or has the process that hosts the job's store?"
     try:
         return job_store.within(limit_s, join)
     except TimeoutError as error:
         raise CommError(f"{who} has waited {limit_s:g} s for the others to join the job. {remedy}") from error
     except (CommError, AgreementError, MeshError):
         raise
-    except RuntimeError as error:  # torch's, and gloo's of a connection
+    except RuntimeError as error:  # of torch, or of a connection of gloo
         text = str(error).partition("\n")[0].rstrip(" .")
         raise CommError(f"{who} could not join the job: {text}. {remedy}") from error
 

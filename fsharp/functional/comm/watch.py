@@ -187,7 +187,7 @@ class RankStatus(NamedTuple):
         labels: of the last calls there, up to the last one begun.
         counts: by name of a watch, how many calls have been begun.
         left: after what it has left the job, in words; empty as long as it has not.
-        settings: what digests in its last labels stand for.
+        settings: the settings behind the digests in its last labels, by digest.
     """
 
     looks: int
@@ -381,12 +381,12 @@ def _some(ranks: Sequence[int]) -> str:
 
 
 def _different(first: int | None, orders: Mapping[int, Mapping[int, str]], settings: Mapping[str, str] | None = None) -> str:
-    """Return what ranks do from shortly before the first difference on, and the settings in which their labels differ.
+    """Return the text of an error: the labels of ranks around the first difference, and the settings in which labels differ.
 
     Args:
         first: number of the first difference; None if ranks wait for each other in different Comms.
         orders: by rank, labels by number.
-        settings: by digest.
+        settings: settings by digest.
     """
     rows = []
     for rank, labels in sorted(orders.items()):

@@ -43,11 +43,11 @@ def plan(
     (['embed', 'layers.0', 'layers.1'], 72, 6)
 
     Args:
-        params: any pytree of tensors; they may be on the meta device. Arrays of JAX or numpy and ``jax.ShapeDtypeStruct`` are
-            taken too, each as a tensor of its own. Not kept.
-        mesh: the ranks; a ``jax.sharding.Mesh`` is taken as well.
-        strategy: where state rests: a strategy, a partition spec, either of them by pattern, or a tree of them, whose leaves
-            stand for subtrees of ``params``. All leaves of a unit have to get the same strategy.
+        params: any pytree of tensors, which may be on the meta device; or of arrays of JAX or numpy, or of
+            ``jax.ShapeDtypeStruct``, each of which counts as a tensor of its own. Not kept.
+        mesh: the ranks, as a :class:`Mesh` or a ``jax.sharding.Mesh``.
+        strategy: where state rests: a strategy, a partition spec, a dict of these by pattern, or a tree of these, each leaf of
+            which applies to a subtree of ``params``. All leaves of a unit have to get the same strategy.
         units: patterns of subtrees to gather and release together. What no pattern matches is cut into the largest
             subtrees that hold no match. None makes the whole tree one unit.
         frozen: leaves without gradients and optimizer state. Leaves that are not floating-point are frozen anyway.
@@ -59,7 +59,7 @@ def plan(
         The layout. Leaves that are the same view of the same storage are stored once.
 
     Raises:
-        TreeError: a leaf that is not a strided tensor, and has no shape and dtype of one.
+        TreeError: a leaf that is neither a strided tensor nor an array with a shape and a dtype that torch has.
         PatternError: a pattern that matches nothing, or unit patterns that overlap.
         StrategyError: a strategy whose axes are not the mesh's, or a partition spec with an axis that the mesh does not have.
         LayoutError: leaves that share storage without being the same view, tied leaves that disagree on a rule, leaves of one
@@ -161,7 +161,7 @@ def _is_rule(node: Any) -> bool:
 
 
 def _by_pattern(rules: Any) -> Any:
-    """Return one rule as it is, rules by pattern as they are, and a tree of rules as rules by key path."""
+    """Return rules by key path, if ``rules`` is a tree of them; return one rule, or rules by pattern, unchanged."""
     paths, found, _ = optree.tree_flatten_with_path(rules, is_leaf=_is_rule)
     for rule in found:
         if not _is_rule(rule):
@@ -204,7 +204,7 @@ def _strategies(
 
 
 def _as_tensor(path: str, leaf: Any) -> torch.Tensor:
-    """Return a tensor with the shape and dtype of a leaf: the leaf itself, or one on the meta device for an array of others."""
+    """Return a tensor with the shape and dtype of a leaf: the leaf itself, or a meta tensor for another library's array."""
     if not isinstance(leaf, torch.Tensor):
         dtype = getattr(torch, str(getattr(leaf, "dtype", None)), None)
         if not isinstance(dtype, torch.dtype) or not hasattr(leaf, "shape"):

@@ -59,7 +59,7 @@ def layout_from_json(text: str) -> tuple[Mesh, tuple[UnitLayout, ...], optree.Py
 
 
 def unit_to_json(unit: UnitLayout) -> dict[str, Any]:
-    """Return a unit as values of JSON."""
+    """Return a unit as a dict that JSON can hold."""
     return {
         "name": unit.name,
         "strategy": {axis: [r.params.value, r.grads.value, r.optim.value] for axis, r in unit.strategy.rules},
@@ -79,7 +79,7 @@ def unit_from_json(data: dict[str, Any], mesh: Mesh) -> UnitLayout:
     """Return the unit that :func:`unit_to_json` was given, on its mesh.
 
     Raises:
-        LayoutError: numbers that no plan can have made.
+        LayoutError: numbers that are impossible in a plan.
     """
     rules = {axis: AxisRule(*map(Placement, kinds)) for axis, kinds in data["strategy"].items()}
     leaves = tuple(
@@ -114,7 +114,7 @@ def dtype_named(name: str) -> torch.dtype:
     """Return a dtype by its name.
 
     Raises:
-        LayoutError: there is none of this name.
+        LayoutError: there is no dtype of this name.
     """
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
@@ -131,10 +131,10 @@ def class_named(name: str, is_kind: Callable[[Any], bool] = lambda found: isinst
     """Return a class of a module that this process has imported.
 
     Raises:
-        LayoutError: the module is not imported, or ``is_kind`` is false of what has the name.
+        LayoutError: the module is not imported, or ``is_kind`` is false for the object of this name.
     """
     module, _, path = name.partition(":")
-    if module not in sys.modules:  # never imported for the asking: that would run what the text names
+    if module not in sys.modules:  # importing a module that a text names would run its code
         raise LayoutError(f"{name!r}: import the module {module!r} first.")
     found: Any = sys.modules[module]
     for part in path.split("."):

@@ -181,7 +181,7 @@ class UnitLayout:
         return tuple(tuple(leaf for leaf in by_offset if leaf.group == i) for i in self.all_groups)
 
     def stored_path(self, leaf: Leaf) -> str:
-        """The path in the user's tree of the leaf that stores this one: itself, or the one that it is tied to."""
+        """Return the path in the user's tree of the leaf that stores ``leaf``: ``leaf`` itself, or the leaf it is tied to."""
         return self.full_path(leaf) if leaf.tied_to is None else ".".join(part for part in leaf.tied_to if part)
 
     def full_path(self, leaf: Leaf) -> str:

@@ -353,7 +353,7 @@ def masked(inner: Any, mask: Any) -> Transform:
 
 
 def settings_of(tx: Transform) -> str:
-    """Return what ranks have to agree on of a transformation, a line for each field."""
+    """Return the settings of a transformation on which ranks have to agree, a line for each field."""
 
     def lines(config: Mapping[str, Any], within: str) -> Iterator[str]:
         for name, value in config.items():

@@ -1,4 +1,4 @@
-"""Whether updates of shards are those of whole leaves, at real sizes: for (init, update) pairs of other libraries."""
+"""check_elementwise: a comparison of updates of shards with updates of whole leaves, for pairs of other libraries."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -20,7 +20,7 @@ class CheckedState(NamedTuple):
 
     Attributes:
         num_checked: updates that were compared.
-        inner_state: of the wrapped pair.
+        inner_state: state of the wrapped pair.
     """
 
     num_checked: int
@@ -29,10 +29,10 @@ class CheckedState(NamedTuple):
 
 @options_checked
 def check_elementwise(inner: Any, *, steps: int = 1) -> Transform:
-    """Compare the first updates of an ``(init, update)`` pair with those that the pair makes of whole leaves.
+    """Compare the first updates of an ``(init, update)`` pair on shards with its updates of whole leaves.
 
-    A pair of another library is tried on small tensors when its state is made. What it does only at larger sizes is not seen
-    there. With this, leaves, gradients and state are gathered in the first steps, and the pair updates them as well.
+    A pair of another library is tried on small tensors when its state is made. This trial does not see what the pair does only
+    at larger sizes. ``check_elementwise`` gathers leaves, gradients and state in the first steps, and updates them as well.
 
     >>> import torch, fsharp as fs
     >>> def init(params):
@@ -42,15 +42,15 @@ def check_elementwise(inner: Any, *, steps: int = 1) -> Transform:
     >>> tx = fs.optim.check_elementwise((init, update), steps=2)
 
     Args:
-        inner: the pair. A :class:`Transform` knows of ranks, and is refused.
-        steps: how many updates are compared.
+        inner: the pair. A :class:`Transform`, which knows of ranks, is refused.
+        steps: number of updates to compare.
 
     Raises:
-        OptionError: a Transform, or ``steps`` that is no int.
-        TreeError: from an update, on all ranks: names the leaf whose update, or state, is another one.
+        OptionError: ``inner`` is a Transform, or ``steps`` is no int.
+        TreeError: from an update, on all ranks: the two updates differ; names the leaf whose update or state does.
 
-    Cost: in the first ``steps`` updates, a gather of gradients, parameters and state, and the memory of all of them whole, on
-    every rank. Afterwards nothing.
+    Cost: in the first ``steps`` updates, a gather of gradients, parameters and state, all of which each rank then holds whole.
+    Later updates cost nothing more.
     """
     if isinstance(inner, Transform):
         raise OptionError("check_elementwise(): inner is a Transform, which knows of ranks: pass (init, update) pairs alone.")
@@ -83,7 +83,7 @@ def _compare(where: str, expected: Any, found: Any) -> None:
 
 
 def refuse_difference(where: str, leaf: str, x: torch.Tensor, y: torch.Tensor, what: str = "the update") -> None:
-    """Raise an error that tells of a leaf whose update depends on how leaves are cut.
+    """Raise an error about a leaf whose update depends on how leaves are cut.
 
     Raises:
         TreeError: always.
@@ -99,9 +99,9 @@ def refuse_difference(where: str, leaf: str, x: torch.Tensor, y: torch.Tensor, w
 
 
 def whole_leaves(node: Sharded, comm: Comm) -> Mapping[str, torch.Tensor]:
-    """Gather a unit, and return its leaves by path within the unit. A buffer of one number is the same for each leaf.
+    """Gather a unit, and return its whole leaves by path within the unit. A 0-D buffer is returned for each leaf.
 
-    Cost: a gather of the unit's buffers, and the memory of them.
+    Cost: a gather of the unit's buffers, and their memory.
     """
     found = {}
     for group, buffer in zip(node.groups, node.buffers, strict=True):
@@ -115,7 +115,7 @@ def whole_leaves(node: Sharded, comm: Comm) -> Mapping[str, torch.Tensor]:
 
 
 def _user_tree(tree: Any, comm: Comm) -> Any:
-    """A tree of shards as one of whole leaves, without those that are frozen or tied to another one."""
+    """Return a tree of whole leaves of a tree of shards, without leaves that are frozen or tied to another leaf."""
 
     def subtree(node: Sharded) -> Any:
         leaves = whole_leaves(node, comm)

@@ -189,6 +189,6 @@ def _differs_between_ranks(node: Sharded) -> bool:
 
 
 def are_close(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """Of each element, whether it is the same but for rounding, measured by the largest."""
+    """Return for each element whether ``x`` and ``y`` are equal but for rounding, relative to the largest element of ``x``."""
     largest = float(x.abs().nan_to_num(0.0, 0.0, 0.0).max()) if x.numel() else 0.0
     return torch.isclose(x, y, rtol=0.0, atol=math.sqrt(torch.finfo(x.dtype).eps) * largest, equal_nan=True)

@@ -1,6 +1,6 @@
-"""Outlines: a tree as bytes for ranks that join. Structure, units and unsharded leaves are in it; buffers are not.
+"""Outlines: a tree as bytes for ranks that join, with its structure, units and unsharded leaves, and without its buffers.
 
-Nothing is pickled: a rank makes known containers, and namedtuples of modules that it has imported itself.
+Nothing is pickled: a rank that reads an outline makes known containers, and namedtuples of modules that it has imported itself.
 """
 
 import collections
@@ -24,14 +24,14 @@ _LISTS: dict[str, type] = {"list": list, "tuple": tuple}
 
 
 def outline_to_bytes(tree: Any) -> bytes:
-    """Return a tree as bytes: JSON with its length before it, and behind it the elements of the tensors outside of buffers.
+    """Return the outline of a tree: the length of a JSON text, the text, and the elements of tensors outside of buffers.
 
     Args:
-        tree: of dict, OrderedDict, list, tuple, namedtuple and None, with :class:`~fsharp.Sharded`, tensors, numbers, strings
-            and booleans as leaves.
+        tree: made of dict, OrderedDict, list, tuple, namedtuple and None, with :class:`~fsharp.Sharded`, tensors, numbers,
+            strings and booleans as leaves.
 
     Raises:
-        TreeError: another container or leaf; names its path and type.
+        TreeError: the tree has another container or leaf; names its path and type.
     """
     units: dict[UnitLayout, int] = {}
     tensors: list[torch.Tensor] = []
@@ -70,8 +70,8 @@ def outline_from_bytes(data: bytes, device: torch.device) -> Any:
     """Return the tree that :func:`outline_to_bytes` was given. Buffers are on the meta device.
 
     Args:
-        data: what that function returned on another rank.
-        device: of tensors outside of buffers.
+        data: the outline from another rank.
+        device: device of tensors outside of buffers.
 
     Raises:
         TreeError: a namedtuple of a module that this rank has not imported, or bytes that are no outline.
@@ -111,8 +111,8 @@ def outline_from_bytes(data: bytes, device: torch.device) -> Any:
         raise TreeError(f"reshard(): the tree for ranks that join cannot be read: {error}") from error
 
 
-def outlined(node: Sharded) -> Sharded:
-    """Return a node without the memory of its buffers, which are on the meta device."""
+def on_meta(node: Sharded) -> Sharded:
+    """Return a node like ``node`` whose buffers are on the meta device."""
     meta = [torch.empty_like(b, device="meta") if isinstance(b, torch.Tensor) else b for b in node.buffers]
     return Sharded(meta, node.unit, node.place, node.groups, scale=node.scale)
 

@@ -17,7 +17,7 @@ from fsharp.functional.layout.precision import dtype_name
 from fsharp.functional.layout.sharded import units_of
 from fsharp.functional.lent import check_not_lent
 from fsharp.functional.reshard.move import move_slot
-from fsharp.functional.reshard.outline import outline_from_bytes, outline_to_bytes, outlined
+from fsharp.functional.reshard.outline import on_meta, outline_from_bytes, outline_to_bytes
 from fsharp.functional.reshard.pieces import Ranks, pieces
 from fsharp.functional.reshard.slots import Kind, Slot, check_slot, find_slots, replace_slots
 
@@ -103,7 +103,7 @@ def reshard(
     with torch.no_grad():
         buffers = [[list(node.buffers) if given is not None else [] for node in slot.nodes] for slot in slots]
         if donate and given is not None:
-            slots = [replace(slot, nodes=tuple(map(outlined, slot.nodes))) for slot in slots]
+            slots = [replace(slot, nodes=tuple(map(on_meta, slot.nodes))) for slot in slots]
             for node in units_of(given):
                 node.drop()
         limit = buffer_nbytes // (2 * comm.mesh.size - 1)
