@@ -163,9 +163,9 @@ class Run:
             agree("Run", {}, Labelled(self.comm, f"the end of the run, after {self.step} of {self.total} steps: "))
 
     def resume(self, tree: Any, *, other: str | os.PathLike[str] | None = None) -> Any:
-        """Return the tree of the newest checkpoint, after which :meth:`steps` goes on; the tree as it is if there is none.
+        """Return the tree of the newest checkpoint, or ``tree`` itself if there is none. :meth:`steps` goes on from its step.
 
-        If that checkpoint is damaged it is set aside, as by :func:`fsharp.checkpoint.load`, and the one before is taken.
+        A damaged checkpoint is set aside, as by :func:`fsharp.checkpoint.load`, and the checkpoint before is loaded.
 
         Args:
             tree: what a step needs and changes: any pytree of what a checkpoint holds, such as a TrainState and the sampler.
@@ -289,12 +289,12 @@ class Run:
         return tree
 
     def _has_checkpoint(self, root: str) -> bool:
-        """Whether rank 0 sees a checkpoint: folders on a network may look different elsewhere."""
+        """Return whether rank 0 sees a checkpoint. Other ranks may see another state of a folder on a network."""
         found = together("Run", self.comm, lambda: self.comm.rank == 0 and has_checkpoints(root))
         return bool(exchange("yes" if found else "", self.comm)[0])
 
     def _load(self, root: str, tree: Any) -> tuple[Checkpoint, Any]:
-        """The newest checkpoint that is not damaged, and its tree."""
+        """Return the newest checkpoint that is not damaged, and its tree."""
         found, loaded = load_newest(root, {"run": {"skipped": ""}, "tree": tree}, comm=self.comm, donate=True)
         self.step, self._saved = found.step, found.step
         self.skipped = json.loads(loaded["run"]["skipped"])

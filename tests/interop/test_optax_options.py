@@ -176,7 +176,7 @@ def test_options_that_a_chain_wants_reach_it_and_others_are_named():
         torch.testing.assert_close(fs.full(new.params, comm=comm)["w"], 3 * TREE["w"])
         with pytest.raises(TreeError, match=r"got temprature=\.\.\., which the transformation of optax does not use"):
             fs.update(tx, grads, state, comm=comm, temperature=2.0, temprature=3.0)
-        with pytest.raises(TreeError, match=r"wants temperature: fs\.update\(\.\.\., temperature=\.\.\.\)"):
+        with pytest.raises(TreeError, match=r"needs temperature: fs\.update\(\.\.\., temperature=\.\.\.\)"):
             fs.update(tx, grads, state, comm=comm, value=1.0)
         with pytest.raises(AgreementError, match=r"temperature  rank 1: 3\.0"):
             fs.update(tx, grads, state, comm=comm, temperature=2.0 + comm.rank)

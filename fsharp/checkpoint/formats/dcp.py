@@ -238,7 +238,7 @@ def _check_size(storage: Storage, folder: str, metadata: Any, entries: Mapping[s
         for name in {plain_file_name(info.relative_path) for info in infos}:
             held += storage.nbytes(f"{folder}/{name}")
     except (TypeError, ValueError, AttributeError, FileNotFoundError) as error:
-        raise CheckpointError(f"{folder}: its metadata has impossible file names: {error!s:.200}.") from error
+        raise CheckpointError(f"{folder}: its metadata names missing or impossible files: {error!s:.200}.") from error
     if declared > held:
         raise CheckpointError(
             f"{folder}: its metadata declares tensors of {declared:,} bytes, and the files for them have {held:,} bytes."

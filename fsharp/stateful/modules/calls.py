@@ -30,7 +30,7 @@ class ParameterSource:
 
     Attributes:
         nodes: by name of the unit.
-        computing: the modules that are computing at present, whose units are gathered.
+        computing: modules whose forward is under way, and whose units are gathered.
     """
 
     __slots__ = ("comm", "computing", "nodes")
@@ -47,7 +47,7 @@ class GatheredModule(NamedTuple):
         units: names of those that are gathered when it is called.
         ties: names of units that hold what leaves of these are tied to.
         left: where it may leave tensors other than in what it returns.
-        structure: which modules it is made of.
+        structure: the submodules that are gathered with it.
         has_inner: whether other such modules are inside of it.
         varies: whether it has units that vary along an axis. Ranks there may have nothing to compute, where experts get no
             tokens; a backward comes to them all the same, so that others do not wait.
@@ -69,7 +69,7 @@ class ModuleCalls:
         layout: of its parameters.
         chosen: paths of the modules that are gathered by themselves.
         specs: of the parameters that are DTensors, by path.
-        paused: paths of parameters that forwards do not differentiate, as they are at the time of each.
+        paused: paths of parameters that forwards do not differentiate at present; each forward reads this set.
 
     Attributes:
         slots: of each unit, by name.
@@ -152,9 +152,9 @@ class ModuleCalls:
 
     @contextmanager
     def reading(self, source: ParameterSource, module: nn.Module | None = None) -> Iterator[None]:
-        """Modules that are called in this context get their parameters from there.
+        """Have modules that are called in this context get their parameters from ``source``.
 
-        ``module`` has them already: what it calls of itself runs as it is.
+        ``module`` has its parameters already: calls of its own methods run directly.
         """
         before, self.source = self.source, source
         others = before.computing if before is not None and before is not source else []
@@ -186,7 +186,7 @@ class ModuleCalls:
         return dressed(map(self._layout[name].full_path, self._layout[name].leaves), leaves, self.specs)
 
     def _detached(self, name: str, leaves: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """A unit's leaves, the paused ones without a gradient."""
+        """Return a unit's leaves, with paused ones detached."""
         paths = map(self._layout[name].stored_path, self._layout[name].leaves)
         return [x.detach() if path in self._paused else x for path, x in zip(paths, leaves, strict=True)]
 

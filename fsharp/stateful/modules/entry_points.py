@@ -60,7 +60,7 @@ def _methods(module: nn.Module) -> list[str]:
 
 
 def enter_by(module: nn.Module, names: Sequence[str], *mixins: type) -> None:
-    """Have a module's calls, its forward, and its methods of these names run with its units gathered.
+    """Have calls of a module, of its forward, and of its methods in ``names`` run with the module's units gathered.
 
     Its class becomes a subclass. Hooks of the module run with its units gathered, too.
     """
@@ -86,7 +86,7 @@ def _entry(base: type[nn.Module], name: str) -> Any:
     function = getattr(base, name, None)  # else it is an attribute of the module alone
 
     def entry(self: Any, *args: Any, **kwargs: Any) -> Any:
-        # torch.compile traces this where the module computes: within its units' gather a graph need not end.
+        # While the module computes, torch.compile traces this function, so that a graph goes on within the units' gather.
         own = self._fsharp_own.get(name)
         if not self._fsharp_computes:
             return _enter(self, own or functools.partial(getattr(base, name), self), args, kwargs)

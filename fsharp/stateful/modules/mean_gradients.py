@@ -90,7 +90,7 @@ class MeanGradients:
                 here = node.local_leaves(self._comm.rank)
                 for leaf in (leaf for group in node.groups for leaf in node.unit.leaves_of(group)):
                     name = node.unit.full_path(leaf)
-                    # Without elements here it is a view of the buffer, too: it is told from other tensors by its memory.
+                    # An empty part is a view of the buffer too: a gradient is recognized by the address of its memory.
                     local = here.get(name, node.buffers[node.groups.index(leaf.group)][:0])
                     self._parts[name] = Part.of(local, self._parameters[name])
         return self._parts.get(path)
@@ -116,7 +116,7 @@ class MeanGradients:
         return norm_of(self.tree, self._specs, self._comm) if self._specs else global_norm(self.tree, comm=self._comm)
 
     def norm_of_order(self, order: float) -> torch.Tensor:
-        """The norm of this order over all ranks."""
+        """Return the norm of this order of all gradients, over all ranks."""
         parts = [part for path in self._parameters if (part := self.part(path)) is not None]
         return torch.nn.utils.get_total_norm(parts, order)
 
@@ -127,7 +127,7 @@ def unused_parameters(units: Sequence[UnitState], comm: Comm, paused: Collection
     Args:
         units: after the last backward of a step.
         comm: the ranks; they agree along the axes on which a unit does not vary.
-        paused: paths of parameters that do not require a gradient at present; labels say so.
+        paused: paths of parameters that do not require a gradient at present, which the label of the collective counts.
 
     Cost: an ``all_reduce`` of one byte for each parameter and axis. The host of a rank that has no gradient of some parameter
     waits for it, as it decides what an optimizer leaves alone; one that has all knows that none is missing.

@@ -20,7 +20,7 @@ from fsharp.stateful.modules.calls import ParameterSource
 from fsharp.stateful.modules.parameter import Part
 from fsharp.stateful.modules.parameter_slots import own_buffers
 from fsharp.stateful.modules.session import Session
-from fsharp.stateful.modules.state_dict import load_parts, make_whole, refuse_dtensors, spread
+from fsharp.stateful.modules.state_dict import gather_to_rank, load_parts, refuse_dtensors, scatter_from_rank
 from fsharp.stateful.runtime.scheduled import Scheduled
 
 
@@ -59,19 +59,19 @@ class ShardedModule(nn.Module):
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False, foreach: bool | None = None
     ) -> torch.Tensor:
-        """Scale gradients such that their norm over all ranks is at most ``max_norm``; the norm before, on every rank.
+        """Scale gradients such that their norm over all ranks is at most ``max_norm``. Return the norm before, on every rank.
 
         ``torch.nn.utils.clip_grad_norm_(model.parameters(), ...)`` does the same, parameter by parameter.
 
         Args:
             max_norm: the largest norm.
-            norm_type: of the p-norm, ``inf`` included.
-            error_if_nonfinite: refuse gradients whose norm is not finite, and leave them as they are.
-            foreach: taken for torch's sake; gradients are flat buffers, with nothing to choose.
+            norm_type: order of the p-norm; may be ``inf``.
+            error_if_nonfinite: refuse gradients whose norm is not finite, and do not change them.
+            foreach: accepted because torch has this option, and ignored: gradients are flat buffers.
 
         Raises:
             ScheduleError: there are no gradients.
-            RuntimeError: the norm is not finite, if that is asked for; on all ranks.
+            RuntimeError: the norm is not finite, and ``error_if_nonfinite`` is True; on all ranks.
 
         Cost: one small collective for each axis.
         """
@@ -82,8 +82,8 @@ class ShardedModule(nn.Module):
         norm = session.step.means.norm() if norm_type == 2 else session.step.means.norm_of_order(norm_type)
         if error_if_nonfinite and not norm.isfinite():
             raise RuntimeError(
-                f"clip_grad_norm_(): the norm of order {norm_type} of the gradients is {float(norm)}, so that they cannot be "
-                "clipped. Leave out error_if_nonfinite=True to scale them all the same."
+                f"clip_grad_norm_(): the norm of order {norm_type} of the gradients is {float(norm)}, so that gradients cannot "
+                "be clipped. Leave out error_if_nonfinite=True to scale gradients all the same."
             )
         scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
         session.step.means.each(lambda buffer: buffer.mul_(scale))
@@ -238,27 +238,28 @@ class ShardedModule(nn.Module):
             if model.comm.rank == 0:
                 torch.save(state, "model.pt")
 
-        Trained parameters are in the optimizer's dtype, frozen ones as they rest. Buffers are those of that rank.
+        Trained parameters are in the optimizer's dtype, frozen ones in the dtype in which they rest. Buffers are that rank's.
 
         Args:
-            rank: of :attr:`comm`; None means all ranks.
+            rank: rank of :attr:`comm` that gets the state dict; None means all ranks.
 
         Raises:
             MeshError: no such rank.
-            TreeError: parameters of which ranks have values of their own, such as experts. On all ranks, before they are sent.
+            TreeError: parameters that have different values on each rank, such as experts. On all ranks, before anything is
+                sent.
             ScheduleError: inside of :meth:`unsharded`, where :meth:`state_dict` is whole.
-            AgreementError: on all ranks, if they name different ranks.
+            AgreementError: on all ranks, if they pass different values of ``rank``.
 
-        Cost: a gather of everything. Memory: one unit in full, and on that rank all of the result, in host memory.
+        Cost: a gather of all units. Memory: one full unit, and on that rank the whole state dict in host memory.
         """
         where, session = "full_state_dict()", _session(self)
         if session.is_unsharded:
             raise ScheduleError(f"{where}: inside of unsharded(). Call it outside, or take state_dict(), which is whole here.")
         found: dict[str, Any] = super().state_dict()
-        return found if make_whole(where, [found], rank, session.scheduler, specs=session.calls.specs) else {}
+        return found if gather_to_rank(where, [found], rank, session.scheduler, specs=session.calls.specs) else {}
 
     def load_full_state_dict(self, state_dict: Mapping[str, Any] | None, *, rank: int = 0, strict: bool = True) -> Any:
-        """Copy whole tensors that one rank has into parameters and buffers of all ranks. It returns what torch returns.
+        """Copy one rank's whole tensors into the parameters and buffers of all ranks. Return what torch's load_state_dict does.
 
         ::
 
@@ -266,18 +267,19 @@ class ShardedModule(nn.Module):
             model.load_full_state_dict(state)  # every rank calls it
 
         Args:
-            state_dict: on that rank by torch's names, in the dtypes that :meth:`load_state_dict` takes; None on all others.
-            rank: of :attr:`comm`, the one that has it.
-            strict: refuse names that are missing, or that are not known.
+            state_dict: on that rank, tensors by torch's names, in the dtypes that :meth:`load_state_dict` takes; None on all
+                other ranks.
+            rank: rank of :attr:`comm` that has the state dict.
+            strict: refuse missing and unknown names.
 
         Raises:
             MeshError: no such rank.
-            TreeError: a state dict on another rank too, or none on this one; and as :meth:`load_state_dict`. On all ranks,
-                before anything but a module's extra state is changed.
-            AgreementError: on the other ranks, if one alone has raised.
+            TreeError: another rank passes a state dict too, or ``rank`` passes none; and as :meth:`load_state_dict`. On all
+                ranks, before anything but a module's extra state is changed.
+            AgreementError: on the other ranks, if a single rank has raised an error.
             ScheduleError: a step is under way, or averages are in place of the parameters.
 
-        Cost: two ``all_reduce`` of each tensor's bytes along each axis. Memory: this rank's parts again, and a whole tensor.
+        Cost: two ``all_reduce`` of each tensor's bytes along each axis. Memory: a copy of this rank's parts, and one tensor.
         """
         where, parts = "load_full_state_dict()", self.state_dict()
 
@@ -285,18 +287,18 @@ class ShardedModule(nn.Module):
             part = parts.get(keys[0])
             return part if len(keys) == 1 and isinstance(part, Part) else None
 
-        return self.load_state_dict(spread(where, state_dict, rank, _session(self).scheduler, like), strict)
+        return self.load_state_dict(scatter_from_rank(where, state_dict, rank, _session(self).scheduler, like), strict)
 
     def _fqn_modifiers(self) -> dict[str, str]:
-        """Refuse torch.distributed.checkpoint.state_dict, whose functions ask every module for this.
+        """Refuse functions of torch.distributed.checkpoint.state_dict, which call this method of every module.
 
         Raises:
             TreeError: always.
         """
         raise TreeError(
-            "torch.distributed.checkpoint.state_dict: get_state_dict() and its like do not know a ShardedModule. dcp.save() "
-            "and dcp.load() take {'model': model.state_dict(), 'optimizer': optimizer.state_dict()}. model.full_state_dict() "
-            "is whole on one rank, and model.load_full_state_dict() takes that."
+            "torch.distributed.checkpoint.state_dict: get_state_dict() and similar functions do not know a ShardedModule. "
+            "dcp.save() and dcp.load() take {'model': model.state_dict(), 'optimizer': optimizer.state_dict()}. "
+            "model.full_state_dict() gives whole tensors on one rank, and model.load_full_state_dict() loads them."
         )
 
     def full_parameters(self, *, trained: bool = False) -> Iterator[tuple[str, torch.Tensor]]:

@@ -31,7 +31,7 @@ class ModuleStep:
         kept: what is trained.
         means: the gradients there are after a backward pass that does not accumulate.
         scheduler: runs everything.
-        paused: paths of parameters that have no gradient, as they are at the time of each backward.
+        paused: paths of parameters that get no gradient at present; each backward reads this set.
 
     Attributes:
         scheduled: the training step: its schedule, its trace.
@@ -134,9 +134,9 @@ class ModuleStep:
             sums = reduce_scatter(self.scheduler.issue(self._units, self.kept.state.params), comm=self.scheduler)
             self.means.set(sums, missing)
 
-    def in_backward(self, unit: str) -> FullUnit | None:
-        """The full parameters of a unit whose backward is under way; None if no backward is at it."""
-        return None if self._run is None else self._run.in_backward(unit)
+    def full_in_backward(self, unit: str) -> FullUnit | None:
+        """Return the full parameters of a unit whose backward is under way; None if it is not."""
+        return None if self._run is None else self._run.full_in_backward(unit)
 
     @property
     def is_fed(self) -> bool:

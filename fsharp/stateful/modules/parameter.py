@@ -1,4 +1,4 @@
-"""What a module's parameters are outside of its forward: this rank's part, and no more than that."""
+"""ShardedParameter: this rank's part of a parameter, which the module shows outside of its forward."""
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -29,11 +29,11 @@ class ShardedParameter(Part, nn.Parameter):
     def over(
         data: torch.Tensor, owner: Owner, unit: UnitLayout, leaf: Leaf, *, place: Place, rank: int, **labels: Any
     ) -> "ShardedParameter":
-        """A parameter in this memory, 1-D. ``labels`` are ``full_shape``, ``is_whole`` and ``spec``."""
+        """Return a parameter in the memory of ``data``, 1-D. ``labels`` are ``full_shape``, ``is_whole`` and ``spec``."""
         data, trains = data.view(labels["full_shape"]) if labels["is_whole"] else data, unit.groups[leaf.group].trainable
         new: ShardedParameter = torch.Tensor._make_subclass(ShardedParameter, data, trains)
         labels |= {"path": unit.full_path(leaf), "unit": unit, "leaf": leaf, "place": place, "rank": rank}
-        new.__dict__.update(labels, owner=weakref.ref(owner), is_trained=trains)  # the owner has this one
+        new.__dict__.update(labels, owner=weakref.ref(owner), is_trained=trains)  # a weak reference: the owner holds ``new``
         return new
 
     @classmethod
@@ -44,13 +44,13 @@ class ShardedParameter(Part, nn.Parameter):
             return _differentiate(*args, **(kwargs or {}))
         if getattr(func, "__name__", "") == "backward":
             raise LayoutError(
-                "backward(inputs=...): parameters of a ShardedModule are no inputs of it. Use torch.autograd.grad()."
+                "backward(inputs=...): parameters of a ShardedModule cannot be inputs of a backward. Use torch.autograd.grad()."
             )
         return super().__torch_function__(func, types, args, kwargs)
 
     @property
     def requires_grad(self) -> bool:
-        """Whether forwards differentiate with respect to it: it is trained, and not paused at present."""
+        """Whether forwards differentiate with respect to this parameter: it is trained, and not paused at present."""
         owner = self.owner()
         return self.is_trained and (owner is None or self.path not in owner.paused)
 
@@ -59,12 +59,12 @@ class ShardedParameter(Part, nn.Parameter):
         self.requires_grad_(value)
 
     def requires_grad_(self, requires_grad: bool = True) -> "ShardedParameter":
-        """Pause a trained parameter, or go on with it; all ranks do the same.
+        """Pause a trained parameter, or resume it. All ranks do the same.
 
-        Forwards of a paused parameter give it no gradient, and a backward leaves it without one. An optimizer leaves it alone.
+        A paused parameter gets no gradient from a backward, and an optimizer does not update it.
 
         Raises:
-            LayoutError: a parameter that was frozen when its module was sharded, and is to be trained.
+            LayoutError: ``requires_grad`` is True, and the parameter was frozen when its module was sharded.
         """
         if requires_grad and not self.is_trained:
             raise LayoutError(
@@ -76,7 +76,7 @@ class ShardedParameter(Part, nn.Parameter):
         return self
 
     def register_hook(self, hook: Any) -> Any:
-        """Refused: no backward comes to a part.
+        """Refuse a hook: autograd never reaches a part.
 
         Raises:
             LayoutError: always.
@@ -84,7 +84,7 @@ class ShardedParameter(Part, nn.Parameter):
         raise LayoutError(self._without_hooks("register_hook"))
 
     def register_post_accumulate_grad_hook(self, hook: Any) -> Any:
-        """Refused: a gradient is there for all parameters together, once a backward has ended.
+        """Refuse a hook: all parameters get their gradients together, when a backward has ended.
 
         Raises:
             LayoutError: always.
@@ -93,8 +93,8 @@ class ShardedParameter(Part, nn.Parameter):
 
     def _without_hooks(self, name: str) -> str:
         return (
-            f"{name}(): parameter {self.path!r} is a part, to which no backward comes. After `loss.backward()` its mean "
-            "gradient over ranks is there: change it by `with torch.no_grad(): p.grad.mul_(...)`, then call optimizer.step()."
+            f"{name}(): parameter {self.path!r} is a part, which autograd does not reach. After `loss.backward()` its mean "
+            "gradient over ranks is p.grad: change it by `with torch.no_grad(): p.grad.mul_(...)`, then call optimizer.step()."
         )
 
     def __deepcopy__(self, memo: Any) -> Any:
@@ -110,7 +110,7 @@ class ShardedParameter(Part, nn.Parameter):
     def grad(self, value: torch.Tensor | None) -> None:
         if value is not None:
             raise TreeError(
-                f"parameter {self.path!r}: its gradient is the module's; write `p.grad.copy_(...)`, or set it to None."
+                f"parameter {self.path!r}: the module stores the gradient: write `p.grad.copy_(...)`, or set p.grad to None."
             )
         owner = self.owner()
         if owner is not None:

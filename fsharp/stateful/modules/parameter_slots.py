@@ -1,4 +1,4 @@
-"""Where a module has its parameters, by unit: how full ones take their place while it computes, and what else has come."""
+"""The places of parameters in a module, by unit: full parameters are put there while it computes, and new ones are found."""
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -129,7 +129,7 @@ def chosen_modules(module: nn.Module, units: Units | Sequence[Units]) -> dict[st
 
 
 def grouped(module: nn.Module, units: Units | Sequence[Units]) -> list[list[str]]:
-    """The paths of the modules of each group of rules.
+    """Return for each group of rules the paths of its modules.
 
     Raises:
         PatternError: a module in two groups, or inside of another module of its group.
@@ -140,10 +140,10 @@ def grouped(module: nn.Module, units: Units | Sequence[Units]) -> list[list[str]
         for path in group:
             inside = next((other for other in group if path.startswith(f"{other}.")), None)
             if path in seen or inside is not None:
-                why = "is in two groups" if path in seen else f"is inside of {inside!r}, which is in its group"
+                why = "is in two groups" if path in seen else f"is inside of {inside!r}, which is in the same group"
                 raise PatternError(
-                    f"shard_module(units=...): module {path!r} {why}. Modules of a group share one gather, and run after one "
-                    "another: put each into one group, and no module with one that is inside of it."
+                    f"shard_module(units=...): module {path!r} {why}. Modules of a group share one gather, and run one after "
+                    "another: put each module into one group, and not into the group of a module that contains it."
                 )
         seen |= set(group)
     return groups
@@ -178,9 +178,9 @@ def owners(layout: Layout, chosen: Iterable[str]) -> Mapping[str, list[str]]:
 
 
 class _Member(NamedTuple):
-    """A module, the ids of its children and the names of its parameters as they were when it was looked at last.
+    """A module, with the ids of its children and the names of its parameters at the last check.
 
-    A child that is gone takes all ids along, as another module may get its id.
+    When a child is deleted, all ids are removed, as another module may get the child's id.
     """
 
     path: str
@@ -191,20 +191,20 @@ class _Member(NamedTuple):
 
 
 class Structure:
-    """The modules that are gathered together.
+    """The modules that are gathered together, which finds parameters that were added to them.
 
     Args:
-        members: by path.
+        members: the modules, by path.
     """
 
     def __init__(self, members: Mapping[str, nn.Module]) -> None:
         self._members = [_member(path, each) for path, each in members.items()]
-        self._frozen: list[tuple[str, weakref.ref[nn.Parameter]]] = []  # that were added
+        self._frozen: list[tuple[str, weakref.ref[nn.Parameter]]] = []  # frozen parameters that were added
 
     def check(self) -> None:
-        """Refuse parameters to be trained that were added since the module was sharded.
+        """Refuse parameters that require a gradient and were added after the module was sharded.
 
-        A wrapper may take the place of the submodule that it holds, and frozen parameters may come.
+        A wrapper may replace the submodule that it wraps, and frozen parameters may be added.
 
         Raises:
             TreeError: names the parameter.
@@ -231,7 +231,7 @@ class Structure:
                 raise _untrained(path)
 
     def _add(self, owner: str, name: str, parameter: nn.Parameter) -> None:
-        if isinstance(parameter, ShardedParameter) or not isinstance(parameter, nn.Parameter):  # the latter is a full one
+        if isinstance(parameter, ShardedParameter) or not isinstance(parameter, nn.Parameter):  # full ones are plain tensors
             return
         path = _joined(owner, name)
         if parameter.requires_grad:
@@ -240,11 +240,11 @@ class Structure:
 
 
 def members_of(module: nn.Module, owners: Sequence[str]) -> dict[str, dict[str, nn.Module]]:
-    """For each of these paths the modules, by path, that are inside of no other one of them, deeper down.
+    """Return by owner the modules that are gathered with it, by path: those of which it is the innermost owner.
 
     Args:
-        module: the root.
-        owners: paths of modules that are gathered by themselves, and ``""``.
+        module: the root module.
+        owners: paths of modules that are gathered by themselves, and ``""`` for the root.
     """
     members: dict[str, dict[str, nn.Module]] = {path: {} for path in owners}
     for path, each in module.named_modules():
@@ -266,7 +266,7 @@ def _joined(*names: str) -> str:
 
 def _untrained(path: str) -> TreeError:
     return TreeError(
-        f"parameter {path!r} came into the module after shard_module(), which has no gradient and no optimizer state for the "
-        "parameter: it would not be trained. Put it there before shard_module(); or freeze it by requires_grad_(False), and "
-        "each rank uses the values that it has."
+        f"parameter {path!r} came into the module after shard_module(), and has no gradient and no optimizer state: it would "
+        "not be trained. Add the parameter before shard_module(); or freeze it by requires_grad_(False), and each rank uses "
+        "its own values."
     )

@@ -82,7 +82,7 @@ class Session:
     # ------------------------------------------------------------ computing
 
     def call(self, module: nn.Module, path: str, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """``fn(*args, **kwargs)``, the code of ``module`` at ``path``, with its units gathered, and inputs and outputs cast."""
+        """Call ``fn``, code of the module at ``path``, with the module's units gathered, and cast its inputs and outputs."""
         cast = self.casts.get(path)
         if cast is None:
             return self._call(module, path, fn, args, kwargs)
@@ -125,11 +125,11 @@ class Session:
             before_backward(tensors_in(out, path), torch_pytree.tree_leaves((args, kwargs)), self.step.on_backward)
             return out
 
-    # ------------------------------------------------------------ what parts ask for
+    # ------------------------------------------------------------ the owner of parts
 
     @property
     def ranks(self) -> Comm:
-        """The ranks, for a collective of the user's own."""
+        """The ranks, for a collective that a user's function of parts makes."""
         self.step.clear_up()
         return self.scheduler
 
@@ -137,8 +137,8 @@ class Session:
         """Have the current stream wait for what a step gathers for the next one: gathers read parameters."""
         self.scheduler.lanes.join_all("gather")
 
-    def wrote(self, part: Part, what: str) -> None:
-        """A function has changed a part in place. If that is a parameter or a gradient, labels say so from the next step on."""
+    def note_write(self, part: Part, what: str) -> None:
+        """Note that a function has changed a part in place. If the part is a parameter or a gradient, later labels say so."""
         memory = part.untyped_storage().data_ptr()
         gradient, parameter = self.step.means.part(part.path), self.parameters[part.path]
         if gradient is not None and gradient.untyped_storage().data_ptr() == memory:
@@ -146,12 +146,12 @@ class Session:
         elif parameter.untyped_storage().data_ptr() == memory:
             self.scheduler.account(f"{what} {part.path}")
 
-    def computed_again(self, part: Part) -> torch.Tensor | None:
-        """The whole parameter, for a checkpoint that computes again in the backward of the parameter's unit.
+    def full_parameter(self, part: Part) -> torch.Tensor | None:
+        """Return the whole parameter, for a checkpoint that recomputes in the backward of the parameter's unit.
 
-        None if no backward of the unit is under way. No gradient comes this way: it comes by the graph of the forward.
+        Return None if no backward of the unit is under way. Gradients come by the graph of the forward, not by this tensor.
         """
-        full = self.step.in_backward(part.unit.name)
+        full = self.step.full_in_backward(part.unit.name)
         if full is None:
             return None
         leaf = full.leaf(part.leaf.path)
@@ -247,7 +247,7 @@ class Session:
 
 def _refuse_reentrant(path: str, grad: torch.Tensor) -> None:
     raise LayoutError(
-        f"parameter {path!r} is used in a reentrant checkpoint of a part of its unit, whose gradient would be lost. Call "
+        f"parameter {path!r} is used in a reentrant checkpoint of a part of its unit: its gradient would be lost. Call "
         "torch.utils.checkpoint.checkpoint(..., use_reentrant=False), or checkpoint modules that are units."
     )
 

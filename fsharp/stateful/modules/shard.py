@@ -83,8 +83,8 @@ def shard_module(
             of which each rank along ``"ep"`` has experts of its own.
         units: modules that are gathered by themselves when they are called: classes, patterns of paths (``"layers.*"``),
             predicates on path and module, or several of these. They may nest; what is in none of them is gathered with the
-            root. None gathers everything with the root. A tuple or list in a list is a group, ``[Block, ("norm", "head")]``:
-            modules that run after one another, and share one gather and one reduction in a step that follows its schedule.
+            root. None gathers everything with the root. A tuple or list in a list is a group, ``[Block, ("norm", "head")]``,
+            of modules that run one after another. In a step that follows its schedule they share one gather and one reduction.
         precision: dtypes, of all parameters or by pattern of paths, the last that matches counting. Floating-point inputs of
             the root and of each of ``units`` are cast to the ``compute`` of its precision, and outputs to ``output``, where
             these are given: ``{"**": Precision(torch.bfloat16, torch.float32), "norm": Precision(torch.float32)}``.
@@ -107,8 +107,8 @@ def shard_module(
         PatternError: units that match no module, methods that none of these has.
         OptionError: an option of a type that it cannot have, such as a pattern that stands for no Precision.
         LayoutError: a unit of whose parameters none has the precision that its inputs and outputs have.
-        TreeError: a module without parameters; parameters that are of a class of their own, sparse, or complex and to be
-            trained; a module that DDP, FSDP or fully_shard() has; tensors on the meta device that nothing initializes.
+        TreeError: a module without parameters; parameters of a subclass of nn.Parameter, sparse ones, or complex ones that
+            require a gradient; a module of DDP, FSDP or fully_shard(); tensors on the meta device that nothing initializes.
         MeshError: a mesh without this process, or one that parameters are distributed over already.
         AgreementError: on all ranks, if they differ in module, units, strategy or precision, or in the values of parameters.
 

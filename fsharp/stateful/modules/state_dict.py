@@ -1,4 +1,4 @@
-"""State dicts of a module whose parameters are parts: what is taken from one, what is refused, and whole ones on one rank."""
+"""State dicts of a module whose parameters are parts: how they are loaded, refused, and made whole on one rank."""
 
 import io
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -201,7 +201,7 @@ def _kind(value: Any) -> str:
 # ------------------------------------------------------------ whole tensors on one rank
 
 
-def make_whole(
+def gather_to_rank(
     where: str,
     dicts: Iterable[dict[str, Any]],
     rank: int | None,
@@ -210,20 +210,20 @@ def make_whole(
     specs: Mapping[str, Spec] = {},
     kind_of: Callable[[str], str] = lambda key: "",
 ) -> bool:
-    """Put whole tensors in host memory in place of the parts in these dicts, on one rank; return whether this is that rank.
+    """Replace the parts in dicts by whole tensors in host memory, on one rank. Return whether this rank has the whole tensors.
 
     Args:
-        where: the function that asks, for messages.
+        where: the calling function, for messages.
         dicts: with :class:`~fsharp.Part` as values, the same keys on all ranks. Other tensors become copies in host memory.
-        rank: of ``comm``; None means all ranks.
+        rank: rank of ``comm`` that gets the whole tensors; None means all ranks.
         comm: the ranks.
-        specs: of the parameters that are DTensors, by path.
-        kind_of: by key, what values of one parameter are told apart by.
+        specs: specs of the parameters that are DTensors, by path.
+        kind_of: returns the kind of a value by its key, if dicts have several values of one parameter.
 
     Raises:
         MeshError: no such rank.
-        TreeError: parts of which ranks have values of their own.
-        AgreementError: ranks that differ in the rank, or in names of parts.
+        TreeError: parts of parameters that have different values on each rank.
+        AgreementError: ranks pass different values of ``rank``, or different names of parts.
 
     Cost: a gather of all parts. Memory: the tensors of one unit and kind; on the rank that keeps them, all in host memory.
     """
@@ -240,8 +240,8 @@ def make_whole(
         for path, part in (item for unit in parts.values() for item in unit.items()):
             if own := [axis for axis in part.place.varying if comm.mesh.axis_size(axis) > 1]:
                 raise TreeError(
-                    f"{where}: ranks along {own} have values of their own of {path!r}, and one rank would keep its own alone. "
-                    "Save by fs.checkpoint.save()."
+                    f"{where}: {path!r} has different values on ranks along {own}, and the result would have those of one rank "
+                    "alone. Save by fs.checkpoint.save()."
                 )
 
     names = "\n".join(f"{kind} {path}" for (kind, *_), unit in parts.items() for path in unit)
@@ -254,7 +254,7 @@ def make_whole(
                 value = specs[path].whole(value).full_tensor()
             if is_kept:
                 whole[kind, path] = value.to("cpu", copy=True)
-            del value  # the unit's memory goes before the next one is gathered
+            del value  # releases the unit's memory before the next unit is gathered
     if is_kept:
         for each in dicts:
             for key, value in each.items():
@@ -285,20 +285,20 @@ def _gathered(parts: Mapping[str, Part], comm: Comm) -> dict[str, torch.Tensor]:
     return {path: full[x.group][x.offset : x.offset + x.numel].view(x.shape) for path, x in leaves.items()}
 
 
-def spread(where: str, given: Any, rank: int, comm: Comm, like: Callable[[tuple[str, ...]], Part | None]) -> Any:
+def scatter_from_rank(where: str, given: Any, rank: int, comm: Comm, like: Callable[[tuple[str, ...]], Part | None]) -> Any:
     """Return one rank's state dict on all ranks, with this rank's parts in place of whole tensors.
 
     Args:
-        where: the function that asks, for messages.
-        given: on the rank ``rank`` a state dict: dicts, lists, tensors, numbers and texts. On others None, or an empty one.
-        rank: the one that has the state dict.
+        where: the calling function, for messages.
+        given: on rank ``rank`` a state dict of dicts, lists, tensors, numbers and texts; on other ranks None or an empty dict.
+        rank: the rank that has the state dict.
         comm: the ranks.
-        like: what a tensor is to be a part as, by its keys; None if all ranks take all of the tensor.
+        like: returns by the keys of a tensor a part that is cut as the tensor is to be; None if each rank takes it whole.
 
     Raises:
         MeshError: no such rank.
-        TreeError: nothing to load, or something on another rank too; a tensor without values; another object.
-        AgreementError: on the other ranks, if one has raised.
+        TreeError: there is no state dict, or another rank passes one too; a tensor without values; an unknown kind of object.
+        AgreementError: on the other ranks, if one rank has raised an error.
 
     Cost: two ``all_reduce`` of each tensor's bytes along each axis. Memory: this rank's parts, and one whole tensor.
     """
@@ -308,7 +308,7 @@ def spread(where: str, given: Any, rank: int, comm: Comm, like: Callable[[tuple[
         if comm.rank != rank:
             if given:
                 raise TreeError(
-                    f"{where}: rank {comm.rank} has a state dict too, and rank {rank}'s is to be loaded. Pass None."
+                    f"{where}: rank {comm.rank} passes a state dict too, and that of rank {rank} is to be loaded. Pass None."
                 )
             return b""
         if not isinstance(given, Mapping):
@@ -331,7 +331,7 @@ def spread(where: str, given: Any, rank: int, comm: Comm, like: Callable[[tuple[
         if not isinstance(outline, torch.Tensor):
             return outline
         value, part = taken(outline if own is None else own, rank, comm), like(keys)
-        if part is None or value.shape != part.full_shape:  # the latter is refused when it is loaded
+        if part is None or value.shape != part.full_shape:  # load_state_dict() refuses a wrong shape
             return value
         return Part.of(value.reshape(-1)[slice(*part.run)].clone(), part)
 
@@ -347,7 +347,7 @@ def _check_rank(where: str, rank: Any, comm: Comm) -> None:
 
 
 def _packed(where: str, given: Mapping[str, Any]) -> bytes:
-    """Return what a state dict is but for the values of its tensors, and torch's notes on versions of modules."""
+    """Return as bytes a state dict without the values of its tensors, and torch's metadata on versions of modules."""
 
     def outline(value: Any, name: str) -> Any:
         if isinstance(value, Mapping):
@@ -367,7 +367,7 @@ def _packed(where: str, given: Mapping[str, Any]) -> bytes:
     torch.save((outline(given, ""), getattr(given, "_metadata", None)), stream)
     try:
         _unpacked(stream.getvalue())
-    except Exception as error:  # of any kind: the other ranks have to hear of it
+    except Exception as error:  # any kind: the other ranks have to be told
         raise TreeError(
             f"{where}: the state dict has objects other than tensors, numbers, texts, lists and dicts: {error}"
         ) from error

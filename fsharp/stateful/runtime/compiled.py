@@ -141,11 +141,11 @@ class Compiled:
                     self.stranded[unit.key] = self._opens[unit.key]
 
 
-def unmet(schedule: Schedule, units: dict[str, UnitState], policy: Policy) -> str:
-    """Return why units cannot follow a schedule: the first of its facts that is not theirs. Empty if they can.
+def mismatch(schedule: Schedule, units: dict[str, UnitState], policy: Policy) -> str:
+    """Return why units cannot follow a schedule: the first fact of the schedule that is wrong. Empty if units can follow it.
 
-    Bytes in host memory are compared by :meth:`Step.update`, which learns them. A block may be larger than it has to be, as
-    those of steps without a schedule are; and gradients may rest in the arena, or not, whatever the policy says.
+    :meth:`Step.update` compares bytes in host memory, which are known only then. A block may be larger than necessary, as in
+    steps without a schedule; and gradients may rest in the arena, or not, whatever the policy says.
     """
     gradients = gradients_of(schedule.program.events)
     for facts in schedule.program.units:

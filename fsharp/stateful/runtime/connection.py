@@ -1,4 +1,4 @@
-"""Connection: what all ranks of a scheduler make together before its first collective, and not before."""
+"""Connection: the process groups that all ranks of a scheduler make together, right before its first collective."""
 
 from fsharp.functional.comm.agree import agree
 from fsharp.functional.comm.process_group import ProcessGroupComm
@@ -21,12 +21,12 @@ class Connection:
         self._is_made = False
 
     def make(self) -> None:
-        """Make, once, what all ranks have to make together: each rank calls this before its first collective."""
+        """Make the process groups, if they are not made yet. Each rank calls this before its first collective."""
         if self._is_made:
             return
         comm = innermost(self._comm)
         if isinstance(comm, ProcessGroupComm):
-            # Groups are made over the job's store, which knows nothing of ranks that have ended: they are missed here.
+            # Groups are made over the job's store, where a rank that has ended is not noticed: notice it here.
             agree("Scheduler", {"separate_groups": str(self._policy.separate_groups)}, comm)
             if self._policy.separate_groups and not comm.is_native:
                 comm.make_groups()

@@ -282,7 +282,7 @@ class Eager:
         return BoundOp(op, (self._number, number), to_come, unit)
 
     def _place(self, role: str, unit: str, nbytes: int) -> s.Memory | None:
-        """Where a buffer is in the schedule that this becomes; nobody else is ever there. None for no bytes."""
+        """Return the memory of a buffer in the schedule that this step becomes, which no other buffer has; None for 0 bytes."""
         if not nbytes:
             return None
         if (role, unit) not in self._places:

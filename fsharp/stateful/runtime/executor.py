@@ -87,7 +87,7 @@ class Executor:
         transport: runs collectives.
         lanes: the streams beside compute.
         comm: the ranks, for the names of trees in labels.
-        connection: made before the first collective.
+        connection: process groups, made before the first collective.
         poison: fill memory with NaN when it is released.
 
     Attributes:

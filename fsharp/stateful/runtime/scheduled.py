@@ -44,8 +44,8 @@ class Status(NamedTuple):
 
     Attributes:
         kind: ``"new"`` before the first call; ``"recorded"``: no schedule was followed; ``"planned"``: one was, to the end;
-            ``"left"``: one was, up to an event that it did not have; ``"alone"``: it only used units that rest whole, for which
-            there is nothing to schedule.
+            ``"left"``: one was, up to an event that it did not have; ``"alone"``: the call only used units that rest whole, so
+            that there was nothing to schedule.
         why: in words.
         num_programs: different orders of events that are known.
         num_left: calls in a row that have left their schedule.

@@ -80,8 +80,8 @@ class Scheduler(Tracer):
         self._functions: weakref.WeakSet[Scheduled] = weakref.WeakSet()
         self._names: Counter[str] = Counter()
         self._closed: str | None = None
-        self._history, self._accounted = "", list[str]()  # the digest of what was accounted for, and what came since
-        self._before = self._history, self._accounted  # as they were when the last call began
+        self._history, self._accounted = "", list[str]()  # digest of accounted texts up to the last call, and texts since then
+        self._before = self._history, self._accounted  # both of them, when the last call began
         self._start()
 
     def _start(self) -> None:
@@ -172,10 +172,10 @@ class Scheduler(Tracer):
         return self.executor.named(label or "a call of the Comm")
 
     def account(self, text: str) -> None:
-        """What comes next depends on this, which has to be the same on all ranks: labels from the next step on say so.
+        """Add settings on which later steps depend, and which have to be the same on all ranks, to the labels of later steps.
 
         Args:
-            text: fields, each in a line as ``name=value``: an error names those that differ.
+            text: the settings, a field in each line as ``name=value``. An error names the fields that differ.
         """
         self._accounted.append(text)
 
@@ -305,7 +305,7 @@ class Scheduler(Tracer):
             )
 
     def _connect(self) -> None:
-        """A collective is about to come."""
+        """Refuse a scheduler that was closed, or make its connection: called before a collective."""
         self._refuse()
         self.executor.connection.make()
 
@@ -330,7 +330,7 @@ class Scheduler(Tracer):
         for unit in self.units.values():
             if unit.gradient is not None:
                 unit.gradient.let_go()
-        if step.is_alone:  # a rank may do this by itself: nothing that other ranks will see may depend on it
+        if step.is_alone:  # a rank may make such a step by itself, so that no later label may depend on this step
             scheduled.num_calls -= 1
             history, accounted = self._before
             self._history, self._accounted = history, accounted + self._accounted

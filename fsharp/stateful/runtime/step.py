@@ -105,7 +105,7 @@ class Step:
 
     @property
     def is_alone(self) -> bool:
-        """Whether it has done nothing but use units that rest whole: no other rank has taken part, or had to."""
+        """Whether this step has only used units that rest whole, so that no other rank had to take part."""
         kinds = {event.kind for event in self.events} <= {"forward", "forward_end"}
         return kinds and not any(self.units[event.unit].axes for event in self.events)
 
@@ -188,8 +188,8 @@ class Step:
         use.leaves = leaves
         return use
 
-    def in_backward(self, unit: str) -> FullUnit | None:
-        """The full parameters of a unit whose backward is under way; None if no backward is at it."""
+    def full_in_backward(self, unit: str) -> FullUnit | None:
+        """Return the full parameters of a unit whose backward is under way; None if it is not."""
         use = next((use for use in reversed(self._backward) if use.unit.layout.name == unit), None)
         if use is None:
             return None

@@ -148,12 +148,12 @@ class ParameterCheck(Check):
             raise refusal(self.updated, self.order.ops[self.updated], what, "a gather of phase update after it")
 
     def end(self) -> None:
-        """All updated parameters are where they rest, and nothing follows what the step hands on to the next one."""
+        """Check that updated parameters are where they rest, and that no op follows a gather for the next step."""
         self._check_spread()
         first = len(self.order.ops) + min(self.carried.values(), default=0)
         for i, op in enumerate(self.order.ops[first:], first):
             if op.kind != "gather" or op.phase == "update":
-                what = f"comes after op {first}, a gather for the next step, which is issued when this step is over."
+                what = f"comes after op {first}, a gather for the next step, which is issued when this step has ended."
                 raise refusal(i, op, what, f"a position before {first}", "Move it before that, or to the next step.")
 
 

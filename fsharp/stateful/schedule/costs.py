@@ -97,7 +97,7 @@ def bundles(
         sent: bytes that a rank sends for each; what sends nothing is alone.
         channels: what units of one bundle agree in; None for those that are alone.
         most: bytes of one bundle.
-        groups: numbers of units that are joined whatever they send, and with no unit of another number or of none.
+        groups: group number by unit. Units of a group are joined whatever they send, and only with units of the same group.
     """
     members: dict[str, list[str]] = {}
     last, filled = "", 0

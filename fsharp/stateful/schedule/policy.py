@@ -30,8 +30,8 @@ class Policy:
             differ are not joined. What is joined is packed, in memory beside the arena while it is under way: of a gather
             what it fills and what this rank has of it, of a reduction what it is given, the sum, and scratch for it. Over
             gloo buffers of 128 KiB and more travel unpacked, as messages of their own.
-        together: units that share one collective whatever their bytes, and with no other unit, where they follow each other in
-            the order; names of units, in tuples. ``shard_module`` fills it with groups of its ``units=``.
+        together: tuples of names of units. Units of a tuple that follow each other in order share one collective, whatever
+            their bytes, and share it with no other unit. ``shard_module`` adds the groups of its ``units=``.
         link: what collectives cost, for that model; the same on all ranks. None means that of gloo, unless the scheduler
             knows better.
         keep_gradients: gradients at rest have memory of their own. False plans it with all other memory of a step: it serves
@@ -55,7 +55,7 @@ class Policy:
             overlap compute: True helps steps that are bound by the network, on devices that have room for two kernels.
 
     Raises:
-        OptionError: a value of the wrong type, or of none of the words that are named.
+        OptionError: a value of the wrong type, or a word that is not one of those named.
         ScheduleError: a value out of range.
     """
 

@@ -52,7 +52,7 @@ class UnitFacts:
 
     @property
     def calls(self) -> tuple[Call, ...]:
-        """The collectives of one move of each kind."""
+        """All collectives of the unit, of all kinds of moves."""
         return self.gather + self.reduce + self.finish + self.update_gather
 
 
@@ -76,7 +76,7 @@ class Event(NamedTuple):
 
     @property
     def has_gradient(self) -> bool:
-        """Whether a gradient of its unit's parameters is there from here on."""
+        """Whether a gradient of the unit's parameters is complete at this event."""
         return self.kind == "backward_end" and not self.bare
 
     def __str__(self) -> str:
@@ -84,7 +84,7 @@ class Event(NamedTuple):
 
 
 def gradients_of(events: Sequence[Event]) -> list[Counter[str]]:
-    """Return for each microbatch, and for what follows the last one, how many gradients come of each unit."""
+    """Return the number of gradients of each unit, for each microbatch and for the events after the last microbatch."""
     result = [Counter[str]()]
     for event in events:
         if event.kind == "microbatch_end":
@@ -123,9 +123,9 @@ class Program:
             if event.kind not in ABOUT_NO_UNIT and event.unit not in facts:
                 raise ScheduleError(f"{where}: no such unit; there are {sorted(facts)}.")
             if event.kind in ABOUT_NO_UNIT and (event.unit or event.use != -1):
-                raise ScheduleError(f"{where}: is about unit {event.unit!r}, use {event.use}, expected none.")
+                raise ScheduleError(f"{where}: has unit {event.unit!r} and use {event.use}, expected no unit and no use.")
             if event.has_gradient and not facts[event.unit].trainable:
-                raise ScheduleError(f"{where}: a gradient comes of a unit whose facts say trainable=False.")
+                raise ScheduleError(f"{where}: gives a gradient to a unit whose facts say trainable=False.")
             if event.kind in ("forward", "backward"):
                 if event.kind == "forward" and event.use in began:
                     raise ScheduleError(f"{where}: use {event.use} has begun before.")

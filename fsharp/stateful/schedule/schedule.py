@@ -65,7 +65,7 @@ PHASES_OF: dict[OpKind, tuple[Phase, ...]] = {
 
 
 VECTOR_NBYTES = 64
-"""Bytes: addresses are multiples of this. Kernels load vectors as wide, and round the rest of a buffer otherwise."""
+"""Alignment of addresses, in bytes. Kernels load vectors of this width, and round the rest of a buffer in another way."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -129,7 +129,7 @@ class FullUnit:
         return [leaf.detach() for leaf in self._leaves]
 
     def leaf(self, path: str) -> torch.Tensor:
-        """The stored leaf at a path, a new alias each time."""
+        """Return the stored leaf at a path, as a new alias."""
         return self._leaves[self.index.position[path]].detach()
 
     def versions(self) -> list[int]:

@@ -135,7 +135,7 @@ class GradientBuffer:
                 )
 
     def ignore(self, paths: Collection[str]) -> None:
-        """Take what uses contribute to these leaves, by path in the user's tree, for zero from here on."""
+        """Count later contributions to the leaves at these paths in the user's tree as zero."""
         leaves = enumerate(self.route.leaves) if paths else ()
         self._ignored = {i for i, leaf in leaves if self.route.unit.full_path(leaf) in paths}
 

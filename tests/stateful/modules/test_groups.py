@@ -40,7 +40,7 @@ def test_groups_of_classes_and_of_what_is_apart(strategy):
 @pytest.mark.parametrize(
     ("units", "match"),
     [
-        ([("layers.0", "layers.0.mlp")], r"'layers\.0\.mlp' is inside of 'layers\.0', which is in its group"),
+        ([("layers.0", "layers.0.mlp")], r"'layers\.0\.mlp' is inside of 'layers\.0', which is in the same group"),
         ([("layers.0", "head"), ["head", "embed"]], r"'head' is in two groups"),
         ([("layers.0", "tail")], r"'tail' matches no module"),
     ],

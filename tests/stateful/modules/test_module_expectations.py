@@ -370,7 +370,7 @@ def test_what_is_sharded_is_not_sharded_again(strategy):
     def rank_fn(comm):
         model, optimizer = wrap(comm, strategy)
         for other in (model, model.head, nn.Sequential(model, nn.Linear(2, 2))):
-            with pytest.raises(TreeError, match="one of a ShardedModule already"):
+            with pytest.raises(TreeError, match="belongs to a ShardedModule already"):
                 fs.shard_module(other, mesh=comm)
         train(model, optimizer, modules.batches(comm, 1))
 

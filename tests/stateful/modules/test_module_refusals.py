@@ -30,10 +30,10 @@ from tests.scheduling import DP
             lambda m, x: setattr(m.head.weight, "data", torch.zeros(11, 6)),
             r"'head\.weight' rests in memory of its ShardedModule",
         ),
-        (lambda m, x: setattr(m.head.weight, "grad", torch.zeros(3)), r"'head\.weight': its gradient is the module's"),
+        (lambda m, x: setattr(m.head.weight, "grad", torch.zeros(3)), r"'head\.weight': the module stores the gradient"),
         (lambda m, x: m.half(), r"cannot be moved or cast: unit .* is torch\.float32 on cpu, asked for torch\.float16"),
         (lambda m, x: m.to("meta"), r"asked for torch\.float32 on meta"),
-        (lambda m, x: fs.shard_module(m), "one of a ShardedModule already"),
+        (lambda m, x: fs.shard_module(m), "belongs to a ShardedModule already"),
         (lambda m, x: fs.ShardedOptimizer(m.parameters(), torch.optim.LBFGS), r"LBFGS computes the loss several"),
         (
             lambda m, x: fs.ShardedOptimizer(modules.make().parameters(), torch.optim.SGD),
@@ -176,7 +176,7 @@ REFUSED_WHERE_WHOLE = {
     "loading": (lambda m, o: m.load_state_dict({}), r"load_state_dict\(\): a step is under way"),
     "calling it when unsharded": (lambda m, o: called_when_unsharded(m), "was called inside of unsharded"),
     "clipping too early": (lambda m, o: clipped_too_early(m), "after gradients had been changed"),
-    "other parameters": (lambda m, o: m.head.weight.__setattr__("grad", torch.ones(11, 6)), "its gradient is the module's"),
+    "other parameters": (lambda m, o: m.head.weight.__setattr__("grad", torch.ones(11, 6)), "the module stores the gradient"),
 }
 
 

@@ -69,17 +69,17 @@ def optimizer(model):
 
 
 EXPECTED = {
-    "DDP": r"DistributedDataParallel\(\): parameter '0\.weight' is one of a ShardedModule.*strategy=fs\.ddp",
-    "DDP of a submodule": r"DistributedDataParallel\(\): parameter 'weight' is one of a ShardedModule",
-    "DDP around it": r"DistributedDataParallel\(\): parameter '1\.0\.weight' is one of a ShardedModule",
+    "DDP": r"DistributedDataParallel\(\): parameter '0\.weight' belongs to a ShardedModule.*strategy=fs\.ddp",
+    "DDP of a submodule": r"DistributedDataParallel\(\): parameter 'weight' belongs to a ShardedModule",
+    "DDP around it": r"DistributedDataParallel\(\): parameter '1\.0\.weight' belongs to a ShardedModule",
     "DDP by shard_module": r"'the root' is a DistributedDataParallel.*model\.module",
     "FSDP1": r"'0\.weight' rests in memory of its ShardedModule.*\. The module is sharded already",
-    "FSDP2": r"'0\.weight' is sharded.*chunk\(\) of FSDP would take for all of it\. The module is sharded already",
+    "FSDP2": r"'0\.weight' is sharded.*chunk\(\) of FSDP would take for the whole tensor\. The module is sharded already",
     "FSDP2, whole": r"'0\.weight' is used by chunk\(\) of FSDP.*The module is sharded already",
     "FSDP2 by shard_module": r"'the root' is a FSDPSequential, made by fully_shard\(\).*Leave out fully_shard",
-    "get_model_state_dict": r"get_state_dict\(\) and its like.*full_state_dict",
-    "get_optimizer_state_dict": r"get_state_dict\(\) and its like.*dcp\.save",
-    "set_model_state_dict": r"get_state_dict\(\) and its like.*load_full_state_dict",
+    "get_model_state_dict": r"get_state_dict\(\) and similar functions.*full_state_dict",
+    "get_optimizer_state_dict": r"get_state_dict\(\) and similar functions.*dcp\.save",
+    "set_model_state_dict": r"get_state_dict\(\) and similar functions.*load_full_state_dict",
 }
 
 
@@ -120,7 +120,9 @@ def test_what_a_chunk_cannot_say_is_refused():
 
     def rank_fn(comm):
         model = fs.shard_module(plain_pair(), mesh=comm, strategy=fs.zero3("dp").varying("ep"))
-        with pytest.raises(TreeError, match=r"checkpoint: '0\.weight': ranks along \['ep'\] have values of their own"):
+        with pytest.raises(
+            TreeError, match=r"checkpoint cannot describe '0\.weight', which has different values on ranks along \['ep'\]"
+        ):
             model.state_dict()["0.weight"].__create_chunk_list__()
 
     simulate(mesh, rank_fn)
@@ -129,7 +131,7 @@ def test_what_a_chunk_cannot_say_is_refused():
 def test_data_parallel_is_refused():
     def rank_fn(comm):
         model, _ = wrap(comm, "zero3")
-        with pytest.raises(TreeError, match=r"DataParallel\(\): parameter 'embed\.weight' is one of a ShardedModule"):
+        with pytest.raises(TreeError, match=r"DataParallel\(\): parameter 'embed\.weight' belongs to a ShardedModule"):
             DataParallel(model)
 
     simulate(DP, rank_fn)
@@ -151,7 +153,7 @@ def changed(change):
     [
         (
             lambda: changed(lambda m: setattr(m, "weight", nn.Parameter(torch.ones(3, 3).as_subclass(Marked)))),
-            r"parameter '0\.weight' is a Marked, a class of tensors of its own",
+            r"parameter '0\.weight' is a Marked, and would become a plain",
         ),
         (
             lambda: changed(lambda m: setattr(m, "weight", nn.Parameter(torch.eye(3).to_sparse()))),

@@ -7,7 +7,7 @@ import torch
 
 import fsharp as fs
 from fsharp.errors import OptionError, ScheduleError
-from fsharp.stateful.runtime.compiled import unmet
+from fsharp.stateful.runtime.compiled import mismatch
 from fsharp.stateful.schedule.policy import Policy
 from fsharp.stateful.schedule.schedule import Memory, Schedule
 from fsharp.stateful.schedule.verify import verify
@@ -160,7 +160,7 @@ def test_nothing_follows_what_a_step_hands_on(schedule):
 
 def test_a_gradient_comes_of_no_frozen_unit(schedule):
     units = schedule.program.units
-    with pytest.raises(ScheduleError, match=r"event [0-9]+, backward_end embed: a gradient comes of a unit .*trainable=False"):
+    with pytest.raises(ScheduleError, match=r"event [0-9]+, backward_end embed: gives a gradient to a unit .*trainable=False"):
         replace(schedule.program, units=(replace(units[0], trainable=False), *units[1:]))
 
 
@@ -170,7 +170,7 @@ def test_facts_of_other_units_are_not_followed(name, value):
         trainer = Trainer(comm, "zero3", {}, 1)
         schedule = trainer.step.schedule
         units = tuple(replace(facts, **{name: value}) for facts in schedule.program.units)
-        why = unmet(replace(schedule, program=replace(schedule.program, units=units)), trainer.scheduler.units, Policy())
+        why = mismatch(replace(schedule, program=replace(schedule.program, units=units)), trainer.scheduler.units, Policy())
         assert why.startswith(f"{name} of unit 'embed' is {value}, and here "), why
 
     simulate(STRATEGIES["zero3"][0], rank_fn)

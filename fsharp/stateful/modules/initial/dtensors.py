@@ -50,7 +50,7 @@ class Spec:
         return DTensor.from_local(x, self.mesh, kinds, run_check=False).full_tensor()
 
     def reduce(self, x: torch.Tensor, op: ReduceOp) -> torch.Tensor:
-        """The sum, maximum or minimum of ``x`` over ranks with other parts, elementwise; NaN if one of them is."""
+        """Return the elementwise sum, maximum or minimum of ``x`` over ranks with other parts; NaN if one rank has NaN."""
         if op == "sum":
             return self.sum(x)
         kinds = [Replicate() if p.is_replicate() else Shard(0) for p in self.placements]

@@ -25,9 +25,8 @@ from fsharp.functional.optim.base import Transform, as_transform
 from fsharp.functional.optim.elementwise_check import check_elementwise
 from fsharp.stateful.modules.optim.averaged import averaged
 from fsharp.stateful.modules.optim.flat_slices import FlatSlice, alike, cut_leaves, join_state, leaves_of, runs_of, split_state
-from fsharp.stateful.modules.optim.left_alone import left_alone
 from fsharp.stateful.modules.optim.probe import Scope, fresh_state, scope_of
-from fsharp.stateful.modules.optim.reference import WholeLeaves
+from fsharp.stateful.modules.optim.reference import ReferenceOptimizer
 from fsharp.stateful.modules.optim.states import (
     Replicas,
     StateByParameter,
@@ -37,9 +36,10 @@ from fsharp.stateful.modules.optim.states import (
     read_states,
     read_tree,
 )
+from fsharp.stateful.modules.optim.without_updates import without_updates
 from fsharp.stateful.modules.parameter import Part, ShardedParameter
 from fsharp.stateful.modules.session import Session
-from fsharp.stateful.modules.state_dict import check_replicas, make_whole, refuse_dtensors, spread
+from fsharp.stateful.modules.state_dict import check_replicas, gather_to_rank, refuse_dtensors, scatter_from_rank
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
@@ -59,8 +59,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
     Args:
         params: ``model.parameters()``, or groups of them with options of their own, as torch.optim takes them.
         optimizer: a class of torch.optim or like it, or an ``(init, update)`` pair such as :func:`~fsharp.adamw` makes.
-        check_steps: how many of the first steps are compared with those of the same optimizer on whole parameters, at the
-            cost of all parameters, gradients and state, whole, on every rank. ``load_state_dict()`` ends the comparison.
+        check_steps: number of first steps to compare with steps of the same optimizer on whole parameters. Every rank then
+            holds all parameters, gradients and state whole. ``load_state_dict()`` ends the comparison.
         defaults: the options of that class; none for a pair, which has its own.
 
     Attributes:
@@ -69,8 +69,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     Raises:
         TreeError: parameters that are not those of one ShardedModule, an optimizer that is not elementwise where parameters
-            are cut, or one that cannot be tried; from ``step()``, an update that ``check_steps`` finds to be another one. On
-            all ranks alike.
+            are cut, or one that cannot be tried; from ``step()``, an update that is not that of whole parameters, if
+            ``check_steps`` is set. On all ranks.
         ScheduleError: a class, where the module's policy has ``offload=True``.
 
     Cost: for a class and its options, once in a process, some steps on 77 elements (20 ms).
@@ -85,9 +85,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         **defaults: Any,
     ) -> None:
         self._is_made = False
-        self._has_state: set[str] = set()  # paths of parameters that have had a gradient: on all ranks the same
+        self._has_state: set[str] = set()  # paths of parameters that have had a gradient, the same on all ranks
         self._check_steps = check_steps
-        self._reference: WholeLeaves | None = None
+        self._reference: ReferenceOptimizer | None = None
         groups = [dict(each) if isinstance(each, Mapping) else each for each in params]
         if any(isinstance(each, tuple) for each in groups):
             groups = [each[1] if isinstance(each, tuple) else each for each in groups]  # named_parameters()
@@ -162,7 +162,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 parts = [path for path, each in mine.items() if not each.is_whole or _is_in(path, varying)]
                 what = "several parameters at once, or at chance, and other ranks hold parts of them: of"
             if scope is Scope.ELEMENT and not parts and not optimizer.__module__.startswith("torch."):
-                scope = Scope.PARAMETER  # it may look at more at other sizes than those it was tried with
+                scope = Scope.PARAMETER  # at sizes that were not tried, the class may look at more than one element
             scopes.append(scope)
             if scope is not Scope.ELEMENT and parts:
                 more = f" and {len(parts) - 1} more" if len(parts) > 1 else ""
@@ -214,7 +214,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 loss = closure()
         tx = self._tx or Transform(lambda params: None, _no_updates, {}, self._apply)  # not kept: it holds this optimizer
         if self._tx is not None and (paused := self.session.paused & self.session.step.means.missing):
-            tx = left_alone(tx, paused)
+            tx = without_updates(tx, paused)
         if not self.session.step.update(tx, self._settings()) and self.session.step.updated_by not in (None, id(self)):
             raise ScheduleError(
                 "step(): another optimizer of this module has made the step, and gradients are gone. Put all parameters into "
@@ -224,7 +224,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return loss
 
     def _settings(self) -> str:
-        """What the groups say, but for tensors, a line for each option."""
+        """Return the numbers and tuples among the options of the groups, a line for each option."""
         rows = [(i, name, x) for i, group in enumerate(self.param_groups) for name, x in sorted(group.items())]
         return "\n".join(
             f"group {i}: {name}={exact_text(x)}" for i, name, x in rows if isinstance(x, bool | int | float | tuple)
@@ -251,7 +251,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 groups = [
                     {**group, "params": list(labels)} for group, labels in zip(self.param_groups, self._labels, strict=True)
                 ]
-                self._reference = WholeLeaves(type(self.inner), groups, self._defaults, params, self.session.scheduler)
+                self._reference = ReferenceOptimizer(type(self.inner), groups, self._defaults, params, self.session.scheduler)
             self._reference.step(self.param_groups, grads, missing)
         for run, parameter in self._each_run():
             parameter.grad = None if run.leaves[0][0] in missing else run.of(grads).to(parameter.dtype)
@@ -301,20 +301,21 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @property
     def state(self) -> Any:
-        """A read-only mapping from parameters to what the class keeps of each: ``optimizer.state[p]["exp_avg"]``.
+        """A read-only mapping from parameters to the optimizer's state of each: ``optimizer.state[p]["exp_avg"]``.
 
-        What has a value for each element is a :class:`~fsharp.Part` in the optimizer's own memory: writing to it changes the
-        state. All else, such as ``"step"``, is as the optimizer has it; a rank that holds nothing of any parameter with the
-        same steps has none of that. A parameter that has had no gradient has an empty mapping. Take parts again after a step.
+        State with a value for each element is a :class:`~fsharp.Part` in the optimizer's own memory: a write to the part
+        changes the state. Other state, such as ``"step"``, is returned as the optimizer has it, and is missing on a rank that
+        holds no element of any parameter with the same number of steps. The mapping of a parameter that has had no gradient is
+        empty. Look parts up again after a step.
 
         Raises:
-            TreeError: an ``(init, update)`` pair, whose state is a tree.
+            TreeError: the optimizer is an ``(init, update)`` pair, whose state is a tree.
 
-        Cost: nothing to ask; where this rank holds nothing of a parameter, a step of the class on one element.
+        Cost: none for a lookup; for a parameter of which this rank holds no element, a step of the class on one element.
         """
         if self._is_made and self.inner is None:
             raise TreeError(
-                "optimizer.state: an (init, update) pair keeps a tree of its own, and nothing by parameter. It is "
+                "optimizer.state: the state of an (init, update) pair is a tree, and not by parameter. The tree is "
                 'model.train_state.opt, and optimizer.state_dict()["state"].'
             )
         return StateByParameter(self._state_of, self._has_state, self.session.parameters)
@@ -322,10 +323,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
     @state.setter
     def state(self, value: Any) -> None:
         if self._is_made:  # torch's constructor sets an empty one
-            raise TreeError("optimizer.state cannot be replaced: load_state_dict() takes what state_dict() has given.")
+            raise TreeError("optimizer.state cannot be replaced: load_state_dict() loads the result of state_dict().")
 
     def _state_of(self, path: str) -> dict[str, Any]:
-        """What is kept of one parameter, of the elements that are here."""
+        """Return the state of this rank's elements of one parameter."""
         assert self.inner is not None
         like = self.session.parameters
         for run, parameter in self._each_run():
@@ -460,29 +461,29 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Return :meth:`state_dict` with whole tensors in host memory, on one rank; an empty dict on all others.
 
         Args:
-            rank: of the module's ``comm``; None means all ranks.
+            rank: rank of the module's ``comm`` that gets the state dict; None means all ranks.
 
         Raises:
-            TreeError: the state of an ``(init, update)`` pair; and as :meth:`state_dict` and ``model.full_state_dict()``.
+            TreeError: the optimizer is an ``(init, update)`` pair; and as :meth:`state_dict` and ``model.full_state_dict()``.
 
-        Cost: a gather of all state. Memory: a copy of this rank's state, and of one kind of state one unit in full; on that
-        rank all of the result, in host memory.
+        Cost: a gather of all state. Memory: a copy of this rank's state, and one full unit of one kind of state; on that rank,
+        the whole state dict in host memory.
         """
         where = "full_state_dict()"
         self._refuse_pair(where)
         found = self.state_dict()
         states = found["state"].values()
-        return found if make_whole(where, states, rank, self.session.scheduler, kind_of=lambda key: key) else {}
+        return found if gather_to_rank(where, states, rank, self.session.scheduler, kind_of=lambda key: key) else {}
 
     def load_full_state_dict(self, state_dict: Mapping[str, Any] | None, *, rank: int = 0) -> None:
-        """Take over on all ranks what :meth:`full_state_dict` gave, and one rank has.
+        """Load on all ranks one rank's result of :meth:`full_state_dict`.
 
         Args:
-            state_dict: on that rank by names of parameters; None on all others.
-            rank: of the module's ``comm``, the one that has it.
+            state_dict: on that rank, a state dict with whole tensors by names of parameters; None on all other ranks.
+            rank: rank of the module's ``comm`` that has the state dict.
 
         Raises:
-            TreeError: the state of an ``(init, update)`` pair; and as :meth:`load_state_dict` and
+            TreeError: the optimizer is an ``(init, update)`` pair; and as :meth:`load_state_dict` and
                 ``model.load_full_state_dict()``, on all ranks, before anything is changed.
 
         Cost: two ``all_reduce`` of each tensor's bytes along each axis. Memory: this rank's state twice, and a whole tensor.
@@ -493,9 +494,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
         def like(keys: tuple[str, ...]) -> Part | None:
             part = parameters.get(keys[1]) if len(keys) == 3 and keys[0] == "state" else None
-            return part if part is not None and part.full_shape else None  # a number may be a count as well: all take all of it
+            return part if part is not None and part.full_shape else None  # all ranks take a tensor without dims whole
 
-        self.load_state_dict(spread(where, state_dict, rank, self.session.scheduler, like))
+        self.load_state_dict(scatter_from_rank(where, state_dict, rank, self.session.scheduler, like))
 
     def _refuse_pair(self, where: str) -> None:
         if self.inner is None:

@@ -1,4 +1,4 @@
-"""WholeLeaves: a class of torch.optim on whole leaves, beside the one on shards, to compare their first updates."""
+"""ReferenceOptimizer: a class of torch.optim on whole parameters, whose first updates are compared with those of shards."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -13,11 +13,11 @@ from fsharp.functional.optim.elementwise_check import refuse_difference, whole_l
 from fsharp.functional.optim.probe import are_close
 
 
-class WholeLeaves:
-    """An optimizer of the same class and options that has every parameter whole.
+class ReferenceOptimizer:
+    """An optimizer of the same class and options as the one on shards, whose parameters are whole.
 
     Args:
-        optimizer: the class.
+        optimizer: class of the optimizer.
         groups: options of each parameter group, with the paths of its parameters under ``"params"``.
         defaults: options of the class.
         params: a tree of shards at the optimizer's place, before the first update.
@@ -66,13 +66,13 @@ class WholeLeaves:
         self._optimizer.step()
 
     def compare(self, params: Any) -> None:
-        """Refuse updated shards that are not the whole parameters, as these were updated.
+        """Refuse shards whose update differs from that of the whole parameters.
 
         Args:
             params: the updated shards.
 
         Raises:
-            TreeError: on all ranks: names the first parameter whose update is another one, and the largest difference.
+            TreeError: on all ranks: names the first parameter whose updates differ, and the largest difference.
         """
         where, found = f"ShardedOptimizer(check_steps=): {self._name}", self._whole(params)
 

@@ -26,12 +26,12 @@ States = dict[str, dict[str, Any]]
 
 
 class StateByParameter(Mapping[Part, Mapping[str, Any]]):
-    """A read-only mapping from parameters to their states, which is looked up when it is asked for.
+    """A read-only mapping from parameters to their states. A lookup calls ``state_of``.
 
     Args:
-        state_of: the state of a parameter, by its path.
-        paths: of the parameters that have a state.
-        parameters: by path, all of them.
+        state_of: returns the state of the parameter at a path.
+        paths: paths of the parameters that have a state.
+        parameters: all parameters, by path.
     """
 
     def __init__(

@@ -1,1 +1,1 @@
-"""This rank's part of a tensor, and what may be computed with parts."""
+"""This rank's part of a tensor, and the functions of torch that compute with parts."""

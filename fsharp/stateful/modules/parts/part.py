@@ -1,8 +1,8 @@
-"""Part: this rank's part of a tensor, which computes what can be computed with parts, and refuses the rest.
+"""Part: this rank's part of a tensor. Functions that give right results with parts are computed, and all others are refused.
 
-A part that is all of a tensor may be used like any other tensor. Any other one says it has the shape of the whole, for those
-who count parameters or sort them by their dims. Elementwise functions work on what each rank has; reductions of all elements
-reduce over ranks as well. What would give wrong numbers is an error.
+A part that is all of a tensor may be used like any other tensor. Any other part has the shape of the whole tensor, for code
+that counts parameters or sorts them by their dims. Elementwise functions compute with each rank's elements; reductions of all
+elements are finished by a collective.
 """
 
 import weakref
@@ -34,28 +34,28 @@ class Owner(Protocol):
 
     @property
     def ranks(self) -> Comm:
-        """The ranks, for a collective."""
+        """The ranks, for a collective of a function of parts."""
 
     def gradient(self, path: str) -> "Part | None":
-        """Of one parameter; None if there is none."""
+        """Return the gradient of one parameter; None if there is none."""
 
     def drop_gradient(self, path: str) -> None:
-        """Somebody has set it to None."""
+        """Release the gradient of one parameter, which the user has set to None."""
 
     def before_write(self) -> None:
         """Have the current stream wait for gathers under way, which read parameters that are about to change."""
 
-    def wrote(self, part: "Part", what: str) -> None:
-        """Hear what a function has done to a part in place."""
+    def note_write(self, part: "Part", what: str) -> None:
+        """Note that a function has changed a part in place. ``what`` is the function and its numbers, for labels."""
 
-    def computed_again(self, part: "Part") -> torch.Tensor | None:
-        """A whole parameter for a checkpoint within its unit, if the backward of its unit is under way."""
+    def full_parameter(self, part: "Part") -> torch.Tensor | None:
+        """Return a whole parameter for a checkpoint that recomputes in the backward of the parameter's unit; else None."""
 
     def differentiate(self, outputs: Any, inputs: Sequence[torch.Tensor], **options: Any) -> tuple[torch.Tensor | None, ...]:
-        """What ``torch.autograd.grad`` is asked for."""
+        """Return the gradients that ``torch.autograd.grad`` is asked for."""
 
 
-# What neither computes nor copies: metadata, and what autograd and printing ask for.
+# Functions that neither compute nor copy: metadata, and functions that autograd and printing call.
 _HARMLESS = {
     "element_size",
     "data_ptr",
@@ -77,30 +77,31 @@ _SHAPES: dict[str, Callable[..., Any]] = {
     "stride": lambda whole, *dim, **named: whole.stride(*dim, **named),
     "__len__": len,
 }
-"""What is answered for the whole tensor."""
+"""Functions that answer for the whole tensor."""
 
 
 class Part(torch.Tensor):
-    """This rank's part of a tensor. ``shape``, ``ndim`` and ``numel()`` are those of the whole; :attr:`local` is what is here.
+    """This rank's part of a tensor. ``shape``, ``ndim`` and ``numel()`` are the whole tensor's; :attr:`local` has the elements.
 
-    Elementwise functions, in place or not, take parts that are cut alike, numbers, and tensors without dims; what they return
-    is a part. Sums, means, extremes and norms of all elements are those of the whole tensor, on every rank: each of them is
-    one small collective for each axis that divides it, which all ranks call. If ranks along an axis have parameters of their
-    own, those of all ranks are reduced. Everything else is refused for a part that is not whole.
+    Elementwise functions, in place or not, take parts that are cut alike, numbers, and tensors without dims, and return a part.
+    Sums, means, extremes and norms of all elements are those of the whole tensor, on every rank. Each is one small collective
+    for each axis that divides the tensor, which all ranks call. If ranks along an axis have different parameters, those of all
+    ranks are reduced together. Everything else is refused for a part that is not whole.
 
-    ``unit.run_of(leaf, place, rank)`` is what any rank holds. ``clone()``, ``to()``, ``cpu()`` and ``copy.deepcopy`` give the
-    same part in other memory. A part that is whole is pickled as a plain tensor, and any other one is refused.
+    ``unit.run_of(leaf, place, rank)`` is the range of elements that any rank holds. ``clone()``, ``to()``, ``cpu()`` and
+    ``copy.deepcopy`` return the same part in other memory. A part that is whole is pickled as a plain tensor; pickling any
+    other part is refused.
 
     Attributes:
         path: name of the parameter in its module.
-        full_shape: of the whole tensor.
-        is_whole: whether every rank holds all of it.
-        unit: layout of the unit that stores it.
-        leaf: which leaf of that unit it is. Of a DTensor that other axes shard, leaf and run are those of the local tensor.
-        place: where it rests.
-        rank: the one that holds it.
-        spec: of what DTensor it is a part, if it is.
-        owner: the module's, as a weak reference.
+        full_shape: shape of the whole tensor.
+        is_whole: whether every rank holds the whole tensor.
+        unit: layout of the unit that stores the tensor.
+        leaf: leaf of that unit. If the tensor is a DTensor that other axes shard, leaf and run are those of the local tensor.
+        place: where the tensor rests.
+        rank: rank that holds this part.
+        spec: spec of the DTensor; None if the tensor is none.
+        owner: weak reference to the owner, see :class:`Owner`.
     """
 
     path: str
@@ -115,7 +116,7 @@ class Part(torch.Tensor):
 
     @staticmethod
     def of(data: torch.Tensor, like: "Part") -> "Part":
-        """The same part of another tensor, of which ``data`` is the elements that this rank holds."""
+        """Return a part with the elements ``data``, cut in the same way as ``like``."""
         data = data.view(like.full_shape) if like.is_whole else data
         part: Part = data.as_subclass(Part)
         part.__dict__.update({name: getattr(like, name) for name in Part.__annotations__})
@@ -134,7 +135,7 @@ class Part(torch.Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             return self.detach().as_subclass(torch.Tensor)
 
-    # What torch.distributed.checkpoint asks tensors that are parts.
+    # Methods that torch.distributed.checkpoint calls.
 
     def __create_write_items__(self, name: str, part: "Part") -> list[Any]:
         return self._chunks().write_items(name)
@@ -150,25 +151,25 @@ class Part(torch.Tensor):
 
     @property
     def data(self) -> "Part":
-        """The same part, which autograd knows nothing of: who writes to it is noticed."""
+        """The same part, detached. A write to it is noted like any other."""
         return Part.of(self.local, self)
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
         remedy = "Write a parameter in `with model.unsharded(write=True):`, and a gradient by `p.grad.copy_(...)`."
         raise TreeError(
-            f"{self.path!r} rests in memory of its ShardedModule, in a dtype and shape that are planned: it cannot be given "
-            f"other data. {remedy_or(remedy)}"
+            f"{self.path!r} rests in memory of its ShardedModule, in a planned dtype and shape: its data cannot be replaced. "
+            f"{remedy_or(remedy)}"
         )
 
     @property
     def _axes(self) -> tuple[str, ...]:
-        """Those along which ranks have other elements."""
+        """The axes along which ranks have different elements."""
         return tuple(a for a in self.place.sharded + self.place.varying if self.unit.mesh.axis_size(a) > 1)
 
     @property
     def _cut(self) -> tuple[Any, ...]:
-        """Equal for parts of which every rank has the same elements."""
+        """A key that is equal for two parts if each rank holds the same range of elements of both."""
         spec = None if self.spec is None or not self.spec.is_sharded else (self.spec.mesh, self.spec.placements)
         if self.is_whole:
             return self.full_shape, None
@@ -188,7 +189,7 @@ class Part(torch.Tensor):
             return _SHAPES[name](torch.empty(args[0].full_shape, device="meta"), *args[1:], **kwargs)
         is_harmless = name not in _COMPUTING if is_attribute else name in _HARMLESS
         if in_backward() and not is_harmless:
-            args, kwargs = _computed_again(args), {key: _computed_again(x) for key, x in kwargs.items()}
+            args, kwargs = _full_in_backward(args), {key: _full_in_backward(x) for key, x in kwargs.items()}
         if name == "detach" and isinstance(args[0], Part):
             return Part.of(args[0].local, args[0])
         if name in COPIES and type(args[0]) is Part:
@@ -202,7 +203,7 @@ class Part(torch.Tensor):
         reduction = _reduction(name, args, kwargs) if any(part._axes for part in parts) or cut else None
         if cut and reduction is None and (name not in ELEMENTWISE or "out" in kwargs):
             kind = "" if isinstance(cut[0], nn.Parameter) else "a part or gradient of "
-            # A TypeError would be taken for an operator that is not there.
+            # Not a TypeError, which Python would take for a missing operator.
             raise LayoutError(not_whole(f"{kind}{cut[0].path!r} is sharded: this rank holds {_held(cut[0])}", name))
         if torch.is_grad_enabled():
             _refuse_autograd(name, rows, cut)
@@ -221,7 +222,7 @@ class Part(torch.Tensor):
             for first, *others in rows:
                 if isinstance(first, Part) and (owner := first.owner()) is not None:
                     numbers = [x for x in others if isinstance(x, bool | int | float)]
-                    owner.wrote(first, f"{name} {numbers}")
+                    owner.note_write(first, f"{name} {numbers}")
         return result
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -239,39 +240,39 @@ class Part(torch.Tensor):
         own = f", and ranks along {varying} have values of their own" if varying else ""
         raise TreeError(
             f"{self.path!r} cannot be pickled: rank {self.rank} holds elements {list(self.run)} of {list(self.full_shape)}{own}"
-            ", and whoever reads the file would take them for all. Save by fs.checkpoint.save() or dcp.save(), or whole "
-            "tensors: torch.save(model.full_state_dict(), path), which every rank has to call."
+            ", and a reader of the file would take this part for the whole tensor. Save by fs.checkpoint.save() or dcp.save(), "
+            "or save whole tensors: torch.save(model.full_state_dict(), path), where every rank calls full_state_dict()."
         )
 
 
 def _refuse_autograd(name: str, rows: Sequence[Sequence[Any]], cut: Sequence[Part]) -> None:
-    """Refuse what autograd would have to know of: parts are not in its graph."""
+    """Refuse a function that autograd would have to record: parts are not in autograd's graph."""
     for x in (x for row in rows for x in row if isinstance(x, torch.Tensor) and x.requires_grad):
         if isinstance(x, Part):
             raise LayoutError(unseen(x.path, name))
         if cut:
             raise LayoutError(
-                f"{name}(): a tensor that requires a gradient, and the part {cut[0].path!r}, which autograd does not know of. "
+                f"{name}() of a tensor that requires a gradient and of the part {cut[0].path!r}, which autograd does not know. "
                 "Use torch.no_grad(), or compute with whole parameters inside of a forward."
             )
 
 
-def _computed_again(x: Any) -> Any:
-    """What a checkpoint gets that computes again in a backward: whole parameters, where their unit is there."""
+def _full_in_backward(x: Any) -> Any:
+    """Return an argument with whole parameters in place of parts whose unit's backward is under way, for recomputation."""
     if isinstance(x, Part) and isinstance(x, nn.Parameter):
         owner = x.owner()
-        whole = None if owner is None else owner.computed_again(x)
+        whole = None if owner is None else owner.full_parameter(x)
         if whole is not None and torch.compiler.is_compiling():
             raise LayoutError(
                 f"parameter {x.path!r} is used by a compiled part of a checkpoint within its unit. Compile what calls the "
                 "checkpoint, torch.compile(checkpoint_wrapper(module)), or choose the compiled module as the unit."
             )
         return x if whole is None else whole
-    return type(x)(map(_computed_again, x)) if type(x) in (list, tuple) else x
+    return type(x)(map(_full_in_backward, x)) if type(x) in (list, tuple) else x
 
 
 def _reduction(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Reduction | None:
-    """What a call reduces by; None if it is no reduction of all elements."""
+    """Return the reduction that a call makes; None if it is no reduction of all elements."""
     if name not in REDUCTIONS:
         return None
     try:
@@ -281,7 +282,7 @@ def _reduction(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Red
 
 
 def _reduced(name: str, tensors: Sequence[torch.Tensor], reduction: Reduction) -> list[torch.Tensor]:
-    """The reduction of each of these: of parts over the ranks that have others of them. A collective for each axis."""
+    """Return the reduction of each tensor; parts are reduced over ranks too, by a collective for each axis."""
     found: list[Any] = [None] * len(tensors)
     alike: dict[Any, list[int]] = {}
     for i, x in enumerate(tensors):
@@ -315,14 +316,14 @@ def _over(axis: str, x: torch.Tensor, reduction: Reduction, comm: Comm, label: s
 def _owner(part: Part, name: str) -> Owner:
     owner = part.owner()
     if owner is None:
-        raise LayoutError(f"{name}() of a part of {part.path!r}, whose ShardedModule is gone; keep it.")
+        raise LayoutError(f"{name}() of a part of {part.path!r}, whose ShardedModule was deleted: keep a reference to it.")
     return owner
 
 
 def _elementwise(
     func: Callable[..., Any], name: str, args: Sequence[Any], kwargs: Mapping[str, Any], rows: Sequence[Sequence[Any]]
 ) -> Any:
-    """A function of elements, of those that this rank has. Its results are parts, or what it has changed in place."""
+    """Call an elementwise function on this rank's elements. Return parts, or the argument that was changed in place."""
     likes = [next((x for x in row if isinstance(x, Part) and not x.is_whole), None) for row in rows]
     for row, like in zip(rows, likes, strict=True):
         for x in row:
@@ -359,7 +360,7 @@ def _mismatch(part: Part, other: Any, name: str) -> str:
             "Shard both modules alike, with the same strategy, units, precision and trained parameters; freeze a teacher by "
             "requires_grad_(False) after shard_module(), not before."
         )
-        what = f"{other.path!r}, of which this rank holds {_held(other)}, cut in another way"
+        what = f"{other.path!r}, of which this rank holds {_held(other)}: the two are cut differently"
     else:
         remedy = (
             "Of a tensor `whole` that every rank has, take `whole.flatten()[slice(*part.run)]`, and compute with `part.local`."

@@ -1,4 +1,4 @@
-"""Which functions of torch give with parts what they give with whole tensors: elementwise ones, and sums of all elements."""
+"""Tables of torch's functions that may be called with parts: elementwise functions, and reductions of all elements."""
 
 import math
 from collections.abc import Callable
@@ -20,13 +20,13 @@ _OPERATORS = """
     __rfloordiv__ __rmod__ __ror__ __rpow__ __rsub__ __rtruediv__ __rxor__ __xor__
 """
 COPIES = frozenset(("bfloat16", "clone", "contiguous", "cpu", "cuda", "double", "float", "half", "to"))
-"""Of a part they give the same part in other memory, device or dtype; or in its own, where torch does so."""
+"""Functions that return the same part in other memory, device or dtype; or in the same memory, where torch does so."""
 
 ELEMENTWISE = frozenset(
     [form for name in _NAMES.split() for form in (name, f"{name}_", f"_foreach_{name}", f"_foreach_{name}_")]
     + [*_OPERATORS.split(), *COPIES, "empty_like", "full_like", "ones_like", "zeros_like"]
 )
-"""Each element of the result depends on the same element of the operands alone."""
+"""Functions whose result depends, for each element, on the same element of the operands alone."""
 
 
 def is_in_place(name: str) -> bool:
@@ -37,12 +37,12 @@ def is_in_place(name: str) -> bool:
 
 
 class Reduction(NamedTuple):
-    """One number of all elements of a tensor, of which ranks have parts.
+    """A reduction of all elements of a tensor, of which ranks have parts, to one number.
 
     Attributes:
-        local: of this rank's elements, perhaps none: a scalar that collectives take.
-        op: how ranks put their scalars together.
-        finish: makes the result of that, and of the number of all elements.
+        local: returns the scalar of this rank's elements, which may be none.
+        op: collective that combines the scalars of ranks.
+        finish: returns the result, from the combined scalar and the number of all elements.
     """
 
     local: Callable[[torch.Tensor], torch.Tensor]
@@ -160,11 +160,11 @@ REDUCTIONS: dict[str, Callable[..., Reduction]] = {
     "linalg_norm": _linalg_norm,
     "_foreach_norm": _foreach_norm,
 }
-"""By name of the function, what it is with the arguments of a call. A TypeError means: something else than of all elements."""
+"""By name of a function, what returns the Reduction of a call with its arguments, or raises a TypeError if it is none."""
 
 
 def arguments(name: str, args: Any, kwargs: Any) -> list[list[Any]]:
-    """What belongs together in a call: of a ``_foreach`` function a list for each tensor, else one list of everything."""
+    """Return the arguments of each computation of a call: a list for each tensor of a ``_foreach`` function, else one list."""
     given = [*args, *kwargs.values()]
     lists = [x for x in given if isinstance(x, list | tuple)]
     rest = [x for x in given if not isinstance(x, list | tuple)]

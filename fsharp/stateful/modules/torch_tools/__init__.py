@@ -1,1 +1,1 @@
-"""What torch's own tools see of a sharded module: chunks for checkpoints, refusals by name, wrappers. Reads no ``modules``."""
+"""What torch's tools see of a sharded module: chunks for checkpoints, and refusals. Imports nothing of ``modules``."""

@@ -1,4 +1,4 @@
-"""Chunks: a rank's part of a tensor as torch.distributed.checkpoint knows parts, as boxes of the whole tensor."""
+"""Chunks: a rank's part of a tensor as boxes of the whole tensor, the form that torch.distributed.checkpoint takes."""
 
 from collections.abc import Iterator, Sequence
 from math import prod
@@ -56,12 +56,12 @@ class Chunks:
         shape: of the whole tensor.
         local: this rank's elements.
         unit: layout of the unit that stores the tensor.
-        leaf: which leaf of that unit it is.
+        leaf: leaf of that unit.
         place: where the tensor rests.
-        rank: the one that holds ``local``.
+        rank: rank that holds ``local``.
 
     Raises:
-        TreeError: ranks hold other tensors under this name, or parts of parts, which no chunk can say.
+        TreeError: chunks cannot describe the part, as ranks hold different tensors under this name, or parts of parts.
     """
 
     def __init__(
@@ -69,9 +69,9 @@ class Chunks:
     ) -> None:
         own = [axis for axis in place.varying if unit.mesh.axis_size(axis) > 1]
         if own or shape != leaf.shape:
-            what = f"ranks along {own} have values of their own" if own else "is a DTensor on axes of its own as well"
+            what = f"has different values on ranks along {own}" if own else "is sharded as a DTensor as well"
             raise TreeError(
-                f"torch.distributed.checkpoint: {path!r}: {what}, which it cannot say. Save by fs.checkpoint.save()."
+                f"torch.distributed.checkpoint cannot describe {path!r}, which {what}. Save by fs.checkpoint.save()."
             )
         self._shape, self._local = shape, local.reshape(-1)
         run = unit.run_of(leaf, place, rank)
@@ -109,4 +109,4 @@ class Chunks:
             if box.offsets == tuple(offsets):
                 return self._local[start : start + prod(box.sizes)].view(box.sizes)
             start += prod(box.sizes)
-        raise ValueError(f"no chunk at {list(offsets)}; there are some at {[list(box.offsets) for box in self._boxes]}")
+        raise ValueError(f"no chunk at {list(offsets)}; there are chunks at {[list(box.offsets) for box in self._boxes]}")

@@ -1,4 +1,4 @@
-"""What is said to those who compute with a part of a parameter: which one, how much is here, who asked, and what to write."""
+"""Error messages about functions of parts: the parameter, this rank's share, the library that called, and what to write."""
 
 import sys
 import types
@@ -8,12 +8,12 @@ from fsharp.stateful.runtime.boundary import in_backward
 
 
 class Cause(NamedTuple):
-    """Who computes with a part.
+    """A known caller of functions of parts.
 
     Attributes:
-        module: the name of a Python module, or the beginning of one and a dot, whose code asks.
-        who: what a user has called.
-        remedy: what to write instead.
+        module: name of the Python module of the caller, or the beginning of its name with a dot.
+        who: the caller, in a user's words.
+        remedy: code to write instead.
     """
 
     module: str
@@ -23,8 +23,8 @@ class Cause(NamedTuple):
 
 NO_COPIES = (
     "A sharded module, or a module or parameter of it, cannot be copied or pickled. For a second one, such as a teacher, shard "
-    "one that is made anew: `teacher = fs.shard_module(make_model(), ...)`, `teacher.load_state_dict(model.state_dict())`. "
-    "For a file save model.full_state_dict()."
+    "a new module: `teacher = fs.shard_module(make_model(), ...)`, `teacher.load_state_dict(model.state_dict())`. For a file, "
+    "save model.full_state_dict()."
 )
 _CAUSES = [
     Cause(
@@ -49,45 +49,45 @@ _CAUSES = [
         "fs.shard_module(methods=[...]).",
     ),
 ]
-"""The first that matches a function under way counts, from the innermost function outwards."""
+"""Known callers. From the innermost function under way outwards, the first match counts."""
 _CHECKPOINTED = Cause(
     "",
-    "a checkpoint that computes again",
-    "The backward of its unit is not under way: what a checkpoint computes again in a backward has to be a unit or inside of "
-    "one, and of model.functional() a unit.",
+    "a checkpoint that recomputes",
+    "The backward of its unit is not under way: the module that a checkpoint recomputes has to be a unit or inside of one, and "
+    "of model.functional() a unit.",
 )
 
 
 def remedy_or(usual: str) -> str:
-    """Return what to write instead where somebody known computes with a part, and ``usual`` elsewhere."""
+    """Return the remedy for the known caller under way, or ``usual`` if there is none."""
     cause = _cause()
     return usual if cause is None else cause.remedy
 
 
 def not_whole(held: str, name: str) -> str:
-    """Return the text for a function that would take a part for all of a tensor.
+    """Return the error message for a function that would take a part for the whole tensor.
 
     Args:
-        held: which tensor it is, and how much of the tensor this rank holds.
+        held: name of the tensor, and how much of the tensor this rank holds.
         name: of the function.
     """
-    rest = "Functions of each element, and sums, extremes and norms of all, work; for others parameters are whole inside of "
-    rest += "`with model.unsharded():` (write=True keeps what is written)."
-    return f"{held}, which {name}(){_asked_by()} would take for all of it. {remedy_or(rest)}"
+    rest = "Elementwise functions, and sums, extremes and norms of all elements, work with parts. For other functions "
+    rest += "parameters are whole inside of `with model.unsharded():` (write=True keeps changes)."
+    return f"{held}, which {name}(){_asked_by()} would take for the whole tensor. {remedy_or(rest)}"
 
 
 def unseen(path: str, name: str) -> str:
-    """Return the text for a function of a trained parameter where autograd is on, and does not reach the parameter.
+    """Return the error message for a function of a trained parameter with gradients on, as autograd does not reach parts.
 
     Args:
         path: name of the parameter.
         name: of the function.
     """
-    remedy = "A term of the loss belongs into a forward, or into a method that fs.shard_module(methods=[...]) names; look at "
-    remedy += "values under torch.no_grad()."
+    remedy = "Compute a term of the loss in a forward, or in a method that fs.shard_module(methods=[...]) names. Read values "
+    remedy += "under torch.no_grad()."
     return (
-        f"parameter {path!r} is used by {name}(){_asked_by()} outside of the forward of its ShardedModule, where its "
-        f"gradient would not be seen. {remedy_or(remedy)}"
+        f"parameter {path!r} is used by {name}(){_asked_by()} outside of the forward of its ShardedModule, where it would get "
+        f"no gradient. {remedy_or(remedy)}"
     )
 
 
@@ -97,7 +97,7 @@ def _asked_by() -> str:
 
 
 def _cause() -> Cause | None:
-    """Return who computes at present, as the functions under way tell, if it is somebody known."""
+    """Return the known caller among the functions under way; None if there is none."""
     if in_backward():
         return _CHECKPOINTED
     frame: types.FrameType | None = sys._getframe(1)

@@ -1,4 +1,4 @@
-"""Wrappers and parameters of others that sharding would break without a word: refused by name, before or after it."""
+"""Refusals of wrappers and parameters of other libraries that would silently compute wrong results with a sharded module."""
 
 from functools import cache, partial
 
@@ -16,11 +16,11 @@ _WRAPPERS = (DataParallel, DistributedDataParallel, FullyShardedDataParallel)
 
 
 def check_shardable(module: nn.Module, sharded: type[nn.Parameter]) -> None:
-    """Refuse a module whose parameters are sharded or replicated by somebody else, or are no plain dense tensors.
+    """Refuse a module whose parameters another library shards or replicates, or are not plain dense tensors.
 
     Args:
-        module: what is to be sharded.
-        sharded: the class of parameters that are sharded.
+        module: module to shard.
+        sharded: class of the parameters of a ShardedModule.
 
     Raises:
         TreeError: names the module or the parameter, and what to pass instead.
@@ -31,36 +31,36 @@ def check_shardable(module: nn.Module, sharded: type[nn.Parameter]) -> None:
             remedy = "Pass the module that it wraps, model.module" if wrapped else "Leave out fully_shard()"
             raise TreeError(
                 f"shard_module(): {path or 'the root'!r} is a {type(each).__name__}{', made by fully_shard()' * (not wrapped)}"
-                f", which keeps ranks' parameters by itself. {remedy}: strategy=fs.ddp(...) replicates, fs.zero3(...) shards."
+                f", which manages parameters by itself. {remedy}: strategy=fs.ddp(...) replicates, fs.zero3(...) shards."
             )
     for path, parameter in module.named_parameters(remove_duplicate=False):
         where = f"shard_module(): parameter {path!r}"
         if isinstance(parameter, sharded):
             raise TreeError(
-                f"{where} is one of a ShardedModule already. Wrap the whole model once, and name the modules in it by units=."
+                f"{where} belongs to a ShardedModule already. Shard the whole model once, and name the modules in it by units=."
             )
         if isinstance(parameter, UninitializedParameter):
             raise TreeError(f"{where} has no shape yet. Call the lazy module once before, with an input of the usual size.")
         if type(parameter) is not nn.Parameter and not isinstance(parameter, DTensor):
             raise TreeError(
-                f"{where} is a {type(parameter).__name__}, a class of tensors of its own, and would become a plain one. Make "
-                "it an nn.Parameter, and what the class does a part of the forward."
+                f"{where} is a {type(parameter).__name__}, and would become a plain nn.Parameter. Make it an nn.Parameter, and "
+                "do in the forward what the class does."
             )
         if parameter.layout is not nn.Parameter().layout:
             raise TreeError(f"{where} has the layout {parameter.layout}, expected torch.strided. Take parameter.to_dense().")
         if parameter.is_complex() and parameter.requires_grad:
             raise TreeError(
-                f"{where} is {dtype_name(parameter.dtype)}, and only real ones can be trained. Make it a real one, "
-                "nn.Parameter(torch.view_as_real(w)), of which the forward takes torch.view_as_complex(); or freeze it by "
+                f"{where} is {dtype_name(parameter.dtype)}, and only real parameters can be trained. Make it "
+                "nn.Parameter(torch.view_as_real(w)), and call torch.view_as_complex() in the forward; or freeze it by "
                 "requires_grad_(False)."
             )
 
 
 @cache
 def watch_wrappers(sharded: type[nn.Parameter]) -> None:
-    """Have torch's wrappers refuse modules with sharded parameters from here on, before they communicate.
+    """Have torch's wrappers from now on refuse modules with sharded parameters, before the wrappers communicate.
 
-    Cost: a look at the class of a module with each submodule that is assigned to it.
+    Cost: one class check for each submodule that is assigned to any module.
     """
     register_module_module_registration_hook(partial(_refuse_wrapper, sharded))
 
@@ -71,6 +71,6 @@ def _refuse_wrapper(sharded: type[nn.Parameter], module: nn.Module, name: str, s
     path = next((path for path, p in submodule.named_parameters() if isinstance(p, sharded)), None)
     if path is not None:
         raise TreeError(
-            f"{type(module).__name__}(): parameter {path!r} is one of a ShardedModule, whose gradients ranks average already. "
-            "Use the model as it is: fs.shard_module(model, strategy=fs.ddp(...)) is what replicates it."
+            f"{type(module).__name__}(): parameter {path!r} belongs to a ShardedModule, which averages gradients over ranks. "
+            "Use the model as it is: fs.shard_module(model, strategy=fs.ddp(...)) replicates it."
         )

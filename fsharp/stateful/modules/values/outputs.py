@@ -30,12 +30,12 @@ def tensors_in(value: Any, path: str, *, late: Literal["refuse", "leave"] = "ref
 
     Args:
         value: any object.
-        path: of the module.
-        late: what to do with generators and other iterators, which may compute when parameters are gone. A module may keep
-            one, such as the iterator of a loader; what it returns is computed with.
+        path: path of the module.
+        late: whether to refuse or skip generators and other iterators, which may compute when parameters are released. A module
+            may keep an iterator in an attribute, such as that of a loader, but not return one.
 
     Raises:
-        TreeError: a generator or another iterator that is not left alone.
+        TreeError: a generator or another iterator, if ``late`` is "refuse".
     """
     found: dict[int, torch.Tensor] = {}
     seen: dict[int, Any] = {}

@@ -1,4 +1,4 @@
-"""A transformation that leaves some parameters alone, as a class of torch.optim does where there is no gradient."""
+"""without_updates: a transformation that does not update some parameters, as torch.optim does without a gradient."""
 
 from collections.abc import Container
 from dataclasses import replace
@@ -9,12 +9,12 @@ from fsharp.functional.layout.sharded import Sharded, units_of
 from fsharp.functional.optim.base import Transform, apply_transform
 
 
-def left_alone(tx: Transform, paths: Container[str]) -> Transform:
-    """Return the transformation that changes neither these parameters nor what ``tx`` keeps for each of their elements.
+def without_updates(tx: Transform, paths: Container[str]) -> Transform:
+    """Return ``tx`` without updates of the parameters at ``paths``, and of the state for each of their elements.
 
-    What it keeps for all of them together, such as a number of steps, goes on.
+    State that is not by element, such as a number of steps, is updated.
 
-    Memory: a copy of those elements that this rank holds.
+    Memory: a copy of this rank's elements of these parameters and of their state.
     """
 
     def of(node: Sharded, comm: Comm) -> dict[str, Any]:
