@@ -277,7 +277,7 @@ def test_damaged_folders(tmp_path):
     fails(lambda f: changed(f, other), r"a chunk of 'w' is float32\[2, 3\], expected float64\[2, 3\]")
     fails(
         lambda f: changed(f, lambda m: m.storage_data.clear()),
-        "tensors of 24 bytes, and the files that it names for them 0 bytes",
+        "tensors of 24 bytes, and the files for them have 0 bytes",
     )
     fails(lambda f: changed(f, lambda m: setattr(info(m), "relative_path", "../x")), "'../x' is no plain file name")
     fails(lambda f: changed(f, lambda m: setattr(info(m), "transform_descriptors", ["zstd"])), "with .*zstd.*, expected no")
