@@ -82,7 +82,7 @@ def make(by_hand=False, frozen=False):
 
 
 def batches(count):
-    """All ranks have the same: means of gradients over two ranks, and of one, are the same bits."""
+    """The same on all ranks, so that one model can compute what each of them does."""
     generator = torch.Generator().manual_seed(1)
     for _ in range(count):
         yield Batch(
@@ -99,7 +99,7 @@ class Norm(nn.LayerNorm):
         return super().forward(x.to(HIGH)).to(LOW)
 
 
-def plainly(steps, frozen):
+def plainly(steps, frozen, ranks):
     """By hand: low copies of the parameters that compute, and their gradients taken to the parameters that are trained."""
     main = make(frozen=frozen)
     model = make(by_hand=True, frozen=frozen)
@@ -114,7 +114,7 @@ def plainly(steps, frozen):
         loss, _ = model(batch)
         loss.backward()
         for kept, used in zip(main.parameters(), model.parameters()):
-            kept.grad = None if used.grad is None else used.grad.to(HIGH)
+            kept.grad = None if used.grad is None else sum([used.grad.to(HIGH)] * ranks) / ranks
         optimizer.step()
         with torch.no_grad():
             for kept, used in zip(main.parameters(), model.parameters()):
@@ -134,7 +134,7 @@ def shard(comm, strategy, *, frozen=False, precision=RULES, units=("embed", Bloc
 
 @pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero3"])
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_the_bits_of_casts_by_hand(ranks, strategy, frozen):
     def rank_fn(comm):
         model, optimizer = shard(comm, strategy, frozen=frozen)
@@ -149,7 +149,7 @@ def test_the_bits_of_casts_by_hand(ranks, strategy, frozen):
             losses.append(loss.detach())
         return losses, dict(model.full_parameters(trained=True)), model.step.num_recordings
 
-    losses, params = plainly(4, frozen)
+    losses, params = plainly(4, frozen, ranks)
     for mine, found, recordings in simulate(fs.Mesh({"dp": ranks}), rank_fn):
         assert_same(mine, losses)
         assert_same(found, params)
