@@ -12,26 +12,9 @@ from fsharp.errors import AgreementError
 from fsharp.functional.comm.watch import RankStatuses, Watch
 from fsharp.stateful.transport.base import ProcessGroups
 from fsharp.stateful.transport.nccl import NcclTransport
+from tests.functional.comm.test_watch import Table
 from tests.virtual_device import accelerator as accelerator
 from tests.virtual_device import virtual_nccl
-
-
-class Board:
-    """A board that ranks of one process share."""
-
-    trouble = ""
-
-    def __init__(self):
-        self.texts = {}
-
-    def write(self, key, text):
-        self.texts[key] = text
-
-    def read(self, key):
-        return self.texts.get(key)
-
-    def claim(self, key, text):
-        return self.texts.setdefault(key, text)
 
 
 class Group:
@@ -64,7 +47,7 @@ def native(board, rank, notes):
 
 
 def test_a_rank_that_waits_for_its_device_hears_of_another_that_has_failed():
-    board, notes, aborted = Board(), [[], []], threading.Event()
+    board, notes, aborted = Table(), [[], []], threading.Event()
     ranks = [native(board, rank, notes[rank]) for rank in range(2)]
 
     class Heard:
@@ -87,7 +70,7 @@ def test_a_rank_that_waits_for_its_device_hears_of_another_that_has_failed():
 
 
 def test_a_listener_ends_with_its_job_or_its_comm():
-    board = Board()
+    board = Table()
     watches = [Watch(f"comm {i}", RankStatuses(0, 2, board), board, 60.0) for i in range(2)]
     before = set(threading.enumerate())
     for watch in watches:
@@ -103,7 +86,7 @@ def test_a_listener_ends_with_its_job_or_its_comm():
 
 def test_after_an_abort_a_comm_makes_new_communicators(monkeypatch):
     notes, made = [], []
-    comm = native(Board(), 0, notes)
+    comm = native(Table(), 0, notes)
     monkeypatch.setattr(comm, "new_group", lambda axis: made.append(axis) or f"new {axis}")
     assert comm.group("dp").name == "dp"
     comm.abort()
@@ -126,7 +109,7 @@ def test_one_communicator_over_nccl_and_two_groups_over_gloo(accelerator, monkey
 
 
 def test_an_all_reduce_needs_scratch_for_another_dtype_alone(monkeypatch):
-    comm = native(Board(), 0, [])
+    comm = native(Table(), 0, [])
     transport = NcclTransport(comm, ProcessGroups(comm, separate=False))
     assert transport.scratch_nbytes("all_reduce", "dp", 100, 2) == 200
     assert transport.scratch_nbytes("all_reduce", "dp", 100, 4, apart=True) == 0
