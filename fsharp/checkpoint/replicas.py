@@ -190,7 +190,12 @@ class Replicas(Background):
         own = range(first, first + self._domain_size)
         return [(rank - j * self._domain_size) % n for j in range(self._copies + 1) for rank in own]
 
-    def refresh(self, tree: Any, *, step: int) -> None:
+    @property
+    def root(self) -> str | None:
+        """Folder of the checkpoints on disk."""
+        return self._root
+
+    def refresh(self, tree: Any, *, step: int, config: Any = None) -> None:
         """Keep a tree in place of the one before. Waits until the refresh before has come to its end.
 
         What is in the tree may be changed, or donated, as soon as this returns.
@@ -198,6 +203,7 @@ class Replicas(Background):
         Args:
             tree: as for :func:`save`.
             step: a number to know it by.
+            config: of the run, in what JSON has; ranks have to give the same.
 
         Raises:
             CheckpointError: the one before has failed, say as there was no room on a host. On all ranks. What was kept stays.
@@ -220,7 +226,7 @@ class Replicas(Background):
                 tree,
                 step=step,
                 comm=self._comm,
-                config=None,
+                config=config,
                 metric=None,
                 save_id=lambda: xxhash.xxh3_64_hexdigest(self._run + struct.pack("<Q", next(self._numbers))),
                 prepare=check_open,
@@ -228,7 +234,7 @@ class Replicas(Background):
             )
             self._begin(shot, self._write)
 
-    def refresh_if_idle(self, tree: Any, *, step: int) -> bool:
+    def refresh_if_idle(self, tree: Any, *, step: int, config: Any = None) -> bool:
         """Refresh unless the one before is still under way on some rank; whether it does, the same on all ranks.
 
         Call it every step to refresh as often as the network allows. Cost: one collective of a byte for each axis.
@@ -236,7 +242,7 @@ class Replicas(Background):
         with self._lock:
             is_idle = not self._is_any_busy()
             if is_idle:
-                self.refresh(tree, step=step)
+                self.refresh(tree, step=step, config=config)
         return is_idle
 
     def _write(self, shot: Snapshot) -> None:
@@ -323,6 +329,15 @@ class Replicas(Background):
         Cost: hosts tell each other what they hold; then a rank reads what it needs, and its host does not have is sent to it,
         rounded to blocks and compared with digests as by :func:`load`. Memory: two pieces of 4 MiB.
         """
+        return self.restore_newest(like, subtree=subtree, cast=cast, donate=donate)[1]
+
+    def restore_newest(
+        self, like: Any, *, subtree: str = "", cast: bool = False, donate: bool = False
+    ) -> tuple[Checkpoint, Any]:
+        """Restore as :meth:`restore` does; return the checkpoint as well, which has the step and the config.
+
+        The path of the checkpoint is below ``root`` if the values are from disk, and else below the folder of the hosts.
+        """
         on_disk, copies = dict[str, str](), dict[Copy, str]()
         while True:
             found, damage = self._newest(on_disk, copies), list[Any]()
@@ -330,19 +345,19 @@ class Replicas(Background):
                 nothing = f"restore(): no host holds anything in {self._folder}; root is {self._root!r}."
                 raise CheckpointError("\n".join([nothing, *on_disk.values()]))
             how = {"subtree": subtree, "cast": cast, "donate": donate}
-            tree, said = load_or_damage(partial(self._load, found, like, damage, **how), damage, self._comm)
-            if not said:
+            loaded, said = load_or_damage(partial(self._load, found, like, damage, **how), damage, self._comm)
+            if loaded is not None:
                 self._set_aside(on_disk, copies, f"what was saved of step {found.step} {found.where}")
-                return tree
+                return loaded
             if isinstance(found, HeldSave):
                 copies |= {(found.name, rank // self._domain_size * self._domain_size, file): text for text, rank, file in said}
             else:
                 on_disk[found.path] = said[0]
 
-    def _load(self, found: "HeldSave | _OnDisk", like: Any, damage: list[Any], **how: Any) -> Any:
+    def _load(self, found: "HeldSave | _OnDisk", like: Any, damage: list[Any], **how: Any) -> tuple[Checkpoint, Any]:
         """Load a save from hosts or from disk; append the damage that this rank finds in it to ``damage``."""
         if not isinstance(found, HeldSave):
-            return load_one(found.path, like, damage, comm=self._comm, where=found.path, **how)[1]
+            return load_one(found.path, like, damage, comm=self._comm, where=found.path, **how)
         folder, own = f"{self._folder}/{found.name}", self._own
         held = Checkpoint(folder)
 
@@ -351,7 +366,7 @@ class Replicas(Background):
 
         try:
             vars(held)["manifest"] = fetch_manifest(folder, found, own, self._domain_size)  # this host need not have the folder
-            return load_by(read, lambda: held, like, comm=self._comm, where=found.name, **how)
+            return held, load_by(read, lambda: held, like, comm=self._comm, where=found.name, **how)
         except FsharpError as error:
             own_error = error.__cause__ if isinstance(error, AgreementError) else error
             if isinstance(own_error, DamagedCopy):

@@ -13,7 +13,7 @@ from typing import Any, Literal, NoReturn, Self
 
 import optree
 
-from fsharp.checkpoint import Checkpoint, Saver
+from fsharp.checkpoint import Checkpoint, Replicas, Saver
 from fsharp.checkpoint.catalog import has_checkpoints
 from fsharp.checkpoint.entries import expanded, is_node, leaf_names
 from fsharp.checkpoint.loading import load_newest
@@ -66,6 +66,9 @@ class Run:
         keep: how many of the newest checkpoints are kept.
         keep_steps: of each so many steps the last checkpoint is kept besides; see :func:`fsharp.checkpoint.prune`.
         keep_hours: of each so many hours the last checkpoint is kept besides.
+        replicas: keep the tree in memory of hosts as well, and restore it from there or from disk, whichever is newer. Their
+            ``root`` is that of the run. They are closed after it: ``with Replicas(...) as hosts, Run(..., replicas=hosts)``.
+        refresh_every: steps between two refreshes of ``replicas``.
         config: what decides the run, in what JSON has. Ranks that differ in it raise an error; a run that goes on with another
             one than before logs what has changed.
         files: source files that ranks have to have in common.
@@ -100,6 +103,8 @@ class Run:
         keep: int = 3,
         keep_steps: int | None = None,
         keep_hours: float | None = None,
+        replicas: Replicas | None = None,
+        refresh_every: int = 10,
         config: Mapping[str, Any] | None = None,
         files: Sequence[str | Path] = (),
         on_nonfinite: OnNonFinite = "raise",
@@ -109,7 +114,8 @@ class Run:
         agree_every: int = 1,
         background: bool = True,
     ) -> None:
-        for name, value in (("total", total), ("save_every", save_every), ("max_nonfinite", max_nonfinite)):
+        counts = {"total": total, "save_every": save_every, "max_nonfinite": max_nonfinite, "refresh_every": refresh_every}
+        for name, value in counts.items():
             if type(value) is not int or value < 1:
                 raise RunError(f"Run(): {name} is {value!r}, expected an integer of at least 1.")
         if isinstance(comm, Engine):
@@ -117,19 +123,25 @@ class Run:
         if on_nonfinite not in _POLICIES:
             raise RunError(f"Run(): on_nonfinite is {on_nonfinite!r}, expected one of {', '.join(map(repr, _POLICIES))}.")
         self.root, self.comm, self.total, self.save_every = full_path(root), comm, total, save_every
+        if replicas is not None and replicas.root != self.root:
+            raise RunError(
+                f"Run(): replicas have root={replicas.root!r}, expected that of the run: Replicas(..., root={self.root!r})."
+            )
+        self.replicas, self.refresh_every = replicas, refresh_every
         self.on_nonfinite, self.max_nonfinite, self.save_nonfinite = on_nonfinite, max_nonfinite, save_nonfinite
         try:
             self.config = as_json(dict(config or {}))
         except (TypeError, ValueError, RecursionError) as error:
             raise RunError(f"Run(): JSON cannot hold the config: {error}.") from error
         self.files, self._background = files, background
-        self._kept: dict[str, Any] = {"keep": keep, "keep_steps": keep_steps, "keep_hours": keep_hours}
+        self._stays: dict[str, Any] = {"keep": keep, "keep_steps": keep_steps, "keep_hours": keep_hours}
         self.preemption = Preemption(comm, signals=signals, every=agree_every)
         found = innermost(comm)
         is_native = isinstance(found, ProcessGroupComm) and found.is_native
         self.stragglers = None if is_native else StragglerDetector(comm, every=10 * agree_every)
         self.step, self.skipped = 0, list[int]()
         self._is_resumed, self._in_step, self._in_row, self._saved = False, False, 0, -1
+        self._newest = -1
         self._names = set[str]()
         self._stack = ExitStack()
 
@@ -141,13 +153,14 @@ class Run:
                 "root": self.root,
                 "total": self.total,
                 "save_every": self.save_every,
+                "refresh_every": None if self.replicas is None else self.refresh_every,
                 "on_nonfinite": f"{self.on_nonfinite}, at most {self.max_nonfinite}",
                 "save_nonfinite": self.save_nonfinite,
                 "agree_every": self.preemption.every,
             }
             agree_at_start({"Run()": arguments, **self.config}, comm=self.comm, files=self.files)
             stack.enter_context(self.preemption)
-            saver = Saver(self.root, self.comm, **self._kept, config=self.config, background=self._background)
+            saver = Saver(self.root, self.comm, **self._stays, config=self.config, background=self._background)
             self._saver = stack.enter_context(saver)
             self._stack = stack.pop_all()
         return self
@@ -183,7 +196,7 @@ class Run:
         """
         agree_at_start(self.config, tree, comm=self.comm)
         self._is_resumed, self._names = True, set(leaf_names(tree))
-        has_own = self._has_checkpoint(self.root)
+        has_own = self._has_own()
         root = self.root if has_own or other is None else full_path(other)
         is_there = has_own or self._has_checkpoint(root)
         if not is_there and other is not None:
@@ -196,6 +209,8 @@ class Run:
         if not has_own and (is_there or self.on_nonfinite == "roll back"):
             self._saved = -1
             self._save(tree)
+        elif has_own and self.step >= self.total:
+            self._save(tree)  # what is in memory alone is not the end of a run
         return tree
 
     def steps(self) -> Iterator[int]:
@@ -242,11 +257,16 @@ class Run:
         if self.stragglers is not None:
             self.stragglers.end_step(self.step)
         self._saver.check()
+        if self.replicas is not None:
+            self.replicas.check()
         is_preempted = self.preemption.agreed(self.step)
         if is_preempted or self.step >= self.total or self.step // self.save_every > before // self.save_every:
             self._save(tree)
         if is_preempted:
             self._leave()
+        if self.replicas is not None and self.step // self.refresh_every > before // self.refresh_every:
+            self.replicas.refresh(self._kept(tree), step=self.step, config=self.config)
+            self._newest = self.step
         return tree
 
     def check(self, tree: Any) -> None:
@@ -281,12 +301,16 @@ class Run:
 
     def _rolled_back(self, tree: Any) -> Any:
         self._saver.wait()
-        if not self._has_checkpoint(self.root):
+        if not self._has_own():
             raise NonFiniteError(f"step {self.step} is not finite, and there is no checkpoint in {self.root} to roll back to.")
         skipped = [*self.skipped, self.step]
         _, tree = self._load(self.root, tree)
         self.skipped = skipped
         return tree
+
+    def _has_own(self) -> bool:
+        """Whether there is something of this run, in memory of hosts or on disk."""
+        return (self.replicas is not None and self.replicas.latest() is not None) or self._has_checkpoint(self.root)
 
     def _has_checkpoint(self, root: str) -> bool:
         """Return whether rank 0 sees a checkpoint. Other ranks may see another state of a folder on a network."""
@@ -294,15 +318,25 @@ class Run:
         return bool(exchange("yes" if found else "", self.comm)[0])
 
     def _load(self, root: str, tree: Any) -> tuple[Checkpoint, Any]:
-        """Return the newest checkpoint that is not damaged, and its tree."""
-        found, loaded = load_newest(root, {"run": {"skipped": ""}, "tree": tree}, comm=self.comm, donate=True)
-        self.step, self._saved = found.step, found.step
+        """Return the newest checkpoint that is not damaged, in memory or on disk, and its tree."""
+        like = {"run": {"skipped": ""}, "tree": tree}
+        if self.replicas is not None and root == self.root:
+            found, loaded = self.replicas.restore_newest(like, donate=True)
+        else:
+            found, loaded = load_newest(root, like, comm=self.comm, donate=True)
+        self.step = self._newest = found.step
+        self._saved = found.step if os.path.dirname(found.path) == root else -1
         self.skipped = json.loads(loaded["run"]["skipped"])
         return found, loaded["tree"]
 
     def _save(self, tree: Any) -> None:
         if self._saved == self.step:
             return
+        self._saver.save(self._kept(tree), step=self.step)
+        self._saved = self._newest = self.step
+
+    def _kept(self, tree: Any) -> Any:
+        """What is saved of a tree, which a restart has to be able to load and to go on with."""
         if changed := sorted(self._names.symmetric_difference(leaf_names(tree))):
             raise RunError(
                 problem(
@@ -320,11 +354,10 @@ class Run:
                 "that find_nonfinite() refuses. If the tree is meant to be so, as with a mask of -inf, pass "
                 "Run(save_nonfinite=True)."
             )
-        self._saver.save({"run": {"skipped": json.dumps(self.skipped)}, "tree": tree}, step=self.step)
-        self._saved = self.step
+        return {"run": {"skipped": json.dumps(self.skipped)}, "tree": tree}
 
     def _newest_is(self) -> str:
-        return f"the newest checkpoint is that of step {self._saved}" if self._saved >= 0 else "there is no checkpoint"
+        return f"the newest checkpoint is that of step {self._newest}" if self._newest >= 0 else "there is no checkpoint"
 
     def _leave(self) -> NoReturn:
         self._saver.wait()
