@@ -6,11 +6,31 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, seed, settings
 
-from tests.user_programs import Backward, Evaluate, Forward, Update, UserProgram, check, user_programs
+from tests.user_programs import (
+    Backward,
+    Clip,
+    Evaluate,
+    Forward,
+    Grad,
+    Load,
+    Save,
+    Update,
+    UserProgram,
+    Zero,
+    check,
+    user_programs,
+)
 
 REFUSALS = {
     "all backward passes so far were told to accumulate": "the losses of those that do not accumulate reach no parameter",
     "there are no gradients": "a clip where no loss has reached a parameter",
+    "had been changed, as by clip_grad_norm_": "a backward after a clip adds to what is a sum over ranks",
+    "forward that unsharded.. had discarded": "unsharded() between a forward and its backward",
+    "The backward of its unit is not under way": "the same, noticed first by a checkpoint of a part of a unit",
+    "unsharded..: a step is under way": "unsharded() after a backward, before the update",
+    "zero_grad..: between a forward and its backward": "zero_grad() between two backwards whose forwards are done",
+    "autograd.grad.. with respect to .*: other backward": "torch.autograd.grad() after a backward of the same step",
+    "a backward came to unit": "torch.autograd.grad() or zero_grad() between two backwards: they end the step that both are of",
     "were changed in place": "writes to shards: training goes on after unsharded(write=True) alone",
 }
 """What may be refused of a program whose ranks all do the same, and why plain torch takes it."""
@@ -59,6 +79,37 @@ def test_a_tree_that_is_evaluated_is_not_reduced():
     )
     program = UserProgram(2, frozenset(), statements, strategy="zero1", precision="main copy")
     assert not check(program, functions=True)
+
+
+STEP = (Forward((0, 1)), Backward(), Update())
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        pytest.param(UserProgram(2, frozenset(), STEP, tied=True), id="writes to a tied parameter in unsharded()"),
+        pytest.param(
+            UserProgram(2, frozenset(), (Forward((0, 1), checkpointed="part"), *STEP[1:]), precision="main copy"),
+            id="a part of a cell computed again, cast to a parameter's dtype",
+        ),
+        pytest.param(
+            UserProgram(2, frozenset(), (Save(), *STEP, Update(), *STEP, Load(), *STEP), optimizer="adamw", groups=True),
+            id="back to an earlier state, of two groups",
+        ),
+        pytest.param(
+            UserProgram(
+                2, frozenset(), (Zero(True), Forward((0,), both=True), *STEP[1:2] * 2, Clip(0.1), Update()), scaled=True
+            ),
+            id="scaled losses of one graph",
+        ),
+        pytest.param(
+            UserProgram(2, frozenset(), (Forward((1, 0)), Grad(0), *STEP, Evaluate((0,), eval=True, inference=True)), depth=2),
+            id="gradients by autograd, and means in evaluations",
+        ),
+    ],
+)
+def test_what_users_do(program):
+    assert not check(program, functions=False)
 
 
 DIFFERENT = "ranks called different collectives|ranks were given different values"

@@ -4,6 +4,7 @@ A program is a model of 2 to 6 cells and a list of statements, which is run seve
 and followed. Each statement is something that plain torch allows at that point.
 """
 
+import copy
 import threading
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -14,6 +15,7 @@ import optree
 import torch
 from hypothesis import strategies as st
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import fsharp as fs
 from fsharp.errors import FsharpError
@@ -46,12 +48,16 @@ class Forward:
         detach_at: position in ``cells`` before which the activation is detached; -1: nowhere.
         root: call the root, which calls the cells and has a parameter of its own.
         hooked: the activation after the first cell has a tensor hook that halves its gradient.
+        checkpointed: recompute each ``"cell"`` in the backward, or a ``"part"`` of each cell; ``""``: nothing.
+        both: two losses wait that share a graph; backwards retain it.
     """
 
     cells: tuple[int, ...]
     detach_at: int = -1
     root: bool = False
     hooked: bool = False
+    checkpointed: str = ""
+    both: bool = False
 
 
 @dataclass(frozen=True)
@@ -71,10 +77,19 @@ class Backward:
 
 @dataclass(frozen=True)
 class Evaluate:
-    """A forward without gradients, whose output is looked at. ``average``: of the moving averages, which are another tree."""
+    """A forward without gradients, whose output is looked at.
+
+    Attributes:
+        cells: numbers of cells, in order.
+        average: of the moving averages, which are another tree.
+        inference: under ``torch.inference_mode()``.
+        eval: in ``model.eval()``, where cells add the mean of what they have been trained on.
+    """
 
     cells: tuple[int, ...]
     average: bool = False
+    inference: bool = False
+    eval: bool = False
 
 
 @dataclass(frozen=True)
@@ -117,7 +132,38 @@ class Update:
     """The optimizer's step, and ``zero_grad()``."""
 
 
-Statement = Forward | Backward | Evaluate | Write | Toggle | Norm | Clip | Decay | Update
+@dataclass(frozen=True)
+class Zero:
+    """``zero_grad()``, of the model or the optimizer."""
+
+    optimizer: bool
+
+
+@dataclass(frozen=True)
+class Grad:
+    """``torch.autograd.grad`` of the last loss that waits, with respect to a cell's parameters; their norm is looked at."""
+
+    cell: int
+
+
+@dataclass(frozen=True)
+class Look:
+    """Look at whole parameters: by ``unsharded()``, or by ``full_parameters()``."""
+
+    unsharded: bool
+
+
+@dataclass(frozen=True)
+class Save:
+    """Keep copies of the state dicts of the model and the optimizer."""
+
+
+@dataclass(frozen=True)
+class Load:
+    """Go back to what was saved last, if anything was."""
+
+
+Statement = Forward | Backward | Evaluate | Write | Toggle | Norm | Clip | Decay | Update | Zero | Grad | Look | Save | Load
 
 
 @dataclass(frozen=True)
@@ -132,6 +178,10 @@ class UserProgram:
         strategy: a key of :data:`MESHES`.
         precision: a key of :data:`PRECISIONS`.
         optimizer: ``"sgd"`` (with momentum) or ``"adamw"``.
+        depth: modules: how many cells are inside of the first one, each in the one before.
+        tied: modules: the first cell and the second have one weight.
+        groups: modules: two parameter groups, with learning rates of their own.
+        scaled: modules: losses are scaled by a GradScaler.
         closure: functions: trees to evaluate come by a closure and not as arguments.
         scheduled: functions: under a scheduler.
         swapped: ``(rank, i)``: this rank alone runs statement ``i + 1`` before statement ``i``, two evaluations.
@@ -147,6 +197,10 @@ class UserProgram:
     closure: bool = False
     scheduled: bool = True
     swapped: tuple[int, int] | None = None
+    depth: int = 1
+    tied: bool = False
+    groups: bool = False
+    scaled: bool = False
 
     def of(self, rank: int) -> tuple[Statement, ...]:
         """The statements that one rank runs in each round."""
@@ -172,10 +226,22 @@ def user_programs(draw: Any, *, functions: bool = False, differing: bool = False
             for _ in range(draw(st.sampled_from([1, 1, 1, 2]))):
                 cells = draw(chain)
                 detach_at = draw(st.sampled_from([-1, -1, -1, len(cells) - 1]))
-                statements.append(Forward(cells, detach_at, not functions and draw(st.booleans()), draw(st.booleans())))
-                waiting += 1
+                root, hooked = not functions and draw(st.booleans()), draw(st.booleans())
+                checkpointed = "" if functions else draw(st.sampled_from([""] * 4 + ["cell", "part"]))
+                both = not functions and draw(one_in(6))
+                statements.append(Forward(cells, detach_at, root, hooked, checkpointed, both))
+                waiting += 1 + both
+                is_first = waiting == 1 and (len(statements) == 1 or isinstance(statements[-2], Update))
+                if not functions and draw(one_in(6 if is_first else 60)):
+                    statements.append(Grad(draw(st.integers(0, num - 1))))
+                    waiting -= 1
             if draw(st.sampled_from([False, False, False, True])):
                 statements.append(Evaluate(draw(chain), draw(st.booleans())))
+            if not functions and draw(one_in(8)):
+                within = (Zero(False), Zero(True), Look(False), Look(False), Look(True), Save(), Save())
+                statements.append(draw(st.sampled_from(within)))
+            if not waiting:
+                continue
             for _ in range(draw(st.integers(1, waiting))):
                 twice = not functions and draw(st.sampled_from([False] * 5 + [True]))
                 accumulate = not functions and draw(st.sampled_from([False, False, True]))
@@ -192,6 +258,9 @@ def user_programs(draw: Any, *, functions: bool = False, differing: bool = False
         cell = draw(st.integers(0, num - 1))
         extra += (Write(cell, 0.5),)
         extra += () if functions else (Toggle(cell, False), Toggle(cell, True), Norm(cell))
+        if not functions:
+            extra += (Evaluate(draw(chain), inference=True), Evaluate(draw(chain), eval=True), Update(), Zero(True))
+            extra += (Look(False), Look(True), Save(), Load())
         statements += draw(st.lists(st.sampled_from(extra), max_size=3))
     at = draw(st.integers(0, len(statements)))
     if differing:
@@ -209,21 +278,39 @@ def user_programs(draw: Any, *, functions: bool = False, differing: bool = False
         functions and draw(st.booleans()),
         not functions or draw(st.sampled_from([True, True, False])),
         (draw(st.integers(0, ranks - 1)), at) if differing else None,
+        *((1, False, False, False) if functions else (draw(st.integers(1, 2)), *(draw(one_in(n)) for n in (4, 3, 6)))),
     )
+
+
+def one_in(n: int) -> st.SearchStrategy[bool]:
+    """True once in so many draws."""
+    return st.sampled_from([False] * (n - 1) + [True])
 
 
 # ------------------------------------------------------------ the model
 
 
 class Cell(nn.Module):
-    """An affine map and a tanh, with another cell inside of it or not."""
+    """An affine map and a tanh, with another cell inside of it or not, and a running mean of what it is trained on."""
 
-    def __init__(self, inner: "Cell | None" = None) -> None:
+    mean: torch.Tensor
+
+    def __init__(self, depth: int = 0) -> None:
         super().__init__()
-        self.inner, self.weight, self.bias = inner, nn.Parameter(torch.randn(DIM, DIM)), nn.Parameter(torch.randn(DIM))
+        self.inner = Cell(depth - 1) if depth else None
+        self.weight, self.bias = nn.Parameter(torch.randn(DIM, DIM)), nn.Parameter(torch.randn(DIM))
+        self.register_buffer("mean", torch.zeros(DIM))
+        self.is_counting = True
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return affine({"weight": self.weight, "bias": self.bias}, x if self.inner is None else self.inner(x))
+    def forward(self, x: torch.Tensor, checkpointed: str = "") -> torch.Tensor:
+        x = x if self.inner is None else self.inner(x, checkpointed)
+        if self.training and self.is_counting and checkpointed != "cell" and torch.is_grad_enabled():
+            self.mean.lerp_(x.detach().mean(0).to(self.mean.dtype), 0.5)
+        if checkpointed == "part":
+            x = checkpoint(lambda x: affine({"weight": self.weight, "bias": self.bias}, x), x, use_reentrant=False)
+        else:
+            x = affine({"weight": self.weight, "bias": self.bias}, x)
+        return x if self.training else x + self.mean
 
 
 def affine(p: Any, x: torch.Tensor) -> torch.Tensor:
@@ -237,8 +324,10 @@ class Model(nn.Module):
     def __init__(self, program: UserProgram, *, nested: bool) -> None:
         super().__init__()
         num = program.num_cells
-        self.cells = nn.ModuleList([Cell(Cell() if nested and i == 0 else None) for i in range(num)])
+        self.cells = nn.ModuleList([Cell(program.depth if nested and i == 0 else 0) for i in range(num)])
         self.gain = nn.Parameter(torch.ones(DIM))
+        if program.tied:
+            self.cells[1].weight = self.cells[0].weight
         for i in program.frozen:
             self.cells[i].requires_grad_(False)
 
@@ -260,10 +349,11 @@ def inputs(rank: int, number: int) -> torch.Tensor:
 
 def run_chain(x: torch.Tensor, forward: Forward | Evaluate, cell: Callable[[int, torch.Tensor], torch.Tensor]) -> torch.Tensor:
     """Call the cells of a statement."""
+    checkpointed = getattr(forward, "checkpointed", "")
     for i, number in enumerate(forward.cells):
         if i == getattr(forward, "detach_at", -1):
             x = x.detach()
-        x = cell(number, x)
+        x = checkpoint(cell, number, x, use_reentrant=False) if checkpointed == "cell" else cell(number, x)
         if i == 0 and getattr(forward, "hooked", False) and x.requires_grad:
             x.register_hook(lambda grad: grad * 0.5)
     return x
@@ -286,7 +376,10 @@ class Plain:
         nested = not functions
         self.model = make_model(program, nested=nested)
         self.average = make_model(program, nested=nested)
-        self.optimizer = make_optimizer(program, self.model.parameters(), torch.optim.SGD, torch.optim.AdamW)
+        self.optimizer = make_optimizer(program, groups_of(program, self.model), torch.optim.SGD, torch.optim.AdamW)
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=1, enabled=program.scaled)
+        self.is_unscaled, self.saved = False, ()
+        self.retains = any(isinstance(each, Forward) and each.both for each in program.statements)
         self.decay = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.5)
         self.seen: list[torch.Tensor] = []
         self.waiting: list[torch.Tensor] = []
@@ -302,26 +395,83 @@ class Plain:
     def forward(self, statement: Forward | Evaluate, model: Model, rank: int) -> torch.Tensor:
         """What one rank's cells give."""
         x = inputs(rank, self.number if isinstance(statement, Forward) else 0)
+        options = {"checkpointed": statement.checkpointed} if isinstance(statement, Forward) and statement.checkpointed else {}
         if getattr(statement, "root", False):
-            return model(x, lambda x, cells: run_chain(x, statement, lambda i, x: cells[i](x)))
-        return run_chain(x, statement, lambda i, x: model.cells[i](x))
+            return model(x, lambda x, cells: run_chain(x, statement, lambda i, x: cells[i](x, **options)))
+        return run_chain(x, statement, lambda i, x: model.cells[i](x, **options))
+
+    def counting(self, rank: int) -> int:
+        """Have cells count what this run's rank computes alone; the rank."""
+        for module in self.model.modules():
+            if isinstance(module, Cell):
+                module.is_counting = rank == self.rank
+        return rank
+
+    def losses(self, statement: Forward) -> list[torch.Tensor]:
+        """The losses of a forward, means over ranks."""
+        ranks = range(self.program.ranks)
+        outputs = [self.forward(statement, self.model, self.counting(r)) for r in ranks]
+        return [sum(f(x).sum() for x in outputs) / len(ranks) for f in (torch.sin, torch.cos)[: 1 + statement.both]]
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether there is something to step by."""
+        return any(p.grad is not None for p in self.model.parameters())
+
+    def unscale(self) -> None:
+        """Take the scale out of gradients, once before each step."""
+        if self.program.scaled and not self.is_unscaled:
+            self.scaler.unscale_(self.optimizer)
+            self.is_unscaled = True
+
+    def update(self) -> None:
+        """A step of the optimizer, by a scaler where there is one."""
+        self.waiting.clear()
+        if self.program.scaled and self.has_gradients:
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+        elif not self.program.scaled:
+            self.optimizer.step()
+        self.is_unscaled = False
+        self.optimizer.zero_grad()
+
+    def whole(self, unsharded: bool) -> list[torch.Tensor]:
+        """Copies of the parameters."""
+        return [parameter.detach().clone() for parameter in self.model.parameters()]
 
     def do(self, statement: Statement) -> None:
         """Run one statement."""
         match statement:
             case Forward():
-                ranks = range(self.program.ranks)
-                self.waiting.append(sum(self.forward(statement, self.model, r).sin().sum() for r in ranks) / len(ranks))
+                self.waiting += self.losses(statement)
                 self.number += 1
             case Backward():
-                loss = self.waiting.pop(statement.which % len(self.waiting))
+                loss = self.scaler.scale(self.waiting.pop(statement.which % len(self.waiting)))
                 if loss.requires_grad:
                     for again in range(1 + statement.twice):
-                        loss.backward(retain_graph=statement.twice and not again)
+                        loss.backward(retain_graph=self.retains or (statement.twice and not again))
             case Evaluate():
-                with torch.no_grad():
-                    model = self.average if statement.average else self.model
-                    self.seen.append(self.forward(statement, model, self.rank))
+                model = self.average if statement.average else self.model
+                model.train(not statement.eval)
+                with torch.inference_mode() if statement.inference else torch.no_grad():
+                    self.seen.append(self.forward(statement, model, self.rank).clone())
+                model.train()
+            case Zero():
+                (self.optimizer if statement.optimizer else self.model).zero_grad()
+                self.is_unscaled = False
+            case Grad():
+                loss = self.waiting.pop()
+                wanted = [p for p in self.model.cells[statement.cell].parameters() if p.requires_grad]
+                if loss.requires_grad and wanted:
+                    found = torch.autograd.grad(loss, wanted, allow_unused=True, retain_graph=self.retains)
+                    self.seen += [x.detach().norm() for x in found if x is not None]
+            case Look():
+                self.seen += self.whole(statement.unsharded)
+            case Save():
+                self.saved = copy.deepcopy((self.model.state_dict(), self.optimizer.state_dict()))
+            case Load() if self.saved:
+                self.model.load_state_dict(self.saved[0])
+                self.optimizer.load_state_dict(self.saved[1])
             case Write():
                 with torch.no_grad():
                     for parameter in self.model.cells[statement.cell].parameters():
@@ -332,22 +482,30 @@ class Plain:
                 with torch.no_grad():
                     for parameter in self.model.cells[statement.cell].parameters():
                         self.seen += [x.norm() for x in (parameter, parameter.grad) if x is not None]
-            case Clip() if any(p.grad is not None for p in self.model.parameters()):
+            case Clip() if self.has_gradients:
+                self.unscale()
                 self.seen.append(nn.utils.clip_grad_norm_(self.model.parameters(), statement.most).detach())
             case Decay():
                 self.decay.step()
             case Update():
-                self.waiting.clear()
-                if self.functions and any(p.grad is not None for p in self.model.parameters()):
+                if self.functions and self.has_gradients:
                     for p in self.model.cells.parameters():
                         p.grad = torch.zeros_like(p) if p.requires_grad and p.grad is None else p.grad
-                self.optimizer.step()
-                self.optimizer.zero_grad()
+                self.update()
                 with torch.no_grad():
                     for mean, parameter in zip(self.average.parameters(), self.model.parameters(), strict=True):
                         mean.lerp_(parameter, 0.5)
                 shown = self.model.cells if self.functions else self.model
                 self.seen += [parameter.detach().clone() for parameter in shown.parameters()]
+
+
+def groups_of(program: UserProgram, model: nn.Module) -> list[Any]:
+    """The parameters of a model, or two groups of them: every third parameter learns slower."""
+    parameters = list(model.parameters())
+    if not program.groups:
+        return parameters
+    slow = {"params": parameters[::3], "lr": 0.003}
+    return [slow, {"params": [p for i, p in enumerate(parameters) if i % 3]}]
 
 
 def make_optimizer(program: UserProgram, params: Any, sgd: Callable[..., Any], adamw: Callable[..., Any]) -> Any:
@@ -372,7 +530,8 @@ class Module(Plain):
         )
         self.model, self.average = shard(self.model), shard(self.average)
         own = lambda cls: lambda params, **options: fs.ShardedOptimizer(params, cls, **options)  # noqa: E731
-        self.optimizer = make_optimizer(program, self.model.parameters(), own(torch.optim.SGD), own(torch.optim.AdamW))
+        self.optimizer = make_optimizer(program, groups_of(program, self.model), own(torch.optim.SGD), own(torch.optim.AdamW))
+        self.scaler = fs.GradScaler("cpu", init_scale=4.0, growth_interval=1, enabled=program.scaled)
         self.decay = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.5)
 
     def run(self) -> list[torch.Tensor]:
@@ -380,12 +539,22 @@ class Module(Plain):
         with check_races(self.model) if self.watched else nullcontext():
             return super().run()
 
+    def losses(self, statement: Forward) -> list[torch.Tensor]:
+        """This rank's losses."""
+        x = self.forward(statement, self.model, self.rank)
+        return [f(x).sum() for f in (torch.sin, torch.cos)[: 1 + statement.both]]
+
+    def whole(self, unsharded: bool) -> list[torch.Tensor]:
+        """Copies of the parameters."""
+        if not unsharded:
+            found = dict(self.model.full_parameters())
+            return [found[name] for name, _ in self.model.named_parameters()]
+        with self.model.unsharded():
+            return super().whole(unsharded)
+
     def do(self, statement: Statement) -> None:
         """Run one statement."""
         match statement:
-            case Forward():
-                self.waiting.append(self.forward(statement, self.model, self.rank).sin().sum())
-                self.number += 1
             case Backward():
                 with self.model.accumulate() if statement.accumulate else nullcontext():
                     super().do(statement)
@@ -393,12 +562,11 @@ class Module(Plain):
                 with torch.no_grad():
                     for parameter in self.model.cells[statement.cell].parameters():
                         parameter.mul_(statement.factor)
-            case Clip():
+            case Clip() if self.has_gradients:
+                self.unscale()
                 self.seen.append(self.model.clip_grad_norm_(statement.most))
             case Update():
-                self.waiting.clear()
-                self.optimizer.step()
-                self.optimizer.zero_grad()
+                self.update()
                 with torch.no_grad():
                     mine = dict(self.model.full_parameters())
                     with self.average.unsharded(write=True):

@@ -171,8 +171,12 @@ class ShardedModule(nn.Module):
         nodes = [session.kept.whole(unit.name) for unit in session.layout.units]
         trees = [optree.tree_leaves(node.tree(nodes)) for node in nodes]
         shown = [session.calls.dressed(node.name, tree) for node, tree in zip(nodes, trees, strict=True)]
-        whole = [[nn.Parameter(leaf.detach(), leaf.is_floating_point()) for leaf in leaves] for leaves in shown]
-        with session.swapped_in([node.name for node in nodes], whole):
+        whole = {
+            path: nn.Parameter(leaf.detach(), leaf.is_floating_point())
+            for unit, leaves in zip(session.layout.units, shown, strict=True)
+            for path, leaf in zip(map(unit.stored_path, unit.leaves), leaves, strict=True)
+        }
+        with session.swapped_in([node.name for node in nodes], session.seated(whole)):
             yield
             if write:
                 with torch.no_grad():

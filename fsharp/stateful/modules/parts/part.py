@@ -188,7 +188,7 @@ class Part(torch.Tensor):
         if name in _SHAPES and isinstance(args[0], Part):
             return _SHAPES[name](torch.empty(args[0].full_shape, device="meta"), *args[1:], **kwargs)
         is_harmless = name not in _COMPUTING if is_attribute else name in _HARMLESS
-        if in_backward() and not is_harmless:
+        if in_backward() and (not is_harmless or name == "dtype"):  # a checkpoint casts to the dtype that the forward saw
             args, kwargs = _full_in_backward(args), {key: _full_in_backward(x) for key, x in kwargs.items()}
         if name == "detach" and isinstance(args[0], Part):
             return Part.of(args[0].local, args[0])
