@@ -8,7 +8,7 @@ import math
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -131,12 +131,14 @@ class Contents:
         values: what is no tensor, by name.
         aliases: names of tied leaves, and of those that store them.
         layouts: a line for each Sharded: what decides which rank holds which elements of it.
+        objects: see Manifest.
     """
 
     entries: dict[str, Entry]
     values: dict[str, Value]
     aliases: dict[str, str]
     layouts: list[str]
+    objects: dict[str, Any] = field(default_factory=dict)
 
     def fields(self) -> dict[str, str]:
         """What ranks have to have in common, as :func:`~fsharp.functional.comm.agree.agree` compares it."""

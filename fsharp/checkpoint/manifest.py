@@ -3,8 +3,8 @@
 import json
 import math
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -89,6 +89,7 @@ class Manifest:
         tensors: by name.
         aliases: names of tied leaves, and of those that store them.
         values: numbers, strings and booleans by name.
+        objects: structures of lists, tuples, dicts and None that DCP had as one value each, by name.
     """
 
     save_id: str
@@ -102,6 +103,7 @@ class Manifest:
     tensors: Mapping[str, TensorRecord]
     aliases: Mapping[str, str]
     values: Mapping[str, Value]
+    objects: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def nbytes(self) -> int:
@@ -128,6 +130,7 @@ class Manifest:
             "aliases": dict(self.aliases),
             "values": {name: _value_to_json(value) for name, value in self.values.items()},
         }
+        body |= {"objects": dict(self.objects)} if self.objects else {}
         return json.dumps({**body, "xxh3_128": _digest(body)}, separators=(",", ":")).encode()
 
     @staticmethod
@@ -150,6 +153,8 @@ class Manifest:
             if body.pop("xxh3_128", None) != _digest(body):
                 raise CheckpointError(f"{where}: the manifest is damaged: its digest is not that of its text.")
             made = _from_body(body)
+            for name, structure in made.objects.items():
+                object_of(name, structure, made.values.__getitem__)
         except CheckpointError:
             raise
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError) as error:
@@ -181,7 +186,39 @@ def _from_body(body: dict[str, Any]) -> Manifest:
         },
         aliases={name: str(owner) for name, owner in body["aliases"].items()},
         values={name: _value_from_json(value) for name, value in body["values"].items()},
+        objects=dict(body.get("objects", {})),
     )
+
+
+def structure_of(value: Any) -> Any:
+    """Return what JSON can hold of the lists, tuples, dicts and None in a value; 0 stands for each number, text or boolean."""
+    if isinstance(value, tuple):
+        return {"tuple": [structure_of(each) for each in value]}
+    if isinstance(value, list):
+        return [structure_of(each) for each in value]
+    if isinstance(value, dict):
+        return {"dict": {str(key): structure_of(each) for key, each in value.items()}}
+    return None if value is None else 0
+
+
+def object_of(name: str, structure: Any, value: Callable[[str], Any]) -> Any:
+    """Return the value whose structure :func:`structure_of` has returned.
+
+    Args:
+        name: of the value.
+        structure: of the value.
+        value: returns the number, text or boolean of a name, which ends with its place in lists and its key in dicts.
+    """
+    if structure is None:
+        return None
+    if structure == 0:
+        return value(name)
+    tagged = {"list": structure} if isinstance(structure, list) else structure
+    [(kind, parts)] = tagged.items()
+    if kind == "dict":
+        return {key: object_of(f"{name}.{key}", each, value) for key, each in parts.items()}
+    made = [object_of(f"{name}.{i}", each, value) for i, each in enumerate(parts)]
+    return tuple(made) if kind == "tuple" else made
 
 
 def _check_tiled(where: str, name: str, tensor: TensorRecord, files: tuple[FileRecord, ...]) -> None:

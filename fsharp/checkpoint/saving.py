@@ -350,4 +350,5 @@ def manifest_of(shot: Snapshot, records: Sequence[FileRecord], mesh: Mesh, creat
         tensors=tensors,
         aliases=shot.contents.aliases,
         values=shot.contents.values,
+        objects=shot.contents.objects,
     )

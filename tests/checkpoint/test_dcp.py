@@ -359,3 +359,36 @@ def test_what_to_dcp_refuses(tmp_path):
     fails("a tensor and a value would both have the name 'x'", rename=lambda name: "x")
     fails("no tensors below 'c'", subtree="c")
     fails("rename returned None for 'a'", error=TreeError, rename={}.get)
+
+
+def test_lists_tuples_and_none_go_through(tmp_path):
+    """What torch's own functions have saved, they load again after both conversions."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+    def trained(steps):
+        model = nn.Linear(3, 2)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1 * steps, betas=(0.1 * steps, 0.9))
+        for _ in range(steps):
+            model(torch.ones(2, 3)).sum().backward()
+            optimizer.step()
+        return model, optimizer
+
+    def states(model, optimizer):
+        state, opt = get_state_dict(model, optimizer)
+        return {"model": state, "optim": opt, "more": {"a": [1, (2.5, None, ["x"])], "b": None, "c": (), "d": True}}
+
+    pair, other = trained(2), trained(1)
+    dcp.save(states(*pair), checkpoint_id=tmp_path / "one", no_dist=True)
+    found = fs.checkpoint.from_dcp(tmp_path / "one", tmp_path / "root")
+    fs.checkpoint.to_dcp(found, tmp_path / "two")
+    into = states(*other)
+    into["more"] = {"a": None, "b": 1, "c": 1, "d": 1}
+    dcp.load(into, checkpoint_id=tmp_path / "two", no_dist=True)
+    assert into["more"] == {"a": [1, (2.5, None, ["x"])], "b": None, "c": (), "d": True}
+    set_state_dict(*other, model_state_dict=into["model"], optim_state_dict=into["optim"])
+    got, want = other[1].state_dict(), pair[1].state_dict()
+    assert got["param_groups"] == want["param_groups"]
+    assert all(torch.equal(x, want["state"][i][key]) for i, each in got["state"].items() for key, x in each.items())
+    assert fs.checkpoint.open_checkpoint(found).manifest.objects["more.b"] is None
+    fs.checkpoint.to_dcp(found, tmp_path / "part", subtree="optim")

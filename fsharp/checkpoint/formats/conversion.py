@@ -45,6 +45,7 @@ def write_converted(
     *,
     step: int,
     config: Any,
+    objects: Mapping[str, Any] | None = None,
 ) -> Checkpoint:
     """Write a checkpoint with tensors of another format, one after another.
 
@@ -56,6 +57,7 @@ def write_converted(
         read: returns the elements of tensors, in the order in which they are asked for.
         step: number of the step, in the checkpoint's name.
         config: result of :func:`checked_config`.
+        objects: structures of values that the format has as one, by name; see Manifest.
 
     Raises:
         CheckpointError: a tensor and a value have the same name, or ``read`` fails. No folder is left behind.
@@ -68,7 +70,7 @@ def write_converted(
     into = full_path(root)
     save_id = new_save_id(into)
     made = f"{into}/{folder_name(step, save_id)}"
-    contents = Contents(dict(entries), values, {}, [])
+    contents = Contents(dict(entries), values, {}, [], dict(objects or {}))
     shot = Snapshot(contents, step, config, None, save_id, made, tensors, read(tensors))
     storage_of(made).stage(made)
     return write_snapshot(shot, SingleComm())

@@ -14,7 +14,7 @@ from fsharp.checkpoint.entries import Entry, Value, renamed
 from fsharp.checkpoint.formats.conversion import checked_config, whole_entry, write_converted
 from fsharp.checkpoint.formats.exporting import names_below, new_folder
 from fsharp.checkpoint.formats.torch_archive import load_archive
-from fsharp.checkpoint.manifest import plain_file_name, plain_shape
+from fsharp.checkpoint.manifest import object_of, plain_file_name, plain_shape, structure_of
 from fsharp.checkpoint.reading import Need
 from fsharp.checkpoint.shard_file import Tensor
 from fsharp.checkpoint.storage import Storage, read_description, storage_of
@@ -57,7 +57,7 @@ def to_dcp(
         rename: the key in DCP of a name below ``subtree``: ``lambda name: f"model.{name}"``.
 
     One process does this, without a process group. Tied leaves are written under each of their names; numbers and texts as
-    objects, as DCP writes those of a ``state_dict``.
+    objects, as DCP writes those of a ``state_dict``. So are the lists, tuples and None that :func:`from_dcp` has read.
 
     Raises:
         CheckpointError: the folder is there already or is a URL, there is nothing to write, two tensors have the same name, or
@@ -74,7 +74,15 @@ def to_dcp(
         raise CheckpointError(f"to_dcp(): {folder} is a URL, expected a path.")
     prefix = f"{subtree}." if subtree else ""
     names = names_below("to_dcp()", found, subtree, rename, aliases=True)
-    values = {name[len(prefix) :]: value for name, value in found.manifest.values.items() if name.startswith(prefix)}
+    there, within = found.manifest.values, set[str]()
+
+    def part(name: str) -> Value:
+        within.add(name)
+        return there[name]
+
+    values: dict[str, Any] = {name: object_of(name, each, part) for name, each in found.manifest.objects.items()}
+    values |= {name: value for name, value in there.items() if name not in within}
+    values = {name[len(prefix) :]: value for name, value in values.items() if name.startswith(prefix)}
     values = {renamed("to_dcp()", name, rename): value for name, value in values.items()}
     if twice := names.keys() & values.keys():
         raise CheckpointError(f"to_dcp(): a tensor and a value would both have the name {min(twice)!r}.")
@@ -88,7 +96,7 @@ def to_dcp(
         writer.finish(metadata, [writer.write_data(plan, planner).wait()])
 
 
-def _planner(found: Checkpoint, names: Mapping[str, str], values: Mapping[str, Value]) -> Any:
+def _planner(found: Checkpoint, names: Mapping[str, str], values: Mapping[str, Any]) -> Any:
     """What tells DCP's writer what to write, and reads each chunk when it is asked for it."""
     from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
@@ -176,18 +184,21 @@ def from_dcp(
     metadata = _metadata(storage, source)
     listed = metadata.state_dict_metadata
     left = chosen("from_dcp(ignore=)", as_patterns(ignore), list(listed))
-    entries, values = {}, dict[str, Value]()
+    entries, values, objects = {}, dict[str, Value](), dict[str, Any]()
     for name, each in listed.items():
         if name not in left and hasattr(each, "chunks"):
             entries[name] = _entry(source, name, each)
         elif name not in left:
-            values |= _values(name, _loaded(storage, source, metadata, name, None))
+            value = _loaded(storage, source, metadata, name, None)
+            values |= _values(name, value)
+            if name not in values:
+                objects[name] = structure_of(value)
     _check_size(storage, source, metadata, entries)
 
     def read(tensors: list[Tensor]) -> Iterator[torch.Tensor]:
         return (_whole(storage, source, metadata, tensor) for tensor in tensors)
 
-    return write_converted("from_dcp()", root, entries, values, read, step=step, config=config)
+    return write_converted("from_dcp()", root, entries, values, read, step=step, config=config, objects=objects)
 
 
 class _Unpickler(pickle.Unpickler):
