@@ -213,7 +213,7 @@ def object_of(name: str, structure: Any, value: Callable[[str], Any]) -> Any:
         return None
     if structure == 0:
         return value(name)
-    tagged = {"list": structure} if isinstance(structure, list) else structure
+    tagged: dict[str, Any] = {"list": structure} if isinstance(structure, list) else structure
     [(kind, parts)] = tagged.items()
     if kind == "dict":
         return {key: object_of(f"{name}.{key}", each, value) for key, each in parts.items()}
