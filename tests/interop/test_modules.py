@@ -296,7 +296,7 @@ def test_a_module_of_linen_trains_with_its_statistics_and_random_keys():
 
 
 def test_linen_without_variables_and_variables_without_linen_are_refused():
-    with pytest.raises(TreeError, match=r"Linen such as Noisy does not have its variables: pass what init\(\) returned"):
+    with pytest.raises(TreeError, match=r"Linen such as Noisy does not have its variables: pass the result of init\(\)"):
         functionalize(Noisy())
     with pytest.raises(TreeError, match="variables are for modules of Flax Linen, and a Block has its own"):
         functionalize(nnx_blocks()[0], {})
