@@ -16,6 +16,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from fsharp.annotated import options_checked
 from fsharp.errors import MeshError, TreeError
+from fsharp.functional.comm.agree import together
 from fsharp.functional.comm.process_group import ProcessGroupComm, connect
 from fsharp.functional.comm.protocol import Comm
 from fsharp.functional.functionalize import parameter_tree
@@ -115,26 +116,30 @@ def shard_module(
     Cost: this rank's parts, and the parameters of one submodule in full while it is made from the meta device.
     One pass over all parameters compares them, by 8 bytes; ``sync_from`` sends them all, and holds one unit in full.
     """
-    check_shardable(module, ShardedParameter)
-    _check_names(module)
-    refuse_kept(module)
     comm = _comm(mesh)
-    specs = specs_of(module, comm)
-    whole: Any = parameter_tree("shard_module()", module)
-    tree = optree.tree_map(local, whole)
-    del whole
+
+    def planned() -> tuple[Any, ...]:
+        check_shardable(module, ShardedParameter)
+        _check_names(module)
+        refuse_kept(module)
+        specs = specs_of(module, comm)
+        whole: Any = parameter_tree("shard_module()", module)
+        tree = optree.tree_map(local, whole)
+        chosen = chosen_modules(module, units) if units is not None else {}
+        groups = grouped(module, units) if units is not None else []
+        entries = entries_of(module, chosen, methods)
+        trained = {path for path, each in module.named_parameters(remove_duplicate=False) if each.requires_grad}
+        frozen: Patterns = lambda path: path not in trained  # noqa: E731
+        where, named = strategy or zero3(*comm.mesh.names), leafmost(chosen) or None
+        check_precisions("shard_module()", precision)
+        rules = {"**": precision} if isinstance(precision, Precision) else precision
+        dtypes = {pattern: each.of_parameters for pattern, each in rules.items()}
+        layout = plan(tree, comm.mesh, where, units=named, frozen=frozen, precision=dtypes, **plan_options)
+        casts = casts_of(rules, chosen, [unit.full_path(leaf) for unit in layout.units for leaf in unit.leaves])
+        return tree, layout, specs, chosen, groups, entries, casts
+
+    tree, layout, specs, chosen, groups, entries, casts = together("shard_module()", comm, planned)
     before = [weakref.ref(parameter) for parameter in module.parameters()]
-    chosen = chosen_modules(module, units) if units is not None else {}
-    groups = grouped(module, units) if units is not None else []
-    entries = entries_of(module, chosen, methods)
-    trained = {path for path, each in module.named_parameters(remove_duplicate=False) if each.requires_grad}
-    frozen: Patterns = lambda path: path not in trained  # noqa: E731
-    where, named = strategy or zero3(*comm.mesh.names), leafmost(chosen) or None
-    check_precisions("shard_module()", precision)
-    rules = {"**": precision} if isinstance(precision, Precision) else precision
-    dtypes = {pattern: each.of_parameters for pattern, each in rules.items()}
-    layout = plan(tree, comm.mesh, where, units=named, frozen=frozen, precision=dtypes, **plan_options)
-    casts = casts_of(rules, chosen, [unit.full_path(leaf) for unit in layout.units for leaf in unit.leaves])
     said = {"casts": "\n".join(f"{path or '(root)'}: {cast}" for path, cast in casts.items())}
     start = initial_values(module, tree, layout, comm, key=key, initialize=initialize, sync_from=sync_from, settings=said)
     state = init_state(_NOTHING, start, comm=comm, donate=True)

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import fsharp as fs
-from fsharp.errors import LayoutError, PatternError, ScheduleError, TreeError
+from fsharp.errors import AgreementError, FsharpError, LayoutError, PatternError, ScheduleError, TreeError
 from fsharp.testing import simulate
 from tests import modules
 from tests.modules import Net, refused, wrap
@@ -208,3 +208,21 @@ def test_refused_where_parameters_are_whole_too(name):
             act(model, optimizer)
 
     simulate(DP, rank_fn)
+
+
+@pytest.mark.parametrize(
+    ("own", "match"),
+    [
+        ({"units": "nothing.*"}, r"'nothing\.\*' matches no module"),
+        ({"precision": {"nothing.*": fs.Precision()}}, r"'nothing\.\*' matches nothing"),
+        ({"strategy": fs.zero3("tp")}, r"'tp'"),
+        ({"methods": ["nothing"]}, r"'nothing'"),
+    ],
+)
+def test_an_option_that_one_rank_alone_cannot_use_is_heard_of_by_all(own, match):
+    def rank_fn(comm):
+        with pytest.raises(FsharpError, match=match) as raised:
+            fs.shard_module(modules.make(), mesh=comm, **(own if comm.rank else {}))
+        return raised.type
+
+    assert simulate(DP, rank_fn)[0] is AgreementError
