@@ -71,7 +71,7 @@ class HeldSave:
 
     @property
     def where(self) -> str:
-        """Where the save is, for messages."""
+        """The place of the save in words, for messages."""
         return "on hosts"
 
     @property

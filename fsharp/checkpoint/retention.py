@@ -44,7 +44,7 @@ def prune(
 
 
 class Retention(NamedTuple):
-    """What stays: see :func:`prune`."""
+    """Which checkpoints stay: the options of :func:`prune`."""
 
     keep: int
     best: int = 0

@@ -336,7 +336,7 @@ class Run:
         self._saved = self._newest = self.step
 
     def _kept(self, tree: Any) -> Any:
-        """What is saved of a tree, which a restart has to be able to load and to go on with."""
+        """Return what a checkpoint holds of a run; refuse a tree that a restart could not load or go on with."""
         if changed := sorted(self._names.symmetric_difference(leaf_names(tree))):
             raise RunError(
                 problem(

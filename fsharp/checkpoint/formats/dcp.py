@@ -97,7 +97,7 @@ def to_dcp(
 
 
 def _planner(found: Checkpoint, names: Mapping[str, str], values: Mapping[str, Any]) -> Any:
-    """What tells DCP's writer what to write, and reads each chunk when it is asked for it."""
+    """Return a save planner for DCP's writer, which reads each chunk when the writer asks for it."""
     from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
     from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
@@ -215,7 +215,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _metadata(storage: Storage, folder: str) -> Any:
-    """What DCP has written about a checkpoint."""
+    """Return DCP's metadata of a checkpoint."""
     from torch.distributed.checkpoint.metadata import Metadata
 
     where = f"{folder}/{_METADATA}"
@@ -257,7 +257,7 @@ def _check_size(storage: Storage, folder: str, metadata: Any, entries: Mapping[s
 
 
 def _loaded(storage: Storage, folder: str, metadata: Any, name: str, offsets: torch.Size | None) -> Any:
-    """What a file has of a key: an object, or the chunk at ``offsets``."""
+    """Return the object that a file holds for a key, or the chunk of its tensor at ``offsets``."""
     from torch.distributed.checkpoint.metadata import MetadataIndex
 
     info = (metadata.storage_data or {}).get(MetadataIndex(name, offsets))

@@ -20,7 +20,7 @@ _INDICES = (".safetensors.index.json", ".bin.index.json")
 
 
 class Described(NamedTuple):
-    """What is in a file of others.
+    """The tensors in a file of another library.
 
     Attributes:
         header: bytes that say what is in it.
@@ -60,7 +60,7 @@ def _used(names: Collection[str]) -> tuple[list[str], list[str]]:
 
 
 def manifest_of(storage: Storage, path: str) -> Manifest:
-    """What is in a folder of Hugging Face's, with or without an index, or in a file of safetensors or of ``torch.save``.
+    """Return a manifest of a Hugging Face folder, or of one file of safetensors or of ``torch.save``.
 
     Links, of which the cache of the Hub is made, are followed. There are no digests, so that damage is not seen.
 
@@ -152,7 +152,7 @@ def describe_file(storage: Readable, path: str) -> Described:
 
 
 def _described_archive(storage: Readable, path: str, size: int) -> Described:
-    """What is in a file of ``torch.save``, by keys that are joined by dots."""
+    """Describe the tensors in a file of ``torch.save``, by keys that are joined by dots."""
     remedy = "Save tensors, numbers and texts alone, as by torch.save(model.state_dict(), path)."
     try:
         data, tree = torch_archive.describe_archive(storage, path)

@@ -49,7 +49,7 @@ class NcclTransport(Transport):
         return Work(result=Work())
 
     def scratch_nbytes(self, op: str, axis: str, numel: int, itemsize: int, *, apart: bool = False) -> int:
-        """What an all_reduce needs whose sum goes to another dtype than its own."""
+        """Return the bytes of scratch that an all_reduce needs: none where ``out`` is given in the dtype of its input."""
         return numel * itemsize if op == "all_reduce" and not apart else 0
 
     def make(self) -> None:

@@ -128,7 +128,7 @@ class DeviceLanes(Lanes):
                 torch.accelerator.current_stream(self.device).wait_stream(self.streams[lane])
 
     def synchronize(self, op: Key) -> None:
-        """Until its event has come; of a plan that is gone, until all has that lanes were given."""
+        """Wait for the event of an op. If its plan is gone, wait for everything that lanes were given."""
         event = self._events.get(op[0], {}).get(op[1])
         for each in self.streams.values() if event is None else [event]:
             each.synchronize()

@@ -1,1 +1,1 @@
-"""What torch's tools see of a sharded module: chunks for checkpoints, and refusals. Imports nothing of ``modules``."""
+"""Sharded modules under torch's own tools: chunks for checkpoints, and refusals. Imports nothing of ``modules``."""

@@ -1,1 +1,1 @@
-"""What a module takes, returns and leaves elsewhere: the tensors in it, casts of these, others in their place."""
+"""Values that a module takes, returns or stores: finding, casting and replacing the tensors in them."""

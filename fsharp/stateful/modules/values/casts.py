@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 class Cast(NamedTuple):
-    """What becomes of floating-point tensors that a module takes and returns.
+    """The dtypes to which a module's floating-point inputs and outputs are cast.
 
     Attributes:
         inputs: the dtype that it computes with; None leaves them.

@@ -74,7 +74,7 @@ def without_parameters(out: Any, parameters: Sequence[torch.Tensor], path: str) 
 
 
 def views_of(parameters: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Those that are in the memory of parameters; none under torch.func, whose transforms keep what they need."""
+    """Return the tensors that share memory with parameters; none under torch.func, whose transforms keep what they need."""
     if not tensors or torch._C._are_functorch_transforms_active():
         return []
     mine = {leaf.untyped_storage().data_ptr() for leaf in parameters if leaf.numel()}

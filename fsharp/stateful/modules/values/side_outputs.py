@@ -18,7 +18,7 @@ _CONTAINERS = frozenset({list, dict, set, tuple, deque, OrderedDict, defaultdict
 
 
 class SideOutputs:
-    """Where the modules that are gathered together may leave tensors.
+    """The attributes and containers in which modules that are gathered together may store tensors.
 
     These are attributes of theirs, buffers included, that are tensors or hold them in lists, dicts, sets and tuples, and such
     containers among the arguments of a call. Modules of torch.nn itself leave none. What is left in an attribute of an object,
@@ -102,7 +102,7 @@ def refuse_kept(module: nn.Module) -> None:
 
 
 class _Places:
-    """Where in memory the parameters of a module are."""
+    """The byte ranges of a module's parameters in memory."""
 
     def __init__(self, module: nn.Module) -> None:
         found = [(*_extent(p), name) for name, p in module.named_parameters() if p.numel() and not p.is_meta]
