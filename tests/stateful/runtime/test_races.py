@@ -195,10 +195,10 @@ def kind_of(wait):
 
 @pytest.mark.deep
 def test_every_kind_of_wait_is_needed_by_some_configuration():
-    """But for those of which one of two is enough: joins for gradients that are looked at (see above), and for units one by one.
+    """But for those of which one of two is enough: for gradients that are looked at, see above, and for units one by one.
 
-    The first step has compute join the gathers of updated parameters for whoever looks at these parameters before the next step:
-    here nobody does, and the next step joins the gathers again.
+    The first step has compute join the gathers of updated parameters for whoever looks at them before the next step. Here
+    nobody does, and the next step joins the gathers again.
     """
     issued, needed = set(), set()
     options = [{}, {"one_stream": True}, {"microbatches": 2}, {"prefetch": 0}, {"prefetch": 2}]
