@@ -273,9 +273,11 @@ def is_node(leaf: Any) -> bool:
     return is_sharded(leaf) or isinstance(leaf, PerRank | MadeBy)
 
 
-def leaves_of(tree: Any) -> Iterator[tuple[tuple[str, ...], tuple[str, ...], Any]]:
+def leaves_of(
+    tree: Any, is_leaf: Callable[[Any], bool] = is_node, *, none_is_leaf: bool = False
+) -> Iterator[tuple[tuple[str, ...], tuple[str, ...], Any]]:
     """Of each leaf: its keys, fields of named tuples by name; the same as key paths of plans have them; and the leaf."""
-    accessors, leaves, _ = optree.tree_flatten_with_accessor(tree, is_leaf=is_node)
+    accessors, leaves, _ = optree.tree_flatten_with_accessor(tree, is_leaf=is_leaf, none_is_leaf=none_is_leaf)
     for accessor, leaf in zip(accessors, leaves, strict=True):
         named = tuple(str(getattr(each, "field", None) or each.entry) for each in accessor)
         yield named, tuple(str(each.entry) for each in accessor), leaf

@@ -89,7 +89,7 @@ class Manifest:
         tensors: by name.
         aliases: names of tied leaves, and of those that store them.
         values: numbers, strings and booleans by name.
-        objects: structures of lists, tuples, dicts and None that DCP had as one value each, by name.
+        objects: structures of lists, tuples, dicts and None that torch.distributed.checkpoint has as one value each, by name.
     """
 
     save_id: str

@@ -14,8 +14,8 @@ import xxhash
 
 from fsharp.annotated import options_checked
 from fsharp.checkpoint.catalog import Checkpoint, folder_name, new_save_id, time_in
-from fsharp.checkpoint.entries import Contents, Entry, contents_of, expanded, is_node, is_object
-from fsharp.checkpoint.manifest import NAME, Chunk, FileRecord, Manifest, TensorRecord, as_json
+from fsharp.checkpoint.entries import Contents, Entry, contents_of, expanded, is_node, is_object, leaves_of
+from fsharp.checkpoint.manifest import NAME, Chunk, FileRecord, Manifest, TensorRecord, as_json, structure_of
 from fsharp.checkpoint.reading import ShardFile
 from fsharp.checkpoint.shard_file import Tensor, bytes_of, check_names, header_of, in_order, write_file
 from fsharp.checkpoint.storage import full_path, storage_of
@@ -171,6 +171,7 @@ def snapshot(
         if not isinstance(metric, float | int | None):
             raise CheckpointError(f"{where}: metric is {metric!r}, expected a number: float(x) of a tensor.")
         contents = contents_of(where, states, comm)
+        contents.objects = _objects_of(states)
         check_names(where, contents.entries)
         prepare(contents)
         return contents
@@ -195,6 +196,16 @@ def snapshot(
         tensors,
         values,
     )
+
+
+def _objects_of(tree: Any) -> dict[str, Any]:
+    """Return by name the structures of None, and of lists and tuples of values, which DCP has as one value each."""
+
+    def is_value(x: Any) -> bool:
+        return all(map(is_value, x)) if type(x) in (list, tuple) else isinstance(x, bool | int | float | str | None)
+
+    found = leaves_of(tree, lambda x: is_node(x) or (type(x) in (list, tuple) and is_value(x)), none_is_leaf=True)
+    return {".".join(path): structure_of(x) for path, _, x in found if x is None or type(x) in (list, tuple)}
 
 
 def tensors_of(contents: Contents, rank: int) -> list[tuple[Entry, Tensor]]:
@@ -226,6 +237,7 @@ def _fields(contents: Contents) -> dict[str, str]:
     return {
         **contents.fields(),
         "values": "\n".join(f"{name}: {value!r}" for name, value in contents.values.items()),
+        "lists, tuples and None": "\n".join(f"{name}: {json.dumps(each)}" for name, each in contents.objects.items()),
         "values of tensors, which PerRank() and, for buffers, OwnBuffers() allow to differ": "\n".join(same),
     }
 

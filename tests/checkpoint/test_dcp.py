@@ -30,9 +30,8 @@ def build():
     return nn.Sequential(nn.Linear(6, 7), nn.Tanh(), nn.Linear(7, 3))
 
 
-def sharded_by_fsdp2(model):
-    """The model under FSDP2, its optimizer after two steps, and what both say of themselves."""
-    from torch.distributed.checkpoint.state_dict import get_state_dict
+def fsdp2(model):
+    """The model under FSDP2."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
@@ -40,7 +39,14 @@ def sharded_by_fsdp2(model):
     for layer in model:
         if isinstance(layer, nn.Linear):
             fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def trained_by_fsdp2(model):
+    """Train a model under FSDP2 for two steps; return the state dicts of model and optimizer."""
+    from torch.distributed.checkpoint.state_dict import get_state_dict
+
+    model = fsdp2(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, betas=(0.8, 0.9))
     for _ in range(2):
         model(torch.arange(12.0).view(2, 6) / 12).square().sum().backward()
@@ -48,6 +54,51 @@ def sharded_by_fsdp2(model):
         optimizer.zero_grad()
     state, opt = get_state_dict(model, optimizer)
     return {"model": state, "optim": opt}
+
+
+OPTIMIZERS = {
+    "AdamW": lambda model: ([{"params": model[0].parameters()}, {"params": model[2].parameters(), "lr": 0.2}],
+                            torch.optim.AdamW, {"betas": (0.7, 0.8)}),
+    "SGD": lambda model: (model.parameters(), torch.optim.SGD, {"lr": 0.3, "momentum": 0.5}),
+}  # fmt: skip
+
+
+def trained_by_fsharp(folder, kind):
+    """Train on three ranks, save, convert into ``folder``; return the parameters and the state of the optimizer."""
+
+    def train(comm):
+        model = fs.shard_module(build(), mesh=comm, strategy=fs.zero3("dp"), units=[nn.Linear])
+        groups, which, options = OPTIMIZERS[kind](model)
+        optimizer = fs.ShardedOptimizer(groups, which, **options)
+        for _ in range(2):
+            model(torch.arange(12.0).view(2, 6) / 12).square().sum().backward()
+            optimizer.step()
+        fs.checkpoint.save(folder / "root", {"model": model, "optim": optimizer}, step=2, comm=model.comm)
+        return {name: p.detach().clone() for name, p in model.full_parameters()}, optimizer.full_state_dict(rank=None)
+
+    result = simulate(fs.Mesh({"dp": 3}), train)[0]
+    fs.checkpoint.to_dcp(fs.checkpoint.latest(folder / "root"), folder / "dcp")
+    return result
+
+
+def loaded_by_torch(folder, kind, model, **options):
+    """Load by the program of torch's tutorial; return the parameters and the state of the optimizer."""
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+
+    groups, which, settings = OPTIMIZERS[kind](model)
+    optimizer = which(groups, **settings | {"lr": 1.0, "weight_decay": 0.9})
+    state, opt = get_state_dict(model, optimizer)
+    tree = {"model": state, "optim": opt}
+    dcp.load(tree, checkpoint_id=folder / "dcp", **options)
+    set_state_dict(model, optimizer, model_state_dict=tree["model"], optim_state_dict=tree["optim"])
+    return get_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=True))
+
+
+def assert_same_state(got, want):
+    assert same(got[0], want[0])
+    assert got[1]["param_groups"] == want[1]["param_groups"]
+    assert got[1]["state"].keys() == want[1]["state"].keys()
+    assert all(same(state, want[1]["state"][name]) for name, state in got[1]["state"].items())
 
 
 def tensors_of(tree, prefix=""):
@@ -63,7 +114,11 @@ def tensors_of(tree, prefix=""):
 
 @pytest.fixture(scope="module")
 def exchanged(tmp_path_factory):
-    """A folder with ``dcp``, which two ranks of FSDP2 saved; what that was; what we saved, and what they loaded of it."""
+    """What two ranks of FSDP2 and fsharp have of each other.
+
+    A folder with ``dcp``, which FSDP2 saved; what that was; what we saved; what FSDP2 loaded of it; by kind of optimizer what
+    we have trained; and what FSDP2 loaded of that.
+    """
     folder = tmp_path_factory.mktemp("exchanged")
     torch.manual_seed(5)
     kinds = ("model", "exp_avg", "exp_avg_sq")
@@ -81,30 +136,39 @@ def exchanged(tmp_path_factory):
     fs.checkpoint.to_dcp(simulate(fs.Mesh({"dp": 3}), save)[0], folder / "exported", rename=rename)
 
     def run(comm):
-        tree = sharded_by_fsdp2(build())
+        tree = trained_by_fsdp2(build())
         dcp.save(tree, checkpoint_id=str(folder / "dcp"))
         saved = tensors_of(tree)
         states = tree["optim"]["state"]
         moments = {name: {kind: each[kind] for kind in kinds[1:]} for name, each in states.items()}
         read = {"model": tree["model"], "optim": {"state": moments}}
         dcp.load(read, checkpoint_id=str(folder / "exported"))
-        return saved, tensors_of(read)
+        return saved, tensors_of(read), {kind: loaded_by_torch(folder / kind, kind, fsdp2(build())) for kind in OPTIMIZERS}
 
+    trained = {kind: trained_by_fsharp(folder / kind, kind) for kind in OPTIMIZERS}
     results = processes(MESH, run)
     expected = {rename(f"{kind}.{name}"): value for kind, each in given.items() for name, value in each.items()}
-    return folder, results[0][0], expected, [read for _, read in results]
+    return folder, results[0][0], expected, [read for _, read, _ in results], trained, [each for *_, each in results]
 
 
 def test_fsdp2_loads_what_we_saved(exchanged):
     """Written by three ranks under zero3, loaded by two of FSDP2, model and moments."""
-    _, _, expected, reads = exchanged
+    _, _, expected, reads, *_ = exchanged
     for read in reads:
         assert read.keys() == expected.keys()
         assert all(torch.equal(read[name], value) for name, value in expected.items())
 
 
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_fsdp2_loads_a_model_and_optimizer_that_fsharp_has_trained(exchanged, kind):
+    """The program of torch's tutorial on two ranks: parameters, moments and groups of what three ranks have trained."""
+    *_, trained, loaded = exchanged
+    for each in loaded:
+        assert_same_state(each[kind], trained[kind])
+
+
 def test_what_fsdp2_saved_is_loaded_to_the_bit(exchanged, tmp_path):
-    folder, expected, _, _ = exchanged
+    folder, expected, *_ = exchanged
     found = fs.checkpoint.from_dcp(folder / "dcp", tmp_path, step=2)
     assert fs.checkpoint.verify(found.path).step == 2
     assert set(found.names) == expected.keys()
@@ -392,3 +456,29 @@ def test_lists_tuples_and_none_go_through(tmp_path):
     assert all(torch.equal(x, want["state"][i][key]) for i, each in got["state"].items() for key, x in each.items())
     assert fs.checkpoint.open_checkpoint(found).manifest.objects["more.b"] is None
     fs.checkpoint.to_dcp(found, tmp_path / "part", subtree="optim")
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_torch_loads_an_optimizer_that_fsharp_has_trained(tmp_path, kind):
+    want = trained_by_fsharp(tmp_path, kind)
+    assert_same_state(loaded_by_torch(tmp_path, kind, build(), no_dist=True), want)
+
+
+def test_lists_tuples_and_none_of_a_tree_that_fsharp_saves(tmp_path):
+    """As DCP saves them: a list or tuple of values is one object; DCP looks into lists with dicts or tensors."""
+    tree = {"a": [1, (2.5, None, ["x"])], "b": None, "c": (), "d": [{"e": (1, 2)}, {"e": None}], "w": [torch.ones(2), None, 3]}
+    found = fs.checkpoint.save(tmp_path / "root", tree, step=0, comm=COMM)
+    fs.checkpoint.to_dcp(found, tmp_path / "ours")
+    dcp.save(tree, checkpoint_id=tmp_path / "theirs", no_dist=True)
+    keys = [dcp.FileSystemReader(tmp_path / who).read_metadata().state_dict_metadata.keys() for who in ("ours", "theirs")]
+    assert keys[0] == keys[1]
+    into = {"a": 0, "b": 0, "c": 0, "d": [{"e": 0}, {"e": 0}], "w": [torch.zeros(2), 0, 0]}
+    dcp.load(into, checkpoint_id=tmp_path / "ours", no_dist=True)
+    assert torch.equal(into["w"].pop(0), tree["w"].pop(0))
+    assert into == tree
+
+    def save(comm):
+        fs.checkpoint.save(tmp_path / "more", {"x": torch.ones(1), "y": (None,) if comm.rank else None}, step=0, comm=comm)
+
+    with pytest.raises(fs.errors.AgreementError, match=r"y: \{\"tuple\": \[null\]\}"):
+        simulate(MESH, save)

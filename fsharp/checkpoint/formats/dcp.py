@@ -56,8 +56,10 @@ def to_dcp(
         subtree: what to write; all by default.
         rename: the key in DCP of a name below ``subtree``: ``lambda name: f"model.{name}"``.
 
-    One process does this, without a process group. Tied leaves are written under each of their names; numbers and texts as
-    objects, as DCP writes those of a ``state_dict``. So are the lists, tuples and None that :func:`from_dcp` has read.
+    One process does this, without a process group. Tied leaves are written under each of their names. Numbers, texts, None, and
+    lists and tuples of these are written as objects, as DCP writes those of a ``state_dict``. So FSDP2's ``get_state_dict()``,
+    ``dcp.load()`` and ``set_state_dict()`` load a module and its ShardedOptimizer, saved as ``{"model": model, "optim":
+    optimizer}``.
 
     Raises:
         CheckpointError: the folder is there already or is a URL, there is nothing to write, two tensors have the same name, or
