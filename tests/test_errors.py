@@ -212,7 +212,7 @@ SHARDED = {
     "missing tie": (
         lambda: part(place="full", tree={"a": SHARED, "b": SHARED}, units="*")["b"].tree(),
         TreeError,
-        "'b' is tied to a leaf of another unit, which is not here.\n  tied to  '' of unit 'a'",
+        "'b' is tied to a leaf of a unit that this call was not given.\n  tied to  '' of unit 'a'",
     ),
     "gather: partial": (lambda: fs.gather(partial_sums(), comm=ONLY), TreeError, "rests      dp:Partial"),
     "gather: to partial": (

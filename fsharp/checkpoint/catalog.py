@@ -180,7 +180,7 @@ class Checkpoint:
 
 
 def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
-    """The checkpoint in a folder; also what others have written, of step 0: see :func:`load`.
+    """Open the checkpoint in a folder. Formats of other libraries, which :func:`load` lists, are opened as step 0.
 
     Raises:
         CheckpointError: there is none, it is incomplete, or a file has another size than it should. Where there is another one

@@ -1,4 +1,4 @@
-"""A training step: a loss and its gradients, ready-made or put together from the functions beside."""
+"""A training step, ready-made, and the functions of a loss and its gradients that it is made of."""
 
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -84,7 +84,7 @@ class IndexSampler:
         return step * self.batch_size // self.num_samples
 
     def state_dict(self) -> dict[str, int]:
-        """Which order it is, in integers. A step is not among them: the run counts steps."""
+        """Return the settings that decide the order of samples, as integers. The step is left out: the run counts steps."""
         return {
             "num_samples": self.num_samples,
             "batch_size": self.batch_size,
@@ -93,10 +93,10 @@ class IndexSampler:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Make sure that a saved order is this one: steps of another one are other samples.
+        """Refuse the settings of a sampler with another order, whose steps have other samples. Nothing is loaded.
 
         Raises:
-            RunError: it is another one.
+            RunError: a saved setting differs from this sampler's. All settings that differ are named.
         """
         mine = self.state_dict()
         other = [name for name in mine if state.get(name) != mine[name]]

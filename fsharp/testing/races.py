@@ -205,12 +205,12 @@ class RaceReport:
         return [UnneededWait(why, why in implied, times) for why, times in unneeded]
 
     def implied(self) -> set[str]:
-        """The waits for what their lane knew to be over anyway, whenever they were issued."""
+        """Return the waits for work that earlier waits had already ordered before their lane, each time they were issued."""
         learned = {str(self.log[i]) for i in self._verdict.learned}
         return set(self.waits) - learned
 
     def describe(self, race: Race) -> list[tuple[str, object]]:
-        """A race as rows of a table."""
+        """Return a race as rows of an error: pairs of a name and a value."""
         if race.second is None:
             by = race.owner
             rows: list[tuple[str, object]] = [("used by", race.first), ("freed for", f"{by}, which allocates there again")]

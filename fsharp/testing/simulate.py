@@ -59,8 +59,8 @@ def simulate(
             generator of your own to functions that draw numbers, as an argument, so that ``forward`` can replay it.
         seed: decides which rank goes on at each collective and each :meth:`ThreadComm.pause`: the same seed gives the same
             order. None lets each rank run until it has to wait, and then the next one.
-        timeout: seconds for which one rank may keep the others waiting, who take turns with it: they must not wait for each
-            other by other means than ``comm``. Ranks of which none can go on are found without waiting.
+        timeout: longest turn of a rank, in seconds. Ranks take turns, so a rank that waits for another rank by other means
+            than ``comm`` waits in vain. A deadlock within ``comm`` is found at once, without this limit.
         outcomes: return what each rank raised in place of its result, instead of raising the first of these.
 
     Returns:

@@ -97,7 +97,7 @@ class Place:
     of a strategy nest, and every change of place is a collective along one axis at a time, without a transpose.
 
     Args:
-        order: every axis of the mesh, those that shard first in the lead.
+        order: every axis of the mesh. The first axis that shards cuts the buffer into the largest parts.
         placements: the placement of each axis, in that order.
     """
 
@@ -335,7 +335,7 @@ class P:
         return _axes(self.partitions[0]) if self.partitions else ()
 
     def strategy(self, mesh: Mesh, *, path: str, shape: tuple[int, ...]) -> Strategy:
-        """The strategy that this is on ``mesh``.
+        """Return the strategy on ``mesh`` under which a leaf rests as this spec says.
 
         Args:
             mesh: the ranks.

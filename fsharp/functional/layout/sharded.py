@@ -158,7 +158,7 @@ class Sharded:
                 raise TreeError(
                     problem(
                         "Sharded.tree()",
-                        f"{self.unit.full_path(leaf)!r} is tied to a leaf of another unit, which is not here.",
+                        f"{self.unit.full_path(leaf)!r} is tied to a leaf of a unit that this call was not given.",
                         [("tied to", f"{path!r} of unit {unit!r}")],
                         f"Pass that unit along: forward(fn, params[{self.name!r}], ..., ties=[params[{unit!r}]]).",
                     )

@@ -217,7 +217,7 @@ class PartitionState(NamedTuple):
 def partition(
     transforms: Mapping[str, Any], param_labels: str | Mapping[str, str] | Callable[[str], str] | None = None
 ) -> Transform:
-    """A transformation for each label: Muon for matrices, AdamW for the rest. :func:`multi_transform` is the same function.
+    """Apply another transformation to each label: Muon to matrices, AdamW to the rest. ``multi_transform`` is an alias.
 
     Args:
         transforms: label to ``(init, update)`` pair.
@@ -232,7 +232,7 @@ def partition(
         PatternError: at ``init``: a pattern that selects nothing, a leaf that none selects, or a label that is no string.
 
     Cost: with the labels of ``plan`` each transformation has state for its own leaves. With others each has state for all
-    leaves, and sees zeros in place of gradients that are not its own; one pass over the gradients more for each.
+    leaves, and sees zeros in place of the gradients of other labels, at one more pass over the gradients.
     """
     txs = {label: as_transform(tx) for label, tx in transforms.items()}
     config = {label: dict(tx.config) for label, tx in txs.items()}

@@ -98,7 +98,7 @@ def outline_from_bytes(data: bytes, device: torch.device) -> Any:
             if "leafless" in node:
                 found = class_named(node["leafless"])
                 if found not in LEAFLESS:
-                    raise TypeError(f"{node['leafless']} is no node without leaves")
+                    raise TypeError(f"{node['leafless']} is not registered as a pytree node without leaves")
                 return found(*map(decoded, node["facts"]))
             if "namedtuple" in node:
                 return class_named(node["namedtuple"], optree.is_namedtuple_class)(*map(decoded, node["parts"]))

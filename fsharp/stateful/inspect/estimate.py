@@ -47,16 +47,16 @@ class Hardware:
             that meets ``t`` tokens on a device of ``f`` FLOP/s is ``(2 * n * t / f, 4 * n * t / f)``.
         bandwidth: bytes per second that a rank sends: one number, or by axis, or by ``(collective, axis)``.
         latency: seconds that each collective takes beside sending: likewise.
-        memory_bandwidth: bytes of gradients per second that are cast, or added to those at rest; also of gathers that
-            only copy.
+        memory_bandwidth: bytes per second of gradients that are cast, or added to gradients at rest; and of gathers
+            without a collective, which copy.
         host_bandwidth: bytes of optimizer state and main copies per second between host memory and the device, one way; by
             default that of PCIe 5.0 with 16 lanes.
         update_s: seconds of the optimizer step.
         synchronous_host: the host does the work itself, as on CPUs, instead of queueing it on streams.
         contention: how much a synchronous host and its collectives are in each other's way, from 0 to 1. While both work,
             each has ``1 - contention / 2`` of its speed: 0 where they have cores of their own, 1 where they share one.
-        issue: seconds that a synchronous host is busy beginning a collective, as a part of those that the collective takes:
-            it copies what it has itself.
+        issue: fraction of a collective's seconds, from 0 to 1, for which a synchronous host is busy as it issues the
+            collective: the host copies this rank's own share.
 
     Raises:
         ScheduleError: a number out of range.
@@ -278,7 +278,7 @@ class _Simulation:
 
 
 def _later(start: float, seconds: float, speed: float, at: float) -> float:
-    """When happens what would have happened ``at`` a time, if from ``start`` on everything is slower for some seconds."""
+    """Return when an event takes place that was to be ``at`` a time, if all is slower for some seconds from ``start`` on."""
     ahead = at - start
     if ahead <= 0:
         return at

@@ -16,8 +16,8 @@ Row = tuple[int, OpKind, str, Phase, Stream, float, float, int]
 class Trace:
     """Times of ops and of steps, on any clock, in any order.
 
-    A ``compute`` is measured from entering a unit to leaving it: what ran inside is taken out afterwards. A collective is
-    measured from its issue to its completion, as events of its stream or the host saw them.
+    A ``compute`` is measured from entering a unit to leaving the unit, nested units included; :meth:`compute_times` takes
+    their time out. A collective is measured from its issue to its completion, by events of its stream or by the host.
     """
 
     def __init__(self) -> None:

@@ -43,12 +43,12 @@ class Status(NamedTuple):
     """How the last call of a scheduled function went.
 
     Attributes:
-        kind: ``"new"`` before the first call; ``"recorded"``: no schedule was followed; ``"planned"``: one was, to the end;
-            ``"left"``: one was, up to an event that it did not have; ``"alone"``: the call only used units that rest whole, so
-            that there was nothing to schedule.
-        why: in words.
-        num_programs: different orders of events that are known.
-        num_left: calls in a row that have left their schedule.
+        kind: ``"new"`` before the first call. ``"recorded"``: the call followed no schedule, and was recorded. ``"planned"``:
+            the call followed a schedule to the end. ``"left"``: the call left its schedule at an event that the schedule does
+            not have. ``"local"``: the call used whole units alone, and had nothing to schedule.
+        why: the reason for the kind, in words.
+        num_programs: number of different programs that calls have had.
+        num_left: number of calls in a row that have left their schedule.
     """
 
     kind: str

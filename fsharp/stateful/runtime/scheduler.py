@@ -253,7 +253,7 @@ class Scheduler(Tracer):
             raise
 
     def shut(self, error: BaseException) -> None:
-        """Give up whatever is under way, and tell the other ranks why."""
+        """Close the scheduler after an error: end the step under way, free its memory, and send the error to other ranks."""
         if self._closed is not None:
             return
         self._closed = f"{type(error).__name__}: {error}"
@@ -330,11 +330,11 @@ class Scheduler(Tracer):
         for unit in self.units.values():
             if unit.gradient is not None:
                 unit.gradient.let_go()
-        if step.is_alone:  # a rank may make such a step by itself, so that no later label may depend on this step
+        if step.is_local:  # one rank alone may run a local step, so no later label may depend on the step
             scheduled.num_calls -= 1
             history, accounted = self._before
             self._history, self._accounted = history, accounted + self._accounted
-            scheduled.note("alone", "nothing was gathered, reduced or updated, so that there is nothing to schedule")
+            scheduled.note("local", "nothing was gathered, reduced or updated, so that there is nothing to schedule")
             self.registry.release()
             return
         if (last := self._last()) is not None:

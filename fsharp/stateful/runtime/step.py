@@ -104,7 +104,7 @@ class Step:
         return self.eager is None
 
     @property
-    def is_alone(self) -> bool:
+    def is_local(self) -> bool:
         """Whether this step has only used units that rest whole, so that no other rank had to take part."""
         kinds = {event.kind for event in self.events} <= {"forward", "forward_end"}
         return kinds and not any(self.units[event.unit].axes for event in self.events)

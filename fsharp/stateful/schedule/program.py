@@ -60,13 +60,13 @@ class Event(NamedTuple):
     """One point of a program.
 
     Attributes:
-        kind: ``forward`` and ``forward_end`` enclose a use of a unit, ``backward`` and ``backward_end`` its way back;
-            ``microbatch_end`` is the end of a backward pass; ``reduce`` asks for the gradients at the optimizer's place,
-            ``fetch`` for a unit's optimizer state on the device, for the next ``update``, after which parameters are new;
-            ``move`` is a reduction of something else, which no schedule has a part in.
-        unit: name of the unit; empty if it is about none.
-        use: number of the use within the step, counted from 0 in the order of ``forward``; -1 if it is about none.
-        bare: of a ``backward_end``: no gradient of parameters comes of this use, though the unit is trained.
+        kind: ``forward`` and ``forward_end`` enclose a use of a unit. ``backward`` and ``backward_end`` enclose the backward of
+            this use. ``microbatch_end`` is the end of a backward pass. ``reduce`` is the reduction of gradients to the
+            optimizer's place. ``fetch`` brings a unit's optimizer state to the device, for the next ``update``. ``update`` is
+            the optimizer step. ``move`` is a reduction that no schedule has, such as that of another tree.
+        unit: name of the unit; empty for a kind without a unit.
+        use: number of the use within the step, counted from 0 in the order of ``forward``; -1 for a kind without a use.
+        bare: whether a ``backward_end`` of a trained unit leaves no gradient of the unit's parameters.
     """
 
     kind: EventKind

@@ -135,7 +135,7 @@ class Schedule:
         policy: what it was compiled with.
         ops: in the order of issue.
         arena: bytes of the memory that slots are cut from.
-        bound: bytes that are live at once at most, whatever the placement: the arena cannot be smaller.
+        bound: largest number of bytes that are live at once. No choice of addresses makes the arena smaller.
     """
 
     program: Program

@@ -1,10 +1,10 @@
 """A unit's full parameters at one address, and the leaves that functions get of them.
 
 [Note: aliases]
-Autograd saves the leaves that a function used, and checks in the backward that nobody has written to them since. Slots are
-written to in between, with the same values. So leaves are aliases with version counters of their own, not the slot's:
-autograd looks at the address again in the backward, when the scheduler has put there what it had seen in the forward.
-Views would share the slot's version counter and be refused.
+Autograd saves the leaves that a function used, and compares their version counters in the backward. Between forward and
+backward, a slot of the arena is released and gathered again at the same address, with the same values, which raises the
+slot's version counter. A view of the slot shares this counter, so autograd would refuse the view. So each leaf is an alias
+of the slot's memory with a version counter of its own.
 """
 
 from collections.abc import Mapping, Sequence
@@ -59,7 +59,7 @@ class LeafIndex:
                 raise TreeError(
                     problem(
                         "forward()",
-                        f"{self.unit.full_path(leaf)!r} is tied to a leaf of another unit, which is not here.",
+                        f"{self.unit.full_path(leaf)!r} is tied to a leaf of a unit that this call was not given.",
                         [("tied to", f"{path!r} of unit {name!r}")],
                         f"Pass that unit along: forward(fn, params[{self.unit.name!r}], ..., ties=[params[{name!r}]]).",
                     )

@@ -1,7 +1,7 @@
-"""Optimizer state and main copies in host memory between two updates: their way to the device, and back.
+"""Copies of optimizer state and main copies between host memory, where they rest between updates, and the device.
 
-What is fetched has memory of the allocator's, not of the arena, which is reserved all step long: after the update forwards and
-backwards have it. What rests in host memory is :class:`HostBuffers`, also on a CPU, where both are the same kind of memory.
+The arena is reserved for the whole step, so fetched tensors are not in the arena. Torch's allocator has their memory, which
+forwards and backwards can use after the update. On a CPU too, tensors that rest in host memory are :class:`HostBuffers`.
 """
 
 from collections.abc import Container, Mapping
