@@ -14,7 +14,7 @@ from fsharp.functional.layout.mesh import Mesh
 from fsharp.functional.layout.packing import Atom, Element, Rows, Whole, pack
 from fsharp.functional.layout.paths import Patterns, assign, chosen, flatten, join
 from fsharp.functional.layout.placement import P, Strategy
-from fsharp.functional.layout.precision import Precision, Precisions, check_precisions
+from fsharp.functional.layout.precision import Precision, Precisions, check_precisions, needs_scale
 from fsharp.functional.layout.unit_layout import Group, Leaf, UnitLayout
 from fsharp.functional.layout.units import cut_at, unit_names
 
@@ -63,8 +63,8 @@ def plan(
         PatternError: a pattern that matches nothing, or unit patterns that overlap.
         StrategyError: a strategy whose axes are not the mesh's, or a partition spec with an axis that the mesh does not have.
         LayoutError: leaves that share storage without being the same view, tied leaves that disagree on a rule, leaves of one
-            unit with different strategies, a partition spec that does not fit the shape of a leaf, or a precision that says
-            how to cast inputs or outputs, which only modules have.
+            unit with different strategies, a partition spec that does not fit the shape of a leaf, a precision that says
+            how to cast inputs or outputs, which only modules have, or a trained leaf of ``torch.float8_*``.
         OptionError: an option of a type that it cannot have.
 
     Cost: no tensor is read or allocated; time grows with the number of leaves and not with the number of ranks.
@@ -88,7 +88,14 @@ def plan(
 
     def key(path: str, tensor: torch.Tensor) -> tuple[Any, ...]:
         trainable = tensor.is_floating_point() and path not in frozen_paths
-        return precision_of[path].resolve(tensor.dtype), trainable, label_of[path]
+        dtypes = precision_of[path].resolve(tensor.dtype)
+        if trainable and (needs_scale(dtypes.compute) or needs_scale(dtypes.main)):
+            raise LayoutError(
+                f"plan(): {path!r} is {tensor.dtype} and would be trained in it: without a scale small values and "
+                "gradients become zero. Pass precision=Precision(compute=torch.bfloat16, main=torch.float32), or its path "
+                "in frozen=."
+            )
+        return dtypes, trainable, label_of[path]
 
     rules = {path: (*key(path, tensor), atom_of[path]) for path, tensor in zip(paths, leaves)}
     _check_ties(ties, rules, {path: strategies[unit_of[path]].full.varying for path in paths}, specs)

@@ -23,6 +23,9 @@ class Precision:
             :func:`~fsharp.shard_module`.
         cast_inputs: whether floating-point inputs of a module are cast to ``compute``, if that is given. For
             :func:`~fsharp.shard_module`.
+
+    Raises:
+        LayoutError: a dtype that is not floating-point, or of 8 bits or less, which needs a scale for each block of values.
     """
 
     compute: torch.dtype | None = None
@@ -39,6 +42,11 @@ class Precision:
             dtype = getattr(self, name)
             if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
                 raise LayoutError(f"Precision(): {name} is {dtype!r}, expected a floating-point torch.dtype or None.")
+            if dtype is not None and needs_scale(dtype):
+                raise LayoutError(
+                    f"Precision(): {name} is {dtype!r}. Values of 8 bits and less need a scale, without which small ones "
+                    "become zero: pass torch.bfloat16, and scale inside of your function or module."
+                )
 
     def resolve(self, dtype: torch.dtype) -> "Dtypes":
         """The four dtypes of a parameter that the user holds in ``dtype``."""
@@ -88,6 +96,15 @@ class Dtypes:
     def has_main_copy(self) -> bool:
         """Whether the optimizer keeps a copy of its own."""
         return self.compute != self.main
+
+
+def needs_scale(dtype: torch.dtype) -> bool:
+    """Whether a floating-point dtype has so small a range that values need a scale beside them: ``torch.float8_*`` and smaller.
+
+    >>> needs_scale(torch.float8_e4m3fn), needs_scale(torch.bfloat16), needs_scale(torch.uint8)
+    (True, False, False)
+    """
+    return dtype.is_floating_point and dtype.itemsize == 1
 
 
 def dtype_name(dtype: torch.dtype) -> str:

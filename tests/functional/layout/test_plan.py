@@ -110,3 +110,22 @@ def test_tied_leaves_have_one_spec():
     with pytest.raises(LayoutError, match=r"'embed'  None\n  'head'   P\('inner'\)"):
         fs.plan(shapes, GRID, {"embed": fs.zero3("outer", "inner"), "head": fs.P("inner")}, units="*")
     assert fs.plan(shapes, GRID, fs.P("inner"), units="*").num_params == 16
+
+
+@pytest.mark.parametrize("name", ["compute", "main", "wire", "accumulate", "output"])
+def test_dtypes_that_need_a_scale_are_refused(name):
+    with pytest.raises(LayoutError, match=rf"{name} is torch\.float8_e5m2\. .*need a scale.*pass torch\.bfloat16"):
+        fs.Precision(**{name: torch.float8_e5m2})
+
+
+def test_a_trained_leaf_of_float8_is_refused_and_a_frozen_one_is_bytes():
+    tree = {"w": torch.full((4,), 0.5).to(torch.float8_e4m3fn), "b": torch.ones(4)}
+    for precision in (fs.Precision(), fs.Precision(main=torch.float32), fs.Precision(compute=torch.bfloat16)):
+        with pytest.raises(LayoutError, match=r"'w' is torch\.float8_e4m3fn and would be trained.*frozen="):
+            fs.plan(tree, DP, fs.zero3("dp"), precision=precision)
+    fs.plan(tree, DP, fs.zero3("dp"), precision=fs.Precision(torch.bfloat16, torch.float32))
+    comm = fs.SingleComm(fs.Mesh({"dp": 1}))
+    layout = fs.plan(tree, comm.mesh, fs.zero3("dp"), frozen="w")
+    back = fs.unshard([fs.shard(tree, layout, comm=comm)])
+    assert back["w"].dtype == torch.float8_e4m3fn
+    assert torch.equal(back["w"].view(torch.uint8), tree["w"].view(torch.uint8))
