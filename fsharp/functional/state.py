@@ -26,7 +26,7 @@ from fsharp.functional.layout.sharded import (
 )
 from fsharp.functional.lent import check_not_lent
 from fsharp.functional.moves import check_comm, gather, on_device
-from fsharp.functional.optim.base import Transform, apply_transform, as_transform, check_gradients
+from fsharp.functional.optim.base import Transform, apply_transform, as_transform, check_extra, check_gradients
 
 
 class TrainState(NamedTuple):
@@ -130,8 +130,8 @@ def update(tx: Any, grads: Any, state: TrainState, *, comm: Comm, donate: bool =
         state: the state before.
         comm: the ranks.
         donate: allow to overwrite ``state`` and everything that shares buffers with it.
-        extra: more for transformations that know it, the same on all ranks: ``value``, the mean loss, for those of optax that
-            look at it.
+        extra: more for transformations that use it, the same on all ranks: ``value``, the mean loss, for those of optax that
+            look at it. ``value`` is passed to any transformation.
 
     Returns:
         The state after. Frozen groups are the same tensors.
@@ -139,10 +139,12 @@ def update(tx: Any, grads: Any, state: TrainState, *, comm: Comm, donate: bool =
     Raises:
         TreeError: gradients of another structure, layout, place or dtype than the state's parameters, or not divided yet; the
             state of another transformation, or one that was donated.
+        OptionError: an extra argument that the transformation does not use; names the argument and those that it uses.
 
     Cost: one gather from the optimizer's place to the parameters' where the two differ.
     """
     tx = as_transform(tx)
+    check_extra(tx, extra)
     nodes = check_comm("update()", grads, comm)
     kept = units_of((state.params, state.main, state.opt))
     check_kept("update()", kept)

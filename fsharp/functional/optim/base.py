@@ -16,7 +16,7 @@ import optree
 import torch
 
 from fsharp.annotated import options_checked
-from fsharp.errors import LayoutError, PatternError, TreeError, problem
+from fsharp.errors import LayoutError, OptionError, PatternError, TreeError, problem
 from fsharp.functional.comm.agree import together
 from fsharp.functional.comm.exact_text import exact_text
 from fsharp.functional.comm.protocol import Comm
@@ -31,7 +31,7 @@ class Transform:
 
     All trees it sees are of trainable groups at the optimizer's place: gradients in the accumulation dtype, parameters
     in the main dtype. Extra arguments of :func:`~fsharp.update`, such as ``value``, the loss, are for those that know them;
-    others pass them on.
+    others pass them on. :func:`~fsharp.update` refuses one that no transformation knows.
 
     Attributes:
         init: ``init(params, comm=...) -> state``.
@@ -40,6 +40,8 @@ class Transform:
         apply: ``apply(grads, state, params, comm=..., donate=..., **extra) -> (params, state)``: new parameters in one go, for
             rules that have a fused kernel; ``donate`` allows to overwrite the old ones. None adds the updates.
         name: by which its state is told from that of another one; one without a name takes any.
+        extra: names of the extra arguments that ``update`` and ``apply`` use; None for any. Signatures say these names, unless
+            one of the two takes ``**extra``: pass the ``extra`` of an inner transformation then.
 
     Functions that do not name ``comm`` or an extra argument are called without it.
     """
@@ -49,14 +51,51 @@ class Transform:
     config: Mapping[str, Any]
     apply: Callable[..., tuple[Any, Any]] | None = None
     name: str = ""
+    extra: frozenset[str] | None = None
 
     def __post_init__(self) -> None:
+        if self.extra is None:
+            object.__setattr__(self, "extra", _extra_of(self.update, *filter(None, [self.apply])))
         for name in ("init", "update", "apply"):
             if (fn := getattr(self, name)) is not None:
                 object.__setattr__(self, name, _with_what_it_names(fn))
 
     def __iter__(self) -> Any:
         return iter((self.init, self.update))
+
+
+def _extra_of(*functions: Callable[..., Any]) -> frozenset[str] | None:
+    """Return the names of the extra arguments that functions use; None if one of them takes any."""
+    names = set[str]()
+    for fn in functions:
+        parameters = inspect.signature(fn).parameters.values()
+        if any(each.kind is each.VAR_KEYWORD for each in parameters):
+            return None
+        names |= {each.name for i, each in enumerate(parameters) if i > 2 or each.kind is each.KEYWORD_ONLY}
+    return frozenset(names - {"comm", "donate", "params", "inplace"})
+
+
+def known_extra(*transforms: Transform) -> frozenset[str] | None:
+    """Return the names of the extra arguments that any of these transformations uses; None if one of them may use any."""
+    known = frozenset[str]()
+    for tx in transforms:
+        if tx.extra is None:
+            return None
+        known |= tx.extra
+    return known
+
+
+def check_extra(tx: Transform, extra: Mapping[str, Any]) -> None:
+    """Refuse extra arguments of an update that the transformation does not use. ``value`` is passed to any.
+
+    Raises:
+        OptionError: names the first of them.
+    """
+    known = frozenset(extra) if tx.extra is None else tx.extra | {"value"}
+    if unknown := sorted(extra.keys() - known):
+        facts = [("got", f"{unknown[0]}={extra[unknown[0]]!r:.60}"), ("expected", " or ".join(sorted(known)))]
+        what = f"{tx.name or 'the transformation'} does not use {unknown[0]}."
+        raise OptionError(problem("update()", what, facts, f"Check the spelling, or leave {unknown[0]} out."))
 
 
 def _with_what_it_names(fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -109,7 +148,7 @@ def as_transform(tx: Any) -> Transform:
         return updates, _as_trees(new, params)
 
     kind = type(tx).__qualname__
-    return Transform(begin, plain, {"pair": kind}, name="" if type(tx) is tuple else kind)
+    return Transform(begin, plain, {"pair": kind}, name="" if type(tx) is tuple else kind, extra=_extra_of(update))
 
 
 class ByLeaf(NamedTuple):
@@ -195,7 +234,7 @@ def chain(*transforms: Any) -> Transform:
         return params, (*new, last)
 
     config = {f"{i}": dict(tx.config) for i, tx in enumerate(txs)}
-    return Transform(init, update, config, apply, named("chain", *(tx.name for tx in txs)))
+    return Transform(init, update, config, apply, named("chain", *(tx.name for tx in txs)), known_extra(*txs))
 
 
 def named(outer: str, *inner: str) -> str:
@@ -238,9 +277,10 @@ def partition(
     config = {label: dict(tx.config) for label, tx in txs.items()}
     kind = "partition" if param_labels is None else "partition by param_labels"  # they keep state of other leaves
     name = named(kind, *(f"{label}={tx.name}" if tx.name else "" for label, tx in txs.items()))
+    extra = known_extra(*txs.values())
     if param_labels is not None:
         init, update = _partition_by_masks(txs, param_labels)
-        return Transform(init, update, {**config, "param_labels": exact_text(param_labels)}, name=name)
+        return Transform(init, update, {**config, "param_labels": exact_text(param_labels)}, name=name, extra=extra)
 
     def part(tree: Any, label: str) -> Any:
         return map_units(lambda s: s.select([g for g in s.groups if s.unit.groups[g].label == label]), tree)
@@ -264,7 +304,7 @@ def partition(
 
         return cast(tuple[Any, Any], over(run, grads, state, params))
 
-    return Transform(init_parts, update_parts, config, apply, name)
+    return Transform(init_parts, update_parts, config, apply, name, extra)
 
 
 def _check_labels(labels: set[str], txs: Mapping[str, Transform]) -> None:
@@ -349,7 +389,7 @@ def masked(inner: Any, mask: Any) -> Transform:
         return _where(flags, out, grads, comm.rank), MaskedState(new)
 
     config = {"masked": exact_text(mask), "inner": dict(tx.config)}
-    return Transform(init, update, config, name=named("masked", tx.name))
+    return Transform(init, update, config, name=named("masked", tx.name), extra=tx.extra)
 
 
 def settings_of(tx: Transform) -> str:

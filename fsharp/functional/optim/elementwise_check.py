@@ -69,7 +69,8 @@ def check_elementwise(inner: Any, *, steps: int = 1) -> Transform:
         together(where, comm, lambda: _compare(where, expected, found))
         return updates, CheckedState(state.num_checked + 1, new)
 
-    return Transform(init, update, {"steps": steps, **tx.config}, name=named("check_elementwise", tx.name))
+    name = named("check_elementwise", tx.name)
+    return Transform(init, update, {"steps": steps, **tx.config}, name=name, extra=tx.extra)
 
 
 def _compare(where: str, expected: Any, found: Any) -> None:

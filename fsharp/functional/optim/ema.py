@@ -93,7 +93,8 @@ def with_ema(tx: Any, *, decay: float) -> Transform:
         params, new = apply_transform(inner, grads, state.inner_state, params, comm=comm, donate=donate, **extra)
         return params, WithEmaState(average(state.ema, params, donate), new)
 
-    return Transform(init, update, {"with_ema": decay, "inner": dict(inner.config)}, apply, named("with_ema", inner.name))
+    config = {"with_ema": decay, "inner": dict(inner.config)}
+    return Transform(init, update, config, apply, named("with_ema", inner.name), inner.extra)
 
 
 def _check_decay(where: str, decay: float) -> None:

@@ -109,7 +109,7 @@ def inject_hyperparams(inner_factory: Callable[..., Any], static_args: str | Ite
 
         first = build(start | scheduled(0))
         config = {"inject_hyperparams": dict(first.config), "schedules": config_of(**schedules)}
-        return Transform(init, update, config, apply, named("inject_hyperparams", first.name))
+        return Transform(init, update, config, apply, named("inject_hyperparams", first.name), first.extra)
 
     return make
 

@@ -183,7 +183,7 @@ def _sometimes(name: str, inner: Transform, init: Any, step: Callable[..., Any],
 
         return step(grads, state, run, partial(_kept, params, donate), comm, donate)
 
-    return Transform(init, update, config, apply, named(name, inner.name))
+    return Transform(init, update, config, apply, named(name, inner.name), inner.extra)
 
 
 def _kept(params: Any, donate: bool, state: Any) -> tuple[Any, Any]:
