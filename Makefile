@@ -1,13 +1,13 @@
 # make train     train a byte-level GPT on this machine, two processes (ARGS=--help lists its options)
-# make test      lint, types, tests (about 9 minutes on 2 cores)
-# make lint      of these the first two
+# make test      ruff, mypy and the tests (about 9 minutes on 2 cores)
+# make lint      ruff and mypy alone
 # make test-all  the deep version: more examples, more ranks (two hours and more)
-# make test-kernels  the tests of numbers with the kernels of older processors, and those of threads on one core
-# make faults    kill, damage, fill and forge what checkpoints have to survive, about 9 minutes (ARGS=--short: one)
+# make test-kernels  tests that compare numbers, with the kernels of older processors; tests with threads, on one core
+# make faults    tests of checkpoints: killed saves, damaged files, full disks, forged manifests; 9 minutes (ARGS=--short: 1)
 # make examples  run the examples, about 3 minutes
 # make bench     measure against FSDP2, DDP and DCP (14 minutes on 2 cores that do nothing else); PEERS=all adds DeepSpeed
 # make package   build wheel and sdist, install each into an empty environment, and train a step there
-# make clean     remove what these have made
+# make clean     remove .venv, build, dist and *.egg-info
 
 PYTHON ?= python3
 VENV := .venv
