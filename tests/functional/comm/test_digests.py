@@ -1,6 +1,7 @@
 """Ranks whose labels have different digests hear of the settings that differ: the field, and each rank's value."""
 
 import pytest
+import torch
 
 import fsharp as fs
 from fsharp.errors import FsharpError
@@ -19,13 +20,21 @@ def test_what_digests_stand_for():
     assert differences(labels, {}) == []
 
 
-def schedule_of_torch(comm):
-    """A module whose optimizer's learning rate is set between steps, on one rank to something else."""
+def of_groups(comm, option="lr", make=float):
+    """A module of whose optimizer an option is set between steps, on one rank to something else."""
     model = fs.shard_module(modules.make("plain"), mesh=comm, strategy=fs.zero3("dp"), units=[modules.Block])
     optimizer = fs.ShardedOptimizer(model.parameters(), modules.torch.optim.SGD, lr=0.1, momentum=0.5)
     for i, batch in enumerate(modules.batches(comm, 3)):
-        optimizer.param_groups[0]["lr"] = 0.5 if i and comm.rank else 0.25
+        optimizer.param_groups[0][option] = make(0.5 if i and comm.rank else 0.25)
         modules.train(model, optimizer, [batch])
+
+
+def of_a_tensor(comm):
+    of_groups(comm, "lr", torch.tensor)
+
+
+def of_a_text(comm):
+    of_groups(comm, "note", lambda x: {"text": f"is {x}"})
 
 
 def transformation(comm):
@@ -35,15 +44,23 @@ def transformation(comm):
         state, _ = step(state, batch, comm=comm)
 
 
-@pytest.mark.parametrize("program", [schedule_of_torch, transformation])
-@pytest.mark.parametrize("run", [simulate, processes])
+FIELDS = {
+    of_groups: "group 0: lr={}",
+    of_a_tensor: "group 0: lr={} float32[]",
+    of_a_text: "group 0: note={{'text': 'is {}'}}",
+    transformation: "1.adamw.learning_rate={}",
+}
+
+
+@pytest.mark.parametrize(
+    ("run", "program"), [*((simulate, each) for each in FIELDS), (processes, of_groups), (processes, transformation)]
+)
 def test_a_setting_of_one_rank_is_named_with_both_values(run, program):
     def rank_fn(comm):
         with pytest.raises(FsharpError, match="rank 0 has") as raised:
             program(comm)
         return str(raised.value)
 
-    field = "group 0: lr" if program is schedule_of_torch else "1.adamw.learning_rate"
     for text in run(DP, rank_fn):
-        assert f"rank 0 has  {field}=0.25" in text, text
-        assert f"rank 1 has  {field}=0.5" in text, text
+        assert f"rank 0 has  {FIELDS[program].format(0.25)}" in text, text
+        assert f"rank 1 has  {FIELDS[program].format(0.5)}" in text, text

@@ -161,3 +161,19 @@ def test_inside_of_unsharded_it_is_refused():
     model = fs.shard_module(modules.make(), mesh=fs.SingleComm())
     with model.unsharded(), pytest.raises(ScheduleError, match=r"full_state_dict\(\): inside of unsharded"):
         model.full_state_dict()
+
+
+def test_a_pair_is_refused_with_the_line_to_write_instead():
+    def rank_fn(comm):
+        model, _ = wrap(comm, "zero3")
+        optimizer = fs.ShardedOptimizer(model.parameters(), fs.optim.adamw(0.1))
+        train(model, optimizer, batches(comm, 1))
+        line = r"fs\.full\(optimizer\.state_dict\(\)\['state'\], comm=model\.comm\), whole on all ranks"
+        with pytest.raises(TreeError, match=rf"(?s)full_state_dict\(\): .*fs\.checkpoint\.save\(\) and load by .*{line}"):
+            optimizer.full_state_dict()
+        with pytest.raises(TreeError, match=r"load_full_state_dict\(\): .*load by fs\.checkpoint\.load\(\)"):
+            optimizer.load_full_state_dict(None)
+        return fs.full(optimizer.state_dict()["state"], comm=model.comm).mu["embed"]["weight"]
+
+    for mu in simulate(DP, rank_fn):
+        assert mu.shape == modules.make().embed.weight.shape

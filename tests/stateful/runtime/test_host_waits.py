@@ -97,7 +97,7 @@ def test_under_any_policy(accelerator, policy):
     assert not any(waits(accelerator, "zero3", CLIPPED, donate=False, **policy))
 
 
-def module_waits(accelerator, name, *, scaler=False, parts=1, optimizer=None):
+def module_waits(accelerator, name, *, scaler=False, parts=1, optimizer=None, tensors=False):
     mesh, strategy = STRATEGIES[name]
 
     def rank_fn(comm):
@@ -105,7 +105,8 @@ def module_waits(accelerator, name, *, scaler=False, parts=1, optimizer=None):
             comm.device = CUDA
             model = fs.shard_module(modules.make().cuda(), mesh=comm, strategy=strategy, units=[modules.Block])
             if optimizer is None:
-                opt = fs.ShardedOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-2)
+                options = {"lr": torch.tensor(1e-2, device=CUDA), "capturable": True} if tensors else {"lr": 1e-2}
+                opt = fs.ShardedOptimizer(model.parameters(), torch.optim.AdamW, **options)
             else:
                 opt = fs.ShardedOptimizer(model.parameters(), optimizer)
             rates = torch.optim.lr_scheduler.LambdaLR(opt, lambda step: 0.9**step) if optimizer is None else None
@@ -141,6 +142,10 @@ def test_a_module_waits_for_nothing(accelerator, name, parts):
 
 def test_nor_with_a_class_of_torch(accelerator):
     assert not any(module_waits(accelerator, "zero3"))
+
+
+def test_nor_with_a_learning_rate_on_the_device(accelerator):
+    assert not any(module_waits(accelerator, "zero3", tensors=True))
 
 
 @every(2, name=("zero3", "ddp"))

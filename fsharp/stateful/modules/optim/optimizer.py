@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+import optree
 import torch
 from torch import nn
 
@@ -224,11 +225,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return loss
 
     def _settings(self) -> str:
-        """Return the numbers and tuples among the options of the groups, a line for each option."""
-        rows = [(i, name, x) for i, group in enumerate(self.param_groups) for name, x in sorted(group.items())]
-        return "\n".join(
-            f"group {i}: {name}={exact_text(x)}" for i, name, x in rows if isinstance(x, bool | int | float | tuple)
-        )
+        """Return the options of the groups, a line for each. Tensors on a device are left out: the host would wait for them."""
+        rows = ((f"group {i}: {name}", x) for i, group in enumerate(self.param_groups) for name, x in sorted(group.items()))
+        return "\n".join(f"{name}={exact_text(x)}" for name, x in rows if not name.endswith(": params") and _is_on_host(x))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Only while it is made: pass all groups to ``ShardedOptimizer()``."""
@@ -502,7 +501,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if self.inner is None:
             raise TreeError(
                 f"{where}: the state of an (init, update) pair is a tree of its own, and not by names of parameters. Save by "
-                "fs.checkpoint.save(), or take fs.full(optimizer.state_dict()['state'], comm=model.comm), whole on all ranks."
+                "fs.checkpoint.save() and load by fs.checkpoint.load(), on any mesh; or take "
+                "fs.full(optimizer.state_dict()['state'], comm=model.comm), whole on all ranks."
             )
 
     def _each_run(self) -> Iterator[tuple[FlatSlice, nn.Parameter]]:
@@ -517,6 +517,10 @@ def _no_updates(grads: Any, state: Any, params: Any, *, comm: Comm) -> tuple[Any
 
 def _is_in(path: str, units: Iterable[str]) -> bool:
     return any(path == name or path.startswith(f"{name}.") for name in units)
+
+
+def _is_on_host(option: Any) -> bool:
+    return not any(isinstance(x, torch.Tensor) and x.device.type != "cpu" for x in optree.tree_leaves(option))
 
 
 def _as_list(params: Any) -> list[Any]:
