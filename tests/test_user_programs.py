@@ -28,9 +28,8 @@ REFUSALS = {
     "forward that unsharded.. had discarded": "unsharded() between a forward and its backward",
     "The backward of its unit is not under way": "the same, noticed first by a checkpoint of a part of a unit",
     "unsharded..: a step is under way": "unsharded() after a backward, before the update",
-    "zero_grad..: between a forward and its backward": "zero_grad() between two backwards whose forwards are done",
+    "optimizer.step.. has used up the gradients": "a backward or a step without zero_grad(), which uses old gradients again",
     "autograd.grad.. with respect to .*: other backward": "torch.autograd.grad() after a backward of the same step",
-    "a backward came to unit": "torch.autograd.grad() or zero_grad() between two backwards: they end the step that both are of",
     "were changed in place": "writes to shards: training goes on after unsharded(write=True) alone",
 }
 """What may be refused of a program whose ranks all do the same, and why plain torch takes it."""

@@ -129,7 +129,13 @@ class Decay:
 
 @dataclass(frozen=True)
 class Update:
-    """The optimizer's step, and ``zero_grad()``."""
+    """The optimizer's step.
+
+    Attributes:
+        zero: call ``zero_grad()`` after it.
+    """
+
+    zero: bool = True
 
 
 @dataclass(frozen=True)
@@ -220,8 +226,11 @@ def user_programs(draw: Any, *, functions: bool = False, differing: bool = False
     num = draw(st.integers(2, 6))
     chain = st.lists(st.integers(0, num - 1), min_size=1, max_size=4).map(tuple)
     statements: list[Statement] = []
+    zeroed = "after" if functions else draw(st.sampled_from(["after"] * 5 + ["before", "between", "never"]))
     for _ in range(draw(st.integers(1, 2))):
-        waiting = 0
+        waiting, start = 0, len(statements)
+        if zeroed == "before":
+            statements.append(Zero(draw(st.booleans())))
         for _ in range(draw(st.integers(1, 3))):
             for _ in range(draw(st.sampled_from([1, 1, 1, 2]))):
                 cells = draw(chain)
@@ -253,7 +262,10 @@ def user_programs(draw: Any, *, functions: bool = False, differing: bool = False
             statements[-1] = replace(statements[-1], accumulate=False)
         if draw(st.booleans()):
             statements.append(Clip(draw(st.sampled_from([0.01, 100.0]))))
-        statements.append(Update())
+        first = next((i for i in range(start, len(statements)) if isinstance(statements[i], Backward)), start)
+        if zeroed == "between":
+            statements.insert(first, Zero(draw(st.booleans())))
+        statements.append(Update(zero=zeroed == "after"))
         extra: tuple[Statement, ...] = (Evaluate(draw(chain)), Evaluate(draw(chain), average=True), Decay())
         cell = draw(st.integers(0, num - 1))
         extra += (Write(cell, 0.5),)
@@ -378,7 +390,7 @@ class Plain:
         self.average = make_model(program, nested=nested)
         self.optimizer = make_optimizer(program, groups_of(program, self.model), torch.optim.SGD, torch.optim.AdamW)
         self.scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=1, enabled=program.scaled)
-        self.is_unscaled, self.saved = False, ()
+        self.is_unscaled, self.is_used, self.saved = False, False, ()
         self.retains = any(isinstance(each, Forward) and each.both for each in program.statements)
         self.decay = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.5)
         self.seen: list[torch.Tensor] = []
@@ -415,8 +427,8 @@ class Plain:
 
     @property
     def has_gradients(self) -> bool:
-        """Whether there is something to step by."""
-        return any(p.grad is not None for p in self.model.parameters())
+        """Whether there is something to step by: after a step gradients are None to a sharded module."""
+        return not self.is_used and any(p.grad is not None for p in self.model.parameters())
 
     def unscale(self) -> None:
         """Take the scale out of gradients, once before each step."""
@@ -424,16 +436,17 @@ class Plain:
             self.scaler.unscale_(self.optimizer)
             self.is_unscaled = True
 
-    def update(self) -> None:
-        """A step of the optimizer, by a scaler where there is one."""
+    def update(self, zero: bool) -> None:
+        """A step of the optimizer, by a scaler where there is one, and ``zero_grad()`` or not."""
         self.waiting.clear()
         if self.program.scaled and self.has_gradients:
             self.scaler.step(self.optimizer)
             self.scaler.update()
         elif not self.program.scaled:
             self.optimizer.step()
-        self.is_unscaled = False
-        self.optimizer.zero_grad()
+        self.is_unscaled, self.is_used = False, True
+        if zero:
+            self.optimizer.zero_grad()
 
     def whole(self, unsharded: bool) -> list[torch.Tensor]:
         """Copies of the parameters."""
@@ -448,6 +461,7 @@ class Plain:
             case Backward():
                 loss = self.scaler.scale(self.waiting.pop(statement.which % len(self.waiting)))
                 if loss.requires_grad:
+                    self.is_used = False
                     for again in range(1 + statement.twice):
                         loss.backward(retain_graph=self.retains or (statement.twice and not again))
             case Evaluate():
@@ -458,7 +472,7 @@ class Plain:
                 model.train()
             case Zero():
                 (self.optimizer if statement.optimizer else self.model).zero_grad()
-                self.is_unscaled = False
+                self.is_unscaled = self.is_used = False
             case Grad():
                 loss = self.waiting.pop()
                 wanted = [p for p in self.model.cells[statement.cell].parameters() if p.requires_grad]
@@ -481,7 +495,8 @@ class Plain:
             case Norm():
                 with torch.no_grad():
                     for parameter in self.model.cells[statement.cell].parameters():
-                        self.seen += [x.norm() for x in (parameter, parameter.grad) if x is not None]
+                        grad = None if self.is_used else parameter.grad
+                        self.seen += [x.norm() for x in (parameter, grad) if x is not None]
             case Clip() if self.has_gradients:
                 self.unscale()
                 self.seen.append(nn.utils.clip_grad_norm_(self.model.parameters(), statement.most).detach())
@@ -491,7 +506,7 @@ class Plain:
                 if self.functions and self.has_gradients:
                     for p in self.model.cells.parameters():
                         p.grad = torch.zeros_like(p) if p.requires_grad and p.grad is None else p.grad
-                self.update()
+                self.update(statement.zero)
                 with torch.no_grad():
                     for mean, parameter in zip(self.average.parameters(), self.model.parameters(), strict=True):
                         mean.lerp_(parameter, 0.5)
@@ -566,7 +581,7 @@ class Module(Plain):
                 self.unscale()
                 self.seen.append(self.model.clip_grad_norm_(statement.most))
             case Update():
-                self.update()
+                self.update(statement.zero)
                 with torch.no_grad():
                     mine = dict(self.model.full_parameters())
                     with self.average.unsharded(write=True):

@@ -436,6 +436,7 @@ def test_lists_tuples_and_none_go_through(tmp_path):
         for _ in range(steps):
             model(torch.ones(2, 3)).sum().backward()
             optimizer.step()
+            optimizer.zero_grad()
         return model, optimizer
 
     def states(model, optimizer):

@@ -56,6 +56,7 @@ def train(model, optimizer, steps):
         x = torch.randint(0, 11, (4, 5), generator=torch.Generator().manual_seed(step))
         nn.functional.cross_entropy(model(x).flatten(0, 1), x.flatten()).backward()
         optimizer.step()
+        optimizer.zero_grad()
 
 
 def whole(model):

@@ -29,11 +29,12 @@ def differentiate(
 ) -> tuple[torch.Tensor | None, ...]:
     """Of parameters the mean gradients over ranks, as parts; of other inputs what torch gives.
 
-    It is a step of its own: ``.grad`` stays as it is, None, and the optimizer has nothing to do.
+    It is a step of its own: ``.grad`` stays as it is, None, and the optimizer has nothing to do. Other forwards keep their
+    backward.
 
     Raises:
         ScheduleError: options that need a graph of the backward; parameters of several modules; a step in which other backward
-            passes have left gradients. Other forwards of the step, whose backward is to come, are lost with it.
+            passes have left gradients.
         RuntimeError: parameters that are not used, as torch does.
     """
     if create_graph or is_grads_batched:
@@ -52,11 +53,11 @@ def differentiate(
         )
     sinks, others = step.sinks, [x for x in inputs if not isinstance(x, ShardedParameter)]
     found: tuple[torch.Tensor | None, ...] = ()
-    if sinks or others:
-        found = torch.autograd.grad(outputs, [*sinks, *others], grad_outputs, retain_graph=retain_graph, allow_unused=True)
-    rest = iter(found[len(sinks) :])
-    result = [step.means.part(x.path) if isinstance(x, ShardedParameter) else next(rest) for x in inputs]
-    step.discard()
+    with step.apart():
+        if sinks or others:
+            found = torch.autograd.grad(outputs, [*sinks, *others], grad_outputs, retain_graph=retain_graph, allow_unused=True)
+        rest = iter(found[len(sinks) :])
+        result = [step.means.part(x.path) if isinstance(x, ShardedParameter) else next(rest) for x in inputs]
     for i, (x, grad) in enumerate(zip(inputs, result, strict=True)):
         if grad is None and materialize_grads:
             result[i] = Part.of(torch.zeros_like(x.local), x) if isinstance(x, Part) else torch.zeros_like(x)

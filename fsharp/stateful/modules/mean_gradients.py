@@ -1,6 +1,7 @@
 """MeanGradients: the mean gradients of a module's parameters, where the optimizer wants them."""
 
 import sys
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -26,11 +27,13 @@ class MeanGradients:
         tree: a tree of :class:`~fsharp.Sharded` at the optimizer's place, or None.
         missing: paths of trained parameters that have no gradient: in the tree it is zero.
         said: by what they have been changed.
+        hooks: by path of a parameter, what is called once its gradient is there.
     """
 
     def __init__(self, parameters: Mapping[str, ShardedParameter], specs: Mapping[str, Spec], comm: Comm) -> None:
         self._parameters, self._specs, self._comm = parameters, specs, comm
         self._parts: dict[str, Part] = {}
+        self.hooks: dict[str, OrderedDict[int, Callable[[Any], Any]]] = {}
         self.clear()
 
     def clear(self) -> None:
@@ -51,6 +54,13 @@ class MeanGradients:
         self.tree, self.missing, self._parts, self.said = sums, missing, {}, []
         self.each(lambda buffer: buffer.div_(self._comm.mesh.size))
         self._versions = self._seen()
+
+    def call_hooks(self) -> None:
+        """Call the hooks of parameters that have a gradient: of all of them, also if a hook drops gradients."""
+        present = self.present
+        for path in [path for path in self._parameters if path in present]:
+            for hook in list(self.hooks.get(path, {}).values()):
+                hook(self._parameters[path])
 
     def take_back(self, units: Iterable[UnitState]) -> None:
         """More is to be added to the sums of these units: there are no means any more."""
@@ -107,9 +117,9 @@ class MeanGradients:
             self.said.append(f"without {path}")
 
     @property
-    def are_dropped(self) -> bool:
-        """Whether no parameter has one."""
-        return self.missing >= {path for path, each in self._parameters.items() if each.is_trained}
+    def present(self) -> frozenset[str]:
+        """Paths of the trained parameters that have a gradient, if there is a tree."""
+        return frozenset(path for path, each in self._parameters.items() if each.is_trained) - self.missing
 
     def norm(self) -> torch.Tensor:
         """The 2-norm over all ranks."""

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from fsharp.compiling import uncompiled
-from fsharp.errors import ScheduleError, TreeError
+from fsharp.errors import LayoutError, ScheduleError, TreeError
 from fsharp.functional.comm.protocol import Comm
 from fsharp.functional.layout.layout import Layout
 from fsharp.functional.layout.precision import dtype_name
@@ -92,7 +92,7 @@ class ShardedModule(nn.Module):
 
     @uncompiled
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients. A step of the optimizer has done so already.
+        """Drop the gradients of all parameters. A forward whose backward is to come stays.
 
         Raises:
             ScheduleError: ``set_to_none=False``: there is no zero gradient that would be kept.
@@ -178,6 +178,7 @@ class ShardedModule(nn.Module):
         }
         with session.swapped_in([node.name for node in nodes], session.seated(whole)):
             yield
+            _refuse_hooks(whole)
             if write:
                 with torch.no_grad():
                     for node, leaves in zip(nodes, trees, strict=True):
@@ -353,6 +354,16 @@ class ShardedModule(nn.Module):
 def _session(module: nn.Module) -> Session:
     session: Session = module.__dict__["_fsharp"][0]
     return session
+
+
+def _refuse_hooks(whole: Mapping[str, nn.Parameter]) -> None:
+    """Refuse hooks on the whole parameters of ``unsharded()``, which are gone with it."""
+    for path, parameter in whole.items():
+        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+            raise LayoutError(
+                f"unsharded(): a hook was registered on parameter {path!r}, which is another tensor outside. Call "
+                "register_post_accumulate_grad_hook() outside of unsharded()."
+            )
 
 
 def _warn_of_rounding(where: str, session: Session, names: Container[str]) -> None:

@@ -121,14 +121,18 @@ class ModuleState:
         self.generation += 1
         self.stamp()
 
-    def take_writes(self) -> None:
-        """Have what rests follow what was written to the module's parameters in place, if anything was: then a collective.
+    def take_writes(self) -> bool:
+        """Have what rests follow what was written to the module's parameters in place. Return whether anything was written.
+
+        A collective, if so.
 
         Raises:
             ScheduleError: what was written to is not a parameter of the module; names the unit.
         """
-        if self.notice_writes():
+        is_written = self.notice_writes()
+        if is_written:
             self.spread()
+        return is_written
 
     def notice_writes(self) -> bool:
         """Whether somebody has written to the parameters since they were looked at last.

@@ -37,6 +37,7 @@ class ModuleStep:
         scheduled: the training step: its schedule, its trace.
         is_accumulating: whether a backward leaves its gradients where they rest, unreduced over some axes.
         updated_by: the optimizer that has made the last step, if no forward has come since.
+        used: paths of parameters whose gradients an optimizer has used up, and which nobody has set to None since.
         params: those that the forwards of this step differentiate; None outside of a step.
         on_backward: to be called when a backward comes to one of its forwards.
     """
@@ -49,18 +50,20 @@ class ModuleStep:
         self.scheduled.name = "training step"
         self.is_accumulating = False
         self.updated_by: int | None = None
+        self.used: set[str] = set()
         self.params: Any = None
         self.on_backward = partial(_begin, weakref.ref(self))
         self._run: Step | None = None
         self._units: list[UnitState] = []
         self._pass = -1  # the backward pass that is under way
+        self._is_apart = False
         self._lost = False  # whether gradients have been given up because of an error, and nobody has asked for that
 
     @contextmanager
     def forward(self) -> Iterator[Any]:
         """A forward of the step that is under way, or of a new one, with the parameters to differentiate."""
         self.clear_up()
-        self.kept.take_writes()
+        self.take_writes()
         if self._run is None:
             self._account_for_writes()
             self.means.clear()
@@ -72,6 +75,11 @@ class ModuleStep:
             run.on_backward = self.on_backward
         with self._forgetting(self._run), self.scheduler.guard(self._run):
             yield self.params
+
+    def take_writes(self) -> None:
+        """Have what rests follow writes to the module's parameters, and what the step under way gathers from here on."""
+        if self.kept.take_writes() and self._run is not None:
+            self._run.outdate()
 
     def _account_for_writes(self) -> None:
         """Labels say from here on that parameters were written to: a rank that has done so alone is found."""
@@ -104,21 +112,32 @@ class ModuleStep:
             raise
 
     def _begin_backward(self) -> None:
-        """A backward pass has come to one of the modules."""
+        """Begin a backward pass, which has come to one of the modules.
+
+        Raises:
+            ScheduleError: an optimizer has used up the gradients to which the pass would add, or somebody has changed them.
+        """
         if self._pass != -1 or self._run is None:
             return
-        self._pass = torch._C._current_graph_task_id()
-        if self.means.tree is not None:
-            if self.means.are_changed:
+        self._pass, run = torch._C._current_graph_task_id(), self._run
+        with self._forgetting(run), self.scheduler.guard(run):
+            if self.used:
                 raise ScheduleError(
-                    "a backward came after gradients had been changed, as by clip_grad_norm_(); what it adds to is their sum "
-                    "over ranks. Change them after the last backward of a step."
+                    f"backward(): optimizer.step() has used up the gradients of the step before, such as that of "
+                    f"{min(self.used)!r}. Plain torch would add to those gradients, and a sharded module does not keep them. "
+                    "Call optimizer.zero_grad() after optimizer.step(), or before the backward."
                 )
-            self.means.take_back(self._units)
-        for unit in self._units:
-            if unit.gradient is not None:
-                unit.gradient.ignore(self._paused)
-        self._run.begin_backward(is_last=not self.is_accumulating)
+            if self.means.tree is not None:
+                if self.means.are_changed:
+                    raise ScheduleError(
+                        "a backward came after gradients had been changed, as by clip_grad_norm_(); what it adds to is their "
+                        "sum over ranks. Change them after the last backward of a step."
+                    )
+                self.means.take_back(self._units)
+            for unit in self._units:
+                if unit.gradient is not None:
+                    unit.gradient.ignore(self._paused)
+            run.begin_backward(is_last=not self.is_accumulating)
         torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
 
     def _end_backward(self) -> None:
@@ -133,6 +152,8 @@ class ModuleStep:
             missing = unused_parameters(self._units, self.scheduler, self._paused)
             sums = reduce_scatter(self.scheduler.issue(self._units, self.kept.state.params), comm=self.scheduler)
             self.means.set(sums, missing)
+            if not self._is_apart:
+                self.means.call_hooks()
 
     def full_in_backward(self, unit: str) -> FullUnit | None:
         """Return the full parameters of a unit whose backward is under way; None if it is not."""
@@ -142,11 +163,6 @@ class ModuleStep:
     def is_fed(self) -> bool:
         """Whether backward passes of this step have left gradients."""
         return any(unit.gradient is not None and unit.gradient.is_fed for unit in self._units)
-
-    @property
-    def is_pending(self) -> bool:
-        """Whether there are forwards in this step whose backward is to come."""
-        return any(unit.pending > 0 for unit in self._units)
 
     @property
     def sinks(self) -> list[torch.Tensor]:
@@ -162,6 +178,7 @@ class ModuleStep:
 
         Raises:
             LossError: gradients that wait for more microbatches.
+            ScheduleError: a step has used up the gradients.
         """
         if self.finished("step()") is None:
             return False
@@ -172,6 +189,7 @@ class ModuleStep:
         self.scheduler.account(f"{settings}\n{self.means.changes()}")
         with self._forgetting(run), self.scheduler.guard(run):
             self.kept.state = update(tx, self.means.tree, self.kept.state, comm=self.scheduler, donate=True)
+            self.used = set(self.means.present)
             self.means.clear()
             self.scheduler.close(run)
         self._run = self.params = None
@@ -183,6 +201,7 @@ class ModuleStep:
 
         Raises:
             LossError: they wait for more microbatches, or an error has cost them.
+            ScheduleError: a step has used them up.
         """
         self.clear_up()
         if self._lost:
@@ -195,34 +214,62 @@ class ModuleStep:
                 f"{where}: all backward passes so far were told to accumulate. Leave `with model.accumulate():` before the "
                 "last one."
             )
+        if self.used:
+            raise ScheduleError(
+                f"{where}: optimizer.step() has used up the gradients, such as that of {min(self.used)!r}. Plain torch would "
+                "use them again, and a sharded module does not keep them. Call optimizer.zero_grad() after optimizer.step(), "
+                f"and then a backward before {where}."
+            )
         return self.means.tree
 
     def discard(self, *, set_to_none: bool = True) -> None:
-        """Forget the gradients there are; a forward whose backward is to come stays."""
+        """Drop the gradients. A forward whose backward is to come stays.
+
+        Raises:
+            ScheduleError: ``set_to_none=False``, or a backward is under way.
+        """
         if not set_to_none:
             raise ScheduleError(
                 "zero_grad(set_to_none=False): gradients have no memory between steps, so that a parameter that is not used in "
                 "the next one has none, and not zero. Leave out the argument."
             )
         self.clear_up()
+        if self._pass != -1:
+            raise ScheduleError("zero_grad(): a backward is under way. Call zero_grad() before the backward, or after it.")
         self.means.clear()
+        self.used = set()
         run, self._lost = self._run, False
         if run is None or not self.is_fed:
             return
-        if self.is_pending:
-            raise ScheduleError(
-                "zero_grad(): between a forward and its backward, when other backward passes have left gradients. "
-                "Call it before the forward."
-            )
         with self._forgetting(run), self.scheduler.guard(run):
+            if run.is_awaited:
+                self._units = self.scheduler.start_gradients(self.kept.state.params)
+                return
             self.scheduler.close(run)
         self._run, self.params = None, None
 
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        """Have backward passes in this context add to no gradients and call no hooks, and drop their gradients at its end."""
+        used, self.used, self._is_apart = self.used, set(), True
+        try:
+            yield
+            self.discard()
+        finally:
+            self.used, self._is_apart = used, False
+
+    def leave_out(self) -> None:
+        """Drop the gradients, as if a step of an optimizer had used them up."""
+        used = set(self.means.present)
+        self.discard()
+        self.used = used
+
     def drop_gradient(self, path: str) -> None:
         """A gradient has been set to None; once all are, none has been."""
+        self.used.discard(path)
         if self.means.tree is not None:
             self.means.drop(path)
-            if self.means.are_dropped:
+            if not self.means.present:
                 self.discard()
 
     def give_up(self, where: str) -> None:

@@ -75,26 +75,34 @@ class ShardedParameter(Part, nn.Parameter):
             (owner.paused.discard if requires_grad else owner.paused.add)(self.path)
         return self
 
+    def register_post_accumulate_grad_hook(self, hook: Callable[["ShardedParameter"], Any]) -> Any:
+        """Have ``hook(parameter)`` called at the end of each backward that gives the parameter a gradient.
+
+        Return a handle, whose ``remove()`` removes the hook.
+
+        Hooks run without gradients, once ``.grad`` of all parameters is there, in an order that ranks share. A backward within
+        ``accumulate()`` calls no hooks. All ranks register the same hooks.
+
+        Raises:
+            LayoutError: the parameter does not require a gradient.
+        """
+        owner = self.owner()
+        if owner is None or not self.requires_grad:
+            raise LayoutError(
+                f"register_post_accumulate_grad_hook(): parameter {self.path!r} does not require a gradient. Call "
+                "requires_grad_(True) before."
+            )
+        return owner.add_hook(self.path, hook)
+
     def register_hook(self, hook: Any) -> Any:
         """Refuse a hook: autograd never reaches a part.
 
         Raises:
             LayoutError: always.
         """
-        raise LayoutError(self._without_hooks("register_hook"))
-
-    def register_post_accumulate_grad_hook(self, hook: Any) -> Any:
-        """Refuse a hook: all parameters get their gradients together, when a backward has ended.
-
-        Raises:
-            LayoutError: always.
-        """
-        raise LayoutError(self._without_hooks("register_post_accumulate_grad_hook"))
-
-    def _without_hooks(self, name: str) -> str:
-        return (
-            f"{name}(): parameter {self.path!r} is a part, which autograd does not reach. After `loss.backward()` its mean "
-            "gradient over ranks is p.grad: change it by `with torch.no_grad(): p.grad.mul_(...)`, then call optimizer.step()."
+        raise LayoutError(
+            f"register_hook(): parameter {self.path!r} is a part, which autograd does not reach. Its mean gradient over ranks "
+            "is p.grad at the end of a backward. Write p.register_post_accumulate_grad_hook(lambda p: p.grad.mul_(...))."
         )
 
     def __deepcopy__(self, memo: Any) -> Any:

@@ -4,6 +4,7 @@ A module is a pure function of its parameters once those are swapped for others 
 ``forward()`` with its units, under a scheduler, and the rest is as in a functional step.
 """
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -12,6 +13,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 from torch.utils import _pytree as torch_pytree
+from torch.utils.hooks import RemovableHandle
 
 from fsharp.errors import LayoutError, ScheduleError
 from fsharp.functional.comm.protocol import Comm
@@ -102,12 +104,12 @@ class Session:
         if self.step.params is None:
             self.step.clear_up()
         if not torch.is_grad_enabled():
-            self.kept.take_writes()
+            self.step.take_writes()
             return self._evaluation(
                 lambda source: self.calls.enter(source, module, path, fn, args, kwargs), self.kept.state.params
             )
         if self.step.params is None and self._trained <= self.paused:  # a backward may pass through it, whenever it comes
-            self.kept.take_writes()
+            self.step.take_writes()
             source = ParameterSource(self.kept.state.params, self.scheduler)
             return self.calls.enter(source, module, path, fn, args, kwargs)
         if self.is_averaged:
@@ -165,6 +167,13 @@ class Session:
     def gradient(self, path: str) -> Part | None:
         """This rank's part of the mean gradient of a parameter."""
         return self.step.means.part(path)
+
+    def add_hook(self, path: str, hook: Callable[[Any], Any]) -> RemovableHandle:
+        """Have ``hook(parameter)`` called once the parameter's gradient is there. Return a handle, which removes it."""
+        hooks = self.step.means.hooks.setdefault(path, OrderedDict())
+        handle = RemovableHandle(hooks)
+        hooks[handle.id] = hook
+        return handle
 
     def drop_gradient(self, path: str) -> None:
         """A gradient has been set to None; once all are, none has been."""

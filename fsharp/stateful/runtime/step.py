@@ -4,6 +4,7 @@ Events go to a source of ops, and what that gives to the executor. When an event
 step goes on with ops made up on the spot.
 """
 
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -30,7 +31,20 @@ from fsharp.stateful.units.update_gather import UpdateGather
 class UnitUse:
     """One use of a unit: from entering it in the forward to the end of its backward."""
 
-    __slots__ = ("full", "is_opaque", "is_open", "leaves", "node", "number", "params", "parent", "seen", "unit", "versions")
+    __slots__ = (
+        "__weakref__",
+        "full",
+        "is_opaque",
+        "is_open",
+        "leaves",
+        "node",
+        "number",
+        "params",
+        "parent",
+        "seen",
+        "unit",
+        "versions",
+    )
 
     def __init__(self, unit: UnitState, number: int, parent: "UnitUse | None") -> None:
         self.unit, self.number, self.parent = unit, number, parent
@@ -96,6 +110,7 @@ class Step:
         self._forward: list[UnitUse] = []
         self._backward: list[UnitUse] = []
         self._fetched: list[str] = []  # units, for the next update
+        self._awaited = weakref.WeakSet[UnitUse]()  # uses whose backward may come: autograd's graph keeps those of it
         self.is_over = False
 
     @property
@@ -108,6 +123,11 @@ class Step:
         """Whether this step has only used units that rest whole, so that no other rank had to take part."""
         kinds = {event.kind for event in self.events} <= {"forward", "forward_end"}
         return kinds and not any(self.units[event.unit].axes for event in self.events)
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether a backward of a use may still come: somebody holds the graph, and no backward has used it up."""
+        return len(self._awaited) > 0
 
     @property
     def is_in_forward(self) -> bool:
@@ -182,6 +202,7 @@ class Step:
         if sinks and torch.is_grad_enabled():
             chosen = full.index.trainable
             unit.pending += 1
+            self._awaited.add(use)
             graph = differentiable(partial(self._gradient, use), [leaves[i] for i in chosen], sinks)
             for i, leaf in zip(chosen, graph, strict=True):
                 leaves[i] = leaf
@@ -284,6 +305,8 @@ class Step:
         while self._backward[-1] is not use:
             self._close(self._backward[-1], None)
         use.unit.pending -= 1
+        if not torch._C._autograd._get_current_graph_task_keep_graph():
+            self._awaited.discard(use)
         self._close(use, grads)
 
     def _close(self, use: UnitUse, grads: Grads | None) -> None:
@@ -331,6 +354,11 @@ class Step:
     def restart(self, units: Sequence[UnitState]) -> None:
         """Gradients of these units are about to be new: whatever is under way of the old ones has to end."""
         if self.is_planned and any((unit.key, finish) in self.executor.reducing for unit in units for finish in (False, True)):
+            self.leave(None)
+
+    def outdate(self) -> None:
+        """Parameters were written to: a schedule would use what it has gathered before."""
+        if self.is_planned:
             self.leave(None)
 
     def move(self) -> None:

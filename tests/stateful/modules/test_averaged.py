@@ -38,6 +38,7 @@ def train(model, optimizer, comm, steps=4, finite=False):
     for i, (x, y) in enumerate(modules.batches(comm, steps)):
         (model(x, y)["loss"] * (1.0 if finite else weight(i, comm))).backward()
         optimizer.step()
+        optimizer.zero_grad()
 
 
 def averages(model, optimizer):
@@ -188,6 +189,7 @@ def test_refused():
         with pytest.raises(ScheduleError, match=r"averaged\(\): a step is under way"), optimizer.averaged():
             pass
         optimizer.step()
+        optimizer.zero_grad()
         for tx in (fs.optim.adamw(1e-2), torch.optim.AdamW):
             another, _ = wrap(comm, "zero3")
             other = fs.ShardedOptimizer(another.parameters(), tx)

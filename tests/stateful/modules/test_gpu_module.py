@@ -70,6 +70,7 @@ def test_loss_scaling(comm):
         model.clip_grad_norm_(1.0)
         scaler.step(optimizer)
         scaler.update()
+        optimizer.zero_grad()
         losses.append(loss.item())
     assert scaler.get_scale() < 2.0**30, "the first steps overflow, and are left out"
     assert losses[-1] < losses[0]

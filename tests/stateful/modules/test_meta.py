@@ -125,6 +125,7 @@ def test_it_trains():
             loss = model(x).square().sum()
             loss.backward()
             optimizer.step()
+            optimizer.zero_grad()
             losses.append(float(loss.detach()))
         return losses
 

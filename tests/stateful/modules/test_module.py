@@ -162,8 +162,9 @@ def test_backward_passes_add_up(strategy, within):
             first, last = other(x1, y1)["loss"], other(x2, y2)["loss"]
             (first + last).backward()
             grads.append([[p.grad.local.clone() for p in model.parameters()] for model in (one, other)])
-            optimizer.step()
-            second.step()
+            for each in (optimizer, second):
+                each.step()
+                each.zero_grad()
         return grads, values(one), values(other)
 
     for grads, mine, others in simulate(DP, rank_fn):
@@ -475,6 +476,7 @@ def test_it_goes_when_nobody_has_it(kind):
                 loss = model(x, y)["loss"] if kind == "blocks" else model(torch.ones(2, 1, 3))[0].sum()
                 loss.backward()
                 optimizer.step()
+                optimizer.zero_grad()
                 del loss
             held = [weakref.ref(x) for x in (model, optimizer, model.__dict__["_fsharp"][0], model.step.scheduler)]
             del model, optimizer, net

@@ -298,6 +298,7 @@ def test_a_backward_inside_of_a_forward_does_not_end_the_microbatch():
             loss = model(torch.ones(2, 3)).sum()
             loss.backward()
             optimizer.step()
+            optimizer.zero_grad()
             found.append(loss.item())
         return found
 

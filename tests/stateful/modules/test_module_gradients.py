@@ -105,6 +105,7 @@ def test_parameters_without_a_gradient_are_left_alone(strategy, plan, optimizer)
             assert (model.block.gain.grad is None) == (not with_block)
             assert (model.forks[1].right.bias.grad is None) == (branch == "left")
             optimizer.step()
+            optimizer.zero_grad()
         return values(model)
 
     expected = alone(PLANS[plan], cls, options)
@@ -126,6 +127,7 @@ def test_a_gradient_on_one_rank_is_one_on_all(strategy):
             assert model.forks[0].right.weight.grad is not None
             assert model.forks[0].spare.weight.grad is None
             optimizer.step()
+            optimizer.zero_grad()
         return values(model)
 
     expected = trained(lambda model, x, y: sum(model(*half) / 2 for half in zip(x.chunk(2), y.chunk(2), ("left", "right"))), 4)
@@ -160,6 +162,7 @@ def test_optimizer_state_of_leaves_with_histories_of_their_own_travels():
             for (x, y), (branch, with_block) in part:
                 model(x, y, branch, with_block).backward()
                 optimizer.step()
+                optimizer.zero_grad()
 
         model, optimizer = sharded(comm, "zero3")
         steps(model, optimizer, data[:3])
@@ -190,6 +193,7 @@ def test_a_gradient_set_to_none_leaves_its_parameter_alone():
         model.block.up.weight.grad = None
         assert model.block.up.weight.grad is None
         optimizer.step()
+        optimizer.zero_grad()
         return before, values(model)
 
     for before, after in simulate(DP, rank_fn):
@@ -215,6 +219,7 @@ def mean_gradients(comm, strategy, kind="plain"):
             assert torch.equal(p.grad.local, kept[name])
             assert found[names.index(name)].shape == p.shape
         optimizer.step()
+        optimizer.zero_grad()
     return values(model)
 
 
@@ -227,6 +232,7 @@ def test_autograd_grad_has_the_bits_of_backward(strategy, kind):
         for x, y in modules.batches(comm, 3):
             model(x, y)["loss"].backward()
             optimizer.step()
+            optimizer.zero_grad()
         return values(model)
 
     for found, expected in zip(simulate(DP, lambda comm: mean_gradients(comm, strategy, kind)), simulate(DP, plain)):
@@ -310,6 +316,7 @@ def test_what_is_missing_costs_one_small_collective_along_each_axis(strategy):
             counting.calls.clear()
             model(x, y).backward()
             optimizer.step()
+            optimizer.zero_grad()
             small = [call for call in counting.calls.elements() if call.op == "all_reduce" and call.nbytes < 40]
             found.append([sum(call.axis == axis for call in small) for axis in mesh.names])
         assert len(list(model.parameters())) == 23
@@ -360,6 +367,7 @@ def test_any_number_of_backward_passes_add_up(strategy, ranks):
                         model(torch.ones(1, 3))
             found.append(model.weight.grad.local.flatten().tolist())
             optimizer.step()
+            optimizer.zero_grad()
         return found
 
     for found in simulate(fs.Mesh({"dp": ranks}), rank_fn):

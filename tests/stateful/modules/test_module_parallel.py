@@ -220,6 +220,7 @@ def test_experts_without_tokens(plan, sparse):
             for i, w in enumerate(model.experts.w):
                 assert (w.grad is not None) == used[model.first + i]
             optimizer.step()
+            optimizer.zero_grad()
         return dict(model.full_parameters()), model.step.num_recordings
 
     alone = make(Picky, ALONE)
@@ -332,6 +333,7 @@ def run(model, data, clip=None):
             norms.append(model.clip_grad_norm_(clip))
             close(total, norms[-1])
         optimizer.step()
+        optimizer.zero_grad()
     return norms
 
 

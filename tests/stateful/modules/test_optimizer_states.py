@@ -124,6 +124,7 @@ def test_a_template_is_what_a_first_step_makes(name):
             for _ in range(2):
                 model(torch.linspace(0, 1 + comm.rank, 5)).backward()
                 optimizer.step()
+                optimizer.zero_grad()
             runs.append(values(model))
         saved = optimizer.state_dict()
         assert about(template["state"]) == about({name: saved["state"].get(name, {}) for name in template["state"]})
@@ -154,6 +155,7 @@ def test_parameters_without_a_gradient_have_no_state():
             x, y = (each.chunk(comm.mesh.size)[comm.rank] for each in data[i])
             model(x, y, branch).backward()
             optimizer.step()
+            optimizer.zero_grad()
 
     def save(comm):
         model, optimizer = sharded(comm, "zero3")

@@ -203,6 +203,7 @@ def test_a_thousand_alternations():
             model[0].requires_grad_(i % 2 == 0)
             model(x).square().mean().backward()
             optimizer.step()
+            optimizer.zero_grad()
             if i in (100, 999):
                 gc.collect()
                 counts.append((model.step.num_recordings, sum(issubclass(type(o), torch.Tensor) for o in gc.get_objects())))
@@ -225,6 +226,7 @@ def test_one_rank_alone_is_found(strategy, what):
                     model.layers[0].gain.requires_grad_(True)
             model(x, y)["loss"].backward()
             optimizer.step()
+            optimizer.zero_grad()
 
     for error in simulate(DP, rank_fn, outcomes=True):
         assert isinstance(error, CommError), error

@@ -13,10 +13,12 @@ from tests.scheduling import DP, STRATEGIES, assert_same, every
 SCALER = {"init_scale": 2.0**10, "growth_interval": 2}
 
 
-def train(model, optimizer, scaler, data, *, bad=(), parts=1, clip=None, zero=True):
+def train(model, optimizer, scaler, data, *, bad=(), parts=1, clip=None, zero="after"):
     """Steps in torch's own words; the scale after each. ``bad``: steps in which this rank's loss is infinite."""
     scales = []
     for i, (x, y) in enumerate(data):
+        if zero == "before":
+            optimizer.zero_grad()
         for j, (xs, ys) in enumerate(zip(x.chunk(parts), y.chunk(parts))):
             loss = model(xs, ys)["loss"] / parts
             if i in bad:
@@ -31,7 +33,7 @@ def train(model, optimizer, scaler, data, *, bad=(), parts=1, clip=None, zero=Tr
             model.clip_grad_norm_(clip)
         scaler.step(optimizer)
         scaler.update()
-        if zero:
+        if zero == "after":
             optimizer.zero_grad()
         scales.append(scaler.get_scale())
     return scales
@@ -78,7 +80,7 @@ def test_as_the_module_alone(strategy, scale):
         close(mine, {name: p.detach() for name, p in model.named_parameters()})
 
 
-def infinite_on_one_rank(comm, strategy, zero=True):
+def infinite_on_one_rank(comm, strategy, zero="after"):
     """Parameters after three steps, of which one is left out, and after the other two alone; and the scales."""
     (model, optimizer), (expected, other) = wrap(comm, strategy), wrap(comm, strategy)
     data, scaler = modules.batches(comm, 3), fs.GradScaler("cpu", init_scale=2.0**10)
@@ -88,7 +90,7 @@ def infinite_on_one_rank(comm, strategy, zero=True):
     return scales, values(model), values(expected)
 
 
-@every(2, strategy=STRATEGIES, zero=(True, False))
+@every(2, strategy=STRATEGIES, zero=("after", "before"))
 def test_an_infinity_on_one_rank_is_left_out_on_all(strategy, zero):
     found = simulate(STRATEGIES[strategy][0], lambda comm: infinite_on_one_rank(comm, strategy, zero))
     for scales, mine, expected in found:

@@ -403,6 +403,7 @@ def test_parameters_of_which_ranks_have_their_own(name):
         optimizer = fs.ShardedOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-2)
         model(torch.ones(2, 3)).backward()
         optimizer.step()
+        optimizer.zero_grad()
         saved[comm.rank] = copy.deepcopy(state_of(model, optimizer))
         comm.all_reduce(torch.zeros(1), "dp")
         comm.all_reduce(torch.zeros(1), "ep")

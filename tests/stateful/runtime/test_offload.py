@@ -121,6 +121,7 @@ def test_modules_have_the_same_bits(strategy, precision, tx):
         optimizer.load_state_dict(saved)
         model(x, y)["loss"].backward()
         optimizer.step()
+        optimizer.zero_grad()
         return [*found, dict(model.full_parameters())], [
             isinstance(node.lazy, HostBuffers) for node in fs.units_of(model.train_state.opt)
         ]

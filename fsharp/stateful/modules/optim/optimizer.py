@@ -200,14 +200,17 @@ class ShardedOptimizer(torch.optim.Optimizer):
     @uncompiled
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update the parameters, if there are gradients, and forget those.
+        """Update the parameters, if there are gradients, and use the gradients up: ``p.grad`` is None afterwards.
+
+        Call :meth:`zero_grad` before the next backward or step, as everywhere in torch.
 
         Args:
             closure: computes the loss, with its backward, once; its result is returned.
 
         Raises:
             LossError: all backward passes so far were told to accumulate.
-            ScheduleError: parameters that were changed behind the module's back.
+            ScheduleError: a step has used up the gradients, and :meth:`zero_grad` was not called since; parameters that were
+                changed behind the module's back.
         """
         loss = None
         if closure is not None:
@@ -216,12 +219,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
         tx = self._tx or Transform(lambda params: None, _no_updates, {}, self._apply)  # not kept: it holds this optimizer
         if self._tx is not None and (paused := self.session.paused & self.session.step.means.missing):
             tx = without_updates(tx, paused)
-        if not self.session.step.update(tx, self._settings()) and self.session.step.updated_by not in (None, id(self)):
+        if self.session.step.updated_by not in (None, id(self)):
             raise ScheduleError(
                 "step(): another optimizer of this module has made the step, and gradients are gone. Put all parameters into "
                 "one ShardedOptimizer, in groups."
             )
-        self.session.step.updated_by = id(self)
+        if self.session.step.update(tx, self._settings()):
+            self.session.step.updated_by = id(self)
         return loss
 
     def _settings(self) -> str:
@@ -266,7 +270,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @uncompiled
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients. :meth:`step` has done so already.
+        """Drop the gradients of all parameters of the module. A forward whose backward is to come stays.
 
         Raises:
             ScheduleError: ``set_to_none=False``: there is no zero gradient that would be kept.

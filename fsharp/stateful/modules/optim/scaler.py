@@ -26,7 +26,7 @@ class GradScaler(torch.amp.GradScaler):
         optimizer.zero_grad()
 
     An infinity or NaN in the gradients of any rank is found on all of them: they leave out the same steps, and change the
-    scale alike. A step that is left out forgets the gradients, as one that is made does. With
+    scale alike. A step that is left out uses up the gradients, as one that is made does. With
     ``accumulate()``, call ``unscale_``, ``step`` and ``update`` once, after the last backward.
 
     Arguments are those of ``torch.amp.GradScaler``, and so are its errors. Besides, of a ShardedOptimizer:
@@ -80,8 +80,10 @@ class GradScaler(torch.amp.GradScaler):
                 f"GradScaler: ranks have unscaled by scales from {1 / most:g} to {-1 / least:g}. Give all of them the same "
                 "init_scale, growth_factor, backoff_factor and growth_interval, and load the same state_dict."
             )
-        result = None if found else optimizer.step(*args, **kwargs)
-        optimizer.zero_grad()  # nothing, if a step was made
+        if found:
+            optimizer.session.step.leave_out()
+            return None
+        result: float | None = optimizer.step(*args, **kwargs)
         return result
 
 

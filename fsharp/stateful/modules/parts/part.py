@@ -39,6 +39,9 @@ class Owner(Protocol):
     def gradient(self, path: str) -> "Part | None":
         """Return the gradient of one parameter; None if there is none."""
 
+    def add_hook(self, path: str, hook: Callable[[Any], Any]) -> Any:
+        """Have ``hook(parameter)`` called once the parameter's gradient is there. Return a handle, which removes it."""
+
     def drop_gradient(self, path: str) -> None:
         """Release the gradient of one parameter, which the user has set to None."""
 

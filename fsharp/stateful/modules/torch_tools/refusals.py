@@ -2,7 +2,7 @@
 
 import sys
 import types
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 from fsharp.stateful.runtime.boundary import in_backward
 
@@ -51,7 +51,7 @@ _CAUSES = [
 ]
 """Known callers. From the innermost function under way outwards, the first match counts."""
 _CHECKPOINTED = Cause(
-    "",
+    "torch.utils.checkpoint.",
     "a checkpoint that recomputes",
     "The backward of its unit is not under way: the module that a checkpoint recomputes has to be a unit or inside of one, and "
     "of model.functional() a unit.",
@@ -98,13 +98,10 @@ def _asked_by() -> str:
 
 def _cause() -> Cause | None:
     """Return the known caller among the functions under way; None if there is none."""
-    if in_backward():
-        return _CHECKPOINTED
-    frame: types.FrameType | None = sys._getframe(1)
+    modules, frame = list[str](), cast(types.FrameType | None, sys._getframe(1))
     while frame is not None:
-        module = f"{frame.f_globals.get('__name__', '')}."
-        found = next((cause for cause in _CAUSES if module.startswith(cause.module)), None)
-        if found is not None:
-            return found
+        modules.append(f"{frame.f_globals.get('__name__', '')}.")
         frame = frame.f_back
-    return None
+    if in_backward() and any(module.startswith(_CHECKPOINTED.module) for module in modules):
+        return _CHECKPOINTED
+    return next((cause for module in modules for cause in _CAUSES if module.startswith(cause.module)), None)

@@ -96,8 +96,9 @@ def refuse_kept(module: nn.Module) -> None:
     for path, parameter in module.named_parameters():
         if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
             raise TreeError(
-                f"shard_module(): parameter {path!r} has hooks, and other tensors get its gradient afterwards. Remove them; "
-                "change gradients between backward() and step(): p.grad is this rank's part of the mean over ranks."
+                f"shard_module(): parameter {path!r} has hooks, and other tensors get its gradient afterwards. Remove them, "
+                "and call model.get_parameter(name).register_post_accumulate_grad_hook(hook) after shard_module(): there "
+                "p.grad is this rank's part of the mean over ranks."
             )
 
 

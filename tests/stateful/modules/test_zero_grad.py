@@ -1,0 +1,224 @@
+"""zero_grad() of a sharded module: where it may be called, what it drops, and what is refused without it."""
+
+import pytest
+import torch
+
+import fsharp as fs
+from fsharp.errors import ScheduleError
+from fsharp.testing import processes, simulate
+from tests import modules
+from tests.modules import ADAMW, close, each_strategy, values, wrap
+from tests.scheduling import DP
+
+
+def after(model, optimizer, x, y):
+    model(x, y)["loss"].backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def at_the_start(model, optimizer, x, y):
+    optimizer.zero_grad()
+    model(x, y)["loss"].backward()
+    optimizer.step()
+
+
+def before_the_backward(model, optimizer, x, y):
+    loss = model(x, y)["loss"]
+    model.zero_grad()
+    loss.backward()
+    optimizer.step()
+
+
+def by_hand(model, optimizer, x, y):
+    for p in model.parameters():
+        p.grad = None
+    model(x, y)["loss"].backward()
+    optimizer.step()
+
+
+def between_two_backwards(model, optimizer, x, y):
+    first, second = model(x, y)["loss"], model((x + 1) % modules.VOCAB, y)["loss"]
+    first.backward()
+    optimizer.zero_grad()
+    second.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def between_two_of_one_graph(model, optimizer, x, y):
+    loss = model(x, y)["loss"]
+    loss.backward(retain_graph=True)
+    model.zero_grad()
+    (2 * loss).backward()
+    optimizer.step()
+    model.zero_grad()
+
+
+def between_backwards_of_other_units(model, optimizer, x, y):
+    model(x, y)["loss"].backward()
+    later = model.layers[1](torch.ones(2, modules.DIM)).square().sum()
+    optimizer.zero_grad()
+    later.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def after_a_gradient_by_autograd(model, optimizer, x, y):
+    first, second = model(x, y)["loss"], model((x + 1) % modules.VOCAB, y)["loss"]
+    torch.autograd.grad(first, list(model.parameters()))
+    second.backward()
+    optimizer.step()
+    torch.autograd.grad(model(x, y)["loss"], list(model.parameters()))
+    optimizer.zero_grad()
+
+
+def left_out(model, optimizer, x, y):
+    model(x, y)["loss"].backward()
+    optimizer.zero_grad()
+    after(model, optimizer, x, y)
+
+
+WAYS = [
+    after,
+    at_the_start,
+    before_the_backward,
+    by_hand,
+    between_two_backwards,
+    between_two_of_one_graph,
+    between_backwards_of_other_units,
+    after_a_gradient_by_autograd,
+    left_out,
+]
+
+
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
+@each_strategy
+def test_as_in_torch(strategy, way):
+    def rank_fn(comm):
+        model, optimizer = wrap(comm, strategy)
+        for x, y in modules.batches(comm, 5):
+            way(model, optimizer, x, y)
+        return values(model)
+
+    whole = modules.make()
+    optimizer = torch.optim.AdamW(whole.parameters(), **ADAMW)
+    for x, y in modules.batches(None, 5):
+        way(whole, optimizer, x, y)
+    for mine in simulate(DP, rank_fn):
+        close(mine, {name: p.detach() for name, p in whole.named_parameters()})
+
+
+@pytest.mark.parametrize("way", [between_two_backwards, left_out], ids=lambda way: way.__name__)
+def test_steps_of_one_kind_share_a_schedule(way):
+    def rank_fn(comm):
+        model, optimizer = wrap(comm, "zero3")
+        for x, y in modules.batches(comm, 8):
+            way(model, optimizer, x, y)
+        return model.step.num_recordings
+
+    assert all(number <= 4 for number in simulate(DP, rank_fn))
+
+
+def step_again(model, optimizer, scaler, x, y):
+    optimizer.step()
+
+
+def step_after_a_forward(model, optimizer, scaler, x, y):
+    model(x, y)
+    optimizer.step()
+
+
+def unscale_again(model, optimizer, scaler, x, y):
+    scaler.scale(model(x, y)["loss"])
+    scaler.unscale_(optimizer)
+
+
+def backward_again(model, optimizer, scaler, x, y):
+    model(x, y)["loss"].backward()
+
+
+USED_UP = r"optimizer\.step\(\) has used up the gradients.*'embed\.weight'.*Call optimizer\.zero_grad\(\)"
+
+
+@pytest.mark.parametrize("left_out", [False, True], ids=["", "after a step that a scaler has left out"])
+@pytest.mark.parametrize("again", [step_again, step_after_a_forward, unscale_again, backward_again], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
+def test_gradients_are_used_once(strategy, again, left_out):
+    """Torch would use them again. After the error and zero_grad() all is as it was."""
+
+    def rank_fn(comm):
+        model, optimizer = wrap(comm, strategy)
+        scaler = fs.GradScaler("cpu", init_scale=1.0)
+        data = modules.batches(comm, 3)
+        scaler.scale(model(*data[0])["loss"] * (torch.inf if left_out else 1)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        with pytest.raises(ScheduleError, match=USED_UP):
+            again(model, optimizer, scaler, *data[1])
+        optimizer.zero_grad()
+        optimizer.step()  # nothing
+        after(model, optimizer, *data[2])
+        return values(model)
+
+    whole = modules.make()
+    optimizer = torch.optim.AdamW(whole.parameters(), **ADAMW)
+    for x, y in modules.batches(None, 3)[left_out * 2 :: 2]:
+        after(whole, optimizer, x, y)
+    for mine in simulate(DP, rank_fn):
+        close(mine, {name: p.detach() for name, p in whole.named_parameters()})
+
+
+def test_one_rank_alone_without_zero_grad_is_heard_of_by_all():
+    def rank_fn(comm):
+        model, optimizer = wrap(comm, "zero3")
+        try:
+            for x, y in modules.batches(comm, 3):
+                model(x, y)["loss"].backward()
+                optimizer.step()
+                if comm.rank == 0:
+                    optimizer.zero_grad()
+        except fs.errors.FsharpError as error:
+            return str(error)
+
+    for text in processes(DP, rank_fn):
+        assert "has used up the gradients of the step before, such as that of 'embed.weight'" in text
+
+
+def test_zero_grad_inside_of_a_backward_is_refused():
+    def rank_fn(comm):
+        model, optimizer = wrap(comm, "zero3")
+        [(x, y)] = modules.batches(comm, 1)
+        model.layers[1].register_full_backward_hook(lambda *args: optimizer.zero_grad())
+        with pytest.raises(ScheduleError, match=r"zero_grad\(\): a backward is under way"):
+            model(x, y)["loss"].backward()
+
+    simulate(DP, rank_fn)
+
+
+@pytest.mark.parametrize("zero_at", [(1,), (1, 3), (0, 2, 3, 4, 5)])
+@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
+def test_torch_optimizers_of_parts_use_gradients_again(strategy, zero_at):
+    """A step under way sees what an optimizer has written, with its schedule and without, in forwards and evaluations."""
+
+    def steps(model, data):
+        optimizer, seen = torch.optim.AdamW(model.parameters(), **ADAMW), []
+        for i, (x, y) in enumerate(data):
+            model(x, y)["loss"].backward()
+            optimizer.step()
+            with torch.no_grad():
+                seen.append(model(torch.arange(3)))
+            if i in zero_at:
+                optimizer.zero_grad()
+        optimizer.step()
+        return seen
+
+    def rank_fn(comm):
+        model, _ = wrap(comm, strategy)
+        return steps(model, modules.batches(comm, 7)), values(model)
+
+    whole = modules.make()
+    expected = steps(whole, modules.batches(None, 7))
+    for seen, mine in simulate(DP, rank_fn):
+        close(seen, expected)
+        close(mine, {name: p.detach() for name, p in whole.named_parameters()})
