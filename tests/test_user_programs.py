@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from hypothesis import given, seed, settings
@@ -22,17 +23,23 @@ from tests.user_programs import (
 )
 
 REFUSALS = {
-    "all backward passes so far were told to accumulate": "the losses of those that do not accumulate reach no parameter",
-    "there are no gradients": "a clip where no loss has reached a parameter",
-    "had been changed, as by clip_grad_norm_": "a backward after a clip adds to what is a sum over ranks",
-    "forward that unsharded.. had discarded": "unsharded() between a forward and its backward",
-    "The backward of its unit is not under way": "the same, noticed first by a checkpoint of a part of a unit",
-    "unsharded..: a step is under way": "unsharded() after a backward, before the update",
-    "optimizer.step.. has used up the gradients": "a backward or a step without zero_grad(), which uses old gradients again",
-    "autograd.grad.. with respect to .*: other backward": "torch.autograd.grad() after a backward of the same step",
-    "were changed in place": "writes to shards: training goes on after unsharded(write=True) alone",
+    r"(step|unscale_)\(\): all backward passes so far were told to accumulate": "also if the loss that comes last reaches no parameter",
+    r"clip_grad_norm_\(\): there are no gradients": "`clip_grad_norm_()` is refused if no loss has reached a parameter",
+    r"had been changed, as by clip_grad_norm_\(\)": "Gradients are not to be changed between two backward passes of one step",
+    r"forward that unsharded\(\) had discarded": "a backward of such a forward is refused",
+    "The backward of its unit is not under way": "by a checkpoint of a part of a unit as well",
+    r"unsharded\(\): a step is under way": "are refused between a backward and its update or `zero_grad()`",
+    r"optimizer\.step\(\) has used up the gradients": "A step of a `ShardedOptimizer` uses the gradients up",
+    r"autograd\.grad\(\) with respect to .*: other backward": "it does not mix with backward passes that leave gradients",
+    "were changed in place between being gathered": "changing them in place within a step, between two uses, is refused",
 }
-"""What may be refused of a program whose ranks all do the same, and why plain torch takes it."""
+"""What may be refused of a program whose ranks all do the same, and the known limit that says so."""
+
+
+def test_each_refusal_is_a_known_limit():
+    limits = re.sub(r"\s+", " ", Path("docs/design.md").read_text().split("## Known limits")[1])
+    assert [words for words in REFUSALS.values() if words not in limits] == []
+
 
 SEEDS = [0, 1, 2, 3, *(pytest.param(n, marks=pytest.mark.deep) for n in range(4, 24))]
 FEW_SEEDS = [0, 1, *(pytest.param(n, marks=pytest.mark.deep) for n in range(2, 24))]

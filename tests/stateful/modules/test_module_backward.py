@@ -166,6 +166,7 @@ def test_an_error_in_a_backward(strategy):
         expected, other = wrap(comm, strategy)
         for i, (x, y) in enumerate(modules.batches(comm, 4)):
             if i == 2:
+                optimizer.zero_grad()
                 hook = model.layers[1].register_forward_pre_hook(lambda module, args: Fails.apply(args[0]))
                 with pytest.raises(ZeroDivisionError):
                     model(x, y)["loss"].backward()

@@ -145,6 +145,7 @@ def test_accumulated_microbatches_count_together():
             assert model.forks[0].left.weight.grad is not None
             assert model.forks[0].spare.bias.grad is None
             optimizer.step()
+            optimizer.zero_grad()
         return values(model)
 
     expected = trained(lambda model, x, y: (model(x, y, "left") + model(x, y, "right")) / 2, 3)

@@ -50,8 +50,8 @@ def tensors_in(value: Any, path: str, *, late: Literal["refuse", "leave"] = "ref
                 if late == "leave":
                     continue
                 raise TreeError(
-                    f"module {path!r} gives away a {type(each).__name__}, which computes when parameters are released. Give a "
-                    "list."
+                    f"module {path or 'the root'!r} gives away a {type(each).__name__}, which computes when parameters are "
+                    "released. Return what it computes, such as a list of tensors."
                 )
             todo += parts(each)[0]
     return list(found.values())
