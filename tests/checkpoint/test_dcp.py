@@ -73,6 +73,7 @@ def trained_by_fsharp(folder, kind):
         for _ in range(2):
             model(torch.arange(12.0).view(2, 6) / 12).square().sum().backward()
             optimizer.step()
+            optimizer.zero_grad()
         fs.checkpoint.save(folder / "root", {"model": model, "optim": optimizer}, step=2, comm=model.comm)
         return {name: p.detach().clone() for name, p in model.full_parameters()}, optimizer.full_state_dict(rank=None)
 
