@@ -6,9 +6,6 @@ to compose those; everything else of optax is ``fs.from_optax(optax.x(...))``.
 
 from fsharp.functional.optim.base import Transform as Transform
 from fsharp.functional.optim.base import chain as chain
-from fsharp.functional.optim.base import masked as masked
-from fsharp.functional.optim.base import partition as multi_transform  # noqa: F401  # optax has both names
-from fsharp.functional.optim.base import partition as partition
 from fsharp.functional.optim.elementwise import adam as adam
 from fsharp.functional.optim.elementwise import adamw as adamw
 from fsharp.functional.optim.elementwise import lion as lion
@@ -20,6 +17,9 @@ from fsharp.functional.optim.inject import inject_hyperparams as inject_hyperpar
 from fsharp.functional.optim.muon import muon as muon
 from fsharp.functional.optim.norms import clip_by_global_norm as clip_by_global_norm
 from fsharp.functional.optim.norms import global_norm as global_norm
+from fsharp.functional.optim.partition import masked as masked
+from fsharp.functional.optim.partition import partition as multi_transform  # noqa: F401  # optax has both names
+from fsharp.functional.optim.partition import partition as partition
 from fsharp.functional.optim.primitives import add_decayed_weights as add_decayed_weights
 from fsharp.functional.optim.primitives import identity as identity
 from fsharp.functional.optim.primitives import scale as scale

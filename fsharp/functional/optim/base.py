@@ -1,4 +1,4 @@
-"""Transform: the (init, update) pair, what it may know of the ranks, and how pairs are chained, masked and divided.
+"""Transform: the (init, update) pair, what it may know of the ranks, and how pairs are chained.
 
 A pair is all that :func:`~fsharp.update` asks for, so optimizers of other libraries work as they are. They see a tree
 whose leaves are flat shards, which is the same to an elementwise rule; others are refused when their state is made. A
@@ -15,13 +15,12 @@ from typing import Any, NamedTuple, cast
 import optree
 import torch
 
-from fsharp.annotated import options_checked
-from fsharp.errors import LayoutError, OptionError, PatternError, TreeError, problem
+from fsharp.errors import OptionError, TreeError, problem
 from fsharp.functional.comm.agree import together
 from fsharp.functional.comm.exact_text import exact_text
 from fsharp.functional.comm.protocol import Comm
-from fsharp.functional.layout.paths import assign, chosen
-from fsharp.functional.layout.sharded import Sharded, is_sharded, map_units, units_of
+from fsharp.functional.layout.paths import assign
+from fsharp.functional.layout.sharded import Sharded, is_sharded, units_of
 from fsharp.functional.optim.probe import try_pair
 
 
@@ -242,156 +241,6 @@ def named(outer: str, *inner: str) -> str:
     return f"{outer}({', '.join(inner)})" if all(inner) else ""
 
 
-class PartitionState(NamedTuple):
-    """State of :func:`partition`.
-
-    Attributes:
-        inner_states: that of each transformation, by label.
-    """
-
-    inner_states: dict[str, Any]
-
-
-@options_checked
-def partition(
-    transforms: Mapping[str, Any], param_labels: str | Mapping[str, str] | Callable[[str], str] | None = None
-) -> Transform:
-    """Apply another transformation to each label: Muon to matrices, AdamW to the rest. ``multi_transform`` is an alias.
-
-    Args:
-        transforms: label to ``(init, update)`` pair.
-        param_labels: None for the labels that :func:`~fsharp.plan` gave to leaves. Else labels by path pattern, the last
-            that selects a leaf counts, or a function of the leaf's path. optax's functions get the tree, and not a path.
-
-    Returns:
-        A transform with :class:`PartitionState`.
-
-    Raises:
-        LayoutError: at ``init``: a label without a transformation.
-        PatternError: at ``init``: a pattern that selects nothing, a leaf that none selects, or a label that is no string.
-
-    Cost: with the labels of ``plan`` each transformation has state for its own leaves. With others each has state for all
-    leaves, and sees zeros in place of the gradients of other labels, at one more pass over the gradients.
-    """
-    txs = {label: as_transform(tx) for label, tx in transforms.items()}
-    config = {label: dict(tx.config) for label, tx in txs.items()}
-    kind = "partition" if param_labels is None else "partition by param_labels"  # they keep state of other leaves
-    name = named(kind, *(f"{label}={tx.name}" if tx.name else "" for label, tx in txs.items()))
-    extra = known_extra(*txs.values())
-    if param_labels is not None:
-        init, update = _partition_by_masks(txs, param_labels)
-        return Transform(init, update, {**config, "param_labels": exact_text(param_labels)}, name=name, extra=extra)
-
-    def part(tree: Any, label: str) -> Any:
-        return map_units(lambda s: s.select([g for g in s.groups if s.unit.groups[g].label == label]), tree)
-
-    def init_parts(params: Any, /, *, comm: Comm | None = None) -> PartitionState:
-        _check_labels({s.unit.groups[g].label for s in units_of(params) for g in s.groups}, txs)
-        return PartitionState({label: tx.init(part(params, label), comm=comm) for label, tx in txs.items()})
-
-    def over(run: Callable[[Transform, Any, Any, Any], tuple[Any, Any]], grads: Any, state: Any, params: Any) -> Any:
-        outs, new = {}, {}
-        for label, tx in txs.items():
-            outs[label], new[label] = run(tx, part(grads, label), state.inner_states[label], part(params, label))
-        return _join(params, list(outs.values())), PartitionState(new)
-
-    def update_parts(grads: Any, state: Any, params: Any, *, comm: Comm, **extra: Any) -> tuple[Any, Any]:
-        return cast(tuple[Any, Any], over(lambda tx, g, s, p: tx.update(g, s, p, comm=comm, **extra), grads, state, params))
-
-    def apply(grads: Any, state: Any, params: Any, *, comm: Comm, donate: bool, **extra: Any) -> tuple[Any, Any]:
-        def run(tx: Transform, g: Any, s: Any, p: Any) -> tuple[Any, Any]:
-            return apply_transform(tx, g, s, p, comm=comm, donate=donate, **extra)
-
-        return cast(tuple[Any, Any], over(run, grads, state, params))
-
-    return Transform(init_parts, update_parts, config, apply, name, extra)
-
-
-def _check_labels(labels: set[str], txs: Mapping[str, Transform]) -> None:
-    if missing := sorted(labels - set(txs)):
-        facts = [("labels", sorted(labels)), ("rules for", sorted(txs))]
-        raise LayoutError(problem("partition()", f"no transformation for the label {missing[0]!r}.", facts))
-
-
-def _partition_by_masks(txs: Mapping[str, Transform], param_labels: Any) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    def labels_of(params: Any) -> dict[str, str]:
-        labels = per_leaf("partition(param_labels)", params, param_labels)
-        for path, label in labels.items():
-            if not isinstance(label, str):
-                raise PatternError(f"partition(): param_labels gives {path!r} the label {label!r}, expected a string.")
-        return labels
-
-    def init(params: Any, /, *, comm: Comm | None = None) -> PartitionState:
-        _check_labels(set(labels_of(params).values()), txs)
-        return PartitionState({label: tx.init(params, comm=comm) for label, tx in txs.items()})
-
-    def update(grads: Any, state: PartitionState, params: Any, *, comm: Comm, **extra: Any) -> tuple[Any, PartitionState]:
-        labels, result, new = labels_of(params), grads, {}
-        for label, tx in txs.items():
-            flags = {path: own == label for path, own in labels.items()}
-            seen = _where(flags, grads, None, comm.rank)
-            out, new[label] = tx.update(seen, state.inner_states[label], params, comm=comm, **extra)
-            result = _where(flags, out, result, comm.rank)
-        return result, PartitionState(new)
-
-    return init, update
-
-
-def _join(like: Any, parts: list[Any]) -> Any:
-    def one(whole: Sharded, *pieces: Sharded) -> Sharded:
-        held = {g: b for piece in pieces for g, b in zip(piece.groups, piece.buffers, strict=True)}
-        return whole.replace([held[g] for g in whole.groups])
-
-    return map_units(one, like, *parts)
-
-
-class MaskedState(NamedTuple):
-    """State of :func:`masked`.
-
-    Attributes:
-        inner_state: of the wrapped transformation.
-    """
-
-    inner_state: Any
-
-
-def masked(inner: Any, mask: Any) -> Transform:
-    """``inner`` on the leaves that ``mask`` selects; the gradients of others pass unchanged.
-
-    Args:
-        inner: any ``(init, update)`` pair; it sees zeros in place of the gradients it is not meant for.
-        mask: patterns of leaf paths, whether to by pattern, or a predicate on the path. optax's functions get the tree, and
-            not a path.
-
-    Returns:
-        A transform with :class:`MaskedState`.
-
-    Raises:
-        PatternError: no mask; at ``init``, a pattern that selects nothing.
-
-    Cost: state for all leaves; one pass over the gradients more. To save the state use labels and :func:`partition`.
-    """
-    if mask is None:
-        raise PatternError("masked(): mask is None, expected patterns of leaf paths, or a function of the path.")
-    tx = as_transform(inner)
-
-    def flags_of(params: Any) -> dict[str, bool]:
-        return per_leaf("masked(mask)", params, lambda paths: dict.fromkeys(chosen("masked()", mask, paths), True), False)
-
-    def init(params: Any, /, *, comm: Comm | None = None) -> MaskedState:
-        flags_of(params)
-        return MaskedState(tx.init(params, comm=comm))
-
-    def update(grads: Any, state: MaskedState, params: Any, *, comm: Comm, **extra: Any) -> tuple[Any, MaskedState]:
-        flags = flags_of(params)
-        seen = _where(flags, grads, None, comm.rank)
-        out, new = tx.update(seen, state.inner_state, params, comm=comm, **extra)
-        return _where(flags, out, grads, comm.rank), MaskedState(new)
-
-    config = {"masked": exact_text(mask), "inner": dict(tx.config)}
-    return Transform(init, update, config, name=named("masked", tx.name), extra=tx.extra)
-
-
 def settings_of(tx: Transform) -> str:
     """Return the settings of a transformation on which ranks have to agree, a line for each field."""
 
@@ -408,20 +257,6 @@ def settings_of(tx: Transform) -> str:
 def config_of(**values: Any) -> dict[str, str]:
     """Settings by name, as ranks compare them."""
     return {name: exact_text(value) for name, value in values.items()}
-
-
-def _where(flags: Mapping[str, bool], yes: Any, no: Any | None, rank: int) -> Any:
-    """Per leaf: ``yes`` where the flag is set, else ``no`` or zero."""
-
-    def one(chosen_: Sharded, other: Sharded) -> Sharded:
-        out = chosen_.replace([b.clone() for b in chosen_.buffers])
-        rest = other.local_leaves(rank)
-        for path, view in out.local_leaves(rank).items():
-            if not flags[path]:
-                view.zero_() if no is None else view.copy_(rest[path])
-        return out
-
-    return map_units(one, yes, yes if no is None else no)
 
 
 def per_leaf(

@@ -13,8 +13,9 @@ import torch
 
 from fsharp.annotated import options_checked
 from fsharp.functional.comm.protocol import Comm
-from fsharp.functional.optim.base import Transform, config_of, masked
+from fsharp.functional.optim.base import Transform, config_of
 from fsharp.functional.optim.elementwise import PerPath, ScalarOrSchedule, _each_run, adam, at
+from fsharp.functional.optim.partition import masked
 
 
 def identity() -> Transform:
