@@ -28,7 +28,7 @@ from fsharp.checkpoint.entries import (
 from fsharp.checkpoint.falling_back import load_or_damage, recording_damage, set_aside
 from fsharp.checkpoint.formats.huggingface import is_folder
 from fsharp.checkpoint.manifest import NAME, Manifest
-from fsharp.checkpoint.matching import Sources, check_matches, shown, sources_of, without_ignored
+from fsharp.checkpoint.matching import StoredNames, check_matches, shown, stored_names, without_ignored
 from fsharp.checkpoint.reading import BUFFER_NBYTES, Need, read_needs
 from fsharp.checkpoint.storage import full_path, storage_of
 from fsharp.errors import CheckpointError, problem
@@ -195,7 +195,7 @@ def load_by(
         below = renamed("load()", name, rename)
         return prefix + below if below else subtree  # a subtree may be a leaf
 
-    def check() -> tuple[Checkpoint, Any, Contents, Sources]:
+    def check() -> tuple[Checkpoint, Any, Contents, StoredNames]:
         found = opened()
         manifest = without_ignored(found.manifest, as_patterns(ignore), subtree)
         there = {prefix for name in (*manifest.tensors, *manifest.values) for prefix in ancestors(name)}
@@ -203,22 +203,22 @@ def load_by(
         wanted = contents_of("load()", template, comm)
         if donate:
             check_not_lent("load()", units_of(template))
-        sources = sources_of(manifest, wanted, stored)
-        left, passed = check_matches(found.path, manifest, wanted, sources, stored, prefix, cast=cast, strict=strict)
+        names = stored_names(manifest, wanted, stored)
+        left, passed = check_matches(found.path, manifest, wanted, names, stored, prefix, cast=cast, strict=strict)
         if passed and comm.rank == 0:
             _log.warning(problem(f"load() of {found.path}, strict=False", f"{len(passed)} differences.", shown(passed)))
         kept.update({name: wanted.entries[name].local.clone() for name in left if name in wanted.entries})
         tree = _prepared(template, manifest, stored, comm.device, donate=donate, kept=left)
-        return found, tree, contents_of("load()", tree, comm), sources
+        return found, tree, contents_of("load()", tree, comm), names
 
-    def fields(made: tuple[Checkpoint, Any, Contents, Sources]) -> dict[str, str]:
-        found, _, into, sources = made
-        names = "\n".join(f"{name} from {source}" for name, source in sources.of.items())
-        how = {"where": where, "cast": repr(cast), "donate": repr(donate), "subtree": repr(subtree), "names": names}
+    def fields(made: tuple[Checkpoint, Any, Contents, StoredNames]) -> dict[str, str]:
+        found, _, into, names = made
+        read_from = "\n".join(f"{name} from {source}" for name, source in names.by_tensor.items())
+        how = {"where": where, "cast": repr(cast), "donate": repr(donate), "subtree": repr(subtree), "names": read_from}
         return {"save": found.manifest.save_id, **how, "strict": repr(strict), **into.fields()}
 
     kept = dict[str, torch.Tensor]()
-    found, tree, into, sources = together("load()", comm, check, fields)
+    found, tree, into, names = together("load()", comm, check, fields)
 
     def fill() -> None:
         for node in units_of(tree) if donate else ():
@@ -226,7 +226,7 @@ def load_by(
                 buffer.zero_()  # nothing is read into padding
         for name, value in kept.items():
             into.entries[name].local.copy_(value)
-        _read(found, into, sources, comm.rank, read, kept)
+        _read(found, into, names, comm.rank, read, kept)
 
     together("load()", comm, fill)
     if donate:
@@ -311,7 +311,7 @@ def _prepared(
 def _read(
     found: Checkpoint,
     into: Contents,
-    sources: Sources,
+    names: StoredNames,
     rank: int,
     read: Callable[[Checkpoint, list[Need]], None],
     kept: Collection[str],
@@ -330,8 +330,8 @@ def _read(
         if entry.is_of_group:
             target = torch.empty_like(target)
             numbers.append((entry, target))
-        needs.append(Need(sources.of[name], piece.first, piece.last, target))
-    for owner, _, source in sources.others:
+        needs.append(Need(names.by_tensor[name], piece.first, piece.last, target))
+    for owner, _, source in names.of_tied:
         piece = into.entries[owner].piece(rank)
         again.append(torch.empty_like(into.entries[owner].local))
         needs.append(Need(source, piece.first, piece.last, again[-1]))
@@ -345,12 +345,12 @@ def _read(
                 "unit that has both keeps one number for them. Plan them as units of their own."
             )
         entry.local.copy_(value)
-    for (owner, alias, source), value in zip(sources.others, again, strict=True):
+    for (owner, alias, source), value in zip(names.of_tied, again, strict=True):
         expected = into.entries[owner].local
         if not torch.equal(expected.view(torch.uint8), value.view(torch.uint8)):
             raise CheckpointError(
                 f"{found.path}: {owner!r:.200} and {alias!r:.200} are tied, and the checkpoint has different values for them, "
-                f"as {sources.of[owner]!r:.200} and {source!r:.200}. Leave out one of these by ignore=, or untie the leaves."
+                f"as {names.by_tensor[owner]!r:.200} and {source!r:.200}. Leave out one of these by ignore=, or untie them."
             )
 
 

@@ -33,20 +33,20 @@ def without_ignored(manifest: Manifest, ignore: tuple[str, ...], subtree: str) -
     return replace(manifest, **kept)
 
 
-class Sources(NamedTuple):
+class StoredNames(NamedTuple):
     """The names in a checkpoint from which the tensors of a tree are read.
 
     Attributes:
-        of: name in the checkpoint, by name of a tensor of the tree; a missing name if the checkpoint does not have the tensor.
-        others: further names in the checkpoint of tensors whose leaves are tied. A row has the name of the tensor in the tree,
-            the name of its alias in the tree, and the name in the checkpoint.
+        by_tensor: name in the checkpoint, by name of a tensor of the tree. A checkpoint may lack that name.
+        of_tied: further names in the checkpoint of tensors whose leaves are tied. A row has the name of the tensor in the tree,
+            the name of the tied leaf in the tree, and the name in the checkpoint.
     """
 
-    of: dict[str, str]
-    others: list[tuple[str, str, str]]
+    by_tensor: dict[str, str]
+    of_tied: list[tuple[str, str, str]]
 
 
-def sources_of(manifest: Manifest, wanted: Contents, stored: Callable[[str], str]) -> Sources:
+def stored_names(manifest: Manifest, wanted: Contents, stored: Callable[[str], str]) -> StoredNames:
     """Return the name in the checkpoint of each tensor of a tree; for tied leaves, any of their names that is there."""
     names = {name: [name] for name in wanted.entries}
     for alias, owner in wanted.aliases.items():
@@ -56,14 +56,14 @@ def sources_of(manifest: Manifest, wanted: Contents, stored: Callable[[str], str
         there = {source: name for name in reversed(each) if (source := _stored(manifest, stored(name))) in manifest.tensors}
         of[owner], *more = [*reversed(there)] or [_stored(manifest, stored(owner))]
         others += [(owner, there[source], source) for source in more]
-    return Sources(of, others)
+    return StoredNames(of, others)
 
 
 def check_matches(
     path: str,
     manifest: Manifest,
     wanted: Contents,
-    sources: Sources,
+    names: StoredNames,
     stored: Callable[[str], str],
     prefix: str,
     *,
@@ -88,8 +88,8 @@ def check_matches(
         passed.append((name, "not in the checkpoint: keeps the value that was given"))
         return True
 
-    pairs = [(name, name, sources.of[name]) for name in wanted.entries]
-    for owner, name, source in (*pairs, *sources.others):
+    pairs = [(name, name, names.by_tensor[name]) for name in wanted.entries]
+    for owner, name, source in (*pairs, *names.of_tied):
         entry, record = wanted.entries[owner], manifest.tensors.get(source)
         if is_new(name, source):
             continue

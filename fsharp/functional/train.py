@@ -9,8 +9,8 @@ import torch
 from fsharp.annotated import options_checked
 from fsharp.compiling import compiled_by_caller, uncompiled
 from fsharp.errors import LossError
-from fsharp.functional.comm.digests import digest
 from fsharp.functional.comm.protocol import Comm, Engine, Labelled
+from fsharp.functional.comm.settings_digests import settings_digest
 from fsharp.functional.comm.tree_names import name_as
 from fsharp.functional.layout.sharded import (
     Sharded,
@@ -47,7 +47,7 @@ def train_step(
             it, is then no longer to be used.
     """
     tx = as_transform(tx)
-    settings = f"{tx.name or 'a transformation'} ({digest(settings_of(tx))})"
+    settings = f"{tx.name or 'a transformation'} ({settings_digest(settings_of(tx))})"
 
     @uncompiled
     def step(state: TrainState, batch: Any, comm: Comm) -> tuple[TrainState, Any]:

@@ -15,8 +15,8 @@ everything else     refused by name: rows, columns, neighbours and elements of a
 
 Where a leaf is on this rank as a whole, nothing is lifted. If each rank has such a leaf of its own, what is computed from its
 elements stays with that leaf, and is refused elsewhere. What is summed over ranks is summed for all leaves at once: the
-function is run until it asks for something that is not known, ranks exchange that, and it is run again with it; each run is
-compiled, and computes what it is run for alone.
+function is run, ranks reduce the sums that it needs, and it is run again with their results, until all are known. Each run is
+compiled by itself.
 """
 
 import math
@@ -65,12 +65,12 @@ class LeafPart(NamedTuple):
     is_varying: bool
 
 
-class Part(NamedTuple):
-    """An array of which this rank has the elements that it has of a leaf.
+class ShardedArray(NamedTuple):
+    """An array that is cut as a leaf is: this rank has the same elements of the array as of the leaf.
 
     Attributes:
-        leaf: the number of that leaf.
-        elements: 1-D.
+        leaf: the number of the leaf.
+        elements: this rank's elements, 1-D.
         shape: shape of the whole array, which has as many elements as the leaf, unless this rank holds all of the leaf.
     """
 
@@ -87,22 +87,22 @@ class Splat(NamedTuple):
 
 
 class _Unknown:
-    """A value that depends on what ranks have yet to exchange."""
+    """A value that depends on the result of a pending reduction."""
 
 
 UNKNOWN = _Unknown()
 
 Key = tuple[int, ...]
-"""Which equation of which jaxpr within which."""
+"""Position of an equation: its number, after the numbers of the equations whose jaxprs it is in."""
 
 
 @dataclass(frozen=True)
-class Question:
-    """What ranks have to exchange.
+class RankReduction:
+    """A reduction of a scalar over ranks.
 
     Attributes:
         op: ``"sum"``, ``"max"`` or ``"min"``.
-        axes: over the ranks along which.
+        axes: mesh axes to reduce along.
     """
 
     op: ReduceOp
@@ -113,22 +113,22 @@ class Lifted:
     """One run of a jaxpr on this rank's elements.
 
     Args:
-        leaves: what a :class:`Part` may be of.
-        known: the answers there are so far.
+        leaves: this rank's part of each leaf.
+        known: the results of reductions so far, by position.
 
     Attributes:
-        asked: what was not known, and what this rank has of it.
+        pending: by position, each reduction without a result so far, and this rank's summand.
     """
 
     def __init__(self, leaves: Sequence[LeafPart], known: Mapping[Key, Any]) -> None:
         self.leaves, self.known = leaves, known
-        self.asked: dict[Key, tuple[Question, Any]] = {}
+        self.pending: dict[Key, tuple[RankReduction, Any]] = {}
 
     def run(self, closed: ClosedJaxpr, args: Sequence[Any], at: Key = ()) -> list[Any]:
-        """The results of a jaxpr, each a :class:`Part`, a :class:`Splat`, or an array.
+        """Return the results of a jaxpr, each a :class:`ShardedArray`, a :class:`Splat`, or an array.
 
         Raises:
-            LayoutError: it does something with a leaf that needs elements of other ranks.
+            LayoutError: an equation needs elements of a leaf that other ranks hold.
         """
         values: dict[Any, Any] = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
         values.update(zip(closed.jaxpr.invars, args, strict=True))
@@ -145,9 +145,9 @@ class Lifted:
         """This rank's elements of an array of a leaf's size, or of one that is broadcast to it."""
         part, size = self.leaves[leaf], math.prod(shape)
         first, last = (part.first, part.last) if part.axes else (0, size)
-        if isinstance(value, Part) and math.prod(value.shape) == size:
+        if isinstance(value, ShardedArray) and math.prod(value.shape) == size:
             return value.elements
-        array = _whole(value) if isinstance(value, Part) else _scalar(value)
+        array = _whole(value) if isinstance(value, ShardedArray) else _scalar(value)
         if jnp.ndim(array) == 0:
             return jnp.broadcast_to(array, (last - first,))
         return jnp.reshape(array if jnp.size(array) == size else jnp.broadcast_to(array, shape), (-1,))[first:last]
@@ -164,12 +164,12 @@ class Lifted:
         Raises:
             LayoutError: the result is made of elements of another leaf.
         """
-        if not isinstance(value, Part):
+        if not isinstance(value, ShardedArray):
             return value
         if value.leaf == leaf and math.prod(value.shape) == math.prod(self.leaves[leaf].shape):
             return value
         known = self._known(value, at)
-        if isinstance(known, Part):
+        if isinstance(known, ShardedArray):
             part = self.leaves[known.leaf]
             raise self._elsewhere(f"{what} is made of elements of {part.path!r}", part)
         return known
@@ -183,7 +183,7 @@ class Lifted:
             return self.run(inner if isinstance(inner, ClosedJaxpr) else ClosedJaxpr(inner, ()), values, at)
         if name == "optimization_barrier":
             return values
-        if len({value.leaf for value in values if isinstance(value, Part)}) > 1:
+        if len({value.leaf for value in values if isinstance(value, ShardedArray)}) > 1:
             values = [self._known(value, (*at, -1 - i)) for i, value in enumerate(values)]
         if any(value is UNKNOWN for value in values):
             return [UNKNOWN] * len(equation.outvars)
@@ -194,9 +194,9 @@ class Lifted:
         size = math.prod(shapes[0]) if shapes else None
         if name in ELEMENTWISE and size == math.prod(part.shape):  # else it is broadcast
             result = _bind(equation, [self.elements(value, leaf, shapes[0]) for value in values])
-            return [Part(leaf, each, shape) for each, shape in zip(result, shapes, strict=True)]
+            return [ShardedArray(leaf, each, shape) for each, shape in zip(result, shapes, strict=True)]
         if name in RESHAPING and size == math.prod(values[0].shape) and keeps_order(name, params):
-            return [Part(leaf, values[0].elements, shapes[0])]
+            return [ShardedArray(leaf, values[0].elements, shapes[0])]
         if (
             name in REDUCTIONS
             and reduces_all(values[0].shape, params["axes"])
@@ -209,16 +209,16 @@ class Lifted:
             return [self._over_ranks("reduce_sum", leaf, left * right, out, at)]
         if not part.axes:  # all of it is here
             found = _bind(equation, [_whole(value) for value in values])
-            return [Part(leaf, jnp.reshape(x, (-1,)), x.shape) for x in found] if part.is_varying else found
+            return [ShardedArray(leaf, jnp.reshape(x, (-1,)), x.shape) for x in found] if part.is_varying else found
         known = [self._known(value, (*at, -1 - i)) for i, value in enumerate(values)]
-        if not any(isinstance(value, Part) for value in known):
+        if not any(isinstance(value, ShardedArray) for value in known):
             is_unknown = any(value is UNKNOWN for value in known)
             return [UNKNOWN] * len(shapes) if is_unknown else self._without_leaves(equation, known)
         raise self._refused(name, leaf)
 
     def _known(self, value: Any, at: Key) -> Any:
         """Return a part whose leaf is whole here, or has one element, as an array that all ranks have; else the value."""
-        if not isinstance(value, Part) or self.leaves[value.leaf].is_varying:
+        if not isinstance(value, ShardedArray) or self.leaves[value.leaf].is_varying:
             return value
         if not self.leaves[value.leaf].axes:
             return _whole(value)
@@ -229,7 +229,7 @@ class Lifted:
 
     def _leaf_of(self, name: str, values: Sequence[Any]) -> int | None:
         """The one leaf that the values are parts of."""
-        found = {value.leaf for value in values if isinstance(value, Part)}
+        found = {value.leaf for value in values if isinstance(value, ShardedArray)}
         if len(found) > 1:
             first, second = (self.leaves[leaf] for leaf in sorted(found)[:2])
             what = f"the transformation combines elements of {first.path!r} and {second.path!r} ({name})"
@@ -281,7 +281,7 @@ class Lifted:
             else:
                 least, most = limits(elements.dtype)
                 here = jnp.max(elements, initial=least) if op == "max" else jnp.min(elements, initial=most)
-            self.asked[at] = Question(op, part.axes), here
+            self.pending[at] = RankReduction(op, part.axes), here
             return UNKNOWN
         known = self.known[at].astype(out.dtype)
         return Splat(known, out.shape) if out.shape else known
@@ -289,20 +289,20 @@ class Lifted:
     def _choose(self, equation: Any, values: list[Any], at: Key) -> list[Any]:
         index, *operands = values
         index, branches = _scalar(self._known(index, (*at, -1))), equation.params["branches"]
-        if isinstance(index, Part):
+        if isinstance(index, ShardedArray):
             raise self._elsewhere(f"a condition looks at {self.leaves[index.leaf].path!r}", self.leaves[index.leaf])
-        if not any(isinstance(value, Part | Splat | _Unknown) for value in (index, *operands)):
+        if not any(isinstance(value, ShardedArray | Splat | _Unknown) for value in (index, *operands)):
             return _bind(equation, [index, *operands])
         found = [self.run(branch, operands, (*at, k)) for k, branch in enumerate(branches)]
         return [self._chosen(index, list(each), (*at, -2 - i)) for i, each in enumerate(zip(*found, strict=True))]
 
     def _chosen(self, index: Any, cases: list[Any], at: Key) -> Any:
-        if len({case.leaf for case in cases if isinstance(case, Part)}) > 1:
+        if len({case.leaf for case in cases if isinstance(case, ShardedArray)}) > 1:
             cases = [self._known(case, (*at, k)) for k, case in enumerate(cases)]
         if index is UNKNOWN or any(case is UNKNOWN for case in cases):
             return UNKNOWN
         leaf = self._leaf_of("cond", cases)
-        shape = next((case.shape for case in cases if isinstance(case, Part | Splat)), None)
+        shape = next((case.shape for case in cases if isinstance(case, ShardedArray | Splat)), None)
         if leaf is not None:
             assert shape is not None
             cases = [self.elements(case, leaf, shape) for case in cases]
@@ -315,7 +315,7 @@ class Lifted:
             result = jnp.where(index <= k, cases[k], result)
         if shape is None:
             return result
-        return Splat(result, shape) if leaf is None else Part(leaf, result, shape)
+        return Splat(result, shape) if leaf is None else ShardedArray(leaf, result, shape)
 
     def _refused(self, name: str, leaf: int) -> LayoutError:
         part = self.leaves[leaf]
@@ -342,6 +342,6 @@ def _scalar(value: Any) -> Any:
 
 def _whole(value: Any) -> Any:
     """The array itself, if all of it is here."""
-    if isinstance(value, Part):
+    if isinstance(value, ShardedArray):
         return jnp.reshape(value.elements, value.shape)
     return jnp.full(value.shape, value.scalar) if isinstance(value, Splat) else value

@@ -126,7 +126,7 @@ class _ShardedTransformation:
 
         def fields(found: tuple[Program, list[Any], dict[str, Any]]) -> dict[str, str]:
             program, plain, given = found
-            paths = (path for path, owned in zip(program.traced.paths, program.traced.owned, strict=True) if owned is None)
+            paths = (path for path, slot in zip(program.traced.paths, program.traced.slots, strict=True) if slot is None)
             values = {name: exact_text(as_data(x)) for name, x in [*given.items(), *zip(paths, plain, strict=True)]}
             return {"transformation": program.traced.digest, **values}
 
@@ -166,7 +166,7 @@ class _ShardedTransformation:
             if key not in self._traced:
                 self._traced[key] = self._trace(params, rank, extra, is_first=is_first)
             if (key, rank) not in self._programs:
-                local = self._traced[key].local(params, rank)
+                local = self._traced[key].part_of_rank(params, rank)
                 shared = self._shared.setdefault((key, local), Program(self._traced[key], local))
                 self._programs[key, rank] = shared
             return self._programs[key, rank]
@@ -209,9 +209,9 @@ def _plain(traced: Traced, state: OptaxState) -> list[Any]:
     leaves, _ = jax.tree_util.tree_flatten_with_path(state.optax, is_leaf=lambda x: isinstance(x, InBuffers))
     found = {f"state{jax.tree_util.keystr(path)}": x for path, x in leaves}
     result = []
-    for path, owned, like in zip(traced.paths, traced.owned, traced.state, strict=True):
+    for path, slot, like in zip(traced.paths, traced.slots, traced.state, strict=True):
         x = found.pop(path, None)
-        in_buffers = None if owned is None else InBuffers(owned[1])
+        in_buffers = None if slot is None else InBuffers(slot[1])
         if (x if isinstance(x, InBuffers) else None) != in_buffers or x is None:
             raise TreeError(
                 f"update(): {path} is {'missing' if x is None else x!r:.60}, expected {in_buffers or 'a number or an array'}. "
@@ -232,5 +232,5 @@ def _plain(traced: Traced, state: OptaxState) -> list[Any]:
 
 def _state(traced: Traced, buffers: Sequence[Any], plain: Sequence[Any]) -> OptaxState:
     numbers = iter(plain)
-    leaves = [number_as_tensor(next(numbers)) if owned is None else InBuffers(owned[1]) for owned in traced.owned]
+    leaves = [number_as_tensor(next(numbers)) if slot is None else InBuffers(slot[1]) for slot in traced.slots]
     return OptaxState(jax.tree.unflatten(traced.state_structure, leaves), tuple(buffers))

@@ -23,7 +23,7 @@ from fsharp.functional.comm.protocol import Comm
 from fsharp.functional.layout.sharded import Sharded, map_units, units_of
 from fsharp.functional.layout.unit_layout import Leaf
 from fsharp.interop.arrays import as_array, as_tensor, dtype_of
-from fsharp.interop.lift import UNKNOWN, Key, LeafPart, Lifted, Part, Question
+from fsharp.interop.lift import UNKNOWN, Key, LeafPart, Lifted, RankReduction, ShardedArray
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class BufferRange(NamedTuple):
     stop: int
 
 
-class Local(NamedTuple):
+class RankPart(NamedTuple):
     """One rank's part of a tree.
 
     Attributes:
@@ -68,8 +68,8 @@ class Traced:
     Attributes:
         state: shape and dtype of each array of the state, in JAX's order.
         paths: path of each array in the state.
-        owned: for each array that has a value for each element of a leaf, the number of the leaf, and the number of the tree of
-            buffers that stores the array; None for other arrays.
+        slots: for each array with a value for each element of a leaf, such as a moment, the number of the leaf and the
+            number of the tree of buffers that stores the array; None for other arrays.
         unused: names of extra arguments that the update does not use.
 
     Raises:
@@ -84,10 +84,10 @@ class Traced:
             raise TreeError(
                 f"from_optax(): the tree has a {type(strange).__name__}, which is no pytree node for JAX: register it."
             )
-        local, dtypes = self.local(params, rank), self._dtypes(params)
+        part_of_rank, dtypes = self.part_of_rank(params, rank), self._dtypes(params)
 
         def shapes(kinds: Sequence[Any]) -> Any:
-            arrays = [jax.ShapeDtypeStruct(part.shape, dtype) for part, dtype in zip(local.parts, kinds, strict=True)]
+            arrays = [jax.ShapeDtypeStruct(part.shape, dtype) for part, dtype in zip(part_of_rank.parts, kinds, strict=True)]
             return jax.tree.unflatten(self.structure, arrays)
 
         main, accumulate = (shapes(kinds) for kinds in zip(*dtypes, strict=True)) if dtypes else (shapes([]), shapes([]))
@@ -108,7 +108,7 @@ class Traced:
         used = {id(atom) for equation in jaxpr.eqns for atom in equation.invars} | {id(atom) for atom in jaxpr.outvars}
         inputs = jaxpr.invars[len(jaxpr.invars) - len(self.extra) :]
         self.unused = [name for name, var in zip(self.extra, inputs, strict=True) if id(var) not in used]
-        self.owned, self.tree_dtypes = self._assign(local)
+        self.slots, self.tree_dtypes = self._assign(part_of_rank)
 
     @cached_property
     def text(self) -> str:
@@ -121,7 +121,7 @@ class Traced:
         """The digest of :attr:`text`."""
         return hashlib.sha256(self.text.encode()).hexdigest()[:16]
 
-    def local(self, params: Any, rank: int) -> Local:
+    def part_of_rank(self, params: Any, rank: int) -> RankPart:
         """Return a rank's part of the tree."""
         rows: dict[LeafName, tuple[LeafPart, BufferRange]] = {}
         sizes: list[int] = []
@@ -136,7 +136,7 @@ class Traced:
                     rows[LeafName(node.name, leaf.path)] = part, BufferRange(len(sizes), start, stop)
                 sizes.append(node.unit.local_size(group, node.place))
         found = [rows[name] for name in self.names]
-        return Local(tuple(part for part, _ in found), tuple(place for _, place in found), tuple(sizes))
+        return RankPart(tuple(part for part, _ in found), tuple(place for _, place in found), tuple(sizes))
 
     def _dtypes(self, params: Any) -> list[tuple[Any, Any]]:
         """Return the dtypes of the parameter and the gradient of each leaf."""
@@ -148,20 +148,20 @@ class Traced:
                     found[LeafName(node.name, leaf.path)] = dtype_of(dtypes.main), dtype_of(dtypes.accumulate)
         return [found[name] for name in self.names]
 
-    def _assign(self, local: Local) -> tuple[list[tuple[int, int] | None], list[Any]]:
-        """Return :attr:`owned`, and the dtype of each tree of buffers."""
-        parts, count, behind = local.parts, len(self.names), len(self.names) + len(self.state)
+    def _assign(self, part_of_rank: RankPart) -> tuple[list[tuple[int, int] | None], list[Any]]:
+        """Return :attr:`slots`, and the dtype of each tree of buffers."""
+        parts, count, behind = part_of_rank.parts, len(self.names), len(self.names) + len(self.state)
         owners: list[int | None] = [None] * len(self.state)
 
-        def part(leaf: int, x: Any) -> Part:
-            return Part(leaf, jnp.reshape(x, (-1,))[parts[leaf].first : parts[leaf].last], x.shape)
+        def part(leaf: int, x: Any) -> ShardedArray:
+            return ShardedArray(leaf, jnp.reshape(x, (-1,))[parts[leaf].first : parts[leaf].last], x.shape)
 
         def owner(*values: Any) -> int | None:
-            found = (value for value in values if isinstance(value, Part))
+            found = (value for value in values if isinstance(value, ShardedArray))
             return next((x.leaf for x in found if math.prod(x.shape) == math.prod(parts[x.leaf].shape)), None)
 
         def probe(arrays: Sequence[Any]) -> Any:
-            lifted, params = Lifted(parts, _AnyAnswer()), [part(i, x) for i, x in enumerate(arrays[behind : behind + count])]
+            lifted, params = Lifted(parts, _AllZero()), [part(i, x) for i, x in enumerate(arrays[behind : behind + count])]
             grads = [part(i, x) for i, x in enumerate(arrays[:count])]
             state = [x if leaf is None else part(leaf, x) for x, leaf in zip(arrays[count:behind], owners, strict=True)]
             out = lifted.run(self.step, [*grads, *state, *params, *arrays[behind + count :]])
@@ -180,14 +180,14 @@ class Traced:
             owners = found[0]
         taken: dict[tuple[int, Any], int] = {}
         trees: dict[tuple[Any, int], int] = {}
-        owned: list[tuple[int, int] | None] = []
+        slots: list[tuple[int, int] | None] = []
         for leaf, shape in zip(owners, self.state, strict=True):
             if leaf is None:
-                owned.append(None)
+                slots.append(None)
                 continue
             nth = taken[leaf, shape.dtype] = taken.get((leaf, shape.dtype), -1) + 1
-            owned.append((leaf, trees.setdefault((shape.dtype, nth), len(trees))))
-        return owned, [dtype for dtype, _ in trees]
+            slots.append((leaf, trees.setdefault((shape.dtype, nth), len(trees))))
+        return slots, [dtype for dtype, _ in trees]
 
     def placed(self, lifted: Lifted, out: Sequence[Any], owners: Sequence[int | None]) -> list[Any]:
         """Return the results of ``init`` or ``step`` in the form in which they are stored: see :meth:`Lifted.placed`."""
@@ -200,10 +200,10 @@ class Traced:
 class Program:
     """A traced transformation, compiled for a rank's part of the leaves. Simulated ranks with the same part share a program."""
 
-    def __init__(self, traced: Traced, local: Local) -> None:
+    def __init__(self, traced: Traced, part_of_rank: RankPart) -> None:
         self.traced = traced
-        self._parts, self._places, self._sizes = local
-        self._compiled: dict[Any, tuple[Any, dict[Key, Question]]] = {}
+        self._parts, self._places, self._sizes = part_of_rank
+        self._compiled: dict[Any, tuple[Any, dict[Key, RankReduction]]] = {}
         self._lock = threading.Lock()
 
     def init(self, params: Any, comm: Comm) -> tuple[list[Any], list[Any]]:
@@ -224,55 +224,55 @@ class Program:
     def _run(self, kind: str, flats: Sequence[Sequence[Any]], plain: Sequence[Any], comm: Comm) -> Any:
         known: dict[Key, Any] = {}
         while True:
-            result, asked = self._phase(kind, tuple(sorted(known)), flats, plain, [known[key] for key in sorted(known)])
+            result, pending = self._phase(kind, tuple(sorted(known)), flats, plain, [known[key] for key in sorted(known)])
             jax.block_until_ready(result)
-            if not asked:
+            if not pending:
                 return result
-            known |= _answers(asked, result, comm)
+            known |= _reduced(pending, result, comm)
 
     def _phase(
-        self, kind: str, keys: tuple[Key, ...], flats: Sequence[Sequence[Any]], plain: Sequence[Any], answers: Sequence[Any]
-    ) -> tuple[Any, dict[Key, Question]]:
-        """Run up to the next questions to other ranks, given the answers to earlier ones; return results and questions."""
+        self, kind: str, keys: tuple[Key, ...], flats: Sequence[Sequence[Any]], plain: Sequence[Any], reduced: Sequence[Any]
+    ) -> tuple[Any, dict[Key, RankReduction]]:
+        """Run up to the next pending reductions, given the results of earlier ones; return results and pending reductions."""
         with self._lock:  # only the first of several threads compiles
             if (kind, keys) not in self._compiled:
-                asked: dict[Key, Question] = {}
-                compiled = jax.jit(partial(self._compute, kind, keys, asked))
-                result = compiled(flats, plain, answers)
-                self._compiled[kind, keys] = compiled, asked
-                return result, asked
-        compiled, asked = self._compiled[kind, keys]
-        return compiled(flats, plain, answers), asked
+                pending: dict[Key, RankReduction] = {}
+                compiled = jax.jit(partial(self._compute, kind, keys, pending))
+                result = compiled(flats, plain, reduced)
+                self._compiled[kind, keys] = compiled, pending
+                return result, pending
+        compiled, pending = self._compiled[kind, keys]
+        return compiled(flats, plain, reduced), pending
 
     def _compute(
         self,
         kind: str,
         keys: tuple[Key, ...],
-        asked: dict[Key, Question],
+        pending: dict[Key, RankReduction],
         flats: Sequence[Sequence[Any]],
         plain: Sequence[Any],
-        answers: Sequence[Any],
+        reduced: Sequence[Any],
     ) -> Any:
-        traced, lifted = self.traced, Lifted(self._parts, dict(zip(keys, answers, strict=True)))
+        traced, lifted = self.traced, Lifted(self._parts, dict(zip(keys, reduced, strict=True)))
         out = lifted.run(traced.init if kind == "init" else traced.step, self._args(kind, flats, plain))
-        out = traced.placed(lifted, out, [None if owned is None else owned[0] for owned in traced.owned])
-        asked.update({key: question for key, (question, _) in lifted.asked.items()})
-        if lifted.asked:
-            return [value for _, value in lifted.asked.values()]
+        out = traced.placed(lifted, out, [slot and slot[0] for slot in traced.slots])
+        pending.update({key: reduction for key, (reduction, _) in lifted.pending.items()})
+        if lifted.pending:
+            return [value for _, value in lifted.pending.values()]
         assert not any(value is UNKNOWN for value in out)
         return self._results(kind, out, lifted)
 
     def _args(self, kind: str, flats: Sequence[Sequence[Any]], plain: Sequence[Any]) -> list[Any]:
-        def part(leaf: int, tree: Sequence[Any]) -> Part:
+        def part(leaf: int, tree: Sequence[Any]) -> ShardedArray:
             place = self._places[leaf]
-            return Part(leaf, tree[place.buffer][place.start : place.stop], self._parts[leaf].shape)
+            return ShardedArray(leaf, tree[place.buffer][place.start : place.stop], self._parts[leaf].shape)
 
         everything = range(len(self._parts))
         if kind == "init":
             return [part(leaf, flats[0]) for leaf in everything]
         grads, params, *buffers = flats
-        numbers, owned = iter(plain), zip(self.traced.owned, self.traced.state, strict=True)
-        state = [next(numbers) if x is None else part(x[0], buffers[x[1]])._replace(shape=shape.shape) for x, shape in owned]
+        numbers, slots = iter(plain), zip(self.traced.slots, self.traced.state, strict=True)
+        state = [next(numbers) if x is None else part(x[0], buffers[x[1]])._replace(shape=like.shape) for x, like in slots]
         return [*(part(leaf, grads) for leaf in everything), *state, *(part(leaf, params) for leaf in everything), *numbers]
 
     def _results(self, kind: str, out: Sequence[Any], lifted: Lifted) -> Any:
@@ -280,12 +280,12 @@ class Program:
         state = out[len(updates) and len(self._parts) :]
         trees: list[dict[int, Any]] = [{} for _ in self.traced.tree_dtypes]
         plain = []
-        for value, owned, shape in zip(state, self.traced.owned, self.traced.state, strict=True):
-            if owned is None:
+        for value, slot, shape in zip(state, self.traced.slots, self.traced.state, strict=True):
+            if slot is None:
                 whole = jnp.full(value.shape, value.scalar) if hasattr(value, "scalar") else value
                 plain.append(whole if jax.dtypes.issubdtype(shape.dtype, jax.dtypes.prng_key) else whole.astype(shape.dtype))
             else:
-                trees[owned[1]][owned[0]] = value
+                trees[slot[1]][slot[0]] = value
         dtypes = [None] * len(updates) + list(self.traced.tree_dtypes)
         return [self._flats(tree, dtype, lifted) for tree, dtype in zip([*updates, *trees], dtypes, strict=True)], plain
 
@@ -308,8 +308,8 @@ class Program:
         return result
 
 
-class _AnyAnswer(dict[Key, Any]):
-    """A dict that answers zero to every question, to find the leaf that each result belongs to."""
+class _AllZero(dict[Key, Any]):
+    """A dict with zero for the result of every reduction, to find the leaf that each result of the jaxpr belongs to."""
 
     def __contains__(self, key: object) -> bool:
         return True
@@ -376,16 +376,16 @@ def _like(tree: Any, arrays: Sequence[Any]) -> Any:
     return map_units(lambda node: node.replace([as_tensor(next(rest)) for _ in node.groups]), tree)
 
 
-def _answers(asked: Mapping[Key, Question], values: Sequence[Any], comm: Comm) -> dict[Key, Any]:
-    """Return the answers of all ranks to questions, by one collective for all questions along the same axes."""
-    by_question: dict[Question, list[tuple[Key, Any]]] = {}
-    for (key, question), value in zip(asked.items(), values, strict=True):
-        by_question.setdefault(question, []).append((key, value))
+def _reduced(pending: Mapping[Key, RankReduction], values: Sequence[Any], comm: Comm) -> dict[Key, Any]:
+    """Return the results of pending reductions over ranks, by one collective for all reductions along the same axes."""
+    by_reduction: dict[RankReduction, list[tuple[Key, Any]]] = {}
+    for (key, reduction), value in zip(pending.items(), values, strict=True):
+        by_reduction.setdefault(reduction, []).append((key, value))
     result: dict[Key, Any] = {}
-    for question, rows in by_question.items():
+    for reduction, rows in by_reduction.items():
         numbers = torch.tensor([float(value) for _, value in rows], dtype=torch.float64, device=comm.device)
-        for axis in question.axes:
-            numbers = comm.all_reduce(numbers, axis, op=question.op, label="a norm of from_optax()")
+        for axis in reduction.axes:
+            numbers = comm.all_reduce(numbers, axis, op=reduction.op, label="a norm of from_optax()")
         result |= {key: _as(value.dtype, number) for (key, value), number in zip(rows, numbers.tolist(), strict=True)}
     return result
 

@@ -25,8 +25,8 @@ from torch.autograd import forward_ad
 
 from fsharp.annotated import options_checked
 from fsharp.errors import CommError, problem
-from fsharp.functional.comm.digests import differences, meanings
 from fsharp.functional.comm.protocol import ReduceOp, sum_in_rank_order
+from fsharp.functional.comm.settings_digests import differing_settings, settings_behind
 from fsharp.functional.comm.tree_names import TreeCounts
 from fsharp.functional.layout.mesh import Mesh
 
@@ -407,7 +407,7 @@ class _World:
         if len({each.words for each in calls}) > 1:
             labels = {r: str(each.words) for r, each in zip(call.group, calls, strict=True)}
             rows = [(f"rank {r}", label) for r, label in labels.items()]
-            rows += differences(labels, meanings(labels.values()))
+            rows += differing_settings(labels, settings_behind(labels.values()))
             text = problem("simulate()", "ranks called different collectives.", rows)
             for each in calls:
                 each.error = text

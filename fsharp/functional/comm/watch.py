@@ -20,7 +20,7 @@ from typing import NamedTuple, Protocol
 from weakref import WeakMethod, WeakValueDictionary
 
 from fsharp.errors import AgreementError, CommError, problem
-from fsharp.functional.comm.digests import differences, meanings
+from fsharp.functional.comm.settings_digests import differing_settings, settings_behind
 
 _log = logging.getLogger("fsharp")
 _KEPT_LABELS = 64
@@ -285,7 +285,7 @@ class Watch:
         failed = self.board.read("failed")
         if failed is not None:
             raise self._end(AgreementError(failed))
-        settings = meanings(list(self._labels)[-_SHOWN_LABELS:])
+        settings = settings_behind(list(self._labels)[-_SHOWN_LABELS:])
         mine = RankStatus(0, self.name, call.number, list(self._labels), self.ranks.counts(), settings=settings)
         read = self.ranks.exchange(mine, call.peer)
         for rank, note in self.ranks.seen.items():
@@ -313,7 +313,10 @@ class Watch:
             theirs = _numbered(note.counts[self.name], note.labels)
             for number in sorted(mine.keys() & theirs.keys()):
                 if mine[number] != theirs[number]:
-                    orders, known = {self.ranks.rank: mine, rank: theirs}, meanings([mine[number]]) | (note.settings or {})
+                    orders, known = (
+                        {self.ranks.rank: mine, rank: theirs},
+                        settings_behind([mine[number]]) | (note.settings or {}),
+                    )
                     raise self.refuse(AgreementError, _different(number, orders, known), whole=True)
             return
         waits_for_me = self.ranks.counts().get(note.watch, 0) <= note.number
@@ -394,7 +397,7 @@ def _different(first: int | None, orders: Mapping[int, Mapping[int, str]], setti
         shown = [labels[i] for i in range(start - 2, start + _SHOWN_LABELS) if i in labels]
         rows.append((f"rank {rank}", "; ".join(["..."] * (start - 2 > min(labels, default=0)) + shown)))
     if first is not None:
-        rows += differences({rank: labels[first] for rank, labels in orders.items()}, settings or {})
+        rows += differing_settings({rank: labels[first] for rank, labels in orders.items()}, settings or {})
     what = "the last one of each is what it waits in" if first is None else f"the first difference is number {first}"
     return problem(
         "fsharp",

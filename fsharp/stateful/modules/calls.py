@@ -16,7 +16,7 @@ from fsharp.functional.forward import forward
 from fsharp.functional.layout.layout import Layout
 from fsharp.functional.layout.sharded import units_of
 from fsharp.stateful.modules.initial.dtensors import Spec, dressed, local
-from fsharp.stateful.modules.parameter_slots import ParameterSlots, Structure, members_of, owners, swapped_in
+from fsharp.stateful.modules.parameter_slots import ParameterSlots, members_of, owners, refuse_added, swapped_in
 from fsharp.stateful.modules.values.outputs import reaching, replaced, tensors_in, without_parameters
 from fsharp.stateful.modules.values.side_outputs import SideOutputs
 
@@ -44,25 +44,23 @@ class GatheredModule(NamedTuple):
     """The root, or a module that is gathered by itself.
 
     Attributes:
-        units: names of those that are gathered when it is called.
-        ties: names of units that hold what leaves of these are tied to.
-        left: where it may leave tensors other than in what it returns.
-        structure: the submodules that are gathered with it.
-        has_inner: whether other such modules are inside of it.
-        varies: whether it has units that vary along an axis. Ranks there may have nothing to compute, where experts get no
-            tokens; a backward comes to them all the same, so that others do not wait.
+        units: names of the units that are gathered when the module is called.
+        ties: names of other units, which store leaves that these units' leaves are tied to.
+        side_outputs: where the module may leave tensors that it does not return.
+        has_inner: whether modules inside of it are gathered by themselves.
+        varies: whether a unit varies along an axis. A rank there may have nothing to compute, as where an expert gets no
+            tokens. The rank has a backward all the same, so that other ranks do not wait.
     """
 
     units: Sequence[str]
     ties: Sequence[str]
-    left: SideOutputs
-    structure: Structure
+    side_outputs: SideOutputs
     has_inner: bool
     varies: bool
 
 
 class ModuleCalls:
-    """What is needed to call a module's code.
+    """Calls of a module's code, with the parameters of its units.
 
     Args:
         module: the root.
@@ -97,8 +95,7 @@ class ModuleCalls:
             path: GatheredModule(
                 units=names,
                 ties=sorted({tied for name in names for tied in layout[name].tied_units} - set(names)),
-                left=SideOutputs(members[path].values()),
-                structure=Structure(members[path]),
+                side_outputs=SideOutputs(members[path].values()),
                 has_inner=any(other != path and (not path or other.startswith(f"{path}.")) for other in by_path),
                 varies=any(layout[name].strategy.full.varying for name in names),
             )
@@ -117,7 +114,7 @@ class ModuleCalls:
     ) -> Any:
         """``fn(*args, **kwargs)``, the code of the module at ``path``, with its units gathered from ``source``."""
         owner, given, inner = self.owners[path], _Arguments(args, kwargs), _Inner()
-        owner.structure.check()
+        refuse_added(module, path)
         for name in owner.units:
             self.slots[name].check()
 
@@ -125,7 +122,7 @@ class ModuleCalls:
         def compute(trees: list[Any], *flat: Any) -> list[Any]:
             a, k = given.filled(flat)
             passed = [*a, *k.values()]
-            before = owner.left.look(passed, path)
+            before = owner.side_outputs.look(passed, path)
             leaves = [optree.tree_leaves(tree) for tree in trees]
             if self._paused:
                 leaves = [self._detached(*each) for each in zip(owner.units, leaves, strict=True)]
@@ -134,7 +131,7 @@ class ModuleCalls:
                 out = compiled_by_caller(fn, *a, **k)
             full = [leaf for each in leaves for leaf in each]
             out = without_parameters(out, full, path)
-            found, mine = tensors_in(out, path), owner.left.since(before, passed, full, path)
+            found, mine = tensors_in(out, path), owner.side_outputs.since(before, passed, full, path)
             found += [x for x in mine if not any(x is y for y in found)]
             inner.out, inner.found, inner.passed = out, found, passed
             return reaching(found, [*flat, *full]) if owner.varies else found
@@ -147,7 +144,7 @@ class ModuleCalls:
         found = forward(compute, nodes, *given.flat, comm=source.comm, ties=ties, release=not owner.has_inner)
         if all(a is b for a, b in zip(found, inner.found, strict=True)):
             return inner.out
-        owner.left.replace(inner.passed, inner.found, found, path)
+        owner.side_outputs.replace(inner.passed, inner.found, found, path)
         return replaced(inner.out, inner.found, found, path)
 
     @contextmanager

@@ -3,7 +3,7 @@
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -177,66 +177,31 @@ def owners(layout: Layout, chosen: Iterable[str]) -> Mapping[str, list[str]]:
     return every
 
 
-class _Member(NamedTuple):
-    """A module, with the ids of its children and the names of its parameters at the last check.
+def refuse_added(module: nn.Module, path: str) -> None:
+    """Refuse parameters that require a gradient and were put into a gathered module after it was sharded.
 
-    When a child is deleted, all ids are removed, as another module may get the child's id.
-    """
-
-    path: str
-    module: "weakref.ref[nn.Module]"
-    children: list[int]
-    names: list[str]
-    watches: list["weakref.ref[nn.Module]"]
-
-
-class Structure:
-    """The modules that are gathered together, which finds parameters that were added to them.
+    Frozen parameters may be added, and a wrapper may replace the submodule that it wraps. Modules that are gathered by
+    themselves are left out.
 
     Args:
-        members: the modules, by path.
+        module: the root, or a module that is gathered by itself.
+        path: its path.
+
+    Raises:
+        TreeError: names the parameter.
     """
-
-    def __init__(self, members: Mapping[str, nn.Module]) -> None:
-        self._members = [_member(path, each) for path, each in members.items()]
-        self._frozen: list[tuple[str, weakref.ref[nn.Parameter]]] = []  # frozen parameters that were added
-
-    def check(self) -> None:
-        """Refuse parameters that require a gradient and were added after the module was sharded.
-
-        A wrapper may replace the submodule that it wraps, and frozen parameters may be added.
-
-        Raises:
-            TreeError: names the parameter.
-        """
-        for i, member in enumerate(self._members):
-            module = member.module()
-            if module is None:
-                continue
-            if list(map(id, module._modules.values())) == member.children and list(module._parameters) == member.names:
-                continue
-            before = {id(child) for reference in member.watches if (child := reference()) is not None}
-            for name, parameter in module._parameters.items():
-                if name not in member.names and parameter is not None:
-                    self._add(member.path, name, parameter)
-            for name, child in module._modules.items():
-                if child is not None and id(child) not in before:
-                    for path, parameter in child.named_parameters(name):
-                        self._add(member.path, path, parameter)
-                    inside = child.named_modules(prefix=_joined(member.path, name))
-                    self._members += [_member(path, each) for path, each in inside]
-            self._members[i] = _member(member.path, module)
-        for path, reference in self._frozen:
-            if (frozen := reference()) is not None and frozen.requires_grad:
-                raise _untrained(path)
-
-    def _add(self, owner: str, name: str, parameter: nn.Parameter) -> None:
-        if isinstance(parameter, ShardedParameter) or not isinstance(parameter, nn.Parameter):  # full ones are plain tensors
-            return
-        path = _joined(owner, name)
-        if parameter.requires_grad:
-            raise _untrained(path)
-        self._frozen.append((path, weakref.ref(parameter)))
+    for name, parameter in module._parameters.items():
+        if parameter is None or isinstance(parameter, ShardedParameter):
+            continue
+        if isinstance(parameter, nn.Parameter) and parameter.requires_grad:  # within calls, full ones are plain tensors
+            raise TreeError(
+                f"parameter {_joined(path, name)!r} came into the module after shard_module(), and has no gradient and no "
+                "optimizer state: it would not be trained. Add the parameter before shard_module(); or freeze it by "
+                "requires_grad_(False), and each rank uses its own values."
+            )
+    for name, child in module._modules.items():
+        if child is not None and "_fsharp_own" not in vars(child):  # else the child is gathered by itself
+            refuse_added(child, _joined(path, name))
 
 
 def members_of(module: nn.Module, owners: Sequence[str]) -> dict[str, dict[str, nn.Module]]:
@@ -254,19 +219,5 @@ def members_of(module: nn.Module, owners: Sequence[str]) -> dict[str, dict[str, 
     return members
 
 
-def _member(path: str, module: nn.Module) -> _Member:
-    children = list(map(id, module._modules.values()))
-    watches = [weakref.ref(each, lambda _: children.clear()) for each in module._modules.values() if each is not None]
-    return _Member(path, weakref.ref(module), children, list(module._parameters), watches)
-
-
 def _joined(*names: str) -> str:
     return ".".join(name for name in names if name)
-
-
-def _untrained(path: str) -> TreeError:
-    return TreeError(
-        f"parameter {path!r} came into the module after shard_module(), and has no gradient and no optimizer state: it would "
-        "not be trained. Add the parameter before shard_module(); or freeze it by requires_grad_(False), and each rank uses "
-        "its own values."
-    )

@@ -14,9 +14,9 @@ import torch
 
 from fsharp.errors import ScheduleError
 from fsharp.functional.comm.agree import agree, gather_bytes
-from fsharp.functional.comm.digests import digest
 from fsharp.functional.comm.process_group import ProcessGroupComm
 from fsharp.functional.comm.protocol import Comm, CountingComm, ReduceOp, innermost
+from fsharp.functional.comm.settings_digests import settings_digest
 from fsharp.functional.comm.tree_names import TreeCounts, counts_of
 from fsharp.functional.layout.mesh import Mesh
 from fsharp.functional.layout.sharded import Sharded
@@ -213,7 +213,7 @@ class Scheduler(Tracer):
             self._refuse()
             self._before = self._history, list(self._accounted)
             if self._accounted:
-                self._history, self._accounted = digest("\n".join(self._accounted), self._history), []
+                self._history, self._accounted = settings_digest("\n".join(self._accounted), self._history), []
             history = f" of history {self._history}" if self._history else ""
             self.executor.begin(f"{scheduled.name} #{scheduled.num_calls} after {self.num_updates} updates{history}")
             scheduled.num_calls += 1

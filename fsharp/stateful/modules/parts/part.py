@@ -17,7 +17,7 @@ from fsharp.functional.comm.protocol import Comm
 from fsharp.functional.layout.placement import Place
 from fsharp.functional.layout.unit_layout import Leaf, UnitLayout
 from fsharp.stateful.modules.initial.dtensors import Spec
-from fsharp.stateful.modules.parts.tables import COPIES, ELEMENTWISE, REDUCTIONS, Reduction, arguments, is_in_place
+from fsharp.stateful.modules.parts.part_functions import COPIES, ELEMENTWISE, REDUCTIONS, Reduction, arguments, is_in_place
 from fsharp.stateful.modules.torch_tools.chunks import Chunks
 from fsharp.stateful.modules.torch_tools.refusals import not_whole, remedy_or, unseen
 from fsharp.stateful.runtime.boundary import in_backward

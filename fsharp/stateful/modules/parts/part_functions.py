@@ -160,7 +160,7 @@ REDUCTIONS: dict[str, Callable[..., Reduction]] = {
     "linalg_norm": _linalg_norm,
     "_foreach_norm": _foreach_norm,
 }
-"""By name of a function, what returns the Reduction of a call with its arguments, or raises a TypeError if it is none."""
+"""By name of a function, a function of the same arguments that returns the Reduction; a TypeError says that there is none."""
 
 
 def arguments(name: str, args: Any, kwargs: Any) -> list[list[Any]]:

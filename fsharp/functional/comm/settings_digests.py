@@ -9,8 +9,8 @@ _texts: dict[str, str] = {}
 """By digest, the settings in labels of this process. Simulated ranks, which are threads, share this table."""
 
 
-def digest(text: str, before: str = "") -> str:
-    """Return a digest of settings, eight hexadecimal digits, and keep the settings for :func:`meanings`.
+def settings_digest(text: str, before: str = "") -> str:
+    """Return a digest of settings, eight hexadecimal digits, and keep the settings for :func:`settings_behind`.
 
     Args:
         text: the settings, a field in each line as ``name=value``.
@@ -24,13 +24,13 @@ def digest(text: str, before: str = "") -> str:
     return found
 
 
-def meanings(labels: Iterable[str]) -> dict[str, str]:
+def settings_behind(labels: Iterable[str]) -> dict[str, str]:
     """Return the settings behind the digests in labels, by digest, as far as this process has kept them."""
     found = dict.fromkeys(each for label in labels for each in re.findall(r"\b[0-9a-f]{8}\b", label))
     return {each: _texts[each] for each in found if each in _texts}
 
 
-def differences(labels: Mapping[int, str], known: Mapping[str, str]) -> list[tuple[str, str]]:
+def differing_settings(labels: Mapping[int, str], known: Mapping[str, str]) -> list[tuple[str, str]]:
     """Return the settings in which ranks differ, as rows of an error.
 
     Args:
