@@ -1,4 +1,4 @@
-"""Replicas: the training state in memory of hosts, a rank's share on its own and on others: losing some costs no disk."""
+"""Replicas: copies of each rank's share of the training state in memory of several hosts. Lost hosts cost no disk read."""
 
 import json
 import logging

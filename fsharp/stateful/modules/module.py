@@ -156,7 +156,7 @@ class ShardedModule(nn.Module):
     def unsharded(self, *, write: bool = False) -> Iterator[None]:
         """Parameters are whole in this context, in the optimizer's dtype; frozen ones as they rest. Every rank has to enter it.
 
-        A forward whose backward has not come is given up: it may have been for a metric.
+        A forward without a backward so far, such as one for a metric, is given up: its graph can no longer run backward.
 
         Args:
             write: keep what is written to them; every rank has to write the same.

@@ -193,7 +193,7 @@ def refuse_added(module: nn.Module, path: str) -> None:
     for name, parameter in module._parameters.items():
         if parameter is None or isinstance(parameter, ShardedParameter):
             continue
-        if isinstance(parameter, nn.Parameter) and parameter.requires_grad:  # within calls, full ones are plain tensors
+        if isinstance(parameter, nn.Parameter) and parameter.requires_grad:  # full ones within calls are plain tensors
             raise TreeError(
                 f"parameter {_joined(path, name)!r} came into the module after shard_module(), and has no gradient and no "
                 "optimizer state: it would not be trained. Add the parameter before shard_module(); or freeze it by "

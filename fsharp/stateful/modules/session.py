@@ -1,7 +1,7 @@
-"""Session: a sharded module's code, what is trained of it, and what it shows of that.
+"""Session: the state of a sharded module: its gathered calls, its trained parameters, and the parts that its user sees.
 
-A module is a pure function of its parameters once those are swapped for others while it computes. So each chosen module calls
-``forward()`` with its units, under a scheduler, and the rest is as in a functional step.
+A module is a pure function of its parameters: each call puts other tensors in their place. So each module that is gathered by
+itself calls ``forward()`` with its units, under a scheduler, and all else is as in a functional step.
 """
 
 from collections import OrderedDict

@@ -307,14 +307,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """A read-only mapping from parameters to the optimizer's state of each: ``optimizer.state[p]["exp_avg"]``.
 
         State with a value for each element is a :class:`~fsharp.Part` in the optimizer's own memory: a write to the part
-        changes the state. Other state, such as ``"step"``, is returned as the optimizer has it, and is missing on a rank that
-        holds no element of any parameter with the same number of steps. The mapping of a parameter that has had no gradient is
+        changes the state. Other state, such as ``"step"``, is returned as the optimizer has it. A rank lacks that state if it
+        holds no element of any parameter that has had as many steps. The mapping of a parameter that has had no gradient is
         empty. Look parts up again after a step.
 
         Raises:
             TreeError: the optimizer is an ``(init, update)`` pair, whose state is a tree.
 
-        Cost: none for a lookup; for a parameter of which this rank holds no element, a step of the class on one element.
+        Cost: none for a lookup. For a parameter of which this rank holds no element: a step of a new optimizer on one element.
         """
         if self._is_made and self.inner is None:
             raise TreeError(
@@ -429,10 +429,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
         Raises:
             TreeError: groups of other parameters, states of another class, rank or layout, or with other shapes or dtypes. On
                 all ranks, before anything is changed.
-            AgreementError: on all ranks, if one has other values of what they have in common.
+            AgreementError: on all ranks: ranks that hold the same elements have different values of them.
 
-        Cost: the memory of the state, and a pass over it, to compare what several ranks hold by 8 bytes; for a class a step on
-        a copy of each parameter, one at a time.
+        Cost: the memory of the state, and a pass over it to hash what several ranks hold. With a class of torch.optim also a
+        step on a copy of each parameter, one at a time.
         """
         where, comm = "load_state_dict()", self.session.scheduler
 
