@@ -26,7 +26,7 @@ class MeanGradients:
     Attributes:
         tree: a tree of :class:`~fsharp.Sharded` at the optimizer's place, or None.
         missing: paths of trained parameters that have no gradient: in the tree it is zero.
-        said: by what they have been changed.
+        edits: what was done to the gradients since they were set, in order, such as ``"unscale"``.
         hooks: by path of a parameter, what is called once its gradient is there.
     """
 
@@ -43,7 +43,7 @@ class MeanGradients:
         self.missing: set[str] = set()
         self._parts = {}
         self._versions: list[int] = []
-        self.said: list[str] = []
+        self.edits: list[str] = []
         while parts:
             part = parts.pop()
             if sys.getrefcount(part) > 2:  # somebody else has it: `part` and the argument are the two
@@ -51,7 +51,7 @@ class MeanGradients:
 
     def set(self, sums: Any, missing: set[str]) -> None:
         """These are the sums over ranks, which are divided in place."""
-        self.tree, self.missing, self._parts, self.said = sums, missing, {}, []
+        self.tree, self.missing, self._parts, self.edits = sums, missing, {}, []
         self.each(lambda buffer: buffer.div_(self._comm.mesh.size))
         self._versions = self._seen()
 
@@ -82,7 +82,7 @@ class MeanGradients:
         # Writes are counted where every rank has all of it: of a leaf that is cut, some ranks may have nothing to write to.
         is_whole = [not (node.place.sharded or node.place.varying) for node in units_of(self.tree) for _ in node.buffers]
         rows = zip(self._seen(), self._versions, is_whole, strict=True)
-        return f"gradients since they were set={self.said} {[now - before for now, before, whole in rows if whole]}"
+        return f"gradients since they were set={self.edits} {[now - before for now, before, whole in rows if whole]}"
 
     def each(self, change: Callable[[torch.Tensor], Any]) -> None:
         """Change all buffers in place."""
@@ -114,7 +114,7 @@ class MeanGradients:
         self.missing.add(path)
         varying = (node for node in units_of(self.tree) if node.place.varying)
         if not any(path == node.unit.full_path(leaf) for node in varying for leaf in node.unit.leaves):
-            self.said.append(f"without {path}")
+            self.edits.append(f"without {path}")
 
     @property
     def present(self) -> frozenset[str]:

@@ -87,7 +87,7 @@ class ShardedModule(nn.Module):
             )
         scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
         session.step.means.each(lambda buffer: buffer.mul_(scale))
-        session.step.means.said.append(f"clip {max_norm!r} {norm_type!r}")
+        session.step.means.edits.append(f"clip {max_norm!r} {norm_type!r}")
         return norm
 
     @uncompiled

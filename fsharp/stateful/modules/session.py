@@ -144,7 +144,7 @@ class Session:
         memory = part.untyped_storage().data_ptr()
         gradient, parameter = self.step.means.part(part.path), self.parameters[part.path]
         if gradient is not None and gradient.untyped_storage().data_ptr() == memory:
-            self.step.means.said.append(f"{what} {part.path}")
+            self.step.means.edits.append(f"{what} {part.path}")
         elif parameter.untyped_storage().data_ptr() == memory:
             self.scheduler.account(f"{what} {part.path}")
 

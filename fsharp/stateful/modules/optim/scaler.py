@@ -62,7 +62,7 @@ class GradScaler(torch.amp.GradScaler):
         for group in _by_dtype(buffers):
             torch._amp_foreach_non_finite_check_and_unscale_(group, flag, inverse)
             torch.autograd.graph.increment_version(group)  # it does not say so itself
-        session.step.means.said.append("unscale")
+        session.step.means.edits.append("unscale")
         # The largest and the smallest scale come along, and show in what the host reads anyway: it does not wait for them.
         seen = torch.cat([flag, inverse.view(1), -inverse.view(1)])
         found, most, least = self._seen = anywhere(seen, session.calls.specs, session.scheduler)
