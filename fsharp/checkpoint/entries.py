@@ -132,6 +132,7 @@ class Contents:
         aliases: names of tied leaves, and of those that store them.
         layouts: a line for each Sharded: what decides which rank holds which elements of it.
         objects: see Manifest.
+        settings: what ranks have to have done alike to the modules whose parts are in the tree.
     """
 
     entries: dict[str, Entry]
@@ -139,6 +140,7 @@ class Contents:
     aliases: dict[str, str]
     layouts: list[str]
     objects: dict[str, Any] = field(default_factory=dict)
+    settings: dict[str, None] = field(default_factory=dict)
 
     def fields(self) -> dict[str, str]:
         """What ranks have to have in common, as :func:`~fsharp.functional.comm.agree.agree` compares it."""
@@ -343,6 +345,8 @@ def _part(where: str, found: Contents, name: str, part: Part, comm: Comm, known:
         found.layouts.append(f"unit {unit.name!r}: {_layout_text(unit, place)}")
     shape, piece, _, _ = held[leaf.path]
     found.layouts.append(f"{name}: in unit {unit.name!r}, {place}")
+    if (module := part.owner()) is not None:
+        found.settings[module.settings] = None
     return Entry(name, part.dtype, shape, piece, part.local.view(-1))
 
 

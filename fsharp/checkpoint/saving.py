@@ -236,6 +236,7 @@ def _fields(contents: Contents) -> dict[str, str]:
     same = [f"{name}: {xxhash.xxh3_64_hexdigest(bytes_of(local))}" for name, local in on_host]
     return {
         **contents.fields(),
+        "history of modules": "\n".join(contents.settings),
         "values": "\n".join(f"{name}: {value!r}" for name, value in contents.values.items()),
         "lists, tuples and None": "\n".join(f"{name}: {json.dumps(each)}" for name, each in contents.objects.items()),
         "values of tensors, which PerRank() and, for buffers, OwnBuffers() allow to differ": "\n".join(same),

@@ -168,7 +168,7 @@ class ShardedModule(nn.Module):
             raise ScheduleError("unsharded(write=True): in averaged(), which ends with what the parameters were before.")
         _warn_of_rounding("unsharded()", session, {path for path, _ in self.named_parameters(remove_duplicate=False)})
         session.kept.take_writes()
-        nodes = [session.kept.whole(unit.name) for unit in session.layout.units]
+        nodes = [session.kept.whole(unit.name, session.scheduler.comparing) for unit in session.layout.units]
         trees = [optree.tree_leaves(node.tree(nodes)) for node in nodes]
         shown = [session.calls.dressed(node.name, tree) for node, tree in zip(nodes, trees, strict=True)]
         whole = {
@@ -261,7 +261,7 @@ class ShardedModule(nn.Module):
         if session.is_unsharded:
             raise ScheduleError(f"{where}: inside of unsharded(). Call it outside, or take state_dict(), which is whole here.")
         found: dict[str, Any] = super().state_dict()
-        return found if gather_to_rank(where, [found], rank, session.scheduler, specs=session.calls.specs) else {}
+        return found if gather_to_rank(where, [found], rank, session.scheduler.comparing, specs=session.calls.specs) else {}
 
     def load_full_state_dict(self, state_dict: Mapping[str, Any] | None, *, rank: int = 0, strict: bool = True) -> Any:
         """Copy one rank's whole tensors into the parameters and buffers of all ranks. Return what torch's load_state_dict does.
@@ -324,7 +324,7 @@ class ShardedModule(nn.Module):
         session.kept.take_writes()
         for unit in session.layout.units:
             shown = [leaf for leaf in unit.leaves if leaf.tied_to is None and unit.full_path(leaf) in present]
-            buffers = session.kept.gathered(unit.name, sorted({leaf.group for leaf in shown}))
+            buffers = session.kept.gathered(unit.name, sorted({leaf.group for leaf in shown}), session.scheduler.comparing)
             for leaf in shown:
                 path = unit.full_path(leaf)
                 value = buffers[leaf.group][leaf.offset : leaf.offset + leaf.numel].view(leaf.shape).clone()

@@ -26,29 +26,30 @@ class ModuleState:
         state: replaced by each step.
         generation: how often it has been replaced by one from outside.
         is_written: whether somebody has written to parameters since the last step.
+        loaded: which of "parameters" and "optimizer" ranks have loaded since the last step.
     """
 
     def __init__(self, layout: Layout, state: TrainState, comm: Comm) -> None:
         self.layout, self.state, self._comm, self.generation = layout, state, comm, 0
-        self.is_written = False
+        self.is_written, self.loaded = False, set[str]()
         self.stamp()
 
     def stamp(self) -> None:
         """Take the tensors as they are now for right: who writes to them later is noticed."""
         self._stamp = self._versions()
 
-    def whole(self, name: str) -> Sharded:
-        """One unit's parameters in full, in the optimizer's dtype where they are trained. A collective."""
+    def whole(self, name: str, comm: Comm) -> Sharded:
+        """One unit's parameters in full, in the optimizer's dtype where they are trained. A collective of ``comm``."""
         unit = self.layout[name]
-        return Sharded(list(self.gathered(name, unit.all_groups).values()), unit, unit.strategy.full)
+        return Sharded(list(self.gathered(name, unit.all_groups, comm).values()), unit, unit.strategy.full)
 
-    def gathered(self, name: str, groups: Sequence[int]) -> dict[int, torch.Tensor]:
+    def gathered(self, name: str, groups: Sequence[int], comm: Comm) -> dict[int, torch.Tensor]:
         """The same of some of its groups: full buffers, which nobody else has."""
         position = next(i for i, unit in enumerate(self.layout.units) if unit.name == name)
         rest, main = (units_of(tree)[position] for tree in (self.state.params, self.state.main))
         parts = rest.select([g for g in groups if g not in main.groups]), main.select([g for g in groups if g in main.groups])
         with torch.no_grad():
-            full = [gather(part, comm=self._comm) for part in parts if part.groups]
+            full = [gather(part, comm=comm) for part in parts if part.groups]
         found = {g: buffer.clone() for part in full for g, buffer in zip(part.groups, part.buffers, strict=True)}
         return {g: found[g] for g in groups}
 

@@ -194,6 +194,7 @@ class ModuleStep:
             self.scheduler.close(run)
         self._run = self.params = None
         self.kept.stamp()
+        self.kept.loaded.clear()
         return True
 
     def finished(self, where: str) -> Any:

@@ -6,7 +6,7 @@ itself calls ``forward()`` with its units, under a scheduler, and all else is as
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, TypeVar
 
@@ -15,8 +15,9 @@ from torch import nn
 from torch.utils import _pytree as torch_pytree
 from torch.utils.hooks import RemovableHandle
 
-from fsharp.errors import LayoutError, ScheduleError
+from fsharp.errors import FsharpError, LayoutError, ScheduleError
 from fsharp.functional.comm.protocol import Comm
+from fsharp.functional.comm.tree_names import name_trees
 from fsharp.functional.layout.layout import Layout
 from fsharp.functional.layout.sharded import Sharded, units_of
 from fsharp.functional.state import TrainState
@@ -127,16 +128,36 @@ class Session:
             before_backward(tensors_in(out, path), torch_pytree.tree_leaves((args, kwargs)), self.step.on_backward)
             return out
 
+    def note_load(self, what: str) -> None:
+        """Note that all ranks have loaded ``"parameters"`` or ``"optimizer"``, whole.
+
+        Once both are loaded, values do not depend on what ranks have done before, and labels no longer tell of it: ranks whose
+        steps differed before an error go on together.
+        """
+        self.kept.loaded.add(what)
+        if len(self.kept.loaded) == 2:
+            self.kept.loaded.clear()
+            self.scheduler.begin_history()
+            name_trees((self.kept.state.params, self.kept.state.main), self.scheduler)
+
     # ------------------------------------------------------------ the owner of parts
 
     @property
     def ranks(self) -> Comm:
         """The ranks, for a collective that a user's function of parts makes."""
         self.step.clear_up()
-        return self.scheduler
+        return self.scheduler.comparing
+
+    @property
+    def settings(self) -> str:
+        """What ranks have to have done alike to this module so far, a field in each line."""
+        return self.scheduler.settings
 
     def before_write(self) -> None:
-        """Have the current stream wait for what a step gathers for the next one: gathers read parameters."""
+        """Wait for gathers under way: some read parameters for the next step, some write updated ones to where they rest."""
+        for node in units_of(self.kept.state.params):
+            with suppress(FsharpError):  # a gather that has failed is over; who computes with the parameters hears of it
+                _ = node.buffers
         self.scheduler.lanes.join_all("gather")
 
     def note_write(self, part: Part, what: str) -> None:

@@ -93,6 +93,8 @@ def load_parts(session: Session, module: nn.Module, load: Callable[[], Any]) -> 
         for buffer, value in read.buffers:
             buffer.copy_(value)
     session.kept.spread()
+    if all(path in read.given for path, parameter in session.parameters.items() if parameter.is_trained):
+        session.note_load("parameters")
     return read.result
 
 

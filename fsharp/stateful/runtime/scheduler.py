@@ -15,7 +15,7 @@ import torch
 from fsharp.errors import ScheduleError
 from fsharp.functional.comm.agree import agree, gather_bytes
 from fsharp.functional.comm.process_group import ProcessGroupComm
-from fsharp.functional.comm.protocol import Comm, CountingComm, ReduceOp, innermost
+from fsharp.functional.comm.protocol import Comm, CountingComm, Labelled, ReduceOp, innermost
 from fsharp.functional.comm.settings_digests import settings_digest
 from fsharp.functional.comm.tree_names import TreeCounts, counts_of
 from fsharp.functional.layout.mesh import Mesh
@@ -82,6 +82,7 @@ class Scheduler(Tracer):
         self._closed: str | None = None
         self._history, self._accounted = "", list[str]()  # digest of accounted texts up to the last call, and texts since then
         self._before = self._history, self._accounted  # both of them, when the last call began
+        self._title = ""  # of the step that is under way, without its history
         self._start()
 
     def _start(self) -> None:
@@ -172,12 +173,39 @@ class Scheduler(Tracer):
         return self.executor.named(label or "a call of the Comm")
 
     def account(self, text: str) -> None:
-        """Add settings on which later steps depend, and which have to be the same on all ranks, to the labels of later steps.
+        """Add settings that have to be the same on all ranks to the labels of what follows, in this step and in later ones.
 
         Args:
             text: the settings, a field in each line as ``name=value``. An error names the fields that differ.
         """
         self._accounted.append(text)
+        if self._running is not None:
+            self.executor.step = f"{self._title}{self._of_history}"
+
+    def begin_history(self) -> None:
+        """Have labels say nothing of earlier steps and settings: all ranks have just loaded the same values."""
+        self._history, self._accounted, self.num_updates = "", [], 0
+        for scheduled in self._functions:
+            scheduled.num_calls = 0
+
+    @property
+    def history(self) -> str:
+        """A digest of all settings that were accounted so far; empty if there are none."""
+        return settings_digest("\n".join(self._accounted), self._history) if self._accounted else self._history
+
+    @property
+    def settings(self) -> str:
+        """The digest of settings up to the last step, and the settings since then, a field in each line as ``name=value``."""
+        return "\n".join([f"history={self._history}", *self._accounted])
+
+    @property
+    def comparing(self) -> Comm:
+        """This Comm, with the history in labels outside of steps: for collectives that put parts of all ranks together."""
+        return self if self._running is not None else Labelled(self, f"after history {self.history or 'none'}: ")
+
+    @property
+    def _of_history(self) -> str:
+        return f" of history {self.history}" if self.history else ""
 
     # ------------------------------------------------------------ a step
 
@@ -212,10 +240,9 @@ class Scheduler(Tracer):
         with self.guard():
             self._refuse()
             self._before = self._history, list(self._accounted)
-            if self._accounted:
-                self._history, self._accounted = settings_digest("\n".join(self._accounted), self._history), []
-            history = f" of history {self._history}" if self._history else ""
-            self.executor.begin(f"{scheduled.name} #{scheduled.num_calls} after {self.num_updates} updates{history}")
+            self._history, self._accounted = self.history, []
+            self._title = f"{scheduled.name} #{scheduled.num_calls} after {self.num_updates} updates"
+            self.executor.begin(f"{self._title}{self._of_history}")
             scheduled.num_calls += 1
             self._thread = threading.get_ident()
             self.registry.begin()

@@ -459,6 +459,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         else:
             self._has_state = set(states)
             self._recut([{path: alike(states.get(path, {})) for path in labels} for labels in self._labels], states)
+        self.session.note_load("optimizer")
 
     def full_state_dict(self, *, rank: int | None = 0) -> dict[str, Any]:
         """Return :meth:`state_dict` with whole tensors in host memory, on one rank; an empty dict on all others.
@@ -476,7 +477,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._refuse_pair(where)
         found = self.state_dict()
         states = found["state"].values()
-        return found if gather_to_rank(where, states, rank, self.session.scheduler, kind_of=lambda key: key) else {}
+        return found if gather_to_rank(where, states, rank, self.session.scheduler.comparing, kind_of=lambda key: key) else {}
 
     def load_full_state_dict(self, state_dict: Mapping[str, Any] | None, *, rank: int = 0) -> None:
         """Load on all ranks one rank's result of :meth:`full_state_dict`.

@@ -36,6 +36,10 @@ class Owner(Protocol):
     def ranks(self) -> Comm:
         """The ranks, for a collective of a function of parts."""
 
+    @property
+    def settings(self) -> str:
+        """What ranks have to have done alike to the module so far, a field in each line as ``name=value``."""
+
     def gradient(self, path: str) -> "Part | None":
         """Return the gradient of one parameter; None if there is none."""
 
@@ -46,7 +50,7 @@ class Owner(Protocol):
         """Release the gradient of one parameter, which the user has set to None."""
 
     def before_write(self) -> None:
-        """Have the current stream wait for gathers under way, which read parameters that are about to change."""
+        """Wait for gathers under way, which read parameters that are about to change, or write them."""
 
     def note_write(self, part: "Part", what: str) -> None:
         """Note that a function has changed a part in place. ``what`` is the function and its numbers, for labels."""

@@ -1,0 +1,101 @@
+"""One rank alone does something to a module in its last step: whoever puts parts of ranks together hears of it."""
+
+import pytest
+import torch
+
+import fsharp as fs
+from fsharp.testing import processes, simulate
+from tests import modules
+from tests.modules import batches, make, wrap
+from tests.scheduling import DP
+
+
+def unsharded(model, optimizer, comm, folder):
+    with model.unsharded():
+        pass
+
+
+LAST = {
+    "full_state_dict": lambda model, optimizer, comm, folder: model.full_state_dict(),
+    "the optimizer's": lambda model, optimizer, comm, folder: optimizer.full_state_dict(),
+    "full_parameters": lambda model, optimizer, comm, folder: list(model.full_parameters()),
+    "unsharded": unsharded,
+    "a norm": lambda model, optimizer, comm, folder: torch.nn.utils.get_total_norm(list(model.parameters())),
+    "save": lambda model, optimizer, comm, folder: fs.checkpoint.save(folder, {"model": model}, step=1, comm=comm),
+}
+
+
+@pytest.mark.parametrize("last", LAST)
+@pytest.mark.parametrize("what", ["another rate", "a write"])
+def test_the_last_step_of_one_rank_is_noticed_by_what_follows(last, what, tmp_path):
+    """The rate is as before again when ranks compare their options."""
+
+    def rank_fn(comm):
+        model, optimizer = wrap(comm, "zero3")
+        if comm.rank == 1 and what == "another rate":
+            optimizer.param_groups[0]["lr"] = 0.5
+        modules.train(model, optimizer, batches(comm, 1))
+        optimizer.param_groups[0]["lr"] = modules.ADAMW["lr"]
+        with torch.no_grad():
+            if comm.rank == 1 and what == "a write":
+                model.head.weight.mul_(0.5)
+            LAST[last](model, optimizer, comm, tmp_path / "checkpoints")
+
+    names = "lr=0.5" if what == "another rate" else r"mul_ \[0.5\] head.weight"
+    for error in simulate(DP, rank_fn, outcomes=True):
+        with pytest.raises((fs.errors.AgreementError, fs.errors.CommError), match=names):
+            raise error
+    assert not list(fs.checkpoint.checkpoints(tmp_path / "checkpoints"))
+
+
+def test_ranks_whose_steps_differed_load_a_checkpoint_and_go_on(tmp_path):
+    """One rank raises in its optimizer, so that others are an update ahead."""
+
+    class Failing(torch.optim.SGD):
+        fails = False
+
+        def step(self, closure=None):
+            if self.fails:
+                raise RuntimeError("planted")
+            return super().step(closure)
+
+    def rank_fn(comm):
+        model, optimizer = wrap(comm, "zero3")
+        optimizer = fs.ShardedOptimizer(model.parameters(), Failing, lr=0.1, momentum=0.9)
+        data, tree = batches(comm, 4), {"model": model, "optimizer": optimizer}
+        modules.train(model, optimizer, data[:2])
+        fs.checkpoint.save(tmp_path, tree, step=2, comm=comm)
+        expected = modules.train(model, optimizer, data[2:])
+        fs.checkpoint.load(tmp_path, tree, comm=comm)
+        Failing.fails = comm.rank == 1
+        with pytest.raises(RuntimeError, match="planted"):
+            modules.train(model, optimizer, data[2:])
+        Failing.fails = False
+        optimizer.zero_grad()
+        fs.checkpoint.load(tmp_path, tree, comm=comm)
+        return [float(x) for x in expected], [float(x) for x in modules.train(model, optimizer, data[2:])]
+
+    for expected, found in processes(DP, rank_fn):
+        assert found == expected
+
+
+def test_what_is_loaded_or_written_is_not_overwritten_by_a_gather_under_way():
+    """Updated parameters of zero1 and zero2 are gathered beneath what follows. The units outside of blocks share one gather."""
+
+    def rank_fn(comm):
+        found = []
+        for strategy in ("zero1", "zero2"):
+            model, optimizer = wrap(comm, strategy)
+            start = {name: p.detach().clone() for name, p in make().named_parameters()}
+            data = batches(comm, 3)
+            modules.train(model, optimizer, data)
+            model.load_state_dict(start, strict=False)
+            found += [modules.values(model)[name].equal(value) for name, value in start.items()]
+            modules.train(model, optimizer, data)
+            with torch.no_grad():
+                for p in model.parameters():
+                    p.zero_()
+                found.append(not model(data[0][0]).any())
+        return found
+
+    assert all(all(each) for each in processes(DP, rank_fn))
