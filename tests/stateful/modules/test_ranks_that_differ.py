@@ -6,7 +6,7 @@ import torch
 import fsharp as fs
 from fsharp.testing import processes, simulate
 from tests import modules
-from tests.modules import batches, make, wrap
+from tests.modules import Block, batches, make, wrap
 from tests.scheduling import DP
 
 
@@ -84,8 +84,9 @@ def test_what_is_loaded_or_written_is_not_overwritten_by_a_gather_under_way():
 
     def rank_fn(comm):
         found = []
-        for strategy in ("zero1", "zero2"):
-            model, optimizer = wrap(comm, strategy)
+        for strategy in (fs.zero1("dp"), fs.zero2("dp")):
+            model = fs.shard_module(make(), mesh=comm, strategy=strategy, units=[Block])
+            optimizer = fs.ShardedOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
             start = {name: p.detach().clone() for name, p in make().named_parameters()}
             data = batches(comm, 3)
             modules.train(model, optimizer, data)
