@@ -265,6 +265,19 @@ class ModuleStep:
         self.discard()
         self.used = used
 
+    def refuse_accumulated(self, path: str) -> None:
+        """Refuse to show or release the gradient of one parameter while ranks have not summed the gradients of the step.
+
+        Raises:
+            ScheduleError: all backward passes of the step so far were told to accumulate.
+        """
+        if self.means.tree is None and self._run is not None and self._pass == -1 and self.is_fed:
+            raise ScheduleError(
+                f"grad of parameter {path!r}: all backward passes so far were told to accumulate, and their "
+                "gradients are not summed over ranks yet. Leave out `with model.accumulate():` where p.grad is read between "
+                "backward passes. To discard all gradients, call zero_grad() of the model or the optimizer."
+            )
+
     def drop_gradient(self, path: str) -> None:
         """A gradient has been set to None; once all are, none has been."""
         self.used.discard(path)

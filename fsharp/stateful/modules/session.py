@@ -187,6 +187,7 @@ class Session:
 
     def gradient(self, path: str) -> Part | None:
         """This rank's part of the mean gradient of a parameter."""
+        self._refuse_accumulated(path)
         return self.step.means.part(path)
 
     def add_hook(self, path: str, hook: Callable[[Any], Any]) -> RemovableHandle:
@@ -198,7 +199,12 @@ class Session:
 
     def drop_gradient(self, path: str) -> None:
         """A gradient has been set to None; once all are, none has been."""
+        self._refuse_accumulated(path)
         self.step.drop_gradient(path)
+
+    def _refuse_accumulated(self, path: str) -> None:
+        if self.parameters[path].is_trained:
+            self.step.refuse_accumulated(path)
 
     def differentiate(self, outputs: Any, inputs: Sequence[torch.Tensor], **options: Any) -> tuple[torch.Tensor | None, ...]:
         """``torch.autograd.grad``: see :func:`~fsharp.stateful.modules.differentiate.differentiate`."""

@@ -374,3 +374,31 @@ def test_any_number_of_backward_passes_add_up(strategy, ranks):
     for found in simulate(fs.Mesh({"dp": ranks}), rank_fn):
         for number, part in zip(numbers, found, strict=True):
             assert part == pytest.approx([number] * len(part))
+
+
+GRADIENTS = {
+    "read": lambda model: model.head.weight.grad,
+    "set to None": lambda model: setattr(model.head.weight, "grad", None),
+    "zero_grad() of a layer": lambda model: model.layers[0].zero_grad(),
+    "clip_grad_norm_() of torch": lambda model: nn.utils.clip_grad_norm_(model.parameters(), 1.0),
+}
+
+
+@pytest.mark.parametrize("what", GRADIENTS)
+def test_gradients_that_ranks_have_not_summed_are_not_shown(what):
+    """As None they would be left out of norms and of what is set to None; frozen parameters have none."""
+
+    def rank_fn(comm):
+        model, _ = modules.wrap(comm, "zero2", "frozen")
+        [(x, y)] = modules.batches(comm, 1)
+        with model.accumulate():
+            model(x, y)["loss"].backward()
+        assert model.embed.weight.grad is None
+        with pytest.raises(ScheduleError, match=r"grad of parameter '(head|layers\.0)\..*told to accumulate"):
+            GRADIENTS[what](model)
+        model.zero_grad()
+        assert model.head.weight.grad is None
+        model(x, y)["loss"].backward()
+        assert model.head.weight.grad.norm() > 0
+
+    simulate(DP, rank_fn)

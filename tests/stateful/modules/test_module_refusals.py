@@ -33,6 +33,7 @@ from tests.scheduling import DP
         (lambda m, x: setattr(m.head.weight, "grad", torch.zeros(3)), r"'head\.weight': the module stores the gradient"),
         (lambda m, x: m.half(), r"cannot be moved or cast: unit .* is torch\.float32 on cpu, asked for torch\.float16"),
         (lambda m, x: m.to("meta"), r"asked for torch\.float32 on meta"),
+        (lambda m, x: m.layers[0].half(), r"'layers\.0\.norm\.weight' is torch\.float32 on cpu, asked for torch\.float16"),
         (lambda m, x: fs.shard_module(m), "belongs to a ShardedModule already"),
         (lambda m, x: fs.ShardedOptimizer(m.parameters(), torch.optim.LBFGS), r"LBFGS computes the loss several"),
         (

@@ -142,3 +142,52 @@ def test_one_rank_alone_that_writes_is_found(strategy, way):
 
     with pytest.raises(CommError, match="ranks called different collectives"):
         simulate(DP, rank_fn)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_forwards_see_writes_between_two_backward_passes(strategy):
+    """In steps that follow a schedule, too: it keeps what a backward has gathered for the next forward."""
+
+    def steps(model, optimizer, data):
+        losses = []
+        for i, (x, y) in enumerate(data):
+            model(x, y)["loss"].backward()
+            with torch.no_grad():
+                for p in (model.layers[1] if i % 2 else model).parameters():
+                    p.mul_(0.9)
+            losses.append(evaluated(model, x, y))
+            loss = model(x, y)["loss"]
+            loss.backward()
+            losses.append(loss.detach())
+            optimizer.step()
+            optimizer.zero_grad()
+        return torch.stack(losses)
+
+    def rank_fn(comm):
+        return comm.all_reduce(steps(*wrap(comm, strategy), batches(comm, 4)), "dp") / 2
+
+    plain = modules.make()
+    expected = steps(plain, torch.optim.AdamW(plain.parameters(), **modules.ADAMW), batches(None, 4))
+    for found in simulate(DP, rank_fn):
+        modules.close(found, expected)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_whole_tensors_are_written_by_each_rank_to_its_part(strategy):
+    """By elementwise functions, lists of tensors, and ``load_state_dict`` of a module in the model."""
+    torch.manual_seed(0)
+    other = modules.Block()
+
+    def rank_fn(comm):
+        model, _ = wrap(comm, strategy)
+        with torch.no_grad():
+            model.head.weight.mul_(torch.arange(66.0).view(11, 6)).copy_(model.head.weight + torch.ones(11, 6))
+            torch._foreach_copy_(list(model.layers[0].parameters()), list(other.parameters()))
+        model.layers[1].load_state_dict(other.state_dict())
+        model.layers[2].float()  # stays where it is
+        return values(model)
+
+    for whole in simulate(DP, rank_fn):
+        torch.testing.assert_close(whole["head.weight"], modules.make().head.weight * torch.arange(66.0).view(11, 6) + 1)
+        for i, (name, value) in ((i, item) for i in (0, 1) for item in other.named_parameters()):
+            assert torch.equal(whole[f"layers.{i}.{name}"], value)

@@ -91,6 +91,7 @@ class Part(torch.Tensor):
     """This rank's part of a tensor. ``shape``, ``ndim`` and ``numel()`` are the whole tensor's; :attr:`local` has the elements.
 
     Elementwise functions, in place or not, take parts that are cut alike, numbers, and tensors without dims, and return a part.
+    Of a tensor with the shape of the whole, which every rank has, each rank takes the elements that its part has.
     Sums, means, extremes and norms of all elements are those of the whole tensor, on every rank. Each is one small collective
     for each axis that divides the tensor, which all ranks call. If ranks along an axis have different parameters, those of all
     ranks are reduced together. Everything else is refused for a part that is not whole.
@@ -163,6 +164,8 @@ class Part(torch.Tensor):
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
+        if isinstance(value, Part) and value.dtype == self.dtype and value.local.data_ptr() == self.local.data_ptr():
+            return  # a module was moved to where it is
         remedy = "Write a parameter in `with model.unsharded(write=True):`, and a gradient by `p.grad.copy_(...)`."
         raise TreeError(
             f"{self.path!r} rests in memory of its ShardedModule, in a planned dtype and shape: its data cannot be replaced. "
@@ -183,6 +186,10 @@ class Part(torch.Tensor):
         size = self.unit.local_size(self.leaf.group, self.place)
         return self.full_shape, self.unit.mesh, self.place.sharded, self.leaf.shape, self.leaf.offset, size, spec
 
+    def _takes(self, whole: torch.Tensor) -> bool:
+        """Return whether a plain tensor has the shape of the whole, so that this rank's elements of that tensor are known."""
+        return whole.shape == self.full_shape and (self.spec is None or not self.spec.is_sharded)
+
     @classmethod
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -197,6 +204,8 @@ class Part(torch.Tensor):
         is_harmless = name not in _COMPUTING if is_attribute else name in _HARMLESS
         if in_backward() and (not is_harmless or name == "dtype"):  # a checkpoint casts to the dtype that the forward saw
             args, kwargs = _full_in_backward(args), {key: _full_in_backward(x) for key, x in kwargs.items()}
+        if name == "_has_compatible_shallow_copy_type" and isinstance(args[0], Part):
+            return _stays(*args)
         if name == "detach" and isinstance(args[0], Part):
             return Part.of(args[0].local, args[0])
         if name in COPIES and type(args[0]) is Part:
@@ -250,6 +259,20 @@ class Part(torch.Tensor):
             ", and a reader of the file would take this part for the whole tensor. Save by fs.checkpoint.save() or dcp.save(), "
             "or save whole tensors: torch.save(model.full_state_dict(), path), where every rank calls full_state_dict()."
         )
+
+
+def _stays(part: Part, applied: torch.Tensor) -> bool:
+    """Return True for a part that a module's ``to()`` leaves as it is.
+
+    Raises:
+        TreeError: another dtype or device.
+    """
+    if (applied.dtype, applied.device) != (part.dtype, part.device):
+        raise TreeError(
+            f"a module in a sharded module cannot be moved or cast: {part.path!r} is {part.dtype} on {part.device}, asked for "
+            f"{applied.dtype} on {applied.device}. Do so before shard_module(), or pass precision."
+        )
+    return True
 
 
 def _refuse_autograd(name: str, rows: Sequence[Sequence[Any]], cut: Sequence[Part]) -> None:
@@ -336,19 +359,21 @@ def _elementwise(
         for x in row:
             if like is None or x is like or not isinstance(x, torch.Tensor):
                 continue
-            if x._cut != like._cut if isinstance(x, Part) else x.dim() > 0:
+            if x._cut != like._cut if isinstance(x, Part) else x.dim() > 0 and not like._takes(x):
                 raise LayoutError(_mismatch(like, x, name))
     if is_in_place(name) and any(
         not isinstance(row[0], Part) for row, like in zip(rows, likes, strict=True) if like is not None
     ):
         raise LayoutError(_mismatch(next(like for like in likes if like is not None), rows[0][0], name))
 
-    def here(x: Any) -> Any:
+    def here(x: Any, like: Part | None) -> Any:
         if isinstance(x, list | tuple):
-            return type(x)(here(each) for each in x)
-        return x.local if isinstance(x, Part) else x
+            return type(x)(map(here, x, likes if name.startswith("_foreach_") else likes * len(x)))
+        if isinstance(x, Part):
+            return x.local
+        return x.reshape(-1)[slice(*like.run)] if like is not None and isinstance(x, torch.Tensor) and x.dim() else x
 
-    out = func(*[here(x) for x in args], **{key: here(x) for key, x in kwargs.items()})
+    out = func(*[here(x, likes[0]) for x in args], **{key: here(x, likes[0]) for key, x in kwargs.items()})
     if is_in_place(name):
         return None if out is None else args[0]
     if isinstance(out, torch.Tensor):
