@@ -124,16 +124,18 @@ _NAME, _NUMBERS = "_fsharp_name", "_fsharp_numbers"
 
 def _storage(node: Sharded) -> torch.UntypedStorage | None:
     """The memory of a trained group, which an update makes anew, else that of any."""
-    tensors = [(g, x) for g, x in zip(node.groups, node.raw_buffers, strict=True) if isinstance(x, torch.Tensor)]
-    trained = [x for g, x in tensors if node.unit.groups[g].trainable]
-    return next((_unwrapped(x).untyped_storage() for x in (trained or [x for _, x in tensors])), None)
-
-
-def _unwrapped(x: torch.Tensor) -> torch.Tensor:
-    """The tensor without the levels of torch.func's transforms: the one that has memory."""
-    while _functorch.is_functorch_wrapped_tensor(x):
-        x = _functorch.get_unwrapped(x)
-    return x
+    chosen: torch.Tensor | None = None
+    for group, x in zip(node.groups, node.raw_buffers, strict=True):
+        is_trained = node.unit.groups[group].trainable
+        if isinstance(x, torch.Tensor) and (is_trained or chosen is None):
+            chosen = x
+            if is_trained:
+                break
+    if chosen is None:
+        return None
+    while _functorch.is_functorch_wrapped_tensor(chosen):  # only the innermost tensor has memory
+        chosen = _functorch.get_unwrapped(chosen)
+    return chosen.untyped_storage()
 
 
 def _name(node: Sharded) -> TreeName | None:

@@ -275,6 +275,11 @@ def units_of(tree: Any) -> list[Sharded]:
     return [leaf for leaf in optree.tree_leaves(tree, is_leaf=is_sharded) if is_sharded(leaf)]
 
 
+def units_by_name(tree: Any) -> dict[str, Sharded]:
+    """All :class:`Sharded` in a tree, by the path of their unit."""
+    return {node.name: node for node in units_of(tree)}
+
+
 def check_kept(where: str, nodes: Iterable[Sharded]) -> None:
     """Refuse nodes whose memory has been given away.
 

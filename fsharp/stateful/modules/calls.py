@@ -14,7 +14,7 @@ from fsharp.errors import TreeError
 from fsharp.functional.comm.protocol import Comm
 from fsharp.functional.forward import forward
 from fsharp.functional.layout.layout import Layout
-from fsharp.functional.layout.sharded import units_of
+from fsharp.functional.layout.sharded import units_by_name
 from fsharp.stateful.modules.initial.dtensors import Spec, dressed, local
 from fsharp.stateful.modules.parameter_slots import ParameterSlots, members_of, owners, refuse_added, swapped_in
 from fsharp.stateful.modules.values.outputs import reaching, replaced, tensors_in, without_parameters
@@ -36,7 +36,7 @@ class ParameterSource:
     __slots__ = ("comm", "computing", "nodes")
 
     def __init__(self, tree: Any, comm: Comm) -> None:
-        self.nodes, self.comm = {node.name: node for node in units_of(tree)}, comm
+        self.nodes, self.comm = units_by_name(tree), comm
         self.computing: list[nn.Module] = []
 
 

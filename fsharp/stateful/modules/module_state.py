@@ -9,7 +9,7 @@ import torch
 from fsharp.errors import ScheduleError, TreeError
 from fsharp.functional.comm.protocol import Comm, Labelled
 from fsharp.functional.layout.layout import Layout
-from fsharp.functional.layout.sharded import Sharded, map_units, trainable, units_of
+from fsharp.functional.layout.sharded import Sharded, map_units, trainable, units_by_name, units_of
 from fsharp.functional.moves import gather, on_device
 from fsharp.functional.state import TrainState
 
@@ -76,7 +76,7 @@ class ModuleState:
         """The parameters as the optimizer has them: a tree of trainable groups at its place, in memory that stays."""
         with torch.no_grad():
             held = gather(trainable(self.state.params), comm=self._comm, to="optim")
-        mains = {node.name: node for node in units_of(self.state.main)}
+        mains = units_by_name(self.state.main)
 
         def one(node: Sharded) -> Sharded:
             main = mains.get(node.name)

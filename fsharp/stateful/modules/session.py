@@ -19,7 +19,7 @@ from fsharp.errors import FsharpError, LayoutError, ScheduleError
 from fsharp.functional.comm.protocol import Comm
 from fsharp.functional.comm.tree_names import name_trees
 from fsharp.functional.layout.layout import Layout
-from fsharp.functional.layout.sharded import Sharded, units_of
+from fsharp.functional.layout.sharded import Sharded, units_by_name, units_of
 from fsharp.functional.state import TrainState
 from fsharp.stateful.modules.calls import ModuleCalls, ParameterSource
 from fsharp.stateful.modules.differentiate import differentiate
@@ -246,7 +246,7 @@ class Session:
         """Let the module's parameters be this rank's parts of what is trained."""
         self.parameters.clear()
         rank, mesh = self.scheduler.rank, self.scheduler.mesh
-        trained = {node.name: node for node in units_of(self.kept.visible())}
+        trained = units_by_name(self.kept.visible())
         for node in units_of(self.kept.state.params):
             unit = node.unit
             frozen = node.select([g for g in node.groups if not unit.groups[g].trainable])

@@ -102,7 +102,7 @@ class Arena:
                 continue
             for slot, _ in slots:
                 slot.release(poison=False)
-            self._executor.run(bound)
+            self._executor.run([bound])
 
     def gather_ahead(self, scheduled: Scheduled, recorder: Recorder | None) -> None:
         """Gather what the next step of a function begins with, at the end of the one before.
@@ -121,7 +121,7 @@ class Arena:
             if recorder is not None:
                 recorder.op(op, self._executor.run)
             else:
-                self._executor.run(op)
+                self._executor.run([op])
             for each in op.members:
                 bound.slots[each.op.unit].remember(each.unit.node)
         with self._executor.lanes.on("gather", begins=False):

@@ -112,19 +112,16 @@ class Compiled:
     def _bytes(self, memory: Memory) -> torch.Tensor:
         return self.arena[memory.start : memory.stop]
 
-    def foresees(self, position: int, event: Event) -> bool:
-        """Whether the program has this event in this position."""
-        return position < len(self.events) and self.events[position] == event
-
     def fits(self, units: dict[str, UnitState]) -> bool:
         """Whether these are still the units it was made for."""
         return all(units.get(name) is unit for name, unit in self.units.items())
 
     def outside(self, grads: Grads) -> Grads:
         """Gradients of a use; if one is in the arena, because it is a parameter, copies: parameters are released first."""
-        if all(grad is None or not self._first <= grad.data_ptr() < self._last for grad in grads):
-            return grads
-        return [None if grad is None else grad.clone() for grad in grads]
+        for grad in grads:
+            if grad is not None and self._first <= grad.data_ptr() < self._last:
+                return [None if grad is None else grad.clone() for grad in grads]
+        return grads
 
     def leave(self) -> None:
         """The step goes on without this schedule: backwards where their forwards were, new uses in memory of their own."""

@@ -4,7 +4,7 @@ It knows units, their memory, lanes and the transport; neither programs nor sche
 table :data:`RUN`.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 
@@ -34,6 +34,7 @@ class BoundOp:
         after: keys of the ops on other lanes that it waits for; of the first op of a bucket those of all.
         others: of the first op of a bucket: the others, which are run with it.
         unit: that it is about.
+        gradient: the unit's, which an op about gradients has.
         params: where the unit's full parameters are.
         block: what a gradient is collected in, and leaves from.
         pieces: what the way to the optimizer's place works in.
@@ -45,6 +46,7 @@ class BoundOp:
     __slots__ = (
         "after",
         "block",
+        "gradient",
         "is_first",
         "is_reduced_to_rest",
         "key",
@@ -62,6 +64,7 @@ class BoundOp:
         self.label = f"{op.kind} {op.unit} ({op.phase})"
         self.others: tuple[BoundOp, ...] = ()
         self.unit: UnitState = unit  # type: ignore[assignment]  # ops without a unit do nothing with it
+        self.gradient: GradientBuffer = unit.gradient if unit is not None else None  # type: ignore[assignment]  # likewise
         self.params: UnshardedBuffer | None = None
         self.block: OutgoingBlock | None = None
         self.pieces: list[list[torch.Tensor]] = []
@@ -71,13 +74,6 @@ class BoundOp:
     def members(self) -> "tuple[BoundOp, ...]":
         """The ops of its bucket, itself first; itself alone if it is in none."""
         return self, *self.others
-
-    @property
-    def gradient(self) -> GradientBuffer:
-        """The gradient buffer of the unit that the op is about."""
-        gradient = self.unit.gradient
-        assert gradient is not None, f"{self.op.unit} has no gradient"
-        return gradient
 
 
 class Executor:
@@ -118,11 +114,10 @@ class Executor:
         self.live_nbytes = self.peak_nbytes = self.top = 0
         self._deferred: list[tuple[Memory, GradientBuffer]] = []
 
-    def run(self, bound: BoundOp) -> None:
-        """Do what an op says."""
-        if bound.op.kind in ("gather", "reduce"):
-            self.connection.make()
-        RUN[bound.op.kind](self, bound)
+    def run(self, ops: Iterable[BoundOp]) -> None:
+        """Do what these ops say, one after the other."""
+        for bound in ops:
+            RUN[bound.op.kind](self, bound)
 
     def label(self, bounds: Sequence[BoundOp]) -> str:
         """What ranks compare before they take part in a collective of these ops."""
@@ -147,7 +142,7 @@ class Executor:
                     gradient.join()
             self.live_nbytes += memory.nbytes
             self.peak_nbytes = max(self.peak_nbytes, self.live_nbytes)
-            self.top = max(self.top, memory.stop)
+            self.top = max(self.top, memory.start + memory.nbytes)
 
     def vacate(self, memory: Memory | None) -> None:
         """It is not any more."""
@@ -180,6 +175,7 @@ class Executor:
 
 
 def _gather(executor: Executor, bound: BoundOp) -> None:
+    executor.connection.make()
     if bound.op.phase == "update":
         update_gathers = [(each, executor.update_gathers.pop(each.op.unit, None)) for each in bound.members]
         moving = [
@@ -257,6 +253,7 @@ def _cast(executor: Executor, bound: BoundOp) -> None:
 
 
 def _reduce(executor: Executor, bound: BoundOp) -> None:
+    executor.connection.make()
     members = bound.members
     is_finish = bound.op.phase == "finish"
     for each in members:

@@ -48,7 +48,7 @@ class Recorder:
         self._start = self._last
         self._step = len(self._bounds)
 
-    def event(self, event: Event, ops: Sequence[BoundOp], run: Callable[[BoundOp], None]) -> None:
+    def event(self, event: Event, ops: Sequence[BoundOp], run: Callable[[Sequence[BoundOp]], None]) -> None:
         """Run the ops of an event, and note them."""
         here = self.mark()
         phase = event.kind.removesuffix("_end")
@@ -62,11 +62,11 @@ class Recorder:
                 self.op(bound, run)
         self._last = self.mark()
 
-    def op(self, bound: BoundOp, run: Callable[[BoundOp], None]) -> None:
+    def op(self, bound: BoundOp, run: Callable[[Sequence[BoundOp]], None]) -> None:
         """Run an op, and note it."""
         self.flights, self.lane_marks = [], []
         kind, start = bound.op.kind, self.mark()
-        run(bound)
+        run([bound])
         stop = self.mark()
         if kind == "compute":
             self._open[bound.op.phase, bound.op.use] = (bound, stop)

@@ -140,11 +140,6 @@ class Scheduler(Tracer):
         return self.registry.units
 
     @property
-    def trivial_axes(self) -> bool:
-        """Whether collectives along axes of size 1 run as well."""
-        return self.policy.trivial_axes
-
-    @property
     def offloads(self) -> bool:
         """Whether optimizer state and main copies are in host memory between updates."""
         return self.policy.offload

@@ -17,7 +17,7 @@ from fsharp.functional.release import written_to
 from fsharp.stateful.runtime.boundary import differentiable, in_backward, pack_saved, refuse_double_backward
 from fsharp.stateful.runtime.compiled import Compiled
 from fsharp.stateful.runtime.eager import Eager
-from fsharp.stateful.runtime.executor import BoundOp, Executor
+from fsharp.stateful.runtime.executor import Executor
 from fsharp.stateful.runtime.recorder import Recorder
 from fsharp.stateful.schedule.program import Event, EventKind
 from fsharp.stateful.units.full import FullUnit
@@ -147,26 +147,25 @@ class Step:
         units: Iterable[UnitState] = (),
     ) -> None:
         """Note an event, and have its ops run."""
-        at, event = len(self.events), Event(kind, unit.key if unit is not None else "", number, bare)
+        at, found = len(self.events), (kind, unit.key if unit is not None else "", number, bare)
+        if self.eager is None:
+            schedule = self.schedule
+            assert schedule is not None
+            if at < len(schedule.events) and schedule.events[at] == found:
+                self.events.append(schedule.events[at])
+                if unit is not None:
+                    unit.params = schedule.slots.get(unit.key)
+                if self.recorder is not None:
+                    self.recorder.event(schedule.events[at], schedule.ops[at], self.executor.run)
+                else:
+                    self.executor.run(schedule.ops[at])
+                return
+        event = Event(*found)
         self.events.append(event)
         if self.eager is None:
-            assert self.schedule is not None
-            if self.schedule.foresees(at, event):
-                if unit is not None:
-                    unit.params = self.schedule.slots.get(unit.key)
-                ops = self.schedule.ops[at]
-                if self.recorder is not None:
-                    self.recorder.event(event, ops, self.executor.run)
-                    return
-                self._run(ops)
-                return
             self.leave(event)
         assert self.eager is not None
-        self._run(self.eager.foresee(at, event, unit, params, units))
-
-    def _run(self, ops: Iterable[BoundOp]) -> None:
-        for bound in ops:
-            self.executor.run(bound)
+        self.executor.run(self.eager.foresee(at, event, unit, params, units))
 
     def leave(self, event: Event | None) -> None:
         """Follow the schedule no further: finish what it has begun, and make ops up from here on."""
@@ -373,7 +372,7 @@ class Step:
         if self.is_planned and any(_is_unfinished(unit) for unit in units):
             self.leave(None)
         if self.eager is not None:
-            self._run(self.eager.finish([unit for unit in units if _is_unfinished(unit)]))
+            self.executor.run(self.eager.finish([unit for unit in units if _is_unfinished(unit)]))
         for unit in units:
             if wait and unit.gradient is not None:
                 unit.gradient.join()
@@ -411,8 +410,8 @@ class Step:
             if self.is_planned:
                 self.leave(None)
             assert self.eager is not None
-            self._run(self.eager.update_gather(units))
-            self._run(self.eager.offload(units))
+            self.executor.run(self.eager.update_gather(units))
+            self.executor.run(self.eager.offload(units))
 
     def end(self) -> None:
         """The function has returned: finish what is under way."""

@@ -23,7 +23,6 @@ from fsharp.stateful.runtime.boundary import before_backward
 from fsharp.stateful.runtime.step import Step, UnitUse
 from fsharp.stateful.transport.base import Transport
 from fsharp.stateful.transport.streams import Lanes
-from fsharp.stateful.units.full import leaf_index
 from fsharp.stateful.units.gradient import GradientBuffer
 from fsharp.stateful.units.host import HostCopies, Offload
 from fsharp.stateful.units.pending import pending
@@ -220,11 +219,11 @@ class Tracer(Engine):
 
     def run_update_gather(self, new: Any, params: Any, state: Any, *, donate: bool) -> tuple[Any, Any]:
         """Updated parameters begin their way to where they rest, and state to host memory; who looks at them waits for them."""
-        step, trivial = self.current(), self.trivial_axes
+        step = self.current()
         update_gathers, nodes = [], []
         for old, fresh in zip(units_of(params), units_of(new), strict=True):
             unit = self.unit_of(old)
-            update_gather = UpdateGather(unit, old, fresh, rank=self.rank, donate=donate, trivial=trivial)  # type: ignore[attr-defined]
+            update_gather = UpdateGather(unit, old, fresh, rank=self.rank, donate=donate)  # type: ignore[attr-defined]
             node = update_gather.node
             if update_gather.moves:
                 node = pending(node, update_gather.wait, self.lanes)  # no cycle that would keep its memory
@@ -249,15 +248,10 @@ class Tracer(Engine):
     def offloads(self) -> bool:
         """Whether optimizer state and main copies are in host memory between updates."""
 
-    @property
-    @abstractmethod
-    def trivial_axes(self) -> bool:
-        """Whether collectives along axes of size 1 run as well."""
-
 
 def _tree_of(sharded: Any, uses: Sequence[UnitUse], num_ties: int) -> Any:
     """What the function gets in place of units: the leaves of their uses, which are its own from here on."""
-    rows = [(leaf_index(use.unit.layout), use.leaves or []) for use in uses]
+    rows = [(use.unit.index, use.leaves or []) for use in uses]
     leaves = {index.unit.name: (index, own) for index, own in rows}
     for use in uses:
         use.leaves = None

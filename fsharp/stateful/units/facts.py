@@ -2,25 +2,14 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import cache
 
 from fsharp.functional.comm.protocol import Call, sent_nbytes
-from fsharp.functional.layout.placement import Replicate, Shard
 from fsharp.functional.layout.precision import dtype_name
 from fsharp.functional.layout.unit_layout import UnitLayout
 from fsharp.stateful.schedule.policy import Policy
 from fsharp.stateful.schedule.program import UnitFacts
 from fsharp.stateful.units.axis_chain import AxisChain
-from fsharp.stateful.units.full import moving_axes
 from fsharp.stateful.units.unit_state import UnitState, full_nbytes
-
-
-@cache
-def update_gather_axes(unit: UnitLayout, *, trivial: bool) -> tuple[str, ...]:
-    """Axes to gather updated parameters along, in order of the gathers, to bring them to where they rest."""
-    strategy = unit.strategy
-    axes = [a for a in reversed(strategy.order) if strategy.optim[a] is Shard and strategy.params[a] is Replicate]
-    return moving_axes(unit, axes, trivial=trivial)
 
 
 def facts_of(
@@ -36,12 +25,13 @@ def facts_of(
         several_uses: whether it is used more than once in some microbatch, with a gradient.
         several_microbatches: whether gradients of more than one are added.
     """
-    trivial, layout = policy.trivial_axes, unit.layout
+    layout = unit.layout
     params, optim = layout.strategy.params, layout.strategy.optim
     gather = [c for g in layout.all_groups for c in _gathers(layout, g, layout.local_size(g, params), unit.axes)]
     gathered = full_nbytes(layout) if unit.axes else 0
-    axes = update_gather_axes(layout, trivial=trivial)
-    update_gather = [c for g in layout.trainable * updated for c in _gathers(layout, g, layout.local_size(g, optim), axes)]
+    update_gather = [
+        c for g in layout.trainable * updated for c in _gathers(layout, g, layout.local_size(g, optim), unit.update_axes)
+    ]
     facts = UnitFacts(
         unit.key,
         gathered,

@@ -15,7 +15,7 @@ import optree
 import torch
 
 from fsharp.errors import TreeError, problem
-from fsharp.functional.layout.placement import Shard
+from fsharp.functional.layout.placement import Replicate, Shard
 from fsharp.functional.layout.unit_layout import Leaf, UnitLayout
 
 
@@ -175,6 +175,13 @@ def gather_axes(unit: UnitLayout, *, trivial: bool = False) -> tuple[str, ...]:
     return moving_axes(
         unit, [axis for axis in reversed(unit.strategy.order) if unit.strategy.params[axis] is Shard], trivial=trivial
     )
+
+
+def update_gather_axes(unit: UnitLayout, *, trivial: bool) -> tuple[str, ...]:
+    """Axes to gather updated parameters along, in order of the gathers, to bring them to where they rest."""
+    strategy = unit.strategy
+    axes = [a for a in reversed(strategy.order) if strategy.optim[a] is Shard and strategy.params[a] is Replicate]
+    return moving_axes(unit, axes, trivial=trivial)
 
 
 def nested_parts(buffer: torch.Tensor, unit: UnitLayout, axes: Sequence[str], rank: int) -> list[torch.Tensor]:

@@ -3,10 +3,13 @@
 from collections.abc import Container
 from itertools import count
 
+import torch
+
 from fsharp.functional.layout.sharded import Sharded
 from fsharp.stateful.units.unit_state import UnitState
 
 Signature = tuple[str | int, ...]
+_address_of = torch.Tensor.data_ptr
 
 
 class UnitRegistry:
@@ -75,4 +78,4 @@ class UnitRegistry:
 
 
 def _signature(node: Sharded) -> Signature:
-    return node.unit.name, *[b.data_ptr() for b in node.raw_buffers]
+    return node.unit.name, *map(_address_of, node.raw_buffers)

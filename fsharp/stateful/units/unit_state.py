@@ -11,7 +11,16 @@ from fsharp.functional.layout.unit_layout import UnitLayout
 from fsharp.stateful.schedule.schedule import Memory
 from fsharp.stateful.transport.base import Transport, Work
 from fsharp.stateful.units.axis_chain import Move, gather_along
-from fsharp.stateful.units.full import FullUnit, aligned, carve, full_sizes, gather_axes, nested_parts
+from fsharp.stateful.units.full import (
+    FullUnit,
+    aligned,
+    carve,
+    full_sizes,
+    gather_axes,
+    leaf_index,
+    nested_parts,
+    update_gather_axes,
+)
 from fsharp.stateful.units.gradient import GradientBuffer
 from fsharp.stateful.units.resting import RestingGradient
 
@@ -25,7 +34,10 @@ _VERSIONS_A_FILL = 1024
 
 def stamp(node: Sharded) -> Stamp:
     """Which tensors a node's buffers are, and how often they have been written to."""
-    return tuple([(b.data_ptr(), 0 if b.is_inference() else b._version) for b in node.raw_buffers])
+    found = []
+    for b in node.raw_buffers:
+        found.append((b.data_ptr(), 0 if b.is_inference() else b._version))
+    return tuple(found)
 
 
 def full_nbytes(unit: UnitLayout) -> int:
@@ -190,7 +202,9 @@ class UnitState:
     Attributes:
         key: its name in programs.
         layout: of the unit.
+        index: where its leaves are in its flat buffers.
         axes: those to gather along before use; empty if it rests in full, or has no elements.
+        update_axes: those to gather updated parameters along, to bring them to where they rest.
         node: where its parameters are in this step.
         params: where its full parameters are in this step, if it is gathered.
         gradient: made when the unit is first trained.
@@ -200,7 +214,9 @@ class UnitState:
 
     def __init__(self, key: str, layout: UnitLayout, *, trivial: bool) -> None:
         self.key, self.layout, self.trivial = key, layout, trivial
+        self.index = leaf_index(layout)
         self.axes = gather_axes(layout, trivial=trivial) if full_nbytes(layout) else ()
+        self.update_axes = update_gather_axes(layout, trivial=trivial)
         self.node: Sharded | None = None
         self.params: UnshardedBuffer | None = None
         self.gradient: GradientBuffer | None = None

@@ -5,7 +5,6 @@ import torch
 from fsharp.functional.layout.sharded import Sharded
 from fsharp.stateful.transport.base import Work
 from fsharp.stateful.units.axis_chain import Move
-from fsharp.stateful.units.facts import update_gather_axes
 from fsharp.stateful.units.full import nested_parts
 from fsharp.stateful.units.unit_state import UnitState
 
@@ -19,7 +18,6 @@ class UpdateGather:
         new: trained groups at the optimizer's place, in the dtype they rest in.
         rank: of this process.
         donate: whether the buffers of ``old`` may be filled.
-        trivial: run collectives along axes of size 1 as well.
 
     Attributes:
         axes: to gather along.
@@ -27,9 +25,9 @@ class UpdateGather:
         works: of the gathers that have begun.
     """
 
-    def __init__(self, unit: UnitState, old: Sharded, new: Sharded, *, rank: int, donate: bool, trivial: bool) -> None:
+    def __init__(self, unit: UnitState, old: Sharded, new: Sharded, *, rank: int, donate: bool) -> None:
         self.unit = unit
-        self.axes = update_gather_axes(old.unit, trivial=trivial)
+        self.axes = unit.update_axes
         self.works: list[Work] = []
         self.moves: list[Move] = []
         held = dict(zip(new.groups, new.buffers, strict=True))

@@ -34,9 +34,9 @@ class FlatSlice(NamedTuple):
     leaves: tuple[tuple[str, int, int], ...]
     shape: tuple[int, ...] | None = None
 
-    def of(self, tree: Any) -> torch.Tensor:
-        """This stretch of the buffers of a tree."""
-        node: Sharded = next(node for node in units_of(tree) if node.name == self.unit)
+    def of(self, nodes: Mapping[str, Sharded]) -> torch.Tensor:
+        """This stretch of the buffers of units, which are given by name."""
+        node = nodes[self.unit]
         buffer: torch.Tensor = node.buffers[node.groups.index(self.group)]
         found = buffer.detach()[self.start : self.stop]
         return found if self.shape is None else found.view(self.shape)

@@ -21,7 +21,7 @@ from fsharp.errors import ScheduleError, TreeError
 from fsharp.functional.comm.agree import agree, together
 from fsharp.functional.comm.exact_text import exact_text
 from fsharp.functional.comm.protocol import Comm
-from fsharp.functional.layout.sharded import units_of
+from fsharp.functional.layout.sharded import units_by_name, units_of
 from fsharp.functional.optim.base import Transform, as_transform
 from fsharp.functional.optim.elementwise_check import check_elementwise
 from fsharp.stateful.modules.optim.averaged import averaged
@@ -183,7 +183,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
             list((leaves_of if scope else runs_of)(tree, labels, rank=rank))
             for scope, labels in zip(self._scopes, self._labels, strict=True)
         ]
-        return [[nn.Parameter(run.of(tree)) for run in runs] for runs in self._runs]
+        nodes = units_by_name(tree)
+        return [[nn.Parameter(run.of(nodes)) for run in runs] for runs in self._runs]
 
     def _recut(self, labels: Sequence[Mapping[str, Hashable]], states: Mapping[str, Mapping[str, Any]]) -> None:
         """Cut runs where leaves have different labels, and give what is there then the state of each leaf."""
@@ -256,8 +257,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 ]
                 self._reference = ReferenceOptimizer(type(self.inner), groups, self._defaults, params, self.session.scheduler)
             self._reference.step(self.param_groups, grads, missing)
+        nodes = units_by_name(grads)
         for run, parameter in self._each_run():
-            parameter.grad = None if run.leaves[0][0] in missing else run.of(grads).to(parameter.dtype)
+            parameter.grad = None if run.leaves[0][0] in missing else run.of(nodes).to(parameter.dtype)
         self.inner.step()
         if self._reference is not None:
             self._reference.compare(params)
