@@ -114,9 +114,9 @@ class ModuleCalls:
     ) -> Any:
         """``fn(*args, **kwargs)``, the code of the module at ``path``, with its units gathered from ``source``."""
         owner, given, inner = self.owners[path], _Arguments(args, kwargs), _Inner()
-        refuse_added(module, path)
         for name in owner.units:
             self.slots[name].check()
+        refuse_added(module, path)
 
         @uncompiled
         def compute(trees: list[Any], *flat: Any) -> list[Any]:

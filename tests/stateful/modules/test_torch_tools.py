@@ -73,7 +73,7 @@ EXPECTED = {
     "DDP of a submodule": r"DistributedDataParallel\(\): parameter 'weight' belongs to a ShardedModule",
     "DDP around it": r"DistributedDataParallel\(\): parameter '1\.0\.weight' belongs to a ShardedModule",
     "DDP by shard_module": r"'the root' is a DistributedDataParallel.*model\.module",
-    "FSDP1": r"'0\.weight' rests in memory of its ShardedModule.*\. The module is sharded already",
+    "FSDP1": r"'0\.weight' is sharded.*flatten\(\) of FSDP would take for the whole tensor\. The module is sharded already",
     "FSDP2": r"'0\.weight' is sharded.*chunk\(\) of FSDP would take for the whole tensor\. The module is sharded already",
     "FSDP2, whole": r"'0\.weight' is used by chunk\(\) of FSDP.*The module is sharded already",
     "FSDP2 by shard_module": r"'the root' is a FSDPSequential, made by fully_shard\(\).*Leave out fully_shard",

@@ -30,7 +30,8 @@ def waits(accelerator, name, tx, *, loss=loss_fn, microbatches=2, donate=True, *
         with accelerator() as device:
             comm.device = CUDA
             params = optree.tree_map(lambda x: x.cuda(), make_params())
-            layout = fs.plan(params, mesh, strategy, units="layers.*", atoms={"layers.*.w": fs.layout.Whole()})
+            rules = {"atoms": {"layers.*.w": fs.layout.Whole()}, "labels": {"**": "rest", "layers.*.w": "w"}}
+            layout = fs.plan(params, mesh, strategy, units="layers.*", **rules)
             state = fs.init_state(tx, fs.shard(params, layout, comm, place="optim"), comm=comm)
             data = [optree.tree_map(lambda x: x.cuda(), batch) for batch in make_batches(5, 16)]
             step = fs.Scheduler(comm, policy=DebugPolicy(trivial_axes=True, **policy))(
@@ -61,7 +62,7 @@ def test_nothing_is_waited_for_in_a_step(accelerator, name, loss):
 OPTIMIZERS = {
     "sgd": fs.optim.sgd(RATE, momentum=0.9),
     "lion": fs.optim.lion(RATE),
-    "muon": fs.optim.partition({"w": fs.optim.muon(RATE), "rest": fs.optim.sgd(RATE)}, {"layers.*.w": "w", "**": "rest"}),
+    "muon": fs.optim.partition({"w": fs.optim.muon(RATE), "rest": fs.optim.sgd(RATE)}),
     "adamw of a graph": fs.optim.adamw(RATE, capturable=True),
     "with_ema": fs.optim.with_ema(CLIPPED, decay=0.9),
     "partition": fs.optim.partition({"blocks": fs.optim.adamw(RATE), "rest": fs.optim.sgd(RATE)}, LABELS),
