@@ -2,15 +2,15 @@
 
 import inspect
 import numbers
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache, wraps
+from itertools import chain, repeat
 from types import NoneType, UnionType
-from typing import Any, Literal, ParamSpec, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from fsharp.errors import OptionError
+from fsharp.errors import FsharpError, OptionError
 
-P = ParamSpec("P")
-R = TypeVar("R")
+F = TypeVar("F", bound=Callable[..., Any])
 _MOST_SHOWN = 80
 """Characters of a value that an error shows."""
 _FUNCTION: Any = Callable
@@ -21,8 +21,8 @@ _WORDS: dict[Any, str] = {int: "an int", float: "a number", bool: "True or False
 def fits(hint: Any) -> Callable[[Any], bool]:
     """Return a function that tells whether a value fits a type annotation.
 
-    A bool does not fit a number, and a str does not fit a sequence. Items of mappings are not checked. Every value fits a
-    protocol.
+    A bool does not fit a number, and a str does not fit a sequence. Items of mappings are not checked.
+    A value with the properties of a protocol fits the protocol.
     """
     origin, args = get_origin(hint), get_args(hint)
     kind = hint if origin is None else origin
@@ -31,16 +31,19 @@ def fits(hint: Any) -> Callable[[Any], bool]:
         return lambda x: any(fit(x) for fit in each)
     if kind is Literal:
         return lambda x: any(type(x) is type(arg) and x == arg for arg in args)
-    if kind is Any or not isinstance(kind, type) or getattr(kind, "_is_protocol", False):
+    if kind is Any or not isinstance(kind, type):
         return lambda x: True
+    if getattr(kind, "_is_protocol", False):
+        properties = [name for name, value in vars(kind).items() if isinstance(value, property)]
+        return lambda x: all(hasattr(x, name) for name in properties)
     if kind in (int, float):
         number = numbers.Integral if kind is int else numbers.Real
         return lambda x: type(x) is kind or (isinstance(x, number) and not isinstance(x, bool))
     if kind is _FUNCTION:
         return callable
-    if kind is tuple and args[1:] == (...,):
+    if (kind is tuple and args[1:] == (...,)) or (kind is Sequence and args):
         item = fits(args[0])
-        return lambda x: isinstance(x, tuple) and all(map(item, x))
+        return lambda x: isinstance(x, kind) and not isinstance(x, str) and all(map(item, x))
     if issubclass(kind, Iterable) and kind is not str:
         return lambda x: isinstance(x, kind) and not isinstance(x, str)
     return lambda x: isinstance(x, kind)
@@ -93,30 +96,71 @@ def _wrong(name: str, value: Any, hint: Any) -> str:
     return f"{name} is {text}, expected {in_words(hint)}"
 
 
-def options_checked(fn: Callable[P, R]) -> Callable[P, R]:
-    """Return a function that refuses arguments that do not fit its annotations, and calls ``fn``.
+def check_arguments(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Refuse arguments that do not fit the annotations of a function.
 
     Raises:
         OptionError: the first such argument, its value, and what was expected.
     """
-    parameters = inspect.signature(fn).parameters.values()
-    several = {each.name for each in parameters if each.kind in _SEVERAL}
-    positional = [each.name for each in parameters if each.kind in _POSITIONAL]
-    where = fn.__qualname__.removesuffix(".__init__")
+    positional, rest, named = _parameters(fn)
+    for name, value in (*zip(chain(positional, repeat(rest)), args, strict=False), *kwargs.items()):
+        if name in named and not named[name][0](value):
+            raise OptionError(f"{fn.__qualname__.removesuffix('.__init__')}(): {_wrong(name, value, named[name][1])}.")
 
-    @wraps(fn)
-    def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        hints = _hints(fn)
-        for name, value in (*zip(positional, args, strict=False), *kwargs.items()):
-            fit, hint = hints.get(name, _ANYTHING)
-            if not fit(value) and name not in several:
-                raise OptionError(f"{where}(): {_wrong(name, value, hint)}.")
-        return fn(*args, **kwargs)
+
+@cache
+def _parameters(fn: Callable[..., Any]) -> tuple[list[str], str, dict[str, tuple[Callable[[Any], bool], Any]]]:
+    parameters, hints = inspect.signature(fn).parameters.values(), _hints(fn)
+    positional = [each.name for each in parameters if each.kind in _POSITIONAL]
+    rest = next((each.name for each in parameters if each.kind is each.VAR_POSITIONAL), "")
+    named = {each.name: hints[each.name] for each in parameters if each.name in hints and each.kind is not each.VAR_KEYWORD}
+    return positional, rest, named
+
+
+_POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+
+
+def options_checked(target: F) -> F:
+    """Return a function, or a class, that refuses arguments that do not fit its annotations.
+
+    Raises:
+        OptionError: as :func:`check_arguments`.
+    """
+    if isinstance(target, type):
+        kind: Any = target
+        kind.__init__ = options_checked(kind.__init__)
+        return target
+
+    @wraps(target)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        check_arguments(target, args, kwargs)
+        return target(*args, **kwargs)
 
     call.has_checked_options = True  # type: ignore[attr-defined]
-    return call
+    return call  # type: ignore[return-value]
 
 
-_ANYTHING = (lambda x: True, Any)
-_POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-_SEVERAL = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+def explain(error: Exception, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Refuse arguments of the wrong type after an error of a call, unless it is one of this library about something else.
+
+    For functions that a step calls often: a call without an error costs nothing.
+
+    Raises:
+        OptionError: as :func:`check_arguments`.
+    """
+    if isinstance(error, OptionError) or not isinstance(error, FsharpError):
+        check_arguments(fn, args, kwargs)
+
+
+def options_explained(fn: F) -> F:
+    """Return a function that calls ``fn``, and has :func:`explain` look at its errors."""
+
+    @wraps(fn)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return fn(*args, **kwargs)
+        except Exception as error:
+            explain(error, fn, args, kwargs)
+            raise
+
+    return call  # type: ignore[return-value]

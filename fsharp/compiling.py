@@ -12,6 +12,8 @@ from typing import Any, TypeVar
 
 from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy, set_eval_frame
 
+from fsharp.annotated import explain
+
 F = TypeVar("F", bound=Callable[..., Any])
 
 _compiler: ContextVar[Any] = ContextVar("compiler", default=None)
@@ -29,19 +31,24 @@ def skip_frame(function: Callable[..., Any]) -> None:
 
 
 def uncompiled(function: F) -> F:
-    """Return ``function``, marked as not to be compiled: a graph ends before a call of it, and another begins behind it."""
+    """Return ``function``, marked as not to be compiled: a graph ends before a call of it, and another begins behind it.
+
+    An error of the function names an argument of the wrong type, if there is one.
+    """
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         compiler = set_eval_frame(None)
-        if compiler is None:
-            return function(*args, **kwargs)
-        token = _compiler.set(compiler)
+        token = None if compiler is None else _compiler.set(compiler)
         try:
             return function(*args, **kwargs)
+        except Exception as error:
+            explain(error, function, args, kwargs)
+            raise
         finally:
-            _compiler.reset(token)
-            set_eval_frame(compiler)
+            if token is not None:
+                _compiler.reset(token)
+                set_eval_frame(compiler)
 
     skip_frame(call)
     call._torchdynamo_disable = True  # type: ignore[attr-defined]

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 import fsharp as fs
+from fsharp import annotated
 from fsharp.annotated import fits, in_words
-from fsharp.errors import OptionError, ScheduleError
+from fsharp.errors import OptionError, ScheduleError, StrategyError, TreeError
 from tests.test_architecture import PUBLIC
 
 
@@ -18,13 +19,53 @@ class Wrong:
         return "<wrong>"
 
 
-CHECKED = [
-    (name, fn) for name, fn in {n: getattr(m, n) for m, n in PUBLIC}.items() if getattr(fn, "has_checked_options", False)
-]
-CHECKED.append(("Saver", fs.checkpoint.Saver.__init__))
+RESULTS = {
+    "Layout",
+    "TrainState",
+    "Loss",
+    "Metrics",
+    "ShardedModule",
+    "Part",
+    "ShardedParameter",
+    "Scheduled",
+    "Sharded",
+    "Checkpoint",
+    "PerRank",
+    "RefreshNbytes",
+    "Call",
+    "LeafSharding",
+    "TreeSharding",
+    "Timeline",
+    "TimeSpan",
+    "Place",
+    "Placement",
+    "Dtypes",
+    "Group",
+    "Leaf",
+    "Span",
+    "UnitLayout",
+    "NonFinite",
+    "StepTimes",
+    "Event",
+    "Program",
+    "UnitFacts",
+    "Schedule",
+    "RaceError",
+    "RaceReport",
+    "Comm",
+    "LossFn",
+    "Transform",
+}
+"""Public names that are no functions of users: what the library returns, and types of annotations."""
+
+OWN_WORDS = {"Mesh", "Policy", "DebugPolicy", "Precision", "Rows", "map_units"}
+"""Classes that check their arguments by themselves, and have tests of their own; a loop that calls what it is given."""
+
+CHECKED = {name: getattr(module, name) for module, name in PUBLIC if callable(getattr(module, name))}
+CHECKED = {name: fn for name, fn in CHECKED.items() if name not in RESULTS | OWN_WORDS}
 OPTIONS = [
     pytest.param(fn, parameter.name, id=f"{name}, {parameter.name}")
-    for name, fn in CHECKED
+    for name, fn in CHECKED.items()
     for parameter in inspect.signature(fn, eval_str=True).parameters.values()
     if parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
     if parameter.annotation is not parameter.empty and not fits(parameter.annotation)(Wrong())
@@ -39,8 +80,74 @@ def test_an_option_of_the_wrong_type_is_refused_by_name(fn, name):
 
 
 def test_there_are_options():
-    assert len(CHECKED) > 20
-    assert len(OPTIONS) > 100
+    assert len(CHECKED) > 100
+    assert len(OPTIONS) > 250
+    assert {name for _, name in PUBLIC} >= RESULTS | OWN_WORDS
+
+
+ONE = fs.SingleComm()
+LAYOUT = fs.plan({"w": torch.ones(2, 2)}, ONE.mesh, fs.zero3("dp"))
+PARAMS = fs.shard({"w": torch.ones(2, 2)}, LAYOUT, ONE)
+STATE = fs.init_state(fs.optim.sgd(0.1), PARAMS, comm=ONE)
+LOSS = fs.Loss(torch.ones(()), torch.ones(()))
+TREES = {
+    "forward": lambda tree: fs.forward(dict, tree, comm=ONE),
+    "skip": lambda tree: fs.skip(tree, torch.ones(2), comm=ONE),
+    "gather": lambda tree: fs.gather(tree, comm=ONE),
+    "reduce_scatter": lambda tree: fs.reduce_scatter(tree, comm=ONE),
+    "full": lambda tree: fs.full(tree, comm=ONE),
+    "average": lambda tree: fs.average(LOSS, tree, comm=ONE),
+    "init_state": lambda tree: fs.init_state(fs.optim.sgd(0.1), tree, comm=ONE),
+    "update": lambda tree: fs.update(fs.optim.sgd(0.1), tree, STATE, comm=ONE),
+    "merge": lambda tree: fs.merge(tree, PARAMS),
+    "merged": lambda tree: fs.merge(PARAMS, tree),
+    "trainable": fs.trainable,
+    "reshard": lambda tree: fs.reshard(tree, LAYOUT, comm=ONE),
+}
+
+
+@pytest.mark.parametrize("tree", ["w", 3, torch.ones(2), ONE.mesh], ids=["str", "int", "Tensor", "Mesh"])
+@pytest.mark.parametrize("name", TREES)
+def test_what_is_no_tree_of_units_is_refused_by_type(name, tree):
+    with pytest.raises(TreeError, match=rf"(?s){type(tree).__name__}"):
+        TREES[name](tree)
+
+
+WRONG = {
+    "a Mesh is no Comm": (
+        lambda: fs.forward(dict, PARAMS, comm=ONE.mesh),
+        r"forward\(\): comm is Mesh\(dp=1\), expected a Comm",
+    ),
+    "an axis": (lambda: fs.zero3("dp", 3), r"zero3\(\): axes is 3, expected a str"),
+    "a list of axes": (lambda: fs.ddp(["dp"]), r"ddp\(\): axes is \['dp'\], expected a str"),
+    "a loss": (lambda: fs.resilience.find_nonfinite("1", PARAMS, comm=ONE), r"find_nonfinite\(\): loss is '1', expected"),
+    "rules": (lambda: fs.Strategy("dp"), r"Strategy\(\): rules is 'dp', expected a Mapping"),
+}
+
+
+@pytest.mark.parametrize(("call", "match"), WRONG.values(), ids=WRONG)
+def test_common_mistakes(call, match):
+    with pytest.raises(OptionError, match=match):
+        call()
+
+
+def test_a_rule_of_a_strategy_has_its_axis_in_the_error():
+    with pytest.raises(StrategyError, match=r"axis 'dp' has 1, expected an AxisRule"):
+        fs.Strategy({"dp": 1})
+
+
+def test_an_error_of_the_users_function_stays_as_it_is():
+    def fail(tree):
+        raise TypeError("of the user")
+
+    with pytest.raises(TypeError, match=r"^of the user$"):
+        fs.forward(fail, PARAMS, comm=ONE)
+
+
+def test_a_call_without_an_error_looks_at_no_hints(monkeypatch):
+    monkeypatch.setattr(annotated, "check_arguments", None)
+    fs.gather(fs.merge(PARAMS, PARAMS), comm=ONE)
+    fs.forward(lambda tree: tree["w"].sum(), PARAMS, comm=ONE)
 
 
 @pytest.mark.parametrize("kind", [fs.Policy, fs.testing.DebugPolicy])
@@ -65,7 +172,8 @@ FITS = [
     (tuple[int, ...], (1, "2"), False),
     (list[str], "ab", False),
     (torch.dtype | None, "bfloat16", False),
-    (fs.Comm, 3, True),
+    (fs.Comm, 3, False),
+    (fs.Comm, fs.SingleComm(), True),
 ]
 
 

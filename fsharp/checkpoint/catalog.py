@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 import xxhash
 
+from fsharp.annotated import options_checked
 from fsharp.checkpoint.formats import huggingface
 from fsharp.checkpoint.manifest import FIRST_BYTES, NAME, FileRecord, Manifest
 from fsharp.checkpoint.reading import Need, Reader, verify_files
@@ -179,6 +180,7 @@ class Checkpoint:
             return f"Checkpoint({self.path!r}, which is not complete any more)"
 
 
+@options_checked
 def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     """Open the checkpoint in a folder. Formats of other libraries, which :func:`load` lists, are opened as step 0.
 
@@ -265,6 +267,7 @@ def _with_manifest(root: str) -> Iterator[str]:
             yield f"{root}/{name}"
 
 
+@options_checked
 def checkpoints(root: str | os.PathLike[str]) -> list[Checkpoint]:
     """All complete checkpoints under ``root``, the one that was saved last first, whatever its step.
 
@@ -291,6 +294,7 @@ def if_complete(path: str) -> Checkpoint | None:
         return None
 
 
+@options_checked
 def latest(root: str | os.PathLike[str]) -> Checkpoint | None:
     """The complete checkpoint under ``root`` that was saved last; None if there is none.
 
@@ -315,6 +319,7 @@ def newest_except(root: str, damaged: Collection[str]) -> Checkpoint | None:
     return next((each for each in complete(root) if each.path not in damaged), None) if damaged else latest(root)
 
 
+@options_checked
 def verify(path: str | os.PathLike[str]) -> Checkpoint:
     """Read all of a checkpoint and compare it with its digests; needs neither a model nor a process group.
 

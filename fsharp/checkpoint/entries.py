@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import optree
 import torch
 
+from fsharp.annotated import options_checked
 from fsharp.checkpoint.shard_file import DTYPES
 from fsharp.errors import TreeError, problem
 from fsharp.functional.comm.protocol import Comm
@@ -47,6 +48,7 @@ class Piece(NamedTuple):
     num_replicas: int = 1
 
 
+@options_checked
 class OwnBuffers:
     """A module whose buffers each rank has for itself, such as the statistics of BatchNorm, as a leaf of a tree to save.
 

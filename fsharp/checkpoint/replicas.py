@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 import xxhash
 
+from fsharp.annotated import options_checked
 from fsharp.checkpoint.catalog import Checkpoint, later_than, newest_except, newest_first, remove_incomplete
 from fsharp.checkpoint.entries import Contents, contents_of, expanded
 from fsharp.checkpoint.falling_back import load_or_damage, set_aside, try_set_aside
@@ -83,6 +84,7 @@ class _OnDisk(NamedTuple):
     where: str = "on disk"
 
 
+@options_checked
 class Replicas(Background):
     """Keeps the training state in host memory, and what each rank has of it on other hosts as well.
 

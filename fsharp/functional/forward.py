@@ -118,6 +118,7 @@ def _versions(nodes: Sequence[Sharded]) -> list[list[int]]:
     return [] if is_differentiated() else [[version_of(x) for x in node.buffers] for node in nodes]
 
 
+@uncompiled
 def skip(sharded: Any, x: torch.Tensor, *, comm: Comm, ties: Sequence[Sharded] = ()) -> torch.Tensor:
     """``x``, after taking part in the collectives of :func:`forward` on a unit, in this direction and in the backward.
 

@@ -7,10 +7,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from fsharp.annotated import options_checked
 from fsharp.errors import TreeError
 from fsharp.functional.layout.paths import flatten
 
 
+@options_checked
 def functionalize(module: nn.Module) -> tuple[Callable[..., Any], dict[str, Any]]:
     """Split a module into ``fn(params, *args, **kwargs)`` and ``params``.
 

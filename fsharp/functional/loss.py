@@ -12,6 +12,8 @@ from fsharp.functional.comm.collectives import all_reduce
 from fsharp.functional.comm.protocol import Comm
 from fsharp.functional.layout.sharded import (
     Sharded,
+    as_sharded,
+    is_sharded,
     map_units,
     units_of,
 )
@@ -137,7 +139,8 @@ def average(loss: Loss, grads: Any, *, comm: Comm, donate: bool = False) -> tupl
 
     Cost: one ``all_reduce`` of 16 bytes for each axis.
     """
-    for node in units_of(grads):
+    for leaf in optree.tree_leaves(grads, is_leaf=is_sharded):
+        node = as_sharded("average()", leaf)
         if node.place.partial:
             raise TreeError(f"average(): gradients of unit {node.name!r} rest partial ({node.place}); reduce_scatter() first.")
         check_shared("average()", node)

@@ -62,6 +62,7 @@ def shard(params: Any, layout: Layout, comm: Comm, *, place: PlaceName = "params
     return name_trees(shard_for(params, layout, comm.rank, place=place), comm)
 
 
+@options_checked
 def full(tree: Any, *, comm: Comm) -> Any:
     """The user's tree, every leaf whole on every rank.
 
@@ -163,21 +164,25 @@ def _check_mesh(where: str, layout: Layout, comm: Comm) -> None:
         raise MeshError(problem(where, "the Comm is on another mesh than the layout.", facts))
 
 
+@options_checked
 def normal(std: float = 1.0, mean: float = 0.0) -> Initializer:
     """An initializer: normally distributed values."""
     return lambda t, g: t.normal_(mean, std, generator=g)
 
 
+@options_checked
 def uniform(low: float = 0.0, high: float = 1.0) -> Initializer:
     """An initializer: uniformly distributed values in [low, high)."""
     return lambda t, g: t.uniform_(low, high, generator=g)
 
 
+@options_checked
 def zeros(t: torch.Tensor, g: torch.Generator) -> torch.Tensor:
     """An initializer that fills a leaf with zeros."""
     return t.zero_()
 
 
+@options_checked
 def ones(t: torch.Tensor, g: torch.Generator) -> torch.Tensor:
     """An initializer that fills a leaf with ones."""
     return t.fill_(1)

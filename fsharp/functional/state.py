@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import optree
 import torch
 
+from fsharp.annotated import options_checked
 from fsharp.compiling import uncompiled
 from fsharp.errors import TreeError, problem
 from fsharp.functional.comm.agree import together
@@ -61,6 +62,7 @@ class MadeBy:
 register_leafless(MadeBy)
 
 
+@options_checked
 def init_state(tx: Any, sharded: Any, *, comm: Comm, donate: bool = False) -> TrainState:
     """A state to start training from.
 

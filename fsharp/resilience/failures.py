@@ -10,6 +10,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 
+from fsharp.annotated import options_checked
 from fsharp.errors import CommError
 from fsharp.functional.comm.process_group import ProcessGroupComm
 from fsharp.functional.comm.protocol import Comm, innermost
@@ -22,6 +23,7 @@ _LOOK_EVERY_S = 0.05
 _SHOWN = 4000
 
 
+@options_checked
 @contextmanager
 def reported_failures(comm: Comm, where: Callable[[], str]) -> Iterator[None]:
     """An error that leaves this context is told to all ranks, and printed once, by the rank that failed first.

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from fsharp.annotated import options_checked
 from fsharp.checkpoint.entries import PerRank, expanded, leaves_of
 from fsharp.errors import TreeError
 from fsharp.functional.comm.agree import exchange, largest
@@ -41,7 +42,8 @@ class NonFinite(NamedTuple):
         return ", and ".join(found)
 
 
-def find_nonfinite(loss: Any, tree: Any, *, comm: Comm) -> NonFinite | None:
+@options_checked
+def find_nonfinite(loss: complex | torch.Tensor | tuple[Any, ...] | None, tree: Any, *, comm: Comm) -> NonFinite | None:
     """Whether a loss or a tree has an infinity or NaN on any rank, and where; None if it has none.
 
     ::

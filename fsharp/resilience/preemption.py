@@ -9,6 +9,7 @@ from typing import Any, Self
 
 import torch
 
+from fsharp.annotated import options_checked
 from fsharp.errors import RunError
 from fsharp.functional.comm.agree import largest
 from fsharp.functional.comm.protocol import Comm, Labelled
@@ -18,6 +19,7 @@ EXIT_PREEMPTED = os.EX_TEMPFAIL
 nothing, has it too."""
 
 
+@options_checked
 class Preemption:
     """Notes signals such as SIGTERM, by which a cluster says that it will end the job, and tells all ranks of them.
 

@@ -5,10 +5,12 @@ from typing import Any
 
 import torch
 
+from fsharp.annotated import options_checked
 from fsharp.errors import RunError
 from fsharp.resilience.randomness import fold_in
 
 
+@options_checked
 class IndexSampler:
     """The samples of each step: all of them in each epoch, in another order each time.
 

@@ -12,6 +12,7 @@ import optree
 import torch
 
 import fsharp
+from fsharp.annotated import options_checked
 from fsharp.checkpoint.entries import expanded, is_node, leaves_of
 from fsharp.errors import RunError
 from fsharp.functional.comm.agree import together
@@ -25,6 +26,7 @@ _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 """Of functions that a tree's nodes have, such as the factory of a defaultdict: another one in each process."""
 
 
+@options_checked
 def agree_at_start(config: Mapping[str, Any], tree: Any = None, *, comm: Comm, files: Sequence[str | Path] = ()) -> None:
     """Make sure that ranks were started alike: the same configuration, tree, layout, mesh, versions and code.
 

@@ -8,6 +8,7 @@ import time
 from collections import deque
 from typing import NamedTuple
 
+from fsharp.annotated import options_checked
 from fsharp.errors import CommError, RunError
 from fsharp.functional.comm.agree import gather_bytes
 from fsharp.functional.comm.process_group import ProcessGroupComm
@@ -33,6 +34,7 @@ class StepTimes(NamedTuple):
     error_s: tuple[float, ...]
 
 
+@options_checked
 class StragglerDetector:
     """Compares each rank's own time in a step with that of the others.
 

@@ -7,6 +7,7 @@ from typing import Any
 import optree
 import torch
 
+from fsharp.annotated import options_checked
 from fsharp.errors import problem
 from fsharp.functional.comm.protocol import Comm
 from fsharp.functional.layout.layout import Layout
@@ -20,6 +21,7 @@ from fsharp.functional.train import train_step
 from fsharp.testing.simulate import simulate
 
 
+@options_checked
 @dataclass(frozen=True, slots=True)
 class Tolerance:
     """How far parameters that cannot be bitwise equal may be apart.
@@ -33,6 +35,7 @@ class Tolerance:
     atol: float = 1e-5
 
 
+@options_checked
 def assert_equivalent(
     loss_fn: Callable[[Any, Any, Comm], Any],
     tx: Any,

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import torch
 
+from fsharp.annotated import options_checked
 from fsharp.errors import FsharpError, ScheduleError, problem
 from fsharp.stateful.modules.module import ShardedModule, _session
 from fsharp.stateful.runtime.scheduler import Scheduler
@@ -235,6 +236,7 @@ class RaceReport:
         return "\n".join(line.rstrip() for line in lines).rstrip()
 
 
+@options_checked
 @contextmanager
 def check_races(engine: Scheduler | ShardedModule) -> Iterator[RaceReport]:
     """Run steps as if there were streams, and look whether every two uses of the same bytes are ordered.

@@ -9,6 +9,7 @@ from typing import Any
 import optree
 import torch
 
+from fsharp.annotated import options_checked
 from fsharp.checkpoint.catalog import Checkpoint, open_checkpoint
 from fsharp.checkpoint.entries import Entry, Value, renamed
 from fsharp.checkpoint.formats.conversion import checked_config, whole_entry, write_converted
@@ -41,6 +42,7 @@ _CLASSES = {
 """All that the metadata of a checkpoint is made of, besides names of dtypes."""
 
 
+@options_checked
 def to_dcp(
     checkpoint: str | os.PathLike[str],
     folder: str | os.PathLike[str],
@@ -148,6 +150,7 @@ def _rows(shape: tuple[int, ...], dtype: torch.dtype) -> list[tuple[int, int]]:
     return [(begin, min(begin + step, shape[0])) for begin in range(0, shape[0], step)]
 
 
+@options_checked
 def from_dcp(
     folder: str | os.PathLike[str],
     root: str | os.PathLike[str],

@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from fsharp.annotated import options_checked
 from fsharp.errors import AgreementError, problem
 from fsharp.functional.comm.protocol import Comm
 
@@ -40,6 +41,7 @@ def largest(x: torch.Tensor, comm: Comm, *, label: str = "") -> torch.Tensor:
     return x
 
 
+@options_checked
 def agree(where: str, fields: Mapping[str, str], comm: Comm, *, failure: str | None = None) -> None:
     """Raise the same error on every rank if a field differs between ranks, or if one of them failed.
 

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_group, _get_default_store, _world
 
+from fsharp.annotated import options_checked
 from fsharp.errors import AgreementError, CommError, MeshError, problem
 from fsharp.functional.comm import job_store
 from fsharp.functional.comm.protocol import Comm, ReduceOp, SingleComm, sum_in_rank_order
@@ -43,6 +44,7 @@ limit counts if it is shorter."""
 _OPS = {"max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN, "sum": dist.ReduceOp.SUM}
 
 
+@options_checked
 class ProcessGroupComm:
     """Blocking collectives over the groups of a :class:`torch.distributed.device_mesh.DeviceMesh`.
 
@@ -383,6 +385,7 @@ def _group_of(ranks: Sequence[int], limit_s: float, device: torch.device, *, is_
     return group
 
 
+@options_checked
 def connect(mesh: Mesh, *, device_type: str | None = None, timeout: timedelta | None = None) -> Comm:
     """This process's Comm on ``mesh``: :class:`SingleComm` for one rank, else process groups over a DeviceMesh.
 

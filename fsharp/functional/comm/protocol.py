@@ -13,6 +13,7 @@ from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import torch
 
+from fsharp.annotated import options_checked
 from fsharp.errors import MeshError
 from fsharp.functional.layout.mesh import Mesh
 
@@ -94,6 +95,7 @@ class Engine(ABC):
         """The end of it: updated parameters from the optimizer's place to where they rest, and ``(main, opt)`` as it rests."""
 
 
+@options_checked
 class SingleComm:
     """The only rank of a mesh of size 1. Needs no process group and sends nothing.
 
@@ -180,6 +182,7 @@ def innermost(comm: Comm) -> Comm:
 _counting = Lock()
 
 
+@options_checked
 @dataclass
 class CountingComm(_CommWrapper):
     """Passes every call on to ``inner`` and counts it.

@@ -328,15 +328,42 @@ def resolve_place(unit: UnitLayout, place: PlaceName) -> Place:
     return place
 
 
+def as_sharded(where: str, node: Any) -> Sharded:
+    """Return a leaf of a tree of units, which has to be a unit.
+
+    Raises:
+        TreeError: the leaf is not a :class:`Sharded`.
+    """
+    if not is_sharded(node):
+        raise TreeError(
+            f"{where}: expected a tree of Sharded, got {node!r:.80}, a {type(node).__name__}: shard() the tree first."
+        )
+    return node  # type: ignore[no-any-return]
+
+
 def trainable(tree: Any) -> Any:
-    """Every unit's trainable groups: the part of the parameters that has gradients and optimizer state."""
-    return map_units(lambda s: s.select([g for g in s.groups if s.unit.groups[g].trainable]), tree)
+    """Every unit's trainable groups: the part of the parameters that has gradients and optimizer state.
+
+    Raises:
+        TreeError: a leaf that is not a :class:`Sharded`.
+    """
+
+    def one(node: Any) -> Sharded:
+        unit = as_sharded("trainable()", node)
+        return unit.select([g for g in unit.groups if unit.unit.groups[g].trainable])
+
+    return map_units(one, tree)
 
 
 def merge(tree: Any, part: Any) -> Any:
-    """``tree`` with the groups that ``part`` holds replaced by those: the inverse of :func:`trainable`."""
+    """``tree`` with the groups that ``part`` holds replaced by those: the inverse of :func:`trainable`.
 
-    def one(whole: Sharded, new: Sharded) -> Sharded:
+    Raises:
+        TreeError: a leaf of either tree that is not a :class:`Sharded`.
+    """
+
+    def one(*leaves: Any) -> Sharded:
+        whole, new = (as_sharded("merge()", leaf) for leaf in leaves)
         held = dict(zip(new.groups, new.buffers, strict=True))
         return whole.replace([held.get(g, old) for g, old in zip(whole.groups, whole.buffers, strict=True)])
 

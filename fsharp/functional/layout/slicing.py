@@ -86,6 +86,7 @@ def build(
     return Sharded(buffers, unit, place)
 
 
+@options_checked
 def unshard(shards: Sequence[Any], *, rank: int = 0) -> Any:
     """The user's tree from all ranks' trees of :class:`Sharded`, in order of rank. Pure: the inverse of :func:`shard_for`.
 

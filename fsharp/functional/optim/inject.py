@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from functools import wraps
 from typing import Any, NamedTuple
 
+from fsharp.annotated import options_checked
 from fsharp.errors import TreeError, problem
 from fsharp.functional.comm.agree import together
 from fsharp.functional.comm.protocol import Comm
@@ -27,6 +28,7 @@ class InjectHyperparamsState(NamedTuple):
     inner_state: Any
 
 
+@options_checked
 def inject_hyperparams(inner_factory: Callable[..., Any], static_args: str | Iterable[str] = ()) -> Callable[..., Transform]:
     """A factory of transformations whose hyper-parameters are in the state.
 

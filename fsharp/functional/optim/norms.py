@@ -18,6 +18,7 @@ from fsharp.functional.optim.base import Transform
 _LIMBS, _BITS, _CHUNK = 3, 22, 1 << 20
 
 
+@options_checked
 def global_norm(tree: Any, *, comm: Comm, deterministic: bool = False) -> torch.Tensor:
     """The 2-norm of all elements of a tree of :class:`~fsharp.Sharded`, each counted once.
 

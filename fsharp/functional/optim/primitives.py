@@ -39,6 +39,7 @@ class ScaleByScheduleState(NamedTuple):
     count: int  # type: ignore[assignment]  # tuple.count, which nobody calls on a state
 
 
+@options_checked
 def scale_by_schedule(step_size_fn: Callable[[int], float]) -> Transform:
     """Updates times a schedule: a function of the number of updates made. Its state is :class:`ScaleByScheduleState`."""
 

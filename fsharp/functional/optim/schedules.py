@@ -12,11 +12,13 @@ from typing import Any
 
 import torch
 
+from fsharp.annotated import options_checked
 from fsharp.errors import LayoutError
 
 Schedule = Callable[[Any], Any]
 
 
+@options_checked
 @dataclass(frozen=True, slots=True)
 class constant_schedule:
     """``value``, always.
@@ -35,6 +37,7 @@ class constant_schedule:
         return self.value
 
 
+@options_checked
 @dataclass(frozen=True, slots=True)
 class linear_schedule:
     """Linear from ``init_value`` to ``end_value``.
@@ -70,6 +73,7 @@ class linear_schedule:
         return (self.init_value - self.end_value) * left + self.end_value
 
 
+@options_checked
 @dataclass(frozen=True, slots=True)
 class cosine_decay_schedule:
     """Half a cosine from ``init_value`` down to ``alpha * init_value``.
@@ -106,6 +110,7 @@ class cosine_decay_schedule:
         return self.init_value * ((1 - self.alpha) * cosine**self.exponent + self.alpha)
 
 
+@options_checked
 @dataclass(frozen=True, slots=True)
 class join_schedules:
     """One schedule after another, each of which counts from where it begins.
@@ -143,6 +148,7 @@ class join_schedules:
         return value
 
 
+@options_checked
 def warmup_cosine_decay_schedule(
     init_value: float, peak_value: float, warmup_steps: int, decay_steps: int, end_value: float = 0.0, exponent: float = 1.0
 ) -> join_schedules:

@@ -7,6 +7,7 @@ from typing import Any
 import optree
 import torch
 
+from fsharp.annotated import options_explained
 from fsharp.errors import LayoutError, MeshError, problem
 from fsharp.functional.comm.agree import gather_bytes, together
 from fsharp.functional.comm.protocol import Comm
@@ -25,6 +26,7 @@ _LARGEST_ITEM = 16
 """Bytes of the largest element, a complex128."""
 
 
+@options_explained
 def reshard(
     tree: Any,
     layout: Layout,
@@ -116,6 +118,7 @@ def reshard(
     return replace_slots(tree, new) if comm.rank in route.new else None
 
 
+@options_explained
 def reshard_nbytes(
     tree: Any,
     layout: Layout,

@@ -7,6 +7,7 @@ from os import PathLike
 from statistics import median
 from typing import Any, NamedTuple
 
+from fsharp.annotated import options_checked
 from fsharp.errors import ScheduleError, problem
 from fsharp.functional.layout.table import nbytes_text
 from fsharp.stateful.inspect.estimate import Hardware, predict
@@ -28,6 +29,7 @@ _RAMPS = "viridis", "plasma", "cividis"
 _SINGLES = "#e07b39", "#c2528b", "#8c6d4f", "#4f8fc0", "#7f9a3c", "#9467bd"
 
 
+@options_checked
 def draw(
     what: Schedule | Timeline,
     path: str | PathLike[str],

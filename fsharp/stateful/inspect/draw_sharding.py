@@ -2,6 +2,7 @@
 
 from os import PathLike
 
+from fsharp.annotated import options_checked
 from fsharp.errors import LayoutError
 from fsharp.functional.layout.layout import Layout
 from fsharp.functional.layout.placement import Partial, Place
@@ -15,6 +16,7 @@ _GAP = 0.02
 _INK, _PADDING = "#222222", "#dddddd"
 
 
+@options_checked
 def draw_sharding(layout: Layout, path: str | PathLike[str], *, unit: str | None = None) -> None:
     """Draw the flat buffers of a unit, a row for each rank: its parameters, gradients and optimizer state as they rest.
 

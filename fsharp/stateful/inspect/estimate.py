@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+from fsharp.annotated import options_checked
 from fsharp.errors import ScheduleError, problem
 from fsharp.functional.comm.protocol import Call
 from fsharp.functional.layout.paths import assign
@@ -36,6 +37,7 @@ ComputeTimes = tuple[float, float] | Mapping[str, tuple[float, float]] | Callabl
 """Seconds of a unit's forward and of its backward: for all units, by key-path pattern, or as a function of the name."""
 
 
+@options_checked
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hardware:
     """A machine, as far as a schedule can tell.
@@ -163,6 +165,7 @@ def _of(value: PerLink, link: Channel, name: str) -> float:
     return value[axis]
 
 
+@options_checked
 def predict(schedule: Schedule, hardware: Hardware) -> Timeline:
     """When each op would run on a machine, in the step that repeats. See [Note: what the simulation knows].
 

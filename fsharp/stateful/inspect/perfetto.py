@@ -6,10 +6,12 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
+from fsharp.annotated import options_checked
 from fsharp.stateful.inspect.timeline import Timeline
 from fsharp.stateful.schedule.schedule import STREAMS, calls_of
 
 
+@options_checked
 def perfetto(timeline: Timeline, path: str | PathLike[str], *, measured: Timeline | None = None) -> None:
     """Write the Trace Event JSON of a step: a thread for each stream in use, an event for each span, a counter of live bytes.
 

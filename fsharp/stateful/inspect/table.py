@@ -3,6 +3,7 @@
 from collections import Counter
 from typing import get_args
 
+from fsharp.annotated import options_checked
 from fsharp.functional.layout.table import nbytes_text
 from fsharp.stateful.inspect.timeline import is_joined
 from fsharp.stateful.schedule.schedule import OpKind, Schedule, calls_of
@@ -10,6 +11,7 @@ from fsharp.stateful.schedule.schedule import OpKind, Schedule, calls_of
 _HEAD = ("#", "event", "op", "unit", "phase", "stream", "memory", "sent", "after")
 
 
+@options_checked
 def table(schedule: Schedule) -> str:
     """One row for each op, and what they come to.
 

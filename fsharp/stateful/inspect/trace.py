@@ -5,6 +5,7 @@ from collections.abc import Iterable, Mapping
 from statistics import median, median_low
 from typing import get_args
 
+from fsharp.annotated import options_checked
 from fsharp.errors import ScheduleError, problem
 from fsharp.functional.layout.table import nbytes_text
 from fsharp.stateful.inspect.timeline import Timeline, TimeSpan, repeated_units, seconds_text
@@ -182,6 +183,7 @@ _PARTS: tuple[tuple[str, OpKind, Phase | None], ...] = (
 )
 
 
+@options_checked
 def compare(predicted: Timeline, measured: Timeline) -> str:
     """A table of what was predicted beside what was measured: of the step, of each kind of op, and of each unit.
 

@@ -5,6 +5,7 @@ from typing import Any
 import optree
 import torch
 
+from fsharp.annotated import options_checked
 from fsharp.errors import ScheduleError
 from fsharp.functional.loss import Metrics
 from fsharp.functional.state import TrainState
@@ -12,6 +13,7 @@ from fsharp.stateful.runtime.scheduled import Scheduled
 from fsharp.stateful.schedule.policy import Policy
 
 
+@options_checked
 class CapturedStep:
     """A scheduled training step, captured once and replayed: forward, backward, reductions and update.
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from fsharp.annotated import options_checked
 from fsharp.errors import ScheduleError
 from fsharp.functional.comm.agree import agree, gather_bytes
 from fsharp.functional.comm.process_group import ProcessGroupComm
@@ -43,6 +44,7 @@ from fsharp.stateful.units.registry import UnitRegistry
 from fsharp.stateful.units.unit_state import UnitState
 
 
+@options_checked
 class Scheduler(Tracer):
     """Decides when data move and where they are; what is computed is the pure functions' business.
 

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate, chain
 
+from fsharp.annotated import options_checked
 from fsharp.errors import ScheduleError, problem
 from fsharp.stateful.schedule.addresses import ArenaItem, assign_addresses, lower_bound
 from fsharp.stateful.schedule.byte_ranges import ByteRanges
@@ -14,6 +15,7 @@ from fsharp.stateful.schedule.program import Program
 from fsharp.stateful.schedule.schedule import Memory, Op, Schedule, Stream
 
 
+@options_checked
 def compile_schedule(program: Program, policy: Policy = Policy()) -> Schedule:
     """The schedule of a program under a policy.
 

@@ -6,6 +6,7 @@ person edited, or that a compiler with a bug wrote, is refused before it touches
 
 from collections.abc import Mapping, Sequence
 
+from fsharp.annotated import options_checked
 from fsharp.errors import ScheduleError, problem
 from fsharp.stateful.schedule.checks import UNDO, Check, GradientCheck, MemoryCheck, OffloadCheck, ParameterCheck, refusal
 from fsharp.stateful.schedule.happens_before import HappensBefore
@@ -14,6 +15,7 @@ from fsharp.stateful.schedule.program import UnitFacts
 from fsharp.stateful.schedule.schedule import PHASES_OF, STREAM_OF, VECTOR_NBYTES, Op, Schedule, calls_of, channel, issue_groups
 
 
+@options_checked
 def verify(schedule: Schedule) -> None:
     """Check that who runs these ops, step after step, computes what the program says, in the memory that it has.
 
@@ -36,6 +38,7 @@ def verify(schedule: Schedule) -> None:
         check.end()
 
 
+@options_checked
 def verify_ranks(schedules: Sequence[Schedule]) -> None:
     """Check that all ranks issue the same collectives in the same order: else they wait for ever.
 

@@ -16,6 +16,7 @@ import optree
 import torch
 from torch import nn
 
+from fsharp.annotated import options_checked
 from fsharp.compiling import uncompiled
 from fsharp.errors import ScheduleError, TreeError
 from fsharp.functional.comm.agree import agree, together
@@ -43,6 +44,7 @@ from fsharp.stateful.modules.session import Session
 from fsharp.stateful.modules.state_dict import check_replicas, gather_to_rank, refuse_dtensors, scatter_from_rank
 
 
+@options_checked
 class ShardedOptimizer(torch.optim.Optimizer):
     """An optimizer whose state is sharded as the module's strategy says.
 
@@ -540,7 +542,8 @@ def _session_of(params: list[Any]) -> Session:
     for i, parameter in enumerate(params):
         if not isinstance(parameter, ShardedParameter):
             raise TreeError(
-                f"ShardedOptimizer(): parameter {i} is a {type(parameter).__name__} of shape {list(parameter.shape)}, not one "
+                f"ShardedOptimizer(): parameter {i} is {type(parameter).__name__}, of shape "
+                f"{list(getattr(parameter, 'shape', ()))}, not one "
                 "of a ShardedModule. Pass model.parameters() as they are after shard_module(model, ...)."
             )
     first, *others = {parameter.owner() for parameter in params}

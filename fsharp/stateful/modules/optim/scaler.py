@@ -6,12 +6,14 @@ from typing import Any
 
 import torch
 
+from fsharp.annotated import options_checked
 from fsharp.errors import AgreementError, ScheduleError
 from fsharp.functional.layout.sharded import units_of
 from fsharp.stateful.modules.initial.dtensors import anywhere
 from fsharp.stateful.modules.optim.optimizer import ShardedOptimizer
 
 
+@options_checked
 class GradScaler(torch.amp.GradScaler):
     """A ``torch.amp.GradScaler`` that knows a :class:`~fsharp.ShardedOptimizer`; with any other it is torch's.
 
