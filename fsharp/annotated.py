@@ -126,18 +126,28 @@ def options_checked(target: F) -> F:
     Raises:
         OptionError: as :func:`check_arguments`.
     """
-    if isinstance(target, type):
-        kind: Any = target
-        kind.__init__ = options_checked(kind.__init__)
-        return target
 
-    @wraps(target)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        check_arguments(target, args, kwargs)
-        return target(*args, **kwargs)
+    def before(fn: Any, args: Any, kwargs: Any) -> Any:
+        check_arguments(fn, args, kwargs)
+        return fn(*args, **kwargs)
 
-    call.has_checked_options = True  # type: ignore[attr-defined]
-    return call  # type: ignore[return-value]
+    return _called_by(before, target)
+
+
+def options_explained(target: F) -> F:
+    """Return a function, or a class, that calls ``target``, and has :func:`explain` look at errors of the call.
+
+    For functions that refuse some arguments in words of their own, on all ranks alike.
+    """
+
+    def after(fn: Any, args: Any, kwargs: Any) -> Any:
+        try:
+            return fn(*args, **kwargs)
+        except Exception as error:
+            explain(error, fn, args, kwargs)
+            raise
+
+    return _called_by(after, target)
 
 
 def explain(error: Exception, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -152,15 +162,14 @@ def explain(error: Exception, fn: Callable[..., Any], args: tuple[Any, ...], kwa
         check_arguments(fn, args, kwargs)
 
 
-def options_explained(fn: F) -> F:
-    """Return a function that calls ``fn``, and has :func:`explain` look at its errors."""
+def _called_by(way: Callable[[Any, Any, Any], Any], target: F) -> F:
+    fn: Any = target
+    if isinstance(target, type):
+        fn.__init__ = _called_by(way, fn.__init__)
+        return target
 
-    @wraps(fn)
+    @wraps(target)
     def call(*args: Any, **kwargs: Any) -> Any:
-        try:
-            return fn(*args, **kwargs)
-        except Exception as error:
-            explain(error, fn, args, kwargs)
-            raise
+        return way(fn, args, kwargs)
 
     return call  # type: ignore[return-value]

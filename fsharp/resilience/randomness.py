@@ -6,11 +6,9 @@ from contextlib import contextmanager
 
 import torch
 
-from fsharp.annotated import options_checked
 from fsharp.errors import RunError
 
 
-@options_checked
 def fold_in(key: int, *data: int) -> int:
     """A key made from another one and from integers, such as a step and a rank: 63 bits, for ``manual_seed``.
 
@@ -34,7 +32,6 @@ def fold_in(key: int, *data: int) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1
 
 
-@options_checked
 @contextmanager
 def seeded(key: int, *data: int) -> Iterator[None]:
     """In this context torch's generators begin at a seed made from a key and integers; after it they are as before.

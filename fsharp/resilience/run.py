@@ -13,7 +13,7 @@ from typing import Any, Literal, NoReturn, Self
 
 import optree
 
-from fsharp.annotated import options_checked
+from fsharp.annotated import options_explained
 from fsharp.checkpoint import Checkpoint, Replicas, Saver
 from fsharp.checkpoint.catalog import has_checkpoints
 from fsharp.checkpoint.entries import expanded, is_node, leaf_names
@@ -35,7 +35,7 @@ OnNonFinite = Literal["raise", "skip", "roll back"]
 _POLICIES = ("raise", "skip", "roll back")
 
 
-@options_checked
+@options_explained
 class Run:
     """A training run that goes on where it was, whenever it is started: from the newest checkpoint, with the same bits.
 

@@ -5,12 +5,12 @@ from typing import Any
 
 import torch
 
-from fsharp.annotated import options_checked
+from fsharp.annotated import options_explained
 from fsharp.errors import RunError
 from fsharp.resilience.randomness import fold_in
 
 
-@options_checked
+@options_explained
 class IndexSampler:
     """The samples of each step: all of them in each epoch, in another order each time.
 
