@@ -43,7 +43,7 @@ class NonFinite(NamedTuple):
 
 
 @options_checked
-def find_nonfinite(loss: complex | torch.Tensor | tuple[Any, ...] | None, tree: Any, *, comm: Comm) -> NonFinite | None:
+def find_nonfinite(loss: float | complex | torch.Tensor | tuple[Any, ...] | None, tree: Any, *, comm: Comm) -> NonFinite | None:
     """Whether a loss or a tree has an infinity or NaN on any rank, and where; None if it has none.
 
     ::

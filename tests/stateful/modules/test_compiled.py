@@ -143,8 +143,8 @@ def test_a_compiled_part_of_a_checkpoint_within_a_unit_is_refused():
     message = (
         r"'layers\.2\..*' is used by a compiled part of a checkpoint within its unit.*choose the compiled module as the unit"
     )
-    if torch.__version__ < "2.13":  # torch refuses what was recomputed before the parameter is used
-        message = "Recomputed values for the following tensors have different metadata than during the forward pass"
+    if torch.__version__ < "2.13":  # whichever of Dynamo and torch.utils.checkpoint is the first to meet the released parameter
+        message = "Guard failed on the same frame it was created|Recomputed values for the following tensors have different"
     refusal(both(blocks, wrapped), nothing, message)
 
 
