@@ -118,7 +118,6 @@ WRONG = {
         lambda: fs.forward(dict, PARAMS, comm=ONE.mesh),
         r"forward\(\): comm is Mesh\(dp=1\), expected a Comm",
     ),
-    "an axis": (lambda: fs.zero3("dp", 3), r"zero3\(\): axes is 3, expected a str"),
     "a list of axes": (lambda: fs.ddp(["dp"]), r"ddp\(\): axes is \['dp'\], expected a str"),
     "a loss": (lambda: fs.resilience.find_nonfinite("1", PARAMS, comm=ONE), r"find_nonfinite\(\): loss is '1', expected"),
     "rules": (lambda: fs.Strategy("dp"), r"Strategy\(\): rules is 'dp', expected a Mapping"),

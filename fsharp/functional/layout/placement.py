@@ -27,7 +27,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
-from fsharp.annotated import options_checked
+from fsharp.annotated import options_explained
 from fsharp.errors import LayoutError, StrategyError, problem
 from fsharp.functional.layout.mesh import Mesh
 
@@ -51,7 +51,7 @@ class Placement(Enum):
 Replicate, Shard, Partial, Vary = Placement.REPLICATE, Placement.SHARD, Placement.PARTIAL, Placement.VARY
 
 
-@options_checked
+@options_explained
 @dataclass(frozen=True, slots=True)
 class AxisRule:
     """What one mesh axis does to each kind of state; Vary for all three, or for none.
@@ -173,7 +173,7 @@ class Strategy:
     full: Place = field(init=False, repr=False, compare=False)
     """Replicated on every axis along which it does not vary: the place in which functions use parameters."""
 
-    @options_checked
+    @options_explained
     def __init__(self, rules: Mapping[str, AxisRule]) -> None:
         if not rules:
             raise StrategyError("Strategy(): no axis; name at least one, for example zero3('dp').")
@@ -248,25 +248,25 @@ def _uniform(name: str, axes: tuple[str, ...], rule: AxisRule) -> Strategy:
     return Strategy(dict.fromkeys(axes, rule))
 
 
-@options_checked
+@options_explained
 def ddp(*axes: str) -> Strategy:
     """Everything replicated, gradients all-reduced once a step. Source: PyTorch DDP, arXiv 2006.15704."""
     return _uniform("ddp", axes, AxisRule(Replicate, Partial, Replicate))
 
 
-@options_checked
+@options_explained
 def zero1(*axes: str) -> Strategy:
     """Optimizer state sharded. Source: ZeRO, arXiv 1910.02054, stage 1."""
     return _uniform("zero1", axes, AxisRule(Replicate, Partial, Shard))
 
 
-@options_checked
+@options_explained
 def zero2(*axes: str) -> Strategy:
     """Optimizer state and gradients sharded. Source: ZeRO, arXiv 1910.02054, stage 2."""
     return _uniform("zero2", axes, AxisRule(Replicate, Shard, Shard))
 
 
-@options_checked
+@options_explained
 def zero3(*axes: str) -> Strategy:
     """Optimizer state, gradients and parameters sharded: the default choice. Source: ZeRO stage 3, arXiv 1910.02054."""
     return _uniform("zero3", axes, AxisRule(Shard, Shard, Shard))
@@ -278,13 +278,13 @@ def _hybrid(name: str, outer: str, inner: str, outer_rule: AxisRule) -> Strategy
     return Strategy({outer: outer_rule, inner: AxisRule(Shard, Shard, Shard)})
 
 
-@options_checked
+@options_explained
 def hsdp(outer: str, inner: str) -> Strategy:
     """ZeRO-3 inside ``inner``, plain replicas across ``outer``. Source: PyTorch FSDP, arXiv 2304.11277, section 3.2.2."""
     return _hybrid("hsdp", outer, inner, AxisRule(Replicate, Partial, Replicate))
 
 
-@options_checked
+@options_explained
 def hfsdp(outer: str, inner: str) -> Strategy:
     """ZeRO-3 inside ``inner``, ZeRO-1 across ``outer``: optimizer state is sharded over both. Source: Megatron-FSDP."""
     return _hybrid("hfsdp", outer, inner, AxisRule(Replicate, Partial, Shard))

@@ -8,7 +8,7 @@ from functools import lru_cache
 
 import torch
 
-from fsharp.annotated import options_checked
+from fsharp.annotated import options_explained
 from fsharp.errors import LayoutError, problem
 from fsharp.functional.layout.layout import Layout
 from fsharp.functional.layout.mesh import Mesh
@@ -243,7 +243,7 @@ class TreeSharding:
     __repr__ = __str__
 
 
-@options_checked
+@options_explained
 def sharding(layout: Layout, place: PlaceName = "params") -> TreeSharding:
     """Which rank holds what of each leaf, without a tensor: the ranks need not exist.
 
