@@ -58,7 +58,7 @@ RESULTS = {
 }
 """Public names that are no functions of users: what the library returns, and types of annotations."""
 
-OWN_WORDS = {"Mesh", "Policy", "DebugPolicy", "Precision", "Rows", "fold_in", "seeded", "map_units"}
+OWN_WORDS = {"Mesh", "Policy", "DebugPolicy", "Precision", "Rows", "fold_in", "seeded", "sharding", "map_units"}
 """Classes that check their arguments by themselves, and have tests of their own; a loop that calls what it is given."""
 
 CHECKED = {name: getattr(module, name) for module, name in PUBLIC if callable(getattr(module, name))}

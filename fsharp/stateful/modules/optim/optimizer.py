@@ -542,7 +542,7 @@ def _session_of(params: list[Any]) -> Session:
     for i, parameter in enumerate(params):
         if not isinstance(parameter, ShardedParameter):
             raise TreeError(
-                f"ShardedOptimizer(): parameter {i} is {type(parameter).__name__}, of shape "
+                f"ShardedOptimizer(): parameter {i} is a {type(parameter).__name__} of shape "
                 f"{list(getattr(parameter, 'shape', ()))}, not one "
                 "of a ShardedModule. Pass model.parameters() as they are after shard_module(model, ...)."
             )
