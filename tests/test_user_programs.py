@@ -24,6 +24,7 @@ from tests.user_programs import (
 
 REFUSALS = {
     r"(step|unscale_)\(\): all backward passes so far were told to accumulate": "also if the last loss reaches no parameter",
+    r"grad of parameter .*: all backward passes so far were told to accumulate": "While backward passes accumulate",
     r"clip_grad_norm_\(\): there are no gradients": "`clip_grad_norm_()` is refused if no loss has reached a parameter",
     r"had been changed, as by clip_grad_norm_\(\)": "Gradients are not to be changed between two backward passes of one step",
     r"forward that unsharded\(\) had discarded": "a backward of such a forward is refused",

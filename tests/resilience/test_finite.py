@@ -15,9 +15,9 @@ DP3 = fs.Mesh({"dp": 3})
 TREE = {"a": torch.ones(7), "empty": torch.ones(0), "layers": [{"w": torch.ones(3, 5), "b": torch.ones(())} for _ in range(2)]}
 
 
-def sharded(comm, strategy, tree=TREE):
+def sharded(comm, strategy, tree=TREE, frozen=()):
     units = "layers.*" if "layers" in tree else None
-    return fs.shard(tree, fs.plan(tree, comm.mesh, strategy("dp"), units=units), comm)
+    return fs.shard(tree, fs.plan(tree, comm.mesh, strategy("dp"), units=units, frozen=frozen), comm)
 
 
 def fill(node, path, value, rank):
@@ -44,7 +44,8 @@ def test_what_is_finite_costs_one_reduction(strategy, dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float8_e5m2])
 def test_large_values_are_finite_though_their_sum_is_not(dtype):
     tree = {"a": torch.full((70,), torch.finfo(dtype).max).to(dtype)}
-    assert simulate(DP3, lambda comm: find_nonfinite(None, sharded(comm, fs.zero3, tree), comm=comm)) == [None] * 3
+    frozen = "a" if dtype.itemsize == 1 else ()
+    assert simulate(DP3, lambda comm: find_nonfinite(None, sharded(comm, fs.zero3, tree, frozen), comm=comm)) == [None] * 3
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])

@@ -259,6 +259,7 @@ def test_groups_that_not_all_ranks_are_in():
                 loss = model(torch.ones(2, 3)).square().sum()
                 loss.backward()
                 optimizer.step()
+                optimizer.zero_grad()
                 losses.append(loss.item())
 
         if comm.rank < 2:
