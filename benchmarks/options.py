@@ -9,7 +9,9 @@ from typing import Literal, get_args
 
 import tyro
 
-Part = Literal["steps", "small", "alternating", "optax", "prediction", "compile", "host", "memory", "rss", "checkpoint"]
+Part = Literal[
+    "steps", "small", "alternating", "optax", "prediction", "compile", "host", "calls", "memory", "rss", "checkpoint"
+]
 PARTS: tuple[Part, ...] = get_args(Part)
 
 
@@ -46,6 +48,8 @@ class Options:
     """Sequences in a step and rank."""
     host_layers: int = 48
     """Number of blocks of the tiny model on which the host's time is measured."""
+    calls_layers: int = 24
+    """Number of blocks of the smaller model on which calls of Python functions are counted; the other has twice as many."""
     small_layers: int = 24
     """Number of blocks of the models of small units."""
     compile_units: int = 1000
@@ -84,6 +88,7 @@ def check(options: Options) -> None:
         "time",
         "batch",
         "host_layers",
+        "calls_layers",
         "small_layers",
         "compile_units",
         "checkpoint_rounds",

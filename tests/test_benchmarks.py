@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import warnings
 from dataclasses import replace
 from functools import partial
@@ -16,6 +17,7 @@ import torch
 import fsharp as fs
 from benchmarks import (
     alternating,
+    calls,
     checkpoint,
     gpt,
     gpu,
@@ -51,6 +53,7 @@ SMALL_OPTIONS = Options(
     time=8,
     batch=1,
     host_layers=2,
+    calls_layers=2,
     small_layers=2,
     compile_units=20,
     checkpoint_mb=1,
@@ -61,7 +64,7 @@ SMALL_OPTIONS = Options(
 
 @pytest.fixture(scope="module")
 def two_ranks():
-    """What needs two processes: the parts ``steps`` and ``memory``, and a DTensor under the tracker."""
+    """What needs two processes: the parts ``steps``, ``memory`` and ``calls``, and a DTensor under the tracker."""
 
     def run(comm):
         from torch.distributed.device_mesh import init_device_mesh
@@ -72,7 +75,8 @@ def two_ranks():
             y = x + 1
             counted = tracker.nbytes(), y.to_local().nbytes
         return counted, {
-            name: each.measure(SMALL_OPTIONS, comm, silent) for name, each in (("steps", steps), ("memory", memory))
+            name: each.measure(SMALL_OPTIONS, comm, silent)
+            for name, each in (("steps", steps), ("memory", memory), ("calls", calls))
         }
 
     return processes(fs.Mesh({"dp": 2}), run, timeout=110)
@@ -481,7 +485,7 @@ def test_the_report_writes_everything_and_ends_in_a_line_of_figures(parts, tmp_p
     rss = {"FSDP2": {"rise": MB}}
     report.report(replace(SMALL_OPTIONS, out=out, docs=docs), {**parts, "rss": rss}, seconds=1.0)
     last = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert list(last) == list(report.TARGETS)
+    assert list(last) == list(report.MEANING)
     assert all(isinstance(x, float) and x == x for x in last.values())
     results = json.loads(out.read_text())
     assert results["summary"] == last
@@ -519,16 +523,37 @@ def test_the_figures_are_those_of_the_rounds():
         "prediction": {"error": 0.07},
         "compile": {"compile_s": 1.5, "verify_s": 0.25},
         "host": {"step": {"added": [{"FSDP2": 10.0, "fsharp zero3": 3.0}]}},
+        "calls": {"calls": {"FSDP2": 900.0, "fsharp zero3": 150.0, "fsharp zero3, module": 310.0}},
         "memory": {"largest": {name: {"peak": x} for name, x in peaks.items()}},
         "checkpoint": {
             "places": {"memory": {"rounds": [saves]}, "disk": {"rounds": []}},
             "rss": {"fsharp": {"async, first": 30}, "DCP": {"async, first": 20}},
         },
     }
-    expected = [0.25, 0.5, 1.5, 0.3, 1.2, 1.25, 1.5, 1.2, 1.25, 0.07, 1.75, 0.3, 0.75]
+    expected = [0.25, 0.5, 1.5, 0.3, 1.2, 1.25, 1.5, 1.2, 1.25, 0.07, 1.75, 0.3, 150.0, 310.0, 900.0, 0.75]
     expected += [0.8, 0.5, 0.25, 0.6, 1.25, 0.1, 1.5]
-    assert report.summary(parts) == dict(zip(report.TARGETS, expected, strict=True))
-    assert report.summary({"steps": parts["steps"]}).keys() < report.TARGETS.keys()
+    assert report.summary(parts) == dict(zip(report.MEANING, expected, strict=True))
+    assert report.summary({"steps": parts["steps"]}).keys() < report.MEANING.keys()
+
+
+def test_calls_are_those_of_the_main_thread_and_of_python_alone():
+    class Contender:
+        def step(self, batch):
+            thread = threading.Thread(target=batch)
+            thread.start()
+            thread.join()
+            batch()
+            len([])
+
+        def settle(self):
+            self.batches = 0
+
+    def twice():
+        silent("")
+        silent("")
+
+    both = [calls.counted(Contender(), [each] * 2) for each in (twice, lambda: silent(""))]
+    assert both[0] - both[1] == 1
 
 
 def test_partial_runs_do_not_touch_the_page(parts, tmp_path):
@@ -560,7 +585,7 @@ def test_the_command_as_a_person_runs_it(tmp_path):
     env = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
-    assert list(json.loads(done.stdout.splitlines()[-1])) == list(report.TARGETS)
+    assert list(json.loads(done.stdout.splitlines()[-1])) == list(report.MEANING)
     written = json.loads((tmp_path / "cpu.json").read_text())
     assert len(written["steps"]["rounds"]) == len(written["small"]["tiny"]["rounds"]) == 4
 
