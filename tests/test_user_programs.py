@@ -32,6 +32,7 @@ REFUSALS = {
     r"unsharded\(\): a step is under way": "are refused between a backward and its update or `zero_grad()`",
     r"optimizer\.step\(\) has used up the gradients": "A step of a `ShardedOptimizer` uses the gradients up",
     r"autograd\.grad\(\) with respect to .*: other backward": "it does not mix with backward passes that leave gradients",
+    "was frozen when its module was sharded": "`requires_grad_(True)` of a parameter that was frozen",
     "were changed in place between being gathered": "changing them in place within a step, between two uses, is refused",
 }
 """What may be refused of a program whose ranks all do the same, and the known limit that says so."""

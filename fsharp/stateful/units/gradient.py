@@ -109,9 +109,8 @@ class GradientBuffer:
         """The arena is wanted for something else: have memory of its own. False if somebody has a view, which has to stay."""
         self._place, self._is_open = None, False
         if self.rest.in_arena:
-            if self.rest.is_held and not self.rest.copy_out():
+            if not self.rest.move_to(self._own):
                 return False
-            torch._foreach_copy_(self._own.tensors, self.rest.tensors)
             self.rest = self._own
         return True
 

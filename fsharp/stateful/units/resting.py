@@ -50,7 +50,7 @@ class RestingGradient:
         self._memory = self._memory if self.in_arena else None
         self._tensors: list[torch.Tensor] | None = None
         self._views: list[torch.Tensor] | None = None
-        self._shown: list[weakref.ref[torch.Tensor]] = []
+        self._shown: list[tuple[weakref.ref[torch.Tensor], int]] = []  # and which of the buffers
         self._storage: Any = None  # that of the views; None if it is empty
         self._alone = 0
         self._leaves: list[torch.Tensor] | None = None
@@ -89,15 +89,33 @@ class RestingGradient:
             self._storage = next((tensor.untyped_storage() for tensor in self._views if len(tensor)), None)
             self._alone = self._holders()
         shown = [tensor.data for tensor in self._views]
-        self._shown = [ref for ref in self._shown if ref() is not None] + [weakref.ref(tensor) for tensor in shown]
+        self._shown = [(ref, i) for ref, i in self._shown if ref() is not None]
+        self._shown += [(weakref.ref(tensor), i) for i, tensor in enumerate(shown)]
         return shown
+
+    def move_to(self, other: "RestingGradient") -> bool:
+        """Move values, and the tensors that callers hold, to the memory of another. Return whether that was possible.
+
+        The tensors are still the gradient at rest afterwards: what a caller writes to one of them counts. A view that a caller
+        has made of one cannot be moved. Then nothing is moved.
+        """
+        held = [(tensor, i) for ref, i in self._shown if (tensor := ref()) is not None]
+        if self._views is not None and self._holders() - self._alone > len(held):
+            return False
+        torch._foreach_copy_(other.tensors, self.tensors)
+        there = other.show() if held else []
+        for tensor, i in held:
+            tensor.data = there[i]
+            other._shown.append((weakref.ref(tensor), i))
+        self._shown = []
+        return True
 
     def copy_out(self) -> bool:
         """Give the tensors that callers hold memory of their own; whether nobody holds these bytes after that.
 
         A view that a caller has made of one cannot be moved.
         """
-        for ref in self._shown:
+        for ref, _ in self._shown:
             if (tensor := ref()) is not None:
                 tensor.data = tensor.data.clone()
         self._shown = []

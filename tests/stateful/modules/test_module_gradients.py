@@ -1,5 +1,7 @@
 """Gradients of a module that are not simply there: parameters without one, and torch.autograd.grad."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -402,3 +404,26 @@ def test_gradients_that_ranks_have_not_summed_are_not_shown(what):
         assert model.head.weight.grad.norm() > 0
 
     simulate(DP, rank_fn)
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "zero2", "zero3", "hfsdp"])
+def test_steps_that_leave_their_schedule_between_two_backward_passes(strategy):
+    """The mean was divided in memory of its own, and the sum over ranks that the next backward adds to was not."""
+    ways = ((False, False), (True, False, False))
+    mesh, placed = STRATEGIES[strategy]
+
+    def rank_fn(comm):
+        layer = nn.Linear(3, 3, bias=False)
+        model = fs.shard_module(layer, mesh=comm, strategy=placed, sync_from=0)
+        optimizer = fs.ShardedOptimizer(model.parameters(), torch.optim.SGD, lr=0.0)
+        found = []
+        for way in 3 * ways:
+            for accumulate in way:
+                with model.accumulate() if accumulate else nullcontext():
+                    model(torch.ones(1, 3)).sum().backward()
+            found.append(model.weight.grad.sum().item())
+            optimizer.step()
+            optimizer.zero_grad()
+        return found
+
+    assert simulate(mesh, rank_fn)[0] == [9.0 * len(way) for way in 3 * ways]
