@@ -45,7 +45,10 @@ def test_each_refusal_is_a_known_limit():
 
 SEEDS = [0, 1, 2, 3, *(pytest.param(n, marks=pytest.mark.deep) for n in range(4, 24))]
 FEW_SEEDS = [0, 1, *(pytest.param(n, marks=pytest.mark.deep) for n in range(2, 24))]
-pytestmark = pytest.mark.filterwarnings("ignore:.*rest in float32:UserWarning")  # frozen parameters beside main copies
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*rest in float32:UserWarning"),  # frozen parameters beside main copies
+    pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step:UserWarning"),  # a scaler with nothing to step
+]
 each_way = pytest.mark.parametrize("functions", [False, True], ids=["module", "functions"])
 
 
