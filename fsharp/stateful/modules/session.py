@@ -150,7 +150,7 @@ class Session:
 
     @property
     def settings(self) -> str:
-        """What ranks have to have done alike to this module so far, a field in each line."""
+        """Return what every rank has to have done to this module so far, such as writes, as lines of ``name=value``."""
         return self.scheduler.settings
 
     def before_write(self) -> None:

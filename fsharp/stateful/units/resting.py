@@ -99,7 +99,11 @@ class RestingGradient:
         The tensors are still the gradient at rest afterwards: what a caller writes to one of them counts. A view that a caller
         has made of one cannot be moved. Then nothing is moved.
         """
-        held = [(tensor, i) for ref, i in self._shown if (tensor := ref()) is not None]
+        held = [
+            (tensor, i)
+            for ref, i in self._shown
+            if (tensor := ref()) is not None and tensor.numel() and tensor.data_ptr() == self.tensors[i].data_ptr()
+        ]
         if self._views is not None and self._holders() - self._alone > len(held):
             return False
         torch._foreach_copy_(other.tensors, self.tensors)

@@ -11,6 +11,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import fsharp as fs
 from fsharp.stateful.units import unit_state as copies
+from fsharp.stateful.units.resting import RestingGradient
 from fsharp.stateful.units.resting import storage_over as window_on
 from fsharp.testing import DebugPolicy, simulate
 from tests.gpt_like import block, embed, head, logits, loss_fn, make_params
@@ -246,3 +247,18 @@ def test_empty_gradients_rest_as_well(strategy):
         return seen, full_params(state, run.comm)
 
     run_both(program, mesh_of(strategy))
+
+
+def test_a_view_keeps_a_gradient_where_it_is_beside_an_empty_buffer_too():
+    sizes, cpu = [(4, torch.float32), (0, torch.float32)], torch.device("cpu")
+    arena = RestingGradient(sizes, cpu, torch.zeros(RestingGradient(sizes, cpu).nbytes, dtype=torch.uint8))
+    own = RestingGradient(sizes, cpu)
+    shown = arena.show()
+    view = shown[0][:2]
+    assert not arena.move_to(own)
+    del view
+    assert arena.move_to(own)
+    shown[0].fill_(3)
+    assert own.tensors[0].tolist() == [3.0] * 4
+    assert own.is_held
+    assert not arena.is_held

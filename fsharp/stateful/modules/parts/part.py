@@ -38,7 +38,7 @@ class Owner(Protocol):
 
     @property
     def settings(self) -> str:
-        """What ranks have to have done alike to the module so far, a field in each line as ``name=value``."""
+        """Return what every rank has to have done to the module so far, such as writes, as lines of ``name=value``."""
 
     def gradient(self, path: str) -> "Part | None":
         """Return the gradient of one parameter; None if there is none."""
