@@ -30,7 +30,7 @@ from fsharp.compiling import uncompiled
 from fsharp.errors import MeshError, TreeError, problem
 from fsharp.functional.comm.collectives import all_gather_last, all_reduce, local_slice, reduce_scatter_last
 from fsharp.functional.comm.protocol import Comm, Engine, Labelled
-from fsharp.functional.comm.tree_names import label_of, name_as
+from fsharp.functional.comm.tree_names import label_of
 from fsharp.functional.layout.placement import Partial, Place, Replicate, Shard
 from fsharp.functional.layout.sharded import PlaceName, Sharded, check_kept, is_sharded, map_units, resolve_place, units_of
 from fsharp.functional.layout.unit_layout import UnitLayout
@@ -131,9 +131,7 @@ def on_device(tree: Any, device: torch.device) -> Any:
         if not is_sharded(node) or all(getattr(x, "device", device).type == device.type for x in node.raw_buffers):
             return node
         buffers = [x.to(device) if isinstance(x, torch.Tensor) else x for x in node.buffers]
-        moved = Sharded(buffers, node.unit, node.place, node.groups, is_gathered=node.is_gathered, scale=node.scale)
-        name_as(moved, node)
-        return moved
+        return node.with_buffers(buffers, scale=node.scale)
 
     return map_units(one, tree)
 

@@ -74,7 +74,7 @@ def let_go(out: Any, rested: Any, gathered: Any, first: int, comm: Comm) -> None
 
 
 def _regather(nodes: Sequence[Sharded], comm: Comm) -> Callable[[], list[torch.Tensor]]:
-    sources = [Sharded([x.detach() for x in node.buffers], node.unit, node.place, node.groups) for node in nodes]
+    sources = [node.with_buffers([x.detach() for x in node.buffers]) for node in nodes]
     check = unchanged(sources)
 
     def regather() -> list[torch.Tensor]:

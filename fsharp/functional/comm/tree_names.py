@@ -1,42 +1,16 @@
-"""Names of trees: what a collective's label says about whose values travel, so that ranks never mix two trees of equal shapes.
+"""Which tree a collective is for, as its label says, so that ranks never mix the values of two trees of equal shapes.
 
-A name belongs to the memory of a tree's buffers. It stays with views of them, and a copy has none. Ranks make trees in the
-same order, so the numbers in names are the same on all of them.
+Ranks make trees in one order, so the numbers in names of trees are the same on all ranks. See :mod:`..layout.tree_name`.
 """
 
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-from torch._C import _functorch
-
 from fsharp.functional.comm.protocol import Comm, innermost
 from fsharp.functional.layout.placement import Place, Replicate, Shard
 from fsharp.functional.layout.sharded import Sharded, units_of
-
-
-@dataclass
-class TreeName:
-    """Which tree a unit's buffers are of.
-
-    Attributes:
-        tree: a number for the tree; ``"1.2"`` is the second state that updates have made of one state of tree 1.
-        updates: that have led to these values.
-        successors: states that updates have made of this one.
-    """
-
-    tree: str
-    updates: int = 0
-    successors: int = 0
-
-    def __str__(self) -> str:
-        return f"tree {self.tree} at update {self.updates}, "
-
-    def updated(self) -> "TreeName":
-        """The name of what the next update makes of these values."""
-        self.successors += 1
-        return TreeName(self.tree if self.successors == 1 else f"{self.tree}.{self.successors}", self.updates + 1)
+from fsharp.functional.layout.tree_name import TreeName
 
 
 @dataclass
@@ -44,12 +18,12 @@ class TreeCounts:
     """What a rank has counted of trees that ranks have made and gathered together, where labels are compared.
 
     Attributes:
-        trees: that have a number.
-        unnamed: trees without one that were gathered, by axes and unit.
+        trees: number of trees that ranks have made together.
+        gathered: number of trees whose text says not which they are and that were gathered, by text, axes and unit.
     """
 
     trees: int = 0
-    unnamed: Counter[tuple[tuple[str, ...], str]] = field(default_factory=Counter)
+    gathered: Counter[tuple[str, tuple[str, ...], str]] = field(default_factory=Counter)
 
 
 def counts_of(comm: Comm) -> TreeCounts | None:
@@ -69,29 +43,27 @@ def name_trees(tree: Any, comm: Comm) -> Any:
             if occurrence not in numbers:
                 counts.trees += 1
                 numbers[occurrence] = str(counts.trees)
-            _give(node, TreeName(numbers[occurrence]))
+            node.tree_name = TreeName(numbers[occurrence])
     return tree
 
 
 def name_updated(new: Any, old: Any) -> None:
     """Name values that an update has made of a tree ``old`` of the same units."""
     for after, before in zip(units_of(new), units_of(old), strict=True):
-        if (name := _name(before)) is not None:
-            _give(after, name.updated())
+        after.tree_name = before.tree_name.updated()
 
 
 def name_as(new: Any, old: Any) -> None:
     """Give the units of a tree the names that those of another have."""
     for after, before in zip(units_of(new), units_of(old), strict=True):
-        if (name := _name(before)) is not None:
-            _give(after, name)
+        after.tree_name = before.tree_name
 
 
 def label_of(node: Sharded, comm: Comm, target: Place | None = None) -> str:
     """What the label of a collective for a unit begins with; empty where nothing compares labels.
 
-    A tree without a name is numbered by what ranks do together: it is the k-th of which this unit is gathered along these
-    axes. Where nothing travels it is not counted, as one rank alone may do that.
+    If a name does not say which tree it is, values are numbered by what ranks do together: they are the k-th of this text of
+    which this unit is gathered along these axes. Where nothing travels they are not counted, as one rank alone may do that.
 
     Args:
         node: the unit.
@@ -101,49 +73,18 @@ def label_of(node: Sharded, comm: Comm, target: Place | None = None) -> str:
     counts = counts_of(comm)
     if counts is None:
         return ""
-    if (name := _name(node)) is not None:
-        return str(name)
-    storage, place = _storage(node), node.place
+    name, place = node.tree_name, node.place
+    if name.is_unique:
+        return f"{name.text}, "
     axes = tuple(
         axis
         for axis in place.order
         if place[axis] is Shard and comm.mesh.axis_size(axis) > 1 and (target is None or target[axis] is Replicate)
     )
-    if storage is None or not axes:
+    if not axes:
         return ""
-    numbers, key = vars(storage).setdefault(_NUMBERS, {}), (axes, node.name)
-    if key not in numbers:
-        counts.unnamed[key] += 1
-        numbers[key] = counts.unnamed[key]
-    return f"unnamed tree {numbers[key]}, "
-
-
-_NAME, _NUMBERS = "_fsharp_name", "_fsharp_numbers"
-"""Attributes of a storage, which torch keeps as long as the memory: of a named tree, and of one without a name."""
-
-
-def _storage(node: Sharded) -> torch.UntypedStorage | None:
-    """The memory of a trained group, which an update makes anew, else that of any."""
-    chosen: torch.Tensor | None = None
-    for group, x in zip(node.groups, node.raw_buffers, strict=True):
-        is_trained = node.unit.groups[group].trainable
-        if isinstance(x, torch.Tensor) and (is_trained or chosen is None):
-            chosen = x
-            if is_trained:
-                break
-    if chosen is None:
-        return None
-    while _functorch.is_functorch_wrapped_tensor(chosen):  # only the innermost tensor has memory
-        chosen = _functorch.get_unwrapped(chosen)
-    return chosen.untyped_storage()
-
-
-def _name(node: Sharded) -> TreeName | None:
-    storage = _storage(node)
-    return None if storage is None else vars(storage).get(_NAME)
-
-
-def _give(node: Sharded, name: TreeName) -> None:
-    storage = _storage(node)
-    if storage is not None:
-        setattr(storage, _NAME, name)
+    if axes not in name.numbers:
+        key = (name.text, axes, node.name)
+        counts.gathered[key] += 1
+        name.numbers[axes] = counts.gathered[key]
+    return f"{name.text or 'unnamed tree'} ({name.numbers[axes]}), "

@@ -10,6 +10,7 @@ from torch.utils import _pytree as torch_pytree
 from fsharp.errors import LayoutError, TreeError, problem
 from fsharp.functional.layout.placement import Place
 from fsharp.functional.layout.precision import dtype_name
+from fsharp.functional.layout.tree_name import TreeName
 from fsharp.functional.layout.unit_layout import UnitLayout
 
 PlaceName = str | Place
@@ -25,6 +26,7 @@ class Context(NamedTuple):
         groups: which of the unit's groups they are.
         is_gathered: whether they are what each rank computes with by itself.
         ledger: that of the microbatch; compared by identity.
+        tree_name: of which tree the buffers are; all are equal.
     """
 
     unit: UnitLayout
@@ -32,6 +34,7 @@ class Context(NamedTuple):
     groups: tuple[int, ...]
     is_gathered: bool = False
     ledger: Any = None
+    tree_name: TreeName = TreeName()
 
 
 class LazyBuffers:
@@ -65,6 +68,7 @@ class Sharded:
         ledger: set by :func:`~fsharp.value_and_grad`, which knows through it where gradients go.
         scale: of gradients as ``value_and_grad`` and ``average`` return them: ``"sum"`` or ``"mean"``. What is made of them by
             other functions has none.
+        tree_name: of which tree the buffers are, for labels of collectives.
 
     Attributes:
         raw_buffers: the buffers without waiting: to know which they are, not what is in them.
@@ -83,6 +87,7 @@ class Sharded:
         "rank",
         "raw_buffers",
         "scale",
+        "tree_name",
         "unit",
     )
 
@@ -96,16 +101,22 @@ class Sharded:
         is_gathered: bool = False,
         ledger: Any = None,
         scale: Literal["sum", "mean"] | None = None,
+        tree_name: TreeName | None = None,
     ) -> None:
         self.lazy = buffers if isinstance(buffers, LazyBuffers) else None
         self.raw_buffers: tuple[Any, ...] = tuple(buffers) if self.lazy is None else self.lazy.raw  # type: ignore[arg-type]
         self.unit, self.place, self.is_gathered, self.ledger = unit, place, is_gathered, ledger
         self.groups = unit.all_groups if groups is None else groups
         self.scale, self.is_donated = scale, False
+        self.tree_name = TreeName() if tree_name is None else tree_name
         self.rank: int | None = None
 
     def __getstate__(self) -> Any:
-        return None, {name: getattr(self, name) for name in self.__slots__} | {"raw_buffers": self.buffers, "lazy": None}
+        return None, {name: getattr(self, name) for name in self.__slots__} | {
+            "raw_buffers": self.buffers,
+            "lazy": None,
+            "tree_name": TreeName(),  # numbers are those of one process
+        }
 
     @property
     def buffers(self) -> tuple[Any, ...]:
@@ -115,7 +126,7 @@ class Sharded:
     def aliased(self, buffers: Sequence[Any], ledger: Any) -> "Sharded":
         """A node with a ledger, of tensors that have the memory of this one's: who looks at them waits for these."""
         held = buffers if self.lazy is None else self.lazy.aliased(buffers)
-        return Sharded(held, self.unit, self.place, self.groups, is_gathered=self.is_gathered, ledger=ledger)
+        return self.with_buffers(held, ledger=ledger)
 
     @property
     def sinks(self) -> tuple[torch.Tensor, ...]:
@@ -127,9 +138,36 @@ class Sharded:
         """The path of the unit."""
         return self.unit.name
 
+    def with_buffers(
+        self,
+        buffers: Sequence[Any] | LazyBuffers,
+        *,
+        groups: tuple[int, ...] | None = None,
+        ledger: Any = None,
+        scale: Literal["sum", "mean"] | None = None,
+    ) -> "Sharded":
+        """A node of the same values, or of some groups of them, in other tensors."""
+        return Sharded(
+            buffers,
+            self.unit,
+            self.place,
+            self.groups if groups is None else groups,
+            is_gathered=self.is_gathered,
+            ledger=ledger,
+            scale=scale,
+            tree_name=self.tree_name,
+        )
+
     def replace(self, buffers: Sequence[Any], place: Place | None = None) -> "Sharded":
         """The same groups with other buffers, perhaps in another place."""
-        return Sharded(buffers, self.unit, place or self.place, self.groups, is_gathered=self.is_gathered and place is None)
+        return Sharded(
+            buffers,
+            self.unit,
+            place or self.place,
+            self.groups,
+            is_gathered=self.is_gathered and place is None,
+            tree_name=self.tree_name.made(replaced=1),
+        )
 
     def drop(self) -> None:
         """Hold no buffers from here on, so that their memory is free once nobody else does; the node is refused."""
@@ -138,7 +176,7 @@ class Sharded:
     def select(self, groups: Sequence[int]) -> "Sharded":
         """Only the given groups, which have to be among this node's."""
         held = dict(zip(self.groups, self.buffers, strict=True))
-        return Sharded([held[g] for g in groups], self.unit, self.place, tuple(groups), is_gathered=self.is_gathered)
+        return self.with_buffers([held[g] for g in groups], groups=tuple(groups))
 
     def tree(self, ties: Sequence["Sharded"] = ()) -> Any:
         """The unit's subtree, its leaves views of the buffers. Differentiable.
@@ -220,13 +258,14 @@ class Sharded:
 
 def flatten_node(node: Sharded) -> tuple[tuple[Any, ...], Context]:
     """Its children, and what it is besides."""
-    return node.buffers, Context(node.unit, node.place, node.groups, node.is_gathered, node.ledger)
+    return node.buffers, Context(node.unit, node.place, node.groups, node.is_gathered, node.ledger, node.tree_name)
 
 
 def unflatten_node(context: Context, children: Any) -> Sharded:
     """The inverse of :func:`flatten_node`."""
-    unit, place, groups, is_gathered, ledger = context
-    return Sharded(tuple(children), unit, place, groups, is_gathered=is_gathered, ledger=ledger)
+    unit, place, groups, is_gathered, ledger, name = context
+    made = name.made(mapped=1)
+    return Sharded(tuple(children), unit, place, groups, is_gathered=is_gathered, ledger=ledger, tree_name=made)
 
 
 LEAFLESS: set[type] = set()

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from fsharp.functional.layout.sharded import Sharded, is_sharded, map_units, units_of
+from fsharp.functional.layout.sharded import is_sharded, map_units, units_of
 from fsharp.stateful.transport.streams import Key, Lanes
 from fsharp.stateful.units.pending import PendingBuffers
 
@@ -107,7 +107,7 @@ class Offload:
             if all(x is y for x, y in zip(raw, buffers, strict=True)):
                 return node
             held = HostBuffers(buffers, moves[node.name]) if to_host else buffers
-            return Sharded(held, node.unit, node.place, node.groups, is_gathered=node.is_gathered, scale=node.scale)
+            return node.with_buffers(held, scale=node.scale)
 
         return map_units(one, tree), moves
 

@@ -48,7 +48,7 @@ class PendingBuffers(LazyBuffers):
 
 def pending(node: Sharded, arrive: Callable[[], Any], lanes: Lanes | None = None) -> Sharded:
     """The node with :class:`PendingBuffers`. To pytrees it is a Sharded like any other."""
-    return Sharded(PendingBuffers(node.raw_buffers, arrive, lanes), node.unit, node.place, node.groups, scale=node.scale)
+    return node.with_buffers(PendingBuffers(node.raw_buffers, arrive, lanes), scale=node.scale)
 
 
 def is_pending(node: Sharded) -> bool:

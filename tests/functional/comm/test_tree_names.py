@@ -3,6 +3,7 @@
 import functools
 import tempfile
 
+import optree
 import pytest
 import torch
 
@@ -70,6 +71,15 @@ def two_copies_in_opposite_order(comm, run):
         read(copy)
 
 
+def copies_by_replace_and_by_a_mapping_in_opposite_order(comm, run):
+    params = started(comm).params
+    replaced = fs.map_units(lambda node: node.replace([x * 2 for x in node.buffers]), params)
+    mapped = optree.tree_map(lambda x: x * 3, params)
+    read = run(lambda p, comm: fs.full(p, comm=comm))
+    for copy in (replaced, mapped) if comm.rank else (mapped, replaced):
+        read(copy)
+
+
 def gradients_of_two_models_in_opposite_order(comm, run):
     states = [started(comm, fs.ddp("dp"), seed=seed) for seed in (0, 1)]
     step = run(lambda s, comm: STEP(s, batch_of(comm), comm))
@@ -107,6 +117,7 @@ PROGRAMS = [
     two_models_in_opposite_order,
     two_successors_of_one_state,
     two_copies_in_opposite_order,
+    copies_by_replace_and_by_a_mapping_in_opposite_order,
     gradients_of_two_models_in_opposite_order,
     two_loads_in_opposite_order,
 ]
@@ -128,6 +139,13 @@ def test_labels_name_the_tree():
     """The error says of which tree and update each rank's values are."""
     with pytest.raises(CommError, match=r"(?s)rank 0.*tree 2 at update 0, gather a.*rank 1.*tree 2 at update 1"):
         simulate(fs.Mesh({"dp": 2}), lambda comm: older_state_on_one_rank(comm, at_once(comm)))
+
+
+def test_labels_name_what_a_tree_was_made_of():
+    program = copies_by_replace_and_by_a_mapping_in_opposite_order
+    names = r"(?s)rank 0.*tree 2 at update 0, mapped 1x \(1\), gather a.*rank 1.*tree 2 at update 0, replaced 1x \(1\)"
+    with pytest.raises(CommError, match=names):
+        simulate(fs.Mesh({"dp": 2}), lambda comm: program(comm, at_once(comm)))
 
 
 def test_one_rank_may_do_alone_what_takes_no_collective():

@@ -1,0 +1,55 @@
+"""TreeName: which tree a unit's values are of. What is made of a tree has a name made of the tree's."""
+
+from dataclasses import dataclass, field
+
+
+@dataclass(eq=False, slots=True)
+class TreeName:
+    """Which tree a unit's values are of.
+
+    All names are equal and have one hash: a name is no part of a tree's structure, so that trees of different names can be
+    mapped together.
+
+    Attributes:
+        tree: number of a tree that all ranks have made together; ``"1.2"`` is the second tree that updates have made of one
+            state of tree 1. Empty if the values come from no such tree.
+        updates: number of updates between that tree and these values.
+        replaced: number of calls of :meth:`Sharded.replace` between that tree and these values.
+        mapped: number of pytree mappings between that tree and these values.
+        successors: number of trees that updates have made of these values.
+        numbers: by axes, the number of these values among those of the same text that were gathered along these axes.
+    """
+
+    tree: str = ""
+    updates: int = 0
+    replaced: int = 0
+    mapped: int = 0
+    successors: int = 0
+    numbers: dict[tuple[str, ...], int] = field(default_factory=dict)
+
+    @property
+    def is_unique(self) -> bool:
+        """Whether no other values have the same text."""
+        return bool(self.tree) and not self.replaced and not self.mapped
+
+    @property
+    def text(self) -> str:
+        """The name in words; empty if the values come from no tree that ranks have made together."""
+        changes = [f", {what} {times}x" for what, times in (("replaced", self.replaced), ("mapped", self.mapped)) if times]
+        return f"tree {self.tree} at update {self.updates}{''.join(changes)}" if self.tree else ""
+
+    def made(self, *, replaced: int = 0, mapped: int = 0) -> "TreeName":
+        """Return the name of what calls of ``replace()`` or pytree mappings make of these values."""
+        return TreeName(self.tree, self.updates, self.replaced + replaced, self.mapped + mapped)
+
+    def updated(self) -> "TreeName":
+        """Return the name of what the next update makes of these values."""
+        self.successors += 1
+        tree = f"{self.tree}.{self.successors}" if self.tree and self.successors > 1 else self.tree
+        return TreeName(tree, self.updates + 1, self.replaced, self.mapped)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, TreeName)
+
+    def __hash__(self) -> int:
+        return 0
