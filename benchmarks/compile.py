@@ -13,7 +13,7 @@ from fsharp.functional.comm.protocol import Call
 from fsharp.stateful.schedule.compile import compile_schedule
 from fsharp.stateful.schedule.policy import Policy
 from fsharp.stateful.schedule.program import Event, Program, UnitFacts
-from fsharp.stateful.schedule.verify import verify
+from fsharp.stateful.verify.verify import verify
 
 NUMBERS = (126, 250, 500, 1000)
 ALIGN, RANKS = 128, 2

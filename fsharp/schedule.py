@@ -5,5 +5,5 @@ from fsharp.stateful.schedule.program import Event as Event
 from fsharp.stateful.schedule.program import Program as Program
 from fsharp.stateful.schedule.program import UnitFacts as UnitFacts
 from fsharp.stateful.schedule.schedule import Schedule as Schedule
-from fsharp.stateful.schedule.verify import verify as verify
-from fsharp.stateful.schedule.verify import verify_ranks as verify_ranks
+from fsharp.stateful.verify.verify import verify as verify
+from fsharp.stateful.verify.verify import verify_ranks as verify_ranks

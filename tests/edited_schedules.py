@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from fsharp.errors import ScheduleError
 from fsharp.stateful.schedule.compile import compile_schedule
 from fsharp.stateful.schedule.program import Event, Program, UnitFacts
-from fsharp.stateful.schedule.verify import verify
+from fsharp.stateful.verify.verify import verify
 from tests.random_programs import GATHER, REDUCE, policies, programs
 
 

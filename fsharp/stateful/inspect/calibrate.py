@@ -5,18 +5,18 @@ from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate
 from statistics import median
-from typing import NamedTuple, get_args
+from typing import NamedTuple
 
 import torch
 
 from fsharp.errors import ScheduleError, problem
-from fsharp.stateful.inspect.timeline import COLLECTIVES, Interval, TimeSpan, issue_positions, union
+from fsharp.stateful.inspect.timeline import WAITING, Interval, TimeSpan, issue_positions, senders, union
 from fsharp.stateful.inspect.trace import Row, Trace, by_unit, check_rows, self_times
-from fsharp.stateful.schedule.schedule import OpKind, Phase, Schedule, Stream, calls_of
+from fsharp.stateful.schedule.ops import Phase, Stream, kinds
+from fsharp.stateful.schedule.schedule import Schedule, calls_of
 
 Channel = tuple[str, str]
 """A collective and the mesh axis that it goes along, such as ``("all_gather", "dp")``."""
-_NEEDED: tuple[OpKind, ...] = ("compute", "update", *COLLECTIVES)
 
 
 class Calibration(NamedTuple):
@@ -62,16 +62,22 @@ def calibrate(trace: Trace, schedule: Schedule, *, speed: float) -> Calibration:
     casts: dict[int, list[float]] = {}
     for (start, stop), mine in steps:
         host = [span for span in self_times(mine) if span.stream == "compute"]
-        waiting += [(span.start_s, span.stop_s) for span in host if span.kind == "wait"]
-        seconds: dict[tuple[int, OpKind], float] = {}
+        waiting += [(span.start_s, span.stop_s) for span in host if span.kind == WAITING]
+        seconds: dict[tuple[int, str], float] = {}
         for span in host:
             seconds[span.op, span.kind] = seconds.get((span.op, span.kind), 0.0) + in_flight.alone(span, speed)
-        for (op, kind), taken in seconds.items():
-            if kind == "compute":
-                own.setdefault((schedule.ops[op].unit, schedule.ops[op].phase), []).append(taken)
-            elif kind == "cast":
-                casts.setdefault(op, []).append(taken)
-        updates.append(sum(taken for (_, kind), taken in seconds.items() if kind == "update"))
+        updated_s = 0.0
+        for (i, kind), taken in seconds.items():
+            op = schedule.ops[i]
+            if kind != op.kind:  # it stood still in front of the op
+                continue
+            if op.spec.cost == "compute":
+                own.setdefault((op.unit, op.phase), []).append(taken)
+            elif op.spec.cost == "memory" and op.stream == "compute":
+                casts.setdefault(i, []).append(taken)
+            elif op.spec.cost == "update":
+                updated_s += taken
+        updates.append(updated_s)
         gaps.append(sum(in_flight.alone(gap, speed) for gap in _between(host, start, stop)))
     waits = _Cover(waiting)
     taken_alone = {
@@ -94,8 +100,9 @@ def calibrate(trace: Trace, schedule: Schedule, *, speed: float) -> Calibration:
 def _host_bandwidth(schedule: Schedule, rows: Iterable[Row]) -> float:
     """Bytes per second between host memory and the device: of all that is copied in a step, in the median over steps."""
     copied: dict[int, float] = {}
+    copies = kinds(lambda spec: spec.cost == "copy")
     for _, kind, _, _, _, start, stop, step in rows:
-        if kind in ("fetch", "offload"):
+        if kind in copies:
             copied[step] = copied.get(step, 0.0) + stop - start
     seconds = median(copied.values()) if copied else 0.0
     return schedule.host_nbytes / seconds if seconds else math.inf
@@ -135,14 +142,15 @@ def _between(spans: Iterable[TimeSpan], start: float, stop: float) -> list[Inter
 def _check_kinds(schedule: Schedule, rows: Iterable[Row]) -> None:
     measured = {row[1] for row in rows}
     facts = {unit.name: unit for unit in schedule.program.units}
-    wanted = {op.kind for op in schedule.ops if op.kind not in COLLECTIVES or calls_of(op, facts[op.unit])}
-    missing = [kind for kind in _NEEDED if kind in wanted - measured]
+    wanted = {op.kind for op in schedule.ops if op.spec.cost != "send" or calls_of(op, facts[op.unit])}
+    needed = [*kinds(lambda spec: spec.cost == "compute"), *kinds(lambda spec: spec.cost == "update"), *senders()]
+    missing = [kind for kind in needed if kind in wanted - measured]
     if missing:
         raise ScheduleError(
             problem(
                 "Hardware.fit()",
                 f"the trace has no measurement of {' or '.join(missing)}, and the schedule has some.",
-                [("measured", ", ".join(kind for kind in get_args(OpKind) if kind in measured) or "nothing")],
+                [("measured", ", ".join(kind for kind in kinds() if kind in measured) or "nothing")],
                 "Trace steps that follow the schedule, each to its end.",
             )
         )
@@ -152,8 +160,9 @@ def _flights(schedule: Schedule, rows: Iterable[Row]) -> dict[int, list[Interval
     """When each collective was sent, step by step, by its first op: from when those before it on its queue had ended."""
     first = {i: run[0] for run in issue_positions(schedule.ops) for i in run}
     began: dict[tuple[int, int], Interval] = {}
+    kinds_that_send = senders()
     for index, kind, _, _, _, start, stop, step in rows:
-        if kind in COLLECTIVES:
+        if kind in kinds_that_send:
             known = began.get((first[index], step), (start, stop))
             began[first[index], step] = min(known[0], start), max(known[1], stop)
     is_one_queue = schedule.policy.one_stream or schedule.policy.separate_groups is False

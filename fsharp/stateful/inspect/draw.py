@@ -11,8 +11,9 @@ from fsharp.annotated import options_checked
 from fsharp.errors import ScheduleError, problem
 from fsharp.functional.layout.table import nbytes_text
 from fsharp.stateful.inspect.estimate import Hardware, predict
-from fsharp.stateful.inspect.timeline import COLLECTIVES, Timeline, TimeSpan, repeated_units, seconds_text, union, unnumbered
-from fsharp.stateful.schedule.schedule import STREAMS, Schedule, Stream
+from fsharp.stateful.inspect.timeline import WAITING, Timeline, TimeSpan, repeated_units, seconds_text, union, unnumbered
+from fsharp.stateful.schedule.ops import OPS, STREAMS, Look, Stream, kinds
+from fsharp.stateful.schedule.schedule import Schedule
 
 Colour = tuple[float, float, float]
 
@@ -102,7 +103,8 @@ def in_order(schedule: Schedule) -> Timeline:
     in_stream = [i for i, op in enumerate(ops) if op.stream == "compute"] + [len(ops)]
     following = dict(pairwise(in_stream))
     for i, op in enumerate(ops):
-        stop = until.get(i, i + 1) if op.kind in COLLECTIVES else following[i] if op.kind == "compute" else i + 1
+        cost = op.spec.cost
+        stop = until.get(i, i + 1) if cost == "send" else following[i] if cost == "compute" else i + 1
         spans.append(TimeSpan(i, op.kind, op.unit, op.phase, op.stream, float(i), float(stop)))
     return Timeline(schedule, tuple(spans), float(len(ops)))
 
@@ -139,7 +141,7 @@ def _draw_lanes(axes: Any, timeline: Timeline, lanes: Sequence[Stream], style: _
         middle = top + _LANES[lane] / 2
         ticks.append(middle)
         if style.has_times and timeline.step_s:
-            busy = sum(b - a for a, b in union((box.start, box.stop) for box in mine if box.span.kind != "wait"))
+            busy = sum(b - a for a, b in union((box.start, box.stop) for box in mine if box.span.kind != WAITING))
             text = f"busy {busy / timeline.step_s:.0%}"
             axes.annotate(
                 text, (timeline.step_s, middle), (5, 0), textcoords="offset points", fontsize=8, va="center", color=_GREY
@@ -155,9 +157,9 @@ def _draw_lanes(axes: Any, timeline: Timeline, lanes: Sequence[Stream], style: _
 def _draw_row(axes: Any, row: Sequence[_Box], where: tuple[float, float], style: _Style) -> None:
     """Boxes side by side, with the names that fit."""
     if not style.has_times and style.per_inch > 40:  # they would be hairs, and hide the rest
-        row = [box for box in row if box.span.kind not in ("wait", "release")]
-    waits = [box for box in row if box.span.kind == "wait"]
-    others = [box for box in row if box.span.kind != "wait"]
+        row = [box for box in row if _look(box.span) not in ("hatched", "faint")]
+    waits = [box for box in row if _look(box.span) == "hatched"]
+    others = [box for box in row if _look(box.span) != "hatched"]
     if waits:
         face, lines = (_WAIT, _WAIT_LINES) if style.has_times else ("white", _FAINT)
         places = [(box.start, box.stop - box.start) for box in waits]
@@ -172,7 +174,7 @@ def _draw_row(axes: Any, row: Sequence[_Box], where: tuple[float, float], style:
     )
     alike: dict[tuple[str, ...], list[_Box]] = {}
     for box in others:
-        if box.span.kind != "release":
+        if _look(box.span) != "faint":
             alike.setdefault((unnumbered(box.span.unit), box.span.kind, box.span.phase), []).append(box)
     for boxes in alike.values():
         names = [box.span.unit or box.span.kind for box in boxes]
@@ -265,14 +267,16 @@ def _legend(figure: Any, axes: Any, has_times: bool, names: Sequence[str]) -> No
     handles: list[Any] = [
         Patch(facecolor=_blend(ramp, 0.35, 1.0), label="forward"),
         Patch(facecolor=ramp, label="backward"),
-        Patch(facecolor=_blend(ramp, 0.3, 0.0), label="cast, accumulate"),
-        Patch(facecolor=_UPDATE, label="update"),
+        Patch(facecolor=_blend(ramp, 0.3, 0.0), label=_kinds_that_look("dark")),
+        Patch(facecolor=_UPDATE, label=_kinds_that_look("grey")),
     ]
     if has_times:
         handles.append(Patch(facecolor=_WAIT, edgecolor=_WAIT_LINES, hatch="//////", linewidth=0, label="compute waits"))
     else:
-        handles.append(Patch(facecolor="white", edgecolor=_FAINT, hatch="//////", linewidth=0, label="wait"))
-        handles.append(Patch(facecolor=_FAINT, label="release"))
+        handles.append(
+            Patch(facecolor="white", edgecolor=_FAINT, hatch="//////", linewidth=0, label=_kinds_that_look("hatched"))
+        )
+        handles.append(Patch(facecolor=_FAINT, label=_kinds_that_look("faint")))
     if len(names) > 1:
         handles += [Line2D([], [], color=colour, label=f"arena, {name}") for name, colour in zip(names, _MEMORY)]
     figure.legend(
@@ -302,7 +306,8 @@ def _title(timeline: Timeline, name: str, has_times: bool) -> str:
 
 def _phases(timeline: Timeline) -> Iterator[tuple[float, float, str, str]]:
     """Stretches of forwards, of backwards, and of what comes after: start, stop, text and colour."""
-    spans = [span for span in timeline.spans if span.kind in ("compute", "update")]
+    chosen = kinds(lambda spec: spec.cost in ("compute", "update"))
+    spans = [span for span in timeline.spans if span.kind in chosen]
     runs = [(phase, list(run)) for phase, run in groupby(spans, key=lambda span: span.phase)]
     times = len([phase for phase, _ in runs if phase == "forward"])
     edges = [0.0, *(run[0].start_s for _, run in runs[1:]), timeline.step_s]
@@ -358,12 +363,22 @@ def _colours(schedule: Schedule) -> dict[str, Colour]:
 
 
 def _face(span: TimeSpan, colours: dict[str, Colour]) -> Any:
-    if span.kind in ("release", "update"):
-        return _UPDATE if span.kind == "update" else _FAINT
+    look = _look(span)
+    if look in ("grey", "faint"):
+        return _UPDATE if look == "grey" else _FAINT
     colour = colours[span.unit]
     if span.phase == "forward":
         return _blend(colour, 0.35, 1.0)
-    return _blend(colour, 0.3, 0.0) if span.kind in ("cast", "accumulate") else colour
+    return _blend(colour, 0.3, 0.0) if look == "dark" else colour
+
+
+def _look(span: TimeSpan) -> Look:
+    """How a span is drawn: one in which compute stands still is hatched, whatever its op."""
+    return "hatched" if span.kind == WAITING else OPS[span.kind, span.phase].look
+
+
+def _kinds_that_look(look: Look) -> str:
+    return ", ".join(kinds(lambda spec: spec.look == look))
 
 
 def _blend(colour: Any, part: float, other: float) -> Colour:

@@ -23,10 +23,11 @@ from fsharp.errors import ScheduleError, problem
 from fsharp.functional.comm.protocol import Call
 from fsharp.functional.layout.paths import assign
 from fsharp.stateful.inspect.calibrate import Channel, calibrate
-from fsharp.stateful.inspect.timeline import COLLECTIVES, Interval, Timeline, TimeSpan, issue_positions
+from fsharp.stateful.inspect.timeline import WAITING, Interval, Timeline, TimeSpan, issue_positions
 from fsharp.stateful.inspect.trace import Trace
+from fsharp.stateful.schedule.ops import STATE, STREAMS, Stream
 from fsharp.stateful.schedule.program import UnitFacts
-from fsharp.stateful.schedule.schedule import STREAMS, Op, Schedule, Stream, calls_of
+from fsharp.stateful.schedule.schedule import Op, Schedule, calls_of
 
 _MAX_STEPS = 16
 
@@ -196,16 +197,16 @@ class _Simulation:
         self.ops, self.schedule = schedule.ops, schedule
         self.is_synchronous, self.speed = hardware.synchronous_host, 1 - hardware.contention / 2
         self.issue = hardware.issue
-        entered = list(dict.fromkeys(op.unit for op in self.ops if op.kind == "compute"))
+        entered = list(dict.fromkeys(op.unit for op in self.ops if op.spec.cost == "compute"))
         times = assign("Hardware.compute", hardware.compute, entered) if entered else {}
         facts = {unit.name: unit for unit in schedule.program.units}
         self.issues = [(run, _seconds([self.ops[i] for i in run], facts, hardware, times)) for run in issue_positions(self.ops)]
         waited_for = {j for i, op in enumerate(self.ops) for j in op.after if j >= i}
-        self.handed_on = sorted(waited_for | {i for i, op in enumerate(self.ops) if op.kind == "offload"})
+        self.handed_on = sorted(waited_for | {i for i, op in enumerate(self.ops) if op.spec.frees == STATE})
 
     def queue(self, op: Op) -> Stream:
         """The name of what runs it in order."""
-        if op.stream == "compute" or (self.is_synchronous and op.kind not in COLLECTIVES):
+        if op.stream == "compute" or (self.is_synchronous and op.spec.cost != "send"):
             return "compute"
         return "gather" if self.schedule.policy.one_stream and op.stream == "reduce" else op.stream
 
@@ -219,14 +220,14 @@ class _Simulation:
         sent = 0.0  # when the last collective has ended
         for j, (_, stop) in carried.items():
             free[self.queue(self.ops[j])] = max(free[self.queue(self.ops[j])], stop)
-            sent = max(sent, stop) if self.ops[j].kind in COLLECTIVES else sent
+            sent = max(sent, stop) if self.ops[j].spec.cost == "send" else sent
         before = dict(carried)
         starts: dict[int, float] = {}
         stops: dict[int, float] = {}
         flying: list[int] = []
         spans: list[TimeSpan] = []
         for run, seconds in self.issues:
-            queue, sends = self.queue(self.ops[run[0]]), self.ops[run[0]].kind in COLLECTIVES
+            queue, sends = self.queue(self.ops[run[0]]), self.ops[run[0]].spec.cost == "send"
             idle = start = free[queue]
             for i in run:
                 start = max(
@@ -260,21 +261,21 @@ class _Simulation:
                 stops |= dict.fromkeys(run, stop)
                 for i in run:
                     op = self.ops[i]
-                    if op.kind == "wait" or start > idle:
-                        spans.append(TimeSpan(i, "wait", op.unit, op.phase, "compute", idle, start))
+                    if op.kind == WAITING or start > idle:
+                        spans.append(TimeSpan(i, WAITING, op.unit, op.phase, "compute", idle, start))
             elif works_s:
                 free["compute"] = since + works_s
         end = max([free["compute"], *(stop for i, stop in stops.items() if i not in self.handed_on)])
         if end > free["compute"]:
             last = max((i for i in stops if i not in self.handed_on), key=stops.__getitem__)
             op = self.ops[last]
-            spans.append(TimeSpan(last, "wait", op.unit, op.phase, "compute", free["compute"], end))
+            spans.append(TimeSpan(last, WAITING, op.unit, op.phase, "compute", free["compute"], end))
         handed_on = {j: (starts[j] - end, max(stops[j] - end, 0.0)) for j in self.handed_on}
         for j, (began, ended) in before.items():  # as the step before has handed it on, so does this one
             starts[j] = end + began if starts[j] > end else starts[j]
             stops[j] = end + ended if stops[j] > end else stops[j]
         for i, op in enumerate(self.ops):
-            if op.kind != "wait":
+            if op.kind != WAITING:
                 spans.append(TimeSpan(i, op.kind, op.unit, op.phase, _lane(op, self.queue(op)), starts[i], stops[i]))
         spans.sort(key=lambda span: (span.start_s, span.op))
         return Timeline(self.schedule, tuple(spans), end), handed_on
@@ -296,16 +297,17 @@ def _seconds(
     ops: Sequence[Op], facts: Mapping[str, UnitFacts], hardware: Hardware, times: Mapping[str, tuple[float, float]]
 ) -> float:
     """How long ops that are issued as one take."""
-    kind, phase, unit = ops[0].kind, ops[0].phase, ops[0].unit
-    if kind == "compute":
-        return times[unit][phase == "backward"]
-    if kind == "update":
-        return hardware.update_s
-    if kind in ("wait", "release"):
-        return 0.0
-    if kind in ("fetch", "offload"):
-        return facts[unit].host / hardware.host_bandwidth
-    calls = [call for op in ops for call in calls_of(op, facts[op.unit])]
-    if calls:
-        return hardware.collective_s(calls)
-    return sum(op.memory.nbytes for op in ops if op.memory) / hardware.memory_bandwidth
+    phase, unit = ops[0].phase, ops[0].unit
+    match ops[0].spec.cost:
+        case "":
+            return 0.0
+        case "compute":
+            return times[unit][phase == "backward"]
+        case "update":
+            return hardware.update_s
+        case "copy":
+            return facts[unit].host / hardware.host_bandwidth
+        case "send" | "memory":  # without a collective what would be sent is copied
+            calls = [call for op in ops for call in calls_of(op, facts[op.unit])]
+            nbytes = sum(op.memory.nbytes for op in ops if op.memory)
+            return hardware.collective_s(calls) if calls else nbytes / hardware.memory_bandwidth

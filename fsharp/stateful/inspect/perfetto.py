@@ -8,7 +8,8 @@ from typing import Any
 
 from fsharp.annotated import options_checked
 from fsharp.stateful.inspect.timeline import Timeline
-from fsharp.stateful.schedule.schedule import STREAMS, calls_of
+from fsharp.stateful.schedule.ops import STREAMS
+from fsharp.stateful.schedule.schedule import calls_of
 
 
 @options_checked
@@ -46,7 +47,7 @@ def _events(timeline: Timeline, process: int, name: str) -> Iterator[dict[str, A
             args |= {"first byte": op.memory.start, "bytes": op.memory.nbytes}
         if op.opens:
             args |= {"first byte at rest": op.opens.start, "bytes at rest": op.opens.nbytes}
-        if op.stream == "host":
+        if op.spec.cost == "copy":
             args["copied"] = facts[op.unit].host
         if op.unit and span.kind == op.kind and (calls := calls_of(op, facts[op.unit])):
             args["sent"] = sum(call.nbytes for call in calls)

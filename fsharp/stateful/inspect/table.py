@@ -1,12 +1,12 @@
 """table: a schedule as text that a person reads."""
 
 from collections import Counter
-from typing import get_args
 
 from fsharp.annotated import options_checked
 from fsharp.functional.layout.table import nbytes_text
 from fsharp.stateful.inspect.timeline import is_joined
-from fsharp.stateful.schedule.schedule import OpKind, Schedule, calls_of
+from fsharp.stateful.schedule.ops import kinds
+from fsharp.stateful.schedule.schedule import Schedule, calls_of
 
 _HEAD = ("#", "event", "op", "unit", "phase", "stream", "memory", "sent", "after")
 
@@ -41,7 +41,7 @@ def table(schedule: Schedule) -> str:
         "  ".join(c.rjust(w) if i in right else c.ljust(w) for i, (c, w) in enumerate(zip(row, widths))).rstrip()
         for row in rows
     ]
-    kinds = Counter(op.kind for op in schedule.ops)
+    number = Counter(op.kind for op in schedule.ops)
     calls_sent = schedule.calls()
     sent = sum(call.nbytes * count for call, count in calls_sent.items())
     return "\n".join(
@@ -49,7 +49,7 @@ def table(schedule: Schedule) -> str:
             lines[0],
             "-" * max(map(len, lines)),
             *lines[1:],
-            f"{len(schedule.ops)} ops: " + ", ".join(f"{kinds[kind]} {kind}" for kind in get_args(OpKind) if kinds[kind]),
+            f"{len(schedule.ops)} ops: " + ", ".join(f"{number[kind]} {kind}" for kind in kinds() if number[kind]),
             f"{calls_sent.total()} collectives, {nbytes_text(sent)} sent by each rank",
             *([f"{nbytes_text(schedule.host_nbytes)} copied from host memory and to it"] if schedule.host_nbytes else []),
             f"arena {nbytes_text(schedule.arena)}, of which at most {nbytes_text(schedule.bound)} are live at once",

@@ -6,10 +6,11 @@ from dataclasses import dataclass
 from itertools import groupby, pairwise
 from typing import NamedTuple
 
-from fsharp.stateful.schedule.schedule import STREAMS, Op, OpKind, Phase, Schedule, Stream
+from fsharp.stateful.schedule.ops import STREAMS, Phase, Stream, kinds
+from fsharp.stateful.schedule.schedule import Op, Schedule
 
-COLLECTIVES: tuple[OpKind, ...] = ("gather", "reduce")
-"""Kinds of ops that send."""
+WAITING = "wait"
+"""The kind of a span in which compute stands still, whatever the kind of its op."""
 
 
 class TimeSpan(NamedTuple):
@@ -17,7 +18,7 @@ class TimeSpan(NamedTuple):
 
     Attributes:
         op: position in the schedule.
-        kind: the op's; or ``wait``, for the time that the compute stream stood still because of the op.
+        kind: the op's; or :data:`WAITING`, for the time that the compute stream stood still because of the op.
         unit: the op's.
         phase: the op's.
         stream: where it ran. On a synchronous host that is ``compute`` for all but collectives.
@@ -26,7 +27,7 @@ class TimeSpan(NamedTuple):
     """
 
     op: int
-    kind: OpKind
+    kind: str
     unit: str
     phase: Phase
     stream: Stream
@@ -59,15 +60,16 @@ class Timeline:
     @property
     def exposed_s(self) -> float:
         """Seconds in which the compute stream stands still because of communication."""
-        return sum((span.seconds for span in self.spans if span.kind == "wait"), 0.0)
+        return sum((span.seconds for span in self.spans if span.kind == WAITING), 0.0)
 
     @property
     def overlap(self) -> float:
         """The part of the collectives' time in which the compute stream works: 1 if all of it, or if there are none."""
         working = union(piece for span in self.spans if _works(span) for piece in self.pieces(span))
-        total = hidden = 0.0
+        total, hidden, kinds_that_send = 0.0, 0.0, senders()
         for stream in STREAMS:
-            sending = union(p for s in self.spans if s.stream == stream and s.kind in COLLECTIVES for p in self.pieces(s))
+            sent = [s for s in self.spans if s.stream == stream and s.kind in kinds_that_send]
+            sending = union(piece for span in sent for piece in self.pieces(span))
             total += sum(stop - start for start, stop in sending)
             hidden += _shared(sending, working)
         return hidden / total if total else 1.0
@@ -94,7 +96,7 @@ class Timeline:
         """Bytes of the arena that are live at once at most."""
         return max(nbytes for _, nbytes in self.memory)
 
-    def seconds(self, *kinds: OpKind, unit: str | None = None, phase: Phase | None = None) -> float:
+    def seconds(self, *kinds: str, unit: str | None = None, phase: Phase | None = None) -> float:
         """The summed length of the spans of these kinds; ops that are one collective count once, for all units."""
         chosen = [s for s in self.spans if s.kind in kinds and unit in (None, s.unit) and phase in (None, s.phase)]
         if unit is not None:
@@ -116,7 +118,7 @@ class Timeline:
         """Start and stop of every op. What was not measured took no time, right after the op before it on its stream."""
         own: dict[int, list[TimeSpan]] = {}
         for span in self.spans:
-            if span.op >= 0 and (span.kind != "wait" or self.schedule.ops[span.op].kind == "wait"):
+            if span.op >= 0 and (span.kind != WAITING or self.schedule.ops[span.op].kind == WAITING):
                 own.setdefault(span.op, []).append(span)
         starts, stops = [], []
         last: dict[Stream, float] = dict.fromkeys(STREAMS, 0.0)
@@ -128,6 +130,11 @@ class Timeline:
                 starts.append(last[op.stream])
             stops.append(last[op.stream])
         return starts, stops
+
+
+def senders() -> tuple[str, ...]:
+    """Kinds of ops that send."""
+    return kinds(lambda spec: spec.cost == "send")
 
 
 def is_joined(ops: Sequence[Op], i: int) -> bool:
@@ -149,7 +156,7 @@ def issue_positions(ops: Sequence[Op]) -> list[list[int]]:
 def repeated_units(schedule: Schedule) -> dict[str, list[str]]:
     """Units in the order of their use, those together that differ in nothing but numbers: ``layers.*`` for ``layers.0``."""
     result: dict[str, list[str]] = {}
-    in_use = [op.unit for op in schedule.ops if op.kind == "compute"]
+    in_use = [op.unit for op in schedule.ops if op.spec.cost == "compute"]
     for unit in dict.fromkeys([*in_use, *(op.unit for op in schedule.ops if op.unit)]):
         result.setdefault(unnumbered(unit), []).append(unit)
     return result
@@ -187,7 +194,7 @@ def _shared(ours: list[Interval], theirs: list[Interval]) -> float:
 
 
 def _works(span: TimeSpan) -> bool:
-    return span.stream == "compute" and span.kind != "wait"
+    return span.stream == "compute" and span.kind != WAITING
 
 
 def _lives(ops: tuple[Op, ...]) -> Iterator[tuple[int | None, int | None, int]]:
@@ -198,10 +205,11 @@ def _lives(ops: tuple[Op, ...]) -> Iterator[tuple[int | None, int | None, int]]:
             yield i, None, op.opens.nbytes
         if op.memory is None:
             continue
-        buffer = ("params" if op.kind in ("gather", "release") else op.phase), op.unit
-        if op.kind in ("gather", "cast", "reduce"):
+        spec = op.spec
+        buffer = spec.memory, op.unit
+        if spec.frees != spec.memory:
             live.setdefault(buffer, (i, op.memory.nbytes))
-        elif op.kind in ("release", "accumulate"):
+        else:
             fill, nbytes = live.pop(buffer, (None, op.memory.nbytes))
             yield fill, i, nbytes
     for fill, nbytes in live.values():

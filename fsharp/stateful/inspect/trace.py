@@ -3,15 +3,15 @@
 import math
 from collections.abc import Iterable, Mapping
 from statistics import median, median_low
-from typing import get_args
 
 from fsharp.annotated import options_checked
 from fsharp.errors import ScheduleError, problem
 from fsharp.functional.layout.table import nbytes_text
-from fsharp.stateful.inspect.timeline import Timeline, TimeSpan, repeated_units, seconds_text
-from fsharp.stateful.schedule.schedule import OpKind, Phase, Schedule, Stream
+from fsharp.stateful.inspect.timeline import WAITING, Timeline, TimeSpan, repeated_units, seconds_text, senders
+from fsharp.stateful.schedule.ops import OPS, Phase, Stream, kinds
+from fsharp.stateful.schedule.schedule import Schedule
 
-Row = tuple[int, OpKind, str, Phase, Stream, float, float, int]
+Row = tuple[int, str, str, Phase, Stream, float, float, int]
 
 
 class Trace:
@@ -28,7 +28,7 @@ class Trace:
     def record(
         self,
         op_index: int,
-        kind: OpKind,
+        kind: str,
         unit: str,
         phase: Phase,
         stream: Stream,
@@ -40,7 +40,7 @@ class Trace:
 
         Args:
             op_index: its position in the schedule.
-            kind: of the op; ``wait`` also for the time that the compute stream, or the host, stood still in front of it.
+            kind: of the op; or ``"wait"`` for the time that the compute stream, or the host, stood still in front of it.
             unit: the op's.
             phase: the op's.
             stream: where it ran.
@@ -89,10 +89,11 @@ class Trace:
     def compute_times(self) -> dict[str, tuple[float, float]]:
         """Median seconds of each unit's ``(forward, backward)``, without units nested in it: ``Hardware(compute=...)``."""
         times: dict[tuple[str, Phase], list[float]] = {}
+        computing = kinds(lambda spec: spec.cost == "compute")
         for _, rows in self.by_step():
             own: dict[int, list[TimeSpan]] = {}
             for span in self_times(rows):
-                if span.kind == "compute":
+                if span.kind in computing:
                     own.setdefault(span.op, []).append(span)
             for spans in own.values():
                 times.setdefault((spans[0].unit, spans[0].phase), []).append(sum(span.seconds for span in spans))
@@ -100,7 +101,8 @@ class Trace:
 
     def update_time(self) -> float:
         """Median seconds of the optimizer step, without waits: ``Hardware(update_s=...)``; 0 if there is none."""
-        return median(sum(span.seconds for span in self_times(rows) if span.kind == "update") for _, rows in self.by_step())
+        updates = kinds(lambda spec: spec.cost == "update")
+        return median(sum(span.seconds for span in self_times(rows) if span.kind in updates) for _, rows in self.by_step())
 
     def step_time(self) -> float:
         """Median seconds of a step that has ended."""
@@ -141,7 +143,7 @@ def check_rows(where: str, schedule: Schedule, rows: Iterable[Row]) -> None:
     """
     for index, kind, unit, phase, *_ in rows:
         op = schedule.ops[index] if 0 <= index < len(schedule.ops) else None
-        if op is None or kind not in (op.kind, "wait") or (unit, phase) != (op.unit, op.phase):
+        if op is None or kind not in (op.kind, WAITING) or (unit, phase) != (op.unit, op.phase):
             facts = [
                 ("measured", f"op {index}: {kind} {unit or '-'} {phase}"),
                 ("schedule", op or f"{len(schedule.ops)} ops"),
@@ -175,14 +177,6 @@ def self_times(rows: Iterable[Row]) -> list[TimeSpan]:
     return result + [span._replace(stop_s=span.start_s) for span in every if (span.op, span.kind) not in kept]
 
 
-_PARTS: tuple[tuple[str, OpKind, Phase | None], ...] = (
-    ("forward", "compute", "forward"),
-    ("backward", "compute", "backward"),
-    ("gather", "gather", None),
-    ("reduce", "reduce", None),
-)
-
-
 @options_checked
 def compare(predicted: Timeline, measured: Timeline) -> str:
     """A table of what was predicted beside what was measured: of the step, of each kind of op, and of each unit.
@@ -196,19 +190,23 @@ def compare(predicted: Timeline, measured: Timeline) -> str:
         ("overlap", f"{predicted.overlap:.1%}", f"{measured.overlap:.1%}", ""),
         ("peak", nbytes_text(predicted.peak_nbytes), nbytes_text(measured.peak_nbytes), ""),
     ]
-    kinds = [(str(kind), [timeline.seconds(kind) for timeline in both]) for kind in get_args(OpKind)]
+    rows = [(kind, [timeline.seconds(kind) for timeline in both]) for kind in kinds()]
+    parts: list[tuple[str, str, Phase | None]] = [
+        *((phase, spec.kind, phase) for (_, phase), spec in OPS.items() if spec.cost == "compute"),
+        *((kind, kind, None) for kind in senders()),
+    ]
     units = [
         (
             f"{name} x{len(alike)} {what}" if len(alike) > 1 else f"{alike[0]} {what}",
             [sum(timeline.seconds(kind, unit=unit, phase=phase) for unit in alike) for timeline in both],
         )
         for name, alike in repeated_units(predicted.schedule).items()
-        for what, kind, phase in _PARTS
+        for what, kind, phase in parts
     ]
     blocks = [
         [("", "predicted", "measured", "ratio")],
         summary,
-        *([_row(name, *seconds) for name, seconds in rows if any(seconds)] for rows in (kinds, units)),
+        *([_row(name, *seconds) for name, seconds in each if any(seconds)] for each in (rows, units)),
     ]
     widths = [max(len(row[i]) for block in blocks for row in block) for i in range(4)]
     texts = [

@@ -8,7 +8,8 @@ import torch
 
 from fsharp.errors import ScheduleError
 from fsharp.stateful.runtime.executor import BoundOp
-from fsharp.stateful.schedule.emit import last_microbatches
+from fsharp.stateful.schedule.emit_gradients import last_microbatches
+from fsharp.stateful.schedule.ops import FINISHING, OUTGOING, PARAMS
 from fsharp.stateful.schedule.policy import Policy
 from fsharp.stateful.schedule.program import Event, UnitFacts, gradients_of
 from fsharp.stateful.schedule.schedule import Memory, Op, Schedule, issue_groups
@@ -72,22 +73,22 @@ class Compiled:
                 first = self.ops[op.at][-1]
                 first.others, first.after = (*first.others, bound), tuple(dict.fromkeys(first.after + bound.after))
         last = self.ops.pop() if self.ops else []
-        self.carried = [bound for bound in last if bound.op.kind == "gather" and bound.op.phase != "update"]
+        self.carried = [bound for bound in last if bound.spec.fills == PARAMS]
         self.ops.append([bound for bound in last if bound not in self.carried])
 
     def _bind(self, i: int, bound: BoundOp, begun: set[str]) -> None:
-        op = bound.op
-        if op.kind == "release" or (op.kind in ("gather", "wait") and op.phase != "update"):
+        op, spec = bound.op, bound.spec
+        if PARAMS in (spec.fills, spec.joins, spec.frees):
             if op.unit not in self.slots:
                 raise ScheduleError(f"op {i}, {op}: the unit has no memory in this schedule.")
             bound.params = self.slots[op.unit]
-        elif op.kind in ("cast", "reduce", "accumulate"):
+        elif spec.memory in (OUTGOING, FINISHING):
             bound.may_wait = self.events[op.at].kind in ("microbatch_end", "reduce")
-            if op.phase == "finish":
+            if spec.memory == FINISHING:
                 bound.pieces = self._finishing(op, bound)
                 return
             bound.block = self._block(op, bound)
-            if op.kind == "cast":
+            if spec.fills == OUTGOING:
                 bound.is_first = op.unit not in begun
                 begun.add(op.unit)
             else:

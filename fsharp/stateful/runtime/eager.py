@@ -14,9 +14,12 @@ import torch
 from fsharp.errors import ScheduleError
 from fsharp.stateful.runtime.compiled import Compiled
 from fsharp.stateful.runtime.executor import BoundOp, Executor
-from fsharp.stateful.schedule import schedule as s
+from fsharp.stateful.schedule import ops
+from fsharp.stateful.schedule.ops import FINISHING, OUTGOING, PARAMS, REST, OpSpec, Phase
 from fsharp.stateful.schedule.policy import Policy
 from fsharp.stateful.schedule.program import Event, Program
+from fsharp.stateful.schedule.schedule import Memory, Op, Schedule
+from fsharp.stateful.schedule.unplaced import BufferKey, behind
 from fsharp.stateful.units.facts import facts_of
 from fsharp.stateful.units.full import aligned
 from fsharp.stateful.units.gradient import GradientBuffer, GradientPhase
@@ -41,9 +44,9 @@ class Eager:
         self._number = -1 - next(_numbers)  # those of compiled schedules are positive
         executor.lanes.follow(self, self._number)
         self._at = 0
-        self.ops: list[s.Op] = []
+        self.ops: list[Op] = []
         self._last: dict[str, int] = {}  # by stream, its last op
-        self._places: dict[tuple[str, str], s.Memory] = {}
+        self._places: dict[BufferKey, Memory] = {}
         self._top = 0
         self._joined: set[int] = set()  # ops that compute waits for already, until an op says so
         self._under_way: list[BoundOp] = []  # reductions that have begun
@@ -65,12 +68,20 @@ class Eager:
             units: of an event without a unit: those whose gradients are asked for, or that are updated.
         """
         self._at = at
+        for bound in self._at_event(event, unit, wanted, units):
+            yield bound
+            for spec in behind(bound.spec, bound.op.phase):
+                yield self._emit(spec, unit, bound.op.phase, use=bound.op.use)
+
+    def _at_event(
+        self, event: Event, unit: UnitState | None, wanted: UnshardedBuffer | None, units: Iterable[UnitState]
+    ) -> Iterator[BoundOp]:
         if event.kind in ("forward", "backward"):
             assert unit is not None
-            phase: s.Phase = "forward" if event.kind == "forward" else "backward"
+            phase: Phase = "forward" if event.kind == "forward" else "backward"
             if unit.axes:
                 yield from self._fill(unit, phase, wanted)
-            yield self._emit("compute", unit, phase, use=event.use)
+            yield self._emit(ops.COMPUTE, unit, phase, use=event.use)
         elif event.kind == "forward_end":
             assert unit is not None
             yield from self._release(unit, "forward", wanted)
@@ -90,17 +101,17 @@ class Eager:
             yield from self.finish(units)
         elif event.kind == "fetch":
             assert unit is not None
-            fetch = self._emit("fetch", unit, "update", stream="host")
+            fetch = self._emit(ops.FETCH, unit, "update")
             self._joined.add(fetch.key[1])
             yield fetch
         elif event.kind == "update":
-            yield self._emit("update", None, "update", after=self._last.get("reduce"))
+            yield self._emit(ops.UPDATE, None, "update", after=self._last.get("reduce"))
             yield from self.update_gather(units)
             yield from self.offload(units)
 
     # ------------------------------------------------------------ parameters
 
-    def _fill(self, unit: UnitState, phase: s.Phase, wanted: UnshardedBuffer | None) -> Iterator[BoundOp]:
+    def _fill(self, unit: UnitState, phase: Phase, wanted: UnshardedBuffer | None) -> Iterator[BoundOp]:
         """Have the parameters there: where the forward had them, if this is its backward."""
         assert unit.node is not None
         seen = stamp(unit.node)
@@ -108,14 +119,13 @@ class Eager:
         if params is None or (wanted is None and params.users and not params.holds(seen)):
             params = UnshardedBuffer(unit.layout, unit.axes, self._device, rank=self._rank)
         unit.params = params
-        place = params.where or self._place("params", unit.key, full_nbytes(unit.layout))
         if not params.holds(seen):
             if params.is_filled:
-                yield self._bound("release", unit, phase, params, memory=place)
+                yield self._of_params(ops.RELEASE, unit, phase, params)
             yield from self._make_room(params, unit)
-            yield self._bound("gather", unit, phase, params, stream="gather", memory=place)
-        if params.works or (self.ops[-1:] and self.ops[-1].kind == "gather" and self.ops[-1].unit == unit.key):
-            yield self._bound("wait", unit, phase, params, after=self._last.get("gather"))
+            yield self._of_params(ops.GATHER, unit, phase, params)
+        if params.works or (self.ops[-1:] and self.ops[-1].spec is ops.GATHER and self.ops[-1].unit == unit.key):
+            yield self._of_params(ops.WAIT, unit, phase, params, after=self._last.get("gather"))
 
     def _make_room(self, params: UnshardedBuffer, unit: UnitState) -> Iterator[BoundOp]:
         """In the arena of a schedule that was left, others may be where this unit's saved tensors point at."""
@@ -135,17 +145,21 @@ class Eager:
                     f"the backward of unit {unit.key!r} came while that of {name!r} was under way, in whose memory it was in "
                     "the forward: uses have to nest in the backward as they did in the forward."
                 )
-            yield self._bound("release", self._left.units[name], "backward", other, memory=other.where)
+            yield self._of_params(ops.RELEASE, self._left.units[name], "backward", other)
 
-    def _release(self, unit: UnitState, phase: s.Phase, params: UnshardedBuffer | None) -> Iterator[BoundOp]:
+    def _release(self, unit: UnitState, phase: Phase, params: UnshardedBuffer | None) -> Iterator[BoundOp]:
         if params is not None and not params.users and params.is_filled:
-            place = params.where or self._place("params", unit.key, full_nbytes(unit.layout))
-            yield self._bound("release", unit, phase, params, memory=place)
+            yield self._of_params(ops.RELEASE, unit, phase, params)
+
+    def _of_params(self, spec: OpSpec, unit: UnitState, phase: Phase, params: UnshardedBuffer, **fields: Any) -> BoundOp:
+        bound = self._emit(spec, unit, phase, where=params.where, **fields)
+        bound.params = params
+        return bound
 
     # ------------------------------------------------------------ gradients
 
     def _block_of(self, gradient: GradientBuffer) -> None:
-        """Memory for a microbatch: as if there were several uses and several microbatches, which nobody knows yet."""
+        """Memory for a microbatch."""
         nbytes = gradient.route.outgoing_nbytes(several_uses=True, several_microbatches=True)
         memory = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
         gradient.block = gradient.route.block(memory, several_uses=True)
@@ -167,7 +181,7 @@ class Eager:
         is_first = gradient.block is None
         if is_first:
             self._block_of(gradient)
-        bound = self._bound_gradient("cast", unit, use=use)
+        bound = self._of_gradient(ops.CAST, unit, use=use)
         bound.is_first = is_first
         yield bound
 
@@ -176,7 +190,7 @@ class Eager:
         assert gradient is not None
         yield from self._land()
         if gradient.route.is_reduced:
-            bound = self._bound_gradient("reduce", unit, stream="reduce")
+            bound = self._of_gradient(ops.REDUCE, unit)
             yield bound
             self._under_way.append(bound)
         else:
@@ -202,16 +216,15 @@ class Eager:
     def _accumulate(self, unit: UnitState, block: OutgoingBlock | None, after: int | None) -> BoundOp:
         gradient = unit.gradient
         assert gradient is not None
-        opens = None if gradient.num_added else self._place("rest", unit.key, gradient.rest.nbytes)
-        bound = self._bound_gradient("accumulate", unit, stream="reduce", after=after, opens=opens)
+        opens = None if gradient.num_added else self._place(REST, unit)
+        bound = self._of_gradient(ops.ACCUMULATE, unit, after=after, opens=opens)
         bound.block = block
         return bound
 
-    def _bound_gradient(self, kind: s.OpKind, unit: UnitState, **fields: Any) -> BoundOp:
+    def _of_gradient(self, spec: OpSpec, unit: UnitState, **fields: Any) -> BoundOp:
         gradient = unit.gradient
         assert gradient is not None
-        nbytes = gradient.route.outgoing_nbytes(several_uses=True, several_microbatches=True)
-        bound = self._emit(kind, unit, "backward", memory=self._place("outgoing", unit.key, nbytes), **fields)
+        bound = self._emit(spec, unit, "backward", **fields)
         bound.block = gradient.block
         return bound
 
@@ -220,51 +233,47 @@ class Eager:
         for unit in units:
             gradient = unit.gradient
             assert gradient is not None
-            nbytes = gradient.route.finishing_nbytes()
-            place = self._place("finishing", unit.key, nbytes)
-            reduce = self._emit("reduce", unit, "finish", stream="reduce", memory=place)
-            reduce.pieces = gradient.route.finishing_block(torch.empty(nbytes, dtype=torch.uint8, device=self._device))
+            reduce = self._emit(ops.FINISH, unit, "finish")
+            memory = torch.empty(_nbytes_of(FINISHING, unit), dtype=torch.uint8, device=self._device)
+            reduce.pieces = gradient.route.finishing_block(memory)
             yield reduce
-            yield self._emit("accumulate", unit, "finish", stream="reduce", memory=place, after=reduce.key[1])
+            yield self._emit(ops.LAND, unit, "finish", after=reduce.key[1])
             self._join()
 
     def update_gather(self, units: Iterable[UnitState]) -> Iterator[BoundOp]:
         """Bring updated parameters to where they rest."""
         for unit in [each for each in units if each.key in self._executor.update_gathers]:
-            gather = self._emit("gather", unit, "update", stream="gather")
+            gather = self._emit(ops.SPREAD, unit, "update")
             yield gather
-            yield self._emit("wait", unit, "update", after=gather.key[1])
+            yield self._emit(ops.SETTLE, unit, "update", after=gather.key[1])
 
     def offload(self, units: Iterable[UnitState]) -> Iterator[BoundOp]:
         """Bring the state of what was updated to host memory."""
         for unit in [each for each in units if each.key in self._executor.moves]:
-            yield self._emit("offload", unit, "update", stream="host")
+            yield self._emit(ops.OFFLOAD, unit, "update")
 
     # ------------------------------------------------------------ ops
 
-    def _bound(self, kind: s.OpKind, unit: UnitState, phase: s.Phase, params: UnshardedBuffer, **fields: Any) -> BoundOp:
-        bound = self._emit(kind, unit, phase, **fields)
-        bound.params = params
-        return bound
-
     def _emit(
         self,
-        kind: s.OpKind,
+        spec: OpSpec,
         unit: UnitState | None,
-        phase: s.Phase,
+        phase: Phase,
         *,
         use: int = -1,
-        stream: s.Stream = "compute",
-        memory: s.Memory | None = None,
-        opens: s.Memory | None = None,
+        where: Memory | None = None,
+        opens: Memory | None = None,
         after: int | None = None,
     ) -> BoundOp:
         """One more op. On another stream than compute it comes after all that compute was given, or after the op it is told."""
+        stream, memory = spec.stream, where
+        if memory is None and spec.memory and unit is not None:
+            memory = self._place(spec.memory, unit)
         after = self._last.get("compute") if after is None and stream != "compute" else after
         waits_for = {after, *self._joined} if stream == "compute" else {after}
         number = len(self.ops)
-        op = s.Op(
-            kind,
+        op = Op(
+            spec.kind,
             unit.key if unit is not None else "",
             phase,
             self._at,
@@ -281,14 +290,15 @@ class Eager:
             self._joined = set()
         return BoundOp(op, (self._number, number), to_come, unit)
 
-    def _place(self, role: str, unit: str, nbytes: int) -> s.Memory | None:
+    def _place(self, buffer: str, unit: UnitState) -> Memory | None:
         """Return the memory of a buffer in the schedule that this step becomes, which no other buffer has; None for 0 bytes."""
+        nbytes = _nbytes_of(buffer, unit)
         if not nbytes:
             return None
-        if (role, unit) not in self._places:
-            self._places[role, unit] = s.Memory(self._top, nbytes)
+        if (buffer, unit.key) not in self._places:
+            self._places[buffer, unit.key] = Memory(self._top, nbytes)
             self._top += aligned(nbytes)
-        return self._places[role, unit]
+        return self._places[buffer, unit.key]
 
     def schedule(
         self,
@@ -298,7 +308,7 @@ class Eager:
         *,
         trained: Container[str],
         updated: Container[str],
-    ) -> s.Schedule:
+    ) -> Schedule:
         """What it has emitted, of a step that it has had from the beginning to the end.
 
         Args:
@@ -326,4 +336,15 @@ class Eager:
         eager = replace(
             policy, prefetch=0, buffers=None, bucket_nbytes=0, reduce="ready", gather_at_start=False, memory_budget=None
         )
-        return s.Schedule(Program(facts, events), eager, tuple(self.ops), self._top, self._executor.peak_nbytes)
+        return Schedule(Program(facts, events), eager, tuple(self.ops), self._top, self._executor.peak_nbytes)
+
+
+def _nbytes_of(buffer: str, unit: UnitState) -> int:
+    """Bytes of a buffer of a unit, as if there were several uses and several microbatches, which nobody knows yet."""
+    if buffer == PARAMS:
+        return full_nbytes(unit.layout)
+    gradient = unit.gradient
+    assert gradient is not None
+    if buffer == OUTGOING:
+        return gradient.route.outgoing_nbytes(several_uses=True, several_microbatches=True)
+    return gradient.route.finishing_nbytes() if buffer == FINISHING else gradient.rest.nbytes

@@ -14,7 +14,9 @@ from fsharp.errors import ScheduleError
 from fsharp.functional.comm.protocol import Comm
 from fsharp.functional.comm.tree_names import label_of
 from fsharp.stateful.runtime.connection import Connection
-from fsharp.stateful.schedule.schedule import Memory, Op, OpKind
+from fsharp.stateful.schedule import ops
+from fsharp.stateful.schedule.ops import OpSpec
+from fsharp.stateful.schedule.schedule import Memory, Op
 from fsharp.stateful.transport.base import Transport
 from fsharp.stateful.transport.streams import Key, Lanes
 from fsharp.stateful.units.axis_chain import ChainInput, Move, gather_along, reduce_along
@@ -30,6 +32,7 @@ class BoundOp:
 
     Attributes:
         op: as a schedule has it.
+        spec: what there is to know of such ops.
         key: names it on lanes.
         after: keys of the ops on other lanes that it waits for; of the first op of a bucket those of all.
         others: of the first op of a bucket: the others, which are run with it.
@@ -56,11 +59,12 @@ class BoundOp:
         "others",
         "params",
         "pieces",
+        "spec",
         "unit",
     )
 
     def __init__(self, op: Op, key: Key, after: Sequence[Key], unit: UnitState | None) -> None:
-        self.op, self.key, self.after = op, key, tuple(after)
+        self.op, self.spec, self.key, self.after = op, op.spec, key, tuple(after)
         self.label = f"{op.kind} {op.unit} ({op.phase})"
         self.others: tuple[BoundOp, ...] = ()
         self.unit: UnitState = unit  # type: ignore[assignment]  # ops without a unit do nothing with it
@@ -114,10 +118,10 @@ class Executor:
         self.live_nbytes = self.peak_nbytes = self.top = 0
         self._deferred: list[tuple[Memory, GradientBuffer]] = []
 
-    def run(self, ops: Iterable[BoundOp]) -> None:
+    def run(self, bounds: Iterable[BoundOp]) -> None:
         """Do what these ops say, one after the other."""
-        for bound in ops:
-            RUN[bound.op.kind](self, bound)
+        for bound in bounds:
+            RUN[bound.spec](self, bound)
 
     def label(self, bounds: Sequence[BoundOp]) -> str:
         """What ranks compare before they take part in a collective of these ops."""
@@ -130,9 +134,9 @@ class Executor:
         """Something that happens now, and in which step it does."""
         return f"{self.step}, {self.microbatch}: {what}" if self.step else what
 
-    def lane(self, bound: BoundOp, name: str, *, begins: bool = True) -> AbstractContextManager:
+    def lane(self, bound: BoundOp, *, begins: bool = True) -> AbstractContextManager:
         """Run an op on its lane, after those it waits for."""
-        return self.lanes.on(name, bound.key, bound.after, begins=begins)
+        return self.lanes.on(bound.spec.stream, bound.key, bound.after, begins=begins)
 
     def occupy(self, memory: Memory | None) -> None:
         """A part of the arena is in use from here on."""
@@ -174,26 +178,26 @@ class Executor:
         self.reducing.clear()
 
 
+def _spread(executor: Executor, bound: BoundOp) -> None:
+    executor.connection.make()
+    update_gathers = [(each, executor.update_gathers.pop(each.op.unit, None)) for each in bound.members]
+    moving = [(each, update_gather, update_gather.moves) for each, update_gather in update_gathers if update_gather is not None]
+    if moving:
+        with executor.lane(bound):
+            _start_gathers(executor, moving)
+            for source, parts in (move for _, _, moves in moving for move in moves):
+                executor.lanes.keep(source)  # of a state that its user may drop at any time, as what is filled
+                executor.lanes.keep(parts[0])
+
+
 def _gather(executor: Executor, bound: BoundOp) -> None:
     executor.connection.make()
-    if bound.op.phase == "update":
-        update_gathers = [(each, executor.update_gathers.pop(each.op.unit, None)) for each in bound.members]
-        moving = [
-            (each, update_gather, update_gather.moves) for each, update_gather in update_gathers if update_gather is not None
-        ]
-        if moving:
-            with executor.lane(bound, "gather"):
-                _start_gathers(executor, moving)
-                for source, parts in (move for _, _, moves in moving for move in moves):
-                    executor.lanes.keep(source)  # of a state that its user may drop at any time, as what is filled
-                    executor.lanes.keep(parts[0])
-        return
     for each in bound.members:
         executor.occupy(each.op.memory)
     # Of a tree that is yet to be seen in this step: gathered when it is waited for.
     known = [(each, each.params, each.unit.node) for each in bound.members if each.unit.node is not None]
     if known:
-        with executor.lane(bound, "gather"):
+        with executor.lane(bound):
             filled = []
             for each, params, node in known:
                 assert params is not None
@@ -210,19 +214,19 @@ def _start_gathers(executor: Executor, found: Sequence[tuple[BoundOp, UpdateGath
         target.works += works
 
 
+def _settle(executor: Executor, bound: BoundOp) -> None:
+    assert bound.unit.node is not None
+    if bound.op.unit not in executor.update_gathers:  # else what is waited for is of the update before, which update() has seen
+        _ = bound.unit.node.buffers
+
+
 def _wait(executor: Executor, bound: BoundOp) -> None:
     node, params = bound.unit.node, bound.params
     assert node is not None
-    if bound.op.phase == "update":
-        if (
-            bound.op.unit not in executor.update_gathers
-        ):  # else what is waited for is of the update before, which update() has seen
-            _ = node.buffers
-        return
     assert params is not None
     if not params.is_filled or (params.is_carried and not params.holds(stamp(node))):
         params.wait()
-        with executor.lane(bound, "gather"):
+        with executor.lanes.on("gather", bound.key, bound.after):
             params.gather(node, executor.transport, f"{executor.label([bound])} of other values than were gathered")
         executor.lanes.join([bound.key])
     params.wait()
@@ -262,7 +266,7 @@ def _reduce(executor: Executor, bound: BoundOp) -> None:
             executor.occupy(each.op.memory)
         else:
             executor.open(each)
-    with executor.lane(bound, "reduce"):
+    with executor.lane(bound):
         found = [each.gradient.finish(each.pieces) if is_finish else _reduction(each) for each in members]
         legs = [leg for each in found for leg in each]
         works = iter(reduce_along(legs, executor.transport, label=executor.label(members), as_one=len(members) > 1))
@@ -289,7 +293,7 @@ def _accumulate(executor: Executor, bound: BoundOp) -> None:
         executor.end_late(bound, end)
         return
     reads_compute = bound.op.phase == "backward" and not gradient.route.is_reduced
-    with executor.lane(bound, "reduce", begins=reads_compute):
+    with executor.lane(bound, begins=reads_compute):
         end()
 
 
@@ -297,9 +301,9 @@ def _copy(executor: Executor, bound: BoundOp) -> None:
     move = executor.moves.pop(bound.op.unit, None)
     if move is None or not move.copies:
         return
-    with executor.lane(bound, "host"):
+    with executor.lane(bound):
         executor.host_nbytes += move.run(executor.lanes, bound.key)
-    if bound.op.kind == "fetch":
+    if bound.spec is ops.FETCH:
         executor.fetched.append(bound.key)
 
 
@@ -307,15 +311,19 @@ def _nothing(executor: Executor, bound: BoundOp) -> None:
     """The caller's own code."""
 
 
-RUN: dict[OpKind, Callable[[Executor, BoundOp], None]] = {
-    "gather": _gather,
-    "wait": _wait,
-    "compute": _nothing,
-    "release": _release,
-    "cast": _cast,
-    "reduce": _reduce,
-    "accumulate": _accumulate,
-    "fetch": _copy,
-    "update": _nothing,
-    "offload": _copy,
+RUN: dict[OpSpec, Callable[[Executor, BoundOp], None]] = {
+    ops.GATHER: _gather,
+    ops.SPREAD: _spread,
+    ops.WAIT: _wait,
+    ops.SETTLE: _settle,
+    ops.COMPUTE: _nothing,
+    ops.RELEASE: _release,
+    ops.CAST: _cast,
+    ops.REDUCE: _reduce,
+    ops.FINISH: _reduce,
+    ops.ACCUMULATE: _accumulate,
+    ops.LAND: _accumulate,
+    ops.FETCH: _copy,
+    ops.UPDATE: _nothing,
+    ops.OFFLOAD: _copy,
 }

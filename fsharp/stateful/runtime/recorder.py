@@ -7,10 +7,11 @@ from typing import Any
 import torch
 
 from fsharp.functional.comm.worker_threads import InFlight
+from fsharp.stateful.inspect.timeline import WAITING
 from fsharp.stateful.inspect.trace import Trace
 from fsharp.stateful.runtime.executor import BoundOp
+from fsharp.stateful.schedule.ops import Stream
 from fsharp.stateful.schedule.program import Event
-from fsharp.stateful.schedule.schedule import OpKind, Stream
 
 Mark = Any  # seconds, or an event of a stream that will say
 
@@ -28,7 +29,7 @@ class Recorder:
         self.flights: list[InFlight] = []
         self.lane_marks: list[tuple[Mark, Mark]] = []
         self._base: Mark = self.mark()
-        self._rows: list[tuple[int, OpKind, Any, Mark, Mark, list[InFlight], int]] = []
+        self._rows: list[tuple[int, str, Any, Mark, Mark, list[InFlight], int]] = []
         self._open: dict[tuple[str, int], tuple[BoundOp, Mark]] = {}
         self._last: Mark = self._base
         self._step, self._bounds = -1, []  # type: tuple[int, list[tuple[Mark, Mark]]]
@@ -54,10 +55,10 @@ class Recorder:
         phase = event.kind.removesuffix("_end")
         if event.kind.endswith("_end") and event.unit:
             compute, began = self._open.pop((phase, event.use))
-            self._note(compute, "compute", began, here)
+            self._note(compute, compute.op.kind, began, here)
         for bound in ops:
-            if bound.op.kind == "update":
-                self._note(bound, "update", self._last, here)
+            if bound.spec.cost == "update":
+                self._note(bound, bound.op.kind, self._last, here)
             else:
                 self.op(bound, run)
         self._last = self.mark()
@@ -68,17 +69,17 @@ class Recorder:
         kind, start = bound.op.kind, self.mark()
         run([bound])
         stop = self.mark()
-        if kind == "compute":
+        if bound.spec.cost == "compute":
             self._open[bound.op.phase, bound.op.use] = (bound, stop)
-        elif kind in ("gather", "reduce", "fetch", "offload"):
+        elif bound.spec.cost in ("send", "copy"):
             if self.lane_marks:
                 start, stop = self.lane_marks[0][0], self.lane_marks[-1][1]
             for each in bound.members:
                 self._note(each, kind, start, stop, list(self.flights))
         else:
-            self._note(bound, "wait" if kind in ("wait", "accumulate") else kind, start, stop)
+            self._note(bound, WAITING if bound.spec.may_wait else kind, start, stop)
 
-    def _note(self, bound: BoundOp, kind: OpKind, start: Mark, stop: Mark, flights: list[InFlight] | None = None) -> None:
+    def _note(self, bound: BoundOp, kind: str, start: Mark, stop: Mark, flights: list[InFlight] | None = None) -> None:
         self._rows.append((bound.key[1], kind, bound.op, start, stop, flights or [], self._step))
 
     def end(self) -> None:
@@ -97,7 +98,7 @@ class Recorder:
                 waiting.append(row)
                 continue
             end = max([self._seconds(stop), *(at for at in landed if at is not None)])
-            is_here = kind == "wait" or (what.stream == "host" and not self.has_streams)
+            is_here = kind == WAITING or (what.spec.cost == "copy" and not self.has_streams)
             stream: Stream = "compute" if is_here else what.stream
             self.trace.record(op, kind, what.unit, what.phase, stream, self._seconds(start), end, step=step)
         self._rows = waiting

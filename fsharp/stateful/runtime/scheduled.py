@@ -13,8 +13,8 @@ from fsharp.stateful.runtime.programs import Programs
 from fsharp.stateful.runtime.recorder import Recorder
 from fsharp.stateful.schedule.policy import Policy
 from fsharp.stateful.schedule.schedule import Schedule
-from fsharp.stateful.schedule.verify import verify
 from fsharp.stateful.transport.streams import Lanes
+from fsharp.stateful.verify.verify import verify
 
 
 class Runner(Protocol):

@@ -34,7 +34,6 @@ from fsharp.stateful.schedule.costs import NCCL
 from fsharp.stateful.schedule.policy import Policy
 from fsharp.stateful.schedule.program import Program, gradients_of
 from fsharp.stateful.schedule.schedule import Schedule
-from fsharp.stateful.schedule.verify import verify
 from fsharp.stateful.transport.choose import transport_over
 from fsharp.stateful.transport.gloo import GlooTransport
 from fsharp.stateful.transport.streams import lanes_for
@@ -42,6 +41,7 @@ from fsharp.stateful.units.facts import facts_of
 from fsharp.stateful.units.pending import is_pending
 from fsharp.stateful.units.registry import UnitRegistry
 from fsharp.stateful.units.unit_state import UnitState
+from fsharp.stateful.verify.verify import verify
 
 
 @options_checked

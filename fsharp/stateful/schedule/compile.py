@@ -8,11 +8,13 @@ from fsharp.annotated import options_checked
 from fsharp.errors import ScheduleError, problem
 from fsharp.stateful.schedule.addresses import ArenaItem, assign_addresses, lower_bound
 from fsharp.stateful.schedule.byte_ranges import ByteRanges
-from fsharp.stateful.schedule.emit import Buckets, Emitter, UnplacedOp
+from fsharp.stateful.schedule.emit import Buckets, Emitter
+from fsharp.stateful.schedule.ops import BUFFERS, PARAMS, Stream
 from fsharp.stateful.schedule.policy import Policy
 from fsharp.stateful.schedule.prefetch import returns
 from fsharp.stateful.schedule.program import Program
-from fsharp.stateful.schedule.schedule import Memory, Op, Schedule, Stream
+from fsharp.stateful.schedule.schedule import Memory, Op, Schedule
+from fsharp.stateful.schedule.unplaced import BufferKey, UnplacedOp
 
 
 @options_checked
@@ -101,9 +103,9 @@ def _gaps(
     released: dict[str, int] = {}
     away: dict[str, list[tuple[int, int]]] = {}
     for i, op in enumerate(unplaced):
-        if op.kind == "release":
+        if op.spec.frees == PARAMS:
             released[op.unit] = i
-        elif op.kind == "gather" and op.phase != "update" and op.unit in released:
+        elif op.spec.fills == PARAMS and op.unit in released:
             away.setdefault(op.unit, []).append((released.pop(op.unit) + 1, i))
     begins = {event.use: i for i, event in enumerate(program.events) if event.kind == "forward"}
     ends = {event.use: (i, event.unit) for i, event in enumerate(program.events) if event.kind == "backward_end"}
@@ -118,14 +120,13 @@ def _gaps(
         ]
 
 
-_SIZES = {"params": "gathered"}  # by kind of buffer, the facts that have its size, if they do not have its name
-Items = dict[tuple[str, str], ArenaItem]
+Items = dict[BufferKey, ArenaItem]
 
 
 def _items(unplaced: Sequence[UnplacedOp], program: Program) -> Items:
     facts = {unit.name: unit for unit in program.units}
     lives = _liveness(unplaced).items()
-    return {(kind, unit): ArenaItem(getattr(facts[unit], _SIZES.get(kind, kind)), spans) for (kind, unit), spans in lives}
+    return {(name, unit): ArenaItem(getattr(facts[unit], BUFFERS[name].fact), spans) for (name, unit), spans in lives}
 
 
 def _live(unplaced: Sequence[UnplacedOp], items: Items) -> list[int]:
@@ -159,14 +160,15 @@ def place(unplaced: Sequence[UnplacedOp], program: Program, *, within: int | Non
                 if filled:
                     # Ops on one stream end in order: the last that freed any of these bytes stands for all of them.
                     after |= set(dict(sorted(freed.over(filled.start, filled.stop))).values())
-            ops.append(Op(op.kind, op.unit, op.phase, op.at, op.use, op.stream, memory, tuple(sorted(after)), op.bucket, opens))
+            kind, stream = op.spec.kind, op.spec.stream
+            ops.append(Op(kind, op.unit, op.phase, op.at, op.use, stream, memory, tuple(sorted(after)), op.bucket, opens))
         if op.buffer and op.frees:
             last, memory = op.marks or op, where[op.buffer]
-            freed.put(memory.start, memory.stop, (last.stream, position[id(last)]))
+            freed.put(memory.start, memory.stop, (last.spec.stream, position[id(last)]))
     return ops, max((m.stop for m in where.values()), default=0), lower_bound(list(items.values()))
 
 
-def _open_early(unplaced: Sequence[UnplacedOp], items: Mapping[tuple[str, str], ArenaItem]) -> bool:
+def _open_early(unplaced: Sequence[UnplacedOp], items: Mapping[BufferKey, ArenaItem]) -> bool:
     """Let reductions leave their results where they rest, which saves a copy, wherever that takes no more memory."""
     live = _live(unplaced, dict(items))
     bound, position = max(live), {id(op): i for i, op in enumerate(unplaced)}
@@ -177,14 +179,16 @@ def _open_early(unplaced: Sequence[UnplacedOp], items: Mapping[tuple[str, str], 
         start, nbytes = position[id(op.reduction)], items[op.opens].nbytes
         if max(live[start:i]) + nbytes <= bound:
             live[start:i] = [each + nbytes for each in live[start:i]]
-            op.reduction.opens, op.opens, found = op.opens, None, True
+            op.reduction.open(op.opens)
+            op.open(None)
+            found = True
     return found
 
 
-def _liveness(unplaced: Sequence[UnplacedOp]) -> dict[tuple[str, str], tuple[tuple[int, int], ...]]:
+def _liveness(unplaced: Sequence[UnplacedOp]) -> dict[BufferKey, tuple[tuple[int, int], ...]]:
     """The spans of positions between which each buffer is live; one that a step hands to the next is so at both ends."""
-    spans: dict[tuple[str, str], list[tuple[int, int]]] = {}
-    since: dict[tuple[str, str], int] = {}
+    spans: dict[BufferKey, list[tuple[int, int]]] = {}
+    since: dict[BufferKey, int] = {}
     for i, op in enumerate(unplaced):
         if op.buffer and op.fills:
             since[op.buffer] = i

@@ -1,26 +1,6 @@
 """Schedule: the plan of a step as plain data. What runs, on which stream, in which memory, and what it waits for.
 
-[Note: ops]
-Ops are in the order in which the host issues them. An op starts when the ops in ``after`` have finished and the ops
-before it on its stream have; the host waits for nothing else.
-
-==============  =========  ========  =========================================================================================
-kind            stream     phases    what
-==============  =========  ========  =========================================================================================
-``gather``      gather     f, b, u   copy full parameters into ``memory``; ``update``: updated ones to where they rest
-``wait``        compute    f, b, u   the compute stream (on CPUs the host) waits for a gather
-``compute``     compute    f, b      the caller's own code, from entering the unit to the next op on this stream
-``release``     compute    f, b, u   ``memory`` of a gathered unit is free from here on
-``cast``        compute    b         gradients of a use, at the ``backward_end`` of it, into ``memory`` (the first use copies,
-                                     later ones add), or where they rest
-``reduce``      reduce     b, finish the reduction of a microbatch, from ``memory``; ``finish``: to the optimizer's place
-``accumulate``  reduce     b, finish its result (or ``memory`` itself) is added to the gradient at rest, and ``memory`` is free
-``fetch``       host       u         copy a unit's optimizer state and main copies from host memory to the device
-``update``      compute    u         the caller's optimizer step
-``offload``     host       u         copy them back; their device memory, which is not the arena's, is free then
-==============  =========  ========  =========================================================================================
-
-Phases are ``forward``, ``backward``, ``update``, by their first letters, and ``finish``.
+What ops there are says [Note: ops] in :mod:`.ops`.
 
 [Note: buckets]
 Gathers, or reductions, that are next to each other and have the same ``bucket`` number are one collective along each axis:
@@ -33,36 +13,15 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import groupby
-from typing import Any, Literal, get_args
+from typing import Any
 
 from fsharp.annotated import wrong_field
 from fsharp.errors import ScheduleError
 from fsharp.functional.comm.protocol import Call
 from fsharp.stateful.schedule.costs import Link
+from fsharp.stateful.schedule.ops import OPS, PARAMS, OpSpec, Phase, Stream, kinds
 from fsharp.stateful.schedule.policy import DebugPolicy, Policy
 from fsharp.stateful.schedule.program import Event, Program, UnitFacts
-
-OpKind = Literal["gather", "wait", "compute", "release", "cast", "reduce", "accumulate", "fetch", "update", "offload"]
-Stream = Literal["compute", "gather", "reduce", "host"]
-STREAMS: tuple[Stream, ...] = get_args(Stream)
-Phase = Literal["forward", "backward", "finish", "update"]
-
-STREAM_OF: dict[OpKind, Stream] = {
-    **dict.fromkeys(get_args(OpKind), "compute"),
-    "gather": "gather",
-    "reduce": "reduce",
-    "accumulate": "reduce",
-    "fetch": "host",
-    "offload": "host",
-}
-PHASES_OF: dict[OpKind, tuple[Phase, ...]] = {
-    "compute": ("forward", "backward"),
-    "cast": ("backward",),
-    **dict.fromkeys(("fetch", "update", "offload"), ("update",)),
-    **dict.fromkeys(("gather", "wait", "release"), ("forward", "backward", "update")),
-    **dict.fromkeys(("reduce", "accumulate"), ("backward", "finish")),
-}
-
 
 VECTOR_NBYTES = 64
 """Alignment of addresses, in bytes. Kernels load vectors of this width, and round the rest of a buffer in another way."""
@@ -95,21 +54,21 @@ class Op:
     """One step of a schedule.
 
     Attributes:
-        kind: see the table above.
-        unit: the unit it is about; empty for ``update``.
+        kind: one of :func:`~fsharp.stateful.schedule.ops.kinds`.
+        unit: the unit it is about; empty for one that is about none.
         phase: where in the step: ``forward``, ``backward``, ``finish`` (reductions once a step) or ``update``.
-        use: the use of the unit that a ``compute`` or ``cast`` is about, else -1.
+        use: the use of the unit that it is about, -1 if it is about none.
         stream: where it runs.
         memory: the bytes of the arena that it fills, reads or frees; None where parameters or gradients are at rest.
         opens: the bytes of the arena where the unit's gradient rests from here on to the end of the step: of the first op
-            that puts something there. A ``reduce`` that opens leaves its result there; one that does not leaves it in
-            ``memory`` for its ``accumulate``.
+            that puts something there. A reduction that opens leaves its result there; one that does not leaves it in
+            ``memory``.
         at: position of the program's event at which the host issues it.
         after: positions of the ops that have to have finished. A position behind the op's own is of the step before.
         bucket: ops of one kind with the same number that is not -1 are issued as one collective, next to each other.
     """
 
-    kind: OpKind
+    kind: str
     unit: str
     phase: Phase
     at: int
@@ -119,6 +78,19 @@ class Op:
     after: tuple[int, ...] = ()
     bucket: int = -1
     opens: Memory | None = None
+
+    @property
+    def spec(self) -> OpSpec:
+        """What there is to know of such ops.
+
+        Raises:
+            ScheduleError: there are no ops of this kind in this phase.
+        """
+        spec = OPS.get((self.kind, self.phase))
+        if spec is None:
+            phases = [phase for kind, phase in OPS if kind == self.kind]
+            raise ScheduleError(f"{self}: has phase {self.phase!r}, expected one of {phases}.")
+        return spec
 
     def __str__(self) -> str:
         where = f" @{self.memory.start}+{self.memory.nbytes}" if self.memory else ""
@@ -147,10 +119,13 @@ class Schedule:
     def __post_init__(self) -> None:
         if why := wrong_field(self):
             raise ScheduleError(f"Schedule(): {why}.")
+        known = kinds()
         for i, op in enumerate(self.ops):
             for row in (op, op.memory, op.opens):
                 if row is not None and (why := wrong_field(row)):
                     raise ScheduleError(f"Schedule(): op {i}: {why}.")
+            if op.kind not in known:
+                raise ScheduleError(f"Schedule(): op {i}: kind is {op.kind!r}, expected {' or '.join(map(repr, known))}.")
 
     def facts(self, unit: str) -> UnitFacts:
         """The facts of a unit."""
@@ -168,12 +143,12 @@ class Schedule:
     def host_nbytes(self) -> int:
         """Bytes that one rank copies from host memory and to it in a step that follows this schedule."""
         facts = {unit.name: unit for unit in self.program.units}
-        return sum(facts[op.unit].host for op in self.ops if op.stream == "host")
+        return sum(facts[op.unit].host for op in self.ops if op.spec.cost == "copy")
 
     @property
     def slots(self) -> dict[str, Memory]:
         """Where each unit's full parameters are: one address for the whole step."""
-        return {op.unit: op.memory for op in self.ops if op.kind == "gather" and op.memory}
+        return {op.unit: op.memory for op in self.ops if op.memory and op.spec.fills == PARAMS}
 
     def replace_ops(self, ops: "tuple[Op, ...] | list[Op]") -> "Schedule":
         """The schedule with other ops: an edited one, which :func:`~fsharp.stateful.verify.verify` has yet to see."""
@@ -220,11 +195,7 @@ class Schedule:
 
 def calls_of(op: Op, facts: UnitFacts) -> tuple[Call, ...]:
     """The collectives that an op issues; in a bucket, its share of them."""
-    if op.kind == "gather":
-        return facts.update_gather if op.phase == "update" else facts.gather
-    if op.kind == "reduce":
-        return facts.finish if op.phase == "finish" else facts.reduce
-    return ()
+    return op.spec.collectives(facts)
 
 
 def issue_groups(ops: Sequence[Op]) -> Iterator[tuple[Op, ...]]:
@@ -252,9 +223,9 @@ def joint_calls(issued: Sequence[Op], facts: Mapping[str, UnitFacts]) -> tuple[C
     return tuple(Call(*what, nbytes) for what, nbytes in sent.items())
 
 
-def channel(op: Op, facts: UnitFacts) -> tuple[object, ...] | None:
+def channel(spec: OpSpec, facts: UnitFacts) -> tuple[object, ...] | None:
     """What ops of one bucket agree in: the kinds of their collectives, the axes, and what these carry; None: in nothing."""
-    stages = tuple(dict.fromkeys((call.op, call.axis) for call in calls_of(op, facts)))
+    stages = tuple(dict.fromkeys((call.op, call.axis) for call in spec.collectives(facts)))
     return (facts.wire, *stages) if stages and facts.wire is not None else None
 
 

@@ -14,7 +14,7 @@ from fsharp.stateful.schedule.costs import GLOO, Link, bucket_limit, bundles
 from fsharp.stateful.schedule.policy import Policy
 from fsharp.stateful.schedule.program import Event, Program, UnitFacts
 from fsharp.stateful.schedule.schedule import Schedule, channel, issue_groups
-from fsharp.stateful.schedule.verify import verify
+from fsharp.stateful.verify.verify import verify
 from tests.random_programs import policies, programs
 
 
@@ -143,7 +143,7 @@ def test_buckets_change_what_is_one_collective_and_no_byte(program, policy):
         assert sent(joined, kind, phase) == sent(alone, kind, phase)
     facts = {unit.name: unit for unit in program.units}
     for group in issue_groups(joined.ops):
-        assert len({(op.kind, op.phase, op.at, channel(op, facts[op.unit])) for op in group if len(group) > 1}) <= 1
+        assert len({(op.kind, op.phase, op.at, channel(op.spec, facts[op.unit])) for op in group if len(group) > 1}) <= 1
 
 
 @given(st.lists(st.integers(0, 1000), max_size=30), st.integers(0, 3000))

@@ -10,7 +10,7 @@ from fsharp.errors import OptionError, ScheduleError
 from fsharp.stateful.runtime.compiled import mismatch
 from fsharp.stateful.schedule.policy import Policy
 from fsharp.stateful.schedule.schedule import Memory, Schedule
-from fsharp.stateful.schedule.verify import verify
+from fsharp.stateful.verify.verify import verify
 from fsharp.testing import DebugPolicy, check_races, simulate
 from tests.edited_schedules import edit, move
 from tests.gpt_like import loss_fn, make_params

@@ -12,7 +12,7 @@ from fsharp.errors import ScheduleError
 from fsharp.stateful.schedule.compile import compile_schedule
 from fsharp.stateful.schedule.policy import Policy
 from fsharp.stateful.schedule.schedule import Memory
-from fsharp.stateful.schedule.verify import verify
+from fsharp.stateful.verify.verify import verify
 from tests.edited_schedules import chain, drop, move, passes, twice
 from tests.random_programs import policies, programs
 from tests.schedule_oracle import find_wrong

@@ -12,11 +12,11 @@ from examples.gpt import model
 from fsharp.functional.comm.protocol import sent_nbytes
 from fsharp.stateful.schedule.compile import compile_schedule
 from fsharp.stateful.schedule.program import Event, Program
-from fsharp.stateful.schedule.verify import verify
 from fsharp.stateful.transport.gloo import GlooTransport
 from fsharp.stateful.units.facts import facts_of
 from fsharp.stateful.units.gradient import GradientBuffer as Gradient
 from fsharp.stateful.units.unit_state import UnitState
+from fsharp.stateful.verify.verify import verify
 from fsharp.testing import DebugPolicy, simulate
 from tests.gpt_like import loss_fn, make_params
 from tests.scheduling import HYBRID, STRATEGIES, every, gathers, make_state, make_tx, my_batches, train

@@ -8,11 +8,11 @@ from hypothesis import strategies as st
 
 from fsharp.errors import ScheduleError
 from fsharp.stateful.schedule.compile import compile_schedule
-from fsharp.stateful.schedule.happens_before import HappensBefore
 from fsharp.stateful.schedule.policy import Policy
 from fsharp.stateful.schedule.program import Event, Program, UnitFacts
 from fsharp.stateful.schedule.schedule import Memory, Op, Schedule, calls_of
-from fsharp.stateful.schedule.verify import verify, verify_ranks
+from fsharp.stateful.verify.happens_before import HappensBefore
+from fsharp.stateful.verify.verify import verify, verify_ranks
 from tests.edited_schedules import chain, choose, drop, edit, move, of, opening, schedules, twice
 from tests.random_programs import FINISH, GATHER, REDUCE, SPREAD, policies, programs
 

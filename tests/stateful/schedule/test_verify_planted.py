@@ -11,7 +11,7 @@ from fsharp.stateful.schedule.compile import compile_schedule
 from fsharp.stateful.schedule.policy import Policy
 from fsharp.stateful.schedule.program import Event, Program, UnitFacts
 from fsharp.stateful.schedule.schedule import Memory
-from fsharp.stateful.schedule.verify import verify
+from fsharp.stateful.verify.verify import verify
 from tests.edited_schedules import choose, drop, edit, move, of, opening, schedules, twice
 from tests.random_programs import GATHER, REDUCE, SPREAD
 

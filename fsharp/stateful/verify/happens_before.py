@@ -2,7 +2,8 @@
 
 from collections.abc import Sequence
 
-from fsharp.stateful.schedule.schedule import STREAMS, Op
+from fsharp.stateful.schedule.ops import PARAMS, RESTING, STREAMS
+from fsharp.stateful.schedule.schedule import Op
 
 _GATHER, _COMPUTE = STREAMS.index("gather"), STREAMS.index("compute")
 
@@ -16,7 +17,7 @@ class HappensBefore:
 
     def __init__(self, ops: Sequence[Op]) -> None:
         self.ops = ops
-        self.last_update = max((i for i, op in enumerate(ops) if op.kind == "update"), default=len(ops))
+        self.last_update = max((i for i, op in enumerate(ops) if op.spec.changes == RESTING), default=len(ops))
         self._streams = [STREAMS.index(op.stream) for op in ops]
         self._starts, self._ends = list(range(len(ops))), list(range(len(ops)))
         for i in range(1, len(ops)):
@@ -60,14 +61,14 @@ class HappensBefore:
 
     def tail(self) -> list[int]:
         """Gathers of the step before that follow its last update, as positions before 0."""
-        return [i - len(self.ops) for i in range(self.last_update, len(self.ops)) if self.ops[i].kind == "gather"]
+        return [i - len(self.ops) for i in range(self.last_update, len(self.ops)) if self._streams[i] == _GATHER]
 
     def carried(self) -> dict[str, int]:
         """By unit, the gather of the step before whose copy this one finds."""
         found: dict[str, int] = {}
         for i, op in enumerate(self.ops, -len(self.ops)):
-            if op.kind == "gather" and op.phase != "update":
+            if op.spec.fills == PARAMS:
                 found[op.unit] = i
-            elif op.kind == "release":
+            elif op.spec.frees == PARAMS:
                 found.pop(op.unit, None)
         return found

@@ -1,18 +1,22 @@
 """verify: refuse a schedule that would read too early, overwrite, leak, lose a gradient or count it twice.
 
-It knows what ops mean (see :mod:`.schedule`) and nothing of how schedules are made. So a schedule that a
-person edited, or that a compiler with a bug wrote, is refused before it touches data.
+It knows what ops do to buffers, from :mod:`fsharp.stateful.schedule.ops`, and nothing of how schedules are made. So a schedule
+that a person edited, or that a compiler with a bug wrote, is refused before it touches data.
 """
 
 from collections.abc import Mapping, Sequence
 
 from fsharp.annotated import options_checked
 from fsharp.errors import ScheduleError, problem
-from fsharp.stateful.schedule.checks import UNDO, Check, GradientCheck, MemoryCheck, OffloadCheck, ParameterCheck, refusal
-from fsharp.stateful.schedule.happens_before import HappensBefore
-from fsharp.stateful.schedule.limits import Limits
+from fsharp.stateful.schedule.ops import OPS, PARAMS, OpSpec
 from fsharp.stateful.schedule.program import UnitFacts
-from fsharp.stateful.schedule.schedule import PHASES_OF, STREAM_OF, VECTOR_NBYTES, Op, Schedule, calls_of, channel, issue_groups
+from fsharp.stateful.schedule.schedule import VECTOR_NBYTES, Op, Schedule, calls_of, channel, issue_groups
+from fsharp.stateful.verify.check import UNDO, Check, refusal
+from fsharp.stateful.verify.gradients import GradientCheck
+from fsharp.stateful.verify.happens_before import HappensBefore
+from fsharp.stateful.verify.limits import Limits
+from fsharp.stateful.verify.memory import MemoryCheck, StateCheck
+from fsharp.stateful.verify.parameters import ParameterCheck
 
 
 @options_checked
@@ -30,11 +34,11 @@ def verify(schedule: Schedule) -> None:
     Cost: linear in the number of ops, times the logarithm of how many buffers there are; 0.3 s for 1,000 units.
     """
     _check_form(schedule)
-    order = HappensBefore(schedule.ops)
-    for kind in (ParameterCheck, GradientCheck, OffloadCheck, MemoryCheck, Limits):
+    order, specs = HappensBefore(schedule.ops), [op.spec for op in schedule.ops]
+    for kind in (ParameterCheck, GradientCheck, StateCheck, MemoryCheck, Limits):
         check: Check = kind(schedule, order)
-        for i, op in enumerate(schedule.ops):
-            check.see(i, op)
+        for i, (op, spec) in enumerate(zip(schedule.ops, specs, strict=True)):
+            check.see(i, op, spec)
         check.end()
 
 
@@ -83,12 +87,14 @@ def _check_form(schedule: Schedule) -> None:
         raise ScheduleError(problem("verify()", f"the arena is {what}.", rows, remedy))
     at, seen = 0, set[int]()
     for i, op in enumerate(schedule.ops):
-        if op.unit not in facts and (op.unit or op.kind != "update"):
+        spec = OPS.get((op.kind, op.phase))
+        if spec is None:
+            phases = tuple(phase for kind, phase in OPS if kind == op.kind)
+            raise refusal(i, op, f"has phase {op.phase!r}.", f"one of {phases}")
+        if op.unit not in facts and (op.unit or spec.has_unit):
             raise refusal(i, op, "the program has no such unit.", f"one of {sorted(facts)}")
-        if op.stream != STREAM_OF[op.kind]:
-            raise refusal(i, op, "runs on the wrong stream.", f"stream {STREAM_OF[op.kind]}")
-        if op.phase not in PHASES_OF[op.kind]:
-            raise refusal(i, op, f"has phase {op.phase!r}.", f"one of {PHASES_OF[op.kind]}")
+        if op.stream != spec.stream:
+            raise refusal(i, op, "runs on the wrong stream.", f"stream {spec.stream}")
         if not at <= op.at < len(events):
             raise refusal(i, op, f"is issued at event {op.at}.", f"an event from {at} to {len(events) - 1}")
         if any(not 0 <= j < len(schedule.ops) or j == i for j in op.after):
@@ -97,28 +103,28 @@ def _check_form(schedule: Schedule) -> None:
             _check_bucket(i, schedule.ops, facts, is_new=op.bucket not in seen)
             seen.add(op.bucket)
         at = op.at
-        _check_size(i, op, facts.get(op.unit, UnitFacts("")), arena)
-    for kind, kinds in (("compute", ("forward", "backward")), ("update", ("update",))):
-        want = [(i, event.unit, event.kind, event.use) for i, event in enumerate(events) if event.kind in kinds]
-        have = [(op.at, op.unit, op.phase, op.use) for op in schedule.ops if op.kind == kind]
+        _check_size(i, op, spec, facts.get(op.unit, UnitFacts("")), arena)
+    for spec in [each for each in dict.fromkeys(OPS.values()) if each.events]:
+        want = [(i, event.unit, event.kind, event.use) for i, event in enumerate(events) if event.kind in spec.events]
+        have = [(op.at, op.unit, op.phase, op.use) for op in schedule.ops if op.spec is spec]
         if have != want:
             k = next((k for k, (a, b) in enumerate(zip(have, want)) if a != b), min(len(have), len(want)))
             rows = [("op", str(have[k : k + 1])), ("expected", str(want[k : k + 1]))]
-            what = f"the ops of kind {kind} do not follow the program, from the one with number {k} on."
+            what = f"the ops of kind {spec.kind} do not follow the program, from the one with number {k} on."
             raise ScheduleError(problem("verify()", what, rows, UNDO))
 
 
 def _check_bucket(i: int, ops: Sequence[Op], facts: Mapping[str, UnitFacts], *, is_new: bool) -> None:
     """What one collective does is next to each other, at one event, along the same axes, and waits for none of itself."""
     op, before = ops[i], ops[i - 1] if i else None
-    mine = channel(op, facts[op.unit]) if op.unit else None
+    mine = channel(op.spec, facts[op.unit]) if op.unit else None
     if mine is None:
         raise refusal(i, op, f"cannot be in bucket {op.bucket}: it shares its collectives with none.", "bucket -1")
     if is_new:
         return
     if before is None or before.bucket != op.bucket:
         raise refusal(i, op, f"is apart from the others of bucket {op.bucket}.", "ops of one bucket next to each other")
-    what = (before.kind, before.phase, before.at, channel(before, facts[before.unit]))
+    what = (before.kind, before.phase, before.at, channel(before.spec, facts[before.unit]))
     if what != (op.kind, op.phase, op.at, mine):
         raise refusal(i, op, f"is another thing than the others of bucket {op.bucket}.", f"{what}")
     start = next(k for k in reversed(range(i)) if k == 0 or ops[k - 1].bucket != op.bucket)
@@ -126,18 +132,13 @@ def _check_bucket(i: int, ops: Sequence[Op], facts: Mapping[str, UnitFacts], *, 
         raise refusal(i, op, f"waits for others of bucket {op.bucket}, which begin with it.", f"other ops than {op.after}")
 
 
-def _check_size(i: int, op: Op, facts: UnitFacts, arena: int) -> None:
-    nbytes = 0
-    if op.kind == "release" or (op.kind == "gather" and op.phase != "update"):
-        nbytes = facts.gathered
-        if not nbytes:
-            raise refusal(i, op, "there is nothing to gather or release.", "gathers of units that do not rest in full")
-    elif op.kind in ("cast", "reduce", "accumulate"):
-        nbytes = facts.finishing if op.phase == "finish" else facts.outgoing
+def _check_size(i: int, op: Op, spec: OpSpec, facts: UnitFacts, arena: int) -> None:
+    nbytes = spec.nbytes(facts)
+    if spec.memory == PARAMS and not nbytes:
+        raise refusal(i, op, "there is nothing to gather or release.", "gathers of units that do not rest in full")
     if (op.memory.nbytes if op.memory is not None else None) != (nbytes or None):
         raise refusal(i, op, "its memory is of the wrong size.", f"{nbytes:,} bytes" if nbytes else "None")
-    may_open = op.kind in ("cast", "reduce", "accumulate") and op.phase == "backward"
-    if op.opens is not None and not (may_open and op.opens.nbytes == facts.rest > 0):
+    if op.opens is not None and not (spec.opens and op.opens.nbytes == facts.rest > 0):
         expected = f"{facts.rest:,} bytes, in an op that puts a gradient to rest"
         raise refusal(i, op, "what it opens is of the wrong size, or not its business.", expected)
     for memory in (op.memory, op.opens):

@@ -1,10 +1,11 @@
-"""What :func:`~fsharp.stateful.schedule.verify.verify` checks of a policy: how much is resident, or under way, at once."""
+"""What :func:`~fsharp.stateful.verify.verify.verify` checks of a policy: how much is resident, or under way, at once."""
 
 from collections import Counter
 
-from fsharp.stateful.schedule.checks import Check, refusal
-from fsharp.stateful.schedule.happens_before import HappensBefore
+from fsharp.stateful.schedule.ops import FINISHING, OUTGOING, PARAMS, OpSpec
 from fsharp.stateful.schedule.schedule import Op, Schedule
+from fsharp.stateful.verify.check import Check, refusal
+from fsharp.stateful.verify.happens_before import HappensBefore
 
 
 class Limits(Check):
@@ -19,7 +20,7 @@ class Limits(Check):
         self.used = 0  # resident units that are in use
         self.changes = self._changes()
         self.seen = 0  # events so far
-        self.under_way: dict[str, dict[str, set[str]]] = {"backward": {}, "finish": {}}  # by group, units
+        self.under_way: dict[str, dict[str, set[str]]] = {OUTGOING: {}, FINISHING: {}}  # by group, units
         for unit, i in order.carried().items():
             self._enter(unit, order.ops[i])
 
@@ -71,9 +72,9 @@ class Limits(Check):
                     self._sort(group)
         self.seen = max(self.seen, at + 1)
 
-    def see(self, i: int, op: Op) -> None:
+    def see(self, i: int, op: Op, spec: OpSpec) -> None:
         """Count the buffers that are in use after an op."""
-        if op.kind == "gather" and op.phase != "update":
+        if spec.fills == PARAMS:
             self._advance(op.at)
             self._leave(op.unit)
             self._enter(op.unit, op)
@@ -81,17 +82,17 @@ class Limits(Check):
                 used = {group for unit, group in self.group_of.items() if self.in_use[unit]}
                 what = f"is the unit too many: {sorted(used)} are in use, and {sorted(self.ahead)} resident beside them."
                 raise refusal(i, op, what, f"at most {self.policy.num_buffers}, or those in use alone", "Gather it later.")
-        elif op.kind == "release":
+        elif spec.frees == PARAMS:
             self._leave(op.unit)
-        elif op.kind == "reduce":
-            here = self.under_way[op.phase]
+        elif spec.calls and spec.memory in self.under_way:
+            here = self.under_way[spec.memory]
             here.setdefault(_group(op), set()).add(op.unit)
-            most = self.policy.finish_buffers if op.phase == "finish" else self.policy.reduce_buffers
+            most = self.policy.finish_buffers if spec.memory == FINISHING else self.policy.reduce_buffers
             if len(here) > most:
                 what = f"is the reduction too many: those of {sorted(here)} are under way."
                 raise refusal(i, op, what, f"at most {most}", "Accumulate another first.")
-        elif op.kind == "accumulate":
-            here = self.under_way[op.phase]
+        elif spec.frees in self.under_way:
+            here = self.under_way[spec.frees]
             for group in [group for group, units in here.items() if op.unit in units]:
                 here[group].discard(op.unit)
                 if not here[group]:

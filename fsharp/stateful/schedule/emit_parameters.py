@@ -1,0 +1,116 @@
+"""When parameters are gathered, waited for and released, and when updated ones go to where they rest."""
+
+from collections.abc import Collection, Iterable
+
+from fsharp.stateful.schedule.costs import Bundling
+from fsharp.stateful.schedule.ops import COMPUTE, FETCH, GATHER, OFFLOAD, RELEASE, SETTLE, SPREAD, UPDATE, WAIT, Phase
+from fsharp.stateful.schedule.policy import Policy
+from fsharp.stateful.schedule.prefetch import first_wanted, residency
+from fsharp.stateful.schedule.program import Event, Program
+from fsharp.stateful.schedule.unplaced import OpList, UnplacedOp
+
+
+class ParameterOps:
+    """Writes the ops of parameters and of what an update changes.
+
+    Args:
+        ops: gets them.
+        program: the step.
+        policy: what is allowed.
+        gathers: units that are gathered as one.
+        spreads: units whose updated parameters move as one.
+        kept: uses whose parameters stay from their forward to the end of their backward.
+    """
+
+    def __init__(
+        self, ops: OpList, program: Program, policy: Policy, gathers: Bundling, spreads: Bundling, kept: Collection[int]
+    ) -> None:
+        events = program.events
+        self._ops, self._bundles, self._spreads = ops, gathers, spreads
+        self._carries = bool(events) and events[-1].kind == "update" and policy.gather_at_start
+        first = first_wanted(program, policy, gathers) if self._carries else ()
+        self._changes, self._carried = residency(program, policy, gathers, kept, first)
+        self._gathers: dict[str, UnplacedOp] = {}  # by unit, of what is resident
+        self._ready: set[str] = set()  # units that are waited for
+        self._arriving: list[UnplacedOp] = []  # waits for what the step before has gathered
+        self._updated: tuple[UnplacedOp, ...] = ()  # the last update of this step
+        self._fetched: list[UnplacedOp] = []  # for the next update
+        self._settled: set[str] = set()  # units whose updated parameters are waited for
+
+    def move(self, i: int, phase: Phase) -> None:
+        """Release and gather what is to be resident from an event on."""
+        self.release(i, phase)
+        self.gather(i, phase)
+
+    def release(self, i: int, phase: Phase) -> None:
+        """Release what is not to be resident from an event on."""
+        for unit in (unit for name in self._changes[i].leave for unit in self._bundles.members[name]):
+            gather = self._gathers.pop(unit, None)
+            after = (gather,) if gather is not None and unit not in self._ready else ()  # nobody has waited for it
+            self._ops.add(RELEASE, unit, phase, i, after=after)
+            self._ready.discard(unit)
+
+    def gather(self, i: int, phase: Phase) -> None:
+        """Gather what is to be resident from an event on."""
+        self._gather(self._changes[i].enter, phase, i, self._updated)
+
+    def _gather(self, names: Iterable[str], phase: Phase, i: int, after: tuple[UnplacedOp, ...]) -> None:
+        for units in (self._bundles.members[name] for name in names):
+            number = self._ops.number(units)
+            for unit in units:
+                self._gathers[unit] = self._ops.add(GATHER, unit, phase, i, after=after, bucket=number)
+
+    def use(self, event: Event, i: int) -> None:
+        """Wait for the unit of an event, and have it compute."""
+        unit, facts = event.unit, self._ops.facts[event.unit]
+        phase: Phase = "forward" if event.kind == "forward" else "backward"
+        if SETTLE.is_for(facts) and self._carries and unit not in self._settled:
+            self._settle(unit, i)
+        if WAIT.is_for(facts) and unit not in self._ready:
+            self._ready.add(unit)
+            op = self._ops.add(WAIT, unit, phase, i)
+            if unit in self._gathers:
+                op.run_after(self._gathers[unit])
+            else:
+                self._arriving.append(op)
+        self._ops.add(COMPUTE, unit, phase, i, use=event.use)
+
+    def _settle(self, unit: str, i: int) -> None:
+        """Wait for what the update of the step before has sent."""
+        self._settled.add(unit)
+        self._arriving.append(self._ops.add(SETTLE, unit, "update", i))
+
+    def fetch(self, unit: str, i: int) -> None:
+        """Bring a unit's state to the device, into memory that what was computed before may have had."""
+        self._fetched.append(self._ops.add(FETCH, unit, "update", i, after=self._ops.last("compute")))
+
+    def update(self, i: int, *, is_last: bool) -> None:
+        """Update, and send what is new to where it rests.
+
+        Args:
+            i: position of the event.
+            is_last: whether the step ends here: then the next step may join what is sent, and find its first units gathered.
+        """
+        self.release(i, "update")
+        reduced, facts = self._ops.last("reduce"), self._ops.facts
+        if self._carries:
+            for unit in [name for name, each in facts.items() if SETTLE.is_for(each) and name not in self._settled]:
+                self._settle(unit, i)
+        update = self._ops.add(UPDATE, "", "update", i, after=(*reduced, *self._fetched))
+        self._updated = (update,)
+        sent: dict[str, UnplacedOp] = {}
+        for members in self._spreads.members.values():
+            units = [unit for unit in members if SPREAD.is_for(facts[unit])]
+            number = self._ops.number(units)
+            for unit in units:
+                sent[unit] = self._ops.add(SPREAD, unit, "update", i, after=(update,), bucket=number)
+        for fetch in self._fetched:
+            self._ops.add(OFFLOAD, fetch.unit, "update", i, after=(update,))
+        self._fetched = []
+        if not (is_last and self._carries):
+            for unit, op in sent.items():
+                self._ops.add(SETTLE, unit, "update", i, after=(op,))
+            return
+        self._gather(self._carried, "forward", i, (update,))
+        for wait in self._arriving:
+            wait.run_after((sent if wait.spec is SETTLE else self._gathers)[wait.unit])

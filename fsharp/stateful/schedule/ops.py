@@ -1,0 +1,251 @@
+"""The kinds of ops, one record each: all that the emitter, the verifier, estimates, traces and pictures know of a kind.
+
+[Note: ops]
+Ops are in the order in which the host issues them. An op starts when the ops in ``after`` have finished and the ops
+before it on its stream have; the host waits for nothing else.
+
+==============  =========  ========  =========================================================================================
+kind            stream     phases    what
+==============  =========  ========  =========================================================================================
+``gather``      gather     f, b, u   copy full parameters into ``memory``; ``update``: updated ones to where they rest
+``wait``        compute    f, b, u   the compute stream (on CPUs the host) waits for a gather
+``compute``     compute    f, b      the caller's own code, from entering the unit to the next op on this stream
+``release``     compute    f, b, u   ``memory`` of a gathered unit is free from here on
+``cast``        compute    b         gradients of a use, at the ``backward_end`` of it, into ``memory`` (the first use copies,
+                                     later ones add), or where they rest
+``reduce``      reduce     b, finish the reduction of a microbatch, from ``memory``; ``finish``: to the optimizer's place
+``accumulate``  reduce     b, finish its result (or ``memory`` itself) is added to the gradient at rest, and ``memory`` is free
+``fetch``       host       u         copy a unit's optimizer state and main copies from host memory to the device
+``update``      compute    u         the caller's optimizer step
+``offload``     host       u         copy them back; their device memory, which is not the arena's, is free then
+==============  =========  ========  =========================================================================================
+
+Phases are ``forward``, ``backward``, ``update``, by their first letters, and ``finish``.
+
+[Note: a new kind]
+A new kind is a record here, given to :func:`declare`, and a function in ``BIND`` of :mod:`fsharp.stateful.runtime.executor`.
+A record with ``behind`` is emitted behind each op of that kind; for any other one the emitter has to say when.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from fsharp.errors import ScheduleError
+from fsharp.functional.comm.protocol import Call
+from fsharp.stateful.schedule.program import ABOUT_NO_UNIT, EventKind, UnitFacts
+
+Stream = Literal["compute", "gather", "reduce", "host"]
+STREAMS: tuple[Stream, ...] = get_args(Stream)
+Phase = Literal["forward", "backward", "finish", "update"]
+
+Cost = Literal["", "compute", "update", "send", "memory", "copy"]
+"""What the time of an op depends on: the caller's own code, its optimizer step, collectives, bytes in memory, or bytes between
+host memory and the device; an empty text: it takes none."""
+Look = Literal["unit", "dark", "grey", "faint", "hatched"]
+"""How a picture shows an op: in the colour of its unit, paler in the forward; in that colour, darker; or in the way named."""
+
+
+@dataclass(frozen=True, slots=True)
+class BufferSpec:
+    """Where something of a unit is while a step runs. Each unit has one buffer of each kind.
+
+    Attributes:
+        words: what is in it, for errors.
+        fact: field of :class:`UnitFacts` that has its bytes in the arena; empty: it is not in the arena.
+        is_pinned: whether it keeps one address for a whole step, as tensors that autograd has saved point there.
+        is_opened: whether ``opens`` of an op, and not ``memory``, says where it is, from that op on to the end of the step.
+    """
+
+    words: str
+    fact: str = ""
+    is_pinned: bool = False
+    is_opened: bool = False
+
+
+RESTING, PARAMS, STATE = "resting", "params", "state"
+OUTGOING, REST, FINISHING, FINAL = "outgoing", "rest", "finishing", "final"
+BUFFERS = {
+    RESTING: BufferSpec("parameters where they rest"),
+    PARAMS: BufferSpec("parameters", "gathered", is_pinned=True),
+    STATE: BufferSpec("optimizer state on the device"),
+    OUTGOING: BufferSpec("outgoing gradient", "outgoing"),
+    REST: BufferSpec("gradient at rest", "rest", is_opened=True),
+    FINISHING: BufferSpec("finishing gradient", "finishing"),
+    FINAL: BufferSpec("gradient at the optimizer's place"),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class OpSpec:
+    """What there is to know of ops of one kind in some phases. Buffers are keys of :data:`BUFFERS`, of the op's unit.
+
+    Attributes:
+        kind: its name.
+        phases: of a step, in which there are such ops.
+        stream: on which they run.
+        when: fields of :class:`UnitFacts`: a unit has such ops if one of these fields is not empty. None: every unit may.
+        events: kinds of events of the program, with each of which exactly one such op begins. None: nothing says so.
+        behind: kind of ops behind each of which such an op is emitted. Empty: the emitter says when.
+        reads: buffers that have to be there.
+        joins: buffer that compute may use from here on, as it waits for what fills the buffer.
+        fills: buffer in which something is from its end on.
+        changes: buffer that it computes with in place.
+        frees: buffer in which nothing is from here on.
+        opens: whether it may be the first to put a gradient where it rests.
+        calls: field of :class:`UnitFacts` that has its collectives.
+        cost: what its time depends on.
+        may_wait: whether the host may stand still in it.
+        look: how pictures show it.
+    """
+
+    kind: str
+    phases: tuple[Phase, ...]
+    stream: Stream = "compute"
+    when: tuple[str, ...] = ()
+    events: tuple[EventKind, ...] = ()
+    behind: str = ""
+    reads: tuple[str, ...] = ()
+    joins: str = ""
+    fills: str = ""
+    changes: str = ""
+    frees: str = ""
+    opens: bool = False
+    calls: str = ""
+    cost: Cost = ""
+    may_wait: bool = False
+    look: Look = "unit"
+
+    @property
+    def has_unit(self) -> bool:
+        """Whether such ops are about a unit each."""
+        return not any(event in ABOUT_NO_UNIT for event in self.events)
+
+    def is_for(self, facts: UnitFacts) -> bool:
+        """Whether a unit has such ops."""
+        return not self.when or any(getattr(facts, name) for name in self.when)
+
+    def collectives(self, facts: UnitFacts) -> tuple[Call, ...]:
+        """What such an op of a unit sends."""
+        return getattr(facts, self.calls) if self.calls else ()
+
+    @property
+    def memory(self) -> str:
+        """The buffer that ``memory`` of such an op is; empty if it has none."""
+        return next((each for each in (self.frees, self.changes, self.fills) if each and _has_memory(each)), "")
+
+    def nbytes(self, facts: UnitFacts) -> int:
+        """Bytes of ``memory`` of such an op of a unit."""
+        return int(getattr(facts, BUFFERS[self.memory].fact)) if self.memory else 0
+
+    def puts_into(self, facts: UnitFacts) -> str:
+        """The buffer that such an op of a unit fills: where gradients rest, if it has no memory to collect them in."""
+        return REST if self.opens and self.fills == self.memory and not self.nbytes(facts) else self.fills
+
+
+def _has_memory(buffer: str) -> bool:
+    return bool(BUFFERS[buffer].fact) and not BUFFERS[buffer].is_opened
+
+
+_STEP: tuple[Phase, ...] = ("forward", "backward")
+GATHER = OpSpec(
+    kind="gather",
+    phases=_STEP,
+    stream="gather",
+    when=("gathered",),
+    reads=(RESTING,),
+    fills=PARAMS,
+    calls="gather",
+    cost="send",
+)
+SPREAD = OpSpec(
+    kind="gather",
+    phases=("update",),
+    stream="gather",
+    when=("update_gather",),
+    fills=RESTING,
+    calls="update_gather",
+    cost="send",
+)
+WAIT = OpSpec(kind="wait", phases=_STEP, when=("gathered",), joins=PARAMS, may_wait=True, look="hatched")
+SETTLE = OpSpec(kind="wait", phases=("update",), when=("update_gather",), joins=RESTING, may_wait=True, look="hatched")
+COMPUTE = OpSpec(kind="compute", phases=_STEP, events=("forward", "backward"), reads=(RESTING, PARAMS), cost="compute")
+RELEASE = OpSpec(kind="release", phases=(*_STEP, "update"), when=("gathered",), frees=PARAMS, look="faint")
+CAST = OpSpec(kind="cast", phases=("backward",), fills=OUTGOING, opens=True, cost="memory", look="dark")
+REDUCE = OpSpec(
+    kind="reduce",
+    phases=("backward",),
+    stream="reduce",
+    when=("reduce",),
+    changes=OUTGOING,
+    opens=True,
+    calls="reduce",
+    cost="send",
+)
+ACCUMULATE = OpSpec(
+    kind="accumulate",
+    phases=("backward",),
+    stream="reduce",
+    when=("reduce", "outgoing"),
+    fills=REST,
+    frees=OUTGOING,
+    opens=True,
+    cost="memory",
+    may_wait=True,
+    look="dark",
+)
+FINISH = OpSpec(
+    kind="reduce",
+    phases=("finish",),
+    stream="reduce",
+    when=("finish",),
+    reads=(REST,),
+    fills=FINISHING,
+    calls="finish",
+    cost="send",
+)
+LAND = OpSpec(
+    kind="accumulate",
+    phases=("finish",),
+    stream="reduce",
+    when=("finish",),
+    fills=FINAL,
+    frees=FINISHING,
+    cost="memory",
+    may_wait=True,
+    look="dark",
+)
+FETCH = OpSpec(kind="fetch", phases=("update",), stream="host", when=("host",), fills=STATE, cost="copy")
+UPDATE = OpSpec(
+    kind="update", phases=("update",), events=("update",), reads=(FINAL, STATE), changes=RESTING, cost="update", look="grey"
+)
+OFFLOAD = OpSpec(kind="offload", phases=("update",), stream="host", when=("host",), frees=STATE, cost="copy")
+
+OPS: dict[tuple[str, Phase], OpSpec] = {}
+"""By kind and phase, all there are."""
+
+
+def declare(spec: OpSpec) -> None:
+    """Add a kind of ops, or phases to one. See [Note: a new kind].
+
+    Raises:
+        ScheduleError: the kind has one of these phases already, or the record names a buffer that there is not.
+    """
+    for phase in spec.phases:
+        if (spec.kind, phase) in OPS:
+            raise ScheduleError(f"declare(): there are ops of kind {spec.kind!r} in phase {phase!r} already.")
+    for name in (*spec.reads, spec.joins, spec.fills, spec.changes, spec.frees):
+        if name and name not in BUFFERS:
+            raise ScheduleError(f"declare(): {spec.kind!r} names buffer {name!r}, expected one of {list(BUFFERS)}.")
+    OPS.update({(spec.kind, phase): spec for phase in spec.phases})
+
+
+for _spec in (
+    GATHER, WAIT, COMPUTE, RELEASE, CAST, REDUCE, ACCUMULATE, FINISH, LAND, FETCH, UPDATE, OFFLOAD, SPREAD, SETTLE
+):  # fmt: skip
+    declare(_spec)
+
+
+def kinds(chosen: Callable[[OpSpec], bool] = lambda spec: True) -> tuple[str, ...]:
+    """The kinds of ops that have a record of which ``chosen`` is true, in the order of declaration."""
+    return tuple(dict.fromkeys(spec.kind for spec in OPS.values() if chosen(spec)))

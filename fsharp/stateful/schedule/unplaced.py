@@ -1,0 +1,122 @@
+"""OpList: the ops of a step as they are written one after another, which do not know yet where in memory they are."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import count
+from typing import Any
+
+from fsharp.stateful.schedule.ops import OPS, OpSpec, Phase, Stream
+from fsharp.stateful.schedule.program import Program, UnitFacts
+
+BufferKey = tuple[str, str]
+"""A key of ``BUFFERS``, and the name of a unit."""
+
+
+@dataclass(eq=False)
+class UnplacedOp:
+    """An op that knows which buffer it uses, and not yet where that is.
+
+    Attributes:
+        spec: what it is.
+        unit: its unit; empty if it is about none.
+        phase: its phase.
+        at: position of its event.
+        buffer: that it uses, None if none.
+        fills: whether it is the first to use its buffer.
+        frees: whether it is the last to use its buffer.
+        use: the use of its unit that it is about, -1 if it is about none.
+        after: ops that have to be over before it starts.
+        bucket: number that the ops of one collective share, -1 if it is in none.
+        opens: the buffer where a gradient rests, if it is the first to put something there.
+        reduction: of one that opens, and adds the result of a reduction: that, which may open instead.
+        marks: None for an op. Else this is no op: up to here nothing may use the buffer that op ``marks`` has used.
+    """
+
+    spec: OpSpec
+    unit: str
+    phase: Phase
+    at: int
+    buffer: BufferKey | None = None
+    fills: bool = False
+    frees: bool = False
+    use: int = -1
+    after: tuple["UnplacedOp", ...] = ()
+    bucket: int = -1
+    opens: BufferKey | None = None
+    reduction: "UnplacedOp | None" = None
+    marks: "UnplacedOp | None" = None
+
+    def run_after(self, *ops: "UnplacedOp") -> None:
+        """Have it start after these ops alone."""
+        self.after = ops
+
+    def open(self, buffer: BufferKey | None, *, reduction: "UnplacedOp | None" = None) -> None:
+        """Have it be the first to put a gradient where the gradient rests; with ``buffer`` None have another op be that."""
+        self.opens, self.reduction = buffer, reduction
+
+
+class OpList:
+    """The ops so far, and how one more is written.
+
+    Args:
+        program: the step.
+
+    Attributes:
+        facts: of its units, by name.
+        ops: those so far, in the order of issue.
+    """
+
+    def __init__(self, program: Program) -> None:
+        self.facts = {unit.name: unit for unit in program.units}
+        self.ops: list[UnplacedOp] = []
+        self._numbers = count()
+
+    def add(
+        self,
+        spec: OpSpec,
+        unit: str,
+        phase: Phase,
+        at: int,
+        *,
+        is_first: bool = True,
+        is_last: bool = True,
+        **fields: Any,
+    ) -> UnplacedOp:
+        """Write one more op, and what its kind has behind it.
+
+        Args:
+            spec: what it is.
+            unit: its unit.
+            phase: its phase.
+            at: position of its event.
+            is_first: whether it is the first to use its buffer, if such ops fill one.
+            is_last: whether it is the last to use its buffer, if such ops free one.
+            fields: others of :class:`UnplacedOp`.
+        """
+        facts = self.facts.get(unit, UnitFacts(""))
+        op = UnplacedOp(spec, unit, phase, at, **fields)
+        if spec.nbytes(facts):
+            op.buffer = spec.memory, unit
+            op.fills, op.frees = is_first and spec.fills == spec.memory, is_last and spec.frees == spec.memory
+        self.ops.append(op)
+        for follower in behind(spec, phase):
+            if follower.is_for(facts):
+                self.add(follower, unit, phase, at, use=op.use, after=() if follower.stream == spec.stream else (op,))
+        return op
+
+    def mark(self, op: UnplacedOp, at: int) -> None:
+        """Have nothing use the buffer of an op before here, though the op is the last to use it."""
+        self.ops.append(UnplacedOp(op.spec, op.unit, op.phase, at, op.buffer, frees=op.buffer is not None, marks=op))
+
+    def number(self, units: Sequence[str]) -> int:
+        """A number for the bucket of these units; -1 for a unit alone."""
+        return next(self._numbers) if len(units) > 1 else -1
+
+    def last(self, stream: Stream) -> tuple[UnplacedOp, ...]:
+        """The last op on a stream, if there is one."""
+        return next(((op,) for op in reversed(self.ops) if op.spec.stream == stream and op.marks is None), ())
+
+
+def behind(spec: OpSpec, phase: Phase) -> list[OpSpec]:
+    """What is written behind each op of a kind in a phase."""
+    return [each for (_, when), each in OPS.items() if when == phase and each.behind == spec.kind]

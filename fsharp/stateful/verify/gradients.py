@@ -1,0 +1,140 @@
+"""What :func:`~fsharp.stateful.verify.verify.verify` checks of gradients."""
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from itertools import product
+
+from fsharp.errors import ScheduleError, problem
+from fsharp.stateful.schedule.ops import FINAL, FINISHING, OPS, OUTGOING, REST, OpSpec
+from fsharp.stateful.schedule.schedule import Op, Schedule
+from fsharp.stateful.verify.check import Check, refusal
+from fsharp.stateful.verify.happens_before import HappensBefore
+
+
+class GradientCheck(Check):
+    """Each gradient is collected, reduced, added up and sent to the optimizer's place once, in this order."""
+
+    def __init__(self, schedule: Schedule, order: HappensBefore) -> None:
+        super().__init__(schedule, order)
+        self.ends = [i for i, event in enumerate(self.events) if event.kind == "microbatch_end"]
+        self.asked = [i for i, event in enumerate(self.events) if event.kind == "reduce"]
+        self.due: dict[tuple[str, int], dict[int, int]] = {}  # by unit and microbatch, by event the use that has a gradient
+        for i, event in enumerate(self.events):
+            if event.has_gradient:
+                self.due.setdefault((event.unit, bisect_left(self.ends, i)), {})[i] = event.use
+        self.finishes = {bisect_left(self.asked, end) for end in self.ends} - {len(self.asked)}
+        # What takes a gradient out of a buffer: first what reduces it there, or into it, then what frees the buffer.
+        self.takers = {
+            buffer: [
+                spec for spec in dict.fromkeys(OPS.values()) if buffer in (spec.changes, spec.frees) or _sends(spec, buffer)
+            ]
+            for buffer in (OUTGOING, FINISHING)
+        }
+        self.cast: dict[tuple[str, int], set[int]] = {}
+        self.done: dict[tuple[OpSpec, str, int], int] = {}  # by record, unit and number of microbatch or `reduce`
+        self.written: dict[str, int] = {}  # by unit, the op that last changed its gradient
+        self.waiting: dict[str, int] = {}  # by unit, the cast whose gradient has yet to be accumulated
+        self.last = -1  # op of the reduce stream
+
+    def see(self, i: int, op: Op, spec: OpSpec) -> None:
+        """Follow each gradient from the end of its use's backward to the optimizer's place."""
+        if spec.fills == OUTGOING:
+            self._cast(i, op)
+        elif any(spec in takers for takers in self.takers.values()):
+            self._take(i, op, spec)
+            self.last = i
+        elif FINAL in spec.reads and self.last >= 0 and not self.order.before(self.last, i):
+            raise self.unordered(i, op, "may run before the end of", self.last)
+
+    def _key(self, op: Op) -> tuple[str, int]:
+        return op.unit, bisect_left(self.asked if op.phase == "finish" else self.ends, op.at)
+
+    def _cast(self, i: int, op: Op) -> None:
+        key = self._key(op)
+        due = self.due.get(key, {})
+        if due.get(op.at) != op.use:
+            there = [at for at, use in due.items() if use == op.use]
+            if not there:
+                what = f"casts a gradient that use {op.use} does not have in this microbatch."
+                raise refusal(i, op, what, f"uses {sorted(due.values())}")
+            what = f"is issued at event {op.at}, and its gradient is there at the end of the use's backward alone."
+            raise refusal(i, op, what, f"event {there[0]}")
+        if op.at in self.cast.setdefault(key, set()):
+            raise refusal(i, op, f"casts the gradient of use {op.use} twice.", "one cast for each use", "Drop one of them.")
+        self.cast[key].add(op.at)
+        self._write(i, op, [(spec, *key) for spec in self.takers[OUTGOING]])
+        if any(spec.is_for(self.facts[op.unit]) for spec in self.takers[OUTGOING]):
+            self.waiting[op.unit] = i
+
+    def _write(self, i: int, op: Op, later: Sequence[tuple[OpSpec, str, int]]) -> None:
+        """Note a change of a unit's gradient, unless what it should have been part of has left already."""
+        sent = [(spec, op.unit, bisect_left(self.asked, op.at)) for spec in self.takers[FINISHING] if REST in spec.reads]
+        for done in (*later, *sent):
+            if done in self.done:
+                at = self.done[done]
+                what = f"comes after op {at}, {self.order.ops[at]}, which it should be part of."
+                raise refusal(i, op, what, f"a position before {at}", f"Move it before op {at}.")
+        self.written[op.unit] = i
+
+    def _take(self, i: int, op: Op, spec: OpSpec) -> None:
+        key = self._key(op)
+        mine = (spec, *key)
+        if mine in self.done:
+            raise refusal(i, op, f"happens twice: op {self.done[mine]} has done it.", "one for each gradient", "Drop one.")
+        if missing := self._missing(op, spec, key):
+            raise refusal(i, op, f"{missing}.", f"{op.kind} once, after what it needs")
+        reduced = [self.done[each, *key] for each in self._reductions(spec) if (each, *key) in self.done]
+        source = reduced[0] if reduced else self.written.get(op.unit, -1)
+        if source >= 0 and not self.order.before(source, i):
+            raise self.unordered(i, op, "may start before the end of", source)
+        self.done[mine] = i
+        if spec.fills == REST:
+            self._write(i, op, [])
+            self.waiting.pop(op.unit, None)
+
+    def _reductions(self, spec: OpSpec) -> list[OpSpec]:
+        """Of what frees a buffer: what makes the sum that is in it."""
+        return [each for each in self.takers.get(spec.frees, ()) if each.calls]
+
+    def _missing(self, op: Op, spec: OpSpec, key: tuple[str, int]) -> str:
+        """What an op that takes a gradient away lacks; empty if nothing."""
+        facts, finish = self.facts[op.unit], spec in self.takers[FINISHING]
+        if not facts.trainable:
+            return "is about a frozen unit, which has no gradient"
+        if finish and not (spec.is_for(facts) and key[1] in self.finishes):
+            return "no `reduce` event asks for it"
+        if any(each.is_for(facts) and (each, *key) not in self.done for each in self._reductions(spec)):
+            return "adds a result without a reduction, in time, that makes it"
+        if finish:
+            return f"comes before op {self.waiting[op.unit]} is accumulated" if op.unit in self.waiting else ""
+        if not spec.is_for(facts):
+            return "takes away a gradient that stays where it is"
+        due = self.due.get(key, {})
+        if not due:
+            return "takes away a gradient that this microbatch does not have"
+        missing = due.keys() - self.cast.get(key, set())
+        return f"comes before the cast of use {due[min(missing)]}" if missing else ""
+
+    def end(self) -> None:
+        """All gradients have come to where they are wanted."""
+        for (unit, number), due in self.due.items():
+            for at in sorted(due.keys() - self.cast.get((unit, number), set())):
+                raise self._lost(at, unit, f"the gradient of use {due[at]} of {unit!r} is never cast.", "one cast of it")
+            for spec in self.takers[OUTGOING]:
+                if spec.is_for(self.facts[unit]) and (spec, unit, number) not in self.done:
+                    what = f"the gradient of {unit!r} in microbatch {number} has no {spec.kind}."
+                    raise self._lost(max(due), unit, what, f"one {spec.kind} before the microbatch ends")
+        finished = [facts.name for facts in self.facts.values() if facts.trainable and facts.finish]
+        for number, unit, spec in product(sorted(self.finishes), finished, self.takers[FINISHING]):
+            if (spec, unit, number) not in self.done:
+                what = f"the gradient of {unit!r} has no {spec.kind} of phase finish."
+                raise self._lost(self.asked[number], unit, what, f"one {spec.kind} of phase finish before this event")
+
+    def _lost(self, at: int, unit: str, what: str, expected: str) -> ScheduleError:
+        where = f"verify(): event {at}, {self.events[at]}"
+        return ScheduleError(problem(where, what, [("unit", unit), ("expected", expected)], "Add it."))
+
+
+def _sends(spec: OpSpec, buffer: str) -> bool:
+    """Whether such an op fills a buffer by collectives."""
+    return spec.fills == buffer and bool(spec.calls)

@@ -1,0 +1,127 @@
+"""What :func:`~fsharp.stateful.verify.verify.verify` checks of memory: of the arena, and of state that rests in host memory."""
+
+from fsharp.stateful.schedule.byte_ranges import ByteRanges
+from fsharp.stateful.schedule.ops import BUFFERS, PARAMS, REST, STATE, OpSpec
+from fsharp.stateful.schedule.program import UnitFacts
+from fsharp.stateful.schedule.schedule import Memory, Op, Schedule
+from fsharp.stateful.schedule.unplaced import BufferKey
+from fsharp.stateful.verify.check import Check, refusal
+from fsharp.stateful.verify.happens_before import HappensBefore
+
+
+class StateCheck(Check):
+    """Optimizer state that rests in host memory: on the device for its update, and back once after that."""
+
+    def __init__(self, schedule: Schedule, order: HappensBefore) -> None:
+        super().__init__(schedule, order)
+        self.fetched: dict[str, int] = {}  # by unit, its fetch, for the update to come
+        self.due: dict[str, int] = {}  # by unit, its fetch, until it is offloaded
+        self.updated = -1
+        self.seen = 0  # events up to the last update
+        self.computed = -1  # the last op of compute
+
+    def see(self, i: int, op: Op, spec: OpSpec) -> None:
+        """Follow the way up and down."""
+        if op.stream == "compute":
+            self.computed = i
+        if spec.fills == STATE:
+            event = self.events[op.at]
+            if (event.kind, event.unit) != ("fetch", op.unit) or op.unit in self.fetched:
+                raise refusal(i, op, "is not asked for here, or has happened.", "one for each event that says so")
+            if self.computed >= 0 and not self.order.before(self.computed, i):
+                raise self.unordered(i, op, "may fill memory still in use by", self.computed)
+            self.fetched[op.unit] = i
+        if STATE in spec.reads:
+            self._check_over()
+            asked = {event.unit for event in self.events[self.seen : op.at] if event.kind == "fetch"}
+            for unit in sorted(asked - set(self.fetched)):
+                raise refusal(i, op, f"updates {unit!r}, whose state is in host memory.", f"a fetch of {unit!r} before it")
+            for j in self.fetched.values():
+                if not self.order.before(j, i):
+                    raise self.unordered(i, op, "may read state before the end of", j)
+            self.updated, self.seen = i, op.at
+            self.due, self.fetched = self.fetched, {}
+        if spec.frees == STATE:
+            if op.unit not in self.due or op.at != self.seen:
+                raise refusal(i, op, "copies what was not fetched, or has left already.", "one for each fetch, at the update")
+            if not self.order.before(self.updated, i):
+                raise self.unordered(i, op, "may copy state before the end of", self.updated)
+            del self.due[op.unit]
+
+    def _check_over(self) -> None:
+        for unit, j in self.due.items():
+            what = f"the state of {unit!r} stays on the device."
+            raise refusal(j, self.order.ops[j], what, f"an offload of {unit!r} after the update")
+
+    def end(self) -> None:
+        """All of it is back."""
+        self._check_over()
+        for unit, j in self.fetched.items():
+            what = f"no update follows for which {unit!r} is fetched."
+            raise refusal(j, self.order.ops[j], what, "an update after it")
+
+
+class MemoryCheck(Check):
+    """No byte of the arena has two owners at a time. That each is filled, and freed, once was seen before."""
+
+    def __init__(self, schedule: Schedule, order: HappensBefore) -> None:
+        super().__init__(schedule, order)
+        self.live: dict[BufferKey, tuple[int, Memory | None]] = {}  # the op that filled a buffer, and where
+        self.owners = ByteRanges[tuple[BufferKey, int]]()  # of live bytes: the buffer, and the op that filled it
+        self.freed = ByteRanges[tuple[int, int]]()  # of bytes that were freed: the ops that filled and freed them last
+        self.slots: dict[str, Memory] = {}
+        for unit, i in order.carried().items():
+            self._own(i, (PARAMS, unit), order.ops[i].memory)
+
+    def see(self, i: int, op: Op, spec: OpSpec) -> None:
+        """Follow which op owns which bytes of the arena."""
+        self._see_memory(i, op, spec)
+        self._see_rest(i, op, spec)
+
+    def _own(self, i: int, key: BufferKey, memory: Memory | None) -> None:
+        self.live[key] = i, memory
+        if memory:
+            self.owners.put(memory.start, memory.stop, (key, i))
+
+    def _see_rest(self, i: int, op: Op, spec: OpSpec) -> None:
+        """Where gradients rest: opened once, by the first op that puts something there at the latest, up to the end."""
+        facts, key = self.facts.get(op.unit, UnitFacts("")), (REST, op.unit)
+        if op.opens:
+            if key in self.live:
+                at = self.live[key][0]
+                raise refusal(i, op, f"opens what op {at}, {self.order.ops[at]}, has opened.", "one op that opens it")
+            self._fill(i, op, op.opens)
+            self._own(i, key, op.opens)
+        elif spec.puts_into(facts) == REST and facts.rest and key not in self.live:
+            what = "puts a gradient where nothing is open for it."
+            raise refusal(i, op, what, "memory in its `opens`, or in that of an op before it")
+
+    def _see_memory(self, i: int, op: Op, spec: OpSpec) -> None:
+        if op.memory is None:
+            return
+        fills, key = spec.fills == spec.memory, (spec.memory, op.unit)
+        if fills and BUFFERS[spec.memory].is_pinned and self.slots.setdefault(op.unit, op.memory) != op.memory:
+            what = "the unit's copy changes its address within a step, and saved tensors point at the old one."
+            raise refusal(i, op, what, f"{self.slots[op.unit]}")
+        if key not in self.live and not fills:
+            raise refusal(i, op, f"nothing has filled the {BUFFERS[spec.memory].words} that it uses.", "an op before it")
+        if key not in self.live:
+            self._fill(i, op, op.memory)
+            self._own(i, key, op.memory)
+        elif self.live[key][1] != op.memory:
+            what = f"its memory is not that which op {self.position(self.live[key][0])} has filled."
+            raise refusal(i, op, what, f"{self.live[key][1]}")
+        if spec.frees == spec.memory:
+            filled, _ = self.live.pop(key)
+            self.owners.clear(op.memory.start, op.memory.stop)
+            self.freed.put(op.memory.start, op.memory.stop, (filled, i))  # who filled them waited for those before
+
+    def _fill(self, i: int, op: Op, memory: Memory) -> None:
+        for (buffer, unit), j in self.owners.over(memory.start, memory.stop):
+            what = f"fills memory in which the {BUFFERS[buffer].words} of {unit!r} is live, since op {self.position(j)}."
+            expected = f"no byte of {self.live[buffer, unit][1]}"
+            raise refusal(i, op, what, expected, "Move it, or release that first.")
+        for filled, freed in self.freed.over(memory.start, memory.stop):
+            for j in (freed, filled):
+                if not self.order.before(j, i):
+                    raise self.unordered(i, op, "may fill memory still in use by", j)
