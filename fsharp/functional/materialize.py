@@ -13,11 +13,11 @@ from fsharp.functional.comm.agree import together
 from fsharp.functional.comm.equal_values import check_same
 from fsharp.functional.comm.protocol import Comm
 from fsharp.functional.comm.tree_names import name_trees
-from fsharp.functional.layout.describe import describe_units
 from fsharp.functional.layout.layout import Layout
 from fsharp.functional.layout.paths import assign, flatten
 from fsharp.functional.layout.sharded import PlaceName, is_sharded, map_units, resolve_place
 from fsharp.functional.layout.slicing import as_tree, build, check_tree, shard_for
+from fsharp.functional.layout.text import describe_units
 from fsharp.functional.layout.unit_layout import Leaf, UnitLayout
 from fsharp.functional.moves import gather
 

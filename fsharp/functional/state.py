@@ -13,7 +13,6 @@ from fsharp.functional.comm.agree import together
 from fsharp.functional.comm.exact_text import exact_text
 from fsharp.functional.comm.protocol import Comm, Engine
 from fsharp.functional.comm.tree_names import name_as, name_trees, name_updated
-from fsharp.functional.layout.describe import describe_units
 from fsharp.functional.layout.sharded import (
     Sharded,
     check_kept,
@@ -25,6 +24,7 @@ from fsharp.functional.layout.sharded import (
     trainable,
     units_of,
 )
+from fsharp.functional.layout.text import describe_units
 from fsharp.functional.lent import check_not_lent
 from fsharp.functional.moves import check_comm, gather, on_device
 from fsharp.functional.optim.base import Transform, apply_transform, as_transform, check_extra, check_gradients

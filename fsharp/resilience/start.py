@@ -17,10 +17,10 @@ from fsharp.checkpoint.entries import expanded, is_node, leaves_of
 from fsharp.errors import RunError
 from fsharp.functional.comm.agree import together
 from fsharp.functional.comm.protocol import Comm
-from fsharp.functional.layout.describe import describe_units
 from fsharp.functional.layout.paths import join
 from fsharp.functional.layout.precision import dtype_name
 from fsharp.functional.layout.sharded import is_sharded, units_of
+from fsharp.functional.layout.text import describe_units
 
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 """Of functions that a tree's nodes have, such as the factory of a defaultdict: another one in each process."""

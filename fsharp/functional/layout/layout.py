@@ -12,7 +12,7 @@ from fsharp.errors import LayoutError
 from fsharp.functional.layout.mesh import Mesh
 from fsharp.functional.layout.precision import Dtypes
 from fsharp.functional.layout.serial import layout_from_json, layout_to_json
-from fsharp.functional.layout.table import nbytes_text, units_table
+from fsharp.functional.layout.text import nbytes_text, units_table
 from fsharp.functional.layout.unit_layout import UnitLayout
 
 

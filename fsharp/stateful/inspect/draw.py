@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from fsharp.annotated import options_checked
 from fsharp.errors import ScheduleError, problem
-from fsharp.functional.layout.table import nbytes_text
+from fsharp.functional.layout.text import nbytes_text
 from fsharp.stateful.inspect.estimate import Hardware, predict
 from fsharp.stateful.inspect.timeline import WAITING, Timeline, TimeSpan, repeated_units, seconds_text, union, unnumbered
 from fsharp.stateful.schedule.ops import OPS, STREAMS, Look, Stream, kinds

@@ -15,7 +15,7 @@ from fsharp.functional.layout.mesh import Mesh
 from fsharp.functional.layout.placement import P, Place
 from fsharp.functional.layout.precision import dtype_name
 from fsharp.functional.layout.sharded import PlaceName, resolve_place
-from fsharp.functional.layout.table import alike_units
+from fsharp.functional.layout.text import alike_units
 from fsharp.functional.layout.unit_layout import Leaf, UnitLayout
 
 _COLUMNS = 100

@@ -3,7 +3,7 @@
 from collections import Counter
 
 from fsharp.annotated import options_checked
-from fsharp.functional.layout.table import nbytes_text
+from fsharp.functional.layout.text import nbytes_text
 from fsharp.stateful.inspect.timeline import is_joined
 from fsharp.stateful.schedule.ops import kinds
 from fsharp.stateful.schedule.schedule import Schedule, calls_of

@@ -6,7 +6,7 @@ from statistics import median, median_low
 
 from fsharp.annotated import options_checked
 from fsharp.errors import ScheduleError, problem
-from fsharp.functional.layout.table import nbytes_text
+from fsharp.functional.layout.text import nbytes_text
 from fsharp.stateful.inspect.timeline import WAITING, Timeline, TimeSpan, repeated_units, seconds_text, senders
 from fsharp.stateful.schedule.ops import OPS, Phase, Stream, kinds
 from fsharp.stateful.schedule.schedule import Schedule

@@ -11,7 +11,7 @@ import pytest
 from matplotlib.image import imread
 
 from fsharp.errors import ScheduleError
-from fsharp.functional.layout.table import nbytes_text
+from fsharp.functional.layout.text import nbytes_text
 from fsharp.stateful.inspect.draw import draw, in_order
 from fsharp.stateful.inspect.estimate import predict
 from fsharp.stateful.inspect.perfetto import perfetto

@@ -12,10 +12,10 @@ from fsharp.errors import MeshError, TreeError
 from fsharp.functional.comm.agree import exchange, together
 from fsharp.functional.comm.equal_values import check_same, taken
 from fsharp.functional.comm.protocol import Comm
-from fsharp.functional.layout.describe import describe_units
 from fsharp.functional.layout.layout import Layout
 from fsharp.functional.layout.sharded import resolve_place
 from fsharp.functional.layout.slicing import build, shard_for
+from fsharp.functional.layout.text import describe_units
 from fsharp.functional.layout.unit_layout import Leaf, UnitLayout
 from fsharp.stateful.modules.initial.dtensors import local
 from fsharp.stateful.modules.initial.initializers import Initialize, Initializers, nothing_initializes
