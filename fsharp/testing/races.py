@@ -286,12 +286,12 @@ def check_races(engine: Scheduler | ShardedModule) -> Iterator[RaceReport]:
     )
     report = RaceReport(lanes, lambda span: _place(scheduler, span))
     before = scheduler.lanes
-    scheduler.lanes = scheduler.executor.lanes = lanes
+    scheduler.use_lanes(lanes)
     try:
         with lanes.watch():
             yield report
     finally:
-        scheduler.lanes = scheduler.executor.lanes = before
+        scheduler.use_lanes(before)
     report.look()
 
 

@@ -11,7 +11,7 @@ from fsharp.stateful.runtime.recorder import Recorder
 from fsharp.stateful.runtime.scheduled import Scheduled
 from fsharp.stateful.schedule.policy import Policy
 from fsharp.stateful.units.registry import UnitRegistry
-from fsharp.stateful.units.unit_state import stamp
+from fsharp.stateful.units.unsharded import stamp
 
 
 class Arena:
@@ -65,11 +65,11 @@ class Arena:
             for each in functions:
                 each.programs.bound.clear()
             for unit in units.values():
-                unit.params = None
                 if unit.gradient is not None:
                     unit.gradient.go_home()
         if bound is None or bound.arena is not self.memory:
-            bound = scheduled.programs.bound[id(schedule)] = Compiled(schedule, units, self.memory, rank=self._rank)
+            bound = Compiled(schedule, units, self.memory, self._executor, rank=self._rank)
+            scheduled.programs.bound[id(schedule)] = bound
             self._executor.lanes.follow(bound, bound.number)
         if self.tenant is not bound:
             self._evict()
@@ -81,28 +81,26 @@ class Arena:
         if self.tenant is not None:
             self._executor.lanes.join_all("gather", "reduce")
             for slot in self.tenant.slots.values():
-                slot.release(poison=self._policy.poison)
+                slot.release()
         self.tenant = None
 
-    def drop(self) -> None:
+    def abandon(self) -> None:
         """What was to come here may never come."""
         if self.tenant is not None:
             for slot in self.tenant.slots.values():
-                slot.drop()
+                slot.abandon()
 
     def carry(self, schedule: Compiled) -> None:
         """What the step before has gathered for this one is there, or is gathered now."""
-        for slot in schedule.slots.values():
-            slot.begin()
         for bound in schedule.carried:
-            slots = [(schedule.slots[each.op.unit], each.unit.node) for each in bound.members]
+            slots = [(schedule.slots[each.op.unit], each.unit.node) for each in bound.members if each.unit is not None]
             if all(node is None or slot.holds(stamp(node)) for slot, node in slots):
-                for each in bound.members:
-                    self._executor.occupy(each.op.memory)
-                continue
-            for slot, _ in slots:
-                slot.release(poison=False)
-            self._executor.run([bound])
+                for slot, _ in slots:
+                    slot.begin_step(self._executor.number)
+            else:
+                for slot, _ in slots:
+                    slot.release()
+                self._executor.run(bound)
 
     def gather_ahead(self, scheduled: Scheduled, recorder: Recorder | None) -> None:
         """Gather what the next step of a function begins with, at the end of the one before.
@@ -117,14 +115,15 @@ class Arena:
         if bound is not self.tenant:
             self._evict()
             self.tenant, recorder = bound, None
+        units = [each.unit for op in bound.carried for each in op.members if each.unit is not None]
         for op in bound.carried:
             if recorder is not None:
-                recorder.op(op, self._executor.run)
+                recorder.op(op, self._executor.bind(op))
             else:
-                self._executor.run([op])
-            for each in op.members:
-                bound.slots[each.op.unit].remember(each.unit.node)
-        with self._executor.lanes.on("gather", begins=False):
-            for node in [each.unit.node for op in bound.carried for each in op.members]:
-                for x in node.raw_buffers if node is not None else ():
+                self._executor.run(op)
+        for unit in units:
+            bound.slots[unit.key].carry(unit.node)
+        if self._executor.lanes.has_streams:
+            with self._executor.lanes.on("gather", begins=False):
+                for x in [x for unit in units if unit.node is not None for x in unit.node.raw_buffers]:
                     self._executor.lanes.keep(x)  # the state may be replaced before anybody waits for these gathers

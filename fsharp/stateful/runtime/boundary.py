@@ -8,7 +8,7 @@ import torch
 
 from fsharp.errors import ScheduleError
 from fsharp.functional.release import is_plain, is_since, saved_tensors
-from fsharp.stateful.units.unit_state import UnshardedBuffer
+from fsharp.stateful.units.unsharded import UnshardedBuffer
 
 Receive = Callable[[Sequence[torch.Tensor | None]], None]
 
@@ -60,19 +60,19 @@ def before_backward(outputs: Sequence[Any], inputs: Sequence[Any], call: Callabl
             out.grad_fn.register_prehook(lambda _: call())
 
 
-def pack_saved(out: Any, params: UnshardedBuffer, first: int, fill: Callable[[], UnshardedBuffer]) -> bool:
+def pack_saved(out: Any, copy: UnshardedBuffer, first: int, fill: Callable[[], UnshardedBuffer]) -> bool:
     """Have autograd hold on to no memory of gathered parameters: it notes which part it needs, and asks for it in the backward.
 
     What it saved on other ways than to ``out`` it keeps. False if some of it cannot be looked into, such as a DTensor.
 
     Args:
         out: what the function of the unit has returned.
-        params: the unit's parameters.
+        copy: the unit's parameters.
         first: the sequence number of autograd when the function began.
         fill: gathers them again, if they are not there, and returns where.
     """
-    assert params.memory is not None
-    place = params.memory.untyped_storage().data_ptr()
+    assert copy.memory is not None
+    place = copy.memory.untyped_storage().data_ptr()
     leaves = [out] if isinstance(out, torch.Tensor) else optree.tree_leaves(out)
     roots = {x.grad_fn for x in leaves if isinstance(x, torch.Tensor) and x.grad_fn is not None}
 

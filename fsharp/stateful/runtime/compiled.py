@@ -1,22 +1,25 @@
 """Compiled: a schedule bound to units and to an arena. One source of ops; the other one is :mod:`.eager`."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import count
 
 import torch
 
 from fsharp.errors import ScheduleError
-from fsharp.stateful.runtime.executor import BoundOp
+from fsharp.stateful.runtime.executor import Action, BoundOp, Executor
 from fsharp.stateful.schedule.emit_gradients import last_microbatches
 from fsharp.stateful.schedule.ops import FINISHING, OUTGOING, PARAMS
 from fsharp.stateful.schedule.policy import Policy
 from fsharp.stateful.schedule.program import Event, UnitFacts, gradients_of
 from fsharp.stateful.schedule.schedule import Memory, Op, Schedule, issue_groups
 from fsharp.stateful.units.facts import facts_of
+from fsharp.stateful.units.gradient import GradientBuffer
 from fsharp.stateful.units.resting import RestingGradient
 from fsharp.stateful.units.route import Grads, OutgoingBlock
-from fsharp.stateful.units.unit_state import UnitState, UnshardedBuffer
+from fsharp.stateful.units.unit_state import UnitState
+from fsharp.stateful.units.unsharded import UnshardedBuffer
 
 _numbers = count()
 
@@ -28,115 +31,166 @@ class Compiled:
         schedule: verified.
         units: by name.
         arena: at least ``schedule.arena`` bytes.
+        executor: will run its ops.
         rank: of this process.
 
     Attributes:
+        events: of the schedule.
         last_microbatches: numbers of those whose gradients are reduced for the optimizer as soon as they are there.
         slots: by unit, where its full parameters are while they are gathered.
         places: by unit, where its gradient rests from the op on that opens it.
-        ops: by event, without those that are carried.
+        ops: by event, the first op of each bucket, without those that are carried.
+        actions: by event, what to call for these ops.
         carried: the gathers at the end of a step of what the next one begins with, if that follows the same schedule.
         stranded: of a step that has left it, gradients that stay in the arena, as somebody has views of them.
         number: names it in keys of ops.
     """
 
-    def __init__(self, schedule: Schedule, units: dict[str, UnitState], arena: torch.Tensor, *, rank: int) -> None:
+    def __init__(
+        self, schedule: Schedule, units: dict[str, UnitState], arena: torch.Tensor, executor: Executor, *, rank: int
+    ) -> None:
         self.schedule, self.arena = schedule, arena
-        self._first, self._last = arena.data_ptr(), arena.data_ptr() + len(arena)
         self.units = {facts.name: units[facts.name] for facts in schedule.program.units}
         self.events: tuple[Event, ...] = schedule.program.events
         self.last_microbatches = last_microbatches(self.events)
+        self.number, self.stranded = next(_numbers), dict[str, Memory]()
         self.slots = {
             name: UnshardedBuffer(
-                units[name].layout, units[name].axes, arena.device, rank=rank, memory=self._bytes(memory), where=memory
+                units[name].layout,
+                units[name].axes,
+                arena.device,
+                rank=rank,
+                poison=schedule.policy.poison,
+                memory=self._bytes(memory),
+                where=memory,
             )
             for name, memory in schedule.slots.items()
         }
         self._opens = {op.unit: op.opens for op in schedule.ops if op.opens}
-        self.stranded: dict[str, Memory] = {}
         self.places: dict[str, RestingGradient] = {}
         for name, memory in self._opens.items():
             gradient = units[name].gradient
             assert gradient is not None
             self.places[name] = gradient.route.resting(self._bytes(memory))
-        self._blocks: dict[str, OutgoingBlock] = {}
-        self._pieces: dict[str, list[list[torch.Tensor]]] = {}
         self.ops: list[list[BoundOp]] = [[] for _ in self.events]
-        self.number, begun, leaders = next(_numbers), set[str](), _leaders(schedule.ops)
-        for i, op in enumerate(schedule.ops):
-            after = [(self.number, leaders[j]) for j in op.after if schedule.ops[j].stream != op.stream]
-            bound = BoundOp(op, (self.number, i), after, self.units.get(op.unit))
-            self._bind(i, bound, begun)
-            if leaders[i] == i:
-                self.ops[op.at].append(bound)
-            else:
-                first = self.ops[op.at][-1]
-                first.others, first.after = (*first.others, bound), tuple(dict.fromkeys(first.after + bound.after))
-        last = self.ops.pop() if self.ops else []
+        for bound in _Binder(self, self._bytes).bind():
+            self.ops[bound.op.at].append(bound)
+        last = self.ops[-1] if self.ops else []
         self.carried = [bound for bound in last if bound.spec.fills == PARAMS]
-        self.ops.append([bound for bound in last if bound not in self.carried])
+        self.ops[-1:] = [[bound for bound in last if bound not in self.carried]]
+        self.bind(executor)
 
-    def _bind(self, i: int, bound: BoundOp, begun: set[str]) -> None:
-        op, spec = bound.op, bound.spec
-        if PARAMS in (spec.fills, spec.joins, spec.frees):
-            if op.unit not in self.slots:
-                raise ScheduleError(f"op {i}, {op}: the unit has no memory in this schedule.")
-            bound.params = self.slots[op.unit]
-        elif spec.memory in (OUTGOING, FINISHING):
-            bound.may_wait = self.events[op.at].kind in ("microbatch_end", "reduce")
-            if spec.memory == FINISHING:
-                bound.pieces = self._finishing(op, bound)
-                return
-            bound.block = self._block(op, bound)
-            if spec.fills == OUTGOING:
-                bound.is_first = op.unit not in begun
-                begun.add(op.unit)
-            else:
-                begun.discard(op.unit)
-            bound.is_reduced_to_rest = op.opens is not None
+    def bind(self, executor: Executor) -> None:
+        """Have an executor run its ops from here on, on the lanes that the executor has now."""
+        self.actions: list[list[Action]] = [[executor.bind(bound) for bound in each] for each in self.ops]
 
-    def _finishing(self, op: Op, bound: BoundOp) -> list[list[torch.Tensor]]:
-        if op.unit not in self._pieces:
-            memory = self._bytes(op.memory) if op.memory else self.arena[:0]
-            self._pieces[op.unit] = bound.gradient.route.finishing_block(memory)
-        return self._pieces[op.unit]
-
-    def _block(self, op: Op, bound: BoundOp) -> OutgoingBlock | None:
-        if op.memory is None:
-            return None
-        if op.unit not in self._blocks:
-            route = bound.gradient.route
-            several = op.memory.nbytes == route.outgoing_nbytes(several_uses=True, several_microbatches=True)
-            self._blocks[op.unit] = route.block(self._bytes(op.memory), several_uses=several)
-        return self._blocks[op.unit]
-
-    def _bytes(self, memory: Memory) -> torch.Tensor:
-        return self.arena[memory.start : memory.stop]
+    def _bytes(self, memory: Memory | None) -> torch.Tensor:
+        return self.arena[memory.start : memory.stop] if memory else self.arena[:0]
 
     def fits(self, units: dict[str, UnitState]) -> bool:
         """Whether these are still the units it was made for."""
-        return all(units.get(name) is unit for name, unit in self.units.items())
+        return self.units.items() <= units.items()
 
     def outside(self, grads: Grads) -> Grads:
         """Gradients of a use; if one is in the arena, because it is a parameter, copies: parameters are released first."""
+        first = self.arena.data_ptr()
+        last = first + len(self.arena)
         for grad in grads:
-            if grad is not None and self._first <= grad.data_ptr() < self._last:
+            if grad is not None and first <= grad.data_ptr() < last:
                 return [None if grad is None else grad.clone() for grad in grads]
         return grads
 
-    def leave(self) -> None:
-        """The step goes on without this schedule: backwards where their forwards were, new uses in memory of their own."""
+    def leave(self, is_in_use: Callable[[UnshardedBuffer], bool]) -> None:
+        """The step goes on without this schedule: backwards where their forwards were, new uses in memory of their own.
+
+        Args:
+            is_in_use: whether a use that is under way has its parameters in a buffer.
+        """
         self.stranded = {}
-        for name, slot in self.slots.items():
+        for slot in self.slots.values():
             slot.wait()
-            if not slot.users:
-                slot.release(poison=False)
-            self.units[name].params = None
+            if not is_in_use(slot):
+                slot.release()
         for unit in self.units.values():
             if unit.gradient is not None:
                 unit.gradient.join()
                 if not unit.gradient.leave_arena():
-                    self.stranded[unit.key] = self._opens[unit.key]
+                    memory = self._opens[unit.key]
+                    assert memory is not None
+                    self.stranded[unit.key] = memory
+
+
+class _Binder:
+    """Binds the ops of a schedule to memory, one after the other."""
+
+    def __init__(self, compiled: Compiled, memory_of: Callable[[Memory | None], torch.Tensor]) -> None:
+        self._compiled, self._memory_of = compiled, memory_of
+        self._blocks: dict[str, OutgoingBlock | None] = {}
+        self._pieces: dict[str, list[list[torch.Tensor]]] = {}
+        self._begun: set[str] = set()  # units whose gradient is collected
+        self._late: list[tuple[Memory, GradientBuffer]] = []  # memory that gradients may leave late
+        self._leader: list[int] = []  # for each op the first one of its bucket
+
+    def bind(self) -> Iterator[BoundOp]:
+        """The first op of each bucket, bound with the others."""
+        ops = self._compiled.schedule.ops
+        for issued in issue_groups(ops):
+            self._leader += [len(self._leader)] * len(issued)
+        start = 0
+        for issued in issue_groups(ops):
+            others = [self._op(start + i, op) for i, op in enumerate(issued) if i]
+            yield self._op(start, issued[0], others)
+            start += len(issued)
+
+    def _op(self, i: int, op: Op, others: Sequence[BoundOp] = ()) -> BoundOp:
+        compiled, ops, spec = self._compiled, self._compiled.schedule.ops, op.spec
+        number, unit = compiled.number, compiled.units.get(op.unit)
+        bind = partial(
+            BoundOp,
+            op,
+            (number, i),
+            [(number, self._leader[j]) for j in op.after if ops[j].stream != op.stream],
+            unit,
+            joins=self._joins(op),
+            others=others,
+        )
+        if PARAMS in (spec.fills, spec.joins, spec.frees):
+            if op.unit not in compiled.slots:
+                raise ScheduleError(f"op {i}, {op}: the unit has no memory in this schedule.")
+            return bind(copy=compiled.slots[op.unit])
+        if spec.memory not in (OUTGOING, FINISHING):
+            return bind()
+        assert unit is not None
+        assert unit.gradient is not None
+        is_last = compiled.events[op.at].kind in ("microbatch_end", "reduce")  # nothing of the schedule follows it at once
+        if spec.frees and is_last and op.memory is not None:
+            self._late.append((op.memory, unit.gradient))
+        if spec.memory == FINISHING:
+            if op.unit not in self._pieces:
+                self._pieces[op.unit] = unit.gradient.route.finishing_block(self._memory_of(op.memory))
+            return bind(pieces=self._pieces[op.unit], may_wait=is_last)
+        is_first = spec.fills == OUTGOING and op.unit not in self._begun
+        if spec.fills == OUTGOING:
+            self._begun.add(op.unit)
+        else:
+            self._begun.discard(op.unit)
+        return bind(block=self._block(op, unit.gradient), is_first=is_first, may_wait=is_last)
+
+    def _block(self, op: Op, gradient: GradientBuffer) -> OutgoingBlock | None:
+        if op.memory is None:
+            return None
+        block = self._blocks.get(op.unit)
+        if block is None:
+            several = op.memory.nbytes == gradient.route.outgoing_nbytes(several_uses=True, several_microbatches=True)
+            block = self._blocks[op.unit] = gradient.route.block(self._memory_of(op.memory), several_uses=several)
+        return block
+
+    def _joins(self, op: Op) -> list[GradientBuffer]:
+        """Gradients that may still be in memory that an op begins to use."""
+        spec = op.spec
+        begun = [op.opens, op.memory if spec.fills == spec.memory else None]
+        late = [gradient for memory, gradient in self._late for each in begun if each and memory.overlaps(each)]
+        return list(dict.fromkeys(late))
 
 
 def mismatch(schedule: Schedule, units: dict[str, UnitState], policy: Policy) -> str:
@@ -168,11 +222,3 @@ def mismatch(schedule: Schedule, units: dict[str, UnitState], policy: Policy) ->
             if name != "host" and getattr(facts, name) not in expected:
                 return f"{name} of unit {facts.name!r} is {getattr(facts, name)}, and here {expected[0]}"
     return ""
-
-
-def _leaders(ops: Sequence[Op]) -> list[int]:
-    """For each op the position of the first one that is issued as one with it."""
-    result: list[int] = []
-    for issued in issue_groups(ops):
-        result += [len(result)] * len(issued)
-    return result

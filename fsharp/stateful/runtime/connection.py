@@ -14,15 +14,18 @@ class Connection:
         comm: the ranks, with collectives counted for the scheduler alone.
         transport: runs collectives.
         policy: says whether collectives have groups of their own.
+
+    Attributes:
+        is_made: whether the process groups are there.
     """
 
     def __init__(self, comm: Comm, transport: Transport, policy: Policy) -> None:
         self._comm, self._transport, self._policy = comm, transport, policy
-        self._is_made = False
+        self.is_made = False
 
     def make(self) -> None:
         """Make the process groups, if they are not made yet. Each rank calls this before its first collective."""
-        if self._is_made:
+        if self.is_made:
             return
         comm = innermost(self._comm)
         if isinstance(comm, ProcessGroupComm):
@@ -31,4 +34,4 @@ class Connection:
             if self._policy.separate_groups and not comm.is_native:
                 comm.make_groups()
         self._transport.make()
-        self._is_made = True
+        self.is_made = True

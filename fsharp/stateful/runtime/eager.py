@@ -4,7 +4,7 @@ Each buffer has memory of its own, which is given back when nobody holds it. Wha
 at addresses that exist in that schedule alone.
 """
 
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import replace
 from itertools import count
 from typing import Any
@@ -21,10 +21,11 @@ from fsharp.stateful.schedule.program import Event, Program
 from fsharp.stateful.schedule.schedule import Memory, Op, Schedule
 from fsharp.stateful.schedule.unplaced import BufferKey, behind
 from fsharp.stateful.units.facts import facts_of
-from fsharp.stateful.units.full import aligned
+from fsharp.stateful.units.full import aligned, full_nbytes
 from fsharp.stateful.units.gradient import GradientBuffer, GradientPhase
 from fsharp.stateful.units.route import OutgoingBlock
-from fsharp.stateful.units.unit_state import UnitState, UnshardedBuffer, full_nbytes, stamp
+from fsharp.stateful.units.unit_state import UnitState
+from fsharp.stateful.units.unsharded import UnshardedBuffer, stamp
 
 _numbers = count()
 
@@ -36,11 +37,26 @@ class Eager:
         executor: will run them.
         rank: of this process.
         device: where buffers are made.
+        is_in_use: whether a use that is under way has its parameters in a buffer.
         left: the schedule that the step has left, if it followed one.
+
+    Attributes:
+        copies: by unit, where its full parameters were put last.
+        ops: those so far.
     """
 
-    def __init__(self, executor: Executor, *, rank: int, device: torch.device, left: Compiled | None = None) -> None:
+    def __init__(
+        self,
+        executor: Executor,
+        *,
+        rank: int,
+        device: torch.device,
+        is_in_use: Callable[[UnshardedBuffer], bool],
+        left: Compiled | None = None,
+    ) -> None:
         self._executor, self._rank, self._device, self._left = executor, rank, device, left
+        self._is_in_use = is_in_use
+        self.copies: dict[str, UnshardedBuffer] = {}
         self._number = -1 - next(_numbers)  # those of compiled schedules are positive
         executor.lanes.follow(self, self._number)
         self._at = 0
@@ -56,7 +72,14 @@ class Eager:
     # ------------------------------------------------------------ events
 
     def foresee(
-        self, at: int, event: Event, unit: UnitState | None, wanted: UnshardedBuffer | None, units: Iterable[UnitState]
+        self,
+        at: int,
+        event: Event,
+        unit: UnitState | None,
+        wanted: UnshardedBuffer | None,
+        units: Iterable[UnitState],
+        *,
+        has_pending: bool,
     ) -> Iterator[BoundOp]:
         """The ops at an event, each to be run before the next one is asked for.
 
@@ -66,15 +89,24 @@ class Eager:
             unit: the unit it is about.
             wanted: of a backward: where the forward has had the parameters.
             units: of an event without a unit: those whose gradients are asked for, or that are updated.
+            has_pending: whether gradients of other uses of the unit are yet to come in this microbatch.
         """
         self._at = at
-        for bound in self._at_event(event, unit, wanted, units):
+        for bound in self._at_event(event, unit, wanted, units, has_pending=has_pending):
+            spec, op = bound.spec, bound.op
             yield bound
-            for spec in behind(bound.spec, bound.op.phase):
-                yield self._emit(spec, unit, bound.op.phase, use=bound.op.use)
+            del bound  # and with it the memory that the op has freed
+            for follower in behind(spec, op.phase):
+                yield self._emit(follower, unit, op.phase, use=op.use)
 
     def _at_event(
-        self, event: Event, unit: UnitState | None, wanted: UnshardedBuffer | None, units: Iterable[UnitState]
+        self,
+        event: Event,
+        unit: UnitState | None,
+        wanted: UnshardedBuffer | None,
+        units: Iterable[UnitState],
+        *,
+        has_pending: bool,
     ) -> Iterator[BoundOp]:
         if event.kind in ("forward", "backward"):
             assert unit is not None
@@ -90,7 +122,7 @@ class Eager:
             if self._executor.incoming is not None:
                 yield from self._cast(unit, event.use)
             yield from self._release(unit, "backward", wanted)
-            if self._executor.incoming is not None and unit.pending <= 0:
+            if self._executor.incoming is not None and not has_pending:
                 yield from self._reduce(unit)
         elif event.kind == "microbatch_end":
             for each in units:
@@ -115,64 +147,65 @@ class Eager:
         """Have the parameters there: where the forward had them, if this is its backward."""
         assert unit.node is not None
         seen = stamp(unit.node)
-        params = wanted or unit.params
-        if params is None or (wanted is None and params.users and not params.holds(seen)):
-            params = UnshardedBuffer(unit.layout, unit.axes, self._device, rank=self._rank)
-        unit.params = params
-        if not params.holds(seen):
-            if params.is_filled:
-                yield self._of_params(ops.RELEASE, unit, phase, params)
-            yield from self._make_room(params, unit)
-            yield self._of_params(ops.GATHER, unit, phase, params)
-        if params.works or (self.ops[-1:] and self.ops[-1].spec is ops.GATHER and self.ops[-1].unit == unit.key):
-            yield self._of_params(ops.WAIT, unit, phase, params, after=self._last.get("gather"))
+        copy = wanted or self.copies.get(unit.key)
+        if copy is None or (wanted is None and self._is_in_use(copy) and not copy.holds(seen)):
+            copy = UnshardedBuffer(unit.layout, unit.axes, self._device, rank=self._rank)
+        self.copies[unit.key] = copy
+        if not copy.holds(seen):
+            if copy.filled_from is not None:
+                yield self._of_copy(ops.RELEASE, unit, phase, copy)
+            yield from self._make_room(copy, unit)
+            yield self._of_copy(ops.GATHER, unit, phase, copy)
+        if copy.works or (self.ops[-1:] and self.ops[-1].spec is ops.GATHER and self.ops[-1].unit == unit.key):
+            yield self._of_copy(ops.WAIT, unit, phase, copy, after=self._last.get("gather"))
 
-    def _make_room(self, params: UnshardedBuffer, unit: UnitState) -> Iterator[BoundOp]:
-        """In the arena of a schedule that was left, others may be where this unit's saved tensors point at."""
-        if params.where is None or self._left is None:
+    def _make_room(self, copy: UnshardedBuffer, unit: UnitState) -> Iterator[BoundOp]:
+        """Release buffers of other units, in the arena of a schedule that was left, that are where this one has to be filled.
+
+        Raises:
+            ScheduleError: one of them is in use, or a gradient is there that callers have views of.
+        """
+        if copy.where is None or self._left is None:
             return
         for name, memory in self._left.stranded.items():
-            if memory.overlaps(params.where):
+            if memory.overlaps(copy.where):
                 raise ScheduleError(
                     f"the backward of unit {unit.key!r} needs memory that now has the gradient of {name!r}, of which there "
                     "are views. Call that backward earlier, or pass keep_gradients=True to the Scheduler."
                 )
         for name, other in self._left.slots.items():
-            if other is params or not other.is_filled or other.where is None or not other.where.overlaps(params.where):
+            if other is copy or other.filled_from is None or other.where is None or not other.where.overlaps(copy.where):
                 continue
-            if other.users:
+            if self._is_in_use(other):
                 raise ScheduleError(
                     f"the backward of unit {unit.key!r} came while that of {name!r} was under way, in whose memory it was in "
                     "the forward: uses have to nest in the backward as they did in the forward."
                 )
-            yield self._of_params(ops.RELEASE, self._left.units[name], "backward", other)
+            yield self._of_copy(ops.RELEASE, self._left.units[name], "backward", other)
 
-    def _release(self, unit: UnitState, phase: Phase, params: UnshardedBuffer | None) -> Iterator[BoundOp]:
-        if params is not None and not params.users and params.is_filled:
-            yield self._of_params(ops.RELEASE, unit, phase, params)
+    def _release(self, unit: UnitState, phase: Phase, copy: UnshardedBuffer | None) -> Iterator[BoundOp]:
+        if copy is not None and copy.filled_from is not None and not self._is_in_use(copy):
+            yield self._of_copy(ops.RELEASE, unit, phase, copy)
 
-    def _of_params(self, spec: OpSpec, unit: UnitState, phase: Phase, params: UnshardedBuffer, **fields: Any) -> BoundOp:
-        bound = self._emit(spec, unit, phase, where=params.where, **fields)
-        bound.params = params
-        return bound
+    def _of_copy(
+        self, spec: OpSpec, unit: UnitState, phase: Phase, copy: UnshardedBuffer, *, after: int | None = None
+    ) -> BoundOp:
+        return self._emit(spec, unit, phase, where=copy.where, after=after, copy=copy)
 
     # ------------------------------------------------------------ gradients
 
-    def _block_of(self, gradient: GradientBuffer) -> None:
+    def _block_of(self, gradient: GradientBuffer) -> OutgoingBlock:
         """Memory for a microbatch."""
         nbytes = gradient.route.outgoing_nbytes(several_uses=True, several_microbatches=True)
         memory = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
-        gradient.block = gradient.route.block(memory, several_uses=True)
+        return gradient.route.block(memory, several_uses=True)
 
     def _adopt(self, left: Compiled) -> None:
         """Go on with gradients that a schedule has begun to collect, whose memory may be wanted for something else now."""
         for unit in left.units.values():
             gradient = unit.gradient
             if gradient is not None and gradient.phase is GradientPhase.COLLECTING and gradient.block is not None:
-                held = gradient.block.collected
-                self._block_of(gradient)
-                for target, source in zip(gradient.block.collected, held, strict=True):
-                    target.copy_(source)
+                gradient.collect_in(self._block_of(gradient))
 
     def _cast(self, unit: UnitState, use: int) -> Iterator[BoundOp]:
         gradient = unit.gradient
@@ -180,19 +213,16 @@ class Eager:
         yield from self._land()
         is_first = gradient.block is None
         if is_first:
-            self._block_of(gradient)
-        bound = self._of_gradient(ops.CAST, unit, use=use)
-        bound.is_first = is_first
-        yield bound
+            gradient.collect_in(self._block_of(gradient))
+        yield self._emit(ops.CAST, unit, "backward", use=use, block=gradient.block, is_first=is_first)
 
     def _reduce(self, unit: UnitState) -> Iterator[BoundOp]:
         gradient = unit.gradient
         assert gradient is not None
         yield from self._land()
         if gradient.route.is_reduced:
-            bound = self._of_gradient(ops.REDUCE, unit)
-            yield bound
-            self._under_way.append(bound)
+            self._under_way.append(self._emit(ops.REDUCE, unit, "backward", block=gradient.block))
+            yield self._under_way[-1]
         else:
             yield self._accumulate(unit, gradient.block, self._last.get("compute"))
             self._join()
@@ -201,10 +231,11 @@ class Eager:
         """Take in what was sent last. It leaves its memory late: when the gradients that autograd had of it are gone."""
         while self._under_way:
             began = self._under_way.pop(0)
+            assert began.unit is not None
             bound = self._accumulate(began.unit, began.block, began.key[1])
-            began.block = None
+            del began
             yield bound
-            bound.block = None  # who has run it still holds it while the next one's memory is made
+            del bound
             self._join()
 
     def _join(self) -> None:
@@ -217,32 +248,22 @@ class Eager:
         gradient = unit.gradient
         assert gradient is not None
         opens = None if gradient.num_added else self._place(REST, unit)
-        bound = self._of_gradient(ops.ACCUMULATE, unit, after=after, opens=opens)
-        bound.block = block
-        return bound
-
-    def _of_gradient(self, spec: OpSpec, unit: UnitState, **fields: Any) -> BoundOp:
-        gradient = unit.gradient
-        assert gradient is not None
-        bound = self._emit(spec, unit, "backward", **fields)
-        bound.block = gradient.block
-        return bound
+        return self._emit(ops.ACCUMULATE, unit, "backward", after=after, opens=opens, block=block)
 
     def finish(self, units: Iterable[UnitState]) -> Iterator[BoundOp]:
         """Bring gradients to the optimizer's place."""
         for unit in units:
             gradient = unit.gradient
             assert gradient is not None
-            reduce = self._emit(ops.FINISH, unit, "finish")
             memory = torch.empty(_nbytes_of(FINISHING, unit), dtype=torch.uint8, device=self._device)
-            reduce.pieces = gradient.route.finishing_block(memory)
+            reduce = self._emit(ops.FINISH, unit, "finish", pieces=gradient.route.finishing_block(memory))
             yield reduce
             yield self._emit(ops.LAND, unit, "finish", after=reduce.key[1])
             self._join()
 
     def update_gather(self, units: Iterable[UnitState]) -> Iterator[BoundOp]:
         """Bring updated parameters to where they rest."""
-        for unit in [each for each in units if each.key in self._executor.update_gathers]:
+        for unit in [each for each in units if each.key in self._executor.spreading]:
             gather = self._emit(ops.SPREAD, unit, "update")
             yield gather
             yield self._emit(ops.SETTLE, unit, "update", after=gather.key[1])
@@ -264,8 +285,20 @@ class Eager:
         where: Memory | None = None,
         opens: Memory | None = None,
         after: int | None = None,
+        **bound: Any,
     ) -> BoundOp:
-        """One more op. On another stream than compute it comes after all that compute was given, or after the op it is told."""
+        """One more op. On another stream than compute it comes after all that compute was given, or after the op it is told.
+
+        Args:
+            spec: what it is.
+            unit: its unit.
+            phase: its phase.
+            use: the use of the unit that it is about.
+            where: its memory in the arena of a schedule that was left.
+            opens: where the gradient rests, if it is the first to put something there.
+            after: the op that it waits for.
+            bound: what it works on, as :class:`BoundOp` takes it.
+        """
         stream, memory = spec.stream, where
         if memory is None and spec.memory and unit is not None:
             memory = self._place(spec.memory, unit)
@@ -288,7 +321,7 @@ class Eager:
         to_come = [(self._number, j) for j in op.after if self.ops[j].stream != stream and j not in self._joined]
         if stream == "compute":
             self._joined = set()
-        return BoundOp(op, (self._number, number), to_come, unit)
+        return BoundOp(op, (self._number, number), to_come, unit, **bound)
 
     def _place(self, buffer: str, unit: UnitState) -> Memory | None:
         """Return the memory of a buffer in the schedule that this step becomes, which no other buffer has; None for 0 bytes."""
@@ -336,7 +369,22 @@ class Eager:
         eager = replace(
             policy, prefetch=0, buffers=None, bucket_nbytes=0, reduce="ready", gather_at_start=False, memory_budget=None
         )
-        return Schedule(Program(facts, events), eager, tuple(self.ops), self._top, self._executor.peak_nbytes)
+        return Schedule(Program(facts, events), eager, tuple(self.ops), self._top, _peak_nbytes(self.ops))
+
+
+def _peak_nbytes(emitted: Iterable[Op]) -> int:
+    """The largest number of bytes that are in use at once."""
+    live: dict[int, int] = {}
+    total = peak = 0
+    for op in emitted:
+        for memory in (op.memory, op.opens):
+            if memory is not None and memory.start not in live:
+                live[memory.start] = memory.nbytes
+                total += memory.nbytes
+        peak = max(peak, total)
+        if op.spec.frees and op.memory is not None:
+            total -= live.pop(op.memory.start)
+    return peak
 
 
 def _nbytes_of(buffer: str, unit: UnitState) -> int:

@@ -1,30 +1,32 @@
-"""Executor: runs ops, whoever has planned them. The only code of a step that moves parameters and gradients.
+"""Executor: does what ops say, whoever has planned them. The only code of a step that moves parameters and gradients.
 
-It knows units, their memory, lanes and the transport; neither programs nor schedulers. A kind of op is one function in the
-table :data:`RUN`.
+It knows units, their memory, lanes and the transport; neither programs nor schedulers. Of each kind of op the table
+:data:`BIND` has a function that binds an op to what it works on, once, and returns what to call when the op's turn comes.
 """
 
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 
 import torch
 
 from fsharp.errors import ScheduleError
 from fsharp.functional.comm.protocol import Comm
-from fsharp.functional.comm.tree_names import label_of
 from fsharp.stateful.runtime.connection import Connection
 from fsharp.stateful.schedule import ops
 from fsharp.stateful.schedule.ops import OpSpec
-from fsharp.stateful.schedule.schedule import Memory, Op
+from fsharp.stateful.schedule.schedule import Op
 from fsharp.stateful.transport.base import Transport
 from fsharp.stateful.transport.streams import Key, Lanes
 from fsharp.stateful.units.axis_chain import ChainInput, Move, gather_along, reduce_along
 from fsharp.stateful.units.gradient import GradientBuffer
 from fsharp.stateful.units.host import HostCopies
 from fsharp.stateful.units.route import Grads, OutgoingBlock
-from fsharp.stateful.units.unit_state import UnitState, UnshardedBuffer, stamp
+from fsharp.stateful.units.unit_state import UnitState
+from fsharp.stateful.units.unsharded import UnshardedBuffer, stamp
 from fsharp.stateful.units.update_gather import UpdateGather
+
+Action = Callable[[], None]
+"""What to call when an op's turn comes."""
 
 
 class BoundOp:
@@ -35,49 +37,50 @@ class BoundOp:
         spec: what there is to know of such ops.
         key: names it on lanes.
         after: keys of the ops on other lanes that it waits for; of the first op of a bucket those of all.
-        others: of the first op of a bucket: the others, which are run with it.
-        unit: that it is about.
-        gradient: the unit's, which an op about gradients has.
-        params: where the unit's full parameters are.
+        unit: that it is about; None if it is about none.
+        copy: where the unit's full parameters are.
         block: what a gradient is collected in, and leaves from.
         pieces: what the way to the optimizer's place works in.
         is_first: of a cast: the first of its unit in its microbatch.
-        is_reduced_to_rest: of a reduce: the sum may go where the gradient rests.
         may_wait: of an accumulate: nothing of the schedule follows it at once, so a host without streams does it late.
+        joins: gradients that have left their memory late, and whose memory it is about to fill.
+        others: of the first op of a bucket: the others, which are run with it.
     """
 
-    __slots__ = (
-        "after",
-        "block",
-        "gradient",
-        "is_first",
-        "is_reduced_to_rest",
-        "key",
-        "label",
-        "may_wait",
-        "op",
-        "others",
-        "params",
-        "pieces",
-        "spec",
-        "unit",
-    )
+    __slots__ = ("after", "block", "copy", "is_first", "joins", "key", "may_wait", "op", "others", "pieces", "spec", "unit")
 
-    def __init__(self, op: Op, key: Key, after: Sequence[Key], unit: UnitState | None) -> None:
-        self.op, self.spec, self.key, self.after = op, op.spec, key, tuple(after)
-        self.label = f"{op.kind} {op.unit} ({op.phase})"
-        self.others: tuple[BoundOp, ...] = ()
-        self.unit: UnitState = unit  # type: ignore[assignment]  # ops without a unit do nothing with it
-        self.gradient: GradientBuffer = unit.gradient if unit is not None else None  # type: ignore[assignment]  # likewise
-        self.params: UnshardedBuffer | None = None
-        self.block: OutgoingBlock | None = None
-        self.pieces: list[list[torch.Tensor]] = []
-        self.is_first = self.is_reduced_to_rest = self.may_wait = False
+    def __init__(
+        self,
+        op: Op,
+        key: Key,
+        after: Sequence[Key],
+        unit: UnitState | None,
+        *,
+        copy: UnshardedBuffer | None = None,
+        block: OutgoingBlock | None = None,
+        pieces: list[list[torch.Tensor]] | None = None,
+        is_first: bool = False,
+        may_wait: bool = False,
+        joins: Sequence[GradientBuffer] = (),
+        others: "Sequence[BoundOp]" = (),
+    ) -> None:
+        self.op, self.spec, self.key, self.unit = op, op.spec, key, unit
+        self.copy, self.block, self.pieces = copy, block, pieces if pieces is not None else []
+        self.is_first, self.may_wait, self.joins = is_first, may_wait, tuple(joins)
+        self.others = tuple(others)
+        self.after: tuple[Key, ...] = tuple(dict.fromkeys([*after, *(key for each in others for key in each.after)]))
 
     @property
     def members(self) -> "tuple[BoundOp, ...]":
         """The ops of its bucket, itself first; itself alone if it is in none."""
         return self, *self.others
+
+    @property
+    def gradient(self) -> GradientBuffer:
+        """The gradient of its unit."""
+        assert self.unit is not None
+        assert self.unit.gradient is not None
+        return self.unit.gradient
 
 
 class Executor:
@@ -88,88 +91,119 @@ class Executor:
         lanes: the streams beside compute.
         comm: the ranks, for the names of trees in labels.
         connection: process groups, made before the first collective.
-        poison: fill memory with NaN when it is released.
 
     Attributes:
+        number: of the step that is under way, counted from 1.
         step: name of the step that is under way, in the labels of its collectives; empty outside of one.
         microbatch: which of it is under way, in the labels too.
         incoming: the gradients of the use whose backward is over.
-        update_gathers: by unit, updated parameters on their way to where they rest.
+        spreading: by unit, updated parameters on their way to where they rest.
         moves: by unit, state on its way from host memory, or to it.
         fetched: the ops that state has come by.
         host_nbytes: bytes that were copied from host memory and to it in this step.
         reducing: gradients whose reduction has begun and whose result has not been taken, with the ops that began it.
-        top: the highest byte of the arena that this step has used, plus one.
     """
 
-    def __init__(self, transport: Transport, lanes: Lanes, comm: Comm, connection: Connection, *, poison: bool) -> None:
-        self.transport, self.lanes, self.comm, self.connection, self.poison = transport, lanes, comm, connection, poison
+    def __init__(self, transport: Transport, lanes: Lanes, comm: Comm, connection: Connection) -> None:
+        self.transport, self.lanes, self.comm, self.connection = transport, lanes, comm, connection
+        self.number = 0
         self.begin("")
+
+    # ------------------------------------------------------------ a step
 
     def begin(self, step: str) -> None:
         """A step begins: nothing of the one before is under way."""
+        self.number += 1
         self.step, self.microbatch = step, "microbatch 0"
         self.incoming: Grads | None = None
-        self.update_gathers: dict[str, UpdateGather] = {}
+        self.spreading: dict[str, UpdateGather] = {}
         self.moves: dict[str, HostCopies] = {}
         self.fetched: list[Key] = []
         self.host_nbytes = 0
-        self.reducing: dict[tuple[str, bool], BoundOp] = {}
-        self.live_nbytes = self.peak_nbytes = self.top = 0
-        self._deferred: list[tuple[Memory, GradientBuffer]] = []
+        self.reducing: dict[tuple[str, OpSpec], BoundOp] = {}
 
-    def run(self, bounds: Iterable[BoundOp]) -> None:
-        """Do what these ops say, one after the other."""
-        for bound in bounds:
-            RUN[bound.spec](self, bound)
+    def name_step(self, step: str) -> None:
+        """Have labels name the step so; empty: there is none."""
+        self.step = step
+
+    def name_microbatch(self, microbatch: str) -> None:
+        """Have labels name the microbatch so."""
+        self.microbatch = microbatch
+
+    def receive(self, grads: Grads | None) -> None:
+        """Take the gradients of the use whose backward is over, for the ops at its end."""
+        self.incoming = grads
+
+    def fetch(self, moves: Mapping[str, HostCopies]) -> None:
+        """Take what ops are to bring to the device, by unit."""
+        self.moves = dict(moves)
+
+    def update(self, spreading: Mapping[str, UpdateGather], moves: Mapping[str, HostCopies]) -> None:
+        """Take what ops are to do after an update, by unit: parameters to bring to where they rest, state to host memory."""
+        self.spreading, self.moves = dict(spreading), dict(moves)
+
+    # ------------------------------------------------------------ ops
+
+    def use_lanes(self, lanes: Lanes) -> None:
+        """Run ops on these lanes from here on. Ops that are bound already stay on theirs."""
+        self.lanes = lanes
+
+    def bind(self, bound: BoundOp) -> Action:
+        """What to call when an op's turn comes."""
+        action = BIND[bound.spec](self, bound)
+        return partial(_after_joins, [gradient.join for gradient in bound.joins], action) if bound.joins else action
+
+    def run(self, bound: BoundOp) -> None:
+        """Bind an op, and do what it says."""
+        self.bind(bound)()
+
+    def on_lane(self, bound: BoundOp, start: Action, *, begins: bool = True) -> Action:
+        """``start`` on the lane of an op, after the ops it waits for; ``begins``: and after what compute was given."""
+        lanes, stream, key, after = self.lanes, bound.spec.stream, bound.key, bound.after
+        if not lanes.has_streams:
+            return start
+
+        def action() -> None:
+            with lanes.on(stream, key, after, begins=begins):
+                start()
+
+        return action
+
+    def joining(self, bound: BoundOp, action: Action) -> Action:
+        """``action`` of compute, after the ops on other lanes that an op waits for."""
+        lanes, after = self.lanes, bound.after
+        if not after or not lanes.has_streams:
+            return action
+
+        def joined() -> None:
+            lanes.join(after)
+            action()
+
+        return joined
 
     def label(self, bounds: Sequence[BoundOp]) -> str:
         """What ranks compare before they take part in a collective of these ops."""
-        names = dict.fromkeys(label_of(each.unit.node, self.comm) for each in bounds if each.unit.node is not None)
+        names: list[str] = []
+        for bound in bounds:
+            unit = bound.unit
+            assert unit is not None
+            name = unit.label(self.comm) if unit.tree_label is None else unit.tree_label
+            if name not in names:
+                names.append(name)
         first, last = bounds[0].op, bounds[-1].op
-        what = f"{first.kind} {first.unit}..{last.unit}, {len(bounds)} units ({first.phase})"
-        return self.named("".join(names) + (bounds[0].label if len(bounds) == 1 else what))
+        which = first.unit if first is last else f"{first.unit}..{last.unit}, {len(bounds)} units"
+        where = f"{self.step}, {self.microbatch}: " if self.step else ""
+        return f"{where}{''.join(names)}{first.kind} {which} ({first.phase})"
 
     def named(self, what: str) -> str:
         """Something that happens now, and in which step it does."""
         return f"{self.step}, {self.microbatch}: {what}" if self.step else what
 
-    def lane(self, bound: BoundOp, *, begins: bool = True) -> AbstractContextManager:
-        """Run an op on its lane, after those it waits for."""
-        return self.lanes.on(bound.spec.stream, bound.key, bound.after, begins=begins)
-
-    def occupy(self, memory: Memory | None) -> None:
-        """A part of the arena is in use from here on."""
-        if memory is not None:
-            for other, gradient in self._deferred:
-                if other.overlaps(memory):
-                    gradient.join()
-            self.live_nbytes += memory.nbytes
-            self.peak_nbytes = max(self.peak_nbytes, self.live_nbytes)
-            self.top = max(self.top, memory.start + memory.nbytes)
-
-    def vacate(self, memory: Memory | None) -> None:
-        """It is not any more."""
-        if memory is not None:
-            self.live_nbytes -= memory.nbytes
-
-    def open(self, bound: BoundOp) -> None:
-        """Where a gradient rests is its own from here on."""
-        if bound.op.opens is not None:
-            self.occupy(bound.op.opens)
-            bound.gradient.open()
-
-    def end_late(self, bound: BoundOp, end: Callable[[], None]) -> None:
-        """Have the end of a reduction wait until somebody looks at the gradient, or fills the memory that it has left from."""
-        bound.gradient.defer(end)
-        if bound.op.memory is not None:
-            self._deferred.append((bound.op.memory, bound.gradient))
-
     def drain(self) -> None:
         """Finish all reductions that have begun."""
         self.lanes.join_all("gather", "reduce")
         for bound in list(self.reducing.values()):
-            if bound.op.phase == "finish":
+            if bound.spec is ops.FINISH:
                 bound.gradient.end_finish()
             else:
                 assert bound.block is not None
@@ -178,140 +212,226 @@ class Executor:
         self.reducing.clear()
 
 
-def _spread(executor: Executor, bound: BoundOp) -> None:
-    executor.connection.make()
-    update_gathers = [(each, executor.update_gathers.pop(each.op.unit, None)) for each in bound.members]
-    moving = [(each, update_gather, update_gather.moves) for each, update_gather in update_gathers if update_gather is not None]
-    if moving:
-        with executor.lane(bound):
-            _start_gathers(executor, moving)
-            for source, parts in (move for _, _, moves in moving for move in moves):
+def _after_joins(joins: Iterable[Action], action: Action) -> None:
+    for join in joins:
+        join()
+    action()
+
+
+# ------------------------------------------------------------ parameters
+
+
+def _gather(executor: Executor, bound: BoundOp) -> Action:
+    units = [(each, each.unit, each.copy) for each in bound.members]
+    as_one, connection, transport = len(units) > 1, executor.connection, executor.transport
+    waits = transport.innermost.is_async  # else the stream of gathers is behind what fills a node
+
+    def start() -> None:
+        if not connection.is_made:
+            connection.make()
+        moves: list[Move] = []
+        found, copies = [], []
+        for each, unit, copy in units:
+            assert unit is not None
+            assert copy is not None
+            node = unit.node
+            if node is not None:  # of a tree that is yet to be seen in this step: gathered when it is waited for
+                if waits and node.lazy is not None:
+                    _ = node.buffers
+                moves += copy.fill(node, executor.number)
+                found.append(each)
+                copies.append(copy)
+        if found:
+            works = gather_along(copies[0].axes, moves, transport, label=executor.label(found), as_one=as_one)
+            for copy in copies:
+                copy.expect(works)
+
+    return executor.on_lane(bound, start)
+
+
+def _wait(executor: Executor, bound: BoundOp) -> Action:
+    unit, copy = bound.unit, bound.copy
+    assert unit is not None
+    assert copy is not None
+    lanes, transport = executor.lanes, executor.transport
+    after = bound.after if lanes.has_streams else ()
+
+    def gather_now() -> None:
+        assert unit.node is not None
+        copy.wait()
+        with lanes.on("gather", bound.key, after):
+            if transport.innermost.is_async:
+                _ = unit.node.buffers
+            label = f"{executor.label([bound])} of other values than were gathered"
+            copy.expect(gather_along(copy.axes, copy.fill(unit.node, executor.number), transport, label=label, as_one=False))
+        lanes.join([bound.key])
+
+    def action() -> None:
+        assert unit.node is not None
+        seen = stamp(unit.node)
+        if copy.filled_from is None or (copy.is_carried and not copy.holds(seen)):
+            gather_now()
+        if copy.works:
+            copy.wait()
+        if after:
+            lanes.join(after)
+        if copy.filled_from != seen or (copy.is_carried and not copy.holds(seen)):
+            raise ScheduleError(
+                f"the parameters of unit {unit.key!r} were changed in place between being gathered and being used. "
+                "Change them between steps and pass gather_at_start=False, or make new ones."
+            )
+
+    return action
+
+
+def _release(executor: Executor, bound: BoundOp) -> Action:
+    assert bound.copy is not None
+    return executor.joining(bound, bound.copy.release)
+
+
+def _spread(executor: Executor, bound: BoundOp) -> Action:
+    connection = executor.connection
+
+    def start() -> None:
+        if not connection.is_made:
+            connection.make()
+        found = [(each, executor.spreading.pop(each.op.unit, None)) for each in bound.members]
+        moving = [(each, spread) for each, spread in found if spread is not None]
+        if not moving:
+            return
+        moves = [move for _, spread in moving for move in spread.moves]
+        label, axes = executor.label([each for each, _ in moving]), moving[0][1].axes
+        works = gather_along(axes, moves, executor.transport, label=label, as_one=len(moving) > 1)
+        for _, spread in moving:
+            spread.expect(works)
+        if executor.lanes.has_streams:
+            for source, parts in moves:
                 executor.lanes.keep(source)  # of a state that its user may drop at any time, as what is filled
                 executor.lanes.keep(parts[0])
 
+    on_lane = executor.on_lane(bound, start)
 
-def _gather(executor: Executor, bound: BoundOp) -> None:
-    executor.connection.make()
-    for each in bound.members:
-        executor.occupy(each.op.memory)
-    # Of a tree that is yet to be seen in this step: gathered when it is waited for.
-    known = [(each, each.params, each.unit.node) for each in bound.members if each.unit.node is not None]
-    if known:
-        with executor.lane(bound):
-            filled = []
-            for each, params, node in known:
-                assert params is not None
-                filled.append((each, params, params.fill(node, executor.transport)))
-            _start_gathers(executor, filled)
+    def action() -> None:
+        if any(each.op.unit in executor.spreading for each in bound.members):
+            on_lane()
+
+    return action
 
 
-def _start_gathers(executor: Executor, found: Sequence[tuple[BoundOp, UpdateGather | UnshardedBuffer, Sequence[Move]]]) -> None:
-    """Begin to gather what each unit has to move: of one unit each by itself, of several all in the same collectives."""
-    label = executor.label([bound for bound, _, _ in found])
-    moves = [move for _, _, each in found for move in each]
-    works = gather_along(found[0][1].axes, moves, executor.transport, label=label, as_one=len(found) > 1)
-    for _, target, _ in found:
-        target.works += works
+def _settle(executor: Executor, bound: BoundOp) -> Action:
+    unit = bound.unit
+    assert unit is not None
+
+    def action() -> None:
+        assert unit.node is not None
+        if unit.key not in executor.spreading:  # else what is waited for is of the update before, which update() has seen
+            _ = unit.node.buffers
+
+    return action
 
 
-def _settle(executor: Executor, bound: BoundOp) -> None:
-    assert bound.unit.node is not None
-    if bound.op.unit not in executor.update_gathers:  # else what is waited for is of the update before, which update() has seen
-        _ = bound.unit.node.buffers
+# ------------------------------------------------------------ gradients
 
 
-def _wait(executor: Executor, bound: BoundOp) -> None:
-    node, params = bound.unit.node, bound.params
-    assert node is not None
-    assert params is not None
-    if not params.is_filled or (params.is_carried and not params.holds(stamp(node))):
-        params.wait()
-        with executor.lanes.on("gather", bound.key, bound.after):
-            params.gather(node, executor.transport, f"{executor.label([bound])} of other values than were gathered")
-        executor.lanes.join([bound.key])
-    params.wait()
-    executor.lanes.join(bound.after)
-    if not params.holds(stamp(node)):
-        raise ScheduleError(
-            f"the parameters of unit {bound.op.unit!r} were changed in place between being gathered and being used. "
-            "Change them between steps and pass gather_at_start=False, or make new ones."
-        )
+def _cast(executor: Executor, bound: BoundOp) -> Action:
+    gradient, block, first = bound.gradient, bound.block, bound.is_first
+    opens, fills = bound.op.opens is not None, first and block is not None
+
+    def action() -> None:
+        if opens:
+            gradient.open()
+        assert executor.incoming is not None
+        gradient.cast(executor.incoming, block, first=first)
+
+    return executor.joining(bound, action) if opens or fills else action
 
 
-def _release(executor: Executor, bound: BoundOp) -> None:
-    assert bound.params is not None
-    executor.lanes.join(bound.after)
-    executor.vacate(bound.op.memory)
-    bound.params.release(poison=executor.poison)
+def _reduce(executor: Executor, bound: BoundOp) -> Action:
+    members, connection, transport = bound.members, executor.connection, executor.transport
+    as_one, is_finish = len(members) > 1, bound.spec is ops.FINISH
+
+    def start() -> None:
+        if not connection.is_made:
+            connection.make()
+        legs: list[ChainInput] = []
+        counts: list[int] = []
+        for each in members:
+            gradient, block = each.gradient, each.block
+            executor.reducing[each.op.unit, each.spec] = each
+            if is_finish:
+                mine = gradient.finish(each.pieces)
+            else:
+                assert block is not None
+                if each.op.opens is not None:
+                    gradient.open()
+                mine = gradient.reduce(block, direct=each.op.opens is not None)
+            legs += mine
+            counts.append(len(mine))
+        works = reduce_along(legs, transport, label=executor.label(members), as_one=as_one)
+        for each, count in zip(members, counts, strict=True):
+            each.gradient.send(works[:count])
+            works = works[count:]
+
+    return executor.on_lane(bound, start)
 
 
-def _cast(executor: Executor, bound: BoundOp) -> None:
-    if bound.op.opens is not None:
-        executor.open(bound)
-        executor.lanes.join(bound.after)
-    if bound.is_first and bound.block is not None:
-        executor.occupy(bound.op.memory)
-        executor.lanes.join(bound.after)
-    assert executor.incoming is not None
-    bound.gradient.cast(executor.incoming, bound.block, first=bound.is_first)
+def _accumulate(executor: Executor, bound: BoundOp) -> Action:
+    gradient, block, is_finish = bound.gradient, bound.block, bound.spec is ops.LAND
+    reduction, opens = (bound.op.unit, ops.FINISH if is_finish else ops.REDUCE), bound.op.opens is not None
 
-
-def _reduce(executor: Executor, bound: BoundOp) -> None:
-    executor.connection.make()
-    members = bound.members
-    is_finish = bound.op.phase == "finish"
-    for each in members:
-        executor.reducing[each.op.unit, is_finish] = each
+    def end() -> None:
         if is_finish:
-            executor.occupy(each.op.memory)
+            gradient.end_finish()
         else:
-            executor.open(each)
-    with executor.lane(bound):
-        found = [each.gradient.finish(each.pieces) if is_finish else _reduction(each) for each in members]
-        legs = [leg for each in found for leg in each]
-        works = iter(reduce_along(legs, executor.transport, label=executor.label(members), as_one=len(members) > 1))
-        for each, mine in zip(members, found, strict=True):
-            each.gradient.send([next(works) for _ in mine])
+            assert block is not None
+            gradient.accumulate(block)
+
+    waits_late = bound.may_wait and executor.transport.innermost.is_async
+    ended = end if waits_late else executor.on_lane(bound, end, begins=not is_finish and not gradient.route.is_reduced)
+
+    def action() -> None:
+        executor.reducing.pop(reduction, None)
+        if opens:
+            gradient.open()
+        if waits_late:
+            gradient.defer(end)
+        else:
+            ended()
+
+    return action
 
 
-def _reduction(bound: BoundOp) -> list[ChainInput]:
-    assert bound.block is not None
-    return bound.gradient.reduce(bound.block, direct=bound.is_reduced_to_rest)
+# ------------------------------------------------------------ the rest
 
 
-def _accumulate(executor: Executor, bound: BoundOp) -> None:
-    gradient = bound.gradient
-    executor.reducing.pop((bound.op.unit, bound.op.phase == "finish"), None)
-    executor.open(bound)
-    executor.vacate(bound.op.memory)
-    if bound.op.phase == "finish":
-        end = gradient.end_finish
-    else:
-        assert bound.block is not None
-        end = partial(gradient.accumulate, bound.block)
-    if bound.may_wait and executor.transport.innermost.is_async:
-        executor.end_late(bound, end)
-        return
-    reads_compute = bound.op.phase == "backward" and not gradient.route.is_reduced
-    with executor.lane(bound, begins=reads_compute):
-        end()
+def _copy(executor: Executor, bound: BoundOp) -> Action:
+    def start() -> None:
+        executor.host_nbytes += executor.moves.pop(bound.op.unit).run(executor.lanes, bound.key)
+
+    on_lane = executor.on_lane(bound, start)
+
+    def action() -> None:
+        move = executor.moves.get(bound.op.unit)
+        if move is None or not move.copies:
+            executor.moves.pop(bound.op.unit, None)
+            return
+        on_lane()
+        if bound.spec is ops.FETCH:
+            executor.fetched.append(bound.key)
+
+    return action
 
 
-def _copy(executor: Executor, bound: BoundOp) -> None:
-    move = executor.moves.pop(bound.op.unit, None)
-    if move is None or not move.copies:
-        return
-    with executor.lane(bound):
-        executor.host_nbytes += move.run(executor.lanes, bound.key)
-    if bound.spec is ops.FETCH:
-        executor.fetched.append(bound.key)
-
-
-def _nothing(executor: Executor, bound: BoundOp) -> None:
+def _nothing(executor: Executor, bound: BoundOp) -> Action:
     """The caller's own code."""
+    return _none
 
 
-RUN: dict[OpSpec, Callable[[Executor, BoundOp], None]] = {
+def _none() -> None:
+    """Nothing is to be done."""
+
+
+BIND: dict[OpSpec, Callable[[Executor, BoundOp], Action]] = {
     ops.GATHER: _gather,
     ops.SPREAD: _spread,
     ops.WAIT: _wait,
@@ -327,3 +447,4 @@ RUN: dict[OpSpec, Callable[[Executor, BoundOp], None]] = {
     ops.UPDATE: _nothing,
     ops.OFFLOAD: _copy,
 }
+"""For each kind of op, what binds it."""

@@ -1,7 +1,7 @@
 """Recorder: writes down when the ops of a step ran, as the host saw them or, on a GPU, as its streams did."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -9,7 +9,7 @@ import torch
 from fsharp.functional.comm.worker_threads import InFlight
 from fsharp.stateful.inspect.timeline import WAITING
 from fsharp.stateful.inspect.trace import Trace
-from fsharp.stateful.runtime.executor import BoundOp
+from fsharp.stateful.runtime.executor import Action, BoundOp
 from fsharp.stateful.schedule.ops import Stream
 from fsharp.stateful.schedule.program import Event
 
@@ -49,25 +49,25 @@ class Recorder:
         self._start = self._last
         self._step = len(self._bounds)
 
-    def event(self, event: Event, ops: Sequence[BoundOp], run: Callable[[Sequence[BoundOp]], None]) -> None:
-        """Run the ops of an event, and note them."""
+    def event(self, event: Event, bounds: Sequence[BoundOp], actions: Sequence[Action]) -> None:
+        """Run the ops of an event by their actions, and note them."""
         here = self.mark()
         phase = event.kind.removesuffix("_end")
         if event.kind.endswith("_end") and event.unit:
             compute, began = self._open.pop((phase, event.use))
             self._note(compute, compute.op.kind, began, here)
-        for bound in ops:
+        for bound, action in zip(bounds, actions, strict=True):
             if bound.spec.cost == "update":
                 self._note(bound, bound.op.kind, self._last, here)
             else:
-                self.op(bound, run)
+                self.op(bound, action)
         self._last = self.mark()
 
-    def op(self, bound: BoundOp, run: Callable[[Sequence[BoundOp]], None]) -> None:
-        """Run an op, and note it."""
+    def op(self, bound: BoundOp, action: Action) -> None:
+        """Run an op by its action, and note it."""
         self.flights, self.lane_marks = [], []
         kind, start = bound.op.kind, self.mark()
-        run([bound])
+        action()
         stop = self.mark()
         if bound.spec.cost == "compute":
             self._open[bound.op.phase, bound.op.use] = (bound, stop)

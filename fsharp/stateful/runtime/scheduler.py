@@ -36,7 +36,7 @@ from fsharp.stateful.schedule.program import Program, gradients_of
 from fsharp.stateful.schedule.schedule import Schedule
 from fsharp.stateful.transport.choose import transport_over
 from fsharp.stateful.transport.gloo import GlooTransport
-from fsharp.stateful.transport.streams import lanes_for
+from fsharp.stateful.transport.streams import Lanes, lanes_for
 from fsharp.stateful.units.facts import facts_of
 from fsharp.stateful.units.pending import is_pending
 from fsharp.stateful.units.registry import UnitRegistry
@@ -92,7 +92,7 @@ class Scheduler(Tracer):
         self.transport = transport_over(self.own, separate_groups=bool(self.policy.separate_groups))
         self.registry = UnitRegistry(trivial=self.policy.trivial_axes)
         connection = Connection(self.own, self.transport, self.policy)
-        self.executor = Executor(self.transport, self.lanes, self.comm, connection, poison=self.policy.poison)
+        self.executor = Executor(self.transport, self.lanes, self.comm, connection)
         self.arena = Arena(self.executor, self.registry, self.policy, rank=self.rank, device=self.device)
         self._step: Step | None = None
         self._running: Scheduled | None = None
@@ -108,6 +108,14 @@ class Scheduler(Tracer):
             self._start()
             for scheduled in self._functions:
                 scheduled.programs.bound.clear()
+
+    def use_lanes(self, lanes: Lanes) -> None:
+        """Run all that follows on these lanes."""
+        self.lanes = lanes
+        self.executor.use_lanes(lanes)
+        for scheduled in self._functions:
+            for compiled in scheduled.programs.bound.values():
+                compiled.bind(self.executor)
 
     # ------------------------------------------------------------ Comm
 
@@ -177,7 +185,7 @@ class Scheduler(Tracer):
         """
         self._accounted.append(text)
         if self._running is not None:
-            self.executor.step = f"{self._title}{self._of_history}"
+            self.executor.name_step(f"{self._title}{self._of_history}")
 
     def begin_history(self) -> None:
         """Have labels say nothing of earlier steps and settings: all ranks have just loaded the same values."""
@@ -242,7 +250,7 @@ class Scheduler(Tracer):
             self.executor.begin(f"{self._title}{self._of_history}")
             scheduled.num_calls += 1
             self._thread = threading.get_ident()
-            self.registry.begin()
+            self.registry.begin_step()
             for key, node in scheduled.sources((args, kwargs)).items():
                 self.registry.expect(key, node)
             schedule = self.arena.bind(scheduled, self._functions)
@@ -287,10 +295,10 @@ class Scheduler(Tracer):
         if self._step is not None:
             self._step.is_over = True
         for unit in self.units.values():
-            unit.forget()
+            unit.release()
             if unit.gradient is not None:
-                unit.gradient.drop(self._refuse)
-        self.arena.drop()
+                unit.gradient.abandon(self._refuse)
+        self.arena.abandon()
         self._leave()
 
     def check_open(self) -> None:
@@ -316,8 +324,8 @@ class Scheduler(Tracer):
 
     def _leave(self) -> None:
         self._step, self._running, self._issued = None, None, IssuedGradients()
-        self.registry.forget()
-        self.executor.step = ""
+        self.registry.clear()
+        self.executor.name_step("")
         for scheduled in self._functions:
             scheduled.forget()
 
@@ -353,13 +361,13 @@ class Scheduler(Tracer):
         assert scheduled is not None
         for unit in self.units.values():
             if unit.gradient is not None:
-                unit.gradient.let_go()
+                unit.gradient.copy_out()
         if step.is_local:  # one rank alone may run a local step, so no later label may depend on the step
             scheduled.num_calls -= 1
             history, accounted = self._before
             self._history, self._accounted = history, accounted + self._accounted
             scheduled.note("local", "nothing was gathered, reduced or updated, so that there is nothing to schedule")
-            self.registry.release()
+            self.registry.unbind()
             return
         if (last := self._last()) is not None:
             last.followed_by = weakref.ref(scheduled)
@@ -371,7 +379,7 @@ class Scheduler(Tracer):
             self._gather_ahead(scheduled, step)
         else:
             self._record(scheduled, step)
-        self.registry.release()
+        self.registry.unbind()
 
     def _record(self, scheduled: Scheduled, step: Step) -> None:
         """Learn what a step has done that followed no schedule to its end."""
@@ -421,7 +429,7 @@ class Scheduler(Tracer):
     def _sweep(self) -> None:
         """Units of trees that no function uses any more are gone."""
         schedules = [schedule for each in self._functions for schedule in each.programs.schedules]
-        self.registry.sweep({facts.name for schedule in schedules for facts in schedule.program.units})
+        self.registry.prune({facts.name for schedule in schedules for facts in schedule.program.units})
 
     # ------------------------------------------------------------ units
 
@@ -433,7 +441,7 @@ class Scheduler(Tracer):
             if self._running is not None:
                 self._running.locate(unit.key, node)
         if is_pending(node) or unit.node is None:
-            unit.node = node
+            unit.bind(node)
         return unit
 
     def replaced(self, old: Sharded, unit: UnitState, new: Sharded) -> None:
@@ -446,8 +454,8 @@ class Scheduler(Tracer):
         step = self._step or self._loose()
         if step is None:
             self._refuse()
-            self.registry.forget()
-            self.registry.release()
+            self.registry.clear()
+            self.registry.unbind()
             step = self._new_step(None)
             self._loose = weakref.ref(step)  # whoever has a backward to come keeps it
         elif self._running is not None:

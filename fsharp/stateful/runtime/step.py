@@ -17,14 +17,14 @@ from fsharp.functional.release import written_to
 from fsharp.stateful.runtime.boundary import differentiable, in_backward, pack_saved, refuse_double_backward
 from fsharp.stateful.runtime.compiled import Compiled
 from fsharp.stateful.runtime.eager import Eager
-from fsharp.stateful.runtime.executor import Executor
+from fsharp.stateful.runtime.executor import BoundOp, Executor
 from fsharp.stateful.runtime.recorder import Recorder
 from fsharp.stateful.schedule.program import Event, EventKind
 from fsharp.stateful.units.full import FullUnit
-from fsharp.stateful.units.gradient import GradientPhase
 from fsharp.stateful.units.host import HostCopies
 from fsharp.stateful.units.route import Grads
-from fsharp.stateful.units.unit_state import Stamp, UnitState, UnshardedBuffer, stamp
+from fsharp.stateful.units.unit_state import UnitState
+from fsharp.stateful.units.unsharded import Stamp, UnshardedBuffer, stamp
 from fsharp.stateful.units.update_gather import UpdateGather
 
 
@@ -33,13 +33,13 @@ class UnitUse:
 
     __slots__ = (
         "__weakref__",
+        "copy",
         "full",
         "is_opaque",
         "is_open",
         "leaves",
         "node",
         "number",
-        "params",
         "parent",
         "seen",
         "unit",
@@ -48,14 +48,14 @@ class UnitUse:
 
     def __init__(self, unit: UnitState, number: int, parent: "UnitUse | None") -> None:
         self.unit, self.number, self.parent = unit, number, parent
-        self.params: UnshardedBuffer | None = None
+        self.copy: UnshardedBuffer | None = None
         self.leaves: list[torch.Tensor] | None = None
         self.full: FullUnit | None = None
         self.versions: list[int] = []
         self.is_open = False
         self.is_opaque = False  # whether autograd keeps what cannot be looked into
         self.node: Sharded | None = None
-        self.seen: Stamp = ()
+        self.seen: Stamp = []
 
     def is_inside(self, other: "UnitUse") -> bool:
         """Whether this use began inside of the other, or is the other."""
@@ -97,8 +97,6 @@ class Step:
     ) -> None:
         self.executor, self.schedule, self.units = executor, schedule, units
         self.recorder: Recorder | None = None
-        self._make_eager = partial(Eager, executor, rank=rank, device=device)
-        self.eager: Eager | None = self._make_eager() if schedule is None else None
         self.events: list[Event] = []
         self.trained: dict[str, None] = {}
         self.updated: dict[str, None] = {}
@@ -109,6 +107,10 @@ class Step:
         self.num_microbatches = self._num_uses = 0
         self._forward: list[UnitUse] = []
         self._backward: list[UnitUse] = []
+        self._is_in_use = partial(_is_in_use, (self._forward, self._backward))
+        self._make_eager = partial(Eager, executor, rank=rank, device=device, is_in_use=self._is_in_use)
+        self.eager: Eager | None = self._make_eager() if schedule is None else None
+        self._pending: dict[str, int] = {}  # by unit, the uses of this microbatch whose gradient is yet to come
         self._fetched: list[str] = []  # units, for the next update
         self._awaited = weakref.WeakSet[UnitUse]()  # uses whose backward may come: autograd's graph keeps those of it
         self.is_over = False
@@ -143,7 +145,7 @@ class Step:
         number: int = -1,
         *,
         bare: bool = False,
-        params: UnshardedBuffer | None = None,
+        copy: UnshardedBuffer | None = None,
         units: Iterable[UnitState] = (),
     ) -> None:
         """Note an event, and have its ops run."""
@@ -153,26 +155,32 @@ class Step:
             assert schedule is not None
             if at < len(schedule.events) and schedule.events[at] == found:
                 self.events.append(schedule.events[at])
-                if unit is not None:
-                    unit.params = schedule.slots.get(unit.key)
                 if self.recorder is not None:
-                    self.recorder.event(schedule.events[at], schedule.ops[at], self.executor.run)
-                else:
-                    self.executor.run(schedule.ops[at])
+                    self.recorder.event(schedule.events[at], schedule.ops[at], schedule.actions[at])
+                    return
+                for action in schedule.actions[at]:
+                    action()
                 return
         event = Event(*found)
         self.events.append(event)
         if self.eager is None:
             self.leave(event)
         assert self.eager is not None
-        self.executor.run(self.eager.foresee(at, event, unit, params, units))
+        has_pending = unit is not None and self._pending.get(unit.key, 0) > 0
+        self._run(self.eager.foresee(at, event, unit, copy, units, has_pending=has_pending))
+
+    def _run(self, bounds: Iterable[BoundOp]) -> None:
+        """Run ops that are made up, each before the next one is."""
+        for bound in bounds:
+            self.executor.run(bound)
+            del bound  # the memory that it has freed is wanted for the next one
 
     def leave(self, event: Event | None) -> None:
         """Follow the schedule no further: finish what it has begun, and make ops up from here on."""
         assert self.schedule is not None
         self.left_at = str(event) if event is not None else f"what came after {self.events[-1]}" if self.events else "its end"
         self.executor.drain()
-        self.schedule.leave()
+        self.schedule.leave(self._is_in_use)
         self.eager = self._make_eager(left=self.schedule)
 
     def enter(self, node: Sharded, unit: UnitState) -> UnitUse:
@@ -184,10 +192,8 @@ class Step:
         self._num_uses += 1
         self._event("forward", unit, use.number)
         if unit.axes:
-            assert unit.params is not None
-            use.params = unit.params
-            use.params.users += 1
-            full = use.params.full
+            use.copy = self._copy_of(unit)
+            full = use.copy.full
         else:
             if unit.node is not None:
                 _ = unit.node.buffers
@@ -196,11 +202,11 @@ class Step:
         leaves, use.full, use.versions = full.leaves(), full, full.versions()
         self._forward.append(use)
         assert unit.node is not None
-        use.node, use.seen = unit.node, (use.params.filled_from if use.params is not None else None) or stamp(unit.node)
+        use.node, use.seen = unit.node, (use.copy.filled_from if use.copy is not None else None) or stamp(unit.node)
         sinks = node.sinks
         if sinks and torch.is_grad_enabled():
             chosen = full.index.trainable
-            unit.pending += 1
+            self._pending[unit.key] = self._pending.get(unit.key, 0) + 1
             self._awaited.add(use)
             graph = differentiable(partial(self._gradient, use), [leaves[i] for i in chosen], sinks)
             for i, leaf in zip(chosen, graph, strict=True):
@@ -208,12 +214,19 @@ class Step:
         use.leaves = leaves
         return use
 
+    def _copy_of(self, unit: UnitState) -> UnshardedBuffer:
+        """Where the full parameters of a unit were put last in this step."""
+        if self.eager is not None:
+            return self.eager.copies[unit.key]
+        assert self.schedule is not None
+        return self.schedule.slots[unit.key]
+
     def full_in_backward(self, unit: str) -> FullUnit | None:
         """Return the full parameters of a unit whose backward is under way; None if it is not."""
         use = next((use for use in reversed(self._backward) if use.unit.layout.name == unit), None)
         if use is None:
             return None
-        return use.params.full if use.params is not None else use.unit.at_rest()
+        return use.copy.full if use.copy is not None else use.unit.at_rest()
 
     def check_unwritten(self, use: UnitUse) -> None:
         """Refuse a function that has written to a leaf of its unit, which a backward would see, or nobody.
@@ -227,18 +240,17 @@ class Step:
 
     def pack(self, out: Any, use: UnitUse, first: int) -> None:
         """Let go of what autograd has saved of a unit's parameters, if they have memory of their own."""
-        params = use.params
-        if params is not None and params.where is None:
-            use.is_opaque = not pack_saved(out, params, first, partial(self._filled, use))
+        if use.copy is not None and use.copy.where is None:
+            use.is_opaque = not pack_saved(out, use.copy, first, partial(self._filled, use))
 
     def _filled(self, use: UnitUse) -> UnshardedBuffer:
         if self.is_over:
             raise _too_late(use.unit.key)
-        assert use.params is not None
-        if not use.params.is_filled:  # the backward did not come through what the function returned
+        assert use.copy is not None
+        if use.copy.filled_from is None:  # the backward did not come through what the function returned
             self.on_backward()
             self._open(use)
-        return use.params
+        return use.copy
 
     def exit(self, use: UnitUse) -> None:
         """End the forward part of a use."""
@@ -247,16 +259,14 @@ class Step:
         popped = self._forward.pop()
         assert popped is use
         use.leaves = None
-        if use.params is not None:
-            use.params.users -= 1
-        self._event("forward_end", use.unit, use.number, params=use.params)
-        if use.params is not None and use.params.is_held and not use.is_opaque:
+        self._event("forward_end", use.unit, use.number, copy=use.copy)
+        if use.copy is not None and use.copy.is_held and not use.is_opaque:
             # In a backward a checkpoint has them, which computes again for a backward of the same unit that is to come.
             (self._recomputed if in_backward() else self.held)[use.unit.key] = None
 
     def come_back(self, uses: Sequence[UnitUse]) -> None:
         """A backward comes to the function that entered these units."""
-        gathered = [use.unit.key for use in uses if use.params is not None]
+        gathered = [use.unit.key for use in uses if use.copy is not None]
         if gathered:
             refuse_double_backward()
         if self.is_over:
@@ -277,15 +287,14 @@ class Step:
         use.is_open = True
         self._recomputed.pop(use.unit.key, None)
         if use.unit.node is None:
-            use.unit.node = use.node
+            assert use.node is not None
+            use.unit.bind(use.node)
         if use.unit.node is not None and stamp(use.unit.node) != use.seen:
             raise ScheduleError(
                 f"the parameters of unit {use.unit.key!r} were changed, or replaced by others, between their use in a forward "
                 "and its backward. Call the backward before they are; or, in functions, pass comm=scheduler.comm."
             )
-        self._event("backward", use.unit, use.number, params=use.params)
-        if use.params is not None:
-            use.params.users += 1
+        self._event("backward", use.unit, use.number, copy=use.copy)
         self._backward.append(use)
 
     def _retire(self, next_use: UnitUse | None) -> None:
@@ -303,7 +312,7 @@ class Step:
             self._open(use)
         while self._backward[-1] is not use:
             self._close(self._backward[-1], None)
-        use.unit.pending -= 1
+        self._pending[use.unit.key] = self._pending.get(use.unit.key, 0) - 1
         if not torch._C._autograd._get_current_graph_task_keep_graph():
             self._awaited.discard(use)
         self._close(use, grads)
@@ -313,11 +322,9 @@ class Step:
         use.is_open = False
         if grads is not None and self.eager is None and self.schedule is not None:
             grads = self.schedule.outside(grads)
-        self.executor.incoming = grads
-        if use.params is not None:
-            use.params.users -= 1
-        self._event("backward_end", use.unit, use.number, bare=grads is None, params=use.params)
-        self.executor.incoming = None
+        self.executor.receive(grads)
+        self._event("backward_end", use.unit, use.number, bare=grads is None, copy=use.copy)
+        self.executor.receive(None)
 
     def _note_recomputed(self) -> None:
         """What a checkpoint has used again was for the backward of another unit, if none of its own has come since."""
@@ -329,7 +336,7 @@ class Step:
         number = self.num_microbatches
         if self.is_planned and self.schedule is not None and number in self.schedule.last_microbatches and not is_last:
             self.leave(None)  # it would reduce them now
-        self.executor.microbatch = f"microbatch {number}, the last" if is_last else f"microbatch {number}"
+        self.executor.name_microbatch(f"microbatch {number}, the last" if is_last else f"microbatch {number}")
 
     def end_microbatch(self, direct: Sequence[tuple[UnitState, Grads]]) -> None:
         """The backward pass is over.
@@ -346,13 +353,12 @@ class Step:
             if unit.gradient is not None:
                 unit.gradient.add(grads)
         self.num_microbatches += 1
-        self.executor.microbatch = f"microbatch {self.num_microbatches}"
-        for unit in self.units.values():
-            unit.pending = 0
+        self.executor.name_microbatch(f"microbatch {self.num_microbatches}")
+        self._pending.clear()
 
     def restart(self, units: Sequence[UnitState]) -> None:
         """Gradients of these units are about to be new: whatever is under way of the old ones has to end."""
-        if self.is_planned and any((unit.key, finish) in self.executor.reducing for unit in units for finish in (False, True)):
+        if self.is_planned and not {key for key, _ in self.executor.reducing}.isdisjoint(unit.key for unit in units):
             self.leave(None)
 
     def outdate(self) -> None:
@@ -368,11 +374,12 @@ class Step:
     def reduce(self, units: Sequence[UnitState], *, wait: bool) -> None:
         """Gradients are wanted at the optimizer's place; without ``wait`` whoever looks at them joins them."""
         self._retire(None)
-        self._event("reduce", units=[unit for unit in units if _is_unfinished(unit)])
-        if self.is_planned and any(_is_unfinished(unit) for unit in units):
+        unfinished = [unit for unit in units if _is_unfinished(unit)]
+        self._event("reduce", units=unfinished)
+        if self.is_planned and any(map(_is_unfinished, unfinished)):
             self.leave(None)
         if self.eager is not None:
-            self.executor.run(self.eager.finish([unit for unit in units if _is_unfinished(unit)]))
+            self._run(self.eager.finish(filter(_is_unfinished, unfinished)))
         for unit in units:
             if wait and unit.gradient is not None:
                 unit.gradient.join()
@@ -381,7 +388,8 @@ class Step:
     def fetch(self, moves: Mapping[str, HostCopies]) -> None:
         """State of the optimizer, by unit, is wanted on the device."""
         self._retire(None)
-        self.executor.moves, self._fetched = dict(moves), list(moves)
+        self.executor.fetch(moves)
+        self._fetched = list(moves)
         for key in moves:
             self._event("fetch", self.units[key])
         self.executor.lanes.join(self.executor.fetched[-1:])  # the lane has done those before it
@@ -390,15 +398,12 @@ class Step:
         """Parameters are new where the optimizer has them, and so is its state, which goes to host memory."""
         self._retire(None)
         for unit in self.units.values():
-            if unit.gradient is not None:
+            if unit.gradient is not None and unit.gradient.is_under_way:
                 unit.gradient.join()  # the memory it comes from is wanted for the next step
-        self.executor.update_gathers = {
-            update_gather.unit.key: update_gather for update_gather in update_gathers if update_gather.moves
-        }
-        self.executor.moves = dict(moves)
+        self.executor.update({each.unit.key: each for each in update_gathers if each.moves}, moves)
         nbytes = dict.fromkeys(self._fetched, 0) | {key: move.nbytes for key, move in moves.items()}
         for key in nbytes:
-            self.units[key].host_nbytes = nbytes[key]
+            self.units[key].offload(nbytes[key])
         if self.is_planned and self.schedule is not None:
             expected = {facts.name: facts.host for facts in self.schedule.schedule.program.units}
             if any(nbytes[key] != expected.get(key) for key in nbytes):  # the state is another one than that recorded
@@ -406,37 +411,33 @@ class Step:
         units = [update_gather.unit for update_gather in update_gathers]
         self.updated |= dict.fromkeys(unit.key for unit in units)
         self._event("update", units=units)
-        if self.executor.update_gathers or self.executor.moves:  # of units that the schedule does not know of
+        if self.executor.spreading or self.executor.moves:  # of units that the schedule does not know of
             if self.is_planned:
                 self.leave(None)
             assert self.eager is not None
-            self.executor.run(self.eager.update_gather(units))
-            self.executor.run(self.eager.offload(units))
+            self._run(self.eager.update_gather(units))
+            self._run(self.eager.offload(units))
 
     def end(self) -> None:
         """The function has returned: finish what is under way."""
         self._retire(None)
         self._note_recomputed()
         for unit in self.units.values():
-            if unit.gradient is not None:
+            if unit.gradient is not None and unit.gradient.is_under_way:
                 unit.gradient.join()
         if self.is_planned:
             assert self.schedule is not None
             if len(self.events) < len(self.schedule.events):
                 self.leave(None)
-            else:
-                top, arena = self.executor.top, self.schedule.schedule.arena
-                assert top <= arena, f"{top} bytes used of {arena} planned"
         self.is_over = True
 
 
+def _is_in_use(uses: Iterable[Iterable[UnitUse]], copy: UnshardedBuffer) -> bool:
+    return any(use.copy is copy for each in uses for use in each)
+
+
 def _is_unfinished(unit: UnitState) -> bool:
-    gradient = unit.gradient
-    return (
-        gradient is not None
-        and gradient.route.is_finished
-        and gradient.phase not in (GradientPhase.FINISHING, GradientPhase.FINISHED)
-    )
+    return unit.gradient is not None and unit.gradient.is_unfinished
 
 
 def _too_late(unit: str) -> ScheduleError:

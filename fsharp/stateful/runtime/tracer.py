@@ -129,7 +129,7 @@ class Tracer(Engine):
             )  # which nobody here holds: what is left of it is the function's
             for use in uses:
                 step.check_unwritten(use)
-            if any(use.params is not None for use in uses):
+            if any(use.copy is not None for use in uses):
                 out = _without_views(out, uses)
             if step.eager is not None and torch.is_grad_enabled():
                 for use in uses:
@@ -228,7 +228,7 @@ class Tracer(Engine):
             if update_gather.moves:
                 node = pending(node, update_gather.wait, self.lanes)  # no cycle that would keep its memory
             if not donate:
-                unit.forget()
+                unit.release()
             self.replaced(old, unit, node)
             nodes.append(node)
             update_gathers.append(update_gather)
@@ -276,7 +276,7 @@ def _leaves(tree: Any) -> list[Any]:
 
 def _without_views(out: Any, uses: Sequence[UnitUse]) -> Any:
     """What a function returned, with copies in place of views of parameters that are about to be released."""
-    memory = [use.params.memory for use in uses if use.params is not None and use.params.memory is not None]
+    memory = [use.copy.memory for use in uses if use.copy is not None and use.copy.memory is not None]
     bounds = [(each.data_ptr(), each.data_ptr() + len(each)) for each in memory]
 
     def outside(x: Any) -> Any:

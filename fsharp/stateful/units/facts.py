@@ -9,7 +9,8 @@ from fsharp.functional.layout.unit_layout import UnitLayout
 from fsharp.stateful.schedule.policy import Policy
 from fsharp.stateful.schedule.program import UnitFacts
 from fsharp.stateful.units.axis_chain import AxisChain
-from fsharp.stateful.units.unit_state import UnitState, full_nbytes
+from fsharp.stateful.units.full import full_nbytes
+from fsharp.stateful.units.unit_state import UnitState
 
 
 def facts_of(

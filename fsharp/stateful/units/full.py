@@ -9,6 +9,7 @@ of the slot's memory with a version counter of its own.
 
 from collections.abc import Mapping, Sequence
 from functools import cache
+from operator import attrgetter
 from typing import Any
 
 import optree
@@ -98,6 +99,9 @@ def leaf_index(unit: UnitLayout) -> LeafIndex:
     return LeafIndex(unit)
 
 
+_version_of = attrgetter("_version")
+
+
 def alias(flat: torch.Tensor, offset: int, shape: Sequence[int]) -> torch.Tensor:
     """A contiguous tensor in the memory of ``flat``, which autograd takes for one of its own."""
     strides, step = [], 1
@@ -126,7 +130,7 @@ class FullUnit:
 
     def leaves(self) -> list[torch.Tensor]:
         """The stored leaves, new aliases each time."""
-        return [leaf.detach() for leaf in self._leaves]
+        return list(map(torch.Tensor.detach, self._leaves))
 
     def leaf(self, path: str) -> torch.Tensor:
         """Return the stored leaf at a path, as a new alias."""
@@ -134,7 +138,7 @@ class FullUnit:
 
     def versions(self) -> list[int]:
         """Of all leaves: how often they have been written to."""
-        return [leaf._version for leaf in self._leaves]
+        return list(map(_version_of, self._leaves))
 
     def set_version(self, version: int) -> None:
         """Of all leaves that were handed out: autograd refuses what it has saved at another version."""
@@ -163,6 +167,11 @@ def aligned(nbytes: int) -> int:
 def full_sizes(unit: UnitLayout) -> list[tuple[int, torch.dtype]]:
     """Elements and dtype of each group's full buffer."""
     return [(group.size, group.dtypes.compute) for group in unit.groups]
+
+
+def full_nbytes(unit: UnitLayout) -> int:
+    """Bytes of a unit's full parameters, each group on an aligned boundary."""
+    return sum(aligned(numel * dtype.itemsize) for numel, dtype in full_sizes(unit))
 
 
 def moving_axes(unit: UnitLayout, sharded: Sequence[str], *, trivial: bool) -> tuple[str, ...]:

@@ -3,7 +3,6 @@
 import gc
 from collections.abc import Callable, Collection, Sequence
 from enum import IntEnum, auto
-from typing import Any
 
 import torch
 
@@ -54,6 +53,7 @@ class GradientBuffer:
         num_added: gradients of microbatches that have been added where it rests.
         found: a bit for each leaf, whether a backward of this step has come to it on this rank.
         block: what is collected in this microbatch, if that is not added at once where it rests.
+        is_under_way: whether :meth:`join` has something to wait for.
     """
 
     def __init__(self, unit: UnitLayout, transport: Transport, device: torch.device, *, trivial: bool = False) -> None:
@@ -68,6 +68,7 @@ class GradientBuffer:
         self._works: list[Work] = []
         self._tails: list[Work] = []
         self._deferred: Callable[[], None] | None = None
+        self.is_under_way = False
         self._ignored: set[int] = set()
 
     def _move(self, phase: GradientPhase) -> None:
@@ -75,6 +76,8 @@ class GradientBuffer:
             f"{self.route.unit.name}: from {self.phase.name} a gradient cannot go to {phase.name}"
         )
         self.phase = phase
+
+    # ------------------------------------------------------------ a step
 
     def begin_step(self) -> None:
         """A new step: the place in the arena is not the gradient's yet."""
@@ -86,18 +89,20 @@ class GradientBuffer:
         Args:
             place: where the schedule has room for it, from the op on that opens it to the end of the step.
         """
-        self.join()
-        self.let_go()
+        if self.is_under_way:
+            self.join()
+        self.copy_out()
         if place is not None or self._own.is_held:  # what a step without a schedule has rested in is given back
-            self._own.forget()
+            self._own.release()
         if self.final is not None and self.final.is_held:
-            self.final.forget()
+            self.final.release()
         self.rest, self._place = place if self._is_open and place is not None else self._own, place
         if self.route.device.type != "cpu" and self.final is not None:
             _ = self.final.tensors  # from the pool of the stream that computes
         self.phase, self.block = GradientPhase.NONE, None
         self.num_added = self.found = 0
-        self._works, self._tails = [], []
+        self._works.clear()
+        self._tails.clear()
 
     def open(self) -> None:
         """From here on it rests where the schedule has room for it."""
@@ -116,10 +121,10 @@ class GradientBuffer:
 
     def go_home(self) -> None:
         """Have nothing in the arena any more: the step is over."""
-        self.let_go()
+        self.copy_out()
         self.rest, self._place, self._is_open = self._own, None, False
 
-    def let_go(self) -> None:
+    def copy_out(self) -> None:
         """Give what callers hold of the arena memory of its own.
 
         Raises:
@@ -133,10 +138,29 @@ class GradientBuffer:
                     "is not. Hold the gradient itself or a clone, or pass keep_gradients=True to the Scheduler."
                 )
 
+    def abandon(self, refuse: Callable[[], None]) -> None:
+        """Wait for nothing any more, and leave memory to whatever may still write there: the scheduler is closed.
+
+        Args:
+            refuse: raises; called when somebody looks at what was under way.
+        """
+        self._deferred = refuse if self.is_under_way else None
+        self._works, self._tails, self.block = [], [], None
+        self.rest = self._own
+
+    # ------------------------------------------------------------ a microbatch
+
     def ignore(self, paths: Collection[str]) -> None:
         """Count later contributions to the leaves at these paths in the user's tree as zero."""
         leaves = enumerate(self.route.leaves) if paths else ()
         self._ignored = {i for i, leaf in leaves if self.route.unit.full_path(leaf) in paths}
+
+    def collect_in(self, block: OutgoingBlock) -> None:
+        """Go on with what was collected so far in another block."""
+        if self.block is not None:
+            for target, source in zip(block.collected, self.block.collected, strict=True):
+                target.copy_(source)
+        self.block = block
 
     def cast(self, grads: Grads, block: OutgoingBlock | None, *, first: bool) -> None:
         """Put what a use contributes into a block, or where the gradient rests.
@@ -149,10 +173,16 @@ class GradientBuffer:
         Raises:
             TreeError: one is sparse.
         """
-        self._check_dense(grads)
         if self._ignored:
             grads = [None if i in self._ignored else grad for i, grad in enumerate(grads)]
-        self.join()
+        is_complete = True
+        for grad in grads:
+            if grad is None:
+                is_complete = False
+            elif grad.layout is not torch.strided:
+                raise self._sparse(grads)
+        if self.is_under_way:
+            self.join()
         if block is None:
             self._move(GradientPhase.RESTING)
             first = not self.num_added
@@ -163,13 +193,12 @@ class GradientBuffer:
             self.block, leaves, gaps = block, block.leaves, block.gaps
         if first and gaps:
             torch._foreach_zero_(gaps)
-        present = [grad for grad in grads if grad is not None]
-        if len(present) == len(leaves):
+        if is_complete:
             self.found = (1 << len(leaves)) - 1
             if first:
-                torch._foreach_copy_(leaves, present)
+                torch._foreach_copy_(leaves, grads)  # type: ignore[arg-type]  # none of them is None
             else:
-                torch._foreach_add_(leaves, present)
+                torch._foreach_add_(leaves, grads)  # type: ignore[arg-type]  # likewise
             return
         for i, (leaf, grad) in enumerate(zip(leaves, grads, strict=True)):
             self.found |= (grad is not None) << i
@@ -181,13 +210,13 @@ class GradientBuffer:
             else:
                 leaf.add_(grad)
 
-    def _check_dense(self, grads: Grads) -> None:
-        for where, grad in zip(self.route.leaves, grads, strict=True):
-            if grad is not None and grad.layout is not torch.strided:
-                raise TreeError(
-                    f"unit {self.route.unit.name!r}: the gradient of leaf {where.path!r} is {grad.layout}, expected a dense "
-                    "one, as flat buffers are. Pass sparse=False to the embedding."
-                )
+    def _sparse(self, grads: Grads) -> TreeError:
+        rows = zip(self.route.leaves, grads, strict=True)
+        where, kind = next((leaf, x.layout) for leaf, x in rows if x is not None and x.layout is not torch.strided)
+        return TreeError(
+            f"unit {self.route.unit.name!r}: the gradient of leaf {where.path!r} is {kind}, expected a dense one, as flat "
+            "buffers are. Pass sparse=False to the embedding."
+        )
 
     def reduce(self, block: OutgoingBlock, *, direct: bool) -> list[ChainInput]:
         """What is about to be reduced of a microbatch.
@@ -212,21 +241,15 @@ class GradientBuffer:
 
     def accumulate(self, block: OutgoingBlock) -> None:
         """The sum is where the gradient rests, or is added to it."""
-        results = self._wait_for(len(self.rest.tensors)) if self.route.is_reduced else block.collected
         self._move(GradientPhase.RESTING)
-        self.block = None
-        for target, result in zip(self.rest.tensors, results, strict=True):
+        targets, works, self.block = self.rest.tensors, self._works, None
+        for i, target in enumerate(targets):
+            result = works.pop(0).wait() if self.route.is_reduced else block.collected[i]
             if self.num_added:
                 target.add_(result)
             elif result.data_ptr() != target.data_ptr():
                 target.copy_(result)
         self.num_added += 1
-
-    def _wait_for(self, num: int) -> list[Any]:
-        """The results of what was sent first."""
-        results = [work.wait() for work in self._works[:num]]
-        del self._works[:num]
-        return results
 
     @property
     def is_fed(self) -> bool:
@@ -265,6 +288,13 @@ class GradientBuffer:
             if grad is not None:
                 buffer.add_(grad)
 
+    # ------------------------------------------------------------ once a step
+
+    @property
+    def is_unfinished(self) -> bool:
+        """Whether it has to go to the optimizer's place, and has not begun to."""
+        return self.route.is_finished and self.phase not in (GradientPhase.FINISHING, GradientPhase.FINISHED)
+
     def finish(self, pieces: list[list[torch.Tensor]]) -> list[ChainInput]:
         """What is about to go to the optimizer's place. The gradient at rest stays as it is."""
         self.join()
@@ -272,7 +302,7 @@ class GradientBuffer:
         self._move(GradientPhase.FINISHING)
         assert self.final is not None
         if self.final.is_held:
-            self.final.forget()
+            self.final.release()
         rows = zip(self.route.finishes, self.rest.tensors, self.final.tensors, pieces, strict=True)
         return [
             ChainInput(chain, sent.copy_(source) if chain.differ else source, target, scratch)
@@ -281,18 +311,17 @@ class GradientBuffer:
 
     def end_finish(self) -> None:
         """What :meth:`finish` works in is free from here on; :meth:`join` waits for what is left."""
-        self._tails += [tail for tail in self._wait_for(len(self.route.finishes)) if isinstance(tail, Work)]
+        for _ in self.route.finishes:
+            tail = self._works.pop(0).wait()
+            if isinstance(tail, Work):
+                self._tails.append(tail)
+                self.is_under_way = True
         self._move(GradientPhase.FINISHED)
 
     def defer(self, end: Callable[[], None]) -> None:
         """Leave the end of a reduction to whoever looks at the gradient next."""
         self.join()
-        self._deferred = end
-
-    @property
-    def is_under_way(self) -> bool:
-        """Whether :meth:`join` has something to wait for."""
-        return self._deferred is not None or bool(self._tails)
+        self._deferred, self.is_under_way = end, True
 
     def join(self) -> None:
         """Wait until the gradient is where it was sent last."""
@@ -301,14 +330,5 @@ class GradientBuffer:
             self._deferred = None
         for tail in self._tails:
             tail.wait()
-        self._tails = []
-
-    def drop(self, refuse: Callable[[], None]) -> None:
-        """Wait for nothing any more, and leave memory to whatever may still write there: the scheduler is closed.
-
-        Args:
-            refuse: raises; called when somebody looks at what was under way.
-        """
-        self._deferred = refuse if self.is_under_way else None
-        self._works, self._tails, self.block = [], [], None
-        self.rest = self._own
+        self._tails.clear()
+        self.is_under_way = False

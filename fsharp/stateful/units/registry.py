@@ -1,6 +1,6 @@
-"""UnitRegistry: which unit a node is. Within a run by the memory it has, over all runs by its name and layout."""
+"""UnitRegistry: which unit a node is. Within a step by the memory it has, over all steps by its name and layout."""
 
-from collections.abc import Container
+from collections.abc import Container, Iterable
 from itertools import count
 
 import torch
@@ -25,45 +25,63 @@ class UnitRegistry:
     def __init__(self, *, trivial: bool) -> None:
         self.trivial = trivial
         self.units: dict[str, UnitState] = {}
-        self._table: dict[Signature, UnitState] = {}
+        self._by_memory: dict[Signature, UnitState] = {}
+        self._by_node: dict[int, tuple[Sharded, UnitState]] = {}  # whose address stays theirs as long as they are held here
 
-    def begin(self) -> None:
-        """A new run: addresses may be others' by now."""
-        self._table = {}
+    def begin_step(self) -> None:
+        """A new step: addresses may be others' by now."""
+        self.clear()
         for unit in self.units.values():
-            unit.begin()
+            unit.begin_step()
 
-    def forget(self) -> None:
-        """Forget which memory belongs to which unit."""
-        self._table = {}
+    def clear(self) -> None:
+        """Drop what is known of memory and nodes."""
+        self._by_memory.clear()
+        self._by_node.clear()
 
-    def release(self) -> None:
-        """Hold on to nobody's nodes: what comes next is no part of a step, and has no part in a schedule's memory."""
+    def unbind(self) -> None:
+        """Have units hold nobody's nodes: what comes next is no part of a step, and has no part in a schedule's memory."""
         for unit in self.units.values():
-            unit.node = unit.params = None
+            unit.unbind()
 
     def expect(self, key: str, node: Sharded) -> None:
         """This node is the unit with that key, if there is such a one and the node is not known yet."""
         known = self.units.get(key)
-        if known is not None and node.unit == known.layout and self._table.setdefault(_signature(node), known) is known:
-            known.node = node
+        if known is None or (node.unit is not known.layout and node.unit != known.layout):
+            return
+        if self._by_memory.setdefault(_signature(node), known) is known:
+            self._by_node[id(node)] = node, known
+            known.bind(node)
 
     def enter(self, unit: UnitState, node: Sharded) -> None:
         """This node is that unit."""
-        self._table[_signature(node)] = unit
-        unit.node = node
+        self._by_memory[_signature(node)] = unit
+        self._by_node[id(node)] = node, unit
+        unit.bind(node)
+
+    def add_aliases(self, units: Iterable[UnitState], nodes: Iterable[Sharded]) -> None:
+        """These nodes have the memory of these units."""
+        for unit, node in zip(units, nodes, strict=True):
+            self._by_node[id(node)] = node, unit
 
     def leave(self, node: Sharded) -> None:
         """Who still has this node has another unit from here on."""
-        self._table.pop(_signature(node), None)
+        unit = self._by_memory.pop(_signature(node), None)
+        self._by_node = {key: pair for key, pair in self._by_node.items() if pair[1] is not unit}
 
     def find(self, node: Sharded) -> UnitState | None:
-        """The unit that a node is in this run, if it is known."""
-        return self._table.get(_signature(node))
+        """The unit that a node is in this step, if it is known."""
+        known = self._by_node.get(id(node))
+        if known is not None:
+            return known[1]
+        unit = self._by_memory.get(_signature(node))
+        if unit is not None:
+            self._by_node[id(node)] = node, unit
+        return unit
 
     def add(self, node: Sharded) -> UnitState:
-        """The unit that a node is from here on, of an earlier run or a new one."""
-        name, taken = node.name or "(root)", {unit.key for unit in self._table.values()}
+        """The unit that a node is from here on, of an earlier step or a new one."""
+        name, taken = node.name or "(root)", {unit.key for unit in self._by_memory.values()}
         keys = (f"{name}#{number}" if number else name for number in count())
         key = next(k for k in keys if k not in taken and (k not in self.units or self.units[k].layout == node.unit))
         if key not in self.units:
@@ -71,9 +89,9 @@ class UnitRegistry:
         self.enter(self.units[key], node)
         return self.units[key]
 
-    def sweep(self, used: Container[str]) -> None:
-        """Units that are neither used nor of this run are gone."""
-        now = {unit.key for unit in self._table.values()}
+    def prune(self, used: Container[str]) -> None:
+        """Remove units that are neither used nor of this step."""
+        now = {unit.key for unit in self._by_memory.values()}
         self.units = {key: unit for key, unit in self.units.items() if key in used or key in now}
 
 

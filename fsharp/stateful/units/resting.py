@@ -43,10 +43,10 @@ class RestingGradient:
     def __init__(self, sizes: Pieces, device: torch.device, window: torch.Tensor | None = None) -> None:
         self.sizes, self.device, self._memory = sizes, device, window
         self.in_arena = window is not None
-        self.forget()
+        self.release()
 
-    def forget(self) -> None:
-        """Have no tensors any more, and no memory that is not the arena's."""
+    def release(self) -> None:
+        """Release memory of its own, and hold no tensors. Callers keep what they hold."""
         self._memory = self._memory if self.in_arena else None
         self._tensors: list[torch.Tensor] | None = None
         self._views: list[torch.Tensor] | None = None

@@ -1,5 +1,7 @@
 """UpdateGather: updated parameters on their way from the optimizer's place to where they rest."""
 
+from collections.abc import Sequence
+
 import torch
 
 from fsharp.functional.layout.sharded import Sharded
@@ -42,6 +44,10 @@ class UpdateGather:
             if buffer.numel():
                 self.moves.append((part, nested_parts(buffer.detach(), old.unit, self.axes, rank)))
         self.node = old.replace(buffers)
+
+    def expect(self, works: Sequence[Work]) -> None:
+        """Be over once these gathers are."""
+        self.works += works
 
     def wait(self) -> None:
         """Block until all parts have been gathered."""

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import fsharp as fs
-from fsharp.stateful.units import unit_state as copies
+from fsharp.stateful.units import unsharded as copies
 from fsharp.stateful.units.resting import RestingGradient
 from fsharp.stateful.units.resting import storage_over as window_on
 from fsharp.testing import DebugPolicy, simulate
@@ -30,7 +30,7 @@ from tests.stateful.runtime.test_scheduler_rest import buffers, copied, each_str
 
 def blind(monkeypatch):
     """Have all tensors be at one address, and of one version."""
-    monkeypatch.setattr(copies, "stamp", lambda node: tuple((1, 0) for _ in node.raw_buffers))
+    monkeypatch.setattr(copies, "stamp", lambda node: [(1, 0) for _ in node.raw_buffers])
     for module in ("arena", "executor", "eager", "step"):
         monkeypatch.setattr(f"fsharp.stateful.runtime.{module}.stamp", copies.stamp)
 

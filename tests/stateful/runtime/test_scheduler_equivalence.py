@@ -80,6 +80,41 @@ def test_same_bits_as_the_blocking_path_in_all_cases(strategy, policy, microbatc
 # What a step sends, and the memory that it uses, are what its schedule says.
 
 
+class WatchedMemory:
+    """Which bytes of the arena the ops of a scheduler's step use, as they are run."""
+
+    def __init__(self, executor):
+        self.bind, self.begin, self.live = executor.bind, executor.begin, {}
+        executor.bind, executor.begin = self.watched, self.begin_step
+        self.restart()
+
+    def restart(self):
+        self.live = {start: (op, memory) for start, (op, memory) in self.live.items() if op.spec.fills == "params"}
+        self.total = self.peak_nbytes = sum(memory.nbytes for _, memory in self.live.values())
+        self.top = max((memory.stop for _, memory in self.live.values()), default=0)
+
+    def begin_step(self, step):
+        self.restart()
+        self.begin(step)
+
+    def watched(self, bound):
+        action = self.bind(bound)
+
+        def run():
+            for op in [each.op for each in bound.members]:
+                for memory in (op.memory, op.opens):
+                    if memory is not None and memory.start not in self.live:
+                        self.live[memory.start] = op, memory
+                        self.total += memory.nbytes
+                        self.top = max(self.top, memory.stop)
+            self.peak_nbytes = max(self.peak_nbytes, self.total)
+            action()
+            for op in [each.op for each in bound.members if each.spec.frees and each.op.memory is not None]:
+                self.total -= self.live.pop(op.memory.start)[1].nbytes
+
+        return run
+
+
 class Measured(NamedTuple):
     """A step that follows its schedule, as it was seen from outside."""
 
@@ -91,20 +126,15 @@ class Measured(NamedTuple):
 
 def measure(comm, strategy, microbatches, precision="float32", **policy):
     """The third step: the first records, the second gathers what the first has not gathered for it."""
-    counting, tx, runs = fs.CountingComm(comm), fs.optim.adamw(1e-2), []
-
-    def loss(params, batch, comm):
-        runs.append(comm.executor)
-        return loss_fn(params, batch, comm)
-
+    counting, tx = fs.CountingComm(comm), fs.optim.adamw(1e-2)
     state = make_state(comm, strategy, tx=tx, precision=PRECISIONS[precision])
-    step = fs.Scheduler(counting, policy=DebugPolicy(poison=True, **policy))(
-        fs.train_step(loss, tx, microbatches=microbatches, donate=True)
-    )
+    scheduler = fs.Scheduler(counting, policy=DebugPolicy(poison=True, **policy))
+    memory = WatchedMemory(scheduler.executor)
+    step = scheduler(fs.train_step(loss_fn, tx, microbatches=microbatches, donate=True))
     for batch in my_batches(comm, 3, size=12):
         counting.calls.clear()
         state, _ = step(state, batch)
-    return Measured(Counter(counting.calls), step.schedule, runs[-1].top, runs[-1].peak_nbytes)
+    return Measured(Counter(counting.calls), step.schedule, memory.top, memory.peak_nbytes)
 
 
 def of_the_loss(mesh):

@@ -1,0 +1,190 @@
+"""UnshardedBuffer: the full parameters of a unit in one place, whether they are there at present or not."""
+
+import time
+from collections.abc import Sequence
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from fsharp.functional.layout.sharded import Sharded
+from fsharp.functional.layout.unit_layout import UnitLayout
+from fsharp.stateful.schedule.schedule import Memory
+from fsharp.stateful.transport.base import Work
+from fsharp.stateful.units.axis_chain import Move
+from fsharp.stateful.units.full import FullUnit, carve, full_nbytes, full_sizes, nested_parts
+
+Stamp = list[tuple[int, int]]
+
+_RELEASED = 2**31
+"""The version of leaves whose memory may hold something else."""
+_VERSIONS_A_FILL = 1024
+"""What is filled from other values, or in another step, has other versions; a write to a leaf adds one."""
+
+
+def stamp(node: Sharded) -> Stamp:
+    """Which tensors a node's buffers are, and how often they have been written to."""
+    found = []
+    for b in node.raw_buffers:
+        found.append((b.data_ptr(), 0 if b.is_inference() else b._version))
+    return found
+
+
+class UnshardedBuffer:
+    """Full parameters of a unit, whether they are there at present or not: in the arena, or in memory of their own.
+
+    In the arena, tensors that autograd has saved point at this memory. While something else may be in it, their version
+    counters differ from what autograd has seen, so a backward that comes to them by a way that the scheduler does not know of
+    is refused. Memory of its own is new with each gather, and lives for as long as somebody holds a view of it.
+
+    Args:
+        layout: of the unit.
+        axes: to gather along.
+        device: where memory of its own is made.
+        rank: of this process.
+        poison: fill memory with NaN when it is released.
+        memory: a part of the arena; None for memory of its own.
+        where: that part.
+
+    Attributes:
+        full: the parameters; only while they are gathered, if they have memory of their own.
+        filled_from: the stamp of the node that it is filled from, or about to be; None while it is released.
+        works: of the gathers that fill it.
+        is_held: whether somebody still had memory of its own when it was released.
+        is_carried: whether it was gathered in the step before.
+    """
+
+    __slots__ = (
+        "_device",
+        "_last_filled_from",
+        "_layout",
+        "_outs",
+        "_poison",
+        "_rank",
+        "_sources",
+        "_step",
+        "_version",
+        "axes",
+        "filled_from",
+        "full",
+        "is_carried",
+        "is_held",
+        "memory",
+        "where",
+        "works",
+    )
+
+    def __init__(
+        self,
+        layout: UnitLayout,
+        axes: tuple[str, ...],
+        device: torch.device,
+        *,
+        rank: int,
+        poison: bool = False,
+        memory: torch.Tensor | None = None,
+        where: Memory | None = None,
+    ) -> None:
+        self._layout, self._device, self._rank, self._poison = layout, device, rank, poison
+        self.axes, self.where = axes, where
+        self.memory: torch.Tensor | None = None
+        self.full: FullUnit | None = None
+        self._outs: list[list[torch.Tensor]] = []
+        if memory is not None:
+            self._make(memory)
+        self.filled_from: Stamp | None = None
+        self.works: list[Work] = []
+        self.is_held = self.is_carried = False
+        self._sources: list[StorageWeakRef] = []
+        self._last_filled_from: Stamp | None = None
+        self._version = 0  # of its leaves while it is filled
+        self._step = 0  # in which it was filled last
+
+    def _make(self, memory: torch.Tensor) -> None:
+        self.memory, self.full = memory, FullUnit(self._layout, carve(memory, full_sizes(self._layout)))
+        self._outs = [nested_parts(flat, self._layout, self.axes, self._rank) for flat in self.full.flats]
+
+    def begin_step(self, step: int) -> None:
+        """Serve the step of this number, with what the step before has gathered: a backward of that one is refused."""
+        self._renew(step)
+
+    def _renew(self, step: int) -> None:
+        self._step, self._version = step, (self._version + _VERSIONS_A_FILL) % _RELEASED
+        if self.full is not None and self.where is not None:
+            self.full.set_version(self._version)
+
+    def fill(self, node: Sharded, step: int) -> list[Move]:
+        """Return what has to be gathered to fill it from where the unit's parameters rest. It counts as filled from here on.
+
+        Args:
+            node: where they rest.
+            step: number of the step.
+        """
+        if self.where is None:
+            with torch.inference_mode(False):
+                self._make(torch.empty(full_nbytes(self._layout), dtype=torch.uint8, device=self._device))
+        self.filled_from = stamp(node)
+        self._sources, self.is_carried, self.is_held = [], False, False
+        if self.filled_from != self._last_filled_from or step != self._step:  # what was saved of other values is refused
+            self._last_filled_from = self.filled_from
+            self._renew(step)
+        elif self.full is not None and self.where is not None:
+            self.full.set_version(self._version)
+        moves: list[Move] = []
+        for x, outs in zip(node.raw_buffers, self._outs, strict=True):
+            if x.numel():
+                moves.append((x.detach(), outs))
+        return moves
+
+    def expect(self, works: Sequence[Work]) -> None:
+        """Be filled once these gathers are over."""
+        self.works += works
+
+    def wait(self) -> None:
+        """Block until it is filled with the unit's parameters."""
+        for work in self.works:
+            work.wait()
+        self.works.clear()
+
+    def holds(self, seen: Stamp) -> bool:
+        """Whether it has, or is about to have, the values of these tensors."""
+        return self.filled_from == seen and not (self.is_carried and any(source.expired() for source in self._sources))
+
+    def carry(self, node: Sharded | None) -> None:
+        """Have the next step find it filled. Nobody keeps the tensors that it is a copy of: others may get their addresses."""
+        if node is not None:
+            self._sources, self.is_carried = [StorageWeakRef(x.untyped_storage()) for x in node.raw_buffers], True
+
+    def release(self) -> None:
+        """Its memory is free; what it held must not be used any more."""
+        if self.works:
+            self.wait()
+        was_filled, self.filled_from = self.filled_from is not None, None
+        if not was_filled:
+            return
+        if self.where is None:
+            assert self.memory is not None
+            storage = StorageWeakRef(self.memory.untyped_storage())
+            self.memory, self.full, self._outs = None, None, []
+            self.is_held = not _expires(storage)
+            return
+        assert self.full is not None
+        assert self.memory is not None
+        self.full.set_version(_RELEASED)
+        if self._poison:
+            self.memory.fill_(0xFF)  # NaN in every floating dtype
+
+    def abandon(self) -> None:
+        """What was to fill it may never come."""
+        self.works.clear()
+        self.filled_from = None
+        if self.full is not None and self.where is not None:
+            self.full.set_version(_RELEASED)
+
+
+def _expires(storage: StorageWeakRef) -> bool:
+    """Whether nobody holds a storage; a thread that has just made a collective may be about to let it go."""
+    for _ in range(5):
+        if storage.expired():
+            return True
+        time.sleep(0.001)
+    return False
