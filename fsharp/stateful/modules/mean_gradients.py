@@ -1,6 +1,6 @@
 """MeanGradients: the mean gradients of a module's parameters, where the optimizer wants them."""
 
-import sys
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
@@ -37,17 +37,16 @@ class MeanGradients:
         self.clear()
 
     def clear(self) -> None:
-        """There are none. Parts that somebody holds keep their values, in memory of their own."""
-        parts = list(self._parts.values())
+        """Drop the gradients. Move each part that a caller still holds, with its values, to memory of its own."""
+        parts = [weakref.ref(part) for part in self._parts.values()]
         self.tree: Any = None
         self.missing: set[str] = set()
         self._parts = {}
         self._versions: list[int] = []
         self.edits: list[str] = []
-        while parts:
-            part = parts.pop()
-            if sys.getrefcount(part) > 2:  # somebody else has it: `part` and the argument are the two
-                torch.utils.swap_tensors(part, Part.of(part.local.clone(), part))
+        for reference in parts:
+            if (part := reference()) is not None:
+                part.move()
 
     def set(self, sums: Any, missing: set[str]) -> None:
         """These are the sums over ranks, which are divided in place."""

@@ -7,6 +7,7 @@ elements are finished by a collective.
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from itertools import cycle
 from typing import Any, Protocol
 
 import torch
@@ -126,7 +127,7 @@ class Part(torch.Tensor):
     def of(data: torch.Tensor, like: "Part") -> "Part":
         """Return a part with the elements ``data``, cut in the same way as ``like``."""
         data = data.view(like.full_shape) if like.is_whole else data
-        part: Part = data.as_subclass(Part)
+        part: Part = torch.Tensor._make_subclass(Part, data)  # no view: a view would keep the memory of its base
         part.__dict__.update({name: getattr(like, name) for name in Part.__annotations__})
         return part
 
@@ -142,6 +143,11 @@ class Part(torch.Tensor):
             owner.before_write()
         with torch._C.DisableTorchFunctionSubclass():
             return self.detach().as_subclass(torch.Tensor)
+
+    def move(self) -> None:
+        """Move this rank's elements to memory of their own. Views of the part stay where they are."""
+        with torch._C.DisableTorchFunctionSubclass(), torch.inference_mode(False):
+            torch.Tensor.data.__set__(self, self.clone())  # type: ignore[attr-defined]
 
     # Methods that torch.distributed.checkpoint calls.
 
@@ -366,19 +372,22 @@ def _elementwise(
     ):
         raise LayoutError(_mismatch(next(like for like in likes if like is not None), rows[0][0], name))
 
-    def here(x: Any, like: Part | None) -> Any:
-        if isinstance(x, list | tuple):
-            return type(x)(map(here, x, likes if name.startswith("_foreach_") else likes * len(x)))
-        if isinstance(x, Part):
-            return x.local
-        return x.reshape(-1)[slice(*like.run)] if like is not None and isinstance(x, torch.Tensor) and x.dim() else x
-
-    out = func(*[here(x, likes[0]) for x in args], **{key: here(x, likes[0]) for key, x in kwargs.items()})
+    out = func(*[_here(x, likes) for x in args], **{key: _here(x, likes) for key, x in kwargs.items()})
     if is_in_place(name):
         return None if out is None else args[0]
     if isinstance(out, torch.Tensor):
         return out if likes[0] is None else Part.of(out, likes[0])
     return type(out)(x if like is None else Part.of(x, like) for x, like in zip(out, likes, strict=True))
+
+
+def _here(x: Any, likes: Sequence[Part | None]) -> Any:
+    """Return this rank's elements of an argument. The items of a list take turns with the parts that they are cut like."""
+    like = likes[0]
+    if isinstance(x, list | tuple):
+        return type(x)(_here(each, [like]) for each, like in zip(x, cycle(likes), strict=False))
+    if isinstance(x, Part):
+        return x.local
+    return x.reshape(-1)[slice(*like.run)] if like is not None and isinstance(x, torch.Tensor) and x.dim() else x
 
 
 def _held(part: Part) -> str:
