@@ -10,11 +10,12 @@ from fsharp.compiling import uncompiled
 from fsharp.errors import LossError, TreeError
 from fsharp.functional.comm.collectives import all_reduce
 from fsharp.functional.comm.protocol import Comm
+from fsharp.functional.layout.placement import Partial
 from fsharp.functional.layout.sharded import (
     Sharded,
-    as_sharded,
     is_sharded,
     map_units,
+    not_sharded,
     units_of,
 )
 from fsharp.functional.lent import check_not_lent
@@ -140,10 +141,13 @@ def average(loss: Loss, grads: Any, *, comm: Comm, donate: bool = False) -> tupl
     Cost: one ``all_reduce`` of 16 bytes for each axis.
     """
     for leaf in optree.tree_leaves(grads, is_leaf=is_sharded):
-        node = as_sharded("average()", leaf)
-        if node.place.partial:
+        if not is_sharded(leaf):
+            raise not_sharded("average()", leaf)
+        node: Sharded = leaf
+        if Partial in node.place.placements:
             raise TreeError(f"average(): gradients of unit {node.name!r} rest partial ({node.place}); reduce_scatter() first.")
-        check_shared("average()", node)
+        if node.is_gathered:
+            check_shared("average()", node)
         if node.scale == "mean":
             raise TreeError(f"average(): gradients of unit {node.name!r} have been divided by average() already.")
     if donate:

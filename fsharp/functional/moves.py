@@ -63,9 +63,13 @@ def gather(tree: Tree, *, comm: Comm, to: PlaceName = "full") -> Tree:
     check_comm("gather()", tree, comm)
 
     def one(sharded: Sharded) -> Sharded:
+        if not is_sharded(sharded):
+            return sharded
         target, whole = resolve_place(sharded.unit, to), to == "full"
-        if sharded.place.partial or target.partial:
+        if Partial in sharded.place.placements or Partial in target.placements:
             raise _wrong_place("gather()", sharded, target, "Partial sums are moved by reduce_scatter().")
+        if target.placements == sharded.place.placements and not whole and not sharded.is_gathered:
+            return sharded.with_buffers(sharded.buffers)
         tree_name = label_of(sharded, comm, target)
         named = Labelled(comm, f"{tree_name}gather {sharded.name or '(root)'}")
         ways = {"was_gathered": sharded.is_gathered, "is_gathered": whole}
@@ -74,10 +78,12 @@ def gather(tree: Tree, *, comm: Comm, to: PlaceName = "full") -> Tree:
                 moved = [move_values(x.detach(), sharded.place, target, named, **ways) for x in sharded.buffers]
                 moved = sharded.ledger.attached(sharded, moved, Labelled(comm, tree_name))
         else:
-            moved = [move_values(x, sharded.place, target, named, **ways) for x in sharded.buffers]
+            moved = []
+            for x in sharded.buffers:
+                moved.append(move_values(x, sharded.place, target, named, **ways))
         return Sharded(moved, sharded.unit, target, sharded.groups, is_gathered=whole)
 
-    return map_units(lambda node: one(on_device(node, comm.device)) if is_sharded(node) else node, tree)  # type: ignore[no-any-return]
+    return optree.tree_map(one, on_device(tree, comm.device), is_leaf=is_sharded)  # type: ignore[return-value]
 
 
 @uncompiled

@@ -63,8 +63,10 @@ def with_sinks(params: Any, ledger: SinkLedger | None = None) -> Any:
         unit, buffers = node.unit, node.raw_buffers
         device = buffers[0].device if buffers else torch.device("cpu")
         sinks = tuple(
-            zero(unit.groups[g].dtypes.accumulate, device).expand(unit.local_size(g, unit.strategy.grads)).requires_grad_()
-            for g in unit.trainable
+            [
+                zero(unit.groups[g].dtypes.accumulate, device).expand(size).requires_grad_()
+                for g, size in zip(unit.trainable, unit.gradient_sizes, strict=True)
+            ]
         )
         own = [x.detach().requires_grad_(g in unit.trainable) for g, x in zip(node.groups, buffers, strict=True)]
         ledger.enter(own, sinks)

@@ -169,7 +169,7 @@ def update(tx: Any, grads: Any, state: TrainState, *, comm: Comm, donate: bool =
         new, opt = apply_transform(tx, grads, opt, old, comm=comm, donate=donate, **extra)
         main = _main_copies(new)
         if donate:
-            opt = map_units(lambda node: node.replace(node.buffers) if is_sharded(node) else node, opt)
+            opt = map_units(lambda node: node.replace(node.lazy or node.raw_buffers) if is_sharded(node) else node, opt)
         resting = _cast(new, "compute")
         name_updated(resting, state.params)
         if isinstance(comm, Engine):
@@ -178,7 +178,7 @@ def update(tx: Any, grads: Any, state: TrainState, *, comm: Comm, donate: bool =
             params = merge(state.params, gather(resting, comm=comm, to="params"))
         name_as(params, resting)
     if donate:
-        donate_nodes((state.params, state.main, state.opt))
+        donate_nodes((state.params, state.main, state.opt), params)
     return TrainState(state.step + 1, params, main, opt, MadeBy(tx.name))
 
 
@@ -191,12 +191,13 @@ def _check_maker(tx: Transform, state: TrainState) -> None:
 
 
 def _main_copies(tree: Any) -> Any:
-    return map_units(lambda s: s.select([g for g in s.groups if s.unit.groups[g].dtypes.has_main_copy]), tree)
+    """Of trained groups at the optimizer's place, those that have a main copy."""
+    return map_units(lambda node: node.select(node.unit.with_main_copy), tree)
 
 
 def _cast(tree: Any, kind: str) -> Any:
     def one(node: Sharded) -> Sharded:
-        dtypes = [getattr(node.unit.groups[g].dtypes, kind) for g in node.groups]
-        return node.replace([b.to(dtype) for b, dtype in zip(node.buffers, dtypes, strict=True)])
+        groups, pairs = node.unit.groups, zip(node.groups, node.buffers, strict=True)
+        return node.with_buffers([b.to(getattr(groups[g].dtypes, kind)) for g, b in pairs])
 
     return map_units(one, tree)

@@ -25,7 +25,6 @@ from typing import Any
 
 import torch
 
-from fsharp.annotated import options_explained
 from fsharp.errors import TreeError
 from fsharp.functional.comm.protocol import Comm
 
@@ -104,7 +103,6 @@ class _AllReduce(torch.autograd.Function):
         return all_reduce(x.movedim(in_dims[0] or 0, 0), comm, axis), 0
 
 
-@options_explained
 def all_gather_last(x: torch.Tensor, comm: Comm, axis: str) -> torch.Tensor:
     """Concatenate every rank's ``x`` of shape ``[..., c]`` into ``[..., n * c]``, in order of coordinate.
 
@@ -116,7 +114,6 @@ def all_gather_last(x: torch.Tensor, comm: Comm, axis: str) -> torch.Tensor:
     return out
 
 
-@options_explained
 def reduce_scatter_last(x: torch.Tensor, comm: Comm, axis: str, *, dtype: torch.dtype | None = None) -> torch.Tensor:
     """Sum over ranks and keep the own part.
 
@@ -138,7 +135,6 @@ def reduce_scatter_last(x: torch.Tensor, comm: Comm, axis: str, *, dtype: torch.
     return out
 
 
-@options_explained
 def all_reduce(x: torch.Tensor, comm: Comm, axis: str) -> torch.Tensor:
     """Sum ``x`` over ranks.
 
@@ -150,7 +146,6 @@ def all_reduce(x: torch.Tensor, comm: Comm, axis: str) -> torch.Tensor:
     return out
 
 
-@options_explained
 def local_slice(x: torch.Tensor, comm: Comm, axis: str) -> torch.Tensor:
     """The own part ``[..., c]`` of ``x`` of shape ``[..., n * c]``, a view.
 

@@ -10,7 +10,7 @@ from typing import Any
 from fsharp.functional.comm.protocol import Comm, innermost
 from fsharp.functional.layout.placement import Place, Replicate, Shard
 from fsharp.functional.layout.sharded import Sharded, units_of
-from fsharp.functional.layout.tree_name import TreeName
+from fsharp.functional.layout.tree_name import UNNAMED, TreeName
 
 
 @dataclass
@@ -74,8 +74,8 @@ def label_of(node: Sharded, comm: Comm, target: Place | None = None) -> str:
     if counts is None:
         return ""
     name, place = node.tree_name, node.place
-    if name.is_unique:
-        return f"{name.text}, "
+    if name.tree and not name.replaced and not name.mapped:  # as most have: no other values have the same text
+        return f"tree {name.tree} at update {name.updates}, "
     axes = tuple(
         axis
         for axis in place.order
@@ -83,6 +83,8 @@ def label_of(node: Sharded, comm: Comm, target: Place | None = None) -> str:
     )
     if not axes:
         return ""
+    if name is UNNAMED:
+        node.tree_name = name = TreeName()
     if axes not in name.numbers:
         key = (name.text, axes, node.name)
         counts.gathered[key] += 1

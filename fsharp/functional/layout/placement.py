@@ -140,6 +140,8 @@ class Place:
         return Place(self.order, tuple(swap[p] for p in self.placements))
 
     def _axes(self, kind: Placement) -> tuple[str, ...]:
+        if kind not in self.placements:
+            return ()
         return tuple([axis for axis, p in zip(self.order, self.placements, strict=True) if p is kind])
 
     def __str__(self) -> str:

@@ -10,7 +10,7 @@ from torch.utils import _pytree as torch_pytree
 from fsharp.errors import LayoutError, TreeError, problem
 from fsharp.functional.layout.placement import Place
 from fsharp.functional.layout.precision import dtype_name
-from fsharp.functional.layout.tree_name import TreeName
+from fsharp.functional.layout.tree_name import UNNAMED, TreeName
 from fsharp.functional.layout.unit_layout import UnitLayout
 
 PlaceName = str | Place
@@ -34,7 +34,7 @@ class Context(NamedTuple):
     groups: tuple[int, ...]
     is_gathered: bool = False
     ledger: Any = None
-    tree_name: TreeName = TreeName()
+    tree_name: TreeName = UNNAMED
 
 
 class LazyBuffers:
@@ -101,21 +101,21 @@ class Sharded:
         is_gathered: bool = False,
         ledger: Any = None,
         scale: Literal["sum", "mean"] | None = None,
-        tree_name: TreeName | None = None,
+        tree_name: TreeName = UNNAMED,
     ) -> None:
         self.lazy = buffers if isinstance(buffers, LazyBuffers) else None
         self.raw_buffers: tuple[Any, ...] = tuple(buffers) if self.lazy is None else self.lazy.raw  # type: ignore[arg-type]
         self.unit, self.place, self.is_gathered, self.ledger = unit, place, is_gathered, ledger
         self.groups = unit.all_groups if groups is None else groups
         self.scale, self.is_donated = scale, False
-        self.tree_name = TreeName() if tree_name is None else tree_name
+        self.tree_name = tree_name
         self.rank: int | None = None
 
     def __getstate__(self) -> Any:
         return None, {name: getattr(self, name) for name in self.__slots__} | {
             "raw_buffers": self.buffers,
             "lazy": None,
-            "tree_name": TreeName(),  # numbers are those of one process
+            "tree_name": UNNAMED,  # numbers are those of one process
         }
 
     @property
@@ -158,15 +158,16 @@ class Sharded:
             tree_name=self.tree_name,
         )
 
-    def replace(self, buffers: Sequence[Any], place: Place | None = None) -> "Sharded":
+    def replace(self, buffers: Sequence[Any] | LazyBuffers, place: Place | None = None) -> "Sharded":
         """The same groups with other buffers, perhaps in another place."""
+        name = self.tree_name
         return Sharded(
             buffers,
             self.unit,
             place or self.place,
             self.groups,
             is_gathered=self.is_gathered and place is None,
-            tree_name=self.tree_name.made(replaced=1),
+            tree_name=TreeName(name.tree, name.updates, name.replaced + 1, name.mapped) if name.tree else UNNAMED,
         )
 
     def drop(self) -> None:
@@ -175,8 +176,11 @@ class Sharded:
 
     def select(self, groups: Sequence[int]) -> "Sharded":
         """Only the given groups, which have to be among this node's."""
-        held = dict(zip(self.groups, self.buffers, strict=True))
-        return self.with_buffers([held[g] for g in groups], groups=tuple(groups))
+        chosen = tuple(groups)
+        if chosen == self.groups and self.ledger is None and self.scale is None:
+            return self
+        held = dict(zip(self.groups, self.buffers, strict=True)) if chosen else {}
+        return self.with_buffers(list(map(held.__getitem__, chosen)), groups=chosen)
 
     def tree(self, ties: Sequence["Sharded"] = ()) -> Any:
         """The unit's subtree, its leaves views of the buffers. Differentiable.
@@ -264,8 +268,8 @@ def flatten_node(node: Sharded) -> tuple[tuple[Any, ...], Context]:
 def unflatten_node(context: Context, children: Any) -> Sharded:
     """The inverse of :func:`flatten_node`."""
     unit, place, groups, is_gathered, ledger, name = context
-    made = name.made(mapped=1)
-    return Sharded(tuple(children), unit, place, groups, is_gathered=is_gathered, ledger=ledger, tree_name=made)
+    mapped = TreeName(name.tree, name.updates, name.replaced, name.mapped + 1) if name.tree else UNNAMED
+    return Sharded(tuple(children), unit, place, groups, is_gathered=is_gathered, ledger=ledger, tree_name=mapped)
 
 
 LEAFLESS: set[type] = set()
@@ -316,7 +320,7 @@ def units_of(tree: Any) -> list[Sharded]:
 
 def units_by_name(tree: Any) -> dict[str, Sharded]:
     """All :class:`Sharded` in a tree, by the path of their unit."""
-    return {node.name: node for node in units_of(tree)}
+    return {node.unit.name: node for node in units_of(tree)}
 
 
 def check_kept(where: str, nodes: Iterable[Sharded]) -> None:
@@ -333,10 +337,11 @@ def check_kept(where: str, nodes: Iterable[Sharded]) -> None:
             )
 
 
-def donate_nodes(tree: Any) -> None:
-    """From here on these nodes are refused; others may have their buffers."""
+def donate_nodes(tree: Any, new: Any = ()) -> None:
+    """Refuse the nodes of a tree from here on, but those that are in ``new`` as well: others may have their buffers."""
+    kept = set(map(id, units_of(new)))
     for node in units_of(tree):
-        node.is_donated = True
+        node.is_donated = id(node) not in kept
 
 
 def map_units(fn: Callable[..., Any], tree: Any, *rest: Any) -> Any:
@@ -367,17 +372,9 @@ def resolve_place(unit: UnitLayout, place: PlaceName) -> Place:
     return place
 
 
-def as_sharded(where: str, node: Any) -> Sharded:
-    """Return a leaf of a tree of units, which has to be a unit.
-
-    Raises:
-        TreeError: the leaf is not a :class:`Sharded`.
-    """
-    if not is_sharded(node):
-        raise TreeError(
-            f"{where}: expected a tree of Sharded, got {node!r:.80}, a {type(node).__name__}: shard() the tree first."
-        )
-    return node  # type: ignore[no-any-return]
+def not_sharded(where: str, leaf: Any) -> TreeError:
+    """The error of a leaf that is no unit, in a tree of units."""
+    return TreeError(f"{where}: expected a tree of Sharded, got {leaf!r:.80}, a {type(leaf).__name__}: shard() the tree first.")
 
 
 def trainable(tree: Any) -> Any:
@@ -387,9 +384,11 @@ def trainable(tree: Any) -> Any:
         TreeError: a leaf that is not a :class:`Sharded`.
     """
 
-    def one(node: Any) -> Sharded:
-        unit = as_sharded("trainable()", node)
-        return unit.select([g for g in unit.groups if unit.unit.groups[g].trainable])
+    def one(node: Sharded) -> Sharded:
+        if not is_sharded(node):
+            raise not_sharded("trainable()", node)
+        chosen = node.unit.trainable
+        return node.select(chosen if set(chosen) <= set(node.groups) else [g for g in chosen if g in node.groups])
 
     return map_units(one, tree)
 
@@ -401,8 +400,12 @@ def merge(tree: Any, part: Any) -> Any:
         TreeError: a leaf of either tree that is not a :class:`Sharded`.
     """
 
-    def one(*leaves: Any) -> Sharded:
-        whole, new = (as_sharded("merge()", leaf) for leaf in leaves)
+    def one(whole: Sharded, new: Sharded) -> Sharded:
+        for leaf in (whole, new):
+            if not is_sharded(leaf):
+                raise not_sharded("merge()", leaf)
+        if not new.groups and whole.ledger is None and whole.scale is None:
+            return whole
         held = dict(zip(new.groups, new.buffers, strict=True))
         return whole.replace([held.get(g, old) for g, old in zip(whole.groups, whole.buffers, strict=True)])
 

@@ -28,24 +28,17 @@ class TreeName:
     numbers: dict[tuple[str, ...], int] = field(default_factory=dict)
 
     @property
-    def is_unique(self) -> bool:
-        """Whether no other values have the same text."""
-        return bool(self.tree) and not self.replaced and not self.mapped
-
-    @property
     def text(self) -> str:
         """The name in words; empty if the values come from no tree that ranks have made together."""
         changes = [f", {what} {times}x" for what, times in (("replaced", self.replaced), ("mapped", self.mapped)) if times]
         return f"tree {self.tree} at update {self.updates}{''.join(changes)}" if self.tree else ""
 
-    def made(self, *, replaced: int = 0, mapped: int = 0) -> "TreeName":
-        """Return the name of what calls of ``replace()`` or pytree mappings make of these values."""
-        return TreeName(self.tree, self.updates, self.replaced + replaced, self.mapped + mapped)
-
     def updated(self) -> "TreeName":
         """Return the name of what the next update makes of these values."""
+        if not self.tree:
+            return UNNAMED
         self.successors += 1
-        tree = f"{self.tree}.{self.successors}" if self.tree and self.successors > 1 else self.tree
+        tree = f"{self.tree}.{self.successors}" if self.successors > 1 else self.tree
         return TreeName(tree, self.updates + 1, self.replaced, self.mapped)
 
     def __eq__(self, other: object) -> bool:
@@ -53,3 +46,7 @@ class TreeName:
 
     def __hash__(self) -> int:
         return 0
+
+
+UNNAMED = TreeName()
+"""The name of values that come from no tree which ranks have made together, as long as nobody has asked for their number."""

@@ -133,6 +133,21 @@ class UnitLayout:
         return tuple(i for i, group in enumerate(self.groups) if group.trainable)
 
     @cached_property
+    def with_main_copy(self) -> tuple[int, ...]:
+        """Indices of the groups that have gradients, and a main copy in another dtype than the parameters."""
+        return tuple(i for i in self.trainable if self.groups[i].dtypes.has_main_copy)
+
+    @cached_property
+    def gradient_sizes(self) -> tuple[int, ...]:
+        """For each group that has gradients, the elements of its gradient that a rank holds between microbatches."""
+        return tuple(self.local_size(i, self.strategy.grads) for i in self.trainable)
+
+    @cached_property
+    def varying(self) -> tuple[str, ...]:
+        """Axes along which every rank has values of its own."""
+        return self.strategy.full.varying
+
+    @cached_property
     def all_groups(self) -> tuple[int, ...]:
         """Indices of all groups, trained or frozen."""
         return tuple(range(len(self.groups)))

@@ -279,9 +279,11 @@ def check_gradients(where: str, grads: Any, params: Any) -> None:
         raise TreeError(f"{where}: gradients and parameters are trees of different structure.")
     for g, p in zip(units_of(grads), units_of(params), strict=True):
         check_shared(where, g)
-        facts: list[tuple[str, Any, Any]] = [("layout of unit", g.name, p.name)] if g.unit != p.unit else []
+        facts: list[tuple[str, Any, Any]] = []
+        if g.unit is not p.unit and g.unit != p.unit:
+            facts = [("layout of unit", g.name, p.name)]
         if not facts:
-            facts += [("place", g.place, p.place)] * (g.place != p.place)
+            facts += [("place", g.place, p.place)] * (g.place is not p.place and g.place != p.place)
             facts += [("groups", g.groups, p.groups)] * (g.groups != p.groups)
         if not facts:
             for i, x, y in zip(g.groups, g.raw_buffers, p.raw_buffers, strict=True):

@@ -9,6 +9,7 @@ only: the remainders go through a padded scratch tensor. An element's update the
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import optree
@@ -25,6 +26,7 @@ ScalarOrSchedule = float | Callable[[int], float]
 PerPath = float | Mapping[str, float] | Callable[[str], float]
 """A number, numbers by path pattern (the last that selects a leaf counts), or a function of the leaf's path."""
 
+_shape_of = attrgetter("shape")
 _VECTOR_NBYTES = 128
 """Two of the widest SIMD registers in use, which torch's loops take at once, and a multiple of all narrower ones."""
 
@@ -331,7 +333,7 @@ def _each_run(
     """
     params = trees[0]
     expected, *others = (
-        [(node.unit, node.place, node.groups, [b.shape for b in node.buffers]) for node in units_of(tree)] for tree in trees
+        [(node.unit, node.place, node.groups, [*map(_shape_of, node.raw_buffers)]) for node in units_of(tree)] for tree in trees
     )
     if any(other != expected for other in others):
         raise TreeError(
@@ -345,17 +347,20 @@ def _each_run(
     tables = {} if uniform else {name: per_leaf(f"{name}=", params, rule) for name, rule in rules.items()}
     by_value: dict[tuple[float, float], list[list[torch.Tensor]]] = {}
     for nodes in zip(*map(units_of, trees), strict=True):
-        for i, group in enumerate(nodes[0].groups):
-            columns = [node.buffers[i] for node in nodes]
+        rows = zip(*[node.raw_buffers if node.lazy is None else node.buffers for node in nodes], strict=True)
+        for group, row in zip(nodes[0].groups, rows, strict=True):
+            columns = list(row)
             columns[1] = columns[1].to(columns[0].dtype)
             for value, start, stop in [(uniform, 0, columns[0].numel())] if uniform else _runs(nodes[0], group, rank, tables):
                 if start < stop:
-                    lists = by_value.setdefault(value, [[] for _ in columns])
+                    if value not in by_value:
+                        by_value[value] = [[] for _ in columns]
+                    lists = by_value[value]
                     for column, into in zip(columns, lists, strict=True):
                         into.append(column if stop - start == column.numel() else column[start:stop])
     for (scale, decay), lists in by_value.items():
         run = partial(kernel, scale=scale, decay=decay)
-        for dtype in dict.fromkeys(x.dtype for x in lists[0]):
+        for dtype in dict.fromkeys([x.dtype for x in lists[0]]):
             chosen = [j for j, x in enumerate(lists[0]) if x.dtype is dtype]
             _in_whole_vectors(run, [[column[j] for j in chosen] for column in lists])
 
@@ -377,10 +382,11 @@ def _runs(node: Sharded, group: int, rank: int, tables: Mapping[str, Mapping[str
 def _in_whole_vectors(kernel: Callable[[Sequence[list[torch.Tensor]]], None], lists: list[list[torch.Tensor]]) -> None:
     """Run an in-place kernel so that no tensor it sees on a CPU ends within a vector; see [Note: whole vectors]."""
     vector = _VECTOR_NBYTES // lists[0][0].itemsize
-    if lists[0][0].device.type != "cpu" or not any(x.numel() % vector for x in lists[0]):
+    rests = [x.numel() % vector for x in lists[0]]
+    if lists[0][0].device.type != "cpu" or not any(rests):
         kernel(lists)
         return
-    cuts = [x.numel() - x.numel() % vector for x in lists[0]]
+    cuts = [x.numel() - rest for x, rest in zip(lists[0], rests, strict=True)]
     bodies = [[x if cut == x.numel() else x[:cut] for x, cut in zip(column, cuts, strict=True) if cut] for column in lists]
     tails = [[x[cut:] for x, cut in zip(column, cuts, strict=True) if cut < x.numel()] for column in lists]
     scratch = []

@@ -1,7 +1,9 @@
 """ModuleCalls: the code of a module and of the modules in it, called with units gathered and full parameters in their slots."""
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from itertools import chain
+from operator import is_
 from typing import Any, NamedTuple
 
 import optree
@@ -19,6 +21,9 @@ from fsharp.stateful.modules.initial.dtensors import Spec, dressed, local
 from fsharp.stateful.modules.parameter_slots import ParameterSlots, members_of, owners, refuse_added, swapped_in
 from fsharp.stateful.modules.values.outputs import reaching, replaced, tensors_in, without_parameters
 from fsharp.stateful.modules.values.side_outputs import SideOutputs
+
+_LEAVES = frozenset({type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device})
+"""Types of which torch's pytrees have no nodes."""
 
 
 class ParameterSource:
@@ -113,39 +118,17 @@ class ModuleCalls:
         kwargs: dict[str, Any],
     ) -> Any:
         """``fn(*args, **kwargs)``, the code of the module at ``path``, with its units gathered from ``source``."""
-        owner, given, inner = self.owners[path], _Arguments(args, kwargs), _Inner()
+        owner, call = self.owners[path], _Call(self, source, module, path, fn, args, kwargs)
         for name in owner.units:
             self.slots[name].check()
         refuse_added(module, path)
-
-        @uncompiled
-        def compute(trees: list[Any], *flat: Any) -> list[Any]:
-            a, k = given.filled(flat)
-            passed = [*a, *k.values()]
-            before = owner.side_outputs.look(passed, path)
-            leaves = [optree.tree_leaves(tree) for tree in trees]
-            if self._paused:
-                leaves = [self._detached(*each) for each in zip(owner.units, leaves, strict=True)]
-            shown = [self.dressed(*each) for each in zip(owner.units, leaves, strict=True)]
-            with self.reading(source, module), self.swapped_in(owner.units, shown):
-                out = compiled_by_caller(fn, *a, **k)
-            full = [leaf for each in leaves for leaf in each]
-            out = without_parameters(out, full, path)
-            found, mine = tensors_in(out, path), owner.side_outputs.since(before, passed, full, path)
-            found += [x for x in mine if not any(x is y for y in found)]
-            inner.out, inner.found, inner.passed = out, found, passed
-            return reaching(found, [*flat, *full]) if owner.varies else found
-
         nodes = [source.nodes[name] for name in owner.units]
         if not nodes:
-            compute([], *given.flat)
-            return inner.out
+            call.compute([], *call.flat)
+            return call.out
         ties = [source.nodes[name] for name in owner.ties]
-        found = forward(compute, nodes, *given.flat, comm=source.comm, ties=ties, release=not owner.has_inner)
-        if all(a is b for a, b in zip(found, inner.found, strict=True)):
-            return inner.out
-        owner.side_outputs.replace(inner.passed, inner.found, found, path)
-        return replaced(inner.out, inner.found, found, path)
+        found = forward(call.compute, nodes, *call.flat, comm=source.comm, ties=ties, release=not owner.has_inner)
+        return call.returning(found)
 
     @contextmanager
     def reading(self, source: ParameterSource, module: nn.Module | None = None) -> Iterator[None]:
@@ -170,17 +153,22 @@ class ModuleCalls:
             for each in others:
                 each.__dict__["_fsharp_computes"] = True
 
-    @contextmanager
-    def swapped_in(self, names: Sequence[str], parameters: Sequence[Sequence[Any]]) -> Iterator[None]:
+    def swapped_in(self, names: Sequence[str], parameters: Sequence[Sequence[Any]]) -> AbstractContextManager[None]:
         """In this context the module has these for parameters, in the order of each unit's leaves."""
-        with swapped_in([self.slots[name] for name in names], parameters):
-            yield
+        return swapped_in([self.slots[name] for name in names], parameters)
 
-    def dressed(self, name: str, leaves: Sequence[torch.Tensor]) -> Sequence[Any]:
-        """A unit's leaves as the module's code has them."""
+    def shown(self, names: Sequence[str], leaves: Sequence[Sequence[torch.Tensor]]) -> Sequence[Sequence[Any]]:
+        """Units' leaves as the module's code has them."""
         if not self.specs:
             return leaves
-        return dressed(map(self._layout[name].full_path, self._layout[name].leaves), leaves, self.specs)
+        rows = zip([self._layout[name] for name in names], leaves, strict=True)
+        return [dressed(map(unit.full_path, unit.leaves), each, self.specs) for unit, each in rows]
+
+    def differentiated(self, names: Sequence[str], leaves: list[list[torch.Tensor]]) -> list[list[torch.Tensor]]:
+        """Units' leaves, with paused ones detached."""
+        if not self._paused:
+            return leaves
+        return [self._detached(*each) for each in zip(names, leaves, strict=True)]
 
     def _detached(self, name: str, leaves: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return a unit's leaves, with paused ones detached."""
@@ -202,23 +190,81 @@ class ModuleCalls:
                 leaves[i].copy_(mine)
 
 
-class _Inner:
-    """What a module has returned, the tensors that it gives away, and what it was passed: inside of its units' forward."""
+class _Call:
+    """One call of a module's code, whose units are gathered around it.
 
-    out: Any
-    found: list[torch.Tensor]
-    passed: list[Any]
+    Args:
+        calls: of the root.
+        source: where parameters come from.
+        module: that is called.
+        path: its path.
+        fn: its code.
+        args: what it is called with.
+        kwargs: likewise.
 
+    Attributes:
+        flat: the leaves of its arguments.
+        out: what the code has returned.
+    """
 
-class _Arguments:
-    """What a module is called with, and its leaves."""
+    def __init__(
+        self,
+        calls: ModuleCalls,
+        source: ParameterSource,
+        module: nn.Module,
+        path: str,
+        fn: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> None:
+        self._calls, self._source, self._module, self._path, self._fn = calls, source, module, path, fn
+        self._arguments = args, kwargs
+        self.flat, self._spec = flat_arguments(args, kwargs)
+        self.out: Any = None
+        self._given_away: list[torch.Tensor] = []
+        self._passed: list[Any] = []
 
-    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.whole = args, kwargs
-        self.flat, self.spec = torch_pytree.tree_flatten(self.whole)
+    @uncompiled
+    def compute(self, trees: list[Any], *flat: Any) -> list[torch.Tensor]:
+        """Call the code with these trees of full parameters and these arguments; return the tensors that it gives away."""
+        calls, path = self._calls, self._path
+        owner = calls.owners[path]
+        args, kwargs = self._filled(flat)
+        passed = self._passed = [*args, *kwargs.values()]
+        before = owner.side_outputs.look(passed, path)
+        leaves = calls.differentiated(owner.units, list(map(optree.tree_leaves, trees)))
+        with calls.reading(self._source, self._module), calls.swapped_in(owner.units, calls.shown(owner.units, leaves)):
+            out = compiled_by_caller(self._fn, *args, **kwargs)
+        full = list(chain.from_iterable(leaves))
+        self.out = out = without_parameters(out, full, path)
+        found = tensors_in(out, path)
+        for x in owner.side_outputs.since(before, passed, full, path):
+            if not any(x is y for y in found):
+                found.append(x)
+        self._given_away = found
+        return reaching(found, [*flat, *full]) if owner.varies else found
 
-    def filled(self, flat: Sequence[Any]) -> Any:
+    def returning(self, found: Sequence[torch.Tensor]) -> Any:
+        """What the code has returned, with these in place of the tensors that it has given away."""
+        if all(map(is_, found, self._given_away)):
+            return self.out
+        self._calls.owners[self._path].side_outputs.replace(self._passed, self._given_away, found, self._path)
+        return replaced(self.out, self._given_away, found, self._path)
+
+    def _filled(self, flat: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments with these leaves; with the leaves they have, the caller's own lists and dicts."""
-        if all(a is b for a, b in zip(flat, self.flat, strict=True)):
-            return self.whole
-        return torch_pytree.tree_unflatten(list(flat), self.spec)
+        args, kwargs = self._arguments
+        if all(map(is_, flat, self.flat)):
+            return args, kwargs
+        if self._spec is None:
+            return flat[: len(args)], dict(zip(kwargs, flat[len(args) :], strict=True))  # type: ignore[return-value]
+        return torch_pytree.tree_unflatten(list(flat), self._spec)  # type: ignore[no-any-return]
+
+
+def flat_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], torch_pytree.TreeSpec | None]:
+    """The leaves of the arguments of a call, as torch's pytrees count them, and their structure; None if each is a leaf."""
+    flat = [*args, *kwargs.values()]
+    for x in flat:
+        if not isinstance(x, torch.Tensor) and type(x) not in _LEAVES:
+            return torch_pytree.tree_flatten((args, kwargs))
+    return flat, None

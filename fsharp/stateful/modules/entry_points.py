@@ -2,12 +2,12 @@
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
 
-from fsharp.compiling import skip_frame, uncompiled
+from fsharp.compiling import skip_frame
 from fsharp.errors import PatternError, TreeError
 from fsharp.stateful.modules.torch_tools.refusals import NO_COPIES
 
@@ -89,14 +89,9 @@ def _entry(base: type[nn.Module], name: str) -> Any:
         # While the module computes, torch.compile traces this function, so that a graph goes on within the units' gather.
         own = self._fsharp_own.get(name)
         if not self._fsharp_computes:
-            return _enter(self, own or functools.partial(getattr(base, name), self), args, kwargs)
+            session, path = self.__dict__["_fsharp"]
+            return session.call(self, path, own or functools.partial(getattr(base, name), self), args, kwargs)
         return getattr(base, name)(self, *args, **kwargs) if own is None else own(*args, **kwargs)
 
     skip_frame(entry)
     return entry if function is None else functools.wraps(function)(entry)
-
-
-@uncompiled
-def _enter(module: nn.Module, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    session, path = module.__dict__["_fsharp"]
-    return session.call(module, path, fn, args, kwargs)

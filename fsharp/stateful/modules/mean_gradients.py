@@ -12,6 +12,7 @@ from fsharp.functional.layout.sharded import units_of
 from fsharp.functional.optim.norms import global_norm
 from fsharp.stateful.modules.initial.dtensors import Spec, norm_of
 from fsharp.stateful.modules.parameter import Part, ShardedParameter
+from fsharp.stateful.units.gradient import GradientBuffer
 from fsharp.stateful.units.unit_state import UnitState
 
 
@@ -56,6 +57,8 @@ class MeanGradients:
 
     def call_hooks(self) -> None:
         """Call the hooks of parameters that have a gradient: of all of them, also if a hook drops gradients."""
+        if not any(self.hooks.values()):
+            return
         present = self.present
         for path in [path for path in self._parameters if path in present]:
             for hook in list(self.hooks.get(path, {}).values()):
@@ -118,7 +121,7 @@ class MeanGradients:
     @property
     def present(self) -> frozenset[str]:
         """Paths of the trained parameters that have a gradient, if there is a tree."""
-        return frozenset(path for path, each in self._parameters.items() if each.is_trained) - self.missing
+        return frozenset([path for path, each in self._parameters.items() if each.is_trained]) - self.missing
 
     def norm(self) -> torch.Tensor:
         """The 2-norm over all ranks."""
@@ -143,21 +146,21 @@ def unused_parameters(units: Sequence[UnitState], comm: Comm, paused: Collection
     """
     missing: set[str] = set()
     label = f"which gradients there are, with {len(paused)} parameters paused, such as {min(paused)!r}" if paused else ""
-    for varying in dict.fromkeys(unit.layout.strategy.full.varying for unit in units):
-        found = [
-            (unit.layout.full_path(leaf), bool(unit.gradient.found >> i & 1))
-            for unit in units
-            if unit.gradient is not None and unit.layout.strategy.full.varying == varying
-            for i, leaf in enumerate(unit.gradient.route.leaves)
-        ]
-        is_complete = all(has for _, has in found)
+    gradients: dict[tuple[str, ...], list[GradientBuffer]] = {}
+    for unit in units:
+        if unit.gradient is not None:
+            gradients.setdefault(unit.layout.varying, []).append(unit.gradient)
+    for varying, alike in gradients.items():
+        has = [gradient.found >> i & 1 for gradient in alike for i in range(len(gradient.route.leaves))]
+        is_complete = all(has)
         if is_complete:
-            flags = torch.ones(len(found), dtype=torch.uint8, device=comm.device)
+            flags = torch.ones(len(has), dtype=torch.uint8, device=comm.device)
         else:
-            flags = torch.tensor([has for _, has in found], dtype=torch.uint8, device=comm.device)
+            flags = torch.tensor(has, dtype=torch.uint8, device=comm.device)
         for axis, size in comm.mesh.axes:
-            if found and size > 1 and axis not in varying:
+            if has and size > 1 and axis not in varying:
                 flags = comm.all_reduce(flags, axis, op="max", label=label)
         if not is_complete:
-            missing |= {path for (path, _), has in zip(found, flags.tolist(), strict=True) if not has}
+            paths = [gradient.route.unit.full_path(leaf) for gradient in alike for leaf in gradient.route.leaves]
+            missing |= {path for path, found in zip(paths, flags.tolist(), strict=True) if not found}
     return missing

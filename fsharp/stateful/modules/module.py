@@ -170,7 +170,7 @@ class ShardedModule(nn.Module):
         session.kept.take_writes()
         nodes = [session.kept.whole(unit.name, session.scheduler.comparing) for unit in session.layout.units]
         trees = [optree.tree_leaves(node.tree(nodes)) for node in nodes]
-        shown = [session.calls.dressed(node.name, tree) for node, tree in zip(nodes, trees, strict=True)]
+        shown = session.calls.shown([node.name for node in nodes], trees)
         whole = {
             path: nn.Parameter(leaf.detach(), leaf.is_floating_point())
             for unit, leaves in zip(session.layout.units, shown, strict=True)

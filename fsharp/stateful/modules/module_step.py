@@ -318,7 +318,7 @@ def _not_called(*args: Any, comm: Comm) -> None:
     raise AssertionError("a step of a module is not one function")
 
 
-def _begin(step: "weakref.ref[ModuleStep]") -> None:
+def _begin(step: "weakref.ref[ModuleStep]", grads: object = None) -> None:
     alive = step()
     if alive is not None:
         alive._begin_backward()

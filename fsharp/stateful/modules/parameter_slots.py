@@ -190,18 +190,21 @@ def refuse_added(module: nn.Module, path: str) -> None:
     Raises:
         TreeError: names the parameter.
     """
-    for name, parameter in module._parameters.items():
-        if parameter is None or isinstance(parameter, ShardedParameter):
-            continue
-        if isinstance(parameter, nn.Parameter) and parameter.requires_grad:  # full ones within calls are plain tensors
-            raise TreeError(
-                f"parameter {_joined(path, name)!r} came into the module after shard_module(), and has no gradient and no "
-                "optimizer state: it would not be trained. Add the parameter before shard_module(); or freeze it by "
-                "requires_grad_(False), and each rank uses its own values."
-            )
-    for name, child in module._modules.items():
-        if child is not None and "_fsharp_own" not in vars(child):  # else the child is gathered by itself
-            refuse_added(child, _joined(path, name))
+    modules = [module]
+    for each in modules:
+        for parameter in each._parameters.values():
+            if parameter is None or isinstance(parameter, ShardedParameter):
+                continue
+            if isinstance(parameter, nn.Parameter) and parameter.requires_grad:  # full ones within calls are plain tensors
+                name = next(name for name, found in module.named_parameters(path) if found is parameter)
+                raise TreeError(
+                    f"parameter {name!r} came into the module after shard_module(), and has no gradient and no optimizer "
+                    "state: it would not be trained. Add the parameter before shard_module(); or freeze it by "
+                    "requires_grad_(False), and each rank uses its own values."
+                )
+        for child in each._modules.values():
+            if child is not None and "_fsharp_own" not in child.__dict__:  # else the child is gathered by itself
+                modules.append(child)
 
 
 def members_of(module: nn.Module, owners: Sequence[str]) -> dict[str, dict[str, nn.Module]]:
@@ -217,7 +220,3 @@ def members_of(module: nn.Module, owners: Sequence[str]) -> dict[str, dict[str, 
         if around:
             members[max(around, key=len)][path] = each
     return members
-
-
-def _joined(*names: str) -> str:
-    return ".".join(name for name in names if name)

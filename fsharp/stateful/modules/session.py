@@ -12,16 +12,16 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
-from torch.utils import _pytree as torch_pytree
 from torch.utils.hooks import RemovableHandle
 
+from fsharp.compiling import uncompiled
 from fsharp.errors import FsharpError, LayoutError, ScheduleError
 from fsharp.functional.comm.protocol import Comm
 from fsharp.functional.comm.tree_names import name_trees
 from fsharp.functional.layout.layout import Layout
 from fsharp.functional.layout.sharded import Sharded, units_by_name, units_of
 from fsharp.functional.state import TrainState
-from fsharp.stateful.modules.calls import ModuleCalls, ParameterSource
+from fsharp.stateful.modules.calls import ModuleCalls, ParameterSource, flat_arguments
 from fsharp.stateful.modules.differentiate import differentiate
 from fsharp.stateful.modules.initial.dtensors import Spec, dressed
 from fsharp.stateful.modules.mean_gradients import MeanGradients
@@ -84,6 +84,7 @@ class Session:
 
     # ------------------------------------------------------------ computing
 
+    @uncompiled
     def call(self, module: nn.Module, path: str, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call ``fn``, code of the module at ``path``, with the module's units gathered, and cast its inputs and outputs."""
         cast = self.casts.get(path)
@@ -125,7 +126,7 @@ class Session:
         with self.step.forward() as params:
             out = self.calls.enter(ParameterSource(params, self.scheduler), module, path, fn, args, kwargs)
             # Here, too: what is inside may be in a reentrant checkpoint, whose backward is a pass within the pass.
-            before_backward(tensors_in(out, path), torch_pytree.tree_leaves((args, kwargs)), self.step.on_backward)
+            before_backward(tensors_in(out, path), flat_arguments(args, kwargs)[0], self.step.on_backward)
             return out
 
     def note_load(self, what: str) -> None:

@@ -28,23 +28,19 @@ class _Boundary(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
-        refuse_double_backward()
+        if torch.is_grad_enabled():
+            raise double_backward()
         ctx.receive(grads)
         return (None,) * (2 + ctx.num_sinks)
 
 
-def refuse_double_backward() -> None:
-    """Refuse a backward that is to be differentiated itself: what it saves would point at memory that is released.
-
-    Raises:
-        ScheduleError: such a backward is under way.
-    """
-    if torch.is_grad_enabled():
-        raise ScheduleError(
-            "forward(): a graph of the backward was asked for (create_graph=True), which the scheduler does not keep. "
-            "The blocking path can be differentiated again: of a ShardedModule take `fn, params = model.functional()`, and "
-            "call fn(params, ..., comm=model.comm); in functions pass comm=scheduler.comm to forward() there."
-        )
+def double_backward() -> ScheduleError:
+    """The error of a backward that is to be differentiated itself: what it saves would point at memory that is released."""
+    return ScheduleError(
+        "forward(): a graph of the backward was asked for (create_graph=True), which the scheduler does not keep. "
+        "The blocking path can be differentiated again: of a ShardedModule take `fn, params = model.functional()`, and "
+        "call fn(params, ..., comm=model.comm); in functions pass comm=scheduler.comm to forward() there."
+    )
 
 
 def differentiable(receive: Receive, leaves: list[torch.Tensor], sinks: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -52,12 +48,12 @@ def differentiable(receive: Receive, leaves: list[torch.Tensor], sinks: Sequence
     return list(_Boundary.apply(receive, leaves, *sinks))
 
 
-def before_backward(outputs: Sequence[Any], inputs: Sequence[Any], call: Callable[[], None]) -> None:
-    """Have ``call`` called when a backward comes to the function that made ``outputs``; once for each that it comes to."""
-    mine = {id(x) for x in inputs if isinstance(x, torch.Tensor)}
+def before_backward(outputs: Sequence[Any], inputs: Sequence[Any], call: Callable[[object], None]) -> None:
+    """Have ``call`` called with gradients when a backward comes to what made ``outputs``; once for each that it comes to."""
+    mine = set(map(id, inputs))
     for out in outputs:
         if isinstance(out, torch.Tensor) and out.grad_fn is not None and id(out) not in mine:
-            out.grad_fn.register_prehook(lambda _: call())
+            out.grad_fn.register_prehook(call)
 
 
 def pack_saved(out: Any, copy: UnshardedBuffer, first: int, fill: Callable[[], UnshardedBuffer]) -> bool:

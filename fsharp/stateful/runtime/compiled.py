@@ -8,7 +8,7 @@ from itertools import count
 import torch
 
 from fsharp.errors import ScheduleError
-from fsharp.stateful.runtime.executor import Action, BoundOp, Executor
+from fsharp.stateful.runtime.executor import BoundOp, Executor, nothing
 from fsharp.stateful.schedule.emit_gradients import last_microbatches
 from fsharp.stateful.schedule.ops import FINISHING, OUTGOING, PARAMS
 from fsharp.stateful.schedule.policy import Policy
@@ -40,7 +40,8 @@ class Compiled:
         slots: by unit, where its full parameters are while they are gathered.
         places: by unit, where its gradient rests from the op on that opens it.
         ops: by event, the first op of each bucket, without those that are carried.
-        actions: by event, what to call for these ops.
+        bound: by event, these ops, each with what to call.
+        actions: by event, what to call that does something.
         carried: the gathers at the end of a step of what the next one begins with, if that follows the same schedule.
         stranded: of a step that has left it, gradients that stay in the arena, as somebody has views of them.
         number: names it in keys of ops.
@@ -53,6 +54,7 @@ class Compiled:
         self.units = {facts.name: units[facts.name] for facts in schedule.program.units}
         self.events: tuple[Event, ...] = schedule.program.events
         self.last_microbatches = last_microbatches(self.events)
+        self._span = arena.data_ptr(), arena.data_ptr() + len(arena)
         self.number, self.stranded = next(_numbers), dict[str, Memory]()
         self.slots = {
             name: UnshardedBuffer(
@@ -82,7 +84,8 @@ class Compiled:
 
     def bind(self, executor: Executor) -> None:
         """Have an executor run its ops from here on, on the lanes that the executor has now."""
-        self.actions: list[list[Action]] = [[executor.bind(bound) for bound in each] for each in self.ops]
+        self.bound = [[(bound, executor.bind(bound)) for bound in each] for each in self.ops]
+        self.actions = [[action for _, action in each if action is not nothing] for each in self.bound]
 
     def _bytes(self, memory: Memory | None) -> torch.Tensor:
         return self.arena[memory.start : memory.stop] if memory else self.arena[:0]
@@ -93,8 +96,7 @@ class Compiled:
 
     def outside(self, grads: Grads) -> Grads:
         """Gradients of a use; if one is in the arena, because it is a parameter, copies: parameters are released first."""
-        first = self.arena.data_ptr()
-        last = first + len(self.arena)
+        first, last = self._span
         for grad in grads:
             if grad is not None and first <= grad.data_ptr() < last:
                 return [None if grad is None else grad.clone() for grad in grads]

@@ -41,7 +41,7 @@ class Eager:
         left: the schedule that the step has left, if it followed one.
 
     Attributes:
-        copies: by unit, where its full parameters were put last.
+        slots: by unit, where its full parameters were put last.
         ops: those so far.
     """
 
@@ -56,7 +56,7 @@ class Eager:
     ) -> None:
         self._executor, self._rank, self._device, self._left = executor, rank, device, left
         self._is_in_use = is_in_use
-        self.copies: dict[str, UnshardedBuffer] = {}
+        self.slots: dict[str, UnshardedBuffer] = {}
         self._number = -1 - next(_numbers)  # those of compiled schedules are positive
         executor.lanes.follow(self, self._number)
         self._at = 0
@@ -147,10 +147,10 @@ class Eager:
         """Have the parameters there: where the forward had them, if this is its backward."""
         assert unit.node is not None
         seen = stamp(unit.node)
-        copy = wanted or self.copies.get(unit.key)
+        copy = wanted or self.slots.get(unit.key)
         if copy is None or (wanted is None and self._is_in_use(copy) and not copy.holds(seen)):
             copy = UnshardedBuffer(unit.layout, unit.axes, self._device, rank=self._rank)
-        self.copies[unit.key] = copy
+        self.slots[unit.key] = copy
         if not copy.holds(seen):
             if copy.filled_from is not None:
                 yield self._of_copy(ops.RELEASE, unit, phase, copy)

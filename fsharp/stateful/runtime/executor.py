@@ -347,7 +347,8 @@ def _cast(executor: Executor, bound: BoundOp) -> Action:
 
 
 def _reduce(executor: Executor, bound: BoundOp) -> Action:
-    members, connection, transport = bound.members, executor.connection, executor.transport
+    connection, transport = executor.connection, executor.transport
+    members = [(each, each.gradient, each.block) for each in bound.members]
     as_one, is_finish = len(members) > 1, bound.spec is ops.FINISH
 
     def start() -> None:
@@ -355,8 +356,7 @@ def _reduce(executor: Executor, bound: BoundOp) -> Action:
             connection.make()
         legs: list[ChainInput] = []
         counts: list[int] = []
-        for each in members:
-            gradient, block = each.gradient, each.block
+        for each, gradient, block in members:
             executor.reducing[each.op.unit, each.spec] = each
             if is_finish:
                 mine = gradient.finish(each.pieces)
@@ -367,9 +367,9 @@ def _reduce(executor: Executor, bound: BoundOp) -> Action:
                 mine = gradient.reduce(block, direct=each.op.opens is not None)
             legs += mine
             counts.append(len(mine))
-        works = reduce_along(legs, transport, label=executor.label(members), as_one=as_one)
-        for each, count in zip(members, counts, strict=True):
-            each.gradient.send(works[:count])
+        works = reduce_along(legs, transport, label=executor.label(bound.members), as_one=as_one)
+        for (_, gradient, _), count in zip(members, counts, strict=True):
+            gradient.send(works[:count])
             works = works[count:]
 
     return executor.on_lane(bound, start)
@@ -422,13 +422,8 @@ def _copy(executor: Executor, bound: BoundOp) -> Action:
     return action
 
 
-def _nothing(executor: Executor, bound: BoundOp) -> Action:
-    """The caller's own code."""
-    return _none
-
-
-def _none() -> None:
-    """Nothing is to be done."""
+def nothing() -> None:
+    """What is to be called for the caller's own code."""
 
 
 BIND: dict[OpSpec, Callable[[Executor, BoundOp], Action]] = {
@@ -436,7 +431,7 @@ BIND: dict[OpSpec, Callable[[Executor, BoundOp], Action]] = {
     ops.SPREAD: _spread,
     ops.WAIT: _wait,
     ops.SETTLE: _settle,
-    ops.COMPUTE: _nothing,
+    ops.COMPUTE: lambda executor, bound: nothing,
     ops.RELEASE: _release,
     ops.CAST: _cast,
     ops.REDUCE: _reduce,
@@ -444,7 +439,7 @@ BIND: dict[OpSpec, Callable[[Executor, BoundOp], Action]] = {
     ops.ACCUMULATE: _accumulate,
     ops.LAND: _accumulate,
     ops.FETCH: _copy,
-    ops.UPDATE: _nothing,
+    ops.UPDATE: lambda executor, bound: nothing,
     ops.OFFLOAD: _copy,
 }
 """For each kind of op, what binds it."""

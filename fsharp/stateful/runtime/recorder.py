@@ -49,14 +49,14 @@ class Recorder:
         self._start = self._last
         self._step = len(self._bounds)
 
-    def event(self, event: Event, bounds: Sequence[BoundOp], actions: Sequence[Action]) -> None:
+    def event(self, event: Event, ops: Sequence[tuple[BoundOp, Action]]) -> None:
         """Run the ops of an event by their actions, and note them."""
         here = self.mark()
         phase = event.kind.removesuffix("_end")
         if event.kind.endswith("_end") and event.unit:
             compute, began = self._open.pop((phase, event.use))
             self._note(compute, compute.op.kind, began, here)
-        for bound, action in zip(bounds, actions, strict=True):
+        for bound, action in ops:
             if bound.spec.cost == "update":
                 self._note(bound, bound.op.kind, self._last, here)
             else:

@@ -440,14 +440,13 @@ class Scheduler(Tracer):
             unit = self.registry.add(node)
             if self._running is not None:
                 self._running.locate(unit.key, node)
-        if is_pending(node) or unit.node is None:
+        if unit.node is None or (node.lazy is not None and is_pending(node)):
             unit.bind(node)
         return unit
 
     def replaced(self, old: Sharded, unit: UnitState, new: Sharded) -> None:
         """The parameters of a unit have become others."""
-        self.registry.leave(old)
-        self.registry.enter(unit, new)
+        self.registry.enter(unit, new, instead=old)
 
     def current(self) -> Step:
         """The step of the function that is being called; outside of one, a step that follows and records nothing."""
@@ -458,7 +457,7 @@ class Scheduler(Tracer):
             self.registry.unbind()
             step = self._new_step(None)
             self._loose = weakref.ref(step)  # whoever has a backward to come keeps it
-        elif self._running is not None:
+        elif self._running is not None and threading.get_ident() != self._thread:
             self._check_thread()
         return step
 

@@ -14,13 +14,14 @@ import torch
 from fsharp.errors import ScheduleError
 from fsharp.functional.layout.sharded import Sharded
 from fsharp.functional.release import written_to
-from fsharp.stateful.runtime.boundary import differentiable, in_backward, pack_saved, refuse_double_backward
+from fsharp.stateful.runtime.boundary import differentiable, double_backward, in_backward, pack_saved
 from fsharp.stateful.runtime.compiled import Compiled
 from fsharp.stateful.runtime.eager import Eager
 from fsharp.stateful.runtime.executor import BoundOp, Executor
 from fsharp.stateful.runtime.recorder import Recorder
 from fsharp.stateful.schedule.program import Event, EventKind
 from fsharp.stateful.units.full import FullUnit
+from fsharp.stateful.units.gradient import GradientPhase
 from fsharp.stateful.units.host import HostCopies
 from fsharp.stateful.units.route import Grads
 from fsharp.stateful.units.unit_state import UnitState
@@ -83,7 +84,7 @@ class Step:
         left_at: what the schedule did not have, in words.
         held: units whose parameters somebody holds beyond their use: a schedule would put something else in their memory.
         recorder: measures it.
-        on_backward: called when a backward comes to a use.
+        on_backward: called when a backward comes to a use; None: nobody wants to know.
     """
 
     def __init__(
@@ -102,7 +103,7 @@ class Step:
         self.updated: dict[str, None] = {}
         self.left_at = ""
         self.held: dict[str, None] = {}
-        self.on_backward: Callable[[], None] = lambda: None
+        self.on_backward: Callable[[], None] | None = None
         self._recomputed: dict[str, None] = {}  # units that a checkpoint has used again, with no backward of theirs since
         self.num_microbatches = self._num_uses = 0
         self._forward: list[UnitUse] = []
@@ -112,7 +113,7 @@ class Step:
         self.eager: Eager | None = self._make_eager() if schedule is None else None
         self._pending: dict[str, int] = {}  # by unit, the uses of this microbatch whose gradient is yet to come
         self._fetched: list[str] = []  # units, for the next update
-        self._awaited = weakref.WeakSet[UnitUse]()  # uses whose backward may come: autograd's graph keeps those of it
+        self._awaited: set[weakref.ref[UnitUse]] = set()  # uses whose backward may come: autograd's graph keeps those of it
         self.is_over = False
 
     @property
@@ -156,7 +157,7 @@ class Step:
             if at < len(schedule.events) and schedule.events[at] == found:
                 self.events.append(schedule.events[at])
                 if self.recorder is not None:
-                    self.recorder.event(schedule.events[at], schedule.ops[at], schedule.actions[at])
+                    self.recorder.event(schedule.events[at], schedule.bound[at])
                     return
                 for action in schedule.actions[at]:
                     action()
@@ -192,7 +193,9 @@ class Step:
         self._num_uses += 1
         self._event("forward", unit, use.number)
         if unit.axes:
-            use.copy = self._copy_of(unit)
+            source = self.eager or self.schedule
+            assert source is not None
+            use.copy = source.slots[unit.key]
             full = use.copy.full
         else:
             if unit.node is not None:
@@ -207,19 +210,12 @@ class Step:
         if sinks and torch.is_grad_enabled():
             chosen = full.index.trainable
             self._pending[unit.key] = self._pending.get(unit.key, 0) + 1
-            self._awaited.add(use)
-            graph = differentiable(partial(self._gradient, use), [leaves[i] for i in chosen], sinks)
+            self._awaited.add(weakref.ref(use, self._awaited.discard))
+            graph = differentiable(partial(self._gradient, use), list(map(leaves.__getitem__, chosen)), sinks)
             for i, leaf in zip(chosen, graph, strict=True):
                 leaves[i] = leaf
         use.leaves = leaves
         return use
-
-    def _copy_of(self, unit: UnitState) -> UnshardedBuffer:
-        """Where the full parameters of a unit were put last in this step."""
-        if self.eager is not None:
-            return self.eager.copies[unit.key]
-        assert self.schedule is not None
-        return self.schedule.slots[unit.key]
 
     def full_in_backward(self, unit: str) -> FullUnit | None:
         """Return the full parameters of a unit whose backward is under way; None if it is not."""
@@ -248,7 +244,8 @@ class Step:
             raise _too_late(use.unit.key)
         assert use.copy is not None
         if use.copy.filled_from is None:  # the backward did not come through what the function returned
-            self.on_backward()
+            if self.on_backward is not None:
+                self.on_backward()
             self._open(use)
         return use.copy
 
@@ -264,17 +261,20 @@ class Step:
             # In a backward a checkpoint has them, which computes again for a backward of the same unit that is to come.
             (self._recomputed if in_backward() else self.held)[use.unit.key] = None
 
-    def come_back(self, uses: Sequence[UnitUse]) -> None:
-        """A backward comes to the function that entered these units."""
-        gathered = [use.unit.key for use in uses if use.copy is not None]
-        if gathered:
-            refuse_double_backward()
+    def come_back(self, uses: Sequence[UnitUse], grads: object = None) -> None:
+        """A backward comes to the function that entered these units, with gradients of what it has returned."""
+        if self.is_over or torch.is_grad_enabled():
+            gathered = [use.unit.key for use in uses if use.copy is not None]
+            if gathered and torch.is_grad_enabled():
+                raise double_backward()
         if self.is_over:
             if gathered:
-                self.on_backward()
+                if self.on_backward is not None:
+                    self.on_backward()
                 raise _too_late(gathered[0])
             return
-        self.on_backward()
+        if self.on_backward is not None:
+            self.on_backward()
         for use in uses:
             self._open(use)
 
@@ -283,7 +283,8 @@ class Step:
             return
         if use.parent is not None and use.parent not in self._forward:
             self._open(use.parent)  # its output may be this one's own, so that a backward comes here first
-        self._retire(use)
+        if self._backward:
+            self._retire(use)
         use.is_open = True
         self._recomputed.pop(use.unit.key, None)
         if use.unit.node is None:
@@ -305,16 +306,18 @@ class Step:
     def _gradient(self, use: UnitUse, grads: Grads) -> None:
         """The gradients of a use's leaves are there: its backward is over."""
         if self.is_over:
-            self.on_backward()
+            if self.on_backward is not None:
+                self.on_backward()
             raise _too_late(use.unit.key)
-        self.on_backward()
+        if self.on_backward is not None:
+            self.on_backward()
         if not use.is_open:
             self._open(use)
         while self._backward[-1] is not use:
             self._close(self._backward[-1], None)
         self._pending[use.unit.key] = self._pending.get(use.unit.key, 0) - 1
         if not torch._C._autograd._get_current_graph_task_keep_graph():
-            self._awaited.discard(use)
+            self._awaited.discard(weakref.ref(use, None))
         self._close(use, grads)
 
     def _close(self, use: UnitUse, grads: Grads | None) -> None:
@@ -346,10 +349,16 @@ class Step:
         """
         self._retire(None)
         self._note_recomputed()
-        if self.is_planned and any(grad is not None for _, grads in direct for grad in grads):
+        found = []
+        for unit, grads in direct:
+            for grad in grads:
+                if grad is not None:
+                    found.append((unit, grads))
+                    break
+        if self.is_planned and found:
             self.leave(None)
         self._event("microbatch_end", units=self.units.values())
-        for unit, grads in direct:
+        for unit, grads in found:
             if unit.gradient is not None:
                 unit.gradient.add(grads)
         self.num_microbatches += 1
@@ -358,8 +367,10 @@ class Step:
 
     def restart(self, units: Sequence[UnitState]) -> None:
         """Gradients of these units are about to be new: whatever is under way of the old ones has to end."""
-        if self.is_planned and not {key for key, _ in self.executor.reducing}.isdisjoint(unit.key for unit in units):
-            self.leave(None)
+        if self.is_planned and self.executor.reducing:
+            reducing = {key for key, _ in self.executor.reducing}
+            if any(unit.key in reducing for unit in units):
+                self.leave(None)
 
     def outdate(self) -> None:
         """Parameters were written to: a schedule would use what it has gathered before."""
@@ -376,10 +387,11 @@ class Step:
         self._retire(None)
         unfinished = [unit for unit in units if _is_unfinished(unit)]
         self._event("reduce", units=unfinished)
-        if self.is_planned and any(map(_is_unfinished, unfinished)):
+        unfinished = [unit for unit in unfinished if _is_unfinished(unit)]
+        if self.is_planned and unfinished:
             self.leave(None)
         if self.eager is not None:
-            self._run(self.eager.finish(filter(_is_unfinished, unfinished)))
+            self._run(self.eager.finish(unfinished))
         for unit in units:
             if wait and unit.gradient is not None:
                 unit.gradient.join()
@@ -409,7 +421,7 @@ class Step:
             if any(nbytes[key] != expected.get(key) for key in nbytes):  # the state is another one than that recorded
                 self.leave(None)
         units = [update_gather.unit for update_gather in update_gathers]
-        self.updated |= dict.fromkeys(unit.key for unit in units)
+        self.updated |= dict.fromkeys([unit.key for unit in units])
         self._event("update", units=units)
         if self.executor.spreading or self.executor.moves:  # of units that the schedule does not know of
             if self.is_planned:
@@ -437,7 +449,8 @@ def _is_in_use(uses: Iterable[Iterable[UnitUse]], copy: UnshardedBuffer) -> bool
 
 
 def _is_unfinished(unit: UnitState) -> bool:
-    return unit.gradient is not None and unit.gradient.is_unfinished
+    gradient = unit.gradient
+    return gradient is not None and gradient.route.is_finished and gradient.phase < GradientPhase.FINISHING
 
 
 def _too_late(unit: str) -> ScheduleError:

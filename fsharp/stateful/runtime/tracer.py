@@ -6,6 +6,7 @@ Where data move, when, and in which memory is not decided here.
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from operator import attrgetter, is_
 from typing import Any
 
 import optree
@@ -29,6 +30,8 @@ from fsharp.stateful.units.pending import pending
 from fsharp.stateful.units.unit_state import UnitState
 from fsharp.stateful.units.update_gather import UpdateGather
 
+_address_of, _version_of = torch.Tensor.data_ptr, attrgetter("_version")
+
 
 class IssuedGradients:
     """The gradients that one ``value_and_grad`` has returned, to be known again when they come back to be reduced."""
@@ -48,7 +51,7 @@ class IssuedGradients:
             return Sharded([], node.unit, node.unit.strategy.grads, ())
         gradient.settle()
         tensors = gradient.rest.show()
-        self._rows.append((unit, tensors, [t._version for t in tensors]))
+        self._rows.append((unit, tensors, list(map(_version_of, tensors))))
         result = Sharded(tensors, node.unit, node.unit.strategy.grads, node.unit.trainable)
         return pending(result, gradient.join) if gradient.is_under_way else result
 
@@ -58,13 +61,15 @@ class IssuedGradients:
         if len(filled) != len(self._rows) or not filled:
             return False
         for node, (unit, tensors, versions) in zip(filled, self._rows, strict=True):
-            if node.unit != unit.layout or resolve_place(node.unit, to) != node.unit.strategy.optim:
+            if node.unit is not unit.layout and node.unit != unit.layout:
+                return False
+            if to != "optim" and resolve_place(node.unit, to) != node.unit.strategy.optim:
                 return False
             buffers = node.raw_buffers
-            if [b.data_ptr() for b in buffers] != [t.data_ptr() for t in tensors]:
+            if list(map(_address_of, buffers)) != list(map(_address_of, tensors)):
                 return False
             is_sent = unit.gradient is not None and unit.gradient.route.is_finished  # without what was changed
-            if is_sent and [b._version for b in buffers] != versions:
+            if is_sent and list(map(_version_of, buffers)) != versions:
                 return False
         return True
 
@@ -113,7 +118,11 @@ class Tracer(Engine):
             return False
         sharded, ties = units
         nodes = [sharded] if isinstance(sharded, Sharded) else units_of(sharded)
-        return not any(b.requires_grad for node in (*nodes, *ties) if not node.sinks for b in node.raw_buffers)
+        for node in (*nodes, *ties):
+            for b in node.raw_buffers:
+                if b.requires_grad and not node.sinks:
+                    return False
+        return True
 
     def run_forward(self, fn: Callable[..., Any], units: Any, args: Any, kwargs: Any) -> Any:
         """Enter the units, call the function, leave them."""
@@ -129,8 +138,7 @@ class Tracer(Engine):
             )  # which nobody here holds: what is left of it is the function's
             for use in uses:
                 step.check_unwritten(use)
-            if any(use.copy is not None for use in uses):
-                out = _without_views(out, uses)
+            out = _without_views(out, uses)
             if step.eager is not None and torch.is_grad_enabled():
                 for use in uses:
                     step.pack(out, use, first)
@@ -139,7 +147,7 @@ class Tracer(Engine):
                 step.exit(use)
         if torch.is_grad_enabled():
             outputs = [out] if isinstance(out, torch.Tensor) else optree.tree_leaves(out)
-            before_backward(outputs, _leaves((args, kwargs)), partial(step.come_back, uses))
+            before_backward(outputs, optree.tree_leaves((args, kwargs)), partial(step.come_back, uses))  # type: ignore[arg-type]
         return out
 
     def run_value_and_grad(self, loss_fn: Callable[..., Any], params: Any, parts: list[Any]) -> tuple[Loss, Any]:
@@ -169,7 +177,7 @@ class Tracer(Engine):
         schedule = step.schedule if step.is_planned else None
         for unit in units:
             unit.train(self.transport, None if schedule is None else schedule.places.get(unit.key))
-        step.trained |= dict.fromkeys(unit.key for unit in units if unit.gradient is not None)
+        step.trained |= dict.fromkeys([unit.key for unit in units if unit.gradient is not None])
         return units
 
     def end_microbatch(self, units: Sequence[UnitState], probed: Any) -> None:
@@ -221,9 +229,10 @@ class Tracer(Engine):
         """Updated parameters begin their way to where they rest, and state to host memory; who looks at them waits for them."""
         step = self.current()
         update_gathers, nodes = [], []
+        rank: int = self.rank  # type: ignore[attr-defined]
         for old, fresh in zip(units_of(params), units_of(new), strict=True):
             unit = self.unit_of(old)
-            update_gather = UpdateGather(unit, old, fresh, rank=self.rank, donate=donate)  # type: ignore[attr-defined]
+            update_gather = UpdateGather(unit, old, fresh, rank=rank, donate=donate)
             node = update_gather.node
             if update_gather.moves:
                 node = pending(node, update_gather.wait, self.lanes)  # no cycle that would keep its memory
@@ -251,9 +260,11 @@ class Tracer(Engine):
 
 def _tree_of(sharded: Any, uses: Sequence[UnitUse], num_ties: int) -> Any:
     """What the function gets in place of units: the leaves of their uses, which are its own from here on."""
-    rows = [(use.unit.index, use.leaves or []) for use in uses]
-    leaves = {index.unit.name: (index, own) for index, own in rows}
+    rows, leaves = [], {}
     for use in uses:
+        index, own = use.unit.index, use.leaves or []
+        rows.append((index, own))
+        leaves[index.unit.name] = index, own
         use.leaves = None
     trees = iter([index.tree(own, leaves) for index, own in rows[num_ties:]])
     if isinstance(sharded, Sharded):
@@ -270,14 +281,15 @@ def _reduced(node: Sharded, gradient: GradientBuffer | None, to: PlaceName) -> S
     return pending(result, gradient.join) if gradient.is_under_way else result
 
 
-def _leaves(tree: Any) -> list[Any]:
-    return optree.tree_leaves(tree)
-
-
 def _without_views(out: Any, uses: Sequence[UnitUse]) -> Any:
     """What a function returned, with copies in place of views of parameters that are about to be released."""
-    memory = [use.copy.memory for use in uses if use.copy is not None and use.copy.memory is not None]
-    bounds = [(each.data_ptr(), each.data_ptr() + len(each)) for each in memory]
+    bounds: list[tuple[int, int]] = []
+    for use in uses:
+        if use.copy is not None and use.copy.memory is not None:
+            start = use.copy.memory.data_ptr()
+            bounds.append((start, start + use.copy.memory.numel()))
+    if not bounds:
+        return out
 
     def outside(x: Any) -> Any:
         if not isinstance(x, torch.Tensor) or x.layout is not torch.strided or x.is_meta or not x.numel():
@@ -286,13 +298,16 @@ def _without_views(out: Any, uses: Sequence[UnitUse]) -> Any:
             at = x.data_ptr()
         except RuntimeError:  # a tensor without memory, such as a wrapper of others
             return x
-        return x.clone() if any(first <= at < last for first, last in bounds) else x
+        for first, last in bounds:
+            if first <= at < last:
+                return x.clone()
+        return x
 
     if isinstance(out, torch.Tensor):
         return outside(out)
     leaves, spec = optree.tree_flatten(out, none_is_leaf=True)
     found = [outside(leaf) for leaf in leaves]
-    return out if all(a is b for a, b in zip(found, leaves, strict=True)) else optree.tree_unflatten(spec, found)
+    return out if all(map(is_, found, leaves)) else optree.tree_unflatten(spec, found)
 
 
 def closed_error(why: str) -> ScheduleError:

@@ -106,6 +106,9 @@ class Program:
     units: tuple[UnitFacts, ...]
     events: tuple[Event, ...]
 
+    def __hash__(self) -> int:
+        return hash(self.events)  # of tuples: no calls of Python. Programs of other units are told apart by comparison.
+
     def __post_init__(self) -> None:
         for row in (self, *self.units, *self.events, *(call for unit in self.units for call in unit.calls)):
             if why := wrong_field(row):

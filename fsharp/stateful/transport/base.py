@@ -54,16 +54,19 @@ class SharedWork(Work):
         then: finishes it, given its result.
     """
 
-    __slots__ = ("_lock",)
+    __slots__ = ("_finish", "_first", "_lock")
 
     def __init__(self, first: Work, then: Callable[[Any], Any]) -> None:
-        super().__init__(then=lambda: then(first.wait()))
-        self._lock = Lock()
+        self._first: Work | None = first
+        self._finish, self._result, self._lock = then, None, Lock()
 
     def wait(self) -> Any:
         """Block until all of it is done."""
         with self._lock:
-            return super().wait()
+            if self._first is not None:
+                self._result = self._finish(self._first.wait())
+                self._first, self._finish = None, _same
+            return self._result
 
     def each(self, num: int) -> list[Work]:
         """A Work for each, of a result that is a list."""
@@ -71,6 +74,10 @@ class SharedWork(Work):
 
     def _one(self, i: int) -> Any:
         return self.wait()[i]
+
+
+def _same(result: Any) -> Any:
+    return result
 
 
 class Transport(ABC):
@@ -117,14 +124,8 @@ class Transport(ABC):
         """Every rank's ``xs[i]`` of ``c[i]`` elements into ``outs[i]`` of ``n * c[i]``, all of one dtype, in one all_gather."""
         if len(xs) == 1:
             return self.gather(xs[0], outs[0], axis, label=label)
-        sizes = [len(x) for x in xs]
-        n = len(outs[0]) // sizes[0]
-        packed = xs[0].new_empty(n * sum(sizes))
-
-        def unpack(_: Any) -> None:
-            _copy([out.view(n, -1) for out in outs], packed.view(n, -1).split(sizes, 1))
-
-        return self._shared(self.gather(torch.cat(list(xs)), packed, axis, label=label), unpack)
+        x, out, unpack = packed_gather(xs, outs)
+        return self._shared(self.gather(x, out, axis, label=label), unpack)
 
     def reduce_scatter_coalesced(
         self,
@@ -157,7 +158,7 @@ class Transport(ABC):
         packed = torch.cat([x.view(n, -1) for x in xs], 1).view(-1)
         summed = packed.new_empty(len(packed) // n, dtype=dtype)
         room = self._scratch("reduce_scatter", axis, packed, summed)
-        sizes = [len(x) // n for x in xs]
+        sizes = [x.numel() // n for x in xs]
 
         def unpack(_: Any) -> list[torch.Tensor]:
             parts = summed.split(sizes)
@@ -195,7 +196,7 @@ class Transport(ABC):
         """
         if len(xs) == 1:
             return [self.all_reduce(xs[0], outs[0], axis, scratch=scratch[0], label=label)]
-        sizes = [-(-len(x) // n) * n for x in xs]
+        sizes = [-(-x.numel() // n) * n for x in xs]
         packed = xs[0].new_zeros(sum(sizes))
         _copy([part[: len(x)] for x, part in zip(xs, packed.split(sizes), strict=True)], xs)
         summed = outs[0].new_empty(len(packed))
@@ -238,10 +239,24 @@ class Transport(ABC):
         """Make ready what all ranks have to make together."""
 
 
+def packed_gather(
+    xs: Sequence[torch.Tensor], outs: Sequence[torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor, Callable[[Any], None]]:
+    """What travels if ``xs`` are gathered in one message, where it is gathered, and what copies it to ``outs`` after that."""
+    sizes = [x.numel() for x in xs]
+    n = outs[0].numel() // sizes[0]
+    packed = xs[0].new_empty(n * sum(sizes))
+
+    def unpack(_: Any) -> None:
+        _copy([out.view(n, -1) for out in outs], packed.view(n, -1).split(sizes, 1))
+
+    return torch.cat(list(xs)), packed, unpack
+
+
 def _copy(outs: Sequence[torch.Tensor], xs: Sequence[torch.Tensor]) -> None:
     """Fill what a message would: no version counter says that somebody has written there."""
     if outs:
-        with _unsafe_preserve_version_counter(tuple(out for out in outs if not out.is_inference())):
+        with _unsafe_preserve_version_counter(tuple([out for out in outs if not out.is_inference()])):
             torch._foreach_copy_(list(outs), list(xs))
 
 

@@ -25,7 +25,7 @@ from fsharp.functional.comm.process_group import Messages, ProcessGroupComm
 from fsharp.functional.comm.watch import WatchedCall
 from fsharp.functional.comm.worker_threads import InFlight, Outcome, Worker
 from fsharp.functional.layout.precision import dtype_name
-from fsharp.stateful.transport.base import ProcessGroups, Transport, Work
+from fsharp.stateful.transport.base import ProcessGroups, Transport, Work, packed_gather
 
 _CHUNK = 1 << 20
 """Bytes."""
@@ -50,17 +50,18 @@ class GlooTransport(Transport):
 
     def gather(self, x: torch.Tensor, out: torch.Tensor, axis: str, *, label: str = "") -> Work:
         """Asynchronous; the parts land in ``out``."""
-        return self._gather([x], [out], axis, label)
+        return self.gather_coalesced([x], [out], axis, label=label)
 
     def gather_coalesced(self, xs: Sequence[torch.Tensor], outs: Sequence[torch.Tensor], axis: str, *, label: str = "") -> Work:
         """Asynchronous; a message for each buffer, if they are worth it."""
-        if not _worth_messages(xs):
-            return super().gather_coalesced(xs, outs, axis, label=label)
-        return self._shared(self._gather(xs, outs, axis, label), lambda _: None)
-
-    def _gather(self, xs: Sequence[torch.Tensor], outs: Sequence[torch.Tensor], axis: str, label: str) -> Work:
+        number = len(xs)
+        unpack: Callable[[Any], None] = _nothing
+        if number > 1 and not _worth_messages(xs):
+            x, out, unpack = packed_gather(xs, outs)
+            xs, outs = [x], [out]
         rows = [self._parts_around(x, out, axis) for x, out in zip(xs, outs, strict=True)]
-        return self._share("gather", rows, axis, self.groups("gather", axis), self._begin(label, "all_gather", xs, axis))
+        work = self._share("gather", rows, axis, self.groups("gather", axis), self._begin(label, "all_gather", xs, axis))
+        return self._shared(work, unpack) if number > 1 else work
 
     def reduce_scatter(
         self,
@@ -273,9 +274,13 @@ class GlooTransport(Transport):
         self.groups.make()
 
 
+def _nothing(result: Any) -> None:
+    """What is left to do after messages that have arrived where they belong."""
+
+
 def _worth_messages(xs: Sequence[torch.Tensor], n: int = 1) -> bool:
     """Whether buffers of which ``n`` parts are sent, each to another rank, go as messages of their own: alike on all ranks."""
-    return sum(x.nbytes for x in xs) >= _WORTH_A_MESSAGE * n * len(xs)
+    return sum([x.nbytes for x in xs]) >= _WORTH_A_MESSAGE * n * len(xs)
 
 
 def _chunks(x: torch.Tensor, like: torch.Tensor | None = None) -> Sequence[torch.Tensor]:

@@ -134,19 +134,17 @@ def gather_along(axes: Sequence[str], moves: Sequence[Move], transport: Transpor
     Returns:
         What all of them have to wait for.
     """
-    if not as_one:
-        return [_gather(axes, [move], transport, f"{label} group {i}") for i, move in enumerate(moves)]
-    return [_gather(axes, moves, transport, label)] if moves else []
-
-
-def _gather(axes: Sequence[str], moves: Sequence[Move], transport: Transport, label: str) -> Work:
-    work, xs = Work(), [x for x, _ in moves]
-    for k, axis in enumerate(axes):
-        work.wait()
-        outs = [each[k] for _, each in moves]
-        work = transport.gather_coalesced(xs, outs, axis, label=label)
-        xs = outs
-    return work
+    together = [(moves, label)] if as_one and moves else [([move], f"{label} group {i}") for i, move in enumerate(moves)]
+    works = []
+    for several, text in together:
+        work, xs = Work(), [x for x, _ in several]
+        for k, axis in enumerate(axes):
+            work.wait()
+            outs = [each[k] for _, each in several]
+            work = transport.gather_coalesced(xs, outs, axis, label=text)
+            xs = outs
+        works.append(work)
+    return works
 
 
 def nbytes_of(pieces: Pieces) -> int:

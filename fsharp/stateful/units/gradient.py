@@ -91,7 +91,8 @@ class GradientBuffer:
         """
         if self.is_under_way:
             self.join()
-        self.copy_out()
+        if self.rest.in_arena and self.rest.shown:
+            self.copy_out()
         if place is not None or self._own.is_held:  # what a step without a schedule has rested in is given back
             self._own.release()
         if self.final is not None and self.final.is_held:
@@ -152,8 +153,10 @@ class GradientBuffer:
 
     def ignore(self, paths: Collection[str]) -> None:
         """Count later contributions to the leaves at these paths in the user's tree as zero."""
-        leaves = enumerate(self.route.leaves) if paths else ()
-        self._ignored = {i for i, leaf in leaves if self.route.unit.full_path(leaf) in paths}
+        self._ignored.clear()
+        if paths:
+            leaves = enumerate(self.route.leaves)
+            self._ignored |= {i for i, leaf in leaves if self.route.unit.full_path(leaf) in paths}
 
     def collect_in(self, block: OutgoingBlock) -> None:
         """Go on with what was collected so far in another block."""
@@ -289,11 +292,6 @@ class GradientBuffer:
                 buffer.add_(grad)
 
     # ------------------------------------------------------------ once a step
-
-    @property
-    def is_unfinished(self) -> bool:
-        """Whether it has to go to the optimizer's place, and has not begun to."""
-        return self.route.is_finished and self.phase not in (GradientPhase.FINISHING, GradientPhase.FINISHED)
 
     def finish(self, pieces: list[list[torch.Tensor]]) -> list[ChainInput]:
         """What is about to go to the optimizer's place. The gradient at rest stays as it is."""

@@ -1,6 +1,6 @@
 """UnitRegistry: which unit a node is. Within a step by the memory it has, over all steps by its name and layout."""
 
-from collections.abc import Container, Iterable
+from collections.abc import Container
 from itertools import count
 
 import torch
@@ -26,18 +26,16 @@ class UnitRegistry:
         self.trivial = trivial
         self.units: dict[str, UnitState] = {}
         self._by_memory: dict[Signature, UnitState] = {}
-        self._by_node: dict[int, tuple[Sharded, UnitState]] = {}  # whose address stays theirs as long as they are held here
 
     def begin_step(self) -> None:
         """A new step: addresses may be others' by now."""
-        self.clear()
+        self._by_memory.clear()
         for unit in self.units.values():
             unit.begin_step()
 
     def clear(self) -> None:
-        """Drop what is known of memory and nodes."""
+        """Forget which memory belongs to which unit."""
         self._by_memory.clear()
-        self._by_node.clear()
 
     def unbind(self) -> None:
         """Have units hold nobody's nodes: what comes next is no part of a step, and has no part in a schedule's memory."""
@@ -50,34 +48,18 @@ class UnitRegistry:
         if known is None or (node.unit is not known.layout and node.unit != known.layout):
             return
         if self._by_memory.setdefault(_signature(node), known) is known:
-            self._by_node[id(node)] = node, known
             known.bind(node)
 
-    def enter(self, unit: UnitState, node: Sharded) -> None:
-        """This node is that unit."""
+    def enter(self, unit: UnitState, node: Sharded, *, instead: Sharded | None = None) -> None:
+        """This node is that unit; who still has the node ``instead`` has another unit from here on."""
+        if instead is not None:
+            self._by_memory.pop(_signature(instead), None)
         self._by_memory[_signature(node)] = unit
-        self._by_node[id(node)] = node, unit
         unit.bind(node)
-
-    def add_aliases(self, units: Iterable[UnitState], nodes: Iterable[Sharded]) -> None:
-        """These nodes have the memory of these units."""
-        for unit, node in zip(units, nodes, strict=True):
-            self._by_node[id(node)] = node, unit
-
-    def leave(self, node: Sharded) -> None:
-        """Who still has this node has another unit from here on."""
-        unit = self._by_memory.pop(_signature(node), None)
-        self._by_node = {key: pair for key, pair in self._by_node.items() if pair[1] is not unit}
 
     def find(self, node: Sharded) -> UnitState | None:
         """The unit that a node is in this step, if it is known."""
-        known = self._by_node.get(id(node))
-        if known is not None:
-            return known[1]
-        unit = self._by_memory.get(_signature(node))
-        if unit is not None:
-            self._by_node[id(node)] = node, unit
-        return unit
+        return self._by_memory.get((node.unit.name, *map(_address_of, node.raw_buffers)))  # as _signature, without a call
 
     def add(self, node: Sharded) -> UnitState:
         """The unit that a node is from here on, of an earlier step or a new one."""

@@ -24,6 +24,7 @@ class RestingGradient:
 
     Attributes:
         in_arena: whether they are in a window.
+        shown: the tensors that callers were given and that were not copied out, and which of the buffers each is.
     """
 
     __slots__ = (
@@ -31,12 +32,12 @@ class RestingGradient:
         "_gaps",
         "_leaves",
         "_memory",
-        "_shown",
         "_storage",
         "_tensors",
         "_views",
         "device",
         "in_arena",
+        "shown",
         "sizes",
     )
 
@@ -50,7 +51,7 @@ class RestingGradient:
         self._memory = self._memory if self.in_arena else None
         self._tensors: list[torch.Tensor] | None = None
         self._views: list[torch.Tensor] | None = None
-        self._shown: list[tuple[weakref.ref[torch.Tensor], int]] = []  # and which of the buffers
+        self.shown: list[tuple[weakref.ref[torch.Tensor], int]] = []  # and which of the buffers
         self._storage: Any = None  # that of the views; None if it is empty
         self._alone = 0
         self._leaves: list[torch.Tensor] | None = None
@@ -88,10 +89,13 @@ class RestingGradient:
                 self._views = carve(storage_over(self._memory) if self.nbytes else self._memory, self.sizes)
             self._storage = next((tensor.untyped_storage() for tensor in self._views if len(tensor)), None)
             self._alone = self._holders()
-        shown = [tensor.data for tensor in self._views]
-        self._shown = [(ref, i) for ref, i in self._shown if ref() is not None]
-        self._shown += [(weakref.ref(tensor), i) for i, tensor in enumerate(shown)]
-        return shown
+        tensors = []
+        if self.shown:
+            self.shown = [(ref, i) for ref, i in self.shown if ref() is not None]
+        for i, view in enumerate(self._views):
+            tensors.append(view.data)
+            self.shown.append((weakref.ref(tensors[-1]), i))
+        return tensors
 
     def move_to(self, other: "RestingGradient") -> bool:
         """Move values, and the tensors that callers hold, to the memory of another. Return whether that was possible.
@@ -101,7 +105,7 @@ class RestingGradient:
         """
         held = [
             (tensor, i)
-            for ref, i in self._shown
+            for ref, i in self.shown
             if (tensor := ref()) is not None and tensor.numel() and tensor.data_ptr() == self.tensors[i].data_ptr()
         ]
         if self._views is not None and self._holders() - self._alone > len(held):
@@ -110,8 +114,8 @@ class RestingGradient:
         there = other.show() if held else []
         for tensor, i in held:
             tensor.data = there[i]
-            other._shown.append((weakref.ref(tensor), i))
-        self._shown = []
+            other.shown.append((weakref.ref(tensor), i))
+        self.shown = []
         return True
 
     def copy_out(self) -> bool:
@@ -119,10 +123,10 @@ class RestingGradient:
 
         A view that a caller has made of one cannot be moved.
         """
-        for ref, _ in self._shown:
+        for ref, _ in self.shown:
             if (tensor := ref()) is not None:
                 tensor.data = tensor.data.clone()
-        self._shown = []
+        self.shown = []
         return not self.is_held
 
     def _holders(self) -> int:
@@ -131,7 +135,7 @@ class RestingGradient:
     @property
     def is_held(self) -> bool:
         """Whether somebody has what was shown."""
-        return self._views is not None and self._holders() != self._alone
+        return self._storage is not None and torch._C._storage_Use_Count(self._storage._cdata) != self._alone
 
 
 def storage_over(memory: torch.Tensor) -> torch.Tensor:

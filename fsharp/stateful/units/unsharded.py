@@ -147,7 +147,7 @@ class UnshardedBuffer:
 
     def holds(self, seen: Stamp) -> bool:
         """Whether it has, or is about to have, the values of these tensors."""
-        return self.filled_from == seen and not (self.is_carried and any(source.expired() for source in self._sources))
+        return self.filled_from == seen and not (self.is_carried and any(map(StorageWeakRef.expired, self._sources)))
 
     def carry(self, node: Sharded | None) -> None:
         """Have the next step find it filled. Nobody keeps the tensors that it is a copy of: others may get their addresses."""

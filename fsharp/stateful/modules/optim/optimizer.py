@@ -248,7 +248,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self._recut(self._labels, self._states())
         missing = self.session.step.means.missing
         self._has_state |= {path for labels in self._labels for path in labels} - missing
-        if any(len({path in missing for path, _, _ in run.leaves}) > 1 for run, _ in self._each_run()):
+        if missing and any(len({path in missing for path, _, _ in run.leaves}) > 1 for run, _ in self._each_run()):
             self._recut([{path: (old, path in missing) for path, old in each.items()} for each in self._labels], self._states())
         for mine, theirs in zip(self.param_groups, self.inner.param_groups, strict=True):
             theirs.update({name: value for name, value in mine.items() if name != "params"})

@@ -35,7 +35,9 @@ class SideOutputs:
         """The tensors there, by id."""
         values = [value for value in arguments if type(value) in _CONTAINERS and value]
         for places in self._places():
-            values += [value for name, value in places.items() if name not in _OWN and _may_hold(value)]
+            for name, value in places.items():
+                if name not in _OWN and _may_hold(value):
+                    values.append(value)
         return {id(x): x for x in tensors_in(values, path, late="leave")} if values else {}
 
     def since(
@@ -46,6 +48,8 @@ class SideOutputs:
         Views of parameters, which are released, become copies first.
         """
         new = {i: x for i, x in self.look(arguments, path).items() if i not in before}
+        if not new:
+            return []
         views = views_of(parameters, list(new.values()))
         if views:
             copies = [x.clone() for x in views]
@@ -64,8 +68,11 @@ class SideOutputs:
                     places[name] = replaced(value, old, new, path)
 
     def _places(self) -> list[dict[str, Any]]:
-        alive = [each for each in (reference() for reference in self._modules) if each is not None]
-        return [places for each in alive for places in (vars(each), each._buffers) if places]
+        found: list[dict[str, Any]] = []
+        for reference in self._modules:
+            if (each := reference()) is not None:
+                found += each.__dict__, each._buffers
+        return found
 
 
 def refuse_kept(module: nn.Module) -> None:

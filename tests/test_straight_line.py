@@ -1,0 +1,72 @@
+"""How long the way is from a user's call to the collective, in frames of this library; and how many calls a unit costs."""
+
+import sys
+from pathlib import Path
+
+import fsharp as fs
+from benchmarks import contenders, gpt
+from fsharp.functional.comm.worker_threads import Worker
+from fsharp.stateful.transport.gloo import GlooTransport
+from fsharp.testing import processes
+
+ROOT = Path(fs.__file__).parent
+DP = fs.Mesh({"dp": 2})
+SHAPE = gpt.Shape(vocab=32, dim=16, layers=4, heads=2, time=8, batch=1)
+BATCHES = 5
+
+
+def frames_between(called, name):
+    """The frames of the library from the user's call, the function of the library that ``called`` names last, to here."""
+    found, frame = [], sys._getframe(2)
+    while frame is not None:
+        path = Path(frame.f_code.co_filename)
+        if path.is_relative_to(ROOT):
+            found.append((str(path.relative_to(ROOT)), frame.f_code.co_qualname))
+        elif found and path.name in ("gpt.py", "contenders.py", Path(__file__).name):
+            break
+        frame = frame.f_back
+    called[name] = found[::-1]
+
+
+def ways(comm):
+    """By how a program calls the library, the frames from a user's call to the first collective of a gather."""
+    found = {}
+    whole = gpt.tree_of(gpt.build(SHAPE))
+    tree = fs.shard(whole, fs.plan(whole, DP, fs.zero3("dp")), comm)
+
+    def watch(owner, method, name):
+        original = getattr(owner, method)
+
+        def watched(self, *args, **kwargs):
+            if name not in found:
+                frames_between(found, name)
+            return original(self, *args, **kwargs)
+
+        setattr(owner, method, watched)
+        return lambda: setattr(owner, method, original)
+
+    end = watch(Worker, "submit", "blocking")
+    fs.gather(tree, comm=comm)
+    end()
+    batches = gpt.batches(SHAPE, comm.rank, BATCHES)
+    strategy = fs.zero3("dp")
+    for name, contender in {
+        "scheduled": contenders.sharded("functions", SHAPE, comm, strategy, fs.Policy()),
+        "module": contenders.wrapped("module", SHAPE, comm, strategy),
+    }.items():
+        for batch in batches[:-1]:
+            contender.step(batch)
+        contender.settle()
+        end = watch(GlooTransport, "_fly", name)
+        contender.step(batches[-1])
+        end()
+    return found
+
+
+def test_few_frames_lie_between_a_call_and_its_collective():
+    most = {"blocking": (9, 5), "scheduled": (11, 7), "module": (15, 10)}
+    for found in processes(DP, ways, timeout=120):
+        for name, (frames, files) in most.items():
+            way = found[name]
+            assert 4 < len(way) <= frames, (name, way)
+            assert len({file for file, _ in way}) <= files, (name, way)
