@@ -10,6 +10,7 @@ import torch
 
 from fsharp.errors import LayoutError
 from fsharp.functional.layout.mesh import Mesh
+from fsharp.functional.layout.paths import innermost
 from fsharp.functional.layout.precision import Dtypes
 from fsharp.functional.layout.serial import layout_from_json, layout_to_json
 from fsharp.functional.layout.text import nbytes_text, units_table
@@ -41,8 +42,8 @@ class Layout:
 
     def unit_around(self, path: str) -> UnitLayout | None:
         """The innermost unit that is, or holds, what is at ``path``."""
-        around = [unit for unit in self.units if not unit.name or path == unit.name or path.startswith(f"{unit.name}.")]
-        return max(around, key=lambda unit: len(unit.name), default=None)
+        name = innermost(path, self._by_name)
+        return None if name is None else self._by_name[name]
 
     def nbytes(self, kind: str, dtype: torch.dtype | None = None) -> int:
         """Bytes of one kind of state that one rank holds at rest.

@@ -6,7 +6,7 @@ A path is the chain of keys from the root, joined by dots: ``layers.0.attn.q``. 
 
 import difflib
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, TypeVar
 
@@ -52,6 +52,11 @@ def _translated(token: re.Match[str]) -> str:
     return rf"(?!\.)[{'^' if negated else ''}{inside}]"
 
 
+def is_literal(pattern: str) -> bool:
+    """Return whether a pattern matches one path alone, the path that is written in the same way."""
+    return bool(pattern) and not any(each in pattern for each in "*?[")
+
+
 @lru_cache(maxsize=4096)
 def _compiled(pattern: str) -> re.Pattern[str]:
     parts = []
@@ -75,14 +80,40 @@ def matches(pattern: str, path: str) -> bool:
     return _compiled(pattern).fullmatch(path + "." if path else "") is not None
 
 
-def ancestors(path: str) -> list[str]:
-    """The path itself and every prefix of it, longest first; the root, ``""``, comes last.
+def ancestors(path: str) -> Iterator[str]:
+    """Yield the path itself and every prefix of it, longest first; the root, ``""``, comes last.
 
-    >>> ancestors("layers.0.w")
+    >>> list(ancestors("layers.0.w"))
     ['layers.0.w', 'layers.0', 'layers', '']
     """
-    segments = path.split(".") if path else []
-    return [".".join(segments[:n]) for n in range(len(segments), -1, -1)]
+    while path:
+        yield path
+        path = path.rpartition(".")[0]
+    yield ""
+
+
+def prefixes(paths: Iterable[str]) -> dict[str, str | None]:
+    """Return the paths and all of their prefixes, each with the path around it. Around the root, ``""``, there is None.
+
+    >>> prefixes(["a.b", "a.c"])
+    {'a.b': 'a', 'a': '', '': None, 'a.c': 'a'}
+    """
+    around: dict[str, str | None] = {}
+    for path in paths:
+        for each in ancestors(path):
+            if each in around:
+                break  # and so are the prefixes of this one
+            around[each] = each.rpartition(".")[0] if each else None
+    return around
+
+
+def innermost(path: str, among: Container[str]) -> str | None:
+    """Return the longest of some paths that is ``path`` or a prefix of it; None if there is none.
+
+    >>> innermost("layers.0.w", {"", "layers.0", "layers.1"})
+    'layers.0'
+    """
+    return next((each for each in ancestors(path) if each in among), None)
 
 
 def selects(pattern: str, path: str) -> bool:
@@ -97,7 +128,7 @@ def as_patterns(patterns: str | Sequence[str] | None) -> tuple[str, ...]:
 
 def nothing_matches(where: str, pattern: str, paths: Sequence[str]) -> PatternError:
     """The error for a pattern that selects nothing, with the closest paths there are."""
-    known = sorted({prefix for path in paths for prefix in ancestors(path) if prefix})
+    known = sorted(filter(None, prefixes(paths)))
     near = difflib.get_close_matches(pattern, known, n=4, cutoff=0.3) or known[:4]
     return PatternError(
         problem(

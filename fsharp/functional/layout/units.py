@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import optree
 
 from fsharp.errors import PatternError, problem
-from fsharp.functional.layout.paths import ancestors, as_patterns, flatten, matches, nothing_matches
+from fsharp.functional.layout.paths import as_patterns, flatten, innermost, is_literal, matches, nothing_matches, prefixes
 
 
 class UnitPartition(NamedTuple):
@@ -36,9 +36,10 @@ def unit_names(paths: Sequence[str], patterns: str | Sequence[str] | None) -> di
         PatternError: a pattern that matches nothing, or two matches one inside the other or in the same place.
     """
     matched: dict[str, str] = {}
-    prefixes = dict.fromkeys(prefix for path in paths for prefix in ancestors(path))
+    around = prefixes(paths)
     for pattern in as_patterns(patterns):
-        hits = [prefix for prefix in prefixes if matches(pattern, prefix)]
+        is_path = is_literal(pattern) and pattern in around
+        hits = [pattern] if is_path else [path for path in around if matches(pattern, path)]
         if not hits:
             raise nothing_matches("units", pattern, paths)
         for hit in hits:
@@ -46,15 +47,15 @@ def unit_names(paths: Sequence[str], patterns: str | Sequence[str] | None) -> di
                 raise _overlap((matched[hit], hit), (pattern, hit))
             matched[hit] = pattern
     for hit in matched:
-        for above in ancestors(hit)[1:]:
-            if above in matched:
-                raise _overlap((matched[above], above), (matched[hit], hit))
-    split = {above for hit in matched for above in ancestors(hit)[1:]}
-    result = {}
-    for path in paths:
-        chain = ancestors(path)
-        result[path] = next((p for p in chain if p in matched), None) or [p for p in chain if p not in split][-1]
-    return result
+        above = around[hit]
+        if above is not None and (outer := innermost(above, matched)) is not None:
+            raise _overlap((matched[outer], outer), (matched[hit], hit))
+    split = set(prefixes(matched).values())
+    units: dict[str, str] = {}
+    for path in sorted(around, key=len):  # what is around a path comes before it
+        above = around[path]
+        units[path] = path if above is None or above in split else units[above]
+    return {path: units[path] for path in paths}
 
 
 _LEAF = optree.treespec_leaf()

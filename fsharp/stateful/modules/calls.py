@@ -16,6 +16,7 @@ from fsharp.errors import TreeError
 from fsharp.functional.comm.protocol import Comm
 from fsharp.functional.forward import forward
 from fsharp.functional.layout.layout import Layout
+from fsharp.functional.layout.paths import prefixes
 from fsharp.functional.layout.sharded import units_by_name
 from fsharp.stateful.modules.initial.dtensors import Spec, dressed, local
 from fsharp.stateful.modules.parameter_slots import ParameterSlots, members_of, owners, refuse_added, swapped_in
@@ -95,13 +96,13 @@ class ModuleCalls:
             unit.name: ParameterSlots(module, [unit.full_path(leaf) for leaf in unit.leaves], present) for unit in layout.units
         }
         by_path = owners(layout, chosen)
-        members = members_of(module, list(by_path))
+        members, has_inner = members_of(module, list(by_path)), set(prefixes(by_path).values())
         self.owners = {
             path: GatheredModule(
                 units=names,
                 ties=sorted({tied for name in names for tied in layout[name].tied_units} - set(names)),
                 side_outputs=SideOutputs(members[path].values()),
-                has_inner=any(other != path and (not path or other.startswith(f"{path}.")) for other in by_path),
+                has_inner=path in has_inner,
                 varies=any(layout[name].strategy.full.varying for name in names),
             )
             for path, names in by_path.items()

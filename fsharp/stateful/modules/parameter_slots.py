@@ -10,7 +10,7 @@ from torch import nn
 
 from fsharp.errors import PatternError, TreeError
 from fsharp.functional.layout.layout import Layout
-from fsharp.functional.layout.paths import as_patterns, matches
+from fsharp.functional.layout.paths import as_patterns, innermost, matches, prefixes
 from fsharp.stateful.modules.parameter import ShardedParameter
 
 Rule = str | type[nn.Module] | Callable[[str, nn.Module], bool]
@@ -134,11 +134,11 @@ def grouped(module: nn.Module, units: Units | Sequence[Units]) -> list[list[str]
     Raises:
         PatternError: a module in two groups, or inside of another module of its group.
     """
-    groups = [list(chosen_modules(module, each)) for each in _listed(units) if isinstance(each, tuple | list)]
+    groups = [chosen_modules(module, each) for each in _listed(units) if isinstance(each, tuple | list)]
     seen: set[str] = set()
     for group in groups:
         for path in group:
-            inside = next((other for other in group if path.startswith(f"{other}.")), None)
+            inside = innermost(path.rpartition(".")[0], group)
             if path in seen or inside is not None:
                 why = "is in two groups" if path in seen else f"is inside of {inside!r}, which is in the same group"
                 raise PatternError(
@@ -146,7 +146,7 @@ def grouped(module: nn.Module, units: Units | Sequence[Units]) -> list[list[str]
                     "another: put each module into one group, and not into the group of a module that contains it."
                 )
         seen |= set(group)
-    return groups
+    return [list(group) for group in groups]
 
 
 def _listed(units: Any) -> list[Any]:
@@ -162,7 +162,8 @@ def _selects(rule: Rule, path: str, module: nn.Module) -> bool:
 def leafmost(paths: Iterable[str]) -> list[str]:
     """Those that no other one is inside of."""
     every = list(paths)
-    return [path for path in every if not any(other.startswith(f"{path}.") for other in every)]
+    around = set(prefixes(every).values())
+    return [path for path in every if path not in around]
 
 
 def owners(layout: Layout, chosen: Iterable[str]) -> Mapping[str, list[str]]:
@@ -170,10 +171,9 @@ def owners(layout: Layout, chosen: Iterable[str]) -> Mapping[str, list[str]]:
 
     Each unit belongs to the innermost chosen module that it is in. A chosen module may have none: units in it have all.
     """
-    every = {"": [], **{path: [] for path in chosen}}  # type: dict[str, list[str]]
+    every: dict[str, list[str]] = {"": [], **{path: [] for path in chosen}}
     for unit in layout.units:
-        above = [path for path in every if not path or unit.name == path or unit.name.startswith(f"{path}.")]
-        every[max(above, key=len)].append(unit.name)
+        every[innermost(unit.name, every) or ""].append(unit.name)
     return every
 
 
@@ -216,7 +216,7 @@ def members_of(module: nn.Module, owners: Sequence[str]) -> dict[str, dict[str, 
     """
     members: dict[str, dict[str, nn.Module]] = {path: {} for path in owners}
     for path, each in module.named_modules():
-        around = [owner for owner in members if not owner or path == owner or path.startswith(f"{owner}.")]
-        if around:
-            members[max(around, key=len)][path] = each
+        owner = innermost(path, members)
+        if owner is not None:
+            members[owner][path] = each
     return members

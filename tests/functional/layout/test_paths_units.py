@@ -9,7 +9,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fsharp.errors import PatternError, TreeError
-from fsharp.functional.layout.paths import ancestors, assign, chosen, flatten, matches, selects
+from fsharp.functional.layout.paths import (
+    ancestors,
+    assign,
+    chosen,
+    flatten,
+    innermost,
+    is_literal,
+    matches,
+    prefixes,
+    selects,
+)
 from fsharp.functional.layout.units import cut, cut_at, unit_names
 from fsharp.testing.generate import trees, unit_patterns
 
@@ -73,11 +83,29 @@ def test_one_segment_matches_as_file_names_do(pattern, segment):
 @given(st.lists(st.text("ab1", min_size=1, max_size=3), max_size=4))
 def test_a_path_is_selected_by_itself_and_by_its_ancestors_alone(segments):
     path = ".".join(segments)
-    assert ancestors(path) == [".".join(segments[:n]) for n in reversed(range(len(segments) + 1))]
+    assert list(ancestors(path)) == [".".join(segments[:n]) for n in reversed(range(len(segments) + 1))]
     for prefix in filter(None, ancestors(path)):
         assert selects(prefix, path)
         assert matches(prefix, path) is (prefix == path)
     assert not selects(f"{path}.w" if path else "w", path)
+
+
+@given(st.lists(st.lists(st.text("ab", min_size=1, max_size=2), max_size=4).map(".".join), max_size=6), st.data())
+def test_each_prefix_of_paths_is_found_with_the_path_around_it(paths, data):
+    every = [each for path in paths for each in ancestors(path)]
+    assert list(prefixes(paths)) == list(dict.fromkeys(every))
+    assert all(list(ancestors(path))[1:2] == [around] for path, around in prefixes(paths).items() if path)
+    among = set(data.draw(st.lists(st.sampled_from(every)))) if every else set()
+    for path in every:
+        assert innermost(path, among) == max((each for each in ancestors(path) if each in among), key=len, default=None)
+
+
+@given(segments, st.text("ab*?[]!-1", min_size=1, max_size=5))
+def test_a_literal_pattern_matches_its_own_path_alone(pattern, path):
+    if is_literal(pattern):
+        assert matches(pattern, path) is (pattern == path)
+        assert matches(pattern, pattern)
+    assert not is_literal("")
 
 
 def test_of_several_rules_the_last_that_selects_counts():

@@ -64,6 +64,7 @@ class Initializers:
         self.module, self.device, self.initialize = module, comm.device, initialize
         self._seed = lambda name, path: seed_of(key, name, layout.unit_around(path), comm.rank)
         self.unfilled: set[str] = set()
+        self._roots = _roots(module) if initialize is None else {}
         self._path: str | None = None
         self._values: dict[str, torch.Tensor] = {}
         self._buffers: dict[int, torch.Tensor] = {}  # by the meta tensor: modules may share one
@@ -101,13 +102,7 @@ class Initializers:
 
     def _root(self, path: str) -> str:
         """The module that a submodule is made with."""
-        if self.initialize is None:
-            parts = path.split(".") if path else []
-            for i in range(len(parts) + 1):
-                above = ".".join(parts[:i])
-                if _whole(self.module.get_submodule(above)):
-                    return above
-        return path
+        return self._roots.get(path, path)
 
     def _make(self, path: str) -> dict[str, torch.Tensor]:
         root = self.module.get_submodule(path)
@@ -216,6 +211,16 @@ def _whole(module: nn.Module) -> bool:
     """Whether it is made together with all of its submodules."""
     public, private = (callable(getattr(module, name, None)) for name in _NAMES)
     return private and not public and bool(_own_meta(module))
+
+
+def _roots(module: nn.Module) -> dict[str, str]:
+    """Return the outermost module that is made whole, by path of each module that is made with it."""
+    roots: dict[str, str] = {}
+    for path, each in module.named_modules(remove_duplicate=False):  # a module comes before those in it
+        above = roots.get(path.rpartition(".")[0])
+        if above is not None or _whole(each):
+            roots[path] = path if above is None else above
+    return roots
 
 
 def _about(tensor: torch.Tensor) -> str:

@@ -10,7 +10,7 @@ import torch
 from torch.utils import _pytree as torch_pytree
 
 from fsharp.errors import LayoutError, problem
-from fsharp.functional.layout.paths import assign, selects
+from fsharp.functional.layout.paths import ancestors, assign, selects
 from fsharp.functional.layout.precision import Precision
 from fsharp.stateful.modules.values.outputs import parts
 
@@ -49,16 +49,20 @@ def casts_of(rules: Mapping[str, Precision], chosen: Iterable[str], leaves: Coll
         LayoutError: no parameter in a chosen module has the module's own precision.
     """
     of_leaf = assign("shard_module(precision=...)", rules, leaves := list(leaves), default=Precision())
+    inside: dict[str, list[str]] = {path: [] for path in ["", *chosen]}
+    for leaf in leaves:
+        for path in ancestors(leaf):
+            if path in inside:
+                inside[path].append(leaf)
     casts = {}
-    for path in ["", *chosen]:
+    for path, of_path in inside.items():
         mine = ([Precision()] + [rule for pattern, rule in rules.items() if selects(pattern, path)])[-1]
-        inside = [leaf for leaf in leaves if leaf.startswith(f"{path}.")]
-        if path and all(of_leaf[leaf] != mine for leaf in inside):
+        if path and all(of_leaf[leaf] != mine for leaf in of_path):
             raise LayoutError(
                 problem(
                     "shard_module(precision=...)",
                     f"the module {path!r} casts its inputs by one precision, and all of its parameters have others.",
-                    [(repr(path), mine), (repr(inside[0]), of_leaf[inside[0]])],
+                    [(repr(path), mine), (repr(of_path[0]), of_leaf[of_path[0]])],
                     f"Name the module: a pattern {path!r} selects it and all of its parameters.",
                 )
             )
