@@ -91,8 +91,10 @@ from fsharp.stateful.runtime.graphs import CapturedStep as CapturedStep
 from fsharp.stateful.runtime.scheduled import Scheduled as Scheduled
 from fsharp.stateful.runtime.scheduler import Scheduler as Scheduler
 from fsharp.stateful.schedule.policy import Policy as Policy
+from fsharp.tracebacks import api_boundary as _api_boundary
 
 
+@_api_boundary
 def from_optax(tx: object) -> optim.Transform:
     """An ``optax.GradientTransformation`` as a transformation of shards: see :func:`fsharp.interop.optax.from_optax`.
 

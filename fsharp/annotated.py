@@ -9,6 +9,7 @@ from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from fsharp.errors import FsharpError, OptionError
+from fsharp.tracebacks import hide_frames
 
 F = TypeVar("F", bound=Callable[..., Any])
 _MOST_SHOWN = 80
@@ -170,6 +171,10 @@ def _called_by(way: Callable[[Any, Any, Any], Any], target: F) -> F:
 
     @wraps(target)
     def call(*args: Any, **kwargs: Any) -> Any:
-        return way(fn, args, kwargs)
+        try:
+            return way(fn, args, kwargs)
+        except Exception as error:
+            hide_frames(error)
+            raise
 
     return call  # type: ignore[return-value]

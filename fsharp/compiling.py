@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy, set_eval_frame
 
 from fsharp.annotated import explain
+from fsharp.tracebacks import hide_frames
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -33,7 +34,7 @@ def skip_frame(function: Callable[..., Any]) -> None:
 def uncompiled(function: F) -> F:
     """Return ``function``, marked as not to be compiled: a graph ends before a call of it, and another begins behind it.
 
-    An error of the function names an argument of the wrong type, if there is one.
+    An error of the function names an argument of the wrong type, if there is one, and shows the user's frames alone.
     """
 
     @functools.wraps(function)
@@ -41,9 +42,13 @@ def uncompiled(function: F) -> F:
         compiler = set_eval_frame(None)
         token = None if compiler is None else _compiler.set(compiler)
         try:
-            return function(*args, **kwargs)
+            try:
+                return function(*args, **kwargs)
+            except Exception as error:
+                explain(error, function, args, kwargs)
+                raise
         except Exception as error:
-            explain(error, function, args, kwargs)
+            hide_frames(error)
             raise
         finally:
             if token is not None:

@@ -4,6 +4,7 @@ import torch
 from hypothesis import HealthCheck, settings
 
 torch.set_num_threads(1)
+os.environ["FSHARP_TRACEBACK"] = "full"  # a test that fails is about this library
 
 _slow = [HealthCheck.too_slow, HealthCheck.data_too_large]
 settings.register_profile(

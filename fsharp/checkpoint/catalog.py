@@ -22,6 +22,7 @@ from fsharp.checkpoint.reading import Need, Reader, verify_files
 from fsharp.checkpoint.shard_file import first_bytes
 from fsharp.checkpoint.storage import REMOVED, Storage, full_path, read_description, storage_of
 from fsharp.errors import CheckpointError
+from fsharp.tracebacks import api_boundary
 
 _log = logging.getLogger("fsharp")
 _FOLDER = re.compile(r"step-(\d{10,})-(?P<save_id>[0-9a-f]{8,})")
@@ -153,6 +154,7 @@ class Checkpoint:
         """Of its tensors."""
         return sorted([*self.manifest.tensors, *self.manifest.aliases])
 
+    @api_boundary
     def tensor(self, name: str) -> torch.Tensor:
         """Return a whole tensor, on the CPU. The caller needs no process group, and no tree of the same shape.
 

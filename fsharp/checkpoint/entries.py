@@ -26,6 +26,7 @@ from fsharp.functional.layout.sharded import Sharded, is_sharded
 from fsharp.functional.layout.unit_layout import Leaf, UnitLayout
 from fsharp.functional.state import MadeBy
 from fsharp.stateful.modules.parameter import Part
+from fsharp.tracebacks import api_boundary
 
 Value = bool | int | float | str | None
 _LEAST_NBYTES = 1 << 16
@@ -71,6 +72,7 @@ class OwnBuffers:
         found, own = self.module.state_dict(), dict(self.module.named_buffers(remove_duplicate=False))
         return {name: PerRank(value) if name in own else value for name, value in found.items()}
 
+    @api_boundary
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load it into the module."""
         self.module.load_state_dict({name: x.value if isinstance(x, PerRank) else x for name, x in state.items()})

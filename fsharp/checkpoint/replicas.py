@@ -54,6 +54,7 @@ from fsharp.errors import AgreementError, CheckpointError, FsharpError, problem
 from fsharp.functional.comm.agree import exchange, gather_bytes, together
 from fsharp.functional.comm.process_group import ProcessGroupComm
 from fsharp.functional.comm.protocol import Comm, innermost
+from fsharp.tracebacks import api_boundary
 
 _log = logging.getLogger("fsharp")
 _files = LocalFiles()
@@ -175,6 +176,7 @@ class Replicas(Background):
         if self._claim is not None:
             self._claim.close()
 
+    @api_boundary
     def predict(self, tree: Any) -> RefreshNbytes:
         """Bytes that a refresh of a tree sends and keeps, exactly; from layouts, without any rank."""
         return self._nbytes_of(contents_of("predict()", expanded(tree), self._comm))
@@ -197,6 +199,7 @@ class Replicas(Background):
         """Folder of the checkpoints on disk."""
         return self._root
 
+    @api_boundary
     def refresh(self, tree: Any, *, step: int, config: Any = None) -> None:
         """Keep a tree in place of the one before. Waits until the refresh before has come to its end.
 
@@ -236,6 +239,7 @@ class Replicas(Background):
             )
             self._begin(shot, self._write)
 
+    @api_boundary
     def refresh_if_idle(self, tree: Any, *, step: int, config: Any = None) -> bool:
         """Refresh unless the one before is still under way on some rank; whether it does, the same on all ranks.
 
@@ -299,6 +303,7 @@ class Replicas(Background):
             deferred.run(check_written, staged, theirs, source, shot.save_id)
         together("refresh()", own, lambda: told(staged, deferred.raise_))
 
+    @api_boundary
     def latest(self) -> int | None:
         """Return the step that :meth:`restore` will load if nothing is damaged; None if nothing was saved. All ranks call it.
 
@@ -308,6 +313,7 @@ class Replicas(Background):
         found = self._newest()
         return None if found is None else found.step
 
+    @api_boundary
     def restore(self, like: Any, *, subtree: str = "", cast: bool = False, donate: bool = False) -> Any:
         """A tree like ``like`` with the values that were kept last, whatever strategy and number of ranks. All ranks call it.
 
@@ -333,6 +339,7 @@ class Replicas(Background):
         """
         return self.restore_newest(like, subtree=subtree, cast=cast, donate=donate)[1]
 
+    @api_boundary
     def restore_newest(
         self, like: Any, *, subtree: str = "", cast: bool = False, donate: bool = False
     ) -> tuple[Checkpoint, Any]:
@@ -419,6 +426,7 @@ class Replicas(Background):
         said = json.loads(exchange(json.dumps(facts), self._comm)[0])
         return _OnDisk(*said) if said else None
 
+    @api_boundary
     def close(self) -> None:
         """Wait for what is under way, raise what it has failed with, and let go of the folder; what is in it stays."""
         try:

@@ -24,6 +24,7 @@ from fsharp.functional.comm.agree import largest, together
 from fsharp.functional.comm.process_group import ProcessGroupComm, before_leaving
 from fsharp.functional.comm.protocol import Comm, innermost
 from fsharp.functional.comm.worker_threads import Outcome, Worker
+from fsharp.tracebacks import api_boundary
 
 _busy: "set[Background]" = set()
 """Those that have something to wait for. One that nobody else holds may have failed as well."""
@@ -86,6 +87,7 @@ class Background:
         busy = torch.tensor([self.is_busy], dtype=torch.uint8, device=self._comm.device)
         return bool(largest(busy, self._comm, label=f"{self._name}_if_idle").item())
 
+    @api_boundary
     def check(self) -> None:
         """Raise what the one before has failed with, if it has. Cost: none.
 
@@ -94,6 +96,7 @@ class Background:
         if self._under_way is not None and self._under_way.error is not None:
             raise self._failed(self._under_way.error) from self._under_way.error
 
+    @api_boundary
     def wait(self) -> None:
         """Block until what is under way has come to its end.
 
@@ -116,6 +119,7 @@ class Background:
         self._under_way = None
         _busy.discard(self)
 
+    @api_boundary
     def close(self) -> None:
         """Wait for what is under way, and raise what it has failed with."""
         self.wait()
@@ -123,6 +127,7 @@ class Background:
     def __enter__(self) -> Self:
         return self
 
+    @api_boundary
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         try:
             self.close()
@@ -194,6 +199,7 @@ class Saver(Background):
         own = inner.on_host() if isinstance(inner, ProcessGroupComm) else comm
         super().__init__(comm, own, "save", in_thread=background and (own is not comm or comm.mesh.size == 1))
 
+    @api_boundary
     def save(self, tree: Any, *, step: int, metric: float | None = None) -> None:
         """Save a tree, as :func:`save` does. Waits until the one before is written.
 
@@ -232,6 +238,7 @@ class Saver(Background):
         together("Saver", self._own, forget_old)
         return made
 
+    @api_boundary
     def save_if_idle(self, tree: Any, *, step: int, metric: float | None = None) -> bool:
         """Save unless the one before is still under way on some rank; whether it does, the same on all ranks.
 

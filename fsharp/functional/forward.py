@@ -14,6 +14,7 @@ from fsharp.functional.moves import check_comm, gather
 from fsharp.functional.release import let_go, unchanged, version_of, written_to
 from fsharp.functional.remat import Remat, check_choice, recomputed
 from fsharp.functional.transforms import check_untraced, is_differentiated, is_transformed
+from fsharp.tracebacks import api_boundary
 
 
 @uncompiled
@@ -156,5 +157,6 @@ class _ZeroGradients(torch.autograd.Function):
         ctx.save_for_backward(*inputs[1:])
 
     @staticmethod
+    @api_boundary
     def backward(ctx: Any, *cotangents: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return cotangents[0], *(torch.zeros_like(leaf) for leaf in ctx.saved_tensors)

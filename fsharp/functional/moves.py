@@ -35,6 +35,7 @@ from fsharp.functional.layout.placement import Partial, Place, Replicate, Shard
 from fsharp.functional.layout.sharded import PlaceName, Sharded, check_kept, is_sharded, map_units, resolve_place, units_of
 from fsharp.functional.layout.unit_layout import UnitLayout
 from fsharp.functional.transforms import beneath_vmap, check_untraced, is_differentiated, is_transformed
+from fsharp.tracebacks import api_boundary
 
 Tree = TypeVar("Tree")
 
@@ -201,10 +202,12 @@ class _Copies(torch.autograd.Function):
         _, *ctx.rest, ctx.kind = inputs
 
     @staticmethod
+    @api_boundary
     def backward(ctx: Any, *cotangents: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
         return _Copies.apply(cotangents[0], *ctx.rest, _TRANSPOSE[ctx.kind]), None, None, None
 
     @staticmethod
+    @api_boundary
     def jvp(ctx: Any, *tangents: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = _Copies.apply(tangents[0], *ctx.rest, ctx.kind)
         return out

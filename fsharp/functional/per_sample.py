@@ -18,6 +18,7 @@ from fsharp.functional.moves import check_comm
 from fsharp.functional.sinks import SinkLedger, with_sinks
 from fsharp.functional.train import LossFn
 from fsharp.functional.transforms import check_untransformed
+from fsharp.tracebacks import api_boundary
 
 _WHERE = "per_sample_norms()"
 
@@ -61,6 +62,7 @@ def per_sample_norms(
     if chunk_size is not None and (not isinstance(chunk_size, int) or chunk_size < 1):
         raise LossError(f"{_WHERE}: chunk_size is {chunk_size!r}, expected None or an integer of at least 1.")
 
+    @api_boundary
     def run(params: Any, batch: Any, *, comm: Comm) -> torch.Tensor:
         check_untransformed(_WHERE)
         nodes = check_comm(_WHERE, params, comm)
@@ -143,6 +145,7 @@ class _AddSquares(torch.autograd.Function):
         ctx.set_materialize_grads(False)
 
     @staticmethod
+    @api_boundary
     def backward(ctx: Any, *cotangents: torch.Tensor | None) -> tuple[None, None, None]:
         if cotangents[0] is not None:
             ctx.squares += torch.linalg.vector_norm(cotangents[0], dim=-1, dtype=torch.float64).square()

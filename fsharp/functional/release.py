@@ -7,7 +7,7 @@ cannot be asked about (C++ functions of other libraries that keep tensors of the
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import optree
@@ -18,6 +18,7 @@ from fsharp.functional.comm.protocol import Comm
 from fsharp.functional.layout.sharded import Sharded, units_of
 from fsharp.functional.moves import gather
 from fsharp.functional.transforms import beneath, is_batched
+from fsharp.tracebacks import api_boundary, call_hook
 
 View = tuple[int, torch.Size, tuple[int, ...], int]
 """Number of a gathered buffer, and size, strides and offset in it."""
@@ -30,6 +31,7 @@ class _Saved:
         self.regather = regather
         self.buffers: list[torch.Tensor] | None = None
 
+    @api_boundary
     def unpack(self, view: View) -> torch.Tensor:
         """What autograd saved, gathered again if it was a part of parameters."""
         if self.buffers is None:  # the backward did not come through what the function returned
@@ -119,7 +121,7 @@ def _before_backward(outputs: set[Any], regather: Callable[[], list[torch.Tensor
                 held.buffers = buffers
 
     for fn in outputs:
-        fn.register_prehook(come)
+        fn.register_prehook(partial(call_hook, come))
 
 
 def saved_tensors(roots: set[Any], first: int) -> Iterator[Any]:

@@ -1,8 +1,9 @@
 """Rematerialization: what a function computes in the forward is let go of, and computed again in the backward."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from contextvars import ContextVar
+from functools import partial
 from typing import Any
 
 import optree
@@ -13,6 +14,7 @@ from fsharp.errors import TreeError
 from fsharp.functional.layout.precision import dtype_name
 from fsharp.functional.layout.sharded import is_sharded
 from fsharp.functional.transforms import beneath
+from fsharp.tracebacks import api_context, call_hook
 
 Remat = bool | Callable[..., Any] | Sequence[Any]
 """False; True; a policy ``(ctx, op, *args, **kwargs) -> CheckpointPolicy``; or a list of ops whose results are kept."""
@@ -68,7 +70,7 @@ def recomputed(run: Callable[..., Any], fn: Callable[..., Any], args: Any, kwarg
                 _set_states(generators, now)
             context = again
 
-    return checkpoint(call, *leaves, use_reentrant=False)
+    return checkpoint(partial(call_hook, call), *leaves, use_reentrant=False)
 
 
 def _set_states(generators: Sequence[torch.Generator], states: Sequence[torch.Tensor]) -> None:
@@ -79,7 +81,7 @@ def _set_states(generators: Sequence[torch.Generator], states: Sequence[torch.Te
 _checks: ContextVar[bool] = ContextVar("checks", default=False)
 
 
-@contextmanager
+@api_context
 def check_remat() -> Iterator[None]:
     """Within this context ``forward(remat=)`` computes each function twice at once, and compares bits: a check for debugging.
 

@@ -12,6 +12,7 @@ from fsharp.functional.layout.placement import Partial, Place, Replicate, Shard
 from fsharp.functional.layout.sharded import Sharded, map_units
 from fsharp.functional.layout.unit_layout import UnitLayout
 from fsharp.functional.moves import move_sums
+from fsharp.tracebacks import api_boundary
 
 
 class SinkLedger:
@@ -119,6 +120,7 @@ class _Deliver(torch.autograd.Function):
         ctx.set_materialize_grads(False)
 
     @staticmethod
+    @api_boundary
     def backward(ctx: Any, *cotangents: torch.Tensor | None) -> tuple[torch.Tensor | None, None, None, None]:
         if cotangents[0] is None:  # used, and no gradient came of it
             return None, None, None, None
@@ -139,6 +141,7 @@ class _Attach(torch.autograd.Function):
         ctx.dtype = inputs[1].dtype
 
     @staticmethod
+    @api_boundary
     def backward(ctx: Any, *cotangents: torch.Tensor) -> tuple[None, torch.Tensor]:
         return None, cotangents[0].to(ctx.dtype)
 

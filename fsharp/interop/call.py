@@ -17,8 +17,10 @@ from torch.overrides import handle_torch_function, has_torch_function
 from fsharp.errors import TreeError
 from fsharp.functional.transforms import check_untraced, is_transformed
 from fsharp.interop.arrays import as_array, as_tensor, check_process
+from fsharp.tracebacks import api_boundary
 
 
+@api_boundary
 def as_torch(fn: Callable[..., Any]) -> Callable[..., Any]:
     """A function of JAX as one of tensors: compiled by XLA, its gradients by ``jax.vjp``, of complex numbers as torch has them.
 
@@ -71,6 +73,7 @@ class _TensorFunction:
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         return self if instance is None else MethodType(self, instance)
 
+    @api_boundary
     def __call__(self, *args: Any, **keywords: Any) -> Any:
         given: Any = (args, keywords)
         leaves, spec = optree.tree_flatten(given)
@@ -289,6 +292,7 @@ class _Call(torch.autograd.Function):
         ctx.save_for_forward(*tensors)
 
     @staticmethod
+    @api_boundary
     def backward(ctx: Any, *cotangents: torch.Tensor) -> tuple[Any, ...]:
         saved, wanted = ctx.saved_tensors, ctx.needs_input_grad[2:]
         arguments, kept = saved[: ctx.num_arguments], saved[ctx.num_arguments :]
@@ -301,6 +305,7 @@ class _Call(torch.autograd.Function):
         return None, None, *(next(rest) if is_wanted else None for is_wanted in wanted)
 
     @staticmethod
+    @api_boundary
     def jvp(ctx: Any, *tangents: Any) -> tuple[Any, ...]:
         moved = tuple(x is not None for x in tangents[2:])
         arguments = ctx.saved_tensors[: ctx.num_arguments]

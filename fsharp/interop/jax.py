@@ -35,10 +35,12 @@ from fsharp.interop.call import as_torch as as_torch
 from fsharp.interop.modules import functionalize as functionalize
 from fsharp.interop.modules import to_arrays as to_arrays
 from fsharp.interop.modules import to_tensors as to_tensors
+from fsharp.tracebacks import api_boundary
 
 jax.tree_util.register_pytree_node(Sharded, flatten_node, unflatten_node)
 
 
+@api_boundary
 def to_jax(tree: Any, layout: Layout, *, devices: Sequence[Any] | None = None) -> Any:
     """The tree with global arrays for flat buffers, each rank's part in the memory that it has, not copied.
 
@@ -100,6 +102,7 @@ def _share(nodes: Sequence[Sharded], i: int, mesh: Mesh, devices: Sequence[Any])
     return jax.make_array_from_single_device_arrays(shape, sharding, parts)
 
 
+@api_boundary
 def from_jax(tree: Any, layout: Layout, *, devices: Sequence[Any] | None = None, donate: bool = False) -> Any:
     """The inverse of :func:`to_jax`: this rank's tensors of a tree of global arrays.
 
@@ -155,6 +158,7 @@ def _local(node: Sharded, i: int, mesh: Mesh, devices: Sequence[Any], donate: bo
     return tensors if donate else [x.clone() for x in tensors]
 
 
+@api_boundary
 def shardings(layout: Layout, place: PlaceName = "params", *, devices: Sequence[Any] | None = None) -> Any:
     """The tree of a layout with a ``NamedSharding`` for each flat buffer: for ``jax.device_put`` and ``out_shardings``.
 
@@ -175,6 +179,7 @@ def shardings(layout: Layout, place: PlaceName = "params", *, devices: Sequence[
     return optree.tree_unflatten(layout.spec, [one(unit) for unit in layout.units])
 
 
+@api_boundary
 def unflatten(tree: Any) -> Any:
     """The user's tree, its leaves cut out of global flat arrays: inside of ``jax.jit``, differentiable.
 

@@ -13,11 +13,13 @@ from jax.tree_util import GetAttrKey
 from fsharp.errors import TreeError
 from fsharp.interop.arrays import as_array, as_tensor, check_process
 from fsharp.interop.call import as_torch
+from fsharp.tracebacks import api_boundary
 
 Name = tuple[Any, ...]
 """Where a parameter is: fields, keys and indices."""
 
 
+@api_boundary
 def functionalize(model: Any, variables: Any = None) -> tuple[Callable[..., Any], Any]:
     """Return a module of Equinox or Flax as a pure function and its parameters, as :func:`fsharp.functionalize` does.
 
@@ -85,6 +87,7 @@ def _linen(model: Any, variables: Any) -> tuple[Callable[..., Any], Any]:
     return as_torch(call), to_tensors(variables)
 
 
+@api_boundary
 def to_tensors(tree: Any) -> Any:
     """The parameters in a pytree of JAX, as a tree that can be planned and sharded.
 
@@ -115,6 +118,7 @@ def to_tensors(tree: Any) -> Any:
     return result
 
 
+@api_boundary
 def to_arrays(tree: Any, like: Any) -> Any:
     """The inverse of :func:`to_tensors`: a pytree of JAX with the parameters of a tree.
 

@@ -19,6 +19,7 @@ from fsharp.functional.layout.sharded import register_leafless, units_of
 from fsharp.functional.optim.base import Transform
 from fsharp.interop.arrays import check_process, number_as_array, number_as_tensor
 from fsharp.interop.program import Program, Traced, as_data
+from fsharp.tracebacks import api_boundary
 
 
 class OptaxState(NamedTuple):
@@ -48,6 +49,7 @@ class InBuffers:
 register_leafless(InBuffers)
 
 
+@api_boundary
 def from_optax(tx: Any) -> Transform:
     """An ``optax.GradientTransformation`` as a transformation of shards.
 

@@ -17,11 +17,13 @@ from fsharp.checkpoint.shard_file import Tensor
 from fsharp.errors import CheckpointError
 from fsharp.functional.layout.paths import as_patterns, chosen
 from fsharp.functional.layout.precision import dtype_name
+from fsharp.tracebacks import api_boundary
 
 _READ_NBYTES = 1 << 30
 """Bytes of tensors to read in one call of Orbax, which reads its metadata again in each call."""
 
 
+@api_boundary
 def from_orbax(
     folder: str | os.PathLike[str],
     root: str | os.PathLike[str],
@@ -84,6 +86,7 @@ def from_orbax(
     return write_converted(where, root, entries, values, read, step=step, config=config)
 
 
+@api_boundary
 def to_orbax(
     checkpoint: str | os.PathLike[str],
     folder: str | os.PathLike[str],

@@ -6,7 +6,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 
@@ -15,6 +15,7 @@ from fsharp.errors import CommError
 from fsharp.functional.comm.process_group import ProcessGroupComm
 from fsharp.functional.comm.protocol import Comm, innermost
 from fsharp.functional.comm.watch import RankStatuses, StatusBoard
+from fsharp.tracebacks import api_context
 
 _OTHERS_SPEAK_S = 2.0
 """Seconds for which the first rank to fail lets others print before it."""
@@ -24,7 +25,7 @@ _SHOWN = 4000
 
 
 @options_checked
-@contextmanager
+@api_context
 def reported_failures(comm: Comm, where: Callable[[], str]) -> Iterator[None]:
     """An error that leaves this context is told to all ranks, and printed once, by the rank that failed first.
 

@@ -13,6 +13,7 @@ from fsharp.annotated import options_checked
 from fsharp.errors import RunError
 from fsharp.functional.comm.agree import largest
 from fsharp.functional.comm.protocol import Comm, Labelled
+from fsharp.tracebacks import api_boundary
 
 EXIT_PREEMPTED = os.EX_TEMPFAIL
 """75, EX_TEMPFAIL of ``sysexits.h``: "try again later". 143 would not do: a process that SIGTERM has ended, and that has saved
@@ -59,6 +60,7 @@ class Preemption:
         self._is_told = False
         self._before: dict[signal.Signals, Any] = {}
 
+    @api_boundary
     def agreed(self, step: int = 0) -> bool:
         """Whether any rank has got a signal; the same answer on all ranks, which all have to ask.
 
@@ -87,6 +89,7 @@ class Preemption:
         signal.signal(number, self._before.get(signal.Signals(number)) or signal.SIG_DFL)  # a forked child is no rank
         signal.raise_signal(number)
 
+    @api_boundary
     def __enter__(self) -> Self:
         """Begin to note signals."""
         if self.signals and threading.current_thread() is not threading.main_thread():

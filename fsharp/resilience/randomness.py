@@ -2,13 +2,14 @@
 
 import hashlib
 from collections.abc import Iterator
-from contextlib import contextmanager
 
 import torch
 
 from fsharp.errors import RunError
+from fsharp.tracebacks import api_boundary, api_context
 
 
+@api_boundary
 def fold_in(key: int, *data: int) -> int:
     """A key made from another one and from integers, such as a step and a rank: 63 bits, for ``manual_seed``.
 
@@ -32,7 +33,7 @@ def fold_in(key: int, *data: int) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1
 
 
-@contextmanager
+@api_context
 def seeded(key: int, *data: int) -> Iterator[None]:
     """In this context torch's generators begin at a seed made from a key and integers; after it they are as before.
 

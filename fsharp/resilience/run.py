@@ -29,6 +29,7 @@ from fsharp.resilience.finite import NonFinite, find_nonfinite
 from fsharp.resilience.preemption import EXIT_PREEMPTED, Preemption
 from fsharp.resilience.start import agree_at_start
 from fsharp.resilience.stragglers import StragglerDetector
+from fsharp.tracebacks import api_boundary
 
 _log = logging.getLogger("fsharp")
 OnNonFinite = Literal["raise", "skip", "roll back"]
@@ -147,6 +148,7 @@ class Run:
         self._names = set[str]()
         self._stack = ExitStack()
 
+    @api_boundary
     def __enter__(self) -> Self:
         """Compare arguments between ranks; note signals, and report errors, from here on."""
         with ExitStack() as stack:
@@ -167,6 +169,7 @@ class Run:
             self._stack = stack.pop_all()
         return self
 
+    @api_boundary
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         """Wait for the checkpoint that is being written; without an error, make sure that all ranks are done."""
         if error is not None:
@@ -177,6 +180,7 @@ class Run:
         with self._stack:
             agree("Run", {}, Labelled(self.comm, f"the end of the run, after {self.step} of {self.total} steps: "))
 
+    @api_boundary
     def resume(self, tree: Any, *, other: str | os.PathLike[str] | None = None) -> Any:
         """Return the tree of the newest checkpoint, or ``tree`` itself if there is none. :meth:`steps` goes on from its step.
 
@@ -215,6 +219,7 @@ class Run:
             self._save(tree)  # what is in memory alone is not the end of a run
         return tree
 
+    @api_boundary
     def steps(self) -> Iterator[int]:
         """The numbers of the steps that are left to do, from 0; each has to be ended by :meth:`end_step`."""
         if not self._is_resumed:
@@ -227,6 +232,7 @@ class Run:
             if self._in_step:
                 raise RunError(f"Run.steps(): step {self.step} was not ended: call tree = run.end_step(tree) in each step.")
 
+    @api_boundary
     def end_step(self, tree: Any, *, nonfinite: NonFinite | None = None) -> Any:
         """A step is done: save if it is time to, and exit if a signal has come. The tree to go on with.
 
@@ -271,6 +277,7 @@ class Run:
             self._newest = self.step
         return tree
 
+    @api_boundary
     def check(self, tree: Any) -> None:
         """Exit if a signal has come, as :meth:`end_step` does: in an evaluation, or between :meth:`resume` and the first step.
 

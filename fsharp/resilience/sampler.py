@@ -8,6 +8,7 @@ import torch
 from fsharp.annotated import options_explained
 from fsharp.errors import RunError
 from fsharp.resilience.randomness import fold_in
+from fsharp.tracebacks import api_boundary
 
 
 @options_explained
@@ -47,6 +48,7 @@ class IndexSampler:
         self.shuffle, self.uneven = shuffle, uneven
         self._orders: dict[int, torch.Tensor] = {}
 
+    @api_boundary
     def indices(self, step: int, *, rank: int = 0, num_ranks: int = 1) -> torch.Tensor:
         """The indices that a rank takes in a step: int64, in consecutive parts of the step's batch in order of rank.
 
@@ -71,6 +73,7 @@ class IndexSampler:
         first = step * self.batch_size + rank * size + min(rank, more)
         return self._between(first, first + size + (rank < more))
 
+    @api_boundary
     def batches(self, start: int = 0, *, rank: int = 0, num_ranks: int = 1) -> Iterator[list[int]]:
         """A rank's indices of step ``start`` and all after it: a ``batch_sampler`` for a ``DataLoader``. It never ends.
 
@@ -94,6 +97,7 @@ class IndexSampler:
             "shuffle": int(self.shuffle),
         }
 
+    @api_boundary
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Refuse the settings of a sampler with another order, whose steps have other samples. Nothing is loaded.
 

@@ -13,6 +13,7 @@ from fsharp.errors import CommError, RunError
 from fsharp.functional.comm.agree import gather_bytes
 from fsharp.functional.comm.process_group import ProcessGroupComm
 from fsharp.functional.comm.protocol import Comm, Labelled, innermost
+from fsharp.tracebacks import api_boundary
 
 _log = logging.getLogger("fsharp")
 _KEPT = 1000
@@ -81,6 +82,7 @@ class StragglerDetector:
         self._since = self._own_clock()
         self._own_s.clear()
 
+    @api_boundary
     def end_step(self, step: int) -> None:
         """A step has ended, and the next one begins. Every rank has to call it.
 

@@ -14,6 +14,7 @@ from fsharp.stateful.runtime.scheduler import Scheduler
 from fsharp.stateful.transport.streams import Key, Lanes
 from fsharp.testing.accesses import AccessLoggingMode
 from fsharp.testing.ordering import Access, ByteSpan, Entry, Race, RecordEvent, RecordStream, Verdict, Wait, replay
+from fsharp.tracebacks import api_boundary, api_context
 
 COMPUTE = "compute"
 _SHOWN = 5  # races that an error describes
@@ -152,6 +153,7 @@ class RaceReport:
         self._lanes, self._place = lanes, place
         self._verdict = Verdict([], set())
 
+    @api_boundary
     def look(self) -> None:
         """Go through the log.
 
@@ -237,7 +239,7 @@ class RaceReport:
 
 
 @options_checked
-@contextmanager
+@api_context
 def check_races(engine: Scheduler | ShardedModule) -> Iterator[RaceReport]:
     """Run steps as if there were streams, and look whether every two uses of the same bytes are ordered.
 

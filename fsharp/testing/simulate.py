@@ -29,6 +29,7 @@ from fsharp.functional.comm.protocol import ReduceOp, sum_in_rank_order
 from fsharp.functional.comm.settings_digests import differing_settings, settings_behind
 from fsharp.functional.comm.tree_names import TreeCounts
 from fsharp.functional.layout.mesh import Mesh
+from fsharp.tracebacks import api_boundary
 
 R = TypeVar("R")
 _SHOWN = 16
@@ -137,16 +138,19 @@ class ThreadComm:
         self.mesh, self.device = world.mesh, torch.device("cpu")
         self.tree_counts = TreeCounts()
 
+    @api_boundary
     def all_gather(self, x: torch.Tensor, axis: str, *, label: str = "") -> torch.Tensor:
         """``[n, *x.shape]`` in order of coordinate."""
         return torch.stack(self._meet("all_gather", axis, x, label))
 
+    @api_boundary
     def reduce_scatter(self, x: torch.Tensor, axis: str, *, dtype: torch.dtype | None = None, label: str = "") -> torch.Tensor:
         """The sum over ranks, in their order, of ``x[own coordinate]``."""
         mine = self.mesh.coord(axis, self.rank)
         parts = [other[mine] for other in self._meet("reduce_scatter", axis, x, label)]
         return sum_in_rank_order(torch.stack(parts), dtype or x.dtype)
 
+    @api_boundary
     def all_reduce(self, x: torch.Tensor, axis: str, *, op: ReduceOp = "sum", label: str = "") -> torch.Tensor:
         """The sum over ranks in their order, the maximum or the minimum."""
         parts = torch.stack(self._meet(f"all_reduce {op}", axis, x, label))
@@ -154,6 +158,7 @@ class ThreadComm:
             op
         ]()
 
+    @api_boundary
     def all_to_all(self, x: torch.Tensor, send: Sequence[int], receive: Sequence[int], *, label: str = "") -> torch.Tensor:
         """The next ``send[r]`` elements of ``x`` to rank ``r``, ``receive[r]`` from it."""
         words = CallFacts("all_to_all", "", (), x.dtype, label)

@@ -27,6 +27,7 @@ import torch
 
 from fsharp.errors import TreeError
 from fsharp.functional.comm.protocol import Comm
+from fsharp.tracebacks import api_boundary
 
 # torch.func differentiates a backward too: each backward below calls a primitive, never a Comm.
 
@@ -42,10 +43,12 @@ class _AllGather(torch.autograd.Function):
         ctx.comm, ctx.axis = inputs[1:]
 
     @staticmethod
+    @api_boundary
     def backward(ctx: Any, *cotangents: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         return reduce_scatter_last(cotangents[0], ctx.comm, ctx.axis), None, None
 
     @staticmethod
+    @api_boundary
     def jvp(ctx: Any, *tangents: torch.Tensor) -> torch.Tensor:
         return all_gather_last(tangents[0], ctx.comm, ctx.axis)
 
@@ -67,10 +70,12 @@ class _ReduceScatter(torch.autograd.Function):
         ctx.wire = x.dtype
 
     @staticmethod
+    @api_boundary
     def backward(ctx: Any, *cotangents: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
         return all_gather_last(cotangents[0].to(ctx.wire), ctx.comm, ctx.axis), None, None, None
 
     @staticmethod
+    @api_boundary
     def jvp(ctx: Any, *tangents: torch.Tensor) -> torch.Tensor:
         return reduce_scatter_last(tangents[0], ctx.comm, ctx.axis, dtype=ctx.dtype)
 
@@ -91,10 +96,12 @@ class _AllReduce(torch.autograd.Function):
         ctx.comm, ctx.axis = inputs[1:]
 
     @staticmethod
+    @api_boundary
     def backward(ctx: Any, *cotangents: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         return all_reduce(cotangents[0], ctx.comm, ctx.axis), None, None
 
     @staticmethod
+    @api_boundary
     def jvp(ctx: Any, *tangents: torch.Tensor) -> torch.Tensor:
         return all_reduce(tangents[0], ctx.comm, ctx.axis)
 

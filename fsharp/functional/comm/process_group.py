@@ -28,6 +28,7 @@ from fsharp.functional.comm.watch import RankStatuses, Watch, WatchedCall
 from fsharp.functional.comm.worker_threads import InFlight, Worker
 from fsharp.functional.layout.mesh import Mesh
 from fsharp.functional.layout.precision import dtype_name
+from fsharp.tracebacks import api_boundary
 
 # torch 2.13 gave these functions new names.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -99,6 +100,7 @@ class ProcessGroupComm:
         if self.is_native and self.mesh.size > 1:
             self.watch.listen(_LISTEN_EVERY_S)
 
+    @api_boundary
     def group(self, axis: str) -> dist.ProcessGroup:
         """The process group along ``axis``; a new one if that has been aborted, which every rank has to ask for.
 
@@ -111,6 +113,7 @@ class ProcessGroupComm:
             group = self._groups[axis] = self.new_group(axis)
         return group
 
+    @api_boundary
     def new_group(self, axis: str) -> dist.ProcessGroup:
         """One more process group along ``axis``. Every rank of the mesh has to make it, and no other one of the job.
 
@@ -163,6 +166,7 @@ class ProcessGroupComm:
             self._whole = None
         abort(groups, is_native=self.is_native)
 
+    @api_boundary
     @torch.no_grad()
     def all_gather(self, x: torch.Tensor, axis: str, *, label: str = "") -> torch.Tensor:
         """``[n, *x.shape]`` in order of coordinate. Travels as bytes, so every dtype does."""
@@ -175,6 +179,7 @@ class ProcessGroupComm:
             self._swap([_bytes(x)] * n, list(_bytes(out).view(n, -1)), axis, _text("all_gather", x, axis, label))
         return out
 
+    @api_boundary
     @torch.no_grad()
     def reduce_scatter(self, x: torch.Tensor, axis: str, *, dtype: torch.dtype | None = None, label: str = "") -> torch.Tensor:
         """The sum over ranks of ``x[own coordinate]`` in ``dtype``."""
@@ -186,6 +191,7 @@ class ProcessGroupComm:
             return out.to(dtype)
         return sum_in_rank_order(self._exchange(x, axis, _text("reduce_scatter", x, axis, label)), dtype)
 
+    @api_boundary
     @torch.no_grad()
     def all_reduce(self, x: torch.Tensor, axis: str, *, op: ReduceOp = "sum", label: str = "") -> torch.Tensor:
         """The sum (in order of rank), maximum or minimum over ranks of ``x``."""
@@ -205,6 +211,7 @@ class ProcessGroupComm:
         parts = self._exchange(padded.view(n, part), axis, _text("all_reduce", x, axis, label))
         return self.all_gather(sum_in_rank_order(parts, x.dtype), axis, label=label).view(-1)[: x.numel()].view(x.shape)
 
+    @api_boundary
     @torch.no_grad()
     def all_to_all(self, x: torch.Tensor, send: Sequence[int], receive: Sequence[int], *, label: str = "") -> torch.Tensor:
         """The next ``send[r]`` elements of ``x`` to rank ``r`` of the mesh, ``receive[r]`` from it. Travels as bytes."""
@@ -465,6 +472,7 @@ def _bytes(x: torch.Tensor) -> torch.Tensor:
     return x.resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
 
 
+@api_boundary
 def destroy() -> None:
     """Leave the job, once saves that are under way in the background have come to their end; harmless if there is none.
 

@@ -16,6 +16,7 @@ import torch
 from fsharp.annotated import options_checked
 from fsharp.errors import MeshError
 from fsharp.functional.layout.mesh import Mesh
+from fsharp.tracebacks import api_boundary
 
 ReduceOp = Literal["sum", "max", "min"]
 
@@ -204,21 +205,25 @@ class CountingComm(_CommWrapper):
         """Bytes of all collectives called since it was made, as :class:`Call` counts them."""
         return sum(call.nbytes * count for call, count in self.calls.items())
 
+    @api_boundary
     def all_gather(self, x: torch.Tensor, axis: str, *, label: str = "") -> torch.Tensor:
         """Count a gather of ``x`` by every rank along the axis, and call it on ``inner``."""
         self.count("all_gather", axis, x.numel() * x.dtype.itemsize)
         return self.inner.all_gather(x, axis, label=label)
 
+    @api_boundary
     def reduce_scatter(self, x: torch.Tensor, axis: str, *, dtype: torch.dtype | None = None, label: str = "") -> torch.Tensor:
         """Count a reduction of ``x`` along the axis, and call it on ``inner``."""
         self.count("reduce_scatter", axis, x[0].numel() * x.dtype.itemsize)
         return self.inner.reduce_scatter(x, axis, dtype=dtype, label=label)
 
+    @api_boundary
     def all_reduce(self, x: torch.Tensor, axis: str, *, op: ReduceOp = "sum", label: str = "") -> torch.Tensor:
         """Count a reduction of ``x`` to all ranks along the axis, and call it on ``inner``."""
         self.count("all_reduce", axis, -(-x.numel() // self.mesh.axis_size(axis)) * x.dtype.itemsize)
         return self.inner.all_reduce(x, axis, op=op, label=label)
 
+    @api_boundary
     def all_to_all(self, x: torch.Tensor, send: Sequence[int], receive: Sequence[int], *, label: str = "") -> torch.Tensor:
         """Count what this rank sends to others, and call it on ``inner``."""
         with _counting:

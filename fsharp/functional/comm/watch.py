@@ -11,7 +11,6 @@ import json
 import logging
 import threading
 import time
-import traceback
 import weakref
 import zlib
 from collections import deque
@@ -21,6 +20,7 @@ from weakref import WeakMethod, WeakValueDictionary
 
 from fsharp.errors import AgreementError, CommError, problem
 from fsharp.functional.comm.settings_digests import differing_settings, settings_behind
+from fsharp.tracebacks import formatted
 
 _log = logging.getLogger("fsharp")
 _KEPT_LABELS = 64
@@ -156,7 +156,7 @@ class RankStatuses:
         """
         why = f"its last collective was {self.last!r}" if self.last else "after no collective yet"
         if error is not None:
-            why += f", and it left with this error:\n{''.join(traceback.format_exception(error))[-_SHOWN_TRACEBACK:]}"
+            why += f", and it left with this error:\n{formatted(error)[-_SHOWN_TRACEBACK:]}"
         if self.board is not None:
             self._write(RankStatus(0, "", 0, [], self.counts(), why))
 
@@ -350,7 +350,7 @@ class Watch:
         """This rank gives up because of an error of its own, or of one that others know of."""
         if error is self.error:
             return
-        trace = "".join(traceback.format_exception(error))[-_SHOWN_TRACEBACK:]
+        trace = formatted(error)[-_SHOWN_TRACEBACK:]
         text = f"rank {self.ranks.rank} of {self.ranks.size} failed in {where}, after {self.last!r}; it says:\n{trace}"
         known = self.error
         self.refuse(AgreementError, text, whole=True)

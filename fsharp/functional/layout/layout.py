@@ -15,8 +15,10 @@ from fsharp.functional.layout.precision import Dtypes
 from fsharp.functional.layout.serial import layout_from_json, layout_to_json
 from fsharp.functional.layout.text import nbytes_text, units_table
 from fsharp.functional.layout.unit_layout import UnitLayout
+from fsharp.tracebacks import api_boundary
 
 
+@api_boundary
 @dataclass(frozen=True)
 class Layout:
     """Where every element of a tree rests.
@@ -45,6 +47,7 @@ class Layout:
         name = innermost(path, self._by_name)
         return None if name is None else self._by_name[name]
 
+    @api_boundary
     def nbytes(self, kind: str, dtype: torch.dtype | None = None) -> int:
         """Bytes of one kind of state that one rank holds at rest.
 
@@ -92,6 +95,7 @@ class Layout:
         return layout_to_json(self.mesh, self.units, self.spec)
 
     @staticmethod
+    @api_boundary
     def from_json(text: str) -> "Layout":
         """The layout that :meth:`to_json` wrote.
 

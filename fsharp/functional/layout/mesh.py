@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fsharp.errors import MeshError, problem
+from fsharp.tracebacks import api_boundary
 
 
 @dataclass(frozen=True, slots=True, init=False)
@@ -36,6 +37,7 @@ class Mesh:
     shape: tuple[int, ...] = field(compare=False)
     size: int = field(compare=False)
 
+    @api_boundary
     def __init__(self, axes: Mapping[str, int] | Iterable[tuple[str, int]]) -> None:
         sizes: Any = getattr(axes, "shape", None) if isinstance(getattr(axes, "shape", None), Mapping) else axes
         try:
@@ -54,6 +56,7 @@ class Mesh:
         for name, value in (("axes", pairs), ("names", tuple(names)), ("shape", shape), ("size", math.prod(shape))):
             object.__setattr__(self, name, value)
 
+    @api_boundary
     def axis_size(self, axis: str) -> int:
         """Number of ranks along ``axis``.
 
@@ -62,6 +65,7 @@ class Mesh:
         """
         return self.shape[self.index(axis)]
 
+    @api_boundary
     def index(self, axis: str) -> int:
         """Position of ``axis`` among the axes, 0 for the outermost.
 
@@ -72,6 +76,7 @@ class Mesh:
             raise MeshError(f"unknown mesh axis {axis!r}: {self} has {list(self.names)}.")
         return self.names.index(axis)
 
+    @api_boundary
     def coords(self, rank: int) -> tuple[int, ...]:
         """Coordinates of ``rank``, one per axis.
 
@@ -90,6 +95,7 @@ class Mesh:
         """Coordinate of ``rank`` along ``axis``."""
         return self.coords(rank)[self.index(axis)]
 
+    @api_boundary
     def rank(self, coords: Iterable[int]) -> int:
         """The rank at ``coords``: the inverse of :meth:`coords`.
 
@@ -113,6 +119,7 @@ class Mesh:
         """Every group along ``axis``: a partition of all ranks."""
         return tuple(self.group(axis, rank) for rank in range(self.size) if self.coord(axis, rank) == 0)
 
+    @api_boundary
     def check_world_size(self, world_size: int) -> None:
         """Refuse a world of another size than this mesh.
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from fsharp.errors import LayoutError
+from fsharp.tracebacks import api_boundary
 
 _EXHAUSTIVE = 2048
 """Capacities tried one by one before larger strides take over."""
@@ -28,6 +29,7 @@ class Element:
         return "element"
 
 
+@api_boundary
 @dataclass(frozen=True, slots=True)
 class Rows:
     """Keep ``n`` consecutive indices of dim 0 together; ``Rows(1)`` cuts between rows. A last, shorter block is allowed.

@@ -30,6 +30,7 @@ from enum import Enum
 from fsharp.annotated import options_explained
 from fsharp.errors import LayoutError, StrategyError, problem
 from fsharp.functional.layout.mesh import Mesh
+from fsharp.tracebacks import api_boundary
 
 
 class Placement(Enum):
@@ -210,6 +211,7 @@ class Strategy:
                 )
             )
 
+    @api_boundary
     def varying(self, *axes: str) -> "Strategy":
         """This strategy for parameters of which every rank along ``axes`` has its own, such as experts.
 
@@ -227,6 +229,7 @@ class Strategy:
             raise StrategyError(f"varying(): expected axes other than those of the strategy ({self}), got {list(axes)}.")
         return Strategy({**dict(self.rules), **dict.fromkeys(axes, AxisRule(Vary, Vary, Vary))})
 
+    @api_boundary
     def check_mesh(self, mesh: Mesh) -> None:
         """Refuse a mesh whose axes are not the ones this strategy names.
 
@@ -324,6 +327,7 @@ class P:
 
     partitions: tuple[str | tuple[str, ...] | None, ...]
 
+    @api_boundary
     def __init__(self, *partitions: str | tuple[str, ...] | None) -> None:
         for dim, entry in enumerate(partitions):
             if not isinstance(entry, str | tuple | None) or not all(isinstance(a, str) and a for a in _axes(entry)):
@@ -347,6 +351,7 @@ class P:
         """The axes that cut dim 0, in the order in which they cut."""
         return _axes(self.partitions[0]) if self.partitions else ()
 
+    @api_boundary
     def strategy(self, mesh: Mesh, *, path: str, shape: tuple[int, ...]) -> Strategy:
         """Return the strategy on ``mesh`` under which a leaf rests as this spec says.
 

@@ -6,8 +6,10 @@ from dataclasses import dataclass, replace
 import torch
 
 from fsharp.errors import LayoutError, OptionError
+from fsharp.tracebacks import api_boundary
 
 
+@api_boundary
 @dataclass(frozen=True, slots=True)
 class Precision:
     """Dtypes of floating-point parameters and of what is derived from them. ``None`` means the leaf's own dtype.

@@ -12,6 +12,7 @@ from fsharp.functional.layout.placement import Place
 from fsharp.functional.layout.precision import dtype_name
 from fsharp.functional.layout.tree_name import UNNAMED, TreeName
 from fsharp.functional.layout.unit_layout import UnitLayout
+from fsharp.tracebacks import api_boundary
 
 PlaceName = str | Place
 """``"params"``, ``"grads"``, ``"optim"``, ``"full"``, or a :class:`Place` of the unit's strategy."""
@@ -182,6 +183,7 @@ class Sharded:
         held = dict(zip(self.groups, self.buffers, strict=True)) if chosen else {}
         return self.with_buffers(list(map(held.__getitem__, chosen)), groups=chosen)
 
+    @api_boundary
     def tree(self, ties: Sequence["Sharded"] = ()) -> Any:
         """The unit's subtree, its leaves views of the buffers. Differentiable.
 
@@ -303,6 +305,7 @@ def _register() -> None:
 _register()
 
 
+@api_boundary
 def tree_nbytes(tree: Any) -> int:
     """Bytes of all tensors in a tree, for example of a :class:`~fsharp.TrainState`: what this rank holds at rest."""
     leaves = optree.tree_leaves(tree)
@@ -313,6 +316,7 @@ is_sharded: Callable[[Any], bool] = Sharded.__instancecheck__
 """Whether a node of a tree is a :class:`Sharded`: as ``isinstance``, and asked of every node of every tree, without a frame."""
 
 
+@api_boundary
 def units_of(tree: Any) -> list[Sharded]:
     """All :class:`Sharded` in a tree, in tree order."""
     return [leaf for leaf in optree.tree_leaves(tree, is_leaf=is_sharded) if is_sharded(leaf)]
@@ -344,6 +348,7 @@ def donate_nodes(tree: Any, new: Any = ()) -> None:
         node.is_donated = id(node) not in kept
 
 
+@api_boundary
 def map_units(fn: Callable[..., Any], tree: Any, *rest: Any) -> Any:
     """``fn`` of every :class:`Sharded` in ``tree``, with those in the same position of ``rest``."""
     return optree.tree_map(fn, tree, *rest, is_leaf=is_sharded)
@@ -377,6 +382,7 @@ def not_sharded(where: str, leaf: Any) -> TreeError:
     return TreeError(f"{where}: expected a tree of Sharded, got {leaf!r:.80}, a {type(leaf).__name__}: shard() the tree first.")
 
 
+@api_boundary
 def trainable(tree: Any) -> Any:
     """Every unit's trainable groups: the part of the parameters that has gradients and optimizer state.
 
@@ -393,6 +399,7 @@ def trainable(tree: Any) -> Any:
     return map_units(one, tree)
 
 
+@api_boundary
 def merge(tree: Any, part: Any) -> Any:
     """``tree`` with the groups that ``part`` holds replaced by those: the inverse of :func:`trainable`.
 

@@ -22,8 +22,10 @@ from fsharp.functional.comm.protocol import Comm
 from fsharp.functional.layout.paths import assign
 from fsharp.functional.layout.sharded import Sharded, is_sharded, units_of
 from fsharp.functional.optim.probe import try_pair
+from fsharp.tracebacks import api_boundary
 
 
+@api_boundary
 @dataclass(frozen=True, slots=True)
 class Transform:
     """A gradient transformation.
@@ -204,6 +206,7 @@ def add_updates(params: Any, updates: Any, *, donate: bool = False) -> Any:
     return optree.tree_map(lambda p, u: (p.add_(u) if donate else p + u).to(p.dtype), params, updates)
 
 
+@api_boundary
 def chain(*transforms: Any) -> Transform:
     """One transformation after another: each gets the updates of the one before as its gradients.
 

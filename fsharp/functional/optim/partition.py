@@ -10,6 +10,7 @@ from fsharp.functional.comm.protocol import Comm
 from fsharp.functional.layout.paths import chosen
 from fsharp.functional.layout.sharded import Sharded, map_units, units_of
 from fsharp.functional.optim.base import Transform, apply_transform, as_transform, known_extra, named, per_leaf
+from fsharp.tracebacks import api_boundary
 
 
 class PartitionState(NamedTuple):
@@ -125,6 +126,7 @@ class MaskedState(NamedTuple):
     inner_state: Any
 
 
+@api_boundary
 def masked(inner: Any, mask: Any) -> Transform:
     """``inner`` on the leaves that ``mask`` selects; the gradients of others pass unchanged.
 

@@ -16,8 +16,10 @@ from fsharp.functional.comm.protocol import Comm
 from fsharp.functional.optim.base import Transform, config_of
 from fsharp.functional.optim.elementwise import PerPath, ScalarOrSchedule, _each_run, adam, at
 from fsharp.functional.optim.partition import masked
+from fsharp.tracebacks import api_boundary
 
 
+@api_boundary
 def identity() -> Transform:
     """Updates as they are."""
     return _stateless("identity", lambda updates: updates)

@@ -28,6 +28,7 @@ from fsharp.stateful.inspect.trace import Trace
 from fsharp.stateful.schedule.ops import STATE, STREAMS, Stream
 from fsharp.stateful.schedule.program import UnitFacts
 from fsharp.stateful.schedule.schedule import Op, Schedule, calls_of
+from fsharp.tracebacks import api_boundary
 
 _MAX_STEPS = 16
 
@@ -93,6 +94,7 @@ class Hardware:
                 )
 
     @classmethod
+    @api_boundary
     def fit(cls, trace: Trace, schedule: Schedule, *, synchronous_host: bool = False, contention: float = 0.0) -> "Hardware":
         """The machine on which a schedule took as long as a trace says.
 

@@ -17,6 +17,7 @@ from fsharp.functional.layout.precision import dtype_name
 from fsharp.functional.layout.sharded import PlaceName, resolve_place
 from fsharp.functional.layout.text import alike_units
 from fsharp.functional.layout.unit_layout import Leaf, UnitLayout
+from fsharp.tracebacks import api_boundary
 
 _COLUMNS = 100
 _MAX_CELLS = 16
@@ -75,6 +76,7 @@ class LeafSharding:
         """Whether each rank has all of the leaf, and the same values."""
         return self.leaf.numel == 0 or (self._num_parts == 1 and not self._differs)
 
+    @api_boundary
     def elements(self, rank: int) -> tuple[int, int]:
         """What ``rank`` holds, ``leaf.flatten()[first:last]``, as ``(first, last)``; ``(0, 0)`` if that is nothing.
 

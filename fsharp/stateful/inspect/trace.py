@@ -10,6 +10,7 @@ from fsharp.functional.layout.text import nbytes_text
 from fsharp.stateful.inspect.timeline import WAITING, Timeline, TimeSpan, repeated_units, seconds_text, senders
 from fsharp.stateful.schedule.ops import OPS, Phase, Stream, kinds
 from fsharp.stateful.schedule.schedule import Schedule
+from fsharp.tracebacks import api_boundary
 
 Row = tuple[int, str, str, Phase, Stream, float, float, int]
 
@@ -63,6 +64,7 @@ class Trace:
         """Note that the step has ended. What it has issued and the next one waits for may be recorded later."""
         self.steps[-1] = self.steps[-1][0], stop_s
 
+    @api_boundary
     def timeline(self, schedule: Schedule, *, step: int | None = None) -> Timeline:
         """What one step looked like.
 
@@ -108,6 +110,7 @@ class Trace:
         """Median seconds of a step that has ended."""
         return median(stop - start for (start, stop), _ in self.by_step())
 
+    @api_boundary
     def by_step(self) -> list[tuple[tuple[float, float], list[Row]]]:
         """``((start, stop), rows)`` of each step that has ended; if none was begun, all is one.
 

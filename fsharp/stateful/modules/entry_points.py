@@ -10,6 +10,7 @@ from torch import nn
 from fsharp.compiling import skip_frame
 from fsharp.errors import PatternError, TreeError
 from fsharp.stateful.modules.torch_tools.refusals import NO_COPIES
+from fsharp.tracebacks import api_boundary, hide_frames
 
 _SHOWN = 12
 _subclasses: dict[tuple[Any, ...], type[nn.Module]] = {}
@@ -78,6 +79,7 @@ def _subclass(base: type[nn.Module], names: tuple[str, ...], mixins: tuple[type,
     return _subclasses[base, names, mixins]
 
 
+@api_boundary
 def _refuse_copy(self: nn.Module, protocol: Any) -> Any:
     raise TreeError(f"{type(self).__name__}: {NO_COPIES}")
 
@@ -88,10 +90,14 @@ def _entry(base: type[nn.Module], name: str) -> Any:
     def entry(self: Any, *args: Any, **kwargs: Any) -> Any:
         # While the module computes, torch.compile traces this function, so that a graph goes on within the units' gather.
         own = self._fsharp_own.get(name)
-        if not self._fsharp_computes:
+        if self._fsharp_computes:
+            return getattr(base, name)(self, *args, **kwargs) if own is None else own(*args, **kwargs)
+        try:
             session, path = self.__dict__["_fsharp"]
             return session.call(self, path, own or functools.partial(getattr(base, name), self), args, kwargs)
-        return getattr(base, name)(self, *args, **kwargs) if own is None else own(*args, **kwargs)
+        except Exception as error:
+            hide_frames(error)
+            raise
 
     skip_frame(entry)
     return entry if function is None else functools.wraps(function)(entry)

@@ -2,7 +2,6 @@
 
 import warnings
 from collections.abc import Callable, Container, Iterator, Mapping
-from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -22,6 +21,7 @@ from fsharp.stateful.modules.parameter_slots import own_buffers
 from fsharp.stateful.modules.session import Session
 from fsharp.stateful.modules.state_dict import gather_to_rank, load_parts, refuse_dtensors, scatter_from_rank
 from fsharp.stateful.runtime.scheduled import Scheduled
+from fsharp.tracebacks import api_boundary, api_context
 
 
 class ShardedModule(nn.Module):
@@ -32,6 +32,7 @@ class ShardedModule(nn.Module):
     the forward of the module that they are gathered with they are whole. All ranks call the same in the same order.
     """
 
+    @api_boundary
     def __new__(cls, *args: Any, **options: Any) -> "ShardedModule":
         """Refused: it is another class of a module that there is.
 
@@ -42,7 +43,7 @@ class ShardedModule(nn.Module):
 
     # ------------------------------------------------------------ training
 
-    @contextmanager
+    @api_context
     def accumulate(self) -> Iterator[None]:
         """Backward passes in this context leave gradients where they rest; the first one outside takes all to the optimizer.
 
@@ -111,6 +112,7 @@ class ShardedModule(nn.Module):
         """
         session = _session(self)
 
+        @api_boundary
         def fn(params: Any, *args: Any, comm: Comm, **kwargs: Any) -> Any:
             with session.calls.reading(ParameterSource(params, comm)), own_buffers(self):
                 return self(*args, **kwargs)
@@ -118,6 +120,7 @@ class ShardedModule(nn.Module):
         return fn, session.kept.state.params
 
     @property
+    @api_boundary
     def train_state(self) -> TrainState:
         """What is trained: parameters, main copies, the state of an ``(init, update)`` pair. Set it to come back.
 
@@ -131,6 +134,7 @@ class ShardedModule(nn.Module):
         return _session(self).kept.state
 
     @train_state.setter
+    @api_boundary
     def train_state(self, state: TrainState) -> None:
         session = _session(self)
         session.adopt(state)
@@ -152,7 +156,7 @@ class ShardedModule(nn.Module):
 
     # ------------------------------------------------------------ whole parameters
 
-    @contextmanager
+    @api_context
     def unsharded(self, *, write: bool = False) -> Iterator[None]:
         """Parameters are whole in this context, in the optimizer's dtype; frozen ones as they rest. Every rank has to enter it.
 
@@ -186,6 +190,7 @@ class ShardedModule(nn.Module):
         if write:
             session.write(nodes)
 
+    @api_boundary
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """By torch's names, a :class:`~fsharp.Part` of each parameter in the module's own memory, and buffers as they are.
 
@@ -205,6 +210,7 @@ class ShardedModule(nn.Module):
                 found[name] = parts.setdefault(value.path, value)
         return found
 
+    @api_boundary
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Copy values into parameters and buffers; every rank calls it. It returns what torch returns.
 
@@ -234,6 +240,7 @@ class ShardedModule(nn.Module):
             )
         return load_parts(session, self, load)
 
+    @api_boundary
     def full_state_dict(self, *, rank: int | None = 0) -> dict[str, Any]:
         """Return whole parameters and buffers in host memory, by torch's names, on one rank; an empty dict on all others.
 
@@ -263,6 +270,7 @@ class ShardedModule(nn.Module):
         found: dict[str, Any] = super().state_dict()
         return found if gather_to_rank(where, [found], rank, session.scheduler.comparing, specs=session.calls.specs) else {}
 
+    @api_boundary
     def load_full_state_dict(self, state_dict: Mapping[str, Any] | None, *, rank: int = 0, strict: bool = True) -> Any:
         """Copy one rank's whole tensors into the parameters and buffers of all ranks. Return what torch's load_state_dict does.
 
@@ -306,6 +314,7 @@ class ShardedModule(nn.Module):
             "model.full_state_dict() gives whole tensors on one rank, and model.load_full_state_dict() loads them."
         )
 
+    @api_boundary
     def full_parameters(self, *, trained: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
         """Names of ``named_parameters()`` and whole parameters, a unit at a time. Every rank has to iterate to the end.
 

@@ -20,6 +20,7 @@ from fsharp.stateful.runtime.scheduler import Scheduler
 from fsharp.stateful.runtime.step import Step
 from fsharp.stateful.units.full import FullUnit
 from fsharp.stateful.units.unit_state import UnitState
+from fsharp.tracebacks import api_boundary
 
 
 class ModuleStep:
@@ -140,6 +141,7 @@ class ModuleStep:
             run.begin_backward(is_last=not self.is_accumulating)
         torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
 
+    @api_boundary
     def _end_backward(self) -> None:
         """All gradients of the pass are there."""
         run, self._pass = self._run, -1

@@ -12,6 +12,7 @@ from fsharp.functional.layout.placement import Place
 from fsharp.functional.layout.unit_layout import Leaf, UnitLayout
 from fsharp.stateful.modules.parts.part import Owner, Part
 from fsharp.stateful.modules.torch_tools.refusals import NO_COPIES
+from fsharp.tracebacks import api_boundary
 
 __all__ = ["Part", "ShardedParameter"]
 
@@ -37,6 +38,7 @@ class ShardedParameter(Part, nn.Parameter):
         return new
 
     @classmethod
+    @api_boundary
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
@@ -58,6 +60,7 @@ class ShardedParameter(Part, nn.Parameter):
     def requires_grad(self, value: bool) -> None:
         self.requires_grad_(value)
 
+    @api_boundary
     def requires_grad_(self, requires_grad: bool = True) -> "ShardedParameter":
         """Pause a trained parameter, or resume it. All ranks do the same.
 
@@ -75,6 +78,7 @@ class ShardedParameter(Part, nn.Parameter):
             (owner.paused.discard if requires_grad else owner.paused.add)(self.path)
         return self
 
+    @api_boundary
     def register_post_accumulate_grad_hook(self, hook: Callable[["ShardedParameter"], Any]) -> Any:
         """Have ``hook(parameter)`` called at the end of each backward that gives the parameter a gradient.
 
@@ -94,6 +98,7 @@ class ShardedParameter(Part, nn.Parameter):
             )
         return owner.add_hook(self.path, hook)
 
+    @api_boundary
     def register_hook(self, hook: Any) -> Any:
         """Refuse a hook: autograd never reaches a part.
 
@@ -109,12 +114,14 @@ class ShardedParameter(Part, nn.Parameter):
         raise TreeError(f"parameter {self.path!r} is a part of a ShardedModule. {NO_COPIES}")
 
     @property
+    @api_boundary
     def grad(self) -> Part | None:
         """The mean gradient over ranks, of this part, once a backward has ended that was not told to accumulate."""
         owner = self.owner()
         return None if owner is None else owner.gradient(self.path)
 
     @grad.setter
+    @api_boundary
     def grad(self, value: torch.Tensor | None) -> None:
         if value is not None:
             raise TreeError(

@@ -32,6 +32,7 @@ from fsharp.stateful.modules.values.casts import Cast
 from fsharp.stateful.modules.values.outputs import tensors_in
 from fsharp.stateful.runtime.boundary import before_backward, in_backward
 from fsharp.stateful.runtime.scheduler import Scheduler
+from fsharp.tracebacks import api_boundary
 
 T = TypeVar("T")
 
@@ -282,6 +283,7 @@ class Session:
         return [[by_path[unit.stored_path(leaf)] for leaf in unit.leaves] for unit in self.layout.units]
 
 
+@api_boundary
 def _refuse_reentrant(path: str, grad: torch.Tensor) -> None:
     raise LayoutError(
         f"parameter {path!r} is used in a reentrant checkpoint of a part of its unit: its gradient would be lost. Call "

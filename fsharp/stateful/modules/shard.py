@@ -39,6 +39,7 @@ from fsharp.stateful.modules.values.casts import casts_of
 from fsharp.stateful.modules.values.side_outputs import refuse_kept
 from fsharp.stateful.runtime.scheduler import Scheduler
 from fsharp.stateful.schedule.policy import Policy
+from fsharp.tracebacks import api_boundary
 
 _NOTHING = Transform(lambda params: None, lambda grads, state, params, *, comm: (grads, state), {})
 
@@ -205,6 +206,7 @@ def _watch_optimizers() -> None:
     register_optimizer_step_pre_hook(_refuse_step)
 
 
+@api_boundary
 def _refuse_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
     if not _replaced or not any(p in _replaced for group in optimizer.param_groups for p in group["params"]):
         return

@@ -1,6 +1,7 @@
 """Where autograd meets the scheduler: the leaves a function gets, and the gradients that come back for them."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import optree
@@ -9,6 +10,7 @@ import torch
 from fsharp.errors import ScheduleError
 from fsharp.functional.release import is_plain, is_since, saved_tensors
 from fsharp.stateful.units.unsharded import UnshardedBuffer
+from fsharp.tracebacks import api_boundary, call_hook
 
 Receive = Callable[[Sequence[torch.Tensor | None]], None]
 
@@ -27,6 +29,7 @@ class _Boundary(torch.autograd.Function):
         return tuple(leaves)
 
     @staticmethod
+    @api_boundary
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
         if torch.is_grad_enabled():
             raise double_backward()
@@ -53,7 +56,7 @@ def before_backward(outputs: Sequence[Any], inputs: Sequence[Any], call: Callabl
     mine = set(map(id, inputs))
     for out in outputs:
         if isinstance(out, torch.Tensor) and out.grad_fn is not None and id(out) not in mine:
-            out.grad_fn.register_prehook(call)
+            out.grad_fn.register_prehook(partial(call_hook, call))
 
 
 def pack_saved(out: Any, copy: UnshardedBuffer, first: int, fill: Callable[[], UnshardedBuffer]) -> bool:
@@ -86,7 +89,7 @@ def pack_saved(out: Any, copy: UnshardedBuffer, first: int, fill: Callable[[], U
         elif is_plain(x) and x.untyped_storage().data_ptr() == place:
             note = x.dtype, x.size(), x.stride(), int(x.storage_offset())
             del x
-            raw.register_hooks(lambda _, note=note: note, unpack)
+            raw.register_hooks(lambda _, note=note: note, partial(call_hook, unpack))
     return is_seen
 
 

@@ -11,6 +11,7 @@ from fsharp.functional.loss import Metrics
 from fsharp.functional.state import TrainState
 from fsharp.stateful.runtime.scheduled import Scheduled
 from fsharp.stateful.schedule.policy import Policy
+from fsharp.tracebacks import api_boundary
 
 
 @options_checked
@@ -62,6 +63,7 @@ class CapturedStep:
             )
         self.state = state._replace(step=state.step - 1)  # the capture has computed nothing
 
+    @api_boundary
     def __call__(self, batch: Any) -> Metrics:
         """One step on ``batch``. What is returned is overwritten by the next one.
 

@@ -15,6 +15,7 @@ from fsharp.stateful.schedule.policy import Policy
 from fsharp.stateful.schedule.schedule import Schedule
 from fsharp.stateful.transport.streams import Lanes
 from fsharp.stateful.verify.verify import verify
+from fsharp.tracebacks import api_boundary
 
 
 class Runner(Protocol):
@@ -99,6 +100,7 @@ class Scheduled:
         """How the last call went, and why."""
         return self._status
 
+    @api_boundary
     def emitted(self) -> Schedule:
         """What the last call has done, if it has followed no schedule from its beginning: to be printed, drawn and verified.
 
@@ -113,6 +115,7 @@ class Scheduled:
         """Keep how a call went, for :meth:`status`."""
         self._status = Status(kind, why, len(self.programs), self._status.num_left + 1 if kind == "left" else 0)
 
+    @api_boundary
     def follow(self, schedule: Schedule) -> None:
         """Run by this schedule from now on, perhaps an edited one. Pass the same one on every rank.
 

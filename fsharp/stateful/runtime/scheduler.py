@@ -42,6 +42,7 @@ from fsharp.stateful.units.pending import is_pending
 from fsharp.stateful.units.registry import UnitRegistry
 from fsharp.stateful.units.unit_state import UnitState
 from fsharp.stateful.verify.verify import verify
+from fsharp.tracebacks import api_boundary
 
 
 @options_checked
@@ -154,21 +155,25 @@ class Scheduler(Tracer):
         """Whether optimizer state and main copies are in host memory between updates."""
         return self.policy.offload
 
+    @api_boundary
     def all_gather(self, x: torch.Tensor, axis: str, *, label: str = "") -> torch.Tensor:
         """A collective of the caller's own: passed on, and not scheduled."""
         self._connect()
         return self.own.all_gather(x, axis, label=self._label(label))
 
+    @api_boundary
     def reduce_scatter(self, x: Any, axis: Any, *, dtype: torch.dtype | None = None, label: str = "") -> Any:
         """A collective of the caller's own: passed on, and not scheduled."""
         self._connect()
         return self.own.reduce_scatter(x, axis, dtype=dtype, label=self._label(label))
 
+    @api_boundary
     def all_reduce(self, x: torch.Tensor, axis: str, *, op: ReduceOp = "sum", label: str = "") -> torch.Tensor:
         """A collective of the caller's own: passed on, and not scheduled."""
         self._connect()
         return self.own.all_reduce(x, axis, op=op, label=self._label(label))
 
+    @api_boundary
     def all_to_all(self, x: torch.Tensor, send: Sequence[int], receive: Sequence[int], *, label: str = "") -> torch.Tensor:
         """A collective of the caller's own: passed on, and not scheduled."""
         self._connect()
@@ -301,6 +306,7 @@ class Scheduler(Tracer):
         self.arena.abandon()
         self._leave()
 
+    @api_boundary
     def check_open(self) -> None:
         """Refuse to go on after an error, on this rank or on another.
 

@@ -6,8 +6,10 @@ from typing import Literal
 from fsharp.annotated import check_fields
 from fsharp.errors import ScheduleError
 from fsharp.stateful.schedule.costs import Link
+from fsharp.tracebacks import api_boundary
 
 
+@api_boundary
 @dataclass(frozen=True, slots=True)
 class Policy:
     """What the compiler of a schedule may do.
@@ -98,6 +100,7 @@ class Policy:
         return self.prefetch + 1 if self.buffers is None else self.buffers
 
 
+@api_boundary
 @dataclass(frozen=True, slots=True)
 class DebugPolicy(Policy):
     """A :class:`Policy` for tests and benchmarks, that costs time, and changes no value either.

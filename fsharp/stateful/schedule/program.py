@@ -11,6 +11,7 @@ from typing import Literal, NamedTuple
 from fsharp.annotated import wrong_field
 from fsharp.errors import ScheduleError
 from fsharp.functional.comm.protocol import Call
+from fsharp.tracebacks import api_boundary
 
 EventKind = Literal["forward", "forward_end", "backward", "backward_end", "microbatch_end", "reduce", "move", "fetch", "update"]
 ABOUT_NO_UNIT: tuple[EventKind, ...] = ("microbatch_end", "reduce", "move", "update")
@@ -94,6 +95,7 @@ def gradients_of(events: Sequence[Event]) -> list[Counter[str]]:
     return result
 
 
+@api_boundary
 @dataclass(frozen=True, slots=True)
 class Program:
     """The events of a step, and the units they speak of.

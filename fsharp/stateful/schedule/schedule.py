@@ -22,6 +22,7 @@ from fsharp.stateful.schedule.costs import Link
 from fsharp.stateful.schedule.ops import OPS, PARAMS, OpSpec, Phase, Stream, kinds
 from fsharp.stateful.schedule.policy import DebugPolicy, Policy
 from fsharp.stateful.schedule.program import Event, Program, UnitFacts
+from fsharp.tracebacks import api_boundary
 
 VECTOR_NBYTES = 64
 """Alignment of addresses, in bytes. Kernels load vectors of this width, and round the rest of a buffer in another way."""
@@ -98,6 +99,7 @@ class Op:
         return f"{self.kind} {self.unit or '-'} {self.phase} [{self.stream}]{where}{opens}"
 
 
+@api_boundary
 @dataclass(frozen=True, slots=True)
 class Schedule:
     """The ops of one step, ready to be verified, drawn, simulated, edited and run.
@@ -170,6 +172,7 @@ class Schedule:
         return json.dumps(asdict(self), indent=1)
 
     @staticmethod
+    @api_boundary
     def from_json(text: str) -> "Schedule":
         """The schedule that :meth:`to_json` wrote.
 

@@ -8,7 +8,6 @@ from then on. Any other optimizer gets whole leaves in their shape, where a rank
 
 import copy
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -42,6 +41,7 @@ from fsharp.stateful.modules.optim.without_updates import without_updates
 from fsharp.stateful.modules.parameter import Part, ShardedParameter
 from fsharp.stateful.modules.session import Session
 from fsharp.stateful.modules.state_dict import check_replicas, gather_to_rank, refuse_dtensors, scatter_from_rank
+from fsharp.tracebacks import api_boundary, api_context
 
 
 @options_checked
@@ -236,6 +236,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         rows = ((f"group {i}: {name}", x) for i, group in enumerate(self.param_groups) for name, x in sorted(group.items()))
         return "\n".join(f"{name}={exact_text(x)}" for name, x in rows if not name.endswith(": params") and _is_on_host(x))
 
+    @api_boundary
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Only while it is made: pass all groups to ``ShardedOptimizer()``."""
         if self._is_made:
@@ -281,7 +282,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """
         self.session.step.discard(set_to_none=set_to_none)
 
-    @contextmanager
+    @api_context
     def averaged(self) -> Iterator[None]:
         """The model's parameters are their moving averages in this context, for evaluation and export; every rank enters it.
 
@@ -307,6 +308,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             yield
 
     @property
+    @api_boundary
     def state(self) -> Any:
         """A read-only mapping from parameters to the optimizer's state of each: ``optimizer.state[p]["exp_avg"]``.
 
@@ -328,6 +330,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return StateByParameter(self._state_of, self._has_state, self.session.parameters)
 
     @state.setter
+    @api_boundary
     def state(self, value: Any) -> None:
         if self._is_made:  # torch's constructor sets an empty one
             raise TreeError("optimizer.state cannot be replaced: load_state_dict() loads the result of state_dict().")
@@ -347,6 +350,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 return split_state(run._replace(leaves=((path, 0, 0),)), self.inner.state[parameter], like)[path]
         return {key: value for key, value in self._fresh(path, self.param_groups).items() if isinstance(value, Part)}
 
+    @api_boundary
     def state_dict(self) -> dict[str, Any]:
         """``{"state": {name: {...}}, "param_groups": [...]}``, by names of parameters; every rank calls it.
 
@@ -373,6 +377,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             node.rank = self.session.scheduler.rank
         return {"state": self.session.kept.state.opt, "param_groups": self._groups()}
 
+    @api_boundary
     def state_template(self, has: Callable[[str], bool] = lambda name: True) -> dict[str, Any]:
         """What :meth:`state_dict` will give once each trained parameter has had a gradient: to load into before a first step.
 
@@ -424,6 +429,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             found |= split_state(run, self.inner.state.get(parameter, {}), self.session.parameters)
         return found
 
+    @api_boundary
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take over a copy of what :meth:`state_dict` gave on this rank of this layout; every rank calls it.
 
@@ -465,6 +471,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self._recut([{path: alike(states.get(path, {})) for path in labels} for labels in self._labels], states)
         self.session.note_load("optimizer")
 
+    @api_boundary
     def full_state_dict(self, *, rank: int | None = 0) -> dict[str, Any]:
         """Return :meth:`state_dict` with whole tensors in host memory, on one rank; an empty dict on all others.
 
@@ -483,6 +490,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         states = found["state"].values()
         return found if gather_to_rank(where, states, rank, self.session.scheduler.comparing, kind_of=lambda key: key) else {}
 
+    @api_boundary
     def load_full_state_dict(self, state_dict: Mapping[str, Any] | None, *, rank: int = 0) -> None:
         """Load on all ranks one rank's result of :meth:`full_state_dict`.
 

@@ -22,6 +22,7 @@ from fsharp.stateful.modules.parts.part_functions import COPIES, ELEMENTWISE, RE
 from fsharp.stateful.modules.torch_tools.chunks import Chunks
 from fsharp.stateful.modules.torch_tools.refusals import not_whole, remedy_or, unseen
 from fsharp.stateful.runtime.boundary import in_backward
+from fsharp.tracebacks import api_boundary
 
 
 class Owner(Protocol):
@@ -164,11 +165,13 @@ class Part(torch.Tensor):
         return Chunks(self.path, self.full_shape, self.local, self.unit, self.leaf, self.place, self.rank)
 
     @property
+    @api_boundary
     def data(self) -> "Part":
         """The same part, detached. A write to it is noted like any other."""
         return Part.of(self.local, self)
 
     @data.setter
+    @api_boundary
     def data(self, value: torch.Tensor) -> None:
         if isinstance(value, Part) and value.dtype == self.dtype and value.local.data_ptr() == self.local.data_ptr():
             return  # a module was moved to where it is
@@ -197,6 +200,7 @@ class Part(torch.Tensor):
         return whole.shape == self.full_shape and (self.spec is None or not self.spec.is_sharded)
 
     @classmethod
+    @api_boundary
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
@@ -251,10 +255,12 @@ class Part(torch.Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             return f"{type(self).__name__}({self.path!r}, {self.numel()} elements of {list(self.full_shape)}, {self.dtype})"
 
+    @api_boundary
     def __deepcopy__(self, memo: Any) -> Any:
         memo[id(self)] = copied = Part.of(self.local.clone(), self)
         return copied
 
+    @api_boundary
     def __reduce_ex__(self, protocol: Any) -> Any:
         varying = [axis for axis in self.place.varying if self.unit.mesh.axis_size(axis) > 1]
         if self.is_whole and not varying:

@@ -12,6 +12,7 @@ from torch.utils import _pytree as torch_pytree
 
 from fsharp.errors import TreeError
 from fsharp.stateful.modules.initial.dtensors import local
+from fsharp.tracebacks import api_boundary
 
 _PLAIN = (str, bytes, int, float, complex, bool, type(None), torch.dtype, torch.device, torch.Size)
 _CLOSED = (nn.Module, type, types.ModuleType, types.FunctionType, types.MethodType, torch.Generator, torch.autograd.graph.Node)
@@ -173,5 +174,6 @@ class _Reach(torch.autograd.Function):
         return tuple(x.view_as(x) for x in tensors[:count])
 
     @staticmethod
+    @api_boundary
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
         return (None, *grads, *[None] * ctx.num_inputs)

@@ -1,0 +1,160 @@
+"""Tracebacks without this library's frames: an error that leaves one of its functions shows the user's code alone.
+
+As in JAX, each public function is a boundary. An error that crosses it loses the frames of this library, and those of torch,
+optree and the standard library that this library called. Frames of the user's functions that this library called stay.
+``FSHARP_TRACEBACK=full`` in the environment keeps all frames.
+"""
+
+import os
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ContextDecorator, contextmanager, suppress
+from functools import wraps
+from inspect import isgeneratorfunction
+from types import TracebackType
+from typing import Any, Generic, ParamSpec, TypeVar
+
+F = TypeVar("F", bound=Callable[..., Any])
+P = ParamSpec("P")
+T = TypeVar("T")
+
+HINT = "fsharp's own frames are left out of this traceback. Set FSHARP_TRACEBACK=full to see them."
+"""The note of an error whose traceback has lost frames."""
+_PLUMBING = sys.stdlib_module_names | {"optree", "torch"}
+"""Packages whose frames are left out where this library has called them."""
+_CHOSEN = ("torch.nn.", "torch.optim.")
+"""Modules of torch with what a user hands to this library, layers and optimizers: frames in them stay."""
+_AROUND = ("torch.nn.modules.module", "torch.optim.optimizer")
+"""Those of them that run layers and optimizers: frames in them are left out."""
+
+
+def api_boundary(target: F) -> F:
+    """Return a function, a generator function or a class, whose errors lose frames as :func:`hide_frames` says.
+
+    Of a class it is ``__init__``.
+    """
+    function: Any = target
+    if isinstance(target, type):
+        function.__init__ = api_boundary(function.__init__)
+        return target
+
+    @wraps(target)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return function(*args, **kwargs)
+        except Exception as error:
+            hide_frames(error)
+            raise
+
+    @wraps(target)
+    def generate(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return (yield from function(*args, **kwargs))
+        except Exception as error:
+            hide_frames(error)
+            raise
+
+    return generate if isgeneratorfunction(target) else call  # type: ignore[return-value]
+
+
+def api_context(function: Callable[P, Iterator[T]]) -> Callable[P, AbstractContextManager[T]]:
+    """Return what ``contextmanager(function)`` is, whose own errors lose frames. Errors of the user's block are left alone."""
+    make = contextmanager(function)
+
+    @wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> _Context[T]:
+        return _Context(make(*args, **kwargs))
+
+    return call
+
+
+class _Context(AbstractContextManager[T], ContextDecorator, Generic[T]):
+    """A context whose enter and exit are boundaries."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+
+    def _recreate_cm(self) -> "_Context[T]":
+        return _Context(self.inner._recreate_cm())
+
+    @api_boundary
+    def __enter__(self) -> T:
+        return self.inner.__enter__()  # type: ignore[no-any-return]
+
+    @api_boundary
+    def __exit__(self, *raised: Any) -> bool | None:
+        return self.inner.__exit__(*raised)  # type: ignore[no-any-return]
+
+
+@api_boundary
+def call_hook(hook: Callable[..., T], *args: Any) -> T:
+    """Return ``hook(*args)``. ``partial(call_hook, hook)`` is a boundary that costs little to make."""
+    return hook(*args)
+
+
+def hide_frames(error: Exception) -> None:
+    """Take frames out of the traceback of an error, and of the errors that led to it; a note says how to see all frames.
+
+    For an ``except`` block that raises the error again. Nested boundaries do what the outermost one does alone.
+    """
+    if _hide(error) and HINT not in getattr(error, "__notes__", ()):
+        with suppress(Exception):  # some errors cannot be written to
+            error.add_note(HINT)
+
+
+def formatted(error: BaseException) -> str:
+    """Return an error with its traceback as a text for other ranks, whose own error has the hint."""
+    if isinstance(error, Exception):
+        _hide(error)
+    return "".join(traceback.format_exception(error)).replace(f"{HINT}\n", "")
+
+
+def _hide(error: Exception) -> bool:
+    """Take frames out of tracebacks. Return whether there were any."""
+    if os.environ.get("FSHARP_TRACEBACK") == "full":
+        return False
+    found, all_errors = False, _with_causes(error)
+    for each in all_errors:
+        shown = _shown(each.__traceback__)
+        found |= shown is not each.__traceback__
+        each.with_traceback(shown)
+        if each is not error and HINT in getattr(each, "__notes__", ()):
+            each.__notes__.remove(HINT)
+    for each in all_errors:
+        if each.__context__ is not None and each.__context__.__traceback__ is None:  # the user has no part in it
+            with suppress(Exception):
+                each.__suppress_context__ = True
+    return found
+
+
+def _with_causes(error: BaseException) -> list[BaseException]:
+    found: dict[int, BaseException] = {}  # causes may go in a circle
+    todo: list[BaseException | None] = [error]
+    while todo:
+        each = todo.pop()
+        if each is not None and id(each) not in found:
+            found[id(each)] = each
+            todo += [each.__cause__, each.__context__, *(each.exceptions if isinstance(each, BaseExceptionGroup) else ())]
+    return list(found.values())
+
+
+def _shown(trace: TracebackType | None) -> TracebackType | None:
+    """Return a traceback with the user's frames; the same object if there are no other frames."""
+    kept, num_all, is_inside, each = list[TracebackType](), 0, False, trace
+    while each is not None:
+        module = str(each.tb_frame.f_globals.get("__name__"))
+        is_inside = module.partition(".")[0] == "fsharp" or (is_inside and _is_plumbing(module))
+        if not is_inside:
+            kept.append(each)
+        num_all, each = num_all + 1, each.tb_next
+    if len(kept) == num_all:
+        return trace
+    result = None
+    for each in reversed(kept):
+        result = TracebackType(result, each.tb_frame, each.tb_lasti, each.tb_lineno)
+    return result
+
+
+def _is_plumbing(module: str) -> bool:
+    return module.partition(".")[0] in _PLUMBING and (not module.startswith(_CHOSEN) or module in _AROUND)
