@@ -1,12 +1,12 @@
 """For code that calls collectives by itself: differentiable ones, and ranks that agree first."""
 
-from fsharp.annotated import options_explained
+from fsharp.annotated import options_explained as _explained
 from fsharp.functional.comm import collectives
 from fsharp.functional.comm.agree import agree as agree
 from fsharp.functional.comm.protocol import Call as Call
 
 # Within the library these are called without a frame that explains arguments.
-all_gather_last = options_explained(collectives.all_gather_last)
-all_reduce = options_explained(collectives.all_reduce)
-local_slice = options_explained(collectives.local_slice)
-reduce_scatter_last = options_explained(collectives.reduce_scatter_last)
+all_gather_last = _explained(collectives.all_gather_last)
+all_reduce = _explained(collectives.all_reduce)
+local_slice = _explained(collectives.local_slice)
+reduce_scatter_last = _explained(collectives.reduce_scatter_last)

@@ -87,10 +87,13 @@ class _Context(AbstractContextManager[T], ContextDecorator, Generic[T]):
         return self.inner.__exit__(*raised)  # type: ignore[no-any-return]
 
 
-@api_boundary
 def call_hook(hook: Callable[..., T], *args: Any) -> T:
     """Return ``hook(*args)``. ``partial(call_hook, hook)`` is a boundary that costs little to make."""
-    return hook(*args)
+    try:
+        return hook(*args)
+    except Exception as error:
+        hide_frames(error)
+        raise
 
 
 def hide_frames(error: Exception) -> None:

@@ -28,7 +28,7 @@ from fsharp.functional.comm.watch import RankStatuses, Watch, WatchedCall
 from fsharp.functional.comm.worker_threads import InFlight, Worker
 from fsharp.functional.layout.mesh import Mesh
 from fsharp.functional.layout.precision import dtype_name
-from fsharp.tracebacks import api_boundary
+from fsharp.tracebacks import api_boundary, hide_frames
 
 # torch 2.13 gave these functions new names.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -166,65 +166,77 @@ class ProcessGroupComm:
             self._whole = None
         abort(groups, is_native=self.is_native)
 
-    @api_boundary
     @torch.no_grad()
     def all_gather(self, x: torch.Tensor, axis: str, *, label: str = "") -> torch.Tensor:
         """``[n, *x.shape]`` in order of coordinate. Travels as bytes, so every dtype does."""
-        n = self.mesh.axis_size(axis)
-        out = x.new_empty((n, *x.shape))
-        if self.is_native:
-            self.watch.check()
-            _all_gather(_bytes(out), _bytes(x), group=self.group(axis))
-        else:
-            self._swap([_bytes(x)] * n, list(_bytes(out).view(n, -1)), axis, _text("all_gather", x, axis, label))
-        return out
+        try:
+            n = self.mesh.axis_size(axis)
+            out = x.new_empty((n, *x.shape))
+            if self.is_native:
+                self.watch.check()
+                _all_gather(_bytes(out), _bytes(x), group=self.group(axis))
+            else:
+                self._swap([_bytes(x)] * n, list(_bytes(out).view(n, -1)), axis, _text("all_gather", x, axis, label))
+            return out
+        except Exception as error:
+            hide_frames(error)
+            raise
 
-    @api_boundary
     @torch.no_grad()
     def reduce_scatter(self, x: torch.Tensor, axis: str, *, dtype: torch.dtype | None = None, label: str = "") -> torch.Tensor:
         """The sum over ranks of ``x[own coordinate]`` in ``dtype``."""
-        dtype = dtype or x.dtype
-        if not self._rank_order:
-            self.watch.check()
-            out = x.new_empty(x.shape[1:])
-            _reduce_scatter(out.view(-1), x.contiguous().view(-1), group=self.group(axis))
-            return out.to(dtype)
-        return sum_in_rank_order(self._exchange(x, axis, _text("reduce_scatter", x, axis, label)), dtype)
+        try:
+            dtype = dtype or x.dtype
+            if not self._rank_order:
+                self.watch.check()
+                out = x.new_empty(x.shape[1:])
+                _reduce_scatter(out.view(-1), x.contiguous().view(-1), group=self.group(axis))
+                return out.to(dtype)
+            return sum_in_rank_order(self._exchange(x, axis, _text("reduce_scatter", x, axis, label)), dtype)
+        except Exception as error:
+            hide_frames(error)
+            raise
 
-    @api_boundary
     @torch.no_grad()
     def all_reduce(self, x: torch.Tensor, axis: str, *, op: ReduceOp = "sum", label: str = "") -> torch.Tensor:
         """The sum (in order of rank), maximum or minimum over ranks of ``x``."""
-        n = self.mesh.axis_size(axis)
-        if not self._rank_order:
-            self.watch.check()
-            out = x.clone(memory_format=torch.contiguous_format)
-            dist.all_reduce(out, op=_OPS[op], group=self.group(axis))
-            return out
-        if op != "sum":
-            parts = self.all_gather(x, axis, label=f"{label} {op}")
-            return parts.amax(0) if op == "max" else parts.amin(0)
-        if x.numel() * x.element_size() * (n - 1) <= _ONE_ROUND:
-            return sum_in_rank_order(self.all_gather(x, axis, label=label), x.dtype)
-        part = -(-x.numel() // n)
-        padded = torch.nn.functional.pad(x.reshape(-1), (0, part * n - x.numel()))
-        parts = self._exchange(padded.view(n, part), axis, _text("all_reduce", x, axis, label))
-        return self.all_gather(sum_in_rank_order(parts, x.dtype), axis, label=label).view(-1)[: x.numel()].view(x.shape)
+        try:
+            n = self.mesh.axis_size(axis)
+            if not self._rank_order:
+                self.watch.check()
+                out = x.clone(memory_format=torch.contiguous_format)
+                dist.all_reduce(out, op=_OPS[op], group=self.group(axis))
+                return out
+            if op != "sum":
+                parts = self.all_gather(x, axis, label=f"{label} {op}")
+                return parts.amax(0) if op == "max" else parts.amin(0)
+            if x.numel() * x.element_size() * (n - 1) <= _ONE_ROUND:
+                return sum_in_rank_order(self.all_gather(x, axis, label=label), x.dtype)
+            part = -(-x.numel() // n)
+            padded = torch.nn.functional.pad(x.reshape(-1), (0, part * n - x.numel()))
+            parts = self._exchange(padded.view(n, part), axis, _text("all_reduce", x, axis, label))
+            return self.all_gather(sum_in_rank_order(parts, x.dtype), axis, label=label).view(-1)[: x.numel()].view(x.shape)
+        except Exception as error:
+            hide_frames(error)
+            raise
 
-    @api_boundary
     @torch.no_grad()
     def all_to_all(self, x: torch.Tensor, send: Sequence[int], receive: Sequence[int], *, label: str = "") -> torch.Tensor:
         """The next ``send[r]`` elements of ``x`` to rank ``r`` of the mesh, ``receive[r]`` from it. Travels as bytes."""
-        out = x.new_empty(sum(receive))
-        width = x.element_size()
-        to, source = ([n * width for n in sizes] for sizes in (send, receive))
-        if self.is_native:
-            self.watch.check()
-            dist.all_to_all_single(_bytes(out), _bytes(x), source, to, group=self._everyone())
-        else:
-            text = f"{label or 'a call of the Comm'}: all_to_all of {dtype_name(x.dtype)}"
-            self._swap(_bytes(x).split(to), _bytes(out).split(source), None, text)
-        return out
+        try:
+            out = x.new_empty(sum(receive))
+            width = x.element_size()
+            to, source = ([n * width for n in sizes] for sizes in (send, receive))
+            if self.is_native:
+                self.watch.check()
+                dist.all_to_all_single(_bytes(out), _bytes(x), source, to, group=self._everyone())
+            else:
+                text = f"{label or 'a call of the Comm'}: all_to_all of {dtype_name(x.dtype)}"
+                self._swap(_bytes(x).split(to), _bytes(out).split(source), None, text)
+            return out
+        except Exception as error:
+            hide_frames(error)
+            raise
 
     def _everyone(self) -> dist.ProcessGroup:
         """A group of all ranks of the mesh: that of an axis that has them all, else one that is made with the first use."""

@@ -12,7 +12,7 @@ from fsharp.functional.layout.placement import Place
 from fsharp.functional.layout.precision import dtype_name
 from fsharp.functional.layout.tree_name import UNNAMED, TreeName
 from fsharp.functional.layout.unit_layout import UnitLayout
-from fsharp.tracebacks import api_boundary
+from fsharp.tracebacks import api_boundary, hide_frames
 
 PlaceName = str | Place
 """``"params"``, ``"grads"``, ``"optim"``, ``"full"``, or a :class:`Place` of the unit's strategy."""
@@ -316,10 +316,13 @@ is_sharded: Callable[[Any], bool] = Sharded.__instancecheck__
 """Whether a node of a tree is a :class:`Sharded`: as ``isinstance``, and asked of every node of every tree, without a frame."""
 
 
-@api_boundary
 def units_of(tree: Any) -> list[Sharded]:
     """All :class:`Sharded` in a tree, in tree order."""
-    return [leaf for leaf in optree.tree_leaves(tree, is_leaf=is_sharded) if is_sharded(leaf)]
+    try:
+        return [leaf for leaf in optree.tree_leaves(tree, is_leaf=is_sharded) if is_sharded(leaf)]
+    except Exception as error:
+        hide_frames(error)
+        raise
 
 
 def units_by_name(tree: Any) -> dict[str, Sharded]:
@@ -348,10 +351,13 @@ def donate_nodes(tree: Any, new: Any = ()) -> None:
         node.is_donated = id(node) not in kept
 
 
-@api_boundary
 def map_units(fn: Callable[..., Any], tree: Any, *rest: Any) -> Any:
     """``fn`` of every :class:`Sharded` in ``tree``, with those in the same position of ``rest``."""
-    return optree.tree_map(fn, tree, *rest, is_leaf=is_sharded)
+    try:
+        return optree.tree_map(fn, tree, *rest, is_leaf=is_sharded)
+    except Exception as error:
+        hide_frames(error)
+        raise
 
 
 def resolve_place(unit: UnitLayout, place: PlaceName) -> Place:

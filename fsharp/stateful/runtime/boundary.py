@@ -10,7 +10,7 @@ import torch
 from fsharp.errors import ScheduleError
 from fsharp.functional.release import is_plain, is_since, saved_tensors
 from fsharp.stateful.units.unsharded import UnshardedBuffer
-from fsharp.tracebacks import api_boundary, call_hook
+from fsharp.tracebacks import call_hook, hide_frames
 
 Receive = Callable[[Sequence[torch.Tensor | None]], None]
 
@@ -29,11 +29,14 @@ class _Boundary(torch.autograd.Function):
         return tuple(leaves)
 
     @staticmethod
-    @api_boundary
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
-        if torch.is_grad_enabled():
-            raise double_backward()
-        ctx.receive(grads)
+        try:
+            if torch.is_grad_enabled():
+                raise double_backward()
+            ctx.receive(grads)
+        except Exception as error:
+            hide_frames(error)
+            raise
         return (None,) * (2 + ctx.num_sinks)
 
 
