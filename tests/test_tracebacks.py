@@ -460,6 +460,15 @@ def test_the_error_of_another_rank():
     assert text.count(HINT) == 1
 
 
+def test_an_error_that_each_later_call_raises_shows_that_call_alone():
+    def use(comm):
+        comm.watch.refuse(CommError, "it is over")
+        return [raised(lambda: comm.all_reduce(torch.ones(1), "dp"))[1] for _ in range(2)]
+
+    for shown in processes(TWO, use):
+        assert shown == [["<lambda>", "torch.utils._contextlib.decorate_context"]] * 2
+
+
 def test_what_the_interpreter_prints(tmp_path):
     program = tmp_path / "program.py"
     program.write_text('import torch\nimport fsharp as fs\n\nfs.forward(len, {"w": torch.ones(2)}, comm=fs.SingleComm())\n')

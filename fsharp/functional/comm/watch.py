@@ -231,7 +231,7 @@ class Watch:
             AgreementError: one has failed before, or another rank has.
         """
         if self.error is not None:
-            raise self.error
+            raise self.error.with_traceback(None)  # else it shows where it was raised before as well
 
     def hear(self) -> None:
         """Look whether another rank has failed, and end whatever is under way if so."""
