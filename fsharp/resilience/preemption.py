@@ -76,7 +76,7 @@ class Preemption:
             return False
         self._is_told = self.received is not None
         flag = torch.tensor([float(self._is_told)], device=self.comm.device)
-        return bool(largest(flag, Labelled(self.comm, f"whether to stop after step {step}:")).item())
+        return bool(largest(flag, Labelled(self.comm, f"whether to stop after step {step}: ")).item())
 
     def notice(self, number: int = signal.SIGTERM) -> None:
         """Do as if this process had got a signal: for those that come by other means, such as a cloud's metadata server."""

@@ -42,6 +42,7 @@ _ONE_ROUND = 4096
 _LEAVES_WITHIN_S, _END_WITHIN_S = 30.0, 2.0
 """Seconds that rank 0, which may host the job's store, waits for other ranks to leave: normally, and after an error. The job's
 limit counts if it is shorter."""
+_UNNAMED = "a call of the Comm"
 _OPS = {"max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN, "sum": dist.ReduceOp.SUM}
 
 
@@ -208,7 +209,7 @@ class ProcessGroupComm:
                 dist.all_reduce(out, op=_OPS[op], group=self.group(axis))
                 return out
             if op != "sum":
-                parts = self.all_gather(x, axis, label=f"{label} {op}")
+                parts = self.all_gather(x, axis, label=f"{label or _UNNAMED} {op}")
                 return parts.amax(0) if op == "max" else parts.amin(0)
             if x.numel() * x.element_size() * (n - 1) <= _ONE_ROUND:
                 return sum_in_rank_order(self.all_gather(x, axis, label=label), x.dtype)
@@ -231,7 +232,7 @@ class ProcessGroupComm:
                 self.watch.check()
                 dist.all_to_all_single(_bytes(out), _bytes(x), source, to, group=self._everyone())
             else:
-                text = f"{label or 'a call of the Comm'}: all_to_all of {dtype_name(x.dtype)}"
+                text = f"{label or _UNNAMED}: all_to_all of {dtype_name(x.dtype)}"
                 self._swap(_bytes(x).split(to), _bytes(out).split(source), None, text)
             return out
         except Exception as error:
@@ -336,7 +337,7 @@ def abort(groups: Sequence[dist.ProcessGroup], *, is_native: bool) -> None:
 
 def _text(op: str, x: torch.Tensor, axis: str, label: str) -> str:
     """What ranks compare: sizes too, as a message of another size than is expected ends a process."""
-    return f"{label or 'a call of the Comm'}: {op} along {axis!r} of {dtype_name(x.dtype)}{list(x.shape)}"
+    return f"{label or _UNNAMED}: {op} along {axis!r} of {dtype_name(x.dtype)}{list(x.shape)}"
 
 
 def _limit_s(group: dist.ProcessGroup, device: torch.device) -> float:

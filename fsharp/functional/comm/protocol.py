@@ -242,7 +242,7 @@ class Labelled(_CommWrapper):
 
     Attributes:
         inner: the Comm.
-        label: what they are for, in front of labels of their own.
+        label: what they are for, in front of labels of their own, such as ``"step 3: "``.
     """
 
     inner: Comm
@@ -250,19 +250,22 @@ class Labelled(_CommWrapper):
 
     def all_gather(self, x: torch.Tensor, axis: str, *, label: str = "") -> torch.Tensor:
         """Call it on ``inner``, with the text of this wrapper in its label."""
-        return self.inner.all_gather(x, axis, label=self.label + label)
+        return self.inner.all_gather(x, axis, label=self._named(label))
 
     def reduce_scatter(self, x: torch.Tensor, axis: str, *, dtype: torch.dtype | None = None, label: str = "") -> torch.Tensor:
         """Call it on ``inner``, with the text of this wrapper in its label."""
-        return self.inner.reduce_scatter(x, axis, dtype=dtype, label=self.label + label)
+        return self.inner.reduce_scatter(x, axis, dtype=dtype, label=self._named(label))
 
     def all_reduce(self, x: torch.Tensor, axis: str, *, op: ReduceOp = "sum", label: str = "") -> torch.Tensor:
         """Call it on ``inner``, with the text of this wrapper in its label."""
-        return self.inner.all_reduce(x, axis, op=op, label=self.label + label)
+        return self.inner.all_reduce(x, axis, op=op, label=self._named(label))
 
     def all_to_all(self, x: torch.Tensor, send: Sequence[int], receive: Sequence[int], *, label: str = "") -> torch.Tensor:
         """Call it on ``inner``, with the text of this wrapper in its label."""
-        return self.inner.all_to_all(x, send, receive, label=self.label + label)
+        return self.inner.all_to_all(x, send, receive, label=self._named(label))
+
+    def _named(self, label: str) -> str:
+        return self.label + label if label else self.label.rstrip(" :,")
 
 
 def sum_in_rank_order(parts: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

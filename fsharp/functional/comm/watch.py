@@ -26,6 +26,8 @@ _log = logging.getLogger("fsharp")
 _KEPT_LABELS = 64
 _KEPT_WATCHES = 100
 _SHOWN_LABELS = 8
+_SHOWN_AROUND = 2
+"""Labels before and after a difference."""
 _READ_AT_ONCE = 16
 """Ranks whose notes are read in one look: waiting ranks of a large mesh look at others by turns."""
 _HEARD_WITHIN_S = 2.0
@@ -156,7 +158,7 @@ class RankStatuses:
         """
         why = f"its last collective was {self.last!r}" if self.last else "after no collective yet"
         if error is not None:
-            why += f", and it left with this error:\n{formatted(error)[-_SHOWN_TRACEBACK:]}"
+            why += f", and it left with the error below.\n{formatted(error)[-_SHOWN_TRACEBACK:]}"
         if self.board is not None:
             self._write(RankStatus(0, "", 0, [], self.counts(), why))
 
@@ -367,12 +369,14 @@ def _listen(reference: "weakref.ref[Watch]", is_over: threading.Event, every_s: 
 
 
 def _left(call: WatchedCall, rank: int, note: RankStatus) -> str:
-    return problem(
+    why, _, trace = note.left.partition("\n")
+    text = problem(
         "fsharp",
         f"rank {rank} has left the job, and others go on.",
-        [(f"rank {rank}", note.left), ("another rank", f"waits for it in {call.label!r}")],
+        [(f"rank {rank}", why), ("another rank", f"waits for it in {call.label!r}")],
         "Every rank has to make the same number of steps, and none may leave before the last one.",
     )
+    return f"{text}\n{trace}" if trace else text
 
 
 def _numbered(count: int, labels: Sequence[str]) -> dict[int, str]:
@@ -384,22 +388,25 @@ def _some(ranks: Sequence[int]) -> str:
 
 
 def _different(first: int | None, orders: Mapping[int, Mapping[int, str]], settings: Mapping[str, str] | None = None) -> str:
-    """Return the text of an error: the labels of ranks around the first difference, and the settings in which labels differ.
+    """Return the text of an error: where ranks are, the settings in which labels differ, a remedy, and the labels around.
 
     Args:
         first: number of the first difference; None if ranks wait for each other in different Comms.
         orders: by rank, labels by number.
         settings: settings by digest.
     """
-    rows = []
-    for rank, labels in sorted(orders.items()):
-        start = max(labels, default=0) if first is None else first
-        shown = [labels[i] for i in range(start - 2, start + _SHOWN_LABELS) if i in labels]
-        rows.append((f"rank {rank}", "; ".join(["..."] * (start - 2 > min(labels, default=0)) + shown)))
-    if first is not None:
-        rows += differing_settings({rank: labels[first] for rank, labels in orders.items()}, settings or {})
-    what = "the last one of each is what it waits in" if first is None else f"the first difference is number {first}"
-    return problem(
+    places = {rank: max(labels) if first is None else first for rank, labels in sorted(orders.items())}
+    here = {rank: orders[rank][place] for rank, place in places.items()}
+    rows = [(f"rank {rank}", label) for rank, label in here.items()]
+    rows += [] if first is None else differing_settings(here, settings or {})
+    around = [
+        (f"rank {rank}, number {number}", orders[rank][number])
+        for rank, place in places.items()
+        for number in range(place - _SHOWN_AROUND, place + _SHOWN_AROUND + 1)
+        if number in orders[rank]
+    ]
+    what = "each waits in another Comm" if first is None else f"the first difference is number {first}"
+    text = problem(
         "fsharp",
         f"ranks take part in different collectives; {what}.",
         rows,
@@ -407,3 +414,4 @@ def _different(first: int | None, orders: Mapping[int, Mapping[int, str]], setti
         "A rank that has nothing to compute in a unit takes part all the same: in a ShardedModule by calling that module with "
         "a dummy input, in functions by skip(params, x, comm=comm).",
     )
+    return f"{text}\n{problem('labels', 'the collectives around these, in the order of each rank.', around)}"

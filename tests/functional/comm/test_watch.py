@@ -16,6 +16,7 @@ import torch
 import fsharp as fs
 from fsharp.errors import AgreementError, CommError, ScheduleError
 from fsharp.functional.comm import job_store
+from fsharp.functional.comm.protocol import Labelled
 from fsharp.functional.comm.watch import RankStatuses, Watch
 from fsharp.testing import processes
 from tests.gpt_like import loss_fn
@@ -160,6 +161,7 @@ def test_ranks_that_differ_all_get_the_same_text(found, way):
     assert first[0] == second[0] == "AgreementError", (first, second)
     assert first[1] == second[1]
     assert "prefetch" in first[1] if way == "another policy" else "ranks take part in different collectives" in first[1]
+    assert ": :" not in first[1]
     assert first[2] < 20
 
 
@@ -229,6 +231,47 @@ def test_the_first_difference_is_shown_with_both_orders():
         a.begin("anything")
 
 
+def test_where_ranks_are_and_what_to_do_come_before_labels_around():
+    a, b = two_ranks()
+    for i in range(9):
+        call, other = a.begin(f"both {i}" if i != 4 else "mine"), b.begin(f"both {i}" if i != 4 else "theirs")
+    call.check()
+    with pytest.raises(AgreementError) as raised:
+        other.check()
+    head, *rows, remedy, around = str(raised.value).partition("\n  rank 0, ")[0].splitlines()
+    assert head == "fsharp: ranks take part in different collectives; the first difference is number 4."
+    assert rows == ["  rank 0  mine", "  rank 1  theirs"]
+    assert remedy.startswith("Every rank has to make the same calls")
+    assert around == "labels: the collectives around these, in the order of each rank."
+    shown = [(rank, i, f"both {i}") for rank in range(2) for i in range(2, 7)]
+    shown[2], shown[7] = (0, 4, "mine"), (1, 4, "theirs")
+    assert re.findall(r"  rank (\d), number (\d)  (.*)", str(raised.value)) == [tuple(map(str, each)) for each in shown]
+
+
+def test_ranks_that_wait_for_each_other_in_two_comms_are_told_apart():
+    table = Table()
+    ranks = [RankStatuses(rank, 2, table) for rank in range(2)]
+    watches = [[Watch(name, each, table, limit_s=60) for name in ("one", "two")] for each in ranks]
+    first, second = watches[0][0].begin("in one"), watches[1][1].begin("in two")
+    for call in (first, second, first):
+        call.check()
+    with pytest.raises(AgreementError, match=r"in another Comm\.\n  rank 0  in one\n  rank 1  in two\nEvery rank has to"):
+        second.check()
+
+
+@pytest.mark.parametrize(("label", "found"), [("", "the end of step 3"), ("of 2", "the end of step 3: of 2")])
+def test_a_label_of_a_wrapper_has_a_separator_only_if_something_follows(label, found):
+    seen = []
+
+    class Seen(fs.SingleComm):
+        def all_gather(self, x, axis, *, label=""):
+            seen.append(label)
+            return super().all_gather(x, axis, label=label)
+
+    Labelled(Seen(fs.Mesh({"dp": 1})), "the end of step 3: ").all_gather(torch.ones(1), "dp", label=label)
+    assert seen == [found]
+
+
 def test_a_rank_that_is_behind_is_waited_for():
     a, b = two_ranks()
     one, two = a.begin("p"), a.begin("q")
@@ -291,7 +334,8 @@ def test_a_rank_that_has_left_because_of_an_error_says_which():
     a, b = two_ranks()
     a.ranks.leave(ValueError("bad batch"))
     call = b.begin("step #0")
-    with pytest.raises(CommError, match=r"after no collective yet(.|\n)*ValueError: bad batch"):
+    text = r"rank 0 +after no collective yet, .*below\.\n  another rank .*step #0'\nEvery rank .*\n(.|\n)*ValueError: bad batch"
+    with pytest.raises(CommError, match=text):
         call.check()
 
 
