@@ -91,10 +91,14 @@ def check_fields(row: Any) -> None:
         raise OptionError(f"{type(row).__name__}(): {why}.")
 
 
-def _wrong(name: str, value: Any, hint: Any) -> str:
+def shown(value: Any) -> str:
+    """Return the text of a value for an error, without the end of a long text."""
     text = repr(value)
-    text = text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."
-    return f"{name} is {text}, expected {in_words(hint)}"
+    return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."
+
+
+def _wrong(name: str, value: Any, hint: Any) -> str:
+    return f"{name} is {shown(value)}, expected {in_words(hint)}"
 
 
 def check_arguments(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsharp.errors import PatternError, TreeError
+from fsharp.annotated import shown
+from fsharp.errors import OptionError, PatternError, TreeError
 from fsharp.functional.layout.layout import Layout
 from fsharp.functional.layout.paths import as_patterns, innermost, matches, prefixes
 from fsharp.stateful.modules.parameter import ShardedParameter
@@ -104,18 +105,25 @@ def chosen_modules(module: nn.Module, units: Units | Sequence[Units]) -> dict[st
     """The modules that are gathered by themselves, by path, in order; the root is not among them.
 
     Raises:
+        OptionError: a value that is no rule.
         PatternError: a rule that selects none, or one that selects a module without parameters.
     """
     rules = [rule for each in _listed(units) for rule in _listed(each)]
+    for rule in rules:
+        if not isinstance(rule, str) and (isinstance(rule, nn.Module) or not callable(rule)):
+            raise OptionError(
+                f"shard_module(): units has {shown(rule)}, expected a class of modules, a pattern of paths, a predicate on "
+                "path and module, or a tuple or list of these."
+            )
     every = {path: each for path, each in module.named_modules() if path}
     found: set[str] = set()
     for rule in rules:
         hits = {path for path, each in every.items() if _selects(rule, path, each)}
         if not hits:
             kinds = ", ".join(sorted({type(each).__name__ for each in every.values()})[:12])
-            shown = rule.__name__ if hasattr(rule, "__name__") else repr(rule)
+            name = rule.__name__ if hasattr(rule, "__name__") else repr(rule)
             raise PatternError(
-                f"shard_module(units=...): {shown} matches no module of {type(module).__name__}. Classes of modules in it: "
+                f"shard_module(units=...): {name} matches no module of {type(module).__name__}. Classes of modules in it: "
                 f"{kinds}; paths: {', '.join(list(every)[:8])}."
             )
         found |= hits
@@ -150,7 +158,7 @@ def grouped(module: nn.Module, units: Units | Sequence[Units]) -> list[list[str]
 
 
 def _listed(units: Any) -> list[Any]:
-    return [units] if isinstance(units, str | type) or callable(units) else list(units)
+    return list(units) if isinstance(units, Sequence) and not isinstance(units, str) else [units]
 
 
 def _selects(rule: Rule, path: str, module: nn.Module) -> bool:

@@ -1,9 +1,12 @@
 """Groups of units: modules that run after one another share one gather."""
 
+import re
+
 import pytest
+from torch import nn
 
 import fsharp as fs
-from fsharp.errors import PatternError
+from fsharp.errors import OptionError, PatternError
 from fsharp.schedule import Schedule
 from fsharp.testing import DebugPolicy
 from tests.as_torch import Block, make, same_as_torch
@@ -35,6 +38,21 @@ def test_a_group_is_not_joined_with_others():
 def test_groups_of_classes_and_of_what_is_apart(strategy):
     """A group whose modules are no neighbours changes nothing but what is gathered together."""
     same_as_torch(strategy, units=[[Block], ("embed", "head")])
+
+
+@pytest.mark.parametrize("wrong", [1, None, {"embed"}, nn.Linear(1, 1)], ids=str)
+@pytest.mark.parametrize("around", [lambda x: [x, Block], lambda x: [Block, ("embed", x)]], ids=["rule", "rule of a group"])
+def test_values_that_are_no_rules_are_refused_by_name(wrong, around):
+    match = (
+        rf"^shard_module\(\): units has {re.escape(repr(wrong))}, expected a class of modules, .* or a tuple or list of these\."
+    )
+    with pytest.raises(OptionError, match=match):
+        fs.shard_module(make(), mesh=fs.SingleComm(), units=around(wrong))
+
+
+def test_a_group_in_a_group_is_refused_by_name():
+    with pytest.raises(OptionError, match=r"units has \['embed'\], expected"):
+        fs.shard_module(make(), mesh=fs.SingleComm(), units=[[["embed"]]])
 
 
 @pytest.mark.parametrize(
