@@ -11,6 +11,9 @@ from fsharp.functional.layout.placement import Replicate as Replicate
 from fsharp.functional.layout.placement import Shard as Shard
 from fsharp.functional.layout.placement import Vary as Vary
 from fsharp.functional.layout.precision import Dtypes as Dtypes
+from fsharp.functional.layout.precision import Format as Format
+from fsharp.functional.layout.precision import Plane as Plane
+from fsharp.functional.layout.precision import register_format as register_format
 from fsharp.functional.layout.unit_layout import Group as Group
 from fsharp.functional.layout.unit_layout import Leaf as Leaf
 from fsharp.functional.layout.unit_layout import Span as Span

@@ -36,7 +36,7 @@ from fsharp.functional.comm.agree import exchange, together
 from fsharp.functional.comm.protocol import Comm
 from fsharp.functional.comm.tree_names import name_trees
 from fsharp.functional.layout.paths import ancestors, as_patterns
-from fsharp.functional.layout.sharded import donate_nodes, is_sharded, units_of
+from fsharp.functional.layout.sharded import decoded, donate_nodes, encoded_like, is_sharded, units_of
 from fsharp.functional.lent import check_not_lent
 from fsharp.functional.state import MadeBy
 from fsharp.stateful.modules.parameter import Part
@@ -195,11 +195,12 @@ def load_by(
         below = renamed("load()", name, rename)
         return prefix + below if below else subtree  # a subtree may be a leaf
 
-    def check() -> tuple[Checkpoint, Any, Contents, StoredNames]:
+    def check() -> tuple[Checkpoint, Any, Contents, StoredNames, Any]:
         found = opened()
         manifest = without_ignored(found.manifest, as_patterns(ignore), subtree)
         there = {prefix for name in (*manifest.tensors, *manifest.values) for prefix in ancestors(name)}
-        template = template_of(like, lambda name: stored(name) in there)
+        resting = template_of(like, lambda name: stored(name) in there)
+        template = decoded(resting)
         wanted = contents_of("load()", template, comm)
         if donate:
             check_not_lent("load()", units_of(template))
@@ -209,16 +210,16 @@ def load_by(
             _log.warning(problem(f"load() of {found.path}, strict=False", f"{len(passed)} differences.", shown(passed)))
         kept.update({name: wanted.entries[name].local.clone() for name in left if name in wanted.entries})
         tree = _prepared(template, manifest, stored, comm.device, donate=donate, kept=left)
-        return found, tree, contents_of("load()", tree, comm), names
+        return found, tree, contents_of("load()", tree, comm), names, resting
 
-    def fields(made: tuple[Checkpoint, Any, Contents, StoredNames]) -> dict[str, str]:
-        found, _, into, names = made
+    def fields(made: tuple[Checkpoint, Any, Contents, StoredNames, Any]) -> dict[str, str]:
+        found, _, into, names, _ = made
         read_from = "\n".join(f"{name} from {source}" for name, source in names.by_tensor.items())
         how = {"where": where, "cast": repr(cast), "donate": repr(donate), "subtree": repr(subtree), "names": read_from}
         return {"save": found.manifest.save_id, **how, "strict": repr(strict), **into.fields()}
 
     kept = dict[str, torch.Tensor]()
-    found, tree, into, names = together("load()", comm, check, fields)
+    found, tree, into, names, resting = together("load()", comm, check, fields)
 
     def fill() -> None:
         for node in units_of(tree) if donate else ():
@@ -229,6 +230,7 @@ def load_by(
         _read(found, into, names, comm.rank, read, kept)
 
     together("load()", comm, fill)
+    tree = encoded_like(tree, resting)
     if donate:
         donate_nodes(like)
     name_trees(tree, comm)

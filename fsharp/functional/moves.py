@@ -77,14 +77,24 @@ def gather(tree: Tree, *, comm: Comm, to: PlaceName = "full") -> Tree:
         if whole and torch.is_grad_enabled() and sharded.sinks and not is_differentiated():
             with beneath_vmap():  # which has no dim of these
                 moved = [move_values(x.detach(), sharded.place, target, named, **ways) for x in sharded.buffers]
+                moved = _decoded(moved, sharded)
                 moved = sharded.ledger.attached(sharded, moved, Labelled(comm, tree_name))
         else:
             moved = []
             for x in sharded.buffers:
                 moved.append(move_values(x, sharded.place, target, named, **ways))
+            moved = _decoded(moved, sharded) if whole else moved
         return Sharded(moved, sharded.unit, target, sharded.groups, is_gathered=whole)
 
     return optree.tree_map(one, on_device(tree, comm.device), is_leaf=is_sharded)  # type: ignore[return-value]
+
+
+def _decoded(buffers: list[torch.Tensor], node: Sharded) -> list[torch.Tensor]:
+    """Full buffers of the groups of a node as functions use them."""
+    if not node.unit.has_formats:
+        return buffers
+    groups = [node.unit.groups[g] for g in node.groups]
+    return [group.values(x, group.size) for group, x in zip(groups, buffers, strict=True)]
 
 
 @uncompiled

@@ -69,7 +69,9 @@ def with_sinks(params: Any, ledger: SinkLedger | None = None) -> Any:
                 for g, size in zip(unit.trainable, unit.gradient_sizes, strict=True)
             ]
         )
-        own = [x.detach().requires_grad_(g in unit.trainable) for g, x in zip(node.groups, buffers, strict=True)]
+        own = []
+        for g, x in zip(node.groups, buffers, strict=True):
+            own.append(x.detach().requires_grad_(g in unit.trainable and x.is_floating_point()))
         ledger.enter(own, sinks)
         return node.aliased(own, ledger)
 

@@ -97,7 +97,7 @@ def init_state(tx: Any, sharded: Any, *, comm: Comm, donate: bool = False) -> Tr
 
     together("init_state()", comm, check, fields)
     start = name_trees(sharded if donate else optree.tree_map(torch.clone, sharded), comm)
-    resting = _cast(start, "compute")
+    resting = stored(start)
     name_as(resting, start)
     params = gather(resting, comm=comm, to="params")
     name_as(params, start)
@@ -170,7 +170,7 @@ def update(tx: Any, grads: Any, state: TrainState, *, comm: Comm, donate: bool =
         main = _main_copies(new)
         if donate:
             opt = map_units(lambda node: node.replace(node.lazy or node.raw_buffers) if is_sharded(node) else node, opt)
-        resting = _cast(new, "compute")
+        resting = stored(new)
         name_updated(resting, state.params)
         if isinstance(comm, Engine):
             params, (main, opt) = comm.run_update_gather(resting, state.params, (main, opt), donate=donate)
@@ -195,9 +195,12 @@ def _main_copies(tree: Any) -> Any:
     return map_units(lambda node: node.select(node.unit.with_main_copy), tree)
 
 
-def _cast(tree: Any, kind: str) -> Any:
+def stored(tree: Any) -> Any:
+    """Values as parameters rest: in their format, or in the dtype in which they are used."""
+
     def one(node: Sharded) -> Sharded:
         groups, pairs = node.unit.groups, zip(node.groups, node.buffers, strict=True)
-        return node.with_buffers([b.to(getattr(groups[g].dtypes, kind)) for g, b in pairs])
+        rest = [b.to(d.compute) if (d := groups[g].dtypes).format is None else groups[g].store(b) for g, b in pairs]
+        return node.with_buffers(rest)
 
     return map_units(one, tree)

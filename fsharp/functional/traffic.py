@@ -54,13 +54,12 @@ def step_traffic(
 def gather_calls(unit: UnitLayout, group: int, source: Place, target: Place) -> Counter[Call]:
     """The collectives that :func:`~fsharp.gather` makes for one group between two places."""
     calls: Counter[Call] = Counter()
-    size = unit.local_size(group, source)
-    itemsize = unit.groups[group].dtypes.compute.itemsize
+    nbytes = unit.stored_nbytes(group, source)
     for axis in reversed(source.order):
         n = unit.mesh.axis_size(axis)
-        if source[axis] is Shard and target[axis] is Replicate and n > 1 and size:
-            calls[Call("all_gather", axis, sent_nbytes("all_gather", size * itemsize, n))] += 1
-            size *= n
+        if source[axis] is Shard and target[axis] is Replicate and n > 1 and nbytes:
+            calls[Call("all_gather", axis, sent_nbytes("all_gather", nbytes, n))] += 1
+            nbytes *= n
     return calls
 
 

@@ -90,6 +90,11 @@ def _share(nodes: Sequence[Sharded], i: int, mesh: Mesh, devices: Sequence[Any])
     shape, sharding = _global(node, i, mesh)
     for each, device in zip(nodes, devices, strict=True):
         buffer = each.buffers[i]
+        if each.is_stored:
+            raise TreeError(
+                f"to_jax(): parameters of unit {node.name!r} are stored in a format of which JAX knows nothing. "
+                'Convert main copies, or gather() parameters to "full" first.'
+            )
         array, holder = as_array_on(buffer.view(sharding.shard_shape(shape)), device)
         if buffer.numel():
             if array.unsafe_buffer_pointer() != buffer.data_ptr():

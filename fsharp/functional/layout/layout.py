@@ -67,7 +67,10 @@ class Layout:
             for i, group in enumerate(unit.groups):
                 if kind != "params" and not group.trainable:
                     continue
-                total += unit.local_size(i, place) * (dtype.itemsize if dtype else _itemsize(kind, group.dtypes))
+                if kind == "params" and dtype is None:
+                    total += unit.stored_nbytes(i, place)
+                else:
+                    total += unit.local_size(i, place) * (dtype.itemsize if dtype else _itemsize(kind, group.dtypes))
         return total
 
     @property

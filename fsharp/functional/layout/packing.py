@@ -81,13 +81,13 @@ class Packing:
 
 
 @lru_cache(maxsize=4096)
-def pack(sizes: tuple[int, ...], atoms: tuple[int, ...], num_parts: int) -> Packing:
+def pack(sizes: tuple[int, ...], atoms: tuple[int, ...], num_parts: int, block: int = 1) -> Packing:
     """Place leaves of ``sizes`` elements, cut at multiples of ``atoms`` only, in the least capacity found.
 
     Leaves with larger atoms are placed first, each at the first legal offset, so smaller ones fill the gaps; leaves of
-    equal atoms keep their order. For elements the capacity is exactly ``ceil(total / num_parts)``. Otherwise it is the
-    least one that admits this placement order if fewer than 2,048 candidates have to be tried, and close to it else.
-    The cost grows with the number of leaves and not with ``num_parts``.
+    equal atoms keep their order. A part has whole blocks of ``block`` elements. For elements the capacity is exactly
+    ``ceil(total / num_parts)``, in whole blocks. Otherwise it is the least one that admits this placement order if fewer than
+    2,048 candidates have to be tried, and close to it else. The cost grows with the number of leaves, not with ``num_parts``.
 
     >>> pack((10, 6), (1, 1), 4)
     Packing(offsets=(0, 10), capacity=4)
@@ -97,6 +97,7 @@ def pack(sizes: tuple[int, ...], atoms: tuple[int, ...], num_parts: int) -> Pack
     items = [(atom, size, i) for i, (size, atom) in enumerate(zip(sizes, atoms, strict=True)) if size]
     total = sum(size for _, size, _ in items)
     step = math.gcd(*(math.gcd(atom, size) for atom, size, _ in items)) if items else 1
+    step = math.lcm(step, block)
     largest = max((atom for atom, _, _ in items), default=0)
     order = sorted(items, key=lambda item: (-item[0], item[2]))
 

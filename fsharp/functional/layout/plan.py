@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import optree
@@ -89,6 +90,8 @@ def plan(
     def key(path: str, tensor: torch.Tensor) -> tuple[Any, ...]:
         trainable = tensor.is_floating_point() and path not in frozen_paths
         dtypes = precision_of[path].resolve(tensor.dtype)
+        if not trainable:
+            dtypes = replace(dtypes, format=None)
         if trainable and (needs_scale(dtypes.compute) or needs_scale(dtypes.main)):
             raise LayoutError(
                 f"plan(): {path!r} is {tensor.dtype} and would be trained in it: without a scale small values and "
@@ -126,7 +129,7 @@ def _unit(
     for dtypes, trainable, label in keys:
         mine = [(path, t) for path, t in stored if rules[path][:3] == (dtypes, trainable, label)]
         sizes = tuple(t.numel() for _, t in mine)
-        packing = pack(sizes, tuple(rules[path][3].size(tuple(t.shape)) for path, t in mine), num_parts)
+        packing = pack(sizes, tuple(rules[path][3].size(tuple(t.shape)) for path, t in mine), num_parts, dtypes.stored.block)
         offsets.update({path: offset for (path, _), offset in zip(mine, packing.offsets)})
         groups.append(Group(dtypes, trainable, label, num_parts, packing.capacity, sum(sizes)))
     leaves = []

@@ -1,12 +1,156 @@
-"""Which dtype each kind of state has: what parameters rest and travel in, the main copy, the gradients' wire and sum."""
+"""How each kind of state is stored: the format of parameters at rest, the main copy's dtype, the gradients' wire and sum."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache
+from typing import NamedTuple
 
 import torch
 
+from fsharp.annotated import options_explained
 from fsharp.errors import LayoutError, OptionError
 from fsharp.tracebacks import api_boundary
+
+
+class Plane(NamedTuple):
+    """One kind of number in which a format stores values, such as the values in 8 bits, or their scales.
+
+    Attributes:
+        dtype: of the numbers.
+        per_block: how many of them each block of values has.
+    """
+
+    dtype: torch.dtype
+    per_block: int = 1
+
+
+PLANE_ALIGNMENT = 16
+"""Bytes: where each plane of a part begins, if a format has several planes."""
+
+
+@options_explained
+@dataclass(frozen=True, slots=True)
+class Format:
+    """How the values of parameters are stored where they rest, and how they travel.
+
+    The part that the optimizer's place gives to one rank is stored by itself: its planes one after another. A rank that holds
+    several parts has one after another, so that a gather moves all planes at once, and cuts nothing but between parts.
+
+    Decoding what was encoded and encoding the result again gives the same bytes: a checkpoint has decoded values.
+
+    Args:
+        name: names it in layouts, checkpoints and labels.
+        planes: what it stores.
+        encode: of 1-D values, in whole blocks, the planes, each 1-D with ``per_block`` numbers for each block.
+        decode: of the planes, the values in any floating-point dtype, which are cast to the one that functions compute in.
+        block: number of values that are encoded together; parts are cut between blocks.
+
+    Raises:
+        LayoutError: no planes, a block that is no positive number, or a name that is none.
+    """
+
+    name: str
+    planes: tuple[Plane, ...]
+    encode: Callable[[torch.Tensor], Sequence[torch.Tensor]] = field(compare=False, repr=False)
+    decode: Callable[[Sequence[torch.Tensor]], torch.Tensor] = field(compare=False, repr=False)
+    block: int = 1
+
+    def __post_init__(self) -> None:
+        if not self.planes or self.block < 1 or not self.name.isidentifier():
+            raise LayoutError(
+                f"Format(): got name {self.name!r}, {len(self.planes)} planes and block {self.block}, expected an identifier, "
+                "one plane at least, and a block of 1 or more."
+            )
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it stores values as they are, in one dtype."""
+        return self is plain(self.planes[0].dtype)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of a stored buffer: that of the plane, or bytes if there are several planes."""
+        return self.planes[0].dtype if len(self.planes) == 1 else torch.uint8
+
+    def size(self, values: int) -> int:
+        """Numbers of :attr:`dtype` in which a part of so many values is stored, a multiple of :attr:`block`."""
+        sizes = self._plane_nbytes(values)
+        if len(sizes) == 1:
+            return sizes[0] // self.dtype.itemsize
+        return sum(-(-nbytes // PLANE_ALIGNMENT) * PLANE_ALIGNMENT for nbytes in sizes)
+
+    def _plane_nbytes(self, values: int) -> list[int]:
+        return [values // self.block * plane.per_block * plane.dtype.itemsize for plane in self.planes]
+
+    def store(self, values: torch.Tensor, part: int) -> torch.Tensor:
+        """Return 1-D values, in whole parts of ``part`` values each, as they are stored.
+
+        Raises:
+            LayoutError: ``encode`` returns other planes than the format says.
+        """
+        if self.is_plain:
+            return values.to(self.dtype)
+        num_parts = values.numel() // part if part else 0
+        planes = list(self.encode(values))
+        expected = [(plane.dtype, (values.numel() // self.block * plane.per_block,)) for plane in self.planes]
+        if (found := [(x.dtype, tuple(x.shape)) for x in planes]) != expected:
+            raise LayoutError(f"Format {self.name!r}: encode() returned {found}, expected {expected}.")
+        if len(planes) == 1:
+            return planes[0]
+        stored = values.new_zeros((num_parts, self.size(part)), dtype=torch.uint8)
+        for plane, column in zip(planes, self._columns(stored, part), strict=True):
+            column.copy_(plane.view(num_parts, -1).view(torch.uint8) if column.numel() else column)
+        return stored.view(-1)
+
+    def load(self, stored: torch.Tensor, part: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return the 1-D values, in ``dtype``, of a buffer of whole parts, as :meth:`store` has returned them."""
+        if self.is_plain:
+            return stored
+        if len(self.planes) == 1 or not stored.numel():
+            return self.decode([stored]).to(dtype) if stored.numel() else stored.new_empty(0, dtype=dtype)
+        columns = self._columns(stored.view(-1, self.size(part)), part)
+        planes = [column.contiguous().view(-1).view(plane.dtype) for plane, column in zip(self.planes, columns, strict=True)]
+        return self.decode(planes).to(dtype)
+
+    def _columns(self, stored: torch.Tensor, part: int) -> list[torch.Tensor]:
+        """Where each plane of each part is in ``[parts, bytes]``."""
+        found, start = [], 0
+        for nbytes in self._plane_nbytes(part):
+            found.append(stored[:, start : start + nbytes])
+            start += -(-nbytes // PLANE_ALIGNMENT) * PLANE_ALIGNMENT
+        return found
+
+
+@cache
+def plain(dtype: torch.dtype) -> Format:
+    """The format of values that are stored as they are, in ``dtype``."""
+    return Format(dtype_name(dtype), (Plane(dtype),), lambda values: [values.to(dtype)], lambda planes: planes[0])
+
+
+_formats: dict[str, Format] = {}
+
+
+@options_explained
+def register_format(format: Format) -> Format:
+    """Have layouts and checkpoints that are read find a format by its name, and return it.
+
+    Raises:
+        LayoutError: another format has this name.
+    """
+    if _formats.setdefault(format.name, format) != format:
+        raise LayoutError(f"register_format(): there is another format {format.name!r} already.")
+    return format
+
+
+def format_named(name: str) -> Format:
+    """Return a registered format by its name.
+
+    Raises:
+        LayoutError: there is none.
+    """
+    if name not in _formats:
+        raise LayoutError(f"no format {name!r}: import what registers it first. There are {sorted(_formats)}.")
+    return _formats[name]
 
 
 @api_boundary
@@ -15,12 +159,14 @@ class Precision:
     """Dtypes of floating-point parameters and of what is derived from them. ``None`` means the leaf's own dtype.
 
     Args:
-        compute: the dtype in which parameters rest, travel and are used.
+        compute: the dtype in which parameters are used; they rest and travel in it too, unless ``stored`` says otherwise.
         main: the dtype of the copy that the optimizer updates. Where it differs from ``compute`` a main copy is kept at
             the optimizer's place, at the cost of its bytes there.
         wire: the dtype in which gradients travel; ``None`` means ``compute``'s. The sum over ranks is taken in
             ``accumulate`` by backends that add on arrival (all but NCCL's own reductions).
         accumulate: the dtype in which gradients rest and are summed; ``None`` means ``main``'s.
+        stored: the format in which trained parameters rest and travel, and from which they are decoded where they are used;
+            ``None`` means as they are. The optimizer then has a main copy.
         output: the dtype to which floating-point outputs of a module are cast; ``None`` leaves them. For
             :func:`~fsharp.shard_module`.
         cast_inputs: whether floating-point inputs of a module are cast to ``compute``, if that is given. For
@@ -34,12 +180,15 @@ class Precision:
     main: torch.dtype | None = None
     wire: torch.dtype | None = None
     accumulate: torch.dtype | None = None
+    stored: Format | None = None
     output: torch.dtype | None = None
     cast_inputs: bool = True
 
     def __post_init__(self) -> None:
         if not isinstance(self.cast_inputs, bool):
             raise OptionError(f"Precision(): cast_inputs is {self.cast_inputs!r}, expected True or False.")
+        if self.stored is not None and not isinstance(self.stored, Format):
+            raise OptionError(f"Precision(): stored is {self.stored!r}, expected a Format.")
         for name in ("compute", "main", "wire", "accumulate", "output"):
             dtype = getattr(self, name)
             if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
@@ -55,7 +204,7 @@ class Precision:
         if not dtype.is_floating_point:
             return Dtypes(dtype, dtype, dtype, dtype)
         compute, main = self.compute or dtype, self.main or dtype
-        return Dtypes(compute, main, self.wire or compute, self.accumulate or main)
+        return Dtypes(compute, main, self.wire or compute, self.accumulate or main, self.stored)
 
     @property
     def of_parameters(self) -> "Precision":
@@ -83,21 +232,28 @@ class Dtypes:
     """The dtypes of one group of parameters.
 
     Attributes:
-        compute: at rest, in collectives and in use.
+        compute: of parameters in use.
         main: of the optimizer's copy and its state.
         wire: of gradients in collectives.
         accumulate: of gradients at rest.
+        format: of parameters at rest and in collectives, if that is not plain ``compute``.
     """
 
     compute: torch.dtype
     main: torch.dtype
     wire: torch.dtype
     accumulate: torch.dtype
+    format: Format | None = None
+
+    @property
+    def stored(self) -> Format:
+        """The format of parameters at rest and in collectives."""
+        return self.format or plain(self.compute)
 
     @property
     def has_main_copy(self) -> bool:
         """Whether the optimizer keeps a copy of its own."""
-        return self.compute != self.main
+        return self.compute != self.main or self.format is not None
 
 
 def needs_scale(dtype: torch.dtype) -> bool:

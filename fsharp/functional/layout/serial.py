@@ -14,7 +14,7 @@ from fsharp.errors import LayoutError
 from fsharp.functional.layout.mesh import Mesh
 from fsharp.functional.layout.packing import Atom, Element, Rows, Whole
 from fsharp.functional.layout.placement import AxisRule, Placement, Strategy
-from fsharp.functional.layout.precision import Dtypes, dtype_name
+from fsharp.functional.layout.precision import Dtypes, dtype_name, format_named
 from fsharp.functional.layout.unit_layout import Group, Leaf, UnitLayout
 
 VERSION = 1
@@ -68,10 +68,7 @@ def unit_to_json(unit: UnitLayout) -> dict[str, Any]:
             [leaf.path, leaf.shape, dtype_name(leaf.dtype), _atom_to_json(leaf.atom), leaf.group, leaf.offset, leaf.tied_to]
             for leaf in unit.leaves
         ],
-        "groups": [
-            [[dtype_name(d) for d in _four(g.dtypes)], g.trainable, g.label, g.num_parts, g.capacity, g.used]
-            for g in unit.groups
-        ],
+        "groups": [[_dtypes_to_json(g.dtypes), g.trainable, g.label, g.num_parts, g.capacity, g.used] for g in unit.groups],
     }
 
 
@@ -87,7 +84,7 @@ def unit_from_json(data: dict[str, Any], mesh: Mesh) -> UnitLayout:
         for path, shape, dtype, atom, group, offset, tied in data["leaves"]
     )
     groups = tuple(
-        Group(Dtypes(*map(dtype_named, dtypes)), trainable, label, parts, capacity, used)
+        Group(_dtypes_from_json(dtypes), trainable, label, parts, capacity, used)
         for dtypes, trainable, label, parts, capacity, used in data["groups"]
     )
     unit = UnitLayout(data["name"], mesh, Strategy(rules), leaves, groups, _spec_from_json(data["spec"]))
@@ -106,8 +103,14 @@ def _check_unit(unit: UnitLayout) -> None:
             raise LayoutError(f"{unit.full_path(leaf)!r} lies outside its buffer.")
 
 
-def _four(dtypes: Dtypes) -> tuple[torch.dtype, ...]:
-    return dtypes.compute, dtypes.main, dtypes.wire, dtypes.accumulate
+def _dtypes_to_json(dtypes: Dtypes) -> list[str]:
+    names = [dtype_name(each) for each in (dtypes.compute, dtypes.main, dtypes.wire, dtypes.accumulate)]
+    return [*names, dtypes.format.name] if dtypes.format is not None else names
+
+
+def _dtypes_from_json(names: list[str]) -> Dtypes:
+    compute, main, wire, accumulate = map(dtype_named, names[:4])
+    return Dtypes(compute, main, wire, accumulate, format_named(names[4]) if len(names) > 4 else None)
 
 
 def dtype_named(name: str) -> torch.dtype:

@@ -124,6 +124,20 @@ class Sharded:
         """One tensor for each group in :attr:`groups`. Waits for them if they are still on their way."""
         return self.raw_buffers if self.lazy is None else self.lazy.wait()
 
+    @property
+    def values(self) -> tuple[Any, ...]:
+        """The buffers; those of parameters that are stored in a format, decoded: one number for each element."""
+        unit, rows = self.unit, zip(self.groups, self.buffers, strict=True)
+        if not unit.has_formats:
+            return self.buffers
+        return tuple([unit.groups[g].values(b, unit.local_size(g, self.place)) for g, b in rows])
+
+    @property
+    def is_stored(self) -> bool:
+        """Whether some of its buffers are parameters in a format that is not plain."""
+        rows = zip(self.groups, self.raw_buffers, strict=True)
+        return self.unit.has_formats and any(self.unit.groups[g].is_stored(b) for g, b in rows)
+
     def aliased(self, buffers: Sequence[Any], ledger: Any) -> "Sharded":
         """A node with a ledger, of tensors that have the memory of this one's: who looks at them waits for these."""
         held = buffers if self.lazy is None else self.lazy.aliased(buffers)
@@ -223,7 +237,7 @@ class Sharded:
                 )
             )
         views = {}
-        for group, buffer in zip(self.groups, self.buffers, strict=True):
+        for group, buffer in zip(self.groups, self.values, strict=True):
             leaves = self.unit.leaves_of(group)
             # One split with the gaps in it: its backward is one concatenation, where narrow() would make a buffer a leaf.
             sizes, end = [], 0
@@ -241,7 +255,7 @@ class Sharded:
         Leaves that it holds nothing of are absent. Cost: none.
         """
         result = {}
-        for group, buffer in zip(self.groups, self.buffers, strict=True):
+        for group, buffer in zip(self.groups, self.values, strict=True):
             for span in self.unit.spans(group, self.place, rank):
                 result[self.unit.full_path(span.leaf)] = buffer[..., span.start : span.stop]
         return result
@@ -303,6 +317,23 @@ def _register() -> None:
 
 
 _register()
+
+
+def decoded(tree: Any) -> Any:
+    """The tree with one number for each element: parameters that are stored in a format are decoded, into new tensors."""
+    return map_units(lambda node: node.with_buffers(node.values) if is_sharded(node) and node.is_stored else node, tree)
+
+
+def encoded_like(tree: Any, like: Any) -> Any:
+    """The inverse of :func:`decoded`, of which ``like`` was the argument."""
+
+    def one(node: Any, other: Any) -> Any:
+        if not is_sharded(node) or not other.is_stored:
+            return node
+        rows = [(node.unit.groups[g], b, x) for g, b, x in zip(node.groups, node.buffers, other.raw_buffers, strict=True)]
+        return node.with_buffers([group.store(b) if group.is_stored(x) else b for group, b, x in rows])
+
+    return map_units(one, tree, like)
 
 
 @api_boundary

@@ -33,7 +33,8 @@ def describe_units(units: Sequence[UnitLayout]) -> dict[str, str]:
 
 
 def _four(dtypes: Dtypes) -> str:
-    return "/".join(map(dtype_name, (dtypes.compute, dtypes.main, dtypes.wire, dtypes.accumulate)))
+    names = [dtype_name(each) for each in (dtypes.compute, dtypes.main, dtypes.wire, dtypes.accumulate)]
+    return "/".join([*names, dtypes.format.name] if dtypes.format is not None else names)
 
 
 def units_table(units: Sequence[UnitLayout]) -> list[str]:
@@ -42,15 +43,13 @@ def units_table(units: Sequence[UnitLayout]) -> list[str]:
     for name, alike in alike_units(units):
         first = alike[0]
         buffers = ", ".join(
-            dtype_name(g.dtypes.compute)
+            g.dtypes.stored.name
             + (f" (main {dtype_name(g.dtypes.main)})" if g.dtypes.has_main_copy and g.trainable else "")
             + (" frozen" if not g.trainable else "")
             + (f" {g.label}" if g.label != "default" else "")
             for g in first.groups
         )
-        local = sum(
-            u.local_size(i, u.strategy.params) * g.dtypes.compute.itemsize for u in alike for i, g in enumerate(u.groups)
-        )
+        local = sum(u.stored_nbytes(i, u.strategy.params) for u in alike for i in u.all_groups)
         rows.append(
             (
                 name,

@@ -17,10 +17,11 @@ from typing import Any, NamedTuple
 import optree
 import torch
 
+from fsharp.errors import TreeError
 from fsharp.functional.layout.mesh import Mesh
 from fsharp.functional.layout.packing import Atom
 from fsharp.functional.layout.placement import Place, Strategy
-from fsharp.functional.layout.precision import Dtypes
+from fsharp.functional.layout.precision import Dtypes, dtype_name
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +76,37 @@ class Group:
     def size(self) -> int:
         """Elements in the whole buffer."""
         return self.num_parts * self.capacity
+
+    def is_stored(self, buffer: torch.Tensor) -> bool:
+        """Whether a buffer has parameters in a format that is not plain."""
+        return self.dtypes.format is not None and buffer.dtype == self.dtypes.format.dtype
+
+    def store(self, values: torch.Tensor) -> torch.Tensor:
+        """Return values of whole parts as they are stored at rest."""
+        return self.dtypes.stored.store(values, self.capacity)
+
+    def load(self, stored: torch.Tensor) -> torch.Tensor:
+        """Return stored parameters as functions use them."""
+        return self.dtypes.stored.load(stored, self.capacity, self.dtypes.compute)
+
+    def values(self, buffer: torch.Tensor, size: int) -> torch.Tensor:
+        """Return a buffer of ``size`` elements, decoded if it has parameters in a format that is not plain.
+
+        Raises:
+            TreeError: the buffer has neither one number for each element nor what the format stores.
+        """
+        if self.dtypes.format is None:
+            return buffer
+        parts = size // self.capacity if self.capacity else 0
+        if self.is_stored(buffer) and buffer.shape[-1] == parts * self.dtypes.format.size(self.capacity):
+            return self.load(buffer)
+        if buffer.shape[-1] != size:
+            raise TreeError(
+                f"a buffer of {dtype_name(buffer.dtype)}{list(buffer.shape)} is neither {size} values nor what format "
+                f"{self.dtypes.format.name!r} stores of them. Functions of values do not apply to stored parameters: map main "
+                'copies, or what gather() brings to "full".'
+            )
+        return buffer
 
 
 class Span(NamedTuple):
@@ -143,6 +175,11 @@ class UnitLayout:
         return tuple(self.local_size(i, self.strategy.grads) for i in self.trainable)
 
     @cached_property
+    def has_formats(self) -> bool:
+        """Whether parameters of some group are stored in a format that is not plain."""
+        return any(group.dtypes.format is not None for group in self.groups)
+
+    @cached_property
     def varying(self) -> tuple[str, ...]:
         """Axes along which every rank has values of its own."""
         return self.strategy.full.varying
@@ -160,6 +197,15 @@ class UnitLayout:
     def local_size(self, group: int, place: Place) -> int:
         """Elements of a group that one rank holds in ``place``."""
         return self.groups[group].size // math.prod(self.mesh.axis_size(axis) for axis in place.sharded)
+
+    def stored_size(self, group: int, place: Place) -> int:
+        """Numbers in the buffer in which one rank holds a group's parameters in ``place``."""
+        size, capacity = self.local_size(group, place), self.groups[group].capacity
+        return size // capacity * self.groups[group].dtypes.stored.size(capacity) if capacity else 0
+
+    def stored_nbytes(self, group: int, place: Place) -> int:
+        """Bytes of that buffer."""
+        return self.stored_size(group, place) * self.groups[group].dtypes.stored.dtype.itemsize
 
     def local_start(self, group: int, place: Place, rank: int) -> int:
         """First element of the group's buffer that ``rank`` holds in ``place``."""

@@ -14,7 +14,7 @@ from fsharp.functional.comm.protocol import Comm
 from fsharp.functional.comm.tree_names import name_trees
 from fsharp.functional.layout.layout import Layout
 from fsharp.functional.layout.precision import dtype_name
-from fsharp.functional.layout.sharded import units_of
+from fsharp.functional.layout.sharded import Sharded, decoded, units_of
 from fsharp.functional.layout.text import describe_units
 from fsharp.functional.lent import check_not_lent
 from fsharp.functional.reshard.move import move_slot
@@ -80,7 +80,7 @@ def reshard(
     """
     where = "reshard()"
     has_tree = [flag == b"\1" for flag in gather_bytes(b"\0" if tree is None else b"\1", comm)]
-    given = tree
+    given, tree = tree, decoded(tree)
     if any(has_tree) and not all(has_tree):
         tree = _hand_out(tree, has_tree, comm)
 
@@ -112,10 +112,18 @@ def reshard(
         new = {}
         for slot, held in zip(slots, buffers, strict=True):
             nodes = move_slot(slot, held, layout, route, comm, limit=limit, donate=donate)
+            if slot.kind == "params":
+                nodes = list(map(_resting, nodes))
             new[slot.path] = optree.tree_unflatten(layout.spec, nodes)
     for tree_of_slot in new.values():
         name_trees(tree_of_slot, comm)
     return replace_slots(tree, new) if comm.rank in route.new else None
+
+
+def _resting(node: Sharded) -> Sharded:
+    """Parameters in the format of their layout, if that is not plain."""
+    rows = [(node.unit.groups[g], b) for g, b in zip(node.groups, node.buffers, strict=True)]
+    return node.with_buffers([b if group.dtypes.format is None else group.store(b) for group, b in rows])
 
 
 @options_explained

@@ -11,7 +11,7 @@ from fsharp.functional.comm.protocol import Comm, Labelled
 from fsharp.functional.layout.layout import Layout
 from fsharp.functional.layout.sharded import Sharded, map_units, trainable, units_by_name, units_of
 from fsharp.functional.moves import gather, on_device
-from fsharp.functional.state import TrainState
+from fsharp.functional.state import TrainState, stored
 
 
 class ModuleState:
@@ -60,8 +60,9 @@ class ModuleState:
             whole = dict(zip(node.groups, node.buffers, strict=True))
             for target in (kept, main):
                 for group, buffer in zip(target.groups, target.buffers, strict=True):
-                    start = node.unit.local_start(group, target.place, rank)
-                    buffer.copy_(whole[group][start : start + len(buffer)])
+                    start, size = node.unit.local_start(group, target.place, rank), node.unit.local_size(group, target.place)
+                    own = whole[group][start : start + size]
+                    buffer.copy_(node.unit.groups[group].store(own) if target is kept else own)
         self.is_written = True
         self.stamp()
 
@@ -92,10 +93,8 @@ class ModuleState:
         """
         with torch.no_grad():
             for held, kept in zip(units_of(self.visible()), units_of(trainable(self.state.params)), strict=True):
-                dtypes = [held.unit.groups[g].dtypes.compute for g in held.groups]
-                cast = held.replace([b.to(dtype) for b, dtype in zip(held.buffers, dtypes, strict=True)])
                 named = Labelled(self._comm, "parameters that were written in place: ")
-                for buffer, value in zip(kept.buffers, gather(cast, comm=named, to="params").buffers, strict=True):
+                for buffer, value in zip(kept.buffers, gather(stored(held), comm=named, to="params").buffers, strict=True):
                     if buffer is not value:
                         buffer.copy_(value)
         self.stamp()

@@ -275,6 +275,8 @@ def _wait(executor: Executor, bound: BoundOp) -> Action:
             copy.wait()
         if after:
             lanes.join(after)
+        if copy.is_encoded:
+            copy.decode()
         if copy.filled_from != seen or (copy.is_carried and not copy.holds(seen)):
             raise ScheduleError(
                 f"the parameters of unit {unit.key!r} were changed in place between being gathered and being used. "

@@ -28,10 +28,10 @@ def facts_of(
     """
     layout = unit.layout
     params, optim = layout.strategy.params, layout.strategy.optim
-    gather = [c for g in layout.all_groups for c in _gathers(layout, g, layout.local_size(g, params), unit.axes)]
+    gather = [c for g in layout.all_groups for c in _gathers(layout, layout.stored_nbytes(g, params), unit.axes)]
     gathered = full_nbytes(layout) if unit.axes else 0
     update_gather = [
-        c for g in layout.trainable * updated for c in _gathers(layout, g, layout.local_size(g, optim), unit.update_axes)
+        c for g in layout.trainable * updated for c in _gathers(layout, layout.stored_nbytes(g, optim), unit.update_axes)
     ]
     facts = UnitFacts(
         unit.key,
@@ -62,15 +62,15 @@ def _wire(unit: UnitLayout) -> str | None:
     if len(found) != 1:
         return None
     [dtypes] = found
-    return " ".join(dtype_name(each) for each in (dtypes.compute, dtypes.main, dtypes.wire, dtypes.accumulate))
+    names = [dtype_name(each) for each in (dtypes.compute, dtypes.main, dtypes.wire, dtypes.accumulate)]
+    return " ".join([*names, dtypes.format.name] if dtypes.format is not None else names)
 
 
-def _gathers(unit: UnitLayout, group: int, size: int, axes: tuple[str, ...]) -> Iterator[Call]:
-    itemsize = unit.groups[group].dtypes.compute.itemsize
-    for axis in axes if size else ():
+def _gathers(unit: UnitLayout, nbytes: int, axes: tuple[str, ...]) -> Iterator[Call]:
+    for axis in axes if nbytes else ():
         n = unit.mesh.axis_size(axis)
-        yield Call("all_gather", axis, sent_nbytes("all_gather", size * itemsize, n))
-        size *= n
+        yield Call("all_gather", axis, sent_nbytes("all_gather", nbytes, n))
+        nbytes *= n
 
 
 def _reductions(chain: AxisChain) -> Iterator[Call]:

@@ -169,9 +169,15 @@ def full_sizes(unit: UnitLayout) -> list[tuple[int, torch.dtype]]:
     return [(group.size, group.dtypes.compute) for group in unit.groups]
 
 
+def stored_sizes(unit: UnitLayout) -> list[tuple[int, torch.dtype]]:
+    """Numbers and dtype of each group's full buffer as it is stored, of groups whose format is not plain."""
+    formats = [group.dtypes.format for group in unit.groups]
+    return [(unit.stored_size(i, unit.strategy.full), each.dtype) for i, each in enumerate(formats) if each is not None]
+
+
 def full_nbytes(unit: UnitLayout) -> int:
-    """Bytes of a unit's full parameters, each group on an aligned boundary."""
-    return sum(aligned(numel * dtype.itemsize) for numel, dtype in full_sizes(unit))
+    """Bytes of a unit's full parameters, stored and as functions use them, each group on an aligned boundary."""
+    return sum(aligned(numel * dtype.itemsize) for numel, dtype in (*full_sizes(unit), *stored_sizes(unit)))
 
 
 def moving_axes(unit: UnitLayout, sharded: Sequence[str], *, trivial: bool) -> tuple[str, ...]:

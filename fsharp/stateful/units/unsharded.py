@@ -11,7 +11,7 @@ from fsharp.functional.layout.unit_layout import UnitLayout
 from fsharp.stateful.schedule.schedule import Memory
 from fsharp.stateful.transport.base import Work
 from fsharp.stateful.units.axis_chain import Move
-from fsharp.stateful.units.full import FullUnit, carve, full_nbytes, full_sizes, nested_parts
+from fsharp.stateful.units.full import FullUnit, carve, full_nbytes, full_sizes, nested_parts, stored_sizes
 
 Stamp = list[tuple[int, int]]
 
@@ -51,6 +51,7 @@ class UnshardedBuffer:
         works: of the gathers that fill it.
         is_held: whether somebody still had memory of its own when it was released.
         is_carried: whether it was gathered in the step before.
+        is_encoded: whether parameters in a format that is not plain are yet to be decoded.
     """
 
     __slots__ = (
@@ -62,11 +63,13 @@ class UnshardedBuffer:
         "_rank",
         "_sources",
         "_step",
+        "_stored",
         "_version",
         "axes",
         "filled_from",
         "full",
         "is_carried",
+        "is_encoded",
         "is_held",
         "memory",
         "where",
@@ -89,19 +92,32 @@ class UnshardedBuffer:
         self.memory: torch.Tensor | None = None
         self.full: FullUnit | None = None
         self._outs: list[list[torch.Tensor]] = []
+        self._stored: list[torch.Tensor] = []  # what is gathered; of groups whose format is plain, the parameters themselves
         if memory is not None:
             self._make(memory)
         self.filled_from: Stamp | None = None
         self.works: list[Work] = []
-        self.is_held = self.is_carried = False
+        self.is_held = self.is_carried = self.is_encoded = False
         self._sources: list[StorageWeakRef] = []
         self._last_filled_from: Stamp | None = None
         self._version = 0  # of its leaves while it is filled
         self._step = 0  # in which it was filled last
 
     def _make(self, memory: torch.Tensor) -> None:
-        self.memory, self.full = memory, FullUnit(self._layout, carve(memory, full_sizes(self._layout)))
-        self._outs = [nested_parts(flat, self._layout, self.axes, self._rank) for flat in self.full.flats]
+        layout, sizes = self._layout, full_sizes(self._layout)
+        flats = carve(memory, [*sizes, *stored_sizes(layout)])
+        self.memory, self.full = memory, FullUnit(layout, flats[: len(sizes)])
+        stored, pairs = iter(flats[len(sizes) :]), zip(layout.groups, self.full.flats, strict=True)
+        self._stored = [flat if group.dtypes.format is None else next(stored) for group, flat in pairs]
+        self._outs = [nested_parts(flat, layout, self.axes, self._rank) for flat in self._stored]
+
+    def decode(self) -> None:
+        """Decode what was gathered of groups whose format is not plain. Once it is filled, and before it is used."""
+        self.is_encoded = False
+        assert self.full is not None
+        for group, flat, stored in zip(self._layout.groups, self.full.flats, self._stored, strict=True):
+            if stored is not flat:
+                flat.copy_(group.load(stored))
 
     def begin_step(self, step: int) -> None:
         """Serve the step of this number, with what the step before has gathered: a backward of that one is refused."""
@@ -129,6 +145,7 @@ class UnshardedBuffer:
             self._renew(step)
         elif self.full is not None and self.where is not None:
             self.full.set_version(self._version)
+        self.is_encoded = self._layout.has_formats
         moves: list[Move] = []
         for x, outs in zip(node.raw_buffers, self._outs, strict=True):
             if x.numel():
@@ -164,7 +181,7 @@ class UnshardedBuffer:
         if self.where is None:
             assert self.memory is not None
             storage = StorageWeakRef(self.memory.untyped_storage())
-            self.memory, self.full, self._outs = None, None, []
+            self.memory, self.full, self._outs, self._stored = None, None, [], []
             self.is_held = not _expires(storage)
             return
         assert self.full is not None

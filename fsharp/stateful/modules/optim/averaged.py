@@ -33,8 +33,7 @@ def averaged(session: Session, opt: Any) -> Iterator[None]:
 
     def one(node: Sharded) -> Sharded:
         groups = tuple(g for g in node.unit.trainable if (node.name, g) in averages)
-        dtypes = [node.unit.groups[g].dtypes.compute for g in groups]
-        buffers = [averages[node.name, g].to(dtype) for g, dtype in zip(groups, dtypes, strict=True)]
+        buffers = [node.unit.groups[g].store(averages[node.name, g]) for g in groups]
         return Sharded(buffers, node.unit, node.unit.strategy.optim, groups)
 
     with torch.no_grad():
