@@ -364,8 +364,8 @@ def _colours(schedule: Schedule) -> dict[str, Colour]:
 
 def _face(span: TimeSpan, colours: dict[str, Colour]) -> Any:
     look = _look(span)
-    if look in ("grey", "faint"):
-        return _UPDATE if look == "grey" else _FAINT
+    if look in ("grey", "faint") or not span.unit:
+        return _FAINT if look == "faint" else _UPDATE
     colour = colours[span.unit]
     if span.phase == "forward":
         return _blend(colour, 0.35, 1.0)

@@ -51,8 +51,8 @@ class Hardware:
             that meets ``t`` tokens on a device of ``f`` FLOP/s is ``(2 * n * t / f, 4 * n * t / f)``.
         bandwidth: bytes per second that a rank sends: one number, or by axis, or by ``(collective, axis)``.
         latency: seconds that each collective takes beside sending: likewise.
-        memory_bandwidth: bytes per second of gradients that are cast, or added to gradients at rest; and of gathers
-            without a collective, which copy.
+        memory_bandwidth: bytes per second of gradients that are cast, or added to gradients at rest; of gathers without a
+            collective, which copy; and of what other ops read.
         host_bandwidth: bytes of optimizer state and main copies per second between host memory and the device, one way; by
             default that of PCIe 5.0 with 16 lanes.
         update_s: seconds of the optimizer step.
@@ -263,7 +263,7 @@ class _Simulation:
                 stops |= dict.fromkeys(run, stop)
                 for i in run:
                     op = self.ops[i]
-                    if op.kind == WAITING or start > idle:
+                    if op.spec.joins or start > idle:
                         spans.append(TimeSpan(i, WAITING, op.unit, op.phase, "compute", idle, start))
             elif works_s:
                 free["compute"] = since + works_s
@@ -277,7 +277,7 @@ class _Simulation:
             starts[j] = end + began if starts[j] > end else starts[j]
             stops[j] = end + ended if stops[j] > end else stops[j]
         for i, op in enumerate(self.ops):
-            if op.kind != WAITING:
+            if not op.spec.joins:  # which takes no time beside the waiting
                 spans.append(TimeSpan(i, op.kind, op.unit, op.phase, _lane(op, self.queue(op)), starts[i], stops[i]))
         spans.sort(key=lambda span: (span.start_s, span.op))
         return Timeline(self.schedule, tuple(spans), end), handed_on
@@ -309,7 +309,8 @@ def _seconds(
             return hardware.update_s
         case "copy":
             return facts[unit].host / hardware.host_bandwidth
-        case "send" | "memory":  # without a collective what would be sent is copied
-            calls = [call for op in ops for call in calls_of(op, facts[op.unit])]
-            nbytes = sum(op.memory.nbytes for op in ops if op.memory)
+        case "send" | "memory":  # without a collective what would be sent is copied; without memory what is read counts
+            of = [(op, facts.get(op.unit, UnitFacts(""))) for op in ops]
+            calls = [call for op, mine in of for call in calls_of(op, mine)]
+            nbytes = sum(op.memory.nbytes if op.memory else op.spec.read_nbytes(mine) for op, mine in of)
             return hardware.collective_s(calls) if calls else nbytes / hardware.memory_bandwidth

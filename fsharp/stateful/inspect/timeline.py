@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from itertools import groupby, pairwise
 from typing import NamedTuple
 
-from fsharp.stateful.schedule.ops import STREAMS, Phase, Stream, kinds
+from fsharp.stateful.schedule.ops import STREAMS, WAIT, Phase, Stream, kinds
 from fsharp.stateful.schedule.schedule import Op, Schedule
 
-WAITING = "wait"
+WAITING = WAIT.kind
 """The kind of a span in which compute stands still, whatever the kind of its op."""
 
 
@@ -118,7 +118,7 @@ class Timeline:
         """Start and stop of every op. What was not measured took no time, right after the op before it on its stream."""
         own: dict[int, list[TimeSpan]] = {}
         for span in self.spans:
-            if span.op >= 0 and (span.kind != WAITING or self.schedule.ops[span.op].kind == WAITING):
+            if span.op >= 0 and (span.kind != WAITING or self.schedule.ops[span.op].spec.joins):
                 own.setdefault(span.op, []).append(span)
         starts, stops = [], []
         last: dict[Stream, float] = dict.fromkeys(STREAMS, 0.0)

@@ -7,7 +7,6 @@ from itertools import count
 
 import torch
 
-from fsharp.errors import ScheduleError
 from fsharp.stateful.runtime.executor import BoundOp, Executor, nothing
 from fsharp.stateful.schedule.emit_gradients import last_microbatches
 from fsharp.stateful.schedule.ops import FINISHING, OUTGOING, PARAMS
@@ -153,13 +152,10 @@ class _Binder:
             (number, i),
             [(number, self._leader[j]) for j in op.after if ops[j].stream != op.stream],
             unit,
+            copy=compiled.slots.get(op.unit),
             joins=self._joins(op),
             others=others,
         )
-        if PARAMS in (spec.fills, spec.joins, spec.frees):
-            if op.unit not in compiled.slots:
-                raise ScheduleError(f"op {i}, {op}: the unit has no memory in this schedule.")
-            return bind(copy=compiled.slots[op.unit])
         if spec.memory not in (OUTGOING, FINISHING):
             return bind()
         assert unit is not None

@@ -17,7 +17,7 @@ from fsharp.stateful.runtime.executor import BoundOp, Executor
 from fsharp.stateful.schedule import ops
 from fsharp.stateful.schedule.ops import FINISHING, OUTGOING, PARAMS, REST, OpSpec, Phase
 from fsharp.stateful.schedule.policy import Policy
-from fsharp.stateful.schedule.program import Event, Program
+from fsharp.stateful.schedule.program import Event, Program, UnitFacts
 from fsharp.stateful.schedule.schedule import Memory, Op, Schedule
 from fsharp.stateful.schedule.unplaced import BufferKey, behind
 from fsharp.stateful.units.facts import facts_of
@@ -65,6 +65,7 @@ class Eager:
         self._places: dict[BufferKey, Memory] = {}
         self._top = 0
         self._joined: set[int] = set()  # ops that compute waits for already, until an op says so
+        self._readers: dict[BufferKey, list[int]] = {}  # since the buffer's last change
         self._under_way: list[BoundOp] = []  # reductions that have begun
         if left is not None:
             self._adopt(left)
@@ -81,7 +82,7 @@ class Eager:
         *,
         has_pending: bool,
     ) -> Iterator[BoundOp]:
-        """The ops at an event, each to be run before the next one is asked for.
+        """The ops at an event, without their followers. Each is to be run before the next one is asked for.
 
         Args:
             at: its position in the step.
@@ -92,22 +93,6 @@ class Eager:
             has_pending: whether gradients of other uses of the unit are yet to come in this microbatch.
         """
         self._at = at
-        for bound in self._at_event(event, unit, wanted, units, has_pending=has_pending):
-            spec, op = bound.spec, bound.op
-            yield bound
-            del bound  # and with it the memory that the op has freed
-            for follower in behind(spec, op.phase):
-                yield self._emit(follower, unit, op.phase, use=op.use)
-
-    def _at_event(
-        self,
-        event: Event,
-        unit: UnitState | None,
-        wanted: UnshardedBuffer | None,
-        units: Iterable[UnitState],
-        *,
-        has_pending: bool,
-    ) -> Iterator[BoundOp]:
         if event.kind in ("forward", "backward"):
             assert unit is not None
             phase: Phase = "forward" if event.kind == "forward" else "backward"
@@ -141,6 +126,17 @@ class Eager:
             yield from self.update_gather(units)
             yield from self.offload(units)
 
+    def with_followers(self, bounds: Iterable[BoundOp]) -> Iterator[BoundOp]:
+        """Return ops, each with the ops that are emitted behind it. Each is to be run before the next one is asked for."""
+        for bound in bounds:
+            op, number, unit = bound.op, bound.key[1], bound.unit
+            yield bound
+            del bound  # and with it the memory that the op has freed
+            for spec in behind(op.spec, op.phase):
+                if spec.is_for(self._facts(unit) if unit is not None else UnitFacts("")):
+                    after = None if spec.stream == op.stream else number
+                    yield from self.with_followers([self._emit(spec, unit, op.phase, use=op.use, after=after)])
+
     # ------------------------------------------------------------ parameters
 
     def _fill(self, unit: UnitState, phase: Phase, wanted: UnshardedBuffer | None) -> Iterator[BoundOp]:
@@ -151,12 +147,13 @@ class Eager:
         if copy is None or (wanted is None and self._is_in_use(copy) and not copy.holds(seen)):
             copy = UnshardedBuffer(unit.layout, unit.axes, self._device, rank=self._rank)
         self.slots[unit.key] = copy
-        if not copy.holds(seen):
+        is_filled = copy.holds(seen)
+        if not is_filled:
             if copy.filled_from is not None:
                 yield self._of_copy(ops.RELEASE, unit, phase, copy)
             yield from self._make_room(copy, unit)
             yield self._of_copy(ops.GATHER, unit, phase, copy)
-        if copy.works or (self.ops[-1:] and self.ops[-1].spec is ops.GATHER and self.ops[-1].unit == unit.key):
+        if copy.works or not is_filled:
             yield self._of_copy(ops.WAIT, unit, phase, copy, after=self._last.get("gather"))
 
     def _make_room(self, copy: UnshardedBuffer, unit: UnitState) -> Iterator[BoundOp]:
@@ -304,10 +301,14 @@ class Eager:
             memory = self._place(spec.memory, unit)
         after = self._last.get("compute") if after is None and stream != "compute" else after
         waits_for = {after, *self._joined} if stream == "compute" else {after}
-        number = len(self.ops)
+        number, key = len(self.ops), unit.key if unit is not None else ""
+        if spec.memory:
+            waits_for |= {i for i in self._readers.pop((spec.memory, key), ()) if self.ops[i].stream != stream}
+        for buffer in spec.reads:
+            self._readers.setdefault((buffer, key), []).append(number)
         op = Op(
             spec.kind,
-            unit.key if unit is not None else "",
+            key,
             phase,
             self._at,
             use,
@@ -321,7 +322,7 @@ class Eager:
         to_come = [(self._number, j) for j in op.after if self.ops[j].stream != stream and j not in self._joined]
         if stream == "compute":
             self._joined = set()
-        return BoundOp(op, (self._number, number), to_come, unit, **bound)
+        return BoundOp(op, (self._number, number), to_come, unit, **{"copy": self.slots.get(key), **bound})
 
     def _place(self, buffer: str, unit: UnitState) -> Memory | None:
         """Return the memory of a buffer in the schedule that this step becomes, which no other buffer has; None for 0 bytes."""
@@ -332,6 +333,10 @@ class Eager:
             self._places[buffer, unit.key] = Memory(self._top, nbytes)
             self._top += aligned(nbytes)
         return self._places[buffer, unit.key]
+
+    def _facts(self, unit: UnitState, policy: Policy = Policy(), *, trained: bool = True, updated: bool = True) -> UnitFacts:
+        """The facts of a unit, as if there were several uses and several microbatches, which nobody knows yet."""
+        return facts_of(unit, policy, trained=trained, updated=updated, several_uses=True, several_microbatches=True)
 
     def schedule(
         self,
@@ -354,17 +359,7 @@ class Eager:
         order = dict.fromkeys(event.unit for event in events if event.unit) | dict.fromkeys(
             op.unit for op in self.ops if op.unit
         )
-        facts = tuple(
-            facts_of(
-                units[key],
-                policy,
-                trained=key in trained,
-                updated=key in updated,
-                several_uses=True,
-                several_microbatches=True,
-            )
-            for key in order
-        )
+        facts = tuple(self._facts(units[key], policy, trained=key in trained, updated=key in updated) for key in order)
         facts = tuple(replace(each, rest=units[each.name].gradient.rest.nbytes) if each.trainable else each for each in facts)  # type: ignore[union-attr]
         eager = replace(
             policy, prefetch=0, buffers=None, bucket_nbytes=0, reduce="ready", gather_at_start=False, memory_budget=None

@@ -71,7 +71,7 @@ class Recorder:
         stop = self.mark()
         if bound.spec.cost == "compute":
             self._open[bound.op.phase, bound.op.use] = (bound, stop)
-        elif bound.spec.cost in ("send", "copy"):
+        elif bound.spec.stream != "compute" and not bound.spec.may_wait:
             if self.lane_marks:
                 start, stop = self.lane_marks[0][0], self.lane_marks[-1][1]
             for each in bound.members:
@@ -98,7 +98,7 @@ class Recorder:
                 waiting.append(row)
                 continue
             end = max([self._seconds(stop), *(at for at in landed if at is not None)])
-            is_here = kind == WAITING or (what.spec.cost == "copy" and not self.has_streams)
+            is_here = kind == WAITING or (what.spec.cost != "send" and not self.has_streams)
             stream: Stream = "compute" if is_here else what.stream
             self.trace.record(op, kind, what.unit, what.phase, stream, self._seconds(start), end, step=step)
         self._rows = waiting

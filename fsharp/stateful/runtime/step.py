@@ -171,8 +171,9 @@ class Step:
         self._run(self.eager.foresee(at, event, unit, copy, units, has_pending=has_pending))
 
     def _run(self, bounds: Iterable[BoundOp]) -> None:
-        """Run ops that are made up, each before the next one is."""
-        for bound in bounds:
+        """Run ops that are made up and what follows them, each before the next one is made up."""
+        assert self.eager is not None
+        for bound in self.eager.with_followers(bounds):
             self.executor.run(bound)
             del bound  # the memory that it has freed is wanted for the next one
 

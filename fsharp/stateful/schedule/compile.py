@@ -9,7 +9,7 @@ from fsharp.errors import ScheduleError, problem
 from fsharp.stateful.schedule.addresses import ArenaItem, assign_addresses, lower_bound
 from fsharp.stateful.schedule.byte_ranges import ByteRanges
 from fsharp.stateful.schedule.emit import Buckets, Emitter
-from fsharp.stateful.schedule.ops import BUFFERS, PARAMS, Stream
+from fsharp.stateful.schedule.ops import PARAMS, Stream, buffer_nbytes
 from fsharp.stateful.schedule.policy import Policy
 from fsharp.stateful.schedule.prefetch import returns
 from fsharp.stateful.schedule.program import Program
@@ -126,7 +126,7 @@ Items = dict[BufferKey, ArenaItem]
 def _items(unplaced: Sequence[UnplacedOp], program: Program) -> Items:
     facts = {unit.name: unit for unit in program.units}
     lives = _liveness(unplaced).items()
-    return {(name, unit): ArenaItem(getattr(facts[unit], BUFFERS[name].fact), spans) for (name, unit), spans in lives}
+    return {(name, unit): ArenaItem(buffer_nbytes(name, facts[unit]), spans) for (name, unit), spans in lives}
 
 
 def _live(unplaced: Sequence[UnplacedOp], items: Items) -> list[int]:

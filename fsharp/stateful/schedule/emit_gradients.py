@@ -81,8 +81,8 @@ class GradientOps:
         facts = self._ops.facts[units[0]]
         if REDUCE.is_for(facts):
             self._make_room(i, REDUCE)
-            number = self._ops.number(units)
-            self._launch([self._ops.add(REDUCE, u, "backward", i, after=(casts[u],), bucket=number) for u in units])
+            after = {unit: (casts[unit],) for unit in units}
+            self._launch(self._ops.add_as_one(REDUCE, units, "backward", i, after=after))
             return
         [unit] = units
         self._fed[unit] = casts[unit]
@@ -97,9 +97,8 @@ class GradientOps:
         if not units:
             return
         self._make_room(i, FINISH)
-        number = self._ops.number(units)
-        fed = {unit: (self._fed[unit],) if unit in self._fed else () for unit in units}
-        self._launch([self._ops.add(FINISH, unit, "finish", i, after=fed[unit], bucket=number) for unit in units])
+        after = {unit: (self._fed[unit],) for unit in units if unit in self._fed}
+        self._launch(self._ops.add_as_one(FINISH, units, "finish", i, after=after))
 
     def _open(self, unit: str) -> BufferKey | None:
         """The buffer where a unit's gradient rests, for the first op that puts something there."""

@@ -56,9 +56,8 @@ class ParameterOps:
 
     def _gather(self, names: Iterable[str], phase: Phase, i: int, after: tuple[UnplacedOp, ...]) -> None:
         for units in (self._bundles.members[name] for name in names):
-            number = self._ops.number(units)
-            for unit in units:
-                self._gathers[unit] = self._ops.add(GATHER, unit, phase, i, after=after, bucket=number)
+            ops = self._ops.add_as_one(GATHER, units, phase, i, after=dict.fromkeys(units, after))
+            self._gathers |= zip(units, ops, strict=True)
 
     def use(self, event: Event, i: int) -> None:
         """Wait for the unit of an event, and have it compute."""
@@ -101,9 +100,8 @@ class ParameterOps:
         sent: dict[str, UnplacedOp] = {}
         for members in self._spreads.members.values():
             units = [unit for unit in members if SPREAD.is_for(facts[unit])]
-            number = self._ops.number(units)
-            for unit in units:
-                sent[unit] = self._ops.add(SPREAD, unit, "update", i, after=(update,), bucket=number)
+            ops = self._ops.add_as_one(SPREAD, units, "update", i, after=dict.fromkeys(units, (update,)))
+            sent |= zip(units, ops, strict=True)
         for fetch in self._fetched:
             self._ops.add(OFFLOAD, fetch.unit, "update", i, after=(update,))
         self._fetched = []

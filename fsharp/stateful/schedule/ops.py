@@ -24,7 +24,9 @@ Phases are ``forward``, ``backward``, ``update``, by their first letters, and ``
 
 [Note: a new kind]
 A new kind is a record here, given to :func:`declare`, and a function in ``BIND`` of :mod:`fsharp.stateful.runtime.executor`.
-A record with ``behind`` is emitted behind each op of that kind; for any other one the emitter has to say when.
+A record with ``behind`` is emitted behind each op of that kind; for any other one the emitter has to say when. Whatever
+changes or frees a buffer waits for the ops on other streams that read the buffer. Gathers for the next step come last in a
+step, so behind these there may be nothing: ``behind="gather"`` takes ``Policy(gather_at_start=False)``.
 """
 
 from collections.abc import Callable
@@ -118,8 +120,9 @@ class OpSpec:
 
     @property
     def has_unit(self) -> bool:
-        """Whether such ops are about a unit each."""
-        return not any(event in ABOUT_NO_UNIT for event in self.events)
+        """Whether such ops are about a unit each, as the ops that they are behind."""
+        leaders = [each for each in OPS.values() if each.kind == self.behind]
+        return not any(event in ABOUT_NO_UNIT for event in self.events) and all(each.has_unit for each in leaders)
 
     def is_for(self, facts: UnitFacts) -> bool:
         """Whether a unit has such ops."""
@@ -136,11 +139,20 @@ class OpSpec:
 
     def nbytes(self, facts: UnitFacts) -> int:
         """Bytes of ``memory`` of such an op of a unit."""
-        return int(getattr(facts, BUFFERS[self.memory].fact)) if self.memory else 0
+        return buffer_nbytes(self.memory, facts) if self.memory else 0
+
+    def read_nbytes(self, facts: UnitFacts) -> int:
+        """Bytes in the arena that such an op of a unit reads."""
+        return sum(buffer_nbytes(each, facts) for each in self.reads)
 
     def puts_into(self, facts: UnitFacts) -> str:
         """The buffer that such an op of a unit fills: where gradients rest, if it has no memory to collect them in."""
         return REST if self.opens and self.fills == self.memory and not self.nbytes(facts) else self.fills
+
+
+def buffer_nbytes(buffer: str, facts: UnitFacts) -> int:
+    """Return the bytes of a unit's buffer in the arena; 0 if it is not there."""
+    return int(getattr(facts, BUFFERS[buffer].fact)) if BUFFERS[buffer].fact else 0
 
 
 def _has_memory(buffer: str) -> bool:
@@ -234,6 +246,10 @@ def declare(spec: OpSpec) -> None:
     for phase in spec.phases:
         if (spec.kind, phase) in OPS:
             raise ScheduleError(f"declare(): there are ops of kind {spec.kind!r} in phase {phase!r} already.")
+    if spec.behind and spec.behind not in {*kinds()} - {spec.kind}:
+        raise ScheduleError(
+            f"declare(): {spec.kind!r} is behind {spec.behind!r}, expected one of {[*kinds()]}, and another one."
+        )
     for name in (*spec.reads, spec.joins, spec.fills, spec.changes, spec.frees):
         if name and name not in BUFFERS:
             raise ScheduleError(f"declare(): {spec.kind!r} names buffer {name!r}, expected one of {list(BUFFERS)}.")

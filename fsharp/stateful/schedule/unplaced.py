@@ -1,6 +1,6 @@
 """OpList: the ops of a step as they are written one after another, which do not know yet where in memory they are."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 from typing import Any
@@ -70,6 +70,7 @@ class OpList:
         self.facts = {unit.name: unit for unit in program.units}
         self.ops: list[UnplacedOp] = []
         self._numbers = count()
+        self._readers: dict[BufferKey, list[UnplacedOp]] = {}  # since the buffer's last change
 
     def add(
         self,
@@ -93,24 +94,50 @@ class OpList:
             is_last: whether it is the last to use its buffer, if such ops free one.
             fields: others of :class:`UnplacedOp`.
         """
+        op = self._write(spec, unit, phase, at, is_first=is_first, is_last=is_last, **fields)
+        self._write_behind(op)
+        return op
+
+    def add_as_one(
+        self, spec: OpSpec, units: Sequence[str], phase: Phase, at: int, after: Mapping[str, tuple[UnplacedOp, ...]] = {}
+    ) -> list[UnplacedOp]:
+        """Write an op for each unit, all of them one collective, and what their kind has behind it.
+
+        Args:
+            spec: what they are.
+            units: their units.
+            phase: their phase.
+            at: position of their event.
+            after: by unit, ops that have to be over before it starts.
+        """
+        bucket = next(self._numbers) if len(units) > 1 else -1
+        ops = [self._write(spec, unit, phase, at, after=after.get(unit, ()), bucket=bucket) for unit in units]
+        for op in ops:
+            self._write_behind(op)
+        return ops
+
+    def _write(
+        self, spec: OpSpec, unit: str, phase: Phase, at: int, *, is_first: bool = True, is_last: bool = True, **fields: Any
+    ) -> UnplacedOp:
         facts = self.facts.get(unit, UnitFacts(""))
         op = UnplacedOp(spec, unit, phase, at, **fields)
         if spec.nbytes(facts):
             op.buffer = spec.memory, unit
             op.fills, op.frees = is_first and spec.fills == spec.memory, is_last and spec.frees == spec.memory
+            op.after += tuple(each for each in self._readers.pop(op.buffer, ()) if each.spec.stream != spec.stream)
+        for buffer in spec.reads:
+            self._readers.setdefault((buffer, unit), []).append(op)
         self.ops.append(op)
-        for follower in behind(spec, phase):
-            if follower.is_for(facts):
-                self.add(follower, unit, phase, at, use=op.use, after=() if follower.stream == spec.stream else (op,))
         return op
+
+    def _write_behind(self, op: UnplacedOp) -> None:
+        for spec in behind(op.spec, op.phase):
+            if spec.is_for(self.facts.get(op.unit, UnitFacts(""))):
+                self.add(spec, op.unit, op.phase, op.at, use=op.use, after=() if spec.stream == op.spec.stream else (op,))
 
     def mark(self, op: UnplacedOp, at: int) -> None:
         """Have nothing use the buffer of an op before here, though the op is the last to use it."""
         self.ops.append(UnplacedOp(op.spec, op.unit, op.phase, at, op.buffer, frees=op.buffer is not None, marks=op))
-
-    def number(self, units: Sequence[str]) -> int:
-        """A number for the bucket of these units; -1 for a unit alone."""
-        return next(self._numbers) if len(units) > 1 else -1
 
     def last(self, stream: Stream) -> tuple[UnplacedOp, ...]:
         """The last op on a stream, if there is one."""
@@ -118,5 +145,5 @@ class OpList:
 
 
 def behind(spec: OpSpec, phase: Phase) -> list[OpSpec]:
-    """What is written behind each op of a kind in a phase."""
+    """What is written behind each op of a kind in a phase, for the units that have such ops."""
     return [each for (_, when), each in OPS.items() if when == phase and each.behind == spec.kind]

@@ -1,7 +1,7 @@
 """What :func:`~fsharp.stateful.verify.verify.verify` checks of memory: of the arena, and of state that rests in host memory."""
 
 from fsharp.stateful.schedule.byte_ranges import ByteRanges
-from fsharp.stateful.schedule.ops import BUFFERS, PARAMS, REST, STATE, OpSpec
+from fsharp.stateful.schedule.ops import BUFFERS, PARAMS, REST, STATE, OpSpec, buffer_nbytes
 from fsharp.stateful.schedule.program import UnitFacts
 from fsharp.stateful.schedule.schedule import Memory, Op, Schedule
 from fsharp.stateful.schedule.unplaced import BufferKey
@@ -70,16 +70,19 @@ class MemoryCheck(Check):
         self.owners = ByteRanges[tuple[BufferKey, int]]()  # of live bytes: the buffer, and the op that filled it
         self.freed = ByteRanges[tuple[int, int]]()  # of bytes that were freed: the ops that filled and freed them last
         self.slots: dict[str, Memory] = {}
+        self.changed: dict[BufferKey, int] = {}  # the op that last filled or changed a buffer
+        self.readers: dict[BufferKey, list[int]] = {}  # of a buffer, since then
         for unit, i in order.carried().items():
             self._own(i, (PARAMS, unit), order.ops[i].memory)
 
     def see(self, i: int, op: Op, spec: OpSpec) -> None:
-        """Follow which op owns which bytes of the arena."""
+        """Follow which op owns which bytes of the arena, and which ops read them."""
+        self._see_reads(i, op, spec)
         self._see_memory(i, op, spec)
         self._see_rest(i, op, spec)
 
     def _own(self, i: int, key: BufferKey, memory: Memory | None) -> None:
-        self.live[key] = i, memory
+        self.live[key], self.changed[key] = (i, memory), i
         if memory:
             self.owners.put(memory.start, memory.stop, (key, i))
 
@@ -96,10 +99,25 @@ class MemoryCheck(Check):
             what = "puts a gradient where nothing is open for it."
             raise refusal(i, op, what, "memory in its `opens`, or in that of an op before it")
 
+    def _see_reads(self, i: int, op: Op, spec: OpSpec) -> None:
+        """What an op reads is there. Where a gradient rests, this was seen before."""
+        facts = self.facts.get(op.unit, UnitFacts(""))
+        for buffer in [each for each in spec.reads if not BUFFERS[each].is_opened and buffer_nbytes(each, facts)]:
+            key, words = (buffer, op.unit), BUFFERS[buffer].words
+            if key not in self.live:
+                raise refusal(i, op, f"nothing has filled the {words} that it reads.", "an op before it")
+            if not self.order.before(self.changed[key], i):
+                raise self.unordered(i, op, f"may read the {words} before the end of", self.changed[key])
+            self.readers.setdefault(key, []).append(i)
+
     def _see_memory(self, i: int, op: Op, spec: OpSpec) -> None:
         if op.memory is None:
             return
         fills, key = spec.fills == spec.memory, (spec.memory, op.unit)
+        for j in self.readers.pop(key, ()):
+            if not self.order.before(j, i):
+                raise self.unordered(i, op, f"changes or frees the {BUFFERS[spec.memory].words} that may still be read by", j)
+        self.changed[key] = i
         if fills and BUFFERS[spec.memory].is_pinned and self.slots.setdefault(op.unit, op.memory) != op.memory:
             what = "the unit's copy changes its address within a step, and saved tensors point at the old one."
             raise refusal(i, op, what, f"{self.slots[op.unit]}")

@@ -1,0 +1,315 @@
+"""Kinds of ops declared outside of the package: a record and a function each take them from the emitter to real steps."""
+
+import json
+import math
+from collections import Counter
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import NamedTuple
+
+import pytest
+from matplotlib.image import imread
+
+import fsharp as fs
+from fsharp.errors import ScheduleError
+from fsharp.stateful.runtime.executor import BIND
+from fsharp.stateful.schedule.compile import compile_schedule
+from fsharp.stateful.schedule.ops import OPS, OUTGOING, PARAMS, OpSpec, declare, kinds
+from fsharp.stateful.schedule.policy import Policy
+from fsharp.stateful.schedule.schedule import Schedule, issue_groups
+from fsharp.stateful.verify.verify import verify
+from fsharp.testing import DebugPolicy, check_races, simulate
+from fsharp.testing.ordering import Access
+from tests.edited_schedules import chain, drop, edit, move, of
+from tests.gpt_like import loss_fn
+from tests.scheduling import DP, HYBRID, STRATEGIES, assert_same_training, make_state, make_tx, my_batches, run_both, train
+from tests.stateful.inspect.test_simulate_schedule import HARDWARE
+from tests.stateful.runtime.test_scheduler_departures import DEPARTURES, departing
+
+STEP = ("forward", "backward")
+COUNT = OpSpec(kind="count", phases=STEP, when=("gathered",), behind="wait", reads=(PARAMS,), cost="memory", look="dark")
+"""Counts elements of full parameters, on the compute stream."""
+SUM = OpSpec(kind="checksum", phases=STEP, stream="gather", behind="count", reads=(PARAMS,), cost="memory")
+"""Adds them up, on another stream than the one that releases them."""
+
+
+@contextmanager
+def declared(spec, bind):
+    declare(spec)
+    BIND[spec] = bind
+    try:
+        yield
+    finally:
+        del BIND[spec]
+        for phase in spec.phases:
+            del OPS[spec.kind, phase]
+
+
+def flats(bound):
+    return [flat for flat in bound.copy.full.flats if len(flat)]
+
+
+class Found(NamedTuple):
+    """What the two kinds have found, in the order of their ops: rank, phase, unit, and a number."""
+
+    counts: list
+    sums: list
+
+
+@pytest.fixture
+def found():
+    """Declares both kinds."""
+    result = Found([], [])
+
+    def count(executor, bound):
+        def action():
+            number = sum(int((flat == flat).sum()) for flat in flats(bound))  # not those that are poisoned
+            result.counts.append((executor.comm.rank, bound.op.phase, bound.op.unit, number))
+
+        return executor.joining(bound, action)
+
+    def add(executor, bound):
+        def start():
+            total = sum(float(flat.double().sum()) for flat in flats(bound))
+            result.sums.append((executor.comm.rank, bound.op.phase, bound.op.unit, total))
+
+        return executor.on_lane(bound, start)
+
+    with declared(COUNT, count), declared(SUM, add):
+        yield result
+    assert not {"count", "checksum"} & {*kinds()}
+
+
+def refused(schedule, match):
+    with pytest.raises(ScheduleError, match=match):
+        verify(schedule)
+
+
+# ------------------------------------------------------------ schedules
+
+
+def test_the_emitter_writes_them_behind_what_they_are_behind(found):
+    schedule = compile_schedule(chain(3))
+    for i in of(schedule, "wait"):
+        wait, count, add = schedule.ops[i : i + 3]
+        assert str(count) == f"count {wait.unit} {wait.phase} [compute]"
+        assert str(add) == f"checksum {wait.unit} {wait.phase} [gather]"
+        assert (count.at, count.after, add.after) == (wait.at, (), (i + 1,))
+    assert len(of(schedule, "count")) == len(of(schedule, "checksum")) == len(of(schedule, "wait")) > 0
+    for i in of(schedule, "release"):
+        last = [j for j in of(schedule, "checksum") if j < i and schedule.ops[j].unit == schedule.ops[i].unit][-1]
+        assert last in schedule.ops[i].after, "another stream reads what is released"
+
+
+def test_a_schedule_differs_by_them_alone(found):
+    schedule = compile_schedule(chain(3))
+    without = drop(schedule, *of(schedule, "count"), *of(schedule, "checksum"))
+    verify(without)
+    lines = [line for line in without.diff(schedule).splitlines() if line[0] in "+-"][2:]
+    assert Counter(line.split()[0] for line in lines) == Counter(
+        {"+count": len(of(schedule, "count")), "+checksum": len(of(schedule, "checksum"))}
+    )
+    assert Schedule.from_json(schedule.to_json()) == schedule
+    assert f"{len(of(schedule, 'count'))} count, {len(of(schedule, 'checksum'))} checksum" in fs.inspect.table(schedule)
+
+
+@pytest.mark.parametrize("kind", ["count", "checksum"])
+def test_the_verifier_refuses_them_where_parameters_are_not_there(found, kind):
+    schedule = compile_schedule(chain(3), Policy(release="forward"))
+    verify(schedule)
+    for i in of(schedule, kind):
+        op = schedule.ops[i]
+        wait = [j for j in of(schedule, "wait") if j < i][-1]
+        refused(move(schedule, i, wait), rf"op {wait}, {kind} {op.unit} {op.phase}.*before its gather, op \d+, is waited for")
+        release = next(j for j in of(schedule, "release") if j > i and schedule.ops[j].unit == op.unit)
+        late = move(edit(schedule, i, at=schedule.ops[release].at), i, release)
+        refused(late, rf"op {release}, {kind} {op.unit} {op.phase}.*a unit that is not gathered")
+
+
+def test_the_verifier_refuses_a_release_that_does_not_wait_for_a_reader_on_another_stream(found):
+    schedule = compile_schedule(chain(3), Policy(prefetch=0, release="forward"))  # nothing else comes to wait for them
+    for i in of(schedule, "release"):
+        readers = [j for j in schedule.ops[i].after if schedule.ops[j].kind == "checksum"]
+        edited = edit(schedule, i, after=tuple(j for j in schedule.ops[i].after if j not in readers))
+        what = rf"op {i}, release {schedule.ops[i].unit} .*parameters that may still be read by op {readers[-1]}, checksum"
+        refused(edited, what)
+
+
+def test_the_verifier_follows_what_is_read_of_gradients():
+    with declared(replace(SUM, kind="norm", phases=("backward",), behind="cast", reads=(OUTGOING,)), None):
+        schedule = compile_schedule(chain(2))
+        verify(schedule)
+        [norm, *_] = of(schedule, "norm")
+        [reduce, *_] = of(schedule, "reduce")
+        assert norm in schedule.ops[reduce].after
+        refused(move(schedule, norm, norm - 1), rf"op {norm - 1}, norm .*nothing has filled the outgoing gradient")
+        refused(edit(schedule, norm, after=()), rf"op {norm}, norm .*may read the outgoing gradient before the end of op")
+        alone = tuple(j for j in schedule.ops[reduce].after if j != norm)
+        refused(edit(schedule, reduce, after=alone), rf"op {reduce}, reduce .*may still be read by op {norm}, norm")
+
+
+@pytest.mark.parametrize(
+    ("record", "match"),
+    [
+        (replace(COUNT, behind="wiat"), "'count' is behind 'wiat'"),
+        (replace(COUNT, behind="count"), "'count' is behind 'count'"),
+        (replace(COUNT, kind="gather", behind=""), "ops of kind 'gather' in phase 'forward' already"),
+        (replace(COUNT, reads=("parms",)), "'count' names buffer 'parms'"),
+    ],
+)
+def test_records_that_say_nothing_are_refused(record, match):
+    with pytest.raises(ScheduleError, match=match):
+        declare(record)
+    assert "count" not in kinds()
+
+
+# ------------------------------------------------------------ predictions and pictures
+
+
+def test_they_take_the_time_of_their_cost(found):
+    timeline = fs.inspect.predict(compile_schedule(chain(3)), HARDWARE)
+    for kind in ("count", "checksum"):
+        spans = [span for span in timeline.spans if span.kind == kind]
+        assert [span.seconds for span in spans] == pytest.approx([64 / HARDWARE.memory_bandwidth] * len(spans))
+        assert len(spans) == len(of(timeline.schedule, kind))
+    host = fs.inspect.predict(timeline.schedule, replace(HARDWARE, synchronous_host=True))
+    assert {span.stream for span in host.spans if span.kind == "checksum"} == {"compute"}
+
+
+def test_they_are_drawn(found, tmp_path):
+    schedule = compile_schedule(chain(3))
+    without = drop(schedule, *of(schedule, "count"), *of(schedule, "checksum"))
+    for name, each in (("with", schedule), ("without", without)):
+        fs.inspect.draw(each, tmp_path / f"{name}.png")
+        fs.inspect.draw(each, tmp_path / f"{name} times.png", hardware=HARDWARE)
+    for name in ("", " times"):
+        ours, theirs = (imread(tmp_path / f"{each}{name}.png") for each in ("with", "without"))
+        assert ours.shape != theirs.shape or (ours != theirs).any()
+
+
+def test_perfetto_shows_them(found, tmp_path):
+    timeline = fs.inspect.predict(compile_schedule(chain(3)), HARDWARE)
+    fs.inspect.perfetto(timeline, tmp_path / "step.json")
+    events = json.loads((tmp_path / "step.json").read_text())["traceEvents"]
+    shown = Counter(event["name"] for event in events if event.get("cat") == "count")
+    assert shown == Counter(f"count {timeline.schedule.ops[i].unit}" for i in of(timeline.schedule, "count"))
+
+
+# ------------------------------------------------------------ real steps
+
+
+@pytest.mark.parametrize("strategy", ["zero3", "hfsdp"])
+def test_steps_run_them_and_compute_the_same_bits(found, strategy):
+    mesh = STRATEGIES[strategy][0]
+    expected = simulate(mesh, lambda comm: train(comm, strategy))
+    trained = simulate(mesh, lambda comm: train(comm, strategy, {"prefetch": 2}, steps=4))
+    for ours, theirs in zip(trained, expected, strict=True):
+        assert_same_training(ours, theirs)
+    schedule = trained[0].schedule
+    numels = {"embed": 66, **dict.fromkeys([f"layers.{i}" for i in range(3)], 97), "head": 77}
+    sizes = {unit: mesh.size * math.ceil(numel / mesh.size) for unit, numel in numels.items()}  # cut into equal parts
+    assert all(sizes[unit] == number for _, _, unit, number in found.counts)
+    planned = [(op.phase, op.unit) for op in schedule.ops if op.kind == "count"]
+    eager = [(phase, unit) for phase in STEP for unit in (sizes if phase == "forward" else reversed(sizes))]
+    for rank in range(mesh.size):
+        assert [row[1:3] for row in found.counts if row[0] == rank] == [*eager, *planned * 3]
+        assert [row[1:3] for row in found.sums if row[0] == rank] == [*eager, *planned * 3]
+    totals = {tuple(row[1:] for row in found.sums if row[0] == rank) for rank in range(mesh.size)}
+    assert len(totals) == 1, "all ranks have the same parameters"
+
+
+def test_a_step_without_a_schedule_has_them_too(found):
+    def rank_fn(comm):
+        call = fs.Scheduler(comm, policy=DebugPolicy(poison=True))(fs.train_step(loss_fn, make_tx()))
+        call(make_state(comm, "zero3"), my_batches(comm, 1)[0])
+        return call.emitted()
+
+    [schedule, _] = simulate(DP, rank_fn)
+    verify(schedule)
+    for i in of(schedule, "wait"):
+        assert [op.kind for op in schedule.ops[i + 1 : i + 3]] == ["count", "checksum"]
+        assert schedule.ops[i + 2].after == (i + 1,)
+    for i in of(schedule, "release"):
+        readers = [j for j in schedule.ops[i].after if schedule.ops[j].kind == "checksum"]
+        assert readers
+        refused(edit(schedule, i, after=()), f"op {i}, release .*may still be read by op {readers[-1]}, checksum")
+
+
+@pytest.mark.parametrize("departure", ["in the forward", "in the backward"])
+def test_a_step_that_leaves_its_schedule_goes_on_with_them(found, departure):
+    def program(run):
+        state, step, seen = make_state(run.comm, "zero3"), run.wrap(departing), []
+        for i, batch in enumerate(my_batches(run.comm, 4)):
+            state, metrics, *_ = step(state, {**batch, "order": (0, 1, 2), **(DEPARTURES[departure] if i == 3 else {})})
+            seen.append((metrics[0], len(found.counts) if run.comm.rank == 0 else 0))
+        return [loss for loss, _ in seen]
+
+    _, [step] = run_both(program)
+    assert step.status().kind == "left"
+    assert Counter(found.counts).keys() == {(rank, *row[1:]) for row in found.counts for rank in range(2)}
+    assert len(found.counts) == len(found.sums) > 4 * 2 * len(step.schedule.program.units)
+
+
+def test_traces_measure_them(found):
+    def rank_fn(comm):
+        state = make_state(comm, "zero3")
+        call = fs.Scheduler(comm, policy=DebugPolicy(prefetch=1))(fs.train_step(loss_fn, make_tx()))
+        batches = my_batches(comm, 4)
+        state, _ = call(state, batches[0])
+        trace = call.trace()
+        for batch in batches[1:]:
+            state, _ = call(state, batch)
+        return call.schedule, trace
+
+    schedule, trace = simulate(DP, rank_fn)[0]
+    measured = trace.timeline(schedule)
+    for kind in ("count", "checksum"):
+        spans = [span for span in measured.spans if span.kind == kind]
+        assert [span.op for span in spans] == of(schedule, kind)
+        assert all(span.seconds > 0 and span.stream == "compute" for span in spans)
+    predicted = fs.inspect.predict(schedule, fs.inspect.Hardware.fit(trace, schedule, synchronous_host=True))
+    rows = [line.split()[0] for line in fs.inspect.compare(predicted, measured).splitlines()]
+    assert {"count", "checksum"} <= {*rows}
+
+
+def test_races_of_them_are_found(found):
+    comm = fs.SingleComm(fs.Mesh({"dp": 1}))
+    scheduler = fs.Scheduler(comm, policy=DebugPolicy(sum_late=False, trivial_axes=True, poison=True))
+    state, step = make_state(comm, fs.zero3("dp")), scheduler(fs.train_step(loss_fn, make_tx()))
+    with check_races(scheduler) as report:
+        for batch in my_batches(comm, 3):
+            state, _ = step(state, batch)
+    assert report.races == []
+    lanes = Counter(entry.lane for entry in report.log if isinstance(entry, Access) and "checksum of" in str(entry.during))
+    assert lanes.keys() == {"gather"}
+    joins = {why for why in report.waits if why.startswith("compute joins checksum of")} - report.implied()
+    assert joins
+    assert all(report.without(why) for why in joins), "a release is poison for who still reads"
+
+
+# ------------------------------------------------------------ behind each kind
+
+
+@pytest.mark.parametrize("kind", kinds())
+def test_there_may_be_one_behind_each_kind(kind):
+    """Also behind those that are one collective; and behind all that steps without a schedule make up."""
+    phases = tuple(phase for name, phase in OPS if name == kind)
+    calls = Counter()
+
+    def bind(executor, bound):
+        return lambda: calls.update([executor.comm.rank])
+
+    policy = {"bucket_nbytes": 2000, "gather_at_start": False, "offload": True}
+    expected = simulate(HYBRID, lambda comm: train(comm, "late", policy, steps=3))
+    with declared(OpSpec(kind="probe", phases=phases, behind=kind), bind):
+        found = simulate(HYBRID, lambda comm: train(comm, "late", policy, steps=3))
+        schedule = found[0].schedule
+        for ours, theirs in zip(found, expected, strict=True):
+            assert_same_training(ours, theirs)
+        wanted = []
+        for issued in issue_groups([op for op in schedule.ops if op.kind != "probe"]):
+            wanted += issued
+            wanted += [("probe", op.unit, op.phase, op.at) for op in issued if op.kind == kind]
+        assert [op if op.kind != "probe" else ("probe", op.unit, op.phase, op.at) for op in schedule.ops] == wanted
+        assert len(of(schedule, "probe")) == len(of(schedule, kind)) > 0
+        assert calls[0] >= 2 * len(of(schedule, kind)) + 1, "the first step has them as well"
