@@ -4,11 +4,14 @@ import ast
 import inspect
 import re
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
 import fsharp as fs
 import fsharp.testing
+from fsharp.stateful.schedule.ops import STREAMS, Cost, Phase, kinds
+from fsharp.stateful.schedule.program import EventKind
 
 ROOT = Path(fs.__file__).parent
 SOURCES = sorted(ROOT.rglob("*.py"))
@@ -135,6 +138,21 @@ def test_two_doors_to_torch_distributed():
 def test_nothing_asks_for_a_strategy_by_name():
     names = re.compile(r"""(==|in)\s*\(?["'](ddp|zero[123]|hsdp|hfsdp)["']""")
     assert not [str(path) for path in SOURCES if names.search(path.read_text())]
+
+
+def test_nothing_asks_for_a_kind_of_op_by_name():
+    """It asks the record. Names that streams and events have as well are told apart by what they are compared with."""
+    names = set(kinds())
+    own = names - {*STREAMS, *get_args(EventKind), *get_args(Phase), *get_args(Cost)}
+    assert own, "there are some that are found wherever they stand"
+    for path in [*(ROOT / "stateful").rglob("*.py"), *(ROOT / "testing").rglob("*.py")]:
+        nodes = [] if path.name == "ops.py" else list(ast.walk(ast.parse(path.read_text())))
+        assert not [node.lineno for node in nodes if isinstance(node, ast.Constant) and node.value in own], path
+        for comparison in [node for node in nodes if isinstance(node, ast.Compare)]:
+            inside = list(ast.walk(comparison))
+            if any(isinstance(node, ast.Constant) and node.value in names for node in inside):
+                owners = [ast.unparse(node.value) for node in inside if isinstance(node, ast.Attribute) and node.attr == "kind"]
+                assert all("event" in owner for owner in owners), f"{path}:{comparison.lineno}"
 
 
 SUBJECTS = (fs.checkpoint, fs.comm, fs.init, fs.inspect, fs.layout, fs.optim, fs.resilience, fs.schedule, fs.testing)
