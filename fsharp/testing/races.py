@@ -320,7 +320,7 @@ def _check(scheduler: Scheduler) -> None:
 
 def _here(scheduler: Scheduler) -> str:
     """Where in the program a step is."""
-    step = scheduler._step
+    step = scheduler._now.step
     if step is None:
         return "outside of a step"
     return str(step.events[-1]) if step.events else "start of the step"

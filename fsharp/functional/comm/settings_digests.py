@@ -24,6 +24,38 @@ def settings_digest(text: str, before: str = "") -> str:
     return found
 
 
+class SettingsHistory:
+    """The settings that ranks have to have had in common so far: a digest of those of earlier steps, and all since then."""
+
+    def __init__(self) -> None:
+        self._earlier, self._lines = "", list[str]()
+        self._before = self._earlier, self._lines  # both of them, when the last step began
+
+    @property
+    def digest(self) -> str:
+        """A digest of all settings so far; empty if there are none."""
+        return settings_digest("\n".join(self._lines), self._earlier) if self._lines else self._earlier
+
+    @property
+    def text(self) -> str:
+        """The digest of settings up to the last step, and the settings since then, a field in each line as ``name=value``."""
+        return "\n".join([f"history={self._earlier}", *self._lines])
+
+    def account(self, text: str) -> None:
+        """Add settings, a field in each line as ``name=value``."""
+        self._lines.append(text)
+
+    def begin_step(self) -> None:
+        """Count all settings so far among those of earlier steps."""
+        self._before = self._earlier, self._lines
+        self._earlier, self._lines = self.digest, []
+
+    def undo_step(self) -> None:
+        """Undo :meth:`begin_step`: the step that it began does not count, and the settings since then do."""
+        self._earlier, lines = self._before
+        self._lines = lines + self._lines
+
+
 def settings_behind(labels: Iterable[str]) -> dict[str, str]:
     """Return the settings behind the digests in labels, by digest, as far as this process has kept them."""
     found = dict.fromkeys(each for label in labels for each in re.findall(r"\b[0-9a-f]{8}\b", label))

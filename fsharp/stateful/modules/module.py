@@ -49,12 +49,8 @@ class ShardedModule(nn.Module):
 
         Gradients add up: divide losses by their number, as everywhere in torch. What is accumulated is not in ``.grad`` yet.
         """
-        step = _session(self).step
-        before, step.is_accumulating = step.is_accumulating, True
-        try:
+        with _session(self).step.accumulating():
             yield
-        finally:
-            step.is_accumulating = before
 
     @uncompiled
     def clip_grad_norm_(

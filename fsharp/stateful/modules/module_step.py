@@ -47,8 +47,7 @@ class ModuleStep:
         self, kept: ModuleState, means: MeanGradients, scheduler: Scheduler, paused: Collection[str] = frozenset()
     ) -> None:
         self.kept, self.means, self.scheduler, self._paused = kept, means, scheduler, paused
-        self.scheduled = scheduler(_not_called)
-        self.scheduled.name = "training step"
+        self.scheduled = scheduler.wrap(_not_called, "training step")
         self.is_accumulating = False
         self.updated_by: int | None = None
         self.used: set[str] = set()
@@ -69,11 +68,10 @@ class ModuleStep:
             self._account_for_writes()
             self.means.clear()
             self.updated_by = None
-            run = self._run = self.scheduler.open(self.scheduled, (self.kept.state.params,), {})
+            run = self._run = self.scheduler.open(self.scheduled, (self.kept.state.params,), {}, on_backward=self.on_backward)
             with self._forgetting(run), self.scheduler.guard(run):
                 self._units = self.scheduler.start_gradients(self.kept.state.params)
                 self.params = with_sinks(self.kept.state.params)
-            run.on_backward = self.on_backward
         with self._forgetting(self._run), self.scheduler.guard(self._run):
             yield self.params
 
@@ -107,7 +105,7 @@ class ModuleStep:
             yield
         except BaseException:
             if self._run is run:
-                self._lost = self._lost or self._pass != -1 or run.num_microbatches > 0
+                self._lost = self._lost or self._pass != -1 or run.record.num_microbatches > 0
                 self._run, self.params, self._pass = None, None, -1
                 self.means.clear()
             raise
@@ -252,6 +250,15 @@ class ModuleStep:
         self._run, self.params = None, None
 
     @contextmanager
+    def accumulating(self) -> Iterator[None]:
+        """Have backward passes in this context leave gradients where they rest, unreduced over some axes."""
+        before, self.is_accumulating = self.is_accumulating, True
+        try:
+            yield
+        finally:
+            self.is_accumulating = before
+
+    @contextmanager
     def apart(self) -> Iterator[None]:
         """Have backward passes in this context add to no gradients and call no hooks, and drop their gradients at its end."""
         used, self.used, self._is_apart = self.used, set(), True
@@ -306,7 +313,7 @@ class ModuleStep:
         with self._forgetting(run), self.scheduler.guard(run):
             self.scheduler.close(run)
         self._run = self.params = None
-        run.on_backward = partial(_refuse_backward, where)
+        run.refuse_backwards(partial(_refuse_backward, where))
 
 
 def _refuse_backward(where: str) -> None:

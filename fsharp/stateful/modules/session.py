@@ -71,7 +71,7 @@ class Session:
         specs: Mapping[str, Spec] = {},
     ) -> None:
         self.layout, self.scheduler, self.casts = layout, scheduler, casts
-        scheduler.main_stays = True  # the module shows them
+        scheduler.keep_main()  # the module shows main copies
         self.kept = ModuleState(layout, state, scheduler)  # which hears of others' errors while it waits
         self.parameters: dict[str, ShardedParameter] = {}
         self.paused: set[str] = set()
@@ -80,8 +80,7 @@ class Session:
         self.step = ModuleStep(self.kept, means, scheduler, self.paused)
         self._trained = {unit.full_path(leaf) for unit in layout.units for g in unit.trainable for leaf in unit.leaves_of(g)}
         self.is_unsharded = self.is_averaged = False
-        self._evaluation = scheduler(_evaluate)
-        self._evaluation.name = "evaluation"
+        self._evaluation = scheduler.wrap(_evaluate, "evaluation")
 
     # ------------------------------------------------------------ computing
 
@@ -224,6 +223,19 @@ class Session:
                 yield
         finally:
             self.is_unsharded = False
+
+    @contextmanager
+    def averaged(self, targets: Sequence[torch.Tensor], averages: Sequence[torch.Tensor]) -> Iterator[None]:
+        """Have averages in buffers of what is trained, and train nothing."""
+        own = [target.detach().clone() for target in targets]
+        self.is_averaged = True
+        try:
+            self.kept.fill(targets, averages)
+            del averages
+            yield
+        finally:
+            self.kept.fill(targets, own)
+            self.is_averaged = False
 
     def adopt(self, state: TrainState) -> None:
         """Train this state, of the same layout, from here on.

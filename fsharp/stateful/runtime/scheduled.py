@@ -1,6 +1,8 @@
 """Scheduled: a function that a scheduler runs, and the programs that it has recorded of it."""
 
-from collections.abc import Callable
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -64,18 +66,21 @@ class Scheduled:
     Args:
         scheduler: runs it.
         fn: takes the scheduler as its argument ``comm``.
+        name: names the function in labels of collectives.
 
     Attributes:
-        followed_by: the function of the same scheduler that was called after this one the last time.
+        programs: the programs that were recorded of it.
+        num_calls: calls that labels count.
+        recorder: measures its steps; None if nobody wants to know.
+        followed_by: returns the function of the same scheduler that was called after this one the last time.
     """
 
-    def __init__(self, scheduler: Runner, fn: Callable[..., Any]) -> None:
-        self.scheduler, self.fn = scheduler, fn
-        self.name = getattr(fn, "__qualname__", type(fn).__name__)
+    def __init__(self, scheduler: Runner, fn: Callable[..., Any], name: str) -> None:
+        self.scheduler, self.fn, self.name = scheduler, fn, name
         self.programs = Programs()
         self.num_calls = 0
-        self.eager_schedule: Callable[[], Schedule] | None = None
         self.recorder: Recorder | None = None
+        self._emitted: Callable[[], Schedule] | None = None
         self._positions: dict[str, int] = {}
         self._nodes: list[Sharded] = []
         self._status = Status("new", "it has not been called", 0, 0)
@@ -107,13 +112,35 @@ class Scheduled:
         Raises:
             ScheduleError: the last call has followed a schedule, or there was none.
         """
-        if self.eager_schedule is None:
+        if self._emitted is None:
             raise ScheduleError("emitted(): the last call has followed a schedule: look at `schedule`.")
-        return self.eager_schedule()
+        return self._emitted()
 
-    def note(self, kind: str, why: str) -> None:
-        """Keep how a call went, for :meth:`status`."""
+    def begin_call(self) -> str:
+        """Count a call. Return what labels say of it."""
+        self.num_calls += 1
+        return f"{self.name} #{self.num_calls - 1}"
+
+    def end_local_call(self, why: str) -> None:
+        """Keep that the call used whole units alone, and why it counts no more: one rank alone may have made it."""
+        self.num_calls -= 1
+        self._note("local", why)
+
+    def end_call(self, kind: str, why: str, emitted: Callable[[], Schedule] | None = None) -> None:
+        """Keep how a call went, for :meth:`status`, and what it has emitted, if it has followed no schedule."""
+        self._note(kind, why)
+        self._emitted = emitted
+
+    def _note(self, kind: str, why: str) -> None:
         self._status = Status(kind, why, len(self.programs), self._status.num_left + 1 if kind == "left" else 0)
+
+    def note_next(self, following: "Scheduled") -> None:
+        """Keep which function of the scheduler was called after this one."""
+        self.followed_by = weakref.ref(following)
+
+    def recount(self) -> None:
+        """Have labels count calls from 0."""
+        self.num_calls = 0
 
     @api_boundary
     def follow(self, schedule: Schedule) -> None:
@@ -148,3 +175,35 @@ class Scheduled:
     def forget(self) -> None:
         """Hold on to nobody's tensors."""
         self._nodes = []
+
+
+class Functions:
+    """The functions of a scheduler, as long as somebody has them."""
+
+    def __init__(self) -> None:
+        self._alive: weakref.WeakSet[Scheduled] = weakref.WeakSet()
+        self._names: Counter[str] = Counter()
+        self._last: Callable[[], Scheduled | None] = lambda: None
+
+    def __iter__(self) -> Iterator[Scheduled]:
+        return iter(self._alive)
+
+    def add(self, scheduler: Runner, fn: Callable[..., Any], name: str) -> Scheduled:
+        """Return a function for a scheduler to run, with a name of its own: ranks wrap in the same order."""
+        self._names[name] += 1
+        number = self._names[name]
+        scheduled = Scheduled(scheduler, fn, f"{name} ({number})" if number > 1 else name)
+        self._alive.add(scheduled)
+        return scheduled
+
+    def end_call(self, scheduled: Scheduled) -> None:
+        """Keep that a function was called after the one before."""
+        if (last := self._last()) is not None:
+            last.note_next(scheduled)
+        self._last = weakref.ref(scheduled)
+
+    def restart(self) -> None:
+        """Begin anew after an error: no schedule has memory, and no function was called last."""
+        self._last = lambda: None
+        for scheduled in self._alive:
+            scheduled.programs.bound.clear()

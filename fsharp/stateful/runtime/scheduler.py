@@ -3,7 +3,6 @@
 import copy
 import threading
 import weakref
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
@@ -17,7 +16,7 @@ from fsharp.errors import ScheduleError
 from fsharp.functional.comm.agree import agree, gather_bytes
 from fsharp.functional.comm.process_group import ProcessGroupComm
 from fsharp.functional.comm.protocol import Comm, CountingComm, Labelled, ReduceOp, innermost
-from fsharp.functional.comm.settings_digests import settings_digest
+from fsharp.functional.comm.settings_digests import SettingsHistory
 from fsharp.functional.comm.tree_names import TreeCounts, counts_of
 from fsharp.functional.layout.mesh import Mesh
 from fsharp.functional.layout.sharded import Sharded
@@ -26,7 +25,8 @@ from fsharp.stateful.runtime.boundary import in_backward
 from fsharp.stateful.runtime.compiled import Compiled
 from fsharp.stateful.runtime.connection import Connection
 from fsharp.stateful.runtime.executor import Executor
-from fsharp.stateful.runtime.scheduled import Scheduled
+from fsharp.stateful.runtime.recorder import Recorder
+from fsharp.stateful.runtime.scheduled import Functions, Scheduled
 from fsharp.stateful.runtime.step import Step
 from fsharp.stateful.runtime.tracer import IssuedGradients, Tracer, closed_error
 from fsharp.stateful.schedule.compile import compile_schedule
@@ -34,8 +34,8 @@ from fsharp.stateful.schedule.costs import NCCL
 from fsharp.stateful.schedule.policy import Policy
 from fsharp.stateful.schedule.program import Program, gradients_of
 from fsharp.stateful.schedule.schedule import Schedule
+from fsharp.stateful.transport.base import Transport
 from fsharp.stateful.transport.choose import transport_over
-from fsharp.stateful.transport.gloo import GlooTransport
 from fsharp.stateful.transport.streams import Lanes, lanes_for
 from fsharp.stateful.units.facts import facts_of
 from fsharp.stateful.units.pending import is_pending
@@ -43,6 +43,49 @@ from fsharp.stateful.units.registry import UnitRegistry
 from fsharp.stateful.units.unit_state import UnitState
 from fsharp.stateful.verify.verify import verify
 from fsharp.tracebacks import api_boundary
+
+
+class StepUnderWay:
+    """Which step is under way, of which function, in which thread.
+
+    Attributes:
+        step: the step; None outside of one.
+        scheduled: the function that is being called; None outside of a step.
+        title: what labels say of the step, without its history.
+        thread: the identity of the thread that has opened the step.
+        loose: returns the step outside of all functions that somebody still has a backward of; None if there is none.
+    """
+
+    def __init__(self) -> None:
+        self.step: Step | None = None
+        self.scheduled: Scheduled | None = None
+        self.title = ""
+        self.thread = 0
+        self.loose: Callable[[], Step | None] = lambda: None
+
+    def begin(self, scheduled: Scheduled, step: Step, title: str) -> None:
+        """The step of a function is under way in this thread."""
+        self.step, self.scheduled, self.title, self.thread = step, scheduled, title, threading.get_ident()
+
+    def begin_loose(self, step: Step) -> None:
+        """A step outside of all functions is under way, as long as somebody has a backward of it to come."""
+        self.loose = weakref.ref(step)
+
+    def end(self) -> None:
+        """No step is under way."""
+        self.step = self.scheduled = None
+
+    def check_thread(self) -> None:
+        """Refuse a call in another thread than that of the step.
+
+        Raises:
+            ScheduleError: the call is in another thread, and in no backward pass.
+        """
+        if threading.get_ident() != self.thread and not in_backward():
+            raise ScheduleError(
+                "Scheduler: a step is under way in another thread. Call all functions of a scheduler in one thread, or give "
+                "each thread a scheduler of its own."
+            )
 
 
 @options_checked
@@ -79,40 +122,28 @@ class Scheduler(Tracer):
             self._policy = replace(self._policy, separate_groups=comm.device.type == "cpu")
         if self._policy.link is None and comm.device.type == "cuda":  # else the compiler takes that of gloo
             self._policy = replace(self._policy, link=NCCL)
-        self.lanes = lanes_for(comm.device, one_stream=self.policy.one_stream)
-        self._functions: weakref.WeakSet[Scheduled] = weakref.WeakSet()
-        self._names: Counter[str] = Counter()
+        self._functions, self._history = Functions(), SettingsHistory()
         self._closed: str | None = None
-        self._history, self._accounted = "", list[str]()  # digest of accounted texts up to the last call, and texts since then
-        self._before = self._history, self._accounted  # both of them, when the last call began
-        self._title = ""  # of the step that is under way, without its history
-        self._start()
+        self._start(lanes_for(comm.device, one_stream=self.policy.one_stream))
 
-    def _start(self) -> None:
+    def _start(self, lanes: Lanes) -> None:
         self.own = _apart(self.comm)
-        self.transport = transport_over(self.own, separate_groups=bool(self.policy.separate_groups))
+        transport = transport_over(self.own, separate_groups=bool(self.policy.separate_groups))
         self.registry = UnitRegistry(trivial=self.policy.trivial_axes)
-        connection = Connection(self.own, self.transport, self.policy)
-        self.executor = Executor(self.transport, self.lanes, self.comm, connection)
+        self.executor = Executor(transport, lanes, self.comm, Connection(self.own, transport, self.policy))
         self.arena = Arena(self.executor, self.registry, self.policy, rank=self.rank, device=self.device)
-        self._step: Step | None = None
-        self._running: Scheduled | None = None
-        self._loose: Callable[[], Step | None] = lambda: None
-        self._last: Callable[[], Scheduled | None] = lambda: None
-        self._thread = 0
+        self._now = StepUnderWay()
         self.num_updates = 0
 
     def reopen(self) -> None:
         """Begin anew after an error, on all ranks: with other process groups, without what was under way. Schedules stay."""
         if self._closed is not None:
             self._closed = None
-            self._start()
-            for scheduled in self._functions:
-                scheduled.programs.bound.clear()
+            self._start(self.lanes)
+            self._functions.restart()
 
     def use_lanes(self, lanes: Lanes) -> None:
         """Run all that follows on these lanes."""
-        self.lanes = lanes
         self.executor.use_lanes(lanes)
         for scheduled in self._functions:
             for compiled in scheduled.programs.bound.values():
@@ -134,6 +165,16 @@ class Scheduler(Tracer):
     def device(self) -> torch.device:
         """Where tensors are."""
         return self.comm.device
+
+    @property
+    def transport(self) -> Transport:
+        """What runs collectives that are scheduled."""
+        return self.executor.transport
+
+    @property
+    def lanes(self) -> Lanes:
+        """The streams beside compute."""
+        return self.executor.lanes
 
     @property
     def tree_counts(self) -> TreeCounts | None:
@@ -188,30 +229,30 @@ class Scheduler(Tracer):
         Args:
             text: the settings, a field in each line as ``name=value``. An error names the fields that differ.
         """
-        self._accounted.append(text)
-        if self._running is not None:
-            self.executor.name_step(f"{self._title}{self._of_history}")
+        self._history.account(text)
+        if self._now.step is not None:
+            self.executor.name_step(f"{self._now.title}{self._of_history}")
 
     def begin_history(self) -> None:
         """Have labels say nothing of earlier steps and settings: all ranks have just loaded the same values."""
-        self._history, self._accounted, self.num_updates = "", [], 0
+        self._history, self.num_updates = SettingsHistory(), 0
         for scheduled in self._functions:
-            scheduled.num_calls = 0
+            scheduled.recount()
 
     @property
     def history(self) -> str:
         """A digest of all settings that were accounted so far; empty if there are none."""
-        return settings_digest("\n".join(self._accounted), self._history) if self._accounted else self._history
+        return self._history.digest
 
     @property
     def settings(self) -> str:
         """The digest of settings up to the last step, and the settings since then, a field in each line as ``name=value``."""
-        return "\n".join([f"history={self._history}", *self._accounted])
+        return self._history.text
 
     @property
     def comparing(self) -> Comm:
         """This Comm, with the history in labels outside of steps: for collectives that put parts of all ranks together."""
-        return self if self._running is not None else Labelled(self, f"after history {self.history or 'none'}: ")
+        return self if self._now.step is not None else Labelled(self, f"after history {self.history or 'none'}: ")
 
     @property
     def _of_history(self) -> str:
@@ -221,17 +262,16 @@ class Scheduler(Tracer):
 
     def __call__(self, fn: Callable[..., Any]) -> Scheduled:
         """``fn``, a function with an argument ``comm``, as one that is called without it and follows a schedule."""
-        scheduled = Scheduled(self, fn)
-        self._names[scheduled.name] += 1
-        if (number := self._names[scheduled.name]) > 1:
-            scheduled.name += f" ({number})"  # ranks wrap in the same order, and labels say which function runs
-        self._functions.add(scheduled)
-        return scheduled
+        return self.wrap(fn, getattr(fn, "__qualname__", type(fn).__name__))
+
+    def wrap(self, fn: Callable[..., Any], name: str) -> Scheduled:
+        """As ``scheduler(fn)``, with a name for labels of collectives; a number follows if another function has the name."""
+        return self._functions.add(self, fn, name)
 
     def run(self, scheduled: Scheduled, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a scheduled function; inside of another one it is a part of that."""
-        if self._running is not None:
-            self._check_thread()
+        if self._now.step is not None:
+            self._now.check_thread()
             return scheduled.fn(*args, comm=self, **kwargs)
         step = self.open(scheduled, args, kwargs)
         with self.guard(step):
@@ -239,37 +279,54 @@ class Scheduler(Tracer):
             self.close(step)
         return result
 
-    def open(self, scheduled: Scheduled, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Step:
+    def open(
+        self,
+        scheduled: Scheduled,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        on_backward: Callable[[], None] | None = None,
+    ) -> Step:
         """A step of a scheduled function begins: all that is called from here on is a part of it, until :meth:`close`.
 
         Args:
             scheduled: has the schedule.
             args: trees in which the schedule finds its units.
             kwargs: more of them.
+            on_backward: called when a backward comes to a unit that the step has used.
         """
         with self.guard():
             self._refuse()
-            self._before = self._history, list(self._accounted)
-            self._history, self._accounted = self.history, []
-            self._title = f"{scheduled.name} #{scheduled.num_calls} after {self.num_updates} updates"
-            self.executor.begin(f"{self._title}{self._of_history}")
-            scheduled.num_calls += 1
-            self._thread = threading.get_ident()
+            self._history.begin_step()
+            title = f"{scheduled.begin_call()} after {self.num_updates} updates"
+            self.executor.begin(f"{title}{self._of_history}")
             self.registry.begin_step()
             for key, node in scheduled.sources((args, kwargs)).items():
                 self.registry.expect(key, node)
             schedule = self.arena.bind(scheduled, self._functions)
             recorder = scheduled.recorder if schedule is not None else None
-            self._running = scheduled
-            self._step = step = self._new_step(schedule)
-            step.recorder = recorder
-            self._watch(recorder)
+            step = self._new_step(schedule, recorder, on_backward)
+            self._now.begin(scheduled, step, title)
+            self._tell(recorder)
             if schedule is not None:
                 self.arena.carry(schedule)
         return step
 
-    def _new_step(self, schedule: Compiled | None) -> Step:
-        return Step(self.executor, schedule, rank=self.rank, device=self.device, units=self.units)
+    def _new_step(
+        self,
+        schedule: Compiled | None,
+        recorder: Recorder | None = None,
+        on_backward: Callable[[], None] | None = None,
+    ) -> Step:
+        return Step(
+            self.executor,
+            schedule,
+            rank=self.rank,
+            device=self.device,
+            units=self.units,
+            recorder=recorder,
+            on_backward=on_backward,
+        )
 
     def close(self, step: Step) -> None:
         """The step is over: end it, and learn from it."""
@@ -285,7 +342,7 @@ class Scheduler(Tracer):
         try:
             yield
         except BaseException as error:
-            if step is None or self._step is step:
+            if step is None or self._now.step is step:
                 self.shut(error)
             raise
 
@@ -297,8 +354,8 @@ class Scheduler(Tracer):
         comm = innermost(self.own)
         if isinstance(comm, ProcessGroupComm):
             comm.watch.fail(error, self.executor.step or "a call outside of any step")
-        if self._step is not None:
-            self._step.is_over = True
+        if self._now.step is not None:
+            self._now.step.abandon()
         for unit in self.units.values():
             unit.release()
             if unit.gradient is not None:
@@ -329,29 +386,22 @@ class Scheduler(Tracer):
             raise closed_error(self._closed)
 
     def _leave(self) -> None:
-        self._step, self._running, self._issued = None, None, IssuedGradients()
+        self._now.end()
+        self._issued = IssuedGradients()
         self.registry.clear()
         self.executor.name_step("")
         for scheduled in self._functions:
             scheduled.forget()
-
-    def _check_thread(self) -> None:
-        if threading.get_ident() != self._thread and not in_backward():
-            raise ScheduleError(
-                "Scheduler: a step is under way in another thread. Call all functions of a scheduler in one thread, or give "
-                "each thread a scheduler of its own."
-            )
 
     def _connect(self) -> None:
         """Refuse a scheduler that was closed, or make its connection: called before a collective."""
         self._refuse()
         self.executor.connection.make()
 
-    def _watch(self, recorder: Any) -> None:
-        """Have collectives noted by a recorder, or by none."""
-        self.lanes.recorder = recorder
-        if isinstance(self.transport.innermost, GlooTransport):
-            self.transport.innermost.on_flight = None if recorder is None else lambda flight: recorder.flights.append(flight)
+    def _tell(self, recorder: Recorder | None) -> None:
+        """Have collectives noted by a recorder, or by nobody."""
+        self.lanes.tell(recorder)
+        self.transport.innermost.tell(None if recorder is None else lambda flight: recorder.flights.append(flight))
         if recorder is not None:
             recorder.begin()
 
@@ -363,25 +413,20 @@ class Scheduler(Tracer):
             self.arena.gather_ahead(scheduled, step.recorder if self.arena.tenant is step.schedule else None)
 
     def _end(self, step: Step) -> None:
-        scheduled = self._running
+        scheduled = self._now.scheduled
         assert scheduled is not None
         for unit in self.units.values():
             if unit.gradient is not None:
                 unit.gradient.copy_out()
         if step.is_local:  # one rank alone may run a local step, so no later label may depend on the step
-            scheduled.num_calls -= 1
-            history, accounted = self._before
-            self._history, self._accounted = history, accounted + self._accounted
-            scheduled.note("local", "nothing was gathered, reduced or updated, so that there is nothing to schedule")
+            self._history.undo_step()
+            scheduled.end_local_call("nothing was gathered, reduced or updated, so that there is nothing to schedule")
             self.registry.unbind()
             return
-        if (last := self._last()) is not None:
-            last.followed_by = weakref.ref(scheduled)
-        self._last = weakref.ref(scheduled)
+        self._functions.end_call(scheduled)
         if step.is_planned and step.schedule is not None:
             scheduled.programs.went(step.schedule.schedule.program)
-            scheduled.eager_schedule = None
-            scheduled.note("planned", "it has followed its schedule to the end")
+            scheduled.end_call("planned", "it has followed its schedule to the end")
             self._gather_ahead(scheduled, step)
         else:
             self._record(scheduled, step)
@@ -389,32 +434,32 @@ class Scheduler(Tracer):
 
     def _record(self, scheduled: Scheduled, step: Step) -> None:
         """Learn what a step has done that followed no schedule to its end."""
-        order = dict.fromkeys([e.unit for e in step.events if e.unit]) | step.trained | step.updated
+        trained, updated = dict(step.record.trained), dict(step.record.updated)
+        order = dict.fromkeys([e.unit for e in step.events if e.unit]) | trained | updated
         gradients = gradients_of(step.events)
         units = tuple(
             facts_of(
                 self.units[k],
                 self.policy,
-                trained=k in step.trained,
-                updated=k in step.updated,
+                trained=k in trained,
+                updated=k in updated,
                 several_uses=any(each[k] > 1 for each in gradients),
-                several_microbatches=step.num_microbatches > 1,
+                several_microbatches=step.record.num_microbatches > 1,
             )
             for k in order
         )
         program = Program(units, tuple(step.events))
-        was_planned = step.schedule is not None
-        scheduled.programs.recorded(program, partial(self._compile, is_held=bool(step.held)), left=was_planned)
-        eager = step.eager
-        scheduled.eager_schedule = None
-        if not was_planned and eager is not None:
-            found, events, policy = dict(self.units), tuple(step.events), self.policy
-            trained, updated = dict(step.trained), dict(step.updated)
-            scheduled.eager_schedule = lambda: eager.schedule(found, events, policy, trained=trained, updated=updated)
-        why = f"its schedule did not have {step.left_at} next" if was_planned else "no schedule was expected to fit"
-        if step.held:
-            why = f"parameters of units {list(step.held)} are held beyond their use, for which no schedule has room"
-        scheduled.note("left" if was_planned else "recorded", why)
+        was_planned, held = step.schedule is not None, list(step.uses.held)
+        scheduled.programs.recorded(program, partial(self._compile, is_held=bool(held)), left=was_planned)
+        emitted: Callable[[], Schedule] | None = None
+        if not was_planned and step.eager is not None:
+            emitted = partial(
+                step.eager.schedule, dict(self.units), program.events, self.policy, trained=trained, updated=updated
+            )
+        why = f"its schedule did not have {step.record.left_at} next" if was_planned else "no schedule was expected to fit"
+        if held:
+            why = f"parameters of units {held} are held beyond their use, for which no schedule has room"
+        scheduled.end_call("left" if was_planned else "recorded", why, emitted)
         self._sweep()
 
     def _compile(self, program: Program, *, is_held: bool) -> Schedule | None:
@@ -444,8 +489,8 @@ class Scheduler(Tracer):
         unit = self.registry.find(node)
         if unit is None:
             unit = self.registry.add(node)
-            if self._running is not None:
-                self._running.locate(unit.key, node)
+            if self._now.scheduled is not None:
+                self._now.scheduled.locate(unit.key, node)
         if unit.node is None or (node.lazy is not None and is_pending(node)):
             unit.bind(node)
         return unit
@@ -456,15 +501,16 @@ class Scheduler(Tracer):
 
     def current(self) -> Step:
         """The step of the function that is being called; outside of one, a step that follows and records nothing."""
-        step = self._step or self._loose()
+        now = self._now
+        step = now.step or now.loose()
         if step is None:
             self._refuse()
             self.registry.clear()
             self.registry.unbind()
             step = self._new_step(None)
-            self._loose = weakref.ref(step)  # whoever has a backward to come keeps it
-        elif self._running is not None and threading.get_ident() != self._thread:
-            self._check_thread()
+            now.begin_loose(step)
+        elif now.step is not None and threading.get_ident() != now.thread:
+            now.check_thread()
         return step
 
 

@@ -21,7 +21,8 @@ from fsharp.functional.loss import Loss, as_loss, check_loss
 from fsharp.functional.sinks import take_gradients, with_sinks
 from fsharp.functional.transforms import is_transformed
 from fsharp.stateful.runtime.boundary import before_backward
-from fsharp.stateful.runtime.step import Step, UnitUse
+from fsharp.stateful.runtime.step import Step
+from fsharp.stateful.runtime.uses import UnitUse
 from fsharp.stateful.transport.base import Transport
 from fsharp.stateful.transport.streams import Lanes
 from fsharp.stateful.units.gradient import GradientBuffer
@@ -79,19 +80,25 @@ class Tracer(Engine):
 
     Attributes:
         own: for collectives that are not scheduled.
-        transport: for those that are.
-        lanes: the streams beside compute.
         num_updates: how often parameters have become others.
         main_stays: main copies stay on the device, as somebody shows them.
     """
 
     own: Comm
     num_updates: int
-    transport: Transport
-    lanes: Lanes
     main_stays = False
     _issued = IssuedGradients()
     _offload: Offload | None = None
+
+    @property
+    @abstractmethod
+    def transport(self) -> Transport:
+        """What runs collectives that are scheduled."""
+
+    @property
+    @abstractmethod
+    def lanes(self) -> Lanes:
+        """The streams beside compute."""
 
     @property
     @abstractmethod
@@ -109,6 +116,10 @@ class Tracer(Engine):
     @abstractmethod
     def replaced(self, old: Sharded, unit: UnitState, new: Sharded) -> None:
         """The parameters of a unit have become others."""
+
+    def keep_main(self) -> None:
+        """Keep main copies on the device from here on, whatever is offloaded: somebody shows them."""
+        self.main_stays = True
 
     # ------------------------------------------------------------ forward and backward
 
@@ -137,7 +148,7 @@ class Tracer(Engine):
                 fn, _tree_of(sharded, uses, len(ties)), *args, **kwargs
             )  # which nobody here holds: what is left of it is the function's
             for use in uses:
-                step.check_unwritten(use)
+                use.check_unwritten()
             out = _without_views(out, uses)
             if step.eager is not None and torch.is_grad_enabled():
                 for use in uses:
@@ -173,11 +184,7 @@ class Tracer(Engine):
         """Gradients of these parameters, whose units it returns, are new from here on; those of others are not touched."""
         step, self._issued = self.current(), IssuedGradients()
         units = [self.unit_of(node) for node in units_of(params)]
-        step.restart(units)
-        schedule = step.schedule if step.is_planned else None
-        for unit in units:
-            unit.train(self.transport, None if schedule is None else schedule.places.get(unit.key))
-        step.trained |= dict.fromkeys([unit.key for unit in units if unit.gradient is not None])
+        step.renew_gradients(units)
         return units
 
     def end_microbatch(self, units: Sequence[UnitState], probed: Any) -> None:
@@ -227,7 +234,7 @@ class Tracer(Engine):
 
     def run_update_gather(self, new: Any, params: Any, state: Any, *, donate: bool) -> tuple[Any, Any]:
         """Updated parameters begin their way to where they rest, and state to host memory; who looks at them waits for them."""
-        step = self.current()
+        step, lanes = self.current(), self.lanes
         update_gathers, nodes = [], []
         rank: int = self.rank  # type: ignore[attr-defined]
         for old, fresh in zip(units_of(params), units_of(new), strict=True):
@@ -235,7 +242,7 @@ class Tracer(Engine):
             update_gather = UpdateGather(unit, old, fresh, rank=rank, donate=donate)
             node = update_gather.node
             if update_gather.moves:
-                node = pending(node, update_gather.wait, self.lanes)  # no cycle that would keep its memory
+                node = pending(node, update_gather.wait, lanes)  # no cycle that would keep its memory
             if not donate:
                 unit.release()
             self.replaced(old, unit, node)
@@ -262,11 +269,13 @@ def _tree_of(sharded: Any, uses: Sequence[UnitUse], num_ties: int) -> Any:
     """What the function gets in place of units: the leaves of their uses, which are its own from here on."""
     rows, leaves = [], {}
     for use in uses:
-        index, own = use.unit.index, use.leaves or []
+        index, own = use.unit.index, use.take_leaves()
         rows.append((index, own))
         leaves[index.unit.name] = index, own
-        use.leaves = None
-    trees = iter([index.tree(own, leaves) for index, own in rows[num_ties:]])
+    found = []
+    for index, own in rows[num_ties:]:
+        found.append(index.tree(own, leaves))
+    trees = iter(found)
     if isinstance(sharded, Sharded):
         return next(trees)
     return map_units(lambda node: next(trees) if is_sharded(node) else node, sharded)

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from fsharp.functional.comm.process_group import ProcessGroupComm, abort
+from fsharp.functional.comm.worker_threads import InFlight
 
 Kind = Literal["gather", "reduce"]
 _KINDS: tuple[Kind, ...] = get_args(Kind)
@@ -237,6 +238,9 @@ class Transport(ABC):
 
     def make(self) -> None:
         """Make ready what all ranks have to make together."""
+
+    def tell(self, on_flight: Callable[[InFlight], None] | None) -> None:
+        """Call ``on_flight`` with each collective that begins in a thread of its own, from here on; None: nobody."""
 
 
 def packed_gather(

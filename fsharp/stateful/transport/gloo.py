@@ -45,8 +45,12 @@ class GlooTransport(Transport):
 
     def __init__(self, comm: ProcessGroupComm, groups: ProcessGroups) -> None:
         self.comm, self.groups = comm, groups
-        self.on_flight: Callable[[InFlight], None] | None = None  # told of each collective that begins
+        self._on_flight: Callable[[InFlight], None] | None = None
         self._crew = {kind: Worker(kind) for kind in ("posts", "gather", "reduce", "share")}
+
+    def tell(self, on_flight: Callable[[InFlight], None] | None) -> None:
+        """Call ``on_flight`` with each collective that begins from here on; None: nobody."""
+        self._on_flight = on_flight
 
     def gather(self, x: torch.Tensor, out: torch.Tensor, axis: str, *, label: str = "") -> Work:
         """Asynchronous; the parts land in ``out``."""
@@ -247,8 +251,8 @@ class GlooTransport(Transport):
     def _fly(self, kind: str, post: Callable[[], Any], finish: Callable[[Any], Any], call: WatchedCall) -> Work:
         """Have one worker post, and hand what it has posted to another one that finishes."""
         flight, poster, finisher = InFlight(call), self._crew["posts"], self._crew[kind]
-        if self.on_flight is not None:
-            self.on_flight(flight)
+        if self._on_flight is not None:
+            self._on_flight(flight)
         poster.start()
         finisher.start()
 

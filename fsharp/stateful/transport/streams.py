@@ -24,8 +24,12 @@ class LaneRecorder(Protocol):
 class Lanes:
     """A host without streams: collectives are asynchronous by themselves, and what the host waits for is ordered by that."""
 
-    recorder: "LaneRecorder | None" = None
+    _recorder: "LaneRecorder | None" = None
     has_streams = False
+
+    def tell(self, recorder: "LaneRecorder | None") -> None:
+        """Tell a recorder when ops run on lanes, from here on; None: nobody."""
+        self._recorder = recorder
 
     def current(self) -> Hashable:
         """The stream that the caller is on."""
@@ -109,10 +113,10 @@ class DeviceLanes(Lanes):
         self._wait_for(stream, after)
         self._given.add(lane)
         with stream:
-            start = self.recorder.mark() if self.recorder is not None else None
+            start = self._recorder.mark() if self._recorder is not None else None
             yield
-            if self.recorder is not None:
-                self.recorder.lane_marks.append((start, self.recorder.mark()))
+            if self._recorder is not None:
+                self._recorder.lane_marks.append((start, self._recorder.mark()))
             if op is not None:
                 self._events.setdefault(op[0], {})[op[1]] = stream.record_event()
 

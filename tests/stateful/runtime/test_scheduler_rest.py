@@ -79,7 +79,7 @@ class Late(BlockingTransport):
 
 
 def late(scheduler):
-    scheduler.transport = scheduler.executor.transport = Late(scheduler.comm)
+    scheduler.executor.transport = Late(scheduler.comm)
     return scheduler
 
 
