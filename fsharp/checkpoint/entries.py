@@ -110,6 +110,10 @@ class Entry:
     is_replicated: bool = False
     is_of_group: bool = False
 
+    def release(self) -> None:
+        """Hold no tensor: its memory may be freed."""
+        self.local = torch.empty(0, device="cpu")
+
     @property
     def numel(self) -> int:
         """Elements of the whole tensor."""
@@ -153,9 +157,8 @@ class Contents:
 
     def let_go(self) -> None:
         """Of the tensors, whose memory may be freed; what is known of them stays."""
-        nothing = torch.empty(0, device="cpu")
         for entry in self.entries.values():
-            entry.local = nothing
+            entry.release()
 
 
 def contents_of(where: str, tree: Any, comm: Comm) -> Contents:
@@ -197,7 +200,8 @@ def contents_of(where: str, tree: Any, comm: Comm) -> Contents:
                 )
             )
     # Of frozen leaves there is no optimizer state, and so no ties there either.
-    found.aliases = {name: owner for name, owner in found.aliases.items() if owner in found.entries}
+    for name in [name for name, owner in found.aliases.items() if owner not in found.entries]:
+        del found.aliases[name]
     return found
 
 

@@ -56,7 +56,7 @@ class Background:
         try:
             self._copy(shot)
         except Exception as error:  # other ranks go on, and hear of it in the job
-            shot.values, shot.failure = (), error
+            shot.fail(error)
         outcome = Outcome()
         self._worker.submit(lambda: job(shot), outcome)
         self._under_way = outcome
@@ -74,8 +74,7 @@ class Background:
             torch._foreach_copy_(self._staged, values, non_blocking=True)
         for device in devices:
             torch.accelerator.synchronize(device)
-        shot.values = list(self._staged)
-        shot.contents.let_go()
+        shot.stage(list(self._staged))
 
     @property
     def is_busy(self) -> bool:

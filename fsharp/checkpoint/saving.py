@@ -56,6 +56,15 @@ class Snapshot:
     values: Iterable[torch.Tensor]
     failure: Exception | None = None
 
+    def stage(self, values: Iterable[torch.Tensor]) -> None:
+        """Write these copies of the values. The tensors of the tree are free to change, and are held no longer."""
+        self.values = values
+        self.contents.let_go()
+
+    def fail(self, error: Exception) -> None:
+        """Have writing raise this error on all ranks: this rank has no values."""
+        self.values, self.failure = (), error
+
 
 @options_checked
 def save(
@@ -171,7 +180,7 @@ def snapshot(
         if not isinstance(metric, float | int | None):
             raise CheckpointError(f"{where}: metric is {metric!r}, expected a number: float(x) of a tensor.")
         contents = contents_of(where, states, comm)
-        contents.objects = _objects_of(states)
+        contents.objects.update(_objects_of(states))
         check_names(where, contents.entries)
         prepare(contents)
         return contents

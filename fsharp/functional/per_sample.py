@@ -89,7 +89,7 @@ def _norms(loss_fn: LossFn, params: Any, leaves: list[Any], spec: Any, comm: Com
     dims = [0 if isinstance(leaf, torch.Tensor) else None for leaf in leaves]
 
     def one(*sample: Any) -> torch.Tensor:
-        ledger.level = _functorch.current_level()
+        ledger.begin()
         parts = [x.unsqueeze(0) if isinstance(x, torch.Tensor) else x for x in sample]
         return as_loss(loss_fn(probed, optree.tree_unflatten(spec, parts), comm), _WHERE).sum
 
@@ -122,6 +122,10 @@ class _SquareLedger(SinkLedger):
     def __init__(self, squares: torch.Tensor) -> None:
         super().__init__()
         self.squares, self.level = squares, 0
+
+    def begin(self) -> None:
+        """The function of one sample begins, under the vmap over samples."""
+        self.level = _functorch.current_level()
 
     def _attach(self, full: torch.Tensor, handle: torch.Tensor) -> torch.Tensor:
         each = super()._attach(full.expand(len(self.squares), *full.shape), handle)

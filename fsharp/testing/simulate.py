@@ -227,6 +227,25 @@ class _Call:
     def is_decided(self) -> bool:
         return self.parts is not None or self.error is not None
 
+    def complete(self, parts: list[Any]) -> None:
+        """All ranks of the group have called it: it returns these tensors."""
+        self.parts = parts
+
+    def fail(self, text: str) -> None:
+        """It can never complete, or ranks differ in it: it raises this text."""
+        self.error = text
+
+    def result(self) -> list[Any]:
+        """Return the tensors of all ranks.
+
+        Raises:
+            CommError: the call has failed.
+        """
+        if self.error is not None:
+            raise CommError(self.error)
+        assert self.parts is not None
+        return self.parts
+
 
 @dataclass
 class _Rank:
@@ -250,6 +269,24 @@ class _Rank:
     def is_waiting(self) -> bool:
         """Whether it can go on only if others do something."""
         return self.call is not None and not self.call.is_decided
+
+    def begin_call(self, group: tuple[int, ...], words: CallFacts, x: Any) -> _Call:
+        """Return the rank's next collective, in which it waits from here on."""
+        self.call = _Call(group, words, self.num_calls, x)
+        self.num_calls += 1
+        return self.call
+
+    def end_call(self, words: CallFacts) -> None:
+        """The rank waits no longer."""
+        self.call, self.last = None, words
+
+    def end(self, how: str) -> None:
+        """The rank takes part in nothing any more."""
+        self.ended = how
+
+    def end_thread(self) -> None:
+        """The rank's thread is done with."""
+        self.has_result = True
 
     def __str__(self) -> str:
         after = f", after {self.last}" if self.last is not None else ""
@@ -291,17 +328,13 @@ class _World:
         with self._lock:
             self._refuse_ended(rank)
             me = self._ranks[rank]
-            call = me.call = _Call(group, words, me.num_calls, x)
-            me.num_calls += 1
+            call = me.begin_call(group, words, x)
             self._settle()
             if self._turn == rank and (self._random is not None or not call.is_decided):
                 self._pass_turn()
             self._await_turn(rank)
-            me.call, me.last = None, words
-            if call.error is not None:
-                raise CommError(call.error)
-            assert call.parts is not None
-            return call.parts
+            me.end_call(words)
+            return call.result()
 
     def kill(self, rank: int, how: str) -> NoReturn:
         with self._lock:
@@ -317,7 +350,8 @@ class _World:
                 self._leave(rank, how)
             if isinstance(result, BaseException):
                 self.errors.append(result)
-            self.results[rank], me.has_result = result, True
+            self.results[rank] = result
+            me.end_thread()
             self._has_ended.notify_all()
 
     # ------------------------------------------------------------ what the caller of simulate() does
@@ -350,7 +384,7 @@ class _World:
             raise Killed(f"simulate(): rank {rank} {self._ranks[rank].ended}, and takes part in nothing more")
 
     def _leave(self, rank: int, how: str) -> None:
-        self._ranks[rank].ended = how
+        self._ranks[rank].end(how)
         self._settle()
         if self._turn == rank:
             self._pass_turn()
@@ -397,14 +431,14 @@ class _World:
             text = self._text(None, f"{what}.")
             for rank in living:
                 assert rank.call is not None
-                rank.call.error = text
+                rank.call.fail(text)
 
     def _settle_group(self, rank: int, call: _Call) -> None:
         members = [self._ranks[r] for r in call.group]
         gone = [r for r in call.group if self._ranks[r].ended not in (None, "has stalled")]
         if gone:
             what = f"{_names(gone)} {'are' if len(gone) > 1 else 'is'} gone; {call.words}, number {call.number} of rank {rank}"
-            call.error = self._text(rank, f"{what}, cannot end.")
+            call.fail(self._text(rank, f"{what}, cannot end."))
             return
         calls = [m.call for m in members if m.call is not None and m.is_waiting and m.call.group == call.group]
         if len(calls) < len(members):
@@ -415,11 +449,11 @@ class _World:
             rows += differing_settings(labels, settings_behind(labels.values()))
             text = problem("simulate()", "ranks called different collectives.", rows)
             for each in calls:
-                each.error = text
+                each.fail(text)
             return
         parts = [each.x for each in calls]
         for each in calls:
-            each.parts = parts
+            each.complete(parts)
 
     def _text(self, rank: int | None, what: str) -> str:
         """An error, with where every rank is; of many, those that are in the call of ``rank``."""

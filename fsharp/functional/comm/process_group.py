@@ -297,12 +297,12 @@ class Messages(NamedTuple):
 
     def send(self, x: torch.Tensor, to: int) -> tuple[int, Any]:
         """Post a message to a rank of the group; what :meth:`wait` takes."""
-        self.call.peer = self.ranks[to]
+        self.call.turn_to(self.ranks[to])
         return to, self.group.send([x], to, self.call.tag)
 
     def receive(self, x: torch.Tensor, source: int) -> tuple[int, Any]:
         """Post that a rank of the group will send a message; what :meth:`wait` takes."""
-        self.call.peer = self.ranks[source]
+        self.call.turn_to(self.ranks[source])
         return source, self.group.recv([x], source, self.call.tag)
 
     def wait(self, posted: Sequence[tuple[int, Any]]) -> None:
@@ -312,7 +312,7 @@ class Messages(NamedTuple):
             RuntimeError: one of them cannot be; ``call.peer`` is the other rank.
         """
         for rank, work in posted:
-            self.call.peer = self.ranks[rank]
+            self.call.turn_to(self.ranks[rank])
             work.wait()
 
 

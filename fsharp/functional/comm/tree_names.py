@@ -25,6 +25,11 @@ class TreeCounts:
     trees: int = 0
     gathered: Counter[tuple[str, tuple[str, ...], str]] = field(default_factory=Counter)
 
+    def add_tree(self) -> int:
+        """Count a tree that ranks have made together. Return its number, from 1."""
+        self.trees += 1
+        return self.trees
+
 
 def counts_of(comm: Comm) -> TreeCounts | None:
     """The counts of this rank among the ranks of a Comm. None where nothing compares labels: one rank, or a foreign Comm."""
@@ -41,8 +46,7 @@ def name_trees(tree: Any, comm: Comm) -> Any:
             occurrence = seen[node.name]
             seen[node.name] += 1
             if occurrence not in numbers:
-                counts.trees += 1
-                numbers[occurrence] = str(counts.trees)
+                numbers[occurrence] = str(counts.add_tree())
             node.tree_name = TreeName(numbers[occurrence])
     return tree
 

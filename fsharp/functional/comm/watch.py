@@ -74,6 +74,10 @@ class WatchedCall:
         self._since: float | None = None
         self._warned = False
 
+    def turn_to(self, rank: int) -> None:
+        """A message of this rank is posted or waited for from here on."""
+        self.peer = rank
+
     def check(self) -> None:
         """Called twice a second while somebody waits for it.
 
@@ -166,8 +170,10 @@ class RankStatuses:
         """By name of a watch, how many calls this rank has begun."""
         return self._begun | {name: watch.count for name, watch in list(self.watches.items())}
 
-    def begun(self, name: str, count: int) -> None:
-        """This rank has begun so many calls of a watch."""
+    def begun(self, name: str, count: int, label: str) -> None:
+        """This rank has begun so many calls of a watch, the last one with this label."""
+        if threading.current_thread() is threading.main_thread():  # and not a save in the background
+            self.last = label
         self._begun.pop(name, None)
         self._begun[name] = count
         if len(self._begun) > _KEPT_WATCHES:
@@ -258,10 +264,8 @@ class Watch:
         self.check()
         call = WatchedCall(self, label, self.count)
         self.count += 1
-        self.ranks.begun(self.name, self.count)
+        self.ranks.begun(self.name, self.count, label)
         self._labels.append(label)
-        if threading.current_thread() is threading.main_thread():  # and not a save in the background
-            self.ranks.last = label
         return call
 
     @property

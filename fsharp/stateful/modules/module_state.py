@@ -1,6 +1,6 @@
 """ModuleState: the state that a module trains, and whether somebody has changed it behind the module's back."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import zip_longest
 from typing import Any
 
@@ -11,7 +11,7 @@ from fsharp.functional.comm.protocol import Comm, Labelled
 from fsharp.functional.layout.layout import Layout
 from fsharp.functional.layout.sharded import Sharded, map_units, trainable, units_by_name, units_of
 from fsharp.functional.moves import gather, on_device
-from fsharp.functional.state import TrainState, stored
+from fsharp.functional.state import TrainState, stored, update
 
 
 class ModuleState:
@@ -98,6 +98,20 @@ class ModuleState:
                     if buffer is not value:
                         buffer.copy_(value)
         self.stamp()
+
+    def keep_optimizer(self, opt: Any, **about: Any) -> None:
+        """Go on with this state of the optimizer; ``about``: other fields of the :class:`TrainState` that belong to it."""
+        self.state = self.state._replace(opt=opt, **about)
+
+    def update(self, tx: Any, gradients: Any, comm: Comm) -> None:
+        """Update by a transformation of the gradients. Buffers of the state are donated."""
+        self.state = update(tx, gradients, self.state, comm=comm, donate=True)
+
+    def account_for_writes(self, account: Callable[[str], None]) -> None:
+        """Have labels say that parameters were written to since the last step, if they were: a rank that is alone is found."""
+        if self.is_written:
+            account("parameters written in place=True")
+            self.is_written = False
 
     def adopt(self, state: TrainState) -> None:
         """Take over a state of this layout, whose buffers are the module's from here on.

@@ -13,7 +13,6 @@ from fsharp.functional.comm.protocol import Comm
 from fsharp.functional.layout.sharded import units_of
 from fsharp.functional.moves import reduce_scatter
 from fsharp.functional.sinks import with_sinks
-from fsharp.functional.state import update
 from fsharp.stateful.modules.mean_gradients import MeanGradients, unused_parameters
 from fsharp.stateful.modules.module_state import ModuleState
 from fsharp.stateful.runtime.scheduler import Scheduler
@@ -65,7 +64,7 @@ class ModuleStep:
         self.clear_up()
         self.take_writes()
         if self._run is None:
-            self._account_for_writes()
+            self.kept.account_for_writes(self.scheduler.account)
             self.means.clear()
             self.updated_by = None
             run = self._run = self.scheduler.open(self.scheduled, (self.kept.state.params,), {}, on_backward=self.on_backward)
@@ -79,12 +78,6 @@ class ModuleStep:
         """Have what rests follow writes to the module's parameters, and what the step under way gathers from here on."""
         if self.kept.take_writes() and self._run is not None:
             self._run.outdate()
-
-    def _account_for_writes(self) -> None:
-        """Labels say from here on that parameters were written to: a rank that has done so alone is found."""
-        if self.kept.is_written:
-            self.scheduler.account("parameters written in place=True")
-            self.kept.is_written = False
 
     def clear_up(self) -> None:
         """After an error begin anew, as all ranks do. A backward that has ended in one gives its step up: autograd does not."""
@@ -169,33 +162,34 @@ class ModuleStep:
         """What a backward of the step that is under way goes to."""
         return [sink for node in units_of(self.params) for sink in node.sinks] if self._run is not None else []
 
-    def update(self, tx: Any, settings: str) -> bool:
-        """New parameters by a transformation of the gradients, if there are any; whether there were.
+    def update(self, tx: Any, settings: str, *, by: int) -> None:
+        """Make new parameters by a transformation of the gradients, if there are any.
 
         Args:
             tx: the transformation.
             settings: what ranks have to have in common, such as learning rates.
+            by: the identity of the optimizer, which is ``updated_by`` afterwards.
 
         Raises:
             LossError: gradients that wait for more microbatches.
             ScheduleError: a step has used up the gradients.
         """
         if self.finished("step()") is None:
-            return False
+            return
         run = self._run
         assert run is not None
         self.kept.notice_writes()
-        self._account_for_writes()
+        self.kept.account_for_writes(self.scheduler.account)
         self.scheduler.account(f"{settings}\n{self.means.changes()}")
         with self._forgetting(run), self.scheduler.guard(run):
-            self.kept.state = update(tx, self.means.tree, self.kept.state, comm=self.scheduler, donate=True)
+            self.kept.update(tx, self.means.tree, self.scheduler)
             self.used = set(self.means.present)
             self.means.clear()
             self.scheduler.close(run)
         self._run = self.params = None
+        self.updated_by = by
         self.kept.stamp()
         self.kept.loaded.clear()
-        return True
 
     def finished(self, where: str) -> Any:
         """The gradients, if there are any, for ``where``, which is about to use them.

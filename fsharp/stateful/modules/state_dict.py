@@ -106,8 +106,8 @@ def _read(where: str, session: Session, module: nn.Module, load: Callable[[], An
     awaiting: dict[str, _Awaiting] = {}
     for path, parameter in session.parameters.items():
         awaiting[path] = torch.empty(0, dtype=parameter.dtype).as_subclass(_Awaiting)
-        awaiting[path].__dict__.update({name: getattr(parameter, name) for name in Part.__annotations__})
-        awaiting[path].is_whole, awaiting[path].given = False, []
+        about = {name: getattr(parameter, name) for name in Part.__annotations__}
+        awaiting[path].__dict__.update({**about, "is_whole": False, "given": []})
     names = [unit.name for unit in session.layout.units]
     with session.calls.swapped_in(names, session.seated(awaiting)), own_buffers(module) as buffers:
         try:

@@ -55,8 +55,8 @@ class StepRecord:
         """One more backward pass is over."""
         self.num_microbatches += 1
 
-    def leave(self, event: Event | None, events: Sequence[Event]) -> None:
-        """The step leaves its schedule at an event, or for a reason that is no event, after other ones."""
+    def note_departure(self, event: Event | None, events: Sequence[Event]) -> None:
+        """Note where a step leaves its schedule: at ``event``; None: after ``events``, for a reason that is no event."""
         self.left_at = str(event) if event is not None else f"what came after {events[-1]}" if events else "its end"
 
 
@@ -163,7 +163,7 @@ class Step:
     def leave(self, event: Event | None) -> None:
         """Follow the schedule no further: finish what it has begun, and make ops up from here on."""
         assert self.schedule is not None
-        self.record.leave(event, self.events)
+        self.record.note_departure(event, self.events)
         self.executor.drain()
         self.schedule.leave(self.uses.are_in)
         self.eager = self._make_eager(left=self.schedule)

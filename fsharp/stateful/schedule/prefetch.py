@@ -59,11 +59,11 @@ def residency(
         leave: tuple[str, ...] = tuple(held)
         enter: tuple[str, ...] = ()
         if event.kind == "update":
-            here, stays.dropped = (), dict.fromkeys(stays.now)
+            here = ()
+            stays.release()
         else:
             leave = tuple(b for b in (*near, *ended) if b in held and b not in here and b not in stays.now)
-            enter = tuple(dict.fromkeys(b for b in (*here, *stays.dropped) if b not in held))
-            stays.dropped = {}
+            enter = tuple(dict.fromkeys(b for b in (*here, *stays.take_released()) if b not in held))
         if i == 0:
             carried = tuple(b for b in carried if b in enter)
             enter = tuple(b for b in enter if b not in carried)
@@ -83,7 +83,16 @@ class _Stays:
         self.events, self.bundles, self.kept = events, bundles, frozenset(kept)
         self.ends = {event.use: i for i, event in enumerate(events) if event.kind == "backward_end"} if kept else {}
         self.now = Counter[str]()
-        self.dropped: dict[str, None] = {}  # by an update
+        self._released: tuple[str, ...] = ()
+
+    def release(self) -> None:
+        """Release the bundles that stay: an update changes their parameters."""
+        self._released = tuple(self.now)
+
+    def take_released(self) -> tuple[str, ...]:
+        """Return the bundles that an update has released, once: they have to be gathered again."""
+        released, self._released = self._released, ()
+        return released
 
     def advance(self, i: int) -> tuple[str, ...]:
         """Go on to an event; those that stay no longer."""

@@ -120,11 +120,13 @@ class OpList:
         self, spec: OpSpec, unit: str, phase: Phase, at: int, *, is_first: bool = True, is_last: bool = True, **fields: Any
     ) -> UnplacedOp:
         facts = self.facts.get(unit, UnitFacts(""))
-        op = UnplacedOp(spec, unit, phase, at, **fields)
         if spec.nbytes(facts):
-            op.buffer = spec.memory, unit
-            op.fills, op.frees = is_first and spec.fills == spec.memory, is_last and spec.frees == spec.memory
-            op.after += tuple(each for each in self._readers.pop(op.buffer, ()) if each.spec.stream != spec.stream)
+            readers = self._readers.pop((spec.memory, unit), ())
+            fields["after"] = (*fields.get("after", ()), *[each for each in readers if each.spec.stream != spec.stream])
+            fields["buffer"] = spec.memory, unit
+            fields["fills"] = is_first and spec.fills == spec.memory
+            fields["frees"] = is_last and spec.frees == spec.memory
+        op = UnplacedOp(spec, unit, phase, at, **fields)
         for buffer in spec.reads:
             self._readers.setdefault((buffer, unit), []).append(op)
         self.ops.append(op)

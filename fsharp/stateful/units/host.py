@@ -38,6 +38,12 @@ class HostCopies:
         self.copies: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._began: Key | None = None
 
+    def add(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Have a tensor copied, if it is not there already."""
+        self.nbytes += source.nbytes
+        if target is not source:
+            self.copies.append((target, source))
+
     def run(self, lanes: Lanes, op: Key) -> int:
         """Copy; returns the number of bytes. The lane is the current one, and ``op`` what it runs."""
         nbytes = 0
@@ -99,10 +105,8 @@ class Offload:
                     continue
                 move = moves.setdefault(node.name, HostCopies(self._lanes))
                 if id(x) not in moved:
-                    move.nbytes += x.nbytes
                     moved[id(x)] = self._on_host(x) if to_host else self._on_device(x, is_ours=is_ours)
-                    if moved[id(x)] is not x:
-                        move.copies.append((moved[id(x)], x))
+                    move.add(moved[id(x)], x)
                 buffers[i] = moved[id(x)]
             if all(x is y for x, y in zip(raw, buffers, strict=True)):
                 return node

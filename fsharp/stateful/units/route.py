@@ -28,13 +28,17 @@ class OutgoingBlock:
 
     __slots__ = ("collected", "gaps", "leaves", "received", "scratch", "sent")
 
-    def __init__(self) -> None:
-        self.leaves: list[torch.Tensor] = []
-        self.gaps: list[torch.Tensor] = []
-        self.collected: list[torch.Tensor] = []
-        self.sent: list[torch.Tensor] = []
-        self.scratch: list[list[torch.Tensor]] = []
-        self.received: list[torch.Tensor | None] = []
+    def __init__(
+        self,
+        leaves: list[torch.Tensor],
+        gaps: list[torch.Tensor],
+        collected: list[torch.Tensor],
+        sent: list[torch.Tensor],
+        scratch: list[list[torch.Tensor]],
+        received: list[torch.Tensor | None],
+    ) -> None:
+        self.leaves, self.gaps = leaves, gaps
+        self.collected, self.sent, self.scratch, self.received = collected, sent, scratch, received
 
 
 class GradientRoute:
@@ -100,19 +104,20 @@ class GradientRoute:
 
     def block(self, memory: torch.Tensor, *, several_uses: bool) -> OutgoingBlock:
         """Views of a run of :meth:`outgoing_nbytes` bytes."""
-        block = OutgoingBlock()
+        collected: list[torch.Tensor] = []
+        sent: list[torch.Tensor] = []
+        scratch: list[list[torch.Tensor]] = []
+        received: list[torch.Tensor | None] = []
         pieces = [self._pieces(i, several_uses) for i in range(len(self.chains))]
         tensors = iter(carve(memory, [piece for each in pieces for piece in each]))
         for chain in self.chains:
-            collected = next(tensors)
-            block.collected.append(collected)
-            block.sent.append(next(tensors) if self.is_reduced and chain.differ and several_uses else collected)
-            block.scratch.append([next(tensors) for _ in chain.pieces()] if self.is_reduced else [])
-            block.received.append(next(tensors) if self.is_reduced and chain.differ else None)
-        flats = dict(zip(self.unit.trainable, block.collected, strict=True))
-        block.leaves = self.index.views(flats, self.leaves)
-        block.gaps = [gap for g, flat in flats.items() for gap in self.index.gaps(g, flat)]
-        return block
+            collected.append(next(tensors))
+            sent.append(next(tensors) if self.is_reduced and chain.differ and several_uses else collected[-1])
+            scratch.append([next(tensors) for _ in chain.pieces()] if self.is_reduced else [])
+            received.append(next(tensors) if self.is_reduced and chain.differ else None)
+        flats = dict(zip(self.unit.trainable, collected, strict=True))
+        gaps = [gap for g, flat in flats.items() for gap in self.index.gaps(g, flat)]
+        return OutgoingBlock(self.index.views(flats, self.leaves), gaps, collected, sent, scratch, received)
 
     def finishing_block(self, memory: torch.Tensor) -> list[list[torch.Tensor]]:
         """Views of a run of :meth:`finishing_nbytes` bytes: for each group what is sent and what its reduction works in."""

@@ -123,8 +123,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 raise TreeError(
                     "ShardedOptimizer(): an (init, update) pair updates all parameters; freeze or label those it shall not."
                 )
-            self.session.kept.state = self.session.kept.state._replace(
-                opt=self._tx.init(self.session.kept.visible(), comm=self.session.scheduler), made_by=None
+            self.session.kept.keep_optimizer(
+                self._tx.init(self.session.kept.visible(), comm=self.session.scheduler), made_by=None
             )
             super().__init__(groups, {})
         self._is_made = True
@@ -227,8 +227,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 "step(): another optimizer of this module has made the step, and gradients are gone. Put all parameters into "
                 "one ShardedOptimizer, in groups."
             )
-        if self.session.step.update(tx, self._settings()):
-            self.session.step.updated_by = id(self)
+        self.session.step.update(tx, self._settings(), by=id(self))
         return loss
 
     def _settings(self) -> str:
@@ -465,7 +464,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for group, loaded in zip(self.param_groups, state_dict["param_groups"], strict=True):
             group.update({name: copy.deepcopy(value) for name, value in loaded.items() if name != "params"})
         if self.inner is None:
-            self.session.kept.state = self.session.kept.state._replace(opt=states)
+            self.session.kept.keep_optimizer(states)
         else:
             self._has_state = set(states)
             self._recut([{path: alike(states.get(path, {})) for path in labels} for labels in self._labels], states)
