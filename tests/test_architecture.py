@@ -126,6 +126,43 @@ def test_no_circle_of_files():
         visit(name)
 
 
+def stored(tree):
+    """The attributes that code assigns to, as nodes of its syntax tree."""
+    for node in ast.walk(tree):
+        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+        for each in [part for target in targets if target is not None for part in ast.walk(target)]:
+            if isinstance(each, ast.Attribute) and isinstance(each.ctx, ast.Store):
+                yield each
+
+
+def is_own(attribute):
+    return isinstance(attribute.value, ast.Name) and attribute.value.id in ("self", "cls")
+
+
+def test_state_has_owners():
+    """Few statements store to attributes of other objects: mostly idioms of torch, such as ``ctx.x = y`` and ``p.grad = g``."""
+    found = {ast.unparse(each) for each in stored(ast.parse("a.b, self.c = 1, 2; d.e += 3; f[g.h] = 4"))}
+    assert found == {"a.b", "self.c", "d.e"}
+    foreign = {
+        f"{path.relative_to(ROOT)}:{each.lineno}": ast.unparse(each)
+        for path in SOURCES
+        for each in stored(ast.parse(path.read_text()))
+        if not is_own(each)
+    }
+    assert len(foreign) <= 60, foreign
+
+
+def test_classes_that_run_steps_have_few_attributes():
+    large = {"Step", "Scheduler", "Run"}
+    found = {}
+    for path in SOURCES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef) and (node.name in large or path.parent == ROOT / "stateful" / "schedule"):
+                found[node.name] = {each.attr for each in stored(node) if is_own(each)}
+    assert {*large, "Emitter", "GradientOps", "ParameterOps"} <= set(found)
+    assert not {name: sorted(names) for name, names in found.items() if len(names) > 12}
+
+
 def test_torch_cuda_is_in_one_file():
     assert [path.name for path in SOURCES if "torch.cuda" in path.read_text()] == ["graphs.py"]
 

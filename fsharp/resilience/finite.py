@@ -2,7 +2,7 @@
 
 import cmath
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from numbers import Integral, Number
 from typing import Any, NamedTuple
 
@@ -10,7 +10,7 @@ import torch
 
 from fsharp.annotated import options_checked
 from fsharp.checkpoint.entries import PerRank, expanded, leaves_of
-from fsharp.errors import TreeError
+from fsharp.errors import NonFiniteError, TreeError
 from fsharp.functional.comm.agree import exchange, largest
 from fsharp.functional.comm.protocol import Comm, Labelled
 from fsharp.functional.layout.paths import join
@@ -40,6 +40,54 @@ class NonFinite(NamedTuple):
         if self.leaf is not None:
             found.append(f"{self.leaf or 'the leaf'!r} is the first leaf that is not finite, held by {_named(self.ranks)}")
         return ", and ".join(found)
+
+
+class LeftOutSteps:
+    """The steps that a run leaves out because they are not finite.
+
+    Args:
+        policy: what to do after such a step: ``"raise"``, ``"skip"`` or ``"roll back"``.
+        most: how many such steps are left out: in succession with ``"skip"``, and ever with ``"roll back"``.
+
+    Attributes:
+        steps: numbers of the steps that ``"roll back"`` leaves out.
+    """
+
+    def __init__(self, policy: str, most: int) -> None:
+        self.policy, self.most = policy, most
+        self.steps = list[int]()
+        self._in_row = 0
+
+    def end_finite(self) -> None:
+        """A step was finite."""
+        self._in_row = 0
+
+    def end_nonfinite(self, what: str) -> None:
+        """A step was not finite; raise unless the policy leaves the step out.
+
+        Args:
+            what: the step and where it is not finite, in words.
+
+        Raises:
+            NonFiniteError: the policy is to raise, or too many steps were left out.
+        """
+        self._in_row += 1
+        if self.policy == "raise":
+            raise NonFiniteError(f'{what}. The step was left out. Run(on_nonfinite="skip") or "roll back" would go on.')
+        count = self._in_row if self.policy == "skip" else len(self.steps) + 1
+        if count > self.most:
+            kind = "in succession" if self.policy == "skip" else "of this run"
+            raise NonFiniteError(f"{what}. It is number {count} {kind}, and max_nonfinite is {self.most}.")
+
+    def replace(self, steps: Sequence[int]) -> None:
+        """Leave out these steps, and no others."""
+        self.steps = list(steps)
+
+    def next_after(self, step: int) -> int:
+        """Return the first step from ``step`` on that is not left out."""
+        while step in self.steps:
+            step += 1
+        return step
 
 
 @options_checked

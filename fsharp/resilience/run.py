@@ -14,19 +14,18 @@ from typing import Any, Literal, NoReturn, Self
 import optree
 
 from fsharp.annotated import options_explained
-from fsharp.checkpoint import Checkpoint, Replicas, Saver
-from fsharp.checkpoint.catalog import has_checkpoints
-from fsharp.checkpoint.entries import expanded, is_node, leaf_names
-from fsharp.checkpoint.loading import load_newest
+from fsharp.checkpoint import Checkpoint, Replicas
+from fsharp.checkpoint.entries import expanded, is_node
 from fsharp.checkpoint.manifest import as_json
 from fsharp.checkpoint.storage import full_path
-from fsharp.errors import NonFiniteError, RunError, problem
-from fsharp.functional.comm.agree import agree, exchange, together
+from fsharp.errors import NonFiniteError, RunError
+from fsharp.functional.comm.agree import agree
 from fsharp.functional.comm.process_group import ProcessGroupComm
 from fsharp.functional.comm.protocol import Comm, Engine, Labelled, innermost
 from fsharp.resilience.failures import reported_failures
-from fsharp.resilience.finite import NonFinite, find_nonfinite
+from fsharp.resilience.finite import LeftOutSteps, NonFinite, find_nonfinite
 from fsharp.resilience.preemption import EXIT_PREEMPTED, Preemption
+from fsharp.resilience.run_checkpoints import RunCheckpoints
 from fsharp.resilience.start import agree_at_start
 from fsharp.resilience.stragglers import StragglerDetector
 from fsharp.tracebacks import api_boundary
@@ -125,47 +124,56 @@ class Run:
             raise RunError(f"Run(): comm is a {type(comm).__name__}; pass what that was made of: comm=scheduler.comm.")
         if on_nonfinite not in _POLICIES:
             raise RunError(f"Run(): on_nonfinite is {on_nonfinite!r}, expected one of {', '.join(map(repr, _POLICIES))}.")
-        self.root, self.comm, self.total, self.save_every = full_path(root), comm, total, save_every
-        if replicas is not None and replicas.root != self.root:
-            raise RunError(
-                f"Run(): replicas have root={replicas.root!r}, expected that of the run: Replicas(..., root={self.root!r})."
-            )
-        self.replicas, self.refresh_every = replicas, refresh_every
-        self.on_nonfinite, self.max_nonfinite, self.save_nonfinite = on_nonfinite, max_nonfinite, save_nonfinite
+        self.comm, self.total = comm, total
+        self._left_out, self._save_nonfinite = LeftOutSteps(on_nonfinite, max_nonfinite), save_nonfinite
         try:
             self.config = as_json(dict(config or {}))
         except (TypeError, ValueError, RecursionError) as error:
             raise RunError(f"Run(): JSON cannot hold the config: {error}.") from error
-        self.files, self._background = files, background
-        self._stays: dict[str, Any] = {"keep": keep, "keep_steps": keep_steps, "keep_hours": keep_hours}
+        self._checkpoints = RunCheckpoints(
+            full_path(root),
+            comm,
+            save_every=save_every,
+            replicas=replicas,
+            refresh_every=refresh_every,
+            config=self.config,
+            keep=keep,
+            keep_steps=keep_steps,
+            keep_hours=keep_hours,
+            background=background,
+        )
+        self._files = files
         self.preemption = Preemption(comm, signals=signals, every=agree_every)
         found = innermost(comm)
         is_native = isinstance(found, ProcessGroupComm) and found.is_native
         self.stragglers = None if is_native else StragglerDetector(comm, every=10 * agree_every)
-        self.step, self.skipped = 0, list[int]()
-        self._is_resumed, self._in_step, self._in_row, self._saved = False, False, 0, -1
-        self._newest = -1
-        self._names = set[str]()
+        self.step = 0
+        self._phase: Literal["new", "between steps", "in a step"] = "new"
         self._stack = ExitStack()
+
+    @property
+    def skipped(self) -> list[int]:
+        """Steps that ``"roll back"`` leaves out."""
+        return self._left_out.steps
 
     @api_boundary
     def __enter__(self) -> Self:
         """Compare arguments between ranks; note signals, and report errors, from here on."""
         with ExitStack() as stack:
             stack.enter_context(reported_failures(self.comm, lambda: f"step {self.step}"))
+            kept = self._checkpoints
             arguments = {
-                "root": self.root,
+                "root": kept.root,
                 "total": self.total,
-                "save_every": self.save_every,
-                "refresh_every": None if self.replicas is None else self.refresh_every,
-                "on_nonfinite": f"{self.on_nonfinite}, at most {self.max_nonfinite}",
-                "save_nonfinite": self.save_nonfinite,
+                "save_every": kept.save_every,
+                "refresh_every": None if kept.replicas is None else kept.refresh_every,
+                "on_nonfinite": f"{self._left_out.policy}, at most {self._left_out.most}",
+                "save_nonfinite": self._save_nonfinite,
                 "agree_every": self.preemption.every,
             }
-            agree_at_start({"Run()": arguments, **self.config}, comm=self.comm, files=self.files)
+            agree_at_start({"Run()": arguments, **self.config}, comm=self.comm, files=self._files)
             stack.enter_context(self.preemption)
-            saver = Saver(self.root, self.comm, **self._stays, config=self.config, background=self._background)
-            self._saver = stack.enter_context(saver)
+            stack.enter_context(self._checkpoints.begin())
             self._stack = stack.pop_all()
         return self
 
@@ -175,8 +183,9 @@ class Run:
         if error is not None:
             self._stack.__exit__(kind, error, trace)
             return
-        if self._saved != self.step and self.comm.rank == 0:
-            _log.warning("the run ends after %d of %d steps; %s", self.step, self.total, self._newest_is())
+        if self._checkpoints.saved != self.step and self.comm.rank == 0:
+            newest = self._checkpoints.describe_newest()
+            _log.warning("the run ends after %d of %d steps; %s", self.step, self.total, newest)
         with self._stack:
             agree("Run", {}, Labelled(self.comm, f"the end of the run, after {self.step} of {self.total} steps: "))
 
@@ -201,10 +210,11 @@ class Run:
         Cost: that of :func:`fsharp.checkpoint.load`.
         """
         agree_at_start(self.config, tree, comm=self.comm)
-        self._is_resumed, self._names = True, set(leaf_names(tree))
-        has_own = self._has_own()
-        root = self.root if has_own or other is None else full_path(other)
-        is_there = has_own or self._has_checkpoint(root)
+        self._phase = "between steps" if self._phase == "new" else self._phase
+        self._checkpoints.expect(tree)
+        has_own = self._checkpoints.are_own()
+        root = self._checkpoints.root if has_own or other is None else full_path(other)
+        is_there = has_own or self._checkpoints.are_in(root)
         if not is_there and other is not None:
             raise RunError(f"Run.resume(): there is no checkpoint in {os.fspath(other)!r} to go on with.")
         if is_there:
@@ -212,8 +222,7 @@ class Run:
             _log.info("the run goes on after step %d with %s", found.step, found.path)
             for line in _changes(found.config, self.config) if self.comm.rank == 0 else ():
                 _log.warning("the run goes on after step %d with another config: %s", found.step, line)
-        if not has_own and (is_there or self.on_nonfinite == "roll back"):
-            self._saved = -1
+        if not has_own and (is_there or self._left_out.policy == "roll back"):
             self._save(tree)
         elif has_own and self.step >= self.total:
             self._save(tree)  # what is in memory alone is not the end of a run
@@ -222,14 +231,14 @@ class Run:
     @api_boundary
     def steps(self) -> Iterator[int]:
         """The numbers of the steps that are left to do, from 0; each has to be ended by :meth:`end_step`."""
-        if not self._is_resumed:
+        if self._phase == "new":
             raise RunError("Run.steps(): call resume(tree) first: it looks for a checkpoint, and remembers where to go on.")
         if self.stragglers is not None:
             self.stragglers.start()
         while self.step < self.total:
-            self._in_step = True
+            self._phase = "in a step"
             yield self.step
-            if self._in_step:
+            if self._phase == "in a step":
                 raise RunError(f"Run.steps(): step {self.step} was not ended: call tree = run.end_step(tree) in each step.")
 
     @api_boundary
@@ -248,33 +257,33 @@ class Run:
             CheckpointError: a save that has failed.
             SystemExit: a signal has come, and the tree is saved; its code is :data:`EXIT_PREEMPTED`.
         """
-        if not self._in_step:
+        if self._phase != "in a step":
             raise RunError("Run.end_step(): no step is under way: call it once in each step of `for step in run.steps()`.")
-        self._in_step = False
-        self._in_row = 0 if nonfinite is None else self._in_row + 1
-        if nonfinite is not None:
-            self._check_left_out(nonfinite)
-        if nonfinite is not None and self.on_nonfinite == "roll back":
+        self._phase = "between steps"
+        if nonfinite is None:
+            self._left_out.end_finite()
+        else:
+            what = f"step {self.step}: {nonfinite}"
+            self._left_out.end_nonfinite(what)
+            if self.comm.rank == 0:
+                _log.warning("%s; on_nonfinite is %r", what, self._left_out.policy)
+        if nonfinite is not None and self._left_out.policy == "roll back":
             tree = self._rolled_back(tree)
             before = self.step
         else:
             before = self.step
             self.step += 1
-        while self.step in self.skipped:
-            self.step += 1
+        self.step = self._left_out.next_after(self.step)
         if self.stragglers is not None:
             self.stragglers.end_step(self.step)
-        self._saver.check()
-        if self.replicas is not None:
-            self.replicas.check()
+        self._checkpoints.check()
         is_preempted = self.preemption.agreed(self.step)
-        if is_preempted or self.step >= self.total or self.step // self.save_every > before // self.save_every:
+        if is_preempted or self.step >= self.total or self._checkpoints.is_due(before, self.step):
             self._save(tree)
         if is_preempted:
-            self._leave()
-        if self.replicas is not None and self.step // self.refresh_every > before // self.refresh_every:
-            self.replicas.refresh(self._kept(tree), step=self.step, config=self.config)
-            self._newest = self.step
+            self._exit()
+        if self._checkpoints.is_refresh_due(before, self.step):
+            self._checkpoints.refresh(self._kept(tree), step=self.step)
         return tree
 
     @api_boundary
@@ -290,86 +299,47 @@ class Run:
             SystemExit: a signal has come to some rank.
             RunError: before :meth:`resume`.
         """
-        if not self._is_resumed:
+        if self._phase == "new":
             raise RunError("Run.check(): call resume(tree) first: what is there before is not what the run has come to.")
         if self.preemption.agreed():
             self._save(tree)
-            self._leave()
-
-    def _check_left_out(self, nonfinite: NonFinite) -> None:
-        """Raise unless the policy leaves the step out."""
-        what = f"step {self.step}: {nonfinite}"
-        if self.on_nonfinite == "raise":
-            raise NonFiniteError(f'{what}. The step was left out. Run(on_nonfinite="skip") or "roll back" would go on.')
-        count = self._in_row if self.on_nonfinite == "skip" else len(self.skipped) + 1
-        if count > self.max_nonfinite:
-            kind = "in succession" if self.on_nonfinite == "skip" else "of this run"
-            raise NonFiniteError(f"{what}. It is number {count} {kind}, and max_nonfinite is {self.max_nonfinite}.")
-        if self.comm.rank == 0:
-            _log.warning("%s; on_nonfinite is %r", what, self.on_nonfinite)
+            self._exit()
 
     def _rolled_back(self, tree: Any) -> Any:
-        self._saver.wait()
-        if not self._has_own():
-            raise NonFiniteError(f"step {self.step} is not finite, and there is no checkpoint in {self.root} to roll back to.")
+        self._checkpoints.wait()
+        root = self._checkpoints.root
+        if not self._checkpoints.are_own():
+            raise NonFiniteError(f"step {self.step} is not finite, and there is no checkpoint in {root} to roll back to.")
         skipped = [*self.skipped, self.step]
-        _, tree = self._load(self.root, tree)
-        self.skipped = skipped
+        _, tree = self._load(root, tree)
+        self._left_out.replace(skipped)
         return tree
-
-    def _has_own(self) -> bool:
-        """Whether there is something of this run, in memory of hosts or on disk."""
-        return (self.replicas is not None and self.replicas.latest() is not None) or self._has_checkpoint(self.root)
-
-    def _has_checkpoint(self, root: str) -> bool:
-        """Return whether rank 0 sees a checkpoint. Other ranks may see another state of a folder on a network."""
-        found = together("Run", self.comm, lambda: self.comm.rank == 0 and has_checkpoints(root))
-        return bool(exchange("yes" if found else "", self.comm)[0])
 
     def _load(self, root: str, tree: Any) -> tuple[Checkpoint, Any]:
         """Return the newest checkpoint that is not damaged, in memory or on disk, and its tree."""
-        like = {"run": {"skipped": ""}, "tree": tree}
-        if self.replicas is not None and root == self.root:
-            found, loaded = self.replicas.restore_newest(like, donate=True)
-        else:
-            found, loaded = load_newest(root, like, comm=self.comm, donate=True)
-        self.step = self._newest = found.step
-        self._saved = found.step if os.path.dirname(found.path) == root else -1
-        self.skipped = json.loads(loaded["run"]["skipped"])
+        found, loaded = self._checkpoints.load(root, {"run": {"skipped": ""}, "tree": tree})
+        self.step = found.step
+        self._left_out.replace(json.loads(loaded["run"]["skipped"]))
         return found, loaded["tree"]
 
     def _save(self, tree: Any) -> None:
-        if self._saved == self.step:
-            return
-        self._saver.save(self._kept(tree), step=self.step)
-        self._saved = self._newest = self.step
+        if self._checkpoints.saved != self.step:
+            self._checkpoints.save(self._kept(tree), step=self.step)
 
     def _kept(self, tree: Any) -> Any:
         """Return what a checkpoint holds of a run; refuse a tree that a restart could not load or go on with."""
-        if changed := sorted(self._names.symmetric_difference(leaf_names(tree))):
-            raise RunError(
-                problem(
-                    "Run",
-                    "the tree has other leaves than it had in resume(), so that a restart could not load it.",
-                    [(name, "gone" if name in self._names else "new") for name in changed[:8]],
-                    "Begin with all that it will have: a number in place of None, lists as long as they get, a step made by a "
-                    "plain optimizer of torch before resume().",
-                )
-            )
-        bad = None if self.save_nonfinite else find_nonfinite(None, _without_numbers(tree), comm=self.comm)
+        self._checkpoints.check_leaves(tree)
+        bad = None if self._save_nonfinite else find_nonfinite(None, _without_numbers(tree), comm=self.comm)
         if bad is not None:
             raise NonFiniteError(
-                f"Run: the tree after {self.step} steps is not saved: {bad}; {self._newest_is()}. Leave out updates "
-                "that find_nonfinite() refuses. If the tree is meant to be so, as with a mask of -inf, pass "
+                f"Run: the tree after {self.step} steps is not saved: {bad}; {self._checkpoints.describe_newest()}. "
+                "Leave out updates that find_nonfinite() refuses. If the tree is meant to be so, as with a mask of -inf, pass "
                 "Run(save_nonfinite=True)."
             )
         return {"run": {"skipped": json.dumps(self.skipped)}, "tree": tree}
 
-    def _newest_is(self) -> str:
-        return f"the newest checkpoint is that of step {self._newest}" if self._newest >= 0 else "there is no checkpoint"
-
-    def _leave(self) -> NoReturn:
-        self._saver.wait()
+    def _exit(self) -> NoReturn:
+        self._checkpoints.wait()
         if self.comm.rank == 0:
             _log.warning("a signal has come: saved after %d of %d steps, exit code %d", self.step, self.total, EXIT_PREEMPTED)
         raise SystemExit(EXIT_PREEMPTED)

@@ -1,0 +1,134 @@
+"""RunCheckpoints: the checkpoints of a run, on disk and in memory of hosts, and which of them is the newest."""
+
+import os
+from typing import Any
+
+from fsharp.checkpoint import Checkpoint, Replicas, Saver
+from fsharp.checkpoint.catalog import has_checkpoints
+from fsharp.checkpoint.entries import leaf_names
+from fsharp.checkpoint.loading import load_newest
+from fsharp.errors import RunError, problem
+from fsharp.functional.comm.agree import exchange, together
+from fsharp.functional.comm.protocol import Comm
+
+
+class RunCheckpoints:
+    """The checkpoints of a run.
+
+    Args:
+        root: their folder.
+        comm: the ranks.
+        save_every: steps between two checkpoints on disk.
+        replicas: those in memory of hosts; None if there are none.
+        refresh_every: steps between two refreshes of ``replicas``.
+        config: of the run.
+        options: of the :class:`Saver` that writes them.
+
+    Attributes:
+        saved: step of the newest checkpoint on disk that this run has written or loaded; -1 if there is none.
+        newest: step of the newest checkpoint on disk or in memory of hosts; -1 if there is none.
+    """
+
+    def __init__(
+        self,
+        root: str,
+        comm: Comm,
+        *,
+        save_every: int,
+        replicas: Replicas | None,
+        refresh_every: int,
+        config: Any,
+        **options: Any,
+    ) -> None:
+        if replicas is not None and replicas.root != root:
+            raise RunError(
+                f"Run(): replicas have root={replicas.root!r}, expected that of the run: Replicas(..., root={root!r})."
+            )
+        self.root, self.replicas = root, replicas
+        self.save_every, self.refresh_every = save_every, refresh_every
+        self.saved = self.newest = -1
+        self._comm, self._config, self._options = comm, config, options
+        self._names = set[str]()
+
+    def begin(self) -> Saver:
+        """Return what writes checkpoints from here on, to be closed after the run."""
+        self._saver = Saver(self.root, self._comm, **self._options, config=self._config)
+        return self._saver
+
+    def expect(self, tree: Any) -> None:
+        """Save trees with the leaves of this one alone from here on."""
+        self._names = set(leaf_names(tree))
+
+    def check_leaves(self, tree: Any) -> None:
+        """Refuse a tree that a restart could not load.
+
+        Raises:
+            RunError: the tree has other leaves than expected.
+        """
+        if changed := sorted(self._names.symmetric_difference(leaf_names(tree))):
+            raise RunError(
+                problem(
+                    "Run",
+                    "the tree has other leaves than it had in resume(), so that a restart could not load it.",
+                    [(name, "gone" if name in self._names else "new") for name in changed[:8]],
+                    "Begin with all that it will have: a number in place of None, lists as long as they get, a step made by a "
+                    "plain optimizer of torch before resume().",
+                )
+            )
+
+    def are_own(self) -> bool:
+        """Whether there is a checkpoint of this run, in memory of hosts or on disk."""
+        return (self.replicas is not None and self.replicas.latest() is not None) or self.are_in(self.root)
+
+    def are_in(self, root: str) -> bool:
+        """Whether rank 0 sees a checkpoint in a folder. Other ranks may see another state of a folder on a network."""
+        found = together("Run", self._comm, lambda: self._comm.rank == 0 and has_checkpoints(root))
+        return bool(exchange("yes" if found else "", self._comm)[0])
+
+    def load(self, root: str, like: Any) -> tuple[Checkpoint, Any]:
+        """Return the newest checkpoint that is not damaged, and its tree.
+
+        Args:
+            root: a folder; of the run's own, what is in memory of hosts counts as well.
+            like: a tree with the same leaves, whose tensors are overwritten.
+        """
+        if self.replicas is not None and root == self.root:
+            found, loaded = self.replicas.restore_newest(like, donate=True)
+        else:
+            found, loaded = load_newest(root, like, comm=self._comm, donate=True)
+        self.newest = found.step
+        self.saved = found.step if os.path.dirname(found.path) == self.root else -1
+        return found, loaded
+
+    def is_due(self, before: int, step: int) -> bool:
+        """Whether a checkpoint on disk is due after the steps from ``before`` to ``step``."""
+        return step // self.save_every > before // self.save_every
+
+    def is_refresh_due(self, before: int, step: int) -> bool:
+        """Whether a refresh of the memory of hosts is due after the steps from ``before`` to ``step``."""
+        return self.replicas is not None and step // self.refresh_every > before // self.refresh_every
+
+    def save(self, tree: Any, *, step: int) -> None:
+        """Begin a checkpoint on disk."""
+        self._saver.save(tree, step=step)
+        self.saved = self.newest = step
+
+    def refresh(self, tree: Any, *, step: int) -> None:
+        """Begin to copy a tree to memory of hosts."""
+        assert self.replicas is not None
+        self.replicas.refresh(tree, step=step, config=self._config)
+        self.newest = step
+
+    def check(self) -> None:
+        """Raise what a save or a refresh under way has failed with."""
+        self._saver.check()
+        if self.replicas is not None:
+            self.replicas.check()
+
+    def wait(self) -> None:
+        """Wait for the checkpoint that is being written."""
+        self._saver.wait()
+
+    def describe_newest(self) -> str:
+        """Return which checkpoint is the newest, in words."""
+        return f"the newest checkpoint is that of step {self.newest}" if self.newest >= 0 else "there is no checkpoint"
