@@ -84,6 +84,7 @@ class _Machine:
         self.tail = [i for i, op in enumerate(self.ops) if i > last and op.kind == "gather"]
         self.queues = {stream: [] for stream in self.priority}
         self.done = {(-1, i) for i in range(len(self.ops)) if i not in self.tail}
+        self.done |= {(-2, i) for i in range(len(self.ops))}  # which gathers of the tail may wait for
         self.queues["gather"] += [(-1, i) for i in self.tail]
         for step in range(2):
             self.open_uses, self.gradients, self.finals, self.opened = {}, {}, {}, {}

@@ -22,7 +22,7 @@ class ParameterCheck(Check):
                 what = "is gathered and never released: a leak, and stale once the parameters are updated."
                 raise refusal(i, order.ops[i], what, "a release after its last use")
         tail = order.tail()
-        self.last_gather = tail[-1] if tail else None
+        self.readers = {order.ops[i].stream: i for i in tail}  # by stream, what last reads or fills where parameters rest
         settled = {op.unit for op in order.ops[order.last_update :] if op.spec.joins == RESTING}
         spread = {order.ops[i].unit: i for i in tail if order.ops[i].spec.fills == RESTING}
         self.arriving = {unit: i for unit, i in spread.items() if unit not in settled}  # updated ones, not yet waited for
@@ -31,6 +31,8 @@ class ParameterCheck(Check):
 
     def see(self, i: int, op: Op, spec: OpSpec) -> None:
         """Follow which units' parameters are gathered, waited for, used and released."""
+        if RESTING in (*spec.reads, spec.fills):
+            self.readers[op.stream] = i
         if spec.fills in (PARAMS, RESTING):
             self._gather(i, op, spec)
         if spec.joins:
@@ -43,7 +45,6 @@ class ParameterCheck(Check):
             self._update(i, op)
 
     def _gather(self, i: int, op: Op, spec: OpSpec) -> None:
-        self.last_gather = i
         if self.updated >= 0 and not self.order.before(self.updated, i):
             raise self.unordered(i, op, "may read stale parameters, before", self.updated)
         if spec.fills == RESTING:
@@ -103,8 +104,9 @@ class ParameterCheck(Check):
         for unit, gather in self.copies.items():
             what = f"the copy of {unit!r} made by op {self.position(gather)} survives the update, and is stale after it."
             raise refusal(i, op, what, f"a release of {unit!r} before the update, or its gather after")
-        if self.last_gather is not None and not self.order.before(self.last_gather, i):
-            raise self.unordered(i, op, "changes what may still be read by", self.last_gather)
+        for j in self.readers.values():
+            if not self.order.before(j, i):
+                raise self.unordered(i, op, "changes what may still be read by", j)
         self._check_spread()
         self.updated = i
         self.stale = {unit.name for unit in self.facts.values() if unit.update_gather}

@@ -14,7 +14,7 @@ import fsharp as fs
 from fsharp.errors import ScheduleError
 from fsharp.stateful.runtime.executor import BIND
 from fsharp.stateful.schedule.compile import compile_schedule
-from fsharp.stateful.schedule.ops import OPS, OUTGOING, PARAMS, OpSpec, declare, kinds
+from fsharp.stateful.schedule.ops import OPS, OUTGOING, PARAMS, RESTING, OpSpec, declare, kinds
 from fsharp.stateful.schedule.policy import Policy
 from fsharp.stateful.schedule.schedule import Schedule, issue_groups
 from fsharp.stateful.verify.verify import verify
@@ -146,6 +146,14 @@ def test_the_verifier_follows_what_is_read_of_gradients():
         refused(edit(schedule, norm, after=()), rf"op {norm}, norm .*may read the outgoing gradient before the end of op")
         alone = tuple(j for j in schedule.ops[reduce].after if j != norm)
         refused(edit(schedule, reduce, after=alone), rf"op {reduce}, reduce .*may still be read by op {norm}, norm")
+
+
+def test_the_verifier_refuses_an_update_of_what_another_stream_still_reads():
+    with declared(replace(SUM, kind="copy", stream="host", behind="compute", reads=(RESTING,)), None):
+        schedule = compile_schedule(chain(2))
+        [update], copies = of(schedule, "update"), of(schedule, "copy")
+        refused(schedule, rf"op {update}, update .*changes what may still be read by op {copies[-1]}, copy u0 backward")
+        verify(edit(schedule, update, after=(*schedule.ops[update].after, copies[-1])))
 
 
 @pytest.mark.parametrize(
