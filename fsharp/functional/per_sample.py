@@ -124,7 +124,7 @@ class _SquareLedger(SinkLedger):
         self.squares, self.level = squares, 0
 
     def begin(self) -> None:
-        """The function of one sample begins, under the vmap over samples."""
+        """Note the level of the vmap over samples: the function of one sample begins."""
         self.level = _functorch.current_level()
 
     def _attach(self, full: torch.Tensor, handle: torch.Tensor) -> torch.Tensor:

@@ -59,11 +59,11 @@ class LeftOutSteps:
         self._in_row = 0
 
     def end_finite(self) -> None:
-        """A step was finite."""
+        """Note that a step was finite."""
         self._in_row = 0
 
     def end_nonfinite(self, what: str) -> None:
-        """A step was not finite; raise unless the policy leaves the step out.
+        """Note that a step was not finite. Raise unless the policy leaves the step out.
 
         Args:
             what: the step and where it is not finite, in words.

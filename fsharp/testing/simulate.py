@@ -228,11 +228,11 @@ class _Call:
         return self.parts is not None or self.error is not None
 
     def complete(self, parts: list[Any]) -> None:
-        """All ranks of the group have called it: it returns these tensors."""
+        """Have the call return these tensors: all ranks of the group have called."""
         self.parts = parts
 
     def fail(self, text: str) -> None:
-        """It can never complete, or ranks differ in it: it raises this text."""
+        """Have the call raise this text: it can never complete, or ranks differ in it."""
         self.error = text
 
     def result(self) -> list[Any]:
@@ -271,21 +271,21 @@ class _Rank:
         return self.call is not None and not self.call.is_decided
 
     def begin_call(self, group: tuple[int, ...], words: CallFacts, x: Any) -> _Call:
-        """Return the rank's next collective, in which it waits from here on."""
+        """Return the rank's next collective, in which the rank waits from here on."""
         self.call = _Call(group, words, self.num_calls, x)
         self.num_calls += 1
         return self.call
 
     def end_call(self, words: CallFacts) -> None:
-        """The rank waits no longer."""
+        """Note that the rank waits no longer."""
         self.call, self.last = None, words
 
     def end(self, how: str) -> None:
-        """The rank takes part in nothing any more."""
+        """Note that the rank takes part in nothing any more."""
         self.ended = how
 
     def end_thread(self) -> None:
-        """The rank's thread is done with."""
+        """Note that the rank's thread has its result."""
         self.has_result = True
 
     def __str__(self) -> str:

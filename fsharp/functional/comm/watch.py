@@ -75,7 +75,7 @@ class WatchedCall:
         self._warned = False
 
     def turn_to(self, rank: int) -> None:
-        """A message of this rank is posted or waited for from here on."""
+        """Name the rank whose message is posted or waited for from here on."""
         self.peer = rank
 
     def check(self) -> None:

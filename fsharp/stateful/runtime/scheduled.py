@@ -122,7 +122,7 @@ class Scheduled:
         return f"{self.name} #{self.num_calls - 1}"
 
     def end_local_call(self, why: str) -> None:
-        """Keep that the call used whole units alone, and why it counts no more: one rank alone may have made it."""
+        """Keep why the call had nothing to schedule, and count the call no longer: one rank alone may have made it."""
         self.num_calls -= 1
         self._note("local", why)
 
@@ -178,7 +178,7 @@ class Scheduled:
 
 
 class Functions:
-    """The functions of a scheduler, as long as somebody has them."""
+    """The functions of one scheduler. Each stays as long as somebody has it."""
 
     def __init__(self) -> None:
         self._alive: weakref.WeakSet[Scheduled] = weakref.WeakSet()
@@ -197,7 +197,7 @@ class Functions:
         return scheduled
 
     def end_call(self, scheduled: Scheduled) -> None:
-        """Keep that a function was called after the one before."""
+        """Keep which function was called last, and for the function before it which one came next."""
         if (last := self._last()) is not None:
             last.note_next(scheduled)
         self._last = weakref.ref(scheduled)

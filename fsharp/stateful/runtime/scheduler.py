@@ -64,15 +64,15 @@ class StepUnderWay:
         self.loose: Callable[[], Step | None] = lambda: None
 
     def begin(self, scheduled: Scheduled, step: Step, title: str) -> None:
-        """The step of a function is under way in this thread."""
+        """Note the step of a function as under way, in this thread."""
         self.step, self.scheduled, self.title, self.thread = step, scheduled, title, threading.get_ident()
 
     def begin_loose(self, step: Step) -> None:
-        """A step outside of all functions is under way, as long as somebody has a backward of it to come."""
+        """Note a step outside of all functions. It lasts as long as somebody has a backward of it to come."""
         self.loose = weakref.ref(step)
 
     def end(self) -> None:
-        """No step is under way."""
+        """Note that no step is under way."""
         self.step = self.scheduled = None
 
     def check_thread(self) -> None:
@@ -265,7 +265,7 @@ class Scheduler(Tracer):
         return self.wrap(fn, getattr(fn, "__qualname__", type(fn).__name__))
 
     def wrap(self, fn: Callable[..., Any], name: str) -> Scheduled:
-        """As ``scheduler(fn)``, with a name for labels of collectives; a number follows if another function has the name."""
+        """Return ``scheduler(fn)`` under a name for labels of collectives. The second function of a name gets a number."""
         return self._functions.add(self, fn, name)
 
     def run(self, scheduled: Scheduled, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

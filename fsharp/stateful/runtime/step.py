@@ -48,11 +48,11 @@ class StepRecord:
         self.left_at = ""
 
     def fetch(self, units: Iterable[str]) -> None:
-        """The optimizer state of these units, and of no others, is on the device."""
+        """Note the units whose optimizer state is on the device: these, and no others."""
         self.fetched = list(units)
 
     def end_microbatch(self) -> None:
-        """One more backward pass is over."""
+        """Count a backward pass that is over."""
         self.num_microbatches += 1
 
     def note_departure(self, event: Event | None, events: Sequence[Event]) -> None:
@@ -417,7 +417,7 @@ class Step:
         self.abandon()
 
     def abandon(self) -> None:
-        """Take nothing more: what is under way may never end."""
+        """End the step without what is under way. A backward that still comes is refused."""
         self.is_over = True
 
     def refuse_backwards(self, refuse: Callable[[], None]) -> None:
