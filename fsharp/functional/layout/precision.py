@@ -82,6 +82,7 @@ class Format:
     def _plane_nbytes(self, values: int) -> list[int]:
         return [values // self.block * plane.per_block * plane.dtype.itemsize for plane in self.planes]
 
+    @api_boundary
     def store(self, values: torch.Tensor, part: int) -> torch.Tensor:
         """Return 1-D values, in whole parts of ``part`` values each, as they are stored.
 

@@ -22,6 +22,7 @@ from fsharp.functional.layout.mesh import Mesh
 from fsharp.functional.layout.packing import Atom
 from fsharp.functional.layout.placement import Place, Strategy
 from fsharp.functional.layout.precision import Dtypes, dtype_name
+from fsharp.tracebacks import api_boundary
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +90,7 @@ class Group:
         """Return stored parameters as functions use them."""
         return self.dtypes.stored.load(stored, self.capacity, self.dtypes.compute)
 
+    @api_boundary
     def values(self, buffer: torch.Tensor, size: int) -> torch.Tensor:
         """Return a buffer of ``size`` elements, decoded if it has parameters in a format that is not plain.
 
