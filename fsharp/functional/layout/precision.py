@@ -3,19 +3,20 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
-from typing import NamedTuple
 
 import torch
 
-from fsharp.annotated import options_explained
+from fsharp.annotated import options_checked, options_explained
 from fsharp.errors import LayoutError, OptionError
 from fsharp.tracebacks import api_boundary
 
 
-class Plane(NamedTuple):
+@options_checked
+@dataclass(frozen=True, slots=True)
+class Plane:
     """One kind of number in which a format stores values, such as the values in 8 bits, or their scales.
 
-    Attributes:
+    Args:
         dtype: of the numbers.
         per_block: how many of them each block of values has.
     """
