@@ -115,7 +115,7 @@ class Format:
         return self.decode(planes).to(dtype)
 
     def _columns(self, stored: torch.Tensor, part: int) -> list[torch.Tensor]:
-        """Where each plane of each part is in ``[parts, bytes]``."""
+        """Return a view of each plane, ``[parts, bytes of the plane]``, of stored parts, ``[parts, bytes of a part]``."""
         found, start = [], 0
         for nbytes in self._plane_nbytes(part):
             found.append(stored[:, start : start + nbytes])

@@ -246,7 +246,7 @@ class _Call:
         return reaching(found, [*flat, *full]) if owner.varies else found
 
     def returning(self, found: Sequence[torch.Tensor]) -> Any:
-        """What the code has returned, with these in place of the tensors that it has given away."""
+        """Return what the code has returned. Tensors in ``found`` stand in place of those that the code gave away."""
         if all(map(is_, found, self._given_away)):
             return self.out
         self._calls.owners[self._path].side_outputs.replace(self._passed, self._given_away, found, self._path)

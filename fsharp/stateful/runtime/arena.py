@@ -85,7 +85,7 @@ class Arena:
         self.tenant = None
 
     def abandon(self) -> None:
-        """What was to come here may never come."""
+        """Abandon gathers into the arena that are under way: they may never end."""
         if self.tenant is not None:
             for slot in self.tenant.slots.values():
                 slot.abandon()

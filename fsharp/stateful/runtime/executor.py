@@ -426,7 +426,7 @@ def _copy(executor: Executor, bound: BoundOp) -> Action:
 
 
 def nothing() -> None:
-    """What is to be called for the caller's own code."""
+    """Do nothing: the action of ops that stand for the caller's own code."""
 
 
 BIND: dict[OpSpec, Callable[[Executor, BoundOp], Action]] = {

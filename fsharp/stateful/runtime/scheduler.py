@@ -168,7 +168,7 @@ class Scheduler(Tracer):
 
     @property
     def transport(self) -> Transport:
-        """What runs collectives that are scheduled."""
+        """Return the transport that runs the collectives of schedules."""
         return self.executor.transport
 
     @property

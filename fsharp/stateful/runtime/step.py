@@ -30,7 +30,7 @@ from fsharp.stateful.units.update_gather import UpdateGather
 
 
 class StepRecord:
-    """What a step has done to units, as far as its events do not say it.
+    """Which units a step has trained, updated and fetched, and where it has left its schedule.
 
     Attributes:
         trained: units that have a gradient in this step.

@@ -246,7 +246,10 @@ class Transport(ABC):
 def packed_gather(
     xs: Sequence[torch.Tensor], outs: Sequence[torch.Tensor]
 ) -> tuple[torch.Tensor, torch.Tensor, Callable[[Any], None]]:
-    """What travels if ``xs`` are gathered in one message, where it is gathered, and what copies it to ``outs`` after that."""
+    """Return three things for a gather of ``xs`` in one message: the message, memory for all ranks' messages, and a function.
+
+    The function copies the gathered messages to ``outs``. It is called with the result of the gather, which it ignores.
+    """
     sizes = [x.numel() for x in xs]
     n = outs[0].numel() // sizes[0]
     packed = xs[0].new_empty(n * sum(sizes))

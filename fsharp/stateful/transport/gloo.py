@@ -279,7 +279,7 @@ class GlooTransport(Transport):
 
 
 def _nothing(result: Any) -> None:
-    """What is left to do after messages that have arrived where they belong."""
+    """Do nothing: messages have arrived in the tensors that they are for."""
 
 
 def _worth_messages(xs: Sequence[torch.Tensor], n: int = 1) -> bool:

@@ -45,7 +45,7 @@ class UnitState:
         self.node, self.tree_label = node, None
 
     def label(self, comm: Comm) -> str:
-        """What the label of a gather of its parameters begins with."""
+        """Return the name of the tree that the unit's parameters are of: labels of their gathers begin with it."""
         if self.tree_label is None:
             self.tree_label = "" if self.node is None else label_of(self.node, comm)
         return self.tree_label

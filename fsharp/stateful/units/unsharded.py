@@ -191,7 +191,7 @@ class UnshardedBuffer:
             self.memory.fill_(0xFF)  # NaN in every floating dtype
 
     def abandon(self) -> None:
-        """What was to fill it may never come."""
+        """Abandon gathers into the buffer that are under way: they may never end. The buffer counts as released."""
         self.works.clear()
         self.filled_from = None
         if self.full is not None and self.where is not None:

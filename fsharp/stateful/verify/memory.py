@@ -100,7 +100,7 @@ class MemoryCheck(Check):
             raise refusal(i, op, what, "memory in its `opens`, or in that of an op before it")
 
     def _see_reads(self, i: int, op: Op, spec: OpSpec) -> None:
-        """What an op reads is there. Where a gradient rests, this was seen before."""
+        """Refuse an op that reads a buffer which nothing has filled. Of gradients at rest :mod:`.gradients` checks this."""
         facts = self.facts.get(op.unit, UnitFacts(""))
         for buffer in [each for each in spec.reads if not BUFFERS[each].is_opened and buffer_nbytes(each, facts)]:
             key, words = (buffer, op.unit), BUFFERS[buffer].words
