@@ -28,10 +28,17 @@ import torch
 
 from fsharp.compiling import uncompiled
 from fsharp.errors import MeshError, TreeError, problem
-from fsharp.functional.comm.collectives import all_gather_last, all_reduce, local_slice, reduce_scatter_last
+from fsharp.functional.comm.collectives import (
+    all_gather_last,
+    all_reduce,
+    local_slice,
+    reduce_scatter_encoded,
+    reduce_scatter_last,
+)
 from fsharp.functional.comm.protocol import Comm, Engine, Labelled
 from fsharp.functional.comm.tree_names import label_of
 from fsharp.functional.layout.placement import Partial, Place, Replicate, Shard
+from fsharp.functional.layout.precision import Dtypes, plain
 from fsharp.functional.layout.sharded import PlaceName, Sharded, check_kept, is_sharded, map_units, resolve_place, units_of
 from fsharp.functional.layout.unit_layout import UnitLayout
 from fsharp.functional.transforms import beneath_vmap, check_untraced, is_differentiated, is_transformed
@@ -234,23 +241,29 @@ def move_sums(x: torch.Tensor, unit: UnitLayout, group: int, source: Place, targ
     dtypes, comm = unit.groups[group].dtypes, Labelled(comm, f"reduce {unit.name or '(root)'}")
     for axis in source.order:
         if target[axis] is Shard and source[axis] is Partial:
-            x = reduce_scatter_last(x.to(dtypes.wire), comm, axis, dtype=dtypes.accumulate)
+            x = _reduce_scatter(x.to(dtypes.travels), comm, axis, dtypes)
         elif target[axis] is Shard and source[axis] is Replicate:
             x = local_slice(x, comm, axis)
     for axis in source.order:
         if target[axis] is Replicate and source[axis] is Partial:
-            x = _all_reduce(x.to(dtypes.wire), comm, axis, dtypes.accumulate)
+            x = _all_reduce(x.to(dtypes.travels), comm, axis, dtypes)
     return x.to(dtypes.accumulate)
 
 
-def _all_reduce(x: torch.Tensor, comm: Comm, axis: str, dtype: torch.dtype) -> torch.Tensor:
+def _reduce_scatter(x: torch.Tensor, comm: Comm, axis: str, dtypes: Dtypes) -> torch.Tensor:
+    if dtypes.wire.is_plain:
+        return reduce_scatter_last(x, comm, axis, dtype=dtypes.accumulate)
+    return reduce_scatter_encoded(x, comm, axis, dtypes.wire)
+
+
+def _all_reduce(x: torch.Tensor, comm: Comm, axis: str, dtypes: Dtypes) -> torch.Tensor:
     n = comm.mesh.axis_size(axis)
-    if n == 1 or x.dtype == dtype:
-        return all_reduce(x, comm, axis).to(dtype)
-    # A wire narrower than the sum: only the summands travel in it, so that every strategy gets the same bits.
+    if n == 1 or dtypes.wire is plain(dtypes.accumulate):
+        return all_reduce(x, comm, axis).to(dtypes.accumulate)
+    # A wire other than the sum's dtype: only the summands travel in it, so that every strategy gets the same bits.
     size = x.shape[-1]
-    padded = torch.nn.functional.pad(x, (0, -size % n))
-    return all_gather_last(reduce_scatter_last(padded, comm, axis, dtype=dtype), comm, axis)[..., :size]
+    padded = torch.nn.functional.pad(x, (0, n * dtypes.wire.padded(size, n) - size))
+    return all_gather_last(_reduce_scatter(padded, comm, axis, dtypes), comm, axis)[..., :size]
 
 
 def check_comm(where: str, tree: Any, comm: Comm) -> list[Sharded]:

@@ -8,6 +8,7 @@ from fsharp.annotated import options_checked
 from fsharp.functional.comm.protocol import Call, sent_nbytes
 from fsharp.functional.layout.layout import Layout
 from fsharp.functional.layout.placement import Partial, Place, Replicate, Shard
+from fsharp.functional.layout.precision import Format, plain
 from fsharp.functional.layout.unit_layout import UnitLayout
 
 
@@ -72,14 +73,21 @@ def reduce_calls(unit: UnitLayout, group: int, source: Place, target: Place) -> 
         n = unit.mesh.axis_size(axis)
         if source[axis] is Partial and target[axis] is Shard and n > 1 and size:
             size //= n
-            calls[Call("reduce_scatter", axis, sent_nbytes("reduce_scatter", size * dtypes.wire.itemsize, n))] += 1
+            calls[summing_call(dtypes.wire, axis, size, n)] += 1
     for axis in source.order:
         n = unit.mesh.axis_size(axis)
         if source[axis] is Partial and target[axis] is Replicate and n > 1 and size:
-            part = -(-size // n)
-            if dtypes.wire == dtypes.accumulate:
-                calls[Call("all_reduce", axis, sent_nbytes("all_reduce", part * dtypes.wire.itemsize, n))] += 1
+            part = dtypes.wire.padded(size, n)
+            nbytes = part * dtypes.accumulate.itemsize
+            if dtypes.wire is plain(dtypes.accumulate):
+                calls[Call("all_reduce", axis, sent_nbytes("all_reduce", nbytes, n))] += 1
             else:
-                for op, itemsize in (("reduce_scatter", dtypes.wire.itemsize), ("all_gather", dtypes.accumulate.itemsize)):
-                    calls[Call(op, axis, sent_nbytes(op, part * itemsize, n))] += 1
+                calls[summing_call(dtypes.wire, axis, part, n)] += 1
+                calls[Call("all_gather", axis, sent_nbytes("all_gather", nbytes, n))] += 1
     return calls
+
+
+def summing_call(wire: Format, axis: str, part: int, n: int) -> Call:
+    """The collective after which each of ``n`` ranks along an axis has the sum of a part, whose summands travel in ``wire``."""
+    op = "reduce_scatter" if wire.is_plain else "all_to_all"
+    return Call(op, axis, sent_nbytes(op, wire.size(part) * wire.dtype.itemsize, n))

@@ -159,11 +159,14 @@ class ThreadComm:
         ]()
 
     @api_boundary
-    def all_to_all(self, x: torch.Tensor, send: Sequence[int], receive: Sequence[int], *, label: str = "") -> torch.Tensor:
+    def all_to_all(
+        self, x: torch.Tensor, send: Sequence[int], receive: Sequence[int], *, axis: str | None = None, label: str = ""
+    ) -> torch.Tensor:
         """The next ``send[r]`` elements of ``x`` to rank ``r``, ``receive[r]`` from it."""
-        words = CallFacts("all_to_all", "", (), x.dtype, label)
-        sent = self._world.meet(self.rank, tuple(range(self.mesh.size)), words, x.detach().clone().split(list(send)))
-        parts = [each[self.rank] for each in sent]
+        words = CallFacts("all_to_all", axis or "", (), x.dtype, label)
+        group = tuple(range(self.mesh.size)) if axis is None else self.mesh.group(axis, self.rank)
+        sent = self._world.meet(self.rank, group, words, x.detach().clone().split(list(send)))
+        parts = [each[group.index(self.rank)] for each in sent]
         if [len(part) for part in parts] != list(receive):
             raise CommError(f"all_to_all(): rank {self.rank} gets {[len(part) for part in parts]}, expected {list(receive)}.")
         return torch.cat(parts)

@@ -222,18 +222,21 @@ class ProcessGroupComm:
             raise
 
     @torch.no_grad()
-    def all_to_all(self, x: torch.Tensor, send: Sequence[int], receive: Sequence[int], *, label: str = "") -> torch.Tensor:
-        """The next ``send[r]`` elements of ``x`` to rank ``r`` of the mesh, ``receive[r]`` from it. Travels as bytes."""
+    def all_to_all(
+        self, x: torch.Tensor, send: Sequence[int], receive: Sequence[int], *, axis: str | None = None, label: str = ""
+    ) -> torch.Tensor:
+        """The next ``send[r]`` elements of ``x`` to rank ``r`` along the axis, ``receive[r]`` from it. Travels as bytes."""
         try:
             out = x.new_empty(sum(receive))
             width = x.element_size()
             to, source = ([n * width for n in sizes] for sizes in (send, receive))
             if self.is_native:
                 self.watch.check()
-                dist.all_to_all_single(_bytes(out), _bytes(x), source, to, group=self._everyone())
+                group = self._everyone() if axis is None else self.group(axis)
+                dist.all_to_all_single(_bytes(out), _bytes(x), source, to, group=group)
             else:
-                text = f"{label or _UNNAMED}: all_to_all of {dtype_name(x.dtype)}"
-                self._swap(_bytes(x).split(to), _bytes(out).split(source), None, text)
+                text = f"{label or _UNNAMED}: all_to_all{f' along {axis}' if axis else ''} of {dtype_name(x.dtype)}"
+                self._swap(_bytes(x).split(to), _bytes(out).split(source), axis, text)
             return out
         except Exception as error:
             hide_frames(error)

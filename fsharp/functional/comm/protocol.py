@@ -51,13 +51,16 @@ class Comm(Protocol):
     def all_reduce(self, x: torch.Tensor, axis: str, *, op: ReduceOp = "sum", label: str = "") -> torch.Tensor:
         """The sum, maximum or minimum over ranks of ``x``, elementwise; the same bits on every rank."""
 
-    def all_to_all(self, x: torch.Tensor, send: Sequence[int], receive: Sequence[int], *, label: str = "") -> torch.Tensor:
-        """Each rank of the mesh, over all axes, sends each other one elements of its own.
+    def all_to_all(
+        self, x: torch.Tensor, send: Sequence[int], receive: Sequence[int], *, axis: str | None = None, label: str = ""
+    ) -> torch.Tensor:
+        """Each rank sends each other rank elements of its own.
 
         Args:
             x: 1-D; the first ``send[0]`` elements go to rank 0, the next ``send[1]`` to rank 1, and so on.
             send: elements for each rank; their sum is the size of ``x``.
             receive: elements from each rank, as many as it sends.
+            axis: the ranks are those along it, in order of coordinate; None means all ranks of the mesh.
             label: what the call is for.
 
         Returns:
@@ -124,7 +127,9 @@ class SingleComm:
         self.mesh.index(axis)
         return x
 
-    def all_to_all(self, x: torch.Tensor, send: Sequence[int], receive: Sequence[int], *, label: str = "") -> torch.Tensor:
+    def all_to_all(
+        self, x: torch.Tensor, send: Sequence[int], receive: Sequence[int], *, axis: str | None = None, label: str = ""
+    ) -> torch.Tensor:
         """``x`` as it is: what the only rank sends itself."""
         return x
 
@@ -132,7 +137,7 @@ class SingleComm:
 class Call(NamedTuple):
     """One kind of collective call: what, along which axis, and how many bytes this rank sends for it.
 
-    An ``all_to_all`` is over all axes: its ``axis`` is empty.
+    The ``axis`` of an ``all_to_all`` over all ranks of the mesh is empty.
     """
 
     op: str
@@ -224,11 +229,14 @@ class CountingComm(_CommWrapper):
         return self.inner.all_reduce(x, axis, op=op, label=label)
 
     @api_boundary
-    def all_to_all(self, x: torch.Tensor, send: Sequence[int], receive: Sequence[int], *, label: str = "") -> torch.Tensor:
+    def all_to_all(
+        self, x: torch.Tensor, send: Sequence[int], receive: Sequence[int], *, axis: str | None = None, label: str = ""
+    ) -> torch.Tensor:
         """Count what this rank sends to others, and call it on ``inner``."""
+        kept = send[self.rank if axis is None else self.mesh.coord(axis, self.rank)]
         with _counting:
-            self.calls[Call("all_to_all", "", (x.numel() - send[self.rank]) * x.dtype.itemsize)] += 1
-        return self.inner.all_to_all(x, send, receive, label=label)
+            self.calls[Call("all_to_all", axis or "", (x.numel() - kept) * x.dtype.itemsize)] += 1
+        return self.inner.all_to_all(x, send, receive, axis=axis, label=label)
 
     def count(self, op: str, axis: str, nbytes: int) -> None:
         """Note a collective; ``nbytes`` as in :func:`sent_nbytes`. Several threads may."""
@@ -260,9 +268,11 @@ class Labelled(_CommWrapper):
         """Call it on ``inner``, with the text of this wrapper in its label."""
         return self.inner.all_reduce(x, axis, op=op, label=self._named(label))
 
-    def all_to_all(self, x: torch.Tensor, send: Sequence[int], receive: Sequence[int], *, label: str = "") -> torch.Tensor:
+    def all_to_all(
+        self, x: torch.Tensor, send: Sequence[int], receive: Sequence[int], *, axis: str | None = None, label: str = ""
+    ) -> torch.Tensor:
         """Call it on ``inner``, with the text of this wrapper in its label."""
-        return self.inner.all_to_all(x, send, receive, label=self._named(label))
+        return self.inner.all_to_all(x, send, receive, axis=axis, label=self._named(label))
 
     def _named(self, label: str) -> str:
         return self.label + label if label else self.label.rstrip(" :,")

@@ -129,7 +129,7 @@ def _unit(
     for dtypes, trainable, label in keys:
         mine = [(path, t) for path, t in stored if rules[path][:3] == (dtypes, trainable, label)]
         sizes = tuple(t.numel() for _, t in mine)
-        packing = pack(sizes, tuple(rules[path][3].size(tuple(t.shape)) for path, t in mine), num_parts, dtypes.stored.block)
+        packing = pack(sizes, tuple(rules[path][3].size(tuple(t.shape)) for path, t in mine), num_parts, dtypes.block)
         offsets.update({path: offset for (path, _), offset in zip(mine, packing.offsets)})
         groups.append(Group(dtypes, trainable, label, num_parts, packing.capacity, sum(sizes)))
     leaves = []

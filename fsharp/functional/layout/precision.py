@@ -1,5 +1,6 @@
 """How each kind of state is stored: the format of parameters at rest, the main copy's dtype, the gradients' wire and sum."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -114,6 +115,18 @@ class Format:
         planes = [column.contiguous().view(-1).view(plane.dtype) for plane, column in zip(self.planes, columns, strict=True)]
         return self.decode(planes).to(dtype)
 
+    def padded(self, values: int, parts: int) -> int:
+        """Return the size of one of ``parts`` equal parts, in whole blocks, that together have room for so many values."""
+        return -(-values // (parts * self.block)) * self.block
+
+    def sum(self, stored: torch.Tensor, part: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return the sum of stored parts of ``part`` values each, decoded one by one and added in ``dtype``, in their order."""
+        first, *others = stored.view(-1, self.size(part)).unbind()
+        total = self.load(first, part, dtype).to(dtype, copy=True)
+        for each in others:
+            total += self.load(each, part, dtype)
+        return total
+
     def _columns(self, stored: torch.Tensor, part: int) -> list[torch.Tensor]:
         """Return a view of each plane, ``[parts, bytes of the plane]``, of stored parts, ``[parts, bytes of a part]``."""
         found, start = [], 0
@@ -137,19 +150,21 @@ def register_format(format: Format) -> Format:
     """Have layouts and checkpoints that are read find a format by its name, and return it.
 
     Raises:
-        LayoutError: another format has this name.
+        LayoutError: another format has this name, or a dtype has it.
     """
-    if _formats.setdefault(format.name, format) != format:
+    if isinstance(getattr(torch, format.name, None), torch.dtype) or _formats.setdefault(format.name, format) != format:
         raise LayoutError(f"register_format(): there is another format {format.name!r} already.")
     return format
 
 
 def format_named(name: str) -> Format:
-    """Return a registered format by its name.
+    """Return the plain format of a dtype, or a registered format, by its name.
 
     Raises:
         LayoutError: there is none.
     """
+    if isinstance(dtype := getattr(torch, name, None), torch.dtype):
+        return plain(dtype)
     if name not in _formats:
         raise LayoutError(f"no format {name!r}: import what registers it first. There are {sorted(_formats)}.")
     return _formats[name]
@@ -165,7 +180,8 @@ class Precision:
         main: the dtype of the copy that the optimizer updates. Where it differs from ``compute`` a main copy is kept at
             the optimizer's place, at the cost of its bytes there.
         wire: the dtype in which gradients travel; ``None`` means ``compute``'s. The sum over ranks is taken in
-            ``accumulate`` by backends that add on arrival (all but NCCL's own reductions).
+            ``accumulate`` by backends that add on arrival (all but NCCL's own reductions). A format of several planes is
+            encoded from values in ``accumulate``, exchanged, and decoded and summed in ``accumulate`` by all backends.
         accumulate: the dtype in which gradients rest and are summed; ``None`` means ``main``'s.
         stored: the format in which trained parameters rest and travel, and from which they are decoded where they are used;
             ``None`` means as they are. The optimizer then has a main copy.
@@ -180,7 +196,7 @@ class Precision:
 
     compute: torch.dtype | None = None
     main: torch.dtype | None = None
-    wire: torch.dtype | None = None
+    wire: torch.dtype | Format | None = None
     accumulate: torch.dtype | None = None
     stored: Format | None = None
     output: torch.dtype | None = None
@@ -191,22 +207,27 @@ class Precision:
             raise OptionError(f"Precision(): cast_inputs is {self.cast_inputs!r}, expected True or False.")
         if self.stored is not None and not isinstance(self.stored, Format):
             raise OptionError(f"Precision(): stored is {self.stored!r}, expected a Format.")
-        for name in ("compute", "main", "wire", "accumulate", "output"):
-            dtype = getattr(self, name)
+        dtypes = {name: getattr(self, name) for name in ("compute", "main", "wire", "accumulate", "output")}
+        if isinstance(self.wire, Format):
+            dtypes["wire"] = self.wire.dtype if self.wire.is_plain else None
+        for name, dtype in dtypes.items():
             if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-                raise LayoutError(f"Precision(): {name} is {dtype!r}, expected a floating-point torch.dtype or None.")
+                expected = "a Format, " * (name == "wire") + "a floating-point torch.dtype or None"
+                raise LayoutError(f"Precision(): {name} is {dtype!r}, expected {expected}.")
             if dtype is not None and needs_scale(dtype):
                 raise LayoutError(
                     f"Precision(): {name} is {dtype!r}. Values of 8 bits and less need a scale, without which small ones "
-                    "become zero: pass torch.bfloat16, and scale inside of your function or module."
+                    "become zero: pass torch.bfloat16, or for wire= and stored= a Format that has scales."
                 )
 
     def resolve(self, dtype: torch.dtype) -> "Dtypes":
         """The four dtypes of a parameter that the user holds in ``dtype``."""
         if not dtype.is_floating_point:
-            return Dtypes(dtype, dtype, dtype, dtype)
+            return Dtypes(dtype, dtype, plain(dtype), dtype)
         compute, main = self.compute or dtype, self.main or dtype
-        return Dtypes(compute, main, self.wire or compute, self.accumulate or main, self.stored)
+        wire = self.wire or compute
+        wire = wire if isinstance(wire, Format) else plain(wire)
+        return Dtypes(compute, main, wire, self.accumulate or main, self.stored)
 
     @property
     def of_parameters(self) -> "Precision":
@@ -236,14 +257,14 @@ class Dtypes:
     Attributes:
         compute: of parameters in use.
         main: of the optimizer's copy and its state.
-        wire: of gradients in collectives.
+        wire: the format of gradients in collectives.
         accumulate: of gradients at rest.
         format: of parameters at rest and in collectives, if that is not plain ``compute``.
     """
 
     compute: torch.dtype
     main: torch.dtype
-    wire: torch.dtype
+    wire: Format
     accumulate: torch.dtype
     format: Format | None = None
 
@@ -251,6 +272,22 @@ class Dtypes:
     def stored(self) -> Format:
         """The format of parameters at rest and in collectives."""
         return self.format or plain(self.compute)
+
+    @property
+    def travels(self) -> torch.dtype:
+        """The dtype of gradients when a collective gets them: that of a plain wire, or that from which a format is encoded."""
+        return self.wire.dtype if self.wire.is_plain else self.accumulate
+
+    @property
+    def block(self) -> int:
+        """Number of values that no rank may have a part of: a multiple of the blocks of both formats."""
+        return math.lcm(self.stored.block, self.wire.block)
+
+    @property
+    def names(self) -> list[str]:
+        """The names of what has to be equal where buffers share a collective."""
+        names = [dtype_name(self.compute), dtype_name(self.main), self.wire.name, dtype_name(self.accumulate)]
+        return [*names, self.format.name] if self.format is not None else names
 
     @property
     def has_main_copy(self) -> bool:

@@ -68,7 +68,7 @@ def unit_to_json(unit: UnitLayout) -> dict[str, Any]:
             [leaf.path, leaf.shape, dtype_name(leaf.dtype), _atom_to_json(leaf.atom), leaf.group, leaf.offset, leaf.tied_to]
             for leaf in unit.leaves
         ],
-        "groups": [[_dtypes_to_json(g.dtypes), g.trainable, g.label, g.num_parts, g.capacity, g.used] for g in unit.groups],
+        "groups": [[g.dtypes.names, g.trainable, g.label, g.num_parts, g.capacity, g.used] for g in unit.groups],
     }
 
 
@@ -103,14 +103,9 @@ def _check_unit(unit: UnitLayout) -> None:
             raise LayoutError(f"{unit.full_path(leaf)!r} lies outside its buffer.")
 
 
-def _dtypes_to_json(dtypes: Dtypes) -> list[str]:
-    names = [dtype_name(each) for each in (dtypes.compute, dtypes.main, dtypes.wire, dtypes.accumulate)]
-    return [*names, dtypes.format.name] if dtypes.format is not None else names
-
-
 def _dtypes_from_json(names: list[str]) -> Dtypes:
-    compute, main, wire, accumulate = map(dtype_named, names[:4])
-    return Dtypes(compute, main, wire, accumulate, format_named(names[4]) if len(names) > 4 else None)
+    compute, main, accumulate = map(dtype_named, [*names[:2], names[3]])
+    return Dtypes(compute, main, format_named(names[2]), accumulate, format_named(names[4]) if len(names) > 4 else None)
 
 
 def dtype_named(name: str) -> torch.dtype:

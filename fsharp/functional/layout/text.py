@@ -4,7 +4,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
 
-from fsharp.functional.layout.precision import Dtypes, dtype_name
+from fsharp.functional.layout.precision import dtype_name
 from fsharp.functional.layout.unit_layout import Leaf, UnitLayout
 
 
@@ -27,14 +27,9 @@ def describe_units(units: Sequence[UnitLayout]) -> dict[str, str]:
         "frozen": leaves(lambda u, leaf: leaf.group >= 0 and not u.groups[leaf.group].trainable),
         "labels": leaves(lambda u, leaf: u.groups[leaf.group].label if leaf.group >= 0 else "tied"),
         "ties": leaves(lambda _, leaf: leaf.tied_to),
-        "precision": leaves(lambda u, leaf: _four(u.groups[leaf.group].dtypes) if leaf.group >= 0 else "tied"),
+        "precision": leaves(lambda u, leaf: "/".join(u.groups[leaf.group].dtypes.names) if leaf.group >= 0 else "tied"),
         "containers": groups(lambda u: u.spec),
     }
-
-
-def _four(dtypes: Dtypes) -> str:
-    names = [dtype_name(each) for each in (dtypes.compute, dtypes.main, dtypes.wire, dtypes.accumulate)]
-    return "/".join([*names, dtypes.format.name] if dtypes.format is not None else names)
 
 
 def units_table(units: Sequence[UnitLayout]) -> list[str]:

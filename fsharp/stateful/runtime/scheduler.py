@@ -215,10 +215,12 @@ class Scheduler(Tracer):
         return self.own.all_reduce(x, axis, op=op, label=self._label(label))
 
     @api_boundary
-    def all_to_all(self, x: torch.Tensor, send: Sequence[int], receive: Sequence[int], *, label: str = "") -> torch.Tensor:
+    def all_to_all(
+        self, x: torch.Tensor, send: Sequence[int], receive: Sequence[int], *, axis: str | None = None, label: str = ""
+    ) -> torch.Tensor:
         """A collective of the caller's own: passed on, and not scheduled."""
         self._connect()
-        return self.own.all_to_all(x, send, receive, label=self._label(label))
+        return self.own.all_to_all(x, send, receive, axis=axis, label=self._label(label))
 
     def _label(self, label: str) -> str:
         return self.executor.named(label or "a call of the Comm")

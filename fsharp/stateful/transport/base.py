@@ -21,6 +21,7 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from fsharp.functional.comm.process_group import ProcessGroupComm, abort
 from fsharp.functional.comm.worker_threads import InFlight
+from fsharp.functional.layout.precision import Format
 
 Kind = Literal["gather", "reduce"]
 _KINDS: tuple[Kind, ...] = get_args(Kind)
@@ -121,6 +122,10 @@ class Transport(ABC):
         The result of the Work is one more Work, for what is left to do once ``scratch`` and ``x`` are free.
         """
 
+    @abstractmethod
+    def exchange(self, x: torch.Tensor, out: torch.Tensor, axis: str, *, label: str = "") -> Work:
+        """What each rank has for this rank in its ``x`` into ``out``; both have ``n`` equal parts, in order of coordinate."""
+
     def gather_coalesced(self, xs: Sequence[torch.Tensor], outs: Sequence[torch.Tensor], axis: str, *, label: str = "") -> Work:
         """Every rank's ``xs[i]`` of ``c[i]`` elements into ``outs[i]`` of ``n * c[i]``, all of one dtype, in one all_gather."""
         if len(xs) == 1:
@@ -208,6 +213,56 @@ class Transport(ABC):
 
         work = self.all_reduce(packed, summed, axis, scratch=room, label=label)
         return [self._shared(work, lambda tail: self._shared(tail, unpack))] * len(xs)
+
+    def reduce_scatter_encoded(
+        self,
+        xs: Sequence[torch.Tensor],
+        axis: str,
+        n: int,
+        *,
+        wire: Format,
+        outs: Sequence[torch.Tensor | None],
+        label: str = "",
+    ) -> list[Work]:
+        """The sum over ranks of this rank's part of each ``xs[i]``, in one exchange of encoded parts, decoded and added here.
+
+        Args:
+            xs: cut into ``n`` parts in whole blocks of ``wire``, the last ones shorter if it does not divide.
+            axis: the axis to sum along.
+            n: its size.
+            wire: the format in which parts travel.
+            outs: for each, a whole part for the result; None: the Work's result is where the first part of ``xs[i]`` was.
+            label: what it is for.
+
+        Returns:
+            A Work for each, as :meth:`reduce_scatter` does.
+        """
+        parts = [wire.padded(len(x), n) for x in xs]
+        padded = [torch.nn.functional.pad(x, (0, n * part - len(x))) for x, part in zip(xs, parts, strict=True)]
+        stored = [wire.store(x, part).view(n, -1) for x, part in zip(padded, parts, strict=True)]
+        sent = torch.cat(stored, 1)
+        received = torch.empty_like(sent)
+        targets = [x[:part] if out is None else out for x, out, part in zip(xs, outs, parts, strict=True)]
+
+        def add(_: Any) -> list[torch.Tensor]:
+            rows = received.split([each.shape[1] for each in stored], 1)
+            _copy(targets, [wire.sum(each, part, x.dtype) for x, part, each in zip(xs, parts, rows, strict=True)])
+            return targets
+
+        return self._shared(self.exchange(sent.view(-1), received.view(-1), axis, label=label), add).each(len(xs))
+
+    def gather_padded(
+        self, xs: Sequence[torch.Tensor], outs: Sequence[torch.Tensor], axis: str, n: int, *, label: str = ""
+    ) -> list[Work]:
+        """Every rank's ``xs[i]`` into ``outs[i]``, in one all_gather; what does not fit into ``outs[i]`` is padding.
+
+        Returns:
+            A Work for each.
+        """
+        rooms = [out if len(out) == n * len(x) else out.new_empty(n * len(x)) for x, out in zip(xs, outs, strict=True)]
+        cut = [(out, room[: len(out)]) for out, room in zip(outs, rooms, strict=True) if room is not out]
+        work = self.gather_coalesced(xs, rooms, axis, label=label)
+        return [self._shared(work, lambda _: _copy([out for out, _ in cut], [part for _, part in cut]))] * len(xs)
 
     def _shared(self, first: Work, then: Callable[[Any], Any]) -> SharedWork:
         shared = SharedWork(first, then)

@@ -43,6 +43,13 @@ class BlockingTransport(Transport):
         out.copy_(self.comm.all_gather(summed, axis, label=label).view(-1)[: len(out)])
         return Work(result=Work())
 
+    def exchange(self, x: torch.Tensor, out: torch.Tensor, axis: str, *, label: str = "") -> Work:
+        """Exchange parts over the Comm; it is over when the call returns."""
+        n = self.comm.mesh.axis_size(axis)
+        sizes = [len(x) // n] * n
+        out.copy_(self.comm.all_to_all(x, sizes, sizes, axis=axis, label=label))
+        return Work()
+
 
 class LocalTransport(Transport):
     """Axes of size 1, where collectives are copies: what a :class:`~fsharp.SingleComm` has."""
@@ -69,3 +76,8 @@ class LocalTransport(Transport):
         """Copy the only summand."""
         out.copy_(x)
         return Work(result=Work())
+
+    def exchange(self, x: torch.Tensor, out: torch.Tensor, axis: str, *, label: str = "") -> Work:
+        """Copy the only part."""
+        out.copy_(x)
+        return Work()

@@ -81,6 +81,11 @@ class CountedTransport(Transport):
             self.comm.count("all_gather", axis, parts * wide.itemsize)
         return self.inner.all_reduce_coalesced(xs, outs, axis, n, scratch=scratch, label=label)
 
+    def exchange(self, x: torch.Tensor, out: torch.Tensor, axis: str, *, label: str = "") -> Work:
+        """Count an all_to_all along the axis, and begin it on ``inner``."""
+        self.comm.count("all_to_all", axis, x.nbytes // self.comm.mesh.axis_size(axis))
+        return self.inner.exchange(x, out, axis, label=label)
+
     def scratch_nbytes(self, op: str, axis: str, numel: int, itemsize: int, *, apart: bool = False) -> int:
         """What ``inner`` needs to work in."""
         return self.inner.scratch_nbytes(op, axis, numel, itemsize, apart=apart)

@@ -127,6 +127,23 @@ class GlooTransport(Transport):
         work = self._reduce([(x, x) for x in xs], outs, axis, max(scratch, key=len), call, Work)
         return [self._shared(work, lambda tail: tail)] * len(xs)
 
+    def exchange(self, x: torch.Tensor, out: torch.Tensor, axis: str, *, label: str = "") -> Work:
+        """Asynchronous; the parts of others land in ``out``."""
+        n, mine = self.comm.mesh.axis_size(axis), self.comm.mesh.coord(axis, self.comm.rank)
+        parts, results = list(x.view(n, -1)), list(out.view(n, -1))
+        results[mine].copy_(parts[mine])
+        call = self._begin(label, "all_to_all", [x], axis)
+        messages = self.comm.messages(self.groups("reduce", axis), axis, call)
+
+        def post() -> list[Any]:
+            posted = []
+            for to, source in _partners(mine, n):
+                posted += _receive(messages, results[source], source)
+                posted += _send(messages, parts[to], to)
+            return posted
+
+        return self._fly("reduce", post, messages.wait, call)
+
     def _begin(self, label: str, op: str, xs: Sequence[torch.Tensor], axis: str) -> WatchedCall:
         sizes = "+".join([str(len(x)) for x in xs])
         return self.comm.watch.begin(f"{label}: {op} along {axis} of {sizes} {dtype_name(xs[0].dtype)}")

@@ -48,6 +48,11 @@ class NcclTransport(Transport):
             out.copy_(target)
         return Work(result=Work())
 
+    def exchange(self, x: torch.Tensor, out: torch.Tensor, axis: str, *, label: str = "") -> Work:
+        """Exchange equal parts as bytes."""
+        dist.all_to_all_single(out.view(torch.uint8), x.view(torch.uint8), group=self.groups("reduce", axis))
+        return Work()
+
     def scratch_nbytes(self, op: str, axis: str, numel: int, itemsize: int, *, apart: bool = False) -> int:
         """Return the bytes of scratch that an all_reduce needs: none where ``out`` is given in the dtype of its input."""
         return numel * itemsize if op == "all_reduce" and not apart else 0

@@ -13,7 +13,13 @@ Pieces = list[tuple[int, torch.dtype]]
 
 
 class AxisCollective(NamedTuple):
-    """One collective: ``"reduce_scatter"`` or ``"all_reduce"``, the axis, and its size."""
+    """One collective.
+
+    Attributes:
+        op: ``"reduce_scatter"`` or ``"all_reduce"``; where summands are encoded ``"all_to_all"`` and ``"all_gather"``.
+        axis: the axis it is along.
+        n: ranks along the axis.
+    """
 
     op: str
     axis: str
@@ -23,8 +29,10 @@ class AxisCollective(NamedTuple):
 class AxisChain:
     """The stages that a buffer of ``size`` elements goes through.
 
-    What travels is in the wire dtype, what comes out in the accumulation dtype. All stages but the last block on a host
-    without streams; the last one's Work is handed out.
+    What travels is in the wire's format, what comes out in the accumulation dtype. All stages but the last block on a host
+    without streams; the last one's Work is handed out. Where the wire is not plain, an ``all_to_all`` of encoded parts, each
+    decoded and added by the rank that receives it, stands for a ``reduce_scatter``, and one before an ``all_gather`` of the
+    sums for an ``all_reduce``.
 
     Args:
         transport: runs them.
@@ -37,14 +45,20 @@ class AxisChain:
     def __init__(
         self, transport: Transport, dtypes: Dtypes, size: int, stages: tuple[AxisCollective, ...], *, has_target: bool = False
     ) -> None:
-        self.transport, self.dtypes, self.size, self.stages, self.has_target = transport, dtypes, size, stages, has_target
-        self.differ = dtypes.wire != dtypes.accumulate
+        self.transport, self.dtypes, self.size, self.has_target = transport, dtypes, size, has_target
+        self.differ = dtypes.travels != dtypes.accumulate
+        self.stages = stages if dtypes.wire.is_plain else tuple(each for stage in stages for each in _encoded(stage))
 
     def sizes(self) -> list[int]:
         """Elements that come out of each stage."""
-        result, size = [], self.size
+        result, size, whole = [], self.size, self.size
         for stage in self.stages:
-            size = size // stage.n if stage.op == "reduce_scatter" else size
+            if stage.op == "reduce_scatter":
+                size //= stage.n
+            elif stage.op == "all_to_all":
+                whole, size = size, self.dtypes.wire.padded(size, stage.n)
+            elif stage.op == "all_gather":
+                size = whole
             result.append(size)
         return result
 
@@ -55,13 +69,20 @@ class AxisChain:
         for i, (stage, out) in enumerate(zip(self.stages, self.sizes(), strict=True)):
             is_last = i == len(self.stages) - 1
             apart = not self.differ and (self.has_target or not is_last)
-            nbytes = self.transport.scratch_nbytes(stage.op, stage.axis, size, self.dtypes.wire.itemsize, apart=apart)
-            result.append((nbytes, torch.uint8))
+            nbytes = self.transport.scratch_nbytes(stage.op, stage.axis, size, self.dtypes.travels.itemsize, apart=apart)
+            result.append((nbytes if self.dtypes.wire.is_plain else 0, torch.uint8))
             if not is_last:
                 result.append((out, self.dtypes.accumulate))
-                result.append((out if self.differ else 0, self.dtypes.wire))
+                result.append((out if self.differ else 0, self.dtypes.travels))
             size = out
         return result
+
+
+def _encoded(stage: AxisCollective) -> list[AxisCollective]:
+    if stage.n == 1:  # nothing travels, so nothing is encoded
+        return [stage]
+    sum_parts, gather_sums = stage._replace(op="all_to_all"), stage._replace(op="all_gather")
+    return [sum_parts] if stage.op == "reduce_scatter" else [sum_parts, gather_sums]
 
 
 class ChainInput(NamedTuple):
@@ -69,7 +90,7 @@ class ChainInput(NamedTuple):
 
     Attributes:
         chain: its stages.
-        x: the buffer, in the wire dtype.
+        x: the buffer, in the dtype in which gradients reach a collective (``Dtypes.travels``).
         out: where the result goes; None leaves it in the memory of the last stage.
         memory: tensors for :meth:`AxisChain.pieces`.
     """
@@ -107,10 +128,15 @@ def _reduce(legs: Sequence[ChainInput], transport: Transport, label: str) -> lis
         if op == "reduce_scatter":
             dtype = chain.dtypes.accumulate
             last = transport.reduce_scatter_coalesced(xs, axis, n, dtype=dtype, scratch=scratch, outs=targets, label=label)
+        elif op == "all_to_all":
+            last = transport.reduce_scatter_encoded(xs, axis, n, wire=chain.dtypes.wire, outs=targets, label=label)
         else:
             places = [target for target in targets if target is not None]
-            assert len(places) == len(xs), "an all_reduce needs a place for its result"
-            last = transport.all_reduce_coalesced(xs, places, axis, n, scratch=scratch, label=label)
+            assert len(places) == len(xs), f"an {op} needs a place for its result"
+            if op == "all_gather":
+                last = transport.gather_padded(xs, places, axis, n, label=label)
+            else:
+                last = transport.all_reduce_coalesced(xs, places, axis, n, scratch=scratch, label=label)
         if between:
             for work in last:
                 rest = work.wait()

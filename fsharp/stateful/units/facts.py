@@ -4,8 +4,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from fsharp.functional.comm.protocol import Call, sent_nbytes
-from fsharp.functional.layout.precision import dtype_name
 from fsharp.functional.layout.unit_layout import UnitLayout
+from fsharp.functional.traffic import summing_call
 from fsharp.stateful.schedule.policy import Policy
 from fsharp.stateful.schedule.program import UnitFacts
 from fsharp.stateful.units.axis_chain import AxisChain
@@ -62,8 +62,7 @@ def _wire(unit: UnitLayout) -> str | None:
     if len(found) != 1:
         return None
     [dtypes] = found
-    names = [dtype_name(each) for each in (dtypes.compute, dtypes.main, dtypes.wire, dtypes.accumulate)]
-    return " ".join([*names, dtypes.format.name] if dtypes.format is not None else names)
+    return " ".join(dtypes.names)
 
 
 def _gathers(unit: UnitLayout, nbytes: int, axes: tuple[str, ...]) -> Iterator[Call]:
@@ -74,14 +73,13 @@ def _gathers(unit: UnitLayout, nbytes: int, axes: tuple[str, ...]) -> Iterator[C
 
 
 def _reductions(chain: AxisChain) -> Iterator[Call]:
-    wire, accumulate = chain.dtypes.wire.itemsize, chain.dtypes.accumulate.itemsize
-    size = chain.size
-    for (op, axis, n), out in zip(chain.stages, chain.sizes(), strict=True) if size else ():
-        if op == "reduce_scatter":
-            yield Call(op, axis, sent_nbytes(op, out * wire, n))
-        elif not chain.differ:
-            yield Call(op, axis, sent_nbytes(op, -(-out // n) * wire, n))
-        else:
-            part = -(-out // n)
-            yield Call("reduce_scatter", axis, sent_nbytes("reduce_scatter", part * wire, n))
-            yield Call("all_gather", axis, sent_nbytes("all_gather", part * accumulate, n))
+    wire, itemsize = chain.dtypes.wire, chain.dtypes.accumulate.itemsize
+    for (op, axis, n), out in zip(chain.stages, chain.sizes(), strict=True) if chain.size else ():
+        if op in ("reduce_scatter", "all_to_all"):
+            yield summing_call(wire, axis, out, n)
+            continue
+        part = wire.padded(out, n)
+        if op == "all_reduce" and chain.differ:  # of another dtype than the sums
+            yield summing_call(wire, axis, part, n)
+            op = "all_gather"
+        yield Call(op, axis, sent_nbytes(op, part * itemsize, n))

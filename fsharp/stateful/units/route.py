@@ -91,7 +91,7 @@ class GradientRoute:
             return [(chain.size, dtypes.accumulate)]
         collected: Pieces = [(chain.size, dtypes.accumulate)] if chain.differ and several_uses else []
         received: Pieces = [(chain.sizes()[-1], dtypes.accumulate)] if chain.differ else []
-        return [*collected, (chain.size, dtypes.wire), *chain.pieces(), *received]
+        return [*collected, (chain.size, dtypes.travels), *chain.pieces(), *received]
 
     def finishing_nbytes(self) -> int:
         """Bytes of the block for the way to the optimizer's place."""
@@ -99,7 +99,7 @@ class GradientRoute:
 
     def _finish_pieces(self, i: int) -> Pieces:
         chain = self.finishes[i]
-        sent: Pieces = [(chain.size if chain.differ else 0, self.dtypes[i].wire)]
+        sent: Pieces = [(chain.size if chain.differ else 0, self.dtypes[i].travels)]
         return [*sent, *chain.pieces()] if self.is_finished else []
 
     def block(self, memory: torch.Tensor, *, several_uses: bool) -> OutgoingBlock:

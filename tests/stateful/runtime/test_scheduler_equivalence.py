@@ -127,7 +127,7 @@ class Measured(NamedTuple):
 def measure(comm, strategy, microbatches, precision="float32", **policy):
     """The third step: the first records, the second gathers what the first has not gathered for it."""
     counting, tx = fs.CountingComm(comm), fs.optim.adamw(1e-2)
-    state = make_state(comm, strategy, tx=tx, precision=PRECISIONS[precision])
+    state = make_state(comm, strategy, tx=tx, precision=PRECISIONS.get(precision, precision))
     scheduler = fs.Scheduler(counting, policy=DebugPolicy(poison=True, **policy))
     memory = WatchedMemory(scheduler.executor)
     step = scheduler(fs.train_step(loss_fn, tx, microbatches=microbatches, donate=True))

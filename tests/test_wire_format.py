@@ -1,0 +1,286 @@
+"""Gradients that travel in a format of several planes: the same bits on every path, and the bytes that are predicted."""
+
+from collections import Counter
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import fsharp as fs
+from fsharp.errors import LayoutError
+from fsharp.functional.comm.collectives import reduce_scatter_encoded
+from fsharp.functional.layout.precision import Format, Plane, plain
+from fsharp.testing import DebugPolicy, check_races, processes, simulate
+from tests.gpt_like import loss_fn
+from tests.scheduling import (
+    STRATEGIES,
+    assert_same,
+    assert_same_training,
+    every,
+    make_layout,
+    make_state,
+    make_tx,
+    my_batches,
+    train,
+)
+from tests.stateful.runtime.test_scheduler_equivalence import assert_as_planned, measure
+from tests.test_format import BLOCKS, HALVES
+
+POLICIES = {
+    "blocking": None,
+    "default": {},
+    "buckets": {"prefetch": 2, "bucket_nbytes": 2000},
+    "delayed": {"reduce": "delayed", "reduce_buffers": 1},
+    "sums at once": {"sum_late": False},
+}
+OPS = ("reduce_scatter", "all_to_all")
+LOSSLESS = fs.Precision(wire=HALVES)  # of values in bfloat16
+ROUNDED = fs.Precision(wire=BLOCKS)
+
+
+@every(2, strategy=STRATEGIES, policy=POLICIES, compute=[None, torch.bfloat16])
+def test_training_has_the_bits_of_the_plain_wire(strategy, policy, compute):
+    """Two planes of bytes hold what bfloat16 holds, so nothing may differ from a wire of bfloat16."""
+    dtypes = {"compute": compute, "main": torch.float32}
+
+    def rank_fn(comm):
+        found = [
+            train(comm, strategy, POLICIES[policy], microbatches=2, precision=fs.Precision(**dtypes, wire=wire))
+            for wire in (torch.bfloat16, HALVES)
+        ]
+        assert_same_training(found[1], found[0])
+        if found[1].schedule is not None:
+            assert found[1].num_recordings == 1
+            fs.schedule.verify(found[1].schedule)
+
+    simulate(STRATEGIES[strategy][0], rank_fn)
+
+
+@every(2, strategy=STRATEGIES, policy=[name for name in POLICIES if name != "blocking"])
+def test_rounded_gradients_have_the_same_bits_on_every_path(strategy, policy):
+    def rank_fn(comm):
+        blocking = train(comm, strategy, microbatches=2, precision=ROUNDED)
+        scheduled = train(comm, strategy, POLICIES[policy], microbatches=2, precision=ROUNDED)
+        assert_same_training(scheduled, blocking)
+        exact = train(comm, strategy, microbatches=2)
+        assert blocking.losses != exact.losses
+        torch.testing.assert_close(blocking.losses, exact.losses, rtol=0.05, atol=0.05)
+
+    simulate(STRATEGIES[strategy][0], rank_fn)
+
+
+def test_placements_that_cut_between_blocks_have_the_same_bits():
+    """Leaves are cut between elements, so blocks lie at the same places wherever gradients and updates rest."""
+
+    def rank_fn(comm):
+        found = [train(comm, strategy, precision=ROUNDED) for strategy in ("ddp", "zero1", "zero2", "zero3")]
+        for each in found[1:]:
+            assert_same_training(each, found[0])
+
+    simulate(STRATEGIES["ddp"][0], rank_fn)
+
+
+@pytest.mark.parametrize("wire", [HALVES, BLOCKS], ids=lambda wire: wire.name)
+@pytest.mark.parametrize("microbatches", [1, 3])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_step_makes_the_predicted_calls(strategy, microbatches, wire):
+    mesh, how = STRATEGIES[strategy]
+    precision = fs.Precision(wire=wire)
+    expected = fs.step_traffic(make_layout(mesh, how, precision=precision), microbatches=microbatches)
+    assert any(call.op == "all_to_all" for call in expected)
+
+    def rank_fn(comm):
+        counting, tx = fs.CountingComm(comm), fs.optim.adamw(1e-2)
+        state = make_state(comm, strategy, tx=tx, precision=precision)
+        fs.train_step(loss_fn, tx, microbatches=microbatches)(state, my_batches(comm, 1, size=12)[0], counting)
+        return Counter(counting.calls), measure(comm, strategy, microbatches, precision)
+
+    for calls, scheduled in simulate(mesh, rank_fn):
+        assert calls == expected
+        assert_as_planned(scheduled, mesh)
+
+
+def test_gradients_in_blocks_send_a_third_of_the_bytes():
+    """Blocks of 8 numbers of 8 bits, and a scale in float32, are 12 bytes; 8 numbers in float32 are 32."""
+    mesh, how = STRATEGIES["zero3"]
+    layouts = [fs.plan({"w": torch.zeros(4096)}, mesh, how, precision=precision) for precision in (ROUNDED, fs.Precision())]
+    sent = [sum(call.nbytes for call in fs.step_traffic(layout) if call.op in OPS) for layout in layouts]
+    assert sent == [2048 * 12 // 8, 2048 * 4]
+
+
+@given(sizes=st.lists(st.integers(0, 40), min_size=1, max_size=4), n=st.integers(1, 3), block=st.integers(1, 9))
+def test_blocks_are_not_cut_whatever_the_sizes(sizes, n, block):
+    """The sum of what each rank has rounded by itself, in blocks of the whole buffer."""
+
+    def encode(values):
+        scales = values.view(-1, block).abs().amax(1)
+        return [(values.view(-1, block) / scales.clamp(min=1e-30)[:, None] * 100).round().to(torch.int8).view(-1), scales]
+
+    def decode(planes):
+        return (planes[0].view(-1, block) * planes[1][:, None] / 100).view(-1)
+
+    wire = Format("odd", (Plane(torch.int8, block), Plane(torch.float32)), encode, decode, block=block)
+    params = {str(i): torch.zeros(size) for i, size in enumerate(sizes)}
+    mesh = fs.Mesh({"dp": n})
+    grads = [
+        {k: torch.randn(len(x), generator=torch.Generator().manual_seed(10 * r + int(k))) for k, x in params.items()}
+        for r in range(n)
+    ]
+    rounds = n > 1
+
+    def rank_fn(comm):
+        found = []
+        for how in ("ddp", "zero1", "zero3"):
+            layout = fs.plan(params, mesh, getattr(fs, how)("dp"), precision=fs.Precision(wire=wire))
+            node = fs.shard(params, layout, comm)
+            leaves = node.unit.leaves
+            own = fs.shard_for(grads[comm.rank], layout, 0, place=node.unit.strategy.full.dual)
+            found.append(fs.full(fs.reduce_scatter(own, comm=comm, to="optim"), comm=comm))
+            size = node.unit.groups[0].size if leaves and node.unit.groups else 0
+            want = torch.zeros(size)
+            for each in grads:
+                flat = torch.zeros(size)
+                for leaf in leaves:
+                    flat[leaf.offset : leaf.offset + leaf.numel] = each[leaf.path]
+                want += decode(encode(flat)) if rounds and size else flat
+            for leaf in leaves:
+                assert torch.equal(found[-1][leaf.path], want[leaf.offset : leaf.offset + leaf.numel])
+        return found
+
+    simulate(mesh, rank_fn)
+
+
+@pytest.mark.parametrize("batched", [False, True])
+def test_its_gradient_is_a_gather(batched):
+    mesh, shape = fs.Mesh({"dp": 3}), (4, 48) if batched else (48,)
+
+    def rank_fn(comm):
+        x = torch.randn(shape, generator=torch.Generator().manual_seed(comm.rank))
+        fn = lambda x: reduce_scatter_encoded(x, comm, "dp", BLOCKS)  # noqa: E731
+        out, pullback = torch.func.vjp(torch.func.vmap(fn) if batched else fn, x)
+        rows = torch.stack([fn(row) for row in x]) if batched else fn(x)
+        assert torch.equal(out, rows)
+        cotangent = torch.full_like(out, comm.rank + 1.0)
+        [grad] = pullback(cotangent)
+        assert torch.equal(grad, torch.tensor([1.0, 2.0, 3.0]).repeat_interleave(16).expand(shape))
+        tangent = torch.ones(48)
+        _, moved = torch.func.jvp(lambda x: reduce_scatter_encoded(x, comm, "dp", BLOCKS), (x.reshape(-1)[:48],), (tangent,))
+        assert torch.equal(moved, torch.full((16,), 3.0))
+        return x, out
+
+    results = simulate(mesh, rank_fn)
+    for rank, (_, out) in enumerate(results):
+        want = sum(x.view(*x.shape[:-1], 3, 16)[..., rank, :] for x, _ in results)
+        assert (out - want).abs().max() < 3 * 4 / 127
+
+
+def test_parts_that_are_no_whole_blocks_are_refused():
+    def rank_fn(comm):
+        with pytest.raises(fs.errors.TreeError, match="a last dim of 20 does not divide"):
+            reduce_scatter_encoded(torch.ones(20), comm, "dp", BLOCKS)
+
+    simulate(fs.Mesh({"dp": 2}), rank_fn)
+
+
+def test_some_units_travel_encoded():
+    precision = {"**": fs.Precision(), "layers.1.*": ROUNDED, "layers.2.*": fs.Precision(wire=HALVES, stored=BLOCKS)}
+
+    def rank_fn(comm):
+        blocking = train(comm, "zero3", microbatches=2, precision=precision)
+        for policy in ({}, {"bucket_nbytes": 10**6, "prefetch": 2}):
+            assert_same_training(train(comm, "zero3", policy, microbatches=2, precision=precision), blocking)
+
+    simulate(STRATEGIES["zero3"][0], rank_fn)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "zero3", "hsdp"])
+def test_modules(strategy):
+    mesh, how = STRATEGIES[strategy]
+
+    def trained(comm, wire, policy=None):
+        torch.manual_seed(3)
+        model = fs.shard_module(
+            torch.nn.Sequential(torch.nn.Linear(6, 9), torch.nn.Tanh(), torch.nn.Linear(9, 4)),
+            mesh=comm,
+            strategy=how,
+            units=[torch.nn.Linear],
+            precision=fs.Precision(wire=wire),
+        )
+        optimizer = fs.ShardedOptimizer(model.parameters(), fs.optim.adamw(1e-1))
+        found = []
+        for step in range(4):
+            for half in range(2):
+                x = torch.arange(12.0).view(2, 6) * (step + half + 1 + comm.rank) / 20
+                loss = model(x).square().mean()
+                loss.backward()
+            found += [p.grad.norm() for p in model.parameters()]
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(loss.detach())
+        return found, dict(model.full_parameters())
+
+    def rank_fn(comm):
+        assert_same(trained(comm, HALVES), trained(comm, torch.bfloat16))
+
+    simulate(mesh, rank_fn)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero3", "hfsdp"])
+def test_processes_have_the_bits_of_simulated_ranks(strategy):
+    mesh, _ = STRATEGIES[strategy]
+
+    def rank_fn(comm):
+        policies = (None, {}, {"bucket_nbytes": 2000, "prefetch": 2})
+        return [train(comm, strategy, policy, microbatches=2, precision=ROUNDED)[:2] for policy in policies]
+
+    for found, want in zip(processes(mesh, rank_fn, timeout=120), simulate(mesh, rank_fn), strict=True):
+        assert_same(found, want)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero3"])
+def test_schedules_are_free_of_races(strategy):
+    scheduler = fs.Scheduler(fs.SingleComm(fs.Mesh({"dp": 1})), policy=DebugPolicy(trivial_axes=True, sum_late=False))
+    state = make_state(scheduler.comm, getattr(fs, strategy)("dp"), precision=ROUNDED)
+    step = scheduler(fs.train_step(loss_fn, make_tx(), donate=True))
+    with check_races(scheduler) as report:
+        for batch in my_batches(scheduler.comm, 4):
+            state, _ = step(state, batch)
+    assert report.num_ops
+
+
+def test_layouts_serialise_and_ranks_compare_wires():
+    layout = make_layout(*STRATEGIES["zero3"], precision=LOSSLESS)
+    assert fs.Layout.from_json(layout.to_json()) == layout
+    assert layout != make_layout(*STRATEGIES["zero3"])
+    assert all(
+        group.capacity % 8 == 0 for unit in make_layout(*STRATEGIES["zero3"], precision=ROUNDED).units for group in unit.groups
+    )
+
+    def rank_fn(comm):
+        return make_state(comm, "zero3", precision=LOSSLESS if comm.rank else fs.Precision())
+
+    with pytest.raises(fs.errors.AgreementError, match="halves"):
+        simulate(STRATEGIES["zero3"][0], rank_fn)
+
+
+def test_what_is_no_wire_is_refused():
+    with pytest.raises(LayoutError, match="wire is 'halves', expected a Format, a floating-point torch"):
+        fs.Precision(wire="halves")
+    with pytest.raises(LayoutError, match="8 bits and less need a scale"):
+        fs.Precision(wire=plain(torch.float8_e4m3fn))
+    assert fs.Precision(wire=plain(torch.bfloat16)).resolve(torch.float32) == fs.Precision(wire=torch.bfloat16).resolve(
+        torch.float32
+    )
+
+
+def test_an_overflow_arrives_as_such():
+    """What a format cannot hold is for the format to say; ours gives no number that hides it."""
+
+    def rank_fn(comm):
+        x = torch.ones(16)
+        x[3] = float("inf") if comm.rank else 1.0
+        return reduce_scatter_encoded(x, comm, "dp", HALVES)
+
+    first, _ = simulate(fs.Mesh({"dp": 2}), rank_fn)
+    assert torch.isinf(first[3])
