@@ -1,5 +1,6 @@
 """Gradients that travel in a format of several planes: the same bits on every path, and the bytes that are predicted."""
 
+import pickle
 from collections import Counter
 
 import pytest
@@ -284,3 +285,29 @@ def test_an_overflow_arrives_as_such():
 
     first, _ = simulate(fs.Mesh({"dp": 2}), rank_fn)
     assert torch.isinf(first[3])
+
+
+def test_layouts_travel_between_processes():
+    layout = make_layout(*STRATEGIES["zero3"], precision=fs.Precision(wire=torch.bfloat16))
+    again = pickle.loads(pickle.dumps(layout))
+    assert again == layout
+    assert again.units[0].groups[0].dtypes.wire.is_plain
+
+
+@pytest.mark.parametrize("policy", [None, {}])
+def test_a_format_that_fails_on_one_rank_fails_on_all(policy):
+    def rank_fn(comm):
+        def encode(values):
+            if comm.rank == 1:
+                raise RuntimeError("no codebook")
+            return HALVES.encode(values)
+
+        wire = Format("failing", HALVES.planes, encode, HALVES.decode)
+        try:
+            train(comm, "zero3", policy, precision=fs.Precision(wire=wire))
+        except Exception as error:
+            return str(error)
+
+    first, second = simulate(STRATEGIES["zero3"][0], rank_fn, outcomes=True)
+    assert "no codebook" in str(second)
+    assert "rank 1" in str(first)

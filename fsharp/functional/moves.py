@@ -258,7 +258,7 @@ def _reduce_scatter(x: torch.Tensor, comm: Comm, axis: str, dtypes: Dtypes) -> t
 
 def _all_reduce(x: torch.Tensor, comm: Comm, axis: str, dtypes: Dtypes) -> torch.Tensor:
     n = comm.mesh.axis_size(axis)
-    if n == 1 or dtypes.wire is plain(dtypes.accumulate):
+    if n == 1 or dtypes.wire == plain(dtypes.accumulate):
         return all_reduce(x, comm, axis).to(dtypes.accumulate)
     # A wire other than the sum's dtype: only the summands travel in it, so that every strategy gets the same bits.
     size = x.shape[-1]

@@ -79,7 +79,7 @@ def reduce_calls(unit: UnitLayout, group: int, source: Place, target: Place) -> 
         if source[axis] is Partial and target[axis] is Replicate and n > 1 and size:
             part = dtypes.wire.padded(size, n)
             nbytes = part * dtypes.accumulate.itemsize
-            if dtypes.wire is plain(dtypes.accumulate):
+            if dtypes.wire == plain(dtypes.accumulate):
                 calls[Call("all_reduce", axis, sent_nbytes("all_reduce", nbytes, n))] += 1
             else:
                 calls[summing_call(dtypes.wire, axis, part, n)] += 1

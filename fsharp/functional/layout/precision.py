@@ -67,7 +67,7 @@ class Format:
     @property
     def is_plain(self) -> bool:
         """Whether it stores values as they are, in one dtype."""
-        return self is plain(self.planes[0].dtype)
+        return self.encode is _as_they_are
 
     @property
     def dtype(self) -> torch.dtype:
@@ -136,10 +136,18 @@ class Format:
         return found
 
 
+def _as_they_are(values: torch.Tensor) -> Sequence[torch.Tensor]:
+    return [values]
+
+
+def _only(planes: Sequence[torch.Tensor]) -> torch.Tensor:
+    return planes[0]
+
+
 @cache
 def plain(dtype: torch.dtype) -> Format:
     """The format of values that are stored as they are, in ``dtype``."""
-    return Format(dtype_name(dtype), (Plane(dtype),), lambda values: [values.to(dtype)], lambda planes: planes[0])
+    return Format(dtype_name(dtype), (Plane(dtype),), _as_they_are, _only)
 
 
 _formats: dict[str, Format] = {}
