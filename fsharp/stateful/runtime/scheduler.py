@@ -30,7 +30,6 @@ from fsharp.stateful.runtime.scheduled import Functions, Scheduled
 from fsharp.stateful.runtime.step import Step
 from fsharp.stateful.runtime.tracer import IssuedGradients, Tracer, closed_error
 from fsharp.stateful.schedule.compile import compile_schedule
-from fsharp.stateful.schedule.costs import NCCL
 from fsharp.stateful.schedule.policy import Policy
 from fsharp.stateful.schedule.program import Program, gradients_of
 from fsharp.stateful.schedule.schedule import Schedule
@@ -120,8 +119,6 @@ class Scheduler(Tracer):
             self._policy = replace(self._policy, sum_late=comm.device.type == "cpu")
         if self._policy.separate_groups is None:
             self._policy = replace(self._policy, separate_groups=comm.device.type == "cpu")
-        if self._policy.link is None and comm.device.type == "cuda":  # else the compiler takes that of gloo
-            self._policy = replace(self._policy, link=NCCL)
         self._functions, self._history = Functions(), SettingsHistory()
         self._closed: str | None = None
         self._start(lanes_for(comm.device, one_stream=self.policy.one_stream))

@@ -15,17 +15,15 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
-from itertools import tee
-
-from fsharp.stateful.schedule.skyline import Skyline
+from itertools import accumulate, tee
+from operator import add
 
 _NEAR = 48  # spans that begin while a buffer is live: of those that meet more, stacks are made
-_SLACKS = (0.0, 0.01, 0.02, 0.035, 0.05, 0.075, 0.1, 0.15, 0.25)  # arenas to try, by how much they are larger than the bound
-_GOOD = 1.04  # arenas over the bound with which nobody looks for a better one
+# Arenas to try, by how much they are larger than the bound.
+_SLACKS = (0.0, 0.01, 0.02, 0.035, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.0, 4.0)
 _PLACED = 12_000  # buffers that searches may place, and place again, before the next larger arena is tried
 _EACH = 6  # times that they may place each buffer, if those are more
 _PATIENCE = 300  # buffers that one search may place, beside half as many again as there are
-_ALL = 200  # buffers that may all be searched places for, without stacks
 
 # Of the places that a buffer fits in, which to try first: by bytes below it, bytes it leaves of its gap, bytes above it.
 Fit = Callable[[int, int, int], int]
@@ -64,23 +62,13 @@ def assign_addresses(items: Sequence[ArenaItem], *, within: int | None = None) -
         items: what to place.
         within: bytes that may be taken; None if there is no place within them, or none is found soon.
 
-    Cost: as ``n log n`` in the number of spans, as long as those that begin within most of them are few.
+    Cost: as ``n log n`` in the number of spans, as long as those that begin within most of them are few. For each of the
+        others a copy of as many integers as there are positions.
     """
     if not items:
         return []
     least = lower_bound(items)
-    if within is not None and least > within:
-        return None
-    best: list[int] | None = None
-    peak = 0
-    for near in (_NEAR, len(items) * 2 + sum(len(item.spans) for item in items)):
-        board = _Packing(items, near)
-        starts = board.place(least, within)
-        if starts and (best is None or board.peak(starts) < peak):
-            best, peak = starts, board.peak(starts)
-        if within is not None or peak <= _GOOD * least or not board.stacked or len(items) > _ALL:
-            break
-    return best
+    return None if within is not None and least > within else _Packing(items).place(least, within)
 
 
 class _Packing:
@@ -90,9 +78,11 @@ class _Packing:
         items: all of them.
         stacked: by item that stands in a stack, how far from the arena's first byte it starts, or from its last one it ends.
         short: all others.
+        low: how many bytes the stack at the arena's first byte takes, at each position.
+        high: how many bytes the stack at the arena's last byte takes, at each position.
     """
 
-    def __init__(self, items: Sequence[ArenaItem], near: int) -> None:
+    def __init__(self, items: Sequence[ArenaItem]) -> None:
         self.items = items
         begins = sorted(first for item in items for first, _ in item.spans)
         last = max((stop for item in items for _, stop in item.spans), default=0)
@@ -101,31 +91,28 @@ class _Packing:
             return max((bisect_right(begins, b) - bisect_left(begins, a) for a, b in item.spans), default=0)
 
         every = [i for i, item in enumerate(items) if item.nbytes]
-        many = {i for i in every if meets(items[i]) > near}
+        many = {i for i in every if meets(items[i]) > _NEAR}
         self.short = [i for i in range(len(items)) if i not in many]
-        self.low, self.high = Skyline(last + 1), Skyline(last + 1)
+        self.low, self.high = [0] * (last + 1), [0] * (last + 1)
         self.stacked: dict[int, int] = {}
         self.is_low: set[int] = set()
         for i in sorted(many, key=lambda i: (-sum(b - a for a, b in items[i].spans), i)):
             spans = items[i].spans
             stays = any(stop == last for _, stop in spans)
             stack = self.low if stays else self.high
-            self.stacked[i] = at = stack.top(spans)
-            stack.put(spans, at + items[i].nbytes)
+            self.stacked[i] = at = _top(stack, items[i])
+            for first, stop in spans:
+                stack[first : stop + 1] = [at + items[i].nbytes] * (stop + 1 - first)
             if stays:
                 self.is_low.add(i)
-        self.floors = {i: self.low.top(items[i].spans) if many else 0 for i in self.short}
-        self.ceilings = {i: self.high.top(items[i].spans) if many else 0 for i in self.short}
+        self.floors = {i: _top(self.low, items[i]) if many else 0 for i in self.short}
+        self.ceilings = {i: _top(self.high, items[i]) if many else 0 for i in self.short}
         self.neighbours = _neighbours(items, self.short)
         self.grain = math.gcd(*(item.nbytes for item in items)) or 1
 
-    def peak(self, starts: Sequence[int]) -> int:
-        """Bytes of the arena that hold all of it: the highest address plus one."""
-        return max(start + item.nbytes for start, item in zip(starts, self.items, strict=True))
-
     def place(self, least: int, within: int | None) -> list[int] | None:
         """The first byte of each item, or None if there is no place within so many bytes, or none is found soon."""
-        stacks = max((low + high for low, high in zip(self.low.values(), self.high.values())), default=0) if self.stacked else 0
+        stacks = max(map(add, self.low, self.high))
         least = max(least, stacks, _clique(self.items, self.short, self.neighbours))
         orders = _orders(self.items, self.short, self.neighbours)  # made as they are needed: mostly the first will do
         if within is not None:
@@ -135,8 +122,8 @@ class _Packing:
             found = (self._search(order, _FITS[0], target=target, limit=limit)[0] for order in orders)
             return next(filter(None, found), None)
         total = max(sum(item.nbytes for item in self.items), least)
-        for slack in (*_SLACKS, 0.5, 1.0, 2.0, 4.0, math.inf):
-            target = min(least + int(min(slack, 8.0) * least) // self.grain * self.grain, total)
+        for slack in _SLACKS:
+            target = min(least + int(slack * least) // self.grain * self.grain, total)
             budget = max(_PLACED // (1 + len(self.items) // 32), _EACH * len(self.items))
             for fit in _FITS:
                 orders, again = tee(orders)
@@ -144,11 +131,11 @@ class _Packing:
                     if budget <= 0:
                         break
                     limit = min(_PATIENCE + 3 * len(self.short) // 2, budget)
-                    starts, placed = self._search(order, fit, target=total * 2 if slack == math.inf else target, limit=limit)
+                    starts, placed = self._search(order, fit, target=target, limit=limit)
                     budget -= placed
                     if starts:
                         return starts
-        raise AssertionError("there is room in an arena of all buffers one after another")
+        return [0, *accumulate(item.nbytes for item in self.items[:-1])]  # one after another
 
     def _search(self, order: Sequence[int], fit: Fit, *, target: int, limit: int) -> tuple[list[int], int]:
         """Places of all items below ``target``, or none, and how many items were placed to find out.
@@ -188,6 +175,11 @@ class _Packing:
                 return starts, placed
             open_.append(places(order[len(open_)]))
         return [], limit
+
+
+def _top(stack: Sequence[int], item: ArenaItem) -> int:
+    """The bytes that a stack takes where it takes most, while an item is live."""
+    return max((max(stack[first : last + 1]) for first, last in item.spans), default=0)
 
 
 def _clique(items: Sequence[ArenaItem], which: Sequence[int], neighbours: dict[int, list[int]]) -> int:

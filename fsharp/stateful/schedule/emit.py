@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Iterable
 
-from fsharp.stateful.schedule.costs import GLOO, Bundling, bucket_limit, bundles
+from fsharp.stateful.schedule.costs import Bundling, bucket_limit, bundles
 from fsharp.stateful.schedule.emit_gradients import GradientOps
 from fsharp.stateful.schedule.emit_parameters import ParameterOps
 from fsharp.stateful.schedule.ops import FINISH, GATHER, REDUCE, SPREAD, OpSpec
@@ -30,7 +30,7 @@ class Buckets:
         sent = {unit: sum(call.nbytes for call in spec.collectives(facts[unit])) for unit in order}
         most = self._policy.bucket_nbytes
         if most is None:
-            most = bucket_limit(sent.values(), self._policy.link or GLOO)
+            most = bucket_limit(sent.values())
         groups = {unit: i for i, group in enumerate(self._policy.together) for unit in group}
         return bundles(order, sent, {unit: channel(spec, facts[unit]) for unit in order}, most, groups)
 

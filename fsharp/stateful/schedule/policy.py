@@ -5,7 +5,6 @@ from typing import Literal
 
 from fsharp.annotated import check_fields
 from fsharp.errors import ScheduleError
-from fsharp.stateful.schedule.costs import Link
 from fsharp.tracebacks import api_boundary
 
 
@@ -27,15 +26,13 @@ class Policy:
         reduce_buffers: reductions of a microbatch under way at most; each holds a block as large as the unit's gradient.
         finish_buffers: the same for those to the optimizer's place, once a step; they leave from where gradients rest.
         bucket_nbytes: neighbours in the order for which a rank sends no more than this together move as one, in one
-            collective: their parameters, their gradients, their updated parameters. 0 means each on its own; None leaves
-            it to a model of what collectives cost, which joins units for which they are mostly latency. Units whose dtypes
+            collective: their parameters, their gradients, their updated parameters. 0 means each on its own; None joins
+            units for which collectives are mostly latency: up to 2 MB, and a quarter of what all units send. Units whose dtypes
             differ are not joined. What is joined is packed, in memory beside the arena while it is under way: of a gather
             what it fills and what this rank has of it, of a reduction what it is given, the sum, and scratch for it. Over
             gloo buffers of 128 KiB and more travel unpacked, as messages of their own.
         together: tuples of names of units. Units of a tuple that follow each other in order share one collective, whatever
             their bytes, and share it with no other unit. ``shard_module`` adds the groups of its ``units=``.
-        link: what collectives cost, for that model; the same on all ranks. None means that of gloo, unless the scheduler
-            knows better.
         keep_gradients: gradients at rest have memory of their own. False plans it with all other memory of a step: it serves
             other units until the gradient is there, and the next step's after the end (of callers who hold gradients for
             longer, the next step finds out, and takes other memory).
@@ -69,7 +66,6 @@ class Policy:
     finish_buffers: int = 3
     bucket_nbytes: int | None = None
     together: tuple[tuple[str, ...], ...] = ()
-    link: Link | None = None
     keep_gradients: bool = False
     offload: bool = False
     memory_budget: int | None = None

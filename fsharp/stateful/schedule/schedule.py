@@ -18,7 +18,6 @@ from typing import Any
 from fsharp.annotated import wrong_field
 from fsharp.errors import ScheduleError
 from fsharp.functional.comm.protocol import Call
-from fsharp.stateful.schedule.costs import Link
 from fsharp.stateful.schedule.ops import OPS, PARAMS, OpSpec, Phase, Stream, kinds
 from fsharp.stateful.schedule.policy import DebugPolicy, Policy
 from fsharp.stateful.schedule.program import Event, Program, UnitFacts
@@ -187,10 +186,9 @@ class Schedule:
                 Op(**{**op, "memory": _memory(op["memory"]), "opens": _memory(op["opens"]), "after": tuple(op["after"])})
                 for op in data["ops"]
             )
-            link = data["policy"]["link"]
             kind = DebugPolicy if "poison" in data["policy"] else Policy
             together = tuple(map(tuple, data["policy"].get("together", ())))
-            policy = kind(**{**data["policy"], "link": Link(**link) if link else None, "together": together})
+            policy = kind(**{**data["policy"], "together": together})
             return Schedule(program, policy, ops, data["arena"], data["bound"])
         except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
             raise ScheduleError(f"Schedule.from_json(): not a schedule: {error!r}.") from error
