@@ -21,17 +21,15 @@ class Arena:
         executor: runs the gathers from one step to the next.
         registry: the units.
         policy: of the scheduler.
-        rank: of this process.
-        device: where the bytes are.
 
     Attributes:
         memory: the bytes.
         tenant: the schedule whose units may have something in them.
     """
 
-    def __init__(self, executor: Executor, registry: UnitRegistry, policy: Policy, *, rank: int, device: torch.device) -> None:
-        self._executor, self._registry, self._policy, self._rank = executor, registry, policy, rank
-        self.memory = torch.empty(0, dtype=torch.uint8, device=device)
+    def __init__(self, executor: Executor, registry: UnitRegistry, policy: Policy) -> None:
+        self._executor, self._registry, self._policy = executor, registry, policy
+        self.memory = torch.empty(0, dtype=torch.uint8, device=executor.comm.device)
         self.tenant: Compiled | None = None
 
     @torch.inference_mode(False)  # it outlives an evaluation
@@ -68,7 +66,7 @@ class Arena:
                 if unit.gradient is not None:
                     unit.gradient.go_home()
         if bound is None or bound.arena is not self.memory:
-            bound = Compiled(schedule, units, self.memory, self._executor, rank=self._rank)
+            bound = Compiled(schedule, units, self.memory, self._executor)
             scheduled.programs.bound[id(schedule)] = bound
             self._executor.lanes.follow(bound, bound.number)
         if self.tenant is not bound:

@@ -31,7 +31,6 @@ class Compiled:
         units: by name.
         arena: at least ``schedule.arena`` bytes.
         executor: will run its ops.
-        rank: of this process.
 
     Attributes:
         events: of the schedule.
@@ -46,9 +45,7 @@ class Compiled:
         number: names it in keys of ops.
     """
 
-    def __init__(
-        self, schedule: Schedule, units: dict[str, UnitState], arena: torch.Tensor, executor: Executor, *, rank: int
-    ) -> None:
+    def __init__(self, schedule: Schedule, units: dict[str, UnitState], arena: torch.Tensor, executor: Executor) -> None:
         self.schedule, self.arena = schedule, arena
         self.units = {facts.name: units[facts.name] for facts in schedule.program.units}
         self.events: tuple[Event, ...] = schedule.program.events
@@ -60,7 +57,7 @@ class Compiled:
                 units[name].layout,
                 units[name].axes,
                 arena.device,
-                rank=rank,
+                rank=executor.comm.rank,
                 poison=schedule.policy.poison,
                 memory=self._bytes(memory),
                 where=memory,

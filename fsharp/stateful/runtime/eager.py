@@ -35,8 +35,6 @@ class Eager:
 
     Args:
         executor: will run them.
-        rank: of this process.
-        device: where buffers are made.
         is_in_use: whether a use that is under way has its parameters in a buffer.
         left: the schedule that the step has left, if it followed one.
 
@@ -46,15 +44,9 @@ class Eager:
     """
 
     def __init__(
-        self,
-        executor: Executor,
-        *,
-        rank: int,
-        device: torch.device,
-        is_in_use: Callable[[UnshardedBuffer], bool],
-        left: Compiled | None = None,
+        self, executor: Executor, *, is_in_use: Callable[[UnshardedBuffer], bool], left: Compiled | None = None
     ) -> None:
-        self._executor, self._rank, self._device, self._left = executor, rank, device, left
+        self._executor, self._device, self._left = executor, executor.comm.device, left
         self._is_in_use = is_in_use
         self.slots: dict[str, UnshardedBuffer] = {}
         self._number = -1 - next(_numbers)  # those of compiled schedules are positive
@@ -145,7 +137,7 @@ class Eager:
         seen = stamp(unit.node)
         copy = wanted or self.slots.get(unit.key)
         if copy is None or (wanted is None and self._is_in_use(copy) and not copy.holds(seen)):
-            copy = UnshardedBuffer(unit.layout, unit.axes, self._device, rank=self._rank)
+            copy = UnshardedBuffer(unit.layout, unit.axes, self._device, rank=self._executor.comm.rank)
         self.slots[unit.key] = copy
         is_filled = copy.holds(seen)
         if not is_filled:

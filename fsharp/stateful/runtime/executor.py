@@ -10,8 +10,9 @@ from functools import partial
 import torch
 
 from fsharp.errors import ScheduleError
-from fsharp.functional.comm.protocol import Comm
-from fsharp.stateful.runtime.connection import Connection
+from fsharp.functional.comm.agree import agree
+from fsharp.functional.comm.process_group import ProcessGroupComm
+from fsharp.functional.comm.protocol import Comm, innermost
 from fsharp.stateful.schedule import ops
 from fsharp.stateful.schedule.ops import OpSpec
 from fsharp.stateful.schedule.schedule import Op
@@ -90,9 +91,11 @@ class Executor:
         transport: runs collectives.
         lanes: the streams beside compute.
         comm: the ranks, for the names of trees in labels.
-        connection: process groups, made before the first collective.
+        own: the same ranks, with collectives counted for this scheduler alone.
+        separate_groups: whether gathers and reductions have process groups of their own.
 
     Attributes:
+        is_connected: whether the process groups are there.
         number: of the step that is under way, counted from 1.
         step: name of the step that is under way, in the labels of its collectives; empty outside of one.
         microbatch: which of it is under way, in the labels too.
@@ -104,10 +107,23 @@ class Executor:
         reducing: gradients whose reduction has begun and whose result has not been taken, with the ops that began it.
     """
 
-    def __init__(self, transport: Transport, lanes: Lanes, comm: Comm, connection: Connection) -> None:
-        self.transport, self.lanes, self.comm, self.connection = transport, lanes, comm, connection
+    def __init__(self, transport: Transport, lanes: Lanes, comm: Comm, own: Comm, *, separate_groups: bool) -> None:
+        self.transport, self.lanes, self.comm = transport, lanes, comm
+        self._own, self._separate_groups, self.is_connected = innermost(own), separate_groups, False
         self.number = 0
         self.begin("")
+
+    def connect(self) -> None:
+        """Make the process groups, if they are not made yet. Each rank calls this before its first collective."""
+        if self.is_connected:
+            return
+        if isinstance(self._own, ProcessGroupComm):
+            # Groups are made over the job's store, where a rank that has ended is not noticed: notice it here.
+            agree("Scheduler", {"separate_groups": str(self._separate_groups)}, self._own)
+            if self._separate_groups and not self._own.is_native:
+                self._own.make_groups()
+        self.transport.make()
+        self.is_connected = True
 
     # ------------------------------------------------------------ a step
 
@@ -227,12 +243,12 @@ def _after_joins(joins: Iterable[Action], action: Action) -> None:
 
 def _gather(executor: Executor, bound: BoundOp) -> Action:
     units = [(each, each.unit, each.copy) for each in bound.members]
-    as_one, connection, transport = len(units) > 1, executor.connection, executor.transport
+    as_one, transport = len(units) > 1, executor.transport
     waits = transport.innermost.is_async  # else the stream of gathers is behind what fills a node
 
     def start() -> None:
-        if not connection.is_made:
-            connection.make()
+        if not executor.is_connected:
+            executor.connect()
         moves: list[Move] = []
         found, copies = [], []
         for each, unit, copy in units:
@@ -296,11 +312,9 @@ def _release(executor: Executor, bound: BoundOp) -> Action:
 
 
 def _spread(executor: Executor, bound: BoundOp) -> Action:
-    connection = executor.connection
-
     def start() -> None:
-        if not connection.is_made:
-            connection.make()
+        if not executor.is_connected:
+            executor.connect()
         found = [(each, executor.spreading.pop(each.op.unit, None)) for each in bound.members]
         moving = [(each, spread) for each, spread in found if spread is not None]
         if not moving:
@@ -353,13 +367,12 @@ def _cast(executor: Executor, bound: BoundOp) -> Action:
 
 
 def _reduce(executor: Executor, bound: BoundOp) -> Action:
-    connection, transport = executor.connection, executor.transport
-    members = [(each, each.gradient, each.block) for each in bound.members]
+    transport, members = executor.transport, [(each, each.gradient, each.block) for each in bound.members]
     as_one, is_finish = len(members) > 1, bound.spec is ops.FINISH
 
     def start() -> None:
-        if not connection.is_made:
-            connection.make()
+        if not executor.is_connected:
+            executor.connect()
         legs: list[ChainInput] = []
         counts: list[int] = []
         for each, gradient, block in members:

@@ -3,9 +3,7 @@
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple, Protocol
-
-import torch
+from typing import Any, NamedTuple
 
 from fsharp.compiling import uncompiled
 from fsharp.errors import ScheduleError
@@ -13,33 +11,10 @@ from fsharp.functional.layout.sharded import Sharded, units_of
 from fsharp.stateful.inspect.trace import Trace
 from fsharp.stateful.runtime.programs import Programs
 from fsharp.stateful.runtime.recorder import Recorder
-from fsharp.stateful.schedule.policy import Policy
+from fsharp.stateful.runtime.tracer import Tracer
 from fsharp.stateful.schedule.schedule import Schedule
-from fsharp.stateful.transport.streams import Lanes
 from fsharp.stateful.verify.verify import verify
 from fsharp.tracebacks import api_boundary
-
-
-class Runner(Protocol):
-    """What runs a scheduled function."""
-
-    @property
-    def device(self) -> torch.device:
-        """Where tensors are."""
-
-    @property
-    def policy(self) -> Policy:
-        """What its schedules are compiled with."""
-
-    @property
-    def lanes(self) -> Lanes:
-        """The streams beside compute."""
-
-    def check_open(self) -> None:
-        """Refuse to go on after an error."""
-
-    def run(self, scheduled: "Scheduled", args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call a scheduled function with these arguments."""
 
 
 class Status(NamedTuple):
@@ -75,7 +50,7 @@ class Scheduled:
         followed_by: returns the function of the same scheduler that was called after this one the last time.
     """
 
-    def __init__(self, scheduler: Runner, fn: Callable[..., Any], name: str) -> None:
+    def __init__(self, scheduler: Tracer, fn: Callable[..., Any], name: str) -> None:
         self.scheduler, self.fn, self.name = scheduler, fn, name
         self.programs = Programs()
         self.num_calls = 0
@@ -188,7 +163,7 @@ class Functions:
     def __iter__(self) -> Iterator[Scheduled]:
         return iter(self._alive)
 
-    def add(self, scheduler: Runner, fn: Callable[..., Any], name: str) -> Scheduled:
+    def add(self, scheduler: Tracer, fn: Callable[..., Any], name: str) -> Scheduled:
         """Return a function for a scheduler to run, with a name of its own: ranks wrap in the same order."""
         self._names[name] += 1
         number = self._names[name]

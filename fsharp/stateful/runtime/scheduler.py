@@ -18,12 +18,10 @@ from fsharp.functional.comm.process_group import ProcessGroupComm
 from fsharp.functional.comm.protocol import Comm, CountingComm, Labelled, ReduceOp, innermost
 from fsharp.functional.comm.settings_digests import SettingsHistory
 from fsharp.functional.comm.tree_names import TreeCounts, counts_of
-from fsharp.functional.layout.mesh import Mesh
 from fsharp.functional.layout.sharded import Sharded
 from fsharp.stateful.runtime.arena import Arena
 from fsharp.stateful.runtime.boundary import in_backward
 from fsharp.stateful.runtime.compiled import Compiled
-from fsharp.stateful.runtime.connection import Connection
 from fsharp.stateful.runtime.executor import Executor
 from fsharp.stateful.runtime.recorder import Recorder
 from fsharp.stateful.runtime.scheduled import Functions, Scheduled
@@ -33,7 +31,6 @@ from fsharp.stateful.schedule.compile import compile_schedule
 from fsharp.stateful.schedule.policy import Policy
 from fsharp.stateful.schedule.program import Program, gradients_of
 from fsharp.stateful.schedule.schedule import Schedule
-from fsharp.stateful.transport.base import Transport
 from fsharp.stateful.transport.choose import transport_over
 from fsharp.stateful.transport.streams import Lanes, lanes_for
 from fsharp.stateful.units.facts import facts_of
@@ -114,21 +111,22 @@ class Scheduler(Tracer):
     def __init__(self, comm: Comm, *, policy: Policy | None = None, **options: Any) -> None:
         if policy is not None and options:
             raise ScheduleError(f"Scheduler(): got a policy and {sorted(options)}: pass one or the other.")
-        self.comm, self._policy = comm, policy or Policy(**options)
-        if self._policy.sum_late is None:
-            self._policy = replace(self._policy, sum_late=comm.device.type == "cpu")
-        if self._policy.separate_groups is None:
-            self._policy = replace(self._policy, separate_groups=comm.device.type == "cpu")
+        self.comm, self.policy = comm, policy or Policy(**options)
+        if self.policy.sum_late is None:
+            self.policy = replace(self.policy, sum_late=comm.device.type == "cpu")
+        if self.policy.separate_groups is None:
+            self.policy = replace(self.policy, separate_groups=comm.device.type == "cpu")
         self._functions, self._history = Functions(), SettingsHistory()
         self._closed: str | None = None
         self._start(lanes_for(comm.device, one_stream=self.policy.one_stream))
 
     def _start(self, lanes: Lanes) -> None:
         self.own = _apart(self.comm)
-        transport = transport_over(self.own, separate_groups=bool(self.policy.separate_groups))
+        separate_groups = bool(self.policy.separate_groups)
+        transport = transport_over(self.own, separate_groups=separate_groups)
         self.registry = UnitRegistry(trivial=self.policy.trivial_axes)
-        self.executor = Executor(transport, lanes, self.comm, Connection(self.own, transport, self.policy))
-        self.arena = Arena(self.executor, self.registry, self.policy, rank=self.rank, device=self.device)
+        self.executor = Executor(transport, lanes, self.comm, self.own, separate_groups=separate_groups)
+        self.arena = Arena(self.executor, self.registry, self.policy)
         self._now = StepUnderWay()
         self.num_updates = 0
 
@@ -149,49 +147,9 @@ class Scheduler(Tracer):
     # ------------------------------------------------------------ Comm
 
     @property
-    def mesh(self) -> Mesh:
-        """The mesh of the Comm it schedules."""
-        return self.comm.mesh
-
-    @property
-    def rank(self) -> int:
-        """This process's rank in the mesh."""
-        return self.comm.rank
-
-    @property
-    def device(self) -> torch.device:
-        """Where tensors are."""
-        return self.comm.device
-
-    @property
-    def transport(self) -> Transport:
-        """Return the transport that runs the collectives of schedules."""
-        return self.executor.transport
-
-    @property
-    def lanes(self) -> Lanes:
-        """The streams beside compute."""
-        return self.executor.lanes
-
-    @property
     def tree_counts(self) -> TreeCounts | None:
         """What its Comm has counted of trees."""
         return counts_of(self.comm)
-
-    @property
-    def policy(self) -> Policy:
-        """What its schedules are compiled with."""
-        return self._policy
-
-    @property
-    def units(self) -> dict[str, UnitState]:
-        """The state of all units that were used, by key."""
-        return self.registry.units
-
-    @property
-    def offloads(self) -> bool:
-        """Whether optimizer state and main copies are in host memory between updates."""
-        return self.policy.offload
 
     @api_boundary
     def all_gather(self, x: torch.Tensor, axis: str, *, label: str = "") -> torch.Tensor:
@@ -317,15 +275,7 @@ class Scheduler(Tracer):
         recorder: Recorder | None = None,
         on_backward: Callable[[], None] | None = None,
     ) -> Step:
-        return Step(
-            self.executor,
-            schedule,
-            rank=self.rank,
-            device=self.device,
-            units=self.units,
-            recorder=recorder,
-            on_backward=on_backward,
-        )
+        return Step(self.executor, schedule, units=self.units, recorder=recorder, on_backward=on_backward)
 
     def close(self, step: Step) -> None:
         """The step is over: end it, and learn from it."""
@@ -395,7 +345,7 @@ class Scheduler(Tracer):
     def _connect(self) -> None:
         """Refuse a scheduler that was closed, or make its connection: called before a collective."""
         self._refuse()
-        self.executor.connection.make()
+        self.executor.connect()
 
     def _tell(self, recorder: Recorder | None) -> None:
         """Have collectives noted by a recorder, or by nobody."""

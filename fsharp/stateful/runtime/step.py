@@ -66,8 +66,6 @@ class Step:
     Args:
         executor: runs the ops.
         schedule: what to follow; None makes ops up as events come.
-        rank: of this process.
-        device: where tensors are.
         units: of the scheduler, which adds to them.
         recorder: measures the step; None: nobody wants to know.
         on_backward: called when a backward comes to a use; None: nobody wants to know.
@@ -85,8 +83,6 @@ class Step:
         executor: Executor,
         schedule: Compiled | None,
         *,
-        rank: int,
-        device: torch.device,
         units: dict[str, UnitState],
         recorder: Recorder | None = None,
         on_backward: Callable[[], None] | None = None,
@@ -95,7 +91,7 @@ class Step:
         self.recorder, self._on_backward = recorder, on_backward
         self.events: list[Event] = []
         self.record, self.uses = StepRecord(), UsesUnderWay()
-        self._make_eager = partial(Eager, executor, rank=rank, device=device, is_in_use=self.uses.are_in)
+        self._make_eager = partial(Eager, executor, is_in_use=self.uses.are_in)
         self.eager: Eager | None = self._make_eager() if schedule is None else None
         self.is_over = False
 

@@ -16,18 +16,22 @@ from fsharp.compiling import compiled_by_caller
 from fsharp.errors import LossError, ScheduleError
 from fsharp.functional import moves
 from fsharp.functional.comm.protocol import Comm, Engine
+from fsharp.functional.layout.mesh import Mesh
 from fsharp.functional.layout.sharded import PlaceName, Sharded, is_sharded, map_units, resolve_place, units_of
 from fsharp.functional.loss import Loss, as_loss, check_loss
 from fsharp.functional.sinks import take_gradients, with_sinks
 from fsharp.functional.transforms import is_transformed
 from fsharp.stateful.runtime.boundary import before_backward
+from fsharp.stateful.runtime.executor import Executor
 from fsharp.stateful.runtime.step import Step
 from fsharp.stateful.runtime.uses import UnitUse
+from fsharp.stateful.schedule.policy import Policy
 from fsharp.stateful.transport.base import Transport
 from fsharp.stateful.transport.streams import Lanes
 from fsharp.stateful.units.gradient import GradientBuffer
 from fsharp.stateful.units.host import HostCopies, Offload
 from fsharp.stateful.units.pending import pending
+from fsharp.stateful.units.registry import UnitRegistry
 from fsharp.stateful.units.unit_state import UnitState
 from fsharp.stateful.units.update_gather import UpdateGather
 
@@ -79,31 +83,62 @@ class Tracer(Engine):
     """What all pure functions have in common under a scheduler.
 
     Attributes:
+        comm: the ranks.
         own: for collectives that are not scheduled.
+        policy: what schedules are compiled with.
+        executor: runs the ops of steps.
+        registry: the units.
         num_updates: how often parameters have become others.
         main_stays: main copies stay on the device, as somebody shows them.
     """
 
+    comm: Comm
     own: Comm
+    policy: Policy
+    executor: Executor
+    registry: UnitRegistry
     num_updates: int
     main_stays = False
     _issued = IssuedGradients()
     _offload: Offload | None = None
 
     @property
-    @abstractmethod
-    def transport(self) -> Transport:
-        """What runs collectives that are scheduled."""
+    def mesh(self) -> Mesh:
+        """The mesh of the Comm that is scheduled."""
+        return self.comm.mesh
 
     @property
-    @abstractmethod
+    def rank(self) -> int:
+        """This process's rank in the mesh."""
+        return self.comm.rank
+
+    @property
+    def device(self) -> torch.device:
+        """Where tensors are."""
+        return self.comm.device
+
+    @property
+    def transport(self) -> Transport:
+        """What runs the collectives of schedules."""
+        return self.executor.transport
+
+    @property
     def lanes(self) -> Lanes:
         """The streams beside compute."""
+        return self.executor.lanes
 
     @property
-    @abstractmethod
     def units(self) -> dict[str, UnitState]:
         """The state of all units that were used, by key."""
+        return self.registry.units
+
+    @abstractmethod
+    def check_open(self) -> None:
+        """Refuse to go on after an error, on this rank or on another."""
+
+    @abstractmethod
+    def run(self, scheduled: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call a scheduled function with these arguments."""
 
     @abstractmethod
     def current(self) -> Step:
@@ -221,10 +256,10 @@ class Tracer(Engine):
     def run_fetch(self, state: Any, params: Any, grads: Any, *, donate: bool) -> Any:
         """What is in host memory comes to the device."""
         self._offload = None
-        if not self.offloads:
+        if not self.policy.offload:
             return state
         keys = {node.name: self.unit_of(node).key for node in reversed(units_of(params))}
-        self._offload = Offload(keys, grads, self.lanes, self.device, donate=donate)  # type: ignore[attr-defined]
+        self._offload = Offload(keys, grads, self.lanes, self.device, donate=donate)
         (main, opt), moves = self._offload.up(state, self._staying(params, state[0]))
         self.current().fetch({keys[name]: move for name, move in moves.items()})
         return main, opt
@@ -236,10 +271,9 @@ class Tracer(Engine):
         """Updated parameters begin their way to where they rest, and state to host memory; who looks at them waits for them."""
         step, lanes = self.current(), self.lanes
         update_gathers, nodes = [], []
-        rank: int = self.rank  # type: ignore[attr-defined]
         for old, fresh in zip(units_of(params), units_of(new), strict=True):
             unit = self.unit_of(old)
-            update_gather = UpdateGather(unit, old, fresh, rank=rank, donate=donate)
+            update_gather = UpdateGather(unit, old, fresh, rank=self.rank, donate=donate)
             node = update_gather.node
             if update_gather.moves:
                 node = pending(node, update_gather.wait, lanes)  # no cycle that would keep its memory
@@ -258,11 +292,6 @@ class Tracer(Engine):
         step.update(update_gathers, moves)
         self.num_updates += 1
         return resting, state
-
-    @property
-    @abstractmethod
-    def offloads(self) -> bool:
-        """Whether optimizer state and main copies are in host memory between updates."""
 
 
 def _tree_of(sharded: Any, uses: Sequence[UnitUse], num_ties: int) -> Any:
