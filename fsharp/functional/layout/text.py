@@ -1,7 +1,7 @@
 """Units as text: what ranks compare before they start, and a table that a person reads."""
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from itertools import groupby
 
 from fsharp.functional.layout.precision import dtype_name
@@ -56,8 +56,14 @@ def units_table(units: Sequence[UnitLayout]) -> list[str]:
                 nbytes_text(local),
             )
         )
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    return ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return columns(rows)
+
+
+def columns(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> list[str]:
+    """Return rows of equally many cells as lines in which the cells stand in columns, those of ``right`` to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    ways = [str.rjust if i in right else str.ljust for i in range(len(widths))]
+    return ["  ".join(way(cell, w) for way, cell, w in zip(ways, row, widths, strict=True)).rstrip() for row in rows]
 
 
 def alike_units(units: Sequence[UnitLayout]) -> Iterator[tuple[str, list[UnitLayout]]]:

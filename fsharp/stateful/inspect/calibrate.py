@@ -5,42 +5,22 @@ from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate
 from statistics import median
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from fsharp.errors import ScheduleError, problem
-from fsharp.stateful.inspect.timeline import WAITING, Interval, TimeSpan, issue_positions, senders, union
+from fsharp.stateful.inspect.timeline import WAITING, Interval, TimeSpan, senders, union
 from fsharp.stateful.inspect.trace import Row, Trace, by_unit, check_rows, self_times
 from fsharp.stateful.schedule.ops import Phase, Stream, kinds
-from fsharp.stateful.schedule.schedule import Schedule, calls_of
+from fsharp.stateful.schedule.schedule import Schedule, calls_of, issue_positions
 
 Channel = tuple[str, str]
 """A collective and the mesh axis that it goes along, such as ``("all_gather", "dp")``."""
 
 
-class Calibration(NamedTuple):
-    """What a trace says of a machine.
-
-    Attributes:
-        links: ``(latency in seconds, bytes per second)`` of each.
-        compute: seconds of each unit's ``(forward, backward)``.
-        update_s: seconds of the optimizer step.
-        memory_bandwidth: bytes of gradients that are cast in a second.
-        host_bandwidth: bytes of state in a second, from host memory and to it.
-        issue: seconds of the host for each second of a collective.
-    """
-
-    links: dict[Channel, tuple[float, float]]
-    compute: dict[str, tuple[float, float]]
-    update_s: float
-    memory_bandwidth: float
-    host_bandwidth: float
-    issue: float
-
-
-def calibrate(trace: Trace, schedule: Schedule, *, speed: float) -> Calibration:
-    """Everything that a trace says of a machine.
+def calibrate(trace: Trace, schedule: Schedule, *, speed: float) -> dict[str, Any]:
+    """Return the fields of a :class:`Hardware` that a trace says something of.
 
     Args:
         trace: of whole steps.
@@ -87,14 +67,16 @@ def calibrate(trace: Trace, schedule: Schedule, *, speed: float) -> Calibration:
     cast_s = sum(median(each) for op, each in casts.items() if schedule.ops[op].memory)
     cast_nbytes = sum(memory.nbytes for op in casts if (memory := schedule.ops[op].memory))
     sent_s = sum(taken_alone.values())
-    return Calibration(
-        links=_fit_links(_points(schedule, taken_alone)),
-        compute=by_unit(own),
-        update_s=median(updates),
-        memory_bandwidth=cast_nbytes / cast_s if cast_s and cast_nbytes else math.inf,
-        host_bandwidth=_host_bandwidth(schedule, rows),
-        issue=median(gaps) / sent_s if sent_s else 0.0,
-    )
+    links = _fit_links(_points(schedule, taken_alone))
+    return {
+        "compute": by_unit(own),
+        "latency": {link: latency for link, (latency, _) in links.items()} or 0.0,
+        "bandwidth": {link: bandwidth for link, (_, bandwidth) in links.items()} or math.inf,
+        "memory_bandwidth": cast_nbytes / cast_s if cast_s and cast_nbytes else math.inf,
+        "host_bandwidth": _host_bandwidth(schedule, rows),
+        "update_s": median(updates),
+        "issue": median(gaps) / sent_s if sent_s else 0.0,
+    }
 
 
 def _host_bandwidth(schedule: Schedule, rows: Iterable[Row]) -> float:

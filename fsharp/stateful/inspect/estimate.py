@@ -23,11 +23,11 @@ from fsharp.errors import ScheduleError, problem
 from fsharp.functional.comm.protocol import Call
 from fsharp.functional.layout.paths import assign
 from fsharp.stateful.inspect.calibrate import Channel, calibrate
-from fsharp.stateful.inspect.timeline import WAITING, Interval, Timeline, TimeSpan, issue_positions
+from fsharp.stateful.inspect.timeline import WAITING, Interval, Timeline, TimeSpan
 from fsharp.stateful.inspect.trace import Trace
 from fsharp.stateful.schedule.ops import STATE, STREAMS, Stream
 from fsharp.stateful.schedule.program import UnitFacts
-from fsharp.stateful.schedule.schedule import Op, Schedule, calls_of
+from fsharp.stateful.schedule.schedule import Op, Schedule, calls_of, issue_positions
 from fsharp.tracebacks import api_boundary
 
 _MAX_STEPS = 16
@@ -122,17 +122,9 @@ class Hardware:
         Cost: a few passes over the trace.
         """
         found = calibrate(trace, schedule, speed=1 - contention / 2 if synchronous_host else 1.0)
-        return cls(
-            compute=found.compute,
-            latency={link: latency for link, (latency, _) in found.links.items()} or 0.0,
-            bandwidth={link: bandwidth for link, (_, bandwidth) in found.links.items()} or math.inf,
-            memory_bandwidth=found.memory_bandwidth,
-            host_bandwidth=found.host_bandwidth,
-            update_s=found.update_s,
-            synchronous_host=synchronous_host,
-            contention=contention,
-            issue=found.issue if synchronous_host else 0.0,
-        )
+        if not synchronous_host:
+            found["issue"] = 0.0
+        return cls(**found, synchronous_host=synchronous_host, contention=contention)
 
     def collective_s(self, calls: Iterable[Call]) -> float:
         """Seconds that collectives take one after the other; those of one kind along one axis are sent as one.

@@ -3,10 +3,9 @@
 from collections import Counter
 
 from fsharp.annotated import options_checked
-from fsharp.functional.layout.text import nbytes_text
-from fsharp.stateful.inspect.timeline import is_joined
+from fsharp.functional.layout.text import columns, nbytes_text
 from fsharp.stateful.schedule.ops import kinds
-from fsharp.stateful.schedule.schedule import Schedule, calls_of
+from fsharp.stateful.schedule.schedule import Schedule, calls_of, issue_positions
 
 _HEAD = ("#", "event", "op", "unit", "phase", "stream", "memory", "sent", "after")
 
@@ -18,7 +17,7 @@ def table(schedule: Schedule) -> str:
     ``'`` marks ops of the step before, ``+`` a collective that is one with that of the row above.
     """
     facts = {unit.name: unit for unit in schedule.program.units}
-    rows = [_HEAD]
+    rows, joined = [_HEAD], {i for run in issue_positions(schedule.ops) for i in run[1:]}
     for i, op in enumerate(schedule.ops):
         before = schedule.ops[i - 1] if i else None
         calls = calls_of(op, facts[op.unit]) if op.unit else ()
@@ -26,7 +25,7 @@ def table(schedule: Schedule) -> str:
             (
                 str(i),
                 "" if before and before.at == op.at else f"{op.at} {schedule.program.events[op.at]}",
-                f"+ {op.kind}" if is_joined(schedule.ops, i) else op.kind,
+                f"+ {op.kind}" if i in joined else op.kind,
                 op.unit,
                 op.phase,
                 op.stream,
@@ -35,12 +34,7 @@ def table(schedule: Schedule) -> str:
                 ", ".join(f"{j}'" if j >= i else str(j) for j in op.after),
             )
         )
-    widths = [max(len(row[i]) for row in rows) for i in range(len(_HEAD))]
-    right = {0, 7}
-    lines = [
-        "  ".join(c.rjust(w) if i in right else c.ljust(w) for i, (c, w) in enumerate(zip(row, widths))).rstrip()
-        for row in rows
-    ]
+    lines = columns(rows, right={0, 7})
     number = Counter(op.kind for op in schedule.ops)
     calls_sent = schedule.calls()
     sent = sum(call.nbytes * count for call, count in calls_sent.items())

@@ -1,9 +1,9 @@
 """Timeline: when each op of a step ran, predicted or measured, and what follows from it."""
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from itertools import groupby, pairwise
+from itertools import groupby
 from typing import NamedTuple
 
 from fsharp.stateful.schedule.ops import STREAMS, WAIT, Phase, Stream, kinds
@@ -70,9 +70,9 @@ class Timeline:
         for stream in STREAMS:
             sent = [s for s in self.spans if s.stream == stream and s.kind in kinds_that_send]
             sending = union(piece for span in sent for piece in self.pieces(span))
-            total += sum(stop - start for start, stop in sending)
-            hidden += _shared(sending, working)
-        return hidden / total if total else 1.0
+            total += length(sending)
+            hidden += length(sending) + length(working) - length(union([*sending, *working]))
+        return min(max(hidden / total, 0.0), 1.0) if total else 1.0
 
     @property
     def memory(self) -> tuple[tuple[float, int], ...]:
@@ -137,22 +137,6 @@ def senders() -> tuple[str, ...]:
     return kinds(lambda spec: spec.cost == "send")
 
 
-def is_joined(ops: Sequence[Op], i: int) -> bool:
-    """Whether an op is issued as one with the op before it."""
-    return i > 0 and ops[i].bucket >= 0 and (ops[i - 1].kind, ops[i - 1].bucket) == (ops[i].kind, ops[i].bucket)
-
-
-def issue_positions(ops: Sequence[Op]) -> list[list[int]]:
-    """Positions of ops, those that are issued as one together."""
-    result: list[list[int]] = []
-    for i in range(len(ops)):
-        if is_joined(ops, i):
-            result[-1].append(i)
-        else:
-            result.append([i])
-    return result
-
-
 def repeated_units(schedule: Schedule) -> dict[str, list[str]]:
     """Units in the order of their use, those together that differ in nothing but numbers: ``layers.*`` for ``layers.0``."""
     result: dict[str, list[str]] = {}
@@ -182,15 +166,9 @@ def union(intervals: Iterable[Interval]) -> list[Interval]:
     return result
 
 
-def _shared(ours: list[Interval], theirs: list[Interval]) -> float:
-    """The length of what two unions have in common."""
-    edges = [(a, 1) for a, _ in ours] + [(b, -1) for _, b in ours]
-    edges += [(a, 2) for a, _ in theirs] + [(b, -2) for _, b in theirs]
-    total, inside = 0.0, 0
-    for (here, change), (there, _) in pairwise(sorted(edges)):
-        inside += change
-        total += there - here if inside == 3 else 0.0
-    return total
+def length(intervals: Iterable[Interval]) -> float:
+    """Return the length of disjoint intervals."""
+    return sum(stop - start for start, stop in intervals)
 
 
 def _works(span: TimeSpan) -> bool:

@@ -6,7 +6,7 @@ from statistics import median, median_low
 
 from fsharp.annotated import options_checked
 from fsharp.errors import ScheduleError, problem
-from fsharp.functional.layout.text import nbytes_text
+from fsharp.functional.layout.text import columns, nbytes_text
 from fsharp.stateful.inspect.timeline import WAITING, Timeline, TimeSpan, repeated_units, seconds_text, senders
 from fsharp.stateful.schedule.ops import OPS, Phase, Stream, kinds
 from fsharp.stateful.schedule.schedule import Schedule
@@ -206,17 +206,13 @@ def compare(predicted: Timeline, measured: Timeline) -> str:
         for name, alike in repeated_units(predicted.schedule).items()
         for what, kind, phase in parts
     ]
-    blocks = [
-        [("", "predicted", "measured", "ratio")],
-        summary,
-        *([_row(name, *seconds) for name, seconds in each if any(seconds)] for each in (rows, units)),
-    ]
-    widths = [max(len(row[i]) for block in blocks for row in block) for i in range(4)]
-    texts = [
-        "\n".join("  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]).rstrip() for row in block)
-        for block in blocks
-    ]
-    return f"\n{'-' * (sum(widths) + 6)}\n".join(texts)
+    head = ("", "predicted", "measured", "ratio")
+    blocks = [[_row(name, *seconds) for name, seconds in each if any(seconds)] for each in (rows, units)]
+    lines = columns([head, *summary, *blocks[0], *blocks[1]], right={1, 2, 3})
+    rule = "-" * max(map(len, lines))
+    for at in (5 + len(blocks[0]), 5, 1):
+        lines.insert(at, rule)
+    return "\n".join(lines)
 
 
 def _row(name: str, predicted: float, measured: float) -> tuple[str, str, str, str]:

@@ -12,7 +12,7 @@ from fsharp.stateful.schedule.emit_gradients import last_microbatches
 from fsharp.stateful.schedule.ops import FINISHING, OUTGOING, PARAMS
 from fsharp.stateful.schedule.policy import Policy
 from fsharp.stateful.schedule.program import Event, UnitFacts, gradients_of
-from fsharp.stateful.schedule.schedule import Memory, Op, Schedule, issue_groups
+from fsharp.stateful.schedule.schedule import Memory, Op, Schedule, issue_positions
 from fsharp.stateful.units.facts import facts_of
 from fsharp.stateful.units.gradient import GradientBuffer
 from fsharp.stateful.units.resting import RestingGradient
@@ -131,17 +131,14 @@ class _Binder:
 
     def bind(self) -> Iterator[BoundOp]:
         """The first op of each bucket, bound with the others."""
-        ops = self._compiled.schedule.ops
-        for issued in issue_groups(ops):
-            self._leader += [len(self._leader)] * len(issued)
-        start = 0
-        for issued in issue_groups(ops):
-            others = [self._op(start + i, op) for i, op in enumerate(issued) if i]
-            yield self._op(start, issued[0], others)
-            start += len(issued)
+        runs = issue_positions(self._compiled.schedule.ops)
+        self._leader = [run[0] for run in runs for _ in run]
+        for run in runs:
+            yield self._op(run[0], [self._op(i) for i in run[1:]])
 
-    def _op(self, i: int, op: Op, others: Sequence[BoundOp] = ()) -> BoundOp:
-        compiled, ops, spec = self._compiled, self._compiled.schedule.ops, op.spec
+    def _op(self, i: int, others: Sequence[BoundOp] = ()) -> BoundOp:
+        compiled, ops = self._compiled, self._compiled.schedule.ops
+        op, spec = ops[i], ops[i].spec
         number, unit = compiled.number, compiled.units.get(op.unit)
         bind = partial(
             BoundOp,

@@ -10,9 +10,8 @@ it begins when all that any of them waits for is over, and is over for all of th
 import difflib
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from itertools import groupby
 from typing import Any
 
 from fsharp.annotated import wrong_field
@@ -199,13 +198,20 @@ def calls_of(op: Op, facts: UnitFacts) -> tuple[Call, ...]:
     return op.spec.collectives(facts)
 
 
-def issue_groups(ops: Sequence[Op]) -> Iterator[tuple[Op, ...]]:
-    """The ops that are issued as one: those of a bucket together, all others alone."""
-    for bucket, together in groupby(ops, lambda op: op.bucket):
-        if bucket == -1:
-            yield from ((op,) for op in together)
+def issue_positions(ops: Sequence[Op]) -> list[range]:
+    """Return the positions of ops that are issued as one: of those of a bucket together, of each other one alone."""
+    found: list[range] = []
+    for i, op in enumerate(ops):
+        if i and op.bucket != -1 and (op.kind, op.bucket) == (ops[i - 1].kind, ops[i - 1].bucket):
+            found[-1] = range(found[-1].start, i + 1)
         else:
-            yield tuple(together)
+            found.append(range(i, i + 1))
+    return found
+
+
+def issue_groups(ops: Sequence[Op]) -> list[tuple[Op, ...]]:
+    """Return the ops that are issued as one, as :func:`issue_positions` does."""
+    return [tuple(ops[i] for i in run) for run in issue_positions(ops)]
 
 
 def joint_calls(issued: Sequence[Op], facts: Mapping[str, UnitFacts]) -> tuple[Call, ...]:

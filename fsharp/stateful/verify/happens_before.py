@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from fsharp.stateful.schedule.ops import PARAMS, RESTING, STREAMS
-from fsharp.stateful.schedule.schedule import Op
+from fsharp.stateful.schedule.schedule import Op, issue_positions
 
 _GATHER, _COMPUTE = STREAMS.index("gather"), STREAMS.index("compute")
 
@@ -19,13 +19,8 @@ class HappensBefore:
         self.ops = ops
         self.last_update = max((i for i, op in enumerate(ops) if op.spec.changes == RESTING), default=len(ops))
         self._streams = [STREAMS.index(op.stream) for op in ops]
-        self._starts, self._ends = list(range(len(ops))), list(range(len(ops)))
-        for i in range(1, len(ops)):
-            if ops[i].bucket != -1 and (ops[i].kind, ops[i].bucket) == (ops[i - 1].kind, ops[i - 1].bucket):
-                self._starts[i] = self._starts[i - 1]
-        for i in reversed(range(len(ops))):
-            self._ends[self._starts[i]] = max(self._ends[self._starts[i]], i)
-        self._ends = [self._ends[start] for start in self._starts]
+        runs = issue_positions(ops)
+        self._starts, self._ends = [run[0] for run in runs for _ in run], [run[-1] for run in runs for _ in run]
         _, waited = self._run(-1)
         self._over, _ = self._run(next((i for i in self.tail() if i + len(ops) > waited), 0) - 1)
 
