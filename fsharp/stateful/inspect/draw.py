@@ -4,24 +4,23 @@ import re
 from collections.abc import Iterator, Sequence
 from itertools import groupby, pairwise
 from os import PathLike
-from statistics import median
 from typing import Any, NamedTuple
 
 from fsharp.annotated import options_checked
 from fsharp.errors import ScheduleError, problem
 from fsharp.functional.layout.text import nbytes_text
 from fsharp.stateful.inspect.estimate import Hardware, predict
-from fsharp.stateful.inspect.timeline import WAITING, Timeline, TimeSpan, repeated_units, seconds_text, union, unnumbered
+from fsharp.stateful.inspect.timeline import WAITING, Timeline, TimeSpan, length, repeated_units, seconds_text, union
 from fsharp.stateful.schedule.ops import OPS, STREAMS, Look, Stream, kinds
 from fsharp.stateful.schedule.schedule import Schedule
 
 Colour = tuple[float, float, float]
 
 _WIDTH_IN, _DPI = 15.0, 150
-_MARGIN_IN = 0.85, 1.15  # left and right of the axes
-_FONTS = 8.5, 7.0, 6.0
+_MARGIN_IN = 1.0  # that labels of lanes take
+_FONT = 7.0
 _LANES: dict[Stream, float] = {"compute": 1.0, "gather": 0.75, "reduce": 0.75, "host": 0.75}
-_INK, _GREY, _FAINT, _UPDATE = "#222222", "#777777", "#c8c8c8", "#555555"
+_INK, _FAINT, _UPDATE = "#222222", "#c8c8c8", "#555555"
 _WAIT, _WAIT_LINES = "#f7d4d4", "#d62728"
 _MEMORY = ("#4c78a8", "#d9730d")  # of the first timeline and of the second
 _BYTES = (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"), (1, "bytes")
@@ -68,27 +67,15 @@ def draw(
     names = ["predicted", "measured"] if measured else [""]
     lanes = [stream for stream in STREAMS if any(span.stream == stream for t in timelines for span in t.spans)]
     heights = [0.9 * (0.4 + sum(_LANES[lane] + 0.08 for lane in lanes))] * len(timelines) + [1.35]
-    height_in = sum(heights) + 0.42 * len(timelines) + 1.15
-    figure = Figure(figsize=(_WIDTH_IN, height_in), dpi=_DPI, facecolor="white")
-    grid = figure.add_gridspec(
-        len(heights),
-        1,
-        height_ratios=heights,
-        hspace=0.42 * len(heights) / sum(heights),
-        left=_MARGIN_IN[0] / _WIDTH_IN,
-        right=1 - _MARGIN_IN[1] / _WIDTH_IN,
-        top=1 - 0.45 / height_in,
-        bottom=0.85 / height_in,
-    )
+    figure = Figure((_WIDTH_IN, sum(heights) + 0.42 * len(timelines) + 1.15), _DPI, facecolor="white", layout="constrained")
+    all_axes = figure.subplots(len(heights), height_ratios=heights)
     longest = max(each.step_s for each in timelines) or 1.0
-    style = _Style(_colours(timeline.schedule), longest, longest / (_WIDTH_IN - sum(_MARGIN_IN)), has_times)
-    for i, (each, name) in enumerate(zip(timelines, names)):
-        axes = figure.add_subplot(grid[i])
+    style = _Style(_colours(timeline.schedule), longest, longest / (_WIDTH_IN - _MARGIN_IN), has_times)
+    for axes, each, name in zip(all_axes, timelines, names):
         axes.set_title(_title(each, name, has_times), loc="left", fontsize=10, fontweight="bold", color=_INK)
         _draw_lanes(axes, each, lanes, style)
-    axes = figure.add_subplot(grid[-1])
-    _draw_memory(axes, timelines, style)
-    _legend(figure, axes, has_times, names)
+    _draw_memory(all_axes[-1], timelines, names, style)
+    _legend(figure, all_axes[-1], has_times)
     figure.savefig(path)
 
 
@@ -125,11 +112,10 @@ class _Box(NamedTuple):
 
 
 def _draw_lanes(axes: Any, timeline: Timeline, lanes: Sequence[Stream], style: _Style) -> None:
-    top, ticks = 0.4, []
+    top, labels = 0.4, dict[float, str]()
     for start, stop, text, colour in _phases(timeline):
         axes.broken_barh([(start, stop - start)], (0, 0.28), facecolors=colour, edgecolors="white", linewidth=0.8)
-        if _width_in(text, _FONTS[0]) <= (stop - start) / style.per_inch:
-            _write(axes, (start + stop) / 2, 0.14, text, colour, _FONTS[0])
+        _write_first_that_fits(axes, [text], start, stop, 0.14, colour, style)
         axes.axvline(stop, color=_FAINT, linewidth=0.6, zorder=0)
     boxes = list(_boxes(timeline))
     for lane in lanes:
@@ -138,17 +124,14 @@ def _draw_lanes(axes: Any, timeline: Timeline, lanes: Sequence[Stream], style: _
         height = _LANES[lane] / max(len(rows), 1)
         for i, row in enumerate(rows):
             _draw_row(axes, row, (top + i * height, height * 0.94), style)
-        middle = top + _LANES[lane] / 2
-        ticks.append(middle)
+        text = str(lane)
         if style.has_times and timeline.step_s:
-            busy = sum(b - a for a, b in union((box.start, box.stop) for box in mine if box.span.kind != WAITING))
-            text = f"busy {busy / timeline.step_s:.0%}"
-            axes.annotate(
-                text, (timeline.step_s, middle), (5, 0), textcoords="offset points", fontsize=8, va="center", color=_GREY
-            )
+            busy = length(union((box.start, box.stop) for box in mine if box.span.kind != WAITING))
+            text = f"{lane}\nbusy {busy / timeline.step_s:.0%}"
+        labels[top + _LANES[lane] / 2] = text
         top += _LANES[lane] + 0.08
     axes.set(xlim=(0, style.longest), ylim=(top, 0))
-    axes.set_yticks(ticks, lanes)
+    axes.set_yticks(list(labels), list(labels.values()))
     axes.tick_params(axis="y", length=0, labelsize=9, labelcolor=_INK)
     axes.tick_params(axis="x", length=0, labelbottom=False)
     axes.spines[:].set_visible(False)
@@ -156,98 +139,48 @@ def _draw_lanes(axes: Any, timeline: Timeline, lanes: Sequence[Stream], style: _
 
 def _draw_row(axes: Any, row: Sequence[_Box], where: tuple[float, float], style: _Style) -> None:
     """Boxes side by side, with the names that fit."""
-    if not style.has_times and style.per_inch > 40:  # they would be hairs, and hide the rest
-        row = [box for box in row if _look(box.span) not in ("hatched", "faint")]
-    waits = [box for box in row if _look(box.span) == "hatched"]
-    others = [box for box in row if _look(box.span) != "hatched"]
+    waits = [(box.start, box.stop - box.start) for box in row if _look(box.span) == "hatched"]
     if waits:
         face, lines = (_WAIT, _WAIT_LINES) if style.has_times else ("white", _FAINT)
-        places = [(box.start, box.stop - box.start) for box in waits]
-        axes.broken_barh(places, where, facecolors=face, edgecolors=lines, linewidth=0, hatch="//////")
-    faces = {box: _face(box.span, style.colours) for box in others}
-    axes.broken_barh(
-        [(box.start, box.stop - box.start) for box in others],
-        where,
-        facecolors=list(faces.values()),
-        edgecolors=["white" if box.stop - box.start > 0.06 * style.per_inch else "none" for box in others],
-        linewidth=0.6,
-    )
-    alike: dict[tuple[str, ...], list[_Box]] = {}
-    for box in others:
+        axes.broken_barh(waits, where, facecolors=face, edgecolors=lines, linewidth=0, hatch="//////")
+    others = [box for box in row if _look(box.span) != "hatched"]
+    faces = [_face(box.span, style.colours) for box in others]
+    edges = ["white" if box.stop - box.start > 0.06 * style.per_inch else "none" for box in others]
+    places = [(box.start, box.stop - box.start) for box in others]
+    axes.broken_barh(places, where, facecolors=faces, edgecolors=edges, linewidth=0.6)
+    for box, face in zip(others, faces):
         if _look(box.span) != "faint":
-            alike.setdefault((unnumbered(box.span.unit), box.span.kind, box.span.phase), []).append(box)
-    for boxes in alike.values():
-        names = [box.span.unit or box.span.kind for box in boxes]
-        _label_alike(axes, boxes, names, [faces[box] for box in boxes], where[0] + where[1] / 2, style)
+            name = box.span.unit or box.span.kind
+            from_number = re.sub(r"^[^.\d]+\.(?=\d)", "", name)
+            texts = [name, from_number, name.rsplit(".", 1)[-1]]
+            _write_first_that_fits(axes, texts, box.start, box.stop, where[0] + where[1] / 2, face, style)
 
 
-def _label_alike(axes: Any, boxes: Sequence[_Box], names: Sequence[str], faces: Sequence[Any], y: float, style: _Style) -> None:
-    """Names, or what is left of them from a number on, or their last keys, in one size, where most have room for them.
+def _write_first_that_fits(
+    axes: Any, texts: Sequence[str], start: float, stop: float, y: float, face: Any, style: _Style
+) -> None:
+    """Write the first of some texts for which there is room from ``start`` to ``stop`` on a face, if there is one."""
+    from matplotlib.colors import to_rgba
 
-    Args:
-        axes: what to write on.
-        boxes: of units that are alike.
-        names: theirs.
-        faces: their colours.
-        y: middle of the row.
-        style: of the picture.
-    """
-    room = median(box.stop - box.start for box in boxes)
-    from_number = [re.sub(r"^[^.\d]+\.(?=\d)", "", name) for name in names]
-    for texts in (names, from_number, [name.rsplit(".", 1)[-1] for name in names]):
-        for font in _FONTS:
-            if _width_in(max(texts, key=len), font) <= room / style.per_inch:
-                for box, text, face in zip(boxes, texts, faces):
-                    if _width_in(text, font) <= (box.stop - box.start) / style.per_inch:
-                        _write(axes, (box.start + box.stop) / 2, y, text, face, font)
-                return
+    text = next((text for text in texts if 0.7 * _FONT / 72 * len(text) <= (stop - start) / style.per_inch), "")
+    if text:
+        red, green, blue, alpha = to_rgba(face)
+        colour = "white" if alpha * (1 - 0.3 * red - 0.59 * green - 0.11 * blue) > 0.4 else _INK
+        axes.text((start + stop) / 2, y, text, ha="center", va="center", fontsize=_FONT, color=colour)
 
 
-def _width_in(text: str, font: float) -> float:
-    return sum(1.0 if letter in "mwMW" else 0.64 for letter in text) * font / 72 + 0.03
-
-
-def _write(axes: Any, x: float, y: float, text: str, face: Any, font: float) -> None:
-    from matplotlib.colors import to_rgb
-
-    red, green, blue = to_rgb(face)
-    colour = "white" if 0.3 * red + 0.59 * green + 0.11 * blue < 0.6 else _INK
-    axes.text(x, y, text, ha="center", va="center", fontsize=font, color=colour)
-
-
-def _draw_memory(axes: Any, timelines: Sequence[Timeline], style: _Style) -> None:
+def _draw_memory(axes: Any, timelines: Sequence[Timeline], names: Sequence[str], style: _Style) -> None:
     schedule = timelines[0].schedule
     most = max([schedule.arena, *(timeline.peak_nbytes for timeline in timelines), 1])
     scale, unit = next((scale, unit) for scale, unit in _BYTES if most >= scale)
-    for timeline, colour in zip(timelines, _MEMORY):
-        curve = timeline.memory
-        x = [second for second, _ in curve] + [timeline.step_s]
-        y = [nbytes / scale for _, nbytes in curve] + [curve[-1][1] / scale]
+    for timeline, name, colour in zip(timelines, names, _MEMORY):
+        curve = [*timeline.memory, (timeline.step_s, timeline.memory[-1][1])]
+        x, y = [second for second, _ in curve], [nbytes / scale for _, nbytes in curve]
         if timeline is timelines[0]:
             axes.fill_between(x, y, step="post", color=colour, alpha=0.25, linewidth=0)
-        axes.plot(x, y, drawstyle="steps-post", color=colour, linewidth=1.1)
-    lines = [("arena", schedule.arena, "-"), ("bound", schedule.bound, "--")]
-    if schedule.arena == schedule.bound:
-        lines = [("arena = bound", schedule.arena, "-")]
-    are_close = schedule.arena - schedule.bound < 0.16 * most
-    for (name, nbytes, dashes), align in zip(
-        lines, ("bottom", "top") if len(lines) == 2 and are_close else ("center", "center")
-    ):
-        axes.axhline(nbytes / scale, color=_INK, linewidth=0.9, linestyle=dashes)
-        text, where = (
-            f"{name}\n{nbytes_text(nbytes)}" if len(lines) == 1 else f"{name} {nbytes_text(nbytes)}",
-            (1, nbytes / scale),
-        )
-        axes.annotate(
-            text,
-            where,
-            (5, 0),
-            xycoords=axes.get_yaxis_transform(),
-            textcoords="offset points",
-            fontsize=8,
-            va=align,
-            color=_INK,
-        )
+        axes.plot(x, y, drawstyle="steps-post", color=colour, linewidth=1.1, label=f"live, {name}" if name else "live")
+    for name, nbytes, dashes in (("arena", schedule.arena, "-"), ("bound", schedule.bound, "--")):
+        axes.axhline(nbytes / scale, color=_INK, linewidth=0.9, linestyle=dashes, label=f"{name} {nbytes_text(nbytes)}")
     axes.set(xlim=(0, style.longest), ylim=(0, 1.12 * most / scale))
     axes.set_ylabel(f"arena, {unit}", fontsize=9, color=_INK)
     label = "position of the op"
@@ -259,37 +192,23 @@ def _draw_memory(axes: Any, timelines: Sequence[Timeline], style: _Style) -> Non
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def _legend(figure: Any, axes: Any, has_times: bool, names: Sequence[str]) -> None:
-    from matplotlib.lines import Line2D
+def _legend(figure: Any, axes: Any, has_times: bool) -> None:
     from matplotlib.patches import Patch
 
-    ramp = "#21918c"
-    handles: list[Any] = [
-        Patch(facecolor=_blend(ramp, 0.35, 1.0), label="forward"),
+    ramp = (0.13, 0.57, 0.55)
+    waits: dict[str, Any] = {"facecolor": _WAIT, "edgecolor": _WAIT_LINES, "label": "compute waits"}
+    if not has_times:
+        waits = {"facecolor": "white", "edgecolor": _FAINT, "label": _kinds_that_look("hatched")}
+    handles = [
+        Patch(facecolor=_paler(ramp), label="forward"),
         Patch(facecolor=ramp, label="backward"),
-        Patch(facecolor=_blend(ramp, 0.3, 0.0), label=_kinds_that_look("dark")),
+        Patch(facecolor=_darker(ramp), label=_kinds_that_look("dark")),
         Patch(facecolor=_UPDATE, label=_kinds_that_look("grey")),
+        Patch(**waits, hatch="//////", linewidth=0),
+        *([] if has_times else [Patch(facecolor=_FAINT, label=_kinds_that_look("faint"))]),
+        *axes.get_legend_handles_labels()[0],
     ]
-    if has_times:
-        handles.append(Patch(facecolor=_WAIT, edgecolor=_WAIT_LINES, hatch="//////", linewidth=0, label="compute waits"))
-    else:
-        handles.append(
-            Patch(facecolor="white", edgecolor=_FAINT, hatch="//////", linewidth=0, label=_kinds_that_look("hatched"))
-        )
-        handles.append(Patch(facecolor=_FAINT, label=_kinds_that_look("faint")))
-    if len(names) > 1:
-        handles += [Line2D([], [], color=colour, label=f"arena, {name}") for name, colour in zip(names, _MEMORY)]
-    figure.legend(
-        handles=handles,
-        loc="lower left",
-        bbox_to_anchor=(axes.get_position().x0, 0.06 / figure.get_figheight()),
-        borderpad=0,
-        borderaxespad=0,
-        frameon=False,
-        fontsize=8,
-        ncols=len(handles),
-        handlelength=1.6,
-    )
+    figure.legend(handles=handles, loc="outside lower left", frameon=False, fontsize=8, ncols=len(handles))
 
 
 def _title(timeline: Timeline, name: str, has_times: bool) -> str:
@@ -368,8 +287,17 @@ def _face(span: TimeSpan, colours: dict[str, Colour]) -> Any:
         return _FAINT if look == "faint" else _UPDATE
     colour = colours[span.unit]
     if span.phase == "forward":
-        return _blend(colour, 0.35, 1.0)
-    return _blend(colour, 0.3, 0.0) if look == "dark" else colour
+        return _paler(colour)
+    return _darker(colour) if look == "dark" else colour
+
+
+def _paler(colour: Colour) -> tuple[float, float, float, float]:
+    return (*colour, 0.65)
+
+
+def _darker(colour: Colour) -> Colour:
+    red, green, blue = colour
+    return 0.7 * red, 0.7 * green, 0.7 * blue
 
 
 def _look(span: TimeSpan) -> Look:
@@ -379,11 +307,3 @@ def _look(span: TimeSpan) -> Look:
 
 def _kinds_that_look(look: Look) -> str:
     return ", ".join(kinds(lambda spec: spec.look == look))
-
-
-def _blend(colour: Any, part: float, other: float) -> Colour:
-    """The colour with a part of black, 0, or of white, 1."""
-    from matplotlib.colors import to_rgb
-
-    red, green, blue = ((1 - part) * channel + part * other for channel in to_rgb(colour))
-    return red, green, blue
