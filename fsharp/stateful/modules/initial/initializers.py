@@ -1,9 +1,11 @@
 """Values of what is on the meta device, made by the modules themselves: a submodule at a time, from the key and its path."""
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from functools import partial
+from itertools import chain
+from typing import Any
 
 import torch
 from torch import nn
@@ -11,45 +13,25 @@ from torch import nn
 from fsharp.errors import TreeError, problem
 from fsharp.functional.comm.protocol import Comm
 from fsharp.functional.layout.layout import Layout
+from fsharp.functional.layout.paths import ancestors
 from fsharp.functional.layout.unit_layout import Leaf, UnitLayout
 from fsharp.functional.materialize import seed_of
 from fsharp.stateful.modules.initial.dtensors import local
 
 Initialize = Callable[[nn.Module], None]
-_NAMES = ("reset_parameters", "_reset_parameters")
 _MARK = 0x55  # an integer that nobody has written
 _drawing = threading.Lock()  # ranks that are threads share the generator
-
-
-class _Slot(NamedTuple):
-    """Where a parameter or buffer sits."""
-
-    owner: str
-    places: dict[str, Any]
-    name: str
-    tensor: torch.Tensor
-    is_parameter: bool
-
-    @property
-    def path(self) -> str:
-        return f"{self.owner}.{self.name}" if self.owner else self.name
-
-
-def _slots(owner: str, module: nn.Module) -> list[_Slot]:
-    """The parameters and buffers that a module holds itself, not those of its children."""
-    kinds: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
-    found = [(places, name, tensor) for places in kinds for name, tensor in places.items() if tensor is not None]
-    return [_Slot(owner, *each, is_parameter=each[0] is kinds[0]) for each in found]
 
 
 class Initializers:
     """Parameters and buffers of a submodule at a time, as it initializes them.
 
-    A submodule fills its own tensors. One that has ``_reset_parameters()`` and no ``reset_parameters()``, such as
-    ``nn.MultiheadAttention``, changes those of its submodules too, and is made with them, after they have filled theirs.
+    A submodule fills its own tensors, in memory on the CPU. One that has ``_reset_parameters()`` and no
+    ``reset_parameters()``, such as ``nn.MultiheadAttention``, changes those of its submodules too, and is made with them, after
+    they have filled theirs.
 
     Args:
-        module: the root; as it was before, whatever happens.
+        module: the root, which is not changed.
         layout: of its parameters.
         comm: the ranks. Values are drawn on the CPU, so they are the same everywhere.
         key: seed. What a submodule draws depends on the key and its path alone, and on the rank's coordinates along axes on
@@ -61,91 +43,92 @@ class Initializers:
     """
 
     def __init__(self, module: nn.Module, layout: Layout, comm: Comm, key: int, initialize: Initialize | None) -> None:
-        self.module, self.device, self.initialize = module, comm.device, initialize
+        self._module, self._device, self._initialize = module, comm.device, initialize
         self._seed = lambda name, path: seed_of(key, name, layout.unit_around(path), comm.rank)
         self.unfilled: set[str] = set()
-        self._roots = _roots(module) if initialize is None else {}
-        self._path: str | None = None
-        self._values: dict[str, torch.Tensor] = {}
+        self._made: tuple[str | None, dict[str, torch.Tensor]] = None, {}
         self._buffers: dict[int, torch.Tensor] = {}  # by the meta tensor: modules may share one
 
     def orphans(self) -> list[str]:
-        """Paths of tensors on the meta device that no method is there for."""
-        found = []
-        for path, each in self.module.named_modules():
-            if self.initialize is None and not _whole(each) and self._root(path) == path and _method(each) is None:
-                found += [slot.path for slot in _slots(path, each) if slot.tensor.is_meta]
-        return found
+        """Return paths of tensors on the meta device that no method is there for."""
+        return [
+            name
+            for path, each in self._module.named_modules()
+            if self._root(path) == path and self._method(each) is None
+            for name, *_ in _meta_tensors(path, each)
+        ]
 
     def value(self, unit: UnitLayout, leaf: Leaf) -> torch.Tensor:
-        """One leaf in full, made by the module's initializer."""
+        """Return one leaf in full, made by the module's initializer."""
         path = unit.full_path(leaf)
-        parent, _, name = path.rpartition(".")
-        given: torch.Tensor = self.module.get_submodule(parent)._parameters[name]  # type: ignore[assignment]
+        given = self._module.get_parameter(path)
         if not given.is_meta:
-            return local(given.detach()).to(self.device)  # type: ignore[no-any-return]
-        root = self._root(parent)
-        if root != self._path:
-            self._path, self._values = root, self._make(root)
-        return self._values[path]
+            return local(given.detach()).to(self._device)  # type: ignore[no-any-return]
+        root = self._root(path.rpartition(".")[0])
+        if root != self._made[0]:
+            self._made = root, self._make(root)
+        return self._made[1][path]
 
     def buffers(self) -> list[tuple[dict[str, Any], str, torch.Tensor]]:
-        """For each buffer on the meta device where it sits, its name there, and its value."""
+        """Return for each buffer on the meta device where it sits, its name there, and its value."""
         found = []
-        for path, each in self.module.named_modules():
-            for slot in _slots(path, each):
-                if slot.tensor.is_meta and not slot.is_parameter:
-                    if id(slot.tensor) not in self._buffers:
+        for path, each in self._module.named_modules():
+            for name, buffer in each._buffers.items():
+                if buffer is not None and buffer.is_meta:
+                    if id(buffer) not in self._buffers:
                         self._make(self._root(path))
-                    found.append((slot.places, slot.name, self._buffers[id(slot.tensor)]))
+                    found.append((each._buffers, name, self._buffers[id(buffer)]))
         return found
 
     def _root(self, path: str) -> str:
-        """The module that a submodule is made with."""
-        return self._roots.get(path, path)
+        """Return the outermost module with which a submodule is made; its own path if it is made by itself."""
+        around = [each for each in ancestors(path) if self._is_whole(self._module.get_submodule(each))]
+        return min(around, key=len, default=path)
+
+    def _is_whole(self, module: nn.Module) -> bool:
+        """Return whether a module is made together with all of its submodules."""
+        public, private = (hasattr(module, name) for name in ("reset_parameters", "_reset_parameters"))
+        return self._initialize is None and private and not public and any(_meta_tensors("", module))
+
+    def _method(self, module: nn.Module) -> Callable[[], Any] | None:
+        """Return a function that fills a module's own tensors; None if there is none."""
+        if self._initialize is not None:
+            return partial(self._initialize, module)
+        names = ["reset_parameters", "_reset_parameters"]
+        if all(p is None for p in module._parameters.values()):
+            names.append("reset_running_stats")
+        return next((getattr(module, name) for name in names if hasattr(module, name)), None)
 
     def _make(self, path: str) -> dict[str, torch.Tensor]:
-        root = self.module.get_submodule(path)
-        members = dict(root.named_modules(prefix=path)) if self.initialize is None and _whole(root) else {path: root}
-        slots = [slot for name, member in members.items() for slot in _slots(name, member)]
-        meta = [slot for slot in slots if slot.tensor.is_meta]
-        with _rooms(slots), _drawing, torch.random.fork_rng([]), torch.no_grad():
-            stamps = [(slot.places[slot.name], slot.places[slot.name]._version) for slot in meta]
-            for name, member in reversed(members.items()):  # submodules come first
-                act = self._act(member)
-                mine = [slot.path for slot in meta if slot.owner == name]
-                if act is not None and mine:
-                    torch.manual_seed(self._seed(name, mine[0]))
-                    act()
-            return self._collected(meta, stamps)
-
-    def _act(self, member: nn.Module) -> Callable[[], Any] | None:
-        if self.initialize is not None:
-            initialize = self.initialize
-            return lambda: initialize(member)
-        return _method(member)
-
-    def _collected(self, slots: Sequence[_Slot], stamps: Sequence[tuple[torch.Tensor, int]]) -> dict[str, torch.Tensor]:
+        """Return parameters by path, and keep buffers, of a module and of those that are made with it."""
+        root = self._module.get_submodule(path)
+        members = dict(root.named_modules(prefix=path)) if self._is_whole(root) else {path: root}
+        meta = {name: list(_meta_tensors(name, each)) for name, each in members.items()}
         made = {}
-        for slot, (room, version) in zip(slots, stamps, strict=True):
-            old, new = slot.tensor, slot.places.get(slot.name)
-            if new is None or (new.shape, new.dtype) != (old.shape, old.dtype):
-                raise TreeError(
-                    f"shard_module(): {slot.path!r} is {_about(old)}, and its initializer has made it "
-                    f"{'nothing' if new is None else _about(new)}. Fill it in place."
-                )
-            if new is room and _is_unfilled(new, version, is_parameter=slot.is_parameter):
-                self.unfilled.add(slot.path)
-            value = new.detach().to(self.device)
-            if slot.is_parameter:
-                made[slot.path] = value
-            else:
-                self._buffers[id(old)] = value
+        with _rooms(members.values()) as rooms, _drawing, torch.random.fork_rng([]), torch.no_grad():
+            for name, each in reversed(members.items()):  # submodules come first
+                method = self._method(each)
+                if method is not None and meta[name]:
+                    torch.manual_seed(self._seed(name, meta[name][0][0]))
+                    method()
+            for tensor_path, places, key, old in chain.from_iterable(meta.values()):
+                new, is_parameter = places.get(key), isinstance(old, nn.Parameter)
+                if new is None or (new.shape, new.dtype) != (old.shape, old.dtype):
+                    raise TreeError(
+                        f"shard_module(): {tensor_path!r} is {_about(old)}, and its initializer has made it "
+                        f"{'nothing' if new is None else _about(new)}. Fill it in place."
+                    )
+                if new is rooms[id(old)] and _is_unfilled(new, is_parameter=is_parameter):
+                    self.unfilled.add(tensor_path)
+                if is_parameter:
+                    made[tensor_path] = new.detach().to(self._device)
+                else:
+                    self._buffers[id(old)] = new.detach().to(self._device)
         return made
 
 
 def nothing_initializes(module: nn.Module, paths: Iterable[str]) -> TreeError:
-    """An error that names tensors, by the modules that have them."""
+    """Return an error that names tensors, by the modules that have them."""
     owners: dict[str, list[str]] = {}
     for path in paths:
         parent, _, name = path.rpartition(".")
@@ -162,20 +145,32 @@ def nothing_initializes(module: nn.Module, paths: Iterable[str]) -> TreeError:
     )
 
 
+def _meta_tensors(path: str, module: nn.Module) -> Iterator[tuple[str, dict[str, Any], str, torch.Tensor]]:
+    """Yield path, dict, name there and tensor of what a module itself, and no child of it, has on the meta device."""
+    for places in (module._parameters, module._buffers):
+        for name, tensor in places.items():
+            if tensor is not None and tensor.is_meta:
+                yield f"{path}.{name}".lstrip("."), places, name, tensor
+
+
 @contextmanager
-def _rooms(slots: Sequence[_Slot]) -> Iterator[None]:
-    """Within this context there are tensors on the CPU in these slots, tied where theirs are."""
-    before = [(places, dict(places)) for places in {id(slot.places): slot.places for slot in slots}.values()]
-    rooms: dict[int, torch.Tensor] = {}
+def _rooms(modules: Collection[nn.Module]) -> Iterator[dict[int, torch.Tensor]]:
+    """In this context these modules have tensors on the CPU, tied where theirs are. Yield them by the id of what they had."""
+    every: list[dict[str, Any]] = [places for each in modules for places in (each._parameters, each._buffers)]
+    before, rooms = [dict(places) for places in every], dict[int, torch.Tensor]()
     try:
-        for slot in slots:
-            if id(slot.tensor) not in rooms:
-                room = _room(slot.tensor)
-                rooms[id(slot.tensor)] = nn.Parameter(room, slot.tensor.requires_grad) if slot.is_parameter else room
-            slot.places[slot.name] = rooms[id(slot.tensor)]
-        yield
+        for places in every:
+            for name, tensor in places.items():
+                if tensor is not None:
+                    if id(tensor) not in rooms:
+                        room = _room(tensor)
+                        rooms[id(tensor)] = (
+                            nn.Parameter(room, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else room
+                        )
+                    places[name] = rooms[id(tensor)]
+        yield rooms
     finally:
-        for places, given in before:
+        for places, given in zip(every, before, strict=True):
             places.clear()
             places.update(given)
 
@@ -183,44 +178,19 @@ def _rooms(slots: Sequence[_Slot]) -> Iterator[None]:
 def _room(tensor: torch.Tensor) -> torch.Tensor:
     if not tensor.is_meta:
         return tensor.detach().to("cpu", copy=True)
-    room = torch.empty_like(tensor, device="cpu", requires_grad=False).detach()
-    return room.fill_(torch.nan if room.is_floating_point() or room.is_complex() else _MARK)
+    mark = torch.nan if tensor.is_floating_point() or tensor.is_complex() else _MARK
+    return torch.full(tensor.shape, mark, dtype=tensor.dtype, device="cpu")
 
 
-def _is_unfilled(tensor: torch.Tensor, version: int, *, is_parameter: bool) -> bool:
-    """Whether nobody has written to it; of parameters, to all of it. ``.data`` is written to unnoticed by its version."""
-    if not tensor.numel():
-        return False
-    if not (tensor.is_floating_point() or tensor.is_complex()):
-        return tensor._version == version and bool((tensor == torch.tensor(_MARK, dtype=tensor.dtype)).all())
-    marked = (tensor.float() if tensor.is_floating_point() else tensor).isnan()
-    return bool(marked.any()) if is_parameter else tensor._version == version and bool(marked.all())
-
-
-def _own_meta(module: nn.Module) -> list[str]:
-    return [slot.name for slot in _slots("", module) if slot.tensor.is_meta]
-
-
-def _method(module: nn.Module) -> Callable[[], Any] | None:
-    """What fills a module's own tensors."""
-    names = (*_NAMES, *(() if any(p is not None for p in module._parameters.values()) else ("reset_running_stats",)))
-    return next((getattr(module, name) for name in names if callable(getattr(module, name, None))), None)
-
-
-def _whole(module: nn.Module) -> bool:
-    """Whether it is made together with all of its submodules."""
-    public, private = (callable(getattr(module, name, None)) for name in _NAMES)
-    return private and not public and bool(_own_meta(module))
-
-
-def _roots(module: nn.Module) -> dict[str, str]:
-    """Return the outermost module that is made whole, by path of each module that is made with it."""
-    roots: dict[str, str] = {}
-    for path, each in module.named_modules(remove_duplicate=False):  # a module comes before those in it
-        above = roots.get(path.rpartition(".")[0])
-        if above is not None or _whole(each):
-            roots[path] = path if above is None else above
-    return roots
+def _is_unfilled(tensor: torch.Tensor, *, is_parameter: bool) -> bool:
+    """Return whether nobody has written to a tensor; of parameters, to all of it. Versions do not see a write to ``.data``."""
+    if tensor.is_floating_point() or tensor.is_complex():
+        marked = (tensor.float() if tensor.is_floating_point() else tensor).isnan()
+        if is_parameter:
+            return bool(marked.any())
+    else:
+        marked = tensor == torch.tensor(_MARK, dtype=tensor.dtype)
+    return tensor.numel() > 0 and tensor._version == 0 and bool(marked.all())
 
 
 def _about(tensor: torch.Tensor) -> str:
