@@ -3,24 +3,26 @@
 import copy
 import inspect
 import threading
-import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import IntEnum
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 import torch
 from torch.utils import _pytree as torch_pytree
 
 from fsharp.errors import TreeError
+from fsharp.functional.optim.probe import are_close
 
 _SHAPES = ((4, 6), (5,), (3, 2, 4), (6, 3))
 _MATRICES = ((4, 6), (6, 3), (5, 5))
 _STEPS = 8  # some optimizers do something else in every fifth step
-_TOLERANCE = 1e-3  # of the largest update; rounding is a thousandth of that
 _LR = 1e-2
+_drawing = threading.RLock()  # ranks that are threads share the generator
 
-Made = Callable[[list[torch.Tensor]], torch.optim.Optimizer]
+Result = dict[str, torch.Tensor]
+"""The update of one parameter, and what the optimizer keeps for each of its elements, by name; flat."""
 
 
 class Scope(IntEnum):
@@ -32,10 +34,6 @@ class Scope(IntEnum):
     """Others of its parameter, or its shape."""
     EVERYTHING = 2
     """Other parameters."""
-
-
-_found: "weakref.WeakKeyDictionary[type, dict[str, Scope]]" = weakref.WeakKeyDictionary()
-_probing = threading.RLock()  # ranks that are threads share the generator
 
 
 def scope_of(
@@ -55,7 +53,7 @@ def scope_of(
     Raises:
         TreeError: it does not run on dense tensors, or needs a closure that it calls as often as it likes.
 
-    Cost: a few hundred steps of a few elements for each class and options, once in a process.
+    Cost: some 60 steps of a few elements.
     """
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
@@ -63,12 +61,31 @@ def scope_of(
             f"ShardedOptimizer(): {optimizer.__name__} computes the loss several times in a step, by a closure, and gradients "
             "of a sharded module are there for one update. Use an optimizer whose step() needs no closure."
         )
-    key = f"{device} {options} {defaults}"
-    with _probing:
-        known = _found.setdefault(optimizer, {})
-        if key not in known:
-            known[key] = _probe(optimizer, options, defaults, device)
-        return known[key]
+    make = partial(_made, optimizer, options, defaults)
+    with _apart(device):
+        for shapes in (_SHAPES, _MATRICES):  # some take matrices alone
+            trial = _drawn(shapes, device)
+            try:
+                together = _run(make, trial)
+                break
+            except Exception as raised:
+                error = raised
+        else:
+            make([x[0] for x in trial])  # options that it refuses raise its own words
+            raise TreeError(
+                f"ShardedOptimizer(): {optimizer.__name__} was tried on small dense parameters, to find out whether it can "
+                f"update parts of them, and raised {type(error).__name__}: {error}"
+            ) from error
+        alone = [_run(make, [each])[0] for each in trial]
+        if not all(map(_are_same, together, alone)):
+            return Scope.EVERYTHING
+        elements = torch.cat([each.flatten(1) for each in trial], 1)
+        third = elements.shape[1] // 3
+        try:
+            pieces = [_run(make, [x])[0] for x in elements.tensor_split([third, third + 2], 1)]
+        except Exception:  # it takes no vectors
+            return Scope.PARAMETER
+        return Scope.ELEMENT if _are_same(_joined(together), _joined(pieces)) else Scope.PARAMETER
 
 
 def fresh_state(
@@ -84,11 +101,10 @@ def fresh_state(
 
     Memory: four times the parameter's, and the state.
     """
-    own, shared = copy.deepcopy((dict(options), dict(defaults)))
     parameter = torch.nn.Parameter(like.detach().clone())
     parameter.grad = torch.zeros_like(parameter)
     with _apart(like.device):
-        made = optimizer([{**own, "params": [parameter]}], **shared)
+        made = _made(optimizer, options, defaults, [parameter])
         made.step()
     state = dict(made.state.get(parameter, {}))
     if "step" in state:
@@ -99,94 +115,45 @@ def fresh_state(
 @contextmanager
 def _apart(device: torch.device) -> Iterator[None]:
     """What is drawn in this context disturbs nobody's numbers."""
-    with _probing, torch.random.fork_rng([device.index or 0] if device.type == "cuda" else []):
+    with _drawing, torch.random.fork_rng([device.index or 0] if device.type == "cuda" else []):
         yield
 
 
-def _probe(
-    optimizer: type[torch.optim.Optimizer], options: Mapping[str, Any], defaults: Mapping[str, Any], device: torch.device
-) -> Scope:
-    def make(tensors: list[torch.Tensor]) -> torch.optim.Optimizer:
-        own, shared = copy.deepcopy((dict(options), dict(defaults)))
-        made = optimizer([{**own, "params": tensors}], **shared)
-        for group in made.param_groups:  # updates that are scaled by nothing look the same everywhere
-            rate = group.get("lr")
-            if isinstance(rate, torch.Tensor):
-                group["lr"] = torch.full_like(rate, _LR)
-            elif isinstance(rate, int | float):
-                group["lr"] = _LR
-        return made
-
-    with _apart(device):
-        together = None
-        for shapes in (_SHAPES, _MATRICES):  # some take matrices alone
-            trial = _Trial.drawn(shapes, device)
-            try:
-                together = trial.run(make)
-                break
-            except Exception as raised:
-                error = raised
-        if together is None:
-            make([torch.nn.Parameter(p) for p in trial.start])  # options that it refuses are the caller's affair, and its words
-            raise TreeError(
-                f"ShardedOptimizer(): {optimizer.__name__} was tried on small dense parameters, to find out whether it can "
-                f"update parts of them, and raised {type(error).__name__}: {error}"
-            ) from error
-        if not _are_same(together, [trial.only(i).run(make)[0] for i in range(len(trial.start))]):
-            return Scope.EVERYTHING
-        try:
-            pieces = [piece.run(make)[0] for piece in trial.cut()]
-        except Exception:  # it takes no vectors
-            return Scope.PARAMETER
-        return Scope.ELEMENT if _are_same([_joined(together)], [_joined(pieces)]) else Scope.PARAMETER
+def _made(
+    optimizer: type[torch.optim.Optimizer],
+    options: Mapping[str, Any],
+    defaults: Mapping[str, Any],
+    parameters: list[torch.Tensor],
+) -> torch.optim.Optimizer:
+    """Return an optimizer of parameters, with copies of the options."""
+    own, shared = copy.deepcopy((dict(options), dict(defaults)))
+    return optimizer([{**own, "params": parameters}], **shared)
 
 
-Result = dict[str, torch.Tensor]
-"""The update of one parameter, and what the optimizer keeps for each of its elements, by name; flat."""
+def _drawn(shapes: Iterable[Sequence[int]], device: torch.device) -> list[torch.Tensor]:
+    """Return for each shape a parameter and its gradients, stacked; small ones in some steps and large in others."""
+    generator = torch.Generator().manual_seed(0)
+    scales = torch.tensor([1.0, *(10.0 ** (i % 3 - 1) for i in range(_STEPS))])  # some optimizers clip large ones
+    drawn = [torch.randn(1 + _STEPS, *shape, generator=generator) for shape in shapes]
+    return [(x * scales.view(-1, *(1 for _ in x.shape[1:]))).to(device) for x in drawn]
 
 
-class _Trial(NamedTuple):
-    """Some steps.
-
-    Attributes:
-        start: the parameters.
-        grads: for each step those of the parameters.
-    """
-
-    start: list[torch.Tensor]
-    grads: list[list[torch.Tensor]]
-
-    @staticmethod
-    def drawn(shapes: Sequence[Sequence[int]], device: torch.device) -> "_Trial":
-        """Gradients are small in some steps and large in others, as some optimizers clip them."""
-        generator = torch.Generator().manual_seed(0)
-        start = [torch.randn(*shape, generator=generator).to(device) for shape in shapes]
-        scales = [10.0 ** (i % 3 - 1) for i in range(_STEPS)]
-        grads = [[torch.randn(*shape, generator=generator).to(device) * scale for shape in shapes] for scale in scales]
-        return _Trial(start, grads)
-
-    def only(self, i: int) -> "_Trial":
-        """The same trial of one parameter alone."""
-        return _Trial([self.start[i]], [[step[i]] for step in self.grads])
-
-    def cut(self) -> list["_Trial"]:
-        """The same elements in vectors of other bounds."""
-        flat = [torch.cat([x.flatten() for x in each]) for each in (self.start, *self.grads)]
-        third = len(flat[0]) // 3
-        rows = [x.split([third, 2, len(x) - third - 2]) for x in flat]
-        return [_Trial([first], [[step] for step in steps]) for first, *steps in zip(*rows, strict=True)]
-
-    @torch.no_grad()
-    def run(self, make: Made) -> list[Result]:
-        """What one optimizer makes of it."""
-        parameters = [torch.nn.Parameter(p.clone()) for p in self.start]
-        optimizer = make(list(parameters))
-        for step in self.grads:
-            for parameter, grad in zip(parameters, step, strict=True):
-                parameter.grad = grad.clone()
-            optimizer.step()
-        pairs = zip(parameters, self.start, strict=True)
-        return [{"": (p - start).flatten(), **_state(optimizer.state.get(p, {}), p)} for p, start in pairs]
+@torch.no_grad()
+def _run(make: Callable[[list[torch.Tensor]], torch.optim.Optimizer], trial: Sequence[torch.Tensor]) -> list[Result]:
+    """Return what one optimizer makes of parameters and their gradients."""
+    parameters = [torch.nn.Parameter(x[0].clone()) for x in trial]
+    made = make(list(parameters))
+    for group in made.param_groups:  # updates that are scaled by nothing look the same everywhere
+        rate = group.get("lr")
+        if isinstance(rate, torch.Tensor):
+            group["lr"] = torch.full_like(rate, _LR)
+        elif rate is not None:
+            group["lr"] = _LR
+    for step in range(1, 1 + _STEPS):
+        for parameter, x in zip(parameters, trial, strict=True):
+            parameter.grad = x[step].clone()
+        made.step()
+    return [{"": (p - x[0]).flatten(), **_state(made.state.get(p, {}), p)} for p, x in zip(parameters, trial, strict=True)]
 
 
 def _state(state: Mapping[str, Any], like: torch.Tensor) -> Result:
@@ -204,9 +171,7 @@ def _joined(results: Sequence[Result]) -> Result:
     return {name: torch.cat([each[name] for each in results if name in each]) for name in names}
 
 
-def _are_same(a: Sequence[Result], b: Sequence[Result]) -> bool:
-    return all(x.keys() == y.keys() and all(_is_close(x[name], y[name]) for name in x) for x, y in zip(a, b, strict=True))
-
-
-def _is_close(x: torch.Tensor, y: torch.Tensor) -> bool:
-    return x.shape == y.shape and torch.allclose(x, y, rtol=0.0, atol=_TOLERANCE * float(x.abs().max()), equal_nan=True)
+def _are_same(x: Result, y: Result) -> bool:
+    return x.keys() == y.keys() and all(
+        x[name].shape == y[name].shape and bool(are_close(x[name], y[name]).all()) for name in x
+    )
