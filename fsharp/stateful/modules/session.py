@@ -28,7 +28,7 @@ from fsharp.stateful.modules.mean_gradients import MeanGradients
 from fsharp.stateful.modules.module_state import ModuleState
 from fsharp.stateful.modules.module_step import ModuleStep
 from fsharp.stateful.modules.parameter import Part, ShardedParameter
-from fsharp.stateful.modules.values.casts import Cast
+from fsharp.stateful.modules.values.casts import Cast, cast
 from fsharp.stateful.modules.values.outputs import tensors_in
 from fsharp.stateful.runtime.boundary import before_backward, in_backward
 from fsharp.stateful.runtime.scheduler import Scheduler
@@ -87,11 +87,11 @@ class Session:
     @uncompiled
     def call(self, module: nn.Module, path: str, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call ``fn``, code of the module at ``path``, with the module's units gathered, and cast its inputs and outputs."""
-        cast = self.casts.get(path)
-        if cast is None:
+        dtypes = self.casts.get(path)
+        if dtypes is None:
             return self._call(module, path, fn, args, kwargs)
-        args, kwargs = cast.of_inputs((args, kwargs))
-        return cast.of_outputs(self._call(module, path, fn, args, kwargs))
+        args, kwargs = cast((args, kwargs), dtypes.inputs)
+        return cast(self._call(module, path, fn, args, kwargs), dtypes.outputs)
 
     def _call(self, module: nn.Module, path: str, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.is_unsharded:

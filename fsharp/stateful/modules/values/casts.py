@@ -4,6 +4,7 @@ import copy
 import dataclasses
 from collections import deque
 from collections.abc import Collection, Iterable, Mapping, MutableMapping
+from operator import is_
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -27,14 +28,6 @@ class Cast(NamedTuple):
 
     inputs: torch.dtype | None
     outputs: torch.dtype | None
-
-    def of_inputs(self, value: T) -> T:
-        """Return the value with its tensors in the dtype of inputs."""
-        return value if self.inputs is None else cast(value, self.inputs)
-
-    def of_outputs(self, value: T) -> T:
-        """Return the value with its tensors in the dtype of outputs."""
-        return value if self.outputs is None else cast(value, self.outputs)
 
 
 def casts_of(rules: Mapping[str, Precision], chosen: Iterable[str], leaves: Collection[str]) -> dict[str, Cast]:
@@ -72,7 +65,7 @@ def casts_of(rules: Mapping[str, Precision], chosen: Iterable[str], leaves: Coll
     return casts
 
 
-def cast(value: T, dtype: torch.dtype) -> T:
+def cast(value: T, dtype: torch.dtype | None) -> T:
     """Return the value with its floating-point tensors in a dtype, as another one if any of them has another dtype.
 
     Looks into containers of any class, dataclasses, and pytrees of torch; other objects stay as they are. What holds no tensor
@@ -80,22 +73,22 @@ def cast(value: T, dtype: torch.dtype) -> T:
 
     Args:
         value: any object; nothing is changed in it.
-        dtype: a floating-point dtype.
+        dtype: a floating-point dtype; None leaves all as it is.
     """
-    result: T = _cast(value, dtype, set())
-    return result
+    around: set[int] = set()
 
+    def within(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return value.to(dtype) if value.is_floating_point() else value
+        if not _is_container(value) or id(value) in around:
+            return value
+        around.add(id(value))
+        old, _ = parts(value)
+        new = list(map(within, old))
+        around.remove(id(value))
+        return value if all(map(is_, old, new)) else parts(copy.copy(value))[1](new)
 
-def _cast(value: Any, dtype: torch.dtype, around: set[int]) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.to(dtype) if value.is_floating_point() else value
-    if not _is_container(value) or id(value) in around:
-        return value
-    around.add(id(value))
-    old, _ = parts(value)
-    new = [_cast(each, dtype, around) for each in old]
-    around.remove(id(value))
-    return value if all(a is b for a, b in zip(old, new, strict=True)) else parts(copy.copy(value))[1](new)
+    return value if dtype is None else within(value)
 
 
 def _is_container(value: Any) -> bool:

@@ -1,5 +1,6 @@
 """Outputs: the tensors in what a module returns, whatever it is, and others in their place."""
 
+import copyreg
 import types
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
@@ -19,12 +20,9 @@ _CLOSED = (nn.Module, type, types.ModuleType, types.FunctionType, types.MethodTy
 _LATE = (types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType, map, zip, filter)
 _BUILT_IN = (list, dict, tuple, deque, OrderedDict, defaultdict)
 
-Parts = tuple[list[Any], Callable[[list[Any]], Any]]
-"""What is in a value, and a function that puts other things in its place and returns the value, or another one."""
-
 
 def tensors_in(value: Any, path: str, *, late: Literal["refuse", "leave"] = "refuse") -> list[torch.Tensor]:
-    """All tensors in a value that the module at ``path`` gives away, at any depth.
+    """Return all tensors in a value that the module at ``path`` gives away, at any depth.
 
     It looks into pytrees, into lists, tuples, sets and mappings of any class, and into the attributes of other objects, in a
     dict or in slots: dataclasses and their like. Modules, classes and functions are closed to it.
@@ -39,33 +37,18 @@ def tensors_in(value: Any, path: str, *, late: Literal["refuse", "leave"] = "ref
         TreeError: a generator or another iterator, if ``late`` is "refuse".
     """
     found: dict[int, torch.Tensor] = {}
-    seen: dict[int, Any] = {}
-    todo = [value]
-    while todo:
-        each = todo.pop(0)
-        if isinstance(each, torch.Tensor):
-            found[id(each)] = each
-        elif not isinstance(each, _PLAIN) and id(each) not in seen:
-            seen[id(each)] = each
-            if isinstance(each, _LATE):
-                if late == "leave":
-                    continue
-                raise TreeError(
-                    f"module {path or 'the root'!r} gives away a {type(each).__name__}, which computes when parameters are "
-                    "released. Return what it computes, such as a list of tensors."
-                )
-            todo += parts(each)[0]
+    _mapped(value, lambda x: found.setdefault(id(x), x), path, {}, refuses_late=late == "refuse")
     return list(found.values())
 
 
 def replaced(value: Any, old: Sequence[torch.Tensor], new: Sequence[torch.Tensor], path: str) -> Any:
-    """``value`` with tensors replaced: in place where it can be changed, as whoever has it should see; else another one.
+    """Return ``value`` with tensors replaced: in place where it can be changed, as whoever has it should see; else another one.
 
     Raises:
         TreeError: they are in an object that cannot be changed.
     """
     by_id = {id(a): b for a, b in zip(old, new, strict=True) if a is not b}
-    return _filled(value, by_id, {}, path) if by_id else value
+    return _mapped(value, lambda x: by_id.get(id(x), x), path, {}) if by_id else value
 
 
 def without_parameters(out: Any, parameters: Sequence[torch.Tensor], path: str) -> Any:
@@ -82,33 +65,29 @@ def views_of(parameters: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]
     return [x for x in tensors if x.numel() and not x.is_meta and local(x).untyped_storage().data_ptr() in mine]
 
 
-def parts(value: Any) -> Parts:
-    """Return what is in a value, one level deep, and a function that puts other things in its place."""
+def parts(value: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
+    """Return what is in a value, one level deep, and a function that puts other things in its place and returns the value."""
     registered = None if type(value) in _BUILT_IN else torch_pytree.SUPPORTED_NODES.get(type(value))
     if registered is not None:  # not by tree_flatten(), which leaves a circle of functions that has the value
         inside, context = registered.flatten_fn(value)
         return list(inside), lambda new: registered.unflatten_fn(new, context)
     if isinstance(value, _CLOSED):
         return [], lambda new: value
-    items: list[Any] = []
-    if isinstance(value, Mapping):
-        items = list(value.values())
-    elif isinstance(value, list | deque | tuple | AbstractSet):
-        items = list(value)
-    slots = [name for cls in type(value).__mro__ for name in _slots(cls) if hasattr(value, name)]
+    is_mapping, is_sequence = isinstance(value, Mapping), isinstance(value, list | deque | tuple | AbstractSet)
+    items = list(value.values()) if is_mapping else list(value) if is_sequence else []
+    slots = [name for name in copyreg._slotnames(type(value)) if hasattr(value, name)]  # type: ignore[attr-defined]
     names = [*getattr(value, "__dict__", ()), *slots]
 
     def fill(new: list[Any]) -> Any:
-        result = value
-        if isinstance(value, MutableMapping):
-            _set_items(value, list(value), new)
-        elif isinstance(value, list | deque):
-            _set_items(value, range(len(items)), new)
+        inside, result = new[: len(items)], value
+        if isinstance(value, MutableMapping | list | deque):
+            for key, item in zip(list(value) if is_mapping else range(len(items)), inside, strict=True):
+                if value[key] is not item:
+                    value[key] = item
         elif isinstance(value, set):
             value.clear()
-            value.update(new[: len(items)])
+            value.update(inside)
         elif items:
-            inside = new[: len(items)]
             result = type(value)(*inside) if hasattr(value, "_fields") else type(value)(inside)
         for name, attribute in zip(names, new[len(items) :], strict=True):
             if getattr(result, name, None) is not attribute:
@@ -118,40 +97,40 @@ def parts(value: Any) -> Parts:
     return items + [getattr(value, name) for name in names], fill
 
 
-def _slots(cls: type) -> list[str]:
-    slots = cls.__dict__.get("__slots__", ())
-    names = [slots] if isinstance(slots, str) else list(slots)
-    private = f"_{cls.__name__.lstrip('_')}"
-    names = [private + name if name.startswith("__") and not name.endswith("__") else name for name in names]
-    return [name for name in names if name not in ("__dict__", "__weakref__")]
-
-
-def _set_items(value: Any, keys: Sequence[Any], new: Sequence[Any]) -> Any:
-    for key, item in zip(keys, new, strict=False):
-        if value[key] is not item:
-            value[key] = item
-    return value
-
-
-def _filled(value: Any, by_id: Mapping[int, torch.Tensor], seen: dict[int, Any], path: str) -> Any:
+def _mapped(
+    value: Any,
+    change: Callable[[torch.Tensor], torch.Tensor],
+    path: str,
+    seen: dict[int, Any],
+    *,
+    refuses_late: bool = False,
+) -> Any:
+    """Return a value with its tensors changed. ``seen`` has by id what was looked at, and what stands in its place."""
     if isinstance(value, torch.Tensor):
-        return by_id.get(id(value), value)
+        return change(value)
     if isinstance(value, _PLAIN):
         return value
     if id(value) in seen:
-        return seen[id(value)]
-    seen[id(value)] = value  # of a circle that leads through a tuple the old one
+        return seen[id(value)][1]
+    seen[id(value)] = value, value  # of a circle that leads through a tuple the old one
+    if isinstance(value, _LATE):
+        if refuses_late:
+            raise TreeError(
+                f"module {path or 'the root'!r} gives away a {type(value).__name__}, which computes when parameters are "
+                "released. Return what it computes, such as a list of tensors."
+            )
+        return value
     old, fill = parts(value)
-    new = [_filled(each, by_id, seen, path) for each in old]
+    new = [_mapped(each, change, path, seen, refuses_late=refuses_late) for each in old]
     if any(a is not b for a, b in zip(old, new, strict=True)):
         try:
-            seen[id(value)] = fill(new)
+            seen[id(value)] = value, fill(new)
         except Exception as error:
             raise TreeError(
                 f"module {path or '(root)'!r} returns or keeps tensors inside of a {type(value).__name__}, which cannot be "
                 f"changed: {error}. Register it with torch.utils._pytree, or use a tuple or a dict."
             ) from error
-    return seen[id(value)]
+    return seen[id(value)][1]
 
 
 def reaching(tensors: Sequence[torch.Tensor], inputs: Sequence[Any]) -> list[torch.Tensor]:

@@ -34,10 +34,7 @@ class SideOutputs:
     def look(self, arguments: Sequence[Any], path: str) -> dict[int, torch.Tensor]:
         """The tensors there, by id."""
         values = [value for value in arguments if type(value) in _CONTAINERS and value]
-        for places in self._places():
-            for name, value in places.items():
-                if name not in _OWN and _may_hold(value):
-                    values.append(value)
+        values += [places[name] for places, name in self._places()]
         return {id(x): x for x in tensors_in(values, path, late="leave")} if values else {}
 
     def since(
@@ -62,17 +59,13 @@ class SideOutputs:
         for value in arguments:
             if type(value) in _CONTAINERS:
                 replaced(value, old, new, path)
-        for places in self._places():
-            for name, value in list(places.items()):
-                if name not in _OWN and _may_hold(value):
-                    places[name] = replaced(value, old, new, path)
+        for places, name in self._places():
+            places[name] = replaced(places[name], old, new, path)
 
-    def _places(self) -> list[dict[str, Any]]:
-        found: list[dict[str, Any]] = []
-        for reference in self._modules:
-            if (each := reference()) is not None:
-                found += each.__dict__, each._buffers
-        return found
+    def _places(self) -> list[tuple[dict[str, Any], str]]:
+        """Return dicts and names in them under which there are tensors, or containers that may hold some."""
+        dicts = [x for reference in self._modules if (m := reference()) is not None for x in (m.__dict__, m._buffers)]
+        return [(each, name) for each in dicts for name, value in each.items() if name not in _OWN and _may_hold(value)]
 
 
 def refuse_kept(module: nn.Module) -> None:
@@ -85,7 +78,16 @@ def refuse_kept(module: nn.Module) -> None:
     Raises:
         TreeError: names the attribute and the parameter.
     """
-    places = _Places(module)
+    memory = sorted((*_extent(p), name) for name, p in module.named_parameters() if p.numel() and not p.is_meta)
+
+    def parameter_at(x: torch.Tensor) -> str | None:
+        """Return the name of the parameter that has memory in common with a tensor; None if there is none."""
+        if not x.numel() or x.is_meta:
+            return None
+        start, stop = _extent(x)
+        i = bisect_left(memory, (stop,)) - 1
+        return memory[i][2] if i >= 0 and memory[i][1] > start else None
+
     for path, each in module.named_modules():
         # weight_norm, spectral_norm and prune have hooks that compute these attributes anew in each forward.
         computed = {getattr(hook, key, None) for hook in each._forward_pre_hooks.values() for key in ("name", "_tensor_name")}
@@ -93,7 +95,7 @@ def refuse_kept(module: nn.Module) -> None:
         attributes = [(name, value) for name, value in vars(each).items() if name not in own and _may_hold(value)]
         for attribute, value in [*attributes, *each._buffers.items()]:
             tensors = tensors_in([value], path, late="leave")
-            held = next((name for x in tensors if (name := places.parameter_at(x)) is not None), None)
+            held = next((name for x in tensors if (name := parameter_at(x)) is not None), None)
             if held is not None:
                 raise TreeError(
                     f"shard_module(): {f'{path}.{attribute}'.lstrip('.')} holds parameter {held!r} itself or a view of it; the "
@@ -109,22 +111,6 @@ def refuse_kept(module: nn.Module) -> None:
             )
 
 
-class _Places:
-    """The byte ranges of a module's parameters in memory."""
-
-    def __init__(self, module: nn.Module) -> None:
-        found = [(*_extent(p), name) for name, p in module.named_parameters() if p.numel() and not p.is_meta]
-        self._sorted = sorted(found)
-
-    def parameter_at(self, x: torch.Tensor) -> str | None:
-        """Name of the parameter that has memory in common with a tensor; None if there is none."""
-        if not x.numel() or x.is_meta:
-            return None
-        start, stop = _extent(x)
-        i = bisect_left(self._sorted, (stop,)) - 1
-        return self._sorted[i][2] if i >= 0 and self._sorted[i][1] > start else None
-
-
 def _extent(x: torch.Tensor) -> tuple[int, int]:
     """The first byte of a tensor, and the one after its last."""
     x = local(x.detach())
@@ -133,5 +119,4 @@ def _extent(x: torch.Tensor) -> tuple[int, int]:
 
 
 def _may_hold(value: Any) -> bool:
-    kind = type(value)
-    return kind is torch.Tensor or (kind in _CONTAINERS and bool(value)) or isinstance(value, torch.Tensor)
+    return (type(value) in _CONTAINERS and bool(value)) or isinstance(value, torch.Tensor)
