@@ -8,13 +8,13 @@ import torch
 from fsharp.errors import ScheduleError
 from fsharp.stateful.modules.module_step import ModuleStep
 from fsharp.stateful.modules.parameter import ShardedParameter
-from fsharp.stateful.modules.parts.part import Owner, Part
+from fsharp.stateful.modules.parts.part import Part
 
 _WHERE = "torch.autograd.grad() with respect to parameters of a ShardedModule"
 
 
 def differentiate(
-    owner: Owner,
+    owner: Any,
     step: ModuleStep,
     outputs: Any,
     inputs: Sequence[torch.Tensor],

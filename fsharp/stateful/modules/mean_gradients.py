@@ -10,7 +10,7 @@ import torch
 from fsharp.functional.comm.protocol import Comm
 from fsharp.functional.layout.sharded import units_of
 from fsharp.functional.optim.norms import global_norm
-from fsharp.stateful.modules.initial.dtensors import Spec, norm_of
+from fsharp.stateful.modules.initial.dtensors import Spec
 from fsharp.stateful.modules.parameter import Part, ShardedParameter
 from fsharp.stateful.units.gradient import GradientBuffer
 from fsharp.stateful.units.unit_state import UnitState
@@ -123,12 +123,10 @@ class MeanGradients:
         """Paths of the trained parameters that have a gradient, if there is a tree."""
         return frozenset([path for path, each in self._parameters.items() if each.is_trained]) - self.missing
 
-    def norm(self) -> torch.Tensor:
-        """The 2-norm over all ranks."""
-        return norm_of(self.tree, self._specs, self._comm) if self._specs else global_norm(self.tree, comm=self._comm)
-
-    def norm_of_order(self, order: float) -> torch.Tensor:
-        """Return the norm of this order of all gradients, over all ranks."""
+    def norm(self, order: float) -> torch.Tensor:
+        """Return the norm of this order of all gradients, over all ranks, those of the axes of DTensors included."""
+        if order == 2 and not self._specs:
+            return global_norm(self.tree, comm=self._comm)
         parts = [part for path in self._parameters if (part := self.part(path)) is not None]
         return torch.nn.utils.get_total_norm(parts, order)
 

@@ -76,7 +76,7 @@ class ShardedModule(nn.Module):
         if session.step.means.tree is None:
             raise ScheduleError("clip_grad_norm_(): there are no gradients: call it after a backward that does not accumulate.")
         norm_type = float(norm_type)
-        norm = session.step.means.norm() if norm_type == 2 else session.step.means.norm_of_order(norm_type)
+        norm = session.step.means.norm(norm_type)
         if error_if_nonfinite and not norm.isfinite():
             raise RuntimeError(
                 f"clip_grad_norm_(): the norm of order {norm_type} of the gradients is {float(norm)}, so that gradients cannot "

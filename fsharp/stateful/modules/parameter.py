@@ -10,7 +10,7 @@ from torch import nn
 from fsharp.errors import LayoutError, TreeError
 from fsharp.functional.layout.placement import Place
 from fsharp.functional.layout.unit_layout import Leaf, UnitLayout
-from fsharp.stateful.modules.parts.part import Owner, Part
+from fsharp.stateful.modules.parts.part import Part
 from fsharp.stateful.modules.torch_tools.refusals import NO_COPIES
 from fsharp.tracebacks import api_boundary
 
@@ -28,7 +28,7 @@ class ShardedParameter(Part, nn.Parameter):
 
     @staticmethod
     def over(
-        data: torch.Tensor, owner: Owner, unit: UnitLayout, leaf: Leaf, *, place: Place, rank: int, **labels: Any
+        data: torch.Tensor, owner: Any, unit: UnitLayout, leaf: Leaf, *, place: Place, rank: int, **labels: Any
     ) -> "ShardedParameter":
         """Return a parameter in the memory of ``data``, 1-D. ``labels`` are ``full_shape``, ``is_whole`` and ``spec``."""
         data, trains = data.view(labels["full_shape"]) if labels["is_whole"] else data, unit.groups[leaf.group].trainable
@@ -132,7 +132,7 @@ class ShardedParameter(Part, nn.Parameter):
             owner.drop_gradient(self.path)
 
 
-def _differentiate(outputs: Any, inputs: Sequence[torch.Tensor], **options: Any) -> tuple[torch.Tensor | None, ...]:
+def _differentiate(outputs: Any, inputs: Sequence[torch.Tensor], **options: Any) -> Any:
     first = next((x for x in inputs if isinstance(x, ShardedParameter)), None)
     owner = None if first is None else first.owner()
     if owner is None:

@@ -14,9 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from fsharp.errors import MeshError, TreeError
-from fsharp.functional.comm.collectives import all_reduce
 from fsharp.functional.comm.protocol import Comm, ReduceOp
-from fsharp.functional.layout.sharded import units_of
 
 
 @dataclass(frozen=True)
@@ -44,18 +42,12 @@ class Spec:
         """The DTensor of which this rank has ``local``. Differentiable: the gradient has the same placements."""
         return DTensor.from_local(local, self.mesh, self.placements, run_check=False, shape=self.shape, stride=self.stride)
 
-    def sum(self, x: torch.Tensor) -> torch.Tensor:
-        """The sum of ``x`` over ranks with other parts."""
-        kinds = [Replicate() if p.is_replicate() else Partial() for p in self.placements]
-        return DTensor.from_local(x, self.mesh, kinds, run_check=False).full_tensor()
-
     def reduce(self, x: torch.Tensor, op: ReduceOp) -> torch.Tensor:
         """Return the elementwise sum, maximum or minimum of ``x`` over ranks with other parts; NaN if one rank has NaN."""
-        if op == "sum":
-            return self.sum(x)
-        kinds = [Replicate() if p.is_replicate() else Shard(0) for p in self.placements]
+        other = Partial() if op == "sum" else Shard(0)
+        kinds = [Replicate() if p.is_replicate() else other for p in self.placements]
         rows: torch.Tensor = DTensor.from_local(x.unsqueeze(0), self.mesh, kinds, run_check=False).full_tensor()
-        return rows.amax(0) if op == "max" else rows.amin(0)
+        return rows[0] if op == "sum" else rows.amax(0) if op == "max" else rows.amin(0)
 
 
 def specs_of(module: nn.Module, comm: Comm) -> dict[str, Spec]:
@@ -102,29 +94,3 @@ def anywhere(flag: torch.Tensor, specs: Mapping[str, Spec], comm: Comm) -> torch
     for mesh in dict.fromkeys(spec.mesh for spec in specs.values()):  # not a set: ranks go through them in one order
         flag = DTensor.from_local(flag, mesh, [Partial("max")] * mesh.ndim, run_check=False).full_tensor()
     return flag
-
-
-def norm_of(grads: Any, specs: Mapping[str, Spec], comm: Comm) -> torch.Tensor:
-    """As :func:`~fsharp.global_norm`, of everything that these are parts of.
-
-    Cost: one ``all_reduce`` of 8 bytes for each axis and each way in which gradients rest.
-    """
-    squares: dict[tuple[tuple[str, ...], Spec | None], torch.Tensor] = {}
-    alike: dict[tuple[Any, ...], Spec] = {}
-    for node in units_of(grads):
-        axes = node.place.sharded + node.place.varying
-        for path in (node.unit.full_path(leaf) for leaf in node.unit.leaves if leaf.group in node.groups):
-            spec = specs.get(path)
-            if spec is not None:
-                spec = alike.setdefault((spec.mesh, spec.placements), spec) if spec.is_sharded else None
-            squares.setdefault((axes, spec), torch.zeros(1, dtype=torch.float64, device=comm.device))
-        for path, part in node.local_leaves(comm.rank).items():
-            spec = specs.get(path)
-            spec = alike[spec.mesh, spec.placements] if spec is not None and spec.is_sharded else None
-            squares[axes, spec] += torch.linalg.vector_norm(part, dtype=torch.float64).square()
-    total = torch.zeros((), dtype=torch.float64, device=comm.device)
-    for (axes, spec), square in squares.items():
-        for axis in axes:
-            square = all_reduce(square, comm, axis)
-        total += (square if spec is None else spec.sum(square))[0]
-    return total.sqrt().float()

@@ -8,7 +8,7 @@ elements are finished by a collective.
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from itertools import cycle
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -24,69 +24,11 @@ from fsharp.stateful.modules.torch_tools.refusals import not_whole, remedy_or, u
 from fsharp.stateful.runtime.boundary import in_backward
 from fsharp.tracebacks import api_boundary
 
-
-class Owner(Protocol):
-    """The sharded module that a part belongs to.
-
-    Attributes:
-        paused: paths of trained parameters that do not require a gradient at present.
-    """
-
-    paused: set[str]
-
-    @property
-    def ranks(self) -> Comm:
-        """The ranks, for a collective of a function of parts."""
-
-    @property
-    def settings(self) -> str:
-        """Return what every rank has to have done to the module so far, such as writes, as lines of ``name=value``."""
-
-    def gradient(self, path: str) -> "Part | None":
-        """Return the gradient of one parameter; None if there is none."""
-
-    def add_hook(self, path: str, hook: Callable[[Any], Any]) -> Any:
-        """Have ``hook(parameter)`` called once the parameter's gradient is there. Return a handle, which removes it."""
-
-    def drop_gradient(self, path: str) -> None:
-        """Release the gradient of one parameter, which the user has set to None."""
-
-    def before_write(self) -> None:
-        """Wait for gathers under way, which read parameters that are about to change, or write them."""
-
-    def note_write(self, part: "Part", what: str) -> None:
-        """Note that a function has changed a part in place. ``what`` is the function and its numbers, for labels."""
-
-    def full_parameter(self, part: "Part") -> torch.Tensor | None:
-        """Return a whole parameter for a checkpoint that recomputes in the backward of the parameter's unit; else None."""
-
-    def differentiate(self, outputs: Any, inputs: Sequence[torch.Tensor], **options: Any) -> tuple[torch.Tensor | None, ...]:
-        """Return the gradients that ``torch.autograd.grad`` is asked for."""
-
-
 # Functions that neither compute nor copy: metadata, and functions that autograd and printing call.
-_HARMLESS = {
-    "element_size",
-    "data_ptr",
-    "storage_offset",
-    "untyped_storage",
-    "is_floating_point",
-    "is_complex",
-    "is_contiguous",
-}
-_HARMLESS |= {"is_shared", "is_pinned", "is_inference", "get_device", "requires_grad_", "__hash__", "__dir__"}
+_HARMLESS = {"data_ptr", "element_size", "get_device", "is_complex", "is_contiguous", "is_floating_point", "is_inference"}
+_HARMLESS |= {"is_pinned", "is_shared", "requires_grad_", "storage_offset", "untyped_storage", "__dir__", "__hash__"}
 _COMPUTING = {"T", "mT", "H", "mH", "real", "imag"}  # attributes that are not metadata
-_SHAPES: dict[str, Callable[..., Any]] = {
-    "shape": lambda whole: whole.shape,
-    "ndim": lambda whole: whole.ndim,
-    "size": lambda whole, *dim, **named: whole.size(*dim, **named),
-    "dim": lambda whole: whole.dim(),
-    "numel": lambda whole: whole.numel(),
-    "nelement": lambda whole: whole.numel(),
-    "stride": lambda whole, *dim, **named: whole.stride(*dim, **named),
-    "__len__": len,
-}
-"""Functions that answer for the whole tensor."""
+_SHAPES = {"shape", "ndim", "size", "dim", "numel", "nelement", "stride", "__len__"}  # they answer for the whole tensor
 
 
 class Part(torch.Tensor):
@@ -111,7 +53,7 @@ class Part(torch.Tensor):
         place: where the tensor rests.
         rank: rank that holds this part.
         spec: spec of the DTensor; None if the tensor is none.
-        owner: weak reference to the owner, see :class:`Owner`.
+        owner: weak reference to the Session of the module.
     """
 
     path: str
@@ -122,7 +64,7 @@ class Part(torch.Tensor):
     place: Place
     rank: int
     spec: Spec | None
-    owner: "weakref.ref[Owner]"
+    owner: "weakref.ref[Any]"
 
     @staticmethod
     def of(data: torch.Tensor, like: "Part") -> "Part":
@@ -210,7 +152,7 @@ class Part(torch.Tensor):
         if is_attribute:
             name = getattr(func.__self__, "__name__", "")  # type: ignore[attr-defined]
         if name in _SHAPES and isinstance(args[0], Part):
-            return _SHAPES[name](torch.empty(args[0].full_shape, device="meta"), *args[1:], **kwargs)
+            return func(torch.empty(args[0].full_shape, device="meta"), *args[1:], **kwargs)
         is_harmless = name not in _COMPUTING if is_attribute else name in _HARMLESS
         if in_backward() and (not is_harmless or name == "dtype"):  # a checkpoint casts to the dtype that the forward saw
             args, kwargs = _full_in_backward(args), {key: _full_in_backward(x) for key, x in kwargs.items()}
@@ -355,7 +297,7 @@ def _over(axis: str, x: torch.Tensor, reduction: Reduction, comm: Comm, label: s
     return x.amax(0) if reduction.op == "max" else x.amin(0)
 
 
-def _owner(part: Part, name: str) -> Owner:
+def _owner(part: Part, name: str) -> Any:
     owner = part.owner()
     if owner is None:
         raise LayoutError(f"{name}() of a part of {part.path!r}, whose ShardedModule was deleted: keep a reference to it.")
