@@ -20,6 +20,8 @@ from fsharp.stateful.modules.parameter import Part
 from fsharp.stateful.modules.parameter_slots import own_buffers
 from fsharp.stateful.modules.session import Session
 
+SAME_VALUES = "Load the same values on all ranks."
+
 
 class _Awaiting(Part):
     """Stands for a parameter while torch loads a state dict, and keeps what it would have copied into that."""
@@ -76,17 +78,12 @@ def load_parts(session: Session, module: nn.Module, load: Callable[[], Any]) -> 
         return {"parameters": "\n".join(f"{path}: {_kind(value)}" for path, value in read.given.items())}
 
     read = together(where, comm, lambda: _read(where, session, module, load), about)
-    places = {path: session.parameters[path].place for path in read.given}
-    check_replicas(
-        where,
-        {
-            path: (value.local, places[path].varying + places[path].sharded)
-            if isinstance(value, Part)
-            else (value, places[path].varying)
-            for path, value in read.given.items()
-        },
-        comm,
-    )
+    varying = {}
+    for path, value in read.given.items():
+        place = session.parameters[path].place
+        varying[path] = place.varying + (place.sharded if isinstance(value, Part) else ())
+    values = {path: value.local if isinstance(value, Part) else value for path, value in read.given.items()}
+    check_same(where, values, comm, remedy=SAME_VALUES, varying=varying)
     with torch.no_grad():
         for path, part in read.parts.items():
             session.parameters[path].local.copy_(part.local)
@@ -157,30 +154,6 @@ def own_part(where: str, name: str, value: torch.Tensor, like: Part, *, dtypes: 
     if value.dtype not in dtypes:
         raise _unfit(where, f"{name!r} has another dtype.", like, _shown([value.dtype], value.shape), expected)
     return found
-
-
-def check_replicas(where: str, tensors: Mapping[str, tuple[torch.Tensor, tuple[str, ...]]], comm: Comm) -> None:
-    """Refuse values that ranks have to have in common, and have not.
-
-    Args:
-        where: the function that asks, for the message.
-        tensors: by name, in the same order on all ranks, with the axes along which ranks have values of their own.
-        comm: the ranks.
-
-    Raises:
-        AgreementError: on all ranks alike: names what differs, and the ranks.
-
-    Cost: a pass over what several ranks hold, and a collective of 8 bytes for each axis; of 8 bytes a tensor where some of
-    them are parts.
-    """
-    shared = {
-        name: (tensor, axes)
-        for name, (tensor, axes) in tensors.items()
-        if any(size > 1 and axis not in axes for axis, size in comm.mesh.axes)
-    }
-    values = {name: tensor for name, (tensor, _) in shared.items()}
-    varying = {name: axes for name, (_, axes) in shared.items()}
-    check_same(where, values, comm, remedy="Load the same values on all ranks.", varying=varying)
 
 
 def _unfit(where: str, what: str, like: Part, got: str, expected: str) -> TreeError:

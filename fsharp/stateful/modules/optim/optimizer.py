@@ -19,6 +19,7 @@ from fsharp.annotated import options_checked
 from fsharp.compiling import uncompiled
 from fsharp.errors import ScheduleError, TreeError
 from fsharp.functional.comm.agree import agree, together
+from fsharp.functional.comm.equal_values import check_same
 from fsharp.functional.comm.exact_text import exact_text
 from fsharp.functional.comm.protocol import Comm
 from fsharp.functional.layout.sharded import units_by_name, units_of
@@ -40,7 +41,7 @@ from fsharp.stateful.modules.optim.states import (
 from fsharp.stateful.modules.optim.without_updates import without_updates
 from fsharp.stateful.modules.parameter import Part, ShardedParameter
 from fsharp.stateful.modules.session import Session
-from fsharp.stateful.modules.state_dict import check_replicas, gather_to_rank, refuse_dtensors, scatter_from_rank
+from fsharp.stateful.modules.state_dict import SAME_VALUES, gather_to_rank, refuse_dtensors, scatter_from_rank
 from fsharp.tracebacks import api_boundary, api_context
 
 
@@ -460,7 +461,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
         states, replicas = together(where, comm, check, about)
         self._check_steps, self._reference = 0, None
-        check_replicas(where, replicas, comm)
+        values, varying = ({name: each[i] for name, each in replicas.items()} for i in (0, 1))
+        check_same(where, values, comm, remedy=SAME_VALUES, varying=varying)
         for group, loaded in zip(self.param_groups, state_dict["param_groups"], strict=True):
             group.update({name: copy.deepcopy(value) for name, value in loaded.items() if name != "params"})
         if self.inner is None:

@@ -4,7 +4,6 @@ import hashlib
 import json
 from collections import defaultdict
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from itertools import zip_longest
 from types import MappingProxyType
 from typing import Any
 
@@ -269,33 +268,22 @@ def read_tree(where: str, given: Any, own: Any, rank: int) -> tuple[Any, Replica
     """
     check_kept(where, units_of(given))
     remedy = "Load what state_dict() gave on the same mesh, strategy and units, with the same transformation."
-    for new, old in zip_longest(units_of(given), units_of(own)):
-        if new is None or old is None or (new.unit, new.place, new.groups) != (old.unit, old.place, old.groups):
-            raise TreeError(problem(where, "it is a state of another layout.", [("got", new), ("expected", old)], remedy))
-        if new.rank is not None and not new.unit.is_same_part(new.place, new.rank, rank):
-            what = f"it is the state of rank {new.rank} of {new.unit.mesh}, and this is rank {rank}, which has another part."
-            raise TreeError(problem(where, what, [("unit", repr(new.name))], "Load what this rank has saved."))
-    if optree.tree_structure(given) != optree.tree_structure(own):
+    paths, new, spec = optree.tree_flatten_with_path(given, is_leaf=is_sharded)
+    old, own_spec = optree.tree_flatten(own, is_leaf=is_sharded)
+    if spec != own_spec:
         raise TreeError(
-            problem(where, "it is the state of another transformation.", [("got", given), ("expected", own)], remedy)
+            problem(where, "it is the state of another transformation.", [("got", spec), ("expected", own_spec)], remedy)
         )
-    for (accessor, new), old in zip(
-        zip(*optree.tree_flatten_with_path(given)[:2], strict=True), optree.tree_leaves(own), strict=True
-    ):
-        got, expected = (
-            f"{dtype_name(x.dtype)}{list(x.shape)}" if isinstance(x, torch.Tensor) else type(x) for x in (new, old)
-        )
-        if got != expected:
-            raise TreeError(
-                problem(
-                    where,
-                    "a state has another dtype or shape.",
-                    [("at", accessor), ("got", got), ("expected", expected)],
-                    remedy,
-                )
-            )
+    for path, x, y in zip(paths, new, old, strict=True):
+        if _about(x) != _about(y):
+            got, expected = (each if is_sharded(each) else _about(each) for each in (x, y))
+            facts = [("at", ".".join(map(str, path))), ("got", got), ("expected", expected)]
+            raise TreeError(problem(where, "it is a state of another layout, shape or dtype.", facts, remedy))
+        if is_sharded(x) and x.rank is not None and not x.unit.is_same_part(x.place, x.rank, rank):
+            what = f"it is the state of rank {x.rank} of {x.unit.mesh}, and this is rank {rank}, which has another part."
+            raise TreeError(problem(where, what, [("unit", repr(x.name))], "Load what this rank has saved."))
     replicas: Replicas = {}
-    for i, node in enumerate(optree.tree_leaves(given, is_leaf=is_sharded)):
+    for i, node in enumerate(new):
         if is_sharded(node):
             axes = node.place.sharded + node.place.varying
             replicas |= {
@@ -305,3 +293,9 @@ def read_tree(where: str, given: Any, own: Any, rank: int) -> tuple[Any, Replica
             replicas[f"state {i}"] = (node if isinstance(node, torch.Tensor) else _hashed(exact_text(node).encode())), ()
     copied = optree.tree_map(lambda x: x.clone() if isinstance(x, torch.Tensor) else x, given)
     return copied, replicas
+
+
+def _about(x: Any) -> Any:
+    if is_sharded(x):
+        return x.unit, x.place, x.groups, list(map(_about, x.buffers))
+    return f"{dtype_name(x.dtype)}{list(x.shape)}" if isinstance(x, torch.Tensor) else type(x)

@@ -19,7 +19,7 @@ from fsharp.functional.layout.placement import Place
 from fsharp.functional.layout.unit_layout import Leaf, UnitLayout
 from fsharp.stateful.modules.initial.dtensors import Spec
 from fsharp.stateful.modules.parts.part_functions import COPIES, ELEMENTWISE, REDUCTIONS, Reduction, arguments, is_in_place
-from fsharp.stateful.modules.torch_tools.chunks import Chunks
+from fsharp.stateful.modules.torch_tools.chunks import Box, boxes
 from fsharp.stateful.modules.torch_tools.refusals import not_whole, remedy_or, unseen
 from fsharp.stateful.runtime.boundary import in_backward
 from fsharp.tracebacks import api_boundary
@@ -95,16 +95,38 @@ class Part(torch.Tensor):
     # Methods that torch.distributed.checkpoint calls.
 
     def __create_write_items__(self, name: str, part: "Part") -> list[Any]:
-        return self._chunks().write_items(name)
+        from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
+        from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+        properties = TensorProperties.create_from_tensor(self.local)
+        return [
+            WriteItem(
+                MetadataIndex(name, chunk.offsets),
+                WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk, properties, self.full_shape),
+            )
+            for chunk in self.__create_chunk_list__()
+        ]
 
     def __create_chunk_list__(self) -> list[Any]:
-        return self._chunks().described()
+        from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+
+        shape, own = self.full_shape, [a for a in self._axes if a in self.place.varying]
+        if own or shape != self.leaf.shape:
+            what = f"has different values on ranks along {own}" if own else "is sharded as a DTensor as well"
+            raise TreeError(
+                f"torch.distributed.checkpoint cannot describe {self.path!r}, which {what}. Save by fs.checkpoint.save()."
+            )
+        found = boxes(shape, *self.run) if shape.numel() else [Box((0,) * len(shape), tuple(shape))]
+        return [ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)) for box in found]
 
     def __get_tensor_shard__(self, index: Any) -> torch.Tensor:
-        return self._chunks().at(index.offset)
-
-    def _chunks(self) -> Chunks:
-        return Chunks(self.path, self.full_shape, self.local, self.unit, self.leaf, self.place, self.rank)
+        chunks, start = self.__create_chunk_list__(), 0
+        for chunk in chunks:
+            if chunk.offsets == index.offset:
+                return self.local.reshape(-1)[start : start + chunk.sizes.numel()].view(chunk.sizes)
+            start += chunk.sizes.numel()
+        raise ValueError(f"no chunk at {list(index.offset)}; there are chunks at {[list(chunk.offsets) for chunk in chunks]}")
 
     @property
     @api_boundary
@@ -204,7 +226,7 @@ class Part(torch.Tensor):
 
     @api_boundary
     def __reduce_ex__(self, protocol: Any) -> Any:
-        varying = [axis for axis in self.place.varying if self.unit.mesh.axis_size(axis) > 1]
+        varying = [axis for axis in self._axes if axis in self.place.varying]
         if self.is_whole and not varying:
             return self.local.__reduce_ex__(protocol)
         own = f", and ranks along {varying} have values of their own" if varying else ""
