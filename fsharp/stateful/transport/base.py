@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from functools import partial
 from threading import Lock
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 from weakref import WeakMethod
 
 import torch
@@ -82,6 +82,26 @@ def _same(result: Any) -> Any:
     return result
 
 
+class Summand(NamedTuple):
+    """One buffer of this rank's that is summed over ranks.
+
+    Attributes:
+        x: its elements; ``n`` equal parts of them for a reduce_scatter along an axis of ``n`` ranks.
+        out: where the sum goes; None, for a reduce_scatter alone, leaves it where the transport has it.
+        scratch: as many bytes as :meth:`Transport.scratch_nbytes` says.
+    """
+
+    x: torch.Tensor
+    out: torch.Tensor | None
+    scratch: torch.Tensor
+
+    @property
+    def place(self) -> torch.Tensor:
+        """``out``, which an all_reduce has to have."""
+        assert self.out is not None, "an all_reduce needs a place for its result"
+        return self.out
+
+
 class Transport(ABC):
     """Collectives along an axis. Results are bit for bit those of the :class:`~fsharp.Comm` it is made from."""
 
@@ -89,190 +109,87 @@ class Transport(ABC):
     """Whether a Work that the host waits for may have something to wait for."""
 
     @abstractmethod
-    def gather(self, x: torch.Tensor, out: torch.Tensor, axis: str, *, label: str = "") -> Work:
-        """Every rank's ``x`` of ``c`` elements into ``out`` of ``n * c``; ``x`` may be this rank's part of ``out``."""
+    def gather(self, xs: Sequence[torch.Tensor], outs: Sequence[torch.Tensor], axis: str, *, label: str = "") -> Work:
+        """Every rank's ``xs[i]`` of ``c[i]`` elements into ``outs[i]`` of ``n * c[i]``, all of one dtype, in one all_gather."""
 
     @abstractmethod
     def reduce_scatter(
-        self,
-        x: torch.Tensor,
-        axis: str,
-        *,
-        dtype: torch.dtype,
-        scratch: torch.Tensor,
-        out: torch.Tensor | None = None,
-        label: str = "",
-    ) -> Work:
-        """The sum over ranks of this rank's part of ``x``.
-
-        Args:
-            x: ``n * c`` elements; may be overwritten if ``out`` is None.
-            axis: the axis to sum along.
-            dtype: of the sum.
-            scratch: as many bytes as :meth:`scratch_nbytes` says.
-            label: what it is for; ranks compare it.
-            out: ``c`` elements for the result. None: the Work's result is a tensor that is valid until ``x`` or
-                ``scratch`` is written to.
-        """
-
-    @abstractmethod
-    def all_reduce(self, x: torch.Tensor, out: torch.Tensor, axis: str, *, scratch: torch.Tensor, label: str = "") -> Work:
-        """The sum over ranks of ``x`` into ``out``, which is other memory, of another dtype or the same.
-
-        The result of the Work is one more Work, for what is left to do once ``scratch`` and ``x`` are free.
-        """
-
-    @abstractmethod
-    def exchange(self, x: torch.Tensor, out: torch.Tensor, axis: str, *, label: str = "") -> Work:
-        """What each rank has for this rank in its ``x`` into ``out``; both have ``n`` equal parts, in order of coordinate."""
-
-    def gather_coalesced(self, xs: Sequence[torch.Tensor], outs: Sequence[torch.Tensor], axis: str, *, label: str = "") -> Work:
-        """Every rank's ``xs[i]`` of ``c[i]`` elements into ``outs[i]`` of ``n * c[i]``, all of one dtype, in one all_gather."""
-        if len(xs) == 1:
-            return self.gather(xs[0], outs[0], axis, label=label)
-        x, out, unpack = packed_gather(xs, outs)
-        return self._shared(self.gather(x, out, axis, label=label), unpack)
-
-    def reduce_scatter_coalesced(
-        self,
-        xs: Sequence[torch.Tensor],
-        axis: str,
-        n: int,
-        *,
-        dtype: torch.dtype,
-        scratch: Sequence[torch.Tensor],
-        outs: Sequence[torch.Tensor | None],
-        label: str = "",
+        self, summands: Sequence[Summand], axis: str, n: int, dtype: torch.dtype, *, label: str = ""
     ) -> list[Work]:
-        """The sum over ranks of this rank's part of each ``xs[i]``, all of one dtype, in one reduce_scatter.
+        """The sums over ranks of this rank's parts, in one reduce_scatter.
 
         Args:
-            xs: ``n * c[i]`` elements each; may be overwritten where ``outs[i]`` is None.
+            summands: all of one dtype.
             axis: the axis to sum along.
             n: its size.
             dtype: of the sums.
-            scratch: for each, what it needs alone.
-            outs: for each, ``c[i]`` elements for the result; None: the Work's result is a tensor, valid until ``xs[i]`` or
-                ``scratch[i]`` is written to.
-            label: what it is for.
+            label: what it is for; ranks compare it.
 
         Returns:
-            A Work for each, as :meth:`reduce_scatter` does.
+            A Work for each. Its result is the sum: ``out``, or a tensor that is valid until ``x`` or ``scratch`` is written to.
         """
-        if len(xs) == 1:
-            return [self.reduce_scatter(xs[0], axis, dtype=dtype, scratch=scratch[0], out=outs[0], label=label)]
-        packed = torch.cat([x.view(n, -1) for x in xs], 1).view(-1)
-        summed = packed.new_empty(len(packed) // n, dtype=dtype)
-        room = self._scratch("reduce_scatter", axis, packed, summed)
-        sizes = [x.numel() // n for x in xs]
 
-        def unpack(_: Any) -> list[torch.Tensor]:
-            parts = summed.split(sizes)
-            there = [(out, part) for out, part in zip(outs, parts, strict=True) if out is not None]
-            _copy([out for out, _ in there], [part for _, part in there])
-            return [part if out is None else out for out, part in zip(outs, parts, strict=True)]
-
-        work = self.reduce_scatter(packed, axis, dtype=dtype, scratch=room, out=summed, label=label)
-        return self._shared(work, unpack).each(len(xs))
-
-    def all_reduce_coalesced(
-        self,
-        xs: Sequence[torch.Tensor],
-        outs: Sequence[torch.Tensor],
-        axis: str,
-        n: int,
-        *,
-        scratch: Sequence[torch.Tensor],
-        label: str = "",
-    ) -> list[Work]:
-        """The sums over ranks of ``xs``, all of one dtype, into ``outs``, of one dtype, in one all_reduce.
-
-        Packed, each takes a multiple of ``n`` elements of what travels, so as many bytes are sent as by each alone.
+    @abstractmethod
+    def all_reduce(self, summands: Sequence[Summand], axis: str, n: int, *, label: str = "") -> list[Work]:
+        """The sums over ranks, in one all_reduce.
 
         Args:
-            xs: what is summed.
-            outs: where the sums go.
+            summands: all of one dtype, with an ``out`` each, all of one dtype.
             axis: the axis to sum along.
             n: its size.
-            scratch: for each, what it needs alone.
-            label: what it is for.
+            label: what it is for; ranks compare it.
 
         Returns:
-            A Work for each, as :meth:`all_reduce` does.
+            A Work for each, whose result is one more Work, for what is left to do once ``x`` and ``scratch`` are free.
         """
-        if len(xs) == 1:
-            return [self.all_reduce(xs[0], outs[0], axis, scratch=scratch[0], label=label)]
-        sizes = [-(-x.numel() // n) * n for x in xs]
-        packed = xs[0].new_zeros(sum(sizes))
-        _copy([part[: len(x)] for x, part in zip(xs, packed.split(sizes), strict=True)], xs)
-        summed = outs[0].new_empty(len(packed))
-        room = self._scratch("all_reduce", axis, packed, summed)
 
-        def unpack(_: Any) -> None:
-            _copy(outs, [part[: len(out)] for out, part in zip(outs, summed.split(sizes), strict=True)])
-
-        work = self.all_reduce(packed, summed, axis, scratch=room, label=label)
-        return [self._shared(work, lambda tail: self._shared(tail, unpack))] * len(xs)
+    @abstractmethod
+    def exchange(self, x: torch.Tensor, out: torch.Tensor, axis: str, label: str) -> Work:
+        """What each rank has for this rank in its ``x`` into ``out``; both have ``n`` equal parts, in order of coordinate."""
 
     def reduce_scatter_encoded(
-        self,
-        xs: Sequence[torch.Tensor],
-        axis: str,
-        n: int,
-        *,
-        wire: Format,
-        outs: Sequence[torch.Tensor | None],
-        label: str = "",
+        self, summands: Sequence[Summand], axis: str, n: int, wire: Format, *, label: str = ""
     ) -> list[Work]:
-        """The sum over ranks of this rank's part of each ``xs[i]``, in one exchange of encoded parts, decoded and added here.
+        """The sums over ranks of this rank's parts, in one exchange of encoded parts, which are decoded and added here.
 
         Args:
-            xs: cut into ``n`` parts in whole blocks of ``wire``, the last ones shorter if it does not divide.
+            summands: cut into ``n`` parts in whole blocks of ``wire``, the last ones shorter if it does not divide; an ``out``
+                has a whole part. Without one the sum is where the first part of ``x`` was.
             axis: the axis to sum along.
             n: its size.
             wire: the format in which parts travel.
-            outs: for each, a whole part for the result; None: the Work's result is where the first part of ``xs[i]`` was.
-            label: what it is for.
+            label: what it is for; ranks compare it.
 
         Returns:
             A Work for each, as :meth:`reduce_scatter` does.
         """
+        xs = [each.x for each in summands]
         parts = [wire.padded(len(x), n) for x in xs]
         padded = [torch.nn.functional.pad(x, (0, n * part - len(x))) for x, part in zip(xs, parts, strict=True)]
         stored = [wire.store(x, part).view(n, -1) for x, part in zip(padded, parts, strict=True)]
         sent = torch.cat(stored, 1)
         received = torch.empty_like(sent)
-        targets = [x[:part] if out is None else out for x, out, part in zip(xs, outs, parts, strict=True)]
+        outs = [each.x[:part] if each.out is None else each.out for each, part in zip(summands, parts, strict=True)]
 
         def add(_: Any) -> list[torch.Tensor]:
             rows = received.split([each.shape[1] for each in stored], 1)
-            _copy(targets, [wire.sum(each, part, x.dtype) for x, part, each in zip(xs, parts, rows, strict=True)])
-            return targets
+            _copy(outs, [wire.sum(each, part, x.dtype) for x, part, each in zip(xs, parts, rows, strict=True)])
+            return outs
 
-        return self._shared(self.exchange(sent.view(-1), received.view(-1), axis, label=label), add).each(len(xs))
+        return self._shared(self.exchange(sent.view(-1), received.view(-1), axis, label), add).each(len(xs))
 
-    def gather_padded(
-        self, xs: Sequence[torch.Tensor], outs: Sequence[torch.Tensor], axis: str, n: int, *, label: str = ""
-    ) -> list[Work]:
-        """Every rank's ``xs[i]`` into ``outs[i]``, in one all_gather; what does not fit into ``outs[i]`` is padding.
-
-        Returns:
-            A Work for each.
-        """
+    def gather_padded(self, xs: Sequence[torch.Tensor], outs: Sequence[torch.Tensor], axis: str, n: int, label: str) -> Work:
+        """Every rank's ``xs[i]`` into ``outs[i]``, in one all_gather; what does not fit into ``outs[i]`` is padding."""
         rooms = [out if len(out) == n * len(x) else out.new_empty(n * len(x)) for x, out in zip(xs, outs, strict=True)]
         cut = [(out, room[: len(out)]) for out, room in zip(outs, rooms, strict=True) if room is not out]
-        work = self.gather_coalesced(xs, rooms, axis, label=label)
-        return [self._shared(work, lambda _: _copy([out for out, _ in cut], [part for _, part in cut]))] * len(xs)
+        work = self.gather(xs, rooms, axis, label=label)
+        return self._shared(work, lambda _: _copy([out for out, _ in cut], [part for _, part in cut]))
 
     def _shared(self, first: Work, then: Callable[[Any], Any]) -> SharedWork:
         shared = SharedWork(first, then)
         if not self.innermost.is_async:  # on a stream: unpacking is part of what runs there
             shared.wait()
         return shared
-
-    def _scratch(self, op: str, axis: str, packed: torch.Tensor, summed: torch.Tensor) -> torch.Tensor:
-        nbytes = self.scratch_nbytes(op, axis, len(packed), packed.dtype.itemsize, apart=summed.dtype == packed.dtype)
-        return packed.new_empty(nbytes, dtype=torch.uint8)
 
     def scratch_nbytes(self, op: str, axis: str, numel: int, itemsize: int, *, apart: bool = False) -> int:
         """Bytes of scratch for a ``"reduce_scatter"`` or ``"all_reduce"`` of ``numel`` elements.
@@ -298,21 +215,81 @@ class Transport(ABC):
         """Call ``on_flight`` with each collective that begins in a thread of its own, from here on; None: nobody."""
 
 
-def packed_gather(
-    xs: Sequence[torch.Tensor], outs: Sequence[torch.Tensor]
-) -> tuple[torch.Tensor, torch.Tensor, Callable[[Any], None]]:
-    """Return three things for a gather of ``xs`` in one message: the message, memory for all ranks' messages, and a function.
+class PackingTransport(Transport):
+    """A transport of single buffers, which packs several; see [Note: packing]."""
 
-    The function copies the gathered messages to ``outs``. It is called with the result of the gather, which it ignores.
-    """
-    sizes = [x.numel() for x in xs]
-    n = outs[0].numel() // sizes[0]
-    packed = xs[0].new_empty(n * sum(sizes))
+    @abstractmethod
+    def gather_one(self, x: torch.Tensor, out: torch.Tensor, axis: str, label: str) -> Work:
+        """Every rank's ``x`` of ``c`` elements into ``out`` of ``n * c``; ``x`` may be this rank's part of ``out``."""
 
-    def unpack(_: Any) -> None:
-        _copy([out.view(n, -1) for out in outs], packed.view(n, -1).split(sizes, 1))
+    @abstractmethod
+    def reduce_scatter_one(self, one: Summand, axis: str, dtype: torch.dtype, label: str) -> Work:
+        """The sum over ranks, in ``dtype``, of this rank's part of ``one.x``, which may be overwritten if ``one.out`` is None.
 
-    return torch.cat(list(xs)), packed, unpack
+        The Work's result is the sum, a tensor that is valid until ``one.x`` or ``one.scratch`` is written to.
+        """
+
+    @abstractmethod
+    def all_reduce_one(self, one: Summand, axis: str, label: str) -> Work:
+        """The sum over ranks of ``one.x`` into ``one.out``, which is other memory, of another dtype or the same.
+
+        The result of the Work is one more Work, for what is left to do once ``one.scratch`` and ``one.x`` are free.
+        """
+
+    def gather(self, xs: Sequence[torch.Tensor], outs: Sequence[torch.Tensor], axis: str, *, label: str = "") -> Work:
+        """Of several, packed and gathered as one."""
+        if len(xs) == 1:
+            return self.gather_one(xs[0], outs[0], axis, label)
+        sizes = [x.numel() for x in xs]
+        n = outs[0].numel() // sizes[0]
+        packed = xs[0].new_empty(n * sum(sizes))
+
+        def unpack(_: Any) -> None:
+            _copy([out.view(n, -1) for out in outs], packed.view(n, -1).split(sizes, 1))
+
+        return self._shared(self.gather_one(torch.cat(list(xs)), packed, axis, label), unpack)
+
+    def reduce_scatter(
+        self, summands: Sequence[Summand], axis: str, n: int, dtype: torch.dtype, *, label: str = ""
+    ) -> list[Work]:
+        """Of several, packed and reduced as one."""
+        if len(summands) == 1:
+            return [self.reduce_scatter_one(summands[0], axis, dtype, label)]
+        packed = torch.cat([each.x.view(n, -1) for each in summands], 1).view(-1)
+        summed = packed.new_empty(len(packed) // n, dtype=dtype)
+        sizes, outs = [each.x.numel() // n for each in summands], [each.out for each in summands]
+
+        def unpack(_: Any) -> list[torch.Tensor]:
+            parts = summed.split(sizes)
+            there = [(out, part) for out, part in zip(outs, parts, strict=True) if out is not None]
+            _copy([out for out, _ in there], [part for _, part in there])
+            return [part if out is None else out for out, part in zip(outs, parts, strict=True)]
+
+        one = self._packed("reduce_scatter", axis, packed, summed)
+        return self._shared(self.reduce_scatter_one(one, axis, dtype, label), unpack).each(len(summands))
+
+    def all_reduce(self, summands: Sequence[Summand], axis: str, n: int, *, label: str = "") -> list[Work]:
+        """Of several, packed and reduced as one.
+
+        Each takes a multiple of ``n`` elements of what travels, so as many bytes are sent as by each alone.
+        """
+        if len(summands) == 1:
+            return [self.all_reduce_one(summands[0], axis, label)]
+        xs, outs = [each.x for each in summands], [each.place for each in summands]
+        sizes = [-(-x.numel() // n) * n for x in xs]
+        packed = xs[0].new_zeros(sum(sizes))
+        _copy([part[: len(x)] for x, part in zip(xs, packed.split(sizes), strict=True)], xs)
+        summed = outs[0].new_empty(len(packed))
+
+        def unpack(_: Any) -> None:
+            _copy(outs, [part[: len(out)] for out, part in zip(outs, summed.split(sizes), strict=True)])
+
+        work = self.all_reduce_one(self._packed("all_reduce", axis, packed, summed), axis, label)
+        return [self._shared(work, lambda tail: self._shared(tail, unpack))] * len(xs)
+
+    def _packed(self, op: str, axis: str, packed: torch.Tensor, summed: torch.Tensor) -> Summand:
+        nbytes = self.scratch_nbytes(op, axis, len(packed), packed.dtype.itemsize, apart=summed.dtype == packed.dtype)
+        return Summand(packed, summed, packed.new_empty(nbytes, dtype=torch.uint8))
 
 
 def _copy(outs: Sequence[torch.Tensor], xs: Sequence[torch.Tensor]) -> None:

@@ -25,7 +25,7 @@ from fsharp.functional.comm.process_group import Messages, ProcessGroupComm
 from fsharp.functional.comm.watch import WatchedCall
 from fsharp.functional.comm.worker_threads import InFlight, Outcome, Worker
 from fsharp.functional.layout.precision import dtype_name
-from fsharp.stateful.transport.base import ProcessGroups, Transport, Work, packed_gather
+from fsharp.stateful.transport.base import PackingTransport, ProcessGroups, Summand, Work
 
 _CHUNK = 1 << 20
 """Bytes."""
@@ -33,7 +33,7 @@ _WORTH_A_MESSAGE = 1 << 17
 """Bytes: where packing costs what a message does, while others compute."""
 
 
-class GlooTransport(Transport):
+class GlooTransport(PackingTransport):
     """Each rank sends every other its part and adds what arrives.
 
     Args:
@@ -52,82 +52,57 @@ class GlooTransport(Transport):
         """Call ``on_flight`` with each collective that begins from here on; None: nobody."""
         self._on_flight = on_flight
 
-    def gather(self, x: torch.Tensor, out: torch.Tensor, axis: str, *, label: str = "") -> Work:
+    def gather_one(self, x: torch.Tensor, out: torch.Tensor, axis: str, label: str) -> Work:
         """Asynchronous; the parts land in ``out``."""
-        return self.gather_coalesced([x], [out], axis, label=label)
+        return self.gather([x], [out], axis, label=label)
 
-    def gather_coalesced(self, xs: Sequence[torch.Tensor], outs: Sequence[torch.Tensor], axis: str, *, label: str = "") -> Work:
+    def gather(self, xs: Sequence[torch.Tensor], outs: Sequence[torch.Tensor], axis: str, *, label: str = "") -> Work:
         """Asynchronous; a message for each buffer, if they are worth it."""
-        number = len(xs)
-        unpack: Callable[[Any], None] = _nothing
-        if number > 1 and not _worth_messages(xs):
-            x, out, unpack = packed_gather(xs, outs)
-            xs, outs = [x], [out]
+        if len(xs) > 1 and not _worth_messages(xs):
+            return super().gather(xs, outs, axis, label=label)
         rows = [self._parts_around(x, out, axis) for x, out in zip(xs, outs, strict=True)]
         work = self._share("gather", rows, axis, self.groups("gather", axis), self._begin(label, "all_gather", xs, axis))
-        return self._shared(work, unpack) if number > 1 else work
+        return self._shared(work, _nothing) if len(xs) > 1 else work
+
+    def reduce_scatter_one(self, one: Summand, axis: str, dtype: torch.dtype, label: str) -> Work:
+        """Asynchronous. Without ``out`` the result is where this rank's part was, if that has the dtype."""
+        parts, result = self._parts_to(one, axis, dtype)
+        call = self._begin(label, "reduce_scatter", [one.x], axis)
+        return self._reduce([parts], [result], axis, one.scratch, call, lambda: result)
 
     def reduce_scatter(
-        self,
-        x: torch.Tensor,
-        axis: str,
-        *,
-        dtype: torch.dtype,
-        scratch: torch.Tensor,
-        out: torch.Tensor | None = None,
-        label: str = "",
-    ) -> Work:
-        """Asynchronous. Without ``out`` the result is where this rank's part was, if that has the dtype."""
-        parts, result = self._parts_to(x, axis, dtype, out)
-        return self._reduce([parts], [result], axis, scratch, self._begin(label, "reduce_scatter", [x], axis), lambda: result)
-
-    def reduce_scatter_coalesced(
-        self,
-        xs: Sequence[torch.Tensor],
-        axis: str,
-        n: int,
-        *,
-        dtype: torch.dtype,
-        scratch: Sequence[torch.Tensor],
-        outs: Sequence[torch.Tensor | None],
-        label: str = "",
+        self, summands: Sequence[Summand], axis: str, n: int, dtype: torch.dtype, *, label: str = ""
     ) -> list[Work]:
-        """Asynchronous; messages for each buffer, if they are worth it. ``scratch`` serves one buffer after the other."""
-        if not _worth_messages(xs, n):
-            return super().reduce_scatter_coalesced(xs, axis, n, dtype=dtype, scratch=scratch, outs=outs, label=label)
-        pairs = [self._parts_to(x, axis, dtype, out) for x, out in zip(xs, outs, strict=True)]
+        """Asynchronous; messages for each buffer, if they are worth it. Scratch serves one buffer after the other."""
+        xs = [each.x for each in summands]
+        if len(xs) == 1 or not _worth_messages(xs, n):
+            return super().reduce_scatter(summands, axis, n, dtype, label=label)
+        pairs = [self._parts_to(each, axis, dtype) for each in summands]
         rows, results = [parts for parts, _ in pairs], [result for _, result in pairs]
-        call = self._begin(label, "reduce_scatter", xs, axis)
-        return self._shared(self._reduce(rows, results, axis, max(scratch, key=len), call, lambda: results), list).each(len(xs))
+        call, scratch = self._begin(label, "reduce_scatter", xs, axis), max([each.scratch for each in summands], key=len)
+        return self._shared(self._reduce(rows, results, axis, scratch, call, lambda: results), list).each(len(xs))
 
-    def all_reduce(self, x: torch.Tensor, out: torch.Tensor, axis: str, *, scratch: torch.Tensor, label: str = "") -> Work:
+    def all_reduce_one(self, one: Summand, axis: str, label: str) -> Work:
         """Reduces each rank's part, then gathers the parts; of two ranks see [Note: two ranks]. Asynchronous."""
+        x, out = one.x, one.place
         call = self._begin(label, "all_reduce", [x], axis)
         if self.comm.mesh.axis_size(axis) == 2 and x.dtype == out.dtype:
-            return self._reduce([(x, x)], [out], axis, scratch, call, Work)
+            return self._reduce([(x, x)], [out], axis, one.scratch, call, Work)
         mine, parts, results = self._parts_of_both(x, out, axis)
         second = self._begin(label, "all_gather of sums", [x], axis)  # now: the order of calls is that of the main thread
         share = partial(self._share, "share", [results], axis, self.groups("reduce", axis), second)
-        return self._reduce([parts], [results[mine]], axis, scratch, call, share)
+        return self._reduce([parts], [results[mine]], axis, one.scratch, call, share)
 
-    def all_reduce_coalesced(
-        self,
-        xs: Sequence[torch.Tensor],
-        outs: Sequence[torch.Tensor],
-        axis: str,
-        n: int,
-        *,
-        scratch: Sequence[torch.Tensor],
-        label: str = "",
-    ) -> list[Work]:
+    def all_reduce(self, summands: Sequence[Summand], axis: str, n: int, *, label: str = "") -> list[Work]:
         """Asynchronous; two ranks send a message for each buffer, if they are worth it."""
-        if n != 2 or xs[0].dtype != outs[0].dtype or not _worth_messages(xs):
-            return super().all_reduce_coalesced(xs, outs, axis, n, scratch=scratch, label=label)
-        call = self._begin(label, "all_reduce", xs, axis)
-        work = self._reduce([(x, x) for x in xs], outs, axis, max(scratch, key=len), call, Work)
+        xs, outs = [each.x for each in summands], [each.place for each in summands]
+        if len(xs) == 1 or n != 2 or xs[0].dtype != outs[0].dtype or not _worth_messages(xs):
+            return super().all_reduce(summands, axis, n, label=label)
+        call, scratch = self._begin(label, "all_reduce", xs, axis), max([each.scratch for each in summands], key=len)
+        work = self._reduce([(x, x) for x in xs], outs, axis, scratch, call, Work)
         return [self._shared(work, lambda tail: tail)] * len(xs)
 
-    def exchange(self, x: torch.Tensor, out: torch.Tensor, axis: str, *, label: str = "") -> Work:
+    def exchange(self, x: torch.Tensor, out: torch.Tensor, axis: str, label: str) -> Work:
         """Asynchronous; the parts of others land in ``out``."""
         n, mine = self.comm.mesh.axis_size(axis), self.comm.mesh.coord(axis, self.comm.rank)
         parts, results = list(x.view(n, -1)), list(out.view(n, -1))
@@ -156,13 +131,11 @@ class GlooTransport(Transport):
             mine.copy_(x)
         return parts
 
-    def _parts_to(
-        self, x: torch.Tensor, axis: str, dtype: torch.dtype, out: torch.Tensor | None
-    ) -> tuple[list[torch.Tensor], torch.Tensor]:
+    def _parts_to(self, one: Summand, axis: str, dtype: torch.dtype) -> tuple[list[torch.Tensor], torch.Tensor]:
         """Each rank's part of what is reduced, and where this rank's sum goes."""
-        parts = list(x.view(self.comm.mesh.axis_size(axis), -1))
-        if out is not None:
-            return parts, out
+        parts = list(one.x.view(self.comm.mesh.axis_size(axis), -1))
+        if one.out is not None:
+            return parts, one.out
         mine = parts[self.comm.mesh.coord(axis, self.comm.rank)]
         return parts, mine if mine.dtype == dtype else torch.empty_like(mine, dtype=dtype)
 

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 
 from fsharp.functional.layout.precision import Dtypes
-from fsharp.stateful.transport.base import Transport, Work
+from fsharp.stateful.transport.base import Summand, Transport, Work
 from fsharp.stateful.units.full import aligned
 
 Pieces = list[tuple[int, torch.dtype]]
@@ -124,19 +124,15 @@ def _reduce(legs: Sequence[ChainInput], transport: Transport, label: str) -> lis
         scratch = [next(each) for each in memory]
         is_last = k == len(chain.stages) - 1
         between = [] if is_last else [(next(each), next(each)) for each in memory]
-        targets = outs if is_last else [wide for wide, _ in between]
+        summands = list(map(Summand, xs, outs if is_last else [wide for wide, _ in between], scratch))
         if op == "reduce_scatter":
-            dtype = chain.dtypes.accumulate
-            last = transport.reduce_scatter_coalesced(xs, axis, n, dtype=dtype, scratch=scratch, outs=targets, label=label)
+            last = transport.reduce_scatter(summands, axis, n, chain.dtypes.accumulate, label=label)
         elif op == "all_to_all":
-            last = transport.reduce_scatter_encoded(xs, axis, n, wire=chain.dtypes.wire, outs=targets, label=label)
+            last = transport.reduce_scatter_encoded(summands, axis, n, chain.dtypes.wire, label=label)
+        elif op == "all_reduce":
+            last = transport.all_reduce(summands, axis, n, label=label)
         else:
-            places = [target for target in targets if target is not None]
-            assert len(places) == len(xs), f"an {op} needs a place for its result"
-            if op == "all_gather":
-                last = transport.gather_padded(xs, places, axis, n, label=label)
-            else:
-                last = transport.all_reduce_coalesced(xs, places, axis, n, scratch=scratch, label=label)
+            last = [transport.gather_padded(xs, [each.place for each in summands], axis, n, label)] * len(xs)
         if between:
             for work in last:
                 rest = work.wait()
@@ -167,7 +163,7 @@ def gather_along(axes: Sequence[str], moves: Sequence[Move], transport: Transpor
         for k, axis in enumerate(axes):
             work.wait()
             outs = [each[k] for _, each in several]
-            work = transport.gather_coalesced(xs, outs, axis, label=text)
+            work = transport.gather(xs, outs, axis, label=text)
             xs = outs
         works.append(work)
     return works

@@ -60,20 +60,22 @@ class Late(BlockingTransport):
 
     is_async = True
 
-    def gather(self, x, out, axis, *, label=""):
-        return Work(then=lambda: BlockingTransport.gather(self, x, out, axis, label=label))
+    def gather_one(self, *args):
+        return Work(then=lambda: BlockingTransport.gather_one(self, *args))
 
-    def reduce_scatter(self, x, axis, *, dtype, scratch, out=None, label=""):
-        options = {"dtype": dtype, "scratch": scratch, "out": out, "label": label}
-        return Work(then=lambda: BlockingTransport.reduce_scatter(self, x, axis, **options).wait())
+    def reduce_scatter_one(self, *args):
+        return Work(then=lambda: BlockingTransport.reduce_scatter_one(self, *args).wait())
 
-    def all_reduce(self, x, out, axis, *, scratch, label=""):
+    def exchange(self, *args):
+        return Work(then=lambda: BlockingTransport.exchange(self, *args))
+
+    def all_reduce_one(self, one, axis, label):
         held = {}
 
         def arrive():
-            held["sum"] = torch.empty_like(out)
-            BlockingTransport.all_reduce(self, x, held["sum"], axis, scratch=scratch, label=label)
-            return Work(then=lambda: out.copy_(held["sum"]))
+            held["sum"] = torch.empty_like(one.out)
+            BlockingTransport.all_reduce_one(self, one._replace(out=held["sum"]), axis, label)
+            return Work(then=lambda: one.out.copy_(held["sum"]))
 
         return Work(then=arrive)
 

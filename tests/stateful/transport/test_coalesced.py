@@ -15,6 +15,7 @@ from fsharp.stateful.inspect.trace import compare
 from fsharp.stateful.schedule.compile import compile_schedule
 from fsharp.stateful.schedule.schedule import issue_groups
 from fsharp.stateful.transport import gloo
+from fsharp.stateful.transport.base import Summand
 from fsharp.stateful.transport.blocking import BlockingTransport
 from fsharp.stateful.transport.counted import CountedTransport
 from fsharp.testing import DebugPolicy, check_races, processes, simulate
@@ -79,16 +80,16 @@ def test_what_is_joined_has_the_bits_and_the_bytes_of_each_alone(n, sizes, wire)
             for group in groups:
                 xs = [summands(comm.rank, size, i, wire) for i, size in group]
                 outs = [x.new_empty(n * len(x)) for x in xs]
-                transport.gather_coalesced(xs, outs, "dp").wait()
+                transport.gather(xs, outs, "dp").wait()
                 found.append(outs)
                 whole = [summands(comm.rank, n * size, i, wire) for i, size in group]
                 targets = [torch.empty(size) if i % 2 else None for i, size in group]
                 nothing = [torch.empty(0, dtype=torch.uint8)] * len(xs)
-                options = {"dtype": torch.float32, "scratch": nothing, "outs": targets}
-                parts = [each.wait() for each in transport.reduce_scatter_coalesced(whole, "dp", n, **options)]
+                works = transport.reduce_scatter(list(map(Summand, whole, targets, nothing)), "dp", n, torch.float32)
+                parts = [each.wait() for each in works]
                 assert all(out is None or out is part for out, part in zip(targets, parts, strict=True))
                 sums = [torch.empty(len(x)) for x in xs]
-                for work in transport.all_reduce_coalesced(xs, sums, "dp", n, scratch=nothing):
+                for work in transport.all_reduce(list(map(Summand, xs, sums, nothing)), "dp", n):
                     work.wait().wait()
                 found += [parts, sums]
             return found, counting

@@ -5,7 +5,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 import fsharp as fs
-from fsharp.stateful.transport.base import ProcessGroups
+from fsharp.stateful.transport.base import ProcessGroups, Summand
 from fsharp.stateful.transport.counted import CountedTransport
 from fsharp.stateful.transport.gloo import _CHUNK, _WORTH_A_MESSAGE, GlooTransport
 from fsharp.testing import processes
@@ -51,13 +51,13 @@ def test_sizes_around_chunks(n):
                 scratch = torch.full((nbytes,), 0xFF, dtype=torch.uint8)
                 if way == "gather":
                     got, expected = torch.empty(numel), torch.cat([noise(r, part) for r in range(n)])
-                    exchange.gather(noise(mine, part), got, "dp").wait()
+                    exchange.gather_one(noise(mine, part), got, "dp", "").wait()
                 elif way == "all_reduce":
                     got, expected = torch.empty(numel), total
-                    exchange.all_reduce(x, got, "dp", scratch=scratch).wait().wait()
+                    exchange.all_reduce_one(Summand(x, got, scratch), "dp", "").wait().wait()
                 else:
                     out = torch.empty(part) if way == "out" else None
-                    work = exchange.reduce_scatter(x, "dp", dtype=torch.float32, scratch=scratch, out=out)
+                    work = exchange.reduce_scatter_one(Summand(x, out, scratch), "dp", torch.float32, "")
                     got, expected = work.wait(), total.view(n, -1)[mine]
                 if not torch.equal(got, expected):
                     wrong.append((part, way))
@@ -93,7 +93,7 @@ def test_buffers_that_go_together(n, wire):
         for parts in TOGETHER:
             before = comm.watch.count
             gathered = [make(mine, part) for part in parts], [torch.empty(n * part, dtype=wire) for part in parts]
-            exchange.gather_coalesced(*gathered, "dp").wait()
+            exchange.gather(*gathered, "dp").wait()
             expected = [torch.cat([make(r, part) for r in range(n)]) for part in parts]
             wrong += [(parts, "gather")] * (not all(map(torch.equal, gathered[1], expected)))
             for way in ("out", "in place", "all_reduce"):
@@ -104,13 +104,13 @@ def test_buffers_that_go_together(n, wire):
                 total = [summands(n * part) for part in parts]
                 if way == "all_reduce":
                     outs = [torch.empty(n * part) for part in parts]
-                    for work in exchange.all_reduce_coalesced(xs, outs, "dp", n, scratch=scratch):
+                    for work in exchange.all_reduce(list(map(Summand, xs, outs, scratch)), "dp", n):
                         work.wait().wait()
                     wrong += [(parts, way)] * (not all(map(torch.equal, outs, total)))
                     continue
                 outs = [torch.empty(part) if way == "out" else None for part in parts]
-                options = {"dtype": torch.float32, "scratch": scratch, "outs": outs}
-                got = [work.wait() for work in exchange.reduce_scatter_coalesced(xs, "dp", n, **options)]
+                works = exchange.reduce_scatter(list(map(Summand, xs, outs, scratch)), "dp", n, torch.float32)
+                got = [work.wait() for work in works]
                 wrong += [(parts, way)] * (not all(torch.equal(x, y.view(n, -1)[mine]) for x, y in zip(got, total)))
             counts.append(comm.watch.count - before)
         return wrong, counts
