@@ -74,8 +74,7 @@ class GlooTransport(PackingTransport):
         self, summands: Sequence[Summand], axis: str, n: int, dtype: torch.dtype, *, label: str = ""
     ) -> list[Work]:
         """Asynchronous; messages for each buffer, if they are worth it. Scratch serves one buffer after the other."""
-        xs = [each.x for each in summands]
-        if len(xs) == 1 or not _worth_messages(xs, n):
+        if len(summands) == 1 or not _worth_messages(xs := [each.x for each in summands], n):
             return super().reduce_scatter(summands, axis, n, dtype, label=label)
         pairs = [self._parts_to(each, axis, dtype) for each in summands]
         rows, results = [parts for parts, _ in pairs], [result for _, result in pairs]
@@ -95,8 +94,10 @@ class GlooTransport(PackingTransport):
 
     def all_reduce(self, summands: Sequence[Summand], axis: str, n: int, *, label: str = "") -> list[Work]:
         """Asynchronous; two ranks send a message for each buffer, if they are worth it."""
+        if len(summands) == 1:
+            return super().all_reduce(summands, axis, n, label=label)
         xs, outs = [each.x for each in summands], [each.place for each in summands]
-        if len(xs) == 1 or n != 2 or xs[0].dtype != outs[0].dtype or not _worth_messages(xs):
+        if n != 2 or xs[0].dtype != outs[0].dtype or not _worth_messages(xs):
             return super().all_reduce(summands, axis, n, label=label)
         call, scratch = self._begin(label, "all_reduce", xs, axis), max([each.scratch for each in summands], key=len)
         work = self._reduce([(x, x) for x in xs], outs, axis, scratch, call, Work)

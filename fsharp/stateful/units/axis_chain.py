@@ -113,12 +113,14 @@ def reduce_along(legs: Sequence[ChainInput], transport: Transport, *, label: str
 
 
 def _reduce(legs: Sequence[ChainInput], transport: Transport, label: str) -> list[Work]:
-    works = [Work(result=leg.x if leg.out is None else leg.out) for leg in legs]
-    moving = [i for i, leg in enumerate(legs) if leg.chain.size]
-    if not moving:
-        return works
-    chain, xs = legs[moving[0]].chain, [legs[i].x for i in moving]
-    outs, memory = [legs[i].out for i in moving], [iter(legs[i].memory) for i in moving]
+    moving = [leg for leg in legs if leg.chain.size]
+    works = iter(_run(moving, transport, label) if moving else ())
+    return [next(works) if leg.chain.size else Work(result=leg.x if leg.out is None else leg.out) for leg in legs]
+
+
+def _run(legs: Sequence[ChainInput], transport: Transport, label: str) -> list[Work]:
+    chain, xs, outs = legs[0].chain, [leg.x for leg in legs], [leg.out for leg in legs]
+    memory = [iter(leg.memory) for leg in legs]
     last: list[Work] = []
     for k, (op, axis, n) in enumerate(chain.stages):
         scratch = [next(each) for each in memory]
@@ -139,9 +141,7 @@ def _reduce(legs: Sequence[ChainInput], transport: Transport, label: str) -> lis
                 if isinstance(rest, Work):
                     rest.wait()
             xs = [narrow.copy_(wide) if chain.differ else wide for wide, narrow in between]
-    for i, work in zip(moving, last, strict=True):
-        works[i] = work
-    return works
+    return last
 
 
 Move = tuple[torch.Tensor, Sequence[torch.Tensor]]
