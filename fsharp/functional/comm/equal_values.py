@@ -52,15 +52,15 @@ def check_same(
     tensor, if they differ or some of them vary.
     """
     axes, varying = [axis for axis, size in comm.mesh.axes if size > 1], varying or {}
-    tensors = {path: tensor for path, tensor in tensors.items() if not {*axes} <= {*varying.get(path, ())}}
-    if not tensors:
+    shared = {path: tensor for path, tensor in tensors.items() if not {*axes} <= {*varying.get(path, ())}}
+    if not shared:
         return
-    mine = b"".join(map(digest, tensors.values()))
+    mine = b"".join(map(digest, shared.values()))
     if len(set(gather_bytes(hashlib.sha256(mine).digest()[:8], comm))) == 1:
         return
     everyone = gather_bytes(mine, comm)
     rows = []
-    for i, path in enumerate(tensors):
+    for i, path in enumerate(shared):
         found = [each[8 * i : 8 * i + 8] for each in everyone]
         different = _differing(found, comm.mesh, varying.get(path, ()))
         if different is not None:
