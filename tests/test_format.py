@@ -3,6 +3,7 @@
 Nothing is lost by it, so every path has to give the bits of the plain format, and to move the bytes that it predicts.
 """
 
+import re
 from collections import Counter
 
 import pytest
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 
 import fsharp as fs
 from fsharp.errors import LayoutError, TreeError
-from fsharp.functional.layout.precision import Format, Plane, plain, register_format
+from fsharp.functional.layout.precision import Format, Plane, format_named, plain, register_format
 from fsharp.testing import DebugPolicy, check_races, simulate
 from tests.gpt_like import loss_fn, make_params
 from tests.scheduling import STRATEGIES, assert_same, assert_same_training, make_layout, make_state, make_tx, my_batches, train
@@ -95,7 +96,7 @@ def test_plain_formats_are_the_dtypes():
 
 
 def test_what_is_no_format_is_refused():
-    with pytest.raises(LayoutError, match="one plane at least"):
+    with pytest.raises(LayoutError, match="one Plane at least"):
         Format("none", (), halves, joined)
     with pytest.raises(fs.errors.OptionError, match="stored is 'halves', expected a Format"):
         fs.Precision(stored="halves")
@@ -266,3 +267,152 @@ def test_checkpoints_have_values(before, after, donate, tmp_path):
         assert_same(values, want)
         assert_same((values, loss), (others, other_loss))
         assert set(dtypes) == {torch.uint8}
+
+
+def as_bits(values):
+    return [values.float().view(torch.int32)]
+
+
+def of_bits(planes):
+    return planes[0].view(torch.float32)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero3"])
+def test_a_format_of_one_plane_in_the_dtype_of_values(strategy, tmp_path):
+    """Whether a buffer is stored does not depend on the dtype of its planes: here the main copy's, and the opposite numbers."""
+    opposite = Format("opposite", (Plane(torch.float32),), lambda values: [-values.float()], lambda planes: -planes[0])
+    stored, plain_format = fs.Precision(stored=opposite), fs.Precision()
+
+    def rank_fn(comm):
+        for policy in (None, {}):
+            assert_same_training(
+                train(comm, strategy, policy, precision=stored), train(comm, strategy, policy, precision=plain_format)
+            )
+        state = make_state(comm, strategy, precision=stored)
+        assert_same(fs.full(state.params, comm=comm), fs.full(make_state(comm, strategy).params, comm=comm))
+        fs.checkpoint.save(str(tmp_path), state, step=1, comm=comm)
+        like = make_state(comm, strategy, params=make_params(5, layers=3), precision=stored)
+        loaded = fs.checkpoint.load(str(tmp_path), like, comm=comm)
+        assert_same(fs.full(loaded.main, comm=comm), fs.full(state.main, comm=comm))
+
+    simulate(STRATEGIES[strategy][0], rank_fn)
+
+
+def test_values_do_not_share_memory_with_what_is_stored():
+    bits = Format("bits", (Plane(torch.int32),), as_bits, of_bits)
+    values = torch.arange(8.0)
+    stored = bits.store(values, 4)
+    loaded = bits.load(stored, 4, torch.float32)
+    loaded.zero_()
+    assert torch.equal(bits.load(stored, 4, torch.float32), values)
+    one = bits.load(stored[: bits.size(4)], 4, torch.float32)
+    one.zero_()
+    assert torch.equal(bits.load(stored, 4, torch.float32), torch.arange(8.0))
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
+def test_a_module_whose_format_gives_views(strategy):
+    bits = fs.Precision(stored=Format("bits", (Plane(torch.int32),), as_bits, of_bits))
+
+    def run(comm, precision):
+        torch.manual_seed(0)
+        model = fs.shard_module(torch.nn.Linear(5, 3), mesh=comm, strategy=STRATEGIES[strategy][1], precision=precision)
+        optimizer, found = fs.ShardedOptimizer(model.parameters(), fs.optim.sgd(0.1)), []
+        for _ in range(3):
+            loss = model(torch.ones(2, 5)).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.mul_(2)
+            found.append(loss.detach())
+        return found, dict(model.full_parameters())
+
+    simulate(STRATEGIES[strategy][0], lambda comm: assert_same(run(comm, bits), run(comm, fs.Precision())))
+
+
+DECODED = {
+    "a number": (lambda planes: torch.ones(1), "decode() returned [(torch.float32, (1,))], expected a floating-point"),
+    "a scalar": (lambda planes: torch.ones(()), "decode() returned [(torch.float32, ())]"),
+    "integers": (lambda planes: planes[0].view(-1).long(), "decode() returned [(torch.int64, (16,))]"),
+    "rows": (lambda planes: joined(planes).view(-1, 2), "decode() returned [(torch.bfloat16, (8, 2))]"),
+    "nothing": (lambda planes: None, "decode() returned [None]"),
+    "a list": (lambda planes: [joined(planes)], "decode() returned [["),
+}
+
+
+@pytest.mark.parametrize("name", DECODED)
+def test_what_decode_returns_is_checked(name):
+    decode, text = DECODED[name]
+    wrong = Format("wrong", HALVES.planes, halves, decode)
+    with pytest.raises(LayoutError, match=re.escape(f"Format 'wrong': {text}")):
+        wrong.load(wrong.store(torch.arange(16.0), 8), 8, torch.float32)
+
+
+@pytest.mark.parametrize("found", [None, ["a"], torch.ones(4)], ids=["nothing", "text", "a tensor"])
+def test_what_encode_returns_is_checked(found):
+    with pytest.raises(LayoutError, match=r"Format 'wrong': encode\(\) returned"):
+        Format("wrong", HALVES.planes, lambda values: found, joined).store(torch.ones(4), 2)
+
+
+MADE = {
+    "a list of planes": lambda: Format("f", [Plane(torch.uint8)], halves, joined),
+    "one plane": lambda: Format("f", Plane(torch.uint8), halves, joined),
+    "dtypes": lambda: Format("f", (torch.int16,), halves, joined),
+    "no encode": lambda: Format("f", HALVES.planes, None, joined),
+    "half a block": lambda: Format("f", HALVES.planes, halves, joined, block=2.5),
+    "no name": lambda: Format("not a name", HALVES.planes, halves, joined),
+    "an empty plane": lambda: Plane(torch.int16, 0),
+    "a plane with scales": lambda: Plane(torch.qint8),
+}
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_formats_and_planes_are_checked_when_they_are_made(name):
+    with pytest.raises(fs.errors.FsharpError, match=r"^(Format|Plane)\(\): "):
+        MADE[name]()
+
+
+def test_a_name_stands_for_one_format():
+    with pytest.raises(LayoutError, match="another format 'halves' already"):
+        register_format(Format("halves", HALVES.planes, halves, lambda planes: -joined(planes)))
+    assert register_format(Format("halves", HALVES.planes, halves, joined)) == HALVES
+    with pytest.raises(LayoutError, match="another format 'float32'"):
+        register_format(Format("float32", HALVES.planes, halves, joined))
+    with pytest.raises(LayoutError, match="no format 'float33'"):
+        format_named("float33")
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        Format("halves", (Plane(torch.int8), Plane(torch.uint8)), halves, joined),
+        Format("halves", (Plane(torch.uint8, 2), Plane(torch.uint8, 2)), halves, joined, block=2),
+    ],
+    ids=["planes", "blocks"],
+)
+@pytest.mark.parametrize("where", ["stored", "wire"])
+def test_ranks_compare_planes_and_blocks(other, where):
+    def rank_fn(comm):
+        return make_state(comm, "zero3", precision=fs.Precision(**{where: other if comm.rank else HALVES}))
+
+    with pytest.raises(fs.errors.AgreementError, match=r"halves \(.*; blocks of 1\)"):
+        simulate(STRATEGIES["zero3"][0], rank_fn)
+
+
+def test_stored_parameters_are_decoded_or_refused_where_values_are_wanted():
+    one, poisoned = fs.SingleComm(), make_params(layers=3)
+    poisoned["embed"][0, 0] = float("nan")
+    stored, plain_state = [make_state(one, fs.zero3("dp"), precision=precision) for precision in (STORED, PLAIN)]
+    norms = [fs.optim.global_norm(state.params, comm=one) for state in (stored, plain_state)]
+    assert torch.equal(*norms)
+    bad = make_state(one, fs.zero3("dp"), params=poisoned, precision=STORED)
+    assert fs.resilience.find_nonfinite(None, bad.params, comm=one).leaf == "embed"
+    for call in (
+        lambda: fs.optim.adamw(1e-2).init(stored.params),
+        lambda: fs.reduce_scatter(stored.params, comm=one),
+        lambda: fs.average(fs.Loss(torch.ones(()), torch.ones(())), stored.params, comm=one),
+    ):
+        with pytest.raises(TreeError, match=r"are stored in a format, and not as values. Pass main copies"):
+            call()

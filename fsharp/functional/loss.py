@@ -13,6 +13,7 @@ from fsharp.functional.comm.protocol import Comm
 from fsharp.functional.layout.placement import Partial
 from fsharp.functional.layout.sharded import (
     Sharded,
+    check_values,
     is_sharded,
     map_units,
     not_sharded,
@@ -150,6 +151,7 @@ def average(loss: Loss, grads: Any, *, comm: Comm, donate: bool = False) -> tupl
             check_shared("average()", node)
         if node.scale == "mean":
             raise TreeError(f"average(): gradients of unit {node.name!r} have been divided by average() already.")
+        check_values("average()", [node])
     if donate:
         check_not_lent("average()", units_of(grads))
     total = Loss(*totals(sums_of(loss, comm), comm))

@@ -39,7 +39,16 @@ from fsharp.functional.comm.protocol import Comm, Engine, Labelled
 from fsharp.functional.comm.tree_names import label_of
 from fsharp.functional.layout.placement import Partial, Place, Replicate, Shard
 from fsharp.functional.layout.precision import Dtypes, plain
-from fsharp.functional.layout.sharded import PlaceName, Sharded, check_kept, is_sharded, map_units, resolve_place, units_of
+from fsharp.functional.layout.sharded import (
+    PlaceName,
+    Sharded,
+    check_kept,
+    check_values,
+    is_sharded,
+    map_units,
+    resolve_place,
+    units_of,
+)
 from fsharp.functional.layout.unit_layout import UnitLayout
 from fsharp.functional.transforms import beneath_vmap, check_untraced, is_differentiated, is_transformed
 from fsharp.tracebacks import api_boundary
@@ -126,6 +135,7 @@ def reduce_scatter(tree: Tree, *, comm: Comm, to: PlaceName = "optim") -> Tree:
     Gradient: :func:`gather`.
     """
     nodes = check_comm("reduce_scatter()", tree, comm)
+    check_values("reduce_scatter()", nodes)
     if isinstance(comm, Engine):
         moved_tree = comm.run_reduce_scatter(tree, to)
         for old, new in zip(nodes, units_of(moved_tree), strict=True):

@@ -169,7 +169,7 @@ def _pieces(tree: Any) -> Iterator[tuple[tuple[str, ...], Any]]:
 
 
 def _tensors(held: Any) -> tuple[Any, ...]:
-    return held.buffers if isinstance(held, Sharded) else (held,)
+    return held.values if isinstance(held, Sharded) else (held,)
 
 
 def _first(path: tuple[str, ...], held: Any, rank: int) -> tuple[int, str] | None:

@@ -324,6 +324,20 @@ def decoded(tree: Any) -> Any:
     return map_units(lambda node: node.with_buffers(node.values) if is_sharded(node) and node.is_stored else node, tree)
 
 
+def check_values(where: str, nodes: Sequence[Sharded]) -> None:
+    """Refuse parameters that are stored in a format, where numbers are expected to be values.
+
+    Raises:
+        TreeError: names the first of the units.
+    """
+    for node in nodes:
+        if node.is_stored:
+            raise TreeError(
+                f"{where}: parameters of unit {node.name!r} are stored in a format, and not as values. Pass main copies "
+                '(state.main), or what gather() brings to "full".'
+            )
+
+
 def encoded_like(tree: Any, like: Any) -> Any:
     """The inverse of :func:`decoded`, of which ``like`` was the argument."""
 

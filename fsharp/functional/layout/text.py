@@ -27,7 +27,7 @@ def describe_units(units: Sequence[UnitLayout]) -> dict[str, str]:
         "frozen": leaves(lambda u, leaf: leaf.group >= 0 and not u.groups[leaf.group].trainable),
         "labels": leaves(lambda u, leaf: u.groups[leaf.group].label if leaf.group >= 0 else "tied"),
         "ties": leaves(lambda _, leaf: leaf.tied_to),
-        "precision": leaves(lambda u, leaf: "/".join(u.groups[leaf.group].dtypes.names) if leaf.group >= 0 else "tied"),
+        "precision": leaves(lambda u, leaf: "/".join(u.groups[leaf.group].dtypes.texts) if leaf.group >= 0 else "tied"),
         "containers": groups(lambda u: u.spec),
     }
 

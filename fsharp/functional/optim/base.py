@@ -20,7 +20,7 @@ from fsharp.functional.comm.agree import together
 from fsharp.functional.comm.exact_text import exact_text
 from fsharp.functional.comm.protocol import Comm
 from fsharp.functional.layout.paths import assign
-from fsharp.functional.layout.sharded import Sharded, is_sharded, units_of
+from fsharp.functional.layout.sharded import Sharded, check_values, is_sharded, units_of
 from fsharp.functional.optim.probe import try_pair
 from fsharp.tracebacks import api_boundary
 
@@ -60,6 +60,7 @@ class Transform:
         for name in ("init", "update", "apply"):
             if (fn := getattr(self, name)) is not None:
                 object.__setattr__(self, name, _with_what_it_names(fn))
+        object.__setattr__(self, "init", _of_values(self.init))
 
     def __iter__(self) -> Any:
         return iter((self.init, self.update))
@@ -108,6 +109,17 @@ def _with_what_it_names(fn: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(fn)
     def call(*args: Any, **keywords: Any) -> Any:
         return fn(*args, **{name: value for name, value in keywords.items() if name in kinds})
+
+    return call
+
+
+def _of_values(init: Callable[..., Any]) -> Callable[..., Any]:
+    """``init``, which refuses parameters that are stored in a format."""
+
+    @wraps(init)
+    def call(params: Any, *args: Any, **keywords: Any) -> Any:
+        check_values("init()", units_of(params))
+        return init(params, *args, **keywords)
 
     return call
 
