@@ -76,9 +76,9 @@ class Format:
         is_name = isinstance(self.name, str) and self.name.isidentifier()
         if not (are_planes and is_block and is_name and callable(self.encode) and callable(self.decode)):
             raise LayoutError(
-                f"Format(): got name {self.name!r}, planes {self.planes!r:.80}, block {self.block!r}, encode {self.encode!r:.40}, "
-                f"decode {self.decode!r:.40}; expected an identifier, a tuple with one Plane at least, an integer of 1 or more, "
-                "and two functions."
+                f"Format(): got name {self.name!r}, planes {self.planes!r:.80}, block {self.block!r}, "
+                f"encode {self.encode!r:.40}, decode {self.decode!r:.40}; expected an identifier, a tuple with one Plane at "
+                "least, an integer of 1 or more, and two functions."
             )
 
     def __str__(self) -> str:
