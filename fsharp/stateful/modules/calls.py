@@ -1,7 +1,8 @@
 """ModuleCalls: the code of a module and of the modules in it, called with units gathered and full parameters in their slots."""
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import chain
 from operator import is_
 from typing import Any, NamedTuple
@@ -16,10 +17,10 @@ from fsharp.errors import TreeError
 from fsharp.functional.comm.protocol import Comm
 from fsharp.functional.forward import forward
 from fsharp.functional.layout.layout import Layout
-from fsharp.functional.layout.paths import prefixes
+from fsharp.functional.layout.paths import innermost, prefixes
 from fsharp.functional.layout.sharded import units_by_name
 from fsharp.stateful.modules.initial.dtensors import Spec, dressed, local
-from fsharp.stateful.modules.parameter_slots import ParameterSlots, members_of, owners, refuse_added, swapped_in
+from fsharp.stateful.modules.parameter_slots import ParameterSlots, owners, refuse_added
 from fsharp.stateful.modules.values.outputs import reaching, replaced, tensors_in, without_parameters
 from fsharp.stateful.modules.values.side_outputs import SideOutputs
 
@@ -96,12 +97,15 @@ class ModuleCalls:
             unit.name: ParameterSlots(module, [unit.full_path(leaf) for leaf in unit.leaves], present) for unit in layout.units
         }
         by_path = owners(layout, chosen)
-        members, has_inner = members_of(module, list(by_path)), set(prefixes(by_path).values())
+        members: dict[str, list[nn.Module]] = {path: [] for path in by_path}
+        for path, each in module.named_modules():
+            members[innermost(path, by_path) or ""].append(each)
+        has_inner = set(prefixes(by_path).values())
         self.owners = {
             path: GatheredModule(
                 units=names,
                 ties=sorted({tied for name in names for tied in layout[name].tied_units} - set(names)),
-                side_outputs=SideOutputs(members[path].values()),
+                side_outputs=SideOutputs(members[path]),
                 has_inner=path in has_inner,
                 varies=any(layout[name].strategy.full.varying for name in names),
             )
@@ -154,9 +158,16 @@ class ModuleCalls:
             for each in others:
                 each.__dict__["_fsharp_computes"] = True
 
-    def swapped_in(self, names: Sequence[str], parameters: Sequence[Sequence[Any]]) -> AbstractContextManager[None]:
+    @contextmanager
+    def swapped_in(self, names: Sequence[str], parameters: Sequence[Sequence[Any]]) -> Iterator[None]:
         """In this context the module has these for parameters, in the order of each unit's leaves."""
-        return swapped_in([self.slots[name] for name in names], parameters)
+        slots = [self.slots[name] for name in names]
+        before = [slot.swap(each) for slot, each in zip(slots, parameters, strict=True)]
+        try:
+            yield
+        finally:
+            for slot, each in zip(reversed(slots), reversed(before), strict=True):
+                slot.swap(each)
 
     def shown(self, names: Sequence[str], leaves: Sequence[Sequence[torch.Tensor]]) -> Sequence[Sequence[Any]]:
         """Units' leaves as the module's code has them."""
@@ -169,12 +180,11 @@ class ModuleCalls:
         """Units' leaves, with paused ones detached."""
         if not self._paused:
             return leaves
-        return [self._detached(*each) for each in zip(names, leaves, strict=True)]
-
-    def _detached(self, name: str, leaves: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return a unit's leaves, with paused ones detached."""
-        paths = map(self._layout[name].stored_path, self._layout[name].leaves)
-        return [x.detach() if path in self._paused else x for path, x in zip(paths, leaves, strict=True)]
+        rows = zip([self._layout[name] for name in names], leaves, strict=True)
+        return [
+            [x.detach() if unit.stored_path(leaf) in self._paused else x for leaf, x in zip(unit.leaves, each, strict=True)]
+            for unit, each in rows
+        ]
 
     def take_over(self, name: str, leaves: Sequence[torch.Tensor]) -> None:
         """Copy what sits in the slots of a unit into these leaves, as far as it is something else.
@@ -191,36 +201,32 @@ class ModuleCalls:
                 leaves[i].copy_(mine)
 
 
+@dataclass(eq=False)
 class _Call:
     """One call of a module's code, whose units are gathered around it.
 
-    Args:
-        calls: of the root.
-        source: where parameters come from.
-        module: that is called.
-        path: its path.
-        fn: its code.
-        args: what it is called with.
-        kwargs: likewise.
-
     Attributes:
+        calls: those of the root.
+        source: where parameters come from.
+        module: module that is called.
+        path: path of the module.
+        fn: code to call.
+        args: arguments of the code.
+        kwargs: named arguments of the code.
         flat: the leaves of its arguments.
         out: what the code has returned.
     """
 
-    def __init__(
-        self,
-        calls: ModuleCalls,
-        source: ParameterSource,
-        module: nn.Module,
-        path: str,
-        fn: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> None:
-        self._calls, self._source, self._module, self._path, self._fn = calls, source, module, path, fn
-        self._arguments = args, kwargs
-        self.flat, self._spec = flat_arguments(args, kwargs)
+    calls: ModuleCalls
+    source: ParameterSource
+    module: nn.Module
+    path: str
+    fn: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    def __post_init__(self) -> None:
+        self.flat, self._spec = flat_arguments(self.args, self.kwargs)
         self.out: Any = None
         self._given_away: list[torch.Tensor] = []
         self._passed: list[Any] = []
@@ -228,14 +234,14 @@ class _Call:
     @uncompiled
     def compute(self, trees: list[Any], *flat: Any) -> list[torch.Tensor]:
         """Call the code with these trees of full parameters and these arguments; return the tensors that it gives away."""
-        calls, path = self._calls, self._path
+        calls, path = self.calls, self.path
         owner = calls.owners[path]
         args, kwargs = self._filled(flat)
         passed = self._passed = [*args, *kwargs.values()]
         before = owner.side_outputs.look(passed, path)
         leaves = calls.differentiated(owner.units, list(map(optree.tree_leaves, trees)))
-        with calls.reading(self._source, self._module), calls.swapped_in(owner.units, calls.shown(owner.units, leaves)):
-            out = compiled_by_caller(self._fn, *args, **kwargs)
+        with calls.reading(self.source, self.module), calls.swapped_in(owner.units, calls.shown(owner.units, leaves)):
+            out = compiled_by_caller(self.fn, *args, **kwargs)
         full = list(chain.from_iterable(leaves))
         self.out = out = without_parameters(out, full, path)
         found = tensors_in(out, path)
@@ -249,16 +255,16 @@ class _Call:
         """Return what the code has returned. Tensors in ``found`` stand in place of those that the code gave away."""
         if all(map(is_, found, self._given_away)):
             return self.out
-        self._calls.owners[self._path].side_outputs.replace(self._passed, self._given_away, found, self._path)
-        return replaced(self.out, self._given_away, found, self._path)
+        self.calls.owners[self.path].side_outputs.replace(self._passed, self._given_away, found, self.path)
+        return replaced(self.out, self._given_away, found, self.path)
 
     def _filled(self, flat: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments with these leaves; with the leaves they have, the caller's own lists and dicts."""
-        args, kwargs = self._arguments
         if all(map(is_, flat, self.flat)):
-            return args, kwargs
+            return self.args, self.kwargs
         if self._spec is None:
-            return flat[: len(args)], dict(zip(kwargs, flat[len(args) :], strict=True))  # type: ignore[return-value]
+            count = len(self.args)
+            return tuple(flat[:count]), dict(zip(self.kwargs, flat[count:], strict=True))
         return torch_pytree.tree_unflatten(list(flat), self._spec)  # type: ignore[no-any-return]
 
 

@@ -11,7 +11,7 @@ from torch import nn
 from fsharp.annotated import shown
 from fsharp.errors import OptionError, PatternError, TreeError
 from fsharp.functional.layout.layout import Layout
-from fsharp.functional.layout.paths import as_patterns, innermost, matches, prefixes
+from fsharp.functional.layout.paths import as_patterns, innermost, matches
 from fsharp.stateful.modules.parameter import ShardedParameter
 
 Rule = str | type[nn.Module] | Callable[[str, nn.Module], bool]
@@ -74,17 +74,6 @@ class ParameterSlots:
             owner: Any = reference()
             owner.__dict__["_flat_weights"] = [getattr(owner, name, None) for name in owner._flat_weights_names]
         return before
-
-
-@contextmanager
-def swapped_in(slots: Sequence[ParameterSlots], tensors: Sequence[Sequence[Any]]) -> Iterator[None]:
-    """Within this context these tensors are the module's parameters."""
-    before = [slot.swap(each) for slot, each in zip(slots, tensors, strict=True)]
-    try:
-        yield
-    finally:
-        for slot, each in zip(reversed(slots), reversed(before), strict=True):
-            slot.swap(each)
 
 
 @contextmanager
@@ -167,13 +156,6 @@ def _selects(rule: Rule, path: str, module: nn.Module) -> bool:
     return isinstance(module, rule) if isinstance(rule, type) else bool(rule(path, module))
 
 
-def leafmost(paths: Iterable[str]) -> list[str]:
-    """Those that no other one is inside of."""
-    every = list(paths)
-    around = set(prefixes(every).values())
-    return [path for path in every if path not in around]
-
-
 def owners(layout: Layout, chosen: Iterable[str]) -> Mapping[str, list[str]]:
     """By module path, the units that are gathered when that module is called; ``""`` is the root.
 
@@ -213,18 +195,3 @@ def refuse_added(module: nn.Module, path: str) -> None:
         for child in each._modules.values():
             if child is not None and "_fsharp_own" not in child.__dict__:  # else the child is gathered by itself
                 modules.append(child)
-
-
-def members_of(module: nn.Module, owners: Sequence[str]) -> dict[str, dict[str, nn.Module]]:
-    """Return by owner the modules that are gathered with it, by path: those of which it is the innermost owner.
-
-    Args:
-        module: the root module.
-        owners: paths of modules that are gathered by themselves, and ``""`` for the root.
-    """
-    members: dict[str, dict[str, nn.Module]] = {path: {} for path in owners}
-    for path, each in module.named_modules():
-        owner = innermost(path, members)
-        if owner is not None:
-            members[owner][path] = each
-    return members

@@ -1,8 +1,7 @@
 """shard_module: an nn.Module becomes one whose parameters, gradients and optimizer state are sharded, in place."""
 
 import os
-import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -12,7 +11,6 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from fsharp.annotated import options_checked
 from fsharp.errors import MeshError, TreeError
@@ -21,7 +19,7 @@ from fsharp.functional.comm.process_group import ProcessGroupComm, connect
 from fsharp.functional.comm.protocol import Comm
 from fsharp.functional.functionalize import parameter_tree
 from fsharp.functional.layout.mesh import Mesh
-from fsharp.functional.layout.paths import Patterns
+from fsharp.functional.layout.paths import Patterns, prefixes
 from fsharp.functional.layout.placement import P, Strategy, zero3
 from fsharp.functional.layout.plan import plan
 from fsharp.functional.layout.precision import Precision, Precisions, check_precisions
@@ -32,7 +30,7 @@ from fsharp.stateful.modules.initial.dtensors import local, specs_of
 from fsharp.stateful.modules.initial.initial import initial_values
 from fsharp.stateful.modules.module import ShardedModule
 from fsharp.stateful.modules.parameter import ShardedParameter
-from fsharp.stateful.modules.parameter_slots import Units, chosen_modules, grouped, leafmost, owners
+from fsharp.stateful.modules.parameter_slots import Units, chosen_modules, grouped, owners
 from fsharp.stateful.modules.session import Session
 from fsharp.stateful.modules.torch_tools.wrappers import check_shardable, watch_wrappers
 from fsharp.stateful.modules.values.casts import casts_of
@@ -130,8 +128,9 @@ def shard_module(
         groups = grouped(module, units) if units is not None else []
         entries = entries_of(module, chosen, methods)
         trained = {path for path, each in module.named_parameters(remove_duplicate=False) if each.requires_grad}
+        around = set(prefixes(chosen).values())
         frozen: Patterns = lambda path: path not in trained  # noqa: E731
-        where, named = strategy or zero3(*comm.mesh.names), leafmost(chosen) or None
+        where, named = strategy or zero3(*comm.mesh.names), [path for path in chosen if path not in around] or None
         check_precisions("shard_module()", precision)
         rules = {"**": precision} if isinstance(precision, Precision) else precision
         dtypes = {pattern: each.of_parameters for pattern, each in rules.items()}
@@ -140,7 +139,6 @@ def shard_module(
         return tree, layout, specs, chosen, groups, entries, casts
 
     tree, layout, specs, chosen, groups, entries, casts = together("shard_module()", comm, planned)
-    before = [weakref.ref(parameter) for parameter in module.parameters()]
     said = {"casts": "\n".join(f"{path or '(root)'}: {cast}" for path, cast in casts.items())}
     start = initial_values(module, tree, layout, comm, key=key, initialize=initialize, sync_from=sync_from, settings=said)
     state = init_state(_NOTHING, start, comm=comm, donate=True)
@@ -152,12 +150,14 @@ def shard_module(
         policy = replace(policy, together=(*policy.together, *named_groups))
     scheduler = Scheduler(comm, policy=policy)
     session = Session(module, layout, list(chosen), state, scheduler, casts=casts, specs=specs)
+    for parameter in module.parameters():
+        parameter.__dict__["_fsharp_replaced"] = True
+    _watch_optimizers()
     session.show()
     for path in session.calls.owners:
         each = module.get_submodule(path)
         each.__dict__["_fsharp"] = (session, path)
         enter_by(each, entries[path], *([ShardedModule] if not path else []))
-    _refuse_stale_optimizers(before)
     watch_wrappers(ShardedParameter)
     assert isinstance(module, ShardedModule)
     return module
@@ -186,29 +186,15 @@ def _comm(mesh: DeviceMesh | Mesh | Comm | None) -> Comm:
     return mesh
 
 
-_replaced = WeakTensorKeyDictionary()
-"""Parameters from before their module was sharded, which an optimizer may still have."""
-
-
-def _refuse_stale_optimizers(old: Iterable["weakref.ref[nn.Parameter]"]) -> None:
-    """Have optimizers that have any of these parameters refuse to step.
-
-    Cost: nothing if nobody has them any more, else a look at the parameters of every optimizer of torch with each step.
-    """
-    for reference in old:
-        if (parameter := reference()) is not None:
-            _replaced[parameter] = None
-            _watch_optimizers()
-
-
 @cache
 def _watch_optimizers() -> None:
+    """Have optimizers of torch refuse to step with parameters from before their module was sharded."""
     register_optimizer_step_pre_hook(_refuse_step)
 
 
 @api_boundary
 def _refuse_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
-    if not _replaced or not any(p in _replaced for group in optimizer.param_groups for p in group["params"]):
+    if not any("_fsharp_replaced" in p.__dict__ for group in optimizer.param_groups for p in group["params"]):
         return
     name = type(optimizer).__name__
     raise TreeError(

@@ -2,7 +2,7 @@
 
 import io
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -38,20 +38,8 @@ class _Awaiting(Part):
         return super().__torch_function__(func, types, args, kwargs)
 
 
-class _Read(NamedTuple):
-    """What a state dict has for a module.
-
-    Attributes:
-        result: what torch returns.
-        given: by path, the values for parameters.
-        parts: by path, this rank's parts of them.
-        buffers: each buffer, and a tensor with its new values.
-    """
-
-    result: Any
-    given: dict[str, torch.Tensor]
-    parts: dict[str, Part]
-    buffers: list[tuple[torch.Tensor, torch.Tensor]]
+Read = tuple[Any, dict[str, torch.Tensor], dict[str, Part], list[tuple[torch.Tensor, torch.Tensor]]]
+"""What torch returns; by path the values for parameters, and this rank's parts of them; buffers, with their new values."""
 
 
 def refuse_dtensors(where: str, session: Session) -> None:
@@ -74,28 +62,29 @@ def load_parts(session: Session, module: nn.Module, load: Callable[[], Any]) -> 
     where, comm = "load_state_dict()", session.scheduler
     session.step.give_up(where)
 
-    def about(read: _Read) -> dict[str, str]:
-        return {"parameters": "\n".join(f"{path}: {_kind(value)}" for path, value in read.given.items())}
+    def about(read: Read) -> dict[str, str]:
+        kinds = (f"{path}: {'part' if isinstance(value, Part) else 'whole'}" for path, value in read[1].items())
+        return {"parameters": "\n".join(kinds)}
 
-    read = together(where, comm, lambda: _read(where, session, module, load), about)
+    result, given, parts, buffers = together(where, comm, lambda: _read(where, session, module, load), about)
     varying = {}
-    for path, value in read.given.items():
+    for path, value in given.items():
         place = session.parameters[path].place
         varying[path] = place.varying + (place.sharded if isinstance(value, Part) else ())
-    values = {path: value.local if isinstance(value, Part) else value for path, value in read.given.items()}
+    values = {path: value.local if isinstance(value, Part) else value for path, value in given.items()}
     check_same(where, values, comm, remedy=SAME_VALUES, varying=varying)
     with torch.no_grad():
-        for path, part in read.parts.items():
+        for path, part in parts.items():
             session.parameters[path].local.copy_(part.local)
-        for buffer, value in read.buffers:
+        for buffer, value in buffers:
             buffer.copy_(value)
     session.kept.spread()
-    if all(path in read.given for path, parameter in session.parameters.items() if parameter.is_trained):
+    if all(path in given for path, parameter in session.parameters.items() if parameter.is_trained):
         session.note_load("parameters")
-    return read.result
+    return result
 
 
-def _read(where: str, session: Session, module: nn.Module, load: Callable[[], Any]) -> _Read:
+def _read(where: str, session: Session, module: nn.Module, load: Callable[[], Any]) -> Read:
     refuse_dtensors(where, session)
     if session.is_averaged:
         raise ScheduleError(f"{where}: in averaged(), which puts the parameters back afterwards.")
@@ -119,7 +108,7 @@ def _read(where: str, session: Session, module: nn.Module, load: Callable[[], An
             raise TreeError(f"{where}: {path!r} is tied, and its names have different values. Give all of them the same one.")
         given[path], parameter = each.given[0], session.parameters[path]
         parts[path] = own_part(where, path, given[path], parameter, dtypes=(parameter.dtype, parameter.leaf.dtype))
-    return _Read(result, given, parts, [(buffer, copy) for buffer, copy in buffers if copy._version])  # else not written to
+    return result, given, parts, [(buffer, copy) for buffer, copy in buffers if copy._version]  # else not written to
 
 
 def own_part(where: str, name: str, value: torch.Tensor, like: Part, *, dtypes: Sequence[torch.dtype]) -> Part:
@@ -167,10 +156,6 @@ def _unfit(where: str, what: str, like: Part, got: str, expected: str) -> TreeEr
 
 def _shown(dtypes: Sequence[torch.dtype], shape: Sequence[int]) -> str:
     return f"{' or '.join(dict.fromkeys(map(dtype_name, dtypes)))}{list(shape)}"
-
-
-def _kind(value: Any) -> str:
-    return "part" if isinstance(value, Part) else "whole"
 
 
 # ------------------------------------------------------------ whole tensors on one rank

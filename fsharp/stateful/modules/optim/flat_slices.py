@@ -123,10 +123,5 @@ def join_state(run: FlatSlice, states: Mapping[str, Mapping[str, Any]], like: to
 
 def alike(state: Mapping[str, Any]) -> Hashable:
     """Equal for leaves whose states can be joined: what they have, and those values in it that are not for each element."""
-    found = []
-    for key, value in sorted(state.items()):
-        if isinstance(value, Part):
-            found.append((key, dtype_name(value.dtype)))
-        else:
-            found.append((key, exact_text(value)))
-    return tuple(found)
+    rows = sorted(state.items())
+    return tuple((key, dtype_name(x.dtype) if isinstance(x, Part) else exact_text(x)) for key, x in rows)

@@ -96,7 +96,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if any(isinstance(each, tuple) for each in groups):
             groups = [each[1] if isinstance(each, tuple) else each for each in groups]  # named_parameters()
         groups = groups if groups and isinstance(groups[0], dict) else [{"params": groups}]
-        groups = [{**group, "params": _as_list(group["params"])} for group in groups]
+        given = [group["params"] for group in groups]
+        lists = [[each] if isinstance(each, torch.Tensor) else list(each) for each in given]
+        groups = [{**group, "params": each} for group, each in zip(groups, lists, strict=True)]
         self.session = _session_of([p for group in groups for p in group["params"]])
         self.inner: torch.optim.Optimizer | None = None
         self._defaults: dict[str, Any] = {}
@@ -110,7 +112,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self._labels: Sequence[Mapping[str, Hashable]] = [{p.path: 0 for p in group["params"]} for group in groups]
             options = [{k: v for k, v in group.items() if k != "params"} for group in groups]
             self._defaults = defaults
-            self._check_same(optimizer, options, defaults)
+            fields = {"class": optimizer.__qualname__, "defaults": _text(defaults)}
+            for i, (group, labels) in enumerate(zip(options, self._labels, strict=True)):
+                fields[f"group {i}"] = _text({**group, "params": sorted(labels)})
+            agree("ShardedOptimizer()", fields, self.session.scheduler)  # else ranks would update parts in different ways
             self._scopes = self._scope(optimizer, options, defaults)
             self.inner = optimizer([{**o, "params": p} for o, p in zip(options, self._cut(), strict=True)], **defaults)
             self._tx: Transform | None = None
@@ -130,21 +135,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
             super().__init__(groups, {})
         self._is_made = True
 
-    def _check_same(
-        self, optimizer: type[torch.optim.Optimizer], options: list[dict[str, Any]], defaults: Mapping[str, Any]
-    ) -> None:
-        """Refuse ranks with different options: their parts of one parameter would be updated in different ways.
-
-        Raises:
-            AgreementError: names what differs.
-        """
-        fields = {"class": optimizer.__qualname__, "defaults": _text(defaults)}
-        fields |= {
-            f"group {i}": _text({**group, "params": sorted(labels)})
-            for i, (group, labels) in enumerate(zip(options, self._labels, strict=True))
-        }
-        agree("ShardedOptimizer()", fields, self.session.scheduler)
-
     def _scope(
         self, optimizer: type[torch.optim.Optimizer], options: list[dict[str, Any]], defaults: Mapping[str, Any]
     ) -> list[Scope]:
@@ -162,8 +152,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             parts = [path for path in mine if path in specs] + cut_leaves(self.session.layout, mine)
             what = "whole parameters or their shapes, and ranks hold parts of"
             if scope is Scope.EVERYTHING:
-                varying = [unit.name for unit in self.session.layout.units if unit.strategy.full.varying]
-                parts = [path for path, each in mine.items() if not each.is_whole or _is_in(path, varying)]
+                parts = [path for path, each in mine.items() if not each.is_whole or each.place.varying]
                 what = "several parameters at once, or at chance, and other ranks hold parts of them: of"
             if scope is Scope.ELEMENT and not parts and not optimizer.__module__.startswith("torch."):
                 scope = Scope.PARAMETER  # at sizes that were not tried, the class may look at more than one element
@@ -533,16 +522,8 @@ def _no_updates(grads: Any, state: Any, params: Any, *, comm: Comm) -> tuple[Any
     raise AssertionError("an optimizer of torch.optim updates in place")
 
 
-def _is_in(path: str, units: Iterable[str]) -> bool:
-    return any(path == name or path.startswith(f"{name}.") for name in units)
-
-
 def _is_on_host(option: Any) -> bool:
     return not any(isinstance(x, torch.Tensor) and x.device.type != "cpu" for x in optree.tree_leaves(option))
-
-
-def _as_list(params: Any) -> list[Any]:
-    return [params] if isinstance(params, torch.Tensor) else list(params)
 
 
 def _session_of(params: list[Any]) -> Session:

@@ -1,7 +1,6 @@
 """GradScaler: loss scaling, with the gradients of a sharded module."""
 
 import math
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -61,9 +60,9 @@ class GradScaler(torch.amp.GradScaler):
             )
         flag = torch.zeros(1, dtype=torch.float32, device=session.scheduler.device)
         inverse = inv_scale.to(flag.device)
-        for group in _by_dtype(buffers):
-            torch._amp_foreach_non_finite_check_and_unscale_(group, flag, inverse)
-            torch.autograd.graph.increment_version(group)  # it does not say so itself
+        for buffer in buffers:
+            torch._amp_foreach_non_finite_check_and_unscale_([buffer], flag, inverse)
+            torch.autograd.graph.increment_version(buffer)  # it does not say so itself
         session.step.means.edits.append("unscale")
         # The largest and the smallest scale come along, and show in what the host reads anyway: it does not wait for them.
         seen = torch.cat([flag, inverse.view(1), -inverse.view(1)])
@@ -87,10 +86,3 @@ class GradScaler(torch.amp.GradScaler):
             return None
         result: float | None = optimizer.step(*args, **kwargs)
         return result
-
-
-def _by_dtype(buffers: Iterable[torch.Tensor]) -> Iterable[list[torch.Tensor]]:
-    groups: dict[torch.dtype, list[torch.Tensor]] = {}
-    for buffer in buffers:
-        groups.setdefault(buffer.dtype, []).append(buffer)
-    return groups.values()

@@ -56,9 +56,6 @@ class StateByParameter(Mapping[Part, Mapping[str, Any]]):
     def __len__(self) -> int:
         return sum(1 for _ in self)
 
-    def __repr__(self) -> str:
-        return repr({parameter: dict(self[parameter]) for parameter in self})
-
 
 def on_every_rank(where: str, states: States, parameters: Mapping[str, Part], comm: Comm) -> States:
     """The states that any rank has, on all of them: of elements that other ranks hold an empty part, and all else in full.

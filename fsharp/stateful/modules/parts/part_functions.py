@@ -66,14 +66,6 @@ def _mean(x: torch.Tensor, *, dtype: torch.dtype | None = None) -> Reduction:
     return Reduction(lambda x: x.sum(dtype=torch.float64), "sum", lambda total, count: (total / count).to(of))
 
 
-def _most(x: torch.Tensor) -> Reduction:
-    return _extreme(x.dtype, "max")
-
-
-def _least(x: torch.Tensor) -> Reduction:
-    return _extreme(x.dtype, "min")
-
-
 def _extreme(of: torch.dtype, op: ReduceOp) -> Reduction:
     wide = _wide(of)
     info = torch.finfo(wide) if wide.is_floating_point else torch.iinfo(wide)
@@ -85,18 +77,6 @@ def _extreme(of: torch.dtype, op: ReduceOp) -> Reduction:
         return (x.amax() if op == "max" else x.amin()).to(wide)
 
     return Reduction(local, op, lambda value, _: value.to(of))
-
-
-def _any(x: torch.Tensor) -> Reduction:
-    return Reduction(lambda x: x.any().to(torch.uint8), "max", lambda value, _: value.bool())
-
-
-def _all(x: torch.Tensor) -> Reduction:
-    return Reduction(lambda x: x.all().to(torch.uint8), "min", lambda value, _: value.bool())
-
-
-def _count(x: torch.Tensor) -> Reduction:
-    return Reduction(lambda x: x.count_nonzero(), "sum", lambda value, _: value)
 
 
 def _vector_norm(
@@ -136,29 +116,18 @@ def _norm(
     return _vector_norm(x, 2 if p in ("fro", None) else p, dim, keepdim, dtype=dtype)  # type: ignore[arg-type]
 
 
-def _linalg_norm(x: torch.Tensor, *, dtype: torch.dtype | None = None) -> Reduction:
-    return _vector_norm(x, dtype=dtype)
-
-
-def _foreach_norm(x: torch.Tensor, ord: float = 2, dtype: torch.dtype | None = None) -> Reduction:
-    return _vector_norm(x, ord, dtype=dtype)
-
-
 REDUCTIONS: dict[str, Callable[..., Reduction]] = {
     "sum": _sum,
     "mean": _mean,
-    "max": _most,
-    "amax": _most,
-    "_foreach_max": _most,
-    "min": _least,
-    "amin": _least,
-    "any": _any,
-    "all": _all,
-    "count_nonzero": _count,
+    **dict.fromkeys(("max", "amax", "_foreach_max"), lambda x: _extreme(x.dtype, "max")),
+    **dict.fromkeys(("min", "amin"), lambda x: _extreme(x.dtype, "min")),
+    "any": lambda _: Reduction(lambda x: x.any().to(torch.uint8), "max", lambda value, _: value.bool()),
+    "all": lambda _: Reduction(lambda x: x.all().to(torch.uint8), "min", lambda value, _: value.bool()),
+    "count_nonzero": lambda _: Reduction(lambda x: x.count_nonzero(), "sum", lambda value, _: value),
     "norm": _norm,
     "linalg_vector_norm": _vector_norm,
-    "linalg_norm": _linalg_norm,
-    "_foreach_norm": _foreach_norm,
+    "linalg_norm": lambda x, *, dtype=None: _vector_norm(x, dtype=dtype),
+    "_foreach_norm": lambda x, ord=2, dtype=None: _vector_norm(x, ord, dtype=dtype),
 }
 """By name of a function, a function of the same arguments that returns the Reduction; a TypeError says that there is none."""
 

@@ -2,55 +2,41 @@
 
 import sys
 import types
-from typing import NamedTuple, cast
+from typing import cast
 
 from fsharp.stateful.runtime.boundary import in_backward
-
-
-class Cause(NamedTuple):
-    """A known caller of functions of parts.
-
-    Attributes:
-        module: name of the Python module of the caller, or the beginning of its name with a dot.
-        who: the caller, in a user's words.
-        remedy: code to write instead.
-    """
-
-    module: str
-    who: str
-    remedy: str
-
 
 NO_COPIES = (
     "A sharded module, or a module or parameter of it, cannot be copied or pickled. For a second one, such as a teacher, shard "
     "a new module: `teacher = fs.shard_module(make_model(), ...)`, `teacher.load_state_dict(model.state_dict())`. For a file, "
     "save model.full_state_dict()."
 )
-_CAUSES = [
-    Cause(
-        "torch.optim.", "an optimizer of torch.optim", "Make a fs.ShardedOptimizer(model.parameters(), torch.optim.AdamW, ...)."
-    ),
-    Cause("torch.amp.grad_scaler", "torch's GradScaler", "Take fs.GradScaler."),
-    Cause(
+Cause = tuple[str, str, str]
+"""A known caller of functions of parts: how its Python module's name begins, the caller in a user's words, what to write."""
+
+_CAUSES: list[Cause] = [
+    ("torch.optim.", "an optimizer of torch.optim", "Make a fs.ShardedOptimizer(model.parameters(), torch.optim.AdamW, ...)."),
+    ("torch.amp.grad_scaler", "torch's GradScaler", "Take fs.GradScaler."),
+    (
         "torch.distributed.fsdp.",
         "FSDP",
         "The module is sharded already: name the modules to gather by themselves in fs.shard_module(model, units=...).",
     ),
-    Cause(
+    (
         "torch.distributed.checkpoint.",
         "torch.distributed.checkpoint",
         "Save by dcp.save({'model': model.state_dict()}), fs.checkpoint.save(), or whole tensors from model.full_state_dict().",
     ),
-    Cause("safetensors.", "safetensors", "Save whole tensors: model.full_state_dict()."),
-    Cause(
+    ("safetensors.", "safetensors", "Save whole tensors: model.full_state_dict()."),
+    (
         "torch.nn.modules.",
         "a module in the model that is called by itself",
         "Call the model, choose that module as one of the units, or name the method that calls it: "
         "fs.shard_module(methods=[...]).",
     ),
 ]
-"""Known callers. From the innermost function under way outwards, the first match counts."""
-_CHECKPOINTED = Cause(
+"""From the innermost function under way outwards, the first match counts."""
+_CHECKPOINTED: Cause = (
     "torch.utils.checkpoint.",
     "a checkpoint that recomputes",
     "The backward of its unit is not under way: the module that a checkpoint recomputes has to be a unit or inside of one, and "
@@ -61,7 +47,7 @@ _CHECKPOINTED = Cause(
 def remedy_or(usual: str) -> str:
     """Return the remedy for the known caller under way, or ``usual`` if there is none."""
     cause = _cause()
-    return usual if cause is None else cause.remedy
+    return usual if cause is None else cause[2]
 
 
 def not_whole(held: str, name: str) -> str:
@@ -93,7 +79,7 @@ def unseen(path: str, name: str) -> str:
 
 def _asked_by() -> str:
     cause = _cause()
-    return "" if cause is None else f" of {cause.who}"
+    return "" if cause is None else f" of {cause[1]}"
 
 
 def _cause() -> Cause | None:
@@ -102,6 +88,6 @@ def _cause() -> Cause | None:
     while frame is not None:
         modules.append(f"{frame.f_globals.get('__name__', '')}.")
         frame = frame.f_back
-    if in_backward() and any(module.startswith(_CHECKPOINTED.module) for module in modules):
+    if in_backward() and any(module.startswith(_CHECKPOINTED[0]) for module in modules):
         return _CHECKPOINTED
-    return next((cause for module in modules for cause in _CAUSES if module.startswith(cause.module)), None)
+    return next((cause for module in modules for cause in _CAUSES if module.startswith(cause[0])), None)
