@@ -336,25 +336,6 @@ class ShardedModule(nn.Module):
                 spec = session.calls.specs.get(path)
                 yield present[path], value if spec is None else spec.whole(value).full_tensor()
 
-    # ------------------------------------------------------------ what a sharded module cannot do
-
-    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
-        session = _session(self)
-        for unit in session.layout.units:
-            for group in unit.groups:
-                probe = torch.empty(0, dtype=group.dtypes.main, device=session.scheduler.device)
-                new = fn(probe)
-                if (new.dtype, new.device) != (probe.dtype, probe.device):
-                    raise TreeError(
-                        f"a sharded module cannot be moved or cast: unit {unit.name!r} is {probe.dtype} on {probe.device}, "
-                        f"asked for {new.dtype} on {new.device}. Do so before shard_module(), or pass precision."
-                    )
-        for module in self.modules():
-            for name, buffer in module._buffers.items():
-                if buffer is not None:
-                    module._buffers[name] = fn(buffer)
-        return self
-
 
 def _session(module: nn.Module) -> Session:
     session: Session = module.__dict__["_fsharp"][0]
@@ -373,12 +354,13 @@ def _refuse_hooks(whole: Mapping[str, nn.Parameter]) -> None:
 
 def _warn_of_rounding(where: str, session: Session, names: Container[str]) -> None:
     """Of frozen parameters there is no copy in another dtype than that in which they are used."""
+    own = [(unit, leaf) for unit in session.layout.units for leaf in unit.leaves if leaf.tied_to is None]
+    leaves = [(unit, leaf, unit.groups[leaf.group]) for unit, leaf in own]
     rounded = [
-        (unit.full_path(leaf), dtype_name(leaf.dtype), dtype_name(unit.groups[leaf.group].dtypes.compute))
-        for unit in session.layout.units
-        for leaf in unit.leaves
-        if leaf.tied_to is None and not unit.groups[leaf.group].trainable and unit.full_path(leaf) in names
-        if torch.promote_types(leaf.dtype, unit.groups[leaf.group].dtypes.compute) != unit.groups[leaf.group].dtypes.compute
+        (unit.full_path(leaf), dtype_name(leaf.dtype), dtype_name(group.dtypes.compute))
+        for unit, leaf, group in leaves
+        if not group.trainable and unit.full_path(leaf) in names
+        if torch.promote_types(leaf.dtype, group.dtypes.compute) != group.dtypes.compute
     ]
     if rounded:
         path, given, kept = rounded[0]

@@ -10,7 +10,8 @@ from torch import nn
 from fsharp.errors import LayoutError, TreeError
 from fsharp.functional.layout.placement import Place
 from fsharp.functional.layout.unit_layout import Leaf, UnitLayout
-from fsharp.stateful.modules.parts.part import Part
+from fsharp.stateful.modules.initial.dtensors import Spec
+from fsharp.stateful.modules.parts.part import Part, is_all
 from fsharp.stateful.modules.torch_tools.refusals import NO_COPIES
 from fsharp.tracebacks import api_boundary
 
@@ -28,12 +29,13 @@ class ShardedParameter(Part, nn.Parameter):
 
     @staticmethod
     def over(
-        data: torch.Tensor, owner: Any, unit: UnitLayout, leaf: Leaf, *, place: Place, rank: int, **labels: Any
+        data: torch.Tensor, owner: Any, unit: UnitLayout, leaf: Leaf, *, place: Place, rank: int, spec: Spec | None
     ) -> "ShardedParameter":
-        """Return a parameter in the memory of ``data``, 1-D. ``labels`` are ``full_shape``, ``is_whole`` and ``spec``."""
-        data, trains = data.view(labels["full_shape"]) if labels["is_whole"] else data, unit.groups[leaf.group].trainable
+        """Return a parameter in the memory of ``data``, 1-D."""
+        trains = unit.groups[leaf.group].trainable
+        labels = {"path": unit.full_path(leaf), "unit": unit, "leaf": leaf, "place": place, "rank": rank, "spec": spec}
+        data = data.view(leaf.shape) if is_all(unit, place, spec) else data
         new: ShardedParameter = torch.Tensor._make_subclass(ShardedParameter, data, trains)
-        labels |= {"path": unit.full_path(leaf), "unit": unit, "leaf": leaf, "place": place, "rank": rank}
         new.__dict__.update(labels, owner=weakref.ref(owner), is_trained=trains)  # a weak reference: the owner holds ``new``
         return new
 

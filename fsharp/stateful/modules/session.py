@@ -259,7 +259,7 @@ class Session:
     def show(self) -> None:
         """Let the module's parameters be this rank's parts of what is trained."""
         self.parameters.clear()
-        rank, mesh = self.scheduler.rank, self.scheduler.mesh
+        rank = self.scheduler.rank
         trained = units_by_name(self.kept.visible())
         for node in units_of(self.kept.state.params):
             unit = node.unit
@@ -272,20 +272,9 @@ class Session:
                     continue
                 group, path = unit.groups[leaf.group], unit.full_path(leaf)
                 place = unit.strategy.optim if group.trainable else unit.strategy.params
-                spec = self.calls.specs.get(path)
-                shape = leaf.shape if spec is None else spec.shape
-                whole = all(mesh.axis_size(axis) == 1 for axis in place.sharded) and not (spec is not None and spec.is_sharded)
                 data = parts.get(path, held[leaf.group][:0])  # an empty view: a write to it is noticed on this rank, too
                 self.parameters[path] = ShardedParameter.over(
-                    data.detach(),
-                    self,
-                    unit,
-                    leaf,
-                    place=place,
-                    rank=rank,
-                    full_shape=torch.Size(shape),
-                    is_whole=whole,
-                    spec=spec,
+                    data.detach(), self, unit, leaf, place=place, rank=rank, spec=self.calls.specs.get(path)
                 )
         for unit, owned in zip(self.layout.units, self.seated(self.parameters), strict=True):
             self.calls.slots[unit.name].swap(owned)

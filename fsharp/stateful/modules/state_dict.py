@@ -27,6 +27,7 @@ class _Awaiting(Part):
     """Stands for a parameter while torch loads a state dict, and keeps what it would have copied into that."""
 
     given: list[torch.Tensor]
+    is_whole = False
 
     @classmethod
     def __torch_function__(
@@ -93,7 +94,7 @@ def _read(where: str, session: Session, module: nn.Module, load: Callable[[], An
     for path, parameter in session.parameters.items():
         awaiting[path] = torch.empty(0, dtype=parameter.dtype).as_subclass(_Awaiting)
         about = {name: getattr(parameter, name) for name in Part.__annotations__}
-        awaiting[path].__dict__.update({**about, "is_whole": False, "given": []})
+        awaiting[path].__dict__.update({**about, "given": []})
     names = [unit.name for unit in session.layout.units]
     with session.calls.swapped_in(names, session.seated(awaiting)), own_buffers(module) as buffers:
         try:

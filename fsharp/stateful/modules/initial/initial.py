@@ -64,12 +64,13 @@ def initial_values(
         elif orphans := makers.orphans():
             raise nothing_initializes(module, orphans)
 
+    buffers = [f"{path}: {b.dtype}{list(b.shape)}" for path, b in module.named_buffers(remove_duplicate=False)]
     how = {
         "key": repr(key),
         "initialize": getattr(initialize, "__qualname__", type(initialize).__qualname__),
         "sync_from": repr(sync_from),
         **settings,
-        **({"on the meta device": "\n".join(meta)} if sync_from is None else {"buffers": _about_buffers(module)}),
+        **({"on the meta device": "\n".join(meta)} if sync_from is None else {"buffers": "\n".join(buffers)}),
     }
     together("shard_module()", comm, check, lambda _: {**describe_units(layout.units), **how})
     if sync_from is not None:
@@ -140,7 +141,3 @@ def _parameter(module: nn.Module, unit: UnitLayout, leaf: Leaf) -> torch.Tensor:
 def _tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     yield from module.named_parameters(remove_duplicate=False)
     yield from module.named_buffers(remove_duplicate=False)
-
-
-def _about_buffers(module: nn.Module) -> str:
-    return "\n".join(f"{path}: {b.dtype}{list(b.shape)}" for path, b in module.named_buffers(remove_duplicate=False))

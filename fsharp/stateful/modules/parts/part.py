@@ -46,8 +46,6 @@ class Part(torch.Tensor):
 
     Attributes:
         path: name of the parameter in its module.
-        full_shape: shape of the whole tensor.
-        is_whole: whether every rank holds the whole tensor.
         unit: layout of the unit that stores the tensor.
         leaf: leaf of that unit. If the tensor is a DTensor that other axes shard, leaf and run are those of the local tensor.
         place: where the tensor rests.
@@ -57,8 +55,6 @@ class Part(torch.Tensor):
     """
 
     path: str
-    full_shape: torch.Size
-    is_whole: bool
     unit: UnitLayout
     leaf: Leaf
     place: Place
@@ -73,6 +69,21 @@ class Part(torch.Tensor):
         part: Part = torch.Tensor._make_subclass(Part, data)  # no view: a view would keep the memory of its base
         part.__dict__.update({name: getattr(like, name) for name in Part.__annotations__})
         return part
+
+    @property
+    def _dtensor(self) -> Spec | None:
+        """Return the spec of a DTensor that other axes shard; None if they do not."""
+        return self.spec if self.spec is not None and self.spec.is_sharded else None
+
+    @property
+    def full_shape(self) -> torch.Size:
+        """Shape of the whole tensor."""
+        return torch.Size(self.leaf.shape) if self.spec is None else self.spec.shape
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether every rank holds the whole tensor."""
+        return is_all(self.unit, self.place, self.spec)
 
     @property
     def run(self) -> tuple[int, int]:
@@ -153,15 +164,15 @@ class Part(torch.Tensor):
     @property
     def _cut(self) -> tuple[Any, ...]:
         """A key that is equal for two parts if each rank holds the same range of elements of both."""
-        spec = None if self.spec is None or not self.spec.is_sharded else (self.spec.mesh, self.spec.placements)
         if self.is_whole:
             return self.full_shape, None
+        spec = self._dtensor and (self._dtensor.mesh, self._dtensor.placements)
         size = self.unit.local_size(self.leaf.group, self.place)
         return self.full_shape, self.unit.mesh, self.place.sharded, self.leaf.shape, self.leaf.offset, size, spec
 
     def _takes(self, whole: torch.Tensor) -> bool:
         """Return whether a plain tensor has the shape of the whole, so that this rank's elements of that tensor are known."""
-        return whole.shape == self.full_shape and (self.spec is None or not self.spec.is_sharded)
+        return whole.shape == self.full_shape and self._dtensor is None
 
     @classmethod
     @api_boundary
@@ -237,6 +248,11 @@ class Part(torch.Tensor):
         )
 
 
+def is_all(unit: UnitLayout, place: Place, spec: Spec | None) -> bool:
+    """Return whether every rank holds the whole of tensors of a unit at a place."""
+    return (spec is None or not spec.is_sharded) and all(unit.mesh.axis_size(axis) == 1 for axis in place.sharded)
+
+
 def _stays(part: Part, applied: torch.Tensor) -> bool:
     """Return True for a part that a module's ``to()`` leaves as it is.
 
@@ -245,8 +261,8 @@ def _stays(part: Part, applied: torch.Tensor) -> bool:
     """
     if (applied.dtype, applied.device) != (part.dtype, part.device):
         raise TreeError(
-            f"a module in a sharded module cannot be moved or cast: {part.path!r} is {part.dtype} on {part.device}, asked for "
-            f"{applied.dtype} on {applied.device}. Do so before shard_module(), or pass precision."
+            f"a sharded module cannot be moved or cast: unit {part.unit.name!r}, {part.path!r} is {part.dtype} on "
+            f"{part.device}, asked for {applied.dtype} on {applied.device}. Do so before shard_module(), or pass precision."
         )
     return True
 
@@ -293,8 +309,7 @@ def _reduced(name: str, tensors: Sequence[torch.Tensor], reduction: Reduction) -
     alike: dict[Any, list[int]] = {}
     for i, x in enumerate(tensors):
         if isinstance(x, Part):
-            sharded = x.spec is not None and x.spec.is_sharded
-            alike.setdefault((x._axes, (x.spec.mesh, x.spec.placements) if x.spec and sharded else None), []).append(i)
+            alike.setdefault((x._axes, x._dtensor and (x._dtensor.mesh, x._dtensor.placements)), []).append(i)
         else:
             found[i] = reduction.finish(reduction.local(x), x.numel())
     for (axes, is_dtensor), rows in alike.items():
