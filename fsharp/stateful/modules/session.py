@@ -98,22 +98,23 @@ class Session:
             raise ScheduleError(
                 "the model was called inside of unsharded(), where its parameters are not its own. Call it outside."
             )
+
+        def run(source: ParameterSource) -> Any:
+            return self.calls.enter(source, module, path, fn, args, kwargs)
+
         source = self.calls.source
         if source is None and in_backward() and self.step.params is not None:  # a checkpointed module computes again
             source = ParameterSource(self.step.params, self.scheduler)
         if source is not None:
-            return self.calls.enter(source, module, path, fn, args, kwargs)
+            return run(source)
         if self.step.params is None:
             self.step.clear_up()
         if not torch.is_grad_enabled():
             self.step.take_writes()
-            return self._evaluation(
-                lambda source: self.calls.enter(source, module, path, fn, args, kwargs), self.kept.state.params
-            )
+            return self._evaluation(run, self.kept.state.params)
         if self.step.params is None and self._trained <= self.paused:  # a backward may pass through it, whenever it comes
             self.step.take_writes()
-            source = ParameterSource(self.kept.state.params, self.scheduler)
-            return self.calls.enter(source, module, path, fn, args, kwargs)
+            return run(ParameterSource(self.kept.state.params, self.scheduler))
         if self.is_averaged:
             raise ScheduleError(
                 "the model was called inside of averaged(), and not under torch.no_grad(): averages are not trained."
@@ -124,7 +125,7 @@ class Session:
                 "`fn, params = model.functional()`, and transform fn(params, ..., comm=model.comm); or use torch.no_grad()."
             )
         with self.step.forward() as params:
-            out = self.calls.enter(ParameterSource(params, self.scheduler), module, path, fn, args, kwargs)
+            out = run(ParameterSource(params, self.scheduler))
             # Here, too: what is inside may be in a reentrant checkpoint, whose backward is a pass within the pass.
             before_backward(tensors_in(out, path), flat_arguments(args, kwargs)[0], self.step.on_backward)
             return out

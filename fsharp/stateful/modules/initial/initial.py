@@ -75,13 +75,9 @@ def initial_values(
     together("shard_module()", comm, check, lambda _: {**describe_units(layout.units), **how})
     if sync_from is not None:
         return _synced(module, layout, comm, sync_from)
-    own = {
-        unit.full_path(leaf): _parameter(module, unit, leaf)
-        for unit in layout.units
-        for leaf in unit.leaves
-        if not leaf.tied_to
-    }
-    varying = {unit.full_path(leaf): unit.strategy.full.varying for unit in layout.units for leaf in unit.leaves}
+    leaves = [(unit, leaf) for unit in layout.units for leaf in unit.leaves if not leaf.tied_to]
+    own = {unit.full_path(leaf): _parameter(module, unit, leaf) for unit, leaf in leaves}
+    varying = {unit.full_path(leaf): unit.strategy.full.varying for unit, leaf in leaves}
     present = {path: tensor for path, tensor in own.items() if not tensor.is_meta}
     check_same("shard_module()", present, comm, remedy=SEED_ALIKE, varying=varying)
     return _made(makers, module, layout, comm) if meta else shard_for(tree, layout, comm.rank, place="optim")

@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Container, Hashable, Iterator, Mapping
 from itertools import groupby
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -11,7 +12,6 @@ from fsharp.functional.comm.exact_text import exact_text
 from fsharp.functional.layout.layout import Layout
 from fsharp.functional.layout.precision import dtype_name
 from fsharp.functional.layout.sharded import Sharded, units_of
-from fsharp.functional.layout.unit_layout import Span
 from fsharp.stateful.modules.parameter import Part
 
 
@@ -42,43 +42,32 @@ class FlatSlice(NamedTuple):
         return found if self.shape is None else found.view(self.shape)
 
 
-def runs_of(tree: Any, labels: Mapping[str, Hashable], *, rank: int) -> Iterator[FlatSlice]:
-    """The longest stretches whose leaves have one label, with the padding around them; leaves without one are in none.
+def slices_of(tree: Any, labels: Mapping[str, Hashable], *, rank: int, is_whole: bool) -> Iterator[FlatSlice]:
+    """Yield the longest stretches whose leaves have one label, with the padding around them; leaves without one are in none.
 
     Args:
         tree: of this rank's buffers.
         labels: by path.
         rank: this one.
+        is_whole: yield each leaf by itself instead, whole and in its shape; no buffer may cut one.
     """
     for node in units_of(tree):
         for group, buffer in zip(node.groups, node.buffers, strict=True):
-
-            def label(span: Span, node: Sharded = node) -> Hashable:
-                return labels.get(node.unit.full_path(span.leaf))
-
-            pieces = [(key, list(spans)) for key, spans in groupby(node.unit.spans(group, node.place, rank), label)]
-            bounds = [0, *(spans[0].start for _, spans in pieces[1:]), len(buffer)]
-            for (key, spans), start, stop in zip(pieces, bounds, bounds[1:], strict=False):
-                if key is not None:
-                    leaves = [(node.unit.full_path(s.leaf), s.start - start, s.stop - start) for s in spans]
-                    yield FlatSlice(node.name, group, start, stop, tuple(leaves))
-
-
-def leaves_of(tree: Any, labels: Mapping[str, Hashable], *, rank: int) -> Iterator[FlatSlice]:
-    """The leaves that this rank has, each whole and in its shape; those without a label are left out.
-
-    Args:
-        tree: of this rank's buffers, which cut none of them.
-        labels: by path.
-        rank: this one.
-    """
-    for node in units_of(tree):
-        for group in node.groups:
-            for span in node.unit.spans(group, node.place, rank):
-                path = node.unit.full_path(span.leaf)
-                if labels.get(path) is not None:
-                    leaves = ((path, 0, span.leaf.numel),)
-                    yield FlatSlice(node.name, group, span.start, span.stop, leaves, span.leaf.shape)
+            spans = [
+                (labels.get(path := node.unit.full_path(s.leaf)), path, s) for s in node.unit.spans(group, node.place, rank)
+            ]
+            if is_whole:
+                for label, path, s in spans:
+                    if label is not None:
+                        whole = ((path, 0, s.leaf.numel),)
+                        yield FlatSlice(node.name, group, s.start, s.stop, whole, s.leaf.shape)
+                continue
+            pieces = [(label, list(each)) for label, each in groupby(spans, itemgetter(0))]
+            bounds = [0, *(each[0][2].start for _, each in pieces[1:]), len(buffer)]
+            for (label, each), start, stop in zip(pieces, bounds, bounds[1:], strict=False):
+                if label is not None:
+                    leaves = tuple((path, s.start - start, s.stop - start) for _, path, s in each)
+                    yield FlatSlice(node.name, group, start, stop, leaves)
 
 
 def cut_leaves(layout: Layout, paths: Container[str]) -> list[str]:

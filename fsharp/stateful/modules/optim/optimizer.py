@@ -26,7 +26,7 @@ from fsharp.functional.layout.sharded import units_by_name, units_of
 from fsharp.functional.optim.base import Transform, as_transform
 from fsharp.functional.optim.elementwise_check import check_elementwise
 from fsharp.stateful.modules.optim.averaged import averaged
-from fsharp.stateful.modules.optim.flat_slices import FlatSlice, alike, cut_leaves, join_state, leaves_of, runs_of, split_state
+from fsharp.stateful.modules.optim.flat_slices import FlatSlice, alike, cut_leaves, join_state, slices_of, split_state
 from fsharp.stateful.modules.optim.probe import Scope, fresh_state, scope_of
 from fsharp.stateful.modules.optim.reference import ReferenceOptimizer
 from fsharp.stateful.modules.optim.states import (
@@ -172,7 +172,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         tree, self._generation = self.session.kept.visible(), self.session.kept.generation
         rank = self.session.scheduler.rank
         self._runs = [
-            list((leaves_of if scope else runs_of)(tree, labels, rank=rank))
+            list(slices_of(tree, labels, rank=rank, is_whole=scope is not Scope.ELEMENT))
             for scope, labels in zip(self._scopes, self._labels, strict=True)
         ]
         nodes = units_by_name(tree)

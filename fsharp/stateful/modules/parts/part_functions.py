@@ -87,9 +87,7 @@ def _vector_norm(
     of = dtype or x.dtype.to_real()
     if math.isinf(ord):
         found = _extreme(of, "max" if ord > 0 else "min")
-        if ord > 0:  # the norm of nothing is 0
-            return Reduction(lambda x: found.local(x.abs()).clamp(min=0), "max", found.finish)
-        return Reduction(lambda x: found.local(x.abs()), "min", found.finish)
+        return Reduction(lambda x: found.local(x.abs()).clamp(min=0), found.op, found.finish)  # the norm of nothing is 0
 
     def local(x: torch.Tensor) -> torch.Tensor:
         if ord == 2:
