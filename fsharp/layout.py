@@ -1,5 +1,8 @@
 """What a layout is made of: placements and rules of strategies, atoms that are never cut, units and their groups."""
 
+from fsharp.functional.layout.formats import mxfp8 as mxfp8
+from fsharp.functional.layout.formats import mxint4 as mxint4
+from fsharp.functional.layout.formats import mxint8 as mxint8
 from fsharp.functional.layout.packing import Element as Element
 from fsharp.functional.layout.packing import Rows as Rows
 from fsharp.functional.layout.packing import Whole as Whole

@@ -60,6 +60,7 @@ PRECISIONS = {
     "float32": fs.Precision(),
     "bfloat16": fs.Precision(compute=torch.bfloat16, main=torch.float32),
     "float32 wire": fs.Precision(compute=torch.bfloat16, main=torch.float32, wire=torch.float32),
+    "8 and 4 bits": fs.Precision(stored=fs.layout.mxfp8, wire=fs.layout.mxint4),
 }
 
 

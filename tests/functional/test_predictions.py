@@ -32,6 +32,7 @@ PRECISIONS = {
     "float32": fs.Precision(),
     "bfloat16": fs.Precision(compute=torch.bfloat16),
     "float32 wire": fs.Precision(compute=torch.bfloat16, wire=torch.float32),
+    "8 and 4 bits": fs.Precision(stored=fs.layout.mxint8, wire=fs.layout.mxint4),
 }
 each_strategy = pytest.mark.parametrize("name", STRATEGIES)
 each_precision = pytest.mark.parametrize("precision", PRECISIONS)

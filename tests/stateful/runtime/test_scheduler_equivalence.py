@@ -38,7 +38,7 @@ ALL = [(*case, *rest) for case in product(STRATEGIES, POLICIES) for rest in BITS
 FOR_PROCESSES = ("one stream", "one group")  # which are the same to ranks that are threads
 ON_ONE_HOST = [p for p in POLICIES if p not in FOR_PROCESSES]
 PAIRS = [(s, p) for i, s in enumerate(STRATEGIES) for j, p in enumerate(ON_ONE_HOST) if (i + j) % 2 == 0]
-CHOSEN = [(*pair, *BITS[9 * i // 7 % len(BITS)]) for i, pair in enumerate(PAIRS)]  # a stride that spreads them
+CHOSEN = [(*pair, *BITS[(3 * i + 6 * (i // 2)) % len(BITS)]) for i, pair in enumerate(PAIRS)]  # a stride that spreads them
 
 
 @cache

@@ -1,0 +1,99 @@
+"""The formats that come with the library: error bounds, numbers that are not finite, the same bytes again, bytes a value."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+import fsharp as fs
+from fsharp.layout import mxfp8, mxint4, mxint8
+from fsharp.testing import simulate
+
+FORMATS = [mxfp8, mxint8, mxint4]
+BLOCK = 32
+RELATIVE = {"mxfp8": 1 / 16, "mxint8": 0.0, "mxint4": 0.0}
+OF_LARGEST = {"mxfp8": 1 / 230_000, "mxint8": 1 / 127, "mxint4": 1 / 7}
+LEAST = 2.0**-127
+"""Scales of blocks do not go further down."""
+
+numbers = st.floats(width=32, allow_nan=True, allow_infinity=True, allow_subnormal=True)
+finite = st.floats(width=32, allow_nan=False, allow_infinity=False)
+blocks = st.one_of(
+    st.lists(numbers, min_size=BLOCK, max_size=BLOCK),
+    st.lists(finite, min_size=BLOCK, max_size=BLOCK),
+    st.lists(st.floats(-1, 1, width=32), min_size=BLOCK, max_size=BLOCK),
+    st.builds(lambda x, e: [x * 2.0**e] + [0.0] * (BLOCK - 1), st.floats(0.5, 1, width=32), st.integers(-150, 127)),
+)
+
+
+@pytest.mark.parametrize("wire", FORMATS, ids=lambda wire: wire.name)
+@given(values=st.lists(blocks, min_size=1, max_size=3))
+@example(values=[[0.0] * BLOCK])
+@example(values=[[3.4028234663852886e38] * BLOCK])
+@example(values=[[math.inf, -math.inf, math.nan, 1.0] * 8, [1.0] * BLOCK])
+@example(values=[[464.0] + [232.0] * 31])
+def test_values_arrive_within_the_bound_that_is_stated(wire, values):
+    x = torch.tensor(values)
+    stored = wire.store(x.view(-1), x.numel())
+    y = wire.load(stored, x.numel(), torch.float32).view(-1, BLOCK)
+    assert torch.equal(wire.store(y.view(-1), x.numel()), stored)
+    for given_block, found in zip(x, y, strict=True):
+        is_special = ~torch.isfinite(given_block)
+        assert torch.equal(found[is_special].nan_to_num(nan=1.5), given_block[is_special].nan_to_num(nan=1.5))
+        if is_special.any():
+            assert torch.equal(found[~is_special], torch.zeros(int((~is_special).sum())))
+            continue
+        bound = given_block.abs() * RELATIVE[wire.name]
+        bound = torch.maximum(bound, given_block.abs().max() * OF_LARGEST[wire.name]).double() + LEAST
+        assert ((found.double() - given_block.double()).abs() <= bound).all()
+
+
+@pytest.mark.parametrize("wire", FORMATS, ids=lambda wire: wire.name)
+def test_every_code_comes_back(wire):
+    """Numbers that a block can have are kept to the bit."""
+    if wire is mxfp8:
+        codes = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+        codes = codes[torch.isfinite(codes)]
+    else:
+        most = 127 if wire is mxint8 else 7
+        codes = torch.arange(-most, most + 1).float()
+    for power in (-20, 0, 100):
+        for start in range(0, len(codes), BLOCK - 1):
+            block = torch.zeros(BLOCK)
+            piece = codes[start : start + BLOCK - 1]
+            block[: len(piece)], block[-1] = piece, codes.max()
+            x = torch.ldexp(block, torch.tensor(power))
+            assert torch.equal(wire.load(wire.store(x, BLOCK), BLOCK, torch.float32), x)
+
+
+def test_bytes_a_value():
+    """Two gathers of MXFP8 and a reduction in bfloat16 are 4.0625 bytes a value."""
+    n = 1 << 15
+    assert [wire.size(n) / n for wire in FORMATS] == [33 / 32, 33 / 32, 17 / 32]
+    layout = fs.plan(
+        {"w": torch.empty(2 * n, device="meta")},
+        fs.Mesh({"dp": 2}),
+        fs.zero3("dp"),
+        precision=fs.Precision(compute=torch.bfloat16, main=torch.float32, stored=mxfp8, wire=torch.bfloat16),
+    )
+    calls = fs.step_traffic(layout)
+    sent = sum(call.nbytes * count for call, count in calls.items() if call.op != "all_reduce")
+    assert sent / n == 4.0625
+
+
+@pytest.mark.parametrize("wire", FORMATS, ids=lambda wire: wire.name)
+def test_an_overflow_of_one_rank_is_found_in_its_leaf(wire):
+    params = {"a": torch.zeros(20), "b": torch.zeros(30)}
+
+    def rank_fn(comm):
+        layout = fs.plan(params, comm.mesh, fs.zero3("dp"), precision=fs.Precision(wire=wire))
+        grads = {"a": torch.ones(20), "b": torch.ones(30)}
+        if comm.rank:
+            grads["b"][3] = math.inf  # beside values of "a" in one block
+        own = fs.shard_for(grads, layout, 0, place=layout.units[0].strategy.full.dual)
+        return fs.resilience.find_nonfinite(None, fs.reduce_scatter(own, comm=comm), comm=comm)
+
+    for found in simulate(fs.Mesh({"dp": 2}), rank_fn):
+        assert found.leaf == "b"
