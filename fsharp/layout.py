@@ -1,8 +1,11 @@
 """What a layout is made of: placements and rules of strategies, atoms that are never cut, units and their groups."""
 
-from fsharp.functional.layout.formats import mxfp8 as mxfp8
-from fsharp.functional.layout.formats import mxint4 as mxint4
-from fsharp.functional.layout.formats import mxint8 as mxint8
+from fsharp.functional.formats.format import Format as Format
+from fsharp.functional.formats.format import Plane as Plane
+from fsharp.functional.formats.format import register_format as register_format
+from fsharp.functional.formats.microscaling import mxfp8 as mxfp8
+from fsharp.functional.formats.microscaling import mxint4 as mxint4
+from fsharp.functional.formats.microscaling import mxint8 as mxint8
 from fsharp.functional.layout.packing import Element as Element
 from fsharp.functional.layout.packing import Rows as Rows
 from fsharp.functional.layout.packing import Whole as Whole
@@ -14,9 +17,6 @@ from fsharp.functional.layout.placement import Replicate as Replicate
 from fsharp.functional.layout.placement import Shard as Shard
 from fsharp.functional.layout.placement import Vary as Vary
 from fsharp.functional.layout.precision import Dtypes as Dtypes
-from fsharp.functional.layout.precision import Format as Format
-from fsharp.functional.layout.precision import Plane as Plane
-from fsharp.functional.layout.precision import register_format as register_format
 from fsharp.functional.layout.unit_layout import Group as Group
 from fsharp.functional.layout.unit_layout import Leaf as Leaf
 from fsharp.functional.layout.unit_layout import Span as Span

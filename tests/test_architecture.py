@@ -47,10 +47,11 @@ def test_only_interop_imports_jax():
 
 
 MAY_IMPORT = {
-    "functional/layout": {"functional/layout"},
-    "functional/comm": {"functional/layout", "functional/comm"},
-    "functional/optim": {"functional/layout", "functional/comm", "functional/optim"},
-    "functional/reshard": {"functional", "functional/layout", "functional/comm", "functional/reshard"},
+    "functional/formats": {"functional/formats"},
+    "functional/layout": {"functional/formats", "functional/layout"},
+    "functional/comm": {"functional/formats", "functional/layout", "functional/comm"},
+    "functional/optim": {"functional/formats", "functional/layout", "functional/comm", "functional/optim"},
+    "functional/reshard": {f"functional{name}" for name in ("", "/formats", "/layout", "/comm", "/reshard")},
     "stateful/schedule": {"stateful/schedule"},
     "stateful/verify": {"stateful/schedule", "stateful/verify"},
     "stateful/inspect": {"stateful/schedule", "stateful/inspect"},

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import fsharp as fs
 from fsharp.errors import LayoutError, TreeError
-from fsharp.functional.layout.precision import Format, Plane, format_named, plain, register_format
+from fsharp.functional.formats.format import Format, Plane, format_named, plain, register_format
 from fsharp.testing import DebugPolicy, check_races, simulate
 from tests.gpt_like import loss_fn, make_params
 from tests.scheduling import STRATEGIES, assert_same, assert_same_training, make_layout, make_state, make_tx, my_batches, train

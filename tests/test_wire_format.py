@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 import fsharp as fs
 from fsharp.errors import LayoutError
 from fsharp.functional.comm.collectives import reduce_scatter_encoded
-from fsharp.functional.layout.precision import Format, Plane, plain
+from fsharp.functional.formats.format import Format, Plane, plain
 from fsharp.testing import DebugPolicy, check_races, processes, simulate
 from tests.gpt_like import loss_fn
 from tests.scheduling import (

@@ -19,9 +19,9 @@ from fsharp.annotated import options_checked
 from fsharp.checkpoint.shard_file import DTYPES
 from fsharp.errors import TreeError, problem
 from fsharp.functional.comm.protocol import Comm
+from fsharp.functional.formats.format import dtype_name
 from fsharp.functional.layout.mesh import Mesh
 from fsharp.functional.layout.placement import Place
-from fsharp.functional.layout.precision import dtype_name
 from fsharp.functional.layout.sharded import Sharded, is_sharded
 from fsharp.functional.layout.unit_layout import Leaf, UnitLayout
 from fsharp.functional.state import MadeBy

@@ -13,7 +13,7 @@ import xxhash
 from fsharp.checkpoint.entries import Value
 from fsharp.checkpoint.shard_file import DTYPES, parse_json, without_repeats
 from fsharp.errors import CheckpointError
-from fsharp.functional.layout.precision import dtype_name
+from fsharp.functional.formats.format import dtype_name
 
 NAME = "manifest.json"
 FORMAT = "fsharp checkpoint"

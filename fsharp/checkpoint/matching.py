@@ -9,8 +9,8 @@ import torch
 from fsharp.checkpoint.entries import Contents, Value
 from fsharp.checkpoint.manifest import Manifest
 from fsharp.errors import TreeError, problem
+from fsharp.functional.formats.format import dtype_name
 from fsharp.functional.layout.paths import chosen
-from fsharp.functional.layout.precision import dtype_name
 
 _SHOWN = 12
 

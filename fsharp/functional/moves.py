@@ -37,8 +37,9 @@ from fsharp.functional.comm.collectives import (
 )
 from fsharp.functional.comm.protocol import Comm, Engine, Labelled
 from fsharp.functional.comm.tree_names import label_of
+from fsharp.functional.formats.format import plain
 from fsharp.functional.layout.placement import Partial, Place, Replicate, Shard
-from fsharp.functional.layout.precision import Dtypes, plain
+from fsharp.functional.layout.precision import Dtypes
 from fsharp.functional.layout.sharded import (
     PlaceName,
     Sharded,

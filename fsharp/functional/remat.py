@@ -11,7 +11,7 @@ import torch
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from fsharp.errors import TreeError
-from fsharp.functional.layout.precision import dtype_name
+from fsharp.functional.formats.format import dtype_name
 from fsharp.functional.layout.sharded import is_sharded
 from fsharp.functional.transforms import beneath
 from fsharp.tracebacks import api_context, call_hook

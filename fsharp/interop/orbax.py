@@ -15,8 +15,8 @@ from fsharp.checkpoint.formats.conversion import checked_config, whole_entry, wr
 from fsharp.checkpoint.formats.exporting import names_below
 from fsharp.checkpoint.shard_file import Tensor
 from fsharp.errors import CheckpointError
+from fsharp.functional.formats.format import dtype_name
 from fsharp.functional.layout.paths import as_patterns, chosen
-from fsharp.functional.layout.precision import dtype_name
 from fsharp.tracebacks import api_boundary
 
 _READ_NBYTES = 1 << 30

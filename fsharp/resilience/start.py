@@ -17,8 +17,8 @@ from fsharp.checkpoint.entries import expanded, is_node, leaves_of
 from fsharp.errors import RunError
 from fsharp.functional.comm.agree import together
 from fsharp.functional.comm.protocol import Comm
+from fsharp.functional.formats.format import dtype_name
 from fsharp.functional.layout.paths import join
-from fsharp.functional.layout.precision import dtype_name
 from fsharp.functional.layout.sharded import is_sharded, units_of
 from fsharp.functional.layout.text import describe_units
 

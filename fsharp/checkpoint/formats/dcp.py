@@ -20,8 +20,8 @@ from fsharp.checkpoint.reading import Need
 from fsharp.checkpoint.shard_file import Tensor
 from fsharp.checkpoint.storage import Storage, read_description, storage_of
 from fsharp.errors import CheckpointError
+from fsharp.functional.formats.format import dtype_name
 from fsharp.functional.layout.paths import as_patterns, chosen
-from fsharp.functional.layout.precision import dtype_name
 
 _CHUNK_NBYTES = 64 << 20
 """Bytes of a chunk that DCP is given. Each of its ranks reads the chunks that it needs a part of."""

@@ -14,7 +14,7 @@ from fsharp.checkpoint.formats.huggingface import INDEX
 from fsharp.checkpoint.shard_file import DTYPES_OF_FORMAT, Tensor, bytes_of, check_names, header_of, in_order
 from fsharp.checkpoint.storage import storage_of
 from fsharp.errors import CheckpointError
-from fsharp.functional.layout.precision import dtype_name
+from fsharp.functional.formats.format import dtype_name
 
 
 @options_checked

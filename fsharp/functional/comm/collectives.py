@@ -27,7 +27,7 @@ import torch
 
 from fsharp.errors import TreeError
 from fsharp.functional.comm.protocol import Comm
-from fsharp.functional.layout.precision import Format
+from fsharp.functional.formats.format import Format
 from fsharp.tracebacks import api_boundary
 
 # torch.func differentiates a backward too: each backward below calls a primitive, never a Comm.

@@ -26,8 +26,8 @@ from fsharp.functional.comm.protocol import Comm, ReduceOp, SingleComm, sum_in_r
 from fsharp.functional.comm.tree_names import TreeCounts
 from fsharp.functional.comm.watch import RankStatuses, Watch, WatchedCall
 from fsharp.functional.comm.worker_threads import InFlight, Worker
+from fsharp.functional.formats.format import dtype_name
 from fsharp.functional.layout.mesh import Mesh
-from fsharp.functional.layout.precision import dtype_name
 from fsharp.tracebacks import api_boundary, hide_frames
 
 # torch 2.13 gave these functions new names.

@@ -11,10 +11,11 @@ import optree
 import torch
 
 from fsharp.errors import LayoutError
+from fsharp.functional.formats.format import dtype_name, format_named
 from fsharp.functional.layout.mesh import Mesh
 from fsharp.functional.layout.packing import Atom, Element, Rows, Whole
 from fsharp.functional.layout.placement import AxisRule, Placement, Strategy
-from fsharp.functional.layout.precision import Dtypes, dtype_name, format_named
+from fsharp.functional.layout.precision import Dtypes
 from fsharp.functional.layout.unit_layout import Group, Leaf, UnitLayout
 
 VERSION = 1

@@ -8,8 +8,8 @@ import torch
 from torch.utils import _pytree as torch_pytree
 
 from fsharp.errors import LayoutError, TreeError, problem
+from fsharp.functional.formats.format import dtype_name
 from fsharp.functional.layout.placement import Place
-from fsharp.functional.layout.precision import dtype_name
 from fsharp.functional.layout.tree_name import UNNAMED, TreeName
 from fsharp.functional.layout.unit_layout import UnitLayout
 from fsharp.tracebacks import api_boundary, hide_frames

@@ -9,11 +9,11 @@ import torch
 
 from fsharp.annotated import options_checked
 from fsharp.errors import TreeError, problem
+from fsharp.functional.formats.format import dtype_name
 from fsharp.functional.layout.layout import Layout
 from fsharp.functional.layout.paths import flatten
 from fsharp.functional.layout.placement import Place
 from fsharp.functional.layout.plan import find_ties
-from fsharp.functional.layout.precision import dtype_name
 from fsharp.functional.layout.sharded import PlaceName, Sharded, flatten_node, is_sharded, map_units, resolve_place, units_of
 from fsharp.functional.layout.unit_layout import Leaf, UnitLayout
 from fsharp.functional.layout.units import cut_at

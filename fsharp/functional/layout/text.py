@@ -4,7 +4,7 @@ import re
 from collections.abc import Callable, Collection, Iterator, Sequence
 from itertools import groupby
 
-from fsharp.functional.layout.precision import dtype_name
+from fsharp.functional.formats.format import dtype_name
 from fsharp.functional.layout.unit_layout import Leaf, UnitLayout
 
 

@@ -18,10 +18,11 @@ import optree
 import torch
 
 from fsharp.errors import TreeError
+from fsharp.functional.formats.format import dtype_name
 from fsharp.functional.layout.mesh import Mesh
 from fsharp.functional.layout.packing import Atom
 from fsharp.functional.layout.placement import Place, Strategy
-from fsharp.functional.layout.precision import Dtypes, dtype_name
+from fsharp.functional.layout.precision import Dtypes
 from fsharp.tracebacks import api_boundary
 
 

@@ -12,9 +12,9 @@ import optree
 import torch
 
 from fsharp.errors import LayoutError, TreeError
+from fsharp.functional.formats.format import dtype_name
 from fsharp.functional.layout.mesh import Mesh
 from fsharp.functional.layout.placement import Place, Placement
-from fsharp.functional.layout.precision import dtype_name
 from fsharp.functional.layout.serial import class_named, dtype_named, name_of_class, unit_from_json, unit_to_json
 from fsharp.functional.layout.sharded import LEAFLESS, Sharded, is_sharded
 from fsharp.functional.layout.unit_layout import UnitLayout

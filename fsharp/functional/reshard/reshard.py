@@ -12,8 +12,8 @@ from fsharp.errors import LayoutError, MeshError, problem
 from fsharp.functional.comm.agree import gather_bytes, together
 from fsharp.functional.comm.protocol import Comm
 from fsharp.functional.comm.tree_names import name_trees
+from fsharp.functional.formats.format import dtype_name
 from fsharp.functional.layout.layout import Layout
-from fsharp.functional.layout.precision import dtype_name
 from fsharp.functional.layout.sharded import Sharded, decoded, units_of
 from fsharp.functional.layout.text import describe_units
 from fsharp.functional.lent import check_not_lent

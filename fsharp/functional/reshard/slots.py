@@ -9,9 +9,9 @@ import optree
 import torch
 
 from fsharp.errors import LayoutError, TreeError, problem
+from fsharp.functional.formats.format import dtype_name
 from fsharp.functional.layout.layout import Layout
 from fsharp.functional.layout.placement import Place
-from fsharp.functional.layout.precision import dtype_name
 from fsharp.functional.layout.sharded import Sharded, is_sharded
 from fsharp.functional.layout.unit_layout import Leaf, UnitLayout
 from fsharp.functional.state import TrainState

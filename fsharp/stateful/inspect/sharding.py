@@ -10,10 +10,10 @@ import torch
 
 from fsharp.annotated import options_explained
 from fsharp.errors import LayoutError, problem
+from fsharp.functional.formats.format import dtype_name
 from fsharp.functional.layout.layout import Layout
 from fsharp.functional.layout.mesh import Mesh
 from fsharp.functional.layout.placement import P, Place
-from fsharp.functional.layout.precision import dtype_name
 from fsharp.functional.layout.sharded import PlaceName, resolve_place
 from fsharp.functional.layout.text import alike_units
 from fsharp.functional.layout.unit_layout import Leaf, UnitLayout

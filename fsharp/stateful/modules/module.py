@@ -12,8 +12,8 @@ from torch import nn
 from fsharp.compiling import uncompiled
 from fsharp.errors import LayoutError, ScheduleError, TreeError
 from fsharp.functional.comm.protocol import Comm
+from fsharp.functional.formats.format import dtype_name
 from fsharp.functional.layout.layout import Layout
-from fsharp.functional.layout.precision import dtype_name
 from fsharp.functional.state import TrainState
 from fsharp.stateful.modules.calls import ParameterSource
 from fsharp.stateful.modules.parameter import Part

@@ -12,7 +12,7 @@ from fsharp.errors import MeshError, ScheduleError, TreeError, problem
 from fsharp.functional.comm.agree import gather_bytes, together
 from fsharp.functional.comm.equal_values import check_same, digest, taken
 from fsharp.functional.comm.protocol import Comm
-from fsharp.functional.layout.precision import dtype_name
+from fsharp.functional.formats.format import dtype_name
 from fsharp.functional.layout.sharded import Sharded
 from fsharp.functional.moves import gather
 from fsharp.stateful.modules.initial.dtensors import Spec

@@ -21,7 +21,7 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from fsharp.functional.comm.process_group import ProcessGroupComm, abort
 from fsharp.functional.comm.worker_threads import InFlight
-from fsharp.functional.layout.precision import Format
+from fsharp.functional.formats.format import Format
 
 Kind = Literal["gather", "reduce"]
 _KINDS: tuple[Kind, ...] = get_args(Kind)

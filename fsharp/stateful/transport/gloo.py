@@ -24,7 +24,7 @@ import torch.distributed as dist
 from fsharp.functional.comm.process_group import Messages, ProcessGroupComm
 from fsharp.functional.comm.watch import WatchedCall
 from fsharp.functional.comm.worker_threads import InFlight, Outcome, Worker
-from fsharp.functional.layout.precision import dtype_name
+from fsharp.functional.formats.format import dtype_name
 from fsharp.stateful.transport.base import PackingTransport, ProcessGroups, Summand, Work
 
 _CHUNK = 1 << 20

@@ -15,7 +15,7 @@ from fsharp.functional.comm.agree import exchange, together
 from fsharp.functional.comm.equal_values import digest, taken
 from fsharp.functional.comm.exact_text import exact_text
 from fsharp.functional.comm.protocol import Comm
-from fsharp.functional.layout.precision import dtype_name
+from fsharp.functional.formats.format import dtype_name
 from fsharp.functional.layout.sharded import check_kept, is_sharded, units_of
 from fsharp.stateful.modules.parameter import Part
 from fsharp.stateful.modules.state_dict import own_part

@@ -10,7 +10,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import UninitializedParameter
 
 from fsharp.errors import TreeError
-from fsharp.functional.layout.precision import dtype_name
+from fsharp.functional.formats.format import dtype_name
 
 _WRAPPERS = (DataParallel, DistributedDataParallel, FullyShardedDataParallel)
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from fsharp.functional.layout.precision import Format, Plane, register_format
+from fsharp.functional.formats.format import Format, Plane, register_format
 
 BLOCK = 32
 _BIAS, _NOT_FINITE = 127, 255

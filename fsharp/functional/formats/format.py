@@ -1,0 +1,232 @@
+"""Format: how values are stored, or travel, as planes of numbers; dtypes are the plain ones."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import torch
+
+from fsharp.annotated import options_checked, options_explained
+from fsharp.errors import LayoutError
+from fsharp.tracebacks import api_boundary
+
+
+@options_checked
+@dataclass(frozen=True, slots=True)
+class Plane:
+    """One kind of number in which a format stores values, such as the values in 8 bits, or their scales.
+
+    Args:
+        dtype: of the numbers.
+        per_block: how many of them each block of values has.
+
+    Raises:
+        LayoutError: ``per_block`` is less than 1, or the dtype is a quantised one of torch, which has scales of its own.
+    """
+
+    dtype: torch.dtype
+    per_block: int = 1
+
+    def __post_init__(self) -> None:
+        if self.per_block < 1 or dtype_name(self.dtype).startswith("q"):
+            raise LayoutError(
+                f"Plane(): got {self.dtype} and per_block {self.per_block}, expected a dtype of plain numbers and 1 or more."
+            )
+
+
+PLANE_ALIGNMENT = 16
+"""Bytes: where each plane of a part begins in a buffer."""
+
+
+@options_explained
+@dataclass(frozen=True, slots=True)
+class Format:
+    """How values are stored or travel: parameters where they rest and in gathers, gradients in reductions.
+
+    Values that a rank has for itself, or for one receiver, are a *part*: whole blocks, which are encoded together. A part is
+    stored as bytes, one plane after another. A buffer of several parts has one after another, so that one message moves all
+    planes, and what moves is cut between parts alone.
+
+    ``encode`` gets values in the dtype of the main copy, or of a gradient's sum. For parameters, decoding what was encoded and
+    encoding the result again has to give the same bytes, as a checkpoint has decoded values. Neither function may change what
+    it is given.
+
+    Args:
+        name: names it in layouts, checkpoints and labels.
+        planes: what it stores.
+        encode: of 1-D values, in whole blocks, the planes, each 1-D with ``per_block`` numbers for each block.
+        decode: of the planes, the 1-D values in any floating-point dtype, which are cast to the one they are needed in.
+        block: number of values that are encoded together; parts are cut between blocks.
+
+    Raises:
+        LayoutError: no planes, a block that is no positive number, or a name that is none.
+    """
+
+    name: str
+    planes: tuple[Plane, ...]
+    encode: Callable[[torch.Tensor], Sequence[torch.Tensor]] = field(compare=False, repr=False)
+    decode: Callable[[Sequence[torch.Tensor]], torch.Tensor] = field(compare=False, repr=False)
+    block: int = 1
+
+    def __post_init__(self) -> None:
+        are_planes = isinstance(self.planes, tuple) and self.planes and all(isinstance(each, Plane) for each in self.planes)
+        is_block = isinstance(self.block, int) and self.block >= 1
+        is_name = isinstance(self.name, str) and self.name.isidentifier()
+        if not (are_planes and is_block and is_name and callable(self.encode) and callable(self.decode)):
+            raise LayoutError(
+                f"Format(): got name {self.name!r}, planes {self.planes!r:.80}, block {self.block!r}, "
+                f"encode {self.encode!r:.40}, decode {self.decode!r:.40}; expected an identifier, a tuple with one Plane at "
+                "least, an integer of 1 or more, and two functions."
+            )
+
+    def __str__(self) -> str:
+        if self.is_plain:
+            return self.name
+        planes = ", ".join(f"{dtype_name(plane.dtype)} x {plane.per_block}" for plane in self.planes)
+        return f"{self.name} ({planes}; blocks of {self.block})"
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it stores values as they are, in one dtype."""
+        return self.encode is _as_they_are
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of a stored buffer: that of the values if the format is plain, else bytes."""
+        return self.planes[0].dtype if self.is_plain else torch.uint8
+
+    def size(self, values: int) -> int:
+        """Numbers of :attr:`dtype` in which a part of so many values is stored, a multiple of :attr:`block`."""
+        return values if self.is_plain else sum(map(_aligned, self._plane_nbytes(values)))
+
+    def _plane_nbytes(self, values: int) -> list[int]:
+        return [values // self.block * plane.per_block * plane.dtype.itemsize for plane in self.planes]
+
+    @api_boundary
+    def store(self, values: torch.Tensor, part: int) -> torch.Tensor:
+        """Return 1-D values, in whole parts of ``part`` values each, as they are stored.
+
+        Raises:
+            LayoutError: ``encode`` returns other planes than the format says.
+        """
+        if self.is_plain:
+            return values.to(self.dtype)
+        num_parts = values.numel() // part if part else 0
+        stored = values.new_zeros((num_parts, self.size(part)), dtype=torch.uint8)
+        if not stored.numel():
+            return stored.view(-1)
+        planes = self.encode(values)
+        expected = [(plane.dtype, (values.numel() // self.block * plane.per_block,)) for plane in self.planes]
+        if (found := _shapes(planes)) != expected:
+            raise LayoutError(f"Format {self.name!r}: encode() returned {found!r:.200}, expected {expected}.")
+        for plane, column in zip(planes, self._columns(stored, part), strict=True):
+            column.copy_(plane.contiguous().view(num_parts, -1).view(torch.uint8))
+        return stored.view(-1)
+
+    @api_boundary
+    def load(self, stored: torch.Tensor, part: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return the 1-D values, in ``dtype``, of a buffer of whole parts, as :meth:`store` has returned them.
+
+        Raises:
+            LayoutError: ``decode`` does not return one floating-point number for each value.
+        """
+        if self.is_plain:
+            return stored
+        if not stored.numel():
+            return stored.new_empty(0, dtype=dtype)
+        rows = stored.view(-1, self.size(part))
+        columns = self._columns(rows, part)
+        planes = [column.contiguous().view(-1).view(plane.dtype) for plane, column in zip(self.planes, columns, strict=True)]
+        values = self.decode(planes)
+        size = len(rows) * part
+        if not (isinstance(values, torch.Tensor) and values.is_floating_point() and values.shape == (size,)):
+            found = _shapes([values])
+            raise LayoutError(
+                f"Format {self.name!r}: decode() returned {found!r:.200}, expected a floating-point tensor of shape ({size},)."
+            )
+        is_view = values.untyped_storage().data_ptr() == stored.untyped_storage().data_ptr()
+        return values.to(dtype, copy=is_view)
+
+    def padded(self, values: int, parts: int) -> int:
+        """Return the size of one of ``parts`` equal parts, in whole blocks, that together have room for so many values."""
+        return -(-values // (parts * self.block)) * self.block
+
+    def sum(self, stored: torch.Tensor, part: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return the sum of stored parts of ``part`` values each, decoded one by one and added in ``dtype``, in their order."""
+        first, *others = stored.view(-1, self.size(part)).unbind()
+        total = self.load(first, part, dtype).to(dtype, copy=True)
+        for each in others:
+            total += self.load(each, part, dtype)
+        return total
+
+    def _columns(self, stored: torch.Tensor, part: int) -> list[torch.Tensor]:
+        """Return a view of each plane, ``[parts, bytes of the plane]``, of stored parts, ``[parts, bytes of a part]``."""
+        found, start = [], 0
+        for nbytes in self._plane_nbytes(part):
+            found.append(stored[:, start : start + nbytes])
+            start += _aligned(nbytes)
+        return found
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // PLANE_ALIGNMENT) * PLANE_ALIGNMENT
+
+
+def _shapes(planes: Any) -> Any:
+    """The dtype and shape of each of some tensors; what is anything else as it is."""
+    if not isinstance(planes, list | tuple) or not all(isinstance(x, torch.Tensor) for x in planes):
+        return planes
+    return [(x.dtype, tuple(x.shape)) for x in planes]
+
+
+def _as_they_are(values: torch.Tensor) -> Sequence[torch.Tensor]:
+    return [values]
+
+
+def _only(planes: Sequence[torch.Tensor]) -> torch.Tensor:
+    return planes[0]
+
+
+@cache
+def plain(dtype: torch.dtype) -> Format:
+    """The format of values that are stored as they are, in ``dtype``."""
+    return Format(dtype_name(dtype), (Plane(dtype),), _as_they_are, _only)
+
+
+_formats: dict[str, Format] = {}
+
+
+@options_explained
+def register_format(format: Format) -> Format:
+    """Have layouts and checkpoints that are read find a format by its name, and return it.
+
+    Raises:
+        LayoutError: another format has this name, or other functions, or a dtype has it.
+    """
+    is_dtype = isinstance(getattr(torch, format.name, None), torch.dtype)
+    found = plain(getattr(torch, format.name)) if is_dtype else _formats.setdefault(format.name, format)
+    if found != format or found.encode is not format.encode or found.decode is not format.decode:
+        raise LayoutError(
+            f"register_format(): there is another format {format.name!r} already, {found}, or one with other functions. "
+            "Give this one another name."
+        )
+    return format
+
+
+def format_named(name: str) -> Format:
+    """Return the plain format of a dtype, or a registered format, by its name.
+
+    Raises:
+        LayoutError: there is none.
+    """
+    if isinstance(dtype := getattr(torch, name, None), torch.dtype):
+        return plain(dtype)
+    if name not in _formats:
+        raise LayoutError(f"no format {name!r}: import what registers it first. There are {sorted(_formats)}.")
+    return _formats[name]
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """``float32`` for ``torch.float32``."""
+    return str(dtype).removeprefix("torch.")
