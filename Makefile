@@ -6,6 +6,7 @@
 # make faults    tests of checkpoints: killed saves, damaged files, full disks, forged manifests; 9 minutes (ARGS=--short: 1)
 # make examples  run the examples, about 3 minutes
 # make bench     measure against FSDP2, DDP and DCP (14 minutes on 2 cores that do nothing else); PEERS=all adds DeepSpeed
+# make bench-wire  bytes that a step sends against the loss it reaches, for formats of 8 and 4 bits (10 minutes on 2 cores)
 # make package   build wheel and sdist, install each into an empty environment, and train a step there
 # make clean     remove .venv, build, dist and *.egg-info
 
@@ -17,7 +18,7 @@ export OMP_NUM_THREADS ?= 1
 ARGS ?=
 PEERS ?= default
 
-.PHONY: help train test test-all test-kernels lint faults bench examples package clean
+.PHONY: help train test test-all test-kernels lint faults bench bench-wire examples package clean
 
 help:
 	@sed -n 's/^# make/make/p' Makefile
@@ -62,6 +63,9 @@ test-kernels: $(VENV)/.installed
 
 faults: $(VENV)/.installed
 	@$(RUN)/python -m tests.faults $(ARGS)
+
+bench-wire: $(VENV)/.installed
+	@$(RUN)/python -m benchmarks.wire $(ARGS)
 
 bench: $(VENV)/.installed $(if $(filter all,$(PEERS)),$(VENV)/.deepspeed)
 	@$(RUN)/python -m benchmarks --peers $(PEERS) $(ARGS)
