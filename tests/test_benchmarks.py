@@ -31,6 +31,7 @@ from benchmarks import (
     stats,
     steps,
     units,
+    wire,
 )
 from benchmarks import contenders as c
 from benchmarks.options import Options, parse
@@ -561,6 +562,18 @@ def test_partial_runs_do_not_touch_the_page(parts, tmp_path):
     options = replace(SMALL_OPTIONS, out=tmp_path / "cpu.json", docs=docs, only=("steps",))
     report.report(options, {"steps": parts["steps"]}, seconds=1.0)
     assert not docs.exists()
+
+
+def test_formats_send_the_bytes_that_are_said():
+    """One block and the root: FSDP2 gathers a block twice and the root once, in two bytes an element, and reduces both."""
+    names = ("float32, zero3", "mxint8, gradients mxint4, zero2")
+    found = wire.main(wire.Options(seeds=1, steps=3, dim=32, layers=1, batch=4, context=32, eval_bytes=256, only=names))
+    assert 4 <= found["fsdp2_bytes"] <= 6
+    exact, packed = [found["codecs"][name] for name in names]
+    assert 8 <= exact["bytes"] <= 12
+    assert packed["bytes"] == pytest.approx((33 + 17) / 32, rel=0.02)  # and planes that begin at multiples of 16 bytes
+    assert packed["loss"] == pytest.approx(exact["loss"], rel=0.02)
+    assert found["best_bytes_ratio"] == min(each["bytes"] for each in (exact, packed)) / found["fsdp2_bytes"]
 
 
 def test_launches_are_pooled():
