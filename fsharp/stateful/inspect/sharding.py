@@ -5,6 +5,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import groupby
 
 import torch
 
@@ -15,7 +16,7 @@ from fsharp.functional.layout.layout import Layout
 from fsharp.functional.layout.mesh import Mesh
 from fsharp.functional.layout.placement import P, Place
 from fsharp.functional.layout.sharded import PlaceName, resolve_place
-from fsharp.functional.layout.text import alike_units
+from fsharp.functional.layout.text import alike_units, columns
 from fsharp.functional.layout.unit_layout import Leaf, UnitLayout
 from fsharp.tracebacks import api_boundary
 
@@ -145,21 +146,18 @@ class LeafSharding:
 
     def __str__(self) -> str:
         parts = _part_of_rank(self.mesh, self.place)
-        shown: list[int | None] = list(self._parts)
-        if len(shown) > _MAX_BOXES:
-            shown = [*self._parts[: _MAX_BOXES // 2], None, *self._parts[-(_MAX_BOXES // 2) :]]
-        rows = [
-            ("⋮", f"{len(self._parts) - _MAX_BOXES:,} more")
-            if part is None
-            else (self._rows_text(part), _ranks_text(parts == part))
-            for part in shown
-        ]
-        left, width = (max((len(row[i]) for row in rows), default=0) for i in range(2))
-        line = "─" * (max(width, 18) + 2)
-        boxes = [f"{where:>{left}} │{ranks:^{len(line)}}│" for where, ranks in rows]
-        drawn = [" " * left + f" ┌{line}┐", *_between(boxes, " " * left + f" ├{line}┤"), " " * left + f" └{line}┘"]
-        what, where = f"{self._name}, spec {self.spec}", f"{self.place} of {self.mesh}"
-        return "\n".join([what, where, *(drawn if rows else []), *self._notes()])
+        half, left_out = _MAX_BOXES // 2, len(self._parts) - _MAX_BOXES
+        shown = [*self._parts[:half], *self._parts[-half:]] if left_out > 0 else self._parts
+        rows = [(self._rows_text(part), _ranks_text(parts == part)) for part in shown]
+        if left_out > 0:
+            rows.insert(half, ("⋮", f"{left_out:,} more"))
+        lines = [f"{self._name}, spec {self.spec}", f"{self.place} of {self.mesh}"]
+        if rows:
+            left, width = (max(map(len, column)) for column in zip(*rows, strict=True))
+            indent, rule = " " * (left + 1), "─" * (max(width, 18) + 2)
+            boxes = [f"{where:>{left}} │{ranks:^{len(rule)}}│" for where, ranks in rows]
+            lines += [f"{indent}┌{rule}┐", f"\n{indent}├{rule}┤\n".join(boxes), f"{indent}└{rule}┘"]
+        return "\n".join([*lines, *self._notes()])
 
     def __repr__(self) -> str:
         return f"LeafSharding({self._name}, spec {self.spec}, {self.place} of {self.mesh})"
@@ -203,22 +201,15 @@ class TreeSharding:
         size = self.layout.mesh.size
         cells = min(size, _MAX_CELLS)
         named = list(self._named())
-        rows = [("leaf", "shape", "spec", "on a rank", f"ranks 0 to {size - 1:,}" if size > 1 else "rank 0")]
+        rows = [(f"{'leaf':12}", "shape", "spec", "on a rank", f"ranks 0 to {size - 1:,}" if size > 1 else "rank 0")]
         for name, leaf in named[:_MAX_ROWS]:
-            facts = (
-                (
-                    _shape_text(leaf.leaf),
-                    (leaf.spec is None and leaf._differs) or str(leaf.spec),
-                    leaf._share_text,
-                    _cells(leaf, cells),
-                )
-                if leaf
-                else ("",) * 4
-            )
-            rows.append((name, *facts))
-        widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-        widths[0] = max(12, min(widths[0], _COLUMNS - sum(widths[1:]) - 2 * (len(widths) - 1)))
-        lines = ["  ".join(_clipped(cell, w).ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
+            if leaf is None:
+                rows.append((name, "", "", "", ""))
+            else:
+                spec = (leaf.spec is None and leaf._differs) or str(leaf.spec)
+                rows.append((name, _shape_text(leaf.leaf), spec, leaf._share_text, _cells(leaf, cells)))
+        room = _COLUMNS - sum(2 + max(map(len, column)) for column in [*zip(*rows, strict=True)][1:])
+        lines = columns([(_clipped(row[0], max(room, 12)), *row[1:]) for row in rows])
         left_out = sum(leaf is not None for _, leaf in named[_MAX_ROWS:])
         per_cell = f"{size // cells:,} or {size // cells + 1:,}" if size % cells else f"{size // cells:,}"
         return "\n".join(
@@ -295,11 +286,8 @@ def _cells(leaf: LeafSharding, count: int) -> str:
 def _ranks_text(chosen: torch.Tensor) -> str:
     """``rank 3``, ``ranks 0 to 2, 5 to 7`` or ``ranks 0, 4, ..., 60 (16 in all)`` from a mask of ranks, bool[ranks]."""
     ranks = chosen.nonzero().flatten().tolist()
-    ends = [i for i in range(len(ranks)) if i + 1 == len(ranks) or ranks[i + 1] != ranks[i] + 1]
-    runs = [(ranks[first], ranks[last]) for first, last in zip([0, *(i + 1 for i in ends)], ends, strict=False)]
-    texts = [
-        f"{first:,}{(', ' if last == first + 1 else ' to ') + f'{last:,}' if last > first else ''}" for first, last in runs
-    ]
+    runs = [[rank for _, rank in run] for _, run in groupby(enumerate(ranks), lambda pair: pair[1] - pair[0])]
+    texts = [f"{run[0]:,} to {run[-1]:,}" if len(run) > 2 else ", ".join(f"{rank:,}" for rank in run) for run in runs]
     if len(texts) > 4:
         texts = [*texts[:2], "...", f"{texts[-1]} ({len(ranks):,} in all)"]
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(texts)}"
@@ -313,7 +301,3 @@ def _clipped(text: str, width: int) -> str:
     if len(text) <= width:
         return text
     return f"{text[: width // 2]}…{text[len(text) - (width - width // 2 - 1) :]}"
-
-
-def _between(lines: list[str], rule: str) -> list[str]:
-    return [each for line in lines for each in (rule, line)][1:]

@@ -72,7 +72,7 @@ class CapturedStep:
             AgreementError: another rank has failed.
         """
         self._scheduled.scheduler.check_open()
-        for held, new in zip(_leaves(self._batch), _leaves(batch), strict=True):
+        for held, new in zip(optree.tree_leaves(self._batch), optree.tree_leaves(batch), strict=True):
             if isinstance(held, torch.Tensor):
                 if held.shape != new.shape:
                     raise ScheduleError(f"a batch with a tensor of shape {list(new.shape)}, captured with {list(held.shape)}.")
@@ -82,12 +82,9 @@ class CapturedStep:
         return self._metrics
 
 
-def _leaves(tree: Any) -> list[Any]:
-    return optree.tree_leaves(tree)
-
-
 def _addresses(state: TrainState) -> list[int]:
-    return [x.data_ptr() for x in _leaves((state.params, state.main)) if isinstance(x, torch.Tensor)]
+    tree: Any = state.params, state.main
+    return [x.data_ptr() for x in optree.tree_leaves(tree) if isinstance(x, torch.Tensor)]
 
 
 def _check(device: torch.device, policy: Policy, state: TrainState, warmup: int) -> None:
@@ -101,7 +98,7 @@ def _check(device: torch.device, policy: Policy, state: TrainState, warmup: int)
         raise ScheduleError(
             f"CapturedStep(): warmup is {warmup}, expected at least 2: one step to record, one to follow the schedule."
         )
-    counts = [x for x in _leaves(state.opt) if isinstance(x, int | float)]
+    counts = [x for x in optree.tree_leaves(state.opt) if isinstance(x, int | float)]
     if counts:
         raise ScheduleError(
             f"CapturedStep(): the optimizer state counts in Python ({counts[0]}): use adamw(..., capturable=True)."
