@@ -1,14 +1,14 @@
 """What a step costs on the wire, computed from the layout before anything runs."""
 
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from types import MappingProxyType
 
 from fsharp.annotated import options_checked
 from fsharp.functional.comm.protocol import Call, sent_nbytes
-from fsharp.functional.formats.format import Format, plain
 from fsharp.functional.layout.layout import Layout
 from fsharp.functional.layout.placement import Partial, Place, Replicate, Shard
+from fsharp.functional.layout.precision import Dtypes
 from fsharp.functional.layout.unit_layout import UnitLayout
 
 
@@ -54,40 +54,52 @@ def step_traffic(
 
 def gather_calls(unit: UnitLayout, group: int, source: Place, target: Place) -> Counter[Call]:
     """The collectives that :func:`~fsharp.gather` makes for one group between two places."""
-    calls: Counter[Call] = Counter()
-    nbytes = unit.stored_nbytes(group, source)
-    for axis in reversed(source.order):
+    sharded = [axis for axis in reversed(source.order) if source[axis] is Shard and target[axis] is Replicate]
+    axes = [axis for axis in sharded if unit.mesh.axis_size(axis) > 1]
+    return Counter(calls_gathering(unit, unit.stored_nbytes(group, source), axes))
+
+
+def calls_gathering(unit: UnitLayout, nbytes: int, axes: Iterable[str]) -> Iterator[Call]:
+    """Yield the collectives that gather a buffer, of which a rank has ``nbytes``, along one axis after another."""
+    for axis in axes if nbytes else ():
         n = unit.mesh.axis_size(axis)
-        if source[axis] is Shard and target[axis] is Replicate and n > 1 and nbytes:
-            calls[Call("all_gather", axis, sent_nbytes("all_gather", nbytes, n))] += 1
-            nbytes *= n
-    return calls
+        yield Call("all_gather", axis, sent_nbytes("all_gather", nbytes, n))
+        nbytes *= n
 
 
 def reduce_calls(unit: UnitLayout, group: int, source: Place, target: Place) -> Counter[Call]:
     """The collectives that :func:`~fsharp.reduce_scatter` makes for one group between two places."""
-    calls: Counter[Call] = Counter()
-    size = unit.local_size(group, source)
-    dtypes = unit.groups[group].dtypes
-    for axis in source.order:
+    size, stages = unit.local_size(group, source), []
+    partial = [axis for axis in source.order if source[axis] is Partial and unit.mesh.axis_size(axis) > 1]
+    for axis in [axis for axis in partial if target[axis] is Shard]:
         n = unit.mesh.axis_size(axis)
-        if source[axis] is Partial and target[axis] is Shard and n > 1 and size:
-            size //= n
-            calls[summing_call(dtypes.wire, axis, size, n)] += 1
-    for axis in source.order:
-        n = unit.mesh.axis_size(axis)
-        if source[axis] is Partial and target[axis] is Replicate and n > 1 and size:
-            part = dtypes.wire.padded(size, n)
-            nbytes = part * dtypes.accumulate.itemsize
-            if dtypes.wire == plain(dtypes.accumulate):
-                calls[Call("all_reduce", axis, sent_nbytes("all_reduce", nbytes, n))] += 1
-            else:
-                calls[summing_call(dtypes.wire, axis, part, n)] += 1
-                calls[Call("all_gather", axis, sent_nbytes("all_gather", nbytes, n))] += 1
-    return calls
+        size //= n
+        stages.append(("reduce_scatter", axis, n, size))
+    stages += [("all_reduce", axis, unit.mesh.axis_size(axis), size) for axis in partial if target[axis] is Replicate]
+    return Counter(calls_reducing(unit.groups[group].dtypes, stages))
 
 
-def summing_call(wire: Format, axis: str, part: int, n: int) -> Call:
-    """The collective after which each of ``n`` ranks along an axis has the sum of a part, whose summands travel in ``wire``."""
-    op = "reduce_scatter" if wire.is_plain else "all_to_all"
-    return Call(op, axis, sent_nbytes(op, wire.size(part) * wire.dtype.itemsize, n))
+def calls_reducing(dtypes: Dtypes, stages: Iterable[tuple[str, str, int, int]]) -> Iterator[Call]:
+    """Yield the collectives of a reduction.
+
+    Args:
+        dtypes: of the group.
+        stages: the collective, the axis that it is along, the number of ranks there, and the elements that come out of it.
+    """
+    for op, axis, n, out in stages:
+        if not out:
+            continue
+        if op in ("reduce_scatter", "all_to_all"):
+            yield _summing_call(dtypes, axis, out, n)
+            continue
+        part = dtypes.wire.padded(out, n)
+        if op == "all_reduce" and (dtypes.travels != dtypes.accumulate or (n > 1 and not dtypes.wire.is_plain)):
+            yield _summing_call(dtypes, axis, part, n)
+            op = "all_gather"
+        yield Call(op, axis, sent_nbytes(op, part * dtypes.accumulate.itemsize, n))
+
+
+def _summing_call(dtypes: Dtypes, axis: str, part: int, n: int) -> Call:
+    """The collective after which each of ``n`` ranks along an axis has the sum of a part."""
+    op = "reduce_scatter" if dtypes.wire.is_plain else "all_to_all"
+    return Call(op, axis, sent_nbytes(op, dtypes.wire.size(part) * dtypes.wire.dtype.itemsize, n))

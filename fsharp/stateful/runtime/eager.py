@@ -15,13 +15,13 @@ from fsharp.errors import ScheduleError
 from fsharp.stateful.runtime.compiled import Compiled
 from fsharp.stateful.runtime.executor import BoundOp, Executor
 from fsharp.stateful.schedule import ops
-from fsharp.stateful.schedule.ops import FINISHING, OUTGOING, PARAMS, REST, OpSpec, Phase
+from fsharp.stateful.schedule.ops import REST, OpSpec, Phase, buffer_nbytes
 from fsharp.stateful.schedule.policy import Policy
 from fsharp.stateful.schedule.program import Event, Program, UnitFacts
 from fsharp.stateful.schedule.schedule import Memory, Op, Schedule
 from fsharp.stateful.schedule.unplaced import BufferKey, behind
 from fsharp.stateful.units.facts import facts_of
-from fsharp.stateful.units.full import aligned, full_nbytes
+from fsharp.stateful.units.full import aligned
 from fsharp.stateful.units.gradient import GradientBuffer, GradientPhase
 from fsharp.stateful.units.route import OutgoingBlock
 from fsharp.stateful.units.unit_state import UnitState
@@ -54,7 +54,7 @@ class Eager:
         self._at = 0
         self.ops: list[Op] = []
         self._last: dict[str, int] = {}  # by stream, its last op
-        self._places: dict[BufferKey, Memory] = {}
+        self._places: dict[BufferKey, Memory | None] = {}
         self._top = 0
         self._joined: set[int] = set()  # ops that compute waits for already, until an op says so
         self._readers: dict[BufferKey, list[int]] = {}  # since the buffer's last change
@@ -244,7 +244,7 @@ class Eager:
         for unit in units:
             gradient = unit.gradient
             assert gradient is not None
-            memory = torch.empty(_nbytes_of(FINISHING, unit), dtype=torch.uint8, device=self._device)
+            memory = torch.empty(gradient.route.finishing_nbytes(), dtype=torch.uint8, device=self._device)
             reduce = self._emit(ops.FINISH, unit, "finish", pieces=gradient.route.finishing_block(memory))
             yield reduce
             yield self._emit(ops.LAND, unit, "finish", after=reduce.key[1])
@@ -318,11 +318,9 @@ class Eager:
 
     def _place(self, buffer: str, unit: UnitState) -> Memory | None:
         """Return the memory of a buffer in the schedule that this step becomes, which no other buffer has; None for 0 bytes."""
-        nbytes = _nbytes_of(buffer, unit)
-        if not nbytes:
-            return None
         if (buffer, unit.key) not in self._places:
-            self._places[buffer, unit.key] = Memory(self._top, nbytes)
+            nbytes = buffer_nbytes(buffer, self._facts(unit))
+            self._places[buffer, unit.key] = Memory(self._top, nbytes) if nbytes else None
             self._top += aligned(nbytes)
         return self._places[buffer, unit.key]
 
@@ -372,14 +370,3 @@ def _peak_nbytes(emitted: Iterable[Op]) -> int:
         if op.spec.frees and op.memory is not None:
             total -= live.pop(op.memory.start)
     return peak
-
-
-def _nbytes_of(buffer: str, unit: UnitState) -> int:
-    """Bytes of a buffer of a unit, as if there were several uses and several microbatches, which nobody knows yet."""
-    if buffer == PARAMS:
-        return full_nbytes(unit.layout)
-    gradient = unit.gradient
-    assert gradient is not None
-    if buffer == OUTGOING:
-        return gradient.route.outgoing_nbytes(several_uses=True, several_microbatches=True)
-    return gradient.route.finishing_nbytes() if buffer == FINISHING else gradient.rest.nbytes

@@ -1,11 +1,11 @@
 """The facts of a unit that a schedule has to know, from its layout."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable
 from dataclasses import replace
 
-from fsharp.functional.comm.protocol import Call, sent_nbytes
+from fsharp.functional.comm.protocol import Call
 from fsharp.functional.layout.unit_layout import UnitLayout
-from fsharp.functional.traffic import summing_call
+from fsharp.functional.traffic import calls_gathering, calls_reducing
 from fsharp.stateful.schedule.policy import Policy
 from fsharp.stateful.schedule.program import UnitFacts
 from fsharp.stateful.units.axis_chain import AxisChain
@@ -28,11 +28,10 @@ def facts_of(
     """
     layout = unit.layout
     params, optim = layout.strategy.params, layout.strategy.optim
-    gather = [c for g in layout.all_groups for c in _gathers(layout, layout.stored_nbytes(g, params), unit.axes)]
+    gather = [c for g in layout.all_groups for c in calls_gathering(layout, layout.stored_nbytes(g, params), unit.axes)]
     gathered = full_nbytes(layout) if unit.axes else 0
-    update_gather = [
-        c for g in layout.trainable * updated for c in _gathers(layout, layout.stored_nbytes(g, optim), unit.update_axes)
-    ]
+    updates = [(layout.stored_nbytes(g, optim), unit.update_axes) for g in layout.trainable * updated]
+    update_gather = [call for nbytes, axes in updates for call in calls_gathering(layout, nbytes, axes)]
     facts = UnitFacts(
         unit.key,
         gathered,
@@ -51,8 +50,8 @@ def facts_of(
         finishing=route.finishing_nbytes(),
         rest=0 if policy.keep_gradients else unit.gradient.rest.nbytes,
         trainable=True,
-        reduce=tuple(c for chain in route.chains for c in _reductions(chain)),
-        finish=tuple(c for chain in route.finishes for c in _reductions(chain)),
+        reduce=_calls(route.chains),
+        finish=_calls(route.finishes),
     )
 
 
@@ -65,21 +64,6 @@ def _wire(unit: UnitLayout) -> str | None:
     return " ".join(dtypes.names)
 
 
-def _gathers(unit: UnitLayout, nbytes: int, axes: tuple[str, ...]) -> Iterator[Call]:
-    for axis in axes if nbytes else ():
-        n = unit.mesh.axis_size(axis)
-        yield Call("all_gather", axis, sent_nbytes("all_gather", nbytes, n))
-        nbytes *= n
-
-
-def _reductions(chain: AxisChain) -> Iterator[Call]:
-    wire, itemsize = chain.dtypes.wire, chain.dtypes.accumulate.itemsize
-    for (op, axis, n), out in zip(chain.stages, chain.sizes(), strict=True) if chain.size else ():
-        if op in ("reduce_scatter", "all_to_all"):
-            yield summing_call(wire, axis, out, n)
-            continue
-        part = wire.padded(out, n)
-        if op == "all_reduce" and chain.differ:  # of another dtype than the sums
-            yield summing_call(wire, axis, part, n)
-            op = "all_gather"
-        yield Call(op, axis, sent_nbytes(op, part * itemsize, n))
+def _calls(chains: Iterable[AxisChain]) -> tuple[Call, ...]:
+    stages = [(chain.dtypes, zip(chain.stages, chain.sizes(), strict=True)) for chain in chains]
+    return tuple(call for dtypes, each in stages for call in calls_reducing(dtypes, [(*stage, out) for stage, out in each]))

@@ -13,16 +13,11 @@ class Limits(Check):
 
     def __init__(self, schedule: Schedule, order: HappensBefore) -> None:
         super().__init__(schedule, order)
-        self.group_of: dict[str, str] = {}  # of resident units
-        self.members: dict[str, set[str]] = {}  # by group, those of them
-        self.ahead: set[str] = set()  # groups of which none is in use, or kept for its backward
+        self.group_of = {unit: _group(order.ops[i]) for unit, i in order.carried().items()}  # of resident units
         self.in_use, self.pinned = Counter[str](), Counter[str]()  # by unit, uses; and uses or backwards to come
-        self.used = 0  # resident units that are in use
         self.changes = self._changes()
         self.seen = 0  # events so far
         self.under_way: dict[str, dict[str, set[str]]] = {OUTGOING: {}, FINISHING: {}}  # by group, units
-        for unit, i in order.carried().items():
-            self._enter(unit, order.ops[i])
 
     def _changes(self) -> list[list[tuple[str, bool, int]]]:
         """For each event the units of which a use begins or ends, or begins to stay for its backward, or does no more."""
@@ -38,52 +33,26 @@ class Limits(Check):
                 result[last].append((self.events[last].unit, False, -1))
         return result
 
-    def _enter(self, unit: str, op: Op) -> None:
-        group = self.group_of[unit] = _group(op)
-        self.members.setdefault(group, set()).add(unit)
-        self.used += self.in_use[unit] > 0
-        self._sort(group)
-
-    def _leave(self, unit: str) -> None:
-        group = self.group_of.pop(unit, None)
-        if group is not None:
-            self.members[group].discard(unit)
-            self.used -= self.in_use[unit] > 0
-            self._sort(group)
-
-    def _sort(self, group: str) -> None:
-        """Whether a group is one of those ahead."""
-        here = self.members[group]
-        if here and not any(self.pinned[unit] for unit in here):
-            self.ahead.add(group)
-        else:
-            self.ahead.discard(group)
-
     def _advance(self, at: int) -> None:
         for changes in self.changes[self.seen : at + 1]:
             for unit, is_use, by in changes:
-                group = self.group_of.get(unit)
                 self.pinned[unit] += by
-                if is_use:
-                    before = self.in_use[unit] > 0
-                    self.in_use[unit] += by
-                    self.used += ((self.in_use[unit] > 0) - before) if group is not None else 0
-                if group is not None:
-                    self._sort(group)
+                self.in_use[unit] += by if is_use else 0
         self.seen = max(self.seen, at + 1)
 
     def see(self, i: int, op: Op, spec: OpSpec) -> None:
         """Count the buffers that are in use after an op."""
         if spec.fills == PARAMS:
             self._advance(op.at)
-            self._leave(op.unit)
-            self._enter(op.unit, op)
-            if self.ahead and (self.used > 0) + len(self.ahead) > self.policy.num_buffers:  # only the innermost use counts
-                used = {group for unit, group in self.group_of.items() if self.in_use[unit]}
-                what = f"is the unit too many: {sorted(used)} are in use, and {sorted(self.ahead)} resident beside them."
+            self.group_of[op.unit] = _group(op)
+            kept = {group for unit, group in self.group_of.items() if self.pinned[unit]}
+            ahead = set(self.group_of.values()) - kept
+            used = {group for unit, group in self.group_of.items() if self.in_use[unit]}
+            if ahead and bool(used) + len(ahead) > self.policy.num_buffers:  # only the innermost use counts
+                what = f"is the unit too many: {sorted(used)} are in use, and {sorted(ahead)} resident beside them."
                 raise refusal(i, op, what, f"at most {self.policy.num_buffers}, or those in use alone", "Gather it later.")
         elif spec.frees == PARAMS:
-            self._leave(op.unit)
+            self.group_of.pop(op.unit, None)
         elif spec.calls and spec.memory in self.under_way:
             here = self.under_way[spec.memory]
             here.setdefault(_group(op), set()).add(op.unit)
