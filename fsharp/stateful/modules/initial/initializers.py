@@ -94,10 +94,7 @@ class Initializers:
         """Return a function that fills a module's own tensors; None if there is none."""
         if self._initialize is not None:
             return partial(self._initialize, module)
-        names = ["reset_parameters", "_reset_parameters"]
-        if all(p is None for p in module._parameters.values()):
-            names.append("reset_running_stats")
-        return next((getattr(module, name) for name in names if hasattr(module, name)), None)
+        return getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
 
     def _make(self, path: str) -> dict[str, torch.Tensor]:
         """Return parameters by path, and keep buffers, of a module and of those that are made with it."""

@@ -103,17 +103,6 @@ def _vector_norm(
     return Reduction(local, "sum", finish)
 
 
-def _norm(
-    x: torch.Tensor,
-    p: float | str | None = "fro",
-    dim: None = None,
-    keepdim: bool = False,
-    *,
-    dtype: torch.dtype | None = None,
-) -> Reduction:
-    return _vector_norm(x, 2 if p in ("fro", None) else p, dim, keepdim, dtype=dtype)  # type: ignore[arg-type]
-
-
 REDUCTIONS: dict[str, Callable[..., Reduction]] = {
     "sum": _sum,
     "mean": _mean,
@@ -122,7 +111,9 @@ REDUCTIONS: dict[str, Callable[..., Reduction]] = {
     "any": lambda _: Reduction(lambda x: x.any().to(torch.uint8), "max", lambda value, _: value.bool()),
     "all": lambda _: Reduction(lambda x: x.all().to(torch.uint8), "min", lambda value, _: value.bool()),
     "count_nonzero": lambda _: Reduction(lambda x: x.count_nonzero(), "sum", lambda value, _: value),
-    "norm": _norm,
+    "norm": lambda x, p="fro", dim=None, keepdim=False, *, dtype=None: _vector_norm(
+        x, 2 if p in ("fro", None) else p, dim, keepdim, dtype=dtype
+    ),
     "linalg_vector_norm": _vector_norm,
     "linalg_norm": lambda x, *, dtype=None: _vector_norm(x, dtype=dtype),
     "_foreach_norm": lambda x, ord=2, dtype=None: _vector_norm(x, ord, dtype=dtype),
