@@ -1,7 +1,8 @@
 """Initial values of a module's parameters on this rank: cut from those it has or one rank has, or made where there are none."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import optree
@@ -55,7 +56,8 @@ def initial_values(
 
     Cost: memory of the shards, and of what is made or taken at once in full: one submodule's own parameters, or a unit.
     """
-    meta = [path for path, tensor in _tensors(module) if tensor.is_meta]
+    tensors = chain(module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False))
+    meta = [path for path, tensor in tensors if tensor.is_meta]
     makers = Initializers(module, layout, comm, key, initialize)
 
     def check() -> None:
@@ -132,8 +134,3 @@ def _synced(module: nn.Module, layout: Layout, comm: Comm, source: int) -> Any:
 
 def _parameter(module: nn.Module, unit: UnitLayout, leaf: Leaf) -> torch.Tensor:
     return local(module.get_parameter(unit.full_path(leaf)).detach())  # type: ignore[no-any-return]
-
-
-def _tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    yield from module.named_parameters(remove_duplicate=False)
-    yield from module.named_buffers(remove_duplicate=False)

@@ -34,12 +34,11 @@ class ReferenceOptimizer:
         params: Any,
         comm: Comm,
     ) -> None:
-        self._comm, self._name = comm, optimizer.__name__
+        self._comm, self._where = comm, f"ShardedOptimizer(check_steps=): {optimizer.__name__}"
         self._parameters = {path: nn.Parameter(value) for path, value in self._whole(params).items()}
-        mine = [[path for path in group["params"] if path in self._parameters] for group in groups]
-        rows = [{**group, "params": [self._parameters[p] for p in each]} for group, each in zip(groups, mine, strict=True)]
+        known = self._parameters
+        rows = [{**group, "params": [known[path] for path in group["params"] if path in known]} for group in groups]
         self._optimizer = optimizer(rows, **defaults)
-        self._paths = [path for each in mine for path in each]
 
     def _whole(self, tree: Any) -> dict[str, torch.Tensor]:
         found: dict[str, torch.Tensor] = {}
@@ -60,8 +59,7 @@ class ReferenceOptimizer:
             group.update({name: value for name, value in mine.items() if name != "params"})
         values, absent = self._whole(grads), set(missing)
         self._before = {path: parameter.detach().clone() for path, parameter in self._parameters.items()}
-        for path in self._paths:
-            parameter = self._parameters[path]
+        for path, parameter in self._parameters.items():
             parameter.grad = None if path in absent else values[path].to(parameter.dtype)
         self._optimizer.step()
 
@@ -74,13 +72,12 @@ class ReferenceOptimizer:
         Raises:
             TreeError: on all ranks: names the first parameter whose updates differ, and the largest difference.
         """
-        where, found = f"ShardedOptimizer(check_steps=): {self._name}", self._whole(params)
+        found = self._whole(params)
 
         def check() -> None:
-            for path in self._paths:
-                before = self._before[path]
+            for path, before in self._before.items():
                 x, y = self._parameters[path].detach() - before, found[path] - before
                 if not bool(are_close(x, y).all()):
-                    refuse_difference(where, path, x, y)
+                    refuse_difference(self._where, path, x, y)
 
-        together(where, self._comm, check)
+        together(self._where, self._comm, check)

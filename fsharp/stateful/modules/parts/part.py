@@ -170,10 +170,6 @@ class Part(torch.Tensor):
         size = self.unit.local_size(self.leaf.group, self.place)
         return self.full_shape, self.unit.mesh, self.place.sharded, self.leaf.shape, self.leaf.offset, size, spec
 
-    def _takes(self, whole: torch.Tensor) -> bool:
-        """Return whether a plain tensor has the shape of the whole, so that this rank's elements of that tensor are known."""
-        return whole.shape == self.full_shape and self._dtensor is None
-
     @classmethod
     @api_boundary
     def __torch_function__(
@@ -350,7 +346,8 @@ def _elementwise(
         for x in row:
             if like is None or x is like or not isinstance(x, torch.Tensor):
                 continue
-            if x._cut != like._cut if isinstance(x, Part) else x.dim() > 0 and not like._takes(x):
+            is_plain_whole = x.dim() == 0 or (x.shape == like.full_shape and like._dtensor is None)
+            if x._cut != like._cut if isinstance(x, Part) else not is_plain_whole:
                 raise LayoutError(_mismatch(like, x, name))
     if is_in_place(name) and any(
         not isinstance(row[0], Part) for row, like in zip(rows, likes, strict=True) if like is not None
