@@ -13,7 +13,6 @@ from torch import nn
 from fsharp.errors import TreeError, problem
 from fsharp.functional.comm.protocol import Comm
 from fsharp.functional.layout.layout import Layout
-from fsharp.functional.layout.paths import ancestors
 from fsharp.functional.layout.unit_layout import Leaf, UnitLayout
 from fsharp.functional.materialize import seed_of
 from fsharp.stateful.modules.initial.dtensors import local
@@ -46,6 +45,11 @@ class Initializers:
         self._module, self._device, self._initialize = module, comm.device, initialize
         self._seed = lambda name, path: seed_of(key, name, layout.unit_around(path), comm.rank)
         self.unfilled: set[str] = set()
+        self._roots: dict[str, str] = {}  # by path of a module, the outermost one that it is made together with
+        for path, each in module.named_modules(remove_duplicate=False):  # a module comes before those in it
+            above = self._roots.get(path.rpartition(".")[0])
+            if above is not None or self._is_whole(each):
+                self._roots[path] = path if above is None else above
         self._made: tuple[str | None, dict[str, torch.Tensor]] = None, {}
         self._buffers: dict[int, torch.Tensor] = {}  # by the meta tensor: modules may share one
 
@@ -54,7 +58,7 @@ class Initializers:
         return [
             name
             for path, each in self._module.named_modules()
-            if self._root(path) == path and self._method(each) is None
+            if self._roots.get(path, path) == path and self._method(each) is None
             for name, *_ in _meta_tensors(path, each)
         ]
 
@@ -64,7 +68,7 @@ class Initializers:
         given = self._module.get_parameter(path)
         if not given.is_meta:
             return local(given.detach()).to(self._device)  # type: ignore[no-any-return]
-        root = self._root(path.rpartition(".")[0])
+        root = self._roots.get(parent := path.rpartition(".")[0], parent)
         if root != self._made[0]:
             self._made = root, self._make(root)
         return self._made[1][path]
@@ -76,14 +80,9 @@ class Initializers:
             for name, buffer in each._buffers.items():
                 if buffer is not None and buffer.is_meta:
                     if id(buffer) not in self._buffers:
-                        self._make(self._root(path))
+                        self._make(self._roots.get(path, path))
                     found.append((each._buffers, name, self._buffers[id(buffer)]))
         return found
-
-    def _root(self, path: str) -> str:
-        """Return the outermost module with which a submodule is made; its own path if it is made by itself."""
-        around = [each for each in ancestors(path) if self._is_whole(self._module.get_submodule(each))]
-        return min(around, key=len, default=path)
 
     def _is_whole(self, module: nn.Module) -> bool:
         """Return whether a module is made together with all of its submodules."""
