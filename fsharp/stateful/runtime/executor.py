@@ -9,7 +9,7 @@ from functools import partial
 
 import torch
 
-from fsharp.errors import ScheduleError
+from fsharp.errors import ScheduleError, problem
 from fsharp.functional.comm.agree import agree
 from fsharp.functional.comm.process_group import ProcessGroupComm
 from fsharp.functional.comm.protocol import Comm, innermost
@@ -165,8 +165,17 @@ class Executor:
         self.lanes = lanes
 
     def bind(self, bound: BoundOp) -> Action:
-        """What to call when an op's turn comes."""
-        action = BIND[bound.spec](self, bound)
+        """What to call when an op's turn comes.
+
+        Raises:
+            ScheduleError: :data:`BIND` has no function for ops of this kind, or this returns none.
+        """
+        bind = BIND.get(bound.spec)
+        action = bind(self, bound) if callable(bind) else None
+        if not callable(action):
+            rows = [("in BIND", bind), ("which returned", action)]
+            remedy = f"Add the kind to {__name__}.BIND: a function of an Executor and a BoundOp that returns what to call."
+            raise ScheduleError(problem(f"op {bound.op}", f"nothing says what ops of kind {bound.op.kind!r} do.", rows, remedy))
         return partial(_after_joins, [gradient.join for gradient in bound.joins], action) if bound.joins else action
 
     def run(self, bound: BoundOp) -> None:

@@ -29,10 +29,11 @@ changes or frees a buffer waits for the ops on other streams that read the buffe
 step, so behind these there may be nothing: ``behind="gather"`` takes ``Policy(gather_at_start=False)``.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
 from typing import Literal, get_args
 
+from fsharp.annotated import wrong_field
 from fsharp.errors import ScheduleError
 from fsharp.functional.comm.protocol import Call
 from fsharp.stateful.schedule.program import ABOUT_NO_UNIT, EventKind, UnitFacts
@@ -237,31 +238,52 @@ OPS: dict[tuple[str, Phase], OpSpec] = {}
 """By kind and phase, all there are."""
 
 
+def kinds(chosen: Callable[[OpSpec], bool] = lambda spec: True) -> tuple[str, ...]:
+    """The kinds of ops that have a record of which ``chosen`` is true, in the order of declaration."""
+    return tuple(dict.fromkeys(spec.kind for spec in OPS.values() if chosen(spec)))
+
+
+def expected_phases(kind: str) -> str:
+    """What an error expects of an op that has a phase in which its kind has no ops."""
+    phases = [phase for each, phase in OPS if each == kind]
+    return " or ".join(map(repr, phases)) or f"a kind that is declared: give `declare()` the OpSpec of {kind!r} first"
+
+
 def declare(spec: OpSpec) -> None:
     """Add a kind of ops, or phases to one. See [Note: a new kind].
 
     Raises:
-        ScheduleError: the kind has one of these phases already, or the record names a buffer that there is not.
+        ScheduleError: a field has a value that it cannot have, or the kind has one of these phases already.
     """
+    if why := wrong_field(spec) or _unknown_name(spec):
+        raise ScheduleError(f"declare(): kind {spec.kind!r}: {why}. Correct this field of the OpSpec.")
     for phase in spec.phases:
         if (spec.kind, phase) in OPS:
-            raise ScheduleError(f"declare(): there are ops of kind {spec.kind!r} in phase {phase!r} already.")
-    if spec.behind and spec.behind not in {*kinds()} - {spec.kind}:
-        raise ScheduleError(
-            f"declare(): {spec.kind!r} is behind {spec.behind!r}, expected one of {[*kinds()]}, and another one."
-        )
-    for name in (*spec.reads, spec.joins, spec.fills, spec.changes, spec.frees):
-        if name and name not in BUFFERS:
-            raise ScheduleError(f"declare(): {spec.kind!r} names buffer {name!r}, expected one of {list(BUFFERS)}.")
+            what = f"there are ops of kind {spec.kind!r} in phase {phase!r} already."
+            raise ScheduleError(f"declare(): {what} Give the OpSpec another kind, or other phases.")
     OPS.update({(spec.kind, phase): spec for phase in spec.phases})
+
+
+def _unknown_name(spec: OpSpec) -> str:
+    """Return a text about the first field that is empty and must not be, or names what there is not; empty if none does."""
+    for field in ("kind", "phases"):
+        if not getattr(spec, field):
+            return f"{field} is {getattr(spec, field)!r}, expected one that is not empty"
+    facts = {each.name: each.type for each in fields(UnitFacts)}
+    leaders = [kind for kind in kinds() if kind != spec.kind and all((kind, phase) in OPS for phase in spec.phases)]
+    known: dict[str, Sequence[str]] = {"when": [*facts], "behind": leaders}
+    known["calls"] = [name for name in facts if facts[name] == tuple[Call, ...]]
+    known |= dict.fromkeys(("reads", "joins", "fills", "changes", "frees"), (*BUFFERS,))
+    for field, names in known.items():
+        value = getattr(spec, field)
+        allowed = (*names, "") if isinstance(value, str) else names
+        if {*([value] if isinstance(value, str) else value)} - {*allowed}:
+            why = ": another kind, with ops in all of its phases" if field == "behind" else ""
+            return f"{field} is {value!r}, expected {' or '.join(map(repr, allowed))}{why}"
+    return ""
 
 
 for _spec in (
     GATHER, WAIT, COMPUTE, RELEASE, CAST, REDUCE, ACCUMULATE, FINISH, LAND, FETCH, UPDATE, OFFLOAD, SPREAD, SETTLE
 ):  # fmt: skip
     declare(_spec)
-
-
-def kinds(chosen: Callable[[OpSpec], bool] = lambda spec: True) -> tuple[str, ...]:
-    """The kinds of ops that have a record of which ``chosen`` is true, in the order of declaration."""
-    return tuple(dict.fromkeys(spec.kind for spec in OPS.values() if chosen(spec)))

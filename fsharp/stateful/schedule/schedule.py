@@ -15,9 +15,9 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from fsharp.annotated import wrong_field
-from fsharp.errors import ScheduleError
+from fsharp.errors import FsharpError, ScheduleError
 from fsharp.functional.comm.protocol import Call
-from fsharp.stateful.schedule.ops import OPS, PARAMS, OpSpec, Phase, Stream, kinds
+from fsharp.stateful.schedule.ops import OPS, PARAMS, OpSpec, Phase, Stream, expected_phases, kinds
 from fsharp.stateful.schedule.policy import DebugPolicy, Policy
 from fsharp.stateful.schedule.program import Event, Program, UnitFacts
 from fsharp.tracebacks import api_boundary
@@ -87,8 +87,7 @@ class Op:
         """
         spec = OPS.get((self.kind, self.phase))
         if spec is None:
-            phases = [phase for kind, phase in OPS if kind == self.kind]
-            raise ScheduleError(f"{self}: has phase {self.phase!r}, expected one of {phases}.")
+            raise ScheduleError(f"{self}: has phase {self.phase!r}, expected {expected_phases(self.kind)}.")
         return spec
 
     def __str__(self) -> str:
@@ -125,7 +124,8 @@ class Schedule:
                 if row is not None and (why := wrong_field(row)):
                     raise ScheduleError(f"Schedule(): op {i}: {why}.")
             if op.kind not in known:
-                raise ScheduleError(f"Schedule(): op {i}: kind is {op.kind!r}, expected {' or '.join(map(repr, known))}.")
+                what = f"kind is {op.kind!r}, expected {' or '.join(map(repr, known))}"
+                raise ScheduleError(f"Schedule(): op {i}: {what}. Give the OpSpec of another kind to `declare()` first.")
 
     def facts(self, unit: str) -> UnitFacts:
         """The facts of a unit."""
@@ -175,7 +175,7 @@ class Schedule:
         """The schedule that :meth:`to_json` wrote.
 
         Raises:
-            ScheduleError: the text is not one.
+            ScheduleError: the text is not one, or has ops of a kind that is not declared.
         """
         try:
             data = json.loads(text)
@@ -190,7 +190,8 @@ class Schedule:
             policy = kind(**{**data["policy"], "together": together})
             return Schedule(program, policy, ops, data["arena"], data["bound"])
         except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
-            raise ScheduleError(f"Schedule.from_json(): not a schedule: {error!r}.") from error
+            why = f"{error}" if isinstance(error, FsharpError) else f"{error!r}."
+            raise ScheduleError(f"Schedule.from_json(): not a schedule: {why}") from error
 
 
 def calls_of(op: Op, facts: UnitFacts) -> tuple[Call, ...]:

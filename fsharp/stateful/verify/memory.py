@@ -114,9 +114,11 @@ class MemoryCheck(Check):
         if op.memory is None:
             return
         fills, key = spec.fills == spec.memory, (spec.memory, op.unit)
-        for j in self.readers.pop(key, ()):
-            if not self.order.before(j, i):
+        readers = self.readers.get(key, [])
+        for j in readers:
+            if j != i and not self.order.before(j, i):
                 raise self.unordered(i, op, f"changes or frees the {BUFFERS[spec.memory].words} that may still be read by", j)
+        self.readers[key] = [i] if i in readers else []
         self.changed[key] = i
         if fills and BUFFERS[spec.memory].is_pinned and self.slots.setdefault(op.unit, op.memory) != op.memory:
             what = "the unit's copy changes its address within a step, and saved tensors point at the old one."

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from fsharp.annotated import options_checked
 from fsharp.errors import ScheduleError, problem
-from fsharp.stateful.schedule.ops import OPS, PARAMS, OpSpec
+from fsharp.stateful.schedule.ops import OPS, PARAMS, OpSpec, expected_phases
 from fsharp.stateful.schedule.program import UnitFacts
 from fsharp.stateful.schedule.schedule import VECTOR_NBYTES, Op, Schedule, calls_of, channel, issue_groups
 from fsharp.stateful.verify.check import UNDO, Check, refusal
@@ -89,8 +89,7 @@ def _check_form(schedule: Schedule) -> None:
     for i, op in enumerate(schedule.ops):
         spec = OPS.get((op.kind, op.phase))
         if spec is None:
-            phases = tuple(phase for kind, phase in OPS if kind == op.kind)
-            raise refusal(i, op, f"has phase {op.phase!r}.", f"one of {phases}")
+            raise refusal(i, op, f"has phase {op.phase!r}.", expected_phases(op.kind))
         if op.unit not in facts and (op.unit or spec.has_unit):
             raise refusal(i, op, "the program has no such unit.", f"one of {sorted(facts)}")
         if op.stream != spec.stream:

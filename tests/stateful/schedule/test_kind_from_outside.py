@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from collections import Counter
 from contextlib import contextmanager
 from dataclasses import replace
@@ -40,7 +41,7 @@ def declared(spec, bind):
     try:
         yield
     finally:
-        del BIND[spec]
+        BIND.pop(spec, None)
         for phase in spec.phases:
             del OPS[spec.kind, phase]
 
@@ -157,18 +158,94 @@ def test_the_verifier_refuses_an_update_of_what_another_stream_still_reads():
 
 
 @pytest.mark.parametrize(
-    ("record", "match"),
+    ("wrong", "expected"),
     [
-        (replace(COUNT, behind="wiat"), "'count' is behind 'wiat'"),
-        (replace(COUNT, behind="count"), "'count' is behind 'count'"),
-        (replace(COUNT, kind="gather", behind=""), "ops of kind 'gather' in phase 'forward' already"),
-        (replace(COUNT, reads=("parms",)), "'count' names buffer 'parms'"),
+        ({"kind": ""}, "not empty"),
+        ({"kind": 7}, "a str"),
+        ({"phases": ()}, "not empty"),
+        ({"phases": ("sideways",)}, "a tuple of 'forward' or 'backward' or 'finish' or 'update'"),
+        ({"phases": "forward"}, "a tuple of 'forward' or"),
+        ({"phases": ["forward"]}, "a tuple of 'forward' or"),
+        ({"stream": "gahter"}, "'compute' or 'gather' or"),
+        ({"when": ("gatherd",)}, "'name' or 'gathered' or"),
+        ({"when": ("",)}, "'name' or 'gathered' or"),
+        ({"when": "gathered"}, "a tuple of a str"),
+        ({"events": ("forwrad",)}, "a tuple of 'forward' or 'forward_end' or"),
+        ({"behind": "wiat"}, "'gather' or 'wait' or"),
+        ({"behind": "count"}, "'gather' or 'wait' or"),
+        ({"behind": "cast"}, "'gather' or 'wait' or 'compute' or 'release' or '': another kind, with ops in all of its phases"),
+        ({"reads": ("parms",)}, "'resting' or 'params' or"),
+        ({"reads": "params"}, "a tuple of a str"),
+        ({"joins": "parms"}, "'resting' or 'params' or"),
+        ({"fills": "parms"}, "'resting' or 'params' or"),
+        ({"changes": "parms"}, "'resting' or 'params' or"),
+        ({"frees": "parms"}, "'resting' or 'params' or"),
+        ({"opens": "yes"}, "True or False"),
+        ({"calls": "gahter"}, "'gather' or 'reduce' or 'finish' or 'update_gather' or ''"),
+        ({"calls": "gathered"}, "'gather' or 'reduce' or"),
+        ({"cost": "memroy"}, "'' or 'compute' or 'update' or"),
+        ({"may_wait": 1}, "True or False"),
+        ({"look": "drak"}, "'unit' or 'dark' or"),
     ],
+    ids=lambda value: str(value) if isinstance(value, dict) else "",
 )
-def test_records_that_say_nothing_are_refused(record, match):
-    with pytest.raises(ScheduleError, match=match):
+def test_a_record_with_a_wrong_field_is_refused(wrong, expected):
+    record, before = replace(COUNT, **wrong), {**OPS}
+    [(field, value)] = wrong.items()
+    what = f"declare(): kind {record.kind!r}: {field} is {value!r}, expected "
+    with pytest.raises(ScheduleError, match=f"{re.escape(what)}.*{re.escape(expected)}.*Correct this field of the OpSpec"):
         declare(record)
-    assert "count" not in kinds()
+    assert before == OPS
+
+
+def test_phases_that_a_kind_has_are_refused():
+    with pytest.raises(ScheduleError, match=r"ops of kind 'gather' in phase 'forward' already.*another kind, or other phases"):
+        declare(replace(COUNT, kind="gather", behind="wait"))
+
+
+@pytest.mark.parametrize("bind", [..., None, lambda executor, bound: None], ids=["no row", "None", "returns None"])
+def test_a_kind_that_nothing_binds_is_refused_by_name(bind):
+    with declared(COUNT, bind):
+        if bind is ...:
+            del BIND[COUNT]
+        match = r"op count embed forward .*: nothing says what ops of kind 'count' do(?s:.*)Add the kind to .*executor\.BIND"
+        with pytest.raises(ScheduleError, match=match):
+            simulate(DP, lambda comm: train(comm, "zero3", {}, steps=1))
+
+
+def test_a_schedule_with_a_kind_that_is_not_declared_is_refused_by_name(found):
+    schedule = compile_schedule(chain(2))
+    with declared(replace(COUNT, kind="other"), None):
+        other = compile_schedule(chain(2))
+        text = other.to_json()
+    assert Schedule.from_json(schedule.to_json()) == schedule
+    with pytest.raises(
+        ScheduleError, match=r"^Schedule.from_json\(\): .*kind is 'other', expected .*to `declare\(\)` first"
+    ) as caught:
+        Schedule.from_json(text)
+    assert "ScheduleError" not in str(caught.value)
+    for function in (verify, fs.inspect.table):
+        with pytest.raises(ScheduleError, match=r"has phase 'forward'(?s:.*)give `declare\(\)` the OpSpec of 'other' first"):
+            function(other)
+
+
+def test_an_op_may_change_what_it_reads():
+    scale = replace(COUNT, kind="scale", changes=PARAMS)
+    with declared(scale, None), declared(replace(SUM, behind="scale"), None):
+        schedule = compile_schedule(chain(2))
+        verify(schedule)
+        assert of(schedule, "scale")
+
+
+def test_whatever_changes_a_buffer_waits_for_an_op_that_reads_and_changes_the_buffer():
+    scale = replace(SUM, kind="scale", phases=("backward",), behind="cast", reads=(OUTGOING,), changes=OUTGOING)
+    with declared(scale, None):
+        schedule = compile_schedule(chain(2))
+        verify(schedule)
+        [at, *_], [reduce, *_] = of(schedule, "scale"), of(schedule, "reduce")
+        assert at in schedule.ops[reduce].after
+        alone = tuple(j for j in schedule.ops[reduce].after if j != at)
+        refused(edit(schedule, reduce, after=alone), rf"op {reduce}, reduce .*may still be read by op {at}, scale")
 
 
 # ------------------------------------------------------------ predictions and pictures
