@@ -270,7 +270,8 @@ class _Simulation:
             stops[j] = end + ended if stops[j] > end else stops[j]
         for i, op in enumerate(self.ops):
             if not op.spec.joins:  # which takes no time beside the waiting
-                spans.append(TimeSpan(i, op.kind, op.unit, op.phase, _lane(op, self.queue(op)), starts[i], stops[i]))
+                stream = "compute" if self.queue(op) == "compute" else op.stream
+                spans.append(TimeSpan(i, op.kind, op.unit, op.phase, stream, starts[i], stops[i]))
         spans.sort(key=lambda span: (span.start_s, span.op))
         return Timeline(self.schedule, tuple(spans), end), handed_on
 
@@ -281,10 +282,6 @@ def _later(start: float, seconds: float, speed: float, at: float) -> float:
     if ahead <= 0:
         return at
     return start + ahead / speed if ahead <= speed * seconds else at + (1 - speed) * seconds
-
-
-def _lane(op: Op, queue: Stream) -> Stream:
-    return "compute" if queue == "compute" else op.stream
 
 
 def _seconds(

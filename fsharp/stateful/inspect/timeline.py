@@ -142,17 +142,8 @@ def repeated_units(schedule: Schedule) -> dict[str, list[str]]:
     result: dict[str, list[str]] = {}
     in_use = [op.unit for op in schedule.ops if op.spec.cost == "compute"]
     for unit in dict.fromkeys([*in_use, *(op.unit for op in schedule.ops if op.unit)]):
-        result.setdefault(unnumbered(unit), []).append(unit)
+        result.setdefault(re.sub(r"\d+", "*", unit), []).append(unit)
     return result
-
-
-def unnumbered(unit: str) -> str:
-    """The name with ``*`` for each number.
-
-    >>> unnumbered("layers.10.mlp")
-    'layers.*.mlp'
-    """
-    return re.sub(r"\d+", "*", unit)
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:

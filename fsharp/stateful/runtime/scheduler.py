@@ -21,7 +21,6 @@ from fsharp.functional.comm.tree_names import TreeCounts, counts_of
 from fsharp.functional.layout.sharded import Sharded
 from fsharp.stateful.runtime.arena import Arena
 from fsharp.stateful.runtime.boundary import in_backward
-from fsharp.stateful.runtime.compiled import Compiled
 from fsharp.stateful.runtime.executor import Executor
 from fsharp.stateful.runtime.recorder import Recorder
 from fsharp.stateful.runtime.scheduled import Functions, Scheduled
@@ -262,20 +261,12 @@ class Scheduler(Tracer):
                 self.registry.expect(key, node)
             schedule = self.arena.bind(scheduled, self._functions)
             recorder = scheduled.recorder if schedule is not None else None
-            step = self._new_step(schedule, recorder, on_backward)
+            step = Step(self.executor, schedule, units=self.units, recorder=recorder, on_backward=on_backward)
             self._now.begin(scheduled, step, title)
             self._tell(recorder)
             if schedule is not None:
                 self.arena.carry(schedule)
         return step
-
-    def _new_step(
-        self,
-        schedule: Compiled | None,
-        recorder: Recorder | None = None,
-        on_backward: Callable[[], None] | None = None,
-    ) -> Step:
-        return Step(self.executor, schedule, units=self.units, recorder=recorder, on_backward=on_backward)
 
     def close(self, step: Step) -> None:
         """The step is over: end it, and learn from it."""
@@ -356,11 +347,6 @@ class Scheduler(Tracer):
 
     # ------------------------------------------------------------ schedules
 
-    def _gather_ahead(self, scheduled: Scheduled, step: Step) -> None:
-        """Gather what the next step begins with, if that is expected to be of the same function: of others, who knows?"""
-        if scheduled.followed_by() in (None, scheduled):
-            self.arena.gather_ahead(scheduled, step.recorder if self.arena.tenant is step.schedule else None)
-
     def _end(self, step: Step) -> None:
         scheduled = self._now.scheduled
         assert scheduled is not None
@@ -376,7 +362,8 @@ class Scheduler(Tracer):
         if step.is_planned and step.schedule is not None:
             scheduled.programs.went(step.schedule.schedule.program)
             scheduled.end_call("planned", "it has followed its schedule to the end")
-            self._gather_ahead(scheduled, step)
+            if scheduled.followed_by() in (None, scheduled):  # the next step of others begins with who knows what
+                self.arena.gather_ahead(scheduled, step.recorder if self.arena.tenant is step.schedule else None)
         else:
             self._record(scheduled, step)
         self.registry.unbind()
@@ -409,7 +396,8 @@ class Scheduler(Tracer):
         if held:
             why = f"parameters of units {held} are held beyond their use, for which no schedule has room"
         scheduled.end_call("left" if was_planned else "recorded", why, emitted)
-        self._sweep()
+        known = [schedule for each in self._functions for schedule in each.programs.schedules]  # no function uses other units
+        self.registry.prune({facts.name for schedule in known for facts in schedule.program.units})
 
     def _compile(self, program: Program, *, is_held: bool) -> Schedule | None:
         """The schedule of a program: the same on all ranks, or all of them hear of it.
@@ -425,11 +413,6 @@ class Scheduler(Tracer):
         fields = {"policy": policy, "schedule": "\n".join(schedule.lines())}
         agree("Scheduler: the schedule of a step", fields, self.own)
         return schedule
-
-    def _sweep(self) -> None:
-        """Units of trees that no function uses any more are gone."""
-        schedules = [schedule for each in self._functions for schedule in each.programs.schedules]
-        self.registry.prune({facts.name for schedule in schedules for facts in schedule.program.units})
 
     # ------------------------------------------------------------ units
 
@@ -456,7 +439,7 @@ class Scheduler(Tracer):
             self._refuse()
             self.registry.clear()
             self.registry.unbind()
-            step = self._new_step(None)
+            step = Step(self.executor, None, units=self.units)
             now.begin_loose(step)
         elif now.step is not None and threading.get_ident() != now.thread:
             now.check_thread()

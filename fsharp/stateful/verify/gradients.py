@@ -26,7 +26,9 @@ class GradientCheck(Check):
         # What takes a gradient out of a buffer: first what reduces it there, or into it, then what frees the buffer.
         self.takers = {
             buffer: [
-                spec for spec in dict.fromkeys(OPS.values()) if buffer in (spec.changes, spec.frees) or _sends(spec, buffer)
+                spec
+                for spec in dict.fromkeys(OPS.values())
+                if buffer in (spec.changes, spec.frees) or (spec.fills == buffer and spec.calls)
             ]
             for buffer in (OUTGOING, FINISHING)
         }
@@ -133,8 +135,3 @@ class GradientCheck(Check):
     def _lost(self, at: int, unit: str, what: str, expected: str) -> ScheduleError:
         where = f"verify(): event {at}, {self.events[at]}"
         return ScheduleError(problem(where, what, [("unit", unit), ("expected", expected)], "Add it."))
-
-
-def _sends(spec: OpSpec, buffer: str) -> bool:
-    """Whether such an op fills a buffer by collectives."""
-    return spec.fills == buffer and bool(spec.calls)
