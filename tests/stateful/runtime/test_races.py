@@ -233,11 +233,11 @@ def test_an_error_names_ops_units_lanes_bytes_and_the_missing_wait():
     scheduler = scheduler_on_streams()
     gather = scheduler.transport.gather
 
-    def late(x, out, axis, *, label=""):
+    def late(xs, outs, axis, *, label=""):
         """Fills what compute uses on another stream, which nobody waits for."""
-        work = gather(x, out, axis, label=label)
+        work = gather(xs, outs, axis, label=label)
         with scheduler.lanes.on("reduce"):
-            out.mul_(1)
+            outs[0].mul_(1)
         return work
 
     scheduler.transport.gather = late
