@@ -42,7 +42,7 @@ def spread(planes):
     return (planes[0].view(-1, 8) * planes[1][:, None]).view(-1)
 
 
-BLOCKS = Format("blocks", (Plane(torch.int8, 8), Plane(torch.float32)), rounded, spread, block=8)
+BLOCKS = register_format(Format("blocks", (Plane(torch.int8, 8), Plane(torch.float32)), rounded, spread, block=8))
 PLAIN = fs.Precision(compute=torch.bfloat16, main=torch.float32)
 STORED = fs.Precision(compute=torch.bfloat16, main=torch.float32, stored=HALVES)
 

@@ -1,6 +1,7 @@
 """Gradients that travel in a format of several planes: the same bits on every path, and the bytes that are predicted."""
 
 import pickle
+import re
 from collections import Counter
 
 import pytest
@@ -15,6 +16,7 @@ from fsharp.functional.formats.format import Format, Plane, plain
 from fsharp.testing import DebugPolicy, check_races, processes, simulate
 from tests.gpt_like import loss_fn
 from tests.scheduling import (
+    ON_TWO_AXES,
     STRATEGIES,
     assert_same,
     assert_same_training,
@@ -182,6 +184,65 @@ def test_parts_that_are_no_whole_blocks_are_refused():
             reduce_scatter_encoded(torch.ones(20), comm, "dp", BLOCKS)
 
     simulate(fs.Mesh({"dp": 2}), rank_fn)
+
+
+BY_AXIS = {
+    "between hosts": {"outer": fs.layout.mxint4},
+    "within a host": {"inner": torch.bfloat16},
+    "both": {"outer": fs.layout.mxint4, "inner": fs.layout.mxint8},
+    "in two dtypes": {"outer": torch.bfloat16, "inner": torch.float32},
+    "blocks of two sizes": {"outer": BLOCKS, "inner": fs.layout.mxint8},
+}
+
+
+@every(2, strategy=ON_TWO_AXES, wire=BY_AXIS, compute=[None, torch.bfloat16])
+def test_a_wire_for_each_axis(strategy, wire, compute):
+    mesh, how = STRATEGIES[strategy]
+    precision = fs.Precision(compute=compute, main=torch.float32, wire=BY_AXIS[wire])
+    layout = make_layout(mesh, how, precision=precision)
+    assert fs.Layout.from_json(layout.to_json()) == layout
+
+    def rank_fn(comm):
+        blocking = train(comm, strategy, microbatches=2, precision=precision)
+        for policy in ({}, POLICIES["buckets"]):
+            assert_same_training(train(comm, strategy, policy, microbatches=2, precision=precision), blocking)
+        counting, tx = fs.CountingComm(comm), fs.optim.adamw(1e-2)
+        state = make_state(comm, strategy, tx=tx, precision=precision)
+        fs.train_step(loss_fn, tx)(state, my_batches(comm, 1)[0], counting)
+        return Counter(counting.calls), measure(comm, strategy, 2, precision)
+
+    for calls, scheduled in simulate(mesh, rank_fn):
+        assert calls == fs.step_traffic(layout)
+        assert_as_planned(scheduled, mesh)
+
+
+def test_an_axis_that_is_not_of_the_mesh_is_refused():
+    with pytest.raises(LayoutError, match="has a wire along 'outer', expected one of"):
+        make_layout(*STRATEGIES["zero3"], precision=fs.Precision(wire={"outer": torch.bfloat16}))
+    with pytest.raises(LayoutError, match=re.escape("wire['outer'] is 'bf16', expected a Format, ")):
+        fs.Precision(wire={"outer": "bf16"})
+
+
+@pytest.mark.parametrize("wire", [torch.bfloat16, fs.layout.mxint4], ids=["bfloat16", "mxint4"])
+@pytest.mark.parametrize(
+    ("sizes", "how"),
+    [
+        ((1,), fs.zero3("dp")),
+        ((1, 2), fs.hfsdp("dp", "inner")),
+        ((2, 1), fs.hsdp("dp", "inner")),
+        ((1, 1), fs.hfsdp("dp", "inner")),
+    ],
+)
+def test_nothing_is_rounded_along_an_axis_of_one_rank(sizes, how, wire):
+    mesh = fs.Mesh(dict(zip(("dp", "inner"), sizes)))
+
+    def rank_fn(comm):
+        found = [train(comm, how, policy, precision=fs.Precision(wire=wire)) for policy in (None, {})]
+        assert_same_training(*found)
+        if mesh.size == 1:
+            assert_same_training(found[0], train(comm, how))
+
+    simulate(mesh, rank_fn)
 
 
 def test_some_units_travel_encoded():

@@ -250,30 +250,32 @@ class _Copies(torch.autograd.Function):
 def move_sums(x: torch.Tensor, unit: UnitLayout, group: int, source: Place, target: Place, comm: Comm) -> torch.Tensor:
     """One buffer of gradients from partial sums to where ``target`` wants them."""
     dtypes, comm = unit.groups[group].dtypes, Labelled(comm, f"reduce {unit.name or '(root)'}")
-    for axis in source.order:
+    axes = [axis for axis in source.order if comm.mesh.axis_size(axis) > 1]  # along others nothing travels, so nothing is cast
+    for axis in axes:
         if target[axis] is Shard and source[axis] is Partial:
-            x = _reduce_scatter(x.to(dtypes.travels), comm, axis, dtypes)
+            x = _reduce_scatter(x, comm, axis, dtypes)
         elif target[axis] is Shard and source[axis] is Replicate:
             x = local_slice(x, comm, axis)
-    for axis in source.order:
+    for axis in axes:
         if target[axis] is Replicate and source[axis] is Partial:
-            x = _all_reduce(x.to(dtypes.travels), comm, axis, dtypes)
+            x = _all_reduce(x, comm, axis, dtypes)
     return x.to(dtypes.accumulate)
 
 
 def _reduce_scatter(x: torch.Tensor, comm: Comm, axis: str, dtypes: Dtypes) -> torch.Tensor:
-    if dtypes.wire.is_plain:
+    wire, x = dtypes.wire_along(axis), x.to(dtypes.sent_along(axis))
+    if wire.is_plain:
         return reduce_scatter_last(x, comm, axis, dtype=dtypes.accumulate)
-    return reduce_scatter_encoded(x, comm, axis, dtypes.wire)
+    return reduce_scatter_encoded(x, comm, axis, wire)
 
 
 def _all_reduce(x: torch.Tensor, comm: Comm, axis: str, dtypes: Dtypes) -> torch.Tensor:
-    n = comm.mesh.axis_size(axis)
-    if n == 1 or dtypes.wire == plain(dtypes.accumulate):
-        return all_reduce(x, comm, axis).to(dtypes.accumulate)
+    n, wire = comm.mesh.axis_size(axis), dtypes.wire_along(axis)
+    if wire == plain(dtypes.accumulate):
+        return all_reduce(x.to(dtypes.accumulate), comm, axis)
     # A wire other than the sum's dtype: only the summands travel in it, so that every strategy gets the same bits.
     size = x.shape[-1]
-    padded = torch.nn.functional.pad(x, (0, n * dtypes.wire.padded(size, n) - size))
+    padded = torch.nn.functional.pad(x, (0, n * wire.padded(size, n) - size))
     return all_gather_last(_reduce_scatter(padded, comm, axis, dtypes), comm, axis)[..., :size]
 
 

@@ -6,6 +6,7 @@ from types import MappingProxyType
 
 from fsharp.annotated import options_checked
 from fsharp.functional.comm.protocol import Call, sent_nbytes
+from fsharp.functional.formats.format import Format, plain
 from fsharp.functional.layout.layout import Layout
 from fsharp.functional.layout.placement import Partial, Place, Replicate, Shard
 from fsharp.functional.layout.precision import Dtypes
@@ -89,17 +90,18 @@ def calls_reducing(dtypes: Dtypes, stages: Iterable[tuple[str, str, int, int]]) 
     for op, axis, n, out in stages:
         if not out:
             continue
+        wire = dtypes.wire_along(axis)
         if op in ("reduce_scatter", "all_to_all"):
-            yield _summing_call(dtypes, axis, out, n)
+            yield _summing_call(wire, axis, out, n)
             continue
-        part = dtypes.wire.padded(out, n)
-        if op == "all_reduce" and (dtypes.travels != dtypes.accumulate or (n > 1 and not dtypes.wire.is_plain)):
-            yield _summing_call(dtypes, axis, part, n)
+        part = wire.padded(out, n)
+        if op == "all_reduce" and n > 1 and wire != plain(dtypes.accumulate):
+            yield _summing_call(wire, axis, part, n)
             op = "all_gather"
         yield Call(op, axis, sent_nbytes(op, part * dtypes.accumulate.itemsize, n))
 
 
-def _summing_call(dtypes: Dtypes, axis: str, part: int, n: int) -> Call:
-    """The collective after which each of ``n`` ranks along an axis has the sum of a part."""
-    op = "reduce_scatter" if dtypes.wire.is_plain else "all_to_all"
-    return Call(op, axis, sent_nbytes(op, dtypes.wire.size(part) * dtypes.wire.dtype.itemsize, n))
+def _summing_call(wire: Format, axis: str, part: int, n: int) -> Call:
+    """The collective after which each of ``n`` ranks along an axis has the sum of a part, whose summands travel in ``wire``."""
+    op = "reduce_scatter" if wire.is_plain else "all_to_all"
+    return Call(op, axis, sent_nbytes(op, wire.size(part) * wire.dtype.itemsize, n))

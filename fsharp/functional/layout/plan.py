@@ -90,6 +90,10 @@ def plan(
     def key(path: str, tensor: torch.Tensor) -> tuple[Any, ...]:
         trainable = tensor.is_floating_point() and path not in frozen_paths
         dtypes = precision_of[path].resolve(tensor.dtype)
+        if unknown := [axis for axis, _ in dtypes.wires if axis not in mesh.names]:
+            raise LayoutError(
+                f"plan(): the precision of {path!r} has a wire along {unknown[0]!r}, expected one of {mesh.names}."
+            )
         if not trainable:
             dtypes = replace(dtypes, format=None)
         if trainable and (needs_scale(dtypes.compute) or needs_scale(dtypes.main)):

@@ -1,14 +1,18 @@
 """How each kind of state is stored: the format of parameters at rest, the main copy's dtype, the gradients' wire and sum."""
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 
 from fsharp.errors import LayoutError, OptionError
 from fsharp.functional.formats.format import Format, dtype_name, plain
 from fsharp.tracebacks import api_boundary
+
+Wire = torch.dtype | Format | None
+"""How gradients travel; None: in the dtype in which parameters are used."""
 
 
 @api_boundary
@@ -22,7 +26,8 @@ class Precision:
             the optimizer's place, at the cost of its bytes there.
         wire: the dtype in which gradients travel; ``None`` means ``compute``'s. The sum over ranks is taken in
             ``accumulate`` by backends that add on arrival (all but NCCL's own reductions). A format of several planes is
-            encoded from values in ``accumulate``, exchanged, and decoded and summed in ``accumulate`` by all backends.
+            encoded from values in ``accumulate``, exchanged, and decoded and summed in ``accumulate`` by all backends. A
+            mapping says it by mesh axis, such as ``{"outer": fs.layout.mxint4}`` for what travels between hosts.
         accumulate: the dtype in which gradients rest and are summed; ``None`` means ``main``'s.
         stored: the format in which trained parameters rest and travel, and from which they are decoded where they are used;
             ``None`` means as they are. The optimizer then has a main copy.
@@ -37,7 +42,7 @@ class Precision:
 
     compute: torch.dtype | None = None
     main: torch.dtype | None = None
-    wire: torch.dtype | Format | None = None
+    wire: Wire | Mapping[str, Wire] = field(default=None, hash=False)
     accumulate: torch.dtype | None = None
     stored: Format | None = None
     output: torch.dtype | None = None
@@ -48,12 +53,14 @@ class Precision:
             raise OptionError(f"Precision(): cast_inputs is {self.cast_inputs!r}, expected True or False.")
         if self.stored is not None and not isinstance(self.stored, Format):
             raise OptionError(f"Precision(): stored is {self.stored!r}, expected a Format.")
-        dtypes = {name: getattr(self, name) for name in ("compute", "main", "wire", "accumulate", "output")}
-        if isinstance(self.wire, Format):
-            dtypes["wire"] = self.wire.dtype if self.wire.is_plain else None
+        dtypes: dict[str, Any] = {name: getattr(self, name) for name in ("compute", "main", "accumulate", "output")}
+        wires = self.wire.items() if isinstance(self.wire, Mapping) else [("", self.wire)]
+        for axis, wire in wires:
+            if not isinstance(wire, Format) or wire.is_plain:
+                dtypes[f"wire[{axis!r}]" if axis else "wire"] = wire.dtype if isinstance(wire, Format) else wire
         for name, dtype in dtypes.items():
             if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-                expected = "a Format, " * (name == "wire") + "a floating-point torch.dtype or None"
+                expected = "a Format, " * name.startswith("wire") + "a floating-point torch.dtype or None"
                 raise LayoutError(f"Precision(): {name} is {dtype!r}, expected {expected}.")
             if dtype is not None and needs_scale(dtype):
                 raise LayoutError(
@@ -66,9 +73,14 @@ class Precision:
         if not dtype.is_floating_point:
             return Dtypes(dtype, dtype, plain(dtype), dtype)
         compute, main = self.compute or dtype, self.main or dtype
-        wire = self.wire or compute
-        wire = wire if isinstance(wire, Format) else plain(wire)
-        return Dtypes(compute, main, wire, self.accumulate or main, self.stored)
+
+        def format_of(wire: Wire) -> Format:
+            return wire if isinstance(wire, Format) else plain(wire or compute)
+
+        by_axis = self.wire if isinstance(self.wire, Mapping) else {}
+        wire = format_of(None if isinstance(self.wire, Mapping) else self.wire)
+        wires = tuple([(axis, format_of(by_axis[axis])) for axis in sorted(by_axis)])
+        return Dtypes(compute, main, wire, self.accumulate or main, self.stored, wires)
 
     @property
     def of_parameters(self) -> "Precision":
@@ -101,6 +113,7 @@ class Dtypes:
         wire: the format of gradients in collectives.
         accumulate: of gradients at rest.
         format: of parameters at rest and in collectives, if that is not plain ``compute``.
+        wires: pairs of a mesh axis and the format of gradients in collectives along it, where that is not ``wire``.
     """
 
     compute: torch.dtype
@@ -108,33 +121,43 @@ class Dtypes:
     wire: Format
     accumulate: torch.dtype
     format: Format | None = None
+    wires: tuple[tuple[str, Format], ...] = ()
 
     @property
     def stored(self) -> Format:
         """The format of parameters at rest and in collectives."""
         return self.format or plain(self.compute)
 
-    @property
-    def travels(self) -> torch.dtype:
-        """The dtype of gradients when a collective gets them: that of a plain wire, or that from which a format is encoded."""
-        return self.wire.dtype if self.wire.is_plain else self.accumulate
+    def wire_along(self, axis: str) -> Format:
+        """The format of gradients in collectives along an axis."""
+        return dict(self.wires).get(axis, self.wire)
+
+    def sent_along(self, axis: str) -> torch.dtype:
+        """The dtype in which a collective along an axis gets gradients: a plain wire's, or that from which it encodes them."""
+        wire = self.wire_along(axis)
+        return wire.dtype if wire.is_plain else self.accumulate
 
     @property
     def block(self) -> int:
-        """Number of values that no rank may have a part of: a multiple of the blocks of both formats."""
-        return math.lcm(self.stored.block, self.wire.block)
+        """Number of values that no rank may have a part of: a multiple of the blocks of all formats."""
+        return math.lcm(self.stored.block, self.wire.block, *[wire.block for _, wire in self.wires])
 
     @property
     def names(self) -> list[str]:
         """The names of what has to be equal where buffers share a collective."""
-        names = [dtype_name(self.compute), dtype_name(self.main), self.wire.name, dtype_name(self.accumulate)]
-        return [*names, self.format.name] if self.format is not None else names
+        return self._listed(lambda each: each.name)
 
     @property
     def texts(self) -> list[str]:
         """The same with the planes and blocks of formats: what ranks compare."""
-        texts = [dtype_name(self.compute), dtype_name(self.main), str(self.wire), dtype_name(self.accumulate)]
-        return [*texts, str(self.format)] if self.format is not None else texts
+        return self._listed(str)
+
+    def _listed(self, text: Callable[[Format], str]) -> list[str]:
+        """The four dtypes, then the format at rest or nothing, then the axes that have a wire of their own, each with it."""
+        listed = [dtype_name(self.compute), dtype_name(self.main), text(self.wire), dtype_name(self.accumulate)]
+        if self.format is not None or self.wires:
+            listed.append("" if self.format is None else text(self.format))
+        return listed + [f"{axis}={text(wire)}" for axis, wire in self.wires]
 
     @property
     def has_main_copy(self) -> bool:

@@ -106,7 +106,10 @@ def _check_unit(unit: UnitLayout) -> None:
 
 def _dtypes_from_json(names: list[str]) -> Dtypes:
     compute, main, accumulate = map(dtype_named, [*names[:2], names[3]])
-    return Dtypes(compute, main, format_named(names[2]), accumulate, format_named(names[4]) if len(names) > 4 else None)
+    stored = format_named(names[4]) if any(names[4:5]) else None
+    wires = [each.rpartition("=") for each in names[5:]]
+    by_axis = tuple([(axis, format_named(name)) for axis, _, name in wires])
+    return Dtypes(compute, main, format_named(names[2]), accumulate, stored, by_axis)
 
 
 def dtype_named(name: str) -> torch.dtype:

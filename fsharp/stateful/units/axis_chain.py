@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import torch
 
+from fsharp.functional.formats.format import Format
 from fsharp.functional.layout.precision import Dtypes
 from fsharp.stateful.transport.base import Summand, Transport, Work
 from fsharp.stateful.units.full import aligned
@@ -40,14 +41,19 @@ class AxisChain:
         size: elements of the buffer.
         stages: in order.
         has_target: whether the result always goes to a place of its own.
+
+    Attributes:
+        sent: for each stage, the dtype of what goes in.
     """
 
     def __init__(
         self, transport: Transport, dtypes: Dtypes, size: int, stages: tuple[AxisCollective, ...], *, has_target: bool = False
     ) -> None:
         self.transport, self.dtypes, self.size, self.has_target = transport, dtypes, size, has_target
-        self.differ = dtypes.travels != dtypes.accumulate
-        self.stages = stages if dtypes.wire.is_plain else tuple(each for stage in stages for each in _encoded(stage))
+        self.stages = tuple([each for stage in stages for each in _encoded(stage, dtypes.wire_along(stage.axis))])
+        summing = [each.n > 1 and each.op != "all_gather" for each in self.stages]
+        pairs = zip(self.stages, summing, strict=True)
+        self.sent = [dtypes.sent_along(each.axis) if is_summing else dtypes.accumulate for each, is_summing in pairs]
 
     def sizes(self) -> list[int]:
         """Elements that come out of each stage."""
@@ -56,7 +62,7 @@ class AxisChain:
             if stage.op == "reduce_scatter":
                 size //= stage.n
             elif stage.op == "all_to_all":
-                whole, size = size, self.dtypes.wire.padded(size, stage.n)
+                whole, size = size, self.dtypes.wire_along(stage.axis).padded(size, stage.n)
             elif stage.op == "all_gather":
                 size = whole
             result.append(size)
@@ -66,20 +72,36 @@ class AxisChain:
         """The memory it works in: scratch of each stage, and what lies between two of them."""
         result: Pieces = []
         size = self.size
-        for i, (stage, out) in enumerate(zip(self.stages, self.sizes(), strict=True)):
+        accumulate = self.dtypes.accumulate
+        for i, (stage, out, dtype) in enumerate(zip(self.stages, self.sizes(), self.sent, strict=True)):
             is_last = i == len(self.stages) - 1
-            apart = not self.differ and (self.has_target or not is_last)
-            nbytes = self.transport.scratch_nbytes(stage.op, stage.axis, size, self.dtypes.travels.itemsize, apart=apart)
-            result.append((nbytes if self.dtypes.wire.is_plain else 0, torch.uint8))
+            apart = dtype == accumulate and (self.has_target or not is_last)
+            nbytes = self.transport.scratch_nbytes(stage.op, stage.axis, size, dtype.itemsize, apart=apart)
+            result.append((nbytes if stage.op in ("reduce_scatter", "all_reduce") else 0, torch.uint8))
             if not is_last:
-                result.append((out, self.dtypes.accumulate))
-                result.append((out if self.differ else 0, self.dtypes.travels))
+                result.append((out, accumulate))
+                result.append((out if self.sent[i + 1] != accumulate else 0, self.sent[i + 1]))
             size = out
         return result
 
+    @property
+    def first(self) -> torch.dtype:
+        """The dtype of what goes in; of a chain without stages that of what comes out."""
+        return self.sent[0] if self.sent else self.dtypes.accumulate
 
-def _encoded(stage: AxisCollective) -> list[AxisCollective]:
-    if stage.n == 1:  # nothing travels, so nothing is encoded
+    @property
+    def casts_first(self) -> bool:
+        """Whether what goes in is of another dtype than what comes out."""
+        return self.first != self.dtypes.accumulate
+
+    @property
+    def casts_last(self) -> bool:
+        """Whether the last stage gets another dtype than comes out of it."""
+        return bool(self.sent) and self.sent[-1] != self.dtypes.accumulate
+
+
+def _encoded(stage: AxisCollective, wire: Format) -> list[AxisCollective]:
+    if wire.is_plain or stage.n == 1:  # where nothing travels nothing is encoded
         return [stage]
     sum_parts, gather_sums = stage._replace(op="all_to_all"), stage._replace(op="all_gather")
     return [sum_parts] if stage.op == "reduce_scatter" else [sum_parts, gather_sums]
@@ -90,7 +112,7 @@ class ChainInput(NamedTuple):
 
     Attributes:
         chain: its stages.
-        x: the buffer, in the dtype in which gradients reach a collective (``Dtypes.travels``).
+        x: the buffer, in the dtype :attr:`AxisChain.first`.
         out: where the result goes; None leaves it in the memory of the last stage.
         memory: tensors for :meth:`AxisChain.pieces`.
     """
@@ -130,7 +152,7 @@ def _run(legs: Sequence[ChainInput], transport: Transport, label: str) -> list[W
         if op == "reduce_scatter":
             last = transport.reduce_scatter(summands, axis, n, chain.dtypes.accumulate, label=label)
         elif op == "all_to_all":
-            last = transport.reduce_scatter_encoded(summands, axis, n, chain.dtypes.wire, label=label)
+            last = transport.reduce_scatter_encoded(summands, axis, n, chain.dtypes.wire_along(axis), label=label)
         elif op == "all_reduce":
             last = transport.all_reduce(summands, axis, n, label=label)
         else:
@@ -140,7 +162,7 @@ def _run(legs: Sequence[ChainInput], transport: Transport, label: str) -> list[W
                 rest = work.wait()
                 if isinstance(rest, Work):
                     rest.wait()
-            xs = [narrow.copy_(wide) if chain.differ else wide for wide, narrow in between]
+            xs = [narrow.copy_(wide) if len(narrow) else wide for wide, narrow in between]
     return last
 
 

@@ -303,7 +303,7 @@ class GradientBuffer:
             self.final.release()
         rows = zip(self.route.finishes, self.rest.tensors, self.final.tensors, pieces, strict=True)
         return [
-            ChainInput(chain, sent.copy_(source) if chain.differ else source, target, scratch)
+            ChainInput(chain, sent.copy_(source) if len(sent) else source, target, scratch)
             for chain, source, target, (sent, *scratch) in rows
         ]
 

@@ -89,9 +89,9 @@ class GradientRoute:
         chain, dtypes = self.chains[i], self.dtypes[i]
         if not self.is_reduced:
             return [(chain.size, dtypes.accumulate)]
-        collected: Pieces = [(chain.size, dtypes.accumulate)] if chain.differ and several_uses else []
-        received: Pieces = [(chain.sizes()[-1], dtypes.accumulate)] if chain.differ else []
-        return [*collected, (chain.size, dtypes.travels), *chain.pieces(), *received]
+        collected: Pieces = [(chain.size, dtypes.accumulate)] if chain.casts_first and several_uses else []
+        received: Pieces = [(chain.sizes()[-1], dtypes.accumulate)] if chain.casts_last else []
+        return [*collected, (chain.size, chain.first), *chain.pieces(), *received]
 
     def finishing_nbytes(self) -> int:
         """Bytes of the block for the way to the optimizer's place."""
@@ -99,7 +99,7 @@ class GradientRoute:
 
     def _finish_pieces(self, i: int) -> Pieces:
         chain = self.finishes[i]
-        sent: Pieces = [(chain.size if chain.differ else 0, self.dtypes[i].travels)]
+        sent: Pieces = [(chain.size if chain.casts_first else 0, chain.first)]
         return [*sent, *chain.pieces()] if self.is_finished else []
 
     def block(self, memory: torch.Tensor, *, several_uses: bool) -> OutgoingBlock:
@@ -112,9 +112,9 @@ class GradientRoute:
         tensors = iter(carve(memory, [piece for each in pieces for piece in each]))
         for chain in self.chains:
             collected.append(next(tensors))
-            sent.append(next(tensors) if self.is_reduced and chain.differ and several_uses else collected[-1])
+            sent.append(next(tensors) if self.is_reduced and chain.casts_first and several_uses else collected[-1])
             scratch.append([next(tensors) for _ in chain.pieces()] if self.is_reduced else [])
-            received.append(next(tensors) if self.is_reduced and chain.differ else None)
+            received.append(next(tensors) if self.is_reduced and chain.casts_last else None)
         flats = dict(zip(self.unit.trainable, collected, strict=True))
         gaps = [gap for g, flat in flats.items() for gap in self.index.gaps(g, flat)]
         return OutgoingBlock(self.index.views(flats, self.leaves), gaps, collected, sent, scratch, received)
