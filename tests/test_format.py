@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import fsharp as fs
-from fsharp.errors import LayoutError, TreeError
+from fsharp.errors import AgreementError, LayoutError, TreeError
 from fsharp.functional.formats.format import Format, Plane, format_named, plain, register_format
 from fsharp.testing import DebugPolicy, check_races, simulate
 from tests.gpt_like import loss_fn, make_params
@@ -254,7 +254,8 @@ def test_checkpoints_have_values(before, after, donate, tmp_path):
 
     def load(comm, precision):
         like = make_state(comm, after, params=make_params(5, layers=3), precision=precision)
-        state = fs.checkpoint.load(str(tmp_path), like, comm=comm, donate=donate)
+        is_plain = precision is PLAIN  # its parameters are bfloat16, those saved float32
+        state = fs.checkpoint.load(str(tmp_path), like, comm=comm, donate=donate, cast=is_plain)
         step = fs.train_step(loss_fn, make_tx())
         values = fs.full(state.params, comm=comm)
         state, metrics = step(state, my_batches(comm, 1)[0], comm)
@@ -267,6 +268,70 @@ def test_checkpoints_have_values(before, after, donate, tmp_path):
         assert_same(values, want)
         assert_same((values, loss), (others, other_loss))
         assert set(dtypes) == {torch.uint8}
+
+
+def scaled(values):
+    """Blocks of 8 values in 8 bits and any scale: encoding decoded values again gives the same bytes in float32 alone."""
+    assert values.dtype is torch.float32
+    blocks = values.view(-1, 8)
+    scales = (blocks.abs().amax(1) / 127).clamp(min=1e-20)
+    return [(blocks / scales[:, None]).round().to(torch.int8).view(-1), scales]
+
+
+SCALED = Format("scaled", (Plane(torch.int8, 8), Plane(torch.float32)), scaled, spread, block=8)
+
+
+def test_formats_are_encoded_from_the_main_dtype(tmp_path):
+    """So a checkpoint and a reshard into the same layout keep every byte, whatever dtype functions compute in."""
+    precision = fs.Precision(compute=torch.bfloat16, main=torch.float32, stored=SCALED)
+
+    def rank_fn(comm):
+        state = make_state(comm, "zero3", precision=precision)
+        fs.checkpoint.save(str(tmp_path), state, step=1, comm=comm)
+        loaded = fs.checkpoint.load(str(tmp_path), make_state(comm, "zero3", precision=precision), comm=comm)
+        layout = make_layout(*STRATEGIES["zero3"], precision=precision)
+        for other in (loaded, fs.reshard(state, layout, comm=comm)):
+            for ours, theirs in zip(fs.units_of(other.params), fs.units_of(state.params), strict=True):
+                assert_same(list(ours.buffers), list(theirs.buffers))
+        params = fs.shard(make_params(layers=3), layout, comm)
+        cast = fs.reshard(params, layout, comm=comm, cast=True)
+        for ours, theirs in zip(fs.units_of((params, cast)), fs.units_of((state.params, params)), strict=True):
+            assert_same(list(ours.buffers), list(theirs.buffers))
+
+    simulate(STRATEGIES["zero3"][0], rank_fn)
+
+
+@pytest.mark.parametrize("what", ["decode", "encode"])
+@pytest.mark.parametrize("how", ["load", "reshard"])
+def test_a_format_that_fails_on_one_rank_fails_on_all(what, how, tmp_path):
+    def moved(state, comm, precision):
+        if how == "load":
+            return fs.checkpoint.load(str(tmp_path), state, comm=comm)
+        return fs.reshard(state, make_layout(*STRATEGIES["ddp"], precision=precision), comm=comm)
+
+    def rank_fn(comm):
+        failing = []
+
+        def checked(name, fn):
+            def call(values):
+                if name in failing and comm.rank == 1:
+                    raise ValueError("not this value")
+                return fn(values)
+
+            return call
+
+        format = Format("picky", HALVES.planes, checked("encode", halves), checked("decode", joined))
+        precision = fs.Precision(stored=format)
+        state = make_state(comm, "zero3", precision=precision)
+        fs.checkpoint.save(str(tmp_path), state, step=1, comm=comm)
+        failing.append(what)
+        with pytest.raises(AgreementError, match="not this value"):
+            moved(state, comm, precision)
+        failing.clear()
+        comm.all_gather(torch.zeros(8), "dp")  # no rank is in a collective of its own
+        assert fs.checkpoint.load(str(tmp_path), state, comm=comm).step == state.step
+
+    simulate(STRATEGIES["zero3"][0], rank_fn)
 
 
 def as_bits(values):

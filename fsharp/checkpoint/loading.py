@@ -221,16 +221,16 @@ def load_by(
     kept = dict[str, torch.Tensor]()
     found, tree, into, names, resting = together("load()", comm, check, fields)
 
-    def fill() -> None:
+    def fill() -> Any:
         for node in units_of(tree) if donate else ():
             for buffer in node.buffers:
                 buffer.zero_()  # nothing is read into padding
         for name, value in kept.items():
             into.entries[name].local.copy_(value)
         _read(found, into, names, comm.rank, read, kept)
+        return encoded_like(tree, resting)
 
-    together("load()", comm, fill)
-    tree = encoded_like(tree, resting)
+    tree = together("load()", comm, fill)
     if donate:
         donate_nodes(like)
     name_trees(tree, comm)

@@ -48,9 +48,9 @@ class Format:
     stored as bytes, one plane after another. A buffer of several parts has one after another, so that one message moves all
     planes, and what moves is cut between parts alone.
 
-    ``encode`` gets values in the dtype of the main copy, or of a gradient's sum. For parameters, decoding what was encoded and
-    encoding the result again has to give the same bytes, as a checkpoint has decoded values. Neither function may change what
-    it is given.
+    ``encode`` gets values in the dtype of the main copy, or of a gradient's sum, whatever function encodes. For parameters,
+    decoding to the main copy's dtype and encoding the result again has to give the same bytes: checkpoints have such values.
+    Neither function may change what it is given.
 
     Args:
         name: names it in layouts, checkpoints and labels.

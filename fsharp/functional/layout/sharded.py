@@ -127,10 +127,18 @@ class Sharded:
     @property
     def values(self) -> tuple[Any, ...]:
         """The buffers; those of parameters that are stored in a format, decoded: one number for each element."""
+        return self._values(main=False)
+
+    @property
+    def main_values(self) -> tuple[Any, ...]:
+        """The same, decoded to the dtype of the main copy: what can be encoded again without a loss."""
+        return self._values(main=True)
+
+    def _values(self, *, main: bool) -> tuple[Any, ...]:
         unit, rows = self.unit, zip(self.groups, self.buffers, strict=True)
         if not unit.has_formats:
             return self.buffers
-        return tuple([unit.groups[g].values(b, unit.local_size(g, self.place)) for g, b in rows])
+        return tuple([unit.groups[g].values(b, unit.local_size(g, self.place), main=main) for g, b in rows])
 
     @property
     def is_stored(self) -> bool:
@@ -320,8 +328,8 @@ _register()
 
 
 def decoded(tree: Any) -> Any:
-    """The tree with one number for each element: parameters that are stored in a format are decoded, into new tensors."""
-    return map_units(lambda node: node.with_buffers(node.values) if is_sharded(node) and node.is_stored else node, tree)
+    """The tree with one number for each element: parameters in a format are decoded, into new tensors of the main dtype."""
+    return map_units(lambda node: node.with_buffers(node.main_values) if is_sharded(node) and node.is_stored else node, tree)
 
 
 def check_values(where: str, nodes: Sequence[Sharded]) -> None:

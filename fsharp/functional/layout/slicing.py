@@ -66,7 +66,7 @@ def build(
     """A unit's buffers on one rank from its leaves, one leaf at a time, and only leaves that this rank holds a part of."""
     buffers = []
     for i, group in enumerate(unit.groups):
-        dtype = group.dtypes.main if main else group.dtypes.compute
+        dtype = group.dtypes.main if main or group.dtypes.format is not None else group.dtypes.compute
         buffer: torch.Tensor | None = None
         for span in unit.spans(i, place, rank):
             value = leaf_value(span.leaf)

@@ -84,16 +84,19 @@ class Group:
         return self.dtypes.format is not None and buffer.dtype == self.dtypes.format.dtype
 
     def store(self, values: torch.Tensor) -> torch.Tensor:
-        """Return values of whole parts as they are stored at rest."""
+        """Return values of whole parts as they are stored at rest. A format that is not plain gets them in the main dtype."""
+        values = values if self.dtypes.format is None else values.to(self.dtypes.main)
         return self.dtypes.stored.store(values, self.capacity)
 
-    def load(self, stored: torch.Tensor) -> torch.Tensor:
-        """Return stored parameters as functions use them."""
-        return self.dtypes.stored.load(stored, self.capacity, self.dtypes.compute)
+    def load(self, stored: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Return stored parameters in ``dtype``, if their format is not plain."""
+        return self.dtypes.stored.load(stored, self.capacity, dtype)
 
     @api_boundary
-    def values(self, buffer: torch.Tensor, size: int) -> torch.Tensor:
+    def values(self, buffer: torch.Tensor, size: int, *, main: bool = False) -> torch.Tensor:
         """Return a buffer of ``size`` elements, decoded if it has parameters in a format that is not plain.
+
+        Decoded values have the dtype in which functions use them; with ``main`` that of the main copy, which loses nothing.
 
         Raises:
             TreeError: the buffer has neither one number for each element nor what the format stores.
@@ -102,7 +105,7 @@ class Group:
             return buffer
         parts = size // self.capacity if self.capacity else 0
         if self.is_stored(buffer) and buffer.shape[-1] == parts * self.dtypes.format.size(self.capacity):
-            return self.load(buffer)
+            return self.load(buffer, self.dtypes.main if main else self.dtypes.compute)
         if buffer.shape[-1] != size:
             raise TreeError(
                 f"a buffer of {dtype_name(buffer.dtype)}{list(buffer.shape)} is neither {size} values nor what format "

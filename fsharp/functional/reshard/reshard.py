@@ -16,6 +16,7 @@ from fsharp.functional.formats.format import dtype_name
 from fsharp.functional.layout.layout import Layout
 from fsharp.functional.layout.sharded import Sharded, decoded, units_of
 from fsharp.functional.layout.text import describe_units
+from fsharp.functional.layout.unit_layout import UnitLayout
 from fsharp.functional.lent import check_not_lent
 from fsharp.functional.reshard.move import move_slot
 from fsharp.functional.reshard.outline import on_meta, outline_from_bytes, outline_to_bytes
@@ -80,7 +81,7 @@ def reshard(
     """
     where = "reshard()"
     has_tree = [flag == b"\1" for flag in gather_bytes(b"\0" if tree is None else b"\1", comm)]
-    given, tree = tree, decoded(tree)
+    given, tree = tree, together(where, comm, lambda: decoded(tree))
     if any(has_tree) and not all(has_tree):
         tree = _hand_out(tree, has_tree, comm)
 
@@ -113,17 +114,30 @@ def reshard(
         for slot, held in zip(slots, buffers, strict=True):
             nodes = move_slot(slot, held, layout, route, comm, limit=limit, donate=donate)
             if slot.kind == "params":
-                nodes = list(map(_resting, nodes))
+                nodes = _resting(slot, nodes, layout, comm)
             new[slot.path] = optree.tree_unflatten(layout.spec, nodes)
     for tree_of_slot in new.values():
         name_trees(tree_of_slot, comm)
     return replace_slots(tree, new) if comm.rank in route.new else None
 
 
-def _resting(node: Sharded) -> Sharded:
-    """Parameters in the format of their layout, if that is not plain."""
-    rows = [(node.unit.groups[g], b) for g, b in zip(node.groups, node.buffers, strict=True)]
-    return node.with_buffers([b if group.dtypes.format is None else group.store(b) for group, b in rows])
+def _resting(slot: Slot, nodes: list[Sharded], layout: Layout, comm: Comm) -> list[Sharded]:
+    """Parameters as they rest in their layout: in a format, or in the compute dtype if they have been in a format before."""
+
+    def one(unit: UnitLayout, group: int, buffer: torch.Tensor) -> torch.Tensor:
+        new = unit.groups[group]
+        if new.dtypes.format is not None:
+            return new.store(buffer)
+        held = slot.held[unit.full_path(unit.leaves_of(group)[0])]
+        old = slot.nodes[held.node].unit.groups[held.leaf.group].dtypes
+        return buffer if old.format is None else buffer.to(new.dtypes.compute)
+
+    def all_of_them() -> list[Sharded]:
+        rows = [(node, zip(node.groups, node.buffers, strict=True)) for node in nodes]
+        return [node.with_buffers([one(node.unit, *row) for row in pairs]) for node, pairs in rows]
+
+    encodes = any(unit.has_formats for unit in layout.units)
+    return together("reshard()", comm, all_of_them) if encodes else all_of_them()
 
 
 @options_explained

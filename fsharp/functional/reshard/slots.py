@@ -78,7 +78,8 @@ class Slot:
     def dtype(self, unit: UnitLayout, group: int) -> torch.dtype:
         """Of a buffer of a new unit."""
         if self.is_cast:
-            return unit.groups[group].dtypes.compute
+            dtypes = unit.groups[group].dtypes
+            return dtypes.compute if dtypes.format is None else dtypes.main  # from which it is encoded
         return self.source_dtype(unit.full_path(unit.leaves_of(group)[0]))
 
     def source_dtype(self, path: str) -> torch.dtype:

@@ -117,7 +117,7 @@ class UnshardedBuffer:
         assert self.full is not None
         for group, flat, stored in zip(self._layout.groups, self.full.flats, self._stored, strict=True):
             if stored is not flat:
-                flat.copy_(group.load(stored))
+                flat.copy_(group.load(stored, group.dtypes.compute))
 
     def begin_step(self, step: int) -> None:
         """Serve the step of this number, with what the step before has gathered: a backward of that one is refused."""
