@@ -175,7 +175,7 @@ def reduce_scatter_last(x: torch.Tensor, comm: Comm, axis: str, *, dtype: torch.
 
 
 def reduce_scatter_encoded(x: torch.Tensor, comm: Comm, axis: str, wire: Format) -> torch.Tensor:
-    """Sum over ranks and keep the own part. Each rank encodes its summands, and decodes and adds those that it receives.
+    """Sum ``x`` over ranks and return this rank's part. Each rank encodes its summands, then decodes and adds received ones.
 
     Args:
         x: ``[..., n * c]``, where ``c`` is a multiple of ``wire.block``.
@@ -186,7 +186,7 @@ def reduce_scatter_encoded(x: torch.Tensor, comm: Comm, axis: str, wire: Format)
     Returns:
         ``[..., c]`` in the dtype of ``x``; the sum is taken in it, in order of rank.
 
-    Gradient: :func:`all_gather_last`, as if nothing were rounded. Cost: ``n - 1`` times the encoded part sent by each rank.
+    Gradient: :func:`all_gather_last`, as if nothing were rounded. Cost: each rank sends ``n - 1`` encoded parts.
     """
     _check_divides("reduce_scatter_encoded()", x, axis, comm.mesh.axis_size(axis) * wire.block)
     if _is_free(x, comm, axis):

@@ -15,7 +15,7 @@ from fsharp.tracebacks import api_boundary
 @options_checked
 @dataclass(frozen=True, slots=True)
 class Plane:
-    """One kind of number in which a format stores values, such as the values in 8 bits, or their scales.
+    """Describe one array of numbers that a format stores, such as values of 8 bits, or their scales.
 
     Args:
         dtype: of the numbers.
@@ -42,11 +42,11 @@ PLANE_ALIGNMENT = 16
 @options_explained
 @dataclass(frozen=True, slots=True)
 class Format:
-    """How values are stored or travel: parameters where they rest and in gathers, gradients in reductions.
+    """Describe how values are encoded. Parameters use a format at rest and in gathers, gradients use one in reductions.
 
-    Values that a rank has for itself, or for one receiver, are a *part*: whole blocks, which are encoded together. A part is
-    stored as bytes, one plane after another. A buffer of several parts has one after another, so that one message moves all
-    planes, and what moves is cut between parts alone.
+    A *part* is the values that one rank keeps, or that a rank sends to one receiver. A part is whole blocks, and is stored as
+    bytes, one plane after another. A buffer holds parts one after another, so one message moves all planes. Buffers are cut
+    between parts alone.
 
     ``encode`` gets values in the dtype of the main copy, or of a gradient's sum, whatever function encodes. For parameters,
     decoding to the main copy's dtype and encoding the result again has to give the same bytes: checkpoints have such values.
@@ -55,8 +55,8 @@ class Format:
     Args:
         name: names it in layouts, checkpoints and labels.
         planes: what it stores.
-        encode: of 1-D values, in whole blocks, the planes, each 1-D with ``per_block`` numbers for each block.
-        decode: of the planes, the 1-D values in any floating-point dtype, which are cast to the one they are needed in.
+        encode: maps 1-D values, in whole blocks, to the planes, each 1-D with ``per_block`` numbers for each block.
+        decode: maps the planes to 1-D values of any floating-point dtype. The caller casts the values.
         block: number of values that are encoded together; parts are cut between blocks.
 
     Raises:
@@ -149,11 +149,11 @@ class Format:
         return values.to(dtype, copy=is_view)
 
     def padded(self, values: int, parts: int) -> int:
-        """Return the size of one of ``parts`` equal parts, in whole blocks, that together have room for so many values."""
+        """Return the number of values in a part, if ``parts`` equal parts of whole blocks have room for so many values."""
         return -(-values // (parts * self.block)) * self.block
 
     def sum(self, stored: torch.Tensor, part: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return the sum of stored parts of ``part`` values each, decoded one by one and added in ``dtype``, in their order."""
+        """Return the sum of stored parts of ``part`` values each. Parts are decoded and added in ``dtype``, in stored order."""
         first, *others = stored.view(-1, self.size(part)).unbind()
         total = self.load(first, part, dtype).to(dtype, copy=True)
         for each in others:
@@ -199,10 +199,10 @@ _formats: dict[str, Format] = {}
 
 @options_explained
 def register_format(format: Format) -> Format:
-    """Have layouts and checkpoints that are read find a format by its name, and return it.
+    """Register a format, and return the format. Layouts and checkpoints that are read find it by its name.
 
     Raises:
-        LayoutError: another format has this name, or other functions, or a dtype has it.
+        LayoutError: a dtype or another format has this name already, or one with other functions.
     """
     is_dtype = isinstance(getattr(torch, format.name, None), torch.dtype)
     found = plain(getattr(torch, format.name)) if is_dtype else _formats.setdefault(format.name, format)

@@ -1,12 +1,13 @@
 """Formats of 8 and 4 bits: blocks of 32 values that share a scale, a power of two, as in OCP's microscaling (MX) formats.
 
-A scale is stored as its exponent in one byte. It is the least with which the largest value of the block is not out of range, so
-encoding what was decoded gives the same bytes. Values are rounded to the nearest code, ties to even, and all is computed in
-float32. The least scale is 2**-127: to the bounds below comes an error of up to 2**-127.
+A scale is stored as its exponent in one byte. Each scale is the smallest that keeps the largest magnitude of its block in
+range; OCP's rule is the floor of the logarithm, which cuts off some largest values. Encoding decoded values gives the same
+bytes. Values are rounded to the nearest code, ties to even, in float32. The least scale is 2**-127, which adds up to 2**-127 to
+the bounds below.
 
 [Note: numbers that are not finite]
-A block with an infinity or NaN has the scale 255. Its infinities and NaN arrive as such, and its finite values as zero: sums
-and norms are not finite either way, and :func:`~fsharp.resilience.find_nonfinite` names the same leaf as without a format.
+A block with an infinity or NaN has the scale 255. Its infinities and NaN are kept, its finite values become zero; OCP has NaN
+for all of them. Sums and norms are not finite either way. :func:`~fsharp.resilience.find_nonfinite` names the same leaf.
 """
 
 from collections.abc import Callable, Sequence
@@ -70,7 +71,7 @@ mxfp8 = _blocks_of_32(
 )
 """OCP's MXFP8: numbers of torch.float8_e4m3fn in blocks of 32 with a scale, 33 bytes for 32 values.
 
-A value arrives within 1/16 of itself, or within 1/230,000 of the largest of its block.
+The error is at most 1/16 of the value or 1/230,000 of the largest magnitude of its block, whichever is larger.
 """
 
 mxint8 = _blocks_of_32(
@@ -81,7 +82,7 @@ mxint8 = _blocks_of_32(
 )
 """Integers from -127 to 127 in blocks of 32 with a scale, 33 bytes for 32 values: OCP's MXINT8, whose scales are 64 times ours.
 
-A value arrives within 1/127 of the largest of its block.
+The error is at most 1/127 of the largest magnitude of the block.
 """
 
 mxint4 = _blocks_of_32(
@@ -93,5 +94,5 @@ mxint4 = _blocks_of_32(
 )
 """Integers from -7 to 7 in blocks of 32 with a scale, 17 bytes for 32 values; not of the OCP.
 
-A value arrives within 1/7 of the largest of its block: for gradients, where many ranks' errors average out.
+The error is at most 1/7 of the largest magnitude of the block: for gradients, where the errors of many ranks average out.
 """

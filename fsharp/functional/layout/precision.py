@@ -18,19 +18,20 @@ Wire = torch.dtype | Format | None
 @api_boundary
 @dataclass(frozen=True, slots=True)
 class Precision:
-    """Dtypes of floating-point parameters and of what is derived from them. ``None`` means the leaf's own dtype.
+    """Choose dtypes for floating-point parameters, gradients and outputs.
 
     Args:
-        compute: the dtype in which parameters are used; they rest and travel in it too, unless ``stored`` says otherwise.
-        main: the dtype of the copy that the optimizer updates. Where it differs from ``compute`` a main copy is kept at
-            the optimizer's place, at the cost of its bytes there.
+        compute: the dtype in which parameters are used; ``None`` means the leaf's own. Parameters also rest and travel in
+            ``compute``, unless ``stored`` is given.
+        main: the dtype of the copy that the optimizer updates; ``None`` means the leaf's own. If ``main`` is not ``compute``, a
+            main copy is kept at the optimizer's place, and takes its bytes there.
         wire: the dtype in which gradients travel; ``None`` means ``compute``'s. The sum over ranks is taken in
             ``accumulate`` by backends that add on arrival (all but NCCL's own reductions). A format of several planes is
             encoded from values in ``accumulate``, exchanged, and decoded and summed in ``accumulate`` by all backends. A
-            mapping says it by mesh axis, such as ``{"outer": fs.layout.mxint4}`` for what travels between hosts.
+            mapping gives a wire by mesh axis, such as ``{"outer": fs.layout.mxint4}`` for what travels between hosts.
         accumulate: the dtype in which gradients rest and are summed; ``None`` means ``main``'s.
         stored: the format in which trained parameters rest and travel, and from which they are decoded where they are used;
-            ``None`` means as they are. The optimizer then has a main copy.
+            ``None`` means not encoded. With a format the optimizer has a main copy.
         output: the dtype to which floating-point outputs of a module are cast; ``None`` leaves them. For
             :func:`~fsharp.shard_module`.
         cast_inputs: whether floating-point inputs of a module are cast to ``compute``, if that is given. For
@@ -133,7 +134,7 @@ class Dtypes:
         return dict(self.wires).get(axis, self.wire)
 
     def sent_along(self, axis: str) -> torch.dtype:
-        """The dtype in which a collective along an axis gets gradients: a plain wire's, or that from which it encodes them."""
+        """Return the dtype of gradients that a collective along an axis gets: a plain wire's, or ``accumulate`` to encode."""
         wire = self.wire_along(axis)
         return wire.dtype if wire.is_plain else self.accumulate
 

@@ -86,8 +86,8 @@ class Summand(NamedTuple):
     """One buffer of this rank's that is summed over ranks.
 
     Attributes:
-        x: its elements; ``n`` equal parts of them for a reduce_scatter along an axis of ``n`` ranks.
-        out: where the sum goes; None, for a reduce_scatter alone, leaves it where the transport has it.
+        x: the buffer. A reduce_scatter along an axis of ``n`` ranks cuts ``x`` into ``n`` equal parts.
+        out: where the sum goes. None, for a reduce_scatter alone, leaves the sum where the transport has computed it.
         scratch: as many bytes as :meth:`Transport.scratch_nbytes` says.
     """
 
@@ -145,16 +145,16 @@ class Transport(ABC):
 
     @abstractmethod
     def exchange(self, x: torch.Tensor, out: torch.Tensor, axis: str, label: str) -> Work:
-        """What each rank has for this rank in its ``x`` into ``out``; both have ``n`` equal parts, in order of coordinate."""
+        """Send part ``i`` of ``x`` to the rank at coordinate ``i``, and receive that rank's part into part ``i`` of ``out``."""
 
     def reduce_scatter_encoded(
         self, summands: Sequence[Summand], axis: str, n: int, wire: Format, *, label: str = ""
     ) -> list[Work]:
-        """The sums over ranks of this rank's parts, in one exchange of encoded parts, which are decoded and added here.
+        """Sum this rank's parts over ranks, in one exchange of encoded parts. This rank decodes and adds received parts.
 
         Args:
-            summands: cut into ``n`` parts in whole blocks of ``wire``, the last ones shorter if it does not divide; an ``out``
-                has a whole part. Without one the sum is where the first part of ``x`` was.
+            summands: cut into ``n`` parts in whole blocks of ``wire``. The last parts are shorter if the split is uneven.
+                ``out`` has a full part; without ``out`` the sum replaces the first part of ``x``.
             axis: the axis to sum along.
             n: its size.
             wire: the format in which parts travel.
@@ -179,7 +179,7 @@ class Transport(ABC):
         return self._shared(self.exchange(sent.view(-1), received.view(-1), axis, label), add).each(len(xs))
 
     def gather_padded(self, xs: Sequence[torch.Tensor], outs: Sequence[torch.Tensor], axis: str, n: int, label: str) -> Work:
-        """Every rank's ``xs[i]`` into ``outs[i]``, in one all_gather; what does not fit into ``outs[i]`` is padding."""
+        """Gather every rank's ``xs[i]`` into ``outs[i]``, in one all_gather. What ``outs[i]`` is too short for is padding."""
         rooms = [out if len(out) == n * len(x) else out.new_empty(n * len(x)) for x, out in zip(xs, outs, strict=True)]
         cut = [(out, room[: len(out)]) for out, room in zip(outs, rooms, strict=True) if room is not out]
         work = self.gather(xs, rooms, axis, label=label)
@@ -216,7 +216,7 @@ class Transport(ABC):
 
 
 class PackingTransport(Transport):
-    """A transport of single buffers, which packs several; see [Note: packing]."""
+    """Pack several buffers for a transport that moves single buffers; see [Note: packing]."""
 
     @abstractmethod
     def gather_one(self, x: torch.Tensor, out: torch.Tensor, axis: str, label: str) -> Work:

@@ -28,12 +28,11 @@ class AxisCollective(NamedTuple):
 
 
 class AxisChain:
-    """The stages that a buffer of ``size`` elements goes through.
+    """Take a buffer of ``size`` elements through collectives, stage by stage.
 
-    What travels is in the wire's format, what comes out in the accumulation dtype. All stages but the last block on a host
-    without streams; the last one's Work is handed out. Where the wire is not plain, an ``all_to_all`` of encoded parts, each
-    decoded and added by the rank that receives it, stands for a ``reduce_scatter``, and one before an ``all_gather`` of the
-    sums for an ``all_reduce``.
+    Data travel in the wire's format; results have the accumulation dtype. On a host without streams every stage but the last
+    blocks. The Work of the last stage is returned. With an encoded wire an ``all_to_all`` stands for a ``reduce_scatter``:
+    each rank decodes and adds the parts it receives. An ``all_to_all``, then an ``all_gather`` of sums, is an ``all_reduce``.
 
     Args:
         transport: runs them.
