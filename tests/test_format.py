@@ -481,3 +481,38 @@ def test_stored_parameters_are_decoded_or_refused_where_values_are_wanted():
     ):
         with pytest.raises(TreeError, match=r"are stored in a format, and not as values. Pass main copies"):
             call()
+
+
+@pytest.mark.parametrize(("old", "new"), [(PLAIN, STORED), (STORED, PLAIN)], ids=["plain to stored", "stored to plain"])
+def test_a_state_is_not_resharded_into_another_format(old, new):
+    """Nobody would make main copies, or take parameters from them."""
+
+    def rank_fn(comm):
+        state = make_state(comm, "zero3", precision=old)
+        layout = make_layout(*STRATEGIES["zero1"], precision=new)
+        with pytest.raises(LayoutError, match=r"format (bfloat16|halves), in the new layout (halves|bfloat16)"):
+            fs.reshard(state, layout, comm=comm)
+        moved = fs.reshard(state.params, layout, comm=comm, cast=True)
+        assert_same(fs.full(moved, comm=comm), fs.full(state.params, comm=comm))
+
+    simulate(STRATEGIES["zero3"][0], rank_fn)
+
+
+@pytest.mark.parametrize("new", [STORED, PLAIN], ids=["stored", "bfloat16"])
+def test_parameters_are_not_loaded_beside_main_copies_that_stay(new, tmp_path):
+    """The first update would undo the loading. Parameters at the optimizer's place make a state with main copies."""
+
+    def rank_fn(comm):
+        saved = make_state(comm, "zero3")
+        fs.checkpoint.save(str(tmp_path), saved, step=1, comm=comm)
+        other = make_params(5, layers=3)
+        like = make_state(comm, "zero1", params=other, precision=new)
+        with pytest.raises(fs.errors.CheckpointError, match=r"'params\.embed' is in the checkpoint and its main copy is not"):
+            fs.checkpoint.load(str(tmp_path), like, comm=comm, strict=False, cast=True)
+        layout = make_layout(*STRATEGIES["zero1"], other, precision=new)
+        params = fs.shard(other, layout, comm, place="optim")
+        params = fs.checkpoint.load(str(tmp_path), params, comm=comm, subtree="params")
+        state = fs.init_state(make_tx(), params, comm=comm)
+        assert_same(fs.full(state.main, comm=comm), fs.full(saved.params, comm=comm))
+
+    simulate(STRATEGIES["zero3"][0], rank_fn)

@@ -38,7 +38,7 @@ from fsharp.functional.comm.tree_names import name_trees
 from fsharp.functional.layout.paths import ancestors, as_patterns
 from fsharp.functional.layout.sharded import decoded, donate_nodes, encoded_like, is_sharded, units_of
 from fsharp.functional.lent import check_not_lent
-from fsharp.functional.state import MadeBy
+from fsharp.functional.state import MadeBy, TrainState
 from fsharp.stateful.modules.parameter import Part
 
 _log = logging.getLogger("fsharp")
@@ -206,6 +206,8 @@ def load_by(
             check_not_lent("load()", units_of(template))
         names = stored_names(manifest, wanted, stored)
         left, passed = check_matches(found.path, manifest, wanted, names, stored, prefix, cast=cast, strict=strict)
+        if isinstance(like, TrainState):
+            _check_main_copies(found.path, left, wanted.entries)
         if passed and comm.rank == 0:
             _log.warning(problem(f"load() of {found.path}, strict=False", f"{len(passed)} differences.", shown(passed)))
         kept.update({name: wanted.entries[name].local.clone() for name in left if name in wanted.entries})
@@ -263,6 +265,18 @@ def _chosen(path: str, comm: Comm, damaged: Mapping[str, str]) -> tuple[str, boo
     if "error" in said:
         raise CheckpointError(f"load(): {said['error']}")
     return str(said["path"]), bool(said["is_asked_for"])
+
+
+def _check_main_copies(path: str, left: Collection[str], wanted: Collection[str]) -> None:
+    """Refuse to load parameters beside main copies that stay as they are: the next update would undo the loading."""
+    for name in sorted(left):
+        parameter = f"params.{name.removeprefix('main.')}"
+        if name.startswith("main.") and parameter in wanted and parameter not in left:
+            raise CheckpointError(
+                f"load() of {path}: {parameter!r} is in the checkpoint and its main copy is not. The next update would make "
+                "the parameter of the main copy as it was. Load the parameters alone, with subtree='params', into a tree at the "
+                "optimizer's place, and pass that to init_state()."
+            )
 
 
 def _prepared(

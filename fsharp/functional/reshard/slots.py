@@ -189,7 +189,9 @@ def check_slot(slot: Slot, layout: Layout) -> None:
     if rows:
         more = f"and {len(rows) - 8} more. " if len(rows) > 8 else ""
         remedy = f"{more}Plan the new layout with the same tree, ties, frozen leaves, labels and dtypes"
-        cast = "; parameters by themselves take another compute dtype with cast=True." if slot.kind == "params" else "."
+        cast = (
+            "; parameters by themselves take another compute dtype or format with cast=True." if slot.kind == "params" else "."
+        )
         raise LayoutError(problem("reshard()", f"{slot} does not fit the new layout.", sorted(rows)[:8], remedy + cast))
 
 
@@ -221,6 +223,7 @@ def _facts(slot: Slot, unit: UnitLayout) -> Iterator[tuple[str, dict[str, Any]]]
             group = unit.groups[leaf.group]
             if not slot.is_cast:
                 facts["compute dtype"] = dtype_name(group.dtypes.compute)
+                facts["format"] = group.dtypes.stored.name  # with one that is not plain there is a main copy
             if slot.kind == "optim":
                 facts |= {"trained": group.trainable, "label": group.label}
                 facts |= {"main dtype": dtype_name(group.dtypes.main), "sum's dtype": dtype_name(group.dtypes.accumulate)}
