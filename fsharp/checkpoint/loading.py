@@ -274,8 +274,8 @@ def _check_main_copies(path: str, left: Collection[str], wanted: Collection[str]
         if name.startswith("main.") and parameter in wanted and parameter not in left:
             raise CheckpointError(
                 f"load() of {path}: {parameter!r} is in the checkpoint and its main copy is not. The next update would make "
-                "the parameter of the main copy as it was. Load the parameters alone, with subtree='params', into a tree at the "
-                "optimizer's place, and pass that to init_state()."
+                "the parameter of the main copy as it was. Load the parameters alone, with subtree='params', into a tree at "
+                "the optimizer's place, and pass that to init_state()."
             )
 
 
