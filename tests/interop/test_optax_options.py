@@ -1,5 +1,6 @@
 """What ranks compare of a transformation of optax, and which extra arguments of an update reach it."""
 
+import inspect
 from functools import partial
 
 import cloudpickle
@@ -242,7 +243,7 @@ def test_simulated_ranks_that_have_the_same_share_a_compilation(monkeypatch):
     traced = []
     monkeypatch.setattr(jax, "make_jaxpr", lambda *args, f=jax.make_jaxpr, **options: traced.append(0) or f(*args, **options))
     tx = fs.from_optax(optax.adam(1e-2))
-    shards = tx.init.__wrapped__.__self__
+    shards = inspect.unwrap(tx.init).__self__
     assert isinstance(shards, _ShardedTransformation)
 
     def rank_fn(comm):

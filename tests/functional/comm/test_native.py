@@ -10,7 +10,7 @@ import torch.distributed as dist
 import fsharp as fs
 from fsharp.errors import AgreementError
 from fsharp.functional.comm.watch import RankStatuses, Watch
-from fsharp.stateful.transport.base import ProcessGroups
+from fsharp.stateful.transport.base import ProcessGroups, Summand
 from fsharp.stateful.transport.nccl import NcclTransport
 from tests.functional.comm.test_watch import Table
 from tests.virtual_device import accelerator as accelerator
@@ -66,7 +66,7 @@ def test_a_rank_that_waits_for_its_device_hears_of_another_that_has_failed():
                 collective(torch.ones(2), "dp")
     transport = NcclTransport(ranks[1], ProcessGroups(ranks[1], separate=False))
     with pytest.raises(AgreementError, match="a batch of 0 tokens"):
-        transport.gather(torch.ones(1), torch.ones(2), "dp")
+        transport.gather([torch.ones(1)], [torch.ones(2)], "dp")
 
 
 def test_a_listener_ends_with_its_job_or_its_comm():
@@ -118,5 +118,5 @@ def test_an_all_reduce_needs_scratch_for_another_dtype_alone(monkeypatch):
     for dtype in (torch.float32, torch.bfloat16):
         x, out = torch.ones(8, dtype=dtype), torch.empty(8)
         room = transport.scratch_nbytes("all_reduce", "dp", 8, dtype.itemsize, apart=dtype == out.dtype)
-        transport.all_reduce(x, out, "dp", scratch=torch.empty(room, dtype=torch.uint8))
+        transport.all_reduce([Summand(x, out, torch.empty(room, dtype=torch.uint8))], "dp", 2)
         assert out.tolist() == [2.0] * 8
