@@ -42,7 +42,7 @@ LOSSLESS = fs.Precision(wire=HALVES)  # of values in bfloat16
 ROUNDED = fs.Precision(wire=BLOCKS)
 
 
-@every(2, strategy=STRATEGIES, policy=POLICIES, compute=[None, torch.bfloat16])
+@every(7, strategy=STRATEGIES, policy=POLICIES, compute=[None, torch.bfloat16])
 def test_training_has_the_bits_of_the_plain_wire(strategy, policy, compute):
     """Two planes of bytes hold what bfloat16 holds, so nothing may differ from a wire of bfloat16."""
     dtypes = {"compute": compute, "main": torch.float32}
@@ -60,7 +60,7 @@ def test_training_has_the_bits_of_the_plain_wire(strategy, policy, compute):
     simulate(STRATEGIES[strategy][0], rank_fn)
 
 
-@every(2, strategy=STRATEGIES, policy=[name for name in POLICIES if name != "blocking"])
+@every(5, strategy=STRATEGIES, policy=[name for name in POLICIES if name != "blocking"])
 def test_rounded_gradients_have_the_same_bits_on_every_path(strategy, policy):
     def rank_fn(comm):
         blocking = train(comm, strategy, microbatches=2, precision=ROUNDED)
@@ -84,9 +84,7 @@ def test_placements_that_cut_between_blocks_have_the_same_bits():
     simulate(STRATEGIES["ddp"][0], rank_fn)
 
 
-@pytest.mark.parametrize("wire", [HALVES, BLOCKS], ids=lambda wire: wire.name)
-@pytest.mark.parametrize("microbatches", [1, 3])
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@every(4, strategy=STRATEGIES, microbatches=[1, 3], wire=[HALVES, BLOCKS])
 def test_a_step_makes_the_predicted_calls(strategy, microbatches, wire):
     mesh, how = STRATEGIES[strategy]
     precision = fs.Precision(wire=wire)
@@ -195,7 +193,7 @@ BY_AXIS = {
 }
 
 
-@every(2, strategy=ON_TWO_AXES, wire=BY_AXIS, compute=[None, torch.bfloat16])
+@every(6, strategy=ON_TWO_AXES, wire=BY_AXIS, compute=[None, torch.bfloat16])
 def test_a_wire_for_each_axis(strategy, wire, compute):
     mesh, how = STRATEGIES[strategy]
     precision = fs.Precision(compute=compute, main=torch.float32, wire=BY_AXIS[wire])
