@@ -339,7 +339,7 @@ def check_values(where: str, nodes: Sequence[Sharded]) -> None:
         TreeError: names the first of the units.
     """
     for node in nodes:
-        if node.is_stored:
+        if node.unit.has_formats and node.is_stored:
             raise TreeError(
                 f"{where}: parameters of unit {node.name!r} are stored in a format, and not as values. Pass main copies "
                 '(state.main), or what gather() brings to "full".'

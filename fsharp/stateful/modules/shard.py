@@ -194,10 +194,12 @@ def _watch_optimizers() -> None:
 
 @api_boundary
 def _refuse_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
-    if not any("_fsharp_replaced" in p.__dict__ for group in optimizer.param_groups for p in group["params"]):
-        return
-    name = type(optimizer).__name__
-    raise TreeError(
-        f"step(): this {name} was made before shard_module(), which has put other parameters in the place of those that it "
-        f"has: it would train nothing. Make it afterwards: fs.ShardedOptimizer(model.parameters(), {name}, ...)."
-    )
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if "_fsharp_replaced" in parameter.__dict__:
+                name = type(optimizer).__name__
+                raise TreeError(
+                    f"step(): this {name} was made before shard_module(), which has put other parameters in the place of those "
+                    "that it has: it would train nothing. Make it afterwards: "
+                    f"fs.ShardedOptimizer(model.parameters(), {name}, ...)."
+                )

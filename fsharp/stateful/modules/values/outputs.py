@@ -36,6 +36,8 @@ def tensors_in(value: Any, path: str, *, late: Literal["refuse", "leave"] = "ref
     Raises:
         TreeError: a generator or another iterator, if ``late`` is "refuse".
     """
+    if isinstance(value, torch.Tensor):  # what most modules return
+        return [value]
     found: dict[int, torch.Tensor] = {}
     _mapped(value, lambda x: found.setdefault(id(x), x), path, {}, refuses_late=late == "refuse")
     return list(found.values())

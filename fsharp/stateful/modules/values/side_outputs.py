@@ -34,7 +34,8 @@ class SideOutputs:
     def look(self, arguments: Sequence[Any], path: str) -> dict[int, torch.Tensor]:
         """The tensors there, by id."""
         values = [value for value in arguments if type(value) in _CONTAINERS and value]
-        values += [places[name] for places, name in self._places()]
+        for places, name in self._places():
+            values.append(places[name])
         return {id(x): x for x in tensors_in(values, path, late="leave")} if values else {}
 
     def since(
@@ -64,8 +65,14 @@ class SideOutputs:
 
     def _places(self) -> list[tuple[dict[str, Any], str]]:
         """Return dicts and names in them under which there are tensors, or containers that may hold some."""
-        dicts = [x for reference in self._modules if (m := reference()) is not None for x in (m.__dict__, m._buffers)]
-        return [(each, name) for each in dicts for name, value in each.items() if name not in _OWN and _may_hold(value)]
+        found = []
+        for reference in self._modules:
+            if (module := reference()) is not None:
+                for places in (module.__dict__, module._buffers):
+                    for name, value in places.items():
+                        if name not in _OWN and _may_hold(value):
+                            found.append((places, name))
+        return found
 
 
 def refuse_kept(module: nn.Module) -> None:
