@@ -318,7 +318,7 @@ def _add_unit(
         return f"{root}.{below}" if root and below else root or below
 
     found.layouts.append(f"{name('') or '(root)'}: {_layout_text(unit, node.place)}")
-    held, pieces = dict(zip(node.groups, node.main_values, strict=True)), _held(unit, node.place, comm.rank)
+    held, pieces = dict(zip(node.groups, node.values(comm.rank, main=True), strict=True)), _held(unit, node.place, comm.rank)
     sizes = {group: unit.local_size(group, node.place) for group in held}
     one_number = {group: is_of_group(buffer, unit, group, node.place) for group, buffer in held.items()}
     for leaf in unit.leaves:

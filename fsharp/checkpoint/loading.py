@@ -36,9 +36,10 @@ from fsharp.functional.comm.agree import exchange, together
 from fsharp.functional.comm.protocol import Comm
 from fsharp.functional.comm.tree_names import name_trees
 from fsharp.functional.layout.paths import ancestors, as_patterns
-from fsharp.functional.layout.sharded import decoded, donate_nodes, encoded_like, is_sharded, units_of
+from fsharp.functional.layout.sharded import decoded, donate_nodes, is_sharded, units_of
 from fsharp.functional.lent import check_not_lent
 from fsharp.functional.state import MadeBy, TrainState
+from fsharp.functional.stored import encode_blocks, encode_leaves
 from fsharp.stateful.modules.parameter import Part
 
 _log = logging.getLogger("fsharp")
@@ -200,7 +201,7 @@ def load_by(
         manifest = without_ignored(found.manifest, as_patterns(ignore), subtree)
         there = {prefix for name in (*manifest.tensors, *manifest.values) for prefix in ancestors(name)}
         resting = template_of(like, lambda name: stored(name) in there)
-        template = decoded(resting)
+        template = decoded(resting, comm.rank)
         wanted = contents_of("load()", template, comm)
         if donate:
             check_not_lent("load()", units_of(template))
@@ -230,9 +231,9 @@ def load_by(
         for name, value in kept.items():
             into.entries[name].local.copy_(value)
         _read(found, into, names, comm.rank, read, kept)
-        return encoded_like(tree, resting)
+        return encode_blocks(tree, resting)
 
-    tree = together("load()", comm, fill)
+    tree = encode_leaves(together("load()", comm, fill), comm, resting)
     if donate:
         donate_nodes(like)
     name_trees(tree, comm)

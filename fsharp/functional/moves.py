@@ -21,6 +21,7 @@ transposes to a ``reduce_scatter`` along axes that shard and to an ``all_reduce`
 ``torch.func.grad`` gives for parameters at rest is the same under every strategy.
 """
 
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import optree
@@ -93,25 +94,30 @@ def gather(tree: Tree, *, comm: Comm, to: PlaceName = "full") -> Tree:
         ways = {"was_gathered": sharded.is_gathered, "is_gathered": whole}
         if whole and torch.is_grad_enabled() and sharded.sinks and not is_differentiated():
             with beneath_vmap():  # which has no dim of these
-                moved = [move_values(x.detach(), sharded.place, target, named, **ways) for x in sharded.buffers]
-                moved = _decoded(moved, sharded)
+                moved = _moved(sharded, [x.detach() for x in sharded.buffers], target, named, **ways)
                 moved = sharded.ledger.attached(sharded, moved, Labelled(comm, tree_name))
         else:
-            moved = []
-            for x in sharded.buffers:
-                moved.append(move_values(x, sharded.place, target, named, **ways))
-            moved = _decoded(moved, sharded) if whole else moved
+            moved = _moved(sharded, sharded.buffers, target, named, **ways)
         return Sharded(moved, sharded.unit, target, sharded.groups, is_gathered=whole)
 
     return optree.tree_map(one, on_device(tree, comm.device), is_leaf=is_sharded)  # type: ignore[return-value]
 
 
-def _decoded(buffers: list[torch.Tensor], node: Sharded) -> list[torch.Tensor]:
-    """Full buffers of the groups of a node as functions use them."""
-    if not node.unit.has_formats:
-        return buffers
-    groups = [node.unit.groups[g] for g in node.groups]
-    return [group.values(x, group.size) for group, x in zip(groups, buffers, strict=True)]
+def _moved(
+    node: Sharded, buffers: Sequence[torch.Tensor], target: Place, comm: Comm, *, was_gathered: bool, is_gathered: bool
+) -> list[torch.Tensor]:
+    """A node's buffers in another place; those that are gathered for functions decoded."""
+    unit, place, moved = node.unit, node.place, []
+    for g, x in zip(node.groups, buffers, strict=True):
+        group, is_stored = unit.groups[g], unit.has_formats and unit.groups[g].is_stored(x)
+        values = unit.travelling(g, x) if is_stored else x
+        values = move_values(values, place, target, comm, was_gathered=was_gathered, is_gathered=is_gathered)
+        if is_stored and is_gathered:
+            values = unit.decoded(g, values, unit.scales(g, x), target, comm.rank, group.dtypes.compute)
+        elif is_stored and unit.scales_size(g):
+            values = torch.cat([values, unit.scales(g, x)])
+        moved.append(values)
+    return moved
 
 
 @uncompiled

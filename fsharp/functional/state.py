@@ -28,6 +28,7 @@ from fsharp.functional.layout.text import describe_units
 from fsharp.functional.lent import check_not_lent
 from fsharp.functional.moves import check_comm, gather, on_device
 from fsharp.functional.optim.base import Transform, apply_transform, as_transform, check_extra, check_gradients
+from fsharp.functional.stored import stored
 
 
 class TrainState(NamedTuple):
@@ -97,7 +98,7 @@ def init_state(tx: Any, sharded: Any, *, comm: Comm, donate: bool = False) -> Tr
 
     together("init_state()", comm, check, fields)
     start = name_trees(sharded if donate else optree.tree_map(torch.clone, sharded), comm)
-    resting = stored(start)
+    resting = stored(start, comm)
     name_as(resting, start)
     params = gather(resting, comm=comm, to="params")
     name_as(params, start)
@@ -170,7 +171,7 @@ def update(tx: Any, grads: Any, state: TrainState, *, comm: Comm, donate: bool =
         main = _main_copies(new)
         if donate:
             opt = map_units(lambda node: node.replace(node.lazy or node.raw_buffers) if is_sharded(node) else node, opt)
-        resting = stored(new)
+        resting = stored(new, comm)
         name_updated(resting, state.params)
         if isinstance(comm, Engine):
             params, (main, opt) = comm.run_update_gather(resting, state.params, (main, opt), donate=donate)
@@ -193,14 +194,3 @@ def _check_maker(tx: Transform, state: TrainState) -> None:
 def _main_copies(tree: Any) -> Any:
     """Of trained groups at the optimizer's place, those that have a main copy."""
     return map_units(lambda node: node.select(node.unit.with_main_copy), tree)
-
-
-def stored(tree: Any) -> Any:
-    """Values as parameters rest: in their format, or in the dtype in which they are used."""
-
-    def one(node: Sharded) -> Sharded:
-        groups, pairs = node.unit.groups, zip(node.groups, node.buffers, strict=True)
-        rest = [b.to(d.compute) if (d := groups[g].dtypes).format is None else groups[g].store(b) for g, b in pairs]
-        return node.with_buffers(rest)
-
-    return map_units(one, tree)

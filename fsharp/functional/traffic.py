@@ -4,6 +4,8 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from types import MappingProxyType
 
+import torch
+
 from fsharp.annotated import options_checked
 from fsharp.functional.comm.protocol import Call, sent_nbytes
 from fsharp.functional.formats.format import Format, plain
@@ -47,17 +49,35 @@ def step_traffic(
             calls.update({call: count * microbatches for call, count in landed.items()})
             calls.update(reduce_calls(unit, group, strategy.grads, strategy.optim))
             calls.update(gather_calls(unit, group, strategy.optim, strategy.params))
+    calls.update(_agreed_scales(layout))
     for axis, n in layout.mesh.axes:  # the loss and its weight, two float64
         if n > 1:
             calls[Call("all_reduce", axis, sent_nbytes("all_reduce", -(-2 // n) * 8, n))] += 1
     return calls
 
 
+def _agreed_scales(layout: Layout) -> Iterator[Call]:
+    """Yield the collectives in which an update agrees on scales of whole leaves."""
+    numbers: Counter[tuple[str, tuple[str, ...], int, torch.dtype]] = Counter()
+    for unit in layout.units:
+        axes = tuple([axis for axis in unit.strategy.optim.sharded if unit.mesh.axis_size(axis) > 1])
+        for group in unit.trainable if unit.has_leaf_formats else ():
+            form = unit.groups[group].dtypes.stored
+            if (codec := form.leaves) is not None:
+                for leaf in unit.leaves_of(group):
+                    for i, (count, dtype) in enumerate(codec.agreed(leaf.shape)):
+                        numbers[form.name, axes, i, dtype] += count
+    for (_, axes, _, dtype), count in numbers.items():
+        for axis in axes:
+            n = layout.mesh.axis_size(axis)
+            yield Call("all_reduce", axis, sent_nbytes("all_reduce", -(-count // n) * dtype.itemsize, n))
+
+
 def gather_calls(unit: UnitLayout, group: int, source: Place, target: Place) -> Counter[Call]:
     """The collectives that :func:`~fsharp.gather` makes for one group between two places."""
     sharded = [axis for axis in reversed(source.order) if source[axis] is Shard and target[axis] is Replicate]
     axes = [axis for axis in sharded if unit.mesh.axis_size(axis) > 1]
-    return Counter(calls_gathering(unit, unit.stored_nbytes(group, source), axes))
+    return Counter(calls_gathering(unit, unit.travelling_nbytes(group, source), axes))
 
 
 def calls_gathering(unit: UnitLayout, nbytes: int, axes: Iterable[str]) -> Iterator[Call]:

@@ -123,7 +123,7 @@ def find_nonfinite(loss: float | complex | torch.Tensor | tuple[Any, ...] | None
     losses = [x for x in (loss if isinstance(loss, tuple) else (loss,)) if x is not None]
     pieces = list(_pieces(tree))
     # A sum is far quicker than a look at each element. One that overflows costs the search below, which finds nothing.
-    sums = [_plain(x).sum() if isinstance(x, torch.Tensor) else x for _, held in pieces for x in _tensors(held)]
+    sums = [_plain(x).sum() if isinstance(x, torch.Tensor) else x for _, held in pieces for x in _tensors(held, comm.rank)]
     bad = [_is_bad(x) for x in [*losses, *sums]]
     flag = torch.stack([x.to(comm.device) for x in bad]).any().float().view(1) if bad else torch.zeros(1, device=comm.device)
     named = Labelled(comm, "whether all is finite: ")
@@ -168,8 +168,8 @@ def _pieces(tree: Any) -> Iterator[tuple[tuple[str, ...], Any]]:
                 )
 
 
-def _tensors(held: Any) -> tuple[Any, ...]:
-    return held.values if isinstance(held, Sharded) else (held,)
+def _tensors(held: Any, rank: int) -> tuple[Any, ...]:
+    return held.values(rank) if isinstance(held, Sharded) else (held,)
 
 
 def _first(path: tuple[str, ...], held: Any, rank: int) -> tuple[int, str] | None:

@@ -38,6 +38,61 @@ class Plane:
 PLANE_ALIGNMENT = 16
 """Bytes: where each plane of a part begins in a buffer."""
 
+Shape = tuple[int, ...]
+AgreeMax = Callable[[torch.Tensor], None]
+"""A function that replaces each number of a tensor by the largest of that number over ranks. A collective."""
+
+
+@dataclass(frozen=True, slots=True)
+class LeafPart:
+    """Describe the elements ``[first, last)`` of a flattened leaf, which lie in one part of a buffer.
+
+    Attributes:
+        path: path of the leaf in the user's tree.
+        shape: sizes of the whole leaf.
+        dtype: in which functions use the leaf.
+        first: the first element.
+        last: one behind the last element; equal to ``first`` if this rank has none.
+        planes: memory of the elements, a 1-D tensor for each plane of the format.
+        scales: memory of the scales of the whole leaf, 1-D, uint8; every rank has all of them.
+        values: the elements to encode, 1-D, in the main dtype; None where they are to be decoded.
+    """
+
+    path: str
+    shape: Shape
+    dtype: torch.dtype
+    first: int
+    last: int
+    planes: tuple[torch.Tensor, ...]
+    scales: torch.Tensor
+    values: torch.Tensor | None = None
+
+
+@options_explained
+@dataclass(frozen=True, slots=True)
+class LeafCodec:
+    """Describe how whole leaves are encoded, with scales on which all ranks agree: scales by tensor or by row, for example.
+
+    Ranks keep the scales of whole leaves, at the end of a buffer. Scales do not travel with the values: encoding makes the same
+    scales on every rank.
+
+    Args:
+        scales_nbytes: maps the shape of a leaf to the bytes of the leaf's scales.
+        agreed: maps the shape of a leaf to how many numbers of the leaf, and of which dtype, each call of ``agree`` has.
+        encode: gets one LeafPart for each leaf, in the same order on all ranks, and ``agree``. Fills the memory of planes and
+            scales. Calls ``agree`` as often as ``agreed`` has entries, each time with one tensor, on every rank.
+        decode: maps a LeafPart to its elements, 1-D, floating-point.
+    """
+
+    scales_nbytes: Callable[[Shape], int]
+    agreed: Callable[[Shape], Sequence[tuple[int, torch.dtype]]]
+    encode: Callable[[Sequence[LeafPart], AgreeMax], None]
+    decode: Callable[[LeafPart], torch.Tensor]
+
+
+def _by_leaf(values: Any) -> Any:
+    raise LayoutError("this format encodes whole leaves, on whose scales ranks agree: it cannot encode blocks.")
+
 
 @options_explained
 @dataclass(frozen=True, slots=True)
@@ -58,6 +113,7 @@ class Format:
         encode: maps 1-D values, in whole blocks, to the planes, each 1-D with ``per_block`` numbers for each block.
         decode: maps the planes to 1-D values of any floating-point dtype. The caller casts the values.
         block: number of values that are encoded together; parts are cut between blocks.
+        leaves: encodes whole leaves, in place of ``encode`` and ``decode``. For parameters alone.
 
     Raises:
         LayoutError: no planes, a block that is no positive number, or a name that is none.
@@ -65,19 +121,21 @@ class Format:
 
     name: str
     planes: tuple[Plane, ...]
-    encode: Callable[[torch.Tensor], Sequence[torch.Tensor]] = field(compare=False, repr=False)
-    decode: Callable[[Sequence[torch.Tensor]], torch.Tensor] = field(compare=False, repr=False)
+    encode: Callable[[torch.Tensor], Sequence[torch.Tensor]] = field(compare=False, repr=False, default=_by_leaf)
+    decode: Callable[[Sequence[torch.Tensor]], torch.Tensor] = field(compare=False, repr=False, default=_by_leaf)
     block: int = 1
+    leaves: LeafCodec | None = field(compare=False, repr=False, default=None)
 
     def __post_init__(self) -> None:
         are_planes = isinstance(self.planes, tuple) and self.planes and all(isinstance(each, Plane) for each in self.planes)
         is_block = isinstance(self.block, int) and self.block >= 1
         is_name = isinstance(self.name, str) and self.name.isidentifier()
-        if not (are_planes and is_block and is_name and callable(self.encode) and callable(self.decode)):
+        has_codec = isinstance(self.leaves, LeafCodec) if self.encode is _by_leaf else self.leaves is None
+        if not (are_planes and is_block and is_name and has_codec and callable(self.encode) and callable(self.decode)):
             raise LayoutError(
                 f"Format(): got name {self.name!r}, planes {self.planes!r:.80}, block {self.block!r}, "
                 f"encode {self.encode!r:.40}, decode {self.decode!r:.40}; expected an identifier, a tuple with one Plane at "
-                "least, an integer of 1 or more, and two functions."
+                "least, an integer of 1 or more, and two functions, or leaves=LeafCodec(...) in place of these."
             )
 
     def __str__(self) -> str:
@@ -98,7 +156,7 @@ class Format:
 
     def size(self, values: int) -> int:
         """Numbers of :attr:`dtype` in which a part of so many values is stored, a multiple of :attr:`block`."""
-        return values if self.is_plain else sum(map(_aligned, self._plane_nbytes(values)))
+        return values if self.is_plain else sum(map(aligned, self._plane_nbytes(values)))
 
     def _plane_nbytes(self, values: int) -> list[int]:
         return [values // self.block * plane.per_block * plane.dtype.itemsize for plane in self.planes]
@@ -120,7 +178,7 @@ class Format:
         expected = [(plane.dtype, (values.numel() // self.block * plane.per_block,)) for plane in self.planes]
         if (found := _shapes(planes)) != expected:
             raise LayoutError(f"Format {self.name!r}: encode() returned {found!r:.200}, expected {expected}.")
-        for plane, column in zip(planes, self._columns(stored, part), strict=True):
+        for plane, column in zip(planes, self.columns(stored, part), strict=True):
             column.copy_(plane.contiguous().view(num_parts, -1).view(torch.uint8))
         return stored.view(-1)
 
@@ -136,7 +194,7 @@ class Format:
         if not stored.numel():
             return stored.new_empty(0, dtype=dtype)
         rows = stored.view(-1, self.size(part))
-        columns = self._columns(rows, part)
+        columns = self.columns(rows, part)
         planes = [column.contiguous().view(-1).view(plane.dtype) for plane, column in zip(self.planes, columns, strict=True)]
         values = self.decode(planes)
         size = len(rows) * part
@@ -160,16 +218,50 @@ class Format:
             total += self.load(each, part, dtype)
         return total
 
-    def _columns(self, stored: torch.Tensor, part: int) -> list[torch.Tensor]:
+    def index(self, plane: Plane, values: int) -> int:
+        """Numbers of a plane that so many values take.
+
+        Raises:
+            LayoutError: these would be no whole numbers.
+        """
+        numbers, rest = divmod(values * plane.per_block, self.block)
+        if rest:
+            raise LayoutError(
+                f"Format {self.name!r}: {values} values do not fill whole numbers of {plane}. Give leaves other shapes."
+            )
+        return numbers
+
+    def decode_leaf(self, part: LeafPart) -> torch.Tensor:
+        """Return the elements of a part of a leaf.
+
+        Raises:
+            LayoutError: the codec does not return one floating-point number for each element.
+        """
+        assert self.leaves is not None
+        values, size = self.leaves.decode(part), part.last - part.first
+        if not (isinstance(values, torch.Tensor) and values.is_floating_point() and values.shape == (size,)):
+            raise LayoutError(
+                f"Format {self.name!r}: decode() returned {_shapes([values])!r:.200} for {part.path!r}, expected a "
+                f"floating-point tensor of shape ({size},)."
+            )
+        return values
+
+    def planes_of(self, part: torch.Tensor, size: int) -> list[torch.Tensor]:
+        """Return the planes of one stored part of ``size`` values, 1-D views."""
+        columns = self.columns(part.view(1, -1), size)
+        return [column.view(-1).view(plane.dtype) for plane, column in zip(self.planes, columns, strict=True)]
+
+    def columns(self, stored: torch.Tensor, part: int) -> list[torch.Tensor]:
         """Return a view of each plane, ``[parts, bytes of the plane]``, of stored parts, ``[parts, bytes of a part]``."""
         found, start = [], 0
         for nbytes in self._plane_nbytes(part):
             found.append(stored[:, start : start + nbytes])
-            start += _aligned(nbytes)
+            start += aligned(nbytes)
         return found
 
 
-def _aligned(nbytes: int) -> int:
+def aligned(nbytes: int) -> int:
+    """Return ``nbytes`` rounded up to the alignment of planes."""
     return -(-nbytes // PLANE_ALIGNMENT) * PLANE_ALIGNMENT
 
 

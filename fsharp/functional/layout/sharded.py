@@ -124,21 +124,17 @@ class Sharded:
         """One tensor for each group in :attr:`groups`. Waits for them if they are still on their way."""
         return self.raw_buffers if self.lazy is None else self.lazy.wait()
 
-    @property
-    def values(self) -> tuple[Any, ...]:
-        """The buffers; those of parameters that are stored in a format, decoded: one number for each element."""
-        return self._values(main=False)
+    def values(self, rank: int = 0, *, main: bool = False) -> tuple[Any, ...]:
+        """The buffers; those of parameters that are stored in a format, decoded: one number for each element.
 
-    @property
-    def main_values(self) -> tuple[Any, ...]:
-        """The same, decoded to the dtype of the main copy: what can be encoded again without a loss."""
-        return self._values(main=True)
-
-    def _values(self, *, main: bool) -> tuple[Any, ...]:
+        Args:
+            rank: whose buffers they are. Of full parameters all ranks have the same.
+            main: decode to the dtype of the main copy, from which values can be encoded again without a loss.
+        """
         unit, rows = self.unit, zip(self.groups, self.buffers, strict=True)
         if not unit.has_formats:
             return self.buffers
-        return tuple([unit.groups[g].values(b, unit.local_size(g, self.place), main=main) for g, b in rows])
+        return tuple([unit.values(g, b, self.place, rank, main=main) for g, b in rows])
 
     @property
     def is_stored(self) -> bool:
@@ -245,7 +241,7 @@ class Sharded:
                 )
             )
         views = {}
-        for group, buffer in zip(self.groups, self.values, strict=True):
+        for group, buffer in zip(self.groups, self.values(), strict=True):
             leaves = self.unit.leaves_of(group)
             # One split with the gaps in it: its backward is one concatenation, where narrow() would make a buffer a leaf.
             sizes, end = [], 0
@@ -263,7 +259,7 @@ class Sharded:
         Leaves that it holds nothing of are absent. Cost: none.
         """
         result = {}
-        for group, buffer in zip(self.groups, self.values, strict=True):
+        for group, buffer in zip(self.groups, self.values(rank), strict=True):
             for span in self.unit.spans(group, self.place, rank):
                 result[self.unit.full_path(span.leaf)] = buffer[..., span.start : span.stop]
         return result
@@ -327,9 +323,11 @@ def _register() -> None:
 _register()
 
 
-def decoded(tree: Any) -> Any:
-    """The tree with one number for each element: parameters in a format are decoded, into new tensors of the main dtype."""
-    return map_units(lambda node: node.with_buffers(node.main_values) if is_sharded(node) and node.is_stored else node, tree)
+def decoded(tree: Any, rank: int) -> Any:
+    """The tree of a rank with stored parameters decoded, into new tensors of the main dtype: one number for each element."""
+    return map_units(
+        lambda node: node.with_buffers(node.values(rank, main=True)) if is_sharded(node) and node.is_stored else node, tree
+    )
 
 
 def check_values(where: str, nodes: Sequence[Sharded]) -> None:
@@ -344,18 +342,6 @@ def check_values(where: str, nodes: Sequence[Sharded]) -> None:
                 f"{where}: parameters of unit {node.name!r} are stored in a format, and not as values. Pass main copies "
                 '(state.main), or what gather() brings to "full".'
             )
-
-
-def encoded_like(tree: Any, like: Any) -> Any:
-    """The inverse of :func:`decoded`, of which ``like`` was the argument."""
-
-    def one(node: Any, other: Any) -> Any:
-        if not is_sharded(node) or not other.is_stored:
-            return node
-        rows = [(node.unit.groups[g], b, x) for g, b, x in zip(node.groups, node.buffers, other.raw_buffers, strict=True)]
-        return node.with_buffers([group.store(b) if group.is_stored(x) else b for group, b, x in rows])
-
-    return map_units(one, tree, like)
 
 
 @api_boundary

@@ -64,6 +64,11 @@ def build(
     unit: UnitLayout, place: Place, rank: int, leaf_value: Callable[[Leaf], torch.Tensor], *, main: bool = False
 ) -> Sharded:
     """A unit's buffers on one rank from its leaves, one leaf at a time, and only leaves that this rank holds a part of."""
+    if unit.has_leaf_formats and not main:
+        raise TreeError(
+            f"shard(): unit {unit.name!r} has a format that encodes whole leaves, on whose scales ranks agree. Make main "
+            "copies with place='optim', and the state of them with init_state()."
+        )
     buffers = []
     for i, group in enumerate(unit.groups):
         dtype = group.dtypes.main if main or group.dtypes.format is not None else group.dtypes.compute

@@ -18,7 +18,7 @@ import optree
 import torch
 
 from fsharp.errors import TreeError
-from fsharp.functional.formats.format import dtype_name
+from fsharp.functional.formats.format import LeafPart, aligned, dtype_name
 from fsharp.functional.layout.mesh import Mesh
 from fsharp.functional.layout.packing import Atom
 from fsharp.functional.layout.placement import Place, Strategy
@@ -87,32 +87,6 @@ class Group:
         """Return values of whole parts as they are stored at rest. A format that is not plain gets them in the main dtype."""
         values = values if self.dtypes.format is None else values.to(self.dtypes.main)
         return self.dtypes.stored.store(values, self.capacity)
-
-    def load(self, stored: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Return stored parameters in ``dtype``, if their format is not plain."""
-        return self.dtypes.stored.load(stored, self.capacity, dtype)
-
-    @api_boundary
-    def values(self, buffer: torch.Tensor, size: int, *, main: bool = False) -> torch.Tensor:
-        """Return a buffer of ``size`` elements, decoded if it has parameters in a format that is not plain.
-
-        Decoded values have the dtype in which functions use them; with ``main`` that of the main copy, which loses nothing.
-
-        Raises:
-            TreeError: the buffer has neither one number for each element nor what the format stores.
-        """
-        if self.dtypes.format is None:
-            return buffer
-        parts = size // self.capacity if self.capacity else 0
-        if self.is_stored(buffer) and buffer.shape[-1] == parts * self.dtypes.format.size(self.capacity):
-            return self.load(buffer, self.dtypes.main if main else self.dtypes.compute)
-        if buffer.shape[-1] != size:
-            raise TreeError(
-                f"a buffer of {dtype_name(buffer.dtype)}{list(buffer.shape)} is neither {size} values nor what format "
-                f"{self.dtypes.format.name!r} stores of them. Functions of values do not apply to stored parameters: map main "
-                'copies, or what gather() brings to "full".'
-            )
-        return buffer
 
 
 class Span(NamedTuple):
@@ -186,6 +160,11 @@ class UnitLayout:
         return any(group.dtypes.format is not None for group in self.groups)
 
     @cached_property
+    def has_leaf_formats(self) -> bool:
+        """Whether parameters of some group are stored in a format that encodes whole leaves."""
+        return any(group.dtypes.stored.leaves is not None for group in self.groups)
+
+    @cached_property
     def varying(self) -> tuple[str, ...]:
         """Axes along which every rank has values of its own."""
         return self.strategy.full.varying
@@ -206,12 +185,121 @@ class UnitLayout:
 
     def stored_size(self, group: int, place: Place) -> int:
         """Numbers in the buffer in which one rank holds a group's parameters in ``place``."""
+        return self.travelling_size(group, place) + self.scales_size(group)
+
+    def travelling_size(self, group: int, place: Place) -> int:
+        """Numbers of that buffer that a gather sends: all but the scales of leaves, which every rank has."""
         size, capacity = self.local_size(group, place), self.groups[group].capacity
         return size // capacity * self.groups[group].dtypes.stored.size(capacity) if capacity else 0
 
+    def travelling_nbytes(self, group: int, place: Place) -> int:
+        """Bytes of what a gather sends."""
+        return self.travelling_size(group, place) * self.groups[group].dtypes.stored.dtype.itemsize
+
     def stored_nbytes(self, group: int, place: Place) -> int:
-        """Bytes of that buffer."""
+        """Bytes of the buffer in which one rank holds a group's parameters in ``place``."""
         return self.stored_size(group, place) * self.groups[group].dtypes.stored.dtype.itemsize
+
+    def scales_size(self, group: int) -> int:
+        """Bytes of the scales of whole leaves, at the end of a group's buffer; 0 if the format has none."""
+        return self._scales_sizes[group]
+
+    @cached_property
+    def _scales_sizes(self) -> tuple[int, ...]:
+        codecs = [group.dtypes.stored.leaves for group in self.groups]
+        rows = zip(codecs, self._stored, strict=True)
+        return tuple(0 if c is None else sum(aligned(c.scales_nbytes(leaf.shape)) for leaf in leaves) for c, leaves in rows)
+
+    def travelling(self, group: int, stored: torch.Tensor) -> torch.Tensor:
+        """The part of a stored buffer that a gather sends."""
+        scales = self._scales_sizes[group]
+        return stored[..., : stored.shape[-1] - scales] if scales else stored
+
+    def scales(self, group: int, stored: torch.Tensor) -> torch.Tensor:
+        """The scales of whole leaves in a stored buffer."""
+        return stored[stored.shape[-1] - self._scales_sizes[group] :]
+
+    def leaf_parts(
+        self, group: int, place: Place, rank: int, stored: torch.Tensor, scales: torch.Tensor, values: torch.Tensor | None
+    ) -> Iterator[tuple[int, LeafPart]]:
+        """Yield what ``rank`` holds in ``place`` of each leaf of a group whose format encodes whole leaves.
+
+        A leaf that lies in several parts of the buffer comes several times, one that this rank has nothing of once, and empty.
+        Each comes with its first element in the buffer.
+
+        Args:
+            group: index of the group.
+            place: where the buffer rests.
+            rank: whose buffer it is.
+            stored: the buffer without scales.
+            scales: those of all leaves.
+            values: what the buffer is to encode, one number for each element; None to decode.
+        """
+        form, capacity = self.groups[group].dtypes.stored, self.groups[group].capacity
+        assert form.leaves is not None
+        rows = [*stored.view(-1, form.size(capacity))] if stored.numel() else [stored]
+        parts = [form.planes_of(row, capacity if len(row) else 0) for row in rows]
+        spans = {span.leaf.path: span for span in self.spans(group, place, rank)}
+        end = 0
+        for leaf in self.leaves_of(group):
+            begin, size = end, form.leaves.scales_nbytes(leaf.shape)
+            end = begin + aligned(size)
+            about = self.full_path(leaf), leaf.shape, self.groups[group].dtypes.compute
+            span = spans.get(leaf.path, Span(leaf, 0, 0, 0, 0))
+            for start in (span.start, *range((span.start // capacity + 1) * capacity, span.stop, capacity)):
+                part, low = divmod(start, capacity)
+                stop = min(span.stop, start - low + capacity)
+                ends = [(form.index(plane, low), form.index(plane, low + stop - start)) for plane in form.planes]
+                held = tuple([plane[a:b] for plane, (a, b) in zip(parts[part], ends, strict=True)])
+                first = span.first + start - span.start
+                own = None if values is None else values[start:stop]
+                yield start, LeafPart(*about, first, first + stop - start, held, scales[begin : begin + size], own)
+
+    @api_boundary
+    def values(self, group: int, buffer: torch.Tensor, place: Place, rank: int, *, main: bool = False) -> torch.Tensor:
+        """Return a buffer of parameters decoded, if the group's format is not plain; else the buffer.
+
+        Decoded values have the dtype in which functions use them; with ``main`` that of the main copy, which loses nothing.
+
+        Raises:
+            TreeError: the buffer has neither one number for each element nor what the format stores.
+        """
+        dtypes, size = self.groups[group].dtypes, self.local_size(group, place)
+        if dtypes.format is None:
+            return buffer
+        is_stored = self.groups[group].is_stored(buffer)
+        if is_stored and buffer.shape[-1] == self.stored_size(group, place):
+            return self.decoded(group, buffer, self.scales(group, buffer), place, rank, dtypes.main if main else dtypes.compute)
+        if buffer.shape[-1] != size:
+            raise TreeError(
+                f"a buffer of {dtype_name(buffer.dtype)}{list(buffer.shape)} is neither {size} values nor what format "
+                f"{dtypes.format.name!r} stores of them. Functions of values do not apply to stored parameters: map main "
+                'copies, or what gather() brings to "full".'
+            )
+        return buffer
+
+    def decoded(
+        self, group: int, stored: torch.Tensor, scales: torch.Tensor, place: Place, rank: int, dtype: torch.dtype
+    ) -> torch.Tensor:
+        """Return the values of a stored buffer in ``dtype``.
+
+        Args:
+            group: index of the group.
+            stored: the buffer, with or without scales.
+            scales: those of whole leaves.
+            place: where the buffer rests.
+            rank: whose buffer it is.
+            dtype: of the result.
+        """
+        form = self.groups[group].dtypes.stored
+        stored = stored[: self.travelling_size(group, place)]
+        if form.leaves is None:
+            return form.load(stored, self.groups[group].capacity, dtype)
+        out = torch.zeros(self.local_size(group, place), dtype=dtype, device=stored.device)
+        for start, part in self.leaf_parts(group, place, rank, stored, scales, None):
+            if part.first < part.last:
+                out[start : start + part.last - part.first] = form.decode_leaf(part)
+        return out
 
     def local_start(self, group: int, place: Place, rank: int) -> int:
         """First element of the group's buffer that ``rank`` holds in ``place``."""

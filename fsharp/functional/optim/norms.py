@@ -54,7 +54,8 @@ def _norm(tree: Any, comm: Comm, deterministic: bool) -> torch.Tensor:
     for node in units_of(tree):
         if node.place.partial:
             raise TreeError(f"global_norm(): unit {node.name!r} rests partial ({node.place}); reduce_scatter() it first.")
-        by_axes.setdefault(node.place.sharded + node.place.varying, []).extend(b.detach() for b in node.values if b.numel())
+        held = [b.detach() for b in node.values(comm.rank) if b.numel()]
+        by_axes.setdefault(node.place.sharded + node.place.varying, []).extend(held)
     with torch.no_grad():
         if deterministic:
             return _exact(by_axes, comm)

@@ -22,6 +22,7 @@ from fsharp.functional.reshard.move import move_slot
 from fsharp.functional.reshard.outline import on_meta, outline_from_bytes, outline_to_bytes
 from fsharp.functional.reshard.pieces import Ranks, pieces
 from fsharp.functional.reshard.slots import Kind, Slot, check_slot, find_slots, replace_slots
+from fsharp.functional.stored import encode_blocks, encode_leaves
 
 _LARGEST_ITEM = 16
 """Bytes of the largest element, a complex128."""
@@ -81,7 +82,7 @@ def reshard(
     """
     where = "reshard()"
     has_tree = [flag == b"\1" for flag in gather_bytes(b"\0" if tree is None else b"\1", comm)]
-    given, tree = tree, together(where, comm, lambda: decoded(tree))
+    given, tree = tree, together(where, comm, lambda: decoded(tree, comm.rank))
     if any(has_tree) and not all(has_tree):
         tree = _hand_out(tree, has_tree, comm)
 
@@ -127,17 +128,17 @@ def _resting(slot: Slot, nodes: list[Sharded], layout: Layout, comm: Comm) -> li
     def one(unit: UnitLayout, group: int, buffer: torch.Tensor) -> torch.Tensor:
         new = unit.groups[group]
         if new.dtypes.format is not None:
-            return new.store(buffer)
+            return buffer
         held = slot.held[unit.full_path(unit.leaves_of(group)[0])]
         old = slot.nodes[held.node].unit.groups[held.leaf.group].dtypes
         return buffer if old.format is None else buffer.to(new.dtypes.compute)
 
-    def all_of_them() -> list[Sharded]:
-        rows = [(node, zip(node.groups, node.buffers, strict=True)) for node in nodes]
-        return [node.with_buffers([one(node.unit, *row) for row in pairs]) for node, pairs in rows]
-
-    encodes = any(unit.has_formats for unit in layout.units)
-    return together("reshard()", comm, all_of_them) if encodes else all_of_them()
+    rows = [(node, zip(node.groups, node.buffers, strict=True)) for node in nodes]
+    values = [node.with_buffers([one(node.unit, *row) for row in pairs]) for node, pairs in rows]
+    if not any(unit.has_formats for unit in layout.units):
+        return values
+    encoded = together("reshard()", comm, lambda: encode_blocks(values))
+    return encode_leaves(encoded, comm)  # type: ignore[no-any-return]
 
 
 @options_explained

@@ -11,7 +11,8 @@ from fsharp.functional.comm.protocol import Comm, Labelled
 from fsharp.functional.layout.layout import Layout
 from fsharp.functional.layout.sharded import Sharded, map_units, trainable, units_by_name, units_of
 from fsharp.functional.moves import gather, on_device
-from fsharp.functional.state import TrainState, stored, update
+from fsharp.functional.state import TrainState, update
+from fsharp.functional.stored import stored
 
 
 class ModuleState:
@@ -59,10 +60,14 @@ class ModuleState:
         for node, kept, main in zip(nodes, units_of(self.state.params), units_of(self.state.main), strict=True):
             whole = dict(zip(node.groups, node.buffers, strict=True))
             for target in (kept, main):
-                for group, buffer in zip(target.groups, target.buffers, strict=True):
+                own = []
+                for group in target.groups:
                     start, size = node.unit.local_start(group, target.place, rank), node.unit.local_size(group, target.place)
-                    own = whole[group][start : start + size]
-                    buffer.copy_(node.unit.groups[group].store(own) if target is kept else own)
+                    own.append(whole[group][start : start + size])
+                values = target.with_buffers(own)
+                new = stored(values, self._comm) if target is kept else values
+                for buffer, value in zip(target.buffers, new.buffers, strict=True):
+                    buffer.copy_(value)
         self.is_written = True
         self.stamp()
 
@@ -94,7 +99,9 @@ class ModuleState:
         with torch.no_grad():
             for held, kept in zip(units_of(self.visible()), units_of(trainable(self.state.params)), strict=True):
                 named = Labelled(self._comm, "parameters that were written in place: ")
-                for buffer, value in zip(kept.buffers, gather(stored(held), comm=named, to="params").buffers, strict=True):
+                for buffer, value in zip(
+                    kept.buffers, gather(stored(held, named), comm=named, to="params").buffers, strict=True
+                ):
                     if buffer is not value:
                         buffer.copy_(value)
         self.stamp()

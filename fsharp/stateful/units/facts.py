@@ -28,9 +28,9 @@ def facts_of(
     """
     layout = unit.layout
     params, optim = layout.strategy.params, layout.strategy.optim
-    gather = [c for g in layout.all_groups for c in calls_gathering(layout, layout.stored_nbytes(g, params), unit.axes)]
+    gather = [c for g in layout.all_groups for c in calls_gathering(layout, layout.travelling_nbytes(g, params), unit.axes)]
     gathered = full_nbytes(layout) if unit.axes else 0
-    updates = [(layout.stored_nbytes(g, optim), unit.update_axes) for g in layout.trainable * updated]
+    updates = [(layout.travelling_nbytes(g, optim), unit.update_axes) for g in layout.trainable * updated]
     update_gather = [call for nbytes, axes in updates for call in calls_gathering(layout, nbytes, axes)]
     facts = UnitFacts(
         unit.key,

@@ -56,7 +56,7 @@ class UnitState:
         assert self.node is not None
         buffers = self.node.raw_buffers
         if self.layout.has_formats:
-            return FullUnit(self.layout, [b.detach() for b in self.node.values])
+            return FullUnit(self.layout, [b.detach() for b in self.node.values()])
         key = tuple(b.data_ptr() for b in buffers)
         if self._at_rest is None or self._at_rest[0] != key:
             self._at_rest = (key, FullUnit(self.layout, [b.detach() for b in buffers]))

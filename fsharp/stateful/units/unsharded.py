@@ -109,15 +109,18 @@ class UnshardedBuffer:
         self.memory, self.full = memory, FullUnit(layout, flats[: len(sizes)])
         stored, pairs = iter(flats[len(sizes) :]), zip(layout.groups, self.full.flats, strict=True)
         self._stored = [flat if group.dtypes.format is None else next(stored) for group, flat in pairs]
-        self._outs = [nested_parts(flat, layout, self.axes, self._rank) for flat in self._stored]
+        moving = map(layout.travelling, layout.all_groups, self._stored)
+        self._outs = [nested_parts(flat, layout, self.axes, self._rank) for flat in moving]
 
     def decode(self) -> None:
         """Decode what was gathered of groups whose format is not plain. Once it is filled, and before it is used."""
         self.is_encoded = False
         assert self.full is not None
-        for group, flat, stored in zip(self._layout.groups, self.full.flats, self._stored, strict=True):
+        layout, place = self._layout, self._layout.strategy.full
+        for group, flat, stored in zip(layout.all_groups, self.full.flats, self._stored, strict=True):
             if stored is not flat:
-                flat.copy_(group.load(stored, group.dtypes.compute))
+                scales = layout.scales(group, stored)
+                flat.copy_(layout.decoded(group, stored, scales, place, self._rank, flat.dtype))
 
     def begin_step(self, step: int) -> None:
         """Serve the step of this number, with what the step before has gathered: a backward of that one is refused."""
@@ -147,7 +150,10 @@ class UnshardedBuffer:
             self.full.set_version(self._version)
         self.is_encoded = self._layout.has_formats
         moves: list[Move] = []
-        for x, outs in zip(node.raw_buffers, self._outs, strict=True):
+        for group, (x, outs) in enumerate(zip(node.raw_buffers, self._outs, strict=True)):
+            if self._layout.scales_size(group):
+                self._layout.scales(group, self._stored[group]).copy_(self._layout.scales(group, x.detach()))
+                x = self._layout.travelling(group, x)
             if x.numel():
                 moves.append((x.detach(), outs))
         return moves

@@ -41,8 +41,11 @@ class UpdateGather:
                 continue
             buffer = before if donate else torch.empty_like(before)
             buffers.append(buffer)
-            if buffer.numel():
-                self.moves.append((part, nested_parts(buffer.detach(), old.unit, self.axes, rank)))
+            if old.unit.scales_size(group):
+                old.unit.scales(group, buffer).copy_(old.unit.scales(group, part))
+            room = old.unit.travelling(group, buffer.detach())
+            if room.numel():
+                self.moves.append((old.unit.travelling(group, part), nested_parts(room, old.unit, self.axes, rank)))
         self.node = old.replace(buffers)
 
     def expect(self, works: Sequence[Work]) -> None:

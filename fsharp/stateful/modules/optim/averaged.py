@@ -11,6 +11,7 @@ from fsharp.errors import ScheduleError, TreeError
 from fsharp.functional.layout.sharded import Sharded, map_units, units_of
 from fsharp.functional.moves import gather
 from fsharp.functional.optim.ema import WithEmaState
+from fsharp.functional.stored import stored
 from fsharp.stateful.modules.session import Session
 
 Buffers = dict[tuple[str, int], torch.Tensor]
@@ -33,11 +34,11 @@ def averaged(session: Session, opt: Any) -> Iterator[None]:
 
     def one(node: Sharded) -> Sharded:
         groups = tuple(g for g in node.unit.trainable if (node.name, g) in averages)
-        buffers = [node.unit.groups[g].store(averages[node.name, g]) for g in groups]
-        return Sharded(buffers, node.unit, node.unit.strategy.optim, groups)
+        return Sharded([averages[node.name, g] for g in groups], node.unit, node.unit.strategy.optim, groups)
 
     with torch.no_grad():
-        resting = gather(map_units(one, session.kept.state.params), comm=session.scheduler, to="params")
+        resting = stored(map_units(one, session.kept.state.params), session.scheduler)
+        resting = gather(resting, comm=session.scheduler, to="params")
         new = [_buffers(resting), averages]
         old = [_buffers(session.kept.state.params), _buffers(session.kept.state.main)]
         targets = [buffers[key] for buffers, others in zip(old, new, strict=True) for key in buffers if key in others]

@@ -1,0 +1,119 @@
+"""Formats of 8 bits with scales by tensor or by row, on which all ranks agree. Scales do not travel: a value is one byte.
+
+A scale is the largest finite magnitude of the tensor or row, divided by the largest number of the dtype and rounded up to 16
+significant bits, which makes products with that number exact: encoding decoded values gives the same bytes. NaN stays NaN. An
+infinity becomes NaN in dtypes that have no infinity.
+"""
+
+from collections.abc import Callable, Sequence
+from math import prod
+
+import torch
+
+from fsharp.functional.formats.format import AgreeMax, Format, LeafCodec, LeafPart, Plane, Shape, register_format
+
+Codes = Callable[[torch.Tensor], torch.Tensor]
+"""A function of a tensor to another one of the same shape."""
+
+_LARGEST = torch.finfo(torch.float32).max
+_PART = 16
+"""Values, and bytes: a multiple in which parts are cut, so that bytes of several parts lie one behind the other."""
+
+
+def _scaled(
+    name: str, dtype: torch.dtype, largest: float, scales_of: Callable[[Shape], int], to_codes: Codes, to_numbers: Codes
+) -> Format:
+    """Return a registered format.
+
+    Args:
+        name: of the format.
+        dtype: of what is stored.
+        largest: the largest magnitude that is stored.
+        scales_of: maps the shape of a leaf to the number of its scales, each of which is of as many consecutive elements.
+        to_codes: maps numbers in float32, finite ones of at most this magnitude, to what is stored.
+        to_numbers: the inverse.
+    """
+
+    def rows(part: LeafPart) -> torch.Tensor:
+        """The scale that each element of a part has."""
+        per_scale = max(prod(part.shape) // max(scales_of(part.shape), 1), 1)
+        return torch.arange(part.first, part.last, device=part.scales.device) // per_scale
+
+    def encode(parts: Sequence[LeafPart], agree: AgreeMax) -> None:
+        counts = [scales_of(part.shape) for part in parts]
+        most = torch.zeros(sum(counts), dtype=torch.float32, device=parts[0].scales.device if parts else None)
+        by_leaf = most.split(counts)
+        for part, own in zip(parts, by_leaf, strict=True):
+            assert part.values is not None
+            finite = part.values.float().abs().nan_to_num(0.0, 0.0)
+            own.scatter_reduce_(0, rows(part), finite, "amax")
+        agree(most)
+        scales = _rounded_up(most / largest)
+        for part, scale in zip(parts, scales.split(counts), strict=True):
+            assert part.values is not None
+            part.scales.view(torch.float32).copy_(scale)
+            part.planes[0].copy_(to_codes(part.values.float() / scale[rows(part)]))
+
+    def decode(part: LeafPart) -> torch.Tensor:
+        numbers = to_numbers(part.planes[0])
+        values = numbers * part.scales.view(torch.float32)[rows(part)]
+        return torch.where(numbers.isfinite(), values.clamp(-_LARGEST, _LARGEST), values)  # scales were rounded up
+
+    codec = LeafCodec(lambda shape: 4 * scales_of(shape), lambda shape: [(scales_of(shape), torch.float32)], encode, decode)
+    return register_format(Format(name, (Plane(dtype, _PART),), block=_PART, leaves=codec))
+
+
+def _rounded_up(scales: torch.Tensor) -> torch.Tensor:
+    """Positive numbers in float32 rounded up to 16 significant bits; 1 in place of 0."""
+    least = torch.finfo(torch.float32).tiny
+    scales = torch.where(scales == 0, 1.0, scales).clamp_(min=least)
+    return (scales.view(torch.int32) + 0xFF & ~0xFF).view(torch.float32)
+
+
+def _by_tensor(shape: Shape) -> int:
+    return 1
+
+
+def _by_row(shape: Shape) -> int:
+    return shape[0] if len(shape) > 1 else 1
+
+
+def _int8_codes(numbers: torch.Tensor) -> torch.Tensor:
+    return torch.where(numbers.isfinite(), numbers.round(), -128.0).to(torch.int8)
+
+
+def _int8_numbers(codes: torch.Tensor) -> torch.Tensor:
+    return codes.float().masked_fill_(codes == -128, torch.nan)
+
+
+float8_e4m3_by_tensor = _scaled(
+    "float8_e4m3_by_tensor",
+    torch.float8_e4m3fn,
+    448.0,
+    _by_tensor,
+    lambda numbers: numbers.masked_fill(numbers.isinf(), torch.nan).to(torch.float8_e4m3fn),
+    torch.Tensor.float,
+)
+"""Numbers of torch.float8_e4m3fn with one scale a tensor, a byte a value. Gathered as bytes.
+
+The error is at most 1/16 of the value, or 1/450,000 of the largest magnitude of the tensor, whichever is larger.
+"""
+
+float8_e5m2_by_tensor = _scaled(
+    "float8_e5m2_by_tensor",
+    torch.float8_e5m2,
+    57344.0,
+    _by_tensor,
+    lambda numbers: numbers.to(torch.float8_e5m2),
+    torch.Tensor.float,
+)
+"""Numbers of torch.float8_e5m2 with one scale a tensor, a byte a value. Infinities stay infinities.
+
+The error is at most 1/8 of the value, or 1/7,000,000,000 of the largest magnitude of the tensor, whichever is larger.
+"""
+
+int8_by_row = _scaled("int8_by_row", torch.int8, 127.0, _by_row, _int8_codes, _int8_numbers)
+"""Integers from -127 to 127 with one scale for each row (index in dim 0), one for tensors of fewer than two dims.
+
+The error is at most 1/253 of the largest magnitude of the row. An infinity becomes NaN.
+"""

@@ -1,0 +1,105 @@
+"""stored: parameters as they rest, from their values: cast, or encoded in the format of their group."""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from fsharp.functional.comm.protocol import Comm
+from fsharp.functional.formats.format import Format, LeafPart
+from fsharp.functional.layout.sharded import Sharded, is_sharded, map_units, merge, units_of
+from fsharp.functional.moves import gather
+
+
+def stored(tree: Any, comm: Comm) -> Any:
+    """Return values as parameters rest: in the format of their group, or in the dtype in which functions use them.
+
+    Args:
+        tree: values in the main dtype, in any place.
+        comm: the ranks, which agree on scales of whole leaves.
+
+    Cost: that of :func:`encode_leaves`.
+    """
+
+    def cast(node: Sharded) -> Sharded:
+        rows = [(node.unit.groups[g].dtypes, b) for g, b in zip(node.groups, node.buffers, strict=True)]
+        return node.with_buffers([b.to(d.compute) if d.format is None else b for d, b in rows])
+
+    return encode_leaves(encode_blocks(map_units(cast, tree)), comm)
+
+
+def encode_blocks(tree: Any, like: Any = None) -> Any:
+    """Return values with those encoded whose format encodes each block by itself.
+
+    Args:
+        tree: values.
+        like: a tree of the same units. Where its buffers are not stored in a format, values stay as they are.
+    """
+
+    def one(node: Sharded, groups: Sequence[int]) -> Sharded:
+        rows = zip(node.groups, node.buffers, strict=True)
+        return node.with_buffers([node.unit.groups[g].store(b) if g in groups else b for g, b in rows])
+
+    return _of_chosen(one, tree, like, by_leaf=False)
+
+
+def encode_leaves(tree: Any, comm: Comm, like: Any = None) -> Any:
+    """Return values with those encoded whose format encodes whole leaves. A collective, if there are any.
+
+    Args:
+        tree: values.
+        comm: the ranks.
+        like: as for :func:`encode_blocks`.
+
+    Cost: for each such format and each set of axes what the codec agrees on; a gather of what does not rest where optimizer
+    state does, since there it is encoded.
+    """
+    jobs: dict[tuple[str, tuple[str, ...]], tuple[Format, list[LeafPart]]] = {}
+
+    def encoded(node: Sharded, groups: Sequence[int]) -> Sharded:
+        unit, buffers = node.unit, []
+        cut = gather(node.select(groups), comm=comm, to="optim") if groups else node.select(())
+        axes = tuple([axis for axis in cut.place.sharded if comm.mesh.axis_size(axis) > 1])
+        for g, values in zip(cut.groups, cut.buffers, strict=True):
+            dtypes = unit.groups[g].dtypes
+            buffer = values.new_zeros(unit.stored_size(g, cut.place), dtype=torch.uint8)
+            data, scales = unit.travelling(g, buffer), unit.scales(g, buffer)
+            parts = unit.leaf_parts(g, cut.place, comm.rank, data, scales, values.to(dtypes.main))
+            jobs.setdefault((dtypes.stored.name, axes), (dtypes.stored, []))[1].extend([part for _, part in parts])
+            buffers.append(buffer)
+        return cut.with_buffers(buffers)
+
+    if not any(node.unit.has_leaf_formats for node in units_of(tree)):
+        return tree
+    work = _of_chosen(encoded, tree, like, by_leaf=True)
+    for (name, axes), (form, parts) in jobs.items():
+        assert form.leaves is not None
+        form.leaves.encode(parts, partial(_agree, comm, axes, f"scales of {name}"))
+
+    def back(node: Any, done: Any) -> Any:
+        return merge(node, gather(done, comm=comm, to=node.place)) if is_sharded(node) and done.groups else node
+
+    return map_units(back, tree, work)
+
+
+def _of_chosen(fn: Any, tree: Any, like: Any, *, by_leaf: bool) -> Any:
+    """The tree with ``fn`` of each node and of its groups that are to be encoded, by leaf or by block."""
+
+    def one(node: Any, other: Any = None) -> Any:
+        if not is_sharded(node):
+            return node
+        groups = []
+        for i, g in enumerate(node.groups):
+            group = node.unit.groups[g]
+            form = group.dtypes.format
+            if form is not None and (form.leaves is not None) == by_leaf:
+                groups += [g] * (other is None or group.is_stored(other.raw_buffers[i]))
+        return fn(node, groups)
+
+    return map_units(one, tree) if like is None else map_units(one, tree, like)
+
+
+def _agree(comm: Comm, axes: Sequence[str], label: str, numbers: torch.Tensor) -> None:
+    for axis in axes:
+        numbers.copy_(comm.all_reduce(numbers, axis, op="max", label=label))

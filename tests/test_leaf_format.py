@@ -1,0 +1,139 @@
+"""Formats that encode whole leaves, with scales on which ranks agree: the same bits on every path, and bytes as predicted."""
+
+import math
+from collections import Counter
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import fsharp as fs
+from fsharp.functional.formats.format import Format, LeafCodec, Plane, register_format
+from fsharp.testing import simulate
+from tests.gpt_like import loss_fn
+from tests.scheduling import STRATEGIES, assert_same_training, make_layout, make_state, my_batches, train
+
+
+def _encode(parts, agree):
+    most = torch.stack([part.values.abs().amax().float() if len(part.values) else torch.zeros(()) for part in parts])
+    agree(most)
+    for part, scale in zip(parts, most, strict=True):
+        part.scales.view(torch.float32).copy_(scale)
+        pairs = part.values.to(torch.bfloat16).view(torch.uint8).view(-1, 2)
+        for plane, half in zip(part.planes, pairs.unbind(1), strict=True):
+            plane.copy_(half)
+
+
+def _decode(part):
+    values = torch.stack(part.planes, 1).view(-1).view(torch.bfloat16)
+    assert values.abs().amax() <= part.scales.view(torch.float32).to(torch.bfloat16), "scales of another leaf or step"
+    return values
+
+
+_CODEC = LeafCodec(lambda shape: 4, lambda shape: [(1, torch.float32)], _encode, _decode)
+BY_LEAF = register_format(Format("by_leaf", (Plane(torch.uint8), Plane(torch.uint8)), leaves=_CODEC))
+PLAIN = fs.Precision(compute=torch.bfloat16, main=torch.float32)
+STORED = fs.Precision(compute=torch.bfloat16, main=torch.float32, stored=BY_LEAF)
+BUILT_IN = [fs.layout.float8_e4m3_by_tensor, fs.layout.float8_e5m2_by_tensor, fs.layout.int8_by_row]
+POLICIES = [None, {}, {"prefetch": 2, "bucket_nbytes": 2000}, {"release": "forward"}]
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=str)
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "zero3", "hsdp", "hfsdp"])
+def test_training_has_the_bits_of_the_plain_format(strategy, policy):
+    def rank_fn(comm):
+        found = [train(comm, strategy, policy, microbatches=2, precision=precision) for precision in (PLAIN, STORED)]
+        assert_same_training(found[1], found[0])
+        if policy is not None:
+            assert found[1].num_recordings == 1
+            fs.schedule.verify(found[1].schedule)
+
+    simulate(STRATEGIES[strategy][0], rank_fn)
+
+
+@pytest.mark.parametrize("form", BUILT_IN, ids=lambda form: form.name)
+def test_scales_are_those_of_whole_leaves_wherever_these_are_cut(form):
+    precision = fs.Precision(stored=form)
+
+    def rank_fn(comm):
+        found = [train(comm, s, p, microbatches=1, precision=precision) for s in ("ddp", "zero1", "zero3") for p in (None, {})]
+        for other in found[1:]:
+            assert other.losses == found[0].losses
+        plain = train(comm, "zero3", microbatches=1)
+        assert found[0].losses != plain.losses
+        torch.testing.assert_close(found[0].losses, plain.losses, rtol=0.05, atol=0.05)
+
+    simulate(STRATEGIES["zero3"][0], rank_fn)
+
+
+@pytest.mark.parametrize("form", [BY_LEAF, *BUILT_IN], ids=lambda form: form.name)
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero3", "hsdp", "hfsdp"])
+def test_what_rests_and_travels_is_what_is_predicted(strategy, form):
+    mesh, how = STRATEGIES[strategy]
+    precision = fs.Precision(stored=form)
+    layout = make_layout(mesh, how, precision=precision)
+
+    def rank_fn(comm):
+        counting = fs.CountingComm(comm)
+        tx = fs.optim.adamw(1e-2)
+        state = make_state(comm, strategy, tx=tx, precision=precision)
+        buffers = [b for node in fs.units_of(state.params) for b in node.buffers]
+        assert sum(b.nbytes for b in buffers) == layout.nbytes("params")
+        fs.train_step(loss_fn, tx)(state, my_batches(comm, 1)[0], counting)
+        return Counter(counting.calls)
+
+    for calls in simulate(mesh, rank_fn):
+        assert calls == fs.step_traffic(layout)
+
+
+def test_a_value_is_one_byte_on_the_wire():
+    layout = fs.plan(
+        {"w": torch.empty(64, 64)},
+        fs.Mesh({"dp": 4}),
+        fs.zero3("dp"),
+        precision=fs.Precision(stored=fs.layout.float8_e4m3_by_tensor),
+    )
+    gathers = [call for call in fs.step_traffic(layout) if call.op == "all_gather"]
+    assert [call.nbytes for call in gathers] == [3 * 64 * 64 // 4]
+    assert sum(fs.step_traffic(layout)[call] for call in gathers) == 2
+
+
+BOUNDS = {
+    "float8_e4m3_by_tensor": (1 / 16, 1 / 450_000),
+    "float8_e5m2_by_tensor": (1 / 8, 1 / 7e9),
+    "int8_by_row": (0.0, 1 / 253),
+}
+SPECIAL = [0.0, -0.0, 1e-45, -1e-40, 1e-38, 3.4028234663852886e38, -3.4e38, 1.0, -1.0]
+
+
+@given(data=st.data(), form=st.sampled_from(BUILT_IN), scale=st.sampled_from([1e-30, 1.0, 1e30]), seed=st.integers(0, 999))
+def test_error_bounds(data, form, scale, seed):
+    x = torch.randn(3, 40, generator=torch.Generator().manual_seed(seed)) * scale
+    for at in data.draw(st.lists(st.integers(0, 119), max_size=8)):
+        x.view(-1)[at] = data.draw(st.sampled_from(SPECIAL))
+    found, again = _round_trip(form, x), _round_trip(form, _round_trip(form, x))
+    assert torch.equal(found, again)
+    most = x.abs().amax(1, keepdim=True) if form.name == "int8_by_row" else x.abs().amax()
+    of_value, of_largest = BOUNDS[form.name]
+    bound = torch.maximum(of_value * x.abs().double(), of_largest * most.double()) * (1 + 1e-5) + 2.0**-126
+    assert ((found.double() - x.double()).abs() <= bound).all()
+
+
+@pytest.mark.parametrize("form", BUILT_IN, ids=lambda form: form.name)
+@pytest.mark.parametrize("special", [math.nan, math.inf, -math.inf])
+def test_numbers_that_are_not_finite_arrive(form, special):
+    x = torch.linspace(-1, 1, 120).view(3, 40)
+    x[1, 7] = special
+    found = _round_trip(form, x)
+    assert not found[1, 7].isfinite()
+    if form.name == "float8_e5m2_by_tensor":
+        torch.testing.assert_close(found[1, 7], x[1, 7], equal_nan=True)
+    found[1, 7], x[1, 7] = 0, 0
+    torch.testing.assert_close(found, x, rtol=0.13, atol=0.01)
+
+
+def _round_trip(form, x):
+    comm, layout = fs.SingleComm(), fs.plan({"x": x}, fs.Mesh({"dp": 1}), fs.zero3("dp"), precision=fs.Precision(stored=form))
+    state = fs.init_state(fs.optim.sgd(0.1), fs.shard({"x": x}, layout, comm, place="optim"), comm=comm)
+    return fs.full(state.params, comm=comm)["x"]
