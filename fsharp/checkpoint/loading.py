@@ -36,8 +36,7 @@ from fsharp.functional.comm.agree import exchange, together
 from fsharp.functional.comm.protocol import Comm
 from fsharp.functional.comm.tree_names import name_trees
 from fsharp.functional.layout.paths import ancestors, as_patterns
-from fsharp.functional.layout.sharded import decoded, donate_nodes, is_sharded, units_of
-from fsharp.functional.lent import check_not_lent
+from fsharp.functional.layout.sharded import check_not_lent, decoded, donate_nodes, is_sharded, units_of
 from fsharp.functional.state import MadeBy, TrainState
 from fsharp.functional.stored import encode_blocks, encode_leaves
 from fsharp.stateful.modules.parameter import Part

@@ -13,13 +13,13 @@ from fsharp.functional.comm.protocol import Comm
 from fsharp.functional.layout.placement import Partial
 from fsharp.functional.layout.sharded import (
     Sharded,
+    check_not_lent,
     check_values,
     is_sharded,
     map_units,
     not_sharded,
     units_of,
 )
-from fsharp.functional.lent import check_not_lent
 from fsharp.functional.optim.base import check_shared
 
 

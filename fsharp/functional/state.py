@@ -16,6 +16,7 @@ from fsharp.functional.comm.tree_names import name_as, name_trees, name_updated
 from fsharp.functional.layout.sharded import (
     Sharded,
     check_kept,
+    check_not_lent,
     donate_nodes,
     is_sharded,
     map_units,
@@ -25,7 +26,6 @@ from fsharp.functional.layout.sharded import (
     units_of,
 )
 from fsharp.functional.layout.text import describe_units
-from fsharp.functional.lent import check_not_lent
 from fsharp.functional.moves import check_comm, gather, on_device
 from fsharp.functional.optim.base import Transform, apply_transform, as_transform, check_extra, check_gradients
 from fsharp.functional.stored import stored

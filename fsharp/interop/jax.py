@@ -23,13 +23,13 @@ from fsharp.functional.layout.sharded import (
     Sharded,
     flatten_node,
     is_sharded,
+    lend,
     map_units,
     resolve_place,
     unflatten_node,
     units_of,
 )
 from fsharp.functional.layout.unit_layout import UnitLayout
-from fsharp.functional.lent import lend
 from fsharp.interop.arrays import as_array_on, as_tensor, check_process
 from fsharp.interop.call import as_torch as as_torch
 from fsharp.interop.modules import functionalize as functionalize

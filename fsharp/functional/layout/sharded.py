@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, NamedTuple
+from weakref import WeakValueDictionary
 
 import optree
 import torch
@@ -341,6 +342,35 @@ def check_values(where: str, nodes: Sequence[Sharded]) -> None:
             raise TreeError(
                 f"{where}: parameters of unit {node.name!r} are stored in a format, and not as values. Pass main copies "
                 '(state.main), or what gather() brings to "full".'
+            )
+
+
+_LENT: WeakValueDictionary[int, Any] = WeakValueDictionary()
+"""Address of the first byte that another library takes for constant, and what lives as long as that library reads there."""
+
+
+class _Loan:
+    """Lives as long as one of those that hold the same memory."""
+
+
+def lend(address: int, holder: Any) -> None:
+    """From now on, as long as ``holder`` lives, this memory is constant; it is given an attribute ``loan``."""
+    holder.loan = _LENT.setdefault(address, _Loan())
+
+
+def check_not_lent(where: str, nodes: Iterable[Sharded]) -> None:
+    """Refuse to write to what another library reads.
+
+    Raises:
+        TreeError: names the unit.
+    """
+    if not _LENT:
+        return
+    for node in nodes:
+        if any(buffer.numel() and buffer.data_ptr() in _LENT for buffer in node.buffers):
+            raise TreeError(
+                f"{where}: arrays of JAX have the memory of unit {node.name!r}, which JAX takes for constant. Leave out "
+                "donate=True, let go of those arrays, or convert a copy: optree.tree_map(torch.clone, tree)."
             )
 
 

@@ -14,10 +14,9 @@ from fsharp.functional.comm.protocol import Comm
 from fsharp.functional.comm.tree_names import name_trees
 from fsharp.functional.formats.format import dtype_name
 from fsharp.functional.layout.layout import Layout
-from fsharp.functional.layout.sharded import Sharded, decoded, units_of
+from fsharp.functional.layout.sharded import Sharded, check_not_lent, decoded, units_of
 from fsharp.functional.layout.text import describe_units
 from fsharp.functional.layout.unit_layout import UnitLayout
-from fsharp.functional.lent import check_not_lent
 from fsharp.functional.reshard.move import move_slot
 from fsharp.functional.reshard.outline import on_meta, outline_from_bytes, outline_to_bytes
 from fsharp.functional.reshard.pieces import Ranks, pieces
