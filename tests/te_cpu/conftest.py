@@ -1,0 +1,19 @@
+import pytest
+
+from tests import te_cpu
+
+
+@pytest.fixture
+def hopper():
+    """TransformerEngine on architecture 9.0: delayed, current and block scaling; transposes are kept."""
+    te = te_cpu.load()
+    with te_cpu.architecture(9, 0):
+        yield te
+
+
+@pytest.fixture
+def blackwell():
+    """TransformerEngine on architecture 10.0: MXFP8 and NVFP4 beside the others; no transposes."""
+    te = te_cpu.load()
+    with te_cpu.architecture(10, 0):
+        yield te
