@@ -15,12 +15,12 @@ from torch.utils import _pytree as torch_pytree
 from fsharp.compiling import compiled_by_caller, uncompiled
 from fsharp.errors import TreeError
 from fsharp.functional.comm.protocol import Comm
-from fsharp.functional.forward import forward
 from fsharp.functional.layout.layout import Layout
 from fsharp.functional.layout.paths import innermost, prefixes
 from fsharp.functional.layout.sharded import units_by_name
 from fsharp.stateful.modules.initial.dtensors import Spec, dressed, local
-from fsharp.stateful.modules.parameter_slots import ParameterSlots, owners, refuse_added
+from fsharp.stateful.modules.parameter_slots import ParameterSlots
+from fsharp.stateful.modules.selection import owners
 from fsharp.stateful.modules.values.outputs import reaching, replaced, tensors_in, without_parameters
 from fsharp.stateful.modules.values.side_outputs import SideOutputs
 
@@ -113,28 +113,6 @@ class ModuleCalls:
         }
         self.source: ParameterSource | None = None
 
-    def enter(
-        self,
-        source: ParameterSource,
-        module: nn.Module,
-        path: str,
-        fn: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
-        """``fn(*args, **kwargs)``, the code of the module at ``path``, with its units gathered from ``source``."""
-        owner, call = self.owners[path], _Call(self, source, module, path, fn, args, kwargs)
-        for name in owner.units:
-            self.slots[name].check()
-        refuse_added(module, path)
-        nodes = [source.nodes[name] for name in owner.units]
-        if not nodes:
-            call.compute([], *call.flat)
-            return call.out
-        ties = [source.nodes[name] for name in owner.ties]
-        found = forward(call.compute, nodes, *call.flat, comm=source.comm, ties=ties, release=not owner.has_inner)
-        return call.returning(found)
-
     @contextmanager
     def reading(self, source: ParameterSource, module: nn.Module | None = None) -> Iterator[None]:
         """Have modules that are called in this context get their parameters from ``source``.
@@ -202,7 +180,7 @@ class ModuleCalls:
 
 
 @dataclass(eq=False)
-class _Call:
+class ModuleCall:
     """One call of a module's code, whose units are gathered around it.
 
     Attributes:

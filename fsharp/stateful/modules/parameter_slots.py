@@ -1,23 +1,15 @@
 """The places of parameters in a module, by unit: full parameters are put there while it computes, and new ones are found."""
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 
-from fsharp.annotated import shown
-from fsharp.errors import OptionError, PatternError, TreeError
-from fsharp.functional.layout.layout import Layout
-from fsharp.functional.layout.paths import as_patterns, innermost, matches
+from fsharp.errors import TreeError
 from fsharp.stateful.modules.parameter import ShardedParameter
-
-Rule = str | type[nn.Module] | Callable[[str, nn.Module], bool]
-"""A pattern of module paths, a class of modules, or a predicate on path and module."""
-Units = Rule | tuple[Rule, ...] | list[Rule]
-"""A rule; or a tuple or list of rules, whose modules share one gather."""
 
 
 class ParameterSlots:
@@ -88,83 +80,6 @@ def own_buffers(root: nn.Module) -> Iterator[list[tuple[torch.Tensor, torch.Tens
     finally:
         for module, buffers in before:
             module._buffers.update(buffers)
-
-
-def chosen_modules(module: nn.Module, units: Units | Sequence[Units]) -> dict[str, nn.Module]:
-    """The modules that are gathered by themselves, by path, in order; the root is not among them.
-
-    Raises:
-        OptionError: a value that is no rule.
-        PatternError: a rule that selects none, or one that selects a module without parameters.
-    """
-    rules = [rule for each in _listed(units) for rule in _listed(each)]
-    for rule in rules:
-        if not isinstance(rule, str) and (isinstance(rule, nn.Module) or not callable(rule)):
-            raise OptionError(
-                f"shard_module(): units has {shown(rule)}, expected a class of modules, a pattern of paths, a predicate on "
-                "path and module, or a tuple or list of these."
-            )
-    every = {path: each for path, each in module.named_modules() if path}
-    found: set[str] = set()
-    for rule in rules:
-        hits = {path for path, each in every.items() if _selects(rule, path, each)}
-        if not hits:
-            kinds = ", ".join(sorted({type(each).__name__ for each in every.values()})[:12])
-            name = rule.__name__ if hasattr(rule, "__name__") else repr(rule)
-            raise PatternError(
-                f"shard_module(units=...): {name} matches no module of {type(module).__name__}. Classes of modules in it: "
-                f"{kinds}; paths: {', '.join(list(every)[:8])}."
-            )
-        found |= hits
-    chosen = {path: each for path, each in every.items() if path in found}
-    for path, each in chosen.items():
-        if next(each.parameters(), None) is None:
-            raise PatternError(
-                f"shard_module(units=...): module {path!r}, a {type(each).__name__}, has no parameters to gather."
-            )
-    return chosen
-
-
-def grouped(module: nn.Module, units: Units | Sequence[Units]) -> list[list[str]]:
-    """Return for each group of rules the paths of its modules.
-
-    Raises:
-        PatternError: a module in two groups, or inside of another module of its group.
-    """
-    groups = [chosen_modules(module, each) for each in _listed(units) if isinstance(each, tuple | list)]
-    seen: set[str] = set()
-    for group in groups:
-        for path in group:
-            inside = innermost(path.rpartition(".")[0], group)
-            if path in seen or inside is not None:
-                why = "is in two groups" if path in seen else f"is inside of {inside!r}, which is in the same group"
-                raise PatternError(
-                    f"shard_module(units=...): module {path!r} {why}. Modules of a group share one gather, and run one after "
-                    "another: put each module into one group, and not into the group of a module that contains it."
-                )
-        seen |= set(group)
-    return [list(group) for group in groups]
-
-
-def _listed(units: Any) -> list[Any]:
-    return list(units) if isinstance(units, Sequence) and not isinstance(units, str) else [units]
-
-
-def _selects(rule: Rule, path: str, module: nn.Module) -> bool:
-    if isinstance(rule, str):
-        return any(matches(pattern, path) for pattern in as_patterns(rule))
-    return isinstance(module, rule) if isinstance(rule, type) else bool(rule(path, module))
-
-
-def owners(layout: Layout, chosen: Iterable[str]) -> Mapping[str, list[str]]:
-    """By module path, the units that are gathered when that module is called; ``""`` is the root.
-
-    Each unit belongs to the innermost chosen module that it is in. A chosen module may have none: units in it have all.
-    """
-    every: dict[str, list[str]] = {"": [], **{path: [] for path in chosen}}
-    for unit in layout.units:
-        every[innermost(unit.name, every) or ""].append(unit.name)
-    return every
 
 
 def refuse_added(module: nn.Module, path: str) -> None:

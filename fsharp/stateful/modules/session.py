@@ -7,32 +7,35 @@ itself calls ``forward()`` with its units, under a scheduler, and all else is as
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from functools import partial
+from functools import cache, partial, wraps
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from fsharp.compiling import uncompiled
-from fsharp.errors import FsharpError, LayoutError, ScheduleError
+from fsharp.compiling import skip_frame, uncompiled
+from fsharp.errors import FsharpError, LayoutError, ScheduleError, TreeError
 from fsharp.functional.comm.protocol import Comm
 from fsharp.functional.comm.tree_names import name_trees
+from fsharp.functional.forward import forward
 from fsharp.functional.layout.layout import Layout
 from fsharp.functional.layout.sharded import Sharded, units_by_name, units_of
 from fsharp.functional.state import TrainState
-from fsharp.stateful.modules.calls import ModuleCalls, ParameterSource, flat_arguments
+from fsharp.stateful.modules.calls import ModuleCall, ModuleCalls, ParameterSource, flat_arguments
 from fsharp.stateful.modules.differentiate import differentiate
 from fsharp.stateful.modules.initial.dtensors import Spec, dressed
 from fsharp.stateful.modules.mean_gradients import MeanGradients
 from fsharp.stateful.modules.module_state import ModuleState
 from fsharp.stateful.modules.module_step import ModuleStep
 from fsharp.stateful.modules.parameter import Part, ShardedParameter
+from fsharp.stateful.modules.parameter_slots import refuse_added
+from fsharp.stateful.modules.torch_tools.refusals import NO_COPIES
 from fsharp.stateful.modules.values.casts import Cast, cast
 from fsharp.stateful.modules.values.outputs import tensors_in
 from fsharp.stateful.runtime.boundary import before_backward, in_backward
 from fsharp.stateful.runtime.scheduler import Scheduler
-from fsharp.tracebacks import api_boundary
+from fsharp.tracebacks import api_boundary, hide_frames
 
 T = TypeVar("T")
 
@@ -87,34 +90,36 @@ class Session:
     @uncompiled
     def call(self, module: nn.Module, path: str, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call ``fn``, code of the module at ``path``, with the module's units gathered, and cast its inputs and outputs."""
-        dtypes = self.casts.get(path)
-        if dtypes is None:
-            return self._call(module, path, fn, args, kwargs)
-        args, kwargs = cast((args, kwargs), dtypes.inputs)
-        return cast(self._call(module, path, fn, args, kwargs), dtypes.outputs)
-
-    def _call(self, module: nn.Module, path: str, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.is_unsharded:
             raise ScheduleError(
                 "the model was called inside of unsharded(), where its parameters are not its own. Call it outside."
             )
-
-        def run(source: ParameterSource) -> Any:
-            return self.calls.enter(source, module, path, fn, args, kwargs)
-
-        source = self.calls.source
-        if source is None and in_backward() and self.step.params is not None:  # a checkpointed module computes again
-            source = ParameterSource(self.step.params, self.scheduler)
+        dtypes = self.casts.get(path)
+        if dtypes is not None:
+            args, kwargs = cast((args, kwargs), dtypes.inputs)
+        run = partial(self._run, module, path, fn, args, kwargs)
+        source, step = self.calls.source, self.step
+        if source is None and in_backward() and step.params is not None:  # a checkpointed module computes again
+            source = ParameterSource(step.params, self.scheduler)
+        if source is None and step.params is None:
+            step.clear_up()
         if source is not None:
-            return run(source)
-        if self.step.params is None:
-            self.step.clear_up()
-        if not torch.is_grad_enabled():
-            self.step.take_writes()
-            return self._evaluation(run, self.kept.state.params)
-        if self.step.params is None and self._trained <= self.paused:  # a backward may pass through it, whenever it comes
-            self.step.take_writes()
-            return run(ParameterSource(self.kept.state.params, self.scheduler))
+            out = run(source)
+        elif not torch.is_grad_enabled():
+            step.take_writes()
+            out = self._evaluation(run, self.kept.state.params)
+        elif step.params is None and self._trained <= self.paused:  # a backward may pass through it, whenever it comes
+            step.take_writes()
+            out = run(ParameterSource(self.kept.state.params, self.scheduler))
+        else:
+            self._refuse_to_train()
+            with step.forward() as params:
+                out = run(ParameterSource(params, self.scheduler))
+                # Here, too: what is inside may be in a reentrant checkpoint, whose backward is a pass within the pass.
+                before_backward(tensors_in(out, path), flat_arguments(args, kwargs)[0], step.on_backward)
+        return out if dtypes is None else cast(out, dtypes.outputs)
+
+    def _refuse_to_train(self) -> None:
         if self.is_averaged:
             raise ScheduleError(
                 "the model was called inside of averaged(), and not under torch.no_grad(): averages are not trained."
@@ -124,11 +129,30 @@ class Session:
                 "a sharded module was called inside of a transformation of torch.func, which its step does not know of. Take "
                 "`fn, params = model.functional()`, and transform fn(params, ..., comm=model.comm); or use torch.no_grad()."
             )
-        with self.step.forward() as params:
-            out = run(ParameterSource(params, self.scheduler))
-            # Here, too: what is inside may be in a reentrant checkpoint, whose backward is a pass within the pass.
-            before_backward(tensors_in(out, path), flat_arguments(args, kwargs)[0], self.step.on_backward)
-            return out
+
+    def _run(
+        self,
+        module: nn.Module,
+        path: str,
+        fn: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        source: ParameterSource,
+    ) -> Any:
+        """Call ``fn(*args, **kwargs)`` with the units of the module at ``path`` gathered from ``source``."""
+        owner, call = self.calls.owners[path], ModuleCall(self.calls, source, module, path, fn, args, kwargs)
+        for name in owner.units:
+            self.calls.slots[name].check()
+        refuse_added(module, path)
+        nodes = [source.nodes[name] for name in owner.units]
+        if not nodes:
+            call.compute([], *call.flat)
+            return call.out
+        units = nodes, [source.nodes[name] for name in owner.ties]
+        if source.comm is self.scheduler and self.scheduler.takes(units):
+            return call.returning(self.scheduler.run_forward(call.compute, units, call.flat, {}))
+        release = not owner.has_inner
+        return call.returning(forward(call.compute, nodes, *call.flat, comm=source.comm, ties=units[1], release=release))
 
     def note_load(self, what: str) -> None:
         """Note that all ranks have loaded ``"parameters"`` or ``"optimizer"``, whole.
@@ -295,3 +319,45 @@ def _refuse_reentrant(path: str, grad: torch.Tensor) -> None:
 
 def _evaluate(thunk: Callable[[ParameterSource], Any], params: Any, comm: Comm) -> Any:
     return thunk(ParameterSource(params, comm))
+
+
+def enter_by(module: nn.Module, session: Session, path: str, names: Sequence[str], *mixins: type) -> None:
+    """Have calls of a module, of its forward, and of its methods in ``names`` run in a session, with its units gathered.
+
+    Its class becomes a subclass. Hooks of the module run with its units gathered, too.
+    """
+    entries = ("forward", *names)
+    own = {name: module.__dict__.pop(name) for name in entries if name in module.__dict__}
+    module.__dict__.update(_fsharp=(session, path), _fsharp_own=own, _fsharp_computes=False)
+    module.__class__ = _subclass(type(module), ("__call__", *entries), mixins)  # type: ignore[arg-type]
+
+
+@cache
+def _subclass(base: type[nn.Module], names: tuple[str, ...], mixins: tuple[type, ...]) -> type[nn.Module]:
+    about = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
+    entries = {name: _entry(base, name) for name in names} | {"__reduce_ex__": _refuse_copy}
+    return type(base.__name__, (*mixins, base), {**entries, **about})
+
+
+@api_boundary
+def _refuse_copy(self: nn.Module, protocol: Any) -> Any:
+    raise TreeError(f"{type(self).__name__}: {NO_COPIES}")
+
+
+def _entry(base: type[nn.Module], name: str) -> Any:
+    function = getattr(base, name, None)  # else it is an attribute of the module alone
+
+    def entry(self: Any, *args: Any, **kwargs: Any) -> Any:
+        # While the module computes, torch.compile traces this function, so that a graph goes on within the units' gather.
+        own = self._fsharp_own.get(name)
+        if self._fsharp_computes:
+            return getattr(base, name)(self, *args, **kwargs) if own is None else own(*args, **kwargs)
+        try:
+            session, path = self.__dict__["_fsharp"]
+            return session.call(self, path, own or partial(getattr(base, name), self), args, kwargs)
+        except Exception as error:
+            hide_frames(error)
+            raise
+
+    skip_frame(entry)
+    return entry if function is None else wraps(function)(entry)

@@ -25,13 +25,12 @@ from fsharp.functional.layout.plan import plan
 from fsharp.functional.layout.precision import Precision, Precisions, check_precisions
 from fsharp.functional.optim.base import Transform
 from fsharp.functional.state import init_state
-from fsharp.stateful.modules.entry_points import enter_by, entries_of
 from fsharp.stateful.modules.initial.dtensors import local, specs_of
 from fsharp.stateful.modules.initial.initial import initial_values
 from fsharp.stateful.modules.module import ShardedModule
 from fsharp.stateful.modules.parameter import ShardedParameter
-from fsharp.stateful.modules.parameter_slots import Units, chosen_modules, grouped, owners
-from fsharp.stateful.modules.session import Session
+from fsharp.stateful.modules.selection import Units, chosen_modules, entries_of, grouped, owners
+from fsharp.stateful.modules.session import Session, enter_by
 from fsharp.stateful.modules.torch_tools.wrappers import check_shardable, watch_wrappers
 from fsharp.stateful.modules.values.casts import casts_of
 from fsharp.stateful.modules.values.side_outputs import refuse_kept
@@ -155,9 +154,7 @@ def shard_module(
     _watch_optimizers()
     session.show()
     for path in session.calls.owners:
-        each = module.get_submodule(path)
-        each.__dict__["_fsharp"] = (session, path)
-        enter_by(each, entries[path], *([ShardedModule] if not path else []))
+        enter_by(module.get_submodule(path), session, path, entries[path], *([ShardedModule] if not path else []))
     watch_wrappers(ShardedParameter)
     assert isinstance(module, ShardedModule)
     return module

@@ -159,12 +159,17 @@ class Tracer(Engine):
     # ------------------------------------------------------------ forward and backward
 
     def takes(self, units: Any) -> bool:
-        """Not under ``torch.func``, and not where the buffers themselves are differentiated: those paths are blocking."""
-        if is_transformed():
+        """Not under ``torch.func``, and not where the buffers themselves are differentiated: those paths are blocking.
+
+        Nor under ``make_fx``, nor donated nodes: those ``forward`` refuses.
+        """
+        if is_transformed() or torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None:
             return False
         sharded, ties = units
         nodes = [sharded] if isinstance(sharded, Sharded) else units_of(sharded)
         for node in (*nodes, *ties):
+            if node.is_donated:
+                return False
             for b in node.raw_buffers:
                 if b.requires_grad and not node.sinks:
                     return False

@@ -103,6 +103,23 @@ def test_states_of_something_else_are_refused():
     assert simulate(DP, rank_fn) == [True] * 2
 
 
+@pytest.mark.parametrize("grad", [True, False])
+def test_a_state_that_was_donated_and_not_given_back_is_refused(grad):
+    def rank_fn(comm):
+        model, _, tx = pair(comm, "zero3")
+        fn, _ = model.functional()
+        (batch,) = modules.batches(comm, 1)
+        step = fs.train_step(lambda params, batch, comm: fn(params, *batch, comm=comm)["loss"], tx, donate=True)
+        state, _ = step(model.train_state, batch, comm)
+        with pytest.raises(TreeError, match=r"unit 'embed' belongs to a donated state"), torch.set_grad_enabled(grad):
+            model.layers[0](torch.zeros(2, 4))
+        model.train_state = state
+        model(*batch)
+        return True
+
+    assert simulate(DP, rank_fn) == [True] * 2
+
+
 @pytest.mark.parametrize("strategy", ["ddp", "zero2", "zero3", "hsdp"])
 @pytest.mark.parametrize("scheduled", [False, True])
 def test_sharpness_aware_minimization_is_that_of_plain_torch(strategy, scheduled):

@@ -1,0 +1,139 @@
+"""Which modules and methods a user's options choose: modules that are gathered by themselves, groups of them, entry points."""
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+from fsharp.annotated import shown
+from fsharp.errors import OptionError, PatternError
+from fsharp.functional.layout.layout import Layout
+from fsharp.functional.layout.paths import as_patterns, innermost, matches
+
+_SHOWN = 12
+Rule = str | type[nn.Module] | Callable[[str, nn.Module], bool]
+"""A pattern of module paths, a class of modules, or a predicate on path and module."""
+Units = Rule | tuple[Rule, ...] | list[Rule]
+"""A rule; or a tuple or list of rules, whose modules share one gather."""
+
+
+def chosen_modules(module: nn.Module, units: Units | Sequence[Units]) -> dict[str, nn.Module]:
+    """The modules that are gathered by themselves, by path, in order; the root is not among them.
+
+    Raises:
+        OptionError: a value that is no rule.
+        PatternError: a rule that selects none, or one that selects a module without parameters.
+    """
+    rules = [rule for each in _listed(units) for rule in _listed(each)]
+    for rule in rules:
+        if not isinstance(rule, str) and (isinstance(rule, nn.Module) or not callable(rule)):
+            raise OptionError(
+                f"shard_module(): units has {shown(rule)}, expected a class of modules, a pattern of paths, a predicate on "
+                "path and module, or a tuple or list of these."
+            )
+    every = {path: each for path, each in module.named_modules() if path}
+    found: set[str] = set()
+    for rule in rules:
+        hits = {path for path, each in every.items() if _selects(rule, path, each)}
+        if not hits:
+            kinds = ", ".join(sorted({type(each).__name__ for each in every.values()})[:12])
+            name = rule.__name__ if hasattr(rule, "__name__") else repr(rule)
+            raise PatternError(
+                f"shard_module(units=...): {name} matches no module of {type(module).__name__}. Classes of modules in it: "
+                f"{kinds}; paths: {', '.join(list(every)[:8])}."
+            )
+        found |= hits
+    chosen = {path: each for path, each in every.items() if path in found}
+    for path, each in chosen.items():
+        if next(each.parameters(), None) is None:
+            raise PatternError(
+                f"shard_module(units=...): module {path!r}, a {type(each).__name__}, has no parameters to gather."
+            )
+    return chosen
+
+
+def grouped(module: nn.Module, units: Units | Sequence[Units]) -> list[list[str]]:
+    """Return for each group of rules the paths of its modules.
+
+    Raises:
+        PatternError: a module in two groups, or inside of another module of its group.
+    """
+    groups = [chosen_modules(module, each) for each in _listed(units) if isinstance(each, tuple | list)]
+    seen: set[str] = set()
+    for group in groups:
+        for path in group:
+            inside = innermost(path.rpartition(".")[0], group)
+            if path in seen or inside is not None:
+                why = "is in two groups" if path in seen else f"is inside of {inside!r}, which is in the same group"
+                raise PatternError(
+                    f"shard_module(units=...): module {path!r} {why}. Modules of a group share one gather, and run one after "
+                    "another: put each module into one group, and not into the group of a module that contains it."
+                )
+        seen |= set(group)
+    return [list(group) for group in groups]
+
+
+def _listed(units: Any) -> list[Any]:
+    return list(units) if isinstance(units, Sequence) and not isinstance(units, str) else [units]
+
+
+def _selects(rule: Rule, path: str, module: nn.Module) -> bool:
+    if isinstance(rule, str):
+        return any(matches(pattern, path) for pattern in as_patterns(rule))
+    return isinstance(module, rule) if isinstance(rule, type) else bool(rule(path, module))
+
+
+def owners(layout: Layout, chosen: Iterable[str]) -> Mapping[str, list[str]]:
+    """By module path, the units that are gathered when that module is called; ``""`` is the root.
+
+    Each unit belongs to the innermost chosen module that it is in. A chosen module may have none: units in it have all.
+    """
+    every: dict[str, list[str]] = {"": [], **{path: [] for path in chosen}}
+    for unit in layout.units:
+        every[innermost(unit.name, every) or ""].append(unit.name)
+    return every
+
+
+def entries_of(module: nn.Module, chosen: Mapping[str, nn.Module], names: str | Iterable[str]) -> dict[str, tuple[str, ...]]:
+    """By path of the root and of chosen modules, those of these names that are methods of it.
+
+    Raises:
+        PatternError: a name that none of them has, one of nn.Module's own, or one of something else than a plain method.
+    """
+    modules = {"": module, **chosen}
+    found: dict[str, tuple[str, ...]] = dict.fromkeys(modules, ())
+    for name in dict.fromkeys([names] if isinstance(names, str) else names):
+        if name == "forward":
+            continue
+        owners = [path for path, each in modules.items() if hasattr(each, name)]
+        if hasattr(nn.Module, name):
+            raise PatternError(f"shard_module(methods=...): {name!r} is a method of every nn.Module, and not an entry point.")
+        if not owners:
+            elsewhere = next((path for path, each in module.named_modules() if hasattr(each, name)), None)
+            hint = f" {elsewhere!r} has it: choose that module as one of the units." if elsewhere is not None else ""
+            raise PatternError(
+                f"shard_module(methods=...): neither {type(module).__name__} nor a module that is chosen by units has a "
+                f"method {name!r}.{hint} Methods of {type(module).__name__}: {', '.join(_methods(module)[:_SHOWN]) or 'none'}."
+            )
+        for path in owners:
+            _check(modules[path], path, name)
+            found[path] += (name,)
+    return found
+
+
+def _check(module: nn.Module, path: str, name: str) -> None:
+    value = inspect.getattr_static(module, name, None) or getattr(module, name)
+    where = f"shard_module(methods=...): {name!r} of {path or 'the root'}, a {type(module).__name__},"
+    if isinstance(value, nn.Module) or not callable(value) or isinstance(value, staticmethod | classmethod | type):
+        raise PatternError(f"{where} is a {type(value).__name__}, expected a method of its own.")
+    if inspect.isgeneratorfunction(value) or inspect.iscoroutinefunction(value) or inspect.isasyncgenfunction(value):
+        raise PatternError(f"{where} is a generator or coroutine, which computes after it has returned: return a list instead.")
+
+
+def _methods(module: nn.Module) -> list[str]:
+    return [
+        name
+        for name, value in inspect.getmembers(type(module), inspect.isfunction)
+        if not name.startswith("_") and not hasattr(nn.Module, name) and value.__name__ != "forward"
+    ]
