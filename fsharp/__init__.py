@@ -33,6 +33,7 @@ from fsharp import layout as layout
 from fsharp import optim as optim
 from fsharp import resilience as resilience
 from fsharp import schedule as schedule
+from fsharp import te as te
 from fsharp import testing as testing
 from fsharp.functional.comm.process_group import ProcessGroupComm as ProcessGroupComm
 from fsharp.functional.comm.process_group import connect as connect

@@ -9,6 +9,7 @@ from torch import nn
 
 from fsharp.annotated import options_checked
 from fsharp.errors import TreeError
+from fsharp.functional.formats.te import plain_value
 from fsharp.functional.layout.paths import flatten
 
 
@@ -54,12 +55,13 @@ def parameter_tree(where: str, module: nn.Module) -> dict[str, Any]:
         TreeError: there are none; ``where`` is who asks.
     """
     tree: dict[str, Any] = {}
+    values: dict[int, torch.Tensor] = {}  # tied parameters have one
     for name, parameter in module.named_parameters(remove_duplicate=False):
         *parents, last = name.split(".")
         node = tree
         for parent in parents:
             node = node.setdefault(parent, {})
-        node[last] = parameter.detach()
+        node[last] = values.setdefault(id(parameter), plain_value(parameter))
     if not tree:
         raise TreeError(f"{where}: {type(module).__name__} has no parameters.")
     return tree

@@ -154,6 +154,19 @@ def nvfp4_2d_multi_tensor_transpose(
     for data, columns, scale, column_scale, m, k in zip(
         rowwise_data_list, columnwise_data_list, rowwise_scale_list, columnwise_scale_list, M_list, K_list
     ):
-        codes = unpack_fp4(data.reshape(m, -1)).t().contiguous()
-        columns.copy_((codes[:, 0::2] | codes[:, 1::2] << 4).reshape(columns.shape))
-        copy_padded(scale[0:m:16, : k // 16].t().repeat_interleave(16, 0), column_scale)
+        nvfp4_data_transpose(data.reshape(m, -1), out=columns)
+        nvfp4_2d_scale_transpose(scale, column_scale, -(-m // 16), -(-k // 16))
+
+
+@modelled
+def nvfp4_data_transpose(data, *, out=None):
+    """Return the bytes of the transposed values, [k, m / 2] of [m, k / 2]; two values a byte."""
+    codes = unpack_fp4(data).t().contiguous()
+    packed = codes[:, 0::2] | codes[:, 1::2] << 4
+    return packed if out is None else out.copy_(packed.reshape(out.shape))
+
+
+@modelled
+def nvfp4_2d_scale_transpose(scale, column_scale, m_tiles, k_tiles):
+    """Write the scales of the transposed values: each tile's scale once for each of its 16 columns."""
+    copy_padded(scale[: 16 * m_tiles : 16, :k_tiles].t().repeat_interleave(16, 0), column_scale)

@@ -68,6 +68,21 @@ class LeafPart:
     values: torch.Tensor | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class LeafClass:
+    """Describe the tensors that functions compute with, where these are of a class of their own and keep what is stored.
+
+    Attributes:
+        make: maps a whole leaf to a tensor in the leaf's memory.
+        attach: has such a tensor use the memory of a whole leaf again, which has the same bytes as before.
+        detach: has such a tensor hold no memory: the memory is released. Whatever was derived from the bytes goes as well.
+    """
+
+    make: Callable[[LeafPart], torch.Tensor]
+    attach: Callable[[torch.Tensor, LeafPart], None]
+    detach: Callable[[torch.Tensor], None]
+
+
 @options_explained
 @dataclass(frozen=True, slots=True)
 class LeafCodec:
@@ -82,12 +97,14 @@ class LeafCodec:
         encode: gets one LeafPart for each leaf, in the same order on all ranks, and ``agree``. Fills the memory of planes and
             scales. Calls ``agree`` as often as ``agreed`` has entries, each time with one tensor, on every rank.
         decode: maps a LeafPart to its elements, 1-D, floating-point.
+        tensors: the tensors that functions get under a scheduler; None for decoded values.
     """
 
     scales_nbytes: Callable[[Shape], int]
     agreed: Callable[[Shape], Sequence[tuple[int, torch.dtype]]]
     encode: Callable[[Sequence[LeafPart], AgreeMax], None]
     decode: Callable[[LeafPart], torch.Tensor]
+    tensors: LeafClass | None = None
 
 
 def _by_leaf(values: Any) -> Any:

@@ -9,7 +9,7 @@ of ``num_parts * capacity`` elements; a place keeps some consecutive parts of it
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -18,7 +18,7 @@ import optree
 import torch
 
 from fsharp.errors import TreeError
-from fsharp.functional.formats.format import LeafPart, aligned, dtype_name
+from fsharp.functional.formats.format import LeafClass, LeafPart, aligned, dtype_name
 from fsharp.functional.layout.mesh import Mesh
 from fsharp.functional.layout.packing import Atom
 from fsharp.functional.layout.placement import Place, Strategy
@@ -254,6 +254,31 @@ class UnitLayout:
                 first = span.first + start - span.start
                 own = None if values is None else values[start:stop]
                 yield start, LeafPart(*about, first, first + stop - start, held, scales[begin : begin + size], own)
+
+    @cached_property
+    def leaf_classes(self) -> Mapping[int, LeafClass]:
+        """By group, the class of the tensors that functions get, where that is another one than torch.Tensor."""
+        codecs = {i: group.dtypes.stored.leaves for i, group in enumerate(self.groups)}
+        return {i: codec.tensors for i, codec in codecs.items() if codec is not None and codec.tensors is not None}
+
+    def whole_leaves(self, group: int, planes: Sequence[torch.Tensor], scales: torch.Tensor) -> dict[str, LeafPart]:
+        """Return each leaf of a group by its path, whole.
+
+        Args:
+            group: index of the group, whose format encodes whole leaves.
+            planes: numbers of each plane of the full buffer, 1-D.
+            scales: those of all leaves.
+        """
+        form, found, end = self.groups[group].dtypes.stored, {}, 0
+        assert form.leaves is not None
+        for leaf in self.leaves_of(group):
+            begin, size = end, form.leaves.scales_nbytes(leaf.shape)
+            end = begin + aligned(size)
+            ends = [(form.index(plane, leaf.offset), form.index(plane, leaf.offset + leaf.numel)) for plane in form.planes]
+            held = tuple([plane[a:b] for plane, (a, b) in zip(planes, ends, strict=True)])
+            about = self.full_path(leaf), leaf.shape, self.groups[group].dtypes.compute
+            found[leaf.path] = LeafPart(*about, 0, leaf.numel, held, scales[begin : begin + size])
+        return found
 
     @api_boundary
     def values(self, group: int, buffer: torch.Tensor, place: Place, rank: int, *, main: bool = False) -> torch.Tensor:

@@ -17,9 +17,10 @@ from fsharp.errors import MeshError, TreeError
 from fsharp.functional.comm.agree import together
 from fsharp.functional.comm.process_group import ProcessGroupComm, connect
 from fsharp.functional.comm.protocol import Comm
+from fsharp.functional.formats.te import formats_in
 from fsharp.functional.functionalize import parameter_tree
 from fsharp.functional.layout.mesh import Mesh
-from fsharp.functional.layout.paths import Patterns, prefixes
+from fsharp.functional.layout.paths import Patterns, matches, prefixes
 from fsharp.functional.layout.placement import P, Strategy, zero3
 from fsharp.functional.layout.plan import plan
 from fsharp.functional.layout.precision import Precision, Precisions, check_precisions
@@ -133,6 +134,9 @@ def shard_module(
         check_precisions("shard_module()", precision)
         rules = {"**": precision} if isinstance(precision, Precision) else precision
         dtypes = {pattern: each.of_parameters for pattern, each in rules.items()}
+        for path, (form, dtype) in formats_in(module).items():
+            own = next((each for pattern, each in reversed(dtypes.items()) if matches(pattern, path)), Precision())
+            dtypes[path] = replace(own, compute=own.compute or dtype, main=own.main or torch.float32, stored=own.stored or form)
         layout = plan(tree, comm.mesh, where, units=named, frozen=frozen, precision=dtypes, **plan_options)
         casts = casts_of(rules, chosen, [unit.full_path(leaf) for unit in layout.units for leaf in unit.leaves])
         return tree, layout, specs, chosen, groups, entries, casts

@@ -9,13 +9,15 @@ of the slot's memory with a version counter of its own.
 
 from collections.abc import Mapping, Sequence
 from functools import cache
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 from typing import Any
 
 import optree
 import torch
+from torch.utils.weak import TensorWeakRef
 
 from fsharp.errors import TreeError, problem
+from fsharp.functional.formats.format import LeafClass, LeafPart
 from fsharp.functional.layout.placement import Replicate, Shard
 from fsharp.functional.layout.unit_layout import Leaf, UnitLayout
 
@@ -100,6 +102,10 @@ def leaf_index(unit: UnitLayout) -> LeafIndex:
 
 
 _version_of = attrgetter("_version")
+_first = itemgetter(0)
+
+Planes = tuple[Sequence[torch.Tensor], torch.Tensor]
+"""The planes of a full buffer, and the scales of its leaves."""
 
 
 def alias(flat: torch.Tensor, offset: int, shape: Sequence[int]) -> torch.Tensor:
@@ -114,35 +120,73 @@ def alias(flat: torch.Tensor, offset: int, shape: Sequence[int]) -> torch.Tensor
     )
 
 
+RELEASED = 2**31
+"""The version of leaves whose memory may hold something else."""
+
+
 class FullUnit:
     """Full parameters of a unit at one address.
 
     Args:
         unit: the layout.
         flats: one full buffer for each group.
+        stored: by group whose leaves are of a class of their own, the planes of the full buffer and the scales of leaves.
     """
 
-    __slots__ = ("_leaves", "flats", "index")
+    __slots__ = ("_classed", "_handed_out", "_leaves", "_version", "flats", "index")
 
-    def __init__(self, unit: UnitLayout, flats: Sequence[torch.Tensor]) -> None:
+    def __init__(self, unit: UnitLayout, flats: Sequence[torch.Tensor], stored: Mapping[int, Planes] = {}) -> None:
         self.index, self.flats = leaf_index(unit), tuple(flats)
-        self._leaves = tuple(self.index.views(dict(enumerate(flats)), self.index.stored))
+        self._classed: list[tuple[int, LeafClass, LeafPart]] = []
+        for group, (planes, scales) in stored.items():
+            for path, part in unit.whole_leaves(group, planes, scales).items():
+                self._classed.append((self.index.position[path], unit.leaf_classes[group], part))
+        plain = {g: flat for g, flat in enumerate(flats) if g not in stored}
+        self._leaves = tuple(self.index.views(plain, [leaf for leaf in self.index.stored if leaf.group in plain]))
+        self._handed_out: list[tuple[TensorWeakRef, LeafClass, LeafPart]] = []
+        self._version = 0
 
     def leaves(self) -> list[torch.Tensor]:
         """The stored leaves, new aliases each time."""
-        return list(map(torch.Tensor.detach, self._leaves))
+        found = list(map(torch.Tensor.detach, self._leaves))
+        for position, cls, part in sorted(self._classed, key=_first) if self._classed else ():
+            found.insert(position, self._new(cls, part))
+        return found
+
+    def _new(self, cls: LeafClass, part: LeafPart) -> torch.Tensor:
+        tensor = cls.make(part)
+        self._handed_out.append((TensorWeakRef(tensor), cls, part))
+        return tensor
 
     def leaf(self, path: str) -> torch.Tensor:
         """Return the stored leaf at a path, as a new alias."""
-        return self._leaves[self.index.position[path]].detach()
+        return self.leaves()[self.index.position[path]]
 
     def versions(self) -> list[int]:
         """Of all leaves: how often they have been written to."""
         return list(map(_version_of, self._leaves))
 
     def set_version(self, version: int) -> None:
-        """Of all leaves that were handed out: autograd refuses what it has saved at another version."""
+        """Of all leaves that were handed out: autograd refuses what it has saved at another version.
+
+        Autograd knows no version of leaves of a class of their own. Their memory is taken from them; :meth:`attach` gives it
+        back to those of the same version.
+        """
         torch._C._autograd._unsafe_set_version_counter(self._leaves, (version,) * len(self._leaves))
+        if not self._classed:
+            return
+        alive = [(ref, cls, part) for ref, cls, part in self._handed_out if ref() is not None]
+        for ref, cls, _ in alive:
+            cls.detach(ref())
+        if version not in (RELEASED, self._version):
+            alive, self._version = [], version
+        self._handed_out = alive
+
+    def attach(self) -> None:
+        """Give leaves of a class of their own their memory back: it is filled."""
+        for ref, cls, part in self._handed_out:
+            if (tensor := ref()) is not None:
+                cls.attach(tensor, part)
 
 
 def carve(memory: torch.Tensor, sizes: Sequence[tuple[int, torch.dtype]]) -> list[torch.Tensor]:
@@ -165,8 +209,62 @@ def aligned(nbytes: int) -> int:
 
 
 def full_sizes(unit: UnitLayout) -> list[tuple[int, torch.dtype]]:
-    """Elements and dtype of each group's full buffer."""
-    return [(group.size, group.dtypes.compute) for group in unit.groups]
+    """Elements and dtype of each group's full buffer as functions use it."""
+    return [
+        (group.size, group.dtypes.compute) if i not in unit.leaf_classes else (planes_nbytes(unit, i), torch.uint8)
+        for i, group in enumerate(unit.groups)
+    ]
+
+
+def planes_nbytes(unit: UnitLayout, group: int) -> int:
+    """Bytes of the planes of a full buffer, one behind the other; 0 if one plane is used where it is gathered."""
+    form, size, capacity = (of := unit.groups[group]).dtypes.stored, of.size, of.capacity
+    nbytes = [form.index(plane, size) * plane.dtype.itemsize for plane in form.planes]
+    is_in_place = len(nbytes) == 1 and form.size(capacity) * of.num_parts == nbytes[0]
+    return 0 if is_in_place else sum(map(aligned, nbytes))
+
+
+def full_unit(unit: UnitLayout, flats: Sequence[torch.Tensor], stored: Sequence[torch.Tensor]) -> FullUnit:
+    """Return the full parameters of a unit over these buffers.
+
+    Args:
+        unit: the layout.
+        flats: for each group a full buffer as functions use it, of :func:`full_sizes`.
+        stored: for each group the full buffer as it is gathered.
+    """
+    planes: dict[int, Planes] = {}
+    for g in unit.leaf_classes:
+        form, size = unit.groups[g].dtypes.stored, unit.groups[g].size
+        data = unit.travelling(g, stored[g])
+        whole = (
+            carve(flats[g], [(form.index(plane, size), plane.dtype) for plane in form.planes])
+            if len(flats[g])
+            else [data.view(form.planes[0].dtype)]
+        )
+        planes[g] = whole, unit.scales(g, stored[g])
+    return FullUnit(unit, flats, planes)
+
+
+def decode_unit(unit: UnitLayout, full: FullUnit, stored: Sequence[torch.Tensor], rank: int) -> None:
+    """Decode what was gathered of groups whose format is not plain, to where functions use it.
+
+    Args:
+        unit: the layout.
+        full: its full parameters.
+        stored: for each group the full buffer as it is gathered.
+        rank: of this process.
+    """
+    for g, flat, data in zip(unit.all_groups, full.flats, stored, strict=True):
+        if g not in unit.leaf_classes and data is not flat:
+            flat.copy_(unit.decoded(g, data, unit.scales(g, data), unit.strategy.full, rank, flat.dtype))
+        elif g in unit.leaf_classes and len(flat):
+            group = unit.groups[g]
+            form, start = group.dtypes.stored, 0
+            columns = form.columns(unit.travelling(g, data).view(group.num_parts, -1), group.capacity)
+            for column in columns:
+                flat[start : start + column.numel()].view(group.num_parts, -1).copy_(column)
+                start += aligned(column.numel())
+    full.attach()
 
 
 def stored_sizes(unit: UnitLayout) -> list[tuple[int, torch.dtype]]:

@@ -9,7 +9,16 @@ from fsharp.functional.comm.tree_names import label_of
 from fsharp.functional.layout.sharded import Sharded
 from fsharp.functional.layout.unit_layout import UnitLayout
 from fsharp.stateful.transport.base import Transport
-from fsharp.stateful.units.full import FullUnit, full_nbytes, gather_axes, leaf_index, update_gather_axes
+from fsharp.stateful.units.full import (
+    FullUnit,
+    decode_unit,
+    full_nbytes,
+    full_sizes,
+    full_unit,
+    gather_axes,
+    leaf_index,
+    update_gather_axes,
+)
 from fsharp.stateful.units.gradient import GradientBuffer
 from fsharp.stateful.units.resting import RestingGradient
 
@@ -55,6 +64,15 @@ class UnitState:
         """The parameters where they rest in full."""
         assert self.node is not None
         buffers = self.node.raw_buffers
+        if self.layout.leaf_classes:
+            stored = [b.detach() for b in self.node.buffers]
+            flats = [torch.empty(numel, dtype=dtype, device=stored[0].device) for numel, dtype in full_sizes(self.layout)]
+            flats = [
+                flat if g.dtypes.format is not None else b for g, flat, b in zip(self.layout.groups, flats, stored, strict=True)
+            ]
+            full = full_unit(self.layout, flats, stored)
+            decode_unit(self.layout, full, stored, 0)
+            return full
         if self.layout.has_formats:
             return FullUnit(self.layout, [b.detach() for b in self.node.values()])
         key = tuple(b.data_ptr() for b in buffers)

@@ -11,12 +11,20 @@ from fsharp.functional.layout.unit_layout import UnitLayout
 from fsharp.stateful.schedule.schedule import Memory
 from fsharp.stateful.transport.base import Work
 from fsharp.stateful.units.axis_chain import Move
-from fsharp.stateful.units.full import FullUnit, carve, full_nbytes, full_sizes, nested_parts, stored_sizes
+from fsharp.stateful.units.full import (
+    RELEASED,
+    FullUnit,
+    carve,
+    decode_unit,
+    full_nbytes,
+    full_sizes,
+    full_unit,
+    nested_parts,
+    stored_sizes,
+)
 
 Stamp = list[tuple[int, int]]
 
-_RELEASED = 2**31
-"""The version of leaves whose memory may hold something else."""
 _VERSIONS_A_FILL = 1024
 """What is filled from other values, or in another step, has other versions; a write to a leaf adds one."""
 
@@ -106,9 +114,9 @@ class UnshardedBuffer:
     def _make(self, memory: torch.Tensor) -> None:
         layout, sizes = self._layout, full_sizes(self._layout)
         flats = carve(memory, [*sizes, *stored_sizes(layout)])
-        self.memory, self.full = memory, FullUnit(layout, flats[: len(sizes)])
-        stored, pairs = iter(flats[len(sizes) :]), zip(layout.groups, self.full.flats, strict=True)
+        stored, pairs = iter(flats[len(sizes) :]), zip(layout.groups, flats[: len(sizes)], strict=True)
         self._stored = [flat if group.dtypes.format is None else next(stored) for group, flat in pairs]
+        self.memory, self.full = memory, full_unit(layout, flats[: len(sizes)], self._stored)
         moving = map(layout.travelling, layout.all_groups, self._stored)
         self._outs = [nested_parts(flat, layout, self.axes, self._rank) for flat in moving]
 
@@ -116,18 +124,14 @@ class UnshardedBuffer:
         """Decode what was gathered of groups whose format is not plain. Once it is filled, and before it is used."""
         self.is_encoded = False
         assert self.full is not None
-        layout, place = self._layout, self._layout.strategy.full
-        for group, flat, stored in zip(layout.all_groups, self.full.flats, self._stored, strict=True):
-            if stored is not flat:
-                scales = layout.scales(group, stored)
-                flat.copy_(layout.decoded(group, stored, scales, place, self._rank, flat.dtype))
+        decode_unit(self._layout, self.full, self._stored, self._rank)
 
     def begin_step(self, step: int) -> None:
         """Serve the step of this number, with what the step before has gathered: a backward of that one is refused."""
         self._renew(step)
 
     def _renew(self, step: int) -> None:
-        self._step, self._version = step, (self._version + _VERSIONS_A_FILL) % _RELEASED
+        self._step, self._version = step, (self._version + _VERSIONS_A_FILL) % RELEASED
         if self.full is not None and self.where is not None:
             self.full.set_version(self._version)
 
@@ -192,7 +196,7 @@ class UnshardedBuffer:
             return
         assert self.full is not None
         assert self.memory is not None
-        self.full.set_version(_RELEASED)
+        self.full.set_version(RELEASED)
         if self._poison:
             self.memory.fill_(0xFF)  # NaN in every floating dtype
 
@@ -201,7 +205,7 @@ class UnshardedBuffer:
         self.works.clear()
         self.filled_from = None
         if self.full is not None and self.where is not None:
-            self.full.set_version(_RELEASED)
+            self.full.set_version(RELEASED)
 
 
 def _expires(storage: StorageWeakRef) -> bool:

@@ -13,6 +13,7 @@ from fsharp.errors import MeshError, TreeError
 from fsharp.functional.comm.agree import exchange, together
 from fsharp.functional.comm.equal_values import check_same, taken
 from fsharp.functional.comm.protocol import Comm
+from fsharp.functional.formats.te import plain_value
 from fsharp.functional.layout.layout import Layout
 from fsharp.functional.layout.sharded import resolve_place
 from fsharp.functional.layout.slicing import build, shard_for
@@ -133,4 +134,4 @@ def _synced(module: nn.Module, layout: Layout, comm: Comm, source: int) -> Any:
 
 
 def _parameter(module: nn.Module, unit: UnitLayout, leaf: Leaf) -> torch.Tensor:
-    return local(module.get_parameter(unit.full_path(leaf)).detach())  # type: ignore[no-any-return]
+    return local(plain_value(module.get_parameter(unit.full_path(leaf))))  # type: ignore[no-any-return]

@@ -11,6 +11,7 @@ from torch.nn.parameter import UninitializedParameter
 
 from fsharp.errors import TreeError
 from fsharp.functional.formats.format import dtype_name
+from fsharp.functional.formats.te import is_quantized
 
 _WRAPPERS = (DataParallel, DistributedDataParallel, FullyShardedDataParallel)
 
@@ -41,7 +42,7 @@ def check_shardable(module: nn.Module, sharded: type[nn.Parameter]) -> None:
             )
         if isinstance(parameter, UninitializedParameter):
             raise TreeError(f"{where} has no shape yet. Call the lazy module once before, with an input of the usual size.")
-        if type(parameter) is not nn.Parameter and not isinstance(parameter, DTensor):
+        if type(parameter) is not nn.Parameter and not isinstance(parameter, DTensor) and not is_quantized(parameter):
             raise TreeError(
                 f"{where} is a {type(parameter).__name__}, and would become a plain nn.Parameter. Make it an nn.Parameter, and "
                 "do in the forward what the class does."

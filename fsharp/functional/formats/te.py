@@ -1,0 +1,363 @@
+"""Weights of TransformerEngine's modules: stored and gathered as their recipe's bytes, encoded from main copies.
+
+The recipe's own code makes the bytes: ``quantize_master_weights`` gets this rank's part of each main copy, and agrees on scales
+over the ranks of the layout in one reduction for all units. Modules get TransformerEngine's own tensors, over gathered memory.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from hashlib import sha256
+from math import prod
+from typing import Any
+
+import torch
+
+from fsharp.errors import OptionError
+from fsharp.functional.formats.format import (
+    AgreeMax,
+    Format,
+    LeafClass,
+    LeafCodec,
+    LeafPart,
+    Plane,
+    Shape,
+    aligned,
+    register_format,
+)
+
+_PART = 32
+"""Values: a multiple in which parts of buffers are cut, so that the bytes of several parts lie one behind the other."""
+
+
+class Kind:
+    """What there is to know of one class of TransformerEngine's quantizers.
+
+    Attributes:
+        name: in names of formats.
+        planes: attributes of a tensor that hold bytes of values, which are gathered.
+        derived: attributes that TransformerEngine makes of the others.
+        values_per_byte: how many values a byte of a plane holds.
+        agreed: maps a shape, and the shapes of tensors by attribute, to the numbers of each reduction and their dtype.
+        decode: maps a LeafPart and the tensors of its scales by attribute to values, 1-D, float32.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        planes: Sequence[str],
+        derived: Sequence[str],
+        agreed: Callable[[Shape, dict[str, Shape]], Sequence[tuple[int, torch.dtype]]],
+        decode: Callable[[LeafPart, dict[str, torch.Tensor]], torch.Tensor],
+        values_per_byte: int = 1,
+    ) -> None:
+        self.name, self.planes, self.derived, self.agreed, self.decode = name, tuple(planes), tuple(derived), agreed, decode
+        self.values_per_byte = values_per_byte
+
+
+def weights_of(recipe: Any) -> Format:
+    """Return the format of weights of modules that run under a recipe of TransformerEngine.
+
+    >>> fs.te.weights_of(Float8CurrentScaling())    # doctest: +SKIP
+    Format(name='te_float8_current_e4m3', ...)
+
+    Pass the format as ``Precision(compute=torch.bfloat16, main=torch.float32, stored=...)``, by a pattern that selects weights
+    of matrices alone. Run forwards under ``te.autocast(enabled=True, recipe=recipe)``, and under a
+    :class:`~fsharp.Scheduler` or in a :class:`~fsharp.ShardedModule`.
+
+    Args:
+        recipe: Float8CurrentScaling, Float8BlockScaling, MXFP8BlockScaling or NVFP4BlockScaling.
+
+    Raises:
+        OptionError: TransformerEngine is not installed; another recipe. Weights under DelayedScaling depend on a history of
+            earlier steps, which is kept in modules.
+
+    Source: ``transformer_engine/pytorch/tensor/utils.py`` of TransformerEngine 2.20.
+    """
+    return format_of(_quantizer_of(recipe))
+
+
+def is_quantized(tensor: Any) -> bool:
+    """Whether a tensor is one of TransformerEngine's, as ``te.quantized_model_init()`` makes parameters."""
+    return any(
+        cls.__name__ == "QuantizedTensor" and cls.__module__.startswith("transformer_engine.") for cls in type(tensor).__mro__
+    )
+
+
+def plain_value(parameter: torch.Tensor) -> torch.Tensor:
+    """Return a parameter's value, detached, without a class of TransformerEngine.
+
+    The value of a quantized parameter is the one before it was quantized, if ``preserve_high_precision_init_val=True`` has
+    kept that, else what its bytes stand for.
+    """
+    if not is_quantized(parameter):
+        return parameter.detach()
+    quantized: Any = parameter
+    kept = quantized.get_high_precision_init_val() if hasattr(quantized, "get_high_precision_init_val") else None
+    value: torch.Tensor = quantized.detach().dequantize() if kept is None else kept.to(quantized.device)
+    return value.detach()
+
+
+def formats_in(module: torch.nn.Module) -> dict[str, tuple[Format, torch.dtype]]:
+    """Return the format and the dtype of each quantized parameter of a module, by path.
+
+    Raises:
+        OptionError: a quantizer whose tensors are not made from main copies alone; names the parameter.
+    """
+    found = {}
+    for path, parameter in module.named_parameters(remove_duplicate=False):
+        if is_quantized(parameter):
+            quantized: Any = parameter
+            try:
+                found[path] = format_of(quantized._quantizer), parameter.dtype
+            except OptionError as error:
+                raise OptionError(f"parameter {path!r}: {error}") from error
+    return found
+
+
+def format_of(quantizer: Any) -> Format:
+    """Return the format of tensors that a quantizer of TransformerEngine makes.
+
+    Raises:
+        OptionError: a class of quantizers whose tensors are not made from main copies alone.
+    """
+    kind = KINDS.get(type(quantizer).__name__)
+    if kind is None:
+        raise OptionError(
+            f"TransformerEngine: weights of a {type(quantizer).__name__} are not supported as a format, expected one of "
+            f"{', '.join(KINDS)}. Keep parameters in bfloat16, which the recipe then casts in each forward."
+        )
+    quantizer = quantizer.copy()
+    quantizer.set_usage(rowwise=True, columnwise=len(kind.planes) > 1)
+    quantizer.internal = False
+    settings = {name: getattr(quantizer, name, None) for name in _SETTINGS}
+    text = repr(sorted((name, str(value)) for name, value in settings.items() if value is not None))
+    return _format(kind.name, text, _Held(quantizer))
+
+
+_SETTINGS = (
+    "dtype",
+    "force_pow_2_scales",
+    "amax_epsilon",
+    "block_scaling_dim",
+    "with_2d_quantization",
+    "with_rht",
+    "stochastic_rounding",
+)
+
+
+class _Held:
+    """A quantizer, equal to any other: what tells formats apart is the text beside it."""
+
+    def __init__(self, quantizer: Any) -> None:
+        self.quantizer = quantizer
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Held)
+
+    def __hash__(self) -> int:
+        return 0
+
+
+@cache
+def _format(name: str, settings: str, held: _Held) -> Format:
+    kind = next(each for each in KINDS.values() if each.name == name)
+    tensors = _Tensors(kind, held.quantizer)
+    codec = LeafCodec(
+        tensors.scales_nbytes,
+        lambda shape: kind.agreed(shape, {name: size for name, (size, _) in tensors.scales(shape).items()}),
+        tensors.encode,
+        lambda part: kind.decode(part, tensors.scales_in(part)),
+        LeafClass(tensors.make, tensors.attach, tensors.detach),
+    )
+    planes = tuple(Plane(torch.uint8, _PART // kind.values_per_byte) for _ in kind.planes)
+    label = f"te_{name}_{sha256(settings.encode()).hexdigest()[:6]}"
+    return register_format(Format(label, planes, block=_PART, leaves=codec))
+
+
+class _Tensors:
+    """TransformerEngine's tensors in memory of leaves.
+
+    Args:
+        kind: of the quantizer.
+        quantizer: makes such tensors.
+    """
+
+    def __init__(self, kind: Kind, quantizer: Any) -> None:
+        self._kind, self._quantizer = kind, quantizer
+        self._known: dict[Shape, dict[str, tuple[Shape, torch.dtype]]] = {}
+
+    def scales(self, shape: Shape) -> dict[str, tuple[Shape, torch.dtype]]:
+        """Shape and dtype of each tensor of scales of a leaf, by attribute."""
+        if shape not in self._known:
+            try:
+                specs = self._quantizer.inner_tensor_specs(shape)
+            except Exception as error:
+                raise OptionError(f"TransformerEngine: a weight of shape {list(shape)} cannot be quantized: {error}") from error
+            self._known[shape] = {name: spec for name, spec in specs.items() if name not in self._kind.planes}
+        return self._known[shape]
+
+    def scales_nbytes(self, shape: Shape) -> int:
+        """Bytes of the scales of a leaf."""
+        return sum(aligned(prod(size) * dtype.itemsize) for size, dtype in self.scales(shape).values())
+
+    def scales_in(self, part: LeafPart) -> dict[str, torch.Tensor]:
+        """The tensors of scales of a leaf, by attribute, in the leaf's memory."""
+        found, start = {}, 0
+        for name, (size, dtype) in self.scales(part.shape).items():
+            nbytes = prod(size) * dtype.itemsize
+            found[name] = part.scales[start : start + nbytes].view(dtype).view(size)
+            start += aligned(nbytes)
+        return found
+
+    def make(self, part: LeafPart) -> torch.Tensor:
+        """Return a tensor of TransformerEngine in the memory of a whole leaf."""
+        tensor = self._empty(part)
+        self.attach(tensor, part)
+        return tensor
+
+    def _empty(self, part: LeafPart) -> Any:
+        """A tensor of the leaf's shape with scales, whose bytes of values take no memory."""
+        about = self._quantizer.create_metadata(part.shape, dtype=part.dtype)
+        none = torch.zeros((), dtype=torch.uint8, device=part.scales.device)
+        inner = {name: none.expand(self._size(part.shape)) for name in self._kind.planes} | self.scales_in(part)
+        return about["cls"].__tensor_unflatten__(inner, about, part.shape, None)  # type: ignore[no-any-return]
+
+    def _size(self, shape: Shape) -> Shape:
+        """The shape of a plane's bytes."""
+        return (*shape[:-1], shape[-1] // self._kind.values_per_byte)
+
+    def attach(self, tensor: Any, part: LeafPart) -> None:
+        """Have a tensor use the memory of a whole leaf. In a backward, derive what the backward reads."""
+        for name, value in self.scales_in(part).items():
+            setattr(tensor, name, value)
+        for name, plane in zip(self._kind.planes, part.planes, strict=True):
+            setattr(tensor, name, plane.view(self._size(part.shape)))
+        if torch._C._current_graph_task_id() != -1:
+            from transformer_engine.pytorch.tensor.utils import post_all_gather_processing
+
+            post_all_gather_processing(tensor)
+
+    def detach(self, tensor: Any) -> None:
+        """Have a tensor hold no memory of a leaf, and nothing that was derived from it."""
+        for name in (*self._kind.planes, *self.scales(tuple(tensor.shape)), *self._kind.derived):
+            setattr(tensor, name, None)
+        if hasattr(tensor, "_transpose_invalid"):
+            tensor._transpose_invalid = True
+
+    def encode(self, parts: Sequence[LeafPart], agree: AgreeMax) -> None:
+        """Encode this rank's part of each leaf."""
+        from transformer_engine.pytorch.tensor.utils import quantize_master_weights
+
+        weights: list[Any] = [self._empty(part) for part in parts]
+        has_values = [part.first < part.last for part in parts]
+        rooms = [self._room(part) for part in parts]
+        mains = [part.values if own else None for part, own in zip(parts, has_values, strict=True)]
+        starts = [part.first if own else None for part, own in zip(parts, has_values, strict=True)]
+        bytes_of = [(room if len(room) > 1 else room[0]) if own else None for room, own in zip(rooms, has_values, strict=True)]
+        quantize_master_weights(weights, mains, starts, _Agreement(agree), bytes_of, manual_post_all_gather_processing=True)
+        for part, room in zip(parts, rooms, strict=True):
+            for plane, made in zip(part.planes, room, strict=True):
+                if made is not plane:
+                    plane.copy_(made)
+
+    def _room(self, part: LeafPart) -> Sequence[torch.Tensor]:
+        """Where the bytes of a part are made: the kernel of block scaling writes to what lies around a part as well."""
+        if self._kind.name != "float8_block" or part.first == part.last:
+            return part.planes
+        return [torch.empty(prod(part.shape), dtype=torch.uint8, device=part.scales.device)[part.first : part.last]]
+
+
+class _Agreement(torch.distributed.ProcessGroup):
+    """What TransformerEngine takes for a process group: maxima over the ranks of a layout, along one axis after another."""
+
+    def __init__(self, agree: AgreeMax) -> None:
+        super().__init__(0, 1)  # type: ignore[call-arg]
+        self._agree = agree
+
+    def allreduce(self, tensors: Any, options: Any = None) -> Any:  # type: ignore[override]
+        """Replace each number of the tensors by the largest over ranks, before this returns."""
+        for tensor in tensors:
+            self._agree(tensor)
+
+
+def _quantizer_of(recipe: Any) -> Any:
+    """The quantizer of weights under a recipe."""
+    try:
+        from transformer_engine.pytorch.quantization import RecipeState
+    except ImportError as error:
+        raise OptionError(
+            "fs.te needs TransformerEngine: pip install 'fsharp[te]', on a machine with a GPU of NVIDIA."
+        ) from error
+    return RecipeState.create(recipe, mode="forward", num_quantizers=3).make_quantizers()[1]
+
+
+# ------------------------------------------------------------ values of bytes
+
+
+def _float8(part: LeafPart, tensor_dtype: torch.dtype) -> torch.Tensor:
+    return part.planes[0].view(tensor_dtype).float()
+
+
+def _of_tensor(part: LeafPart, scales: dict[str, torch.Tensor]) -> torch.Tensor:
+    return _float8(part, torch.float8_e4m3fn) * scales["_scale_inv"]
+
+
+def _rows_and_columns(part: LeafPart) -> tuple[torch.Tensor, torch.Tensor]:
+    where = torch.arange(part.first, part.last, device=part.scales.device)
+    return where // part.shape[-1], where % part.shape[-1]
+
+
+def _of_tiles(part: LeafPart, scales: dict[str, torch.Tensor]) -> torch.Tensor:
+    rows, columns = _rows_and_columns(part)
+    return _float8(part, torch.float8_e4m3fn) * scales["_rowwise_scale_inv"][rows // 128, columns // 128]
+
+
+def _of_blocks(part: LeafPart, scales: dict[str, torch.Tensor]) -> torch.Tensor:
+    rows, columns = _rows_and_columns(part)
+    exponents = scales["_rowwise_scale_inv"][rows, columns // 32].int() - 127
+    return torch.ldexp(_float8(part, torch.float8_e4m3fn), exponents)
+
+
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+
+
+def _of_four_bits(part: LeafPart, scales: dict[str, torch.Tensor]) -> torch.Tensor:
+    rows, columns = _rows_and_columns(part)
+    codes = torch.stack([part.planes[0] & 15, part.planes[0] >> 4], 1).view(-1).long()
+    table = torch.tensor([*_E2M1, *(-x for x in _E2M1)], device=codes.device)
+    of_block = scales["_rowwise_scale_inv"].view(torch.float8_e4m3fn).float()[rows, columns // 16]
+    return table[codes] * of_block * (scales["_amax_rowwise"] / (448.0 * 6.0))
+
+
+def _tiles(shape: Shape, side: int) -> int:
+    return -(-shape[0] // side) * -(-shape[-1] // side)
+
+
+KINDS = {
+    "Float8CurrentScalingQuantizer": Kind(
+        "float8_current", ["_data"], ["_transpose"], lambda shape, scales: [(1, torch.float32)], _of_tensor
+    ),
+    "Float8BlockQuantizer": Kind(
+        "float8_block",
+        ["_rowwise_data"],
+        ["_columnwise_data", "_columnwise_scale_inv"],
+        lambda shape, scales: [(_tiles(shape, 128), torch.float32)],
+        _of_tiles,
+    ),
+    "MXFP8Quantizer": Kind(
+        "mxfp8",
+        ["_rowwise_data", "_columnwise_data"],
+        [],
+        lambda shape, scales: [(sum(prod(size) for size in scales.values()), torch.bfloat16)],
+        _of_blocks,
+    ),
+    "NVFP4Quantizer": Kind(
+        "nvfp4",
+        ["_rowwise_data"],
+        ["_columnwise_data", "_columnwise_scale_inv", "_amax_columnwise"],
+        lambda shape, scales: [(_tiles(shape, 16), torch.float32), (1, torch.float32)],
+        _of_four_bits,
+        values_per_byte=2,
+    ),
+}
+"""By the class of a quantizer."""
