@@ -94,30 +94,41 @@ def gather(tree: Tree, *, comm: Comm, to: PlaceName = "full") -> Tree:
         ways = {"was_gathered": sharded.is_gathered, "is_gathered": whole}
         if whole and torch.is_grad_enabled() and sharded.sinks and not is_differentiated():
             with beneath_vmap():  # which has no dim of these
-                moved = _moved(sharded, [x.detach() for x in sharded.buffers], target, named, **ways)
+                moved = [move_values(x.detach(), sharded.place, target, named, **ways) for x in _sent(sharded)]
+                moved = _arrived(sharded, moved, target, comm.rank, whole=whole)
                 moved = sharded.ledger.attached(sharded, moved, Labelled(comm, tree_name))
         else:
-            moved = _moved(sharded, sharded.buffers, target, named, **ways)
+            moved = []
+            for x in _sent(sharded):
+                moved.append(move_values(x, sharded.place, target, named, **ways))
+            moved = _arrived(sharded, moved, target, comm.rank, whole=whole)
         return Sharded(moved, sharded.unit, target, sharded.groups, is_gathered=whole)
 
     return optree.tree_map(one, on_device(tree, comm.device), is_leaf=is_sharded)  # type: ignore[return-value]
 
 
-def _moved(
-    node: Sharded, buffers: Sequence[torch.Tensor], target: Place, comm: Comm, *, was_gathered: bool, is_gathered: bool
-) -> list[torch.Tensor]:
-    """A node's buffers in another place; those that are gathered for functions decoded."""
-    unit, place, moved = node.unit, node.place, []
-    for g, x in zip(node.groups, buffers, strict=True):
-        group, is_stored = unit.groups[g], unit.has_formats and unit.groups[g].is_stored(x)
-        values = unit.travelling(g, x) if is_stored else x
-        values = move_values(values, place, target, comm, was_gathered=was_gathered, is_gathered=is_gathered)
-        if is_stored and is_gathered:
-            values = unit.decoded(g, values, unit.scales(g, x), target, comm.rank, group.dtypes.compute)
-        elif is_stored and unit.scales_size(g):
-            values = torch.cat([values, unit.scales(g, x)])
-        moved.append(values)
-    return moved
+def _sent(node: Sharded) -> Sequence[torch.Tensor]:
+    """A node's buffers without scales, which every rank has."""
+    unit, rows = node.unit, zip(node.groups, node.buffers, strict=True)
+    if not unit.has_leaf_formats:
+        return node.buffers
+    return [unit.travelling(g, x) if unit.groups[g].is_stored(x) else x for g, x in rows]
+
+
+def _arrived(node: Sharded, moved: list[torch.Tensor], target: Place, rank: int, *, whole: bool) -> list[torch.Tensor]:
+    """Buffers of a node that have been moved: with their scales, or decoded for functions."""
+    unit = node.unit
+    if not unit.has_formats:
+        return moved
+    found = []
+    for g, old, new in zip(node.groups, node.buffers, moved, strict=True):
+        if not unit.groups[g].is_stored(old):
+            found.append(new)
+        elif whole:
+            found.append(unit.decoded(g, new, unit.scales(g, old), target, rank, unit.groups[g].dtypes.compute))
+        else:
+            found.append(torch.cat([new, unit.scales(g, old)]) if unit.scales_size(g) else new)
+    return found
 
 
 @uncompiled

@@ -211,7 +211,7 @@ class _Tensors:
 
     def make(self, part: LeafPart) -> torch.Tensor:
         """Return a tensor of TransformerEngine in the memory of a whole leaf."""
-        tensor = self._empty(part)
+        tensor: torch.Tensor = self._empty(part)
         self.attach(tensor, part)
         return tensor
 
@@ -220,7 +220,7 @@ class _Tensors:
         about = self._quantizer.create_metadata(part.shape, dtype=part.dtype)
         none = torch.zeros((), dtype=torch.uint8, device=part.scales.device)
         inner = {name: none.expand(self._size(part.shape)) for name in self._kind.planes} | self.scales_in(part)
-        return about["cls"].__tensor_unflatten__(inner, about, part.shape, None)  # type: ignore[no-any-return]
+        return about["cls"].__tensor_unflatten__(inner, about, part.shape, None)
 
     def _size(self, shape: Shape) -> Shape:
         """The shape of a plane's bytes."""
