@@ -10,6 +10,7 @@ from torch import nn
 import fsharp as fs
 from fsharp.testing import processes
 from tests import te_cpu
+from tests.te_cpu.conftest import hopper as hopper
 
 te = te_cpu.load()
 from transformer_engine.common import recipe as recipes  # noqa: E402
@@ -147,3 +148,14 @@ def test_training_has_the_bits_of_the_whole_model(architecture, sizes):
         assert on_ranks(fs.SingleComm(mesh), architecture) == []
     else:
         assert processes(mesh, partial(on_ranks, architecture=architecture)) == [[]] * mesh.size
+
+
+def test_a_comm_that_blocks_is_refused(hopper):
+    recipe, comm = recipes.Float8CurrentScaling(), fs.SingleComm()
+    precision = fs.Precision(compute=torch.bfloat16, main=torch.float32, stored=fs.te.weights_of(recipe))
+    layout = fs.plan({"w": torch.zeros(32, 32)}, comm.mesh, fs.zero3("dp"), precision=precision)
+    params = fs.init_state(
+        fs.optim.sgd(0.1), fs.shard({"w": torch.ones(32, 32)}, layout, comm, place="optim"), comm=comm
+    ).params
+    with pytest.raises(fs.errors.TreeError, match="which a scheduler alone hands out"):
+        fs.forward(lambda tree: tree["w"].float(), params, comm=comm)

@@ -73,6 +73,7 @@ def forward(
             return _forward_recomputed(fn, units, args, kwargs, comm, remat)
     if isinstance(comm, Engine) and comm.takes(units):
         return comm.run_forward(fn, units, args, kwargs)
+    _check_classes(units)
     first = torch._C._autograd._get_sequence_nr()
     gathered, owners = whole = gather(units, comm=comm)
     ties = (*owners, *units_of(gathered))
@@ -112,6 +113,20 @@ def _check_ties(nodes: Sequence[Sharded]) -> None:
             raise TreeError(
                 f"forward(): leaves are tied to unit {name!r}, and two units of that name were passed: which one is meant? "
                 "Call forward() for each of the trees, or tie no leaves."
+            )
+
+
+def _check_classes(units: Any) -> None:
+    """Refuse leaves of a class of their own: a gather that blocks decodes them, and functions would compute something else.
+
+    Raises:
+        TreeError: names the unit.
+    """
+    for node in units_of(units):
+        if node.unit.leaf_classes:
+            raise TreeError(
+                f"forward(): weights of unit {node.name!r} are tensors of a class of their own, such as TransformerEngine's, "
+                "which a scheduler alone hands out. Pass comm=fs.Scheduler(comm), outside of torch.func transforms."
             )
 
 
