@@ -1,4 +1,4 @@
-"""Which checkpoints there are: found by names and manifests, never by a pointer, which may be older or newer than these."""
+"""Catalog: which checkpoints there are, found by names and manifests, never by a pointer, which may be out of date."""
 
 import logging
 import math
@@ -32,14 +32,7 @@ _SHARD = re.compile(r"rank-\d{5,}\.safetensors")
 
 
 class Facts(NamedTuple):
-    """What a manifest says of its checkpoint as a whole.
-
-    Attributes:
-        step: that it was saved at.
-        created: when, in seconds since 1970; later than of all that were there.
-        metric: how good it is.
-        files: with their sizes.
-    """
+    """What a manifest says of its checkpoint as a whole; see Manifest."""
 
     step: int
     created: float
@@ -47,15 +40,13 @@ class Facts(NamedTuple):
     files: tuple[FileRecord, ...]
 
 
-_known: dict[str, Facts] = {}
-"""By the digest of a manifest's bytes, which were right: to look at many checkpoints again and again would take long."""
+_known: dict[str, Facts] = {}  # by digest of a manifest's bytes: to parse many manifests again and again would take long
 _MOST_KNOWN = 1000
-_TIMED_ID = 32
-"""Digits of an id that has the time of its save."""
+_TIMED_ID = 32  # digits of an id that has the time of its save
 
 
 def folder_name(step: int, save_id: str) -> str:
-    """Of a checkpoint. Two of the same step have different ones, so that none is ever written into again."""
+    """Return the name of a checkpoint's folder. The id keeps two saves of one step apart: none is ever written into again."""
     return f"step-{step:010d}-{save_id}"
 
 
@@ -80,7 +71,7 @@ def time_in(save_id: str) -> float | None:
 
 
 def created_of(path: str) -> float:
-    """When a checkpoint was saved: its name says so, or else its manifest, which is then read. -inf if neither does."""
+    """Return when a checkpoint was saved, from its name, or else from its manifest; -inf if neither says so."""
     match = _FOLDER.fullmatch(path.rpartition("/")[2])
     created = time_in(match["save_id"]) if match else None
     try:
@@ -90,31 +81,26 @@ def created_of(path: str) -> float:
 
 
 def step_of(name: str) -> int:
-    """The step in the name of a checkpoint's folder."""
+    """Return the step in the name of a checkpoint's folder."""
     return int(name.split("-")[1])
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint that is complete: its manifest is there, and its files have their sizes. Or files that others have written.
-
-    Attributes:
-        path: of its folder, or of a file of others.
-    """
+    """A complete checkpoint at ``path``: it has a manifest, and its files have their sizes. Or another library's files."""
 
     path: str
 
     @cached_property
     def manifest(self) -> Manifest:
-        """What is in it; read when it is looked at for the first time."""
+        """What is in the checkpoint; read when it is first asked for."""
         return _manifest_in(storage_of(self.path), self.path)
 
     @cached_property
     def folder(self) -> str:
-        """The folder of this checkpoint's files: its path, or the parent folder if its path is a file of another library."""
-        is_file = any(file.digest is None for file in self.facts.files) and huggingface.is_file(
-            storage_of(self.path), self.path
-        )
+        """The folder of this checkpoint's files: its path, or the folder around it if that is another library's file."""
+        is_foreign = any(file.digest is None for file in self.facts.files)
+        is_file = is_foreign and huggingface.is_file(storage_of(self.path), self.path)
         return self.path.rpartition("/")[0] if is_file else self.path
 
     @cached_property
@@ -124,7 +110,7 @@ class Checkpoint:
 
     @cached_property
     def facts(self) -> Facts:
-        """What its manifest says of it as a whole; of one that this process has read before without reading all of it."""
+        """What the manifest says of the checkpoint as a whole; a manifest that this process has read is not parsed again."""
         storage = storage_of(self.path)
         try:
             key = xxhash.xxh3_128_hexdigest(read_description(storage, self.path, NAME))
@@ -141,17 +127,17 @@ class Checkpoint:
 
     @property
     def step(self) -> int:
-        """That it was saved at."""
+        """Number of the step that was saved."""
         return self.facts.step
 
     @property
     def config(self) -> Any:
-        """What the caller gave to ``save()``."""
+        """The config that the caller gave to ``save()``."""
         return self.manifest.config
 
     @property
     def names(self) -> list[str]:
-        """Of its tensors."""
+        """Names of its tensors, in order."""
         return sorted([*self.manifest.tensors, *self.manifest.aliases])
 
     @api_boundary
@@ -186,9 +172,8 @@ class Checkpoint:
 def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     """Open the checkpoint in a folder. Formats of other libraries, which :func:`load` lists, are opened as step 0.
 
-    Raises:
-        CheckpointError: there is none, it is incomplete, or a file has another size than it should. Where there is another one
-            beside it that is complete, its step is named.
+    Raises CheckpointError if there is none, it is incomplete, or a file has another size than it should. If another checkpoint
+    beside it is complete, its step is named.
     """
     folder = full_path(path)
     storage = storage_of(folder)
@@ -225,7 +210,7 @@ def _manifest_in(storage: Storage, folder: str) -> Manifest:
 
 
 def instead_of(folder: str) -> str:
-    """Which complete checkpoint is beside one that is not, as the end of a message."""
+    """Return, as the end of a message, which complete checkpoint is beside one that is not complete."""
     storage, (root, _, name) = storage_of(folder), folder.rpartition("/")
     for other in newest_first(storage, root) if _FOLDER.fullmatch(name) else ():
         if other != name:
@@ -237,7 +222,7 @@ def instead_of(folder: str) -> str:
 
 
 def newest_first(storage: Storage, root: str) -> list[str]:
-    """Names of folders of checkpoints, complete or not, the one that was saved last first: see :func:`created_of`."""
+    """Return names of folders of checkpoints, complete or not, the last saved one first: see :func:`created_of`."""
     found = _folders(storage, root)
     return sorted(found, key=lambda name: (created_of(f"{root}/{name}"), step_of(name), name), reverse=True)
 
@@ -271,17 +256,17 @@ def _with_manifest(root: str) -> Iterator[str]:
 
 @options_checked
 def checkpoints(root: str | os.PathLike[str]) -> list[Checkpoint]:
-    """All complete checkpoints under ``root``, the one that was saved last first, whatever its step.
+    """Return all complete checkpoints under ``root``, the one that was saved last first, whatever its step.
 
     A run that goes on from an older checkpoint saves smaller steps than there are. The order does not depend on clocks: each
-    save notes a later time than those of all checkpoints that it finds. What is incomplete is left out, and logged as a
-    warning.
+    save notes a later time than those of all checkpoints that it finds. Incomplete ones are left out, with a warning in the
+    log.
     """
     return list(complete(full_path(root)))
 
 
 def complete(folder: str) -> Iterator[Checkpoint]:
-    """Open checkpoints one after the other: see :func:`checkpoints`."""
+    """Yield complete checkpoints, opened one after another: see :func:`checkpoints`."""
     for name in newest_first(storage_of(folder), folder):
         if (found := if_complete(f"{folder}/{name}")) is not None:
             yield found
@@ -298,12 +283,10 @@ def if_complete(path: str) -> Checkpoint | None:
 
 @options_checked
 def latest(root: str | os.PathLike[str]) -> Checkpoint | None:
-    """The complete checkpoint under ``root`` that was saved last; None if there is none.
+    """Return the complete checkpoint under ``root`` that was saved last; None if there is none.
 
-    Names of folders say when they were saved, so that older ones are not opened.
-
-    Saves that did not come to their end, and checkpoints with files that are missing or too short, are left out, and logged
-    as a warning. Bytes are not read: loading does so, and :func:`verify`.
+    Names of folders say when they were saved, so that older ones are not opened. Interrupted saves, and checkpoints with
+    missing or short files, are left out, with a warning in the log. Bytes are not read: loading does so, and :func:`verify`.
     """
     folder = full_path(root)
     storage = storage_of(folder)
@@ -325,17 +308,8 @@ def newest_except(root: str, damaged: Collection[str]) -> Checkpoint | None:
 def verify(path: str | os.PathLike[str]) -> Checkpoint:
     """Read all of a checkpoint and compare it with its digests; needs neither a model nor a process group.
 
-    Args:
-        path: of a checkpoint.
-
-    Returns:
-        The checkpoint, of which every byte is right.
-
-    Raises:
-        CheckpointError: names each file, and what of which tensors is damaged in it; or there are no digests, as in files that
-            others have written.
-
-    Memory: a few MiB.
+    Returns the checkpoint, of which every byte is right. Raises CheckpointError with each damaged file, and the tensors that
+    are damaged in it; or if there are no digests, as in other libraries' files. Memory: a few MiB.
     """
     found = open_checkpoint(path)
     if any(file.digest is None for file in found.manifest.files):

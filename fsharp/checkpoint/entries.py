@@ -1,7 +1,7 @@
 """Entries: the tensors and values of a tree by name, in coordinates of the whole tensors.
 
-Whatever the strategy, the mesh and the units, a rank holds one run of each tensor, flattened. Which one is arithmetic, so each
-rank knows without asking which runs all others hold, and which of several replicas writes what.
+Whatever the strategy, the mesh and the units, a rank holds one run of each flattened tensor. The run follows from the layout,
+so each rank knows without asking which runs all others hold, and which of several replicas writes what.
 """
 
 import math
@@ -34,14 +34,7 @@ _LEAST_NBYTES = 1 << 16
 
 
 class Piece(NamedTuple):
-    """What a rank holds of a tensor.
-
-    Attributes:
-        first: first element of the flattened tensor.
-        last: behind the last one.
-        replica: number of this rank among those that hold the same.
-        num_replicas: how many these are.
-    """
+    """Elements ``[first, last)`` of a flattened tensor, which a rank holds as number ``replica`` of ``num_replicas`` ranks."""
 
     first: int
     last: int
@@ -55,35 +48,28 @@ class OwnBuffers:
 
     ::
 
-        fs.checkpoint.save(root, {"model": OwnBuffers(model), "optimizer": optimizer}, step=step, comm=comm)
+    fs.checkpoint.save(root, {"model": OwnBuffers(model), "optimizer": optimizer}, step=step, comm=comm)
 
-    Its buffers are saved as :class:`PerRank`, so it loads on as many ranks. To go on with any number, make them equal before,
-    as by a mean over ranks, and save the module itself.
-
-    Args:
-        module: a ShardedModule, or any other.
+    Its buffers are saved as :class:`PerRank`, so ``module``, a ShardedModule or any other, loads on as many ranks. To go on
+    with any number, make the buffers equal before, as by a mean over ranks, and save the module itself.
     """
 
     def __init__(self, module: torch.nn.Module) -> None:
         self.module = module
 
     def state_dict(self) -> dict[str, Any]:
-        """That of the module."""
+        """Return the state dict of the module, with its buffers as :class:`PerRank`."""
         found, own = self.module.state_dict(), dict(self.module.named_buffers(remove_duplicate=False))
         return {name: PerRank(value) if name in own else value for name, value in found.items()}
 
     @api_boundary
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load it into the module."""
+        """Load a state dict into the module."""
         self.module.load_state_dict({name: x.value if isinstance(x, PerRank) else x for name, x in state.items()})
 
 
 class PerRank(NamedTuple):
-    """A tensor, or a tree of them, of which each rank has its own, such as the state of a generator. It loads on as many ranks.
-
-    Attributes:
-        value: of this rank; equal shapes on all.
-    """
+    """A tensor, or a tree of them, of which each rank has its own with equal shapes, such as the state of a generator."""
 
     value: Any
 
@@ -94,12 +80,11 @@ class Entry:
 
     Attributes:
         name: keys of the tree and of the leaf, joined by dots; the same for any units.
-        dtype: of its elements.
         shape: of the whole tensor. Along axes on which it varies, all ranks' tensors are one along dim 0.
-        piece: by rank.
+        piece: the elements that a rank holds, by rank.
         local: what this rank holds, 1-D.
-        is_replicated: whether every rank should hold the same and nothing but a comparison of values says so.
-        is_of_group: whether it is one number for a whole group, which has it in the same memory for each of its leaves.
+        is_replicated: whether every rank should hold the same, and only a comparison of values can tell.
+        is_of_group: whether one number of a whole group is the value of each of its leaves, in the same memory.
     """
 
     name: str
@@ -111,16 +96,16 @@ class Entry:
     is_of_group: bool = False
 
     def release(self) -> None:
-        """Hold no tensor: its memory may be freed."""
+        """Release the memory of the tensor."""
         self.local = torch.empty(0, device="cpu")
 
     @property
     def numel(self) -> int:
-        """Elements of the whole tensor."""
+        """Number of elements of the whole tensor."""
         return math.prod(self.shape)
 
     def written_by(self, rank: int) -> tuple[int, int]:
-        """First element and end of the run that a rank writes: replicas share the work."""
+        """Return the first element and the end of the run that a rank writes: replicas share the work."""
         piece = self.piece(rank)
         size = piece.last - piece.first
         writers = max(1, min(piece.num_replicas, size * self.dtype.itemsize // _LEAST_NBYTES))
@@ -132,13 +117,12 @@ class Entry:
 
 @dataclass
 class Contents:
-    """A tree, flattened: how to make one like it again as well.
+    """A tree, flattened.
 
     Attributes:
-        entries: by name.
         values: what is no tensor, by name.
-        aliases: names of tied leaves, and of those that store them.
-        layouts: a line for each Sharded: what decides which rank holds which elements of it.
+        aliases: names of tied leaves, and of the leaves that store them.
+        layouts: a line for each Sharded, which decides which rank holds which of its elements.
         objects: see Manifest.
         settings: what ranks have to have done alike to the modules whose parts are in the tree.
     """
@@ -151,27 +135,18 @@ class Contents:
     settings: dict[str, None] = field(default_factory=dict)
 
     def fields(self) -> dict[str, str]:
-        """What ranks have to have in common, as :func:`~fsharp.functional.comm.agree.agree` compares it."""
+        """Return what ranks have to have in common, as :func:`~fsharp.functional.comm.agree.agree` compares it."""
         tensors = (f"{entry.name}: {dtype_name(entry.dtype)}{list(entry.shape)}" for entry in self.entries.values())
         return {"tensors": "\n".join(tensors), "layouts": "\n".join(self.layouts)}
 
-    def let_go(self) -> None:
-        """Of the tensors, whose memory may be freed; what is known of them stays."""
+    def release(self) -> None:
+        """Release the memory of all tensors; names, shapes and dtypes stay."""
         for entry in self.entries.values():
             entry.release()
 
 
 def contents_of(where: str, tree: Any, comm: Comm) -> Contents:
-    """What is in a tree.
-
-    Args:
-        where: the function that asks, for messages.
-        tree: of Sharded, tensors, PerRank and values.
-        comm: the ranks that hold it.
-
-    Raises:
-        TreeError: something that cannot be saved; names it.
-    """
+    """Return the contents of a tree that these ranks hold. Raises TreeError for a leaf that cannot be saved; names the leaf."""
     found, parts, held = Contents({}, {}, {}, []), dict[int, str](), dict[Any, dict[str, _Held]]()
     for segments, entries, leaf in leaves_of(tree):
         if is_sharded(leaf):
@@ -189,7 +164,8 @@ def contents_of(where: str, tree: Any, comm: Comm) -> Contents:
         elif isinstance(leaf, torch.Tensor):
             _add(where, found, _replicated(where, ".".join(segments), leaf, comm.mesh))
         elif isinstance(leaf, MadeBy | bool | int | float | str):
-            _add_value(where, found, ".".join(segments), leaf.name if isinstance(leaf, MadeBy) else leaf)
+            _check_new(where, found, name := ".".join(segments))
+            found.values[name] = leaf.name if isinstance(leaf, MadeBy) else leaf
         else:
             raise TreeError(
                 problem(
@@ -206,11 +182,7 @@ def contents_of(where: str, tree: Any, comm: Comm) -> Contents:
 
 
 def renamed(where: str, name: str, rename: Callable[[str], str] | None) -> str:
-    """What ``rename`` makes of a name.
-
-    Raises:
-        TreeError: something that is no name.
-    """
+    """Return the name that ``rename`` makes of a name. Raises TreeError if it returns something else."""
     new = name if rename is None else rename(name)
     if not isinstance(new, str):
         raise TreeError(f"{where}: rename returned {new!r:.60} for {name!r}, expected a name.")
@@ -223,12 +195,12 @@ def is_object(leaf: Any) -> bool:
 
 
 def expanded(tree: Any) -> Any:
-    """A tree with the states of objects in their place."""
+    """Return a tree with the states of objects in their place."""
     return optree.tree_map(lambda leaf: plain_dicts(leaf.state_dict()) if is_object(leaf) else leaf, tree, is_leaf=is_node)
 
 
 def leaf_names(tree: Any) -> Iterator[str]:
-    """Names of leaves; of objects whose state grows in the first step, and that know it, the name of the object."""
+    """Yield names of leaves; for an object with ``state_template``, whose state grows in the first step, that of the object."""
     for path, _, leaf in leaves_of(tree):
         is_known = is_object(leaf) and not hasattr(leaf, "state_template")
         for under, _, _ in leaves_of(plain_dicts(leaf.state_dict())) if is_known else [((), (), None)]:
@@ -236,12 +208,12 @@ def leaf_names(tree: Any) -> Iterator[str]:
 
 
 def plain_dicts(state: Any) -> Any:
-    """A state in which dicts are what a Counter has been, such as the milestones of torch's MultiStepLR."""
+    """Return a state with a dict in place of each Counter, such as the milestones of torch's MultiStepLR."""
     return optree.tree_map(lambda x: dict(x) if isinstance(x, Counter) else x, state, is_leaf=is_node)
 
 
 def give_state(owner: Any, state: Any) -> None:
-    """Have an object take what stands for it in a tree."""
+    """Have an object load the state that stands for it in a tree."""
     if not hasattr(owner, "state_template"):  # else it has other keys before
         was = owner.state_dict()
         state = optree.tree_map(lambda x, new: Counter(new) if isinstance(x, Counter) else new, was, state, is_leaf=is_node)
@@ -249,14 +221,10 @@ def give_state(owner: Any, state: Any) -> None:
 
 
 def template_of(tree: Any, has: Callable[[str], bool]) -> Any:
-    """A tree with what objects can take in their place.
+    """Return a tree with the state that each object can load in its place. Parts get memory of their own to be read into.
 
-    Args:
-        tree: to load into.
-        has: whether a checkpoint has something under a key path.
-
-    Parts are in memory that is nobody else's, to be read into. Objects whose ``state_dict()`` grows with use, as that of an
-    optimizer does in its first step, have ``state_template(has)``.
+    ``has`` says whether a checkpoint has something under a key path. Objects whose ``state_dict()`` grows with use, as that of
+    an optimizer does in its first step, have ``state_template(has)``.
     """
     copies = dict[int, tuple[Part, torch.Tensor]]()  # with what they are of, whose address is then nobody else's
 
@@ -279,14 +247,14 @@ def template_of(tree: Any, has: Callable[[str], bool]) -> Any:
 
 
 def is_node(leaf: Any) -> bool:
-    """Whether this module takes a node of a tree as one."""
+    """Whether this module takes a node of a tree as a leaf."""
     return is_sharded(leaf) or isinstance(leaf, PerRank | MadeBy)
 
 
 def leaves_of(
     tree: Any, is_leaf: Callable[[Any], bool] = is_node, *, none_is_leaf: bool = False
 ) -> Iterator[tuple[tuple[str, ...], tuple[str, ...], Any]]:
-    """Of each leaf: its keys, fields of named tuples by name; the same as key paths of plans have them; and the leaf."""
+    """Yield for each leaf its keys, with fields of named tuples by name; its keys as plans have them; and the leaf."""
     accessors, leaves, _ = optree.tree_flatten_with_accessor(tree, is_leaf=is_leaf, none_is_leaf=none_is_leaf)
     for accessor, leaf in zip(accessors, leaves, strict=True):
         named = tuple(str(getattr(each, "field", None) or each.entry) for each in accessor)
@@ -294,7 +262,7 @@ def leaves_of(
 
 
 def unit_prefix(segments: tuple[str, ...], entries: tuple[str, ...], unit: UnitLayout) -> tuple[tuple[str, ...], str]:
-    """The keys above the tree that was planned, and the path of the unit in that tree: names do not depend on units."""
+    """Return the keys above the planned tree, and the unit's path in that tree: names must not depend on units."""
     own = tuple(unit.name.split(".")) if unit.name else ()
     if own and entries[len(entries) - len(own) :] != own:
         return segments, ""  # a unit by itself
@@ -341,7 +309,7 @@ def _add_unit(
 
 
 def _part(where: str, found: Contents, name: str, part: Part, comm: Comm, known: "dict[Any, dict[str, _Held]]") -> Entry:
-    """Of a state dict of a module or of its optimizer. ``known`` has what is held of the units of other parts."""
+    """Return the entry of a leaf of a module's or an optimizer's state dict. ``known`` caches what is held of a unit."""
     unit, leaf, place = part.unit, part.leaf, part.place
     if unit.mesh != comm.mesh or part.rank != comm.rank:
         raise TreeError(
@@ -359,7 +327,7 @@ def _part(where: str, found: Contents, name: str, part: Part, comm: Comm, known:
 
 
 def is_of_group(buffer: torch.Tensor, unit: UnitLayout, group: int, place: Place) -> bool:
-    """Whether a buffer is one number for the whole group, such as a count of steps: it is saved for each of its leaves."""
+    """Whether a buffer is one number for the whole group, such as a count of steps, which is saved for each of its leaves."""
     if buffer.numel() != 1 or unit.local_size(group, place) != 1:
         return buffer.numel() == 1
     dtypes = unit.groups[group].dtypes
@@ -368,13 +336,13 @@ def is_of_group(buffer: torch.Tensor, unit: UnitLayout, group: int, place: Place
 
 @lru_cache(maxsize=1 << 14)
 def _layout_text(unit: UnitLayout, place: Place) -> str:
-    """What ranks have to agree on to know what each of them holds."""
+    """Return the facts on which ranks have to agree to know what each of them holds."""
     parts = [f"{group.num_parts} x {group.capacity}" for group in unit.groups]
     return f"{place}; {parts}, leaves at {[leaf.offset for leaf in unit.leaves]}"
 
 
 class _Held(NamedTuple):
-    """What is held of a leaf: by any rank, and where in the buffer of the one that asks."""
+    """Shape of a leaf, the piece of it that any rank holds, and this rank's range in the buffer."""
 
     shape: tuple[int, ...]
     piece: Callable[[int], Piece]
@@ -384,7 +352,7 @@ class _Held(NamedTuple):
 
 @lru_cache(maxsize=1 << 14)
 def _held(unit: UnitLayout, place: Place, rank: int) -> dict[str, _Held]:
-    """By path of each leaf that a unit stores; the same for every save."""
+    """Return what is held of each leaf that a unit stores, by path; the same for every save."""
     return {leaf.path: _held_of(unit, leaf, place, rank) for leaf in unit.leaves if leaf.tied_to is None}
 
 
@@ -392,11 +360,11 @@ def _held_of(unit: UnitLayout, leaf: Leaf, place: Place, rank: int) -> _Held:
     mesh = unit.mesh
     varying = [axis for axis in mesh.names if axis in place.varying]
     copies = [axis for axis in mesh.names if axis not in place.sharded and axis not in varying]
-    num_kinds = _product(mesh, varying)
+    num_kinds = math.prod(map(mesh.axis_size, varying))
 
     def piece(of: int) -> Piece:
         base, (first, last) = _index(mesh, varying, of) * leaf.numel, unit.run_of(leaf, place, of)
-        return Piece(base + first, base + last, _index(mesh, copies, of), _product(mesh, copies))
+        return Piece(base + first, base + last, _index(mesh, copies, of), math.prod(map(mesh.axis_size, copies)))
 
     mine = piece(rank)
     size = mine.last - mine.first
@@ -438,21 +406,9 @@ def _add(where: str, found: Contents, entry: Entry) -> None:
     found.entries[entry.name] = entry
 
 
-def _add_value(where: str, found: Contents, name: str, value: Value) -> None:
-    _check_new(where, found, name)
-    found.values[name] = value
-
-
 def _check_new(where: str, found: Contents, name: str) -> None:
     if name in found.entries or name in found.values:
         raise TreeError(f"{where}: two leaves of the tree have the name {name!r}: rename a key.")
-
-
-def _product(mesh: Mesh, axes: Any) -> int:
-    size = 1
-    for axis in axes:
-        size *= mesh.axis_size(axis)
-    return size
 
 
 def _index(mesh: Mesh, axes: Any, rank: int) -> int:

@@ -28,15 +28,9 @@ def recording_damage(damage: list[Any]) -> Iterator[None]:
 def load_or_damage(load: Callable[[], T], damage: list[Any], comm: Comm) -> tuple[T | None, list[Any]]:
     """Return the result of ``load`` and no damage; or None, and the damage that all ranks have found.
 
-    All ranks get the same one of the two.
-
-    Args:
-        load: called by all ranks; fails on all of them if it fails on one.
-        damage: list to which ``load`` appends the damage that this rank finds, as values that JSON can hold.
-        comm: the ranks.
-
-    Raises:
-        Exception: the error of ``load``, if no rank has found damage, or if one rank has failed for another reason.
+    All ranks call it and get the same one of the two. ``load`` fails on all of them if it fails on one, and appends the damage
+    that this rank finds to ``damage``, as values that JSON can hold. Its error is raised if no rank has found damage, or if one
+    rank has failed for another reason.
 
     Cost: that of ``load``, and one exchange if ``load`` fails.
     """
@@ -54,13 +48,7 @@ def load_or_damage(load: Callable[[], T], damage: list[Any], comm: Comm) -> tupl
 
 
 def set_aside(damaged: Mapping[str, str], used: str, comm: Comm) -> None:
-    """Have rank 0 rename damaged checkpoints, so that no later search finds them, and log a warning for each.
-
-    Args:
-        damaged: by path of a checkpoint, an error message.
-        used: path of the checkpoint that was loaded instead, for the warnings.
-        comm: the ranks.
-    """
+    """Have rank 0 rename damaged checkpoints, given with their errors by path, and warn of each; ``used`` was loaded."""
     for path, text in damaged.items() if comm.rank == 0 else ():
         _log.warning("%s is damaged, %s: %s Used instead: %s.", path, try_set_aside(path), text, used)
 

@@ -29,7 +29,7 @@ from fsharp.checkpoint.falling_back import load_or_damage, recording_damage, set
 from fsharp.checkpoint.formats.huggingface import is_folder
 from fsharp.checkpoint.manifest import NAME, Manifest
 from fsharp.checkpoint.matching import StoredNames, check_matches, shown, stored_names, without_ignored
-from fsharp.checkpoint.reading import BUFFER_NBYTES, Need, read_needs
+from fsharp.checkpoint.reading import BUFFER_NBYTES, Need
 from fsharp.checkpoint.storage import full_path, storage_of
 from fsharp.errors import CheckpointError, problem
 from fsharp.functional.comm.agree import exchange, together
@@ -109,18 +109,8 @@ def load(
     Cost: a rank reads what it holds, rounded to blocks of 4 KiB, and headers, and compares it with digests; two collectives of
     40 bytes for each axis, and two for the path. Memory: what is loaded and ``buffer_nbytes``.
     """
-    return load_newest(
-        where,
-        like,
-        comm=comm,
-        subtree=subtree,
-        rename=rename,
-        ignore=ignore,
-        cast=cast,
-        strict=strict,
-        donate=donate,
-        buffer_nbytes=buffer_nbytes,
-    )[1]
+    how = {"subtree": subtree, "rename": rename, "ignore": ignore, "cast": cast, "strict": strict, "donate": donate}
+    return load_newest(where, like, comm=comm, buffer_nbytes=buffer_nbytes, **how)[1]
 
 
 def load_newest(where: str | os.PathLike[str], like: Any, *, comm: Comm, **options: Any) -> tuple[Checkpoint, Any]:
@@ -152,7 +142,7 @@ def load_one(
     def read(found: Checkpoint, needs: list[Need]) -> None:
         try:
             with recording_damage(damage):
-                read_needs(found.folder, found.manifest, needs, buffer_nbytes=buffer_nbytes)
+                found.reader.read(needs, buffer_nbytes=buffer_nbytes)
         except CheckpointError as error:
             raise CheckpointError(f"{error}{instead_of(found.path)}") from error
 
@@ -174,20 +164,10 @@ def load_by(
     strict: bool = True,
     donate: bool = False,
 ) -> Any:
-    """See :func:`load`: wherever the bytes come from.
+    """Load as :func:`load` does, wherever the bytes come from.
 
-    Args:
-        read: fills what this rank needs. All ranks call it at the same time, unless one has failed before.
-        opened: the checkpoint, of which the manifest is looked at alone.
-        like: as in :func:`load`, and so are the others.
-        comm: the ranks.
-        where: what was asked for; the same on all ranks.
-        subtree: the part that is loaded.
-        rename: the name in the checkpoint of a name of ``like``.
-        ignore: patterns of names in the checkpoint that are left alone.
-        cast: whether values are converted.
-        strict: whether names that only the tree or only the checkpoint has are refused.
-        donate: whether values are read into the tensors of ``like``.
+    ``read`` fills what this rank needs: all ranks call it at the same time, unless one has failed before. ``opened`` returns
+    the checkpoint, of which only the manifest is used. ``where`` is the same on all ranks.
     """
     prefix = f"{subtree}." if subtree else ""
 
@@ -242,13 +222,10 @@ def load_by(
 
 
 def _chosen(path: str, comm: Comm, damaged: Mapping[str, str]) -> tuple[str, bool]:
-    """Return the path of the checkpoint to load, and whether that path is ``path`` itself.
+    """Return the path of the checkpoint to load, and whether that is ``path`` itself, and not the newest below it.
 
-    If ``path`` is a root, the checkpoint is the newest one under it that is not in ``damaged``. Rank 0 chooses for all ranks,
-    whatever path other ranks were given.
-
-    Raises:
-        CheckpointError: all checkpoints below ``path`` are damaged. On all ranks.
+    Checkpoints in ``damaged`` are passed over. Rank 0 chooses, whatever path other ranks were given. Raises CheckpointError on
+    all ranks if all checkpoints below ``path`` are damaged.
     """
     answer: dict[str, Any] = {}
     if comm.rank == 0:
@@ -334,9 +311,8 @@ def _read(
 ) -> None:
     """Fill the tensors of a tree.
 
-    Raises:
-        CheckpointError: bytes that are damaged; tied leaves with different values; or leaves of one unit that were saved with
-            different numbers where the unit has one for all.
+    Raises CheckpointError for damaged bytes, tied leaves with different values, or different numbers where a unit has one for
+    all.
     """
     needs, numbers, again = list[Need](), list[tuple[Entry, torch.Tensor]](), list[torch.Tensor]()
     for name, entry in into.entries.items():
@@ -371,7 +347,7 @@ def _read(
 
 
 def _given_back(leaf: Any, loaded: Any) -> Any:
-    """An object, which takes what was loaded; else that."""
+    """Return what was loaded; or the object in its place, which loads it."""
     if not is_object(leaf):
         return loaded
     give_state(leaf, loaded)

@@ -26,13 +26,7 @@ _PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,199}")
 
 
 class Chunk(NamedTuple):
-    """A run of a flattened tensor.
-
-    Attributes:
-        file: number of the file that holds it.
-        first: first element.
-        last: behind the last one.
-    """
+    """Elements ``[first, last)`` of a flattened tensor, and the number of the file that holds them."""
 
     file: int
     first: int
@@ -41,13 +35,7 @@ class Chunk(NamedTuple):
 
 @dataclass(frozen=True)
 class TensorRecord:
-    """A tensor.
-
-    Attributes:
-        dtype: of its elements.
-        shape: of the whole tensor.
-        chunks: in order; one ends where the next begins.
-    """
+    """A whole tensor, and its chunks in order: one ends where the next begins."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -55,17 +43,15 @@ class TensorRecord:
 
     @property
     def numel(self) -> int:
-        """Elements of the whole tensor."""
+        """Number of elements of the whole tensor."""
         return math.prod(self.shape)
 
 
 class FileRecord(NamedTuple):
-    """A file.
+    """A file in the folder of the checkpoint.
 
-    Attributes:
-        name: in the folder of the checkpoint.
-        nbytes: its size.
-        digest: XXH3-128, in hexadecimal digits, of its header and its table of block digests; None of a file of others.
+    ``digest`` is XXH3-128, in hexadecimal digits, of its header and its table of block digests; None for other libraries'
+    files.
     """
 
     name: str
@@ -79,15 +65,13 @@ class Manifest:
 
     Attributes:
         save_id: the same in each of its files.
-        step: that it was saved at.
+        step: number of the step that was saved.
         created: time, in seconds since 1970; later than that of all others under the root, whatever the clock says.
         mesh: axes and their sizes when it was saved.
         versions: of the packages that wrote it.
-        config: what the caller gave.
         metric: how good it is, lower being better; None if nobody said.
         files: in order of rank.
-        tensors: by name.
-        aliases: names of tied leaves, and of those that store them.
+        aliases: names of tied leaves, and of the leaves that store them.
         values: numbers, strings and booleans by name.
         objects: structures of lists, tuples, dicts and None that torch.distributed.checkpoint has as one value each, by name.
     """
@@ -107,11 +91,11 @@ class Manifest:
 
     @property
     def nbytes(self) -> int:
-        """Of all files."""
+        """Bytes of all files."""
         return sum(file.nbytes for file in self.files)
 
     def to_json(self) -> bytes:
-        """As it is written."""
+        """Return the bytes of the manifest's file."""
         body = {
             "format": FORMAT,
             "version": VERSION,
@@ -135,14 +119,9 @@ class Manifest:
 
     @staticmethod
     def from_json(where: str, data: bytes) -> "Manifest":
-        """What :meth:`to_json` wrote; everything in it is checked.
+        """Return the manifest whose bytes :meth:`to_json` returned. ``where`` is the file, for messages.
 
-        Args:
-            where: the file, for messages.
-            data: its bytes.
-
-        Raises:
-            CheckpointError: it is truncated, changed, of another version, or its chunks do not tile the tensors.
+        Raises CheckpointError if it is truncated, changed, of another version, or its chunks do not tile the tensors.
         """
         try:
             body = parse_json(data)
@@ -202,12 +181,9 @@ def structure_of(value: Any) -> Any:
 
 
 def object_of(name: str, structure: Any, value: Callable[[str], Any]) -> Any:
-    """Return the value whose structure :func:`structure_of` has returned.
+    """Return the value called ``name`` whose structure :func:`structure_of` has returned.
 
-    Args:
-        name: of the value.
-        structure: of the value.
-        value: returns the number, text or boolean of a name, which ends with its place in lists and its key in dicts.
+    ``value`` returns the number, text or boolean of a name, which ends with its place in lists and its key in dicts.
     """
     if structure is None:
         return None
@@ -239,11 +215,7 @@ def _check_tiled(where: str, name: str, tensor: TensorRecord, files: tuple[FileR
 
 
 def as_json(value: Any) -> Any:
-    """A value as it comes back from JSON: keys are strings, tuples are lists.
-
-    Raises:
-        TypeError, ValueError, RecursionError: JSON cannot say it.
-    """
+    """Return a value as it comes back from JSON: keys are strings, tuples are lists. Raises if JSON cannot hold the value."""
     return json.loads(json.dumps(value), object_pairs_hook=without_repeats)
 
 
@@ -272,7 +244,7 @@ def _time(value: Any) -> float:
 
 
 def plain_file_name(value: Any) -> str:
-    """A name of a file in the same folder. Raises ValueError if it is something else."""
+    """Return the name of a file in the same folder. Raises ValueError for anything else."""
     if not isinstance(value, str) or not _PLAIN_NAME.fullmatch(value):
         raise ValueError(f"{value!r:.80} is no plain file name")
     return value

@@ -38,8 +38,7 @@ class StoredNames(NamedTuple):
 
     Attributes:
         by_tensor: name in the checkpoint, by name of a tensor of the tree. A checkpoint may lack that name.
-        of_tied: further names in the checkpoint of tensors whose leaves are tied. A row has the name of the tensor in the tree,
-            the name of the tied leaf in the tree, and the name in the checkpoint.
+        of_tied: further names of tied leaves: the name of the tensor, the name of the leaf, and the name in the checkpoint.
     """
 
     by_tensor: dict[str, str]
@@ -72,9 +71,8 @@ def check_matches(
 ) -> tuple[set[str], list[tuple[str, str]]]:
     """Refuse differences between a tree and a checkpoint, with one error for all of them.
 
-    Returns:
-        The names of leaves whose given values are kept, and the differences that were passed over, as rows of a warning. Both
-        are empty if ``strict`` is True.
+    Returns the names of leaves whose given values are kept, and the differences that were passed over, as rows of a warning.
+    Both are empty if ``strict`` is True.
     """
     rows, kept, passed = list[tuple[str, str]](), set[str](), list[tuple[str, str]]()
 

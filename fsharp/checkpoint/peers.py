@@ -19,21 +19,14 @@ from fsharp.errors import CheckpointError
 from fsharp.functional.comm.agree import exchange, together
 from fsharp.functional.comm.protocol import Comm
 
-AXIS = "ranks"
-"""The axis of the Comm that is used here, along which all ranks are."""
-PIECE_NBYTES = 4 << 20
-"""Bytes that are sent at once."""
+AXIS = "ranks"  # of the Comm that is used here: all ranks are along it
+PIECE_NBYTES = 4 << 20  # that are sent at once
 _log = logging.getLogger("fsharp")
 _files = LocalFiles()
 
 
 class DamagedCopy(CheckpointError):
-    """A host's copy of a file has other bytes than were written, or cannot be read.
-
-    Attributes:
-        rank: a rank of that host.
-        file: name of the file in the folder of the save.
-    """
+    """A copy of the file named ``file``, on the host of ``rank``, has other bytes than were written, or cannot be read."""
 
     def __init__(self, text: str, rank: int, file: str) -> None:
         super().__init__(text)
@@ -55,9 +48,7 @@ class HeldSave:
 
     Attributes:
         name: of its folder, on every host.
-        step: that it is of.
-        created: time, in seconds since 1970.
-        num_files: that it has.
+        num_files: number of files that it has.
         manifest_nbytes: size of its manifest, which every host that holds something has.
         hosts: by the first rank of a host, numbers of the files it has, with the sizes of their headers.
     """
@@ -71,7 +62,7 @@ class HeldSave:
 
     @property
     def where(self) -> str:
-        """The place of the save in words, for messages."""
+        """Where the save is, in words."""
         return "on hosts"
 
     @property
@@ -80,7 +71,7 @@ class HeldSave:
         return sorted(set(range(self.num_files)).difference(*self.hosts.values()))
 
     def holder(self, file: int | None, rank: int, domain_size: int) -> int:
-        """The rank that ``rank`` asks for a file, or for the manifest: not all ask the same one."""
+        """Return the rank that ``rank`` asks for a file, or for the manifest: ranks ask different holders."""
         firsts = [first for first, heads in self.hosts.items() if file is None or file in heads]
         return firsts[rank // domain_size % len(firsts)] + rank % domain_size
 
@@ -106,7 +97,7 @@ def held_saves(folder: str, comm: Comm, domain_size: int, damaged: Collection[Co
 
 
 def held_here(folder: str) -> list[list[Any]]:
-    """Of each save in a folder: its name, step, time, number of files, size of its manifest, and sizes of headers by file."""
+    """Return name, step, time, number of files, size of the manifest and sizes of headers by file of each save in a folder."""
     saves = []
     for name in newest_first(_files, folder):
         path = f"{folder}/{name}"
@@ -135,13 +126,13 @@ def _head_nbytes(path: str, nbytes: int) -> int:
 
 
 class Deferred:
-    """The first error of a rank that goes on to take part in an exchange, so that nobody waits for it."""
+    """The first error of a rank that goes on to take part in an exchange, so that nobody waits for this rank."""
 
     def __init__(self) -> None:
         self._error: Exception | None = None
 
     def run(self, do: Callable[..., Any], *args: Any) -> Any:
-        """What ``do`` returns; None if it fails, or something has failed before."""
+        """Return the result of ``do``; None if it fails, or something has failed before."""
         if self._error is None:
             try:
                 return do(*args)
@@ -150,20 +141,16 @@ class Deferred:
         return None
 
     def raise_(self) -> None:
-        """The error, if there is one."""
+        """Raise the first error, if there is one."""
         if self._error is not None:
             raise self._error
 
 
 def send_along(send: torch.Tensor, nbytes: int, shift: int, comm: Comm, *, label: str) -> torch.Tensor:
-    """Send bytes to the rank ``shift`` further, round the end; what the rank as far back sends. All ranks call it.
+    """Send bytes to the rank ``shift`` further, round the end; return those of the rank as far back. All ranks call it.
 
-    Args:
-        send: 1-D uint8.
-        nbytes: that this rank receives: both ends know each size.
-        shift: in ranks, the same on all; negative ones go the other way.
-        comm: the ranks.
-        label: what it is for.
+    ``send`` is 1-D uint8, and ``nbytes`` is what this rank receives: both ends know each size. Negative shifts go the other
+    way.
     """
     n = comm.mesh.size
     to, source = [0] * n, [0] * n
@@ -172,15 +159,7 @@ def send_along(send: torch.Tensor, nbytes: int, shift: int, comm: Comm, *, label
 
 
 class Wanted(NamedTuple):
-    """Bytes that a rank asks another one for.
-
-    Attributes:
-        holder: the other rank.
-        file: name of a file of the save.
-        start: first byte.
-        nbytes: how many; at most what is sent at once.
-        take: called with them.
-    """
+    """Bytes of a file that a rank asks another rank for, at most as many as are sent at once, and what takes them."""
 
     holder: int
     file: str
@@ -190,7 +169,7 @@ class Wanted(NamedTuple):
 
 
 def _wanted_whole(holder: int, file: str, start: int, into: bytearray) -> list[Wanted]:
-    """Of all bytes from ``start`` on that ``into`` has room for."""
+    """Return requests for all bytes from ``start`` on that ``into`` has room for."""
     view = memoryview(into)
 
     def one(first: int) -> Wanted:
@@ -207,14 +186,11 @@ def _wanted_whole(holder: int, file: str, start: int, into: bytearray) -> list[W
 def fetch(folder: str, wanted: Sequence[Wanted], comm: Comm, deferred: Deferred) -> None:
     """Get bytes from other hosts, and send them what they ask for. All ranks call it.
 
-    Args:
-        folder: of the save on this host.
-        wanted: what this rank asks for.
-        comm: all ranks along one axis.
-        deferred: where a failure to read or to take is kept; this rank takes part to the end.
+    ``folder`` is that of the save on this host. A failure to read or to take is kept in ``deferred``; the rank takes part to
+    the end.
 
-    Cost: two collectives of 8 bytes and one of requests for each distance between ranks that ask and ranks that hold, then
-    what is asked for, in pieces. Memory: two pieces.
+    Cost: two collectives of 8 bytes and one of requests for each distance between ranks that ask and ranks that hold, then what
+    is asked for, in pieces. Memory: two pieces.
     """
     n = comm.mesh.size
     if n == 1:
@@ -225,7 +201,7 @@ def fetch(folder: str, wanted: Sequence[Wanted], comm: Comm, deferred: Deferred)
     for shift in (shift for shift in range(1, n) if rounds[shift]):
         mine = [[each.file, each.start, each.nbytes] for batch in asked[shift] for each in batch]
         requests = json.loads(_swapped(json.dumps(mine), comm, -shift))
-        theirs = _batches([Wanted(comm.rank, file, start, nbytes, _ignore) for file, start, nbytes in requests])
+        theirs = _batches([Wanted(comm.rank, file, start, nbytes, lambda data: None) for file, start, nbytes in requests])
         for i in range(int(rounds[shift])):
             send, end = outgoing[:0], 0
             for each in theirs[i] if i < len(theirs) else ():
@@ -247,12 +223,8 @@ def _read_asked(rank: int, folder: str, asked: Wanted, into: memoryview) -> None
         _files.read(f"{folder}/{asked.file}", asked.start, into)
 
 
-def _ignore(data: torch.Tensor) -> None:
-    """Of what others ask for nothing is taken."""
-
-
 def _batches(wanted: Sequence[Wanted]) -> list[list[Wanted]]:
-    """What is sent at once: as many as fit into a piece."""
+    """Return requests in the groups that are sent at once: as many as fit into a piece."""
     batches: list[list[Wanted]] = []
     size = 0
     for each in wanted:
@@ -265,7 +237,7 @@ def _batches(wanted: Sequence[Wanted]) -> list[list[Wanted]]:
 
 
 def _swapped(text: str, comm: Comm, shift: int) -> str:
-    """The text of the rank that is ``shift`` back; this one's goes as far forward."""
+    """Return the text of the rank that is ``shift`` back; this rank's text goes as far forward."""
     body = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
     head = torch.frombuffer(bytearray(len(body).to_bytes(8, "little")), dtype=torch.uint8)
     size = send_along(head, 8, shift, comm, label="restore() sizes of requests")
@@ -274,22 +246,18 @@ def _swapped(text: str, comm: Comm, shift: int) -> str:
 
 
 class _Fetched:
-    """First and last bytes of files that other hosts hold: header and table of digests."""
+    """A Readable of the first and last bytes of files on other hosts: headers and tables of digests, by path."""
 
     def __init__(self) -> None:
-        self._parts: dict[str, tuple[int, bytearray, bytearray]] = {}
-
-    def add(self, path: str, nbytes: int, head: bytearray, table: bytearray) -> None:
-        """A file, of so many bytes."""
-        self._parts[path] = nbytes, head, table
+        self.parts: dict[str, tuple[int, bytearray, bytearray]] = {}
 
     def nbytes(self, path: str) -> int:
-        """See :class:`~fsharp.checkpoint.storage.Readable`."""
-        return self._parts[path][0]
+        """Return the size of a file."""
+        return self.parts[path][0]
 
     def read(self, path: str, start: int, into: memoryview) -> None:
-        """See :class:`~fsharp.checkpoint.storage.Readable`."""
-        nbytes, head, table = self._parts[path]
+        """Fill memory with bytes of a header or of a table."""
+        nbytes, head, table = self.parts[path]
         first, data = (0, head) if start + len(into) <= len(head) else (nbytes - len(table), table)
         if start < first:
             raise CheckpointError(f"{path}: its header is damaged: it has another size than on the host that holds it.")
@@ -297,7 +265,7 @@ class _Fetched:
 
 
 def fetch_manifest(folder: str, save: HeldSave, comm: Comm, domain_size: int) -> Manifest:
-    """The manifest of a save, which hosts that hold nothing get from others. All ranks call it."""
+    """Return the manifest of a save, which hosts that hold nothing get from others. All ranks call it."""
     has_it = comm.rank - comm.rank % domain_size in save.hosts
     deferred, data = Deferred(), bytearray(0 if has_it else save.manifest_nbytes)
     holder = save.holder(None, comm.rank, domain_size)
@@ -315,18 +283,9 @@ def fetch_manifest(folder: str, save: HeldSave, comm: Comm, domain_size: int) ->
 def read_from_hosts(
     folder: str, save: HeldSave, manifest: Manifest, needs: Sequence[Need], comm: Comm, domain_size: int
 ) -> None:
-    """Read elements into their targets, from this host or from others. All ranks call it.
+    """Read elements into their targets, from the folder of the save on this host, or from other hosts. All ranks call it.
 
-    Args:
-        folder: of the save on this host.
-        save: who holds what of it.
-        manifest: of it.
-        needs: which elements.
-        comm: all ranks along one axis.
-        domain_size: ranks of a host.
-
-    Raises:
-        DamagedCopy: bytes are missing or damaged; names file, tensors and host. On this rank alone.
+    Raises DamagedCopy, on this rank alone, for missing or damaged bytes; names file, tensors and host.
 
     Cost: what this rank needs and its host does not have is sent, rounded to blocks, with headers and tables of digests.
     """
@@ -339,7 +298,7 @@ def read_from_hosts(
         for number, holder in away.items():
             record, length = manifest.files[number], save.hosts[holder - holder % domain_size][number]
             head, table = bytearray(length), bytearray(table_nbytes(record.nbytes - length))
-            fetched.add(f"{_at(folder, holder)}/{record.name}", record.nbytes, head, table)
+            fetched.parts[f"{_at(folder, holder)}/{record.name}"] = record.nbytes, head, table
             asked += _wanted_whole(holder, record.name, 0, head)
             asked += _wanted_whole(holder, record.name, record.nbytes - len(table), table)
         return asked

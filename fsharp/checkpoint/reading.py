@@ -22,19 +22,11 @@ from fsharp.checkpoint.shard_file import (
 from fsharp.checkpoint.storage import Readable, storage_of
 from fsharp.errors import CheckpointError
 
-BUFFER_NBYTES = 4 << 20
-"""Memory for what is read, by default: it stays in the processor's cache while it is compared and copied."""
+BUFFER_NBYTES = 4 << 20  # by default: what is read stays in the processor's cache while it is compared and copied
 
 
 class Need(NamedTuple):
-    """Elements that a rank needs.
-
-    Attributes:
-        name: of the tensor, as the manifest has it.
-        first: first element.
-        last: behind the last one.
-        target: where they go: 1-D, of as many elements, on any device; of another dtype if they are to be converted.
-    """
+    """Elements ``[first, last)`` of a tensor that a rank needs, and the 1-D tensor they go to, on any device, of any dtype."""
 
     name: str
     first: int
@@ -43,7 +35,7 @@ class Need(NamedTuple):
 
 
 class Run(NamedTuple):
-    """Elements that lie next to each other in a file: their first and last byte, their dtype, and where they go."""
+    """Elements that lie next to each other in a file: their first and last byte, their dtype, and their target."""
 
     begin: int
     end: int
@@ -52,70 +44,40 @@ class Run(NamedTuple):
 
 
 class Window(NamedTuple):
-    """A stretch of a file to read at once.
-
-    Attributes:
-        start: first byte in the file.
-        nbytes: how many.
-        parts: of runs that lie in it: first and last byte behind the header, and the run.
-    """
+    """A stretch of a file to read at once, and the parts of runs in it: first and last byte behind the header, and the run."""
 
     start: int
     nbytes: int
     parts: list[tuple[int, int, Run]]
 
 
-def read_needs(folder: str, manifest: Manifest, needs: Iterable[Need], *, buffer_nbytes: int = BUFFER_NBYTES) -> dict[str, int]:
-    """Read elements into their targets.
-
-    Args:
-        folder: of the checkpoint.
-        manifest: of the checkpoint.
-        needs: which elements.
-        buffer_nbytes: memory to read into, besides the targets'; at least one block is read.
-
-    Returns:
-        Bytes read from each file, headers and tables included.
-
-    Raises:
-        CheckpointError: bytes that are missing or damaged; names file, tensors and the rank that wrote them.
-    """
-    reader = Reader(folder, manifest)
-    reader.read(needs, buffer_nbytes=buffer_nbytes)
-    return {manifest.files[number].name: file.num_read for number, file in reader.files.items()}
-
-
 class Reader:
     """A reader of one checkpoint that opens each file once, and keeps the file's header and table of digests.
-
-    Args:
-        folder: path of the checkpoint.
-        manifest: manifest of the checkpoint.
-
-    Attributes:
-        files: files that were opened so far, by number.
 
     Memory: headers and tables: 0.2 % of the files, and some 200 bytes for each tensor in each file.
     """
 
     def __init__(self, folder: str, manifest: Manifest) -> None:
         self._folder, self._manifest, self._storage = folder, manifest, storage_of(folder)
-        self.files: dict[int, ShardFile] = {}
+        self._files: dict[int, ShardFile] = {}
 
     @torch.no_grad()
     def read(self, needs: Iterable[Need], *, buffer_nbytes: int = BUFFER_NBYTES) -> None:
-        """Read elements into their targets. Arguments and errors are those of :func:`read_needs`."""
+        """Read elements into their targets, by way of a buffer of ``buffer_nbytes``, or of one block if that is more.
+
+        Raises CheckpointError for bytes that are missing or damaged; names file, tensors and the rank that wrote them.
+        """
         for number, parts in parts_by_file(self._manifest, needs).items():
-            file = self.files.get(number)
+            file = self._files.get(number)
             if file is None:
                 record = self._manifest.files[number]
                 file = ShardFile(self._storage, self._folder, record, number, self._manifest.save_id)
-                self.files[number] = file
+                self._files[number] = file
             file.read(file.runs(self._manifest, parts), buffer_nbytes)
 
 
 def parts_by_file(manifest: Manifest, needs: Iterable[Need]) -> dict[int, list[tuple[Chunk, Need]]]:
-    """By number of a file, the parts of needs that are in it."""
+    """Return by number of a file the parts of needs that are in it."""
     found: dict[int, list[tuple[Chunk, Need]]] = {}
     for need in needs:
         for chunk in manifest.tensors[need.name].chunks:
@@ -127,25 +89,13 @@ def parts_by_file(manifest: Manifest, needs: Iterable[Need]) -> dict[int, list[t
 
 
 class ShardFile:
-    """A file of a checkpoint, of which parts are read.
+    """A file of a checkpoint, of which parts are read: file ``number``, which the rank of this number wrote.
 
-    Args:
-        storage: where it is.
-        folder: of the checkpoint.
-        record: what the manifest says of it.
-        number: of the rank that wrote it.
-        save_id: of the checkpoint.
-
-    Attributes:
-        num_read: bytes read so far.
-
-    Raises:
-        CheckpointError: its size, header or table of digests are not those of the manifest.
+    Raises CheckpointError if its size, header or table of digests are not those of the manifest.
     """
 
     def __init__(self, storage: Readable, folder: str, record: FileRecord, number: int, save_id: str) -> None:
         self.path, self._storage, self._number = f"{folder}/{record.name}", storage, number
-        self.num_read = 0
         try:
             size = storage.nbytes(self.path)
         except FileNotFoundError as error:
@@ -154,7 +104,6 @@ class ShardFile:
             raise CheckpointError(f"{self.path}: {size:,} bytes, expected {record.nbytes:,}.")
         if record.digest is None:
             described = describe_file(storage, self.path)
-            self.num_read += len(described.header)
             self._data, self._table, self._extents = described.start, b"", described.tensors
             self._end = size - described.start
             return
@@ -176,11 +125,7 @@ class ShardFile:
         self._end = size - length - len(table)
 
     def begin(self, name: str, dtype: torch.dtype, chunk: Chunk) -> int:
-        """First byte of a chunk of a tensor.
-
-        Raises:
-            CheckpointError: it is not there, or is another one than the manifest says.
-        """
+        """Return the first byte of a chunk of a tensor. Raises CheckpointError if the file has another chunk, or none."""
         found = self._extents.get(name)
         expected = dtype if dtype in DTYPES_OF_FORMAT or not self._table else torch.uint8
         if found is not None and self._table and found.begin % dtype.itemsize:
@@ -191,11 +136,7 @@ class ShardFile:
         return found.begin
 
     def runs(self, manifest: Manifest, parts: Iterable[tuple[Chunk, Need]]) -> list[Run]:
-        """Where parts are in it, in order of their first byte.
-
-        Raises:
-            CheckpointError: as :meth:`begin`.
-        """
+        """Return where parts are in the file, in order of their first byte. Raises CheckpointError as :meth:`begin` does."""
         found = []
         for chunk, part in parts:
             dtype = manifest.tensors[part.name].dtype
@@ -206,30 +147,24 @@ class ShardFile:
     def _fetch(self, start: int, size: int) -> bytes:
         data = bytearray(size)
         self._storage.read(self.path, start, memoryview(data))
-        self.num_read += size
         return bytes(data)
 
     def read(self, runs: Sequence[Run], buffer_nbytes: int) -> None:
-        """Fill targets with runs of it, which are in order of their first byte and do not overlap."""
+        """Fill targets with runs of the file, which are in order of their first byte and do not overlap."""
         windows = self.windows(runs, buffer_nbytes)
         whole = torch.empty(max((window.nbytes for window in windows), default=0), dtype=torch.uint8, device="cpu")
         for window in windows:
             buffer = whole[: window.nbytes]
             self._storage.read(self.path, window.start, bytes_of(buffer))
-            self.num_read += window.nbytes
             self.take(window, buffer)
 
-    def windows(self, runs: Sequence[Run], buffer_nbytes: int) -> list["Window"]:
-        """What to read for runs, which are in order of their first byte and do not overlap."""
+    def windows(self, runs: Sequence[Run], buffer_nbytes: int) -> list[Window]:
+        """Return the windows to read for runs, which are in order of their first byte and do not overlap."""
         found = _windows(runs, buffer_nbytes, self._end, BLOCK_NBYTES if self._table else 1)
         return [Window(self._data + start, end - start, parts) for (start, end), parts in found]
 
-    def take(self, window: "Window", buffer: torch.Tensor) -> None:
-        """Fill targets with the bytes of a window.
-
-        Raises:
-            CheckpointError: they are damaged.
-        """
+    def take(self, window: Window, buffer: torch.Tensor) -> None:
+        """Fill targets with the bytes of a window. Raises CheckpointError if they are damaged."""
         start = window.start - self._data
         if self._table and (wrong := self._wrong(start, bytes_of(buffer))):
             raise CheckpointError(self.damage(wrong))
@@ -241,14 +176,14 @@ class ShardFile:
             run.target[first:last].copy_(data.view(run.dtype))
 
     def _wrong(self, start: int, view: memoryview) -> list[int]:
-        """First bytes of those blocks whose digest is not that of the table."""
+        """Return the first bytes of those blocks whose digest is not that of the table."""
         found, expected = block_digests(view), self._table[start // BLOCK_NBYTES * 8 :]
         if expected.startswith(found):
             return []
         return [start + i * BLOCK_NBYTES // 8 for i in range(0, len(found), 8) if found[i : i + 8] != expected[i : i + 8]]
 
     def damage(self, blocks: Sequence[int]) -> str:
-        """What is damaged, by the first bytes of blocks, in order."""
+        """Return what is damaged, in words, from the first bytes of damaged blocks in order."""
 
         def is_damaged(extent: Extent) -> bool:
             first = bisect_right(blocks, extent.begin - BLOCK_NBYTES)
@@ -262,7 +197,7 @@ class ShardFile:
         )
 
     def damaged_blocks(self) -> list[int]:
-        """First bytes of blocks whose digest is not that of the table. Reads all of it."""
+        """Read the whole file; return the first bytes of blocks whose digest is not that of the table."""
         wrong = []
         buffer = bytearray(1 << 20)
         for start in range(0, self._end, len(buffer)):
@@ -273,7 +208,7 @@ class ShardFile:
 
 
 def table_nbytes(size: int) -> int:
-    """Bytes of the table of digests, of ``size`` bytes of elements and table."""
+    """Return the size of the table of digests, from the size of elements and table together."""
     blocks = size // (BLOCK_NBYTES + 8)
     return 8 * (blocks + (size - blocks * (BLOCK_NBYTES + 8) > 0))
 
@@ -281,7 +216,7 @@ def table_nbytes(size: int) -> int:
 def _windows(
     runs: Sequence[Run], most: int, end: int, block: int
 ) -> Iterator[tuple[tuple[int, int], list[tuple[int, int, Run]]]]:
-    """Stretches of a file to read at once, in whole blocks and of at most ``most`` bytes, and the parts of runs in each."""
+    """Yield stretches of a file to read at once, of whole blocks and at most ``most`` bytes, and the parts of runs in each."""
     most = max(BLOCK_NBYTES, most // BLOCK_NBYTES * BLOCK_NBYTES)
     parts: list[tuple[int, int, Run]] = []
     start = stop = 0
@@ -302,7 +237,7 @@ def _windows(
 
 
 def verify_files(folder: str, manifest: Manifest) -> list[str]:
-    """What is wrong with the files of a checkpoint: reads all of them."""
+    """Read all files of a checkpoint; return an error message for each that is damaged."""
     storage, problems = storage_of(folder), []
     chunks: list[list[tuple[str, Chunk]]] = [[] for _ in manifest.files]
     for name, tensor in manifest.tensors.items():

@@ -62,12 +62,12 @@ _TOKEN_NBYTES = 8
 
 
 class RefreshNbytes(NamedTuple):
-    """What a refresh takes, known before.
+    """Bytes that a refresh takes, known before.
 
     Attributes:
         sent: bytes of files that this rank sends to other hosts; some 100 more are for agreement.
-        held: bytes of files in the folder of this rank's host afterwards; a manifest comes on top. While a refresh is under
-            way those of the save before are there as well.
+        held: bytes of files in this host's folder afterwards, without a manifest. During a refresh those of the save before are
+            there as well.
         copied: bytes of values that this rank copies into memory of its process, which is kept.
     """
 
@@ -77,7 +77,7 @@ class RefreshNbytes(NamedTuple):
 
 
 class _OnDisk(NamedTuple):
-    """A checkpoint, and when it was saved."""
+    """A checkpoint on disk, and when it was saved."""
 
     path: str
     step: int
@@ -168,17 +168,17 @@ class Replicas(Background):
             together("Replicas()", comm, lambda: told(self._folder, check_shared))
             own = inner.on_host(flat=True) if isinstance(inner, ProcessGroupComm) else comm
         except BaseException:
-            self._give_back()
+            self._close_claim()
             raise
         super().__init__(comm, own, "refresh", in_thread=True)
 
-    def _give_back(self) -> None:
+    def _close_claim(self) -> None:
         if self._claim is not None:
             self._claim.close()
 
     @api_boundary
     def predict(self, tree: Any) -> RefreshNbytes:
-        """Bytes that a refresh of a tree sends and keeps, exactly; from layouts, without any rank."""
+        """Return the bytes that a refresh of a tree sends and keeps, exactly; from layouts, without any rank."""
         return self._nbytes_of(contents_of("predict()", expanded(tree), self._comm))
 
     def _nbytes_of(self, contents: Contents) -> RefreshNbytes:
@@ -201,7 +201,7 @@ class Replicas(Background):
 
     @api_boundary
     def refresh(self, tree: Any, *, step: int, config: Any = None) -> None:
-        """Keep a tree in place of the one before. Waits until the refresh before has come to its end.
+        """Keep a tree in place of the tree before. Waits until the refresh before has ended.
 
         What is in the tree may be changed, or donated, as soon as this returns.
 
@@ -211,7 +211,7 @@ class Replicas(Background):
             config: of the run, in what JSON has; ranks have to give the same.
 
         Raises:
-            CheckpointError: the one before has failed, say as there was no room on a host. On all ranks. What was kept stays.
+            CheckpointError: the refresh before has failed, say for want of room on a host. On all ranks. What was kept stays.
             TreeError: a leaf that cannot be saved.
             AgreementError: ranks with different trees or values.
 
@@ -223,36 +223,25 @@ class Replicas(Background):
             if self._claim is not None and self._claim.is_closed:
                 raise CheckpointError("refresh(): these Replicas are closed. Make new ones.")
 
+        def new_id() -> str:
+            return xxhash.xxh3_64_hexdigest(self._run + struct.pack("<Q", next(self._numbers)))
+
         with self._lock:
             self.wait()
-            shot = snapshot(
-                "refresh()",
-                self._folder,
-                tree,
-                step=step,
-                comm=self._comm,
-                config=config,
-                metric=None,
-                save_id=lambda: xxhash.xxh3_64_hexdigest(self._run + struct.pack("<Q", next(self._numbers))),
-                prepare=check_open,
-                shared_root=False,
-            )
+            facts = {"step": step, "config": config, "metric": None, "save_id": new_id}
+            shot = snapshot("refresh()", self._folder, tree, comm=self._comm, prepare=check_open, shared_root=False, **facts)
             self._begin(shot, self._write)
 
     @api_boundary
     def refresh_if_idle(self, tree: Any, *, step: int, config: Any = None) -> bool:
-        """Refresh unless the one before is still under way on some rank; whether it does, the same on all ranks.
+        """Refresh unless the refresh before is still under way on some rank; return whether it does, the same on all ranks.
 
         Call it every step to refresh as often as the network allows. Cost: one collective of a byte for each axis.
         """
-        with self._lock:
-            is_idle = not self._is_any_busy()
-            if is_idle:
-                self.refresh(tree, step=step, config=config)
-        return is_idle
+        return self._if_idle(lambda: self.refresh(tree, step=step, config=config))
 
     def _write(self, shot: Snapshot) -> None:
-        """Files first, then manifests on all hosts, then the save before goes: at any moment one save is whole."""
+        """Write files, then manifests on all hosts, then remove the save before: at any moment one save is whole."""
         staged, own = _files.staging_path(shot.folder), self._own
 
         def stage() -> None:
@@ -307,20 +296,19 @@ class Replicas(Background):
     def latest(self) -> int | None:
         """Return the step that :meth:`restore` will load if nothing is damaged; None if nothing was saved. All ranks call it.
 
-        Raises:
-            CheckpointError: files are lost of all that hosts hold, and there is no checkpoint on disk.
+        Raises CheckpointError if files are lost of all that hosts hold, and there is no checkpoint on disk.
         """
         found = self._newest()
         return None if found is None else found.step
 
     @api_boundary
     def restore(self, like: Any, *, subtree: str = "", cast: bool = False, donate: bool = False) -> Any:
-        """A tree like ``like`` with the values that were kept last, whatever strategy and number of ranks. All ranks call it.
+        """Return a tree like ``like`` with the values that were kept last, whatever the strategy and number of ranks.
 
-        What hosts hold is taken, unless the newest checkpoint under ``root`` was saved later, or more than ``copies`` hosts
-        have lost their memory; then that checkpoint is, and a warning says so. If a copy is damaged, another host's copy is
-        taken, or, if there is none, the save before. Damaged files and checkpoints are renamed to end in ``.damaged``, with a
-        warning for each.
+        All ranks call it. What hosts hold is taken, unless the newest checkpoint under ``root`` was saved later, or more than
+        ``copies`` hosts have lost their memory; then that checkpoint is, and a warning says so. If a copy is damaged, another
+        host's copy is taken, or, if there is none, the save before. Damaged files and checkpoints are renamed to end in
+        ``.damaged``, with a warning for each.
 
         Args:
             like: as for :func:`load`, and so are the others.
@@ -329,8 +317,8 @@ class Replicas(Background):
             donate: read into the tensors of ``like``.
 
         Raises:
-            CheckpointError: there is no save, or each save is damaged or has lost files; names the ranks of lost files.
-                Nothing is renamed then.
+            CheckpointError: there is no save, or each is damaged or has lost files, whose ranks are named. Nothing is renamed
+                then.
             TreeError: names, shapes or dtypes that differ.
             AgreementError: ranks with different arguments, or of which one has failed.
 
@@ -343,7 +331,7 @@ class Replicas(Background):
     def restore_newest(
         self, like: Any, *, subtree: str = "", cast: bool = False, donate: bool = False
     ) -> tuple[Checkpoint, Any]:
-        """Restore as :meth:`restore` does; return the checkpoint as well, which has the step and the config.
+        """Restore as :meth:`restore` does; return the checkpoint, with its step and config, and the tree.
 
         The path of the checkpoint is below ``root`` if the values are from disk, and else below the folder of the hosts.
         """
@@ -428,11 +416,11 @@ class Replicas(Background):
 
     @api_boundary
     def close(self) -> None:
-        """Wait for what is under way, raise what it has failed with, and let go of the folder; what is in it stays."""
+        """Wait for the refresh under way, raise its error if it has failed, and close the folder; what is in it stays."""
         try:
             super().close()
         finally:
-            self._give_back()
+            self._close_claim()
 
 
 def _check_sizes(n: int, copies: int, domain_size: int) -> None:
@@ -446,5 +434,4 @@ def _check_sizes(n: int, copies: int, domain_size: int) -> None:
 
 
 def _nbytes_by(contents: Contents, rank: int) -> int:
-    """Size of a rank's file."""
     return file_nbytes([tensor for _, tensor in tensors_of(contents, rank)], metadata_of("0" * 16, rank))

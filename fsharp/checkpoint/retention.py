@@ -52,7 +52,7 @@ class Retention(NamedTuple):
     keep_hours: float | None = None
 
     def check(self, where: str) -> None:
-        """Refuse what would leave no checkpoint, or has no meaning."""
+        """Refuse options that would leave no checkpoint, or have no meaning."""
         if self.keep < 1 or self.best < 0:
             raise CheckpointError(
                 f"{where}: keep is {self.keep}, expected at least 1: the only checkpoint is never removed; best is "
@@ -74,7 +74,7 @@ class Retention(NamedTuple):
         return found
 
     def prune(self, root: str) -> list[str]:
-        """See :func:`prune`."""
+        """Remove checkpoints: see :func:`prune`."""
         names = newest_first(storage_of(root), root)
         periods = {name: self._periods(root, name) for name in names}
         sizes = Counter(period for found in periods.values() for period in found)

@@ -26,19 +26,14 @@ from fsharp.functional.comm.protocol import Comm, innermost
 from fsharp.functional.comm.worker_threads import Outcome, Worker
 from fsharp.tracebacks import api_boundary
 
-_busy: "set[Background]" = set()
-"""Those that have something to wait for. One that nobody else holds may have failed as well."""
+_busy: "set[Background]" = set()  # those with a save under way: one that nobody else holds may have failed as well
 os.register_at_fork(after_in_child=_busy.clear)  # threads do not come along
 
 
 class Background:
     """Values are copied into host memory, and a thread does the rest while training goes on: Saver and Replicas.
 
-    Args:
-        comm: the ranks.
-        own: the same ranks, for the thread alone.
-        name: what is done.
-        in_thread: False does it before the call returns.
+    ``own`` is a Comm of the same ranks for the thread alone; ``in_thread=False`` does all of it before the call returns.
     """
 
     def __init__(self, comm: Comm, own: Comm, name: str, *, in_thread: bool) -> None:
@@ -64,7 +59,7 @@ class Background:
 
     @torch.inference_mode(False)  # what is made in it cannot be written to outside
     def _copy(self, shot: Snapshot) -> None:
-        """Put copies in host memory in the place of values; memory of the last save is used again."""
+        """Put copies in host memory in the place of values. The memory of the last save is used again."""
         values, devices = list(shot.values), {x.device for x in shot.values if x.device.type != "cpu"}
         if shot.tensors != self._staged_as:
             is_pinned = bool(devices)
@@ -78,30 +73,29 @@ class Background:
 
     @property
     def is_busy(self) -> bool:
-        """Whether one is still under way on this rank. Ranks may see it end at different times."""
+        """Whether a save is still under way on this rank. Ranks may see it end at different times."""
         return self._under_way is not None and not self._under_way.is_done()
 
-    def _is_any_busy(self) -> bool:
-        """Whether the one before is still under way on some rank; the same on all."""
-        busy = torch.tensor([self.is_busy], dtype=torch.uint8, device=self._comm.device)
-        return bool(largest(busy, self._comm, label=f"{self._name}_if_idle").item())
+    def _if_idle(self, save: Callable[[], None]) -> bool:
+        with self._lock:
+            busy = torch.tensor([self.is_busy], dtype=torch.uint8, device=self._comm.device)
+            is_idle = not largest(busy, self._comm, label=f"{self._name}_if_idle").item()
+            if is_idle:
+                save()
+        return is_idle
 
     @api_boundary
     def check(self) -> None:
-        """Raise what the one before has failed with, if it has. Cost: none.
+        """Raise the error of the save before, if it has failed. Cost: none.
 
-        Ranks may see it at different times; it is raised again, on all of them, by the next call that waits.
+        Ranks may see the error at different times; the next call that waits raises it again, on all of them.
         """
         if self._under_way is not None and self._under_way.error is not None:
             raise self._failed(self._under_way.error) from self._under_way.error
 
     @api_boundary
     def wait(self) -> None:
-        """Block until what is under way has come to its end.
-
-        Raises:
-            CheckpointError: it has failed.
-        """
+        """Block until the save that is under way has ended. Raises CheckpointError if it has failed."""
         with self._lock:
             try:
                 if self._under_way is not None:
@@ -120,7 +114,7 @@ class Background:
 
     @api_boundary
     def close(self) -> None:
-        """Wait for what is under way, and raise what it has failed with."""
+        """Wait for the save that is under way, and raise its error if it has failed."""
         self.wait()
 
     def __enter__(self) -> Self:
@@ -141,32 +135,28 @@ class Saver(Background):
 
     ::
 
-        with fs.checkpoint.Saver("runs/a", comm, keep=3) as saver:
-            for step, batch in enumerate(data, 1):
-                state, metrics = train_step(state, batch)
-                if step % 100 == 0:
-                    saver.save(state, step=step)  # goes on once values are copied to host memory
-                saver.check()  # raises what a save in the background has failed with
+    with fs.checkpoint.Saver("runs/a", comm, keep=3) as saver:
+        for step, batch in enumerate(data, 1):
+            state, metrics = train_step(state, batch)
+            if step % 100 == 0:
+                saver.save(state, step=step)  # goes on once values are copied to host memory
+            saver.check()  # raises what a save in the background has failed with
 
     A rank copies what it writes into host memory that is kept for the next save, and a thread writes it, with collectives in
     process groups of its own. A failure is raised, on all ranks, by the next :meth:`save`, :meth:`check` or :meth:`close`; a
     process that ends without any of these says so and exits with status 1.
 
     Args:
-        root: folder of the checkpoints; nobody else may save there, which is an error once it is seen. The folders of
-            interrupted saves are removed, so that a save of another job that is still under way there fails. A folder with
-            files that no save has written stays, and a warning names the folder.
+        root: folder of the checkpoints, for this Saver alone; another save there is an error once it is seen. The folders of
+            interrupted saves are removed; a folder with files that no save has written stays, and a warning names it.
         comm: the ranks. Every rank makes the Saver.
-        keep: how many of the newest checkpoints stay.
-        best: how many of those with the lowest ``metric`` stay besides.
-        keep_steps: of each so many steps the last checkpoint stays besides; see :func:`prune`.
-        keep_hours: of each so many hours the last checkpoint stays besides.
+        keep: how many of the newest checkpoints stay; ``best``, ``keep_steps`` and ``keep_hours`` besides: see :func:`prune`.
         config: of the run; see :func:`save`.
         background: False writes before :meth:`save` returns. So does a Comm that has no process groups, as simulated ranks.
 
     Raises:
-        CheckpointError: what is to stay is none of these, nothing can be written into the folder, or another Saver
-            of this process is still writing into it. On all ranks.
+        CheckpointError: what is to stay is none of these, nothing can be written into the folder, or another Saver of this
+            process is still writing into it. On all ranks.
     """
 
     @options_checked
@@ -239,19 +229,15 @@ class Saver(Background):
 
     @api_boundary
     def save_if_idle(self, tree: Any, *, step: int, metric: float | None = None) -> bool:
-        """Save unless the one before is still under way on some rank; whether it does, the same on all ranks.
+        """Save unless the save before is still under way on some rank. Return whether it saves, the same on all ranks.
 
         Call it every step to save as often as storage allows. Cost: one collective of a byte for each axis.
         """
-        with self._lock:
-            is_idle = not self._is_any_busy()
-            if is_idle:
-                self.save(tree, step=step, metric=metric)
-        return is_idle
+        return self._if_idle(lambda: self.save(tree, step=step, metric=metric))
 
 
 def _prepare(root: str) -> None:
-    """Remove what is incomplete, and try whether anything can be written: better now than when the first save is due."""
+    """Remove what is incomplete, and try to write: better to fail now than when the first save is due."""
     remove_incomplete(root)
     storage, trial = storage_of(root), f"{root}/{folder_name(0, secrets.token_hex(8))}"
     storage.stage(trial)
@@ -259,7 +245,7 @@ def _prepare(root: str) -> None:
 
 
 def _finish_all() -> None:
-    """Have what is under way come to its end; who asks next hears how."""
+    """Wait for all saves that are under way; the next call on each hears how they ended."""
     for each in list(_busy):
         if each._under_way is not None:
             each._under_way.is_done(within_s=threading.TIMEOUT_MAX)
@@ -270,7 +256,7 @@ before_leaving.append(_finish_all)
 
 @atexit.register
 def _close_all() -> None:
-    """A program that has not asked does not end as if all were well."""
+    """Exit with status 1 if a save has failed and the program has not asked."""
     failed = False
     for each in list(_busy):
         try:

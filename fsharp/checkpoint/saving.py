@@ -26,8 +26,7 @@ from fsharp.functional.layout.mesh import Mesh
 
 _log = logging.getLogger("fsharp")
 T = TypeVar("T")
-_SPARE_NBYTES = 1 << 20
-"""Room for the manifest and headers."""
+_SPARE_NBYTES = 1 << 20  # for the manifest and headers
 
 
 @dataclass
@@ -35,15 +34,11 @@ class Snapshot:
     """What all ranks have agreed to save.
 
     Attributes:
-        contents: of the tree.
-        step: that it is of.
-        config: of the run.
-        metric: how good it is.
         save_id: hexadecimal digits, the same on all ranks; what :func:`new_save_id` returns, or 16 that have no time.
-        folder: of the checkpoint, once it is complete.
-        tensors: what this rank writes, in the order in which it does.
-        values: their elements, in memory that must not change until they are written.
-        failure: why there are none on this rank, after ranks have agreed; writing raises it on all of them.
+        folder: path of the checkpoint once it is complete.
+        tensors: what this rank writes, in this order.
+        values: elements of ``tensors``, in memory that must not change until they are written.
+        failure: why this rank has no values, found after ranks have agreed; writing raises it on all of them.
     """
 
     contents: Contents
@@ -57,9 +52,9 @@ class Snapshot:
     failure: Exception | None = None
 
     def stage(self, values: Iterable[torch.Tensor]) -> None:
-        """Write these copies of the values. The tensors of the tree are free to change, and are held no longer."""
+        """Write these copies of the values, and release the tensors of the tree."""
         self.values = values
-        self.contents.let_go()
+        self.contents.release()
 
     def fail(self, error: Exception) -> None:
         """Have writing raise this error on all ranks: this rank has no values."""
@@ -109,7 +104,7 @@ def save(
 def agreed_snapshot(
     root: str | os.PathLike[str], tree: Any, *, step: int, comm: Comm, config: Any, metric: float | None
 ) -> Snapshot:
-    """What to save, once all ranks want to save the same and there is room for it. See :func:`save`."""
+    """Return what to save, once all ranks want to save the same and there is room for it. See :func:`save`."""
     where, draw, folder = full_path(root), bytes(16), ""
 
     def stage(contents: Contents) -> None:
@@ -122,17 +117,8 @@ def agreed_snapshot(
             folder = mine
 
     try:
-        return snapshot(
-            "save()",
-            where,
-            tree,
-            step=step,
-            comm=comm,
-            config=config,
-            metric=metric,
-            save_id=lambda: gather_bytes(draw, comm)[0].hex(),
-            prepare=stage,
-        )
+        facts = {"step": step, "config": config, "metric": metric, "save_id": lambda: gather_bytes(draw, comm)[0].hex()}
+        return snapshot("save()", where, tree, comm=comm, prepare=stage, **facts)
     except BaseException:
         if folder:
             abandon(folder)
@@ -152,31 +138,17 @@ def snapshot(
     prepare: Callable[[Contents], None],
     shared_root: bool = True,
 ) -> Snapshot:
-    """What to save, once all ranks want to save the same.
+    """Return what to save, once all ranks want to save the same. ``where`` is the function that asks, for messages.
 
-    Args:
-        where: the function that asks, for messages.
-        root: folder for it.
-        tree: see :func:`save`, as ``step``, ``config`` and ``metric``.
-        step: of it.
-        comm: the ranks.
-        config: of the run.
-        metric: how good it is.
-        save_id: called once ranks agree; hexadecimal digits, the same on all.
-        prepare: called once the tree is known, before ranks agree.
-        shared_root: whether all ranks mean the same folder.
+    ``prepare`` is called with the contents before ranks agree, ``save_id`` afterwards. ``shared_root`` says whether all ranks
+    mean the same folder.
     """
     has_objects = any(is_object(leaf) for leaf in optree.tree_leaves(tree, is_leaf=is_node))
     states = together(where, comm, lambda: expanded(tree)) if has_objects else tree
 
     def check() -> Contents:
         nonlocal config
-        if isinstance(step, bool) or not isinstance(step, int) or step < 0:
-            raise CheckpointError(f"{where}: step is {step!r}, expected a whole number from 0.")
-        try:
-            config = as_json(config)
-        except (TypeError, ValueError, RecursionError) as error:
-            raise CheckpointError(f"{where}: JSON cannot hold the config: {error}.") from error
+        config = checked_config(where, step, config)
         if not isinstance(metric, float | int | None):
             raise CheckpointError(f"{where}: metric is {metric!r}, expected a number: float(x) of a tensor.")
         contents = contents_of(where, states, comm)
@@ -195,16 +167,18 @@ def snapshot(
         (first, last), mine = entry.written_by(comm.rank), entry.piece(comm.rank)
         tensors.append(tensor)
         values.append(entry.local[first - mine.first : last - mine.first])
-    return Snapshot(
-        contents,
-        step,
-        config,
-        None if metric is None else float(metric),
-        name,
-        f"{root}/{folder_name(step, name)}",
-        tensors,
-        values,
-    )
+    folder, best_by = f"{root}/{folder_name(step, name)}", None if metric is None else float(metric)
+    return Snapshot(contents, step, config, best_by, name, folder, tensors, values)
+
+
+def checked_config(where: str, step: Any, config: Any) -> Any:
+    """Return the config as JSON reads it back. Raises CheckpointError for another config, or a step that is no number."""
+    if isinstance(step, bool) or not isinstance(step, int) or step < 0:
+        raise CheckpointError(f"{where}: step is {step!r}, expected a whole number from 0.")
+    try:
+        return as_json(config)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{where}: JSON cannot hold the config: {error}.") from error
 
 
 def _objects_of(tree: Any) -> dict[str, Any]:
@@ -218,7 +192,7 @@ def _objects_of(tree: Any) -> dict[str, Any]:
 
 
 def tensors_of(contents: Contents, rank: int) -> list[tuple[Entry, Tensor]]:
-    """What a rank writes, in the order in which it does."""
+    """Return the tensors that a rank writes, in the order in which it writes them."""
     found = []
     for entry in contents.entries.values():
         first, last = entry.written_by(rank)
@@ -229,11 +203,7 @@ def tensors_of(contents: Contents, rank: int) -> list[tuple[Entry, Tensor]]:
 
 
 def check_room(root: str, nbytes: int) -> None:
-    """Refuse to begin what does not fit.
-
-    Raises:
-        CheckpointError: fewer bytes are free than it takes.
-    """
+    """Refuse to begin a checkpoint of ``nbytes`` that does not fit."""
     free, need = storage_of(root).free_nbytes(root), nbytes + _SPARE_NBYTES
     if free is not None and need > free:
         raise CheckpointError(f"{root}: {free:,} bytes are free, and this checkpoint takes {need:,}. Nothing was written.")
@@ -253,7 +223,7 @@ def _fields(contents: Contents) -> dict[str, str]:
 
 
 def told(path: str, write: Callable[[], T]) -> T:
-    """What ``write`` returns; what the file system says against it is said of ``path``."""
+    """Return what ``write`` returns; turn an error of the file system into one that names ``path``."""
     try:
         return write()
     except FileNotFoundError as error:
@@ -266,7 +236,7 @@ def told(path: str, write: Callable[[], T]) -> T:
 
 
 def write_snapshot(shot: Snapshot, comm: Comm) -> Checkpoint:
-    """Write it: see :func:`save`."""
+    """Write a checkpoint on all ranks: see :func:`save`."""
     staged = storage_of(shot.folder).staging_path(shot.folder)
     is_published = False
 
@@ -288,7 +258,7 @@ def write_snapshot(shot: Snapshot, comm: Comm) -> Checkpoint:
 
 
 def write_shards(shot: Snapshot, staged: str, comm: Comm, where: str = "save()") -> list[FileRecord]:
-    """Write this rank's file into a folder, and read it back; what all ranks have written, in order of rank."""
+    """Write this rank's file into a folder, and read it back; return the records of all ranks' files, in order of rank."""
     path = f"{staged}/{file_name(comm.rank)}"
 
     def write() -> FileRecord:
@@ -307,11 +277,7 @@ def write_shards(shot: Snapshot, staged: str, comm: Comm, where: str = "save()")
 
 
 def check_written(staged: str, record: FileRecord, rank: int, save_id: str) -> None:
-    """Read a file of a rank, and compare it with its digests.
-
-    Raises:
-        CheckpointError: it is not what was written.
-    """
+    """Read a file of a rank back, and compare it with its digests. Raises CheckpointError if a block differs."""
     if wrong := ShardFile(storage_of(staged), staged, record, rank, save_id).damaged_blocks():
         raise CheckpointError(f"{staged}/{record.name}: {len(wrong)} blocks do not read back as they were written.")
 
@@ -319,8 +285,7 @@ def check_written(staged: str, record: FileRecord, rank: int, save_id: str) -> N
 def publish(shot: Snapshot, staged: str, records: Sequence[FileRecord], manifest: Manifest, *, rank: int) -> None:
     """Make a checkpoint of files that lie in a folder: of ``records``, which may be some of those in the manifest.
 
-    Raises:
-        CheckpointError: this rank, which is ``rank``, does not see all of their bytes.
+    Raises CheckpointError if this rank, which is ``rank``, does not see all of their bytes.
     """
     storage = storage_of(shot.folder)
     for record in records:
@@ -335,7 +300,7 @@ def publish(shot: Snapshot, staged: str, records: Sequence[FileRecord], manifest
 
 
 def abandon(folder: str) -> None:
-    """Remove what was staged; that this fails as well is not the error to raise."""
+    """Remove a staged folder. A failure to do so is logged: the error that led here is the one to raise."""
     storage = storage_of(folder)
     try:
         storage.remove(storage.staging_path(folder))
@@ -344,17 +309,17 @@ def abandon(folder: str) -> None:
 
 
 def file_name(rank: int) -> str:
-    """Of what a rank writes."""
+    """Return the name of the file that a rank writes."""
     return f"rank-{rank:05d}.safetensors"
 
 
 def metadata_of(save_id: str, rank: int) -> dict[str, str]:
-    """What a rank's file says of itself."""
+    """Return the metadata in the header of a rank's file."""
     return {"save_id": save_id, "rank": str(rank)}
 
 
 def manifest_of(shot: Snapshot, records: Sequence[FileRecord], mesh: Mesh, created: float) -> Manifest:
-    """The whole of it: which rank wrote what follows from the layouts."""
+    """Return the whole manifest: which rank wrote what follows from the layouts."""
     tensors = {}
     for entry in shot.contents.entries.values():
         chunks = (Chunk(rank, *entry.written_by(rank)) for rank in range(mesh.size))

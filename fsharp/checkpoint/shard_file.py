@@ -17,8 +17,7 @@ import xxhash
 
 from fsharp.errors import CheckpointError
 
-BLOCK_NBYTES = 1 << 12
-"""Bytes that have a digest of their own: who reads a part of a tensor reads at most two blocks more."""
+BLOCK_NBYTES = 1 << 12  # that have a digest: a reader of a part of a tensor reads at most two blocks more
 TABLE = "fsharp.block_digests"
 METADATA = "__metadata__"
 _DIGEST_NBYTES = 8
@@ -31,23 +30,16 @@ _NAMES = {
     torch.float8_e5m2: "F8_E5M2",
 }  # fmt: skip
 _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
-DTYPES_OF_FORMAT = frozenset(_NAMES)
-"""Those that the format has a name for; others are bytes in it."""
+DTYPES_OF_FORMAT = frozenset(_NAMES)  # others are bytes in the format
 DTYPES = DTYPES_OF_FORMAT | {
     torch.complex32, torch.complex128, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.float8_e8m0fnu,
     torch.float4_e2m1fn_x2,
 }  # fmt: skip
-"""Those that are saved. Of quantized tensors bytes are not all there is, and narrower integers cannot be copied by torch."""
+"""Dtypes that are saved: not quantized ones, which are more than bytes, and not narrower integers, which torch cannot copy."""
 
 
 class Tensor(NamedTuple):
-    """A run of elements in a file.
-
-    Attributes:
-        name: of the tensor that it is a run of.
-        dtype: of the elements. One that the format has no name for is written as bytes.
-        shape: of the run: 1-D, or that of the whole tensor.
-    """
+    """A run of elements of a tensor in a file. ``shape`` is 1-D, or that of the whole tensor."""
 
     name: str
     dtype: torch.dtype
@@ -55,12 +47,12 @@ class Tensor(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Of its elements."""
+        """Bytes of the elements."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
 class Extent(NamedTuple):
-    """Where a tensor is in a file: its type, first and last byte behind the header, and its shape."""
+    """The place of a tensor in a file: its dtype, first and last byte behind the header, and its shape."""
 
     dtype: torch.dtype
     begin: int
@@ -69,17 +61,13 @@ class Extent(NamedTuple):
 
 
 def check_names(where: str, names: Iterable[str]) -> None:
-    """Refuse what the format has another meaning for.
-
-    Raises:
-        CheckpointError: such a name is among these.
-    """
+    """Refuse names for which the format has another meaning."""
     if taken := {METADATA, TABLE}.intersection(names):
         raise CheckpointError(f"{where}: the name {min(taken)!r} is taken.")
 
 
 def header_of(tensors: Sequence[Tensor], metadata: Mapping[str, str], *, with_digests: bool = True) -> bytes:
-    """Length and header of a file that holds these tensors in this order, and behind them the table of digests."""
+    """Return length and header of a file that holds these tensors in this order, and behind them the table of digests."""
     described: dict[str, Any] = {METADATA: dict(metadata)}
     end = 0
     for tensor in tensors:
@@ -101,23 +89,21 @@ def first_bytes(metadata: Mapping[str, str]) -> bytes:
 
 
 def file_nbytes(tensors: Sequence[Tensor], metadata: Mapping[str, str]) -> int:
-    """Size of a file that holds these tensors."""
+    """Return the size of a file that holds these tensors."""
     elements = sum(tensor.nbytes for tensor in tensors)
     return len(header_of(tensors, metadata)) + elements + -(-elements // BLOCK_NBYTES) * _DIGEST_NBYTES
 
 
 def in_order(tensors: Sequence[Tensor]) -> list[int]:
-    """The order in which tensors are written: wide elements first, so that each lies at a multiple of its size."""
+    """Return the order in which tensors are written: wide elements first, so that each is aligned to its size."""
     return sorted(range(len(tensors)), key=lambda i: -tensors[i].dtype.itemsize)
 
 
 def write_file(write: Callable[[memoryview], None], header: bytes, data: Iterator[torch.Tensor]) -> str:
-    """Write a file; the digest of its header and table.
+    """Write a file; return the digest of its header and table.
 
-    Args:
-        write: appends bytes to it.
-        header: of :func:`header_of`.
-        data: the tensors of the header in its order, contiguous and on the host; each may be gone when the next is asked for.
+    ``header`` is a result of :func:`header_of`. ``data`` are its tensors in its order, contiguous and on the host; each may be
+    gone when the next is asked for.
     """
     digests = _BlockDigests()
     write(memoryview(header))
@@ -133,7 +119,7 @@ def write_file(write: Callable[[memoryview], None], header: bytes, data: Iterato
 
 
 def file_digest(header: bytes, table: bytes) -> str:
-    """XXH3-128 of both, in hexadecimal digits."""
+    """Return the XXH3-128 of header and table, in hexadecimal digits."""
     return xxhash.xxh3_128_hexdigest(header + table)
 
 
@@ -141,43 +127,32 @@ class _BlockDigests:
     """Digests of the blocks of a stream of bytes."""
 
     def __init__(self) -> None:
-        self._done, self._open, self._filled = bytearray(), xxhash.xxh3_64(), 0
+        self._done, self._rest = bytearray(), bytearray()
 
     def update(self, view: memoryview) -> None:
-        """More bytes."""
-        if self._filled:
-            head, view = view[: BLOCK_NBYTES - self._filled], view[BLOCK_NBYTES - self._filled :]
-            self._add(head)
-        whole = len(view) // BLOCK_NBYTES * BLOCK_NBYTES
-        self._done += block_digests(view[:whole])
-        if whole < len(view):
-            self._add(view[whole:])
-
-    def _add(self, view: memoryview) -> None:
-        self._open.update(view)
-        self._filled += len(view)
-        if self._filled == BLOCK_NBYTES:
-            self._close()
-
-    def _close(self) -> None:
-        self._done += self._open.digest()
-        self._open, self._filled = xxhash.xxh3_64(), 0
+        """Add bytes."""
+        begin = min(-len(self._rest) % BLOCK_NBYTES, len(view))
+        self._rest += view[:begin]
+        if len(self._rest) == BLOCK_NBYTES:
+            self._done += block_digests(self._rest)
+            self._rest = bytearray()
+        end = begin + (len(view) - begin) // BLOCK_NBYTES * BLOCK_NBYTES
+        self._done += block_digests(view[begin:end])
+        self._rest += view[end:]
 
     def table(self) -> bytes:
-        """All digests; nothing may be added any more."""
-        if self._filled:
-            self._close()
-        return bytes(self._done)
+        """Return all digests: nothing may be added any more."""
+        return bytes(self._done + block_digests(self._rest))
 
 
-def block_digests(view: memoryview) -> bytes:
-    """The digest of each block from the first byte on; the last block may be short."""
+def block_digests(view: memoryview | bytearray) -> bytes:
+    """Return the digest of each block from the first byte on; the last block may be short."""
     digest = xxhash.xxh3_64_digest
     return b"".join([digest(view[start : start + BLOCK_NBYTES]) for start in range(0, len(view), BLOCK_NBYTES)])
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """The memory of a contiguous tensor on the host. Whoever has the view keeps the tensor."""
+    """Return the memory of a contiguous tensor on the host. Whoever has the view has to keep the tensor."""
     assert tensor.is_contiguous()
     assert tensor.device.type == "cpu"
     size = tensor.numel() * tensor.element_size()
@@ -185,15 +160,9 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
 
 
 def parse_header(where: str, header: bytes, nbytes: int) -> tuple[dict[str, Extent], dict[str, str]]:
-    """What is in a file: its tensors and metadata. Also of files that others have written.
+    """Return the tensors and the metadata in the header of a file of ``nbytes``, written by this library or another.
 
-    Args:
-        where: the file, for messages.
-        header: its length and its text.
-        nbytes: size of the file.
-
-    Raises:
-        CheckpointError: it is not a header, or its tensors do not tile the bytes behind it.
+    Raises CheckpointError if the bytes are no header, or the tensors do not tile the bytes behind the header.
     """
     try:
         described = parse_json(header[8:])
@@ -246,7 +215,7 @@ def parse_json(data: bytes) -> Any:
 
 
 def without_repeats(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
-    """Objects of JSON, for ``json.loads``: of two values under one name others may take the other one."""
+    """Return an object of JSON for ``json.loads``; refuse two values under one name, of which readers take either."""
     found: dict[str, Any] = {}
     for name, value in pairs:
         if name in found:
@@ -256,15 +225,9 @@ def without_repeats(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def header_nbytes(where: str, head: bytes, nbytes: int) -> int:
-    """Bytes of a file's length field and header, from its first 8 bytes.
+    """Return the size of length field and header together, from the first 8 bytes of a file of ``nbytes``.
 
-    Args:
-        where: the file, for messages.
-        head: its first 8 bytes.
-        nbytes: size of the file.
-
-    Raises:
-        CheckpointError: the length is larger than any header may be, or than the file.
+    Raises CheckpointError if the header would be larger than any header may be, or than the file.
     """
     length = struct.unpack("<Q", head)[0] if len(head) == 8 else -1
     if not 2 <= length <= min(_MOST_HEADER_NBYTES, nbytes - 8):

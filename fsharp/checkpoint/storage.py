@@ -16,64 +16,60 @@ from fsharp.errors import CheckpointError
 _log = logging.getLogger("fsharp")
 Write = Callable[[memoryview], None]
 REMOVED = ".removed"
-"""What the name of a folder ends with while it is being removed."""
+"""Ending of the name of a folder that is being removed."""
 DAMAGED = ".damaged"
 """Ending of the name of a folder or file that was set aside."""
 
 
 class Readable(Protocol):
-    """What files can be read from."""
+    """Files that can be read."""
 
     def nbytes(self, path: str) -> int:
         """Size of a file. Raises FileNotFoundError; and CheckpointError if it is no plain file or cannot be looked at."""
 
     def read(self, path: str, start: int, into: memoryview) -> None:
-        """Fill memory with the bytes of a file from ``start`` on. Raises CheckpointError if that cannot be done."""
+        """Fill memory with the bytes of a file from ``start`` on. Raises CheckpointError if a byte cannot be read."""
 
 
 class Storage(Readable, Protocol):
     """Folders with files. A folder is *published* when all of its files are there to stay, and never written to afterwards."""
 
     def names(self, folder: str) -> list[str]:
-        """What is in a folder; nothing if there is none."""
+        """Return the names in a folder, in order; none if there is no folder."""
 
     def staging_path(self, folder: str) -> str:
-        """Of the folder in which the files of ``folder`` are collected."""
+        """Return the path of the folder in which the files of ``folder`` are collected."""
 
     def stage(self, folder: str) -> None:
-        """Make that folder."""
+        """Make the folder in which the files of ``folder`` are collected."""
 
     def writing(self, path: str) -> Any:
-        """A context that gives a function which appends to a new file. At its end what was written is there to stay."""
+        """Give a function that appends to a new file. At the end of this context the written bytes are there to stay."""
 
     def publish(self, staged: str, folder: str) -> None:
-        """What was staged is the folder from here on."""
+        """Make a staged folder the folder."""
 
     def behind_links(self, folder: str, name: str) -> str:
-        """The path, relative to a folder, of the file that a name in it stands for."""
+        """Return the path, relative to a folder, of the file that a name in the folder stands for."""
 
     def remove(self, folder: str) -> None:
-        """Remove a folder, so that it is no checkpoint from the first moment on; it may be gone."""
+        """Remove a folder, which may be gone already, so that it is no checkpoint from the first moment on."""
 
     def set_aside(self, path: str) -> str:
         """Rename a damaged checkpoint, or a file of one, so that no reader finds it; return the new path."""
 
     def free_nbytes(self, folder: str) -> int | None:
-        """Bytes that fit into a folder, if that is known."""
+        """Return how many bytes fit into a folder; None if nobody knows."""
 
 
 def full_path(path: str | os.PathLike[str]) -> str:
-    """A path that still means the same when the working directory has changed; URLs as they are, without a slash at the end."""
+    """Return a path that does not depend on the working directory; a URL as it is, without a slash at the end."""
     given = os.fspath(path)
     return given.rstrip("/") if "://" in given else os.path.abspath(given)
 
 
 def storage_of(path: str) -> Storage:
-    """Of a path, or of a URL such as ``s3://bucket/run``.
-
-    Raises:
-        CheckpointError: fsspec, which knows URLs, is not installed or does not know this one.
-    """
+    """Return the storage of a path, or of a URL such as ``s3://bucket/run``. Raises CheckpointError for an unknown URL."""
     if "://" not in path:
         return LocalFiles()
     try:
@@ -84,33 +80,11 @@ def storage_of(path: str) -> Storage:
         raise CheckpointError(f"{path}: {error}") from error
 
 
-def read_whole(storage: Readable, path: str, most_nbytes: int) -> bytes:
-    """A file that is small.
-
-    Raises:
-        FileNotFoundError: it is not there.
-        CheckpointError: it is larger than ``most_nbytes``, or cannot be read.
-    """
-    size = storage.nbytes(path)
-    if size > most_nbytes:
-        raise CheckpointError(f"{path}: {size:,} bytes, expected at most {most_nbytes:,}.")
-    data = bytearray(size)
-    storage.read(path, 0, memoryview(data))
-    return bytes(data)
-
-
 def read_description(storage: Storage, folder: str, name: str, spare_nbytes: int = 16 << 20) -> bytes:
-    """Return the bytes of a file that describes the other files in its folder. The size of the other files bounds its size.
+    """Return the bytes of a file that describes the other files in its folder, whose size bounds its own size.
 
-    Args:
-        storage: where the folder is.
-        folder: path of the folder.
-        name: name of the file; a link is followed where ``storage`` does so.
-        spare_nbytes: bytes that the file may have beyond twice the size of the other files.
-
-    Raises:
-        FileNotFoundError: there is no such file.
-        CheckpointError: the file is larger than this bound, or cannot be read.
+    The file may have twice the bytes of the other files, and ``spare_nbytes`` more. Raises FileNotFoundError, or
+    CheckpointError for a larger file.
     """
     path = f"{folder}/{storage.behind_links(folder, name)}"
     size = storage.nbytes(path)
@@ -120,7 +94,9 @@ def read_description(storage: Storage, folder: str, name: str, spare_nbytes: int
             f"{folder}/{name}: {size:,} bytes, expected at most {most:,}: twice the size of the files that it describes, and "
             f"{spare_nbytes:,}."
         )
-    return read_whole(storage, path, most)
+    data = bytearray(size)
+    storage.read(path, 0, memoryview(data))
+    return bytes(data)
 
 
 def _sizes(storage: Storage, folder: str, *, but: str) -> Iterator[int]:
@@ -134,7 +110,6 @@ class LocalFiles:
     """A file system: files are collected under another name, and a folder is published by renaming it."""
 
     def names(self, folder: str) -> list[str]:
-        """See :class:`Storage`."""
         try:
             return sorted(os.listdir(folder))
         except (FileNotFoundError, NotADirectoryError):
@@ -143,18 +118,15 @@ class LocalFiles:
             raise CheckpointError(f"{folder}: cannot be read: {error.strerror}.") from error
 
     def staging_path(self, folder: str) -> str:
-        """See :class:`Storage`."""
         parent, name = os.path.split(folder)
         return os.path.join(parent, f".{name}.partial")
 
     def stage(self, folder: str) -> None:
-        """See :class:`Storage`."""
         _make_folders(os.path.dirname(folder))
         os.mkdir(self.staging_path(folder))
 
     @contextmanager
     def writing(self, path: str) -> Iterator[Write]:
-        """See :class:`Storage`."""
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
         try:
 
@@ -168,13 +140,11 @@ class LocalFiles:
             os.close(file)
 
     def publish(self, staged: str, folder: str) -> None:
-        """See :class:`Storage`."""
         _sync(staged)
         os.rename(staged, folder)
         _sync(os.path.dirname(folder))
 
     def nbytes(self, path: str) -> int:
-        """See :class:`Storage`."""
         try:
             found = os.lstat(path)
         except (FileNotFoundError, NotADirectoryError) as error:
@@ -186,11 +156,9 @@ class LocalFiles:
         return found.st_size
 
     def behind_links(self, folder: str, name: str) -> str:
-        """See :class:`Storage`."""
         return os.path.relpath(os.path.realpath(os.path.join(folder, name)), os.path.realpath(folder))
 
     def read(self, path: str, start: int, into: memoryview) -> None:
-        """See :class:`Storage`."""
         try:
             file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)  # a pipe must not block
             try:
@@ -205,7 +173,6 @@ class LocalFiles:
             raise CheckpointError(f"{path}: cannot be read: {error.strerror}.") from error
 
     def remove(self, folder: str) -> None:
-        """See :class:`Storage`."""
         parent, name = os.path.split(folder)
         gone = folder if name.endswith(REMOVED) else os.path.join(parent, f".{name.lstrip('.')}{REMOVED}")
         try:
@@ -222,13 +189,11 @@ class LocalFiles:
             _log.warning("%s: left behind: %s", gone, error)
 
     def set_aside(self, path: str) -> str:
-        """See :class:`Storage`."""
         os.rename(path, path + DAMAGED)
         _sync(os.path.dirname(path))
         return path + DAMAGED
 
     def free_nbytes(self, folder: str) -> int | None:
-        """See :class:`Storage`."""
         while not os.path.isdir(folder):
             folder = os.path.dirname(os.path.abspath(folder))
         return shutil.disk_usage(folder).free
@@ -258,14 +223,9 @@ def _sync(folder: str) -> None:
 
 
 class Claim:
-    """A folder of a file system that no other process claims until this one ends, or closes it. It is made if it is not there.
+    """A folder of a file system that no other process claims until this one ends or closes the claim.
 
-    Args:
-        folder: its path.
-        token: some bytes, for others who see the folder.
-
-    Raises:
-        CheckpointError: it is claimed.
+    Makes the folder if there is none, and leaves ``token`` in it for others to read. Raises CheckpointError if it is claimed.
     """
 
     _claimed: ClassVar[set[str]] = set()
@@ -296,7 +256,7 @@ class Claim:
 
     @classmethod
     def token(cls, folder: str, size: int) -> bytes:
-        """What the process that has claimed a folder has left there, if it is seen. That process itself would lose the lock."""
+        """Return the bytes that the owner of a folder has left there. The owner must not call this: it would lose the lock."""
         data = bytearray(size)
         with suppress(FileNotFoundError):
             LocalFiles().read(cls._path(folder), 0, memoryview(data))
@@ -304,26 +264,21 @@ class Claim:
 
     @property
     def is_closed(self) -> bool:
-        """Whether others may claim it."""
+        """Whether others may claim the folder."""
         return not self._end.alive
 
     def close(self) -> None:
-        """Let others have it."""
+        """Let others claim the folder."""
         self._end()
 
 
 class ObjectStore:
-    """An object store, which cannot rename: files are where they stay from the start, and the last one makes a folder count.
-
-    Args:
-        files: a file system of fsspec.
-    """
+    """An object store of fsspec, which cannot rename: files are where they stay, and the last one makes a folder count."""
 
     def __init__(self, files: Any) -> None:
         self._files = files
 
     def names(self, folder: str) -> list[str]:
-        """See :class:`Storage`."""
         self._files.invalidate_cache()
         try:
             return sorted(each["name"].rstrip("/").rsplit("/", 1)[-1] for each in self._files.ls(folder, detail=True))
@@ -331,16 +286,13 @@ class ObjectStore:
             return []
 
     def staging_path(self, folder: str) -> str:
-        """See :class:`Storage`."""
         return folder
 
     def stage(self, folder: str) -> None:
-        """See :class:`Storage`."""
         self._files.makedirs(folder, exist_ok=True)
 
     @contextmanager
     def writing(self, path: str) -> Iterator[Write]:
-        """See :class:`Storage`."""
         with self._files.open(path, "wb") as file:
 
             def write(data: memoryview) -> None:
@@ -349,10 +301,9 @@ class ObjectStore:
             yield write
 
     def publish(self, staged: str, folder: str) -> None:
-        """See :class:`Storage`."""
+        """Do nothing: files are where they stay from the start."""
 
     def nbytes(self, path: str) -> int:
-        """See :class:`Storage`."""
         self._files.invalidate_cache()
         try:
             found = self._files.info(path)
@@ -363,28 +314,23 @@ class ObjectStore:
         return int(found["size"])
 
     def behind_links(self, folder: str, name: str) -> str:
-        """See :class:`Storage`."""
         return name
 
     def read(self, path: str, start: int, into: memoryview) -> None:
-        """See :class:`Storage`."""
         data = self._files.cat_file(path, start, start + len(into))
         if len(data) != len(into):
             raise CheckpointError(f"{path}: {len(into) - len(data):,} bytes are missing from byte {start + len(data):,} on.")
         into[:] = data
 
     def remove(self, folder: str) -> None:
-        """See :class:`Storage`."""
         with suppress(FileNotFoundError):
             self._files.rm_file(f"{folder}/{NAME}")
         with suppress(FileNotFoundError):
             self._files.rm(folder, recursive=True)
 
     def set_aside(self, path: str) -> str:
-        """See :class:`Storage`."""
         self._files.mv(path, path + DAMAGED, recursive=True)
         return path + DAMAGED
 
     def free_nbytes(self, folder: str) -> int | None:
-        """See :class:`Storage`."""
         return None

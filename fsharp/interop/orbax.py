@@ -11,8 +11,9 @@ import torch
 
 from fsharp.checkpoint.catalog import Checkpoint, open_checkpoint
 from fsharp.checkpoint.entries import Value
-from fsharp.checkpoint.formats.conversion import checked_config, whole_entry, write_converted
+from fsharp.checkpoint.formats.conversion import whole_entry, write_converted
 from fsharp.checkpoint.formats.exporting import names_below
+from fsharp.checkpoint.saving import checked_config
 from fsharp.checkpoint.shard_file import Tensor
 from fsharp.errors import CheckpointError
 from fsharp.functional.formats.format import dtype_name

@@ -12,8 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fsharp as fs
+from fsharp.checkpoint.reading import Reader
 from fsharp.errors import AgreementError, CheckpointError, FsharpError, PatternError, TreeError
 from fsharp.testing import generate, processes, simulate
+from tests.checkpoint.counted import CountingFiles
 from tests.gpt_like import loss_fn, make_batches, make_params
 from tests.scheduling import every
 
@@ -139,17 +141,14 @@ def test_each_rank_reads_what_it_holds_and_hardly_more(tmp_path, monkeypatch):
     tx = fs.optim.adamw(1e-3)
     reads = {}
 
-    def counted(folder, manifest, needs, **options):
-        needs = list(needs)
-        read = fs_read(folder, manifest, needs, **options)
+    def counted(reader, needs, **options):
+        reader._storage = CountingFiles()
+        read(reader, needs, **options)
         held = sum((n.last - n.first) * n.target.element_size() for n in needs)
-        reads[held, sum(read.values())] = True
-        return read
+        reads[held, reader._storage.num_read] = True
 
-    from fsharp.checkpoint import loading
-
-    fs_read = loading.read_needs
-    monkeypatch.setattr(loading, "read_needs", counted)
+    read = Reader.read
+    monkeypatch.setattr(Reader, "read", counted)
     for old, new in ((4, 3), (2, 5), (3, 3)):
         worlds = [fs.plan(shapes, fs.Mesh({"dp": n}), fs.zero3("dp"), units="*") for n in (old, new)]
         reads.clear()

@@ -8,26 +8,11 @@ import torch
 
 from fsharp.checkpoint.catalog import Checkpoint, folder_name, new_save_id
 from fsharp.checkpoint.entries import Contents, Entry, Piece, Value
-from fsharp.checkpoint.manifest import as_json
 from fsharp.checkpoint.saving import Snapshot, write_snapshot
 from fsharp.checkpoint.shard_file import Tensor, check_names, in_order
 from fsharp.checkpoint.storage import full_path, storage_of
 from fsharp.errors import CheckpointError
 from fsharp.functional.comm.protocol import SingleComm
-
-
-def checked_config(where: str, step: Any, config: Any) -> Any:
-    """Check the options of a conversion, and return the config as JSON reads it back.
-
-    Raises:
-        CheckpointError: ``step`` is not a whole number from 0, or JSON cannot hold the config.
-    """
-    if isinstance(step, bool) or not isinstance(step, int) or step < 0:
-        raise CheckpointError(f"{where}: step is {step!r}, expected a whole number from 0.")
-    try:
-        return as_json(config)
-    except (TypeError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{where}: JSON cannot hold the config: {error}.") from error
 
 
 def whole_entry(name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> Entry:
@@ -47,20 +32,11 @@ def write_converted(
     config: Any,
     objects: Mapping[str, Any] | None = None,
 ) -> Checkpoint:
-    """Write a checkpoint with tensors of another format, one after another.
+    """Write a checkpoint with tensors of another format, one after another, and its values by name.
 
-    Args:
-        where: the function that converts, for errors.
-        root: folder of checkpoints.
-        entries: descriptions of the tensors, by name.
-        values: numbers, texts and booleans, by name.
-        read: returns the elements of tensors, in the order in which they are asked for.
-        step: number of the step, in the checkpoint's name.
-        config: result of :func:`checked_config`.
-        objects: structures of values that the format has as one, by name; see Manifest.
-
-    Raises:
-        CheckpointError: a tensor and a value have the same name, or ``read`` fails. No folder is left behind.
+    ``where`` is the function that converts, and ``config`` a result of :func:`checked_config`. ``read`` returns the elements of
+    tensors in the order in which they are asked for. ``objects`` are structures of values, see Manifest. Raises CheckpointError
+    if a tensor and a value have the same name; no folder is left behind.
     """
     if twice := entries.keys() & values.keys():
         raise CheckpointError(f"{where}: a tensor and a value would both have the name {min(twice)!r}.")

@@ -12,22 +12,21 @@ import torch
 from fsharp.annotated import options_checked
 from fsharp.checkpoint.catalog import Checkpoint, open_checkpoint
 from fsharp.checkpoint.entries import Entry, Value, renamed
-from fsharp.checkpoint.formats.conversion import checked_config, whole_entry, write_converted
+from fsharp.checkpoint.formats.conversion import whole_entry, write_converted
 from fsharp.checkpoint.formats.exporting import names_below, new_folder
 from fsharp.checkpoint.formats.torch_archive import load_archive
 from fsharp.checkpoint.manifest import object_of, plain_file_name, plain_shape, structure_of
 from fsharp.checkpoint.reading import Need
+from fsharp.checkpoint.saving import checked_config
 from fsharp.checkpoint.shard_file import Tensor
 from fsharp.checkpoint.storage import Storage, read_description, storage_of
 from fsharp.errors import CheckpointError
 from fsharp.functional.formats.format import dtype_name
 from fsharp.functional.layout.paths import as_patterns, chosen
 
-_CHUNK_NBYTES = 64 << 20
-"""Bytes of a chunk that DCP is given. Each of its ranks reads the chunks that it needs a part of."""
+_CHUNK_NBYTES = 64 << 20  # of a chunk that DCP is given: each of its ranks reads the chunks that it needs a part of
 _METADATA = ".metadata"
-_SPARE_NBYTES = 1 << 20
-"""Bytes that metadata may have beyond twice the size of the files: each byte of a pickle can take 200 bytes of memory."""
+_SPARE_NBYTES = 1 << 20  # of metadata beyond twice the size of the files: a byte of a pickle can take 200 bytes of memory
 _CLASSES = {
     "torch.distributed.checkpoint.metadata": {
         "Metadata", "MetadataIndex", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata",
@@ -142,7 +141,7 @@ def _planner(found: Checkpoint, names: Mapping[str, str], values: Mapping[str, A
 
 
 def _rows(shape: tuple[int, ...], dtype: torch.dtype) -> list[tuple[int, int]]:
-    """First row and end of each chunk of a tensor."""
+    """Return first row and end of each chunk of a tensor."""
     if not shape or not shape[0]:
         return [(0, 0 if shape else 1)]
     row_nbytes = torch.Size(shape[1:]).numel() * dtype.itemsize
@@ -159,7 +158,7 @@ def from_dcp(
     ignore: str | Sequence[str] = (),
     config: Any = None,
 ) -> Checkpoint:
-    """A checkpoint under ``root`` with what a checkpoint of torch.distributed.checkpoint has in it; load that.
+    """Convert a checkpoint of torch.distributed.checkpoint to one under ``root``; load that.
 
     Names are DCP's keys, such as ``model.layers.0.weight``. Numbers, texts and booleans become values; those in lists and
     tuples have their place in the list as the end of their name. One process does this, without a process group.
@@ -170,15 +169,13 @@ def from_dcp(
     Args:
         folder: of DCP: a path, or a URL of fsspec.
         root: folder of checkpoints, as of :func:`save`.
-        step: to know it by.
+        step: number of the step, in the checkpoint's name.
         ignore: patterns of keys to leave out; each has to match one.
         config: kept in the manifest.
 
-    Returns:
-        The checkpoint.
-
     Raises:
-        CheckpointError: it is damaged or not of DCP, or an object in it is no number, text or boolean. Nothing is left.
+        CheckpointError: the folder is damaged or not of DCP, or has an object that is no number, text or boolean. Nothing is
+            left.
         PatternError: a pattern that matches nothing.
 
     Cost: reads all of it, writes it as :func:`save` does. Memory: one whole tensor, and a chunk.
@@ -207,7 +204,7 @@ def from_dcp(
 
 
 class _Unpickler(pickle.Unpickler):
-    """One that makes what DCP's metadata is made of, and nothing else."""
+    """An unpickler of the classes of DCP's metadata, and no others."""
 
     def find_class(self, module: str, name: str) -> Any:
         """See pickle.Unpickler."""
@@ -283,7 +280,7 @@ def _loaded(storage: Storage, folder: str, metadata: Any, name: str, offsets: to
 
 
 def _whole(storage: Storage, folder: str, metadata: Any, tensor: Tensor) -> torch.Tensor:
-    """A tensor, put together from its chunks."""
+    """Return a tensor, put together from its chunks."""
     whole = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
     missing = torch.ones(tensor.shape, dtype=torch.bool)
     for chunk in metadata.state_dict_metadata[tensor.name].chunks:
@@ -312,7 +309,7 @@ def _whole(storage: Storage, folder: str, metadata: Any, tensor: Tensor) -> torc
 
 
 def _values(name: str, found: Any) -> dict[str, Value]:
-    """An object as values by name; None has no name."""
+    """Return an object as values by name; None has no name."""
     paths, leaves, _ = optree.tree_flatten_with_path(found)
     result = dict[str, Value]()
     for path, leaf in zip(paths, leaves, strict=True):

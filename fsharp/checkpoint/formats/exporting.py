@@ -83,11 +83,7 @@ def export_safetensors(
 def names_below(
     where: str, found: Checkpoint, subtree: str, rename: Callable[[str], str] | None, *, aliases: bool
 ) -> dict[str, str]:
-    """New names of tensors below a subtree, and their names in the checkpoint.
-
-    Raises:
-        CheckpointError: there is none, or two have the same new name.
-    """
+    """Return new names of tensors below a subtree, and their names in the checkpoint; refuse none, and two alike."""
     prefix = f"{subtree}." if subtree else ""
     result: dict[str, str] = {}
     for stored in (*found.manifest.tensors, *(found.manifest.aliases if aliases else ())):
@@ -102,7 +98,7 @@ def names_below(
 
 
 def _files(tensors: list[Tensor], most: int) -> dict[str, list[Tensor]]:
-    """Which file has which tensors, in the order in which they are written."""
+    """Return which file has which tensors, in the order in which they are written."""
     parts: list[list[Tensor]] = [[]]
     nbytes = 0
     for tensor in tensors:
@@ -120,11 +116,10 @@ def _files(tensors: list[Tensor], most: int) -> dict[str, list[Tensor]]:
 
 @contextmanager
 def new_folder(where: str, path: str | os.PathLike[str]) -> Iterator[str]:
-    """A context that gives a folder to write to, which is at ``path`` at its end, or is gone if there was an error.
+    """Give a folder to write to, which is at ``path`` at the end of this context, or is removed if there was an error.
 
-    Raises:
-        CheckpointError: the folder is not empty, the temporary folder of an interrupted export is still there, or the file
-            system refuses.
+    Raises CheckpointError if the folder is not empty, an interrupted export has left its temporary folder, or the file system
+    refuses.
     """
     given = os.fspath(path).rstrip("/")
     folder = given if "://" in given else os.path.abspath(given)

@@ -1,4 +1,4 @@
-"""Files of others, read as checkpoints: Hugging Face's folders, or one file, of safetensors or of ``torch.save``."""
+"""Files of other libraries, read as checkpoints: Hugging Face's folders, or one file, of safetensors or of ``torch.save``."""
 
 import re
 from collections.abc import Collection, Iterator
@@ -20,14 +20,7 @@ _INDICES = (".safetensors.index.json", ".bin.index.json")
 
 
 class Described(NamedTuple):
-    """The tensors in a file of another library.
-
-    Attributes:
-        header: bytes that say what is in it.
-        start: byte from which offsets of tensors are counted.
-        tensors: where each of them is.
-        values: numbers, texts and booleans.
-    """
+    """The tensors and values in another library's file; offsets of tensors count from byte ``start``."""
 
     header: bytes
     start: int
@@ -51,7 +44,7 @@ def is_file(storage: Storage, path: str) -> bool:
 
 
 def _used(names: Collection[str]) -> tuple[list[str], list[str]]:
-    """Indices and files, of safetensors if there are any."""
+    """Return indices and files, of safetensors if there are any."""
     for file, index in zip(_FILES, _INDICES, strict=True):
         found = [name for name in names if name.endswith(index)], [name for name in names if file.fullmatch(name)]
         if any(found):
@@ -62,17 +55,9 @@ def _used(names: Collection[str]) -> tuple[list[str], list[str]]:
 def manifest_of(storage: Storage, path: str) -> Manifest:
     """Return a manifest of a Hugging Face folder, or of one file of safetensors or of ``torch.save``.
 
-    Links, of which the cache of the Hub is made, are followed. There are no digests, so that damage is not seen.
-
-    Args:
-        storage: where it is.
-        path: of the folder or the file.
-
-    Raises:
-        CheckpointError: a file or a tensor of the index that is missing, a name that two files have, a damaged header, or
-            something in a file that is no tensor, number or text.
-
-    Cost: reads the header of each file.
+    Links, of which the cache of the Hub is made, are followed. There are no digests, so that damage is not seen. Raises
+    CheckpointError for a missing file or tensor of the index, a name that two files have, a damaged header, or something in a
+    file that is no tensor, number or text. Cost: reads the header of each file.
     """
     folder, _, name = path.rpartition("/")
     indices, used = list[str](), [name]
@@ -105,7 +90,7 @@ def manifest_of(storage: Storage, path: str) -> Manifest:
 
 
 def _index(storage: Storage, folder: str, name: str) -> dict[str, str]:
-    """Names of tensors, and of the files that have them."""
+    """Return names of tensors, and of the files that have them."""
     data = read_description(storage, folder, name)
     try:
         return {str(tensor): plain_file_name(file) for tensor, file in parse_json(data)["weight_map"].items()}
@@ -114,7 +99,7 @@ def _index(storage: Storage, folder: str, name: str) -> dict[str, str]:
 
 
 def _opened(storage: Storage, folder: str, name: str) -> tuple[FileRecord, Described]:
-    """A file, and what is in it."""
+    """Return the record of a file, and what is in it."""
     path = storage.behind_links(folder, name)
     try:
         size = storage.nbytes(f"{folder}/{path}")
@@ -127,12 +112,9 @@ def _opened(storage: Storage, folder: str, name: str) -> tuple[FileRecord, Descr
 
 
 def describe_file(storage: Readable, path: str) -> Described:
-    """Return what is in a file, of safetensors or of ``torch.save``.
+    """Return what is in a file, of safetensors or of ``torch.save``: the first bytes decide, not the suffix.
 
-    The first bytes decide which of the two it is: files in the Hub's cache have no suffix.
-
-    Raises:
-        CheckpointError: it is neither, it is damaged, or it holds something else than tensors, numbers and texts.
+    Raises CheckpointError if it is neither, is damaged, or holds something else than tensors, numbers and texts.
     """
     size = storage.nbytes(path)
     head = bytearray(min(16, size))

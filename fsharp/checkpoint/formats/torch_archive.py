@@ -18,23 +18,16 @@ import torch
 
 from fsharp.checkpoint.storage import Readable
 
-FIRST_BYTES = b"PK\x03\x04"
-"""Which every archive begins with."""
+FIRST_BYTES = b"PK\x03\x04"  # of every archive
 _SPARE_NBYTES = 1 << 20
 _LOCAL_HEADER_NBYTES = 30
 
 
 def load_archive(data: bytes | bytearray) -> Any:
-    """Return what ``torch.save`` was given: numbers, texts, booleans and tensors, in dicts, lists and tuples.
+    """Return what ``torch.save`` was given, from all bytes of the archive: values and tensors in dicts, lists and tuples.
 
-    Args:
-        data: the whole archive.
-
-    Raises:
-        ValueError: compressed records, records that overlap, a tensor that is longer than its bytes, or any other class.
-        Exception: any kind of error, as the bytes of a pickle are arbitrary.
-
-    Memory: twice the size of ``data``.
+    Raises ValueError for compressed or overlapping records, a tensor that is longer than its bytes, or any other class; and any
+    kind of error, as the bytes of a pickle are arbitrary. Memory: twice the size of ``data``.
     """
 
     def bytes_in(begin: int, end: int) -> torch.Tensor:
@@ -47,16 +40,8 @@ def load_archive(data: bytes | bytearray) -> Any:
 def describe_archive(storage: Readable, path: str) -> tuple[bytes, Any]:
     """Return the pickle of an archive, and what it holds, with tensors on the meta device.
 
-    The offset of a tensor in its meta storage is that of its first element in the file, in elements of its dtype.
-
-    Args:
-        storage: where the archive is.
-        path: of the archive.
-
-    Raises:
-        ValueError, Exception: see :func:`load_archive`.
-
-    Cost: reads the list of records, the pickle, and 30 bytes of each record that has a tensor.
+    The offset of a tensor in its meta storage is that of its first element in the file, in elements of its dtype. Raises as
+    :func:`load_archive` does. Cost: reads the list of records, the pickle, and 30 bytes of each record that has a tensor.
     """
     size = storage.nbytes(path)
     whole = torch.empty(size, dtype=torch.uint8, device="meta")
@@ -146,10 +131,7 @@ def _dtype_of(name: str) -> torch.dtype | None:
 
 
 def _tensor(elements: torch.Tensor, first: int, shape: Sequence[int], strides: Sequence[int], *rest: Any) -> torch.Tensor:
-    """Make a tensor of a record's elements, in place of ``torch._utils._rebuild_tensor_v2`` and ``_v3``.
-
-    ``_v3`` has the dtype as one more argument, for records of untyped bytes.
-    """
+    """Make a tensor of a record, in place of ``torch._utils._rebuild_tensor_v2`` and ``_v3``, which adds the dtype."""
     _, _, *more = rest  # requires_grad and hooks
     dtype, *metadata = more if more and isinstance(more[0], torch.dtype) else (None, *more)
     if any(metadata):
