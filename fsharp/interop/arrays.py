@@ -1,4 +1,4 @@
-"""Tensors as arrays of JAX and back: the same memory."""
+"""Tensors as arrays of JAX and back, in the same memory."""
 
 import os
 from typing import Any
@@ -26,11 +26,7 @@ if hasattr(os, "register_at_fork"):
 
 
 def check_process(where: str) -> None:
-    """Refuse to use JAX in a process that was forked from one with JAX: XLA's threads do not survive a fork, and calls hang.
-
-    Raises:
-        TreeError: this process was forked; names its id.
-    """
+    """Refuse to use JAX in a process forked from one with JAX: XLA's threads do not survive a fork, and calls hang."""
     if _forked:
         raise TreeError(
             f"{where}: process {os.getpid()} was forked from a process that had used JAX, and XLA does not survive a fork. "
@@ -40,14 +36,11 @@ def check_process(where: str) -> None:
 
 
 def as_array(x: torch.Tensor) -> Any:
-    """A tensor as a JAX array: in the same memory if it begins on 64 bytes, else a copy.
+    """Return a tensor as a JAX array: in the same memory if it begins on 64 bytes, else a copy.
 
-    Whoever writes to the tensor while JAX has the array changes what JAX takes for constant. Integers of 64 bits are copied
-    to 32, unless JAX has them.
-
-    Raises:
-        TreeError: JAX would change the values; the tensor is not one block of memory (a DTensor, a sparse tensor); or this
-            process was forked, see :func:`check_process`.
+    Whoever writes to the tensor while JAX has the array changes what JAX takes for constant. Integers of 64 bits are copied to
+    32, unless JAX has them. Raises TreeError if JAX would change the values, or the tensor is not one block of memory (a
+    DTensor, a sparse tensor), or as :func:`check_process` does.
     """
     check_process("a tensor for JAX")
     if x._is_zerotensor():  # forward mode has such for tangents that are zero
@@ -64,11 +57,7 @@ def as_array(x: torch.Tensor) -> Any:
 
 
 def check_memory(x: torch.Tensor) -> None:
-    """Refuse what has no memory with its values in it, which XLA would read at address 0.
-
-    Raises:
-        TreeError: the tensor wraps others, is sparse, nested, on the meta device, or seen by a transform of torch.func.
-    """
+    """Refuse a tensor without memory that holds its values, which XLA would read at address 0."""
     try:
         has_memory = not isinstance(x, FakeTensor) and not x.is_nested and (not x.numel() or x.data_ptr() != 0)
     except RuntimeError:  # there is no storage
@@ -81,7 +70,7 @@ def check_memory(x: torch.Tensor) -> None:
 
 
 class _Memory:
-    """What a tensor has, for numpy: it lives as long as any array has the memory."""
+    """The memory of a tensor for numpy, which lives as long as any array has it."""
 
     def __init__(self, x: torch.Tensor) -> None:
         self._tensor = x
@@ -89,7 +78,7 @@ class _Memory:
 
 
 def as_array_on(x: torch.Tensor, device: Any) -> tuple[Any, Any]:
-    """A contiguous tensor as an array on one of JAX's devices, and what lives as long as JAX has the memory.
+    """Return a contiguous tensor as an array on one of JAX's devices, and an object that lives as long as JAX has the memory.
 
     Over DLPack all that is on a CPU belongs to the first of JAX's CPU devices, so that goes by way of numpy.
     """
@@ -102,21 +91,21 @@ def as_array_on(x: torch.Tensor, device: Any) -> tuple[Any, Any]:
 
 
 def as_tensor(x: Any) -> torch.Tensor:
-    """A JAX array as a tensor in the same memory, which has to be given up by whoever else has the array."""
+    """Return a JAX array as a tensor in the same memory, which nobody else may use any more."""
     if not x.size:
         return torch.empty(x.shape, dtype=getattr(torch, x.dtype.name))
     return torch.utils.dlpack.from_dlpack(x)
 
 
 def number_as_tensor(x: Any) -> torch.Tensor:
-    """A small array of any dtype as a tensor of its own; of a random key its data."""
+    """Return a small array of any dtype as a tensor of its own; a random key as its data."""
     data = jax.random.key_data(x) if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key) else x
     known = data.astype(jnp.float32) if data.dtype == jnp.bfloat16 else data  # to torch numpy has no bfloat16
     return torch.from_numpy(np.array(known)).to(getattr(torch, data.dtype.name))
 
 
 def number_as_array(x: Any, like: Any) -> Any:
-    """The inverse, with the dtype of ``like``."""
+    """Return a number or tensor as an array with the dtype of ``like``: the inverse of :func:`number_as_tensor`."""
     if isinstance(x, torch.Tensor):
         x = (x.float() if x.dtype == torch.bfloat16 else x).cpu().numpy()
     array = jnp.asarray(x)
@@ -131,11 +120,7 @@ def number_as_array(x: Any, like: Any) -> Any:
 
 
 def dtype_of(dtype: torch.dtype) -> Any:
-    """The dtype of JAX with the same values.
-
-    Raises:
-        TreeError: JAX has none, or would change it.
-    """
+    """Return the dtype of JAX with the same values. Raises TreeError if JAX has none, or would change it."""
     name = str(dtype).removeprefix("torch.")
     try:
         found = jnp.dtype(name)

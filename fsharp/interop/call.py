@@ -1,4 +1,4 @@
-"""as_torch: a function of JAX as a function of tensors, with all its derivatives."""
+"""as_torch: turns a function of JAX into a function of tensors, with all its derivatives."""
 
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -22,7 +22,7 @@ from fsharp.tracebacks import api_boundary
 
 @api_boundary
 def as_torch(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of JAX as one of tensors: compiled by XLA, its gradients by ``jax.vjp``, of complex numbers as torch has them.
+    """Return a function of JAX as one of tensors, compiled by XLA, with gradients by ``jax.vjp`` in torch's convention.
 
     >>> import jax.numpy as jnp
     >>> sine = as_torch(jnp.sin)
@@ -89,8 +89,7 @@ class _TensorFunction:
         return program(*(leaf for leaf in leaves if isinstance(leaf, torch.Tensor)))
 
 
-_TENSOR = object()
-"""Stands among the leaves of arguments where a tensor is."""
+_TENSOR = object()  # stands among the leaves of arguments where a tensor is
 
 
 def _check_constants(args: Sequence[Any], keywords: dict[str, Any]) -> None:
@@ -130,13 +129,7 @@ def _on_leaves(fn: Callable[..., Any], spec: optree.PyTreeSpec, constants: Seque
 
 
 class _Record:
-    """What one call of a program leaves behind besides its results.
-
-    Attributes:
-        wanted: of which arguments gradients are wanted; None if that is not known.
-        structure: of the results.
-        residuals: what JAX keeps for the backward, if gradients are wanted.
-    """
+    """Arguments whose gradients a call wants (None if unknown), its results' structure, and residuals for the backward."""
 
     def __init__(self, wanted: tuple[bool, ...] | None) -> None:
         self.wanted = wanted
@@ -153,7 +146,7 @@ class _Record:
 @partial(jax.tree_util.register_dataclass, data_fields=["arrays"], meta_fields=["vjp", "numbers"])
 @dataclass(frozen=True)
 class _Residuals:
-    """What ``vjp`` holds, but for the arguments of the function, which autograd keeps.
+    """The leaves of ``vjp`` without the arguments of the function, which autograd keeps.
 
     Attributes:
         arrays: in the order of its leaves; None for those that autograd keeps as tensors.
@@ -166,23 +159,19 @@ class _Residuals:
     numbers: tuple[int | None, ...]
 
     def whole(self, arguments: Sequence[Any], arrays: Iterable[Any]) -> Any:
-        """``vjp`` again."""
+        """Return ``vjp`` with all its leaves."""
         rest = iter(arrays)
         leaves = [next(rest) if number is None else arguments[number] for number in self.numbers]
         return jax.tree.unflatten(self.vjp, leaves)
 
 
 def _pulled(vjp: Any, cotangents: Any) -> Any:
-    """Gradients as torch has them: of complex numbers they are the conjugates of JAX's."""
+    """Return gradients as torch has them: for complex numbers the conjugates of JAX's."""
     return jax.tree.map(jnp.conj, vjp(jax.tree.map(jnp.conj, cotangents)))
 
 
 class _Program:
-    """A function of arrays, compiled, and others that are made of it.
-
-    Args:
-        fn: of arrays; returns a pytree of arrays.
-    """
+    """A compiled function of arrays, which returns a pytree of arrays, and the functions that are derived from it."""
 
     def __init__(self, fn: Callable[..., Any]) -> None:
         self._fn = fn
@@ -201,12 +190,12 @@ class _Program:
         return self.call(_Record(wanted if is_recorded and any(wanted) else None), tensors)
 
     def call(self, record: _Record, tensors: Sequence[torch.Tensor]) -> Any:
-        """The results, as a pytree of tensors."""
+        """Return the results, as a pytree of tensors."""
         out = _Call.apply(self, record, *tensors)
         return jax.tree.unflatten(record.structure, out)
 
     def run(self, record: _Record, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        """The results, each in memory of its own."""
+        """Return the results, each in memory of its own."""
         check_untraced("as_torch()")
         check_process("as_torch()")
         arrays = [as_array(x) for x in tensors]
@@ -226,13 +215,13 @@ class _Program:
     def pull_back(
         self, residuals: _Residuals, arguments: Sequence[Any], arrays: Sequence[Any], cotangents: Sequence[Any]
     ) -> list[torch.Tensor]:
-        """Gradients of the wanted arguments."""
+        """Return gradients of the wanted arguments."""
         arrays = [x if y is None else as_array(y) for x, y in zip(residuals.arrays, arrays, strict=True)]
         vjp = residuals.whole([as_array(x) for x in arguments], arrays)
         return [as_tensor(x) for x in jax.block_until_ready(self._pull_back(vjp, [as_array(x) for x in cotangents]))]
 
     def gradients(self, wanted: tuple[bool, ...]) -> "_Program":
-        """Of arguments and cotangents, which gives gradients of the wanted arguments."""
+        """Return the program of arguments and cotangents that gives gradients of the wanted arguments."""
 
         def fn(*arrays: Any) -> Any:
             of_wanted, chosen = self._of(wanted, arrays)
@@ -242,7 +231,7 @@ class _Program:
         return self._made("gradients", wanted, fn)
 
     def tangents(self, moved: tuple[bool, ...]) -> "_Program":
-        """Of arguments and the tangents of some of them, which gives tangents of the results."""
+        """Return the program of arguments and the tangents of some of them that gives tangents of the results."""
 
         def fn(*arrays: Any) -> Any:
             of_moved, chosen = self._of(moved, arrays)
@@ -251,7 +240,7 @@ class _Program:
         return self._made("tangents", moved, fn)
 
     def batched(self, dims: tuple[int | None, ...]) -> "_Program":
-        """Of arguments with one more dim, which comes first in all results."""
+        """Return the program of arguments with one more dim, which comes first in all results."""
         return self._made("batched", dims, jax.vmap(self._fn, in_axes=dims))
 
     def _made(self, kind: str, key: Any, fn: Callable[..., Any]) -> "_Program":
@@ -268,7 +257,7 @@ class _Program:
         return out, _Residuals(own, structure, numbers)
 
     def _of(self, which: tuple[bool, ...], arrays: Sequence[Any]) -> tuple[Callable[..., Any], list[Any]]:
-        """The function of some of its arguments alone, and these: it gives the results with derivatives, and all as an aux."""
+        """Return the function of some of its arguments, and these. It gives differentiable results, and all as an aux."""
 
         def fn(*chosen: Any) -> Any:
             rest = iter(chosen)

@@ -42,7 +42,7 @@ jax.tree_util.register_pytree_node(Sharded, flatten_node, unflatten_node)
 
 @api_boundary
 def to_jax(tree: Any, layout: Layout, *, devices: Sequence[Any] | None = None) -> Any:
-    """The tree with global arrays for flat buffers, each rank's part in the memory that it has, not copied.
+    """Return the tree with global arrays for flat buffers, each rank's part in the memory that it has, not copied.
 
     Args:
         tree: this rank's, any pytree of :class:`~fsharp.Sharded`: parameters, gradients, optimizer state. Where this process
@@ -52,14 +52,14 @@ def to_jax(tree: Any, layout: Layout, *, devices: Sequence[Any] | None = None) -
             ``jax.distributed.initialize()`` first, with the rank for ``process_id``.
 
     Returns:
-        The tree with arrays in it: of a group of a unit one of shape ``[size]`` under the ``NamedSharding`` that
+        The tree with arrays in it: for a group of a unit one of shape ``[size]`` under the ``NamedSharding`` that
         :func:`shardings` gives; with a leading dim for each axis along which ranks have values of their own. A Sharded is a
         pytree node of JAX too, and :func:`unflatten` gives the leaves in their shape. Leaves that are no Sharded, such as the
         counts of an optimizer, stay as they are.
 
     Raises:
-        TreeError: another number of trees than this process has ranks, units that are not the layout's, sums that rest
-            partial, buffers that do not begin on 64 bytes, which JAX would copy, or a dtype that it would change.
+        TreeError: another number of trees than this process has ranks, units that are not the layout's, sums that rest partial,
+            buffers that do not begin on 64 bytes, which JAX would copy, or a dtype that it would change.
         LayoutError: fewer devices than ranks, or none of them this process's.
 
     Cost: none. JAX takes the memory for constant: as long as it has the arrays you must not write to the tensors, and
@@ -109,7 +109,7 @@ def _share(nodes: Sequence[Sharded], i: int, mesh: Mesh, devices: Sequence[Any])
 
 @api_boundary
 def from_jax(tree: Any, layout: Layout, *, devices: Sequence[Any] | None = None, donate: bool = False) -> Any:
-    """The inverse of :func:`to_jax`: this rank's tensors of a tree of global arrays.
+    """Return this rank's tensors of a tree of global arrays: the inverse of :func:`to_jax`.
 
     Args:
         tree: any pytree of :class:`~fsharp.Sharded` with arrays in it, as :func:`to_jax` made it or a function of JAX.
@@ -165,15 +165,12 @@ def _local(node: Sharded, i: int, mesh: Mesh, devices: Sequence[Any], donate: bo
 
 @api_boundary
 def shardings(layout: Layout, place: PlaceName = "params", *, devices: Sequence[Any] | None = None) -> Any:
-    """The tree of a layout with a ``NamedSharding`` for each flat buffer: for ``jax.device_put`` and ``out_shardings``.
+    """Return the tree of a layout with a ``NamedSharding`` for each buffer: for ``jax.device_put`` and ``out_shardings``.
 
     Args:
         layout: made by :func:`~fsharp.plan`.
         place: which of the places of its units, by name or as a :class:`~fsharp.layout.Place`.
-        devices: the device of each rank, as for :func:`to_jax`.
-
-    Raises:
-        LayoutError: fewer devices than ranks.
+        devices: the device of each rank, as for :func:`to_jax`; a LayoutError if there are fewer than ranks.
     """
     mesh, _ = _mesh(layout, devices)
 
@@ -186,13 +183,10 @@ def shardings(layout: Layout, place: PlaceName = "params", *, devices: Sequence[
 
 @api_boundary
 def unflatten(tree: Any) -> Any:
-    """The user's tree, its leaves cut out of global flat arrays: inside of ``jax.jit``, differentiable.
+    """Return the user's tree, its leaves cut out of global flat arrays: inside of ``jax.jit``, differentiable.
 
-    Args:
-        tree: a pytree of :class:`~fsharp.Sharded` with all groups of their units; those that leaves are tied to among them.
-
-    Returns:
-        The tree with the subtree of each unit, its leaves in their shape. XLA moves what a computation needs.
+    ``tree`` is a pytree of :class:`~fsharp.Sharded` with all groups of their units, and with those that leaves are tied to. XLA
+    moves what a computation needs.
     """
     views = {(node.name, path): leaf for node in units_of(tree) for path, leaf in _views(node).items()}
 
@@ -212,7 +206,7 @@ def _views(node: Sharded) -> dict[str, Any]:
 
 
 def _mesh(layout: Layout, devices: Sequence[Any] | None) -> tuple[Mesh, list[Any]]:
-    """JAX's mesh, and those of its devices that are this process's, in order of rank."""
+    """Return JAX's mesh, and those of its devices that are this process's, in order of rank."""
     found, size = list(jax.devices() if devices is None else devices)[: layout.mesh.size], layout.mesh.size
     here = [device for device in found if device.process_index == jax.process_index()]
     if len(found) < size or not here:
@@ -224,7 +218,7 @@ def _mesh(layout: Layout, devices: Sequence[Any] | None) -> tuple[Mesh, list[Any
 
 
 def _global(node: Sharded, i: int, mesh: Mesh) -> tuple[tuple[int, ...], NamedSharding]:
-    """Shape and sharding of a group's buffer of all ranks."""
+    """Return shape and sharding of a group's buffer of all ranks."""
     if node.place.partial:
         raise TreeError(
             f"unit {node.name!r} rests partial ({node.place}), a sum that JAX has no word for: reduce_scatter() it."

@@ -46,15 +46,10 @@ from fsharp.interop.primitives import (
 
 
 class LeafPart(NamedTuple):
-    """What a rank has of one leaf.
+    """Elements ``[first, last)`` of a leaf of this shape, which a rank has.
 
-    Attributes:
-        path: of the leaf.
-        shape: of all of it.
-        first: the first of its elements that are here.
-        last: behind the last of them.
-        axes: mesh axes along which it is cut; empty if all of it is here.
-        is_varying: whether each rank along some axis has a leaf of its own.
+    ``axes`` are the mesh axes along which the leaf is cut; empty if all of it is here. ``is_varying`` says whether each rank
+    along some axis has a leaf of its own.
     """
 
     path: str
@@ -66,13 +61,7 @@ class LeafPart(NamedTuple):
 
 
 class ShardedArray(NamedTuple):
-    """An array that is cut as a leaf is: this rank has the same elements of the array as of the leaf.
-
-    Attributes:
-        leaf: the number of the leaf.
-        elements: this rank's elements, 1-D.
-        shape: shape of the whole array, which has as many elements as the leaf, unless this rank holds all of the leaf.
-    """
+    """This rank's ``elements``, 1-D, of an array that is cut as a leaf is. Its size may differ for a leaf that is whole."""
 
     leaf: int
     elements: Any
@@ -98,12 +87,7 @@ Key = tuple[int, ...]
 
 @dataclass(frozen=True)
 class RankReduction:
-    """A reduction of a scalar over ranks.
-
-    Attributes:
-        op: ``"sum"``, ``"max"`` or ``"min"``.
-        axes: mesh axes to reduce along.
-    """
+    """A reduction of a scalar over ranks along mesh axes."""
 
     op: ReduceOp
     axes: tuple[str, ...]
@@ -112,12 +96,7 @@ class RankReduction:
 class Lifted:
     """One run of a jaxpr on this rank's elements.
 
-    Args:
-        leaves: this rank's part of each leaf.
-        known: the results of reductions so far, by position.
-
-    Attributes:
-        pending: by position, each reduction without a result so far, and this rank's summand.
+    ``known`` has the results of reductions so far, by position. ``pending`` has each other reduction, and this rank's summand.
     """
 
     def __init__(self, leaves: Sequence[LeafPart], known: Mapping[Key, Any]) -> None:
@@ -127,8 +106,7 @@ class Lifted:
     def run(self, closed: ClosedJaxpr, args: Sequence[Any], at: Key = ()) -> list[Any]:
         """Return the results of a jaxpr, each a :class:`ShardedArray`, a :class:`Splat`, or an array.
 
-        Raises:
-            LayoutError: an equation needs elements of a leaf that other ranks hold.
+        Raises LayoutError if an equation needs elements of a leaf that other ranks hold.
         """
         values: dict[Any, Any] = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
         values.update(zip(closed.jaxpr.invars, args, strict=True))
@@ -142,7 +120,7 @@ class Lifted:
         return [read(atom) for atom in closed.jaxpr.outvars]
 
     def elements(self, value: Any, leaf: int, shape: Sequence[int]) -> Any:
-        """This rank's elements of an array of a leaf's size, or of one that is broadcast to it."""
+        """Return this rank's elements of an array of a leaf's size, or of one that is broadcast to it."""
         part, size = self.leaves[leaf], math.prod(shape)
         first, last = (part.first, part.last) if part.axes else (0, size)
         if isinstance(value, ShardedArray) and math.prod(value.shape) == size:
@@ -155,14 +133,8 @@ class Lifted:
     def placed(self, value: Any, leaf: int | None, what: str, at: Key) -> Any:
         """Return a result in the form in which it is stored: elements of a leaf, or an array if ``leaf`` is None.
 
-        Args:
-            value: the result.
-            leaf: the number of the leaf; None for an array that is the same on all ranks.
-            what: the result in words, for the message.
-            at: where ranks exchange the value if they have to.
-
-        Raises:
-            LayoutError: the result is made of elements of another leaf.
+        ``what`` is the result in words, and ``at`` is where ranks exchange the value if they have to. Raises LayoutError if the
+        result is made of elements of another leaf.
         """
         if not isinstance(value, ShardedArray):
             return value
@@ -228,7 +200,7 @@ class Lifted:
         return self._over_ranks("reduce_sum", value.leaf, value.elements, out, at)
 
     def _leaf_of(self, name: str, values: Sequence[Any]) -> int | None:
-        """The one leaf that the values are parts of."""
+        """Return the one leaf that the values are parts of; None if there is none."""
         found = {value.leaf for value in values if isinstance(value, ShardedArray)}
         if len(found) > 1:
             first, second = (self.leaves[leaf] for leaf in sorted(found)[:2])
@@ -341,7 +313,7 @@ def _scalar(value: Any) -> Any:
 
 
 def _whole(value: Any) -> Any:
-    """The array itself, if all of it is here."""
+    """Return the array itself, if all of it is here."""
     if isinstance(value, ShardedArray):
         return jnp.reshape(value.elements, value.shape)
     return jnp.full(value.shape, value.scalar) if isinstance(value, Splat) else value

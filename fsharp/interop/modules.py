@@ -15,8 +15,7 @@ from fsharp.interop.arrays import as_array, as_tensor, check_process
 from fsharp.interop.call import as_torch
 from fsharp.tracebacks import api_boundary
 
-Name = tuple[Any, ...]
-"""Where a parameter is: fields, keys and indices."""
+Name = tuple[Any, ...]  # of a parameter: fields, keys and indices
 
 
 @api_boundary
@@ -89,17 +88,12 @@ def _linen(model: Any, variables: Any) -> tuple[Callable[..., Any], Any]:
 
 @api_boundary
 def to_tensors(tree: Any) -> Any:
-    """The parameters in a pytree of JAX, as a tree that can be planned and sharded.
+    """Return the parameters in a pytree of JAX, as a tree that can be planned and sharded.
 
-    Args:
-        tree: a module of Equinox, a state of NNX, a restored checkpoint: any pytree of JAX, arrays of numpy in it included.
+    ``tree`` is a module of Equinox, a state of NNX, a restored checkpoint: any pytree of JAX, arrays of numpy in it included.
 
-    Returns:
-        Dictionaries by field, key or index, in memory of their own, of all arrays of floating dtype; a box around one value
-        (a ``Variable`` of NNX) is its value. Other leaves are left out.
-
-    Raises:
-        TreeError: there is none.
+    Returns dictionaries by field, key or index, in memory of their own, of all arrays of floating dtype; a box around one value
+    (a ``Variable`` of NNX) is its value. Other leaves are left out. Raises TreeError if there is none.
     """
     check_process("to_tensors()")
     result: dict[Any, Any] = {}
@@ -120,7 +114,7 @@ def to_tensors(tree: Any) -> Any:
 
 @api_boundary
 def to_arrays(tree: Any, like: Any) -> Any:
-    """The inverse of :func:`to_tensors`: a pytree of JAX with the parameters of a tree.
+    """Return a pytree of JAX with the parameters of a tree: the inverse of :func:`to_tensors`.
 
     Args:
         tree: as :func:`to_tensors` made it, for example what :func:`fsharp.full` gives after training.

@@ -1,4 +1,4 @@
-"""from_optax: a gradient transformation of optax on shards, by running its jaxpr on the elements that each rank has."""
+"""from_optax: runs the jaxpr of a gradient transformation of optax on the elements that each rank has."""
 
 import re
 import threading
@@ -26,9 +26,8 @@ class OptaxState(NamedTuple):
     """State of :func:`from_optax`.
 
     Attributes:
-        optax: the state as optax has it: its numbers are tensors, and where it has an array like a parameter there is an
-            :class:`InBuffers`.
-        buffers: trees like the parameters, at the optimizer's place, with what those arrays have of each of them.
+        optax: the state as optax has it, with tensors for numbers, and an :class:`InBuffers` for each array like a parameter.
+        buffers: trees like the parameters, at the optimizer's place, with the elements of these arrays.
     """
 
     optax: Any
@@ -37,11 +36,7 @@ class OptaxState(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class InBuffers:
-    """In the place of an array of optax: it is in one of the trees of buffers. A pytree node without leaves.
-
-    Attributes:
-        number: of the tree.
-    """
+    """The place of an array of optax whose elements are in a tree of buffers. A pytree node without leaves."""
 
     number: int
 
@@ -51,7 +46,7 @@ register_leafless(InBuffers)
 
 @api_boundary
 def from_optax(tx: Any) -> Transform:
-    """An ``optax.GradientTransformation`` as a transformation of shards.
+    """Return an ``optax.GradientTransformation`` as a transformation of shards.
 
     >>> import optax, fsharp as fs
     >>> tx = fs.from_optax(optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3)))
@@ -62,9 +57,9 @@ def from_optax(tx: Any) -> Transform:
     lifting].
 
     Args:
-        tx: any transformation, or an ``optax.MultiSteps``. ``fs.update(..., value=loss)`` passes extra arguments on, numbers
-            or arrays; ranks compare them. ``fs.train_step`` passes ``value``, which is not passed on to a transformation that
-            does not take it.
+        tx: any transformation, or an ``optax.MultiSteps``. ``fs.update(..., value=loss)`` passes extra arguments on, numbers or
+            arrays; ranks compare them. ``fs.train_step`` passes ``value``, which is not passed on to a transformation that does
+            not take it.
 
     Returns:
         A transformation with :class:`OptaxState`. Its state is sharded as the optimizer's place says.
@@ -77,9 +72,9 @@ def from_optax(tx: Any) -> Transform:
         AgreementError: transformations, extra arguments, or numbers in the state that differ between ranks.
 
     Cost: one ``all_reduce`` of 8 bytes a leaf for norms, and one collective of 40 bytes an axis to compare transformations and
-    numbers. Arrays in the state that are not like a parameter are whole on each rank, and hashed in each update. XLA
-    compiles once for a rank's part of the leaves; simulated ranks with the same part share a compilation. Gradients are
-    copied; other tensors go to JAX and back over DLPack without a copy, if their address is a multiple of 64 bytes.
+    numbers. Arrays in the state that are not like a parameter are whole on each rank, and hashed in each update. XLA compiles
+    once for a rank's part of the leaves; simulated ranks with the same part share a compilation. Gradients are copied; other
+    tensors go to JAX and back over DLPack without a copy, if their address is a multiple of 64 bytes.
     """
     if isinstance(tx, optax.MultiSteps):
         tx = tx.gradient_transformation()

@@ -20,8 +20,7 @@ from fsharp.functional.formats.format import dtype_name
 from fsharp.functional.layout.paths import as_patterns, chosen
 from fsharp.tracebacks import api_boundary
 
-_READ_NBYTES = 1 << 30
-"""Bytes of tensors to read in one call of Orbax, which reads its metadata again in each call."""
+_READ_NBYTES = 1 << 30  # of tensors to read in one call of Orbax, which reads its metadata again in each call
 
 
 @api_boundary
@@ -44,9 +43,6 @@ def from_orbax(
         step: number of the step, in the checkpoint's name.
         ignore: patterns of names to leave out; each has to match one.
         config: kept in the manifest.
-
-    Returns:
-        The checkpoint.
 
     Raises:
         CheckpointError: Orbax cannot read the folder, or a leaf is neither a number, a text, nor an array of a dtype that torch

@@ -1,4 +1,4 @@
-"""A transformation of optax for trees of one layout, traced once on whole leaves, and compiled once for each rank's part."""
+"""A transformation of optax for trees of one layout: traced once on whole leaves, and compiled once for each rank's part."""
 
 import hashlib
 import math
@@ -43,13 +43,7 @@ class BufferRange(NamedTuple):
 
 
 class RankPart(NamedTuple):
-    """One rank's part of a tree.
-
-    Attributes:
-        parts: part of each leaf, in JAX's order.
-        places: place of each leaf's part in the flat buffers.
-        sizes: number of elements of each flat buffer.
-    """
+    """One rank's part of each leaf in JAX's order, its place in the flat buffers, and the sizes of these buffers."""
 
     parts: tuple[LeafPart, ...]
     places: tuple[BufferRange, ...]
@@ -66,10 +60,9 @@ class Traced:
         extra: shapes and dtypes of extra arguments of the update, by name.
 
     Attributes:
-        state: shape and dtype of each array of the state, in JAX's order.
-        paths: path of each array in the state.
-        slots: for each array with a value for each element of a leaf, such as a moment, the number of the leaf and the
-            number of the tree of buffers that stores the array; None for other arrays.
+        state: shape and dtype of each array of the state, in JAX's order; ``paths`` has its path.
+        slots: for each array with a value for each element of a leaf, such as a moment, the number of the leaf and the number
+            of the tree of buffers that stores the array; None for other arrays.
         unused: names of extra arguments that the update does not use.
 
     Raises:

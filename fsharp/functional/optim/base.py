@@ -1,9 +1,8 @@
 """Transform: the (init, update) pair, what it may know of the ranks, and how pairs are chained.
 
-A pair is all that :func:`~fsharp.update` asks for, so optimizers of other libraries work as they are. They see a tree
-whose leaves are flat shards, which is the same to an elementwise rule; others are refused when their state is made. A
-:class:`Transform` is told in addition which ranks there are, so that norms are right, and may update parameters itself, so that
-fused kernels can.
+A pair is all that :func:`~fsharp.update` asks for, so optimizers of other libraries work as they are. They see a tree whose
+leaves are flat shards, which is the same to an elementwise rule; others are refused when their state is made. A
+:class:`Transform` is also told which ranks there are, so that norms are right, and may have a fused kernel update parameters.
 """
 
 import inspect
@@ -30,9 +29,8 @@ from fsharp.tracebacks import api_boundary
 class Transform:
     """A gradient transformation.
 
-    All trees it sees are of trainable groups at the optimizer's place: gradients in the accumulation dtype, parameters
-    in the main dtype. Extra arguments of :func:`~fsharp.update`, such as ``value``, the loss, are for those that know them;
-    others pass them on. :func:`~fsharp.update` refuses one that no transformation knows.
+    All trees it sees are of trainable groups at the optimizer's place: gradients in the accumulation dtype, parameters in the
+    main dtype. Functions that do not name ``comm`` or an extra argument are called without it.
 
     Attributes:
         init: ``init(params, comm=...) -> state``.
@@ -41,10 +39,9 @@ class Transform:
         apply: ``apply(grads, state, params, comm=..., donate=..., **extra) -> (params, state)``: new parameters in one go, for
             rules that have a fused kernel; ``donate`` allows to overwrite the old ones. None adds the updates.
         name: by which its state is told from that of another one; one without a name takes any.
-        extra: names of the extra arguments that ``update`` and ``apply`` use; None for any. Signatures say these names, unless
-            one of the two takes ``**extra``: pass the ``extra`` of an inner transformation then.
-
-    Functions that do not name ``comm`` or an extra argument are called without it.
+        extra: names of the extra arguments, such as ``value``, the loss, that ``update`` and ``apply`` use; None for any, and
+            :func:`~fsharp.update` refuses others. Signatures say these names, unless one of the two takes ``**extra``: pass the
+            ``extra`` of an inner transformation then.
     """
 
     init: Callable[..., Any]
@@ -88,11 +85,7 @@ def known_extra(*transforms: Transform) -> frozenset[str] | None:
 
 
 def check_extra(tx: Transform, extra: Mapping[str, Any]) -> None:
-    """Refuse extra arguments of an update that the transformation does not use. ``value`` is passed to any.
-
-    Raises:
-        OptionError: names the first of them.
-    """
+    """Refuse extra arguments of an update that the transformation does not use. ``value`` is passed to any."""
     known = frozenset(extra) if tx.extra is None else tx.extra | {"value"}
     if unknown := sorted(extra.keys() - known):
         facts = [("got", f"{unknown[0]}={extra[unknown[0]]!r:.60}"), ("expected", " or ".join(sorted(known)))]
@@ -101,7 +94,7 @@ def check_extra(tx: Transform, extra: Mapping[str, Any]) -> None:
 
 
 def _with_what_it_names(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, which may be given keywords that it does not name."""
+    """Return a function that may be given keywords that ``fn`` does not name."""
     kinds = {name: parameter.kind for name, parameter in inspect.signature(fn).parameters.items()}
     if inspect.Parameter.VAR_KEYWORD in kinds.values():
         return fn
@@ -114,7 +107,7 @@ def _with_what_it_names(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _of_values(init: Callable[..., Any]) -> Callable[..., Any]:
-    """``init``, which refuses parameters that are stored in a format."""
+    """Return ``init`` with a check that refuses parameters stored in a format."""
 
     @wraps(init)
     def call(params: Any, *args: Any, **keywords: Any) -> Any:
@@ -125,11 +118,7 @@ def _of_values(init: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def as_transform(tx: Any) -> Transform:
-    """A Transform, or any ``(init, update)`` pair as one, whose ``init`` tries it: see :func:`try_pair`.
-
-    Raises:
-        TreeError: neither.
-    """
+    """Return a Transform; an ``(init, update)`` pair becomes one whose ``init`` tries it with :func:`try_pair`."""
     if isinstance(tx, Transform):
         return tx
     if type(tx).__module__.startswith("optax."):
@@ -165,11 +154,7 @@ def as_transform(tx: Any) -> Transform:
 
 
 class ByLeaf(NamedTuple):
-    """A list that a pair keeps, of one tensor for each leaf of the parameters, as a tree: then it is known what they are of.
-
-    Attributes:
-        leaves: a tree like the parameters.
-    """
+    """A list that a pair keeps, of one tensor for each leaf of the parameters, as a tree like the parameters."""
 
     leaves: Any
 
@@ -191,14 +176,14 @@ def _as_trees(state: Any, params: Any) -> Any:
 
 
 def _as_lists(state: Any) -> Any:
-    def is_one(node: Any) -> bool:
-        return isinstance(node, ByLeaf)
+    def one(node: Any) -> Any:
+        return optree.tree_leaves(node.leaves) if isinstance(node, ByLeaf) else node
 
-    return optree.tree_map(lambda node: optree.tree_leaves(node.leaves) if is_one(node) else node, state, is_leaf=is_one)
+    return optree.tree_map(one, state, is_leaf=lambda node: isinstance(node, ByLeaf))
 
 
 def _name_of(fn: Any) -> str:
-    """Of a function, without the address that a repr has."""
+    """Return the name of a function, without the address that a repr has."""
     named = fn if hasattr(fn, "__qualname__") else type(fn)
     return f"{named.__module__}.{named.__qualname__}".replace(".<locals>", "")
 
@@ -206,7 +191,7 @@ def _name_of(fn: Any) -> str:
 def apply_transform(
     tx: Transform, grads: Any, state: Any, params: Any, *, comm: Comm, donate: bool = False, **extra: Any
 ) -> tuple[Any, Any]:
-    """New parameters and state by ``tx``, its own way if it has one, else by adding its updates."""
+    """Return new parameters and state by ``tx.apply`` if there is one, else by adding updates."""
     if tx.apply is not None:
         return tx.apply(grads, state, params, comm=comm, donate=donate, **extra)
     updates, state = tx.update(grads, state, params, comm=comm, **extra)
@@ -214,13 +199,13 @@ def apply_transform(
 
 
 def add_updates(params: Any, updates: Any, *, donate: bool = False) -> Any:
-    """``params + updates``, in the dtype of the parameters."""
+    """Return ``params + updates``, in the dtype of the parameters."""
     return optree.tree_map(lambda p, u: (p.add_(u) if donate else p + u).to(p.dtype), params, updates)
 
 
 @api_boundary
 def chain(*transforms: Any) -> Transform:
-    """One transformation after another: each gets the updates of the one before as its gradients.
+    """Apply one transformation after another: each gets the updates of the one before as its gradients.
 
     >>> import fsharp as fs
     >>> tx = fs.optim.chain(fs.optim.clip_by_global_norm(1.0), fs.optim.adamw(1e-3))
@@ -232,18 +217,15 @@ def chain(*transforms: Any) -> Transform:
     def init(params: Any, /, *, comm: Comm | None = None) -> Any:
         return tuple(tx.init(params, comm=comm) for tx in txs)
 
-    def update(grads: Any, state: Any, params: Any, *, comm: Comm, **extra: Any) -> tuple[Any, Any]:
+    def update(grads: Any, state: Any, params: Any, **how: Any) -> tuple[Any, Any]:
         new = []
-        for tx, old in zip(txs, state, strict=True):
-            grads, s = tx.update(grads, old, params, comm=comm, **extra)
+        for tx, old in zip(txs, state, strict=False):  # all of them, or all but the last
+            grads, s = tx.update(grads, old, params, **how)
             new.append(s)
         return grads, tuple(new)
 
     def apply(grads: Any, state: Any, params: Any, *, comm: Comm, donate: bool, **extra: Any) -> tuple[Any, Any]:
-        new = []
-        for tx, old in zip(txs[:-1], state[:-1], strict=True):
-            grads, s = tx.update(grads, old, params, comm=comm, **extra)
-            new.append(s)
+        grads, new = update(grads, state[:-1], params, comm=comm, **extra)
         params, last = apply_transform(txs[-1], grads, state[-1], params, comm=comm, donate=donate, **extra)
         return params, (*new, last)
 
@@ -252,7 +234,7 @@ def chain(*transforms: Any) -> Transform:
 
 
 def named(outer: str, *inner: str) -> str:
-    """The name of a transformation around others; empty if one of them has none."""
+    """Return the name of a transformation around others; empty if one of them has none."""
     return f"{outer}({', '.join(inner)})" if all(inner) else ""
 
 
@@ -270,14 +252,14 @@ def settings_of(tx: Transform) -> str:
 
 
 def config_of(**values: Any) -> dict[str, str]:
-    """Settings by name, as ranks compare them."""
+    """Return settings by name, as ranks compare them."""
     return {name: exact_text(value) for name, value in values.items()}
 
 
 def per_leaf(
     where: str, params: Any, rules: Callable[[list[str]], Mapping[str, Any]] | Any, default: Any = None
 ) -> dict[str, Any]:
-    """A value for every leaf stored in the groups of ``params``: by a function of all paths, or as :func:`assign` reads it."""
+    """Return a value for every leaf in the groups of ``params``: by a function of all paths, or as :func:`assign` reads it."""
     paths = [s.unit.full_path(leaf) for s in units_of(params) for g in s.groups for leaf in s.unit.leaves_of(g)]
     if default is not None:
         return dict.fromkeys(paths, default) | dict(rules(paths))
@@ -285,11 +267,7 @@ def per_leaf(
 
 
 def check_gradients(where: str, grads: Any, params: Any) -> None:
-    """Refuse gradients whose units, places, groups, sizes or dtypes are not those of the parameters to be updated.
-
-    Raises:
-        TreeError: what differs, in the first unit in which something does.
-    """
+    """Refuse gradients whose units, places, groups, sizes or dtypes are not those of the parameters; names the first."""
     if optree.tree_structure(grads, is_leaf=is_sharded) != optree.tree_structure(params, is_leaf=is_sharded):
         raise TreeError(f"{where}: gradients and parameters are trees of different structure.")
     for g, p in zip(units_of(grads), units_of(params), strict=True):
@@ -320,11 +298,7 @@ def check_gradients(where: str, grads: Any, params: Any) -> None:
 
 
 def check_shared(where: str, grads: Sharded) -> None:
-    """Refuse gradients that ranks have not summed, though their place does not say so.
-
-    Raises:
-        TreeError: they were taken with respect to gathered parameters.
-    """
+    """Refuse gradients with respect to gathered parameters: ranks have not summed them, though their place does not say so."""
     if grads.is_gathered:
         raise TreeError(
             f"{where}: the gradient of unit {grads.name!r} is this rank's part of it: it was taken with respect to gathered "

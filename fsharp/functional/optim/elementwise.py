@@ -27,18 +27,11 @@ PerPath = float | Mapping[str, float] | Callable[[str], float]
 """A number, numbers by path pattern (the last that selects a leaf counts), or a function of the leaf's path."""
 
 _shape_of = attrgetter("shape")
-_VECTOR_NBYTES = 128
-"""Two of the widest SIMD registers in use, which torch's loops take at once, and a multiple of all narrower ones."""
+_VECTOR_NBYTES = 128  # two of the widest SIMD registers, which torch's loops take at once; a multiple of all narrower ones
 
 
 class AdamState(NamedTuple):
-    """State of :func:`adam`, :func:`adamw` and :func:`scale_by_adam`.
-
-    Attributes:
-        count: updates made.
-        mu: first moments, like the parameters.
-        nu: second moments, like the parameters.
-    """
+    """State of :func:`adam`, :func:`adamw` and :func:`scale_by_adam`: updates made, first and second moments."""
 
     count: int | torch.Tensor  # type: ignore[assignment]  # tuple.count, which nobody calls on a state
     mu: Any
@@ -46,19 +39,14 @@ class AdamState(NamedTuple):
 
 
 class MomentumState(NamedTuple):
-    """State of :func:`sgd`, :func:`lion` and :func:`muon`.
-
-    Attributes:
-        count: updates made.
-        mu: the momentum, like the parameters; None without.
-    """
+    """State of :func:`sgd`, :func:`lion` and :func:`muon`: updates made, and the momentum, or None without."""
 
     count: int  # type: ignore[assignment]  # tuple.count, which nobody calls on a state
     mu: Any
 
 
 def at(schedule: ScalarOrSchedule, count: int) -> float:
-    """The value of a schedule after ``count`` updates."""
+    """Return the value of a schedule after ``count`` updates."""
     return float(schedule(count) if callable(schedule) else schedule)
 
 
@@ -76,7 +64,7 @@ def adam(
     lr_scale: PerPath = 1.0,
     capturable: bool = False,
 ) -> Transform:
-    """:func:`adamw` without weight decay.
+    """Adam without weight decay: :func:`adamw` with its other arguments, and its state.
 
     Args:
         learning_rate: a number, or a schedule.
@@ -85,9 +73,6 @@ def adam(
         eps: added to the root.
         lr_scale: factor on the learning rate, per path.
         capturable: as of :func:`adamw`.
-
-    Returns:
-        A transform with :class:`AdamState`. State: two buffers at the optimizer's place.
     """
     return adamw(learning_rate, b1, b2, eps, weight_decay=0.0, lr_scale=lr_scale, capturable=capturable)
 
@@ -278,7 +263,7 @@ def _rule(
     lr_scale: PerPath = 1.0,
     rate: Callable[[Any], Any] | None = None,
 ) -> Transform:
-    """A transform from a step that changes parameters in place.
+    """Return a transform from a step that changes parameters in place.
 
     The update alone is that of parameters which are zero: a difference of parameters would have lost its digits. Weight decay
     is added to it, times the learning ``rate``; or to the gradients, if there is no rate.
@@ -326,10 +311,8 @@ def _each_run(
 ) -> None:
     """Call ``kernel(lists, scale, decay)`` for each pair of hyper-parameters, on the runs of the buffers that have it.
 
-    ``trees`` are parameters, gradients and state, whose buffers correspond; all but the second are written in place.
-
-    Raises:
-        TreeError: the buffers do not correspond. torch's fused kernels would read and write beyond them.
+    ``trees`` are parameters, gradients and state; all but the second are written in place. Raises TreeError if their buffers do
+    not correspond: torch's fused kernels would read and write beyond them.
     """
     params = trees[0]
     expected, *others = (
@@ -366,7 +349,7 @@ def _each_run(
 
 
 def _runs(node: Sharded, group: int, rank: int, tables: Mapping[str, Mapping[str, float]]) -> list[Any]:
-    """``((scale, decay), start, stop)`` that tile a buffer; padding goes with the leaf before it."""
+    """Return rows ``((scale, decay), start, stop)`` that tile a buffer; padding goes with the leaf before it."""
     result: list[Any] = []
     size = node.unit.local_size(group, node.place)
     for span in node.unit.spans(group, node.place, rank):

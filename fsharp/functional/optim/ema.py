@@ -12,12 +12,7 @@ from fsharp.functional.optim.base import Transform, add_updates, apply_transform
 
 
 class EmaState(NamedTuple):
-    """State of :func:`ema`.
-
-    Attributes:
-        count: updates made.
-        ema: averaged updates, like the parameters.
-    """
+    """State of :func:`ema`: updates made, and the average of updates."""
 
     count: int  # type: ignore[assignment]  # tuple.count, which nobody calls on a state
     ema: Any
@@ -25,18 +20,14 @@ class EmaState(NamedTuple):
 
 @options_checked
 def ema(decay: float, debias: bool = True) -> Transform:
-    """The average of updates ``e <- decay * e + (1 - decay) * u``, from zero. For that of parameters see :func:`with_ema`.
+    """Average updates: ``e <- decay * e + (1 - decay) * u``, from zero. For an average of parameters see :func:`with_ema`.
 
     Args:
-        decay: in [0, 1).
+        decay: in [0, 1); else a LayoutError.
         debias: hand on ``e / (1 - decay^t)`` in update ``t``; else ``e``.
 
-    Returns:
-        A transform with :class:`EmaState`. State: one buffer at the optimizer's place, in the dtype of the parameters.
-        ``accumulator_dtype`` of optax is not here: ``fs.from_optax(optax.ema(...))`` has it.
-
-    Raises:
-        LayoutError: a decay outside [0, 1).
+    Its state is :class:`EmaState`, one buffer at the optimizer's place, in the dtype of the parameters. ``accumulator_dtype``
+    of optax is not here: ``fs.from_optax(optax.ema(...))`` has it.
     """
     _check_decay("ema()", decay)
 
@@ -49,12 +40,7 @@ def ema(decay: float, debias: bool = True) -> Transform:
 
 
 class WithEmaState(NamedTuple):
-    """State of :func:`with_ema`.
-
-    Attributes:
-        ema: averaged parameters at the optimizer's place, in the main dtype: trainable groups only.
-        inner_state: of the wrapped transformation.
-    """
+    """State of :func:`with_ema`: averaged parameters of trainable groups in the main dtype, and the inner state."""
 
     ema: Any
     inner_state: Any
@@ -62,17 +48,14 @@ class WithEmaState(NamedTuple):
 
 @options_checked
 def with_ema(tx: Any, *, decay: float) -> Transform:
-    """``tx``, and an average of the parameters it makes: ``ema <- decay * ema + (1 - decay) * p``, from the first ones.
+    """Wrap ``tx``, and average the parameters it makes: ``ema <- decay * ema + (1 - decay) * p``, from the first ones.
 
     Args:
         tx: any ``(init, update)`` pair.
-        decay: in [0, 1).
+        decay: in [0, 1); else a LayoutError.
 
     Returns:
         A transform with :class:`WithEmaState`; ``gather(state.opt.ema, comm=comm)`` makes the average whole.
-
-    Raises:
-        LayoutError: a decay outside [0, 1).
     """
     _check_decay("with_ema()", decay)
     inner = as_transform(tx)

@@ -18,8 +18,8 @@ class InjectHyperparamsState(NamedTuple):
 
     Attributes:
         count: updates made.
-        hyperparams: numbers by name. Those that are not scheduled may be set, on all ranks alike:
-            ``state.opt.hyperparams["learning_rate"] = 1e-4``. Those that are scheduled are what the last update used.
+        hyperparams: numbers by name. Those without a schedule may be set, on all ranks alike:
+            ``state.opt.hyperparams["learning_rate"] = 1e-4``. Those with one are what the last update used.
         inner_state: of the transformation that the factory makes.
     """
 
@@ -30,7 +30,7 @@ class InjectHyperparamsState(NamedTuple):
 
 @options_checked
 def inject_hyperparams(inner_factory: Callable[..., Any], static_args: str | Iterable[str] = ()) -> Callable[..., Transform]:
-    """A factory of transformations whose hyper-parameters are in the state.
+    """Return a factory of transformations whose hyper-parameters are in the state.
 
     >>> import fsharp as fs
     >>> tx = fs.optim.inject_hyperparams(fs.optim.adamw)(learning_rate=3e-4, weight_decay=0.1)
@@ -51,8 +51,8 @@ def inject_hyperparams(inner_factory: Callable[..., Any], static_args: str | Ite
             hyper-parameters that are missing, unknown or no numbers.
         AgreementError: in ``update``, on all ranks: ranks have set different numbers, or their schedules give some.
 
-    Cost: ranks compare the numbers in each update, as none knows whether another has set one: 40 bytes for each axis, and a
-    wait for them. The factory is called once an update.
+    Cost: ranks compare the numbers in each update: 40 bytes for each axis, and a wait for them. The factory is called once an
+    update.
     """
     signature = inspect.signature(inner_factory)
     static = {static_args} if isinstance(static_args, str) else set(static_args)
@@ -121,7 +121,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _number(name: str, value: Any) -> Any:
-    """A number as Python has it, of a number or of a tensor or array with one element."""
+    """Return a number as Python has it, from a number or from a tensor or array with one element."""
     plain = value.item() if hasattr(value, "item") else value
     if not _is_number(plain):
         raise TreeError(f"inject_hyperparams(): hyperparams[{name!r}] is {value!r}, expected a number.")

@@ -27,20 +27,11 @@ def orthogonalise(
 ) -> torch.Tensor:
     """Push all singular values of ``matrix`` towards 1 by a quintic Newton-Schulz iteration.
 
-    ``X <- a X + (b A + c A^2) X`` with ``A = X X^T``, from ``X = matrix / (|matrix| + eps)``. Singular values end up in about
-    [0.7, 1.2], which the coefficients trade for speed of convergence.
+    ``X <- a X + (b A + c A^2) X`` with ``A = X X^T`` and ``coefficients`` ``a``, ``b``, ``c``, from ``X = matrix / (|matrix| +
+    eps)``, in ``dtype``. Singular values end up in about [0.7, 1.2], which the coefficients trade for speed of convergence.
 
-    Args:
-        matrix: ``[m, n]``.
-        coefficients: ``a``, ``b`` and ``c``.
-        steps: iterations.
-        eps: added to the norm.
-        dtype: in which to iterate.
-
-    Returns:
-        ``[m, n]`` in the dtype of ``matrix``.
-
-    Source: Jordan et al., Muon, 2024; the coefficients are theirs, as in ``torch.optim.Muon``.
+    Returns ``[m, n]`` in the dtype of ``matrix``. Source: Jordan et al., Muon, 2024; the coefficients are theirs, as in
+    ``torch.optim.Muon``.
     """
     a, b, c = coefficients
     x: torch.Tensor = (matrix / (torch.linalg.vector_norm(matrix) + eps)).to(dtype)

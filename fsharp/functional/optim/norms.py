@@ -20,22 +20,18 @@ _LIMBS, _BITS, _CHUNK = 3, 22, 1 << 20
 
 @options_checked
 def global_norm(tree: Any, *, comm: Comm, deterministic: bool = False) -> torch.Tensor:
-    """The 2-norm of all elements of a tree of :class:`~fsharp.Sharded`, each counted once.
+    """Return the 2-norm of all elements of a tree of :class:`~fsharp.Sharded`, each counted once.
 
     Args:
-        tree: gradients or parameters in any place that is not partial. Tied leaves are stored, and so counted, once;
-            frozen ones have no gradients; what several ranks hold is counted once, what varies from rank to rank for
-            each of them; padding is zero.
+        tree: gradients or parameters in any place that is not partial, else a TreeError. Tied leaves, and what several ranks
+            hold, are counted once; what varies from rank to rank is counted for each of them; frozen leaves have no gradients.
         comm: the ranks.
-        deterministic: add squares as integers (22-bit limbs relative to the largest element, 66 bits in all), so that
-            the result does not depend on the mesh, the strategy or the way the tree is cut, to the last bit.
+        deterministic: add squares as integers (22-bit limbs relative to the largest element, 66 bits in all), so that the
+            result does not depend on the mesh, the strategy or the way the tree is cut, to the last bit.
 
     Returns:
         A scalar, float64 if some of the elements are and float32 else, the same bits on every rank; not finite if an element
         is not.
-
-    Raises:
-        TreeError: a unit that rests partial.
 
     Cost: one ``all_reduce`` of 8 bytes for each axis along which something is sharded or varies; with ``deterministic`` two, of
     8 and 24 bytes, and about six passes over the elements instead of one. Not differentiable.
@@ -49,7 +45,7 @@ def _dtype(tree: Any) -> torch.dtype:
 
 
 def _norm(tree: Any, comm: Comm, deterministic: bool) -> torch.Tensor:
-    """In float64, beyond the range of the elements."""
+    """Return the norm in float64, whose range is beyond that of the elements."""
     by_axes: dict[tuple[str, ...], list[torch.Tensor]] = {}
     for node in units_of(tree):
         if node.place.partial:
@@ -76,7 +72,7 @@ def _sum(x: torch.Tensor, axes: Iterable[str], comm: Comm) -> torch.Tensor:
 
 
 def _exact(by_axes: dict[tuple[str, ...], list[torch.Tensor]], comm: Comm) -> torch.Tensor:
-    """The norm by integer addition, which is associative: order and grouping of the summands leave no trace."""
+    """Return the norm by integer addition, which is associative: order and grouping of the summands leave no trace."""
     most = torch.zeros(1, dtype=torch.float64, device=comm.device)
     for buffers in by_axes.values():
         for buffer in buffers:
@@ -103,11 +99,7 @@ def _exact(by_axes: dict[tuple[str, ...], list[torch.Tensor]], comm: Comm) -> to
 
 
 class ClipState(NamedTuple):
-    """State of :func:`clip_by_global_norm`.
-
-    Attributes:
-        norm: of the last gradients, before clipping.
-    """
+    """State of :func:`clip_by_global_norm`: the norm of the last gradients, before clipping."""
 
     norm: torch.Tensor
 
@@ -117,16 +109,13 @@ def clip_by_global_norm(max_norm: float, *, deterministic: bool = False) -> Tran
     """Scale gradients so that their global norm is at most ``max_norm``: ``g * min(1, max_norm / |g|)``.
 
     Args:
-        max_norm: positive.
+        max_norm: positive; else a LayoutError.
         deterministic: a norm that does not depend on how the tree is cut; see :func:`global_norm`.
 
     Returns:
         A transform with :class:`ClipState`. With an infinite gradient the factor is zero, as in torch and optax: elements that
         are infinite become NaN, all others zero. With a NaN all are NaN. Wrap the optimizer in :func:`apply_if_finite`,
         around the whole chain, to leave such steps out.
-
-    Raises:
-        LayoutError: ``max_norm`` is not positive.
     """
     if not max_norm > 0:
         raise LayoutError(f"clip_by_global_norm(): max_norm is {max_norm!r}, expected a positive number.")

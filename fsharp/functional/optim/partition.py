@@ -14,11 +14,7 @@ from fsharp.tracebacks import api_boundary
 
 
 class PartitionState(NamedTuple):
-    """State of :func:`partition`.
-
-    Attributes:
-        inner_states: that of each transformation, by label.
-    """
+    """State of :func:`partition`: the states of transformations, by label."""
 
     inner_states: dict[str, Any]
 
@@ -117,11 +113,7 @@ def _join(like: Any, parts: list[Any]) -> Any:
 
 
 class MaskedState(NamedTuple):
-    """State of :func:`masked`.
-
-    Attributes:
-        inner_state: of the wrapped transformation.
-    """
+    """State of :func:`masked`: that of the wrapped transformation."""
 
     inner_state: Any
 
@@ -165,7 +157,7 @@ def masked(inner: Any, mask: Any) -> Transform:
 
 
 def _where(flags: Mapping[str, bool], yes: Any, no: Any | None, rank: int) -> Any:
-    """Per leaf: ``yes`` where the flag is set, else ``no`` or zero."""
+    """Return ``yes`` in leaves whose flag is set, else ``no`` or zero."""
 
     def one(chosen_: Sharded, other: Sharded) -> Sharded:
         out = chosen_.replace([b.clone() for b in chosen_.buffers])

@@ -1,7 +1,7 @@
 """Small transformations to chain, with the names of optax.
 
-Each operation here rounds once, so an element's bits depend on nothing but the element; what goes through kernels that round
-otherwise at the end of a tensor is under [Note: whole vectors] in ``elementwise``.
+Each operation here rounds once, so an element's bits depend on the element alone. Kernels that round otherwise at the end of a
+tensor are under [Note: whole vectors] in ``elementwise``.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,29 +21,25 @@ from fsharp.tracebacks import api_boundary
 
 @api_boundary
 def identity() -> Transform:
-    """Updates as they are."""
+    """Pass updates on as they are."""
     return _stateless("identity", lambda updates: updates)
 
 
 @options_checked
 def scale(step_size: float) -> Transform:
-    """Updates times ``step_size``."""
+    """Multiply updates by ``step_size``."""
     return _stateless("scale", lambda updates: optree.tree_map(lambda u: u * step_size, updates), step_size=step_size)
 
 
 class ScaleByScheduleState(NamedTuple):
-    """State of :func:`scale_by_schedule`.
-
-    Attributes:
-        count: updates made.
-    """
+    """State of :func:`scale_by_schedule`: updates made."""
 
     count: int  # type: ignore[assignment]  # tuple.count, which nobody calls on a state
 
 
 @options_checked
 def scale_by_schedule(step_size_fn: Callable[[int], float]) -> Transform:
-    """Updates times a schedule: a function of the number of updates made. Its state is :class:`ScaleByScheduleState`."""
+    """Multiply updates by a function of the number of updates made. Its state is :class:`ScaleByScheduleState`."""
 
     def update(updates: Any, state: ScaleByScheduleState, params: Any) -> tuple[Any, ScaleByScheduleState]:
         factor = at(step_size_fn, state.count)
@@ -55,7 +51,7 @@ def scale_by_schedule(step_size_fn: Callable[[int], float]) -> Transform:
 
 @options_checked
 def scale_by_learning_rate(learning_rate: ScalarOrSchedule, *, flip_sign: bool = True) -> Transform:
-    """Updates times ``-learning_rate``, a number or a schedule; times ``learning_rate`` without ``flip_sign``."""
+    """Multiply updates by ``-learning_rate``, a number or a schedule; without ``flip_sign`` by ``learning_rate``."""
     sign = -1 if flip_sign else 1
     if not callable(learning_rate):
         return scale(sign * learning_rate)
@@ -66,7 +62,7 @@ def scale_by_learning_rate(learning_rate: ScalarOrSchedule, *, flip_sign: bool =
 
 @options_checked
 def scale_by_adam(b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8) -> Transform:
-    """``m' / (sqrt(v') + eps)``, by the kernel of :func:`adamw`, whose state it has.
+    """Return ``m' / (sqrt(v') + eps)``, by the kernel of :func:`adamw`, whose state it has.
 
     ``eps_root``, ``mu_dtype`` and ``nesterov`` of optax are not here: ``fs.from_optax(optax.scale_by_adam(...))`` has them.
     """
@@ -76,13 +72,11 @@ def scale_by_adam(b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8) -> Tran
 
 @options_checked
 def add_decayed_weights(weight_decay: PerPath = 0.0, mask: Any = None) -> Transform:
-    """Updates plus ``weight_decay`` times the parameters.
+    """Add ``weight_decay`` times the parameters to updates. Cost: no state; one pass over the parameters.
 
     Args:
         weight_decay: per path. A function is one of the path, where optax has a schedule.
         mask: as :func:`masked` takes it: the leaves that decay; None for all.
-
-    Cost: no state; one pass over the parameters.
     """
 
     def update(updates: Any, state: tuple[()], params: Any, *, comm: Comm) -> tuple[Any, tuple[()]]:
@@ -101,18 +95,14 @@ def add_decayed_weights(weight_decay: PerPath = 0.0, mask: Any = None) -> Transf
 
 
 class TraceState(NamedTuple):
-    """State of :func:`trace`.
-
-    Attributes:
-        trace: like the parameters.
-    """
+    """State of :func:`trace`, like the parameters."""
 
     trace: Any
 
 
 @options_checked
 def trace(decay: float, nesterov: bool = False) -> Transform:
-    """The trace of past updates ``t <- u + decay * t``, or with ``nesterov`` ``u + decay * t`` of that.
+    """Return the trace of past updates ``t <- u + decay * t``, or with ``nesterov`` ``u + decay * t`` of that.
 
     Its state is :class:`TraceState`, in the dtype of the parameters, one buffer at the optimizer's place. ``accumulator_dtype``
     of optax is not here: ``fs.from_optax(optax.trace(...))`` has it.

@@ -23,9 +23,6 @@ Schedule = Callable[[Any], Any]
 class constant_schedule:
     """``value``, always.
 
-    Args:
-        value: a number.
-
     >>> constant_schedule(0.5)(7)
     0.5
     """
@@ -46,10 +43,7 @@ class linear_schedule:
         init_value: up to ``transition_begin``.
         end_value: from ``transition_steps`` later on.
         transition_steps: updates between the two; with 0 or less the value stays ``init_value``, as in optax.
-        transition_begin: updates before it begins to change.
-
-    Raises:
-        LayoutError: ``transition_begin`` is negative.
+        transition_begin: updates before it begins to change; a LayoutError if negative.
 
     >>> rate = linear_schedule(0.0, 1.0, 4, transition_begin=1)
     >>> [rate(count) for count in range(7)]
@@ -76,18 +70,13 @@ class linear_schedule:
 @options_checked
 @dataclass(frozen=True, slots=True)
 class cosine_decay_schedule:
-    """Half a cosine from ``init_value`` down to ``alpha * init_value``.
+    """Half a cosine from ``init_value`` down to ``alpha * init_value``. Source: arXiv 1608.03983.
 
     Args:
         init_value: the value at the start.
-        decay_steps: updates until the end; positive.
+        decay_steps: updates until the end; a LayoutError if not positive.
         alpha: what is left at the end, as a part of ``init_value``.
         exponent: of the cosine, which falls from 1 to 0.
-
-    Raises:
-        LayoutError: ``decay_steps`` is not positive.
-
-    Source: Loshchilov and Hutter, arXiv 1608.03983.
 
     >>> rate = cosine_decay_schedule(1.0, 4, alpha=0.1)
     >>> [round(rate(count), 3) for count in range(6)]
@@ -115,12 +104,8 @@ class cosine_decay_schedule:
 class join_schedules:
     """One schedule after another, each of which counts from where it begins.
 
-    Args:
-        schedules: functions of a number of updates.
-        boundaries: the updates at which the second one begins, the third, and so on.
-
-    Raises:
-        LayoutError: another number of boundaries than one less than schedules.
+    ``boundaries`` are the updates at which the second one begins, the third, and so on: one less than schedules, else a
+    LayoutError.
 
     >>> rate = join_schedules([constant_schedule(1.0), linear_schedule(0.5, 0.0, 2)], [2])
     >>> [rate(count) for count in range(6)]
@@ -158,12 +143,9 @@ def warmup_cosine_decay_schedule(
         init_value: the value at the start.
         peak_value: the highest value.
         warmup_steps: updates until it is reached.
-        decay_steps: updates until ``end_value`` is, those of the warm-up included.
+        decay_steps: updates until ``end_value`` is, those of the warm-up included; a LayoutError if not more than these.
         end_value: the value from then on.
         exponent: of the cosine, which falls from 1 to 0.
-
-    Raises:
-        LayoutError: ``decay_steps`` is not more than ``warmup_steps``.
 
     >>> rate = warmup_cosine_decay_schedule(0.0, 1.0, warmup_steps=2, decay_steps=6)
     >>> [round(rate(count), 3) for count in range(8)]

@@ -1,4 +1,4 @@
-"""What decides in which steps another transformation updates: finite gradients alone, or several steps' gradients together."""
+"""Wrappers that decide in which steps a transformation updates: with finite gradients alone, or every few steps."""
 
 from collections.abc import Callable
 from functools import partial
@@ -21,7 +21,7 @@ class ApplyIfFiniteState(NamedTuple):
 
     Attributes:
         notfinite_count: updates with an infinity or NaN since the last one without.
-        last_finite: whether the last one was without.
+        last_finite: whether the last update was without.
         total_notfinite: all updates with an infinity or NaN.
         inner_state: of the wrapped transformation.
     """
@@ -34,20 +34,20 @@ class ApplyIfFiniteState(NamedTuple):
 
 @options_checked
 def apply_if_finite(inner: Any, max_consecutive_errors: int) -> Transform:
-    """``inner``, but an update whose gradients hold an infinity or NaN on any rank is left out on every rank.
+    """Wrap ``inner``: an update whose gradients hold an infinity or NaN on any rank is left out on every rank.
 
     Parameters and the state of ``inner`` stay as they are, its step count included. After ``max_consecutive_errors`` such
     updates one after another the next ones are made, as in optax: parameters then become what the optimizer makes of them.
 
     Args:
         inner: any ``(init, update)`` pair; a whole chain, if other parts of it are to see no such gradients either.
-        max_consecutive_errors: updates that may be left out one after another; 0 leaves none out.
+        max_consecutive_errors: updates that may be left out one after another, from 0, which leaves none out; else a
+            LayoutError.
 
     Returns:
         A transform with :class:`ApplyIfFiniteState`.
 
     Raises:
-        LayoutError: ``max_consecutive_errors`` is not a number of updates.
         AgreementError: in ``update``, on all ranks: ranks that have counted another number of such updates.
 
     Cost: one pass over the gradients, one ``all_reduce`` of 4 bytes for each axis, and a wait for its result. If an update is
@@ -76,7 +76,7 @@ def apply_if_finite(inner: Any, max_consecutive_errors: int) -> Transform:
 
 
 def all_finite(tree: Any, *, comm: Comm) -> bool:
-    """Whether every element on every rank is finite; the same answer on all ranks."""
+    """Return whether every element on every rank is finite; the same answer on all ranks."""
     buffers = [torch.view_as_real(b) if b.is_complex() else b for node in units_of(tree) for b in node.buffers if b.numel()]
     # The smallest and the largest element are as fast as a sum, and do not overflow. The host waits once, for all buffers.
     extremes = [torch.stack(torch.aminmax(b)).to(comm.device, torch.float64) for b in buffers]
@@ -102,14 +102,14 @@ class MultiStepsState(NamedTuple):
 
 @options_checked
 def MultiSteps(opt: Any, every_k_schedule: int | Callable[[int], int], use_grad_mean: bool = True) -> Transform:
-    """``opt`` with the gradients of ``k`` steps at a time: parameters change with every ``k``-th one.
+    """Wrap ``opt`` with the gradients of ``k`` steps at a time: parameters change with every ``k``-th one.
 
     Each of these steps reduces its gradients over ranks. To accumulate within a step, and reduce once, use
     ``value_and_grad(..., microbatches=k)``: it also weighs uneven batches right, where this gives each step the same weight.
 
     Args:
         opt: any ``(init, update)`` pair.
-        every_k_schedule: ``k``, or a function that gives it for the number of updates made.
+        every_k_schedule: ``k``, a positive whole number, or a function that gives it for the number of updates made.
         use_grad_mean: take the mean of the gradients; else their sum.
 
     Returns:
@@ -117,7 +117,7 @@ def MultiSteps(opt: Any, every_k_schedule: int | Callable[[int], int], use_grad_
         ``state.mini_step == 0``. ``should_skip_update_fn`` of optax is not here: put :func:`apply_if_finite` around it.
 
     Raises:
-        LayoutError: a ``k`` that is not a positive whole number.
+        LayoutError: another ``k``.
         AgreementError: in ``update``, on all ranks: ranks with another ``k``, or that have accumulated another number of
             gradients. One would update its part of the parameters, and another would not.
 
@@ -162,14 +162,12 @@ def MultiSteps(opt: Any, every_k_schedule: int | Callable[[int], int], use_grad_
     return _sometimes("MultiSteps", tx, init, step, config)
 
 
-_Run = Callable[[Any, Any], tuple[Any, Any]]
-"""``run(grads, inner_state)``: the update of the wrapped transformation, and its new state."""
-_Rest = Callable[[Any], tuple[Any, Any]]
-"""``rest(inner_state)``: the update that changes nothing, and the same state."""
+_Run = Callable[[Any, Any], tuple[Any, Any]]  # of gradients and the inner state: the inner update, and the new inner state
+_Rest = Callable[[Any], tuple[Any, Any]]  # of the inner state: the update that changes nothing, and the same state
 
 
 def _sometimes(name: str, inner: Transform, init: Any, step: Callable[..., Any], config: dict[str, Any]) -> Transform:
-    """A transformation from ``step(grads, state, run, rest, comm, donate)``, which calls ``run`` or ``rest``."""
+    """Return a transformation from ``step(grads, state, run, rest, comm, donate)``, which calls ``run`` or ``rest``."""
 
     def update(grads: Any, state: Any, params: Any, *, comm: Comm, **extra: Any) -> Any:
         def run(seen: Any, inner_state: Any) -> tuple[Any, Any]:
@@ -187,7 +185,7 @@ def _sometimes(name: str, inner: Transform, init: Any, step: Callable[..., Any],
 
 
 def _kept(params: Any, donate: bool, state: Any) -> tuple[Any, Any]:
-    """As they are, or copies: a new state shares no memory with an old one that somebody may donate."""
+    """Return parameters and state, or copies: a new state shares no memory with an old one that somebody may donate."""
 
     def copied(tree: Any) -> Any:
         return optree.tree_map(lambda x: x.clone() if isinstance(x, torch.Tensor) else x, tree)
