@@ -1,7 +1,7 @@
-"""Training that survives: runs that resume to the bit, and faults that are heard of, named and left in time.
+"""Training that survives: runs that resume to the bit, and faults that all ranks hear of by name, within a limit of time.
 
 with fs.resilience.Run("runs/a", comm=comm, total=1000, save_every=100, config=config) as run:
-    state = run.resume(state)  # that of the newest checkpoint, if there is one
+    state = run.resume(state)  # the newest checkpoint's state, if there is one
     for step in run.steps():
         state, metrics = train_step(state, batch(step), comm)
         state = run.end_step(state)

@@ -1,4 +1,4 @@
-"""Of several ranks that fail, the first one's traceback is the last thing printed."""
+"""reported_failures: of several ranks that fail, the first one's traceback is the last thing printed."""
 
 import json
 import os
@@ -17,8 +17,7 @@ from fsharp.functional.comm.protocol import Comm, innermost
 from fsharp.functional.comm.watch import RankStatuses, StatusBoard
 from fsharp.tracebacks import api_context
 
-_OTHERS_SPEAK_S = 2.0
-"""Seconds for which the first rank to fail lets others print before it."""
+_OTHERS_SPEAK_S = 2.0  # for which the first rank to fail lets others print before it
 _FIRST_SPEAKS_S = 4.0
 _LOOK_EVERY_S = 0.05
 _SHOWN = 4000
@@ -27,20 +26,18 @@ _SHOWN = 4000
 @options_checked
 @api_context
 def reported_failures(comm: Comm, where: Callable[[], str]) -> Iterator[None]:
-    """An error that leaves this context is told to all ranks, and printed once, by the rank that failed first.
+    """Tell all ranks of an error that leaves this context; the rank that failed first prints it, once.
 
     The other ranks raise an AgreementError with its traceback as soon as they wait for it. If the errors end the processes,
-    each of the others prints one line, and then the first one prints its traceback, with rank, step and last collective.
-    Under torchrun each writes its error file, as ``torch.distributed.elastic.multiprocessing.errors.record`` does, and the
-    first one is the root cause that torchrun reports.
+    each of the others prints one line, and then the first one prints its traceback, with rank, step and last collective. Under
+    torchrun each writes its error file, as ``torch.distributed.elastic.multiprocessing.errors.record`` does, and the first one
+    is the root cause that torchrun reports.
 
     A rank that is killed says nothing: the others then print in which collective they have lost it. Without process groups
     errors are left as they are; over NCCL ranks do not hear of each other's errors while they wait. After an error the Comm
     cannot be used any more, on any rank: a program that goes on has to leave the job by ``destroy()``, and ``connect`` again.
 
-    Args:
-        comm: the ranks.
-        where: what this rank does at the moment, such as ``"step 7"``, when it fails.
+    ``where`` returns what this rank does at the moment, such as ``"step 7"``; it is called when an error is raised.
     """
     found = innermost(comm)
     if not isinstance(found, ProcessGroupComm) or found.watch.ranks.board is None:
@@ -61,7 +58,7 @@ def reported_failures(comm: Comm, where: Callable[[], str]) -> Iterator[None]:
 
 
 class _Hook:
-    """What prints the error that ends a process."""
+    """The excepthook that prints the error that ends a process."""
 
     def __init__(self, ranks: RankStatuses, board: StatusBoard, before: Callable[..., None]) -> None:
         self.ranks, self.board, self.before = ranks, board, before
@@ -69,15 +66,13 @@ class _Hook:
         self.is_own = False
 
     def tell(self, error: BaseException, where: str) -> None:
-        """Have other ranks hear of an error, unless it is one that this rank has heard of."""
+        """Tell other ranks of an error, unless it is one that this rank has heard of."""
         watches = list(self.ranks.watches.values())
         heard = {id(watch.error) for watch in watches if watch.error is not None}
         self.is_own = not any(id(each) in heard for each in _chain(error))
         self.error = error
-        me, told = (
-            f"rank {self.ranks.rank} of {self.ranks.size}",
-            f"in {where}; its last collective: {self.ranks.last or 'none yet'!r}",
-        )
+        me = f"rank {self.ranks.rank} of {self.ranks.size}"
+        told = f"in {where}; its last collective: {self.ranks.last or 'none yet'!r}"
         if self.is_own:
             told = f"{me} failed first, {told}"
             is_first = self._is_first(told)
@@ -127,7 +122,7 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def _said(error: BaseException) -> str:
-    """Its text, of which there may be very much, or none."""
+    """Return the text of an error, cut off if there is very much."""
     try:
         text = str(error)
     except Exception as other:
@@ -141,7 +136,7 @@ def _noted(error: BaseException, text: str) -> None:
 
 
 def _write_error_file(error: Exception, *, is_own: bool) -> None:
-    """What torchrun reads, as its ErrorHandler writes it. It takes the earliest for the root cause, in whole seconds."""
+    """Write torchrun's error file as its ErrorHandler does. torchrun takes the earliest, in whole seconds, for the cause."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path is None:
         return

@@ -1,8 +1,8 @@
-"""Losses and trees that are not finite: found before an update, on all ranks alike, with where that is."""
+"""Losses and trees that are not finite: found before an update, on all ranks alike, with rank and leaf."""
 
 import cmath
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from numbers import Integral, Number
 from typing import Any, NamedTuple
 
@@ -27,8 +27,8 @@ class NonFinite(NamedTuple):
     Attributes:
         losses: ranks whose loss is not finite.
         leaf: path of the first leaf, in order of the tree, that is not finite; None if all are.
-        ranks: those that hold such elements of it. Gradients that have been reduced are sums over ranks: which of them brought
-            the NaN is told by ``losses``, not by this.
+        ranks: those that hold such elements of it. Gradients that have been reduced are sums over ranks: ``losses`` tells which
+            rank brought the NaN.
     """
 
     losses: tuple[int, ...]
@@ -43,14 +43,9 @@ class NonFinite(NamedTuple):
 
 
 class LeftOutSteps:
-    """The steps that a run leaves out because they are not finite.
+    """The steps that a run leaves out because they are not finite: ``"roll back"`` leaves out the numbers in ``steps``.
 
-    Args:
-        policy: what to do after such a step: ``"raise"``, ``"skip"`` or ``"roll back"``.
-        most: how many such steps are left out: in succession with ``"skip"``, and ever with ``"roll back"``.
-
-    Attributes:
-        steps: numbers of the steps that ``"roll back"`` leaves out.
+    ``most`` is how many are left out in succession with the policy ``"skip"``, and ever with ``"roll back"``.
     """
 
     def __init__(self, policy: str, most: int) -> None:
@@ -63,14 +58,7 @@ class LeftOutSteps:
         self._in_row = 0
 
     def end_nonfinite(self, what: str) -> None:
-        """Note that a step was not finite. Raise unless the policy leaves the step out.
-
-        Args:
-            what: the step and where it is not finite, in words.
-
-        Raises:
-            NonFiniteError: the policy is to raise, or too many steps were left out.
-        """
+        """Note that a step, described by ``what``, was not finite; raise NonFiniteError unless the policy leaves it out."""
         self._in_row += 1
         if self.policy == "raise":
             raise NonFiniteError(f'{what}. The step was left out. Run(on_nonfinite="skip") or "roll back" would go on.')
@@ -78,10 +66,6 @@ class LeftOutSteps:
         if count > self.most:
             kind = "in succession" if self.policy == "skip" else "of this run"
             raise NonFiniteError(f"{what}. It is number {count} {kind}, and max_nonfinite is {self.most}.")
-
-    def replace(self, steps: Sequence[int]) -> None:
-        """Leave out these steps, and no others."""
-        self.steps = list(steps)
 
     def next_after(self, step: int) -> int:
         """Return the first step from ``step`` on that is not left out."""
@@ -92,30 +76,24 @@ class LeftOutSteps:
 
 @options_checked
 def find_nonfinite(loss: float | complex | torch.Tensor | tuple[Any, ...] | None, tree: Any, *, comm: Comm) -> NonFinite | None:
-    """Whether a loss or a tree has an infinity or NaN on any rank, and where; None if it has none.
+    """Return where a loss or a tree has an infinity or NaN on any rank; None if it has none. The same on all ranks.
 
     ::
 
-        loss, grads = fs.value_and_grad(loss_fn)(state.params, batch, comm=comm)
-        grads = fs.reduce_scatter(grads, comm=comm)
-        bad = fs.resilience.find_nonfinite(loss, grads, comm=comm)
-        metrics, grads = fs.average(loss, grads, comm=comm)
-        if bad is None:
-            state = fs.update(tx, grads, state, comm=comm)
+    loss, grads = fs.value_and_grad(loss_fn)(state.params, batch, comm=comm)
+    grads = fs.reduce_scatter(grads, comm=comm)
+    bad = fs.resilience.find_nonfinite(loss, grads, comm=comm)
+    metrics, grads = fs.average(loss, grads, comm=comm)
+    if bad is None:
+        state = fs.update(tx, grads, state, comm=comm)
 
     Args:
-        loss: this rank's, before :func:`~fsharp.average`, so that it tells which rank it comes from: a
-            :class:`~fsharp.Loss` or another tuple, a tensor or a number. None if there is none.
-        tree: gradients, or parameters, or any pytree of ``Sharded``, of tensors and of numbers. Of a module:
-            ``{name: p.grad for name, p in model.named_parameters()}``. Whatever has a ``state_dict`` counts as that. Padding
-            between leaves is left out.
+        loss: this rank's, before :func:`~fsharp.average`, so that it tells which rank it comes from: a :class:`~fsharp.Loss` or
+            another tuple, a tensor or a number. None if there is none.
+        tree: gradients, or parameters, or any pytree of ``Sharded``, of tensors and of numbers; anything else but text is a
+            TreeError. For a module: ``{name: p.grad for name, p in model.named_parameters()}``. Whatever has a ``state_dict``
+            counts as that. Padding between leaves is left out.
         comm: the ranks.
-
-    Returns:
-        The same on all ranks.
-
-    Raises:
-        TreeError: a leaf that is neither a tensor nor a number nor text, such as an array of numpy.
 
     Cost: one pass over the tree, one ``all_reduce`` of 4 bytes for each axis, and a wait for its result. More only if something
     is not finite. ``fs.optim.apply_if_finite`` costs the same, and leaves out the update by itself.
@@ -147,7 +125,7 @@ def _is_bad(x: Any) -> torch.Tensor:
 
 
 def _plain(x: torch.Tensor) -> torch.Tensor:
-    """The elements in a dtype with which torch computes: it does not with float8, and not much with complex32."""
+    """Return the elements in a dtype with which torch computes: not float8, and not complex32."""
     if x.layout is not torch.strided:
         x = x._values() if x.layout is torch.sparse_coo else x.values()
     if x.dtype is torch.complex32:
@@ -156,7 +134,7 @@ def _plain(x: torch.Tensor) -> torch.Tensor:
 
 
 def _pieces(tree: Any) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Paths and what is there: a Sharded, a tensor or a number that may be infinite."""
+    """Yield paths and what is there: a Sharded, a tensor or a number that may be infinite."""
     for path, _, leaf in leaves_of(expanded(tree)):
         for under, _, held in leaves_of(leaf.value) if isinstance(leaf, PerRank) else [((), (), leaf)]:
             if is_sharded(held) or isinstance(held, Number | torch.Tensor):
@@ -173,7 +151,7 @@ def _tensors(held: Any, rank: int) -> tuple[Any, ...]:
 
 
 def _first(path: tuple[str, ...], held: Any, rank: int) -> tuple[int, str] | None:
-    """The place in its unit and the path of the first leaf that is not finite."""
+    """Return the place in its unit and the path of the first leaf that is not finite."""
     if not isinstance(held, Sharded):
         return (0, join(path)) if bool(_is_bad(held)) else None
     local = held.local_leaves(rank)

@@ -1,4 +1,4 @@
-"""Preemption: a signal that one process gets is heard of by all ranks, between two steps."""
+"""Preemption: all ranks hear, between two steps, of a signal to one process."""
 
 import os
 import signal
@@ -16,8 +16,7 @@ from fsharp.functional.comm.protocol import Comm, Labelled
 from fsharp.tracebacks import api_boundary
 
 EXIT_PREEMPTED = os.EX_TEMPFAIL
-"""75, EX_TEMPFAIL of ``sysexits.h``: "try again later". 143 would not do: a process that SIGTERM has ended, and that has saved
-nothing, has it too."""
+"""75, "try again later" in ``sysexits.h``; not 143, with which a process that has saved nothing ends by SIGTERM."""
 
 
 @options_checked
@@ -26,30 +25,30 @@ class Preemption:
 
     ::
 
-        with fs.resilience.Preemption(comm) as preemption:
-            for step in range(total):
-                state, metrics = train_step(state, batch(step), comm)
-                if preemption.agreed(step):
-                    fs.checkpoint.save(root, state, step=step + 1, comm=comm)
-                    sys.exit(fs.resilience.EXIT_PREEMPTED)
+    with fs.resilience.Preemption(comm) as preemption:
+        for step in range(total):
+            state, metrics = train_step(state, batch(step), comm)
+            if preemption.agreed(step):
+                fs.checkpoint.save(root, state, step=step + 1, comm=comm)
+                sys.exit(fs.resilience.EXIT_PREEMPTED)
 
-    Within the context these signals are noted and do nothing else; after it they do what they did before, as does one that
-    came too late for :meth:`agreed` to tell of it. torchrun gives its
-    processes 30 seconds after SIGTERM, Slurm as many as ``KillWait`` says. torchrun itself exits with 1, whatever its processes
-    have exited with; where only some of these get the signal, and it has restarts left, it starts all of them again at once.
-    Forked processes end by these signals as ever. Where a cluster signals whole process groups, have the workers of a
-    ``DataLoader`` ignore them, by ``worker_init_fn``: a step that has lost its worker raises an error before anything is saved.
+    Within the context these signals are noted and do nothing else; after it they do what they did before, as does one that came
+    too late for :meth:`agreed` to tell of it. torchrun gives its processes 30 seconds after SIGTERM, Slurm as many as
+    ``KillWait`` says. torchrun itself exits with 1, whatever its processes have exited with; where only some of these get the
+    signal, and it has restarts left, it starts all of them again at once. Forked processes end by these signals as ever. Where
+    a cluster signals whole process groups, have the workers of a ``DataLoader`` ignore them, by ``worker_init_fn``: a step that
+    has lost its worker raises an error before anything is saved.
 
     Args:
         comm: the ranks.
         signals: which to note. A context that notes some can only be entered in the main thread.
-        every: how many steps lie between two exchanges; the same on all ranks.
+        every: how many steps lie between two exchanges, from 1; the same on all ranks.
 
     Attributes:
         received: the signal that this process has got, if it has.
 
     Raises:
-        RunError: ``every`` is not a positive integer; the context is entered in another thread than the main one.
+        RunError: another ``every``; the context is entered in another thread than the main one.
     """
 
     def __init__(self, comm: Comm, *, signals: Sequence[signal.Signals] = (signal.SIGTERM,), every: int = 1) -> None:
@@ -62,15 +61,10 @@ class Preemption:
 
     @api_boundary
     def agreed(self, step: int = 0) -> bool:
-        """Whether any rank has got a signal; the same answer on all ranks, which all have to ask.
+        """Return whether any rank has got a signal; the same answer on all ranks, which all have to ask.
 
-        Args:
-            step: the same on all ranks. Ranks exchange what they know if ``every`` divides it; else the answer is False.
-
-        Raises:
-            AgreementError: ranks that ask in different steps.
-
-        Cost: one ``all_reduce`` of 4 bytes for each axis, and a wait for its result.
+        Ranks exchange what they know in steps that ``every`` divides; in others the answer is False. Ranks that ask in
+        different steps raise an AgreementError. Cost: one ``all_reduce`` of 4 bytes for each axis, and a wait for its result.
         """
         if step % self.every:
             return False
@@ -79,7 +73,7 @@ class Preemption:
         return bool(largest(flag, Labelled(self.comm, f"whether to stop after step {step}: ")).item())
 
     def notice(self, number: int = signal.SIGTERM) -> None:
-        """Do as if this process had got a signal: for those that come by other means, such as a cloud's metadata server."""
+        """Note a signal that came by other means, such as a cloud's metadata server."""
         self.received = signal.Signals(number)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
@@ -103,7 +97,7 @@ class Preemption:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        """Give signals back to whom they belonged to."""
+        """Restore what signals did before."""
         while self._before:
             each, before = self._before.popitem()
             signal.signal(each, before)

@@ -11,21 +11,14 @@ from fsharp.tracebacks import api_boundary, api_context
 
 @api_boundary
 def fold_in(key: int, *data: int) -> int:
-    """A key made from another one and from integers, such as a step and a rank: 63 bits, for ``manual_seed``.
+    """Return a key made from another one and from integers, such as a step and a rank: 63 bits, for ``manual_seed``.
 
-    As ``jax.random.fold_in``, keys made from different integers are unrelated.
+    As in ``jax.random.fold_in``, keys made from different integers are unrelated. Anything but integers is a RunError.
 
     >>> fold_in(0, 3, 1) == fold_in(0, 3, 1)
     True
     >>> fold_in(0, 3, 1) == fold_in(0, 1, 3)
     False
-
-    Args:
-        key: any integer.
-        data: integers that say what the key is for.
-
-    Raises:
-        RunError: something else than integers.
     """
     if any(type(value) is not int for value in (key, *data)):
         raise RunError(f"fold_in(): got {(key, *data)!r}, expected integers.")
@@ -35,32 +28,20 @@ def fold_in(key: int, *data: int) -> int:
 
 @api_context
 def seeded(key: int, *data: int) -> Iterator[None]:
-    """In this context torch's generators begin at a seed made from a key and integers; after it they are as before.
+    """Seed torch's generators from a key and integers, see :func:`fold_in`; after this context they are as before.
 
     ::
 
-        with fs.resilience.seeded(seed, step, comm.rank):
-            state, metrics = train_step(state, batch, comm)
+    with fs.resilience.seeded(seed, step, comm.rank):
+        state, metrics = train_step(state, batch, comm)
 
     Then dropout in a step is the same to the bit after a restart, and no state of a generator has to be saved. Leave the rank
     out where ranks compute the same thing together, and have to drop the same elements.
 
-    Args:
-        key: any integer.
-        data: what the numbers are for, such as a step and a rank; see :func:`fold_in`.
-
-    Raises:
-        RunError: something else than integers.
-
     Cost: a copy of each generator's state on the way in and on the way out: 5 kB on the CPU, 16 bytes on a GPU. Generators of
     ``random`` and ``numpy``, and of the workers of a ``DataLoader``, are left alone.
     """
-    seed = fold_in(key, *data)
-    with torch.random.fork_rng(device_type=_device_type()):
+    seed, device = fold_in(key, *data), torch.accelerator.current_accelerator(check_available=True)
+    with torch.random.fork_rng(device_type="cuda" if device is None else device.type):
         torch.manual_seed(seed)
         yield
-
-
-def _device_type() -> str:
-    found = torch.accelerator.current_accelerator(check_available=True)
-    return "cuda" if found is None else found.type

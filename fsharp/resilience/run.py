@@ -41,22 +41,22 @@ class Run:
 
     ::
 
-        sampler = fs.resilience.IndexSampler(len(data), 64, seed=0)
-        with fs.resilience.Run("runs/a", comm=comm, total=1000, save_every=100, config=config) as run:
-            state, sampler = run.resume((state, sampler))
-            for step in run.steps():
-                batch = data[sampler.indices(step, rank=comm.rank, num_ranks=comm.mesh.size)]
-                with fs.resilience.seeded(seed, step, comm.rank):
-                    state, metrics, bad = train_step(state, batch, comm)
-                state, sampler = run.end_step((state, sampler), nonfinite=bad)
+    sampler = fs.resilience.IndexSampler(len(data), 64, seed=0)
+    with fs.resilience.Run("runs/a", comm=comm, total=1000, save_every=100, config=config) as run:
+        state, sampler = run.resume((state, sampler))
+        for step in run.steps():
+            batch = data[sampler.indices(step, rank=comm.rank, num_ranks=comm.mesh.size)]
+            with fs.resilience.seeded(seed, step, comm.rank):
+                state, metrics, bad = train_step(state, batch, comm)
+            state, sampler = run.end_step((state, sampler), nonfinite=bad)
 
     A step has to be a function of the state and of its number: :class:`IndexSampler` says which samples it takes, and
-    :func:`seeded` which random numbers it draws. Then a run that a crash, a kill or a preemption has ended, and that is
-    started again with the same number of ranks, ends with the bits of one that nothing has ended. ``torchrun
-    --max-restarts`` starts it again by itself. With another number of ranks it goes on with the same batches.
+    :func:`seeded` which random numbers it draws. Then a run that a crash, a kill or a preemption has ended, and that is started
+    again with the same number of ranks, ends with the bits of one that nothing has ended. ``torchrun --max-restarts`` starts it
+    again by itself. With another number of ranks it goes on with the same batches.
 
-    Ranks first make sure that they were started alike (:func:`agree_at_start`). An error on one of them is heard of by all
-    and printed once (:func:`reported_failures`). After SIGTERM all ranks save at the end of the step, and exit with
+    Ranks first make sure that they were started alike (:func:`agree_at_start`). An error on one of them is heard of by all and
+    printed once (:func:`reported_failures`). After SIGTERM all ranks save at the end of the step, and exit with
     :data:`EXIT_PREEMPTED` (:class:`Preemption`, which says what torchrun makes of that). Slow ranks are named
     (:class:`StragglerDetector`). Ranks that leave the loop after different steps raise an error that has the steps of each.
 
@@ -76,16 +76,13 @@ class Run:
         files: source files that ranks have to have in common.
         on_nonfinite: what to do after a step with ``nonfinite``, see :meth:`end_step`.
         max_nonfinite: how many such steps are left out: in succession with ``"skip"``, and ever with ``"roll back"``.
-        save_nonfinite: save trees with tensors that hold an infinity or NaN. Else that is an error, and the checkpoint before
-            stays.
+        save_nonfinite: save trees that hold an infinity or NaN. Else that is an error, and the checkpoint before stays.
         signals: after which to save and exit.
-        agree_every: steps between two exchanges of whether a signal has come. How long steps take is exchanged a tenth as
-            often.
+        agree_every: steps between two exchanges of whether a signal has come. Times of steps are exchanged a tenth as often.
         background: write checkpoints while training goes on.
 
     Attributes:
         step: number of the next step: steps that are done, left-out ones included.
-        skipped: steps that ``"roll back"`` leaves out.
         stragglers: what is known of slow ranks; None over NCCL.
 
     Raises:
@@ -130,18 +127,9 @@ class Run:
             self.config = as_json(dict(config or {}))
         except (TypeError, ValueError, RecursionError) as error:
             raise RunError(f"Run(): JSON cannot hold the config: {error}.") from error
-        self._checkpoints = RunCheckpoints(
-            full_path(root),
-            comm,
-            save_every=save_every,
-            replicas=replicas,
-            refresh_every=refresh_every,
-            config=self.config,
-            keep=keep,
-            keep_steps=keep_steps,
-            keep_hours=keep_hours,
-            background=background,
-        )
+        saver: dict[str, Any] = {"keep": keep, "keep_steps": keep_steps, "keep_hours": keep_hours, "background": background}
+        every = {"save_every": save_every, "refresh_every": refresh_every}
+        self._checkpoints = RunCheckpoints(full_path(root), comm, replicas=replicas, config=self.config, **every, **saver)
         self._files = files
         self.preemption = Preemption(comm, signals=signals, every=agree_every)
         found = innermost(comm)
@@ -230,7 +218,7 @@ class Run:
 
     @api_boundary
     def steps(self) -> Iterator[int]:
-        """The numbers of the steps that are left to do, from 0; each has to be ended by :meth:`end_step`."""
+        """Yield the numbers of the steps that are left to do, from 0; each has to be ended by :meth:`end_step`."""
         if self._phase == "new":
             raise RunError("Run.steps(): call resume(tree) first: it looks for a checkpoint, and remembers where to go on.")
         if self.stragglers is not None:
@@ -243,7 +231,7 @@ class Run:
 
     @api_boundary
     def end_step(self, tree: Any, *, nonfinite: NonFinite | None = None) -> Any:
-        """A step is done: save if it is time to, and exit if a signal has come. The tree to go on with.
+        """End a step: save if it is time to, and exit if a signal has come. Return the tree to go on with.
 
         Args:
             tree: as :meth:`resume` takes it, after the step.
@@ -267,37 +255,31 @@ class Run:
             self._left_out.end_nonfinite(what)
             if self.comm.rank == 0:
                 _log.warning("%s; on_nonfinite is %r", what, self._left_out.policy)
-        if nonfinite is not None and self._left_out.policy == "roll back":
+        is_rolled_back = nonfinite is not None and self._left_out.policy == "roll back"
+        if is_rolled_back:
             tree = self._rolled_back(tree)
-            before = self.step
-        else:
-            before = self.step
-            self.step += 1
+        before = self.step
+        self.step += not is_rolled_back
         self.step = self._left_out.next_after(self.step)
         if self.stragglers is not None:
             self.stragglers.end_step(self.step)
-        self._checkpoints.check()
+        kept = self._checkpoints
+        kept.check()
         is_preempted = self.preemption.agreed(self.step)
-        if is_preempted or self.step >= self.total or self._checkpoints.is_due(before, self.step):
+        if is_preempted or self.step >= self.total or _is_due(kept.save_every, before, self.step):
             self._save(tree)
         if is_preempted:
             self._exit()
-        if self._checkpoints.is_refresh_due(before, self.step):
-            self._checkpoints.refresh(self._kept(tree), step=self.step)
+        if kept.replicas is not None and _is_due(kept.refresh_every, before, self.step):
+            kept.refresh(self._kept(tree), step=self.step)
         return tree
 
     @api_boundary
     def check(self, tree: Any) -> None:
         """Exit if a signal has come, as :meth:`end_step` does: in an evaluation, or between :meth:`resume` and the first step.
 
-        Every rank has to call it alike.
-
-        Args:
-            tree: as it was after the last step; it is saved.
-
-        Raises:
-            SystemExit: a signal has come to some rank.
-            RunError: before :meth:`resume`.
+        Every rank has to call it alike. ``tree`` is as it was after the last step, and is saved. Raises SystemExit if a signal
+        has come to some rank; RunError before :meth:`resume`.
         """
         if self._phase == "new":
             raise RunError("Run.check(): call resume(tree) first: what is there before is not what the run has come to.")
@@ -312,14 +294,14 @@ class Run:
             raise NonFiniteError(f"step {self.step} is not finite, and there is no checkpoint in {root} to roll back to.")
         skipped = [*self.skipped, self.step]
         _, tree = self._load(root, tree)
-        self._left_out.replace(skipped)
+        self._left_out.steps[:] = skipped
         return tree
 
     def _load(self, root: str, tree: Any) -> tuple[Checkpoint, Any]:
         """Return the newest checkpoint that is not damaged, in memory or on disk, and its tree."""
         found, loaded = self._checkpoints.load(root, {"run": {"skipped": ""}, "tree": tree})
         self.step = found.step
-        self._left_out.replace(json.loads(loaded["run"]["skipped"]))
+        self._left_out.steps[:] = json.loads(loaded["run"]["skipped"])
         return found, loaded["tree"]
 
     def _save(self, tree: Any) -> None:
@@ -345,8 +327,12 @@ class Run:
         raise SystemExit(EXIT_PREEMPTED)
 
 
+def _is_due(every: int, before: int, step: int) -> bool:
+    return step // every > before // every
+
+
 def _without_numbers(tree: Any) -> Any:
-    """Tensors and what holds them: a best loss begins as an infinity."""
+    """Return a tree with 0 for each number: a best loss begins as an infinity."""
     return optree.tree_map(lambda leaf: 0 if isinstance(leaf, Number) else leaf, expanded(tree), is_leaf=is_node)
 
 

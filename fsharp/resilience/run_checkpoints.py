@@ -13,16 +13,9 @@ from fsharp.functional.comm.protocol import Comm
 
 
 class RunCheckpoints:
-    """The checkpoints of a run.
+    """The checkpoints of a run, on disk and in memory of hosts.
 
-    Args:
-        root: their folder.
-        comm: the ranks.
-        save_every: steps between two checkpoints on disk.
-        replicas: those in memory of hosts; None if there are none.
-        refresh_every: steps between two refreshes of ``replicas``.
-        config: of the run.
-        options: of the :class:`Saver` that writes them.
+    ``options`` are those of the :class:`Saver`.
 
     Attributes:
         saved: step of the newest checkpoint on disk that this run has written or loaded; -1 if there is none.
@@ -51,7 +44,7 @@ class RunCheckpoints:
         self._names = set[str]()
 
     def begin(self) -> Saver:
-        """Return what writes checkpoints from here on, to be closed after the run."""
+        """Return the Saver that writes checkpoints from here on, to be closed after the run."""
         self._saver = Saver(self.root, self._comm, **self._options, config=self._config)
         return self._saver
 
@@ -60,11 +53,7 @@ class RunCheckpoints:
         self._names = set(leaf_names(tree))
 
     def check_leaves(self, tree: Any) -> None:
-        """Refuse a tree that a restart could not load.
-
-        Raises:
-            RunError: the tree has other leaves than expected.
-        """
+        """Refuse, with a RunError, a tree with other leaves than expected, which a restart could not load."""
         if changed := sorted(self._names.symmetric_difference(leaf_names(tree))):
             raise RunError(
                 problem(
@@ -86,11 +75,9 @@ class RunCheckpoints:
         return bool(exchange("yes" if found else "", self._comm)[0])
 
     def load(self, root: str, like: Any) -> tuple[Checkpoint, Any]:
-        """Return the newest checkpoint that is not damaged, and its tree.
+        """Load the newest undamaged checkpoint of a folder into a tree like ``like``, whose tensors are overwritten.
 
-        Args:
-            root: a folder; of the run's own, what is in memory of hosts counts as well.
-            like: a tree with the same leaves, whose tensors are overwritten.
+        For the run's own folder, what is in memory of hosts counts as well. Returns the checkpoint and the tree.
         """
         if self.replicas is not None and root == self.root:
             found, loaded = self.replicas.restore_newest(like, donate=True)
@@ -99,14 +86,6 @@ class RunCheckpoints:
         self.newest = found.step
         self.saved = found.step if os.path.dirname(found.path) == self.root else -1
         return found, loaded
-
-    def is_due(self, before: int, step: int) -> bool:
-        """Whether a checkpoint on disk is due after the steps from ``before`` to ``step``."""
-        return step // self.save_every > before // self.save_every
-
-    def is_refresh_due(self, before: int, step: int) -> bool:
-        """Whether a refresh of the memory of hosts is due after the steps from ``before`` to ``step``."""
-        return self.replicas is not None and step // self.refresh_every > before // self.refresh_every
 
     def save(self, tree: Any, *, step: int) -> None:
         """Begin a checkpoint on disk."""

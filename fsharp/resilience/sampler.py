@@ -50,7 +50,7 @@ class IndexSampler:
 
     @api_boundary
     def indices(self, step: int, *, rank: int = 0, num_ranks: int = 1) -> torch.Tensor:
-        """The indices that a rank takes in a step: int64, in consecutive parts of the step's batch in order of rank.
+        """Return the indices that a rank takes in a step: int64, consecutive parts of the step's batch in order of rank.
 
         Args:
             step: from 0.
@@ -75,7 +75,7 @@ class IndexSampler:
 
     @api_boundary
     def batches(self, start: int = 0, *, rank: int = 0, num_ranks: int = 1) -> Iterator[list[int]]:
-        """A rank's indices of step ``start`` and all after it: a ``batch_sampler`` for a ``DataLoader``. It never ends.
+        """Yield a rank's indices of step ``start`` and all after it, without end: a ``batch_sampler`` for a ``DataLoader``.
 
         It knows nothing of steps that a Run goes back to or leaves out: make another one after ``"roll back"``.
         """
@@ -85,25 +85,16 @@ class IndexSampler:
             step += 1
 
     def epoch(self, step: int) -> int:
-        """In which epoch, from 0, a step begins."""
+        """Return in which epoch, from 0, a step begins."""
         return step * self.batch_size // self.num_samples
 
     def state_dict(self) -> dict[str, int]:
         """Return the settings that decide the order of samples, as integers. The step is left out: the run counts steps."""
-        return {
-            "num_samples": self.num_samples,
-            "batch_size": self.batch_size,
-            "seed": self.seed,
-            "shuffle": int(self.shuffle),
-        }
+        return {name: int(getattr(self, name)) for name in ("num_samples", "batch_size", "seed", "shuffle")}
 
     @api_boundary
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Refuse the settings of a sampler with another order, whose steps have other samples. Nothing is loaded.
-
-        Raises:
-            RunError: a saved setting differs from this sampler's. All settings that differ are named.
-        """
+        """Refuse, with a RunError, a sampler with another order, whose steps have other samples. Nothing is loaded."""
         mine = self.state_dict()
         other = [name for name in mine if state.get(name) != mine[name]]
         rows = [f"{name} was {state.get(name)!r}, here it is {mine[name]!r}" for name in other]
@@ -114,7 +105,7 @@ class IndexSampler:
             )
 
     def _between(self, first: int, last: int) -> torch.Tensor:
-        """Of all epochs one after the other, some consecutive samples."""
+        """Return consecutive samples of all epochs one after the other."""
         found = []
         while first < last:
             epoch, start = divmod(first, self.num_samples)

@@ -1,4 +1,4 @@
-"""What ranks have to have in common before they train together."""
+"""agree_at_start: what ranks have to have in common before they train together."""
 
 import hashlib
 import json
@@ -22,8 +22,7 @@ from fsharp.functional.layout.paths import join
 from fsharp.functional.layout.sharded import is_sharded, units_of
 from fsharp.functional.layout.text import describe_units
 
-_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
-"""Of functions that a tree's nodes have, such as the factory of a defaultdict: another one in each process."""
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")  # of functions in nodes, as a defaultdict's factory: another in each process
 
 
 @options_checked
@@ -71,7 +70,7 @@ def _config_fields(config: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[st
 
 
 def _leaves(tree: Any) -> Iterator[str]:
-    """One line for each leaf: where it is, and what."""
+    """Yield one line for each leaf: its path, and what it is."""
     for path, _, leaf in leaves_of(expanded(tree)):
         if is_sharded(leaf):
             yield f"{join(path)}: {leaf.name!r} at {leaf.place}"

@@ -17,15 +17,13 @@ from fsharp.tracebacks import api_boundary
 
 _log = logging.getLogger("fsharp")
 _KEPT = 1000
-_MEDIAN_ERROR = 1.2533 * 1.4826
-"""The standard error of a median, of normal numbers, to their median deviation over the root of their number."""
+_MEDIAN_ERROR = 1.2533 * 1.4826  # standard error of a median to the median deviation over the root of the number, if normal
 
 
 class StepTimes(NamedTuple):
-    """What ranks have told each other.
+    """What ranks have told each other up to a step.
 
     Attributes:
-        step: the last one of those measured.
         own_s: by rank, the median over these steps of the seconds that the rank did not wait for others.
         error_s: by rank, the standard error of that, by how much its steps differ.
     """
@@ -78,17 +76,13 @@ class StragglerDetector:
         self.start()
 
     def start(self) -> None:
-        """The first step begins now: what was before it is not measured."""
+        """Begin the first step now: what was before is not measured."""
         self._since = self._own_clock()
         self._own_s.clear()
 
     @api_boundary
     def end_step(self, step: int) -> None:
-        """A step has ended, and the next one begins. Every rank has to call it.
-
-        Args:
-            step: its number, the same on all ranks.
-        """
+        """End a step, whose number is the same on all ranks, and begin the next one. Every rank has to call it."""
         now = self._own_clock()
         self._own_s.append(now - self._since)
         if len(self._own_s) == self.every:
@@ -118,5 +112,5 @@ class StragglerDetector:
             )
 
     def _own_clock(self) -> float:
-        """Seconds that this rank has not waited."""
+        """Return seconds that this rank has not waited."""
         return time.perf_counter() - (self._ranks.waited_s if self._ranks is not None else 0.0)

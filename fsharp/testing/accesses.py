@@ -1,4 +1,4 @@
-"""What each op of torch touches: the bytes it reads and writes, the storages it makes, and when these are gone."""
+"""Accesses of each op of torch: the bytes it reads and writes, and the storages it makes, until these are gone."""
 
 import weakref
 from bisect import bisect_left, insort
@@ -19,7 +19,7 @@ _NO_DATA = frozenset(
 
 
 def spans(x: torch.Tensor) -> tuple[ByteSpan, ...]:
-    """The bytes that a strided tensor is made of, as runs."""
+    """Return the bytes that a strided tensor is made of, as runs."""
     if not x.numel():
         return ()
     start, base, run = x.data_ptr(), x.untyped_storage().data_ptr(), x.element_size()
@@ -39,7 +39,7 @@ def spans(x: torch.Tensor) -> tuple[ByteSpan, ...]:
 
 
 class _Effects(NamedTuple):
-    """Of an operator, by its schema."""
+    """What an operator does, by its schema."""
 
     touches: bool  # whether it looks at data at all: views do not
     written: frozenset[str]  # arguments
@@ -68,11 +68,7 @@ def _desugars(kind: type) -> bool:
 
 
 class Storages:
-    """Which storages are there, on which lane they were allocated, and when they go.
-
-    Args:
-        log: gets an entry for each one that goes.
-    """
+    """The storages that there are, with the lane that allocated each; ``log`` gets an entry for each one that goes."""
 
     def __init__(self, log: list[Entry]) -> None:
         self._log = log
@@ -85,7 +81,7 @@ class Storages:
         return x.untyped_storage()._cdata in self._live
 
     def add(self, x: torch.Tensor, lane: str | None = None) -> ByteSpan:
-        """See a storage for the first time; without a lane one that was allocated unseen."""
+        """Note a new storage, and the lane that allocated it, if that was seen."""
         storage = x.untyped_storage()
         key, start = storage._cdata, storage.data_ptr()
         span = self._live[key] = ByteSpan(start, start + storage.nbytes(), start)
@@ -106,7 +102,7 @@ class Storages:
             self._log.append(Free(lane, span))
 
     def close(self) -> None:
-        """Stop logging, and drop what was kept of tensors."""
+        """Stop logging, and forget tensors."""
         for finalizer in self._finalizers.values():
             finalizer.detach()
 
@@ -114,11 +110,8 @@ class Storages:
 class AccessLoggingMode(TorchDispatchMode):
     """Logs every op that torch runs in this thread.
 
-    What does not pass torch's dispatcher is not seen: memory shared with numpy, threads that others start.
-
-    Args:
-        log: what to append to.
-        where: the lane that ops run on at present, and what is going on there.
+    What does not pass torch's dispatcher is not seen: memory shared with numpy, threads that others start. ``where`` returns
+    the lane that ops run on at present, and what is going on there.
     """
 
     def __init__(self, log: list[Entry], where: Callable[[], tuple[str, object]]) -> None:
@@ -153,5 +146,5 @@ class AccessLoggingMode(TorchDispatchMode):
         return result
 
     def close(self) -> None:
-        """Stop logging, and drop what was kept of tensors."""
+        """Stop logging, and forget tensors."""
         self._storages.close()

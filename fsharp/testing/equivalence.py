@@ -24,12 +24,7 @@ from fsharp.testing.simulate import simulate
 @options_checked
 @dataclass(frozen=True, slots=True)
 class Tolerance:
-    """How far parameters that cannot be bitwise equal may be apart.
-
-    Args:
-        rtol: relative to the larger magnitude.
-        atol: absolute.
-    """
+    """How far apart parameters may be that cannot be bitwise equal: ``rtol`` times the larger magnitude, and ``atol``."""
 
     rtol: float = 1e-4
     atol: float = 1e-5
@@ -101,7 +96,7 @@ def assert_equivalent(
 
 
 def _order_of_sums(mesh: Mesh, strategy: Strategy, microbatches: int) -> Any:
-    """Equal for strategies that add gradients in the same order."""
+    """Return a key that is equal for strategies that add gradients in the same order."""
     if microbatches == 1 and len(mesh.axes) == 1:
         return None
     if microbatches == 1:

@@ -41,23 +41,14 @@ _RULES = (
 
 
 class Case(NamedTuple):
-    """A tree and where it rests.
-
-    Attributes:
-        tree: the user's tree.
-        layout: made by :func:`~fsharp.plan` for it.
-    """
+    """A tree, and a layout that :func:`~fsharp.plan` made for it."""
 
     tree: Any
     layout: Layout
 
 
 def meshes(*, max_ranks: int = 16) -> st.SearchStrategy[Mesh]:
-    """Meshes of one axis, ``dp``, or of two, ``outer`` and ``inner``, with axes of size 1 among them.
-
-    Args:
-        max_ranks: the most ranks of a mesh.
-    """
+    """Meshes of one axis, ``dp``, or of two, ``outer`` and ``inner``, of at most ``max_ranks``; some axes are of size 1."""
     # Hypothesis favours what comes first: two axes, and more ranks than one.
     sizes = sorted(range(1, max_ranks + 1), key=lambda n: n == 1)
     grids = [Mesh({"outer": m, "inner": n}) for m, n in product(sizes, sizes) if m * n <= max_ranks]
@@ -65,7 +56,7 @@ def meshes(*, max_ranks: int = 16) -> st.SearchStrategy[Mesh]:
 
 
 def legal_strategies(mesh: Mesh) -> list[Strategy]:
-    """Every :class:`~fsharp.Strategy` there is on a mesh: those with names, and those without."""
+    """Return every legal :class:`~fsharp.Strategy` on a mesh: those with names, and those without."""
     result = []
     for rules in product(_RULES, repeat=len(mesh.axes)):
         try:
@@ -86,7 +77,7 @@ def atoms() -> st.SearchStrategy[Atom]:
 
 
 def precisions() -> st.SearchStrategy[Precision]:
-    """The leaf's own dtypes; a main copy; a wire narrower than the sum."""
+    """Precisions: the leaf's own dtypes; a main copy; a wire narrower than the sum."""
     return st.sampled_from(
         [
             Precision(),
@@ -98,13 +89,7 @@ def precisions() -> st.SearchStrategy[Precision]:
 
 @st.composite
 def tensors(draw: st.DrawFn, *, dtypes: Sequence[torch.dtype] = DTYPES, max_dims: int = 3) -> torch.Tensor:
-    """Small tensors of integer values: scalars, dims of size 0 and 1, primes; contiguous, transposed, strided, expanded.
-
-    Args:
-        draw: given by hypothesis.
-        dtypes: to choose from.
-        max_dims: the most dims.
-    """
+    """Small tensors of integers: scalars, dims of size 0 and 1, primes; contiguous, transposed, strided, expanded."""
     shape = draw(st.lists(st.sampled_from(_SIZES), max_size=max_dims))
     while len(shape) > 1 and torch.Size(shape).numel() > 200:
         shape.pop()
@@ -122,7 +107,7 @@ def tensors(draw: st.DrawFn, *, dtypes: Sequence[torch.dtype] = DTYPES, max_dims
 
 
 def integers_like(like: torch.Tensor, seed: int) -> torch.Tensor:
-    """Integers from -4 to 4, or from 0 to 4 where the dtype has no sign, in the shape and dtype of ``like``."""
+    """Return integers from -4 to 4, or from 0 where the dtype has no sign, in the shape and dtype of ``like``."""
     low = -_LARGEST if like.dtype.is_signed else 0
     drawn = torch.randint(low, _LARGEST + 1, like.shape, generator=torch.Generator().manual_seed(seed))
     return drawn.to(like.dtype)
@@ -134,14 +119,7 @@ def _has_leaves(tree: Any) -> bool:
 
 @st.composite
 def trees(draw: st.DrawFn, *, dtypes: Sequence[torch.dtype] = DTYPES, max_leaves: int = 8, ties: bool = True) -> Any:
-    """Nested dicts, lists and tuples of :func:`tensors`, with one leaf at least; empty containers and None in between.
-
-    Args:
-        draw: given by hypothesis.
-        dtypes: of the leaves.
-        max_leaves: the most leaves.
-        ties: let some leaves be the same tensor.
-    """
+    """Nested dicts, lists and tuples of :func:`tensors`, with at least one leaf, empty containers, None, and tied leaves."""
     keys = st.sampled_from(["w", "b", "scale", "layers", "0", "10"])
     shapes: st.SearchStrategy[Any] = st.recursive(
         st.sampled_from([0, 0, 0, 0, None]),
@@ -162,7 +140,7 @@ def trees(draw: st.DrawFn, *, dtypes: Sequence[torch.dtype] = DTYPES, max_leaves
 
 @st.composite
 def unit_patterns(draw: st.DrawFn, tree: Any) -> str | list[str] | None:
-    """Unit patterns that are legal for a tree: none, every key at the root, or some subtrees apart from each other."""
+    """Legal unit patterns of a tree: none, every key at the root, or some subtrees apart from each other."""
     paths, _, _ = flatten(tree)
     if paths == ("",):
         return None
@@ -182,14 +160,7 @@ def layouts(
     mesh: st.SearchStrategy[Mesh] | None = None,
     precision: st.SearchStrategy[Precision] | None = None,
 ) -> Layout:
-    """Layouts of a tree: any mesh, strategy, units, atoms and labels by path, frozen leaves.
-
-    Args:
-        draw: given by hypothesis.
-        tree: of tensors.
-        mesh: None means :func:`meshes`.
-        precision: None keeps the dtypes of the leaves.
-    """
+    """Layouts of a tree: any mesh, strategy, units, atoms and labels by path, frozen leaves; dtypes of leaves by default."""
     ranks = draw(meshes() if mesh is None else mesh)
     paths, leaves, _ = flatten(tree)
     owners = find_ties(paths, leaves)
@@ -219,13 +190,6 @@ def cases(
     max_ranks: int = 16,
     precision: st.SearchStrategy[Precision] | None = None,
 ) -> Case:
-    """A tree and a layout of it: :func:`trees` and :func:`layouts` together.
-
-    Args:
-        draw: given by hypothesis.
-        dtypes: of the leaves.
-        max_ranks: the most ranks of the mesh.
-        precision: None keeps the dtypes of the leaves.
-    """
+    """A tree and a layout of it: :func:`trees` and :func:`layouts` together."""
     tree = draw(trees(dtypes=dtypes))
     return Case(tree, draw(layouts(tree, mesh=meshes(max_ranks=max_ranks), precision=precision)))

@@ -1,12 +1,11 @@
-"""What streams did, as plain data, and whether it was ordered: vector clocks, and a map of the bytes that ops touched.
+"""Whether what streams did was ordered: vector clocks, and a map of the bytes that ops touched.
 
-[Note: ordered]
-A lane is a stream. Its clock says, for each lane, how many of that lane's ops are sure to be over when its own next op
-begins: all of its own, and what its waits have brought it. Two accesses of one byte, at least one of them a write, are a
-race if the later one's lane did not know of the earlier one when it was issued.
+[Note: ordered] A lane is a stream. Its clock says, for each lane, how many of that lane's ops are sure to be over when its own
+next op begins: all of its own, and what its waits have brought it. Two accesses of one byte, at least one of them a write, are
+a race if the later one's lane did not know of the earlier one when it was issued.
 
-Memory belongs to the lane that allocated it, as with torch's caching allocators: once freed, whatever that lane allocates
-next may lie there, ordered behind that lane alone. So accesses by other lanes have to be known to it by then.
+Memory belongs to the lane that allocated it, as with torch's caching allocators: once freed, whatever that lane allocates next
+may lie there, ordered behind that lane alone. So accesses by other lanes have to be known to it by then.
 """
 
 from bisect import bisect_right
@@ -18,13 +17,7 @@ Clock = dict[str, int]
 
 
 class ByteSpan(NamedTuple):
-    """Bytes of one storage.
-
-    Attributes:
-        start: address of the first.
-        stop: address after the last.
-        base: address of the storage.
-    """
+    """Bytes of one storage: addresses of the first and after the last, and of the storage."""
 
     start: int
     stop: int
@@ -35,13 +28,8 @@ class ByteSpan(NamedTuple):
 class Access:
     """One op of torch.
 
-    Attributes:
-        lane: where it ran.
-        op: name of the operator.
-        during: what was going on there.
-        reads: bytes it reads.
-        writes: bytes it writes.
-        forgets: storages that are new: what was at their addresses before is another story.
+    ``during`` is what was going on on its lane. ``forgets`` are new storages: what was at their addresses before does not
+    count.
     """
 
     lane: str
@@ -65,13 +53,7 @@ class RecordEvent:
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """A lane waits.
-
-    Attributes:
-        lane: that waits.
-        of: the lane whose ops so far it waits for, or the key of a :class:`RecordEvent`.
-        why: in words, the same in each step.
-    """
+    """A lane waits for all ops so far of the lane ``of``, or for the :class:`RecordEvent` with this key; ``why`` is words."""
 
     lane: str
     of: object
@@ -83,12 +65,7 @@ class Wait:
 
 @dataclass(frozen=True, slots=True)
 class Free:
-    """A storage is gone.
-
-    Attributes:
-        lane: that allocated it; None if nobody knows.
-        span: all of it.
-    """
+    """A storage is gone, which ``lane`` allocated; None if nobody knows which lane did."""
 
     lane: str | None
     span: ByteSpan
@@ -96,12 +73,7 @@ class Free:
 
 @dataclass(frozen=True, slots=True)
 class RecordStream:
-    """A storage that is freed is not given to others before what a lane has been given so far is over.
-
-    Attributes:
-        lane: by which it is used.
-        base: address of the storage.
-    """
+    """The storage at ``base`` is not given to others, once freed, before what ``lane`` has been given so far is over."""
 
     lane: str
     base: int
@@ -112,14 +84,7 @@ Log = Sequence[Entry]
 
 
 class Race(NamedTuple):
-    """Two accesses that nothing orders.
-
-    Attributes:
-        first: as issued.
-        second: the later one, or None if memory was freed that ``first`` may still be using.
-        span: the bytes they share.
-        owner: of freed memory, the lane that may allocate there.
-    """
+    """Two accesses of a span that nothing orders; for freed memory the second is None, and ``owner`` may allocate there."""
 
     first: Access
     second: Access | None
@@ -190,7 +155,7 @@ class _Replay:
         return self.clocks.setdefault(lane, {})
 
     def wait(self, wait: Wait) -> bool:
-        """Whether the lane has learned of anything."""
+        """Return whether the lane has learned of anything."""
         other = self.clock(wait.of) if isinstance(wait.of, str) else self.marks.get(wait.of, {})
         mine, learned = self.clock(wait.lane), False
         for lane, tick in other.items():
@@ -258,7 +223,7 @@ class _Replay:
                     self.freed.setdefault(free.lane, []).append((each, ByteSpan(a, b, free.span.base)))
 
     def reused(self, owner: str) -> None:
-        """A lane allocates: what it has freed has to be out of use by now."""
+        """Report accesses that are still under way to memory that a lane has freed: the lane allocates now."""
         clock = self.clock(owner)
         for seen, span in self.freed.pop(owner, ()):
             if clock.get(seen.access.lane, 0) < seen.tick:
@@ -266,24 +231,14 @@ class _Replay:
 
 
 class Verdict(NamedTuple):
-    """What a replay has found.
-
-    Attributes:
-        races: each pair of accesses once.
-        learned: positions of the waits that have told their lane of something it did not know.
-    """
+    """The races, each pair of accesses once, and positions of waits that have told their lane of something it did not know."""
 
     races: list[Race]
     learned: set[int]
 
 
 def replay(log: Log, *, without: Collection[int] = ()) -> Verdict:
-    """Look for races.
-
-    Args:
-        log: in the order in which the host issued it.
-        without: positions of entries to leave out.
-    """
+    """Look for races in a log, in the order in which the host issued it, without the entries at some positions."""
     state, learned = _Replay(), set()
     for i, entry in enumerate(log):
         if i in without:

@@ -1,8 +1,7 @@
 """processes: run a function as every rank of a mesh, each in a process of its own that talks over gloo.
 
-[Note: launcher]
-Importing torch takes seconds, and a property test makes hundreds of processes. So they are forked from one that has imported
-it, does nothing else and has one thread, which starts with the first call and ends with this process.
+[Note: launcher] Importing torch takes seconds, and a property test makes hundreds of processes. So they are forked from one
+that has imported it, does nothing else and has one thread, which starts with the first call and ends with this process.
 """
 
 import atexit
@@ -37,7 +36,7 @@ _GRACE = 3.0  # seconds for the other ranks to fail too, once one has: the first
 
 @options_checked
 def processes(mesh: Mesh, fn: Callable[[Comm], R], *, timeout: float = 90.0) -> list[R]:
-    """``[fn(comm) for every rank of mesh]``, like :func:`simulate`, but in real processes over gloo on this machine.
+    """Return ``[fn(comm) for every rank of mesh]``, like :func:`simulate`, but in real processes over gloo.
 
     Needs cloudpickle, with which ``fn`` and what it closes over travel; results travel by pickle. A process has this one's
     environment, search path and working directory as they are at the call, and of its modules torch and fsharp. Ranks have the
@@ -52,8 +51,7 @@ def processes(mesh: Mesh, fn: Callable[[Comm], R], *, timeout: float = 90.0) -> 
         Results in order of rank.
 
     Raises:
-        CommError: a process that failed, with the end of what it printed, or that did not end in time. The others are
-            killed.
+        CommError: a process that failed, with the end of what it printed, or that did not end in time. The others are killed.
 
     Cost: a fork a rank; the first call imports torch once more.
     """
@@ -79,12 +77,12 @@ class _Launcher:
         self.forget()
 
     def forget(self) -> None:
-        """Have none: it is that of the process which this one was forked from."""
+        """Have no process: it belongs to the process that this one was forked from."""
         self._lock = threading.Lock()
         self._server: subprocess.Popen[str] | None = None
 
     def run(self, folder: str, size: int, timeout: float) -> str:
-        """Have it run the ranks; what went wrong, if something did."""
+        """Have the launcher run the ranks; return what went wrong, or nothing."""
         with self._lock:
             if self._server is None:
                 command = [sys.executable, "-c", "from fsharp.testing.processes import _serve; _serve()"]
@@ -120,7 +118,7 @@ os.register_at_fork(after_in_child=_launcher.forget)
 
 
 def _serve() -> None:
-    """Run what standard input asks for, until it ends."""
+    """Run the ranks that standard input asks for, until it ends."""
     for line in sys.stdin:
         folder, size, timeout = json.loads(line)
         print(json.dumps(_launch(Path(folder), size, timeout)), flush=True)

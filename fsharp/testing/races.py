@@ -1,4 +1,4 @@
-"""check_races: whether what a scheduler issues on streams is ordered, found out on a host that has none."""
+"""check_races: finds out on a host without streams whether what a scheduler issues on streams is ordered."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -21,11 +21,7 @@ _SHOWN = 5  # races that an error describes
 
 
 class RaceError(FsharpError, AssertionError):
-    """Two streams use the same memory, one of them to write, and nothing orders them.
-
-    Attributes:
-        report: all that was found.
-    """
+    """Two streams use the same memory, one of them to write, and nothing orders them; ``report`` has all that was found."""
 
     def __init__(self, message: str, report: "RaceReport") -> None:
         super().__init__(message)
@@ -33,12 +29,9 @@ class RaceError(FsharpError, AssertionError):
 
 
 class UnneededWait(NamedTuple):
-    """A wait without which there is no race in the steps that were seen.
+    """A wait without which there is no race in the steps that were seen, and how often it was issued.
 
-    Attributes:
-        why: what waits for what.
-        is_implied: whether its lane knew by then of all that it waits for. Otherwise no two accesses need it.
-        times: how often it was issued.
+    ``is_implied`` says whether its lane knew by then of all that it waits for. Otherwise no two accesses need it.
     """
 
     why: str
@@ -47,16 +40,10 @@ class UnneededWait(NamedTuple):
 
 
 class VirtualLanes(Lanes):
-    """Lanes that a host makes believe it has: what is issued on them runs at once, and is logged with its order.
+    """Lanes on a host without streams: what is issued on them runs at once, and is logged with its order.
 
-    Args:
-        one_stream: gathers and reductions share one.
-        describe: an op, in words.
-        here: what compute is doing.
-
-    Attributes:
-        log: what was issued, in order.
-        lane: the current one.
+    With ``one_stream`` gathers and reductions share a lane. ``describe`` returns an op in words, and ``here`` what compute is
+    doing. ``log`` is what was issued, in order.
     """
 
     def __init__(
@@ -75,12 +62,12 @@ class VirtualLanes(Lanes):
     has_streams = True
 
     def current(self) -> str:
-        """The lane."""
+        """Return the current lane."""
         return self.lane
 
     @contextmanager
     def on(self, name: str, op: Key | None = None, after: Sequence[Key] = (), *, begins: bool = True) -> Iterator[None]:
-        """On the lane, after what the current one has been given so far if it reads that, and after the given ops."""
+        """Issue on a lane, behind what the current lane was given so far, if ``begins``, and behind the given ops."""
         lane = self._lane(name)
         during = f"{name} on demand at {self.here()}" if op is None else self.describe(op)
         if begins:
@@ -100,13 +87,13 @@ class VirtualLanes(Lanes):
             self.lane, self._during = before
 
     def join(self, after: Sequence[Key]) -> None:
-        """The current lane waits for ops on others."""
+        """Have the current lane wait for ops on others."""
         for key in after:
             if key in self._marks:
                 self.log.append(Wait(self.lane, key, f"{self.lane} joins {self.describe(key)} at {self.here()}"))
 
     def join_all(self, *names: str) -> None:
-        """The current lane waits for all that the lanes of these names have been given."""
+        """Have the current lane wait for all that the lanes of these names have been given."""
         for lane in dict.fromkeys(map(self._lane, names)):
             if lane not in self._given:
                 continue
@@ -116,15 +103,15 @@ class VirtualLanes(Lanes):
         return "gather" if self.one_stream and name == "reduce" else name
 
     def synchronize(self, op: Key) -> None:
-        """The host, and so all that it issues later, waits for an op."""
+        """Have the host, and so all that it issues later, wait for an op."""
         self.join([op])
 
     def keep(self, x: torch.Tensor) -> None:
-        """The memory of a tensor that is freed is nobody's before what the current lane has been given is over."""
+        """Keep a tensor's memory, once freed, from others until the current lane has done what it was given."""
         self.log.append(RecordStream(self.lane, x.untyped_storage().data_ptr()))
 
     def where(self) -> tuple[str, object]:
-        """The current lane, and what is going on there."""
+        """Return the current lane, and what is going on there."""
         return self.lane, self._during or self.here()
 
     @contextmanager
@@ -139,15 +126,7 @@ class VirtualLanes(Lanes):
 
 
 class RaceReport:
-    """What a checked piece of a program issued, and what of it nothing orders. Filled when the check ends.
-
-    Args:
-        lanes: whose log it is about.
-        place: bytes, in words.
-
-    Attributes:
-        races: each pair of accesses once.
-    """
+    """What a checked piece of a program issued, and which of it nothing orders. Filled when the check ends."""
 
     def __init__(self, lanes: VirtualLanes, place: Callable[[ByteSpan], str] = str) -> None:
         self._lanes, self._place = lanes, place
@@ -155,11 +134,7 @@ class RaceReport:
 
     @api_boundary
     def look(self) -> None:
-        """Go through the log.
-
-        Raises:
-            RaceError: the races in it.
-        """
+        """Go through the log, and raise a RaceError if there are races in it."""
         self._verdict = replay(self.log)
         if self.races:
             raise RaceError(str(self), self)
@@ -189,19 +164,15 @@ class RaceReport:
         return result
 
     def without(self, why: str) -> list[Race]:
-        """The races there would be if a wait, one of :attr:`waits`, had never been issued.
-
-        Cost: some 20 microseconds for each op of the log.
-        """
+        """Return the races if a wait, one of :attr:`waits`, had not been issued. Cost: 20 microseconds for each op."""
         positions = {i for i, entry in enumerate(self.log) if isinstance(entry, Wait) and entry.why == why}
         return replay(self.log, without=positions).races
 
     def unneeded(self) -> list[UnneededWait]:
-        """The waits that each could be left out of what was checked without a race.
+        """Return the waits that each could be left out of what was checked without a race.
 
-        One at a time is left out: two may be there for the same reason.
-
-        Cost: that of :meth:`without` for each wait that is not implied, seconds for small models.
+        One at a time is left out: two may be there for the same reason. Cost: that of :meth:`without` for each wait that is not
+        implied, seconds for small models.
         """
         implied = self.implied()
         unneeded = [(why, times) for why, times in self.waits.items() if why in implied or not self.without(why)]
@@ -319,7 +290,7 @@ def _check(scheduler: Scheduler) -> None:
 
 
 def _here(scheduler: Scheduler) -> str:
-    """Where in the program a step is."""
+    """Return where in the program a step is."""
     step = scheduler._now.step
     if step is None:
         return "outside of a step"
@@ -327,7 +298,7 @@ def _here(scheduler: Scheduler) -> str:
 
 
 def _op(scheduler: Scheduler, key: Key) -> str:
-    """An op of a schedule, in words."""
+    """Return an op of a schedule, in words."""
     number, i = key
     plan = scheduler.arena.tenant
     if plan is None or plan.number != number:
@@ -337,7 +308,7 @@ def _op(scheduler: Scheduler, key: Key) -> str:
 
 
 def _place(scheduler: Scheduler, span: ByteSpan) -> str:
-    """Where bytes are, and the units that a plan has given them to."""
+    """Return where bytes are, and the units that a plan has given them to."""
     first = scheduler.arena.memory.data_ptr()
     start, stop = span.start - first, span.stop - first
     if start < 0 or stop > len(scheduler.arena.memory):

@@ -32,8 +32,7 @@ from fsharp.functional.layout.mesh import Mesh
 from fsharp.tracebacks import api_boundary
 
 R = TypeVar("R")
-_SHOWN = 16
-"""Ranks whose whereabouts an error tells."""
+_SHOWN = 16  # ranks whose whereabouts an error tells
 
 
 @overload
@@ -46,7 +45,7 @@ def simulate(
 def simulate(
     mesh: Mesh, fn: Callable[["ThreadComm"], Any], *, seed: int | None = None, timeout: float = 60.0, outcomes: bool = False
 ) -> list[Any]:
-    """``[fn(comm) for every rank of mesh]``, ranks taking turns and meeting in collectives.
+    """Return ``[fn(comm) for every rank of mesh]``; ranks take turns and meet in collectives.
 
     Sums are taken in order of rank, as process groups on CPUs take them: a simulated run has the bits of a real one.
 
@@ -60,16 +59,14 @@ def simulate(
             generator of your own to functions that draw numbers, as an argument, so that ``forward`` can replay it.
         seed: decides which rank goes on at each collective and each :meth:`ThreadComm.pause`: the same seed gives the same
             order. None lets each rank run until it has to wait, and then the next one.
-        timeout: longest turn of a rank, in seconds. Ranks take turns, so a rank that waits for another rank by other means
-            than ``comm`` waits in vain. A deadlock within ``comm`` is found at once, without this limit.
-        outcomes: return what each rank raised in place of its result, instead of raising the first of these.
-
-    Returns:
-        Results in order of rank. With ``outcomes``, exceptions among them; a :class:`Killed` for a rank that died or stalled.
+        timeout: longest turn of a rank, in seconds. Ranks take turns, so a rank that waits for another rank by other means than
+            ``comm`` waits in vain. A deadlock within ``comm`` is found at once, without this limit.
+        outcomes: return what each rank raised in place of its result, a :class:`Killed` for a rank that died or stalled,
+            instead of raising the first of these.
 
     Raises:
-        CommError: ranks that called different collectives, with what each called; or a rank that waits for one that has
-            ended, or for nothing that can come. Without ``outcomes`` also a rank that died, if nobody noticed.
+        CommError: ranks that called different collectives, with what each called; or a rank that waits for one that has ended,
+            or for nothing that can come. Without ``outcomes`` also a rank that died, if nobody noticed.
         Exception: what the first rank to fail raised. The others hear of it when they need that rank.
     """
     world = _World(mesh, timeout, seed)
@@ -120,17 +117,14 @@ def _one_forward_ad_level() -> Iterator[None]:
 
 
 class Killed(BaseException):
-    """Ends the thread of a rank that called :meth:`ThreadComm.die` or :meth:`ThreadComm.stall`, once the others have ended.
-
-    No ``Exception``, so that nothing that handles errors takes it for one.
-    """
+    """Ends the thread of a rank that died or stalled, once others have ended. No ``Exception``, so that no handler takes it."""
 
 
 class ThreadComm:
     """The Comm that :func:`simulate` passes to each rank.
 
-    Each collective takes ``label``, what the call is for. Ranks that meet in a collective have to agree in it, as in
-    operation, axis, shape and dtype; if they differ each of them gets an error, and no data.
+    Ranks that meet in a collective have to agree in operation, axis, shape, dtype and label, which says what the call is for;
+    if they differ each of them gets an error, and no data.
     """
 
     def __init__(self, world: "_World", rank: int) -> None:
@@ -154,9 +148,9 @@ class ThreadComm:
     def all_reduce(self, x: torch.Tensor, axis: str, *, op: ReduceOp = "sum", label: str = "") -> torch.Tensor:
         """The sum over ranks in their order, the maximum or the minimum."""
         parts = torch.stack(self._meet(f"all_reduce {op}", axis, x, label))
-        return {"sum": lambda: sum_in_rank_order(parts, x.dtype), "max": lambda: parts.amax(0), "min": lambda: parts.amin(0)}[
-            op
-        ]()
+        if op == "sum":
+            return sum_in_rank_order(parts, x.dtype)
+        return parts.amax(0) if op == "max" else parts.amin(0)
 
     @api_boundary
     def all_to_all(
@@ -176,19 +170,11 @@ class ThreadComm:
         self._world.pause(self.rank)
 
     def die(self) -> NoReturn:
-        """End as a process does that is killed. Others hear of it when they need this rank.
-
-        Raises:
-            Killed: when all others have ended.
-        """
+        """End as a killed process does: raise Killed when all others have ended. Others hear of it when they need this rank."""
         self._world.kill(self.rank, "has died")
 
     def stall(self) -> NoReturn:
-        """Never come back, as a process that is stopped. Others that need this rank hear of it when nobody else can go on.
-
-        Raises:
-            Killed: when all others have ended.
-        """
+        """Stop for good, as a stopped process: raise Killed when all others have ended. Others hear of it when all wait."""
         self._world.kill(self.rank, "has stalled")
 
     def _meet(self, op: str, axis: str, x: torch.Tensor, label: str) -> list[torch.Tensor]:
@@ -217,7 +203,7 @@ class CallFacts(NamedTuple):
 
 @dataclass
 class _Call:
-    """A call of a rank: undecided until it has parts, all ranks' tensors, or an error's text."""
+    """A call of a rank: undecided until it has all ranks' tensors, or an error's text."""
 
     group: tuple[int, ...]
     words: CallFacts
@@ -239,11 +225,7 @@ class _Call:
         self.error = text
 
     def result(self) -> list[Any]:
-        """Return the tensors of all ranks.
-
-        Raises:
-            CommError: the call has failed.
-        """
+        """Return the tensors of all ranks, or raise a CommError if the call has failed."""
         if self.error is not None:
             raise CommError(self.error)
         assert self.parts is not None
@@ -252,15 +234,7 @@ class _Call:
 
 @dataclass
 class _Rank:
-    """Where a rank is.
-
-    Attributes:
-        call: what it waits in.
-        ended: how it ended; None while it lives.
-        has_result: its thread is done with.
-        num_calls: collectives so far.
-        last: what the last one was.
-    """
+    """Where a rank is: the call it waits in, and how it ended, None while it lives."""
 
     call: _Call | None = None
     ended: str | None = None
@@ -360,7 +334,7 @@ class _World:
     # ------------------------------------------------------------ what the caller of simulate() does
 
     def wait_for_all(self) -> None:
-        """Until every rank has ended, or none has given a sign of life for long: those that wait have had their errors then."""
+        """Wait until every rank has ended, or none has given a sign of life for long: waiting ones have errors by then."""
         with self._lock:
             while not all(rank.ended for rank in self._ranks):
                 left = self._last_change + 2 * self.timeout - time.monotonic()
@@ -404,7 +378,7 @@ class _World:
             self._has_turn[self._turn].notify()
 
     def _await_turn(self, rank: int) -> None:
-        """Until this rank can go on and may."""
+        """Wait until this rank can go on and may."""
         since = time.monotonic()
         while self._turn != rank:
             # The second limit is for a rank whose others do go on, without it.
@@ -459,7 +433,7 @@ class _World:
             each.complete(parts)
 
     def _text(self, rank: int | None, what: str) -> str:
-        """An error, with where every rank is; of many, those that are in the call of ``rank``."""
+        """Return an error with where every rank is; of many ranks, those that are in the call of ``rank``."""
         shown: Sequence[int] = range(self.mesh.size)
         if self.mesh.size > _SHOWN:
             call = None if rank is None else self._ranks[rank].call
