@@ -212,12 +212,13 @@ def plain_dicts(state: Any) -> Any:
     return optree.tree_map(lambda x: dict(x) if isinstance(x, Counter) else x, state, is_leaf=is_node)
 
 
-def give_state(owner: Any, state: Any) -> None:
-    """Have an object load the state that stands for it in a tree."""
+def give_state(owner: Any, state: Any) -> Any:
+    """Have an object load the state that stands for it in a tree; return the object."""
     if not hasattr(owner, "state_template"):  # else it has other keys before
         was = owner.state_dict()
         state = optree.tree_map(lambda x, new: Counter(new) if isinstance(x, Counter) else new, was, state, is_leaf=is_node)
     owner.load_state_dict(state)
+    return owner
 
 
 def template_of(tree: Any, has: Callable[[str], bool]) -> Any:

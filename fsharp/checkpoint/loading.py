@@ -218,7 +218,11 @@ def load_by(
     name_trees(tree, comm)
     if not any(is_object(leaf) for leaf in optree.tree_leaves(like, is_leaf=is_node)):
         return tree
-    return together("load()", comm, lambda: optree.tree_map(_given_back, like, tree, is_leaf=is_node))
+
+    def handed_back(leaf: Any, loaded: Any) -> Any:
+        return give_state(leaf, loaded) if is_object(leaf) else loaded
+
+    return together("load()", comm, lambda: optree.tree_map(handed_back, like, tree, is_leaf=is_node))
 
 
 def _chosen(path: str, comm: Comm, damaged: Mapping[str, str]) -> tuple[str, bool]:
@@ -344,11 +348,3 @@ def _read(
                 f"{found.path}: {owner!r:.200} and {alias!r:.200} are tied, and the checkpoint has different values for them, "
                 f"as {names.by_tensor[owner]!r:.200} and {source!r:.200}. Leave out one of these by ignore=, or untie them."
             )
-
-
-def _given_back(leaf: Any, loaded: Any) -> Any:
-    """Return what was loaded; or the object in its place, which loads it."""
-    if not is_object(leaf):
-        return loaded
-    give_state(leaf, loaded)
-    return leaf

@@ -183,8 +183,9 @@ class Replicas(Background):
 
     def _nbytes_of(self, contents: Contents) -> RefreshNbytes:
         rank = self._comm.rank
-        sizes = {of: _nbytes_by(contents, of) for of in {rank, *self._held_by_host}}
-        copied = sum(tensor.nbytes for _, tensor in tensors_of(contents, rank))
+        written = {of: [each for _, each in tensors_of(contents, of)] for of in {rank, *self._held_by_host}}
+        sizes = {of: file_nbytes(tensors, metadata_of("0" * 16, of)) for of, tensors in written.items()}
+        copied = sum(tensor.nbytes for tensor in written[rank])
         return RefreshNbytes(self._copies * sizes[rank], sum(sizes[of] for of in self._held_by_host), copied)
 
     @property
@@ -431,7 +432,3 @@ def _check_sizes(n: int, copies: int, domain_size: int) -> None:
             f"Replicas(): copies is {copies}, expected at least 0 and less than the {n // domain_size} hosts that {n} ranks "
             f"form with domain_size={domain_size}: each copy is on another host."
         )
-
-
-def _nbytes_by(contents: Contents, rank: int) -> int:
-    return file_nbytes([tensor for _, tensor in tensors_of(contents, rank)], metadata_of("0" * 16, rank))

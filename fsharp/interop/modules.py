@@ -157,11 +157,8 @@ def _leaves_by_name(tree: Any) -> dict[Name, Any]:
 def _names(tree: Any) -> list[Name]:
     paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]]
     siblings = Counter(path[:-1] for path in paths)
-
-    def is_in_box(path: Any) -> bool:
-        return path[-1:] == (GetAttrKey("value"),) and siblings[path[:-1]] == 1
-
-    return [tuple(_key(key) for key in (path[:-1] if is_in_box(path) else path)) for path in paths]
+    boxed = [path[-1:] == (GetAttrKey("value"),) and siblings[path[:-1]] == 1 for path in paths]
+    return [tuple(map(_key, path[:-1] if is_boxed else path)) for path, is_boxed in zip(paths, boxed, strict=True)]
 
 
 def _key(key: Any) -> Any:

@@ -379,10 +379,7 @@ def _reduced(pending: Mapping[Key, RankReduction], values: Sequence[Any], comm: 
         numbers = torch.tensor([float(value) for _, value in rows], dtype=torch.float64, device=comm.device)
         for axis in reduction.axes:
             numbers = comm.all_reduce(numbers, axis, op=reduction.op, label="a norm of from_optax()")
-        result |= {key: _as(value.dtype, number) for (key, value), number in zip(rows, numbers.tolist(), strict=True)}
+        for (key, value), number in zip(rows, numbers.tolist(), strict=True):  # not by way of float32: integers have 32 bits
+            exact = int(number) if jnp.issubdtype(value.dtype, jnp.integer) else number
+            result[key] = jnp.asarray(np.asarray(exact).astype(value.dtype))
     return result
-
-
-def _as(dtype: Any, number: float) -> Any:
-    """Return a number as an array of a dtype, not by way of float32, which cannot hold all integers of 32 bits."""
-    return jnp.asarray(np.asarray(int(number) if jnp.issubdtype(dtype, jnp.integer) else number).astype(dtype))

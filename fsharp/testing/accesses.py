@@ -63,10 +63,6 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
             yield from _tensors(each)
 
 
-def _desugars(kind: type) -> bool:
-    return getattr(kind, "__torch_dispatch__", None) is not torch._C._disabled_torch_dispatch_impl
-
-
 class Storages:
     """The storages that there are, with the lane that allocated each; ``log`` gets an entry for each one that goes."""
 
@@ -121,7 +117,7 @@ class AccessLoggingMode(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Sequence[type], args: Any = (), kwargs: Any = None) -> Any:
         """Run the op, and note what it touches."""
-        if any(_desugars(kind) for kind in types):
+        if any(getattr(kind, "__torch_dispatch__", None) is not torch._C._disabled_torch_dispatch_impl for kind in types):
             return NotImplemented  # a class of tensors that is made of others, whose ops come here next
         kwargs = kwargs or {}
         effects = _effects(func)

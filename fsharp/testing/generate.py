@@ -113,10 +113,6 @@ def integers_like(like: torch.Tensor, seed: int) -> torch.Tensor:
     return drawn.to(like.dtype)
 
 
-def _has_leaves(tree: Any) -> bool:
-    return len(optree.tree_leaves(tree)) > 0
-
-
 @st.composite
 def trees(draw: st.DrawFn, *, dtypes: Sequence[torch.dtype] = DTYPES, max_leaves: int = 8, ties: bool = True) -> Any:
     """Nested dicts, lists and tuples of :func:`tensors`, with at least one leaf, empty containers, None, and tied leaves."""
@@ -130,7 +126,7 @@ def trees(draw: st.DrawFn, *, dtypes: Sequence[torch.dtype] = DTYPES, max_leaves
         ),
         max_leaves=max_leaves,
     )
-    skeleton = draw(shapes.filter(_has_leaves))
+    skeleton = draw(shapes.filter(lambda tree: len(optree.tree_leaves(tree)) > 0))
     leaves: list[torch.Tensor] = []
     for _ in optree.tree_leaves(skeleton):
         again = ties and leaves and draw(st.integers(0, 4)) == 4

@@ -67,6 +67,9 @@ def test_what_is_incomplete_is_not_the_one_that_stays(tmp_path):
     fs.checkpoint.prune(tmp_path, keep=1, keep_steps=4)
     assert steps(tmp_path) == [3, 5]
     assert os.path.exists(paths[3])
+    os.remove(f"{paths[4]}/{NAME}")
+    assert fs.checkpoint.prune(tmp_path, keep=1) == []
+    assert steps(tmp_path) == [3]
 
 
 def test_what_stays_is_not_opened_again(tmp_path, monkeypatch):

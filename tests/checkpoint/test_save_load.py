@@ -32,12 +32,12 @@ MIXED = fs.Precision(compute=torch.bfloat16, main=torch.float32)
 
 
 def optimizer():
-    tx = fs.optim.chain(fs.optim.clip_by_global_norm(1.0), fs.optim.adamw(1e-2, weight_decay=0.1))
+    tx = fs.optim.chain(fs.optim.clip_by_global_norm(1.0, deterministic=True), fs.optim.adamw(1e-2, weight_decay=0.1))
     return fs.optim.with_ema(fs.optim.MultiSteps(tx, 2), decay=0.9)
 
 
 def layout_of(world, params=None, precision=MIXED, **options):
-    mesh, strategy, units = WORLDS[world]
+    mesh, strategy, units = WORLDS[world] if isinstance(world, str) else world
     return fs.plan(params or make_params(), mesh, strategy, units=units, precision=precision, **options)
 
 
@@ -70,51 +70,31 @@ def same(a, b):
     )
 
 
-@every(4)
-@pytest.mark.parametrize(("old", "new"), [pytest.param(a, b, id=f"{a}, {b}") for a, b in itertools.product(WORLDS, WORLDS)])
-def test_a_trained_state_of_any_world_loads_into_any_other(tmp_path, old, new):
+def assert_moves(root, old, new):
+    """A trained state of one world, loaded into another, has its bits, and still has them two updates later."""
     tx = optimizer()
 
     def save(comm):
         layout = layout_of(old)
         state = updated(state_of(layout, comm, tx), layout, comm, tx, range(3))
-        fs.checkpoint.save(tmp_path, state, step=state.step, comm=comm)
-        return whole(state, comm)
+        fs.checkpoint.save(root, state, step=state.step, comm=comm)
+        return whole(state, comm), whole(updated(state, layout, comm, tx, [3, 4]), comm)
 
     def load(comm):
         layout = layout_of(new)
-        state = fs.checkpoint.load(tmp_path, scrambled(state_of(layout, comm, tx)), comm=comm)
+        state = fs.checkpoint.load(root, scrambled(state_of(layout, comm, tx)), comm=comm)
         assert state.step == 3
-        updated(state, layout, comm, tx, [3])  # another one can be made
-        return whole(state, comm)
+        return whole(state, comm), whole(updated(state, layout, comm, tx, [3, 4]), comm)
 
-    saved = simulate(WORLDS[old][0], save)
-    loaded = simulate(WORLDS[new][0], load)
-    assert fs.checkpoint.verify(fs.checkpoint.latest(tmp_path).path).step == 3
-    assert all(same(saved[0], each) for each in loaded)
+    saved, loaded = (simulate(layout_of(world).mesh, act) for world, act in ((old, save), (new, load)))
+    assert fs.checkpoint.verify(fs.checkpoint.latest(root).path).step == 3
+    assert all(same(a, b) for each in loaded for a, b in zip(saved[0], each, strict=True)), (old, new)
 
 
-def test_training_goes_on_elsewhere_as_if_nothing_had_been(tmp_path):
-    """On the same number of ranks strategies have the same bits: so has a run that changes them on the way."""
-    tx, batches = fs.optim.adamw(1e-2), make_batches(6, 12)
-
-    def steps(state, some, comm):
-        for batch in some:
-            state, _ = fs.train_step(loss_fn, tx)(
-                state, {k: x.chunk(comm.mesh.size)[comm.rank] for k, x in batch.items()}, comm
-            )
-        return state
-
-    def run(comm):
-        mesh = comm.mesh
-        layouts = [fs.plan(make_params(), mesh, s("dp"), units="layers.*", precision=MIXED) for s in (fs.zero3, fs.zero1)]
-        alone = steps(state_of(layouts[0], comm, tx), batches, comm)
-        fs.checkpoint.save(tmp_path, steps(state_of(layouts[0], comm, tx), batches[:3], comm), step=3, comm=comm)
-        other = fs.checkpoint.load(tmp_path, state_of(layouts[1], comm, tx), comm=comm)
-        return whole(alone, comm), whole(steps(other, batches[3:], comm), comm)
-
-    for alone, continued in simulate(fs.Mesh({"dp": 2}), run):
-        assert same(alone, continued)
+@every(4)
+@pytest.mark.parametrize(("old", "new"), [pytest.param(a, b, id=f"{a}, {b}") for a, b in itertools.product(WORLDS, WORLDS)])
+def test_a_trained_state_of_any_world_loads_into_any_other(tmp_path, old, new):
+    assert_moves(tmp_path, old, new)
 
 
 @settings(max_examples=settings().max_examples // 3)
@@ -385,19 +365,14 @@ def test_a_leaf_of_a_checkpoint(tmp_path):
 def test_a_diff_fits_on_a_screen(tmp_path):
     comm = fs.SingleComm()
 
-    def params(layers, width=3, extra=False):
-        tree = {"layers": [{"w": torch.zeros(width, 2), "b": torch.zeros(2)} for _ in range(layers)]}
-        tree |= {"extra": torch.zeros(1)} if extra else {}
+    def params(layers):
+        tree = {"layers": [{"w": torch.zeros(3, 2), "b": torch.zeros(2)} for _ in range(layers)]}
         return {"params": fs.shard(tree, fs.plan(tree, comm.mesh, fs.zero3("dp")), comm), "step": 1}
 
     fs.checkpoint.save(tmp_path, params(200), step=0, comm=comm)
     with pytest.raises(TreeError, match=r"'params.layers.\*.b' +in the checkpoint alone \(198 of them\)") as caught:
         fs.checkpoint.load(tmp_path, params(2), comm=comm)
     assert len(str(caught.value).splitlines()) < 20
-    with pytest.raises(TreeError, match=r"'params.layers.\*.w' +float32\[3, 2\] in the checkpoint; expected float32\[4, 2\]"):
-        fs.checkpoint.load(tmp_path, params(200, width=4), comm=comm)
-    with pytest.raises(TreeError, match=r"'params.extra' +not in the checkpoint; expected float32\[1\]"):
-        fs.checkpoint.load(tmp_path, params(200, extra=True), comm=comm)
     with pytest.raises(TreeError, match=r"'step' +1 in the checkpoint; expected a value like True"):
         fs.checkpoint.load(tmp_path, params(200) | {"step": True}, comm=comm)
     with pytest.raises(TreeError, match=r"'step' +a number or text in the checkpoint; expected float32\[\]"):
@@ -487,6 +462,8 @@ def test_patterns_are_relative_to_the_subtree(tmp_path):
         ({"x": torch.zeros(3).to_sparse()}, "'x' is a Tensor of layout torch.sparse_coo"),
         ({"fsharp.block_digests": torch.zeros(3)}, "is taken"),
         ({"r": fs.checkpoint.PerRank({"x": 3})}, "'r.x' is int 3: PerRank is for tensors"),
+        ({"q": torch.zeros(2, dtype=torch.int4)}, "'q' has dtype torch.int4"),
+        ({"__metadata__": torch.zeros(2)}, "'__metadata__' is taken"),
     ],
 )
 def test_what_cannot_be_saved(tmp_path, tree, match):
@@ -498,12 +475,7 @@ def test_what_cannot_be_saved(tmp_path, tree, match):
 @pytest.mark.parametrize(
     ("save", "match"),
     [
-        (lambda comm, root: fs.checkpoint.save(root, {"x": comm.rank}, step=0, comm=comm), r"values.*x: 0.*x: 1"),
         (lambda comm, root: fs.checkpoint.save(root, {"x": torch.ones(2) * comm.rank}, step=0, comm=comm), "PerRank"),
-        (lambda comm, root: fs.checkpoint.save(root, {"x": 1}, step=comm.rank, comm=comm), "step.*rank 0: 0"),
-        (lambda comm, root: fs.checkpoint.save(root, {"x": 1}, step=0, comm=comm, config={"lr": comm.rank}), "config"),
-        (lambda comm, root: fs.checkpoint.save(f"{root}/{comm.rank}", {"x": 1}, step=0, comm=comm), "root"),
-        (lambda comm, root: fs.checkpoint.save(root, {"xy"[comm.rank]: torch.ones(1)}, step=0, comm=comm), "tensors"),
         (lambda comm, root: fs.checkpoint.save(root, {"x": print if comm.rank else 1}, step=0, comm=comm), "rank 1 says"),
         (
             lambda comm, root: fs.checkpoint.save(root, {"x": 1}, step=0, comm=comm, config={1, 2}),
@@ -519,18 +491,6 @@ def test_ranks_that_differ_save_nothing(tmp_path, save, match):
 
     simulate(fs.Mesh({"dp": 2}), run)
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
-
-
-def test_ranks_that_differ_load_nothing(tmp_path):
-    def run(comm):
-        fs.checkpoint.save(tmp_path, {"x": torch.ones(2)}, step=0, comm=comm)
-        like = {"x": torch.zeros(3 if comm.rank else 2)}
-        with pytest.raises((AgreementError, TreeError), match=r"float32\[2\] in the checkpoint; expected float32\[3\]"):
-            fs.checkpoint.load(tmp_path, like, comm=comm)
-        with pytest.raises(AgreementError, match="cast"):
-            fs.checkpoint.load(tmp_path, {"x": torch.zeros(2)}, comm=comm, cast=comm.rank == 1)
-
-    simulate(fs.Mesh({"dp": 2}), run)
 
 
 def test_gradients_are_no_state(tmp_path):

@@ -75,9 +75,10 @@ def changed_bytes(folder: Path, short: bool) -> Outcome:
                 stop = min(start + BLOCK_NBYTES, last)
                 at = draw.randrange(start, stop)
                 flipped = data[:at] + bytes([data[at] ^ 1 << draw.randrange(8)]) + data[at + 1 :]
-                changed(file, flipped, lambda f=file, n=name, d=is_data: refused(path, f.name, *[n] * d))
                 zeroed = data[:start] + bytes(stop - start) + data[stop:]
-                changed(file, zeroed, lambda f=file, n=name, d=is_data: refused(path, f.name, *[n] * d))
+                by_whom = f"{file.name}, written by rank {int(file.name[5:10])}"
+                for other in (flipped, zeroed):
+                    changed(file, other, lambda f=file, n=name, d=is_data, w=by_whom: refused(path, f.name, *[n, w] * d))
                 faults += 2
         for first, second in swaps(regions(file), draw, 2 if short else 10):
             swapped = bytearray(data)

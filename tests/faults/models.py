@@ -1,7 +1,7 @@
 """Loads into something else than what was saved: other models, dtypes, strategies, numbers of ranks; and ranks that differ."""
 
 from collections.abc import Callable
-from itertools import product
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
@@ -11,18 +11,9 @@ import torch
 import fsharp as fs
 from fsharp.errors import FsharpError, TreeError
 from fsharp.testing import simulate
+from tests.checkpoint.test_save_load import WORLDS, assert_moves
 from tests.faults.registry import Outcome, row
 from tests.faults.trees import new_root, refusal
-
-MESHES = {
-    "ddp": (fs.Mesh({"dp": 2}), fs.ddp("dp"), "layers.*"),
-    "zero1": (fs.Mesh({"dp": 3}), fs.zero1("dp"), None),
-    "zero2": (fs.Mesh({"dp": 2}), fs.zero2("dp"), "layers.*"),
-    "zero3": (fs.Mesh({"dp": 3}), fs.zero3("dp"), "*"),
-    "hsdp": (fs.Mesh({"outer": 2, "inner": 2}), fs.hsdp("outer", "inner"), "layers.*"),
-    "hfsdp": (fs.Mesh({"outer": 2, "inner": 2}), fs.hfsdp("outer", "inner"), None),
-}
-MIXED = fs.Precision(compute=torch.bfloat16, main=torch.float32)
 
 
 def model(*, layers: int = 3, width: int = 6, dtype: torch.dtype = torch.float32) -> Any:
@@ -41,68 +32,20 @@ def state_of(comm: Any, params: Any, strategy: Any, units: Any, *, tx: Any = Non
     return fs.init_state(tx or fs.optim.adamw(1e-2), fs.shard(params, layout, comm), comm=comm)
 
 
-def trained(comm: Any, strategy: Any, units: Any, steps: range) -> Any:
-    """A state after updates by gradients that depend on the step alone."""
-    tx, params = fs.optim.adamw(1e-2), model()
-    layout = fs.plan(params, comm.mesh, strategy, units=units, precision=MIXED)
-    state = fs.init_state(tx, fs.shard(params, layout, comm, place="optim"), comm=comm)
-    return updated(comm, state, layout, steps)
-
-
-def updated(comm: Any, state: Any, layout: Any, steps: range) -> Any:
-    tx = fs.optim.adamw(1e-2)
-    for step in steps:
-        grads = optree.tree_map(lambda x, step=step: (x * step).sin(), model())
-        state = fs.update(tx, fs.shard(grads, layout, comm, place="optim"), state, comm=comm)
-    return state
-
-
-def whole(state: Any, comm: Any) -> list[torch.Tensor]:
-    """All of a state's tensors, unsharded."""
-    leaves = optree.tree_leaves(fs.full(state._replace(made_by=None), comm=comm))
-    return [torch.as_tensor(leaf) for leaf in leaves]
-
-
-def moved(root: Path, old: str, new: str, *, meshes: tuple[fs.Mesh, fs.Mesh] | None = None) -> bool:
-    """Whether a state of one world, loaded into another, has its bits, and still has them some updates later."""
-    old_mesh, old_strategy, old_units = MESHES[old]
-    new_mesh, new_strategy, new_units = MESHES[new]
-    old_mesh, new_mesh = meshes or (old_mesh, new_mesh)
-
-    def save(comm: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        state = trained(comm, old_strategy, old_units, range(1, 4))
-        fs.checkpoint.save(root, state, step=3, comm=comm)
-        return whole(state, comm), whole(trained(comm, old_strategy, old_units, range(1, 6)), comm)
-
-    def load(comm: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        state = fs.checkpoint.load(root, trained(comm, new_strategy, new_units, range(7, 8)), comm=comm)
-        layout = fs.plan(model(), comm.mesh, new_strategy, units=new_units, precision=MIXED)
-        return whole(state, comm), whole(updated(comm, state, layout, range(4, 6)), comm)
-
-    expected, found = simulate(old_mesh, save), simulate(new_mesh, load)
-    return all(
-        len(a) == len(b) and all(torch.equal(x, y) and x.dtype == y.dtype for x, y in zip(a, b))
-        for got in found
-        for a, b in zip(expected[0], got, strict=True)
-    )
-
-
 @row(22, "4 -> 2 -> 3 ranks, HSDP 2 x 2")
 def other_numbers_of_ranks(folder: Path, short: bool) -> Outcome:
-    sizes = {n: fs.Mesh({"dp": n}) for n in (2, 3, 4)}
-    for a, b in ((4, 2), (2, 3), (3, 4))[: 1 if short else 3]:
-        assert moved(new_root(folder), "zero3", "zero3", meshes=(sizes[a], sizes[b])), (a, b)
-    for a, b in (("hsdp", "zero3"), ("zero3", "hsdp"))[: 1 if short else 2]:
-        assert moved(new_root(folder), a, b), (a, b)
+    worlds: list[Any] = [(fs.Mesh({"dp": n}), fs.zero3("dp"), "*") for n in (4, 2, 3)] + ["hsdp on 2 x 2"]
+    for old, new in list(pairwise([*worlds, *worlds[2:]]))[:: 2 if short else 1]:
+        assert_moves(new_root(folder), old, new)
     return Outcome("parameters and AdamW's state have the same bits, also 2 updates later")
 
 
 @row(23, "between strategies")
 def between_strategies(folder: Path, short: bool) -> Outcome:
-    pairs = list(product(MESHES, MESHES))
+    pairs = list(product(WORLDS, WORLDS))
     chosen = pairs[1::9] if short else pairs
     for old, new in chosen:
-        assert moved(new_root(folder), old, new), (old, new)
+        assert_moves(new_root(folder), old, new)
     return Outcome(f"{len(chosen)} pairs of {len(pairs)}, the same bits, also 2 updates later")
 
 
@@ -195,6 +138,7 @@ def ranks_that_differ(folder: Path, short: bool) -> Outcome:
         ("params.layers.2.w", lambda comm: load(comm, pairs["depth"])),
         ("tensors", lambda comm: load(comm, pairs["dtype"], cast=True)),
         ("layouts", lambda comm: load(comm, pairs["layouts"])),
+        ("cast", lambda comm: load(comm, cast=comm.rank == 1)),
         ("subtree", lambda comm: load(comm, same, subtree=("", "params")[comm.rank])),
     ]
     simulate(fs.Mesh({"dp": 2}), lambda comm: save(comm, step=1))

@@ -38,45 +38,39 @@ def test_ranks_that_ask_after_different_steps_hear_of_it():
         simulate(MESHES[1], lambda comm: Preemption(comm, signals=()).agreed(comm.rank))
 
 
-def test_signals_are_noted_in_the_context_alone():
-    heard = []
-    before = signal.signal(signal.SIGUSR1, lambda *_: heard.append("before"))
-    try:
-        preemption = Preemption(fs.SingleComm(), signals=(signal.SIGUSR1,))
-        with preemption:
-            assert not preemption.agreed()
-            os.kill(os.getpid(), signal.SIGUSR1)
-            os.kill(os.getpid(), signal.SIGUSR1)  # clusters say it more than once
-            assert preemption.agreed()
-            assert preemption.received == signal.SIGUSR1
-        assert heard == []
+@pytest.fixture
+def heard():
+    """What the handler before has got of SIGUSR1."""
+    found = []
+    before = signal.signal(signal.SIGUSR1, lambda *_: found.append("before"))
+    yield found
+    signal.signal(signal.SIGUSR1, before)
+
+
+def test_signals_are_noted_in_the_context_alone(heard):
+    preemption = Preemption(fs.SingleComm(), signals=(signal.SIGUSR1,))
+    with preemption:
+        assert not preemption.agreed()
         os.kill(os.getpid(), signal.SIGUSR1)
-        assert heard == ["before"]
-    finally:
-        signal.signal(signal.SIGUSR1, before)
+        os.kill(os.getpid(), signal.SIGUSR1)  # clusters say it more than once
+        assert preemption.agreed()
+        assert preemption.received == signal.SIGUSR1
+    assert heard == []
+    os.kill(os.getpid(), signal.SIGUSR1)
+    assert heard == ["before"]
 
 
-def test_a_signal_that_nobody_was_told_of_is_not_lost():
-    heard = []
-    before = signal.signal(signal.SIGUSR1, lambda *_: heard.append("before"))
-    try:
-        with Preemption(fs.SingleComm(), signals=(signal.SIGUSR1,)) as preemption:
-            assert not preemption.agreed()
-            os.kill(os.getpid(), signal.SIGUSR1)
-            assert heard == []
-        assert heard == ["before"]
-    finally:
-        signal.signal(signal.SIGUSR1, before)
+def test_a_signal_that_nobody_was_told_of_is_not_lost(heard):
+    with Preemption(fs.SingleComm(), signals=(signal.SIGUSR1,)) as preemption:
+        assert not preemption.agreed()
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert heard == []
+    assert heard == ["before"]
 
 
-def test_a_notice_of_another_kind_that_came_too_late_ends_nothing():
-    heard = []
-    before = signal.signal(signal.SIGUSR1, lambda *_: heard.append("before"))
-    try:
-        with Preemption(fs.SingleComm(), signals=()) as preemption:
-            preemption.notice(signal.SIGUSR1)
-    finally:
-        signal.signal(signal.SIGUSR1, before)
+def test_a_notice_of_another_kind_that_came_too_late_ends_nothing(heard):
+    with Preemption(fs.SingleComm(), signals=()) as preemption:
+        preemption.notice(signal.SIGUSR1)
     assert heard == []
 
 

@@ -205,10 +205,13 @@ def test_skip_leaves_out_the_update_and_goes_on(tmp_path, caplog):
     assert found[0].startswith("step 2: the loss of rank 1 is not finite")
 
 
-def test_skip_gives_up_after_so_many_in_succession(tmp_path):
-    nan_on = {(1, 0), (3, 0), (4, 1), (5, 0)}
-    with pytest.raises(NonFiniteError, match=r"step 5: .* It is number 3 in succession, and max_nonfinite is 2"):
-        simulate(DP2, lambda comm: train(comm, tmp_path, nan_on=nan_on, on_nonfinite="skip", max_nonfinite=2))
+@pytest.mark.parametrize(
+    ("policy", "nan_on", "which"),
+    [("skip", {(1, 0), (3, 0), (4, 1), (5, 0)}, "in succession"), ("roll back", {(1, 0), (3, 0), (5, 0)}, "of this run")],
+)
+def test_a_run_gives_up_after_so_many(tmp_path, policy, nan_on, which):
+    with pytest.raises(NonFiniteError, match=rf"step 5: .* It is number 3 {which}, and max_nonfinite is 2"):
+        simulate(DP2, lambda comm: train(comm, tmp_path, nan_on=nan_on, on_nonfinite=policy, max_nonfinite=2))
 
 
 def test_roll_back_goes_on_from_the_checkpoint_without_the_step(tmp_path):
@@ -227,12 +230,6 @@ def test_roll_back_goes_on_from_the_checkpoint_without_the_step(tmp_path):
     assert steps == [[0, 1, 2, 0, 1, 3, 4, 5, 6, 4, 5], [2, 6], [4, 5, 6, 7, 8]]
     assert is_same
     assert other == (steps, True)
-
-
-def test_roll_back_gives_up_after_so_many(tmp_path):
-    nan_on = {(step, 0) for step in (1, 3, 5)}
-    with pytest.raises(NonFiniteError, match=r"step 5: .* It is number 3 of this run, and max_nonfinite is 2"):
-        simulate(DP2, lambda comm: train(comm, tmp_path, nan_on=nan_on, on_nonfinite="roll back", max_nonfinite=2))
 
 
 @pytest.mark.parametrize("bad", [3, 4, 7, 8])

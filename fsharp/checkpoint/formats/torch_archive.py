@@ -110,7 +110,7 @@ class _Unpickler(pickle.Unpickler):
         """See pickle.Unpickler."""
         found = _KNOWN.get((module, name))
         if found is None and module in ("torch", "torch.storage") and name.endswith("Storage"):
-            found = _dtype_of(name)
+            found = torch.uint8 if name == "UntypedStorage" else getattr(getattr(torch, name, None), "dtype", None)
         if found is None and module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             found = getattr(torch, name)
         if found is None:
@@ -123,11 +123,6 @@ class _Unpickler(pickle.Unpickler):
         if key not in self._read:
             self._read[key] = self._elements(key)
         return self._read[key].view(dtype)
-
-
-def _dtype_of(name: str) -> torch.dtype | None:
-    kind = getattr(torch, name, None)
-    return torch.uint8 if name == "UntypedStorage" else getattr(kind, "dtype", None)
 
 
 def _tensor(elements: torch.Tensor, first: int, shape: Sequence[int], strides: Sequence[int], *rest: Any) -> torch.Tensor:

@@ -98,7 +98,7 @@ def muon(
         return MomentumState(0, optree.tree_map(torch.zeros_like, params))
 
     def update(grads: Any, state: MomentumState, params: Any, *, comm: Comm) -> tuple[Any, MomentumState]:
-        rate, count = at(learning_rate, state.count), state.count + 1
+        rate, count, rms = at(learning_rate, state.count), state.count + 1, consistent_rms
         scale, decay = (per_leaf(f"{n}=", params, r) for n, r in (("lr_scale", lr_scale), ("weight_decay", weight_decay)))
         moved = optree.tree_map(lambda m, g: m * beta + g.to(m.dtype) * (1 - beta), state.mu, grads)
         part, rest = beta / (1 - beta ** (count + 1)), (1 - beta) / (1 - beta**count)
@@ -117,7 +117,9 @@ def muon(
                         node.buffers[i][place].view(shape), coefficients=ns_coeffs, steps=ns_steps, eps=eps, dtype=dtype
                     )
                     factor = -rate * scale[path]
-                    step = direction.reshape(-1) * (factor * _scale_of(shape, consistent_rms))
+                    rows, columns = shape
+                    size = math.sqrt(max(1.0, rows / columns)) if rms is None else rms * math.sqrt(max(rows, columns))
+                    step = direction.reshape(-1) * (factor * size)
                     out.buffers[i][place] = step.add_(parameter.buffers[i][place], alpha=factor * decay[path])
             return out
 
@@ -126,11 +128,6 @@ def muon(
     settings = {"ns_coeffs": ns_coeffs, "ns_steps": ns_steps, "beta": beta, "eps": eps, "weight_decay": weight_decay}
     settings |= {"nesterov": nesterov, "consistent_rms": consistent_rms, "lr_scale": lr_scale, "dtype": dtype}
     return Transform(init, update, {"muon": config_of(learning_rate=learning_rate, **settings)}, name="muon")
-
-
-def _scale_of(shape: tuple[int, ...], consistent_rms: float | None) -> float:
-    rows, columns = shape
-    return math.sqrt(max(1.0, rows / columns)) if consistent_rms is None else consistent_rms * math.sqrt(max(rows, columns))
 
 
 def _check(params: Any) -> None:

@@ -9,14 +9,9 @@ import torch
 import fsharp as fs
 from fsharp.errors import PatternError
 from fsharp.testing import simulate
+from tests.functional.optim.test_transforms import draw
 
 ONE = fs.SingleComm()
-SHAPES = {"a": {"w": (13, 7), "b": (7,)}, "c": {"w": (65, 3), "b": ()}}
-
-
-def draw(seed, scale=1.0):
-    g = torch.Generator().manual_seed(seed)
-    return optree.tree_map(lambda s: torch.randn(s, generator=g) * scale, SHAPES, is_leaf=lambda x: type(x) is tuple)
 
 
 def adamw(p, g, state, count, lr, wd):
@@ -50,7 +45,7 @@ NO_BIAS = {"**": 0.1, "**.b": 0.0}
 def test_an_update_that_is_handed_on_has_all_its_digits(name, lr, decay):
     """Of parameters a million times as large: what is behind it in a chain, or asked for alone."""
     rule, make = RULES[name]
-    mesh, params = fs.Mesh({"dp": 3}), draw(0, 10.0)
+    mesh, params = fs.Mesh({"dp": 3}), optree.tree_map(lambda x: 10 * x, draw(0))
     layout = fs.plan(params, mesh, fs.zero3("dp"), units="*")
 
     def rank_fn(comm):

@@ -81,42 +81,40 @@ def test_a_number_that_is_set_is_used_from_then_on(name, strategy, donate):
     assert all(simulate(DP, rank_fn))
 
 
-@pytest.mark.parametrize("strategy", [fs.ddp, fs.zero3])
-@pytest.mark.parametrize("alone", [0, 2])
-def test_a_number_that_one_rank_alone_sets_is_an_error_on_all(strategy, alone):
-    def rank_fn(comm):
-        between = set_in(lambda opt: opt) if comm.rank == alone else (lambda step, opt: None)
-        with pytest.raises(AgreementError, match=r"(?s)inject_hyperparams\(\).*learning_rate  rank.*: 0.003") as error:
-            train(comm, INJECTED(1e-2), between, strategy=strategy)
-        return str(error.value)
-
-    texts = simulate(DP, rank_fn)
-    assert len(set(texts)) == 1
-    assert "0.01" in texts[0]
-
-
-def test_a_schedule_that_one_rank_alone_has_is_an_error_on_all():
+def falling_on(rank):
     """Ranks compare a function by name, and the numbers that it gives."""
 
-    def rank_fn(comm):
-        def falling(count):
-            return 1e-2 if count < 2 or comm.rank != 1 else 3e-3
+    def falling(count):
+        return 3e-3 if count > 1 and rank == 1 else 1e-2
 
-        with pytest.raises(AgreementError, match=r"(?s)learning_rate  rank.*: 0.003") as error:
-            train(comm, INJECTED(falling))
+    return falling
+
+
+def nothing(step, opt):
+    """Between steps."""
+
+
+ALONE = {
+    "sets a number": (lambda _: 1e-2, set_in(lambda opt: opt), r"(?s)inject_hyperparams\(\).*learning_rate  rank.*: 0.003"),
+    "has a schedule": (falling_on, nothing, r"(?s)learning_rate  rank.*: 0.003"),
+    "sets an unknown one": (
+        lambda _: 1e-2, lambda step, opt: opt.hyperparams.update(lr=1.0),
+        r"(?s)failed on rank 1.*missing or unknown.*'learning_rate', 'lr'",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("strategy", [fs.ddp, fs.zero3])
+@pytest.mark.parametrize("what", ALONE)
+def test_what_one_rank_alone_does_is_an_error_on_all(what, strategy):
+    rate_of, between, text = ALONE[what]
+
+    def rank_fn(comm):
+        with pytest.raises(AgreementError, match=text) as error:
+            train(comm, INJECTED(rate_of(comm.rank)), between if comm.rank == 1 else nothing, strategy=strategy)
         return str(error.value)
 
     assert len(set(simulate(DP, rank_fn))) == 1
-
-
-def test_what_is_set_wrongly_by_one_rank_is_an_error_on_all():
-    def rank_fn(comm):
-        wrong = {"lr": 1.0} if comm.rank == 1 else {}
-        expected = (AgreementError, r"(?s)failed on rank 1.*missing or unknown.*'learning_rate', 'lr'")
-        with pytest.raises(expected[0], match=expected[1]):
-            train(comm, INJECTED(1e-2), lambda step, opt: opt.hyperparams.update(wrong))
-
-    simulate(DP, rank_fn)
 
 
 @pytest.mark.parametrize(
