@@ -55,13 +55,17 @@ def processes(mesh: Mesh, fn: Callable[[Comm], R], *, timeout: float = 90.0) -> 
 
     Cost: a fork a rank; the first call imports torch once more.
     """
+    return _run_ranks(_launcher, mesh, fn, timeout)
+
+
+def _run_ranks(launcher: "_Launcher", mesh: Mesh, fn: Callable[[Comm], R], timeout: float) -> list[R]:
     import cloudpickle
 
     with tempfile.TemporaryDirectory(prefix="fsharp-") as folder:
         environment = os.environ | {"OMP_NUM_THREADS": "1", "WORLD_SIZE": str(mesh.size)}
         state = pickle.dumps((environment, os.getcwd(), sys.path))
         Path(folder, "payload").write_bytes(state + cloudpickle.dumps((mesh, fn)))
-        problem = _launcher.run(folder, mesh.size, timeout)
+        problem = launcher.run(folder, mesh.size, timeout)
         if problem:
             raise CommError(f"processes(): {problem}")
         results = [Path(folder, f"result-{rank}") for rank in range(mesh.size)]
@@ -71,9 +75,12 @@ def processes(mesh: Mesh, fn: Callable[[Comm], R], *, timeout: float = 90.0) -> 
 
 
 class _Launcher:
-    """The process that ranks are forked from; see [Note: launcher]."""
+    """The process that ranks are forked from; see [Note: launcher]. It runs ``first`` before anything else."""
 
-    def __init__(self) -> None:
+    def __init__(self, first: str = "") -> None:
+        self._first = first
+        atexit.register(self.close)
+        os.register_at_fork(after_in_child=self.forget)
         self.forget()
 
     def forget(self) -> None:
@@ -85,7 +92,8 @@ class _Launcher:
         """Have the launcher run the ranks; return what went wrong, or nothing."""
         with self._lock:
             if self._server is None:
-                command = [sys.executable, "-c", "from fsharp.testing.processes import _serve; _serve()"]
+                program = f"{self._first}\nfrom fsharp.testing.processes import _serve\n_serve()"
+                command = [sys.executable, "-c", program]
                 pipe, env = subprocess.PIPE, os.environ | {"OMP_NUM_THREADS": "1"}
                 self._server = subprocess.Popen(command, env=env, stdin=pipe, stdout=pipe, text=True, start_new_session=True)
             server, answer = self._server, ""
@@ -113,8 +121,6 @@ def _end(server: "subprocess.Popen[str]") -> None:
 
 
 _launcher = _Launcher()
-atexit.register(_launcher.close)
-os.register_at_fork(after_in_child=_launcher.forget)
 
 
 def _serve() -> None:

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from .quantization import quantize
-from .registry import NotModelled, check, modelled
+from .registry import check, modelled, refuse
 from .rounding import TORCH_DTYPE
 from .storage import is_quantized, values
 
@@ -50,7 +50,7 @@ def generic_gemm(
 ):
     """Return ``[op(B) @ op(A), gradient of the bias, input of GELU, extra_output]``; cuBLAS sees the transposes of both."""
     if comm_overlap is not None:
-        NotModelled("a product that overlaps with communication")()
+        refuse("a product that overlaps with communication")
     check(accumulate or not beta, "Trying to use non-zero beta while not accumulating into D tensor")
     a, b = values(A, columnwise=not transA), values(B, columnwise=bool(transB))
     result = alpha * ((b.t() if transB else b) @ (a.t() if transA else a))
@@ -100,9 +100,11 @@ def te_general_grouped_gemm(
     """Do one product for each expert, into parts of one output or into outputs of their own."""
     outputs = D[0].split(list(m_splits)) if single_output else D
     for index, output in enumerate(outputs):
-        if torch.Size(B[index].size()).numel() == 0:
-            if not single_output and not accumulate:
+        if B[index].size().numel() == 0:
+            if not accumulate:
                 output.zero_()
+            if grad:
+                bias[index].zero_()
             continue
         one_bias = bias[index] if bias and bias[index].numel() else None
         _, bias_grad, _, _ = generic_gemm(

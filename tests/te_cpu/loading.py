@@ -68,7 +68,6 @@ def _import():
         sys.modules[Absent.name] = Absent()
     try:
         with _environment(), warnings.catch_warnings(), _dynamo_settings():
-            warnings.simplefilter("ignore")
             importlib.import_module("transformer_engine.pytorch")
     except BaseException:
         sys.meta_path.remove(finder)

@@ -4,7 +4,7 @@ import torch
 
 from .enums import DType
 from .registry import check, modelled
-from .rounding import FLOAT32_LARGEST, FP8_LARGEST, e8m0_of_amax, scale_of_amax, to_fp8
+from .rounding import FLOAT32_LARGEST, FP8_LARGEST, e8m0_of_amax, quotient, scale_of_amax, to_fp8
 
 
 @modelled
@@ -87,4 +87,4 @@ def fused_amax_and_scale_update_after_reduction(
         moved[0] = 0
         history.copy_(torch.where(last != 0, moved, history))
         usable = torch.isfinite(amax) & (amax > 0)
-        scale.copy_(torch.where(usable, largest / amax, scale).clamp(max=FLOAT32_LARGEST))
+        scale.copy_(torch.where(usable, quotient(largest, amax), scale).clamp(max=FLOAT32_LARGEST))

@@ -4,7 +4,7 @@ import torch
 import torch.distributed as dist
 
 from .enums import DType
-from .registry import NotModelled, check, modelled
+from .registry import check, modelled, refuse
 from .rounding import (
     block_amax,
     copy_padded,
@@ -34,8 +34,8 @@ def quantize(tensor, quantizer, output=None, noop=None):
         match_usages(quantizer, output)
     write = WRITERS.get(scheme(quantizer))
     if write is None:
-        NotModelled(f"transformer_engine_torch.quantize() by a {type(quantizer).__name__}")()
-    if source.numel() or getattr(quantizer, "with_amax_reduction", False):  # the other ranks wait for this one's amax
+        refuse(f"transformer_engine_torch.quantize() by a {type(quantizer).__name__}")
+    if source.numel():  # as on a GPU, a rank without elements takes no part in a reduction of amax: the others wait for it
         write(source, output, quantizer)
     return output
 
@@ -47,7 +47,7 @@ def reduce_amax(amax, quantizer):
 
 
 def whole_amax(source):
-    return source.float().abs().max().reshape(1) if source.numel() else torch.zeros(1)
+    return source.float().abs().max().reshape(1)
 
 
 def write_delayed(source, output, quantizer):
@@ -111,9 +111,9 @@ def write_mxfp8(source, output, quantizer):
 def write_nvfp4(source, output, quantizer):
     """Cast in blocks of 1 x 16, or 16 x 16 (weights); by columns, of the transpose, Hadamard-transformed if so asked."""
     if quantizer.stochastic_rounding:
-        NotModelled("stochastic rounding; NVFP4BlockScaling(disable_stochastic_rounding=True) does without. It")()
+        refuse("stochastic rounding", "NVFP4BlockScaling(disable_stochastic_rounding=True) does without")
     if quantizer.row_scaled_nvfp4 or quantizer.nvfp4_use_4over6:
-        NotModelled("NVFP4 with one amax a row, or with four over six")()
+        refuse("NVFP4 with one amax a row, or with four over six")
     check(not quantizer.with_rht or source.dtype == torch.bfloat16, "RHT is only supported for bfloat16 input")
     rows = 16 if quantizer.with_2d_quantization else 1
     for columnwise in (False, True):
@@ -168,4 +168,5 @@ def bgrad_quantize(input, quantizer):
 
 @modelled
 def compute_amax(input, amax):
-    amax.copy_(whole_amax(input.detach()).reshape(amax.shape))
+    if input.numel():
+        amax.copy_(whole_amax(input.detach()).reshape(amax.shape))

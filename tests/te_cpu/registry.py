@@ -20,17 +20,21 @@ def check(condition, message):
         raise RuntimeError(f"te_cpu: {message}")
 
 
+def refuse(name, remedy="choose options of the module or recipe that do without"):
+    """Raise an error that names what is not modelled, and says what to do."""
+    raise NotImplementedError(
+        f"te_cpu does not model {name}: {remedy}, or write it in plain torch as tests/te_cpu/README.md says."
+    )
+
+
 class NotModelled:
-    """A name that is not modelled: may be imported and stored, and raises when it is called or looked into."""
+    """A name that is not modelled: it may be imported and stored, and raises when it is called."""
 
     def __init__(self, name):
         self._name = name
 
     def __call__(self, *args, **kwargs):
-        raise NotImplementedError(
-            f"te_cpu does not model {self._name}. Write it in plain torch under the decorator @modelled (its README says how); "
-            "or choose options of the module or recipe that do without."
-        )
+        refuse(self._name)
 
     def __getattr__(self, name):
         if name.startswith("__"):

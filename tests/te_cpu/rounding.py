@@ -28,6 +28,11 @@ def matrix(tensor):
     return tensor.reshape(-1, tensor.shape[-1]) if tensor.dim() else tensor.reshape(1, 1)
 
 
+def quotient(number, tensor):
+    """Return ``number / tensor`` rounded once; torch itself multiplies a number by the rounded reciprocal."""
+    return torch.full_like(tensor, number) / tensor
+
+
 def to_fp8(values, dtype):
     """Return the FP8 bytes of values; those that are too large become the largest."""
     largest = FP8_LARGEST[dtype]
@@ -82,7 +87,7 @@ def scale_of_amax(amax, dtype, power_of_two, epsilon, infinite=FLOAT32_LARGEST):
         infinite: takes the place of a scale that is infinite.
     """
     amax = amax.float().clamp(min=epsilon)
-    scale = FP8_LARGEST[dtype] / amax
+    scale = quotient(FP8_LARGEST[dtype], amax)
     scale = torch.where(torch.isinf(scale), infinite, scale)
     if power_of_two:
         scale = (scale.view(torch.int32) & ~0x7FFFFF).view(torch.float32)  # without its mantissa
@@ -111,7 +116,7 @@ def inverse_power_of_two(exponent):
 
 def fp4_global_scale(amax):
     """Return the scale of a whole NVFP4 tensor, from its amax."""
-    scale = (FP8_LARGEST[DType.kFloat8E4M3] * FP4_LARGEST / amax).clamp(max=FLOAT32_LARGEST)
+    scale = quotient(FP8_LARGEST[DType.kFloat8E4M3] * FP4_LARGEST, amax).clamp(max=FLOAT32_LARGEST)
     return torch.where((amax > 0) & (scale > 0), scale, 1.0)
 
 

@@ -9,7 +9,7 @@ import math
 import torch
 
 from . import cuda
-from .registry import NotModelled, check, modelled
+from .registry import check, modelled, refuse
 from .rounding import FP4_LARGEST, TORCH_DTYPE, from_fp4, from_fp8, matrix, power_of_two, spread
 
 
@@ -96,7 +96,7 @@ def values(tensor, columnwise=False):
         block_scale = scale.view(torch.float8_e4m3fn).float()[: stored.shape[0], : stored.shape[1] // 16]
         stored = stored * spread(block_scale, 1, 16, stored.shape) * (amax / (448.0 * FP4_LARGEST))
     else:
-        NotModelled(f"reading a {type(tensor).__name__}")()
+        refuse(f"reading a {type(tensor).__name__}")
     return stored.t() if columnwise else stored
 
 

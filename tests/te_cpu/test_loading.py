@@ -68,7 +68,7 @@ def test_architecture_is_switched_back():
 def test_what_is_not_modelled_raises(hopper):
     import transformer_engine_torch as tex
 
-    with pytest.raises(NotImplementedError, match=r"does not model transformer_engine_torch\.fused_attn_fwd\."):
+    with pytest.raises(NotImplementedError, match=r"does not model transformer_engine_torch\.fused_attn_fwd: choose"):
         tex.fused_attn_fwd(1, 2)
     with pytest.raises(NotImplementedError, match=r"grouped_mlp_experimental\.anything"):
         tex.grouped_mlp_experimental.anything()
@@ -90,6 +90,16 @@ def test_stochastic_rounding_raises(blackwell):
         y = linear(random(32, 64))
     with pytest.raises(NotImplementedError, match="disable_stochastic_rounding=True"):
         y.sum().backward()
+
+
+def test_swizzled_scales_are_not_dequantized(blackwell):
+    import transformer_engine_torch as tex
+
+    quantized = blackwell.MXFP8Quantizer(blackwell.DType.kFloat8E4M3)(random(32, 32))
+    quantized.dequantize()
+    tex.swizzle_scales_for_gemm_(quantized)
+    with pytest.raises(RuntimeError, match="cannot dequantize swizzled scales"):
+        quantized.dequantize()
 
 
 def test_recipe_of_another_architecture_is_refused(hopper):
