@@ -21,7 +21,7 @@ from fsharp.functional.layout.sharded import units_by_name
 from fsharp.stateful.modules.initial.dtensors import Spec, dressed, local
 from fsharp.stateful.modules.parameter_slots import ParameterSlots
 from fsharp.stateful.modules.selection import owners
-from fsharp.stateful.modules.values.outputs import reaching, replaced, tensors_in, without_parameters
+from fsharp.stateful.modules.values.outputs import reaching, replaced, tensors_in, views_of
 from fsharp.stateful.modules.values.side_outputs import SideOutputs
 
 _LEAVES = frozenset({type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device})
@@ -221,8 +221,11 @@ class ModuleCall:
         with calls.reading(self.source, self.module), calls.swapped_in(owner.units, calls.shown(owner.units, leaves)):
             out = compiled_by_caller(self.fn, *args, **kwargs)
         full = list(chain.from_iterable(leaves))
-        self.out = out = without_parameters(out, full, path)
         found = tensors_in(out, path)
+        if views := views_of(full, found):  # these are released: the copies' gradients are theirs
+            out = replaced(out, views, [x.clone() for x in views], path)
+            found = tensors_in(out, path)
+        self.out = out
         for x in owner.side_outputs.since(before, passed, full, path):
             if not any(x is y for y in found):
                 found.append(x)

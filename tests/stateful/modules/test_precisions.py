@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import fsharp as fs
-from fsharp.errors import AgreementError, LayoutError, OptionError, PatternError
+from fsharp.errors import AgreementError, LayoutError, OptionError, PatternError, TreeError
 from fsharp.stateful.modules.values.casts import cast
 from fsharp.testing import DebugPolicy, simulate
 from tests.scheduling import assert_same
@@ -223,8 +223,6 @@ CONTAINERS = {
     "tuple": (X, (X, None)),
     "NamedTuple": Pair(X, N),
     "dict": {"a": X, "b": [X]},
-    "class of dicts": Stored(a=X),
-    "UserDict": UserDict(a=X),
     "OrderedDict": OrderedDict(a=X, b=N),
     "dataclass": Batch(X, {"deep": Frozen(X)}, N),
     "PackedSequence": nn.utils.rnn.pack_sequence([torch.ones(3, 2), torch.ones(1, 2)]),
@@ -256,8 +254,14 @@ def test_what_needs_no_cast_is_the_callers_own():
     assert found["cache"] is cache
     assert found["module"] is one["module"]
     assert found["module"].weight.dtype == HIGH
-    one["self"] = one
-    assert cast(one, LOW)["x"].dtype == LOW
+
+
+@pytest.mark.parametrize("value", [{X}, UserDict(a=X), [Stored(a=X)]], ids=["set", "UserDict", "Stored"])
+def test_other_containers_with_tensors_to_cast_are_refused(value, request):
+    name = request.node.callspec.id
+    with pytest.raises(TreeError, match=rf"is to cast tensors to torch.bfloat16 in a {name}. Pass pytrees"):
+        cast({"a": value}, LOW)
+    assert cast(value, HIGH) is value
 
 
 # What is refused

@@ -1,19 +1,14 @@
 """Casts: which dtype a module's inputs and outputs have, and values with their tensors in that dtype."""
 
-import copy
-import dataclasses
-from collections import deque
-from collections.abc import Collection, Iterable, Mapping, MutableMapping
-from operator import is_
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, NamedTuple, TypeVar
 
 import torch
-from torch.utils import _pytree as torch_pytree
 
-from fsharp.errors import LayoutError, problem
+from fsharp.errors import LayoutError, TreeError, problem
 from fsharp.functional.layout.paths import ancestors, assign, selects
 from fsharp.functional.layout.precision import Precision
-from fsharp.stateful.modules.values.outputs import parts
+from fsharp.stateful.modules.values.outputs import mapped, tensors_in
 
 T = TypeVar("T")
 
@@ -66,32 +61,23 @@ def casts_of(rules: Mapping[str, Precision], chosen: Iterable[str], leaves: Coll
 
 
 def cast(value: T, dtype: torch.dtype | None) -> T:
-    """Return the value with its floating-point tensors in a dtype, as another one if any of them has another dtype.
+    """Return the value with its floating-point tensors in a dtype, in pytrees of torch and dataclasses; None leaves them.
 
-    Looks into containers of any class, dataclasses, and pytrees of torch; other objects stay as they are. What holds no tensor
-    of another dtype is the same object as before, so that whoever has it sees what the module writes to it.
+    Nothing is changed in place. What holds no tensor of another dtype is the same object as before, so that whoever has it sees
+    what the module writes to it.
 
-    Args:
-        value: any object; nothing is changed in it.
-        dtype: a floating-point dtype; None leaves all as it is.
+    Raises:
+        TreeError: a tensor of another dtype in a container of another class, such as a set.
     """
-    around: set[int] = set()
 
-    def within(value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
-            return value.to(dtype) if value.is_floating_point() else value
-        if not _is_container(value) or id(value) in around:
-            return value
-        around.add(id(value))
-        old, _ = parts(value)
-        new = list(map(within, old))
-        around.remove(id(value))
-        return value if all(map(is_, old, new)) else parts(copy.copy(value))[1](new)
+    def check(x: Any) -> Any:
+        if isinstance(x, Collection) and any(
+            each.is_floating_point() and each.dtype != dtype for each in tensors_in(x, "", refuses_late=False)
+        ):
+            raise TreeError(
+                f"a module with precision= is to cast tensors to {dtype} in a {type(x).__name__}. Pass pytrees (tuples, lists, "
+                "dicts) or dataclasses, or register the class by torch.utils._pytree.register_pytree_node()."
+            )
+        return x
 
-    return value if dtype is None else within(value)
-
-
-def _is_container(value: Any) -> bool:
-    if isinstance(value, list | tuple | set | deque | MutableMapping) or type(value) in torch_pytree.SUPPORTED_NODES:
-        return True
-    return dataclasses.is_dataclass(value) and not isinstance(value, type)
+    return value if dtype is None else mapped(value, lambda x: x.to(dtype) if x.is_floating_point() else x, check)

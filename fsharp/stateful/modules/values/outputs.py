@@ -1,11 +1,12 @@
-"""Outputs: the tensors in what a module returns, whatever it is, and others in their place."""
+"""The tensors in what a module returns, whatever it is; and others in their place, in pytrees of torch and dataclasses."""
 
-import copyreg
+import copy
+import dataclasses
+import gc
 import types
-from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
-from collections.abc import Set as AbstractSet
-from typing import Any, Literal
+from collections.abc import Callable, Sequence
+from operator import is_
+from typing import Any
 
 import torch
 from torch import nn
@@ -15,48 +16,97 @@ from fsharp.errors import TreeError
 from fsharp.stateful.modules.initial.dtensors import local
 from fsharp.tracebacks import api_boundary
 
-_PLAIN = (str, bytes, int, float, complex, bool, type(None), torch.dtype, torch.device, torch.Size)
-_CLOSED = (nn.Module, type, types.ModuleType, types.FunctionType, types.MethodType, torch.Generator, torch.autograd.graph.Node)
+_PLAIN = (str, bytes, int, float, complex, type(None), torch.dtype, torch.device, torch.Generator, torch.autograd.graph.Node)
+_CLOSED = (*_PLAIN, nn.Module, type, types.ModuleType, types.FunctionType, types.MethodType)
 _LATE = (types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType, map, zip, filter)
-_BUILT_IN = (list, dict, tuple, deque, OrderedDict, defaultdict)
 
 
-def tensors_in(value: Any, path: str, *, late: Literal["refuse", "leave"] = "refuse") -> list[torch.Tensor]:
-    """Return all tensors in a value that the module at ``path`` gives away, at any depth.
+def tensors_in(value: Any, path: str, *, refuses_late: bool = True) -> list[torch.Tensor]:
+    """Return all tensors that can be reached from a value that the module at ``path`` gives away.
 
-    It looks into pytrees, into lists, tuples, sets and mappings of any class, and into the attributes of other objects, in a
-    dict or in slots: dataclasses and their like. Modules, classes and functions are closed to it.
-
-    Args:
-        value: any object.
-        path: path of the module.
-        late: whether to refuse or skip generators and other iterators, which may compute when parameters are released. A module
-            may keep an iterator in an attribute, such as that of a loader, but not return one.
+    Modules, classes and functions are closed to it.
 
     Raises:
-        TreeError: a generator or another iterator, if ``late`` is "refuse".
+        TreeError: if ``refuses_late``, a generator or another iterator, which may compute when parameters are released. A
+            module may keep an iterator in an attribute, such as that of a loader, but not return one.
     """
     if isinstance(value, torch.Tensor):  # what most modules return
         return [value]
     found: dict[int, torch.Tensor] = {}
-    _mapped(value, lambda x: found.setdefault(id(x), x), path, {}, refuses_late=late == "refuse")
+    seen, rest = dict[int, Any](), [value]
+    while rest:
+        x = rest.pop()
+        if isinstance(x, torch.Tensor):
+            found[id(x)] = x
+        elif isinstance(x, _LATE):
+            if refuses_late:
+                raise TreeError(
+                    f"module {path or 'the root'!r} gives away a {type(x).__name__}, which computes when parameters are "
+                    "released. Return what it computes, such as a list of tensors."
+                )
+        elif not isinstance(x, _CLOSED) and id(x) not in seen:
+            seen[id(x)] = x
+            rest += reversed(gc.get_referents(x))
     return list(found.values())
 
 
+def mapped(value: Any, change: Callable[[Any], Any], other: Callable[[Any], Any], *, in_place: bool = False) -> Any:
+    """Return a value with its tensors changed, in pytrees of torch and dataclasses; the same object if no tensor changes.
+
+    Args:
+        value: any object; an object within itself is not expected.
+        change: called with each tensor.
+        other: called with each object of another class.
+        in_place: change lists, dicts and dataclasses in place, so that whoever has one sees it; otherwise a copy.
+    """
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    registered = torch_pytree.SUPPORTED_NODES.get(type(value))
+    if registered is not None:  # not by tree_flatten(), which leaves a circle of functions that has the value
+        old, context = registered.flatten_fn(value)
+    elif isinstance(value, tuple) and hasattr(value, "_fields"):
+        old = list(value)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        names = [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]
+        old = [getattr(value, name) for name in names]
+    else:
+        return other(value)
+    new = [mapped(x, change, other, in_place=in_place) for x in old]
+    if all(map(is_, old, new)):
+        return value
+    if in_place and isinstance(value, list):
+        value[:] = new
+    elif in_place and isinstance(value, dict) and len(value) == len(new):
+        value.update(zip(value, new, strict=True))
+    elif registered is not None:
+        value = registered.unflatten_fn(new, context)
+    elif isinstance(value, tuple):
+        value = type(value)(*new)
+    else:
+        value = value if in_place else copy.copy(value)
+        for name, x in zip(names, new, strict=True):
+            object.__setattr__(value, name, x)  # of frozen dataclasses too
+    return value
+
+
 def replaced(value: Any, old: Sequence[torch.Tensor], new: Sequence[torch.Tensor], path: str) -> Any:
-    """Return ``value`` with tensors replaced: in place where it can be changed, as whoever has it should see; else another one.
+    """Return ``value`` with tensors replaced. Lists, dicts and dataclasses are changed in place: whoever has one sees it.
 
     Raises:
-        TreeError: they are in an object that cannot be changed.
+        TreeError: a tensor to replace is in an object of another class.
     """
     by_id = {id(a): b for a, b in zip(old, new, strict=True) if a is not b}
-    return _mapped(value, lambda x: by_id.get(id(x), x), path, {}) if by_id else value
 
+    def check(x: Any) -> Any:
+        if any(id(each) in by_id for each in tensors_in(x, path, refuses_late=False)):
+            raise TreeError(
+                f"module {path or 'the root'!r} returns or keeps a {type(x).__name__} with a parameter in it, or with a tensor "
+                "that has to be replaced by another. Return pytrees (tuples, lists, dicts) or dataclasses, or register the "
+                "class by torch.utils._pytree.register_pytree_node()."
+            )
+        return x
 
-def without_parameters(out: Any, parameters: Sequence[torch.Tensor], path: str) -> Any:
-    """``out`` with copies of parameters that are in it: these are released, and the copies' gradients are theirs."""
-    held = views_of(parameters, tensors_in(out, path))
-    return replaced(out, held, [x.clone() for x in held], path)
+    return mapped(value, lambda x: by_id.get(id(x), x), check, in_place=True) if by_id else value
 
 
 def views_of(parameters: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -65,74 +115,6 @@ def views_of(parameters: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]
         return []
     mine = {leaf.untyped_storage().data_ptr() for leaf in parameters if leaf.numel()}
     return [x for x in tensors if x.numel() and not x.is_meta and local(x).untyped_storage().data_ptr() in mine]
-
-
-def parts(value: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
-    """Return what is in a value, one level deep, and a function that puts other things in its place and returns the value."""
-    registered = None if type(value) in _BUILT_IN else torch_pytree.SUPPORTED_NODES.get(type(value))
-    if registered is not None:  # not by tree_flatten(), which leaves a circle of functions that has the value
-        inside, context = registered.flatten_fn(value)
-        return list(inside), lambda new: registered.unflatten_fn(new, context)
-    if isinstance(value, _CLOSED):
-        return [], lambda new: value
-    is_mapping, is_sequence = isinstance(value, Mapping), isinstance(value, list | deque | tuple | AbstractSet)
-    items = list(value.values()) if is_mapping else list(value) if is_sequence else []
-    slots = [name for name in copyreg._slotnames(type(value)) if hasattr(value, name)]  # type: ignore[attr-defined]
-    names = [*getattr(value, "__dict__", ()), *slots]
-
-    def fill(new: list[Any]) -> Any:
-        inside, result = new[: len(items)], value
-        if isinstance(value, MutableMapping | list | deque):
-            for key, item in zip(list(value) if is_mapping else range(len(items)), inside, strict=True):
-                if value[key] is not item:
-                    value[key] = item
-        elif isinstance(value, set):
-            value.clear()
-            value.update(inside)
-        elif items:
-            result = type(value)(*inside) if hasattr(value, "_fields") else type(value)(inside)
-        for name, attribute in zip(names, new[len(items) :], strict=True):
-            if getattr(result, name, None) is not attribute:
-                object.__setattr__(result, name, attribute)  # of frozen dataclasses too
-        return result
-
-    return items + [getattr(value, name) for name in names], fill
-
-
-def _mapped(
-    value: Any,
-    change: Callable[[torch.Tensor], torch.Tensor],
-    path: str,
-    seen: dict[int, Any],
-    *,
-    refuses_late: bool = False,
-) -> Any:
-    """Return a value with its tensors changed. ``seen`` has by id what was looked at, and what stands in its place."""
-    if isinstance(value, torch.Tensor):
-        return change(value)
-    if isinstance(value, _PLAIN):
-        return value
-    if id(value) in seen:
-        return seen[id(value)][1]
-    seen[id(value)] = value, value  # of a circle that leads through a tuple the old one
-    if isinstance(value, _LATE):
-        if refuses_late:
-            raise TreeError(
-                f"module {path or 'the root'!r} gives away a {type(value).__name__}, which computes when parameters are "
-                "released. Return what it computes, such as a list of tensors."
-            )
-        return value
-    old, fill = parts(value)
-    new = [_mapped(each, change, path, seen, refuses_late=refuses_late) for each in old]
-    if any(a is not b for a, b in zip(old, new, strict=True)):
-        try:
-            seen[id(value)] = value, fill(new)
-        except Exception as error:
-            raise TreeError(
-                f"module {path or '(root)'!r} returns or keeps tensors inside of a {type(value).__name__}, which cannot be "
-                f"changed: {error}. Register it with torch.utils._pytree, or use a tuple or a dict."
-            ) from error
-    return seen[id(value)][1]
 
 
 def reaching(tensors: Sequence[torch.Tensor], inputs: Sequence[Any]) -> list[torch.Tensor]:

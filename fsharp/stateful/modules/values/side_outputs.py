@@ -36,7 +36,7 @@ class SideOutputs:
         values = [value for value in arguments if type(value) in _CONTAINERS and value]
         for places, name in self._places():
             values.append(places[name])
-        return {id(x): x for x in tensors_in(values, path, late="leave")} if values else {}
+        return {id(x): x for x in tensors_in(values, path, refuses_late=False)} if values else {}
 
     def since(
         self, before: dict[int, torch.Tensor], arguments: Sequence[Any], parameters: Sequence[torch.Tensor], path: str
@@ -101,7 +101,7 @@ def refuse_kept(module: nn.Module) -> None:
         own = _OWN | computed
         attributes = [(name, value) for name, value in vars(each).items() if name not in own and _may_hold(value)]
         for attribute, value in [*attributes, *each._buffers.items()]:
-            tensors = tensors_in([value], path, late="leave")
+            tensors = tensors_in([value], path, refuses_late=False)
             held = next((name for x in tensors if (name := parameter_at(x)) is not None), None)
             if held is not None:
                 raise TreeError(
