@@ -196,7 +196,7 @@ def misshapen(module):
 REFUSED = {
     "nothing": (
         None,
-        r"that nothing initializes\.\n  \(root\)  Bare: weight, scale, mask, flag\nGive these classes .* pass initialize=",
+        r"that nothing initializes\.\n  \(root\)  Bare: flag, mask, scale, weight\nGive these classes .* pass initialize=",
     ),
     "a part": (half, r"that nothing initializes\.\n  first  Linear: weight\n"),
     "no buffers": (no_buffers, r"that nothing initializes\.\n  \(root\)  Bare: flag, mask, scale\n"),

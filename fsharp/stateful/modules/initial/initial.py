@@ -59,14 +59,6 @@ def initial_values(
     """
     tensors = chain(module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False))
     meta = [path for path, tensor in tensors if tensor.is_meta]
-    makers = Initializers(module, layout, comm, key, initialize)
-
-    def check() -> None:
-        if sync_from is not None:
-            _check_source(sync_from, comm, meta)
-        elif orphans := makers.orphans():
-            raise nothing_initializes(module, orphans)
-
     buffers = [f"{path}: {b.dtype}{list(b.shape)}" for path, b in module.named_buffers(remove_duplicate=False)]
     how = {
         "key": repr(key),
@@ -75,7 +67,9 @@ def initial_values(
         **settings,
         **({"on the meta device": "\n".join(meta)} if sync_from is None else {"buffers": "\n".join(buffers)}),
     }
-    together("shard_module()", comm, check, lambda _: {**describe_units(layout.units), **how})
+    together(
+        "shard_module()", comm, lambda: _check_source(sync_from, comm, meta), lambda _: {**describe_units(layout.units), **how}
+    )
     if sync_from is not None:
         return _synced(module, layout, comm, sync_from)
     leaves = [(unit, leaf) for unit in layout.units for leaf in unit.leaves if not leaf.tied_to]
@@ -83,10 +77,26 @@ def initial_values(
     varying = {unit.full_path(leaf): unit.strategy.full.varying for unit, leaf in leaves}
     present = {path: tensor for path, tensor in own.items() if not tensor.is_meta}
     check_same("shard_module()", present, comm, remedy=SEED_ALIKE, varying=varying)
-    return _made(makers, module, layout, comm) if meta else shard_for(tree, layout, comm.rank, place="optim")
+    if not meta:
+        return shard_for(tree, layout, comm.rank, place="optim")
+    makers = Initializers(module, layout, comm, key, initialize)
+
+    def make() -> Any:
+        nodes = [build(u, resolve_place(u, "optim"), comm.rank, partial(makers.value, u), main=True) for u in layout.units]
+        return nodes, makers.buffers()
+
+    nodes, made = together("shard_module()", comm, make)
+    unfilled = {path for text in exchange("\n".join(makers.unfilled), comm) for path in text.split("\n") if path}
+    if unfilled:
+        raise nothing_initializes(module, sorted(unfilled))
+    for places, name, value in made:
+        places[name] = value
+    return optree.tree_unflatten(layout.spec, nodes)
 
 
-def _check_source(source: int, comm: Comm, meta: list[str]) -> None:
+def _check_source(source: int | None, comm: Comm, meta: list[str]) -> None:
+    if source is None:
+        return
     if isinstance(source, bool) or not isinstance(source, int) or not 0 <= source < comm.mesh.size:
         raise MeshError(
             f"shard_module(sync_from=...): got {source!r}, expected a rank of {comm.mesh}, 0 to {comm.mesh.size - 1}."
@@ -96,22 +106,6 @@ def _check_source(source: int, comm: Comm, meta: list[str]) -> None:
             f"shard_module(sync_from={source}): {meta[0]!r} of rank {source} is on the meta device. Make the module on a real "
             "device there, or leave sync_from out on all ranks: submodules initialize themselves, alike on all ranks."
         )
-
-
-def _made(makers: Initializers, module: nn.Module, layout: Layout, comm: Comm) -> Any:
-    """From what submodules make of themselves."""
-
-    def make() -> Any:
-        nodes = [build(u, resolve_place(u, "optim"), comm.rank, partial(makers.value, u), main=True) for u in layout.units]
-        return nodes, makers.buffers()
-
-    nodes, buffers = together("shard_module()", comm, make)
-    unfilled = {path for text in exchange("\n".join(makers.unfilled), comm) for path in text.split("\n") if path}
-    if unfilled:
-        raise nothing_initializes(module, sorted(unfilled))
-    for places, name, value in buffers:
-        places[name] = value
-    return optree.tree_unflatten(layout.spec, nodes)
 
 
 def _synced(module: nn.Module, layout: Layout, comm: Comm, source: int) -> Any:
