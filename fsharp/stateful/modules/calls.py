@@ -29,15 +29,9 @@ _LEAVES = frozenset({type(None), bool, int, float, complex, str, bytes, torch.dt
 
 
 class ParameterSource:
-    """Where the modules that compute at present get their parameters from.
+    """Where modules that compute get parameters from: nodes of a tree, by unit, and the Comm.
 
-    Args:
-        tree: of parameters at rest.
-        comm: the ranks, or a scheduler.
-
-    Attributes:
-        nodes: by name of the unit.
-        computing: modules whose forward is under way, and whose units are gathered.
+    ``computing``: modules whose forward is under way, with their units gathered.
     """
 
     __slots__ = ("comm", "computing", "nodes")
@@ -50,13 +44,9 @@ class ParameterSource:
 class GatheredModule(NamedTuple):
     """The root, or a module that is gathered by itself.
 
-    Attributes:
-        units: names of the units that are gathered when the module is called.
-        ties: names of other units, which store leaves that these units' leaves are tied to.
-        side_outputs: where the module may leave tensors that it does not return.
-        has_inner: whether modules inside of it are gathered by themselves.
-        varies: whether a unit varies along an axis. A rank there may have nothing to compute, as where an expert gets no
-            tokens. The rank has a backward all the same, so that other ranks do not wait.
+    ``ties``: other units, which store leaves that leaves of its units are tied to. ``has_inner``: whether modules inside of it
+    are gathered by themselves. ``varies``: whether a unit varies along an axis. A rank there may have nothing to compute, as
+    where an expert gets no tokens. The rank has a backward all the same, so that other ranks do not wait.
     """
 
     units: Sequence[str]
@@ -67,20 +57,9 @@ class GatheredModule(NamedTuple):
 
 
 class ModuleCalls:
-    """Calls of a module's code, with the parameters of its units.
+    """What calls of a module's code need: slots and specs of parameters, gathered modules by path, the present source.
 
-    Args:
-        module: the root.
-        layout: of its parameters.
-        chosen: paths of the modules that are gathered by themselves.
-        specs: of the parameters that are DTensors, by path.
-        paused: paths of parameters that forwards do not differentiate at present; each forward reads this set.
-
-    Attributes:
-        slots: of each unit, by name.
-        owners: by path, the root and the chosen modules.
-        specs: as they were passed.
-        source: where parameters come from in the call that is under way, if one is.
+    Each forward reads the set ``paused``, paths of parameters that forwards do not differentiate.
     """
 
     def __init__(
@@ -115,9 +94,9 @@ class ModuleCalls:
 
     @contextmanager
     def reading(self, source: ParameterSource, module: nn.Module | None = None) -> Iterator[None]:
-        """Have modules that are called in this context get their parameters from ``source``.
+        """Have modules that are called in this context read ``source``.
 
-        ``module`` has its parameters already: calls of its own methods run directly.
+        ``module`` has its parameters: its own methods run directly.
         """
         before, self.source = self.source, source
         others = before.computing if before is not None and before is not source else []
@@ -165,11 +144,7 @@ class ModuleCalls:
         ]
 
     def take_over(self, name: str, leaves: Sequence[torch.Tensor]) -> None:
-        """Copy what sits in the slots of a unit into these leaves, as far as it is something else.
-
-        Raises:
-            TreeError: it has another shape.
-        """
+        """Copy what sits in the slots of a unit into these leaves, as far as it is something else. Refuse another shape."""
         unit = self._layout[name]
         for i, sitting in self.slots[name].sitting:
             mine = local(sitting)
@@ -181,19 +156,7 @@ class ModuleCalls:
 
 @dataclass(eq=False)
 class ModuleCall:
-    """One call of a module's code, whose units are gathered around it.
-
-    Attributes:
-        calls: those of the root.
-        source: where parameters come from.
-        module: module that is called.
-        path: path of the module.
-        fn: code to call.
-        args: arguments of the code.
-        kwargs: named arguments of the code.
-        flat: the leaves of its arguments.
-        out: what the code has returned.
-    """
+    """One call of ``fn``, code of the module at ``path``, whose units are gathered around it; ``out``: what it has returned."""
 
     calls: ModuleCalls
     source: ParameterSource

@@ -27,15 +27,11 @@ def differentiate(
     is_grads_batched: bool = False,
     materialize_grads: bool = False,
 ) -> tuple[torch.Tensor | None, ...]:
-    """Of parameters the mean gradients over ranks, as parts; of other inputs what torch gives.
+    """Return of parameters the mean gradients over ranks, as parts; of other inputs what ``torch.autograd.grad`` does.
 
-    It is a step of its own: ``.grad`` stays as it is, None, and the optimizer has nothing to do. Other forwards keep their
-    backward.
-
-    Raises:
-        ScheduleError: options that need a graph of the backward; parameters of several modules; a step in which other backward
-            passes have left gradients.
-        RuntimeError: parameters that are not used, as torch does.
+    It is a step of its own: ``.grad`` stays None, the optimizer has nothing to do, and other forwards keep their backward.
+    Refused are options that need a graph of the backward, parameters of several modules, and a step in which others have left
+    gradients.
     """
     if create_graph or is_grads_batched:
         raise ScheduleError(

@@ -17,12 +17,7 @@ from fsharp.stateful.units.unit_state import UnitState
 
 
 class MeanGradients:
-    """What there is between a backward that does not accumulate and the optimizer's step.
-
-    Args:
-        parameters: by path; they may be others later.
-        specs: of those that are DTensors.
-        comm: the ranks.
+    """The mean gradients between a backward that does not accumulate and the optimizer's step.
 
     Attributes:
         tree: a tree of :class:`~fsharp.Sharded` at the optimizer's place, or None.
@@ -65,7 +60,7 @@ class MeanGradients:
                 hook(self._parameters[path])
 
     def take_back(self, units: Iterable[UnitState]) -> None:
-        """More is to be added to the sums of these units: there are no means any more."""
+        """Drop the means: more is to be added to the sums of these units."""
         self.clear()
         for unit in units:
             if unit.gradient is not None:
@@ -108,7 +103,7 @@ class MeanGradients:
         return self._parts.get(path)
 
     def drop(self, path: str) -> None:
-        """There is none of this parameter; if that was the last, there are none at all."""
+        """Drop the gradient of one parameter."""
         part = self.part(path)
         if part is None:
             return
@@ -132,15 +127,11 @@ class MeanGradients:
 
 
 def unused_parameters(units: Sequence[UnitState], comm: Comm, paused: Collection[str]) -> set[str]:
-    """Paths of the trained parameters of these units that have no gradient on any rank.
+    """Return paths of the trained parameters of these units that have no gradient on any rank, but for paused ones.
 
-    Args:
-        units: after the last backward of a step.
-        comm: the ranks; they agree along the axes on which a unit does not vary.
-        paused: paths of parameters that do not require a gradient at present, which the label of the collective counts.
-
-    Cost: an ``all_reduce`` of one byte for each parameter and axis. The host of a rank that has no gradient of some parameter
-    waits for it, as it decides what an optimizer leaves alone; one that has all knows that none is missing.
+    Ranks agree along the axes on which a unit does not vary, by an ``all_reduce`` of one byte for each parameter and axis. The
+    host of a rank that lacks a gradient waits for it, as it decides what an optimizer leaves alone; one that has all knows the
+    result.
     """
     missing: set[str] = set()
     label = f"which gradients there are, with {len(paused)} parameters paused, such as {min(paused)!r}" if paused else ""

@@ -16,15 +16,10 @@ from fsharp.functional.stored import stored
 
 
 class ModuleState:
-    """A module's parameters between two steps.
-
-    Args:
-        layout: of them.
-        state: parameters and main copies; the state of an ``(init, update)`` pair, if one updates them.
-        comm: the ranks; collectives block.
+    """What a module trains, between two steps.
 
     Attributes:
-        state: replaced by each step.
+        state: parameters, main copies, the state of an ``(init, update)`` pair; replaced by each step.
         generation: how often it has been replaced by one from outside.
         is_written: whether somebody has written to parameters since the last step.
         loaded: which of "parameters" and "optimizer" ranks have loaded since the last step.
@@ -92,10 +87,7 @@ class ModuleState:
         return map_units(one, held)
 
     def spread(self) -> None:
-        """Parameters at rest take the values that the optimizer's copies have. A collective.
-
-        Memory: the resting parameters of one unit.
-        """
+        """Have parameters at rest take the values that the optimizer's copies have, a unit at a time. A collective."""
         with torch.no_grad():
             for held, kept in zip(units_of(self.visible()), units_of(trainable(self.state.params)), strict=True):
                 named = Labelled(self._comm, "parameters that were written in place: ")
@@ -121,11 +113,7 @@ class ModuleState:
             self.is_written = False
 
     def adopt(self, state: TrainState) -> None:
-        """Take over a state of this layout, whose buffers are the module's from here on.
-
-        Raises:
-            TreeError: a state of another layout, place or dtype.
-        """
+        """Take over a state of this layout, whose buffers are the module's from here on. Refuse another place or dtype."""
         state = state._replace(main=on_device(state.main, self._comm.device))
         pairs = ("params", state.params, self.state.params), ("main", state.main, self.state.main)
         for kind, tree, mine in pairs:
@@ -143,12 +131,9 @@ class ModuleState:
         self.stamp()
 
     def take_writes(self) -> bool:
-        """Have what rests follow what was written to the module's parameters in place. Return whether anything was written.
+        """Have what rests follow what was written to parameters in place.
 
-        A collective, if so.
-
-        Raises:
-            ScheduleError: what was written to is not a parameter of the module; names the unit.
+        Return whether anything was: then it is a collective.
         """
         is_written = self.notice_writes()
         if is_written:
@@ -156,11 +141,7 @@ class ModuleState:
         return is_written
 
     def notice_writes(self) -> bool:
-        """Whether somebody has written to the parameters since they were looked at last.
-
-        Raises:
-            ScheduleError: what was written to is not a parameter of the module; names the unit.
-        """
+        """Return whether somebody has written to parameters since they were looked at. Refuse writes to anything else."""
         now = self._versions()
         if now == self._stamp:
             return False

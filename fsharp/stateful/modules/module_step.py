@@ -27,12 +27,6 @@ class ModuleStep:
 
     The first forward that may have a backward opens a step, a microbatch ends with a backward pass, and an update closes it.
 
-    Args:
-        kept: what is trained.
-        means: the gradients there are after a backward pass that does not accumulate.
-        scheduler: runs everything.
-        paused: paths of parameters that get no gradient at present; each backward reads this set.
-
     Attributes:
         scheduled: the training step: its schedule, its trace.
         is_accumulating: whether a backward leaves its gradients where they rest, unreduced over some axes.
@@ -104,11 +98,7 @@ class ModuleStep:
             raise
 
     def _begin_backward(self) -> None:
-        """Begin a backward pass, which has come to one of the modules.
-
-        Raises:
-            ScheduleError: an optimizer has used up the gradients to which the pass would add, or somebody has changed them.
-        """
+        """Begin a backward pass, which has come to one of the modules, unless gradients were used up or changed."""
         if self._pass != -1 or self._run is None:
             return
         self._pass, run = torch._C._current_graph_task_id(), self._run
@@ -165,14 +155,7 @@ class ModuleStep:
     def update(self, tx: Any, settings: str, *, by: int) -> None:
         """Make new parameters by a transformation of the gradients, if there are any.
 
-        Args:
-            tx: the transformation.
-            settings: what ranks have to have in common, such as learning rates.
-            by: the identity of the optimizer, which is ``updated_by`` afterwards.
-
-        Raises:
-            LossError: gradients that wait for more microbatches.
-            ScheduleError: a step has used up the gradients.
+        ``settings``: what ranks have to have in common, such as learning rates. ``by``: the identity of the optimizer.
         """
         if self.finished("step()") is None:
             return
@@ -192,11 +175,9 @@ class ModuleStep:
         self.kept.loaded.clear()
 
     def finished(self, where: str) -> Any:
-        """The gradients, if there are any, for ``where``, which is about to use them.
+        """Return the gradients, if there are any, for ``where``, which is about to use them.
 
-        Raises:
-            LossError: they wait for more microbatches, or an error has cost them.
-            ScheduleError: a step has used them up.
+        Refuse those that wait for more microbatches, that an error has cost, or that a step has used up.
         """
         self.clear_up()
         if self._lost:
@@ -218,11 +199,7 @@ class ModuleStep:
         return self.means.tree
 
     def discard(self, *, set_to_none: bool = True) -> None:
-        """Drop the gradients. A forward whose backward is to come stays.
-
-        Raises:
-            ScheduleError: ``set_to_none=False``, or a backward is under way.
-        """
+        """Drop the gradients, unless a backward is under way. A forward whose backward is to come stays."""
         if not set_to_none:
             raise ScheduleError(
                 "zero_grad(set_to_none=False): gradients have no memory between steps, so that a parameter that is not used in "
@@ -269,11 +246,7 @@ class ModuleStep:
         self.used = used
 
     def refuse_accumulated(self, path: str) -> None:
-        """Refuse to show or release the gradient of one parameter while ranks have not summed the gradients of the step.
-
-        Raises:
-            ScheduleError: all backward passes of the step so far were told to accumulate.
-        """
+        """Refuse to show or release a gradient while ranks have not summed the gradients of the step."""
         if self.means.tree is None and self._run is not None and self._pass == -1 and self.is_fed:
             raise ScheduleError(
                 f"grad of parameter {path!r}: all backward passes so far were told to accumulate, and their "
@@ -282,7 +255,7 @@ class ModuleStep:
             )
 
     def drop_gradient(self, path: str) -> None:
-        """A gradient has been set to None; once all are, none has been."""
+        """Drop the gradient of one parameter; once all are dropped, the step has none."""
         self.used.discard(path)
         if self.means.tree is not None:
             self.means.drop(path)
@@ -290,11 +263,7 @@ class ModuleStep:
                 self.discard()
 
     def give_up(self, where: str) -> None:
-        """End a step that has forwards alone, on all ranks alike, for ``where``.
-
-        Raises:
-            ScheduleError: backward passes have left gradients, or one is under way.
-        """
+        """End a step that has forwards alone, on all ranks alike, for ``where``. Refuse one that has gradients."""
         self.clear_up()
         run = self._run
         if run is None:

@@ -13,12 +13,9 @@ from fsharp.stateful.modules.parameter import ShardedParameter
 
 
 class ParameterSlots:
-    """The parameters of one unit in its module.
+    """The places of one unit's parameters in a module, in the order of the unit's leaves.
 
-    Args:
-        module: the root.
-        paths: names of the parameters in it, in the order of the unit's leaves.
-        present: of all units of a module, by place, what was put there last; several of them have a place that they share.
+    ``present`` has by place what was put there last, of all units of a module: several have a place that they share.
     """
 
     def __init__(self, module: nn.Module, paths: Iterable[str], present: dict[tuple[int, str], Any]) -> None:
@@ -37,11 +34,7 @@ class ParameterSlots:
         self._packed = list(packed.values())  # recurrent modules keep a list of their parameters besides
 
     def check(self) -> None:
-        """Refuse to compute where somebody else has put other parameters: they would be ignored.
-
-        Raises:
-            TreeError: others are there, or none.
-        """
+        """Refuse to compute where somebody else has put other parameters: they would be ignored."""
         for i, places, name in self._places:
             if places.get(name) is not self._present[id(places), name]:
                 raise TreeError(
@@ -83,17 +76,10 @@ def own_buffers(root: nn.Module) -> Iterator[list[tuple[torch.Tensor, torch.Tens
 
 
 def refuse_added(module: nn.Module, path: str) -> None:
-    """Refuse parameters that require a gradient and were put into a gathered module after it was sharded.
+    """Refuse parameters that require a gradient and came into a gathered module after it was sharded.
 
-    Frozen parameters may be added, and a wrapper may replace the submodule that it wraps. Modules that are gathered by
+    Frozen parameters may be added, and a wrapper may replace the submodule that it wraps. Modules in it that are gathered by
     themselves are left out.
-
-    Args:
-        module: the root, or a module that is gathered by itself.
-        path: its path.
-
-    Raises:
-        TreeError: names the parameter.
     """
     modules = [module]
     for each in modules:

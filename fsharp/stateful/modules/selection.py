@@ -19,11 +19,9 @@ Units = Rule | tuple[Rule, ...] | list[Rule]
 
 
 def chosen_modules(module: nn.Module, units: Units | Sequence[Units]) -> dict[str, nn.Module]:
-    """The modules that are gathered by themselves, by path, in order; the root is not among them.
+    """Return by path the modules that are gathered by themselves, without the root.
 
-    Raises:
-        OptionError: a value that is no rule.
-        PatternError: a rule that selects none, or one that selects a module without parameters.
+    Refuse rules that select nothing, and modules without parameters.
     """
     rules = [rule for each in _listed(units) for rule in _listed(each)]
     for rule in rules:
@@ -54,11 +52,7 @@ def chosen_modules(module: nn.Module, units: Units | Sequence[Units]) -> dict[st
 
 
 def grouped(module: nn.Module, units: Units | Sequence[Units]) -> list[list[str]]:
-    """Return for each group of rules the paths of its modules.
-
-    Raises:
-        PatternError: a module in two groups, or inside of another module of its group.
-    """
+    """Return for each group of rules the paths of its modules. Refuse a module in two groups, or inside of its own group."""
     groups = [chosen_modules(module, each) for each in _listed(units) if isinstance(each, tuple | list)]
     seen: set[str] = set()
     for group in groups:
@@ -85,7 +79,7 @@ def _selects(rule: Rule, path: str, module: nn.Module) -> bool:
 
 
 def owners(layout: Layout, chosen: Iterable[str]) -> Mapping[str, list[str]]:
-    """By module path, the units that are gathered when that module is called; ``""`` is the root.
+    """Return by module path the units that are gathered when that module is called; ``""`` is the root.
 
     Each unit belongs to the innermost chosen module that it is in. A chosen module may have none: units in it have all.
     """
@@ -96,11 +90,7 @@ def owners(layout: Layout, chosen: Iterable[str]) -> Mapping[str, list[str]]:
 
 
 def entries_of(module: nn.Module, chosen: Mapping[str, nn.Module], names: str | Iterable[str]) -> dict[str, tuple[str, ...]]:
-    """By path of the root and of chosen modules, those of these names that are methods of it.
-
-    Raises:
-        PatternError: a name that none of them has, one of nn.Module's own, or one of something else than a plain method.
-    """
+    """Return by path of the root and of chosen modules those of these names that are methods of it. Refuse other names."""
     modules = {"": module, **chosen}
     found: dict[str, tuple[str, ...]] = dict.fromkeys(modules, ())
     for name in dict.fromkeys([names] if isinstance(names, str) else names):

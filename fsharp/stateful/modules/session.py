@@ -43,19 +43,11 @@ T = TypeVar("T")
 class Session:
     """All that belongs to a sharded module.
 
-    Args:
-        module: the root.
-        layout: of its parameters.
-        chosen: paths of the modules that are gathered by themselves.
-        state: parameters and main copies; no optimizer state.
-        scheduler: runs everything.
-        casts: of inputs and outputs, by path of the module, for those that have one.
-        specs: of the parameters that are DTensors, by path.
-
     Attributes:
         calls: its code, with parameters gathered.
         kept: what is trained.
         step: the one that is under way, if one is.
+        casts: of inputs and outputs, by path of the module, for those that have one.
         is_unsharded: whether its parameters are whole, and not its own, at present.
         is_averaged: whether averages are in their place at present.
         parameters: by path, what the module shows of them.
@@ -157,8 +149,8 @@ class Session:
     def note_load(self, what: str) -> None:
         """Note that all ranks have loaded ``"parameters"`` or ``"optimizer"``, whole.
 
-        Once both are loaded, values do not depend on what ranks have done before, and labels no longer tell of it: ranks whose
-        steps differed before an error go on together.
+        Once both are, values do not depend on what ranks have done before, and labels no longer tell of it: ranks whose steps
+        differed before an error go on together.
         """
         self.kept.loaded.add(what)
         if len(self.kept.loaded) == 2:
@@ -196,10 +188,7 @@ class Session:
             self.scheduler.account(f"{what} {part.path}")
 
     def full_parameter(self, part: Part) -> torch.Tensor | None:
-        """Return the whole parameter, for a checkpoint that recomputes in the backward of the parameter's unit.
-
-        Return None if no backward of the unit is under way. Gradients come by the graph of the forward, not by this tensor.
-        """
+        """Return the whole parameter, for a checkpoint that recomputes in the backward of its unit; None outside of one."""
         full = self.step.full_in_backward(part.unit.name)
         if full is None:
             return None
@@ -224,7 +213,7 @@ class Session:
         return handle
 
     def drop_gradient(self, path: str) -> None:
-        """A gradient has been set to None; once all are, none has been."""
+        """Drop the gradient of one parameter."""
         self._refuse_accumulated(path)
         self.step.drop_gradient(path)
 
@@ -263,12 +252,7 @@ class Session:
             self.is_averaged = False
 
     def adopt(self, state: TrainState) -> None:
-        """Train this state, of the same layout, from here on.
-
-        Raises:
-            ScheduleError: a step is under way.
-            TreeError: a state of another layout, place or dtype.
-        """
+        """Train this state, of the same layout, from here on. Refuse it while a step is under way."""
         self.step.give_up("train_state")
         if self.is_averaged:
             raise ScheduleError("train_state: set inside of averaged(), which puts the parameters back afterwards.")
@@ -322,10 +306,7 @@ def _evaluate(thunk: Callable[[ParameterSource], Any], params: Any, comm: Comm) 
 
 
 def enter_by(module: nn.Module, session: Session, path: str, names: Sequence[str], *mixins: type) -> None:
-    """Have calls of a module, of its forward, and of its methods in ``names`` run in a session, with its units gathered.
-
-    Its class becomes a subclass. Hooks of the module run with its units gathered, too.
-    """
+    """Give a module a subclass whose calls, hooks, forward and methods in ``names`` run with its units gathered."""
     entries = ("forward", *names)
     own = {name: module.__dict__.pop(name) for name in entries if name in module.__dict__}
     module.__dict__.update(_fsharp=(session, path), _fsharp_own=own, _fsharp_computes=False)

@@ -44,11 +44,7 @@ Read = tuple[Any, dict[str, torch.Tensor], dict[str, Part], list[tuple[torch.Ten
 
 
 def refuse_dtensors(where: str, session: Session) -> None:
-    """Refuse a module with parameters that are parts on axes of their own: elements of a part's part have no run in the whole.
-
-    Raises:
-        TreeError: names the first of them.
-    """
+    """Refuse a module with DTensors sharded on other axes: elements of a part's part have no run in the whole."""
     for path, spec in session.calls.specs.items():
         if spec.is_sharded:
             raise TreeError(
@@ -113,17 +109,10 @@ def _read(where: str, session: Session, module: nn.Module, load: Callable[[], An
 
 
 def own_part(where: str, name: str, value: torch.Tensor, like: Part, *, dtypes: Sequence[torch.dtype]) -> Part:
-    """This rank's part of a value for a parameter, or of something that an optimizer keeps for each of its elements.
+    """Return this rank's part of a value for a parameter, or of something that an optimizer keeps for each of its elements.
 
-    Args:
-        where: the function that asks, for the message.
-        name: of the value in a state dict.
-        value: such a part, or a whole tensor.
-        like: the parameter.
-        dtypes: those it may have.
-
-    Raises:
-        TreeError: a part of another rank or layout, or a tensor of another shape, dtype or kind.
+    ``value`` is such a part of this rank and layout, or a whole tensor; of one of ``dtypes``. Anything else is refused by
+    ``name``.
     """
     first, last = like.run
     expected = f"{_shown(dtypes, like.full_shape)}, or its elements {[first, last]} in the layout of this module"
@@ -171,22 +160,11 @@ def gather_to_rank(
     specs: Mapping[str, Spec] = {},
     kind_of: Callable[[str], str] = lambda key: "",
 ) -> bool:
-    """Replace the parts in dicts by whole tensors in host memory, on one rank. Return whether this rank has the whole tensors.
+    """Replace the parts in dicts by whole tensors in host memory, on one rank, or on all. Return whether this rank has them.
 
-    Args:
-        where: the calling function, for messages.
-        dicts: with :class:`~fsharp.Part` as values, the same keys on all ranks. Other tensors become copies in host memory.
-        rank: rank of ``comm`` that gets the whole tensors; None means all ranks.
-        comm: the ranks.
-        specs: specs of the parameters that are DTensors, by path.
-        kind_of: returns the kind of a value by its key, if dicts have several values of one parameter.
-
-    Raises:
-        MeshError: no such rank.
-        TreeError: parts of parameters that have different values on each rank.
-        AgreementError: ranks pass different values of ``rank``, or different names of parts.
-
-    Cost: a gather of all parts. Memory: the tensors of one unit and kind; on the rank that keeps them, all in host memory.
+    All ranks have the same keys. Other tensors become copies in host memory. ``kind_of`` returns the kind of a value by its
+    key, if dicts have several values of one parameter. Cost: a gather of all parts. Memory: the tensors of one unit and kind,
+    and the result.
     """
     dicts = list(dicts)
     parts: dict[tuple[Any, ...], dict[str, Part]] = {}
@@ -249,19 +227,8 @@ def _gathered(parts: Mapping[str, Part], comm: Comm) -> dict[str, torch.Tensor]:
 def scatter_from_rank(where: str, given: Any, rank: int, comm: Comm, like: Callable[[tuple[str, ...]], Part | None]) -> Any:
     """Return one rank's state dict on all ranks, with this rank's parts in place of whole tensors.
 
-    Args:
-        where: the calling function, for messages.
-        given: on rank ``rank`` a state dict of dicts, lists, tensors, numbers and texts; on other ranks None or an empty dict.
-        rank: the rank that has the state dict.
-        comm: the ranks.
-        like: returns by the keys of a tensor a part that is cut as the tensor is to be; None if each rank takes it whole.
-
-    Raises:
-        MeshError: no such rank.
-        TreeError: there is no state dict, or another rank passes one too; a tensor without values; an unknown kind of object.
-        AgreementError: on the other ranks, if one rank has raised an error.
-
-    Cost: two ``all_reduce`` of each tensor's bytes along each axis. Memory: this rank's parts, and one whole tensor.
+    ``like`` returns by the keys of a tensor a part that is cut as the tensor is to be; None if each rank takes it whole. Cost:
+    two ``all_reduce`` of each tensor's bytes along each axis. Memory: this rank's parts, and one whole tensor.
     """
 
     def check() -> bytes:

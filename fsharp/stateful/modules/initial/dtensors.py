@@ -19,14 +19,7 @@ from fsharp.functional.comm.protocol import Comm, ReduceOp
 
 @dataclass(frozen=True)
 class Spec:
-    """What one parameter is a part of.
-
-    Attributes:
-        mesh: of the DTensor.
-        placements: one for each dim of that mesh.
-        shape: of the whole.
-        stride: of the whole.
-    """
+    """What a parameter is a part of: the mesh, the placements, and shape and stride of the whole DTensor."""
 
     mesh: DeviceMesh
     placements: tuple[Placement, ...]
@@ -51,11 +44,9 @@ class Spec:
 
 
 def specs_of(module: nn.Module, comm: Comm) -> dict[str, Spec]:
-    """By path, the parameters that are DTensors.
+    """Return by path the parameters that are DTensors.
 
-    Raises:
-        TreeError: one that is a partial sum, or on the meta device.
-        MeshError: one that is distributed over ranks among which ``comm`` shards.
+    Refuse partial sums, those on the meta device, and those that are distributed over ranks among which ``comm`` shards.
     """
     ours = set(getattr(comm, "ranks", range(comm.mesh.size)))
     found: dict[str, Spec] = {}

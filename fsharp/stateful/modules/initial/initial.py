@@ -38,22 +38,9 @@ def initial_values(
     sync_from: int | None = None,
     settings: Mapping[str, str] = {},
 ) -> Any:
-    """Shards at the optimizer's place. Buffers on the meta device are given values.
+    """Return shards at the optimizer's place. Buffers on the meta device are given values.
 
-    Args:
-        module: its submodules initialize what is on the meta device.
-        tree: the parameters of the module.
-        layout: of that tree.
-        comm: the ranks.
-        key: seed. What a submodule draws depends on the key and its path alone.
-        initialize: called for a submodule instead of its own ``reset_parameters()``.
-        sync_from: the rank whose parameters and buffers all ranks take; None compares parameters instead.
-        settings: more that ranks compare, text by name.
-
-    Raises:
-        TreeError: tensors on the meta device that nothing initializes: on all ranks, by their paths.
-        MeshError: no such rank to take values from.
-        AgreementError: ranks that differ, in what they were called with or in values.
+    Arguments are those of :func:`~fsharp.shard_module`; ``settings``: more that ranks compare, text by name.
 
     Cost: memory of the shards, and of what is made or taken at once in full: one submodule's own parameters, or a unit.
     """

@@ -20,12 +20,7 @@ Buffers = dict[tuple[str, int], torch.Tensor]
 
 @contextmanager
 def averaged(session: Session, opt: Any) -> Iterator[None]:
-    """Within this context the session's parameters are the averages in this state; the buffers stay the same ones.
-
-    Raises:
-        TreeError: there are none in it, or several of one parameter.
-        ScheduleError: a step is under way, or the averages are there already.
-    """
+    """Within this context the session's parameters are the averages in this state; the buffers stay the same ones."""
     averages = _averages(opt)
     if session.is_averaged:
         raise ScheduleError("averaged(): the model has its averages already.")

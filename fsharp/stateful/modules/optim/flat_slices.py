@@ -18,13 +18,8 @@ from fsharp.stateful.modules.parameter import Part
 class FlatSlice(NamedTuple):
     """A stretch of this rank's buffer of a group.
 
-    Attributes:
-        unit: whose buffer.
-        group: of the unit.
-        start: first element in the buffer.
-        stop: behind the last one.
-        leaves: path, first element and end of each leaf, from ``start`` on.
-        shape: of the one leaf, whole, that it is; None for a flat stretch.
+    ``leaves``: path, first element and end of each leaf, from ``start`` on. ``shape``: of the one leaf, whole, that it is; None
+    for a flat stretch.
     """
 
     unit: str
@@ -45,11 +40,7 @@ class FlatSlice(NamedTuple):
 def slices_of(tree: Any, labels: Mapping[str, Hashable], *, rank: int, is_whole: bool) -> Iterator[FlatSlice]:
     """Yield the longest stretches whose leaves have one label, with the padding around them; leaves without one are in none.
 
-    Args:
-        tree: of this rank's buffers.
-        labels: by path.
-        rank: this one.
-        is_whole: yield each leaf by itself instead, whole and in its shape; no buffer may cut one.
+    ``is_whole`` yields each leaf by itself instead, whole and in its shape; no buffer may cut one.
     """
     for node in units_of(tree):
         for group, buffer in zip(node.groups, node.buffers, strict=True):
@@ -83,9 +74,9 @@ def cut_leaves(layout: Layout, paths: Container[str]) -> list[str]:
 
 
 def split_state(run: FlatSlice, state: Mapping[str, Any], parameters: Mapping[str, Part]) -> dict[str, dict[str, Any]]:
-    """An optimizer's state of a run as that of each leaf, in the same memory: what has a value for each element is a part.
+    """Return an optimizer's state of a run as that of each leaf, in the same memory.
 
-    All else is as the optimizer has it. Of a leaf without dims everything has one value for each element.
+    What has a value for each element is a part.
     """
     shape = (run.stop - run.start,) if run.shape is None else run.shape
 

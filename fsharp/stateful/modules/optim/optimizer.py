@@ -138,11 +138,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _scope(
         self, optimizer: type[torch.optim.Optimizer], options: list[dict[str, Any]], defaults: Mapping[str, Any]
     ) -> list[Scope]:
-        """What the optimizer looks at in each of its groups.
-
-        Raises:
-            TreeError: ranks do not have that.
-        """
+        """Return what the optimizer looks at in each of its groups. Refuse what ranks do not have."""
         found = [scope_of(optimizer, each, defaults, self.session.scheduler.device) for each in options]
         found = [Scope.EVERYTHING] * len(found) if Scope.EVERYTHING in found else found
         scopes = []

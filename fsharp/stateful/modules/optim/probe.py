@@ -39,21 +39,10 @@ class Scope(IntEnum):
 def scope_of(
     optimizer: type[torch.optim.Optimizer], options: Mapping[str, Any], defaults: Mapping[str, Any], device: torch.device
 ) -> Scope:
-    """What an optimizer with these options looks at.
+    """Return what an optimizer with these options of a parameter group looks at. Refuse one that cannot be tried.
 
-    It makes some steps on small random tensors: all of them together in their shapes, each of them in an optimizer of its own,
-    and flat, cut across their bounds. Updates and states that are equal were made of what was there in both.
-
-    Args:
-        optimizer: the class.
-        options: of one parameter group.
-        defaults: of the optimizer.
-        device: where to try it.
-
-    Raises:
-        TreeError: it does not run on dense tensors, or needs a closure that it calls as often as it likes.
-
-    Cost: some 60 steps of a few elements.
+    It makes some 60 steps on small random tensors: all of them together in their shapes, each of them in an optimizer of its
+    own, and flat, cut across their bounds. Updates and states that are equal were made of what was there in both.
     """
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
@@ -91,13 +80,7 @@ def scope_of(
 def fresh_state(
     optimizer: type[torch.optim.Optimizer], options: Mapping[str, Any], defaults: Mapping[str, Any], like: torch.Tensor
 ) -> dict[str, Any]:
-    """What an optimizer keeps of a parameter, found by a step with a gradient of zero on a copy; ``"step"`` is zero.
-
-    Args:
-        optimizer: the class.
-        options: of its parameter group.
-        defaults: of the optimizer.
-        like: the parameter's values.
+    """Return what an optimizer keeps of a parameter, found by a step with a gradient of zero on a copy; ``"step"`` is zero.
 
     Memory: four times the parameter's, and the state.
     """

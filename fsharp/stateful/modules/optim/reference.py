@@ -14,17 +14,7 @@ from fsharp.functional.optim.probe import are_close
 
 
 class ReferenceOptimizer:
-    """An optimizer of the same class and options as the one on shards, whose parameters are whole.
-
-    Args:
-        optimizer: class of the optimizer.
-        groups: options of each parameter group, with the paths of its parameters under ``"params"``.
-        defaults: options of the class.
-        params: a tree of shards at the optimizer's place, before the first update.
-        comm: the ranks.
-
-    Memory: all parameters, gradients and the state, whole, on every rank.
-    """
+    """An optimizer of the same class and options as the one on shards, with whole parameters and state on every rank."""
 
     def __init__(
         self,
@@ -48,13 +38,7 @@ class ReferenceOptimizer:
         return found
 
     def step(self, options: Iterable[Mapping[str, Any]], grads: Any, missing: Iterable[str]) -> None:
-        """Update the whole parameters by these gradients.
-
-        Args:
-            options: of each parameter group at present.
-            grads: a tree of shards.
-            missing: paths of parameters that have no gradient.
-        """
+        """Update the whole parameters by these gradients, with the options of each group at present."""
         for group, mine in zip(self._optimizer.param_groups, options, strict=True):
             group.update({name: value for name, value in mine.items() if name != "params"})
         values, absent = self._whole(grads), set(missing)
@@ -64,14 +48,7 @@ class ReferenceOptimizer:
         self._optimizer.step()
 
     def compare(self, params: Any) -> None:
-        """Refuse shards whose update differs from that of the whole parameters.
-
-        Args:
-            params: the updated shards.
-
-        Raises:
-            TreeError: on all ranks: names the first parameter whose updates differ, and the largest difference.
-        """
+        """Refuse, on all ranks, shards whose update differs from that of the whole parameters."""
         found = self._whole(params)
 
         def check() -> None:

@@ -25,13 +25,7 @@ States = dict[str, dict[str, Any]]
 
 
 class StateByParameter(Mapping[Part, Mapping[str, Any]]):
-    """A read-only mapping from parameters to their states. A lookup calls ``state_of``.
-
-    Args:
-        state_of: returns the state of the parameter at a path.
-        paths: paths of the parameters that have a state.
-        parameters: all parameters, by path.
-    """
+    """A read-only mapping from parameters, of those at ``paths``, to their states. A lookup calls ``state_of``."""
 
     def __init__(
         self, state_of: Callable[[str], dict[str, Any]], paths: Container[str], parameters: Mapping[str, Part]
@@ -58,20 +52,10 @@ class StateByParameter(Mapping[Part, Mapping[str, Any]]):
 
 
 def on_every_rank(where: str, states: States, parameters: Mapping[str, Part], comm: Comm) -> States:
-    """The states that any rank has, on all of them: of elements that other ranks hold an empty part, and all else in full.
+    """Return on all ranks the states that any has: an empty part of elements that other ranks hold, and all else in full.
 
-    Args:
-        where: the function that asks, for the message.
-        states: of the parameters of which this rank holds elements.
-        parameters: by path, in the same order on all ranks.
-        comm: the ranks. Those that have parameters of their own have states of their own.
-
-    Raises:
-        TreeError: a state that is no tensor, number, string or None; on all ranks.
-        AgreementError: ranks that hold elements of one parameter keep different things of it.
-
-    Cost: two collectives of a few bytes a parameter for each axis; where ranks have all or nothing of a parameter, also the
-    tensors that are not for each element, such as row statistics, one after another.
+    Ranks that have parameters of their own have states of their own. Refused are states that are no tensor, number, string or
+    None, and ranks that keep different things of one parameter.
     """
     paths = list(parameters)
     text = together(where, comm, lambda: _described(where, states, paths))
@@ -151,15 +135,8 @@ def check_groups(
 ) -> None:
     """Refuse a state dict whose parameter groups are not those of an optimizer.
 
-    Args:
-        where: the function that asks, for the message.
-        state_dict: what is to be loaded.
-        own: the optimizer's groups, with names of parameters.
-        options: that each group has to have.
-        trained: names of parameters that it may have a state of; None if its state is not by name.
-
-    Raises:
-        TreeError: it has other groups, lacks an option, or has a state of something that is not trained.
+    ``own``: its groups, with names of parameters. ``options``: that each group has to have. ``trained``: names of parameters
+    that it may have a state of; None if its state is not by name.
     """
     if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= state_dict.keys():
         raise TreeError(f"{where}: expected a dict with 'state' and 'param_groups', as state_dict() gives it.")
@@ -193,16 +170,9 @@ def read_states(
     parameters: Mapping[str, Part],
     fresh: Callable[[str], Mapping[str, Any]],
 ) -> tuple[States, Replicas]:
-    """The states in a state dict, with this rank's parts of whole tensors; and what ranks have to have in common of it.
+    """Return the states in a state dict, with this rank's parts of whole tensors; and what ranks have in common of it.
 
-    Args:
-        where: the function that asks, for the message.
-        given: by path and name. Parameters without elements have no state, whatever is said of them.
-        parameters: by path, those that may have a state, in the same order on all ranks.
-        fresh: what the optimizer keeps of a parameter, by its path.
-
-    Raises:
-        TreeError: unknown parameters; states that are missing, or of another kind, shape, dtype, rank or layout.
+    ``fresh`` returns what the optimizer keeps of a parameter. States that are not such are refused.
     """
     states: States = {}
     replicas: Replicas = {}
@@ -252,16 +222,9 @@ def _fitting(where: str, path: str, given: Mapping[str, Any], wanted: Mapping[st
 
 
 def read_tree(where: str, given: Any, own: Any, rank: int) -> tuple[Any, Replicas]:
-    """A copy of the state of an ``(init, update)`` pair, and what ranks have to have in common of it.
+    """Return a copy of the state of an ``(init, update)`` pair, and what ranks have to have in common of it.
 
-    Args:
-        where: the function that asks, for the message.
-        given: the state in a state dict.
-        own: that of this optimizer.
-        rank: this one.
-
-    Raises:
-        TreeError: of another transformation, layout or rank, with other dtypes, or donated.
+    Refuse what is not like ``own``, or was donated.
     """
     check_kept(where, units_of(given))
     remedy = "Load what state_dict() gave on the same mesh, strategy and units, with the same transformation."

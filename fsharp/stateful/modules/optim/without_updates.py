@@ -12,9 +12,7 @@ from fsharp.functional.optim.base import Transform, apply_transform
 def without_updates(tx: Transform, paths: Container[str]) -> Transform:
     """Return ``tx`` without updates of the parameters at ``paths``, and of the state for each of their elements.
 
-    State that is not by element, such as a number of steps, is updated.
-
-    Memory: a copy of this rank's elements of these parameters and of their state.
+    State that is not by element, such as a number of steps, is updated. Memory: a copy of these elements and their state.
     """
 
     def of(node: Sharded, comm: Comm) -> dict[str, Any]:

@@ -250,11 +250,7 @@ def is_all(unit: UnitLayout, place: Place, spec: Spec | None) -> bool:
 
 
 def _stays(part: Part, applied: torch.Tensor) -> bool:
-    """Return True for a part that a module's ``to()`` leaves as it is.
-
-    Raises:
-        TreeError: another dtype or device.
-    """
+    """Return True for a part that a module's ``to()`` leaves as it is. Refuse another dtype or device."""
     if (applied.dtype, applied.device) != (part.dtype, part.device):
         raise TreeError(
             f"a sharded module cannot be moved or cast: unit {part.unit.name!r}, {part.path!r} is {part.dtype} on "

@@ -39,10 +39,8 @@ def is_in_place(name: str) -> bool:
 class Reduction(NamedTuple):
     """A reduction of all elements of a tensor, of which ranks have parts, to one number.
 
-    Attributes:
-        local: returns the scalar of this rank's elements, which may be none.
-        op: collective that combines the scalars of ranks.
-        finish: returns the result, from the combined scalar and the number of all elements.
+    ``local`` returns the scalar of this rank's elements, which may be none. ``op`` combines the scalars of ranks. ``finish``
+    returns the result, from the combined scalar and the number of all elements.
     """
 
     local: Callable[[torch.Tensor], torch.Tensor]

@@ -6,12 +6,7 @@ from typing import NamedTuple
 
 
 class Box(NamedTuple):
-    """A box of a tensor whose elements follow each other in the flattened tensor.
-
-    Attributes:
-        offsets: first index in each dim.
-        sizes: length in each dim.
-    """
+    """A box of a tensor whose elements follow each other in the flattened tensor: first index and length in each dim."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]

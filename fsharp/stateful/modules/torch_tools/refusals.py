@@ -51,24 +51,14 @@ def remedy_or(usual: str) -> str:
 
 
 def not_whole(held: str, name: str) -> str:
-    """Return the error message for a function that would take a part for the whole tensor.
-
-    Args:
-        held: name of the tensor, and how much of the tensor this rank holds.
-        name: of the function.
-    """
+    """Return the error message for a function that would take ``held``, a part, for the whole tensor."""
     rest = "Elementwise functions, and sums, extremes and norms of all elements, work with parts. For other functions "
     rest += "parameters are whole inside of `with model.unsharded():` (write=True keeps changes)."
     return f"{held}, which {name}(){_asked_by()} would take for the whole tensor. {remedy_or(rest)}"
 
 
 def unseen(path: str, name: str) -> str:
-    """Return the error message for a function of a trained parameter with gradients on, as autograd does not reach parts.
-
-    Args:
-        path: name of the parameter.
-        name: of the function.
-    """
+    """Return the error message for a function of a trained parameter with gradients on, as autograd does not reach parts."""
     remedy = "Compute a term of the loss in a forward, or in a method that fs.shard_module(methods=[...]) names. Read values "
     remedy += "under torch.no_grad()."
     return (

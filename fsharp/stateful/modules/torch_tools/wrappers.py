@@ -17,15 +17,7 @@ _WRAPPERS = (DataParallel, DistributedDataParallel, FullyShardedDataParallel)
 
 
 def check_shardable(module: nn.Module, sharded: type[nn.Parameter]) -> None:
-    """Refuse a module whose parameters another library shards or replicates, or are not plain dense tensors.
-
-    Args:
-        module: module to shard.
-        sharded: class of the parameters of a ShardedModule.
-
-    Raises:
-        TreeError: names the module or the parameter, and what to pass instead.
-    """
+    """Refuse a module whose parameters another library shards or replicates, or are not plain dense tensors."""
     for path, each in module.named_modules():
         if isinstance(each, (*_WRAPPERS, FSDPModule)):
             wrapped = isinstance(each, _WRAPPERS)
@@ -59,10 +51,7 @@ def check_shardable(module: nn.Module, sharded: type[nn.Parameter]) -> None:
 
 @cache
 def watch_wrappers(sharded: type[nn.Parameter]) -> None:
-    """Have torch's wrappers from now on refuse modules with sharded parameters, before the wrappers communicate.
-
-    Cost: one class check for each submodule that is assigned to any module.
-    """
+    """Have torch's wrappers refuse modules with sharded parameters, before the wrappers communicate."""
     register_module_module_registration_hook(partial(_refuse_wrapper, sharded))
 
 

@@ -14,12 +14,7 @@ T = TypeVar("T")
 
 
 class Cast(NamedTuple):
-    """The dtypes to which a module's floating-point inputs and outputs are cast.
-
-    Attributes:
-        inputs: the dtype that it computes with; None leaves them.
-        outputs: the dtype of what it returns; None leaves them.
-    """
+    """The dtypes to which a module's floating-point inputs and outputs are cast; None leaves them."""
 
     inputs: torch.dtype | None
     outputs: torch.dtype | None
@@ -28,13 +23,7 @@ class Cast(NamedTuple):
 def casts_of(rules: Mapping[str, Precision], chosen: Iterable[str], leaves: Collection[str]) -> dict[str, Cast]:
     """Return by path the casts of the root and of chosen modules, of those that have any.
 
-    Args:
-        rules: precisions by pattern; the last that selects a module's own path is the module's.
-        chosen: paths of the modules that are gathered by themselves.
-        leaves: paths of all parameters.
-
-    Raises:
-        LayoutError: no parameter in a chosen module has the module's own precision.
+    The last rule whose pattern selects a module's own path is the module's. Refuse it if no parameter in the module has it.
     """
     of_leaf = assign("shard_module(precision=...)", rules, leaves := list(leaves), default=Precision())
     inside: dict[str, list[str]] = {path: [] for path in ["", *chosen]}

@@ -22,13 +22,10 @@ _LATE = (types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType, map
 
 
 def tensors_in(value: Any, path: str, *, refuses_late: bool = True) -> list[torch.Tensor]:
-    """Return all tensors that can be reached from a value that the module at ``path`` gives away.
+    """Return all tensors that can be reached from a value that the module at ``path`` gives away, but not through modules.
 
-    Modules, classes and functions are closed to it.
-
-    Raises:
-        TreeError: if ``refuses_late``, a generator or another iterator, which may compute when parameters are released. A
-            module may keep an iterator in an attribute, such as that of a loader, but not return one.
+    Generators and other iterators, which may compute when parameters are released, are refused, or left: a module may keep one
+    in an attribute, such as that of a loader, but not return one.
     """
     if isinstance(value, torch.Tensor):  # what most modules return
         return [value]
@@ -53,11 +50,8 @@ def tensors_in(value: Any, path: str, *, refuses_late: bool = True) -> list[torc
 def mapped(value: Any, change: Callable[[Any], Any], other: Callable[[Any], Any], *, in_place: bool = False) -> Any:
     """Return a value with its tensors changed, in pytrees of torch and dataclasses; the same object if no tensor changes.
 
-    Args:
-        value: any object; an object within itself is not expected.
-        change: called with each tensor.
-        other: called with each object of another class.
-        in_place: change lists, dicts and dataclasses in place, so that whoever has one sees it; otherwise a copy.
+    ``other`` is called with each object of another class. ``in_place`` changes lists, dicts and dataclasses themselves, so that
+    whoever has one sees it, and not copies.
     """
     if isinstance(value, torch.Tensor):
         return change(value)
@@ -90,11 +84,7 @@ def mapped(value: Any, change: Callable[[Any], Any], other: Callable[[Any], Any]
 
 
 def replaced(value: Any, old: Sequence[torch.Tensor], new: Sequence[torch.Tensor], path: str) -> Any:
-    """Return ``value`` with tensors replaced. Lists, dicts and dataclasses are changed in place: whoever has one sees it.
-
-    Raises:
-        TreeError: a tensor to replace is in an object of another class.
-    """
+    """Return ``value`` with tensors replaced, in place where it can be. Refuse one to replace in an object of another class."""
     by_id = {id(a): b for a, b in zip(old, new, strict=True) if a is not b}
 
     def check(x: Any) -> Any:

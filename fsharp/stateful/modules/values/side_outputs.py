@@ -20,12 +20,9 @@ _CONTAINERS = frozenset({list, dict, set, tuple, deque, OrderedDict, defaultdict
 class SideOutputs:
     """The attributes and containers in which modules that are gathered together may store tensors.
 
-    These are attributes of theirs, buffers included, that are tensors or hold them in lists, dicts, sets and tuples, and such
-    containers among the arguments of a call. Modules of torch.nn itself leave none. What is left in an attribute of an object,
-    or by a hook in a variable of its own, is not seen.
-
-    Args:
-        modules: whose attributes.
+    These are attributes, buffers included, that are tensors or hold them in lists, dicts, sets and tuples, and such containers
+    among the arguments of a call. Modules of torch.nn leave none. What is in attributes of other objects, or in a hook's
+    variables, is not seen.
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
@@ -41,7 +38,7 @@ class SideOutputs:
     def since(
         self, before: dict[int, torch.Tensor], arguments: Sequence[Any], parameters: Sequence[torch.Tensor], path: str
     ) -> list[torch.Tensor]:
-        """The tensors there that were not ``before`` and have a graph: a backward may come to them, as to what is returned.
+        """Return the tensors there that were not ``before`` and have a graph, to which a backward may come.
 
         Views of parameters, which are released, become copies first.
         """
@@ -76,14 +73,10 @@ class SideOutputs:
 
 
 def refuse_kept(module: nn.Module) -> None:
-    """Refuse what would be lost or go stale, as sharding puts other tensors in the place of parameters.
+    """Refuse what sharding would lose or make stale, as it puts other tensors in the place of parameters.
 
-    That is a parameter, or a view of one, which a module keeps in an attribute, a list or a buffer as well; and hooks of
+    That is a parameter, or a view of one, that a module keeps in an attribute, a list or a buffer as well; and hooks of
     parameters.
-    Views in other hands keep the values that the parameter had.
-
-    Raises:
-        TreeError: names the attribute and the parameter.
     """
     memory = sorted((*_extent(p), name) for name, p in module.named_parameters() if p.numel() and not p.is_meta)
 
