@@ -80,26 +80,17 @@ def _compare(where: str, expected: Any, found: Any) -> None:
         raise TreeError(f"{where}: the state of whole leaves is {spec}, and that of shards {other}.")
     for path, x, y in zip(paths, wanted, got, strict=True):
         if isinstance(x, torch.Tensor) and not (x.shape == y.shape and bool(are_close(x, y.to(x.dtype)).all())):
-            refuse_difference(where, "/".join(map(str, path[1:])), x, y, "the update" if path[0] == 0 else "the state")
+            off = f"{float((x - y).abs().max()):.3g}" if x.shape == y.shape else f"shapes {list(x.shape)} and {list(y.shape)}"
+            facts = [("leaf", "/".join(map(str, path[1:]))), ("largest difference", off)]
+            what = "the update" if path[0] == 0 else "the state"
+            remedy = (
+                "The optimizer looks at more than each element alone. Keep its leaves whole (fs.ddp, or "
+                "atoms=fs.layout.Whole()), or take an elementwise one such as fs.optim.adamw()."
+            )
+            raise TreeError(problem(where, f"{what} of whole leaves is not that of shards.", facts, remedy))
 
 
-def refuse_difference(where: str, leaf: str, x: torch.Tensor, y: torch.Tensor, what: str = "the update") -> None:
-    """Raise an error about a leaf whose update depends on how leaves are cut.
-
-    Raises:
-        TreeError: always.
-    """
-    off = f"{float((x - y).abs().max()):.3g}" if x.shape == y.shape else f"shapes {list(x.shape)} and {list(y.shape)}"
-    remedy = (
-        "The optimizer looks at more than each element alone. Keep its leaves whole (fs.ddp, or atoms=fs.layout.Whole()), or "
-        "take an elementwise one such as fs.optim.adamw()."
-    )
-    raise TreeError(
-        problem(where, f"{what} of whole leaves is not that of shards.", [("leaf", leaf), ("largest difference", off)], remedy)
-    )
-
-
-def whole_leaves(node: Sharded, comm: Comm) -> Mapping[str, torch.Tensor]:
+def _whole_leaves(node: Sharded, comm: Comm) -> Mapping[str, torch.Tensor]:
     """Gather a unit, and return its whole leaves by path within the unit. A 0-D buffer is returned for each leaf.
 
     Cost: a gather of the unit's buffers, and their memory.
@@ -119,7 +110,7 @@ def _user_tree(tree: Any, comm: Comm) -> Any:
     """Return a tree of whole leaves of a tree of shards, without leaves that are frozen or tied to another leaf."""
 
     def subtree(node: Sharded) -> Any:
-        leaves = whole_leaves(node, comm)
+        leaves = _whole_leaves(node, comm)
         return optree.tree_unflatten(node.unit.spec, [leaves.get(leaf.path, ()) for leaf in node.unit.leaves])
 
     return map_units(subtree, tree) if units_of(tree) else tree

@@ -18,7 +18,7 @@ from torch import nn
 from fsharp.annotated import options_checked
 from fsharp.compiling import uncompiled
 from fsharp.errors import ScheduleError, TreeError
-from fsharp.functional.comm.agree import agree, together
+from fsharp.functional.comm.agree import together
 from fsharp.functional.comm.equal_values import check_same
 from fsharp.functional.comm.exact_text import exact_text
 from fsharp.functional.comm.protocol import Comm
@@ -28,7 +28,6 @@ from fsharp.functional.optim.elementwise_check import check_elementwise
 from fsharp.stateful.modules.optim.averaged import averaged
 from fsharp.stateful.modules.optim.flat_slices import FlatSlice, alike, cut_leaves, join_state, slices_of, split_state
 from fsharp.stateful.modules.optim.probe import Scope, fresh_state, scope_of
-from fsharp.stateful.modules.optim.reference import ReferenceOptimizer
 from fsharp.stateful.modules.optim.states import (
     Replicas,
     StateByParameter,
@@ -58,13 +57,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
     optimizer state (``ddp``), or where atoms are :class:`~fsharp.Whole`. One that looks at all parameters together needs all
     of them on every rank. The trial has tensors of at most 24 elements and 8 steps: what a class does only at other sizes, or
     later, is not seen. So a class that is not torch's own gets whole parameters wherever ranks have all or nothing of each.
-    Where they are cut, ``check_steps=1`` compares the first step.
+    Where they are cut, ``check_steps=1`` tries a step at the parameters' own sizes as well.
 
     Args:
         params: ``model.parameters()``, or groups of them with options of their own, as torch.optim takes them.
         optimizer: a class of torch.optim or like it, or an ``(init, update)`` pair such as :func:`~fsharp.adamw` makes.
-        check_steps: number of first steps to compare with steps of the same optimizer on whole parameters. Every rank then
-            holds all parameters, gradients and state whole. ``load_state_dict()`` ends the comparison.
+        check_steps: number of steps of a second trial, of a class on random tensors of the parameters' own shapes, each shape
+            once, on every rank; of a pair, number of first updates to compare with those of whole parameters
+            (:func:`~fsharp.optim.check_elementwise`).
         defaults: the options of that class; none for a pair, which has its own.
 
     Attributes:
@@ -73,8 +73,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     Raises:
         TreeError: parameters that are not those of one ShardedModule, an optimizer that is not elementwise where parameters
-            are cut, or one that cannot be tried; from ``step()``, an update that is not that of whole parameters, if
-            ``check_steps`` is set. On all ranks.
+            are cut, or one that cannot be tried. On all ranks.
         ScheduleError: a class, where the module's policy has ``offload=True``.
 
     Cost: for a class, some 60 steps on at most 77 elements for each group of parameters (20 ms).
@@ -90,8 +89,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
     ) -> None:
         self._is_made = False
         self._has_state: set[str] = set()  # paths of parameters that have had a gradient, the same on all ranks
-        self._check_steps = check_steps
-        self._reference: ReferenceOptimizer | None = None
         groups = [dict(each) if isinstance(each, Mapping) else each for each in params]
         if any(isinstance(each, tuple) for each in groups):
             groups = [each[1] if isinstance(each, tuple) else each for each in groups]  # named_parameters()
@@ -115,8 +112,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
             fields = {"class": optimizer.__qualname__, "defaults": _text(defaults)}
             for i, (group, labels) in enumerate(zip(options, self._labels, strict=True)):
                 fields[f"group {i}"] = _text({**group, "params": sorted(labels)})
-            agree("ShardedOptimizer()", fields, self.session.scheduler)  # else ranks would update parts in different ways
-            self._scopes = self._scope(optimizer, options, defaults)
+            self._scopes = together(  # else ranks would update parts in different ways
+                "ShardedOptimizer()",
+                self.session.scheduler,
+                lambda: self._scope(optimizer, options, defaults, check_steps),
+                lambda _: fields,
+            )
             self.inner = optimizer([{**o, "params": p} for o, p in zip(options, self._cut(), strict=True)], **defaults)
             self._tx: Transform | None = None
             super().__init__(groups, self.inner.defaults)
@@ -136,10 +137,20 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._is_made = True
 
     def _scope(
-        self, optimizer: type[torch.optim.Optimizer], options: list[dict[str, Any]], defaults: Mapping[str, Any]
+        self,
+        optimizer: type[torch.optim.Optimizer],
+        options: list[dict[str, Any]],
+        defaults: Mapping[str, Any],
+        check_steps: int,
     ) -> list[Scope]:
         """Return what the optimizer looks at in each of its groups. Refuse what ranks do not have."""
         found = [scope_of(optimizer, each, defaults, self.session.scheduler.device) for each in options]
+        if check_steps:
+            for i, labels in enumerate(self._labels):
+                leaves = [self.session.parameters[path].leaf for path in labels if self.session.parameters[path].is_trained]
+                if shapes := list(dict.fromkeys(leaf.shape for leaf in leaves if leaf.numel)):
+                    device = self.session.scheduler.device
+                    found[i] = max(found[i], scope_of(optimizer, options[i], defaults, device, [shapes], check_steps))
         found = [Scope.EVERYTHING] * len(found) if Scope.EVERYTHING in found else found
         scopes = []
         for scope, labels in zip(found, self._labels, strict=True):
@@ -238,21 +249,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self._recut([{path: (old, path in missing) for path, old in each.items()} for each in self._labels], self._states())
         for mine, theirs in zip(self.param_groups, self.inner.param_groups, strict=True):
             theirs.update({name: value for name, value in mine.items() if name != "params"})
-        if self._check_steps > 0:
-            if self._reference is None:
-                groups = [
-                    {**group, "params": list(labels)} for group, labels in zip(self.param_groups, self._labels, strict=True)
-                ]
-                self._reference = ReferenceOptimizer(type(self.inner), groups, self._defaults, params, self.session.scheduler)
-            self._reference.step(self.param_groups, grads, missing)
         nodes = units_by_name(grads)
         for run, parameter in self._each_run():
             parameter.grad = None if run.leaves[0][0] in missing else run.of(nodes).to(parameter.dtype)
         self.inner.step()
-        if self._reference is not None:
-            self._reference.compare(params)
-            self._check_steps -= 1
-            self._reference = self._reference if self._check_steps else None
         for theirs in self.inner.param_groups:
             for parameter in theirs["params"]:
                 parameter.grad = None
@@ -445,7 +445,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
             return {f"group {i}": _text(group) for i, group in enumerate(state_dict["param_groups"])}
 
         states, replicas = together(where, comm, check, about)
-        self._check_steps, self._reference = 0, None
         values, varying = ({name: each[i] for name, each in replicas.items()} for i in (0, 1))
         check_same(where, values, comm, remedy=SAME_VALUES, varying=varying)
         for group, loaded in zip(self.param_groups, state_dict["param_groups"], strict=True):

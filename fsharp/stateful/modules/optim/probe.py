@@ -21,9 +21,6 @@ _STEPS = 8  # some optimizers do something else in every fifth step
 _LR = 1e-2
 _drawing = threading.RLock()  # ranks that are threads share the generator
 
-Result = dict[str, torch.Tensor]
-"""The update of one parameter, and what the optimizer keeps for each of its elements, by name; flat."""
-
 
 class Scope(IntEnum):
     """What the update of one element depends on, besides that element's own value, gradient and state."""
@@ -37,12 +34,18 @@ class Scope(IntEnum):
 
 
 def scope_of(
-    optimizer: type[torch.optim.Optimizer], options: Mapping[str, Any], defaults: Mapping[str, Any], device: torch.device
+    optimizer: type[torch.optim.Optimizer],
+    options: Mapping[str, Any],
+    defaults: Mapping[str, Any],
+    device: torch.device,
+    choices: Sequence[Sequence[Sequence[int]]] = (_SHAPES, _MATRICES),  # some take matrices alone
+    num_steps: int = _STEPS,
 ) -> Scope:
     """Return what an optimizer with these options of a parameter group looks at. Refuse one that cannot be tried.
 
-    It makes some 60 steps on small random tensors: all of them together in their shapes, each of them in an optimizer of its
-    own, and flat, cut across their bounds. Updates and states that are equal were made of what was there in both.
+    It makes steps on random tensors of the first of these lists of shapes that it takes: all of them together in their shapes,
+    each of them in an optimizer of its own, and flat, cut across their bounds. Updates that are equal were made of what was
+    there in both. One that keeps tensors of other shapes than a parameter's, such as row statistics, looks at shapes.
     """
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
@@ -52,10 +55,10 @@ def scope_of(
         )
     make = partial(_made, optimizer, options, defaults)
     with _apart(device):
-        for shapes in (_SHAPES, _MATRICES):  # some take matrices alone
-            trial = _drawn(shapes, device)
+        for shapes in choices:
+            trial = _drawn(shapes, num_steps, device)
             try:
-                together = _run(make, trial)
+                together, keeps_shapes = _run(make, trial)
                 break
             except Exception as raised:
                 error = raised
@@ -65,16 +68,16 @@ def scope_of(
                 f"ShardedOptimizer(): {optimizer.__name__} was tried on small dense parameters, to find out whether it can "
                 f"update parts of them, and raised {type(error).__name__}: {error}"
             ) from error
-        alone = [_run(make, [each])[0] for each in trial]
-        if not all(map(_are_same, together, alone)):
+        if not all(are_close(x, _run(make, [each])[0][0]).all() for x, each in zip(together, trial, strict=True)):
             return Scope.EVERYTHING
-        elements = torch.cat([each.flatten(1) for each in trial], 1)
+        elements = torch.cat([each.reshape(len(each), -1) for each in trial], 1)
         third = elements.shape[1] // 3
         try:
-            pieces = [_run(make, [x])[0] for x in elements.tensor_split([third, third + 2], 1)]
+            pieces = [_run(make, [x])[0][0] for x in elements.tensor_split([third, third + 2], 1)]
         except Exception:  # it takes no vectors
             return Scope.PARAMETER
-        return Scope.ELEMENT if _are_same(_joined(together), _joined(pieces)) else Scope.PARAMETER
+        is_same = bool(are_close(torch.cat(together), torch.cat(pieces)).all())
+        return Scope.ELEMENT if is_same and not keeps_shapes else Scope.PARAMETER
 
 
 def fresh_state(
@@ -113,48 +116,27 @@ def _made(
     return optimizer([{**own, "params": parameters}], **shared)
 
 
-def _drawn(shapes: Iterable[Sequence[int]], device: torch.device) -> list[torch.Tensor]:
+def _drawn(shapes: Iterable[Sequence[int]], num_steps: int, device: torch.device) -> list[torch.Tensor]:
     """Return for each shape a parameter and its gradients, stacked; small ones in some steps and large in others."""
     generator = torch.Generator().manual_seed(0)
-    scales = torch.tensor([1.0, *(10.0 ** (i % 3 - 1) for i in range(_STEPS))])  # some optimizers clip large ones
-    drawn = [torch.randn(1 + _STEPS, *shape, generator=generator) for shape in shapes]
+    scales = torch.tensor([1.0, *(10.0 ** (i % 3 - 1) for i in range(num_steps))])  # some optimizers clip large ones
+    drawn = [torch.randn(1 + num_steps, *shape, generator=generator) for shape in shapes]
     return [(x * scales.view(-1, *(1 for _ in x.shape[1:]))).to(device) for x in drawn]
 
 
 @torch.no_grad()
-def _run(make: Callable[[list[torch.Tensor]], torch.optim.Optimizer], trial: Sequence[torch.Tensor]) -> list[Result]:
-    """Return what one optimizer makes of parameters and their gradients."""
+def _run(make: Callable[[list[Any]], torch.optim.Optimizer], trial: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], bool]:
+    """Return the updates of parameters by one optimizer, flat, and whether it keeps tensors of other shapes than theirs."""
     parameters = [torch.nn.Parameter(x[0].clone()) for x in trial]
     made = make(list(parameters))
     for group in made.param_groups:  # updates that are scaled by nothing look the same everywhere
         rate = group.get("lr")
-        if isinstance(rate, torch.Tensor):
-            group["lr"] = torch.full_like(rate, _LR)
-        elif rate is not None:
-            group["lr"] = _LR
-    for step in range(1, 1 + _STEPS):
-        for parameter, x in zip(parameters, trial, strict=True):
-            parameter.grad = x[step].clone()
+        if rate is not None:
+            group["lr"] = torch.full_like(rate, _LR) if isinstance(rate, torch.Tensor) else _LR
+    for grads in zip(*(x[1:] for x in trial), strict=True):
+        for parameter, grad in zip(parameters, grads, strict=True):
+            parameter.grad = grad.clone()
         made.step()
-    return [{"": (p - x[0]).flatten(), **_state(made.state.get(p, {}), p)} for p, x in zip(parameters, trial, strict=True)]
-
-
-def _state(state: Mapping[str, Any], like: torch.Tensor) -> Result:
-    """The tensors in it that are no single numbers; those that are not of the parameter's shape have theirs in the name."""
-    found = {}
-    for path, value in torch_pytree.tree_flatten_with_path(dict(state))[0]:
-        if isinstance(value, torch.Tensor) and value.numel() > 1:
-            name = torch_pytree.keystr(path)
-            found[name if value.shape == like.shape else f"{name} {list(value.shape)}"] = value.flatten().float()
-    return found
-
-
-def _joined(results: Sequence[Result]) -> Result:
-    names = dict.fromkeys(name for each in results for name in each)
-    return {name: torch.cat([each[name] for each in results if name in each]) for name in names}
-
-
-def _are_same(x: Result, y: Result) -> bool:
-    return x.keys() == y.keys() and all(
-        x[name].shape == y[name].shape and bool(are_close(x[name], y[name]).all()) for name in x
-    )
+    kept = [(x, p.shape) for p in parameters for x in torch_pytree.tree_leaves(dict(made.state.get(p, {})))]
+    keeps_shapes = any(isinstance(x, torch.Tensor) and x.numel() > 1 and x.shape != shape for x, shape in kept)
+    return [(p - x[0]).flatten() for p, x in zip(parameters, trial, strict=True)], keeps_shapes
