@@ -68,7 +68,7 @@ class ModuleCalls:
         layout: Layout,
         chosen: Sequence[str],
         specs: Mapping[str, Spec],
-        paused: Collection[str] = frozenset(),
+        paused: Collection[str],
     ) -> None:
         self._layout, self.specs, self._paused = layout, specs, paused
         present: dict[tuple[int, str], Any] = {}
@@ -167,22 +167,21 @@ class ModuleCall:
     kwargs: dict[str, Any]
 
     def __post_init__(self) -> None:
-        self.flat, self._spec = flat_arguments(self.args, self.kwargs)
+        self.flat = flat_arguments(self.args, self.kwargs)
         self.out: Any = None
         self._given_away: list[torch.Tensor] = []
-        self._passed: list[Any] = []
+        self._passed = [*self.args, *self.kwargs.values()]
 
     @uncompiled
-    def compute(self, trees: list[Any], *flat: Any) -> list[torch.Tensor]:
-        """Call the code with these trees of full parameters and these arguments; return the tensors that it gives away."""
+    def compute(self, trees: list[Any], *_: Any) -> list[torch.Tensor]:
+        """Call the code with these trees of full parameters; return the tensors that it gives away."""
         calls, path = self.calls, self.path
         owner = calls.owners[path]
-        args, kwargs = self._filled(flat)
-        passed = self._passed = [*args, *kwargs.values()]
+        passed = self._passed
         before = owner.side_outputs.look(passed, path)
         leaves = calls.differentiated(owner.units, list(map(optree.tree_leaves, trees)))
         with calls.reading(self.source, self.module), calls.swapped_in(owner.units, calls.shown(owner.units, leaves)):
-            out = compiled_by_caller(self.fn, *args, **kwargs)
+            out = compiled_by_caller(self.fn, *self.args, **self.kwargs)
         full = list(chain.from_iterable(leaves))
         found = tensors_in(out, path)
         if views := views_of(full, found):  # these are released: the copies' gradients are theirs
@@ -193,7 +192,7 @@ class ModuleCall:
             if not any(x is y for y in found):
                 found.append(x)
         self._given_away = found
-        return reaching(found, [*flat, *full]) if owner.varies else found
+        return reaching(found, [*self.flat, *full]) if owner.varies else found
 
     def returning(self, found: Sequence[torch.Tensor]) -> Any:
         """Return what the code has returned. Tensors in ``found`` stand in place of those that the code gave away."""
@@ -202,20 +201,11 @@ class ModuleCall:
         self.calls.owners[self.path].side_outputs.replace(self._passed, self._given_away, found, self.path)
         return replaced(self.out, self._given_away, found, self.path)
 
-    def _filled(self, flat: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments with these leaves; with the leaves they have, the caller's own lists and dicts."""
-        if all(map(is_, flat, self.flat)):
-            return self.args, self.kwargs
-        if self._spec is None:
-            count = len(self.args)
-            return tuple(flat[:count]), dict(zip(self.kwargs, flat[count:], strict=True))
-        return torch_pytree.tree_unflatten(list(flat), self._spec)  # type: ignore[no-any-return]
 
-
-def flat_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], torch_pytree.TreeSpec | None]:
-    """The leaves of the arguments of a call, as torch's pytrees count them, and their structure; None if each is a leaf."""
+def flat_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """Return the leaves of the arguments of a call, as torch's pytrees count them."""
     flat = [*args, *kwargs.values()]
     for x in flat:
         if not isinstance(x, torch.Tensor) and type(x) not in _LEAVES:
-            return torch_pytree.tree_flatten((args, kwargs))
-    return flat, None
+            return torch_pytree.tree_leaves((args, kwargs))
+    return flat

@@ -34,18 +34,14 @@ class ShardedModule(nn.Module):
 
     @api_boundary
     def __new__(cls, *args: Any, **options: Any) -> "ShardedModule":
-        """Refused: it is another class of a module that there is.
-
-        Raises:
-            TreeError: always.
-        """
+        """Refuse to make one: it is another class of a module that there is."""
         raise TreeError(f"{cls.__name__}(): a sharded module is made by fs.shard_module(module, ...), and not copied.")
 
     # ------------------------------------------------------------ training
 
     @api_context
     def accumulate(self) -> Iterator[None]:
-        """Backward passes in this context leave gradients where they rest; the first one outside takes all to the optimizer.
+        """Have backward passes in this context leave gradients where they rest. The first one outside takes all on.
 
         Gradients add up: divide losses by their number, as everywhere in torch. What is accumulated is not in ``.grad`` yet.
         """
@@ -58,13 +54,8 @@ class ShardedModule(nn.Module):
     ) -> torch.Tensor:
         """Scale gradients such that their norm over all ranks is at most ``max_norm``. Return the norm before, on every rank.
 
-        ``torch.nn.utils.clip_grad_norm_(model.parameters(), ...)`` does the same, parameter by parameter.
-
-        Args:
-            max_norm: the largest norm.
-            norm_type: order of the p-norm; may be ``inf``.
-            error_if_nonfinite: refuse gradients whose norm is not finite, and do not change them.
-            foreach: accepted because torch has this option, and ignored: gradients are flat buffers.
+        Arguments are those of ``torch.nn.utils.clip_grad_norm_``, which does the same, parameter by parameter; ``foreach`` is
+        ignored.
 
         Raises:
             ScheduleError: there are no gradients.
@@ -89,22 +80,17 @@ class ShardedModule(nn.Module):
 
     @uncompiled
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients of all parameters. A forward whose backward is to come stays.
-
-        Raises:
-            ScheduleError: ``set_to_none=False``: there is no zero gradient that would be kept.
-        """
+        """Drop the gradients of all parameters. A forward whose backward is to come stays. Refuse ``set_to_none=False``."""
         _session(self).step.discard(set_to_none=set_to_none)
 
     # ------------------------------------------------------------ crossing over
 
     def functional(self) -> tuple[Callable[..., Any], Any]:
-        """``(fn, params)``: this module as a pure function ``fn(params, *args, comm=..., **kwargs)``, and its parameters.
+        """Return this module as a pure function ``fn(params, *args, comm=..., **kwargs)``, and its parameters.
 
         ``params`` is the tree of :class:`~fsharp.Sharded` that the module itself has, along the dots of the parameters' names:
         nothing is copied. ``fn`` may be differentiated, scheduled, or transformed by torch.func, and takes any tree of this
-        layout. Buffers are constants: what a forward writes to them is discarded. :attr:`train_state` has main copies as well,
-        and brings a state back.
+        layout. Buffers are constants: what a forward writes to them is discarded.
         """
         session = _session(self)
 
@@ -154,14 +140,11 @@ class ShardedModule(nn.Module):
 
     @api_context
     def unsharded(self, *, write: bool = False) -> Iterator[None]:
-        """Parameters are whole in this context, in the optimizer's dtype; frozen ones as they rest. Every rank has to enter it.
+        """Have parameters whole in this context, in the optimizer's dtype; frozen ones as they rest. Every rank enters it.
 
         A forward without a backward so far, such as one for a metric, is given up: its graph can no longer run backward.
-
-        Args:
-            write: keep what is written to them; every rank has to write the same.
-
-        Cost: a gather of everything, and the memory for it.
+        ``write`` keeps what is written to parameters; every rank has to write the same. Cost: a gather of everything, and its
+        memory.
         """
         session = _session(self)
         if write and session.is_averaged:
@@ -188,14 +171,11 @@ class ShardedModule(nn.Module):
 
     @api_boundary
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """By torch's names, a :class:`~fsharp.Part` of each parameter in the module's own memory, and buffers as they are.
+        """Return by torch's names a :class:`~fsharp.Part` of each parameter in the module's own memory, and buffers.
 
         A parameter with several names has one Part. Trained ones are in the optimizer's dtype and place, frozen ones as they
         rest. A part says which elements it is, so that another mesh can read what all ranks have saved. Inside of
-        :meth:`unsharded` parameters are whole tensors.
-
-        Raises:
-            TreeError: parameters that are DTensors sharded on other axes; not inside of :meth:`unsharded`.
+        :meth:`unsharded` parameters are whole tensors. Parameters that are DTensors sharded on other axes are refused.
         """
         if _session(self).is_unsharded:
             return super().state_dict(*args, **kwargs)
@@ -208,7 +188,7 @@ class ShardedModule(nn.Module):
 
     @api_boundary
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Copy values into parameters and buffers; every rank calls it. It returns what torch returns.
+        """Copy values into parameters and buffers; every rank calls it. Return what torch returns.
 
         Args:
             state_dict: by torch's names, what :meth:`state_dict` gave on this rank of this layout, or whole tensors, of which
@@ -247,14 +227,11 @@ class ShardedModule(nn.Module):
                 torch.save(state, "model.pt")
 
         Trained parameters are in the optimizer's dtype, frozen ones in the dtype in which they rest. Buffers are that rank's.
-
-        Args:
-            rank: rank of :attr:`comm` that gets the state dict; None means all ranks.
+        ``rank`` is one of :attr:`comm`; None means all.
 
         Raises:
             MeshError: no such rank.
-            TreeError: parameters that have different values on each rank, such as experts. On all ranks, before anything is
-                sent.
+            TreeError: parameters that have different values on each rank, such as experts. On all ranks.
             ScheduleError: inside of :meth:`unsharded`, where :meth:`state_dict` is whole.
             AgreementError: on all ranks, if they pass different values of ``rank``.
 
@@ -268,7 +245,7 @@ class ShardedModule(nn.Module):
 
     @api_boundary
     def load_full_state_dict(self, state_dict: Mapping[str, Any] | None, *, rank: int = 0, strict: bool = True) -> Any:
-        """Copy one rank's whole tensors into the parameters and buffers of all ranks. Return what torch's load_state_dict does.
+        """Copy one rank's whole tensors into the parameters and buffers of all ranks. Return what load_state_dict does.
 
         ::
 
@@ -277,16 +254,15 @@ class ShardedModule(nn.Module):
 
         Args:
             state_dict: on that rank, tensors by torch's names, in the dtypes that :meth:`load_state_dict` takes; None on all
-                other ranks.
+                others.
             rank: rank of :attr:`comm` that has the state dict.
             strict: refuse missing and unknown names.
 
         Raises:
             MeshError: no such rank.
-            TreeError: another rank passes a state dict too, or ``rank`` passes none; and as :meth:`load_state_dict`. On all
-                ranks, before anything but a module's extra state is changed.
+            TreeError: another rank passes a state dict too, or ``rank`` passes none; and, like ScheduleError, as
+                :meth:`load_state_dict`. On all ranks.
             AgreementError: on the other ranks, if a single rank has raised an error.
-            ScheduleError: a step is under way, or averages are in place of the parameters.
 
         Cost: two ``all_reduce`` of each tensor's bytes along each axis. Memory: a copy of this rank's parts, and one tensor.
         """
@@ -299,11 +275,7 @@ class ShardedModule(nn.Module):
         return self.load_state_dict(scatter_from_rank(where, state_dict, rank, _session(self).scheduler, like), strict)
 
     def _fqn_modifiers(self) -> dict[str, str]:
-        """Refuse functions of torch.distributed.checkpoint.state_dict, which call this method of every module.
-
-        Raises:
-            TreeError: always.
-        """
+        """Refuse functions of torch.distributed.checkpoint.state_dict, which call this method of every module."""
         raise TreeError(
             "torch.distributed.checkpoint.state_dict: get_state_dict() and similar functions do not know a ShardedModule. "
             "dcp.save() and dcp.load() take {'model': model.state_dict(), 'optimizer': optimizer.state_dict()}. "
@@ -312,14 +284,11 @@ class ShardedModule(nn.Module):
 
     @api_boundary
     def full_parameters(self, *, trained: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
-        """Names of ``named_parameters()`` and whole parameters, a unit at a time. Every rank has to iterate to the end.
+        """Yield names of ``named_parameters()`` and whole parameters, a unit at a time. Every rank iterates to the end.
 
-        In the optimizer's dtype. Frozen ones are as they rest, in ``precision.compute``; a warning says if they are rounded.
-
-        Args:
-            trained: only those that are trained, such as adapters on a frozen model: nothing else is gathered.
-
-        Memory: one unit. What it yields may be kept.
+        Parameters are in the optimizer's dtype. Frozen ones are as they rest, in ``precision.compute``; a warning says if they
+        are rounded. With ``trained``, only those that are trained, such as adapters on a frozen model: nothing else is
+        gathered. Memory: one unit. What it yields may be kept.
         """
         session = _session(self)
         names = {id(p): name for name, p in self.named_parameters()}

@@ -21,8 +21,7 @@ __all__ = ["Part", "ShardedParameter"]
 class ShardedParameter(Part, nn.Parameter):
     """This rank's part of a parameter, as the optimizer has it.
 
-    Attributes:
-        is_trained: whether it has gradients and optimizer state; as it was when the module was sharded.
+    ``is_trained``: whether it has gradients and optimizer state, as it was when the module was sharded.
     """
 
     is_trained: bool
@@ -64,12 +63,11 @@ class ShardedParameter(Part, nn.Parameter):
 
     @api_boundary
     def requires_grad_(self, requires_grad: bool = True) -> "ShardedParameter":
-        """Pause a trained parameter, or resume it. All ranks do the same.
+        """Pause a trained parameter, or resume it.
+
+        All ranks do the same. One that was frozen when its module was sharded is refused.
 
         A paused parameter gets no gradient from a backward, and an optimizer does not update it.
-
-        Raises:
-            LayoutError: ``requires_grad`` is True, and the parameter was frozen when its module was sharded.
         """
         if requires_grad and not self.is_trained:
             raise LayoutError(
@@ -84,13 +82,9 @@ class ShardedParameter(Part, nn.Parameter):
     def register_post_accumulate_grad_hook(self, hook: Callable[["ShardedParameter"], Any]) -> Any:
         """Have ``hook(parameter)`` called at the end of each backward that gives the parameter a gradient.
 
-        Return a handle, whose ``remove()`` removes the hook.
-
-        Hooks run without gradients, once ``.grad`` of all parameters is there, in an order that ranks share. A backward within
-        ``accumulate()`` calls no hooks. All ranks register the same hooks.
-
-        Raises:
-            LayoutError: the parameter does not require a gradient.
+        Return a handle, whose ``remove()`` removes the hook. Hooks run without gradients, once ``.grad`` of all parameters is
+        there, in an order that ranks share. A backward within ``accumulate()`` calls no hooks. All ranks register the same
+        hooks. A parameter that does not require a gradient is refused.
         """
         owner = self.owner()
         if owner is None or not self.requires_grad:
@@ -102,11 +96,7 @@ class ShardedParameter(Part, nn.Parameter):
 
     @api_boundary
     def register_hook(self, hook: Any) -> Any:
-        """Refuse a hook: autograd never reaches a part.
-
-        Raises:
-            LayoutError: always.
-        """
+        """Refuse a hook: autograd never reaches a part."""
         raise LayoutError(
             f"register_hook(): parameter {self.path!r} is a part, which autograd does not reach. Its mean gradient over ranks "
             "is p.grad at the end of a backward. Write p.register_post_accumulate_grad_hook(lambda p: p.grad.mul_(...))."

@@ -23,7 +23,6 @@ from fsharp.functional.layout.layout import Layout
 from fsharp.functional.layout.sharded import Sharded, units_by_name, units_of
 from fsharp.functional.state import TrainState
 from fsharp.stateful.modules.calls import ModuleCall, ModuleCalls, ParameterSource, flat_arguments
-from fsharp.stateful.modules.differentiate import differentiate
 from fsharp.stateful.modules.initial.dtensors import Spec, dressed
 from fsharp.stateful.modules.mean_gradients import MeanGradients
 from fsharp.stateful.modules.module_state import ModuleState
@@ -38,6 +37,7 @@ from fsharp.stateful.runtime.scheduler import Scheduler
 from fsharp.tracebacks import api_boundary, hide_frames
 
 T = TypeVar("T")
+_GRAD = "torch.autograd.grad() with respect to parameters of a ShardedModule"
 
 
 class Session:
@@ -108,7 +108,7 @@ class Session:
             with step.forward() as params:
                 out = run(ParameterSource(params, self.scheduler))
                 # Here, too: what is inside may be in a reentrant checkpoint, whose backward is a pass within the pass.
-                before_backward(tensors_in(out, path), flat_arguments(args, kwargs)[0], step.on_backward)
+                before_backward(tensors_in(out, path), flat_arguments(args, kwargs), step.on_backward)
         return out if dtypes is None else cast(out, dtypes.outputs)
 
     def _refuse_to_train(self) -> None:
@@ -221,9 +221,54 @@ class Session:
         if self.parameters[path].is_trained:
             self.step.refuse_accumulated(path)
 
-    def differentiate(self, outputs: Any, inputs: Sequence[torch.Tensor], **options: Any) -> tuple[torch.Tensor | None, ...]:
-        """``torch.autograd.grad``: see :func:`~fsharp.stateful.modules.differentiate.differentiate`."""
-        return differentiate(self, self.step, outputs, inputs, **options)
+    def differentiate(
+        self,
+        outputs: Any,
+        inputs: Sequence[torch.Tensor],
+        *,
+        grad_outputs: Any = None,
+        retain_graph: bool | None = None,
+        create_graph: bool = False,
+        only_inputs: bool = True,
+        allow_unused: bool | None = None,
+        is_grads_batched: bool = False,
+        materialize_grads: bool = False,
+    ) -> tuple[torch.Tensor | None, ...]:
+        """Return of parameters the mean gradients over ranks, as parts; of other inputs what ``torch.autograd.grad`` does.
+
+        It is a step of its own: ``.grad`` stays None, the optimizer has nothing to do, and other forwards keep their backward.
+        Refused are options that need a graph of the backward, parameters of several modules, and a step that has gradients.
+        """
+        if create_graph or is_grads_batched:
+            raise ScheduleError(
+                f"{_GRAD}: create_graph and is_grads_batched need a graph of the backward, which is not kept. Take "
+                "`fn, params = model.functional()`: torch.func works on that."
+            )
+        for x in inputs:
+            if isinstance(x, ShardedParameter) and x.owner() is not self:
+                raise ScheduleError(f"{_GRAD}: {x.path!r} is one of another module. Call it for each of the modules.")
+        step = self.step
+        step.clear_up()
+        if step.is_accumulating or step.means.tree is not None or step.is_fed:
+            raise ScheduleError(
+                f"{_GRAD}: other backward passes have left gradients in this step, or were told to. Call it before them, or "
+                "after optimizer.step() or zero_grad()."
+            )
+        sinks, others = step.sinks, [x for x in inputs if not isinstance(x, ShardedParameter)]
+        found: tuple[torch.Tensor | None, ...] = ()
+        with step.apart():
+            if sinks or others:
+                options = {"retain_graph": retain_graph, "allow_unused": True}
+                found = torch.autograd.grad(outputs, [*sinks, *others], grad_outputs, **options)
+            rest = iter(found[len(sinks) :])
+            result = [step.means.part(x.path) if isinstance(x, ShardedParameter) else next(rest) for x in inputs]
+        for i, (x, grad) in enumerate(zip(inputs, result, strict=True)):
+            if grad is None and materialize_grads:
+                result[i] = Part.of(torch.zeros_like(x.local), x) if isinstance(x, Part) else torch.zeros_like(x)
+            elif grad is None and not allow_unused:
+                name = repr(x.path) if isinstance(x, Part) else str(i)
+                raise RuntimeError(f"{_GRAD}: input {name} was not used. Set allow_unused=True if this is what you want.")
+        return tuple(result)
 
     # ------------------------------------------------------------ whole parameters
 

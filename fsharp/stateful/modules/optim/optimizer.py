@@ -53,18 +53,17 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     A class is tried on small random tensors first, to find out what it looks at. One that updates each element by itself, such
     as AdamW, gets flat buffers, cut anywhere. One that looks at a parameter's shape or norm, such as Adafactor, Muon or LAMB,
-    gets whole parameters in their shape, where every rank has all or nothing of each: where the strategy replicates
-    optimizer state (``ddp``), or where atoms are :class:`~fsharp.Whole`. One that looks at all parameters together needs all
-    of them on every rank. The trial has tensors of at most 24 elements and 8 steps: what a class does only at other sizes, or
-    later, is not seen. So a class that is not torch's own gets whole parameters wherever ranks have all or nothing of each.
-    Where they are cut, ``check_steps=1`` tries a step at the parameters' own sizes as well.
+    gets whole parameters in their shape, where every rank has all or nothing of each: where the strategy replicates optimizer
+    state (``ddp``), or where atoms are :class:`~fsharp.Whole`. One that looks at all parameters together needs all of them on
+    every rank. The trial has tensors of at most 24 elements and 8 steps: what a class does only at other sizes, or later, is
+    not seen. So a class that is not torch's own gets whole parameters wherever ranks have all or nothing of each. Where they
+    are cut, ``check_steps=1`` tries a step at the parameters' own sizes as well.
 
     Args:
         params: ``model.parameters()``, or groups of them with options of their own, as torch.optim takes them.
         optimizer: a class of torch.optim or like it, or an ``(init, update)`` pair such as :func:`~fsharp.adamw` makes.
-        check_steps: number of steps of a second trial, of a class on random tensors of the parameters' own shapes, each shape
-            once, on every rank; of a pair, number of first updates to compare with those of whole parameters
-            (:func:`~fsharp.optim.check_elementwise`).
+        check_steps: of a class, steps of a second trial, on random tensors of the parameters' own shapes; of a pair, first
+            updates that :func:`~fsharp.optim.check_elementwise` compares.
         defaults: the options of that class; none for a pair, which has its own.
 
     Attributes:
@@ -72,8 +71,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         inner: the optimizer of torch.optim on flat buffers or whole parameters, if it is one.
 
     Raises:
-        TreeError: parameters that are not those of one ShardedModule, an optimizer that is not elementwise where parameters
-            are cut, or one that cannot be tried. On all ranks.
+        TreeError: parameters that are not those of one ShardedModule, an optimizer that is not elementwise where parameters are
+            cut, or one that cannot be tried. On all ranks.
         ScheduleError: a class, where the module's policy has ``offload=True``.
 
     Cost: for a class, some 60 steps on at most 77 elements for each group of parameters (20 ms).
@@ -202,10 +201,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update the parameters, if there are gradients, and use the gradients up: ``p.grad`` is None afterwards.
 
-        Call :meth:`zero_grad` before the next backward or step, as everywhere in torch.
-
-        Args:
-            closure: computes the loss, with its backward, once; its result is returned.
+        Call :meth:`zero_grad` before the next backward or step, as everywhere in torch. ``closure`` computes the loss, with its
+        backward, once; its result is returned.
 
         Raises:
             LossError: all backward passes so far were told to accumulate.
@@ -260,24 +257,18 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @uncompiled
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients of all parameters of the module. A forward whose backward is to come stays.
-
-        Raises:
-            ScheduleError: ``set_to_none=False``: there is no zero gradient that would be kept.
-        """
+        """Drop the gradients of all parameters of the module. A forward whose backward is to come stays."""
         self.session.step.discard(set_to_none=set_to_none)
 
     @api_context
     def averaged(self) -> Iterator[None]:
-        """The model's parameters are their moving averages in this context, for evaluation and export; every rank enters it.
+        """Have moving averages in place of the model's parameters, for evaluation and export; every rank enters it.
 
         ::
 
             optimizer = fs.ShardedOptimizer(model.parameters(), fs.optim.with_ema(fs.optim.adamw(3e-4), decay=0.999))
-            ...
             with optimizer.averaged(), torch.no_grad():
                 loss = model(**batch).loss
-                weights = dict(model.full_parameters())
 
         Forwards, ``full_parameters()``, ``unsharded()`` and ``functional()`` see the averages that :func:`~fsharp.with_ema`
         keeps; parameters that it does not average stay as they are. Afterwards all have their own values again, to the bit.
@@ -300,12 +291,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         State with a value for each element is a :class:`~fsharp.Part` in the optimizer's own memory: a write to the part
         changes the state. Other state, such as ``"step"``, is returned as the optimizer has it. A rank lacks that state if it
         holds no element of any parameter that has had as many steps. The mapping of a parameter that has had no gradient is
-        empty. Look parts up again after a step.
-
-        Raises:
-            TreeError: the optimizer is an ``(init, update)`` pair, whose state is a tree.
-
-        Cost: none for a lookup. For a parameter of which this rank holds no element: a step of a new optimizer on one element.
+        empty. Look parts up again after a step. Of an ``(init, update)`` pair, whose state is a tree, it is refused.
         """
         if self._is_made and self.inner is None:
             raise TreeError(
@@ -337,20 +323,18 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @api_boundary
     def state_dict(self) -> dict[str, Any]:
-        """``{"state": {name: {...}}, "param_groups": [...]}``, by names of parameters; every rank calls it.
+        """Return ``{"state": {name: {...}}, "param_groups": [...]}``, by names of parameters; every rank calls it.
 
         What the optimizer keeps for each element of a parameter is a :class:`~fsharp.Part`, at the optimizer's place, so that
         another mesh can read what all ranks have saved. All else, such as ``"step"``, is as the optimizer has it. Parameters
-        that have had no gradient have no state. All are copies, of each parameter its own.
-
-        Of an ``(init, update)`` pair ``"state"`` is its tree of :class:`~fsharp.Sharded`, which the next step donates.
+        that have had no gradient have no state. All are copies, of each parameter its own. Of an ``(init, update)`` pair
+        ``"state"`` is its tree of :class:`~fsharp.Sharded`, which the next step donates.
 
         Raises:
             TreeError: parameters that are DTensors sharded on other axes; a state that is no tensor, number, string or None.
 
         Cost: of a class, the memory of the state, and two collectives of a few bytes a parameter for each axis. Where ranks
-        have all or nothing of a parameter (:class:`~fsharp.Whole`), also what is not for each element, such as row statistics,
-        in full on every rank.
+        have all or nothing of a parameter, also what is not for each element, such as row statistics, in full on every rank.
         """
         refuse_dtensors("state_dict()", self.session)
         if self.inner is not None:
@@ -364,17 +348,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @api_boundary
     def state_template(self, has: Callable[[str], bool] = lambda name: True) -> dict[str, Any]:
-        """What :meth:`state_dict` will give once each trained parameter has had a gradient: to load into before a first step.
+        """Return what :meth:`state_dict` gives once all trained parameters had gradients, to load into before a first step.
 
-        The optimizer is left as it is. Its class makes a step with a gradient of zero on a copy of each parameter, and what it
-        keeps of that is the state; ``"step"`` is 0.
-
-        Args:
-            has: whether there is anything to load under a key path such as ``"state.layers.0.weight"``: parameters that had no
-                gradient when a state was saved have none there.
-
-        Raises:
-            TreeError: parameters that are DTensors sharded on other axes.
+        The optimizer is left as it is: its class makes a step with a gradient of zero on a copy of each parameter. ``"step"``
+        is 0. ``has`` says whether there is anything to load under a key path such as ``"state.layers.0.weight"``: parameters
+        that had no gradient when a state was saved have none there.
 
         Cost: no collective. Memory of the state, and of one parameter at a time: this rank's part of it or, for a class that
         looks at more than each element, all of it.
@@ -426,8 +404,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 all ranks, before anything is changed.
             AgreementError: on all ranks: ranks that hold the same elements have different values of them.
 
-        Cost: the memory of the state, and a pass over it to hash what several ranks hold. With a class of torch.optim also a
-        step on a copy of each parameter, one at a time.
+        Cost: the memory of the state, a pass over it to hash what several ranks hold, and of a class a step on copies of
+        parameters.
         """
         where, comm = "load_state_dict()", self.session.scheduler
 
@@ -458,13 +436,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @api_boundary
     def full_state_dict(self, *, rank: int | None = 0) -> dict[str, Any]:
-        """Return :meth:`state_dict` with whole tensors in host memory, on one rank; an empty dict on all others.
+        """Return :meth:`state_dict` with whole tensors in host memory, on one rank, or on all; an empty dict on all others.
 
-        Args:
-            rank: rank of the module's ``comm`` that gets the state dict; None means all ranks.
-
-        Raises:
-            TreeError: the optimizer is an ``(init, update)`` pair; and as :meth:`state_dict` and ``model.full_state_dict()``.
+        Refused for an ``(init, update)`` pair, and otherwise as :meth:`state_dict` and ``model.full_state_dict()``.
 
         Cost: a gather of all state. Memory: a copy of this rank's state, and one full unit of one kind of state; on that rank,
         the whole state dict in host memory.
@@ -477,15 +451,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @api_boundary
     def load_full_state_dict(self, state_dict: Mapping[str, Any] | None, *, rank: int = 0) -> None:
-        """Load on all ranks one rank's result of :meth:`full_state_dict`.
+        """Load on all ranks one rank's result of :meth:`full_state_dict`; the others pass None.
 
-        Args:
-            state_dict: on that rank, a state dict with whole tensors by names of parameters; None on all other ranks.
-            rank: rank of the module's ``comm`` that has the state dict.
-
-        Raises:
-            TreeError: the optimizer is an ``(init, update)`` pair; and as :meth:`load_state_dict` and
-                ``model.load_full_state_dict()``, on all ranks, before anything is changed.
+        Refused for an ``(init, update)`` pair, and otherwise as :meth:`load_state_dict` and ``model.load_full_state_dict()``.
 
         Cost: two ``all_reduce`` of each tensor's bytes along each axis. Memory: this rank's state twice, and a whole tensor.
         """

@@ -26,11 +26,8 @@ class GradScaler(torch.amp.GradScaler):
         scaler.update()
         optimizer.zero_grad()
 
-    An infinity or NaN in the gradients of any rank is found on all of them: they leave out the same steps, and change the
-    scale alike. A step that is left out uses up the gradients, as one that is made does. With
-    ``accumulate()``, call ``unscale_``, ``step`` and ``update`` once, after the last backward.
-
-    Arguments are those of ``torch.amp.GradScaler``, and so are its errors. Besides, of a ShardedOptimizer:
+    An infinity or NaN in the gradients of any rank is found on all of them: they leave out the same steps, and change the scale
+    alike. A step that is left out uses up the gradients. With ``accumulate()``, call these once, after the last backward.
 
     Raises:
         ScheduleError: there are no gradients to unscale.
@@ -38,9 +35,7 @@ class GradScaler(torch.amp.GradScaler):
         AgreementError: in ``step``, on all ranks: ranks have unscaled by different scales.
 
     Cost of ``unscale_``: one pass over this rank's gradients, and one ``all_reduce`` of 12 bytes for each axis. The host waits
-    for its device once, in ``step``.
-
-    Source: Micikevicius et al., Mixed Precision Training, https://arxiv.org/abs/1710.03740.
+    for its device once, in ``step``. Source: Micikevicius et al., Mixed Precision Training, https://arxiv.org/abs/1710.03740.
     """
 
     def _unscale_grads_(

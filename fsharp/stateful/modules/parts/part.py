@@ -35,18 +35,16 @@ class Part(torch.Tensor):
     """This rank's part of a tensor. ``shape``, ``ndim`` and ``numel()`` are the whole tensor's; :attr:`local` has the elements.
 
     Elementwise functions, in place or not, take parts that are cut alike, numbers, and tensors without dims, and return a part.
-    Of a tensor with the shape of the whole, which every rank has, each rank takes the elements that its part has.
-    Sums, means, extremes and norms of all elements are those of the whole tensor, on every rank. Each is one small collective
-    for each axis that divides the tensor, which all ranks call. If ranks along an axis have different parameters, those of all
-    ranks are reduced together. Everything else is refused for a part that is not whole.
-
-    ``unit.run_of(leaf, place, rank)`` is the range of elements that any rank holds. ``clone()``, ``to()``, ``cpu()`` and
-    ``copy.deepcopy`` return the same part in other memory. A part that is whole is pickled as a plain tensor; pickling any
-    other part is refused.
+    Of a tensor with the shape of the whole, which every rank has, each rank takes the elements that its part has. Sums, means,
+    extremes and norms of all elements are those of the whole tensor, on every rank. Each is one small collective for each axis
+    that divides the tensor, which all ranks call. If ranks along an axis have different parameters, those of all ranks are
+    reduced together. Everything else is refused for a part that is not whole. ``clone()``, ``to()``, ``cpu()`` and
+    ``copy.deepcopy`` return the same part in other memory. A part that is whole is pickled as a plain tensor; others are not.
 
     Attributes:
         path: name of the parameter in its module.
-        unit: layout of the unit that stores the tensor.
+        unit: layout of the unit that stores the tensor; ``unit.run_of(leaf, place, rank)`` is the range of elements on any
+            rank.
         leaf: leaf of that unit. If the tensor is a DTensor that other axes shard, leaf and run are those of the local tensor.
         place: where the tensor rests.
         rank: rank that holds this part.
