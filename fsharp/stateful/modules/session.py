@@ -75,7 +75,7 @@ class Session:
         self.step = ModuleStep(self.kept, means, scheduler, self.paused)
         self._trained = {unit.full_path(leaf) for unit in layout.units for g in unit.trainable for leaf in unit.leaves_of(g)}
         self.is_unsharded = self.is_averaged = False
-        self._evaluation = scheduler.wrap(_evaluate, "evaluation")
+        self._evaluation = scheduler.wrap(lambda run, params, comm: run(ParameterSource(params, comm)), "evaluation")
 
     # ------------------------------------------------------------ computing
 
@@ -202,7 +202,8 @@ class Session:
 
     def gradient(self, path: str) -> Part | None:
         """This rank's part of the mean gradient of a parameter."""
-        self._refuse_accumulated(path)
+        if self.parameters[path].is_trained:
+            self.step.refuse_accumulated(path)
         return self.step.means.part(path)
 
     def add_hook(self, path: str, hook: Callable[[Any], Any]) -> RemovableHandle:
@@ -214,12 +215,8 @@ class Session:
 
     def drop_gradient(self, path: str) -> None:
         """Drop the gradient of one parameter."""
-        self._refuse_accumulated(path)
+        self.gradient(path)  # refuses one that is not summed
         self.step.drop_gradient(path)
-
-    def _refuse_accumulated(self, path: str) -> None:
-        if self.parameters[path].is_trained:
-            self.step.refuse_accumulated(path)
 
     def differentiate(
         self,
@@ -258,8 +255,9 @@ class Session:
         found: tuple[torch.Tensor | None, ...] = ()
         with step.apart():
             if sinks or others:
-                options = {"retain_graph": retain_graph, "allow_unused": True}
-                found = torch.autograd.grad(outputs, [*sinks, *others], grad_outputs, **options)
+                found = torch.autograd.grad(
+                    outputs, [*sinks, *others], grad_outputs, retain_graph=retain_graph, allow_unused=True
+                )
             rest = iter(found[len(sinks) :])
             result = [step.means.part(x.path) if isinstance(x, ShardedParameter) else next(rest) for x in inputs]
         for i, (x, grad) in enumerate(zip(inputs, result, strict=True)):
@@ -282,19 +280,6 @@ class Session:
                 yield
         finally:
             self.is_unsharded = False
-
-    @contextmanager
-    def averaged(self, targets: Sequence[torch.Tensor], averages: Sequence[torch.Tensor]) -> Iterator[None]:
-        """Have averages in buffers of what is trained, and train nothing."""
-        own = [target.detach().clone() for target in targets]
-        self.is_averaged = True
-        try:
-            self.kept.fill(targets, averages)
-            del averages
-            yield
-        finally:
-            self.kept.fill(targets, own)
-            self.is_averaged = False
 
     def adopt(self, state: TrainState) -> None:
         """Train this state, of the same layout, from here on. Refuse it while a step is under way."""
@@ -344,10 +329,6 @@ def _refuse_reentrant(path: str, grad: torch.Tensor) -> None:
         f"parameter {path!r} is used in a reentrant checkpoint of a part of its unit: its gradient would be lost. Call "
         "torch.utils.checkpoint.checkpoint(..., use_reentrant=False), or checkpoint modules that are units."
     )
-
-
-def _evaluate(thunk: Callable[[ParameterSource], Any], params: Any, comm: Comm) -> Any:
-    return thunk(ParameterSource(params, comm))
 
 
 def enter_by(module: nn.Module, session: Session, path: str, names: Sequence[str], *mixins: type) -> None:

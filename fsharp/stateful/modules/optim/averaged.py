@@ -38,9 +38,15 @@ def averaged(session: Session, opt: Any) -> Iterator[None]:
         old = [_buffers(session.kept.state.params), _buffers(session.kept.state.main)]
         targets = [buffers[key] for buffers, others in zip(old, new, strict=True) for key in buffers if key in others]
         values = [others[key] for buffers, others in zip(old, new, strict=True) for key in buffers if key in others]
-    with session.averaged(targets, values):
+    own = [target.detach().clone() for target in targets]
+    session.is_averaged = True
+    try:
+        session.kept.fill(targets, values)
         del values, new, resting
         yield
+    finally:
+        session.kept.fill(targets, own)
+        session.is_averaged = False
 
 
 def _buffers(tree: Any) -> Buffers:

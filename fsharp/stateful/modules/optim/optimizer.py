@@ -213,7 +213,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        tx = self._tx or Transform(lambda params: None, _no_updates, {}, self._apply)  # not kept: it holds this optimizer
+        tx = self._tx or Transform(lambda params: None, self._apply, {}, self._apply)  # not kept: it holds this optimizer
         if self._tx is not None and (paused := self.session.paused & self.session.step.means.missing):
             tx = without_updates(tx, paused)
         if self.session.step.updated_by not in (None, id(self)):
@@ -221,13 +221,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 "step(): another optimizer of this module has made the step, and gradients are gone. Put all parameters into "
                 "one ShardedOptimizer, in groups."
             )
-        self.session.step.update(tx, self._settings(), by=id(self))
-        return loss
-
-    def _settings(self) -> str:
-        """Return the options of the groups, a line for each. Tensors on a device are left out: the host would wait for them."""
         rows = ((f"group {i}: {name}", x) for i, group in enumerate(self.param_groups) for name, x in sorted(group.items()))
-        return "\n".join(f"{name}={exact_text(x)}" for name, x in rows if not name.endswith(": params") and _is_on_host(x))
+        hosted = [  # the host would wait for tensors on a device
+            f"{name}={exact_text(x)}"
+            for name, x in rows
+            if not name.endswith(": params")
+            if all(not isinstance(t, torch.Tensor) or t.device.type == "cpu" for t in optree.tree_leaves(x))
+        ]
+        self.session.step.update(tx, "\n".join(hosted), by=id(self))
+        return loss
 
     @api_boundary
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -479,14 +481,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
         assert self.inner is not None
         for group, runs in zip(self.inner.param_groups, self._runs, strict=True):
             yield from zip(runs, group["params"], strict=True)
-
-
-def _no_updates(grads: Any, state: Any, params: Any, *, comm: Comm) -> tuple[Any, Any]:
-    raise AssertionError("an optimizer of torch.optim updates in place")
-
-
-def _is_on_host(option: Any) -> bool:
-    return not any(isinstance(x, torch.Tensor) and x.device.type != "cpu" for x in optree.tree_leaves(option))
 
 
 def _session_of(params: list[Any]) -> Session:

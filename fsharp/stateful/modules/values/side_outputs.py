@@ -1,7 +1,6 @@
 """SideOutputs: tensors that a module leaves elsewhere than in what it returns: in attributes, in lists that it was given."""
 
 import weakref
-from bisect import bisect_left
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -31,8 +30,7 @@ class SideOutputs:
     def look(self, arguments: Sequence[Any], path: str) -> dict[int, torch.Tensor]:
         """The tensors there, by id."""
         values = [value for value in arguments if type(value) in _CONTAINERS and value]
-        for places, name in self._places():
-            values.append(places[name])
+        values += [places[name] for places, name in self._places()]
         return {id(x): x for x in tensors_in(values, path, refuses_late=False)} if values else {}
 
     def since(
@@ -42,15 +40,11 @@ class SideOutputs:
 
         Views of parameters, which are released, become copies first.
         """
-        new = {i: x for i, x in self.look(arguments, path).items() if i not in before}
-        if not new:
-            return []
-        views = views_of(parameters, list(new.values()))
-        if views:
-            copies = [x.clone() for x in views]
-            self.replace(arguments, views, copies, path)
-            new = {i: x for i, x in new.items() if not any(x is view for view in views)} | {id(x): x for x in copies}
-        return [x for x in new.values() if x.grad_fn is not None]
+        new = [x for i, x in self.look(arguments, path).items() if i not in before]
+        if views := views_of(parameters, new):
+            self.replace(arguments, views, [x.clone() for x in views], path)
+            new = [x for i, x in self.look(arguments, path).items() if i not in before]
+        return [x for x in new if x.grad_fn is not None]
 
     def replace(self, arguments: Sequence[Any], old: Sequence[torch.Tensor], new: Sequence[torch.Tensor], path: str) -> None:
         """Put other tensors in their place."""
@@ -78,16 +72,7 @@ def refuse_kept(module: nn.Module) -> None:
     That is a parameter, or a view of one, that a module keeps in an attribute, a list or a buffer as well; and hooks of
     parameters.
     """
-    memory = sorted((*_extent(p), name) for name, p in module.named_parameters() if p.numel() and not p.is_meta)
-
-    def parameter_at(x: torch.Tensor) -> str | None:
-        """Return the name of the parameter that has memory in common with a tensor; None if there is none."""
-        if not x.numel() or x.is_meta:
-            return None
-        start, stop = _extent(x)
-        i = bisect_left(memory, (stop,)) - 1
-        return memory[i][2] if i >= 0 and memory[i][1] > start else None
-
+    names = {address: name for name, p in module.named_parameters() if (address := _memory(p)) is not None}
     for path, each in module.named_modules():
         # weight_norm, spectral_norm and prune have hooks that compute these attributes anew in each forward.
         computed = {getattr(hook, key, None) for hook in each._forward_pre_hooks.values() for key in ("name", "_tensor_name")}
@@ -95,7 +80,7 @@ def refuse_kept(module: nn.Module) -> None:
         attributes = [(name, value) for name, value in vars(each).items() if name not in own and _may_hold(value)]
         for attribute, value in [*attributes, *each._buffers.items()]:
             tensors = tensors_in([value], path, refuses_late=False)
-            held = next((name for x in tensors if (name := parameter_at(x)) is not None), None)
+            held = next((names[address] for x in tensors if (address := _memory(x)) in names), None)
             if held is not None:
                 raise TreeError(
                     f"shard_module(): {f'{path}.{attribute}'.lstrip('.')} holds parameter {held!r} itself or a view of it; the "
@@ -111,11 +96,9 @@ def refuse_kept(module: nn.Module) -> None:
             )
 
 
-def _extent(x: torch.Tensor) -> tuple[int, int]:
-    """The first byte of a tensor, and the one after its last."""
-    x = local(x.detach())
-    last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
-    return x.data_ptr(), x.data_ptr() + (last + 1) * x.element_size()
+def _memory(x: torch.Tensor) -> int | None:
+    """Return the address of a tensor's storage; None if it has none."""
+    return None if not x.numel() or x.is_meta else int(local(x.detach()).untyped_storage().data_ptr())
 
 
 def _may_hold(value: Any) -> bool:
