@@ -1,5 +1,6 @@
 """Slicing: a tree into the parts of ranks, and parts back into the tree, without a collective."""
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -187,3 +188,30 @@ def _tie_problems(paths: Sequence[str], leaves: Sequence[torch.Tensor], layout: 
                 yield repr(path), f"tied to {found[path]!r}, but laid out on its own"
             elif owner and found.get(path) != owner and not _same_bits(by_path[path], by_path[owner]):
                 yield repr(path), f"laid out as tied to {owner!r}, but has values of its own"
+
+
+def boxes(shape: Sequence[int], first: int, last: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Yield offsets and sizes of boxes that tile elements ``[first, last)`` of a flattened tensor, in order.
+
+    There are at most two a dim, less one.
+
+    >>> list(boxes((4, 3), 2, 10))
+    [((0, 2), (1, 1)), ((1, 0), (2, 3)), ((3, 0), (1, 1))]
+    """
+    if first >= last:
+        return
+    if not shape:
+        yield (), ()
+        return
+    row = math.prod(shape[1:])
+    while first < last:
+        start, within = divmod(first, row)
+        if within == 0 and last - first >= row:  # whole rows
+            stop = last // row
+            yield (start, *(0 for _ in shape[1:])), (stop - start, *shape[1:])
+            first = stop * row
+        else:
+            end = min(row, last - start * row)
+            for offsets, sizes in boxes(shape[1:], within, end):
+                yield (start, *offsets), (1, *sizes)
+            first = start * row + end

@@ -1,6 +1,7 @@
-"""Wrappers that decide in which steps a transformation updates: with finite gradients alone, or every few steps."""
+"""Wrappers that decide in which steps a transformation updates, with finite gradients or every few steps, and what."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Container
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -191,3 +192,23 @@ def _kept(params: Any, donate: bool, state: Any) -> tuple[Any, Any]:
         return optree.tree_map(lambda x: x.clone() if isinstance(x, torch.Tensor) else x, tree)
 
     return (params, state) if donate else (copied(params), copied(state))
+
+
+def without_updates(tx: Transform, paths: Container[str]) -> Transform:
+    """Return ``tx`` without updates of the parameters at ``paths``, and of the state for each of their elements.
+
+    State that is not by element, such as a number of steps, is updated. Memory: a copy of these elements and their state.
+    """
+
+    def of(node: Sharded, comm: Comm) -> dict[str, Any]:
+        return {path: here for path, here in node.local_leaves(comm.rank).items() if path in paths}
+
+    def apply(grads: Any, state: Any, params: Any, *, comm: Comm, donate: bool, **extra: Any) -> tuple[Any, Any]:
+        before = [{path: x.clone() for path, x in of(node, comm).items()} for node in units_of((params, state))]
+        params, state = apply_transform(tx, grads, state, params, comm=comm, donate=donate, **extra)
+        for node, old in zip(units_of((params, state)), before, strict=True):
+            for path, x in of(node, comm).items():
+                x.copy_(old[path])
+        return params, state
+
+    return replace(tx, apply=apply)

@@ -15,9 +15,8 @@ from fsharp.functional.comm.protocol import Comm
 from fsharp.functional.formats.format import dtype_name
 from fsharp.functional.layout.layout import Layout
 from fsharp.functional.state import TrainState
-from fsharp.stateful.modules.calls import ParameterSource
+from fsharp.stateful.modules.calls import ParameterSource, own_buffers
 from fsharp.stateful.modules.parameter import Part
-from fsharp.stateful.modules.parameter_slots import own_buffers
 from fsharp.stateful.modules.session import Session
 from fsharp.stateful.modules.state_dict import gather_to_rank, load_parts, refuse_dtensors, scatter_from_rank
 from fsharp.stateful.runtime.scheduled import Scheduled

@@ -11,7 +11,6 @@ from fsharp.errors import OptionError, PatternError
 from fsharp.functional.layout.layout import Layout
 from fsharp.functional.layout.paths import as_patterns, innermost, matches
 
-_SHOWN = 12
 Rule = str | type[nn.Module] | Callable[[str, nn.Module], bool]
 """A pattern of module paths, a class of modules, or a predicate on path and module."""
 Units = Rule | tuple[Rule, ...] | list[Rule]
@@ -33,7 +32,12 @@ def chosen_modules(module: nn.Module, units: Units | Sequence[Units]) -> dict[st
     every = {path: each for path, each in module.named_modules() if path}
     found: set[str] = set()
     for rule in rules:
-        hits = {path for path, each in every.items() if _selects(rule, path, each)}
+        if isinstance(rule, str):
+            hits = {path for path in every if any(matches(pattern, path) for pattern in as_patterns(rule))}
+        elif isinstance(rule, type):
+            hits = {path for path, each in every.items() if isinstance(each, rule)}
+        else:
+            hits = {path for path, each in every.items() if rule(path, each)}
         if not hits:
             kinds = ", ".join(sorted({type(each).__name__ for each in every.values()})[:12])
             name = rule.__name__ if hasattr(rule, "__name__") else repr(rule)
@@ -72,12 +76,6 @@ def _listed(units: Any) -> list[Any]:
     return list(units) if isinstance(units, Sequence) and not isinstance(units, str) else [units]
 
 
-def _selects(rule: Rule, path: str, module: nn.Module) -> bool:
-    if isinstance(rule, str):
-        return any(matches(pattern, path) for pattern in as_patterns(rule))
-    return isinstance(module, rule) if isinstance(rule, type) else bool(rule(path, module))
-
-
 def owners(layout: Layout, chosen: Iterable[str]) -> Mapping[str, list[str]]:
     """Return by module path the units that are gathered when that module is called; ``""`` is the root.
 
@@ -104,7 +102,7 @@ def entries_of(module: nn.Module, chosen: Mapping[str, nn.Module], names: str | 
             hint = f" {elsewhere!r} has it: choose that module as one of the units." if elsewhere is not None else ""
             raise PatternError(
                 f"shard_module(methods=...): neither {type(module).__name__} nor a module that is chosen by units has a "
-                f"method {name!r}.{hint} Methods of {type(module).__name__}: {', '.join(_methods(module)[:_SHOWN]) or 'none'}."
+                f"method {name!r}.{hint}"
             )
         for path in owners:
             _check(modules[path], path, name)
@@ -119,11 +117,3 @@ def _check(module: nn.Module, path: str, name: str) -> None:
         raise PatternError(f"{where} is a {type(value).__name__}, expected a method of its own.")
     if inspect.isgeneratorfunction(value) or inspect.iscoroutinefunction(value) or inspect.isasyncgenfunction(value):
         raise PatternError(f"{where} is a generator or coroutine, which computes after it has returned: return a list instead.")
-
-
-def _methods(module: nn.Module) -> list[str]:
-    return [
-        name
-        for name, value in inspect.getmembers(type(module), inspect.isfunction)
-        if not name.startswith("_") and not hasattr(nn.Module, name) and value.__name__ != "forward"
-    ]

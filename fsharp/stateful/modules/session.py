@@ -22,13 +22,12 @@ from fsharp.functional.forward import forward
 from fsharp.functional.layout.layout import Layout
 from fsharp.functional.layout.sharded import Sharded, units_by_name, units_of
 from fsharp.functional.state import TrainState
-from fsharp.stateful.modules.calls import ModuleCall, ModuleCalls, ParameterSource, flat_arguments
+from fsharp.stateful.modules.calls import ModuleCall, ModuleCalls, ParameterSource, flat_arguments, refuse_added
 from fsharp.stateful.modules.initial.dtensors import Spec, dressed
 from fsharp.stateful.modules.mean_gradients import MeanGradients
 from fsharp.stateful.modules.module_state import ModuleState
 from fsharp.stateful.modules.module_step import ModuleStep
 from fsharp.stateful.modules.parameter import Part, ShardedParameter
-from fsharp.stateful.modules.parameter_slots import refuse_added
 from fsharp.stateful.modules.torch_tools.refusals import NO_COPIES
 from fsharp.stateful.modules.values.casts import Cast, cast
 from fsharp.stateful.modules.values.outputs import tensors_in

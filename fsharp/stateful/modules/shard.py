@@ -32,7 +32,7 @@ from fsharp.stateful.modules.module import ShardedModule
 from fsharp.stateful.modules.parameter import ShardedParameter
 from fsharp.stateful.modules.selection import Units, chosen_modules, entries_of, grouped, owners
 from fsharp.stateful.modules.session import Session, enter_by
-from fsharp.stateful.modules.torch_tools.wrappers import check_shardable, watch_wrappers
+from fsharp.stateful.modules.torch_tools.refusals import check_shardable, watch_wrappers
 from fsharp.stateful.modules.values.casts import casts_of
 from fsharp.stateful.modules.values.side_outputs import refuse_kept
 from fsharp.stateful.runtime.scheduler import Scheduler

@@ -15,9 +15,9 @@ from fsharp.functional.comm.protocol import Comm
 from fsharp.functional.formats.format import dtype_name
 from fsharp.functional.layout.sharded import Sharded
 from fsharp.functional.moves import gather
+from fsharp.stateful.modules.calls import own_buffers
 from fsharp.stateful.modules.initial.dtensors import Spec
 from fsharp.stateful.modules.parameter import Part
-from fsharp.stateful.modules.parameter_slots import own_buffers
 from fsharp.stateful.modules.session import Session
 
 SAME_VALUES = "Load the same values on all ranks."

@@ -25,6 +25,7 @@ from fsharp.functional.comm.protocol import Comm
 from fsharp.functional.layout.sharded import units_by_name, units_of
 from fsharp.functional.optim.base import Transform, as_transform
 from fsharp.functional.optim.elementwise_check import check_elementwise
+from fsharp.functional.optim.wrappers import without_updates
 from fsharp.stateful.modules.optim.averaged import averaged
 from fsharp.stateful.modules.optim.flat_slices import FlatSlice, alike, cut_leaves, join_state, slices_of, split_state
 from fsharp.stateful.modules.optim.probe import Scope, fresh_state, scope_of
@@ -37,7 +38,6 @@ from fsharp.stateful.modules.optim.states import (
     read_states,
     read_tree,
 )
-from fsharp.stateful.modules.optim.without_updates import without_updates
 from fsharp.stateful.modules.parameter import Part, ShardedParameter
 from fsharp.stateful.modules.session import Session
 from fsharp.stateful.modules.state_dict import SAME_VALUES, gather_to_rank, refuse_dtensors, scatter_from_rank

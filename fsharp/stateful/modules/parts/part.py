@@ -16,10 +16,10 @@ from torch import nn
 from fsharp.errors import LayoutError, TreeError
 from fsharp.functional.comm.protocol import Comm
 from fsharp.functional.layout.placement import Place
+from fsharp.functional.layout.slicing import boxes
 from fsharp.functional.layout.unit_layout import Leaf, UnitLayout
 from fsharp.stateful.modules.initial.dtensors import Spec
 from fsharp.stateful.modules.parts.part_functions import COPIES, ELEMENTWISE, REDUCTIONS, Reduction, arguments, is_in_place
-from fsharp.stateful.modules.torch_tools.chunks import Box, boxes
 from fsharp.stateful.modules.torch_tools.refusals import not_whole, remedy_or, unseen
 from fsharp.stateful.runtime.boundary import in_backward
 from fsharp.tracebacks import api_boundary
@@ -126,8 +126,8 @@ class Part(torch.Tensor):
             raise TreeError(
                 f"torch.distributed.checkpoint cannot describe {self.path!r}, which {what}. Save by fs.checkpoint.save()."
             )
-        found = boxes(shape, *self.run) if shape.numel() else [Box((0,) * len(shape), tuple(shape))]
-        return [ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)) for box in found]
+        found = boxes(shape, *self.run) if shape.numel() else [((0,) * len(shape), tuple(shape))]
+        return [ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)) for offsets, sizes in found]
 
     def __get_tensor_shard__(self, index: Any) -> torch.Tensor:
         chunks, start = self.__create_chunk_list__(), 0

@@ -1,1 +1,1 @@
-"""Sharded modules under torch's own tools: chunks for checkpoints, and refusals. Imports nothing of ``modules``."""
+"""Sharded modules under torch's own tools: refusals. Imports nothing of ``modules``."""

@@ -72,15 +72,15 @@ def refuse_kept(module: nn.Module) -> None:
     That is a parameter, or a view of one, that a module keeps in an attribute, a list or a buffer as well; and hooks of
     parameters.
     """
-    names = {address: name for name, p in module.named_parameters() if (address := _memory(p)) is not None}
+    extents = {name: _extent(p) for name, p in module.named_parameters()}
     for path, each in module.named_modules():
         # weight_norm, spectral_norm and prune have hooks that compute these attributes anew in each forward.
         computed = {getattr(hook, key, None) for hook in each._forward_pre_hooks.values() for key in ("name", "_tensor_name")}
         own = _OWN | computed
         attributes = [(name, value) for name, value in vars(each).items() if name not in own and _may_hold(value)]
         for attribute, value in [*attributes, *each._buffers.items()]:
-            tensors = tensors_in([value], path, refuses_late=False)
-            held = next((names[address] for x in tensors if (address := _memory(x)) in names), None)
+            spans = [_extent(x) for x in tensors_in([value], path, refuses_late=False)]
+            held = next((name for name, (a, b) in extents.items() for start, stop in spans if a < stop and start < b), None)
             if held is not None:
                 raise TreeError(
                     f"shard_module(): {f'{path}.{attribute}'.lstrip('.')} holds parameter {held!r} itself or a view of it; the "
@@ -96,9 +96,13 @@ def refuse_kept(module: nn.Module) -> None:
             )
 
 
-def _memory(x: torch.Tensor) -> int | None:
-    """Return the address of a tensor's storage; None if it has none."""
-    return None if not x.numel() or x.is_meta else int(local(x.detach()).untyped_storage().data_ptr())
+def _extent(x: torch.Tensor) -> tuple[int, int]:
+    """Return the address of a tensor's first byte, and the one behind its last; zeros if it has no memory."""
+    if not x.numel() or x.is_meta:
+        return 0, 0
+    x = local(x.detach())
+    last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+    return x.data_ptr(), x.data_ptr() + (last + 1) * x.element_size()
 
 
 def _may_hold(value: Any) -> bool:
