@@ -16,7 +16,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 import fsharp as fs
 from fsharp.errors import LayoutError, TreeError
-from fsharp.stateful.modules.torch_tools.chunks import boxes
+from fsharp.functional.layout.slicing import boxes
 from fsharp.testing import processes, simulate
 from tests.modules import batches, train, values, wrap
 from tests.scheduling import DP, assert_same
