@@ -213,18 +213,6 @@ def test_backward_passes_that_cannot_be_say_what_to_do(strategy):
     simulate(DP, rank_fn)
 
 
-def lone_clip(model, optimizer):
-    model.clip_grad_norm_(0.01)
-
-
-def lone_rate(model, optimizer):
-    optimizer.param_groups[0]["lr"] = 0.5
-
-
-def lone_gradient(model, optimizer):
-    next(model.parameters()).grad = None
-
-
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("strategy", ["ddp", "zero3"])
 def test_a_gradient_that_all_ranks_give_up(strategy, size):
@@ -242,25 +230,6 @@ def test_a_gradient_that_all_ranks_give_up(strategy, size):
         assert torch.equal(values(model)["bias"], before)
 
     simulate(fs.Mesh({"dp": size}), rank_fn)
-
-
-@pytest.mark.parametrize("differ", [lone_clip, lone_rate, lone_gradient])
-@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
-def test_a_rank_that_updates_a_module_differently_is_heard_of(strategy, differ):
-    """By the next step, though under ddp no rank needs the others for it."""
-
-    def rank_fn(comm):
-        model = fs.shard_module(torch.nn.Linear(4, 2), mesh=comm, strategy=getattr(fs, strategy)("dp"), sync_from=0)
-        optimizer = fs.ShardedOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
-        for i in range(6):
-            model(torch.ones(2, 4) + comm.rank).square().mean().backward()
-            if comm.rank == 1 and i == 3:
-                differ(model, optimizer)
-            optimizer.step()
-            optimizer.zero_grad()
-
-    found = simulate(fs.Mesh({"dp": 2}), rank_fn, outcomes=True)
-    assert all(isinstance(each, Exception) for each in found), found
 
 
 def test_a_backward_inside_of_a_forward_does_not_end_the_microbatch():

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import fsharp as fs
-from fsharp.errors import CommError, FsharpError, LayoutError
+from fsharp.errors import FsharpError, LayoutError
 from fsharp.testing import simulate
 from tests import modules
 from tests.modules import batches, make, values, wrap
@@ -270,42 +270,6 @@ def test_elementwise_optimizers_of_torch(strategy, zero):
     for whole in simulate(DP, rank_fn):
         for name, p in plain.named_parameters():
             torch.testing.assert_close(whole[name], p.detach(), rtol=1e-4, atol=1e-5)
-
-
-ALONE = {
-    "a norm": lambda p: p.norm(),
-    "a sum of a gradient": lambda p: p.grad.sum(),
-    "a write": lambda p: p.mul_(2),
-    "a write of nothing": lambda p: p.mul_(1.0),
-    "a write to a gradient": lambda p: p.grad.mul_(0.5),
-    "another number": lambda p: p.grad.mul_(0.25),
-    "foreach": lambda p: torch._foreach_mul_([p.grad], 2.0),
-}
-
-
-@every(5, strategy=STRATEGIES, act=ALONE, path=("layers.0.gain", "embed.weight"))
-def test_one_rank_alone_is_found(strategy, act, path):
-    def rank_fn(comm):
-        model, optimizer, _ = with_gradients(comm, strategy)
-        p = dict(model.named_parameters())[path]
-        with torch.no_grad():
-            if comm.rank == 1:
-                ALONE[act](p)
-            elif act == "another number":
-                p.grad.mul_(0.5)
-        for x, y in batches(comm, 2):
-            optimizer.step()
-            optimizer.zero_grad()
-            model(x, y)["loss"].backward()
-        with torch.no_grad():
-            model(x)
-
-    if strategy == "ddp" and act in ("a norm", "a sum of a gradient"):
-        simulate(DP, rank_fn)  # every rank has all of it
-        return
-    for error in simulate(DP, rank_fn, outcomes=True):
-        assert isinstance(error, CommError), error
-        assert "ranks called different collectives" in str(error)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

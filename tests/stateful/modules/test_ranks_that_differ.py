@@ -1,4 +1,4 @@
-"""One rank alone does something to a module in its last step: whoever puts parts of ranks together hears of it."""
+"""One rank alone does something to a module: with the next step, or where parts are put together, all ranks hear of it."""
 
 import pytest
 import torch
@@ -7,12 +7,88 @@ import fsharp as fs
 from fsharp.testing import processes, simulate
 from tests import modules
 from tests.modules import Block, batches, wrap
-from tests.scheduling import DP
+from tests.scheduling import DP, every
 
 
 def unsharded(model, optimizer, comm, folder):
     with model.unsharded():
         pass
+
+
+def all_but_a_gain(model):
+    model.requires_grad_(False)
+    model.layers[0].gain.requires_grad_(True)
+
+
+def halved(p):
+    p.grad.mul_(0.5)
+
+
+ALONE = {  # before a step, or behind its backward
+    "a module is paused": (0, lambda model, optimizer: model.layers[1].requires_grad_(False)),
+    "a parameter is paused": (0, lambda model, optimizer: model.head.weight.requires_grad_(False)),
+    "all are paused": (0, lambda model, optimizer: all_but_a_gain(model)),
+    "a hook": (0, lambda model, optimizer: model.head.weight.register_post_accumulate_grad_hook(halved)),
+    "a write": (0, lambda model, optimizer: model.layers[0].gain.mul_(2)),
+    "a write of nothing": (0, lambda model, optimizer: model.embed.weight.mul_(1.0)),
+    "writes to parts": (0, lambda model, optimizer: [p.local.mul_(2) for p in model.parameters()]),
+    "another rate": (1, lambda model, optimizer: optimizer.param_groups[0].update(lr=0.5)),
+    "another clipping": (1, lambda model, optimizer: model.clip_grad_norm_(0.01)),
+    "no gradient": (1, lambda model, optimizer: setattr(model.head.weight, "grad", None)),
+    "a norm": (1, lambda model, optimizer: model.embed.weight.norm()),
+    "a sum of a gradient": (1, lambda model, optimizer: model.layers[0].gain.grad.sum()),
+    "a write to a gradient": (1, lambda model, optimizer: halved(model.layers[0].gain)),
+    "foreach": (1, lambda model, optimizer: torch._foreach_mul_([model.embed.weight.grad], 2.0)),
+}
+
+
+@every(2, strategy=("ddp", "zero1", "zero2", "zero3"), name=ALONE)
+def test_what_one_rank_alone_does_is_found(strategy, name):
+    """Under ddp, where nothing travels, with the next training step."""
+    when, act = ALONE[name]
+
+    def rank_fn(comm):
+        model, optimizer = wrap(comm, strategy)
+        for i, (x, y) in enumerate(batches(comm, 4)):
+            for now in (0, 1):
+                if now:
+                    model(x, y)["loss"].backward()
+                if comm.rank == 1 and i == 1 and now == when:
+                    with torch.no_grad():
+                        act(model, optimizer)
+            optimizer.step()
+            optimizer.zero_grad()
+        with torch.no_grad():
+            model(x)
+
+    if strategy == "ddp" and name in ("a norm", "a sum of a gradient"):
+        simulate(DP, rank_fn)  # every rank has all of it
+        return
+    for error in simulate(DP, rank_fn, outcomes=True):
+        assert isinstance(error, fs.errors.CommError), error
+        assert "ranks called different collectives" in str(error)
+        if name == "a parameter is paused":
+            assert "with 1 parameters paused, such as 'head.weight'" in str(error)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
+@pytest.mark.parametrize("act", ["another number", "unsharded"])
+def test_ranks_that_do_the_same_with_other_values_are_found(strategy, act):
+    def rank_fn(comm):
+        model, optimizer = wrap(comm, strategy)
+        for x, y in batches(comm, 3):
+            model(x, y)["loss"].backward()
+            if act == "another number":
+                with torch.no_grad():
+                    model.embed.weight.grad.mul_(0.5 if comm.rank else 0.25)
+            optimizer.step()
+            optimizer.zero_grad()
+            if act == "unsharded":
+                with model.unsharded(write=comm.rank == 0):
+                    pass
+
+    for error in simulate(DP, rank_fn, outcomes=True):
+        assert isinstance(error, fs.errors.CommError), error
 
 
 LAST = {
