@@ -150,12 +150,7 @@ class ModuleCalls:
     """
 
     def __init__(
-        self,
-        module: nn.Module,
-        layout: Layout,
-        chosen: Sequence[str],
-        specs: Mapping[str, Spec],
-        paused: Collection[str],
+        self, module: nn.Module, layout: Layout, chosen: Sequence[str], specs: Mapping[str, Spec], paused: Collection[str]
     ) -> None:
         self._layout, self.specs, self._paused = layout, specs, paused
         present: dict[tuple[int, str], Any] = {}

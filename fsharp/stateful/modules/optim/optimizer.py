@@ -79,12 +79,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     """
 
     def __init__(
-        self,
-        params: Iterable[Any],
-        optimizer: type[torch.optim.Optimizer] | Any,
-        *,
-        check_steps: int = 0,
-        **defaults: Any,
+        self, params: Iterable[Any], optimizer: type[torch.optim.Optimizer] | Any, *, check_steps: int = 0, **defaults: Any
     ) -> None:
         self._is_made = False
         self._has_state: set[str] = set()  # paths of parameters that have had a gradient, the same on all ranks
