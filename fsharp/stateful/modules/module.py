@@ -322,13 +322,10 @@ def _refuse_hooks(whole: Mapping[str, nn.Parameter]) -> None:
 
 def _warn_of_rounding(where: str, session: Session, names: Container[str]) -> None:
     """Of frozen parameters there is no copy in another dtype than that in which they are used."""
-    own = [(unit, leaf) for unit in session.layout.units for leaf in unit.leaves if leaf.tied_to is None]
-    leaves = [(unit, leaf, unit.groups[leaf.group]) for unit, leaf in own]
     rounded = [
-        (unit.full_path(leaf), dtype_name(leaf.dtype), dtype_name(group.dtypes.compute))
-        for unit, leaf, group in leaves
-        if not group.trainable and unit.full_path(leaf) in names
-        if torch.promote_types(leaf.dtype, group.dtypes.compute) != group.dtypes.compute
+        (path, dtype_name(p.leaf.dtype), dtype_name(p.dtype))
+        for path, p in session.parameters.items()
+        if not p.is_trained and path in names and torch.promote_types(p.leaf.dtype, p.dtype) != p.dtype
     ]
     if rounded:
         path, given, kept = rounded[0]

@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-from collections import defaultdict
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -62,30 +61,22 @@ def on_every_rank(where: str, states: States, parameters: Mapping[str, Part], co
     everyone = [json.loads(each) for each in exchange(text, comm)]
     found: States = {}
     for i, path in enumerate(paths):
-        like = parameters[path]
-        holders: dict[tuple[int, ...], list[int]] = defaultdict(list)  # by coordinates along axes on which ranks have their own
-        kinds = [known[which[i]] if which[i] >= 0 else None for known, which in everyone]
-        for rank, kind in enumerate(kinds):
-            if kind is not None:
-                holders[_own(like, rank)].append(rank)
-        for ranks in holders.values():
-            if other := next((rank for rank in ranks if kinds[rank] != kinds[ranks[0]]), None):
-                rows = [(f"rank {rank}", kinds[rank]) for rank in (ranks[0], other)]
+        like, mine = parameters[path], states.get(path, {})
+        kinds = {rank: known[which[i]] for rank, (known, which) in enumerate(everyone) if which[i] >= 0}
+        mesh, axes = like.unit.mesh, like.place.varying  # along which ranks have states of their own
+        owners = [tuple(mesh.coord(axis, rank) for axis in axes) for rank in range(mesh.size)]
+        first: dict[tuple[int, ...], int] = {}
+        for rank, kind in kinds.items():
+            if kinds[one := first.setdefault(owners[rank], rank)] != kind:
+                rows = [(f"rank {each}", kinds[each]) for each in (one, rank)]
                 raise AgreementError(problem(where, f"ranks keep different states of {path!r}.", rows))
-        alike = holders.get(_own(like, like.rank))
-        if not alike:
-            continue
-        everywhere = len(alike) == sum(_own(like, rank) == _own(like, like.rank) for rank in range(comm.mesh.size))
-        mine = states.get(path, {})
-        agreed: list[Any] = kinds[alike[0]] or []
-        found[path] = {
-            key: mine[key] if everywhere else _completed(kind, mine.get(key), like, alike[0], comm) for key, kind in agreed
-        }
+        if (source := first.get(owners[like.rank])) is not None:
+            everywhere = all(rank in kinds for rank in range(mesh.size) if owners[rank] == owners[like.rank])
+            found[path] = {
+                key: mine[key] if everywhere else _completed(kind, mine.get(key), like, source, comm)
+                for key, kind in kinds[source]
+            }
     return found
-
-
-def _own(like: Part, rank: int) -> tuple[int, ...]:
-    return tuple(like.unit.mesh.coord(axis, rank) for axis in like.place.varying)
 
 
 def _described(where: str, states: States, paths: Sequence[str]) -> str:
