@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.utils import _pytree as torch_pytree
 
 from fsharp.errors import MeshError, ScheduleError, TreeError, problem
 from fsharp.functional.comm.agree import gather_bytes, together
@@ -250,20 +251,15 @@ def scatter_from_rank(where: str, given: Any, rank: int, comm: Comm, like: Calla
     )
     outline, metadata = _unpacked(bytes(taken(mine, rank, comm).cpu().numpy()))
 
-    def fill(outline: Any, own: Any, keys: tuple[str, ...]) -> Any:
-        if isinstance(outline, dict):
-            return {k: fill(v, None if own is None else own[k], (*keys, k)) for k, v in outline.items()}
-        if isinstance(outline, list | tuple):
-            owns = [None] * len(outline) if own is None else own
-            return type(outline)(fill(v, o, keys) for v, o in zip(outline, owns, strict=True))
-        if not isinstance(outline, torch.Tensor):
-            return outline
-        value, part = taken(outline if own is None else own, rank, comm), like(keys)
+    def fill(path: Any, x: Any, own: Any) -> Any:
+        if not isinstance(x, torch.Tensor):
+            return x
+        value, part = taken(own, rank, comm), like(tuple(each.key for each in path if hasattr(each, "key")))
         if part is None or value.shape != part.full_shape:  # load_state_dict() refuses a wrong shape
             return value
         return Part.of(value.reshape(-1)[slice(*part.run)].clone(), part)
 
-    found = fill(outline, given if comm.rank == rank else None, ())
+    found = torch_pytree.tree_map_with_path(fill, outline, dict(given) if comm.rank == rank else outline)
     if metadata is not None:
         found = type("StateDict", (dict,), {"_metadata": metadata})(found)
     return found
@@ -277,22 +273,19 @@ def _check_rank(where: str, rank: Any, comm: Comm) -> None:
 def _packed(where: str, given: Mapping[str, Any]) -> bytes:
     """Return as bytes a state dict without the values of its tensors, and torch's metadata on versions of modules."""
 
-    def outline(value: Any, name: str) -> Any:
-        if isinstance(value, Mapping):
-            return {key: outline(each, f"{name}.{key}") for key, each in value.items()}
-        if isinstance(value, list | tuple):
-            return type(value)(outline(each, f"{name}[{i}]") for i, each in enumerate(value))
+    def outline(path: Any, value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
             return value
         if isinstance(value, Part | DTensor) or value.is_meta or value.layout is not torch.strided:
+            name = ".".join(str(getattr(each, "key", getattr(each, "idx", ""))) for each in path)
             raise TreeError(
-                f"{where}: {name[1:]!r} is a {type(value).__name__} {dtype_name(value.dtype)}{list(value.shape)} on "
+                f"{where}: {name!r} is a {type(value).__name__} {dtype_name(value.dtype)}{list(value.shape)} on "
                 f"{value.device}, expected a whole tensor with values, such as full_state_dict() gives."
             )
         return torch.empty(value.shape, dtype=value.dtype, device="meta")
 
     stream = io.BytesIO()
-    torch.save((outline(given, ""), getattr(given, "_metadata", None)), stream)
+    torch.save((torch_pytree.tree_map_with_path(outline, dict(given)), getattr(given, "_metadata", None)), stream)
     try:
         _unpacked(stream.getvalue())
     except Exception as error:  # any kind: the other ranks have to be told
