@@ -511,4 +511,4 @@ def test_every_entry_point_is_a_boundary(name, function):
 
 
 def test_there_are_entry_points():
-    assert len(entry_points()) > 150
+    assert len(entry_points()) > 140
