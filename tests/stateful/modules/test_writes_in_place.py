@@ -63,36 +63,6 @@ def test_evaluations_see_writes(strategy, write, precision, trained):
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("when", ["before the forward", "before the update"])
-def test_training_goes_on_from_what_was_written(strategy, when):
-    """The losses and parameters of plain torch."""
-
-    def steps(model, optimizer, data, losses):
-        for x, y in data:
-            if when == "before the forward":
-                doubled(model)
-            optimizer.zero_grad()
-            loss = model(x, y)["loss"]
-            loss.backward()
-            if when == "before the update":
-                doubled(model)
-            optimizer.step()
-            losses.append(loss.detach())
-
-    def rank_fn(comm):
-        model, optimizer = wrap(comm, strategy)
-        losses = []
-        steps(model, optimizer, batches(comm, 3), losses)
-        return values(model)
-
-    plain = modules.make()
-    steps(plain, torch.optim.AdamW(plain.parameters(), **modules.ADAMW), batches(None, 3), [])
-    for whole in simulate(DP, rank_fn):
-        for name, value in plain.named_parameters():
-            torch.testing.assert_close(whole[name], value.detach(), rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_teacher_that_follows_by_a_loop(strategy):
     """An average of a student's parameters, by the loop that everybody writes, over what each rank has."""
 
@@ -121,34 +91,6 @@ def test_a_teacher_that_follows_by_a_loop(strategy):
     expected = run(modules.make(), plain, torch.optim.AdamW(plain.parameters(), **modules.ADAMW), batches(None, 3))
     for found in simulate(DP, rank_fn):
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_forwards_see_writes_between_two_backward_passes(strategy):
-    """In steps that follow a schedule, too: it keeps what a backward has gathered for the next forward."""
-
-    def steps(model, optimizer, data):
-        losses = []
-        for i, (x, y) in enumerate(data):
-            model(x, y)["loss"].backward()
-            with torch.no_grad():
-                for p in (model.layers[1] if i % 2 else model).parameters():
-                    p.mul_(0.9)
-            losses.append(evaluated(model, x, y))
-            loss = model(x, y)["loss"]
-            loss.backward()
-            losses.append(loss.detach())
-            optimizer.step()
-            optimizer.zero_grad()
-        return torch.stack(losses)
-
-    def rank_fn(comm):
-        return comm.all_reduce(steps(*wrap(comm, strategy), batches(comm, 4)), "dp") / 2
-
-    plain = modules.make()
-    expected = steps(plain, torch.optim.AdamW(plain.parameters(), **modules.ADAMW), batches(None, 4))
-    for found in simulate(DP, rank_fn):
-        modules.close(found, expected)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

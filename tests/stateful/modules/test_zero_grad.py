@@ -1,4 +1,4 @@
-"""zero_grad() of a sharded module: where it may be called, what it drops, and what is refused without it."""
+"""Steps of a sharded module as in plain torch, wherever zero_grad() and writes come; what is refused without zero_grad()."""
 
 import pytest
 import torch
@@ -79,6 +79,30 @@ def left_out(model, optimizer, x, y):
     after(model, optimizer, x, y)
 
 
+@torch.no_grad()
+def scaled(module, factor):
+    for p in module.parameters():
+        p.mul_(factor)
+
+
+def writes_around_a_backward(model, optimizer, x, y):
+    scaled(model, 2)
+    loss = model(x, y)["loss"]
+    loss.backward()
+    scaled(model, 1.5)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def writes_between_two_backwards(model, optimizer, x, y):
+    """In steps that follow a schedule, too: it keeps what a backward has gathered for the next forward."""
+    model(x, y)["loss"].backward()
+    scaled(model.layers[1], 0.9)
+    with torch.no_grad():
+        model(x, y)
+    after(model, optimizer, x, y)
+
+
 WAYS = [
     after,
     at_the_start,
@@ -89,6 +113,8 @@ WAYS = [
     between_backwards_of_other_units,
     after_a_gradient_by_autograd,
     left_out,
+    writes_around_a_backward,
+    writes_between_two_backwards,
 ]
 
 
