@@ -60,6 +60,7 @@ CONTAINERS = {
     "namedtuple": (lambda h: Named(h, 3), lambda box: box.h),
     "ordered dict": (lambda h: OrderedDict(h=h), lambda box: box["h"]),
     "deque": (lambda h: deque([h]), lambda box: box[0]),
+    "what torch.max returns": (lambda h: torch.return_types.max((h, h)), lambda box: box.values),
     "nested": (lambda h: ({"a": [Slotted([h])]},), lambda box: box[0]["a"][0].h[0]),
 }
 FOREIGN = {
