@@ -13,12 +13,12 @@ print(fs.inspect.compare(predicted, trace.timeline(schedule)))
 """
 
 from fsharp.stateful.inspect.draw import draw as draw
-from fsharp.stateful.inspect.draw_sharding import draw_sharding as draw_sharding
 from fsharp.stateful.inspect.estimate import Hardware as Hardware
 from fsharp.stateful.inspect.estimate import predict as predict
 from fsharp.stateful.inspect.perfetto import perfetto as perfetto
 from fsharp.stateful.inspect.sharding import LeafSharding as LeafSharding
 from fsharp.stateful.inspect.sharding import TreeSharding as TreeSharding
+from fsharp.stateful.inspect.sharding import draw_sharding as draw_sharding
 from fsharp.stateful.inspect.sharding import sharding as sharding
 from fsharp.stateful.inspect.table import table as table
 from fsharp.stateful.inspect.timeline import Timeline as Timeline

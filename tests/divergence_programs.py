@@ -22,7 +22,6 @@ POLICIES: dict[str, dict[str, Any]] = {
     "default": {},
     "prefetch 0": {"prefetch": 0},
     "prefetch 2": {"prefetch": 2},
-    "delayed": {"reduce": "delayed"},
     "kept": {"release": "backward"},
     "buckets": {"bucket_nbytes": 100},
     "nothing carried": {"gather_at_start": False},
@@ -41,7 +40,6 @@ KINDS: dict[str, tuple[str, ...]] = {
     "a unit more": ALL,
     "a unit fewer": ALL,
     "another prefetch": ENGINES,
-    "delayed reductions": ENGINES,
     "a memory budget": ENGINES,
     "another batch": ALL,
     "other microbatches": ALL,
@@ -149,8 +147,6 @@ class Here:
         options = dict(POLICIES[self.s.policy])
         if self.always("another prefetch"):
             options["prefetch"] = 2 if options.get("prefetch", 1) < 2 else 0
-        if self.always("delayed reductions"):
-            options["reduce"] = "ready" if "reduce" in options else "delayed"
         if self.always("a memory budget"):
             options["memory_budget"] = 600
         return DebugPolicy(poison=True, **options)

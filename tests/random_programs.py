@@ -6,7 +6,7 @@ from itertools import count
 from hypothesis import strategies as st
 
 from fsharp.functional.comm.protocol import Call
-from fsharp.stateful.schedule.policy import Policy
+from fsharp.stateful.schedule.policy import DebugPolicy
 from fsharp.stateful.schedule.program import Event, Program, UnitFacts
 
 GATHER, REDUCE = Call("all_gather", "dp", 64), Call("reduce_scatter", "dp", 64)
@@ -111,18 +111,12 @@ def programs(draw, max_units=5, **fixed):
 @st.composite
 def policies(draw, **fixed):
     """A policy without a memory budget. ``fixed``: fields that are given."""
-    prefetch = draw(st.integers(0, 3))
     fields = {
-        "prefetch": prefetch,
-        "buffers": draw(st.one_of(st.none(), st.integers(prefetch + 1, prefetch + 3))),
+        "prefetch": draw(st.integers(0, 3)),
         "release": draw(st.sampled_from(["room", "room", "forward", "backward"])),
-        "reduce": draw(st.sampled_from(["ready", "delayed"])),
-        "reduce_buffers": draw(st.integers(1, 3)),
-        "finish_buffers": draw(st.integers(1, 3)),
         "bucket_nbytes": draw(st.sampled_from([0, None, 2 * ALIGN, 8 * ALIGN])),
         "gather_at_start": draw(st.sampled_from([True, True, False])),
         "sum_late": draw(st.sampled_from([None, True, False])),
-        "one_stream": draw(st.booleans()),
         "separate_groups": draw(st.booleans()),
     }
-    return Policy(**{**fields, **fixed})
+    return DebugPolicy(**{**fields, **fixed})

@@ -42,17 +42,12 @@ POLICIES = {
     "default": {},
     "prefetch 0": {"prefetch": 0},
     "prefetch 2": {"prefetch": 2},
-    "3 buffers": {"buffers": 3},
     "release after forward": {"release": "forward"},
     "release after backward": {"release": "backward"},
-    "reduce delayed": {"reduce": "delayed"},
-    "one reduction at a time": {"reduce_buffers": 1},
-    "delayed, one at a time": {"reduce": "delayed", "reduce_buffers": 1, "prefetch": 2},
     "buckets": {"bucket_nbytes": 2000},
     "nothing carried": {"gather_at_start": False},
     "sums at once": {"sum_late": False},
     "offload": {"offload": True},
-    "one stream": {"one_stream": True},
     "one group": {"separate_groups": False},
 }
 

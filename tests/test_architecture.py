@@ -160,7 +160,7 @@ def test_classes_that_run_steps_have_few_attributes():
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ClassDef) and (node.name in large or path.parent == ROOT / "stateful" / "schedule"):
                 found[node.name] = {each.attr for each in stored(node) if is_own(each)}
-    assert {*large, "Emitter", "GradientOps", "ParameterOps"} <= set(found)
+    assert {*large, "GradientOps", "ParameterOps"} <= set(found)
     assert not {name: sorted(names) for name, names in found.items() if len(names) > 12}
 
 

@@ -34,7 +34,6 @@ POLICIES = {
     "blocking": None,
     "default": {},
     "buckets": {"prefetch": 2, "bucket_nbytes": 2000},
-    "delayed": {"reduce": "delayed", "reduce_buffers": 1},
     "sums at once": {"sum_late": False},
 }
 OPS = ("reduce_scatter", "all_to_all")

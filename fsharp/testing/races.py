@@ -42,18 +42,16 @@ class UnneededWait(NamedTuple):
 class VirtualLanes(Lanes):
     """Lanes on a host without streams: what is issued on them runs at once, and is logged with its order.
 
-    With ``one_stream`` gathers and reductions share a lane. ``describe`` returns an op in words, and ``here`` what compute is
-    doing. ``log`` is what was issued, in order.
+    ``describe`` returns an op in words, and ``here`` what compute is doing. ``log`` is what was issued, in order.
     """
 
     def __init__(
         self,
         *,
-        one_stream: bool = False,
         describe: Callable[[Key], str] = lambda key: f"op {key[1]}",
         here: Callable[[], str] = lambda: "outside of a step",
     ) -> None:
-        self.one_stream, self.describe, self.here = one_stream, describe, here
+        self.describe, self.here = describe, here
         self.log: list[Entry] = []
         self.lane, self._during = COMPUTE, ""
         self._marks: set[Key] = set()
@@ -68,7 +66,7 @@ class VirtualLanes(Lanes):
     @contextmanager
     def on(self, name: str, op: Key | None = None, after: Sequence[Key] = (), *, begins: bool = True) -> Iterator[None]:
         """Issue on a lane, behind what the current lane was given so far, if ``begins``, and behind the given ops."""
-        lane = self._lane(name)
+        lane = name
         during = f"{name} on demand at {self.here()}" if op is None else self.describe(op)
         if begins:
             self.log.append(Wait(lane, self.lane, f"{lane} waits for {self.lane} before {during}"))
@@ -94,13 +92,10 @@ class VirtualLanes(Lanes):
 
     def join_all(self, *names: str) -> None:
         """Have the current lane wait for all that the lanes of these names have been given."""
-        for lane in dict.fromkeys(map(self._lane, names)):
+        for lane in names:
             if lane not in self._given:
                 continue
             self.log.append(Wait(self.lane, lane, f"{self.lane} joins all of {lane} at {self.here()}"))
-
-    def _lane(self, name: str) -> str:
-        return "gather" if self.one_stream and name == "reduce" else name
 
     def synchronize(self, op: Key) -> None:
         """Have the host, and so all that it issues later, wait for an op."""
@@ -252,11 +247,7 @@ def check_races(engine: Scheduler | ShardedModule) -> Iterator[RaceReport]:
     """
     scheduler = _session(engine).scheduler if isinstance(engine, ShardedModule) else engine
     _check(scheduler)
-    lanes = VirtualLanes(
-        one_stream=scheduler.policy.one_stream,
-        describe=lambda key: _op(scheduler, key),
-        here=lambda: _here(scheduler),
-    )
+    lanes = VirtualLanes(describe=lambda key: _op(scheduler, key), here=lambda: _here(scheduler))
     report = RaceReport(lanes, lambda span: _place(scheduler, span))
     before = scheduler.lanes
     scheduler.use_lanes(lanes)
@@ -273,12 +264,12 @@ def _check(scheduler: Scheduler) -> None:
         raise ScheduleError(
             f"check_races(): the scheduler is on {scheduler.device}, expected a CPU, where streams are virtual."
         )
-    if scheduler.transport.innermost.is_async:
+    if scheduler.transport.is_async:
         raise ScheduleError(
             "check_races(): collectives run in threads of their own, which it does not see. Use a SingleComm with "
             "DebugPolicy(trivial_axes=True), or ranks made by fsharp.testing.simulate()."
         )
-    if scheduler.policy.sum_late:
+    if scheduler.policy.sum_late is not False:
         raise ScheduleError(
             "check_races(): the policy is that of a host without streams (sum_late). Pass sum_late=False for the schedule that "
             "a device with streams follows."

@@ -21,6 +21,9 @@ All primitives work on the last dim; dims in front of it are carried along. Alon
 tensors, they do nothing.
 """
 
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,116 +33,58 @@ from fsharp.functional.comm.protocol import Comm
 from fsharp.functional.formats.format import Format
 from fsharp.tracebacks import api_boundary
 
-# torch.func differentiates a backward too: each backward below calls a primitive, never a Comm.
+
+@dataclass(frozen=True, eq=False)
+class _Collective:
+    """One collective with its arguments.
+
+    Attributes:
+        call: the method of the Comm.
+        again: the primitive, under vmap.
+        transpose: the primitive that is its transpose.
+        before: makes of ``[..., c]`` what the method takes.
+        after: makes ``[..., c]`` of what the method returns.
+        tangent: the primitive for tangents; None means ``again``.
+    """
+
+    call: Callable[[torch.Tensor], torch.Tensor]
+    again: Callable[[torch.Tensor], torch.Tensor]
+    transpose: Callable[[torch.Tensor], torch.Tensor]
+    before: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.contiguous
+    after: Callable[[torch.Tensor], torch.Tensor] | None = None
+    tangent: Callable[[torch.Tensor], torch.Tensor] | None = None
 
 
-class _AllGather(torch.autograd.Function):
+class _Primitive(torch.autograd.Function):
+    """torch.func differentiates a backward too: it calls a primitive, never a Comm."""
+
     @staticmethod
-    def forward(x: torch.Tensor, comm: Comm, axis: str) -> torch.Tensor:
-        parts = comm.all_gather(x.contiguous(), axis)
-        return parts.movedim(0, -2).reshape(*x.shape[:-1], -1)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-        ctx.comm, ctx.axis = inputs[1:]
-
-    @staticmethod
-    @api_boundary
-    def backward(ctx: Any, *cotangents: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return reduce_scatter_last(cotangents[0], ctx.comm, ctx.axis), None, None
-
-    @staticmethod
-    @api_boundary
-    def jvp(ctx: Any, *tangents: torch.Tensor) -> torch.Tensor:
-        return all_gather_last(tangents[0], ctx.comm, ctx.axis)
-
-    @staticmethod
-    def vmap(info: Any, in_dims: tuple[int | None, ...], x: torch.Tensor, comm: Comm, axis: str) -> tuple[torch.Tensor, int]:
-        return all_gather_last(x.movedim(in_dims[0] or 0, 0), comm, axis), 0
-
-
-class _ReduceScatter(torch.autograd.Function):
-    @staticmethod
-    def forward(x: torch.Tensor, comm: Comm, axis: str, dtype: torch.dtype) -> torch.Tensor:
-        n = comm.mesh.axis_size(axis)
-        parts = x.reshape(*x.shape[:-1], n, -1).movedim(-2, 0)
-        return comm.reduce_scatter(parts.contiguous(), axis, dtype=dtype)
+    def forward(x: torch.Tensor, collective: _Collective) -> torch.Tensor:
+        out = collective.call(collective.before(x))
+        return out if collective.after is None else collective.after(out)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-        x, ctx.comm, ctx.axis, ctx.dtype = inputs
-        ctx.wire = x.dtype
+        ctx.collective = inputs[1]
 
     @staticmethod
     @api_boundary
-    def backward(ctx: Any, *cotangents: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        return all_gather_last(cotangents[0].to(ctx.wire), ctx.comm, ctx.axis), None, None, None
+    def backward(ctx: Any, *cotangents: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return ctx.collective.transpose(cotangents[0]), None
 
     @staticmethod
     @api_boundary
-    def jvp(ctx: Any, *tangents: torch.Tensor) -> torch.Tensor:
-        return reduce_scatter_last(tangents[0], ctx.comm, ctx.axis, dtype=ctx.dtype)
+    def jvp(ctx: Any, *tangents: Any) -> torch.Tensor:
+        return (ctx.collective.tangent or ctx.collective.again)(tangents[0])  # type: ignore[no-any-return]
 
     @staticmethod
-    def vmap(
-        info: Any, in_dims: tuple[int | None, ...], x: torch.Tensor, comm: Comm, axis: str, dtype: torch.dtype
-    ) -> tuple[torch.Tensor, int]:
-        return reduce_scatter_last(x.movedim(in_dims[0] or 0, 0), comm, axis, dtype=dtype), 0
+    def vmap(info: Any, in_dims: tuple[int | None, ...], x: torch.Tensor, collective: _Collective) -> tuple[torch.Tensor, int]:
+        return collective.again(x.movedim(in_dims[0] or 0, 0)), 0
 
 
-class _ReduceScatterEncoded(torch.autograd.Function):
-    @staticmethod
-    def forward(x: torch.Tensor, comm: Comm, axis: str, wire: Format) -> torch.Tensor:
-        n = comm.mesh.axis_size(axis)
-        rows = x.reshape(*x.shape[:-1], n, -1).movedim(-2, 0)
-        part = rows[0].numel()
-        sizes = [wire.size(part)] * n
-        received = comm.all_to_all(wire.store(rows.reshape(-1), part), sizes, sizes, axis=axis)
-        return wire.sum(received, part, x.dtype).view(rows.shape[1:])
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-        _, ctx.comm, ctx.axis, _ = inputs
-
-    @staticmethod
-    @api_boundary
-    def backward(ctx: Any, *cotangents: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        return all_gather_last(cotangents[0], ctx.comm, ctx.axis), None, None, None
-
-    @staticmethod
-    @api_boundary
-    def jvp(ctx: Any, *tangents: torch.Tensor) -> torch.Tensor:
-        return reduce_scatter_last(tangents[0], ctx.comm, ctx.axis)
-
-    @staticmethod
-    def vmap(
-        info: Any, in_dims: tuple[int | None, ...], x: torch.Tensor, comm: Comm, axis: str, wire: Format
-    ) -> tuple[torch.Tensor, int]:
-        return reduce_scatter_encoded(x.movedim(in_dims[0] or 0, 0), comm, axis, wire), 0
-
-
-class _AllReduce(torch.autograd.Function):
-    @staticmethod
-    def forward(x: torch.Tensor, comm: Comm, axis: str) -> torch.Tensor:
-        return comm.all_reduce(x.contiguous(), axis)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-        ctx.comm, ctx.axis = inputs[1:]
-
-    @staticmethod
-    @api_boundary
-    def backward(ctx: Any, *cotangents: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return all_reduce(cotangents[0], ctx.comm, ctx.axis), None, None
-
-    @staticmethod
-    @api_boundary
-    def jvp(ctx: Any, *tangents: torch.Tensor) -> torch.Tensor:
-        return all_reduce(tangents[0], ctx.comm, ctx.axis)
-
-    @staticmethod
-    def vmap(info: Any, in_dims: tuple[int | None, ...], x: torch.Tensor, comm: Comm, axis: str) -> tuple[torch.Tensor, int]:
-        return all_reduce(x.movedim(in_dims[0] or 0, 0), comm, axis), 0
+def _parts(x: torch.Tensor, n: int) -> torch.Tensor:
+    """``[n, ..., c]`` of ``[..., n * c]``."""
+    return x.reshape(*x.shape[:-1], n, -1).movedim(-2, 0)
 
 
 def all_gather_last(x: torch.Tensor, comm: Comm, axis: str) -> torch.Tensor:
@@ -149,8 +94,13 @@ def all_gather_last(x: torch.Tensor, comm: Comm, axis: str) -> torch.Tensor:
     """
     if _is_free(x, comm, axis):
         return x
-    out: torch.Tensor = _AllGather.apply(x, comm, axis)
-    return out
+
+    def joined(parts: torch.Tensor) -> torch.Tensor:
+        return parts.movedim(0, -2).reshape(*parts.shape[1:-1], -1)
+
+    again, transpose = (partial(each, comm=comm, axis=axis) for each in (all_gather_last, reduce_scatter_last))
+    found = _Collective(partial(comm.all_gather, axis=axis), again, transpose, after=joined)
+    return _Primitive.apply(x, found)  # type: ignore[no-any-return]
 
 
 def reduce_scatter_last(x: torch.Tensor, comm: Comm, axis: str, *, dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -170,8 +120,14 @@ def reduce_scatter_last(x: torch.Tensor, comm: Comm, axis: str, *, dtype: torch.
     _check_divides("reduce_scatter_last()", x, axis, comm.mesh.axis_size(axis))
     if _is_free(x, comm, axis):
         return x.to(dtype or x.dtype)
-    out: torch.Tensor = _ReduceScatter.apply(x, comm, axis, dtype or x.dtype)
-    return out
+    n, wire = comm.mesh.axis_size(axis), x.dtype
+
+    call = partial(comm.reduce_scatter, axis=axis, dtype=dtype or wire)
+    again = partial(reduce_scatter_last, comm=comm, axis=axis, dtype=dtype or wire)
+    found = _Collective(
+        call, again, lambda y: all_gather_last(y.to(wire), comm, axis), before=lambda x: _parts(x, n).contiguous()
+    )
+    return _Primitive.apply(x, found)  # type: ignore[no-any-return]
 
 
 def reduce_scatter_encoded(x: torch.Tensor, comm: Comm, axis: str, wire: Format) -> torch.Tensor:
@@ -191,8 +147,20 @@ def reduce_scatter_encoded(x: torch.Tensor, comm: Comm, axis: str, wire: Format)
     _check_divides("reduce_scatter_encoded()", x, axis, comm.mesh.axis_size(axis) * wire.block)
     if _is_free(x, comm, axis):
         return x
-    out: torch.Tensor = _ReduceScatterEncoded.apply(x, comm, axis, wire)
-    return out
+    n = comm.mesh.axis_size(axis)
+
+    def call(x: torch.Tensor) -> torch.Tensor:
+        rows = _parts(x, n)
+        part = rows[0].numel()
+        sizes = [wire.size(part)] * n
+        received = comm.all_to_all(wire.store(rows.reshape(-1), part), sizes, sizes, axis=axis)
+        return wire.sum(received, part, x.dtype).view(rows.shape[1:])
+
+    def again(x: torch.Tensor) -> torch.Tensor:
+        return reduce_scatter_encoded(x, comm, axis, wire)
+
+    transpose, tangent = (partial(each, comm=comm, axis=axis) for each in (all_gather_last, reduce_scatter_last))
+    return _Primitive.apply(x, _Collective(call, again, transpose, tangent=tangent))  # type: ignore[no-any-return]
 
 
 def all_reduce(x: torch.Tensor, comm: Comm, axis: str) -> torch.Tensor:
@@ -202,8 +170,8 @@ def all_reduce(x: torch.Tensor, comm: Comm, axis: str) -> torch.Tensor:
     """
     if _is_free(x, comm, axis):
         return x
-    out: torch.Tensor = _AllReduce.apply(x, comm, axis)
-    return out
+    again = partial(all_reduce, comm=comm, axis=axis)
+    return _Primitive.apply(x, _Collective(partial(comm.all_reduce, axis=axis), again, again))  # type: ignore[no-any-return]
 
 
 def local_slice(x: torch.Tensor, comm: Comm, axis: str) -> torch.Tensor:

@@ -67,14 +67,8 @@ def check_same(
             rows.append((path, different))
     if rows:
         more = [("...", f"{len(rows) - _SHOWN} more")] if len(rows) > _SHOWN else []
-        raise AgreementError(
-            problem(
-                where,
-                f"{len(rows)} of {len(tensors)} parameters do not have the same values on all ranks.",
-                [*rows[:_SHOWN], *more],
-                remedy,
-            )
-        )
+        what = f"{len(rows)} of {len(tensors)} parameters do not have the same values on all ranks."
+        raise AgreementError(problem(where, what, [*rows[:_SHOWN], *more], remedy))
 
 
 def _differing(found: list[bytes], mesh: Mesh, varying: tuple[str, ...]) -> str | None:

@@ -147,11 +147,7 @@ def _sendable(text: str) -> str:
 
 
 def leave(*, within_s: float) -> None:
-    """Count this rank among those that have left. Rank 0 waits for the others: the store may end with its process.
-
-    Args:
-        within_s: seconds that it waits at most.
-    """
+    """Count this rank among those that have left. Rank 0 waits for the others: the store may end with its process."""
     store, size = PrefixStore("fsharp/left", _get_default_store()), dist.get_world_size()
     count, _ = _store.ask(lambda: store.add("count", 1), size)
     is_agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun's own process hosts it

@@ -103,11 +103,7 @@ class ProcessGroupComm:
 
     @api_boundary
     def group(self, axis: str) -> dist.ProcessGroup:
-        """The process group along ``axis``; a new one if that has been aborted, which every rank has to ask for.
-
-        Raises:
-            MeshError: no such axis.
-        """
+        """The process group along ``axis``; a new one if that has been aborted, which every rank has to ask for."""
         self.mesh.index(axis)
         group = self._groups[axis]
         if group is None:
@@ -116,11 +112,7 @@ class ProcessGroupComm:
 
     @api_boundary
     def new_group(self, axis: str) -> dist.ProcessGroup:
-        """One more process group along ``axis``. Every rank of the mesh has to make it, and no other one of the job.
-
-        Raises:
-            CommError: the others have not come within the limit.
-        """
+        """One more process group along ``axis``. Every rank of the mesh has to make it, and no other one of the job."""
         ranks = [self.ranks[rank] for rank in self.mesh.group(axis, self.rank)]
         return _group_of(ranks, self.limit_s, self.device, is_native=self.is_native)
 
@@ -289,9 +281,7 @@ class Messages(NamedTuple):
     """Messages of one collective between ranks of a group. If one fails, its call knows which rank it was for or from.
 
     Attributes:
-        group: over gloo.
         ranks: of the mesh, by rank in the group.
-        call: the collective.
     """
 
     group: dist.ProcessGroup
@@ -309,11 +299,7 @@ class Messages(NamedTuple):
         return source, self.group.recv([x], source, self.call.tag)
 
     def wait(self, posted: Sequence[tuple[int, Any]]) -> None:
-        """Block until messages have been sent and received.
-
-        Raises:
-            RuntimeError: one of them cannot be; ``call.peer`` is the other rank.
-        """
+        """Block until messages have been sent and received."""
         for rank, work in posted:
             self.call.turn_to(self.ranks[rank])
             work.wait()

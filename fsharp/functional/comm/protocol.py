@@ -244,8 +244,37 @@ class CountingComm(_CommWrapper):
             self.calls[Call(op, axis, sent_nbytes(op, nbytes, self.mesh.axis_size(axis)))] += 1
 
 
+class PassingComm:
+    """Base class of Comms that pass calls on, each to the Comm and under the label that :meth:`_passed` returns."""
+
+    def _passed(self, label: str) -> tuple[Comm, str]:
+        raise NotImplementedError
+
+    def all_gather(self, x: torch.Tensor, axis: str, *, label: str = "") -> torch.Tensor:
+        """Pass it on."""
+        comm, label = self._passed(label)
+        return comm.all_gather(x, axis, label=label)
+
+    def reduce_scatter(self, x: torch.Tensor, axis: str, *, dtype: torch.dtype | None = None, label: str = "") -> torch.Tensor:
+        """Pass it on."""
+        comm, label = self._passed(label)
+        return comm.reduce_scatter(x, axis, dtype=dtype, label=label)
+
+    def all_reduce(self, x: torch.Tensor, axis: str, *, op: ReduceOp = "sum", label: str = "") -> torch.Tensor:
+        """Pass it on."""
+        comm, label = self._passed(label)
+        return comm.all_reduce(x, axis, op=op, label=label)
+
+    def all_to_all(
+        self, x: torch.Tensor, send: Sequence[int], receive: Sequence[int], *, axis: str | None = None, label: str = ""
+    ) -> torch.Tensor:
+        """Pass it on."""
+        comm, label = self._passed(label)
+        return comm.all_to_all(x, send, receive, axis=axis, label=label)
+
+
 @dataclass(frozen=True)
-class Labelled(_CommWrapper):
+class Labelled(PassingComm, _CommWrapper):
     """A Comm whose calls are all for one thing.
 
     Attributes:
@@ -256,26 +285,8 @@ class Labelled(_CommWrapper):
     inner: Comm
     label: str
 
-    def all_gather(self, x: torch.Tensor, axis: str, *, label: str = "") -> torch.Tensor:
-        """Call it on ``inner``, with the text of this wrapper in its label."""
-        return self.inner.all_gather(x, axis, label=self._named(label))
-
-    def reduce_scatter(self, x: torch.Tensor, axis: str, *, dtype: torch.dtype | None = None, label: str = "") -> torch.Tensor:
-        """Call it on ``inner``, with the text of this wrapper in its label."""
-        return self.inner.reduce_scatter(x, axis, dtype=dtype, label=self._named(label))
-
-    def all_reduce(self, x: torch.Tensor, axis: str, *, op: ReduceOp = "sum", label: str = "") -> torch.Tensor:
-        """Call it on ``inner``, with the text of this wrapper in its label."""
-        return self.inner.all_reduce(x, axis, op=op, label=self._named(label))
-
-    def all_to_all(
-        self, x: torch.Tensor, send: Sequence[int], receive: Sequence[int], *, axis: str | None = None, label: str = ""
-    ) -> torch.Tensor:
-        """Call it on ``inner``, with the text of this wrapper in its label."""
-        return self.inner.all_to_all(x, send, receive, axis=axis, label=self._named(label))
-
-    def _named(self, label: str) -> str:
-        return self.label + label if label else self.label.rstrip(" :,")
+    def _passed(self, label: str) -> tuple[Comm, str]:
+        return self.inner, self.label + label if label else self.label.rstrip(" :,")
 
 
 def sum_in_rank_order(parts: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

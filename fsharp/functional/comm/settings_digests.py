@@ -63,12 +63,7 @@ def settings_behind(labels: Iterable[str]) -> dict[str, str]:
 
 
 def differing_settings(labels: Mapping[int, str], known: Mapping[str, str]) -> list[tuple[str, str]]:
-    """Return the settings in which ranks differ, as rows of an error.
-
-    Args:
-        labels: by rank, the label of one collective.
-        known: settings by digest.
-    """
+    """Return the settings in which ranks differ, as rows of an error."""
     lines = {}
     for rank, label in labels.items():
         texts = [text for each, text in known.items() if each in label]

@@ -68,11 +68,6 @@ def label_of(node: Sharded, comm: Comm, target: Place | None = None) -> str:
 
     If a name does not say which tree it is, values are numbered by what ranks do together: they are the k-th of this text of
     which this unit is gathered along these axes. Where nothing travels they are not counted, as one rank alone may do that.
-
-    Args:
-        node: the unit.
-        comm: the ranks.
-        target: where its values are brought; None means to every rank.
     """
     counts = counts_of(comm)
     if counts is None:

@@ -117,8 +117,6 @@ class RankStatuses:
     """What the ranks of one or more Comms tell each other: each has one note on the board, about where it waits at present.
 
     Args:
-        rank: this one.
-        size: number of ranks.
         board: where notes are left; None if ranks have none, and compare labels as they meet.
 
     Attributes:
@@ -155,11 +153,7 @@ class RankStatuses:
         return time.monotonic() - self._heard_s.get(rank, -_HEARD_WITHIN_S) < _HEARD_WITHIN_S
 
     def leave(self, error: BaseException | None) -> None:
-        """Leave a last note, for ranks that will wait for this one: it ends, because of an error or without one.
-
-        Args:
-            error: that nothing has caught.
-        """
+        """Leave a last note, for ranks that will wait for this one: it ends, because of an error or without one."""
         why = f"its last collective was {self.last!r}" if self.last else "after no collective yet"
         if error is not None:
             why += f", and it left with the error below.\n{formatted(error)[-_SHOWN_TRACEBACK:]}"
@@ -233,11 +227,7 @@ class Watch:
         ranks.watches[name] = self
 
     def check(self) -> None:
-        """Refuse one more collective.
-
-        Raises:
-            AgreementError: one has failed before, or another rank has.
-        """
+        """Refuse one more collective."""
         if self.error is not None:
             raise self.error.with_traceback(None)  # else it shows where it was raised before as well
 
@@ -256,11 +246,7 @@ class Watch:
         threading.Thread(target=_listen, args=arguments, name="fsharp listener", daemon=True).start()
 
     def begin(self, label: str) -> WatchedCall:
-        """This rank is about to take part in a collective.
-
-        Raises:
-            AgreementError: one has failed before.
-        """
+        """This rank is about to take part in a collective."""
         self.check()
         call = WatchedCall(self, label, self.count)
         self.count += 1

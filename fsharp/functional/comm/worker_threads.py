@@ -18,11 +18,7 @@ _running: "weakref.WeakKeyDictionary[threading.Thread, SimpleQueue[tuple[Job, Ou
 
 
 class Worker:
-    """A thread that does one job after another. It starts with the first one and ends with its owner.
-
-    Args:
-        name: of the thread.
-    """
+    """A thread that does one job after another. It starts with the first one and ends with its owner."""
 
     def __init__(self, name: str) -> None:
         self.name = name

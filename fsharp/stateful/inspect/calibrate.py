@@ -128,14 +128,9 @@ def _check_kinds(schedule: Schedule, rows: Iterable[Row]) -> None:
     needed = [*kinds(lambda spec: spec.cost == "compute"), *kinds(lambda spec: spec.cost == "update"), *senders()]
     missing = [kind for kind in needed if kind in wanted - measured]
     if missing:
-        raise ScheduleError(
-            problem(
-                "Hardware.fit()",
-                f"the trace has no measurement of {' or '.join(missing)}, and the schedule has some.",
-                [("measured", ", ".join(kind for kind in kinds() if kind in measured) or "nothing")],
-                "Trace steps that follow the schedule, each to its end.",
-            )
-        )
+        there = [("measured", ", ".join(kind for kind in kinds() if kind in measured) or "nothing")]
+        what = f"the trace has no measurement of {' or '.join(missing)}, and the schedule has some."
+        raise ScheduleError(problem("Hardware.fit()", what, there, "Trace steps that follow the schedule, each to its end."))
 
 
 def _flights(schedule: Schedule, rows: Iterable[Row]) -> dict[int, list[Interval]]:
@@ -147,11 +142,10 @@ def _flights(schedule: Schedule, rows: Iterable[Row]) -> dict[int, list[Interval
         if kind in kinds_that_send:
             known = began.get((first[index], step), (start, stop))
             began[first[index], step] = min(known[0], start), max(known[1], stop)
-    is_one_queue = schedule.policy.one_stream or schedule.policy.separate_groups is False
     result: dict[int, list[Interval]] = {}
     free: dict[Stream, float] = {}
     for (op, _), (start, stop) in sorted(began.items(), key=lambda item: (item[1], item[0])):
-        queue = "gather" if is_one_queue else schedule.ops[op].stream
+        queue = "gather" if schedule.policy.separate_groups is False else schedule.ops[op].stream
         start = max(start, free.get(queue, start))
         free[queue] = stop = max(start, stop)
         result.setdefault(op, []).append((start, stop))
@@ -193,14 +187,10 @@ def _fit_links(points: Sequence[_Point]) -> dict[Channel, tuple[float, float]]:
         if found is not None:
             return {link: found[names[link]] for link in links}
     sizes = {link: sorted({point.sent[link] for point in points if link in point.sent}) for link in links}
-    raise ScheduleError(
-        problem(
-            "Hardware.fit()",
-            "latency and bandwidth cannot be told apart where all collectives of a kind send the same.",
-            [(" ".join(link), ", ".join(f"{nbytes:,}" for nbytes in each) + " bytes") for link, each in sizes.items()],
-            "Trace a step whose units differ in size, or write Hardware(latency=..., bandwidth=...) yourself.",
-        )
-    )
+    rows = [(" ".join(link), ", ".join(f"{nbytes:,}" for nbytes in each) + " bytes") for link, each in sizes.items()]
+    what = "latency and bandwidth cannot be told apart where all collectives of a kind send the same."
+    remedy = "Trace a step whose units differ in size, or write Hardware(latency=..., bandwidth=...) yourself."
+    raise ScheduleError(problem("Hardware.fit()", what, rows, remedy))
 
 
 def _least_squares(points: Sequence[_Point], names: Mapping[Channel, Channel]) -> dict[Channel, tuple[float, float]] | None:

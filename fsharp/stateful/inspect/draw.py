@@ -31,11 +31,7 @@ _SINGLES = "#e07b39", "#c2528b", "#8c6d4f", "#4f8fc0", "#7f9a3c", "#9467bd"
 
 @options_checked
 def draw(
-    what: Schedule | Timeline,
-    path: str | PathLike[str],
-    *,
-    hardware: Hardware | None = None,
-    measured: Timeline | None = None,
+    what: Schedule | Timeline, path: str | PathLike[str], *, hardware: Hardware | None = None, measured: Timeline | None = None
 ) -> None:
     """Draw lanes for compute, gathers, reductions and host memory, and beneath them the bytes of the arena that are live.
 

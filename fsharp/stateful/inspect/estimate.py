@@ -25,7 +25,7 @@ from fsharp.functional.layout.paths import assign
 from fsharp.stateful.inspect.calibrate import Channel, calibrate
 from fsharp.stateful.inspect.timeline import WAITING, Interval, Timeline, TimeSpan
 from fsharp.stateful.inspect.trace import Trace
-from fsharp.stateful.schedule.ops import STATE, STREAMS, Stream
+from fsharp.stateful.schedule.ops import STATE, STREAMS, Stream, buffer_nbytes
 from fsharp.stateful.schedule.program import UnitFacts
 from fsharp.stateful.schedule.schedule import Op, Schedule, calls_of, issue_positions
 from fsharp.tracebacks import api_boundary
@@ -88,10 +88,8 @@ class Hardware:
             raise ScheduleError(f"Hardware(): contention is {self.contention!r}, expected 0 to 1.")
         for name in ("contention", "issue"):
             if getattr(self, name) and not self.synchronous_host:
-                raise ScheduleError(
-                    f"Hardware(): {name} is {getattr(self, name)!r}, which is for a host that computes: "
-                    "pass synchronous_host=True."
-                )
+                what = f"{name} is {getattr(self, name)!r}, which is for a host that computes: pass synchronous_host=True."
+                raise ScheduleError(f"Hardware(): {what}")
 
     @classmethod
     @api_boundary
@@ -149,14 +147,9 @@ def _of(value: PerLink, link: Channel, name: str) -> float:
         return value[link]
     axis = link[1]
     if axis not in value:
-        raise ScheduleError(
-            problem(
-                "predict()",
-                f"the hardware has no {name} for axis {axis!r}.",
-                [("given for", ", ".join(map(str, value)) or "no axis"), ("wanted by", link[0])],
-                f"Add it, or pass one {name} for all axes.",
-            )
-        )
+        facts = [("given for", ", ".join(map(str, value)) or "no axis"), ("wanted by", link[0])]
+        what, remedy = f"the hardware has no {name} for axis {axis!r}.", f"Add it, or pass one {name} for all axes."
+        raise ScheduleError(problem("predict()", what, facts, remedy))
     return value[axis]
 
 
@@ -202,7 +195,7 @@ class _Simulation:
         """The name of what runs it in order."""
         if op.stream == "compute" or (self.is_synchronous and op.spec.cost != "send"):
             return "compute"
-        return "gather" if self.schedule.policy.one_stream and op.stream == "reduce" else op.stream
+        return op.stream
 
     def step(self, carried: Mapping[int, Interval]) -> tuple[Timeline, dict[int, Interval]]:
         """One step, and when what it hands on begins and ends, counted from its end.
@@ -301,5 +294,7 @@ def _seconds(
         case "send" | "memory":  # without a collective what would be sent is copied; without memory what is read counts
             of = [(op, facts.get(op.unit, UnitFacts(""))) for op in ops]
             calls = [call for op, mine in of for call in calls_of(op, mine)]
-            nbytes = sum(op.memory.nbytes if op.memory else op.spec.read_nbytes(mine) for op, mine in of)
+            nbytes = sum(
+                op.memory.nbytes if op.memory else sum(buffer_nbytes(b, mine) for b in op.spec.reads) for op, mine in of
+            )
             return hardware.collective_s(calls) if calls else nbytes / hardware.memory_bandwidth

@@ -147,10 +147,7 @@ def check_rows(where: str, schedule: Schedule, rows: Iterable[Row]) -> None:
     for index, kind, unit, phase, *_ in rows:
         op = schedule.ops[index] if 0 <= index < len(schedule.ops) else None
         if op is None or kind not in (op.kind, WAITING) or (unit, phase) != (op.unit, op.phase):
-            facts = [
-                ("measured", f"op {index}: {kind} {unit or '-'} {phase}"),
-                ("schedule", op or f"{len(schedule.ops)} ops"),
-            ]
+            facts = [("measured", f"op {index}: {kind} {unit or '-'} {phase}"), ("schedule", op or f"{len(schedule.ops)} ops")]
             raise ScheduleError(
                 problem(where, "these are measurements of another schedule.", facts, "Pass the schedule that ran.")
             )

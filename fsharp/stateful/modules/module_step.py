@@ -89,7 +89,7 @@ class ModuleStep:
             yield
         except BaseException:
             if self._run is run:
-                self._lost = self._lost or self._pass != -1 or run.record.num_microbatches > 0
+                self._lost = self._lost or self._pass != -1 or run.num_microbatches > 0
                 self._run, self.params, self._pass = None, None, -1
                 self.means.clear()
             raise

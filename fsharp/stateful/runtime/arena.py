@@ -17,13 +17,7 @@ from fsharp.stateful.units.unsharded import stamp
 class Arena:
     """Bytes, as many as the largest schedule needs, and who has them.
 
-    Args:
-        executor: runs the gathers from one step to the next.
-        registry: the units.
-        policy: of the scheduler.
-
     Attributes:
-        memory: the bytes.
         tenant: the schedule whose units may have something in them.
     """
 
@@ -35,10 +29,6 @@ class Arena:
     @torch.inference_mode(False)  # it outlives an evaluation
     def bind(self, scheduled: Scheduled, functions: Iterable[Scheduled]) -> Compiled | None:
         """The schedule that the next step of a function is expected to follow, as the tenant; None if none fits.
-
-        Args:
-            scheduled: the function.
-            functions: all of the scheduler, whose schedules are bound anew where the memory becomes another.
 
         Raises:
             ScheduleError: somebody has said what to follow, and it does not fit.
@@ -101,12 +91,7 @@ class Arena:
                 self._executor.run(bound)
 
     def gather_ahead(self, scheduled: Scheduled, recorder: Recorder | None) -> None:
-        """Gather what the next step of a function begins with, at the end of the one before.
-
-        Args:
-            scheduled: the function.
-            recorder: notes it, if it is the schedule that it measures.
-        """
+        """Gather what the next step of a function begins with, at the end of the one before."""
         bound = scheduled.programs.bound.get(id(scheduled.schedule))
         if bound is None or not bound.carried or bound.arena is not self.memory or not bound.fits(self._registry.units):
             return

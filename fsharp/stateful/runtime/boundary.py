@@ -65,13 +65,8 @@ def before_backward(outputs: Sequence[Any], inputs: Sequence[Any], call: Callabl
 def pack_saved(out: Any, copy: UnshardedBuffer, first: int, fill: Callable[[], UnshardedBuffer]) -> bool:
     """Have autograd hold on to no memory of gathered parameters: it notes which part it needs, and asks for it in the backward.
 
-    What it saved on other ways than to ``out`` it keeps. False if some of it cannot be looked into, such as a DTensor.
-
-    Args:
-        out: what the function of the unit has returned.
-        copy: the unit's parameters.
-        first: the sequence number of autograd when the function began.
-        fill: gathers them again, if they are not there, and returns where.
+    What it saved on other ways than to ``out`` it keeps. False if some of it cannot be looked into, such as a DTensor. The
+    function began at autograd's sequence number ``first``; ``fill`` gathers its parameters again, if they are not there.
     """
     assert copy.memory is not None
     place = copy.memory.untyped_storage().data_ptr()

@@ -2,8 +2,8 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from itertools import count
+from typing import Any
 
 import torch
 
@@ -12,7 +12,7 @@ from fsharp.stateful.schedule.emit_gradients import last_microbatches
 from fsharp.stateful.schedule.ops import FINISHING, OUTGOING, PARAMS
 from fsharp.stateful.schedule.policy import Policy
 from fsharp.stateful.schedule.program import Event, UnitFacts, gradients_of
-from fsharp.stateful.schedule.schedule import Memory, Op, Schedule, issue_positions
+from fsharp.stateful.schedule.schedule import Memory, Schedule, issue_positions
 from fsharp.stateful.units.facts import facts_of
 from fsharp.stateful.units.gradient import GradientBuffer
 from fsharp.stateful.units.resting import RestingGradient
@@ -27,13 +27,9 @@ class Compiled:
     """A schedule with memory.
 
     Args:
-        schedule: verified.
-        units: by name.
         arena: at least ``schedule.arena`` bytes.
-        executor: will run its ops.
 
     Attributes:
-        events: of the schedule.
         last_microbatches: numbers of those whose gradients are reduced for the optimizer as soon as they are there.
         slots: by unit, where its full parameters are while they are gathered.
         places: by unit, where its gradient rests from the op on that opens it.
@@ -52,18 +48,11 @@ class Compiled:
         self.last_microbatches = last_microbatches(self.events)
         self._span = arena.data_ptr(), arena.data_ptr() + len(arena)
         self.number, self.stranded = next(_numbers), dict[str, Memory]()
-        self.slots = {
-            name: UnshardedBuffer(
-                units[name].layout,
-                units[name].axes,
-                arena.device,
-                rank=executor.comm.rank,
-                poison=schedule.policy.poison,
-                memory=self._bytes(memory),
-                where=memory,
-            )
-            for name, memory in schedule.slots.items()
-        }
+        rank, poison, self.slots = executor.comm.rank, schedule.policy.poison, dict[str, UnshardedBuffer]()
+        for name, memory in schedule.slots.items():
+            layout, axes, mine = units[name].layout, units[name].axes, self._bytes(memory)
+            slot = UnshardedBuffer(layout, axes, arena.device, rank=rank, poison=poison, memory=mine, where=memory)
+            self.slots[name] = slot
         self._opens = {op.unit: op.opens for op in schedule.ops if op.opens}
         self.places: dict[str, RestingGradient] = {}
         for name, memory in self._opens.items():
@@ -71,7 +60,7 @@ class Compiled:
             assert gradient is not None
             self.places[name] = gradient.route.resting(self._bytes(memory))
         self.ops: list[list[BoundOp]] = [[] for _ in self.events]
-        for bound in _Binder(self, self._bytes).bind():
+        for bound in self._bound_ops():
             self.ops[bound.op.at].append(bound)
         last = self.ops[-1] if self.ops else []
         self.carried = [bound for bound in last if bound.spec.fills == PARAMS]
@@ -82,6 +71,48 @@ class Compiled:
         """Have an executor run its ops from here on, on the lanes that the executor has now."""
         self.bound = [[(bound, executor.bind(bound)) for bound in each] for each in self.ops]
         self.actions = [[action for _, action in each if action is not nothing] for each in self.bound]
+
+    def _bound_ops(self) -> Iterator[BoundOp]:
+        """The first op of each bucket, bound with the others."""
+        ops = self.schedule.ops
+        runs = issue_positions(ops)
+        leader = [run[0] for run in runs for _ in run]
+        blocks: dict[str, OutgoingBlock] = {}
+        pieces: dict[str, list[list[torch.Tensor]]] = {}
+        begun: set[str] = set()  # units whose gradient is collected
+        late: list[tuple[Memory, GradientBuffer]] = []  # memory that gradients may leave late
+
+        def bind(i: int, others: Sequence[BoundOp] = ()) -> BoundOp:
+            op, spec, unit = ops[i], ops[i].spec, self.units.get(ops[i].unit)
+            fills = [op.opens, op.memory if spec.fills == spec.memory else None]
+            joins = [gradient for memory, gradient in late for each in fills if each and memory.overlaps(each)]
+            after = [(self.number, leader[j]) for j in op.after if ops[j].stream != op.stream]
+            known: dict[str, Any] = {}
+            if spec.memory in (OUTGOING, FINISHING):
+                assert unit is not None
+                assert unit.gradient is not None
+                route = unit.gradient.route
+                # Nothing of the schedule follows it at once.
+                known["may_wait"] = self.events[op.at].kind in ("microbatch_end", "reduce")
+                if spec.frees and known["may_wait"] and op.memory is not None:
+                    late.append((op.memory, unit.gradient))
+                if spec.memory == FINISHING and op.unit not in pieces:
+                    pieces[op.unit] = route.finishing_block(self._bytes(op.memory))
+                if spec.memory == OUTGOING and op.memory is not None and op.unit not in blocks:
+                    several = op.memory.nbytes == route.outgoing_nbytes(several_uses=True, several_microbatches=True)
+                    blocks[op.unit] = route.block(self._bytes(op.memory), several_uses=several)
+                if spec.memory == FINISHING:
+                    known["pieces"] = pieces[op.unit]
+                else:
+                    known["block"] = blocks[op.unit] if op.memory is not None else None
+                    known["is_first"] = spec.fills == OUTGOING and op.unit not in begun
+                    (begun.add if spec.fills == OUTGOING else begun.discard)(op.unit)
+            joins = list(dict.fromkeys(joins))
+            key, copy = (self.number, i), self.slots.get(op.unit)
+            return BoundOp(op, key, after, unit, copy=copy, joins=joins, others=others, **known)
+
+        for run in runs:
+            yield bind(run[0], [bind(i) for i in run[1:]])
 
     def _bytes(self, memory: Memory | None) -> torch.Tensor:
         return self.arena[memory.start : memory.stop] if memory else self.arena[:0]
@@ -99,11 +130,7 @@ class Compiled:
         return grads
 
     def leave(self, is_in_use: Callable[[UnshardedBuffer], bool]) -> None:
-        """The step goes on without this schedule: backwards where their forwards were, new uses in memory of their own.
-
-        Args:
-            is_in_use: whether a use that is under way has its parameters in a buffer.
-        """
+        """The step goes on without this schedule: backwards where their forwards were, new uses in memory of their own."""
         self.stranded = {}
         for slot in self.slots.values():
             slot.wait()
@@ -116,73 +143,6 @@ class Compiled:
                     memory = self._opens[unit.key]
                     assert memory is not None
                     self.stranded[unit.key] = memory
-
-
-class _Binder:
-    """Binds the ops of a schedule to memory, one after the other."""
-
-    def __init__(self, compiled: Compiled, memory_of: Callable[[Memory | None], torch.Tensor]) -> None:
-        self._compiled, self._memory_of = compiled, memory_of
-        self._blocks: dict[str, OutgoingBlock | None] = {}
-        self._pieces: dict[str, list[list[torch.Tensor]]] = {}
-        self._begun: set[str] = set()  # units whose gradient is collected
-        self._late: list[tuple[Memory, GradientBuffer]] = []  # memory that gradients may leave late
-        self._leader: list[int] = []  # for each op the first one of its bucket
-
-    def bind(self) -> Iterator[BoundOp]:
-        """The first op of each bucket, bound with the others."""
-        runs = issue_positions(self._compiled.schedule.ops)
-        self._leader = [run[0] for run in runs for _ in run]
-        for run in runs:
-            yield self._op(run[0], [self._op(i) for i in run[1:]])
-
-    def _op(self, i: int, others: Sequence[BoundOp] = ()) -> BoundOp:
-        compiled, ops = self._compiled, self._compiled.schedule.ops
-        op, spec = ops[i], ops[i].spec
-        number, unit = compiled.number, compiled.units.get(op.unit)
-        bind = partial(
-            BoundOp,
-            op,
-            (number, i),
-            [(number, self._leader[j]) for j in op.after if ops[j].stream != op.stream],
-            unit,
-            copy=compiled.slots.get(op.unit),
-            joins=self._joins(op),
-            others=others,
-        )
-        if spec.memory not in (OUTGOING, FINISHING):
-            return bind()
-        assert unit is not None
-        assert unit.gradient is not None
-        is_last = compiled.events[op.at].kind in ("microbatch_end", "reduce")  # nothing of the schedule follows it at once
-        if spec.frees and is_last and op.memory is not None:
-            self._late.append((op.memory, unit.gradient))
-        if spec.memory == FINISHING:
-            if op.unit not in self._pieces:
-                self._pieces[op.unit] = unit.gradient.route.finishing_block(self._memory_of(op.memory))
-            return bind(pieces=self._pieces[op.unit], may_wait=is_last)
-        is_first = spec.fills == OUTGOING and op.unit not in self._begun
-        if spec.fills == OUTGOING:
-            self._begun.add(op.unit)
-        else:
-            self._begun.discard(op.unit)
-        return bind(block=self._block(op, unit.gradient), is_first=is_first, may_wait=is_last)
-
-    def _block(self, op: Op, gradient: GradientBuffer) -> OutgoingBlock | None:
-        if op.memory is None:
-            return None
-        block = self._blocks.get(op.unit)
-        if block is None:
-            several = op.memory.nbytes == gradient.route.outgoing_nbytes(several_uses=True, several_microbatches=True)
-            block = self._blocks[op.unit] = gradient.route.block(self._memory_of(op.memory), several_uses=several)
-        return block
-
-    def _joins(self, op: Op) -> list[GradientBuffer]:
-        """Gradients that may still be in memory that an op begins to use."""
-        spec = op.spec
-        begun = [op.opens, op.memory if spec.fills == spec.memory else None]
-        late = [gradient for memory, gradient in self._late for each in begun if each and memory.overlaps(each)]
-        return list(dict.fromkeys(late))
 
 
 def mismatch(schedule: Schedule, units: dict[str, UnitState], policy: Policy) -> str:
@@ -198,17 +158,10 @@ def mismatch(schedule: Schedule, units: dict[str, UnitState], policy: Policy) ->
             return f"it has unit {facts.name!r}, which this scheduler has not seen; it knows {sorted(units)}"
         if facts.trainable and unit.gradient is None:
             return f"it reduces a gradient of unit {facts.name!r}, which has had none"
-        found = [
-            facts_of(
-                unit,
-                replace(policy, keep_gradients=not facts.rest),
-                trained=facts.trainable,
-                updated=bool(facts.update_gather),
-                several_uses=is_general or any(each[facts.name] > 1 for each in gradients),
-                several_microbatches=is_general or len(gradients) > 2,
-            )
-            for is_general in (False, True)
-        ]
+        known = {"trained": facts.trainable, "updated": bool(facts.update_gather)}
+        several = {"several_uses": any(each[facts.name] > 1 for each in gradients), "several_microbatches": len(gradients) > 2}
+        own = replace(policy, keep_gradients=not facts.rest)
+        found = [facts_of(unit, own, **known, **each) for each in (several, dict.fromkeys(several, True))]
         for name in UnitFacts.__slots__:
             expected = [getattr(each, name) for each in found]
             if name != "host" and getattr(facts, name) not in expected:

@@ -34,19 +34,23 @@ class Eager:
     """The ops of one step, or of what is left of one.
 
     Args:
-        executor: will run them.
         is_in_use: whether a use that is under way has its parameters in a buffer.
         left: the schedule that the step has left, if it followed one.
+        left_at: what this schedule did not have, in words.
 
     Attributes:
         slots: by unit, where its full parameters were put last.
-        ops: those so far.
     """
 
     def __init__(
-        self, executor: Executor, *, is_in_use: Callable[[UnshardedBuffer], bool], left: Compiled | None = None
+        self,
+        executor: Executor,
+        *,
+        is_in_use: Callable[[UnshardedBuffer], bool],
+        left: Compiled | None = None,
+        left_at: str = "",
     ) -> None:
-        self._executor, self._device, self._left = executor, executor.comm.device, left
+        self._executor, self._device, self._left, self.left_at = executor, executor.comm.device, left, left_at
         self._is_in_use = is_in_use
         self.slots: dict[str, UnshardedBuffer] = {}
         self._number = -1 - next(_numbers)  # those of compiled schedules are positive
@@ -59,10 +63,10 @@ class Eager:
         self._joined: set[int] = set()  # ops that compute waits for already, until an op says so
         self._readers: dict[BufferKey, list[int]] = {}  # since the buffer's last change
         self._under_way: list[BoundOp] = []  # reductions that have begun
-        if left is not None:
-            self._adopt(left)
-
-    # ------------------------------------------------------------ events
+        for unit in left.units.values() if left is not None else ():  # whose memory may be wanted for something else now
+            gradient = unit.gradient
+            if gradient is not None and gradient.phase is GradientPhase.COLLECTING and gradient.block is not None:
+                gradient.collect_in(self._block_of(gradient))
 
     def foresee(
         self,
@@ -76,47 +80,38 @@ class Eager:
     ) -> Iterator[BoundOp]:
         """The ops at an event, without their followers. Each is to be run before the next one is asked for.
 
-        Args:
-            at: its position in the step.
-            event: what happens.
-            unit: the unit it is about.
-            wanted: of a backward: where the forward has had the parameters.
-            units: of an event without a unit: those whose gradients are asked for, or that are updated.
-            has_pending: whether gradients of other uses of the unit are yet to come in this microbatch.
+        A backward finds its parameters ``wanted`` where the forward has had them. ``has_pending``: gradients of other uses of
+        the unit are yet to come in this microbatch.
         """
         self._at = at
-        if event.kind in ("forward", "backward"):
-            assert unit is not None
-            phase: Phase = "forward" if event.kind == "forward" else "backward"
-            if unit.axes:
-                yield from self._fill(unit, phase, wanted)
-            yield self._emit(ops.COMPUTE, unit, phase, use=event.use)
-        elif event.kind == "forward_end":
-            assert unit is not None
-            yield from self._release(unit, "forward", wanted)
-        elif event.kind == "backward_end":
-            assert unit is not None
-            if self._executor.incoming is not None:
-                yield from self._cast(unit, event.use)
-            yield from self._release(unit, "backward", wanted)
-            if self._executor.incoming is not None and not has_pending:
-                yield from self._reduce(unit)
-        elif event.kind == "microbatch_end":
-            for each in units:
-                if each.gradient is not None and each.gradient.block is not None:
-                    yield from self._reduce(each)
-            yield from self._land()
-        elif event.kind == "reduce":
-            yield from self.finish(units)
-        elif event.kind == "fetch":
-            assert unit is not None
-            fetch = self._emit(ops.FETCH, unit, "update")
-            self._joined.add(fetch.key[1])
-            yield fetch
-        elif event.kind == "update":
-            yield self._emit(ops.UPDATE, None, "update", after=self._last.get("reduce"))
-            yield from self.update_gather(units)
-            yield from self.offload(units)
+        phase: Phase = "backward" if event.kind.startswith("backward") else "forward"
+        match event.kind, unit:
+            case "forward" | "backward", UnitState():
+                if unit.axes:
+                    yield from self._fill(unit, phase, wanted)
+                yield self._emit(ops.COMPUTE, unit, phase, use=event.use)
+            case "forward_end", UnitState():
+                yield from self._release(unit, phase, wanted)
+            case "backward_end", UnitState():
+                if self._executor.incoming is not None:
+                    yield from self._cast(unit, event.use)
+                yield from self._release(unit, phase, wanted)
+                if self._executor.incoming is not None and not has_pending:
+                    yield from self._reduce(unit)
+            case "fetch", UnitState():
+                fetch = self._emit(ops.FETCH, unit, "update")
+                self._joined.add(fetch.key[1])
+                yield fetch
+            case "microbatch_end", _:
+                for each in units:
+                    if each.gradient is not None and each.gradient.block is not None:
+                        yield from self._reduce(each)
+                yield from self._land()
+            case "reduce", _:
+                yield from self.finish(units)
+            case "update", _:
+                yield self._emit(ops.UPDATE, None, "update", after=self._last.get("reduce"))
+                yield from self.after_update(units)
 
     def with_followers(self, bounds: Iterable[BoundOp]) -> Iterator[BoundOp]:
         """Return ops, each with the ops that are emitted behind it. Each is to be run before the next one is asked for."""
@@ -128,8 +123,6 @@ class Eager:
                 if spec.is_for(self._facts(unit) if unit is not None else UnitFacts("")):
                     after = None if spec.stream == op.stream else number
                     yield from self.with_followers([self._emit(spec, unit, op.phase, use=op.use, after=after)])
-
-    # ------------------------------------------------------------ parameters
 
     def _fill(self, unit: UnitState, phase: Phase, wanted: UnshardedBuffer | None) -> Iterator[BoundOp]:
         """Have the parameters there: where the forward had them, if this is its backward."""
@@ -146,7 +139,7 @@ class Eager:
             yield from self._make_room(copy, unit)
             yield self._of_copy(ops.GATHER, unit, phase, copy)
         if copy.works or not is_filled:
-            yield self._of_copy(ops.WAIT, unit, phase, copy, after=self._last.get("gather"))
+            yield self._of_copy(ops.WAIT, unit, phase, copy, self._last.get("gather"))
 
     def _make_room(self, copy: UnshardedBuffer, unit: UnitState) -> Iterator[BoundOp]:
         """Release buffers of other units, in the arena of a schedule that was left, that are where this one has to be filled.
@@ -176,25 +169,14 @@ class Eager:
         if copy is not None and copy.filled_from is not None and not self._is_in_use(copy):
             yield self._of_copy(ops.RELEASE, unit, phase, copy)
 
-    def _of_copy(
-        self, spec: OpSpec, unit: UnitState, phase: Phase, copy: UnshardedBuffer, *, after: int | None = None
-    ) -> BoundOp:
+    def _of_copy(self, spec: OpSpec, unit: UnitState, phase: Phase, copy: UnshardedBuffer, after: int | None = None) -> BoundOp:
         return self._emit(spec, unit, phase, where=copy.where, after=after, copy=copy)
-
-    # ------------------------------------------------------------ gradients
 
     def _block_of(self, gradient: GradientBuffer) -> OutgoingBlock:
         """Memory for a microbatch."""
         nbytes = gradient.route.outgoing_nbytes(several_uses=True, several_microbatches=True)
         memory = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
         return gradient.route.block(memory, several_uses=True)
-
-    def _adopt(self, left: Compiled) -> None:
-        """Go on with gradients that a schedule has begun to collect, whose memory may be wanted for something else now."""
-        for unit in left.units.values():
-            gradient = unit.gradient
-            if gradient is not None and gradient.phase is GradientPhase.COLLECTING and gradient.block is not None:
-                gradient.collect_in(self._block_of(gradient))
 
     def _cast(self, unit: UnitState, use: int) -> Iterator[BoundOp]:
         gradient = unit.gradient
@@ -250,19 +232,15 @@ class Eager:
             yield self._emit(ops.LAND, unit, "finish", after=reduce.key[1])
             self._join()
 
-    def update_gather(self, units: Iterable[UnitState]) -> Iterator[BoundOp]:
-        """Bring updated parameters to where they rest."""
+    def after_update(self, units: Iterable[UnitState]) -> Iterator[BoundOp]:
+        """Bring updated parameters to where they rest, and the state of what was updated to host memory."""
+        units = list(units)
         for unit in [each for each in units if each.key in self._executor.spreading]:
             gather = self._emit(ops.SPREAD, unit, "update")
             yield gather
             yield self._emit(ops.SETTLE, unit, "update", after=gather.key[1])
-
-    def offload(self, units: Iterable[UnitState]) -> Iterator[BoundOp]:
-        """Bring the state of what was updated to host memory."""
         for unit in [each for each in units if each.key in self._executor.moves]:
             yield self._emit(ops.OFFLOAD, unit, "update")
-
-    # ------------------------------------------------------------ ops
 
     def _emit(
         self,
@@ -276,17 +254,10 @@ class Eager:
         after: int | None = None,
         **bound: Any,
     ) -> BoundOp:
-        """One more op. On another stream than compute it comes after all that compute was given, or after the op it is told.
+        """One more op, in the memory ``where`` of the arena of a schedule that was left, or in memory of its own.
 
-        Args:
-            spec: what it is.
-            unit: its unit.
-            phase: its phase.
-            use: the use of the unit that it is about.
-            where: its memory in the arena of a schedule that was left.
-            opens: where the gradient rests, if it is the first to put something there.
-            after: the op that it waits for.
-            bound: what it works on, as :class:`BoundOp` takes it.
+        On another stream than compute it comes after all that compute was given, or after the op ``after``. ``bound`` is what
+        it works on, as :class:`BoundOp` takes it.
         """
         stream, memory = spec.stream, where
         if memory is None and spec.memory and unit is not None:
@@ -298,17 +269,8 @@ class Eager:
             waits_for |= {i for i in self._readers.pop((spec.memory, key), ()) if self.ops[i].stream != stream}
         for buffer in spec.reads:
             self._readers.setdefault((buffer, key), []).append(number)
-        op = Op(
-            spec.kind,
-            key,
-            phase,
-            self._at,
-            use,
-            stream,
-            memory,
-            tuple(sorted(i for i in waits_for if i is not None)),
-            opens=opens,
-        )
+        waits = tuple(sorted(i for i in waits_for if i is not None))
+        op = Op(spec.kind, key, phase, self._at, use, stream, memory, waits, opens=opens)
         self.ops.append(op)
         self._last[stream] = number
         to_come = [(self._number, j) for j in op.after if self.ops[j].stream != stream and j not in self._joined]
@@ -324,9 +286,10 @@ class Eager:
             self._top += aligned(nbytes)
         return self._places[buffer, unit.key]
 
-    def _facts(self, unit: UnitState, policy: Policy = Policy(), *, trained: bool = True, updated: bool = True) -> UnitFacts:
+    def _facts(self, unit: UnitState, **known: Any) -> UnitFacts:
         """The facts of a unit, as if there were several uses and several microbatches, which nobody knows yet."""
-        return facts_of(unit, policy, trained=trained, updated=updated, several_uses=True, several_microbatches=True)
+        row = {"policy": Policy(), "trained": True, "updated": True, **known}
+        return facts_of(unit, **row, several_uses=True, several_microbatches=True)
 
     def schedule(
         self,
@@ -337,24 +300,12 @@ class Eager:
         trained: Container[str],
         updated: Container[str],
     ) -> Schedule:
-        """What it has emitted, of a step that it has had from the beginning to the end.
-
-        Args:
-            units: by key.
-            events: of the step.
-            policy: of the scheduler.
-            trained: keys of the units that had a gradient in the step.
-            updated: keys of the units that the step has updated.
-        """
-        order = dict.fromkeys(event.unit for event in events if event.unit) | dict.fromkeys(
-            op.unit for op in self.ops if op.unit
-        )
-        facts = tuple(self._facts(units[key], policy, trained=key in trained, updated=key in updated) for key in order)
-        facts = tuple(replace(each, rest=units[each.name].gradient.rest.nbytes) if each.trainable else each for each in facts)  # type: ignore[union-attr]
-        eager = replace(
-            policy, prefetch=0, buffers=None, bucket_nbytes=0, reduce="ready", gather_at_start=False, memory_budget=None
-        )
-        return Schedule(Program(facts, events), eager, tuple(self.ops), self._top, _peak_nbytes(self.ops))
+        """What it has emitted, of a whole step, which has trained and updated the units with these keys."""
+        order = dict.fromkeys(unit for unit in (*(e.unit for e in events), *(op.unit for op in self.ops)) if unit)
+        facts = (self._facts(units[k], policy=policy, trained=k in trained, updated=k in updated) for k in order)
+        facts = (replace(each, rest=units[each.name].gradient.rest.nbytes) if each.trainable else each for each in facts)  # type: ignore[union-attr]
+        eager = replace(policy, prefetch=0, bucket_nbytes=0, gather_at_start=False, memory_budget=None)
+        return Schedule(Program(tuple(facts), events), eager, tuple(self.ops), self._top, _peak_nbytes(self.ops))
 
 
 def _peak_nbytes(emitted: Iterable[Op]) -> int:

@@ -5,6 +5,7 @@ It knows units, their memory, lanes and the transport; neither programs nor sche
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -30,15 +31,13 @@ Action = Callable[[], None]
 """What to call when an op's turn comes."""
 
 
+@dataclass(eq=False, slots=True)
 class BoundOp:
     """An op together with what it works on.
 
     Attributes:
-        op: as a schedule has it.
-        spec: what there is to know of such ops.
         key: names it on lanes.
         after: keys of the ops on other lanes that it waits for; of the first op of a bucket those of all.
-        unit: that it is about; None if it is about none.
         copy: where the unit's full parameters are.
         block: what a gradient is collected in, and leaves from.
         pieces: what the way to the optimizer's place works in.
@@ -48,28 +47,22 @@ class BoundOp:
         others: of the first op of a bucket: the others, which are run with it.
     """
 
-    __slots__ = ("after", "block", "copy", "is_first", "joins", "key", "may_wait", "op", "others", "pieces", "spec", "unit")
+    op: Op
+    key: Key
+    after: Sequence[Key]
+    unit: UnitState | None
+    copy: UnshardedBuffer | None = None
+    block: OutgoingBlock | None = None
+    pieces: list[list[torch.Tensor]] = field(default_factory=list)
+    is_first: bool = False
+    may_wait: bool = False
+    joins: Sequence[GradientBuffer] = ()
+    others: "Sequence[BoundOp]" = ()
+    spec: OpSpec = field(init=False)
 
-    def __init__(
-        self,
-        op: Op,
-        key: Key,
-        after: Sequence[Key],
-        unit: UnitState | None,
-        *,
-        copy: UnshardedBuffer | None = None,
-        block: OutgoingBlock | None = None,
-        pieces: list[list[torch.Tensor]] | None = None,
-        is_first: bool = False,
-        may_wait: bool = False,
-        joins: Sequence[GradientBuffer] = (),
-        others: "Sequence[BoundOp]" = (),
-    ) -> None:
-        self.op, self.spec, self.key, self.unit = op, op.spec, key, unit
-        self.copy, self.block, self.pieces = copy, block, pieces if pieces is not None else []
-        self.is_first, self.may_wait, self.joins = is_first, may_wait, tuple(joins)
-        self.others = tuple(others)
-        self.after: tuple[Key, ...] = tuple(dict.fromkeys([*after, *(key for each in others for key in each.after)]))
+    def __post_init__(self) -> None:
+        self.spec = self.op.spec
+        self.after = tuple(dict.fromkeys([*self.after, *(key for each in self.others for key in each.after)]))
 
     @property
     def members(self) -> "tuple[BoundOp, ...]":
@@ -88,20 +81,18 @@ class Executor:
     """Runs the ops of one step after another.
 
     Args:
-        transport: runs collectives.
-        lanes: the streams beside compute.
         comm: the ranks, for the names of trees in labels.
         own: the same ranks, with collectives counted for this scheduler alone.
         separate_groups: whether gathers and reductions have process groups of their own.
 
     Attributes:
-        is_connected: whether the process groups are there.
         number: of the step that is under way, counted from 1.
         step: name of the step that is under way, in the labels of its collectives; empty outside of one.
         microbatch: which of it is under way, in the labels too.
         incoming: the gradients of the use whose backward is over.
         spreading: by unit, updated parameters on their way to where they rest.
         moves: by unit, state on its way from host memory, or to it.
+        taken: the units of all of these.
         fetched: the ops that state has come by.
         host_nbytes: bytes that were copied from host memory and to it in this step.
         reducing: gradients whose reduction has begun and whose result has not been taken, with the ops that began it.
@@ -125,8 +116,6 @@ class Executor:
         self.transport.make()
         self.is_connected = True
 
-    # ------------------------------------------------------------ a step
-
     def begin(self, step: str) -> None:
         """A step begins: nothing of the one before is under way."""
         self.number += 1
@@ -134,31 +123,23 @@ class Executor:
         self.incoming: Grads | None = None
         self.spreading: dict[str, UpdateGather] = {}
         self.moves: dict[str, HostCopies] = {}
+        self.taken: tuple[str, ...] = ()
         self.fetched: list[Key] = []
         self.host_nbytes = 0
         self.reducing: dict[tuple[str, OpSpec], BoundOp] = {}
 
-    def name_step(self, step: str) -> None:
-        """Have labels name the step so; empty: there is none."""
-        self.step = step
-
-    def name_microbatch(self, microbatch: str) -> None:
-        """Have labels name the microbatch so."""
-        self.microbatch = microbatch
+    def name(self, *, step: str | None = None, microbatch: str | None = None) -> None:
+        """Have labels name the step or the microbatch so; an empty step: there is none."""
+        self.step = self.step if step is None else step
+        self.microbatch = self.microbatch if microbatch is None else microbatch
 
     def receive(self, grads: Grads | None) -> None:
         """Take the gradients of the use whose backward is over, for the ops at its end."""
         self.incoming = grads
 
-    def fetch(self, moves: Mapping[str, HostCopies]) -> None:
-        """Take what ops are to bring to the device, by unit."""
-        self.moves = dict(moves)
-
-    def update(self, spreading: Mapping[str, UpdateGather], moves: Mapping[str, HostCopies]) -> None:
-        """Take what ops are to do after an update, by unit: parameters to bring to where they rest, state to host memory."""
-        self.spreading, self.moves = dict(spreading), dict(moves)
-
-    # ------------------------------------------------------------ ops
+    def take(self, moves: Mapping[str, HostCopies], spreading: Mapping[str, UpdateGather] = {}) -> None:
+        """Take what ops are to copy from host memory or to it, and to bring to where it rests, by unit."""
+        self.moves, self.taken, self.spreading = dict(moves), tuple(moves), dict(spreading)
 
     def use_lanes(self, lanes: Lanes) -> None:
         """Run ops on these lanes from here on. Ops that are bound already stay on theirs."""
@@ -176,7 +157,8 @@ class Executor:
             rows = [("in BIND", bind), ("which returned", action)]
             remedy = f"Add the kind to {__name__}.BIND: a function of an Executor and a BoundOp that returns what to call."
             raise ScheduleError(problem(f"op {bound.op}", f"nothing says what ops of kind {bound.op.kind!r} do.", rows, remedy))
-        return partial(_after_joins, [gradient.join for gradient in bound.joins], action) if bound.joins else action
+        joins = [gradient.join for gradient in bound.joins]
+        return partial(_each, [*joins, action]) if joins else action
 
     def run(self, bound: BoundOp) -> None:
         """Bind an op, and do what it says."""
@@ -185,36 +167,30 @@ class Executor:
     def on_lane(self, bound: BoundOp, start: Action, *, begins: bool = True) -> Action:
         """``start`` on the lane of an op, after the ops it waits for; ``begins``: and after what compute was given."""
         lanes, stream, key, after = self.lanes, bound.spec.stream, bound.key, bound.after
-        if not lanes.has_streams:
-            return start
 
         def action() -> None:
             with lanes.on(stream, key, after, begins=begins):
                 start()
 
-        return action
+        return action if lanes.has_streams else start
 
     def joining(self, bound: BoundOp, action: Action) -> Action:
         """``action`` of compute, after the ops on other lanes that an op waits for."""
         lanes, after = self.lanes, bound.after
-        if not after or not lanes.has_streams:
-            return action
 
         def joined() -> None:
             lanes.join(after)
             action()
 
-        return joined
+        return joined if after and lanes.has_streams else action
 
     def label(self, bounds: Sequence[BoundOp]) -> str:
         """What ranks compare before they take part in a collective of these ops."""
-        names: list[str] = []
+        names: dict[str, None] = {}
         for bound in bounds:
             unit = bound.unit
             assert unit is not None
-            name = unit.label(self.comm) if unit.tree_label is None else unit.tree_label
-            if name not in names:
-                names.append(name)
+            names[unit.label(self.comm) if unit.tree_label is None else unit.tree_label] = None
         first, last = bounds[0].op, bounds[-1].op
         which = first.unit if first is last else f"{first.unit}..{last.unit}, {len(bounds)} units"
         where = f"{self.step}, {self.microbatch}: " if self.step else ""
@@ -241,19 +217,15 @@ class Executor:
         self.reducing.clear()
 
 
-def _after_joins(joins: Iterable[Action], action: Action) -> None:
-    for join in joins:
-        join()
-    action()
-
-
-# ------------------------------------------------------------ parameters
+def _each(actions: Iterable[Action]) -> None:
+    for action in actions:
+        action()
 
 
 def _gather(executor: Executor, bound: BoundOp) -> Action:
-    units = [(each, each.unit, each.copy) for each in bound.members]
+    units = [(each, each.unit, each.copy) for each in bound.members if each.unit is not None and each.copy is not None]
     as_one, transport = len(units) > 1, executor.transport
-    waits = transport.innermost.is_async  # else the stream of gathers is behind what fills a node
+    waits = transport.is_async  # else the stream of gathers is behind what fills a node
 
     def start() -> None:
         if not executor.is_connected:
@@ -261,8 +233,6 @@ def _gather(executor: Executor, bound: BoundOp) -> Action:
         moves: list[Move] = []
         found, copies = [], []
         for each, unit, copy in units:
-            assert unit is not None
-            assert copy is not None
             node = unit.node
             if node is not None:  # of a tree that is yet to be seen in this step: gathered when it is waited for
                 if waits and node.lazy is not None:
@@ -289,7 +259,7 @@ def _wait(executor: Executor, bound: BoundOp) -> Action:
         assert unit.node is not None
         copy.wait()
         with lanes.on("gather", bound.key, after):
-            if transport.innermost.is_async:
+            if transport.is_async:
                 _ = unit.node.buffers
             label = f"{executor.label([bound])} of other values than were gathered"
             copy.expect(gather_along(copy.axes, copy.fill(unit.node, executor.number), transport, label=label, as_one=False))
@@ -359,9 +329,6 @@ def _settle(executor: Executor, bound: BoundOp) -> Action:
     return action
 
 
-# ------------------------------------------------------------ gradients
-
-
 def _cast(executor: Executor, bound: BoundOp) -> Action:
     gradient, block, first = bound.gradient, bound.block, bound.is_first
     opens, fills = bound.op.opens is not None, first and block is not None
@@ -414,7 +381,7 @@ def _accumulate(executor: Executor, bound: BoundOp) -> Action:
             assert block is not None
             gradient.accumulate(block)
 
-    waits_late = bound.may_wait and executor.transport.innermost.is_async
+    waits_late = bound.may_wait and executor.transport.is_async
     ended = end if waits_late else executor.on_lane(bound, end, begins=not is_finish and not gradient.route.is_reduced)
 
     def action() -> None:
@@ -427,9 +394,6 @@ def _accumulate(executor: Executor, bound: BoundOp) -> Action:
             ended()
 
     return action
-
-
-# ------------------------------------------------------------ the rest
 
 
 def _copy(executor: Executor, bound: BoundOp) -> Action:

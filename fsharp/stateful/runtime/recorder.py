@@ -17,12 +17,7 @@ Mark = Any  # seconds, or an event of a stream that will say
 
 
 class Recorder:
-    """Turns the ops of a plan into rows of a trace.
-
-    Args:
-        trace: where they go.
-        device: whose clock counts.
-    """
+    """Turns the ops of a plan into rows of a trace."""
 
     def __init__(self, trace: Trace, device: torch.device) -> None:
         self.trace, self.device, self.has_streams = trace, device, device.type != "cpu"

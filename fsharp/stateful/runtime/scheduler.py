@@ -3,26 +3,23 @@
 import copy
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
-import torch
-
 from fsharp.annotated import options_checked
 from fsharp.errors import ScheduleError
 from fsharp.functional.comm.agree import agree, gather_bytes
 from fsharp.functional.comm.process_group import ProcessGroupComm
-from fsharp.functional.comm.protocol import Comm, CountingComm, Labelled, ReduceOp, innermost
+from fsharp.functional.comm.protocol import Comm, CountingComm, Labelled, PassingComm, innermost
 from fsharp.functional.comm.settings_digests import SettingsHistory
 from fsharp.functional.comm.tree_names import TreeCounts, counts_of
 from fsharp.functional.layout.sharded import Sharded
 from fsharp.stateful.runtime.arena import Arena
 from fsharp.stateful.runtime.boundary import in_backward
 from fsharp.stateful.runtime.executor import Executor
-from fsharp.stateful.runtime.recorder import Recorder
 from fsharp.stateful.runtime.scheduled import Functions, Scheduled
 from fsharp.stateful.runtime.step import Step
 from fsharp.stateful.runtime.tracer import IssuedGradients, Tracer, closed_error
@@ -44,11 +41,8 @@ class StepUnderWay:
     """Which step is under way, of which function, in which thread.
 
     Attributes:
-        step: the step; None outside of one.
-        scheduled: the function that is being called; None outside of a step.
         title: what labels say of the step, without its history.
-        thread: the identity of the thread that has opened the step.
-        loose: returns the step outside of all functions that somebody still has a backward of; None if there is none.
+        loose: the step outside of all functions, as long as somebody has a backward of it to come.
     """
 
     def __init__(self) -> None:
@@ -56,26 +50,18 @@ class StepUnderWay:
         self.scheduled: Scheduled | None = None
         self.title = ""
         self.thread = 0
-        self.loose: Callable[[], Step | None] = lambda: None
+        self.loose = weakref.WeakSet[Step]()
 
     def begin(self, scheduled: Scheduled, step: Step, title: str) -> None:
         """Note the step of a function as under way, in this thread."""
         self.step, self.scheduled, self.title, self.thread = step, scheduled, title, threading.get_ident()
-
-    def begin_loose(self, step: Step) -> None:
-        """Note a step outside of all functions. It lasts as long as somebody has a backward of it to come."""
-        self.loose = weakref.ref(step)
 
     def end(self) -> None:
         """Note that no step is under way."""
         self.step = self.scheduled = None
 
     def check_thread(self) -> None:
-        """Refuse a call in another thread than that of the step.
-
-        Raises:
-            ScheduleError: the call is in another thread, and in no backward pass.
-        """
+        """Refuse a call in another thread than that of the step."""
         if threading.get_ident() != self.thread and not in_backward():
             raise ScheduleError(
                 "Scheduler: a step is under way in another thread. Call all functions of a scheduler in one thread, or give "
@@ -84,7 +70,7 @@ class StepUnderWay:
 
 
 @options_checked
-class Scheduler(Tracer):
+class Scheduler(PassingComm, Tracer):
     """Decides when data move and where they are; what is computed is the pure functions' business.
 
     The first call of a function it wraps makes up what to do as it goes, and records the order in which units are used. From
@@ -111,13 +97,11 @@ class Scheduler(Tracer):
         if policy is not None and options:
             raise ScheduleError(f"Scheduler(): got a policy and {sorted(options)}: pass one or the other.")
         self.comm, self.policy = comm, policy or Policy(**options)
-        if self.policy.sum_late is None:
-            self.policy = replace(self.policy, sum_late=comm.device.type == "cpu")
         if self.policy.separate_groups is None:
             self.policy = replace(self.policy, separate_groups=comm.device.type == "cpu")
         self._functions, self._history = Functions(), SettingsHistory()
         self._closed: str | None = None
-        self._start(lanes_for(comm.device, one_stream=self.policy.one_stream))
+        self._start(lanes_for(comm.device))
 
     def _start(self, lanes: Lanes) -> None:
         self.own = _apart(self.comm)
@@ -143,51 +127,24 @@ class Scheduler(Tracer):
             for compiled in scheduled.programs.bound.values():
                 compiled.bind(self.executor)
 
-    # ------------------------------------------------------------ Comm
-
     @property
     def tree_counts(self) -> TreeCounts | None:
         """What its Comm has counted of trees."""
         return counts_of(self.comm)
 
-    @api_boundary
-    def all_gather(self, x: torch.Tensor, axis: str, *, label: str = "") -> torch.Tensor:
-        """A collective of the caller's own: passed on, and not scheduled."""
-        self._connect()
-        return self.own.all_gather(x, axis, label=self._label(label))
+    all_gather, reduce_scatter = api_boundary(PassingComm.all_gather), api_boundary(PassingComm.reduce_scatter)
+    all_reduce, all_to_all = api_boundary(PassingComm.all_reduce), api_boundary(PassingComm.all_to_all)
 
-    @api_boundary
-    def reduce_scatter(self, x: Any, axis: Any, *, dtype: torch.dtype | None = None, label: str = "") -> Any:
-        """A collective of the caller's own: passed on, and not scheduled."""
+    def _passed(self, label: str) -> tuple[Comm, str]:
+        """Refuse a scheduler that was closed, or have a collective of the caller's own passed on, and not scheduled."""
         self._connect()
-        return self.own.reduce_scatter(x, axis, dtype=dtype, label=self._label(label))
-
-    @api_boundary
-    def all_reduce(self, x: torch.Tensor, axis: str, *, op: ReduceOp = "sum", label: str = "") -> torch.Tensor:
-        """A collective of the caller's own: passed on, and not scheduled."""
-        self._connect()
-        return self.own.all_reduce(x, axis, op=op, label=self._label(label))
-
-    @api_boundary
-    def all_to_all(
-        self, x: torch.Tensor, send: Sequence[int], receive: Sequence[int], *, axis: str | None = None, label: str = ""
-    ) -> torch.Tensor:
-        """A collective of the caller's own: passed on, and not scheduled."""
-        self._connect()
-        return self.own.all_to_all(x, send, receive, axis=axis, label=self._label(label))
-
-    def _label(self, label: str) -> str:
-        return self.executor.named(label or "a call of the Comm")
+        return self.own, self.executor.named(label or "a call of the Comm")
 
     def account(self, text: str) -> None:
-        """Add settings that have to be the same on all ranks to the labels of what follows, in this step and in later ones.
-
-        Args:
-            text: the settings, a field in each line as ``name=value``. An error names the fields that differ.
-        """
+        """Add settings that have to be the same on all ranks to the labels of what follows, in this step and in later ones."""
         self._history.account(text)
         if self._now.step is not None:
-            self.executor.name_step(f"{self._now.title}{self._of_history}")
+            self.executor.name(step=f"{self._now.title}{self._of_history}")
 
     def begin_history(self) -> None:
         """Have labels say nothing of earlier steps and settings: all ranks have just loaded the same values."""
@@ -213,8 +170,6 @@ class Scheduler(Tracer):
     @property
     def _of_history(self) -> str:
         return f" of history {self.history}" if self.history else ""
-
-    # ------------------------------------------------------------ a step
 
     def __call__(self, fn: Callable[..., Any]) -> Scheduled:
         """``fn``, a function with an argument ``comm``, as one that is called without it and follows a schedule."""
@@ -245,11 +200,7 @@ class Scheduler(Tracer):
     ) -> Step:
         """A step of a scheduled function begins: all that is called from here on is a part of it, until :meth:`close`.
 
-        Args:
-            scheduled: has the schedule.
-            args: trees in which the schedule finds its units.
-            kwargs: more of them.
-            on_backward: called when a backward comes to a unit that the step has used.
+        ``on_backward`` is called when a backward comes to a unit that the step has used.
         """
         with self.guard():
             self._refuse()
@@ -263,7 +214,10 @@ class Scheduler(Tracer):
             recorder = scheduled.recorder if schedule is not None else None
             step = Step(self.executor, schedule, units=self.units, recorder=recorder, on_backward=on_backward)
             self._now.begin(scheduled, step, title)
-            self._tell(recorder)
+            self.lanes.tell(recorder)
+            self.transport.tell(None if recorder is None else lambda flight: recorder.flights.append(flight))
+            if recorder is not None:
+                recorder.begin()
             if schedule is not None:
                 self.arena.carry(schedule)
         return step
@@ -317,11 +271,7 @@ class Scheduler(Tracer):
             comm.watch.check()
 
     def _refuse(self) -> None:
-        """What a closed scheduler does, whatever is wanted of it.
-
-        Raises:
-            ScheduleError: it is closed.
-        """
+        """What a closed scheduler does, whatever is wanted of it."""
         if self._closed is not None:
             raise closed_error(self._closed)
 
@@ -329,7 +279,7 @@ class Scheduler(Tracer):
         self._now.end()
         self._issued = IssuedGradients()
         self.registry.clear()
-        self.executor.name_step("")
+        self.executor.name(step="")
         for scheduled in self._functions:
             scheduled.forget()
 
@@ -337,15 +287,6 @@ class Scheduler(Tracer):
         """Refuse a scheduler that was closed, or make its connection: called before a collective."""
         self._refuse()
         self.executor.connect()
-
-    def _tell(self, recorder: Recorder | None) -> None:
-        """Have collectives noted by a recorder, or by nobody."""
-        self.lanes.tell(recorder)
-        self.transport.innermost.tell(None if recorder is None else lambda flight: recorder.flights.append(flight))
-        if recorder is not None:
-            recorder.begin()
-
-    # ------------------------------------------------------------ schedules
 
     def _end(self, step: Step) -> None:
         scheduled = self._now.scheduled
@@ -370,34 +311,28 @@ class Scheduler(Tracer):
 
     def _record(self, scheduled: Scheduled, step: Step) -> None:
         """Learn what a step has done that followed no schedule to its end."""
-        trained, updated = dict(step.record.trained), dict(step.record.updated)
+        trained, updated = dict(step.trained), dict(step.updated)
         order = dict.fromkeys([e.unit for e in step.events if e.unit]) | trained | updated
         gradients = gradients_of(step.events)
-        units = tuple(
-            facts_of(
-                self.units[k],
-                self.policy,
-                trained=k in trained,
-                updated=k in updated,
-                several_uses=any(each[k] > 1 for each in gradients),
-                several_microbatches=step.record.num_microbatches > 1,
-            )
-            for k in order
-        )
-        program = Program(units, tuple(step.events))
+        units, several = [], step.num_microbatches > 1
+        for k in order:
+            known = {"trained": k in trained, "updated": k in updated, "several_uses": any(each[k] > 1 for each in gradients)}
+            units.append(facts_of(self.units[k], self.policy, **known, several_microbatches=several))
+        program = Program(tuple(units), tuple(step.events))
         was_planned, held = step.schedule is not None, list(step.uses.held)
         scheduled.programs.recorded(program, partial(self._compile, is_held=bool(held)), left=was_planned)
         emitted: Callable[[], Schedule] | None = None
-        if not was_planned and step.eager is not None:
+        assert step.eager is not None
+        if not was_planned:
             emitted = partial(
                 step.eager.schedule, dict(self.units), program.events, self.policy, trained=trained, updated=updated
             )
-        why = f"its schedule did not have {step.record.left_at} next" if was_planned else "no schedule was expected to fit"
+        why = f"its schedule did not have {step.eager.left_at} next" if was_planned else "no schedule was expected to fit"
         if held:
             why = f"parameters of units {held} are held beyond their use, for which no schedule has room"
         scheduled.end_call("left" if was_planned else "recorded", why, emitted)
-        known = [schedule for each in self._functions for schedule in each.programs.schedules]  # no function uses other units
-        self.registry.prune({facts.name for schedule in known for facts in schedule.program.units})
+        schedules = [schedule for each in self._functions for schedule in each.programs.schedules]  # of all units in use
+        self.registry.prune({facts.name for schedule in schedules for facts in schedule.program.units})
 
     def _compile(self, program: Program, *, is_held: bool) -> Schedule | None:
         """The schedule of a program: the same on all ranks, or all of them hear of it.
@@ -407,14 +342,12 @@ class Scheduler(Tracer):
         self._connect()
         if b"1" in gather_bytes(b"1" if is_held else b"0", self.own):
             return None
-        schedule = compile_schedule(program, self.policy)
+        schedule = compile_schedule(program, self.policy, has_streams=self.device.type != "cpu")
         verify(schedule)
         policy = "\n".join(f"{name}={value}" for name, value in asdict(self.policy).items())
         fields = {"policy": policy, "schedule": "\n".join(schedule.lines())}
         agree("Scheduler: the schedule of a step", fields, self.own)
         return schedule
-
-    # ------------------------------------------------------------ units
 
     def unit_of(self, node: Sharded) -> UnitState:
         """The unit that a node is."""
@@ -434,13 +367,13 @@ class Scheduler(Tracer):
     def current(self) -> Step:
         """The step of the function that is being called; outside of one, a step that follows and records nothing."""
         now = self._now
-        step = now.step or now.loose()
+        step = now.step or next(iter(now.loose), None)
         if step is None:
             self._refuse()
             self.registry.clear()
             self.registry.unbind()
             step = Step(self.executor, None, units=self.units)
-            now.begin_loose(step)
+            now.loose.add(step)
         elif now.step is not None and threading.get_ident() != now.thread:
             now.check_thread()
         return step

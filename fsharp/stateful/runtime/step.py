@@ -29,52 +29,18 @@ from fsharp.stateful.units.unsharded import UnshardedBuffer, stamp
 from fsharp.stateful.units.update_gather import UpdateGather
 
 
-class StepRecord:
-    """Which units a step has trained, updated and fetched, and where it has left its schedule.
-
-    Attributes:
-        trained: units that have a gradient in this step.
-        updated: units whose parameters this step has updated.
-        fetched: units whose optimizer state is on the device for the next update.
-        num_microbatches: backward passes that are over.
-        left_at: what the schedule did not have, in words; empty for a step that has left no schedule.
-    """
-
-    def __init__(self) -> None:
-        self.trained: dict[str, None] = {}
-        self.updated: dict[str, None] = {}
-        self.fetched: list[str] = []
-        self.num_microbatches = 0
-        self.left_at = ""
-
-    def fetch(self, units: Iterable[str]) -> None:
-        """Note the units whose optimizer state is on the device: these, and no others."""
-        self.fetched = list(units)
-
-    def end_microbatch(self) -> None:
-        """Count a backward pass that is over."""
-        self.num_microbatches += 1
-
-    def note_departure(self, event: Event | None, events: Sequence[Event]) -> None:
-        """Note where a step leaves its schedule: at ``event``; None: after ``events``, for a reason that is no event."""
-        self.left_at = str(event) if event is not None else f"what came after {events[-1]}" if events else "its end"
-
-
 class Step:
     """One step of a program.
 
     Args:
-        executor: runs the ops.
         schedule: what to follow; None makes ops up as events come.
-        units: of the scheduler, which adds to them.
-        recorder: measures the step; None: nobody wants to know.
         on_backward: called when a backward comes to a use; None: nobody wants to know.
 
     Attributes:
-        events: those so far.
         eager: what makes ops up; None while a schedule is followed.
-        record: what the step has done to units.
-        uses: uses of units that have begun.
+        trained: units that have a gradient in this step.
+        updated: units whose parameters this step has updated.
+        num_microbatches: backward passes that are over.
         is_over: whether nothing can come of the step any more.
     """
 
@@ -90,10 +56,10 @@ class Step:
         self.executor, self.schedule, self.units = executor, schedule, units
         self.recorder, self._on_backward = recorder, on_backward
         self.events: list[Event] = []
-        self.record, self.uses = StepRecord(), UsesUnderWay()
-        self._make_eager = partial(Eager, executor, is_in_use=self.uses.are_in)
-        self.eager: Eager | None = self._make_eager() if schedule is None else None
-        self.is_over = False
+        self.uses = UsesUnderWay()
+        self.eager: Eager | None = Eager(executor, is_in_use=self.uses.are_in) if schedule is None else None
+        self.trained, self.updated = dict[str, None](), dict[str, None]()
+        self.num_microbatches, self.is_over = 0, False
 
     @property
     def is_planned(self) -> bool:
@@ -115,8 +81,6 @@ class Step:
     def is_in_forward(self) -> bool:
         """Whether a function that has units is under way, not counting what a checkpoint computes again."""
         return bool(self.uses.forward)
-
-    # ------------------------------------------------------------ events
 
     def _event(
         self,
@@ -159,10 +123,11 @@ class Step:
     def leave(self, event: Event | None) -> None:
         """Follow the schedule no further: finish what it has begun, and make ops up from here on."""
         assert self.schedule is not None
-        self.record.note_departure(event, self.events)
+        after = f"what came after {self.events[-1]}" if self.events else "its end"
         self.executor.drain()
         self.schedule.leave(self.uses.are_in)
-        self.eager = self._make_eager(left=self.schedule)
+        left_at = after if event is None else str(event)
+        self.eager = Eager(self.executor, is_in_use=self.uses.are_in, left=self.schedule, left_at=left_at)
 
     def enter(self, node: Sharded, unit: UnitState) -> UnitUse:
         """Begin a use: its unit is there in full when this returns."""
@@ -233,20 +198,22 @@ class Step:
 
     def come_back(self, uses: Sequence[UnitUse], grads: object = None) -> None:
         """A backward comes to the function that entered these units, with gradients of what it has returned."""
-        if self.is_over or torch.is_grad_enabled():
-            gathered = [use.unit.key for use in uses if use.copy is not None]
-            if gathered and torch.is_grad_enabled():
-                raise double_backward()
-        if self.is_over:
-            if gathered:
-                if self._on_backward is not None:
-                    self._on_backward()
-                raise _too_late(gathered[0])
+        gathered = [use.unit.key for use in uses if use.copy is not None] if self.is_over or torch.is_grad_enabled() else []
+        if gathered and torch.is_grad_enabled():
+            raise double_backward()
+        if self.is_over and not gathered:
             return
-        if self._on_backward is not None:
-            self._on_backward()
+        if self.is_over or self._on_backward is not None:
+            self._come_back(gathered)
         for use in uses:
             self._open(use)
+
+    def _come_back(self, gathered: Sequence[str]) -> None:
+        """Tell who wants to know that a backward comes, to units that were gathered; refuse one that comes too late."""
+        if self._on_backward is not None:
+            self._on_backward()
+        if self.is_over:
+            raise _too_late(gathered[0])
 
     def _open(self, use: UnitUse) -> None:
         uses = self.uses
@@ -275,12 +242,8 @@ class Step:
 
     def _gradient(self, use: UnitUse, grads: Grads) -> None:
         """The gradients of a use's leaves are there: its backward is over."""
-        if self.is_over:
-            if self._on_backward is not None:
-                self._on_backward()
-            raise _too_late(use.unit.key)
-        if self._on_backward is not None:
-            self._on_backward()
+        if self.is_over or self._on_backward is not None:
+            self._come_back([use.unit.key])
         uses = self.uses
         if use not in uses.backward:
             self._open(use)
@@ -301,10 +264,10 @@ class Step:
 
     def begin_backward(self, *, is_last: bool) -> None:
         """A backward pass begins. ``is_last``: no other one adds to its gradients before they are reduced for the optimizer."""
-        number = self.record.num_microbatches
+        number = self.num_microbatches
         if self.is_planned and self.schedule is not None and number in self.schedule.last_microbatches and not is_last:
             self.leave(None)  # it would reduce them now
-        self.executor.name_microbatch(f"microbatch {number}, the last" if is_last else f"microbatch {number}")
+        self.executor.name(microbatch=f"microbatch {number}, the last" if is_last else f"microbatch {number}")
 
     def end_microbatch(self, direct: Sequence[tuple[UnitState, Grads]]) -> None:
         """The backward pass is over.
@@ -326,8 +289,8 @@ class Step:
         for unit, grads in found:
             if unit.gradient is not None:
                 unit.gradient.add(grads)
-        self.record.end_microbatch()
-        self.executor.name_microbatch(f"microbatch {self.record.num_microbatches}")
+        self.num_microbatches += 1
+        self.executor.name(microbatch=f"microbatch {self.num_microbatches}")
         self.uses.pending.clear()
 
     def renew_gradients(self, units: Sequence[UnitState]) -> None:
@@ -339,7 +302,7 @@ class Step:
         schedule, transport = self.schedule if self.is_planned else None, self.executor.transport
         for unit in units:
             unit.train(transport, None if schedule is None else schedule.places.get(unit.key))
-        self.record.trained.update(dict.fromkeys([unit.key for unit in units if unit.gradient is not None]))
+        self.trained.update(dict.fromkeys([unit.key for unit in units if unit.gradient is not None]))
 
     def outdate(self) -> None:
         """Parameters were written to: a schedule would use what it has gathered before."""
@@ -369,8 +332,7 @@ class Step:
     def fetch(self, moves: Mapping[str, HostCopies]) -> None:
         """State of the optimizer, by unit, is wanted on the device."""
         self._retire(None)
-        self.executor.fetch(moves)
-        self.record.fetch(moves)
+        self.executor.take(moves)
         for key in moves:
             self._event("fetch", self.units[key])
         self.executor.lanes.join(self.executor.fetched[-1:])  # the lane has done those before it
@@ -381,8 +343,8 @@ class Step:
         for unit in self.units.values():
             if unit.gradient is not None and unit.gradient.is_under_way:
                 unit.gradient.join()  # the memory it comes from is wanted for the next step
-        self.executor.update({each.unit.key: each for each in update_gathers if each.moves}, moves)
-        nbytes = dict.fromkeys(self.record.fetched, 0) | {key: move.nbytes for key, move in moves.items()}
+        nbytes = dict.fromkeys(self.executor.taken, 0) | {key: move.nbytes for key, move in moves.items()}
+        self.executor.take(moves, {each.unit.key: each for each in update_gathers if each.moves})
         for key in nbytes:
             self.units[key].offload(nbytes[key])
         if self.is_planned and self.schedule is not None:
@@ -390,14 +352,13 @@ class Step:
             if any(nbytes[key] != expected.get(key) for key in nbytes):  # the state is another one than that recorded
                 self.leave(None)
         units = [update_gather.unit for update_gather in update_gathers]
-        self.record.updated.update(dict.fromkeys([unit.key for unit in units]))
+        self.updated.update(dict.fromkeys([unit.key for unit in units]))
         self._event("update", units=units)
         if self.executor.spreading or self.executor.moves:  # of units that the schedule does not know of
             if self.is_planned:
                 self.leave(None)
             assert self.eager is not None
-            self._run(self.eager.update_gather(units))
-            self._run(self.eager.offload(units))
+            self._run(self.eager.after_update(units))
 
     def end(self) -> None:
         """The function has returned: finish what is under way."""

@@ -3,7 +3,6 @@
 Where data move, when, and in which memory is not decided here.
 """
 
-from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from operator import attrgetter, is_
@@ -83,11 +82,6 @@ class Tracer(Engine):
     """What all pure functions have in common under a scheduler.
 
     Attributes:
-        comm: the ranks.
-        own: for collectives that are not scheduled.
-        policy: what schedules are compiled with.
-        executor: runs the ops of steps.
-        registry: the units.
         num_updates: how often parameters have become others.
         main_stays: main copies stay on the device, as somebody shows them.
     """
@@ -98,6 +92,11 @@ class Tracer(Engine):
     executor: Executor
     registry: UnitRegistry
     num_updates: int
+    check_open: Callable[[], None]
+    run: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
+    current: Callable[[], Step]
+    unit_of: Callable[[Sharded], UnitState]
+    replaced: Callable[[Sharded, UnitState, Sharded], None]
     main_stays = False
     _issued = IssuedGradients()
     _offload: Offload | None = None
@@ -132,31 +131,9 @@ class Tracer(Engine):
         """The state of all units that were used, by key."""
         return self.registry.units
 
-    @abstractmethod
-    def check_open(self) -> None:
-        """Refuse to go on after an error, on this rank or on another."""
-
-    @abstractmethod
-    def run(self, scheduled: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call a scheduled function with these arguments."""
-
-    @abstractmethod
-    def current(self) -> Step:
-        """The step that is under way."""
-
-    @abstractmethod
-    def unit_of(self, node: Sharded) -> UnitState:
-        """The unit that a node is."""
-
-    @abstractmethod
-    def replaced(self, old: Sharded, unit: UnitState, new: Sharded) -> None:
-        """The parameters of a unit have become others."""
-
     def keep_main(self) -> None:
         """Keep main copies on the device from here on, whatever is offloaded: somebody shows them."""
         self.main_stays = True
-
-    # ------------------------------------------------------------ forward and backward
 
     def takes(self, units: Any) -> bool:
         """Not under ``torch.func``, and not where the buffers themselves are differentiated: those paths are blocking.
@@ -218,8 +195,6 @@ class Tracer(Engine):
         assert total is not None
         return total, self.issue(units, params)
 
-    # ------------------------------------------------------------ gradients
-
     def start_gradients(self, params: Any) -> list[UnitState]:
         """Gradients of these parameters, whose units it returns, are new from here on; those of others are not touched."""
         step, self._issued = self.current(), IssuedGradients()
@@ -233,11 +208,7 @@ class Tracer(Engine):
         self.current().end_microbatch([(unit, take_gradients(node, self)) for unit, node in found])  # type: ignore[arg-type]
 
     def issue(self, units: Sequence[UnitState], params: Any) -> Any:
-        """The gradients of these parameters, whose units are given, where they rest.
-
-        Raises:
-            LossError: there are none.
-        """
+        """The gradients of these parameters, whose units are given, where they rest."""
         self.lanes.join_all("reduce")
         if not any(unit.gradient is not None and unit.gradient.is_fed for unit in units):
             raise LossError(
@@ -254,7 +225,7 @@ class Tracer(Engine):
             step.move()
             return moves.reduce_scatter(tree, comm=self.own, to=to)
         units, self._issued = self._issued.units, IssuedGradients()
-        step.reduce(units, wait=not self.transport.innermost.is_async)
+        step.reduce(units, wait=not self.transport.is_async)
         position = iter(units)
         return map_units(lambda node: _reduced(node, next(position).gradient if node.unit.trainable else None, to), tree)
 

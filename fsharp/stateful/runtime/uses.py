@@ -19,32 +19,14 @@ class UnitUse:
     """One use of a unit.
 
     Args:
-        unit: the unit, bound to the node that is used.
         number: number of uses that have begun before in the step.
         parent: the use inside of which this one begins; None if there is none.
         copy: the buffer of the unit's full parameters; None if the unit rests in full.
-        full: the full parameters, which are there.
 
     Attributes:
         leaves: the tensors that the function gets; None once the function has them.
-        node: the parameters that are used.
-        seen: the stamp of these parameters.
         is_opaque: whether autograd has saved tensors that cannot be looked into.
     """
-
-    __slots__ = (
-        "__weakref__",
-        "_full",
-        "_versions",
-        "copy",
-        "is_opaque",
-        "leaves",
-        "node",
-        "number",
-        "parent",
-        "seen",
-        "unit",
-    )
 
     def __init__(
         self, unit: UnitState, number: int, parent: "UnitUse | None", copy: UnshardedBuffer | None, full: FullUnit
@@ -71,11 +53,7 @@ class UnitUse:
         return leaves or []
 
     def check_unwritten(self) -> None:
-        """Refuse a function that has written to a leaf: a backward would see the new values, or nobody would.
-
-        Raises:
-            TreeError: the function has written to a leaf.
-        """
+        """Refuse a function that has written to a leaf: a backward would see the new values, or nobody would."""
         if self._full is not None and self._full.versions() != self._versions:
             raise written_to(self.unit.key)
         self._full = None

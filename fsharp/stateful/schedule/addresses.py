@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from heapq import heappop, heappush
 from itertools import accumulate, tee
 from operator import add
+from typing import Generic, TypeVar
 
 _NEAR = 48  # spans that begin while a buffer is live: of those that meet more, stacks are made
 # Arenas to try, by how much they are larger than the bound.
@@ -75,9 +76,7 @@ class _Packing:
     """Stacks of what lives long, and all other items, which are searched places between the two.
 
     Attributes:
-        items: all of them.
         stacked: by item that stands in a stack, how far from the arena's first byte it starts, or from its last one it ends.
-        short: all others.
         low: how many bytes the stack at the arena's first byte takes, at each position.
         high: how many bytes the stack at the arena's last byte takes, at each position.
     """
@@ -244,3 +243,47 @@ def _spreading(seed: int, items: Sequence[ArenaItem], which: Sequence[int], neig
             met[j] += items[i].nbytes
             heappush(heap, (-met[j], -items[j].nbytes, j))
     return list(order)
+
+
+T = TypeVar("T")
+
+
+class ByteRanges(Generic[T]):
+    """Disjoint runs of bytes, each with a value.
+
+    Cost: a call is logarithmic in the number of runs, and linear in how many of them it overlaps.
+    """
+
+    def __init__(self) -> None:
+        self._starts: list[int] = []
+        self._stops: list[int] = []
+        self._values: list[T] = []
+
+    def over(self, start: int, stop: int) -> Iterator[T]:
+        """The values of the runs that share a byte with ``start`` to ``stop``."""
+        yield from self._values[self._slice(start, stop)]
+
+    def put(self, start: int, stop: int, value: T) -> None:
+        """These bytes have this value, and no other."""
+        self._replace(start, stop, [(start, stop, value)])
+
+    def clear(self, start: int, stop: int) -> None:
+        """These bytes have no value."""
+        self._replace(start, stop, [])
+
+    def _slice(self, start: int, stop: int) -> slice:
+        return slice(bisect_right(self._stops, start), bisect_left(self._starts, stop) if start < stop else 0)
+
+    def _replace(self, start: int, stop: int, runs: list[tuple[int, int, T]]) -> None:
+        if start >= stop:
+            return
+        where = self._slice(start, stop)
+        if where.start < where.stop:
+            first, last = where.start, where.stop - 1
+            if self._starts[first] < start:
+                runs = [(self._starts[first], start, self._values[first]), *runs]
+            if self._stops[last] > stop:
+                runs = [*runs, (stop, self._stops[last], self._values[last])]
+        self._starts[where] = [run[0] for run in runs]
+        self._stops[where] = [run[1] for run in runs]
+        self._values[where] = [run[2] for run in runs]

@@ -2,15 +2,15 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import accumulate, chain
 
 from fsharp.annotated import options_checked
 from fsharp.errors import ScheduleError, problem
-from fsharp.stateful.schedule.addresses import ArenaItem, assign_addresses, lower_bound
-from fsharp.stateful.schedule.byte_ranges import ByteRanges
-from fsharp.stateful.schedule.emit import Buckets, Emitter
+from fsharp.stateful.schedule.addresses import ArenaItem, ByteRanges, assign_addresses, lower_bound
+from fsharp.stateful.schedule.emit import Buckets, emitted
 from fsharp.stateful.schedule.ops import PARAMS, Stream, buffer_nbytes
-from fsharp.stateful.schedule.policy import Policy
+from fsharp.stateful.schedule.policy import FINISHES, Policy
 from fsharp.stateful.schedule.prefetch import returns
 from fsharp.stateful.schedule.program import Program
 from fsharp.stateful.schedule.schedule import Memory, Op, Schedule
@@ -18,46 +18,42 @@ from fsharp.stateful.schedule.unplaced import BufferKey, UnplacedOp
 
 
 @options_checked
-def compile_schedule(program: Program, policy: Policy = Policy()) -> Schedule:
-    """The schedule of a program under a policy.
+def compile_schedule(program: Program, policy: Policy = Policy(), *, has_streams: bool = False) -> Schedule:
+    """Return the schedule of a program under a policy, for a device with streams or for a host without.
 
     Raises:
         ScheduleError: a memory budget that not even the most frugal schedule keeps.
 
     Cost: no memory, no collective; about 1.5 ms for each unit and microbatch.
     """
-    tried = policy
+    tried, finishes = policy, FINISHES
+    sum_late = not has_streams if policy.sum_late is None else policy.sum_late
     while True:
-        ops, arena, bound = _with_room(program, tried)
+        ops, arena, bound = _with_room(program, tried, finishes, sum_late=sum_late)
         if policy.memory_budget is None or arena <= policy.memory_budget:
             return Schedule(program, tried, tuple(ops), arena, bound)
         if tried.bucket_nbytes != 0 or tried.together:
             tried = replace(tried, bucket_nbytes=0, together=())
-        elif tried.num_buffers > 1:
-            tried = replace(tried, prefetch=max(tried.prefetch - 1, 0), buffers=None)
-        elif tried.reduce_buffers > 1 or tried.finish_buffers > 1:
-            tried = replace(tried, reduce_buffers=1, finish_buffers=1)
+        elif tried.prefetch:
+            tried = replace(tried, prefetch=tried.prefetch - 1)
+        elif finishes > 1:
+            finishes = 1
         else:
             facts = [("budget", f"{policy.memory_budget:,} bytes"), ("needed", f"{arena:,} bytes")]
-            raise ScheduleError(
-                problem(
-                    "compile_schedule()",
-                    "the memory budget is too small, even without prefetch and with one reduction at a time.",
-                    facts,
-                    "Raise it, or cut the model into smaller units.",
-                )
-            )
+            what = "the memory budget is too small, even without prefetch and with one reduction at a time."
+            raise ScheduleError(problem("compile_schedule()", what, facts, "Raise it, or cut the model into smaller units."))
 
 
 Placed = tuple[list[Op], int, int]
 
 
-def _with_room(program: Program, policy: Policy) -> Placed:
+def _with_room(program: Program, policy: Policy, finishes: int, *, sum_late: bool) -> Placed:
     """Ops, arena and lower bound, with units kept for their backward as the policy says."""
     buckets = Buckets(program, policy)
     first, *later = returns(program, buckets.gathers)
     kept = [*first, *chain(*later)] if policy.release == "backward" else []
-    unplaced = Emitter(program, policy, buckets, kept).run()
+    emit = partial(emitted, program, policy, buckets, finishes=finishes, sum_late=sum_late)
+    unplaced = emit(kept)
     best = place(unplaced, program)
     assert best is not None, "there is room without a limit"
     if policy.release != "room" or any(later) or not first:
@@ -65,7 +61,7 @@ def _with_room(program: Program, policy: Policy) -> Placed:
         return best
     number, fewer = _most_kept(unplaced, program, buckets, first), 1
     while number > 0:
-        found = place(Emitter(program, policy, buckets, first[:number]).run(), program, within=best[1])
+        found = place(emit(first[:number]), program, within=best[1])
         if found is not None:
             return found
         number, fewer = number - fewer, 2 * fewer

@@ -38,11 +38,7 @@ class Bundling:
 
 
 def bundles(
-    order: Iterable[str],
-    sent: Mapping[str, int],
-    channels: Mapping[str, Hashable],
-    most: int,
-    groups: Mapping[str, int] = {},
+    order: Iterable[str], sent: Mapping[str, int], channels: Mapping[str, Hashable], most: int, groups: Mapping[str, int] = {}
 ) -> Bundling:
     """Neighbours that share a channel, joined while a rank sends no more than so many bytes for them.
 

@@ -1,13 +1,13 @@
-"""Emitter: walks the events of a program and writes the ops of a step, which do not know yet where in memory they are."""
+"""The ops of a step, written along the events of its program. They do not know yet where in memory they are."""
 
 from collections.abc import Collection, Iterable
 
 from fsharp.stateful.schedule.costs import Bundling, bucket_limit, bundles
-from fsharp.stateful.schedule.emit_gradients import GradientOps
+from fsharp.stateful.schedule.emit_gradients import GradientOps, last_microbatches
 from fsharp.stateful.schedule.emit_parameters import ParameterOps
 from fsharp.stateful.schedule.ops import FINISH, GATHER, REDUCE, SPREAD, OpSpec
-from fsharp.stateful.schedule.policy import Policy
-from fsharp.stateful.schedule.program import Program
+from fsharp.stateful.schedule.policy import FINISHES, Policy
+from fsharp.stateful.schedule.program import Program, gradients_of
 from fsharp.stateful.schedule.schedule import channel
 from fsharp.stateful.schedule.unplaced import OpList, UnplacedOp
 
@@ -35,53 +35,42 @@ class Buckets:
         return bundles(order, sent, {unit: channel(spec, facts[unit]) for unit in order}, most, groups)
 
 
-class Emitter:
-    """Walks the events and writes ops.
-
-    Args:
-        program: the step.
-        policy: what is allowed.
-        buckets: what moves as one.
-        kept: uses whose parameters stay from their forward to the end of their backward.
-    """
-
-    def __init__(self, program: Program, policy: Policy, buckets: Buckets, kept: Collection[int] = ()) -> None:
-        self._events, self._ops = program.events, OpList(program)
-        self._parameters = ParameterOps(self._ops, program, policy, buckets.gathers, buckets.spreads, kept)
-        self._gradients = GradientOps(self._ops, program, policy, buckets.reduces, buckets.finishes)
-
-    def run(self) -> list[UnplacedOp]:
-        """All ops, in the order of issue."""
-        parameters, gradients, microbatch = self._parameters, self._gradients, 0
-        gradients.begin_microbatch(microbatch)
-        for i, event in enumerate(self._events):
-            match event.kind:
-                case "forward" | "backward":
-                    parameters.move(i, event.kind)
-                    gradients.reduce_delayed(i)
-                    parameters.use(event, i)
-                case "forward_end":
-                    parameters.move(i, "forward")
-                case "backward_end":
-                    parameters.release(i, "backward")  # first, so that the gradient may go where the parameters were
-                    gradients.cast(event, i)
-                    parameters.gather(i, "backward")
-                case "microbatch_end":
-                    gradients.end_microbatch(i)
-                    parameters.move(i, "backward")
-                    microbatch += 1
-                    gradients.begin_microbatch(microbatch)
-                case "reduce":
-                    parameters.move(i, "backward")
-                    gradients.end(i)
-                case "fetch":
-                    parameters.move(i, "backward")
-                    parameters.fetch(event.unit, i)
-                case "update":
-                    parameters.update(i, is_last=i == len(self._events) - 1)
-                case "move":
-                    parameters.move(i, "backward")
-        return self._ops.ops
+def emitted(
+    program: Program, policy: Policy, buckets: Buckets, kept: Collection[int] = (), *, finishes: int = FINISHES, sum_late: bool
+) -> list[UnplacedOp]:
+    """Return all ops of a step, in the order of issue. Parameters of uses ``kept`` stay from forward to backward."""
+    ops, microbatch = OpList(program), 0
+    parameters = ParameterOps(ops, program, policy, buckets.gathers, buckets.spreads, kept)
+    gradients = GradientOps(ops, buckets.reduces, buckets.finishes, finishes, sum_late=sum_late)
+    casts, last = gradients_of(program.events), last_microbatches(program.events)
+    gradients.begin_microbatch(casts[0], is_last=0 in last)
+    for i, event in enumerate(program.events):
+        match event.kind:
+            case "forward" | "backward":
+                parameters.move(i, event.kind)
+                parameters.use(event, i)
+            case "forward_end":
+                parameters.move(i, "forward")
+            case "backward_end":
+                parameters.release(i, "backward")  # first, so that the gradient may go where the parameters were
+                gradients.cast(event, i)
+                parameters.gather(i, "backward")
+            case "microbatch_end":
+                gradients.end_microbatch(i)
+                parameters.move(i, "backward")
+                microbatch += 1
+                gradients.begin_microbatch(casts[microbatch], is_last=microbatch in last)
+            case "reduce":
+                parameters.move(i, "backward")
+                gradients.end(i)
+            case "fetch":
+                parameters.move(i, "backward")
+                parameters.fetch(event.unit, i)
+            case "update":
+                parameters.update(i, is_last=i == len(program.events) - 1)
+            case "move":
+                parameters.move(i, "backward")
+    return ops.ops
 
 
 def _in_order_of_gradients(program: Program) -> list[str]:

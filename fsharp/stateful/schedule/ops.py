@@ -30,7 +30,7 @@ step, so behind these there may be nothing: ``behind="gather"`` takes ``Policy(g
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Literal, get_args
 
 from fsharp.annotated import wrong_field
@@ -79,7 +79,7 @@ BUFFERS = {
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False)
 class OpSpec:
     """What there is to know of ops of one kind in some phases. Buffers are keys of :data:`BUFFERS`, of the op's unit.
 
@@ -136,15 +136,12 @@ class OpSpec:
     @property
     def memory(self) -> str:
         """The buffer that ``memory`` of such an op is; empty if it has none."""
-        return next((each for each in (self.frees, self.changes, self.fills) if each and _has_memory(each)), "")
+        used = (each for each in (self.frees, self.changes, self.fills) if each)
+        return next((each for each in used if BUFFERS[each].fact and not BUFFERS[each].is_opened), "")
 
     def nbytes(self, facts: UnitFacts) -> int:
         """Bytes of ``memory`` of such an op of a unit."""
         return buffer_nbytes(self.memory, facts) if self.memory else 0
-
-    def read_nbytes(self, facts: UnitFacts) -> int:
-        """Bytes in the arena that such an op of a unit reads."""
-        return sum(buffer_nbytes(each, facts) for each in self.reads)
 
     def puts_into(self, facts: UnitFacts) -> str:
         """The buffer that such an op of a unit fills: where gradients rest, if it has no memory to collect them in."""
@@ -156,83 +153,23 @@ def buffer_nbytes(buffer: str, facts: UnitFacts) -> int:
     return int(getattr(facts, BUFFERS[buffer].fact)) if BUFFERS[buffer].fact else 0
 
 
-def _has_memory(buffer: str) -> bool:
-    return bool(BUFFERS[buffer].fact) and not BUFFERS[buffer].is_opened
-
-
 _STEP: tuple[Phase, ...] = ("forward", "backward")
-GATHER = OpSpec(
-    kind="gather",
-    phases=_STEP,
-    stream="gather",
-    when=("gathered",),
-    reads=(RESTING,),
-    fills=PARAMS,
-    calls="gather",
-    cost="send",
-)
-SPREAD = OpSpec(
-    kind="gather",
-    phases=("update",),
-    stream="gather",
-    when=("update_gather",),
-    fills=RESTING,
-    calls="update_gather",
-    cost="send",
-)
-WAIT = OpSpec(kind="wait", phases=_STEP, when=("gathered",), joins=PARAMS, may_wait=True, look="hatched")
-SETTLE = OpSpec(kind="wait", phases=("update",), when=("update_gather",), joins=RESTING, may_wait=True, look="hatched")
-COMPUTE = OpSpec(kind="compute", phases=_STEP, events=("forward", "backward"), reads=(RESTING, PARAMS), cost="compute")
-RELEASE = OpSpec(kind="release", phases=(*_STEP, "update"), when=("gathered",), frees=PARAMS, look="faint")
-CAST = OpSpec(kind="cast", phases=("backward",), fills=OUTGOING, opens=True, cost="memory", look="dark")
-REDUCE = OpSpec(
-    kind="reduce",
-    phases=("backward",),
-    stream="reduce",
-    when=("reduce",),
-    changes=OUTGOING,
-    opens=True,
-    calls="reduce",
-    cost="send",
-)
-ACCUMULATE = OpSpec(
-    kind="accumulate",
-    phases=("backward",),
-    stream="reduce",
-    when=("reduce", "outgoing"),
-    fills=REST,
-    frees=OUTGOING,
-    opens=True,
-    cost="memory",
-    may_wait=True,
-    look="dark",
-)
-FINISH = OpSpec(
-    kind="reduce",
-    phases=("finish",),
-    stream="reduce",
-    when=("finish",),
-    reads=(REST,),
-    fills=FINISHING,
-    calls="finish",
-    cost="send",
-)
-LAND = OpSpec(
-    kind="accumulate",
-    phases=("finish",),
-    stream="reduce",
-    when=("finish",),
-    fills=FINAL,
-    frees=FINISHING,
-    cost="memory",
-    may_wait=True,
-    look="dark",
-)
-FETCH = OpSpec(kind="fetch", phases=("update",), stream="host", when=("host",), fills=STATE, cost="copy")
-UPDATE = OpSpec(
-    kind="update", phases=("update",), events=("update",), reads=(FINAL, STATE), changes=RESTING, cost="update", look="grey"
-)
-OFFLOAD = OpSpec(kind="offload", phases=("update",), stream="host", when=("host",), frees=STATE, cost="copy")
+_SPREAD = "update_gather"
+GATHER = OpSpec("gather", _STEP, "gather", when=("gathered",), reads=(RESTING,), fills=PARAMS, calls="gather", cost="send")
+SPREAD = OpSpec("gather", ("update",), "gather", when=(_SPREAD,), fills=RESTING, calls=_SPREAD, cost="send")
+WAIT = OpSpec("wait", _STEP, when=("gathered",), joins=PARAMS, may_wait=True, look="hatched")
+SETTLE = OpSpec("wait", ("update",), when=("update_gather",), joins=RESTING, may_wait=True, look="hatched")
+COMPUTE = OpSpec("compute", _STEP, events=("forward", "backward"), reads=(RESTING, PARAMS), cost="compute")
+RELEASE = OpSpec("release", (*_STEP, "update"), when=("gathered",), frees=PARAMS, look="faint")
+CAST = OpSpec("cast", ("backward",), fills=OUTGOING, opens=True, cost="memory", look="dark")
+REDUCE = OpSpec("reduce", ("backward",), "reduce", when=("reduce",), changes=OUTGOING, opens=True, calls="reduce", cost="send")
+_SUM = OpSpec("accumulate", ("backward",), "reduce", fills=REST, cost="memory", may_wait=True, look="dark")
+ACCUMULATE = replace(_SUM, when=("reduce", "outgoing"), frees=OUTGOING, opens=True)
+FINISH = OpSpec("reduce", ("finish",), "reduce", when=("finish",), reads=(REST,), fills=FINISHING, calls="finish", cost="send")
+LAND = replace(_SUM, phases=("finish",), when=("finish",), fills=FINAL, frees=FINISHING)
+FETCH = OpSpec("fetch", ("update",), "host", when=("host",), fills=STATE, cost="copy")
+UPDATE = OpSpec("update", ("update",), events=("update",), reads=(FINAL, STATE), changes=RESTING, cost="update", look="grey")
+OFFLOAD = OpSpec("offload", ("update",), "host", when=("host",), frees=STATE, cost="copy")
 
 OPS: dict[tuple[str, Phase], OpSpec] = {}
 """By kind and phase, all there are."""
@@ -283,7 +220,5 @@ def _unknown_name(spec: OpSpec) -> str:
     return ""
 
 
-for _spec in (
-    GATHER, WAIT, COMPUTE, RELEASE, CAST, REDUCE, ACCUMULATE, FINISH, LAND, FETCH, UPDATE, OFFLOAD, SPREAD, SETTLE
-):  # fmt: skip
+for _spec in GATHER, WAIT, COMPUTE, RELEASE, CAST, REDUCE, ACCUMULATE, FINISH, LAND, FETCH, UPDATE, OFFLOAD, SPREAD, SETTLE:
     declare(_spec)

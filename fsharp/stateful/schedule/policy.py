@@ -1,11 +1,14 @@
 """Policy: how far ahead, how much memory, and how soon. It never changes a value."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 from fsharp.annotated import check_fields
 from fsharp.errors import ScheduleError
 from fsharp.tracebacks import api_boundary
+
+REDUCTIONS, FINISHES = 1, 3
+"""Reductions under way at most: of a microbatch, each with a block as large as the unit's gradient; and once a step."""
 
 
 @api_boundary
@@ -15,16 +18,10 @@ class Policy:
 
     Args:
         prefetch: units whose gather is issued before they are used, while another one computes.
-        buffers: units that are resident at most, the one in use among them, and those around it not; None means
-            ``prefetch + 1``.
-        release: ``"forward"`` lets go of a unit after each use and gathers it again for the backward; ``"backward"``
+        release: ``"forward"`` releases a unit after each use and gathers it again for the backward; ``"backward"``
             keeps it until the backward is done: one gather less, the memory of all units. ``"room"`` keeps as many of those
             that the backward comes to first as there is room for in the memory that ``"forward"`` takes: where gradients
             will rest, nothing is before. With several microbatches it is ``"forward"``.
-        reduce: ``"ready"`` starts a unit's reduction as soon as its gradient is there; ``"delayed"`` after the next
-            backward has begun, so that the gather it waits for goes first.
-        reduce_buffers: reductions of a microbatch under way at most; each holds a block as large as the unit's gradient.
-        finish_buffers: the same for those to the optimizer's place, once a step; they leave from where gradients rest.
         bucket_nbytes: neighbours in the order for which a rank sends no more than this together move as one, in one
             collective: their parameters, their gradients, their updated parameters. 0 means each on its own; None joins
             units for which collectives are mostly latency: up to 2 MB, and a quarter of what all units send. Units whose dtypes
@@ -39,14 +36,10 @@ class Policy:
         offload: between updates the optimizer's state and the main copies of parameters are in host memory, pinned where
             the device is none: fetched for the update and given back after it. Of a module the optimizer's state alone, as
             main copies are the parameters that it shows. Twice these bytes are copied in a step.
-        memory_budget: bytes that the arena may take; buckets, prefetch and the numbers of buffers are lowered until it fits.
+        memory_budget: bytes that the arena may take; buckets, prefetch and reductions under way are lowered until it fits.
             What buckets pack is not part of it: pass ``bucket_nbytes=0`` where every byte counts.
         gather_at_start: issue the first gathers of the next step, and those that the update needs, at the end of a step.
             False joins everything at the end of the step, which can then be captured in a CUDA graph.
-        sum_late: add the result of a reduction where it rests when its memory is wanted, or at the end of the pass, as a
-            host without streams has to, which waits for it then. False adds it right behind the reduction on its stream.
-            None leaves it to the scheduler, which knows the device.
-        one_stream: gathers and reductions share a stream.
         separate_groups: gathers and reductions have process groups of their own, and do not wait for each other. None means
             so over gloo, and not over NCCL. There a kernel waits on the device for the same kernel of other ranks. If a device
             has room for one kernel alone, two ranks may run one of different communicators each, and wait for ever. One
@@ -59,41 +52,25 @@ class Policy:
     """
 
     prefetch: int = 1
-    buffers: int | None = None
     release: Literal["forward", "backward", "room"] = "room"
-    reduce: Literal["ready", "delayed"] = "ready"
-    reduce_buffers: int = 1
-    finish_buffers: int = 3
     bucket_nbytes: int | None = None
     together: tuple[tuple[str, ...], ...] = ()
     keep_gradients: bool = False
     offload: bool = False
     memory_budget: int | None = None
     gather_at_start: bool = True
-    sum_late: bool | None = None
-    one_stream: bool = False
     separate_groups: bool | None = None
 
     # Those of a DebugPolicy: without annotations they are no fields.
     poison = False
     trivial_axes = False
+    sum_late: ClassVar[bool | None] = None
 
     def __post_init__(self) -> None:
         check_fields(self)
-        least = {"prefetch": 0, "reduce_buffers": 1, "finish_buffers": 1, "bucket_nbytes": 0}
-        for name, low in least.items():
-            if (getattr(self, name) or 0) < low:
-                raise ScheduleError(f"Policy(): {name} is {getattr(self, name)}, expected at least {low}.")
-        if self.buffers is not None and self.buffers < self.prefetch + 1:
-            raise ScheduleError(
-                f"Policy(): {self.buffers} buffers do not hold the unit in use and {self.prefetch} more: pass buffers of at "
-                f"least {self.prefetch + 1}, or a smaller prefetch."
-            )
-
-    @property
-    def num_buffers(self) -> int:
-        """Units that are resident at most."""
-        return self.prefetch + 1 if self.buffers is None else self.buffers
+        for name in ("prefetch", "bucket_nbytes"):
+            if (getattr(self, name) or 0) < 0:
+                raise ScheduleError(f"Policy(): {name} is {getattr(self, name)}, expected at least 0.")
 
 
 @api_boundary
@@ -107,7 +84,10 @@ class DebugPolicy(Policy):
     Args:
         poison: fill memory with NaN when it is released, so that a use after release shows.
         trivial_axes: run collectives along axes of size 1 too, which otherwise cost nothing: to measure on one device.
+        sum_late: add the result of a reduction when its memory is wanted, as a host without streams has to. False adds the
+            result right behind the reduction, as streams do. None asks the device.
     """
 
     poison: bool = False
     trivial_axes: bool = False
+    sum_late: bool | None = None  # type: ignore[misc]

@@ -24,10 +24,9 @@ def residency(
     """For each event, how the bundles change that are resident until the next one.
 
     Those in use always are. Beside them the next ``policy.prefetch`` different ones that the program comes to before
-    its parameters are updated, as far as ``policy.num_buffers`` allows; what is resident already and will be wanted
-    again stays while there is room. Uses around the innermost one take up no room: a root that is in use all the time
-    would leave none to look ahead. Nor do those of the uses ``kept``, which stay from their forward to the end of their
-    backward.
+    its parameters are updated. There is room for these and for one in use: if none in use is gathered, something that is
+    resident already and will be wanted again stays. Uses around the innermost one take up no room: a root that is in use
+    all the time would leave none to look ahead. Nor do the uses ``kept``, from their forward to the end of their backward.
 
     Args:
         program: the step.
@@ -46,6 +45,7 @@ def residency(
     stays = _Stays(events, bundles, kept)
     held: dict[str, None] = {}
     near: tuple[str, ...] = ()  # those of them that are not held as they stay alone
+    updated: tuple[str, ...] = ()  # those that stay and that an update has released: they have to be gathered again
     result = []
     for i, event in enumerate(events):
         ended = stays.advance(i)
@@ -53,17 +53,16 @@ def residency(
         if here is None:
             now = dict.fromkeys([*in_use[i], *(b for b in after[i] if b in held)])
             counted = [b for b in now if b not in in_use[i] and b not in stays.now]
-            room = max(policy.num_buffers - min(len(in_use[i]), 1) - len(counted), 0)
+            room = max(policy.prefetch + 1 - min(len(in_use[i]), 1) - len(counted), 0)
             now.update(dict.fromkeys([b for b in after[i] if b not in now][:room]))
             here = tuple(now)
         leave: tuple[str, ...] = tuple(held)
         enter: tuple[str, ...] = ()
         if event.kind == "update":
-            here = ()
-            stays.release()
+            here, updated = (), tuple(stays.now)
         else:
             leave = tuple(b for b in (*near, *ended) if b in held and b not in here and b not in stays.now)
-            enter = tuple(dict.fromkeys(b for b in (*here, *stays.take_released()) if b not in held))
+            enter, updated = tuple(dict.fromkeys(b for b in (*here, *updated) if b not in held)), ()
         if i == 0:
             carried = tuple(b for b in carried if b in enter)
             enter = tuple(b for b in enter if b not in carried)
@@ -83,16 +82,6 @@ class _Stays:
         self.events, self.bundles, self.kept = events, bundles, frozenset(kept)
         self.ends = {event.use: i for i, event in enumerate(events) if event.kind == "backward_end"} if kept else {}
         self.now = Counter[str]()
-        self._released: tuple[str, ...] = ()
-
-    def release(self) -> None:
-        """Release the bundles that stay: an update changes their parameters."""
-        self._released = tuple(self.now)
-
-    def take_released(self) -> tuple[str, ...]:
-        """Return the bundles that an update has released, once: they have to be gathered again."""
-        released, self._released = self._released, ()
-        return released
 
     def advance(self, i: int) -> tuple[str, ...]:
         """Go on to an event; those that stay no longer."""
@@ -111,14 +100,10 @@ class _Stays:
 
 
 def _wanted(
-    events: Sequence[Event],
-    policy: Policy,
-    bundles: Bundling,
-    in_use: Sequence[tuple[str, ...]],
-    kept: Collection[int],
+    events: Sequence[Event], policy: Policy, bundles: Bundling, in_use: Sequence[tuple[str, ...]], kept: Collection[int]
 ) -> list[tuple[str, ...] | None]:
     """What is wanted where a use begins, beside what stays; None at other events."""
-    upcoming = _upcoming(events, bundles, policy.num_buffers + max(map(len, in_use), default=0))
+    upcoming = _upcoming(events, bundles, policy.prefetch + 1 + max(map(len, in_use), default=0))
     stays = _Stays(events, bundles, kept)
     wanted: list[tuple[str, ...] | None] = []
     before: tuple[str, ...] = ()
@@ -129,9 +114,9 @@ def _wanted(
             wanted.append(None)
             continue
         now = dict.fromkeys(in_use[i])
-        room = max(policy.num_buffers - min(len(now), 1), 0)
+        room = policy.prefetch + 1 - min(len(now), 1)
         ahead = [b for b in upcoming[i] if b not in now]
-        chosen = ahead[: min(policy.prefetch, room)]
+        chosen = ahead[: policy.prefetch]
         there = [b for b in ahead[len(chosen) :] if b in before or b in stays.now or b in ended]
         chosen += there[: room - len(chosen)]
         wanted.append(before := (*now, *chosen))

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
-from fsharp.stateful.schedule.ops import OPS, OpSpec, Phase, Stream
+from fsharp.stateful.schedule.ops import OPS, REST, OpSpec, Phase, Stream
 from fsharp.stateful.schedule.program import Program, UnitFacts
 
 BufferKey = tuple[str, str]
@@ -73,15 +73,7 @@ class OpList:
         self._readers: dict[BufferKey, list[UnplacedOp]] = {}  # since the buffer's last change
 
     def add(
-        self,
-        spec: OpSpec,
-        unit: str,
-        phase: Phase,
-        at: int,
-        *,
-        is_first: bool = True,
-        is_last: bool = True,
-        **fields: Any,
+        self, spec: OpSpec, unit: str, phase: Phase, at: int, *, is_first: bool = True, is_last: bool = True, **fields: Any
     ) -> UnplacedOp:
         """Write one more op, and what its kind has behind it.
 
@@ -126,6 +118,8 @@ class OpList:
             fields["buffer"] = spec.memory, unit
             fields["fills"] = is_first and spec.fills == spec.memory
             fields["frees"] = is_last and spec.frees == spec.memory
+        elif spec.puts_into(facts) == REST:
+            fields["after"] = (*fields.get("after", ()), *self._readers.pop((REST, unit), ()))
         op = UnplacedOp(spec, unit, phase, at, **fields)
         for buffer in spec.reads:
             self._readers.setdefault((buffer, unit), []).append(op)

@@ -10,7 +10,6 @@ reduction twice what it sends and scratch. A transport of messages need not pack
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from functools import partial
 from threading import Lock
 from typing import Any, Literal, NamedTuple, get_args
 from weakref import WeakMethod
@@ -20,6 +19,7 @@ import torch.distributed as dist
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from fsharp.functional.comm.process_group import ProcessGroupComm, abort
+from fsharp.functional.comm.protocol import CountingComm
 from fsharp.functional.comm.worker_threads import InFlight
 from fsharp.functional.formats.format import Format
 
@@ -49,37 +49,27 @@ class Work:
 
 
 class SharedWork(Work):
-    """A Work that several have, perhaps in several threads: who comes second waits until the first has finished it.
+    """A Work that several threads may wait for: who comes second waits until the first has finished it.
 
     Args:
         first: what is under way.
         then: finishes it, given its result.
     """
 
-    __slots__ = ("_finish", "_first", "_lock")
+    __slots__ = ("_lock",)
 
     def __init__(self, first: Work, then: Callable[[Any], Any]) -> None:
-        self._first: Work | None = first
-        self._finish, self._result, self._lock = then, None, Lock()
+        super().__init__(lambda: then(first.wait()))
+        self._lock = Lock()
 
     def wait(self) -> Any:
         """Block until all of it is done."""
         with self._lock:
-            if self._first is not None:
-                self._result = self._finish(self._first.wait())
-                self._first, self._finish = None, _same
-            return self._result
+            return super().wait()
 
     def each(self, num: int) -> list[Work]:
         """A Work for each, of a result that is a list."""
-        return [Work(then=partial(self._one, i)) for i in range(num)]
-
-    def _one(self, i: int) -> Any:
-        return self.wait()[i]
-
-
-def _same(result: Any) -> Any:
-    return result
+        return [Work(lambda i=i: self.wait()[i]) for i in range(num)]  # type: ignore[misc]
 
 
 class Summand(NamedTuple):
@@ -103,45 +93,97 @@ class Summand(NamedTuple):
 
 
 class Transport(ABC):
-    """Collectives along an axis. Results are bit for bit those of the :class:`~fsharp.Comm` it is made from."""
+    """Collectives along an axis. Results are bit for bit those of the :class:`~fsharp.Comm` it is made from.
+
+    Several buffers that are given together, all of one dtype, are one collective: packed, unless :meth:`packs` says otherwise.
+    """
 
     is_async = False
     """Whether a Work that the host waits for may have something to wait for."""
+    counters: Sequence[CountingComm] = ()
+    """What counts the collectives."""
+    groups: "ProcessGroups | None" = None
 
-    @abstractmethod
     def gather(self, xs: Sequence[torch.Tensor], outs: Sequence[torch.Tensor], axis: str, *, label: str = "") -> Work:
-        """Every rank's ``xs[i]`` of ``c[i]`` elements into ``outs[i]`` of ``n * c[i]``, all of one dtype, in one all_gather."""
+        """Every rank's ``xs[i]`` of ``c[i]`` elements into ``outs[i]`` of ``n * c[i]``, in one all_gather."""
+        self._count("all_gather", axis, sum([x.nbytes for x in xs]))
+        if len(xs) == 1 or not self.packs("all_gather", xs, 1):
+            return self.gather_each(xs, outs, axis, label)
+        sizes = [x.numel() for x in xs]
+        n = outs[0].numel() // sizes[0]
+        packed = xs[0].new_empty(n * sum(sizes))
 
-    @abstractmethod
+        def unpack(_: Any) -> None:
+            _copy([out.view(n, -1) for out in outs], packed.view(n, -1).split(sizes, 1))
+
+        return self._shared(self.gather_each([torch.cat(list(xs))], [packed], axis, label), unpack)
+
     def reduce_scatter(
         self, summands: Sequence[Summand], axis: str, n: int, dtype: torch.dtype, *, label: str = ""
     ) -> list[Work]:
-        """The sums over ranks of this rank's parts, in one reduce_scatter.
-
-        Args:
-            summands: all of one dtype.
-            axis: the axis to sum along.
-            n: its size.
-            dtype: of the sums.
-            label: what it is for; ranks compare it.
+        """The sums over ranks of this rank's parts in ``dtype``, along an axis of ``n`` ranks, in one reduce_scatter.
 
         Returns:
             A Work for each. Its result is the sum: ``out``, or a tensor that is valid until ``x`` or ``scratch`` is written to.
         """
+        xs, outs = [each.x for each in summands], [each.out for each in summands]
+        self._count("reduce_scatter", axis, sum([x.nbytes for x in xs]) // n)
+        if len(xs) == 1 or not self.packs("reduce_scatter", xs, n):
+            return self.reduce_scatter_each(summands, axis, dtype, label)
+        packed = torch.cat([x.view(n, -1) for x in xs], 1).view(-1)
+        summed = packed.new_empty(len(packed) // n, dtype=dtype)
+        sizes = [x.numel() // n for x in xs]
 
-    @abstractmethod
+        def unpack(_: Any) -> list[torch.Tensor]:
+            parts = summed.split(sizes)
+            there = [(out, part) for out, part in zip(outs, parts, strict=True) if out is not None]
+            _copy([out for out, _ in there], [part for _, part in there])
+            return [part if out is None else out for out, part in zip(outs, parts, strict=True)]
+
+        [work] = self.reduce_scatter_each([self._packed("reduce_scatter", axis, packed, summed)], axis, dtype, label)
+        return self._shared(work, unpack).each(len(xs))
+
     def all_reduce(self, summands: Sequence[Summand], axis: str, n: int, *, label: str = "") -> list[Work]:
-        """The sums over ranks, in one all_reduce.
+        """The sums over ranks along an axis of ``n`` into ``out``, all of one dtype, in one all_reduce.
 
-        Args:
-            summands: all of one dtype, with an ``out`` each, all of one dtype.
-            axis: the axis to sum along.
-            n: its size.
-            label: what it is for; ranks compare it.
+        Packed, each takes a multiple of ``n`` elements of what travels, so as many bytes are sent as by each alone.
 
         Returns:
             A Work for each, whose result is one more Work, for what is left to do once ``x`` and ``scratch`` are free.
         """
+        xs, outs = [each.x for each in summands], [each.place for each in summands]
+        sizes = [-(-x.numel() // n) * n for x in xs]
+        wire, wide = xs[0].dtype, outs[0].dtype
+        # With a wire of its own it is two collectives.
+        for op, dtype in [("all_reduce", wire)] if wire == wide else [("reduce_scatter", wire), ("all_gather", wide)]:
+            self._count(op, axis, sum(sizes) // n * dtype.itemsize)
+        if len(xs) == 1 or not self.packs("all_reduce", xs, n):
+            return self.all_reduce_each(summands, axis, label)
+        packed = xs[0].new_zeros(sum(sizes))
+        _copy([part[: len(x)] for x, part in zip(xs, packed.split(sizes), strict=True)], xs)
+        summed = outs[0].new_empty(len(packed))
+
+        def unpack(_: Any) -> None:
+            _copy(outs, [part[: len(out)] for out, part in zip(outs, summed.split(sizes), strict=True)])
+
+        [work] = self.all_reduce_each([self._packed("all_reduce", axis, packed, summed)], axis, label)
+        return [self._shared(work, lambda tail: self._shared(tail, unpack))] * len(xs)
+
+    def packs(self, op: str, xs: Sequence[torch.Tensor], n: int) -> bool:
+        """Whether several buffers, of which ``n`` parts are sent, are packed: alike on all ranks."""
+        return True
+
+    @abstractmethod
+    def gather_each(self, xs: Sequence[torch.Tensor], outs: Sequence[torch.Tensor], axis: str, label: str) -> Work:
+        """What :meth:`gather` does, of one buffer or unpacked. Each of ``xs`` may be this rank's part of its ``out``."""
+
+    @abstractmethod
+    def reduce_scatter_each(self, summands: Sequence[Summand], axis: str, dtype: torch.dtype, label: str) -> list[Work]:
+        """What :meth:`reduce_scatter` does, of one buffer or unpacked. Without ``out`` the buffer may be overwritten."""
+
+    @abstractmethod
+    def all_reduce_each(self, summands: Sequence[Summand], axis: str, label: str) -> list[Work]:
+        """What :meth:`all_reduce` does, of one buffer or unpacked. ``out`` is other memory."""
 
     @abstractmethod
     def exchange(self, x: torch.Tensor, out: torch.Tensor, axis: str, label: str) -> Work:
@@ -170,6 +212,7 @@ class Transport(ABC):
         sent = torch.cat(stored, 1)
         received = torch.empty_like(sent)
         outs = [each.x[:part] if each.out is None else each.out for each, part in zip(summands, parts, strict=True)]
+        self._count("all_to_all", axis, sent.nbytes // n)
 
         def add(_: Any) -> list[torch.Tensor]:
             rows = received.split([each.shape[1] for each in stored], 1)
@@ -185,14 +228,22 @@ class Transport(ABC):
         work = self.gather(xs, rooms, axis, label=label)
         return self._shared(work, lambda _: _copy([out for out, _ in cut], [part for _, part in cut]))
 
+    def _count(self, op: str, axis: str, nbytes: int) -> None:
+        for each in self.counters:
+            each.count(op, axis, nbytes)
+
+    def _packed(self, op: str, axis: str, packed: torch.Tensor, summed: torch.Tensor) -> Summand:
+        nbytes = self.scratch_nbytes(op, axis, len(packed), packed.dtype.itemsize, apart=summed.dtype == packed.dtype)
+        return Summand(packed, summed, packed.new_empty(nbytes, dtype=torch.uint8))
+
     def _shared(self, first: Work, then: Callable[[Any], Any]) -> SharedWork:
         shared = SharedWork(first, then)
-        if not self.innermost.is_async:  # on a stream: unpacking is part of what runs there
+        if not self.is_async:  # on a stream: unpacking is part of what runs there
             shared.wait()
         return shared
 
     def scratch_nbytes(self, op: str, axis: str, numel: int, itemsize: int, *, apart: bool = False) -> int:
-        """Bytes of scratch for a ``"reduce_scatter"`` or ``"all_reduce"`` of ``numel`` elements.
+        """Bytes of scratch for a ``"reduce_scatter"`` or ``"all_reduce"``.
 
         Args:
             op: which of them.
@@ -203,93 +254,13 @@ class Transport(ABC):
         """
         return 0
 
-    @property
-    def innermost(self) -> "Transport":
-        """Without what is wrapped around it."""
-        return self
-
     def make(self) -> None:
-        """Make ready what all ranks have to make together."""
+        """Make the process groups, which all ranks do together."""
+        if self.groups is not None:
+            self.groups.make()
 
     def tell(self, on_flight: Callable[[InFlight], None] | None) -> None:
         """Call ``on_flight`` with each collective that begins in a thread of its own, from here on; None: nobody."""
-
-
-class PackingTransport(Transport):
-    """Pack several buffers for a transport that moves single buffers; see [Note: packing]."""
-
-    @abstractmethod
-    def gather_one(self, x: torch.Tensor, out: torch.Tensor, axis: str, label: str) -> Work:
-        """Every rank's ``x`` of ``c`` elements into ``out`` of ``n * c``; ``x`` may be this rank's part of ``out``."""
-
-    @abstractmethod
-    def reduce_scatter_one(self, one: Summand, axis: str, dtype: torch.dtype, label: str) -> Work:
-        """The sum over ranks, in ``dtype``, of this rank's part of ``one.x``, which may be overwritten if ``one.out`` is None.
-
-        The Work's result is the sum, a tensor that is valid until ``one.x`` or ``one.scratch`` is written to.
-        """
-
-    @abstractmethod
-    def all_reduce_one(self, one: Summand, axis: str, label: str) -> Work:
-        """The sum over ranks of ``one.x`` into ``one.out``, which is other memory, of another dtype or the same.
-
-        The result of the Work is one more Work, for what is left to do once ``one.scratch`` and ``one.x`` are free.
-        """
-
-    def gather(self, xs: Sequence[torch.Tensor], outs: Sequence[torch.Tensor], axis: str, *, label: str = "") -> Work:
-        """Of several, packed and gathered as one."""
-        if len(xs) == 1:
-            return self.gather_one(xs[0], outs[0], axis, label)
-        sizes = [x.numel() for x in xs]
-        n = outs[0].numel() // sizes[0]
-        packed = xs[0].new_empty(n * sum(sizes))
-
-        def unpack(_: Any) -> None:
-            _copy([out.view(n, -1) for out in outs], packed.view(n, -1).split(sizes, 1))
-
-        return self._shared(self.gather_one(torch.cat(list(xs)), packed, axis, label), unpack)
-
-    def reduce_scatter(
-        self, summands: Sequence[Summand], axis: str, n: int, dtype: torch.dtype, *, label: str = ""
-    ) -> list[Work]:
-        """Of several, packed and reduced as one."""
-        if len(summands) == 1:
-            return [self.reduce_scatter_one(summands[0], axis, dtype, label)]
-        packed = torch.cat([each.x.view(n, -1) for each in summands], 1).view(-1)
-        summed = packed.new_empty(len(packed) // n, dtype=dtype)
-        sizes, outs = [each.x.numel() // n for each in summands], [each.out for each in summands]
-
-        def unpack(_: Any) -> list[torch.Tensor]:
-            parts = summed.split(sizes)
-            there = [(out, part) for out, part in zip(outs, parts, strict=True) if out is not None]
-            _copy([out for out, _ in there], [part for _, part in there])
-            return [part if out is None else out for out, part in zip(outs, parts, strict=True)]
-
-        one = self._packed("reduce_scatter", axis, packed, summed)
-        return self._shared(self.reduce_scatter_one(one, axis, dtype, label), unpack).each(len(summands))
-
-    def all_reduce(self, summands: Sequence[Summand], axis: str, n: int, *, label: str = "") -> list[Work]:
-        """Of several, packed and reduced as one.
-
-        Each takes a multiple of ``n`` elements of what travels, so as many bytes are sent as by each alone.
-        """
-        if len(summands) == 1:
-            return [self.all_reduce_one(summands[0], axis, label)]
-        xs, outs = [each.x for each in summands], [each.place for each in summands]
-        sizes = [-(-x.numel() // n) * n for x in xs]
-        packed = xs[0].new_zeros(sum(sizes))
-        _copy([part[: len(x)] for x, part in zip(xs, packed.split(sizes), strict=True)], xs)
-        summed = outs[0].new_empty(len(packed))
-
-        def unpack(_: Any) -> None:
-            _copy(outs, [part[: len(out)] for out, part in zip(outs, summed.split(sizes), strict=True)])
-
-        work = self.all_reduce_one(self._packed("all_reduce", axis, packed, summed), axis, label)
-        return [self._shared(work, lambda tail: self._shared(tail, unpack))] * len(xs)
-
-    def _packed(self, op: str, axis: str, packed: torch.Tensor, summed: torch.Tensor) -> Summand:
-        nbytes = self.scratch_nbytes(op, axis, len(packed), packed.dtype.itemsize, apart=summed.dtype == packed.dtype)
-        return Summand(packed, summed, packed.new_empty(nbytes, dtype=torch.uint8))
 
 
 def _copy(outs: Sequence[torch.Tensor], xs: Sequence[torch.Tensor]) -> None:

@@ -3,19 +3,18 @@
 from fsharp.functional.comm.process_group import ProcessGroupComm
 from fsharp.functional.comm.protocol import Comm, CountingComm
 from fsharp.stateful.transport.base import ProcessGroups, Transport
-from fsharp.stateful.transport.blocking import BlockingTransport, LocalTransport
-from fsharp.stateful.transport.counted import CountedTransport
+from fsharp.stateful.transport.blocking import BlockingTransport
 from fsharp.stateful.transport.gloo import GlooTransport
 from fsharp.stateful.transport.nccl import NcclTransport
 
 
 def transport_over(comm: Comm, *, separate_groups: bool) -> Transport:
-    """The transport that a Comm allows for. Gathers and reductions may have process groups each."""
-    if isinstance(comm, CountingComm):
-        return CountedTransport(transport_over(comm.inner, separate_groups=separate_groups), comm)
-    if not isinstance(comm, ProcessGroupComm):
-        return LocalTransport() if comm.mesh.size == 1 else BlockingTransport(comm)
-    groups = ProcessGroups(comm, separate=separate_groups)
-    if comm.is_native:
-        return NcclTransport(comm, groups)
-    return GlooTransport(comm, groups)
+    """Return the transport that a Comm allows for. Gathers and reductions may have process groups each."""
+    inner, counters = comm, list[CountingComm]()
+    while isinstance(inner, CountingComm):
+        counters.append(inner)
+        inner = inner.inner
+    if not isinstance(inner, ProcessGroupComm):
+        return BlockingTransport(comm)
+    kind = NcclTransport if inner.is_native else GlooTransport
+    return kind(inner, ProcessGroups(inner, separate=separate_groups), counters)

@@ -1,4 +1,4 @@
-"""Lanes: the streams beside compute: for gathers, for reductions, or for both, and to and from the host; on a CPU, none."""
+"""Lanes: the streams beside compute: for gathers, for reductions, and to and from the host; on a CPU, none."""
 
 import weakref
 from collections.abc import Hashable, Iterator, Sequence
@@ -73,11 +73,10 @@ class DeviceLanes(Lanes):
 
     Args:
         device: of the streams.
-        one_stream: gathers and reductions share one.
     """
 
-    def __init__(self, device: torch.device, *, one_stream: bool) -> None:
-        self.device, self.one_stream = device, one_stream
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
         self.streams: dict[str, torch.Stream] = {}
         self._events: dict[int, dict[int, torch.Event]] = {}  # by plan and op
         self._given: set[str] = set()  # lanes that have had something to do
@@ -88,15 +87,6 @@ class DeviceLanes(Lanes):
         """The device's current stream."""
         return torch.accelerator.current_stream(self.device)
 
-    def _lane(self, name: str) -> str:
-        return "gather" if self.one_stream and name == "reduce" else name
-
-    def _stream(self, lane: str) -> torch.Stream:
-        if lane not in self.streams:
-            # What ranks wait for goes first: the kernel of a collective is small, and would queue behind those of compute.
-            self.streams[lane] = torch.Stream(self.device, priority=0 if lane == "host" else -1)
-        return self.streams[lane]
-
     def _wait_for(self, stream: torch.Stream, ops: Sequence[Key]) -> None:
         for number, i in ops:
             event = self._events.get(number, {}).get(i)
@@ -106,12 +96,14 @@ class DeviceLanes(Lanes):
     @contextmanager
     def on(self, name: str, op: Key | None = None, after: Sequence[Key] = (), *, begins: bool = True) -> Iterator[Any]:
         """On the lane's stream, after what compute has been given so far if it reads that, and after the given ops."""
-        lane = self._lane(name)
-        stream = self._stream(lane)
+        if name not in self.streams:
+            # What ranks wait for goes first: the kernel of a collective is small, and would queue behind those of compute.
+            self.streams[name] = torch.Stream(self.device, priority=0 if name == "host" else -1)
+        stream = self.streams[name]
         if begins:
             stream.wait_stream(torch.accelerator.current_stream(self.device))
         self._wait_for(stream, after)
-        self._given.add(lane)
+        self._given.add(name)
         with stream:
             start = self._recorder.mark() if self._recorder is not None else None
             yield
@@ -127,7 +119,7 @@ class DeviceLanes(Lanes):
 
     def join_all(self, *names: str) -> None:
         """The current stream waits for those that have been given something: no other may be a part of a capture."""
-        for lane in dict.fromkeys(map(self._lane, names)):
+        for lane in names:
             if lane in self._given:
                 torch.accelerator.current_stream(self.device).wait_stream(self.streams[lane])
 
@@ -152,11 +144,6 @@ class DeviceLanes(Lanes):
             x.record_stream(torch.accelerator.current_stream(self.device))
 
 
-def lanes_for(device: torch.device, *, one_stream: bool) -> Lanes:
-    """Streams where the device has them; on a CPU, a host without.
-
-    Args:
-        device: of the buffers that move.
-        one_stream: gathers and reductions share one.
-    """
-    return Lanes() if device.type == "cpu" else DeviceLanes(device, one_stream=one_stream)
+def lanes_for(device: torch.device) -> Lanes:
+    """Return streams where the device of the buffers has them; on a CPU, a host without."""
+    return Lanes() if device.type == "cpu" else DeviceLanes(device)

@@ -18,8 +18,6 @@ class AxisCollective(NamedTuple):
 
     Attributes:
         op: ``"reduce_scatter"`` or ``"all_reduce"``; where summands are encoded ``"all_to_all"`` and ``"all_gather"``.
-        axis: the axis it is along.
-        n: ranks along the axis.
     """
 
     op: str
@@ -34,14 +32,8 @@ class AxisChain:
     blocks. The Work of the last stage is returned. With an encoded wire an ``all_to_all`` stands for a ``reduce_scatter``:
     each rank decodes and adds the parts it receives. An ``all_to_all``, then an ``all_gather`` of sums, is an ``all_reduce``.
 
-    Args:
-        transport: runs them.
-        dtypes: of the group.
-        size: elements of the buffer.
-        stages: in order.
-        has_target: whether the result always goes to a place of its own.
-
     Attributes:
+        has_target: whether the result always goes to a place of its own.
         sent: for each stage, the dtype of what goes in.
     """
 
@@ -110,7 +102,6 @@ class ChainInput(NamedTuple):
     """A buffer that is about to go through a chain.
 
     Attributes:
-        chain: its stages.
         x: the buffer, in the dtype :attr:`AxisChain.first`.
         out: where the result goes; None leaves it in the memory of the last stage.
         memory: tensors for :meth:`AxisChain.pieces`.
@@ -123,11 +114,7 @@ class ChainInput(NamedTuple):
 
 
 def reduce_along(legs: Sequence[ChainInput], transport: Transport, *, label: str, as_one: bool) -> list[Work]:
-    """Begin to reduce, each by itself, or all in the same collectives, for which their stages and dtypes have to agree.
-
-    Returns:
-        For each the last stage's Work.
-    """
+    """Begin to reduce each by itself, or all in the same collectives, if stages and dtypes agree. Return the last Works."""
     if not as_one:
         return [_reduce([leg], transport, f"{label} group {i}")[0] for i, leg in enumerate(legs)]
     return _reduce(legs, transport, label)
@@ -172,10 +159,7 @@ Move = tuple[torch.Tensor, Sequence[torch.Tensor]]
 def gather_along(axes: Sequence[str], moves: Sequence[Move], transport: Transport, *, label: str, as_one: bool) -> list[Work]:
     """Gather along one axis after another, each buffer by itself, or all, of one dtype, in the same collectives.
 
-    All collectives but the last block on a host without streams.
-
-    Returns:
-        What all of them have to wait for.
+    All collectives but the last block on a host without streams. All buffers have to wait for the Works that are returned.
     """
     together = [(moves, label)] if as_one and moves else [([move], f"{label} group {i}") for i, move in enumerate(moves)]
     works = []
@@ -184,7 +168,8 @@ def gather_along(axes: Sequence[str], moves: Sequence[Move], transport: Transpor
         for k, axis in enumerate(axes):
             work.wait()
             outs = [each[k] for _, each in several]
-            work = transport.gather(xs, outs, axis, label=text)
+            gather = transport.gather if len(xs) > 1 or transport.counters else transport.gather_each  # a frame less
+            work = gather(xs, outs, axis, label=text)
             xs = outs
         works.append(work)
     return works

@@ -32,15 +32,8 @@ def facts_of(
     gathered = full_nbytes(layout) if unit.axes else 0
     updates = [(layout.travelling_nbytes(g, optim), unit.update_axes) for g in layout.trainable * updated]
     update_gather = [call for nbytes, axes in updates for call in calls_gathering(layout, nbytes, axes)]
-    facts = UnitFacts(
-        unit.key,
-        gathered,
-        trainable=False,
-        gather=tuple(gather),
-        update_gather=tuple(update_gather),
-        host=unit.host_nbytes,
-        wire=_wire(layout),
-    )
+    key, wire, sent, spread = unit.key, _wire(layout), tuple(gather), tuple(update_gather)
+    facts = UnitFacts(key, gathered, trainable=False, gather=sent, update_gather=spread, host=unit.host_nbytes, wire=wire)
     if not trained or unit.gradient is None:
         return facts
     route = unit.gradient.route

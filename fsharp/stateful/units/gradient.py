@@ -39,17 +39,9 @@ _MOVES = {
 class GradientBuffer:
     """The gradient of one unit in the step that is under way.
 
-    Args:
-        unit: the layout.
-        transport: runs the collectives.
-        device: where buffers are.
-        trivial: run collectives along axes of size 1 as well.
-
     Attributes:
         route: what is the same in every step.
-        phase: how far it has come.
         rest: where it rests between microbatches.
-        final: where it is for the optimizer.
         num_added: gradients of microbatches that have been added where it rests.
         found: a bit for each leaf, whether a backward of this step has come to it on this rank.
         block: what is collected in this microbatch, if that is not added at once where it rests.
@@ -77,18 +69,12 @@ class GradientBuffer:
         )
         self.phase = phase
 
-    # ------------------------------------------------------------ a step
-
     def begin_step(self) -> None:
         """A new step: the place in the arena is not the gradient's yet."""
         self._is_open = False
 
     def renew(self, place: RestingGradient | None) -> None:
-        """A new gradient: whatever rests is of the one before.
-
-        Args:
-            place: where the schedule has room for it, from the op on that opens it to the end of the step.
-        """
+        """A new gradient: whatever rests is of the one before. The schedule has room for it at ``place``, once it is opened."""
         if self.is_under_way:
             self.join()
         if self.rest.in_arena and self.rest.shown:
@@ -126,11 +112,7 @@ class GradientBuffer:
         self.rest, self._place, self._is_open = self._own, None, False
 
     def copy_out(self) -> None:
-        """Give what callers hold of the arena memory of its own.
-
-        Raises:
-            ScheduleError: somebody holds a view, which cannot be moved.
-        """
+        """Give what callers hold of the arena memory of its own."""
         if self.rest.in_arena and self.rest.is_held and not self.rest.copy_out():
             gc.collect()
             if self.rest.is_held:
@@ -140,16 +122,10 @@ class GradientBuffer:
                 )
 
     def abandon(self, refuse: Callable[[], None]) -> None:
-        """Wait for nothing any more, and leave memory to whatever may still write there: the scheduler is closed.
-
-        Args:
-            refuse: raises; called when somebody looks at what was under way.
-        """
+        """Wait for nothing any more, and leave memory to whatever may still write there: the scheduler is closed."""
         self._deferred = refuse if self.is_under_way else None
         self._works, self._tails, self.block = [], [], None
         self.rest = self._own
-
-    # ------------------------------------------------------------ a microbatch
 
     def ignore(self, paths: Collection[str]) -> None:
         """Count later contributions to the leaves at these paths in the user's tree as zero."""
@@ -166,16 +142,7 @@ class GradientBuffer:
         self.block = block
 
     def cast(self, grads: Grads, block: OutgoingBlock | None, *, first: bool) -> None:
-        """Put what a use contributes into a block, or where the gradient rests.
-
-        Args:
-            grads: one for each trained leaf, None for zero.
-            block: where to; None means to the gradient at rest.
-            first: the first use to do so in this microbatch.
-
-        Raises:
-            TreeError: one is sparse.
-        """
+        """Put what a use contributes into a block, or where the gradient rests. ``first``: of this microbatch, to the block."""
         if self._ignored:
             grads = [None if i in self._ignored else grad for i, grad in enumerate(grads)]
         is_complete = True
@@ -222,12 +189,7 @@ class GradientBuffer:
         )
 
     def reduce(self, block: OutgoingBlock, *, direct: bool) -> list[ChainInput]:
-        """What is about to be reduced of a microbatch.
-
-        Args:
-            block: where it was collected.
-            direct: the sum goes where the gradient rests while ``block`` is still in use.
-        """
+        """What of a microbatch is about to be reduced; ``direct``: to where it rests, while ``block`` is still in use."""
         self._move(GradientPhase.REDUCING)
         self.block = None
         legs = []
@@ -290,8 +252,6 @@ class GradientBuffer:
         for buffer, grad in zip(self.rest.tensors, grads, strict=True):
             if grad is not None:
                 buffer.add_(grad)
-
-    # ------------------------------------------------------------ once a step
 
     def finish(self, pieces: list[list[torch.Tensor]]) -> list[ChainInput]:
         """What is about to go to the optimizer's place. The gradient at rest stays as it is."""

@@ -25,9 +25,6 @@ class HostBuffers(PendingBuffers):
 class HostCopies:
     """What one unit has to copy before an update, or after it.
 
-    Args:
-        lanes: where it is copied.
-
     Attributes:
         copies: target and source of each tensor.
         nbytes: of all its tensors, those included that are there already.
@@ -68,8 +65,6 @@ class Offload:
     Args:
         names: the units whose state this is.
         grads: what shares memory with gradients stays where it is, as they are another's in the next step.
-        lanes: of the scheduler.
-        device: where the update computes.
         donate: whether host memory that was fetched from may be filled again.
     """
 
@@ -81,9 +76,7 @@ class Offload:
     def up(self, tree: Any, params: Any) -> tuple[Any, Mapping[str, HostCopies]]:
         """The state on the device, and by unit what has to run before it is there.
 
-        Args:
-            tree: the state, wherever it is.
-            params: what shares memory with these stays where it is, as copying it would free nothing.
+        What shares memory with ``params`` stays where it is, as copying it would free nothing.
         """
         return self._move(tree, params, to_host=False)
 

@@ -15,9 +15,6 @@ _address_of = torch.Tensor.data_ptr
 class UnitRegistry:
     """The units of all trees that a scheduler has seen.
 
-    Args:
-        trivial: whether collectives along axes of size 1 run as well.
-
     Attributes:
         units: by key, which is the name, with a number if several trees have it.
     """

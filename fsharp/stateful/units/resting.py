@@ -17,29 +17,9 @@ class RestingGradient:
     What callers see of them has a storage of its own over the same bytes, which counts its holders. Memory of its own is used
     again in the next step if nobody holds it then; from the arena, what somebody still holds is copied out.
 
-    Args:
-        sizes: elements and dtype of each group.
-        device: of memory of their own.
-        window: bytes in the arena.
-
     Attributes:
-        in_arena: whether they are in a window.
         shown: the tensors that callers were given and that were not copied out, and which of the buffers each is.
     """
-
-    __slots__ = (
-        "_alone",
-        "_gaps",
-        "_leaves",
-        "_memory",
-        "_storage",
-        "_tensors",
-        "_views",
-        "device",
-        "in_arena",
-        "shown",
-        "sizes",
-    )
 
     def __init__(self, sizes: Pieces, device: torch.device, window: torch.Tensor | None = None) -> None:
         self.sizes, self.device, self._memory = sizes, device, window

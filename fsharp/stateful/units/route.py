@@ -1,6 +1,7 @@
 """The way of a gradient from a backward to the optimizer: the same in every step, and so is the memory that it takes."""
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -14,7 +15,7 @@ from fsharp.stateful.units.resting import RestingGradient
 Grads = Sequence[torch.Tensor | None]
 
 
-class OutgoingBlock:
+class OutgoingBlock(NamedTuple):
     """Views of the memory that a unit's gradient is collected in and leaves from.
 
     Attributes:
@@ -26,29 +27,16 @@ class OutgoingBlock:
         received: for each group, where the sum goes before it is added; None leaves it where it is.
     """
 
-    __slots__ = ("collected", "gaps", "leaves", "received", "scratch", "sent")
-
-    def __init__(
-        self,
-        leaves: list[torch.Tensor],
-        gaps: list[torch.Tensor],
-        collected: list[torch.Tensor],
-        sent: list[torch.Tensor],
-        scratch: list[list[torch.Tensor]],
-        received: list[torch.Tensor | None],
-    ) -> None:
-        self.leaves, self.gaps = leaves, gaps
-        self.collected, self.sent, self.scratch, self.received = collected, sent, scratch, received
+    leaves: list[torch.Tensor]
+    gaps: list[torch.Tensor]
+    collected: list[torch.Tensor]
+    sent: list[torch.Tensor]
+    scratch: list[list[torch.Tensor]]
+    received: list[torch.Tensor | None]
 
 
 class GradientRoute:
     """Where a unit's gradient goes, and the memory that it takes on its way: the same in every step.
-
-    Args:
-        unit: the layout.
-        transport: runs the collectives.
-        device: where buffers are.
-        trivial: run collectives along axes of size 1 as well.
 
     Attributes:
         leaves: those that have a gradient, in tree order.

@@ -28,12 +28,10 @@ class UnitState:
 
     Attributes:
         key: its name in programs.
-        layout: of the unit.
         index: where its leaves are in its flat buffers.
         axes: those to gather along before use; empty if it rests in full, or has no elements.
         update_axes: those to gather updated parameters along, to bring them to where they rest.
         node: where its parameters are in this step.
-        gradient: made when the unit is first trained.
         tree_label: what the label of a gather of its parameters begins with; None until somebody has asked for it.
         host_nbytes: bytes of its state that the last update of this step has brought to host memory.
     """
@@ -87,12 +85,7 @@ class UnitState:
             self.gradient.begin_step()
 
     def train(self, transport: Transport, place: RestingGradient | None) -> None:
-        """A new gradient, if the unit has one.
-
-        Args:
-            transport: runs its collectives.
-            place: where the schedule has room for it.
-        """
+        """A new gradient, if the unit has one."""
         if not self.layout.trainable:
             return
         if self.gradient is None:

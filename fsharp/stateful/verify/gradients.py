@@ -35,6 +35,7 @@ class GradientCheck(Check):
         self.cast: dict[tuple[str, int], set[int]] = {}
         self.done: dict[tuple[OpSpec, str, int], int] = {}  # by record, unit and number of microbatch or `reduce`
         self.written: dict[str, int] = {}  # by unit, the op that last changed its gradient
+        self.read: dict[str, int] = {}  # by unit, the op that last read where its gradient rests
         self.waiting: dict[str, int] = {}  # by unit, the cast whose gradient has yet to be accumulated
         self.last = -1  # op of the reduce stream
 
@@ -76,6 +77,9 @@ class GradientCheck(Check):
                 at = self.done[done]
                 what = f"comes after op {at}, {self.order.ops[at]}, which it should be part of."
                 raise refusal(i, op, what, f"a position before {at}", f"Move it before op {at}.")
+        reader = self.read.get(op.unit)
+        if reader is not None and op.spec.puts_into(self.facts[op.unit]) == REST and not self.order.before(reader, i):
+            raise self.unordered(i, op, "changes what may still be read by", reader)
         self.written[op.unit] = i
 
     def _take(self, i: int, op: Op, spec: OpSpec) -> None:
@@ -90,6 +94,8 @@ class GradientCheck(Check):
         if source >= 0 and not self.order.before(source, i):
             raise self.unordered(i, op, "may start before the end of", source)
         self.done[mine] = i
+        if REST in spec.reads:
+            self.read[op.unit] = i
         if spec.fills == REST:
             self._write(i, op, [])
             self.waiting.pop(op.unit, None)

@@ -14,8 +14,7 @@ from fsharp.stateful.schedule.schedule import VECTOR_NBYTES, Op, Schedule, calls
 from fsharp.stateful.verify.check import UNDO, Check, refusal
 from fsharp.stateful.verify.gradients import GradientCheck
 from fsharp.stateful.verify.happens_before import HappensBefore
-from fsharp.stateful.verify.limits import Limits
-from fsharp.stateful.verify.memory import MemoryCheck, StateCheck
+from fsharp.stateful.verify.memory import Limits, MemoryCheck, StateCheck
 from fsharp.stateful.verify.parameters import ParameterCheck
 
 
@@ -83,7 +82,7 @@ def _check_form(schedule: Schedule) -> None:
     what = "larger than the memory budget" if budget is not None and arena > budget else ""
     if what := "smaller than what is live at once" if arena < schedule.bound else what:
         rows = [("arena", f"{arena:,} bytes"), ("live at once", f"{schedule.bound:,} bytes"), ("memory budget", budget)]
-        remedy = "Raise Policy.memory_budget, or lower prefetch and buffers."
+        remedy = "Raise Policy.memory_budget, or lower prefetch."
         raise ScheduleError(problem("verify()", f"the arena is {what}.", rows, remedy))
     at, seen = 0, set[int]()
     for i, op in enumerate(schedule.ops):

@@ -39,11 +39,11 @@ def sized(name, nbytes, axes=("dp",)):
 UNITS = [sized(f"u.{i}", nbytes) for i, nbytes in enumerate((64, 1024, 256, 1024, 512))]
 POLICIES = [
     Policy(bucket_nbytes=0),
-    Policy(prefetch=2, reduce_buffers=2, bucket_nbytes=0),
-    Policy(release="forward", one_stream=True, bucket_nbytes=0),
+    Policy(prefetch=2, bucket_nbytes=0),
+    Policy(release="forward", bucket_nbytes=0),
     Policy(separate_groups=False, bucket_nbytes=0),
     Policy(bucket_nbytes=1400),
-    Policy(gather_at_start=False, reduce="delayed", bucket_nbytes=0),
+    Policy(gather_at_start=False, bucket_nbytes=0),
 ]
 
 
@@ -80,7 +80,7 @@ def test_a_collective_begins_when_those_before_it_on_its_queue_have_ended(policy
     """A host measures from when it issues it; and of several that are one, the first may be seen to end before the others."""
     schedule = compile_schedule(sequential(UNITS), policy)
     trace = measure(schedule, MACHINE, steps=4)
-    is_one_queue = policy.one_stream or not policy.separate_groups
+    is_one_queue = not policy.separate_groups
     sent = {(row[5], row[6], is_one_queue or row[4]) for row in trace.rows if row[1] in ("gather", "reduce")}
     ends = {(stop, queue): start for start, stop, queue in sent}
     seen, rows = set(), []

@@ -196,10 +196,9 @@ def test_a_bucket_is_one_collective():
     assert timeline.seconds("gather", unit="a") == 2.5
 
 
-@pytest.mark.parametrize("policy", [{"one_stream": True}, {"separate_groups": False}])
-def test_collectives_of_one_stream_or_one_group_queue(policy):
+def test_collectives_of_one_group_queue():
     assert times(predict(gathers(), HARDWARE), "reduce") == [("a", 0, 1)]
-    assert times(predict(gathers(**policy), HARDWARE), "reduce") == [("a", 2, 3)]
+    assert times(predict(gathers(separate_groups=False), HARDWARE), "reduce") == [("a", 2, 3)]
 
 
 def test_axes_and_units_of_their_own():
@@ -282,11 +281,8 @@ def schedules(draw):
     policy = Policy(
         prefetch=draw(st.integers(0, 3)),
         release=draw(st.sampled_from(["forward", "backward"])),
-        reduce=draw(st.sampled_from(["ready", "delayed"])),
-        reduce_buffers=draw(st.integers(1, 3)),
         bucket_nbytes=draw(st.sampled_from([0, 512])),
         gather_at_start=draw(st.booleans()),
-        one_stream=draw(st.booleans()),
         separate_groups=draw(st.booleans()),
     )
     return compile_schedule(program, policy)

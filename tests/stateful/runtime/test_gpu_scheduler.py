@@ -25,11 +25,7 @@ def batches(count):
     return [{k: v.cuda() for k, v in batch.items()} for batch in make_batches(count, 32)]
 
 
-@every(
-    8,
-    strategy=(fs.zero3, fs.zero1, fs.zero2, fs.ddp),
-    options=({}, {"prefetch": 2}, {"one_stream": True}, {"reduce": "delayed", "reduce_buffers": 1}),
-)
+@every(6, strategy=(fs.zero3, fs.zero1, fs.zero2, fs.ddp), options=({}, {"prefetch": 2}, {"bucket_nbytes": 0}))
 def test_scheduled_steps_have_the_bits_of_blocking_ones(comm, strategy, options):
     tx = fs.optim.adamw(1e-2)
     step = fs.train_step(loss_fn, tx, microbatches=2, donate=True)

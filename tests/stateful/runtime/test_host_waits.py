@@ -90,8 +90,8 @@ def test_whether_gradients_are_finite_is_read_once(accelerator, name):
         {"offload": True},
         {"prefetch": 2},
         {"bucket_nbytes": 0},
-        {"gather_at_start": False, "one_stream": True},
-        {"keep_gradients": True, "reduce": "delayed"},
+        {"gather_at_start": False},
+        {"keep_gradients": True},
     ),
 )
 def test_under_any_policy(accelerator, policy):

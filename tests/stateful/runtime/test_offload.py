@@ -453,7 +453,7 @@ def test_who_looks_at_what_is_on_its_way_waits():
 
 def test_hybrid_strategies_and_policies_have_the_same_bits():
     options = {"precision": PRECISIONS["bf16"]}
-    for policy in ({"one_stream": True}, {"sum_late": False, "gather_at_start": False}, {"keep_gradients": True}):
+    for policy in ({"prefetch": 0}, {"sum_late": False, "gather_at_start": False}, {"keep_gradients": True}):
 
         def rank_fn(comm, policy=policy):
             return train(comm, "hsdp", **options), train(comm, "hsdp", {"offload": True, **policy}, **options)

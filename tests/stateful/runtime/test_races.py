@@ -62,27 +62,27 @@ def train_module(name, *, precision="fp32", microbatches=1, steps=3, tx=None, **
     return report
 
 
-GRID = list(itertools.product(STRATEGIES, PRECISIONS, (1, 2), (0, 1, 2), (False, True)))
+GRID = list(itertools.product(STRATEGIES, PRECISIONS, (1, 2), (0, 1, 2)))
 SAMPLE = [
-    ("ddp", "fp32", 2, 1, False),
-    ("zero1", "bf16", 1, 2, False),
-    ("zero2", "fp32", 1, 1, True),
-    ("zero3", "fp32", 2, 2, False),
-    ("zero3", "bf16", 1, 0, True),
-    ("hsdp", "bf16", 2, 1, False),
-    ("hfsdp", "bf16", 1, 0, False),
+    ("ddp", "fp32", 2, 1),
+    ("zero1", "bf16", 1, 2),
+    ("zero2", "fp32", 1, 1),
+    ("zero3", "fp32", 2, 2),
+    ("zero3", "bf16", 1, 0),
+    ("hsdp", "bf16", 2, 1),
+    ("hfsdp", "bf16", 1, 0),
 ]
 CASES = [case if case in SAMPLE else pytest.param(*case, marks=pytest.mark.deep) for case in GRID]
 
 
 @pytest.mark.parametrize("train", [train, train_module], ids=["functions", "module"])
-@pytest.mark.parametrize(("name", "precision", "microbatches", "prefetch", "one_stream"), CASES)
-def test_steps_are_free_of_races(train, name, precision, microbatches, prefetch, one_stream):
-    report = train(name, precision=precision, microbatches=microbatches, prefetch=prefetch, one_stream=one_stream)
+@pytest.mark.parametrize(("name", "precision", "microbatches", "prefetch"), CASES)
+def test_steps_are_free_of_races(train, name, precision, microbatches, prefetch):
+    report = train(name, precision=precision, microbatches=microbatches, prefetch=prefetch)
     assert report.races == []
     assert report.num_ops > 300
     lanes = {entry.lane for entry in report.log if isinstance(entry, Access)}
-    expected = {"gather"} if one_stream else {"reduce"} if name == "ddp" else {"gather", "reduce"}
+    expected = {"reduce"} if name == "ddp" else {"gather", "reduce"}
     assert lanes == {"compute", *expected}
 
 
@@ -90,9 +90,9 @@ def test_steps_are_free_of_races(train, name, precision, microbatches, prefetch,
     ("name", "policy"),
     [
         ("zero3", {"release": "forward", "bucket_nbytes": 2000}),
-        ("zero3", {"reduce": "delayed", "reduce_buffers": 2, "poison": True}),
-        ("zero2", {"gather_at_start": False, "finish_buffers": 1}),
-        ("hfsdp", {"keep_gradients": True, "buffers": 3}),
+        ("zero3", {"poison": True}),
+        ("zero2", {"gather_at_start": False}),
+        ("hfsdp", {"keep_gradients": True}),
     ],
 )
 def test_other_policies_are_free_of_races(name, policy):
@@ -201,7 +201,7 @@ def test_every_kind_of_wait_is_needed_by_some_configuration():
     nobody does, and the next step joins the gathers again.
     """
     issued, needed = set(), set()
-    options = [{}, {"one_stream": True}, {"microbatches": 2}, {"prefetch": 0}, {"prefetch": 2}]
+    options = [{}, {"microbatches": 2}, {"prefetch": 0}, {"prefetch": 2}]
     for name, chosen in itertools.product(("zero1", "zero2", "zero3", "hfsdp"), options):
         report = train(name, **chosen)
         unneeded = {each.why for each in report.unneeded()}
@@ -310,7 +310,7 @@ def test_a_scheduler_that_would_not_follow_the_schedule_of_a_device_is_refused()
             pass
     with (
         pytest.raises(ScheduleError, match="on meta, expected a CPU"),
-        check_races(fs.Scheduler(fs.SingleComm(fs.Mesh({"dp": 1}), device="meta"), sum_late=False)),
+        check_races(fs.Scheduler(fs.SingleComm(fs.Mesh({"dp": 1}), device="meta"), policy=DebugPolicy(sum_late=False))),
     ):
         pass
 

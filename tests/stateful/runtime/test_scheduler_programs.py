@@ -87,7 +87,7 @@ def test_orders_that_change_from_step_to_step(order, strategy):
     assert step.num_recordings == (3 if num > 1 else 1)  # the first step, and each whose order is not that of the one before
 
 
-@pytest.mark.parametrize("policy", [{"prefetch": 2}, {"release": "backward"}, {"reduce": "delayed"}, {"bucket_nbytes": 1500}])
+@pytest.mark.parametrize("policy", [{"prefetch": 2}, {"release": "backward"}, {"bucket_nbytes": 1500}])
 def test_orders_that_change_under_other_policies(policy):
     orders = [(0, 1, 2), (2, 0, 2), (), (1, 1), (0, 1, 2)]
     program = training(in_order, "zero3", 5, lambda i: {"order": orders[i]}, microbatches=2)
@@ -322,7 +322,7 @@ def checkpointed(params, batch, comm, *, use_reentrant):
 
 
 @each_strategy
-@pytest.mark.parametrize("policy", [{}, {"prefetch": 2, "reduce": "delayed"}, {"release": "backward"}])
+@pytest.mark.parametrize("policy", [{}, {"prefetch": 2}, {"release": "backward"}])
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_activation_checkpointing(use_reentrant, policy, strategy):
     """Compared with no checkpointing: the blocking path cannot be run inside of a reentrant backward."""

@@ -60,24 +60,24 @@ class Late(BlockingTransport):
 
     is_async = True
 
-    def gather_one(self, *args):
-        return Work(then=lambda: BlockingTransport.gather_one(self, *args))
+    def gather_each(self, *args):
+        return Work(then=lambda: BlockingTransport.gather_each(self, *args))
 
-    def reduce_scatter_one(self, *args):
-        return Work(then=lambda: BlockingTransport.reduce_scatter_one(self, *args).wait())
+    def reduce_scatter_each(self, *args):
+        return [Work(then=lambda: BlockingTransport.reduce_scatter_each(self, *args)[0].wait())]
 
     def exchange(self, *args):
         return Work(then=lambda: BlockingTransport.exchange(self, *args))
 
-    def all_reduce_one(self, one, axis, label):
-        held = {}
+    def all_reduce_each(self, summands, axis, label):
+        [one], held = summands, {}
 
         def arrive():
             held["sum"] = torch.empty_like(one.out)
-            BlockingTransport.all_reduce_one(self, one._replace(out=held["sum"]), axis, label)
+            BlockingTransport.all_reduce_each(self, [one._replace(out=held["sum"])], axis, label)
             return Work(then=lambda: one.out.copy_(held["sum"]))
 
-        return Work(then=arrive)
+        return [Work(then=arrive)]
 
 
 def late(scheduler):
@@ -320,7 +320,7 @@ def scored(run, strategy, *, keep, microbatches=1):
 def test_a_forward_between_value_and_grad_and_update(strategy, keep, microbatches):
     program = partial(scored, strategy=strategy, keep=keep, microbatches=microbatches)
     assert run_both(program, mesh_of(strategy))[1][0].num_recordings == 1
-    for policy in ({}, {"prefetch": 2, "reduce_buffers": 2}):
+    for policy in ({}, {"prefetch": 2}):
         run_late(program, strategy, **policy)
 
 

@@ -382,7 +382,7 @@ def test_another_schedule_can_be_followed():
         step = run.wrap(fs.train_step(loss_fn, make_tx(), donate=True))
         for i, batch in enumerate(my_batches(run.comm, 6)):
             if i == 3 and run.scheduler:
-                other = compile_schedule(step.schedule.program, fs.Policy(prefetch=3, reduce="delayed"))
+                other = compile_schedule(step.schedule.program, fs.Policy(prefetch=3))
                 step.follow(fs.schedule.Schedule.from_json(other.to_json()))
             state, metrics = step(state, batch)
             losses.append(metrics.loss)

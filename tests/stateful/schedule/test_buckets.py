@@ -103,7 +103,7 @@ def test_what_sends_nothing_is_alone():
 
 def test_the_reduction_of_a_bucket_begins_with_the_last_cast_of_it():
     """And the bucket before is added when the last unit of this one casts: it has run beneath all of this one's backward."""
-    schedule = compile_schedule(blocks(24, SMALL, finish=(), finishing=0), Policy(sum_late=True))
+    schedule = compile_schedule(blocks(24, SMALL, finish=(), finishing=0), Policy())
     ops = schedule.ops
     for group in issue_groups(ops):
         if group[0].kind == "reduce":

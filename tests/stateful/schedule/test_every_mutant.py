@@ -24,7 +24,7 @@ STEPS = {  # strategy, policy, microbatches; and of how many mutants one is trie
     "buckets": ("zero3", {"bucket_nbytes": 2000, "release": "forward"}, 1, 400),
     "ddp": ("ddp", {"keep_gradients": True}, 2, 0),
     "hsdp": ("hsdp", {"release": "backward"}, 1, 0),
-    "late": ("late", {"reduce": "delayed"}, 2, 0),
+    "late": ("late", {}, 2, 0),
     "mixed": ("mixed", {"prefetch": 2, "gather_at_start": False}, 2, 0),
 }
 CASES = [pytest.param(*step, id=name) for name, step in STEPS.items() if step[3]]

@@ -14,7 +14,7 @@ from benchmarks.compile import program_of, sizes_of
 from fsharp.stateful.schedule import addresses as arena
 from fsharp.stateful.schedule.addresses import ArenaItem, assign_addresses, lower_bound
 from fsharp.stateful.schedule.compile import compile_schedule, place
-from fsharp.stateful.schedule.emit import Buckets, Emitter
+from fsharp.stateful.schedule.emit import Buckets, emitted
 from fsharp.stateful.schedule.policy import Policy
 from fsharp.stateful.schedule.program import Event, Program, UnitFacts
 from tests.random_programs import GATHER, REDUCE, policies, programs
@@ -215,7 +215,7 @@ def placed(program, policy, *, early):
     with pytest.MonkeyPatch.context() as patch:
         if not early:
             patch.setattr("fsharp.stateful.schedule.compile._open_early", lambda unplaced, items: False)
-        return place(Emitter(program, policy, Buckets(program, policy)).run(), program)
+        return place(emitted(program, policy, Buckets(program, policy), sum_late=True), program)
 
 
 @given(programs(), policies(sum_late=None))
@@ -282,7 +282,7 @@ def test_gradients_rest_when_they_are_added_if_the_peak_is_before_that():
     """One of the last: while it is reduced two units are there in full, and beside it nearly all others rest."""
     schedule = compile_schedule(layers_at_rest(40, 640), Policy(gather_at_start=False, bucket_nbytes=0))
     assert Counter(op.kind for op in schedule.ops if op.opens) == {"reduce": 40, "accumulate": 1}
-    at_once = compile_schedule(layers_at_rest(40, 640), Policy(gather_at_start=False, sum_late=False, bucket_nbytes=0))
+    at_once = compile_schedule(layers_at_rest(40, 640), Policy(gather_at_start=False, bucket_nbytes=0), has_streams=True)
     assert {op.kind for op in at_once.ops if op.opens} == {"reduce"}
     assert at_once.bound > schedule.bound
 

@@ -29,9 +29,9 @@ each_number = pytest.mark.parametrize("microbatches", [1, 2])
 
 
 @cache
-def recorded(strategy, microbatches=1, prefetch=1, reduce_buffers=2, **policy):
+def recorded(strategy, microbatches=1, prefetch=1, **policy):
     """What a scheduler follows after a step of the model with ``LAYERS`` layers."""
-    policy = {"prefetch": prefetch, "reduce_buffers": reduce_buffers, **policy}
+    policy = {"prefetch": prefetch, **policy}
 
     def rank_fn(comm):
         params = make_params(layers=LAYERS)
@@ -118,9 +118,9 @@ def test_units_kept_for_the_backward_are_gathered_once(microbatches):
 
 
 @each_strategy
-@pytest.mark.parametrize(("prefetch", "buffers"), [(0, None), (1, None), (2, None), (1, 3), (0, 2)])
-def test_no_more_units_are_resident_than_there_are_buffers(strategy, prefetch, buffers):
-    schedule = recorded(strategy, 2, prefetch=prefetch, buffers=buffers)
+@pytest.mark.parametrize("prefetch", [0, 1, 2])
+def test_no_more_units_are_resident_than_are_prefetched_and_in_use(strategy, prefetch):
+    schedule = recorded(strategy, 2, prefetch=prefetch)
     update = positions(schedule, "update")[-1]
     resident = {schedule.ops[i].unit for i in positions(schedule, "gather", phase="forward") if i > update}
     most = len(resident)
@@ -130,7 +130,7 @@ def test_no_more_units_are_resident_than_there_are_buffers(strategy, prefetch, b
         elif op.kind == "release":
             resident.remove(op.unit)
         most = max(most, len(resident))
-    assert most == ((buffers or prefetch + 1) if moves_parameters(strategy) else 0)
+    assert most == (prefetch + 1 if moves_parameters(strategy) else 0)
 
 
 # Updated parameters
@@ -169,11 +169,10 @@ def test_nothing_is_left_under_way_if_nothing_is_to_be_carried(strategy):
 
 
 @each_number
-@pytest.mark.parametrize("buffers", [1, 2])
 @pytest.mark.parametrize("strategy", [name for name in STRATEGIES if moves_gradients(name)])
-def test_reductions_run_beneath_the_next_backward(strategy, buffers, microbatches):
-    """Begun when the gradient is there; added, and waited for, after ``buffers`` more backwards."""
-    schedule = recorded(strategy, microbatches, reduce_buffers=buffers)
+def test_reductions_run_beneath_the_next_backward(strategy, microbatches):
+    """Begun when the gradient is there; added, and waited for, after one more backward."""
+    schedule = recorded(strategy, microbatches)
     uses = ends(schedule)
     backwards = [k for k, (_, compute, _) in enumerate(uses) if schedule.ops[compute].phase == "backward"]
     for number, k in enumerate(backwards):
@@ -182,20 +181,11 @@ def test_reductions_run_beneath_the_next_backward(strategy, buffers, microbatche
         added = next(i for i in positions(schedule, "accumulate", unit, "backward") if i > reduce)
         assert schedule.ops[reduce].at == last
         beneath = [i for i in positions(schedule, "compute", phase="backward") if reduce < i < added]
-        expected = min(buffers, len(NAMES) - 1 - number % len(NAMES))
+        expected = min(1, len(NAMES) - 1 - number % len(NAMES))
         if schedule.facts(unit).finish:  # which takes a turn of its own
             assert min(1, expected) <= len(beneath) <= expected
         else:
             assert len(beneath) == expected
-
-
-@pytest.mark.parametrize("strategy", ["zero3", "zero2"])
-def test_a_delayed_reduction_lets_the_next_gather_go_first(strategy):
-    schedule = recorded(strategy, reduce="delayed")
-    for unit, _, last in [use for use in ends(schedule)[len(NAMES) :] if use[0] != "embed"]:
-        [reduce] = positions(schedule, "reduce", unit, "backward")
-        assert schedule.ops[reduce].at > last
-        assert sum(i < reduce for i in positions(schedule, "compute", phase="backward")) == len(NAMES) - NAMES.index(unit)
 
 
 @each_number

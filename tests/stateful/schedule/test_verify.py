@@ -57,7 +57,7 @@ def by_hand():
         Op("gather", "a", "update", 10, stream="gather", after=(18,)),
         Op("gather", "a", "forward", 10, stream="gather", memory=full, after=(18,)),
     ]
-    return Schedule(Program((a, b), tuple(events)), Policy(reduce_buffers=2), tuple(ops), 192, 192)
+    return Schedule(Program((a, b), tuple(events)), Policy(), tuple(ops), 192, 192)
 
 
 def test_a_schedule_written_by_hand_passes(by_hand):
@@ -129,7 +129,7 @@ FAULTS = {
     "compute": (lambda s: drop(s, 3), r"kind compute do not follow the program, from the one with number 1 on"),
     "update": (lambda s: drop(s, 18), r"kind update do not follow the program, from the one with number 0 on"),
     "budget": (
-        lambda s: replace(s, policy=Policy(reduce_buffers=2, memory_budget=191)),
+        lambda s: replace(s, policy=Policy(memory_budget=191)),
         r"larger than the memory budget(?s:.*)budget +191",
     ),
     "arena": (lambda s: replace(s, arena=191), r"smaller than what is live at once(?s:.*)191 bytes"),
@@ -160,13 +160,14 @@ def test_a_message_says_what_was_expected_and_what_to_do(by_hand):
     ]
 
 
-def test_refuses_more_units_or_reductions_than_the_policy_allows():
-    schedule = compile_schedule(chain(5), Policy(prefetch=2, reduce_buffers=3))
+def test_refuses_more_units_or_reductions_than_are_allowed(monkeypatch):
+    schedule = compile_schedule(chain(5), Policy(prefetch=2))
     verify(schedule)
     with pytest.raises(ScheduleError, match=r"gather u2 .*: is the unit too many: \['u0'\] are .* \['u1', 'u2'\](?s:.*)most 2"):
-        verify(replace(schedule, policy=Policy(prefetch=1, reduce_buffers=3)))
-    with pytest.raises(ScheduleError, match=r"reduce u2 .*: is the reduction too many: .*'u3', 'u4'\](?s:.*)at most 2"):
-        verify(replace(schedule, policy=Policy(prefetch=2, reduce_buffers=2)))
+        verify(replace(schedule, policy=Policy(prefetch=1)))
+    monkeypatch.setattr("fsharp.stateful.schedule.emit_gradients.REDUCTIONS", 2)
+    with pytest.raises(ScheduleError, match=r"reduce u3 .*: is the reduction too many: .*'u3', 'u4'\](?s:.*)at most 1"):
+        verify(compile_schedule(chain(5)))
 
 
 def test_where_a_gradient_rests_has_to_be_free():
@@ -233,9 +234,9 @@ def test_ranks_that_swap_two_collectives_are_told_which(schedule, data):
         verify_ranks([schedule, schedule.replace_ops(ops)])
 
 
-@pytest.mark.parametrize("fields", [{}, {"one_stream": True}, {"separate_groups": False}])
+@pytest.mark.parametrize("fields", [{}, {"separate_groups": False}])
 def test_gathers_and_reductions_are_one_sequence(by_hand, fields):
-    schedule = replace(by_hand, policy=Policy(reduce_buffers=2, **fields))
+    schedule = replace(by_hand, policy=Policy(**fields))
     with pytest.raises(ScheduleError) as caught:
         verify_ranks([schedule, schedule, move(schedule, 12, 5)])
     assert str(caught.value).splitlines() == [

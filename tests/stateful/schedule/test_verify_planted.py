@@ -236,7 +236,7 @@ PLANTED = {  # the fault, what is said about it, and facts of units and fields o
     without_accumulate: ("has no accumulate|is accumulated|may run before the end of", SENDING, {}),
     without_edge: ("nothing orders it after that", {}, {}),
     shared_memory: ("fills memory in which the .* is live|may fill memory still in use", {}, {}),
-    other_address: ("changes its address within a step", MOVING, {"prefetch": 0, "buffers": 1, "release": "forward"}),
+    other_address: ("changes its address within a step", MOVING, {"prefetch": 0, "release": "forward"}),
     without_opens: ("puts a gradient where nothing is open for it", RESTING, {}),
     second_opens: ("opens what op [0-9]+, .*, has opened", {**SENDING, **RESTING}, {}),
     opens_another_size: ("what it opens is of the wrong size", RESTING, {}),
@@ -266,7 +266,7 @@ def test_a_gather_that_nobody_waits_for_is_over_before_its_memory_serves_others(
         events += [Event("microbatch_end")]
         use += 4
     program = Program(facts, (*events, Event("reduce"), Event("update")))
-    schedule = compile_schedule(program, Policy(finish_buffers=1, separate_groups=False))
+    schedule = compile_schedule(program, Policy(separate_groups=False))
     verify(schedule)
     waited, idle = set(), 0
     for i, op in enumerate(schedule.ops):

@@ -24,11 +24,9 @@ def test_one_file_knows_cuda():
 
 
 def test_a_cpu_has_no_lanes_and_any_other_device_has():
-    assert type(lanes_for(CPU, one_stream=False)) is Lanes
+    assert type(lanes_for(CPU)) is Lanes
     for kind in ("cuda", "xpu", "mps"):
-        lanes = lanes_for(torch.device(kind), one_stream=True)
-        assert isinstance(lanes, DeviceLanes)
-        assert lanes.one_stream
+        assert isinstance(lanes_for(torch.device(kind)), DeviceLanes)
 
 
 class FakeStream:
@@ -68,18 +66,18 @@ def train(lanes, strategy, **policy):
 
 
 @pytest.mark.parametrize("strategy", [fs.ddp, fs.zero2, fs.zero3])
-@pytest.mark.parametrize(("one_stream", "offload"), [(False, False), (True, False), (False, True), (True, True)])
-def test_a_device_is_told_to_wait_for_what_virtual_streams_wait_for(monkeypatch, strategy, one_stream, offload):
+@pytest.mark.parametrize("offload", [False, True])
+def test_a_device_is_told_to_wait_for_what_virtual_streams_wait_for(monkeypatch, strategy, offload):
     notes = []
     monkeypatch.setattr(torch, "Stream", lambda device, priority: FakeStream(notes))
     monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: FakeStream.current)
     monkeypatch.setattr(FakeStream, "current", compute := FakeStream(notes))
-    lanes = DeviceLanes(CPU, one_stream=one_stream)
-    train(lanes, strategy, one_stream=one_stream, offload=offload)
+    lanes = DeviceLanes(CPU)
+    train(lanes, strategy, offload=offload)
     streams = {"compute": compute, **lanes.streams}
 
-    virtual = VirtualLanes(one_stream=one_stream)
-    train(virtual, strategy, one_stream=one_stream, offload=offload)
+    virtual = VirtualLanes()
+    train(virtual, strategy, offload=offload)
     expected, marks = [], {}
     for entry in virtual.log:
         if isinstance(entry, RecordEvent):
@@ -96,7 +94,7 @@ def on_fake_streams(monkeypatch, priorities):
     monkeypatch.setattr(torch, "Stream", lambda device, priority: priorities.append(priority) or FakeStream([]))
     monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: FakeStream.current)
     monkeypatch.setattr(FakeStream, "current", FakeStream([]))
-    return DeviceLanes(CPU, one_stream=False)
+    return DeviceLanes(CPU)
 
 
 def test_events_go_with_the_step_that_made_them(monkeypatch):
