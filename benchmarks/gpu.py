@@ -270,7 +270,7 @@ def compare(losses: dict[str, list[float]]) -> float:
 
 def mark(transport: Any) -> None:
     """Have a profile show what a transport issues."""
-    for name, label in {"gather": GATHER, "reduce_scatter": REDUCE, "all_reduce": REDUCE}.items():
+    for name, label in {"gather_each": GATHER, "reduce_scatter_each": REDUCE, "all_reduce_each": REDUCE}.items():
         setattr(transport, name, torch.profiler.record_function(label)(getattr(transport, name)))
 
 

@@ -13,7 +13,7 @@ from fsharp.errors import ScheduleError, problem
 from fsharp.stateful.inspect.timeline import WAITING, Interval, TimeSpan, senders, union
 from fsharp.stateful.inspect.trace import Row, Trace, by_unit, check_rows, self_times
 from fsharp.stateful.schedule.ops import Phase, Stream, kinds
-from fsharp.stateful.schedule.schedule import Schedule, calls_of, issue_positions
+from fsharp.stateful.schedule.schedule import Schedule, issue_positions
 
 Channel = tuple[str, str]
 """A collective and the mesh axis that it goes along, such as ``("all_gather", "dp")``."""
@@ -22,13 +22,7 @@ Channel = tuple[str, str]
 def calibrate(trace: Trace, schedule: Schedule, *, speed: float) -> dict[str, Any]:
     """Return the fields of a :class:`Hardware` that a trace says something of.
 
-    Args:
-        trace: of whole steps.
-        schedule: what ran.
-        speed: what host and collectives keep of theirs while both work.
-
-    Raises:
-        ScheduleError: see :meth:`Hardware.fit`.
+    While host and collectives both work, each keeps ``speed`` of its own. See :meth:`Hardware.fit`.
     """
     steps = trace.by_step()
     rows = [row for _, rows in steps for row in rows]
@@ -124,7 +118,7 @@ def _between(spans: Iterable[TimeSpan], start: float, stop: float) -> list[Inter
 def _check_kinds(schedule: Schedule, rows: Iterable[Row]) -> None:
     measured = {row[1] for row in rows}
     facts = {unit.name: unit for unit in schedule.program.units}
-    wanted = {op.kind for op in schedule.ops if op.spec.cost != "send" or calls_of(op, facts[op.unit])}
+    wanted = {op.kind for op in schedule.ops if op.spec.cost != "send" or op.spec.collectives(facts[op.unit])}
     needed = [*kinds(lambda spec: spec.cost == "compute"), *kinds(lambda spec: spec.cost == "update"), *senders()]
     missing = [kind for kind in needed if kind in wanted - measured]
     if missing:
@@ -153,13 +147,7 @@ def _flights(schedule: Schedule, rows: Iterable[Row]) -> dict[int, list[Interval
 
 
 class _Point(NamedTuple):
-    """Collectives that send the same.
-
-    Attributes:
-        sent: bytes that a rank sends over each link.
-        seconds: how long one takes, in the median.
-        weight: how many there are.
-    """
+    """Collectives that send the same bytes over each link, how many there are, and how long one takes in the median."""
 
     sent: dict[Channel, int]
     seconds: float
@@ -172,7 +160,7 @@ def _points(schedule: Schedule, seconds: Mapping[int, float]) -> list[_Point]:
     for run in issue_positions(schedule.ops):
         sent: dict[Channel, int] = {}
         for call in (
-            call for i in run if schedule.ops[i].unit for call in calls_of(schedule.ops[i], facts[schedule.ops[i].unit])
+            call for i in run if schedule.ops[i].unit for call in schedule.ops[i].spec.collectives(facts[schedule.ops[i].unit])
         ):
             sent[call.op, call.axis] = sent.get((call.op, call.axis), 0) + call.nbytes
         if sent and run[0] in seconds:

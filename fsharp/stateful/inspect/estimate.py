@@ -27,7 +27,7 @@ from fsharp.stateful.inspect.timeline import WAITING, Interval, Timeline, TimeSp
 from fsharp.stateful.inspect.trace import Trace
 from fsharp.stateful.schedule.ops import STATE, STREAMS, Stream, buffer_nbytes
 from fsharp.stateful.schedule.program import UnitFacts
-from fsharp.stateful.schedule.schedule import Op, Schedule, calls_of, issue_positions
+from fsharp.stateful.schedule.schedule import Op, Schedule, issue_positions
 from fsharp.tracebacks import api_boundary
 
 _MAX_STEPS = 16
@@ -198,11 +198,7 @@ class _Simulation:
         return op.stream
 
     def step(self, carried: Mapping[int, Interval]) -> tuple[Timeline, dict[int, Interval]]:
-        """One step, and when what it hands on begins and ends, counted from its end.
-
-        Args:
-            carried: the latter, of the step before.
-        """
+        """One step, and when what it hands on begins and ends, counted from its end. ``carried``: that of the step before."""
         free = dict.fromkeys(STREAMS, 0.0)
         sent = 0.0  # when the last collective has ended
         for j, (_, stop) in carried.items():
@@ -293,7 +289,7 @@ def _seconds(
             return facts[unit].host / hardware.host_bandwidth
         case "send" | "memory":  # without a collective what would be sent is copied; without memory what is read counts
             of = [(op, facts.get(op.unit, UnitFacts(""))) for op in ops]
-            calls = [call for op, mine in of for call in calls_of(op, mine)]
+            calls = [call for op, mine in of for call in op.spec.collectives(mine)]
             nbytes = sum(
                 op.memory.nbytes if op.memory else sum(buffer_nbytes(b, mine) for b in op.spec.reads) for op, mine in of
             )

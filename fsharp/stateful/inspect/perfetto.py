@@ -9,7 +9,6 @@ from typing import Any
 from fsharp.annotated import options_checked
 from fsharp.stateful.inspect.timeline import Timeline
 from fsharp.stateful.schedule.ops import STREAMS
-from fsharp.stateful.schedule.schedule import calls_of
 
 
 @options_checked
@@ -49,7 +48,7 @@ def _events(timeline: Timeline, process: int, name: str) -> Iterator[dict[str, A
             args |= {"first byte at rest": op.opens.start, "bytes at rest": op.opens.nbytes}
         if op.spec.cost == "copy":
             args["copied"] = facts[op.unit].host
-        if op.unit and span.kind == op.kind and (calls := calls_of(op, facts[op.unit])):
+        if op.unit and span.kind == op.kind and (calls := op.spec.collectives(facts[op.unit])):
             args["sent"] = sum(call.nbytes for call in calls)
         yield {
             "ph": "X",

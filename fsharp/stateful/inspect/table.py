@@ -5,7 +5,7 @@ from collections import Counter
 from fsharp.annotated import options_checked
 from fsharp.functional.layout.text import columns, nbytes_text
 from fsharp.stateful.schedule.ops import kinds
-from fsharp.stateful.schedule.schedule import Schedule, calls_of, issue_positions
+from fsharp.stateful.schedule.schedule import Schedule, issue_positions
 
 _HEAD = ("#", "event", "op", "unit", "phase", "stream", "memory", "sent", "after")
 
@@ -20,7 +20,7 @@ def table(schedule: Schedule) -> str:
     rows, joined = [_HEAD], {i for run in issue_positions(schedule.ops) for i in run[1:]}
     for i, op in enumerate(schedule.ops):
         before = schedule.ops[i - 1] if i else None
-        calls = calls_of(op, facts[op.unit]) if op.unit else ()
+        calls = op.spec.collectives(facts[op.unit]) if op.unit else ()
         rows.append(
             (
                 str(i),

@@ -139,11 +139,7 @@ def by_unit(times: Mapping[tuple[str, Phase], list[float]]) -> dict[str, tuple[f
 
 
 def check_rows(where: str, schedule: Schedule, rows: Iterable[Row]) -> None:
-    """Refuse measurements of ops that a schedule does not have.
-
-    Raises:
-        ScheduleError: names the op.
-    """
+    """Refuse measurements of ops that a schedule does not have."""
     for index, kind, unit, phase, *_ in rows:
         op = schedule.ops[index] if 0 <= index < len(schedule.ops) else None
         if op is None or kind not in (op.kind, WAITING) or (unit, phase) != (op.unit, op.phase):

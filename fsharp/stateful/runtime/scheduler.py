@@ -22,7 +22,7 @@ from fsharp.stateful.runtime.boundary import in_backward
 from fsharp.stateful.runtime.executor import Executor
 from fsharp.stateful.runtime.scheduled import Functions, Scheduled
 from fsharp.stateful.runtime.step import Step
-from fsharp.stateful.runtime.tracer import IssuedGradients, Tracer, closed_error
+from fsharp.stateful.runtime.tracer import IssuedGradients, Tracer
 from fsharp.stateful.schedule.compile import compile_schedule
 from fsharp.stateful.schedule.policy import Policy
 from fsharp.stateful.schedule.program import Program, gradients_of
@@ -273,7 +273,8 @@ class Scheduler(PassingComm, Tracer):
     def _refuse(self) -> None:
         """What a closed scheduler does, whatever is wanted of it."""
         if self._closed is not None:
-            raise closed_error(self._closed)
+            why = f"this scheduler is closed, because of an error before: {self._closed}"
+            raise ScheduleError(f"{why}\nMake a new one: fs.Scheduler(comm) of the same Comm works.")
 
     def _leave(self) -> None:
         self._now.end()

@@ -13,12 +13,11 @@ import torch
 
 from fsharp.errors import ScheduleError
 from fsharp.functional.layout.sharded import Sharded
-from fsharp.stateful.runtime.boundary import differentiable, double_backward, in_backward
+from fsharp.stateful.runtime.boundary import UnitUse, UsesUnderWay, differentiable, double_backward, in_backward
 from fsharp.stateful.runtime.compiled import Compiled
 from fsharp.stateful.runtime.eager import Eager
 from fsharp.stateful.runtime.executor import BoundOp, Executor
 from fsharp.stateful.runtime.recorder import Recorder
-from fsharp.stateful.runtime.uses import UnitUse, UsesUnderWay
 from fsharp.stateful.schedule.program import Event, EventKind
 from fsharp.stateful.units.full import FullUnit
 from fsharp.stateful.units.gradient import GradientPhase

@@ -12,7 +12,7 @@ import optree
 import torch
 
 from fsharp.compiling import compiled_by_caller
-from fsharp.errors import LossError, ScheduleError
+from fsharp.errors import LossError
 from fsharp.functional import moves
 from fsharp.functional.comm.protocol import Comm, Engine
 from fsharp.functional.layout.mesh import Mesh
@@ -20,10 +20,9 @@ from fsharp.functional.layout.sharded import PlaceName, Sharded, is_sharded, map
 from fsharp.functional.loss import Loss, as_loss, check_loss
 from fsharp.functional.sinks import take_gradients, with_sinks
 from fsharp.functional.transforms import is_transformed
-from fsharp.stateful.runtime.boundary import before_backward
+from fsharp.stateful.runtime.boundary import UnitUse, before_backward
 from fsharp.stateful.runtime.executor import Executor
 from fsharp.stateful.runtime.step import Step
-from fsharp.stateful.runtime.uses import UnitUse
 from fsharp.stateful.schedule.policy import Policy
 from fsharp.stateful.transport.base import Transport
 from fsharp.stateful.transport.streams import Lanes
@@ -322,11 +321,3 @@ def _without_views(out: Any, uses: Sequence[UnitUse]) -> Any:
     leaves, spec = optree.tree_flatten(out, none_is_leaf=True)
     found = [outside(leaf) for leaf in leaves]
     return out if all(map(is_, found, leaves)) else optree.tree_unflatten(spec, found)
-
-
-def closed_error(why: str) -> ScheduleError:
-    """What a scheduler says that is used after an error."""
-    return ScheduleError(
-        f"this scheduler is closed, because of an error before: {why}\nMake a new one: fs.Scheduler(comm) of the same Comm "
-        "works."
-    )

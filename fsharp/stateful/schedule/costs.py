@@ -42,12 +42,8 @@ def bundles(
 ) -> Bundling:
     """Neighbours that share a channel, joined while a rank sends no more than so many bytes for them.
 
-    Args:
-        order: units, in the order in which they move.
-        sent: bytes that a rank sends for each; what sends nothing is alone.
-        channels: what units of one bundle agree in; None for those that are alone.
-        most: bytes of one bundle.
-        groups: group number by unit. Units of a group are joined whatever they send, and only with units of the same group.
+    What sends nothing, or has the channel None, is alone. Units of a group, whose number ``groups`` has, are joined whatever
+    they send, and only with units of the same group.
     """
     members: dict[str, list[str]] = {}
     last, filled = "", 0

@@ -27,7 +27,7 @@ class Policy:
             units for which collectives are mostly latency: up to 2 MB, and a quarter of what all units send. Units whose dtypes
             differ are not joined. What is joined is packed, in memory beside the arena while it is under way: of a gather
             what it fills and what this rank has of it, of a reduction what it is given, the sum, and scratch for it. Over
-            gloo buffers of 128 KiB and more travel unpacked, as messages of their own.
+            gloo buffers of 128 KiB and more travel unpacked, as messages of their own, unless they are all-reduced.
         together: tuples of names of units. Units of a tuple that follow each other in order share one collective, whatever
             their bytes, and share it with no other unit. ``shard_module`` adds the groups of its ``units=``.
         keep_gradients: gradients at rest have memory of their own. False plans it with all other memory of a step: it serves

@@ -194,11 +194,6 @@ class Schedule:
             raise ScheduleError(f"Schedule.from_json(): not a schedule: {why}") from error
 
 
-def calls_of(op: Op, facts: UnitFacts) -> tuple[Call, ...]:
-    """The collectives that an op issues; in a bucket, its share of them."""
-    return op.spec.collectives(facts)
-
-
 def issue_positions(ops: Sequence[Op]) -> list[range]:
     """Return the positions of ops that are issued as one: of those of a bucket together, of each other one alone."""
     found: list[range] = []
@@ -222,7 +217,7 @@ def joint_calls(issued: Sequence[Op], facts: Mapping[str, UnitFacts]) -> tuple[C
     >>> joint_calls([Op("gather", name, "forward", 0, bucket=7) for name in "ab"], units)
     (Call(op='all_gather', axis='dp', nbytes=64),)
     """
-    calls = [call for op in issued if op.unit for call in calls_of(op, facts[op.unit])]
+    calls = [call for op in issued if op.unit for call in op.spec.collectives(facts[op.unit])]
     if len(issued) == 1:
         return tuple(calls)
     sent: Counter[tuple[str, str]] = Counter()

@@ -104,7 +104,7 @@ class Transport(ABC):
     """What counts the collectives."""
     groups: "ProcessGroups | None" = None
 
-    def gather(self, xs: Sequence[torch.Tensor], outs: Sequence[torch.Tensor], axis: str, *, label: str = "") -> Work:
+    def gather(self, xs: Sequence[torch.Tensor], outs: Sequence[torch.Tensor], axis: str, label: str) -> Work:
         """Every rank's ``xs[i]`` of ``c[i]`` elements into ``outs[i]`` of ``n * c[i]``, in one all_gather."""
         self._count("all_gather", axis, sum([x.nbytes for x in xs]))
         if len(xs) == 1 or not self.packs("all_gather", xs, 1):
@@ -192,18 +192,10 @@ class Transport(ABC):
     def reduce_scatter_encoded(
         self, summands: Sequence[Summand], axis: str, n: int, wire: Format, *, label: str = ""
     ) -> list[Work]:
-        """Sum this rank's parts over ranks, in one exchange of encoded parts. This rank decodes and adds received parts.
+        """As :meth:`reduce_scatter`, in one exchange of encoded parts. This rank decodes and adds received parts.
 
-        Args:
-            summands: cut into ``n`` parts in whole blocks of ``wire``. The last parts are shorter if the split is uneven.
-                ``out`` has a full part; without ``out`` the sum replaces the first part of ``x``.
-            axis: the axis to sum along.
-            n: its size.
-            wire: the format in which parts travel.
-            label: what it is for; ranks compare it.
-
-        Returns:
-            A Work for each, as :meth:`reduce_scatter` does.
+        Buffers are cut into ``n`` parts in whole blocks of ``wire``. The last parts are shorter if the split is uneven. ``out``
+        has a full part; without ``out`` the sum replaces the first part of ``x``.
         """
         xs = [each.x for each in summands]
         parts = [wire.padded(len(x), n) for x in xs]
@@ -225,7 +217,7 @@ class Transport(ABC):
         """Gather every rank's ``xs[i]`` into ``outs[i]``, in one all_gather. What ``outs[i]`` is too short for is padding."""
         rooms = [out if len(out) == n * len(x) else out.new_empty(n * len(x)) for x, out in zip(xs, outs, strict=True)]
         cut = [(out, room[: len(out)]) for out, room in zip(outs, rooms, strict=True) if room is not out]
-        work = self.gather(xs, rooms, axis, label=label)
+        work = self.gather(xs, rooms, axis, label)
         return self._shared(work, lambda _: _copy([out for out, _ in cut], [part for _, part in cut]))
 
     def _count(self, op: str, axis: str, nbytes: int) -> None:
@@ -243,15 +235,7 @@ class Transport(ABC):
         return shared
 
     def scratch_nbytes(self, op: str, axis: str, numel: int, itemsize: int, *, apart: bool = False) -> int:
-        """Bytes of scratch for a ``"reduce_scatter"`` or ``"all_reduce"``.
-
-        Args:
-            op: which of them.
-            axis: the axis to sum along.
-            numel: of ``x``.
-            itemsize: of ``x``.
-            apart: ``out`` will be given, in the dtype of ``x``.
-        """
+        """Bytes of scratch for a ``"reduce_scatter"`` or ``"all_reduce"`` of ``x``; ``apart``: ``out`` will have its dtype."""
         return 0
 
     def make(self) -> None:

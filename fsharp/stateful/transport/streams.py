@@ -36,13 +36,9 @@ class Lanes:
         return None
 
     def on(self, name: str, op: Key | None = None, after: Sequence[Key] = (), *, begins: bool = True) -> AbstractContextManager:
-        """Run what is inside on a lane.
+        """Run an op on the lane ``"gather"``, ``"reduce"`` or ``"host"``, after other ops.
 
-        Args:
-            name: ``"gather"``, ``"reduce"`` or ``"host"``.
-            op: for those that wait for it.
-            after: the ops to wait for.
-            begins: whether it reads what compute has made until now.
+        It ``begins`` with what compute has made until now, or reads nothing of that.
         """
         return _HERE
 

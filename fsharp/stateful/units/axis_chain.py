@@ -169,7 +169,7 @@ def gather_along(axes: Sequence[str], moves: Sequence[Move], transport: Transpor
             work.wait()
             outs = [each[k] for _, each in several]
             gather = transport.gather if len(xs) > 1 or transport.counters else transport.gather_each  # a frame less
-            work = gather(xs, outs, axis, label=text)
+            work = gather(xs, outs, axis, text)
             xs = outs
         works.append(work)
     return works

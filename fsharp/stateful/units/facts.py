@@ -18,13 +18,8 @@ def facts_of(
 ) -> UnitFacts:
     """What this unit takes: bytes of its copy and of its gradient's way, and the collectives of each move.
 
-    Args:
-        unit: of a step that has been recorded.
-        policy: of the schedule.
-        trained: whether the unit has a gradient in this step. Of two trees of one layout one may be evaluated alone.
-        updated: whether the step updates its parameters.
-        several_uses: whether it is used more than once in some microbatch, with a gradient.
-        several_microbatches: whether gradients of more than one are added.
+    Whether it is ``trained``, the step says: of two trees of one layout one may be evaluated alone. ``several_uses``: in some
+    microbatch, each with a gradient. ``several_microbatches``: their gradients are added.
     """
     layout = unit.layout
     params, optim = layout.strategy.params, layout.strategy.optim

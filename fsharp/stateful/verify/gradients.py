@@ -7,8 +7,7 @@ from itertools import product
 from fsharp.errors import ScheduleError, problem
 from fsharp.stateful.schedule.ops import FINAL, FINISHING, OPS, OUTGOING, REST, OpSpec
 from fsharp.stateful.schedule.schedule import Op, Schedule
-from fsharp.stateful.verify.check import Check, refusal
-from fsharp.stateful.verify.happens_before import HappensBefore
+from fsharp.stateful.verify.check import Check, HappensBefore, refusal
 
 
 class GradientCheck(Check):

@@ -8,8 +8,7 @@ from fsharp.stateful.schedule.policy import FINISHES, REDUCTIONS
 from fsharp.stateful.schedule.program import UnitFacts
 from fsharp.stateful.schedule.schedule import Memory, Op, Schedule
 from fsharp.stateful.schedule.unplaced import BufferKey
-from fsharp.stateful.verify.check import Check, refusal
-from fsharp.stateful.verify.happens_before import HappensBefore
+from fsharp.stateful.verify.check import Check, HappensBefore, refusal
 
 
 class StateCheck(Check):

@@ -2,8 +2,7 @@
 
 from fsharp.stateful.schedule.ops import PARAMS, RESTING, OpSpec
 from fsharp.stateful.schedule.schedule import Op, Schedule
-from fsharp.stateful.verify.check import Check, refusal
-from fsharp.stateful.verify.happens_before import HappensBefore
+from fsharp.stateful.verify.check import Check, HappensBefore, refusal
 
 
 class ParameterCheck(Check):

@@ -10,10 +10,9 @@ from fsharp.annotated import options_checked
 from fsharp.errors import ScheduleError, problem
 from fsharp.stateful.schedule.ops import OPS, PARAMS, OpSpec, expected_phases
 from fsharp.stateful.schedule.program import UnitFacts
-from fsharp.stateful.schedule.schedule import VECTOR_NBYTES, Op, Schedule, calls_of, channel, issue_groups
-from fsharp.stateful.verify.check import UNDO, Check, refusal
+from fsharp.stateful.schedule.schedule import VECTOR_NBYTES, Op, Schedule, channel, issue_groups
+from fsharp.stateful.verify.check import UNDO, Check, HappensBefore, refusal
 from fsharp.stateful.verify.gradients import GradientCheck
-from fsharp.stateful.verify.happens_before import HappensBefore
 from fsharp.stateful.verify.memory import Limits, MemoryCheck, StateCheck
 from fsharp.stateful.verify.parameters import ParameterCheck
 
@@ -69,7 +68,7 @@ def _collectives(schedule: Schedule) -> list[str]:
     for issued in issue_groups(schedule.ops):
         texts = []
         for op in issued:
-            calls = ", ".join(f"{c.op} {c.axis} {c.nbytes}" for c in (calls_of(op, facts[op.unit]) if op.unit else ()))
+            calls = ", ".join(f"{c.op} {c.axis} {c.nbytes}" for c in (op.spec.collectives(facts[op.unit]) if op.unit else ()))
             texts += [f"{op.kind} {op.unit} {op.phase} ({calls})"] if calls else []
         queue += [" + ".join(texts)] if texts else []
     return queue

@@ -66,7 +66,7 @@ def test_a_rank_that_waits_for_its_device_hears_of_another_that_has_failed():
                 collective(torch.ones(2), "dp")
     transport = NcclTransport(ranks[1], ProcessGroups(ranks[1], separate=False))
     with pytest.raises(AgreementError, match="a batch of 0 tokens"):
-        transport.gather([torch.ones(1)], [torch.ones(2)], "dp")
+        transport.gather([torch.ones(1)], [torch.ones(2)], "dp", "")
 
 
 def test_a_listener_ends_with_its_job_or_its_comm():

@@ -231,16 +231,16 @@ def train_with(scheduler, loss, steps=3):
 
 def test_an_error_names_ops_units_lanes_bytes_and_the_missing_wait():
     scheduler = scheduler_on_streams()
-    gather = scheduler.transport.gather
+    gather = scheduler.transport.gather_each
 
-    def late(xs, outs, axis, *, label=""):
+    def late(xs, outs, axis, label):
         """Fills what compute uses on another stream, which nobody waits for."""
-        work = gather(xs, outs, axis, label=label)
+        work = gather(xs, outs, axis, label)
         with scheduler.lanes.on("reduce"):
             outs[0].mul_(1)
         return work
 
-    scheduler.transport.gather = late
+    scheduler.transport.gather_each = late
     with (
         pytest.raises(RaceError, match="memory that two streams use") as caught,
         check_races(scheduler),

@@ -10,8 +10,8 @@ from fsharp.errors import ScheduleError
 from fsharp.stateful.schedule.compile import compile_schedule
 from fsharp.stateful.schedule.policy import Policy
 from fsharp.stateful.schedule.program import Event, Program, UnitFacts
-from fsharp.stateful.schedule.schedule import Memory, Op, Schedule, calls_of
-from fsharp.stateful.verify.happens_before import HappensBefore
+from fsharp.stateful.schedule.schedule import Memory, Op, Schedule
+from fsharp.stateful.verify.check import HappensBefore
 from fsharp.stateful.verify.verify import verify, verify_ranks
 from tests.edited_schedules import chain, choose, drop, edit, move, of, opening, schedules, twice
 from tests.random_programs import FINISH, GATHER, REDUCE, SPREAD, policies, programs
@@ -223,7 +223,7 @@ def test_a_schedule_is_read_as_it_was_written(program, policy):
 def test_ranks_that_swap_two_collectives_are_told_which(schedule, data):
     """A gather with a reduction as well, whatever streams they are on: a transport has one sequence."""
     verify_ranks([schedule, schedule, schedule])
-    sends = [i for i, op in enumerate(schedule.ops) if op.unit and calls_of(op, schedule.facts(op.unit))]
+    sends = [i for i, op in enumerate(schedule.ops) if op.unit and op.spec.collectives(schedule.facts(op.unit))]
     i, j = choose(data, sends), choose(data, sends)
     one, other = schedule.ops[i], schedule.ops[j]
     assume((one.kind, one.unit, one.phase) != (other.kind, other.unit, other.phase))

@@ -79,7 +79,7 @@ def test_what_is_joined_has_the_bits_and_the_bytes_of_each_alone(n, sizes, wire)
             for group in groups:
                 xs = [summands(comm.rank, size, i, wire) for i, size in group]
                 outs = [x.new_empty(n * len(x)) for x in xs]
-                transport.gather(xs, outs, "dp").wait()
+                transport.gather(xs, outs, "dp", "").wait()
                 found.append(outs)
                 whole = [summands(comm.rank, n * size, i, wire) for i, size in group]
                 targets = [torch.empty(size) if i % 2 else None for i, size in group]

@@ -50,7 +50,7 @@ def test_sizes_around_chunks(n):
                 scratch = torch.full((nbytes,), 0xFF, dtype=torch.uint8)
                 if way == "gather":
                     got, expected = torch.empty(numel), torch.cat([noise(r, part) for r in range(n)])
-                    exchange.gather([noise(mine, part)], [got], "dp").wait()
+                    exchange.gather([noise(mine, part)], [got], "dp", "").wait()
                 elif way == "all_reduce":
                     got, expected = torch.empty(numel), total
                     exchange.all_reduce([Summand(x, got, scratch)], "dp", n)[0].wait().wait()
@@ -91,7 +91,7 @@ def test_buffers_that_go_together(n, wire):
         for parts in TOGETHER:
             before = comm.watch.count
             gathered = [make(mine, part) for part in parts], [torch.empty(n * part, dtype=wire) for part in parts]
-            exchange.gather(*gathered, "dp").wait()
+            exchange.gather(*gathered, "dp", "").wait()
             expected = [torch.cat([make(r, part) for r in range(n)]) for part in parts]
             wrong += [(parts, "gather")] * (not all(map(torch.equal, gathered[1], expected)))
             for way in ("out", "in place", "all_reduce"):
