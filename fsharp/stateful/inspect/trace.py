@@ -37,19 +37,10 @@ class Trace:
         stop_s: float,
         step: int | None = None,
     ) -> None:
-        """Note that an op ran.
+        """Note that an op ran, by its position in the schedule.
 
-        Args:
-            op_index: its position in the schedule.
-            kind: of the op; or ``"wait"`` for the time that the compute stream, or the host, stood still in front of it.
-            unit: the op's.
-            phase: the op's.
-            stream: where it ran.
-            start_s: seconds.
-            stop_s: seconds, on the same clock.
-            step: number of the step that issued it, if that is not the last one begun.
-
-        Cost: appends a tuple.
+        The kind ``"wait"`` is time in which the compute stream, or the host, stood still in front of the op. ``step`` is
+        the number of the step that issued the op, if that is not the last one begun.
         """
         if step is None:
             step = max(len(self.steps) - 1, 0)

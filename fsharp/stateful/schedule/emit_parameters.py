@@ -13,13 +13,8 @@ from fsharp.stateful.schedule.unplaced import OpList, UnplacedOp
 class ParameterOps:
     """Writes the ops of parameters and of what an update changes.
 
-    Args:
-        ops: gets them.
-        program: the step.
-        policy: what is allowed.
-        gathers: units that are gathered as one.
-        spreads: units whose updated parameters move as one.
-        kept: uses whose parameters stay from their forward to the end of their backward.
+    Units of a bundle of ``gathers`` are gathered as one; updated parameters of one of ``spreads`` move as one. Parameters of
+    uses ``kept`` stay from their forward to the end of their backward.
     """
 
     def __init__(
@@ -86,9 +81,7 @@ class ParameterOps:
     def update(self, i: int, *, is_last: bool) -> None:
         """Update, and send what is new to where it rests.
 
-        Args:
-            i: position of the event.
-            is_last: whether the step ends here: then the next step may join what is sent, and find its first units gathered.
+        At the end of a step (``is_last``) the next one may join what is sent, and find its first units gathered.
         """
         self.release(i, "update")
         reduced, facts = self._ops.last("reduce"), self._ops.facts

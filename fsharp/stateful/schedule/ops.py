@@ -4,23 +4,15 @@
 Ops are in the order in which the host issues them. An op starts when the ops in ``after`` have finished and the ops
 before it on its stream have; the host waits for nothing else.
 
-==============  =========  ========  =========================================================================================
-kind            stream     phases    what
-==============  =========  ========  =========================================================================================
-``gather``      gather     f, b, u   copy full parameters into ``memory``; ``update``: updated ones to where they rest
-``wait``        compute    f, b, u   the compute stream (on CPUs the host) waits for a gather
-``compute``     compute    f, b      the caller's own code, from entering the unit to the next op on this stream
-``release``     compute    f, b, u   ``memory`` of a gathered unit is free from here on
-``cast``        compute    b         gradients of a use, at the ``backward_end`` of it, into ``memory`` (the first use copies,
-                                     later ones add), or where they rest
-``reduce``      reduce     b, finish the reduction of a microbatch, from ``memory``; ``finish``: to the optimizer's place
-``accumulate``  reduce     b, finish its result (or ``memory`` itself) is added to the gradient at rest, and ``memory`` is free
-``fetch``       host       u         copy a unit's optimizer state and main copies from host memory to the device
-``update``      compute    u         the caller's optimizer step
-``offload``     host       u         copy them back; their device memory, which is not the arena's, is free then
-==============  =========  ========  =========================================================================================
-
-Phases are ``forward``, ``backward``, ``update``, by their first letters, and ``finish``.
+- ``gather``: copy full parameters into ``memory``; in phase ``update``: updated ones to where they rest.
+- ``wait``: the compute stream (on CPUs the host) waits for a gather.
+- ``compute``: the caller's own code, from entering the unit to the next op on this stream.
+- ``release``: ``memory`` of a gathered unit is free from here on.
+- ``cast``: gradients of a use, when its backward ends, into ``memory`` (the first copies, others add), or where they rest.
+- ``reduce``: the reduction of a microbatch, from ``memory``; in phase ``finish``: to the optimizer's place.
+- ``accumulate``: its result (or ``memory`` itself) is added to the gradient at rest, and ``memory`` is free.
+- ``fetch``, ``offload``: copy a unit's optimizer state and main copies from host memory to the device, and back.
+- ``update``: the caller's optimizer step.
 
 [Note: a new kind]
 A new kind is a record here, given to :func:`declare`, and a function in ``BIND`` of :mod:`fsharp.stateful.runtime.executor`.

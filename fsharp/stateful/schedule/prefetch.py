@@ -28,15 +28,7 @@ def residency(
     resident already and will be wanted again stays. Uses around the innermost one take up no room: a root that is in use
     all the time would leave none to look ahead. Nor do the uses ``kept``, from their forward to the end of their backward.
 
-    Args:
-        program: the step.
-        policy: how much is resident.
-        bundles: of all units that are gathered.
-        kept: uses that stay.
-        carried: bundles that the step before may have gathered.
-
-    Returns:
-        The changes, and those of the carried bundles that the first event wants.
+    The step before may have gathered bundles ``carried``. Return the changes, and those of them that the first event wants.
     """
     events = program.events
     in_use = _in_use(events, bundles)

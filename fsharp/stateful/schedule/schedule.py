@@ -80,11 +80,7 @@ class Op:
 
     @property
     def spec(self) -> OpSpec:
-        """What there is to know of such ops.
-
-        Raises:
-            ScheduleError: there are no ops of this kind in this phase.
-        """
+        """What there is to know of such ops."""
         spec = OPS.get((self.kind, self.phase))
         if spec is None:
             raise ScheduleError(f"{self}: has phase {self.phase!r}, expected {expected_phases(self.kind)}.")
@@ -102,8 +98,6 @@ class Schedule:
     """The ops of one step, ready to be verified, drawn, simulated, edited and run.
 
     Attributes:
-        program: the events that it serves.
-        policy: what it was compiled with.
         ops: in the order of issue.
         arena: bytes of the memory that slots are cut from.
         bound: largest number of bytes that are live at once. No choice of addresses makes the arena smaller.

@@ -17,11 +17,7 @@ class UnplacedOp:
     """An op that knows which buffer it uses, and not yet where that is.
 
     Attributes:
-        spec: what it is.
-        unit: its unit; empty if it is about none.
-        phase: its phase.
         at: position of its event.
-        buffer: that it uses, None if none.
         fills: whether it is the first to use its buffer.
         frees: whether it is the last to use its buffer.
         use: the use of its unit that it is about, -1 if it is about none.
@@ -56,15 +52,7 @@ class UnplacedOp:
 
 
 class OpList:
-    """The ops so far, and how one more is written.
-
-    Args:
-        program: the step.
-
-    Attributes:
-        facts: of its units, by name.
-        ops: those so far, in the order of issue.
-    """
+    """The ops so far, in the order of issue, and how one more is written."""
 
     def __init__(self, program: Program) -> None:
         self.facts = {unit.name: unit for unit in program.units}
@@ -77,14 +65,7 @@ class OpList:
     ) -> UnplacedOp:
         """Write one more op, and what its kind has behind it.
 
-        Args:
-            spec: what it is.
-            unit: its unit.
-            phase: its phase.
-            at: position of its event.
-            is_first: whether it is the first to use its buffer, if such ops fill one.
-            is_last: whether it is the last to use its buffer, if such ops free one.
-            fields: others of :class:`UnplacedOp`.
+        If such ops fill a buffer, it may be the first to use the buffer; if they free one, the last.
         """
         op = self._write(spec, unit, phase, at, is_first=is_first, is_last=is_last, **fields)
         self._write_behind(op)
@@ -93,15 +74,7 @@ class OpList:
     def add_as_one(
         self, spec: OpSpec, units: Sequence[str], phase: Phase, at: int, after: Mapping[str, tuple[UnplacedOp, ...]] = {}
     ) -> list[UnplacedOp]:
-        """Write an op for each unit, all of them one collective, and what their kind has behind it.
-
-        Args:
-            spec: what they are.
-            units: their units.
-            phase: their phase.
-            at: position of their event.
-            after: by unit, ops that have to be over before it starts.
-        """
+        """Write an op for each unit, all of them one collective, and what their kind has behind it."""
         bucket = next(self._numbers) if len(units) > 1 else -1
         ops = [self._write(spec, unit, phase, at, after=after.get(unit, ()), bucket=bucket) for unit in units]
         for op in ops:
