@@ -68,6 +68,24 @@ def test_every_code_comes_back(wire):
             assert torch.equal(wire.load(wire.store(x, BLOCK), BLOCK, torch.float32), x)
 
 
+@pytest.mark.parametrize("wire", FORMATS, ids=lambda wire: wire.name)
+@pytest.mark.parametrize("special", [None, 0, 70_000], ids=["finite", "first block", "later block"])
+def test_buffers_longer_than_a_cache_have_the_bits_of_their_parts(wire, special):
+    part, n = 32 * BLOCK, 300
+    x = torch.randn(n * part, generator=torch.Generator().manual_seed(0))
+    x[1::5] *= 1e-30
+    x[: 2 * BLOCK] = torch.finfo(torch.float32).max  # decoded values may be rounded up
+    if special is not None:
+        x[special : special + 3] = torch.tensor([math.inf, -math.inf, math.nan])
+    stored = wire.store(x, part)
+    parts = [wire.store(each, part) for each in x.split(part)]
+    assert torch.equal(stored, torch.cat(parts))
+    found = wire.load(stored, part, torch.float32)
+    expected = torch.cat([wire.load(each, part, torch.float32) for each in parts])
+    assert torch.equal(found.view(torch.int32), expected.view(torch.int32))
+    assert torch.isfinite(found).sum() == len(x) - (special is not None) * 3
+
+
 def test_bytes_a_value():
     """Two gathers of MXFP8 and a reduction in bfloat16 are 4.0625 bytes a value."""
     n = 1 << 15
