@@ -36,11 +36,11 @@ def _blocks_of_32(name: str, limit: float, to_codes: Codes, to_numbers: Codes, *
     Args:
         name: of the format.
         limit: the largest magnitude that rounds to a code.
-        to_codes: of numbers of at most this magnitude, or of the next float32, the codes in uint8. It may overwrite the numbers.
+        to_codes: of numbers of at most this magnitude, or of the next float32, the codes in uint8. The function may overwrite
+            the numbers.
         to_numbers: the inverse.
         packed: whether codes are below 16, of which two are stored in a byte.
     """
-
     per_block = BLOCK // 2 if packed else BLOCK
 
     def encode(values: torch.Tensor) -> Sequence[torch.Tensor]:
@@ -99,12 +99,12 @@ def _blocks_at_once(values: torch.Tensor) -> int:
 
 
 def _is_known(fact: torch.Tensor) -> bool:
-    """Whether the host knows that a fact is true. The host does not wait for another device, and so never knows of facts there."""
+    """Return whether the host knows that a fact is true. Facts on another device it would have to wait for."""
     return fact.device.type == "cpu" and bool(fact)
 
 
 def _power_of_two(exponent: torch.Tensor) -> torch.Tensor:
-    """Return factors in float32. A product has the bits of torch.ldexp, of which an element takes 40 times as long on a CPU."""
+    """Return factors in float32. Products have the bits of torch.ldexp, which takes 40 times as long on a CPU."""
     return torch.ldexp(torch.ones_like(exponent, dtype=torch.float32), exponent)
 
 
