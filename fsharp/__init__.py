@@ -82,6 +82,7 @@ from fsharp.functional.traffic import step_traffic as step_traffic
 from fsharp.functional.train import LossFn as LossFn
 from fsharp.functional.train import train_step as train_step
 from fsharp.functional.train import value_and_grad as value_and_grad
+from fsharp.resilience.launching import launch as launch
 from fsharp.stateful.modules.module import ShardedModule as ShardedModule
 from fsharp.stateful.modules.optim.optimizer import ShardedOptimizer as ShardedOptimizer
 from fsharp.stateful.modules.optim.scaler import GradScaler as GradScaler

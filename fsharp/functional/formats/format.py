@@ -43,6 +43,7 @@ AgreeMax = Callable[[torch.Tensor], None]
 """A function that replaces each number of a tensor by the largest of that number over ranks. A collective."""
 
 
+@options_checked
 @dataclass(frozen=True, slots=True)
 class LeafPart:
     """Describe the elements ``[first, last)`` of a flattened leaf, which lie in one part of a buffer.

@@ -1,0 +1,98 @@
+"""launch: run a function in several processes of this machine, from a script or a notebook."""
+
+import logging
+import os
+import pickle
+import sys
+import tempfile
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import cloudpickle
+
+from fsharp.annotated import options_checked
+from fsharp.errors import CommError, OptionError
+from fsharp.functional.comm.process_group import destroy
+
+R = TypeVar("R")
+
+
+@options_checked
+def launch(fn: Callable[..., R], nproc: int, *args: Any) -> list[R]:
+    """Run ``fn(*args)`` in ``nproc`` processes of this machine, as torchrun starts them. Return the results in order of rank.
+
+    In these processes :func:`~fsharp.connect` finds the other ranks. A process that torchrun has started runs ``fn`` itself,
+    so a script that calls ``launch`` works under torchrun, too. With ``nproc=1`` this process runs ``fn``.
+
+    >>> import fsharp as fs
+    >>> fs.launch(lambda: fs.connect(fs.Mesh({"dp": 1})).rank, 1)
+    [0]
+
+    Args:
+        fn: any function that cloudpickle can send, such as one defined in a notebook.
+        nproc: number of processes.
+        args: arguments of the function.
+
+    Raises:
+        OptionError: fewer than one process.
+        CommError: a process failed; the others are ended. The text names the rank of the first, and has its traceback.
+
+    Cost: a new process for each rank, which imports torch: some seconds.
+    """
+    if nproc < 1:
+        raise OptionError(f"launch(): nproc is {nproc}, expected 1 or more.")
+    if nproc == 1 or "RANK" in os.environ:
+        return [fn(*args)]
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=nproc,
+        run_id=uuid.uuid4().hex,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        local_addr="localhost",
+        max_restarts=0,
+    )
+    disabled = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)  # the agent's account of a failure, which the error below has
+    with tempfile.TemporaryDirectory(prefix="fsharp-") as folder:
+        Path(folder, "call").write_bytes(pickle.dumps(sys.path) + cloudpickle.dumps((fn, args)))
+        try:
+            elastic_launch(config, sys.executable)("-u", "-m", __name__, folder)
+        except ChildFailedError as error:
+            rank, failure = error.get_first_failure()
+            raise CommError(f"launch(): rank {rank} of {nproc} failed: {_account(failure)}") from None
+        finally:
+            logging.disable(disabled)
+        return [pickle.loads(Path(folder, f"result-{rank}").read_bytes()) for rank in range(nproc)]
+
+
+def _account(failure: Any) -> str:
+    """What there is to say of a process that failed: its traceback, or how it ended."""
+    message = failure.message
+    if isinstance(message, dict):
+        return f"{message['message']}\n{message['extraInfo']['py_callstack'].rstrip()}"
+    return f"exit status {failure.exitcode}" if failure.exitcode > 0 else str(message)
+
+
+def _run_rank(folder: str) -> None:
+    """Call the function that :func:`launch` has left in a folder, and leave the result there."""
+    with Path(folder, "call").open("rb") as call:
+        sys.path[:] = pickle.load(call)
+        fn, args = pickle.load(call)
+    try:
+        result = fn(*args)
+        Path(folder, f"result-{os.environ['RANK']}").write_bytes(cloudpickle.dumps(result))
+    finally:
+        destroy()
+
+
+if __name__ == "__main__":
+    from torch.distributed.elastic.multiprocessing.errors import record
+
+    record(_run_rank)(sys.argv[1])

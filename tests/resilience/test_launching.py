@@ -1,0 +1,50 @@
+"""launch: a function in processes of its own, its results, and what is said of one that fails."""
+
+import os
+
+import pytest
+import torch
+
+import fsharp as fs
+from fsharp.errors import CommError, OptionError
+
+
+def test_results_come_in_order_of_rank_and_closures_travel():
+    torch.ones(300, 300, requires_grad=True).square().sum().backward()  # this process has used autograd and its threads
+    factor = 3.0
+
+    def rank_fn(offset):
+        comm = fs.connect(fs.Mesh({"dp": 2}))
+        w = torch.full((300, 300), comm.rank + offset, requires_grad=True)
+        (w @ w).sum().backward()
+        total = comm.all_reduce(torch.tensor([float(comm.rank + 1)]), "dp")
+        return comm.rank, factor * total.item(), w.grad[0, 0].item()
+
+    assert fs.launch(rank_fn, 2, 1.0) == [(0, 9.0, 600.0), (1, 9.0, 1200.0)]
+
+
+@pytest.mark.parametrize("how", ["raises", "exits"])
+def test_a_rank_that_fails_is_named_and_the_others_end(how):
+    def rank_fn():
+        comm = fs.connect(fs.Mesh({"dp": 2}))
+        if comm.rank == 1:
+            if how == "exits":
+                os._exit(3)
+            raise ValueError("no such thing")
+        comm.all_reduce(torch.ones(1), "dp")
+
+    expected = (
+        "(?s)rank 1 of 2 failed: ValueError: no such thing.*in rank_fn"
+        if how == "raises"
+        else "rank 1 of 2 failed: exit status 3"
+    )
+    with pytest.raises(CommError, match=expected):
+        fs.launch(rank_fn, 2)
+
+
+def test_one_process_is_this_one(monkeypatch):
+    assert fs.launch(os.getpid, 1) == [os.getpid()]
+    monkeypatch.setenv("RANK", "0")  # as under torchrun
+    assert fs.launch(os.getpid, 8) == [os.getpid()]
+    with pytest.raises(OptionError, match="nproc is 0, expected 1 or more"):
+        fs.launch(os.getpid, 0)
