@@ -236,6 +236,7 @@ class Format:
             total += self.load(each, part, dtype)
         return total
 
+    @api_boundary
     def index(self, plane: Plane, values: int) -> int:
         """Numbers of a plane that so many values take.
 
@@ -249,6 +250,7 @@ class Format:
             )
         return numbers
 
+    @api_boundary
     def decode_leaf(self, part: LeafPart) -> torch.Tensor:
         """Return the elements of a part of a leaf.
 

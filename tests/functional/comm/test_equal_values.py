@@ -157,7 +157,7 @@ REFUSED = {
     "partly meta": (
         lambda rank: on_meta() if rank else make(0),
         lambda rank: None,
-        r"parameters or buffers on the meta device",
+        r"on the meta device",
     ),
     "other buffers": (
         lambda rank: with_buffer(rank),
