@@ -159,3 +159,16 @@ def test_a_comm_that_blocks_is_refused(hopper):
     ).params
     with pytest.raises(fs.errors.TreeError, match="which a scheduler alone hands out"):
         fs.forward(lambda tree: tree["w"].float(), params, comm=comm)
+
+
+def test_what_would_go_wrong_is_refused_by_name(hopper):
+    recipe, comm = recipes.Float8CurrentScaling(), fs.SingleComm()
+    model = fs.shard_module(make_model(recipe), mesh=comm, strategy=fs.zero3("dp"))
+    with pytest.raises(fs.errors.LayoutError, match=r"'0\.weight' is used as a tensor of a class of its own.*cannot be paused"):
+        model.get_parameter("0.weight").requires_grad_(False)
+    model.get_parameter("0.bias").requires_grad_(False)
+    fused = te.Linear(32, 32, params_dtype=torch.bfloat16, device="cpu", fuse_wgrad_accumulation=True)
+    with pytest.raises(fs.errors.OptionError, match="module '0' has fuse_wgrad_accumulation=True"):
+        fs.shard_module(nn.Sequential(fused), mesh=comm, strategy=fs.zero3("dp"))
+    with pytest.raises(fs.errors.OptionError, match="weights of a Float8Quantizer are not supported as a format"):
+        fs.te.weights_of(recipes.DelayedScaling())

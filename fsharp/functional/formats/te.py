@@ -101,8 +101,15 @@ def formats_in(module: torch.nn.Module) -> dict[str, tuple[Format, torch.dtype]]
     """Return the format and the dtype of each quantized parameter of a module, by path.
 
     Raises:
-        OptionError: a quantizer whose tensors are not made from main copies alone; names the parameter.
+        OptionError: a quantizer whose tensors are not made from main copies alone; names the parameter. A module that writes
+            gradients of weights by itself; names the module.
     """
+    for path, each in module.named_modules():
+        if getattr(each, "fuse_wgrad_accumulation", False):
+            raise OptionError(
+                f"module {path!r} has fuse_wgrad_accumulation=True: it would write gradients of weights to main_grad, which a "
+                "sharded module does not read, and hand out memory that is not initialized. Make it with False."
+            )
     found = {}
     for path, parameter in module.named_parameters(remove_duplicate=False):
         if is_quantized(parameter):
