@@ -266,8 +266,9 @@ class ProcessGroupComm:
             posted = []
             for shift in range(1, len(send)):
                 to, source = (mine + shift) % len(send), (mine - shift) % len(send)
-                posted += [messages.send(send[to], to)] if send[to].numel() else []
+                # Receives first: gloo announces them on the same connection, behind what is being sent there.
                 posted += [messages.receive(receive[source], source)] if receive[source].numel() else []
+                posted += [messages.send(send[to], to)] if send[to].numel() else []
             messages.wait(posted)
 
         self._worker.submit(swap, flight)
