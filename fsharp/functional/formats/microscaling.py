@@ -104,8 +104,9 @@ def _is_known(fact: torch.Tensor) -> bool:
 
 
 def _power_of_two(exponent: torch.Tensor) -> torch.Tensor:
-    """Return factors in float32. Products have the bits of torch.ldexp, which takes 40 times as long on a CPU."""
-    return torch.ldexp(torch.ones_like(exponent, dtype=torch.float32), exponent)
+    """Return 2**exponent in float32. Products have the bits of torch.ldexp, in a fortieth of the time on a CPU."""
+    least = 1 << 22  # the bits of 2**-127, which is subnormal
+    return (exponent + _BIAS << 23).clamp(min=least).view(torch.float32)
 
 
 def _pack(codes: torch.Tensor) -> torch.Tensor:
