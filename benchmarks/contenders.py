@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import optree
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import fsharp as fs
@@ -224,6 +224,7 @@ def fsdp2(
     apart: bool = False,
     eager: bool = False,
     reduce_buffers: int | None = None,
+    precision: MixedPrecisionPolicy = MixedPrecisionPolicy(),
 ) -> Contender:
     """``fully_shard`` on every block and on the root.
 
@@ -235,14 +236,15 @@ def fsdp2(
         eager: asynchronous gathers, each issued one block ahead: what FSDP2 has for overlap where there are no streams.
         reduce_buffers: a process group of its own for reduce-scatters, and this many of their inputs under way at most: what
             torch 2.13 has added, and older ones lack.
+        precision: dtypes of parameters in gathers and of gradients in reductions.
     """
     module = gpt.build(shape)
     if apart:
-        fully_shard([module.tokens, module.positions], mesh=mesh)
-        fully_shard([module.norm, module.head], mesh=mesh, reshard_after_forward=False)
+        fully_shard([module.tokens, module.positions], mesh=mesh, mp_policy=precision)
+        fully_shard([module.norm, module.head], mesh=mesh, mp_policy=precision, reshard_after_forward=False)
     for block in module.blocks:
-        fully_shard(block, mesh=mesh)
-    fully_shard(module, mesh=mesh)
+        fully_shard(block, mesh=mesh, mp_policy=precision)
+    fully_shard(module, mesh=mesh, mp_policy=precision)
     if eager:
         blocks: list[Any] = list(module.blocks)
         module._set_unshard_async_op(True)

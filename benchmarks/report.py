@@ -74,7 +74,7 @@ MEANING = {
 FSDP2 = "FSDP2"
 FSDP2_PEAKS = (FSDP2, "FSDP2, embedding and head apart")
 """Two ways to cut the model for FSDP2; the one that needs less memory is the measure."""
-BEGIN, END = "<!-- begin: written by make bench -->", "<!-- end: written by make bench -->"
+MARKS = BEGIN, END = "<!-- begin: written by make bench -->", "<!-- end: written by make bench -->"
 
 
 class Table(NamedTuple):
@@ -137,18 +137,21 @@ def in_turns(rounds: Rounds) -> Spread:
 
 def environment(options: Options) -> dict[str, Any]:
     """Where and with what this was measured."""
+    return machine(options, ("deepspeed",) if options.peers == "all" else ())
+
+
+def machine(options: Any, packages: Sequence[str] = ()) -> dict[str, Any]:
+    """Date, commit, processor, and the versions of fsharp, torch and of other packages, beside the options of a dataclass."""
     cpu = next(
         (line.split(":", 1)[1].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")),
         platform.processor() or platform.machine(),
     )
     found = {"python": platform.python_version()}
-    for name in ("fsharp", "torch", "deepspeed"):
+    for name in ("fsharp", "torch", *packages):
         try:
             found[name] = version(name)
         except PackageNotFoundError:
             continue
-    if options.peers != "all":
-        found.pop("deepspeed", None)
     return {
         "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "commit": commit(),
@@ -381,35 +384,40 @@ def markdown(shown: Sequence[Table], found: Mapping[str, float], where: Mapping[
         "medians, and in brackets least and most.",
     ]
     for table in shown:
-        lines += ["", f"### {table.title}", "", _row(table.header), "|" + "---|" * len(table.header)]
-        lines += [_row(row) for row in table.rows]
+        lines += ["", *lines_of(table)]
     short = [f"{name} ({found[name]:.3f}, at most {most:.2f})" for name, most in TARGETS.items() if found.get(name, 0) > most]
     lines += ["", f"Short of its target: {'; '.join(short) or 'none'}."]
     return "\n".join(lines)
+
+
+def lines_of(table: Table) -> list[str]:
+    """A table, with its title, in Markdown."""
+    head = [f"### {table.title}", "", _row(table.header), "|" + "---|" * len(table.header)]
+    return head + [_row(row) for row in table.rows]
 
 
 def _row(cells: Sequence[str]) -> str:
     return "| " + " | ".join(cells) + " |"
 
 
-def renew(path: Path, text: str) -> None:
+def renew(path: Path, text: str, marks: tuple[str, str] = MARKS) -> None:
     """Put ``text`` between the marks of a page.
 
     Raises:
         ValueError: a page without them.
     """
-    head, tail = around(path)
-    path.write_text(f"{head}{BEGIN}\n\n{text}\n\n{END}{tail}")
+    (head, tail), (begin, end) = around(path, marks), marks
+    path.write_text(f"{head}{begin}\n\n{text}\n\n{end}{tail}")
 
 
-def around(path: Path) -> tuple[str, str]:
+def around(path: Path, marks: tuple[str, str] = MARKS) -> tuple[str, str]:
     """What stands before and after the marks of a page.
 
     Raises:
         ValueError: a page without them.
     """
-    page = path.read_text()
-    if page.count(BEGIN) != 1 or page.count(END) != 1:
-        raise ValueError(f"{path}: expected {BEGIN!r} and {END!r}, once each.")
-    head, rest = page.split(BEGIN)
-    return head, rest.split(END)[1]
+    page, (begin, end) = path.read_text(), marks
+    if page.count(begin) != 1 or page.count(end) != 1:
+        raise ValueError(f"{path}: expected {begin!r} and {end!r}, once each.")
+    head, rest = page.split(begin)
+    return head, rest.split(end)[1]

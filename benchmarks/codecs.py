@@ -1,0 +1,38 @@
+"""Formats in which parameters and gradients travel, and the strategy of each: the rows of ``make bench-wire``."""
+
+from typing import Any, NamedTuple
+
+import torch
+
+import fsharp as fs
+
+
+class Codec(NamedTuple):
+    """What travels how."""
+
+    strategy: str
+    precision: fs.Precision
+
+
+def _of(strategy: str, parameters: Any, gradients: Any) -> Codec:
+    """Everything but float32 computes in bfloat16, in which decoded integers of 8 bits are exact."""
+    stored = parameters if isinstance(parameters, fs.layout.Format) else None
+    compute = torch.float32 if parameters is torch.float32 else torch.bfloat16
+    return Codec(strategy, fs.Precision(compute=compute, main=torch.float32, stored=stored, wire=gradients))
+
+
+BF16, FP8, INT8, INT4 = torch.bfloat16, fs.layout.mxfp8, fs.layout.mxint8, fs.layout.mxint4
+CODECS = {
+    "float32, zero3": _of("zero3", torch.float32, torch.float32),
+    "bfloat16, zero3": _of("zero3", BF16, BF16),
+    "mxfp8, gradients bfloat16, zero3": _of("zero3", FP8, BF16),
+    "mxint8, zero3": _of("zero3", INT8, INT8),
+    "mxint8, gradients mxint4, zero3": _of("zero3", INT8, INT4),
+    "bfloat16, zero2": _of("zero2", BF16, BF16),
+    "mxint8, zero2": _of("zero2", INT8, INT8),
+    "mxint8, gradients mxint4, zero2": _of("zero2", INT8, INT4),
+}
+EXACT = "float32, zero3"
+"""Whose loss is the measure."""
+FSDP2 = "FSDP2, bfloat16"
+"""Whose bytes and steps are."""

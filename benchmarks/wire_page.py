@@ -1,0 +1,105 @@
+"""What ``make bench-wire`` says: tables on the terminal and in the docs, and a picture of losses against bytes."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from benchmarks.codecs import EXACT, FSDP2
+from benchmarks.limited import fastest_fsdp2, ratios
+from benchmarks.report import Table, around, lines_of, on_terminal, renew
+from benchmarks.stats import ratio, times
+
+MARKS = "<!-- begin: written by make bench-wire -->", "<!-- end: written by make bench-wire -->"
+PICTURE = "wire.png"
+STRATEGIES = {"zero3": ("ZeRO-3", "tab:blue", "o", 1), "zero2": ("ZeRO-2", "tab:orange", "s", -1)}
+"""Name, colour, marker, and whether labels are above or below, of each strategy."""
+__all__ = ["check", "on_terminal", "tables", "write"]
+
+
+def check(docs: Path) -> None:
+    """Raise ValueError if the page lacks the marks."""
+    around(docs, MARKS)
+
+
+def tables(results: Mapping[str, Any]) -> list[Table]:
+    """Return bytes and losses for each number of processes, and steps over the limited network."""
+    found = []
+    for nproc, part in results["trained"].items():
+        rows = [(FSDP2, f"{part['fsdp2_bytes']:.2f}", "1.00", "", "", "")]
+        for name, row in part["codecs"].items():
+            both = f"{row['bytes']:.2f}", f"{row['bytes_ratio']:.2f}"
+            loss = f"{row['loss']:.3f}", f"{row['loss_ratio']:.4f}", f"{max(row['loss_ratios']):.4f}"
+            rows.append((name, *both, *loss))
+        head = ("format, strategy", "bytes an element", "of FSDP2's", "loss", "of float32's", "the worst seed")
+        found.append(Table(f"{nproc} processes, {part['steps']} steps", head, rows))
+    if "rounds" in (network := results["limited"]):
+        rounds, options = network["rounds"], results["options"]["network"]
+        rows = []
+        for name, of_fsdp2 in ratios(rounds).items():
+            took, of_exact = times(rounds, name), ratio(rounds, name, EXACT)
+            spread = f"{of_fsdp2['median']:.3f} ({of_fsdp2['least']:.3f} to {of_fsdp2['most']:.3f})"
+            both = f"{took.median * 1e3:.0f}", f"{network['busy_s'][name] * 1e3:.0f}"
+            rows.append((name, f"{network['sent_mb'][name]:.1f}", *both, spread, f"{of_exact.median:.3f}"))
+        head = ("format, strategy", "MB sent by a rank", "ms a step", "ms busy", "of FSDP2's", "of float32's")
+        title = f"Steps at {options['rate_mbit']:,} Mbit/s; FSDP2's is that of '{fastest_fsdp2(rounds)}'"
+        found.append(Table(title, head, rows))
+    return found
+
+
+def write(docs: Path, results: Mapping[str, Any]) -> None:
+    """Renew the tables of the page, and the picture beside it."""
+    versions = ", ".join(f"{name} {x}" for name, x in results["versions"].items())
+    lines = [f"{results['date']}, commit {results['commit']}, {results['cpu']} ({results['cores']} cores); {versions}."]
+    network, options = results["limited"], results["options"]["network"]
+    if "rounds" in network:
+        link = ", ".join(f"{x:.0f} Mbit/s {name}" for name, x in network["link_mbit"].items())
+        size = f"{network['num_params'] / 1e6:.1f}M parameters (width {options['dim']}, {options['layers']} blocks)"
+        work = f"{options['batch']} x {options['time']} tokens a rank, {options['rounds']} rounds of {options['steps']} steps"
+        lines[0] += (
+            f" Limited network: {size}, {work}; medians, and in brackets least and most. "
+            f"Plain transfers over the link had {link}."
+        )
+    else:
+        lines[0] += f" No steps over a limited network: {network['left_out']}."
+    lines += ["", f"![Held-out loss against bytes a step, for each format and both numbers of processes]({PICTURE})"]
+    for table in tables(results):
+        lines += ["", *lines_of(table)]
+    renew(docs, "\n".join(lines), MARKS)
+    draw(docs.with_name(PICTURE), results["trained"])
+
+
+def draw(path: Path, trained: Mapping[str, Any]) -> None:
+    """Draw each codec as a point: bytes to the right, loss of float32's upwards, a panel for each number of processes."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 4.2 * len(trained)), dpi=120, layout="constrained")
+    panels = figure.subplots(len(trained), 1, sharex=True, sharey=True, squeeze=False)[:, 0]
+    for axes, (nproc, part) in zip(panels, trained.items(), strict=True):
+        exact = part["codecs"][EXACT]["loss"]
+        axes.set_title(f"{nproc} processes, {part['steps']} steps: float32 reaches {exact:.3f} bits per byte", fontsize=10)
+        axes.axhline(1, color="0.6", linewidth=0.8)
+        axes.axvline(part["fsdp2_bytes"], color="0.35", linestyle="--", linewidth=1)
+        near = {"xycoords": axes.get_xaxis_transform(), "textcoords": "offset points", "fontsize": 8, "color": "0.25"}
+        axes.annotate("bytes of FSDP2\nin bfloat16", (part["fsdp2_bytes"], 0.02), (4, 0), **near)
+        for strategy, (shown, color, marker, side) in STRATEGIES.items():
+            rows = {name: row for name, row in part["codecs"].items() if name.endswith(strategy)}
+            xs, ys = ([row[key] for row in rows.values()] for key in ("bytes", "loss_ratio"))
+            ends = [[abs(f(row["loss_ratios"]) - row["loss_ratio"]) for row in rows.values()] for f in (min, max)]
+            axes.errorbar(xs, ys, ends, fmt=marker, color=color, elinewidth=1, markersize=6, label=f"{shown}, its seeds")
+            for name, row in rows.items():
+                text = name.removesuffix(f", {strategy}").replace(", ", ",\n")
+                end = max(row["loss_ratios"]) if side > 0 else min(row["loss_ratios"])
+                place = {"ha": "center", "va": "bottom" if side > 0 else "top", "fontsize": 8, "color": color}
+                axes.annotate(text, (row["bytes"], end), (0, 4 * side), textcoords="offset points", **place)
+        axes.set_xscale("log")
+        axes.set(ylabel="held-out loss, of float32's")
+        axes.yaxis.set_major_formatter("{x:.3f}")
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(alpha=0.2)
+        axes.margins(x=0.06, y=0.3)
+    ticks = [1.5, 2, 3, 4, 6, 9]
+    panels[-1].set_xticks(ticks, [f"{x:g}" for x in ticks])
+    panels[-1].minorticks_off()
+    panels[-1].set(xlabel="bytes that a step sends for an element of a parameter, over (n - 1) / n")
+    panels[0].legend(frameon=False, loc="upper right", fontsize=8)
+    figure.savefig(path)
