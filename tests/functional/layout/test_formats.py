@@ -8,6 +8,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 import fsharp as fs
+from fsharp.functional.formats import microscaling
 from fsharp.layout import mxfp8, mxint4, mxint8
 from fsharp.testing import simulate
 
@@ -115,3 +116,20 @@ def test_an_overflow_of_one_rank_is_found_in_its_leaf(wire):
 
     for found in simulate(fs.Mesh({"dp": 2}), rank_fn):
         assert found.leaf == "b"
+
+
+@pytest.mark.parametrize("special", [None, math.nan, math.inf], ids=str)
+@pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.name)
+def test_long_buffers_have_the_bytes_of_their_parts(form, special):
+    """A CPU encodes and decodes as many blocks at once as its cache has room for."""
+    count = 2 * microscaling._CACHED + 3
+    values = torch.randn(count * BLOCK, generator=torch.Generator().manual_seed(0))
+    if special is not None:
+        values[(microscaling._CACHED + 1) * BLOCK + 5] = special
+    cuts = [7 * BLOCK, (microscaling._CACHED + 2) * BLOCK]
+    parts = [form.encode(part) for part in values.tensor_split(cuts)]
+    planes = form.encode(values)
+    for plane, pieces in zip(planes, zip(*parts, strict=True), strict=True):
+        assert torch.equal(plane, torch.cat(pieces))
+    decoded = torch.cat([form.decode(part) for part in parts])
+    torch.testing.assert_close(form.decode(planes), decoded, rtol=0, atol=0, equal_nan=True)
