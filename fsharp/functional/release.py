@@ -12,6 +12,7 @@ from typing import Any
 
 import optree
 import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fsharp.errors import TreeError
 from fsharp.functional.comm.protocol import Comm
@@ -144,6 +145,25 @@ def saved_tensors(roots: set[Any], first: int) -> Iterator[Any]:
 def is_plain(x: torch.Tensor) -> bool:
     """Whether a tensor is what its memory says: it has some, and no conjugation or sign on top of it."""
     return x.layout is torch.strided and not (x._is_zerotensor() or x.is_conj() or x.is_neg())
+
+
+def inner_tensors(x: torch.Tensor) -> list[torch.Tensor]:
+    """Return the tensors that hold a tensor's memory: those inside of a wrapper, such as a DTensor; else the tensor itself."""
+    wrapper: Any = x
+    if not is_traceable_wrapper_subclass(wrapper):
+        return [x]
+    inside = [getattr(wrapper, name) for name in wrapper.__tensor_flatten__()[0]]
+    return [each for y in inside if y is not None for each in inner_tensors(y)]
+
+
+def cloned(x: torch.Tensor) -> torch.Tensor:
+    """Return a clone, differentiable, that shares no memory with a tensor. A wrapper's own clone may share inner tensors."""
+    clone: Any = x.clone()
+    if is_traceable_wrapper_subclass(clone):
+        for name in clone.__tensor_flatten__()[0]:
+            if (inner := getattr(clone, name)) is not None and inner is getattr(x, name):
+                setattr(clone, name, inner.clone())
+    return clone  # type: ignore[no-any-return]
 
 
 @cache

@@ -73,15 +73,19 @@ class LeafPart:
 class LeafClass:
     """Describe the tensors that functions compute with, where these are of a class of their own and keep what is stored.
 
+    Such a tensor is a wrapper of inner tensors, by torch's ``__tensor_flatten__``, which lie in the leaf's memory. When the
+    memory is released, the inner tensors become empty, also for aliases of the wrapper, which share the inner tensors. When
+    the memory is filled again with the same bytes, the inner tensors get it back.
+
     Attributes:
-        make: maps a whole leaf to a tensor in the leaf's memory.
-        attach: has such a tensor use the memory of a whole leaf again, which has the same bytes as before.
-        detach: has such a tensor hold no memory: the memory is released. Whatever was derived from the bytes goes as well.
+        make: maps a whole leaf to a tensor in the leaf's memory. The inner tensors are no views (:func:`unviewed`).
+        derive: called with such a tensor when its memory is filled, in a forward or a backward.
+        forget: has such a tensor hold nothing that was derived from its bytes: its memory is about to be released.
     """
 
     make: Callable[[LeafPart], torch.Tensor]
-    attach: Callable[[torch.Tensor, LeafPart], None]
-    detach: Callable[[torch.Tensor], None]
+    derive: Callable[[torch.Tensor], None]
+    forget: Callable[[torch.Tensor], None]
 
 
 @options_explained
@@ -278,6 +282,11 @@ class Format:
             found.append(stored[:, start : start + nbytes])
             start += aligned(nbytes)
         return found
+
+
+def unviewed(x: torch.Tensor) -> torch.Tensor:
+    """Return a tensor in the same memory that is no view: it keeps no memory once it has another."""
+    return torch.empty(0, dtype=x.dtype, device=x.device).set_(x.untyped_storage(), x.storage_offset(), x.shape, x.stride())
 
 
 def aligned(nbytes: int) -> int:

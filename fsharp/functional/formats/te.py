@@ -23,6 +23,7 @@ from fsharp.functional.formats.format import (
     Shape,
     aligned,
     register_format,
+    unviewed,
 )
 
 _PART = 32
@@ -174,7 +175,7 @@ def _format(name: str, settings: str, held: _Held) -> Format:
         lambda shape: kind.agreed(shape, {name: size for name, (size, _) in tensors.scales(shape).items()}),
         tensors.encode,
         lambda part: kind.decode(part, tensors.scales_in(part)),
-        LeafClass(tensors.make, tensors.attach, tensors.detach),
+        LeafClass(tensors.make, tensors.derive, tensors.forget),
     )
     planes = tuple(Plane(torch.uint8, _PART // kind.values_per_byte) for _ in kind.planes)
     label = f"te_{name}_{sha256(settings.encode()).hexdigest()[:6]}"
@@ -219,7 +220,11 @@ class _Tensors:
     def make(self, part: LeafPart) -> torch.Tensor:
         """Return a tensor of TransformerEngine in the memory of a whole leaf."""
         tensor: torch.Tensor = self._empty(part)
-        self.attach(tensor, part)
+        for name, plane in zip(self._kind.planes, part.planes, strict=True):
+            setattr(tensor, name, unviewed(plane.view(self._size(part.shape))))
+        for name, scales in self.scales_in(part).items():
+            setattr(tensor, name, unviewed(scales))
+        self.derive(tensor)
         return tensor
 
     def _empty(self, part: LeafPart) -> Any:
@@ -233,20 +238,16 @@ class _Tensors:
         """The shape of a plane's bytes."""
         return (*shape[:-1], shape[-1] // self._kind.values_per_byte)
 
-    def attach(self, tensor: Any, part: LeafPart) -> None:
-        """Have a tensor use the memory of a whole leaf. In a backward, derive what the backward reads."""
-        for name, value in self.scales_in(part).items():
-            setattr(tensor, name, value)
-        for name, plane in zip(self._kind.planes, part.planes, strict=True):
-            setattr(tensor, name, plane.view(self._size(part.shape)))
+    def derive(self, tensor: Any) -> None:
+        """In a backward, derive what the backward reads."""
         if torch._C._current_graph_task_id() != -1:
             from transformer_engine.pytorch.tensor.utils import post_all_gather_processing
 
             post_all_gather_processing(tensor)
 
-    def detach(self, tensor: Any) -> None:
-        """Have a tensor hold no memory of a leaf, and nothing that was derived from it."""
-        for name in (*self._kind.planes, *self.scales(tuple(tensor.shape)), *self._kind.derived):
+    def forget(self, tensor: Any) -> None:
+        """Have a tensor hold nothing that was derived from its bytes."""
+        for name in self._kind.derived:
             setattr(tensor, name, None)
         if hasattr(tensor, "_transpose_invalid"):
             tensor._transpose_invalid = True

@@ -19,6 +19,7 @@ from fsharp.functional.comm.protocol import Comm
 from fsharp.functional.layout.layout import Layout
 from fsharp.functional.layout.paths import innermost, prefixes
 from fsharp.functional.layout.sharded import units_by_name
+from fsharp.functional.release import cloned
 from fsharp.stateful.modules.initial.dtensors import Spec, dressed, local
 from fsharp.stateful.modules.parameter import ShardedParameter
 from fsharp.stateful.modules.selection import owners
@@ -267,7 +268,7 @@ class ModuleCall:
         full = list(chain.from_iterable(leaves))
         found = tensors_in(out, path)
         if views := views_of(full, found):  # these are released: the copies' gradients are theirs
-            out = replaced(out, views, [x.clone() for x in views], path)
+            out = replaced(out, views, [cloned(x) for x in views], path)
             found = tensors_in(out, path)
         self.out = out
         for x in owner.side_outputs.since(before, passed, full, path):

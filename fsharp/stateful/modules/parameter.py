@@ -74,11 +74,6 @@ class ShardedParameter(Part, nn.Parameter):
                 f"parameter {self.path!r} was frozen when its module was sharded: it has no room for gradients and optimizer "
                 "state. Call shard_module() while it requires a gradient, and requires_grad_(False) afterwards."
             )
-        if not requires_grad and self.leaf.group in self.unit.leaf_classes:
-            raise LayoutError(
-                f"parameter {self.path!r} is used as a tensor of a class of its own, such as TransformerEngine's, and cannot "
-                "be paused. Give it a learning rate of 0."
-            )
         if (owner := self.owner()) is not None and self.is_trained:
             (owner.paused.discard if requires_grad else owner.paused.add)(self.path)
         return self

@@ -74,7 +74,8 @@ def pack_saved(out: Any, copy: UnshardedBuffer, first: int, fill: Callable[[], U
     function began at autograd's sequence number ``first``; ``fill`` gathers its parameters again, if they are not there.
     """
     assert copy.memory is not None
-    place = copy.memory.untyped_storage().data_ptr()
+    assert copy.full is not None
+    place, full = copy.memory.untyped_storage().data_ptr(), copy.full
     leaves = [out] if isinstance(out, torch.Tensor) else optree.tree_leaves(out)
     roots = {x.grad_fn for x in leaves if isinstance(x, torch.Tensor) and x.grad_fn is not None}
 
@@ -84,10 +85,16 @@ def pack_saved(out: Any, copy: UnshardedBuffer, first: int, fill: Callable[[], U
         assert memory is not None
         return torch.empty(0, dtype=dtype, device=memory.device).set_(memory.untyped_storage(), offset, size, stride)
 
+    def unpack_classed(leaf: torch.Tensor) -> torch.Tensor:
+        fill()
+        return leaf
+
     is_seen = True
     for raw in saved_tensors({root for root in roots if is_since(root, first)}, first):
         x = raw.data
-        if type(x) not in (torch.Tensor, torch.nn.Parameter):
+        if full.has_handed_out(x):  # whose memory is taken from it
+            raw.register_hooks(torch.Tensor.detach, partial(call_hook, unpack_classed))
+        elif type(x) not in (torch.Tensor, torch.nn.Parameter):
             is_seen = False
         elif is_plain(x) and x.untyped_storage().data_ptr() == place:
             note = x.dtype, x.size(), x.stride(), int(x.storage_offset())
@@ -140,7 +147,7 @@ class UnitUse:
 
     def check_unwritten(self) -> None:
         """Refuse a function that has written to a leaf: a backward would see the new values, or nobody would."""
-        if self._full is not None and self._full.versions() != self._versions:
+        if self._full is not None and self._full.is_written_since(self._versions):
             raise written_to(self.unit.key)
         self._full = None
 

@@ -18,6 +18,7 @@ from fsharp.functional.comm.protocol import Comm, Engine
 from fsharp.functional.layout.mesh import Mesh
 from fsharp.functional.layout.sharded import PlaceName, Sharded, is_sharded, map_units, resolve_place, units_of
 from fsharp.functional.loss import Loss, as_loss, check_loss
+from fsharp.functional.release import cloned, inner_tensors
 from fsharp.functional.sinks import take_gradients, with_sinks
 from fsharp.functional.transforms import is_transformed
 from fsharp.stateful.runtime.boundary import UnitUse, before_backward
@@ -305,15 +306,18 @@ def _without_views(out: Any, uses: Sequence[UnitUse]) -> Any:
         return out
 
     def outside(x: Any) -> Any:
-        if not isinstance(x, torch.Tensor) or x.layout is not torch.strided or x.is_meta or not x.numel():
+        if not isinstance(x, torch.Tensor):
             return x
-        try:
-            at = x.data_ptr()
-        except RuntimeError:  # a tensor without memory, such as a wrapper of others
-            return x
-        for first, last in bounds:
-            if first <= at < last:
-                return x.clone()
+        for each in inner_tensors(x):
+            if each.layout is not torch.strided or each.is_meta or not each.numel():
+                continue
+            try:
+                at = each.data_ptr()
+            except RuntimeError:  # a tensor without memory
+                continue
+            for first, last in bounds:
+                if first <= at < last:
+                    return cloned(x)
         return x
 
     if isinstance(out, torch.Tensor):

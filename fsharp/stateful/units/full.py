@@ -9,7 +9,7 @@ of the slot's memory with a version counter of its own.
 
 from collections.abc import Mapping, Sequence
 from functools import cache
-from operator import attrgetter, itemgetter
+from operator import attrgetter
 from typing import Any
 
 import optree
@@ -20,6 +20,7 @@ from fsharp.errors import TreeError, problem
 from fsharp.functional.formats.format import LeafClass, LeafPart
 from fsharp.functional.layout.placement import Replicate, Shard
 from fsharp.functional.layout.unit_layout import Leaf, UnitLayout
+from fsharp.functional.release import inner_tensors
 
 
 class LeafIndex:
@@ -102,7 +103,6 @@ def leaf_index(unit: UnitLayout) -> LeafIndex:
 
 
 _version_of = attrgetter("_version")
-_first = itemgetter(0)
 
 Planes = tuple[Sequence[torch.Tensor], torch.Tensor]
 """The planes of a full buffer, and the scales of its leaves."""
@@ -137,56 +137,155 @@ class FullUnit:
 
     def __init__(self, unit: UnitLayout, flats: Sequence[torch.Tensor], stored: Mapping[int, Planes] = {}) -> None:
         self.index, self.flats = leaf_index(unit), tuple(flats)
-        self._classed: list[tuple[int, LeafClass, LeafPart]] = []
+        classed: dict[int, tuple[LeafClass, LeafPart]] = {}
         for group, (planes, scales) in stored.items():
             for path, part in unit.whole_leaves(group, planes, scales).items():
-                self._classed.append((self.index.position[path], unit.leaf_classes[group], part))
+                classed[self.index.position[path]] = unit.leaf_classes[group], part
+        self._classed = {position: classed[position] for position in sorted(classed)}
         plain = {g: flat for g, flat in enumerate(flats) if g not in stored}
         self._leaves = tuple(self.index.views(plain, [leaf for leaf in self.index.stored if leaf.group in plain]))
-        self._handed_out: list[tuple[TensorWeakRef, LeafClass, LeafPart]] = []
+        self._handed_out: list[HandedOut] = []
         self._version = 0
 
     def leaves(self) -> list[torch.Tensor]:
         """The stored leaves, new aliases each time."""
         found = list(map(torch.Tensor.detach, self._leaves))
-        for position, cls, part in sorted(self._classed, key=_first) if self._classed else ():
-            found.insert(position, self._new(cls, part))
+        for position in self._classed:
+            found.insert(position, self.hand_out(position))
         return found
 
-    def _new(self, cls: LeafClass, part: LeafPart) -> torch.Tensor:
+    @torch.inference_mode(False)  # what inference makes may not be emptied later
+    def hand_out(self, position: int) -> torch.Tensor:
+        """Return a new tensor of the stored leaf at a position, whose class is its own."""
+        cls, part = self._classed[position]
         tensor = cls.make(part)
-        self._handed_out.append((TensorWeakRef(tensor), cls, part))
+        self._handed_out.append(HandedOut(tensor, position, cls, part))
         return tensor
+
+    def has_handed_out(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is a leaf of a class of its own that was handed out, or an alias of one."""
+        return bool(self._classed) and any(each.is_inside(tensor) for each in self._handed_out)
+
+    def withdraw(self) -> "list[HandedOut]":
+        """Take the memory from leaves of a class of their own, and return those that somebody holds."""
+        alive, self._handed_out = [each for each in self._handed_out if each.is_alive], []
+        for each in alive:
+            each.empty()
+        return alive
+
+    def take_over(self, handed_out: "list[HandedOut]") -> None:
+        """Serve leaves that were handed out for the same values in other memory; :meth:`attach` gives them memory."""
+        self._handed_out = handed_out
 
     def leaf(self, path: str) -> torch.Tensor:
         """Return the stored leaf at a path, as a new alias."""
         return self.leaves()[self.index.position[path]]
 
     def versions(self) -> list[int]:
-        """Of all leaves: how often they have been written to."""
-        return list(map(_version_of, self._leaves))
+        """Of all leaves, and those of a class of their own that were handed out: how often they have been written to."""
+        found = list(map(_version_of, self._leaves))
+        return [*found, *(each.version for each in self._handed_out)] if self._classed else found
+
+    def is_written_since(self, versions: list[int]) -> bool:
+        """Whether leaves have been written to since they had these versions."""
+        now = self.versions()
+        return any(a != b and -1 not in (a, b) for a, b in zip(now, versions, strict=False))
 
     def set_version(self, version: int) -> None:
         """Of all leaves that were handed out: autograd refuses what it has saved at another version.
 
-        Autograd knows no version of leaves of a class of their own. Their memory is taken from them; :meth:`attach` gives it
-        back to those of the same version.
+        Autograd knows no version of leaves of a class of their own. Their memory is taken from them and from their aliases;
+        :meth:`attach` gives it back to those of the same version.
         """
         torch._C._autograd._unsafe_set_version_counter(self._leaves, (version,) * len(self._leaves))
         if not self._classed:
             return
-        alive = [(ref, cls, part) for ref, cls, part in self._handed_out if ref() is not None]
-        for ref, cls, _ in alive:
-            cls.detach(ref())
-        if version not in (RELEASED, self._version):
-            alive, self._version = [], version
-        self._handed_out = alive
+        alive = self.withdraw()
+        if version in (RELEASED, self._version):
+            self._handed_out = alive
+        else:
+            self._version = version
 
     def attach(self) -> None:
         """Give leaves of a class of their own their memory back: it is filled."""
-        for ref, cls, part in self._handed_out:
-            if (tensor := ref()) is not None:
-                cls.attach(tensor, part)
+        for each in self._handed_out:
+            each.fill(self._classed[each.position][1])
+
+
+class HandedOut:
+    """A leaf of a class of its own, which somebody holds, or an alias of it.
+
+    Args:
+        tensor: the leaf.
+        position: of the leaf in its unit.
+        cls: the leaf's class.
+        part: the memory of the leaf.
+    """
+
+    __slots__ = ("_cls", "_inner", "_path", "_tensor", "position")
+
+    def __init__(self, tensor: torch.Tensor, position: int, cls: LeafClass, part: LeafPart) -> None:
+        self._tensor, self._cls, self._path, self.position = TensorWeakRef(tensor), cls, part.path, position
+        self._inner: list[tuple[TensorWeakRef, int, int, torch.Size, tuple[int, ...]]] = []
+        for inner in inner_tensors(tensor):
+            for number, memory in enumerate(_memory_of(part)):
+                start = inner.data_ptr() - memory.data_ptr()
+                if inner.numel() and 0 <= start < memory.nbytes:
+                    self._inner.append((TensorWeakRef(inner), number, start, inner.shape, inner.stride()))
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether somebody holds the leaf or an alias."""
+        return any(ref() is not None for ref, *_ in self._inner)
+
+    @property
+    def version(self) -> int:
+        """How often the leaf has been written to; -1 if nobody holds it."""
+        tensors = [ref() for ref in (self._tensor, *(ref for ref, *_ in self._inner))]
+        return -1 if any(x is None for x in tensors) else sum(x._version for x in tensors)
+
+    def is_inside(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is the leaf or an alias, which has the same inner tensors."""
+        mine = [ref() for ref, *_ in self._inner]
+        return any(each is inner for each in inner_tensors(tensor) for inner in mine)
+
+    def empty(self) -> None:
+        """Take the leaf's memory from it and from its aliases."""
+        if (tensor := self._tensor()) is not None:
+            self._cls.forget(tensor)
+        for ref, *_ in self._inner:
+            if (inner := ref()) is not None:
+                inner.set_()
+                inner.__class__, inner.path = _Released, self._path
+
+    def fill(self, part: LeafPart) -> None:
+        """Give the leaf and its aliases memory, which is filled."""
+        for ref, number, start, shape, stride in self._inner:
+            if (inner := ref()) is not None:
+                memory = _memory_of(part)[number]
+                first = memory.storage_offset() * memory.element_size() + start
+                inner.__class__ = torch.Tensor
+                inner.set_(memory.untyped_storage(), first // inner.element_size(), shape, stride)
+        if (tensor := self._tensor()) is not None:
+            self._cls.derive(tensor)
+
+
+class _Released(torch.Tensor):
+    """An inner tensor of a leaf whose memory is released: functions refuse it."""
+
+    path: str
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        path = next((x.__dict__["path"] for x in args if isinstance(x, _Released)), "of a unit")
+        raise TreeError(
+            f"parameter {path!r} is used where its memory is released, outside of its unit's forward and that forward's "
+            "backward. Return it from the forward, or keep w.dequantize()."
+        )
+
+
+def _memory_of(part: LeafPart) -> tuple[torch.Tensor, ...]:
+    return (*part.planes, part.scales)
 
 
 def carve(memory: torch.Tensor, sizes: Sequence[tuple[int, torch.dtype]]) -> list[torch.Tensor]:

@@ -14,6 +14,7 @@ from fsharp.stateful.units.axis_chain import Move
 from fsharp.stateful.units.full import (
     RELEASED,
     FullUnit,
+    HandedOut,
     carve,
     decode_unit,
     full_nbytes,
@@ -73,6 +74,7 @@ class UnshardedBuffer:
         "_step",
         "_stored",
         "_version",
+        "_withdrawn",
         "axes",
         "filled_from",
         "full",
@@ -109,6 +111,7 @@ class UnshardedBuffer:
         self._sources: list[StorageWeakRef] = []
         self._last_filled_from: Stamp | None = None
         self._version = 0  # of its leaves while it is filled
+        self._withdrawn: list[HandedOut] = []  # leaves whose memory of its own was released
         self._step = 0  # in which it was filled last
 
     def _make(self, memory: torch.Tensor) -> None:
@@ -131,6 +134,7 @@ class UnshardedBuffer:
         self._renew(step)
 
     def _renew(self, step: int) -> None:
+        self._withdrawn = []
         self._step, self._version = step, (self._version + _VERSIONS_A_FILL) % RELEASED
         if self.full is not None and self.where is not None:
             self.full.set_version(self._version)
@@ -152,6 +156,8 @@ class UnshardedBuffer:
             self._renew(step)
         elif self.full is not None and self.where is not None:
             self.full.set_version(self._version)
+        if self.where is None and self.full is not None:
+            self.full.take_over(self._withdrawn)
         self.is_encoded = self._layout.has_formats
         moves: list[Move] = []
         for group, (x, outs) in enumerate(zip(node.raw_buffers, self._outs, strict=True)):
@@ -190,6 +196,8 @@ class UnshardedBuffer:
             return
         if self.where is None:
             assert self.memory is not None
+            assert self.full is not None
+            self._withdrawn = self.full.withdraw()
             storage = StorageWeakRef(self.memory.untyped_storage())
             self.memory, self.full, self._outs, self._stored = None, None, [], []
             self.is_held = not _expires(storage)

@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils import _pytree as torch_pytree
 
 from fsharp.errors import TreeError
-from fsharp.stateful.modules.initial.dtensors import local
+from fsharp.functional.release import inner_tensors
 from fsharp.tracebacks import api_boundary
 
 _PLAIN = (str, bytes, int, float, complex, type(None), torch.dtype, torch.device, torch.Generator, torch.autograd.graph.Node)
@@ -103,8 +103,13 @@ def views_of(parameters: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]
     """Return the tensors that share memory with parameters; none under torch.func, whose transforms keep what they need."""
     if not tensors or torch._C._are_functorch_transforms_active():
         return []
-    mine = {leaf.untyped_storage().data_ptr() for leaf in parameters if leaf.numel()}
-    return [x for x in tensors if x.numel() and not x.is_meta and local(x).untyped_storage().data_ptr() in mine]
+    mine = {place for leaf in parameters for place in _memory(leaf)}
+    return [x for x in tensors if not mine.isdisjoint(_memory(x))]
+
+
+def _memory(x: torch.Tensor) -> list[int]:
+    """Addresses of the storages of a tensor."""
+    return [each.untyped_storage().data_ptr() for each in inner_tensors(x) if each.numel() and not each.is_meta]
 
 
 def reaching(tensors: Sequence[torch.Tensor], inputs: Sequence[Any]) -> list[torch.Tensor]:

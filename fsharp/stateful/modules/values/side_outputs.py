@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from fsharp.errors import TreeError
-from fsharp.stateful.modules.initial.dtensors import local
+from fsharp.functional.release import cloned, inner_tensors
 from fsharp.stateful.modules.values.outputs import replaced, tensors_in, views_of
 
 _OWN = frozenset(vars(nn.Module())) | {"_flat_weights", "_fsharp", "_fsharp_own", "_fsharp_computes"}
@@ -42,7 +42,7 @@ class SideOutputs:
         """
         new = [x for i, x in self.look(arguments, path).items() if i not in before]
         if views := views_of(parameters, new):
-            self.replace(arguments, views, [x.clone() for x in views], path)
+            self.replace(arguments, views, [cloned(x) for x in views], path)
             new = [x for i, x in self.look(arguments, path).items() if i not in before]
         return [x for x in new if x.grad_fn is not None]
 
@@ -72,15 +72,15 @@ def refuse_kept(module: nn.Module) -> None:
     That is a parameter, or a view of one, that a module keeps in an attribute, a list or a buffer as well; and hooks of
     parameters.
     """
-    extents = {name: _extent(p) for name, p in module.named_parameters()}
+    extents = [(name, extent) for name, p in module.named_parameters() for extent in _extents(p)]
     for path, each in module.named_modules():
         # weight_norm, spectral_norm and prune have hooks that compute these attributes anew in each forward.
         computed = {getattr(hook, key, None) for hook in each._forward_pre_hooks.values() for key in ("name", "_tensor_name")}
         own = _OWN | computed
         attributes = [(name, value) for name, value in vars(each).items() if name not in own and _may_hold(value)]
         for attribute, value in [*attributes, *each._buffers.items()]:
-            spans = [_extent(x) for x in tensors_in([value], path, refuses_late=False)]
-            held = next((name for name, (a, b) in extents.items() for start, stop in spans if a < stop and start < b), None)
+            spans = [extent for x in tensors_in([value], path, refuses_late=False) for extent in _extents(x)]
+            held = next((name for name, (a, b) in extents for start, stop in spans if a < stop and start < b), None)
             if held is not None:
                 raise TreeError(
                     f"shard_module(): {f'{path}.{attribute}'.lstrip('.')} holds parameter {held!r} itself or a view of it; the "
@@ -96,13 +96,14 @@ def refuse_kept(module: nn.Module) -> None:
             )
 
 
-def _extent(x: torch.Tensor) -> tuple[int, int]:
-    """Return the address of a tensor's first byte, and the one behind its last; zeros if it has no memory."""
-    if not x.numel() or x.is_meta:
-        return 0, 0
-    x = local(x.detach())
-    last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
-    return x.data_ptr(), x.data_ptr() + (last + 1) * x.element_size()
+def _extents(x: torch.Tensor) -> list[tuple[int, int]]:
+    """The first byte of a tensor, and the one after its last; those of each tensor inside of a wrapper."""
+    found = []
+    for each in inner_tensors(x.detach()):
+        if each.numel() and not each.is_meta:
+            last = sum((size - 1) * stride for size, stride in zip(each.shape, each.stride(), strict=True))
+            found.append((each.data_ptr(), each.data_ptr() + (last + 1) * each.element_size()))
+    return found
 
 
 def _may_hold(value: Any) -> bool:

@@ -1,0 +1,283 @@
+"""Models of TransformerEngine trained whole and sharded, and what differs."""
+
+import copy
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import fsharp as fs
+from tests import te_cpu
+
+te = te_cpu.load()
+from transformer_engine.common import recipe as recipes  # noqa: E402
+from transformer_engine.pytorch.quantization import FP8GlobalStateManager  # noqa: E402
+
+RECIPES = {
+    "current": ((9, 0), recipes.Float8CurrentScaling()),
+    "block": ((9, 0), recipes.Float8BlockScaling()),
+    "current on 10.0": ((10, 0), recipes.Float8CurrentScaling()),
+    "mxfp8": ((10, 0), recipes.MXFP8BlockScaling()),
+    "nvfp4": ((10, 0), recipes.NVFP4BlockScaling(disable_stochastic_rounding=True)),
+}
+WIDTH, TOKENS, STEPS, RATE = 128, 32, 3, 0.5
+ABOUT = {"params_dtype": torch.bfloat16, "device": "cpu"}
+
+
+class Stack(nn.Module):
+    """Layers one after another.
+
+    Args:
+        layers: modules.
+        how: "torch" or "te": each layer is in a checkpoint of that library; "twice": each layer is used twice.
+    """
+
+    def __init__(self, *layers, how=""):
+        super().__init__()
+        self.layers, self.how = nn.ModuleList(layers), how
+
+    def forward(self, x):
+        for layer in self.layers:
+            if self.how == "torch":
+                recipe = FP8GlobalStateManager.get_fp8_recipe()
+                contexts = lambda recipe=recipe: (nullcontext(), te.autocast(enabled=True, recipe=recipe))  # noqa: E731
+                x = checkpoint(layer, x, use_reentrant=False, context_fn=contexts)
+            elif self.how == "te":
+                x = te.checkpoint(layer, x, use_reentrant=False)
+            else:
+                x = layer(x)
+                x = layer(x) if self.how == "twice" else x
+        return x
+
+
+class Experts(nn.Module):
+    """Three experts in one module, of which the last but one gets no tokens."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = te.GroupedLinear(3, WIDTH, WIDTH, **ABOUT)
+
+    def forward(self, x):
+        return self.inner(x, [len(x) // 2, 0, len(x) // 2])
+
+
+def linear(out=WIDTH, **options):
+    return te.Linear(WIDTH, out, **ABOUT, **options)
+
+
+def layer(**options):
+    options = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "fuse_qkv_params": True} | ABOUT | options
+    return te.TransformerLayer(WIDTH, 2 * WIDTH, 4, **options)
+
+
+def norm_linear():
+    return te.LayerNormLinear(WIDTH, WIDTH, **ABOUT)
+
+
+def norm_mlp():
+    return te.LayerNormMLP(WIDTH, 2 * WIDTH, **ABOUT)
+
+
+@dataclass
+class Case:
+    """What is trained, and how.
+
+    Attributes:
+        make: makes the layers of a model.
+        units: what is gathered by itself.
+        how: of :class:`Stack`.
+        shape: of an input.
+        microbatches: of a step.
+        prepare: called with the model before it is sharded.
+        change: called with the model after it is sharded, or with the whole model.
+        before_step: called with the model and the number of the step.
+        quantized: whether weights are quantized, or bfloat16.
+        options: of ``shard_module``.
+        optimizer: makes the class, or pair, and the settings of the optimizer.
+    """
+
+    make: object
+    units: tuple = (te.Linear,)
+    how: str = ""
+    shape: tuple = (TOKENS, WIDTH)
+    microbatches: int = 1
+    prepare: object = lambda model: None
+    change: object = lambda model: None
+    before_step: object = lambda model, step: None
+    quantized: bool = True
+    options: dict = None
+    optimizer: object = lambda: (torch.optim.SGD, {"lr": RATE})
+
+    def model(self, recipe):
+        torch.manual_seed(0)
+        with te.quantized_model_init(enabled=self.quantized, recipe=recipe, preserve_high_precision_init_val=True):
+            model = Stack(*self.make(), how=self.how)
+        self.prepare(model)
+        return model
+
+    def batch(self, step, number, rank):
+        generator = torch.Generator().manual_seed(10_000 * step + 100 * number + rank)
+        return torch.randn(self.shape, generator=generator).to(torch.bfloat16).requires_grad_()
+
+
+def loss_of(y):
+    return y.float().square().mean()
+
+
+def train_whole(case, recipe, groups, *, reduces_first):
+    """For each step the outputs and input gradients of all ranks, then the mean gradients, of a model that is not sharded.
+
+    Gradients are added over microbatches, the ranks of each group, then over groups; or microbatches come last.
+    """
+    model = case.model(recipe)
+    if case.how == "twice":  # autograd would add the gradients of both uses in bfloat16
+        model = Stack(*chain.from_iterable((each, copy.deepcopy(each)) for each in model.layers))
+    first_of = {name: _first_of(name) if case.how == "twice" else name for name, _ in model.named_parameters()}
+    main = {first_of[name]: _value(p).float() for name, p in model.named_parameters() if p.requires_grad}
+    case.change(model)
+    ranks, numbers = sorted(chain.from_iterable(groups)), range(case.microbatches)
+    found = []
+    for step in range(STEPS):
+        case.before_step(model, step)
+        outputs, grads = {}, {}
+        for rank in ranks:
+            for number in numbers:
+                x = case.batch(step, number, rank)
+                with te.autocast(enabled=True, recipe=recipe):
+                    y = model(x)
+                loss_of(y).backward()
+                outputs[rank, number] = y.detach(), x.grad
+                for name, p in model.named_parameters():
+                    if p.requires_grad:
+                        key = rank, number, first_of[name]
+                        grads[key], p.grad = grads.get(key, 0) + p.grad.float(), None
+
+        def over_ranks(name, numbers, grads=grads):
+            return sum(sum(sum(grads[rank, number, name] for number in numbers) for rank in group) for group in groups)
+
+        trained = {first_of[name]: None for name, p in model.named_parameters() if p.requires_grad}
+        totals = {
+            name: sum(over_ranks(name, [n]) for n in numbers) if reduces_first else over_ranks(name, numbers)
+            for name in trained
+        }
+        means = {name: total / len(ranks) for name, total in totals.items()}
+        found.append((outputs, means))
+        for name, p in model.named_parameters():
+            if first_of[name] in means:
+                new = main[first_of[name]] - RATE * means[first_of[name]]
+                with torch.no_grad():
+                    if hasattr(p, "quantize_"):
+                        p.quantize_(new.to(torch.bfloat16))
+                    else:
+                        p.copy_(new)
+        main = {name: value - RATE * means[name] if name in means else value for name, value in main.items()}
+    return found
+
+
+def _first_of(name):
+    """The parameter of which another layer has a copy, as every second one."""
+    layers, number, rest = name.split(".", 2)
+    return f"{layers}.{int(number) // 2}.{rest}"
+
+
+def _value(p):
+    return p.get_high_precision_init_val() if hasattr(p, "get_high_precision_init_val") else p.detach()
+
+
+PRECISION = fs.Precision(compute=torch.bfloat16, main=torch.float32, wire=torch.float32)  # sums of sums are not rounded
+
+
+def shard(case, recipe, comm, strategy, **options):
+    options = {"units": list(case.units), "precision": PRECISION} | (case.options or {}) | options
+    model = fs.shard_module(case.model(recipe), mesh=comm, strategy=strategy, **options)
+    case.change(model)
+    return model
+
+
+def train_sharded(case, recipe, comm, strategy, *, model=None, optimizer=None, steps=range(STEPS), **options):
+    model = model or shard(case, recipe, comm, strategy, **options)
+    cls, settings = case.optimizer()
+    optimizer = optimizer or fs.ShardedOptimizer(model.parameters(), cls, **settings)
+    found = []
+    for step in steps:
+        case.before_step(model, step)
+        outputs = {}
+        for number in range(case.microbatches):
+            x = case.batch(step, number, comm.rank)
+            with model.accumulate() if number < case.microbatches - 1 else nullcontext():
+                with te.autocast(enabled=True, recipe=recipe):
+                    y = model(x)
+                loss_of(y).backward()
+            outputs[comm.rank, number] = y.detach(), x.grad
+        found.append((outputs, {name: own_part(p) for name, p in model.named_parameters() if p.grad is not None}))
+        optimizer.step()
+        optimizer.zero_grad()
+    return found, model
+
+
+def own_part(parameter):
+    """Which elements of a flattened gradient this rank has, and these."""
+    return parameter.unit.run_of(parameter.leaf, parameter.place, parameter.rank), parameter.grad.local.flatten().clone()
+
+
+def compare(found, expected):
+    """Name what differs: outputs and gradients of inputs by microbatch, gradients by parameter."""
+    (outputs, grads), (all_outputs, means) = found, expected
+    pairs = {}
+    for key, (y, dx) in outputs.items():
+        pairs |= {f"y {key[1]}": (y, all_outputs[key][0]), f"dx {key[1]}": (dx, all_outputs[key][1])}
+    pairs |= {name: (own, means[name].flatten()[first:last]) for name, ((first, last), own) in grads.items() if name in means}
+    different = [what for what, (ours, theirs) in pairs.items() if not torch.equal(ours, theirs)]
+    return different + [f"{name} has a gradient on one side alone" for name in {*grads} ^ {*means}]
+
+
+def strategies_on(mesh):
+    """Strategies, the groups of ranks over which each adds gradients first, and whether it reduces each microbatch."""
+    if len(mesh.names) == 1:
+        whole = [[*range(mesh.size)]]
+        return [
+            (fs.ddp("dp"), whole, False),
+            (fs.zero1("dp"), whole, False),
+            (fs.zero2("dp"), whole, True),
+            (fs.zero3("dp"), whole, True),
+        ]
+    inner, outer = [[0, 1], [2, 3]], [[0, 2], [1, 3]]
+    return [
+        (fs.hsdp("outer", "inner"), inner, False),
+        (fs.hfsdp("outer", "inner"), inner, False),
+        (fs.zero3("outer", "inner"), outer, True),
+    ]
+
+
+def differences(comm, cases, architecture, *, strategies=None, names=RECIPES):
+    """Train each case under each recipe and strategy, and compare with the whole model. Return what differs."""
+    found = []
+    with te_cpu.architecture(*architecture):
+        for name in names:
+            needed, recipe = RECIPES[name]
+            if needed != architecture:
+                continue
+            for strategy, groups, reduces_first in strategies_on(comm.mesh):
+                if strategies is not None and strategy not in strategies:
+                    continue
+                for about, case in cases.items():
+                    whole = train_whole(case, recipe, groups, reduces_first=reduces_first)
+                    sharded, model = train_sharded(case, recipe, comm, strategy)
+                    label = f"{about}, {name}, {strategy}"
+                    for step, (mine, expected) in enumerate(zip(sharded, whole, strict=True)):
+                        found += [f"{label}, step {step}: {what}" for what in compare(mine, expected)]
+                    if model.step.num_recordings != 1:
+                        found.append(f"{label}: recorded {model.step.num_recordings} times, {model.step.status()}")
+    return found
+
+
+def on_ranks(sizes, fn, **kwargs):
+    """Call ``fn(comm, ...)`` on each rank of a mesh, in processes of their own. Return all results."""
+    mesh = fs.Mesh(sizes)
+    if mesh.size == 1:
+        return [fn(fs.SingleComm(mesh), **kwargs)]
+    return fs.testing.processes(mesh, partial(fn, **kwargs), timeout=250)
