@@ -81,6 +81,8 @@ examples: $(VENV)/.installed
 	@$(RUN)/python examples/lora_gpt2.py
 	@echo "--- train_mixtral: experts with an axis of their own, beside ZeRO-3"
 	@$(RUN)/python examples/train_mixtral.py
+	@echo "--- te_llama: TransformerEngine's modules in FP8 under ZeRO-3"
+	@$(RUN)/python examples/te_llama.py
 	@echo "--- train_with_optax: a Llama under ZeRO-3, updated by a chain of optax, beside JAX alone"
 	@$(RUN)/python examples/train_with_optax.py
 	@echo "--- jax_unit: modules of Flax as units, sharded and scheduled, their weights brought back"

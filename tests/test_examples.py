@@ -50,6 +50,17 @@ def test_llama_trains_as_the_unsharded_one_and_is_loaded(tmp_path: Path) -> None
     assert {path.name for path in (tmp_path / "trained").iterdir()} == {"config.json", "model.safetensors"}
 
 
+@pytest.mark.parametrize("recipe", ["current", pytest.param("mxfp8", marks=pytest.mark.deep)])
+def test_llama_of_transformer_engine_trains_as_the_unsharded_one(recipe: str) -> None:
+    text = output(sys.executable, "examples/te_llama.py", "--steps", "4", "--recipe", recipe)
+    losses = numbers(text, LOSSES)
+    assert losses[-1][0] < losses[0][0] - 0.3
+    [(apart,)] = numbers(text, r"largest difference of losses (\S+)")
+    assert apart < 0.03  # scales of activations are those of each rank's batch
+    [(at_rest, plain)] = numbers(text, r"keeps (\d+) bytes of parameters; all of them in bfloat16 take (\d+)")
+    assert at_rest < (0.6 if recipe == "mxfp8" else 0.35) * plain
+
+
 @pytest.mark.deep
 def test_a_run_is_resumed_on_other_ranks_from_the_same_bits(tmp_path: Path) -> None:
     text = output(sys.executable, "examples/resume_elsewhere.py", "--steps", "4", "--out", str(tmp_path))

@@ -1,22 +1,31 @@
 """Steps of modules of TransformerEngine that do more than a forward and a backward have the bits of the whole model."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 
 import fsharp as fs
+from tests import te_cpu
 from tests.te.training import (
     RATE,
+    RECIPES,
     TOKENS,
     WIDTH,
     Case,
+    Door,
     Experts,
     differences,
     layer,
     linear,
+    loss_with_weight,
     norm_linear,
     norm_mlp,
     on_ranks,
+    recipes,
+    shard,
     te,
+    train_sharded,
 )
 
 MODULES = {
@@ -58,6 +67,10 @@ STEPS = {
     "kept from forward to backward": Case(THREE, options={"policy": fs.Policy(release="backward")}),
 }
 SHARDED = [fs.zero3("dp"), fs.hsdp("outer", "inner"), fs.zero3("outer", "inner")]
+DOORS = {
+    door: Case(lambda door=door: [linear(), Door(door), linear()], units=(te.Linear, Door), loss=loss_with_weight)
+    for door in ("returned", "alias returned", "attribute", "list", "computed", "unseen, computed")
+}
 BOTH = pytest.mark.parametrize("architecture", [(9, 0), (10, 0)], ids=str)
 SIZES = [
     {"dp": 1},
@@ -95,15 +108,17 @@ def test_modules_and_steps_under_every_strategy(architecture):
     assert found == [[]] * len(found)
 
 
+def other(*widths, **options):
+    """Layers of these widths."""
+    pairs = pairwise(widths)
+    return [te.Linear(a, b, params_dtype=torch.bfloat16, device="cpu", **options) for a, b in pairs]
+
+
+WHOLE = {"atoms": {"**": fs.layout.Whole()}}
 UNEVEN = {
-    "uneven parts": Case(lambda: [linear(96), te.Linear(96, WIDTH, params_dtype=torch.bfloat16, device="cpu")], units=()),
-    "ranks without a part": Case(
-        lambda: [
-            te.Linear(WIDTH, 32, bias=False, params_dtype=torch.bfloat16, device="cpu"),
-            te.Linear(32, 32, bias=False, params_dtype=torch.bfloat16, device="cpu"),
-        ],
-        units=(),
-    ),
+    "uneven parts": Case(lambda: other(WIDTH, 192, WIDTH), units=()),
+    "ranks without a part of a leaf": Case(lambda: other(64, 64, 64, bias=False), units=(), shape=(TOKENS, 64)),
+    "ranks without a part of the unit": Case(lambda: other(64, 64, 64, bias=False), options=WHOLE, shape=(TOKENS, 64)),
 }
 
 
@@ -112,3 +127,49 @@ UNEVEN = {
 def test_uneven_parts(architecture, sizes):
     found = on_ranks(sizes, differences, cases=UNEVEN, architecture=architecture, strategies=SHARDED)
     assert found == [[]] * len(found)
+
+
+@BOTH
+def test_a_weight_that_leaves_by_another_door_is_right(architecture):
+    found = on_ranks({"dp": 2}, differences, cases=DOORS, architecture=architecture, strategies=SHARDED)
+    assert found == [[]] * len(found)
+
+
+def alone(case, recipe="current", steps=1, **options):
+    """Train on one rank, with gathers as on several."""
+    comm, policy = fs.SingleComm(fs.Mesh({"dp": 1})), fs.testing.DebugPolicy(trivial_axes=True, poison=True)
+    with te_cpu.architecture(*RECIPES[recipe][0]):
+        return train_sharded(case, RECIPES[recipe][1], comm, fs.zero3("dp"), steps=range(steps), policy=policy, **options)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_weight_that_is_used_when_it_is_released_is_refused(recipe):
+    case = Case(lambda: [linear(), Door("unseen"), linear()], units=(te.Linear, Door), loss=loss_with_weight)
+    with pytest.raises(fs.errors.TreeError, match=r"'layers\.1\.inner\.weight' is used where its memory is released"):
+        alone(case, recipe)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_function_that_writes_to_a_weight_is_refused(recipe):
+    case = Case(lambda: [linear(), Door("written"), linear()], units=(te.Linear, Door))
+    with pytest.raises(fs.errors.TreeError, match=r"has written to a parameter of unit 'layers\.1"):
+        alone(case, recipe)
+
+
+def test_what_would_go_wrong_is_refused_by_name():
+    recipe, comm = recipes.Float8CurrentScaling(), fs.SingleComm()
+    precision = fs.Precision(compute=torch.bfloat16, main=torch.float32, stored=fs.te.weights_of(recipe))
+    tree = {"w": torch.ones(32, 32)}
+    layout = fs.plan(tree, comm.mesh, fs.zero3("dp"), precision=precision)
+    params = fs.init_state(fs.optim.sgd(0.1), fs.shard(tree, layout, comm, place="optim"), comm=comm).params
+    with pytest.raises(fs.errors.TreeError, match="which a scheduler alone hands out"):
+        fs.forward(lambda tree: tree["w"].float(), params, comm=comm)
+    fused = Case(lambda: [linear(fuse_wgrad_accumulation=True)])
+    with pytest.raises(fs.errors.OptionError, match=r"module 'layers\.0' has fuse_wgrad_accumulation=True"):
+        shard(fused, recipe, comm, fs.zero3("dp"))
+    with pytest.raises(fs.errors.OptionError, match="weights of a Float8Quantizer are not supported as a format"):
+        fs.te.weights_of(recipes.DelayedScaling())
+    with te_cpu.architecture(10, 0):
+        narrow = Case(lambda: other(96, 32))
+        with pytest.raises(fs.errors.OptionError, match=r"of shape \[32, 96\] cannot be encoded in NVFP4"):
+            shard(narrow, RECIPES["nvfp4"][1], comm, fs.zero3("dp"))

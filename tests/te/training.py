@@ -38,7 +38,7 @@ class Stack(nn.Module):
 
     def __init__(self, *layers, how=""):
         super().__init__()
-        self.layers, self.how = nn.ModuleList(layers), how
+        self.layers, self.how, self.second = nn.ModuleList(layers), how, None
 
     def forward(self, x):
         for layer in self.layers:
@@ -51,6 +51,8 @@ class Stack(nn.Module):
             else:
                 x = layer(x)
                 x = layer(x) if self.how == "twice" else x
+                if isinstance(x, tuple):
+                    x, self.second = x
         return x
 
 
@@ -63,6 +65,44 @@ class Experts(nn.Module):
 
     def forward(self, x):
         return self.inner(x, [len(x) // 2, 0, len(x) // 2])
+
+
+class Door(nn.Module):
+    """A layer whose weight leaves it by another door than its output."""
+
+    def __init__(self, door):
+        super().__init__()
+        self.inner, self.door, self.kept, self.kept_in_list = linear(bias=False), door, None, []
+
+    def forward(self, x):
+        y, weight = self.inner(x), self.inner.weight
+        if self.door == "returned":
+            y = y, weight
+        elif self.door == "alias returned":
+            y = y, weight.view_as(weight)
+        elif self.door == "attribute":
+            self.kept = weight
+        elif self.door == "list":
+            self.kept_in_list[:] = [weight]
+        elif self.door == "computed":
+            self.kept = torch.sin(weight.float())
+        elif self.door == "unseen":
+            OUTSIDE[:] = [weight]
+        elif self.door == "unseen, computed":
+            OUTSIDE[:] = [torch.sin(weight.float())]
+        elif self.door == "written":
+            weight.quantize_(torch.zeros(weight.shape, dtype=torch.bfloat16))
+        return y
+
+
+OUTSIDE = []
+
+
+def loss_with_weight(model, y):
+    """A loss of the weight that has left a :class:`Door` as well."""
+    door = model.layers[1]
+    kept = [*OUTSIDE, *door.kept_in_list, *[x for x in (door.kept, model.second) if x is not None]]
+    return loss_of(y) + kept[-1].float().square().mean()
 
 
 def linear(out=WIDTH, **options):
@@ -97,6 +137,7 @@ class Case:
         before_step: called with the model and the number of the step.
         quantized: whether weights are quantized, or bfloat16.
         options: of ``shard_module``.
+        loss: maps the model and its output to a scalar.
         optimizer: makes the class, or pair, and the settings of the optimizer.
     """
 
@@ -110,6 +151,7 @@ class Case:
     before_step: object = lambda model, step: None
     quantized: bool = True
     options: dict = None
+    loss: object = lambda model, y: loss_of(y)
     optimizer: object = lambda: (torch.optim.SGD, {"lr": RATE})
 
     def model(self, recipe):
@@ -149,7 +191,7 @@ def train_whole(case, recipe, groups, *, reduces_first):
                 x = case.batch(step, number, rank)
                 with te.autocast(enabled=True, recipe=recipe):
                     y = model(x)
-                loss_of(y).backward()
+                case.loss(model, y).backward()
                 outputs[rank, number] = y.detach(), x.grad
                 for name, p in model.named_parameters():
                     if p.requires_grad:
@@ -211,7 +253,7 @@ def train_sharded(case, recipe, comm, strategy, *, model=None, optimizer=None, s
             with model.accumulate() if number < case.microbatches - 1 else nullcontext():
                 with te.autocast(enabled=True, recipe=recipe):
                     y = model(x)
-                loss_of(y).backward()
+                case.loss(model, y).backward()
             outputs[comm.rank, number] = y.detach(), x.grad
         found.append((outputs, {name: own_part(p) for name, p in model.named_parameters() if p.grad is not None}))
         optimizer.step()

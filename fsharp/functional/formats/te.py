@@ -201,6 +201,11 @@ class _Tensors:
                 specs = self._quantizer.inner_tensor_specs(shape)
             except Exception as error:
                 raise OptionError(f"TransformerEngine: a weight of shape {list(shape)} cannot be quantized: {error}") from error
+            if self._kind.name == "nvfp4" and shape[-1] % 64:  # the kernel writes scales without the padding of their rows
+                raise OptionError(
+                    f"TransformerEngine: a weight of shape {list(shape)} cannot be encoded in NVFP4 from a main copy, whose "
+                    "cast wants rows of a multiple of 64 elements. Keep the weight in bfloat16."
+                )
             self._known[shape] = {name: spec for name, spec in specs.items() if name not in self._kind.planes}
         return self._known[shape]
 

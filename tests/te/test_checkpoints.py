@@ -1,0 +1,127 @@
+"""Checkpoints of modules with weights of TransformerEngine: runs go on with the same bits, under another recipe as well."""
+
+import pytest
+import torch
+
+import fsharp as fs
+from tests import te_cpu
+from tests.te.training import (
+    RATE,
+    RECIPES,
+    STEPS,
+    Case,
+    compare,
+    linear,
+    loss_of,
+    norm_mlp,
+    on_ranks,
+    recipes,
+    shard,
+    te,
+    train_sharded,
+    train_whole,
+)
+
+CASE = Case(lambda: [linear(), norm_mlp(), linear()], (te.Linear, te.LayerNormMLP))
+ADAM = {"optimizer": lambda: (torch.optim.AdamW, {"lr": 0.01})}
+
+
+def made(case, recipe, comm, strategy):
+    model = shard(case, recipe, comm, strategy)
+    cls, settings = case.optimizer()
+    return model, fs.ShardedOptimizer(model.parameters(), cls, **settings)
+
+
+def resume(comm, architecture, folder):
+    """Train, save after the first step, and go on in a new module under another strategy. Return what differs."""
+    case, found = Case(CASE.make, CASE.units, **ADAM), []
+    with te_cpu.architecture(*architecture):
+        for name, (needed, recipe) in RECIPES.items():
+            if needed != architecture:
+                continue
+            model, optimizer = made(case, recipe, comm, fs.zero3("dp"))
+            train_sharded(case, recipe, comm, None, model=model, optimizer=optimizer, steps=[0])
+            fs.checkpoint.save(f"{folder}/{name}", {"model": model, "optimizer": optimizer}, step=1, comm=comm)
+            rest, _ = train_sharded(case, recipe, comm, None, model=model, optimizer=optimizer, steps=range(1, STEPS))
+            for strategy in (fs.zero3("dp"), fs.zero2("dp")):
+                model, optimizer = made(Case(case.make, case.units, **ADAM), recipe, comm, strategy)
+                with torch.no_grad():
+                    for p in model.parameters():
+                        p.zero_()
+                fs.checkpoint.load(f"{folder}/{name}", {"model": model, "optimizer": optimizer}, comm=comm)
+                again, _ = train_sharded(case, recipe, comm, None, model=model, optimizer=optimizer, steps=range(1, STEPS))
+                for step, ((outputs, grads), (expected, means)) in enumerate(zip(again, rest, strict=True), 1):
+                    pairs = [(outputs[key], expected[key]) for key in outputs]
+                    pairs += [((own,), (means[name][1],)) for name, (_, own) in grads.items()]
+                    if not all(torch.equal(a, b) for mine, theirs in pairs for a, b in zip(mine, theirs, strict=True)):
+                        found.append(f"{name}, {strategy}, step {step}")
+    return found
+
+
+@pytest.mark.parametrize("architecture", [(9, 0), (10, 0)], ids=str)
+def test_a_run_goes_on_with_the_same_bits(architecture, tmp_path):
+    assert on_ranks({"dp": 2}, resume, architecture=architecture, folder=str(tmp_path)) == [[], []]
+
+
+def load_under_another_recipe(comm, folder):
+    """Save what has been trained under current scaling, load it under other recipes, and compare with main copies quantized."""
+    found, (strategy, groups) = [], (fs.zero3("dp"), [[*range(comm.mesh.size)]])
+    with te_cpu.architecture(10, 0):
+        recipe = RECIPES["current on 10.0"][1]
+        model, _ = made(CASE, recipe, comm, strategy)
+        train_sharded(CASE, recipe, comm, None, model=model, steps=[0])
+        fs.checkpoint.save(folder, {"model": model}, step=1, comm=comm)
+        [(_, means), *_] = train_whole(CASE, recipe, groups, reduces_first=True)
+        for name in ("mxfp8", "nvfp4"):
+            other = RECIPES[name][1]
+            loaded, _ = made(CASE, other, comm, strategy)
+            fs.checkpoint.load(folder, {"model": loaded}, comm=comm)
+            whole = CASE.model(other)
+            for path, p in whole.named_parameters():
+                start = p.get_high_precision_init_val() if hasattr(p, "get_high_precision_init_val") else p.detach()
+                with torch.no_grad():
+                    new = start.float() - RATE * means[path]
+                    p.quantize_(new.to(torch.bfloat16)) if hasattr(p, "quantize_") else p.copy_(new)
+            found += [f"{name}: {what}" for what in compare(*[run(each, other, comm) for each in (loaded, whole)])]
+    return found
+
+
+def run(model, recipe, comm):
+    """One forward and backward, as :func:`compare` takes them, without gradients of parameters."""
+    x = CASE.batch(1, 0, comm.rank)
+    with te.autocast(enabled=True, recipe=recipe):
+        y = model(x)
+    loss_of(y).backward()
+    return {(comm.rank, 0): (y.detach(), x.grad)}, {}
+
+
+def test_a_checkpoint_loads_under_another_recipe(tmp_path):
+    assert on_ranks({"dp": 2}, load_under_another_recipe, folder=str(tmp_path)) == [[], []]
+
+
+def scales_of(model):
+    """Return scales and histories of delayed scaling as plain tensors, in place of TransformerEngine's pickled extra state."""
+    found = {}
+    for path, module in model.named_modules():
+        for key in ("scaling_fwd", "scaling_bwd"):
+            if (state := getattr(module, "fp8_meta", {}).get(key)) is not None:
+                found[f"{path}.{key}"] = {"scale": state.scale, "amax_history": state.amax_history}
+    return found
+
+
+def resume_delayed(comm, folder):
+    case, recipe = Case(CASE.make, CASE.units, quantized=False, **ADAM), recipes.DelayedScaling(amax_history_len=4)
+    model, optimizer = made(case, recipe, comm, fs.zero3("dp"))
+    train_sharded(case, recipe, comm, None, model=model, optimizer=optimizer, steps=[0])
+    tree = {"model": model, "optimizer": optimizer, "scales": scales_of(model)}
+    fs.checkpoint.save(folder, tree, step=1, comm=comm)
+    rest, _ = train_sharded(case, recipe, comm, None, model=model, optimizer=optimizer, steps=range(1, STEPS))
+    model, optimizer = made(case, recipe, comm, fs.zero3("dp"))
+    train_sharded(case, recipe, comm, None, model=model, optimizer=optimizer, steps=[7])  # which makes scales
+    fs.checkpoint.load(folder, {"model": model, "optimizer": optimizer, "scales": scales_of(model)}, comm=comm)
+    again, _ = train_sharded(case, recipe, comm, None, model=model, optimizer=optimizer, steps=range(1, STEPS))
+    return [all(map(torch.equal, a[comm.rank, 0], b[comm.rank, 0])) for (a, _), (b, _) in zip(again, rest, strict=True)]
+
+
+def test_scales_of_delayed_scaling_are_saved_as_tensors(tmp_path):
+    assert on_ranks({"dp": 2}, resume_delayed, folder=str(tmp_path)) == [[True, True]] * 2

@@ -1,0 +1,107 @@
+"""Each omission of TransformerEngine's protocol for sharded weights, planted, makes training differ from that of the whole model."""
+
+import pytest
+import torch
+
+import fsharp as fs
+from fsharp.functional.formats import te as formats
+from fsharp.stateful.units.full import FullUnit
+from tests import te_cpu
+from tests.te.training import (
+    OUTSIDE,
+    RECIPES,
+    WIDTH,
+    Case,
+    Door,
+    compare,
+    linear,
+    on_ranks,
+    strategies_on,
+    te,
+    train_sharded,
+    train_whole,
+)
+
+CASE = Case(lambda: [linear(2 * WIDTH), te.Linear(2 * WIDTH, WIDTH, params_dtype=torch.bfloat16, device="cpu")])
+
+
+def agree_on_nothing(patch, rank):
+    patch.setattr(formats._Agreement, "allreduce", lambda self, tensors, options=None: None)
+
+
+def gather_nothing(patch, rank, planes=slice(None)):
+    """Half of the bytes, which the other rank has, are zeros."""
+    attach = FullUnit.attach
+
+    def without(self):
+        for _, part in self._classed.values():
+            for plane in part.planes[planes]:
+                half = len(plane) // 2
+                plane[half:].zero_() if rank == 0 else plane[:half].zero_()
+        attach(self)
+
+    patch.setattr(FullUnit, "attach", without)
+
+
+def gather_no_columns(patch, rank):
+    gather_nothing(patch, rank, slice(1, None))
+
+
+def derive_once(patch, rank):
+    """What was derived in the first step serves the following ones."""
+    derived, derive = {}, formats._Tensors.derive
+
+    def stale(self, tensor):
+        derive(self, tensor)
+        for name in self._kind.derived:
+            if getattr(tensor, name, None) is not None:
+                setattr(tensor, name, derived.setdefault((name, tensor.shape), getattr(tensor, name)))
+
+    patch.setattr(formats._Tensors, "derive", stale)
+
+
+OMISSIONS = {
+    "current": {agree_on_nothing: ("y 0", 0), gather_nothing: ("y 0", 0), derive_once: ("dx 0", 1)},
+    "block": {agree_on_nothing: ("y 0", 0), gather_nothing: ("y 0", 0), derive_once: ("dx 0", 1)},
+    "mxfp8": {agree_on_nothing: ("y 0", 0), gather_nothing: ("y 0", 0), gather_no_columns: ("dx 0", 0)},
+    "nvfp4": {agree_on_nothing: ("y 0", 0), gather_nothing: ("y 0", 0), derive_once: ("dx 0", 1)},
+}
+"""By recipe: each omission, what differs first, and in which step."""
+
+
+def plant(comm, architecture):
+    """Return the omissions that were not found where they should have been."""
+    found, [*_, (strategy, groups, reduces_first)] = [], strategies_on(comm.mesh)
+    with te_cpu.architecture(*architecture):
+        for name, omissions in OMISSIONS.items():
+            needed, recipe = RECIPES[name]
+            whole = train_whole(CASE, recipe, groups, reduces_first=reduces_first) if needed == architecture else None
+            for omission, (what, step) in omissions.items() if whole is not None else ():
+                with pytest.MonkeyPatch.context() as patch:
+                    omission(patch, comm.rank)
+                    sharded, _ = train_sharded(CASE, recipe, comm, strategy)
+                differing = [compare(mine, expected) for mine, expected in zip(sharded, whole, strict=True)]
+                first = next((i for i, each in enumerate(differing) if each), -1)
+                if first != step or differing[first][0] != what:
+                    found.append(f"{name}, {omission.__name__}: {differing}")
+    return found
+
+
+@pytest.mark.parametrize("architecture", [(9, 0), (10, 0)], ids=str)
+def test_an_omission_is_found(architecture):
+    assert on_ranks({"dp": 2}, plant, architecture=architecture) == [[], []]
+
+
+@pytest.mark.parametrize("is_kept", [False, True])
+@pytest.mark.parametrize("name", ["current", "block", "nvfp4"])
+def test_what_was_derived_goes_with_the_memory(name, is_kept, monkeypatch):
+    if is_kept:
+        monkeypatch.setattr(formats._Tensors, "forget", lambda self, tensor: None)
+    architecture, recipe = RECIPES[name]
+    case = Case(lambda: [linear(), Door("unseen"), linear()], units=(te.Linear, Door))
+    comm, policy = fs.SingleComm(fs.Mesh({"dp": 1})), fs.testing.DebugPolicy(trivial_axes=True)
+    with te_cpu.architecture(*architecture):
+        train_sharded(case, recipe, comm, fs.zero3("dp"), steps=range(2), policy=policy)
+    [weight] = OUTSIDE
+    derived = [getattr(weight, attribute, None) for attribute in ("_transpose", "_columnwise_data")]
+    assert any(x is not None for x in derived) == is_kept

@@ -1,0 +1,90 @@
+"""Weights of TransformerEngine in functions; what travels is what is predicted: a byte a value, and no scales."""
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+import torch
+
+import fsharp as fs
+from tests import te_cpu
+from tests.te.training import (
+    PRECISION,
+    RATE,
+    RECIPES,
+    STEPS,
+    WIDTH,
+    Case,
+    linear,
+    loss_of,
+    on_ranks,
+    strategies_on,
+    te,
+    train_whole,
+)
+
+CASE = Case(lambda: [linear(), linear(), linear()])
+
+
+def train_functions(comm, recipe, strategy):
+    """Train by functions under a scheduler. Return losses and calls of each step, and the layout."""
+    functions = [fs.functionalize(layer) for layer in CASE.model(recipe).layers]
+    tree = {"layers": [params for _, params in functions]}
+    precision = {"**": PRECISION, "**.weight": replace(PRECISION, stored=fs.te.weights_of(recipe))}
+    layout = fs.plan(tree, comm.mesh, strategy, units="layers.*", precision=precision)
+
+    def loss_fn(params, x, comm):
+        with te.autocast(enabled=True, recipe=recipe):
+            for (fn, _), unit in zip(functions, params["layers"], strict=True):
+                x = fs.forward(fn, unit, x, comm=comm)
+        return loss_of(x)
+
+    tx, counting, losses, calls = fs.optim.sgd(RATE), fs.CountingComm(comm), [], []
+    state = fs.init_state(tx, fs.shard(tree, layout, comm, place="optim"), comm=comm)
+    step = fs.Scheduler(counting, policy=fs.Policy(release="forward", bucket_nbytes=0))(fs.train_step(loss_fn, tx))
+    for number in range(STEPS):
+        counting.calls.clear()
+        state, metrics = step(state, CASE.batch(number, 0, comm.rank).detach())
+        losses.append(float(metrics.loss))
+        calls.append(Counter(counting.calls))
+    assert step.num_recordings == 1
+    return losses, calls, layout
+
+
+def compare_functions(comm, architecture):
+    found = []
+    with te_cpu.architecture(*architecture):
+        for name, (needed, recipe) in RECIPES.items():
+            for strategy, groups, reduces_first in strategies_on(comm.mesh) if needed == architecture else ():
+                losses, calls, layout = train_functions(comm, recipe, strategy)
+                expected = train_whole(CASE, recipe, groups, reduces_first=reduces_first)
+                ranks = range(comm.mesh.size)
+                for step, (outputs, _) in enumerate(expected):
+                    mean = sum(loss_of(outputs[rank, 0][0]).double() for rank in ranks) / comm.mesh.size
+                    if losses[step] != float(mean):
+                        found.append(f"{name}, {strategy}, step {step}: loss {losses[step]}, expected {float(mean)}")
+                if calls != [fs.step_traffic(layout)] * STEPS:
+                    found.append(f"{name}, {strategy}: {calls}, expected {fs.step_traffic(layout)}")
+    return found
+
+
+@pytest.mark.parametrize("architecture", [(9, 0), (10, 0)], ids=str)
+def test_functions_have_the_bits_of_the_whole_model_and_make_the_predicted_calls(architecture):
+    assert on_ranks({"dp": 2}, compare_functions, architecture=architecture) == [[], []]
+
+
+@pytest.mark.parametrize(
+    ("name", "nbytes"), [("current", 1.0), ("block", 1.0), ("current on 10.0", 1.0), ("mxfp8", 2.0), ("nvfp4", 0.5)]
+)
+def test_bytes_of_a_gather(name, nbytes):
+    architecture, recipe = RECIPES[name]
+    with te_cpu.architecture(*architecture):
+        precision = replace(PRECISION, stored=fs.te.weights_of(recipe))
+        tree = {name: {"weight": torch.empty(WIDTH, WIDTH)} for name in "abc"}
+        layout = fs.plan(tree, fs.Mesh({"dp": 4}), fs.zero3("dp"), units="*", precision=precision)
+        traffic = fs.step_traffic(layout)
+        gathers = {call: count for call, count in traffic.items() if call.op == "all_gather"}
+        assert gathers == dict.fromkeys(gathers, 6)  # of each unit in the forward and in the backward
+        assert [call.nbytes for call in gathers] == [3 * WIDTH * WIDTH * nbytes / 4]
+        agreed = sum(count for call, count in traffic.items() if call.op == "all_reduce") - 1  # and the loss
+        assert agreed == (2 if name == "nvfp4" else 1)  # for all units: NVFP4 agrees on tensors and on blocks
