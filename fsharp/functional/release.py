@@ -127,15 +127,27 @@ def _before_backward(outputs: set[Any], regather: Callable[[], list[torch.Tensor
 
 def saved_tensors(roots: set[Any], first: int) -> Iterator[Any]:
     """What the nodes have saved that were made since ``first`` and lead to ``roots``; but for what others have packed."""
-    seen, stack = set(roots), list(roots)
-    while stack:
-        node = stack.pop()
+    for node in _graph(roots, first):
         kind: Any = type(node)
         for name in _names(kind):
             found = getattr(node, name)
             for raw in found if isinstance(found, tuple | list) else [found]:
                 if raw is not None and raw.unpack_hook is None and isinstance(raw.data, torch.Tensor):
                     yield raw
+
+
+def kept_tensors(roots: set[Any], first: int) -> Iterator[torch.Tensor]:
+    """What these nodes keep in attributes of ``ctx``, of which autograd does not know."""
+    for node in _graph(roots, first):
+        yield from [value for value in getattr(node, "__dict__", {}).values() if isinstance(value, torch.Tensor)]
+
+
+def _graph(roots: set[Any], first: int) -> Iterator[Any]:
+    """The nodes that were made since ``first`` and lead to ``roots``."""
+    seen, stack = set(roots), list(roots)
+    while stack:
+        node = stack.pop()
+        yield node
         for before, _ in node.next_functions:
             if before is not None and before not in seen and is_since(before, first):
                 seen.add(before)

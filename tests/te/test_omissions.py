@@ -1,4 +1,4 @@
-"""Each omission of TransformerEngine's protocol for sharded weights, planted, makes training differ from that of the whole model."""
+"""Omissions of TransformerEngine's protocol for sharded weights, planted: training differs from that of the whole model."""
 
 import pytest
 import torch
@@ -18,11 +18,17 @@ from tests.te.training import (
     on_ranks,
     strategies_on,
     te,
+    tensor_utils,
     train_sharded,
     train_whole,
 )
 
-CASE = Case(lambda: [linear(2 * WIDTH), te.Linear(2 * WIDTH, WIDTH, params_dtype=torch.bfloat16, device="cpu")])
+
+def layers():
+    return [linear(2 * WIDTH), te.Linear(2 * WIDTH, WIDTH, params_dtype=torch.bfloat16, device="cpu"), linear()]
+
+
+CASE = Case(layers)
 
 
 def agree_on_nothing(patch, rank):
@@ -48,23 +54,23 @@ def gather_no_columns(patch, rank):
 
 
 def derive_once(patch, rank):
-    """What was derived in the first step serves the following ones."""
-    derived, derive = {}, formats._Tensors.derive
+    """What was derived in the first step that follows a schedule serves the following ones."""
+    derived, derive = {}, tensor_utils.post_all_gather_processing
 
-    def stale(self, tensor):
-        derive(self, tensor)
-        for name in self._kind.derived:
+    def stale(tensor):
+        derive(tensor)
+        for name in ("_transpose", "_columnwise_data", "_columnwise_scale_inv"):
             if getattr(tensor, name, None) is not None:
                 setattr(tensor, name, derived.setdefault((name, tensor.shape), getattr(tensor, name)))
 
-    patch.setattr(formats._Tensors, "derive", stale)
+    patch.setattr(tensor_utils, "post_all_gather_processing", stale)
 
 
 OMISSIONS = {
-    "current": {agree_on_nothing: ("y 0", 0), gather_nothing: ("y 0", 0), derive_once: ("dx 0", 1)},
-    "block": {agree_on_nothing: ("y 0", 0), gather_nothing: ("y 0", 0), derive_once: ("dx 0", 1)},
+    "current": {agree_on_nothing: ("y 0", 0), gather_nothing: ("y 0", 0), derive_once: ("dx 0", 2)},
+    "block": {agree_on_nothing: ("y 0", 0), gather_nothing: ("y 0", 0), derive_once: ("dx 0", 2)},
     "mxfp8": {agree_on_nothing: ("y 0", 0), gather_nothing: ("y 0", 0), gather_no_columns: ("dx 0", 0)},
-    "nvfp4": {agree_on_nothing: ("y 0", 0), gather_nothing: ("y 0", 0), derive_once: ("dx 0", 1)},
+    "nvfp4": {agree_on_nothing: ("y 0", 0), gather_nothing: ("y 0", 0), derive_once: ("dx 0", 2)},
 }
 """By recipe: each omission, what differs first, and in which step."""
 
@@ -79,7 +85,7 @@ def plant(comm, architecture):
             for omission, (what, step) in omissions.items() if whole is not None else ():
                 with pytest.MonkeyPatch.context() as patch:
                     omission(patch, comm.rank)
-                    sharded, _ = train_sharded(CASE, recipe, comm, strategy)
+                    sharded, _ = train_sharded(CASE, recipe, comm, strategy, policy=fs.Policy(release="forward"))
                 differing = [compare(mine, expected) for mine, expected in zip(sharded, whole, strict=True)]
                 first = next((i for i, each in enumerate(differing) if each), -1)
                 if first != step or differing[first][0] != what:
@@ -95,10 +101,11 @@ def test_an_omission_is_found(architecture):
 @pytest.mark.parametrize("is_kept", [False, True])
 @pytest.mark.parametrize("name", ["current", "block", "nvfp4"])
 def test_what_was_derived_goes_with_the_memory(name, is_kept, monkeypatch):
-    if is_kept:
-        monkeypatch.setattr(formats._Tensors, "forget", lambda self, tensor: None)
     architecture, recipe = RECIPES[name]
-    case = Case(lambda: [linear(), Door("unseen"), linear()], units=(te.Linear, Door))
+    if is_kept:
+        [kind] = [kind for kind in formats.KINDS.values() if kind.name.endswith(name)]
+        monkeypatch.setattr(kind, "derived", ())
+    case = Case(lambda: [linear(), Door("unseen"), linear()], units=("layers.*",))
     comm, policy = fs.SingleComm(fs.Mesh({"dp": 1})), fs.testing.DebugPolicy(trivial_axes=True)
     with te_cpu.architecture(*architecture):
         train_sharded(case, recipe, comm, fs.zero3("dp"), steps=range(2), policy=policy)

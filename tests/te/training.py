@@ -16,6 +16,7 @@ from tests import te_cpu
 te = te_cpu.load()
 from transformer_engine.common import recipe as recipes  # noqa: E402
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager  # noqa: E402
+from transformer_engine.pytorch.tensor import utils as tensor_utils  # noqa: E402, F401
 
 RECIPES = {
     "current": ((9, 0), recipes.Float8CurrentScaling()),
@@ -38,7 +39,7 @@ class Stack(nn.Module):
 
     def __init__(self, *layers, how=""):
         super().__init__()
-        self.layers, self.how, self.second = nn.ModuleList(layers), how, None
+        self.layers, self.how, self.second = nn.ModuleList(layers), how, []
 
     def forward(self, x):
         for layer in self.layers:
@@ -52,7 +53,7 @@ class Stack(nn.Module):
                 x = layer(x)
                 x = layer(x) if self.how == "twice" else x
                 if isinstance(x, tuple):
-                    x, self.second = x
+                    x, self.second[:] = x[0], x[1:]
         return x
 
 
@@ -72,7 +73,7 @@ class Door(nn.Module):
 
     def __init__(self, door):
         super().__init__()
-        self.inner, self.door, self.kept, self.kept_in_list = linear(bias=False), door, None, []
+        self.inner, self.door, self.kept_in_list = linear(bias=False), door, []
 
     def forward(self, x):
         y, weight = self.inner(x), self.inner.weight
@@ -81,11 +82,11 @@ class Door(nn.Module):
         elif self.door == "alias returned":
             y = y, weight.view_as(weight)
         elif self.door == "attribute":
-            self.kept = weight
+            self.__dict__["kept"] = weight  # which registers no parameter
         elif self.door == "list":
             self.kept_in_list[:] = [weight]
         elif self.door == "computed":
-            self.kept = torch.sin(weight.float())
+            self.__dict__["kept"] = torch.sin(weight.float())
         elif self.door == "unseen":
             OUTSIDE[:] = [weight]
         elif self.door == "unseen, computed":
@@ -101,8 +102,8 @@ OUTSIDE = []
 def loss_with_weight(model, y):
     """A loss of the weight that has left a :class:`Door` as well."""
     door = model.layers[1]
-    kept = [*OUTSIDE, *door.kept_in_list, *[x for x in (door.kept, model.second) if x is not None]]
-    return loss_of(y) + kept[-1].float().square().mean()
+    [kept] = [OUTSIDE.pop()] if OUTSIDE else door.kept_in_list or model.second or [door.kept]
+    return loss_of(y) + kept.float().square().mean()
 
 
 def linear(out=WIDTH, **options):

@@ -354,7 +354,7 @@ KINDS = {
         "float8_block",
         ["_rowwise_data"],
         ["_columnwise_data", "_columnwise_scale_inv"],
-        lambda shape, scales: [(_tiles(shape, 128), torch.float32)],
+        lambda shape, scales: [(prod(scales["_rowwise_scale_inv"]), torch.float32)],
         _of_tiles,
     ),
     "MXFP8Quantizer": Kind(

@@ -11,7 +11,7 @@ import torch
 
 from fsharp.errors import ScheduleError
 from fsharp.functional.layout.sharded import Sharded
-from fsharp.functional.release import is_plain, is_since, saved_tensors, written_to
+from fsharp.functional.release import is_plain, is_since, kept_tensors, saved_tensors, written_to
 from fsharp.stateful.units.full import FullUnit
 from fsharp.stateful.units.unit_state import UnitState
 from fsharp.stateful.units.unsharded import Stamp, UnshardedBuffer, stamp
@@ -89,8 +89,11 @@ def pack_saved(out: Any, copy: UnshardedBuffer, first: int, fill: Callable[[], U
         fill()
         return leaf
 
-    is_seen = True
-    for raw in saved_tensors({root for root in roots if is_since(root, first)}, first):
+    is_seen, roots = True, {root for root in roots if is_since(root, first)}
+    for x in kept_tensors(roots, first):  # as TransformerEngine keeps weights
+        if type(x) is torch.Tensor and is_plain(x) and x.untyped_storage().data_ptr() == place:
+            full.lend(x)
+    for raw in saved_tensors(roots, first):
         x = raw.data
         if full.has_handed_out(x):  # whose memory is taken from it
             raw.register_hooks(torch.Tensor.detach, partial(call_hook, unpack_classed))

@@ -154,28 +154,43 @@ class FullUnit:
             found.insert(position, self.hand_out(position))
         return found
 
+    @property
+    def storage(self) -> torch.UntypedStorage:
+        """The memory of all leaves, where these are not at rest."""
+        scales = [part.scales for _, part in self._classed.values()]
+        return (scales or self.flats)[0].untyped_storage()
+
     @torch.inference_mode(False)  # what inference makes may not be emptied later
     def hand_out(self, position: int) -> torch.Tensor:
         """Return a new tensor of the stored leaf at a position, whose class is its own."""
         cls, part = self._classed[position]
         tensor = cls.make(part)
-        self._handed_out.append(HandedOut(tensor, position, cls, part))
+        self._handed_out.append(HandedOut(tensor, part.path, cls, self.storage.data_ptr()))
         return tensor
+
+    def lend(self, tensor: torch.Tensor) -> None:
+        """Take the memory of a leaf from this alias, too, whenever :meth:`withdraw` is called."""
+        plain = [leaf.path for i, leaf in enumerate(self.index.stored) if i not in self._classed]
+        paths = {leaf.data_ptr(): path for leaf, path in zip(self._leaves, plain, strict=True)}
+        path = paths.get(tensor.data_ptr(), self.index.unit.name)
+        self._handed_out.append(HandedOut(tensor, path, None, self.storage.data_ptr()))
 
     def has_handed_out(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor is a leaf of a class of its own that was handed out, or an alias of one."""
         return bool(self._classed) and any(each.is_inside(tensor) for each in self._handed_out)
 
     def withdraw(self) -> "list[HandedOut]":
-        """Take the memory from leaves of a class of their own, and return those that somebody holds."""
+        """Take the memory from what was handed out, and return what somebody holds of it."""
         alive, self._handed_out = [each for each in self._handed_out if each.is_alive], []
         for each in alive:
             each.empty()
         return alive
 
     def take_over(self, handed_out: "list[HandedOut]") -> None:
-        """Serve leaves that were handed out for the same values in other memory; :meth:`attach` gives them memory."""
+        """Give memory to what was handed out for the same values in other memory."""
         self._handed_out = handed_out
+        for each in handed_out:
+            each.give(self.storage)
 
     def leaf(self, path: str) -> torch.Tensor:
         """Return the stored leaf at a path, as a new alias."""
@@ -207,35 +222,32 @@ class FullUnit:
             self._version = version
 
     def attach(self) -> None:
-        """Give leaves of a class of their own their memory back: it is filled."""
+        """Give leaves of a class of their own their memory back, which is filled."""
         for each in self._handed_out:
-            each.fill(self._classed[each.position][1])
+            each.give(self.storage)
+            each.derive()
 
 
 class HandedOut:
-    """A leaf of a class of its own, which somebody holds, or an alias of it.
+    """A leaf, or an alias of one, whose memory is taken from it when it is released, and given back when it is gathered again.
 
     Args:
         tensor: the leaf.
-        position: of the leaf in its unit.
-        cls: the leaf's class.
-        part: the memory of the leaf.
+        path: path of the leaf, for errors.
+        cls: the leaf's class, if that is one of its own.
+        place: address of the storage that the leaf lies in.
     """
 
-    __slots__ = ("_cls", "_inner", "_path", "_tensor", "position")
+    __slots__ = ("_cls", "_inner", "_path", "_tensor")
 
-    def __init__(self, tensor: torch.Tensor, position: int, cls: LeafClass, part: LeafPart) -> None:
-        self._tensor, self._cls, self._path, self.position = TensorWeakRef(tensor), cls, part.path, position
-        self._inner: list[tuple[TensorWeakRef, int, int, torch.Size, tuple[int, ...]]] = []
-        for inner in inner_tensors(tensor):
-            for number, memory in enumerate(_memory_of(part)):
-                start = inner.data_ptr() - memory.data_ptr()
-                if inner.numel() and 0 <= start < memory.nbytes:
-                    self._inner.append((TensorWeakRef(inner), number, start, inner.shape, inner.stride()))
+    def __init__(self, tensor: torch.Tensor, path: str, cls: LeafClass | None, place: int) -> None:
+        self._tensor, self._cls, self._path = TensorWeakRef(tensor), cls, path
+        inner = [x for x in inner_tensors(tensor) if x.untyped_storage().data_ptr() == place]
+        self._inner = [(TensorWeakRef(x), int(x.storage_offset()), x.shape, x.stride()) for x in inner]
 
     @property
     def is_alive(self) -> bool:
-        """Whether somebody holds the leaf or an alias."""
+        """Whether somebody holds the leaf, or an alias, which has the same inner tensors."""
         return any(ref() is not None for ref, *_ in self._inner)
 
     @property
@@ -245,28 +257,31 @@ class HandedOut:
         return -1 if any(x is None for x in tensors) else sum(x._version for x in tensors)
 
     def is_inside(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor is the leaf or an alias, which has the same inner tensors."""
+        """Whether a tensor is the leaf or an alias."""
         mine = [ref() for ref, *_ in self._inner]
         return any(each is inner for each in inner_tensors(tensor) for inner in mine)
 
+    @torch.no_grad()
     def empty(self) -> None:
-        """Take the leaf's memory from it and from its aliases."""
-        if (tensor := self._tensor()) is not None:
+        """Take the memory."""
+        if self._cls is not None and (tensor := self._tensor()) is not None:
             self._cls.forget(tensor)
         for ref, *_ in self._inner:
             if (inner := ref()) is not None:
                 inner.set_()
                 inner.__class__, inner.path = _Released, self._path
 
-    def fill(self, part: LeafPart) -> None:
-        """Give the leaf and its aliases memory, which is filled."""
-        for ref, number, start, shape, stride in self._inner:
+    @torch.no_grad()
+    def give(self, storage: torch.UntypedStorage) -> None:
+        """Give memory at the same place in a storage, which need not be filled yet."""
+        for ref, *where in self._inner:
             if (inner := ref()) is not None:
-                memory = _memory_of(part)[number]
-                first = memory.storage_offset() * memory.element_size() + start
                 inner.__class__ = torch.Tensor
-                inner.set_(memory.untyped_storage(), first // inner.element_size(), shape, stride)
-        if (tensor := self._tensor()) is not None:
+                inner.set_(storage, *where)
+
+    def derive(self) -> None:
+        """Derive what a backward reads, if the leaf's class is its own: the memory is filled."""
+        if self._cls is not None and (tensor := self._tensor()) is not None:
             self._cls.derive(tensor)
 
 
@@ -282,10 +297,6 @@ class _Released(torch.Tensor):
             f"parameter {path!r} is used where its memory is released, outside of its unit's forward and that forward's "
             "backward. Return it from the forward, or keep w.dequantize()."
         )
-
-
-def _memory_of(part: LeafPart) -> tuple[torch.Tensor, ...]:
-    return (*part.planes, part.scales)
 
 
 def carve(memory: torch.Tensor, sizes: Sequence[tuple[int, torch.dtype]]) -> list[torch.Tensor]:
