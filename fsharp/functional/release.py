@@ -162,7 +162,7 @@ def is_plain(x: torch.Tensor) -> bool:
 def inner_tensors(x: torch.Tensor) -> list[torch.Tensor]:
     """Return the tensors that hold a tensor's memory: those inside of a wrapper, such as a DTensor; else the tensor itself."""
     wrapper: Any = x
-    if not is_traceable_wrapper_subclass(wrapper):
+    if type(x) is torch.Tensor or not is_traceable_wrapper_subclass(wrapper):
         return [x]
     inside = [getattr(wrapper, name) for name in wrapper.__tensor_flatten__()[0]]
     return [each for y in inside if y is not None for each in inner_tensors(y)]

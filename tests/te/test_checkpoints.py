@@ -6,6 +6,7 @@ import torch
 import fsharp as fs
 from tests import te_cpu
 from tests.te.training import (
+    FEW,
     RATE,
     RECIPES,
     STEPS,
@@ -32,13 +33,12 @@ def made(case, recipe, comm, strategy):
     return model, fs.ShardedOptimizer(model.parameters(), cls, **settings)
 
 
-def resume(comm, architecture, folder):
+def resume(comm, names, folder):
     """Train, save after the first step, and go on in a new module under another strategy. Return what differs."""
     case, found = Case(CASE.make, CASE.units, **ADAM), []
-    with te_cpu.architecture(*architecture):
-        for name, (needed, recipe) in RECIPES.items():
-            if needed != architecture:
-                continue
+    for name in names:
+        architecture, recipe = RECIPES[name]
+        with te_cpu.architecture(*architecture):
             model, optimizer = made(case, recipe, comm, fs.zero3("dp"))
             train_sharded(case, recipe, comm, None, model=model, optimizer=optimizer, steps=[0])
             fs.checkpoint.save(f"{folder}/{name}", {"model": model, "optimizer": optimizer}, step=1, comm=comm)
@@ -58,9 +58,9 @@ def resume(comm, architecture, folder):
     return found
 
 
-@pytest.mark.parametrize("architecture", [(9, 0), (10, 0)], ids=str)
-def test_a_run_goes_on_with_the_same_bits(architecture, tmp_path):
-    assert on_ranks({"dp": 2}, resume, architecture=architecture, folder=str(tmp_path)) == [[], []]
+@pytest.mark.parametrize("names", [FEW, pytest.param(tuple(RECIPES), marks=pytest.mark.deep)], ids=str)
+def test_a_run_goes_on_with_the_same_bits(names, tmp_path):
+    assert on_ranks({"dp": 2}, resume, names=names, folder=str(tmp_path)) == [[], []]
 
 
 def load_under_another_recipe(comm, folder):
@@ -131,5 +131,6 @@ def resume_delayed(comm, folder):
     return [all(map(torch.equal, a[comm.rank, 0], b[comm.rank, 0])) for (a, _), (b, _) in zip(again, rest, strict=True)]
 
 
+@pytest.mark.deep
 def test_scales_of_delayed_scaling_are_saved_as_tensors(tmp_path):
     assert on_ranks({"dp": 2}, resume_delayed, folder=str(tmp_path)) == [[True, True]] * 2

@@ -6,6 +6,8 @@ import torch
 import fsharp as fs
 from tests import te_cpu
 from tests.te.training import (
+    FEW,
+    RECIPES,
     TOKENS,
     WIDTH,
     Case,
@@ -25,10 +27,13 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("architecture", [(9, 0), (10, 0)], ids=str)
-def test_training_has_the_bits_of_the_whole_model(architecture):
-    found = on_ranks({"dp": 2}, differences, cases=CASES, architecture=architecture, strategies=[fs.zero3("dp")])
-    assert found == [[], []]
+def train_each(comm, names):
+    return differences(comm, CASES, names, [fs.zero3("dp")]) + train_delayed(comm)
+
+
+@pytest.mark.parametrize("names", [FEW, pytest.param(tuple(RECIPES), marks=pytest.mark.deep)], ids=str)
+def test_training_has_the_bits_of_the_whole_model_and_delayed_scaling_agrees_on_amaxes(names):
+    assert on_ranks({"dp": 2}, train_each, names=names) == [[], []]
 
 
 def train_delayed(comm):
@@ -55,7 +60,3 @@ def train_delayed(comm):
 def scaling_of(module):
     meta = getattr(module, "fp8_meta", {})
     return [meta[key] for key in ("scaling_fwd", "scaling_bwd") if key in meta]
-
-
-def test_delayed_scaling_agrees_on_amaxes():
-    assert on_ranks({"dp": 2}, train_delayed) == [[], []]

@@ -8,6 +8,7 @@ import torch
 import fsharp as fs
 from tests import te_cpu
 from tests.te.training import (
+    FEW,
     RATE,
     RECIPES,
     TOKENS,
@@ -66,52 +67,15 @@ STEPS = {
     "no prefetch": Case(THREE, options={"policy": fs.Policy(prefetch=0)}),
     "kept from forward to backward": Case(THREE, options={"policy": fs.Policy(release="backward")}),
 }
-SHARDED = [fs.zero3("dp"), fs.hsdp("outer", "inner"), fs.zero3("outer", "inner")]
 DOORS = {
     door: Case(lambda door=door: [linear(), Door(door), linear()], units=("layers.*",), loss=loss_with_weight)
     for door in ("returned", "alias returned", "attribute", "list", "computed", "unseen, computed")
 }
-BOTH = pytest.mark.parametrize("architecture", [(9, 0), (10, 0)], ids=str)
-SIZES = [
-    {"dp": 1},
-    {"dp": 2},
-    pytest.param({"dp": 3}, marks=pytest.mark.deep),
-    pytest.param({"outer": 2, "inner": 2}, marks=pytest.mark.deep),
-]
-
-
-@BOTH
-@pytest.mark.parametrize("sizes", SIZES, ids=str)
-def test_training_has_the_bits_of_the_whole_model(architecture, sizes):
-    found = on_ranks(sizes, differences, cases={"Linear": Case(TWO)}, architecture=architecture)
-    assert found == [[]] * len(found)
-
-
-@BOTH
-@pytest.mark.parametrize("sizes", SIZES[1:], ids=str)
-def test_modules(architecture, sizes):
-    found = on_ranks(sizes, differences, cases=MODULES, architecture=architecture, strategies=SHARDED)
-    assert found == [[]] * len(found)
-
-
-@BOTH
-@pytest.mark.parametrize("sizes", SIZES[1:], ids=str)
-def test_steps(architecture, sizes):
-    found = on_ranks(sizes, differences, cases=STEPS, architecture=architecture, strategies=SHARDED)
-    assert found == [[]] * len(found)
-
-
-@pytest.mark.deep
-@BOTH
-def test_modules_and_steps_under_every_strategy(architecture):
-    found = on_ranks({"dp": 2}, differences, cases=MODULES | STEPS, architecture=architecture)
-    assert found == [[]] * len(found)
 
 
 def other(*widths, **options):
     """Layers of these widths."""
-    pairs = pairwise(widths)
-    return [te.Linear(a, b, params_dtype=torch.bfloat16, device="cpu", **options) for a, b in pairs]
+    return [te.Linear(a, b, params_dtype=torch.bfloat16, device="cpu", **options) for a, b in pairwise(widths)]
 
 
 WHOLE = {"atoms": {"**": fs.layout.Whole()}}
@@ -120,19 +84,34 @@ UNEVEN = {
     "ranks without a part of a leaf": Case(lambda: other(64, 64, 64, bias=False), units=(), shape=(TOKENS, 64)),
     "ranks without a part of the unit": Case(lambda: other(64, 64, 64, bias=False), options=WHOLE, shape=(TOKENS, 64)),
 }
+CASES = MODULES | STEPS | DOORS | UNEVEN
+SHARDED = [fs.zero3("dp"), fs.hsdp("outer", "inner"), fs.zero3("outer", "inner")]
 
 
-@BOTH
-@pytest.mark.parametrize("sizes", [{"dp": 3}, pytest.param({"dp": 5}, marks=pytest.mark.deep)], ids=str)
-def test_uneven_parts(architecture, sizes):
-    found = on_ranks(sizes, differences, cases=UNEVEN, architecture=architecture, strategies=SHARDED)
+@pytest.mark.parametrize("names", [FEW, pytest.param(tuple(RECIPES), marks=pytest.mark.deep)], ids=str)
+def test_training_under_zero3_has_the_bits_of_the_whole_model(names):
+    assert on_ranks({"dp": 2}, differences, cases=CASES, names=names, strategies=SHARDED) == [[], []]
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("sizes", [{"dp": 3}, {"dp": 5}, {"outer": 2, "inner": 2}], ids=str)
+def test_training_on_more_ranks_has_the_bits_of_the_whole_model(sizes):
+    found = on_ranks(sizes, differences, cases=CASES, strategies=SHARDED)
     assert found == [[]] * len(found)
 
 
-@BOTH
-def test_a_weight_that_leaves_by_another_door_is_right(architecture):
-    found = on_ranks({"dp": 2}, differences, cases=DOORS, architecture=architecture, strategies=SHARDED)
+@pytest.mark.parametrize("names", [FEW, pytest.param(tuple(RECIPES), marks=pytest.mark.deep)], ids=str)
+@pytest.mark.parametrize(
+    "sizes", [{"dp": 1}, {"dp": 2}, pytest.param({"outer": 2, "inner": 2}, marks=pytest.mark.deep)], ids=str
+)
+def test_training_under_every_strategy_has_the_bits_of_the_whole_model(sizes, names):
+    found = on_ranks(sizes, differences, cases={"Linear": Case(TWO)}, names=names)
     assert found == [[]] * len(found)
+
+
+@pytest.mark.deep
+def test_every_case_under_every_strategy_has_the_bits_of_the_whole_model():
+    assert on_ranks({"dp": 2}, differences, cases=CASES) == [[], []]
 
 
 def alone(case, recipe="current", steps=1, **options):

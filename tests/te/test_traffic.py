@@ -9,6 +9,7 @@ import torch
 import fsharp as fs
 from tests import te_cpu
 from tests.te.training import (
+    FEW,
     PRECISION,
     RATE,
     RECIPES,
@@ -51,11 +52,12 @@ def train_functions(comm, recipe, strategy):
     return losses, calls, layout
 
 
-def compare_functions(comm, architecture):
+def compare_functions(comm, names):
     found = []
-    with te_cpu.architecture(*architecture):
-        for name, (needed, recipe) in RECIPES.items():
-            for strategy, groups, reduces_first in strategies_on(comm.mesh) if needed == architecture else ():
+    for name in names:
+        architecture, recipe = RECIPES[name]
+        with te_cpu.architecture(*architecture):
+            for strategy, groups, reduces_first in strategies_on(comm.mesh):
                 losses, calls, layout = train_functions(comm, recipe, strategy)
                 expected = train_whole(CASE, recipe, groups, reduces_first=reduces_first)
                 ranks = range(comm.mesh.size)
@@ -72,9 +74,9 @@ def compare_functions(comm, architecture):
     return found
 
 
-@pytest.mark.parametrize("architecture", [(9, 0), (10, 0)], ids=str)
-def test_functions_have_the_bits_of_the_whole_model_and_make_the_predicted_calls(architecture):
-    assert on_ranks({"dp": 2}, compare_functions, architecture=architecture) == [[], []]
+@pytest.mark.parametrize("names", [FEW, pytest.param(tuple(RECIPES), marks=pytest.mark.deep)], ids=str)
+def test_functions_have_the_bits_of_the_whole_model_and_make_the_predicted_calls(names):
+    assert on_ranks({"dp": 2}, compare_functions, names=names) == [[], []]
 
 
 @pytest.mark.parametrize(

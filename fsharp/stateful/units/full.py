@@ -14,13 +14,12 @@ from typing import Any
 
 import optree
 import torch
-from torch.utils.weak import TensorWeakRef
 
 from fsharp.errors import TreeError, problem
 from fsharp.functional.formats.format import LeafClass, LeafPart
 from fsharp.functional.layout.placement import Replicate, Shard
 from fsharp.functional.layout.unit_layout import Leaf, UnitLayout
-from fsharp.functional.release import inner_tensors
+from fsharp.stateful.units.handed_out import HandedOut
 
 
 class LeafIndex:
@@ -179,14 +178,14 @@ class FullUnit:
         """Whether a tensor is a leaf of a class of its own that was handed out, or an alias of one."""
         return bool(self._classed) and any(each.is_inside(tensor) for each in self._handed_out)
 
-    def withdraw(self) -> "list[HandedOut]":
+    def withdraw(self) -> list[HandedOut]:
         """Take the memory from what was handed out, and return what somebody holds of it."""
         alive, self._handed_out = [each for each in self._handed_out if each.is_alive], []
         for each in alive:
             each.empty()
         return alive
 
-    def take_over(self, handed_out: "list[HandedOut]") -> None:
+    def take_over(self, handed_out: list[HandedOut]) -> None:
         """Give memory to what was handed out for the same values in other memory."""
         self._handed_out = handed_out
         for each in handed_out:
@@ -204,7 +203,7 @@ class FullUnit:
     def is_written_since(self, versions: list[int]) -> bool:
         """Whether leaves have been written to since they had these versions."""
         now = self.versions()
-        return any(a != b and -1 not in (a, b) for a, b in zip(now, versions, strict=False))
+        return now != versions and any(a != b and -1 not in (a, b) for a, b in zip(now, versions, strict=False))
 
     def set_version(self, version: int) -> None:
         """Of all leaves that were handed out: autograd refuses what it has saved at another version.
@@ -226,77 +225,6 @@ class FullUnit:
         for each in self._handed_out:
             each.give(self.storage)
             each.derive()
-
-
-class HandedOut:
-    """A leaf, or an alias of one, whose memory is taken from it when it is released, and given back when it is gathered again.
-
-    Args:
-        tensor: the leaf.
-        path: path of the leaf, for errors.
-        cls: the leaf's class, if that is one of its own.
-        place: address of the storage that the leaf lies in.
-    """
-
-    __slots__ = ("_cls", "_inner", "_path", "_tensor")
-
-    def __init__(self, tensor: torch.Tensor, path: str, cls: LeafClass | None, place: int) -> None:
-        self._tensor, self._cls, self._path = TensorWeakRef(tensor), cls, path
-        inner = [x for x in inner_tensors(tensor) if x.untyped_storage().data_ptr() == place]
-        self._inner = [(TensorWeakRef(x), int(x.storage_offset()), x.shape, x.stride()) for x in inner]
-
-    @property
-    def is_alive(self) -> bool:
-        """Whether somebody holds the leaf, or an alias, which has the same inner tensors."""
-        return any(ref() is not None for ref, *_ in self._inner)
-
-    @property
-    def version(self) -> int:
-        """How often the leaf has been written to; -1 if nobody holds it."""
-        tensors = [ref() for ref in (self._tensor, *(ref for ref, *_ in self._inner))]
-        return -1 if any(x is None for x in tensors) else sum(x._version for x in tensors)
-
-    def is_inside(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor is the leaf or an alias."""
-        mine = [ref() for ref, *_ in self._inner]
-        return any(each is inner for each in inner_tensors(tensor) for inner in mine)
-
-    @torch.no_grad()
-    def empty(self) -> None:
-        """Take the memory."""
-        if self._cls is not None and (tensor := self._tensor()) is not None:
-            self._cls.forget(tensor)
-        for ref, *_ in self._inner:
-            if (inner := ref()) is not None:
-                inner.set_()
-                inner.__class__, inner.path = _Released, self._path
-
-    @torch.no_grad()
-    def give(self, storage: torch.UntypedStorage) -> None:
-        """Give memory at the same place in a storage, which need not be filled yet."""
-        for ref, *where in self._inner:
-            if (inner := ref()) is not None:
-                inner.__class__ = torch.Tensor
-                inner.set_(storage, *where)
-
-    def derive(self) -> None:
-        """Derive what a backward reads, if the leaf's class is its own: the memory is filled."""
-        if self._cls is not None and (tensor := self._tensor()) is not None:
-            self._cls.derive(tensor)
-
-
-class _Released(torch.Tensor):
-    """An inner tensor of a leaf whose memory is released: functions refuse it."""
-
-    path: str
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        path = next((x.__dict__["path"] for x in args if isinstance(x, _Released)), "of a unit")
-        raise TreeError(
-            f"parameter {path!r} is used where its memory is released, outside of its unit's forward and that forward's "
-            "backward. Return it from the forward, or keep w.dequantize()."
-        )
 
 
 def carve(memory: torch.Tensor, sizes: Sequence[tuple[int, torch.dtype]]) -> list[torch.Tensor]:

@@ -14,7 +14,6 @@ from fsharp.stateful.units.axis_chain import Move
 from fsharp.stateful.units.full import (
     RELEASED,
     FullUnit,
-    HandedOut,
     carve,
     decode_unit,
     full_nbytes,
@@ -23,6 +22,7 @@ from fsharp.stateful.units.full import (
     nested_parts,
     stored_sizes,
 )
+from fsharp.stateful.units.handed_out import HandedOut
 
 Stamp = list[tuple[int, int]]
 
