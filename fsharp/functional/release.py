@@ -165,7 +165,9 @@ def inner_tensors(x: torch.Tensor) -> list[torch.Tensor]:
     if type(x) is torch.Tensor or not is_traceable_wrapper_subclass(wrapper):
         return [x]
     inside = [getattr(wrapper, name) for name in wrapper.__tensor_flatten__()[0]]
-    return [each for y in inside if y is not None for each in inner_tensors(y)]
+    return [
+        each for y in inside if isinstance(y, torch.Tensor) for each in inner_tensors(y)
+    ]  # a DTensor has a mesh there as well
 
 
 def cloned(x: torch.Tensor) -> torch.Tensor:
@@ -173,7 +175,7 @@ def cloned(x: torch.Tensor) -> torch.Tensor:
     clone: Any = x.clone()
     if is_traceable_wrapper_subclass(clone):
         for name in clone.__tensor_flatten__()[0]:
-            if (inner := getattr(clone, name)) is not None and inner is getattr(x, name):
+            if isinstance(inner := getattr(clone, name), torch.Tensor) and inner is getattr(x, name):
                 setattr(clone, name, inner.clone())
     return clone  # type: ignore[no-any-return]
 

@@ -3,10 +3,13 @@
 import logging
 import os
 import pickle
+import signal
 import sys
 import tempfile
+import threading
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -60,7 +63,7 @@ def launch(fn: Callable[..., R], nproc: int, *args: Any) -> list[R]:
     )
     disabled = logging.root.manager.disable
     logging.disable(logging.CRITICAL)  # the agent's account of a failure, which the error below has
-    with tempfile.TemporaryDirectory(prefix="fsharp-") as folder:
+    with tempfile.TemporaryDirectory(prefix="fsharp-") as folder, _own_signals():
         Path(folder, "call").write_bytes(pickle.dumps(sys.path) + cloudpickle.dumps((fn, args)))
         try:
             elastic_launch(config, sys.executable)("-u", "-m", __name__, folder)
@@ -70,6 +73,20 @@ def launch(fn: Callable[..., R], nproc: int, *args: Any) -> list[R]:
         finally:
             logging.disable(disabled)
         return [pickle.loads(Path(folder, f"result-{rank}").read_bytes()) for rank in range(nproc)]
+
+
+@contextmanager
+def _own_signals() -> Iterator[None]:
+    """Have this process's own handlers of signals afterwards: torch's agent leaves its own."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _account(failure: Any) -> str:

@@ -1,6 +1,7 @@
 """launch: a function in processes of its own, its results, and what is said of one that fails."""
 
 import os
+import signal
 
 import pytest
 import torch
@@ -20,7 +21,9 @@ def test_results_come_in_order_of_rank_and_closures_travel():
         total = comm.all_reduce(torch.tensor([float(comm.rank + 1)]), "dp")
         return comm.rank, factor * total.item(), w.grad[0, 0].item()
 
+    handlers = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
     assert fs.launch(rank_fn, 2, 1.0) == [(0, 9.0, 600.0), (1, 9.0, 1200.0)]
+    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == handlers
 
 
 @pytest.mark.parametrize("how", ["raises", "exits"])
