@@ -6,7 +6,6 @@ import os
 import sys
 import tempfile
 import time
-import uuid
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -30,22 +29,14 @@ def launch(part: str, nproc: int, argv: list[str]) -> dict[str, Any]:
         PartFailed: with what the first process that failed said.
     """
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+    from torch.distributed.launcher.api import elastic_launch
 
-    config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=nproc,
-        run_id=uuid.uuid4().hex,
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
-        local_addr="localhost",
-        max_restarts=0,
-    )
+    from fsharp.resilience.launching import on_this_machine
+
     with tempfile.TemporaryDirectory(prefix="fsharp-bench-") as folder:
         path = Path(folder, "result.json")
         try:
-            elastic_launch(config, sys.executable)("-u", "-m", "benchmarks.worker", part, str(path), *argv)
+            elastic_launch(on_this_machine(nproc), sys.executable)("-u", "-m", "benchmarks.worker", part, str(path), *argv)
         except ChildFailedError as error:
             rank, failure = error.get_first_failure()
             message = failure.message

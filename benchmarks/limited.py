@@ -72,7 +72,7 @@ class NoLink(Exception):
 
 
 class RanksFailed(Exception):
-    """What a rank has printed before it failed, or ran out of time."""
+    """A rank failed, or ran out of time. The text is what the rank printed last."""
 
 
 # ---------------------------------------------------------------- the link

@@ -1,4 +1,4 @@
-"""What ``make bench-wire`` says: tables on the terminal and in the docs, and a picture of losses against bytes."""
+"""The report of ``make bench-wire``: tables on the terminal and in the docs, and a picture of losses against bytes."""
 
 from collections.abc import Mapping
 from pathlib import Path

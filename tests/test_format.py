@@ -109,11 +109,12 @@ def test_what_is_no_format_is_refused():
         register_format(Format("halves", (Plane(torch.uint8, 2),), halves, joined))
 
 
+@either
 @pytest.mark.parametrize("policy", [None, {}, {"prefetch": 2, "bucket_nbytes": 2000}, {"release": "forward"}], ids=str)
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "zero3", "hsdp", "hfsdp"])
-def test_training_has_the_bits_of_the_plain_format(strategy, policy):
+def test_training_has_the_bits_of_the_plain_format(stored, strategy, policy):
     def rank_fn(comm):
-        found = [train(comm, strategy, policy, microbatches=2, precision=precision) for precision in (PLAIN, STORED)]
+        found = [train(comm, strategy, policy, microbatches=2, precision=precision) for precision in (PLAIN, stored)]
         assert_same_training(found[1], found[0])
         if policy is not None:
             assert found[1].num_recordings == 1

@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fsharp as fs
-from fsharp.functional.comm import process_group
+from fsharp.functional.comm import job_store, process_group
 from fsharp.stateful.transport import nccl
 from tests.virtual_streams import Illegal, Streams, VirtualEvent, VirtualGraph, VirtualStream, tensors_of
 
@@ -373,8 +373,9 @@ def virtual_nccl(monkeypatch: pytest.MonkeyPatch, folder: Any) -> Iterator[fs.Pr
     from torch.distributed.device_mesh import init_device_mesh
 
     copy = lambda out, x, group=None: out.view(-1).copy_(x.view(-1))  # noqa: E731
+    for module, name in ((nccl, "_all_gather"), (job_store, "all_gather_into")):
+        monkeypatch.setattr(module, name, copy)
     for module in (nccl, process_group):
-        monkeypatch.setattr(module, "_all_gather", copy)
         monkeypatch.setattr(module, "_reduce_scatter", copy)
     monkeypatch.setattr(dist, "all_reduce", lambda x, op=None, group=None: None)
     dist.init_process_group("gloo", init_method=f"file://{folder / 'store'}", rank=0, world_size=1)

@@ -32,7 +32,7 @@ _SHARD = re.compile(r"rank-\d{5,}\.safetensors")
 
 
 class Facts(NamedTuple):
-    """What a manifest says of its checkpoint as a whole; see Manifest."""
+    """The fields of a manifest that describe its checkpoint as a whole; see Manifest."""
 
     step: int
     created: float
@@ -93,7 +93,7 @@ class Checkpoint:
 
     @cached_property
     def manifest(self) -> Manifest:
-        """What is in the checkpoint; read when it is first asked for."""
+        """The manifest, read at the first access."""
         return _manifest_in(storage_of(self.path), self.path)
 
     @cached_property
@@ -110,7 +110,7 @@ class Checkpoint:
 
     @cached_property
     def facts(self) -> Facts:
-        """What the manifest says of the checkpoint as a whole; a manifest that this process has read is not parsed again."""
+        """The fields that describe the checkpoint as a whole. A manifest that this process has read is not parsed again."""
         storage = storage_of(self.path)
         try:
             key = xxhash.xxh3_128_hexdigest(read_description(storage, self.path, NAME))

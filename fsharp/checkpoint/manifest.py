@@ -61,7 +61,7 @@ class FileRecord(NamedTuple):
 
 @dataclass(frozen=True)
 class Manifest:
-    """What is in a checkpoint.
+    """The contents of a checkpoint.
 
     Attributes:
         save_id: the same in each of its files.

@@ -62,7 +62,7 @@ class HeldSave:
 
     @property
     def where(self) -> str:
-        """Where the save is, in words."""
+        """The place of the save, as words for messages."""
         return "on hosts"
 
     @property

@@ -31,7 +31,7 @@ _SPARE_NBYTES = 1 << 20  # for the manifest and headers
 
 @dataclass
 class Snapshot:
-    """What all ranks have agreed to save.
+    """One save, on which all ranks have agreed.
 
     Attributes:
         save_id: hexadecimal digits, the same on all ranks; what :func:`new_save_id` returns, or 16 that have no time.

@@ -126,7 +126,7 @@ def _before_backward(outputs: set[Any], regather: Callable[[], list[torch.Tensor
 
 
 def saved_tensors(roots: set[Any], first: int) -> Iterator[Any]:
-    """What the nodes have saved that were made since ``first`` and lead to ``roots``; but for what others have packed."""
+    """Yield the tensors that nodes of the graph have saved, but for those that have hooks already; see :func:`_graph`."""
     for node in _graph(roots, first):
         kind: Any = type(node)
         for name in _names(kind):
@@ -137,13 +137,13 @@ def saved_tensors(roots: set[Any], first: int) -> Iterator[Any]:
 
 
 def kept_tensors(roots: set[Any], first: int) -> Iterator[torch.Tensor]:
-    """What these nodes keep in attributes of ``ctx``, of which autograd does not know."""
+    """Yield the tensors that nodes of the graph keep as attributes of ``ctx``, which autograd does not know of."""
     for node in _graph(roots, first):
         yield from [value for value in getattr(node, "__dict__", {}).values() if isinstance(value, torch.Tensor)]
 
 
 def _graph(roots: set[Any], first: int) -> Iterator[Any]:
-    """The nodes that were made since ``first`` and lead to ``roots``."""
+    """Yield the nodes that were made since sequence number ``first`` and lead to ``roots``."""
     seen, stack = set(roots), list(roots)
     while stack:
         node = stack.pop()

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from fsharp.functional.comm.protocol import Comm
+from fsharp.functional.comm.tree_names import label_of
 from fsharp.functional.formats.format import Format, LeafPart
 from fsharp.functional.layout.sharded import Sharded, is_sharded, map_units, merge, units_of
 from fsharp.functional.moves import gather
@@ -55,7 +56,7 @@ def encode_leaves(tree: Any, comm: Comm, like: Any = None) -> Any:
     Cost: for each such format and each set of axes what the codec agrees on; a gather of what does not rest where optimizer
     state does, since there it is encoded.
     """
-    jobs: dict[tuple[str, tuple[str, ...]], tuple[Format, list[LeafPart]]] = {}
+    jobs: dict[tuple[str, tuple[str, ...]], tuple[Format, str, list[LeafPart]]] = {}
 
     def encoded(node: Sharded, groups: Sequence[int]) -> Sharded:
         unit, buffers = node.unit, []
@@ -66,16 +67,18 @@ def encode_leaves(tree: Any, comm: Comm, like: Any = None) -> Any:
             buffer = values.new_zeros(unit.stored_size(g, cut.place), dtype=torch.uint8)
             data, scales = unit.travelling(g, buffer), unit.scales(g, buffer)
             parts = unit.leaf_parts(g, cut.place, comm.rank, data, scales, values.to(dtypes.main))
-            jobs.setdefault((dtypes.stored.name, axes), (dtypes.stored, []))[1].extend([part for _, part in parts])
+            if (key := (dtypes.stored.name, axes)) not in jobs:
+                jobs[key] = dtypes.stored, f"{label_of(cut, comm)}scales of {dtypes.stored.name}", []
+            jobs[key][2].extend([part for _, part in parts])
             buffers.append(buffer)
         return cut.with_buffers(buffers)
 
     if not any(node.unit.has_leaf_formats for node in units_of(tree)):
         return tree
     work = _of_chosen(encoded, tree, like, by_leaf=True)
-    for (name, axes), (form, parts) in jobs.items():
+    for (_, axes), (form, label, parts) in jobs.items():
         assert form.leaves is not None
-        form.leaves.encode(parts, partial(_agree, comm, axes, f"scales of {name}"))
+        form.leaves.encode(parts, partial(_agree, comm, axes, label))
 
     def back(node: Any, done: Any) -> Any:
         return merge(node, gather(done, comm=comm, to=node.place)) if is_sharded(node) and done.groups else node

@@ -22,7 +22,7 @@ _SHOWN = 8
 
 
 class NonFinite(NamedTuple):
-    """Where an infinity or NaN is; the same on all ranks.
+    """The place of an infinity or NaN; the same on all ranks.
 
     Attributes:
         losses: ranks whose loss is not finite.

@@ -49,9 +49,27 @@ def launch(fn: Callable[..., R], nproc: int, *args: Any) -> list[R]:
     if nproc == 1 or "RANK" in os.environ:
         return [fn(*args)]
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+    from torch.distributed.launcher.api import elastic_launch
 
-    config = LaunchConfig(
+    disabled = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)  # the agent's account of a failure, which the error below has
+    with tempfile.TemporaryDirectory(prefix="fsharp-") as folder, _own_signals():
+        Path(folder, "call").write_bytes(pickle.dumps(sys.path) + cloudpickle.dumps((fn, args)))
+        try:
+            elastic_launch(on_this_machine(nproc), sys.executable)("-u", "-m", __name__, folder)
+        except ChildFailedError as error:
+            rank, failure = error.get_first_failure()
+            raise CommError(f"launch(): rank {rank} of {nproc} failed: {_account(failure)}") from None
+        finally:
+            logging.disable(disabled)
+        return [pickle.loads(Path(folder, f"result-{rank}").read_bytes()) for rank in range(nproc)]
+
+
+def on_this_machine(nproc: int) -> Any:
+    """Return torch's configuration of a job of ``nproc`` processes on this machine, without restarts."""
+    from torch.distributed.launcher.api import LaunchConfig
+
+    return LaunchConfig(
         min_nodes=1,
         max_nodes=1,
         nproc_per_node=nproc,
@@ -61,23 +79,11 @@ def launch(fn: Callable[..., R], nproc: int, *args: Any) -> list[R]:
         local_addr="localhost",
         max_restarts=0,
     )
-    disabled = logging.root.manager.disable
-    logging.disable(logging.CRITICAL)  # the agent's account of a failure, which the error below has
-    with tempfile.TemporaryDirectory(prefix="fsharp-") as folder, _own_signals():
-        Path(folder, "call").write_bytes(pickle.dumps(sys.path) + cloudpickle.dumps((fn, args)))
-        try:
-            elastic_launch(config, sys.executable)("-u", "-m", __name__, folder)
-        except ChildFailedError as error:
-            rank, failure = error.get_first_failure()
-            raise CommError(f"launch(): rank {rank} of {nproc} failed: {_account(failure)}") from None
-        finally:
-            logging.disable(disabled)
-        return [pickle.loads(Path(folder, f"result-{rank}").read_bytes()) for rank in range(nproc)]
 
 
 @contextmanager
 def _own_signals() -> Iterator[None]:
-    """Have this process's own handlers of signals afterwards: torch's agent leaves its own."""
+    """Restore this process's handlers of signals at the end: torch's agent leaves its own."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -90,7 +96,7 @@ def _own_signals() -> Iterator[None]:
 
 
 def _account(failure: Any) -> str:
-    """What there is to say of a process that failed: its traceback, or how it ended."""
+    """Return the traceback of a process that failed, or its exit status."""
     message = failure.message
     if isinstance(message, dict):
         return f"{message['message']}\n{message['extraInfo']['py_callstack'].rstrip()}"

@@ -21,7 +21,7 @@ _MEDIAN_ERROR = 1.2533 * 1.4826  # standard error of a median to the median devi
 
 
 class StepTimes(NamedTuple):
-    """What ranks have told each other up to a step.
+    """The times of all ranks, which they have exchanged at a step.
 
     Attributes:
         own_s: by rank, the median over these steps of the seconds that the rank did not wait for others.

@@ -39,7 +39,7 @@ def spans(x: torch.Tensor) -> tuple[ByteSpan, ...]:
 
 
 class _Effects(NamedTuple):
-    """What an operator does, by its schema."""
+    """The effects of an operator, by its schema."""
 
     touches: bool  # whether it looks at data at all: views do not
     written: frozenset[str]  # arguments

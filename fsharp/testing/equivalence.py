@@ -24,7 +24,7 @@ from fsharp.testing.simulate import simulate
 @options_checked
 @dataclass(frozen=True, slots=True)
 class Tolerance:
-    """How far apart parameters may be that cannot be bitwise equal: ``rtol`` times the larger magnitude, and ``atol``."""
+    """The largest difference of parameters that cannot be bitwise equal: ``rtol`` times the larger magnitude, and ``atol``."""
 
     rtol: float = 1e-4
     atol: float = 1e-5

@@ -121,7 +121,7 @@ class VirtualLanes(Lanes):
 
 
 class RaceReport:
-    """What a checked piece of a program issued, and which of it nothing orders. Filled when the check ends."""
+    """The accesses that a checked piece of a program made, and pairs that nothing orders. Filled when the check ends."""
 
     def __init__(self, lanes: VirtualLanes, place: Callable[[ByteSpan], str] = str) -> None:
         self._lanes, self._place = lanes, place

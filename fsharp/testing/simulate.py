@@ -234,7 +234,7 @@ class _Call:
 
 @dataclass
 class _Rank:
-    """Where a rank is: the call it waits in, and how it ended, None while it lives."""
+    """The state of a rank: the call that it waits in, and how it ended, None while it lives."""
 
     call: _Call | None = None
     ended: str | None = None

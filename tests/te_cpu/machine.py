@@ -1,4 +1,4 @@
-"""What ``transformer_engine_torch`` says of its libraries and of the machine: recent versions, and nothing optional."""
+"""Answers of ``transformer_engine_torch`` about its libraries and the machine: recent versions, and nothing optional."""
 
 from .enums import AttentionBackend
 from .registry import modelled

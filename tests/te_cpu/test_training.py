@@ -1,4 +1,4 @@
-"""Where gradients of weights go, weights that are sharded tensors, optimizers, meta tensors and state dicts."""
+"""Fused gradients of weights, weights that are sharded tensors, optimizers, meta tensors and state dicts."""
 
 import io
 

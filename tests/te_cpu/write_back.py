@@ -1,4 +1,4 @@
-"""What a library that shards quantized weights does after a step, on the ranks of tests; and the same with a part left out."""
+"""The steps of a library that shards quantized weights after an update, on the ranks of tests; each can be left out."""
 
 from itertools import pairwise
 

@@ -1,4 +1,4 @@
-"""The store of a torch.distributed job, where ranks leave notes for each other; its host may have ended, or be out of reach.
+"""Joining a torch.distributed job, and its store, where ranks leave notes; its host may have ended, or be out of reach.
 
 What is asked over the network may never be answered: torch limits how long it waits for a key, not for an answer. So a thread
 asks, and nobody waits for it without a limit.
@@ -13,14 +13,19 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
 from torch.distributed.rendezvous import rendezvous
 
-from fsharp.errors import CommError
+from fsharp.errors import AgreementError, CommError, MeshError, problem
 from fsharp.functional.comm.worker_threads import Outcome, Worker
+from fsharp.functional.layout.mesh import Mesh
 
 T = TypeVar("T")
+# torch 2.13 gave this function a new name.
+all_gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _ANSWERS_WITHIN_S = 2.0
 _LOOK_EVERY_S = 0.02
 
@@ -81,6 +86,45 @@ def join(backend: str, timeout: timedelta | None) -> None:
     store, rank, world_size = next(rendezvous("env://", timeout=limit))
     store = PrefixStore(f"fsharp/{attempt(store, rank, world_size, limit.total_seconds())}", store)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+
+
+def joined(mesh: Mesh, kind: str, world_size: int, timeout: timedelta | None, limit_s: float) -> DeviceMesh:
+    """Join the job, if this process has not joined it yet, and return the DeviceMesh of all its processes."""
+
+    def mesh_of_all() -> DeviceMesh:
+        if kind == "cuda":  # each thread has a current device of its own
+            torch.accelerator.set_device_index(device)
+        if not dist.is_initialized():
+            join("nccl" if kind == "cuda" else "gloo", timeout)
+        _check_same_mesh(mesh, kind, world_size)
+        return init_device_mesh(kind, mesh.shape, mesh_dim_names=mesh.names)
+
+    device = torch.accelerator.current_device_index() if kind == "cuda" else 0
+    who = f"connect(): rank {os.environ.get('RANK', '?')} of {world_size}"
+    remedy = "Has another process ended before it joined the job, or has the process that hosts the job's store?"
+    try:
+        return within(limit_s, mesh_of_all)
+    except TimeoutError as error:
+        raise CommError(f"{who} has waited {limit_s:g} s for the others to join the job. {remedy}") from error
+    except (CommError, AgreementError, MeshError):
+        raise
+    except RuntimeError as error:  # of torch, or of a connection of gloo
+        text = str(error).partition("\n")[0].rstrip(" .")
+        raise CommError(f"{who} could not join the job: {text}. {remedy}") from error
+
+
+def _check_same_mesh(mesh: Mesh, kind: str, world_size: int) -> None:
+    """Refuse a mesh that does not fit, or that differs between ranks; every rank raises the same text."""
+    text = json.dumps(mesh.axes).encode()[:512]
+    mine = torch.zeros(512, dtype=torch.uint8)
+    mine[: len(text)] = torch.tensor(list(text), dtype=torch.uint8)
+    everyone = torch.empty(world_size * 512, dtype=torch.uint8, device=kind)
+    all_gather_into(everyone, mine.to(kind))
+    texts = [bytes(row).rstrip(b"\0").decode() for row in everyone.view(world_size, 512).cpu().tolist()]
+    if len(set(texts)) > 1:
+        rows = [(f"rank {rank}", axes) for rank, axes in enumerate(texts)]
+        raise AgreementError(problem("connect()", "ranks ask for different meshes.", rows))
+    mesh.check_world_size(world_size)
 
 
 def attempt(store: Store, rank: int, world_size: int, limit_s: float) -> str:

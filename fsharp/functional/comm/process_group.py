@@ -3,7 +3,6 @@
 import atexit
 import copy
 import hashlib
-import json
 import os
 import sys
 import weakref
@@ -16,11 +15,11 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_group, _get_default_store, _world
 
 from fsharp.annotated import options_checked
-from fsharp.errors import AgreementError, CommError, MeshError, problem
+from fsharp.errors import CommError, MeshError
 from fsharp.functional.comm import job_store
 from fsharp.functional.comm.protocol import Comm, ReduceOp, SingleComm, sum_in_rank_order
 from fsharp.functional.comm.tree_names import TreeCounts
@@ -30,8 +29,7 @@ from fsharp.functional.formats.format import dtype_name
 from fsharp.functional.layout.mesh import Mesh
 from fsharp.tracebacks import api_boundary, hide_frames
 
-# torch 2.13 gave these functions new names.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+# torch 2.13 gave this function a new name.
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _NEVER_SENT = 0
 """A tag that no message has."""
@@ -167,7 +165,7 @@ class ProcessGroupComm:
             out = x.new_empty((n, *x.shape))
             if self.is_native:
                 self.watch.check()
-                _all_gather(_bytes(out), _bytes(x), group=self.group(axis))
+                job_store.all_gather_into(_bytes(out), _bytes(x), group=self.group(axis))
             else:
                 self._swap([_bytes(x)] * n, list(_bytes(out).view(n, -1)), axis, _text("all_gather", x, axis, label))
             return out
@@ -429,46 +427,7 @@ def connect(mesh: Mesh, *, device_type: str | None = None, timeout: timedelta | 
         mesh.check_world_size(1)
         return SingleComm(mesh, device=torch.device(kind, torch.accelerator.current_device_index()) if kind == "cuda" else kind)
     limit_s = _job_limit_s() if dist.is_initialized() else (timeout or dist.default_pg_timeout).total_seconds()
-    return ProcessGroupComm(_joined(mesh, kind, world_size, timeout, limit_s))
-
-
-def _joined(mesh: Mesh, kind: str, world_size: int, timeout: timedelta | None, limit_s: float) -> DeviceMesh:
-    """Join the job, if this process has not joined it yet, and return the DeviceMesh of all its processes."""
-
-    def join() -> DeviceMesh:
-        if kind == "cuda":  # each thread has a current device of its own
-            torch.accelerator.set_device_index(device)
-        if not dist.is_initialized():
-            job_store.join("nccl" if kind == "cuda" else "gloo", timeout)
-        _check_same_mesh(mesh, kind, world_size)
-        return init_device_mesh(kind, mesh.shape, mesh_dim_names=mesh.names)
-
-    device = torch.accelerator.current_device_index() if kind == "cuda" else 0
-    who = f"connect(): rank {os.environ.get('RANK', '?')} of {world_size}"
-    remedy = "Has another process ended before it joined the job, or has the process that hosts the job's store?"
-    try:
-        return job_store.within(limit_s, join)
-    except TimeoutError as error:
-        raise CommError(f"{who} has waited {limit_s:g} s for the others to join the job. {remedy}") from error
-    except (CommError, AgreementError, MeshError):
-        raise
-    except RuntimeError as error:  # of torch, or of a connection of gloo
-        text = str(error).partition("\n")[0].rstrip(" .")
-        raise CommError(f"{who} could not join the job: {text}. {remedy}") from error
-
-
-def _check_same_mesh(mesh: Mesh, kind: str, world_size: int) -> None:
-    """Every rank raises the same text: the mesh that does not fit, or the meshes that differ."""
-    text = json.dumps(mesh.axes).encode()[:512]
-    mine = torch.zeros(512, dtype=torch.uint8)
-    mine[: len(text)] = torch.tensor(list(text), dtype=torch.uint8)
-    everyone = torch.empty(world_size * 512, dtype=torch.uint8, device=kind)
-    _all_gather(everyone, mine.to(kind))
-    texts = [bytes(row).rstrip(b"\0").decode() for row in everyone.view(world_size, 512).cpu().tolist()]
-    if len(set(texts)) > 1:
-        rows = [(f"rank {rank}", axes) for rank, axes in enumerate(texts)]
-        raise AgreementError(problem("connect()", "ranks ask for different meshes.", rows))
-    mesh.check_world_size(world_size)
+    return ProcessGroupComm(job_store.joined(mesh, kind, world_size, timeout, limit_s))
 
 
 def _bytes(x: torch.Tensor) -> torch.Tensor:

@@ -64,7 +64,7 @@ def name_as(new: Any, old: Any) -> None:
 
 
 def label_of(node: Sharded, comm: Comm, target: Place | None = None) -> str:
-    """What the label of a collective for a unit begins with; empty where nothing compares labels.
+    """Return the beginning of a label for a collective of a unit: which tree it is. Empty where nothing compares labels.
 
     If a name does not say which tree it is, values are numbered by what ranks do together: they are the k-th of this text of
     which this unit is gathered along these axes. Where nothing travels they are not counted, as one rank alone may do that.

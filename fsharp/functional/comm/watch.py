@@ -114,7 +114,7 @@ class WatchedCall:
 
 
 class RankStatuses:
-    """What the ranks of one or more Comms tell each other: each has one note on the board, about where it waits at present.
+    """The notes that the ranks of one or more Comms leave for each other. Each rank has one, which says where it waits now.
 
     Args:
         board: where notes are left; None if ranks have none, and compare labels as they meet.

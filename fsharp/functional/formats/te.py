@@ -31,7 +31,7 @@ _PART = 32
 
 
 class Kind:
-    """What there is to know of one class of TransformerEngine's quantizers.
+    """Describe one class of TransformerEngine's quantizers.
 
     Attributes:
         name: in names of formats.
@@ -274,14 +274,17 @@ class _Tensors:
                     plane.copy_(made)
 
     def _room(self, part: LeafPart) -> Sequence[torch.Tensor]:
-        """Where the bytes of a part are made: the kernel of block scaling writes to what lies around a part as well."""
+        """Return memory for the bytes of a part.
+
+        The kernel of block scaling also writes around the part: it gets memory of the whole leaf.
+        """
         if self._kind.name != "float8_block" or part.first == part.last:
             return part.planes
         return [torch.empty(prod(part.shape), dtype=torch.uint8, device=part.scales.device)[part.first : part.last]]
 
 
 class _Agreement(torch.distributed.ProcessGroup):
-    """What TransformerEngine takes for a process group: maxima over the ranks of a layout, along one axis after another."""
+    """A process group for TransformerEngine, which takes maxima over the ranks of a layout, along one axis after another."""
 
     def __init__(self, agree: AgreeMax) -> None:
         super().__init__(0, 1)  # type: ignore[call-arg]

@@ -257,7 +257,7 @@ class UnitLayout:
 
     @cached_property
     def leaf_classes(self) -> Mapping[int, LeafClass]:
-        """By group, the class of the tensors that functions get, where that is another one than torch.Tensor."""
+        """The classes of tensors that functions get, by group; only groups whose class is not torch.Tensor."""
         codecs = {i: group.dtypes.stored.leaves for i, group in enumerate(self.groups)}
         return {i: codec.tensors for i, codec in codecs.items() if codec is not None and codec.tensors is not None}
 

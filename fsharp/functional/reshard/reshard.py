@@ -93,6 +93,12 @@ def reshard(
             )
         if donate and given is not None:
             check_not_lent(where, units_of(given))
+        whole = [unit.name for unit in layout.units if unit.has_leaf_formats and layout.mesh != comm.mesh]
+        if whole and any(slot.kind == "params" for slot in slots):
+            raise LayoutError(
+                f"reshard(): unit {whole[0]!r} has a format that encodes whole leaves, on whose scales all ranks of the layout "
+                f"agree. Pass a Comm on the layout's mesh, {layout.mesh}; to other ranks go by a checkpoint."
+            )
         return slots, where_from
 
     def fields(found: tuple[list[Slot], Ranks]) -> Mapping[str, str]:

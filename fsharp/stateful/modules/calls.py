@@ -117,7 +117,7 @@ def refuse_added(module: nn.Module, path: str) -> None:
 
 
 class ParameterSource:
-    """Where modules that compute get parameters from: nodes of a tree, by unit, and the Comm.
+    """The source of parameters for modules that compute: nodes of a tree, by unit, and the Comm.
 
     ``computing``: modules whose forward is under way, with their units gathered.
     """
@@ -145,7 +145,7 @@ class GatheredModule(NamedTuple):
 
 
 class ModuleCalls:
-    """What calls of a module's code need: slots and specs of parameters, gathered modules by path, the present source.
+    """The state of calls of a module's code: slots and specs of parameters, gathered modules by path, the present source.
 
     Each forward reads the set ``paused``, paths of parameters that forwards do not differentiate.
     """

@@ -16,7 +16,7 @@ from fsharp.functional.stored import stored
 
 
 class ModuleState:
-    """What a module trains, between two steps.
+    """The parameters and states that a module trains, between two steps.
 
     Attributes:
         state: parameters, main copies, the state of an ``(init, update)`` pair; replaced by each step.

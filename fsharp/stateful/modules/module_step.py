@@ -22,7 +22,7 @@ from fsharp.tracebacks import api_boundary
 
 
 class ModuleStep:
-    """What a function would do between ``value_and_grad`` and ``update``, spread over a user's calls.
+    """One training step of a module, put together from its user's calls: forwards, backwards, an optimizer's step.
 
     The first forward that may have a backward opens a step, a microbatch ends with a backward pass, and an update closes it.
 

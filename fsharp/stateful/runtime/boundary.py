@@ -1,4 +1,4 @@
-"""Where autograd meets the scheduler: uses of units, the leaves a function gets, and the gradients that come back for them."""
+"""The boundary of autograd and the scheduler: uses of units, leaves for functions, gradients that come back for leaves."""
 
 import weakref
 from collections.abc import Callable, Sequence

@@ -300,7 +300,7 @@ class Eager:
         trained: Container[str],
         updated: Container[str],
     ) -> Schedule:
-        """What it has emitted, of a whole step, which has trained and updated the units with these keys."""
+        """Return the ops emitted in a whole step as a schedule. ``trained`` and ``updated`` are keys of units."""
         order = dict.fromkeys(unit for unit in (*(e.unit for e in events), *(op.unit for op in self.ops)) if unit)
         facts = (self._facts(units[k], policy=policy, trained=k in trained, updated=k in updated) for k in order)
         facts = (replace(each, rest=units[each.name].gradient.rest.nbytes) if each.trainable else each for each in facts)  # type: ignore[union-attr]

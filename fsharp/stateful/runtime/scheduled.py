@@ -131,7 +131,7 @@ class Status(NamedTuple):
 
 
 class Scheduled:
-    """What ``scheduler(fn)`` returns: ``fn`` without its ``comm`` argument.
+    """The function that ``scheduler(fn)`` returns: ``fn`` without its ``comm`` argument.
 
     Attributes:
         num_calls: calls that labels count.

@@ -271,7 +271,7 @@ class Scheduler(PassingComm, Tracer):
             comm.watch.check()
 
     def _refuse(self) -> None:
-        """What a closed scheduler does, whatever is wanted of it."""
+        """Raise if the scheduler is closed."""
         if self._closed is not None:
             why = f"this scheduler is closed, because of an error before: {self._closed}"
             raise ScheduleError(f"{why}\nMake a new one: fs.Scheduler(comm) of the same Comm works.")

@@ -79,7 +79,7 @@ class IssuedGradients:
 
 
 class Tracer(Engine):
-    """What all pure functions have in common under a scheduler.
+    """The Engine of all pure functions under a scheduler.
 
     Attributes:
         num_updates: how often parameters have become others.

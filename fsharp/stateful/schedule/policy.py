@@ -14,7 +14,7 @@ REDUCTIONS, FINISHES = 1, 3
 @api_boundary
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """What the compiler of a schedule may do.
+    """Choose what the compiler of a schedule may do.
 
     Args:
         prefetch: units whose gather is issued before they are used, while another one computes.

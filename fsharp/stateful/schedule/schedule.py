@@ -80,7 +80,7 @@ class Op:
 
     @property
     def spec(self) -> OpSpec:
-        """What there is to know of such ops."""
+        """The record of the op's kind and phase."""
         spec = OPS.get((self.kind, self.phase))
         if spec is None:
             raise ScheduleError(f"{self}: has phase {self.phase!r}, expected {expected_phases(self.kind)}.")

@@ -175,15 +175,15 @@ class Transport(ABC):
 
     @abstractmethod
     def gather_each(self, xs: Sequence[torch.Tensor], outs: Sequence[torch.Tensor], axis: str, label: str) -> Work:
-        """What :meth:`gather` does, of one buffer or unpacked. Each of ``xs`` may be this rank's part of its ``out``."""
+        """Do :meth:`gather` without packing buffers. Each of ``xs`` may be this rank's part of its ``out``."""
 
     @abstractmethod
     def reduce_scatter_each(self, summands: Sequence[Summand], axis: str, dtype: torch.dtype, label: str) -> list[Work]:
-        """What :meth:`reduce_scatter` does, of one buffer or unpacked. Without ``out`` the buffer may be overwritten."""
+        """Do :meth:`reduce_scatter` without packing buffers. Without ``out`` the buffer may be overwritten."""
 
     @abstractmethod
     def all_reduce_each(self, summands: Sequence[Summand], axis: str, label: str) -> list[Work]:
-        """What :meth:`all_reduce` does, of one buffer or unpacked. ``out`` is other memory."""
+        """Do :meth:`all_reduce` without packing buffers. ``out`` is other memory."""
 
     @abstractmethod
     def exchange(self, x: torch.Tensor, out: torch.Tensor, axis: str, label: str) -> Work:
@@ -192,7 +192,7 @@ class Transport(ABC):
     def reduce_scatter_encoded(
         self, summands: Sequence[Summand], axis: str, n: int, wire: Format, *, label: str = ""
     ) -> list[Work]:
-        """As :meth:`reduce_scatter`, in one exchange of encoded parts. This rank decodes and adds received parts.
+        """Do :meth:`reduce_scatter` in one exchange of encoded parts. This rank decodes and adds the parts that it receives.
 
         Buffers are cut into ``n`` parts in whole blocks of ``wire``. The last parts are shorter if the split is uneven. ``out``
         has a full part; without ``out`` the sum replaces the first part of ``x``.

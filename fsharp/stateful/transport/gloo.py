@@ -114,7 +114,7 @@ class GlooTransport(Transport):
         axis: str,
         call: WatchedCall,
     ) -> Work:
-        """Of each row send each other rank its part, and receive theirs."""
+        """Send other ranks their parts of each row in ``send``; receive each other rank's part into the rows of ``receive``."""
         messages = self.comm.messages(self.groups("gather" if kind == "gather" else "reduce", axis), axis, call)
 
         def post() -> list[Any]:
@@ -137,7 +137,7 @@ class GlooTransport(Transport):
         call: WatchedCall,
         then: Callable[[], Any],
     ) -> Work:
-        """Of each row the sum of this rank's part over ranks into its ``out``; the Work's result is that of ``then``.
+        """Sum this rank's part of each row over ranks, into the row's ``out``. The Work's result is that of ``then``.
 
         Scratch serves one buffer after the other.
         """

@@ -16,7 +16,7 @@ from fsharp.stateful.units.unit_state import UnitState
 def facts_of(
     unit: UnitState, policy: Policy, *, trained: bool, updated: bool, several_uses: bool, several_microbatches: bool
 ) -> UnitFacts:
-    """What this unit takes: bytes of its copy and of its gradient's way, and the collectives of each move.
+    """Return the bytes that a unit's copy and gradient take in a schedule, and the collectives of each move.
 
     Whether it is ``trained``, the step says: of two trees of one layout one may be evaluated alone. ``several_uses``: in some
     microbatch, each with a gradient. ``several_microbatches``: their gradients are added.

@@ -196,7 +196,7 @@ class FullUnit:
         return self.leaves()[self.index.position[path]]
 
     def versions(self) -> list[int]:
-        """Of all leaves, and those of a class of their own that were handed out: how often they have been written to."""
+        """Return the number of writes to each leaf: plain leaves first, then handed-out leaves of a class of their own."""
         found = list(map(_version_of, self._leaves))
         return [*found, *(each.version for each in self._handed_out)] if self._classed else found
 
@@ -206,7 +206,7 @@ class FullUnit:
         return now != versions and any(a != b and -1 not in (a, b) for a, b in zip(now, versions, strict=False))
 
     def set_version(self, version: int) -> None:
-        """Of all leaves that were handed out: autograd refuses what it has saved at another version.
+        """Set the version of all leaves that were handed out. Autograd refuses a leaf that it saved at another version.
 
         Autograd knows no version of leaves of a class of their own. Their memory is taken from them and from their aliases;
         :meth:`attach` gives it back to those of the same version.

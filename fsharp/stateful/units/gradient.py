@@ -189,7 +189,10 @@ class GradientBuffer:
         )
 
     def reduce(self, block: OutgoingBlock, *, direct: bool) -> list[ChainInput]:
-        """What of a microbatch is about to be reduced; ``direct``: to where it rests, while ``block`` is still in use."""
+        """Begin the reduction of a microbatch's gradient in ``block``; return a chain's input and output for each group.
+
+        With ``direct`` the sums go to where the gradient rests, else into memory of the block.
+        """
         self._move(GradientPhase.REDUCING)
         self.block = None
         legs = []

@@ -34,7 +34,7 @@ class HandedOut:
 
     @property
     def version(self) -> int:
-        """How often the leaf has been written to; -1 if nobody holds it."""
+        """Number of writes to the leaf so far; -1 if nobody holds it."""
         tensors = [ref() for ref in (self._tensor, *(ref for ref, *_ in self._inner))]
         return -1 if any(x is None for x in tensors) else sum(x._version for x in tensors)
 

@@ -23,7 +23,7 @@ class HostBuffers(PendingBuffers):
 
 
 class HostCopies:
-    """What one unit has to copy before an update, or after it.
+    """The copies of one unit between host memory and the device, before an update or after it.
 
     Attributes:
         copies: target and source of each tensor.

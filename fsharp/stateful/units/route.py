@@ -36,7 +36,7 @@ class OutgoingBlock(NamedTuple):
 
 
 class GradientRoute:
-    """Where a unit's gradient goes, and the memory that it takes on its way: the same in every step.
+    """The way of a unit's gradient, and its memory on the way: the same in every step.
 
     Attributes:
         leaves: those that have a gradient, in tree order.

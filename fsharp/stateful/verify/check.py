@@ -61,7 +61,7 @@ class HappensBefore:
         return [i - len(self.ops) for i in range(self.last_update, len(self.ops)) if self._streams[i] == _GATHER]
 
     def carried(self) -> dict[str, int]:
-        """By unit, the gather of the step before whose copy this one finds."""
+        """The gather of the step before whose copy this step finds, by unit."""
         found: dict[str, int] = {}
         for i, op in enumerate(self.ops, -len(self.ops)):
             if op.spec.fills == PARAMS:

@@ -1,4 +1,4 @@
-"""What :func:`~.verify.verify` checks of the arena, of state that rests in host memory, and of limits."""
+"""The checks of :func:`~.verify.verify` that concern the arena, state that rests in host memory, and limits."""
 
 from collections import Counter
 

@@ -19,7 +19,7 @@ from fsharp.functional.comm.protocol import Comm, ReduceOp
 
 @dataclass(frozen=True)
 class Spec:
-    """What a parameter is a part of: the mesh, the placements, and shape and stride of the whole DTensor."""
+    """Describe the DTensor that a parameter is a part of: its mesh, placements, whole shape and stride."""
 
     mesh: DeviceMesh
     placements: tuple[Placement, ...]
