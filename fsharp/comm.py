@@ -1,9 +1,9 @@
 """For code that calls collectives by itself: differentiable ones, and ranks that agree first."""
 
-from fsharp.annotated import options_explained as _explained
 from fsharp.functional.comm import collectives
 from fsharp.functional.comm.agree import agree as agree
 from fsharp.functional.comm.protocol import Call as Call
+from fsharp.type_checks import options_explained as _explained
 
 # Within the library these are called without a frame that explains arguments.
 all_gather_last = _explained(collectives.all_gather_last)

@@ -17,7 +17,7 @@ import torch
 
 from fsharp.errors import CommError, FsharpError
 from fsharp.testing import processes, simulate
-from fsharp.testing.simulate import Killed
+from fsharp.testing.simulated_ranks import Killed
 from tests.divergence_programs import FAULTS, KINDS, POLICIES, Planted, Scenario, rank_program
 from tests.scheduling import FLAT, ON_TWO_AXES
 

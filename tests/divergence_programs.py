@@ -14,7 +14,7 @@ from torch import nn
 
 import fsharp as fs
 from fsharp.testing import DebugPolicy
-from fsharp.testing.simulate import ThreadComm
+from fsharp.testing.simulated_ranks import ThreadComm
 from tests.scheduling import HYBRID, ON_TWO_AXES, STRATEGIES
 
 WAYS = ("blocking", "scheduled", "module")

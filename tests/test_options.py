@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import fsharp as fs
-from fsharp import annotated
-from fsharp.annotated import fits, in_words
+from fsharp import type_checks
 from fsharp.errors import OptionError, ScheduleError, StrategyError, TreeError
+from fsharp.type_checks import fits, in_words
 from tests.test_architecture import PUBLIC
 
 
@@ -144,7 +144,7 @@ def test_an_error_of_the_users_function_stays_as_it_is():
 
 
 def test_a_call_without_an_error_looks_at_no_hints(monkeypatch):
-    monkeypatch.setattr(annotated, "check_arguments", None)
+    monkeypatch.setattr(type_checks, "check_arguments", None)
     fs.gather(fs.merge(PARAMS, PARAMS), comm=ONE)
     fs.forward(lambda tree: tree["w"].sum(), PARAMS, comm=ONE)
 

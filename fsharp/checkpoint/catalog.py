@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 import torch
 import xxhash
 
-from fsharp.annotated import options_checked
 from fsharp.checkpoint.formats import huggingface
 from fsharp.checkpoint.manifest import FIRST_BYTES, NAME, FileRecord, Manifest
 from fsharp.checkpoint.reading import Need, Reader, verify_files
@@ -23,6 +22,7 @@ from fsharp.checkpoint.shard_file import first_bytes
 from fsharp.checkpoint.storage import REMOVED, Storage, full_path, read_description, storage_of
 from fsharp.errors import CheckpointError
 from fsharp.tracebacks import api_boundary
+from fsharp.type_checks import options_checked
 
 _log = logging.getLogger("fsharp")
 _FOLDER = re.compile(r"step-(\d{10,})-(?P<save_id>[0-9a-f]{8,})")

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 import optree
 import torch
 
-from fsharp.annotated import options_checked
 from fsharp.checkpoint.shard_file import DTYPES
 from fsharp.errors import TreeError, problem
 from fsharp.functional.comm.protocol import Comm
@@ -27,6 +26,7 @@ from fsharp.functional.layout.unit_layout import Leaf, UnitLayout
 from fsharp.functional.state import MadeBy
 from fsharp.stateful.modules.parameter import Part
 from fsharp.tracebacks import api_boundary
+from fsharp.type_checks import options_checked
 
 Value = bool | int | float | str | None
 _LEAST_NBYTES = 1 << 16

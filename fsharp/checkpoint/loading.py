@@ -11,7 +11,6 @@ from typing import Any
 import optree
 import torch
 
-from fsharp.annotated import options_checked
 from fsharp.checkpoint.catalog import Checkpoint, instead_of, newest_except, open_checkpoint, problems_of
 from fsharp.checkpoint.entries import (
     Contents,
@@ -40,6 +39,7 @@ from fsharp.functional.layout.sharded import check_not_lent, decoded, donate_nod
 from fsharp.functional.state import MadeBy, TrainState
 from fsharp.functional.stored import encode_blocks, encode_leaves
 from fsharp.stateful.modules.parameter import Part
+from fsharp.type_checks import options_checked
 
 _log = logging.getLogger("fsharp")
 

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 import torch
 import xxhash
 
-from fsharp.annotated import options_checked
 from fsharp.checkpoint.catalog import Checkpoint, later_than, newest_except, newest_first, remove_incomplete
 from fsharp.checkpoint.entries import Contents, contents_of, expanded
 from fsharp.checkpoint.falling_back import load_or_damage, set_aside, try_set_aside
@@ -55,6 +54,7 @@ from fsharp.functional.comm.agree import exchange, gather_bytes, together
 from fsharp.functional.comm.process_group import ProcessGroupComm
 from fsharp.functional.comm.protocol import Comm, innermost
 from fsharp.tracebacks import api_boundary
+from fsharp.type_checks import options_checked
 
 _log = logging.getLogger("fsharp")
 _files = LocalFiles()

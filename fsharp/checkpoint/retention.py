@@ -5,10 +5,10 @@ import os
 from collections import Counter
 from typing import NamedTuple
 
-from fsharp.annotated import options_checked
 from fsharp.checkpoint.catalog import Checkpoint, created_of, if_complete, newest_first, step_of
 from fsharp.checkpoint.storage import full_path, storage_of
 from fsharp.errors import CheckpointError
+from fsharp.type_checks import options_checked
 
 _HOUR_S = 3600
 

@@ -13,7 +13,6 @@ from typing import Any, Self
 
 import torch
 
-from fsharp.annotated import options_checked
 from fsharp.checkpoint.catalog import Checkpoint, created_of, folder_name, if_complete, newest_first, remove_incomplete
 from fsharp.checkpoint.retention import Retention
 from fsharp.checkpoint.saving import Snapshot, agreed_snapshot, told, write_snapshot
@@ -25,6 +24,7 @@ from fsharp.functional.comm.process_group import ProcessGroupComm, before_leavin
 from fsharp.functional.comm.protocol import Comm, innermost
 from fsharp.functional.comm.worker_threads import Outcome, Worker
 from fsharp.tracebacks import api_boundary
+from fsharp.type_checks import options_checked
 
 _busy: "set[Background]" = set()  # those with a save under way: one that nobody else holds may have failed as well
 os.register_at_fork(after_in_child=_busy.clear)  # threads do not come along

@@ -12,7 +12,6 @@ import optree
 import torch
 import xxhash
 
-from fsharp.annotated import options_checked
 from fsharp.checkpoint.catalog import Checkpoint, folder_name, new_save_id, time_in
 from fsharp.checkpoint.entries import Contents, Entry, contents_of, expanded, is_node, is_object, leaves_of
 from fsharp.checkpoint.manifest import NAME, Chunk, FileRecord, Manifest, TensorRecord, as_json, structure_of
@@ -23,6 +22,7 @@ from fsharp.errors import CheckpointError
 from fsharp.functional.comm.agree import gather_bytes, together
 from fsharp.functional.comm.protocol import Comm
 from fsharp.functional.layout.mesh import Mesh
+from fsharp.type_checks import options_checked
 
 _log = logging.getLogger("fsharp")
 T = TypeVar("T")

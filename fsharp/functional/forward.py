@@ -6,7 +6,6 @@ from typing import Any
 import optree
 import torch
 
-from fsharp.compiling import compiled_by_caller, nothing_compiled, uncompiled
 from fsharp.errors import TreeError
 from fsharp.functional.comm.protocol import Comm, Engine
 from fsharp.functional.layout.sharded import Sharded, check_kept, is_sharded, map_units, units_of
@@ -14,6 +13,7 @@ from fsharp.functional.moves import check_comm, gather
 from fsharp.functional.release import let_go, unchanged, version_of, written_to
 from fsharp.functional.remat import Remat, check_choice, recomputed
 from fsharp.functional.transforms import check_untraced, is_differentiated, is_transformed
+from fsharp.torch_compile import compiled_by_caller, nothing_compiled, uncompiled
 from fsharp.tracebacks import api_boundary
 
 

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsharp.annotated import options_checked
 from fsharp.errors import TreeError
 from fsharp.functional.formats.te import plain_value
 from fsharp.functional.layout.paths import flatten
+from fsharp.type_checks import options_checked
 
 
 @options_checked

@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 import optree
 import torch
 
-from fsharp.compiling import uncompiled
 from fsharp.errors import LossError, TreeError
 from fsharp.functional.comm.collectives import all_reduce
 from fsharp.functional.comm.protocol import Comm
@@ -21,6 +20,7 @@ from fsharp.functional.layout.sharded import (
     units_of,
 )
 from fsharp.functional.optim.base import check_shared
+from fsharp.torch_compile import uncompiled
 
 
 class Loss(NamedTuple):

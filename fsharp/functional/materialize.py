@@ -7,7 +7,6 @@ from typing import Any
 import optree
 import torch
 
-from fsharp.annotated import options_checked
 from fsharp.errors import MeshError, problem
 from fsharp.functional.comm.agree import together
 from fsharp.functional.comm.equal_values import check_same
@@ -20,6 +19,7 @@ from fsharp.functional.layout.slicing import as_tree, build, check_tree, shard_f
 from fsharp.functional.layout.text import describe_units
 from fsharp.functional.layout.unit_layout import Leaf, UnitLayout
 from fsharp.functional.moves import gather
+from fsharp.type_checks import options_checked
 
 Initializer = Callable[[torch.Tensor, torch.Generator], Any]
 """Fills a tensor from a generator, or returns the values: ``lambda t, g: torch.nn.init.xavier_uniform_(t, generator=g)``."""

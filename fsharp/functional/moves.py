@@ -27,7 +27,6 @@ from typing import Any, TypeVar
 import optree
 import torch
 
-from fsharp.compiling import uncompiled
 from fsharp.errors import MeshError, TreeError, problem
 from fsharp.functional.comm.collectives import (
     all_gather_last,
@@ -53,6 +52,7 @@ from fsharp.functional.layout.sharded import (
 )
 from fsharp.functional.layout.unit_layout import UnitLayout
 from fsharp.functional.transforms import beneath_vmap, check_untraced, is_differentiated, is_transformed
+from fsharp.torch_compile import uncompiled
 from fsharp.tracebacks import api_boundary
 
 Tree = TypeVar("Tree")

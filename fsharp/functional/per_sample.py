@@ -7,7 +7,6 @@ import optree
 import torch
 from torch._C import _functorch
 
-from fsharp.annotated import options_checked
 from fsharp.errors import LayoutError, LossError, problem
 from fsharp.functional.comm.agree import largest
 from fsharp.functional.comm.protocol import Comm
@@ -19,6 +18,7 @@ from fsharp.functional.sinks import SinkLedger, with_sinks
 from fsharp.functional.train import LossFn
 from fsharp.functional.transforms import check_untransformed
 from fsharp.tracebacks import api_boundary
+from fsharp.type_checks import options_checked
 
 _WHERE = "per_sample_norms()"
 

@@ -6,8 +6,6 @@ from typing import Any, NamedTuple
 import optree
 import torch
 
-from fsharp.annotated import options_checked
-from fsharp.compiling import uncompiled
 from fsharp.errors import TreeError, problem
 from fsharp.functional.comm.agree import together
 from fsharp.functional.comm.exact_text import exact_text
@@ -29,6 +27,8 @@ from fsharp.functional.layout.text import describe_units
 from fsharp.functional.moves import check_comm, gather, on_device
 from fsharp.functional.optim.base import Transform, apply_transform, as_transform, check_extra, check_gradients
 from fsharp.functional.stored import stored
+from fsharp.torch_compile import uncompiled
+from fsharp.type_checks import options_checked
 
 
 class TrainState(NamedTuple):

@@ -6,13 +6,13 @@ from types import MappingProxyType
 
 import torch
 
-from fsharp.annotated import options_checked
 from fsharp.functional.comm.protocol import Call, sent_nbytes
 from fsharp.functional.formats.format import Format, plain
 from fsharp.functional.layout.layout import Layout
 from fsharp.functional.layout.placement import Partial, Place, Replicate, Shard
 from fsharp.functional.layout.precision import Dtypes
 from fsharp.functional.layout.unit_layout import UnitLayout
+from fsharp.type_checks import options_checked
 
 
 @options_checked

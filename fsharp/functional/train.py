@@ -6,8 +6,6 @@ from typing import Any
 import optree
 import torch
 
-from fsharp.annotated import options_checked
-from fsharp.compiling import compiled_by_caller, uncompiled
 from fsharp.errors import LossError
 from fsharp.functional.comm.protocol import Comm, Engine, Labelled
 from fsharp.functional.comm.settings_digests import settings_digest
@@ -24,6 +22,8 @@ from fsharp.functional.release import is_plain
 from fsharp.functional.sinks import take_gradients, with_sinks
 from fsharp.functional.state import TrainState, update
 from fsharp.functional.transforms import check_untransformed
+from fsharp.torch_compile import compiled_by_caller, uncompiled
+from fsharp.type_checks import options_checked
 
 LossFn = Callable[[Any, Any, Comm], Any]
 """``loss_fn(params, batch, comm)``: a scalar mean, or a pair of scalars ``(sum, weight)``. The weight is a number or an integer

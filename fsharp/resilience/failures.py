@@ -10,12 +10,12 @@ from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 
-from fsharp.annotated import options_checked
 from fsharp.errors import CommError
 from fsharp.functional.comm.process_group import ProcessGroupComm
 from fsharp.functional.comm.protocol import Comm, innermost
 from fsharp.functional.comm.watch import RankStatuses, StatusBoard
 from fsharp.tracebacks import api_context
+from fsharp.type_checks import options_checked
 
 _OTHERS_SPEAK_S = 2.0  # for which the first rank to fail lets others print before it
 _FIRST_SPEAKS_S = 4.0

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fsharp.annotated import options_checked
 from fsharp.checkpoint.entries import PerRank, expanded, leaves_of
 from fsharp.errors import NonFiniteError, TreeError
 from fsharp.functional.comm.agree import exchange, largest
@@ -17,6 +16,7 @@ from fsharp.functional.layout.paths import join
 from fsharp.functional.layout.sharded import Sharded, is_sharded
 from fsharp.functional.state import MadeBy
 from fsharp.stateful.modules.parameter import Part
+from fsharp.type_checks import options_checked
 
 _SHOWN = 8
 

@@ -15,9 +15,9 @@ from typing import Any, TypeVar
 
 import cloudpickle
 
-from fsharp.annotated import options_checked
 from fsharp.errors import CommError, OptionError
 from fsharp.functional.comm.process_group import destroy
+from fsharp.type_checks import options_checked
 
 R = TypeVar("R")
 

@@ -9,11 +9,11 @@ from typing import Any, Self
 
 import torch
 
-from fsharp.annotated import options_checked
 from fsharp.errors import RunError
 from fsharp.functional.comm.agree import largest
 from fsharp.functional.comm.protocol import Comm, Labelled
 from fsharp.tracebacks import api_boundary
+from fsharp.type_checks import options_checked
 
 EXIT_PREEMPTED = os.EX_TEMPFAIL
 """75, "try again later" in ``sysexits.h``; not 143, with which a process that has saved nothing ends by SIGTERM."""

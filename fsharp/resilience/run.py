@@ -13,7 +13,6 @@ from typing import Any, Literal, NoReturn, Self
 
 import optree
 
-from fsharp.annotated import options_explained
 from fsharp.checkpoint import Checkpoint, Replicas
 from fsharp.checkpoint.entries import expanded, is_node
 from fsharp.checkpoint.manifest import as_json
@@ -29,6 +28,7 @@ from fsharp.resilience.run_checkpoints import RunCheckpoints
 from fsharp.resilience.start import agree_at_start
 from fsharp.resilience.stragglers import StragglerDetector
 from fsharp.tracebacks import api_boundary
+from fsharp.type_checks import options_explained
 
 _log = logging.getLogger("fsharp")
 OnNonFinite = Literal["raise", "skip", "roll back"]

@@ -5,10 +5,10 @@ from typing import Any
 
 import torch
 
-from fsharp.annotated import options_explained
 from fsharp.errors import RunError
 from fsharp.resilience.randomness import fold_in
 from fsharp.tracebacks import api_boundary
+from fsharp.type_checks import options_explained
 
 
 @options_explained

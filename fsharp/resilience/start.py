@@ -12,7 +12,6 @@ import optree
 import torch
 
 import fsharp
-from fsharp.annotated import options_checked
 from fsharp.checkpoint.entries import expanded, is_node, leaves_of
 from fsharp.errors import RunError
 from fsharp.functional.comm.agree import together
@@ -21,6 +20,7 @@ from fsharp.functional.formats.format import dtype_name
 from fsharp.functional.layout.paths import join
 from fsharp.functional.layout.sharded import is_sharded, units_of
 from fsharp.functional.layout.text import describe_units
+from fsharp.type_checks import options_checked
 
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")  # of functions in nodes, as a defaultdict's factory: another in each process
 

@@ -8,12 +8,12 @@ import time
 from collections import deque
 from typing import NamedTuple
 
-from fsharp.annotated import options_checked
 from fsharp.errors import CommError, RunError
 from fsharp.functional.comm.agree import gather_bytes
 from fsharp.functional.comm.process_group import ProcessGroupComm
 from fsharp.functional.comm.protocol import Comm, Labelled, innermost
 from fsharp.tracebacks import api_boundary
+from fsharp.type_checks import options_checked
 
 _log = logging.getLogger("fsharp")
 _KEPT = 1000

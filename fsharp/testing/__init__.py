@@ -8,4 +8,4 @@ from fsharp.testing.processes import processes as processes
 from fsharp.testing.races import RaceError as RaceError
 from fsharp.testing.races import RaceReport as RaceReport
 from fsharp.testing.races import check_races as check_races
-from fsharp.testing.simulate import simulate as simulate
+from fsharp.testing.simulated_ranks import simulate as simulate

@@ -7,7 +7,6 @@ from typing import Any
 import optree
 import torch
 
-from fsharp.annotated import options_checked
 from fsharp.errors import problem
 from fsharp.functional.comm.protocol import Comm
 from fsharp.functional.layout.layout import Layout
@@ -18,7 +17,8 @@ from fsharp.functional.loss import split_batch
 from fsharp.functional.materialize import full, shard
 from fsharp.functional.state import TrainState, init_state
 from fsharp.functional.train import train_step
-from fsharp.testing.simulate import simulate
+from fsharp.testing.simulated_ranks import simulate
+from fsharp.type_checks import options_checked
 
 
 @options_checked

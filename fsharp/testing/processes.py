@@ -23,11 +23,11 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from fsharp.annotated import options_checked
 from fsharp.errors import CommError
 from fsharp.functional.comm.process_group import connect, destroy
 from fsharp.functional.comm.protocol import Comm
 from fsharp.functional.layout.mesh import Mesh
+from fsharp.type_checks import options_checked
 
 R = TypeVar("R")
 _SHOWN = 4000

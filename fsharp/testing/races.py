@@ -7,7 +7,6 @@ from typing import NamedTuple
 
 import torch
 
-from fsharp.annotated import options_checked
 from fsharp.errors import FsharpError, ScheduleError, problem
 from fsharp.stateful.modules.module import ShardedModule, _session
 from fsharp.stateful.runtime.scheduler import Scheduler
@@ -15,6 +14,7 @@ from fsharp.stateful.transport.streams import Key, Lanes
 from fsharp.testing.accesses import AccessLoggingMode
 from fsharp.testing.ordering import Access, ByteSpan, Entry, Race, RecordEvent, RecordStream, Verdict, Wait, replay
 from fsharp.tracebacks import api_boundary, api_context
+from fsharp.type_checks import options_checked
 
 COMPUTE = "compute"
 _SHOWN = 5  # races that an error describes

@@ -9,7 +9,7 @@ import torch
 import fsharp as fs
 from fsharp.errors import CommError
 from fsharp.testing import simulate
-from fsharp.testing.simulate import Killed
+from fsharp.testing.simulated_ranks import Killed
 
 DP3, GRID = fs.Mesh({"dp": 3}), fs.Mesh({"o": 2, "i": 2})
 ONE = torch.ones(1)

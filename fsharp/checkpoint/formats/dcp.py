@@ -9,7 +9,6 @@ from typing import Any
 import optree
 import torch
 
-from fsharp.annotated import options_checked
 from fsharp.checkpoint.catalog import Checkpoint, open_checkpoint
 from fsharp.checkpoint.entries import Entry, Value, renamed
 from fsharp.checkpoint.formats.conversion import whole_entry, write_converted
@@ -23,6 +22,7 @@ from fsharp.checkpoint.storage import Storage, read_description, storage_of
 from fsharp.errors import CheckpointError
 from fsharp.functional.formats.format import dtype_name
 from fsharp.functional.layout.paths import as_patterns, chosen
+from fsharp.type_checks import options_checked
 
 _CHUNK_NBYTES = 64 << 20  # of a chunk that DCP is given: each of its ranks reads the chunks that it needs a part of
 _METADATA = ".metadata"

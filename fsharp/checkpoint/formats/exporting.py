@@ -7,7 +7,6 @@ from contextlib import contextmanager
 
 import torch
 
-from fsharp.annotated import options_checked
 from fsharp.checkpoint.catalog import Checkpoint, open_checkpoint
 from fsharp.checkpoint.entries import renamed
 from fsharp.checkpoint.formats.huggingface import INDEX
@@ -15,6 +14,7 @@ from fsharp.checkpoint.shard_file import DTYPES_OF_FORMAT, Tensor, bytes_of, che
 from fsharp.checkpoint.storage import storage_of
 from fsharp.errors import CheckpointError
 from fsharp.functional.formats.format import dtype_name
+from fsharp.type_checks import options_checked
 
 
 @options_checked

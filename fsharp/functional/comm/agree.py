@@ -7,9 +7,9 @@ from typing import Any, TypeVar
 
 import torch
 
-from fsharp.annotated import options_checked
 from fsharp.errors import AgreementError, problem
 from fsharp.functional.comm.protocol import Comm
+from fsharp.type_checks import options_checked
 
 T = TypeVar("T")
 _SHOWN = 160

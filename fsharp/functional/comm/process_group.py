@@ -18,7 +18,6 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_group, _get_default_store, _world
 
-from fsharp.annotated import options_checked
 from fsharp.errors import CommError, MeshError
 from fsharp.functional.comm import job_store
 from fsharp.functional.comm.protocol import Comm, ReduceOp, SingleComm, sum_in_rank_order
@@ -28,6 +27,7 @@ from fsharp.functional.comm.worker_threads import InFlight, Worker
 from fsharp.functional.formats.format import dtype_name
 from fsharp.functional.layout.mesh import Mesh
 from fsharp.tracebacks import api_boundary, hide_frames
+from fsharp.type_checks import options_checked
 
 # torch 2.13 gave this function a new name.
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor

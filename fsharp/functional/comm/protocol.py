@@ -13,10 +13,10 @@ from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import torch
 
-from fsharp.annotated import options_checked
 from fsharp.errors import MeshError
 from fsharp.functional.layout.mesh import Mesh
 from fsharp.tracebacks import api_boundary
+from fsharp.type_checks import options_checked
 
 ReduceOp = Literal["sum", "max", "min"]
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from fsharp.annotated import options_checked, options_explained
 from fsharp.errors import LayoutError
 from fsharp.tracebacks import api_boundary
+from fsharp.type_checks import options_checked, options_explained
 
 
 @options_checked

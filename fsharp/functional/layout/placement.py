@@ -27,10 +27,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
-from fsharp.annotated import options_explained
 from fsharp.errors import LayoutError, StrategyError, problem
 from fsharp.functional.layout.mesh import Mesh
 from fsharp.tracebacks import api_boundary
+from fsharp.type_checks import options_explained
 
 
 class Placement(Enum):

@@ -8,7 +8,6 @@ from typing import Any
 import optree
 import torch
 
-from fsharp.annotated import options_checked
 from fsharp.errors import LayoutError, TreeError, problem
 from fsharp.functional.layout.layout import Layout
 from fsharp.functional.layout.mesh import Mesh
@@ -18,6 +17,7 @@ from fsharp.functional.layout.placement import P, Strategy
 from fsharp.functional.layout.precision import Precision, Precisions, check_precisions, needs_scale
 from fsharp.functional.layout.unit_layout import Group, Leaf, UnitLayout
 from fsharp.functional.layout.units import cut_at, unit_names
+from fsharp.type_checks import options_checked
 
 
 @options_checked

@@ -8,7 +8,6 @@ from typing import Any
 import optree
 import torch
 
-from fsharp.annotated import options_checked
 from fsharp.errors import TreeError, problem
 from fsharp.functional.formats.format import dtype_name
 from fsharp.functional.layout.layout import Layout
@@ -18,6 +17,7 @@ from fsharp.functional.layout.plan import find_ties
 from fsharp.functional.layout.sharded import PlaceName, Sharded, flatten_node, is_sharded, map_units, resolve_place, units_of
 from fsharp.functional.layout.unit_layout import Leaf, UnitLayout
 from fsharp.functional.layout.units import cut_at
+from fsharp.type_checks import options_checked
 
 
 @options_checked

@@ -15,11 +15,11 @@ from typing import Any, NamedTuple
 import optree
 import torch
 
-from fsharp.annotated import options_checked
 from fsharp.errors import TreeError
 from fsharp.functional.comm.protocol import Comm
 from fsharp.functional.layout.sharded import Sharded, units_of
 from fsharp.functional.optim.base import Transform, config_of, per_leaf
+from fsharp.type_checks import options_checked
 
 ScalarOrSchedule = float | Callable[[int], float]
 """A number, or a function of the number of updates made so far."""

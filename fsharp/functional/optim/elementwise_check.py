@@ -6,13 +6,13 @@ from typing import Any, NamedTuple
 import optree
 import torch
 
-from fsharp.annotated import options_checked
 from fsharp.errors import OptionError, TreeError, problem
 from fsharp.functional.comm.agree import together
 from fsharp.functional.comm.protocol import Comm
 from fsharp.functional.layout.sharded import Sharded, map_units, units_of
 from fsharp.functional.optim.base import Transform, as_transform, named
 from fsharp.functional.optim.probe import are_close
+from fsharp.type_checks import options_checked
 
 
 class CheckedState(NamedTuple):

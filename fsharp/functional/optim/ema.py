@@ -5,10 +5,10 @@ from typing import Any, NamedTuple
 import optree
 import torch
 
-from fsharp.annotated import options_checked
 from fsharp.errors import LayoutError
 from fsharp.functional.comm.protocol import Comm
 from fsharp.functional.optim.base import Transform, add_updates, apply_transform, as_transform, config_of, named
+from fsharp.type_checks import options_checked
 
 
 class EmaState(NamedTuple):

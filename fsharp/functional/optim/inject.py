@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterable
 from functools import wraps
 from typing import Any, NamedTuple
 
-from fsharp.annotated import options_checked
 from fsharp.errors import TreeError, problem
 from fsharp.functional.comm.agree import together
 from fsharp.functional.comm.protocol import Comm
 from fsharp.functional.optim.base import Transform, apply_transform, as_transform, config_of, named
+from fsharp.type_checks import options_checked
 
 
 class InjectHyperparamsState(NamedTuple):

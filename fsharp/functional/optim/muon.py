@@ -6,13 +6,13 @@ from typing import Any
 import optree
 import torch
 
-from fsharp.annotated import options_checked
 from fsharp.errors import LayoutError, problem
 from fsharp.functional.comm.protocol import Comm
 from fsharp.functional.layout.packing import Whole
 from fsharp.functional.layout.sharded import map_units, units_of
 from fsharp.functional.optim.base import Transform, config_of, per_leaf
 from fsharp.functional.optim.elementwise import MomentumState, PerPath, ScalarOrSchedule, at
+from fsharp.type_checks import options_checked
 
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 

@@ -7,13 +7,13 @@ from typing import Any, NamedTuple
 import optree
 import torch
 
-from fsharp.annotated import options_checked
 from fsharp.errors import LayoutError, TreeError
 from fsharp.functional.comm.agree import largest
 from fsharp.functional.comm.collectives import all_reduce
 from fsharp.functional.comm.protocol import Comm
 from fsharp.functional.layout.sharded import units_of
 from fsharp.functional.optim.base import Transform
+from fsharp.type_checks import options_checked
 
 _LIMBS, _BITS, _CHUNK = 3, 22, 1 << 20
 

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, cast
 
-from fsharp.annotated import options_checked
 from fsharp.errors import LayoutError, PatternError, problem
 from fsharp.functional.comm.exact_text import exact_text
 from fsharp.functional.comm.protocol import Comm
@@ -11,6 +10,7 @@ from fsharp.functional.layout.paths import chosen
 from fsharp.functional.layout.sharded import Sharded, map_units, units_of
 from fsharp.functional.optim.base import Transform, apply_transform, as_transform, known_extra, named, per_leaf
 from fsharp.tracebacks import api_boundary
+from fsharp.type_checks import options_checked
 
 
 class PartitionState(NamedTuple):

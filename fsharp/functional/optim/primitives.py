@@ -11,12 +11,12 @@ from typing import Any, NamedTuple
 import optree
 import torch
 
-from fsharp.annotated import options_checked
 from fsharp.functional.comm.protocol import Comm
 from fsharp.functional.optim.base import Transform, config_of
 from fsharp.functional.optim.elementwise import PerPath, ScalarOrSchedule, _each_run, adam, at
 from fsharp.functional.optim.partition import masked
 from fsharp.tracebacks import api_boundary
+from fsharp.type_checks import options_checked
 
 
 @api_boundary

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from fsharp.annotated import options_checked
 from fsharp.errors import LayoutError
+from fsharp.type_checks import options_checked
 
 Schedule = Callable[[Any], Any]
 

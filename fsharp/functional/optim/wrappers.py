@@ -8,13 +8,13 @@ from typing import Any, NamedTuple
 import optree
 import torch
 
-from fsharp.annotated import options_checked
 from fsharp.errors import LayoutError
 from fsharp.functional.comm.agree import agree, largest, together
 from fsharp.functional.comm.exact_text import exact_text
 from fsharp.functional.comm.protocol import Comm
 from fsharp.functional.layout.sharded import Sharded, map_units, units_of
 from fsharp.functional.optim.base import Transform, apply_transform, as_transform, named
+from fsharp.type_checks import options_checked
 
 
 class ApplyIfFiniteState(NamedTuple):

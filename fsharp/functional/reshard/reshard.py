@@ -7,7 +7,6 @@ from typing import Any
 import optree
 import torch
 
-from fsharp.annotated import options_explained
 from fsharp.errors import LayoutError, MeshError, problem
 from fsharp.functional.comm.agree import gather_bytes, together
 from fsharp.functional.comm.protocol import Comm
@@ -22,6 +21,7 @@ from fsharp.functional.reshard.outline import on_meta, outline_from_bytes, outli
 from fsharp.functional.reshard.pieces import Ranks, pieces
 from fsharp.functional.reshard.slots import Kind, Slot, check_slot, find_slots, replace_slots
 from fsharp.functional.stored import encode_blocks, encode_leaves
+from fsharp.type_checks import options_explained
 
 _LARGEST_ITEM = 16
 """Bytes of the largest element, a complex128."""

@@ -6,13 +6,13 @@ from itertools import groupby, pairwise
 from os import PathLike
 from typing import Any, NamedTuple
 
-from fsharp.annotated import options_checked
 from fsharp.errors import ScheduleError, problem
 from fsharp.functional.layout.text import nbytes_text
 from fsharp.stateful.inspect.estimate import Hardware, predict
 from fsharp.stateful.inspect.timeline import WAITING, Timeline, TimeSpan, length, repeated_units, seconds_text, union
 from fsharp.stateful.schedule.ops import OPS, STREAMS, Look, Stream, kinds
 from fsharp.stateful.schedule.schedule import Schedule
+from fsharp.type_checks import options_checked
 
 Colour = tuple[float, float, float]
 

@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from fsharp.annotated import options_checked
 from fsharp.errors import ScheduleError, problem
 from fsharp.functional.comm.protocol import Call
 from fsharp.functional.layout.paths import assign
@@ -29,6 +28,7 @@ from fsharp.stateful.schedule.ops import STATE, STREAMS, Stream, buffer_nbytes
 from fsharp.stateful.schedule.program import UnitFacts
 from fsharp.stateful.schedule.schedule import Op, Schedule, issue_positions
 from fsharp.tracebacks import api_boundary
+from fsharp.type_checks import options_checked
 
 _MAX_STEPS = 16
 

@@ -6,9 +6,9 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from fsharp.annotated import options_checked
 from fsharp.stateful.inspect.timeline import Timeline
 from fsharp.stateful.schedule.ops import STREAMS
+from fsharp.type_checks import options_checked
 
 
 @options_checked

@@ -10,7 +10,6 @@ from os import PathLike
 
 import torch
 
-from fsharp.annotated import options_checked, options_explained
 from fsharp.errors import LayoutError, problem
 from fsharp.functional.formats.format import dtype_name
 from fsharp.functional.layout.layout import Layout
@@ -20,6 +19,7 @@ from fsharp.functional.layout.sharded import PlaceName, resolve_place
 from fsharp.functional.layout.text import alike_units, columns
 from fsharp.functional.layout.unit_layout import Leaf, UnitLayout
 from fsharp.tracebacks import api_boundary
+from fsharp.type_checks import options_checked, options_explained
 
 _COLUMNS = 100
 _MAX_CELLS = 16

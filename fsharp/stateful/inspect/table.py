@@ -2,10 +2,10 @@
 
 from collections import Counter
 
-from fsharp.annotated import options_checked
 from fsharp.functional.layout.text import columns, nbytes_text
 from fsharp.stateful.schedule.ops import kinds
 from fsharp.stateful.schedule.schedule import Schedule, issue_positions
+from fsharp.type_checks import options_checked
 
 _HEAD = ("#", "event", "op", "unit", "phase", "stream", "memory", "sent", "after")
 

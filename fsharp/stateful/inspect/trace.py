@@ -4,13 +4,13 @@ import math
 from collections.abc import Iterable, Mapping
 from statistics import median, median_low
 
-from fsharp.annotated import options_checked
 from fsharp.errors import ScheduleError, problem
 from fsharp.functional.layout.text import columns, nbytes_text
 from fsharp.stateful.inspect.timeline import WAITING, Timeline, TimeSpan, repeated_units, seconds_text, senders
 from fsharp.stateful.schedule.ops import OPS, Phase, Stream, kinds
 from fsharp.stateful.schedule.schedule import Schedule
 from fsharp.tracebacks import api_boundary
+from fsharp.type_checks import options_checked
 
 Row = tuple[int, str, str, Phase, Stream, float, float, int]
 

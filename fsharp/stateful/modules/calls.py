@@ -13,7 +13,6 @@ import torch
 from torch import nn
 from torch.utils import _pytree as torch_pytree
 
-from fsharp.compiling import compiled_by_caller, uncompiled
 from fsharp.errors import TreeError
 from fsharp.functional.comm.protocol import Comm
 from fsharp.functional.layout.layout import Layout
@@ -25,6 +24,7 @@ from fsharp.stateful.modules.parameter import ShardedParameter
 from fsharp.stateful.modules.selection import owners
 from fsharp.stateful.modules.values.outputs import reaching, replaced, tensors_in, views_of
 from fsharp.stateful.modules.values.side_outputs import SideOutputs
+from fsharp.torch_compile import compiled_by_caller, uncompiled
 
 _LEAVES = frozenset({type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device})
 """Types of which torch's pytrees have no nodes."""

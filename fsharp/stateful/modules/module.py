@@ -9,7 +9,6 @@ import optree
 import torch
 from torch import nn
 
-from fsharp.compiling import uncompiled
 from fsharp.errors import LayoutError, ScheduleError, TreeError
 from fsharp.functional.comm.protocol import Comm
 from fsharp.functional.formats.format import dtype_name
@@ -20,6 +19,7 @@ from fsharp.stateful.modules.parameter import Part
 from fsharp.stateful.modules.session import Session
 from fsharp.stateful.modules.state_dict import gather_to_rank, load_parts, refuse_dtensors, scatter_from_rank
 from fsharp.stateful.runtime.scheduled import Scheduled
+from fsharp.torch_compile import uncompiled
 from fsharp.tracebacks import api_boundary, api_context
 
 

@@ -6,10 +6,10 @@ from typing import Any
 
 from torch import nn
 
-from fsharp.annotated import shown
 from fsharp.errors import OptionError, PatternError
 from fsharp.functional.layout.layout import Layout
 from fsharp.functional.layout.paths import as_patterns, innermost, matches
+from fsharp.type_checks import shown
 
 Rule = str | type[nn.Module] | Callable[[str, nn.Module], bool]
 """A pattern of module paths, a class of modules, or a predicate on path and module."""

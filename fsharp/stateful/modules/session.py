@@ -14,7 +14,6 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from fsharp.compiling import skip_frame, uncompiled
 from fsharp.errors import FsharpError, LayoutError, ScheduleError, TreeError
 from fsharp.functional.comm.protocol import Comm
 from fsharp.functional.comm.tree_names import name_trees
@@ -33,6 +32,7 @@ from fsharp.stateful.modules.values.casts import Cast, cast
 from fsharp.stateful.modules.values.outputs import tensors_in
 from fsharp.stateful.runtime.boundary import before_backward, in_backward
 from fsharp.stateful.runtime.scheduler import Scheduler
+from fsharp.torch_compile import skip_frame, uncompiled
 from fsharp.tracebacks import api_boundary, hide_frames
 
 T = TypeVar("T")

@@ -12,7 +12,6 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from fsharp.annotated import options_checked
 from fsharp.errors import MeshError, TreeError
 from fsharp.functional.comm.agree import together
 from fsharp.functional.comm.process_group import ProcessGroupComm, connect
@@ -38,6 +37,7 @@ from fsharp.stateful.modules.values.side_outputs import refuse_kept
 from fsharp.stateful.runtime.scheduler import Scheduler
 from fsharp.stateful.schedule.policy import Policy
 from fsharp.tracebacks import api_boundary
+from fsharp.type_checks import options_checked
 
 _NOTHING = Transform(lambda params: None, lambda grads, state, params, *, comm: (grads, state), {})
 

@@ -5,13 +5,13 @@ from typing import Any
 import optree
 import torch
 
-from fsharp.annotated import options_checked
 from fsharp.errors import ScheduleError
 from fsharp.functional.loss import Metrics
 from fsharp.functional.state import TrainState
 from fsharp.stateful.runtime.scheduled import Scheduled
 from fsharp.stateful.schedule.policy import Policy
 from fsharp.tracebacks import api_boundary
+from fsharp.type_checks import options_checked
 
 
 @options_checked

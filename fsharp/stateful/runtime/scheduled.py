@@ -5,7 +5,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-from fsharp.compiling import uncompiled
 from fsharp.errors import ScheduleError
 from fsharp.functional.layout.sharded import Sharded, units_of
 from fsharp.stateful.inspect.trace import Trace
@@ -15,6 +14,7 @@ from fsharp.stateful.runtime.tracer import Tracer
 from fsharp.stateful.schedule.program import Program
 from fsharp.stateful.schedule.schedule import Schedule
 from fsharp.stateful.verify.verify import verify
+from fsharp.torch_compile import uncompiled
 from fsharp.tracebacks import api_boundary
 
 _MOST_SEEN = 256

@@ -9,7 +9,6 @@ from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
-from fsharp.annotated import options_checked
 from fsharp.errors import ScheduleError
 from fsharp.functional.comm.agree import agree, gather_bytes
 from fsharp.functional.comm.process_group import ProcessGroupComm
@@ -35,6 +34,7 @@ from fsharp.stateful.units.registry import UnitRegistry
 from fsharp.stateful.units.unit_state import UnitState
 from fsharp.stateful.verify.verify import verify
 from fsharp.tracebacks import api_boundary
+from fsharp.type_checks import options_checked
 
 
 class StepUnderWay:

@@ -11,7 +11,6 @@ from typing import Any
 import optree
 import torch
 
-from fsharp.compiling import compiled_by_caller
 from fsharp.errors import LossError
 from fsharp.functional import moves
 from fsharp.functional.comm.protocol import Comm, Engine
@@ -33,6 +32,7 @@ from fsharp.stateful.units.pending import pending
 from fsharp.stateful.units.registry import UnitRegistry
 from fsharp.stateful.units.unit_state import UnitState
 from fsharp.stateful.units.update_gather import UpdateGather
+from fsharp.torch_compile import compiled_by_caller
 
 _address_of, _version_of = torch.Tensor.data_ptr, attrgetter("_version")
 

@@ -5,16 +5,16 @@ from dataclasses import replace
 from functools import partial
 from itertools import accumulate, chain
 
-from fsharp.annotated import options_checked
 from fsharp.errors import ScheduleError, problem
 from fsharp.stateful.schedule.addresses import ArenaItem, ByteRanges, assign_addresses, lower_bound
 from fsharp.stateful.schedule.emit import Buckets, emitted
 from fsharp.stateful.schedule.ops import PARAMS, Stream, buffer_nbytes
 from fsharp.stateful.schedule.policy import FINISHES, Policy
-from fsharp.stateful.schedule.prefetch import returns
 from fsharp.stateful.schedule.program import Program
+from fsharp.stateful.schedule.residency import returns
 from fsharp.stateful.schedule.schedule import Memory, Op, Schedule
 from fsharp.stateful.schedule.unplaced import BufferKey, UnplacedOp
+from fsharp.type_checks import options_checked
 
 
 @options_checked

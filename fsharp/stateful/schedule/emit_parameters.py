@@ -5,8 +5,8 @@ from collections.abc import Collection, Iterable
 from fsharp.stateful.schedule.costs import Bundling
 from fsharp.stateful.schedule.ops import COMPUTE, FETCH, GATHER, OFFLOAD, RELEASE, SETTLE, SPREAD, UPDATE, WAIT, Phase
 from fsharp.stateful.schedule.policy import Policy
-from fsharp.stateful.schedule.prefetch import first_wanted, residency
 from fsharp.stateful.schedule.program import Event, Program
+from fsharp.stateful.schedule.residency import first_wanted, residency
 from fsharp.stateful.schedule.unplaced import OpList, UnplacedOp
 
 

@@ -25,10 +25,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Literal, get_args
 
-from fsharp.annotated import wrong_field
 from fsharp.errors import ScheduleError
 from fsharp.functional.comm.protocol import Call
 from fsharp.stateful.schedule.program import ABOUT_NO_UNIT, EventKind, UnitFacts
+from fsharp.type_checks import wrong_field
 
 Stream = Literal["compute", "gather", "reduce", "host"]
 STREAMS: tuple[Stream, ...] = get_args(Stream)

@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from fsharp.annotated import check_fields
 from fsharp.errors import ScheduleError
 from fsharp.tracebacks import api_boundary
+from fsharp.type_checks import check_fields
 
 REDUCTIONS, FINISHES = 1, 3
 """Reductions under way at most: of a microbatch, each with a block as large as the unit's gradient; and once a step."""

@@ -8,10 +8,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from fsharp.annotated import wrong_field
 from fsharp.errors import ScheduleError
 from fsharp.functional.comm.protocol import Call
 from fsharp.tracebacks import api_boundary
+from fsharp.type_checks import wrong_field
 
 EventKind = Literal["forward", "forward_end", "backward", "backward_end", "microbatch_end", "reduce", "move", "fetch", "update"]
 ABOUT_NO_UNIT: tuple[EventKind, ...] = ("microbatch_end", "reduce", "move", "update")

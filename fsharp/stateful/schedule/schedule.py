@@ -14,13 +14,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from fsharp.annotated import wrong_field
 from fsharp.errors import FsharpError, ScheduleError
 from fsharp.functional.comm.protocol import Call
 from fsharp.stateful.schedule.ops import OPS, PARAMS, OpSpec, Phase, Stream, expected_phases, kinds
 from fsharp.stateful.schedule.policy import DebugPolicy, Policy
 from fsharp.stateful.schedule.program import Event, Program, UnitFacts
 from fsharp.tracebacks import api_boundary
+from fsharp.type_checks import wrong_field
 
 VECTOR_NBYTES = 64
 """Alignment of addresses, in bytes. Kernels load vectors of this width, and round the rest of a buffer in another way."""

@@ -6,7 +6,6 @@ that a person edited, or that a compiler with a bug wrote, is refused before it 
 
 from collections.abc import Mapping, Sequence
 
-from fsharp.annotated import options_checked
 from fsharp.errors import ScheduleError, problem
 from fsharp.stateful.schedule.ops import OPS, PARAMS, OpSpec, expected_phases
 from fsharp.stateful.schedule.program import UnitFacts
@@ -15,6 +14,7 @@ from fsharp.stateful.verify.check import UNDO, Check, HappensBefore, refusal
 from fsharp.stateful.verify.gradients import GradientCheck
 from fsharp.stateful.verify.memory import Limits, MemoryCheck, StateCheck
 from fsharp.stateful.verify.parameters import ParameterCheck
+from fsharp.type_checks import options_checked
 
 
 @options_checked

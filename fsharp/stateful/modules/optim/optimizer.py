@@ -15,8 +15,6 @@ import optree
 import torch
 from torch import nn
 
-from fsharp.annotated import options_checked
-from fsharp.compiling import uncompiled
 from fsharp.errors import ScheduleError, TreeError
 from fsharp.functional.comm.agree import together
 from fsharp.functional.comm.equal_values import check_same
@@ -41,7 +39,9 @@ from fsharp.stateful.modules.optim.states import (
 from fsharp.stateful.modules.parameter import Part, ShardedParameter
 from fsharp.stateful.modules.session import Session
 from fsharp.stateful.modules.state_dict import SAME_VALUES, gather_to_rank, refuse_dtensors, scatter_from_rank
+from fsharp.torch_compile import uncompiled
 from fsharp.tracebacks import api_boundary, api_context
+from fsharp.type_checks import options_checked
 
 
 @options_checked

@@ -5,11 +5,11 @@ from typing import Any
 
 import torch
 
-from fsharp.annotated import options_checked
 from fsharp.errors import AgreementError, ScheduleError
 from fsharp.functional.layout.sharded import units_of
 from fsharp.stateful.modules.initial.dtensors import anywhere
 from fsharp.stateful.modules.optim.optimizer import ShardedOptimizer
+from fsharp.type_checks import options_checked
 
 
 @options_checked

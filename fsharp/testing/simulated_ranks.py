@@ -23,13 +23,13 @@ import torch
 from torch._functorch import eager_transforms
 from torch.autograd import forward_ad
 
-from fsharp.annotated import options_checked
 from fsharp.errors import CommError, problem
 from fsharp.functional.comm.protocol import ReduceOp, sum_in_rank_order
 from fsharp.functional.comm.settings_digests import differing_settings, settings_behind
 from fsharp.functional.comm.tree_names import TreeCounts
 from fsharp.functional.layout.mesh import Mesh
 from fsharp.tracebacks import api_boundary
+from fsharp.type_checks import options_checked
 
 R = TypeVar("R")
 _SHOWN = 16  # ranks whose whereabouts an error tells

@@ -1,4 +1,4 @@
-"""Which units are resident between any two events of a program: those in use, and the next that it will come to."""
+"""Which units are resident between any two events of a program: units in use, and the next units that the program uses."""
 
 from collections import Counter
 from collections.abc import Collection, Sequence
@@ -12,7 +12,7 @@ _STARTS = ("forward", "backward")
 
 
 class ResidencyChange(NamedTuple):
-    """What an event changes: bundles that are let go of, and bundles that are gathered, those needed first in the lead."""
+    """Bundles that are released at an event, and bundles that are gathered, in the order in which they are needed."""
 
     leave: tuple[str, ...]
     enter: tuple[str, ...]

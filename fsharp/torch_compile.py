@@ -12,8 +12,8 @@ from typing import Any, TypeVar
 
 from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy, set_eval_frame
 
-from fsharp.annotated import explain
 from fsharp.tracebacks import hide_frames
+from fsharp.type_checks import explain
 
 F = TypeVar("F", bound=Callable[..., Any])
 
