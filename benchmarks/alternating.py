@@ -41,7 +41,7 @@ class Trained:
         return run
 
     def settle(self) -> None:
-        for node in fs.units_of(self.state.params):
+        for node in fs.layouts.units_of(self.state.params):
             _ = node.buffers
 
 

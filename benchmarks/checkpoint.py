@@ -43,7 +43,7 @@ class Ours:
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        return [buffer for node in fs.units_of(self.state) for buffer in node.buffers]
+        return [buffer for node in fs.layouts.units_of(self.state) for buffer in node.buffers]
 
     def save(self, folder: Path) -> None:
         fs.checkpoint.save(folder, self.state, step=0, comm=self.comm)

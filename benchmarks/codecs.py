@@ -16,12 +16,12 @@ class Codec(NamedTuple):
 
 def _of(strategy: str, parameters: Any, gradients: Any) -> Codec:
     """Everything but float32 computes in bfloat16, in which decoded integers of 8 bits are exact."""
-    stored = parameters if isinstance(parameters, fs.layout.Format) else None
+    stored = parameters if isinstance(parameters, fs.formats.Format) else None
     compute = torch.float32 if parameters is torch.float32 else torch.bfloat16
     return Codec(strategy, fs.Precision(compute=compute, main=torch.float32, stored=stored, wire=gradients))
 
 
-BF16, FP8, INT8, INT4 = torch.bfloat16, fs.layout.mxfp8, fs.layout.mxint8, fs.layout.mxint4
+BF16, FP8, INT8, INT4 = torch.bfloat16, fs.formats.mxfp8, fs.formats.mxint8, fs.formats.mxint4
 CODECS = {
     "float32, zero3": _of("zero3", torch.float32, torch.float32),
     "bfloat16, zero3": _of("zero3", BF16, BF16),

@@ -87,7 +87,7 @@ class ShardedContender(ModuleContender):
         self.optimizer: Any = fs.ShardedOptimizer(self.sharded.parameters(), torch.optim.AdamW, fused=True, **ADAMW)
 
     def settle(self) -> None:
-        for node in fs.units_of(self.sharded.functional()[1]):
+        for node in fs.layouts.units_of(self.sharded.functional()[1]):
             _ = node.buffers
 
     def optimizer_nbytes(self) -> int:
@@ -172,11 +172,11 @@ class FsharpContender:
         return self._gradients(self.state, batch).loss
 
     def settle(self) -> None:
-        for node in fs.units_of(self.state.params):
+        for node in fs.layouts.units_of(self.state.params):
             _ = node.buffers
 
     def optimizer_nbytes(self) -> int:
-        return fs.tree_nbytes(self.state.opt)
+        return fs.inspect.tree_nbytes(self.state.opt)
 
 
 def adamw() -> fs.optim.Transform:

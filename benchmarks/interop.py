@@ -22,7 +22,7 @@ def measure(options: Options, comm: fs.Comm, say: Callable[[str], None]) -> dict
     shape = shape_of(options)
     b1, b2 = c.ADAMW["betas"]
     theirs = optax.adamw(c.ADAMW["lr"], b1, b2, c.ADAMW["eps"], weight_decay=c.ADAMW["weight_decay"])
-    models = {OWN: Trained(shape, comm, c.adamw()), OPTAX: Trained(shape, comm, fs.from_optax(theirs))}
+    models = {OWN: Trained(shape, comm, c.adamw()), OPTAX: Trained(shape, comm, fs.optim.from_optax(theirs))}
     loss_fn = partial(gpt.loss, heads=shape.heads)
     rounds, losses = interleaved(
         {name: model.step(fs.Scheduler(comm), loss_fn) for name, model in models.items()},

@@ -78,7 +78,7 @@ def measure(options: Options, comm: fs.Comm, say: Callable[[str], None]) -> dict
     }
 
 
-def scaled(hardware: fs.inspect.Hardware, schedule: fs.schedule.Schedule, step_s: float) -> fs.inspect.Hardware:
+def scaled(hardware: fs.inspect.Hardware, schedule: fs.schedules.Schedule, step_s: float) -> fs.inspect.Hardware:
     """The hardware with compute and optimizer step such that a step without communication takes as long as was measured.
 
     Medians of parts do not add up to the median of their sum, and between the parts the host does something too.

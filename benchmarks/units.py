@@ -10,16 +10,16 @@ from benchmarks.options import Options
 NBYTES = 1 << 20
 
 
-def program(num_units: int) -> fs.schedule.Program:
+def program(num_units: int) -> fs.schedules.Program:
     """A step over equal units, one after the other, under ``zero3`` on two ranks."""
     sent = NBYTES // 2
     units = [
-        fs.schedule.UnitFacts(
+        fs.schedules.UnitFacts(
             f"layers.{i}",
             gathered=NBYTES,
             outgoing=NBYTES,
-            gather=(fs.comm.Call("all_gather", "dp", sent),),
-            reduce=(fs.comm.Call("reduce_scatter", "dp", sent),),
+            gather=(fs.collectives.Call("all_gather", "dp", sent),),
+            reduce=(fs.collectives.Call("reduce_scatter", "dp", sent),),
             rest=sent,
         )
         for i in range(num_units)
@@ -27,9 +27,13 @@ def program(num_units: int) -> fs.schedule.Program:
     events = []
     for direction, order in (("forward", range(num_units)), ("backward", reversed(range(num_units)))):
         for i in order:
-            events += [fs.schedule.Event(direction, units[i].name, i), fs.schedule.Event(f"{direction}_end", units[i].name, i)]
-    return fs.schedule.Program(
-        tuple(units), (*events, fs.schedule.Event("microbatch_end"), fs.schedule.Event("reduce"), fs.schedule.Event("update"))
+            events += [
+                fs.schedules.Event(direction, units[i].name, i),
+                fs.schedules.Event(f"{direction}_end", units[i].name, i),
+            ]
+    return fs.schedules.Program(
+        tuple(units),
+        (*events, fs.schedules.Event("microbatch_end"), fs.schedules.Event("reduce"), fs.schedules.Event("update")),
     )
 
 
@@ -37,9 +41,9 @@ def measure(options: Options, comm: fs.Comm, say: Callable[[str], None]) -> dict
     """The part ``compile``: seconds to compile a program and to verify what comes of it."""
     recorded = program(options.compile_units)
     began = time.perf_counter()
-    schedule = fs.schedule.compile_schedule(recorded, fs.Policy())
+    schedule = fs.schedules.compile_schedule(recorded, fs.Policy())
     compiled = time.perf_counter()
-    fs.schedule.verify(schedule)
+    fs.schedules.verify(schedule)
     verified = time.perf_counter()
     say(f"{options.compile_units} units, {len(schedule.ops)} ops")
     return {

@@ -110,7 +110,7 @@ def fsdp2_nbytes(comm: fs.Comm, options: Options) -> float:
 def train(comm: fs.Comm, codec: Codec, seed: int, steps: int, options: Options) -> tuple[float, float]:
     """Train one model; return the held-out loss in bits per byte, and the bytes a step sends for one element of a parameter."""
     torch.set_num_threads(1)
-    corpus, counting = data.load(), fs.CountingComm(comm)
+    corpus, counting = data.load(), fs.collectives.CountingComm(comm)
     layout = fs.plan(
         model.shapes(options.dim, options.layers),
         comm.mesh,

@@ -116,7 +116,7 @@ def main(options):
     mine = [microbatches[:, rank::size] for microbatches in batches]
 
     sharded = train(model, optimizer, mine, accumulate=model.accumulate, clip=model.clip_grad_norm_)
-    sharded = fs.comm.all_reduce(sharded, model.comm, "dp") / size  # the norm is the same on all ranks
+    sharded = fs.collectives.all_reduce(sharded, model.comm, "dp") / size  # the norm is the same on all ranks
     if rank == 0:
         unsharded = train_unsharded(options, batches)
         for step in sorted({0, options.steps // 3, 2 * options.steps // 3, options.steps - 1}):

@@ -80,7 +80,7 @@ def main(name="zero3"):
         state, metrics = train_step(state, make_batch(step, comm.rank), comm)
         if step % 20 == 0 or step == 99:
             say(f"step {step:3d}  loss {metrics.loss:.3f}")
-    say(f"parameters on rank 0: {fs.tree_nbytes(state.params):,} bytes")
+    say(f"parameters on rank 0: {fs.inspect.tree_nbytes(state.params):,} bytes")
     fs.destroy()
 
 

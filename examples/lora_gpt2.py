@@ -85,7 +85,7 @@ def train_both(what, build, batches, mesh, strategy, *, lr):
     mine = [{name: x[comm.rank :: comm.mesh.size] for name, x in batch.items()} for batch in batches]
     sharded = train(model, optimizer, mine, model.clip_grad_norm_)
     for axis in comm.mesh.names:
-        sharded = fs.comm.all_reduce(sharded, comm, axis)
+        sharded = fs.collectives.all_reduce(sharded, comm, axis)
     sharded /= comm.mesh.size
 
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)

@@ -139,7 +139,7 @@ def main(options):
         starts = [random_starts(text, BATCH, LENGTH, seed=0, step=step) for step in range(options.steps)]
         batches = [{key: value.to(comm.device) for key, value in windows(text, each, LENGTH).items()} for each in starts]
         mine = [{key: value[rank::size] for key, value in batch.items()} for batch in batches]
-        losses = fs.comm.all_reduce(train(te, recipe, model, update, mine), comm, "dp") / size
+        losses = fs.collectives.all_reduce(train(te, recipe, model, update, mine), comm, "dp") / size
         if rank == 0:
             unsharded = train_unsharded(te, recipe, comm.device, batches)
             for step in sorted({0, options.steps // 3, 2 * options.steps // 3, options.steps - 1}):

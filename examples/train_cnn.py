@@ -92,7 +92,7 @@ def train(models, optimizer, batches):
 
 def average(x, comm):
     for axis in comm.mesh.names:
-        x = fs.comm.all_reduce(x, comm, axis)
+        x = fs.collectives.all_reduce(x, comm, axis)
     return x / comm.mesh.size
 
 

@@ -59,11 +59,11 @@ class OwnExperts(nn.Module):
 
     def forward(self, tokens, chosen, weights):
         width = tokens.shape[1]
-        everyone = fs.comm.all_gather_last(torch.cat([tokens, weights], dim=1).T, self.comm, "ep").T
+        everyone = fs.collectives.all_gather_last(torch.cat([tokens, weights], dim=1).T, self.comm, "ep").T
         chosen = self.comm.all_gather(chosen, "ep").flatten(0, 1) - self.first
         chosen = torch.where((chosen < 0) | (chosen >= self.count), self.count, chosen)  # which stands for none
         out = self.own(everyone[:, :width].contiguous(), chosen, everyone[:, width:])
-        return fs.comm.reduce_scatter_last(out.T, self.comm, "ep").T
+        return fs.collectives.reduce_scatter_last(out.T, self.comm, "ep").T
 
 
 def build():
@@ -117,7 +117,7 @@ def main(options):
     batches = [windows(corpus.train, each, LENGTH)["inputs"] for each in starts]
     sharded = train(model, optimizer, [tokens[rank::size] for tokens in batches], model.clip_grad_norm_)
     for axis in comm.mesh.names:
-        sharded = fs.comm.all_reduce(sharded, comm, axis)
+        sharded = fs.collectives.all_reduce(sharded, comm, axis)
     sharded /= size  # the norm is the same on all ranks
     weights = dict(whole_weights(model))
     if rank == 0:

@@ -50,7 +50,7 @@ def build():
 def train_sharded(options, batches):
     model = fs.shard_module(build(), strategy=fs.zero3("dp"), units=[LlamaDecoderLayer])
     comm, (call, params) = model.comm, model.functional()
-    tx = fs.from_optax(make_tx(options.steps))
+    tx = fs.optim.from_optax(make_tx(options.steps))
     state = fs.init_state(tx, params, comm=comm)
 
     def loss_fn(params, tokens, comm):
@@ -127,8 +127,8 @@ def main(options):
         for step in sorted({0, options.steps // 3, 2 * options.steps // 3, options.steps - 1}):
             print(f"step {step:3d}  loss {sharded[step]:.6f}  unsharded {alone[step]:.6f}")
         print(f"largest difference of losses {max(abs(a - b) for a, b in zip(sharded, alone, strict=True)):.1e}")
-        moments = sum(node.nbytes for node in fs.units_of(state.opt))
-        print(f"on rank 0: parameters {fs.tree_nbytes(state.params):,} bytes, optax's moments {moments:,}")
+        moments = sum(node.nbytes for node in fs.layouts.units_of(state.opt))
+        print(f"on rank 0: parameters {fs.inspect.tree_nbytes(state.params):,} bytes, optax's moments {moments:,}")
 
 
 if __name__ == "__main__":

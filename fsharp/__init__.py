@@ -25,21 +25,22 @@ Glossary
 """
 
 from fsharp import checkpoint as checkpoint
-from fsharp import comm as comm
+from fsharp import collectives as collectives
 from fsharp import errors as errors
+from fsharp import formats as formats
 from fsharp import init as init
 from fsharp import inspect as inspect
-from fsharp import layout as layout
+from fsharp import layouts as layouts
+from fsharp import modules as modules
 from fsharp import optim as optim
 from fsharp import resilience as resilience
-from fsharp import schedule as schedule
+from fsharp import schedules as schedules
 from fsharp import te as te
 from fsharp import testing as testing
 from fsharp.functional.comm.process_group import ProcessGroupComm as ProcessGroupComm
 from fsharp.functional.comm.process_group import connect as connect
 from fsharp.functional.comm.process_group import destroy as destroy
 from fsharp.functional.comm.protocol import Comm as Comm
-from fsharp.functional.comm.protocol import CountingComm as CountingComm
 from fsharp.functional.comm.protocol import SingleComm as SingleComm
 from fsharp.functional.forward import forward as forward
 from fsharp.functional.forward import skip as skip
@@ -57,11 +58,7 @@ from fsharp.functional.layout.placement import zero3 as zero3
 from fsharp.functional.layout.plan import plan as plan
 from fsharp.functional.layout.precision import Precision as Precision
 from fsharp.functional.layout.sharded import Sharded as Sharded
-from fsharp.functional.layout.sharded import map_units as map_units
-from fsharp.functional.layout.sharded import merge as merge
 from fsharp.functional.layout.sharded import trainable as trainable
-from fsharp.functional.layout.sharded import tree_nbytes as tree_nbytes
-from fsharp.functional.layout.sharded import units_of as units_of
 from fsharp.functional.layout.slicing import shard_for as shard_for
 from fsharp.functional.layout.slicing import unshard as unshard
 from fsharp.functional.loss import Loss as Loss
@@ -74,11 +71,9 @@ from fsharp.functional.moves import gather as gather
 from fsharp.functional.moves import reduce_scatter as reduce_scatter
 from fsharp.functional.per_sample import per_sample_norms as per_sample_norms
 from fsharp.functional.reshard.reshard import reshard as reshard
-from fsharp.functional.reshard.reshard import reshard_nbytes as reshard_nbytes
 from fsharp.functional.state import TrainState as TrainState
 from fsharp.functional.state import init_state as init_state
 from fsharp.functional.state import update as update
-from fsharp.functional.traffic import step_traffic as step_traffic
 from fsharp.functional.train import LossFn as LossFn
 from fsharp.functional.train import train_step as train_step
 from fsharp.functional.train import value_and_grad as value_and_grad
@@ -86,26 +81,15 @@ from fsharp.resilience.launching import launch as launch
 from fsharp.stateful.modules.module import ShardedModule as ShardedModule
 from fsharp.stateful.modules.optim.optimizer import ShardedOptimizer as ShardedOptimizer
 from fsharp.stateful.modules.optim.scaler import GradScaler as GradScaler
-from fsharp.stateful.modules.parameter import Part as Part
-from fsharp.stateful.modules.parameter import ShardedParameter as ShardedParameter
 from fsharp.stateful.modules.shard import shard_module as shard_module
-from fsharp.stateful.runtime.graphs import CapturedStep as CapturedStep
-from fsharp.stateful.runtime.scheduled import Scheduled as Scheduled
 from fsharp.stateful.runtime.scheduler import Scheduler as Scheduler
 from fsharp.stateful.schedule.policy import Policy as Policy
-from fsharp.tracebacks import api_boundary as _api_boundary
-
-
-@_api_boundary
-def from_optax(tx: object) -> optim.Transform:
-    """An ``optax.GradientTransformation`` as a transformation of shards: see :func:`fsharp.interop.optax.from_optax`.
-
-    Raises:
-        ImportError: JAX and optax are not installed.
-    """
-    from fsharp.interop.optax import from_optax
-
-    return from_optax(tx)
-
 
 __version__ = "0.1.0"
+
+_WITHIN = ("functional", "stateful", "torch_compile", "tracebacks", "type_checks")
+
+
+def __dir__() -> list[str]:
+    """Return the names that users type, without the folders and files of the implementation."""
+    return sorted(name for name in globals() if name not in _WITHIN and (name == "__version__" or not name.startswith("_")))

@@ -1,4 +1,4 @@
-"""Looking at schedules and layouts: tables, pictures, how long a step would take on hardware that one describes, or did take.
+"""Looking at schedules and layouts: tables, pictures, bytes, and the time of a step, measured or on hardware that you describe.
 
 print(fs.inspect.table(schedule))
 fs.inspect.draw(schedule, "step.png")
@@ -12,6 +12,9 @@ predicted = fs.inspect.predict(other_schedule, hardware)
 print(fs.inspect.compare(predicted, trace.timeline(schedule)))
 """
 
+from fsharp.functional.layout.sharded import tree_nbytes as tree_nbytes
+from fsharp.functional.reshard.reshard import reshard_nbytes as reshard_nbytes
+from fsharp.functional.traffic import step_traffic as step_traffic
 from fsharp.stateful.inspect.draw import draw as draw
 from fsharp.stateful.inspect.estimate import Hardware as Hardware
 from fsharp.stateful.inspect.estimate import predict as predict

@@ -1,7 +1,7 @@
 """Optimizers over sharded trees, as pairs of pure functions ``(init, update)``, and what they are chained with.
 
 Names, order of arguments and defaults are those of optax. What is here has a fused kernel, has to know the mesh, or is needed
-to compose those; everything else of optax is ``fs.from_optax(optax.x(...))``.
+to compose those; everything else of optax is ``fs.optim.from_optax(optax.x(...))``.
 """
 
 from fsharp.functional.optim.base import Transform as Transform
@@ -34,3 +34,16 @@ from fsharp.functional.optim.schedules import linear_schedule as linear_schedule
 from fsharp.functional.optim.schedules import warmup_cosine_decay_schedule as warmup_cosine_decay_schedule
 from fsharp.functional.optim.wrappers import MultiSteps as MultiSteps
 from fsharp.functional.optim.wrappers import apply_if_finite as apply_if_finite
+from fsharp.tracebacks import api_boundary as _api_boundary
+
+
+@_api_boundary
+def from_optax(tx: object) -> Transform:
+    """An ``optax.GradientTransformation`` as a transformation of shards: see :func:`fsharp.interop.optax.from_optax`.
+
+    Raises:
+        ImportError: JAX and optax are not installed.
+    """
+    from fsharp.interop.optax import from_optax
+
+    return from_optax(tx)

@@ -247,7 +247,7 @@ def train_functions(s: Scenario, here: Here, log: list[torch.Tensor]) -> None:
         if here.now("an equal copy", n):
             state = optree.tree_map(lambda x: x.clone() if isinstance(x, torch.Tensor) else x, state)
         if here.now("a write in place", n):
-            for node in fs.units_of(state.params):
+            for node in fs.layouts.units_of(state.params):
                 node.buffers[0].copy_(node.buffers[0].clone())
         if here.now("full parameters", n):
             fs.full(state.params, comm=comm)
@@ -330,7 +330,7 @@ def _between_steps(here: Here, n: int, model: Any, batch: dict[str, torch.Tensor
     if here.now("an equal copy", n):
         model.train_state = optree.tree_map(lambda x: x.clone() if isinstance(x, torch.Tensor) else x, model.train_state)
     if here.now("a write in place", n):
-        for node in fs.units_of(model.train_state.params):
+        for node in fs.layouts.units_of(model.train_state.params):
             node.buffers[0].copy_(node.buffers[0].clone())
     if here.now("full parameters", n):
         list(model.full_parameters())

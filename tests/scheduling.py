@@ -26,14 +26,16 @@ ON_TWO_AXES = {
         HYBRID,
         fs.Strategy(
             {
-                "outer": fs.layout.AxisRule(fs.layout.Replicate, fs.layout.Partial, fs.layout.Shard),
-                "inner": fs.layout.AxisRule(fs.layout.Replicate, fs.layout.Shard, fs.layout.Shard),
+                "outer": fs.layouts.AxisRule(fs.layouts.Replicate, fs.layouts.Partial, fs.layouts.Shard),
+                "inner": fs.layouts.AxisRule(fs.layouts.Replicate, fs.layouts.Shard, fs.layouts.Shard),
             }
         ),
     ),
     "late": (
         HYBRID,
-        fs.Strategy(dict.fromkeys(("outer", "inner"), fs.layout.AxisRule(fs.layout.Shard, fs.layout.Partial, fs.layout.Shard))),
+        fs.Strategy(
+            dict.fromkeys(("outer", "inner"), fs.layouts.AxisRule(fs.layouts.Shard, fs.layouts.Partial, fs.layouts.Shard))
+        ),
     ),
 }
 STRATEGIES = {**FLAT, **ON_TWO_AXES}
@@ -55,7 +57,7 @@ PRECISIONS = {
     "float32": fs.Precision(),
     "bfloat16": fs.Precision(compute=torch.bfloat16, main=torch.float32),
     "float32 wire": fs.Precision(compute=torch.bfloat16, main=torch.float32, wire=torch.float32),
-    "8 and 4 bits": fs.Precision(stored=fs.layout.mxfp8, wire=fs.layout.mxint4),
+    "8 and 4 bits": fs.Precision(stored=fs.formats.mxfp8, wire=fs.formats.mxint4),
 }
 
 
@@ -97,7 +99,7 @@ class Trained(NamedTuple):
     losses: list[float]
     params: list[torch.Tensor]
     num_recordings: int
-    schedule: fs.schedule.Schedule | None
+    schedule: fs.schedules.Schedule | None
 
 
 def train(

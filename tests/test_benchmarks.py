@@ -316,7 +316,7 @@ def test_parts_of_two_ranks(fsharp_alone):
 
 
 def test_compute_is_scaled_to_the_step_without_communication():
-    schedule = fs.schedule.compile_schedule(units.program(3), fs.Policy(gather_at_start=False))
+    schedule = fs.schedules.compile_schedule(units.program(3), fs.Policy(gather_at_start=False))
     alone = schedule.replace_ops([op for op in schedule.ops if op.kind in ("compute", "cast", "update")])
     alone = alone.replace_ops([replace(op, after=()) for op in alone.ops])
     hardware = fs.inspect.Hardware(compute={"**": (1.0, 2.0)}, bandwidth=1.0, memory_bandwidth=2.0 * units.NBYTES, update_s=0.5)

@@ -76,7 +76,7 @@ PLAN = {
     "units overlap": (lambda: planned(units=["w", "?"]), PatternError, "two patterns overlap"),
     "frozen": (lambda: planned(frozen="bias"), PatternError, "plan(frozen=...): the pattern 'bias' matches nothing"),
     "atoms": (
-        lambda: planned(atoms={"x": fs.layout.Whole()}),
+        lambda: planned(atoms={"x": fs.layouts.Whole()}),
         PatternError,
         "plan(atoms=...): the pattern 'x' matches nothing",
     ),
@@ -127,7 +127,7 @@ PLAN = {
         "disagree on label",
     ),
     "ties: atom": (
-        lambda: planned(tree={"a": SHARED, "b": SHARED}, atoms={"b": fs.layout.Whole()}),
+        lambda: planned(tree={"a": SHARED, "b": SHARED}, atoms={"b": fs.layouts.Whole()}),
         LayoutError,
         "disagree on atom",
     ),
@@ -173,19 +173,19 @@ SHARDED = {
     ),
     "place name": (lambda: part(place="weights"), LayoutError, "unknown place 'weights'"),
     "place order": (
-        lambda: part(place=fs.layout.Place(("tp",), (fs.layout.Shard,))),
+        lambda: part(place=fs.layouts.Place(("tp",), (fs.layouts.Shard,))),
         LayoutError,
         "Place(tp:Shard) is not one of unit ''.\n  order of axes  dp",
     ),
     "place too fine": (
-        lambda: part(fs.ddp("dp"), fs.layout.Place(("dp",), (fs.layout.Shard,))),
+        lambda: part(fs.ddp("dp"), fs.layouts.Place(("dp",), (fs.layouts.Shard,))),
         LayoutError,
         "cuts unit '' finer than its layout",
     ),
     "place that does not nest": (
         lambda: resolve_place(
             planned(fs.Mesh({"a": 2, "b": 2}), fs.zero3("a", "b")).units[0],
-            fs.layout.Place(("a", "b"), (fs.layout.Replicate, fs.layout.Shard)),
+            fs.layouts.Place(("a", "b"), (fs.layouts.Replicate, fs.layouts.Shard)),
         ),
         LayoutError,
         "Place(a:Replicate, b:Shard) is not one of unit ''",
@@ -203,7 +203,7 @@ SHARDED = {
     ),
     "unshard: partial": (lambda: fs.unshard([partial_sums()]), TreeError, "unit '' rests partial (dp:Partial)"),
     "unshard: mixed": (
-        lambda: fs.unshard([part(mesh=MESH), part(mesh=MESH, atoms=fs.layout.Whole())]),
+        lambda: fs.unshard([part(mesh=MESH), part(mesh=MESH, atoms=fs.layouts.Whole())]),
         TreeError,
         "the tree of rank 1 has another layout or place than that of rank 0",
     ),
@@ -388,12 +388,12 @@ TRAIN = {
         "weight_decay=: no pattern selects 'w'",
     ),
     "muon: a vector": (
-        lambda: state(fs.optim.muon(0.1), atoms=fs.layout.Whole()),
+        lambda: state(fs.optim.muon(0.1), atoms=fs.layouts.Whole()),
         LayoutError,
         "muon(): 'b' is not a matrix.\n  leaf   b: [3]",
     ),
     "muon: cut": (
-        lambda: state(fs.optim.muon(0.1), tree={"w": torch.ones(4, 3)}, atoms=fs.layout.Rows(2)),
+        lambda: state(fs.optim.muon(0.1), tree={"w": torch.ones(4, 3)}, atoms=fs.layouts.Rows(2)),
         LayoutError,
         "'w' may be cut between ranks.\n  leaf   w: [4, 3]\n  atom   2 rows",
     ),
@@ -427,7 +427,7 @@ def other_gradients(change):
 
 GRADIENTS = {
     "structure": (other_gradients(lambda g: [g]), "trees of different structure"),
-    "layout": (other_gradients(lambda g: fs.trainable(part(atoms=fs.layout.Whole()))), "differs   layout of unit"),
+    "layout": (other_gradients(lambda g: fs.trainable(part(atoms=fs.layouts.Whole()))), "differs   layout of unit"),
     "place": (other_gradients(lambda g: fs.trainable(part(place="full"))), "got       dp:Replicate\n  expected  dp:Shard"),
     "groups": (other_gradients(lambda g: part()), "differs   groups\n  got       (0, 1)\n  expected  (0,)"),
     "dtype": (

@@ -118,7 +118,7 @@ def test_training_has_the_bits_of_the_plain_format(stored, strategy, policy):
         assert_same_training(found[1], found[0])
         if policy is not None:
             assert found[1].num_recordings == 1
-            fs.schedule.verify(found[1].schedule)
+            fs.schedules.verify(found[1].schedule)
 
     simulate(STRATEGIES[strategy][0], rank_fn)
 
@@ -129,17 +129,17 @@ def test_what_rests_and_travels_is_what_is_predicted(strategy):
     layout = make_layout(mesh, how, precision=STORED)
 
     def rank_fn(comm):
-        counting = fs.CountingComm(comm)
+        counting = fs.collectives.CountingComm(comm)
         tx = fs.optim.adamw(1e-2)
         state = make_state(comm, strategy, tx=tx, precision=STORED)
-        buffers = [b for node in fs.units_of(state.params) for b in node.buffers]
+        buffers = [b for node in fs.layouts.units_of(state.params) for b in node.buffers]
         assert {b.dtype for b in buffers} == {torch.uint8}
         assert sum(b.nbytes for b in buffers) == layout.nbytes("params")
         fs.train_step(loss_fn, tx)(state, my_batches(comm, 1)[0], counting)
         return Counter(counting.calls)
 
     for calls in simulate(mesh, rank_fn):
-        assert calls == fs.step_traffic(layout)
+        assert calls == fs.inspect.step_traffic(layout)
 
 
 def test_layouts_print_and_serialise_and_ranks_compare_formats():
@@ -228,7 +228,7 @@ def test_modules(stored, strategy):
 def test_functions_of_values_do_not_apply_to_stored_parameters(stored, strategy):
     def rank_fn(comm):
         params = make_state(comm, strategy, precision=stored).params
-        halved = fs.map_units(lambda node: node.replace([b * 0.5 for b in node.buffers]), params)
+        halved = fs.layouts.map_units(lambda node: node.replace([b * 0.5 for b in node.buffers]), params)
         with pytest.raises(TreeError, match=r"neither \d+ values nor what format '(halves|by_leaf)' stores"):
             fs.full(halved, comm=comm)
 
@@ -242,7 +242,7 @@ def test_reshard(stored, before, after):
         states = [make_state(comm, before, precision=precision) for precision in (stored, PLAIN)]
         layouts = [make_layout(*STRATEGIES[after], precision=precision) for precision in (stored, PLAIN)]
         states = [fs.reshard(state, layout, comm=comm) for state, layout in zip(states, layouts, strict=True)]
-        assert {b.dtype for node in fs.units_of(states[0].params) for b in node.buffers} == {torch.uint8}
+        assert {b.dtype for node in fs.layouts.units_of(states[0].params) for b in node.buffers} == {torch.uint8}
         step = fs.train_step(loss_fn, make_tx())
         stepped = [step(state, my_batches(comm, 1)[0], comm) for state in states]
         ours, theirs = [(fs.full(state.params, comm=comm), metrics.loss) for state, metrics in stepped]
@@ -267,7 +267,7 @@ def test_checkpoints_have_values(stored, before, after, donate, tmp_path):
         step = fs.train_step(loss_fn, make_tx())
         values = fs.full(state.params, comm=comm)
         state, metrics = step(state, my_batches(comm, 1)[0], comm)
-        return values, metrics.loss, [b.dtype for node in fs.units_of(state.params) for b in node.buffers]
+        return values, metrics.loss, [b.dtype for node in fs.layouts.units_of(state.params) for b in node.buffers]
 
     saved = simulate(STRATEGIES[before][0], save)
     stored = simulate(STRATEGIES[after][0], lambda comm: load(comm, stored))
@@ -299,11 +299,11 @@ def test_formats_are_encoded_from_the_main_dtype(tmp_path):
         loaded = fs.checkpoint.load(str(tmp_path), make_state(comm, "zero3", precision=precision), comm=comm)
         layout = make_layout(*STRATEGIES["zero3"], precision=precision)
         for other in (loaded, fs.reshard(state, layout, comm=comm)):
-            for ours, theirs in zip(fs.units_of(other.params), fs.units_of(state.params), strict=True):
+            for ours, theirs in zip(fs.layouts.units_of(other.params), fs.layouts.units_of(state.params), strict=True):
                 assert_same(list(ours.buffers), list(theirs.buffers))
         params = fs.shard(make_params(layers=3), layout, comm)
         cast = fs.reshard(params, layout, comm=comm, cast=True)
-        for ours, theirs in zip(fs.units_of((params, cast)), fs.units_of((state.params, params)), strict=True):
+        for ours, theirs in zip(fs.layouts.units_of((params, cast)), fs.layouts.units_of((state.params, params)), strict=True):
             assert_same(list(ours.buffers), list(theirs.buffers))
 
     simulate(STRATEGIES["zero3"][0], rank_fn)

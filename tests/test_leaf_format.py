@@ -35,7 +35,7 @@ _CODEC = LeafCodec(lambda shape: 4, lambda shape: [(1, torch.float32)], _encode,
 BY_LEAF = register_format(Format("by_leaf", (Plane(torch.uint8), Plane(torch.uint8)), leaves=_CODEC))
 PLAIN = fs.Precision(compute=torch.bfloat16, main=torch.float32)
 STORED = fs.Precision(compute=torch.bfloat16, main=torch.float32, stored=BY_LEAF)
-BUILT_IN = [fs.layout.float8_e4m3_by_tensor, fs.layout.float8_e5m2_by_tensor, fs.layout.int8_by_row]
+BUILT_IN = [fs.formats.float8_e4m3_by_tensor, fs.formats.float8_e5m2_by_tensor, fs.formats.int8_by_row]
 
 
 @pytest.mark.parametrize("form", BUILT_IN, ids=lambda form: form.name)
@@ -61,16 +61,16 @@ def test_what_rests_and_travels_is_what_is_predicted(strategy, form):
     layout = make_layout(mesh, how, precision=precision)
 
     def rank_fn(comm):
-        counting = fs.CountingComm(comm)
+        counting = fs.collectives.CountingComm(comm)
         tx = fs.optim.adamw(1e-2)
         state = make_state(comm, strategy, tx=tx, precision=precision)
-        buffers = [b for node in fs.units_of(state.params) for b in node.buffers]
+        buffers = [b for node in fs.layouts.units_of(state.params) for b in node.buffers]
         assert sum(b.nbytes for b in buffers) == layout.nbytes("params")
         fs.train_step(loss_fn, tx)(state, my_batches(comm, 1)[0], counting)
         return Counter(counting.calls)
 
     for calls in simulate(mesh, rank_fn):
-        assert calls == fs.step_traffic(layout)
+        assert calls == fs.inspect.step_traffic(layout)
 
 
 def test_a_value_is_one_byte_on_the_wire():
@@ -78,11 +78,11 @@ def test_a_value_is_one_byte_on_the_wire():
         {"w": torch.empty(64, 64)},
         fs.Mesh({"dp": 4}),
         fs.zero3("dp"),
-        precision=fs.Precision(stored=fs.layout.float8_e4m3_by_tensor),
+        precision=fs.Precision(stored=fs.formats.float8_e4m3_by_tensor),
     )
-    gathers = [call for call in fs.step_traffic(layout) if call.op == "all_gather"]
+    gathers = [call for call in fs.inspect.step_traffic(layout) if call.op == "all_gather"]
     assert [call.nbytes for call in gathers] == [3 * 64 * 64 // 4]
-    assert sum(fs.step_traffic(layout)[call] for call in gathers) == 2
+    assert sum(fs.inspect.step_traffic(layout)[call] for call in gathers) == 2
 
 
 BOUNDS = {
@@ -135,7 +135,9 @@ def test_ranks_that_update_trees_in_another_order_do_not_mix_their_scales():
             fs.init_state(tx, fs.shard({"x": torch.full((4, 8), v)}, layout, comm, place="optim"), comm=comm)
             for v in (1.0, 9.0)
         ]
-        grads = [fs.map_units(lambda x: x.with_buffers([torch.ones_like(b) for b in x.buffers]), s.main) for s in states]
+        grads = [
+            fs.layouts.map_units(lambda x: x.with_buffers([torch.ones_like(b) for b in x.buffers]), s.main) for s in states
+        ]
         for i in (0, 1) if comm.rank == 0 else (1, 0):
             fs.update(tx, grads[i], states[i], comm=comm)
 

@@ -99,8 +99,8 @@ TREES = {
     "average": lambda tree: fs.average(LOSS, tree, comm=ONE),
     "init_state": lambda tree: fs.init_state(fs.optim.sgd(0.1), tree, comm=ONE),
     "update": lambda tree: fs.update(fs.optim.sgd(0.1), tree, STATE, comm=ONE),
-    "merge": lambda tree: fs.merge(tree, PARAMS),
-    "merged": lambda tree: fs.merge(PARAMS, tree),
+    "merge": lambda tree: fs.layouts.merge(tree, PARAMS),
+    "merged": lambda tree: fs.layouts.merge(PARAMS, tree),
     "trainable": fs.trainable,
     "reshard": lambda tree: fs.reshard(tree, LAYOUT, comm=ONE),
 }
@@ -145,7 +145,7 @@ def test_an_error_of_the_users_function_stays_as_it_is():
 
 def test_a_call_without_an_error_looks_at_no_hints(monkeypatch):
     monkeypatch.setattr(type_checks, "check_arguments", None)
-    fs.gather(fs.merge(PARAMS, PARAMS), comm=ONE)
+    fs.gather(fs.layouts.merge(PARAMS, PARAMS), comm=ONE)
     fs.forward(lambda tree: tree["w"].sum(), PARAMS, comm=ONE)
 
 

@@ -146,7 +146,7 @@ USERS = {
         ["loss_fn", "broken"],
     ),
     "remat": (lambda: fs.forward(broken, params(), 1, comm=ONE, remat=True), ["broken"]),
-    "map_units": (lambda: fs.map_units(broken, params()), ["broken"]),
+    "map_units": (lambda: fs.layouts.map_units(broken, params()), ["broken"]),
     "per_sample_norms": (
         lambda: fs.per_sample_norms(loss_fn)(params(), torch.ones(2, 2), comm=ONE),
         ["loss_fn", "broken"],
@@ -203,7 +203,7 @@ def averaged():
 
 OWN = {
     "a function": (lambda: fs.forward(broken, TREE, comm=ONE), TreeError),
-    "another": (lambda: fs.merge(params(), 3), TreeError),
+    "another": (lambda: fs.layouts.merge(params(), 3), TreeError),
     "an option": (lambda: fs.optim.sgd("0.1"), OptionError),
     "a Comm that is none": (lambda: fs.forward(broken, params(), comm="dp"), OptionError),
     "a missing argument": (lambda: fs.update(TX), TypeError),

@@ -54,7 +54,7 @@ def test_training_has_the_bits_of_the_plain_wire(strategy, policy, compute):
         assert_same_training(found[1], found[0])
         if found[1].schedule is not None:
             assert found[1].num_recordings == 1
-            fs.schedule.verify(found[1].schedule)
+            fs.schedules.verify(found[1].schedule)
 
     simulate(STRATEGIES[strategy][0], rank_fn)
 
@@ -87,11 +87,11 @@ def test_placements_that_cut_between_blocks_have_the_same_bits():
 def test_a_step_makes_the_predicted_calls(strategy, microbatches, wire):
     mesh, how = STRATEGIES[strategy]
     precision = fs.Precision(wire=wire)
-    expected = fs.step_traffic(make_layout(mesh, how, precision=precision), microbatches=microbatches)
+    expected = fs.inspect.step_traffic(make_layout(mesh, how, precision=precision), microbatches=microbatches)
     assert any(call.op == "all_to_all" for call in expected)
 
     def rank_fn(comm):
-        counting, tx = fs.CountingComm(comm), fs.optim.adamw(1e-2)
+        counting, tx = fs.collectives.CountingComm(comm), fs.optim.adamw(1e-2)
         state = make_state(comm, strategy, tx=tx, precision=precision)
         fs.train_step(loss_fn, tx, microbatches=microbatches)(state, my_batches(comm, 1, size=12)[0], counting)
         return Counter(counting.calls), measure(comm, strategy, microbatches, precision)
@@ -105,7 +105,7 @@ def test_gradients_in_blocks_send_a_third_of_the_bytes():
     """Blocks of 8 numbers of 8 bits, and a scale in float32, are 12 bytes; 8 numbers in float32 are 32."""
     mesh, how = STRATEGIES["zero3"]
     layouts = [fs.plan({"w": torch.zeros(4096)}, mesh, how, precision=precision) for precision in (ROUNDED, fs.Precision())]
-    sent = [sum(call.nbytes for call in fs.step_traffic(layout) if call.op in OPS) for layout in layouts]
+    sent = [sum(call.nbytes for call in fs.inspect.step_traffic(layout) if call.op in OPS) for layout in layouts]
     assert sent == [2048 * 12 // 8, 2048 * 4]
 
 
@@ -184,11 +184,11 @@ def test_parts_that_are_no_whole_blocks_are_refused():
 
 
 BY_AXIS = {
-    "between hosts": {"outer": fs.layout.mxint4},
+    "between hosts": {"outer": fs.formats.mxint4},
     "within a host": {"inner": torch.bfloat16},
-    "both": {"outer": fs.layout.mxint4, "inner": fs.layout.mxint8},
+    "both": {"outer": fs.formats.mxint4, "inner": fs.formats.mxint8},
     "in two dtypes": {"outer": torch.bfloat16, "inner": torch.float32},
-    "blocks of two sizes": {"outer": BLOCKS, "inner": fs.layout.mxint8},
+    "blocks of two sizes": {"outer": BLOCKS, "inner": fs.formats.mxint8},
 }
 
 
@@ -203,13 +203,13 @@ def test_a_wire_for_each_axis(strategy, wire, compute):
         blocking = train(comm, strategy, microbatches=2, precision=precision)
         for policy in ({}, POLICIES["buckets"]):
             assert_same_training(train(comm, strategy, policy, microbatches=2, precision=precision), blocking)
-        counting, tx = fs.CountingComm(comm), fs.optim.adamw(1e-2)
+        counting, tx = fs.collectives.CountingComm(comm), fs.optim.adamw(1e-2)
         state = make_state(comm, strategy, tx=tx, precision=precision)
         fs.train_step(loss_fn, tx)(state, my_batches(comm, 1)[0], counting)
         return Counter(counting.calls), measure(comm, strategy, 2, precision)
 
     for calls, scheduled in simulate(mesh, rank_fn):
-        assert calls == fs.step_traffic(layout)
+        assert calls == fs.inspect.step_traffic(layout)
         assert_as_planned(scheduled, mesh)
 
 
@@ -220,7 +220,7 @@ def test_an_axis_that_is_not_of_the_mesh_is_refused():
         fs.Precision(wire={"outer": "bf16"})
 
 
-@pytest.mark.parametrize("wire", [torch.bfloat16, fs.layout.mxint4], ids=["bfloat16", "mxint4"])
+@pytest.mark.parametrize("wire", [torch.bfloat16, fs.formats.mxint4], ids=["bfloat16", "mxint4"])
 @pytest.mark.parametrize(
     ("sizes", "how"),
     [

@@ -685,7 +685,7 @@ class Functions:
     def scaled(self, tree: Any, statement: Write) -> Any:
         """The tree with the parameters of one cell multiplied, in memory of their own."""
         names = {str(statement.cell)}
-        return fs.map_units(
+        return fs.layouts.map_units(
             lambda node: node.replace([b * statement.factor for b in node.buffers]) if node.name in names else node, tree
         )
 

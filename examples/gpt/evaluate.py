@@ -35,7 +35,7 @@ def bits_per_byte(
             total, weight = loss_fn(params, {name: x.to(comm.device) for name, x in data.items()}, comm)
             sums += torch.stack([total.double(), weight.double()])
         for axis in comm.mesh.names:
-            sums = fs.comm.all_reduce(sums, comm, axis)
+            sums = fs.collectives.all_reduce(sums, comm, axis)
     return float(sums[0] / sums[1]) / math.log(2)
 
 

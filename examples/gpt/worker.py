@@ -37,7 +37,7 @@ def run(options: Options, comm: fs.Comm) -> None:
     starts = data.even_starts(corpus.held_out, options.eval_bytes, options.context)
     alone = layout_of(options, fs.Mesh({"dp": 1}), fs.ddp("dp"))
     nbytes = {
-        "bytes_at_rest": sum(node.nbytes for node in fs.units_of((state.params, state.main, state.opt))),
+        "bytes_at_rest": sum(node.nbytes for node in fs.layouts.units_of((state.params, state.main, state.opt))),
         "bytes_at_rest_predicted": predicted_bytes(layout),
         "bytes_unsharded": predicted_bytes(alone),
     }

@@ -169,7 +169,7 @@ def shardings(layout: Layout, place: PlaceName = "params", *, devices: Sequence[
 
     Args:
         layout: made by :func:`~fsharp.plan`.
-        place: which of the places of its units, by name or as a :class:`~fsharp.layout.Place`.
+        place: which of the places of its units, by name or as a :class:`~fsharp.layouts.Place`.
         devices: the device of each rank, as for :func:`to_jax`; a LayoutError if there are fewer than ranks.
     """
     mesh, _ = _mesh(layout, devices)

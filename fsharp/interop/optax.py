@@ -49,7 +49,7 @@ def from_optax(tx: Any) -> Transform:
     """Return an ``optax.GradientTransformation`` as a transformation of shards.
 
     >>> import optax, fsharp as fs
-    >>> tx = fs.from_optax(optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3)))
+    >>> tx = fs.optim.from_optax(optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3)))
 
     optax sees the user's tree with whole leaves, so masks, labels and whatever looks at ranks and sizes mean what they mean
     there. What it does to each element is done where the element is; sums over whole leaves, such as norms, are taken over the

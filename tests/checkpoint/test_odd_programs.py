@@ -248,7 +248,7 @@ def test_states_of_torchopt_go_on_elsewhere(tmp_path, name):
         return fs.full(trained(comm, layout, make(), state, range(4, 8)).params, comm=comm)
 
     def after(comm):
-        layout = fs.plan(make_params(), comm.mesh, fs.ddp("dp"), atoms=fs.layout.Rows())
+        layout = fs.plan(make_params(), comm.mesh, fs.ddp("dp"), atoms=fs.layouts.Rows())
         state = fs.checkpoint.load(tmp_path, torchopt_state(comm, layout, make()), comm=comm)
         return fs.full(trained(comm, layout, make(), state, range(4, 8)).params, comm=comm)
 

@@ -148,7 +148,7 @@ def test_each_rank_reads_what_it_holds_and_hardly_more(tmp_path, monkeypatch):
 
 def test_ranks_agree_and_commit_and_plan_nothing(tmp_path):
     def calls(comm, params):
-        counting = fs.CountingComm(comm)
+        counting = fs.collectives.CountingComm(comm)
         layout = fs.plan(params, comm.mesh, fs.zero3("dp"), units="*")
         tree = fs.shard(params, layout, counting)
         before = counting.num_calls, counting.nbytes
@@ -298,7 +298,7 @@ def test_a_number_for_a_whole_unit_is_kept_for_each_leaf(tmp_path):
     def counts(units, *numbers):
         nodes = fs.shard(tree, fs.plan(tree, comm.mesh, fs.zero3("dp"), units=units), comm)
         values = iter(numbers)
-        return fs.map_units(lambda node: node.replace([torch.tensor([next(values)]) for _ in node.buffers]), nodes)
+        return fs.layouts.map_units(lambda node: node.replace([torch.tensor([next(values)]) for _ in node.buffers]), nodes)
 
     fs.checkpoint.save(tmp_path, counts("*", 5, 5), step=0, comm=comm)
     got = fs.checkpoint.load(tmp_path, counts(None, 0), comm=comm)

@@ -250,7 +250,7 @@ def test_ranks_save_in_groups_of_their_own_while_they_go_on(tmp_path):
                 saver.save(params, step=step, metric=float(step))
                 for _ in range(20):  # collectives of the step, at the same time
                     total = comm.all_reduce(torch.ones(3) * comm.rank, "dp")
-                params = fs.map_units(lambda node: node.replace([b + 1 for b in node.buffers]), params)
+                params = fs.layouts.map_units(lambda node: node.replace([b + 1 for b in node.buffers]), params)
         return total.tolist(), len(saver._staged)
 
     assert [total for total, _ in processes(fs.Mesh({"dp": 2}), run)] == [[1.0] * 3] * 2

@@ -19,38 +19,38 @@ def draw(comm, *shape, seed=0):
 # name, map, transpose, elements in, elements out; along the axis "inner" of size 3
 OPERATIONS = {
     "all_gather": (
-        lambda x, comm: fs.comm.all_gather_last(x, comm, "inner"),
-        lambda y, comm: fs.comm.reduce_scatter_last(y, comm, "inner"),
+        lambda x, comm: fs.collectives.all_gather_last(x, comm, "inner"),
+        lambda y, comm: fs.collectives.reduce_scatter_last(y, comm, "inner"),
         C,
         3 * C,
     ),
     "reduce_scatter": (
-        lambda x, comm: fs.comm.reduce_scatter_last(x, comm, "inner"),
-        lambda y, comm: fs.comm.all_gather_last(y, comm, "inner"),
+        lambda x, comm: fs.collectives.reduce_scatter_last(x, comm, "inner"),
+        lambda y, comm: fs.collectives.all_gather_last(y, comm, "inner"),
         3 * C,
         C,
     ),
     "all_reduce": (
-        lambda x, comm: fs.comm.all_reduce(x, comm, "inner"),
-        lambda y, comm: fs.comm.all_reduce(y, comm, "inner"),
+        lambda x, comm: fs.collectives.all_reduce(x, comm, "inner"),
+        lambda y, comm: fs.collectives.all_reduce(y, comm, "inner"),
         C,
         C,
     ),
     "local_slice": (
-        lambda x, comm: fs.comm.local_slice(x, comm, "inner"),
+        lambda x, comm: fs.collectives.local_slice(x, comm, "inner"),
         lambda y, comm: torch.nn.functional.pad(y, (C * (comm.rank % 3), C * (2 - comm.rank % 3))),
         3 * C,
         C,
     ),
     "gather after reduce_scatter": (
-        lambda x, comm: fs.comm.all_gather_last(fs.comm.reduce_scatter_last(x, comm, "inner"), comm, "inner"),
-        lambda y, comm: fs.comm.all_reduce(y, comm, "inner"),
+        lambda x, comm: fs.collectives.all_gather_last(fs.collectives.reduce_scatter_last(x, comm, "inner"), comm, "inner"),
+        lambda y, comm: fs.collectives.all_reduce(y, comm, "inner"),
         3 * C,
         3 * C,
     ),
     "two axes": (
-        lambda x, comm: fs.comm.all_gather_last(fs.comm.all_gather_last(x, comm, "outer"), comm, "inner"),
-        lambda y, comm: fs.comm.reduce_scatter_last(fs.comm.reduce_scatter_last(y, comm, "inner"), comm, "outer"),
+        lambda x, comm: fs.collectives.all_gather_last(fs.collectives.all_gather_last(x, comm, "outer"), comm, "inner"),
+        lambda y, comm: fs.collectives.reduce_scatter_last(fs.collectives.reduce_scatter_last(y, comm, "inner"), comm, "outer"),
         C,
         6 * C,
     ),
@@ -80,14 +80,14 @@ def test_round_trips():
 
     def rank_fn(comm):
         x, full = draw(comm, 2, C), torch.arange(3.0 * C)
-        whole = fs.comm.all_gather_last(x, comm, "inner")
+        whole = fs.collectives.all_gather_last(x, comm, "inner")
         parts = draw(comm, 3 * C, seed=2)
-        halves = fs.comm.all_gather_last(fs.comm.reduce_scatter_last(parts, comm, "inner"), comm, "inner")
+        halves = fs.collectives.all_gather_last(fs.collectives.reduce_scatter_last(parts, comm, "inner"), comm, "inner")
         return (
-            torch.equal(fs.comm.local_slice(whole, comm, "inner"), x),
-            torch.equal(fs.comm.all_gather_last(fs.comm.local_slice(full, comm, "inner"), comm, "inner"), full),
-            torch.equal(fs.comm.reduce_scatter_last(torch.cat([full] * 3), comm, "inner"), 3 * full),
-            torch.equal(halves, fs.comm.all_reduce(parts, comm, "inner")),
+            torch.equal(fs.collectives.local_slice(whole, comm, "inner"), x),
+            torch.equal(fs.collectives.all_gather_last(fs.collectives.local_slice(full, comm, "inner"), comm, "inner"), full),
+            torch.equal(fs.collectives.reduce_scatter_last(torch.cat([full] * 3), comm, "inner"), 3 * full),
+            torch.equal(halves, fs.collectives.all_reduce(parts, comm, "inner")),
         )
 
     assert simulate(MESH, rank_fn) == [(True,) * 4] * 6

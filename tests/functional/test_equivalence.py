@@ -23,12 +23,12 @@ def hybrid_runs(outer, inner):
     mesh = fs.Mesh({"outer": outer, "inner": inner})
     mixed = fs.Strategy(
         {
-            "outer": fs.layout.AxisRule(fs.layout.Replicate, fs.layout.Partial, fs.layout.Shard),
-            "inner": fs.layout.AxisRule(fs.layout.Replicate, fs.layout.Shard, fs.layout.Shard),
+            "outer": fs.layouts.AxisRule(fs.layouts.Replicate, fs.layouts.Partial, fs.layouts.Shard),
+            "inner": fs.layouts.AxisRule(fs.layouts.Replicate, fs.layouts.Shard, fs.layouts.Shard),
         }
     )
     late = fs.Strategy(
-        dict.fromkeys(("outer", "inner"), fs.layout.AxisRule(fs.layout.Shard, fs.layout.Partial, fs.layout.Shard))
+        dict.fromkeys(("outer", "inner"), fs.layouts.AxisRule(fs.layouts.Shard, fs.layouts.Partial, fs.layouts.Shard))
     )
     return {
         "hsdp": (mesh, fs.hsdp("outer", "inner")),
@@ -119,7 +119,8 @@ def test_worlds_that_do_not_divide_the_sizes(n):
 
 
 @pytest.mark.parametrize(
-    "atoms", [fs.layout.Rows(1), fs.layout.Rows(2), fs.layout.Whole(), {"**": fs.layout.Rows(1), "layers": fs.layout.Whole()}]
+    "atoms",
+    [fs.layouts.Rows(1), fs.layouts.Rows(2), fs.layouts.Whole(), {"**": fs.layouts.Rows(1), "layers": fs.layouts.Whole()}],
 )
 def test_atoms_do_not_change_values(atoms):
     by_atom = equivalent({"zero3": (fs.Mesh({"dp": 3}), fs.zero3("dp"))}, steps=4, atoms=atoms)

@@ -30,7 +30,7 @@ def run(strategy, microbatches, scheduled):
             fs.Scheduler(comm)(both)(own, batch) if scheduled else both(own, batch, comm)
         )
         assert torch.equal(loss.sum, same_loss.sum)
-        for a, b in zip(fs.units_of(grads), fs.units_of(same_grads), strict=True):
+        for a, b in zip(fs.layouts.units_of(grads), fs.layouts.units_of(same_grads), strict=True):
             assert all(map(torch.equal, a.buffers, b.buffers))
         with torch.no_grad():
             expected = logits(own, batch["x"], comm)
@@ -61,7 +61,7 @@ def test_a_step_hands_on_the_aux():
         plain, metrics = fs.train_step(loss_fn, fs.optim.sgd(0.1))(state, batch, comm)
         new, (same, aux) = fs.train_step(with_aux, fs.optim.sgd(0.1), has_aux=True)(state, batch, comm)
         assert torch.equal(metrics.loss, same.loss)
-        assert all(map(torch.equal, fs.units_of(plain.params)[0].buffers, fs.units_of(new.params)[0].buffers))
+        assert all(map(torch.equal, fs.layouts.units_of(plain.params)[0].buffers, fs.layouts.units_of(new.params)[0].buffers))
         return aux["rank"]
 
     assert simulate(DP, rank_fn) == [0, 1]

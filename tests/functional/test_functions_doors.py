@@ -421,7 +421,7 @@ def test_units_of_one_name_from_two_trees_in_one_call_are_each_their_own(strateg
         for _ in range(3):
             found, same = scheduled(trees[0], x)
             assert torch.equal(found.sum, expected.sum)
-            for a, b in zip(fs.units_of(grads), fs.units_of(same), strict=True):
+            for a, b in zip(fs.layouts.units_of(grads), fs.layouts.units_of(same), strict=True):
                 assert all(map(torch.equal, a.buffers, b.buffers))
         return expected.mean.item()
 

@@ -15,7 +15,7 @@ def on_ranks(fn, strategy=fs.zero3, scheduled=False):
     """``fn(state, batch, comm)`` on two ranks, the counted comm of each."""
 
     def rank_fn(comm):
-        counting = fs.CountingComm(comm)
+        counting = fs.collectives.CountingComm(comm)
         layout = fs.plan(make_params(), DP, strategy("dp"), units="layers.*")
         state = fs.init_state(fs.optim.adamw(1e-2), fs.shard(make_params(), layout, comm, place="optim"), comm=comm)
         batch = make_batches(1, 8, seed=comm.rank)[0]

@@ -19,13 +19,15 @@ def prefixes(place):
     """Every place that replicates and shards, from whole to as fine as ``place``."""
     n = len(place.sharded)
     return [
-        fs.layout.Place(place.order, tuple(fs.layout.Shard if i < k else fs.layout.Replicate for i in range(len(place.order))))
+        fs.layouts.Place(
+            place.order, tuple(fs.layouts.Shard if i < k else fs.layouts.Replicate for i in range(len(place.order)))
+        )
         for k in range(n + 1)
     ]
 
 
 def assert_same(actual, expected):
-    for a, b in zip(fs.units_of(actual), fs.units_of(expected), strict=True):
+    for a, b in zip(fs.layouts.units_of(actual), fs.layouts.units_of(expected), strict=True):
         assert (a.name, a.place, a.groups) == (b.name, b.place, b.groups)
         for x, y in zip(a.buffers, b.buffers, strict=True):
             assert x.dtype == y.dtype
@@ -44,7 +46,7 @@ def test_gather_moves_between_any_two_places(data):
             expected += gather_calls(each, group, resolve_place(each, source), resolve_place(each, target))
 
     def rank_fn(comm):
-        counting = fs.CountingComm(comm)
+        counting = fs.collectives.CountingComm(comm)
         tree = fs.shard_for(case.tree, case.layout, comm.rank, place=source)
         before = optree.tree_map(torch.clone, tree)
         moved = fs.gather(tree, comm=counting, to=target)
@@ -59,7 +61,7 @@ def test_gather_moves_between_any_two_places(data):
 def is_a_sum(source, target):
     """Whether reduce_scatter() goes there: partial sums to anywhere, copies to shards."""
     pairs = zip(source.placements, target.placements, strict=True)
-    return all(a is b or (a is not fs.layout.Shard and b is not fs.layout.Partial) for a, b in pairs)
+    return all(a is b or (a is not fs.layouts.Shard and b is not fs.layouts.Partial) for a, b in pairs)
 
 
 @given(st.data())
@@ -73,7 +75,7 @@ def test_reduce_scatter_sums_what_ranks_hold(data):
     trees = [optree.tree_map(lambda t, r=rank: integers_like(t, 7 * r + t.numel()), case.tree) for rank in range(mesh.size)]
     tied = fs.unshard([fs.shard_for(case.tree, layout, r, place="full") for r in range(mesh.size)])
     trees = [_tie(tree, tied) for tree in trees]
-    summed = [axis for axis in source.partial if target[axis] is not fs.layout.Partial]
+    summed = [axis for axis in source.partial if target[axis] is not fs.layouts.Partial]
 
     def total(rank):
         ranks = [rank]
@@ -87,7 +89,7 @@ def test_reduce_scatter_sums_what_ranks_hold(data):
             expected_calls += reduce_calls(unit, group, source, target)
 
     def rank_fn(comm):
-        counting = fs.CountingComm(comm)
+        counting = fs.collectives.CountingComm(comm)
         mine = fs.trainable(fs.shard_for(trees[comm.rank], layout, comm.rank, place=source))
         before = optree.tree_map(torch.clone, mine)
         moved = fs.reduce_scatter(mine, comm=counting, to=target)
@@ -97,7 +99,7 @@ def test_reduce_scatter_sums_what_ranks_hold(data):
 
     for rank, moved in enumerate(simulate(mesh, rank_fn)):
         want = fs.trainable(fs.shard_for(total(rank), layout, rank, place=target))
-        accumulate = [node.unit.groups[g].dtypes.accumulate for node in fs.units_of(want) for g in node.groups]
+        accumulate = [node.unit.groups[g].dtypes.accumulate for node in fs.layouts.units_of(want) for g in node.groups]
         flat = iter(accumulate)
         assert_same(moved, optree.tree_map(lambda x, d=flat: x.to(next(d)), want))
 
@@ -128,7 +130,7 @@ def test_full_gives_every_rank_the_tree(case):
 def test_init_depends_on_key_and_path_alone(case, key):
     paths_of = optree.tree_map(lambda t: torch.empty(t.shape, dtype=t.dtype, device="meta"), case.tree)
     alone = fs.plan(paths_of, fs.Mesh({"one": 1}), fs.ddp("one"))
-    layout = fs.plan(paths_of, case.layout.mesh, case.layout.units[0].strategy, atoms=fs.layout.Rows(2))
+    layout = fs.plan(paths_of, case.layout.mesh, case.layout.units[0].strategy, atoms=fs.layouts.Rows(2))
     expected = fs.full(
         fs.init_params(fs.init.normal(), alone, fs.SingleComm(alone.mesh), key=key), comm=fs.SingleComm(alone.mesh)
     )
@@ -161,15 +163,15 @@ def test_patterns_choose_initializers_and_the_last_counts():
 def test_finer_axes_are_gathered_first(axes):
     """The slow axis, if it cuts first, moves n times the bytes only after the fast axis has made parts whole."""
     mesh = fs.Mesh({"o": 2, "i": 2})
-    rules = dict.fromkeys(axes, fs.layout.AxisRule(fs.layout.Shard, fs.layout.Shard, fs.layout.Shard))
+    rules = dict.fromkeys(axes, fs.layouts.AxisRule(fs.layouts.Shard, fs.layouts.Shard, fs.layouts.Shard))
     tree = {"w": torch.arange(16.0)}
     layout = fs.plan(tree, mesh, fs.Strategy(rules))
 
     def rank_fn(comm):
-        counting = fs.CountingComm(comm)
+        counting = fs.collectives.CountingComm(comm)
         whole = fs.gather(fs.shard_for(tree, layout, comm.rank), comm=counting)
         return list(counting.calls), whole.buffers[0]
 
     for calls, buffer in simulate(mesh, rank_fn):
-        assert calls == [fs.comm.Call("all_gather", axes[1], 16), fs.comm.Call("all_gather", axes[0], 32)]
+        assert calls == [fs.collectives.Call("all_gather", axes[1], 16), fs.collectives.Call("all_gather", axes[0], 32)]
         assert torch.equal(buffer, tree["w"])

@@ -108,7 +108,7 @@ def on_ranks(norms, tree, name="zero3", **kwargs):
     layout = make_layout(tree, mesh, strategy, **kwargs)
 
     def rank_fn(comm):
-        counting = fs.CountingComm(comm)
+        counting = fs.collectives.CountingComm(comm)
         params = fs.shard(tree, layout, comm)
         counting.calls.clear()
         return comm.rank, norms(params, batch_of(comm.rank), comm=counting), counting
@@ -152,7 +152,7 @@ def test_two_gathers_a_use_and_no_reduction():
         assert torch.equal(released[1], held[1])
 
 
-class Watched(fs.CountingComm):
+class Watched(fs.collectives.CountingComm):
     """How many gathered storages are alive whenever another one is gathered."""
 
     def __init__(self, inner):
@@ -236,7 +236,7 @@ def refused(loss, batch, match, error=LossError, strategy=fs.zero3("dp")):
     layout = make_layout(tree, mesh, strategy)
 
     def rank_fn(comm):
-        counting = fs.CountingComm(comm)
+        counting = fs.collectives.CountingComm(comm)
         params = fs.shard(tree, layout, comm)
         counting.calls.clear()
         with pytest.raises(error, match=match):
@@ -269,7 +269,7 @@ def test_units_that_vary_are_refused_before_any_collective():
     layout = fs.plan(tree, mesh, strategies, units="*")
 
     def rank_fn(comm):
-        counting = fs.CountingComm(comm)
+        counting = fs.collectives.CountingComm(comm)
         params = fs.shard(tree, layout, comm)
         counting.calls.clear()
         with pytest.raises(LayoutError, match=r"(?s)unit +'experts'.*varies +ep"):
@@ -290,7 +290,7 @@ def test_parameters_that_are_differentiated_in_another_way_are_refused():
 
     def inner_gradient(params, batch, comm):
         g = torch.func.grad(lambda p: loss_fn(p, batch, comm)[0])(params)
-        return loss_fn(params, batch, comm)[0] + fs.units_of(g)[0].buffers[0].square().sum()
+        return loss_fn(params, batch, comm)[0] + fs.layouts.units_of(g)[0].buffers[0].square().sum()
 
     refused(penalty, BATCH, r"units \['layers.0'\] were differentiated for all samples together")
     refused(inner_gradient, BATCH, r"'embed'.* were differentiated for all samples together")

@@ -221,7 +221,7 @@ def test_keys_that_dotted_paths_cannot_tell_apart_are_refused(tree):
 
 def test_a_part_that_does_not_divide_is_refused():
     def rank_fn(comm):
-        for fn in (fs.comm.local_slice, fs.comm.reduce_scatter_last):
+        for fn in (fs.collectives.local_slice, fs.collectives.reduce_scatter_last):
             with pytest.raises(TreeError, match="a last dim of 5 does not divide into 2 parts"):
                 fn(torch.ones(5), comm, "dp")
 
@@ -240,12 +240,12 @@ def test_a_tied_unit_among_the_arguments_is_found_and_its_traffic_predicted():
             )
             return together + fs.forward(lambda t: t["w"].sum() + t["v"].sum(), p["b"], comm=comm, ties=[p["a"]])
 
-        counting = fs.CountingComm(comm)
+        counting = fs.collectives.CountingComm(comm)
         state = fs.init_state(fs.optim.sgd(0.1), fs.shard(tree, layout, comm), comm=comm)
         fs.train_step(loss, fs.optim.sgd(0.1))(state, None, counting)
         return counting.calls
 
-    assert simulate(DP, rank_fn) == [fs.step_traffic(layout, uses={"a": 2, "b": 2})] * 2
+    assert simulate(DP, rank_fn) == [fs.inspect.step_traffic(layout, uses={"a": 2, "b": 2})] * 2
 
 
 @pytest.mark.parametrize(

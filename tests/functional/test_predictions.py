@@ -13,8 +13,8 @@ from tests.gpt_like import block, embed, head, loss_fn, make_batches, make_param
 MESHES = {1: fs.Mesh({"dp": 4}), 2: fs.Mesh({"outer": 2, "inner": 2})}
 MIXED = fs.Strategy(
     {
-        "outer": fs.layout.AxisRule(fs.layout.Replicate, fs.layout.Partial, fs.layout.Shard),
-        "inner": fs.layout.AxisRule(fs.layout.Replicate, fs.layout.Shard, fs.layout.Shard),
+        "outer": fs.layouts.AxisRule(fs.layouts.Replicate, fs.layouts.Partial, fs.layouts.Shard),
+        "inner": fs.layouts.AxisRule(fs.layouts.Replicate, fs.layouts.Shard, fs.layouts.Shard),
     }
 )
 STRATEGIES = {
@@ -22,7 +22,7 @@ STRATEGIES = {
     "zero1": fs.zero1("dp"),
     "zero2": fs.zero2("dp"),
     "zero3": fs.zero3("dp"),
-    "late": fs.Strategy({"dp": fs.layout.AxisRule(fs.layout.Shard, fs.layout.Partial, fs.layout.Shard)}),
+    "late": fs.Strategy({"dp": fs.layouts.AxisRule(fs.layouts.Shard, fs.layouts.Partial, fs.layouts.Shard)}),
     "hsdp": fs.hsdp("outer", "inner"),
     "hfsdp": fs.hfsdp("outer", "inner"),
     "ddp on two axes": fs.ddp("outer", "inner"),
@@ -32,7 +32,7 @@ PRECISIONS = {
     "float32": fs.Precision(),
     "bfloat16": fs.Precision(compute=torch.bfloat16),
     "float32 wire": fs.Precision(compute=torch.bfloat16, wire=torch.float32),
-    "8 and 4 bits": fs.Precision(stored=fs.layout.mxint8, wire=fs.layout.mxint4),
+    "8 and 4 bits": fs.Precision(stored=fs.formats.mxint8, wire=fs.formats.mxint4),
 }
 each_strategy = pytest.mark.parametrize("name", STRATEGIES)
 each_precision = pytest.mark.parametrize("precision", PRECISIONS)
@@ -49,7 +49,7 @@ def traffic_of_a_step(layout, params, microbatches, comm):
     tx = fs.optim.adamw(1e-2)
     state = fs.init_state(tx, fs.shard(params, layout, comm, place="optim"), comm=comm)
     batch = {k: v.chunk(4)[comm.rank] for k, v in make_batches(1, 32)[0].items()}
-    counting = fs.CountingComm(comm)
+    counting = fs.collectives.CountingComm(comm)
     fs.train_step(loss_fn, tx, microbatches=microbatches)(state, batch, counting)
     return counting.calls
 
@@ -60,7 +60,7 @@ def traffic_of_a_step(layout, params, microbatches, comm):
 def test_traffic_of_a_step(name, precision, frozen):
     mesh, layout, params = setup(name, precision, frozen)
     for microbatches in (1, 2):
-        expected = fs.step_traffic(layout, microbatches=microbatches)
+        expected = fs.inspect.step_traffic(layout, microbatches=microbatches)
         for calls in simulate(mesh, lambda comm, m=microbatches: traffic_of_a_step(layout, params, m, comm)):
             assert calls == expected
 
@@ -68,22 +68,22 @@ def test_traffic_of_a_step(name, precision, frozen):
 def test_traffic_in_processes():
     mesh, layout, params = setup("hfsdp", "bfloat16")
     for calls in processes(mesh, lambda comm: traffic_of_a_step(layout, params, 2, comm)):
-        assert calls == fs.step_traffic(layout, microbatches=2)
+        assert calls == fs.inspect.step_traffic(layout, microbatches=2)
 
 
 def test_traffic_in_numbers():
     """By hand: 24 float32 on 4 ranks, nothing padded; each rank sends (n - 1)/n of a buffer in each direction."""
     params = {"w": torch.zeros(24)}
     part = 3 * 6 * 4
-    loss = fs.comm.Call("all_reduce", "dp", 2 * 3 * 8)
+    loss = fs.collectives.Call("all_reduce", "dp", 2 * 3 * 8)
     expected = {
-        "ddp": {fs.comm.Call("all_reduce", "dp", 2 * part): 1},
-        "zero1": {fs.comm.Call("reduce_scatter", "dp", part): 1, fs.comm.Call("all_gather", "dp", part): 1},
-        "zero2": {fs.comm.Call("reduce_scatter", "dp", part): 1, fs.comm.Call("all_gather", "dp", part): 1},
-        "zero3": {fs.comm.Call("reduce_scatter", "dp", part): 1, fs.comm.Call("all_gather", "dp", part): 2},
+        "ddp": {fs.collectives.Call("all_reduce", "dp", 2 * part): 1},
+        "zero1": {fs.collectives.Call("reduce_scatter", "dp", part): 1, fs.collectives.Call("all_gather", "dp", part): 1},
+        "zero2": {fs.collectives.Call("reduce_scatter", "dp", part): 1, fs.collectives.Call("all_gather", "dp", part): 1},
+        "zero3": {fs.collectives.Call("reduce_scatter", "dp", part): 1, fs.collectives.Call("all_gather", "dp", part): 2},
     }
     for name, calls in expected.items():
-        assert dict(fs.step_traffic(fs.plan(params, MESHES[1], STRATEGIES[name]))) == {**calls, loss: 1}
+        assert dict(fs.inspect.step_traffic(fs.plan(params, MESHES[1], STRATEGIES[name]))) == {**calls, loss: 1}
 
 
 @each_strategy
@@ -95,7 +95,9 @@ def test_bytes_at_rest(name, precision):
     def rank_fn(comm):
         state = fs.init_state(tx, fs.shard(params, layout, comm, place="optim"), comm=comm)
         _, grads = fs.value_and_grad(loss_fn)(state.params, make_batches(1, 4)[0], comm=comm)
-        return [sum(node.nbytes for node in fs.units_of(tree)) for tree in (state.params, grads, state.main, state.opt.mu)]
+        return [
+            sum(node.nbytes for node in fs.layouts.units_of(tree)) for tree in (state.params, grads, state.main, state.opt.mu)
+        ]
 
     expected = [layout.nbytes(kind) for kind in ("params", "grads", "main", "optim")]
     assert all(sizes == expected for sizes in simulate(mesh, rank_fn))
@@ -169,11 +171,11 @@ def test_gathered_parameters_do_not_outlive_their_call(release):
 def test_axes_of_size_one_cost_nothing():
     mesh = fs.Mesh({"outer": 1, "inner": 1})
     layout = fs.plan(make_params(), mesh, fs.hfsdp("outer", "inner"), units="layers.*")
-    comm = fs.CountingComm(fs.SingleComm(mesh))
+    comm = fs.collectives.CountingComm(fs.SingleComm(mesh))
     tx = fs.optim.chain(
         fs.optim.clip_by_global_norm(1.0, deterministic=True), fs.optim.apply_if_finite(fs.optim.adamw(1e-2), 5)
     )
     state = fs.init_state(tx, fs.shard(make_params(), layout, comm), comm=comm)
     fs.train_step(loss_fn, tx)(state, make_batches(1, 8)[0], comm)
     assert comm.num_calls == 0
-    assert fs.step_traffic(layout) == {}
+    assert fs.inspect.step_traffic(layout) == {}

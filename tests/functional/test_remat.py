@@ -41,14 +41,14 @@ def loss_fn(params, batch, comm, *, generator=None, **options):
 
 def gradients(comm, strategy, step, *, scheduled=False):
     """Of three calls of ``step(params, batch, comm)``: loss, buffers of the gradients, and the collectives of the last."""
-    counting, params = fs.CountingComm(comm), make_params()
+    counting, params = fs.collectives.CountingComm(comm), make_params()
     params = fs.shard(params, fs.plan(params, comm.mesh, strategy("dp"), units="layers.*"), comm)
     batch = make_batches(1, 8, seed=comm.rank)[0]
     run = fs.Scheduler(counting)(step) if scheduled else partial(step, comm=counting)
     for _ in range(3):
         counting.calls.clear()
         loss, grads = run(params, batch)
-    return [loss.sum, *(x.clone() for node in fs.units_of(grads) for x in node.buffers)], dict(counting.calls)
+    return [loss.sum, *(x.clone() for node in fs.layouts.units_of(grads) for x in node.buffers)], dict(counting.calls)
 
 
 def value_and_grad(params, batch, comm, **options):

@@ -143,7 +143,7 @@ def test_within_the_loss(name, strategy):
     def step(params, x, comm):
         loss, grads = fs.value_and_grad(loss_fn)(params, x, comm=comm)
         metrics, grads = fs.average(loss, fs.reduce_scatter(grads, comm=comm), comm=comm)
-        return metrics.loss, [b.clone() for node in fs.units_of(grads) for b in node.buffers], grads
+        return metrics.loss, [b.clone() for node in fs.layouts.units_of(grads) for b in node.buffers], grads
 
     def rank_fn(comm):
         params, x = fs.shard(make_tree(), layout, comm), batch_of(comm.rank)

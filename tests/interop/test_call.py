@@ -359,7 +359,7 @@ def steps(comm, block, is_scheduled):
     params = gpt_like.make_params()
     layout = fs.plan(params, comm.mesh, fs.zero3("dp"), units="layers.*")
     tx = fs.optim.sgd(0.1)
-    counting = fs.CountingComm(comm)
+    counting = fs.collectives.CountingComm(comm)
     state = fs.init_state(tx, fs.shard(params, layout, comm), comm=comm)
 
     def step(state, batch, comm):

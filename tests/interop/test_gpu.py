@@ -20,7 +20,7 @@ def trained(device):
     comm = fs.SingleComm(device=device)
     params = gpt_like.make_params()
     layout = fs.plan(params, comm.mesh, fs.zero3("dp"), units="layers.*")
-    tx = fs.from_optax(optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2)))
+    tx = fs.optim.from_optax(optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2)))
     state = fs.init_state(tx, fs.shard(params, layout, comm), comm=comm)
     step = fs.Scheduler(comm)(fs.train_step(gpt_like.loss_fn, tx))
     for batch in gpt_like.make_batches(5, 16):
@@ -44,8 +44,8 @@ def test_as_torch_on_a_gpu():
 def test_to_jax_on_a_gpu_has_the_memory_of_the_shards():
     layout, state, whole = trained("cuda")
     arrays = to_jax(state.params, layout)
-    buffers = [x for node in fs.units_of(state.params) for x in node.buffers]
+    buffers = [x for node in fs.layouts.units_of(state.params) for x in node.buffers]
     assert [x.unsafe_buffer_pointer() for x in jax.tree.leaves(arrays)] == [x.data_ptr() for x in buffers]
     torch.testing.assert_close(torch.from_dlpack(jax.jit(unflatten)(arrays)["embed"]), whole["embed"])
     back = from_jax(arrays, layout)
-    assert all(map(torch.equal, [x for node in fs.units_of(back) for x in node.buffers], buffers))
+    assert all(map(torch.equal, [x for node in fs.layouts.units_of(back) for x in node.buffers], buffers))

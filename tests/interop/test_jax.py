@@ -38,7 +38,7 @@ def shards(layout, params=None, place="params"):
 
 
 def buffers(trees):
-    return [buffer for node in fs.units_of(trees) for buffer in node.buffers]
+    return [buffer for node in fs.layouts.units_of(trees) for buffer in node.buffers]
 
 
 def pointers(tree):
@@ -58,7 +58,7 @@ def test_to_jax_has_the_memory_of_the_shards(name, place):
     assert pointers(arrays) == [x.data_ptr() for x in buffers(trees)]
     mesh, strategy = LAYOUTS[name]
     axes = getattr(strategy, place).sharded
-    for node in fs.units_of(arrays):
+    for node in fs.layouts.units_of(arrays):
         for group, x in zip(node.groups, node.buffers, strict=True):
             assert x.shape == (node.unit.groups[group].size,)
             assert x.sharding.spec == PartitionSpec(axes or None)
@@ -249,13 +249,13 @@ def test_to_jax_refuses():
     with pytest.raises(LayoutError, match="has 8 ranks, and JAX 4 devices"):
         to_jax(trees, fs.plan(gpt_like.make_params(), fs.Mesh({"dp": 8}), fs.zero3("dp")))
     partial = [fs.shard_for(gpt_like.make_params(), layout_of("ddp"), rank) for rank in range(3)]
-    grads = [fs.map_units(lambda s: s.replace(s.buffers, s.unit.strategy.grads), tree) for tree in partial]
+    grads = [fs.layouts.map_units(lambda s: s.replace(s.buffers, s.unit.strategy.grads), tree) for tree in partial]
     with pytest.raises(TreeError, match="rests partial"):
         to_jax(grads, layout_of("ddp"))
     double = {"a": torch.zeros(8, dtype=torch.float64)}
     with pytest.raises(TreeError, match="JAX would make float64 narrower"):
         to_jax(shards(fs.plan(double, ONE, fs.zero3("dp")), double), fs.plan(double, ONE, fs.zero3("dp")))
-    shifted = fs.map_units(lambda s: s.replace([torch.cat([b.new_zeros(1), b])[1:] for b in s.buffers]), trees[0])
+    shifted = fs.layouts.map_units(lambda s: s.replace([torch.cat([b.new_zeros(1), b])[1:] for b in s.buffers]), trees[0])
     with pytest.raises(TreeError, match="does not begin on 64 bytes"):
         to_jax([shifted, *trees[1:]], layout)
     with pytest.raises(TreeError, match=r"to_jax\(\): unit 'embed' has a ArrayImpl, expected tensors"):

@@ -224,7 +224,7 @@ def test_a_module_of_nnx_beside_optax():
 
     def run(comm):
         layout = fs.plan(params, comm.mesh, fs.zero3("dp"))
-        mine = fs.from_optax(tx)
+        mine = fs.optim.from_optax(tx)
         held = fs.init_state(mine, fs.shard(params, layout, comm), comm=comm)
         step = fs.train_step(lambda p, x, comm: fs.forward(fn, p, x, comm=comm).square().mean(), mine)
         for x in batches():

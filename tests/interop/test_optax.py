@@ -91,7 +91,7 @@ def begin(comm, strategy, tx, frozen=()):
 
 
 def sharded(comm, strategy, tx, frozen=(), donate=False):
-    tx = fs.from_optax(tx)
+    tx = fs.optim.from_optax(tx)
     layout, state = begin(comm, strategy, tx, frozen)
     for step in range(STEPS):
         grads = fs.trainable(fs.shard(grads_at(step), layout, comm, place="optim"))
@@ -133,13 +133,13 @@ def test_frozen_leaves_are_not_seen():
 
 def test_state_is_sharded_and_its_numbers_may_be_set():
     def rank_fn(comm):
-        tx = fs.from_optax(optax.inject_hyperparams(optax.adamw)(learning_rate=1e-2))
+        tx = fs.optim.from_optax(optax.inject_hyperparams(optax.adamw)(learning_rate=1e-2))
         layout, state = begin(comm, fs.zero3("dp"), tx)
         state.opt.optax.hyperparams["learning_rate"] = torch.tensor(0.0)
         new = fs.update(tx, fs.shard(params(), layout, comm, place="optim"), state, comm=comm)
         same = all(map(torch.equal, optree.tree_leaves(new.params), optree.tree_leaves(state.params)))
-        moments = [sum(node.nbytes for node in fs.units_of(tree)) for tree in state.opt.buffers]
-        return same, moments, sum(node.nbytes for node in fs.units_of(state.params))
+        moments = [sum(node.nbytes for node in fs.layouts.units_of(tree)) for tree in state.opt.buffers]
+        return same, moments, sum(node.nbytes for node in fs.layouts.units_of(state.params))
 
     for same, moments, nbytes in simulate(fs.Mesh({"dp": 4}), rank_fn):
         assert same
@@ -158,7 +158,7 @@ REFUSED = {
 def test_what_looks_at_rows_is_refused_where_leaves_are_cut(name):
     def refused(comm):
         with pytest.raises(LayoutError, match=r"rows, columns or neighbours of 'embed\.w'") as caught:
-            begin(comm, fs.zero3("dp"), fs.from_optax(REFUSED[name]()))
+            begin(comm, fs.zero3("dp"), fs.optim.from_optax(REFUSED[name]()))
         return str(caught.value)
 
     assert len(set(simulate(fs.Mesh({"dp": 2}), refused))) == 1
@@ -176,14 +176,14 @@ def test_what_looks_at_rows_is_right_where_nothing_is_cut(name):
 def test_ranks_with_other_numbers_are_told():
     def rank_fn(comm):
         with pytest.raises(AgreementError, match=r"from_optax\(\)"):
-            begin(comm, fs.zero3("dp"), fs.from_optax(optax.sgd(0.1 + comm.rank)))
+            begin(comm, fs.zero3("dp"), fs.optim.from_optax(optax.sgd(0.1 + comm.rank)))
         return True
 
     assert all(simulate(fs.Mesh({"dp": 2}), rank_fn))
 
 
 def test_ranks_with_another_loss_are_told():
-    tx = fs.from_optax(optax.contrib.reduce_on_plateau())
+    tx = fs.optim.from_optax(optax.contrib.reduce_on_plateau())
 
     def rank_fn(comm):
         layout, state = begin(comm, fs.ddp("dp"), tx)
@@ -200,18 +200,18 @@ def test_jax_is_given_no_memory_of_gradients(monkeypatch):
     """It may hold on to it beyond the step, when a scheduler wants it back."""
     given = []
     monkeypatch.setattr("fsharp.interop.program.as_array", lambda x: given.append(x.data_ptr()) or as_array(x))
-    tx = fs.from_optax(optax.adam(1e-2))
+    tx = fs.optim.from_optax(optax.adam(1e-2))
     comm = fs.SingleComm()
     layout, state = begin(comm, fs.zero3("dp"), tx)
     grads = fs.shard(grads_at(0), layout, comm, place="optim")
     fs.update(tx, grads, state, comm=comm)
-    own = {x.data_ptr() for node in fs.units_of(state.params) for x in node.buffers}
+    own = {x.data_ptr() for node in fs.layouts.units_of(state.params) for x in node.buffers}
     assert own <= set(given)
-    assert not {x.data_ptr() for node in fs.units_of(grads) for x in node.buffers} & set(given)
+    assert not {x.data_ptr() for node in fs.layouts.units_of(grads) for x in node.buffers} & set(given)
 
 
 def test_ranks_that_set_another_number_are_told():
-    tx = fs.from_optax(optax.inject_hyperparams(optax.sgd)(learning_rate=0.5))
+    tx = fs.optim.from_optax(optax.inject_hyperparams(optax.sgd)(learning_rate=0.5))
 
     def rank_fn(comm):
         layout, state = begin(comm, fs.zero3("dp"), tx)
@@ -240,7 +240,7 @@ def test_leaves_are_combined_where_all_of_them_are_here():
 
     def refused(comm):
         with pytest.raises(LayoutError, match=r"combines elements of 'embed\.w' and 'layers\.0\.b' \(concatenate\)"):
-            begin(comm, fs.zero3("dp"), fs.from_optax(tx))
+            begin(comm, fs.zero3("dp"), fs.optim.from_optax(tx))
         return True
 
     assert all(simulate(fs.Mesh({"dp": 2}), refused))
@@ -259,7 +259,7 @@ def test_bfloat16_leaves_and_numbers_and_empty_leaves():
         mine = optax.apply_updates(mine, updates)
 
     def rank_fn(comm):
-        ours = fs.from_optax(tx)
+        ours = fs.optim.from_optax(tx)
         layout = fs.plan(tree, comm.mesh, fs.zero3("dp"))
         state = fs.init_state(ours, fs.shard(tree, layout, comm, place="optim"), comm=comm)
         for _ in range(STEPS):
@@ -276,8 +276,8 @@ def test_wrong_use():
     with pytest.raises(TreeError, match=r"Pass fs\.from_optax"):
         fs.train_step(loss_fn, optax.sgd(0.1))
     with pytest.raises(TreeError, match=r"expected an optax\.GradientTransformation, got float"):
-        fs.from_optax(0.1)
-    tx, comm = fs.from_optax(optax.sgd(0.1)), fs.SingleComm(fs.Mesh({"dp": 1}))
+        fs.optim.from_optax(0.1)
+    tx, comm = fs.optim.from_optax(optax.sgd(0.1)), fs.SingleComm(fs.Mesh({"dp": 1}))
     layout = fs.plan({"w": torch.ones(3)}, comm.mesh, fs.zero3("dp"))
     with pytest.raises(TreeError, match=r"init\(params, comm=comm\)"):
         tx.init(fs.shard({"w": torch.ones(3)}, layout, comm))
@@ -288,7 +288,7 @@ def test_wrong_use():
 
 
 def trained(comm, strategy, wrap):
-    tx = fs.optim.chain(fs.optim.clip_by_global_norm(1.0), fs.from_optax(optax.adamw(1e-2)))
+    tx = fs.optim.chain(fs.optim.clip_by_global_norm(1.0), fs.optim.from_optax(optax.adamw(1e-2)))
     state, losses = make_state(comm, strategy, tx=tx), []
     step = wrap(fs.train_step(loss_fn, tx, donate=True))
     for batch in my_batches(comm, 4):

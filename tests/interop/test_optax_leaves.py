@@ -23,7 +23,7 @@ def run_sharded(tx, world, strategy, tree=TREE, steps=2):
     """Parameters of rank 0 after updates whose gradients are the parameters at the beginning."""
 
     def rank_fn(comm):
-        ours = fs.from_optax(tx)
+        ours = fs.optim.from_optax(tx)
         layout = fs.plan(tree, comm.mesh, strategy)
         state = fs.init_state(ours, fs.shard(tree, layout, comm, place="optim"), comm=comm)
         for _ in range(steps):
@@ -138,7 +138,7 @@ def test_whole_leaves_are_read_by_leaves_that_are_cut():
     specs = {"cut": fs.P("dp"), "whole": fs.P()}
 
     def rank_fn(comm):
-        ours = fs.from_optax(tx)
+        ours = fs.optim.from_optax(tx)
         layout = fs.plan(tree, comm.mesh, specs, units=["cut", "whole"])
         state = fs.init_state(ours, fs.shard(tree, layout, comm, place="optim"), comm=comm)
         return fs.full(fs.update(ours, fs.shard(tree, layout, comm, place="optim"), state, comm=comm).params, comm=comm)
@@ -176,7 +176,7 @@ def test_what_is_computed_from_leaves_of_one_rank_stays_with_them(name):
     def rank_fn(comm):
         tree = {"e": torch.ones(2, 3) * (comm.rank + 1), "w": torch.ones(2, 3)}
         layout = fs.plan(tree, comm.mesh, {"e": fs.ddp("dp").varying("ep"), "w": fs.ddp("dp", "ep")}, units=["e", "w"])
-        ours = fs.from_optax(tx)
+        ours = fs.optim.from_optax(tx)
         state = fs.init_state(ours, fs.shard(tree, layout, comm, place="optim"), comm=comm)
         return fs.full(fs.update(ours, fs.shard(tree, layout, comm, place="optim"), state, comm=comm).params, comm=comm)
 

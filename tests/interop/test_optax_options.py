@@ -52,8 +52,8 @@ CONSTANTS = {
 def test_ranks_with_another_element_of_a_long_constant_are_told(name):
     def rank_fn(comm):
         with pytest.raises(AgreementError, match=r"from_optax\(\): ranks were given different values"):
-            begin(comm, fs.from_optax(CONSTANTS[name](changed(comm.rank))))
-        return begin(comm, fs.from_optax(CONSTANTS[name](changed(1)))) is not None
+            begin(comm, fs.optim.from_optax(CONSTANTS[name](changed(comm.rank))))
+        return begin(comm, fs.optim.from_optax(CONSTANTS[name](changed(1)))) is not None
 
     assert all(simulate(fs.Mesh({"dp": 2}), rank_fn))
 
@@ -62,11 +62,11 @@ def test_a_rank_whose_transformation_changes_between_updates_is_told():
     factor = {}
 
     def rank_fn(comm):
-        tx = fs.from_optax(optax.stateless(lambda g, _: jax.tree.map(lambda x: x * factor[comm.rank], g)))
+        tx = fs.optim.from_optax(optax.stateless(lambda g, _: jax.tree.map(lambda x: x * factor[comm.rank], g)))
         factor[comm.rank] = 1.0
         state, grads = begin(comm, tx)
         factor[comm.rank] = 1.0 + comm.rank
-        again = fs.from_optax(optax.stateless(lambda g, _: jax.tree.map(lambda x: x * factor[comm.rank], g)))
+        again = fs.optim.from_optax(optax.stateless(lambda g, _: jax.tree.map(lambda x: x * factor[comm.rank], g)))
         for step in range(3):  # every other step
             if step % 2:
                 with pytest.raises(AgreementError, match="transformation"):
@@ -105,7 +105,7 @@ def test_ranks_with_other_settings_of_our_own_are_told():
 
 
 def test_large_arrays_in_the_state_are_compared():
-    tx = fs.from_optax(optax.GradientTransformation(lambda p: jnp.asarray(ONES), lambda g, s, _=None: (g, s * 2)))
+    tx = fs.optim.from_optax(optax.GradientTransformation(lambda p: jnp.asarray(ONES), lambda g, s, _=None: (g, s * 2)))
 
     def rank_fn(comm):
         state, grads = begin(comm, tx)
@@ -121,7 +121,7 @@ def test_large_arrays_in_the_state_are_compared():
 
 @pytest.mark.parametrize("value", [torch.ones(3), "fast", None])
 def test_numbers_of_the_state_that_are_none_are_refused_on_all_ranks(value):
-    tx = fs.from_optax(optax.inject_hyperparams(optax.sgd)(learning_rate=0.5))
+    tx = fs.optim.from_optax(optax.inject_hyperparams(optax.sgd)(learning_rate=0.5))
 
     def rank_fn(comm):
         state, grads = begin(comm, tx)
@@ -155,7 +155,7 @@ def test_value_is_kept_from_what_takes_none(name):
         plain = optax.apply_updates(plain, updates)
 
     def rank_fn(comm):
-        tx = fs.from_optax(around(make()))
+        tx = fs.optim.from_optax(around(make()))
         state, grads = begin(comm, tx, strategy)
         for _ in range(3):
             state = fs.update(tx, grads, state, comm=comm, value=1.0)
@@ -177,7 +177,7 @@ def scaled_by(name):
 
 
 def test_options_that_a_chain_wants_reach_it_and_others_are_named():
-    tx = fs.from_optax(optax.chain(optax.clip(10.0), scaled_by("temperature"), optax.scale(1.0)))
+    tx = fs.optim.from_optax(optax.chain(optax.clip(10.0), scaled_by("temperature"), optax.scale(1.0)))
 
     def rank_fn(comm):
         state, grads = begin(comm, tx)
@@ -197,7 +197,7 @@ def test_options_that_a_chain_wants_reach_it_and_others_are_named():
 
 
 def test_an_option_for_what_takes_none_is_named():
-    tx, comm = fs.from_optax(optax.scale(-0.1)), fs.SingleComm(fs.Mesh({"dp": 1}))
+    tx, comm = fs.optim.from_optax(optax.scale(-0.1)), fs.SingleComm(fs.Mesh({"dp": 1}))
     state, grads = begin(comm, tx)
     fs.update(tx, grads, state, comm=comm, value=1.0)
     with pytest.raises(TreeError, match=r"got tokens=\.\.\., which"):
@@ -217,8 +217,8 @@ def test_what_calls_functions_of_whole_parameters_is_refused_with_the_remedy(nam
 
     def rank_fn(comm):
         with pytest.raises(TreeError, match=message):
-            begin(comm, fs.from_optax(make()), fs.ddp("dp"))
-        tx = fs.from_optax(sam())
+            begin(comm, fs.optim.from_optax(make()), fs.ddp("dp"))
+        tx = fs.optim.from_optax(sam())
         state, grads = begin(comm, tx)
         with pytest.raises(TreeError, match=r"update\(\): grad_fn=<function(.|\n)*expected  a number or an array"):
             fs.update(tx, grads, state, comm=comm, grad_fn=lambda params, i: params)
@@ -230,7 +230,7 @@ def test_what_calls_functions_of_whole_parameters_is_refused_with_the_remedy(nam
 def test_simulated_ranks_that_have_the_same_share_a_compilation(monkeypatch):
     traced = []
     monkeypatch.setattr(jax, "make_jaxpr", lambda *args, f=jax.make_jaxpr, **options: traced.append(0) or f(*args, **options))
-    tx = fs.from_optax(optax.adam(1e-2))
+    tx = fs.optim.from_optax(optax.adam(1e-2))
     shards = inspect.unwrap(tx.init).__self__
     assert isinstance(shards, _ShardedTransformation)
 
@@ -248,7 +248,7 @@ def test_simulated_ranks_that_have_the_same_share_a_compilation(monkeypatch):
 
 
 def test_a_transformation_travels():
-    tx, comm = fs.from_optax(optax.adam(1e-2)), fs.SingleComm(fs.Mesh({"dp": 1}))
+    tx, comm = fs.optim.from_optax(optax.adam(1e-2)), fs.SingleComm(fs.Mesh({"dp": 1}))
     state, grads = begin(comm, tx)
     new = fs.update(tx, grads, state, comm=comm)
     again = cloudpickle.loads(cloudpickle.dumps(tx))

@@ -82,7 +82,7 @@ def begin(tx):
 
 CALLS = {
     "as_torch()": lambda: doubled(torch.ones(2)),
-    "from_optax()": lambda: begin(fs.from_optax(optax.adam(1e-2))),
+    "from_optax()": lambda: begin(fs.optim.from_optax(optax.adam(1e-2))),
     "to_jax()": lambda: to_jax(*begin(fs.optim.adamw(1e-2))),
     "to_tensors()": lambda: to_tensors({"w": np.ones(3, np.float32)}),
 }

@@ -32,7 +32,7 @@ def fill(node, path, value, rank):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_what_is_finite_costs_one_reduction(strategy, dtype):
     def rank_fn(comm):
-        counting = fs.CountingComm(comm)
+        counting = fs.collectives.CountingComm(comm)
         tree = sharded(comm, strategy, {"a": torch.ones(7, dtype=dtype)})
         loss = fs.Loss(torch.tensor(1.0), torch.tensor(0.0))
         assert find_nonfinite(loss, (tree, 3, "text", None, 2.5, torch.ones(2).int()), comm=counting) is None
@@ -92,7 +92,7 @@ def test_the_rank_of_a_loss_is_named_though_gradients_are_sums():
 def test_padding_is_left_out():
     def rank_fn(comm):
         tree = sharded(comm, fs.zero3, {"a": torch.ones(7)})
-        [node] = fs.units_of(tree)
+        [node] = fs.layouts.units_of(tree)
         used = sum(len(x) for x in node.local_leaves(comm.rank).values())
         node.buffers[0][used:] = math.nan
         return find_nonfinite(None, tree, comm=comm), bool(node.buffers[0].isnan().any())

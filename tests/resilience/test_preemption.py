@@ -19,7 +19,7 @@ MESHES = [fs.Mesh({"dp": 1}), fs.Mesh({"dp": 3}), fs.Mesh({"outer": 2, "inner": 
 @pytest.mark.parametrize("every", [1, 3])
 def test_all_ranks_stop_after_the_same_step(mesh, every):
     def rank_fn(comm):
-        counting = fs.CountingComm(comm)
+        counting = fs.collectives.CountingComm(comm)
         preemption = Preemption(counting, signals=(), every=every)
         for step in range(20):
             if step == 4 and comm.rank == mesh.size - 1:

@@ -57,7 +57,7 @@ def train(
 
 def values(state):
     """What a rank holds, and what it is all together."""
-    return [x.clone() for node in fs.units_of((state.params, state.opt)) for x in node.buffers]
+    return [x.clone() for node in fs.layouts.units_of((state.params, state.opt)) for x in node.buffers]
 
 
 def same(a, b):

@@ -110,7 +110,7 @@ def test_versions_are_compared(monkeypatch):
 
 def test_what_agrees_costs_one_digest():
     def rank_fn(comm):
-        counting = fs.CountingComm(comm)
+        counting = fs.collectives.CountingComm(comm)
         agree_at_start({"a": 1}, {"x": torch.ones(2)}, comm=counting)
         return counting.num_calls
 

@@ -57,7 +57,7 @@ def test_it_is_said_once_and_again_after_it_was_over(caplog):
 
 def slow_rank_is_named(comm):
     """Steps whose compute takes 20 ms, and 28 ms on one rank; whether and when it is named, and what ranks exchange for it."""
-    counting = fs.CountingComm(comm)
+    counting = fs.collectives.CountingComm(comm)
     detector, named, cost_s = StragglerDetector(counting), None, 0.0
     since = time.perf_counter()
     for step in range(1, 21):

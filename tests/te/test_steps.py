@@ -78,7 +78,7 @@ def other(*widths, **options):
     return [te.Linear(a, b, params_dtype=torch.bfloat16, device="cpu", **options) for a, b in pairwise(widths)]
 
 
-WHOLE = {"atoms": {"**": fs.layout.Whole()}}
+WHOLE = {"atoms": {"**": fs.layouts.Whole()}}
 UNEVEN = {
     "uneven parts": Case(lambda: other(WIDTH, 192, WIDTH), units=()),
     "ranks without a part of a leaf": Case(lambda: other(64, 64, 64, bias=False), units=(), shape=(TOKENS, 64)),

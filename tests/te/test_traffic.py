@@ -40,7 +40,7 @@ def train_functions(comm, recipe, strategy):
                 x = fs.forward(fn, unit, x, comm=comm)
         return loss_of(x)
 
-    tx, counting, losses, calls = fs.optim.sgd(RATE), fs.CountingComm(comm), [], []
+    tx, counting, losses, calls = fs.optim.sgd(RATE), fs.collectives.CountingComm(comm), [], []
     state = fs.init_state(tx, fs.shard(tree, layout, comm, place="optim"), comm=comm)
     step = fs.Scheduler(counting, policy=fs.Policy(release="forward", bucket_nbytes=0))(fs.train_step(loss_fn, tx))
     for number in range(STEPS):
@@ -65,9 +65,10 @@ def compare_functions(comm, names):
                     mean = sum(loss_of(outputs[rank, 0][0]).double() for rank in ranks) / comm.mesh.size
                     if losses[step] != float(mean):
                         found.append(f"{name}, {strategy}, step {step}: loss {losses[step]}, expected {float(mean)}")
-                first = calls[0] - Counter([fs.comm.Call("all_gather", "dp", n) for n in (1, 40)])  # ranks compare schedules
-                if first != fs.step_traffic(layout):
-                    found.append(f"{name}, {strategy}: {first}, expected {fs.step_traffic(layout)}")
+                agreement = [fs.collectives.Call("all_gather", "dp", n) for n in (1, 40)]  # ranks compare schedules
+                first = calls[0] - Counter(agreement)
+                if first != fs.inspect.step_traffic(layout):
+                    found.append(f"{name}, {strategy}: {first}, expected {fs.inspect.step_traffic(layout)}")
                 reduced = [Counter({call: n for call, n in each.items() if "reduce" in call.op}) for each in calls]
                 if not reduced[0] == reduced[1] == reduced[2]:
                     found.append(f"{name}, {strategy}: {reduced}")
@@ -88,7 +89,7 @@ def test_bytes_of_a_gather(name, nbytes):
         precision = replace(PRECISION, stored=fs.te.weights_of(recipe))
         tree = {name: {"weight": torch.empty(WIDTH, WIDTH)} for name in "abc"}
         layout = fs.plan(tree, fs.Mesh({"dp": 4}), fs.zero3("dp"), units="*", precision=precision)
-        traffic = fs.step_traffic(layout)
+        traffic = fs.inspect.step_traffic(layout)
         gathers = {call: count for call, count in traffic.items() if call.op == "all_gather"}
         assert gathers == dict.fromkeys(gathers, 6)  # of each unit in the forward and in the backward
         assert [call.nbytes for call in gathers] == [3 * WIDTH * WIDTH * nbytes / 4]

@@ -173,7 +173,7 @@ def test_an_unknown_axis_is_refused():
 
 def test_counting_comm_counts_what_a_rank_sends():
     def rank_fn(comm):
-        counting = fs.CountingComm(comm)
+        counting = fs.collectives.CountingComm(comm)
         counting.all_gather(torch.ones(5, dtype=torch.float16), "dp")
         counting.reduce_scatter(torch.ones(3, 7), "dp")
         counting.all_reduce(torch.ones(4, dtype=torch.float64), "dp", op="max")
@@ -183,9 +183,9 @@ def test_counting_comm_counts_what_a_rank_sends():
 
     for counting in simulate(DP3, rank_fn):
         assert dict(counting.calls) == {
-            fs.comm.Call("all_gather", "dp", 2 * 10): 2,
-            fs.comm.Call("reduce_scatter", "dp", 2 * 28): 1,
-            fs.comm.Call("all_reduce", "dp", 2 * 2 * 16): 1,
+            fs.collectives.Call("all_gather", "dp", 2 * 10): 2,
+            fs.collectives.Call("reduce_scatter", "dp", 2 * 28): 1,
+            fs.collectives.Call("all_reduce", "dp", 2 * 2 * 16): 1,
         }
         assert (counting.num_calls, counting.nbytes) == (4, 2 * 20 + 56 + 64)
 
@@ -195,13 +195,13 @@ def exchanged(comm):
     n = comm.mesh.size
     sizes = [[0 if r + s == 1 else r + s for s in range(n)] for r in range(n)]
     send, receive = sizes[comm.rank], [row[comm.rank] for row in sizes]
-    counting = fs.CountingComm(comm)
+    counting = fs.collectives.CountingComm(comm)
     x = torch.cat([torch.full((k,), 10.0 * comm.rank + s, dtype=torch.bfloat16) for s, k in enumerate(send)])
     got = counting.all_to_all(x, send, receive, label="a test")
     expected = torch.cat([torch.full((k,), 10.0 * r + comm.rank, dtype=torch.bfloat16) for r, k in enumerate(receive)])
     assert got.dtype == torch.bfloat16
     assert torch.equal(got, expected)
-    assert dict(counting.calls) == {fs.comm.Call("all_to_all", "", 2 * (sum(send) - send[comm.rank])): 1}
+    assert dict(counting.calls) == {fs.collectives.Call("all_to_all", "", 2 * (sum(send) - send[comm.rank])): 1}
 
 
 @pytest.mark.parametrize("mesh", [DP3, fs.Mesh({"outer": 2, "inner": 2})])

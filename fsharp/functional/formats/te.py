@@ -25,6 +25,7 @@ from fsharp.functional.formats.format import (
     register_format,
     unviewed,
 )
+from fsharp.tracebacks import api_boundary
 
 _PART = 32
 """Values: a multiple in which parts of buffers are cut, so that the bytes of several parts lie one behind the other."""
@@ -55,6 +56,7 @@ class Kind:
         self.values_per_byte = values_per_byte
 
 
+@api_boundary
 def weights_of(recipe: Any) -> Format:
     """Return the format of weights of modules that run under a recipe of TransformerEngine.
 

@@ -28,7 +28,7 @@ class Precision:
         wire: the dtype in which gradients travel; ``None`` means ``compute``'s. The sum over ranks is taken in
             ``accumulate`` by backends that add on arrival (all but NCCL's own reductions). A format of several planes is
             encoded from values in ``accumulate``, exchanged, and decoded and summed in ``accumulate`` by all backends. A
-            mapping gives a wire by mesh axis, such as ``{"outer": fs.layout.mxint4}`` for what travels between hosts.
+            mapping gives a wire by mesh axis, such as ``{"outer": fs.formats.mxint4}`` for what travels between hosts.
         accumulate: the dtype in which gradients rest and are summed; ``None`` means ``main``'s.
         stored: the format in which trained parameters rest and travel, and from which they are decoded where they are used;
             ``None`` means not encoded. With a format the optimizer has a main copy.

@@ -106,7 +106,7 @@ def adamw(
     Returns:
         A transform with :class:`AdamState`. State: two buffers at the optimizer's place.
 
-    ``eps_root``, ``mu_dtype`` and ``nesterov`` of optax are not here: ``fs.from_optax(optax.adamw(...))`` has them.
+    ``eps_root``, ``mu_dtype`` and ``nesterov`` of optax are not here: ``fs.optim.from_optax(optax.adamw(...))`` has them.
 
     Source: Loshchilov and Hutter, arXiv 1711.05101; the kernel is torch's fused one, so one rank gets the same bits as
     from ``torch.optim.AdamW(fused=True)`` up to its treatment of tails. Names and defaults are those of ``optax.adamw``.
@@ -163,7 +163,7 @@ def sgd(
     Returns:
         A transform with :class:`MomentumState`. State: one buffer at the optimizer's place, with momentum.
 
-    ``accumulator_dtype`` of optax is not here: ``fs.from_optax(optax.sgd(...))`` has it.
+    ``accumulator_dtype`` of optax is not here: ``fs.optim.from_optax(optax.sgd(...))`` has it.
     """
 
     def init(params: Any, /) -> MomentumState:
@@ -227,7 +227,7 @@ def lion(
     Returns:
         A transform with :class:`MomentumState`. State: one buffer at the optimizer's place.
 
-    ``mu_dtype`` of optax is not here: ``fs.from_optax(optax.lion(...))`` has it.
+    ``mu_dtype`` of optax is not here: ``fs.optim.from_optax(optax.lion(...))`` has it.
 
     Source: Chen et al., arXiv 2302.06675, algorithm 2. Names and defaults are those of ``optax.lion``.
     """

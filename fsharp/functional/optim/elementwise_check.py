@@ -38,7 +38,7 @@ def check_elementwise(inner: Any, *, steps: int = 1) -> Transform:
     >>> def init(params):
     ...     return ()
     >>> def update(grads, state, params):
-    ...     return fs.map_units(lambda g: g.replace([-0.1 * x for x in g.buffers]), grads), state
+    ...     return fs.layouts.map_units(lambda g: g.replace([-0.1 * x for x in g.buffers]), grads), state
     >>> tx = fs.optim.check_elementwise((init, update), steps=2)
 
     Args:
@@ -85,7 +85,7 @@ def _compare(where: str, expected: Any, found: Any) -> None:
             what = "the update" if path[0] == 0 else "the state"
             remedy = (
                 "The optimizer looks at more than each element alone. Keep its leaves whole (fs.ddp, or "
-                "atoms=fs.layout.Whole()), or take an elementwise one such as fs.optim.adamw()."
+                "atoms=fs.layouts.Whole()), or take an elementwise one such as fs.optim.adamw()."
             )
             raise TreeError(problem(where, f"{what} of whole leaves is not that of shards.", facts, remedy))
 

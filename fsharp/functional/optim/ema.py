@@ -27,7 +27,7 @@ def ema(decay: float, debias: bool = True) -> Transform:
         debias: hand on ``e / (1 - decay^t)`` in update ``t``; else ``e``.
 
     Its state is :class:`EmaState`, one buffer at the optimizer's place, in the dtype of the parameters. ``accumulator_dtype``
-    of optax is not here: ``fs.from_optax(optax.ema(...))`` has it.
+    of optax is not here: ``fs.optim.from_optax(optax.ema(...))`` has it.
     """
     _check_decay("ema()", decay)
 

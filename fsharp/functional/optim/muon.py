@@ -88,7 +88,7 @@ def muon(
     Cost: no communication: each rank orthogonalises the matrices it holds.
 
     ``adaptive``, ``preconditioning`` and ``muon_weight_dimension_numbers`` of optax are not here:
-    ``fs.from_optax(optax.contrib.muon(...))`` has them, for leaves that rest whole.
+    ``fs.optim.from_optax(optax.contrib.muon(...))`` has them, for leaves that rest whole.
 
     Source: Jordan et al., Muon, 2024; Moonlight, arXiv 2502.16982, for ``consistent_rms``; ``optax.contrib.muon``.
     """

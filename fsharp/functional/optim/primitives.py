@@ -64,7 +64,7 @@ def scale_by_learning_rate(learning_rate: ScalarOrSchedule, *, flip_sign: bool =
 def scale_by_adam(b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8) -> Transform:
     """Return ``m' / (sqrt(v') + eps)``, by the kernel of :func:`adamw`, whose state it has.
 
-    ``eps_root``, ``mu_dtype`` and ``nesterov`` of optax are not here: ``fs.from_optax(optax.scale_by_adam(...))`` has them.
+    For ``eps_root``, ``mu_dtype`` and ``nesterov`` use ``fs.optim.from_optax(optax.scale_by_adam(...))``.
     """
     tx = adam(-1.0, b1, b2, eps)
     return replace(tx, config={"scale_by_adam": config_of(b1=b1, b2=b2, eps=eps)}, name="scale_by_adam")
@@ -105,7 +105,7 @@ def trace(decay: float, nesterov: bool = False) -> Transform:
     """Return the trace of past updates ``t <- u + decay * t``, or with ``nesterov`` ``u + decay * t`` of that.
 
     Its state is :class:`TraceState`, in the dtype of the parameters, one buffer at the optimizer's place. ``accumulator_dtype``
-    of optax is not here: ``fs.from_optax(optax.trace(...))`` has it.
+    of optax is not here: ``fs.optim.from_optax(optax.trace(...))`` has it.
     """
 
     def add(updates: Any, held: Any) -> Any:

@@ -53,7 +53,7 @@ def try_pair(where: str, init: Init, update: Update, params: Any) -> str:
         if path := trial.difference(expected[:2], trial.run(init, update, num_steps=2)):
             remedy = (
                 "Keep what changes in the state that init() and update() return. Random numbers would repeat between ranks, or "
-                "differ where they must not: fs.from_optax() draws those of whole leaves."
+                "differ where they must not: fs.optim.from_optax() draws those of whole leaves."
             )
             raise TreeError(problem(where, "run again, it made other updates of the same gradients.", [("leaf", path)], remedy))
         for piece in trial.pieces:
@@ -66,7 +66,7 @@ def try_pair(where: str, init: Init, update: Update, params: Any) -> str:
                 what = f"it looks at more than each element alone, and {why}: updates would be others than on the whole tree."
                 remedy = (
                     "For the norm of all gradients put fs.optim.clip_by_global_norm() first in fs.optim.chain(). For norms of "
-                    "leaves, and masks by shape or name, there is fs.from_optax(), as in fs.from_optax(optax.lamb(1e-3)). For "
+                    "leaves, and masks by shape or name, there is fs.optim.from_optax(optax.lamb(1e-3)) and so on. For "
                     "matrices there is fs.optim.muon()."
                 )
                 raise TreeError(problem(where, what, [("leaf", path)], remedy))

@@ -180,7 +180,7 @@ class TreeSharding:
 
     Attributes:
         layout: of the tree.
-        place: ``"params"``, ``"grads"``, ``"optim"``, ``"full"``, or a :class:`~fsharp.layout.Place`.
+        place: ``"params"``, ``"grads"``, ``"optim"``, ``"full"``, or a :class:`~fsharp.layouts.Place`.
     """
 
     layout: Layout

@@ -27,8 +27,8 @@ class ShardedModule(nn.Module):
     """A module, trained in parts: what :func:`~fsharp.shard_module` has made of one.
 
     It keeps its class, its attributes, methods and hooks, its buffers, and the names of its parameters, and has these methods
-    besides. Parameters are this rank's parts (:class:`~fsharp.ShardedParameter`), in the optimizer's dtype and place; inside of
-    the forward of the module that they are gathered with they are whole. All ranks call the same in the same order.
+    besides. Parameters are this rank's parts (:class:`~fsharp.modules.ShardedParameter`), in the optimizer's dtype and place.
+    They are whole inside of the forward of their unit's module. All ranks call the same methods in the same order.
     """
 
     @api_boundary
@@ -170,7 +170,7 @@ class ShardedModule(nn.Module):
 
     @api_boundary
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Return by torch's names a :class:`~fsharp.Part` of each parameter in the module's own memory, and buffers.
+        """Return by torch's names a :class:`~fsharp.modules.Part` of each parameter in the module's own memory, and buffers.
 
         A parameter with several names has one Part. Trained ones are in the optimizer's dtype and place, frozen ones as they
         rest. A part says which elements it is, so that another mesh can read what all ranks have saved. Inside of

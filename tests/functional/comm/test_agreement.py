@@ -21,7 +21,7 @@ def caught(mesh, run):
     """What every rank raised, and how many collectives it had called by then."""
 
     def rank_fn(comm):
-        counting = fs.CountingComm(comm)
+        counting = fs.collectives.CountingComm(comm)
         try:
             run(counting)
         except FsharpError as error:
@@ -80,7 +80,7 @@ DIFFERENT = {
     "units": (sharding(units=on_one("*", None)), ["rank 1: b; w"]),
     "frozen": (sharding(frozen=on_one("b", ())), ["b: False", "rank 1: b: True"]),
     "labels": (sharding(labels=on_one({"w": "matrix"}, "default")), ["w: default", "rank 1: w: matrix"]),
-    "atoms": (sharding(atoms=on_one(fs.layout.Rows(2), fs.layout.Element())), ["w: element", "rank 1: b: 2 rows; w: 2 rows"]),
+    "atoms": (sharding(atoms=on_one(fs.layouts.Rows(2), fs.layouts.Element())), ["w: element", "rank 1: b: 2 rows; w: 2 rows"]),
     "precision": (
         sharding(precision=on_one(fs.Precision(torch.bfloat16), fs.Precision())),
         ["rank 1: b: bfloat16/float32/bfloat16/float32; w: bfloat16/float32/bfloat16/float32"],
@@ -122,7 +122,7 @@ def test_ranks_that_differ_raise_one_text_that_names_field_and_ranks(field):
 @pytest.mark.parametrize("mesh", [DP3, GRID], ids=str)
 def test_ranks_that_agree_exchange_one_digest_for_each_axis(mesh, run):
     def rank_fn(comm):
-        counting = fs.CountingComm(comm)
+        counting = fs.collectives.CountingComm(comm)
         run(counting)
         return list(counting.calls)
 
@@ -130,7 +130,7 @@ def test_ranks_that_agree_exchange_one_digest_for_each_axis(mesh, run):
         head = 40
         expected = []
         for axis, size in reversed(mesh.axes):
-            expected.append(fs.comm.Call("all_gather", axis, (size - 1) * head))
+            expected.append(fs.collectives.Call("all_gather", axis, (size - 1) * head))
             head *= size
         assert calls == expected
 
@@ -181,7 +181,9 @@ def test_agree_shows_only_the_lines_that_differ_and_shortens_them():
     def run(comm):
         lines = [f"line {i}" for i in range(50)]
         lines[comm.rank % 2] = f"{'long ' * 100}{comm.rank % 2}"
-        fs.comm.agree("here()", {"text": "\n".join(lines), "same": "x", **({"extra": "y"} if comm.rank == 3 else {})}, comm)
+        fs.collectives.agree(
+            "here()", {"text": "\n".join(lines), "same": "x", **({"extra": "y"} if comm.rank == 3 else {})}, comm
+        )
 
     texts = {str(error) for error, _ in caught(GRID, run)}
     assert len(texts) == 1
@@ -196,7 +198,7 @@ def test_agree_shows_only_the_lines_that_differ_and_shortens_them():
 
 def test_many_ranks_are_counted_and_not_listed():
     def run(comm):
-        fs.comm.agree("here()", {"key": str(comm.rank == 15)}, comm)
+        fs.collectives.agree("here()", {"key": str(comm.rank == 15)}, comm)
 
     with pytest.raises(AgreementError, match="ranks 0, 1, 2, 3, 4, 5, 6, 7 and 7 more: False"):
         raise caught(fs.Mesh({"dp": 16}), run)[0][0]
@@ -209,4 +211,4 @@ def test_bytes_are_gathered_in_order_of_rank(mesh):
 
 
 def test_one_rank_alone_asks_nobody():
-    fs.comm.agree("here()", {"a": "b"}, fs.SingleComm())
+    fs.collectives.agree("here()", {"a": "b"}, fs.SingleComm())

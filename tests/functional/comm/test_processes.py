@@ -27,7 +27,7 @@ def caught(fn):
     """The type and text of what ``fn`` raises, on each rank of three processes."""
 
     def rank_fn(comm):
-        counting = fs.CountingComm(comm)
+        counting = fs.collectives.CountingComm(comm)
         try:
             fn(counting)
         except FsharpError as error:

@@ -37,7 +37,7 @@ def batch_of(comm):
 
 def ema_on_one_rank(comm, run):
     state = started(comm)
-    ema = fs.map_units(lambda node: node.replace([x * 0.5 for x in node.buffers]), state.params)
+    ema = fs.layouts.map_units(lambda node: node.replace([x * 0.5 for x in node.buffers]), state.params)
     run(lambda p, comm: fs.value_and_grad(loss)(p, batch_of(comm), comm=comm))(state.params if comm.rank else ema)
 
 
@@ -63,7 +63,7 @@ def two_successors_of_one_state(comm, run):
 
 def two_copies_in_opposite_order(comm, run):
     state = started(comm)
-    copies = [fs.map_units(lambda n, k=k: n.replace([x * k for x in n.buffers]), state.params) for k in (2, 3)]
+    copies = [fs.layouts.map_units(lambda n, k=k: n.replace([x * k for x in n.buffers]), state.params) for k in (2, 3)]
     read = run(lambda p, comm: fs.full(p, comm=comm))
     for copy in copies:
         read(copy)
@@ -73,7 +73,7 @@ def two_copies_in_opposite_order(comm, run):
 
 def copies_by_replace_and_by_a_mapping_in_opposite_order(comm, run):
     params = started(comm).params
-    replaced = fs.map_units(lambda node: node.replace([x * 2 for x in node.buffers]), params)
+    replaced = fs.layouts.map_units(lambda node: node.replace([x * 2 for x in node.buffers]), params)
     mapped = optree.tree_map(lambda x: x * 3, params)
     read = run(lambda p, comm: fs.full(p, comm=comm))
     for copy in (replaced, mapped) if comm.rank else (mapped, replaced):
@@ -155,7 +155,7 @@ def test_one_rank_may_do_alone_what_takes_no_collective():
         state = started(comm, fs.ddp("dp"))
         for k in range(3):
             if comm.rank == 0:
-                copy = fs.map_units(lambda node, k=k: node.replace([x * k for x in node.buffers]), state.params)
+                copy = fs.layouts.map_units(lambda node, k=k: node.replace([x * k for x in node.buffers]), state.params)
                 fs.full(copy, comm=comm)
             state, _ = STEP(state, batch_of(comm), comm)
         return fs.full(state.params, comm=comm)["b"]
@@ -170,7 +170,7 @@ def test_a_group_may_do_alone_what_takes_collectives_in_it_alone():
     def program(comm):
         mesh_rank = comm.mesh.coord("replica", comm.rank)
         params = started(comm, fs.hsdp("replica", "dp")).params
-        copies = [fs.map_units(lambda n, k=k: n.replace([x * k for x in n.buffers]), params) for k in range(3)]
+        copies = [fs.layouts.map_units(lambda n, k=k: n.replace([x * k for x in n.buffers]), params) for k in range(3)]
         for copy in copies if mesh_rank == 0 else copies[:1]:
             fs.full(copy, comm=comm)
         return STEP(fs.init_state(fs.optim.sgd(0.1), copies[2], comm=comm), batch_of(comm), comm)[1].loss

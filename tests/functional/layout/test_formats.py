@@ -8,8 +8,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 import fsharp as fs
+from fsharp.formats import mxfp8, mxint4, mxint8
 from fsharp.functional.formats import microscaling
-from fsharp.layout import mxfp8, mxint4, mxint8
 from fsharp.testing import simulate
 
 FORMATS = [mxfp8, mxint8, mxint4]
@@ -97,7 +97,7 @@ def test_bytes_a_value():
         fs.zero3("dp"),
         precision=fs.Precision(compute=torch.bfloat16, main=torch.float32, stored=mxfp8, wire=torch.bfloat16),
     )
-    calls = fs.step_traffic(layout)
+    calls = fs.inspect.step_traffic(layout)
     sent = sum(call.nbytes * count for call, count in calls.items() if call.op != "all_reduce")
     assert sent / n == 4.0625
 

@@ -48,14 +48,14 @@ def test_every_group_is_one_kind_and_every_leaf_has_its_place(case):
 def test_nbytes_are_those_of_the_buffers(case):
     layout, ranks = case.layout, case.layout.mesh.size
     params = [fs.shard_for(case.tree, layout, rank) for rank in range(ranks)]
-    assert {sum(node.nbytes for node in fs.units_of(tree)) for tree in params} == {layout.nbytes("params")}
+    assert {sum(node.nbytes for node in fs.layouts.units_of(tree)) for tree in params} == {layout.nbytes("params")}
     optim = fs.trainable(fs.shard_for(case.tree, layout, 0, place="optim"))
-    assert layout.nbytes("optim") == sum(node.nbytes for node in fs.units_of(optim))
-    grads = fs.units_of(fs.trainable(fs.shard_for(case.tree, layout, 0, place="grads")))
+    assert layout.nbytes("optim") == sum(node.nbytes for node in fs.layouts.units_of(optim))
+    grads = fs.layouts.units_of(fs.trainable(fs.shard_for(case.tree, layout, 0, place="grads")))
     sizes = [(b.numel(), node.unit.groups[g].dtypes) for node in grads for g, b in zip(node.groups, node.buffers, strict=True)]
     assert layout.nbytes("grads") == sum(n * dtypes.accumulate.itemsize for n, dtypes in sizes)
     assert layout.nbytes("grads", torch.float64) == sum(n * 8 for n, _ in sizes)
-    sizes = [(b, node.unit.groups[g].dtypes) for node in fs.units_of(optim) for g, b in zip(node.groups, node.buffers)]
+    sizes = [(b, node.unit.groups[g].dtypes) for node in fs.layouts.units_of(optim) for g, b in zip(node.groups, node.buffers)]
     assert layout.nbytes("main") == sum(b.nbytes for b, dtypes in sizes if dtypes.compute != dtypes.main)
 
 
@@ -85,7 +85,7 @@ def test_ties_within_a_unit_and_across_units():
         "layers.0.b": ("layers.0", "a"),
     }
     assert layout.num_params == 12 + 5 + 2
-    nodes = fs.units_of(fs.shard_for(tree, layout, 0, place="full"))
+    nodes = fs.layouts.units_of(fs.shard_for(tree, layout, 0, place="full"))
     by_name = {node.name: node for node in nodes}
     assert torch.equal(by_name["head"].tree(ties=[by_name["embed"]])["w"], shared)
     assert fs.Layout.from_json(layout.to_json()) == layout
@@ -104,7 +104,7 @@ def test_meta_leaves_are_planned_like_real_ones():
     memo = {id(t): t.to("meta") for t in real.values()}
     meta = {name: memo[id(t)] for name, t in real.items()}
     args = (fs.Mesh({"dp": 3}), fs.zero3("dp"))
-    assert fs.plan(meta, *args, atoms=fs.layout.Rows(1)) == fs.plan(real, *args, atoms=fs.layout.Rows(1))
+    assert fs.plan(meta, *args, atoms=fs.layouts.Rows(1)) == fs.plan(real, *args, atoms=fs.layouts.Rows(1))
 
 
 def test_groups_of_frozen_integer_and_labelled_leaves():
@@ -193,7 +193,7 @@ def llama_405b():
 
 
 @pytest.mark.timeout(20)
-@pytest.mark.parametrize("atom", [fs.layout.Element(), fs.layout.Rows(1)], ids=str)
+@pytest.mark.parametrize("atom", [fs.layouts.Element(), fs.layouts.Rows(1)], ids=str)
 def test_llama_405b_on_16384_ranks(atom):
     tree = llama_405b()
     kwargs = {"units": "layers.*", "atoms": atom, "precision": fs.Precision(torch.bfloat16, torch.float32)}
@@ -205,7 +205,7 @@ def test_llama_405b_on_16384_ranks(atom):
     for layout in many:
         assert layout.num_params == 405_853_388_800
         assert len(layout.units) == 126 + 3
-        if atom == fs.layout.Element():
+        if atom == fs.layouts.Element():
             assert layout.num_padding < 129 * 16384
         text = layout.to_json()
         digits = sum(map(str.isdigit, text)) - sum(map(str.isdigit, few.to_json()))

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 import fsharp as fs
 from fsharp import Strategy
 from fsharp.errors import StrategyError
-from fsharp.layout import AxisRule, Partial, Place, Replicate, Shard
+from fsharp.layouts import AxisRule, Partial, Place, Replicate, Shard
 from fsharp.testing.generate import legal_strategies, meshes, strategies
 
 R, S, P = Replicate, Shard, Partial

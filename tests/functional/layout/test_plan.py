@@ -7,7 +7,7 @@ import torch
 
 import fsharp as fs
 from fsharp.errors import LayoutError, PatternError, StrategyError
-from fsharp.layout import Element, Rows, Whole
+from fsharp.layouts import Element, Rows, Whole
 
 DP, GRID = fs.Mesh({"dp": 3}), fs.Mesh({"outer": 2, "inner": 4})
 

@@ -35,7 +35,7 @@ def test_unshard_is_the_inverse_of_shard_for_bit_for_bit(case, place):
     before = optree.tree_map(torch.clone, case.tree)
     shards = all_ranks(case, place)
     assert_same_trees(case.tree, before)
-    if any(node.place.partial for node in fs.units_of(shards[0])):
+    if any(node.place.partial for node in fs.layouts.units_of(shards[0])):
         with pytest.raises(TreeError, match="rests partial"):
             fs.unshard(shards)
         return
@@ -50,7 +50,7 @@ def test_unshard_is_the_inverse_of_shard_for_bit_for_bit(case, place):
 @given(cases(precision=precisions()), st.sampled_from(["params", "optim"]))
 def test_dtypes_at_rest_are_those_of_the_precision(case, place):
     kind = "main" if place == "optim" else "compute"
-    for node in fs.units_of(all_ranks(case, place)[0]):
+    for node in fs.layouts.units_of(all_ranks(case, place)[0]):
         for group, buffer in zip(node.groups, node.buffers, strict=True):
             assert buffer.dtype == getattr(node.unit.groups[group].dtypes, kind)
     # The values are integers that every dtype holds.
@@ -64,7 +64,7 @@ def test_local_leaves_tile_each_leaf_and_padding_is_zero(case, place):
     by_path = dict(zip(*flatten(case.tree)[:2], strict=True))
     seen = {path: [] for path in by_path}
     for rank, tree in enumerate(all_ranks(case, place)):
-        for node in fs.units_of(tree):
+        for node in fs.layouts.units_of(tree):
             assert node.unit is units[node.name]
             rest = [buffer.clone() for buffer in node.buffers]
             for i, group in enumerate(node.groups):
@@ -95,14 +95,14 @@ def test_local_leaves_tile_each_leaf_and_padding_is_zero(case, place):
 def test_pytree_libraries_see_the_buffers(library, case):
     tree = fs.shard_for(case.tree, case.layout, 0)
     leaves, spec = library.tree_flatten(tree)
-    expected = [buffer for node in fs.units_of(tree) for buffer in node.buffers]
+    expected = [buffer for node in fs.layouts.units_of(tree) for buffer in node.buffers]
     assert {id(leaf) for leaf in leaves if leaf is not None} == {id(b) for b in expected}  # each library has its order of keys
     again = library.tree_unflatten(spec, leaves) if library is optree else library.tree_unflatten(leaves, spec)
-    for a, b in zip(fs.units_of(again), fs.units_of(tree), strict=True):
+    for a, b in zip(fs.layouts.units_of(again), fs.layouts.units_of(tree), strict=True):
         assert (a.unit, a.place, a.groups) == (b.unit, b.place, b.groups)
     zeros = library.tree_map(lambda x: None if x is None else torch.zeros_like(x), tree)  # to torch None is a leaf
-    assert all(isinstance(a, fs.Sharded) for a in fs.units_of(zeros))
-    buffers = [buffer for node in fs.units_of(zeros) for buffer in node.buffers]
+    assert all(isinstance(a, fs.Sharded) for a in fs.layouts.units_of(zeros))
+    buffers = [buffer for node in fs.layouts.units_of(zeros) for buffer in node.buffers]
     assert [(b.shape, b.dtype, bool(b.any())) for b in buffers] == [(b.shape, b.dtype, False) for b in expected]
     if library is optree:
         assert spec == optree.tree_structure(fs.shard_for(case.tree, case.layout, 0)), "contexts compare by value"
@@ -119,13 +119,13 @@ def test_trees_in_other_places_have_other_structures():
 def test_merge_is_the_inverse_of_trainable(case):
     tree = fs.shard_for(case.tree, case.layout, 0)
     part = fs.trainable(tree)
-    for node in fs.units_of(part):
+    for node in fs.layouts.units_of(part):
         assert node.groups == node.unit.trainable
         assert all(node.unit.groups[g].trainable for g in node.groups)
-    merged = fs.merge(tree, part)
+    merged = fs.layouts.merge(tree, part)
     assert [id(x) for x in optree.tree_leaves(merged)] == [id(x) for x in optree.tree_leaves(tree)]
-    doubled = fs.merge(tree, optree.tree_map(lambda x: x * 2, part))
-    for new, old in zip(fs.units_of(doubled), fs.units_of(tree), strict=True):
+    doubled = fs.layouts.merge(tree, optree.tree_map(lambda x: x * 2, part))
+    for new, old in zip(fs.layouts.units_of(doubled), fs.layouts.units_of(tree), strict=True):
         assert new.groups == old.groups
         for group, a, b in zip(new.groups, new.buffers, old.buffers, strict=True):
             assert torch.equal(a, b * 2) if group in new.unit.trainable else a is b
@@ -164,7 +164,7 @@ def test_any_nested_place_of_the_strategy_is_a_place():
     tree = {"w": torch.arange(7.0)}
     mesh = fs.Mesh({"o": 2, "i": 2})
     layout = fs.plan(tree, mesh, fs.zero3("o", "i"))
-    place = fs.layout.Place(("o", "i"), (fs.layout.Shard, fs.layout.Replicate))
+    place = fs.layouts.Place(("o", "i"), (fs.layouts.Shard, fs.layouts.Replicate))
     parts = [fs.shard_for(tree, layout, rank, place=place) for rank in range(4)]
     assert [p.buffers[0].tolist() for p in parts] == [[0, 1, 2, 3]] * 2 + [[4, 5, 6, 0]] * 2
     assert_same_trees(fs.unshard(parts), tree)

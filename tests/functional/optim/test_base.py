@@ -47,7 +47,7 @@ def test_partition_with_labels_of_plan_keeps_state_of_its_own_leaves_alone():
     labelled = train(fs.SingleComm(), fs.optim.partition(TXS), labels={"w": "w", "none": "w", "b": "rest", "scale": "rest"})[1]
     by_path = train(fs.SingleComm(), fs.optim.partition(TXS, LABELS))[1]
     numel = [
-        sum(b.numel() for node in fs.units_of(state.opt.inner_states["w"].mu) for b in node.buffers)
+        sum(b.numel() for node in fs.layouts.units_of(state.opt.inner_states["w"].mu) for b in node.buffers)
         for state in (labelled, by_path)
     ]
     assert numel == [34, 34 + 5 + 1]

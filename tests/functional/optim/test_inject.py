@@ -162,11 +162,11 @@ def test_ranks_compare_40_bytes_an_update():
     def rank_fn(comm):
         tx = INJECTED(1e-2)
         layout, state = start(comm, tx)
-        counting = fs.CountingComm(comm)
+        counting = fs.collectives.CountingComm(comm)
         fs.update(tx, grads_at(0, layout, comm), state, comm=counting)
         return dict(counting.calls)
 
-    assert simulate(DP, rank_fn)[1] == {fs.comm.Call("all_gather", "dp", 2 * 40): 1}
+    assert simulate(DP, rank_fn)[1] == {fs.collectives.Call("all_gather", "dp", 2 * 40): 1}
 
 
 def test_static_args_are_passed_on():

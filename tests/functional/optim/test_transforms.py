@@ -22,7 +22,9 @@ def draw(seed, dtype=torch.float32):
     return optree.tree_map(lambda s: torch.randn(s, generator=g).to(dtype), SHAPES, is_leaf=lambda x: type(x) is tuple)
 
 
-def run(tx, *, n=1, strategy=fs.zero3, steps=5, atoms=fs.layout.Element(), labels="default", donate=False, dtype=torch.float32):
+def run(
+    tx, *, n=1, strategy=fs.zero3, steps=5, atoms=fs.layouts.Element(), labels="default", donate=False, dtype=torch.float32
+):
     """Full parameters after some steps on random gradients, by every rank of a simulated mesh."""
     mesh = fs.Mesh({"dp": n})
     params = draw(0, dtype)
@@ -262,7 +264,7 @@ def test_clipping_scales_to_the_norm_and_leaves_small_gradients_alone():
     for limit, expected in ((1.0, [0.6, 0.8]), (10.0, [3.0, 4.0])):
         tx = fs.optim.clip_by_global_norm(limit)
         out, state = tx.update(grads, tx.init(grads), grads, comm=ONE)
-        torch.testing.assert_close(fs.units_of(out)[0].buffers[0], torch.tensor(expected))
+        torch.testing.assert_close(fs.layouts.units_of(out)[0].buffers[0], torch.tensor(expected))
         assert state.norm == 5.0
 
 

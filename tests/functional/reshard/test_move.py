@@ -61,8 +61,8 @@ def test_memory_is_bounded_by_the_buffer(target, dtype):
         with Live() as live:
             moved = fs.reshard(params, new, comm=Uncopied(comm), cast=True, buffer_nbytes=bound)
         assert_same(moved, fs.shard_for(tree, new, comm.rank))
-        assert live.nbytes == fs.tree_nbytes(moved)
-        return live.most - fs.tree_nbytes(moved)
+        assert live.nbytes == fs.inspect.tree_nbytes(moved)
+        return live.most - fs.inspect.tree_nbytes(moved)
 
     for most in simulate(old.mesh, rank_fn):
         assert bound / 5 < most <= bound + 16 * len(old.units)  # beside numbers in which ranks agree
@@ -74,7 +74,7 @@ def test_donated_buffers_are_let_go_unit_by_unit():
 
     def rank_fn(comm):
         params = fs.shard_for(tree, old, comm.rank)
-        freed = [StorageWeakRef(n.buffers[0].untyped_storage()) for n in fs.units_of(params)]
+        freed = [StorageWeakRef(n.buffers[0].untyped_storage()) for n in fs.layouts.units_of(params)]
         seen = []
 
         class Watched:
@@ -89,7 +89,7 @@ def test_donated_buffers_are_let_go_unit_by_unit():
             assert_same(each, fs.shard_for(tree, new, comm.rank))
         with pytest.raises(TreeError, match="donated state"):
             fs.full(params, comm=comm)
-        assert "empty" in repr(fs.units_of(params)[0])
+        assert "empty" in repr(fs.layouts.units_of(params)[0])
         return seen
 
     # The second tree has the same buffers, which go while it moves.

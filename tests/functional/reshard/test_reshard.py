@@ -44,7 +44,7 @@ MIXED = fs.Precision(compute=torch.bfloat16, main=torch.float32)
 
 
 def assert_same(actual, expected):
-    for a, b in zip(fs.units_of(actual), fs.units_of(expected), strict=True):
+    for a, b in zip(fs.layouts.units_of(actual), fs.layouts.units_of(expected), strict=True):
         assert (a.unit, a.place, a.groups) == (b.unit, b.place, b.groups)
         for x, y in zip(a.buffers, b.buffers, strict=True):
             assert x.dtype == y.dtype
@@ -93,7 +93,7 @@ def test_reshard_has_the_bits_of_shard_under_the_new_layout(data):
     donate = data.draw(st.booleans())
 
     def rank_fn(comm):
-        counting = fs.CountingComm(comm)
+        counting = fs.collectives.CountingComm(comm)
         mine = fs.shard_for(tree, old, before.index(comm.rank), place=place) if comm.rank in before else None
         kept = optree.tree_map(torch.clone, mine)
         moved = fs.reshard(mine, new, comm=counting, ranks=after, place=place, donate=donate, buffer_nbytes=176)
@@ -106,7 +106,9 @@ def test_reshard_has_the_bits_of_shard_under_the_new_layout(data):
         return sent(counting)
 
     example = fs.shard_for(tree, old, 0, place=place)
-    expected = [fs.reshard_nbytes(example, new, r, old_ranks=before, ranks=after, place=place) for r in range(world.size)]
+    expected = [
+        fs.inspect.reshard_nbytes(example, new, r, old_ranks=before, ranks=after, place=place) for r in range(world.size)
+    ]
     for rank, nbytes in enumerate(simulate(world, rank_fn)):
         # The first of the old ranks tells newcomers which tree it is.
         assert nbytes == expected[rank] or (rank == before[0] and len(before) < world.size and nbytes > expected[rank])
@@ -116,7 +118,7 @@ def values(trees):
     """By path: the elements of all leaves of a slot, from all ranks' parts of it."""
     result = {}
     for rank, tree in enumerate(trees):
-        for node in fs.units_of(tree):
+        for node in fs.layouts.units_of(tree):
             for group in node.groups:
                 for leaf in node.unit.leaves_of(group):
                     dtype = node.buffers[node.groups.index(group)].dtype
@@ -131,7 +133,7 @@ def plan_of(name, units, **options):
     return fs.plan(make_params(), *NAMED[name], units=units, frozen="layers.0.b", **options)
 
 
-ATOMS = {"layers.*.w": fs.layout.Whole(), "layers.*.v": fs.layout.Rows(2)}
+ATOMS = {"layers.*.w": fs.layouts.Whole(), "layers.*.v": fs.layouts.Rows(2)}
 TX = fs.optim.partition({"default": fs.optim.with_ema(fs.optim.adamw(1e-2), decay=0.9), "matrix": fs.optim.sgd(0.1, 0.9)})
 
 
@@ -161,9 +163,9 @@ def test_reshard_of_a_state_between_strategies(source):
         new = plan_of(target, None, precision=MIXED, labels=labels, atoms=ATOMS)
 
         def rank_fn(comm, new=new):
-            counting = fs.CountingComm(comm)
+            counting = fs.collectives.CountingComm(comm)
             moved = fs.reshard(states[comm.rank], new, comm=counting, buffer_nbytes=500)
-            assert sent(counting) == fs.reshard_nbytes(states[comm.rank], new, comm.rank)
+            assert sent(counting) == fs.inspect.reshard_nbytes(states[comm.rank], new, comm.rank)
             return moved
 
         moved = simulate(MESH, rank_fn)
@@ -206,13 +208,13 @@ def test_reshard_for_inference_in_another_precision():
     new = fs.plan(tree, MESH, fs.ddp("dp"), frozen="**", precision=fs.Precision(compute=torch.bfloat16, main=torch.bfloat16))
 
     def rank_fn(comm):
-        counting, params = fs.CountingComm(comm), fs.shard_for(tree, old, comm.rank)
+        counting, params = fs.collectives.CountingComm(comm), fs.shard_for(tree, old, comm.rank)
         with pytest.raises(
             LayoutError, match=r"'embed'\s+compute dtype float32, in the new layout bfloat16\n(.*\n)*.*cast=True"
         ):
             fs.reshard(params, new, comm=comm)
         moved = fs.reshard(params, new, comm=counting, cast=True)
-        assert sent(counting) == fs.reshard_nbytes(params, new, comm.rank, cast=True)
+        assert sent(counting) == fs.inspect.reshard_nbytes(params, new, comm.rank, cast=True)
         assert_same(moved, fs.shard_for(tree, new, comm.rank))
         return sent(counting)
 
@@ -246,7 +248,7 @@ def test_nbytes_in_numbers():
     def total(old, new):
         layouts_ = [fs.plan(tree, fs.Mesh({"dp": n}), strategy("dp")) for n, strategy in (old, new)]
         shards = fs.shard_for(tree, layouts_[0], 0)
-        return [fs.reshard_nbytes(shards, layouts_[1], rank) for rank in range(max(old[0], new[0]))]
+        return [fs.inspect.reshard_nbytes(shards, layouts_[1], rank) for rank in range(max(old[0], new[0]))]
 
     assert total((4, fs.ddp), (4, fs.zero3)) == [0, 0, 0, 0]
     assert total((4, fs.zero3), (4, fs.ddp)) == [3 * 6 * 4] * 4
@@ -264,10 +266,10 @@ def test_ranks_that_leave_in_processes():
     tx = fs.optim.adamw(1e-2)
 
     def rank_fn(comm):
-        counting = fs.CountingComm(comm)
+        counting = fs.collectives.CountingComm(comm)
         state = fs.init_state(tx, fs.shard(tree, old, comm, place="optim"), comm=comm)
         moved = fs.reshard(state, new, comm=counting, ranks=(0, 2, 3), buffer_nbytes=200)
-        expected = fs.reshard_nbytes(state, new, comm.rank, ranks=(0, 2, 3))
+        expected = fs.inspect.reshard_nbytes(state, new, comm.rank, ranks=(0, 2, 3))
         small = DeviceMesh("cpu", [0, 2, 3], mesh_dim_names=("dp",))
         if moved is None:
             return sent(counting), expected, None

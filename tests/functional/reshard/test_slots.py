@@ -17,7 +17,7 @@ def refused(tree_of, layout_of=lambda comm: OLD, *, is_handed_out=False, **optio
     """The errors of two ranks, which have sent nothing but what they agree by."""
 
     def rank_fn(comm):
-        counting = fs.CountingComm(comm)
+        counting = fs.collectives.CountingComm(comm)
         with pytest.raises(FsharpError) as error:
             fs.reshard(tree_of(comm), layout_of(comm), comm=counting, **options)
         # The structure of a tree goes to ranks that passed none.
@@ -37,7 +37,7 @@ def planned(tree=TREE, **options):
 
 def changed(comm, change):
     tree = shards(comm)
-    change(tree, fs.units_of(tree)[0])
+    change(tree, fs.layouts.units_of(tree)[0])
     return tree
 
 
@@ -91,7 +91,7 @@ def test_gradients_that_ranks_have_not_summed_are_refused():
 
 def test_state_that_is_not_elementwise_is_refused_by_name():
     def tree_of(comm):
-        norms = fs.map_units(lambda node: node.replace([b.norm() for b in node.buffers]), shards(comm))
+        norms = fs.layouts.map_units(lambda node: node.replace([b.norm() for b in node.buffers]), shards(comm))
         return {"params": shards(comm), "norms": norms}
 
     for error in refused(tree_of):

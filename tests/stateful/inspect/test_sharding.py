@@ -53,7 +53,7 @@ def test_views_say_what_ranks_hold(case, place):
     assert list(view.leaves) == [unit.full_path(leaf) for unit in layout.units for leaf in unit.leaves]
     on_rank = []
     for rank in range(mesh.size):
-        buffers = [b for node in fs.units_of(fs.shard_for(tree, layout, rank, place=place)) for b in node.buffers]
+        buffers = [b for node in fs.layouts.units_of(fs.shard_for(tree, layout, rank, place=place)) for b in node.buffers]
         on_rank.append(sorted(int(n) for buffer in buffers for n in buffer.tolist() if n))
     for path, leaf in view.leaves.items():
         numel = math.prod(leaf.shape)
@@ -106,7 +106,7 @@ a cell is 1 rank: █ with some of the leaf, · with nothing of it"""
 
 def test_the_text_of_a_tree():
     layout = fs.plan(
-        gpt(), fs.Mesh({"outer": 2, "inner": 4}), fs.hsdp("outer", "inner"), units="layers.*", atoms=fs.layout.Rows()
+        gpt(), fs.Mesh({"outer": 2, "inner": 4}), fs.hsdp("outer", "inner"), units="layers.*", atoms=fs.layouts.Rows()
     )
     assert str(fs.inspect.sharding(layout)) == A_TREE
 

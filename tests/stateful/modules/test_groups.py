@@ -7,7 +7,7 @@ from torch import nn
 
 import fsharp as fs
 from fsharp.errors import OptionError, PatternError
-from fsharp.schedule import Schedule
+from fsharp.schedules import Schedule
 from fsharp.testing import DebugPolicy
 from tests.as_torch import Block, make, same_as_torch
 

@@ -318,7 +318,7 @@ def test_functional_shares_memory_and_is_transformed(strategy):
         fn, params = model.functional()
         [(x, y)] = modules.batches(comm, 1)
         grads = torch.func.grad(lambda params: fn(params, x, y, comm=comm)["loss"])(params)
-        held = {b.untyped_storage().data_ptr() for node in fs.units_of(params) for b in node.buffers}
+        held = {b.untyped_storage().data_ptr() for node in fs.layouts.units_of(params) for b in node.buffers}
         shown = {p.local.untyped_storage().data_ptr() for p in model.parameters() if p.local.numel()}
         return values(model), fs.full(grads, comm=comm), shown <= held, (x, y)
 
@@ -337,7 +337,7 @@ def test_functional_shares_memory_and_is_transformed(strategy):
 @each_strategy
 def test_trained_parameters_alone_are_exported_and_nothing_else_is_gathered(strategy, kind):
     def rank_fn(comm):
-        counting = fs.CountingComm(comm)
+        counting = fs.collectives.CountingComm(comm)
         model, optimizer = wrap(counting, strategy, kind)
         train(model, optimizer, modules.batches(comm, 2))
         counting.calls.clear()
@@ -420,7 +420,7 @@ def test_an_error_in_a_forward_leaves_the_module_as_it_was():
         train(model, optimizer, [(x, y)] * 2)
         with pytest.raises(IndexError):
             model(x + modules.VOCAB, y)
-        assert all(isinstance(p, fs.ShardedParameter) for p in model.parameters())
+        assert all(isinstance(p, fs.modules.ShardedParameter) for p in model.parameters())
         train(model, optimizer, [(x, y)] * 2)
         return values(model)
 

@@ -312,7 +312,7 @@ def test_what_is_missing_costs_one_small_collective_along_each_axis(strategy):
     mesh = STRATEGIES[strategy][0]
 
     def rank_fn(comm):
-        counting = fs.CountingComm(comm)
+        counting = fs.collectives.CountingComm(comm)
         model, optimizer = sharded(counting, strategy, torch.optim.SGD, lr=0.1)
         found = []
         for x, y in modules.batches(comm, 4, size=8 // comm.mesh.size):

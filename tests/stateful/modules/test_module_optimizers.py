@@ -101,9 +101,9 @@ CASES = {
 }
 WHOLE = {
     "ddp": (DP, fs.ddp("dp"), {}),
-    "zero3, whole": (DP, fs.zero3("dp"), {"atoms": fs.layout.Whole()}),
-    "zero1, whole": (DP, fs.zero1("dp"), {"atoms": fs.layout.Whole()}),
-    "hsdp, whole": (*STRATEGIES["hsdp"], {"atoms": fs.layout.Whole()}),
+    "zero3, whole": (DP, fs.zero3("dp"), {"atoms": fs.layouts.Whole()}),
+    "zero1, whole": (DP, fs.zero1("dp"), {"atoms": fs.layouts.Whole()}),
+    "hsdp, whole": (*STRATEGIES["hsdp"], {"atoms": fs.layouts.Whole()}),
 }
 
 

@@ -96,9 +96,9 @@ class Moe(nn.Module):
         hidden = self.norm(x)
         top = self.router(hidden).topk(2, dim=-1)
         gates = torch.zeros(*x.shape[:-1], EXPERTS).scatter(-1, top.indices, top.values.softmax(-1))
-        everyone = fs.comm.all_gather_last(torch.cat([hidden, gates], -1).T, self.comm, "ep").T
+        everyone = fs.collectives.all_gather_last(torch.cat([hidden, gates], -1).T, self.comm, "ep").T
         out = self.experts(everyone[:, :DIM], everyone[:, DIM + self.first :][:, : self.count])
-        return x + fs.comm.reduce_scatter_last(out.T, self.comm, "ep").T
+        return x + fs.collectives.reduce_scatter_last(out.T, self.comm, "ep").T
 
 
 class Sparse(Dense):
@@ -177,9 +177,9 @@ class Picky(nn.Module):
 
     def forward(self, x, used):
         hidden = self.dense(x)
-        everyone = fs.comm.all_gather_last(hidden.T, self.ranks, "ep").T
+        everyone = fs.collectives.all_gather_last(hidden.T, self.ranks, "ep").T
         out = self.experts(everyone, used[self.first :][: self.count])
-        return (hidden + fs.comm.reduce_scatter_last(out.T, self.ranks, "ep").T).square().mean()
+        return (hidden + fs.collectives.reduce_scatter_last(out.T, self.ranks, "ep").T).square().mean()
 
 
 USED = {

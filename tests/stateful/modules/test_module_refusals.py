@@ -64,7 +64,7 @@ def test_units_that_match_nothing():
     with pytest.raises(PatternError, match=r"module 'layers\.3', a Identity, has no parameters to gather"):
         fs.shard_module(net, mesh=comm, units="layers.*")
     assert type(net) is Net
-    assert not isinstance(net.head.weight, fs.ShardedParameter)
+    assert not isinstance(net.head.weight, fs.modules.ShardedParameter)
 
 
 def test_names_that_it_would_hide():
@@ -137,7 +137,7 @@ def test_changes_behind_its_back():
         )
         [(x, y)] = modules.batches(comm, 1)
         with torch.no_grad():
-            fs.units_of(model.train_state.params)[0].buffers[0].mul_(2)
+            fs.layouts.units_of(model.train_state.params)[0].buffers[0].mul_(2)
         with pytest.raises(ScheduleError, match=r"what unit '\w*' computes with was changed in place since the last step"):
             model(x, y)
 

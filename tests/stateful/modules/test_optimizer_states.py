@@ -17,7 +17,7 @@ from tests.stateful.modules.test_module_optimizers import Lamb
 from tests.stateful.modules.test_state_dicts import gathered, load, plain, state_of, without, world
 
 THREE = fs.Mesh({"dp": 3})
-WHOLE = {"shard": {"atoms": fs.layout.Whole()}}
+WHOLE = {"shard": {"atoms": fs.layouts.Whole()}}
 ROWS = {
     "hsdp": (HYBRID, STRATEGIES["hsdp"][1], WHOLE),
     "zero1 on 3": (THREE, fs.zero1("dp"), WHOLE),
@@ -47,7 +47,7 @@ def test_states_of_whole_parameters(name, cls):
         assert shapes(state[name]) == shapes(optimizer.state[p])
 
     def other(comm):
-        model, optimizer = world(comm, (DP, fs.zero3("dp")), cls=cls, seed=1, shard={"atoms": fs.layout.Whole()})
+        model, optimizer = world(comm, (DP, fs.zero3("dp")), cls=cls, seed=1, shard={"atoms": fs.layouts.Whole()})
         load(model, optimizer, whole)
         again = copy.deepcopy(optimizer.state_dict())
         train(model, optimizer, modules.batches(comm, 1))
@@ -101,7 +101,7 @@ class Small(nn.Module):
 def test_a_template_is_what_a_first_step_makes(name):
     """It has the same names, shapes and parts; training is that of an optimizer that nobody has asked, and starts from it."""
     cls, options = TEMPLATES[name]
-    atoms = fs.layout.Whole() if cls in (torch.optim.Adafactor, Lamb) else fs.layout.Element()
+    atoms = fs.layouts.Whole() if cls in (torch.optim.Adafactor, Lamb) else fs.layouts.Element()
 
     def rank_fn(comm):
         runs = []
@@ -118,7 +118,7 @@ def test_a_template_is_what_a_first_step_makes(name):
                     assert optimizer.state_dict()["state"] == {}
                 for state in template["state"].values():
                     step = state.get("step", 0)
-                    assert not (step.local if isinstance(step, fs.Part) else torch.as_tensor(step)).any()
+                    assert not (step.local if isinstance(step, fs.modules.Part) else torch.as_tensor(step)).any()
             if way == "loaded":
                 optimizer.load_state_dict(template)
             for _ in range(2):
@@ -388,7 +388,7 @@ def test_state_by_parameter(strategy, optimizer):
                 for value in own.state[p].values():
                     value.zero_()
         saved = own.state_dict()["state"]["head.weight"]
-        assert all(float(part.norm()) == 0 for part in saved.values() if isinstance(part, fs.Part))
+        assert all(float(part.norm()) == 0 for part in saved.values() if isinstance(part, fs.modules.Part))
         pair = fs.ShardedOptimizer(model.parameters(), fs.optim.adamw(1e-2))
         with pytest.raises(TreeError, match=r"an \(init, update\) pair is a tree.*train_state\.opt"):
             _ = pair.state

@@ -193,7 +193,7 @@ def test_what_is_loaded_or_written_is_not_overwritten_by_a_gather_under_way():
                             p.mul_(0.0)
                     model(x)
                 found += [(strategy, load, name) for name, value in modules.values(model).items() if value.any()]
-                for unit in fs.units_of(model.train_state.params):
+                for unit in fs.layouts.units_of(model.train_state.params):
                     found += [(strategy, load, unit.name)] if any(buffer.any() for buffer in unit.buffers) else []
         return found
 

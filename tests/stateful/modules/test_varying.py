@@ -17,7 +17,7 @@ from fsharp.testing import processes, simulate
 from tests.gpt_like import loss_fn, make_batches, make_params
 from tests.scheduling import STRATEGIES, every
 
-S, V = fs.layout.Shard, fs.layout.Vary
+S, V = fs.layouts.Shard, fs.layouts.Vary
 DIM, HIDDEN, EXPERTS, VOCAB = 6, 7, 4, 11
 MESH = fs.Mesh({"dp": 2, "ep": 2})
 PLACES = {
@@ -81,10 +81,10 @@ def moe_loss(params, batch, comm):
     x = fs.forward(lambda table, tokens: F.embedding(tokens, table), params["embed"], batch["x"], comm=comm)
     for layer in params["layers"]:
         gates = fs.forward(route, layer["router"], x, comm=comm)
-        everyone = fs.comm.all_gather_last(torch.cat([x, gates], 1).T, comm, "ep").T
+        everyone = fs.collectives.all_gather_last(torch.cat([x, gates], 1).T, comm, "ep").T
         own_gates = everyone[:, DIM:].chunk(n, dim=1)[mine]
         out = fs.forward(experts, layer["experts"], everyone[:, :DIM], own_gates, comm=comm)
-        x = x + fs.comm.reduce_scatter_last(out.T, comm, "ep").T
+        x = x + fs.collectives.reduce_scatter_last(out.T, comm, "ep").T
     logits = fs.forward(lambda w, x: x @ w, params["head"], x, comm=comm)
     losses = F.cross_entropy(logits, batch["y"], reduction="none")
     return fs.Loss((losses * batch["w"]).sum(), batch["w"].sum())
@@ -224,7 +224,7 @@ def test_traffic_is_predicted_to_the_byte(name):
         layout = fs.plan(params, comm.mesh, {"**": dense, "layers.*.experts": sparse}, units="layers.*.*")
         tx = fs.optim.adamw(1e-2)
         state = fs.init_state(tx, fs.shard(params, layout, comm, place="optim"), comm=comm)
-        counting = fs.CountingComm(comm)
+        counting = fs.collectives.CountingComm(comm)
         batch = make_batches(1, 4)[0]
 
         def loss(params, batch, inner):  # tokens' own way is not a step's
@@ -234,9 +234,9 @@ def test_traffic_is_predicted_to_the_byte(name):
         return layout, counting.calls
 
     for layout, calls in simulate(MESH, rank_fn):
-        assert calls == fs.step_traffic(layout)
+        assert calls == fs.inspect.step_traffic(layout)
         own = fs.Layout(layout.mesh, tuple(unit for unit in layout.units if unit.strategy == sparse), layout.spec)
-        assert {call.axis for call in fs.step_traffic(own) if call.nbytes != 2 * 8} == {"dp"}  # 16 bytes: the loss
+        assert {call.axis for call in fs.inspect.step_traffic(own) if call.nbytes != 2 * 8} == {"dp"}  # 16 bytes: the loss
 
 
 class _Split:
@@ -296,20 +296,20 @@ def test_norm_counts_each_value_once():
 def test_placements():
     strategy = fs.hsdp("outer", "inner").varying("ep")
     assert strategy.order == ("inner", "outer", "ep")
-    assert strategy.params == Place(("inner", "outer", "ep"), (S, fs.layout.Replicate, V))
-    assert strategy.full == Place(("inner", "outer", "ep"), (fs.layout.Replicate, fs.layout.Replicate, V))
-    assert strategy.full.dual == Place(("inner", "outer", "ep"), (fs.layout.Partial, fs.layout.Partial, V))
+    assert strategy.params == Place(("inner", "outer", "ep"), (S, fs.layouts.Replicate, V))
+    assert strategy.full == Place(("inner", "outer", "ep"), (fs.layouts.Replicate, fs.layouts.Replicate, V))
+    assert strategy.full.dual == Place(("inner", "outer", "ep"), (fs.layouts.Partial, fs.layouts.Partial, V))
     assert strategy.optim.varying == ("ep",)
     assert str(strategy) == "outer: RPR, inner: SSS, ep: VVV"
-    assert strategy == fs.Strategy({**dict(fs.hsdp("outer", "inner").rules), "ep": fs.layout.AxisRule(V, V, V)})
+    assert strategy == fs.Strategy({**dict(fs.hsdp("outer", "inner").rules), "ep": fs.layouts.AxisRule(V, V, V)})
 
 
 @pytest.mark.parametrize(
-    "rule", [r for r in product((fs.layout.Replicate, S, fs.layout.Partial, V), repeat=3) if 0 < r.count(V) < 3], ids=str
+    "rule", [r for r in product((fs.layouts.Replicate, S, fs.layouts.Partial, V), repeat=3) if 0 < r.count(V) < 3], ids=str
 )
 def test_all_three_kinds_vary_or_none(rule):
     with pytest.raises(StrategyError, match="axis 'ep': parameters that vary have gradients"):
-        fs.Strategy({"ep": fs.layout.AxisRule(*rule)})
+        fs.Strategy({"ep": fs.layouts.AxisRule(*rule)})
 
 
 @pytest.mark.parametrize(("axes", "shown"), [(("dp",), r"\['dp'\]"), ((), r"\[\]"), (("ep", "dp"), r"\['ep', 'dp'\]")])
@@ -329,7 +329,11 @@ def test_a_place_that_does_not_vary_is_none_of_the_units():
     layout = fs.plan({"w": torch.ones(8)}, MESH, fs.zero3("dp").varying("ep"))
     part = fs.shard_for({"w": torch.ones(8)}, layout, 0)
     with pytest.raises(LayoutError, match="ep:Replicate"):
-        fs.gather(part, comm=fs.CountingComm(_Alone()), to=Place(("dp", "ep"), (fs.layout.Replicate, fs.layout.Replicate)))
+        fs.gather(
+            part,
+            comm=fs.collectives.CountingComm(_Alone()),
+            to=Place(("dp", "ep"), (fs.layouts.Replicate, fs.layouts.Replicate)),
+        )
 
 
 class _Alone:

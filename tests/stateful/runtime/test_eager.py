@@ -32,7 +32,7 @@ def test_what_an_unplanned_step_has_done_verifies(strategy, microbatches, precis
     )
     for schedule in found:
         assert schedule.program.events[-1].kind == "update"
-        fs.schedule.verify(schedule)
+        fs.schedules.verify(schedule)
     assert len({tuple(schedule.lines()) for schedule in found}) == 1, "ranks do the same"
 
 
@@ -51,7 +51,7 @@ def test_without_one_of_its_ops_it_does_not(strategy, kind):
         if i != drop
     ]
     with pytest.raises(ScheduleError, match="verify"):
-        fs.schedule.verify(schedule.replace_ops(ops))
+        fs.schedules.verify(schedule.replace_ops(ops))
 
 
 def test_it_can_be_looked_at_and_a_planned_step_has_none(tmp_path):
@@ -65,7 +65,7 @@ def test_it_can_be_looked_at_and_a_planned_step_has_none(tmp_path):
         return schedule
 
     schedule = simulate(DP, rank_fn)[0]
-    assert fs.schedule.Schedule.from_json(schedule.to_json()) == schedule
+    assert fs.schedules.Schedule.from_json(schedule.to_json()) == schedule
     assert "layers.0" in fs.inspect.table(schedule)
     fs.inspect.draw(schedule, tmp_path / "eager.png")
     assert (tmp_path / "eager.png").stat().st_size > 0

@@ -27,7 +27,7 @@ def batches(count):
 
 
 def held(state):
-    return [b for node in fs.units_of((state.main, state.opt)) for b in node.buffers if b.numel()]
+    return [b for node in fs.layouts.units_of((state.main, state.opt)) for b in node.buffers if b.numel()]
 
 
 @every(8, strategy=(fs.zero3, fs.zero1, fs.zero2, fs.ddp), precision=(BF16, fs.Precision()), donate=(True, False))
@@ -48,7 +48,7 @@ def test_the_same_bits_from_pinned_memory(comm, strategy, precision, donate):
     for a, b in zip(optree.tree_leaves(ours), optree.tree_leaves(theirs), strict=True):
         assert a == b if isinstance(a, int) else torch.equal(a.cpu(), b.cpu())
     full = fs.gather(ours.main, comm=comm)
-    assert all(b.device.type == "cuda" for node in fs.units_of(full) for b in node.buffers)
+    assert all(b.device.type == "cuda" for node in fs.layouts.units_of(full) for b in node.buffers)
     ours, _ = step(ours, batch, comm)
     assert all(b.device.type == "cuda" for b in held(ours)), "the blocking path brings it back"
 

@@ -51,7 +51,7 @@ def test_a_captured_step_replays_with_the_losses_of_an_eager_one(comm, strategy,
     step = fs.train_step(loss, tx, donate=True)
     data = batches(6)
     scheduled = fs.Scheduler(comm, policy=DebugPolicy(trivial_axes=not apart, gather_at_start=False))(step)
-    captured = fs.CapturedStep(scheduled, start(comm, strategy, tx), data[0], warmup=3)
+    captured = fs.schedules.CapturedStep(scheduled, start(comm, strategy, tx), data[0], warmup=3)
     state = start(comm, strategy, tx)
     for _ in range(3):
         state, _ = step(state, data[0], comm)

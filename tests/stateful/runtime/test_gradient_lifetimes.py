@@ -117,7 +117,7 @@ def outlive(comm, *, strategy="zero3", again):
         if again:  # the next step is elsewhere
             state, _, grads, reduced = step(state, my_batches(comm, 1)[0])
         del scheduler, step, grads, reduced
-        [node.buffers for node in fs.units_of(state)]
+        [node.buffers for node in fs.layouts.units_of(state)]
         before = gone(arena)
         filler = [torch.full((1000,), float("nan")) for _ in range(100)]  # whoever gets the memory writes to it
         assert_same(kept, held)

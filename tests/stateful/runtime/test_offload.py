@@ -52,7 +52,7 @@ RULES = {
     ),
     "muon": (
         fs.optim.partition({"matrix": fs.optim.muon(1e-2), "default": fs.optim.with_ema(fs.optim.adamw(1e-2), decay=0.9)}),
-        {"labels": MATRICES, "atoms": {"**": fs.layout.Element(), "**.w": fs.layout.Whole(), "**.v": fs.layout.Whole()}},
+        {"labels": MATRICES, "atoms": {"**": fs.layouts.Element(), "**.w": fs.layouts.Whole(), "**.v": fs.layouts.Whole()}},
     ),
 }
 
@@ -123,7 +123,7 @@ def test_modules_have_the_same_bits(strategy, precision, tx):
         optimizer.step()
         optimizer.zero_grad()
         return [*found, dict(model.full_parameters())], [
-            isinstance(node.lazy, HostBuffers) for node in fs.units_of(model.train_state.opt)
+            isinstance(node.lazy, HostBuffers) for node in fs.layouts.units_of(model.train_state.opt)
         ]
 
     expected = simulate(DP, lambda comm: rank_fn(comm, False))
@@ -137,9 +137,9 @@ def test_main_copies_of_a_module_stay_where_it_shows_them():
     def rank_fn(comm):
         model, _ = train_module(comm, "zero3", "bf16", fs.optim.adamw(1e-2), offload=True)
         assert model.train_state.main is not None
-        held = {b.untyped_storage().data_ptr() for node in fs.units_of(model.train_state.main) for b in node.buffers}
+        held = {b.untyped_storage().data_ptr() for node in fs.layouts.units_of(model.train_state.main) for b in node.buffers}
         assert {p.local.untyped_storage().data_ptr() for p in model.parameters() if p.local.numel()} <= held
-        assert not any(isinstance(node.lazy, HostBuffers) for node in fs.units_of(model.train_state.main))
+        assert not any(isinstance(node.lazy, HostBuffers) for node in fs.layouts.units_of(model.train_state.main))
 
     simulate(DP, rank_fn)
 
@@ -153,7 +153,7 @@ class Seen(NamedTuple):
     copied: list[int]
     states: list[fs.TrainState]
     addresses: list[list[int]]
-    schedule: fs.schedule.Schedule
+    schedule: fs.schedules.Schedule
 
 
 def steps(
@@ -172,7 +172,7 @@ def steps(
 
 
 def held(state):
-    return fs.units_of((state.main, state.opt))
+    return fs.layouts.units_of((state.main, state.opt))
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
@@ -184,7 +184,7 @@ def test_bytes_copied_are_those_planned(strategy, precision):
         assert schedule.host_nbytes == 2 * nbytes
         assert sum(facts.host for facts in schedule.program.units) == nbytes
         assert all(isinstance(node.lazy, HostBuffers) for node in held(states[-1]) if any(map(len, node.buffers)))
-        assert not any(isinstance(node.lazy, HostBuffers) for node in fs.units_of(states[-1].params))
+        assert not any(isinstance(node.lazy, HostBuffers) for node in fs.layouts.units_of(states[-1].params))
 
 
 @pytest.mark.parametrize("donate", [False, True])
@@ -247,7 +247,7 @@ def test_tensors_that_occur_twice_are_copied_once_and_stay_one():
         expected, found = (train(comm, "zero3", p, tx=tx) for p in (None, {"offload": True}))
         assert_same_training(found, expected)
         seen = steps(comm, "zero3", "fp32", tx=tx)
-        for a, b in zip(*(fs.units_of(seen.states[-1].opt[key]) for key in "ab"), strict=True):
+        for a, b in zip(*(fs.layouts.units_of(seen.states[-1].opt[key]) for key in "ab"), strict=True):
             assert [x.data_ptr() for x in a.buffers] == [x.data_ptr() for x in b.buffers]
         assert seen.schedule.host_nbytes == 2 * tree_nbytes(seen.states[-1].opt["a"])
 

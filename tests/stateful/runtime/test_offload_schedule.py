@@ -74,19 +74,19 @@ FAULTS = {
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_is_refused(schedule, fault):
     change, message = FAULTS[fault]
-    fs.schedule.verify(schedule)
+    fs.schedules.verify(schedule)
     with pytest.raises(ScheduleError, match=message):
-        fs.schedule.verify(change(schedule))
+        fs.schedules.verify(change(schedule))
 
 
 def test_state_that_no_update_wants_is_refused():
     program = Program((UnitFacts("a", host=64),), (Event("fetch", "a"), Event("update"), Event("fetch", "a")))
     with pytest.raises(ScheduleError, match=r"no update follows for which 'a' is fetched"):
-        fs.schedule.verify(compile_schedule(program))
+        fs.schedules.verify(compile_schedule(program))
 
 
 def test_a_schedule_is_the_same_from_json_and_says_what_it_copies(schedule):
-    assert fs.schedule.Schedule.from_json(schedule.to_json()) == schedule
+    assert fs.schedules.Schedule.from_json(schedule.to_json()) == schedule
     assert schedule.policy.offload
     assert "copied from host memory and to it" in fs.inspect.table(schedule)
 
@@ -101,7 +101,7 @@ def test_what_an_unplanned_step_has_done_verifies(strategy):
 
     found = simulate(STRATEGIES[strategy][0], rank_fn)
     for emitted in found:
-        fs.schedule.verify(emitted)
+        fs.schedules.verify(emitted)
         assert {"fetch", "offload"} <= {op.kind for op in emitted.ops}
     assert len({tuple(emitted.lines()) for emitted in found}) == 1
 

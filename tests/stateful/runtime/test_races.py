@@ -163,7 +163,7 @@ def test_gradients_that_are_looked_at_need_the_join_at_the_end_of_the_pass():
         def step(state, batch, comm):
             loss, grads = fs.value_and_grad(loss_fn)(state.params, batch, comm=comm)
             if looks:
-                [buffer.norm() for node in fs.units_of(grads) for buffer in node.buffers]
+                [buffer.norm() for node in fs.layouts.units_of(grads) for buffer in node.buffers]
             fs.reduce_scatter(grads, comm=comm, to="optim")
             return loss
 

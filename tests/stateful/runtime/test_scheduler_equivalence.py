@@ -119,14 +119,14 @@ class Measured(NamedTuple):
     """A step that follows its schedule, as it was seen from outside."""
 
     calls: Counter
-    schedule: fs.schedule.Schedule
+    schedule: fs.schedules.Schedule
     top: int
     peak_nbytes: int
 
 
 def measure(comm, strategy, microbatches, precision="float32", **policy):
     """The third step: the first records, the second gathers what the first has not gathered for it."""
-    counting, tx = fs.CountingComm(comm), fs.optim.adamw(1e-2)
+    counting, tx = fs.collectives.CountingComm(comm), fs.optim.adamw(1e-2)
     state = make_state(comm, strategy, tx=tx, precision=PRECISIONS.get(precision, precision))
     scheduler = fs.Scheduler(counting, policy=DebugPolicy(poison=True, **policy))
     memory = WatchedMemory(scheduler.executor)
@@ -166,7 +166,7 @@ def test_with_one_buffer_only_the_turning_points_save_a_gather(strategy, microba
         saved.update(measured.schedule.facts("head").gather)
     for _ in range(microbatches - 1):
         saved.update(measured.schedule.facts("embed").gather)
-    assert measured.calls + saved == fs.step_traffic(make_layout(mesh, strategy), microbatches=microbatches)
+    assert measured.calls + saved == fs.inspect.step_traffic(make_layout(mesh, strategy), microbatches=microbatches)
 
 
 # Real processes: what is under way at the same time really is.

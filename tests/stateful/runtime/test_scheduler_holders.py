@@ -26,7 +26,7 @@ each_strategy = pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero3", "h
 
 
 def buffers_of(tree):
-    return [buffer.clone() for node in fs.units_of(tree) for buffer in node.buffers]
+    return [buffer.clone() for node in fs.layouts.units_of(tree) for buffer in node.buffers]
 
 
 def score(params, batch, comm):
@@ -60,7 +60,7 @@ def test_a_scheduler_that_is_a_plain_comm_keeps_nothing_of_trees_that_are_gone()
         for batch in my_batches(comm, 4):
             state, _ = fs.train_step(loss_fn, make_tx())(state, batch, scheduler)
             score(state.params, batch, scheduler)
-        return len(scheduler.units) - len(fs.units_of(state.params))
+        return len(scheduler.units) - len(fs.layouts.units_of(state.params))
 
     assert simulate(DP, rank_fn) == [0, 0]
 
@@ -105,10 +105,10 @@ def test_a_backward_after_the_end_does_not_touch_what_was_handed_out():
             return fs.value_and_grad(loss)(params, batch, comm=comm)[1], kept[0]
 
         grads, late = fs.Scheduler(comm)(fn)(state.params)
-        before = [buffer.clone() for node in fs.units_of(grads) for buffer in node.buffers]
+        before = [buffer.clone() for node in fs.layouts.units_of(grads) for buffer in node.buffers]
         with pytest.raises(ScheduleError, match="after the step that used it was over"):
             late.backward()
-        assert_same(before, [buffer for node in fs.units_of(grads) for buffer in node.buffers])
+        assert_same(before, [buffer for node in fs.layouts.units_of(grads) for buffer in node.buffers])
 
     simulate(DP, rank_fn)
 
@@ -121,8 +121,10 @@ def test_a_state_is_copied_right_after_a_step(way):
         equal = []
         for batch in my_batches(comm, 3):
             state, _ = call(state, batch)
-            copied = [node.buffers for node in fs.units_of(way(state.params))]
-            equal += [torch.equal(a, b) for x, y in zip(copied, fs.units_of(state.params)) for a, b in zip(x, y.buffers)]
+            copied = [node.buffers for node in fs.layouts.units_of(way(state.params))]
+            equal += [
+                torch.equal(a, b) for x, y in zip(copied, fs.layouts.units_of(state.params)) for a, b in zip(x, y.buffers)
+            ]
         return equal
 
     for equal in processes(DP, rank_fn):
@@ -156,12 +158,12 @@ def test_two_threads_wait_for_parameters_that_are_on_their_way():
             call = fs.Scheduler(comm)(fs.train_step(loss_fn, make_tx()))
             for batch in my_batches(comm, 3):
                 state, _ = call(state, batch)
-            nodes = fs.units_of(state.params)
+            nodes = fs.layouts.units_of(state.params)
             [node.buffers for node in nodes]
             update_gather = fs.Scheduler.run_update_gather
             monkeypatch.setattr(fs.Scheduler, "run_update_gather", lambda *a, **k: (armed.append(1), update_gather(*a, **k))[1])
             state, _ = call(state, my_batches(comm, 1, seed=7)[0])
-            node = fs.units_of(state.params)[0]
+            node = fs.layouts.units_of(state.params)[0]
             was_arriving = is_pending(node)
             other = threading.Thread(target=lambda: node.buffers)
             other.start()
@@ -396,7 +398,7 @@ def test_what_was_under_way_is_refused_when_the_scheduler_has_closed():
             except ZeroDivisionError:
                 assert i == 2
         refused = 0
-        for node in fs.units_of(kept):
+        for node in fs.layouts.units_of(kept):
             if node.lazy is not None and is_pending(node):
                 for _ in range(2):
                     with pytest.raises(ScheduleError, match="this scheduler is closed"):

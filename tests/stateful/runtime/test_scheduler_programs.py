@@ -466,7 +466,7 @@ def test_function_transforms_take_the_blocking_path():
         def f(params, batch, comm):
             g = torch.func.grad(lambda p: loss_fn(p, batch, comm)[0])(params)
             per_sample = torch.func.vmap(lambda x: logits(params, x, comm).sum())(batch["x"].view(4, 2))
-            return [node.buffers for node in fs.units_of(g)], per_sample
+            return [node.buffers for node in fs.layouts.units_of(g)], per_sample
 
         wrapped = run.wrap(f)
         return [wrapped(state.params, batch) for _ in range(2)]

@@ -40,7 +40,7 @@ def mesh_of(strategy):
 
 
 def buffers(tree):
-    return [buffer for node in fs.units_of(tree) for buffer in node.buffers]
+    return [buffer for node in fs.layouts.units_of(tree) for buffer in node.buffers]
 
 
 def copied(tree):

@@ -38,7 +38,7 @@ def mesh_of(strategy):
 
 
 def buffers(tree):
-    return [buffer for node in fs.units_of(tree) for buffer in node.buffers]
+    return [buffer for node in fs.layouts.units_of(tree) for buffer in node.buffers]
 
 
 # Several functions, several trees
@@ -383,7 +383,7 @@ def test_another_schedule_can_be_followed():
         for i, batch in enumerate(my_batches(run.comm, 6)):
             if i == 3 and run.scheduler:
                 other = compile_schedule(step.schedule.program, fs.Policy(prefetch=3))
-                step.follow(fs.schedule.Schedule.from_json(other.to_json()))
+                step.follow(fs.schedules.Schedule.from_json(other.to_json()))
             state, metrics = step(state, batch)
             losses.append(metrics.loss)
         return losses, full_params(state, run.comm)
@@ -539,7 +539,7 @@ def test_the_first_gathers_of_a_step_are_made_once():
     """Evaluation takes over what training has gathered, if it is the same; nothing is gathered for nothing."""
 
     def rank_fn(comm):
-        counting = fs.CountingComm(comm)
+        counting = fs.collectives.CountingComm(comm)
         scheduler = fs.Scheduler(counting, policy=DebugPolicy(poison=True))
         state, step = make_state(comm, "zero3"), scheduler(fs.train_step(loss_fn, make_tx(), donate=True))
         counts = []

@@ -35,7 +35,7 @@ def with_sign(batch, sign):
 
 def run(comm, way, schedule):
     """Losses and parameters of two programs in turns; with a schedule, what each step has sent, and what it says."""
-    counting = fs.CountingComm(comm)
+    counting = fs.collectives.CountingComm(comm)
     runner = fs.Scheduler(counting, policy=DebugPolicy(poison=True)) if schedule else None
     wrap = runner or (lambda fn: lambda state, batch: fn(state, batch, comm=counting))
     own = runner.comm if runner else counting
@@ -55,7 +55,9 @@ def run(comm, way, schedule):
         if schedule is not None:
             sent.append(counting.calls - before)
             planned.append(schedule.calls() + OF_THE_STEP)
-    found += [buffer.clone() for state in (first, second) for node in fs.units_of(state.params) for buffer in node.buffers]
+    found += [
+        buffer.clone() for state in (first, second) for node in fs.layouts.units_of(state.params) for buffer in node.buffers
+    ]
     return found, sent, planned
 
 

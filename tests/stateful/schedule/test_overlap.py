@@ -232,7 +232,7 @@ def test_one_rank_moves_nothing(strategy, microbatches):
     mesh = fs.Mesh(dict.fromkeys(STRATEGIES[strategy][0].names, 1))
 
     def rank_fn(comm):
-        counting = fs.CountingComm(comm)
+        counting = fs.collectives.CountingComm(comm)
         state = make_state(comm, strategy)
         step = fs.Scheduler(counting, policy=DebugPolicy(poison=True))(
             fs.train_step(loss_fn, make_tx(), microbatches=microbatches)
@@ -309,7 +309,9 @@ def test_the_arena_of_the_example_is_what_is_live_at_once(strategy, size, monkey
             verify(schedule)
             sent = sum(call.nbytes * count for call, count in schedule.calls().items())
             loss = sum(sent_nbytes("all_reduce", -(-2 // n) * 8, n) for _, n in layout.mesh.axes)
-            most = sum(call.nbytes * count for call, count in fs.step_traffic(layout, microbatches=microbatches).items())
+            most = sum(
+                call.nbytes * count for call, count in fs.inspect.step_traffic(layout, microbatches=microbatches).items()
+            )
             assert sent <= most - loss
             assert (sent == most - loss) is not moves_parameters(strategy)  # resident units save gathers
 

@@ -74,7 +74,7 @@ def summands(rank, size, seed, dtype):
 def test_what_is_joined_has_the_bits_and_the_bytes_of_each_alone(n, sizes, wire):
     def rank_fn(comm):
         def run(groups):
-            counting = fs.CountingComm(comm)
+            counting = fs.collectives.CountingComm(comm)
             transport, found = BlockingTransport(counting), []
             for group in groups:
                 xs = [summands(comm.rank, size, i, wire) for i, size in group]
@@ -396,7 +396,7 @@ def test_processes(mesh, strategies, worth):
 
 
 def traced(comm):
-    tx, counting = fs.optim.adamw(1e-2), fs.CountingComm(comm)
+    tx, counting = fs.optim.adamw(1e-2), fs.collectives.CountingComm(comm)
     state = make_state(comm, "zero3", tx=tx, params=make_params(layers=2 * LAYERS))
     step = fs.Scheduler(counting, bucket_nbytes=900)(fs.train_step(loss_fn, tx, donate=True))
     [state, _], trace = step(state, my_batches(comm, 1)[0]), step.trace()

@@ -78,7 +78,7 @@ def test_buffers_that_go_together(n, wire):
     def rank_fn(comm):
         comm = over_gloo(comm)
         mine, wrong, counts = comm.rank, [], []
-        counters = [fs.CountingComm(comm)] * (mine == 0)  # one rank that counts does what the others do
+        counters = [fs.collectives.CountingComm(comm)] * (mine == 0)  # one rank that counts does what the others do
         exchange = GlooTransport(comm, ProcessGroups(comm, separate=True), counters)
         exchange.make()
 
@@ -143,7 +143,7 @@ def test_gradients_that_one_rank_keeps(strategy):
             states[0], expected, _ = step(states[0], batch, comm)
             states[1], got, grads = scheduled(states[1], batch)
             if comm.rank == 0:
-                kept.append([node.buffers for node in fs.units_of(grads)])
+                kept.append([node.buffers for node in fs.layouts.units_of(grads)])
             del grads
             same.append(torch.equal(got, expected))
         return same

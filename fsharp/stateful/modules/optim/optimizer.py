@@ -160,7 +160,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             scopes.append(scope)
             if scope is not Scope.ELEMENT and parts:
                 more = f" and {len(parts) - 1} more" if len(parts) > 1 else ""
-                whole = "" if scope is Scope.EVERYTHING else "atoms=fs.layout.Whole() or "
+                whole = "" if scope is Scope.EVERYTHING else "atoms=fs.layouts.Whole() or "
                 raise TreeError(
                     f"ShardedOptimizer(): {optimizer.__name__} looks at {what} {parts[0]!r}{more}. Pass shard_module() {whole}"
                     "strategy=fs.ddp(...) for the units that have them, take an elementwise optimizer such as AdamW, or "
@@ -285,10 +285,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def state(self) -> Any:
         """A read-only mapping from parameters to the optimizer's state of each: ``optimizer.state[p]["exp_avg"]``.
 
-        State with a value for each element is a :class:`~fsharp.Part` in the optimizer's own memory: a write to the part
-        changes the state. Other state, such as ``"step"``, is returned as the optimizer has it. A rank lacks that state if it
-        holds no element of any parameter that has had as many steps. The mapping of a parameter that has had no gradient is
-        empty. Look parts up again after a step. Of an ``(init, update)`` pair, whose state is a tree, it is refused.
+        State with a value for each element is a :class:`~fsharp.modules.Part` in the optimizer's own memory: a write to the
+        part changes the state. Other state, such as ``"step"``, is returned as the optimizer has it. A rank lacks that state
+        if it holds no element of any parameter that has had as many steps. The mapping of a parameter that has had no gradient
+        is empty. Look parts up again after a step. Of an ``(init, update)`` pair, whose state is a tree, it is refused.
         """
         if self._is_made and self.inner is None:
             raise TreeError(
@@ -322,10 +322,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Return ``{"state": {name: {...}}, "param_groups": [...]}``, by names of parameters; every rank calls it.
 
-        What the optimizer keeps for each element of a parameter is a :class:`~fsharp.Part`, at the optimizer's place, so that
-        another mesh can read what all ranks have saved. All else, such as ``"step"``, is as the optimizer has it. Parameters
-        that have had no gradient have no state. All are copies, of each parameter its own. Of an ``(init, update)`` pair
-        ``"state"`` is its tree of :class:`~fsharp.Sharded`, which the next step donates.
+        What the optimizer keeps for each element of a parameter is a :class:`~fsharp.modules.Part`, at the optimizer's place,
+        so that another mesh can read what all ranks have saved. All else, such as ``"step"``, is as the optimizer has it.
+        Parameters that have had no gradient have no state. All are copies, of each parameter its own. Of an
+        ``(init, update)`` pair ``"state"`` is its tree of :class:`~fsharp.Sharded`, which the next step donates.
 
         Raises:
             TreeError: parameters that are DTensors sharded on other axes; a state that is no tensor, number, string or None.

@@ -20,7 +20,7 @@ from fsharp.stateful.modules.parameter import Part
 from fsharp.stateful.modules.state_dict import own_part
 
 States = dict[str, dict[str, Any]]
-"""By path of the parameter and name of the state: a :class:`~fsharp.Part`, or what is not one for each element."""
+"""By path of the parameter and name of the state: a :class:`~fsharp.modules.Part`, or what is not one for each element."""
 
 
 class StateByParameter(Mapping[Part, Mapping[str, Any]]):

@@ -1,8 +1,9 @@
-"""For code that calls collectives by itself: differentiable ones, and ranks that agree first."""
+"""For code that calls collectives by itself: differentiable ones, ranks that agree first, and a Comm that counts calls."""
 
 from fsharp.functional.comm import collectives
 from fsharp.functional.comm.agree import agree as agree
 from fsharp.functional.comm.protocol import Call as Call
+from fsharp.functional.comm.protocol import CountingComm as CountingComm
 from fsharp.type_checks import options_explained as _explained
 
 # Within the library these are called without a frame that explains arguments.

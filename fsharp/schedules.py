@@ -1,5 +1,7 @@
-"""Schedules as data: what a step does, what compiles that, and what finds out whether it is right."""
+"""Schedules as data: what a step does, what compiles and verifies schedules, and the functions that follow them."""
 
+from fsharp.stateful.runtime.graphs import CapturedStep as CapturedStep
+from fsharp.stateful.runtime.scheduled import Scheduled as Scheduled
 from fsharp.stateful.schedule.compile import compile_schedule as compile_schedule
 from fsharp.stateful.schedule.program import Event as Event
 from fsharp.stateful.schedule.program import Program as Program

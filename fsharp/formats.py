@@ -1,0 +1,13 @@
+"""How the elements of a group are stored and how they travel: formats of 8 and 4 bits, and parts of a format of your own."""
+
+from fsharp.functional.formats.by_tensor import float8_e4m3_by_tensor as float8_e4m3_by_tensor
+from fsharp.functional.formats.by_tensor import float8_e5m2_by_tensor as float8_e5m2_by_tensor
+from fsharp.functional.formats.by_tensor import int8_by_row as int8_by_row
+from fsharp.functional.formats.format import Format as Format
+from fsharp.functional.formats.format import LeafCodec as LeafCodec
+from fsharp.functional.formats.format import LeafPart as LeafPart
+from fsharp.functional.formats.format import Plane as Plane
+from fsharp.functional.formats.format import register_format as register_format
+from fsharp.functional.formats.microscaling import mxfp8 as mxfp8
+from fsharp.functional.formats.microscaling import mxint4 as mxint4
+from fsharp.functional.formats.microscaling import mxint8 as mxint8
