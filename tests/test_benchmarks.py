@@ -117,10 +117,7 @@ def one_rank():
         torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
         mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("dp",))
         options = gpu.Options(rounds=2, steps=1, warmup=1)
-        return (
-            host.measure(SMALL_OPTIONS, comm, silent),
-            gpu.measure(options, shape, mesh, silent, NoDevice()),
-        )
+        return (host.measure(SMALL_OPTIONS, comm, silent), gpu.measure(options, shape, mesh, silent, NoDevice()))
 
     return processes(fs.Mesh({"dp": 1}), run)[0]
 

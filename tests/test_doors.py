@@ -44,7 +44,7 @@ PENDING = [
         PATHS,
         "a parameter that leaves a reentrant checkpoint has no gradient",
         lambda model: any(d.what in OF_WEIGHTS and model.wraps[d.unit] == "reentrant checkpoint" for d in model.doors),
-    ),
+    )
 ]
 """Take a line out to have them drawn."""
 

@@ -63,11 +63,7 @@ def total(params):
 
 
 PLAN = {
-    "unknown axis": (
-        lambda: planned(strategy=fs.zero3("tp")),
-        StrategyError,
-        "unknown axis 'tp': Mesh(dp=1) has ['dp']",
-    ),
+    "unknown axis": (lambda: planned(strategy=fs.zero3("tp")), StrategyError, "unknown axis 'tp': Mesh(dp=1) has ['dp']"),
     "uncovered axis": (lambda: planned(fs.Mesh({"dp": 2, "x": 1})), StrategyError, "says nothing of axis 'x'"),
     "no strategy": (lambda: planned(strategy="zero3"), LayoutError, "strategy has 'zero3', expected a Strategy"),
     "no strategy in a rule": (lambda: planned(strategy={"**": 3}), LayoutError, "strategy has 3, expected a Strategy"),
@@ -83,27 +79,15 @@ PLAN = {
     "no atom": (lambda: planned(atoms="row"), OptionError, "atoms is 'row', expected a Element or a Rows or a Whole"),
     "malformed": (lambda: planned(frozen="[z-a]"), PatternError, "the pattern '[z-a]' is malformed"),
     "labels": (lambda: planned(labels={"x": "m"}), PatternError, "plan(labels=...): the pattern 'x' matches nothing"),
-    "a number": (
-        lambda: planned(tree={"a": {"eps": 1e-5}}),
-        TreeError,
-        "params['a.eps'] is not a tensor.\n  got  float 1e-05",
-    ),
+    "a number": (lambda: planned(tree={"a": {"eps": 1e-5}}), TreeError, "params['a.eps'] is not a tensor.\n  got  float 1e-05"),
     "a sparse leaf": (
         lambda: planned(tree={"s": torch.eye(2).to_sparse()}),
         TreeError,
         "params['s'] has layout torch.sparse_coo",
     ),
     "equal paths": (lambda: planned(tree={"0": SHARED, 0: torch.ones(1)}), TreeError, "share the dotted path '0'"),
-    "a dot in a key": (
-        lambda: planned(tree={"a.b": SHARED}),
-        TreeError,
-        "the key 'a.b' in the path ('a.b',) is empty or",
-    ),
-    "a view": (
-        lambda: planned(tree={"v": SHARED, "w": SHARED.view(4, 3)}),
-        LayoutError,
-        "'w'  (4, 3), strides (3, 1)",
-    ),
+    "a dot in a key": (lambda: planned(tree={"a.b": SHARED}), TreeError, "the key 'a.b' in the path ('a.b',) is empty or"),
+    "a view": (lambda: planned(tree={"v": SHARED, "w": SHARED.view(4, 3)}), LayoutError, "'w'  (4, 3), strides (3, 1)"),
     "a transpose": (
         lambda: planned(tree={"v": SHARED, "w": SHARED.T}),
         LayoutError,
@@ -121,21 +105,13 @@ PLAN = {
         LayoutError,
         "disagree on frozen.\n  'a'  False",
     ),
-    "ties: label": (
-        lambda: planned(tree={"a": SHARED, "b": SHARED}, labels={"b": "m"}),
-        LayoutError,
-        "disagree on label",
-    ),
+    "ties: label": (lambda: planned(tree={"a": SHARED, "b": SHARED}, labels={"b": "m"}), LayoutError, "disagree on label"),
     "ties: atom": (
         lambda: planned(tree={"a": SHARED, "b": SHARED}, atoms={"b": fs.layouts.Whole()}),
         LayoutError,
         "disagree on atom",
     ),
-    "precision": (
-        lambda: fs.Precision(main=torch.int32),
-        LayoutError,
-        "main is torch.int32, expected a floating-point",
-    ),
+    "precision": (lambda: fs.Precision(main=torch.int32), LayoutError, "main is torch.int32, expected a floating-point"),
     "precision by name": (lambda: fs.Precision(wire="bfloat16"), LayoutError, "wire is 'bfloat16'"),
     "unit name": (lambda: planned()["layers.0"], LayoutError, "no unit 'layers.0': the layout has ['']"),
     "kind of bytes": (lambda: planned().nbytes("weights"), LayoutError, "unknown kind 'weights'"),
@@ -190,17 +166,9 @@ SHARDED = {
         LayoutError,
         "Place(a:Replicate, b:Shard) is not one of unit ''",
     ),
-    "rank": (
-        lambda: part(mesh=MESH) and fs.shard_for(make(), planned(MESH), 2),
-        MeshError,
-        "rank 2 is outside Mesh(dp=2)",
-    ),
+    "rank": (lambda: part(mesh=MESH) and fs.shard_for(make(), planned(MESH), 2), MeshError, "rank 2 is outside Mesh(dp=2)"),
     "unshard: none": (lambda: fs.unshard([]), TreeError, "no trees"),
-    "unshard: too few": (
-        lambda: fs.unshard([part(mesh=MESH)]),
-        TreeError,
-        "1 trees, expected one for each of the 2 ranks",
-    ),
+    "unshard: too few": (lambda: fs.unshard([part(mesh=MESH)]), TreeError, "1 trees, expected one for each of the 2 ranks"),
     "unshard: partial": (lambda: fs.unshard([partial_sums()]), TreeError, "unit '' rests partial (dp:Partial)"),
     "unshard: mixed": (
         lambda: fs.unshard([part(mesh=MESH), part(mesh=MESH, atoms=fs.layouts.Whole())]),
@@ -215,22 +183,10 @@ SHARDED = {
         "'b' is tied to a leaf of a unit that this call was not given.\n  tied to  '' of unit 'a'",
     ),
     "gather: partial": (lambda: fs.gather(partial_sums(), comm=ONLY), TreeError, "rests      dp:Partial"),
-    "gather: to partial": (
-        lambda: fs.gather(part(fs.ddp("dp")), comm=ONLY, to="grads"),
-        TreeError,
-        "asked for  dp:Partial",
-    ),
-    "gather: nothing": (
-        lambda: fs.gather(make(), comm=ONLY),
-        TreeError,
-        "gather(): expected a tree of Sharded, got dict",
-    ),
+    "gather: to partial": (lambda: fs.gather(part(fs.ddp("dp")), comm=ONLY, to="grads"), TreeError, "asked for  dp:Partial"),
+    "gather: nothing": (lambda: fs.gather(make(), comm=ONLY), TreeError, "gather(): expected a tree of Sharded, got dict"),
     "gather: mesh": (lambda: fs.gather(part(), comm=Loop()), MeshError, "unit  '' on Mesh(dp=1)\n  comm  Mesh(dp=2)"),
-    "reduce: shards": (
-        lambda: fs.reduce_scatter(part(), comm=ONLY, to="full"),
-        TreeError,
-        "Shards are moved by gather()",
-    ),
+    "reduce: shards": (lambda: fs.reduce_scatter(part(), comm=ONLY, to="full"), TreeError, "Shards are moved by gather()"),
     "reduce: to partial": (
         lambda: fs.reduce_scatter(part(fs.ddp("dp")), comm=ONLY, to="grads"),
         TreeError,
@@ -242,11 +198,7 @@ SHARDED = {
         MeshError,
         "reduce_scatter(): the Comm is on another mesh",
     ),
-    "shard: mesh": (
-        lambda: fs.shard(make(), planned(MESH), ONLY),
-        MeshError,
-        "layout  Mesh(dp=2)\n  comm    Mesh(dp=1)",
-    ),
+    "shard: mesh": (lambda: fs.shard(make(), planned(MESH), ONLY), MeshError, "layout  Mesh(dp=2)\n  comm    Mesh(dp=1)"),
     "init: mesh": (
         lambda: fs.init_params(fs.init.zeros, planned(MESH), ONLY, key=0),
         MeshError,
@@ -297,11 +249,7 @@ TRAIN = {
         LossError,
         "the weight of the loss is torch.float32[] with a gradient",
     ),
-    "aux": (
-        lambda: loss_of(lambda p: (total(p), {"logits": 1})),
-        LossError,
-        "is dict, expected a number or a scalar",
-    ),
+    "aux": (lambda: loss_of(lambda p: (total(p), {"logits": 1})), LossError, "is dict, expected a number or a scalar"),
     "aux, a flag": (lambda: loss_of(lambda p: (total(p), True)), LossError, "pass has_aux=True"),
     "no aux": (
         lambda: fs.value_and_grad(lambda p, batch, comm: total(p), has_aux=True)(part(), 0, comm=ONLY),
@@ -312,11 +260,7 @@ TRAIN = {
     "all frozen": (lambda: loss_of(total, frozen="**"), LossError, "every parameter is frozen"),
     "microbatches": (lambda: loss_of(total, microbatches=0), LossError, "microbatches is 0"),
     "fractions": (lambda: fs.value_and_grad(total, microbatches=1.5), OptionError, "microbatches is 1.5, expected an int"),
-    "batch": (
-        lambda: loss_of(total, torch.ones(5, 2), 3),
-        LossError,
-        "shape [5, 2] does not split into 3 microbatches",
-    ),
+    "batch": (lambda: loss_of(total, torch.ones(5, 2), 3), LossError, "shape [5, 2] does not split into 3 microbatches"),
     "scalar batch": (lambda: loss_of(total, {"x": torch.ones(())}, 2), LossError, "shape [] does not split into 2"),
     "comm": (
         lambda: fs.value_and_grad(total)(part(), 0, comm=Loop()),
@@ -328,17 +272,9 @@ TRAIN = {
         TreeError,
         "rest partial (dp:Partial)",
     ),
-    "norm: partial": (
-        lambda: fs.optim.global_norm(partial_sums(), comm=ONLY),
-        TreeError,
-        "rests partial (dp:Partial)",
-    ),
+    "norm: partial": (lambda: fs.optim.global_norm(partial_sums(), comm=ONLY), TreeError, "rests partial (dp:Partial)"),
     "clip": (lambda: fs.optim.clip_by_global_norm(0.0), LayoutError, "max_norm is 0.0, expected a positive number"),
-    "ema": (
-        lambda: fs.optim.with_ema(fs.optim.sgd(0.1), decay=1.0),
-        LayoutError,
-        "decay is 1.0, expected a number in [0, 1)",
-    ),
+    "ema": (lambda: fs.optim.with_ema(fs.optim.sgd(0.1), decay=1.0), LayoutError, "decay is 1.0, expected a number in [0, 1)"),
     "ema of updates": (lambda: fs.optim.ema(-0.1), LayoutError, "ema(): decay is -0.1, expected a number in [0, 1)"),
     "apply_if_finite": (
         lambda: fs.optim.apply_if_finite(fs.optim.sgd(1), -1),
@@ -360,11 +296,7 @@ TRAIN = {
         TreeError,
         "the factory takes '*transforms: Any', expected arguments with names",
     ),
-    "cosine": (
-        lambda: fs.optim.cosine_decay_schedule(1.0, 0),
-        LayoutError,
-        "decay_steps is 0, expected a positive number",
-    ),
+    "cosine": (lambda: fs.optim.cosine_decay_schedule(1.0, 0), LayoutError, "decay_steps is 0, expected a positive number"),
     "warmup, cosine": (
         lambda: fs.optim.warmup_cosine_decay_schedule(0.0, 1.0, 5, 5),
         LayoutError,
@@ -377,11 +309,7 @@ TRAIN = {
         "got 1 boundaries for 1 schedules, expected one less",
     ),
     "chain": (lambda: fs.optim.chain(), TreeError, "chain(): no transformation"),
-    "masked": (
-        lambda: state(fs.optim.masked(fs.optim.sgd(1), "x")),
-        PatternError,
-        "masked(): the pattern 'x' matches nothing",
-    ),
+    "masked": (lambda: state(fs.optim.masked(fs.optim.sgd(1), "x")), PatternError, "masked(): the pattern 'x' matches nothing"),
     "decay per path": (
         lambda: fs.update(fs.optim.sgd(1, weight_decay={"b": 0.0}), grads_of(state()), state(), comm=ONLY),
         PatternError,

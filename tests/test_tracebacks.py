@@ -132,29 +132,17 @@ class BrokenPair(fs.SingleComm):
 
 USERS = {
     "forward": (lambda: fs.forward(broken, params(), 1, comm=ONE), ["broken"]),
-    "value_and_grad": (
-        lambda: fs.value_and_grad(loss_fn)(params(), torch.ones(2), comm=ONE),
-        ["loss_fn", "broken"],
-    ),
+    "value_and_grad": (lambda: fs.value_and_grad(loss_fn)(params(), torch.ones(2), comm=ONE), ["loss_fn", "broken"]),
     "backward within value_and_grad": (
         lambda: fs.value_and_grad(lazy_loss_fn)(params(), torch.ones(2, 2), comm=ONE),
         ["backward", "broken"],
     ),
     "train_step": (lambda: fs.train_step(loss_fn, TX)(state(), torch.ones(2), ONE), ["loss_fn", "broken"]),
-    "scheduled": (
-        lambda: fs.Scheduler(ONE)(fs.train_step(loss_fn, TX))(state(), torch.ones(2)),
-        ["loss_fn", "broken"],
-    ),
+    "scheduled": (lambda: fs.Scheduler(ONE)(fs.train_step(loss_fn, TX))(state(), torch.ones(2)), ["loss_fn", "broken"]),
     "remat": (lambda: fs.forward(broken, params(), 1, comm=ONE, remat=True), ["broken"]),
     "map_units": (lambda: fs.layouts.map_units(broken, params()), ["broken"]),
-    "per_sample_norms": (
-        lambda: fs.per_sample_norms(loss_fn)(params(), torch.ones(2, 2), comm=ONE),
-        ["loss_fn", "broken"],
-    ),
-    "init_params": (
-        lambda: fs.init_params(broken, fs.plan(TREE, ONE.mesh, fs.zero3("dp")), ONE, key=0),
-        ["broken"],
-    ),
+    "per_sample_norms": (lambda: fs.per_sample_norms(loss_fn)(params(), torch.ones(2, 2), comm=ONE), ["loss_fn", "broken"]),
+    "init_params": (lambda: fs.init_params(broken, fs.plan(TREE, ONE.mesh, fs.zero3("dp")), ONE, key=0), ["broken"]),
     "a module": (lambda: module("forward")(torch.ones(1, 2)), ["forward", "forward", "broken"]),
     "a module as a function": (
         lambda: (lambda fn, tree: fn(tree, torch.ones(1, 2), comm=ONE))(*module("forward").functional()),
@@ -222,10 +210,7 @@ OWN = {
     "a backward": (lambda: module()(torch.ones(1, 2)).sum().backward(create_graph=True), ScheduleError),
     "a context": (averaged, TreeError),
     "a checkpoint": (lambda: fs.checkpoint.load("/nowhere", state(), comm=ONE), CheckpointError),
-    "simulate": (
-        lambda: simulate(TWO, lambda comm: comm.rank == 0 or comm.all_reduce(torch.ones(1), "dp")),
-        CommError,
-    ),
+    "simulate": (lambda: simulate(TWO, lambda comm: comm.rank == 0 or comm.all_reduce(torch.ones(1), "dp")), CommError),
 }
 
 

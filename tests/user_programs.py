@@ -33,10 +33,7 @@ MESHES: dict[str, Callable[[int], tuple[fs.Mesh, fs.Strategy]]] = {
     "hfsdp": lambda n: (fs.Mesh({"outer": n, "inner": 1}), fs.hfsdp("outer", "inner")),
     "hsdp inner": lambda n: (fs.Mesh({"outer": 1, "inner": n}), fs.hsdp("outer", "inner")),
 }
-PRECISIONS = {
-    "one dtype": None,
-    "main copy": fs.Precision(compute=torch.float32, main=torch.float64),
-}
+PRECISIONS = {"one dtype": None, "main copy": fs.Precision(compute=torch.float32, main=torch.float64)}
 
 
 @dataclass(frozen=True)

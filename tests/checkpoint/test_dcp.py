@@ -340,10 +340,7 @@ def test_damaged_folders(tmp_path):
     fails(lambda f: changed(f, longer), r"chunks of 'w' do not tile it: \(3, 3\) at \(0, 0\) of \(2, 3\)")
     fails(lambda f: changed(f, smaller), r"a chunk of 'w' is float32\[2, 3\], expected float32\[1, 3\]")
     fails(lambda f: changed(f, other), r"a chunk of 'w' is float32\[2, 3\], expected float64\[2, 3\]")
-    fails(
-        lambda f: changed(f, lambda m: m.storage_data.clear()),
-        "tensors of 24 bytes, and the files for them have 0 bytes",
-    )
+    fails(lambda f: changed(f, lambda m: m.storage_data.clear()), "tensors of 24 bytes, and the files for them have 0 bytes")
     fails(lambda f: changed(f, lambda m: setattr(info(m), "relative_path", "../x")), "'../x' is no plain file name")
     fails(lambda f: changed(f, lambda m: setattr(info(m), "transform_descriptors", ["zstd"])), "with .*zstd.*, expected no")
     fails(lambda f: changed(f, lambda m: resized(m, 1 << 34)), "tensors of 68,719,476,736 bytes, and the files .* 1,")

@@ -14,19 +14,10 @@ def count(*names):
 
 
 DType = enumeration(
-    "DType",
-    kByte=0,
-    kInt32=2,
-    kFloat32=4,
-    kFloat16=5,
-    kBFloat16=6,
-    kFloat8E4M3=7,
-    kFloat8E5M2=8,
-    kFloat4E2M1=10,
+    "DType", kByte=0, kInt32=2, kFloat32=4, kFloat16=5, kBFloat16=6, kFloat8E4M3=7, kFloat8E5M2=8, kFloat4E2M1=10
 )
 enumeration(
-    "FP8FwdTensors",
-    **count(*(f"GEMM{gemm}_{tensor}" for gemm in (1, 2, 3) for tensor in ("INPUT", "WEIGHT", "OUTPUT"))),
+    "FP8FwdTensors", **count(*(f"GEMM{gemm}_{tensor}" for gemm in (1, 2, 3) for tensor in ("INPUT", "WEIGHT", "OUTPUT")))
 )
 enumeration("FP8BwdTensors", **count(*(f"GRAD_{tensor}{gemm}" for gemm in (1, 2, 3) for tensor in ("OUTPUT", "INPUT"))))
 enumeration(

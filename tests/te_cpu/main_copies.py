@@ -98,10 +98,7 @@ def nvfp4_multi_tensor_compute_partial_amax(
     for shard, amax, global_amax, h, w, offset in zip(
         master_weight_list, partial_amax_list, global_amax_list, h_list, w_list, start_offset_list
     ):
-        check(
-            h % 16 == 0 and w % 16 == 0 and offset % 2 == 0,
-            f"{h} x {w} from {offset}: expected multiples of 16, 16 and 2",
-        )
+        check(h % 16 == 0 and w % 16 == 0 and offset % 2 == 0, f"{h} x {w} from {offset}: expected multiples of 16, 16 and 2")
         amax.copy_(block_amax(placed(shard, h, w, offset), 16, 16))
         global_amax.copy_(amax.max().reshape(global_amax.shape))
 

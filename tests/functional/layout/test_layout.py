@@ -77,13 +77,7 @@ def test_ties_within_a_unit_and_across_units():
     tree = {"embed": shared, "layers": [{"a": other, "b": other}], "head": {"w": shared, "v": torch.ones(2)}}
     layout = fs.plan(tree, fs.Mesh({"dp": 2}), fs.zero3("dp"), units=["embed", "layers.*", "head"])
     ties = {unit.full_path(leaf): leaf.tied_to for unit in layout.units for leaf in unit.leaves}
-    assert ties == {
-        "embed": None,
-        "head.v": None,
-        "head.w": ("embed", ""),
-        "layers.0.a": None,
-        "layers.0.b": ("layers.0", "a"),
-    }
+    assert ties == {"embed": None, "head.v": None, "head.w": ("embed", ""), "layers.0.a": None, "layers.0.b": ("layers.0", "a")}
     assert layout.num_params == 12 + 5 + 2
     nodes = fs.layouts.units_of(fs.shard_for(tree, layout, 0, place="full"))
     by_name = {node.name: node for node in nodes}

@@ -88,8 +88,7 @@ def test_small_leaves_fill_the_gaps_of_whole_ones():
 
 
 @pytest.mark.parametrize(
-    ("sizes", "atoms"),
-    [((40 * 64, 17 * 64, 64), (64, 64, 1)), ((7 * 48, 96 * 48, 5), (48, 96 * 48, 1)), ((10**9 + 7,), (1,))],
+    ("sizes", "atoms"), [((40 * 64, 17 * 64, 64), (64, 64, 1)), ((7 * 48, 96 * 48, 5), (48, 96 * 48, 1)), ((10**9 + 7,), (1,))]
 )
 def test_cost_does_not_grow_with_the_number_of_parts(sizes, atoms):
     def calls(num_parts):

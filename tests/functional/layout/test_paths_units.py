@@ -9,17 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fsharp.errors import PatternError, TreeError
-from fsharp.functional.layout.paths import (
-    ancestors,
-    assign,
-    chosen,
-    flatten,
-    innermost,
-    is_literal,
-    matches,
-    prefixes,
-    selects,
-)
+from fsharp.functional.layout.paths import ancestors, assign, chosen, flatten, innermost, is_literal, matches, prefixes, selects
 from fsharp.functional.layout.units import cut, cut_at, unit_names
 from fsharp.testing.generate import trees, unit_patterns
 
@@ -180,10 +170,7 @@ def test_unit_patterns_that_match_nothing_or_overlap(patterns, text):
 @pytest.mark.parametrize(
     ("run", "text"),
     [
-        (
-            lambda: chosen("f(x=)", "embd.w", PATHS),
-            "f(x=): the pattern 'embd.w' matches nothing.\n  closest  embed.w",
-        ),
+        (lambda: chosen("f(x=)", "embd.w", PATHS), "f(x=): the pattern 'embd.w' matches nothing.\n  closest  embed.w"),
         (lambda: chosen("f()", "w", []), "there are none"),
         (lambda: assign("f()", {"**": 1, "nrm": 2}, PATHS), "the pattern 'nrm' matches nothing"),
         (lambda: assign("f()", {"layers": 1}, PATHS), "no pattern selects 'embed.w'"),

@@ -51,10 +51,7 @@ NESTED = {
     "alone": (lambda tx: tx, lambda opt: opt),
     "chain": (lambda tx: fs.optim.chain(fs.optim.clip_by_global_norm(1.0), tx), lambda opt: opt[1]),
     "masked": (lambda tx: fs.optim.masked(tx, "w"), lambda opt: opt.inner_state),
-    "partition": (
-        lambda tx: fs.optim.partition({"w": tx, "b": fs.optim.sgd(0.1)}),
-        lambda opt: opt.inner_states["w"],
-    ),
+    "partition": (lambda tx: fs.optim.partition({"w": tx, "b": fs.optim.sgd(0.1)}), lambda opt: opt.inner_states["w"]),
     "partition, patterns": (
         lambda tx: fs.optim.partition({"w": tx, "b": fs.optim.sgd(0.1)}, {"w": "w", "b": "b"}),
         lambda opt: opt.inner_states["w"],

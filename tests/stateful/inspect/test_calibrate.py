@@ -190,8 +190,7 @@ def test_medians_over_steps_come_first():
 
 
 @pytest.mark.parametrize(
-    ("gone", "named"),
-    [(("gather",), "gather"), (("reduce", "update"), "update or reduce"), (("compute",), "compute")],
+    ("gone", "named"), [(("gather",), "gather"), (("reduce", "update"), "update or reduce"), (("compute",), "compute")]
 )
 def test_what_was_not_measured_is_named(gone, named):
     schedule = compile_schedule(sequential(UNITS), Policy(bucket_nbytes=0))

@@ -35,11 +35,7 @@ def test_a_run_that_goes_as_predicted_looks_like_the_prediction():
         late = [follow(trace, predicted, 64.0 * step)]
     measured = trace.timeline(schedule, step=1)
     assert set(measured.spans) == set(predicted.spans)
-    assert (measured.step_s, measured.exposed_s, measured.overlap) == (
-        predicted.step_s,
-        predicted.exposed_s,
-        predicted.overlap,
-    )
+    assert (measured.step_s, measured.exposed_s, measured.overlap) == (predicted.step_s, predicted.exposed_s, predicted.overlap)
     assert measured.memory == predicted.memory
     assert trace.compute_times() == dict.fromkeys("abc", (2.0, 4.0))
     assert trace.update_time() == 0.5

@@ -113,10 +113,7 @@ def test_what_is_derived_from_a_part_is_one():
                 lambda p: p.normal_(),
                 torch.Tensor.tolist,
             ):
-                with (
-                    torch.no_grad(),
-                    pytest.raises(LayoutError, match=r"'head.weight' is sharded: this rank holds \d+ of the"),
-                ):
+                with torch.no_grad(), pytest.raises(LayoutError, match=r"'head.weight' is sharded: this rank holds \d+ of the"):
                     use(derive(model.head.weight))
         whole = fs.shard_module(modules.make(), mesh=comm, strategy=fs.ddp("dp")).head.weight
         with torch.no_grad():

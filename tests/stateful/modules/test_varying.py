@@ -41,10 +41,7 @@ def whole_params():
     layers = [
         {
             "router": draw(DIM, EXPERTS, seed=10 * i),
-            "experts": {
-                "up": draw(EXPERTS, DIM, HIDDEN, seed=10 * i + 1),
-                "down": draw(EXPERTS, HIDDEN, DIM, seed=10 * i + 2),
-            },
+            "experts": {"up": draw(EXPERTS, DIM, HIDDEN, seed=10 * i + 1), "down": draw(EXPERTS, HIDDEN, DIM, seed=10 * i + 2)},
         }
         for i in (1, 2)
     ]

@@ -15,14 +15,7 @@ from fsharp.stateful.units.resting import RestingGradient
 from fsharp.stateful.units.resting import storage_over as window_on
 from fsharp.testing import DebugPolicy, simulate
 from tests.gpt_like import block, embed, head, logits, loss_fn, make_params
-from tests.scheduling import (
-    assert_same,
-    full_params,
-    make_state,
-    make_tx,
-    my_batches,
-    run_both,
-)
+from tests.scheduling import assert_same, full_params, make_state, make_tx, my_batches, run_both
 from tests.stateful.runtime.test_scheduler_rest import buffers, copied, each_strategy, explicit, in_arena, mesh_of, score
 
 # Parameters that look like those of before

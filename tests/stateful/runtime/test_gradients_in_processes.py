@@ -6,15 +6,7 @@ import pytest
 
 import fsharp as fs
 from fsharp.testing import DebugPolicy, processes
-from tests.scheduling import (
-    DP,
-    HYBRID,
-    Program,
-    assert_same,
-    full_params,
-    make_state,
-    my_batches,
-)
+from tests.scheduling import DP, HYBRID, Program, assert_same, full_params, make_state, my_batches
 from tests.stateful.runtime.test_gradient_lifetimes import outlive
 from tests.stateful.runtime.test_scheduler_departures import DEPARTED, DEPARTURES, departing
 from tests.stateful.runtime.test_scheduler_rest import SCORED, buffers, copied, explicit, scored

@@ -85,14 +85,7 @@ def test_whether_gradients_are_finite_is_read_once(accelerator, name):
 
 
 @every(
-    4,
-    policy=(
-        {"offload": True},
-        {"prefetch": 2},
-        {"bucket_nbytes": 0},
-        {"gather_at_start": False},
-        {"keep_gradients": True},
-    ),
+    4, policy=({"offload": True}, {"prefetch": 2}, {"bucket_nbytes": 0}, {"gather_at_start": False}, {"keep_gradients": True})
 )
 def test_under_any_policy(accelerator, policy):
     assert not any(waits(accelerator, "zero3", CLIPPED, donate=False, **policy))

@@ -15,13 +15,7 @@ from fsharp.stateful.units.host import HostBuffers
 from fsharp.testing import simulate
 from tests.edited_schedules import drop, edit, move, twice
 from tests.gpt_like import loss_fn
-from tests.scheduling import (
-    DP,
-    STRATEGIES,
-    assert_same,
-    make_state,
-    my_batches,
-)
+from tests.scheduling import DP, STRATEGIES, assert_same, make_state, my_batches
 from tests.stateful.runtime.test_offload import PRECISIONS, RULES, held, steps
 
 # ------------------------------------------------------------ the schedule

@@ -8,15 +8,7 @@ import torch.nn.functional as F
 
 import fsharp as fs
 from tests.gpt_like import block, embed, head, loss_fn, make_params
-from tests.scheduling import (
-    HYBRID,
-    every,
-    full_params,
-    make_state,
-    make_tx,
-    my_batches,
-    run_both,
-)
+from tests.scheduling import HYBRID, every, full_params, make_state, make_tx, my_batches, run_both
 from tests.stateful.runtime.test_scheduler_rest import buffers, copied, mesh_of, run_late, score
 
 # Off the plan

@@ -115,10 +115,7 @@ FAULTS = {
     "other address": (lambda s: elsewhere(s, 5, 11), r"op 20, gather a .*: the unit's copy changes its address"),
     "two addresses": (lambda s: elsewhere(s, 11), r"op 11, release a .*: its memory is not that which op 5 has filled"),
     "outside": (lambda s: edit(s, 10, memory=Memory(128, 128)), r"op 10, cast a .*: its memory is outside of the arena"),
-    "size": (
-        lambda s: edit(s, 10, memory=Memory(64, 64)),
-        r"op 10, cast a .*: its memory is of the wrong size(?s:.*)128 b",
-    ),
+    "size": (lambda s: edit(s, 10, memory=Memory(64, 64)), r"op 10, cast a .*: its memory is of the wrong size(?s:.*)128 b"),
     "no such unit": (lambda s: edit(s, 3, unit="c"), r"op 3, compute c .*: the program has no such unit"),
     "stream": (lambda s: edit(s, 5, stream="compute"), r"op 5, gather a .*: runs on the wrong stream"),
     "at": (lambda s: edit(s, 5, at=2), r"op 5, gather a .*: is issued at event 2"),
@@ -128,10 +125,7 @@ FAULTS = {
     "needless gather": (lambda s: edit(s, 5, unit="b", memory=None), r"op 5, gather b .*: there is nothing to gather"),
     "compute": (lambda s: drop(s, 3), r"kind compute do not follow the program, from the one with number 1 on"),
     "update": (lambda s: drop(s, 18), r"kind update do not follow the program, from the one with number 0 on"),
-    "budget": (
-        lambda s: replace(s, policy=Policy(memory_budget=191)),
-        r"larger than the memory budget(?s:.*)budget +191",
-    ),
+    "budget": (lambda s: replace(s, policy=Policy(memory_budget=191)), r"larger than the memory budget(?s:.*)budget +191"),
     "arena": (lambda s: replace(s, arena=191), r"smaller than what is live at once(?s:.*)191 bytes"),
 }
 
