@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from fsharp.errors import TreeError
-from fsharp.functional.formats.te import plain_value
+from fsharp.functional.formats.gather_hooks import has_hooks, plain_value
 from fsharp.functional.layout.paths import flatten
 from fsharp.type_checks import options_checked
 
@@ -32,8 +32,14 @@ def functionalize(module: nn.Module) -> tuple[Callable[..., Any], dict[str, Any]
         constants of ``fn``: what a forward writes to them is discarded.
 
     Raises:
-        TreeError: a module without parameters.
+        TreeError: a module without parameters, or with one whose class has hooks of FSDP2.
     """
+    for name, parameter in module.named_parameters():
+        if has_hooks(parameter):
+            raise TreeError(
+                f"functionalize(): parameter {name!r} is a {type(parameter).__name__} with hooks of FSDP2, which functions "
+                "do not call. Pass the module to shard_module()."
+            )
     params = parameter_tree("functionalize()", module)
     buffers = {name: b.detach().clone() for name, b in module.named_buffers(remove_duplicate=False)}
     memo: dict[int, Any] = {id(p): p.to("meta") for p in module.parameters()}

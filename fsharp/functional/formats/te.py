@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from fsharp.errors import OptionError
+from fsharp.functional.formats.agreement import Agreement
 from fsharp.functional.formats.format import (
     AgreeMax,
     Format,
@@ -269,7 +270,7 @@ class _Tensors:
         mains = [part.values if own else None for part, own in zip(parts, has_values, strict=True)]
         starts = [part.first if own else None for part, own in zip(parts, has_values, strict=True)]
         bytes_of = [(room if len(room) > 1 else room[0]) if own else None for room, own in zip(rooms, has_values, strict=True)]
-        quantize_master_weights(weights, mains, starts, _Agreement(agree), bytes_of, manual_post_all_gather_processing=True)
+        quantize_master_weights(weights, mains, starts, Agreement(agree), bytes_of, manual_post_all_gather_processing=True)
         for part, room in zip(parts, rooms, strict=True):
             for plane, made in zip(part.planes, room, strict=True):
                 if made is not plane:
@@ -283,19 +284,6 @@ class _Tensors:
         if self._kind.name != "float8_block" or part.first == part.last:
             return part.planes
         return [torch.empty(prod(part.shape), dtype=torch.uint8, device=part.scales.device)[part.first : part.last]]
-
-
-class _Agreement(torch.distributed.ProcessGroup):
-    """A process group for TransformerEngine, which takes maxima over the ranks of a layout, along one axis after another."""
-
-    def __init__(self, agree: AgreeMax) -> None:
-        super().__init__(0, 1)  # type: ignore[call-arg]
-        self._agree = agree
-
-    def allreduce(self, tensors: Any, options: Any = None) -> Any:  # type: ignore[override]
-        """Replace each number of the tensors by the largest over ranks, before this returns."""
-        for tensor in tensors:
-            self._agree(tensor)
 
 
 def _quantizer_of(recipe: Any) -> Any:

@@ -16,10 +16,9 @@ from fsharp.errors import MeshError, TreeError
 from fsharp.functional.comm.agree import together
 from fsharp.functional.comm.process_group import ProcessGroupComm, connect
 from fsharp.functional.comm.protocol import Comm
-from fsharp.functional.formats.te import formats_in
 from fsharp.functional.functionalize import parameter_tree
 from fsharp.functional.layout.mesh import Mesh
-from fsharp.functional.layout.paths import Patterns, matches, prefixes
+from fsharp.functional.layout.paths import Patterns, prefixes
 from fsharp.functional.layout.placement import P, Strategy, zero3
 from fsharp.functional.layout.plan import plan
 from fsharp.functional.layout.precision import Precision, Precisions, check_precisions
@@ -28,6 +27,7 @@ from fsharp.functional.state import init_state
 from fsharp.stateful.modules.initial.dtensors import local, specs_of
 from fsharp.stateful.modules.initial.initial import initial_values
 from fsharp.stateful.modules.module import ShardedModule
+from fsharp.stateful.modules.own_formats import own_formats
 from fsharp.stateful.modules.parameter import ShardedParameter
 from fsharp.stateful.modules.selection import Units, chosen_modules, entries_of, grouped, owners
 from fsharp.stateful.modules.session import Session, enter_by
@@ -121,6 +121,12 @@ def shard_module(
         check_shardable(module, ShardedParameter)
         _check_names(module)
         refuse_kept(module)
+        check_precisions("shard_module()", precision)
+        rules = {"**": precision} if isinstance(precision, Precision) else precision
+        dtypes = {pattern: each.of_parameters for pattern, each in rules.items()}
+        options = dict(plan_options)
+        dtypes, atoms = own_formats(module, dtypes, options.pop("atoms", None), comm)
+        options |= {} if atoms is None else {"atoms": atoms}
         specs = specs_of(module, comm)
         whole: Any = parameter_tree("shard_module()", module)
         tree = optree.tree_map(local, whole)
@@ -131,13 +137,7 @@ def shard_module(
         around = set(prefixes(chosen).values())
         frozen: Patterns = lambda path: path not in trained  # noqa: E731
         where, named = strategy or zero3(*comm.mesh.names), [path for path in chosen if path not in around] or None
-        check_precisions("shard_module()", precision)
-        rules = {"**": precision} if isinstance(precision, Precision) else precision
-        dtypes = {pattern: each.of_parameters for pattern, each in rules.items()}
-        for path, (form, dtype) in formats_in(module).items():
-            own = next((each for pattern, each in reversed(dtypes.items()) if matches(pattern, path)), Precision())
-            dtypes[path] = replace(own, compute=own.compute or dtype, main=own.main or torch.float32, stored=own.stored or form)
-        layout = plan(tree, comm.mesh, where, units=named, frozen=frozen, precision=dtypes, **plan_options)
+        layout = plan(tree, comm.mesh, where, units=named, frozen=frozen, precision=dtypes, **options)
         casts = casts_of(rules, chosen, [unit.full_path(leaf) for unit in layout.units for leaf in unit.leaves])
         return tree, layout, specs, chosen, groups, entries, casts
 

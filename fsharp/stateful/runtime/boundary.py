@@ -12,6 +12,7 @@ import torch
 from fsharp.errors import ScheduleError
 from fsharp.functional.layout.sharded import Sharded
 from fsharp.functional.release import is_plain, is_since, kept_tensors, saved_tensors, written_to
+from fsharp.stateful.runtime.notes import Note, WrapperNote, note_of, noted
 from fsharp.stateful.units.full import FullUnit
 from fsharp.stateful.units.unit_state import UnitState
 from fsharp.stateful.units.unsharded import Stamp, UnshardedBuffer, stamp
@@ -79,11 +80,15 @@ def pack_saved(out: Any, copy: UnshardedBuffer, first: int, fill: Callable[[], U
     leaves = [out] if isinstance(out, torch.Tensor) else optree.tree_leaves(out)
     roots = {x.grad_fn for x in leaves if isinstance(x, torch.Tensor) and x.grad_fn is not None}
 
-    def unpack(note: tuple[torch.dtype, torch.Size, tuple[int, ...], int]) -> torch.Tensor:
-        dtype, size, stride, offset = note
+    def unpack(note: Note) -> torch.Tensor:
         memory = fill().memory
         assert memory is not None
-        return torch.empty(0, dtype=dtype, device=memory.device).set_(memory.untyped_storage(), offset, size, stride)
+        return noted(note, memory)
+
+    def unpack_wrapper(note: WrapperNote) -> torch.Tensor:
+        memory = fill().memory
+        assert memory is not None
+        return note.made(memory)
 
     def unpack_classed(leaf: torch.Tensor) -> torch.Tensor:
         fill()
@@ -98,9 +103,14 @@ def pack_saved(out: Any, copy: UnshardedBuffer, first: int, fill: Callable[[], U
         if full.has_handed_out(x):  # whose memory is taken from it
             raw.register_hooks(torch.Tensor.detach, partial(call_hook, unpack_classed))
         elif type(x) not in (torch.Tensor, torch.nn.Parameter):
-            is_seen = False
+            wrapper = WrapperNote.of(x, place) if full.has_classes else None
+            del x
+            if wrapper is None:
+                is_seen = False
+            elif wrapper.is_gathered:
+                raw.register_hooks(lambda _, wrapper=wrapper: wrapper, partial(call_hook, unpack_wrapper))
         elif is_plain(x) and x.untyped_storage().data_ptr() == place:
-            note = x.dtype, x.size(), x.stride(), int(x.storage_offset())
+            note = note_of(x)
             del x
             raw.register_hooks(lambda _, note=note: note, partial(call_hook, unpack))
     return is_seen

@@ -174,9 +174,14 @@ class FullUnit:
         path = paths.get(tensor.data_ptr(), self.index.unit.name)
         self._handed_out.append(HandedOut(tensor, path, None, self.storage.data_ptr()))
 
+    @property
+    def has_classes(self) -> bool:
+        """Whether leaves are of a class of their own."""
+        return bool(self._classed)
+
     def has_handed_out(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor is a leaf of a class of its own that was handed out, or an alias of one."""
-        return bool(self._classed) and any(each.is_inside(tensor) for each in self._handed_out)
+        return self.has_classes and any(each.is_inside(tensor) for each in self._handed_out)
 
     def withdraw(self) -> list[HandedOut]:
         """Take the memory from what was handed out, and return what somebody holds of it."""

@@ -20,10 +20,10 @@ class HandedOut:
         place: address of the storage that the leaf lies in.
     """
 
-    __slots__ = ("_cls", "_inner", "_path", "_tensor")
+    __slots__ = ("_cls", "_inner", "_path", "_place", "_tensor")
 
     def __init__(self, tensor: torch.Tensor, path: str, cls: LeafClass | None, place: int) -> None:
-        self._tensor, self._cls, self._path = TensorWeakRef(tensor), cls, path
+        self._tensor, self._cls, self._path, self._place = TensorWeakRef(tensor), cls, path, place
         inner = [x for x in inner_tensors(tensor) if x.untyped_storage().data_ptr() == place]
         self._inner = [(TensorWeakRef(x), int(x.storage_offset()), x.shape, x.stride()) for x in inner]
 
@@ -39,9 +39,10 @@ class HandedOut:
         return -1 if any(x is None for x in tensors) else sum(x._version for x in tensors)
 
     def is_inside(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor is the leaf or an alias."""
-        mine = [ref() for ref, *_ in self._inner]
-        return any(each is inner for each in inner_tensors(tensor) for inner in mine)
+        """Whether a tensor is the leaf or an alias, and has no other tensors in the leaf's memory."""
+        mine = {id(ref()) for ref, *_ in self._inner} - {id(None)}
+        here = [x for x in inner_tensors(tensor) if id(x) in mine or x.untyped_storage().data_ptr() == self._place]
+        return bool(here) and all(id(x) in mine for x in here)
 
     @torch.no_grad()
     def empty(self) -> None:

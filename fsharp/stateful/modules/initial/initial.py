@@ -15,7 +15,7 @@ from fsharp.functional.comm.agree import exchange, together
 from fsharp.functional.comm.equal_values import check_same, taken
 from fsharp.functional.comm.protocol import Comm
 from fsharp.functional.formats.format import dtype_name
-from fsharp.functional.formats.te import plain_value
+from fsharp.functional.formats.gather_hooks import plain_value
 from fsharp.functional.layout.layout import Layout
 from fsharp.functional.layout.paths import ancestors
 from fsharp.functional.layout.sharded import resolve_place
@@ -146,7 +146,7 @@ class Initializers:
         path = unit.full_path(leaf)
         given = self._module.get_parameter(path)
         if not given.is_meta:
-            return local(given.detach()).to(self._comm.device)  # type: ignore[no-any-return]
+            return local(plain_value(given)).to(self._comm.device)  # type: ignore[no-any-return]
         root = self._root(path.rpartition(".")[0])
         if root != self._made[0]:
             self._made = root, self._make(root)

@@ -14,6 +14,7 @@ from torch.nn.parameter import UninitializedParameter
 
 from fsharp.errors import TreeError
 from fsharp.functional.formats.format import dtype_name
+from fsharp.functional.formats.gather_hooks import has_hooks
 from fsharp.functional.formats.te import is_quantized
 from fsharp.stateful.runtime.boundary import in_backward
 
@@ -115,7 +116,8 @@ def check_shardable(module: nn.Module, sharded: type[nn.Parameter]) -> None:
             )
         if isinstance(parameter, UninitializedParameter):
             raise TreeError(f"{where} has no shape yet. Call the lazy module once before, with an input of the usual size.")
-        if type(parameter) is not nn.Parameter and not isinstance(parameter, DTensor) and not is_quantized(parameter):
+        is_known = isinstance(parameter, DTensor) or is_quantized(parameter) or has_hooks(parameter)
+        if type(parameter) is not nn.Parameter and not is_known:
             raise TreeError(
                 f"{where} is a {type(parameter).__name__}, and would become a plain nn.Parameter. Make it an nn.Parameter, and "
                 "do in the forward what the class does."

@@ -1,0 +1,382 @@
+"""FSDP2's hooks: parameters of a tensor subclass with ``fsdp_pre_all_gather`` and ``fsdp_post_all_gather``, as torchao's.
+
+After an update the first hook makes what rests and is gathered, of this rank's rows of a main copy. The second makes the tensor
+that the module sees, of what was gathered. Hooks see a mesh of one rank, whose part is all there is. What they reduce over the
+mesh is agreed on by the ranks of the layout, in one reduction for all parameters.
+
+[Note: rounds of maxima]
+A hook reduces where it likes, and each parameter has a hook. To reduce for all parameters at once, all hooks are called
+with what was agreed on so far, until none asks for more: a hook that takes one maximum is called twice.
+"""
+
+import inspect
+import re
+from collections.abc import Mapping, Sequence
+from hashlib import sha256
+from math import gcd, lcm, prod
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils import _pytree
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from fsharp.errors import OptionError
+from fsharp.functional.formats import te
+from fsharp.functional.formats.agreement import Agreement
+from fsharp.functional.formats.format import (
+    AgreeMax,
+    Format,
+    LeafClass,
+    LeafCodec,
+    LeafPart,
+    Plane,
+    Shape,
+    aligned,
+    register_format,
+    unviewed,
+)
+
+PRE, POST = "fsdp_pre_all_gather", "fsdp_post_all_gather"
+
+
+def has_hooks(tensor: Any) -> bool:
+    """Whether a tensor has hooks of FSDP2, and is not one of TransformerEngine's, whose own protocol counts."""
+    return not te.is_quantized(tensor) and (hasattr(tensor, PRE) or hasattr(tensor, POST))
+
+
+def plain_value(parameter: torch.Tensor) -> torch.Tensor:
+    """Return a parameter's value, detached, without a class that has hooks or is one of TransformerEngine's."""
+    if not has_hooks(parameter):
+        return te.plain_value(parameter)
+    value: torch.Tensor = getattr(parameter, _inner_name(parameter))
+    return value.detach()
+
+
+def hooked_in(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Return the parameters of a module that have hooks, by path.
+
+    Raises:
+        OptionError: a parameter whose hooks cannot be followed; names the parameter.
+    """
+    found: dict[str, torch.Tensor] = {}
+    for path, parameter in module.named_parameters(remove_duplicate=False):
+        inside = getattr(parameter, "_local_tensor", parameter)
+        if not has_hooks(inside):
+            continue
+        name = f"parameter {path!r} is a {type(inside).__name__} with hooks of FSDP2"
+        if inside is not parameter:
+            raise OptionError(f"{name} in a {type(parameter).__name__}. Shard it over one mesh, or keep it a plain parameter.")
+        if missing := next((hook for hook in (PRE, POST) if not hasattr(parameter, hook)), None):
+            raise OptionError(f"{name}, of which {missing} is missing. Define both.")
+        if not parameter.requires_grad:
+            raise OptionError(
+                f"{name} and requires no gradient: what is frozen rests as it is. Call requires_grad_(False) after "
+                "shard_module(), which keeps the hooks."
+            )
+        if not parameter.ndim:
+            raise OptionError(f"{name} and has no dim to be cut along. Give it one.")
+        _inner_name(parameter, f"{name}. Its class")
+        found[path] = parameter
+    return found
+
+
+def format_of(parameter: torch.Tensor, compute: torch.dtype, main: torch.dtype, device: torch.device) -> Format:
+    """Return the format in which a parameter with hooks rests and is gathered.
+
+    Args:
+        parameter: has the hooks.
+        compute: the dtype in which functions use the parameter: the hooks' ``param_dtype``.
+        main: the dtype of the main copy, which the hooks encode.
+        device: where the main copy lies.
+
+    Raises:
+        OptionError: hooks that do what cannot be followed.
+
+    Cost: calls of the hooks for the whole parameter and for one row, in memory of their own.
+    """
+    hooks = _Hooks(parameter, compute, main, device)
+    planes, block = hooks.planes(tuple(parameter.shape))
+    hooks.make_one(tuple(parameter.shape))
+    about = re.sub(r" at 0x[0-9a-f]+", "", repr(hooks.settings))
+    text = f"{hooks.cls.__module__}.{hooks.cls.__qualname__} {about} {planes} {block} {compute} {main}"
+    label = f"fsdp_{hooks.cls.__name__}_{sha256(text.encode()).hexdigest()[:6]}"
+    alike = _made.setdefault(label, [])
+    for other, form in alike:
+        if other.device == device and other.cls is hooks.cls and bool(other.settings == hooks.settings):
+            return form
+    codec = LeafCodec(
+        hooks.scales_nbytes, hooks.agreed, hooks.encode, hooks.decode, LeafClass(hooks.make, lambda _: None, lambda _: None)
+    )
+    form = register_format(Format(f"{label}_{len(alike)}" if alike else label, planes, block=block, leaves=codec))
+    alike.append((hooks, form))
+    return form
+
+
+_made: dict[str, list[tuple["_Hooks", Format]]] = {}
+"""Formats that were made, by the text that tells them apart: those of equal settings are one."""
+
+
+class _Made(NamedTuple):
+    """What the first hook has made of some rows.
+
+    Attributes:
+        inputs: what is gathered.
+        tensors: those in the metadata.
+        rest: the metadata without them.
+        asked: what the hook reduced over the mesh, and had no answer for yet; None if it had all answers.
+        answers: shape and dtype of each of the answers that it got.
+    """
+
+    inputs: tuple[torch.Tensor, ...]
+    tensors: list[torch.Tensor]
+    rest: tuple[Any, ...]
+    asked: torch.Tensor | None
+    answers: list[tuple[torch.Size, torch.dtype]]
+
+
+class _Hooks:
+    """The hooks of parameters of one class with the same settings.
+
+    Args:
+        like: such a parameter.
+        compute: see :func:`format_of`.
+        main: see :func:`format_of`.
+        device: see :func:`format_of`.
+    """
+
+    def __init__(self, like: Any, compute: torch.dtype, main: torch.dtype, device: torch.device) -> None:
+        self.cls, self.device, self._compute, self._main = type(like), device, compute, main
+        self._inner, self.settings = _inner_name(like), like.__tensor_flatten__()[1]
+        self._tried: dict[Shape, _Made] = {}
+
+    def _wrapped(self, values: torch.Tensor) -> Any:
+        cls: Any = self.cls
+        return cls.__tensor_unflatten__({self._inner: values}, self.settings, values.shape, values.stride())
+
+    def _about(self, what: str) -> str:
+        return f"{self.cls.__name__}.{what}"
+
+    @torch.no_grad()
+    def _pre(self, values: torch.Tensor, known: Sequence[torch.Tensor]) -> _Made:
+        """Call the first hook for rows, with what was agreed on so far."""
+        from torch.distributed.fsdp import MixedPrecisionPolicy
+
+        wrapped, answers, asked = self._wrapped(values), iter(known), list[torch.Tensor]()
+
+        def answer(numbers: torch.Tensor) -> None:
+            found = next(answers, None)
+            if found is None:
+                asked.append(numbers.detach().clone())
+            else:
+                numbers.copy_(found)
+
+        hook = getattr(wrapped, PRE)
+        with Agreement(answer) as group:
+            mesh = _Only(self._about(PRE), "mesh", {"get_group": lambda *_: group, "size": lambda *_: 1})
+            number = len(inspect.signature(hook).parameters)
+            if number not in (1, 5):
+                raise OptionError(
+                    f"{self._about(PRE)} takes {number} arguments, expected (mesh) or (mesh, outer_size, outer_stride, module, "
+                    "mp_policy)."
+                )
+            module, policy = _Only(self._about(PRE), "module", {}), MixedPrecisionPolicy(param_dtype=self._compute)
+            more = () if number == 1 else (values.shape, values.stride(), module, policy)
+            found = hook(mesh, *more)
+        if not (isinstance(found, tuple) and len(found) == 2 and isinstance(found[0], tuple) and found[0]):
+            raise OptionError(f"{self._about(PRE)} returned {found!r:.80}, expected (a tuple of tensors, metadata).")
+        inputs, metadata = found
+        leaves, spec = _pytree.tree_flatten(metadata)
+        is_tensor = [isinstance(x, torch.Tensor) for x in leaves]
+        tensors = [_waited(x) for x in leaves if isinstance(x, torch.Tensor)]
+        for x in (*inputs, *tensors):
+            if type(x) is not torch.Tensor:
+                raise OptionError(f"{self._about(PRE)} returned a {type(x).__name__}, expected torch.Tensor.")
+        rest = (spec, tuple(is_tensor), tuple([x for x in leaves if not isinstance(x, torch.Tensor)]))
+        return _Made(inputs, tensors, rest, asked[0] if asked else None, [(x.shape, x.dtype) for x in known])
+
+    def _try(self, shape: Shape) -> _Made:
+        """Return what the first hook makes of a tensor of this shape, without its values."""
+        if shape not in self._tried:
+            values, known = torch.ones(shape, dtype=self._main, device=self.device), list[torch.Tensor]()
+            made = self._pre(values, known)
+            while made.asked is not None:
+                if len(known) > _ROUNDS:
+                    raise OptionError(f"{self._about(PRE)} takes more than {_ROUNDS} maxima over ranks, one after another.")
+                known.append(made.asked)
+                made = self._pre(values, known)
+            self._tried[shape] = made._replace(inputs=tuple([torch.empty_like(x, device="meta") for x in made.inputs]))
+        return self._tried[shape]
+
+    def planes(self, shape: Shape) -> tuple[tuple[Plane, ...], int]:
+        """Return the planes and the block of parameters of a shape.
+
+        Raises:
+            OptionError: what is gathered, agreed on, or sent as metadata depends on the number of rows in another way than by a
+                factor.
+        """
+        whole, row = self._try(shape), self._try((1, *shape[1:]))
+        rows, size = max(shape[0], 1), max(prod(shape[1:]), 1)
+        counts = [x.numel() for x in row.inputs]
+        is_even = [(x.dtype, x.numel()) for x in whole.inputs] == [(x.dtype, n * rows) for x, n in zip(row.inputs, counts)]
+        same = [(x.shape, x.dtype) for x in whole.tensors] == [(x.shape, x.dtype) for x in row.tensors]
+        if not (is_even and same and whole.answers == row.answers and all(counts)):
+            shown = [[list(x.shape) for x in each.inputs + tuple(each.tensors)] for each in (whole, row)]
+            raise OptionError(
+                f"{self._about(PRE)} makes tensors of {shown[0]} of a tensor of {list(shape)}, and of {shown[1]} of its first "
+                "row. Expected numbers for each row that are gathered, tensors as metadata that do not depend on the rows, and "
+                "maxima of as many numbers for any rows."
+            )
+        block = lcm(*[size // gcd(size, n) for n in counts])
+        return tuple([Plane(x.dtype, n * block // size) for x, n in zip(row.inputs, counts)]), block
+
+    def scales_nbytes(self, shape: Shape) -> int:
+        """Bytes of the tensors in the metadata of a leaf."""
+        return sum(aligned(x.nbytes) for x in self._try(shape).tensors)
+
+    def agreed(self, shape: Shape) -> list[tuple[int, torch.dtype]]:
+        """Numbers and dtype of each maximum of a leaf."""
+        return [(size.numel(), dtype) for size, dtype in self._try(shape).answers]
+
+    def encode(self, parts: Sequence[LeafPart], agree: AgreeMax) -> None:
+        """Encode this rank's rows of each leaf. A rank without any calls the hook for a row of zeros."""
+        rows = [self._rows_of(part) for part in parts]
+        known: list[list[torch.Tensor]] = [[] for _ in parts]
+        while True:
+            made = [self._pre(values, numbers) for values, numbers in zip(rows, known, strict=True)]
+            asked = [(i, each.asked) for i, each in enumerate(made) if each.asked is not None]
+            if not asked:
+                break
+            for dtype in dict.fromkeys(numbers.dtype for _, numbers in asked):
+                alike = [(i, numbers) for i, numbers in asked if numbers.dtype == dtype]
+                together = torch.cat([numbers.view(-1) for _, numbers in alike])
+                agree(together)
+                for (i, numbers), new in zip(alike, together.split([x.numel() for _, x in alike]), strict=True):
+                    known[i].append(new.view(numbers.shape))
+        for part, values, each in zip(parts, rows, made, strict=True):
+            self._check(part, self._try(tuple(values.shape)), each)
+            for memory, tensor in zip(self._scales_in(part), each.tensors, strict=True):
+                memory.copy_(tensor)
+            for plane, numbers in zip(part.planes, each.inputs, strict=True):
+                if part.first < part.last:
+                    plane.copy_(numbers.reshape(-1))
+
+    def _rows_of(self, part: LeafPart) -> torch.Tensor:
+        if part.first == part.last:
+            return torch.zeros((1, *part.shape[1:]), dtype=self._main, device=part.scales.device)
+        assert part.values is not None
+        return part.values.view(-1, *part.shape[1:])
+
+    def _check(self, part: LeafPart, expected: _Made, found: _Made) -> None:
+        """Refuse metadata that depends on values and is not in tensors."""
+        try:
+            is_same = bool(expected.rest == found.rest)
+        except Exception:  # whatever the objects raise that are compared
+            is_same = False
+        sizes = [[(x.shape, x.dtype) for x in (*each.inputs, *each.tensors)] for each in (expected, found)]
+        if not is_same or sizes[0] != sizes[1]:
+            raise OptionError(
+                f"{part.path!r}: {self._about(PRE)} returns metadata {found.rest[2]!r:.120} beside tensors, which are others "
+                "for other values. Put what depends on values into tensors, of a size that does not."
+            )
+
+    def _scales_in(self, part: LeafPart) -> list[torch.Tensor]:
+        found, start = [], 0
+        for like in self._try(part.shape).tensors:
+            found.append(unviewed(part.scales[start : start + like.nbytes].view(like.dtype).view(like.shape)))
+            start += aligned(like.nbytes)
+        return found
+
+    def make(self, part: LeafPart) -> torch.Tensor:
+        """Return what the second hook makes of a whole leaf."""
+        found = self._post(part, part.shape)
+        if type(found) is torch.Tensor and any(_is_inside(found, plane) for plane in part.planes):
+            return found.clone()  # autograd may save it, and its memory is released
+        return found
+
+    def _post(self, part: LeafPart, shape: Shape) -> torch.Tensor:
+        made, scales = self._try(shape), iter(self._scales_in(part))
+        outputs = [unviewed(plane.view(-1, *x.shape[1:])) for plane, x in zip(part.planes, made.inputs, strict=True)]
+        spec, is_tensor, rest = made.rest
+        others = iter(rest)
+        metadata = _pytree.tree_unflatten([next(scales if each else others) for each in is_tensor], spec)
+        absent = torch.empty(shape, dtype=self._main, device="meta")
+        found = getattr(self._wrapped(absent), POST)(tuple(outputs), metadata, self._compute)
+        tensor = found[0] if isinstance(found, tuple) and len(found) == 2 else found
+        if not isinstance(tensor, torch.Tensor) or (tuple(tensor.shape), tensor.dtype) != (shape, self._compute):
+            got = f"{tensor.dtype}{list(tensor.shape)}" if isinstance(tensor, torch.Tensor) else f"{found!r:.80}"
+            raise OptionError(f"{self._about(POST)} returned {got}, expected a tensor of {self._compute}{list(shape)}.")
+        return tensor
+
+    def make_one(self, shape: Shape) -> None:
+        """Call the second hook once, without values: what it refuses is refused now."""
+        planes = tuple([torch.zeros(x.numel(), dtype=x.dtype, device=self.device) for x in self._try(shape).inputs])
+        scales = torch.zeros(self.scales_nbytes(shape), dtype=torch.uint8, device=self.device)
+        self.make(LeafPart("", shape, self._compute, 0, prod(shape), planes, scales))
+
+    def decode(self, part: LeafPart) -> torch.Tensor:
+        """Return the values of what the second hook makes of the rows of a part.
+
+        Raises:
+            OptionError: a class that has no way to be decoded.
+        """
+        if part.first == part.last:
+            return torch.empty(0, dtype=self._compute, device=part.scales.device)
+        tensor: Any = self._post(part, ((part.last - part.first) // max(prod(part.shape[1:]), 1), *part.shape[1:]))
+        if type(tensor) is not torch.Tensor:
+            if type(tensor) is self.cls:
+                tensor = getattr(tensor, self._inner)
+            elif hasattr(tensor, "to_original_precision"):
+                tensor = tensor.to_original_precision()
+            else:
+                try:
+                    tensor = tensor.dequantize()
+                except Exception as error:
+                    raise OptionError(
+                        f"{part.path!r} is a {type(tensor).__name__}, which has neither to_original_precision() nor "
+                        f"dequantize(): {error}"
+                    ) from error
+        return tensor.reshape(-1).clone()  # type: ignore[no-any-return]
+
+
+_ROUNDS = 8
+"""Maxima over ranks that a hook may take one after another."""
+
+
+class _Only:
+    """An argument of a hook that has some methods and nothing else."""
+
+    def __init__(self, hook: str, argument: str, methods: Mapping[str, Any]) -> None:
+        self.__dict__.update(_hook=hook, _argument=argument, **methods)
+
+    def __getattr__(self, name: str) -> Any:
+        raise OptionError(f"{self._hook} asks for {self._argument}.{name}, which is not supported.")
+
+
+def _inner_name(parameter: Any, who: str = "a parameter") -> str:
+    """The attribute of a parameter that has its values.
+
+    Args:
+        parameter: a tensor with hooks.
+        who: begins the error message.
+
+    Raises:
+        OptionError: there is no such tensor, or others beside it.
+    """
+    inner = list(parameter.__tensor_flatten__()[0]) if is_traceable_wrapper_subclass(parameter) else []
+    value = getattr(parameter, inner[0]) if len(inner) == 1 else None
+    if not isinstance(value, torch.Tensor) or value.shape != parameter.shape or not value.is_floating_point():
+        raise OptionError(
+            f"{who} keeps {', '.join(inner) or 'nothing'} by __tensor_flatten__(), expected one floating-point tensor of "
+            "its shape, from which a main copy is made. What is quantized at rest is not supported."
+        )
+    return str(inner[0])
+
+
+def _waited(x: torch.Tensor) -> torch.Tensor:
+    """The result of a functional collective, which need not have been waited for."""
+    wait = getattr(x, "wait", None)
+    return wait() if wait is not None and type(x).__name__ == "AsyncCollectiveTensor" else x
+
+
+def _is_inside(tensor: torch.Tensor, memory: torch.Tensor) -> bool:
+    return tensor.untyped_storage().data_ptr() == memory.untyped_storage().data_ptr()

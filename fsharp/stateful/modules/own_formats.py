@@ -1,0 +1,60 @@
+"""own_formats: the formats of parameters whose class says how they are gathered."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from fsharp.errors import OptionError
+from fsharp.functional.comm.protocol import Comm
+from fsharp.functional.formats.gather_hooks import format_of, hooked_in
+from fsharp.functional.formats.te import formats_in
+from fsharp.functional.layout.packing import Element, Rows
+from fsharp.functional.layout.paths import matches
+from fsharp.functional.layout.precision import Precision
+
+
+def own_formats(
+    module: nn.Module, precisions: Mapping[str, Precision], atoms: Any, comm: Comm
+) -> tuple[dict[str, Precision], Any]:
+    """Return precisions and atoms by pattern, with those of parameters whose class says how they are gathered.
+
+    Args:
+        module: has the parameters.
+        precisions: by pattern, the last that matches counting.
+        atoms: as for :func:`~fsharp.plan`; None if there are none.
+        comm: the ranks.
+
+    Raises:
+        OptionError: names a parameter that cannot be gathered as its class says.
+    """
+    found = dict(precisions)
+    for path, (form, dtype) in formats_in(module).items():
+        own = _last(precisions, path, Precision())
+        found[path] = replace(own, compute=own.compute or dtype, main=own.main or torch.float32, stored=own.stored or form)
+    if hooked := hooked_in(module):
+        atoms = dict(atoms) if isinstance(atoms, Mapping) else {} if atoms is None else {"**": atoms}
+    for path, parameter in hooked.items():
+        own = _last(precisions, path, Precision())
+        if own.stored is not None:
+            raise OptionError(
+                f"parameter {path!r} is a {type(parameter).__name__} with hooks of FSDP2, which make what is gathered, and has "
+                f"stored={own.stored.name!r}. Leave stored out by another pattern, or make it a plain parameter."
+            )
+        if comm.mesh.size > 1 and not torch.distributed.is_initialized():
+            raise OptionError(
+                f"parameter {path!r} has hooks of FSDP2, which reduce over ranks only where torch.distributed is initialized: "
+                "expected ranks that are processes."
+            )
+        compute, main = own.compute or parameter.dtype, own.main or parameter.dtype
+        found[path] = replace(own, compute=compute, main=main, stored=format_of(parameter, compute, main, comm.device))
+        if _last(atoms, path, Element()) == Element():
+            atoms[path] = Rows(1)
+    return found, atoms
+
+
+def _last(by_pattern: Mapping[str, Any], path: str, default: Any) -> Any:
+    """What the last pattern that selects a path stands for."""
+    return next((each for pattern, each in reversed([*by_pattern.items()]) if matches(pattern, path)), default)

@@ -1,0 +1,69 @@
+"""Notes of tensors in gathered memory, which autograd keeps in place of the tensors."""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from fsharp.functional.release import is_plain
+
+Note = tuple[torch.dtype, torch.Size, tuple[int, ...], int]
+"""Dtype, size, strides and offset of a tensor in gathered memory."""
+
+
+def note_of(x: torch.Tensor) -> Note:
+    """Return the note of a tensor."""
+    return x.dtype, x.size(), x.stride(), int(x.storage_offset())
+
+
+def noted(note: Note, memory: torch.Tensor) -> torch.Tensor:
+    """Return the tensor in gathered memory, which may be at another address."""
+    dtype, size, stride, offset = note
+    return torch.empty(0, dtype=dtype, device=memory.device).set_(memory.untyped_storage(), offset, size, stride)
+
+
+class WrapperNote(NamedTuple):
+    """The note of a wrapper of tensors, such as the transpose of a leaf of a class of its own.
+
+    Attributes:
+        cls: the wrapper's class.
+        inner: its inner tensors by attribute; of those in gathered memory the notes.
+        about: what ``__tensor_flatten__`` says besides.
+        size: of the wrapper.
+        stride: of the wrapper.
+    """
+
+    cls: Any
+    inner: dict[str, torch.Tensor | Note]
+    about: Any
+    size: torch.Size
+    stride: tuple[int, ...]
+
+    @classmethod
+    def of(cls, x: Any, place: int) -> "WrapperNote | None":
+        """Return the note of a tensor; None if it is no wrapper, or one of tensors that are not plain.
+
+        Args:
+            x: the wrapper.
+            place: address of the gathered memory.
+        """
+        if not is_traceable_wrapper_subclass(x):
+            return None
+        names, about = x.__tensor_flatten__()
+        inner: dict[str, torch.Tensor | Note] = {}
+        for name in names:
+            each = getattr(x, name)
+            if type(each) is not torch.Tensor or not is_plain(each):
+                return None
+            inner[name] = note_of(each) if each.untyped_storage().data_ptr() == place else each
+        return cls(type(x), inner, about, torch.Size(x.size()), x.stride())
+
+    @property
+    def is_gathered(self) -> bool:
+        """Whether the wrapper has a tensor in gathered memory."""
+        return any(not isinstance(x, torch.Tensor) for x in self.inner.values())
+
+    def made(self, memory: torch.Tensor) -> torch.Tensor:
+        """Return the wrapper in gathered memory."""
+        inner = {name: x if isinstance(x, torch.Tensor) else noted(x, memory) for name, x in self.inner.items()}
+        return self.cls.__tensor_unflatten__(inner, self.about, self.size, self.stride)  # type: ignore[no-any-return]
