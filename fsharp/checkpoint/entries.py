@@ -221,11 +221,12 @@ def give_state(owner: Any, state: Any) -> Any:
     return owner
 
 
-def template_of(tree: Any, has: Callable[[str], bool]) -> Any:
+def template_of(tree: Any, has: Callable[[str], bool], shape_of: Callable[[str], tuple[int, ...] | None]) -> Any:
     """Return a tree with the state that each object can load in its place. Parts get memory of their own to be read into.
 
     ``has`` says whether a checkpoint has something under a key path. Objects whose ``state_dict()`` grows with use, as that of
-    an optimizer does in its first step, have ``state_template(has)``.
+    an optimizer does in its first step, have ``state_template(has)``. ``shape_of`` returns the shape of a tensor in the
+    checkpoint: the extra state of modules, which is 1-D, has that size.
     """
     copies = dict[int, tuple[Part, torch.Tensor]]()  # with what they are of, whose address is then nobody else's
 
@@ -240,11 +241,20 @@ def template_of(tree: Any, has: Callable[[str], bool]) -> Any:
         prefix = ".".join((*segments, ""))
         make = getattr(leaf, "state_template", None)
         if make is None:
-            return optree.tree_map(own, plain_dicts(leaf.state_dict()), is_leaf=is_node)
+            state = plain_dicts(leaf.state_dict())
+            if isinstance(leaf, torch.nn.Module):
+                state = {name: _sized(name, value, shape_of(prefix + name)) for name, value in state.items()}
+            return optree.tree_map(own, state, is_leaf=is_node)
         return make(lambda name: has(prefix + name))
 
     leaves = [one(segments, leaf) for segments, _, leaf in leaves_of(tree)]
     return optree.tree_unflatten(optree.tree_structure(tree, is_leaf=is_node), leaves)
+
+
+def _sized(name: str, value: Any, shape: tuple[int, ...] | None) -> Any:
+    """Return an entry of a module's state dict; memory of the size in the checkpoint, if the entry is extra state."""
+    is_extra = name.rpartition(".")[2] == "_extra_state" and isinstance(value, torch.Tensor) and value.dtype is torch.uint8
+    return value.new_empty(shape) if is_extra and shape is not None and len(shape) == value.ndim == 1 else value
 
 
 def is_node(leaf: Any) -> bool:

@@ -179,7 +179,11 @@ def load_by(
         found = opened()
         manifest = without_ignored(found.manifest, as_patterns(ignore), subtree)
         there = {prefix for name in (*manifest.tensors, *manifest.values) for prefix in ancestors(name)}
-        resting = template_of(like, lambda name: stored(name) in there)
+        resting = template_of(
+            like,
+            lambda name: stored(name) in there,
+            lambda name: manifest.tensors[key].shape if (key := stored(name)) in manifest.tensors else None,
+        )
         template = decoded(resting, comm.rank)
         wanted = contents_of("load()", template, comm)
         if donate:

@@ -31,6 +31,7 @@ from fsharp.stateful.modules.own_formats import own_formats
 from fsharp.stateful.modules.parameter import ShardedParameter
 from fsharp.stateful.modules.selection import Units, chosen_modules, entries_of, grouped, owners
 from fsharp.stateful.modules.session import Session, enter_by
+from fsharp.stateful.modules.te_scales import keep_scales_as_text
 from fsharp.stateful.modules.torch_tools.refusals import check_shardable, watch_wrappers
 from fsharp.stateful.modules.values.casts import casts_of
 from fsharp.stateful.modules.values.side_outputs import refuse_kept
@@ -157,6 +158,7 @@ def shard_module(
         parameter.__dict__["_fsharp_replaced"] = True
     _watch_optimizers()
     session.show()
+    keep_scales_as_text(module)
     for path in session.calls.owners:
         enter_by(module.get_submodule(path), session, path, entries[path], *([ShardedModule] if not path else []))
     watch_wrappers(ShardedParameter)
