@@ -6,19 +6,19 @@ Glossary
     axis        a dimension of the mesh, by name; *dim* is a dimension of a tensor.
     mesh        the ranks, arranged along axes (:class:`Mesh`).
     placement   how a tensor relates to the ranks along one axis: Replicate, Shard, Partial or Vary.
-    place       a placement for every axis: where one kind of tensor rests (:class:`Place`).
+    place       a placement for every axis: where one kind of tensor rests (:class:`~fsharp.layouts.Place`).
     strategy    the places of parameters, gradients and optimizer state (:class:`Strategy`).
     spec        which axes cut each dim of a leaf, as JAX's PartitionSpec: a short form of some strategies (:class:`P`).
     unit        a subtree gathered, used and released together.
     group       the leaves of a unit that share a flat buffer: same dtypes, all trained or all frozen, same label.
-    atom        the run of elements that is never cut (:class:`Element`, :class:`Rows`, :class:`Whole`).
+    atom        the run of elements that is never cut: ``Element``, ``Rows`` or ``Whole`` of :mod:`fsharp.layouts`.
     layout      which element of which leaf rests on which rank (:class:`Layout`), made by :func:`plan`.
     sharded     the pytree node that stands where a unit's subtree stood (:class:`Sharded`).
     full        replicated on every axis along which it does not vary: how functions see parameters.
     comm        what a rank calls collectives through (:class:`Comm`).
     use         one call of a function on a unit, in the forward and on the way back in the backward.
-    program     the order in which a step uses units (:class:`Program`).
-    schedule    when their data move, on which stream and in which memory (:class:`Schedule`).
+    program     the order in which a step uses units (:class:`~fsharp.schedules.Program`).
+    schedule    when their data move, on which stream and in which memory (:class:`~fsharp.schedules.Schedule`).
     slot        the address at which a unit's full parameters are while it is resident.
     policy      what the compiler of schedules may do (:class:`Policy`).
     main copy   the parameters in the optimizer's dtype, kept where its state rests.

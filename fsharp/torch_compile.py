@@ -7,7 +7,7 @@ is called, and another graph may begin where this library calls a function of th
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
+from contextvars import ContextVar, Token
 from typing import Any, TypeVar
 
 from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy, set_eval_frame
@@ -31,6 +31,15 @@ def skip_frame(function: Callable[..., Any]) -> None:
     set_code_exec_strategy(function.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.DEFAULT))
 
 
+# Functions, as cloudpickle sends what :func:`uncompiled` returns by value, and cannot send a ContextVar.
+def _begin_uncompiled(compiler: Any) -> Token[Any]:
+    return _compiler.set(compiler)
+
+
+def _end_uncompiled(token: Token[Any]) -> None:
+    _compiler.reset(token)
+
+
 def uncompiled(function: F) -> F:
     """Return ``function``, marked as not to be compiled: a graph ends before a call of it, and another begins behind it.
 
@@ -40,7 +49,7 @@ def uncompiled(function: F) -> F:
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         compiler = set_eval_frame(None)
-        token = None if compiler is None else _compiler.set(compiler)
+        token = None if compiler is None else _begin_uncompiled(compiler)
         try:
             try:
                 return function(*args, **kwargs)
@@ -52,7 +61,7 @@ def uncompiled(function: F) -> F:
             raise
         finally:
             if token is not None:
-                _compiler.reset(token)
+                _end_uncompiled(token)
                 set_eval_frame(compiler)
 
     skip_frame(call)

@@ -1,23 +1,154 @@
-"""The page for people who come from JAX, run from top to bottom."""
+"""The documents: their programs run as pasted, their links lead somewhere, and docstrings refer to what there is."""
 
+import ast
+import importlib
+import inspect
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
+
+import pytest
 
 import fsharp as fs
 from fsharp.testing import processes
 
-PAGE = Path(__file__).parents[1] / "docs" / "jax.md"
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+RUN_BY_OTHER_TESTS = ("README.md", "jax.md")
+SOURCES = sorted((ROOT / "fsharp").rglob("*.py"))
 
 
-def test_the_code_of_the_page_runs():
-    blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+def programs(path):
+    """The Python blocks of a page that are to run. One that cannot run has the info word ``no-run``."""
+    return re.findall(r"^```python\n(.*?)^```", path.read_text(), re.DOTALL | re.MULTILINE)
+
+
+def test_the_front_page_is_short_and_runs_in_a_fresh_process(tmp_path):
+    readme = ROOT / "README.md"
+    assert len(readme.read_text().splitlines()) <= 200
+    assert "```python no-run" not in readme.read_text()
+    program = tmp_path / "readme.py"
+    program.write_text("\n".join(programs(readme)))
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("RANK", "WORLD_SIZE", "LOCAL_"))}
+    environment["PYTHONPATH"] = str(ROOT)
+    ran = subprocess.run(
+        [sys.executable, program], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240, check=False
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert not ran.stderr
+    one, two = ran.stdout.splitlines()[:2]
+    (loss, nbytes), ranks = ast.literal_eval(one), ast.literal_eval(two)
+    assert ranks == [(pytest.approx(loss, rel=1e-3), nbytes // 2)] * 2
+    said = readme.read_text()
+    assert f"{loss:.5f}"[:-1] in said
+    assert f"{nbytes})" in said, "what the page says it prints"
+    assert all(line in ran.stdout for line in re.findall(r"^.*[│┌├└].*$", said, re.MULTILINE)), "the drawing"
+
+
+@pytest.mark.parametrize("path", [each for each in PAGES if programs(each)], ids=lambda each: each.name)
+def test_programs_of_pages_run(path, tmp_path, monkeypatch, capsys):
+    if path.name in RUN_BY_OTHER_TESTS:
+        return
+    monkeypatch.chdir(tmp_path)
+    names = {"__name__": path.stem}
+    for number, block in enumerate(programs(path), 1):
+        exec(compile(block, f"{path.name}, block {number}", "exec"), names)
+    printed = capsys.readouterr().out
+    drawn = re.findall(r"^.*[│┌├└█].*$", path.read_text(), re.MULTILINE) if path.name == "functions.md" else []
+    assert all(line in printed for line in drawn if not line.startswith("a cell")), "the drawings"
+
+
+def test_the_programs_of_the_page_about_jax_run_on_two_ranks():
+    blocks = programs(ROOT / "docs" / "jax.md")
     assert len(blocks) > 5
 
     def run(comm):
         names = {}
         for block in blocks:
-            exec(compile(block, PAGE.name, "exec"), names)
+            exec(compile(block, "jax.md", "exec"), names)
         return float(names["metrics"].loss)
 
     first, second = processes(fs.Mesh({"dp": 2}), run)
     assert first == second
+
+
+def anchors(path):
+    """The anchors of a page's headings, as GitHub makes them."""
+    text = re.sub(r"^```.*?^```", "", path.read_text(), flags=re.DOTALL | re.MULTILINE)
+    titles = [re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", title) for title in re.findall(r"^#+ (.*)$", text, re.MULTILINE)]
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+def test_anchors_are_githubs(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text(
+        "# One idea\n## `torch.compile`, [a link](x.md)\n```\n# no heading\n```\n### What is refused, and what is not seen\n"
+    )
+    assert anchors(page) == {"one-idea", "torchcompile-a-link", "what-is-refused-and-what-is-not-seen"}
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda each: each.name)
+def test_links_lead_somewhere(path):
+    text = re.sub(r"^```.*?^```", "", path.read_text(), flags=re.DOTALL | re.MULTILINE)
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        if target.startswith(("https://", "http://")):
+            continue
+        file, _, anchor = target.partition("#")
+        there = (path.parent / file).resolve() if file else path
+        assert there.exists(), target
+        assert not anchor or anchor in anchors(there), target
+
+
+@pytest.mark.parametrize("name", [path.name for path in PAGES if path.parent.name == "docs"])
+def test_every_page_is_linked_from_the_front_page(name):
+    assert f"docs/{name})" in (ROOT / "README.md").read_text()
+
+
+ROLE = re.compile(r":(?:class|func|meth|attr|data|mod|exc|obj):`~?([\w.]+)`")
+
+
+def resolves(name, module, classes):
+    """Whether a cross-reference has an object: by its whole name, a name of its module, or a member of a class around it."""
+    parts = name.split(".")
+    for cut in range(len(parts), 0, -1):
+        try:
+            thing = importlib.import_module(".".join(parts[:cut])) if name.startswith("fsharp") else module
+        except ImportError:
+            continue
+        rest = parts[cut:] if name.startswith("fsharp") else parts
+        return any(has(owner, rest) for owner in ([thing] if name.startswith("fsharp") else [thing, *classes]))
+    return False
+
+
+def has(thing, parts):
+    for part in parts:
+        fields = getattr(thing, "__dataclass_fields__", {}) if inspect.isclass(thing) else {}
+        annotated = getattr(thing, "__annotations__", {}) if inspect.isclass(thing) else {}
+        if part in fields or part in annotated:
+            return part == parts[-1]
+        if not hasattr(thing, part):
+            return False
+        thing = getattr(thing, part)
+    return True
+
+
+def test_cross_references_of_docstrings_resolve():
+    wrong, found = [], 0
+    for path in SOURCES:
+        text = path.read_text()
+        if not ROLE.search(text):
+            continue
+        name = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+        module = importlib.import_module(name)
+        classes = [each for _, each in inspect.getmembers(module, inspect.isclass) if each.__module__ == name]
+        for role in ROLE.finditer(text):
+            found += 1
+            if not resolves(role[1], module, classes):
+                wrong.append(f"{path.relative_to(ROOT)}:{text[: role.start()].count(chr(10)) + 1}: {role[0]}")
+    assert found > 400
+    assert not wrong, "\n".join(wrong)
+    assert not resolves("fsharp.Nothing", fs, [])
+    assert not resolves("ShardedModule.nothing", fs, [])
+    assert resolves("fsharp.layouts.Place", fs, [])

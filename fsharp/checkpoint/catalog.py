@@ -170,7 +170,7 @@ class Checkpoint:
 
 @options_checked
 def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
-    """Open the checkpoint in a folder. Formats of other libraries, which :func:`load` lists, are opened as step 0.
+    """Open the checkpoint in a folder. Other libraries' formats that :func:`~fsharp.checkpoint.load` takes have step 0.
 
     Raises CheckpointError if there is none, it is incomplete, or a file has another size than it should. If another checkpoint
     beside it is complete, its step is named.

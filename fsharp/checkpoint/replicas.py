@@ -111,7 +111,7 @@ class Replicas(Background):
     A folder in memory, as /dev/shm is, outlives processes. Each rank writes its file into its host's, and sends the same bytes
     to the ranks ``domain_size``, ``2 * domain_size``, ... further. So any ``copies`` hosts may lose their memory; after a
     restart that is so again from the first refresh on. A save counts once all hosts have all of it; only then is the one before
-    removed. A failure is raised as that of a :class:`Saver` is.
+    removed. A failure is raised as that of a :class:`~fsharp.checkpoint.Saver` is.
 
     Args:
         folder: of this rank's host, for this run alone; ranks of one host give the same. Nothing but a restart may use it.
@@ -207,7 +207,7 @@ class Replicas(Background):
         What is in the tree may be changed, or donated, as soon as this returns.
 
         Args:
-            tree: as for :func:`save`.
+            tree: as for :func:`~fsharp.checkpoint.save`.
             step: a number to know it by.
             config: of the run, in what JSON has; ranks have to give the same.
 
@@ -312,7 +312,7 @@ class Replicas(Background):
         ``.damaged``, with a warning for each.
 
         Args:
-            like: as for :func:`load`, and so are the others.
+            like: as for :func:`~fsharp.checkpoint.load`, and so are the others.
             subtree: load this part alone.
             cast: convert values whose dtype differs.
             donate: read into the tensors of ``like``.
@@ -324,7 +324,7 @@ class Replicas(Background):
             AgreementError: ranks with different arguments, or of which one has failed.
 
         Cost: hosts tell each other what they hold; then a rank reads what it needs, and its host does not have is sent to it,
-        rounded to blocks and compared with digests as by :func:`load`. Memory: two pieces of 4 MiB.
+        rounded to blocks and compared with digests as by :func:`~fsharp.checkpoint.load`. Memory: two pieces of 4 MiB.
         """
         return self.restore_newest(like, subtree=subtree, cast=cast, donate=donate)[1]
 

@@ -150,7 +150,8 @@ class Saver(Background):
         root: folder of the checkpoints, for this Saver alone; another save there is an error once it is seen. The folders of
             interrupted saves are removed; a folder with files that no save has written stays, and a warning names it.
         comm: the ranks. Every rank makes the Saver.
-        keep: how many of the newest checkpoints stay; ``best``, ``keep_steps`` and ``keep_hours`` besides: see :func:`prune`.
+        keep: how many of the newest checkpoints stay; ``best``, ``keep_steps`` and ``keep_hours`` besides: see
+            :func:`~fsharp.checkpoint.prune`.
         config: of the run; see :func:`save`.
         background: False writes before :meth:`save` returns. So does a Comm that has no process groups, as simulated ranks.
 

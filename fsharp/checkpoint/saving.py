@@ -79,12 +79,13 @@ def save(
         root: folder that all ranks see, or a URL of fsspec. Each checkpoint gets a folder of its own in it, which is complete
             or is not there, and is not written to again.
         tree: a pytree of :class:`~fsharp.Sharded` (a :class:`~fsharp.TrainState` is one), tensors that are equal on all ranks,
-            :class:`PerRank`, numbers, strings and None. Objects with ``state_dict()`` and ``load_state_dict()``, such as a
-            ShardedModule, a ShardedOptimizer or a scheduler of learning rates, stand for what the former returns.
+            :class:`~fsharp.checkpoint.PerRank`, numbers, strings and None. Objects with ``state_dict()`` and
+            ``load_state_dict()``, such as a ShardedModule, a ShardedOptimizer or a scheduler of learning rates, stand for what
+            the former returns.
         step: a number to know it by. One may be saved twice; neither replaces the other.
         comm: the ranks; a Scheduler is one as well.
         config: anything JSON can say, kept in the manifest; ranks have to give the same.
-        metric: how good it is, lower being better: :func:`prune` keeps the best.
+        metric: how good it is, lower being better: :func:`~fsharp.checkpoint.prune` keeps the best.
 
     Returns:
         The checkpoint.

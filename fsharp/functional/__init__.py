@@ -1,1 +1,1 @@
-"""Values: the same inputs give the same outputs. No globals, no hooks, no streams."""
+"""Values: the same inputs give the same outputs. No streams, and no global variable that a value depends on."""

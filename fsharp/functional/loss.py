@@ -127,7 +127,7 @@ def average(loss: Loss, grads: Any, *, comm: Comm, donate: bool = False) -> tupl
     """Divide summed gradients by the weight of all microbatches and ranks.
 
     Args:
-        loss: this rank's, from :func:`value_and_grad`.
+        loss: this rank's, from :func:`~fsharp.value_and_grad`.
         grads: already reduced over ranks.
         comm: the ranks.
         donate: allow to overwrite ``grads``.

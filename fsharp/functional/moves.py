@@ -1,6 +1,6 @@
 """gather and reduce_scatter: from one resting place to another, each the transpose of the other.
 
-Places of a unit nest (:class:`~fsharp.Place`), so a move is a collective along one axis after another:
+Places of a unit nest (:class:`~fsharp.layouts.Place`), so a move is a collective along one axis after another:
 
 ==============  ==========  ===============================
 from            to          along that axis
@@ -65,7 +65,7 @@ def gather(tree: Tree, *, comm: Comm, to: PlaceName = "full") -> Tree:
     Args:
         tree: a :class:`Sharded`, or any pytree with some in it.
         comm: the ranks.
-        to: the place, by name or as a :class:`~fsharp.Place`.
+        to: the place, by name or as a :class:`~fsharp.layouts.Place`.
 
     Returns:
         The same tree with its units in that place; ``Sharded.tree()`` of a full one is the user's subtree.
@@ -139,7 +139,7 @@ def reduce_scatter(tree: Tree, *, comm: Comm, to: PlaceName = "optim") -> Tree:
         tree: a :class:`Sharded` of gradients, or any pytree with some in it. Those with respect to gathered parameters are
             partial sums, whatever their place says.
         comm: the ranks.
-        to: the place, by name or as a :class:`~fsharp.Place`.
+        to: the place, by name or as a :class:`~fsharp.layouts.Place`.
 
     Returns:
         The same tree with its units in that place, in the accumulation dtype.

@@ -35,8 +35,8 @@ def per_sample_norms(
     of zeros, so that the rank takes part in the gathers.
 
     Args:
-        loss_fn: as for :func:`value_and_grad`. It is called once, under ``torch.vmap`` over samples, with a batch of one
-            sample: dim 0 of every tensor is kept, its size is 1. Of a pair ``(sum, weight)`` the gradient is that of the
+        loss_fn: as for :func:`~fsharp.value_and_grad`. It is called once, under ``torch.vmap`` over samples, with a batch of
+            one sample: dim 0 of every tensor is kept, its size is 1. Of a pair ``(sum, weight)`` the gradient is that of the
             sum. It must use parameters by ``forward`` or ``gather``.
         chunk_size: how many samples to compute at once, as in ``torch.vmap``; None means all of them. The ranks
             make as many passes as the one with the most samples needs.
@@ -56,7 +56,7 @@ def per_sample_norms(
 
     Cost: the gathers of :func:`forward` and no reduction, for each pass. With ``chunk_size`` an ``all_reduce`` of 8
     bytes for each axis. Memory: activations of all samples of a pass, one unit in full, and the gradients of
-    one unit for each of them. Under a :class:`Scheduler` it works as on its Comm, without overlap.
+    one unit for each of them. Under a :class:`~fsharp.Scheduler` it works as on its Comm, without overlap.
     Source: per-sample clipping of Abadi et al., Deep Learning with Differential Privacy (2016).
     """
     if chunk_size is not None and (not isinstance(chunk_size, int) or chunk_size < 1):

@@ -142,7 +142,7 @@ class Traced:
         return [found[name] for name in self.names]
 
     def _assign(self, part_of_rank: RankPart) -> tuple[list[tuple[int, int] | None], list[Any]]:
-        """Return :attr:`slots`, and the dtype of each tree of buffers."""
+        """Return ``slots``, and the dtype of each tree of buffers."""
         parts, count, behind = part_of_rank.parts, len(self.names), len(self.names) + len(self.state)
         owners: list[int | None] = [None] * len(self.state)
 

@@ -21,6 +21,9 @@ from fsharp.type_checks import options_checked
 
 R = TypeVar("R")
 
+_PROCESS = f"from {__name__} import _main; _main()"
+"""The program of each process. With ``-m`` Python would warn: the package has imported this file before the file is run."""
+
 
 @options_checked
 def launch(fn: Callable[..., R], nproc: int, *args: Any) -> list[R]:
@@ -56,7 +59,7 @@ def launch(fn: Callable[..., R], nproc: int, *args: Any) -> list[R]:
     with tempfile.TemporaryDirectory(prefix="fsharp-") as folder, _own_signals():
         Path(folder, "call").write_bytes(pickle.dumps(sys.path) + cloudpickle.dumps((fn, args)))
         try:
-            elastic_launch(on_this_machine(nproc), sys.executable)("-u", "-m", __name__, folder)
+            elastic_launch(on_this_machine(nproc), sys.executable)("-u", "-c", _PROCESS, folder)
         except ChildFailedError as error:
             rank, failure = error.get_first_failure()
             raise CommError(f"launch(): rank {rank} of {nproc} failed: {_account(failure)}") from None
@@ -115,7 +118,8 @@ def _run_rank(folder: str) -> None:
         destroy()
 
 
-if __name__ == "__main__":
+def _main() -> None:
+    """Run a rank in a process that torch's agent has started: an error goes to the file that the agent reads."""
     from torch.distributed.elastic.multiprocessing.errors import record
 
     record(_run_rank)(sys.argv[1])

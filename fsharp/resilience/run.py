@@ -50,10 +50,10 @@ class Run:
                 state, metrics, bad = train_step(state, batch, comm)
             state, sampler = run.end_step((state, sampler), nonfinite=bad)
 
-    A step has to be a function of the state and of its number: :class:`IndexSampler` says which samples it takes, and
-    :func:`seeded` which random numbers it draws. Then a run that a crash, a kill or a preemption has ended, and that is started
-    again with the same number of ranks, ends with the bits of one that nothing has ended. ``torchrun --max-restarts`` starts it
-    again by itself. With another number of ranks it goes on with the same batches.
+    A step has to be a function of the state and of its number: :class:`~fsharp.resilience.IndexSampler` says which samples it
+    takes, and :func:`~fsharp.resilience.seeded` which random numbers it draws. Then a run that a crash, a kill or a preemption
+    has ended, and that is started again with the same number of ranks, ends with the bits of one that nothing has ended.
+    ``torchrun --max-restarts`` starts it again by itself. With another number of ranks it goes on with the same batches.
 
     Ranks first make sure that they were started alike (:func:`agree_at_start`). An error on one of them is heard of by all and
     printed once (:func:`reported_failures`). After SIGTERM all ranks save at the end of the step, and exit with

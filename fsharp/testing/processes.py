@@ -36,7 +36,7 @@ _GRACE = 3.0  # seconds for the other ranks to fail too, once one has: the first
 
 @options_checked
 def processes(mesh: Mesh, fn: Callable[[Comm], R], *, timeout: float = 90.0) -> list[R]:
-    """Return ``[fn(comm) for every rank of mesh]``, like :func:`simulate`, but in real processes over gloo.
+    """Return ``[fn(comm) for every rank of mesh]``, like :func:`~fsharp.testing.simulate`, but in real processes over gloo.
 
     Needs cloudpickle, with which ``fn`` and what it closes over travel; results travel by pickle. A process has this one's
     environment, search path and working directory as they are at the call, and of its modules torch and fsharp. Ranks have the

@@ -233,7 +233,7 @@ def check_races(engine: Scheduler | ShardedModule) -> Iterator[RaceReport]:
         engine: a scheduler, or a module that has one, on a CPU. Its policy has to be that of a device with streams:
             ``sum_late=False``; and ``DebugPolicy(trivial_axes=True)`` on a mesh of one rank, so that collectives run at all,
             as copies.
-            On more ranks use it within :func:`simulate`, once in each rank.
+            On more ranks use it within :func:`~fsharp.testing.simulate`, once in each rank.
 
     Returns:
         The report, which also tells what waits were issued, and which of them could be left out.

@@ -26,6 +26,23 @@ def test_results_come_in_order_of_rank_and_closures_travel():
     assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == handlers
 
 
+def test_steps_travel_and_no_process_prints(capfd):
+    """A step holds functions of this library that cloudpickle sends by value."""
+    tx = fs.optim.sgd(0.5)
+    train_step = fs.train_step(lambda params, x, comm: fs.forward(lambda p, x: (p["w"] * x).sum(), params, x, comm=comm), tx)
+    schedule = fs.optim.chain(fs.optim.clip_by_global_norm(1.0), fs.optim.adamw(fs.optim.linear_schedule(0.0, 1.0, 10)))
+
+    def rank_fn():
+        comm = fs.connect(fs.Mesh({"dp": 2}))
+        tree = {"w": torch.ones(4)}
+        params = fs.shard(tree, fs.plan(tree, comm.mesh, fs.zero3("dp")), comm, place="optim")
+        state, _ = train_step(fs.init_state(tx, params, comm=comm), torch.ones(4) * comm.rank, comm)
+        return fs.full(state.params, comm=comm)["w"].tolist(), len(schedule.init(params))
+
+    assert fs.launch(rank_fn, 2) == [([0.75] * 4, 2)] * 2  # the mean of gradients 0 and 1
+    assert capfd.readouterr() == ("", "")
+
+
 @pytest.mark.parametrize("how", ["raises", "exits"])
 def test_a_rank_that_fails_is_named_and_the_others_end(how):
     def rank_fn():

@@ -34,9 +34,9 @@ def write_converted(
 ) -> Checkpoint:
     """Write a checkpoint with tensors of another format, one after another, and its values by name.
 
-    ``where`` is the function that converts, and ``config`` a result of :func:`checked_config`. ``read`` returns the elements of
-    tensors in the order in which they are asked for. ``objects`` are structures of values, see Manifest. Raises CheckpointError
-    if a tensor and a value have the same name; no folder is left behind.
+    ``where`` is the function that converts, and ``config`` a result of :func:`~fsharp.checkpoint.saving.checked_config`.
+    ``read`` returns the elements of tensors in the order in which they are asked for. ``objects`` are structures of values, see
+    Manifest. Raises CheckpointError if a tensor and a value have the same name; no folder is left behind.
     """
     if twice := entries.keys() & values.keys():
         raise CheckpointError(f"{where}: a tensor and a value would both have the name {min(twice)!r}.")

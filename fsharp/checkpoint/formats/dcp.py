@@ -168,7 +168,7 @@ def from_dcp(
 
     Args:
         folder: of DCP: a path, or a URL of fsspec.
-        root: folder of checkpoints, as of :func:`save`.
+        root: folder of checkpoints, as of :func:`~fsharp.checkpoint.save`.
         step: number of the step, in the checkpoint's name.
         ignore: patterns of keys to leave out; each has to match one.
         config: kept in the manifest.
@@ -178,7 +178,7 @@ def from_dcp(
             left.
         PatternError: a pattern that matches nothing.
 
-    Cost: reads all of it, writes it as :func:`save` does. Memory: one whole tensor, and a chunk.
+    Cost: reads all of it, writes it as :func:`~fsharp.checkpoint.save` does. Memory: one whole tensor, and a chunk.
     """
     source = os.fspath(folder).rstrip("/")
     storage = storage_of(source)

@@ -12,7 +12,7 @@ such tuples, and its backward is the transpose under the inner product ``sum_r <
 - A **tangent** of a rank's tensor is a tangent of that rank's tensor: replicas that are equal need tangents that are
   equal. Collectives are linear, so tangents travel as values do.
 - A **cotangent** of a replicated tensor is partial: the gradient is the sum of what ranks hold. A cotangent of a shard
-  is a shard, already summed (:attr:`fsharp.Place.dual`).
+  is a shard, already summed (:attr:`~fsharp.layouts.Place.dual`).
 - A **batch dimension** (``vmap``) has one size on all ranks, and index ``i`` means the same on all of them: a
   ``reduce_scatter`` under ``vmap`` sums over ranks for each ``i``. For per-sample gradients give all ranks the same
   samples, or let ranks that do not have sample ``i`` contribute zero.

@@ -1,6 +1,7 @@
 """Which tree a collective is for, as its label says, so that ranks never mix the values of two trees of equal shapes.
 
-Ranks make trees in one order, so the numbers in names of trees are the same on all ranks. See :mod:`..layout.tree_name`.
+Ranks make trees in one order, so the numbers in names of trees are the same on all ranks. See
+:mod:`~fsharp.functional.layout.tree_name`.
 """
 
 from collections import Counter

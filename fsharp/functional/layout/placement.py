@@ -299,8 +299,9 @@ def hfsdp(outer: str, inner: str) -> Strategy:
 class P:
     """Which mesh axes cut each dim of a leaf, in the words of ``jax.sharding.PartitionSpec``.
 
-    :func:`plan` takes it in place of a strategy. Along the axes that it names, parameters, gradients and optimizer state are
-    sharded, and rows (indices of dim 0) are never cut. Along the others, parameters and optimizer state are replicated.
+    :func:`~fsharp.plan` takes it in place of a strategy. Along the axes that it names, parameters, gradients and optimizer
+    state are sharded, and rows (indices of dim 0) are never cut. Along the others, parameters and optimizer state are
+    replicated.
 
     ==========================  ================================================
     ``P()``                     ``ddp`` over all axes of the mesh

@@ -53,7 +53,7 @@ def plan(
             subtrees that hold no match. None makes the whole tree one unit.
         frozen: leaves without gradients and optimizer state. Leaves that are not floating-point are frozen anyway.
         atoms: what must not be cut, of all leaves or by pattern; under a partition spec that cuts, a row at least.
-        labels: names by which :func:`~fsharp.partition` selects an update rule, of all leaves or by pattern.
+        labels: names by which :func:`~fsharp.optim.partition` selects an update rule, of all leaves or by pattern.
         precision: dtypes of parameters, main copy and gradients, of all leaves or by pattern.
 
     Returns:

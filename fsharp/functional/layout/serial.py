@@ -22,7 +22,7 @@ VERSION = 1
 
 
 def layout_to_json(mesh: Mesh, units: Sequence[UnitLayout], spec: optree.PyTreeSpec) -> str:
-    """See :meth:`Layout.to_json`.
+    """See :meth:`~fsharp.Layout.to_json`.
 
     Raises:
         LayoutError: a tree with containers other than dict, OrderedDict, list, tuple, namedtuple and None, or that nests deeper
@@ -45,7 +45,7 @@ def layout_to_json(mesh: Mesh, units: Sequence[UnitLayout], spec: optree.PyTreeS
 
 
 def layout_from_json(text: str) -> tuple[Mesh, tuple[UnitLayout, ...], optree.PyTreeSpec]:
-    """Mesh, units and tree of a layout; see :meth:`Layout.from_json`."""
+    """Mesh, units and tree of a layout; see :meth:`~fsharp.Layout.from_json`."""
     try:
         data = json.loads(text)
         if data["fsharp_layout"] != VERSION:

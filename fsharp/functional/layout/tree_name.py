@@ -14,7 +14,7 @@ class TreeName:
         tree: number of a tree that all ranks have made together; ``"1.2"`` is the second tree that updates have made of one
             state of tree 1. Empty if the values come from no such tree.
         updates: number of updates between that tree and these values.
-        replaced: number of calls of :meth:`Sharded.replace` between that tree and these values.
+        replaced: number of calls of :meth:`~fsharp.Sharded.replace` between that tree and these values.
         mapped: number of pytree mappings between that tree and these values.
         successors: number of trees that updates have made of these values.
         numbers: by axes, the number of these values among those of the same text that were gathered along these axes.

@@ -61,7 +61,7 @@ class Group:
     Attributes:
         dtypes: of parameters, main copy and gradients.
         trainable: whether it has gradients and optimizer state.
-        label: what :func:`~fsharp.partition` selects by.
+        label: what :func:`~fsharp.optim.partition` selects by.
         num_parts: ranks among which the optimizer's place divides it.
         capacity: elements in one part.
         used: elements that belong to leaves; the rest is padding.

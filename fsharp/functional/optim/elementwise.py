@@ -31,7 +31,7 @@ _VECTOR_NBYTES = 128  # two of the widest SIMD registers, which torch's loops ta
 
 
 class AdamState(NamedTuple):
-    """State of :func:`adam`, :func:`adamw` and :func:`scale_by_adam`: updates made, first and second moments."""
+    """State of :func:`adam`, :func:`adamw` and :func:`~fsharp.optim.scale_by_adam`: updates made, first and second moments."""
 
     count: int | torch.Tensor  # type: ignore[assignment]  # tuple.count, which nobody calls on a state
     mu: Any
@@ -39,7 +39,7 @@ class AdamState(NamedTuple):
 
 
 class MomentumState(NamedTuple):
-    """State of :func:`sgd`, :func:`lion` and :func:`muon`: updates made, and the momentum, or None without."""
+    """State of :func:`sgd`, :func:`lion` and :func:`~fsharp.optim.muon`: updates made, and the momentum, or None without."""
 
     count: int  # type: ignore[assignment]  # tuple.count, which nobody calls on a state
     mu: Any

@@ -83,7 +83,7 @@ def muon(
 
     Raises:
         LayoutError: at ``init``: a leaf that is not a matrix, or that may be cut: plan it with ``atoms=Whole()``. Use
-            labels and :func:`~fsharp.partition` for the others, which ``optax.contrib.muon`` gives to AdamW by itself.
+            labels and :func:`~fsharp.optim.partition` for the others, which ``optax.contrib.muon`` gives to AdamW by itself.
 
     Cost: no communication: each rank orthogonalises the matrices it holds.
 

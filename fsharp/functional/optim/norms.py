@@ -114,8 +114,8 @@ def clip_by_global_norm(max_norm: float, *, deterministic: bool = False) -> Tran
 
     Returns:
         A transform with :class:`ClipState`. With an infinite gradient the factor is zero, as in torch and optax: elements that
-        are infinite become NaN, all others zero. With a NaN all are NaN. Wrap the optimizer in :func:`apply_if_finite`,
-        around the whole chain, to leave such steps out.
+        are infinite become NaN, all others zero. With a NaN all are NaN. Wrap the optimizer in
+        :func:`~fsharp.optim.apply_if_finite`, around the whole chain, to leave such steps out.
     """
     if not max_norm > 0:
         raise LayoutError(f"clip_by_global_norm(): max_norm is {max_norm!r}, expected a positive number.")

@@ -62,7 +62,7 @@ def scale_by_learning_rate(learning_rate: ScalarOrSchedule, *, flip_sign: bool =
 
 @options_checked
 def scale_by_adam(b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8) -> Transform:
-    """Return ``m' / (sqrt(v') + eps)``, by the kernel of :func:`adamw`, whose state it has.
+    """Return ``m' / (sqrt(v') + eps)``, by the kernel of :func:`~fsharp.optim.adamw`, whose state it has.
 
     For ``eps_root``, ``mu_dtype`` and ``nesterov`` use ``fs.optim.from_optax(optax.scale_by_adam(...))``.
     """

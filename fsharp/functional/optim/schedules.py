@@ -1,8 +1,8 @@
 """Schedules with the names, arguments and values of optax: functions of the number of updates made.
 
 Each is an object whose repr has its numbers, so that ranks which were given others are told. The count is a number, or a
-scalar tensor as :func:`adamw` has it with ``capturable=True``. Any schedule of optax works as well, with counts that are
-numbers; ranks compare those by name alone.
+scalar tensor as :func:`~fsharp.optim.adamw` has it with ``capturable=True``. Any schedule of optax works as well, with counts
+that are numbers; ranks compare those by name alone.
 """
 
 import math

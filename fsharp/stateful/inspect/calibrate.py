@@ -1,4 +1,4 @@
-"""Calibrate: from what a trace measured to the numbers that describe a machine. See :meth:`Hardware.fit`."""
+"""Calibrate: from what a trace measured to the numbers that describe a machine. See :meth:`~fsharp.inspect.Hardware.fit`."""
 
 import math
 from bisect import bisect_right
@@ -20,9 +20,9 @@ Channel = tuple[str, str]
 
 
 def calibrate(trace: Trace, schedule: Schedule, *, speed: float) -> dict[str, Any]:
-    """Return the fields of a :class:`Hardware` that a trace says something of.
+    """Return the fields of a :class:`~fsharp.inspect.Hardware` that a trace says something of.
 
-    While host and collectives both work, each keeps ``speed`` of its own. See :meth:`Hardware.fit`.
+    While host and collectives both work, each keeps ``speed`` of its own. See :meth:`~fsharp.inspect.Hardware.fit`.
     """
     steps = trace.by_step()
     rows = [row for _, rows in steps for row in rows]

@@ -56,7 +56,7 @@ def refuse_dtensors(where: str, session: Session) -> None:
 
 
 def load_parts(session: Session, module: nn.Module, load: Callable[[], Any]) -> Any:
-    """See :meth:`ShardedModule.load_state_dict`. ``load`` is torch's way to do so."""
+    """See :meth:`~fsharp.ShardedModule.load_state_dict`. ``load`` is torch's way to do so."""
     where, comm = "load_state_dict()", session.scheduler
     session.step.give_up(where)
 

@@ -1,4 +1,4 @@
-"""Compiled: a schedule bound to units and to an arena. One source of ops; the other one is :mod:`.eager`."""
+"""Compiled: a schedule bound to units and to an arena. The other source of ops is ``Eager``."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -148,8 +148,9 @@ class Compiled:
 def mismatch(schedule: Schedule, units: dict[str, UnitState], policy: Policy) -> str:
     """Return why units cannot follow a schedule: the first fact of the schedule that is wrong. Empty if units can follow it.
 
-    :meth:`Step.update` compares bytes in host memory, which are known only then. A block may be larger than necessary, as in
-    steps without a schedule; and gradients may rest in the arena, or not, whatever the policy says.
+    :meth:`~fsharp.stateful.runtime.step.Step.update` compares bytes in host memory, which are known only then. A block may be
+    larger than necessary, as in steps without a schedule; and gradients may rest in the arena, or not, whatever the policy
+    says.
     """
     gradients = gradients_of(schedule.program.events)
     for facts in schedule.program.units:

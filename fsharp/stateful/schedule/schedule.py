@@ -1,6 +1,6 @@
 """Schedule: the plan of a step as plain data. What runs, on which stream, in which memory, and what it waits for.
 
-What ops there are says [Note: ops] in :mod:`.ops`.
+What ops there are says [Note: ops] in :mod:`~fsharp.stateful.schedule.ops`.
 
 [Note: buckets]
 Gathers, or reductions, that are next to each other and have the same ``bucket`` number are one collective along each axis:

@@ -1,4 +1,4 @@
-"""The checks of :func:`~.verify.verify` that concern the arena, state that rests in host memory, and limits."""
+"""The checks of :func:`~fsharp.schedules.verify` that concern the arena, state that rests in host memory, and limits."""
 
 from collections import Counter
 
@@ -102,7 +102,7 @@ class MemoryCheck(Check):
             raise refusal(i, op, what, "memory in its `opens`, or in that of an op before it")
 
     def _see_reads(self, i: int, op: Op, spec: OpSpec) -> None:
-        """Refuse an op that reads a buffer which nothing has filled. Of gradients at rest :mod:`.gradients` checks this."""
+        """Refuse an op that reads a buffer which nothing has filled. Gradients at rest are checked by ``GradientCheck``."""
         facts = self.facts.get(op.unit, UnitFacts(""))
         for buffer in [each for each in spec.reads if not BUFFERS[each].is_opened and buffer_nbytes(each, facts)]:
             key, words = (buffer, op.unit), BUFFERS[buffer].words

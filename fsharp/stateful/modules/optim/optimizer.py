@@ -54,14 +54,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
     A class is tried on small random tensors first, to find out what it looks at. One that updates each element by itself, such
     as AdamW, gets flat buffers, cut anywhere. One that looks at a parameter's shape or norm, such as Adafactor, Muon or LAMB,
     gets whole parameters in their shape, where every rank has all or nothing of each: where the strategy replicates optimizer
-    state (``ddp``), or where atoms are :class:`~fsharp.Whole`. One that looks at all parameters together needs all of them on
-    every rank. The trial has tensors of at most 24 elements and 8 steps: what a class does only at other sizes, or later, is
-    not seen. So a class that is not torch's own gets whole parameters wherever ranks have all or nothing of each. Where they
-    are cut, ``check_steps=1`` tries a step at the parameters' own sizes as well.
+    state (``ddp``), or where atoms are :class:`~fsharp.layouts.Whole`. One that looks at all parameters together needs all of
+    them on every rank. The trial has tensors of at most 24 elements and 8 steps: what a class does only at other sizes, or
+    later, is not seen. So a class that is not torch's own gets whole parameters wherever ranks have all or nothing of each.
+    Where they are cut, ``check_steps=1`` tries a step at the parameters' own sizes as well.
 
     Args:
         params: ``model.parameters()``, or groups of them with options of their own, as torch.optim takes them.
-        optimizer: a class of torch.optim or like it, or an ``(init, update)`` pair such as :func:`~fsharp.adamw` makes.
+        optimizer: a class of torch.optim or like it, or an ``(init, update)`` pair such as :func:`~fsharp.optim.adamw` makes.
         check_steps: of a class, steps of a second trial, on random tensors of the parameters' own shapes; of a pair, first
             updates that :func:`~fsharp.optim.check_elementwise` compares.
         defaults: the options of that class; none for a pair, which has its own.
@@ -267,8 +267,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
             with optimizer.averaged(), torch.no_grad():
                 loss = model(**batch).loss
 
-        Forwards, ``full_parameters()``, ``unsharded()`` and ``functional()`` see the averages that :func:`~fsharp.with_ema`
-        keeps; parameters that it does not average stay as they are. Afterwards all have their own values again, to the bit.
+        Forwards, ``full_parameters()``, ``unsharded()`` and ``functional()`` see the averages that
+        :func:`~fsharp.optim.with_ema` keeps; parameters that it does not average stay as they are. Afterwards all have their
+        own values again, to the bit.
 
         Raises:
             TreeError: the optimizer keeps no average, or several of one parameter.
