@@ -32,14 +32,14 @@ REFUSALS = {
     r"unsharded\(\): a step is under way": "are refused between a backward and its update or `zero_grad()`",
     r"optimizer\.step\(\) has used up the gradients": "A step of a `ShardedOptimizer` uses the gradients up",
     r"autograd\.grad\(\) with respect to .*: other backward": "it does not mix with backward passes that leave gradients",
-    "was frozen when its module was sharded": "`requires_grad_(True)` of a parameter that was frozen",
-    "were changed in place between being gathered": "changing them in place within a step, between two uses, is refused",
+    "was frozen when its module was sharded": "`requires_grad_(True)` is refused for a parameter that was frozen",
+    "were changed in place between being gathered": "it is refused to change parameters in place within a step, between two uses",
 }
 """What may be refused of a program whose ranks all do the same, and the known limit that says so."""
 
 
 def test_each_refusal_is_a_known_limit():
-    limits = re.sub(r"\s+", " ", Path("docs/design.md").read_text().split("## Known limits")[1])
+    limits = re.sub(r"\s+", " ", Path("docs/limits.md").read_text())
     assert [words for words in REFUSALS.values() if words not in limits] == []
 
 
