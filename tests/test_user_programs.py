@@ -33,7 +33,7 @@ REFUSALS = {
     r"optimizer\.step\(\) has used up the gradients": "A step of a `ShardedOptimizer` uses the gradients up",
     r"autograd\.grad\(\) with respect to .*: other backward": "it does not mix with backward passes that leave gradients",
     "was frozen when its module was sharded": "`requires_grad_(True)` is refused for a parameter that was frozen",
-    "were changed in place between being gathered": "it is refused to change parameters in place within a step, between two uses",
+    "were changed in place between being gathered": "refused to change parameters in place within a step, between two uses",
 }
 """What may be refused of a program whose ranks all do the same, and the known limit that says so."""
 
