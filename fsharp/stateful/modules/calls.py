@@ -1,9 +1,8 @@
-"""ModuleCalls: the code of a module and of the modules in it, called with units gathered and full parameters in their slots."""
+"""ModuleCalls: the code of a module and of its submodules, called with units gathered and full parameters in place of parts."""
 
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import chain
 from operator import is_
 from typing import Any, NamedTuple
@@ -17,7 +16,7 @@ from fsharp.errors import TreeError
 from fsharp.functional.comm.protocol import Comm
 from fsharp.functional.layout.layout import Layout
 from fsharp.functional.layout.paths import innermost, prefixes
-from fsharp.functional.layout.sharded import units_by_name
+from fsharp.functional.layout.sharded import Sharded, units_by_name
 from fsharp.functional.release import cloned
 from fsharp.stateful.modules.initial.dtensors import Spec, dressed, local
 from fsharp.stateful.modules.parameter import ShardedParameter
@@ -30,30 +29,28 @@ _LEAVES = frozenset({type(None), bool, int, float, complex, str, bytes, torch.dt
 """Types of which torch's pytrees have no nodes."""
 
 
-class ParameterSlots:
-    """The places of one unit's parameters in a module, in the order of the unit's leaves.
+class ParameterEntries:
+    """The entries of one unit's parameters in ``_parameters`` of modules, in the order of the unit's leaves.
 
-    ``present`` has by place what was put there last, of all units of a module: several have a place that they share.
+    ``present``: by entry the tensor that was put there last, of all units of a module: units may share an entry.
     """
 
     def __init__(self, module: nn.Module, paths: Iterable[str], present: dict[tuple[int, str], Any]) -> None:
-        self._places: list[tuple[int, dict[str, Any], str]] = []
         self._paths, self._present = list(paths), present
+        entries: dict[tuple[int, str], tuple[int, dict[str, Any], str]] = {}  # a module may have several paths
         packed: dict[int, weakref.ref[nn.Module]] = {}
-        known: set[tuple[int, str]] = set()
         for i, path in enumerate(self._paths):
             parent, _, name = path.rpartition(".")
             owner = module.get_submodule(parent)
-            if (id(owner), name) not in known:  # a module may have several paths
-                known.add((id(owner), name))
-                self._places.append((i, owner._parameters, name))
+            entries.setdefault((id(owner), name), (i, owner._parameters, name))
             if hasattr(owner, "_flat_weights_names"):
                 packed[id(owner)] = weakref.ref(owner)
+        self._entries = list(entries.values())
         self._packed = list(packed.values())  # recurrent modules keep a list of their parameters besides
 
     def check(self) -> None:
-        """Refuse to compute where somebody else has put other parameters: they would be ignored."""
-        for i, places, name in self._places:
+        """Refuse parameters that somebody else has put into an entry: a forward would ignore them."""
+        for i, places, name in self._entries:
             if places.get(name) is not self._present[id(places), name]:
                 raise TreeError(
                     f"parameter {self._paths[i]!r} is not there, or is not the one that shard_module() has put there, and a "
@@ -63,14 +60,14 @@ class ParameterSlots:
                 )
 
     @property
-    def sitting(self) -> list[tuple[int, Any]]:
-        """What sits there, with the position of its path."""
-        return [(i, places[name]) for i, places, name in self._places]
+    def values(self) -> list[tuple[int, Any]]:
+        """What each entry holds, with the position of its leaf."""
+        return [(i, places[name]) for i, places, name in self._entries]
 
     def swap(self, tensors: Sequence[Any]) -> list[Any]:
-        """Seat these, one for each path; what sat there before."""
+        """Put tensors into the entries, one for each leaf. Return the tensors that were there."""
         before = list(tensors)
-        for i, places, name in self._places:
+        for i, places, name in self._entries:
             before[i] = places[name]
             places[name] = self._present[id(places), name] = tensors[i]
         for reference in self._packed:
@@ -81,7 +78,7 @@ class ParameterSlots:
 
 @contextmanager
 def own_buffers(root: nn.Module) -> Iterator[list[tuple[torch.Tensor, torch.Tensor]]]:
-    """In this context all buffers are copies; what each is a copy of, and the copy. One that modules share stays one."""
+    """Have all buffers be copies in this context. Yield pairs of a buffer and its copy. A shared buffer has one copy."""
     before = [(module, dict(module._buffers)) for module in root.modules() if module._buffers]
     copies = {id(b): (b, b.clone()) for _, buffers in before for b in buffers.values() if b is not None}
     try:
@@ -94,10 +91,9 @@ def own_buffers(root: nn.Module) -> Iterator[list[tuple[torch.Tensor, torch.Tens
 
 
 def refuse_added(module: nn.Module, path: str) -> None:
-    """Refuse parameters that require a gradient and came into a gathered module after it was sharded.
+    """Refuse parameters that require a gradient and came into a module after it was sharded.
 
-    Frozen parameters may be added, and a wrapper may replace the submodule that it wraps. Modules in it that are gathered by
-    themselves are left out.
+    Modules inside that are gathered by themselves are left out.
     """
     modules = [module]
     for each in modules:
@@ -116,25 +112,24 @@ def refuse_added(module: nn.Module, path: str) -> None:
                 modules.append(child)
 
 
-class ParameterSource:
-    """The source of parameters for modules that compute: nodes of a tree, by unit, and the Comm.
+class ParameterSource(NamedTuple):
+    """The source of parameters for modules that compute: nodes of a tree, by unit, and the Comm that gathers them."""
 
-    ``computing``: modules whose forward is under way, with their units gathered.
-    """
+    nodes: dict[str, Sharded]
+    comm: Comm
 
-    __slots__ = ("comm", "computing", "nodes")
-
-    def __init__(self, tree: Any, comm: Comm) -> None:
-        self.nodes, self.comm = units_by_name(tree), comm
-        self.computing: list[nn.Module] = []
+    @staticmethod
+    def of(tree: Any, comm: Comm) -> "ParameterSource":
+        """Return the source whose parameters are a tree's."""
+        return ParameterSource(units_by_name(tree), comm)
 
 
 class GatheredModule(NamedTuple):
     """The root, or a module that is gathered by itself.
 
     ``ties``: other units, which store leaves that leaves of its units are tied to. ``has_inner``: whether modules inside of it
-    are gathered by themselves. ``varies``: whether a unit varies along an axis. A rank there may have nothing to compute, as
-    where an expert gets no tokens. The rank has a backward all the same, so that other ranks do not wait.
+    are gathered by themselves. ``varies``: whether a unit varies along an axis. Then a rank that uses no parameter, as where an
+    expert gets no tokens, has a backward all the same: other ranks wait for it.
     """
 
     units: Sequence[str]
@@ -145,9 +140,9 @@ class GatheredModule(NamedTuple):
 
 
 class ModuleCalls:
-    """The state of calls of a module's code: slots and specs of parameters, gathered modules by path, the present source.
+    """The state of calls of a module's code: entries and specs of parameters, gathered modules by path, the present source.
 
-    Each forward reads the set ``paused``, paths of parameters that forwards do not differentiate.
+    ``paused``: paths of parameters that forwards do not differentiate at present.
     """
 
     def __init__(
@@ -155,8 +150,9 @@ class ModuleCalls:
     ) -> None:
         self._layout, self.specs, self._paused = layout, specs, paused
         present: dict[tuple[int, str], Any] = {}
-        self.slots = {
-            unit.name: ParameterSlots(module, [unit.full_path(leaf) for leaf in unit.leaves], present) for unit in layout.units
+        self.entries = {
+            unit.name: ParameterEntries(module, [unit.full_path(leaf) for leaf in unit.leaves], present)
+            for unit in layout.units
         }
         by_path = owners(layout, chosen)
         members: dict[str, list[nn.Module]] = {path: [] for path in by_path}
@@ -177,16 +173,9 @@ class ModuleCalls:
 
     @contextmanager
     def reading(self, source: ParameterSource, module: nn.Module | None = None) -> Iterator[None]:
-        """Have modules that are called in this context read ``source``.
-
-        ``module`` has its parameters: its own methods run directly.
-        """
+        """Have modules in this context read ``source``; methods of ``module``, whose units are gathered, run directly."""
         before, self.source = self.source, source
-        others = before.computing if before is not None and before is not source else []
-        for each in others:
-            each.__dict__["_fsharp_computes"] = False
         if module is not None:
-            source.computing.append(module)
             module.__dict__["_fsharp_computes"] = True
         try:
             yield
@@ -194,30 +183,27 @@ class ModuleCalls:
             self.source = before
             if module is not None:
                 module.__dict__["_fsharp_computes"] = False
-                source.computing.pop()
-            for each in others:
-                each.__dict__["_fsharp_computes"] = True
 
     @contextmanager
     def swapped_in(self, names: Sequence[str], parameters: Sequence[Sequence[Any]]) -> Iterator[None]:
-        """In this context the module has these for parameters, in the order of each unit's leaves."""
-        slots = [self.slots[name] for name in names]
-        before = [slot.swap(each) for slot, each in zip(slots, parameters, strict=True)]
+        """Have other tensors for parameters in this context, in the order of each unit's leaves."""
+        entries = [self.entries[name] for name in names]
+        before = [of_unit.swap(each) for of_unit, each in zip(entries, parameters, strict=True)]
         try:
             yield
         finally:
-            for slot, each in zip(reversed(slots), reversed(before), strict=True):
-                slot.swap(each)
+            for of_unit, each in zip(reversed(entries), reversed(before), strict=True):
+                of_unit.swap(each)
 
     def shown(self, names: Sequence[str], leaves: Sequence[Sequence[torch.Tensor]]) -> Sequence[Sequence[Any]]:
-        """Units' leaves as the module's code has them."""
+        """Return units' leaves as the module's code expects them."""
         if not self.specs:
             return leaves
         rows = zip([self._layout[name] for name in names], leaves, strict=True)
         return [dressed(map(unit.full_path, unit.leaves), each, self.specs) for unit, each in rows]
 
     def differentiated(self, names: Sequence[str], leaves: list[list[torch.Tensor]]) -> list[list[torch.Tensor]]:
-        """Units' leaves, with paused ones detached."""
+        """Return units' leaves, with paused ones detached."""
         if not self._paused:
             return leaves
         rows = zip([self._layout[name] for name in names], leaves, strict=True)
@@ -226,44 +212,51 @@ class ModuleCalls:
             for unit, each in rows
         ]
 
-    def take_over(self, name: str, leaves: Sequence[torch.Tensor]) -> None:
-        """Copy what sits in the slots of a unit into these leaves, as far as it is something else. Refuse another shape."""
-        unit = self._layout[name]
-        for i, sitting in self.slots[name].sitting:
-            mine = local(sitting)
-            if not isinstance(mine, torch.Tensor) or mine.shape != leaves[i].shape:
-                raise TreeError(f"unsharded(): {unit.full_path(unit.leaves[i])!r} was replaced by something of another shape.")
-            if mine.data_ptr() != leaves[i].data_ptr():
-                leaves[i].copy_(mine)
+    def written(self, full: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return by path the values in all entries: full parameters, or what a caller has put in the place of one."""
+        found = dict(full)
+        for unit in self._layout.units:
+            for i, value in self.entries[unit.name].values:
+                path, mine = unit.stored_path(unit.leaves[i]), local(value)
+                if not isinstance(mine, torch.Tensor) or mine.shape != full[path].shape:
+                    raise TreeError(
+                        f"unsharded(): {unit.full_path(unit.leaves[i])!r} was replaced by something of another shape."
+                    )
+                if mine.data_ptr() != full[path].data_ptr():
+                    found[path] = mine
+        return found
 
 
-@dataclass(eq=False)
 class ModuleCall:
-    """One call of ``fn``, code of the module at ``path``, whose units are gathered around it; ``out``: what it has returned."""
+    """One call of ``fn``, code of the module at ``path``, whose units are gathered around it.
 
-    calls: ModuleCalls
-    source: ParameterSource
-    module: nn.Module
-    path: str
-    fn: Callable[..., Any]
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
+    Attributes:
+        flat: the leaves of the arguments.
+        out: what ``fn`` has returned.
+    """
 
-    def __post_init__(self) -> None:
-        self.flat = flat_arguments(self.args, self.kwargs)
+    def __init__(
+        self,
+        calls: ModuleCalls,
+        module: nn.Module,
+        path: str,
+        fn: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> None:
+        self.calls, self.module, self.path, self.fn, self.args, self.kwargs = calls, module, path, fn, args, kwargs
+        self.owner, self.flat = calls.owners[path], flat_arguments(args, kwargs)
         self.out: Any = None
         self._given_away: list[torch.Tensor] = []
-        self._passed = [*self.args, *self.kwargs.values()]
+        self._passed = [*args, *kwargs.values()]
 
     @uncompiled
-    def compute(self, trees: list[Any], *_: Any) -> list[torch.Tensor]:
+    def compute(self, source: ParameterSource, trees: list[Any], *_: Any) -> list[torch.Tensor]:
         """Call the code with these trees of full parameters; return the tensors that it gives away."""
-        calls, path = self.calls, self.path
-        owner = calls.owners[path]
-        passed = self._passed
+        calls, path, owner, passed = self.calls, self.path, self.owner, self._passed
         before = owner.side_outputs.look(passed, path)
         leaves = calls.differentiated(owner.units, list(map(optree.tree_leaves, trees)))
-        with calls.reading(self.source, self.module), calls.swapped_in(owner.units, calls.shown(owner.units, leaves)):
+        with calls.reading(source, self.module), calls.swapped_in(owner.units, calls.shown(owner.units, leaves)):
             out = compiled_by_caller(self.fn, *self.args, **self.kwargs)
         full = list(chain.from_iterable(leaves))
         found = tensors_in(out, path)
@@ -271,9 +264,8 @@ class ModuleCall:
             out = replaced(out, views, [cloned(x) for x in views], path)
             found = tensors_in(out, path)
         self.out = out
-        for x in owner.side_outputs.since(before, passed, full, path):
-            if not any(x is y for y in found):
-                found.append(x)
+        side = owner.side_outputs.since(before, passed, full, path)
+        found += [x for x in side if not any(x is y for y in found)]
         self._given_away = found
         return reaching(found, [*self.flat, *full]) if owner.varies else found
 
@@ -281,7 +273,7 @@ class ModuleCall:
         """Return what the code has returned. Tensors in ``found`` stand in place of those that the code gave away."""
         if all(map(is_, found, self._given_away)):
             return self.out
-        self.calls.owners[self.path].side_outputs.replace(self._passed, self._given_away, found, self.path)
+        self.owner.side_outputs.replace(self._passed, self._given_away, found, self.path)
         return replaced(self.out, self._given_away, found, self.path)
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from fsharp.functional.comm.protocol import Comm
 from fsharp.functional.layout.sharded import units_of
@@ -23,13 +24,12 @@ class MeanGradients:
         tree: a tree of :class:`~fsharp.Sharded` at the optimizer's place, or None.
         missing: paths of trained parameters that have no gradient: in the tree it is zero.
         edits: what was done to the gradients since they were set, in order, such as ``"unscale"``.
-        hooks: by path of a parameter, what is called once its gradient is there.
     """
 
     def __init__(self, parameters: Mapping[str, ShardedParameter], specs: Mapping[str, Spec], comm: Comm) -> None:
         self._parameters, self._specs, self._comm = parameters, specs, comm
         self._parts: dict[str, Part] = {}
-        self.hooks: dict[str, OrderedDict[int, Callable[[Any], Any]]] = {}
+        self._hooks: dict[str, OrderedDict[int, Callable[[Any], Any]]] = {}
         self.clear()
 
     def clear(self) -> None:
@@ -45,19 +45,25 @@ class MeanGradients:
                 part.move()
 
     def set(self, sums: Any, missing: set[str]) -> None:
-        """These are the sums over ranks, which are divided in place."""
+        """Take over sums over ranks, and divide them in place."""
         self.tree, self.missing, self._parts, self.edits = sums, missing, {}, []
         self.each(lambda buffer: buffer.div_(self._comm.mesh.size))
         self._versions = self._seen()
 
+    def add_hook(self, path: str, hook: Callable[[Any], Any]) -> RemovableHandle:
+        """Have ``hook(parameter)`` called once the parameter's gradient is there. Return a handle, which removes the hook."""
+        hooks = self._hooks.setdefault(path, OrderedDict())
+        handle = RemovableHandle(hooks)
+        hooks[handle.id] = hook
+        return handle
+
     def call_hooks(self) -> None:
-        """Call the hooks of parameters that have a gradient: of all of them, also if a hook drops gradients."""
-        if not any(self.hooks.values()):
-            return
+        """Call the hooks of all parameters that have a gradient now; a hook may drop gradients."""
         present = self.present
-        for path in [path for path in self._parameters if path in present]:
-            for hook in list(self.hooks.get(path, {}).values()):
-                hook(self._parameters[path])
+        for path, parameter in list(self._parameters.items()):
+            if path in present:
+                for hook in list(self._hooks.get(path, {}).values()):
+                    hook(parameter)
 
     def take_back(self, units: Iterable[UnitState]) -> None:
         """Drop the means: more is to be added to the sums of these units."""
@@ -68,14 +74,14 @@ class MeanGradients:
 
     @property
     def are_changed(self) -> bool:
-        """Whether somebody has changed them since they were set."""
+        """Whether somebody has changed the gradients since they were set."""
         return self._seen() != self._versions
 
     def _seen(self) -> list[int]:
         return [buffer._version for node in units_of(self.tree) for buffer in node.buffers]
 
     def changes(self) -> str:
-        """What was done to them since they were set, which ranks have to have in common."""
+        """Return what was done to the gradients since they were set. Every rank has to have done the same."""
         # Writes are counted where every rank has all of it: of a leaf that is cut, some ranks may have nothing to write to.
         is_whole = [not (node.place.sharded or node.place.varying) for node in units_of(self.tree) for _ in node.buffers]
         rows = zip(self._seen(), self._versions, is_whole, strict=True)
@@ -89,7 +95,7 @@ class MeanGradients:
                     change(buffer)
 
     def part(self, path: str) -> Part | None:
-        """This rank's part of one."""
+        """Return this rank's part of the gradient of a parameter; None if there is none."""
         if self.tree is None or path in self.missing:
             return None
         if not self._parts:
@@ -102,16 +108,12 @@ class MeanGradients:
                     self._parts[name] = Part.of(local, self._parameters[name])
         return self._parts.get(path)
 
-    def drop(self, path: str) -> None:
-        """Drop the gradient of one parameter."""
-        part = self.part(path)
-        if part is None:
-            return
+    def drop(self, part: Part) -> None:
+        """Drop the gradient of which this is the part."""
         part.local.zero_()
-        self.missing.add(path)
-        varying = (node for node in units_of(self.tree) if node.place.varying)
-        if not any(path == node.unit.full_path(leaf) for node in varying for leaf in node.unit.leaves):
-            self.edits.append(f"without {path}")
+        self.missing.add(part.path)
+        if not part.place.varying:
+            self.edits.append(f"without {part.path}")
 
     @property
     def present(self) -> frozenset[str]:

@@ -1,11 +1,10 @@
 """ShardedModule: an nn.Module whose parameters, gradients and optimizer state are sharded, in place."""
 
 import warnings
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
-import optree
 import torch
 from torch import nn
 
@@ -15,9 +14,10 @@ from fsharp.functional.formats.format import dtype_name
 from fsharp.functional.layout.layout import Layout
 from fsharp.functional.state import TrainState
 from fsharp.stateful.modules.calls import ParameterSource, own_buffers
-from fsharp.stateful.modules.parameter import Part
+from fsharp.stateful.modules.initial.dtensors import dressed
+from fsharp.stateful.modules.parameter import Part, ShardedParameter
 from fsharp.stateful.modules.session import Session
-from fsharp.stateful.modules.state_dict import gather_to_rank, load_parts, refuse_dtensors, scatter_from_rank
+from fsharp.stateful.modules.state_dict import gather_to_rank, load_parts, refuse_dtensors, scatter_from_rank, whole_tensors
 from fsharp.stateful.runtime.scheduled import Scheduled
 from fsharp.torch_compile import uncompiled
 from fsharp.tracebacks import api_boundary, api_context
@@ -26,26 +26,30 @@ from fsharp.tracebacks import api_boundary, api_context
 class ShardedModule(nn.Module):
     """A module, trained in parts: what :func:`~fsharp.shard_module` has made of one.
 
-    It keeps its class, its attributes, methods and hooks, its buffers, and the names of its parameters, and has these methods
-    besides. Parameters are this rank's parts (:class:`~fsharp.modules.ShardedParameter`), in the optimizer's dtype and place.
-    They are whole inside of the forward of their unit's module. All ranks call the same methods in the same order.
+    The module keeps its class, attributes, methods, hooks, buffers, and names of parameters. Outside of forwards parameters are
+    this rank's parts (:class:`~fsharp.modules.ShardedParameter`), in the optimizer's dtype and place. All ranks call the same
+    methods in the same order.
     """
 
     @api_boundary
     def __new__(cls, *args: Any, **options: Any) -> "ShardedModule":
-        """Refuse to make one: it is another class of a module that there is."""
+        """Refuse to make a module: ``fs.shard_module`` changes one that is there."""
         raise TreeError(f"{cls.__name__}(): a sharded module is made by fs.shard_module(module, ...), and not copied.")
 
     # ------------------------------------------------------------ training
 
     @api_context
     def accumulate(self) -> Iterator[None]:
-        """Have backward passes in this context leave gradients where they rest. The first one outside takes all on.
+        """Have backward passes in this context leave gradients where they rest. The first backward outside sums all over ranks.
 
         Gradients add up: divide losses by their number, as everywhere in torch. What is accumulated is not in ``.grad`` yet.
         """
-        with _session(self).step.accumulating():
+        step = _session(self).step
+        before, step.is_accumulating = step.is_accumulating, True
+        try:
             yield
+        finally:
+            step.is_accumulating = before
 
     @uncompiled
     def clip_grad_norm_(
@@ -54,27 +58,24 @@ class ShardedModule(nn.Module):
         """Scale gradients such that their norm over all ranks is at most ``max_norm``. Return the norm before, on every rank.
 
         Arguments are those of ``torch.nn.utils.clip_grad_norm_``, which does the same, parameter by parameter; ``foreach`` is
-        ignored.
+        ignored. Cost: one small collective for each axis.
 
         Raises:
             ScheduleError: there are no gradients.
             RuntimeError: the norm is not finite, and ``error_if_nonfinite`` is True; on all ranks.
-
-        Cost: one small collective for each axis.
         """
-        session = _session(self)
-        if session.step.means.tree is None:
+        means, norm_type = _session(self).step.means, float(norm_type)
+        if means.tree is None:
             raise ScheduleError("clip_grad_norm_(): there are no gradients: call it after a backward that does not accumulate.")
-        norm_type = float(norm_type)
-        norm = session.step.means.norm(norm_type)
+        norm = means.norm(norm_type)
         if error_if_nonfinite and not norm.isfinite():
             raise RuntimeError(
                 f"clip_grad_norm_(): the norm of order {norm_type} of the gradients is {float(norm)}, so that gradients cannot "
                 "be clipped. Leave out error_if_nonfinite=True to scale gradients all the same."
             )
         scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-        session.step.means.each(lambda buffer: buffer.mul_(scale))
-        session.step.means.edits.append(f"clip {max_norm!r} {norm_type!r}")
+        means.each(lambda buffer: buffer.mul_(scale))
+        means.edits.append(f"clip {max_norm!r} {norm_type!r}")
         return norm
 
     @uncompiled
@@ -87,15 +88,17 @@ class ShardedModule(nn.Module):
     def functional(self) -> tuple[Callable[..., Any], Any]:
         """Return this module as a pure function ``fn(params, *args, comm=..., **kwargs)``, and its parameters.
 
-        ``params`` is the tree of :class:`~fsharp.Sharded` that the module itself has, along the dots of the parameters' names:
-        nothing is copied. ``fn`` may be differentiated, scheduled, or transformed by torch.func, and takes any tree of this
-        layout. Buffers are constants: what a forward writes to them is discarded.
+        ``params`` is the module's own tree of :class:`~fsharp.Sharded`, nested by the dots in the parameters' names: nothing is
+        copied. ``fn`` takes any tree of this layout, and may be differentiated, scheduled, or transformed by torch.func. What a
+        forward writes to buffers is discarded. ``fn`` is refused inside of a forward of this module.
         """
         session = _session(self)
 
         @api_boundary
         def fn(params: Any, *args: Any, comm: Comm, **kwargs: Any) -> Any:
-            with session.calls.reading(ParameterSource(params, comm)), own_buffers(self):
+            if session.calls.source is not None:
+                raise ScheduleError("model.functional(): the function was called inside of a forward of its own module.")
+            with session.calls.reading(ParameterSource.of(params, comm)), own_buffers(self):
                 return self(*args, **kwargs)
 
         return fn, session.kept.state.params
@@ -103,10 +106,9 @@ class ShardedModule(nn.Module):
     @property
     @api_boundary
     def train_state(self) -> TrainState:
-        """What is trained: parameters, main copies, the state of an ``(init, update)`` pair. Set it to come back.
+        """Parameters, main copies, and the state of an ``(init, update)`` pair. It can be set, without a copy.
 
-        ``fs.update(tx, grads, model.train_state, ...)`` and ``model.train_state = state`` cross over and back, both without a
-        copy: whoever updates a state that the module has with ``donate`` gives it back before the module is called again.
+        Whoever updates this state with ``donate=True`` sets the new one before the module is called again.
 
         Raises:
             TreeError: set to a state of another layout, place or dtype.
@@ -117,8 +119,7 @@ class ShardedModule(nn.Module):
     @train_state.setter
     @api_boundary
     def train_state(self, state: TrainState) -> None:
-        session = _session(self)
-        session.adopt(state)
+        _session(self).adopt(state)
 
     @property
     def layout(self) -> Layout:
@@ -127,12 +128,12 @@ class ShardedModule(nn.Module):
 
     @property
     def comm(self) -> Comm:
-        """The Comm of the ranks that it is sharded over."""
+        """The Comm of the ranks that the module is sharded over."""
         return _session(self).scheduler.comm
 
     @property
     def step(self) -> Scheduled:
-        """The training step, once there was one: ``model.step.schedule``, ``model.step.trace()``."""
+        """The training step: ``model.step.schedule``, ``model.step.trace()``."""
         return _session(self).step.scheduled
 
     # ------------------------------------------------------------ whole parameters
@@ -141,40 +142,39 @@ class ShardedModule(nn.Module):
     def unsharded(self, *, write: bool = False) -> Iterator[None]:
         """Have parameters whole in this context, in the optimizer's dtype; frozen ones as they rest. Every rank enters it.
 
-        A forward without a backward so far, such as one for a metric, is given up: its graph can no longer run backward.
-        ``write`` keeps what is written to parameters; every rank has to write the same. Cost: a gather of everything, and its
-        memory.
+        Forwards without a backward so far are discarded: their graphs can no longer run backward. ``write`` keeps what is
+        written to parameters; every rank has to write the same. Cost: a gather of everything, and its memory; with ``write`` a
+        gather from the optimizer's place to the parameters' as well.
         """
         session = _session(self)
         if write and session.is_averaged:
             raise ScheduleError("unsharded(write=True): in averaged(), which ends with what the parameters were before.")
-        _warn_of_rounding("unsharded()", session, {path for path, _ in self.named_parameters(remove_duplicate=False)})
+        _warn_of_rounding("unsharded()", session.parameters.values())
+        session.step.abandon_forwards("unsharded()")
         session.kept.take_writes()
-        nodes = [session.kept.whole(unit.name, session.scheduler.comparing) for unit in session.layout.units]
-        trees = [optree.tree_leaves(node.tree(nodes)) for node in nodes]
-        shown = session.calls.shown([node.name for node in nodes], trees)
-        whole = {
-            path: nn.Parameter(leaf.detach(), leaf.is_floating_point())
-            for unit, leaves in zip(session.layout.units, shown, strict=True)
-            for path, leaf in zip(map(unit.stored_path, unit.leaves), leaves, strict=True)
-        }
-        with session.swapped_in([node.name for node in nodes], session.seated(whole)):
-            yield
-            _refuse_hooks(whole)
-            if write:
-                with torch.no_grad():
-                    for node, leaves in zip(nodes, trees, strict=True):
-                        session.calls.take_over(node.name, leaves)
+        parts = whole_tensors(session.parameters.values(), session.scheduler.comparing)
+        full = {part.path: value for part, value in parts}
+        shown = zip(full, dressed(full, full.values(), session.calls.specs), strict=True)
+        parameters = {path: nn.Parameter(x.detach(), x.is_floating_point()) for path, x in shown}
+        session.is_unsharded = True
+        try:
+            with session.swapped_in(parameters):
+                yield
+                _refuse_hooks(parameters)
+                written = session.calls.written(full) if write else {}
+        finally:
+            session.is_unsharded = False
         if write:
-            session.write(nodes)
+            session.write({path: x.reshape(-1)[slice(*session.parameters[path].run)] for path, x in written.items()})
+            session.kept.is_written = True
 
     @api_boundary
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Return by torch's names a :class:`~fsharp.modules.Part` of each parameter in the module's own memory, and buffers.
 
-        A parameter with several names has one Part. Trained ones are in the optimizer's dtype and place, frozen ones as they
-        rest. A part says which elements it is, so that another mesh can read what all ranks have saved. Inside of
-        :meth:`unsharded` parameters are whole tensors. Parameters that are DTensors sharded on other axes are refused.
+        A part says which elements it is, so that another mesh can read what all ranks have saved. A parameter with several
+        names has one Part. Inside of :meth:`unsharded` parameters are whole tensors. Refused are parameters that are DTensors
+        sharded on other axes.
         """
         if _session(self).is_unsharded:
             return super().state_dict(*args, **kwargs)
@@ -201,8 +201,8 @@ class ShardedModule(nn.Module):
             AgreementError: on all ranks, if one has other values of what they have in common.
             ScheduleError: a step is under way, or averages are in place of the parameters.
 
-        Cost: a pass over what several ranks hold, to compare it by 8 bytes, and a gather from where the optimizer has
-        parameters to where they rest. Memory: the resting parameters of one unit.
+        Cost: a pass over what several ranks hold, and a gather from the optimizer's place to the parameters'. Memory: the
+        resting parameters of one unit.
         """
         session = _session(self)
         load = partial(super().load_state_dict, state_dict, strict=strict, assign=assign)
@@ -225,8 +225,7 @@ class ShardedModule(nn.Module):
             if model.comm.rank == 0:
                 torch.save(state, "model.pt")
 
-        Trained parameters are in the optimizer's dtype, frozen ones in the dtype in which they rest. Buffers are that rank's.
-        ``rank`` is one of :attr:`comm`; None means all.
+        Dtypes are those of :meth:`state_dict`. Buffers are that rank's. ``rank`` is one of :attr:`comm`; None means all.
 
         Raises:
             MeshError: no such rank.
@@ -240,7 +239,7 @@ class ShardedModule(nn.Module):
         if session.is_unsharded:
             raise ScheduleError(f"{where}: inside of unsharded(). Call it outside, or take state_dict(), which is whole here.")
         found: dict[str, Any] = super().state_dict()
-        return found if gather_to_rank(where, [found], rank, session.scheduler.comparing, specs=session.calls.specs) else {}
+        return found if gather_to_rank(where, [found], rank, session.scheduler.comparing) else {}
 
     @api_boundary
     def load_full_state_dict(self, state_dict: Mapping[str, Any] | None, *, rank: int = 0, strict: bool = True) -> Any:
@@ -259,8 +258,7 @@ class ShardedModule(nn.Module):
 
         Raises:
             MeshError: no such rank.
-            TreeError: another rank passes a state dict too, or ``rank`` passes none; and, like ScheduleError, as
-                :meth:`load_state_dict`. On all ranks.
+            TreeError: another rank passes a state dict too, or ``rank`` passes none. All else as :meth:`load_state_dict`.
             AgreementError: on the other ranks, if a single rank has raised an error.
 
         Cost: two ``all_reduce`` of each tensor's bytes along each axis. Memory: a copy of this rank's parts, and one tensor.
@@ -286,23 +284,16 @@ class ShardedModule(nn.Module):
         """Yield names of ``named_parameters()`` and whole parameters, a unit at a time. Every rank iterates to the end.
 
         Parameters are in the optimizer's dtype. Frozen ones are as they rest, in ``precision.compute``; a warning says if they
-        are rounded. With ``trained``, only those that are trained, such as adapters on a frozen model: nothing else is
-        gathered. Memory: one unit. What it yields may be kept.
+        are rounded. With ``trained``, only those that are trained are gathered, such as adapters on a frozen model. Tensors may
+        be kept. Memory: one unit.
         """
         session = _session(self)
         names = {id(p): name for name, p in self.named_parameters()}
-        chosen = ((path, p) for path, p in session.parameters.items() if p.is_trained or not trained)
-        present = {path: names[id(p)] for path, p in chosen if id(p) in names}
-        _warn_of_rounding("full_parameters()", session, present)
+        chosen = [p for p in session.parameters.values() if id(p) in names and (p.is_trained or not trained)]
+        _warn_of_rounding("full_parameters()", chosen)
         session.kept.take_writes()
-        for unit in session.layout.units:
-            shown = [leaf for leaf in unit.leaves if leaf.tied_to is None and unit.full_path(leaf) in present]
-            buffers = session.kept.gathered(unit.name, sorted({leaf.group for leaf in shown}), session.scheduler.comparing)
-            for leaf in shown:
-                path = unit.full_path(leaf)
-                value = buffers[leaf.group][leaf.offset : leaf.offset + leaf.numel].view(leaf.shape).clone()
-                spec = session.calls.specs.get(path)
-                yield present[path], value if spec is None else spec.whole(value).full_tensor()
+        for part, value in whole_tensors(chosen, session.scheduler.comparing):
+            yield names[id(part)], value.clone() if part.spec is None else part.spec.whole(value).full_tensor()
 
 
 def _session(module: nn.Module) -> Session:
@@ -320,18 +311,14 @@ def _refuse_hooks(whole: Mapping[str, nn.Parameter]) -> None:
             )
 
 
-def _warn_of_rounding(where: str, session: Session, names: Container[str]) -> None:
-    """Of frozen parameters there is no copy in another dtype than that in which they are used."""
-    rounded = [
-        (path, dtype_name(p.leaf.dtype), dtype_name(p.dtype))
-        for path, p in session.parameters.items()
-        if not p.is_trained and path in names and torch.promote_types(p.leaf.dtype, p.dtype) != p.dtype
-    ]
-    if rounded:
-        path, given, kept = rounded[0]
+def _warn_of_rounding(where: str, parameters: Iterable[ShardedParameter]) -> None:
+    """Warn of frozen parameters that rest in a lower dtype than they had: there is no other copy of them."""
+    kept = [p for p in parameters if not p.is_trained]
+    if rounded := [p for p in kept if torch.promote_types(p.leaf.dtype, p.dtype) != p.dtype]:
+        first, dtype = rounded[0], dtype_name(rounded[0].dtype)
         warnings.warn(
-            f"{where}: {len(rounded)} frozen parameters such as {path!r} were {given}, and rest in {kept}, as "
-            f"Precision(compute=torch.{kept}) says: here they are rounded. Take them from where they were loaded, "
-            "and full_parameters(trained=True) for the others; or use torch.autocast() instead of a lower dtype.",
+            f"{where}: {len(rounded)} frozen parameters such as {first.path!r} were {dtype_name(first.leaf.dtype)}, and rest "
+            f"in {dtype}, as Precision(compute=torch.{dtype}) says: here they are rounded. Take them from where they were "
+            "loaded, and full_parameters(trained=True) for the others; or use torch.autocast() instead of a lower dtype.",
             stacklevel=4,
         )

@@ -8,10 +8,9 @@ import torch
 
 from fsharp.errors import ScheduleError, TreeError
 from fsharp.functional.comm.protocol import Comm, Labelled
-from fsharp.functional.layout.layout import Layout
-from fsharp.functional.layout.sharded import Sharded, map_units, trainable, units_by_name, units_of
+from fsharp.functional.layout.sharded import Sharded, merge, trainable, units_of
 from fsharp.functional.moves import gather, on_device
-from fsharp.functional.state import TrainState, update
+from fsharp.functional.state import TrainState
 from fsharp.functional.stored import stored
 
 
@@ -25,89 +24,40 @@ class ModuleState:
         loaded: which of "parameters" and "optimizer" ranks have loaded since the last step.
     """
 
-    def __init__(self, layout: Layout, state: TrainState, comm: Comm) -> None:
-        self.layout, self.state, self._comm, self.generation = layout, state, comm, 0
+    def __init__(self, state: TrainState, comm: Comm) -> None:
+        self.state, self._comm, self.generation = state, comm, 0
         self.is_written, self.loaded = False, set[str]()
         self.stamp()
 
     def stamp(self) -> None:
-        """Take the tensors as they are now for right: who writes to them later is noticed."""
+        """Note the versions of all buffers: later writes are noticed."""
         self._stamp = self._versions()
 
-    def whole(self, name: str, comm: Comm) -> Sharded:
-        """One unit's parameters in full, in the optimizer's dtype where they are trained. A collective of ``comm``."""
-        unit = self.layout[name]
-        return Sharded(list(self.gathered(name, unit.all_groups, comm).values()), unit, unit.strategy.full)
-
-    def gathered(self, name: str, groups: Sequence[int], comm: Comm) -> dict[int, torch.Tensor]:
-        """The same of some of its groups: full buffers, which nobody else has."""
-        position = next(i for i, unit in enumerate(self.layout.units) if unit.name == name)
-        rest, main = (units_of(tree)[position] for tree in (self.state.params, self.state.main))
-        parts = rest.select([g for g in groups if g not in main.groups]), main.select([g for g in groups if g in main.groups])
-        with torch.no_grad():
-            full = [gather(part, comm=comm) for part in parts if part.groups]
-        found = {g: buffer.clone() for part in full for g, buffer in zip(part.groups, part.buffers, strict=True)}
-        return {g: found[g] for g in groups}
-
-    def write(self, nodes: Sequence[Sharded]) -> None:
-        """These full parameters are the new ones; every rank has the same."""
-        rank = self._comm.rank
-        for node, kept, main in zip(nodes, units_of(self.state.params), units_of(self.state.main), strict=True):
-            whole = dict(zip(node.groups, node.buffers, strict=True))
-            for target in (kept, main):
-                own = []
-                for group in target.groups:
-                    start, size = node.unit.local_start(group, target.place, rank), node.unit.local_size(group, target.place)
-                    own.append(whole[group][start : start + size])
-                values = target.with_buffers(own)
-                new = stored(values, self._comm) if target is kept else values
-                for buffer, value in zip(target.buffers, new.buffers, strict=True):
-                    buffer.copy_(value)
-        self.is_written = True
-        self.stamp()
-
     def fill(self, targets: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
-        """Copy into buffers of the state; all ranks do the same."""
+        """Copy values into buffers of the state, which every rank does."""
         with torch.no_grad():
             for target, value in zip(targets, values, strict=True):
                 target.copy_(value)
         self.stamp()
 
     def visible(self) -> Any:
-        """The parameters as the optimizer has them: a tree of trainable groups at its place, in memory that stays."""
+        """Return the parameters as the optimizer has them: trainable groups at its place, in memory of the state."""
         with torch.no_grad():
-            held = gather(trainable(self.state.params), comm=self._comm, to="optim")
-        mains = units_by_name(self.state.main)
-
-        def one(node: Sharded) -> Sharded:
-            main = mains.get(node.name)
-            found = dict(zip(main.groups, main.buffers, strict=True)) if main is not None else {}
-            return node.replace([found.get(g, b) for g, b in zip(node.groups, node.buffers, strict=True)])
-
-        return map_units(one, held)
+            return merge(gather(trainable(self.state.params), comm=self._comm, to="optim"), self.state.main)
 
     def spread(self) -> None:
         """Have parameters at rest take the values that the optimizer's copies have, a unit at a time. A collective."""
+        comm = Labelled(self._comm, "parameters that were written in place: ")
         with torch.no_grad():
             for held, kept in zip(units_of(self.visible()), units_of(trainable(self.state.params)), strict=True):
-                named = Labelled(self._comm, "parameters that were written in place: ")
-                for buffer, value in zip(
-                    kept.buffers, gather(stored(held, named), comm=named, to="params").buffers, strict=True
-                ):
+                new = gather(stored(held, comm), comm=comm, to="params")
+                for buffer, value in zip(kept.buffers, new.buffers, strict=True):
                     if buffer is not value:
                         buffer.copy_(value)
         self.stamp()
 
-    def keep_optimizer(self, opt: Any, **about: Any) -> None:
-        """Go on with this state of the optimizer; ``about``: other fields of the :class:`TrainState` that belong to it."""
-        self.state = self.state._replace(opt=opt, **about)
-
-    def update(self, tx: Any, gradients: Any, comm: Comm) -> None:
-        """Update by a transformation of the gradients. Buffers of the state are donated."""
-        self.state = update(tx, gradients, self.state, comm=comm, donate=True)
-
     def account_for_writes(self, account: Callable[[str], None]) -> None:
-        """Have labels say that parameters were written to since the last step, if they were: a rank that is alone is found."""
+        """Have labels say whether parameters were written to since the last step, so that a rank that did so alone is found."""
         if self.is_written:
             account("parameters written in place=True")
             self.is_written = False
@@ -131,17 +81,14 @@ class ModuleState:
         self.stamp()
 
     def take_writes(self) -> bool:
-        """Have what rests follow what was written to parameters in place.
-
-        Return whether anything was: then it is a collective.
-        """
+        """Have resting parameters follow writes in place: then a collective. Return whether there were any."""
         is_written = self.notice_writes()
         if is_written:
             self.spread()
         return is_written
 
     def notice_writes(self) -> bool:
-        """Return whether somebody has written to parameters since they were looked at. Refuse writes to anything else."""
+        """Return whether somebody has written to the optimizer's copies since the last stamp. Refuse other writes."""
         now = self._versions()
         if now == self._stamp:
             return False

@@ -12,11 +12,12 @@ from fsharp.errors import LossError, ScheduleError
 from fsharp.functional.layout.sharded import units_of
 from fsharp.functional.moves import reduce_scatter
 from fsharp.functional.sinks import with_sinks
+from fsharp.functional.state import update
 from fsharp.stateful.modules.mean_gradients import MeanGradients, unused_parameters
 from fsharp.stateful.modules.module_state import ModuleState
+from fsharp.stateful.modules.parameter import Part
 from fsharp.stateful.runtime.scheduler import Scheduler
 from fsharp.stateful.runtime.step import Step
-from fsharp.stateful.units.full import FullUnit
 from fsharp.stateful.units.unit_state import UnitState
 from fsharp.tracebacks import api_boundary
 
@@ -29,10 +30,11 @@ class ModuleStep:
     Attributes:
         scheduled: the training step: its schedule, its trace.
         is_accumulating: whether a backward leaves its gradients where they rest, unreduced over some axes.
-        updated_by: the optimizer that has made the last step, if no forward has come since.
+        updated_by: identity of the optimizer that made the last step; None once a forward has come since.
         used: paths of parameters whose gradients an optimizer has used up, and which nobody has set to None since.
-        params: those that the forwards of this step differentiate; None outside of a step.
-        on_backward: to be called when a backward comes to one of its forwards.
+        params: the parameters that forwards of this step differentiate; None outside of a step.
+        run: the step under way; None outside of a step.
+        on_backward: to be called when a backward reaches a forward of this step.
     """
 
     def __init__(self, kept: ModuleState, means: MeanGradients, scheduler: Scheduler, paused: Collection[str]) -> None:
@@ -43,69 +45,72 @@ class ModuleStep:
         self.used: set[str] = set()
         self.params: Any = None
         self.on_backward = partial(_begin, weakref.ref(self))
-        self._run: Step | None = None
+        self.run: Step | None = None
         self._units: list[UnitState] = []
-        self._pass = -1  # the backward pass that is under way
+        self._pass = -1  # id of the backward pass that is under way
         self._is_apart = False
-        self._lost = False  # whether gradients have been given up because of an error, and nobody has asked for that
+        self._lost = False  # whether an error has cost gradients, and nobody was told so far
 
     @contextmanager
     def forward(self) -> Iterator[Any]:
-        """A forward of the step that is under way, or of a new one, with the parameters to differentiate."""
-        self.clear_up()
+        """Have a forward in this context belong to the step under way, or to a new one. Yield its parameters."""
+        self.recover()
         self.take_writes()
-        if self._run is None:
+        if self.run is None:
             self.kept.account_for_writes(self.scheduler.account)
             self.means.clear()
             self.updated_by = None
-            run = self._run = self.scheduler.open(self.scheduled, (self.kept.state.params,), {}, on_backward=self.on_backward)
-            with self._forgetting(run), self.scheduler.guard(run):
+            self.run = self.scheduler.open(self.scheduled, (self.kept.state.params,), {}, on_backward=self.on_backward)
+            with self._guarded():
                 self._units = self.scheduler.start_gradients(self.kept.state.params)
                 self.params = with_sinks(self.kept.state.params)
-        with self._forgetting(self._run), self.scheduler.guard(self._run):
+        with self._guarded():
             yield self.params
 
     def take_writes(self) -> None:
-        """Have what rests follow writes to the module's parameters, and what the step under way gathers from here on."""
-        if self.kept.take_writes() and self._run is not None:
-            self._run.outdate()
+        """Have resting parameters follow writes to the module's parameters, and gather them anew in the step under way."""
+        if self.kept.take_writes() and self.run is not None:
+            self.run.outdate()
 
-    def clear_up(self) -> None:
-        """After an error begin anew, as all ranks do. A backward that has ended in one gives its step up: autograd does not."""
-        if self._pass not in (-1, torch._C._current_graph_task_id()) and self._run is not None:
-            run = self._run
+    def recover(self) -> None:
+        """After an error begin anew, as all ranks do. Abandon the step of a backward that has failed: autograd does not."""
+        if self._pass not in (-1, torch._C._current_graph_task_id()) and self.run is not None:
             try:
-                with self._forgetting(run), self.scheduler.guard(run):
+                with self._guarded():
                     raise ScheduleError("a backward pass of a module ended in an error")
             except ScheduleError:
                 self._pass = -1
-        if self._run is None:
+        if self.run is None:
             self.scheduler.reopen()
 
     @contextmanager
-    def _forgetting(self, run: Step) -> Iterator[None]:
-        """If an error leaves this context, there is no step any more."""
+    def _guarded(self) -> Iterator[None]:
+        """Have the scheduler guard what the step under way does in this context. If an error leaves it, abandon the step."""
+        run = self.run
+        assert run is not None
         try:
-            yield
+            with self.scheduler.guard(run):
+                yield
         except BaseException:
-            if self._run is run:
+            if self.run is run:
                 self._lost = self._lost or self._pass != -1 or run.num_microbatches > 0
-                self._run, self.params, self._pass = None, None, -1
+                self.run, self.params, self._pass = None, None, -1
                 self.means.clear()
             raise
 
+    def _close(self, run: Step) -> None:
+        with self._guarded():
+            self.scheduler.close(run)
+        self.run = self.params = None
+
     def _begin_backward(self) -> None:
         """Begin a backward pass, which has come to one of the modules, unless gradients were used up or changed."""
-        if self._pass != -1 or self._run is None:
+        if self._pass != -1 or self.run is None:
             return
-        self._pass, run = torch._C._current_graph_task_id(), self._run
-        with self._forgetting(run), self.scheduler.guard(run):
+        self._pass, run = torch._C._current_graph_task_id(), self.run
+        with self._guarded():
             if self.used:
-                raise ScheduleError(
-                    f"backward(): optimizer.step() has used up the gradients of the step before, such as that of "
-                    f"{min(self.used)!r}. Plain torch would add to those gradients, and a sharded module does not keep them. "
-                    "Call optimizer.zero_grad() after optimizer.step(), or before the backward."
-                )
+                raise self._used_up("backward()", "add to", "or before the backward")
             if self.means.tree is not None:
                 if self.means.are_changed:
                     raise ScheduleError(
@@ -121,11 +126,11 @@ class ModuleStep:
 
     @api_boundary
     def _end_backward(self) -> None:
-        """All gradients of the pass are there."""
-        run, self._pass = self._run, -1
+        """End the microbatch of a backward pass; reduce gradients unless the pass was told to accumulate."""
+        run, self._pass = self.run, -1
         if run is None or run.is_in_forward:  # a backward that a forward has called: the microbatch goes on
             return
-        with self._forgetting(run), self.scheduler.guard(run):
+        with self._guarded():
             self.scheduler.end_microbatch(self._units, self.params)
             if self.is_accumulating or not self.is_fed:
                 return
@@ -135,10 +140,6 @@ class ModuleStep:
             if not self._is_apart:
                 self.means.call_hooks()
 
-    def full_in_backward(self, unit: str) -> FullUnit | None:
-        """Return the full parameters of a unit whose backward is under way; None if it is not."""
-        return None if self._run is None else self._run.full_in_backward(unit)
-
     @property
     def is_fed(self) -> bool:
         """Whether backward passes of this step have left gradients."""
@@ -146,8 +147,8 @@ class ModuleStep:
 
     @property
     def sinks(self) -> list[torch.Tensor]:
-        """What a backward of the step that is under way goes to."""
-        return [sink for node in units_of(self.params) for sink in node.sinks] if self._run is not None else []
+        """Return the tensors through which autograd gives gradients to the step under way."""
+        return [sink for node in units_of(self.params) for sink in node.sinks] if self.run is not None else []
 
     def update(self, tx: Any, settings: str, *, by: int) -> None:
         """Make new parameters by a transformation of the gradients, if there are any.
@@ -156,17 +157,16 @@ class ModuleStep:
         """
         if self.finished("step()") is None:
             return
-        run = self._run
+        run = self.run
         assert run is not None
         self.kept.notice_writes()
         self.kept.account_for_writes(self.scheduler.account)
         self.scheduler.account(f"{settings}\n{self.means.changes()}")
-        with self._forgetting(run), self.scheduler.guard(run):
-            self.kept.update(tx, self.means.tree, self.scheduler)
+        with self._guarded():
+            self.kept.state = update(tx, self.means.tree, self.kept.state, comm=self.scheduler, donate=True)
             self.used = set(self.means.present)
             self.means.clear()
-            self.scheduler.close(run)
-        self._run = self.params = None
+        self._close(run)
         self.updated_by = by
         self.kept.stamp()
         self.kept.loaded.clear()
@@ -176,24 +176,27 @@ class ModuleStep:
 
         Refuse those that wait for more microbatches, that an error has cost, or that a step has used up.
         """
-        self.clear_up()
+        self.recover()
         if self._lost:
             raise LossError(
                 f"{where}: the gradients of this step were lost because of an earlier error. Call zero_grad(), and "
                 "compute them again."
             )
-        if self.means.tree is None and self._run is not None and self.is_fed:
+        if self.means.tree is None and self.run is not None and self.is_fed:
             raise LossError(
                 f"{where}: all backward passes so far were told to accumulate. Leave `with model.accumulate():` before the "
                 "last one."
             )
         if self.used:
-            raise ScheduleError(
-                f"{where}: optimizer.step() has used up the gradients, such as that of {min(self.used)!r}. Plain torch would "
-                "use them again, and a sharded module does not keep them. Call optimizer.zero_grad() after optimizer.step(), "
-                f"and then a backward before {where}."
-            )
+            raise self._used_up(where, "use", f"and then a backward before {where}")
         return self.means.tree
+
+    def _used_up(self, where: str, does: str, remedy: str) -> ScheduleError:
+        return ScheduleError(
+            f"{where}: optimizer.step() has used up the gradients of the step before, such as that of {min(self.used)!r}. "
+            f"Plain torch would {does} those gradients, and a sharded module does not keep them. Call "
+            f"optimizer.zero_grad() after optimizer.step(), {remedy}."
+        )
 
     def discard(self, *, set_to_none: bool = True) -> None:
         """Drop the gradients, unless a backward is under way. A forward whose backward is to come stays."""
@@ -202,29 +205,19 @@ class ModuleStep:
                 "zero_grad(set_to_none=False): gradients have no memory between steps, so that a parameter that is not used in "
                 "the next one has none, and not zero. Leave out the argument."
             )
-        self.clear_up()
+        self.recover()
         if self._pass != -1:
             raise ScheduleError("zero_grad(): a backward is under way. Call zero_grad() before the backward, or after it.")
         self.means.clear()
         self.used = set()
-        run, self._lost = self._run, False
+        run, self._lost = self.run, False
         if run is None or not self.is_fed:
             return
-        with self._forgetting(run), self.scheduler.guard(run):
-            if run.is_awaited:
-                self._units = self.scheduler.start_gradients(self.kept.state.params)
-                return
-            self.scheduler.close(run)
-        self._run, self.params = None, None
-
-    @contextmanager
-    def accumulating(self) -> Iterator[None]:
-        """Have backward passes in this context leave gradients where they rest, unreduced over some axes."""
-        before, self.is_accumulating = self.is_accumulating, True
-        try:
-            yield
-        finally:
-            self.is_accumulating = before
+        if not run.is_awaited:
+            self._close(run)
+            return
+        with self._guarded():
+            self._units = self.scheduler.start_gradients(self.kept.state.params)
 
     @contextmanager
     def apart(self) -> Iterator[None]:
@@ -236,33 +229,35 @@ class ModuleStep:
         finally:
             self.used, self._is_apart = used, False
 
-    def leave_out(self) -> None:
+    def use_up(self) -> None:
         """Drop the gradients, as if a step of an optimizer had used them up."""
         used = set(self.means.present)
         self.discard()
         self.used = used
 
-    def refuse_accumulated(self, path: str) -> None:
-        """Refuse to show or release a gradient while ranks have not summed the gradients of the step."""
-        if self.means.tree is None and self._run is not None and self._pass == -1 and self.is_fed:
+    def gradient(self, path: str) -> Part | None:
+        """Return this rank's part of the mean gradient of a parameter. Refuse while ranks have not summed the gradients."""
+        if self.means.tree is None and self.run is not None and self._pass == -1 and self.is_fed:
             raise ScheduleError(
                 f"grad of parameter {path!r}: all backward passes so far were told to accumulate, and their "
                 "gradients are not summed over ranks yet. Leave out `with model.accumulate():` where p.grad is read between "
                 "backward passes. To discard all gradients, call zero_grad() of the model or the optimizer."
             )
+        return self.means.part(path)
 
     def drop_gradient(self, path: str) -> None:
         """Drop the gradient of one parameter; once all are dropped, the step has none."""
+        part = self.gradient(path)
         self.used.discard(path)
-        if self.means.tree is not None:
-            self.means.drop(path)
+        if part is not None:
+            self.means.drop(part)
             if not self.means.present:
                 self.discard()
 
-    def give_up(self, where: str) -> None:
+    def abandon_forwards(self, where: str) -> None:
         """End a step that has forwards alone, on all ranks alike, for ``where``. Refuse one that has gradients."""
-        self.clear_up()
-        run = self._run
+        self.recover()
+        run = self.run
         if run is None:
             return
         if self.is_fed or self._pass != -1:
@@ -270,9 +265,7 @@ class ModuleStep:
                 f"{where}: a step is under way, in which backward passes have left gradients. Call it after optimizer.step() "
                 "or zero_grad(), or before the first backward."
             )
-        with self._forgetting(run), self.scheduler.guard(run):
-            self.scheduler.close(run)
-        self._run = self.params = None
+        self._close(run)
         run.refuse_backwards(partial(_refuse_backward, where))
 
 

@@ -1,6 +1,5 @@
 """ShardedParameter: this rank's part of a parameter, which the module shows outside of its forward."""
 
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -8,10 +7,7 @@ import torch
 from torch import nn
 
 from fsharp.errors import LayoutError, TreeError
-from fsharp.functional.layout.placement import Place
-from fsharp.functional.layout.unit_layout import Leaf, UnitLayout
-from fsharp.stateful.modules.initial.dtensors import Spec
-from fsharp.stateful.modules.parts.part import Part, is_all
+from fsharp.stateful.modules.parts.part import Part
 from fsharp.stateful.modules.torch_tools.refusals import NO_COPIES
 from fsharp.tracebacks import api_boundary
 
@@ -25,18 +21,6 @@ class ShardedParameter(Part, nn.Parameter):
     """
 
     is_trained: bool
-
-    @staticmethod
-    def over(
-        data: torch.Tensor, owner: Any, unit: UnitLayout, leaf: Leaf, *, place: Place, rank: int, spec: Spec | None
-    ) -> "ShardedParameter":
-        """Return a parameter in the memory of ``data``, 1-D."""
-        trains = unit.groups[leaf.group].trainable
-        labels = {"path": unit.full_path(leaf), "unit": unit, "leaf": leaf, "place": place, "rank": rank, "spec": spec}
-        data = data.view(leaf.shape) if is_all(unit, place, spec) else data
-        new: ShardedParameter = torch.Tensor._make_subclass(ShardedParameter, data, trains)
-        new.__dict__.update(labels, owner=weakref.ref(owner), is_trained=trains)  # a weak reference: the owner holds ``new``
-        return new
 
     @classmethod
     @api_boundary
@@ -92,7 +76,7 @@ class ShardedParameter(Part, nn.Parameter):
                 f"register_post_accumulate_grad_hook(): parameter {self.path!r} does not require a gradient. Call "
                 "requires_grad_(True) before."
             )
-        return owner.add_hook(self.path, hook)
+        return owner.step.means.add_hook(self.path, hook)
 
     @api_boundary
     def register_hook(self, hook: Any) -> Any:
@@ -110,7 +94,7 @@ class ShardedParameter(Part, nn.Parameter):
     def grad(self) -> Part | None:
         """The mean gradient over ranks, of this part, once a backward has ended that was not told to accumulate."""
         owner = self.owner()
-        return None if owner is None else owner.gradient(self.path)
+        return owner.step.gradient(self.path) if owner is not None and self.is_trained else None
 
     @grad.setter
     @api_boundary
@@ -119,9 +103,8 @@ class ShardedParameter(Part, nn.Parameter):
             raise TreeError(
                 f"parameter {self.path!r}: the module stores the gradient: write `p.grad.copy_(...)`, or set p.grad to None."
             )
-        owner = self.owner()
-        if owner is not None:
-            owner.drop_gradient(self.path)
+        if (owner := self.owner()) is not None and self.is_trained:
+            owner.step.drop_gradient(self.path)
 
 
 def _differentiate(outputs: Any, inputs: Sequence[torch.Tensor], **options: Any) -> Any:

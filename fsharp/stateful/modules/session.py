@@ -4,7 +4,7 @@ A module is a pure function of its parameters: each call puts other tensors in t
 itself calls ``forward()`` with its units, under a scheduler, and all else is as in a functional step.
 """
 
-from collections import OrderedDict
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache, partial, wraps
@@ -12,16 +12,15 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from fsharp.errors import FsharpError, LayoutError, ScheduleError, TreeError
 from fsharp.functional.comm.protocol import Comm
 from fsharp.functional.comm.tree_names import name_trees
 from fsharp.functional.forward import forward
 from fsharp.functional.layout.layout import Layout
-from fsharp.functional.layout.sharded import Sharded, units_by_name, units_of
+from fsharp.functional.layout.sharded import units_by_name, units_of
 from fsharp.functional.state import TrainState
-from fsharp.stateful.modules.calls import ModuleCall, ModuleCalls, ParameterSource, flat_arguments, refuse_added
+from fsharp.stateful.modules.calls import ModuleCall, ModuleCalls, ParameterSource, refuse_added
 from fsharp.stateful.modules.initial.dtensors import Spec, dressed
 from fsharp.stateful.modules.mean_gradients import MeanGradients
 from fsharp.stateful.modules.module_state import ModuleState
@@ -43,13 +42,13 @@ class Session:
     """All that belongs to a sharded module.
 
     Attributes:
-        calls: its code, with parameters gathered.
-        kept: what is trained.
-        step: the one that is under way, if one is.
+        calls: the calls of its code, with parameters gathered.
+        kept: the state that it trains.
+        step: the training step.
         casts: of inputs and outputs, by path of the module, for those that have one.
-        is_unsharded: whether its parameters are whole, and not its own, at present.
-        is_averaged: whether averages are in their place at present.
-        parameters: by path, what the module shows of them.
+        is_unsharded: whether whole parameters are in place of its own at present.
+        is_averaged: whether averages are in place of its parameters at present.
+        parameters: by path, the parameters that the module shows outside of forwards.
         paused: paths of trained parameters that do not require a gradient at present.
     """
 
@@ -66,7 +65,7 @@ class Session:
     ) -> None:
         self.layout, self.scheduler, self.casts = layout, scheduler, casts
         scheduler.keep_main()  # the module shows main copies
-        self.kept = ModuleState(layout, state, scheduler)  # which hears of others' errors while it waits
+        self.kept = ModuleState(state, scheduler)
         self.parameters: dict[str, ShardedParameter] = {}
         self.paused: set[str] = set()
         self.calls = ModuleCalls(module, layout, chosen, specs, self.paused)
@@ -74,7 +73,7 @@ class Session:
         self.step = ModuleStep(self.kept, means, scheduler, self.paused)
         self._trained = {unit.full_path(leaf) for unit in layout.units for g in unit.trainable for leaf in unit.leaves_of(g)}
         self.is_unsharded = self.is_averaged = False
-        self._evaluation = scheduler.wrap(lambda run, params, comm: run(ParameterSource(params, comm)), "evaluation")
+        self._evaluation = scheduler.wrap(lambda run, params, comm: run(ParameterSource.of(params, comm)), "evaluation")
 
     # ------------------------------------------------------------ computing
 
@@ -88,12 +87,13 @@ class Session:
         dtypes = self.casts.get(path)
         if dtypes is not None:
             args, kwargs = cast((args, kwargs), dtypes.inputs)
-        run = partial(self._run, module, path, fn, args, kwargs)
+        call = ModuleCall(self.calls, module, path, fn, args, kwargs)
+        run = partial(self._run, call)
         source, step = self.calls.source, self.step
         if source is None and in_backward() and step.params is not None:  # a checkpointed module computes again
-            source = ParameterSource(step.params, self.scheduler)
+            source = ParameterSource.of(step.params, self.scheduler)
         if source is None and step.params is None:
-            step.clear_up()
+            step.recover()
         if source is not None:
             out = run(source)
         elif not torch.is_grad_enabled():
@@ -101,13 +101,13 @@ class Session:
             out = self._evaluation(run, self.kept.state.params)
         elif step.params is None and self._trained <= self.paused:  # a backward may pass through it, whenever it comes
             step.take_writes()
-            out = run(ParameterSource(self.kept.state.params, self.scheduler))
+            out = run(ParameterSource.of(self.kept.state.params, self.scheduler))
         else:
             self._refuse_to_train()
             with step.forward() as params:
-                out = run(ParameterSource(params, self.scheduler))
+                out = run(ParameterSource.of(params, self.scheduler))
                 # Here, too: what is inside may be in a reentrant checkpoint, whose backward is a pass within the pass.
-                before_backward(tensors_in(out, path), flat_arguments(args, kwargs), step.on_backward)
+                before_backward(tensors_in(out, path), call.flat, step.on_backward)
         return out if dtypes is None else cast(out, dtypes.outputs)
 
     def _refuse_to_train(self) -> None:
@@ -121,35 +121,26 @@ class Session:
                 "`fn, params = model.functional()`, and transform fn(params, ..., comm=model.comm); or use torch.no_grad()."
             )
 
-    def _run(
-        self,
-        module: nn.Module,
-        path: str,
-        fn: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        source: ParameterSource,
-    ) -> Any:
-        """Call ``fn(*args, **kwargs)`` with the units of the module at ``path`` gathered from ``source``."""
-        owner, call = self.calls.owners[path], ModuleCall(self.calls, source, module, path, fn, args, kwargs)
+    def _run(self, call: ModuleCall, source: ParameterSource) -> Any:
+        """Make a call with the units of its module gathered from ``source``."""
+        owner, compute = call.owner, partial(call.compute, source)
         for name in owner.units:
-            self.calls.slots[name].check()
-        refuse_added(module, path)
+            self.calls.entries[name].check()
+        refuse_added(call.module, call.path)
         nodes = [source.nodes[name] for name in owner.units]
         if not nodes:
-            call.compute([], *call.flat)
+            compute([])
             return call.out
         units = nodes, [source.nodes[name] for name in owner.ties]
         if source.comm is self.scheduler and self.scheduler.takes(units):
-            return call.returning(self.scheduler.run_forward(call.compute, units, call.flat, {}))
+            return call.returning(self.scheduler.run_forward(compute, units, call.flat, {}))
         release = not owner.has_inner
-        return call.returning(forward(call.compute, nodes, *call.flat, comm=source.comm, ties=units[1], release=release))
+        return call.returning(forward(compute, nodes, *call.flat, comm=source.comm, ties=units[1], release=release))
 
     def note_load(self, what: str) -> None:
-        """Note that all ranks have loaded ``"parameters"`` or ``"optimizer"``, whole.
+        """Note that all ranks have loaded ``"parameters"`` or ``"optimizer"``, whole. Once both are, labels begin anew.
 
-        Once both are, values do not depend on what ranks have done before, and labels no longer tell of it: ranks whose steps
-        differed before an error go on together.
+        Values no longer depend on the past: ranks whose steps differed before an error go on together.
         """
         self.kept.loaded.add(what)
         if len(self.kept.loaded) == 2:
@@ -162,7 +153,7 @@ class Session:
     @property
     def ranks(self) -> Comm:
         """The ranks, for a collective that a user's function of parts makes."""
-        self.step.clear_up()
+        self.step.recover()
         return self.scheduler.comparing
 
     @property
@@ -171,7 +162,7 @@ class Session:
         return self.scheduler.settings
 
     def before_write(self) -> None:
-        """Wait for gathers under way: some read parameters for the next step, some write updated ones to where they rest."""
+        """Wait for gathers under way: they read parameters for the next step, or write updated ones to where they rest."""
         for node in units_of(self.kept.state.params):
             with suppress(FsharpError):  # a gather that has failed is over; who computes with the parameters hears of it
                 _ = node.buffers
@@ -188,7 +179,7 @@ class Session:
 
     def full_parameter(self, part: Part) -> torch.Tensor | None:
         """Return the whole parameter, for a checkpoint that recomputes in the backward of its unit; None outside of one."""
-        full = self.step.full_in_backward(part.unit.name)
+        full = None if self.step.run is None else self.step.run.full_in_backward(part.unit.name)
         if full is None:
             return None
         leaf = full.leaf(part.leaf.path)
@@ -199,43 +190,23 @@ class Session:
 
     # ------------------------------------------------------------ gradients
 
-    def gradient(self, path: str) -> Part | None:
-        """This rank's part of the mean gradient of a parameter."""
-        if self.parameters[path].is_trained:
-            self.step.refuse_accumulated(path)
-        return self.step.means.part(path)
-
-    def add_hook(self, path: str, hook: Callable[[Any], Any]) -> RemovableHandle:
-        """Have ``hook(parameter)`` called once the parameter's gradient is there. Return a handle, which removes it."""
-        hooks = self.step.means.hooks.setdefault(path, OrderedDict())
-        handle = RemovableHandle(hooks)
-        hooks[handle.id] = hook
-        return handle
-
-    def drop_gradient(self, path: str) -> None:
-        """Drop the gradient of one parameter."""
-        self.gradient(path)  # refuses one that is not summed
-        self.step.drop_gradient(path)
-
     def differentiate(
         self,
         outputs: Any,
         inputs: Sequence[torch.Tensor],
-        *,
         grad_outputs: Any = None,
+        *,
         retain_graph: bool | None = None,
-        create_graph: bool = False,
-        only_inputs: bool = True,
         allow_unused: bool | None = None,
-        is_grads_batched: bool = False,
         materialize_grads: bool = False,
+        **options: Any,
     ) -> tuple[torch.Tensor | None, ...]:
         """Return of parameters the mean gradients over ranks, as parts; of other inputs what ``torch.autograd.grad`` does.
 
         It is a step of its own: ``.grad`` stays None, the optimizer has nothing to do, and other forwards keep their backward.
         Refused are options that need a graph of the backward, parameters of several modules, and a step that has gradients.
         """
-        if create_graph or is_grads_batched:
+        if options.get("create_graph") or options.get("is_grads_batched"):
             raise ScheduleError(
                 f"{_GRAD}: create_graph and is_grads_batched need a graph of the backward, which is not kept. Take "
                 "`fn, params = model.functional()`: torch.func works on that."
@@ -244,7 +215,7 @@ class Session:
             if isinstance(x, ShardedParameter) and x.owner() is not self:
                 raise ScheduleError(f"{_GRAD}: {x.path!r} is one of another module. Call it for each of the modules.")
         step = self.step
-        step.clear_up()
+        step.recover()
         if step.is_accumulating or step.means.tree is not None or step.is_fed:
             raise ScheduleError(
                 f"{_GRAD}: other backward passes have left gradients in this step, or were told to. Call it before them, or "
@@ -270,35 +241,34 @@ class Session:
     # ------------------------------------------------------------ whole parameters
 
     @contextmanager
-    def swapped_in(self, names: Sequence[str], tensors: Sequence[Sequence[torch.Tensor]]) -> Iterator[None]:
-        """The module has these tensors for parameters."""
-        self.step.give_up("unsharded()")
-        self.is_unsharded = True
-        try:
-            with self.calls.swapped_in(names, tensors):
-                yield
-        finally:
-            self.is_unsharded = False
+    def swapped_in(self, by_path: Mapping[str, Any]) -> Iterator[None]:
+        """Have other tensors for all parameters in this context, given by path."""
+        with self.calls.swapped_in([unit.name for unit in self.layout.units], self._by_unit(by_path)):
+            yield
 
     def adopt(self, state: TrainState) -> None:
-        """Train this state, of the same layout, from here on. Refuse it while a step is under way."""
-        self.step.give_up("train_state")
+        """Train another state of the same layout from here on. Refuse it while a step is under way."""
+        self.step.abandon_forwards("train_state")
         if self.is_averaged:
             raise ScheduleError("train_state: set inside of averaged(), which puts the parameters back afterwards.")
         self.kept.adopt(state)
         self.show()
 
-    def write(self, nodes: Sequence[Sharded]) -> None:
-        """Train these values from here on, one full node for each unit."""
-        self.before_write()
-        self.kept.write(nodes)
-        self.show()
+    def write(self, parts: Mapping[str, torch.Tensor]) -> None:
+        """Copy values into parameters, and have what forwards compute with follow. A collective.
+
+        ``parts``: by path, this rank's elements.
+        """
+        with torch.no_grad():
+            for path, value in parts.items():
+                own = self.parameters[path].local
+                own.copy_(value.view(own.shape))
+        self.kept.spread()
 
     def show(self) -> None:
-        """Let the module's parameters be this rank's parts of what is trained."""
+        """Have the module show this rank's parts of the parameters."""
         self.parameters.clear()
-        rank = self.scheduler.rank
-        trained = units_by_name(self.kept.visible())
+        rank, trained = self.scheduler.rank, units_by_name(self.kept.visible())
         for node in units_of(self.kept.state.params):
             unit = node.unit
             frozen = node.select([g for g in node.groups if not unit.groups[g].trainable])
@@ -311,14 +281,14 @@ class Session:
                 group, path = unit.groups[leaf.group], unit.full_path(leaf)
                 place = unit.strategy.optim if group.trainable else unit.strategy.params
                 data = parts.get(path, held[leaf.group][:0])  # an empty view: a write to it is noticed on this rank, too
-                self.parameters[path] = ShardedParameter.over(
-                    data.detach(), self, unit, leaf, place=place, rank=rank, spec=self.calls.specs.get(path)
-                )
-        for unit, owned in zip(self.layout.units, self.seated(self.parameters), strict=True):
-            self.calls.slots[unit.name].swap(owned)
+                about = {"path": path, "unit": unit, "leaf": leaf, "place": place, "rank": rank, "owner": weakref.ref(self)}
+                about |= {"spec": self.calls.specs.get(path), "is_trained": group.trainable}
+                self.parameters[path] = ShardedParameter.made(data.detach(), about, requires_grad=group.trainable)
+        for unit, owned in zip(self.layout.units, self._by_unit(self.parameters), strict=True):
+            self.calls.entries[unit.name].swap(owned)
 
-    def seated(self, by_path: Mapping[str, T]) -> list[list[T]]:
-        """For each unit what belongs to each of its leaves, of what there is for each parameter: tied ones share it."""
+    def _by_unit(self, by_path: Mapping[str, T]) -> list[list[T]]:
+        """Return for each unit the values of its leaves, given by path; tied leaves share one."""
         return [[by_path[unit.stored_path(leaf)] for leaf in unit.leaves] for unit in self.layout.units]
 
 

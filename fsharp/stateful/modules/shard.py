@@ -58,7 +58,7 @@ def shard_module(
     sync_from: int | None = None,
     **plan_options: Any,
 ) -> ShardedModule:
-    """A module, trained in parts. It is changed in place, and returned.
+    """Shard a module in place, and return it.
 
     ::
 
@@ -71,8 +71,7 @@ def shard_module(
             optimizer.step()
             optimizer.zero_grad()
 
-    All ranks call the same in the same order. What is returned is also a :class:`~fsharp.ShardedModule`, which says what it
-    has got besides.
+    All ranks call the same in the same order. The module is also a :class:`~fsharp.ShardedModule`, with its methods.
 
     Args:
         module: with the same values on every rank, or on the meta device. Tied and frozen parameters stay so.
@@ -83,9 +82,9 @@ def shard_module(
             means ZeRO-3 over all axes. ``{"**": zero3("dp", "ep"), "**.experts": zero3("dp").varying("ep")}`` is for a module
             of which each rank along ``"ep"`` has experts of its own.
         units: modules that are gathered by themselves when they are called: classes, patterns of paths (``"layers.*"``),
-            predicates on path and module, or several of these. They may nest; what is in none of them is gathered with the
-            root. None gathers everything with the root. A tuple or list in a list is a group, ``[Block, ("norm", "head")]``,
-            of modules that run one after another. In a step that follows its schedule they share one gather and one reduction.
+            predicates on path and module, or several of these. They may nest; all else is gathered with the root. A tuple or
+            list in a list is a group, ``[Block, ("norm", "head")]``, of modules that run one after another. In a step that
+            follows its schedule they share one gather and one reduction.
         precision: dtypes, of all parameters or by pattern of paths, the last that matches counting. Floating-point inputs of
             the root and of each of ``units`` are cast to the ``compute`` of its precision, and outputs to ``output``, where
             these are given: ``{"**": Precision(torch.bfloat16, torch.float32), "norm": Precision(torch.float32)}``.
@@ -93,8 +92,8 @@ def shard_module(
         methods: names of other methods than ``forward``, of the root or of chosen modules, that parameters are gathered for:
             entry points such as ``"encode"``. Those that only call modules, as ``generate`` calls the root, need not be named.
             Call them under ``torch.no_grad()``, as forwards, if no backward will come.
-        key: seed for what is on the meta device, which submodules make one after another by their own
-            ``reset_parameters()``, buffers included: the same values on any mesh.
+        key: seed for parameters and buffers on the meta device, which submodules make by their own ``reset_parameters()``: the
+            same values on any mesh.
         initialize: called for each submodule with parameters or buffers of its own on the meta device, instead of its
             ``reset_parameters()``, to fill these; of a model of transformers, ``model._init_weights``.
         sync_from: take this rank's parameters and buffers, to the bit, instead of each rank's own; the others' may be on the
@@ -120,7 +119,11 @@ def shard_module(
 
     def planned() -> tuple[Any, ...]:
         check_shardable(module, ShardedParameter)
-        _check_names(module)
+        added = [name for name in vars(ShardedModule) if not name.startswith("_") and not hasattr(nn.Module, name)]
+        if hidden := [name for name in added if hasattr(module, name)]:
+            raise TreeError(
+                f"shard_module(): would hide {', '.join(hidden)} of {type(module).__name__}: rename what has this name."
+            )
         refuse_kept(module)
         check_precisions("shard_module()", precision)
         rules = {"**": precision} if isinstance(precision, Precision) else precision
@@ -131,8 +134,8 @@ def shard_module(
         specs = specs_of(module, comm)
         whole: Any = parameter_tree("shard_module()", module)
         tree = optree.tree_map(local, whole)
-        chosen = chosen_modules(module, units) if units is not None else {}
-        groups = grouped(module, units) if units is not None else []
+        chosen = chosen_modules(module, units or ())
+        groups = grouped(module, units or ())
         entries = entries_of(module, chosen, methods)
         trained = {path for path, each in module.named_parameters(remove_duplicate=False) if each.requires_grad}
         around = set(prefixes(chosen).values())
@@ -164,15 +167,6 @@ def shard_module(
     watch_wrappers(ShardedParameter)
     assert isinstance(module, ShardedModule)
     return module
-
-
-def _check_names(module: nn.Module) -> None:
-    added = [name for name in vars(ShardedModule) if not name.startswith("_") and not hasattr(nn.Module, name)]
-    hidden = [name for name in added if hasattr(module, name)]
-    if hidden:
-        raise TreeError(
-            f"shard_module(): would hide {', '.join(hidden)} of {type(module).__name__}: rename what has this name."
-        )
 
 
 def _comm(mesh: DeviceMesh | Mesh | Comm | None) -> Comm:

@@ -1,7 +1,7 @@
 """State dicts of a module whose parameters are parts: how they are loaded, refused, and made whole on one rank."""
 
 import io
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,10 +14,11 @@ from fsharp.functional.comm.agree import gather_bytes, together
 from fsharp.functional.comm.equal_values import check_same, digest, taken
 from fsharp.functional.comm.protocol import Comm
 from fsharp.functional.formats.format import dtype_name
+from fsharp.functional.layout.placement import Place
 from fsharp.functional.layout.sharded import Sharded
+from fsharp.functional.layout.unit_layout import UnitLayout
 from fsharp.functional.moves import gather
 from fsharp.stateful.modules.calls import own_buffers
-from fsharp.stateful.modules.initial.dtensors import Spec
 from fsharp.stateful.modules.parameter import Part
 from fsharp.stateful.modules.session import Session
 
@@ -56,27 +57,24 @@ def refuse_dtensors(where: str, session: Session) -> None:
 
 
 def load_parts(session: Session, module: nn.Module, load: Callable[[], Any]) -> Any:
-    """See :meth:`~fsharp.ShardedModule.load_state_dict`. ``load`` is torch's way to do so."""
+    """Load a state dict as :meth:`~fsharp.ShardedModule.load_state_dict` says. ``load`` calls torch's own method."""
     where, comm = "load_state_dict()", session.scheduler
-    session.step.give_up(where)
+    session.step.abandon_forwards(where)
 
     def about(read: Read) -> dict[str, str]:
-        kinds = (f"{path}: {'part' if isinstance(value, Part) else 'whole'}" for path, value in read[1].items())
-        return {"parameters": "\n".join(kinds)}
+        return {"parameters": "\n".join(f"{path}: {'part' if isinstance(x, Part) else 'whole'}" for path, x in read[1].items())}
 
     result, given, parts, buffers = together(where, comm, lambda: _read(where, session, module, load), about)
-    varying = {}
+    values, varying = {}, {}
     for path, value in given.items():
-        place = session.parameters[path].place
-        varying[path] = place.varying + (place.sharded if isinstance(value, Part) else ())
-    values = {path: value.local if isinstance(value, Part) else value for path, value in given.items()}
+        is_part, place = isinstance(value, Part), session.parameters[path].place
+        values[path] = parts[path].local if is_part else value
+        varying[path] = place.varying + (place.sharded if is_part else ())
     check_same(where, values, comm, remedy=SAME_VALUES, varying=varying)
     with torch.no_grad():
-        for path, part in parts.items():
-            session.parameters[path].local.copy_(part.local)
         for buffer, value in buffers:
             buffer.copy_(value)
-    session.kept.spread()
+    session.write({path: part.local for path, part in parts.items()})
     if all(path in given for path, parameter in session.parameters.items() if parameter.is_trained):
         session.note_load("parameters")
     return result
@@ -90,10 +88,8 @@ def _read(where: str, session: Session, module: nn.Module, load: Callable[[], An
     awaiting: dict[str, _Awaiting] = {}
     for path, parameter in session.parameters.items():
         awaiting[path] = torch.empty(0, dtype=parameter.dtype).as_subclass(_Awaiting)
-        about = {name: getattr(parameter, name) for name in Part.__annotations__}
-        awaiting[path].__dict__.update({**about, "given": []})
-    names = [unit.name for unit in session.layout.units]
-    with session.calls.swapped_in(names, session.seated(awaiting)), own_buffers(module) as buffers:
+        awaiting[path].__dict__.update({**parameter.about, "given": []})
+    with session.swapped_in(awaiting), own_buffers(module) as buffers:
         try:
             result = load()
         except RuntimeError as error:  # of names and shapes; torch has looked at all of them
@@ -110,39 +106,32 @@ def _read(where: str, session: Session, module: nn.Module, load: Callable[[], An
 
 
 def own_part(where: str, name: str, value: torch.Tensor, like: Part, *, dtypes: Sequence[torch.dtype]) -> Part:
-    """Return this rank's part of a value for a parameter, or of something that an optimizer keeps for each of its elements.
+    """Return this rank's part of a value for a parameter, or of an optimizer's state for each of its elements.
 
-    ``value`` is such a part of this rank and layout, or a whole tensor; of one of ``dtypes``. Anything else is refused by
-    ``name``.
+    ``value`` is a part of this rank and layout, or a whole tensor, of one of ``dtypes``. Refuse anything else by ``name``.
     """
     first, last = like.run
-    expected = f"{_shown(dtypes, like.full_shape)}, or its elements {[first, last]} in the layout of this module"
+    what, got = "", _shown([value.dtype], value.shape)
     if isinstance(value, Part):
         is_same = (value.unit, value.leaf, value.place) == (like.unit, like.leaf, like.place)
         if not is_same or not like.unit.is_same_part(like.place, value.rank, like.rank) or value.local.numel() != last - first:
-            got = f"elements {list(value.run)} of {_shown([value.dtype], value.full_shape)}"
-            got += f" in unit {value.unit.name!r}, {value.place}, as rank {value.rank} of {value.unit.mesh} holds them"
-            raise _unfit(where, f"{name!r} is a part of another rank or layout.", like, got, expected)
-        found = value
+            what = "is a part of another rank or layout"
+        got = f"elements {list(value.run)} of {_shown([value.dtype], value.full_shape)}"
+        got += f" in unit {value.unit.name!r}, {value.place}, as rank {value.rank} of {value.unit.mesh} holds them"
     elif isinstance(value, DTensor) or value.is_meta or value.layout is not torch.strided:
         kind = "DTensor" if isinstance(value, DTensor) else f"tensor on the {value.device} device, {value.layout}"
-        raise _unfit(where, f"{name!r} is no plain tensor with values.", like, f"a {kind}", expected)
+        what, got = "is no plain tensor with values", f"a {kind}"
     elif value.shape != like.full_shape:
-        raise _unfit(where, f"{name!r} has another shape.", like, _shown([value.dtype], value.shape), expected)
-    else:
-        found = Part.of(value.detach().reshape(-1)[first:last], like)
-    if value.dtype not in dtypes:
-        raise _unfit(where, f"{name!r} has another dtype.", like, _shown([value.dtype], value.shape), expected)
-    return found
-
-
-def _unfit(where: str, what: str, like: Part, got: str, expected: str) -> TreeError:
-    remedy = (
-        "Load what state_dict() gave on the same mesh, strategy and units, or whole tensors, such as those of an unsharded "
-        "module; fs.checkpoint.load() reads what any mesh has saved."
-    )
-    rank = f"{like.rank} of {like.unit.mesh}"
-    return TreeError(problem(where, what, [("got", got), ("expected", expected), ("rank", rank)], remedy))
+        what = "has another shape"
+    if not what and value.dtype not in dtypes:
+        what = "has another dtype"
+    if what:
+        expected = f"{_shown(dtypes, like.full_shape)}, or its elements {[first, last]} in the layout of this module"
+        facts = [("got", got), ("expected", expected), ("rank", f"{like.rank} of {like.unit.mesh}")]
+        remedy = "Load what state_dict() gave on the same mesh, strategy and units, or whole tensors, such as those of an "
+        remedy += "unsharded module; fs.checkpoint.load() reads what any mesh has saved."
+        raise TreeError(problem(where, f"{name!r} {what}.", facts, remedy))
+    return value if isinstance(value, Part) else Part.of(value.detach().reshape(-1)[first:last], like)
 
 
 def _shown(dtypes: Sequence[torch.dtype], shape: Sequence[int]) -> str:
@@ -158,43 +147,39 @@ def gather_to_rank(
     rank: int | None,
     comm: Comm,
     *,
-    specs: Mapping[str, Spec] = {},
     kind_of: Callable[[str], str] = lambda key: "",
 ) -> bool:
     """Replace the parts in dicts by whole tensors in host memory, on one rank, or on all. Return whether this rank has them.
 
     All ranks have the same keys. Other tensors become copies in host memory. ``kind_of`` returns the kind of a value by its
-    key, if dicts have several values of one parameter. Cost: a gather of all parts. Memory: the tensors of one unit and kind,
-    and the result.
+    key, if dicts have several values of one parameter.
     """
     dicts = list(dicts)
-    parts: dict[tuple[Any, ...], dict[str, Part]] = {}
-    for each in dicts:
-        for key, value in each.items():
-            if isinstance(value, Part):
-                parts.setdefault((kind_of(key), value.unit.name, value.place), {})[value.path] = value
+    parts: dict[str, dict[str, Part]] = {}
+    for key, value in (item for each in dicts for item in each.items()):
+        if isinstance(value, Part):
+            parts.setdefault(kind_of(key), {})[value.path] = value
 
     def check() -> None:
         if rank is not None:
             _check_rank(where, rank, comm)
-        for path, part in (item for unit in parts.values() for item in unit.items()):
+        for path, part in (item for each in parts.values() for item in each.items()):
             if own := [axis for axis in part.place.varying if comm.mesh.axis_size(axis) > 1]:
                 raise TreeError(
                     f"{where}: {path!r} has different values on ranks along {own}, and the result would have those of one rank "
                     "alone. Save by fs.checkpoint.save()."
                 )
 
-    names = "\n".join(f"{kind} {path}" for (kind, *_), unit in parts.items() for path in unit)
+    names = "\n".join(f"{kind} {path}" for kind, each in parts.items() for path in each)
     together(where, comm, check, lambda _: {"rank": repr(rank), "parts": names})
     is_kept = rank is None or comm.rank == rank
     whole: dict[tuple[str, str], torch.Tensor] = {}
-    for (kind, *_), unit in parts.items():
-        for path, value in _gathered(unit, comm).items():
-            if path in specs:
-                value = specs[path].whole(value).full_tensor()
+    for kind, of_kind in parts.items():
+        for part, value in whole_tensors(of_kind.values(), comm):
+            full = value if part.spec is None else part.spec.whole(value).full_tensor()
             if is_kept:
-                whole[kind, path] = value.to("cpu", copy=True)
-            del value  # releases the unit's memory before the next unit is gathered
+                whole[kind, part.path] = full.to("cpu", copy=True)
+            del value, full  # releases the unit's memory before the next unit is gathered
     if is_kept:
         for each in dicts:
             for key, value in each.items():
@@ -205,44 +190,51 @@ def gather_to_rank(
     return is_kept
 
 
-def _gathered(parts: Mapping[str, Part], comm: Comm) -> dict[str, torch.Tensor]:
-    """Return whole tensors of the parts of one unit at one place, by path: views of a few buffers. A collective."""
-    first = next(iter(parts.values()))
-    unit, place = first.unit, first.place
-    leaves = {path: part.leaf for path, part in parts.items()}
-    groups = sorted({leaf.group for leaf in leaves.values()})
+def whole_tensors(parts: Iterable[Part], comm: Comm) -> Iterator[tuple[Part, torch.Tensor]]:
+    """Yield each part with the tensor that it is a part of; of a DTensor, with this rank's whole local tensor.
+
+    Cost: a gather for each unit and place. Memory: a unit's tensors, of which those that are yielded are views.
+    """
+    by_unit: dict[tuple[UnitLayout, Place], list[Part]] = {}
+    for part in parts:
+        by_unit.setdefault((part.unit, part.place), []).append(part)
+    for (unit, place), mine in by_unit.items():
+        yield from _whole_tensors(unit, place, {part.path: part for part in mine}, comm)
+
+
+def _whole_tensors(
+    unit: UnitLayout, place: Place, parts: Mapping[str, Part], comm: Comm
+) -> Iterator[tuple[Part, torch.Tensor]]:
+    dtypes = {part.leaf.group: part.dtype for part in parts.values()}
     buffers = []
-    for group in groups:
-        dtype = next(part.dtype for part in parts.values() if part.leaf.group == group)
+    for group, dtype in dtypes.items():
         buffer = torch.zeros(unit.local_size(group, place), dtype=dtype, device=comm.device)
         for span in unit.spans(group, place, comm.rank):
-            part = parts.get(unit.full_path(span.leaf))
-            if part is not None:
+            if (part := parts.get(unit.full_path(span.leaf))) is not None:
                 buffer[span.start : span.stop] = part.local.reshape(-1)
         buffers.append(buffer)
     with torch.no_grad():
-        full = dict(zip(groups, gather(Sharded(buffers, unit, place, tuple(groups)), comm=comm).buffers, strict=True))
-    return {path: full[x.group][x.offset : x.offset + x.numel].view(x.shape) for path, x in leaves.items()}
+        full = dict(zip(dtypes, gather(Sharded(buffers, unit, place, tuple(dtypes)), comm=comm).buffers, strict=True))
+    for part in parts.values():
+        x = part.leaf
+        yield part, full[x.group][x.offset : x.offset + x.numel].view(x.shape)
 
 
 def scatter_from_rank(where: str, given: Any, rank: int, comm: Comm, like: Callable[[tuple[str, ...]], Part | None]) -> Any:
     """Return one rank's state dict on all ranks, with this rank's parts in place of whole tensors.
 
-    ``like`` returns by the keys of a tensor a part that is cut as the tensor is to be; None if each rank takes it whole. Cost:
-    two ``all_reduce`` of each tensor's bytes along each axis. Memory: this rank's parts, and one whole tensor.
+    ``like`` returns by the keys of a tensor a part that is cut as the tensor is to be; None if each rank takes it whole.
     """
 
     def check() -> bytes:
         _check_rank(where, rank, comm)
-        if comm.rank != rank:
-            if given:
-                raise TreeError(
-                    f"{where}: rank {comm.rank} passes a state dict too, and that of rank {rank} is to be loaded. Pass None."
-                )
-            return b""
-        if not isinstance(given, Mapping):
+        if comm.rank == rank and not isinstance(given, Mapping):
             raise TreeError(f"{where}: rank {rank} has a {type(given).__name__}, expected a state dict. Load the file there.")
-        return _packed(where, given)
+        if comm.rank != rank and given:
+            raise TreeError(
+                f"{where}: rank {comm.rank} passes a state dict too, and that of rank {rank} is to be loaded. Pass None."
+            )
+        return _packed(where, given) if comm.rank == rank else b""
 
     data = together(where, comm, check, lambda _: {"rank": repr(rank)})
     nbytes = int.from_bytes(gather_bytes(len(data).to_bytes(8, "little"), comm)[rank], "little")

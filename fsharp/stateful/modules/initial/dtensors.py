@@ -1,8 +1,4 @@
-"""Parameters that are DTensors on axes of their own, as tensor parallelism makes them.
-
-This library shards what a rank has of them. A module's code gets DTensors of that again; their placements, and the
-collectives between them, are torch's.
-"""
+"""Parameters that are DTensors on axes of their own, as tensor parallelism makes them: their local tensors are sharded."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -28,11 +24,11 @@ class Spec:
 
     @property
     def is_sharded(self) -> bool:
-        """Whether a rank has less than all of it."""
+        """Whether a rank has less than all of the DTensor."""
         return any(not p.is_replicate() and self.mesh.size(i) > 1 for i, p in enumerate(self.placements))
 
     def whole(self, local: torch.Tensor) -> Any:
-        """The DTensor of which this rank has ``local``. Differentiable: the gradient has the same placements."""
+        """Return the DTensor of which this rank has ``local``. Differentiable: the gradient has the same placements."""
         return DTensor.from_local(local, self.mesh, self.placements, run_check=False, shape=self.shape, stride=self.stride)
 
     def reduce(self, x: torch.Tensor, op: ReduceOp) -> torch.Tensor:
@@ -68,17 +64,17 @@ def specs_of(module: nn.Module, comm: Comm) -> dict[str, Spec]:
 
 
 def dressed(paths: Iterable[str], leaves: Iterable[torch.Tensor], specs: Mapping[str, Spec]) -> list[Any]:
-    """Leaves as a module's code expects them: DTensors where they are parts of such."""
+    """Return leaves as a module's code expects them: DTensors in place of their local tensors."""
     return [specs[path].whole(leaf) if path in specs else leaf for path, leaf in zip(paths, leaves, strict=True)]
 
 
 def local(x: Any) -> Any:
-    """What this rank has of a tensor."""
+    """Return the local tensor of a DTensor, and any other tensor itself."""
     return x.to_local() if isinstance(x, DTensor) else x
 
 
 def anywhere(flag: torch.Tensor, specs: Mapping[str, Spec], comm: Comm) -> torch.Tensor:
-    """The largest ``flag`` of all ranks, those of the DTensors' axes included."""
+    """Return the largest ``flag`` of all ranks, those of the DTensors' axes included."""
     for axis, size in comm.mesh.axes:
         if size > 1:
             flag = comm.all_reduce(flag, axis, op="max")

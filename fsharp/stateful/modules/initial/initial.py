@@ -81,7 +81,7 @@ def initial_values(
     nodes, made = together("shard_module()", comm, make)
     unfilled = {path for text in exchange("\n".join(makers.unfilled), comm) for path in text.split("\n") if path}
     if unfilled:
-        raise nothing_initializes(module, sorted(unfilled))
+        raise _unfilled_error(module, sorted(unfilled))
     for places, name, value in made:
         places[name] = value
     return optree.tree_unflatten(layout.spec, nodes)
@@ -102,7 +102,7 @@ def _check_source(source: int | None, comm: Comm, meta: list[str]) -> None:
 
 
 def _synced(module: nn.Module, layout: Layout, comm: Comm, source: int) -> Any:
-    """From what one rank has, a unit at a time; its buffers become everybody's, those of what varies along an axis apart."""
+    """Return shards of one rank's parameters, a unit at a time, and take its buffers; what varies along an axis, apart."""
     nodes = []
     for unit in layout.units:
         own, varying = [leaf for leaf in unit.leaves if not leaf.tied_to], unit.strategy.full.varying
@@ -125,11 +125,11 @@ def _parameter(module: nn.Module, unit: UnitLayout, leaf: Leaf) -> torch.Tensor:
 
 
 class Initializers:
-    """Parameters and buffers of a submodule at a time, which the submodule fills itself, in memory on the CPU.
+    """Makes the parameters and buffers of a submodule at a time: the submodule fills them, in memory on the CPU.
 
-    One with ``_reset_parameters()`` and no ``reset_parameters()``, such as ``nn.MultiheadAttention``, changes those of its
-    submodules too, and is made with them, after they have filled theirs. What is drawn depends on the key, a submodule's path,
-    and the rank's coordinates along axes on which its parameters vary.
+    A module with ``_reset_parameters()`` and no ``reset_parameters()``, such as ``nn.MultiheadAttention``, is made with its
+    submodules, whose parameters it changes. Random numbers depend on the key, a submodule's path, and the rank's
+    coordinates along axes on which its parameters vary.
 
     Attributes:
         unfilled: paths of tensors that were left as they were, so far.
@@ -191,7 +191,10 @@ class Initializers:
                     mine = [full for full, owner, *_, old in rows if owner == name and old.is_meta]
                     if mine:
                         torch.manual_seed(seed_of(self._key, name, self._layout.unit_around(mine[0]), self._comm.rank))
-                        self._fill(each)
+                        if self._initialize is not None:
+                            self._initialize(each)
+                        elif fill := getattr(each, "reset_parameters", None) or getattr(each, "_reset_parameters", None):
+                            fill()
             for full, _, places, key, old in rows:
                 if old.is_meta:
                     value = self._taken(full, old, rooms[id(old)], places.get(key))
@@ -205,12 +208,6 @@ class Initializers:
                 places.update(given)
         return made
 
-    def _fill(self, module: nn.Module) -> None:
-        if self._initialize is not None:
-            self._initialize(module)
-        elif method := getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None):
-            method()
-
     def _taken(self, path: str, old: torch.Tensor, room: torch.Tensor, new: torch.Tensor | None) -> torch.Tensor:
         """Return what an initializer has made of a tensor on the meta device, for which it got ``room``."""
         if new is None or (new.shape, new.dtype) != (old.shape, old.dtype):
@@ -223,7 +220,7 @@ class Initializers:
         return new.detach().to(self._comm.device)
 
 
-def nothing_initializes(module: nn.Module, paths: Iterable[str]) -> TreeError:
+def _unfilled_error(module: nn.Module, paths: Iterable[str]) -> TreeError:
     """Return an error that names tensors, by the modules that have them."""
     owners: dict[str, list[str]] = {}
     for path in paths:

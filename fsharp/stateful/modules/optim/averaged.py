@@ -8,10 +8,8 @@ import optree
 import torch
 
 from fsharp.errors import ScheduleError, TreeError
-from fsharp.functional.layout.sharded import Sharded, map_units, units_of
-from fsharp.functional.moves import gather
+from fsharp.functional.layout.sharded import units_of
 from fsharp.functional.optim.ema import WithEmaState
-from fsharp.functional.stored import stored
 from fsharp.stateful.modules.session import Session
 
 Buffers = dict[tuple[str, int], torch.Tensor]
@@ -20,32 +18,23 @@ Buffers = dict[tuple[str, int], torch.Tensor]
 
 @contextmanager
 def averaged(session: Session, opt: Any) -> Iterator[None]:
-    """Within this context the session's parameters are the averages in this state; the buffers stay the same ones."""
-    averages = _averages(opt)
+    """Have the averages in an optimizer's state in place of the session's parameters. The buffers stay the same ones."""
+    averages, kept = _averages(opt), session.kept
     if session.is_averaged:
         raise ScheduleError("averaged(): the model has its averages already.")
-    session.step.give_up("averaged()")
-    session.kept.take_writes()
-
-    def one(node: Sharded) -> Sharded:
-        groups = tuple(g for g in node.unit.trainable if (node.name, g) in averages)
-        return Sharded([averages[node.name, g] for g in groups], node.unit, node.unit.strategy.optim, groups)
-
-    with torch.no_grad():
-        resting = stored(map_units(one, session.kept.state.params), session.scheduler)
-        resting = gather(resting, comm=session.scheduler, to="params")
-        new = [_buffers(resting), averages]
-        old = [_buffers(session.kept.state.params), _buffers(session.kept.state.main)]
-        targets = [buffers[key] for buffers, others in zip(old, new, strict=True) for key in buffers if key in others]
-        values = [others[key] for buffers, others in zip(old, new, strict=True) for key in buffers if key in others]
+    session.step.abandon_forwards("averaged()")
+    kept.take_writes()
+    shown = _buffers(kept.visible())
+    trees = [_buffers(tree) for tree in (kept.state.params, kept.state.main)]
+    targets = [buffers[key] for buffers in trees for key in buffers if key in shown]
     own = [target.detach().clone() for target in targets]
     session.is_averaged = True
     try:
-        session.kept.fill(targets, values)
-        del values, new, resting
+        kept.fill([shown[key] for key in averages], list(averages.values()))
+        kept.spread()
         yield
     finally:
-        session.kept.fill(targets, own)
+        kept.fill(targets, own)
         session.is_averaged = False
 
 

@@ -1,7 +1,7 @@
 """FlatSlice: a stretch of a flat buffer that an optimizer of torch.optim updates alike, with its state of each leaf."""
 
 import copy
-from collections.abc import Container, Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from itertools import groupby
 from operator import itemgetter
 from typing import Any, NamedTuple
@@ -10,7 +10,6 @@ import torch
 
 from fsharp.functional.comm.exact_text import exact_text
 from fsharp.functional.formats.format import dtype_name
-from fsharp.functional.layout.layout import Layout
 from fsharp.functional.layout.sharded import Sharded, units_of
 from fsharp.stateful.modules.parameter import Part
 
@@ -18,8 +17,8 @@ from fsharp.stateful.modules.parameter import Part
 class FlatSlice(NamedTuple):
     """A stretch of this rank's buffer of a group.
 
-    ``leaves``: path, first element and end of each leaf, from ``start`` on. ``shape``: of the one leaf, whole, that it is; None
-    for a flat stretch.
+    ``leaves``: path, first element and end of each leaf, counted from ``start``. ``shape``: that of the only leaf, if it is to
+    be whole and in its shape; None for a flat stretch.
     """
 
     unit: str
@@ -30,7 +29,7 @@ class FlatSlice(NamedTuple):
     shape: tuple[int, ...] | None = None
 
     def of(self, nodes: Mapping[str, Sharded]) -> torch.Tensor:
-        """This stretch of the buffers of units, which are given by name."""
+        """Return this stretch of the buffers of units, which are given by name."""
         node = nodes[self.unit]
         buffer: torch.Tensor = node.buffers[node.groups.index(self.group)]
         found = buffer.detach()[self.start : self.stop]
@@ -61,23 +60,8 @@ def slices_of(tree: Any, labels: Mapping[str, Hashable], *, rank: int, is_whole:
                     yield FlatSlice(node.name, group, start, stop, leaves)
 
 
-def cut_leaves(layout: Layout, paths: Container[str]) -> list[str]:
-    """Those of these leaves of which some rank holds a part at the optimizer's place, and not all or nothing."""
-    found = []
-    for unit in layout.units:
-        for leaf in unit.leaves:
-            if leaf.tied_to is None and leaf.numel and unit.full_path(leaf) in paths:
-                size = unit.local_size(leaf.group, unit.strategy.optim)
-                if leaf.offset // size != (leaf.offset + leaf.numel - 1) // size:
-                    found.append(unit.full_path(leaf))
-    return found
-
-
 def split_state(run: FlatSlice, state: Mapping[str, Any], parameters: Mapping[str, Part]) -> dict[str, dict[str, Any]]:
-    """Return an optimizer's state of a run as that of each leaf, in the same memory.
-
-    What has a value for each element is a part.
-    """
+    """Return an optimizer's state of a run as that of each leaf; state for each element as parts in the same memory."""
     shape = (run.stop - run.start,) if run.shape is None else run.shape
 
     def cut(value: Any, like: Part, first: int, last: int) -> Any:
@@ -88,7 +72,7 @@ def split_state(run: FlatSlice, state: Mapping[str, Any], parameters: Mapping[st
 
 
 def join_state(run: FlatSlice, states: Mapping[str, Mapping[str, Any]], like: torch.Tensor) -> dict[str, Any]:
-    """The inverse of :func:`split_state` in new memory, for leaves that are :func:`alike`; padding is zero."""
+    """Return the state of a run from those of its leaves, which are :func:`alike`, in new memory. Padding is zero."""
     parts = [states.get(path, {}) for path, _, _ in run.leaves]
     joined: dict[str, Any] = {}
     for key, value in parts[0].items():
@@ -102,6 +86,6 @@ def join_state(run: FlatSlice, states: Mapping[str, Mapping[str, Any]], like: to
 
 
 def alike(state: Mapping[str, Any]) -> Hashable:
-    """Equal for leaves whose states can be joined: what they have, and those values in it that are not for each element."""
+    """Return a key that is equal for leaves whose states can be joined: names, and values that are not for each element."""
     rows = sorted(state.items())
     return tuple((key, dtype_name(x.dtype) if isinstance(x, Part) else exact_text(x)) for key, x in rows)

@@ -1,9 +1,8 @@
 """ShardedOptimizer: an optimizer of torch.optim on the parts of a sharded module.
 
-An elementwise optimizer works on *runs*: stretches of a flat buffer whose leaves are in one of its parameter groups. With one
-group a run is a whole buffer, so that a fused kernel sees a few large tensors and the remainder of none. Leaves without a
-gradient are left alone, as in torch: runs are cut where some of their leaves have one, and stay so, since their states differ
-from then on. Any other optimizer gets whole leaves in their shape, where a rank has them whole.
+An elementwise optimizer works on *runs*: stretches of a flat buffer whose leaves are in one parameter group, often a whole
+buffer. Leaves without a gradient are left alone, as in torch: runs are cut where only some of their leaves have one, and stay
+so, as their states differ from then on. Any other optimizer gets whole leaves in their shape, where a rank has them whole.
 """
 
 import copy
@@ -25,7 +24,7 @@ from fsharp.functional.optim.base import Transform, as_transform
 from fsharp.functional.optim.elementwise_check import check_elementwise
 from fsharp.functional.optim.wrappers import without_updates
 from fsharp.stateful.modules.optim.averaged import averaged
-from fsharp.stateful.modules.optim.flat_slices import FlatSlice, alike, cut_leaves, join_state, slices_of, split_state
+from fsharp.stateful.modules.optim.flat_slices import FlatSlice, alike, join_state, slices_of, split_state
 from fsharp.stateful.modules.optim.probe import Scope, fresh_state, scope_of
 from fsharp.stateful.modules.optim.states import (
     Replicas,
@@ -51,13 +50,16 @@ class ShardedOptimizer(torch.optim.Optimizer):
     It is a ``torch.optim.Optimizer`` to learning rate schedulers and trainers: its ``param_groups`` hold the module's
     parameters, and what is set in them is used.
 
-    A class is tried on small random tensors first, to find out what it looks at. One that updates each element by itself, such
-    as AdamW, gets flat buffers, cut anywhere. One that looks at a parameter's shape or norm, such as Adafactor, Muon or LAMB,
-    gets whole parameters in their shape, where every rank has all or nothing of each: where the strategy replicates optimizer
-    state (``ddp``), or where atoms are :class:`~fsharp.layouts.Whole`. One that looks at all parameters together needs all of
-    them on every rank. The trial has tensors of at most 24 elements and 8 steps: what a class does only at other sizes, or
-    later, is not seen. So a class that is not torch's own gets whole parameters wherever ranks have all or nothing of each.
-    Where they are cut, ``check_steps=1`` tries a step at the parameters' own sizes as well.
+    A class is tried on small random tensors first, to find out what it looks at:
+
+    - One that updates each element by itself, such as AdamW, gets flat buffers, cut anywhere.
+    - One that looks at a parameter's shape or norm, such as Adafactor, Muon or LAMB, gets whole parameters in their shape.
+      Every rank has to have all or nothing of each: by a strategy that replicates optimizer state (``ddp``), or atoms that are
+      :class:`~fsharp.layouts.Whole`. A class that is not torch's own gets whole parameters wherever that is so.
+    - One that looks at all parameters together needs all of them on every rank.
+
+    The trial has tensors of at most 24 elements and 8 steps: what a class does only at other sizes, or later, is not seen.
+    ``check_steps=1`` tries a step at the parameters' own sizes as well.
 
     Args:
         params: ``model.parameters()``, or groups of them with options of their own, as torch.optim takes them.
@@ -82,94 +84,84 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self, params: Iterable[Any], optimizer: type[torch.optim.Optimizer] | Any, *, check_steps: int = 0, **defaults: Any
     ) -> None:
         self._is_made = False
-        self._has_state: set[str] = set()  # paths of parameters that have had a gradient, the same on all ranks
-        groups = [dict(each) if isinstance(each, Mapping) else each for each in params]
-        if any(isinstance(each, tuple) for each in groups):
-            groups = [each[1] if isinstance(each, tuple) else each for each in groups]  # named_parameters()
-        groups = groups if groups and isinstance(groups[0], dict) else [{"params": groups}]
-        given = [group["params"] for group in groups]
-        lists = [[each] if isinstance(each, torch.Tensor) else list(each) for each in given]
-        groups = [{**group, "params": each} for group, each in zip(groups, lists, strict=True)]
-        self.session = _session_of([p for group in groups for p in group["params"]])
+        given = [dict(each) if isinstance(each, Mapping) else each for each in params]
+        if not given:
+            raise TreeError("ShardedOptimizer(): no parameters.")
+        super().__init__(given, {})
+        for group in self.param_groups:
+            group.pop("param_names", None)
+        self.session = _session_of([p for group in self.param_groups for p in group["params"]])
         self.inner: torch.optim.Optimizer | None = None
-        self._defaults: dict[str, Any] = {}
+        self._tx: Transform | None = None
+        self._has_state: set[str] = set()  # paths of parameters that have had a gradient, the same on all ranks
         self._runs: list[list[FlatSlice]] = []
         if isinstance(optimizer, type) and issubclass(optimizer, torch.optim.Optimizer):
-            if self.session.scheduler.policy.offload:
-                raise ScheduleError(
-                    f"ShardedOptimizer(): Policy(offload=True) is for the state of an (init, update) pair, and "
-                    f"{optimizer.__name__} keeps its own on the device. Pass one such as fs.optim.adamw(...), or drop offload."
-                )
-            self._labels: Sequence[Mapping[str, Hashable]] = [{p.path: 0 for p in group["params"]} for group in groups]
-            options = [{k: v for k, v in group.items() if k != "params"} for group in groups]
-            self._defaults = defaults
-            fields = {"class": optimizer.__qualname__, "defaults": _text(defaults)}
-            for i, (group, labels) in enumerate(zip(options, self._labels, strict=True)):
-                fields[f"group {i}"] = _text({**group, "params": sorted(labels)})
-            self._scopes = together(  # else ranks would update parts in different ways
-                "ShardedOptimizer()",
-                self.session.scheduler,
-                lambda: self._scope(optimizer, options, defaults, check_steps),
-                lambda _: fields,
-            )
-            self.inner = optimizer([{**o, "params": p} for o, p in zip(options, self._cut(), strict=True)], **defaults)
-            self._tx: Transform | None = None
-            super().__init__(groups, self.inner.defaults)
+            self._start_class(optimizer, defaults, check_steps)
         else:
             self._tx = as_transform(check_elementwise(optimizer, steps=check_steps) if check_steps else optimizer)
-            if defaults or len(groups) > 1:
+            if defaults or len(self.param_groups) > 1:
                 raise TreeError("ShardedOptimizer(): an (init, update) pair has options and labels of its own: pass no others.")
             everything = {path for path, each in self.session.parameters.items() if each.is_trained}
-            if {p.path for p in groups[0]["params"] if p.is_trained} != everything:
+            if {p.path for p in self.param_groups[0]["params"] if p.is_trained} != everything:
                 raise TreeError(
                     "ShardedOptimizer(): an (init, update) pair updates all parameters; freeze or label those it shall not."
                 )
-            self.session.kept.keep_optimizer(
-                self._tx.init(self.session.kept.visible(), comm=self.session.scheduler), made_by=None
-            )
-            super().__init__(groups, {})
+            state = self._tx.init(self.session.kept.visible(), comm=self.session.scheduler)
+            self.session.kept.state = self.session.kept.state._replace(opt=state, made_by=None)
         self._is_made = True
 
-    def _scope(
-        self,
-        optimizer: type[torch.optim.Optimizer],
-        options: list[dict[str, Any]],
-        defaults: Mapping[str, Any],
-        check_steps: int,
-    ) -> list[Scope]:
+    def _start_class(self, optimizer: type[torch.optim.Optimizer], defaults: dict[str, Any], check_steps: int) -> None:
+        """Make the inner optimizer, of a class of torch.optim or like it."""
+        if self.session.scheduler.policy.offload:
+            raise ScheduleError(
+                f"ShardedOptimizer(): Policy(offload=True) is for the state of an (init, update) pair, and "
+                f"{optimizer.__name__} keeps its own on the device. Pass one such as fs.optim.adamw(...), or drop offload."
+            )
+        self._defaults = defaults
+        self._labels: Sequence[Mapping[str, Hashable]] = [{p.path: 0 for p in each["params"]} for each in self.param_groups]
+        fields = {"class": optimizer.__qualname__, "defaults": _text(defaults)}
+        fields |= {f"group {i}": _text({**g, "params": sorted(g["params"])}) for i, g in enumerate(self._groups())}
+        self._scopes = together(  # else ranks would update parts in different ways
+            "ShardedOptimizer()",
+            self.session.scheduler,
+            lambda: self._scope(optimizer, check_steps),
+            lambda _: fields,
+        )
+        rows = zip(self.param_groups, self._cut(), strict=True)
+        self.inner = optimizer([{**group, "params": parameters} for group, parameters in rows], **defaults)
+        self.defaults = self.inner.defaults
+        for mine, theirs in zip(self.param_groups, self.inner.param_groups, strict=True):
+            mine.update({name: value for name, value in theirs.items() if name != "params"})
+
+    def _scope(self, optimizer: type[torch.optim.Optimizer], check_steps: int) -> list[Scope]:
         """Return what the optimizer looks at in each of its groups. Refuse what ranks do not have."""
-        found = [scope_of(optimizer, each, defaults, self.session.scheduler.device) for each in options]
-        if check_steps:
-            for i, labels in enumerate(self._labels):
-                leaves = [self.session.parameters[path].leaf for path in labels if self.session.parameters[path].is_trained]
-                if shapes := list(dict.fromkeys(leaf.shape for leaf in leaves if leaf.numel)):
-                    device = self.session.scheduler.device
-                    found[i] = max(found[i], scope_of(optimizer, options[i], defaults, device, [shapes], check_steps))
-        found = [Scope.EVERYTHING] * len(found) if Scope.EVERYTHING in found else found
+        trained = [[p for p in group["params"] if p.is_trained] for group in self.param_groups]
+        found = []
+        for group, mine in zip(self.param_groups, trained, strict=True):
+            try_at = partial(scope_of, optimizer, group, self._defaults, self.session.scheduler.device)
+            shapes = list(dict.fromkeys(p.leaf.shape for p in mine if p.leaf.numel))
+            found.append(max(try_at(), try_at([shapes], check_steps)) if check_steps and shapes else try_at())
         scopes = []
-        for scope, labels in zip(found, self._labels, strict=True):
-            mine = {path: each for path, each in self.session.parameters.items() if path in labels and each.is_trained}
-            specs = {path for path, spec in self.session.calls.specs.items() if spec.is_sharded}
-            parts = [path for path in mine if path in specs] + cut_leaves(self.session.layout, mine)
-            what = "whole parameters or their shapes, and ranks hold parts of"
-            if scope is Scope.EVERYTHING:
-                parts = [path for path, each in mine.items() if not each.is_whole or each.place.varying]
+        for scope, mine in zip(found, trained, strict=True):
+            parts, what = [p for p in mine if p.is_divided], "whole parameters or their shapes, and ranks hold parts of"
+            if Scope.EVERYTHING in found:
+                scope, parts = Scope.EVERYTHING, [p for p in mine if not p.is_whole or p.place.varying]
                 what = "several parameters at once, or at chance, and other ranks hold parts of them: of"
-            if scope is Scope.ELEMENT and not parts and not optimizer.__module__.startswith("torch."):
+            elif scope is Scope.ELEMENT and not parts and not optimizer.__module__.startswith("torch."):
                 scope = Scope.PARAMETER  # at sizes that were not tried, the class may look at more than one element
             scopes.append(scope)
             if scope is not Scope.ELEMENT and parts:
                 more = f" and {len(parts) - 1} more" if len(parts) > 1 else ""
                 whole = "" if scope is Scope.EVERYTHING else "atoms=fs.layouts.Whole() or "
                 raise TreeError(
-                    f"ShardedOptimizer(): {optimizer.__name__} looks at {what} {parts[0]!r}{more}. Pass shard_module() {whole}"
-                    "strategy=fs.ddp(...) for the units that have them, take an elementwise optimizer such as AdamW, or "
-                    "fs.optim.muon() and other (init, update) pairs, which gather what they need."
+                    f"ShardedOptimizer(): {optimizer.__name__} looks at {what} {parts[0].path!r}{more}. Pass shard_module() "
+                    f"{whole}strategy=fs.ddp(...) for the units that have them, take an elementwise optimizer such as AdamW, "
+                    "or fs.optim.muon() and other (init, update) pairs, which gather what they need."
                 )
         return scopes
 
     def _cut(self) -> list[list[nn.Parameter]]:
-        """Cut buffers into runs by the labels of leaves; the parameters that the inner optimizer has in each of its groups."""
+        """Cut buffers into runs by the labels of leaves. Return them as parameters, for each group of the inner optimizer."""
         tree, self._generation = self.session.kept.visible(), self.session.kept.generation
         rank = self.session.scheduler.rank
         self._runs = [
@@ -180,7 +172,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return [[nn.Parameter(run.of(nodes)) for run in runs] for runs in self._runs]
 
     def _recut(self, labels: Sequence[Mapping[str, Hashable]], states: Mapping[str, Mapping[str, Any]]) -> None:
-        """Cut runs where leaves have different labels, and give what is there then the state of each leaf."""
+        """Cut buffers into runs anew, where leaves have different labels, and join the states of the leaves of each run."""
         assert self.inner is not None
         known: dict[Hashable, int] = {}
         self._labels = [{path: known.setdefault(new, len(known)) for path, new in each.items()} for each in labels]
@@ -196,8 +188,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update the parameters, if there are gradients, and use the gradients up: ``p.grad`` is None afterwards.
 
-        Call :meth:`zero_grad` before the next backward or step, as everywhere in torch. ``closure`` computes the loss, with its
-        backward, once; its result is returned.
+        ``closure`` computes the loss, with its backward, once; its result is returned.
 
         Raises:
             LossError: all backward passes so far were told to accumulate.
@@ -216,19 +207,19 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 "step(): another optimizer of this module has made the step, and gradients are gone. Put all parameters into "
                 "one ShardedOptimizer, in groups."
             )
-        rows = ((f"group {i}: {name}", x) for i, group in enumerate(self.param_groups) for name, x in sorted(group.items()))
-        hosted = [  # the host would wait for tensors on a device
-            f"{name}={exact_text(x)}"
+        rows = [(f"group {i}: {key}", x) for i, group in enumerate(self.param_groups) for key, x in sorted(group.items())]
+        hosted = {  # the host would wait for tensors on a device
+            name: x
             for name, x in rows
             if not name.endswith(": params")
             if all(not isinstance(t, torch.Tensor) or t.device.type == "cpu" for t in optree.tree_leaves(x))
-        ]
-        self.session.step.update(tx, "\n".join(hosted), by=id(self))
+        }
+        self.session.step.update(tx, _text(hosted), by=id(self))
         return loss
 
     @api_boundary
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Only while it is made: pass all groups to ``ShardedOptimizer()``."""
+        """Refuse another group: ``ShardedOptimizer()`` takes all of them."""
         if self._is_made:
             raise TreeError("add_param_group(): a ShardedOptimizer gets all its groups when it is made: pass them to it then.")
         super().add_param_group(param_group)
@@ -247,9 +238,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for run, parameter in self._each_run():
             parameter.grad = None if run.leaves[0][0] in missing else run.of(nodes).to(parameter.dtype)
         self.inner.step()
-        for theirs in self.inner.param_groups:
-            for parameter in theirs["params"]:
-                parameter.grad = None
+        self.inner.zero_grad()
         return params, state
 
     @uncompiled
@@ -286,10 +275,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def state(self) -> Any:
         """A read-only mapping from parameters to the optimizer's state of each: ``optimizer.state[p]["exp_avg"]``.
 
-        State with a value for each element is a :class:`~fsharp.modules.Part` in the optimizer's own memory: a write to the
-        part changes the state. Other state, such as ``"step"``, is returned as the optimizer has it. A rank lacks that state
-        if it holds no element of any parameter that has had as many steps. The mapping of a parameter that has had no gradient
-        is empty. Look parts up again after a step. Of an ``(init, update)`` pair, whose state is a tree, it is refused.
+        State with a value for each element is a :class:`~fsharp.modules.Part` in the optimizer's own memory: a write to it
+        changes the state. Other state, such as ``"step"``, is the optimizer's own object; a rank that holds no element of any
+        parameter with as many steps has none. A parameter without a gradient so far has an empty mapping. Look parts up again
+        after a step. The state of an ``(init, update)`` pair is a tree, and refused here.
         """
         if self._is_made and self.inner is None:
             raise TreeError(
@@ -323,10 +312,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Return ``{"state": {name: {...}}, "param_groups": [...]}``, by names of parameters; every rank calls it.
 
-        What the optimizer keeps for each element of a parameter is a :class:`~fsharp.modules.Part`, at the optimizer's place,
-        so that another mesh can read what all ranks have saved. All else, such as ``"step"``, is as the optimizer has it.
-        Parameters that have had no gradient have no state. All are copies, of each parameter its own. Of an
-        ``(init, update)`` pair ``"state"`` is its tree of :class:`~fsharp.Sharded`, which the next step donates.
+        What the optimizer keeps for each element of a parameter is a :class:`~fsharp.modules.Part`, for any mesh to read. All
+        else, such as ``"step"``, is as the optimizer has it. All are copies. Parameters that have had no gradient have no
+        state. Of an ``(init, update)`` pair ``"state"`` is its tree of :class:`~fsharp.Sharded`, which the next step donates.
 
         Raises:
             TreeError: parameters that are DTensors sharded on other axes; a state that is no tensor, number, string or None.
@@ -348,12 +336,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def state_template(self, has: Callable[[str], bool] = lambda name: True) -> dict[str, Any]:
         """Return what :meth:`state_dict` gives once all trained parameters had gradients, to load into before a first step.
 
-        The optimizer is left as it is: its class makes a step with a gradient of zero on a copy of each parameter. ``"step"``
-        is 0. ``has`` says whether there is anything to load under a key path such as ``"state.layers.0.weight"``: parameters
-        that had no gradient when a state was saved have none there.
+        The optimizer stays as it is: its class makes a step with a gradient of zero on a copy of each parameter. ``"step"`` is
+        0. ``has`` says whether there is anything to load under a key path such as ``"state.layers.0.weight"``.
 
-        Cost: no collective. Memory of the state, and of one parameter at a time: this rank's part of it or, for a class that
-        looks at more than each element, all of it.
+        Cost: no collective. Memory of the state, and of one parameter at a time.
         """
         refuse_dtensors("state_template()", self.session)
         if self.inner is None:
@@ -365,12 +351,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return [{**group, "params": [p.path for p in group["params"]]} for group in self.param_groups]
 
     def _stateful(self) -> dict[str, Part]:
-        """By path, the parameters that may have a state: trained ones of these groups that have elements."""
+        """Return by path the parameters that may have a state: trained ones of these groups that have elements."""
         mine = {p.path for group in self.param_groups for p in group["params"]}
         return {path: p for path, p in self.session.parameters.items() if path in mine and p.is_trained and p.leaf.numel}
 
     def _fresh(self, path: str, groups: list[dict[str, Any]]) -> dict[str, Any]:
-        """The state that the class makes of a parameter, with the options of these groups."""
+        """Return the state that the class makes of a parameter, with the options of these groups."""
         assert self.inner is not None
         index = next(i for i, labels in enumerate(self._labels) if path in labels)
         parameter = self.session.parameters[path]
@@ -378,8 +364,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         held = mine.numel()
         shape = (held or 1,) if is_flat else parameter.leaf.shape
         values = mine.view(shape) if held else mine.new_zeros(shape)
-        options = {name: value for name, value in groups[index].items() if name != "params"}
-        state = fresh_state(type(self.inner), options, self._defaults, values)
+        state = fresh_state(type(self.inner), groups[index], self._defaults, values)
         run = FlatSlice("", 0, 0, values.numel(), ((path, 0, held),), None if is_flat else shape)
         return split_state(run, state, {path: parameter})[path]
 
@@ -402,8 +387,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 all ranks, before anything is changed.
             AgreementError: on all ranks: ranks that hold the same elements have different values of them.
 
-        Cost: the memory of the state, a pass over it to hash what several ranks hold, and of a class a step on copies of
-        parameters.
+        Cost: the memory of the state, a pass over what several ranks hold, and of a class a step on copies of parameters.
         """
         where, comm = "load_state_dict()", self.session.scheduler
 
@@ -426,7 +410,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for group, loaded in zip(self.param_groups, state_dict["param_groups"], strict=True):
             group.update({name: copy.deepcopy(value) for name, value in loaded.items() if name != "params"})
         if self.inner is None:
-            self.session.kept.keep_optimizer(states)
+            self.session.kept.state = self.session.kept.state._replace(opt=states)
         else:
             self._has_state = set(states)
             self._recut([{path: alike(states.get(path, {})) for path in labels} for labels in self._labels], states)
@@ -436,10 +420,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def full_state_dict(self, *, rank: int | None = 0) -> dict[str, Any]:
         """Return :meth:`state_dict` with whole tensors in host memory, on one rank, or on all; an empty dict on all others.
 
-        Refused for an ``(init, update)`` pair, and otherwise as :meth:`state_dict` and ``model.full_state_dict()``.
-
-        Cost: a gather of all state. Memory: a copy of this rank's state, and one full unit of one kind of state; on that rank,
-        the whole state dict in host memory.
+        Refused for an ``(init, update)`` pair, and otherwise as :meth:`state_dict` and ``model.full_state_dict()``. Cost: a
+        gather of all state, a copy of this rank's state, and one full unit of one kind of state.
         """
         where = "full_state_dict()"
         self._refuse_pair(where)
@@ -452,8 +434,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Load on all ranks one rank's result of :meth:`full_state_dict`; the others pass None.
 
         Refused for an ``(init, update)`` pair, and otherwise as :meth:`load_state_dict` and ``model.load_full_state_dict()``.
-
-        Cost: two ``all_reduce`` of each tensor's bytes along each axis. Memory: this rank's state twice, and a whole tensor.
+        Cost: two ``all_reduce`` of each tensor's bytes along each axis, this rank's state twice, and a whole tensor.
         """
         where = "load_full_state_dict()"
         self._refuse_pair(where)
@@ -480,8 +461,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
 
 def _session_of(params: list[Any]) -> Session:
-    if not params:
-        raise TreeError("ShardedOptimizer(): no parameters.")
     for i, parameter in enumerate(params):
         if not isinstance(parameter, ShardedParameter):
             raise TreeError(

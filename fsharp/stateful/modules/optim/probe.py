@@ -43,9 +43,9 @@ def scope_of(
 ) -> Scope:
     """Return what an optimizer with these options of a parameter group looks at. Refuse one that cannot be tried.
 
-    It makes steps on random tensors of the first of these lists of shapes that it takes: all of them together in their shapes,
-    each of them in an optimizer of its own, and flat, cut across their bounds. Updates that are equal were made of what was
-    there in both. One that keeps tensors of other shapes than a parameter's, such as row statistics, looks at shapes.
+    The optimizer makes steps on random tensors, of the first of ``choices`` that it takes: on all of them together, on each by
+    itself, and on flat pieces cut across their bounds. Equal updates look at no more than the smaller trial had. An optimizer
+    that keeps tensors of other shapes than a parameter's, such as row statistics, looks at shapes.
     """
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
@@ -100,7 +100,7 @@ def fresh_state(
 
 @contextmanager
 def _apart(device: torch.device) -> Iterator[None]:
-    """What is drawn in this context disturbs nobody's numbers."""
+    """Leave random numbers outside of this context as they are."""
     with _drawing, torch.random.fork_rng([device.index or 0] if device.type == "cuda" else []):
         yield
 
@@ -112,7 +112,7 @@ def _made(
     parameters: list[torch.Tensor],
 ) -> torch.optim.Optimizer:
     """Return an optimizer of parameters, with copies of the options."""
-    own, shared = copy.deepcopy((dict(options), dict(defaults)))
+    own, shared = copy.deepcopy(({k: v for k, v in options.items() if k != "params"}, dict(defaults)))
     return optimizer([{**own, "params": parameters}], **shared)
 
 

@@ -77,7 +77,7 @@ class GradScaler(torch.amp.GradScaler):
                 "init_scale, growth_factor, backoff_factor and growth_interval, and load the same state_dict."
             )
         if found:
-            optimizer.session.step.leave_out()
+            optimizer.session.step.use_up()
             return None
         result: float | None = optimizer.step(*args, **kwargs)
         return result

@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -51,18 +51,23 @@ class StateByParameter(Mapping[Part, Mapping[str, Any]]):
 
 
 def on_every_rank(where: str, states: States, parameters: Mapping[str, Part], comm: Comm) -> States:
-    """Return on all ranks the states that any has: an empty part of elements that other ranks hold, and all else in full.
+    """Return on all ranks the states that any rank has: an empty part of elements that others hold, and all else in full.
 
-    Ranks that have parameters of their own have states of their own. Refused are states that are no tensor, number, string or
-    None, and ranks that keep different things of one parameter.
+    Ranks that have parameters of their own have states of their own. Refuse a state that is no tensor, number, string or None,
+    and ranks that keep different kinds of state of one parameter.
     """
-    paths = list(parameters)
-    text = together(where, comm, lambda: _described(where, states, paths))
-    everyone = [json.loads(each) for each in exchange(text, comm)]
+
+    def described() -> str:
+        mine = [(path, states.get(path, {}).items()) for path in parameters]
+        rows = [json.dumps([[key, _kind(where, path, key, x)] for key, x in items]) for path, items in mine]
+        known = list(dict.fromkeys(rows))  # a few, for many parameters
+        return json.dumps([known, list(map(known.index, rows))])
+
+    texts = exchange(together(where, comm, described), comm)
+    everyone = [[json.loads(known[i]) for i in which] for known, which in map(json.loads, texts)]
     found: States = {}
-    for i, path in enumerate(paths):
-        like, mine = parameters[path], states.get(path, {})
-        kinds = {rank: known[which[i]] for rank, (known, which) in enumerate(everyone) if which[i] >= 0}
+    for i, (path, like) in enumerate(parameters.items()):
+        mine, kinds = states.get(path, {}), {rank: each[i] for rank, each in enumerate(everyone) if each[i]}
         mesh, axes = like.unit.mesh, like.place.varying  # along which ranks have states of their own
         owners = [tuple(mesh.coord(axis, rank) for axis in axes) for rank in range(mesh.size)]
         first: dict[tuple[int, ...], int] = {}
@@ -77,16 +82,6 @@ def on_every_rank(where: str, states: States, parameters: Mapping[str, Part], co
                 for key, kind in kinds[source]
             }
     return found
-
-
-def _described(where: str, states: States, paths: Sequence[str]) -> str:
-    """The different states there are, and which of them each parameter has, -1 if none."""
-    known: dict[str, int] = {}
-    which = []
-    for path in paths:
-        text = json.dumps([[key, _kind(where, path, key, value)] for key, value in states.get(path, {}).items()])
-        which.append(known.setdefault(text, len(known)) if states.get(path) else -1)
-    return f"[[{', '.join(known)}], {json.dumps(which)}]"
 
 
 def _kind(where: str, path: str, key: str, value: Any) -> list[Any]:
@@ -104,7 +99,7 @@ def _kind(where: str, path: str, key: str, value: Any) -> list[Any]:
 
 
 def _completed(kind: list[Any], value: Any, like: Part, source: int, comm: Comm) -> Any:
-    """What this rank has or, of a parameter of which it holds nothing, what the rank ``source`` has."""
+    """Return a state of this rank; if it holds nothing of the parameter, that of the rank ``source``."""
     what, *rest = kind
     if what == "value":
         return rest[0]
@@ -126,8 +121,8 @@ def check_groups(
 ) -> None:
     """Refuse a state dict whose parameter groups are not those of an optimizer.
 
-    ``own``: its groups, with names of parameters. ``options``: that each group has to have. ``trained``: names of parameters
-    that it may have a state of; None if its state is not by name.
+    ``own``: the optimizer's groups. ``options``: what each group has to have. ``trained``: names of parameters that may have a
+    state; None if the state is not by name.
     """
     if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= state_dict.keys():
         raise TreeError(f"{where}: expected a dict with 'state' and 'param_groups', as state_dict() gives it.")
@@ -161,9 +156,9 @@ def read_states(
     parameters: Mapping[str, Part],
     fresh: Callable[[str], Mapping[str, Any]],
 ) -> tuple[States, Replicas]:
-    """Return the states in a state dict, with this rank's parts of whole tensors; and what ranks have in common of it.
+    """Return the states in a state dict, with this rank's parts of whole tensors; and what ranks have to have in common.
 
-    ``fresh`` returns what the optimizer keeps of a parameter. States that are not such are refused.
+    ``fresh`` returns what the optimizer keeps of a parameter. Refuse states that are not like that.
     """
     states: States = {}
     replicas: Replicas = {}

@@ -1,26 +1,20 @@
-"""Part: this rank's part of a tensor. Functions that give right results with parts are computed, and all others are refused.
-
-A part that is all of a tensor may be used like any other tensor. Any other part has the shape of the whole tensor, for code
-that counts parameters or sorts them by their dims. Elementwise functions compute with each rank's elements; reductions of all
-elements are finished by a collective.
-"""
+"""Part: this rank's part of a tensor. Functions that give right results with parts are computed, and all others are refused."""
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from itertools import cycle
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import nn
 
 from fsharp.errors import LayoutError, TreeError
-from fsharp.functional.comm.protocol import Comm
 from fsharp.functional.layout.placement import Place
 from fsharp.functional.layout.slicing import boxes
 from fsharp.functional.layout.unit_layout import Leaf, UnitLayout
 from fsharp.stateful.modules.initial.dtensors import Spec
-from fsharp.stateful.modules.parts.part_functions import COPIES, ELEMENTWISE, REDUCTIONS, Reduction, arguments, is_in_place
-from fsharp.stateful.modules.torch_tools.refusals import not_whole, remedy_or, unseen
+from fsharp.stateful.modules.parts.part_functions import COPIES, ELEMENTWISE, Reduction, arguments, is_in_place, reduction_of
+from fsharp.stateful.modules.torch_tools.refusals import caller, not_whole, unseen
 from fsharp.stateful.runtime.boundary import in_backward
 from fsharp.tracebacks import api_boundary
 
@@ -34,12 +28,14 @@ _SHAPES = {"shape", "ndim", "size", "dim", "numel", "nelement", "stride", "__len
 class Part(torch.Tensor):
     """This rank's part of a tensor. ``shape``, ``ndim`` and ``numel()`` are the whole tensor's; :attr:`local` has the elements.
 
+    Code that counts parameters, or sorts them by their dims, is right. A part that is whole may be used like any other tensor.
+
     Elementwise functions, in place or not, take parts that are cut alike, numbers, and tensors without dims, and return a part.
     Of a tensor with the shape of the whole, which every rank has, each rank takes the elements that its part has. Sums, means,
-    extremes and norms of all elements are those of the whole tensor, on every rank. Each is one small collective for each axis
-    that divides the tensor, which all ranks call. If ranks along an axis have different parameters, those of all ranks are
-    reduced together. Everything else is refused for a part that is not whole. ``clone()``, ``to()``, ``cpu()`` and
-    ``copy.deepcopy`` return the same part in other memory. A part that is whole is pickled as a plain tensor; others are not.
+    extremes and norms of all elements are those of the whole tensor, by a small collective for each axis that divides it,
+    which all ranks call. If ranks along an axis have different parameters, those of all ranks are reduced together. All other
+    functions of a part that is not whole are refused. ``clone()``, ``to()``, ``cpu()`` and ``copy.deepcopy`` return the same
+    part in other memory. A part that is whole is pickled as a plain tensor; others are not.
 
     Attributes:
         path: name of the parameter in its module.
@@ -60,18 +56,29 @@ class Part(torch.Tensor):
     spec: Spec | None
     owner: "weakref.ref[Any]"
 
+    @classmethod
+    def made(cls, data: torch.Tensor, about: Mapping[str, Any], *, requires_grad: bool = False) -> Self:
+        """Return a part with the elements ``data``, 1-D, and the attributes ``about``. Nothing is copied."""
+        if _is_everywhere(about["unit"], about["place"], about["spec"]):
+            data = data.view(about["leaf"].shape)
+        part: Self = torch.Tensor._make_subclass(cls, data, requires_grad)  # a view would keep the memory of its base
+        part.__dict__.update(about)
+        return part
+
     @staticmethod
     def of(data: torch.Tensor, like: "Part") -> "Part":
         """Return a part with the elements ``data``, cut in the same way as ``like``."""
-        data = data.view(like.full_shape) if like.is_whole else data
-        part: Part = torch.Tensor._make_subclass(Part, data)  # no view: a view would keep the memory of its base
-        part.__dict__.update({name: getattr(like, name) for name in Part.__annotations__})
-        return part
+        return Part.made(data, like.about)
 
     @property
-    def _dtensor(self) -> Spec | None:
-        """Return the spec of a DTensor that other axes shard; None if they do not."""
-        return self.spec if self.spec is not None and self.spec.is_sharded else None
+    def about(self) -> dict[str, Any]:
+        """The attributes that say which part of which tensor this is, by name."""
+        return {name: getattr(self, name) for name in Part.__annotations__}
+
+    @property
+    def _dtensor(self) -> tuple[Any, ...] | None:
+        """Return mesh and placements of a DTensor that other axes shard; None if they do not."""
+        return (self.spec.mesh, self.spec.placements) if self.spec is not None and self.spec.is_sharded else None
 
     @property
     def full_shape(self) -> torch.Size:
@@ -81,7 +88,13 @@ class Part(torch.Tensor):
     @property
     def is_whole(self) -> bool:
         """Whether every rank holds the whole tensor."""
-        return is_all(self.unit, self.place, self.spec)
+        return _is_everywhere(self.unit, self.place, self.spec)
+
+    @property
+    def is_divided(self) -> bool:
+        """Whether some rank holds a part of the tensor, and not all or nothing of it."""
+        size, first = self.unit.local_size(self.leaf.group, self.place), self.leaf.offset
+        return self._dtensor is not None or (self.leaf.numel > 0 and first // size != (first + self.leaf.numel - 1) // size)
 
     @property
     def run(self) -> tuple[int, int]:
@@ -140,7 +153,7 @@ class Part(torch.Tensor):
     @property
     @api_boundary
     def data(self) -> "Part":
-        """The same part, detached. A write to it is noted like any other."""
+        """The same part, detached. A write to the result is noted like any other."""
         return Part.of(self.local, self)
 
     @data.setter
@@ -148,10 +161,10 @@ class Part(torch.Tensor):
     def data(self, value: torch.Tensor) -> None:
         if isinstance(value, Part) and value.dtype == self.dtype and value.local.data_ptr() == self.local.data_ptr():
             return  # a module was moved to where it is
-        remedy = "Write a parameter in `with model.unsharded(write=True):`, and a gradient by `p.grad.copy_(...)`."
+        _, remedy = caller("Write a parameter in `with model.unsharded(write=True):`, and a gradient by `p.grad.copy_(...)`.")
         raise TreeError(
             f"{self.path!r} rests in memory of its ShardedModule, in a planned dtype and shape: its data cannot be replaced. "
-            f"{remedy_or(remedy)}"
+            f"{remedy}"
         )
 
     @property
@@ -164,9 +177,8 @@ class Part(torch.Tensor):
         """A key that is equal for two parts if each rank holds the same range of elements of both."""
         if self.is_whole:
             return self.full_shape, None
-        spec = self._dtensor and (self._dtensor.mesh, self._dtensor.placements)
         size = self.unit.local_size(self.leaf.group, self.place)
-        return self.full_shape, self.unit.mesh, self.place.sharded, self.leaf.shape, self.leaf.offset, size, spec
+        return self.full_shape, self.unit.mesh, self.place.sharded, self.leaf.shape, self.leaf.offset, size, self._dtensor
 
     @classmethod
     @api_boundary
@@ -185,9 +197,7 @@ class Part(torch.Tensor):
             args, kwargs = _full_in_backward(args), {key: _full_in_backward(x) for key, x in kwargs.items()}
         if name == "_has_compatible_shallow_copy_type" and isinstance(args[0], Part):
             return _stays(*args)
-        if name == "detach" and isinstance(args[0], Part):
-            return Part.of(args[0].local, args[0])
-        if name in COPIES and type(args[0]) is Part:
+        if (name == "detach" and isinstance(args[0], Part)) or (name in COPIES and type(args[0]) is Part):
             return Part.of(getattr(args[0].local, name)(*args[1:], **kwargs), args[0])
         if is_harmless:
             with torch._C.DisableTorchFunctionSubclass():
@@ -195,7 +205,7 @@ class Part(torch.Tensor):
         rows = arguments(name, args, kwargs)
         parts = [x for row in rows for x in row if isinstance(x, Part)]
         cut = [part for part in parts if not part.is_whole]
-        reduction = _reduction(name, args, kwargs) if any(part._axes for part in parts) or cut else None
+        reduction = reduction_of(name, args, kwargs) if any(part._axes for part in parts) or cut else None
         if cut and reduction is None and (name not in ELEMENTWISE or "out" in kwargs):
             kind = "" if isinstance(cut[0], nn.Parameter) else "a part or gradient of "
             # Not a TypeError, which Python would take for a missing operator.
@@ -242,7 +252,7 @@ class Part(torch.Tensor):
         )
 
 
-def is_all(unit: UnitLayout, place: Place, spec: Spec | None) -> bool:
+def _is_everywhere(unit: UnitLayout, place: Place, spec: Spec | None) -> bool:
     """Return whether every rank holds the whole of tensors of a unit at a place."""
     return (spec is None or not spec.is_sharded) and all(unit.mesh.axis_size(axis) == 1 for axis in place.sharded)
 
@@ -283,23 +293,13 @@ def _full_in_backward(x: Any) -> Any:
     return type(x)(map(_full_in_backward, x)) if type(x) in (list, tuple) else x
 
 
-def _reduction(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Reduction | None:
-    """Return the reduction that a call makes; None if it is no reduction of all elements."""
-    if name not in REDUCTIONS:
-        return None
-    try:
-        return REDUCTIONS[name](args[0][0] if name.startswith("_foreach_") else args[0], *args[1:], **kwargs)
-    except TypeError:
-        return None
-
-
 def _reduced(name: str, tensors: Sequence[torch.Tensor], reduction: Reduction) -> list[torch.Tensor]:
     """Return the reduction of each tensor; parts are reduced over ranks too, by a collective for each axis."""
     found: list[Any] = [None] * len(tensors)
     alike: dict[Any, list[int]] = {}
     for i, x in enumerate(tensors):
         if isinstance(x, Part):
-            alike.setdefault((x._axes, x._dtensor and (x._dtensor.mesh, x._dtensor.placements)), []).append(i)
+            alike.setdefault((x._axes, x._dtensor), []).append(i)
         else:
             found[i] = reduction.finish(reduction.local(x), x.numel())
     for (axes, is_dtensor), rows in alike.items():
@@ -308,7 +308,16 @@ def _reduced(name: str, tensors: Sequence[torch.Tensor], reduction: Reduction) -
         value = torch.stack([reduction.local(part.local) for part in parts])
         more = f" and {len(parts) - 1} more" if len(parts) > 1 else ""
         for axis in axes:
-            value = _over(axis, value, reduction, _owner(first, name).ranks, f"{name}() of {first.path!r}{more}")
+            if (owner := first.owner()) is None:
+                raise LayoutError(
+                    f"{name}() of a part of {first.path!r}, whose ShardedModule was deleted: keep a reference to it."
+                )
+            comm, label = owner.ranks, f"{name}() of {first.path!r}{more}"
+            if reduction.op == "sum":
+                value = comm.all_reduce(value, axis, label=label)
+            else:  # a backend's maximum may lose a NaN
+                rows_of_ranks = comm.all_gather(value, axis, label=label)
+                value = rows_of_ranks.amax(0) if reduction.op == "max" else rows_of_ranks.amin(0)
         if is_dtensor:
             value = first.spec.reduce(value, reduction.op)
         for i, part, each in zip(rows, parts, value.unbind(), strict=True):
@@ -317,37 +326,22 @@ def _reduced(name: str, tensors: Sequence[torch.Tensor], reduction: Reduction) -
     return found
 
 
-def _over(axis: str, x: torch.Tensor, reduction: Reduction, comm: Comm, label: str) -> torch.Tensor:
-    if reduction.op == "sum":
-        return comm.all_reduce(x, axis, label=label)
-    x = comm.all_gather(x, axis, label=label)  # a backend's maximum may lose a NaN
-    return x.amax(0) if reduction.op == "max" else x.amin(0)
-
-
-def _owner(part: Part, name: str) -> Any:
-    owner = part.owner()
-    if owner is None:
-        raise LayoutError(f"{name}() of a part of {part.path!r}, whose ShardedModule was deleted: keep a reference to it.")
-    return owner
-
-
 def _elementwise(
     func: Callable[..., Any], name: str, args: Sequence[Any], kwargs: Mapping[str, Any], rows: Sequence[Sequence[Any]]
 ) -> Any:
     """Call an elementwise function on this rank's elements. Return parts, or the argument that was changed in place."""
     likes = [next((x for x in row if isinstance(x, Part) and not x.is_whole), None) for row in rows]
     for row, like in zip(rows, likes, strict=True):
+        if like is None:
+            continue
+        if is_in_place(name) and not isinstance(row[0], Part):
+            raise LayoutError(_mismatch(like, row[0], name))
         for x in row:
-            if like is None or x is like or not isinstance(x, torch.Tensor):
+            if x is like or not isinstance(x, torch.Tensor):
                 continue
             is_plain_whole = x.dim() == 0 or (x.shape == like.full_shape and like._dtensor is None)
             if x._cut != like._cut if isinstance(x, Part) else not is_plain_whole:
                 raise LayoutError(_mismatch(like, x, name))
-    if is_in_place(name) and any(
-        not isinstance(row[0], Part) for row, like in zip(rows, likes, strict=True) if like is not None
-    ):
-        raise LayoutError(_mismatch(next(like for like in likes if like is not None), rows[0][0], name))
-
     out = func(*[_here(x, likes) for x in args], **{key: _here(x, likes) for key, x in kwargs.items()})
     if is_in_place(name):
         return None if out is None else args[0]
@@ -372,15 +366,10 @@ def _held(part: Part) -> str:
 
 
 def _mismatch(part: Part, other: Any, name: str) -> str:
+    what = f"a tensor of shape {list(other.shape)}" if isinstance(other, torch.Tensor) else f"a {type(other).__name__}"
+    remedy = "Of a tensor `whole` that every rank has, take `whole.flatten()[slice(*part.run)]`, and compute with `part.local`."
     if isinstance(other, Part):
-        remedy = (
-            "Shard both modules alike, with the same strategy, units, precision and trained parameters; freeze a teacher by "
-            "requires_grad_(False) after shard_module(), not before."
-        )
         what = f"{other.path!r}, of which this rank holds {_held(other)}: the two are cut differently"
-    else:
-        remedy = (
-            "Of a tensor `whole` that every rank has, take `whole.flatten()[slice(*part.run)]`, and compute with `part.local`."
-        )
-        what = f"a tensor of shape {list(other.shape)}" if isinstance(other, torch.Tensor) else f"a {type(other).__name__}"
+        remedy = "Shard both modules alike, with the same strategy, units, precision and trained parameters; freeze a teacher "
+        remedy += "by requires_grad_(False) after shard_module(), not before."
     return f"{name}(): {part.path!r}, of which this rank holds {_held(part)}, and {what}. {remedy}"

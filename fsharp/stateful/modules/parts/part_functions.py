@@ -1,7 +1,7 @@
 """Tables of torch's functions that may be called with parts: elementwise functions, and reductions of all elements."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -116,7 +116,15 @@ REDUCTIONS: dict[str, Callable[..., Reduction]] = {
     "linalg_norm": lambda x, *, dtype=None: _vector_norm(x, dtype=dtype),
     "_foreach_norm": lambda x, ord=2, dtype=None: _vector_norm(x, ord, dtype=dtype),
 }
-"""By name of a function, a function of the same arguments that returns the Reduction; a TypeError says that there is none."""
+"""By name of a function, a function of the same arguments that returns the Reduction, or raises a TypeError."""
+
+
+def reduction_of(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Reduction | None:
+    """Return the reduction that a call makes; None if it is no reduction of all elements."""
+    try:
+        return REDUCTIONS[name](args[0][0] if name.startswith("_foreach_") else args[0], *args[1:], **kwargs)
+    except (KeyError, TypeError):
+        return None
 
 
 def arguments(name: str, args: Any, kwargs: Any) -> list[list[Any]]:

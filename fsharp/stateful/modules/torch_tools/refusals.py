@@ -5,6 +5,7 @@ import types
 from functools import cache, partial
 from typing import cast
 
+import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
@@ -23,10 +24,10 @@ NO_COPIES = (
     "a new module: `teacher = fs.shard_module(make_model(), ...)`, `teacher.load_state_dict(model.state_dict())`. For a file, "
     "save model.full_state_dict()."
 )
-Cause = tuple[str, str, str]
+Caller = tuple[str, str, str]
 """A known caller of functions of parts: how its Python module's name begins, the caller in a user's words, what to write."""
 
-_CAUSES: list[Cause] = [
+_CALLERS: list[Caller] = [
     ("torch.optim.", "an optimizer of torch.optim", "Make a fs.ShardedOptimizer(model.parameters(), torch.optim.AdamW, ...)."),
     ("torch.amp.grad_scaler", "torch's GradScaler", "Take fs.GradScaler."),
     (
@@ -47,8 +48,7 @@ _CAUSES: list[Cause] = [
         "fs.shard_module(methods=[...]).",
     ),
 ]
-"""From the innermost function under way outwards, the first match counts."""
-_CHECKPOINTED: Cause = (
+_CHECKPOINT: Caller = (
     "torch.utils.checkpoint.",
     "a checkpoint that recomputes",
     "The backward of its unit is not under way: the module that a checkpoint recomputes has to be a unit or inside of one, and "
@@ -56,43 +56,36 @@ _CHECKPOINTED: Cause = (
 )
 
 
-def remedy_or(usual: str) -> str:
-    """Return the remedy for the known caller under way, or ``usual`` if there is none."""
-    cause = _cause()
-    return usual if cause is None else cause[2]
-
-
-def not_whole(held: str, name: str) -> str:
-    """Return the error message for a function that would take ``held``, a part, for the whole tensor."""
-    rest = "Elementwise functions, and sums, extremes and norms of all elements, work with parts. For other functions "
-    rest += "parameters are whole inside of `with model.unsharded():` (write=True keeps changes)."
-    return f"{held}, which {name}(){_asked_by()} would take for the whole tensor. {remedy_or(rest)}"
-
-
-def unseen(path: str, name: str) -> str:
-    """Return the error message for a function of a trained parameter with gradients on, as autograd does not reach parts."""
-    remedy = "Compute a term of the loss in a forward, or in a method that fs.shard_module(methods=[...]) names. Read values "
-    remedy += "under torch.no_grad()."
-    return (
-        f"parameter {path!r} is used by {name}(){_asked_by()} outside of the forward of its ShardedModule, where it would get "
-        f"no gradient. {remedy_or(remedy)}"
-    )
-
-
-def _asked_by() -> str:
-    cause = _cause()
-    return "" if cause is None else f" of {cause[1]}"
-
-
-def _cause() -> Cause | None:
-    """Return the known caller among the functions under way; None if there is none."""
+def caller(usual: str) -> tuple[str, str]:
+    """Return `` of`` the known caller under way, the innermost, and its remedy. If there is none: nothing, and ``usual``."""
     modules, frame = list[str](), cast(types.FrameType | None, sys._getframe(1))
     while frame is not None:
         modules.append(f"{frame.f_globals.get('__name__', '')}.")
         frame = frame.f_back
-    if in_backward() and any(module.startswith(_CHECKPOINTED[0]) for module in modules):
-        return _CHECKPOINTED
-    return next((cause for module in modules for cause in _CAUSES if module.startswith(cause[0])), None)
+    known = _CALLERS
+    if in_backward() and any(module.startswith(_CHECKPOINT[0]) for module in modules):
+        known = [("", *_CHECKPOINT[1:])]
+    found = next((each for module in modules for each in known if module.startswith(each[0])), None)
+    return ("", usual) if found is None else (f" of {found[1]}", found[2])
+
+
+def not_whole(held: str, name: str) -> str:
+    """Return the error message for a function that would take ``held``, a part, for the whole tensor."""
+    by, remedy = caller(
+        "Elementwise functions, and sums, extremes and norms of all elements, work with parts. For other functions parameters "
+        "are whole inside of `with model.unsharded():` (write=True keeps changes)."
+    )
+    return f"{held}, which {name}(){by} would take for the whole tensor. {remedy}"
+
+
+def unseen(path: str, name: str) -> str:
+    """Return the error message for a function of a trained parameter with gradients on, as autograd does not reach parts."""
+    by, remedy = caller(
+        "Compute a term of the loss in a forward, or in a method that fs.shard_module(methods=[...]) names. Read values under "
+        "torch.no_grad()."
+    )
+    where = "outside of the forward of its ShardedModule, where it would get no gradient"
+    return f"parameter {path!r} is used by {name}(){by} {where}. {remedy}"
 
 
 _WRAPPERS = (DataParallel, DistributedDataParallel, FullyShardedDataParallel)
@@ -109,27 +102,22 @@ def check_shardable(module: nn.Module, sharded: type[nn.Parameter]) -> None:
                 f", which manages parameters by itself. {remedy}: strategy=fs.ddp(...) replicates, fs.zero3(...) shards."
             )
     for path, parameter in module.named_parameters(remove_duplicate=False):
-        where = f"shard_module(): parameter {path!r}"
+        why, is_known = "", isinstance(parameter, DTensor) or is_quantized(parameter) or has_hooks(parameter)
         if isinstance(parameter, sharded):
-            raise TreeError(
-                f"{where} belongs to a ShardedModule already. Shard the whole model once, and name the modules in it by units=."
-            )
-        if isinstance(parameter, UninitializedParameter):
-            raise TreeError(f"{where} has no shape yet. Call the lazy module once before, with an input of the usual size.")
-        is_known = isinstance(parameter, DTensor) or is_quantized(parameter) or has_hooks(parameter)
-        if type(parameter) is not nn.Parameter and not is_known:
-            raise TreeError(
-                f"{where} is a {type(parameter).__name__}, and would become a plain nn.Parameter. Make it an nn.Parameter, and "
-                "do in the forward what the class does."
-            )
-        if parameter.layout is not nn.Parameter().layout:
-            raise TreeError(f"{where} has the layout {parameter.layout}, expected torch.strided. Take parameter.to_dense().")
-        if parameter.is_complex() and parameter.requires_grad:
-            raise TreeError(
-                f"{where} is {dtype_name(parameter.dtype)}, and only real parameters can be trained. Make it "
-                "nn.Parameter(torch.view_as_real(w)), and call torch.view_as_complex() in the forward; or freeze it by "
-                "requires_grad_(False)."
-            )
+            why = "belongs to a ShardedModule already. Shard the whole model once, and name the modules in it by units=."
+        elif isinstance(parameter, UninitializedParameter):
+            why = "has no shape yet. Call the lazy module once before, with an input of the usual size."
+        elif type(parameter) is not nn.Parameter and not is_known:
+            why = f"is a {type(parameter).__name__}, and would become a plain nn.Parameter. Make it an nn.Parameter, and do in "
+            why += "the forward what the class does."
+        elif parameter.layout is not torch.strided:
+            why = f"has the layout {parameter.layout}, expected torch.strided. Take parameter.to_dense()."
+        elif parameter.is_complex() and parameter.requires_grad:
+            why = f"is {dtype_name(parameter.dtype)}, and only real parameters can be trained. Make it "
+            why += "nn.Parameter(torch.view_as_real(w)), and call torch.view_as_complex() in the forward; or freeze it by "
+            why += "requires_grad_(False)."
+        if why:
+            raise TreeError(f"shard_module(): parameter {path!r} {why}")
 
 
 @cache

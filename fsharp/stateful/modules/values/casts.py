@@ -6,7 +6,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from fsharp.errors import LayoutError, TreeError, problem
-from fsharp.functional.layout.paths import ancestors, assign, selects
+from fsharp.functional.layout.paths import assign, selects
 from fsharp.functional.layout.precision import Precision
 from fsharp.stateful.modules.values.outputs import mapped, tensors_in
 
@@ -26,20 +26,16 @@ def casts_of(rules: Mapping[str, Precision], chosen: Iterable[str], leaves: Coll
     The last rule whose pattern selects a module's own path is the module's. Refuse it if no parameter in the module has it.
     """
     of_leaf = assign("shard_module(precision=...)", rules, leaves := list(leaves), default=Precision())
-    inside: dict[str, list[str]] = {path: [] for path in ["", *chosen]}
-    for leaf in leaves:
-        for path in ancestors(leaf):
-            if path in inside:
-                inside[path].append(leaf)
     casts = {}
-    for path, of_path in inside.items():
+    for path in ["", *chosen]:
+        inside = [leaf for leaf in leaves if leaf.startswith(f"{path}.")]
         mine = ([Precision()] + [rule for pattern, rule in rules.items() if selects(pattern, path)])[-1]
-        if path and all(of_leaf[leaf] != mine for leaf in of_path):
+        if path and all(of_leaf[leaf] != mine for leaf in inside):
             raise LayoutError(
                 problem(
                     "shard_module(precision=...)",
                     f"the module {path!r} casts its inputs by one precision, and all of its parameters have others.",
-                    [(repr(path), mine), (repr(of_path[0]), of_leaf[of_path[0]])],
+                    [(repr(path), mine), (repr(inside[0]), of_leaf[inside[0]])],
                     f"Name the module: a pattern {path!r} selects it and all of its parameters.",
                 )
             )
@@ -52,11 +48,8 @@ def casts_of(rules: Mapping[str, Precision], chosen: Iterable[str], leaves: Coll
 def cast(value: T, dtype: torch.dtype | None) -> T:
     """Return the value with its floating-point tensors in a dtype, in pytrees of torch and dataclasses; None leaves them.
 
-    Nothing is changed in place. What holds no tensor of another dtype is the same object as before, so that whoever has it sees
-    what the module writes to it.
-
-    Raises:
-        TreeError: a tensor of another dtype in a container of another class, such as a set.
+    Nothing is changed in place. An object that holds no tensor of another dtype is returned itself: its owner sees what the
+    module writes to it. Refuse a tensor of another dtype in a container of another class, such as a set.
     """
 
     def check(x: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The tensors in what a module returns, whatever it is; and others in their place, in pytrees of torch and dataclasses."""
+"""Find the tensors in what a module returns, and replace tensors in pytrees of torch and dataclasses."""
 
 import copy
 import dataclasses
@@ -24,8 +24,7 @@ _LATE = (types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType, map
 def tensors_in(value: Any, path: str, *, refuses_late: bool = True) -> list[torch.Tensor]:
     """Return all tensors that can be reached from a value that the module at ``path`` gives away, but not through modules.
 
-    Generators and other iterators, which may compute when parameters are released, are refused, or left: a module may keep one
-    in an attribute, such as that of a loader, but not return one.
+    ``refuses_late``: refuse generators and other iterators, which may compute when parameters are released.
     """
     if isinstance(value, torch.Tensor):  # what most modules return
         return [value]
@@ -50,8 +49,7 @@ def tensors_in(value: Any, path: str, *, refuses_late: bool = True) -> list[torc
 def mapped(value: Any, change: Callable[[Any], Any], other: Callable[[Any], Any], *, in_place: bool = False) -> Any:
     """Return a value with its tensors changed, in pytrees of torch and dataclasses; the same object if no tensor changes.
 
-    ``other`` is called with each object of another class. ``in_place`` changes lists, dicts and dataclasses themselves, so that
-    whoever has one sees it, and not copies.
+    ``other`` is called with each object of another class. ``in_place`` changes lists, dicts and dataclasses, and no copies.
     """
     if isinstance(value, torch.Tensor):
         return change(value)
@@ -108,12 +106,12 @@ def views_of(parameters: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]
 
 
 def _memory(x: torch.Tensor) -> list[int]:
-    """Addresses of the storages of a tensor."""
+    """Return the addresses of a tensor's storages."""
     return [each.untyped_storage().data_ptr() for each in inner_tensors(x) if each.numel() and not each.is_meta]
 
 
 def reaching(tensors: Sequence[torch.Tensor], inputs: Sequence[Any]) -> list[torch.Tensor]:
-    """These tensors, through which a backward reaches all inputs even if they depend on none; without a gradient for those."""
+    """Return these tensors, connected to all inputs: a backward reaches inputs that they do not use, without a gradient."""
     moved = [i for i, x in enumerate(tensors) if x.is_floating_point() or x.is_complex()]
     reached = [x for x in inputs if isinstance(x, torch.Tensor) and x.requires_grad]
     if not moved or not reached or not torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():

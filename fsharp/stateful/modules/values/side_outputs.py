@@ -17,18 +17,17 @@ _CONTAINERS = frozenset({list, dict, set, tuple, deque, OrderedDict, defaultdict
 
 
 class SideOutputs:
-    """The attributes and containers in which modules that are gathered together may store tensors.
+    """The tensors that modules, gathered together, leave in attributes, buffers, and containers among the arguments of a call.
 
-    These are attributes, buffers included, that are tensors or hold them in lists, dicts, sets and tuples, and such containers
-    among the arguments of a call. Modules of torch.nn leave none. What is in attributes of other objects, or in a hook's
-    variables, is not seen.
+    Containers are lists, dicts, sets and tuples. Modules of torch.nn leave none. Attributes of other objects, and variables of
+    hooks, are not seen.
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._modules = [weakref.ref(each) for each in modules if not type(each).__module__.startswith("torch.nn.")]
 
     def look(self, arguments: Sequence[Any], path: str) -> dict[int, torch.Tensor]:
-        """The tensors there, by id."""
+        """Return by id the tensors there."""
         values = [value for value in arguments if type(value) in _CONTAINERS and value]
         values += [places[name] for places, name in self._places()]
         return {id(x): x for x in tensors_in(values, path, refuses_late=False)} if values else {}
@@ -36,10 +35,7 @@ class SideOutputs:
     def since(
         self, before: dict[int, torch.Tensor], arguments: Sequence[Any], parameters: Sequence[torch.Tensor], path: str
     ) -> list[torch.Tensor]:
-        """Return the tensors there that were not ``before`` and have a graph, to which a backward may come.
-
-        Views of parameters, which are released, become copies first.
-        """
+        """Return tensors there that are not in ``before`` and have a graph. Views of parameters become copies first."""
         new = [x for i, x in self.look(arguments, path).items() if i not in before]
         if views := views_of(parameters, new):
             self.replace(arguments, views, [cloned(x) for x in views], path)
@@ -47,7 +43,7 @@ class SideOutputs:
         return [x for x in new if x.grad_fn is not None]
 
     def replace(self, arguments: Sequence[Any], old: Sequence[torch.Tensor], new: Sequence[torch.Tensor], path: str) -> None:
-        """Put other tensors in their place."""
+        """Put new tensors in place of old ones."""
         for value in arguments:
             if type(value) in _CONTAINERS:
                 replaced(value, old, new, path)
@@ -56,22 +52,13 @@ class SideOutputs:
 
     def _places(self) -> list[tuple[dict[str, Any], str]]:
         """Return dicts and names in them under which there are tensors, or containers that may hold some."""
-        found = []
-        for reference in self._modules:
-            if (module := reference()) is not None:
-                for places in (module.__dict__, module._buffers):
-                    for name, value in places.items():
-                        if name not in _OWN and _may_hold(value):
-                            found.append((places, name))
-        return found
+        modules = [module for reference in self._modules if (module := reference()) is not None]
+        dicts = [places for module in modules for places in (module.__dict__, module._buffers)]
+        return [(places, name) for places in dicts for name, x in places.items() if name not in _OWN and _may_hold(x)]
 
 
 def refuse_kept(module: nn.Module) -> None:
-    """Refuse what sharding would lose or make stale, as it puts other tensors in the place of parameters.
-
-    That is a parameter, or a view of one, that a module keeps in an attribute, a list or a buffer as well; and hooks of
-    parameters.
-    """
+    """Refuse attributes and buffers that hold a parameter or a view of one, and hooks of parameters: all would be stale."""
     extents = [(name, extent) for name, p in module.named_parameters() for extent in _extents(p)]
     for path, each in module.named_modules():
         # weight_norm, spectral_norm and prune have hooks that compute these attributes anew in each forward.
@@ -97,7 +84,7 @@ def refuse_kept(module: nn.Module) -> None:
 
 
 def _extents(x: torch.Tensor) -> list[tuple[int, int]]:
-    """The first byte of a tensor, and the one after its last; those of each tensor inside of a wrapper."""
+    """Return the first byte and the end of a tensor; of a wrapper, those of each tensor inside."""
     found = []
     for each in inner_tensors(x.detach()):
         if each.numel() and not each.is_meta:
