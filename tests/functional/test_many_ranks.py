@@ -1,0 +1,121 @@
+"""Jobs of many ranks, of which one is here: torch's backend "fake" takes its messages, and the others are taken to be alike."""
+
+from collections import Counter
+
+import optree
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+import fsharp as fs
+from fsharp.functional.comm.process_group import ProcessGroupComm
+from fsharp.functional.layout.sharded import is_sharded
+from fsharp.functional.layout.slicing import shard_for
+
+RANK = 5
+
+
+class Alike(ProcessGroupComm):
+    """A Comm that receives from each rank what this one sends to itself, and counts the bytes of its messages."""
+
+    sent = 0
+
+    def _swap(self, send, receive, axis, text):
+        mine = self.rank if axis is None else self.mesh.coord(axis, self.rank)
+        for x in receive:
+            x.copy_(send[mine])
+        self.sent += sum(x.numel() for i, x in enumerate(send) if i != mine)
+        super()._swap(send, receive, axis, text)
+
+
+def connect(mesh):
+    import torch.testing._internal.distributed.fake_pg  # noqa: F401  (registers the backend)
+
+    dist.init_process_group("fake", rank=RANK, world_size=mesh.size, store=dist.HashStore())
+    sizes = dict(mesh.axes)
+    return Alike(init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes)))
+
+
+def block(params, x):
+    return (x @ params["w"].to(x.dtype)).repeat(1, 2)
+
+
+def loss_fn(params, x, comm):
+    for layer in params["layers"]:
+        x = fs.forward(block, layer, x, comm=comm)
+    return x.float().square().mean()
+
+
+def calls_of_a_step(mesh, strategy, precision):
+    """The calls that this rank makes, the predicted ones, the bytes of its messages, and the bytes of its state."""
+    comm = connect(mesh)
+    tree = {"layers": [{"w": torch.zeros(1024, 512)} for _ in range(2)]}
+    layout = fs.plan(tree, mesh, strategy, units="layers.*", precision=precision)
+    tx = fs.optim.sgd(0.1)
+    state = fs.init_state(tx, fs.shard(tree, layout, comm, place="optim"), comm=comm)
+    counting, before = fs.collectives.CountingComm(comm), comm.sent
+    state, _ = fs.train_step(loss_fn, tx)(state, torch.ones(2, 1024).to(precision.compute or torch.float32), counting)
+    return (
+        Counter(counting.calls),
+        fs.inspect.step_traffic(layout),
+        comm.sent - before,
+        nbytes(state.params),
+        layout.nbytes("params"),
+    )
+
+
+def nbytes(tree):
+    nodes = [node for node in optree.tree_leaves(tree, is_leaf=is_sharded) if is_sharded(node)]
+    return sum(x.numel() * x.element_size() for node in nodes for x in node.raw_buffers)
+
+
+PLAIN = fs.Precision()
+CODED = fs.Precision(compute=torch.bfloat16, main=torch.float32, stored=fs.formats.mxint8, wire=fs.formats.mxint4)
+TWO = {"outer": 2048, "inner": 8}
+
+
+@pytest.mark.parametrize("precision", [PLAIN, CODED], ids=["plain", "stored mxint8, wire mxint4"])
+@pytest.mark.parametrize(
+    ("sizes", "strategy"),
+    [
+        (TWO, fs.hsdp("outer", "inner")),
+        (TWO, fs.hfsdp("outer", "inner")),
+        pytest.param({"dp": 16384}, fs.zero3("dp"), marks=pytest.mark.deep),
+    ],
+    ids=str,
+)
+def test_a_step_of_one_of_16384_ranks_makes_the_predicted_calls(sizes, strategy, precision):
+    mesh = fs.Mesh(sizes)
+    [found] = fs.testing.processes(fs.Mesh({"one": 1}), lambda _: calls_of_a_step(mesh, strategy, precision))
+    calls, predicted, sent, held, planned = found
+    assert calls == predicted
+    assert held == planned
+    assert sent == sum(call.nbytes * count for call, count in predicted.items())
+
+
+def llama_8b():
+    def empty(*shape):
+        return torch.empty(shape, device="meta", dtype=torch.bfloat16)
+
+    d, f, kv = 4096, 14336, 8 * 128
+    shapes = {"wq": (d, d), "wk": (d, kv), "wv": (d, kv), "wo": (d, d), "w1": (d, f), "w2": (f, d), "w3": (d, f)}
+    norms = {"attn_norm": (d,), "mlp_norm": (d,)}
+    layers = [{name: empty(*shape) for name, shape in {**shapes, **norms}.items()} for _ in range(32)]
+    return {"embed": empty(128256, d), "layers": layers, "norm": empty(d), "head": empty(d, 128256)}
+
+
+def bytes_of_llama(mesh, strategy):
+    comm, tree = connect(mesh), llama_8b()
+    layout = fs.plan(tree, mesh, strategy, units="layers.*", precision=fs.Precision(torch.bfloat16, torch.float32))
+    state = fs.init_state(fs.optim.adamw(1e-3), shard_for(tree, layout, RANK, place="optim"), comm=comm)  # compares no values
+    held = nbytes(state.params), nbytes(state.main), nbytes(state.opt)
+    return held, (layout.nbytes("params"), layout.nbytes("main"), 2 * layout.nbytes("optim")), layout.num_params
+
+
+def test_a_llama_of_8b_on_8_ranks_has_its_planned_bytes():
+    run = lambda _: bytes_of_llama(fs.Mesh({"dp": 8}), fs.zero3("dp"))  # noqa: E731
+    [(held, planned, num_params)] = fs.testing.processes(fs.Mesh({"one": 1}), run)
+    assert num_params == 8_030_261_248
+    assert held == planned
+    assert sum(held) <= (2 + 4 + 8) * num_params / 8 * 1.0001
