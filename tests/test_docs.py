@@ -24,6 +24,7 @@ def programs(path):
     return re.findall(r"^```python\n(.*?)^```", path.read_text(), re.DOTALL | re.MULTILINE)
 
 
+@pytest.mark.timeout(300)
 def test_the_front_page_is_short_and_runs_in_a_fresh_process(tmp_path):
     readme = ROOT / "README.md"
     assert len(readme.read_text().splitlines()) <= 200
