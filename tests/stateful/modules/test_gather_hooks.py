@@ -230,29 +230,34 @@ def check(results, expected):
             assert torch.equal(parameters[name], value), name
 
 
-@pytest.mark.parametrize("cls", [Weight, NewWeight])
-@pytest.mark.parametrize("kind", KINDS)
-def test_every_strategy_has_the_bits_of_the_whole_model(kind, cls):
-    for mesh, strategies in [
-        (fs.Mesh({"dp": 2}), [fs.zero3("dp"), fs.zero2("dp"), fs.zero1("dp"), fs.ddp("dp")]),
-        (fs.Mesh({"outer": 2, "inner": 2}), [fs.hsdp("outer", "inner"), fs.hfsdp("outer", "inner")]),
-    ]:
-        found = fs.testing.processes(mesh, lambda comm, each=strategies: [train(comm, kind, s, cls=cls) for s in each])
-        for i in range(len(strategies)):
-            check([rank[i] for rank in found], train_whole(kind, mesh.size))
+CASES = [("scaled", Weight), ("scaled", NewWeight), ("by row", NewWeight), ("half", Weight)]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_rows_may_be_uneven_and_ranks_may_have_none(kind):
+@pytest.mark.parametrize("sizes", [{"dp": 2}, {"outer": 2, "inner": 2}], ids=str)
+def test_every_strategy_has_the_bits_of_the_whole_model(sizes):
+    mesh = fs.Mesh(sizes)
+    of_two = [fs.hsdp("outer", "inner"), fs.hfsdp("outer", "inner")]
+    strategies = of_two if len(sizes) == 2 else [fs.zero3("dp"), fs.zero2("dp"), fs.zero1("dp"), fs.ddp("dp")]
+    runs = [(kind, cls, strategy) for kind, cls in CASES for strategy in strategies]
+    found = fs.testing.processes(mesh, lambda comm: [train(comm, kind, each, cls=cls) for kind, cls, each in runs])
+    whole = {kind: train_whole(kind, mesh.size) for kind in KINDS}
+    for i, (kind, _, _) in enumerate(runs):
+        check([rank[i] for rank in found], whole[kind])
+
+
+def test_rows_may_be_uneven_and_ranks_may_have_none():
     sizes = (16, 2, 7)
-    found = fs.testing.processes(fs.Mesh({"dp": 3}), lambda comm: train(comm, kind, fs.zero3("dp"), sizes=sizes))
-    check(found, train_whole(kind, 3, sizes=sizes))
+    found = fs.testing.processes(
+        fs.Mesh({"dp": 3}), lambda comm: [train(comm, kind, fs.zero3("dp"), sizes=sizes) for kind in KINDS]
+    )
+    for i, kind in enumerate(KINDS):
+        check([rank[i] for rank in found], train_whole(kind, 3, sizes=sizes))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_fsdp2_has_the_same_bits(kind):
-    mesh = fs.Mesh({"dp": 2})
-    check(fs.testing.processes(mesh, lambda comm: train(comm, kind, "fsdp2")), train_whole(kind, 2))
+def test_fsdp2_has_the_same_bits():
+    found = fs.testing.processes(fs.Mesh({"dp": 2}), lambda comm: [train(comm, kind, "fsdp2") for kind in KINDS])
+    for i, kind in enumerate(KINDS):
+        check([rank[i] for rank in found], train_whole(kind, 2))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -296,9 +301,8 @@ def test_what_cannot_be_done_is_refused_by_name():
         fs.functionalize(make("scaled"))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_an_update_makes_one_reduction_of_maxima_and_gathers_have_the_bytes_of_the_hook(kind):
-    def rank_fn(comm):
+def test_an_update_makes_one_reduction_of_maxima_and_gathers_have_the_bytes_of_the_hook():
+    def calls_of(comm, kind):
         counting, policy = fs.collectives.CountingComm(comm), fs.Policy(release="forward", bucket_nbytes=0)
         model = fs.shard_module(make(kind), mesh=counting, units=[nn.Linear], precision=PRECISION, policy=policy)
         optimizer = fs.ShardedOptimizer(model.parameters(), torch.optim.SGD, lr=RATE)
@@ -310,11 +314,12 @@ def test_an_update_makes_one_reduction_of_maxima_and_gathers_have_the_bytes_of_t
         return counting.calls, fs.inspect.step_traffic(model.layout)
 
     loss, of_gradients = (fs.collectives.Call("all_reduce", "dp", n) for n in (16, 4))  # which ranks have found
-    for calls, predicted in fs.testing.processes(fs.Mesh({"dp": 2}), rank_fn):
-        predicted = predicted - Counter([loss])
-        assert set(calls) - {of_gradients} == set(predicted)
-        assert sum(n for call, n in predicted.items() if call.op == "all_reduce") == (1 if kind == "scaled" else 0)
-        assert all(calls[call] == n for call, n in predicted.items() if "reduce" in call.op)
+    for found in fs.testing.processes(fs.Mesh({"dp": 2}), lambda comm: [calls_of(comm, kind) for kind in KINDS]):
+        for kind, (calls, predicted) in zip(KINDS, found, strict=True):
+            predicted = predicted - Counter([loss])
+            assert set(calls) - {of_gradients} == set(predicted), kind
+            assert sum(n for call, n in predicted.items() if call.op == "all_reduce") == (1 if kind == "scaled" else 0)
+            assert all(calls[call] == n for call, n in predicted.items() if "reduce" in call.op)
 
 
 def test_checkpoints_have_main_copies_and_a_frozen_weight_keeps_its_hooks(tmp_path):

@@ -6,6 +6,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import fsharp as fs
+from fsharp.testing.processes import _Launcher, _run_ranks
 
 pytest.importorskip("torchao")
 RATE, RANKS, STEPS = 0.1, 2, 3
@@ -84,8 +85,9 @@ def assert_equal(ranks, whole):
 
 
 def test_float8_linear_has_the_bits_of_the_whole_model_and_of_fsdp2():
-    mesh, whole = fs.Mesh({"dp": RANKS}), train_whole()
-    sharded = fs.testing.processes(mesh, train_sharded)
-    assert_equal([found for found, _ in sharded], whole)
-    assert [nbytes for _, nbytes in sharded] == [64 * 96 // RANKS] * RANKS, "a value is one byte in a gather"
-    assert_equal(fs.testing.processes(mesh, train_fsdp2), whole)
+    launcher = _Launcher(first="import torchao.float8")  # once, and not by each rank
+    found = _run_ranks(launcher, fs.Mesh({"dp": RANKS}), lambda comm: (train_sharded(comm), train_fsdp2(comm)), 90.0)
+    whole = train_whole()
+    assert_equal([sharded for (sharded, _), _ in found], whole)
+    assert_equal([fsdp2 for _, fsdp2 in found], whole)
+    assert [nbytes for (_, nbytes), _ in found] == [64 * 96 // RANKS] * RANKS, "a value is one byte in a gather"
