@@ -32,7 +32,7 @@ CASE = Case(layers)
 
 
 def agree_on_nothing(patch, rank):
-    patch.setattr(formats._Agreement, "allreduce", lambda self, tensors, options=None: None)
+    patch.setattr(formats.Agreement, "allreduce", lambda self, tensors, options=None: None)
 
 
 def gather_nothing(patch, rank, planes=slice(None)):
