@@ -14,14 +14,14 @@ Glossary
     atom        the run of elements that is never cut: ``Element``, ``Rows`` or ``Whole`` of :mod:`fsharp.layouts`.
     layout      which element of which leaf rests on which rank (:class:`Layout`), made by :func:`plan`.
     sharded     the pytree node that stands where a unit's subtree stood (:class:`Sharded`).
-    full        replicated on every axis along which it does not vary: how functions see parameters.
+    full        replicated on every axis along which a unit does not vary: the place in which functions see parameters.
     comm        what a rank calls collectives through (:class:`Comm`).
     use         one call of a function on a unit, in the forward and on the way back in the backward.
     program     the order in which a step uses units (:class:`~fsharp.schedules.Program`).
-    schedule    when their data move, on which stream and in which memory (:class:`~fsharp.schedules.Schedule`).
-    slot        the address at which a unit's full parameters are while it is resident.
+    schedule    when the data of units move, on which stream and in which memory (:class:`~fsharp.schedules.Schedule`).
+    slot        the address of a unit's full parameters while the unit is resident.
     policy      what the compiler of schedules may do (:class:`Policy`).
-    main copy   the parameters in the optimizer's dtype, kept where its state rests.
+    main copy   the parameters in the optimizer's dtype, kept where the optimizer's state rests.
 """
 
 from fsharp import checkpoint as checkpoint
