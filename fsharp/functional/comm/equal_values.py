@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Iterator, Mapping
+from functools import cache
 
 import torch
 
@@ -11,6 +12,7 @@ from fsharp.functional.comm.protocol import Comm
 from fsharp.functional.layout.mesh import Mesh
 
 _NBYTES = 1 << 22  # taken at once
+_ROW = 1 << 12  # words of 32 bits that are added
 _SHOWN = 8
 
 
@@ -18,13 +20,13 @@ def digest(tensor: torch.Tensor) -> bytes:
     """Eight bytes that say which bits a tensor of any dtype holds, in which order.
 
     Words of 32 bits are multiplied by random odd numbers of 64 bits and added, modulo ``2**64``: exact on any device, and two
-    tensors that differ have the same sum with a probability of at most ``2**-31``. Sums of 4 MiB are hashed. (torch.hash_tensor
+    tensors that differ have the same sum with a probability of at most ``2**-31``. Sums of 16 KiB are hashed. (torch.hash_tensor
     does not see the order of elements, nor an even number of equal ones.)
 
     Cost: one pass over the tensor, and a few MiB.
     """
-    sums = [(words * _weights(len(words), words.device)).sum() for words in map(_words, _pieces(tensor))]
-    found = torch.stack(sums).tolist() if sums else []
+    sums = [_rows(piece).mul_(_weights(_ROW, piece.device)).sum(1) for piece in _pieces(tensor)]
+    found = torch.cat(sums).tolist() if sums else []
     return hashlib.sha256(repr(found).encode()).digest()[:8]
 
 
@@ -124,21 +126,19 @@ def _pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
         yield from _flat(tensor).split(_NBYTES)
 
 
-def _words(piece: torch.Tensor) -> torch.Tensor:
-    """Bytes as integers of 64 bits, each less than ``2**32`` in size."""
+def _rows(piece: torch.Tensor) -> torch.Tensor:
+    """Bytes as rows of integers of 64 bits, each less than ``2**32`` in size, with zeros at the end of the last row."""
     if piece.storage_offset() % 4 or len(piece) % 4:
         piece = torch.nn.functional.pad(piece, (0, -len(piece) % 4))
     if piece.storage_offset() % 4:
         piece = piece.clone()
-    return piece.view(torch.int32).long()
+    words = piece.view(torch.int32).long()
+    if len(words) % _ROW:
+        words = torch.nn.functional.pad(words, (0, -len(words) % _ROW))
+    return words.view(-1, _ROW)
 
 
-_drawn: dict[torch.device, torch.Tensor] = {}
-
-
+@cache
 def _weights(count: int, device: torch.device) -> torch.Tensor:
-    if device not in _drawn:
-        generator = torch.Generator().manual_seed(0)
-        odd = torch.randint(-(1 << 63), (1 << 63) - 1, (_NBYTES // 4,), generator=generator) | 1
-        _drawn[device] = odd.to(device)
-    return _drawn[device][:count]
+    generator = torch.Generator().manual_seed(0)
+    return (torch.randint(-(1 << 63), (1 << 63) - 1, (count,), generator=generator) | 1).to(device)
