@@ -27,7 +27,8 @@ def stored(tree: Any, comm: Comm) -> Any:
         rows = [(node.unit.groups[g].dtypes, b) for g, b in zip(node.groups, node.buffers, strict=True)]
         return node.with_buffers([b.to(d.compute) if d.format is None else b for d, b in rows])
 
-    return encode_leaves(encode_blocks(map_units(cast, tree)), comm)
+    tree = map_units(cast, tree)
+    return encode_leaves(encode_blocks(tree), comm) if any(node.unit.has_formats for node in units_of(tree)) else tree
 
 
 def encode_blocks(tree: Any, like: Any = None) -> Any:

@@ -20,8 +20,8 @@ def digest(tensor: torch.Tensor) -> bytes:
     """Eight bytes that say which bits a tensor of any dtype holds, in which order.
 
     Words of 32 bits are multiplied by random odd numbers of 64 bits and added, modulo ``2**64``: exact on any device, and two
-    tensors that differ have the same sum with a probability of at most ``2**-31``. Sums of 16 KiB are hashed. (torch.hash_tensor
-    does not see the order of elements, nor an even number of equal ones.)
+    tensors that differ have the same sum with a probability of at most ``2**-31``. Sums of 16 KiB are hashed.
+    (torch.hash_tensor does not see the order of elements, nor an even number of equal ones.)
 
     Cost: one pass over the tensor, and a few MiB.
     """

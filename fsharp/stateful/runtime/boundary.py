@@ -46,6 +46,10 @@ class _Boundary(torch.autograd.Function):
         return (None,) * (2 + ctx.num_sinks)
 
 
+_apply: Callable[..., tuple[torch.Tensor, ...]] = super(torch.autograd.Function, _Boundary).apply
+"""As ``_Boundary.apply`` outside of transforms of torch.func, under which there are no boundaries."""
+
+
 def double_backward() -> ScheduleError:
     """The error of a backward that is to be differentiated itself: what it saves would point at memory that is released."""
     return ScheduleError(
@@ -57,7 +61,7 @@ def double_backward() -> ScheduleError:
 
 def differentiable(receive: Receive, leaves: list[torch.Tensor], sinks: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """The leaves as outputs of a node whose backward hands their gradients, None where there is none, to ``receive``."""
-    return list(_Boundary.apply(receive, leaves, *sinks))
+    return list(_apply(receive, leaves, *sinks))
 
 
 def before_backward(outputs: Sequence[Any], inputs: Sequence[Any], call: Callable[[object], None]) -> None:

@@ -184,17 +184,10 @@ class Executor:
 
         return joined if after and lanes.has_streams else action
 
-    def label(self, bounds: Sequence[BoundOp]) -> str:
-        """What ranks compare before they take part in a collective of these ops."""
-        names: dict[str, None] = {}
-        for bound in bounds:
-            unit = bound.unit
-            assert unit is not None
-            names[unit.label(self.comm) if unit.tree_label is None else unit.tree_label] = None
-        first, last = bounds[0].op, bounds[-1].op
-        which = first.unit if first is last else f"{first.unit}..{last.unit}, {len(bounds)} units"
-        where = f"{self.step}, {self.microbatch}: " if self.step else ""
-        return f"{where}{''.join(names)}{first.kind} {which} ({first.phase})"
+    def label(self, units: Iterable[UnitState], what: str) -> str:
+        """What ranks compare before they take part in a collective of these units. ``what`` is of :func:`described`."""
+        names = dict.fromkeys([unit.label(self.comm) if unit.tree_label is None else unit.tree_label for unit in units])
+        return self.named(f"{''.join(names)}{what}")
 
     def named(self, what: str) -> str:
         """Something that happens now, and in which step it does."""
@@ -222,27 +215,34 @@ def _each(actions: Iterable[Action]) -> None:
         action()
 
 
+def described(bounds: Sequence[BoundOp]) -> str:
+    """Say in a label what these ops do, to which units."""
+    first, last = bounds[0].op, bounds[-1].op
+    which = first.unit if first is last else f"{first.unit}..{last.unit}, {len(bounds)} units"
+    return f"{first.kind} {which} ({first.phase})"
+
+
 def _gather(executor: Executor, bound: BoundOp) -> Action:
     units = [(each, each.unit, each.copy) for each in bound.members if each.unit is not None and each.copy is not None]
-    as_one, transport = len(units) > 1, executor.transport
+    as_one, transport, what = len(units) > 1, executor.transport, described(bound.members)
     waits = transport.is_async  # else the stream of gathers is behind what fills a node
 
     def start() -> None:
         if not executor.is_connected:
             executor.connect()
         moves: list[Move] = []
-        found, copies = [], []
-        for each, unit, copy in units:
+        found = [row for row in units if row[1].node is not None]  # others are gathered when they are waited for
+        for _, unit, copy in found:
             node = unit.node
-            if node is not None:  # of a tree that is yet to be seen in this step: gathered when it is waited for
-                if waits and node.lazy is not None:
-                    _ = node.buffers
-                moves += copy.fill(node, executor.number)
-                found.append(each)
-                copies.append(copy)
+            assert node is not None
+            if waits and node.lazy is not None:
+                _ = node.buffers
+            moves += copy.fill(node, executor.number)
         if found:
-            works = gather_along(copies[0].axes, moves, transport, label=executor.label(found), as_one=as_one)
-            for copy in copies:
+            text = what if len(found) == len(units) else described([each for each, _, _ in found])
+            label = executor.label([unit for _, unit, _ in found], text)
+            works = gather_along(found[0][2].axes, moves, transport, label=label, as_one=as_one)
+            for _, _, copy in found:
                 copy.expect(works)
 
     return executor.on_lane(bound, start)
@@ -261,7 +261,7 @@ def _wait(executor: Executor, bound: BoundOp) -> Action:
         with lanes.on("gather", bound.key, after):
             if transport.is_async:
                 _ = unit.node.buffers
-            label = f"{executor.label([bound])} of other values than were gathered"
+            label = f"{executor.label([unit], described([bound]))} of other values than were gathered"
             copy.expect(gather_along(copy.axes, copy.fill(unit.node, executor.number), transport, label=label, as_one=False))
         lanes.join([bound.key])
 
@@ -299,7 +299,8 @@ def _spread(executor: Executor, bound: BoundOp) -> Action:
         if not moving:
             return
         moves = [move for _, spread in moving for move in spread.moves]
-        label, axes = executor.label([each for each, _ in moving]), moving[0][1].axes
+        label = executor.label([spread.unit for _, spread in moving], described([each for each, _ in moving]))
+        axes = moving[0][1].axes
         works = gather_along(axes, moves, executor.transport, label=label, as_one=len(moving) > 1)
         for _, spread in moving:
             spread.expect(works)
@@ -345,6 +346,7 @@ def _cast(executor: Executor, bound: BoundOp) -> Action:
 def _reduce(executor: Executor, bound: BoundOp) -> Action:
     transport, members = executor.transport, [(each, each.gradient, each.block) for each in bound.members]
     as_one, is_finish = len(members) > 1, bound.spec is ops.FINISH
+    units, what = [each.unit for each in bound.members if each.unit is not None], described(bound.members)
 
     def start() -> None:
         if not executor.is_connected:
@@ -362,7 +364,7 @@ def _reduce(executor: Executor, bound: BoundOp) -> Action:
                 mine = gradient.reduce(block, direct=each.op.opens is not None)
             legs += mine
             counts.append(len(mine))
-        works = reduce_along(legs, transport, label=executor.label(bound.members), as_one=as_one)
+        works = reduce_along(legs, transport, label=executor.label(units, what), as_one=as_one)
         for (_, gradient, _), count in zip(members, counts, strict=True):
             gradient.send(works[:count])
             works = works[count:]

@@ -174,8 +174,7 @@ class Tracer(Engine):
             for use in reversed(uses):
                 step.exit(use)
         if torch.is_grad_enabled():
-            outputs = [out] if isinstance(out, torch.Tensor) else optree.tree_leaves(out)
-            before_backward(outputs, optree.tree_leaves((args, kwargs)), partial(step.come_back, uses))  # type: ignore[arg-type]
+            before_backward(_leaves_of(out), _leaves_of(*args, *kwargs.values()), partial(step.come_back, uses))
         return out
 
     def run_value_and_grad(self, loss_fn: Callable[..., Any], params: Any, parts: list[Any]) -> tuple[Loss, Any]:
@@ -268,6 +267,14 @@ class Tracer(Engine):
         step.update(update_gathers, moves)
         self.num_updates += 1
         return resting, state
+
+
+def _leaves_of(*values: Any) -> Sequence[Any]:
+    """The leaves of pytrees. Mostly they are tensors, of which no tree has to be made."""
+    for value in values:
+        if not isinstance(value, torch.Tensor):
+            return optree.tree_leaves(values)  # type: ignore[arg-type]
+    return values
 
 
 def _tree_of(sharded: Any, uses: Sequence[UnitUse], num_ties: int) -> Any:

@@ -126,10 +126,12 @@ class Transport(ABC):
         Returns:
             A Work for each. Its result is the sum: ``out``, or a tensor that is valid until ``x`` or ``scratch`` is written to.
         """
-        xs, outs = [each.x for each in summands], [each.out for each in summands]
-        self._count("reduce_scatter", axis, sum([x.nbytes for x in xs]) // n)
+        xs = [each.x for each in summands]
+        if self.counters:
+            self._count("reduce_scatter", axis, sum([x.nbytes for x in xs]) // n)
         if len(xs) == 1 or not self.packs("reduce_scatter", xs, n):
             return self.reduce_scatter_each(summands, axis, dtype, label)
+        outs = [each.out for each in summands]
         packed = torch.cat([x.view(n, -1) for x in xs], 1).view(-1)
         summed = packed.new_empty(len(packed) // n, dtype=dtype)
         sizes = [x.numel() // n for x in xs]

@@ -115,26 +115,30 @@ class ChainInput(NamedTuple):
 
 def reduce_along(legs: Sequence[ChainInput], transport: Transport, *, label: str, as_one: bool) -> list[Work]:
     """Begin to reduce each by itself, or all in the same collectives, if stages and dtypes agree. Return the last Works."""
-    if not as_one:
-        return [_reduce([leg], transport, f"{label} group {i}")[0] for i, leg in enumerate(legs)]
-    return _reduce(legs, transport, label)
+    if as_one:
+        return _reduce(legs, transport, label)
+    works = []
+    for i, leg in enumerate(legs):
+        works += _reduce([leg], transport, f"{label} group {i}")
+    return works
 
 
 def _reduce(legs: Sequence[ChainInput], transport: Transport, label: str) -> list[Work]:
     moving = [leg for leg in legs if leg.chain.size]
-    works = iter(_run(moving, transport, label) if moving else ())
-    return [next(works) if leg.chain.size else Work(result=leg.x if leg.out is None else leg.out) for leg in legs]
+    works = _run(moving, transport, label) if moving else []
+    if len(moving) == len(legs):
+        return works
+    found = iter(works)
+    return [next(found) if leg.chain.size else Work(result=leg.x if leg.out is None else leg.out) for leg in legs]
 
 
 def _run(legs: Sequence[ChainInput], transport: Transport, label: str) -> list[Work]:
-    chain, xs, outs = legs[0].chain, [leg.x for leg in legs], [leg.out for leg in legs]
-    memory = [iter(leg.memory) for leg in legs]
+    chain, xs = legs[0].chain, [leg.x for leg in legs]
     last: list[Work] = []
     for k, (op, axis, n) in enumerate(chain.stages):
-        scratch = [next(each) for each in memory]
-        is_last = k == len(chain.stages) - 1
-        between = [] if is_last else [(next(each), next(each)) for each in memory]
-        summands = list(map(Summand, xs, outs if is_last else [wide for wide, _ in between], scratch))
+        at, is_last = 3 * k, k == len(chain.stages) - 1  # in AxisChain.pieces
+        outs = [leg.out if is_last else leg.memory[at + 1] for leg in legs]
+        summands = list(map(Summand, xs, outs, [leg.memory[at] for leg in legs]))
         if op == "reduce_scatter":
             last = transport.reduce_scatter(summands, axis, n, chain.dtypes.accumulate, label=label)
         elif op == "all_to_all":
@@ -143,11 +147,12 @@ def _run(legs: Sequence[ChainInput], transport: Transport, label: str) -> list[W
             last = transport.all_reduce(summands, axis, n, label=label)
         else:
             last = [transport.gather_padded(xs, [each.place for each in summands], axis, n, label)] * len(xs)
-        if between:
+        if not is_last:
             for work in last:
                 rest = work.wait()
                 if isinstance(rest, Work):
                     rest.wait()
+            between = [(leg.memory[at + 1], leg.memory[at + 2]) for leg in legs]
             xs = [narrow.copy_(wide) if len(narrow) else wide for wide, narrow in between]
     return last
 

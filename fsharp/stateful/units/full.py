@@ -3,8 +3,8 @@
 [Note: aliases]
 Autograd saves the leaves that a function used, and compares their version counters in the backward. Between forward and
 backward, a slot of the arena is released and gathered again at the same address, with the same values, which raises the
-slot's version counter. A view of the slot shares this counter, so autograd would refuse the view. So each leaf is an alias
-of the slot's memory with a version counter of its own.
+slot's version counter. A view of the slot shares this counter, so autograd would refuse the view. So leaves are views of an
+alias of the slot's memory that has a version counter of its own.
 """
 
 from collections.abc import Mapping, Sequence
@@ -41,6 +41,7 @@ class LeafIndex:
             self.position[leaf.tied_to[1]] if leaf.tied_to[0] == unit.name else leaf.tied_to
             for leaf in unit.leaves
         ]  # fmt: skip
+        self._is_untied = len(self.stored) == len(unit.leaves)
 
     def tree(self, own: Sequence[torch.Tensor], leaves: Mapping[str, tuple["LeafIndex", Sequence[torch.Tensor]]]) -> Any:
         """The unit's subtree.
@@ -52,6 +53,8 @@ class LeafIndex:
         Raises:
             TreeError: a leaf is tied to one of a unit that is not in the call.
         """
+        if self._is_untied:
+            return self.unit.spec.unflatten(own)
         result = []
         for leaf, where in zip(self.unit.leaves, self._where, strict=True):
             if isinstance(where, int):
@@ -72,7 +75,7 @@ class LeafIndex:
         return optree.tree_unflatten(self.unit.spec, result)
 
     def views(self, flats: Mapping[int, torch.Tensor], which: Sequence[Leaf]) -> list[torch.Tensor]:
-        """The given leaves as aliases of full flat buffers, by group.
+        """The given leaves in full flat buffers, by group.
 
         Raises:
             TreeError: a buffer is not contiguous.
@@ -83,7 +86,7 @@ class LeafIndex:
                     f"unit {self.unit.name!r}: a buffer has stride {flat.stride(0)}, expected a contiguous one. "
                     "Call .contiguous() on it."
                 )
-        return [alias(flats[leaf.group], leaf.offset, leaf.shape) for leaf in which]
+        return [flats[leaf.group][leaf.offset : leaf.offset + leaf.numel].view(leaf.shape) for leaf in which]
 
     def gaps(self, group: int, flat: torch.Tensor) -> list[torch.Tensor]:
         """The parts of a full flat buffer that belong to no leaf."""
@@ -107,16 +110,10 @@ Planes = tuple[Sequence[torch.Tensor], torch.Tensor]
 """The planes of a full buffer, and the scales of its leaves."""
 
 
-def alias(flat: torch.Tensor, offset: int, shape: Sequence[int]) -> torch.Tensor:
-    """A contiguous tensor in the memory of ``flat``, which autograd takes for one of its own."""
-    strides, step = [], 1
-    for size in reversed(shape):
-        strides.append(step)
-        step *= max(size, 1)
-    start = flat.storage_offset() + offset
-    return torch.empty(0, dtype=flat.dtype, device=flat.device).set_(
-        flat.untyped_storage(), start, tuple(shape), tuple(reversed(strides))
-    )
+def alias(flat: torch.Tensor) -> torch.Tensor:
+    """A tensor with the memory of ``flat`` and a version counter of its own; see [Note: aliases]."""
+    empty = torch.empty(0, dtype=flat.dtype, device=flat.device)
+    return empty.set_(flat.untyped_storage(), flat.storage_offset(), flat.size(), flat.stride())
 
 
 RELEASED = 2**31
@@ -132,7 +129,7 @@ class FullUnit:
         stored: by group whose leaves are of a class of their own, the planes of the full buffer and the scales of leaves.
     """
 
-    __slots__ = ("_classed", "_handed_out", "_leaves", "_version", "flats", "index")
+    __slots__ = ("_aliases", "_classed", "_handed_out", "_leaves", "_version", "flats", "index")
 
     def __init__(self, unit: UnitLayout, flats: Sequence[torch.Tensor], stored: Mapping[int, Planes] = {}) -> None:
         self.index, self.flats = leaf_index(unit), tuple(flats)
@@ -141,7 +138,8 @@ class FullUnit:
             for path, part in unit.whole_leaves(group, planes, scales).items():
                 classed[self.index.position[path]] = unit.leaf_classes[group], part
         self._classed = {position: classed[position] for position in sorted(classed)}
-        plain = {g: flat for g, flat in enumerate(flats) if g not in stored}
+        plain = {g: alias(flat) for g, flat in enumerate(flats) if g not in stored}
+        self._aliases = tuple(plain.values())  # of a version counter each, which all leaves of the group share
         self._leaves = tuple(self.index.views(plain, [leaf for leaf in self.index.stored if leaf.group in plain]))
         self._handed_out: list[HandedOut] = []
         self._version = 0
@@ -201,8 +199,8 @@ class FullUnit:
         return self.leaves()[self.index.position[path]]
 
     def versions(self) -> list[int]:
-        """Return the number of writes to each leaf: plain leaves first, then handed-out leaves of a class of their own."""
-        found = list(map(_version_of, self._leaves))
+        """Return the numbers of writes: to leaves of each plain group, then to each handed-out leaf of a class of its own."""
+        found = list(map(_version_of, self._aliases))
         return [*found, *(each.version for each in self._handed_out)] if self._classed else found
 
     def is_written_since(self, versions: list[int]) -> bool:
@@ -216,7 +214,7 @@ class FullUnit:
         Autograd knows no version of leaves of a class of their own. Their memory is taken from them and from their aliases;
         :meth:`attach` gives it back to those of the same version.
         """
-        torch._C._autograd._unsafe_set_version_counter(self._leaves, (version,) * len(self._leaves))
+        torch._C._autograd._unsafe_set_version_counter(self._aliases, (version,) * len(self._aliases))
         if not self._classed:
             return
         alive = self.withdraw()
