@@ -12,7 +12,7 @@ from fsharp.functional.comm.protocol import Comm
 from fsharp.functional.layout.sharded import units_of
 from fsharp.functional.optim.norms import global_norm
 from fsharp.stateful.modules.initial.dtensors import Spec
-from fsharp.stateful.modules.parameter import Part, ShardedParameter
+from fsharp.stateful.modules.parameter import Part, ShardedParameter, held_leaves
 from fsharp.stateful.units.gradient import GradientBuffer
 from fsharp.stateful.units.unit_state import UnitState
 
@@ -100,12 +100,8 @@ class MeanGradients:
             return None
         if not self._parts:
             for node in units_of(self.tree):
-                here = node.local_leaves(self._comm.rank)
-                for leaf in (leaf for group in node.groups for leaf in node.unit.leaves_of(group)):
-                    name = node.unit.full_path(leaf)
-                    # An empty part is a view of the buffer too: a gradient is recognized by the address of its memory.
-                    local = here.get(name, node.buffers[node.groups.index(leaf.group)][:0])
-                    self._parts[name] = Part.of(local, self._parameters[name])
+                held = held_leaves(node, self._comm.rank)
+                self._parts |= {name: Part.of(data, self._parameters[name]) for name, _, data in held}
         return self._parts.get(path)
 
     def drop(self, part: Part) -> None:

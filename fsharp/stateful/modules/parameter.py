@@ -1,17 +1,19 @@
 """ShardedParameter: this rank's part of a parameter, which the module shows outside of its forward."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from fsharp.errors import LayoutError, TreeError
+from fsharp.functional.layout.sharded import Sharded
+from fsharp.functional.layout.unit_layout import Leaf
 from fsharp.stateful.modules.parts.part import Part
 from fsharp.stateful.modules.torch_tools.refusals import NO_COPIES
 from fsharp.tracebacks import api_boundary
 
-__all__ = ["Part", "ShardedParameter"]
+__all__ = ["Part", "ShardedParameter", "held_leaves"]
 
 
 class ShardedParameter(Part, nn.Parameter):
@@ -105,6 +107,18 @@ class ShardedParameter(Part, nn.Parameter):
             )
         if (owner := self.owner()) is not None and self.is_trained:
             owner.step.drop_gradient(self.path)
+
+
+def held_leaves(node: Sharded, rank: int) -> Iterator[tuple[str, Leaf, torch.Tensor]]:
+    """Yield path, leaf and this rank's elements of each leaf of a node, which are views of its buffers.
+
+    Of a leaf of which the rank holds nothing, yield an empty view: it has the buffer's memory and version, as the others.
+    """
+    here = node.local_leaves(rank)
+    for group, buffer in zip(node.groups, node.buffers, strict=True):
+        for leaf in node.unit.leaves_of(group):
+            path = node.unit.full_path(leaf)
+            yield path, leaf, here.get(path, buffer[:0])
 
 
 def _differentiate(outputs: Any, inputs: Sequence[torch.Tensor], **options: Any) -> Any:

@@ -25,7 +25,7 @@ from fsharp.stateful.modules.initial.dtensors import Spec, dressed
 from fsharp.stateful.modules.mean_gradients import MeanGradients
 from fsharp.stateful.modules.module_state import ModuleState
 from fsharp.stateful.modules.module_step import ModuleStep
-from fsharp.stateful.modules.parameter import Part, ShardedParameter
+from fsharp.stateful.modules.parameter import Part, ShardedParameter, held_leaves
 from fsharp.stateful.modules.torch_tools.refusals import NO_COPIES
 from fsharp.stateful.modules.values.casts import Cast, cast
 from fsharp.stateful.modules.values.outputs import tensors_in
@@ -270,20 +270,12 @@ class Session:
         self.parameters.clear()
         rank, trained = self.scheduler.rank, units_by_name(self.kept.visible())
         for node in units_of(self.kept.state.params):
-            unit = node.unit
-            frozen = node.select([g for g in node.groups if not unit.groups[g].trainable])
-            shown = trained[node.name], frozen
-            parts = {path: part for each in shown for path, part in each.local_leaves(rank).items()}
-            held = {g: buffer for each in shown for g, buffer in zip(each.groups, each.buffers, strict=True)}
-            for leaf in unit.leaves:
-                if leaf.tied_to is not None:
-                    continue
-                group, path = unit.groups[leaf.group], unit.full_path(leaf)
-                place = unit.strategy.optim if group.trainable else unit.strategy.params
-                data = parts.get(path, held[leaf.group][:0])  # an empty view: a write to it is noticed on this rank, too
-                about = {"path": path, "unit": unit, "leaf": leaf, "place": place, "rank": rank, "owner": weakref.ref(self)}
-                about |= {"spec": self.calls.specs.get(path), "is_trained": group.trainable}
-                self.parameters[path] = ShardedParameter.made(data.detach(), about, requires_grad=group.trainable)
+            frozen = node.select([g for g in node.groups if not node.unit.groups[g].trainable])
+            for each in (trained[node.name], frozen):
+                for path, leaf, data in held_leaves(each, rank):
+                    about = {"path": path, "unit": node.unit, "leaf": leaf, "place": each.place, "rank": rank}
+                    about |= {"spec": self.calls.specs.get(path), "owner": weakref.ref(self), "is_trained": each is not frozen}
+                    self.parameters[path] = ShardedParameter.made(data.detach(), about, requires_grad=each is not frozen)
         for unit, owned in zip(self.layout.units, self._by_unit(self.parameters), strict=True):
             self.calls.entries[unit.name].swap(owned)
 

@@ -138,7 +138,7 @@ class Initializers:
     def __init__(self, module: nn.Module, layout: Layout, comm: Comm, key: int, initialize: Initialize | None) -> None:
         self._module, self._layout, self._comm, self._key, self._initialize = module, layout, comm, key, initialize
         self.unfilled: set[str] = set()
-        self._made: tuple[str | None, dict[str, torch.Tensor]] = None, {}
+        self._made: tuple[str | None, dict[int, torch.Tensor]] = None, {}
         self._buffers: dict[int, torch.Tensor] = {}  # by the meta tensor: modules may share one
 
     def value(self, unit: UnitLayout, leaf: Leaf) -> torch.Tensor:
@@ -150,7 +150,7 @@ class Initializers:
         root = self._root(path.rpartition(".")[0])
         if root != self._made[0]:
             self._made = root, self._make(root)
-        return self._made[1][path]
+        return self._made[1][id(given)]
 
     def buffers(self) -> list[tuple[dict[str, Any], str, torch.Tensor]]:
         """Return for each buffer on the meta device where it sits, its name there, and its value."""
@@ -174,15 +174,15 @@ class Initializers:
         own = [*module._parameters.values(), *module._buffers.values()]
         return self._initialize is None and private and not public and any(x is not None and x.is_meta for x in own)
 
-    def _make(self, path: str) -> dict[str, torch.Tensor]:
-        """Return parameters by path, and keep buffers, of a module and of those that are made with it."""
+    def _make(self, path: str) -> dict[int, torch.Tensor]:
+        """Return by the meta tensor what a module, and those made with it, make of it. Keep buffers."""
         root = self._module.get_submodule(path)
         members = dict(root.named_modules(prefix=path)) if self._is_whole(path) else {path: root}
         before: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
             (name, places, dict(places)) for name, each in members.items() for places in (each._parameters, each._buffers)
         ]
         rows = [(f"{n}.{k}".lstrip("."), n, x, k, old) for n, x, given in before for k, old in given.items() if old is not None]
-        rooms, made = {id(old): _room(old) for *_, old in rows}, dict[str, torch.Tensor]()
+        rooms, made = {id(old): _room(old) for *_, old in rows}, dict[int, torch.Tensor]()
         try:
             for *_, places, key, old in rows:
                 places[key] = rooms[id(old)]
@@ -197,11 +197,9 @@ class Initializers:
                             fill()
             for full, _, places, key, old in rows:
                 if old.is_meta:
-                    value = self._taken(full, old, rooms[id(old)], places.get(key))
-                    if isinstance(old, nn.Parameter):
-                        made[full] = value
-                    else:
-                        self._buffers[id(old)] = value
+                    made[id(old)] = self._taken(full, old, rooms[id(old)], places.get(key))
+                    if not isinstance(old, nn.Parameter):
+                        self._buffers[id(old)] = made[id(old)]
         finally:
             for _, places, given in before:
                 places.clear()
