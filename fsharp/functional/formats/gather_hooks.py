@@ -80,7 +80,7 @@ def hooked_in(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     return found
 
 
-def format_of(parameter: torch.Tensor, compute: torch.dtype, main: torch.dtype, device: torch.device) -> Format:
+def format_of(parameter: torch.Tensor, compute: torch.dtype, main: torch.dtype, device: torch.device, policy: Any) -> Format:
     """Return the format in which a parameter with hooks rests and is gathered.
 
     Args:
@@ -88,13 +88,14 @@ def format_of(parameter: torch.Tensor, compute: torch.dtype, main: torch.dtype, 
         compute: the dtype in which functions use the parameter: the hooks' ``param_dtype``.
         main: the dtype of the main copy, which the hooks encode.
         device: where the main copy lies.
+        policy: FSDP2's MixedPrecisionPolicy with the same ``compute``, which hooks are given.
 
     Raises:
         OptionError: hooks that do what cannot be followed.
 
     Cost: calls of the hooks for the whole parameter and for one row, in memory of their own.
     """
-    hooks = _Hooks(parameter, compute, main, device)
+    hooks = _Hooks(parameter, compute, main, device, policy)
     planes, block = hooks.planes(tuple(parameter.shape))
     hooks.make_one(tuple(parameter.shape))
     about = re.sub(r" at 0x[0-9a-f]+", "", repr(hooks.settings))
@@ -142,10 +143,11 @@ class _Hooks:
         compute: see :func:`format_of`.
         main: see :func:`format_of`.
         device: see :func:`format_of`.
+        policy: see :func:`format_of`.
     """
 
-    def __init__(self, like: Any, compute: torch.dtype, main: torch.dtype, device: torch.device) -> None:
-        self.cls, self.device, self._compute, self._main = type(like), device, compute, main
+    def __init__(self, like: Any, compute: torch.dtype, main: torch.dtype, device: torch.device, policy: Any) -> None:
+        self.cls, self.device, self._compute, self._main, self._policy = type(like), device, compute, main, policy
         self._inner, self.settings = _inner_name(like), like.__tensor_flatten__()[1]
         self._tried: dict[Shape, _Made] = {}
 
@@ -159,8 +161,6 @@ class _Hooks:
     @torch.no_grad()
     def _pre(self, values: torch.Tensor, known: Sequence[torch.Tensor]) -> _Made:
         """Call the first hook for rows, with what was agreed on so far."""
-        from torch.distributed.fsdp import MixedPrecisionPolicy
-
         wrapped, answers, asked = self._wrapped(values), iter(known), list[torch.Tensor]()
 
         def answer(numbers: torch.Tensor) -> None:
@@ -179,8 +179,8 @@ class _Hooks:
                     f"{self._about(PRE)} takes {number} arguments, expected (mesh) or (mesh, outer_size, outer_stride, module, "
                     "mp_policy)."
                 )
-            module, policy = _Only(self._about(PRE), "module", {}), MixedPrecisionPolicy(param_dtype=self._compute)
-            more = () if number == 1 else (values.shape, values.stride(), module, policy)
+            module = _Only(self._about(PRE), "module", {})
+            more = () if number == 1 else (values.shape, values.stride(), module, self._policy)
             found = hook(mesh, *more)
         if not (isinstance(found, tuple) and len(found) == 2 and isinstance(found[0], tuple) and found[0]):
             raise OptionError(f"{self._about(PRE)} returned {found!r:.80}, expected (a tuple of tensors, metadata).")

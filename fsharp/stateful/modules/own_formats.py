@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from fsharp.errors import OptionError
 from fsharp.functional.comm.protocol import Comm
@@ -49,7 +50,8 @@ def own_formats(
                 "expected ranks that are processes."
             )
         compute, main = own.compute or parameter.dtype, own.main or parameter.dtype
-        found[path] = replace(own, compute=compute, main=main, stored=format_of(parameter, compute, main, comm.device))
+        policy = MixedPrecisionPolicy(param_dtype=compute)
+        found[path] = replace(own, compute=compute, main=main, stored=format_of(parameter, compute, main, comm.device, policy))
         if _last(atoms, path, Element()) == Element():
             atoms[path] = Rows(1)
     return found, atoms
