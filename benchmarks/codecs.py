@@ -14,11 +14,11 @@ class Codec(NamedTuple):
     precision: fs.Precision
 
 
-def _of(strategy: str, parameters: Any, gradients: Any) -> Codec:
+def _of(strategy: str, parameters: Any, gradients: Any, updates: fs.formats.Format | None = None) -> Codec:
     """Everything but float32 computes in bfloat16, in which decoded integers of 8 bits are exact."""
     stored = parameters if isinstance(parameters, fs.formats.Format) else None
     compute = torch.float32 if parameters is torch.float32 else torch.bfloat16
-    return Codec(strategy, fs.Precision(compute=compute, main=torch.float32, stored=stored, wire=gradients))
+    return Codec(strategy, fs.Precision(compute=compute, main=torch.float32, stored=stored, update=updates, wire=gradients))
 
 
 BF16, FP8, INT8, INT4 = torch.bfloat16, fs.formats.mxfp8, fs.formats.mxint8, fs.formats.mxint4
@@ -31,6 +31,8 @@ CODECS = {
     "bfloat16, zero2": _of("zero2", BF16, BF16),
     "mxint8, zero2": _of("zero2", INT8, INT8),
     "mxint8, gradients mxint4, zero2": _of("zero2", INT8, INT4),
+    "updates mxint8, gradients mxint4, zero2": _of("zero2", BF16, INT4, updates=INT8),
+    "updates and gradients mxint4, zero2": _of("zero2", BF16, INT4, updates=INT4),
 }
 EXACT = "float32, zero3"
 """Whose loss is the measure."""

@@ -26,7 +26,7 @@ from fsharp.functional.layout.sharded import (
 from fsharp.functional.layout.text import describe_units
 from fsharp.functional.moves import check_comm, gather, on_device
 from fsharp.functional.optim.base import Transform, apply_transform, as_transform, check_extra, check_gradients
-from fsharp.functional.stored import stored
+from fsharp.functional.stored import add_differences, encode_differences, stored
 from fsharp.torch_compile import uncompiled
 from fsharp.type_checks import options_checked
 
@@ -37,7 +37,7 @@ class TrainState(NamedTuple):
     Attributes:
         step: updates made, skipped ones included.
         params: a tree of :class:`~fsharp.Sharded` where parameters rest, in the compute dtype.
-        main: the same tree with, at the optimizer's place, the groups that have a main copy in another dtype.
+        main: the same tree with, at the optimizer's place, the groups that have a main copy.
         opt: state of the gradient transformation, at the optimizer's place.
         made_by: of which transformation, by name; a node without leaves.
     """
@@ -70,7 +70,7 @@ def init_state(tx: Any, sharded: Any, *, comm: Comm, donate: bool = False) -> Tr
     Args:
         tx: any ``(init, update)`` pair.
         sharded: parameters as :func:`~fsharp.shard` or :func:`~fsharp.init` made them: with ``place="optim"`` in the main
-            dtype, or where parameters rest if no main copy is kept.
+            dtype, or where parameters rest if they rest in that dtype.
         comm: the ranks.
         donate: allow the state to take over the buffers of ``sharded``; else they are copied.
 
@@ -103,7 +103,8 @@ def init_state(tx: Any, sharded: Any, *, comm: Comm, donate: bool = False) -> Tr
     params = gather(resting, comm=comm, to="params")
     name_as(params, start)
     main = trainable(gather(start, comm=comm, to="optim"))
-    state = TrainState(0, params, _main_copies(main), tx.init(main, comm=comm), MadeBy(tx.name))
+    copies = map_units(lambda node: node.with_buffers(list(map(_apart, node.buffers))), _main_copies(main))
+    state = TrainState(0, params, copies, tx.init(main, comm=comm), MadeBy(tx.name))
     if donate:
         donate_nodes(sharded)
     return state
@@ -165,19 +166,20 @@ def update(tx: Any, grads: Any, state: TrainState, *, comm: Comm, donate: bool =
         if isinstance(comm, Engine):
             held = comm.run_fetch(held, state.params, grads, donate=donate)
         main, opt = on_device(held, comm.device)
-        old = merge(gather(trainable(state.params), comm=comm, to="optim"), main)
+        resting = gather(trainable(state.params), comm=comm, to="optim")
+        old = map_units(_with_main_copies, merge(resting, main), main)
         check_gradients("update()", grads, old)
         new, opt = apply_transform(tx, grads, opt, old, comm=comm, donate=donate, **extra)
         main = _main_copies(new)
         if donate:
             opt = map_units(lambda node: node.replace(node.lazy or node.raw_buffers) if is_sharded(node) else node, opt)
-        resting = stored(new, comm)
-        name_updated(resting, state.params)
+        sent = stored(encode_differences(new, resting), comm)
+        name_updated(sent, state.params)
         if isinstance(comm, Engine):
-            params, (main, opt) = comm.run_update_gather(resting, state.params, (main, opt), donate=donate)
+            params, (main, opt) = comm.run_update_gather(sent, state.params, (main, opt), donate=donate)
         else:
-            params = merge(state.params, gather(resting, comm=comm, to="params"))
-        name_as(params, resting)
+            params = merge(state.params, add_differences(state.params, gather(sent, comm=comm, to="params")))
+        name_as(params, sent)
     if donate:
         donate_nodes((state.params, state.main, state.opt), params)
     return TrainState(state.step + 1, params, main, opt, MadeBy(tx.name))
@@ -194,3 +196,19 @@ def _check_maker(tx: Transform, state: TrainState) -> None:
 def _main_copies(tree: Any) -> Any:
     """Of trained groups at the optimizer's place, those that have a main copy."""
     return map_units(lambda node: node.select(node.unit.with_main_copy), tree)
+
+
+def _with_main_copies(node: Sharded, main: Sharded) -> Sharded:
+    """Return values with copies of those whose main copies are missing, as in a state that was resharded from another layout.
+
+    Without a copy, an update in place would change parameters from which a difference is still to be taken.
+    """
+    missing = [g for g in node.groups if g not in main.groups and node.unit.groups[g].dtypes.update is not None]
+    if not missing:
+        return node
+    return node.replace([b.clone() if g in missing else b for g, b in zip(node.groups, node.buffers, strict=True)])
+
+
+def _apart(buffer: torch.Tensor) -> torch.Tensor:
+    """Return a buffer in memory of its own, if it is a slice of a larger one."""
+    return buffer.clone() if buffer.untyped_storage().nbytes() > buffer.nbytes else buffer

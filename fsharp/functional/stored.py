@@ -1,4 +1,11 @@
-"""stored: parameters as they rest, from their values: cast, or encoded in the format of their group."""
+"""stored: parameters as they rest, from their values: cast, encoded in the format of their group, or by encoded differences.
+
+[Note: differences]
+Where parameters rest wider than optimizer state, updated ones may travel as differences. All ranks hold the same parameters
+``p``, and the owner of a part has the main copy ``m`` of the part. Each update sends ``encode(m - p)``. Every rank, the owner
+too, adds what it decodes to ``p``, in the dtype of ``m``. Then ``p - m`` is the error of this one difference: the next
+difference is taken against the exact main copy again. A ``p`` that is not finite stays so. Source: SDP4Bit, arXiv 2410.15526.
+"""
 
 from collections.abc import Sequence
 from functools import partial
@@ -10,6 +17,7 @@ from fsharp.functional.comm.protocol import Comm
 from fsharp.functional.comm.tree_names import label_of
 from fsharp.functional.formats.format import Format, LeafPart
 from fsharp.functional.layout.sharded import Sharded, is_sharded, map_units, merge, units_of
+from fsharp.functional.layout.unit_layout import UnitLayout
 from fsharp.functional.moves import gather
 
 
@@ -25,10 +33,63 @@ def stored(tree: Any, comm: Comm) -> Any:
 
     def cast(node: Sharded) -> Sharded:
         rows = [(node.unit.groups[g].dtypes, b) for g, b in zip(node.groups, node.buffers, strict=True)]
-        return node.with_buffers([b.to(d.compute) if d.format is None else b for d, b in rows])
+        # Main copies beside parameters of the same dtype have memory of their own. Encoded differences are bytes already.
+        is_cast = [d.format is None and b.is_floating_point() for d, b in rows]
+        pairs = zip(is_cast, rows, strict=True)
+        return node.with_buffers([b.to(d.compute, copy=d.update is not None) if cast else b for cast, (d, b) in pairs])
 
     tree = map_units(cast, tree)
     return encode_leaves(encode_blocks(tree), comm) if any(node.unit.has_formats for node in units_of(tree)) else tree
+
+
+def encode_differences(new: Any, params: Any) -> Any:
+    """Return updated values, those groups whose differences travel as encoded differences; see [Note: differences].
+
+    Args:
+        new: trained groups at the optimizer's place, in the main dtype.
+        params: the parameters before the update, in the same place.
+    """
+
+    def one(node: Sharded, before: Sharded) -> Sharded:
+        held, buffers = dict(zip(before.groups, before.buffers, strict=True)), []
+        for g, value in zip(node.groups, node.buffers, strict=True):
+            form, group = node.unit.update_format(g), node.unit.groups[g]
+            if form is not None:
+                value = form.store(value - held[g].to(value.dtype), group.capacity)
+            buffers.append(value)
+        return node.with_buffers(buffers)
+
+    return map_units(one, new, params)
+
+
+def add_differences(params: Any, moved: Any) -> Any:
+    """Return values that have been moved to where parameters rest, with parameters in place of encoded differences.
+
+    Args:
+        params: the parameters before the update, where they rest.
+        moved: what :func:`encode_differences` returned, in the same place.
+    """
+
+    def one(node: Sharded, before: Sharded) -> Sharded:
+        unit, held = node.unit, dict(zip(before.groups, before.buffers, strict=True))
+        rows = [(g, x, unit.update_format(g)) for g, x in zip(node.groups, node.buffers, strict=True)]
+        return node.with_buffers([x if form is None else with_difference(unit, g, held[g], x) for g, x, form in rows])
+
+    return map_units(one, moved, params)
+
+
+def with_difference(unit: UnitLayout, group: int, params: torch.Tensor, encoded: torch.Tensor) -> torch.Tensor:
+    """Return a buffer of parameters, in their dtype, with an encoded difference added.
+
+    Args:
+        unit: the layout.
+        group: index of the group, whose differences travel.
+        params: the parameters before the update, where they rest.
+        encoded: the difference of the same elements.
+    """
+    form, main = unit.update_format(group), unit.groups[group].dtypes.main
+    assert form is not None
+    return (params.to(main) + form.load(encoded, unit.groups[group].capacity, main)).to(params.dtype)
 
 
 def encode_blocks(tree: Any, like: Any = None) -> Any:

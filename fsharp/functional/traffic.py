@@ -48,7 +48,8 @@ def step_traffic(
             landed = reduce_calls(unit, group, strategy.full.dual, strategy.grads)
             calls.update({call: count * microbatches for call, count in landed.items()})
             calls.update(reduce_calls(unit, group, strategy.grads, strategy.optim))
-            calls.update(gather_calls(unit, group, strategy.optim, strategy.params))
+            axes = [axis for axis in unit.update_axes if unit.mesh.axis_size(axis) > 1]
+            calls.update(calls_gathering(unit, unit.update_nbytes(group), axes))
     calls.update(_agreed_scales(layout))
     for axis, n in layout.mesh.axes:  # the loss and its weight, two float64
         if n > 1:

@@ -121,6 +121,8 @@ def _by_leaf(values: Any) -> Any:
 class Format:
     """Describe how values are encoded. Parameters use a format at rest and in gathers, gradients use one in reductions.
 
+    Updates of parameters use a format in gathers, if they travel as differences.
+
     A *part* is the values that one rank keeps, or that a rank sends to one receiver. A part is whole blocks, and is stored as
     bytes, one plane after another. A buffer holds parts one after another, so one message moves all planes. Buffers are cut
     between parts alone.

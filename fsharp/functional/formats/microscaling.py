@@ -160,5 +160,6 @@ mxint4 = _blocks_of_32(
 )
 """Integers from -7 to 7 in blocks of 32 with a scale, 17 bytes for 32 values; not of the OCP.
 
-The error is at most 1/7 of the largest magnitude of the block: for gradients, where the errors of many ranks average out.
+The error is at most 1/7 of the largest magnitude of the block: for gradients, where the errors of many ranks average out,
+and for updates of parameters, where they do not accumulate.
 """

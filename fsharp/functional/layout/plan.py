@@ -1,7 +1,7 @@
 """plan: from a tree of tensors, a mesh and a strategy to a layout. Reads shapes, dtypes and storages, never values."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -65,7 +65,8 @@ def plan(
         StrategyError: a strategy whose axes are not the mesh's, or a partition spec with an axis that the mesh does not have.
         LayoutError: leaves that share storage without being the same view, tied leaves that disagree on a rule, leaves of one
             unit with different strategies, a partition spec that does not fit the shape of a leaf, a precision that says
-            how to cast inputs or outputs, which only modules have, or a trained leaf of ``torch.float8_*``.
+            how to cast inputs or outputs, which only modules have, a format of updates that no update would travel in, or a
+            trained leaf of ``torch.float8_*``.
         OptionError: an option of a type that it cannot have.
 
     Cost: no tensor is read or allocated; time grows with the number of leaves and not with the number of ranks.
@@ -95,7 +96,7 @@ def plan(
                 f"plan(): the precision of {path!r} has a wire along {unknown[0]!r}, expected one of {mesh.names}."
             )
         if not trainable:
-            dtypes = replace(dtypes, format=None)
+            dtypes = replace(dtypes, format=None, update=None)
         if trainable and (needs_scale(dtypes.compute) or needs_scale(dtypes.main)):
             raise LayoutError(
                 f"plan(): {path!r} is {tensor.dtype} and would be trained in it: without a scale small values and "
@@ -113,6 +114,7 @@ def plan(
         of_unit[unit_of[path]].append((path, tensor))
     for name, subtree in zip(sections.names, sections.subtrees, strict=True):
         built.append(_unit(name, subtree, of_unit[name], mesh, strategies[name], rules, ties, unit_of))
+    _check_updates(built, precision_of, {path for path, rule in rules.items() if rule[1]})
     return Layout(mesh, tuple(built), sections.spec)
 
 
@@ -163,6 +165,38 @@ def _precisions(precision: Precisions, paths: Sequence[str]) -> dict[str, Precis
                 "shard_module(precision=...) casts what they take and return. In a function, write x.to(dtype) there."
             )
     return found
+
+
+def _check_updates(units: Sequence[UnitLayout], precision_of: Mapping[str, Precision], trained: Collection[str]) -> None:
+    """Refuse a format of updates where none travels, and beside a format in which parameters rest."""
+    for unit in units:
+        for i, dtypes in enumerate([group.dtypes for group in unit.groups]):
+            if dtypes.update is None:
+                continue
+            asked = f"{unit.full_path(unit.leaves_of(i)[0])!r} has update={dtypes.update.name}"
+            if not unit.update_axes:
+                raise LayoutError(
+                    problem(
+                        "plan()",
+                        f"the precision of {asked}, and no updated parameters of this unit travel.",
+                        [("unit", repr(unit.name)), ("strategy", unit.strategy)],
+                        "Leave out update=, or choose a strategy that shards optimizer state along an axis along which "
+                        "parameters are replicated, such as zero1 or zero2. Under zero3, stored= encodes what travels.",
+                    )
+                )
+            if dtypes.format is not None:
+                raise LayoutError(
+                    f"plan(): the precision of {asked} and stored={dtypes.format.name}. Parameters that rest in a format "
+                    "travel in that format: leave out one of the two."
+                )
+    asked_for = [(path, each, each.update) for path, each in precision_of.items() if each.update is not None]
+    used = {each for path, each, _ in asked_for if path in trained}
+    for path, each, update in asked_for:
+        if each not in used:
+            raise LayoutError(
+                f"plan(): the precision of {path!r} has update={update.name}, and no leaf of this precision is trained. "
+                "Leave out update= where leaves are frozen or not floating-point."
+            )
 
 
 def within(path: str, unit: str) -> str:

@@ -32,6 +32,11 @@ class Precision:
         accumulate: the dtype in which gradients rest and are summed; ``None`` means ``main``'s.
         stored: the format in which trained parameters rest and travel, and from which they are decoded where they are used;
             ``None`` means not encoded. With a format the optimizer has a main copy.
+        update: the format in which updates of parameters travel from the optimizer's place to where parameters rest, if that
+            is wider, as under ``zero1``, ``zero2`` and ``hfsdp``; ``None`` means that updated parameters travel themselves.
+            With a format the optimizer has a main copy, and sends the difference between this copy and the parameters. All
+            ranks add the decoded difference to the parameters. So parameters differ from main copies by the error of one
+            difference, which does not accumulate. Along axes of one rank nothing is encoded. Not together with ``stored``.
         output: the dtype to which floating-point outputs of a module are cast; ``None`` leaves them. For
             :func:`~fsharp.shard_module`.
         cast_inputs: whether floating-point inputs of a module are cast to ``compute``, if that is given. For
@@ -46,27 +51,36 @@ class Precision:
     wire: Wire | Mapping[str, Wire] = field(default=None, hash=False)
     accumulate: torch.dtype | None = None
     stored: Format | None = None
+    update: Format | None = None
     output: torch.dtype | None = None
     cast_inputs: bool = True
 
     def __post_init__(self) -> None:
         if not isinstance(self.cast_inputs, bool):
             raise OptionError(f"Precision(): cast_inputs is {self.cast_inputs!r}, expected True or False.")
-        if self.stored is not None and not isinstance(self.stored, Format):
-            raise OptionError(f"Precision(): stored is {self.stored!r}, expected a Format.")
+        for name in ("stored", "update"):
+            if not isinstance(form := getattr(self, name), Format | None):
+                raise OptionError(f"Precision(): {name} is {form!r}, expected a Format.")
+        if self.update is not None and self.update.leaves is not None:
+            raise LayoutError(
+                f"Precision(): update is {self.update.name!r}, which encodes whole leaves, on whose scales ranks agree. Pass a "
+                "format that encodes blocks, such as fs.formats.mxint8."
+            )
         dtypes: dict[str, Any] = {name: getattr(self, name) for name in ("compute", "main", "accumulate", "output")}
+        if self.update is not None and self.update.is_plain:
+            dtypes["update"] = self.update.dtype
         wires = self.wire.items() if isinstance(self.wire, Mapping) else [("", self.wire)]
         for axis, wire in wires:
             if not isinstance(wire, Format) or wire.is_plain:
                 dtypes[f"wire[{axis!r}]" if axis else "wire"] = wire.dtype if isinstance(wire, Format) else wire
         for name, dtype in dtypes.items():
             if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-                expected = "a Format, " * name.startswith("wire") + "a floating-point torch.dtype or None"
+                expected = "a Format, " * name.startswith(("wire", "update")) + "a floating-point torch.dtype or None"
                 raise LayoutError(f"Precision(): {name} is {dtype!r}, expected {expected}.")
             if dtype is not None and needs_scale(dtype):
                 raise LayoutError(
                     f"Precision(): {name} is {dtype!r}. Values of 8 bits and less need a scale, without which small ones "
-                    "become zero: pass torch.bfloat16, or for wire= and stored= a Format that has scales."
+                    "become zero: pass torch.bfloat16, or for wire=, stored= and update= a Format that has scales."
                 )
 
     def resolve(self, dtype: torch.dtype) -> "Dtypes":
@@ -81,7 +95,7 @@ class Precision:
         by_axis = self.wire if isinstance(self.wire, Mapping) else {}
         wire = format_of(None if isinstance(self.wire, Mapping) else self.wire)
         wires = tuple([(axis, format_of(by_axis[axis])) for axis in sorted(by_axis)])
-        return Dtypes(compute, main, wire, self.accumulate or main, self.stored, wires)
+        return Dtypes(compute, main, wire, self.accumulate or main, self.stored, wires, self.update)
 
     @property
     def of_parameters(self) -> "Precision":
@@ -115,6 +129,7 @@ class Dtypes:
         accumulate: of gradients at rest.
         format: of parameters at rest and in collectives, if that is not plain ``compute``.
         wires: pairs of a mesh axis and the format of gradients in collectives along it, where that is not ``wire``.
+        update: of differences between main copies and parameters, if these travel in place of updated parameters.
     """
 
     compute: torch.dtype
@@ -123,6 +138,7 @@ class Dtypes:
     accumulate: torch.dtype
     format: Format | None = None
     wires: tuple[tuple[str, Format], ...] = ()
+    update: Format | None = None
 
     @property
     def stored(self) -> Format:
@@ -141,7 +157,8 @@ class Dtypes:
     @property
     def block(self) -> int:
         """Number of values that no rank may have a part of: a multiple of the blocks of all formats."""
-        return math.lcm(self.stored.block, self.wire.block, *[wire.block for _, wire in self.wires])
+        update = 1 if self.update is None else self.update.block
+        return math.lcm(self.stored.block, self.wire.block, update, *[wire.block for _, wire in self.wires])
 
     @property
     def names(self) -> list[str]:
@@ -154,16 +171,17 @@ class Dtypes:
         return self._listed(str)
 
     def _listed(self, text: Callable[[Format], str]) -> list[str]:
-        """The four dtypes, then the format at rest or nothing, then the axes that have a wire of their own, each with it."""
+        """The four dtypes, the format at rest or nothing, each axis that has a wire of its own, and the format of updates."""
         listed = [dtype_name(self.compute), dtype_name(self.main), text(self.wire), dtype_name(self.accumulate)]
-        if self.format is not None or self.wires:
+        if self.format is not None or self.wires or self.update is not None:
             listed.append("" if self.format is None else text(self.format))
-        return listed + [f"{axis}={text(wire)}" for axis, wire in self.wires]
+        listed += [f"{axis}={text(wire)}" for axis, wire in self.wires]
+        return listed if self.update is None else [*listed, f"update:{text(self.update)}"]
 
     @property
     def has_main_copy(self) -> bool:
         """Whether the optimizer keeps a copy of its own."""
-        return self.compute != self.main or self.format is not None
+        return self.compute != self.main or self.format is not None or self.update is not None
 
 
 def needs_scale(dtype: torch.dtype) -> bool:

@@ -11,7 +11,7 @@ import optree
 import torch
 
 from fsharp.errors import LayoutError
-from fsharp.functional.formats.format import dtype_name, format_named
+from fsharp.functional.formats.format import Format, dtype_name, format_named
 from fsharp.functional.layout.mesh import Mesh
 from fsharp.functional.layout.packing import Atom, Element, Rows, Whole
 from fsharp.functional.layout.placement import AxisRule, Placement, Strategy
@@ -107,9 +107,14 @@ def _check_unit(unit: UnitLayout) -> None:
 def _dtypes_from_json(names: list[str]) -> Dtypes:
     compute, main, accumulate = map(dtype_named, [*names[:2], names[3]])
     stored = format_named(names[4]) if any(names[4:5]) else None
-    wires = [each.rpartition("=") for each in names[5:]]
-    by_axis = tuple([(axis, format_named(name)) for axis, _, name in wires])
-    return Dtypes(compute, main, format_named(names[2]), accumulate, stored, by_axis)
+    by_axis, update = list[tuple[str, Format]](), None
+    for each in names[5:]:
+        axis, is_wire, name = each.rpartition("=")  # which no name of a format has
+        if is_wire:
+            by_axis.append((axis, format_named(name)))
+        else:
+            update = format_named(name.removeprefix("update:"))
+    return Dtypes(compute, main, format_named(names[2]), accumulate, stored, tuple(by_axis), update)
 
 
 def dtype_named(name: str) -> torch.dtype:

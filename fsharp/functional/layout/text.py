@@ -5,7 +5,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from itertools import groupby
 
 from fsharp.functional.formats.format import dtype_name
-from fsharp.functional.layout.unit_layout import Leaf, UnitLayout
+from fsharp.functional.layout.unit_layout import Group, Leaf, UnitLayout
 
 
 def describe_units(units: Sequence[UnitLayout]) -> dict[str, str]:
@@ -39,7 +39,7 @@ def units_table(units: Sequence[UnitLayout]) -> list[str]:
         first = alike[0]
         buffers = ", ".join(
             g.dtypes.stored.name
-            + (f" (main {dtype_name(g.dtypes.main)})" if g.dtypes.has_main_copy and g.trainable else "")
+            + (f" (main {dtype_name(g.dtypes.main)}{_updates(g)})" if g.dtypes.has_main_copy and g.trainable else "")
             + (" frozen" if not g.trainable else "")
             + (f" {g.label}" if g.label != "default" else "")
             for g in first.groups
@@ -57,6 +57,10 @@ def units_table(units: Sequence[UnitLayout]) -> list[str]:
             )
         )
     return columns(rows)
+
+
+def _updates(group: Group) -> str:
+    return "" if group.dtypes.update is None else f", updates {group.dtypes.update.name}"
 
 
 def columns(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> list[str]:

@@ -18,10 +18,10 @@ import optree
 import torch
 
 from fsharp.errors import TreeError
-from fsharp.functional.formats.format import LeafClass, LeafPart, aligned, dtype_name
+from fsharp.functional.formats.format import Format, LeafClass, LeafPart, aligned, dtype_name
 from fsharp.functional.layout.mesh import Mesh
 from fsharp.functional.layout.packing import Atom
-from fsharp.functional.layout.placement import Place, Strategy
+from fsharp.functional.layout.placement import Place, Replicate, Shard, Strategy
 from fsharp.functional.layout.precision import Dtypes
 from fsharp.tracebacks import api_boundary
 
@@ -199,6 +199,27 @@ class UnitLayout:
     def stored_nbytes(self, group: int, place: Place) -> int:
         """Bytes of the buffer in which one rank holds a group's parameters in ``place``."""
         return self.stored_size(group, place) * self.groups[group].dtypes.stored.dtype.itemsize
+
+    @cached_property
+    def update_axes(self) -> tuple[str, ...]:
+        """Axes along which updated parameters are gathered, in order of the gathers, to bring them to where they rest."""
+        params, optim = self.strategy.params, self.strategy.optim
+        return tuple([a for a in reversed(self.strategy.order) if optim[a] is Shard and params[a] is Replicate])
+
+    def update_format(self, group: int) -> Format | None:
+        """The format in which differences of a group's parameters travel; None if parameters do themselves, or nothing does."""
+        return self.groups[group].dtypes.update if self._is_update_sent else None
+
+    @cached_property
+    def _is_update_sent(self) -> bool:
+        return any(self.mesh.axis_size(axis) > 1 for axis in self.update_axes)
+
+    def update_nbytes(self, group: int) -> int:
+        """Bytes of what a rank has of a group, and sends, when updated parameters are gathered."""
+        form = self.update_format(group)
+        if form is None:
+            return self.travelling_nbytes(group, self.strategy.optim)
+        return form.size(self.groups[group].capacity) * form.dtype.itemsize
 
     def scales_size(self, group: int) -> int:
         """Bytes of the scales of whole leaves, at the end of a group's buffer; 0 if the format has none."""

@@ -304,10 +304,15 @@ def _spread(executor: Executor, bound: BoundOp) -> Action:
         works = gather_along(axes, moves, executor.transport, label=label, as_one=len(moving) > 1)
         for _, spread in moving:
             spread.expect(works)
+        differences = [each for _, spread in moving for each in spread.differences]
+        for _, spread in moving if differences and not executor.transport.is_async else ():
+            spread.wait()  # differences are added on this lane: later gathers, and who looks at parameters, are behind it
         if executor.lanes.has_streams:
             for source, parts in moves:
                 executor.lanes.keep(source)  # of a state that its user may drop at any time, as what is filled
                 executor.lanes.keep(parts[0])
+            for difference in differences:
+                executor.lanes.keep(difference.params)
 
     on_lane = executor.on_lane(bound, start)
 

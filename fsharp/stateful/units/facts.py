@@ -22,10 +22,10 @@ def facts_of(
     microbatch, each with a gradient. ``several_microbatches``: their gradients are added.
     """
     layout = unit.layout
-    params, optim = layout.strategy.params, layout.strategy.optim
+    params = layout.strategy.params
     gather = [c for g in layout.all_groups for c in calls_gathering(layout, layout.travelling_nbytes(g, params), unit.axes)]
     gathered = full_nbytes(layout) if unit.axes else 0
-    updates = [(layout.travelling_nbytes(g, optim), unit.update_axes) for g in layout.trainable * updated]
+    updates = [(layout.update_nbytes(g), unit.update_axes) for g in layout.trainable * updated]
     update_gather = [call for nbytes, axes in updates for call in calls_gathering(layout, nbytes, axes)]
     key, wire, sent, spread = unit.key, _wire(layout), tuple(gather), tuple(update_gather)
     facts = UnitFacts(key, gathered, trainable=False, gather=sent, update_gather=spread, host=unit.host_nbytes, wire=wire)

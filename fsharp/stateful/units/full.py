@@ -17,7 +17,7 @@ import torch
 
 from fsharp.errors import TreeError, problem
 from fsharp.functional.formats.format import LeafClass, LeafPart
-from fsharp.functional.layout.placement import Replicate, Shard
+from fsharp.functional.layout.placement import Shard
 from fsharp.functional.layout.unit_layout import Leaf, UnitLayout
 from fsharp.stateful.units.handed_out import HandedOut
 
@@ -333,9 +333,7 @@ def gather_axes(unit: UnitLayout, *, trivial: bool = False) -> tuple[str, ...]:
 
 def update_gather_axes(unit: UnitLayout, *, trivial: bool) -> tuple[str, ...]:
     """Axes to gather updated parameters along, in order of the gathers, to bring them to where they rest."""
-    strategy = unit.strategy
-    axes = [a for a in reversed(strategy.order) if strategy.optim[a] is Shard and strategy.params[a] is Replicate]
-    return moving_axes(unit, axes, trivial=trivial)
+    return moving_axes(unit, unit.update_axes, trivial=trivial)
 
 
 def nested_parts(buffer: torch.Tensor, unit: UnitLayout, axes: Sequence[str], rank: int) -> list[torch.Tensor]:

@@ -1,14 +1,26 @@
-"""UpdateGather: updated parameters on their way from the optimizer's place to where they rest."""
+"""UpdateGather: updated parameters, or encoded differences, on their way from the optimizer's place to where they rest."""
 
+import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from fsharp.functional.layout.sharded import Sharded
+from fsharp.functional.stored import with_difference
 from fsharp.stateful.transport.base import Work
 from fsharp.stateful.units.axis_chain import Move
 from fsharp.stateful.units.full import nested_parts
 from fsharp.stateful.units.unit_state import UnitState
+
+
+class Difference(NamedTuple):
+    """An encoded difference on its way: of which group, the parameters that it is added to, and the memory that it fills."""
+
+    group: int
+    params: torch.Tensor
+    encoded: torch.Tensor
 
 
 class UpdateGather:
@@ -17,7 +29,7 @@ class UpdateGather:
     Args:
         unit: whose.
         old: where its parameters rested before.
-        new: trained groups at the optimizer's place, in the dtype they rest in.
+        new: trained groups at the optimizer's place, as they travel: in the dtype they rest in, or encoded.
         rank: of this process.
         donate: whether the buffers of ``old`` may be filled.
 
@@ -25,6 +37,7 @@ class UpdateGather:
         axes: to gather along.
         moves: parts that travel, and what each gather of theirs fills.
         works: of the gathers that have begun.
+        differences: those that are to be added once they have been gathered.
     """
 
     def __init__(self, unit: UnitState, old: Sharded, new: Sharded, *, rank: int, donate: bool) -> None:
@@ -32,12 +45,17 @@ class UpdateGather:
         self.axes = unit.update_axes
         self.works: list[Work] = []
         self.moves: list[Move] = []
+        self.differences: list[Difference] = []
         held = dict(zip(new.groups, new.buffers, strict=True))
         buffers = []
         for group, before in zip(old.groups, old.raw_buffers, strict=True):
             part = held.get(group)
             if part is None or not self.axes:
                 buffers.append(before if part is None else part)
+                continue
+            if old.unit.update_format(group) is not None:
+                buffers.append(buffer := before if donate else before.clone())
+                self._send_difference(group, buffer.detach(), part, old, rank)
                 continue
             buffer = before if donate else torch.empty_like(before)
             buffers.append(buffer)
@@ -48,13 +66,23 @@ class UpdateGather:
                 self.moves.append((old.unit.travelling(group, part), nested_parts(room, old.unit, self.axes, rank)))
         self.node = old.replace(buffers)
 
+    def _send_difference(self, group: int, params: torch.Tensor, part: torch.Tensor, old: Sharded, rank: int) -> None:
+        if part.numel():
+            encoded = part.new_empty(len(part) * math.prod(map(old.unit.mesh.axis_size, self.axes)))
+            self.moves.append((part, nested_parts(encoded, old.unit, self.axes, rank)))
+            self.differences.append(Difference(group, params, encoded))
+
     def expect(self, works: Sequence[Work]) -> None:
         """Be over once these gathers are."""
         self.works += works
 
     def wait(self) -> None:
-        """Block until all parts have been gathered."""
+        """Block until all parts have been gathered, and add differences."""
         for work in self.works:
             work.wait()
         self.works.clear()
         self.moves.clear()
+        while self.differences:
+            group, params, encoded = self.differences.pop()
+            with torch.no_grad(), _unsafe_preserve_version_counter(params):  # as what arrives by a gather
+                params.copy_(with_difference(self.unit.layout, group, params, encoded))

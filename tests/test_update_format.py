@@ -1,0 +1,481 @@
+"""Updates that travel as encoded differences: the same bits on every path, predicted bytes, and an error that does not grow."""
+
+import re
+from collections import Counter
+
+import optree
+import pytest
+import torch
+
+import fsharp as fs
+from fsharp.errors import LayoutError
+from fsharp.functional.formats.format import Format, plain
+from fsharp.testing import DebugPolicy, check_races, processes, simulate
+from tests.gpt_like import loss_fn, make_params
+from tests.scheduling import (
+    DP,
+    HYBRID,
+    STRATEGIES,
+    assert_same,
+    assert_same_training,
+    every,
+    make_layout,
+    make_state,
+    make_tx,
+    my_batches,
+    train,
+)
+from tests.stateful.runtime.test_scheduler_equivalence import assert_as_planned, measure
+from tests.test_format import BLOCKS, HALVES
+from tests.test_leaf_format import STORED as STORED_BY_LEAF
+
+WIDER = {name: STRATEGIES[name] for name in ("zero1", "zero2", "hfsdp", "mixed")}
+"""Strategies under which parameters rest wider than optimizer state."""
+MXINT4, MXINT8 = fs.formats.mxint4, fs.formats.mxint8
+FORMATS = {each.name: each for each in (MXINT4, MXINT8, BLOCKS, plain(torch.bfloat16))}
+POLICIES = {
+    "default": {},
+    "buckets": {"prefetch": 2, "bucket_nbytes": 2000},
+    "nothing carried": {"gather_at_start": False},
+    "sums at once": {"sum_late": False},
+    "offload": {"offload": True},
+}
+PRECISION = fs.Precision(update=MXINT4)
+
+
+def of(update, compute=None, **rest):
+    return fs.Precision(compute=compute, main=torch.float32, update=update, **rest)
+
+
+@every(7, strategy=WIDER, policy=POLICIES, update=FORMATS, compute=[None, torch.bfloat16], donate=[True, False])
+def test_training_has_the_same_bits_on_every_path(strategy, policy, update, compute, donate):
+    precision = of(FORMATS[update], compute)
+
+    def rank_fn(comm):
+        blocking = train(comm, strategy, microbatches=2, precision=precision, donate=not donate)
+        scheduled = train(comm, strategy, POLICIES[policy], microbatches=2, precision=precision, donate=donate)
+        assert_same_training(scheduled, blocking)
+        assert scheduled.num_recordings == 1
+        fs.schedules.verify(scheduled.schedule)
+        exact = train(comm, strategy, microbatches=2, precision=of(None, compute))
+        assert any(not torch.equal(a, b) for a, b in zip(blocking.params, exact.params, strict=True))
+
+    simulate(WIDER[strategy][0], rank_fn)
+
+
+@pytest.mark.parametrize("wire", [None, MXINT4], ids=["wire float32", "wire mxint4"])
+def test_zero1_and_zero2_have_the_same_bits(wire):
+    def rank_fn(comm):
+        found = [train(comm, strategy, precision=of(MXINT4, wire=wire)) for strategy in ("zero1", "zero2")]
+        assert_same_training(*found)
+
+    simulate(DP, rank_fn)
+
+
+def distance(a, b):
+    """The largest distance between elements of two trees."""
+    return max(float((x.float() - y).abs().max()) for x, y in zip(optree.tree_leaves(a), optree.tree_leaves(b), strict=True))
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "hfsdp"])
+@pytest.mark.parametrize(("update", "bits"), [(MXINT4, 7), (MXINT8, 127)], ids=["mxint4", "mxint8"])
+def test_the_error_is_that_of_one_difference_and_does_not_grow(strategy, update, bits):
+    """A difference is the last change of a main copy and the error before: both at most this large, and so is the error."""
+    rate = 1e-2
+
+    def rank_fn(comm):
+        tx = fs.optim.adamw(rate, weight_decay=0.0)
+        state = make_state(comm, strategy, tx=tx, precision=of(update))
+        step = fs.train_step(loss_fn, tx, donate=True)
+        main, found = fs.full(state.main, comm=comm), []
+        for batch in my_batches(comm, 20):
+            before = optree.tree_map(torch.clone, main)
+            state, _ = step(state, batch, comm)
+            main = fs.full(state.main, comm=comm)
+            found.append((distance(fs.full(state.params, comm=comm), main), distance(main, before)))
+        at_rest = [
+            (node.name, g, b.clone()) for node in fs.layouts.units_of(state.params) for g, b in zip(node.groups, node.buffers)
+        ]
+        return found, at_rest
+
+    results = simulate(WIDER[strategy][0], rank_fn)
+    found, _ = results[0]
+    largest = max(change for _, change in found)
+    assert all(0 < error <= largest / (bits - 1) * 1.01 for error, _ in found)  # the sum of largest / bits**k
+    if strategy == "zero1":
+        for _, at_rest in results[1:]:
+            assert_same(at_rest, results[0][1])
+
+
+@every(3, strategy=WIDER, microbatches=[1, 3], update=FORMATS)
+def test_a_step_makes_the_predicted_calls(strategy, microbatches, update):
+    mesh, how = WIDER[strategy]
+    precision = of(FORMATS[update], torch.bfloat16)
+    expected = fs.inspect.step_traffic(make_layout(mesh, how, precision=precision), microbatches=microbatches)
+
+    def rank_fn(comm):
+        counting, tx = fs.collectives.CountingComm(comm), fs.optim.adamw(1e-2)
+        state = make_state(comm, strategy, tx=tx, precision=precision)
+        fs.train_step(loss_fn, tx, microbatches=microbatches)(state, my_batches(comm, 1, size=12)[0], counting)
+        return Counter(counting.calls), measure(comm, strategy, microbatches, precision)
+
+    for calls, scheduled in simulate(mesh, rank_fn):
+        assert calls == expected
+        assert_as_planned(scheduled, mesh)
+
+
+def test_updates_in_four_bits_send_an_eighth_of_the_bytes():
+    """17 bytes for 32 values, and 128 bytes for 32 values in float32."""
+    layouts = [fs.plan({"w": torch.zeros(4096)}, *WIDER["zero2"], precision=each) for each in (PRECISION, fs.Precision())]
+    sent = [sum(call.nbytes for call in fs.inspect.step_traffic(layout) if call.op == "all_gather") for layout in layouts]
+    assert sent == [2048 * 17 // 32, 2048 * 4]
+    assert layouts[0].nbytes("main") == 2048 * 4
+    assert layouts[1].nbytes("main") == 0
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero3", "hsdp", "zero3x2"])
+def test_where_no_updated_parameters_travel_the_format_is_refused(strategy):
+    with pytest.raises(LayoutError, match=r"'embed' has update=mxint4, and no updated parameters of this unit travel"):
+        make_layout(*STRATEGIES[strategy], precision=PRECISION)
+
+
+def test_a_format_is_refused_by_the_name_of_the_leaf():
+    params = {"a": torch.ones(40), "b": torch.ones(8), "n": torch.ones(3, dtype=torch.int64)}
+
+    def planned(precision, **options):
+        return fs.plan(params, *WIDER["zero1"], precision=precision, **options)
+
+    beside = {"**": fs.Precision(), "a": fs.Precision(update=MXINT4)}
+    with pytest.raises(LayoutError, match=r"'b' has update=mxint4 and stored=blocks"):
+        planned({"b": fs.Precision(update=MXINT4, stored=BLOCKS)})
+    with pytest.raises(LayoutError, match=r"'a' has update=mxint4, and no leaf of this precision is trained"):
+        planned(beside, frozen="a")
+    with pytest.raises(LayoutError, match=r"'n' has update=mxint4, and no leaf of this precision is trained"):
+        planned({"**": fs.Precision(), "n": fs.Precision(update=MXINT4)})
+    layout = planned(PRECISION, frozen="b")  # one precision for all: of those without updates nothing is asked
+    assert [group.dtypes.update for group in layout.units[0].groups] == [MXINT4, None, None]
+    with pytest.raises(LayoutError, match=re.escape("update is 'by_leaf', which encodes whole leaves")):
+        fs.Precision(update=STORED_BY_LEAF.stored)
+    with pytest.raises(fs.errors.OptionError, match=r"update is torch\.bfloat16, expected a Format"):
+        fs.Precision(update=torch.bfloat16)
+    with pytest.raises(LayoutError, match=r"update is torch\.float8_e4m3fn\. Values of 8 bits and less need a scale"):
+        fs.Precision(update=plain(torch.float8_e4m3fn))
+
+
+def test_layouts_serialise_print_and_are_compared():
+    precision = of(MXINT4, wire={"dp": MXINT8})
+    layout = make_layout(*WIDER["zero1"], precision=precision)
+    assert fs.Layout.from_json(layout.to_json()) == layout
+    assert "float32 (main float32, updates mxint4)" in str(layout)
+    assert layout != make_layout(*WIDER["zero1"], precision=of(MXINT8, wire={"dp": MXINT8}))
+
+    def rank_fn(comm):
+        return make_state(comm, "zero1", precision=of(MXINT4 if comm.rank else MXINT8))
+
+    with pytest.raises(fs.errors.AgreementError, match="mxint4"):
+        simulate(DP, rank_fn)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "how"),
+    [
+        ((1,), fs.zero1("dp")),
+        ((2, 1), fs.hfsdp("inner", "dp")),
+        ((1, 2), fs.zero2("dp", "inner")),
+        ((2, 1), fs.zero1("dp", "inner")),
+    ],
+)
+def test_nothing_is_rounded_along_an_axis_of_one_rank(sizes, how):
+    mesh = fs.Mesh(dict(zip(("dp", "inner"), sizes)))
+
+    def rank_fn(comm):
+        policies = (None, {}, {"trivial_axes": True}, {"trivial_axes": True, "bucket_nbytes": 2000})
+        found = [train(comm, how, policy, precision=PRECISION) for policy in policies]
+        for each in found[1:]:
+            assert_same_training(each, found[0])
+        if mesh.size == 1 or how == fs.hfsdp("inner", "dp"):
+            assert_same_training(found[0], train(comm, how))
+
+    simulate(mesh, rank_fn)
+
+
+@pytest.mark.parametrize("policy", [None, {}, {"bucket_nbytes": 10**6, "prefetch": 2}], ids=str)
+def test_some_units_and_some_leaves_travel_encoded(policy):
+    """Beside units that rest encoded, and a frozen leaf and a tied one."""
+    precision = {"**": fs.Precision(), "layers.1.*": PRECISION, "layers.2.*": fs.Precision(stored=BLOCKS), "embed": of(MXINT8)}
+    params = make_params(layers=3)
+
+    def rank_fn(comm):
+        options = {"precision": precision, "frozen": "layers.1.b", "params": params}
+        found = train(comm, "zero1", policy, **options)
+        assert_same_training(found, train(comm, "zero1", **options, donate=False))
+        plain_losses = train(comm, "zero1", frozen="layers.1.b", params=params).losses
+        torch.testing.assert_close(found.losses, plain_losses, rtol=0.02, atol=0)
+
+    simulate(DP, rank_fn)
+
+
+def test_updates_from_float32_parameters_where_they_rest():
+    """A state may begin with parameters where they rest; main copies then have memory of their own, and no more."""
+
+    def rank_fn(comm):
+        layout, states = make_layout(*WIDER["zero1"], precision=PRECISION), []
+        for place in ("optim", "params"):
+            start = fs.shard(make_params(layers=3), layout, comm, place=place)
+            states.append(fs.init_state(make_tx(), start, comm=comm, donate=True))
+        for node in fs.layouts.units_of(states[1].main):
+            assert sum(b.untyped_storage().nbytes() for b in node.buffers) == node.nbytes
+        step = fs.train_step(loss_fn, make_tx(), donate=True)
+        for batch in my_batches(comm, 2):
+            states = [step(state, batch, comm)[0] for state in states]
+        assert_same(*[fs.full((state.params, state.main), comm=comm) for state in states])
+
+    simulate(DP, rank_fn)
+
+
+@pytest.mark.parametrize("policy", [None, {}], ids=str)
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+def test_what_is_not_finite_arrives_as_such(bad, policy):
+    """From the step on in which it is in a main copy, and also once the main copy is finite again."""
+
+    def rank_fn(comm):
+        state = make_state(comm, "zero1", precision=PRECISION)
+        step = fs.train_step(loss_fn, make_tx())
+        step = fs.Scheduler(comm)(step) if policy is not None else lambda *args: fs.train_step(loss_fn, make_tx())(*args, comm)
+        batches = my_batches(comm, 3)
+        state, _ = step(state, batches[0])
+        good = state.main
+        with torch.no_grad():
+            poisoned = fs.layouts.map_units(lambda node: node.with_buffers([b.clone() for b in node.buffers]), state.main)
+            fs.layouts.units_of(poisoned)[0].buffers[0][3] = bad
+        state, _ = step(state._replace(main=poisoned), batches[1])
+        first = fs.full(state.params, comm=comm)["embed"].flatten()
+        state, _ = step(state._replace(main=good), batches[2])
+        return first, fs.full(state.params, comm=comm)["embed"].flatten()
+
+    for first, then in simulate(DP, rank_fn):
+        assert not torch.isfinite(first[3])
+        assert not torch.isfinite(then[3])
+
+
+@pytest.mark.parametrize("donate", [False, True])
+@pytest.mark.parametrize("after", ["zero1", "zero2", "hfsdp"])
+def test_a_resumed_run_has_the_bits_of_one_that_went_on(after, donate, tmp_path):
+    """Checkpoints have parameters beside main copies, in coordinates of whole tensors."""
+    step = fs.train_step(loss_fn, make_tx())
+    mesh = STRATEGIES[after][0]
+
+    def save(comm):
+        state = make_state(comm, "zero1", precision=PRECISION)
+        for batch in my_batches(comm, 3):
+            state, _ = step(state, batch, comm)
+        fs.checkpoint.save(str(tmp_path), state, step=3, comm=comm)
+        moved = fs.reshard(state, make_layout(*WIDER["zero2"], precision=PRECISION), comm=comm)
+        results = []
+        for each in (state, moved):
+            each, metrics = step(each, my_batches(comm, 1, seed=7)[0], comm)
+            results.append((fs.full(each.params, comm=comm), float(metrics.loss)))
+        assert_same(*results)
+        return (fs.full((state.params, state.main), comm=comm), *results[0])
+
+    def load(comm):
+        like = make_state(comm, after, params=make_params(5, layers=3), precision=PRECISION)
+        state = fs.checkpoint.load(str(tmp_path), like, comm=comm, donate=donate)
+        values = fs.full((state.params, state.main), comm=comm)
+        state, metrics = step(state, my_batches(comm, 1, seed=7)[0], comm)
+        return values, fs.full(state.params, comm=comm), float(metrics.loss)
+
+    saved, loaded = simulate(DP, save), simulate(mesh, load)
+    assert_same(loaded[0][0], saved[0][0])
+    if mesh == DP:
+        assert_same(loaded[0], saved[0])
+
+
+@pytest.mark.parametrize(("old", "new"), [(PRECISION, fs.Precision()), (fs.Precision(), PRECISION)], ids=["off", "on"])
+def test_reshard_turns_it_off_and_on(old, new):
+    """A main copy without use is gone with the next update, and a missing one is made of the parameters."""
+    after = "zero3" if new.update is None else "zero1"
+
+    def rank_fn(comm):
+        state = make_state(comm, "zero2", precision=old)
+        step = fs.train_step(loss_fn, make_tx(), donate=True)
+        for batch in my_batches(comm, 2):
+            state, _ = step(state, batch, comm)
+        state = fs.reshard(state, make_layout(*STRATEGIES[after], precision=new), comm=comm)
+        for batch in my_batches(comm, 3, seed=4):
+            state, metrics = step(state, batch, comm)
+        mains = [node.groups for node in fs.layouts.units_of(state.main)]
+        assert all(mains) is (new.update is not None)
+        return float(metrics.loss)
+
+    def exact(comm):
+        state = make_state(comm, "zero2")
+        step = fs.train_step(loss_fn, make_tx(), donate=True)
+        for batch in [*my_batches(comm, 2), *my_batches(comm, 3, seed=4)]:
+            state, metrics = step(state, batch, comm)
+        return float(metrics.loss)
+
+    torch.testing.assert_close(simulate(DP, rank_fn), simulate(DP, exact), rtol=0.02, atol=0)
+
+
+@pytest.mark.parametrize("wire", [None, MXINT4], ids=["wire float32", "wire mxint4"])
+def test_the_loss_of_training_is_that_of_float32(wire):
+    def rank_fn(comm):
+        found = []
+        for precision in (fs.Precision(), of(MXINT4, wire=wire), of(MXINT8, wire=wire)):
+            trained = train(comm, "zero2", {}, steps=40, precision=precision, tx=fs.optim.adamw(5e-3))
+            found.append(sum(trained.losses[-10:]) / 10)
+        return found
+
+    exact, *encoded = simulate(DP, rank_fn)[0]
+    assert all(abs(loss / exact - 1) < 0.005 for loss in encoded), (exact, encoded)
+
+
+class Net(torch.nn.Sequential):
+    def __init__(self):
+        super().__init__(torch.nn.Linear(6, 9), torch.nn.Tanh(), torch.nn.Linear(9, 9), torch.nn.Tanh(), torch.nn.Linear(9, 4))
+        self[2].weight.requires_grad_(False)
+
+
+def sharded(comm, how, **options):
+    torch.manual_seed(3)
+    return fs.shard_module(Net(), mesh=comm, strategy=how, units=[torch.nn.Linear], precision=PRECISION, **options)
+
+
+def steps_of(model, optimizer, comm, count, first=0):
+    for step in range(first, first + count):
+        x = torch.arange(12.0).view(2, 6) * (step + 1 + comm.rank) / 20
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        yield loss.detach()
+
+
+@pytest.mark.parametrize("policy", [{}, {"offload": True}], ids=str)
+def test_modules_have_the_bits_of_functions(policy):
+    def of_module(comm, how):
+        model = sharded(comm, how, policy=fs.Policy(**policy))
+        optimizer = fs.ShardedOptimizer(model.parameters(), fs.optim.with_ema(fs.optim.adamw(1e-1), decay=0.5))
+        losses = list(steps_of(model, optimizer, comm, 3))
+        with optimizer.averaged(), torch.no_grad():
+            model(torch.ones(1, 6))
+        return [*losses, *steps_of(model, optimizer, comm, 2, first=3)], fs.full(model.train_state.params, comm=model.comm)
+
+    def of_functions(comm, how):
+        model = sharded(comm, how)
+        fn, _ = model.functional()
+        tx = fs.optim.with_ema(fs.optim.adamw(1e-1), decay=0.5)
+        state = model.train_state._replace(opt=tx.init(fs.trainable(model.train_state.main), comm=comm))
+        losses = []
+        for step in range(5):
+            x = torch.arange(12.0).view(2, 6) * (step + 1 + comm.rank) / 20
+            loss, grads = fs.value_and_grad(lambda p, x, comm: fn(p, x, comm=comm).square().mean())(state.params, x, comm=comm)
+            losses.append(loss)
+            _, grads = fs.average(loss, fs.reduce_scatter(grads, comm=comm), comm=comm)
+            state = fs.update(tx, grads, state, comm=comm)
+        return losses, fs.full(state.params, comm=comm)
+
+    def rank_fn(comm):
+        found = [of_module(comm, STRATEGIES[name][1]) for name in ("zero1", "zero2")]
+        assert_same(*found)
+        _, params = of_functions(comm, STRATEGIES["zero1"][1])
+        assert_same(found[0][1], params)
+
+    simulate(DP, rank_fn)
+
+
+def test_a_module_that_is_written_to_or_loaded_computes_with_its_main_copies():
+    def rank_fn(comm):
+        model = sharded(comm, STRATEGIES["zero1"][1])
+        optimizer = fs.ShardedOptimizer(model.parameters(), fs.optim.adamw(1e-1))
+        list(steps_of(model, optimizer, comm, 3))
+        whole, x = Net(), torch.ones(1, 6)
+        shown = {name: value.clone() for name, value in model.full_parameters()}
+        whole.load_state_dict(shown)
+        with torch.no_grad():
+            assert not torch.equal(model(x), whole(x))  # the module computes with what has arrived
+            for parameter in model.parameters():
+                parameter.mul_(1)
+            torch.testing.assert_close(model(x), whole(x), rtol=0, atol=0)
+            other = sharded(comm, STRATEGIES["zero1"][1])
+            other.load_state_dict(model.state_dict())
+            torch.testing.assert_close(other(x), whole(x), rtol=0, atol=0)
+
+    simulate(DP, rank_fn)
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "hfsdp"])
+def test_processes_have_the_bits_of_simulated_ranks(strategy):
+    mesh, _ = WIDER[strategy]
+
+    def rank_fn(comm):
+        policies = (None, {}, {"bucket_nbytes": 2000, "prefetch": 2})
+        return [train(comm, strategy, policy, microbatches=2, precision=PRECISION)[:2] for policy in policies]
+
+    for found, want in zip(processes(mesh, rank_fn, timeout=120), simulate(mesh, rank_fn), strict=True):
+        assert_same(found, want)
+
+
+@pytest.mark.parametrize("donate", [True, False])
+@pytest.mark.parametrize("strategy", ["zero1", "hfsdp"])
+def test_schedules_are_free_of_races(strategy, donate):
+    mesh, how = WIDER[strategy]
+
+    def rank_fn(comm):
+        scheduler = fs.Scheduler(comm, policy=DebugPolicy(sum_late=False))
+        state = make_state(comm, how, precision=PRECISION)
+        step = scheduler(fs.train_step(loss_fn, make_tx(), donate=donate))
+        with check_races(scheduler) as report:
+            for batch in my_batches(comm, 4):
+                state, _ = step(state, batch)
+        assert report.num_ops
+
+    simulate(mesh, rank_fn)
+
+
+@pytest.mark.parametrize("policy", [None, {}], ids=str)
+@pytest.mark.parametrize("what", ["encode", "decode"])
+def test_a_format_that_fails_on_one_rank_fails_on_all(what, policy):
+    def rank_fn(comm):
+        def failing(name):
+            fn = getattr(HALVES, name)
+
+            def call(values):
+                if name == what and comm.rank == 1:
+                    raise RuntimeError("no codebook")
+                return fn(values)
+
+            return call
+
+        update = Format("failing", HALVES.planes, failing("encode"), failing("decode"))
+        try:
+            train(comm, "zero1", policy, precision=of(update))
+        except Exception as error:
+            return str(error)
+
+    first, second = simulate(DP, rank_fn, outcomes=True)
+    assert "no codebook" in str(second)
+    assert "rank 1" in str(first)
+
+
+def test_uneven_shards_of_several_groups():
+    """Blocks are counted from the begin of each rank's part, whatever the sizes; ranks may hold padding alone."""
+    params = {"a": torch.randn(7, 5), "b": torch.randn(1), "c": torch.randn(33).to(torch.bfloat16), "d": torch.zeros(0)}
+
+    def rank_fn(comm):
+        layout = fs.plan(params, comm.mesh, fs.zero1("outer", "inner"), precision=of(MXINT8))
+        assert all(group.capacity % 32 == 0 for group in layout.units[0].groups)
+        tx = fs.optim.sgd(0.1)
+        state = fs.init_state(tx, fs.shard(params, layout, comm, place="optim"), comm=comm)
+        for _ in range(3):
+            grads = fs.layouts.map_units(lambda node: node.with_buffers([torch.ones_like(b) for b in node.buffers]), state.main)
+            state = fs.update(tx, grads, state, comm=comm)
+        return fs.full(state.params, comm=comm), fs.full(state.main, comm=comm)
+
+    results = simulate(HYBRID, rank_fn)
+    for values, main in results:
+        assert_same(values, results[0][0])
+        for name, value in values.items():
+            torch.testing.assert_close(value.float(), params[name].float() - 0.3, rtol=0.01, atol=1e-3)
+            torch.testing.assert_close(value.float(), main[name], rtol=0.01, atol=1e-3)
